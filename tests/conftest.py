@@ -1,0 +1,35 @@
+"""Fixtures that every test file shares: the platform, its implementations, and skips by marker."""
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 4)
+
+IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "dma")}
+MARKERS = {
+    "gpu": "needs a CUDA device",
+    "cpu_only": "tests the CPU backend; deselect it on a GPU machine",
+    "sanitizer": "small enough to run under compute-sanitizer",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    platform = jax.default_backend()
+    for item in items:
+        if item.get_closest_marker("gpu") and platform != "gpu":
+            item.add_marker(pytest.mark.skip(reason=f"no CUDA device: JAX runs on {platform}"))
+        if item.get_closest_marker("cpu_only") and platform != "cpu":
+            item.add_marker(pytest.mark.skip(reason=f"needs platform cpu: JAX runs on {platform}"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    named = IMPLEMENTATIONS[jax.default_backend()]
+    if "implementation" in metafunc.fixturenames:
+        metafunc.parametrize("implementation", (None, *named), ids=lambda name: name or "default")
+    if "named_implementation" in metafunc.fixturenames:
+        metafunc.parametrize("named_implementation", named)
