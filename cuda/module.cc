@@ -1,0 +1,100 @@
+// The Python module: FFI handlers as capsules, and the few calls the host makes itself.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <span>
+
+#include "host_ids.h"
+#include "page_errors.h"
+#include "xla/ffi/api/ffi.h"
+#ifdef JAXKV_CUDA
+#include "device.h"
+#endif
+
+namespace nb = nanobind;
+
+namespace jaxkv {
+
+extern "C" {
+XLA_FFI_Error* CopyBlocksHost(XLA_FFI_CallFrame*);
+#ifdef JAXKV_CUDA
+XLA_FFI_Error* CopyBlocksPrepare(XLA_FFI_CallFrame*);
+XLA_FFI_Error* CopyBlocksKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* CopyBlocksUnordered(XLA_FFI_CallFrame*);
+XLA_FFI_Error* CopyBlocksDma(XLA_FFI_CallFrame*);
+#endif
+}
+
+namespace {
+
+nb::capsule capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+// platform -> target -> stage -> handler
+nb::dict registrations() {
+  nb::dict cpu, all;
+  auto add = [](nb::dict& platform, const char* target, auto... stage_and_handler) {
+    nb::dict stages;
+    (stages.attr("update")(stage_and_handler), ...);
+    platform[target] = stages;
+  };
+  auto stage = [](const char* name, XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
+    nb::dict entry;
+    entry[name] = capsule(handler);
+    return entry;
+  };
+  add(cpu, "jaxkv_copy_blocks", stage("execute", CopyBlocksHost));
+  all["cpu"] = cpu;
+#ifdef JAXKV_CUDA
+  nb::dict cuda;
+  const auto prepare = stage("initialize", CopyBlocksPrepare);
+  add(cuda, "jaxkv_copy_blocks", prepare, stage("execute", CopyBlocksKernel));
+  add(cuda, "jaxkv_copy_blocks_unordered", prepare, stage("execute", CopyBlocksUnordered));
+  add(cuda, "jaxkv_copy_blocks_dma", prepare, stage("execute", CopyBlocksDma));
+  all["CUDA"] = cuda;
+#endif
+  return all;
+}
+
+nb::tuple page_errors() {
+  const auto taken = take_page_errors();
+  std::vector<std::string> details;
+  for (const auto& entry : taken.details) details.push_back(describe(entry));
+  return nb::make_tuple(taken.count, details);
+}
+
+}  // namespace
+
+NB_MODULE(_ext, m) {
+  m.doc() = "Native part of jaxkv: FFI handlers and the host calls beside them.";
+  m.def("registrations", &registrations,
+        "FFI handlers as capsules: {platform: {target: {stage: capsule}}}.");
+  m.def("page_errors", &page_errors,
+        "(number of entries skipped since the last call, descriptions of the first of them).");
+  m.attr("HOST_IDS_HEADER") = kHostIdsHeader;
+  m.def(
+      "seal_host_ids",
+      [](uintptr_t address, size_t num_words) {
+        seal_host_ids({reinterpret_cast<int32_t*>(address), num_words});
+      },
+      nb::arg("address"), nb::arg("num_words"), "Writes the header over sealed ids.");
+  m.def(
+      "admit_host_ids",
+      [](uintptr_t address, size_t num_words) {
+        admit_host_ids(reinterpret_cast<const int32_t*>(address), num_words);
+      },
+      nb::arg("address"), nb::arg("num_words"), "Says that sealed ids lie at `address`.");
+#ifdef JAXKV_CUDA
+  m.attr("CUDA") = true;
+  m.def("synchronize_device", &synchronize_device, nb::arg("ordinal"),
+        nb::call_guard<nb::gil_scoped_release>(), "Waits for all work of a CUDA device.");
+  m.def("pci_address", &pci_address, nb::arg("ordinal"), "PCI address of a CUDA device.");
+#else
+  m.attr("CUDA") = false;
+#endif
+}
+
+}  // namespace jaxkv
