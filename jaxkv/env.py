@@ -1,0 +1,369 @@
+"""What jaxkv finds on this machine: `python -m jaxkv.env [--json]`.
+
+Paste the output into a bug report: it names versions, GPUs, memory limits and the implementation
+that each operation would choose here, and leaves out host names, user names and directories. A
+probe that fails prints its reason and does not stop the others.
+"""
+
+import argparse
+import ctypes
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+PROBE_BYTES = 1 << 20
+ENVIRONMENT_PREFIXES = ("JAX_", "JAXKV_", "XLA_", "CUDA_", "NCCL_", "TF_GPU_", "LD_LIBRARY_PATH")
+CUDA_LIBRARY = re.compile(
+    r"lib(cuda|cudart|nccl|cublas\w*|cudnn\w*|cufft|cusolver|cusparse|cupti|nvrtc|nvJitLink|nvshmem\w*)"
+    r"\.so[.\d]*$"
+)
+# Values of CUdevice_attribute in cuda.h.
+COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
+MULTIPROCESSOR_COUNT, MULTICAST_SUPPORTED, HOST_NUMA_ID = 16, 132, 134
+
+
+class Driver:
+    """The CUDA driver; its methods with names of their own create no context and allocate nothing.
+
+    Raises:
+      OSError: there is no driver library.
+      RuntimeError: a query failed; the text names the call and the CUDA error.
+    """
+
+    def __init__(self, library: Any = None):
+        self._library = library or ctypes.CDLL("libcuda.so.1")
+        self.call("cuInit", 0)
+
+    def call(self, function: str, *arguments: Any) -> None:
+        code = getattr(self._library, function)(*arguments)
+        if code != 0:
+            name = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(name))
+            raise RuntimeError(f"{function}: {(name.value or b'unknown error').decode()} ({code})")
+
+    def get(self, function: str, kind: Any, *arguments: Any) -> int:
+        result = kind()
+        self.call(function, ctypes.byref(result), *arguments)
+        return result.value
+
+    def _text(self, function: str, device: int) -> str:
+        buffer = ctypes.create_string_buffer(256)
+        self.call(function, buffer, len(buffer), device)
+        return buffer.value.decode()
+
+    def version(self) -> str:
+        number = self.get("cuDriverGetVersion", ctypes.c_int)
+        return f"{number // 1000}.{number % 1000 // 10}"
+
+    def devices(self) -> list[int]:
+        count = self.get("cuDeviceGetCount", ctypes.c_int)
+        return [self.get("cuDeviceGet", ctypes.c_int, i) for i in range(count)]
+
+    def name(self, device: int) -> str:
+        return self._text("cuDeviceGetName", device)
+
+    def pci_address(self, device: int) -> str:
+        return self._text("cuDeviceGetPCIBusId", device).lower()
+
+    def memory_bytes(self, device: int) -> int:
+        return self.get("cuDeviceTotalMem_v2", ctypes.c_size_t, device)
+
+    def attribute(self, device: int, attribute: int) -> int:
+        return self.get("cuDeviceGetAttribute", ctypes.c_int, attribute, device)
+
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        return bool(self.get("cuDeviceCanAccessPeer", ctypes.c_int, device, peer))
+
+
+def _attempt(probe: Callable[[], Any]) -> Any:
+    try:
+        return probe()
+    except Exception as error:  # the report must survive whatever is broken on this machine
+        return f"unavailable: {type(error).__name__}: {error}"
+
+
+def _read(path: str | pathlib.Path) -> str:
+    return pathlib.Path(path).read_text().strip()
+
+
+def date() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    packages = ("jaxkv", "jax", "jaxlib", "numpy")
+    return {
+        "python": platform.python_version(),
+        "os": _attempt(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]),
+        "machine": platform.machine(),
+        **{name: _attempt(lambda name=name: importlib.metadata.version(name)) for name in packages},
+    }
+
+
+def devices() -> dict[str, Any]:
+    """JAX's own view; starts its backend, so that the libraries that it loads can be seen later."""
+    import jax
+
+    found = jax.local_devices()
+    return {
+        "backend": jax.default_backend(),
+        "processes": jax.process_count(),
+        "kind": found[0].device_kind,
+        "count": len(found),
+        "memory_kinds": sorted(memory.kind for memory in found[0].addressable_memories()),
+    }
+
+
+def driver() -> dict[str, str]:
+    def module() -> str:
+        found = re.search(r"\d+(\.\d+)+", _read("/proc/driver/nvidia/version"))
+        return found.group() if found else "unavailable: no version in the module's own text"
+
+    return {"cuda": Driver().version(), "kernel_module": _attempt(module)}
+
+
+def pcie_links() -> dict[str, dict[str, str]]:
+    """PCIe generation and width by PCI address, now and at most; an idle link slows down."""
+    fields = ["pci.bus_id"] + [
+        f"pcie.link.{what}.{when}" for what in ("gen", "width") for when in ("current", "max")
+    ]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    links = {}
+    for line in output.splitlines():
+        address, gen, gen_max, width, width_max = (field.strip() for field in line.split(","))
+        links[address.lower()[-12:]] = {
+            "now": f"gen {gen} x{width}",
+            "max": f"gen {gen_max} x{width_max}",
+        }
+    return links
+
+
+def gpus(cuda: Driver | None = None) -> list[dict[str, Any]]:
+    cuda = cuda or Driver()
+    links = _attempt(pcie_links)
+    return [_gpu(cuda, device, links) for device in cuda.devices()]
+
+
+def _gpu(cuda: Driver, device: int, links: Any) -> dict[str, Any]:
+    address = cuda.pci_address(device)
+    major = cuda.attribute(device, COMPUTE_CAPABILITY_MAJOR)
+    minor = cuda.attribute(device, COMPUTE_CAPABILITY_MINOR)
+
+    def numa_node() -> int:
+        return int(_read(f"/sys/bus/pci/devices/{address}/numa_node"))
+
+    return {
+        "name": cuda.name(device),
+        "compute_capability": f"{major}.{minor}",
+        "multiprocessors": cuda.attribute(device, MULTIPROCESSOR_COUNT),
+        "memory_bytes": cuda.memory_bytes(device),
+        "pci_address": address,
+        "pcie_link": links.get(address) if isinstance(links, dict) else links,
+        "numa_node": _attempt(numa_node),
+        "driver_numa_node": _attempt(lambda: cuda.attribute(device, HOST_NUMA_ID)),
+        "multicast_supported": _attempt(lambda: bool(cuda.attribute(device, MULTICAST_SUPPORTED))),
+    }
+
+
+def peer_access(cuda: Driver | None = None) -> list[list[bool]]:
+    """Row i, column j: GPU i can map the memory of GPU j (true on the diagonal)."""
+    cuda = cuda or Driver()
+    found = cuda.devices()
+    return [[a == b or cuda.can_access_peer(a, b) for b in found] for a in found]
+
+
+def cuda_libraries() -> dict[str, Any]:
+    """Libraries this process has loaded, beside the packages that could have provided them."""
+    mapped = {line.split()[-1] for line in _read("/proc/self/maps").splitlines()}
+    paths = [pathlib.PurePath(path) for path in sorted(mapped) if CUDA_LIBRARY.search(path)]
+    packages = {
+        distribution.name: distribution.version
+        for distribution in importlib.metadata.distributions()
+        if (distribution.name or "").startswith(("nvidia-", "jax-cuda"))
+    }
+    return {
+        "loaded": {path.name: _origin(path) for path in paths},
+        "installed": dict(sorted(packages.items())),
+    }
+
+
+def _origin(path: pathlib.PurePath) -> str:
+    """`package nvidia/nccl/lib` for a library from site-packages, `system` for any other."""
+    parts = path.parent.parts
+    for root in ("site-packages", "dist-packages"):
+        if root in parts:
+            return "package " + "/".join(parts[parts.index(root) + 1 :])
+    return "system"
+
+
+def memory() -> dict[str, Any]:
+    """Limits in bytes on what can be pinned; None where there is no limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    meminfo = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
+    return {
+        "locked_limit_bytes": None if soft == resource.RLIM_INFINITY else soft,
+        "locked_hard_limit_bytes": None if hard == resource.RLIM_INFINITY else hard,
+        "cgroup_limit_bytes": _attempt(cgroup_memory_limit),
+        "total_bytes": int(meminfo["MemTotal"].split()[0]) * 1024,
+        "available_bytes": int(meminfo["MemAvailable"].split()[0]) * 1024,
+    }
+
+
+def cgroup_memory_limit(proc: str = "/proc", root: str = "/sys/fs/cgroup") -> int | None:
+    """The tightest memory limit of this process's control groups in bytes; None without one."""
+    limits = []
+    for line in _read(f"{proc}/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = pathlib.Path(root, controllers)
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        limits += _limits_up_to(top, top / group.lstrip("/"), name)
+    return min(limits, default=None)
+
+
+def _limits_up_to(top: pathlib.Path, group: pathlib.Path, name: str) -> Iterator[int]:
+    for directory in (group, *group.parents):
+        text = _read(directory / name) if (directory / name).exists() else "max"
+        # Version 1 writes "no limit" as the largest multiple of a page.
+        if text != "max" and int(text) < (1 << 62):
+            yield int(text)
+        if directory == top:
+            return
+
+
+def pinned_host() -> dict[str, Any]:
+    """Allocates a little pinned memory through JAX and reads it back."""
+    import jax
+    import numpy as np
+
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+    expected = np.arange(PROBE_BYTES, dtype=np.uint8)
+    array = jax.device_put(expected, sharding).block_until_ready()
+    return {
+        "bytes": array.nbytes,
+        "memory_kind": array.sharding.memory_kind,
+        "read_back_equal": bool(np.array_equal(np.asarray(array), expected)),
+    }
+
+
+def numa() -> dict[str, dict[str, str]]:
+    nodes = sorted(pathlib.Path("/sys/devices/system/node").glob("node[0-9]*"))
+    if not nodes:
+        raise OSError("the kernel reports no NUMA nodes")
+    return {
+        node.name: {
+            "cpus": _read(node / "cpulist"),
+            "memory": " ".join(_read(node / "meminfo").splitlines()[0].split()[-2:]),
+        }
+        for node in nodes
+    }
+
+
+def environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(ENVIRONMENT_PREFIXES)
+    }
+
+
+def native() -> dict[str, Any]:
+    """The extension: whether it has CUDA handlers, and the FFI targets that it offers."""
+    import jax
+
+    from jaxkv import _ext
+
+    header = _read(pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h"))
+    version = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header)
+    return {
+        "cuda": _ext.CUDA,
+        "targets": {platform: sorted(found) for platform, found in _ext.registrations().items()},
+        "ffi_api_of_jaxlib": ".".join(version),
+    }
+
+
+def implementations() -> Any:
+    """What each operation would choose here and why not the faster ones."""
+    import jaxkv
+
+    return jaxkv.explain()
+
+
+PROBES: dict[str, Callable[[], Any]] = {
+    "date": date,
+    "versions": versions,
+    "devices": devices,
+    "driver": driver,
+    "gpus": gpus,
+    "peer_access": peer_access,
+    "cuda_libraries": cuda_libraries,
+    "native": native,
+    "memory": memory,
+    "pinned_host": pinned_host,
+    "numa": numa,
+    "environment": environment,
+    "implementations": implementations,
+}
+
+
+def report() -> dict[str, Any]:
+    """Runs every probe.
+
+    Returns:
+      A JSON-serialisable dictionary, one entry per probe; the entry of a failed probe is a string
+      that begins with "unavailable:" and gives the reason.
+    """
+    return {name: without_directories(_attempt(probe)) for name, probe in PROBES.items()}
+
+
+def without_directories(value: Any) -> Any:
+    """Keeps the last part of every absolute path in `value`, so that a report can be published."""
+    if isinstance(value, str):
+        return re.sub(r"(?<![\w.~/])~?/(?:[^\s/:;=,'\"]+/)+", ".../", value)
+    if isinstance(value, dict):
+        return {key: without_directories(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_directories(item) for item in value]
+    return value
+
+
+def to_text(value: Any, indent: str = "") -> str:
+    """Renders a report, or a part of one, as indented lines."""
+    if isinstance(value, dict):
+        return "\n".join(_entry(str(key), item, indent) for key, item in value.items())
+    if isinstance(value, list):
+        return "\n".join(_entry(str(i), item, indent) for i, item in enumerate(value))
+    return "\n".join(indent + line for line in str(value).splitlines())
+
+
+def _entry(name: str, value: Any, indent: str) -> str:
+    if isinstance(value, list) and all(not isinstance(item, dict | list) for item in value):
+        value = ", ".join(map(str, value)) or "none"
+    nested = (isinstance(value, dict | list) and value) or "\n" in str(value)
+    if nested:
+        return f"{indent}{name}:\n{to_text(value, indent + '  ')}"
+    return f"{indent}{name}: {'none' if value is None or value == {} else value}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxkv.env", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    arguments = parser.parse_args(argv)
+    found = report()
+    print(json.dumps(found, indent=2) if arguments.json else to_text(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""jaxkv.env must report what it can reach, give a reason for the rest, and never fail."""
+
+import ctypes
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxkv import env
+
+NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
+
+
+class FakeCuda:
+    """libcuda of a machine with two GPUs of which only the first can reach the other.
+
+    It has the read-only queries alone, so that a report that allocates, creates a context or
+    touches multicast objects fails here.
+    """
+
+    multicast_code = 0
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuGetErrorName(self, code, name):
+        name._obj.value = b"CUDA_ERROR_NOT_SUPPORTED"
+        return 0
+
+    def cuDriverGetVersion(self, version):
+        version._obj.value = 13010
+        return 0
+
+    def cuDeviceGetCount(self, count):
+        count._obj.value = 2
+        return 0
+
+    def cuDeviceGet(self, device, ordinal):
+        device._obj.value = ordinal
+        return 0
+
+    def cuDeviceGetName(self, buffer, size, device):
+        buffer.value = b"Fake GPU"
+        return 0
+
+    def cuDeviceGetPCIBusId(self, buffer, size, device):
+        buffer.value = f"0000:{device + 0x1B:02X}:00.0".encode()
+        return 0
+
+    def cuDeviceTotalMem_v2(self, size, device):
+        assert isinstance(size._obj, ctypes.c_size_t)
+        size._obj.value = 150 << 30
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute, device):
+        known = {75: 9, 76: 0, 16: 132, 134: device}
+        if attribute == 132:
+            value._obj.value = 1
+            return self.multicast_code
+        value._obj.value = known[attribute]
+        return 0
+
+    def cuDeviceCanAccessPeer(self, result, device, peer):
+        assert device != peer, "the driver has no answer for a device and itself"
+        result._obj.value = device == 0
+        return 0
+
+
+@pytest.fixture
+def cuda():
+    return env.Driver(FakeCuda())
+
+
+@pytest.fixture
+def no_nvidia_smi(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def with_nvidia_smi(monkeypatch, tmp_path, output):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{output}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_report_covers_every_probe_and_is_json():
+    report = env.report()
+    assert list(report) == list(env.PROBES)
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_report_reads_pinned_memory_back():
+    pinned = env.report()["pinned_host"]
+    assert pinned == {
+        "bytes": env.PROBE_BYTES,
+        "memory_kind": "pinned_host",
+        "read_back_equal": True,
+    }
+
+
+def test_failed_probe_gives_its_reason_and_the_others_still_run(monkeypatch):
+    def broken():
+        raise RuntimeError("the fan is on fire")
+
+    monkeypatch.setattr(env, "PROBES", {"first": broken, "second": lambda: 2})
+    assert env.report() == {
+        "first": "unavailable: RuntimeError: the fan is on fire",
+        "second": 2,
+    }
+
+
+def test_gpus_are_described(cuda, no_nvidia_smi):
+    first, second = env.gpus(cuda)
+    assert first["name"] == "Fake GPU"
+    assert first["compute_capability"] == "9.0"
+    assert first["memory_bytes"] == 150 << 30
+    assert first["multicast_supported"] is True
+    assert (first["pci_address"], second["pci_address"]) == ("0000:1b:00.0", "0000:1c:00.0")
+    assert (first["driver_numa_node"], second["driver_numa_node"]) == (0, 1)
+    assert first["pcie_link"].startswith("unavailable: FileNotFoundError")
+
+
+def test_pcie_links_are_matched_by_address(cuda, monkeypatch, tmp_path):
+    with_nvidia_smi(
+        monkeypatch,
+        tmp_path,
+        "00000000:1C:00.0, 1, 5, 16, 16\n00000000:1B:00.0, 4, 5, 8, 16",
+    )
+    first, second = env.gpus(cuda)
+    assert first["pcie_link"] == {"now": "gen 4 x8", "max": "gen 5 x16"}
+    assert second["pcie_link"] == {"now": "gen 1 x16", "max": "gen 5 x16"}
+
+
+def test_unexpected_nvidia_smi_output_hides_no_gpu(cuda, monkeypatch, tmp_path):
+    with_nvidia_smi(monkeypatch, tmp_path, "NVIDIA-SMI has failed")
+    first, _ = env.gpus(cuda)
+    assert first["name"] == "Fake GPU"
+    assert first["pcie_link"].startswith("unavailable: ValueError")
+
+
+def test_refused_query_names_call_and_error(no_nvidia_smi):
+    library = FakeCuda()
+    library.multicast_code = NOT_SUPPORTED
+    first, _ = env.gpus(env.Driver(library))
+    assert first["multicast_supported"] == (
+        "unavailable: RuntimeError: cuDeviceGetAttribute: CUDA_ERROR_NOT_SUPPORTED (801)"
+    )
+    assert first["name"] == "Fake GPU"
+
+
+def test_peer_access_has_a_row_per_gpu(cuda):
+    assert env.peer_access(cuda) == [[True, True], [False, True]]
+
+
+def test_driver_version(cuda):
+    assert cuda.version() == "13.1"
+
+
+@pytest.mark.gpu
+def test_gpus_agree_with_jax():
+    import jax
+
+    found = env.gpus()
+    assert [gpu["name"] for gpu in found] == [d.device_kind for d in jax.local_devices()]
+    assert [gpu["compute_capability"] for gpu in found] == [
+        d.compute_capability for d in jax.local_devices()
+    ]
+
+
+@pytest.mark.gpu
+def test_loaded_cuda_libraries_are_found():
+    env.devices()
+    assert any(name.startswith("libcuda.so") for name in env.cuda_libraries()["loaded"])
+
+
+def write_groups(tmp_path, lines, limits):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("\n".join(lines) + "\n")
+    for path, text in limits.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text + "\n")
+    return str(tmp_path / "proc"), str(tmp_path / "sys")
+
+
+@pytest.mark.parametrize(
+    ("lines", "limits", "want"),
+    [
+        (["0::/a/b"], {"sys/a/b/memory.max": "max", "sys/a/memory.max": "4096"}, 4096),
+        (["0::/a/b"], {"sys/a/b/memory.max": "100", "sys/a/memory.max": "4096"}, 100),
+        (["0::/"], {"sys/memory.max": "max"}, None),
+        (["0::/"], {}, None),
+        (["5:cpu:/a", "4:memory:/a"], {"sys/memory/a/memory.limit_in_bytes": "77"}, 77),
+        (["4:memory:/a"], {"sys/memory/a/memory.limit_in_bytes": "9223372036854771712"}, None),
+    ],
+)
+def test_cgroup_limit_is_the_tightest(tmp_path, lines, limits, want):
+    assert env.cgroup_memory_limit(*write_groups(tmp_path, lines, limits)) == want
+
+
+def test_directories_are_left_out():
+    value = {
+        "error": "OSError: cannot open '/home/someone/lib/libcuda.so.1': no such file",
+        "variables": ["/opt/a/b:/opt/c", "--xla_dump_to=/home/someone/dump --other=1/2"],
+        "kept": "nvidia/nccl/lib, 5/16 GB, 0000:1b:00.0, https://example.org/a/b",
+        "number": 3,
+    }
+    assert env.without_directories(value) == {
+        "error": "OSError: cannot open '.../libcuda.so.1': no such file",
+        "variables": [".../b:.../c", "--xla_dump_to=.../dump --other=1/2"],
+        "kept": "nvidia/nccl/lib, 5/16 GB, 0000:1b:00.0, https://example.org/a/b",
+        "number": 3,
+    }
+
+
+def test_environment_reports_only_what_concerns_gpus(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_something=true")
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    assert env.environment()["XLA_FLAGS"] == "--xla_something=true"
+    assert "SECRET_TOKEN" not in env.environment()
+
+
+def test_text_is_readable():
+    text = env.to_text(
+        {
+            "kinds": ["a", "b"],
+            "none": [],
+            "limit": None,
+            "gpus": [{"name": "x", "link": {"now": "gen 5"}}],
+            "matrix": [[True, False]],
+            "long": "one\ntwo",
+        }
+    )
+    assert text.splitlines() == [
+        "kinds: a, b",
+        "none: none",
+        "limit: none",
+        "gpus:",
+        "  0:",
+        "    name: x",
+        "    link:",
+        "      now: gen 5",
+        "matrix:",
+        "  0: True, False",
+        "long:",
+        "  one",
+        "  two",
+    ]
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_command_line(flags):
+    command = [sys.executable, "-m", "jaxkv.env", *flags]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    if flags:
+        assert list(json.loads(output)) == list(env.PROBES)
+    else:
+        assert "pinned_host:" in output.splitlines()
