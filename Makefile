@@ -1,0 +1,111 @@
+# `make demo` and `make test` need nothing but Python >= 3.11 and a C++ compiler: each makes .venv,
+# which holds jaxkv as an editable install, and builds it again when its native sources change.
+#
+#   PYTHON=python3.13    the interpreter that .venv is made from
+#   SYSTEM_PACKAGES=1    take all packages from that interpreter; nothing is downloaded
+#   JAXKV_CUDA=ON|OFF    CUDA handlers; by default wherever an nvcc >= 13.0 can be had
+PYTHON ?= python3
+export PYTHON
+# The clean machine runs these; see tools/fresh.py.
+FRESH_TARGETS ?= test demo
+# The oldest jax, that of the GPU machines, and the newest.
+JAX_VERSIONS := 0.10.2 0.11.2 0.12.0.1
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+INSTALLED := $(VENV)/installed
+NATIVE := $(wildcard cuda/*) CMakeLists.txt pyproject.toml tools/build_backend.py tools/locate.py
+
+ifdef SYSTEM_PACKAGES
+INSTALL := --no-build-isolation --no-deps --no-index -e .
+else
+INSTALL := -e ".[test,bench,dev]"
+endif
+
+.PHONY: help demo test lint format asan compat fresh check gpu-test multigpu-test memcheck bench \
+        evidence clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
+
+demo: $(INSTALLED)  ## serve conversations with and without the host pool, and compare
+	$(PY) -m examples.serving
+
+test: $(INSTALLED)  ## all tests that this machine can run
+	$(PY) -m pytest
+
+lint: $(INSTALLED)  ## format, types, and compilation with warnings as errors
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(VENV)/bin/clang-format --dry-run -Werror cuda/*
+	$(PY) -m mypy
+	$(call wheel,lint,cmake.define.JAXKV_WERROR=ON)
+
+format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+	$(VENV)/bin/clang-format -i cuda/*
+
+asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan
+	$(call wheel,asan,cmake.build-type=Debug cmake.define.JAXKV_ASAN=ON cmake.define.JAXKV_CUDA=OFF)
+	tools/test_wheel.sh build/asan/*.whl build/asan/room "jax>=0.10.2" \
+	  env LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  python -m pytest $(NATIVE_TESTS)
+
+compat: $(INSTALLED)  ## one stable-ABI wheel under every supported jax (PYTHON >= 3.12)
+	$(PY) -c "import sys; assert sys.version_info >= (3, 12), 'make compat needs Python >= 3.12'"
+	$(call wheel,compat,cmake.define.JAXKV_CUDA=OFF)
+	set -e; for jax in $(JAX_VERSIONS); do \
+	  tools/test_wheel.sh build/compat/*-abi3-*.whl build/compat/jax-$$jax "jax==$$jax" \
+	    python -m pytest $(NATIVE_TESTS); \
+	done
+
+fresh:  ## `make $(FRESH_TARGETS)` in a fresh clone on a clean Debian (root; debootstrap)
+	$(PYTHON) tools/fresh.py $(FRESH_TARGETS)
+
+check: lint test asan  ## everything that CI runs
+	$(MAKE) fresh FRESH_TARGETS="test demo compat"
+
+gpu-test: $(INSTALLED)  ## the tests on one GPU, recorded in bench/results
+	$(PY) -m bench.gpu_test
+
+multigpu-test: $(INSTALLED)  ## the tests that need several GPUs, recorded in bench/results
+	$(PY) -m bench.gpu_test --multigpu
+
+memcheck: $(INSTALLED)  ## the CUDA handlers under compute-sanitizer
+	compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest -m sanitizer
+
+bench: $(INSTALLED)  ## all benchmarks, recorded in bench/results
+	$(PY) -m bench.run_all
+
+evidence: $(INSTALLED)  ## every target, wanted and measured; README tables and plots from the records
+	$(PY) -m bench.evidence
+
+clean:  ## remove everything that make made
+	rm -rf build $(VENV) jaxkv/_ext.pyi
+
+# The tests that reach native code.
+NATIVE_TESTS := tests
+
+# $(call wheel,NAME,SETTINGS...) builds build/NAME/*.whl
+wheel = rm -rf build/$(1) && $(PIP) wheel -q --no-deps -w build/$(1) \
+	$(addprefix --config-settings=,build-dir=build/$(1)/cmake $(2)) .
+
+# The stub goes beside the sources because type checkers do not follow editable installs.
+$(INSTALLED): $(NATIVE) | $(PY)
+	$(PIP) install $(INSTALL)
+	cp $$($(PY) -c "import jaxkv._ext as e; print(e.__file__.split('_ext.')[0])")_ext.pyi jaxkv/
+	touch $@
+
+# A .pth file, because --system-site-packages of an interpreter that is itself in a virtual
+# environment would show the packages of the one below.
+$(PY):
+ifdef SYSTEM_PACKAGES
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -c 'import sys; [print(f"import site; site.addsitedir({p!r})") for p in sys.path \
+	  if p.endswith(("site-packages", "dist-packages"))]' > $$(echo $(VENV)/lib/python*/site-packages)/parent.pth
+else
+	$(PYTHON) -m venv $(VENV)
+endif

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Tests a wheel as a user has it: in a virtual environment of its own, with none of the checkout's
+# jaxkv/ on the path. Usage: tools/test_wheel.sh WHEEL ROOM JAX COMMAND...
+# ROOM is a folder to make anew, JAX a requirement such as "jax==0.10.2"; COMMAND runs in a copy of
+# the tests. $PYTHON is the interpreter.
+set -euo pipefail
+
+wheel=$(realpath "$1") room=$2 jax=$3
+shift 3
+
+rm -rf "$room"
+mkdir -p "$room/tree"
+"$PYTHON" -m venv "$room/venv"
+"$room/venv/bin/pip" install -q --disable-pip-version-check "$wheel[test,bench]" "$jax"
+cp -r pyproject.toml tests bench examples "$room/tree"
+
+export PATH="$(realpath "$room/venv/bin"):$PATH"
+cd "$room/tree"
+python -c 'import jax, jaxkv._ext, sys; print(*sys.version_info[:3], jax.__version__, jaxkv._ext)'
+"$@"
