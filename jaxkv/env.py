@@ -17,7 +17,8 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 PROBE_BYTES = 1 << 20
@@ -105,7 +106,7 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "os": _attempt(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]),
         "machine": platform.machine(),
-        **{name: _attempt(lambda name=name: importlib.metadata.version(name)) for name in packages},
+        **{name: _attempt(partial(importlib.metadata.version, name)) for name in packages},
     }
 
 
@@ -207,39 +208,19 @@ def _origin(path: pathlib.PurePath) -> str:
 
 
 def memory() -> dict[str, Any]:
-    """Limits in bytes on what can be pinned; None where there is no limit."""
+    """What limits a host pool, in bytes; None where there is no limit."""
+    from jaxkv import host_pool
+
+    left = [available for _, available in host_pool._cgroup_limits()]
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     meminfo = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
     return {
         "locked_limit_bytes": None if soft == resource.RLIM_INFINITY else soft,
         "locked_hard_limit_bytes": None if hard == resource.RLIM_INFINITY else hard,
-        "cgroup_limit_bytes": _attempt(cgroup_memory_limit),
+        "cgroup_left_bytes": min(left, default=None),
         "total_bytes": int(meminfo["MemTotal"].split()[0]) * 1024,
         "available_bytes": int(meminfo["MemAvailable"].split()[0]) * 1024,
     }
-
-
-def cgroup_memory_limit(proc: str = "/proc", root: str = "/sys/fs/cgroup") -> int | None:
-    """The tightest memory limit of this process's control groups in bytes; None without one."""
-    limits = []
-    for line in _read(f"{proc}/self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        top = pathlib.Path(root, controllers)
-        name = "memory.limit_in_bytes" if controllers else "memory.max"
-        limits += _limits_up_to(top, top / group.lstrip("/"), name)
-    return min(limits, default=None)
-
-
-def _limits_up_to(top: pathlib.Path, group: pathlib.Path, name: str) -> Iterator[int]:
-    for directory in (group, *group.parents):
-        text = _read(directory / name) if (directory / name).exists() else "max"
-        # Version 1 writes "no limit" as the largest multiple of a page.
-        if text != "max" and int(text) < (1 << 62):
-            yield int(text)
-        if directory == top:
-            return
 
 
 def pinned_host() -> dict[str, Any]:
@@ -279,25 +260,52 @@ def environment() -> dict[str, str]:
 
 
 def native() -> dict[str, Any]:
-    """The extension: whether it has CUDA handlers, and the FFI targets that it offers."""
+    """The extension: whether it has CUDA handlers, and the FFI targets that it registers."""
     import jax
 
-    from jaxkv import _ext
+    from jaxkv import _native
 
+    extension = _native.extension()
+    targets = {platform: sorted(found) for platform, found in extension.registrations().items()}
     header = _read(pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h"))
     version = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header)
-    return {
-        "cuda": _ext.CUDA,
-        "targets": {platform: sorted(found) for platform, found in _ext.registrations().items()},
-        "ffi_api_of_jaxlib": ".".join(version),
-    }
+    return {"cuda": extension.CUDA, "targets": targets, "ffi_api_of_jaxlib": ".".join(version)}
 
 
-def implementations() -> Any:
-    """What each operation would choose here and why not the faster ones."""
+def implementations() -> dict[str, str]:
+    """What each operation would choose here, and why not the faster ones, for an example cache.
+
+    The two layouts stand for long and for short contiguous runs.
+    """
+    import jax
+    import jax.numpy as jnp
+
     import jaxkv
+    from jaxkv.layout import HostLayout
 
-    return jaxkv.explain()
+    pages = 8
+    spec = jaxkv.KVCacheSpec(
+        num_layers=1, page_size=64, num_kv_heads=8, head_dim=128, dtype=jnp.bfloat16
+    )
+    block = jax.ShapeDtypeStruct((pages, *spec.block_shape), spec.dtype)
+    cache = jaxkv.DeviceCache(layers=((block, block),), spec=spec)
+    all_ids: dict[str, Any] = {
+        "HostIds": jaxkv.HostIds(list(range(pages))),
+        "device ids": jax.ShapeDtypeStruct((pages,), jnp.int32),
+    }
+    calls: dict[str, tuple[Callable[..., Any], Any, Any]] = {}
+    for layout in ("page_first_direct", "page_first"):
+        data = jax.ShapeDtypeStruct(HostLayout(spec, layout, pages).shape, spec.dtype)
+        pool = jaxkv.HostPool(data=data, spec=spec, layout=layout, head_groups=1)
+        calls[f"load_pages, {layout}"] = jaxkv.load_pages, pool, cache
+        calls[f"store_pages, {layout}"] = jaxkv.store_pages, pool, cache
+    calls["swap_blocks"] = jaxkv.swap_blocks, block, block
+    names: dict[str, list[str]] = {}  # by explanation, because many calls share one
+    for name, (operation, source, destination) in calls.items():
+        for kind, ids in all_ids.items():
+            text = jaxkv.explain(operation, source, destination, ids, ids)
+            names.setdefault(text, []).append(f"{name}, {kind}")
+    return {"; ".join(shared): text for text, shared in names.items()}
 
 
 PROBES: dict[str, Callable[[], Any]] = {

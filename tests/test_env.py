@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import re
 import subprocess
 import sys
 
@@ -174,28 +175,26 @@ def test_loaded_cuda_libraries_are_found():
     assert any(name.startswith("libcuda.so") for name in env.cuda_libraries()["loaded"])
 
 
-def write_groups(tmp_path, lines, limits):
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("\n".join(lines) + "\n")
-    for path, text in limits.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text + "\n")
-    return str(tmp_path / "proc"), str(tmp_path / "sys")
+def test_memory_limits_are_those_that_a_pool_checks(monkeypatch):
+    from jaxkv import host_pool
+
+    monkeypatch.setattr(host_pool, "_cgroup_limits", lambda: [("outer", 300), ("inner", 200)])
+    assert env.memory()["cgroup_left_bytes"] == 200
+    monkeypatch.setattr(host_pool, "_cgroup_limits", lambda: [])
+    assert env.memory()["cgroup_left_bytes"] is None
 
 
-@pytest.mark.parametrize(
-    ("lines", "limits", "want"),
-    [
-        (["0::/a/b"], {"sys/a/b/memory.max": "max", "sys/a/memory.max": "4096"}, 4096),
-        (["0::/a/b"], {"sys/a/b/memory.max": "100", "sys/a/memory.max": "4096"}, 100),
-        (["0::/"], {"sys/memory.max": "max"}, None),
-        (["0::/"], {}, None),
-        (["5:cpu:/a", "4:memory:/a"], {"sys/memory/a/memory.limit_in_bytes": "77"}, 77),
-        (["4:memory:/a"], {"sys/memory/a/memory.limit_in_bytes": "9223372036854771712"}, None),
-    ],
-)
-def test_cgroup_limit_is_the_tightest(tmp_path, lines, limits, want):
-    assert env.cgroup_memory_limit(*write_groups(tmp_path, lines, limits)) == want
+def test_native_lists_the_targets_of_the_cpu_backend():
+    assert "jaxkv_copy_blocks" in env.native()["targets"]["cpu"]
+    assert re.fullmatch(r"0\.\d+", env.native()["ffi_api_of_jaxlib"])
+
+
+def test_implementations_are_explained_for_every_operation():
+    found = env.implementations()
+    for operation in ("load_pages", "store_pages", "swap_blocks"):
+        texts = [text for name, text in found.items() if name.startswith(operation)]
+        assert texts
+        assert all(text.startswith(f"{operation}: ") and "not dma: " in text for text in texts)
 
 
 def test_directories_are_left_out():

@@ -1,0 +1,1 @@
+"""Benchmarks and recorded evidence; each module writes `bench/results/<device>/<name>.json`."""

@@ -1,0 +1,248 @@
+"""Lists what was wanted and what was measured, and writes both into the README.
+
+`python -m bench.evidence` reads every `bench/results/<device>/<name>.json`, prints each target with
+the age of its measurement, and regenerates the plots and the parts of README.md that stand between
+
+    <!-- generated: NAME -->
+    <!-- end -->
+
+with the table called NAME. `--check` writes nothing, and fails if the README is out of date.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from bench.results import REPOSITORY, RESULTS, Row, Target, git
+
+README = REPOSITORY / "README.md"
+PLOTS = REPOSITORY / "docs" / "plots"
+MEASURED_CODE = ("jaxkv", "cuda")
+MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """One result file."""
+
+    device: str
+    name: str
+    commit: str | None
+    dirty: bool | None
+    env: dict[str, Any]
+    rows: list[Row]
+    targets: list[Target]
+
+    @property
+    def date(self) -> str:
+        return str(self.env.get("date", "no date"))[:10]
+
+    @property
+    def revision(self) -> str:
+        mark = {True: " + changes", False: "", None: " (unverified)"}[self.dirty]
+        return (self.commit or "unknown commit")[:9] + mark
+
+    def rows_of(self, metric: str) -> list[Row]:
+        return [row for row in self.rows if row.metric == metric]
+
+
+def read(root: pathlib.Path = RESULTS) -> list[File]:
+    """All result files, sorted by device and name.
+
+    Raises:
+      ValueError: a file whose "met" does not follow from its "want" and "got".
+    """
+    return [_read_file(path) for path in sorted(root.glob("*/*.json"))]
+
+
+def _read_file(path: pathlib.Path) -> File:
+    content = json.loads(path.read_text())
+    targets = [Target.from_json(target) for target in content["targets"]]
+    for target, stored in zip(targets, content["targets"], strict=True):
+        if target.met != stored["met"]:
+            raise ValueError(
+                f"{path}: target {target.name!r} says met={stored['met']}, but its figures say "
+                f"{target.met}"
+            )
+    rows = [Row(**row) for row in content["rows"]]
+    return File(
+        path.parent.name,
+        path.stem,
+        content["commit"],
+        content["dirty"],
+        content["env"],
+        rows,
+        targets,
+    )
+
+
+def age(file: File, repository: pathlib.Path = REPOSITORY) -> str:
+    """How many commits have touched the measured code since the measurement."""
+    if file.commit is None:
+        return "unknown commit"
+    try:
+        commits = git(
+            "rev-list", "--count", f"{file.commit}..HEAD", "--", *MEASURED_CODE,
+            repository=repository,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return "commit not in this history"
+    return "current" if commits == "0" else f"{commits} commits behind"
+
+
+def number(value: float) -> str:
+    """Three significant digits without an exponent; whole numbers in full."""
+    if float(value).is_integer():
+        return f"{int(value):,}"
+    digits = max(0, 3 - len(str(int(abs(value))))) if abs(value) >= 1 else 3
+    return f"{value:,.{digits}f}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def verdict(target: Target) -> str:
+    return {True: "met", False: "**missed**", None: "not measured"}[target.met]
+
+
+def figures(target: Target) -> tuple[str, str]:
+    got = "-" if target.got is None else f"{number(target.got)} {target.unit}"
+    return f"{target.op} {number(target.want)} {target.unit}", got
+
+
+def targets_table(files: Sequence[File]) -> str:
+    header = ("device", "measured by", "target", "wanted", "got", "", "commit", "date")
+    lines = [
+        (f.device, f.name, t.name, *figures(t), verdict(t), f.revision, f.date)
+        for f in files
+        for t in f.targets
+    ]
+    return table(header, lines)
+
+
+def tests_table(files: Sequence[File]) -> str:
+    outcomes = ("passed", "failed", "skipped")
+    lines = []
+    for file in files:
+        if file.name not in ("gpu_test", "multigpu_test"):
+            continue
+        counted = [
+            sum(row.value for row in file.rows_of(outcome) if row.case.endswith(".py"))
+            for outcome in outcomes
+        ]
+        lines.append((file.device, file.name, *map(number, counted), file.revision, file.date))
+    return table(("device", "run", *outcomes, "commit", "date"), lines)
+
+
+def transfer_table(files: Sequence[File]) -> str:
+    header = ("device", "copy", "GB/s", "of the roof", "roof, GB/s", "others, GB/s")
+    lines = []
+    for file in files:
+        for row in file.rows_of("bandwidth") if file.name == "transfer" else ():
+            roof = row.roof or {"name": "none", "value": float("nan")}
+            peers = ", ".join(f"{name} {number(value)}" for name, value in row.peers.items())
+            share = f"{row.value / roof['value']:.0%}"
+            limit = f"{number(roof['value'])} ({roof['name']})"
+            lines.append((file.device, row.case, number(row.value), share, limit, peers or "-"))
+    return table(header, lines)
+
+
+def demo_table(files: Sequence[File]) -> str:
+    """One line per case and metric; without offload and with a large HBM stand beside it."""
+    chosen = [file for file in files if file.name == "demo"]
+    names = list(dict.fromkeys(name for f in chosen for row in f.rows for name in row.peers))
+
+    def line(device: str, row: Row) -> list[str]:
+        others = [number(row.peers[name]) if name in row.peers else "-" for name in names]
+        return [device, row.case, f"{row.metric}, {row.unit}", number(row.value), *others]
+
+    lines = [line(file.device, row) for file in chosen for row in file.rows]
+    return table(("device", "case", "metric", "with offload", *names), lines)
+
+
+TABLES: dict[str, Callable[[Sequence[File]], str]] = {
+    "demo": demo_table,
+    "targets": targets_table,
+    "tests": tests_table,
+    "transfer": transfer_table,
+}
+
+
+def regenerate(text: str, files: Sequence[File]) -> str:
+    """The README's text with every marked part replaced by its table.
+
+    Raises:
+      ValueError: a marked part whose name is not in TABLES, or that does not end.
+    """
+    opened = text.count("<!-- generated:")
+    if opened != len(MARKED.findall(text)):
+        raise ValueError("a part begins with <!-- generated: NAME --> but has no <!-- end -->")
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in TABLES:
+            raise ValueError(f"no table is called {name!r}; there are {', '.join(TABLES)}")
+        return match[1] + TABLES[name](files) + match[3]
+
+    return MARKED.sub(replace, text)
+
+
+def draw(files: Sequence[File], folder: pathlib.Path = PLOTS) -> list[pathlib.Path]:
+    """Draws what can be drawn; nothing without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("plots not drawn: matplotlib is not installed")
+        return []
+    from bench import transfer
+
+    matplotlib.rcParams["svg.hashsalt"] = "jaxkv"  # the same figures must give the same file
+    drawn = []
+    for file in files:
+        if file.name == "transfer" and file.rows:
+            drawn.append(folder / f"transfer_{file.device}.svg")
+            folder.mkdir(parents=True, exist_ok=True)
+            transfer.figure(file.rows).savefig(drawn[-1], metadata={"Date": None})
+    return drawn
+
+
+def listing(files: Sequence[File]) -> str:
+    lines = []
+    for file in files:
+        lines.append(f"{file.device}/{file.name}: {file.revision}, {file.date}, {age(file)}")
+        for target in file.targets:
+            want, got = figures(target)
+            lines.append(f"  {verdict(target):12} {target.name}: wanted {want}, got {got}")
+    return "\n".join(lines) or "no result files"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, compare only")
+    flags = parser.parse_args(argv)
+    files = read()
+    print(listing(files))
+    before = README.read_text()
+    after = regenerate(before, files)
+    if flags.check:
+        if after != before:
+            print("README.md is out of date: run python -m bench.evidence")
+        return int(after != before)
+    README.write_text(after)
+    for path in draw(files):
+        print(f"drew {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

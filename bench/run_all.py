@@ -1,0 +1,29 @@
+"""Runs every benchmark, each in a process of its own: `python -m bench.run_all [--quick]`.
+
+Separate processes start with empty device memory, and one that fails does not stop the others.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from bench.results import REPOSITORY, arguments
+
+BENCHMARKS = ("transfer", "demo")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments(__doc__, argv)  # every benchmark takes the same flags; this rejects others
+    flags = sys.argv[1:] if argv is None else [*argv]
+    failed = []
+    for name in BENCHMARKS:
+        print(f"== bench.{name}", flush=True)
+        command = [sys.executable, "-m", f"bench.{name}", *flags]
+        if subprocess.run(command, cwd=REPOSITORY, check=False).returncode:
+            failed.append(name)
+    print(f"failed: {', '.join(failed)}" if failed else "all benchmarks ran")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,335 @@
+"""Recorded evidence: tables and verdicts follow from the figures that the files hold."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from bench import evidence, gpu_test, results
+from bench.results import Results, Row, Target
+
+README = """# Title
+before
+<!-- generated: targets -->
+stale
+<!-- end -->
+between
+<!-- generated: transfer -->
+<!-- end -->
+after
+"""
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    command = ["git", *identity, *arguments]
+    return subprocess.run(
+        command, cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository with one commit of measured code."""
+    monkeypatch.delenv("JAXKV_COMMIT", raising=False)
+    folder = tmp_path / "repository"
+    (folder / "jaxkv").mkdir(parents=True)
+    git(folder, "init", "-q")
+    commit_change(folder, "jaxkv/code.py")
+    return folder
+
+
+def commit_change(folder, path):
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    with (folder / path).open("a") as file:
+        file.write("line\n")
+    git(folder, "add", path)
+    git(folder, "commit", "-q", "-m", f"change {path}")
+
+
+def measured(got=0.5):
+    found = Results("transfer")
+    found.row("load, x", "bandwidth", "GB/s", 25.0, roof=("one copy", 50.0), peers={"plain": 4.0})
+    found.target("load is near the roof", got, ">=", 0.9, "of roof")
+    return found
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """A folder with the files of two benchmarks, made on a known commit."""
+    monkeypatch.setenv("JAXKV_COMMIT", "0123456789abcdef")
+    monkeypatch.setattr(results, "device_slug", lambda: "some_gpu")
+    measured().save(root=tmp_path)
+    tests = Results("gpu_test")
+    tests.row("tests/test_a.py", "passed", "tests", 3)
+    tests.row("tests/test_a.py", "skipped", "tests", 1)
+    tests.row("tests/test_a.py: no reason", "skipped because", "tests", 1)
+    tests.row("tests/test_b.py", "passed", "tests", 4)
+    tests.row("tests/test_b.py", "failed", "tests", 2)
+    tests.row("tests/test_b.py::test_x", "failed", "tests", 1)
+    tests.target("no test fails", 2, "==", 0, "failed tests")
+    tests.save(root=tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("op", "want", "got", "met"),
+    [
+        (">=", 0.9, 0.9, True),
+        (">=", 0.9, 0.89, False),
+        ("<=", 5, 5.1, False),
+        ("<=", 5, 4, True),
+        ("==", 0, 0, True),
+        ("==", 0, 1, False),
+        ("==", 0, None, None),
+    ],
+)
+def test_target_is_met_by_its_figures(op, want, got, met):
+    assert Target("t", op, want, "unit", got).met is met
+
+
+def test_target_rejects_an_unknown_comparison():
+    with pytest.raises(ValueError, match="op '~' of target 't' is not one of"):
+        Target("t", "~", 1, "unit", 1)
+
+
+def test_file_holds_the_documented_keys(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXKV_COMMIT", "abc-dirty")
+    path = measured().save(root=tmp_path)
+    content = json.loads(path.read_text())
+    assert path == tmp_path / results.device_slug() / "transfer.json"
+    assert set(content) == {"commit", "dirty", "env", "rows", "targets"}
+    assert (content["commit"], content["dirty"]) == ("abc", True)
+    assert content["env"]["devices"]["count"] >= 1
+    assert content["rows"] == [
+        {
+            "case": "load, x",
+            "metric": "bandwidth",
+            "unit": "GB/s",
+            "value": 25.0,
+            "roof": {"name": "one copy", "value": 50.0},
+            "peers": {"plain": 4.0},
+        }
+    ]
+    want = {"op": ">=", "value": 0.9, "unit": "of roof"}
+    name = "load is near the roof"
+    assert content["targets"] == [{"name": name, "want": want, "got": 0.5, "met": False}]
+
+
+def test_file_is_also_written_below_out(tmp_path):
+    path = measured().save(tmp_path / "carried", root=tmp_path / "kept")
+    copy = tmp_path / "carried" / path.relative_to(tmp_path / "kept")
+    assert copy.read_text() == path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "dirty"),
+    [
+        ("jaxkv/code.py", True),
+        ("jaxkv/new.py", True),
+        ("bench/results/cpu/x.json", False),
+        ("README.md", False),
+    ],
+)
+def test_revision_is_dirty_by_code_and_not_by_evidence(repository, changed, dirty):
+    assert results.revision(repository) == (git(repository, "rev-parse", "HEAD"), False)
+    (repository / changed).parent.mkdir(parents=True, exist_ok=True)
+    (repository / changed).write_text("changed\n")
+    assert results.revision(repository).dirty is dirty
+
+
+def test_revision_without_history_comes_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("JAXKV_COMMIT", raising=False)
+    assert results.revision(tmp_path) == (None, None)
+    monkeypatch.setenv("JAXKV_COMMIT", "abc")
+    assert results.revision(tmp_path) == ("abc", False)
+
+
+def test_age_counts_commits_that_touch_measured_code(repository):
+    def age(commit):
+        file = evidence.File("gpu", "x", commit, False, {}, [], [])
+        return evidence.age(file, repository)
+
+    start = git(repository, "rev-parse", "HEAD")
+    assert age(start) == "current"
+    commit_change(repository, "README.md")
+    assert age(start) == "current"
+    commit_change(repository, "cuda/x.cu")
+    commit_change(repository, "jaxkv/code.py")
+    assert age(start) == "2 commits behind"
+    assert age("f" * 40) == "commit not in this history"
+    assert age(None) == "unknown commit"
+
+
+def test_read_returns_what_was_saved(saved):
+    tests, transfer = evidence.read(saved)
+    assert (tests.name, transfer.name) == ("gpu_test", "transfer")
+    assert transfer.device == "some_gpu"
+    assert transfer.rows == measured().rows
+    assert transfer.targets == measured().targets
+
+
+def test_read_refuses_a_typed_verdict(saved):
+    path = saved / "some_gpu" / "transfer.json"
+    path.write_text(path.read_text().replace('"met": false', '"met": true'))
+    with pytest.raises(ValueError, match="says met=True, but its figures say False"):
+        evidence.read(saved)
+
+
+def test_listing_shows_wanted_got_and_verdict(saved):
+    text = evidence.listing(evidence.read(saved))
+    assert "some_gpu/transfer: 012345678" in text
+    assert "**missed**   load is near the roof: wanted >= 0.900 of roof, got 0.500 of roof" in text
+    assert "**missed**   no test fails: wanted == 0 failed tests, got 2 failed tests" in text
+
+
+def test_unmeasured_target_is_neither_met_nor_missed(tmp_path):
+    measured(got=None).save(root=tmp_path)
+    text = evidence.listing(evidence.read(tmp_path))
+    assert "not measured load is near the roof: wanted >= 0.900 of roof, got -" in text
+
+
+def test_tables(saved):
+    files = evidence.read(saved)
+    date = files[0].date
+    assert evidence.tests_table(files).splitlines()[2:] == [
+        f"| some_gpu | gpu_test | 7 | 2 | 1 | 012345678 | {date} |"
+    ]
+    assert evidence.transfer_table(files).splitlines()[2:] == [
+        "| some_gpu | load, x | 25 | 50% | 50 (one copy) | plain 4 |"
+    ]
+    wanted = ">= 0.900 of roof | 0.500 of roof | **missed**"
+    assert evidence.targets_table(files).splitlines()[3:] == [
+        f"| some_gpu | transfer | load is near the roof | {wanted} | 012345678 | {date} |"
+    ]
+
+
+def test_regenerate_replaces_marked_parts_only(saved):
+    files = evidence.read(saved)
+    text = evidence.regenerate(README, files)
+    assert "stale" not in text
+    assert evidence.transfer_table(files) in text
+    kept = ["# Title", "before", "between", "after"]
+    assert [line for line in text.splitlines() if line in kept] == kept
+    assert evidence.regenerate(text, files) == text
+
+
+def test_regenerate_names_an_unknown_table():
+    with pytest.raises(ValueError, match="no table is called 'tabel'; there are demo, "):
+        evidence.regenerate("<!-- generated: tabel -->\n<!-- end -->", [])
+
+
+def test_regenerate_refuses_a_part_without_end():
+    with pytest.raises(ValueError, match="has no <!-- end -->"):
+        evidence.regenerate("<!-- generated: tests -->\ntext\n", [])
+
+
+def test_check_fails_until_the_readme_is_regenerated(saved, tmp_path, monkeypatch, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    monkeypatch.setattr(evidence, "README", readme)
+    monkeypatch.setattr(evidence, "draw", lambda files: [])
+    files = evidence.read(saved)
+    monkeypatch.setattr(evidence, "read", lambda: files)
+    assert evidence.main(["--check"]) == 1
+    assert readme.read_text() == README
+    assert "README.md is out of date" in capsys.readouterr().out
+    assert evidence.main([]) == 0
+    assert evidence.main(["--check"]) == 0
+
+
+def test_plots_are_reproducible(saved, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = evidence.read(saved)
+    (first,) = evidence.draw(files, tmp_path / "first")
+    (second,) = evidence.draw(files, tmp_path / "second")
+    assert first.name == "transfer_some_gpu.svg"
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (1234567, "1,234,567"), (51.234, "51.2"), (5.123, "5.12"), (0.9, "0.900")],
+)
+def test_number(value, text):
+    assert evidence.number(value) == text
+
+
+INNER_TESTS = """
+import pytest
+
+def test_passes(): pass
+def test_fails(): assert False
+def test_is_skipped(): pytest.skip("needs two moons")
+@pytest.fixture
+def broken(): raise RuntimeError
+def test_cannot_start(broken): pass
+@pytest.mark.skipif(True, reason="needs two moons")
+def test_is_skipped_too(): pass
+@pytest.mark.xfail(reason="known")
+def test_known(): assert False
+"""
+
+
+RUN_INNER_TESTS = """
+import json, sys
+from bench import gpu_test
+from bench.results import Results
+
+outcomes, code = gpu_test.run(sys.argv[1:])
+results = Results("inner")
+outcomes.write_to(results)
+rows = [[row.case, row.metric, row.value] for row in results.rows]
+targets = [[target.name, target.got, target.met] for target in results.targets]
+print()
+print(json.dumps([code, rows, targets]))
+"""
+
+
+def test_outcomes_of_a_test_run_are_recorded(tmp_path):
+    (tmp_path / "test_inner.py").write_text(INNER_TESTS)
+    (tmp_path / "test_broken.py").write_text("import a_module_that_does_not_exist")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    flags = ["-p", "no:cacheprovider", "--continue-on-collection-errors", str(tmp_path)]
+    command = [sys.executable, "-c", RUN_INNER_TESTS, *flags]
+    run = subprocess.run(command, cwd=results.REPOSITORY, capture_output=True, text=True)
+    code, rows, targets = json.loads(run.stdout.splitlines()[-1])
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert "ModuleNotFoundError: No module named 'a_module_that_does_not_exist'" in run.stdout
+    assert sorted(rows) == sorted(
+        [
+            ["test_inner.py", "passed", 1],
+            ["test_inner.py", "failed", 2],
+            ["test_inner.py", "skipped", 3],
+            ["test_broken.py", "passed", 0],
+            ["test_broken.py", "failed", 1],
+            ["test_broken.py", "skipped", 0],
+            ["test_inner.py: needs two moons", "skipped because", 2],
+            ["test_inner.py: expected to fail: known", "skipped because", 1],
+            ["test_broken.py", "failed", 1],
+            ["test_inner.py::test_fails", "failed", 1],
+            ["test_inner.py::test_cannot_start", "failed", 1],
+        ]
+    )
+    assert targets == [["no test fails", 3, False], ["tests ran", 1, True]]
+
+
+def test_gpu_test_records_nothing_on_another_platform(monkeypatch, capsys):
+    import jax
+
+    if jax.default_backend() == "gpu":
+        pytest.skip("needs a machine on which JAX runs on no GPU")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # main sets it if it is unset
+    monkeypatch.setattr(gpu_test, "run", lambda arguments: (gpu_test.Outcomes(), 0))
+    assert gpu_test.main([]) == gpu_test.NOT_ON_A_GPU
+    assert "nothing recorded" in capsys.readouterr().out
+
+
+def test_rows_without_roof_or_peers_can_be_read_back(tmp_path):
+    found = Results("x")
+    found.row("case", "metric", "unit", 1)
+    found.save(root=tmp_path)
+    (file,) = evidence.read(tmp_path)
+    assert file.rows == [Row("case", "metric", "unit", 1, None, {})]
