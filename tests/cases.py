@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import numpy as np
+import pytest
 from reference import (
     Device,
     ReferenceLayout,
@@ -43,13 +44,17 @@ class Case:
         """A new pool that holds a copy of `host`."""
         layout = self.layout
         pool = jaxkv.HostPool.create(
-            self.spec, layout.num_pages, layout.name, head_groups=layout.head_groups, **mesh
+            self.spec,
+            num_pages=layout.num_pages,
+            layout=layout.name,
+            head_groups=layout.head_groups,
+            **mesh,
         )
         return filled(pool, [self.host])
 
     def cache(self, **mesh) -> jaxkv.DeviceCache:
         """A new cache that holds a copy of `device`."""
-        cache = jaxkv.DeviceCache.create(self.spec, self.num_device_pages, **mesh)
+        cache = jaxkv.DeviceCache.create(self.spec, num_pages=self.num_device_pages, **mesh)
         return filled(cache, [buffer for buffers in self.device for buffer in buffers])
 
     def assert_holds(self, pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, **want) -> None:
@@ -164,3 +169,19 @@ def copied_shapes(step: Callable, *args) -> set[tuple[int, ...]]:
     text = step.lower(*args).compile().as_text()
     found = re.findall(r"= \(?\w+\[([\d,]*)\]\S* (?:\S+ )*?copy(?:-start)?\(", text)
     return {tuple(int(n) for n in dims.split(",") if n) for dims in found}
+
+
+def assert_refused(call, error, *words):
+    """`call` raises `error`, and its message has all the words, whatever their case."""
+    with pytest.raises(error) as raised:
+        call()
+    message = str(raised.value)
+    missing = [word for word in words if str(word).lower() not in message.lower()]
+    assert not missing, f"{missing} not in: {message}"
+
+
+def fails_at_once(implementation: str | None, inside_jit: bool) -> bool:
+    """Whether wrong ids fail the call itself; a GPU counts those that the host does not see."""
+    if jax.default_backend() == "cpu":
+        return True
+    return implementation == "dma" and not inside_jit

@@ -9,6 +9,7 @@ IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "dma")}
 MARKERS = {
     "gpu": "needs a CUDA device",
     "cpu_only": "tests the CPU backend; deselect it on a GPU machine",
+    "multigpu": "needs several devices: on a GPU machine, several GPUs",
     "sanitizer": "small enough to run under compute-sanitizer",
 }
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import (
-    DTYPES,
     KIND_LAYOUTS,
     LAYOUTS,
     ReferenceLayout,
@@ -18,47 +17,18 @@ from reference import (
     spec_of,
     store,
 )
+from strategies import Layers, layer_selections, page_ids, reference_layouts
 
 from jaxkv.layout import HostLayout
 
-small = st.integers(1, 4)
-
 
 @st.composite
-def reference_layouts(draw) -> ReferenceLayout:
-    """Any layout of any small spec."""
-    kind, name = draw(st.sampled_from(KIND_LAYOUTS))
-    heads, groups = 1, 1
-    if kind == "mha":
-        heads = draw(st.integers(1, 6))
-        if name == "page_unified":
-            groups = draw(st.sampled_from([g for g in range(1, 7) if heads % g == 0]))
-    spec = spec_of(
-        kind,
-        num_layers=draw(small),
-        page_size=draw(small),
-        num_kv_heads=heads,
-        head_dim=draw(st.integers(1, 5)),
-        dtype=draw(st.sampled_from(DTYPES)),
-    )
-    return ReferenceLayout(spec, name, draw(st.integers(1, 5)), groups)
-
-
-@st.composite
-def copies(draw) -> tuple[ReferenceLayout, int, list[int], list[int], int | range | None]:
+def copies(draw) -> tuple[ReferenceLayout, int, list[int], list[int], Layers]:
     """A layout, a number of device pages, ids with padding, and layers."""
     reference = draw(reference_layouts())
     device_pages = draw(st.integers(1, 5))
-    n = draw(st.integers(0, min(reference.num_pages, device_pages)))
-    sides = []
-    for pages in (reference.num_pages, device_pages):
-        ids = draw(st.permutations(range(pages)))[:n]
-        sides.append([i if draw(st.integers(0, 4)) else draw(st.integers(-9, -1)) for i in ids])
-    layers = reference.spec.num_layers
-    first = draw(st.integers(0, layers - 1))
-    last = draw(st.integers(first + 1, layers))
-    chosen = draw(st.sampled_from([None, first, range(first, last)]))
-    return reference, device_pages, *sides, chosen
+    ids = draw(page_ids(reference.num_pages, device_pages))
+    return reference, device_pages, *ids, draw(layer_selections(reference.spec.num_layers))
 
 
 def host_layout(reference: ReferenceLayout) -> HostLayout:

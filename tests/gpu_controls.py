@@ -1,0 +1,34 @@
+"""What the ordering tests compare with: copies that wait for nothing, and work that is slow."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv import _native, transfer
+
+SLOW_SIZE = 4096
+SLOW_MATMULS = 40  # some 10 ms on a data-centre GPU: a copy that does not wait is done long before
+
+
+def unordered_copy(direction: str, pool, cache, host_pages, device_pages):
+    """`load_pages` or `store_pages` on a stream that waits for no other, nor is waited for."""
+    ids = (host_pages, device_pages) if direction == "load" else (device_pages, host_pages)
+    call = transfer._resolve(f"{direction}_pages", (pool, cache), ids, None)
+    return transfer._run(call, "unordered")
+
+
+def settle(*outputs) -> None:
+    """Waits for the outputs, and for streams that JAX does not know of."""
+    jax.block_until_ready(outputs)
+    _native.extension().synchronize_device(0)
+
+
+def slow_input() -> jax.Array:
+    """A matrix that is its own square, so that a chain of products neither grows nor fades."""
+    return jnp.full((SLOW_SIZE, SLOW_SIZE), 1 / SLOW_SIZE, jnp.bfloat16)
+
+
+def slow_zero(x: jax.Array) -> jax.Array:
+    """int32 0 that is known only after a chain of products of `x`."""
+    for _ in range(SLOW_MATMULS):
+        x = x @ x
+    return jnp.where(x[0, 0] > 1, 1, 0)

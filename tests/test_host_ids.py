@@ -1,0 +1,166 @@
+"""`jaxkv.HostIds`: only ids that the host wrote may be read by the host."""
+
+import jax
+import numpy as np
+import pytest
+from cases import after, assert_refused, copy, donating, make_case
+
+import jaxkv
+
+VALUES = np.array([3, -1, 0, 5], np.int32)
+OTHERS = np.array([8, 2, -1, 1], np.int32)
+
+
+def host_implementation() -> str:
+    """The implementation that reads its ids on the host."""
+    return {"cpu": "host", "gpu": "dma"}[jax.default_backend()]
+
+
+def run_load(case, pool, cache, host_ids, device_ids, inside_jit: bool):
+    options = {"implementation": host_implementation()}
+    run = donating("load", **options) if inside_jit else lambda *a: copy("load", *a, **options)
+    return jax.block_until_ready(run(pool, cache, host_ids, device_ids))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint32"])
+def test_any_integer_array_that_fits(dtype):
+    ids = np.array([3, 0, 5], dtype)
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    out = run_load(case, pool, cache, jaxkv.HostIds(ids), jaxkv.HostIds(ids), False)
+    case.assert_holds(pool, out, **case.expected("load", ids, ids))
+
+
+@pytest.mark.parametrize("n", [0, 1, 1000])
+def test_length(n):
+    assert len(jaxkv.HostIds(np.zeros(n, np.int32))) == n
+
+
+@pytest.mark.parametrize(
+    "ids, error, words",
+    [
+        (np.zeros(3), TypeError, ["ids", "float64"]),
+        (np.zeros(3, bool), TypeError, ["ids", "bool"]),
+        (np.zeros((3, 1), np.int32), ValueError, ["ids", "(3, 1)"]),
+        (np.int32(3), ValueError, ["ids", "()"]),
+        (np.array([2**31]), ValueError, ["ids", "2147483648", "int32"]),
+        (np.array([-(2**31) - 1]), ValueError, ["ids", "-2147483649", "int32"]),
+    ],
+    ids=["float", "bool", "rank 2", "scalar", "too large", "too small"],
+)
+def test_what_is_no_list_of_ids(ids, error, words):
+    assert_refused(lambda: jaxkv.HostIds(ids), error, *words)
+
+
+def test_a_device_array_is_refused():
+    assert_refused(lambda: jaxkv.HostIds(jax.numpy.arange(3)), TypeError, "ids", "jax.Array")
+
+
+def test_later_writes_to_the_array_do_not_reach_the_ids():
+    case = make_case()
+    ids = VALUES.copy()
+    host_ids, device_ids = jaxkv.HostIds(ids), jaxkv.HostIds(OTHERS)
+    ids[:] = 0
+    pool, cache = case.pool(), case.cache()
+    out = run_load(case, pool, cache, host_ids, device_ids, False)
+    case.assert_holds(pool, out, **case.expected("load", VALUES, OTHERS))
+
+
+@pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_one_object_serves_many_calls(direction, inside_jit):
+    case = make_case()
+    ids = jaxkv.HostIds(VALUES), jaxkv.HostIds(OTHERS)
+    options = {"implementation": host_implementation()}
+    step = donating(direction, **options)
+    for _ in range(3):
+        pool, cache = case.pool(), case.cache()
+        if inside_jit:
+            out = step(pool, cache, *ids)
+        else:
+            out = copy(direction, pool, cache, *ids, **options)
+        case.assert_holds(
+            *after(direction, out, pool, cache), **case.expected(direction, VALUES, OTHERS)
+        )
+
+
+def test_ids_outlive_the_call_that_they_were_made_for():
+    """Nothing but the call may keep them alive, and many generations may reuse their memory."""
+    case = make_case()
+    step = donating("load", implementation=host_implementation())
+    pool, cache = case.pool(), case.cache()
+    rng = np.random.default_rng(0)
+    want = case
+    for _ in range(50):
+        ids = rng.integers(-1, 12, 3), rng.permutation(9)[:3]
+        cache = step(pool, cache, *map(jaxkv.HostIds, ids))
+        want = type(case)(case.layout, case.host, want.expected("load", *ids)["device"])
+    want.assert_holds(pool, cache)
+
+
+def made_by_a_computation(ids):
+    """The same words, the header too, but written by a device."""
+
+    def remake(words):
+        on_device = jax.device_put(words, jax.devices()[0])
+        shifted = jax.jit(lambda x: x + 1)(on_device)
+        return jax.device_put(jax.jit(lambda x: x - 1)(shifted), words.sharding)
+
+    return jax.tree.map(remake, ids)
+
+
+def without_a_header(ids):
+    return jax.tree.map(lambda words: jax.device_put(VALUES, words.sharding), ids)
+
+
+def copied(ids):
+    """A bitwise copy elsewhere: the words are right, but who wrote them is not known."""
+    return jax.tree.map(lambda words: jax.device_put(np.array(words), words.sharding), ids)
+
+
+@pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("forge", [made_by_a_computation, without_a_header, copied])
+@pytest.mark.parametrize("side", ["host_pages", "device_pages"])
+def test_ids_that_the_host_did_not_write_are_refused(forge, side, inside_jit):
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    ids = {"host_pages": jaxkv.HostIds(VALUES), "device_pages": jaxkv.HostIds(OTHERS)}
+    ids[side] = forge(kept := ids[side])
+    assert_refused(
+        lambda: run_load(case, pool, cache, *ids.values(), inside_jit),
+        (ValueError, RuntimeError),
+        "HostIds",
+        "NumPy",
+    )
+    if not inside_jit:
+        case.assert_holds(pool, cache)
+    assert len(kept) == len(VALUES)
+
+
+def test_every_flipped_bit_is_found():
+    """Whatever word of the ids changes after they were made, the call must not follow it."""
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    good = jaxkv.HostIds(VALUES)
+    other = jaxkv.HostIds(OTHERS)
+    for word in range(jax.tree.leaves(good)[0].size):
+
+        def flip(words, word=word):
+            words = np.array(words)
+            words[word] ^= 1 << (word % 31)
+            return jax.device_put(words, jax.tree.leaves(good)[0].sharding)
+
+        with pytest.raises((ValueError, RuntimeError)):
+            run_load(case, pool, cache, jax.tree.map(flip, good), other, False)
+    case.assert_holds(pool, cache)
+
+
+def test_host_ids_are_a_pytree():
+    ids = jaxkv.HostIds(VALUES)
+    leaves, structure = jax.tree.flatten(ids)
+    again = jax.tree.unflatten(structure, leaves)
+    assert len(again) == len(VALUES)
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    out = run_load(case, pool, cache, again, jaxkv.HostIds(OTHERS), True)
+    case.assert_holds(pool, out, **case.expected("load", VALUES, OTHERS))
