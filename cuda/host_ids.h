@@ -1,0 +1,25 @@
+// Ids that the host may read when a call is enqueued: only those that the host itself wrote.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace jaxkv {
+
+// int32 words before the ids: magic, length, serial (2), checksum (2), two unused.
+inline constexpr size_t kHostIdsHeader = 8;
+
+// Writes the header over `words`, whose first kHostIdsHeader entries are free.
+void seal_host_ids(std::span<int32_t> words);
+
+// Says that sealed ids now lie at `address`; whatever was said of it before is forgotten.
+// Throws std::invalid_argument if no sealed ids lie there.
+void admit_host_ids(const int32_t* address, size_t num_words);
+
+// Whether the ids can be read now, and why not. Ids that a computation copied here may not have
+// arrived yet when a handler reads them, so only an address that was admitted will do.
+bool open_host_ids(const int32_t* address, size_t num_words, std::string* why_not);
+
+}  // namespace jaxkv

@@ -1,0 +1,73 @@
+#include "page_errors.h"
+
+#include <algorithm>
+#include <mutex>
+
+namespace jaxkv {
+namespace {
+
+struct WatchedRing {
+  const volatile PageErrorRing* ring;
+  uint64_t seen;
+};
+
+std::mutex mutex;
+
+std::vector<WatchedRing>& rings() {
+  static auto* all = new std::vector<WatchedRing>;  // leaked: handlers may outlive static objects
+  return *all;
+}
+
+PageErrorRing host_ring;
+
+PageErrorEntry copy_entry(const volatile PageErrorEntry& e) {
+  return {e.sequence, e.fault, e.position, e.id, e.limit};
+}
+
+}  // namespace
+
+void watch_ring(const volatile PageErrorRing* ring) {
+  std::lock_guard lock(mutex);
+  rings().push_back({ring, 0});
+}
+
+void record_on_host(PageFault fault, int32_t position, int32_t id, int32_t limit) {
+  static std::once_flag watched;
+  std::call_once(watched, [] { watch_ring(&host_ring); });
+  std::lock_guard lock(mutex);
+  auto slot = host_ring.count++;
+  host_ring.entries[slot % PageErrorRing::kEntries] = {slot + 1, fault, position, id, limit};
+}
+
+PageErrors take_page_errors() {
+  std::lock_guard lock(mutex);
+  PageErrors taken;
+  for (auto& [ring, seen] : rings()) {
+    const uint64_t count = ring->count;
+    taken.count += count - seen;
+    const uint64_t kept = std::min<uint64_t>(count - seen, PageErrorRing::kEntries);
+    for (uint64_t slot = count - kept; slot < count; ++slot) {
+      auto entry = copy_entry(ring->entries[slot % PageErrorRing::kEntries]);
+      if (entry.sequence == slot + 1) taken.details.push_back(entry);
+    }
+    seen = count;
+  }
+  return taken;
+}
+
+std::string describe(const PageErrorEntry& e) {
+  const std::string where = " at position " + std::to_string(e.position);
+  switch (e.fault) {
+    case PageFault::kSourceOutOfRange:
+      return "source id " + std::to_string(e.id) + where + " is outside [0, " +
+             std::to_string(e.limit) + ") pages";
+    case PageFault::kDestinationOutOfRange:
+      return "destination id " + std::to_string(e.id) + where + " is outside [0, " +
+             std::to_string(e.limit) + ") pages";
+    case PageFault::kDuplicate:
+      return "destination id " + std::to_string(e.id) + where + " is named more than once";
+  }
+  return "unknown fault";
+}
+
+}  // namespace jaxkv

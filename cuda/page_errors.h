@@ -1,0 +1,44 @@
+// Ids that were refused: counted where the copy runs, raised by jaxkv.check_errors().
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace jaxkv {
+
+enum class PageFault : int32_t { kSourceOutOfRange = 0, kDestinationOutOfRange, kDuplicate };
+
+struct PageErrorEntry {
+  // Slot number + 1, written last: a reader trusts the entry only if it is the slot it asked for.
+  unsigned long long sequence;
+  PageFault fault;
+  int32_t position;  // in the id list
+  int32_t id;
+  int32_t limit;  // blocks on that side
+};
+
+// Only ever grows, so that neither side has to reset what the other may be writing.
+struct PageErrorRing {
+  static constexpr int kEntries = 64;
+  unsigned long long count;
+  PageErrorEntry entries[kEntries];
+};
+
+struct PageErrors {
+  uint64_t count = 0;                   // skipped entries since the last call
+  std::vector<PageErrorEntry> details;  // the first of them that are still in the ring
+};
+
+// Registers a ring that a device (or the host) writes; it must live until the process ends.
+void watch_ring(const volatile PageErrorRing* ring);
+
+// What was counted since the last call, over all rings. Waits for nothing.
+PageErrors take_page_errors();
+
+// The ring of copies that the host checks: the CPU backend's and those of the copy engine.
+void record_on_host(PageFault fault, int32_t position, int32_t id, int32_t limit);
+
+std::string describe(const PageErrorEntry& entry);
+
+}  // namespace jaxkv

@@ -1,0 +1,160 @@
+#include "transfer.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <unordered_map>
+
+#include "host_ids.h"
+
+namespace jaxkv {
+namespace {
+
+ffi::Unexpected<ffi::Error> invalid(std::string message) {
+  return ffi::Unexpected(ffi::Error::InvalidArgument("jaxkv page copy: " + std::move(message)));
+}
+
+// One past the last byte of the strided side that an id in range can reach.
+int64_t strided_extent(const CopyGeometry& g) {
+  return (g.num_strided - 1) * g.page_stride + g.run_offset(g.count0 - 1, g.count1 - 1) +
+         g.run_bytes;
+}
+
+IdList id_list(ffi::Buffer<ffi::S32> operand, int64_t header) {
+  const size_t length = operand.element_count();
+  return {{operand.typed_data(), length}, std::min(static_cast<size_t>(header), length)};
+}
+
+bool sound(const CopyGeometry& g) {
+  return g.run_bytes > 0 && g.count0 > 0 && g.count1 > 0 && g.stride0 >= 0 && g.stride1 >= 0 &&
+         g.page_stride >= 0 && g.num_dense > 0 && g.num_strided > 0 && g.num_dense <= INT32_MAX &&
+         g.num_strided <= INT32_MAX && g.block_bytes == g.run_bytes * g.count0 * g.count1;
+}
+
+}  // namespace
+
+ffi::ErrorOr<BlockCopy> decode_copy(ffi::Buffer<ffi::S32> source_ids,
+                                    ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
+                                    ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  const auto dense_written = attributes.get<bool>("to_dense");
+  const auto source_header = attributes.get<int64_t>("source_header");
+  const auto destination_header = attributes.get<int64_t>("destination_header");
+  const auto num_sms = attributes.get<int64_t>("num_sms");
+  const auto sizes = attributes.get<ffi::Span<const int64_t>>("geometry");
+  const auto offsets = attributes.get<ffi::Span<const int64_t>>("strided_offsets");
+  if (!dense_written.has_value() || !source_header.has_value() || !destination_header.has_value() ||
+      !num_sms.has_value() || !sizes.has_value() || !offsets.has_value()) {
+    return invalid("an attribute is missing or of another type");
+  }
+  if (sizes->size() * sizeof(int64_t) != sizeof(CopyGeometry)) {
+    return invalid("geometry has " + std::to_string(sizes->size()) + " entries");
+  }
+  const bool to_dense = *dense_written;
+  const auto& strided_offsets = *offsets;
+  const int64_t* v = sizes->begin();
+  const CopyGeometry g{v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8]};
+  if (!sound(g)) return invalid("geometry is not sound");
+  const size_t num_buffers = strided_offsets.size();
+  if (num_buffers == 0 || args.size() <= num_buffers) return invalid("no buffers to copy");
+  const size_t num_strided_arrays = args.size() - num_buffers;
+  if (num_strided_arrays != 1 && num_strided_arrays != num_buffers) {
+    return invalid(std::to_string(num_strided_arrays) + " strided arrays for " +
+                   std::to_string(num_buffers) + " buffers");
+  }
+  const size_t num_written = to_dense ? num_buffers : num_strided_arrays;
+  if (rets.size() != num_written + 2) return invalid("wrong number of results");
+  if (*num_sms < 1) return invalid("num_sms is below 1");
+
+  BlockCopy copy;
+  copy.to_dense = to_dense;
+  copy.num_sms = static_cast<int>(*num_sms);
+  copy.geometry = g;
+  copy.source_ids = id_list(source_ids, *source_header);
+  copy.destination_ids = id_list(destination_ids, *destination_header);
+  if (copy.source_ids.size() != copy.destination_ids.size() ||
+      copy.source_ids.size() > INT32_MAX / 2) {
+    return invalid("id lists of unequal length or too long");
+  }
+
+  // Results alias the written operands, so the written side is read off the results.
+  auto array = [&](size_t index, bool written) -> ffi::ErrorOr<ffi::AnyBuffer> {
+    if (!written) return args.get<ffi::AnyBuffer>(index);
+    auto result = rets.get<ffi::AnyBuffer>(index - (to_dense ? num_strided_arrays : 0));
+    if (!result.has_value()) return ffi::Unexpected(result.error());
+    return **result;
+  };
+  for (size_t b = 0; b < num_buffers; ++b) {
+    auto strided = array(num_strided_arrays == 1 ? 0 : b, !to_dense);
+    auto dense = array(num_strided_arrays + b, to_dense);
+    if (!strided.has_value()) return ffi::Unexpected(strided.error());
+    if (!dense.has_value()) return ffi::Unexpected(dense.error());
+    const int64_t offset = strided_offsets.begin()[b];
+    if (offset < 0 || offset + strided_extent(g) > static_cast<int64_t>(strided->size_bytes())) {
+      return invalid("buffer " + std::to_string(b) + " ends past its strided array of " +
+                     std::to_string(strided->size_bytes()) + " bytes");
+    }
+    if (g.num_dense * g.block_bytes > static_cast<int64_t>(dense->size_bytes())) {
+      return invalid("dense array " + std::to_string(b) + " has " +
+                     std::to_string(dense->size_bytes()) + " bytes, needs " +
+                     std::to_string(g.num_dense * g.block_bytes));
+    }
+    copy.strided.push_back(static_cast<std::byte*>(strided->untyped_data()) + offset);
+    copy.dense.push_back(static_cast<std::byte*>(dense->untyped_data()));
+  }
+
+  auto pairs = rets.get<ffi::AnyBuffer>(num_written);
+  auto counts = rets.get<ffi::AnyBuffer>(num_written + 1);
+  if (!pairs.has_value()) return ffi::Unexpected(pairs.error());
+  if (!counts.has_value()) return ffi::Unexpected(counts.error());
+  const size_t num_ids = copy.source_ids.size();
+  if ((*pairs)->size_bytes() < (2 + 2 * num_ids) * sizeof(int32_t) ||
+      (*counts)->size_bytes() < copy.num_destinations() * sizeof(int32_t)) {
+    return invalid("scratch results are too small");
+  }
+  copy.pairs_scratch = static_cast<std::byte*>((*pairs)->untyped_data());
+  copy.counts_scratch = static_cast<std::byte*>((*counts)->untyped_data());
+  return copy;
+}
+
+std::vector<BlockPair> plan_on_host(const BlockCopy& copy, std::vector<PageErrorEntry>* refused) {
+  const int32_t num_sources = copy.num_sources(), num_destinations = copy.num_destinations();
+  const int32_t* sources = copy.source_ids.ids();
+  const int32_t* destinations = copy.destination_ids.ids();
+  auto refuse = [&](PageFault fault, size_t i, int32_t id, int32_t limit) {
+    refused->push_back({0, fault, static_cast<int32_t>(i), id, limit});
+  };
+  std::unordered_map<int32_t, int> times_named;
+  std::vector<size_t> usable;
+  for (size_t i = 0; i < copy.source_ids.size(); ++i) {
+    const int32_t s = sources[i], d = destinations[i];
+    if (s < 0 || d < 0) continue;
+    if (s >= num_sources) {
+      refuse(PageFault::kSourceOutOfRange, i, s, num_sources);
+    } else if (d >= num_destinations) {
+      refuse(PageFault::kDestinationOutOfRange, i, d, num_destinations);
+    } else {
+      ++times_named[d];
+      usable.push_back(i);
+    }
+  }
+  std::vector<BlockPair> pairs;
+  pairs.reserve(usable.size());
+  for (size_t i : usable) {
+    const int32_t s = sources[i], d = destinations[i];
+    if (times_named[d] > 1) {
+      refuse(PageFault::kDuplicate, i, d, num_destinations);
+    } else {
+      pairs.push_back(copy.to_dense ? BlockPair{d, s} : BlockPair{s, d});
+    }
+  }
+  return pairs;
+}
+
+ffi::Error open_ids(const IdList& list, const char* name) {
+  std::string why_not;
+  if (list.header == 0 || open_host_ids(list.words.data(), list.words.size(), &why_not)) {
+    return ffi::Error::Success();
+  }
+  return ffi::Error::InvalidArgument(std::string("jaxkv HostIds of ") + name + ": " + why_not);
+}
+
+}  // namespace jaxkv

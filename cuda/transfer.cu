@@ -1,0 +1,469 @@
+// Page copies on CUDA: `kernel` (SMs read and write pinned memory; ids on the device; capturable)
+// and `dma` (copy engine; ids on the host).
+//
+// A kernel copy is two launches: plan_pairs checks the ids and lists the pairs that may be copied,
+// copy_blocks moves all buffers' words in one flat index space, so its rate does not depend on the
+// size of a page.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <mutex>
+
+#include "cuda_check.h"
+#include "transfer.h"
+
+namespace jaxkv {
+namespace {
+
+constexpr int kMaxDevices = 64;
+constexpr int kMaxBuffers = 256;  // 4 KiB of kernel parameters
+constexpr int kCopyThreads = 512;
+constexpr int kWordsInFlight = 8;  // independent loads per thread: PCIe latency is ~1 us
+constexpr int kPlanThreads = 1024;
+constexpr int kPlanOneBlock = 8 * kPlanThreads;
+constexpr uint32_t kMaxWords = 1u << 31;  // FastDivisor's range
+constexpr size_t kDescriptorsPerBatch = 1024;
+
+// ---------------------------------------------------------------------------------------------
+// Errors
+
+std::array<std::atomic<PageErrorRing*>, kMaxDevices> device_rings;
+
+// Mapped host memory: written only when an id is refused, read by the host without a sync.
+ffi::Error create_ring(int32_t device) {
+  static std::mutex mutex;
+  if (device < 0 || device >= kMaxDevices) {
+    return ffi::Error::Internal("jaxkv: device ordinal " + std::to_string(device) +
+                                " is outside [0, 64)");
+  }
+  std::lock_guard lock(mutex);
+  if (device_rings[device].load()) return ffi::Error::Success();
+  PageErrorRing* ring = nullptr;
+  JAXKV_CUDA_TRY(cudaHostAlloc(&ring, sizeof *ring, cudaHostAllocPortable | cudaHostAllocMapped));
+  *ring = {};
+  watch_ring(ring);
+  device_rings[device].store(ring);
+  return ffi::Error::Success();
+}
+
+// ---------------------------------------------------------------------------------------------
+// Kernels
+
+// x / divisor by a multiplication, for x < 2^31.
+struct FastDivisor {
+  uint32_t divisor, multiplier, shift;
+
+  explicit FastDivisor(uint32_t d) : divisor(d), shift(0) {
+    while ((uint64_t{1} << shift) < d) ++shift;
+    multiplier =
+        static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - d)) / d + 1);
+  }
+  __device__ uint32_t divide(uint32_t x, uint32_t* remainder) const {
+    const uint32_t quotient = (__umulhi(x, multiplier) + x) >> shift;
+    *remainder = x - quotient * divisor;
+    return quotient;
+  }
+};
+
+struct PlanParams {
+  const int32_t* source_ids;
+  const int32_t* destination_ids;
+  int32_t num_ids, num_sources, num_destinations;
+  bool to_dense;
+  int32_t* times_named;  // per destination; only entries that are named are cleared and read
+  int32_t* num_pairs;
+  int2* pairs;  // (dense, strided)
+  PageErrorRing* errors;
+};
+
+__device__ void record(PageErrorRing* ring, PageFault fault, int32_t i, int32_t id, int32_t limit) {
+  const unsigned long long slot = atomicAdd(&ring->count, 1ull);
+  auto* entry = &ring->entries[slot % PageErrorRing::kEntries];
+  entry->fault = fault;
+  entry->position = i;
+  entry->id = id;
+  entry->limit = limit;
+  __threadfence_system();
+  *reinterpret_cast<volatile unsigned long long*>(&entry->sequence) = slot + 1;
+}
+
+enum PlanPhase { kClear = 0, kCount = 1, kSelect = 2 };
+
+__device__ void plan_id(const PlanParams& p, int phase, int32_t i) {
+  const int32_t s = p.source_ids[i], d = p.destination_ids[i];
+  if (s < 0 || d < 0) return;
+  if (s >= p.num_sources) {
+    if (phase == kSelect) record(p.errors, PageFault::kSourceOutOfRange, i, s, p.num_sources);
+  } else if (d >= p.num_destinations) {
+    if (phase == kSelect) {
+      record(p.errors, PageFault::kDestinationOutOfRange, i, d, p.num_destinations);
+    }
+  } else if (phase == kClear) {
+    p.times_named[d] = 0;
+  } else if (phase == kCount) {
+    atomicAdd(&p.times_named[d], 1);
+  } else if (__ldcg(&p.times_named[d]) > 1) {
+    record(p.errors, PageFault::kDuplicate, i, d, p.num_destinations);
+  } else {
+    // Order does not matter: no two pairs share a destination.
+    p.pairs[atomicAdd(p.num_pairs, 1)] = p.to_dense ? make_int2(d, s) : make_int2(s, d);
+  }
+}
+
+// Phases need a barrier over all ids between them: one block has __syncthreads, many have launches.
+template <int kFirst, int kLast>
+__global__ void __launch_bounds__(kPlanThreads) plan_pairs(const __grid_constant__ PlanParams p) {
+#pragma unroll
+  for (int phase = kFirst; phase <= kLast; ++phase) {
+    if (phase > kFirst) __syncthreads();
+    if (phase == kClear && blockIdx.x == 0 && threadIdx.x == 0) *p.num_pairs = 0;
+    for (int32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < p.num_ids;
+         i += gridDim.x * blockDim.x) {
+      plan_id(p, phase, i);
+    }
+  }
+}
+
+struct CopyParams {
+  const int32_t* num_pairs;
+  const int2* pairs;
+  uint32_t first_pair, last_pair;  // of this launch, as far as there are that many
+  int64_t block_bytes, page_stride, stride0, stride1;
+  FastDivisor words_per_block, num_buffers, words_per_run, count1;
+  std::byte* dense[kMaxBuffers];
+  std::byte* strided[kMaxBuffers];
+};
+static_assert(sizeof(CopyParams) < 32764, "kernel parameters");
+
+// Where word `index` comes from and goes to.
+template <typename Word, bool kToDense, bool kSingleRun>
+__device__ void locate(const CopyParams& p, uint32_t index, const Word** from, Word** to) {
+  uint32_t word, buffer;
+  const uint32_t block = p.words_per_block.divide(index, &word);
+  const uint32_t pair = p.num_buffers.divide(block, &buffer);
+  const int2 ids = __ldg(&p.pairs[p.first_pair + pair]);
+  int64_t inside = int64_t{word} * sizeof(Word);
+  std::byte* dense = p.dense[buffer] + ids.x * p.block_bytes + inside;
+  if constexpr (!kSingleRun) {
+    uint32_t rest, i1;
+    const uint32_t i0 = p.count1.divide(p.words_per_run.divide(word, &rest), &i1);
+    inside = i0 * p.stride0 + i1 * p.stride1 + int64_t{rest} * sizeof(Word);
+  }
+  std::byte* strided = p.strided[buffer] + ids.y * p.page_stride + inside;
+  *from = reinterpret_cast<const Word*>(kToDense ? strided : dense);
+  *to = reinterpret_cast<Word*>(kToDense ? dense : strided);
+}
+
+template <typename Word, bool kToDense, bool kSingleRun>
+__global__ void __launch_bounds__(kCopyThreads) copy_blocks(const __grid_constant__ CopyParams p) {
+  const uint32_t last = min(p.last_pair, static_cast<uint32_t>(*p.num_pairs));
+  if (p.first_pair >= last) return;
+  const uint32_t total = (last - p.first_pair) * p.num_buffers.divisor * p.words_per_block.divisor;
+  const uint32_t threads = gridDim.x * kCopyThreads;
+  // 64 bits: the last stride may step past 2^32.
+  for (uint64_t first = blockIdx.x * kCopyThreads + threadIdx.x; first < total;
+       first += uint64_t{threads} * kWordsInFlight) {
+    Word words[kWordsInFlight];
+    Word* to[kWordsInFlight];
+#pragma unroll
+    for (int u = 0; u < kWordsInFlight; ++u) {
+      const uint64_t index = first + uint64_t{threads} * u;
+      if (index < total) {
+        const Word* from;
+        locate<Word, kToDense, kSingleRun>(p, static_cast<uint32_t>(index), &from, &to[u]);
+        words[u] = *from;
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kWordsInFlight; ++u) {
+      if (first + uint64_t{threads} * u < total) *to[u] = words[u];
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launchers
+
+ffi::Error launch_plan(cudaStream_t stream, const BlockCopy& copy, PageErrorRing* errors) {
+  auto* scratch = reinterpret_cast<int32_t*>(copy.pairs_scratch);
+  const PlanParams p{
+      .source_ids = copy.source_ids.ids(),
+      .destination_ids = copy.destination_ids.ids(),
+      .num_ids = static_cast<int32_t>(copy.source_ids.size()),
+      .num_sources = copy.num_sources(),
+      .num_destinations = copy.num_destinations(),
+      .to_dense = copy.to_dense,
+      .times_named = reinterpret_cast<int32_t*>(copy.counts_scratch),
+      .num_pairs = scratch,
+      .pairs = reinterpret_cast<int2*>(scratch + 2),
+      .errors = errors,
+  };
+  if (p.num_ids <= kPlanOneBlock) {
+    plan_pairs<kClear, kSelect><<<1, kPlanThreads, 0, stream>>>(p);
+  } else {
+    const int blocks = std::min((p.num_ids + kPlanThreads - 1) / kPlanThreads, 64);
+    plan_pairs<kClear, kClear><<<blocks, kPlanThreads, 0, stream>>>(p);
+    plan_pairs<kCount, kCount><<<blocks, kPlanThreads, 0, stream>>>(p);
+    plan_pairs<kSelect, kSelect><<<blocks, kPlanThreads, 0, stream>>>(p);
+  }
+  JAXKV_CUDA_TRY(cudaGetLastError());
+  return ffi::Error::Success();
+}
+
+template <typename Word>
+void* copy_kernel(bool to_dense, bool single_run) {
+  if (to_dense) {
+    return single_run ? reinterpret_cast<void*>(copy_blocks<Word, true, true>)
+                      : reinterpret_cast<void*>(copy_blocks<Word, true, false>);
+  }
+  return single_run ? reinterpret_cast<void*>(copy_blocks<Word, false, true>)
+                    : reinterpret_cast<void*>(copy_blocks<Word, false, false>);
+}
+
+void* copy_kernel(int word_bytes, bool to_dense, bool single_run) {
+  switch (word_bytes) {
+    case 16:
+      return copy_kernel<uint4>(to_dense, single_run);
+    case 8:
+      return copy_kernel<uint2>(to_dense, single_run);
+    case 4:
+      return copy_kernel<uint32_t>(to_dense, single_run);
+    case 2:
+      return copy_kernel<uint16_t>(to_dense, single_run);
+    default:
+      return copy_kernel<uint8_t>(to_dense, single_run);
+  }
+}
+
+// The widest word that every address of the copy is a multiple of.
+int word_bytes(const BlockCopy& copy) {
+  const CopyGeometry& g = copy.geometry;
+  uint64_t bits = g.run_bytes | g.stride0 | g.stride1 | g.page_stride;
+  for (size_t b = 0; b < copy.dense.size(); ++b) {
+    bits |= reinterpret_cast<uintptr_t>(copy.dense[b]);
+    bits |= reinterpret_cast<uintptr_t>(copy.strided[b]);
+  }
+  int width = 16;
+  while (bits % width) width /= 2;
+  return width;
+}
+
+ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy) {
+  const CopyGeometry& g = copy.geometry;
+  const size_t num_ids = copy.source_ids.size();
+  const int width = word_bytes(copy);
+  const int64_t block_words = g.block_bytes / width;
+  if (block_words >= kMaxWords) {
+    return ffi::Error::InvalidArgument("jaxkv page copy: a block of " +
+                                       std::to_string(g.block_bytes) + " bytes is too large");
+  }
+  auto* scratch = reinterpret_cast<int32_t*>(copy.pairs_scratch);
+  void* kernel = copy_kernel(width, copy.to_dense, g.single_run());
+  const size_t launch_buffers =
+      std::min<size_t>(kMaxBuffers, std::max<int64_t>(1, (kMaxWords - 1) / block_words));
+  for (size_t b = 0; b < copy.dense.size(); b += launch_buffers) {
+    const auto buffers = std::min(launch_buffers, copy.dense.size() - b);
+    const int64_t pair_words = block_words * static_cast<int64_t>(buffers);
+    const auto launch_pairs = static_cast<size_t>((kMaxWords - 1) / pair_words);
+    CopyParams p{
+        .num_pairs = scratch,
+        .pairs = reinterpret_cast<const int2*>(scratch + 2),
+        .first_pair = 0,
+        .last_pair = 0,
+        .block_bytes = g.block_bytes,
+        .page_stride = g.page_stride,
+        .stride0 = g.stride0,
+        .stride1 = g.stride1,
+        .words_per_block = FastDivisor(static_cast<uint32_t>(block_words)),
+        .num_buffers = FastDivisor(static_cast<uint32_t>(buffers)),
+        .words_per_run = FastDivisor(static_cast<uint32_t>(g.run_bytes / width)),
+        .count1 = FastDivisor(static_cast<uint32_t>(g.count1)),
+        .dense = {},
+        .strided = {},
+    };
+    std::copy_n(copy.dense.begin() + b, buffers, p.dense);
+    std::copy_n(copy.strided.begin() + b, buffers, p.strided);
+    for (size_t first = 0; first < num_ids; first += launch_pairs) {
+      const size_t last = std::min(num_ids, first + launch_pairs);
+      p.first_pair = static_cast<uint32_t>(first);
+      p.last_pair = static_cast<uint32_t>(last);
+      const int64_t tile = kCopyThreads * kWordsInFlight;
+      const int64_t wanted = (static_cast<int64_t>(last - first) * pair_words + tile - 1) / tile;
+      const auto blocks = static_cast<unsigned>(std::min<int64_t>(wanted, copy.num_sms));
+      void* arguments[] = {&p};
+      JAXKV_CUDA_TRY(
+          cudaLaunchKernel(kernel, dim3(blocks), dim3(kCopyThreads), arguments, 0, stream));
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// ---------------------------------------------------------------------------------------------
+// Copy engine
+
+struct Descriptors {
+  std::vector<void*> to;
+  std::vector<const void*> from;
+  std::vector<size_t> bytes;
+
+  void add(std::byte* destination, const std::byte* source, size_t size) {
+    const bool joins = !to.empty() &&
+                       static_cast<std::byte*>(to.back()) + bytes.back() == destination &&
+                       static_cast<const std::byte*>(from.back()) + bytes.back() == source;
+    if (joins) {
+      bytes.back() += size;
+    } else {
+      to.push_back(destination);
+      from.push_back(source);
+      bytes.push_back(size);
+    }
+  }
+};
+
+Descriptors describe_copies(const BlockCopy& copy, const std::vector<BlockPair>& pairs) {
+  const CopyGeometry& g = copy.geometry;
+  Descriptors all;
+  for (size_t b = 0; b < copy.dense.size(); ++b) {
+    for (const auto& pair : pairs) {
+      std::byte* dense = copy.dense[b] + pair.dense * g.block_bytes;
+      std::byte* strided = copy.strided[b] + pair.strided * g.page_stride;
+      for (int64_t i0 = 0; i0 < g.count0; ++i0) {
+        for (int64_t i1 = 0; i1 < g.count1; ++i1, dense += g.run_bytes) {
+          std::byte* run = strided + g.run_offset(i0, i1);
+          all.add(copy.to_dense ? dense : run, copy.to_dense ? run : dense, g.run_bytes);
+        }
+      }
+    }
+  }
+  return all;
+}
+
+ffi::Error enqueue_one_by_one(cudaStream_t stream, const Descriptors& all, size_t begin,
+                              size_t end) {
+  for (size_t i = begin; i < end; ++i) {
+    JAXKV_CUDA_TRY(
+        cudaMemcpyAsync(all.to[i], all.from[i], all.bytes[i], cudaMemcpyDefault, stream));
+  }
+  return ffi::Error::Success();
+}
+
+// Batches are bounded: drivers were seen to fail at some 50,000 descriptors (vLLM issue 49276).
+ffi::Error enqueue_descriptors(cudaStream_t stream, Descriptors& all) {
+  for (size_t begin = 0; begin < all.to.size(); begin += kDescriptorsPerBatch) {
+    const size_t count = std::min(kDescriptorsPerBatch, all.to.size() - begin);
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    size_t first_with_attributes = 0;
+    const cudaError_t status = cudaMemcpyBatchAsync(all.to.data() + begin, all.from.data() + begin,
+                                                    all.bytes.data() + begin, count, &attributes,
+                                                    &first_with_attributes, 1, stream);
+    if (status == cudaSuccess) continue;
+    (void)cudaGetLastError();
+    if (status != cudaErrorNotSupported && status != cudaErrorCallRequiresNewerDriver) {
+      return ffi::Error::Internal(std::string("jaxkv: cudaMemcpyBatchAsync failed: ") +
+                                  cudaGetErrorString(status));
+    }
+    if (auto error = enqueue_one_by_one(stream, all, begin, begin + count); error.failure()) {
+      return error;
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// ---------------------------------------------------------------------------------------------
+// Handlers
+
+// Everything that may allocate or load a module happens before the first execution.
+ffi::Error prepare_device(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  cudaFuncAttributes attributes;
+  for (int width : {1, 2, 4, 8, 16}) {
+    for (bool to_dense : {false, true}) {
+      for (bool single_run : {false, true}) {
+        JAXKV_CUDA_TRY(
+            cudaFuncGetAttributes(&attributes, copy_kernel(width, to_dense, single_run)));
+      }
+    }
+  }
+  JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, plan_pairs<kClear, kSelect>));
+  JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, plan_pairs<kClear, kClear>));
+  JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, plan_pairs<kCount, kCount>));
+  JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, plan_pairs<kSelect, kSelect>));
+  return create_ring(device);
+}
+
+ffi::Error copy_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
+                          ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
+                          ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  const auto copy = decode_copy(source_ids, destination_ids, args, rets, attributes);
+  if (!copy.has_value()) return copy.error();
+  PageErrorRing* ring = device_rings[device].load();
+  if (auto error = launch_plan(stream, *copy, ring); error.failure()) return error;
+  return launch_copy(stream, *copy);
+}
+
+// The negative control of the ordering tests: the same copy on a stream that waits for nothing.
+ffi::Error copy_unordered(cudaStream_t, int32_t device, ffi::Buffer<ffi::S32> source_ids,
+                          ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
+                          ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  static std::array<cudaStream_t, kMaxDevices> streams{};
+  if (!streams[device]) {
+    JAXKV_CUDA_TRY(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking));
+  }
+  return copy_by_kernel(streams[device], device, source_ids, destination_ids, args, rets,
+                        attributes);
+}
+
+ffi::Error open_ids_for_dma(const IdList& list, const char* name) {
+  cudaPointerAttributes where;
+  JAXKV_CUDA_TRY(cudaPointerGetAttributes(&where, list.words.data()));
+  if (where.type == cudaMemoryTypeDevice || list.header == 0) {
+    return ffi::Error::InvalidArgument(std::string("jaxkv dma: ids of ") + name +
+                                       " are no HostIds, and the host must read them");
+  }
+  return open_ids(list, name);
+}
+
+ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
+                       ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
+                       ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  // A captured copy would replay these ids for ever; and a batch under capture is lost in silence.
+  cudaStreamCaptureStatus capture;
+  JAXKV_CUDA_TRY(cudaStreamIsCapturing(stream, &capture));
+  if (capture != cudaStreamCaptureStatusNone) {
+    return ffi::Error::Internal("jaxkv: dma cannot be captured in a CUDA graph; use kernel");
+  }
+  const auto copy = decode_copy(source_ids, destination_ids, args, rets, attributes);
+  if (!copy.has_value()) return copy.error();
+  if (auto error = open_ids_for_dma(copy->source_ids, "the source"); error.failure()) return error;
+  if (auto error = open_ids_for_dma(copy->destination_ids, "the destination"); error.failure()) {
+    return error;
+  }
+  std::vector<PageErrorEntry> refused;
+  const auto pairs = plan_on_host(*copy, &refused);
+  for (const auto& e : refused) record_on_host(e.fault, e.position, e.id, e.limit);
+  auto descriptors = describe_copies(*copy, pairs);
+  return enqueue_descriptors(stream, descriptors);
+}
+
+}  // namespace
+
+using Stream = ffi::PlatformStream<cudaStream_t>;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CopyBlocksPrepare, prepare_device,
+    ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CopyBlocksKernel, copy_by_kernel,
+    JAXKV_COPY_BINDING(ffi::Ffi::Bind().Ctx<Stream>().Ctx<ffi::DeviceOrdinal>()),
+    {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CopyBlocksUnordered, copy_unordered,
+    JAXKV_COPY_BINDING(ffi::Ffi::Bind().Ctx<Stream>().Ctx<ffi::DeviceOrdinal>()));
+
+// No command-buffer trait: the host reads the ids when the call is enqueued.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksDma, copy_by_dma,
+                              JAXKV_COPY_BINDING(ffi::Ffi::Bind().Ctx<Stream>()));
+
+}  // namespace jaxkv

@@ -1,0 +1,86 @@
+"""The KV cache in HBM: layer first, one array per layer and half."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxkv.layout import KVCacheSpec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeviceCache:
+    """KV pages in device memory, a pytree of `num_layers * (2 | 1)` arrays.
+
+    Attributes:
+      layers: for each layer (k, v), for MLA (latent,); each array is
+        `dtype[num_pages, page_size, num_kv_heads, head_dim]`, inside `shard_map` with the heads of
+        the shard.
+      spec: what a token is made of (all shards together).
+    """
+
+    layers: tuple[tuple[Any, ...], ...]
+    spec: KVCacheSpec = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        spec: KVCacheSpec,
+        *,
+        num_pages: int,
+        mesh: jax.sharding.Mesh | None = None,
+        head_axis: str | None = None,
+    ) -> DeviceCache:
+        """Zeroed pages in device memory.
+
+        Args:
+          spec: what a token is made of.
+          num_pages: pages of the cache.
+          mesh: devices to place the cache on; None for the default device.
+          head_axis: mesh axis that the KV heads are split over; None for a copy on each device.
+
+        Raises:
+          ValueError: fewer than one page, or heads that the mesh axis does not divide.
+        """
+        if num_pages < 1:
+            raise ValueError(f"num_pages must be >= 1, got {num_pages}")
+        sharding = None
+        if mesh is not None:
+            check_head_axis(spec.num_kv_heads, "num_kv_heads", mesh, head_axis)
+            sharding = NamedSharding(mesh, PartitionSpec(None, None, head_axis))
+        shape = (num_pages, *spec.block_shape)
+        layers = tuple(
+            tuple(jnp.zeros(shape, spec.dtype, device=sharding) for _ in range(spec.num_kv))
+            for _ in range(spec.num_layers)
+        )
+        return cls(layers=layers, spec=spec)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the cache."""
+        return self.layers[0][0].shape[0]
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        """How each array is split over the mesh: for `in_specs` and `out_specs` of `shard_map`."""
+        return getattr(self.layers[0][0].sharding, "spec", PartitionSpec())
+
+
+def check_head_axis(
+    num_parts: int, name: str, mesh: jax.sharding.Mesh, head_axis: str | None
+) -> None:
+    """Raises a ValueError unless mesh axis `head_axis` exists and divides `num_parts`."""
+    if head_axis is None:
+        return
+    if head_axis not in mesh.shape:
+        raise ValueError(f"head_axis {head_axis!r} is not an axis of the mesh {dict(mesh.shape)}")
+    if num_parts % mesh.shape[head_axis]:
+        raise ValueError(
+            f"{name}={num_parts} must be a multiple of mesh axis {head_axis!r} "
+            f"of size {mesh.shape[head_axis]}"
+        )

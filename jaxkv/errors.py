@@ -1,0 +1,50 @@
+"""Errors that are not plain ValueErrors, and the ones that a device counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxkv import _native
+
+
+class PageIndexError(IndexError):
+    """A page id outside its array, or a destination named twice; the entry was not copied."""
+
+
+class HostMemoryError(MemoryError):
+    """Host memory that was asked for is more than the machine allows.
+
+    Attributes:
+      needed_bytes: what was asked for.
+      available_bytes: what the tightest limit leaves.
+      limit: the name of that limit.
+    """
+
+    def __init__(self, needed_bytes: int, available_bytes: int, limit: str) -> None:
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        self.limit = limit
+        super().__init__(
+            f"host pool needs {needed_bytes} bytes, but {limit} leaves {available_bytes} bytes"
+        )
+
+
+def check_errors(*outputs: Any) -> None:
+    """Raises if a copy refused an entry since the last check.
+
+    A CUDA kernel can't raise: it skips an entry whose id is out of range or whose destination is
+    named twice, and counts it. Reading the count neither synchronises nor waits, so a step loop may
+    call this every step; entries of work that still runs show up in a later call.
+
+    Args:
+      *outputs: arrays or pytrees to wait for first, to be sure of the work that made them.
+
+    Raises:
+      PageIndexError: names the first refused entries and how many there were.
+    """
+    jax.block_until_ready(outputs)
+    count, details = _native.extension().page_errors()
+    if count:
+        raise PageIndexError(f"{count} entries were not copied: {'; '.join(details[:4])}")

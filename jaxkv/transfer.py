@@ -1,0 +1,561 @@
+"""Page copies between pinned host memory and HBM, and what decides which code makes them.
+
+A copy has a dense side, where each block is contiguous, and a strided side, a host layout that may
+strew a block over runs. `load_pages` goes from strided to dense, `store_pages` back, and
+`swap_blocks` is the case in which both sides are dense.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxkv import _native
+from jaxkv.device_cache import DeviceCache
+from jaxkv.errors import PageIndexError
+from jaxkv.host_ids import HostIds, as_host_ids
+from jaxkv.host_pool import HostPool
+from jaxkv.layout import PageGeometry
+
+Ids = Any  # int32[n] array, list of ints, or HostIds
+
+IMPLEMENTATIONS = ("dma", "kernel", "pallas", "host")
+
+# FFI target of each implementation. One name serves the CUDA kernel and its CPU twin, so that a
+# call that leaves the choice open lowers for either platform.
+_TARGETS = {
+    "kernel": "jaxkv_copy_blocks",
+    "host": "jaxkv_copy_blocks",
+    "dma": "jaxkv_copy_blocks_dma",
+    "unordered": "jaxkv_copy_blocks_unordered",  # negative control of the ordering tests
+}
+
+# Measured on an H200, PCIe Gen5 x16: the copy engine overtakes the kernel from here on.
+_DMA_MIN_RUN_BYTES = 64 * 1024
+# The kernel saturates PCIe with this many SMs and is far from saturating HBM.
+_HOST_LINK_SMS = 12
+_HBM_SMS = 132
+
+
+def load_pages(
+    pool: HostPool,
+    cache: DeviceCache,
+    host_pages: Ids,
+    device_pages: Ids,
+    *,
+    layers: int | Sequence[int] | None = None,
+    implementation: str | None = None,
+) -> DeviceCache:
+    """Copies pages from host memory into the device cache.
+
+    Page `host_pages[i]` of the pool becomes page `device_pages[i]` of the cache, in the chosen
+    layers, K and V; all other bytes of the cache stay as they were. With the cache donated to the
+    surrounding jit the copy is in place; without, XLA first copies the cache. (The load direction
+    of SGLang's HiCache and of vLLM's offloading connector.)
+
+    Args:
+      pool: pages in pinned host memory, any layout.
+      cache: pages in device memory; donate it.
+      host_pages, device_pages: int32[n]; a pair with an entry < 0 is padding. NumPy or device
+        arrays, or `HostIds`, which the copy engine needs.
+      layers: all for None, one, or a sequence such as `range(4, 8)`.
+      implementation: "dma", "kernel", "host", or None for the best that serves the call.
+
+    Returns:
+      The cache with the pages in it.
+
+    Raises:
+      ValueError, TypeError: arguments that do not go together, with name, value and limit.
+      NotImplementedError: `implementation` does not serve this call, and why.
+      PageIndexError: an id out of range or a destination named twice, where the ids are known on
+        the host; else the entries are skipped and `check_errors` raises.
+    """
+    return _dispatch(
+        "load_pages", (pool, cache), (host_pages, device_pages), layers, implementation
+    )
+
+
+def store_pages(
+    pool: HostPool,
+    cache: DeviceCache,
+    device_pages: Ids,
+    host_pages: Ids,
+    *,
+    layers: int | Sequence[int] | None = None,
+    implementation: str | None = None,
+) -> HostPool:
+    """Copies pages from the device cache into host memory.
+
+    The mirror of `load_pages`: page `device_pages[i]` of the cache becomes page `host_pages[i]` of
+    the pool. With the pool donated to the surrounding jit it is written in place in host memory;
+    without, XLA first copies the whole pool.
+
+    Args:
+      pool: pages in pinned host memory, any layout; donate it.
+      cache: pages in device memory.
+      device_pages, host_pages, layers, implementation: as for `load_pages`.
+
+    Returns:
+      The pool with the pages in it.
+
+    Raises:
+      As `load_pages`.
+    """
+    return _dispatch(
+        "store_pages", (pool, cache), (device_pages, host_pages), layers, implementation
+    )
+
+
+def swap_blocks(
+    src: Any, dst: Any, src_ids: Ids, dst_ids: Ids, *, implementation: str | None = None
+) -> Any:
+    """Copies blocks between arrays: `dst[dst_ids[i]] = src[src_ids[i]]` in every leaf.
+
+    The flat primitive under `load_pages`, for engines with arrays of their own; either side may be
+    in host or device memory. (vLLM's swap_blocks.)
+
+    Args:
+      src: pytree of `dtype[num_src_blocks, ...]` arrays.
+      dst: pytree of the same structure, `dtype[num_dst_blocks, ...]`; block shapes and dtypes are
+        those of `src`. Donate it to be written in place.
+      src_ids, dst_ids: int32[n]; a pair with an entry < 0 is padding.
+      implementation: as for `load_pages`.
+
+    Returns:
+      `dst` with the blocks in it.
+
+    Raises:
+      As `load_pages`.
+    """
+    return _dispatch("swap_blocks", (src, dst), (src_ids, dst_ids), None, implementation)
+
+
+def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """Says which implementation `operation(*args, **options)` takes and why not the others.
+
+    Args:
+      operation: `load_pages`, `store_pages` or `swap_blocks`.
+      *args, **options: its arguments; arrays may be `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      A line for the choice, then a line for each implementation that was not chosen.
+    """
+    name = getattr(operation, "__name__", operation)
+    if name not in _OPERATIONS:
+        raise ValueError(f"operation must be one of {', '.join(_OPERATIONS)}, got {name!r}")
+    *state, source_ids, destination_ids = args
+    call = _resolve(name, tuple(state), (source_ids, destination_ids), options.pop("layers", None))
+    lines = [_choose(copy, call.ids, **options).text for copy in call.copies]
+    return "\n".join(lines) or f"{name}: nothing to copy"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """Buffers that share a geometry: one FFI call."""
+
+    operation: str
+    to_dense: bool
+    dense: list[Any]  # one array for each buffer
+    strided: list[Any]  # one array for each buffer, or one for all
+    geometry: PageGeometry
+    strided_offsets: list[int]
+    num_dense: int
+    num_strided: int
+
+    @property
+    def written(self) -> list[Any]:
+        return self.dense if self.to_dense else self.strided
+
+    @property
+    def num_sources(self) -> int:
+        return self.num_strided if self.to_dense else self.num_dense
+
+    @property
+    def num_destinations(self) -> int:
+        return self.num_dense if self.to_dense else self.num_strided
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What an operation comes to: its copies, and how their results make its own."""
+
+    copies: list[_Copy]
+    ids: tuple[Any, Any]
+    rebuild: Callable[[list[list[Any]]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    implementation: str
+    text: str
+
+
+def _dispatch(
+    operation: str,
+    state: tuple[Any, Any],
+    ids: tuple[Ids, Ids],
+    layers: int | Sequence[int] | None,
+    implementation: str | None,
+) -> Any:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, "
+            f"got {implementation!r}"
+        )
+    call = _resolve(operation, state, ids, layers)
+    leaves = jax.tree.leaves((state, call.ids))
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return _run(call, implementation)
+    _check_concrete(call, leaves)
+    if layers is not None and not isinstance(layers, int):
+        layers = tuple(layers)
+    return _eager(operation, state, call.ids, layers, implementation)
+
+
+# Nothing is donated: outside jit JAX's values stay what they were, at the price of a copy.
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _eager(
+    operation: str,
+    state: tuple[Any, Any],
+    ids: tuple[Ids, Ids],
+    layers: int | tuple[int, ...] | None,
+    implementation: str | None,
+) -> Any:
+    return _run(_resolve(operation, state, ids, layers), implementation)
+
+
+# --------------------------------------------------------------------------------------------------
+# From an operation to copies
+
+
+def _resolve(
+    operation: str,
+    state: tuple[Any, Any],
+    ids: tuple[Ids, Ids],
+    layers: int | Sequence[int] | None,
+) -> _Call:
+    names, resolve = _OPERATIONS[operation]
+    source_ids, destination_ids = (
+        _as_ids(value, name) for value, name in zip(ids, names, strict=True)
+    )
+    if len_ids(source_ids) != len_ids(destination_ids):
+        raise ValueError(
+            f"{names[0]} has {len_ids(source_ids)} entries, "
+            f"{names[1]} has {len_ids(destination_ids)}"
+        )
+    copies, rebuild = resolve(operation, *state, layers)
+    return _Call(copies, (source_ids, destination_ids), rebuild)
+
+
+def _as_ids(ids: Ids, name: str) -> Any:
+    if isinstance(ids, HostIds):
+        return ids
+    if isinstance(ids, list | tuple) and any(isinstance(i, jax.core.Tracer) for i in ids):
+        raise TypeError(f"{name} is a list that jit took apart; pass it an array of int32")
+    if not hasattr(ids, "dtype") or isinstance(ids, np.ndarray):
+        return as_host_ids(ids, name)
+    if ids.dtype != jnp.int32:
+        raise TypeError(f"{name} must be int32, got {ids.dtype}")
+    if ids.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {ids.shape}")
+    return ids
+
+
+def len_ids(ids: Any) -> int:
+    """Entries of an id list, padding included."""
+    return len(ids) if isinstance(ids, HostIds) else ids.shape[0]
+
+
+def _resolve_pages(
+    operation: str, pool: HostPool, cache: DeviceCache, layers: int | Sequence[int] | None
+) -> tuple[list[_Copy], Callable[[list[list[Any]]], Any]]:
+    _check_pair(pool, cache)
+    to_dense = operation == "load_pages"
+    layout = pool.host_layout
+    chosen = layout.spec.select_layers(layers)
+    buffers = [(layer, kv) for layer in chosen for kv in range(layout.spec.num_kv)]
+    copy = _Copy(
+        operation=operation,
+        to_dense=to_dense,
+        dense=[cache.layers[layer][kv] for layer, kv in buffers],
+        strided=[pool.data],
+        geometry=layout.page_geometry(),
+        strided_offsets=[layout.buffer_offset_bytes(kv, layer) for layer, kv in buffers],
+        num_dense=cache.num_pages,
+        num_strided=layout.num_pages,
+    )
+
+    def rebuild(written: list[list[Any]]) -> HostPool | DeviceCache:
+        if not to_dense:
+            return dataclasses.replace(pool, data=written[0][0])
+        arrays = {buffer: array for buffer, array in zip(buffers, written[0], strict=True)}
+        layers = tuple(
+            tuple(arrays.get((layer, kv), old) for kv, old in enumerate(halves))
+            for layer, halves in enumerate(cache.layers)
+        )
+        return dataclasses.replace(cache, layers=layers)
+
+    return [copy] if buffers else [], rebuild if buffers else lambda _: cache if to_dense else pool
+
+
+def _check_pair(pool: HostPool, cache: DeviceCache) -> None:
+    if not isinstance(pool, HostPool):
+        raise TypeError(f"pool must be a jaxkv.HostPool, got {type(pool).__name__}")
+    if not isinstance(cache, DeviceCache):
+        raise TypeError(f"cache must be a jaxkv.DeviceCache, got {type(cache).__name__}")
+    for field in dataclasses.fields(pool.spec):
+        ours, theirs = (getattr(owner.spec, field.name) for owner in (pool, cache))
+        if ours != theirs:
+            raise ValueError(f"{field.name} of the pool is {ours}, of the cache {theirs}")
+    layout = pool.host_layout
+    if tuple(pool.data.shape) != layout.shape or pool.data.dtype != layout.spec.dtype:
+        raise ValueError(
+            f"pool.data must be {layout.spec.dtype}{list(layout.shape)} for layout {pool.layout}, "
+            f"got {pool.data.dtype}{list(pool.data.shape)}"
+        )
+    wanted = (cache.num_pages, *layout.spec.block_shape)
+    for layer, halves in enumerate(cache.layers):
+        for array in halves:
+            if tuple(array.shape) != wanted or array.dtype != layout.spec.dtype:
+                raise ValueError(
+                    f"cache.layers[{layer}] must be {layout.spec.dtype}{list(wanted)} to match the "
+                    f"pool, got {array.dtype}{list(array.shape)}"
+                )
+
+
+def _resolve_swap(
+    operation: str, src: Any, dst: Any, layers: None
+) -> tuple[list[_Copy], Callable[[list[list[Any]]], Any]]:
+    sources, source_tree = jax.tree.flatten(src)
+    destinations, destination_tree = jax.tree.flatten(dst)
+    if source_tree != destination_tree:
+        raise ValueError(f"src has structure {source_tree}, dst {destination_tree}")
+    for side, arrays in (("src", sources), ("dst", destinations)):
+        if any(array.ndim < 1 for array in arrays):
+            raise ValueError(f"each array of {side} must be [num_blocks, ...], got a scalar")
+        if len({array.shape[0] for array in arrays}) > 1:
+            sizes = [array.shape[0] for array in arrays]
+            raise ValueError(f"all arrays of {side} must have as many blocks, got {sizes}")
+    groups: dict[int, list[int]] = {}
+    for leaf, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
+        ours, theirs = ((tuple(a.shape[1:]), a.dtype) for a in (source, destination))
+        if ours != theirs:
+            raise ValueError(f"leaf {leaf}: a block of src is {ours}, of dst {theirs}")
+        block_bytes = int(np.prod(source.shape[1:], dtype=np.int64)) * source.dtype.itemsize
+        if block_bytes and source.shape[0] and destination.shape[0]:
+            groups.setdefault(block_bytes, []).append(leaf)
+    copies = [
+        _Copy(
+            operation=operation,
+            to_dense=True,
+            dense=[destinations[leaf] for leaf in leaves],
+            strided=[sources[leaf] for leaf in leaves],
+            geometry=PageGeometry(block_bytes, block_bytes, (1, 1), (0, 0), block_bytes),
+            strided_offsets=[0] * len(leaves),
+            num_dense=destinations[0].shape[0],
+            num_strided=sources[0].shape[0],
+        )
+        for block_bytes, leaves in groups.items()
+    ]
+
+    def rebuild(written: list[list[Any]]) -> Any:
+        result = list(destinations)
+        for leaves, arrays in zip(groups.values(), written, strict=True):
+            for leaf, array in zip(leaves, arrays, strict=True):
+                result[leaf] = array
+        return jax.tree.unflatten(destination_tree, result)
+
+    return copies, rebuild
+
+
+# For each operation the names of its id lists, source first, and what turns it into copies.
+_OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Any]]] = {
+    "load_pages": (("host_pages", "device_pages"), _resolve_pages),
+    "store_pages": (("device_pages", "host_pages"), _resolve_pages),
+    "swap_blocks": (("src_ids", "dst_ids"), _resolve_swap),
+}
+
+
+def _check_concrete(call: _Call, leaves: list[Any]) -> None:
+    """What only values show: released arrays, arrays of a mesh, and ids that the host can read."""
+    for leaf in leaves:
+        if not isinstance(leaf, jax.Array):
+            continue
+        if leaf.is_deleted():
+            raise ValueError("an array of the call was released or donated: its memory is gone")
+        if len(leaf.sharding.device_set) > 1 and not leaf.is_fully_replicated:
+            raise ValueError(
+                f"an array is split over {len(leaf.sharding.device_set)} devices: "
+                "call this inside jax.shard_map, on the shard of each device"
+            )
+    ids = [_ids_on_host(entry) for entry in call.ids]
+    for copy in call.copies:
+        check_page_ids(*ids, copy.num_sources, copy.num_destinations)
+
+
+def _ids_on_host(ids: Any) -> np.ndarray | None:
+    if isinstance(ids, HostIds):
+        return ids.ids
+    if isinstance(ids, jax.Array):
+        on_cpu = all(device.platform == "cpu" for device in ids.devices())
+        return np.asarray(ids) if on_cpu else None  # never wait for a device
+    return ids
+
+
+def check_page_ids(
+    sources: np.ndarray | None,
+    destinations: np.ndarray | None,
+    num_sources: int,
+    num_destinations: int,
+) -> None:
+    """Raises PageIndexError for what the handlers would refuse, as far as the ids are known."""
+    used = np.ones(len(sources if sources is not None else destinations or ()), bool)
+    for ids in (sources, destinations):
+        if ids is not None:
+            used &= ids >= 0
+    for side, ids, limit in (
+        ("source", sources, num_sources),
+        ("destination", destinations, num_destinations),
+    ):
+        if ids is None:
+            continue
+        outside = np.flatnonzero(used & (ids >= limit))
+        if len(outside):
+            raise PageIndexError(
+                f"{side} id {ids[outside[0]]} at position {outside[0]} is outside [0, {limit}) pages"
+            )
+    if sources is not None and destinations is not None:
+        named, first, times = np.unique(destinations[used], return_index=True, return_counts=True)
+        if (times > 1).any():
+            repeated = named[times > 1][0]
+            raise PageIndexError(f"destination id {repeated} is named more than once")
+
+
+# --------------------------------------------------------------------------------------------------
+# From a copy to a call
+
+
+def _choose(copy: _Copy, ids: tuple[Any, Any], implementation: str | None = None) -> _Choice:
+    """Decides while tracing; raises NotImplementedError if `implementation` can't serve the call."""
+    refusals = _refusals(ids)
+    run = copy.geometry.run_bytes
+    if implementation is not None:
+        if implementation in refusals:
+            raise NotImplementedError(
+                f"{copy.operation}: implementation {implementation!r} does not serve this call: "
+                f"{refusals[implementation]}"
+            )
+        chosen, why = implementation, "asked for"
+    elif "host" not in refusals:
+        chosen, why = "host", "the platform is cpu"
+    elif "dma" not in refusals and run >= _DMA_MIN_RUN_BYTES:
+        chosen, why = "dma", f"runs of {run} bytes, and the copy engine takes no SM"
+    else:
+        chosen, why = "kernel", f"runs of {run} bytes; ids may live on the device"
+    others = {
+        "dma": f"runs of {run} bytes are below {_DMA_MIN_RUN_BYTES}, where it falls behind kernel",
+        "kernel": "it takes SMs that the copy engine does not",
+    }
+    lines = [f"{copy.operation}: {chosen} ({why})"]
+    for other in IMPLEMENTATIONS:
+        if other != chosen:
+            lines.append(f"  not {other}: {refusals.get(other) or others.get(other, why)}")
+    return _Choice(chosen, "\n".join(lines))
+
+
+def _refusals(ids: tuple[Any, Any]) -> dict[str, str]:
+    """Implementations that can't serve a call, and why."""
+    platform = jax.default_backend()
+    refusals = {"pallas": "not written yet"}
+    if platform == "cpu":
+        refusals["dma"] = refusals["kernel"] = "the platform is cpu, it needs a CUDA device"
+    else:
+        refusals["host"] = f"the platform is {platform}, it copies on the CPU backend only"
+        if not _native.extension().CUDA:
+            refusals["kernel"] = refusals["dma"] = "jaxkv was built without CUDA"
+        elif not all(isinstance(entry, HostIds) for entry in ids):
+            refusals["dma"] = "the host writes its descriptors, so both id lists must be HostIds"
+    return refusals
+
+
+def _run(call: _Call, implementation: str | None) -> Any:
+    if len_ids(call.ids[0]) == 0:
+        return call.rebuild([list(copy.written) for copy in call.copies])
+    return call.rebuild([_ffi_call(copy, call.ids, implementation) for copy in call.copies])
+
+
+def _ffi_call(copy: _Copy, ids: tuple[Any, Any], implementation: str | None) -> list[Any]:
+    chosen = _choose(copy, ids, implementation).implementation
+    header = _native.extension().HOST_IDS_HEADER
+    headers = [header if isinstance(entry, HostIds) else 0 for entry in ids]
+    operands = [entry.data if isinstance(entry, HostIds) else jnp.asarray(entry) for entry in ids]
+    num_ids = len_ids(ids[0])
+    results = _result_types(copy)
+    scratch = [
+        _scratch_like(results[0], 2 + 2 * num_ids),
+        _scratch_like(results[0], copy.num_destinations),
+    ]
+    first_written = len(operands) + (len(copy.strided) if copy.to_dense else 0)
+    geometry = copy.geometry
+    with jax.named_scope(f"jaxkv.{copy.operation}"):
+        outputs = jax.ffi.ffi_call(
+            _TARGETS[chosen],
+            [*results, *scratch],
+            input_output_aliases={first_written + i: i for i in range(len(results))},
+        )(
+            *operands,
+            *copy.strided,
+            *copy.dense,
+            to_dense=copy.to_dense,
+            source_header=np.int64(headers[0]),
+            destination_header=np.int64(headers[1]),
+            num_sms=np.int64(_num_sms(copy)),
+            geometry=np.array(
+                [
+                    geometry.block_bytes,
+                    geometry.run_bytes,
+                    *geometry.counts,
+                    *geometry.strides_bytes,
+                    geometry.page_stride_bytes,
+                    copy.num_dense,
+                    copy.num_strided,
+                ],
+                np.int64,
+            ),
+            strided_offsets=np.array(copy.strided_offsets, np.int64),
+        )
+    return list(outputs[: len(results)])
+
+
+def _result_types(copy: _Copy) -> list[Any]:
+    """The types of the written arrays; a pool's type may have lost its memory space on the way."""
+    types = [jax.typeof(array) for array in copy.written]
+    if copy.operation == "store_pages":
+        return [entry.update(memory_space=jax.memory.Space.Host) for entry in types]
+    return types
+
+
+def _scratch_like(result: Any, length: int) -> jax.ShapeDtypeStruct:
+    """int32 device memory for the handler, varying over a mesh as the result does."""
+    mesh = result.sharding.mesh
+    return jax.ShapeDtypeStruct(
+        (length,),
+        jnp.int32,
+        sharding=None if mesh.empty else NamedSharding(mesh, PartitionSpec(None)),
+        manual_axis_type=result.manual_axis_type,
+    )
+
+
+def _num_sms(copy: _Copy) -> int:
+    spaces = {
+        str(getattr(jax.typeof(array), "memory_space", ""))
+        for array in (*copy.dense, *copy.strided)
+    }
+    return _HOST_LINK_SMS if any("Host" in space for space in spaces) else _HBM_SMS
