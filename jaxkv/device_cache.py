@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.layout import KVCacheSpec
@@ -53,9 +54,10 @@ class DeviceCache:
         if mesh is not None:
             check_head_axis(spec.num_kv_heads, "num_kv_heads", mesh, head_axis)
             sharding = NamedSharding(mesh, PartitionSpec(None, None, head_axis))
+        dtype = np.dtype(spec.dtype)
         shape = (num_pages, *spec.block_shape)
         layers = tuple(
-            tuple(jnp.zeros(shape, spec.dtype, device=sharding) for _ in range(spec.num_kv))
+            tuple(jnp.zeros(shape, dtype, device=sharding) for _ in range(spec.num_kv))
             for _ in range(spec.num_layers)
         )
         return cls(layers=layers, spec=spec)
@@ -69,6 +71,11 @@ class DeviceCache:
     def partition_spec(self) -> PartitionSpec:
         """How each array is split over the mesh: for `in_specs` and `out_specs` of `shard_map`."""
         return getattr(self.layers[0][0].sharding, "spec", PartitionSpec())
+
+
+def default_device() -> jax.Device:
+    """The device that JAX puts new arrays on."""
+    return next(iter(jnp.zeros((), jnp.int32).devices()))
 
 
 def check_head_axis(

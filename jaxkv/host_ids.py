@@ -1,23 +1,30 @@
-"""Page ids that the host may read when a call is enqueued."""
+"""Page ids: checked as far as the host knows them, and those it may read when enqueuing."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from jaxkv import _native
+from jaxkv.device_cache import default_device
+from jaxkv.errors import PageIndexError
 
 
 @jax.tree_util.register_pytree_node_class
 class HostIds:
     """Page ids for the copy engine, whose descriptors the host writes.
 
-    A handler reads them while the call is enqueued, long before the device gets there. So they must
-    be written by the host: `HostIds` takes NumPy arrays (or lists) only, and a call refuses ids whose
-    bytes did not come from this constructor, such as a copy that a computation made.
+    A handler reads them while the call is enqueued, long before the device gets there. So they
+    must be written by the host: `HostIds` takes NumPy arrays (or lists) only, and a call refuses
+    ids whose bytes did not come from this constructor, such as a copy that a computation made.
+
+    Attributes:
+      data: int32[header + n] in pinned host memory; opaque.
+      ids: the ids as given, or None for an object that came out of a transformation.
 
     Args:
       ids: int[n]; entries < 0 are padding.
@@ -29,21 +36,23 @@ class HostIds:
     """
 
     data: Any
+    ids: np.ndarray | None
 
     def __init__(self, ids: npt.ArrayLike, *, sharding: jax.sharding.Sharding | None = None):
-        self.ids = as_host_ids(ids, "ids")
+        host_ids = as_host_ids(ids, "ids")
         extension = _native.extension()
         header = extension.HOST_IDS_HEADER
-        words = np.zeros(header + len(self.ids), np.int32)
-        words[header:] = self.ids
+        words = np.zeros(header + len(host_ids), np.int32)
+        words[header:] = host_ids
         extension.seal_host_ids(words.ctypes.data, len(words))
         if sharding is None:
-            sharding = jax.sharding.SingleDeviceSharding(_default_device())
+            sharding = jax.sharding.SingleDeviceSharding(default_device())
         data = jax.device_put(words, sharding.with_memory_kind("pinned_host"))
         data.block_until_ready()
         for shard in data.addressable_shards:
             extension.admit_host_ids(shard.data.unsafe_buffer_pointer(), len(words))
         self.data = data
+        self.ids = host_ids
 
     def __len__(self) -> int:
         return self.data.shape[0] - _native.extension().HOST_IDS_HEADER
@@ -55,7 +64,7 @@ class HostIds:
     def tree_unflatten(cls, _: None, children: tuple[Any]) -> HostIds:
         ids = object.__new__(cls)
         (ids.data,) = children
-        ids.ids = None  # known to the object that was built from NumPy only
+        ids.ids = None
         return ids
 
 
@@ -75,6 +84,61 @@ def as_host_ids(ids: npt.ArrayLike, name: str) -> np.ndarray:
     return array.astype(np.int32)
 
 
-def _default_device() -> jax.Device:
-    device = jax.config.jax_default_device
-    return device if isinstance(device, jax.Device) else jax.local_devices()[0]
+def as_ids(ids: Any, name: str) -> Any:
+    """`ids` as HostIds, int32[n] of NumPy or int32[n] of JAX, or an error that names `name`."""
+    if isinstance(ids, HostIds):
+        return ids
+    if isinstance(ids, list | tuple) and any(isinstance(i, jax.core.Tracer) for i in ids):
+        raise TypeError(f"{name} is a list that jit took apart; pass it an array of int32")
+    if not hasattr(ids, "dtype") or isinstance(ids, np.ndarray):
+        return as_host_ids(ids, name)
+    if ids.dtype != jnp.int32:
+        raise TypeError(f"{name} must be int32, got {ids.dtype}")
+    if ids.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {ids.shape}")
+    return ids
+
+
+def num_ids_of(ids: Any) -> int:
+    """Entries of an id list, padding included."""
+    return len(ids) if isinstance(ids, HostIds) else ids.shape[0]
+
+
+def ids_on_host(ids: Any) -> np.ndarray | None:
+    """The values, if they can be had without waiting for a device."""
+    if isinstance(ids, HostIds):
+        return ids.ids
+    if isinstance(ids, jax.Array):
+        on_cpu = all(device.platform == "cpu" for device in ids.devices())
+        return np.asarray(ids) if on_cpu else None
+    return ids
+
+
+def check_page_ids(
+    sources: np.ndarray | None,
+    destinations: np.ndarray | None,
+    num_sources: int,
+    num_destinations: int,
+) -> None:
+    """Raises PageIndexError for what the handlers would refuse, as far as the ids are known."""
+    known = [ids for ids in (sources, destinations) if ids is not None]
+    if not known:
+        return
+    used = np.logical_and.reduce([ids >= 0 for ids in known])
+    for side, ids, limit in (
+        ("source", sources, num_sources),
+        ("destination", destinations, num_destinations),
+    ):
+        if ids is None:
+            continue
+        outside = np.flatnonzero(used & (ids >= limit))
+        if len(outside):
+            raise PageIndexError(
+                f"{side} id {ids[outside[0]]} at position {outside[0]} "
+                f"is outside [0, {limit}) pages"
+            )
+    if sources is not None and destinations is not None:
+        named, times = np.unique(destinations[used], return_counts=True)
+        if (times > 1).any():
+            repeated = named[times > 1][0]
+            raise PageIndexError(f"destination id {repeated} is named more than once")

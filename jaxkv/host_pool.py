@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkv import _native
-from jaxkv.device_cache import check_head_axis
+from jaxkv.device_cache import check_head_axis, default_device
 from jaxkv.errors import HostMemoryError
 from jaxkv.layout import HostLayout, KVCacheSpec
 
@@ -118,8 +118,7 @@ def _pool_sharding(
     whole: HostLayout, mesh: jax.sharding.Mesh | None, head_axis: str | None
 ) -> jax.sharding.Sharding:
     if mesh is None:
-        device = jax.config.jax_default_device or jax.local_devices()[0]
-        return SingleDeviceSharding(device, memory_kind="pinned_host")
+        return SingleDeviceSharding(default_device(), memory_kind="pinned_host")
     split = "group" if whole.name == "page_unified" else "head"
     parts = whole.head_groups if split == "group" else whole.spec.num_kv_heads
     check_head_axis(parts, "head_groups" if split == "group" else "num_kv_heads", mesh, head_axis)
@@ -215,7 +214,7 @@ _NODE_BITS = 1024
 
 @contextlib.contextmanager
 def prefer_numa_node(node: int | None) -> Iterator[None]:
-    """Pages that this thread touches first come from `node` if it has room; None changes nothing."""
+    """New pages of this thread come from `node` while it has room; None changes nothing."""
     numbers = _SET_MEMPOLICY.get(platform.machine())
     if node is None or numbers is None:
         yield

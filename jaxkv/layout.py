@@ -220,7 +220,7 @@ class HostLayout:
     def element_offset_bytes(
         self, kv: int, layer: int, page: int, token: int, head: int, dim: int
     ) -> int:
-        """Byte offset of an element; kv is 0 for K (and for MLA), 1 for V; token counts in the page."""
+        """Byte offset of an element; kv: 0 for K and MLA, 1 for V; token: counted in the page."""
         group, head = divmod(head, self._sizes["head"])
         place = {"page": page, "token": token, "group": group, "head": head, "dim": dim}
         inner = sum(index * self._strides[axis] for axis, index in place.items())

@@ -1,4 +1,4 @@
-"""Page copies between pinned host memory and HBM, and what decides which code makes them.
+"""Page copies between pinned host memory and HBM, as functions on pools and caches.
 
 A copy has a dense side, where each block is contiguous, and a strided side, a host layout that may
 strew a block over runs. `load_pages` goes from strided to dense, `store_pages` back, and
@@ -13,35 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkv import _native
+from jaxkv.block_copy import IMPLEMENTATIONS, BlockCopy, choose, copy_blocks
 from jaxkv.device_cache import DeviceCache
-from jaxkv.errors import PageIndexError
-from jaxkv.host_ids import HostIds, as_host_ids
+from jaxkv.host_ids import as_ids, check_page_ids, ids_on_host, num_ids_of
 from jaxkv.host_pool import HostPool
 from jaxkv.layout import PageGeometry
 
 Ids = Any  # int32[n] array, list of ints, or HostIds
-
-IMPLEMENTATIONS = ("dma", "kernel", "pallas", "host")
-
-# FFI target of each implementation. One name serves the CUDA kernel and its CPU twin, so that a
-# call that leaves the choice open lowers for either platform.
-_TARGETS = {
-    "kernel": "jaxkv_copy_blocks",
-    "host": "jaxkv_copy_blocks",
-    "dma": "jaxkv_copy_blocks_dma",
-    "unordered": "jaxkv_copy_blocks_unordered",  # negative control of the ordering tests
-}
-
-# Measured on an H200, PCIe Gen5 x16: the copy engine overtakes the kernel from here on.
-_DMA_MIN_RUN_BYTES = 64 * 1024
-# The kernel saturates PCIe with this many SMs and is far from saturating HBM.
-_HOST_LINK_SMS = 12
-_HBM_SMS = 132
 
 
 def load_pages(
@@ -152,49 +132,17 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
         raise ValueError(f"operation must be one of {', '.join(_OPERATIONS)}, got {name!r}")
     *state, source_ids, destination_ids = args
     call = _resolve(name, tuple(state), (source_ids, destination_ids), options.pop("layers", None))
-    lines = [_choose(copy, call.ids, **options).text for copy in call.copies]
+    lines = [choose(copy, call.ids, **options).text for copy in call.copies]
     return "\n".join(lines) or f"{name}: nothing to copy"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Copy:
-    """Buffers that share a geometry: one FFI call."""
-
-    operation: str
-    to_dense: bool
-    dense: list[Any]  # one array for each buffer
-    strided: list[Any]  # one array for each buffer, or one for all
-    geometry: PageGeometry
-    strided_offsets: list[int]
-    num_dense: int
-    num_strided: int
-
-    @property
-    def written(self) -> list[Any]:
-        return self.dense if self.to_dense else self.strided
-
-    @property
-    def num_sources(self) -> int:
-        return self.num_strided if self.to_dense else self.num_dense
-
-    @property
-    def num_destinations(self) -> int:
-        return self.num_dense if self.to_dense else self.num_strided
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """What an operation comes to: its copies, and how their results make its own."""
 
-    copies: list[_Copy]
+    copies: list[BlockCopy]
     ids: tuple[Any, Any]
     rebuild: Callable[[list[list[Any]]], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    implementation: str
-    text: str
 
 
 def _dispatch(
@@ -231,10 +179,6 @@ def _eager(
     return _run(_resolve(operation, state, ids, layers), implementation)
 
 
-# --------------------------------------------------------------------------------------------------
-# From an operation to copies
-
-
 def _resolve(
     operation: str,
     state: tuple[Any, Any],
@@ -243,45 +187,32 @@ def _resolve(
 ) -> _Call:
     names, resolve = _OPERATIONS[operation]
     source_ids, destination_ids = (
-        _as_ids(value, name) for value, name in zip(ids, names, strict=True)
+        as_ids(value, name) for value, name in zip(ids, names, strict=True)
     )
-    if len_ids(source_ids) != len_ids(destination_ids):
+    if num_ids_of(source_ids) != num_ids_of(destination_ids):
         raise ValueError(
-            f"{names[0]} has {len_ids(source_ids)} entries, "
-            f"{names[1]} has {len_ids(destination_ids)}"
+            f"{names[0]} has {num_ids_of(source_ids)} entries, "
+            f"{names[1]} has {num_ids_of(destination_ids)}"
         )
     copies, rebuild = resolve(operation, *state, layers)
     return _Call(copies, (source_ids, destination_ids), rebuild)
 
 
-def _as_ids(ids: Ids, name: str) -> Any:
-    if isinstance(ids, HostIds):
-        return ids
-    if isinstance(ids, list | tuple) and any(isinstance(i, jax.core.Tracer) for i in ids):
-        raise TypeError(f"{name} is a list that jit took apart; pass it an array of int32")
-    if not hasattr(ids, "dtype") or isinstance(ids, np.ndarray):
-        return as_host_ids(ids, name)
-    if ids.dtype != jnp.int32:
-        raise TypeError(f"{name} must be int32, got {ids.dtype}")
-    if ids.ndim != 1:
-        raise ValueError(f"{name} must have one dimension, got shape {ids.shape}")
-    return ids
-
-
-def len_ids(ids: Any) -> int:
-    """Entries of an id list, padding included."""
-    return len(ids) if isinstance(ids, HostIds) else ids.shape[0]
+def _run(call: _Call, implementation: str | None) -> Any:
+    if num_ids_of(call.ids[0]) == 0:
+        return call.rebuild([list(copy.written) for copy in call.copies])
+    return call.rebuild([copy_blocks(copy, call.ids, implementation) for copy in call.copies])
 
 
 def _resolve_pages(
     operation: str, pool: HostPool, cache: DeviceCache, layers: int | Sequence[int] | None
-) -> tuple[list[_Copy], Callable[[list[list[Any]]], Any]]:
+) -> tuple[list[BlockCopy], Callable[[list[list[Any]]], Any]]:
     _check_pair(pool, cache)
     to_dense = operation == "load_pages"
     layout = pool.host_layout
     chosen = layout.spec.select_layers(layers)
     buffers = [(layer, kv) for layer in chosen for kv in range(layout.spec.num_kv)]
-    copy = _Copy(
+    copy = BlockCopy(
         operation=operation,
         to_dense=to_dense,
         dense=[cache.layers[layer][kv] for layer, kv in buffers],
@@ -332,10 +263,10 @@ def _check_pair(pool: HostPool, cache: DeviceCache) -> None:
 
 def _resolve_swap(
     operation: str, src: Any, dst: Any, layers: None
-) -> tuple[list[_Copy], Callable[[list[list[Any]]], Any]]:
+) -> tuple[list[BlockCopy], Callable[[list[list[Any]]], Any]]:
     sources, source_tree = jax.tree.flatten(src)
     destinations, destination_tree = jax.tree.flatten(dst)
-    if source_tree != destination_tree:
+    if not source_tree == destination_tree:
         raise ValueError(f"src has structure {source_tree}, dst {destination_tree}")
     for side, arrays in (("src", sources), ("dst", destinations)):
         if any(array.ndim < 1 for array in arrays):
@@ -352,7 +283,7 @@ def _resolve_swap(
         if block_bytes and source.shape[0] and destination.shape[0]:
             groups.setdefault(block_bytes, []).append(leaf)
     copies = [
-        _Copy(
+        BlockCopy(
             operation=operation,
             to_dense=True,
             dense=[destinations[leaf] for leaf in leaves],
@@ -395,167 +326,6 @@ def _check_concrete(call: _Call, leaves: list[Any]) -> None:
                 f"an array is split over {len(leaf.sharding.device_set)} devices: "
                 "call this inside jax.shard_map, on the shard of each device"
             )
-    ids = [_ids_on_host(entry) for entry in call.ids]
+    sources, destinations = (ids_on_host(entry) for entry in call.ids)
     for copy in call.copies:
-        check_page_ids(*ids, copy.num_sources, copy.num_destinations)
-
-
-def _ids_on_host(ids: Any) -> np.ndarray | None:
-    if isinstance(ids, HostIds):
-        return ids.ids
-    if isinstance(ids, jax.Array):
-        on_cpu = all(device.platform == "cpu" for device in ids.devices())
-        return np.asarray(ids) if on_cpu else None  # never wait for a device
-    return ids
-
-
-def check_page_ids(
-    sources: np.ndarray | None,
-    destinations: np.ndarray | None,
-    num_sources: int,
-    num_destinations: int,
-) -> None:
-    """Raises PageIndexError for what the handlers would refuse, as far as the ids are known."""
-    used = np.ones(len(sources if sources is not None else destinations or ()), bool)
-    for ids in (sources, destinations):
-        if ids is not None:
-            used &= ids >= 0
-    for side, ids, limit in (
-        ("source", sources, num_sources),
-        ("destination", destinations, num_destinations),
-    ):
-        if ids is None:
-            continue
-        outside = np.flatnonzero(used & (ids >= limit))
-        if len(outside):
-            raise PageIndexError(
-                f"{side} id {ids[outside[0]]} at position {outside[0]} is outside [0, {limit}) pages"
-            )
-    if sources is not None and destinations is not None:
-        named, first, times = np.unique(destinations[used], return_index=True, return_counts=True)
-        if (times > 1).any():
-            repeated = named[times > 1][0]
-            raise PageIndexError(f"destination id {repeated} is named more than once")
-
-
-# --------------------------------------------------------------------------------------------------
-# From a copy to a call
-
-
-def _choose(copy: _Copy, ids: tuple[Any, Any], implementation: str | None = None) -> _Choice:
-    """Decides while tracing; raises NotImplementedError if `implementation` can't serve the call."""
-    refusals = _refusals(ids)
-    run = copy.geometry.run_bytes
-    if implementation is not None:
-        if implementation in refusals:
-            raise NotImplementedError(
-                f"{copy.operation}: implementation {implementation!r} does not serve this call: "
-                f"{refusals[implementation]}"
-            )
-        chosen, why = implementation, "asked for"
-    elif "host" not in refusals:
-        chosen, why = "host", "the platform is cpu"
-    elif "dma" not in refusals and run >= _DMA_MIN_RUN_BYTES:
-        chosen, why = "dma", f"runs of {run} bytes, and the copy engine takes no SM"
-    else:
-        chosen, why = "kernel", f"runs of {run} bytes; ids may live on the device"
-    others = {
-        "dma": f"runs of {run} bytes are below {_DMA_MIN_RUN_BYTES}, where it falls behind kernel",
-        "kernel": "it takes SMs that the copy engine does not",
-    }
-    lines = [f"{copy.operation}: {chosen} ({why})"]
-    for other in IMPLEMENTATIONS:
-        if other != chosen:
-            lines.append(f"  not {other}: {refusals.get(other) or others.get(other, why)}")
-    return _Choice(chosen, "\n".join(lines))
-
-
-def _refusals(ids: tuple[Any, Any]) -> dict[str, str]:
-    """Implementations that can't serve a call, and why."""
-    platform = jax.default_backend()
-    refusals = {"pallas": "not written yet"}
-    if platform == "cpu":
-        refusals["dma"] = refusals["kernel"] = "the platform is cpu, it needs a CUDA device"
-    else:
-        refusals["host"] = f"the platform is {platform}, it copies on the CPU backend only"
-        if not _native.extension().CUDA:
-            refusals["kernel"] = refusals["dma"] = "jaxkv was built without CUDA"
-        elif not all(isinstance(entry, HostIds) for entry in ids):
-            refusals["dma"] = "the host writes its descriptors, so both id lists must be HostIds"
-    return refusals
-
-
-def _run(call: _Call, implementation: str | None) -> Any:
-    if len_ids(call.ids[0]) == 0:
-        return call.rebuild([list(copy.written) for copy in call.copies])
-    return call.rebuild([_ffi_call(copy, call.ids, implementation) for copy in call.copies])
-
-
-def _ffi_call(copy: _Copy, ids: tuple[Any, Any], implementation: str | None) -> list[Any]:
-    chosen = _choose(copy, ids, implementation).implementation
-    header = _native.extension().HOST_IDS_HEADER
-    headers = [header if isinstance(entry, HostIds) else 0 for entry in ids]
-    operands = [entry.data if isinstance(entry, HostIds) else jnp.asarray(entry) for entry in ids]
-    num_ids = len_ids(ids[0])
-    results = _result_types(copy)
-    scratch = [
-        _scratch_like(results[0], 2 + 2 * num_ids),
-        _scratch_like(results[0], copy.num_destinations),
-    ]
-    first_written = len(operands) + (len(copy.strided) if copy.to_dense else 0)
-    geometry = copy.geometry
-    with jax.named_scope(f"jaxkv.{copy.operation}"):
-        outputs = jax.ffi.ffi_call(
-            _TARGETS[chosen],
-            [*results, *scratch],
-            input_output_aliases={first_written + i: i for i in range(len(results))},
-        )(
-            *operands,
-            *copy.strided,
-            *copy.dense,
-            to_dense=copy.to_dense,
-            source_header=np.int64(headers[0]),
-            destination_header=np.int64(headers[1]),
-            num_sms=np.int64(_num_sms(copy)),
-            geometry=np.array(
-                [
-                    geometry.block_bytes,
-                    geometry.run_bytes,
-                    *geometry.counts,
-                    *geometry.strides_bytes,
-                    geometry.page_stride_bytes,
-                    copy.num_dense,
-                    copy.num_strided,
-                ],
-                np.int64,
-            ),
-            strided_offsets=np.array(copy.strided_offsets, np.int64),
-        )
-    return list(outputs[: len(results)])
-
-
-def _result_types(copy: _Copy) -> list[Any]:
-    """The types of the written arrays; a pool's type may have lost its memory space on the way."""
-    types = [jax.typeof(array) for array in copy.written]
-    if copy.operation == "store_pages":
-        return [entry.update(memory_space=jax.memory.Space.Host) for entry in types]
-    return types
-
-
-def _scratch_like(result: Any, length: int) -> jax.ShapeDtypeStruct:
-    """int32 device memory for the handler, varying over a mesh as the result does."""
-    mesh = result.sharding.mesh
-    return jax.ShapeDtypeStruct(
-        (length,),
-        jnp.int32,
-        sharding=None if mesh.empty else NamedSharding(mesh, PartitionSpec(None)),
-        manual_axis_type=result.manual_axis_type,
-    )
-
-
-def _num_sms(copy: _Copy) -> int:
-    spaces = {
-        str(getattr(jax.typeof(array), "memory_space", ""))
-        for array in (*copy.dense, *copy.strided)
-    }
-    return _HOST_LINK_SMS if any("Host" in space for space in spaces) else _HBM_SMS
+        check_page_ids(sources, destinations, copy.num_sources, copy.num_destinations)
