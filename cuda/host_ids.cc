@@ -70,13 +70,13 @@ void admit_host_ids(const int32_t* address, size_t num_words) {
 bool open_host_ids(const int32_t* address, size_t num_words, std::string* why_not) {
   const auto header = read_header({address, num_words});
   if (!header) {
-    *why_not = "no valid header: made on the device, or overwritten";
+    *why_not = "no valid header (made on the device, or overwritten); build HostIds from NumPy";
     return false;
   }
   std::lock_guard lock(admitted().mutex);
   const auto known = admitted().serials.find(address);
   if (known == admitted().serials.end() || known->second != header->serial) {
-    *why_not = "a copy made by a computation, or stale: build HostIds from NumPy for this call";
+    *why_not = "a copy made by a computation, or stale; build HostIds from NumPy";
     return false;
   }
   return true;

@@ -87,6 +87,9 @@ def as_host_ids(ids: npt.ArrayLike, name: str) -> np.ndarray:
 def as_ids(ids: Any, name: str) -> Any:
     """`ids` as HostIds, int32[n] of NumPy or int32[n] of JAX, or an error that names `name`."""
     if isinstance(ids, HostIds):
+        header = _native.extension().HOST_IDS_HEADER
+        if ids.data.ndim != 1 or ids.data.dtype != jnp.int32 or ids.data.shape[0] < header:
+            raise ValueError(f"{name} holds no HostIds any more: build them from NumPy")
         return ids
     if isinstance(ids, list | tuple) and any(isinstance(i, jax.core.Tracer) for i in ids):
         raise TypeError(f"{name} is a list that jit took apart; pass it an array of int32")
@@ -115,30 +118,35 @@ def ids_on_host(ids: Any) -> np.ndarray | None:
 
 
 def check_page_ids(
-    sources: np.ndarray | None,
-    destinations: np.ndarray | None,
-    num_sources: int,
-    num_destinations: int,
+    ids: tuple[np.ndarray | None, np.ndarray | None],
+    limits: tuple[int, int],
+    names: tuple[str, str],
 ) -> None:
-    """Raises PageIndexError for what the handlers would refuse, as far as the ids are known."""
-    known = [ids for ids in (sources, destinations) if ids is not None]
+    """Raises PageIndexError for what the handlers would refuse, as far as the ids are known.
+
+    Args:
+      ids: source and destination ids; None where the host does not know them.
+      limits: blocks on either side.
+      names: of the arguments, for the message.
+    """
+    known = [entry for entry in ids if entry is not None]
     if not known:
         return
-    used = np.logical_and.reduce([ids >= 0 for ids in known])
-    for side, ids, limit in (
-        ("source", sources, num_sources),
-        ("destination", destinations, num_destinations),
-    ):
-        if ids is None:
+    used = np.logical_and.reduce([entry >= 0 for entry in known])
+    for entry, limit, name in zip(ids, limits, names, strict=True):
+        if entry is None:
             continue
-        outside = np.flatnonzero(used & (ids >= limit))
+        outside = np.flatnonzero(used & (entry >= limit))
         if len(outside):
             raise PageIndexError(
-                f"{side} id {ids[outside[0]]} at position {outside[0]} "
-                f"is outside [0, {limit}) pages"
+                f"{name}[{outside[0]}] is {entry[outside[0]]}, outside [0, {limit}) pages"
             )
-    if sources is not None and destinations is not None:
+    if len(known) == 2:
+        destinations = np.where(used, known[1], -1)
         named, times = np.unique(destinations[used], return_counts=True)
         if (times > 1).any():
             repeated = named[times > 1][0]
-            raise PageIndexError(f"destination id {repeated} is named more than once")
+            first, second = np.flatnonzero(destinations == repeated)[:2]
+            raise PageIndexError(
+                f"{names[1]} names page {repeated} twice, at positions {first} and {second}"
+            )

@@ -266,7 +266,7 @@ def _resolve_swap(
 ) -> tuple[list[BlockCopy], Callable[[list[list[Any]]], Any]]:
     sources, source_tree = jax.tree.flatten(src)
     destinations, destination_tree = jax.tree.flatten(dst)
-    if not source_tree == destination_tree:
+    if source_tree != destination_tree:  # type: ignore[operator]
         raise ValueError(f"src has structure {source_tree}, dst {destination_tree}")
     for side, arrays in (("src", sources), ("dst", destinations)):
         if any(array.ndim < 1 for array in arrays):
@@ -328,4 +328,5 @@ def _check_concrete(call: _Call, leaves: list[Any]) -> None:
             )
     sources, destinations = (ids_on_host(entry) for entry in call.ids)
     for copy in call.copies:
-        check_page_ids(sources, destinations, copy.num_sources, copy.num_destinations)
+        limits = (copy.num_sources, copy.num_destinations)
+        check_page_ids((sources, destinations), limits, _OPERATIONS[copy.operation][0])
