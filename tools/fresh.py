@@ -70,8 +70,11 @@ def pip_configuration() -> configparser.RawConfigParser:
 
 def local_paths(values: list[str]) -> list[Path]:
     """Files and folders that configuration values name."""
-    words = (word.removeprefix("file://") for value in values for word in value.split())
-    return [Path(word) for word in words if word.startswith("/") and Path(word).exists()]
+    words = [word for value in values for word in value.split()]
+    paths = [Path(word) for word in words if word.startswith("/")]
+    # The pages of an index on disk link to archives beside it.
+    paths += [Path(word.removeprefix("file://")).parent for word in words if "file:///" in word]
+    return [path for path in dict.fromkeys(paths) if path != Path("/") and path.exists()]
 
 
 def give_network_access(environment: dict[str, str]) -> list[Path]:
