@@ -8,8 +8,10 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from reference import (
     Device,
+    Layers,
     ReferenceLayout,
     assert_same_bytes,
     load,
@@ -75,8 +77,21 @@ def filled(tree, contents: Sequence[np.ndarray]):
     """The same pytree around arrays with other contents, placed as the old ones were."""
     leaves, structure = jax.tree.flatten(tree)
     assert [leaf.shape for leaf in leaves] == [array.shape for array in contents]
-    placed = [jax.device_put(a.copy(), x.sharding) for a, x in zip(contents, leaves, strict=True)]
+    placed = [put(array, leaf.sharding) for array, leaf in zip(contents, leaves, strict=True)]
     return jax.tree.unflatten(structure, placed)
+
+
+def put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A JAX array of its own memory with the contents of `array`.
+
+    The CPU backend adopts NumPy memory at a multiple of 64 bytes whatever `may_alias` says, and
+    then copies on donation: so hand it memory that is not.
+    """
+    words = np.empty(array.nbytes + 64 + 16, np.uint8)
+    start = (16 - words.ctypes.data) % 64
+    copy = words[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return jax.device_put(copy, sharding)
 
 
 def make_case(
@@ -122,7 +137,7 @@ def copy(direction: str, pool, cache, host_pages, device_pages, **options):
     return jaxkv.store_pages(pool, cache, device_pages, host_pages, **options)
 
 
-def donating(direction: str, **options) -> Callable:
+def donating(direction: str, **options) -> jax.stages.Wrapped:
     """A jitted `copy` that donates, and so writes in place."""
 
     @partial(jax.jit, donate_argnames=(DESTINATION[direction],))
@@ -132,13 +147,18 @@ def donating(direction: str, **options) -> Callable:
     return step
 
 
+def runner(direction: str, inside_jit: bool, **options) -> Callable:
+    """`copy` as it is, or jitted with donation."""
+    return donating(direction, **options) if inside_jit else partial(copy, direction, **options)
+
+
 def check_copy(
     case: Case,
     direction: str,
     host_pages,
     device_pages,
     implementation: str | None = None,
-    layers: int | range | None = None,
+    layers: Layers = None,
 ) -> None:
     """Copies outside jit; compares every byte of both sides, and of the inputs afterwards."""
     pool, cache = case.pool(), case.cache()
@@ -164,9 +184,9 @@ def pointers(tree) -> list[int]:
     ]
 
 
-def copied_shapes(step: Callable, *args) -> set[tuple[int, ...]]:
+def copied_shapes(step: jax.stages.Wrapped, *args) -> set[tuple[int, ...]]:
     """Shapes of everything that the optimised program of a jitted `step` copies as a whole."""
-    text = step.lower(*args).compile().as_text()
+    text = step.lower(*args).compile().as_text() or ""
     found = re.findall(r"= \(?\w+\[([\d,]*)\]\S* (?:\S+ )*?copy(?:-start)?\(", text)
     return {tuple(int(n) for n in dims.split(",") if n) for dims in found}
 
@@ -185,3 +205,10 @@ def fails_at_once(implementation: str | None, inside_jit: bool) -> bool:
     if jax.default_backend() == "cpu":
         return True
     return implementation == "dma" and not inside_jit
+
+
+def mesh_of(devices: int) -> Mesh:
+    found = jax.devices()
+    if len(found) < devices:
+        pytest.skip(f"needs {devices} devices, found {len(found)} on {found[0].platform}")
+    return Mesh(np.array(found[:devices]), ("tp",))

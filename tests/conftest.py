@@ -6,17 +6,6 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 4)
 
 IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "dma")}
-MARKERS = {
-    "gpu": "needs a CUDA device",
-    "cpu_only": "tests the CPU backend; deselect it on a GPU machine",
-    "multigpu": "needs several devices: on a GPU machine, several GPUs",
-    "sanitizer": "small enough to run under compute-sanitizer",
-}
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    for name, meaning in MARKERS.items():
-        config.addinivalue_line("markers", f"{name}: {meaning}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

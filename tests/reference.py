@@ -32,6 +32,7 @@ DTYPES = [
 ]
 
 Device = list[tuple[np.ndarray, ...]]
+Layers = int | np.integer | range | None
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,11 @@ class ReferenceLayout:
         return self.offset(kv, layer, page, token, head, dim)
 
 
-def selected_layers(spec: KVCacheSpec, layers: int | range | None) -> Sequence[int]:
+def selected_layers(spec: KVCacheSpec, layers: Layers) -> Sequence[int]:
     """The layer numbers that a `layers` argument names."""
     if layers is None:
         return range(spec.num_layers)
-    return [layers] if isinstance(layers, int) else layers
+    return [int(layers)] if isinstance(layers, int | np.integer) else layers
 
 
 def moves(host_pages: Iterable[int], device_pages: Iterable[int]) -> list[tuple[int, int]]:
@@ -123,7 +124,7 @@ def load(
     device: Device,
     host_pages: Iterable[int],
     device_pages: Iterable[int],
-    layers: int | range | None = None,
+    layers: Layers = None,
 ) -> Device:
     """Returns the device cache after a load; the arguments stay as they are."""
     flat = host.reshape(-1)
@@ -141,7 +142,7 @@ def store(
     device: Device,
     host_pages: Iterable[int],
     device_pages: Iterable[int],
-    layers: int | range | None = None,
+    layers: Layers = None,
 ) -> np.ndarray:
     """Returns the pool after a store; the arguments stay as they are."""
     out = host.copy()
@@ -165,17 +166,18 @@ def assert_same_bytes(got, want: np.ndarray, name: str) -> None:
     got = np.asarray(got)
     assert got.dtype == want.dtype, f"{name}: dtype {got.dtype}, want {want.dtype}"
     assert got.shape == want.shape, f"{name}: shape {got.shape}, want {want.shape}"
-    elements = want.size, want.itemsize
-    got_bytes = np.ascontiguousarray(got).reshape(-1).view(np.uint8).reshape(elements)
-    want_bytes = np.ascontiguousarray(want).reshape(-1).view(np.uint8).reshape(elements)
-    wrong = np.flatnonzero((got_bytes != want_bytes).any(axis=1))
-    if wrong.size:
-        first = wrong[0]
-        where = tuple(int(i) for i in np.unravel_index(first, want.shape))
-        raise AssertionError(
-            f"{name}: {wrong.size} of {want.size} elements differ, first at {where}: "
-            f"got 0x{got_bytes[first].tobytes().hex()}, want 0x{want_bytes[first].tobytes().hex()}"
-        )
+    got_bytes, want_bytes = (
+        np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (got, want)
+    )
+    if np.array_equal(got_bytes, want_bytes):
+        return
+    wrong = np.unique(np.flatnonzero(got_bytes != want_bytes) // want.itemsize)
+    where = tuple(int(i) for i in np.unravel_index(wrong[0], want.shape))
+    values = (array.reshape(-1)[wrong[0]].tobytes().hex() for array in (got, want))
+    raise AssertionError(
+        f"{name}: {wrong.size} of {want.size} elements differ, first at {where}: "
+        "got 0x{}, want 0x{}".format(*values)
+    )
 
 
 def spec_of(kind: str = "mha", **fields) -> KVCacheSpec:

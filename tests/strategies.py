@@ -1,9 +1,7 @@
 """Hypothesis strategies: small layouts of every kind, and page ids with padding."""
 
 from hypothesis import strategies as st
-from reference import DTYPES, KIND_LAYOUTS, ReferenceLayout, spec_of
-
-Layers = int | range | None
+from reference import DTYPES, KIND_LAYOUTS, Layers, ReferenceLayout, spec_of
 
 
 @st.composite

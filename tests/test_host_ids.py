@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from cases import after, assert_refused, copy, donating, make_case
+from cases import after, assert_refused, donating, make_case, runner
 
 import jaxkv
 
@@ -16,10 +16,9 @@ def host_implementation() -> str:
     return {"cpu": "host", "gpu": "dma"}[jax.default_backend()]
 
 
-def run_load(case, pool, cache, host_ids, device_ids, inside_jit: bool):
-    options = {"implementation": host_implementation()}
-    run = donating("load", **options) if inside_jit else lambda *a: copy("load", *a, **options)
-    return jax.block_until_ready(run(pool, cache, host_ids, device_ids))
+def run_load(pool, cache, ids, inside_jit: bool):
+    run = runner("load", inside_jit, implementation=host_implementation())
+    return jax.block_until_ready(run(pool, cache, *ids))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint32"])
@@ -27,7 +26,7 @@ def test_any_integer_array_that_fits(dtype):
     ids = np.array([3, 0, 5], dtype)
     case = make_case()
     pool, cache = case.pool(), case.cache()
-    out = run_load(case, pool, cache, jaxkv.HostIds(ids), jaxkv.HostIds(ids), False)
+    out = run_load(pool, cache, [jaxkv.HostIds(ids)] * 2, inside_jit=False)
     case.assert_holds(pool, out, **case.expected("load", ids, ids))
 
 
@@ -62,7 +61,7 @@ def test_later_writes_to_the_array_do_not_reach_the_ids():
     host_ids, device_ids = jaxkv.HostIds(ids), jaxkv.HostIds(OTHERS)
     ids[:] = 0
     pool, cache = case.pool(), case.cache()
-    out = run_load(case, pool, cache, host_ids, device_ids, False)
+    out = run_load(pool, cache, [host_ids, device_ids], inside_jit=False)
     case.assert_holds(pool, out, **case.expected("load", VALUES, OTHERS))
 
 
@@ -71,17 +70,12 @@ def test_later_writes_to_the_array_do_not_reach_the_ids():
 def test_one_object_serves_many_calls(direction, inside_jit):
     case = make_case()
     ids = jaxkv.HostIds(VALUES), jaxkv.HostIds(OTHERS)
-    options = {"implementation": host_implementation()}
-    step = donating(direction, **options)
+    run = runner(direction, inside_jit, implementation=host_implementation())
     for _ in range(3):
         pool, cache = case.pool(), case.cache()
-        if inside_jit:
-            out = step(pool, cache, *ids)
-        else:
-            out = copy(direction, pool, cache, *ids, **options)
-        case.assert_holds(
-            *after(direction, out, pool, cache), **case.expected(direction, VALUES, OTHERS)
-        )
+        out = run(pool, cache, *ids)
+        want = case.expected(direction, VALUES, OTHERS)
+        case.assert_holds(*after(direction, out, pool, cache), **want)
 
 
 def test_ids_outlive_the_call_that_they_were_made_for():
@@ -102,7 +96,7 @@ def made_by_a_computation(ids):
     """The same words, the header too, but written by a device."""
 
     def remake(words):
-        on_device = jax.device_put(words, jax.devices()[0])
+        on_device = jax.device_put(words, words.sharding.with_memory_kind("device"))
         shifted = jax.jit(lambda x: x + 1)(on_device)
         return jax.device_put(jax.jit(lambda x: x - 1)(shifted), words.sharding)
 
@@ -110,7 +104,8 @@ def made_by_a_computation(ids):
 
 
 def without_a_header(ids):
-    return jax.tree.map(lambda words: jax.device_put(VALUES, words.sharding), ids)
+    raw = np.arange(jax.tree.leaves(ids)[0].size, dtype=np.int32)
+    return jax.tree.map(lambda words: jax.device_put(raw, words.sharding), ids)
 
 
 def copied(ids):
@@ -127,7 +122,7 @@ def test_ids_that_the_host_did_not_write_are_refused(forge, side, inside_jit):
     ids = {"host_pages": jaxkv.HostIds(VALUES), "device_pages": jaxkv.HostIds(OTHERS)}
     ids[side] = forge(kept := ids[side])
     assert_refused(
-        lambda: run_load(case, pool, cache, *ids.values(), inside_jit),
+        lambda: run_load(pool, cache, ids.values(), inside_jit),
         (ValueError, RuntimeError),
         "HostIds",
         "NumPy",
@@ -151,16 +146,19 @@ def test_every_flipped_bit_is_found():
             return jax.device_put(words, jax.tree.leaves(good)[0].sharding)
 
         with pytest.raises((ValueError, RuntimeError)):
-            run_load(case, pool, cache, jax.tree.map(flip, good), other, False)
+            run_load(pool, cache, [jax.tree.map(flip, good), other], inside_jit=False)
     case.assert_holds(pool, cache)
 
 
-def test_host_ids_are_a_pytree():
-    ids = jaxkv.HostIds(VALUES)
-    leaves, structure = jax.tree.flatten(ids)
-    again = jax.tree.unflatten(structure, leaves)
-    assert len(again) == len(VALUES)
+@pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("rebuilt", [(0,), (1,), (0, 1)], ids=["source", "destination", "both"])
+def test_host_ids_are_a_pytree(rebuilt, inside_jit):
+    """Ids that were taken apart and put together again are the same ids."""
     case = make_case()
+    ids = [jaxkv.HostIds(VALUES), jaxkv.HostIds(OTHERS)]
+    for side in rebuilt:
+        ids[side] = jax.tree.unflatten(jax.tree.structure(ids[side]), jax.tree.leaves(ids[side]))
+        assert len(ids[side]) == len(VALUES)
     pool, cache = case.pool(), case.cache()
-    out = run_load(case, pool, cache, again, jaxkv.HostIds(OTHERS), True)
+    out = run_load(pool, cache, ids, inside_jit)
     case.assert_holds(pool, out, **case.expected("load", VALUES, OTHERS))

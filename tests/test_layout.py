@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from reference import (
     KIND_LAYOUTS,
     LAYOUTS,
+    Layers,
     ReferenceLayout,
     assert_same_bytes,
     load,
@@ -17,7 +18,7 @@ from reference import (
     spec_of,
     store,
 )
-from strategies import Layers, layer_selections, page_ids, reference_layouts
+from strategies import layer_selections, page_ids, reference_layouts
 
 from jaxkv.layout import HostLayout
 

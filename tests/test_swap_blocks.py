@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from cases import as_ids, assert_refused, copied_shapes, fails_at_once, pointers
+from cases import as_ids, assert_refused, copied_shapes, fails_at_once, pointers, put
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import DTYPES, assert_same_bytes, random_array
@@ -29,7 +29,7 @@ def random_tree(num_blocks: int, blocks=BLOCKS, seed: int = 0) -> dict[str, np.n
 def place(tree, memory: str):
     """The tree as JAX arrays in one kind of memory."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
-    return jax.tree.map(lambda array: jax.device_put(array.copy(), sharding), tree)
+    return jax.tree.map(lambda array: put(array, sharding), tree)
 
 
 def swapped(src, dst, src_ids, dst_ids):
@@ -109,7 +109,8 @@ def swaps(draw):
 @given(swaps(), st.sampled_from(MEMORIES), st.sampled_from(MEMORIES))
 @settings(max_examples=30, deadline=None)
 def test_any_tree(implementation, args, src_memory, dst_memory):
-    check_swap(*args, implementation, (src_memory, dst_memory))
+    src, dst, ids = args
+    check_swap(src, dst, ids, implementation, (src_memory, dst_memory))
 
 
 @pytest.mark.parametrize("dst_memory", MEMORIES)
@@ -187,7 +188,7 @@ def test_ids_of_a_wrong_type(src_ids, dst_ids, error, words):
     [
         (([3, 9, 1], [2, 4, 5]), ["src_ids", "9"], [1]),
         (([3, 2, 1], [2, 4, 12]), ["dst_ids", "12"], [2]),
-        (([3, 2, 1], [2, 4, 2]), ["dst_ids", "2", "twice"], [0, 2]),
+        (([3, 2, 1], [2, 4, 2]), ["dst_ids", "2", "name"], [0, 2]),
     ],
     ids=["source", "destination", "twice"],
 )
@@ -205,7 +206,7 @@ def test_wrong_ids(ids, words, bad, implementation):
         assert_refused(call, jaxkv.PageIndexError, *words)
     else:
         out = call()
-        assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, len(bad))
+        assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, f"{len(bad)} entries")
         good = [[-1 if i in bad else block for i, block in enumerate(side)] for side in ids]
         assert_trees_equal(out, swapped(src, dst, *good))
     assert_trees_equal(placed[1], dst)

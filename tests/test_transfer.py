@@ -5,9 +5,11 @@ names and sizes, on smaller rows and pools. Upstream draws one token for some pa
 then moves nothing; here that case moves one page.
 """
 
+import jax
 import numpy as np
 import pytest
 from cases import DIRECTIONS, as_ids, check_copy, copy, distinct_ids, make_case
+from conftest import IMPLEMENTATIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import DTYPES, KIND_LAYOUTS, assert_same_bytes, random_array, spec_of
@@ -118,7 +120,7 @@ def test_page_head(dtype, items, page_size, heads, lf_to_ph, named_implementatio
     layers=[
         None,
         0,
-        np.int64(2),
+        2,
         pytest.param(range(1, 3), marks=pytest.mark.sanitizer),
         range(3, 0, -2),
     ]
@@ -126,6 +128,11 @@ def test_page_head(dtype, items, page_size, heads, lf_to_ph, named_implementatio
 def test_every_layout_and_layer_range(kind, layout, direction, layers, implementation):
     case = make_case(layout, kind=kind, num_layers=4)
     check_copy(case, direction, *distinct_ids(case, 5), implementation, layers)
+
+
+def test_a_layer_may_be_a_numpy_integer(implementation):
+    case = make_case()
+    check_copy(case, "load", *distinct_ids(case, 5), implementation, np.int64(1))
 
 
 ID_PATTERNS = {
@@ -154,7 +161,8 @@ def test_page_ids(layout, direction, pattern, implementation):
     "direction, ids", [("load", ([4, 4], [1, 7])), ("store", ([1, 7], [4, 4]))]
 )
 def test_one_source_may_go_to_two_destinations(direction, ids, implementation):
-    check_copy(make_case(), direction, *ids, implementation)
+    host_pages, device_pages = ids
+    check_copy(make_case(), direction, host_pages, device_pages, implementation)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -237,6 +245,22 @@ def test_two_pools_of_one_cache_do_not_mix(kind, implementation):
     ]
     for case in cases:
         check_copy(case, "load", *distinct_ids(case, 4), implementation)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_explain_names_what_runs_and_why_not_the_others(direction, implementation):
+    case = make_case()
+    args = [as_ids(side, implementation) for side in distinct_ids(case, 5)]
+    pool, cache = case.pool(), case.cache()
+    operation = jaxkv.load_pages if direction == "load" else jaxkv.store_pages
+    ids = args if direction == "load" else args[::-1]
+    first, *others = jaxkv.explain(
+        operation, pool, cache, *ids, implementation=implementation
+    ).splitlines()
+    default = IMPLEMENTATIONS[jax.default_backend()][0]  # what device ids get
+    assert f"{operation.__name__}: {implementation or default}" in first
+    for name in {"dma", "kernel", "pallas", "host"} - {implementation or default}:
+        assert any(f"not {name}: " in line for line in others), name
 
 
 def test_an_empty_cache_is_zero():

@@ -13,41 +13,46 @@ from cases import (
     donating,
     fails_at_once,
     make_case,
+    mesh_of,
+    runner,
 )
 from reference import spec_of
 
 import jaxkv
 
+# (host ids, device ids), the side that is wrong, what the message says of it, the entries refused.
 WRONG_IDS = {
-    "host id past the end": (([3, 12, 1], [2, 4, 5]), ["host_pages", "12"], {1}),
-    "host id far past the end": (([2**31 - 1], [2]), ["host_pages", "2147483647", "12"], {0}),
-    "device id past the end": (([3, 2, 1], [2, 4, 9]), ["device_pages", "9"], {2}),
+    "host id past the end": (([3, 12, 1], [2, 4, 5]), "host", ["12", "[0, 12)"], [1]),
+    "host id far past the end": (([2**31 - 1], [2]), "host", ["2147483647", "[0, 12)"], [0]),
+    "device id past the end": (([3, 2, 1], [2, 4, 9]), "device", ["9", "[0, 9)"], [2]),
 }
 EQUAL_DESTINATIONS = {
-    "load": (([3, 2, 1, 0], [2, 4, 2, 5]), ["device_pages", "2", "twice"], {0, 2}),
-    "store": (([3, 2, 3, 0], [2, 4, 1, 5]), ["host_pages", "3", "twice"], {0, 2}),
+    "load": (([3, 2, 1, 0], [2, 4, 2, 5]), "device", ["2", "name"], [0, 2]),
+    "store": (([3, 2, 3, 0], [2, 4, 1, 5]), "host", ["3", "name"], [0, 2]),
 }
-
-
-def wrong_ids():
-    for direction in DIRECTIONS:
-        for name, wrong in WRONG_IDS.items():
-            yield pytest.param(direction, *wrong, id=f"{direction}-{name}")
-        yield pytest.param(direction, *EQUAL_DESTINATIONS[direction], id=f"{direction}-twice")
+SOURCE = {"load": "host", "store": "device"}
+every_wrong_id = pytest.mark.parametrize(
+    "direction, ids, side, words, bad",
+    [
+        pytest.param(direction, *wrong, id=f"{direction}-{name}")
+        for direction in DIRECTIONS
+        for name, wrong in {**WRONG_IDS, "twice": EQUAL_DESTINATIONS[direction]}.items()
+    ],
+)
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("direction, ids, words, bad", wrong_ids())
-def test_wrong_ids_outside_jit(direction, ids, words, bad, implementation):
+@every_wrong_id
+def test_wrong_ids_outside_jit(direction, ids, side, words, bad, implementation):
     case = make_case()
     pool, cache = case.pool(), case.cache()
-    args = [as_ids(side, implementation) for side in ids]
+    args = [as_ids(pages, implementation) for pages in ids]
 
     def call():
         return copy(direction, pool, cache, *args, implementation=implementation)
 
     if fails_at_once(implementation, inside_jit=False):
-        assert_refused(lambda: jax.block_until_ready(call()), jaxkv.PageIndexError, *words)
+        assert_refused(call, jaxkv.PageIndexError, f"{side}_pages", *words)
         jaxkv.check_errors()
     else:
         assert_only_the_others_moved(case, direction, ids, bad, call(), pool, cache)
@@ -55,41 +60,46 @@ def test_wrong_ids_outside_jit(direction, ids, words, bad, implementation):
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("direction, ids, words, bad", wrong_ids())
-def test_wrong_ids_inside_jit(direction, ids, words, bad, implementation):
+@every_wrong_id
+def test_wrong_ids_inside_jit(direction, ids, side, words, bad, implementation):
     case = make_case()
     pool, cache = case.pool(), case.cache()
-    args = [as_ids(side, implementation) for side in ids]
+    args = [as_ids(pages, implementation) for pages in ids]
     step = donating(direction, implementation=implementation)
 
     def call():
         return jax.block_until_ready(step(pool, cache, *args))
 
     if fails_at_once(implementation, inside_jit=True):
-        assert_refused(call, jax.errors.JaxRuntimeError, "PageIndexError", *words)
+        role = "source" if side == SOURCE[direction] else "destination"
+        assert_refused(call, jax.errors.JaxRuntimeError, "PageIndexError", role, *words)
+        jaxkv.check_errors()
     else:
         assert_only_the_others_moved(case, direction, ids, bad, call(), pool, cache)
 
 
 def assert_only_the_others_moved(case, direction, ids, bad, out, pool, cache):
     """The bad entries were skipped and counted; the count is read, and gone, once."""
-    good = [[-1 if i in bad else page for i, page in enumerate(side)] for side in ids]
+    good = [[-1 if i in bad else page for i, page in enumerate(pages)] for pages in ids]
     jax.block_until_ready(out)
-    assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, len(bad))
+    assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, f"{len(bad)} entries")
     jaxkv.check_errors()
     case.assert_holds(*after(direction, out, pool, cache), **case.expected(direction, *good))
+
+
+THREE = np.arange(3, dtype=np.int32)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
     "host_ids, device_ids, error, words",
     [
-        (np.zeros(3, np.float32), np.zeros(3, np.int32), TypeError, ["host_pages", "float32"]),
-        (np.zeros(3, np.int32), np.zeros(3, np.int8), TypeError, ["device_pages", "int8"]),
-        (np.zeros(3, np.uint32), np.zeros(3, np.int32), TypeError, ["host_pages", "uint32"]),
-        (np.zeros((3, 1), np.int32), np.zeros(3, np.int32), ValueError, ["host_pages", "(3, 1)"]),
-        (np.zeros(3, np.int32), np.int32(0), ValueError, ["device_pages", "()"]),
-        (np.arange(3, dtype=np.int32), np.arange(4, dtype=np.int32), ValueError, ["3", "4"]),
+        (np.zeros(3, np.float32), THREE, TypeError, ["host_pages", "float32"]),
+        (THREE, jnp.arange(3, dtype=jnp.int8), TypeError, ["device_pages", "int8"]),
+        (jnp.arange(3, dtype=jnp.uint32), THREE, TypeError, ["host_pages", "uint32"]),
+        (THREE[:, None], THREE, ValueError, ["host_pages", "(3, 1)"]),
+        (THREE, np.int32(0), ValueError, ["device_pages", "()"]),
+        (THREE, np.arange(4, dtype=np.int32), ValueError, ["host_pages", "3", "device_pages", "4"]),
     ],
     ids=["float", "int8", "uint32", "rank 2", "scalar", "unequal lengths"],
 )
@@ -97,7 +107,7 @@ def assert_only_the_others_moved(case, direction, ids, bad, out, pool, cache):
 def test_ids_of_a_wrong_type(direction, host_ids, device_ids, error, words, inside_jit):
     case = make_case()
     pool, cache = case.pool(), case.cache()
-    run = donating(direction) if inside_jit else lambda *args: copy(direction, *args)
+    run = runner(direction, inside_jit)
     assert_refused(lambda: run(pool, cache, host_ids, device_ids), error, *words)
     case.assert_holds(pool, cache)
 
@@ -124,14 +134,15 @@ def test_layers_out_of_range(direction, layers, word):
     [
         ("num_layers", 2),
         ("page_size", 8),
-        ("num_kv_heads", 4),
+        ("num_kv_heads", 2),
         ("head_dim", 8),
         ("dtype", jnp.float16),
         ("kind", "mla"),
     ],
 )
 def test_pool_and_cache_of_different_specs(direction, field, of_cache):
-    case, other = make_case(), make_case("layer_first", **{field: of_cache})
+    case = make_case(num_kv_heads=1)
+    other = make_case("layer_first", **{"num_kv_heads": 1, field: of_cache})
     pool, cache = case.pool(), other.cache()
     ids = [np.zeros(1, np.int32)] * 2
     values = (np.dtype(of_cache).name if field == "dtype" else of_cache, getattr(case.spec, field))
@@ -140,40 +151,38 @@ def test_pool_and_cache_of_different_specs(direction, field, of_cache):
     other.assert_holds(other.pool(), cache)
 
 
-PLATFORM = {"cpu": "cpu", "gpu": "cuda"}
-
-
-def wrong_implementations():
-    yield pytest.param("memcpy", ValueError, ["memcpy", "dma", "kernel", "host"])
-    yield pytest.param("pallas", NotImplementedError, ["pallas"])
-    yield pytest.param("dma", (TypeError, ValueError), ["dma", "HostIds"])
-    if jax.default_backend() == "cpu":
-        yield pytest.param("kernel", ValueError, ["kernel", "cpu"])
-    else:
-        yield pytest.param("host", ValueError, ["host", "cpu"])
+ON_CPU = jax.default_backend() == "cpu"
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("name, error, words", wrong_implementations())
+@pytest.mark.parametrize(
+    "name, error, words",
+    [
+        ("memcpy", ValueError, ["memcpy", "dma", "kernel", "host"]),
+        ("pallas", NotImplementedError, ["pallas"]),
+        ("dma", NotImplementedError, ["dma", "cpu" if ON_CPU else "HostIds"]),
+        ("kernel" if ON_CPU else "host", NotImplementedError, ["cpu"]),
+    ],
+    ids=["unknown", "pallas", "dma", "other platform"],
+)
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
 def test_an_implementation_that_cannot_serve_is_refused(direction, name, error, words, inside_jit):
     case = make_case()
     pool, cache = case.pool(), case.cache()
     ids = [jnp.zeros(1, jnp.int32)] * 2
-    options = {"implementation": name}
-    run = (
-        donating(direction, **options) if inside_jit else lambda *a: copy(direction, *a, **options)
-    )
+    run = runner(direction, inside_jit, implementation=name)
     assert_refused(lambda: run(pool, cache, *ids), error, *words)
     case.assert_holds(pool, cache)
 
 
-@pytest.mark.cpu_only
-def test_dma_on_cpu_is_refused_even_with_host_ids():
+@pytest.mark.multigpu
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_sharded_pool_is_refused_outside_shard_map(direction):
     case = make_case()
-    ids = [jaxkv.HostIds(np.zeros(1, np.int32))] * 2
-    run = lambda: copy("load", case.pool(), case.cache(), *ids, implementation="dma")  # noqa: E731
-    assert_refused(run, ValueError, "dma", "cpu")
+    mesh = mesh_of(2)
+    pool, cache = (getattr(case, name)(mesh=mesh, head_axis="tp") for name in ("pool", "cache"))
+    ids = [np.zeros(1, np.int32)] * 2
+    assert_refused(lambda: copy(direction, pool, cache, *ids), ValueError, "shard_map", "2 devices")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
