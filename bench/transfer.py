@@ -193,7 +193,7 @@ def figure(rows: Sequence[Row]) -> "Figure":
         panel.barh([row.case.partition(", ")[2] for row in chosen], [row.value for row in chosen])
         for value in {row.roof["value"] for row in chosen if row.roof}:
             panel.axvline(value, color="black", linestyle=":")
-        panel.set(title=f"{direction} (dotted: contiguous copy)", xlabel="GB/s")
+        panel.set(title=direction, xlabel="GB/s; dotted: contiguous copy")
     return drawn
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench import evidence, gpu_test, results
+from bench import demo, evidence, gpu_test, results
 from bench.results import Results, Row, Target
 
 README = """# Title
@@ -333,3 +333,80 @@ def test_rows_without_roof_or_peers_can_be_read_back(tmp_path):
     found.save(root=tmp_path)
     (file,) = evidence.read(tmp_path)
     assert file.rows == [Row("case", "metric", "unit", 1, None, {})]
+
+
+def demo_summary(answers, on_host=16):
+    """What the serving example writes, as far as bench.demo reads it."""
+    row = {"turn": 1, "recomputed": 0, "on host": on_host, "stored MiB": 2.0, "loaded MiB": 1.0}
+    rounds = {
+        name: [row | {"TTFT ms": 10.0 + i, "tokens/s": 100.0 - i}] for i, name in enumerate(answers)
+    }
+    turns = {name: [{"tokens": tokens} for tokens in runs] for name, runs in answers.items()}
+    return {"rounds": rounds, "turns": turns}
+
+
+def recorded_demo(summary):
+    found = Results("demo")
+    demo.record(found, summary)
+    return found
+
+
+def test_demo_records_the_other_runs_as_peers():
+    answers = {"offload": [[1, 2]], "recompute": [[1, 2]], "all in HBM": [[1, 2]]}
+    found = recorded_demo(demo_summary(answers))
+    peers = {"recompute": 11.0, "all in HBM": 12.0}
+    assert Row("turn 1", "time to first token", "ms", 10.0, None, peers) in found.rows
+    assert Row("turn 1", "moved back", "MiB", 1.0) in found.rows
+    assert all(target.met for target in found.targets)
+
+
+@pytest.mark.parametrize(
+    ("other", "unequal"),
+    [
+        ([[1, 2], [3]], 0),
+        ([[1, 9], [3]], 1),
+        ([[1, 2], []], 1),
+        ([[9, 9], [3, 4]], 3),
+    ],
+)
+def test_demo_counts_unequal_tokens(other, unequal):
+    found = recorded_demo(demo_summary({"offload": [[1, 2], [3]], "recompute": other}))
+    assert found.targets[0].name == "same tokens as in run 'recompute'"
+    assert (found.targets[0].got, found.targets[0].met) == (unequal, unequal == 0)
+
+
+def test_demo_that_never_used_host_memory_misses_its_target():
+    found = recorded_demo(demo_summary({"offload": [[1]], "recompute": [[1]]}, on_host=0))
+    assert [target.met for target in found.targets] == [True, False]
+
+
+def test_demo_reads_columns_that_the_example_writes():
+    import jax.numpy as jnp
+
+    import jaxkv
+    from examples.serving import engine, report
+
+    spec = jaxkv.KVCacheSpec(
+        num_layers=1, page_size=16, num_kv_heads=1, head_dim=8, dtype=jnp.float32
+    )
+    turn = engine.Turn("a conversation", 0, [1, 2, 3], 4, answer=[5], finished_at=1.0)
+    rounds = report.rounds([turn], spec)
+    turns = [{"tokens": turn.answer}]
+    runs = ("offload", "recompute")
+    summary = {"rounds": dict.fromkeys(runs, rounds), "turns": dict.fromkeys(runs, turns)}
+    assert recorded_demo(summary).targets[0].met
+
+
+def test_demo_table_puts_the_runs_side_by_side(tmp_path):
+    found = Results("demo")
+    found.row("turn 1", "time to first token", "ms", 10.0, peers={"recompute": 31.5})
+    found.row("turn 1", "moved back", "MiB", 2.0)
+    found.save(root=tmp_path)
+    files = evidence.read(tmp_path)
+    device = files[0].device
+    assert evidence.demo_table(files).splitlines() == [
+        "| device | case | metric | with offload | recompute |",
+        "| --- | --- | --- | --- | --- |",
+        f"| {device} | turn 1 | time to first token, ms | 10 | 31.5 |",
+        f"| {device} | turn 1 | moved back, MiB | 2 | - |",
+    ]

@@ -1,0 +1,76 @@
+"""Runs the serving example on this device and records what it shows: `python -m bench.demo`."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from bench.results import REPOSITORY, Results, arguments
+
+RUN = "offload"  # the run that the others are compared with
+# Column of the example's tables -> metric and unit.
+COMPARED = {
+    "TTFT ms": ("time to first token", "ms"),
+    "tokens/s": ("answers", "tokens/s"),
+    "recomputed": ("prompt tokens computed again", "tokens"),
+}
+MOVED = {"stored MiB": "moved to host memory", "loaded MiB": "moved back"}
+
+
+def serve(flags: Sequence[str]) -> tuple[dict[str, Any], int]:
+    """Runs the example as a user does.
+
+    Returns:
+      What it wrote with --json, and its exit code.
+
+    Raises:
+      subprocess.CalledProcessError: it ended without writing anything.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "demo.json")
+        command = [sys.executable, "-m", "examples.serving", "--json", str(path), *flags]
+        code = subprocess.run(command, cwd=REPOSITORY, check=False).returncode
+        if not path.exists():
+            raise subprocess.CalledProcessError(code, command)
+        return json.loads(path.read_text()), code
+
+
+def record(results: Results, summary: dict[str, Any]) -> None:
+    """Rows per round of turns, and as targets that every token is the same without offload."""
+    rounds, turns = summary["rounds"], summary["turns"]
+    others = [name for name in rounds if name != RUN]
+    for index, row in enumerate(rounds[RUN]):
+        case = f"turn {row['turn']}"
+        for column, (metric, unit) in COMPARED.items():
+            peers = {name: rounds[name][index][column] for name in others}
+            results.row(case, metric, unit, row[column], peers=peers)
+        for column, metric in MOVED.items():
+            results.row(case, metric, "MiB", row[column])
+    for name in others:
+        unequal = sum(map(_unequal_tokens, turns[RUN], turns[name]))
+        results.target(f"same tokens as in run '{name}'", unequal, "==", 0, "unequal tokens")
+    # Equal tokens show nothing unless pages really came back.
+    loaded = sum(row["on host"] for row in rounds[RUN])
+    results.target("prompt tokens served from host memory", loaded, ">=", 1, "tokens")
+
+
+def _unequal_tokens(turn: dict[str, Any], other: dict[str, Any]) -> int:
+    mine, theirs = turn["tokens"], other["tokens"]
+    differing = sum(a != b for a, b in zip(mine, theirs, strict=False))
+    return differing + abs(len(mine) - len(theirs))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = arguments(__doc__, argv)
+    summary, code = serve(["--max-new-tokens", "8"] if flags.quick else [])
+    results = Results("demo")
+    record(results, summary)
+    results.save(flags.out)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
