@@ -36,13 +36,15 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::Buffer<ffi::S32> source_ids,
                                     ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
                                     ffi::RemainingRets rets, ffi::Dictionary attributes) {
   const auto dense_written = attributes.get<bool>("to_dense");
+  const auto reports_ids = attributes.get<bool>("reports_ids");
   const auto source_header = attributes.get<int64_t>("source_header");
   const auto destination_header = attributes.get<int64_t>("destination_header");
   const auto num_sms = attributes.get<int64_t>("num_sms");
   const auto sizes = attributes.get<ffi::Span<const int64_t>>("geometry");
   const auto offsets = attributes.get<ffi::Span<const int64_t>>("strided_offsets");
-  if (!dense_written.has_value() || !source_header.has_value() || !destination_header.has_value() ||
-      !num_sms.has_value() || !sizes.has_value() || !offsets.has_value()) {
+  if (!dense_written.has_value() || !reports_ids.has_value() || !source_header.has_value() ||
+      !destination_header.has_value() || !num_sms.has_value() || !sizes.has_value() ||
+      !offsets.has_value()) {
     return invalid("an attribute is missing or of another type");
   }
   if (sizes->size() * sizeof(int64_t) != sizeof(CopyGeometry)) {
@@ -66,6 +68,7 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::Buffer<ffi::S32> source_ids,
 
   BlockCopy copy;
   copy.to_dense = to_dense;
+  copy.reports_ids = *reports_ids;
   copy.num_sms = static_cast<int>(*num_sms);
   copy.geometry = g;
   copy.source_ids = id_list(source_ids, *source_header);

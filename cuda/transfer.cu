@@ -72,11 +72,12 @@ struct PlanParams {
   bool to_dense;
   int32_t* times_named;  // per destination; only entries that are named are cleared and read
   int32_t* num_pairs;
-  int2* pairs;  // (dense, strided)
-  PageErrorRing* errors;
+  int2* pairs;            // (dense, strided)
+  PageErrorRing* errors;  // null: another copy of the same ids reports
 };
 
 __device__ void record(PageErrorRing* ring, PageFault fault, int32_t i, int32_t id, int32_t limit) {
+  if (!ring) return;
   const unsigned long long slot = atomicAdd(&ring->count, 1ull);
   auto* entry = &ring->entries[slot % PageErrorRing::kEntries];
   entry->fault = fault;
@@ -196,7 +197,7 @@ ffi::Error launch_plan(cudaStream_t stream, const BlockCopy& copy, PageErrorRing
       .times_named = reinterpret_cast<int32_t*>(copy.counts_scratch),
       .num_pairs = scratch,
       .pairs = reinterpret_cast<int2*>(scratch + 2),
-      .errors = errors,
+      .errors = copy.reports_ids ? errors : nullptr,
   };
   if (p.num_ids <= kPlanOneBlock) {
     plan_pairs<kClear, kSelect><<<1, kPlanThreads, 0, stream>>>(p);
@@ -391,26 +392,38 @@ ffi::Error prepare_device(int32_t device, ffi::RemainingArgs, ffi::RemainingRets
   return create_ring(device);
 }
 
+ffi::Error enqueue_kernels(cudaStream_t stream, int32_t device, const BlockCopy& copy) {
+  PageErrorRing* ring = device_rings[device].load();
+  if (auto error = launch_plan(stream, copy, ring); error.failure()) return error;
+  return launch_copy(stream, copy);
+}
+
 ffi::Error copy_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
                           ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
                           ffi::RemainingRets rets, ffi::Dictionary attributes) {
   const auto copy = decode_copy(source_ids, destination_ids, args, rets, attributes);
   if (!copy.has_value()) return copy.error();
-  PageErrorRing* ring = device_rings[device].load();
-  if (auto error = launch_plan(stream, *copy, ring); error.failure()) return error;
-  return launch_copy(stream, *copy);
+  return enqueue_kernels(stream, device, *copy);
 }
 
 // The negative control of the ordering tests: the same copy on a stream that waits for nothing.
 ffi::Error copy_unordered(cudaStream_t, int32_t device, ffi::Buffer<ffi::S32> source_ids,
                           ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
                           ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  auto copy = decode_copy(source_ids, destination_ids, args, rets, attributes);
+  if (!copy.has_value()) return copy.error();
   static std::array<cudaStream_t, kMaxDevices> streams{};
-  if (!streams[device]) {
-    JAXKV_CUDA_TRY(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking));
-  }
-  return copy_by_kernel(streams[device], device, source_ids, destination_ids, args, rets,
-                        attributes);
+  cudaStream_t& stream = streams[device];
+  if (!stream) JAXKV_CUDA_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  // XLA's scratch may belong to work that still runs, as this copy does not wait for it.
+  const size_t pairs_bytes = (2 + 2 * copy->source_ids.size()) * sizeof(int32_t);
+  const size_t counts_bytes = copy->num_destinations() * sizeof(int32_t);
+  JAXKV_CUDA_TRY(cudaMallocAsync(&copy->pairs_scratch, pairs_bytes, stream));
+  JAXKV_CUDA_TRY(cudaMallocAsync(&copy->counts_scratch, counts_bytes, stream));
+  if (auto error = enqueue_kernels(stream, device, *copy); error.failure()) return error;
+  JAXKV_CUDA_TRY(cudaFreeAsync(copy->pairs_scratch, stream));
+  JAXKV_CUDA_TRY(cudaFreeAsync(copy->counts_scratch, stream));
+  return ffi::Error::Success();
 }
 
 ffi::Error open_ids_for_dma(const IdList& list, const char* name) {
@@ -440,7 +453,9 @@ ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
   }
   std::vector<PageErrorEntry> refused;
   const auto pairs = plan_on_host(*copy, &refused);
-  for (const auto& e : refused) record_on_host(e.fault, e.position, e.id, e.limit);
+  for (const auto& e : refused) {
+    if (copy->reports_ids) record_on_host(e.fault, e.position, e.id, e.limit);
+  }
   auto descriptors = describe_copies(*copy, pairs);
   return enqueue_descriptors(stream, descriptors);
 }

@@ -41,6 +41,7 @@ struct IdList {
 
 struct BlockCopy {
   bool to_dense = true;
+  bool reports_ids = true;  // of several copies with the same ids, one reports those refused
   int num_sms = 1;
   CopyGeometry geometry{};
   IdList source_ids{}, destination_ids{};

@@ -29,7 +29,6 @@ ffi::Error copy_blocks(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> d
   }
   std::vector<PageErrorEntry> refused;
   const auto pairs = plan_on_host(*copy, &refused);
-  for (const auto& e : refused) record_on_host(e.fault, e.position, e.id, e.limit);
   if (!refused.empty()) {
     return ffi::Error::InvalidArgument("PageIndexError: " + describe(refused.front()) + " (" +
                                        std::to_string(refused.size()) +

@@ -18,7 +18,7 @@ IMPLEMENTATIONS = ("dma", "kernel", "pallas", "host")
 
 # FFI target of each implementation. One name serves the CUDA kernel and its CPU twin, so that a
 # call that leaves the choice open lowers for either platform.
-_TARGETS = {
+TARGETS = {
     "kernel": "jaxkv_copy_blocks",
     "host": "jaxkv_copy_blocks",
     "dma": "jaxkv_copy_blocks_dma",
@@ -125,8 +125,13 @@ def _refusals(ids: tuple[Any, Any]) -> dict[str, str]:
     return refusals
 
 
-def copy_blocks(copy: BlockCopy, ids: tuple[Any, Any], implementation: str | None) -> list[Any]:
-    """Traces the copy; returns the written arrays."""
+def copy_blocks(
+    copy: BlockCopy, ids: tuple[Any, Any], implementation: str | None, *, reports_ids: bool
+) -> list[Any]:
+    """Traces the copy; returns the written arrays.
+
+    Of several copies with the same ids, one reports those it refuses.
+    """
     chosen = choose(copy, ids, implementation).implementation
     header = _native.extension().HOST_IDS_HEADER
     headers = [header if isinstance(entry, HostIds) else 0 for entry in ids]
@@ -141,7 +146,7 @@ def copy_blocks(copy: BlockCopy, ids: tuple[Any, Any], implementation: str | Non
     geometry = copy.geometry
     with jax.named_scope(f"jaxkv.{copy.operation}"):
         outputs = jax.ffi.ffi_call(
-            _TARGETS[chosen],
+            TARGETS[chosen],
             [*results, *scratch],
             input_output_aliases={first_written + i: i for i in range(len(results))},
         )(
@@ -149,6 +154,7 @@ def copy_blocks(copy: BlockCopy, ids: tuple[Any, Any], implementation: str | Non
             *copy.strided,
             *copy.dense,
             to_dense=copy.to_dense,
+            reports_ids=reports_ids,
             source_header=np.int64(headers[0]),
             destination_header=np.int64(headers[1]),
             num_sms=np.int64(_num_sms(copy)),

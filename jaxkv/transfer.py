@@ -162,8 +162,8 @@ def _dispatch(
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return _run(call, implementation)
     _check_concrete(call, leaves)
-    if layers is not None and not isinstance(layers, int):
-        layers = tuple(layers)
+    if layers is not None:
+        layers = tuple(np.atleast_1d(layers).tolist())
     return _eager(operation, state, call.ids, layers, implementation)
 
 
@@ -173,7 +173,7 @@ def _eager(
     operation: str,
     state: tuple[Any, Any],
     ids: tuple[Ids, Ids],
-    layers: int | tuple[int, ...] | None,
+    layers: tuple[int, ...] | None,
     implementation: str | None,
 ) -> Any:
     return _run(_resolve(operation, state, ids, layers), implementation)
@@ -201,7 +201,12 @@ def _resolve(
 def _run(call: _Call, implementation: str | None) -> Any:
     if num_ids_of(call.ids[0]) == 0:
         return call.rebuild([list(copy.written) for copy in call.copies])
-    return call.rebuild([copy_blocks(copy, call.ids, implementation) for copy in call.copies])
+    return call.rebuild(
+        [
+            copy_blocks(copy, call.ids, implementation, reports_ids=index == 0)
+            for index, copy in enumerate(call.copies)
+        ]
+    )
 
 
 def _resolve_pages(

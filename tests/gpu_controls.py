@@ -1,9 +1,12 @@
 """What the ordering tests compare with: copies that wait for nothing, and work that is slow."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 
-from jaxkv import _native, transfer
+import jaxkv
+from jaxkv import _native, block_copy
 
 SLOW_SIZE = 4096
 SLOW_MATMULS = 40  # some 10 ms on a data-centre GPU: a copy that does not wait is done long before
@@ -12,8 +15,9 @@ SLOW_MATMULS = 40  # some 10 ms on a data-centre GPU: a copy that does not wait 
 def unordered_copy(direction: str, pool, cache, host_pages, device_pages):
     """`load_pages` or `store_pages` on a stream that waits for no other, nor is waited for."""
     ids = (host_pages, device_pages) if direction == "load" else (device_pages, host_pages)
-    call = transfer._resolve(f"{direction}_pages", (pool, cache), ids, None)
-    return transfer._run(call, "unordered")
+    operation = getattr(jaxkv, f"{direction}_pages")
+    with mock.patch.dict(block_copy.TARGETS, kernel="jaxkv_copy_blocks_unordered"):
+        return operation(pool, cache, *ids, implementation="kernel")
 
 
 def settle(*outputs) -> None:
