@@ -124,10 +124,12 @@ def distinct_ids(case: Case, count: int, seed: int = 0) -> tuple[np.ndarray, np.
     return host, device
 
 
-def as_ids(values, implementation: str | None):
+def as_ids(values, implementation: str | None, sharding: jax.sharding.Sharding | None = None):
     """Page ids in the form that the implementation takes."""
     ids = np.asarray(values, np.int32)
-    return jaxkv.HostIds(ids) if implementation == "dma" else jax.numpy.asarray(ids)
+    if implementation == "dma":
+        return jaxkv.HostIds(ids, sharding=sharding)
+    return jax.numpy.asarray(ids)
 
 
 def copy(direction: str, pool, cache, host_pages, device_pages, **options):

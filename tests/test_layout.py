@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import (
     KIND_LAYOUTS,
@@ -103,7 +103,12 @@ def test_runs_are_as_long_as_they_can_be(reference):
     assert host_layout(reference).page_geometry().run_bytes == lengths.min() * itemsize
 
 
+# The last page of layer 0 and the first of layer 1 touch on both sides, yet are two device arrays.
+ACROSS_LAYERS = ReferenceLayout(spec_of("mla"), "layer_first", 2), 2, [0, 1], [1, 0], None
+
+
 @given(copies())
+@example(ACROSS_LAYERS)
 @settings(max_examples=80, deadline=None)
 def test_descriptors_move_what_the_reference_moves(args):
     reference, device_pages, host_ids, device_ids, layers = args

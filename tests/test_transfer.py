@@ -5,10 +5,12 @@ names and sizes, on smaller rows and pools. Upstream draws one token for some pa
 then moves nothing; here that case moves one page.
 """
 
+from collections.abc import Callable
+
 import jax
 import numpy as np
 import pytest
-from cases import DIRECTIONS, as_ids, check_copy, copy, distinct_ids, make_case
+from cases import DIRECTIONS, after, as_ids, check_copy, copy, distinct_ids, make_case
 from conftest import IMPLEMENTATIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -180,24 +182,22 @@ def test_head_groups_of_page_unified(head_groups, direction, implementation):
     check_copy(case, direction, *distinct_ids(case, 5), implementation, range(1, 3))
 
 
+ID_FORMS: dict[str, Callable] = {
+    "numpy": np.asarray,
+    "device": jax.numpy.asarray,
+    "HostIds": jaxkv.HostIds,
+}
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize(
-    "form",
-    [
-        lambda ids: ids,
-        lambda ids: as_ids(ids, None),
-        jaxkv.HostIds,
-    ],
-    ids=["numpy", "device", "HostIds"],
-)
-def test_ids_may_be_numpy_device_or_host_ids(direction, form):
+@pytest.mark.parametrize("device_form", ID_FORMS)
+@pytest.mark.parametrize("host_form", ID_FORMS)
+def test_ids_may_be_numpy_device_or_host_ids(direction, host_form, device_form):
     case = make_case()
     ids = np.array([3, -1, 0, 5], np.int32), np.array([8, 2, -1, 1], np.int32)
     pool, cache = case.pool(), case.cache()
-    out = copy(direction, pool, cache, *(form(side) for side in ids))
-    want = case.expected(direction, *ids)
-    pool, cache = (pool, out) if direction == "load" else (out, cache)
-    case.assert_holds(pool, cache, **want)
+    out = copy(direction, pool, cache, ID_FORMS[host_form](ids[0]), ID_FORMS[device_form](ids[1]))
+    case.assert_holds(*after(direction, out, pool, cache), **case.expected(direction, *ids))
 
 
 @st.composite

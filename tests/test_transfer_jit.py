@@ -18,7 +18,7 @@ from cases import (
     mesh_of,
     pointers,
 )
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from reference import KIND_LAYOUTS, LAYOUTS, assert_same_bytes
 
 import jaxkv
@@ -157,9 +157,22 @@ SHARDED = [(layout, 4 if layout == "page_unified" else 1) for layout in LAYOUTS[
 def test_under_shard_map_each_device_copies_its_heads(
     devices, layout, head_groups, direction, named_implementation
 ):
+    check_shard_map(devices, layout, head_groups, direction, named_implementation)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_under_shard_map_with_host_ids_on_each_device(direction):
+    check_shard_map(2, "page_first_direct", 1, direction, None, ids_for="dma")
+
+
+def check_shard_map(devices, layout, head_groups, direction, implementation, ids_for=None):
+    """Copies with the heads split over a mesh, in place on each device."""
     mesh = mesh_of(devices)
     case = make_case(layout, num_kv_heads=4, head_groups=head_groups)
-    ids, args = device_ids(case, 5, named_implementation)
+    ids = distinct_ids(case, 5)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    args = [as_ids(side, ids_for or implementation, everywhere) for side in ids]
     state = {name: getattr(case, name)(mesh=mesh, head_axis="tp") for name in ("pool", "cache")}
     specs = {name: jax.tree.leaves(tree)[0].sharding.spec for name, tree in state.items()}
     destination = DESTINATION[direction]
@@ -170,11 +183,9 @@ def test_under_shard_map_each_device_copies_its_heads(
         mesh=mesh,
         in_specs=(specs["pool"], specs["cache"], PartitionSpec(), PartitionSpec()),
         out_specs=specs[destination],
-        check_vma=False,
     )
     def step(pool, cache, host_ids, device_ids):
-        options = {"implementation": named_implementation}
-        return copy(direction, pool, cache, host_ids, device_ids, **options)
+        return copy(direction, pool, cache, host_ids, device_ids, implementation=implementation)
 
     before = pointers(state[destination])
     out = step(*state.values(), *args)
