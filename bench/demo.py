@@ -40,7 +40,11 @@ def serve(flags: Sequence[str]) -> tuple[dict[str, Any], int]:
 
 def record(results: Results, summary: dict[str, Any]) -> None:
     """Rows per round of turns, and as targets that every token is the same without offload."""
-    rounds, turns = summary["rounds"], summary["turns"]
+    rounds = summary["rounds"]
+    answers = {
+        name: [turn["tokens"] for turn in summary["turns"] if turn["run"] == name]
+        for name in rounds
+    }
     others = [name for name in rounds if name != RUN]
     for index, row in enumerate(rounds[RUN]):
         case = f"turn {row['turn']}"
@@ -50,15 +54,14 @@ def record(results: Results, summary: dict[str, Any]) -> None:
         for column, metric in MOVED.items():
             results.row(case, metric, "MiB", row[column])
     for name in others:
-        unequal = sum(map(_unequal_tokens, turns[RUN], turns[name]))
+        unequal = sum(map(_unequal_tokens, answers[RUN], answers[name]))
         results.target(f"same tokens as in run '{name}'", unequal, "==", 0, "unequal tokens")
     # Equal tokens show nothing unless pages really came back.
     loaded = sum(row["on host"] for row in rounds[RUN])
     results.target("prompt tokens served from host memory", loaded, ">=", 1, "tokens")
 
 
-def _unequal_tokens(turn: dict[str, Any], other: dict[str, Any]) -> int:
-    mine, theirs = turn["tokens"], other["tokens"]
+def _unequal_tokens(mine: Sequence[int], theirs: Sequence[int]) -> int:
     differing = sum(a != b for a, b in zip(mine, theirs, strict=False))
     return differing + abs(len(mine) - len(theirs))
 

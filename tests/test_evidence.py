@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench import demo, evidence, gpu_test, results
+from bench import demo, evidence, gpu_test, results, roof, transfer
 from bench.results import Results, Row, Target
 
 README = """# Title
@@ -341,7 +341,7 @@ def demo_summary(answers, on_host=16):
     rounds = {
         name: [row | {"TTFT ms": 10.0 + i, "tokens/s": 100.0 - i}] for i, name in enumerate(answers)
     }
-    turns = {name: [{"tokens": tokens} for tokens in runs] for name, runs in answers.items()}
+    turns = [{"run": name, "tokens": tokens} for name, runs in answers.items() for tokens in runs]
     return {"rounds": rounds, "turns": turns}
 
 
@@ -380,21 +380,18 @@ def test_demo_that_never_used_host_memory_misses_its_target():
     assert [target.met for target in found.targets] == [True, False]
 
 
-def test_demo_reads_columns_that_the_example_writes():
-    import jax.numpy as jnp
-
-    import jaxkv
-    from examples.serving import engine, report
-
-    spec = jaxkv.KVCacheSpec(
-        num_layers=1, page_size=16, num_kv_heads=1, head_dim=8, dtype=jnp.float32
-    )
-    turn = engine.Turn("a conversation", 0, [1, 2, 3], 4, answer=[5], finished_at=1.0)
-    rounds = report.rounds([turn], spec)
-    turns = [{"tokens": turn.answer}]
-    runs = ("offload", "recompute")
-    summary = {"rounds": dict.fromkeys(runs, rounds), "turns": dict.fromkeys(runs, turns)}
-    assert recorded_demo(summary).targets[0].met
+@pytest.mark.slow
+@pytest.mark.cpu_only
+def test_demo_reads_what_the_example_writes(tmp_path):
+    conversations = [{"id": name, "turns": ["How are you?", "And now?"]} for name in "abc"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, conversations)))
+    summary, code = demo.serve(["--prompts", str(prompts), "--max-new-tokens", "2"])
+    found = recorded_demo(summary)
+    assert code == 0
+    assert {row.case for row in found.rows} == {"turn 1", "turn 2"}
+    same = [target for target in found.targets if target.name.startswith("same tokens")]
+    assert len(same) == 2 and all(target.met for target in same)
 
 
 def test_demo_table_puts_the_runs_side_by_side(tmp_path):
@@ -410,3 +407,22 @@ def test_demo_table_puts_the_runs_side_by_side(tmp_path):
         f"| {device} | turn 1 | time to first token, ms | 10 | 31.5 |",
         f"| {device} | turn 1 | moved back, MiB | 2 | - |",
     ]
+
+
+@pytest.mark.cpu_only
+def test_transfer_measures_every_layout_in_both_directions(capsys):
+    found = Results("transfer")
+    transfer.measure(found, "cpu", quick=True)
+    cases = [row.case.split(", ")[:3] for row in found.rows]
+    assert sorted(cases) == sorted(
+        [way, layout, "host"] for way in transfer.DIRECTIONS for layout in transfer.LAYOUTS
+    )
+    assert all(row.value > 0 and row.roof["value"] > 0 and row.peers for row in found.rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", transfer.DIRECTIONS)
+def test_roof_is_a_copy_by_the_driver(direction):
+    name, rate = roof.contiguous_copy(direction, 1 << 20)
+    assert name.startswith("1 MiB cuMemcpy")
+    assert rate > 0
