@@ -1,0 +1,1 @@
+"""A small continuous-batching engine over jaxkv. Start with `Engine.step` in engine.py."""

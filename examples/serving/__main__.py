@@ -1,0 +1,141 @@
+"""Serves conversations three times and compares the answers.
+
+  offload     few HBM pages; evicted ones go to the host pool and come back
+  recompute   as few HBM pages and no host pool: evicted pages are computed again
+  all in HBM  HBM pages for everything
+
+The exit code is 0 only if every token of the first run equals those of the other two.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from . import report
+from .checkpoint import load_checkpoint
+from .engine import Engine, Limits, serve
+from .model import Config, init_params
+from .tokenizer import ByteTokenizer, QwenTokenizer, Tokenizer
+
+TINY = Config(256, 256, 768, 4, 4, 2, 64)
+QWEN3_600M = Config(256, 1024, 3072, 28, 16, 8, 128)  # all but its vocabulary
+
+
+def parse(argv: Sequence[str] | None, on_cpu: bool) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    prompts = Path(__file__).with_name("conversations.jsonl")
+    rounding = "in bfloat16 recomputed pages round differently, which may change tokens"
+    add = parser.add_argument
+    add("--prompts", type=Path, metavar="FILE", default=prompts, help='JSONL of {"id", "turns"}')
+    add("--model", type=Path, metavar="DIR", help="Qwen3 checkpoint (default: random weights)")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help=rounding)
+    add("--num-hbm-pages", type=int, metavar="N", help="default: twice the longest conversation")
+    add("--num-host-pages", type=int, metavar="N", help="default: enough for everything")
+    add("--layout", default="page_first_direct", help="of the host pool")
+    add("--max-new-tokens", type=int, metavar="N", default=24 if on_cpu else 64)
+    add("--seed", type=int, default=0, help="of the random weights")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the comparison (needs matplotlib)")
+    add("--json", type=Path, metavar="FILE", help="write all figures and answers")
+    return parser.parse_args(argv)
+
+
+def read_conversations(path: Path) -> dict[str, list[str]]:
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return {line["id"]: line["turns"] for line in lines}
+    except (KeyError, TypeError, ValueError) as error:
+        raise SystemExit(f"{path}: each line needs an id and turns: {error!r}") from error
+
+
+def show_progress(text: str) -> None:
+    """Writes over one line of a terminal; elsewhere the headings of the runs are enough."""
+    if sys.stderr.isatty():
+        print(f"\r{text:<79}\r", end="", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    device = jax.devices()[0]
+    on_cpu = device.platform == "cpu"
+    args = parse(argv, on_cpu)
+    conversations = read_conversations(args.prompts)
+    tokenizer: Tokenizer = QwenTokenizer(args.model) if args.model else ByteTokenizer()
+    if args.model:
+        config, params = load_checkpoint(args.model, args.dtype)
+    else:
+        config = TINY if on_cpu else QWEN3_600M
+        params = init_params(config, args.seed, args.dtype)
+
+    page_size, chunk = (16, 64) if on_cpu else (64, 256)
+    pages = []  # of each conversation, if no answer stops early
+    for turns in conversations.values():
+        prompts = [tokenizer.prompt(text, [-1] * place) for place, text in enumerate(turns)]
+        length = sum(len(prompt) + args.max_new_tokens for prompt in prompts)
+        pages.append(-(-length // page_size))
+    few = args.num_hbm_pages or 2 * max(pages)
+    limits = Limits(page_size, 4, chunk, pages_per_turn=max(pages), pages_in_use=few)
+    sizes = {
+        "offload": (few, args.num_host_pages or sum(pages)),
+        "recompute": (few, 0),
+        "all in HBM": (max(few, sum(pages)), 0),
+    }
+    runs = {}
+    for name, (num_hbm_pages, num_host_pages) in sizes.items():
+        print(f"{name}: {num_hbm_pages} HBM pages, {num_host_pages} host pages", file=sys.stderr)
+        engine = Engine(
+            config, params, limits, num_hbm_pages, num_host_pages, args.layout, tokenizer.stop
+        )
+        engine.warm_up()
+        runs[name] = serve(engine, tokenizer, conversations, args.max_new_tokens, show_progress)
+
+    rounds = {name: report.rounds(turns, engine.spec) for name, turns in runs.items()}
+    tokens = {name: [turn.answer for turn in turns] for name, turns in runs.items()}
+    equal = {name: tokens[name] == tokens["offload"] for name in runs}
+    compared = [
+        {"run": name}
+        | report.row([turn for turn in turns if turn.index] or turns, engine.spec)
+        | {"same tokens": "yes" if equal[name] else "NO"}
+        for name, turns in runs.items()
+    ]
+    print(
+        f"Prompt tokens of run 'offload' by where their keys and values were, {device.device_kind}"
+    )
+    print(report.table(rounds["offload"]))
+    print("\nAll runs, without first turns")
+    print(report.table(compared))
+    if args.plot:
+        report.plot(rounds, args.plot)
+    if args.json:
+        answers = [
+            {"run": name, "conversation": turn.conversation, "turn": turn.index + 1}
+            | report.row([turn], engine.spec)
+            | {"tokens": turn.answer, "text": tokenizer.decode(turn.answer)}
+            for name, turns in runs.items()
+            for turn in turns
+        ]
+        summary = {
+            "platform": device.platform,
+            "device_kind": device.device_kind,
+            "options": {name: str(value) for name, value in vars(args).items()},
+            "pages": {name: {"hbm": hbm, "host": host} for name, (hbm, host) in sizes.items()},
+            "tokens_equal": equal,
+            "compared": compared,
+            "rounds": rounds,
+            "turns": answers,
+        }
+        args.json.write_text(json.dumps(summary, indent=1))
+    count = sum(map(len, tokens["offload"]))
+    verdict = "equal those" if all(equal.values()) else "DIFFER from those"
+    print(f"\nThe {count} tokens {verdict} of the runs without offload.")
+    return 0 if all(equal.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

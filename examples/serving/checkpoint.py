@@ -1,0 +1,69 @@
+"""Reads Hugging Face checkpoints of Qwen3: config.json and safetensors files."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from .model import Config, Params
+
+DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+# What the model computes; a config.json may say the same or nothing.
+SUPPORTED: dict[str, Any] = {"model_type": "qwen3", "hidden_act": "silu", "rope_type": "default"}
+SUPPORTED |= {"attention_bias": False, "use_sliding_window": False}
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file, mapped from disk: header length in 8 bytes, JSON header, raw bytes."""
+    data = np.memmap(path, np.uint8, mode="r")
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    if start > data.size:
+        raise ValueError(f"{path}: a header of {start - 8} bytes in a file of {data.size} bytes")
+    tensors = {}
+    for name, entry in json.loads(data[8:start].tobytes()).items():
+        if name != "__metadata__":
+            if entry["dtype"] not in DTYPES:
+                raise ValueError(f"{path}: {name} is {entry['dtype']}, not one of {[*DTYPES]}")
+            begin, end = (start + offset for offset in entry["data_offsets"])
+            values = data[begin:end].view(DTYPES[entry["dtype"]])
+            tensors[name] = values.reshape(entry["shape"])
+    return tensors
+
+
+def read_config(path: Path) -> Config:
+    """The sizes in a config.json; ValueError for what the model does not compute."""
+    raw = json.loads(path.read_text())
+    raw |= raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    for name, value in SUPPORTED.items():
+        if raw.get(name, value) != value:
+            raise ValueError(f"{path}: {name} is {raw[name]!r}; only {value!r} is supported")
+    return Config(**{field.name: raw[field.name] for field in dataclasses.fields(Config)})
+
+
+def load_checkpoint(directory: Path, dtype: Any) -> tuple[Config, Params]:
+    """Config and weights, as `dtype` on the default device, of a checkpoint directory.
+
+    Raises:
+      FileNotFoundError: no config.json or no safetensors file.
+      ValueError: a damaged file, or another architecture, dtype or shape than expected.
+    """
+    config = read_config(directory / "config.json")
+    index = directory / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.exists():
+        files = set(json.loads(index.read_text())["weight_map"].values())
+    tensors: dict[str, np.ndarray] = {}
+    for name in sorted(files):
+        tensors |= read_safetensors(directory / name)
+
+    def make(name: str, shape: tuple[int, ...]) -> jax.Array:
+        found = tensors[name].shape if name in tensors else None
+        if found != shape:
+            raise ValueError(f"{directory}: {name} has shape {found}, expected {shape}")
+        return jax.device_put(tensors[name].astype(dtype))
+
+    return config, config.build(make)

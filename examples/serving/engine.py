@@ -1,0 +1,229 @@
+"""The serving loop: decide, move pages, compute. `Engine.step` is all of it.
+
+Scheduling is plain Python over integers. Arrays are touched by three jitted programs only (`store`,
+`load`, `next_tokens`), whose shapes never change, so nothing is compiled while it serves.
+
+Why a run with a host pool gives the same bits as one whose HBM holds everything: decisions look at
+numbers of tokens and at `Limits`, never at time or at where a page lies, so both runs compute the
+same tokens in the same batches; the number of pages enters gathers and scatters only, which move
+bytes; and page copies are exact. A run that computes evicted pages again has other batches, so it
+agrees up to rounding, which float32 products keep far below the distance between two tokens.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxkv
+
+from .block_manager import BlockManager, Placement, page_names
+from .model import Batch, Config, Params, next_tokens
+from .tokenizer import Tokenizer
+
+
+@partial(jax.jit, donate_argnames="pool")
+def store(pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, ids: jax.Array) -> jaxkv.HostPool:
+    return jaxkv.store_pages(pool, cache, device_pages=ids[0], host_pages=ids[1])
+
+
+@partial(jax.jit, donate_argnames="cache")
+def load(pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, ids: jax.Array) -> jaxkv.DeviceCache:
+    return jaxkv.load_pages(pool, cache, host_pages=ids[0], device_pages=ids[1])
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What scheduling looks at besides tokens; static shapes follow from it."""
+
+    page_size: int  # tokens a page
+    batch: int  # turns that run at once
+    chunk: int  # prompt tokens computed in one step
+    pages_per_turn: int  # of the longest sequence
+    pages_in_use: int  # of all running turns together, shared ones counted each time
+
+
+@dataclass
+class Turn:
+    """One answer: what it is asked for, and what became of it."""
+
+    conversation: str
+    index: int
+    prompt: list[int]  # the whole conversation up to the new question
+    max_new_tokens: int
+    known: int = 0  # prompt tokens whose keys and values an earlier turn computed
+    answer: list[int] = field(default_factory=list)
+    computed: int = 0  # tokens whose keys and values are in HBM
+    names: list[bytes] = field(default_factory=list)  # of the full pages
+    placement: Placement = field(default_factory=Placement)
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
+    finished_at: float = 0.0
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.answer
+
+    @property
+    def missing(self) -> int:
+        """Tokens still to be computed before the next one can be chosen."""
+        return len(self.prompt) + len(self.answer) - self.computed
+
+    def num_pages(self, page_size: int) -> int:
+        """Pages that it can ever need."""
+        return -(-(len(self.prompt) + self.max_new_tokens) // page_size)
+
+
+class Engine:
+    """Continuous batching over a DeviceCache and, unless `num_host_pages` is 0, a HostPool."""
+
+    def __init__(
+        self,
+        config: Config,
+        params: Params,
+        limits: Limits,
+        num_hbm_pages: int,
+        num_host_pages: int = 0,
+        layout: str = "page_first_direct",
+        stop: int | None = None,
+    ):
+        if not limits.pages_per_turn <= limits.pages_in_use <= num_hbm_pages:
+            raise ValueError(f"{num_hbm_pages} HBM pages are too few for {limits}")
+        self.config, self.params, self.limits, self.stop = config, params, limits, stop
+        self.spec = jaxkv.KVCacheSpec(
+            num_layers=config.num_hidden_layers,
+            page_size=limits.page_size,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=params["norm"].dtype,
+        )
+        self.cache = jaxkv.DeviceCache.create(self.spec, num_pages=num_hbm_pages)
+        self.pool: Any = None
+        if num_host_pages:
+            self.pool = jaxkv.HostPool.create(self.spec, num_pages=num_host_pages, layout=layout)
+        self.blocks = BlockManager(num_hbm_pages, num_host_pages)
+        self.waiting: deque[Turn] = deque()
+        self.running: list[Turn] = []
+
+    def submit(self, turn: Turn) -> None:
+        if turn.num_pages(self.limits.page_size) > self.limits.pages_per_turn:
+            raise ValueError(f"turn {turn.index} of {turn.conversation} exceeds {self.limits}")
+        self.waiting.append(turn)
+
+    def step(self) -> None:
+        """Lets a turn in, computes a chunk of one prompt and the next token of every answer."""
+        self._admit()
+        if prompts := [turn for turn in self.running if turn.missing > 1]:
+            self._compute(prompts[:1], rows=1, width=self.limits.chunk)
+        if answers := [turn for turn in self.running if turn.missing == 1]:
+            self._compute(answers, rows=self.limits.batch, width=1)
+
+    def _admit(self) -> None:
+        """Starts the turn that waits for longest, once all its pages fit beside those in use."""
+        if not self.waiting or len(self.running) == self.limits.batch:
+            return
+        page_size, turn = self.limits.page_size, self.waiting[0]
+        pages = sum(turn.num_pages(page_size) for turn in (*self.running, turn))
+        if pages > self.limits.pages_in_use:
+            return
+        self.running.append(self.waiting.popleft())
+        turn.admitted_at = time.perf_counter()
+        # Without the last prompt token: that one is computed in any case, to choose what follows.
+        names = page_names(turn.prompt[:-1], page_size)
+        turn.placement = self.blocks.place(names, turn.num_pages(page_size))
+        found = turn.placement.found_in_hbm + len(turn.placement.loads)
+        turn.names, turn.computed = names[:found], found * page_size
+        self._move(turn.placement)
+
+    def _move(self, placement: Placement) -> None:
+        """Issues the copies of one turn: at most one store, then at most one load.
+
+        An evicted page must be read by the store before the load or a prefill writes to it. JAX
+        sees to that: they are given the cache by donation, and a donated buffer is not written
+        before the programs that read it are done. The load gets the pool that the store returned.
+        """
+        if placement.stores:
+            self.pool = store(self.pool, self.cache, self._ids(placement.stores))
+        if placement.loads:
+            self.cache = load(self.pool, self.cache, self._ids(placement.loads))
+
+    def _ids(self, copies: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Sources and destinations, int32[2, pages_per_turn], padded with -1."""
+        ids = np.full((2, self.limits.pages_per_turn), -1, np.int32)
+        ids[:, : len(copies)] = np.reshape(copies, (-1, 2)).T
+        return ids
+
+    def _compute(self, turns: Sequence[Turn], rows: int, width: int) -> None:
+        """Computes up to `width` missing tokens of each turn, in a batch of static shape."""
+        tokens = np.zeros((rows, width), np.int32)
+        positions = np.full((rows, width), -1, np.int32)
+        tables = np.full((rows, self.limits.pages_per_turn), -1, np.int32)
+        for row, turn in enumerate(turns):
+            new = turn.tokens[turn.computed :][:width]
+            tokens[row, : len(new)] = new
+            positions[row, : len(new)] = range(turn.computed, turn.computed + len(new))
+            tables[row, : len(turn.placement.pages)] = turn.placement.pages
+        batch = Batch(tokens, positions, tables)
+        chosen, self.cache = next_tokens(self.config, self.params, self.cache, batch)
+        for turn in turns:
+            turn.computed += min(width, turn.missing)
+            turn.names = page_names(turn.tokens[: turn.computed], self.limits.page_size, turn.names)
+            self.blocks.publish(turn.placement.pages, turn.names)
+        if any(turn.missing == 0 for turn in turns):
+            # Waits for the device: pages are named, and answers ended, by the tokens themselves.
+            for turn, token in zip(turns, np.asarray(chosen).tolist(), strict=False):
+                if turn.missing == 0:
+                    self._append(turn, token)
+
+    def _append(self, turn: Turn, token: int) -> None:
+        turn.answer.append(token)
+        turn.finished_at = time.perf_counter()
+        turn.first_token_at = turn.first_token_at or turn.finished_at
+        if len(turn.answer) == turn.max_new_tokens or token == self.stop:
+            self.running.remove(turn)
+            self.blocks.release(turn.placement.pages)
+
+    def warm_up(self) -> None:
+        """Compiles every program by running it on padding; to be called before the first turn."""
+        self._compute([], rows=1, width=self.limits.chunk)
+        self._compute([], rows=self.limits.batch, width=1)
+        if self.pool is not None:
+            self.pool = store(self.pool, self.cache, self._ids([]))
+            self.cache = load(self.pool, self.cache, self._ids([]))
+        jax.block_until_ready(self.cache)
+
+
+def serve(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    conversations: Mapping[str, Sequence[str]],
+    max_new_tokens: int,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Turn]:
+    """Serves all first turns, then all second ones, and so on; tells its progress after every step.
+
+    When a conversation comes back for its next turn, others have pushed its pages out of HBM.
+    """
+    served: list[Turn] = []
+    latest: dict[str, Turn] = {}
+    for index in range(max(map(len, conversations.values()))):
+        for name, turns in conversations.items():
+            if index < len(turns):
+                before = latest.get(name)
+                history = before.tokens if before else []
+                prompt = history + tokenizer.prompt(turns[index], history)
+                known = before.computed if before else 0
+                latest[name] = Turn(name, index, prompt, max_new_tokens, known)
+                engine.submit(latest[name])
+                served.append(latest[name])
+        while engine.waiting or engine.running:
+            engine.step()
+            left = len(engine.waiting) + len(engine.running)
+            progress(f"turn {index + 1}, {left} conversations to go")
+        jaxkv.check_errors(engine.cache, engine.pool)
+    return served

@@ -1,0 +1,177 @@
+"""The Qwen3 architecture in plain JAX, over the pages of a `jaxkv.DeviceCache`.
+
+One function serves prefill and decode: they differ only in the shape of the batch.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv
+
+Params = dict[str, Any]
+
+# Full float32 products (no TF32), so that a token's keys and values hardly depend on the batch
+# that they were computed in.
+einsum = partial(jnp.einsum, precision="highest")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of a Qwen3 model, named as in Hugging Face's config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+
+    def build(self, make: Callable[[str, tuple[int, ...]], jax.Array]) -> Params:
+        """The parameters, each made from its name in a checkpoint and its shape; [out, in]."""
+        hidden, inner, head = self.hidden_size, self.intermediate_size, self.head_dim
+        queries, keys = self.num_attention_heads * head, self.num_key_value_heads * head
+        layer = {
+            "input_layernorm": (hidden,),
+            "self_attn.q_proj": (queries, hidden),
+            "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, queries),
+            "self_attn.q_norm": (head,),
+            "self_attn.k_norm": (head,),
+            "post_attention_layernorm": (hidden,),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        embedding = make("model.embed_tokens.weight", (self.vocab_size, hidden))
+        tied = self.tie_word_embeddings
+        return {
+            "embed_tokens": embedding,
+            "layers": [
+                {name: make(f"model.layers.{i}.{name}.weight", layer[name]) for name in layer}
+                for i in range(self.num_hidden_layers)
+            ],
+            "norm": make("model.norm.weight", (hidden,)),
+            "lm_head": embedding if tied else make("lm_head.weight", embedding.shape),
+        }
+
+
+def init_params(config: Config, seed: int, dtype: Any) -> Params:
+    """Random weights that let a token depend on all of its context.
+
+    Matrices keep the variance of their input. The embedding is small, so that the residual stream
+    is what the layers wrote rather than the token that came in, and attention is sharper than with
+    unit norms, so that it is more than an average.
+    """
+
+    def make(name: str, shape: tuple[int, ...]) -> jax.Array:
+        if len(shape) == 1:
+            return jnp.full(shape, 2 if "q_norm" in name else 1, dtype)
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+        scale = 0.02 if name.startswith(("model.embed", "lm_head")) else shape[1] ** -0.5
+        return scale * jax.random.normal(key, shape, dtype)
+
+    return config.build(make)
+
+
+class Batch(NamedTuple):
+    """Up to T new tokens of each of B sequences, which have up to M pages; -1 is padding."""
+
+    tokens: Any  # int32[B, T]
+    positions: Any  # int32[B, T], of a token in its sequence
+    tables: Any  # int32[B, M], the pages of a sequence in order
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * scale).astype(x.dtype) * weight
+
+
+def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Rotary embedding of x [B, T, heads, head_dim]."""
+    half = x.shape[-1] // 2
+    angles = positions[..., None, None] * theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def slot_mapping(batch: Batch, page_size: int, num_pages: int) -> jax.Array:
+    """Row of each token in the flattened pages, int32[B, T]; padding lies past the end."""
+    positions = jnp.maximum(batch.positions, 0)
+    pages = jnp.take_along_axis(batch.tables, positions // page_size, axis=1)
+    slots = pages * page_size + positions % page_size
+    return jnp.where(batch.positions < 0, num_pages * page_size, slots)
+
+
+def extend(
+    pages: jax.Array, new: jax.Array, slots: jax.Array, tables: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Writes new [B, T, H, D] to pages [P, s, H, D] and reads whole sequences, [B, S, H, D]."""
+    flat = pages.reshape(-1, *pages.shape[2:]).at[slots].set(new, mode="drop")
+    pages = flat.reshape(pages.shape)
+    return pages, pages[jnp.maximum(tables, 0)].reshape(new.shape[0], -1, *new.shape[2:])
+
+
+def attend(q: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Grouped-query attention of q [B, T, heads, D] to [B, S, H, D], where mask [B, T, S] is."""
+    grouped = q.reshape(*q.shape[:2], keys.shape[2], -1, q.shape[-1])
+    scores = einsum("bthgd,bshd->bhgts", grouped, keys, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None, None], scores * q.shape[-1] ** -0.5, -1e30)
+    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    return einsum("bhgts,bshd->bthgd", weights, values).reshape(*q.shape[:2], -1)
+
+
+def forward(
+    config: Config, params: Params, cache: jaxkv.DeviceCache, batch: Batch
+) -> tuple[jax.Array, jaxkv.DeviceCache]:
+    """Writes the keys and values of new tokens to their pages and attends to all that came before.
+
+    Returns:
+      The logits after the last new token of each sequence, float32[B, vocab_size], and the cache.
+    """
+    page_size, eps, positions = cache.spec.page_size, config.rms_norm_eps, batch.positions
+    slots = slot_mapping(batch, page_size, cache.num_pages)
+    mask = jnp.arange(batch.tables.shape[1] * page_size) <= positions[..., None]
+    heads = (*positions.shape, -1, config.head_dim)
+    x, layers = params["embed_tokens"][batch.tokens], []
+    for layer, (k_pages, v_pages) in zip(params["layers"], cache.layers, strict=True):
+        h = rms_norm(x, layer["input_layernorm"], eps)
+        q, k, v = (
+            einsum("bti,oi->bto", h, layer[f"self_attn.{name}_proj"]).reshape(heads)
+            for name in "qkv"
+        )
+        q = rotate(rms_norm(q, layer["self_attn.q_norm"], eps), positions, config.rope_theta)
+        k = rotate(rms_norm(k, layer["self_attn.k_norm"], eps), positions, config.rope_theta)
+        k_pages, keys = extend(k_pages, k, slots, batch.tables)
+        v_pages, values = extend(v_pages, v, slots, batch.tables)
+        layers.append((k_pages, v_pages))
+        x += einsum("bti,oi->bto", attend(q, keys, values, mask), layer["self_attn.o_proj"])
+        h = rms_norm(x, layer["post_attention_layernorm"], eps)
+        gate, up = (einsum("bti,oi->bto", h, layer[f"mlp.{n}_proj"]) for n in ("gate", "up"))
+        x += einsum("bti,oi->bto", jax.nn.silu(gate) * up, layer["mlp.down_proj"])
+    last = jnp.argmax(positions, axis=1)[:, None, None]
+    x = rms_norm(jnp.take_along_axis(x, last, axis=1)[:, 0], params["norm"], eps)
+    logits = einsum("bi,oi->bo", x, params["lm_head"], preferred_element_type=jnp.float32)
+    return logits, dataclasses.replace(cache, layers=tuple(layers))
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def next_tokens(
+    config: Config, params: Params, cache: jaxkv.DeviceCache, batch: Batch
+) -> tuple[jax.Array, jaxkv.DeviceCache]:
+    """The greedy choice after the last new token of each sequence, int32[B]; see `forward`."""
+    logits, cache = forward(config, params, cache, batch)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache

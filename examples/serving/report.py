@@ -1,0 +1,75 @@
+"""What the runs did, as rows of a table and as a plot."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import jaxkv
+
+from .engine import Turn
+
+Row = dict[str, Any]
+
+
+def row(turns: Sequence[Turn], spec: jaxkv.KVCacheSpec) -> Row:
+    """Prompt tokens by where their keys and values were found, bytes moved, and times.
+
+    TTFT is the mean time from admission to the batch, loads included, until the first token is on
+    the host; tokens/s are those of answers, from the first admission to the last token.
+    """
+    placements = [turn.placement for turn in turns]
+    hbm = [placement.found_in_hbm * spec.page_size for placement in placements]
+    host = [len(placement.loads) * spec.page_size for placement in placements]
+    lost = [max(0, turn.known - a - b) for turn, a, b in zip(turns, hbm, host, strict=True)]
+    prompt, answer = (sum(len(getattr(t, part)) for t in turns) for part in ("prompt", "answer"))
+    seconds = max(turn.finished_at for turn in turns) - min(turn.admitted_at for turn in turns)
+    return {
+        "prompt": prompt,
+        "in HBM": sum(hbm),
+        "on host": sum(host),
+        "recomputed": sum(lost),
+        "new": prompt - sum(hbm + host + lost),
+        "TTFT ms": 1e3 * mean(turn.first_token_at - turn.admitted_at for turn in turns),
+        "tokens/s": answer / seconds,
+        "stored MiB": sum(len(p.stores) for p in placements) * spec.page_bytes / 2**20,
+        "loaded MiB": sum(len(p.loads) for p in placements) * spec.page_bytes / 2**20,
+    }
+
+
+def rounds(turns: Sequence[Turn], spec: jaxkv.KVCacheSpec) -> list[Row]:
+    """One row for all first turns, one for all second ones, and so on."""
+    indices = sorted({turn.index for turn in turns})
+    groups = [[turn for turn in turns if turn.index == index] for index in indices]
+    return [{"turn": group[0].index + 1} | row(group, spec) for group in groups]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Aligned text under the keys of the rows."""
+    cells = [[*rows[0]], *([*row.values()] for row in rows)]
+    text = [[f"{x:.1f}" if isinstance(x, float) else str(x) for x in line] for line in cells]
+    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
+    lines = (zip(line, widths, strict=True) for line in text)
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in line) for line in lines)
+
+
+def plot(runs: Mapping[str, Sequence[Row]], path: Path) -> None:
+    """Time to the first token of each run, and where the first run found its prompts."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, rows in runs.items():
+        left.plot([r["turn"] for r in rows], [r["TTFT ms"] for r in rows], "o-", label=name)
+    name, rows = next(iter(runs.items()))
+    bottom = [0] * len(rows)
+    for source in ("in HBM", "on host", "recomputed", "new"):
+        tokens = [r[source] for r in rows]
+        right.bar([r["turn"] for r in rows], tokens, bottom=bottom, label=source)
+        bottom = [a + b for a, b in zip(bottom, tokens, strict=True)]
+    left.set(xlabel="turn", ylabel="time to first token, ms", ylim=(0, None))
+    right.set(xlabel="turn", ylabel="prompt tokens", title=name)
+    for axes in (left, right):
+        axes.set_xticks([r["turn"] for r in rows])
+        axes.legend()
+    figure.savefig(path, dpi=150)

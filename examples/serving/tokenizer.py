@@ -1,0 +1,52 @@
+"""Text to token ids and back, and how a conversation is written down for the model.
+
+A conversation only ever grows at its end: what the model has read stays as it is, so that its
+pages can be found again. `prompt` therefore gives just the tokens that a new turn adds.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+SYSTEM = (
+    "You are a patient and precise assistant. Answer in plain words, say what you are not sure "
+    "of, and ask back when a question can be read in two ways."
+)
+
+
+class ByteTokenizer:
+    """A token a byte. Random weights know no end of an answer, so there is no stop token."""
+
+    stop: int | None = None
+
+    def prompt(self, text: str, history: Sequence[int]) -> list[int]:
+        opening = "" if history else SYSTEM
+        return list(f"{opening}\n\nUser: {text}\n\nAssistant: ".encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+class QwenTokenizer:
+    """The tokenizer.json of a checkpoint, with the chat format of Qwen3 (thinking off)."""
+
+    def __init__(self, directory: Path):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise SystemExit("--model needs a tokenizer: pip install tokenizers") from error
+        self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self.stop = self._tokenizer.token_to_id("<|im_end|>")
+
+    def prompt(self, text: str, history: Sequence[int]) -> list[int]:
+        opening = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
+        if history:  # an answer that was cut off lacks its end
+            opening = "\n" if history[-1] == self.stop else "<|im_end|>\n"
+        question = f"<|im_start|>user\n{text}<|im_end|>\n"
+        answer = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        return self._tokenizer.encode(opening + question + answer, add_special_tokens=False).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+Tokenizer = ByteTokenizer | QwenTokenizer
