@@ -11,6 +11,8 @@ from typing import Any
 from bench.results import REPOSITORY, Results, arguments
 
 RUN = "offload"  # the run that the others are compared with
+LATER_TURNS = "turns after the first"
+UNEQUAL = "unequal tokens"
 # Column of the example's tables -> metric and unit.
 COMPARED = {
     "TTFT ms": ("time to first token", "ms"),
@@ -41,21 +43,25 @@ def serve(flags: Sequence[str]) -> tuple[dict[str, Any], int]:
 def record(results: Results, summary: dict[str, Any]) -> None:
     """Rows per round of turns, and as targets that every token is the same without offload."""
     rounds = summary["rounds"]
+    others = [name for name in rounds if name != RUN]
+    cases = {
+        f"turn {row['turn']}": {name: rounds[name][index] for name in rounds}
+        for index, row in enumerate(rounds[RUN])
+    }
+    cases[LATER_TURNS] = {row["run"]: row for row in summary["compared"]}
+    for case, rows in cases.items():
+        for column, (metric, unit) in COMPARED.items():
+            peers = {name: rows[name][column] for name in others}
+            results.row(case, metric, unit, rows[RUN][column], peers=peers)
+        for column, metric in MOVED.items():
+            results.row(case, metric, "MiB", rows[RUN][column])
     answers = {
         name: [turn["tokens"] for turn in summary["turns"] if turn["run"] == name]
         for name in rounds
     }
-    others = [name for name in rounds if name != RUN]
-    for index, row in enumerate(rounds[RUN]):
-        case = f"turn {row['turn']}"
-        for column, (metric, unit) in COMPARED.items():
-            peers = {name: rounds[name][index][column] for name in others}
-            results.row(case, metric, unit, row[column], peers=peers)
-        for column, metric in MOVED.items():
-            results.row(case, metric, "MiB", row[column])
     for name in others:
         unequal = sum(map(_unequal_tokens, answers[RUN], answers[name]))
-        results.target(f"same tokens as in run '{name}'", unequal, "==", 0, "unequal tokens")
+        results.target(f"same tokens as in run '{name}'", unequal, "==", 0, UNEQUAL)
     # Equal tokens show nothing unless pages really came back.
     loaded = sum(row["on host"] for row in rounds[RUN])
     results.target("prompt tokens served from host memory", loaded, ">=", 1, "tokens")

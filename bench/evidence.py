@@ -16,9 +16,10 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from bench import demo
 from bench.results import REPOSITORY, RESULTS, Row, Target, git
 
 README = REPOSITORY / "README.md"
@@ -104,7 +105,9 @@ def number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return "Not measured yet.\n"
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -156,16 +159,23 @@ def transfer_table(files: Sequence[File]) -> str:
 
 
 def demo_table(files: Sequence[File]) -> str:
-    """One line per case and metric; without offload and with a large HBM stand beside it."""
-    chosen = [file for file in files if file.name == "demo"]
-    names = list(dict.fromkeys(name for f in chosen for row in f.rows for name in row.peers))
+    """One line for each device: the turns after the first, whose prompts have a past."""
+    header: list[str] = []
+    lines = []
+    for file in files:
+        rows = [row for row in file.rows if file.name == "demo" and row.case == demo.LATER_TURNS]
+        if not rows:
+            continue
+        unequal = [target.got or 0 for target in file.targets if target.unit == demo.UNEQUAL]
+        header = ["device", *map(_demo_heading, rows), demo.UNEQUAL]
+        cells = [" / ".join(map(number, (row.value, *row.peers.values()))) for row in rows]
+        lines.append([file.device, *cells, " / ".join(map(number, unequal))])
+    return table(header, lines)
 
-    def line(device: str, row: Row) -> list[str]:
-        others = [number(row.peers[name]) if name in row.peers else "-" for name in names]
-        return [device, row.case, f"{row.metric}, {row.unit}", number(row.value), *others]
 
-    lines = [line(file.device, row) for file in chosen for row in file.rows]
-    return table(("device", "case", "metric", "with offload", *names), lines)
+def _demo_heading(row: Row) -> str:
+    runs = f" ({' / '.join((demo.RUN, *row.peers))})" if row.peers else ""
+    return f"{row.metric}, {row.unit}{runs}"
 
 
 TABLES: dict[str, Callable[[Sequence[File]], str]] = {
