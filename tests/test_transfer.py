@@ -29,25 +29,26 @@ def parametrize(**values):
     return pytest.mark.parametrize(name, choices, ids=lambda value: f"{name}={value}")
 
 
-def check_grid(layout, items, page_size, pools, direction, layers, implementation, **spec):
-    """Copies `items` tokens between pools of so many (host, device) tokens; at least one page."""
-    host_pages, device_pages = (tokens // page_size for tokens in pools)
-    case = make_case(
+def grid_case(layout, page_size, tokens, *, kind="mha", heads=2, row, dtype):
+    """A case of (host, device) pools of so many tokens, with rows of so many elements."""
+    host_pages, device_pages = (count // page_size for count in tokens)
+    heads = 1 if kind == "mla" else heads
+    return make_case(
         layout,
         host_pages=host_pages,
         device_pages=device_pages,
         num_layers=4,
         page_size=page_size,
-        **spec,
+        kind=kind,
+        num_kv_heads=heads,
+        head_dim=row // heads,
+        dtype=dtype,
     )
-    ids = distinct_ids(case, max(1, items // page_size))
-    check_copy(case, direction, *ids, implementation, layers)
 
 
-def row_of(kind: str, heads: int, elements: int) -> dict:
-    """Heads and head dim of a token row of so many elements."""
-    heads = 1 if kind == "mla" else heads
-    return {"kind": kind, "num_kv_heads": heads, "head_dim": elements // heads}
+def pages_of(case, items):
+    """Random pages that hold so many tokens: at least one."""
+    return distinct_ids(case, max(1, items // case.spec.page_size))
 
 
 @parametrize(dtype=HALF_DTYPES)
@@ -56,20 +57,9 @@ def row_of(kind: str, heads: int, elements: int) -> dict:
 @parametrize(kind=KINDS)
 @parametrize(all_layers=[False, True])
 def test_transfer_kv(dtype, items, page_size, kind, all_layers, named_implementation):
+    case = grid_case("layer_first", page_size, (4096, 2048), kind=kind, row=64, dtype=dtype)
     layers = None if all_layers else 0
-    pools = (4096, 2048)
-    row = row_of(kind, 2, 64)
-    check_grid(
-        "layer_first",
-        items,
-        page_size,
-        pools,
-        "load",
-        layers,
-        named_implementation,
-        dtype=dtype,
-        **row,
-    )
+    check_copy(case, "load", *pages_of(case, items), named_implementation, layers)
 
 
 @parametrize(dtype=HALF_DTYPES)
@@ -78,20 +68,9 @@ def test_transfer_kv(dtype, items, page_size, kind, all_layers, named_implementa
 @parametrize(kind=KINDS)
 @parametrize(lf_to_pf=[False, True])
 def test_pf_direct(dtype, items, page_size, kind, lf_to_pf, named_implementation):
+    case = grid_case("page_first_direct", page_size, (10240, 9216), kind=kind, row=64, dtype=dtype)
     direction, layers = ("store", None) if lf_to_pf else ("load", 0)
-    pools = (10240, 9216)
-    row = row_of(kind, 2, 64)
-    check_grid(
-        "page_first_direct",
-        items,
-        page_size,
-        pools,
-        direction,
-        layers,
-        named_implementation,
-        dtype=dtype,
-        **row,
-    )
+    check_copy(case, direction, *pages_of(case, items), named_implementation, layers)
 
 
 @parametrize(dtype=HALF_DTYPES)
@@ -100,20 +79,9 @@ def test_pf_direct(dtype, items, page_size, kind, lf_to_pf, named_implementation
 @parametrize(heads=[8, 16])
 @parametrize(lf_to_ph=[False, True])
 def test_page_head(dtype, items, page_size, heads, lf_to_ph, named_implementation):
+    case = grid_case("page_head", page_size, (2048, 1536), heads=heads, row=128, dtype=dtype)
     direction, layers = ("store", None) if lf_to_ph else ("load", 0)
-    pools = (2048, 1536)
-    row = row_of("mha", heads, 128)
-    check_grid(
-        "page_head",
-        items,
-        page_size,
-        pools,
-        direction,
-        layers,
-        named_implementation,
-        dtype=dtype,
-        **row,
-    )
+    check_copy(case, direction, *pages_of(case, items), named_implementation, layers)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

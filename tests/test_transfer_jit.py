@@ -30,7 +30,6 @@ def device_ids(case, count, implementation=None, seed=0):
     return ids, [as_ids(side, implementation) for side in ids]
 
 
-@pytest.mark.sanitizer
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("kind, layout", KIND_LAYOUTS)
 def test_donation_writes_in_place(kind, layout, direction, implementation):
