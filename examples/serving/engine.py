@@ -102,7 +102,9 @@ class Engine:
             head_dim=config.head_dim,
             dtype=params["norm"].dtype,
         )
-        self.cache = jaxkv.DeviceCache.create(self.spec, num_pages=num_hbm_pages)
+        cache = jaxkv.DeviceCache.create(self.spec, num_pages=num_hbm_pages)
+        # Committed to its device, as the first load would make it: jit compiles for each case.
+        self.cache = jax.device_put(cache, jax.devices()[0])
         self.pool: Any = None
         if num_host_pages:
             self.pool = jaxkv.HostPool.create(self.spec, num_pages=num_host_pages, layout=layout)

@@ -1,0 +1,483 @@
+"""The serving example: its bookkeeping, its answers with and without offload, and its model."""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import jaxkv
+from examples.serving import report
+from examples.serving.block_manager import BlockManager, page_names
+from examples.serving.checkpoint import load_checkpoint, read_safetensors
+from examples.serving.engine import Engine, Limits, Turn, serve
+from examples.serving.model import Batch, Config, forward, init_params
+from examples.serving.tokenizer import ByteTokenizer, QwenTokenizer
+from jaxkv.layout import LAYOUTS
+
+CONFIG = Config(256, 64, 96, 2, 4, 2, 16)
+LIMITS = Limits(page_size=8, batch=3, chunk=32, pages_per_turn=48, pages_in_use=80)
+CONVERSATIONS = {
+    name: [f"What is {name}, and since when?", f"Who told you that of {name}?", "Why?"]
+    for name in ("rain", "a lighthouse", "the sea", "bread", "an owl", "winter")
+}
+NUM_TURNS = sum(map(len, CONVERSATIONS.values()))
+NEW_TOKENS = 8
+PLENTY = 300  # pages, for all conversations together
+
+
+def make_engine(num_hbm_pages=LIMITS.pages_in_use, num_host_pages=0, **options):
+    params = init_params(CONFIG, 0, "float32")
+    return Engine(CONFIG, params, LIMITS, num_hbm_pages, num_host_pages, **options)
+
+
+def served(engine, conversations=CONVERSATIONS):
+    return serve(engine, ByteTokenizer(), conversations, NEW_TOKENS)
+
+
+def answers(turns):
+    return [turn.answer for turn in turns]
+
+
+@pytest.fixture(scope="module")
+def all_in_hbm():
+    return served(make_engine(PLENTY))
+
+
+# --- Pages and names.
+
+
+def test_a_page_is_named_by_all_tokens_up_to_its_end():
+    tokens = list(range(20))
+    names = page_names(tokens, 4)
+    assert len(names) == len(set(names)) == 5
+    assert page_names(tokens[:19], 4) == names[:4]
+    assert page_names(tokens, 4, known=names[:2]) == names
+    other = page_names([99, *tokens[1:]], 4)
+    assert not set(other) & set(names)
+
+
+class Memories:
+    """Runs the copies that a BlockManager asks for, on names in place of keys and values."""
+
+    def __init__(self, num_hbm_pages: int, num_host_pages: int):
+        self.blocks = BlockManager(num_hbm_pages, num_host_pages)
+        self.hbm = [b""] * num_hbm_pages
+        self.host = [b""] * num_host_pages
+        self.running: list[tuple[list[int], list[bytes]]] = []
+
+    def start(self, tokens: list[int], page_size: int, extra: int) -> None:
+        names = page_names(tokens, page_size)
+        pages_in_use = {page for pages, _ in self.running for page in pages}
+        before = [list(self.hbm), list(self.host)]
+        try:
+            placement = self.blocks.place(names, len(names) + extra)
+        except MemoryError:
+            assert len(names) + extra > len(self.hbm) - len(pages_in_use)
+            assert before == [self.hbm, self.host]
+            return
+        for ids in (placement.stores, placement.loads):
+            sources, destinations = zip(*ids, strict=True) if ids else ((), ())
+            assert len(set(destinations)) == len(destinations)
+            assert len(set(sources)) == len(sources)
+        for page, host_page in placement.stores:
+            assert page not in pages_in_use, "a page in use was evicted"
+            self.host[host_page] = self.hbm[page]
+        for host_page, page in placement.loads:
+            assert page not in pages_in_use, "a page in use was written over"
+            self.hbm[page] = self.host[host_page]
+        found = placement.found_in_hbm + len(placement.loads)
+        pages = placement.pages
+        assert len(pages) == len(set(pages)) == len(names) + extra
+        assert [self.hbm[page] for page in pages[:found]] == names[:found]
+        assert not pages_in_use & set(pages[found:])
+        for position, page in enumerate(pages[found:], start=found):
+            self.hbm[page] = names[position] if position < len(names) else b"part of a page"
+        self.blocks.publish(pages, names)
+        self.running.append((pages, names))
+
+    def finish(self, which: int) -> None:
+        self.blocks.release(self.running.pop(which)[0])
+
+    def check(self) -> None:
+        blocks = self.blocks
+        for pages, names in self.running:
+            assert [self.hbm[page] for page in pages[: len(names)]] == names
+        used = [page for pages, _ in self.running for page in pages]
+        counts = [used.count(page) for page in range(len(self.hbm))]
+        assert blocks._references == counts
+        states = [*blocks._free, *blocks._cached, *set(used)]
+        assert sorted(states) == list(range(len(self.hbm))), "each page has one state"
+        assert {page: name for name, page in blocks._page_of.items()} == blocks._name_of
+        assert all(self.hbm[page] == name for page, name in blocks._name_of.items())
+        assert set(blocks._cached) <= set(blocks._name_of)
+        on_host = [*blocks._host_free, *blocks._host_page_of.values()]
+        assert sorted(on_host) == list(range(len(self.host)))
+        assert all(self.host[page] == name for name, page in blocks._host_page_of.items())
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(st.data())
+def test_pages_hold_what_their_names_say(data):
+    memories = Memories(data.draw(st.integers(1, 9), "HBM"), data.draw(st.integers(0, 9), "host"))
+    for _ in range(data.draw(st.integers(1, 25), "steps")):
+        if memories.running and data.draw(st.booleans(), "finish"):
+            memories.finish(data.draw(st.integers(0, len(memories.running) - 1), "which"))
+        else:
+            tokens = data.draw(st.lists(st.integers(0, 1), max_size=12), "tokens")
+            memories.start(tokens, page_size=2, extra=data.draw(st.integers(0, 2), "extra"))
+        memories.check()
+
+
+def test_an_evicted_page_comes_back_from_the_host_without_a_second_store():
+    blocks = BlockManager(num_hbm_pages=2, num_host_pages=4)
+    ours, theirs = page_names([1, 2], 1), page_names([3, 4], 1)
+    counts = []
+    for names in (ours, theirs, ours, theirs):
+        placement = blocks.place(names, 2)
+        blocks.publish(placement.pages, names)
+        blocks.release(placement.pages)
+        counts.append((len(placement.stores), len(placement.loads)))
+    assert counts == [(0, 0), (2, 0), (2, 2), (0, 2)]
+
+
+def test_a_shared_page_stays_until_its_last_user_is_done():
+    blocks = BlockManager(num_hbm_pages=3, num_host_pages=0)
+    (name,) = page_names([7], 1)
+    first = blocks.place([name], 1)
+    blocks.publish(first.pages, [name])
+    second = blocks.place([name], 1)
+    assert (second.pages, second.found_in_hbm) == (first.pages, 1)
+    blocks.release(first.pages)
+    others = blocks.place([], 2)
+    assert not set(others.pages) & set(second.pages)
+    with pytest.raises(MemoryError, match="1 HBM pages asked for, 0 to be had"):
+        blocks.place([], 1)
+
+
+# --- The engine.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_answers_with_offload_equal_those_without(layout, all_in_hbm):
+    engine = make_engine(num_host_pages=PLENTY, layout=layout)
+    turns = served(engine)
+    assert answers(turns) == answers(all_in_hbm)
+    assert len(turns) == NUM_TURNS and all(len(turn.answer) == NEW_TOKENS for turn in turns)
+    last = report.rounds(turns, engine.spec)[-1]
+    assert last["on host"] > last["prompt"] / 4
+    assert last["loaded MiB"] > 0 and last["stored MiB"] > 0
+    assert last["recomputed"] < len(CONVERSATIONS) * LIMITS.page_size, "parts of pages at most"
+
+
+def test_answers_with_recomputation_equal_those_without(all_in_hbm):
+    engine = make_engine()
+    turns = served(engine)
+    assert answers(turns) == answers(all_in_hbm)
+    last = report.rounds(turns, engine.spec)[-1]
+    assert last["recomputed"] > last["prompt"] / 4 and last["on host"] == 0
+
+
+def test_a_host_pool_that_overflows_changes_no_answer(all_in_hbm):
+    engine = make_engine(num_host_pages=24)
+    turns = served(engine)
+    assert answers(turns) == answers(all_in_hbm)
+    total = report.row(turns, engine.spec)
+    assert total["on host"] > 0 and total["recomputed"] > total["on host"]
+
+
+def test_runs_with_and_without_offload_compute_the_same_tokens(all_in_hbm):
+    turns = served(make_engine(num_host_pages=PLENTY))
+    found = [turn.placement.found_in_hbm + len(turn.placement.loads) for turn in turns]
+    assert found == [turn.placement.found_in_hbm for turn in all_in_hbm]
+
+
+def test_answers_depend_on_the_pages_that_were_loaded(all_in_hbm):
+    engine = make_engine(num_host_pages=PLENTY)
+
+    def corrupt(text: str) -> None:
+        noise = np.random.default_rng(0).standard_normal(engine.pool.data.shape, np.float32)
+        data = jax.device_put(noise, engine.pool.data.sharding)
+        engine.pool = dataclasses.replace(engine.pool, data=data)
+
+    turns = serve(engine, ByteTokenizer(), CONVERSATIONS, NEW_TOKENS, corrupt)
+    same = [a == b for a, b in zip(answers(turns), answers(all_in_hbm), strict=True)]
+    assert all(same[: len(CONVERSATIONS)]), "first answers have no history"
+    loaded = [equal for turn, equal in zip(turns, same, strict=True) if turn.placement.loads]
+    assert loaded and not any(loaded)
+
+
+@contextlib.contextmanager
+def counted_compilations() -> Iterator[list[str]]:
+    events: list[str] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_nothing_is_compiled_while_serving():
+    engine = make_engine(num_host_pages=PLENTY)
+    jax.clear_caches()
+    with counted_compilations() as compilations:
+        engine.warm_up()
+        assert compilations
+        compilations.clear()
+        for count in (1, 2, len(CONVERSATIONS)):
+            turns = served(engine, dict(list(CONVERSATIONS.items())[:count]))
+        assert any(turn.placement.loads for turn in turns)
+        assert not compilations
+
+
+def test_a_step_copies_at_most_once_in_each_direction(monkeypatch):
+    engine = make_engine(num_host_pages=PLENTY)
+    module = importlib.import_module(Engine.__module__)
+    calls: list[str] = []
+
+    def record(name, program):
+        def recorded(*args):
+            calls.append(name)
+            return program(*args)
+
+        monkeypatch.setattr(module, name, recorded)
+
+    for name in ("store", "load", "next_tokens"):
+        record(name, getattr(module, name))
+    steps = []
+
+    def note(text: str) -> None:
+        steps.append(tuple(calls))
+        calls.clear()
+
+    serve(engine, ByteTokenizer(), CONVERSATIONS, NEW_TOKENS, note)
+    order = ("store", "load", "next_tokens", "next_tokens")
+    for step in steps:
+        remaining = iter(order)
+        assert all(name in remaining for name in step), step
+    assert order in steps
+
+
+def test_an_answer_ends_at_the_stop_token(all_in_hbm):
+    stop = all_in_hbm[0].answer[3]
+    turns = served(make_engine(PLENTY, stop=stop), {"rain": CONVERSATIONS["rain"][:1]})
+    assert turns[0].answer == all_in_hbm[0].answer[: all_in_hbm[0].answer.index(stop) + 1]
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="79 HBM pages are too few"):
+        make_engine(num_hbm_pages=79)
+    with pytest.raises(ValueError, match="turn 2 of long exceeds"):
+        make_engine().submit(Turn("long", 2, [0] * 48 * 8, 1))
+
+
+# --- The command.
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"id": name, "turns": turns}) for name, turns in CONVERSATIONS.items()]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_the_command_succeeds_and_writes_what_it_did(prompts, tmp_path):
+    json_path, plot_path = tmp_path / "out.json", tmp_path / "out.png"
+    command = [sys.executable, "-m", "examples.serving", "--prompts", prompts]
+    command += ["--max-new-tokens", "4", "--json", str(json_path)]
+    with contextlib.suppress(ImportError):
+        importlib.import_module("matplotlib")
+        command += ["--plot", str(plot_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    num_tokens = 4 * NUM_TURNS
+    last_line = done.stdout.splitlines()[-1]
+    assert last_line == f"The {num_tokens} tokens equal those of the runs without offload."
+    summary = json.loads(json_path.read_text())
+    assert set(summary["tokens_equal"].values()) == {True}
+    assert sum(len(t["tokens"]) for t in summary["turns"] if t["run"] == "offload") == num_tokens
+    assert summary["rounds"]["offload"][-1]["on host"] > 0
+    assert plot_path.exists() == ("--plot" in command)
+
+
+def test_the_command_fails_if_a_single_token_differs(prompts, monkeypatch, capsys):
+    command = importlib.import_module("examples.serving.__main__")
+    runs = []
+
+    def tampering(*args):
+        turns = serve(*args)
+        runs.append(turns)
+        if len(runs) == 3:
+            turns[-1].answer[-1] ^= 1
+        return turns
+
+    monkeypatch.setattr(command, "serve", tampering)
+    monkeypatch.setattr(command, "TINY", CONFIG)
+    monkeypatch.setattr(command, "QWEN3_600M", CONFIG)
+    assert command.main(["--prompts", prompts, "--max-new-tokens", "2"]) == 1
+    assert "DIFFER" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_command_names_a_bad_prompts_file(tmp_path):
+    command = importlib.import_module("examples.serving.__main__")
+    path = tmp_path / "bad.jsonl"
+    for text in ('{"id": "a"}\n', "no JSON\n", "[]\n"):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match=r"bad\.jsonl: each line needs an id and turns"):
+            command.main(["--prompts", str(path)])
+
+
+# --- Checkpoints and tokens.
+
+
+def write_safetensors(path, tensors):
+    names = {"float32": "F32", "bfloat16": "BF16", "int64": "I64"}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    blobs, end = [], 0
+    for name, value in tensors.items():
+        start, end = end, end + value.nbytes
+        header[name] = {
+            "dtype": names[value.dtype.name],
+            "shape": list(value.shape),
+            "data_offsets": [start, end],
+        }
+        blobs.append(value.tobytes())
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
+
+
+HF_CONFIG = dataclasses.asdict(CONFIG) | {"model_type": "qwen3", "hidden_act": "silu"}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A checkpoint in two shards, and the arrays that it was written from."""
+    arrays, rng = {}, np.random.default_rng(0)
+
+    def make(name, shape):
+        arrays[name] = rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+        return jnp.asarray(arrays[name])
+
+    CONFIG.build(make)
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    shards = {f"{i}.safetensors": list(arrays)[i::2] for i in range(2)}
+    for file, names in shards.items():
+        write_safetensors(tmp_path / file, {name: arrays[name] for name in names})
+    index = {name: file for file, names in shards.items() for name in names}
+    text = json.dumps({"weight_map": index})
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    return tmp_path, arrays
+
+
+def test_a_checkpoint_in_shards_is_read_bit_for_bit(checkpoint):
+    directory, arrays = checkpoint
+    config, params = load_checkpoint(directory, jnp.bfloat16)
+    assert config == CONFIG
+    down = params["layers"][1]["mlp.down_proj"]
+    assert np.asarray(down).tobytes() == arrays["model.layers.1.mlp.down_proj.weight"].tobytes()
+    assert params["lm_head"] is params["embed_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'; only 'qwen3' is supported"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"hidden_size": 65}, r"embed_tokens.weight has shape \(256, 64\), expected \(256, 65\)"),
+        ({"tie_word_embeddings": False}, "lm_head.weight has shape None"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(checkpoint, change, message):
+    directory, _ = checkpoint
+    (directory / "config.json").write_text(json.dumps(HF_CONFIG | change))
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(directory, jnp.float32)
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write_safetensors(path, {"ids": np.zeros(3, np.int64)})
+    with pytest.raises(ValueError, match="ids is I64"):
+        read_safetensors(path)
+    path.write_bytes(b"<!doctype html>")
+    with pytest.raises(ValueError, match="in a file of 15 bytes"):
+        read_safetensors(path)
+
+
+def test_bytes_come_back():
+    tokenizer = ByteTokenizer()
+    first = tokenizer.prompt("Grüße", [])
+    assert "Grüße" in tokenizer.decode(first)
+    assert len(tokenizer.prompt("Grüße", first)) < len(first)
+
+
+def test_the_chat_format_closes_an_answer_that_was_cut_off(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["<unk>", "<|im_start|>", "<|im_end|>"]
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.add_special_tokens(words[1:])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    qwen = QwenTokenizer(tmp_path)
+    assert qwen.stop == 2
+    ends = [qwen.prompt("Hello", history).count(2) for history in ([], [5, 2], [5, 0])]
+    assert ends == [2, 1, 2]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_match_transformers(tied, tmp_path):
+    """Chunked prefill and decode over scattered pages, against one pass of the reference."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    reference_config = transformers.Qwen3Config(
+        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5,
+        rope_theta=5e4, tie_word_embeddings=tied, attn_implementation="eager",
+    )  # fmt: skip
+    reference = transformers.Qwen3ForCausalLM(reference_config).float().eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():  # norms start as ones, which hides mistakes
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    reference.save_pretrained(tmp_path, safe_serialization=True, max_shard_size="40KB")
+    config, params = load_checkpoint(tmp_path, jnp.float32)
+    assert config.tie_word_embeddings == tied
+    assert (tmp_path / "model.safetensors.index.json").exists()
+
+    rng = np.random.default_rng(0)
+    page_size, prompt, chunk, total = 4, 22, 8, 30
+    tokens = rng.integers(0, config.vocab_size, (2, total))
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(tokens)).logits.numpy()
+    tables = rng.permutation(20)[:16].reshape(2, 8).astype(np.int32)
+    spec = jaxkv.KVCacheSpec(3, page_size, 2, 16, jnp.float32)
+    cache = jaxkv.DeviceCache.create(spec, num_pages=20)
+    step = jax.jit(forward, static_argnames="config")
+    starts = [*range(0, prompt, chunk), *range(prompt, total)]
+    for start, stop in zip(starts, [*starts[1:], total], strict=True):
+        width = chunk if start < prompt else 1
+        batch = Batch(np.zeros((2, width), np.int32), np.full((2, width), -1, np.int32), tables)
+        batch.tokens[:, : stop - start] = tokens[:, start:stop]
+        batch.positions[:, : stop - start] = range(start, stop)
+        logits, cache = step(config, params, cache, batch)
+        scale = expected[:, stop - 1].std()
+        error = np.abs(np.asarray(logits) - expected[:, stop - 1]).max()
+        assert error < 2e-5 * scale, f"tokens {start} to {stop}"
