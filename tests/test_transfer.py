@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import pytest
-from cases import DIRECTIONS, after, as_ids, check_copy, copy, distinct_ids, make_case
+from cases import DIRECTIONS, Case, after, as_ids, check_copy, copy, distinct_ids, make_case
 from conftest import IMPLEMENTATIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +29,7 @@ def parametrize(**values):
     return pytest.mark.parametrize(name, choices, ids=lambda value: f"{name}={value}")
 
 
-def grid_case(layout, page_size, tokens, *, kind="mha", heads=2, row, dtype):
+def grid_case(layout, page_size, tokens, *, kind="mha", heads=2, row, dtype) -> Case:
     """A case of (host, device) pools of so many tokens, with rows of so many elements."""
     host_pages, device_pages = (count // page_size for count in tokens)
     heads = 1 if kind == "mla" else heads
@@ -46,7 +46,7 @@ def grid_case(layout, page_size, tokens, *, kind="mha", heads=2, row, dtype):
     )
 
 
-def pages_of(case, items):
+def pages_of(case: Case, items: int) -> tuple[np.ndarray, np.ndarray]:
     """Random pages that hold so many tokens: at least one."""
     return distinct_ids(case, max(1, items // case.spec.page_size))
 
