@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkv.layout import KVCacheSpec
 
@@ -50,7 +50,9 @@ class DeviceCache:
         """
         if num_pages < 1:
             raise ValueError(f"num_pages must be >= 1, got {num_pages}")
-        sharding = None
+        # Committed to its device like the pool, so that programs do not compile a second time when
+        # they get the cache back from one that also took the pool.
+        sharding: jax.sharding.Sharding = SingleDeviceSharding(default_device())
         if mesh is not None:
             check_head_axis(spec.num_kv_heads, "num_kv_heads", mesh, head_axis)
             sharding = NamedSharding(mesh, PartitionSpec(None, None, head_axis))
