@@ -306,9 +306,13 @@ struct Descriptors {
   std::vector<void*> to;
   std::vector<const void*> from;
   std::vector<size_t> bytes;
+  size_t buffer_begin = 0;
+
+  // Copies are joined within a buffer only: neighbours in two allocations are no neighbours.
+  void start_buffer() { buffer_begin = to.size(); }
 
   void add(std::byte* destination, const std::byte* source, size_t size) {
-    const bool joins = !to.empty() &&
+    const bool joins = to.size() > buffer_begin &&
                        static_cast<std::byte*>(to.back()) + bytes.back() == destination &&
                        static_cast<const std::byte*>(from.back()) + bytes.back() == source;
     if (joins) {
@@ -325,6 +329,7 @@ Descriptors describe_copies(const BlockCopy& copy, const std::vector<BlockPair>&
   const CopyGeometry& g = copy.geometry;
   Descriptors all;
   for (size_t b = 0; b < copy.dense.size(); ++b) {
+    all.start_buffer();
     for (const auto& pair : pairs) {
       std::byte* dense = copy.dense[b] + pair.dense * g.block_bytes;
       std::byte* strided = copy.strided[b] + pair.strided * g.page_stride;
