@@ -52,14 +52,14 @@ asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan
 	tools/test_wheel.sh build/asan/*.whl build/asan/room "jax>=0.10.2" \
 	  env LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  python -m pytest $(NATIVE_TESTS)
+	  python -m pytest --capture=sys  # or the report dies with the process
 
 compat: $(INSTALLED)  ## one stable-ABI wheel under every supported jax (PYTHON >= 3.12)
 	$(PY) -c "import sys; assert sys.version_info >= (3, 12), 'make compat needs Python >= 3.12'"
 	$(call wheel,compat,cmake.define.JAXKV_CUDA=OFF)
 	set -e; for jax in $(JAX_VERSIONS); do \
 	  tools/test_wheel.sh build/compat/*-abi3-*.whl build/compat/jax-$$jax "jax==$$jax" \
-	    python -m pytest $(NATIVE_TESTS); \
+	    python -m pytest; \
 	done
 
 fresh:  ## `make $(FRESH_TARGETS)` in a fresh clone on a clean Debian (root; debootstrap)
@@ -75,7 +75,9 @@ multigpu-test: $(INSTALLED)  ## the tests that need several GPUs, recorded in be
 	$(PY) -m bench.gpu_test --multigpu
 
 memcheck: $(INSTALLED)  ## the CUDA handlers under compute-sanitizer
-	compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest -m sanitizer
+	XLA_PYTHON_CLIENT_ALLOCATOR=platform \
+	  compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
+	  $(PY) -m pytest -m sanitizer  # one allocation per array, or a neighbour hides an overflow
 
 bench: $(INSTALLED)  ## all benchmarks, recorded in bench/results
 	$(PY) -m bench.run_all
@@ -85,9 +87,6 @@ evidence: $(INSTALLED)  ## every target, wanted and measured; README tables and 
 
 clean:  ## remove everything that make made
 	rm -rf build $(VENV) jaxkv/_ext.pyi
-
-# The tests that reach native code.
-NATIVE_TESTS := tests
 
 # $(call wheel,NAME,SETTINGS...) builds build/NAME/*.whl
 wheel = rm -rf build/$(1) && $(PIP) wheel -q --no-deps -w build/$(1) \

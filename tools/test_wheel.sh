@@ -12,9 +12,9 @@ rm -rf "$room"
 mkdir -p "$room/tree"
 "$PYTHON" -m venv "$room/venv"
 "$room/venv/bin/pip" install -q --disable-pip-version-check "$wheel[test,bench]" "$jax"
+"$room/venv/bin/pip" freeze --disable-pip-version-check | grep '^jax'
 cp -r pyproject.toml tests bench examples "$room/tree"
 
 export PATH="$(realpath "$room/venv/bin"):$PATH"
 cd "$room/tree"
-python -c 'import jax, jaxkv._ext, sys; print(*sys.version_info[:3], jax.__version__, jaxkv._ext)'
 "$@"
