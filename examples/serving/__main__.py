@@ -37,14 +37,25 @@ def parse(argv: Sequence[str] | None, on_cpu: bool) -> argparse.Namespace:
     add("--prompts", type=Path, metavar="FILE", default=prompts, help='JSONL of {"id", "turns"}')
     add("--model", type=Path, metavar="DIR", help="Qwen3 checkpoint (default: random weights)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help=rounding)
-    add("--num-hbm-pages", type=int, metavar="N", help="default: twice the longest conversation")
-    add("--num-host-pages", type=int, metavar="N", help="default: enough for everything")
+    add(
+        "--num-hbm-pages",
+        type=positive,
+        metavar="N",
+        help="default: twice the longest conversation",
+    )
+    add("--num-host-pages", type=positive, metavar="N", help="default: enough for everything")
     add("--layout", default="page_first_direct", help="of the host pool")
-    add("--max-new-tokens", type=int, metavar="N", default=24 if on_cpu else 64)
+    add("--max-new-tokens", type=positive, metavar="N", default=24 if on_cpu else 64)
     add("--seed", type=int, default=0, help="of the random weights")
     add("--plot", type=Path, metavar="FILE.png", help="draw the comparison (needs matplotlib)")
     add("--json", type=Path, metavar="FILE", help="write all figures and answers")
     return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)  # argparse names the option and the value
+    return int(text)
 
 
 def read_conversations(path: Path) -> dict[str, list[str]]:
@@ -80,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         length = sum(len(prompt) + args.max_new_tokens for prompt in prompts)
         pages.append(-(-length // page_size))
     few = args.num_hbm_pages or 2 * max(pages)
+    if few < max(pages):
+        raise SystemExit(f"--num-hbm-pages: the longest conversation needs {max(pages)} pages")
     limits = Limits(page_size, 4, chunk, pages_per_turn=max(pages), pages_in_use=few)
     sizes = {
         "offload": (few, args.num_host_pages or sum(pages)),

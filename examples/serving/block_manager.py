@@ -23,12 +23,12 @@ import numpy as np
 Name = bytes
 
 
-def page_names(tokens: Sequence[int], page_size: int, known: Sequence[Name] = ()) -> list[Name]:
-    """Names of all full pages of a sequence, of which the first are `known`."""
-    names = list(known)
-    for start in range(len(names) * page_size, len(tokens) - page_size + 1, page_size):
-        content = np.asarray(tokens[start : start + page_size], np.int32).tobytes()
-        names.append(hashlib.sha256((names[-1] if names else b"") + content).digest())
+def page_names(tokens: Sequence[int], page_size: int) -> list[Name]:
+    """Names of all full pages of a sequence."""
+    content, names = hashlib.sha256(), []
+    for end in range(page_size, len(tokens) + 1, page_size):
+        content.update(np.asarray(tokens[end - page_size : end], np.int32).tobytes())
+        names.append(content.digest())
     return names
 
 

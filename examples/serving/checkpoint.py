@@ -48,17 +48,13 @@ def load_checkpoint(directory: Path, dtype: Any) -> tuple[Config, Params]:
     """Config and weights, as `dtype` on the default device, of a checkpoint directory.
 
     Raises:
-      FileNotFoundError: no config.json or no safetensors file.
-      ValueError: a damaged file, or another architecture, dtype or shape than expected.
+      FileNotFoundError: no config.json.
+      ValueError: a damaged file, or other tensors or another architecture than expected.
     """
     config = read_config(directory / "config.json")
-    index = directory / "model.safetensors.index.json"
-    files = {"model.safetensors"}
-    if index.exists():
-        files = set(json.loads(index.read_text())["weight_map"].values())
     tensors: dict[str, np.ndarray] = {}
-    for name in sorted(files):
-        tensors |= read_safetensors(directory / name)
+    for path in directory.glob("*.safetensors"):
+        tensors |= read_safetensors(path)
 
     def make(name: str, shape: tuple[int, ...]) -> jax.Array:
         found = tensors[name].shape if name in tensors else None

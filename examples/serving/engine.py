@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,15 +25,9 @@ from .block_manager import BlockManager, Placement, page_names
 from .model import Batch, Config, Params, next_tokens
 from .tokenizer import Tokenizer
 
-
-@partial(jax.jit, donate_argnames="pool")
-def store(pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, ids: jax.Array) -> jaxkv.HostPool:
-    return jaxkv.store_pages(pool, cache, device_pages=ids[0], host_pages=ids[1])
-
-
-@partial(jax.jit, donate_argnames="cache")
-def load(pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, ids: jax.Array) -> jaxkv.DeviceCache:
-    return jaxkv.load_pages(pool, cache, host_pages=ids[0], device_pages=ids[1])
+# Donation is what makes them write in place.
+store = jax.jit(jaxkv.store_pages, donate_argnames="pool")
+load = jax.jit(jaxkv.load_pages, donate_argnames="cache")
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,6 @@ class Turn:
     known: int = 0  # prompt tokens whose keys and values an earlier turn computed
     answer: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose keys and values are in HBM
-    names: list[bytes] = field(default_factory=list)  # of the full pages
     placement: Placement = field(default_factory=Placement)
     admitted_at: float = 0.0
     first_token_at: float = 0.0
@@ -139,7 +131,7 @@ class Engine:
         names = page_names(turn.prompt[:-1], page_size)
         turn.placement = self.blocks.place(names, turn.num_pages(page_size))
         found = turn.placement.found_in_hbm + len(turn.placement.loads)
-        turn.names, turn.computed = names[:found], found * page_size
+        turn.computed = found * page_size
         self._move(turn.placement)
 
     def _move(self, placement: Placement) -> None:
@@ -150,9 +142,9 @@ class Engine:
         before the programs that read it are done. The load gets the pool that the store returned.
         """
         if placement.stores:
-            self.pool = store(self.pool, self.cache, self._ids(placement.stores))
+            self.pool = store(self.pool, self.cache, *self._ids(placement.stores))
         if placement.loads:
-            self.cache = load(self.pool, self.cache, self._ids(placement.loads))
+            self.cache = load(self.pool, self.cache, *self._ids(placement.loads))
 
     def _ids(self, copies: Sequence[tuple[int, int]]) -> np.ndarray:
         """Sources and destinations, int32[2, pages_per_turn], padded with -1."""
@@ -173,9 +165,11 @@ class Engine:
         batch = Batch(tokens, positions, tables)
         chosen, self.cache = next_tokens(self.config, self.params, self.cache, batch)
         for turn in turns:
-            turn.computed += min(width, turn.missing)
-            turn.names = page_names(turn.tokens[: turn.computed], self.limits.page_size, turn.names)
-            self.blocks.publish(turn.placement.pages, turn.names)
+            count = min(width, turn.missing)
+            turn.computed += count
+            if turn.computed % self.limits.page_size < count:  # a page has become full
+                names = page_names(turn.tokens[: turn.computed], self.limits.page_size)
+                self.blocks.publish(turn.placement.pages, names)
         if any(turn.missing == 0 for turn in turns):
             # Waits for the device: pages are named, and answers ended, by the tokens themselves.
             for turn, token in zip(turns, np.asarray(chosen).tolist(), strict=False):
@@ -195,8 +189,8 @@ class Engine:
         self._compute([], rows=1, width=self.limits.chunk)
         self._compute([], rows=self.limits.batch, width=1)
         if self.pool is not None:
-            self.pool = store(self.pool, self.cache, self._ids([]))
-            self.cache = load(self.pool, self.cache, self._ids([]))
+            self.pool = store(self.pool, self.cache, *self._ids([]))
+            self.cache = load(self.pool, self.cache, *self._ids([]))
         jax.block_until_ready(self.cache)
 
 
