@@ -18,9 +18,11 @@ namespace nb = nanobind;
 namespace jaxkv {
 
 extern "C" {
+XLA_FFI_Error* PlanPairsHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksHost(XLA_FFI_CallFrame*);
 #ifdef JAXKV_CUDA
-XLA_FFI_Error* CopyBlocksPrepare(XLA_FFI_CallFrame*);
+XLA_FFI_Error* PrepareDevice(XLA_FFI_CallFrame*);
+XLA_FFI_Error* PlanPairsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksUnordered(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksDma(XLA_FFI_CallFrame*);
@@ -46,11 +48,13 @@ nb::dict registrations() {
     entry[name] = capsule(handler);
     return entry;
   };
+  add(cpu, "jaxkv_plan_pairs", stage("execute", PlanPairsHost));
   add(cpu, "jaxkv_copy_blocks", stage("execute", CopyBlocksHost));
   all["cpu"] = cpu;
 #ifdef JAXKV_CUDA
   nb::dict cuda;
-  const auto prepare = stage("initialize", CopyBlocksPrepare);
+  const auto prepare = stage("initialize", PrepareDevice);
+  add(cuda, "jaxkv_plan_pairs", prepare, stage("execute", PlanPairsKernel));
   add(cuda, "jaxkv_copy_blocks", prepare, stage("execute", CopyBlocksKernel));
   add(cuda, "jaxkv_copy_blocks_unordered", prepare, stage("execute", CopyBlocksUnordered));
   add(cuda, "jaxkv_copy_blocks_dma", prepare, stage("execute", CopyBlocksDma));

@@ -32,18 +32,41 @@ bool sound(const CopyGeometry& g) {
 
 }  // namespace
 
-ffi::ErrorOr<BlockCopy> decode_copy(ffi::Buffer<ffi::S32> source_ids,
-                                    ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
-                                    ffi::RemainingRets rets, ffi::Dictionary attributes) {
-  const auto dense_written = attributes.get<bool>("to_dense");
-  const auto reports_ids = attributes.get<bool>("reports_ids");
+ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi::S32> destinations,
+                                 ffi::Dictionary attributes) {
   const auto source_header = attributes.get<int64_t>("source_header");
   const auto destination_header = attributes.get<int64_t>("destination_header");
+  const auto num_sources = attributes.get<int64_t>("num_sources");
+  const auto num_destinations = attributes.get<int64_t>("num_destinations");
+  if (!source_header.has_value() || !destination_header.has_value() || !num_sources.has_value() ||
+      !num_destinations.has_value()) {
+    return invalid("an attribute is missing or of another type");
+  }
+  if (*num_sources < 0 || *num_sources > INT32_MAX || *num_destinations < 0 ||
+      *num_destinations > INT32_MAX) {
+    return invalid("more than 2^31 - 1 blocks");
+  }
+  const IdLists ids{id_list(sources, *source_header), id_list(destinations, *destination_header),
+                    static_cast<int32_t>(*num_sources), static_cast<int32_t>(*num_destinations)};
+  if (ids.sources.size() != ids.destinations.size() || ids.sources.size() > INT32_MAX / 2) {
+    return invalid("id lists of unequal length, or too long");
+  }
+  return ids;
+}
+
+ffi::ErrorOr<PairList> decode_pairs(ffi::Buffer<ffi::S32> operand) {
+  if (operand.element_count() < 2) return invalid("no pairs");
+  int32_t* words = operand.typed_data();
+  return PairList{words, reinterpret_cast<BlockPair*>(words + 2), operand.element_count() / 2 - 1};
+}
+
+ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                    ffi::Dictionary attributes) {
+  const auto dense_written = attributes.get<bool>("to_dense");
   const auto num_sms = attributes.get<int64_t>("num_sms");
   const auto sizes = attributes.get<ffi::Span<const int64_t>>("geometry");
   const auto offsets = attributes.get<ffi::Span<const int64_t>>("strided_offsets");
-  if (!dense_written.has_value() || !reports_ids.has_value() || !source_header.has_value() ||
-      !destination_header.has_value() || !num_sms.has_value() || !sizes.has_value() ||
+  if (!dense_written.has_value() || !num_sms.has_value() || !sizes.has_value() ||
       !offsets.has_value()) {
     return invalid("an attribute is missing or of another type");
   }
@@ -63,21 +86,13 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::Buffer<ffi::S32> source_ids,
                    std::to_string(num_buffers) + " buffers");
   }
   const size_t num_written = to_dense ? num_buffers : num_strided_arrays;
-  if (rets.size() != num_written + 2) return invalid("wrong number of results");
+  if (rets.size() != num_written) return invalid("wrong number of results");
   if (*num_sms < 1) return invalid("num_sms is below 1");
 
   BlockCopy copy;
   copy.to_dense = to_dense;
-  copy.reports_ids = *reports_ids;
   copy.num_sms = static_cast<int>(*num_sms);
   copy.geometry = g;
-  copy.source_ids = id_list(source_ids, *source_header);
-  copy.destination_ids = id_list(destination_ids, *destination_header);
-  if (copy.source_ids.size() != copy.destination_ids.size() ||
-      copy.source_ids.size() > INT32_MAX / 2) {
-    return invalid("id lists of unequal length or too long");
-  }
-
   // Results alias the written operands, so the written side is read off the results.
   auto array = [&](size_t index, bool written) -> ffi::ErrorOr<ffi::AnyBuffer> {
     if (!written) return args.get<ffi::AnyBuffer>(index);
@@ -103,37 +118,24 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::Buffer<ffi::S32> source_ids,
     copy.strided.push_back(static_cast<std::byte*>(strided->untyped_data()) + offset);
     copy.dense.push_back(static_cast<std::byte*>(dense->untyped_data()));
   }
-
-  auto pairs = rets.get<ffi::AnyBuffer>(num_written);
-  auto counts = rets.get<ffi::AnyBuffer>(num_written + 1);
-  if (!pairs.has_value()) return ffi::Unexpected(pairs.error());
-  if (!counts.has_value()) return ffi::Unexpected(counts.error());
-  const size_t num_ids = copy.source_ids.size();
-  if ((*pairs)->size_bytes() < (2 + 2 * num_ids) * sizeof(int32_t) ||
-      (*counts)->size_bytes() < copy.num_destinations() * sizeof(int32_t)) {
-    return invalid("scratch results are too small");
-  }
-  copy.pairs_scratch = static_cast<std::byte*>((*pairs)->untyped_data());
-  copy.counts_scratch = static_cast<std::byte*>((*counts)->untyped_data());
   return copy;
 }
 
-std::vector<BlockPair> plan_on_host(const BlockCopy& copy, std::vector<PageErrorEntry>* refused) {
-  const int32_t num_sources = copy.num_sources(), num_destinations = copy.num_destinations();
-  const int32_t* sources = copy.source_ids.ids();
-  const int32_t* destinations = copy.destination_ids.ids();
+std::vector<BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEntry>* refused) {
+  const int32_t* sources = ids.sources.ids();
+  const int32_t* destinations = ids.destinations.ids();
   auto refuse = [&](PageFault fault, size_t i, int32_t id, int32_t limit) {
     refused->push_back({0, fault, static_cast<int32_t>(i), id, limit});
   };
   std::unordered_map<int32_t, int> times_named;
   std::vector<size_t> usable;
-  for (size_t i = 0; i < copy.source_ids.size(); ++i) {
+  for (size_t i = 0; i < ids.sources.size(); ++i) {
     const int32_t s = sources[i], d = destinations[i];
     if (s < 0 || d < 0) continue;
-    if (s >= num_sources) {
-      refuse(PageFault::kSourceOutOfRange, i, s, num_sources);
-    } else if (d >= num_destinations) {
-      refuse(PageFault::kDestinationOutOfRange, i, d, num_destinations);
+    if (s >= ids.num_sources) {
+      refuse(PageFault::kSourceOutOfRange, i, s, ids.num_sources);
+    } else if (d >= ids.num_destinations) {
+      refuse(PageFault::kDestinationOutOfRange, i, d, ids.num_destinations);
     } else {
       ++times_named[d];
       usable.push_back(i);
@@ -144,9 +146,9 @@ std::vector<BlockPair> plan_on_host(const BlockCopy& copy, std::vector<PageError
   for (size_t i : usable) {
     const int32_t s = sources[i], d = destinations[i];
     if (times_named[d] > 1) {
-      refuse(PageFault::kDuplicate, i, d, num_destinations);
+      refuse(PageFault::kDuplicate, i, d, ids.num_destinations);
     } else {
-      pairs.push_back(copy.to_dense ? BlockPair{d, s} : BlockPair{s, d});
+      pairs.push_back({s, d});
     }
   }
   return pairs;

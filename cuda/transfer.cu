@@ -1,9 +1,10 @@
 // Page copies on CUDA: `kernel` (SMs read and write pinned memory; ids on the device; capturable)
 // and `dma` (copy engine; ids on the host).
 //
-// A kernel copy is two launches: plan_pairs checks the ids and lists the pairs that may be copied,
-// copy_blocks moves all buffers' words in one flat index space, so its rate does not depend on the
-// size of a page.
+// A kernel copy is two calls: plan_pairs checks the ids and lists the pairs that may be copied, and
+// copy_blocks moves all buffers' words in one flat index space, so that its rate does not depend on
+// the size of a page. They are two FFI calls because XLA puts every result of a call that writes
+// host memory into host memory, where the plan's atomics would cross the link.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -69,15 +70,13 @@ struct PlanParams {
   const int32_t* source_ids;
   const int32_t* destination_ids;
   int32_t num_ids, num_sources, num_destinations;
-  bool to_dense;
   int32_t* times_named;  // per destination; only entries that are named are cleared and read
   int32_t* num_pairs;
-  int2* pairs;            // (dense, strided)
-  PageErrorRing* errors;  // null: another copy of the same ids reports
+  BlockPair* pairs;
+  PageErrorRing* errors;
 };
 
 __device__ void record(PageErrorRing* ring, PageFault fault, int32_t i, int32_t id, int32_t limit) {
-  if (!ring) return;
   const unsigned long long slot = atomicAdd(&ring->count, 1ull);
   auto* entry = &ring->entries[slot % PageErrorRing::kEntries];
   entry->fault = fault;
@@ -107,7 +106,7 @@ __device__ void plan_id(const PlanParams& p, int phase, int32_t i) {
     record(p.errors, PageFault::kDuplicate, i, d, p.num_destinations);
   } else {
     // Order does not matter: no two pairs share a destination.
-    p.pairs[atomicAdd(p.num_pairs, 1)] = p.to_dense ? make_int2(d, s) : make_int2(s, d);
+    p.pairs[atomicAdd(p.num_pairs, 1)] = {s, d};
   }
 }
 
@@ -127,7 +126,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_pairs(const __grid_constant
 
 struct CopyParams {
   const int32_t* num_pairs;
-  const int2* pairs;
+  const BlockPair* pairs;
   uint32_t first_pair, last_pair;  // of this launch, as far as there are that many
   int64_t block_bytes, page_stride, stride0, stride1;
   FastDivisor words_per_block, num_buffers, words_per_run, count1;
@@ -136,23 +135,34 @@ struct CopyParams {
 };
 static_assert(sizeof(CopyParams) < 32764, "kernel parameters");
 
-// Where word `index` comes from and goes to.
+// A word of the flat index space: the pair it belongs to, once known, and its place in the block.
+struct WordPlace {
+  uint32_t buffer, word;
+  BlockPair pair;
+};
+
+__device__ WordPlace find_word(const CopyParams& p, uint32_t index) {
+  WordPlace place;
+  const uint32_t block = p.words_per_block.divide(index, &place.word);
+  const uint32_t pair = p.num_buffers.divide(block, &place.buffer);
+  place.pair = p.pairs[p.first_pair + pair];
+  return place;
+}
+
+template <typename Word, bool kToDense>
+__device__ Word* dense_word(const CopyParams& p, const WordPlace& place) {
+  const int64_t block = kToDense ? place.pair.destination : place.pair.source;
+  return reinterpret_cast<Word*>(p.dense[place.buffer] + block * p.block_bytes) + place.word;
+}
+
 template <typename Word, bool kToDense, bool kSingleRun>
-__device__ void locate(const CopyParams& p, uint32_t index, const Word** from, Word** to) {
-  uint32_t word, buffer;
-  const uint32_t block = p.words_per_block.divide(index, &word);
-  const uint32_t pair = p.num_buffers.divide(block, &buffer);
-  const int2 ids = __ldg(&p.pairs[p.first_pair + pair]);
-  int64_t inside = int64_t{word} * sizeof(Word);
-  std::byte* dense = p.dense[buffer] + ids.x * p.block_bytes + inside;
-  if constexpr (!kSingleRun) {
-    uint32_t rest, i1;
-    const uint32_t i0 = p.count1.divide(p.words_per_run.divide(word, &rest), &i1);
-    inside = i0 * p.stride0 + i1 * p.stride1 + int64_t{rest} * sizeof(Word);
-  }
-  std::byte* strided = p.strided[buffer] + ids.y * p.page_stride + inside;
-  *from = reinterpret_cast<const Word*>(kToDense ? strided : dense);
-  *to = reinterpret_cast<Word*>(kToDense ? dense : strided);
+__device__ Word* strided_word(const CopyParams& p, const WordPlace& place) {
+  const int64_t page = kToDense ? place.pair.source : place.pair.destination;
+  std::byte* block = p.strided[place.buffer] + page * p.page_stride;
+  if constexpr (kSingleRun) return reinterpret_cast<Word*>(block) + place.word;
+  uint32_t rest, i1;
+  const uint32_t i0 = p.count1.divide(p.words_per_run.divide(place.word, &rest), &i1);
+  return reinterpret_cast<Word*>(block + i0 * p.stride0 + i1 * p.stride1) + rest;
 }
 
 template <typename Word, bool kToDense, bool kSingleRun>
@@ -164,20 +174,25 @@ __global__ void __launch_bounds__(kCopyThreads) copy_blocks(const __grid_constan
   // 64 bits: the last stride may step past 2^32.
   for (uint64_t first = blockIdx.x * kCopyThreads + threadIdx.x; first < total;
        first += uint64_t{threads} * kWordsInFlight) {
+    // Stage by stage over all words, without branches: first all pairs are on their way, then all
+    // words. Past the end the last word is read again and not written.
+    WordPlace places[kWordsInFlight];
     Word words[kWordsInFlight];
-    Word* to[kWordsInFlight];
 #pragma unroll
     for (int u = 0; u < kWordsInFlight; ++u) {
       const uint64_t index = first + uint64_t{threads} * u;
-      if (index < total) {
-        const Word* from;
-        locate<Word, kToDense, kSingleRun>(p, static_cast<uint32_t>(index), &from, &to[u]);
-        words[u] = *from;
-      }
+      places[u] = find_word(p, static_cast<uint32_t>(min(index, uint64_t{total - 1})));
     }
 #pragma unroll
     for (int u = 0; u < kWordsInFlight; ++u) {
-      if (first + uint64_t{threads} * u < total) *to[u] = words[u];
+      words[u] = kToDense ? *strided_word<Word, kToDense, kSingleRun>(p, places[u])
+                          : *dense_word<Word, kToDense>(p, places[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kWordsInFlight; ++u) {
+      Word* to = kToDense ? dense_word<Word, kToDense>(p, places[u])
+                          : strided_word<Word, kToDense, kSingleRun>(p, places[u]);
+      if (first + uint64_t{threads} * u < total) *to = words[u];
     }
   }
 }
@@ -185,19 +200,18 @@ __global__ void __launch_bounds__(kCopyThreads) copy_blocks(const __grid_constan
 // ---------------------------------------------------------------------------------------------
 // Launchers
 
-ffi::Error launch_plan(cudaStream_t stream, const BlockCopy& copy, PageErrorRing* errors) {
-  auto* scratch = reinterpret_cast<int32_t*>(copy.pairs_scratch);
+ffi::Error launch_plan(cudaStream_t stream, const IdLists& ids, const PairList& list,
+                       int32_t* times_named, PageErrorRing* errors) {
   const PlanParams p{
-      .source_ids = copy.source_ids.ids(),
-      .destination_ids = copy.destination_ids.ids(),
-      .num_ids = static_cast<int32_t>(copy.source_ids.size()),
-      .num_sources = copy.num_sources(),
-      .num_destinations = copy.num_destinations(),
-      .to_dense = copy.to_dense,
-      .times_named = reinterpret_cast<int32_t*>(copy.counts_scratch),
-      .num_pairs = scratch,
-      .pairs = reinterpret_cast<int2*>(scratch + 2),
-      .errors = copy.reports_ids ? errors : nullptr,
+      .source_ids = ids.sources.ids(),
+      .destination_ids = ids.destinations.ids(),
+      .num_ids = static_cast<int32_t>(ids.sources.size()),
+      .num_sources = ids.num_sources,
+      .num_destinations = ids.num_destinations,
+      .times_named = times_named,
+      .num_pairs = list.count,
+      .pairs = list.pairs,
+      .errors = errors,
   };
   if (p.num_ids <= kPlanOneBlock) {
     plan_pairs<kClear, kSelect><<<1, kPlanThreads, 0, stream>>>(p);
@@ -249,16 +263,14 @@ int word_bytes(const BlockCopy& copy) {
   return width;
 }
 
-ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy) {
+ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairList& list) {
   const CopyGeometry& g = copy.geometry;
-  const size_t num_ids = copy.source_ids.size();
   const int width = word_bytes(copy);
   const int64_t block_words = g.block_bytes / width;
   if (block_words >= kMaxWords) {
     return ffi::Error::InvalidArgument("jaxkv page copy: a block of " +
                                        std::to_string(g.block_bytes) + " bytes is too large");
   }
-  auto* scratch = reinterpret_cast<int32_t*>(copy.pairs_scratch);
   void* kernel = copy_kernel(width, copy.to_dense, g.single_run());
   const size_t launch_buffers =
       std::min<size_t>(kMaxBuffers, std::max<int64_t>(1, (kMaxWords - 1) / block_words));
@@ -267,8 +279,8 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy) {
     const int64_t pair_words = block_words * static_cast<int64_t>(buffers);
     const auto launch_pairs = static_cast<size_t>((kMaxWords - 1) / pair_words);
     CopyParams p{
-        .num_pairs = scratch,
-        .pairs = reinterpret_cast<const int2*>(scratch + 2),
+        .num_pairs = list.count,
+        .pairs = list.pairs,
         .first_pair = 0,
         .last_pair = 0,
         .block_bytes = g.block_bytes,
@@ -284,8 +296,8 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy) {
     };
     std::copy_n(copy.dense.begin() + b, buffers, p.dense);
     std::copy_n(copy.strided.begin() + b, buffers, p.strided);
-    for (size_t first = 0; first < num_ids; first += launch_pairs) {
-      const size_t last = std::min(num_ids, first + launch_pairs);
+    for (size_t first = 0; first < list.capacity; first += launch_pairs) {
+      const size_t last = std::min(list.capacity, first + launch_pairs);
       p.first_pair = static_cast<uint32_t>(first);
       p.last_pair = static_cast<uint32_t>(last);
       const int64_t tile = kCopyThreads * kWordsInFlight;
@@ -331,8 +343,8 @@ Descriptors describe_copies(const BlockCopy& copy, const std::vector<BlockPair>&
   for (size_t b = 0; b < copy.dense.size(); ++b) {
     all.start_buffer();
     for (const auto& pair : pairs) {
-      std::byte* dense = copy.dense[b] + pair.dense * g.block_bytes;
-      std::byte* strided = copy.strided[b] + pair.strided * g.page_stride;
+      std::byte* dense = copy.dense[b] + copy.dense_block(pair) * g.block_bytes;
+      std::byte* strided = copy.strided[b] + copy.strided_block(pair) * g.page_stride;
       for (int64_t i0 = 0; i0 < g.count0; ++i0) {
         for (int64_t i1 = 0; i1 < g.count1; ++i1, dense += g.run_bytes) {
           std::byte* run = strided + g.run_offset(i0, i1);
@@ -397,38 +409,52 @@ ffi::Error prepare_device(int32_t device, ffi::RemainingArgs, ffi::RemainingRets
   return create_ring(device);
 }
 
-ffi::Error enqueue_kernels(cudaStream_t stream, int32_t device, const BlockCopy& copy) {
-  PageErrorRing* ring = device_rings[device].load();
-  if (auto error = launch_plan(stream, copy, ring); error.failure()) return error;
-  return launch_copy(stream, copy);
+ffi::Error plan_on_device(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
+                          ffi::Buffer<ffi::S32> destination_ids,
+                          ffi::ResultBuffer<ffi::S32> planned, ffi::ResultBuffer<ffi::S32> counts,
+                          ffi::Dictionary attributes) {
+  const auto ids = decode_ids(source_ids, destination_ids, attributes);
+  if (!ids.has_value()) return ids.error();
+  const auto list = decode_pairs(*planned);
+  if (!list.has_value()) return list.error();
+  if (list->capacity < ids->sources.size() ||
+      counts->element_count() < static_cast<size_t>(ids->num_destinations)) {
+    return ffi::Error::InvalidArgument("jaxkv page copy: results of the plan are too small");
+  }
+  return launch_plan(stream, *ids, *list, counts->typed_data(), device_rings[device].load());
 }
 
-ffi::Error copy_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
-                          ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
-                          ffi::RemainingRets rets, ffi::Dictionary attributes) {
-  const auto copy = decode_copy(source_ids, destination_ids, args, rets, attributes);
+ffi::Error copy_by_kernel(cudaStream_t stream, ffi::Buffer<ffi::S32> planned,
+                          ffi::RemainingArgs args, ffi::RemainingRets rets,
+                          ffi::Dictionary attributes) {
+  const auto copy = decode_copy(args, rets, attributes);
   if (!copy.has_value()) return copy.error();
-  return enqueue_kernels(stream, device, *copy);
+  const auto list = decode_pairs(planned);
+  if (!list.has_value()) return list.error();
+  return launch_copy(stream, *copy, *list);
 }
 
-// The negative control of the ordering tests: the same copy on a stream that waits for nothing.
+// The negative control of the ordering tests: plan and copy on a stream that waits for nothing, and
+// with memory of their own, since XLA's may belong to work that still runs.
 ffi::Error copy_unordered(cudaStream_t, int32_t device, ffi::Buffer<ffi::S32> source_ids,
                           ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
                           ffi::RemainingRets rets, ffi::Dictionary attributes) {
-  auto copy = decode_copy(source_ids, destination_ids, args, rets, attributes);
+  const auto copy = decode_copy(args, rets, attributes);
   if (!copy.has_value()) return copy.error();
+  const auto ids = decode_ids(source_ids, destination_ids, attributes);
+  if (!ids.has_value()) return ids.error();
   static std::array<cudaStream_t, kMaxDevices> streams{};
   cudaStream_t& stream = streams[device];
   if (!stream) JAXKV_CUDA_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  // XLA's scratch may belong to work that still runs, as this copy does not wait for it.
-  const size_t pairs_bytes = (2 + 2 * copy->source_ids.size()) * sizeof(int32_t);
-  const size_t counts_bytes = copy->num_destinations() * sizeof(int32_t);
-  JAXKV_CUDA_TRY(cudaMallocAsync(&copy->pairs_scratch, pairs_bytes, stream));
-  JAXKV_CUDA_TRY(cudaMallocAsync(&copy->counts_scratch, counts_bytes, stream));
-  if (auto error = enqueue_kernels(stream, device, *copy); error.failure()) return error;
-  JAXKV_CUDA_TRY(cudaFreeAsync(copy->pairs_scratch, stream));
-  JAXKV_CUDA_TRY(cudaFreeAsync(copy->counts_scratch, stream));
-  return ffi::Error::Success();
+  const size_t num_ids = ids->sources.size(), num_counts = ids->num_destinations;
+  int32_t* words = nullptr;
+  JAXKV_CUDA_TRY(cudaMallocAsync(&words, (2 + 2 * num_ids + num_counts) * sizeof *words, stream));
+  const PairList list{words, reinterpret_cast<BlockPair*>(words + 2), num_ids};
+  auto error =
+      launch_plan(stream, *ids, list, words + 2 + 2 * num_ids, device_rings[device].load());
+  if (error.success()) error = launch_copy(stream, *copy, list);
+  JAXKV_CUDA_TRY(cudaFreeAsync(words, stream));
+  return error;
 }
 
 ffi::Error open_ids_for_dma(const IdList& list, const char* name) {
@@ -450,17 +476,17 @@ ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
   if (capture != cudaStreamCaptureStatusNone) {
     return ffi::Error::Internal("jaxkv: dma cannot be captured in a CUDA graph; use kernel");
   }
-  const auto copy = decode_copy(source_ids, destination_ids, args, rets, attributes);
+  const auto copy = decode_copy(args, rets, attributes);
   if (!copy.has_value()) return copy.error();
-  if (auto error = open_ids_for_dma(copy->source_ids, "the source"); error.failure()) return error;
-  if (auto error = open_ids_for_dma(copy->destination_ids, "the destination"); error.failure()) {
+  const auto ids = decode_ids(source_ids, destination_ids, attributes);
+  if (!ids.has_value()) return ids.error();
+  if (auto error = open_ids_for_dma(ids->sources, "the source"); error.failure()) return error;
+  if (auto error = open_ids_for_dma(ids->destinations, "the destination"); error.failure()) {
     return error;
   }
   std::vector<PageErrorEntry> refused;
-  const auto pairs = plan_on_host(*copy, &refused);
-  for (const auto& e : refused) {
-    if (copy->reports_ids) record_on_host(e.fault, e.position, e.id, e.limit);
-  }
+  const auto pairs = plan_on_host(*ids, &refused);
+  for (const auto& e : refused) record_on_host(e.fault, e.position, e.id, e.limit);
   auto descriptors = describe_copies(*copy, pairs);
   return enqueue_descriptors(stream, descriptors);
 }
@@ -468,22 +494,46 @@ ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
 }  // namespace
 
 using Stream = ffi::PlatformStream<cudaStream_t>;
+using Int32s = ffi::Buffer<ffi::S32>;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CopyBlocksPrepare, prepare_device,
+    PrepareDevice, prepare_device,
     ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PlanPairsKernel, plan_on_device,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<Int32s>()
+                                  .Arg<Int32s>()
+                                  .Ret<Int32s>()
+                                  .Ret<Int32s>()
+                                  .Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CopyBlocksKernel, copy_by_kernel,
-    JAXKV_COPY_BINDING(ffi::Ffi::Bind().Ctx<Stream>().Ctx<ffi::DeviceOrdinal>()),
+    ffi::Ffi::Bind().Ctx<Stream>().Arg<Int32s>().RemainingArgs().RemainingRets().Attrs(),
     {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CopyBlocksUnordered, copy_unordered,
-    JAXKV_COPY_BINDING(ffi::Ffi::Bind().Ctx<Stream>().Ctx<ffi::DeviceOrdinal>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksUnordered, copy_unordered,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<Int32s>()
+                                  .Arg<Int32s>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs());
 
 // No command-buffer trait: the host reads the ids when the call is enqueued.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksDma, copy_by_dma,
-                              JAXKV_COPY_BINDING(ffi::Ffi::Bind().Ctx<Stream>()));
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<Int32s>()
+                                  .Arg<Int32s>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs());
 
 }  // namespace jaxkv

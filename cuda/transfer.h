@@ -39,46 +39,47 @@ struct IdList {
   size_t size() const { return words.size() - header; }
 };
 
+// Which block goes where, as the caller says it.
+struct IdLists {
+  IdList sources, destinations;
+  int32_t num_sources, num_destinations;  // blocks that an id may name
+};
+
+struct alignas(8) BlockPair {  // one load
+  int32_t source, destination;
+};
+
+// Which block goes where, checked: what plan_pairs leaves for copy_blocks, int32[2 + 2n].
+struct PairList {
+  int32_t* count;  // valid pairs
+  BlockPair* pairs;
+  size_t capacity;
+};
+
 struct BlockCopy {
   bool to_dense = true;
-  bool reports_ids = true;  // of several copies with the same ids, one reports those refused
   int num_sms = 1;
   CopyGeometry geometry{};
-  IdList source_ids{}, destination_ids{};
   std::vector<std::byte*> dense{}, strided{};  // first byte of block 0, per buffer
-  std::byte* pairs_scratch = nullptr;   // int32[2 + 2n]: number of valid pairs, unused, the pairs
-  std::byte* counts_scratch = nullptr;  // int32[blocks of the destination]
 
-  int32_t num_sources() const {
-    return static_cast<int32_t>(to_dense ? geometry.num_strided : geometry.num_dense);
-  }
-  int32_t num_destinations() const {
-    return static_cast<int32_t>(to_dense ? geometry.num_dense : geometry.num_strided);
-  }
+  int32_t dense_block(BlockPair pair) const { return to_dense ? pair.destination : pair.source; }
+  int32_t strided_block(BlockPair pair) const { return to_dense ? pair.source : pair.destination; }
 };
 
-// Decodes the operands and checks every size, so that no id in range can leave a buffer.
-//   args: strided arrays, then dense arrays; rets: the written side, pairs, counts.
-ffi::ErrorOr<BlockCopy> decode_copy(ffi::Buffer<ffi::S32> source_ids,
-                                    ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
-                                    ffi::RemainingRets rets, ffi::Dictionary attributes);
+ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi::S32> destinations,
+                                 ffi::Dictionary attributes);
 
-struct BlockPair {
-  int32_t dense, strided;
-};
+ffi::ErrorOr<PairList> decode_pairs(ffi::Buffer<ffi::S32> operand);
 
-// Pairs that may be copied, of opened ids; `refused` gets the others, padding apart.
-std::vector<BlockPair> plan_on_host(const BlockCopy& copy, std::vector<PageErrorEntry>* refused);
+// Decodes the arrays and checks every size, so that no id in range can leave a buffer.
+//   args: strided arrays, then dense arrays; rets: the written side.
+ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                    ffi::Dictionary attributes);
 
 // Checks that the host may read HostIds now; lists without a header are host memory already.
 ffi::Error open_ids(const IdList& list, const char* name);
 
-// Binding shared by every handler of a page copy.
-#define JAXKV_COPY_BINDING(ffi_binding)    \
-  ffi_binding.Arg<ffi::Buffer<ffi::S32>>() \
-      .Arg<ffi::Buffer<ffi::S32>>()        \
-      .RemainingArgs()                     \
-      .RemainingRets()                     \
-      .Attrs()
+// Pairs that may be copied, of opened ids; `refused` gets the others, padding apart.
+std::vector<BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEntry>* refused);
 
 }  // namespace jaxkv

@@ -125,54 +125,75 @@ def _refusals(ids: tuple[Any, Any]) -> dict[str, str]:
     return refusals
 
 
+def plan_pairs(copy: BlockCopy, ids: tuple[Any, Any]) -> Any:
+    """Traces the check of the ids: int32[2 + 2n], the pairs that may be copied and their number."""
+    operands, attributes = _id_operands(copy, ids)
+    like = jax.typeof(copy.written[0])
+    results = [
+        _scratch_like(like, 2 + 2 * num_ids_of(ids[0])),
+        _scratch_like(like, copy.num_destinations),
+    ]
+    pairs, _ = jax.ffi.ffi_call("jaxkv_plan_pairs", results)(*operands, **attributes)
+    return pairs
+
+
 def copy_blocks(
-    copy: BlockCopy, ids: tuple[Any, Any], implementation: str | None, *, reports_ids: bool
+    copy: BlockCopy, ids: tuple[Any, Any], pairs: Any, implementation: str
 ) -> list[Any]:
     """Traces the copy; returns the written arrays.
 
-    Of several copies with the same ids, one reports those it refuses.
+    Args:
+      copy: what to copy.
+      ids: source and destination ids, which the copy engine reads.
+      pairs: what `plan_pairs` made of them, which the others read.
+      implementation: what serves the call.
     """
-    chosen = choose(copy, ids, implementation).implementation
-    header = _native.extension().HOST_IDS_HEADER
-    headers = [header if isinstance(entry, HostIds) else 0 for entry in ids]
-    operands = [entry.data if isinstance(entry, HostIds) else jnp.asarray(entry) for entry in ids]
-    num_ids = num_ids_of(ids[0])
+    operands: list[Any] = [pairs]
+    attributes: dict[str, Any] = {}
+    if implementation == "dma":
+        operands, attributes = _id_operands(copy, ids)
     results = _result_types(copy)
-    scratch = [
-        _scratch_like(results[0], 2 + 2 * num_ids),
-        _scratch_like(results[0], copy.num_destinations),
-    ]
     first_written = len(operands) + (len(copy.strided) if copy.to_dense else 0)
     geometry = copy.geometry
-    with jax.named_scope(f"jaxkv.{copy.operation}"):
-        outputs = jax.ffi.ffi_call(
-            TARGETS[chosen],
-            [*results, *scratch],
-            input_output_aliases={first_written + i: i for i in range(len(results))},
-        )(
-            *operands,
-            *copy.strided,
-            *copy.dense,
-            to_dense=copy.to_dense,
-            reports_ids=reports_ids,
-            source_header=np.int64(headers[0]),
-            destination_header=np.int64(headers[1]),
-            num_sms=np.int64(_num_sms(copy)),
-            geometry=np.array(
-                [
-                    geometry.block_bytes,
-                    geometry.run_bytes,
-                    *geometry.counts,
-                    *geometry.strides_bytes,
-                    geometry.page_stride_bytes,
-                    copy.num_dense,
-                    copy.num_strided,
-                ],
-                np.int64,
-            ),
-            strided_offsets=np.array(copy.strided_offsets, np.int64),
-        )
-    return list(outputs[: len(results)])
+    call = jax.ffi.ffi_call(
+        TARGETS[implementation],
+        results,
+        input_output_aliases={first_written + i: i for i in range(len(results))},
+    )
+    written = call(
+        *operands,
+        *copy.strided,
+        *copy.dense,
+        **attributes,
+        to_dense=copy.to_dense,
+        num_sms=np.int64(_num_sms(copy)),
+        geometry=np.array(
+            [
+                geometry.block_bytes,
+                geometry.run_bytes,
+                *geometry.counts,
+                *geometry.strides_bytes,
+                geometry.page_stride_bytes,
+                copy.num_dense,
+                copy.num_strided,
+            ],
+            np.int64,
+        ),
+        strided_offsets=np.array(copy.strided_offsets, np.int64),
+    )
+    return list(written)
+
+
+def _id_operands(copy: BlockCopy, ids: tuple[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
+    header = _native.extension().HOST_IDS_HEADER
+    operands = [entry.data if isinstance(entry, HostIds) else jnp.asarray(entry) for entry in ids]
+    headers = [header if isinstance(entry, HostIds) else 0 for entry in ids]
+    return operands, {
+        "source_header": np.int64(headers[0]),
+        "destination_header": np.int64(headers[1]),
+        "num_sources": np.int64(copy.num_sources),
+        "num_destinations": np.int64(copy.num_destinations),
+    }
 
 
 def _result_types(copy: BlockCopy) -> list[Any]:

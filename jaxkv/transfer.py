@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.block_copy import IMPLEMENTATIONS, BlockCopy, choose, copy_blocks
+from jaxkv.block_copy import IMPLEMENTATIONS, BlockCopy, choose, copy_blocks, plan_pairs
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import as_ids, check_page_ids, ids_on_host, num_ids_of
 from jaxkv.host_pool import HostPool
@@ -199,14 +199,18 @@ def _resolve(
 
 
 def _run(call: _Call, implementation: str | None) -> Any:
-    if num_ids_of(call.ids[0]) == 0:
+    if not call.copies or num_ids_of(call.ids[0]) == 0:
         return call.rebuild([list(copy.written) for copy in call.copies])
-    return call.rebuild(
-        [
-            copy_blocks(copy, call.ids, implementation, reports_ids=index == 0)
-            for index, copy in enumerate(call.copies)
-        ]
-    )
+    chosen = [choose(copy, call.ids, implementation).implementation for copy in call.copies]
+    with jax.named_scope(f"jaxkv.{call.copies[0].operation}"):
+        # All copies name the same blocks, so they share one plan; the copy engine makes its own.
+        pairs = None if set(chosen) == {"dma"} else plan_pairs(call.copies[0], call.ids)
+        return call.rebuild(
+            [
+                copy_blocks(copy, call.ids, pairs, name)
+                for copy, name in zip(call.copies, chosen, strict=True)
+            ]
+        )
 
 
 def _resolve_pages(

@@ -127,7 +127,7 @@ def distinct_ids(case: Case, count: int, seed: int = 0) -> tuple[np.ndarray, np.
 def as_ids(values, implementation: str | None, sharding: jax.sharding.Sharding | None = None):
     """Page ids in the form that the implementation takes."""
     ids = np.asarray(values, np.int32)
-    if implementation == "dma":
+    if implementation in ("dma", "unordered"):
         return jaxkv.HostIds(ids, sharding=sharding)
     return jax.numpy.asarray(ids)
 

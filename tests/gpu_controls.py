@@ -16,8 +16,8 @@ def unordered_copy(direction: str, pool, cache, host_pages, device_pages):
     """`load_pages` or `store_pages` on a stream that waits for no other, nor is waited for."""
     ids = (host_pages, device_pages) if direction == "load" else (device_pages, host_pages)
     operation = getattr(jaxkv, f"{direction}_pages")
-    with mock.patch.dict(block_copy.TARGETS, kernel="jaxkv_copy_blocks_unordered"):
-        return operation(pool, cache, *ids, implementation="kernel")
+    with mock.patch.dict(block_copy.TARGETS, dma="jaxkv_copy_blocks_unordered"):
+        return operation(pool, cache, *ids, implementation="dma")
 
 
 def settle(*outputs) -> None:
