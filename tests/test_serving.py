@@ -351,7 +351,8 @@ def test_the_command_names_a_bad_option(option, message, prompts, capsys):
 def test_the_command_names_a_bad_prompts_file(tmp_path):
     command = importlib.import_module("examples.serving.__main__")
     path = tmp_path / "bad.jsonl"
-    for text in ('{"id": "a"}\n', "no JSON\n", "[]\n"):
+    line = '{"id": "a", "turns": ["b"]}\n'
+    for text in ('{"id": "a"}', '{"id": "a", "turns": []}', "no JSON", "[]", "", line * 2):
         path.write_text(text)
         with pytest.raises(SystemExit, match=r"bad\.jsonl: each line needs an id and turns"):
             command.main(["--prompts", str(path)])

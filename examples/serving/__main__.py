@@ -61,7 +61,10 @@ def positive(text: str) -> int:
 def read_conversations(path: Path) -> dict[str, list[str]]:
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        return {line["id"]: line["turns"] for line in lines}
+        conversations = {line["id"]: line["turns"] for line in lines}
+        if not lines or len(conversations) < len(lines) or not all(conversations.values()):
+            raise ValueError("nothing there, or an id that is not unique, or no turns")
+        return conversations
     except (KeyError, TypeError, ValueError) as error:
         raise SystemExit(f"{path}: each line needs an id and turns: {error!r}") from error
 
@@ -123,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(report.table(rounds["offload"]))
     print("\nAll runs, without first turns")
     print(report.table(compared))
+    print("TTFT: mean time from entering the batch, loads included, to a first token on the host")
     if args.plot:
         report.plot(rounds, args.plot)
     if args.json:

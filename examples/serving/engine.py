@@ -7,7 +7,7 @@ Why a run with a host pool gives the same bits as one whose HBM holds everything
 numbers of tokens and at `Limits`, never at time or at where a page lies, so both runs compute the
 same tokens in the same batches; the number of pages enters gathers and scatters only, which move
 bytes; and page copies are exact. A run that computes evicted pages again has other batches, so it
-agrees up to rounding, which float32 products keep far below the distance between two tokens.
+agrees up to rounding: with float32 products far less than what parts the two best tokens.
 """
 
 import time
@@ -41,7 +41,7 @@ class Limits:
     pages_in_use: int  # of all running turns together, shared ones counted each time
 
 
-@dataclass
+@dataclass(eq=False)
 class Turn:
     """One answer: what it is asked for, and what became of it."""
 
@@ -95,7 +95,7 @@ class Engine:
             dtype=params["norm"].dtype,
         )
         cache = jaxkv.DeviceCache.create(self.spec, num_pages=num_hbm_pages)
-        # Committed to its device, as the first load would make it: jit compiles for each case.
+        # Committed to its device, as the first load makes it, or jit would compile for both.
         self.cache = jax.device_put(cache, jax.devices()[0])
         self.pool: Any = None
         if num_host_pages:
