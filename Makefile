@@ -40,6 +40,7 @@ lint: $(INSTALLED)  ## format, types, and compilation with warnings as errors
 	$(PY) -m ruff format --check
 	$(VENV)/bin/clang-format --dry-run -Werror cuda/*
 	$(PY) -m mypy
+	$(PY) -m bench.evidence --check
 	$(call wheel,lint,cmake.define.JAXKV_WERROR=ON)
 
 format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them

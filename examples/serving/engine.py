@@ -94,9 +94,7 @@ class Engine:
             head_dim=config.head_dim,
             dtype=params["norm"].dtype,
         )
-        cache = jaxkv.DeviceCache.create(self.spec, num_pages=num_hbm_pages)
-        # Committed to its device, as the first load makes it, or jit would compile for both.
-        self.cache = jax.device_put(cache, jax.devices()[0])
+        self.cache = jaxkv.DeviceCache.create(self.spec, num_pages=num_hbm_pages)
         self.pool: Any = None
         if num_host_pages:
             self.pool = jaxkv.HostPool.create(self.spec, num_pages=num_host_pages, layout=layout)
