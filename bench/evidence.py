@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import demo
+from bench import demo, transfer
 from bench.results import REPOSITORY, RESULTS, Row, Target, git
 
 README = REPOSITORY / "README.md"
@@ -146,16 +146,24 @@ def tests_table(files: Sequence[File]) -> str:
 
 
 def transfer_table(files: Sequence[File]) -> str:
-    header = ("device", "copy", "GB/s", "of the roof", "roof, GB/s", "others, GB/s")
-    lines = []
+    """One line for each direction and size of block, in the layout that the README meets first."""
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
     for file in files:
         for row in file.rows_of("bandwidth") if file.name == "transfer" else ():
-            roof = row.roof or {"name": "none", "value": float("nan")}
-            peers = ", ".join(f"{name} {number(value)}" for name, value in row.peers.items())
-            share = f"{row.value / roof['value']:.0%}"
-            limit = f"{number(roof['value'])} ({roof['name']})"
-            lines.append((file.device, row.case, number(row.value), share, limit, peers or "-"))
-    return table(header, lines)
+            direction, layout, implementation, blocks = row.case.split(", ")
+            if layout != transfer.LAYOUTS[0] or row.roof is None:
+                continue
+            roof = row.roof["value"]
+            line = lines.setdefault((file.device, f"{direction}, {blocks}"), {})
+            line[implementation] = f"{number(row.value)} ({row.value / roof:.0%})"
+            line |= {name: f"{number(value)}" for name, value in row.peers.items()}
+            line["roof"] = f"{number(roof)} ({row.roof['name']})"
+    columns = dict.fromkeys(name for line in lines.values() for name in line)
+    names = sorted(columns, key=lambda name: (name == "roof", name == "plain JAX", name))
+    return table(
+        ("device", f"{transfer.LAYOUTS[0]}, GB/s (share of the roof)", *names),
+        [(*key, *(line.get(name, "-") for name in names)) for key, line in lines.items()],
+    )
 
 
 def demo_table(files: Sequence[File]) -> str:

@@ -115,7 +115,8 @@ def plain_jax_rate(size: Size, direction: str) -> float:
         step = lambda cache: scatter(cache, jax.device_put(staged, on_device), ids)  # noqa: E731
         seconds, _ = _time(size, step, cache)
     else:
-        step = lambda _: jax.device_put(gather(cache, ids), on_host)  # noqa: E731
+        # Nothing chains these calls, so each is waited for: only the last would be otherwise.
+        step = lambda _: jax.block_until_ready(jax.device_put(gather(cache, ids), on_host))  # noqa: E731
         seconds, _ = _time(size, step, staged)
     return size.nbytes / seconds / 1e9
 
