@@ -1,7 +1,7 @@
-// Page copies on CUDA: `kernel` (SMs read and write pinned memory; ids on the device; capturable)
-// and `dma` (copy engine; ids on the host).
+// Page copies by a CUDA kernel: SMs read and write pinned memory, ids are on the device,
+// capturable.
 //
-// A kernel copy is two calls: plan_pairs checks the ids and lists the pairs that may be copied, and
+// A copy is two calls: plan_pairs checks the ids and lists the pairs that may be copied, and
 // copy_blocks moves all buffers' words in one flat index space, so that its rate does not depend on
 // the size of a page. They are two FFI calls because XLA puts every result of a call that writes
 // host memory into host memory, where the plan's atomics would cross the link.
@@ -23,7 +23,6 @@ constexpr int kWordsInFlight = 8;  // independent loads per thread: PCIe latency
 constexpr int kPlanThreads = 1024;
 constexpr int kPlanOneBlock = 8 * kPlanThreads;
 constexpr uint32_t kMaxWords = 1u << 31;  // FastDivisor's range
-constexpr size_t kDescriptorsPerBatch = 1024;
 
 // ---------------------------------------------------------------------------------------------
 // Errors
@@ -312,83 +311,6 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairLis
 }
 
 // ---------------------------------------------------------------------------------------------
-// Copy engine
-
-struct Descriptors {
-  std::vector<void*> to;
-  std::vector<const void*> from;
-  std::vector<size_t> bytes;
-  size_t buffer_begin = 0;
-
-  // Copies are joined within a buffer only: neighbours in two allocations are no neighbours.
-  void start_buffer() { buffer_begin = to.size(); }
-
-  void add(std::byte* destination, const std::byte* source, size_t size) {
-    const bool joins = to.size() > buffer_begin &&
-                       static_cast<std::byte*>(to.back()) + bytes.back() == destination &&
-                       static_cast<const std::byte*>(from.back()) + bytes.back() == source;
-    if (joins) {
-      bytes.back() += size;
-    } else {
-      to.push_back(destination);
-      from.push_back(source);
-      bytes.push_back(size);
-    }
-  }
-};
-
-Descriptors describe_copies(const BlockCopy& copy, const std::vector<BlockPair>& pairs) {
-  const CopyGeometry& g = copy.geometry;
-  Descriptors all;
-  for (size_t b = 0; b < copy.dense.size(); ++b) {
-    all.start_buffer();
-    for (const auto& pair : pairs) {
-      std::byte* dense = copy.dense[b] + copy.dense_block(pair) * g.block_bytes;
-      std::byte* strided = copy.strided[b] + copy.strided_block(pair) * g.page_stride;
-      for (int64_t i0 = 0; i0 < g.count0; ++i0) {
-        for (int64_t i1 = 0; i1 < g.count1; ++i1, dense += g.run_bytes) {
-          std::byte* run = strided + g.run_offset(i0, i1);
-          all.add(copy.to_dense ? dense : run, copy.to_dense ? run : dense, g.run_bytes);
-        }
-      }
-    }
-  }
-  return all;
-}
-
-ffi::Error enqueue_one_by_one(cudaStream_t stream, const Descriptors& all, size_t begin,
-                              size_t end) {
-  for (size_t i = begin; i < end; ++i) {
-    JAXKV_CUDA_TRY(
-        cudaMemcpyAsync(all.to[i], all.from[i], all.bytes[i], cudaMemcpyDefault, stream));
-  }
-  return ffi::Error::Success();
-}
-
-// Batches are bounded: drivers were seen to fail at some 50,000 descriptors (vLLM issue 49276).
-ffi::Error enqueue_descriptors(cudaStream_t stream, Descriptors& all) {
-  for (size_t begin = 0; begin < all.to.size(); begin += kDescriptorsPerBatch) {
-    const size_t count = std::min(kDescriptorsPerBatch, all.to.size() - begin);
-    cudaMemcpyAttributes attributes{};
-    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-    size_t first_with_attributes = 0;
-    const cudaError_t status = cudaMemcpyBatchAsync(all.to.data() + begin, all.from.data() + begin,
-                                                    all.bytes.data() + begin, count, &attributes,
-                                                    &first_with_attributes, 1, stream);
-    if (status == cudaSuccess) continue;
-    (void)cudaGetLastError();
-    if (status != cudaErrorNotSupported && status != cudaErrorCallRequiresNewerDriver) {
-      return ffi::Error::Internal(std::string("jaxkv: cudaMemcpyBatchAsync failed: ") +
-                                  cudaGetErrorString(status));
-    }
-    if (auto error = enqueue_one_by_one(stream, all, begin, begin + count); error.failure()) {
-      return error;
-    }
-  }
-  return ffi::Error::Success();
-}
-
-// ---------------------------------------------------------------------------------------------
 // Handlers
 
 // Everything that may allocate or load a module happens before the first execution.
@@ -457,40 +379,6 @@ ffi::Error copy_unordered(cudaStream_t, int32_t device, ffi::Buffer<ffi::S32> so
   return error;
 }
 
-ffi::Error open_ids_for_dma(const IdList& list, const char* name) {
-  cudaPointerAttributes where;
-  JAXKV_CUDA_TRY(cudaPointerGetAttributes(&where, list.words.data()));
-  if (where.type == cudaMemoryTypeDevice || list.header == 0) {
-    return ffi::Error::InvalidArgument(std::string("jaxkv dma: ids of ") + name +
-                                       " are no HostIds, and the host must read them");
-  }
-  return open_ids(list, name);
-}
-
-ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
-                       ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
-                       ffi::RemainingRets rets, ffi::Dictionary attributes) {
-  // A captured copy would replay these ids for ever; and a batch under capture is lost in silence.
-  cudaStreamCaptureStatus capture;
-  JAXKV_CUDA_TRY(cudaStreamIsCapturing(stream, &capture));
-  if (capture != cudaStreamCaptureStatusNone) {
-    return ffi::Error::Internal("jaxkv: dma cannot be captured in a CUDA graph; use kernel");
-  }
-  const auto copy = decode_copy(args, rets, attributes);
-  if (!copy.has_value()) return copy.error();
-  const auto ids = decode_ids(source_ids, destination_ids, attributes);
-  if (!ids.has_value()) return ids.error();
-  if (auto error = open_ids_for_dma(ids->sources, "the source"); error.failure()) return error;
-  if (auto error = open_ids_for_dma(ids->destinations, "the destination"); error.failure()) {
-    return error;
-  }
-  std::vector<PageErrorEntry> refused;
-  const auto pairs = plan_on_host(*ids, &refused);
-  for (const auto& e : refused) record_on_host(e.fault, e.position, e.id, e.limit);
-  auto descriptors = describe_copies(*copy, pairs);
-  return enqueue_descriptors(stream, descriptors);
-}
-
 }  // namespace
 
 using Stream = ffi::PlatformStream<cudaStream_t>;
@@ -520,16 +408,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksUnordered, copy_unordered,
                               ffi::Ffi::Bind()
                                   .Ctx<Stream>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<Int32s>()
-                                  .Arg<Int32s>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs());
-
-// No command-buffer trait: the host reads the ids when the call is enqueued.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksDma, copy_by_dma,
-                              ffi::Ffi::Bind()
-                                  .Ctx<Stream>()
                                   .Arg<Int32s>()
                                   .Arg<Int32s>()
                                   .RemainingArgs()
