@@ -159,6 +159,7 @@ def _dispatch(
         )
     call = _resolve(operation, state, ids, layers)
     leaves = jax.tree.leaves((state, call.ids))
+    _check_whole(leaves)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return _run(call, implementation)
     _check_concrete(call, leaves)
@@ -323,18 +324,29 @@ _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Any]]] = {
 }
 
 
+def _check_whole(leaves: list[Any]) -> None:
+    """Raises if an array is known to be split over a mesh: XLA would gather it for an opaque call.
+
+    Known are concrete arrays and, while tracing, those of a mesh with explicit axes.
+    """
+    for leaf in leaves:
+        traced = isinstance(leaf, jax.core.Tracer)
+        sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, "sharding", None)
+        spec = getattr(sharding, "spec", ())
+        if any(axis is not None for axis in spec):
+            raise ValueError(
+                f"an array is split over its mesh as {spec}: "
+                "call this inside jax.shard_map, on the shard of each device"
+            )
+
+
 def _check_concrete(call: _Call, leaves: list[Any]) -> None:
-    """What only values show: released arrays, arrays of a mesh, and ids that the host can read."""
+    """What only values show: released arrays, and ids that the host can read."""
     for leaf in leaves:
         if not isinstance(leaf, jax.Array):
             continue
         if leaf.is_deleted():
             raise ValueError("an array of the call was released or donated: its memory is gone")
-        if len(leaf.sharding.device_set) > 1 and not leaf.is_fully_replicated:
-            raise ValueError(
-                f"an array is split over {len(leaf.sharding.device_set)} devices: "
-                "call this inside jax.shard_map, on the shard of each device"
-            )
     sources, destinations = (ids_on_host(entry) for entry in call.ids)
     for copy in call.copies:
         limits = (copy.num_sources, copy.num_destinations)

@@ -1,5 +1,7 @@
 """What a page copy refuses: each error by its key words, and nothing written."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,13 +178,17 @@ def test_an_implementation_that_cannot_serve_is_refused(direction, name, error, 
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_sharded_pool_is_refused_outside_shard_map(direction):
+@pytest.mark.parametrize("direction, inside_jit", [*product(DIRECTIONS, (False, True))])
+def test_a_sharded_pool_is_refused_outside_shard_map(direction, inside_jit):
+    """XLA would gather the pool for a call that it can't split; a mesh with explicit axes shows."""
     case = make_case()
-    mesh = mesh_of(2)
+    mesh = jax.sharding.Mesh(
+        mesh_of(2).devices, ("tp",), axis_types=(jax.sharding.AxisType.Explicit,)
+    )
     pool, cache = (getattr(case, name)(mesh=mesh, head_axis="tp") for name in ("pool", "cache"))
     ids = [np.zeros(1, np.int32)] * 2
-    assert_refused(lambda: copy(direction, pool, cache, *ids), ValueError, "shard_map", "2 devices")
+    run = runner(direction, inside_jit)
+    assert_refused(lambda: run(pool, cache, *ids), ValueError, "shard_map", "tp")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
