@@ -1,4 +1,4 @@
-"""Runs the tests marked `sanitizer` under compute-sanitizer and records it: `python -m bench.memcheck`.
+"""Runs the tests marked `sanitizer` under compute-sanitizer: `python -m bench.memcheck`.
 
 Exits with 0 only if tests ran, all passed and no memory error was found.
 """

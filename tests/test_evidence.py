@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench import demo, evidence, gpu_test, results, roof, transfer
+from bench import demo, evidence, gpu_test, memcheck, results, roof, transfer
 from bench.results import Results, Row, Target
 
 README = """# Title
@@ -431,3 +431,18 @@ def test_roof_is_a_copy_by_the_driver(direction):
     name, rate = roof.contiguous_copy(direction, 1 << 20)
     assert name.startswith("1 MiB cuMemcpy")
     assert rate > 0
+
+
+@pytest.mark.parametrize(
+    ("output", "met"),
+    [
+        ("== 9 passed, 2 deselected ==\n========= ERROR SUMMARY: 0 errors\n", True),
+        ("== 9 passed, 2 deselected ==\n========= ERROR SUMMARY: 1 error\n", False),
+        ("== 1 failed, 9 passed ==\n========= ERROR SUMMARY: 0 errors\n", False),
+        ("== 9 deselected ==\n========= ERROR SUMMARY: 0 errors\n", False),
+        ("== 9 passed ==\n", False),
+    ],
+    ids=["clean", "memory error", "failed test", "no test", "no summary"],
+)
+def test_memcheck_is_met_only_by_a_clean_run(output, met):
+    assert memcheck.record(Results("memcheck"), output) == met
