@@ -11,16 +11,19 @@ FRESH_TARGETS ?= test demo
 # The oldest jax, that of the GPU machines, and the newest.
 JAX_VERSIONS := 0.10.2 0.11.2 0.12.0.1
 
+comma := ,
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
 NATIVE := $(wildcard cuda/*) CMakeLists.txt pyproject.toml tools/build_backend.py tools/locate.py
 
+# Where there is a GPU, jax comes with its CUDA plugin.
+GPUS := $(wildcard /dev/nvidia[0-9]*)
 ifdef SYSTEM_PACKAGES
 INSTALL := --no-build-isolation --no-deps --no-index -e .
 else
-INSTALL := -e ".[test,bench,dev]"
+INSTALL := -e ".[test,bench,dev$(if $(GPUS),$(comma)cuda13)]"
 endif
 
 .PHONY: help demo test lint format asan compat fresh check gpu-test multigpu-test memcheck bench \
@@ -100,6 +103,8 @@ $(INSTALLED): $(NATIVE) | $(PY)
 # A .pth file, because --system-site-packages of an interpreter that is itself in a virtual
 # environment would show the packages of the one below.
 $(PY):
+# Where there is a GPU, jax comes with its CUDA plugin.
+GPUS := $(wildcard /dev/nvidia[0-9]*)
 ifdef SYSTEM_PACKAGES
 	$(PYTHON) -m venv --without-pip $(VENV)
 	$(PYTHON) -c 'import sys; [print(f"import site; site.addsitedir({p!r})") for p in sys.path \
