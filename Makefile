@@ -103,8 +103,6 @@ $(INSTALLED): $(NATIVE) | $(PY)
 # A .pth file, because --system-site-packages of an interpreter that is itself in a virtual
 # environment would show the packages of the one below.
 $(PY):
-# Where there is a GPU, jax comes with its CUDA plugin.
-GPUS := $(wildcard /dev/nvidia[0-9]*)
 ifdef SYSTEM_PACKAGES
 	$(PYTHON) -m venv --without-pip $(VENV)
 	$(PYTHON) -c 'import sys; [print(f"import site; site.addsitedir({p!r})") for p in sys.path \
