@@ -29,6 +29,8 @@ endif
 .PHONY: help demo test lint format asan compat fresh check gpu-test multigpu-test memcheck bench \
         evidence clean
 
+.DELETE_ON_ERROR:  # a .venv that could not be completed is not one
+
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 
@@ -98,6 +100,7 @@ wheel = rm -rf build/$(1) && $(PIP) wheel -q --no-deps -w build/$(1) \
 $(INSTALLED): $(NATIVE) | $(PY)
 	$(PIP) install $(INSTALL)
 	cp $$($(PY) -c "import jaxkv._ext as e; print(e.__file__.split('_ext.')[0])")_ext.pyi jaxkv/
+	@$(PY) -c "import jaxkv._ext as e; print('CUDA handlers:', 'built' if e.CUDA else 'NOT built')"
 	touch $@
 
 # A .pth file, because --system-site-packages of an interpreter that is itself in a virtual
