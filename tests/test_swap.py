@@ -1,0 +1,381 @@
+"""`jaxkv.swap`: the Pallas kernels, interpreted on cpu and compiled on a GPU, against NumPy.
+
+The interpreter takes arrays in device memory only, so that on cpu the host side of a copy is
+simulated; what becomes of host memory shows in the program, and on a GPU.
+"""
+
+import dataclasses
+import re
+from functools import partial
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import DIRECTIONS, after, copied_shapes, distinct_ids, make_case, pointers, put
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import SingleDeviceSharding
+from reference import KIND_LAYOUTS, assert_same_bytes, random_array
+
+from jaxkv import block_copy, swap
+from jaxkv.block_copy import BlockCopy
+from jaxkv.layout import PageGeometry
+from jaxkv.swap import Ring, copy_blocks_pallas
+from jaxkv.transfer import _resolve
+
+# One warpgroup: the interpreter of jax 0.10.2 takes seconds for each further one.
+SMALL = dict(threads=1, depth=3)
+BLOCKS = 9, 12  # of the source and of the destination
+PAIRS = [(8, 11), (0, 2), (3, 0), (5, 4), (1, 1)]  # source and destination blocks
+UNUSED = [7, 7] * 3
+
+
+def plan(pairs) -> np.ndarray:
+    """The pairs as the kernel reads them, with entries behind their end that none may follow."""
+    words = [len(pairs), -1, *np.array(pairs, np.int32).reshape(-1), *UNUSED]
+    return np.array(words, np.int32)
+
+
+def block_copies(sources, destinations, to_dense: bool) -> BlockCopy:
+    """A copy between lists of `[blocks, ...]` arrays whose blocks are equally many bytes."""
+    dense, strided = (destinations, sources) if to_dense else (sources, destinations)
+    block_bytes = dense[0].size * dense[0].dtype.itemsize // len(dense[0])
+    return BlockCopy(
+        operation="swap_blocks",
+        to_dense=to_dense,
+        dense=dense,
+        strided=strided,
+        geometry=PageGeometry(block_bytes, block_bytes, (1, 1), (0, 0), block_bytes),
+        strided_offsets=[0] * len(dense),
+        num_dense=len(dense[0]),
+        num_strided=len(strided[0]),
+    )
+
+
+def swap_arrays(sources, destinations, pairs, *, to_dense: bool = True, **options):
+    """The written arrays of one copy of all arrays; to be jitted."""
+    copy = block_copies(sources, destinations, to_dense)
+    return copy_blocks_pallas(copy, pairs, [jax.typeof(a) for a in destinations], **options)
+
+
+def check_swap(
+    shapes, pairs=PAIRS, to_dense: bool = True, memories=("device", "device"), **options
+) -> list[jax.Array]:
+    """Copies between arrays of these block shapes and dtypes; compares every byte."""
+    rng = np.random.default_rng(0)
+    host = [[random_array(rng, (n, *shape), dtype) for shape, dtype in shapes] for n in BLOCKS]
+    device = jax.devices()[0]
+    placed = [
+        [put(array, SingleDeviceSharding(device, memory_kind=memory)) for array in arrays]
+        for arrays, memory in zip(host, memories, strict=True)
+    ]
+    before = pointers(placed[1])
+    step = jax.jit(partial(swap_arrays, to_dense=to_dense, **options), donate_argnums=1)
+    got = step(*placed, plan(pairs))
+    for source, destination, array in zip(*host, got, strict=True):
+        for from_block, to_block in pairs:
+            destination[to_block] = source[from_block]
+        assert_same_bytes(array, destination, "destination")
+    for array, source in zip(placed[0], host[0], strict=True):
+        assert_same_bytes(array, source, "source")
+    assert {array.sharding.memory_kind for array in got} == {memories[1]}
+    assert pointers(got) == before
+    return got
+
+
+def words(num_words: int):
+    return ((num_words,), "int32")
+
+
+# ---------------------------------------------------------------------------------------------
+# The kernel, interpreted on cpu
+
+
+@given(st.integers(1, 2**13).map(lambda units: 128 * units))
+def test_ring_holds_any_block(block_bytes):
+    ring = Ring.of(block_bytes)
+    assert ring.block_words * 4 == block_bytes
+    assert ring.chunk_words * 4 % 128 == 0
+    starts = ring.start(np.arange(ring.chunks)).tolist()
+    covered = {start + i for start in starts for i in range(0, ring.chunk_words, 32)}
+    assert covered == set(range(0, ring.block_words, 32))
+    slots = ring.threads * ring.depth
+    assert slots <= 32 and slots * ring.chunk_words * 4 <= 192 * 1024
+    assert 1 <= ring.threads <= 8 and 1 <= ring.lag < ring.depth
+
+
+@pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
+@pytest.mark.parametrize(
+    "block, chunk, chunks, depth",
+    [(32, 32, 1, 2), (96, 32, 3, 3), (160, 64, 3, 4), (256, 256, 1, 1)],
+    ids=["whole", "cut", "overlapping", "one slot"],
+)
+def test_blocks_in_chunks(block, chunk, chunks, depth, to_dense):
+    ring = Ring(block, chunk, chunks, threads=1, depth=depth)
+    check_swap([words(block)], to_dense=to_dense, num_sms=2, ring=ring)
+
+
+@pytest.mark.parametrize("pairs", [[], [(8, 11)], PAIRS], ids=len)
+def test_more_workers_than_work(pairs):
+    check_swap([words(32)], pairs, num_sms=6, ring=Ring(32, 32, 1, **SMALL))
+
+
+def test_several_warpgroups():
+    check_swap([words(64)], num_sms=1, ring=Ring(64, 32, 2, threads=2, depth=2))
+
+
+@pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
+def test_a_list_of_arrays_of_any_type(to_dense):
+    """Arrays with equally large blocks share a launch, whatever their shapes and types."""
+    shapes = [
+        ((4, 2, 16), "bfloat16"),
+        ((64,), "float32"),
+        ((2, 128), "int8"),
+        ((256,), "float8_e4m3fn"),
+        ((8, 16), "uint16"),
+    ]
+    check_swap(shapes, to_dense=to_dense, num_sms=1, ring=Ring(64, 64, 1, **SMALL))
+
+
+def test_eight_byte_types():
+    with jax.enable_x64(True):
+        shapes = [((4, 4), "float64"), ((16,), "int64")]
+        check_swap(shapes, num_sms=1, ring=Ring(32, 32, 1, **SMALL))
+
+
+WHOLE_BLOCKS = ("layer_first", "page_first_direct", "page_unified")
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("has_tma", [True, False], ids=["sm_90", "before sm_90"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    "kind, layout", [entry for entry in KIND_LAYOUTS if entry[1] in WHOLE_BLOCKS]
+)
+def test_pages_of_host_layouts(kind, layout, direction, has_tma, monkeypatch):
+    """Some layers of a pool: where a page lies in it is as much arithmetic as the kernel has."""
+    monkeypatch.setattr(swap, "_has_tma", lambda: has_tma)
+    case = make_case(layout, kind=kind, num_layers=3, page_size=8)
+    on_device = SingleDeviceSharding(jax.devices()[0], memory_kind="device")
+    pool, cache = case.pool(), case.cache()
+    pool = dataclasses.replace(pool, data=put(case.host, on_device))
+    host_pages, device_pages = distinct_ids(case, 4)
+    ids = (host_pages, device_pages) if direction == "load" else (device_pages, host_pages)
+    layers = range(1, 3)
+
+    @jax.jit
+    def step(pool, cache, pairs):
+        call = _resolve(f"{direction}_pages", (pool, cache), ids, layers)
+        [copy] = call.copies
+        ring = Ring(copy.geometry.block_bytes // 4, 32, copy.geometry.block_bytes // 128, **SMALL)
+        assert swap.refusal(copy, len(ids[0])) is None
+        results = [jax.typeof(array) for array in copy.written]
+        return call.rebuild([copy_blocks_pallas(copy, pairs, results, num_sms=2, ring=ring)])
+
+    out = step(pool, cache, plan(list(zip(*ids, strict=True))))
+    want = case.expected(direction, host_pages, device_pages, layers)
+    case.assert_holds(*after(direction, out, pool, cache), **want)
+
+
+def count_races(lag_error: int) -> bool:
+    """Whether the interpreter finds a race when stores are waited for `lag_error` too few."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+
+    wait = plgpu.wait_smem_to_gmem
+
+    def late(n: int, wait_read_only: bool = False) -> None:
+        wait(n + lag_error if wait_read_only else n, wait_read_only=wait_read_only)
+
+    # Two copies by one simulated TMA thread are ordered: so that none are, one for each copy.
+    params = dataclasses.replace(
+        swap._interpreter(), detect_races=True, num_tma_threads_per_device=2 * BLOCKS[1]
+    )
+    pairs = [(i % BLOCKS[0], i) for i in range(BLOCKS[1])]
+    with (
+        mock.patch.object(plgpu, "wait_smem_to_gmem", late),
+        mock.patch.object(swap, "_interpreter", lambda: params),
+    ):
+        try:
+            ring = Ring(32, 32, 1, threads=1, depth=4)
+            jax.block_until_ready(check_swap([words(32)], pairs, num_sms=1, ring=ring))
+            return interpreter.get_races().races_found
+        except Exception as error:  # what jax 0.12 does
+            if "RACE DETECTED" not in str(error):
+                raise
+            return True
+        finally:
+            interpreter.reset_gpu_interpret_mode_state()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="its interpreter sees no such race")
+@pytest.mark.parametrize("lag_error", [0, 1])
+def test_slots_are_taken_over_no_sooner_than_they_are_free(lag_error):
+    """And no later: with one more store in flight there is a race."""
+    assert count_races(lag_error) == bool(lag_error)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
+@pytest.mark.parametrize("num_words", [32, 96, 1056], ids=str)
+def test_before_sm_90(num_words, to_dense):
+    shapes = [words(num_words), ((2 * num_words,), "bfloat16")]
+    with mock.patch.object(swap, "_has_tma", lambda: False):
+        check_swap(shapes, to_dense=to_dense, num_sms=2)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is refused
+
+
+def refused(shape=(64,), dtype="float32", num_ids=5, copies=None, **geometry) -> str:
+    source, destination = (jax.ShapeDtypeStruct((n, *shape), dtype) for n in BLOCKS)
+    copy = block_copies([source], [destination], True)
+    copy = dataclasses.replace(copy, **(copies or {}))
+    copy = dataclasses.replace(copy, geometry=dataclasses.replace(copy.geometry, **geometry))
+    return swap.refusal(copy, num_ids) or ""
+
+
+def test_what_is_refused():
+    assert refused() == ""
+    assert "100 bytes" in refused((25,)) and "128" in refused((25,))
+    assert "runs of 64 bytes" in refused(run_bytes=64, counts=(4, 1))
+    assert "multiples" in refused(page_stride_bytes=384)
+    assert "multiples" in refused(copies=dict(strided_offsets=[128]))
+    assert "bool" in refused((256,), "bool")
+    assert "complex64" in refused((32,), "complex64")
+    assert "32 bits" in refused(num_ids=2**30)
+
+
+# ---------------------------------------------------------------------------------------------
+# Host memory
+
+
+def host_sharding() -> SingleDeviceSharding:
+    return SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+def lowered_for_cuda(direction: str) -> str:
+    """StableHLO of a donating copy between a pool in host memory and three buffers."""
+    case = make_case("page_first_direct", num_layers=3, page_size=8)
+    names = "pool" if direction == "store" else "cache"
+
+    @partial(jax.jit, donate_argnames=(names,))
+    def step(pool, cache, pairs):
+        ids = np.zeros(5, np.int32)
+        call = _resolve(f"{direction}_pages", (pool, cache), (ids, ids), range(2))
+        [copy] = call.copies
+        return call.rebuild(
+            [copy_blocks_pallas(copy, pairs, block_copy._result_types(copy), num_sms=2)]
+        )
+
+    pairs = jnp.zeros(12, jnp.int32)
+    with mock.patch.object(swap, "_interpreter", lambda: False):
+        traced = step.trace(case.pool(), case.cache(), pairs)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_program_has_the_call_on_the_arrays_themselves(direction):
+    """Nothing but reshapes lies between the arguments and the call, in either direction."""
+    text = lowered_for_cuda(direction)
+    found = re.findall(r"= \"?stablehlo\.(\w+)(?: @(\w+))?", text)
+    assert set(found) <= {
+        ("reshape", ""),
+        ("bitcast_convert", ""),
+        ("constant", ""),
+        ("custom_call", "mosaic_gpu_v2"),
+    }
+    assert [name for name, _ in found].count("custom_call") == 1
+    main = text[text.index("@main") :].splitlines()[0]
+    arguments, results = main.split(" -> ")
+    assert arguments.count('"pinned_host"') == 1
+    assert results.count('"pinned_host"') == (direction == "store")
+    written = 1 if direction == "store" else 4
+    assert arguments.count("tf.aliasing_output") == (1 if direction == "store" else 6)
+    assert text.count("#stablehlo.output_operand_alias") == written
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_relabelled_host_memory_is_written_in_place(direction):
+    """The compiled program: XLA follows host memory through whatever types JAX has for it."""
+    case = make_case("page_first_direct")
+    host_pages, device_pages = distinct_ids(case, 4)
+    ids = (host_pages, device_pages) if direction == "load" else (device_pages, host_pages)
+    state = {"pool": case.pool(), "cache": case.cache()}
+    written = "cache" if direction == "load" else "pool"
+    before = pointers(state[written])
+
+    def relabelled(copy: BlockCopy) -> BlockCopy:
+        sides = [[swap._relabel(array) for array in side] for side in (copy.dense, copy.strided)]
+        return dataclasses.replace(copy, operation="swap_blocks", dense=sides[0], strided=sides[1])
+
+    @partial(jax.jit, donate_argnames=(written,))
+    def step(pool, cache, *ids):
+        call = _resolve(f"{direction}_pages", (pool, cache), ids, None)
+        [copy] = call.copies
+        name = block_copy.choose(copy, ids).implementation
+        pairs = block_copy.plan_pairs(copy, ids)
+        arrays = block_copy.copy_blocks(relabelled(copy), ids, pairs, name)
+        types = block_copy._result_types(copy)
+        return call.rebuild([[swap._relabel(a, t) for a, t in zip(arrays, types, strict=True)]])
+
+    shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
+    assert not shapes & copied_shapes(step, *state.values(), *ids)
+    out = step(*state.values(), *ids)
+    assert pointers(out) == before
+    case.assert_holds(
+        *after(direction, out, *state.values()),
+        **case.expected(direction, host_pages, device_pages),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("memories", [("pinned_host", "device"), ("device", "pinned_host")])
+@pytest.mark.parametrize("kib", [0.125, 0.625, 1, 2, 4, 8, 16, 28, 32, 64, 100.125])
+def test_host_memory_on_a_gpu(kib, memories):
+    check_swap([words(int(kib * 256))] * 3, memories=memories, to_dense=memories[1] == "device")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memories", [("pinned_host", "device"), ("device", "pinned_host")])
+def test_the_program_copies_no_host_memory(memories):
+    arrays = [
+        [jax.device_put(np.zeros((n, 256), np.int32), host_sharding().with_memory_kind(memory))]
+        for n, memory in zip(BLOCKS, memories, strict=True)
+    ]
+    step = jax.jit(swap_arrays, donate_argnums=1)
+    assert not copied_shapes(step, *arrays, plan(PAIRS))
+
+
+@pytest.mark.gpu
+def test_a_loop_carries_host_memory():
+    """A pool that is read and written in each step of a scan: every block moves up by one."""
+    rng = np.random.default_rng(0)
+    pool, cache = (random_array(rng, (n, 256), "int32") for n in BLOCKS)
+    steps = range(BLOCKS[0] - 1)
+    loads, stores = (
+        np.stack([plan([pair(i)]) for i in steps])
+        for pair in (
+            lambda i: (i + 1, 0),
+            lambda i: (0, i),
+        )
+    )
+
+    @partial(jax.jit, donate_argnums=0)
+    def move_up(pool, cache, loads, stores):
+        def step(pool, pairs):
+            cached = swap_arrays([pool], [cache], pairs[0])
+            return swap_arrays(cached, [pool], pairs[1], to_dense=False)[0], None
+
+        return jax.lax.scan(step, pool, (loads, stores))[0]
+
+    placed = put(pool, host_sharding())
+    before = pointers(placed)
+    out = move_up(placed, cache, loads, stores)
+    assert_same_bytes(out, np.concatenate([pool[1:], pool[-1:]]), "pool")
+    assert pointers(out) == before
