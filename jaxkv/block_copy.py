@@ -113,7 +113,7 @@ def choose(copy: BlockCopy, ids: tuple[Any, Any], implementation: str | None = N
 def _refusals(ids: tuple[Any, Any]) -> dict[str, str]:
     """Implementations that can't serve a call, and why."""
     platform = jax.default_backend()
-    refusals = {"pallas": "not written yet"}
+    refusals = {"pallas": "its kernels, jaxkv/swap.py, are not wired in yet"}
     if platform == "cpu":
         refusals["dma"] = refusals["kernel"] = "the platform is cpu, it needs a CUDA device"
     else:
