@@ -1,9 +1,13 @@
 """Fixtures that every test file shares: the platform, its implementations, and skips by marker."""
 
+import hypothesis
 import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 4)
+# No test is about time: a slow machine or a sanitizer must not fail one.
+hypothesis.settings.register_profile("jaxkv", deadline=None)
+hypothesis.settings.load_profile("jaxkv")
 
 IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "dma")}
 
