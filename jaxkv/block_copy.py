@@ -1,4 +1,4 @@
-"""The one FFI call under every page copy, and what decides which code serves it."""
+"""The one FFI call under every page copy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from jaxkv import _native
 from jaxkv.host_ids import HostIds, num_ids_of
 from jaxkv.layout import PageGeometry
 
-IMPLEMENTATIONS = ("dma", "kernel", "pallas", "host")
-
 # FFI target of each implementation. One name serves the CUDA kernel and its CPU twin, so that a
 # call that leaves the choice open lowers for either platform.
 TARGETS = {
@@ -23,12 +21,6 @@ TARGETS = {
     "host": "jaxkv_copy_blocks",
     "dma": "jaxkv_copy_blocks_dma",
 }
-
-# Measured on an H200, PCIe Gen5 x16: the copy engine overtakes the kernel from here on.
-_DMA_MIN_RUN_BYTES = 64 * 1024
-# The kernel saturates PCIe with this many SMs and is far from saturating HBM.
-_HOST_LINK_SMS = 12
-_HBM_SMS = 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,61 +62,6 @@ class BlockCopy:
         return self.num_dense if self.to_dense else self.num_strided
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """Which implementation serves a call; `text` says why, and why not each of the others."""
-
-    implementation: str
-    text: str
-
-
-def choose(copy: BlockCopy, ids: tuple[Any, Any], implementation: str | None = None) -> Choice:
-    """Decides while tracing.
-
-    Raises:
-      NotImplementedError: `implementation` can't serve the call, and why.
-    """
-    refusals = _refusals(ids)
-    run = copy.geometry.run_bytes
-    if implementation is not None:
-        if implementation in refusals:
-            raise NotImplementedError(
-                f"{copy.operation}: implementation {implementation!r} does not serve this call: "
-                f"{refusals[implementation]}"
-            )
-        chosen, why = implementation, "asked for"
-    elif "host" not in refusals:
-        chosen, why = "host", "the platform is cpu"
-    elif "dma" not in refusals and run >= _DMA_MIN_RUN_BYTES:
-        chosen, why = "dma", f"runs of {run} bytes, and the copy engine takes no SM"
-    else:
-        chosen, why = "kernel", f"runs of {run} bytes; ids may live on the device"
-    others = {
-        "dma": f"runs of {run} bytes are below {_DMA_MIN_RUN_BYTES}, where it falls behind kernel",
-        "kernel": "it takes SMs that the copy engine does not",
-    }
-    lines = [f"{copy.operation}: {chosen} ({why})"]
-    for other in IMPLEMENTATIONS:
-        if other != chosen:
-            lines.append(f"  not {other}: {refusals.get(other) or others.get(other, why)}")
-    return Choice(chosen, "\n".join(lines))
-
-
-def _refusals(ids: tuple[Any, Any]) -> dict[str, str]:
-    """Implementations that can't serve a call, and why."""
-    platform = jax.default_backend()
-    refusals = {"pallas": "its kernels, jaxkv/swap.py, are not wired in yet"}
-    if platform == "cpu":
-        refusals["dma"] = refusals["kernel"] = "the platform is cpu, it needs a CUDA device"
-    else:
-        refusals["host"] = f"the platform is {platform}, it copies on the CPU backend only"
-        if not _native.extension().CUDA:
-            refusals["kernel"] = refusals["dma"] = "jaxkv was built without CUDA"
-        elif not all(isinstance(entry, HostIds) for entry in ids):
-            refusals["dma"] = "the host writes its descriptors, so both id lists must be HostIds"
-    return refusals
-
-
 def plan_pairs(copy: BlockCopy, ids: tuple[Any, Any]) -> Any:
     """Traces the check of the ids: int32[2 + 2n], the pairs that may be copied and their number."""
     operands, attributes = _id_operands(copy, ids)
@@ -138,7 +75,7 @@ def plan_pairs(copy: BlockCopy, ids: tuple[Any, Any]) -> Any:
 
 
 def copy_blocks(
-    copy: BlockCopy, ids: tuple[Any, Any], pairs: Any, implementation: str
+    copy: BlockCopy, ids: tuple[Any, Any], pairs: Any, implementation: str, num_sms: int
 ) -> list[Any]:
     """Traces the copy; returns the written arrays.
 
@@ -147,6 +84,7 @@ def copy_blocks(
       ids: source and destination ids, which the copy engine reads.
       pairs: what `plan_pairs` made of them, which the others read.
       implementation: what serves the call.
+      num_sms: SMs that it may use.
     """
     operands: list[Any] = [pairs]
     attributes: dict[str, Any] = {}
@@ -166,7 +104,7 @@ def copy_blocks(
         *copy.dense,
         **attributes,
         to_dense=copy.to_dense,
-        num_sms=np.int64(_num_sms(copy)),
+        num_sms=np.int64(num_sms),
         geometry=np.array(
             [
                 geometry.block_bytes,
@@ -213,11 +151,3 @@ def _scratch_like(result: Any, length: int) -> jax.ShapeDtypeStruct:
         sharding=None if mesh.empty else NamedSharding(mesh, PartitionSpec(None)),
         manual_axis_type=result.manual_axis_type,
     )
-
-
-def _num_sms(copy: BlockCopy) -> int:
-    spaces = {
-        str(getattr(jax.typeof(array), "memory_space", ""))
-        for array in (*copy.dense, *copy.strided)
-    }
-    return _HOST_LINK_SMS if any("Host" in space for space in spaces) else _HBM_SMS

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.block_copy import IMPLEMENTATIONS, BlockCopy, choose, copy_blocks, plan_pairs
+from jaxkv.block_copy import BlockCopy, copy_blocks, plan_pairs
+from jaxkv.choice import IMPLEMENTATIONS, choose
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import as_ids, check_page_ids, ids_on_host, num_ids_of
 from jaxkv.host_pool import HostPool
@@ -202,14 +203,15 @@ def _resolve(
 def _run(call: _Call, implementation: str | None) -> Any:
     if not call.copies or num_ids_of(call.ids[0]) == 0:
         return call.rebuild([list(copy.written) for copy in call.copies])
-    chosen = [choose(copy, call.ids, implementation).implementation for copy in call.copies]
+    chosen = [choose(copy, call.ids, implementation) for copy in call.copies]
     with jax.named_scope(f"jaxkv.{call.copies[0].operation}"):
         # All copies name the same blocks, so they share one plan; the copy engine makes its own.
-        pairs = None if set(chosen) == {"dma"} else plan_pairs(call.copies[0], call.ids)
+        by_dma = all(choice.implementation == "dma" for choice in chosen)
+        pairs = None if by_dma else plan_pairs(call.copies[0], call.ids)
         return call.rebuild(
             [
-                copy_blocks(copy, call.ids, pairs, name)
-                for copy, name in zip(call.copies, chosen, strict=True)
+                copy_blocks(copy, call.ids, pairs, choice.implementation, choice.num_sms)
+                for copy, choice in zip(call.copies, chosen, strict=True)
             ]
         )
 

@@ -22,6 +22,7 @@ from reference import KIND_LAYOUTS, assert_same_bytes, random_array
 
 from jaxkv import block_copy, swap
 from jaxkv.block_copy import BlockCopy
+from jaxkv.choice import choose
 from jaxkv.layout import PageGeometry
 from jaxkv.swap import Ring, copy_blocks_pallas
 from jaxkv.transfer import _resolve
@@ -317,9 +318,11 @@ def test_relabelled_host_memory_is_written_in_place(direction):
     def step(pool, cache, *ids):
         call = _resolve(f"{direction}_pages", (pool, cache), ids, None)
         [copy] = call.copies
-        name = block_copy.choose(copy, ids).implementation
+        choice = choose(copy, ids)
         pairs = block_copy.plan_pairs(copy, ids)
-        arrays = block_copy.copy_blocks(relabelled(copy), ids, pairs, name)
+        arrays = block_copy.copy_blocks(
+            relabelled(copy), ids, pairs, choice.implementation, choice.num_sms
+        )
         types = block_copy._result_types(copy)
         return call.rebuild([[swap._relabel(a, t) for a, t in zip(arrays, types, strict=True)]])
 
