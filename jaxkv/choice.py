@@ -35,7 +35,12 @@ class Choice:
     text: str
 
 
-def choose(copy: BlockCopy, ids: tuple[Any, Any], implementation: str | None = None) -> Choice:
+def choose(
+    copy: BlockCopy,
+    ids: tuple[Any, Any],
+    implementation: str | None = None,
+    overlapped: bool = False,
+) -> Choice:
     """Decides while tracing.
 
     Raises:

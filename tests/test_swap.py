@@ -25,7 +25,7 @@ from jaxkv.block_copy import BlockCopy
 from jaxkv.choice import choose
 from jaxkv.layout import PageGeometry
 from jaxkv.swap import Ring, copy_blocks_pallas
-from jaxkv.transfer import _resolve
+from jaxkv.transfer import resolve
 
 # One warpgroup: the interpreter of jax 0.10.2 takes seconds for each further one.
 SMALL = dict(threads=1, depth=3)
@@ -169,7 +169,7 @@ def test_pages_of_host_layouts(kind, layout, direction, has_tma, monkeypatch):
 
     @jax.jit
     def step(pool, cache, pairs):
-        call = _resolve(f"{direction}_pages", (pool, cache), ids, layers)
+        call = resolve(f"{direction}_pages", (pool, cache), ids, layers)
         [copy] = call.copies
         ring = Ring(copy.geometry.block_bytes // 4, 32, copy.geometry.block_bytes // 128, **SMALL)
         assert swap.refusal(copy, len(ids[0])) is None
@@ -267,10 +267,10 @@ def lowered_for_cuda(direction: str) -> str:
     @partial(jax.jit, donate_argnames=(names,))
     def step(pool, cache, pairs):
         ids = np.zeros(5, np.int32)
-        call = _resolve(f"{direction}_pages", (pool, cache), (ids, ids), range(2))
+        call = resolve(f"{direction}_pages", (pool, cache), (ids, ids), range(2))
         [copy] = call.copies
         return call.rebuild(
-            [copy_blocks_pallas(copy, pairs, block_copy._result_types(copy), num_sms=2)]
+            [copy_blocks_pallas(copy, pairs, block_copy.result_types(copy), num_sms=2)]
         )
 
     pairs = jnp.zeros(12, jnp.int32)
@@ -316,14 +316,14 @@ def test_relabelled_host_memory_is_written_in_place(direction):
 
     @partial(jax.jit, donate_argnames=(written,))
     def step(pool, cache, *ids):
-        call = _resolve(f"{direction}_pages", (pool, cache), ids, None)
+        call = resolve(f"{direction}_pages", (pool, cache), ids, None)
         [copy] = call.copies
         choice = choose(copy, ids)
         pairs = block_copy.plan_pairs(copy, ids)
         arrays = block_copy.copy_blocks(
             relabelled(copy), ids, pairs, choice.implementation, choice.num_sms
         )
-        types = block_copy._result_types(copy)
+        types = block_copy.result_types(copy)
         return call.rebuild([[swap._relabel(a, t) for a, t in zip(arrays, types, strict=True)]])
 
     shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
