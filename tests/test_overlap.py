@@ -59,7 +59,8 @@ def ids_of(case: Case, count: int, implementation: str | None, seed: int = 0):
 
 def check(case: Case, direction: str, ids, out, pool, layers=None) -> None:
     new_pool, cache = out
-    want = case.expected(direction, *ids, layers=layers)
+    host_pages, device_pages = ids
+    want = case.expected(direction, host_pages, device_pages, layers)
     case.assert_holds(pool if new_pool is None else new_pool, cache, **want)
 
 
