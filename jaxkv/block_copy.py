@@ -90,7 +90,7 @@ def copy_blocks(
     attributes: dict[str, Any] = {}
     if implementation == "dma":
         operands, attributes = _id_operands(copy, ids)
-    results = _result_types(copy)
+    results = result_types(copy)
     first_written = len(operands) + (len(copy.strided) if copy.to_dense else 0)
     geometry = copy.geometry
     call = jax.ffi.ffi_call(
@@ -134,7 +134,7 @@ def _id_operands(copy: BlockCopy, ids: tuple[Any, Any]) -> tuple[list[Any], dict
     }
 
 
-def _result_types(copy: BlockCopy) -> list[Any]:
+def result_types(copy: BlockCopy) -> list[Any]:
     """The types of the written arrays; a pool's type may have lost its memory space on the way."""
     types = [jax.typeof(array) for array in copy.written]
     if copy.operation == "store_pages":
