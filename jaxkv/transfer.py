@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.block_copy import BlockCopy, copy_blocks, plan_pairs
-from jaxkv.choice import IMPLEMENTATIONS, choose
+from jaxkv.block_copy import BlockCopy, copy_blocks, plan_pairs, result_types
+from jaxkv.choice import IMPLEMENTATIONS, Choice, choose
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import as_ids, check_page_ids, ids_on_host, num_ids_of
 from jaxkv.host_pool import HostPool
@@ -227,12 +227,25 @@ def _run(call: PreparedCall, implementation: str | None) -> Any:
         # All copies name the same blocks, so they share one plan; the copy engine makes its own.
         by_dma = all(choice.implementation == "dma" for choice in chosen)
         pairs = None if by_dma else plan_pairs(call.copies[0], call.ids)
-        return call.rebuild(
-            [
-                copy_blocks(copy, call.ids, pairs, choice.implementation, choice.num_sms)
-                for copy, choice in zip(call.copies, chosen, strict=True)
-            ]
-        )
+        return call.rebuild(_copy_all(call, pairs, chosen))
+
+
+def _copy_all(call: _Call, pairs: Any, chosen: list[Choice]) -> list[list[Any]]:
+    """The written arrays of each copy; those that Pallas serves share a launch."""
+    written = {}
+    together = [i for i, choice in enumerate(chosen) if choice.implementation == "pallas"]
+    if together:
+        from jaxkv import swap  # here, because Pallas takes half a second to import
+
+        copies = [call.copies[i] for i in together]
+        results = [result_types(copy) for copy in copies]
+        num_sms = max(chosen[i].num_sms for i in together)
+        arrays = swap.copy_blocks_pallas(copies, pairs, results, num_sms=num_sms)
+        written = dict(zip(together, arrays, strict=True))
+    for i, (copy, choice) in enumerate(zip(call.copies, chosen, strict=True)):
+        if i not in written:
+            written[i] = copy_blocks(copy, call.ids, pairs, choice.implementation, choice.num_sms)
+    return [written[i] for i in range(len(chosen))]
 
 
 def _resolve_pages(
