@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.block_copy import BlockCopy, copy_blocks, plan_pairs
+from jaxkv.block_copy import BlockCopy, copy_blocks, needs_plan, plan_pairs
 from jaxkv.choice import IMPLEMENTATIONS, choose
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import as_ids, check_page_ids, ids_on_host, num_ids_of
@@ -205,13 +205,19 @@ def _run(call: _Call, implementation: str | None) -> Any:
         return call.rebuild([list(copy.written) for copy in call.copies])
     chosen = [choose(copy, call.ids, implementation) for copy in call.copies]
     with jax.named_scope(f"jaxkv.{call.copies[0].operation}"):
-        # All copies name the same blocks, so they share one plan; the copy engine makes its own.
-        by_dma = all(choice.implementation == "dma" for choice in chosen)
-        pairs = None if by_dma else plan_pairs(call.copies[0], call.ids)
+        # All copies name the same blocks, so they share one plan, if they need one.
+        planned = [needs_plan(call.copies, call.ids, choice.implementation) for choice in chosen]
+        pairs = plan_pairs(call.copies[0], call.ids) if any(planned) else None
         return call.rebuild(
             [
-                copy_blocks(copy, call.ids, pairs, choice.implementation, choice.num_sms)
-                for copy, choice in zip(call.copies, chosen, strict=True)
+                copy_blocks(
+                    copy,
+                    call.ids,
+                    pairs if takes_pairs else None,
+                    choice.implementation,
+                    choice.num_sms,
+                )
+                for copy, choice, takes_pairs in zip(call.copies, chosen, planned, strict=True)
             ]
         )
 
