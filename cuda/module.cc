@@ -8,6 +8,7 @@
 
 #include "host_ids.h"
 #include "page_errors.h"
+#include "transfer.h"
 #include "xla/ffi/api/ffi.h"
 #ifdef JAXKV_CUDA
 #include "device.h"
@@ -21,12 +22,14 @@ namespace jaxkv {
 extern "C" {
 XLA_FFI_Error* PlanPairsHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksHost(XLA_FFI_CallFrame*);
+XLA_FFI_Error* CopyPairsHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyHost(XLA_FFI_CallFrame*);
 #ifdef JAXKV_CUDA
 XLA_FFI_Error* PrepareDevice(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PlanPairsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* CopyPairsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksUnordered(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareLanes(XLA_FFI_CallFrame*);
@@ -57,6 +60,7 @@ nb::dict registrations() {
   };
   add(cpu, "jaxkv_plan_pairs", stage("execute", PlanPairsHost));
   add(cpu, "jaxkv_copy_blocks", stage("execute", CopyBlocksHost));
+  add(cpu, "jaxkv_copy_pairs", stage("execute", CopyPairsHost));
   add(cpu, "jaxkv_start_copy", stage("execute", StartCopyHost));
   add(cpu, "jaxkv_wait_copy", stage("execute", WaitCopyHost));
   all["cpu"] = cpu;
@@ -65,6 +69,7 @@ nb::dict registrations() {
   const auto prepare = stage("initialize", PrepareDevice);
   add(cuda, "jaxkv_plan_pairs", prepare, stage("execute", PlanPairsKernel));
   add(cuda, "jaxkv_copy_blocks", prepare, stage("execute", CopyBlocksKernel));
+  add(cuda, "jaxkv_copy_pairs", prepare, stage("execute", CopyPairsKernel));
   add(cuda, "jaxkv_copy_blocks_unordered", prepare, stage("execute", CopyBlocksUnordered));
   add(cuda, "jaxkv_copy_blocks_dma", prepare, stage("execute", CopyBlocksDma));
   const auto prepare_lanes = stage("initialize", PrepareLanes);
@@ -97,6 +102,7 @@ NB_MODULE(_ext, m) {
         "(number of faults since the last call, descriptions of the last of them, whether a wait "
         "gave up).");
   m.attr("HOST_IDS_HEADER") = kHostIdsHeader;
+  m.attr("INLINE_IDS") = kInlineIds;
   m.def(
       "seal_host_ids",
       [](uintptr_t address, size_t num_words) {

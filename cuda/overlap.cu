@@ -10,6 +10,7 @@
 #include "copy_kernel.h"
 #include "cuda_check.h"
 #include "overlap.h"
+#include "page_errors.cuh"
 
 namespace jaxkv {
 namespace {
@@ -162,8 +163,8 @@ __global__ void wait_for_segment(const __grid_constant__ WaitParams p) {
   uint32_t seen = load_acquire(counter);
   while (static_cast<int32_t>(seen - wanted) < 0) {  // counters wrap
     if (nanoseconds() > deadline) {
-      record_fault(p.errors, PageFault::kNotArrived, p.segment,
-                   static_cast<int32_t>(wanted), static_cast<int32_t>(seen));
+      record_fault(p.errors, PageFault::kNotArrived, p.segment, static_cast<int32_t>(wanted),
+                   static_cast<int32_t>(seen));
       return;
     }
     __nanosleep(100);
@@ -223,7 +224,7 @@ ffi::Error start_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
   if (!list.has_value()) return list.error();
   auto enqueue = [&](const Lane& lane, uint32_t first, size_t segment_buffers) {
     const Progress progress{lane.counter(), first, lane.arrived(), segment_buffers};
-    return launch_copy_pairs(lane.stream(), *copy, *list, &progress);
+    return launch_copy(lane.stream(), *copy, *list, &progress);
   };
   return start_copy({stream, device, ticket, rets, attributes}, *copy, Engine::kKernel, enqueue);
 }

@@ -45,11 +45,14 @@ struct IdLists {
   int32_t num_sources, num_destinations;  // blocks that an id may name
 };
 
+// So many ids at most the copy kernel checks itself; more go through plan_pairs.
+inline constexpr size_t kInlineIds = 12 * 1024;
+
 struct alignas(8) BlockPair {  // one load
   int32_t source, destination;
 };
 
-// Which block goes where, checked: what plan_pairs leaves for copy_blocks, int32[2 + 2n].
+// Which block goes where, checked: what plan_pairs leaves for copy_pairs, int32[2 + 2n].
 struct PairList {
   int32_t* count;  // valid pairs
   BlockPair* pairs;

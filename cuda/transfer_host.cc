@@ -1,6 +1,9 @@
 // The CPU backend's page copy: the same call, done by memcpy before the handler returns.
 #include <algorithm>
 #include <cstring>
+#include <span>
+#include <string>
+#include <utility>
 
 #include "transfer.h"
 
@@ -20,25 +23,49 @@ void copy_block(const BlockCopy& copy, size_t buffer, BlockPair pair) {
 }
 
 // Fails the step on the first wrong id, before anything is copied.
-ffi::Error plan_pairs(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> destination_ids,
-                      ffi::ResultBuffer<ffi::S32> planned, ffi::ResultBuffer<ffi::S32> /*counts*/,
-                      ffi::Dictionary attributes) {
+ffi::ErrorOr<std::vector<BlockPair>> check_ids(ffi::Buffer<ffi::S32> source_ids,
+                                               ffi::Buffer<ffi::S32> destination_ids,
+                                               ffi::Dictionary attributes) {
   const auto ids = decode_ids(source_ids, destination_ids, attributes);
-  if (!ids.has_value()) return ids.error();
+  if (!ids.has_value()) return ffi::Unexpected(ids.error());
+  for (const auto& [list, name] :
+       {std::pair(ids->sources, "the source"), std::pair(ids->destinations, "the destination")}) {
+    if (auto error = open_ids(list, name); error.failure()) return ffi::Unexpected(error);
+  }
+  std::vector<PageErrorEntry> refused;
+  auto pairs = plan_on_host(*ids, &refused);
+  if (refused.empty()) return pairs;
+  return ffi::Unexpected(ffi::Error::InvalidArgument(
+      "PageIndexError: " + describe(refused.front()) + " (" + std::to_string(refused.size()) +
+      " entries refused, nothing copied)"));
+}
+
+ffi::Error plan_pairs(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> destination_ids,
+                      ffi::ResultBuffer<ffi::S32> planned, ffi::Dictionary attributes) {
   const auto list = decode_pairs(*planned);
   if (!list.has_value()) return list.error();
-  if (auto error = open_ids(ids->sources, "the source"); error.failure()) return error;
-  if (auto error = open_ids(ids->destinations, "the destination"); error.failure()) return error;
-  std::vector<PageErrorEntry> refused;
-  const auto pairs = plan_on_host(*ids, &refused);
-  if (!refused.empty()) {
-    return ffi::Error::InvalidArgument("PageIndexError: " + describe(refused.front()) + " (" +
-                                       std::to_string(refused.size()) +
-                                       " entries refused, nothing copied)");
+  const auto pairs = check_ids(source_ids, destination_ids, attributes);
+  if (!pairs.has_value()) return pairs.error();
+  if (pairs->size() > list->capacity) return ffi::Error::Internal("jaxkv: too many pairs");
+  *list->count = static_cast<int32_t>(pairs->size());
+  std::copy(pairs->begin(), pairs->end(), list->pairs);
+  return ffi::Error::Success();
+}
+
+void copy_all(const BlockCopy& copy, std::span<const BlockPair> pairs) {
+  for (const BlockPair pair : pairs) {
+    for (size_t b = 0; b < copy.dense.size(); ++b) copy_block(copy, b, pair);
   }
-  if (pairs.size() > list->capacity) return ffi::Error::Internal("jaxkv: too many pairs");
-  *list->count = static_cast<int32_t>(pairs.size());
-  std::copy(pairs.begin(), pairs.end(), list->pairs);
+}
+
+ffi::Error copy_blocks(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> destination_ids,
+                       ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       ffi::Dictionary attributes) {
+  const auto copy = decode_copy(args, rets, attributes);
+  if (!copy.has_value()) return copy.error();
+  const auto pairs = check_ids(source_ids, destination_ids, attributes);
+  if (!pairs.has_value()) return pairs.error();
+  copy_all(*copy, *pairs);
   return ffi::Error::Success();
 }
 
@@ -50,22 +77,21 @@ ffi::Error copy_pairs_on_host(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs 
   if (!copy.has_value()) return copy.error();
   const auto list = decode_pairs(planned);
   if (!list.has_value()) return list.error();
-  for (int32_t i = 0; i < *list->count; ++i) {
-    for (size_t b = 0; b < copy->dense.size(); ++b) copy_block(*copy, b, list->pairs[i]);
-  }
+  copy_all(*copy, {list->pairs, static_cast<size_t>(*list->count)});
   return ffi::Error::Success();
 }
 
+using Int32s = ffi::Buffer<ffi::S32>;
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PlanPairsHost, plan_pairs,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Attrs());
+                              ffi::Ffi::Bind().Arg<Int32s>().Arg<Int32s>().Ret<Int32s>().Attrs());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CopyBlocksHost, copy_pairs_on_host,
-    ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::S32>>().RemainingArgs().RemainingRets().Attrs());
+    CopyBlocksHost, copy_blocks,
+    ffi::Ffi::Bind().Arg<Int32s>().Arg<Int32s>().RemainingArgs().RemainingRets().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CopyPairsHost, copy_pairs_on_host,
+    ffi::Ffi::Bind().Arg<Int32s>().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace jaxkv

@@ -1,8 +1,9 @@
-"""The one FFI call under every page copy."""
+"""The FFI calls under every page copy."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,11 @@ TARGETS = {
     "host": "jaxkv_copy_blocks",
     "dma": "jaxkv_copy_blocks_dma",
 }
+_PAIRS_TARGET = "jaxkv_copy_pairs"
+
+# Each thread block of the kernel reads all ids. From the host they cross the link as often, which
+# from so many on takes longer than a plan.
+_INLINE_HOST_IDS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +68,20 @@ class BlockCopy:
         return self.num_dense if self.to_dense else self.num_strided
 
 
+def needs_plan(copies: Sequence[BlockCopy], ids: tuple[Any, Any], implementation: str) -> bool:
+    """Whether the copies take the pairs of `plan_pairs`, or else the ids, which they check."""
+    if implementation in ("dma", "pallas"):
+        return implementation == "pallas"
+    on_host = any(isinstance(entry, HostIds) for entry in ids)
+    most = _INLINE_HOST_IDS if on_host else _native.extension().INLINE_IDS
+    return len(copies) > 1 or num_ids_of(ids[0]) > most  # several copies share one plan
+
+
 def plan_pairs(copy: BlockCopy, ids: tuple[Any, Any]) -> Any:
     """Traces the check of the ids: int32[2 + 2n], the pairs that may be copied and their number."""
     operands, attributes = id_operands(copy, ids)
-    like = jax.typeof(copy.written[0])
-    results = [
-        _scratch_like(like, 2 + 2 * num_ids_of(ids[0])),
-        _scratch_like(like, copy.num_destinations),
-    ]
-    pairs, _ = jax.ffi.ffi_call("jaxkv_plan_pairs", results)(*operands, **attributes)
-    return pairs
+    result = _scratch_like(jax.typeof(copy.written[0]), 2 + 2 * num_ids_of(ids[0]))
+    return jax.ffi.ffi_call("jaxkv_plan_pairs", result)(*operands, **attributes)
 
 
 def copy_blocks(
@@ -81,19 +91,20 @@ def copy_blocks(
 
     Args:
       copy: what to copy.
-      ids: source and destination ids, which the copy engine reads.
-      pairs: what `plan_pairs` made of them, which the others read.
+      ids: source and destination ids.
+      pairs: what `plan_pairs` made of them, or None for a copy that checks the ids itself.
       implementation: what serves the call.
       num_sms: SMs that it may use.
     """
-    operands: list[Any] = [pairs]
-    attributes: dict[str, Any] = {}
-    if implementation == "dma":
+    if pairs is None:
+        target = TARGETS[implementation]
         operands, attributes = id_operands(copy, ids)
+    else:
+        target, operands, attributes = _PAIRS_TARGET, [pairs], {}
     results = result_types(copy)
     first_written = len(operands) + (len(copy.strided) if copy.to_dense else 0)
     call = jax.ffi.ffi_call(
-        TARGETS[implementation],
+        target,
         results,
         input_output_aliases={first_written + i: i for i in range(len(results))},
     )

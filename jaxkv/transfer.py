@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.block_copy import BlockCopy, copy_blocks, plan_pairs, result_types
+from jaxkv.block_copy import BlockCopy, copy_blocks, needs_plan, plan_pairs, result_types
 from jaxkv.choice import IMPLEMENTATIONS, Choice, choose
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import as_ids, check_page_ids, ids_on_host, num_ids_of
@@ -224,14 +224,14 @@ def _run(call: PreparedCall, implementation: str | None) -> Any:
         return call.rebuild([list(copy.written) for copy in call.copies])
     chosen = [choose(copy, call.ids, implementation) for copy in call.copies]
     with jax.named_scope(f"jaxkv.{call.copies[0].operation}"):
-        # All copies name the same blocks, so they share one plan; the copy engine makes its own.
-        by_dma = all(choice.implementation == "dma" for choice in chosen)
-        pairs = None if by_dma else plan_pairs(call.copies[0], call.ids)
-        return call.rebuild(_copy_all(call, pairs, chosen))
+        return call.rebuild(_copy_all(call, chosen))
 
 
-def _copy_all(call: _Call, pairs: Any, chosen: list[Choice]) -> list[list[Any]]:
+def _copy_all(call: PreparedCall, chosen: list[Choice]) -> list[list[Any]]:
     """The written arrays of each copy; those that Pallas serves share a launch."""
+    # All copies name the same blocks, so they share one plan, if they need one.
+    planned = [needs_plan(call.copies, call.ids, choice.implementation) for choice in chosen]
+    pairs = plan_pairs(call.copies[0], call.ids) if any(planned) else None
     written = {}
     together = [i for i, choice in enumerate(chosen) if choice.implementation == "pallas"]
     if together:
@@ -244,7 +244,9 @@ def _copy_all(call: _Call, pairs: Any, chosen: list[Choice]) -> list[list[Any]]:
         written = dict(zip(together, arrays, strict=True))
     for i, (copy, choice) in enumerate(zip(call.copies, chosen, strict=True)):
         if i not in written:
-            written[i] = copy_blocks(copy, call.ids, pairs, choice.implementation, choice.num_sms)
+            of_copy = pairs if planned[i] else None
+            name, num_sms = choice.implementation, choice.num_sms
+            written[i] = copy_blocks(copy, call.ids, of_copy, name, num_sms)
     return [written[i] for i in range(len(chosen))]
 
 
