@@ -63,11 +63,16 @@ def swap_arrays(sources, destinations, pairs, *, to_dense: bool = True, **option
 
 
 def check_swap(
-    shapes, pairs=PAIRS, to_dense: bool = True, memories=("device", "device"), **options
+    shapes,
+    pairs=PAIRS,
+    to_dense: bool = True,
+    memories=("device", "device"),
+    blocks=BLOCKS,
+    **options,
 ) -> list[jax.Array]:
     """Copies between arrays of these block shapes and dtypes; compares every byte."""
     rng = np.random.default_rng(0)
-    host = [[random_array(rng, (n, *shape), dtype) for shape, dtype in shapes] for n in BLOCKS]
+    host = [[random_array(rng, (n, *shape), dtype) for shape, dtype in shapes] for n in blocks]
     device = jax.devices()[0]
     placed = [
         [put(array, SingleDeviceSharding(device, memory_kind=memory)) for array in arrays]
@@ -383,6 +388,18 @@ def test_relabelled_host_memory_is_written_in_place(direction):
 @pytest.mark.parametrize("kib", [0.125, 0.625, 1, 2, 4, 8, 16, 28, 32, 64, 100.125])
 def test_host_memory_on_a_gpu(kib, memories):
     check_swap([words(int(kib * 256))] * 3, memories=memories, to_dense=memories[1] == "device")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memories", [("pinned_host", "device"), ("device", "pinned_host")])
+@pytest.mark.parametrize("num_words", [(32,), (256,), (512, 64), (18432, 64, 2048)], ids=str)
+def test_slots_used_again_on_a_gpu(num_words, memories):
+    """So many pairs on one SM that each slot takes several batches; the last is not full."""
+    rng = np.random.default_rng(1)
+    pairs = list(zip(rng.integers(0, 400, 997), rng.permutation(1000)[:997], strict=True))
+    to_dense = memories[1] == "device"
+    shapes = [words(size) for size in num_words]
+    check_swap(shapes, pairs, to_dense, memories, blocks=(400, 1000), num_sms=1)
 
 
 @pytest.mark.gpu
