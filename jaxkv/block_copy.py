@@ -84,8 +84,12 @@ def copy_blocks(
       ids: source and destination ids, which the copy engine reads.
       pairs: what `plan_pairs` made of them, which the others read.
       implementation: what serves the call.
-      num_sms: SMs that it may use.
+      num_sms: SMs that it may use; 0 if it takes none.
     """
+    if implementation == "pallas":
+        from jaxkv import swap  # here, because Pallas takes half a second to import
+
+        return swap.copy_blocks_pallas(copy, pairs, _result_types(copy), num_sms=num_sms)
     operands: list[Any] = [pairs]
     attributes: dict[str, Any] = {}
     if implementation == "dma":
@@ -104,7 +108,7 @@ def copy_blocks(
         *copy.dense,
         **attributes,
         to_dense=copy.to_dense,
-        num_sms=np.int64(num_sms),
+        num_sms=np.int64(num_sms or 1),  # the copy engine and the host have none
         geometry=np.array(
             [
                 geometry.block_bytes,
