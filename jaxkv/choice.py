@@ -79,6 +79,8 @@ def choose(
         raise NotImplementedError(f"{copy.operation}: nothing serves this call: {reasons}")
     if forced and chosen.num_sms and forced.num_sms != chosen.num_sms:
         chosen = Candidate(chosen.implementation, forced.num_sms)
+    elif chosen.implementation == "pallas" and machine.platform == "cpu":
+        chosen = Candidate("pallas", 1)  # the interpreter takes seconds for each
     text = _explain(copy, chosen, ranked, refusals, asked is not None)
     basis = f"  by {table.source}: {situation}, {_from_text(rule.minima)}"
     return Choice(chosen.implementation, chosen.num_sms, f"{text}\n{basis}")

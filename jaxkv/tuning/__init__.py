@@ -98,7 +98,10 @@ class Table:
     @property
     def source(self) -> str:
         """The file, and what vouches for its figures."""
-        return f"{self.name} ({f'commit {self.commit[:9]}' if self.commit else self.how})"
+        if self.commit is None:
+            return f"{self.name} ({self.how})"
+        dirty = "-dirty" if self.commit.endswith("-dirty") else ""
+        return f"{self.name} (commit {self.commit[:9]}{dirty})"
 
     def rule(self, situation: str, size: CopySize) -> Rule:
         """The rule that holds for a copy."""
@@ -111,12 +114,12 @@ class Table:
             for field in dataclasses.fields(self)
             if field.name not in ("name", "rules")
         }
-        lists = [
-            f'  "{situation}": [\n' + ",\n".join(f"   {_rule_text(rule)}" for rule in rules) + "\n  ]"
-            for situation, rules in self.rules.items()
-        ]
-        lines = json.dumps(head, indent=1)[:-2]  # without the brace that ends it
-        return f'{lines},\n "rules": {{\n' + ",\n".join(lists) + "\n }\n}\n"
+        lists = []
+        for situation, rules in self.rules.items():
+            lines = ",\n".join(f"   {_rule_text(rule)}" for rule in rules)
+            lists.append(f'  "{situation}": [\n{lines}\n  ]')
+        beginning = json.dumps(head, indent=1)[:-2]  # without the brace that ends it
+        return f'{beginning},\n "rules": {{\n' + ",\n".join(lists) + "\n }\n}\n"
 
 
 def last_reached(rules: tuple[Rule, ...] | list[Rule], size: CopySize) -> Rule:
@@ -149,8 +152,14 @@ def _table_for(device_kind: str, chosen: str | None) -> Table:
                 f"this device is {device_kind!r}"
             )
         return table
-    packaged = PACKAGED / f"{slug(device_kind)}.json"
-    return load(packaged) if packaged.exists() else default_table()
+    return packaged_table(device_kind)
+
+
+@functools.cache
+def packaged_table(device_kind: str) -> Table:
+    """The table that comes with jaxkv: that of the device kind, or else the default one."""
+    path = PACKAGED / f"{slug(device_kind)}.json"
+    return load(path) if path.exists() else default_table()
 
 
 @functools.cache
