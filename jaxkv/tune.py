@@ -191,7 +191,8 @@ def _rate(cell: Cell, data: _Data, candidate: Candidate) -> float:
     short = cell.direction == "device" or cell.size.total_bytes < SHORT_PAYLOAD
     copies = COPIES_OF_SHORT if short else 1
     as_ids = jaxkv.HostIds if candidate.implementation == "dma" else jnp.asarray
-    ids = [as_ids(side) for side in data.ids]
+    # Each copy has arrays of its own, or XLA would have several copies share one check of the ids.
+    all_ids = [[as_ids(side) for side in data.ids] for _ in range(copies)]
 
     # A function of its own for each candidate: JAX would find the program of the one before.
     def copy(destination: jax.Array, source: jax.Array, *ids: Any) -> jax.Array:
@@ -200,16 +201,16 @@ def _rate(cell: Cell, data: _Data, candidate: Candidate) -> float:
     once = jax.jit(copy)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def several(destination: jax.Array, source: jax.Array, *ids: Any) -> jax.Array:
-        for _ in range(copies):
+    def several(destination: jax.Array, source: jax.Array, all_ids: Any) -> jax.Array:
+        for ids in all_ids:
             destination = once(destination, source, *ids)
         return destination
 
     with forced(candidate.implementation, candidate.num_sms):
         destination = _put(data.destination, MEMORIES[cell.direction][1])
-        destination = several(destination, data.source, *ids)
+        destination = several(destination, data.source, all_ids)
         _verify(cell, candidate, destination, data.expected)
-        seconds = _seconds(lambda array: several(array, data.source, *ids), destination)
+        seconds = _seconds(lambda array: several(array, data.source, all_ids), destination)
     return copies * cell.size.total_bytes / seconds / 1e9
 
 

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Skips what Pallas refuses: unlike the others it serves whole blocks of 128-byte units only."""
+    """Skips what Pallas refuses: it alone serves nothing but whole blocks of 128-byte units."""
     try:
         return (yield)
     except NotImplementedError as error:

@@ -39,9 +39,9 @@ def ids_of(count: int, on_host: bool = False):
 def swap(direction: str, run_bytes: int, count: int, on_host: bool = False, **options):
     """Chooses for `swap_blocks` of so many blocks."""
     memories = MEMORIES.get(direction, ("device", "device"))
-    arrays = [array(count, run_bytes, memory) for memory in memories]
+    source, destination = (array(count, run_bytes, memory) for memory in memories)
     ids = ids_of(count, on_host)
-    [copy] = _resolve("swap_blocks", tuple(arrays), ids, None).copies
+    [copy] = _resolve("swap_blocks", (source, destination), ids, None).copies
     return choose(copy, ids, **options)
 
 
@@ -178,7 +178,7 @@ def test_an_unknown_device_kind_gets_what_works_everywhere(machine):
 def test_without_cuda_handlers_nothing_serves_a_gpu(machine):
     machine(Machine("gpu", "NVIDIA H200", False))
     for on_host in (False, True):
-        with pytest.raises(NotImplementedError, match="nothing serves this call.*without CUDA"):
+        with pytest.raises(NotImplementedError, match=r"nothing serves this call.*without CUDA"):
             swap("load", 8192, 100, on_host)
 
 
@@ -209,7 +209,7 @@ def copies_of(layout):
         layout=layout.name,
         head_groups=layout.head_groups,
     )
-    block = jax.ShapeDtypeStruct((3, *KVCacheSpec.block_shape.fget(spec)), spec.dtype)
+    block = jax.ShapeDtypeStruct((3, *spec.block_shape), spec.dtype)
     halves = (block,) * layout.num_kv
     return pool, jaxkv.DeviceCache(layers=(halves,) * spec.num_layers, spec=spec)
 
@@ -305,7 +305,10 @@ def test_forced_holds_within_the_block_and_where_the_choice_is_open(table):
 
 @pytest.mark.parametrize("name, num_sms", [("memcpy", 1), ("kernel", 0), ("pallas", -1)])
 def test_forced_refuses_what_can_not_be(name, num_sms):
-    with pytest.raises(ValueError, match=name if num_sms == 1 else "at least 1"), forced(name, num_sms):
+    with (
+        pytest.raises(ValueError, match=name if num_sms == 1 else "at least 1"),
+        forced(name, num_sms),
+    ):
         pass
 
 

@@ -1,4 +1,4 @@
-"""`jaxkv.tuning`: the files are checked, the right one is found, and rules say what was measured."""
+"""`jaxkv.tuning`: files are checked, the right one is found, and rules say what was measured."""
 
 import json
 import pathlib
@@ -54,7 +54,9 @@ def test_other_device_kinds_get_the_default(monkeypatch):
 
 
 def test_the_variable_names_a_table(monkeypatch, tmp_path):
-    path = write(tmp_path, {**content_of_default(), "device_kind": "Some GPU", "commit": "0123456789"})
+    path = write(
+        tmp_path, {**content_of_default(), "device_kind": "Some GPU", "commit": "0123456789"}
+    )
     monkeypatch.setenv(tuning.VARIABLE, str(path))
     table = tuning.table_for("Some GPU")
     assert (table.name, table.source) == ("table.json", "table.json (commit 012345678)")
@@ -71,7 +73,7 @@ def test_a_table_for_another_device_kind_is_refused(monkeypatch, tmp_path):
 
 def test_a_table_that_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "none.json"))
-    with pytest.raises(FileNotFoundError, match="none.json"):
+    with pytest.raises(FileNotFoundError, match=r"none\.json"):
         tuning.table_for("cpu")
 
 
@@ -103,8 +105,11 @@ FIRST = [*RULE, "candidates", 0]
         (changed(["device_kind"], None), "device_kind must be str, got None"),
         (changed(["commit"], 7), "commit must be str or NoneType, got 7"),
         (changed(["rules", "store"], ...), "rules lacks store"),
-        (changed(["rules", "load"], []), r"rules.load must be a list of at least one rule, got \[\]"),
-        (changed(RULE[:2] + [0, "min_run_bytes"], 2), r"rules.load\[0\] must hold for every copy"),
+        (
+            changed(["rules", "load"], []),
+            r"rules.load must be a list of at least one rule, got \[\]",
+        ),
+        (changed([*RULE[:2], 0, "min_run_bytes"], 2), r"rules.load\[0\] must hold for every copy"),
         (changed([*RULE, "min_run_bytes"], 1), r"rules.load\[1\] must come before rules.load\[0\]"),
         (changed([*RULE, "min_run_bytes"], "1"), r"rules.load\[1\].min_run_bytes.*>= 1, got '1'"),
         (changed([*RULE, "min_total_bytes"], -1), r"\[1\].min_total_bytes.*>= 0, got -1"),
@@ -188,7 +193,7 @@ def measurements(draw):
     for size in sizes:
         chosen = draw(st.sets(st.sampled_from(kinds[:3] if size.word_bytes < 16 else kinds)))
         chosen.add(("kernel", 12))
-        found.append((size, [Candidate(*kind, draw(rate)) for kind in sorted(chosen)]))
+        found.append((size, [Candidate(name, sms, draw(rate)) for name, sms in sorted(chosen)]))
     return found
 
 
