@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cuda_check.h"
+#include "overlap.h"
 #include "transfer.h"
 
 namespace jaxkv {
@@ -32,10 +33,12 @@ struct Descriptors {
   }
 };
 
-Descriptors describe_copies(const BlockCopy& copy, const std::vector<BlockPair>& pairs) {
+// Of the buffers from `begin` up to `end`.
+Descriptors describe_copies(const BlockCopy& copy, const std::vector<BlockPair>& pairs,
+                            size_t begin, size_t end) {
   const CopyGeometry& g = copy.geometry;
   Descriptors all;
-  for (size_t b = 0; b < copy.dense.size(); ++b) {
+  for (size_t b = begin; b < end; ++b) {
     all.start_buffer();
     for (const auto& pair : pairs) {
       std::byte* dense = copy.dense[b] + copy.dense_block(pair) * g.block_bytes;
@@ -93,39 +96,84 @@ ffi::Error open_ids_for_dma(const IdList& list, const char* name) {
   return open_ids(list, name);
 }
 
+// The pairs to copy, of ids that the host reads now.
+ffi::ErrorOr<std::vector<BlockPair>> read_pairs(cudaStream_t stream,
+                                                ffi::Buffer<ffi::S32> source_ids,
+                                                ffi::Buffer<ffi::S32> destination_ids,
+                                                ffi::Dictionary attributes) {
+  // A captured copy would replay these ids for ever; and a batch under capture is lost in silence.
+  cudaStreamCaptureStatus capture;
+  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
+      capture != cudaStreamCaptureStatusNone) {
+    return ffi::Unexpected(
+        ffi::Error::Internal("jaxkv: dma cannot be captured in a CUDA graph; use kernel"));
+  }
+  const auto ids = decode_ids(source_ids, destination_ids, attributes);
+  if (!ids.has_value()) return ffi::Unexpected(ids.error());
+  if (auto error = open_ids_for_dma(ids->sources, "the source"); error.failure()) {
+    return ffi::Unexpected(error);
+  }
+  if (auto error = open_ids_for_dma(ids->destinations, "the destination"); error.failure()) {
+    return ffi::Unexpected(error);
+  }
+  std::vector<PageErrorEntry> refused;
+  auto pairs = plan_on_host(*ids, &refused);
+  for (const auto& e : refused) record_on_host(e.fault, e.position, e.id, e.limit);
+  return pairs;
+}
+
 ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
                        ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
                        ffi::RemainingRets rets, ffi::Dictionary attributes) {
-  // A captured copy would replay these ids for ever; and a batch under capture is lost in silence.
-  cudaStreamCaptureStatus capture;
-  JAXKV_CUDA_TRY(cudaStreamIsCapturing(stream, &capture));
-  if (capture != cudaStreamCaptureStatusNone) {
-    return ffi::Error::Internal("jaxkv: dma cannot be captured in a CUDA graph; use kernel");
-  }
   const auto copy = decode_copy(args, rets, attributes);
   if (!copy.has_value()) return copy.error();
-  const auto ids = decode_ids(source_ids, destination_ids, attributes);
-  if (!ids.has_value()) return ids.error();
-  if (auto error = open_ids_for_dma(ids->sources, "the source"); error.failure()) return error;
-  if (auto error = open_ids_for_dma(ids->destinations, "the destination"); error.failure()) {
-    return error;
-  }
-  std::vector<PageErrorEntry> refused;
-  const auto pairs = plan_on_host(*ids, &refused);
-  for (const auto& e : refused) record_on_host(e.fault, e.position, e.id, e.limit);
-  auto descriptors = describe_copies(*copy, pairs);
+  const auto pairs = read_pairs(stream, source_ids, destination_ids, attributes);
+  if (!pairs.has_value()) return pairs.error();
+  auto descriptors = describe_copies(*copy, *pairs, 0, copy->dense.size());
   return enqueue_descriptors(stream, descriptors);
+}
+
+ffi::Error start_by_dma(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
+                        ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
+                        ffi::ResultBuffer<ffi::S32> ticket, ffi::RemainingRets rets,
+                        ffi::Dictionary attributes) {
+  const auto copy = decode_copy(args, rets, attributes);
+  if (!copy.has_value()) return copy.error();
+  const auto pairs = read_pairs(stream, source_ids, destination_ids, attributes);
+  if (!pairs.has_value()) return pairs.error();
+  auto enqueue = [&](const Lane& lane, uint32_t first, size_t segment_buffers) {
+    auto error = ffi::Error::Success();
+    for (size_t b = 0; b < copy->dense.size() && error.success(); b += segment_buffers) {
+      auto descriptors = describe_copies(*copy, *pairs, b, b + segment_buffers);
+      error = enqueue_descriptors(lane.stream(), descriptors);
+      if (error.success()) error = lane.signal(first++);
+    }
+    return error;
+  };
+  return start_copy({stream, device, ticket, rets, attributes}, *copy, Engine::kCopyEngine,
+                    enqueue);
 }
 
 }  // namespace
 
-// No command-buffer trait: the host reads the ids when the call is enqueued.
+// No command-buffer traits: the host reads the ids when the call is enqueued.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksDma, copy_by_dma,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyDma, start_by_dma,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
                                   .RemainingRets()
                                   .Attrs());
 

@@ -11,6 +11,7 @@
 #include "xla/ffi/api/ffi.h"
 #ifdef JAXKV_CUDA
 #include "device.h"
+#include "overlap.h"
 #endif
 
 namespace nb = nanobind;
@@ -20,12 +21,18 @@ namespace jaxkv {
 extern "C" {
 XLA_FFI_Error* PlanPairsHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksHost(XLA_FFI_CallFrame*);
+XLA_FFI_Error* StartCopyHost(XLA_FFI_CallFrame*);
+XLA_FFI_Error* WaitCopyHost(XLA_FFI_CallFrame*);
 #ifdef JAXKV_CUDA
 XLA_FFI_Error* PrepareDevice(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PlanPairsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksUnordered(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksDma(XLA_FFI_CallFrame*);
+XLA_FFI_Error* PrepareLanes(XLA_FFI_CallFrame*);
+XLA_FFI_Error* StartCopyKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* StartCopyDma(XLA_FFI_CallFrame*);
+XLA_FFI_Error* WaitCopyKernel(XLA_FFI_CallFrame*);
 #endif
 }
 
@@ -50,6 +57,8 @@ nb::dict registrations() {
   };
   add(cpu, "jaxkv_plan_pairs", stage("execute", PlanPairsHost));
   add(cpu, "jaxkv_copy_blocks", stage("execute", CopyBlocksHost));
+  add(cpu, "jaxkv_start_copy", stage("execute", StartCopyHost));
+  add(cpu, "jaxkv_wait_copy", stage("execute", WaitCopyHost));
   all["cpu"] = cpu;
 #ifdef JAXKV_CUDA
   nb::dict cuda;
@@ -58,6 +67,10 @@ nb::dict registrations() {
   add(cuda, "jaxkv_copy_blocks", prepare, stage("execute", CopyBlocksKernel));
   add(cuda, "jaxkv_copy_blocks_unordered", prepare, stage("execute", CopyBlocksUnordered));
   add(cuda, "jaxkv_copy_blocks_dma", prepare, stage("execute", CopyBlocksDma));
+  const auto prepare_lanes = stage("initialize", PrepareLanes);
+  add(cuda, "jaxkv_start_copy", prepare_lanes, stage("execute", StartCopyKernel));
+  add(cuda, "jaxkv_start_copy_dma", prepare_lanes, stage("execute", StartCopyDma));
+  add(cuda, "jaxkv_wait_copy", prepare_lanes, stage("execute", WaitCopyKernel));
   all["CUDA"] = cuda;
 #endif
   return all;
@@ -66,8 +79,12 @@ nb::dict registrations() {
 nb::tuple page_errors() {
   const auto taken = take_page_errors();
   std::vector<std::string> details;
-  for (const auto& entry : taken.details) details.push_back(describe(entry));
-  return nb::make_tuple(taken.count, details);
+  bool late = false;
+  for (const auto& entry : taken.details) {
+    details.push_back(describe(entry));
+    late |= entry.fault == PageFault::kNotArrived;
+  }
+  return nb::make_tuple(taken.count, details, late);
 }
 
 }  // namespace
@@ -77,7 +94,8 @@ NB_MODULE(_ext, m) {
   m.def("registrations", &registrations,
         "FFI handlers as capsules: {platform: {target: {stage: capsule}}}.");
   m.def("page_errors", &page_errors,
-        "(number of entries skipped since the last call, descriptions of the first of them).");
+        "(number of faults since the last call, descriptions of the last of them, whether a wait "
+        "gave up).");
   m.attr("HOST_IDS_HEADER") = kHostIdsHeader;
   m.def(
       "seal_host_ids",
@@ -95,6 +113,8 @@ NB_MODULE(_ext, m) {
   m.attr("CUDA") = true;
   m.def("synchronize_device", &synchronize_device, nb::arg("ordinal"),
         nb::call_guard<nb::gil_scoped_release>(), "Waits for all work of a CUDA device.");
+  m.def("copy_ended", &copy_ended, nb::arg("address"),
+        "Whether the copy whose ticket lies at `address` has ended.");
   m.def("pci_address", &pci_address, nb::arg("ordinal"), "PCI address of a CUDA device.");
 #else
   m.attr("CUDA") = false;

@@ -7,7 +7,12 @@
 
 namespace jaxkv {
 
-enum class PageFault : int32_t { kSourceOutOfRange = 0, kDestinationOutOfRange, kDuplicate };
+enum class PageFault : int32_t {
+  kSourceOutOfRange = 0,
+  kDestinationOutOfRange,
+  kDuplicate,
+  kNotArrived,  // a wait gave up: position is the segment, id the number wanted, limit the one seen
+};
 
 struct PageErrorEntry {
   // Slot number + 1, written last: a reader trusts the entry only if it is the slot it asked for.

@@ -82,4 +82,8 @@ ffi::Error open_ids(const IdList& list, const char* name);
 // Pairs that may be copied, of opened ids; `refused` gets the others, padding apart.
 std::vector<BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEntry>* refused);
 
+// The CPU backend's copy of planned pairs.
+ffi::Error copy_pairs_on_host(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
+                              ffi::RemainingRets rets, ffi::Dictionary attributes);
+
 }  // namespace jaxkv

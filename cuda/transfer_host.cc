@@ -42,8 +42,10 @@ ffi::Error plan_pairs(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> de
   return ffi::Error::Success();
 }
 
-ffi::Error copy_blocks(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
-                       ffi::RemainingRets rets, ffi::Dictionary attributes) {
+}  // namespace
+
+ffi::Error copy_pairs_on_host(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
+                              ffi::RemainingRets rets, ffi::Dictionary attributes) {
   const auto copy = decode_copy(args, rets, attributes);
   if (!copy.has_value()) return copy.error();
   const auto list = decode_pairs(planned);
@@ -54,8 +56,6 @@ ffi::Error copy_blocks(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
   return ffi::Error::Success();
 }
 
-}  // namespace
-
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PlanPairsHost, plan_pairs,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::Buffer<ffi::S32>>()
@@ -65,7 +65,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PlanPairsHost, plan_pairs,
                                   .Attrs());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CopyBlocksHost, copy_blocks,
+    CopyBlocksHost, copy_pairs_on_host,
     ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::S32>>().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace jaxkv

@@ -3,10 +3,15 @@
 from jaxkv.device_cache import DeviceCache as DeviceCache
 from jaxkv.errors import HostMemoryError as HostMemoryError
 from jaxkv.errors import PageIndexError as PageIndexError
+from jaxkv.errors import TransferTimeoutError as TransferTimeoutError
 from jaxkv.errors import check_errors as check_errors
 from jaxkv.host_ids import HostIds as HostIds
 from jaxkv.host_pool import HostPool as HostPool
 from jaxkv.layout import KVCacheSpec as KVCacheSpec
+from jaxkv.overlap import Loading as Loading
+from jaxkv.overlap import Storing as Storing
+from jaxkv.overlap import start_load as start_load
+from jaxkv.overlap import start_store as start_store
 from jaxkv.transfer import explain as explain
 from jaxkv.transfer import load_pages as load_pages
 from jaxkv.transfer import store_pages as store_pages

@@ -64,7 +64,7 @@ class BlockCopy:
 
 def plan_pairs(copy: BlockCopy, ids: tuple[Any, Any]) -> Any:
     """Traces the check of the ids: int32[2 + 2n], the pairs that may be copied and their number."""
-    operands, attributes = _id_operands(copy, ids)
+    operands, attributes = id_operands(copy, ids)
     like = jax.typeof(copy.written[0])
     results = [
         _scratch_like(like, 2 + 2 * num_ids_of(ids[0])),
@@ -86,17 +86,12 @@ def copy_blocks(
       implementation: what serves the call.
       num_sms: SMs that it may use; 0 if it takes none.
     """
-    if implementation == "pallas":
-        from jaxkv import swap  # here, because Pallas takes half a second to import
-
-        return swap.copy_blocks_pallas(copy, pairs, _result_types(copy), num_sms=num_sms)
     operands: list[Any] = [pairs]
     attributes: dict[str, Any] = {}
     if implementation == "dma":
-        operands, attributes = _id_operands(copy, ids)
-    results = _result_types(copy)
+        operands, attributes = id_operands(copy, ids)
+    results = result_types(copy)
     first_written = len(operands) + (len(copy.strided) if copy.to_dense else 0)
-    geometry = copy.geometry
     call = jax.ffi.ffi_call(
         TARGETS[implementation],
         results,
@@ -107,9 +102,18 @@ def copy_blocks(
         *copy.strided,
         *copy.dense,
         **attributes,
-        to_dense=copy.to_dense,
-        num_sms=np.int64(num_sms or 1),  # the copy engine and the host have none
-        geometry=np.array(
+        **copy_attributes(copy, num_sms),
+    )
+    return list(written)
+
+
+def copy_attributes(copy: BlockCopy, num_sms: int) -> dict[str, Any]:
+    """What a handler is told of a copy."""
+    geometry = copy.geometry
+    return {
+        "to_dense": copy.to_dense,
+        "num_sms": np.int64(num_sms or 1),  # the copy engine and the host have none
+        "geometry": np.array(
             [
                 geometry.block_bytes,
                 geometry.run_bytes,
@@ -121,12 +125,12 @@ def copy_blocks(
             ],
             np.int64,
         ),
-        strided_offsets=np.array(copy.strided_offsets, np.int64),
-    )
-    return list(written)
+        "strided_offsets": np.array(copy.strided_offsets, np.int64),
+    }
 
 
-def _id_operands(copy: BlockCopy, ids: tuple[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
+def id_operands(copy: BlockCopy, ids: tuple[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Operands and attributes of a handler that gets the ids themselves."""
     header = _native.extension().HOST_IDS_HEADER
     operands = [entry.data if isinstance(entry, HostIds) else jnp.asarray(entry) for entry in ids]
     headers = [header if isinstance(entry, HostIds) else 0 for entry in ids]
@@ -138,10 +142,10 @@ def _id_operands(copy: BlockCopy, ids: tuple[Any, Any]) -> tuple[list[Any], dict
     }
 
 
-def _result_types(copy: BlockCopy) -> list[Any]:
+def result_types(copy: BlockCopy) -> list[Any]:
     """The types of the written arrays; a pool's type may have lost its memory space on the way."""
     types = [jax.typeof(array) for array in copy.written]
-    if copy.operation == "store_pages":
+    if copy.operation in ("store_pages", "start_store"):
         return [entry.update(memory_space=jax.memory.Space.Host) for entry in types]
     return types
 

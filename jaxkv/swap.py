@@ -1,8 +1,10 @@
 """Block copies between pinned host memory and HBM as one Pallas kernel.
 
 The kernel (Mosaic GPU, sm_90 and newer) moves each block with two bulk copies of the TMA unit,
-global -> shared -> global memory, so that a handful of SMs keeps the host link busy. It serves
-copies whose blocks are one run on both sides; the CUDA kernel serves the others.
+global -> shared -> global memory, so that a handful of SMs keeps the host link busy. One launch
+serves all arrays of a call, whatever the sizes of their blocks, if the blocks are one run on both
+sides; the CUDA kernel serves the others. Among those are bool, complex and 4-bit types: XLA has no
+bitcast between them and words, and any other view of them as words is a copy of the whole array.
 
 How host memory gets into a Mosaic kernel. An argument in host memory is refused while tracing:
 its Ref has memory space Host, and the copies want global memory. The hardware makes no difference,
@@ -27,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,48 +47,41 @@ _WORD = jnp.int32
 _WORD_BYTES = 4
 _UNIT_BYTES = 128  # Mosaic's copies move multiples of it
 _CHUNK_BYTES = 16 * 1024  # larger blocks are cut, as the ring needs many slots to hide PCIe latency
+_SLOT_BYTES = 8 * 1024  # blocks so small that the slots would not hide it either share one
+_MAX_BATCH = 8
 _SHARED_BYTES = 192 * 1024  # of the 227 KiB that a thread block may have
 _MAX_SLOTS = 32  # Mosaic's limit on the barriers of an array: one for each slot
+_MAX_CHUNKS = 2**30
 _TRITON_TILE_WORDS = 8192
 _TRITON_TILE_COLUMNS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """How blocks are cut up, and the slots in shared memory that the chunks pass through.
+    """The slots in shared memory that chunks of blocks pass through.
 
     Attributes:
-      block_words: words of a block.
-      chunk_words: words of a chunk; the last chunk of a block may overlap the one before.
-      chunks: chunks of a block.
+      chunk_words: words of the largest chunk; larger blocks are cut.
+      batch: chunks that share a slot and its barrier, the same words of as many blocks.
       threads: warpgroups, which take turns at issuing copies, each with slots of its own.
       depth: slots of a warpgroup.
     """
 
-    block_words: int
     chunk_words: int
-    chunks: int
+    batch: int
     threads: int
     depth: int
 
     @classmethod
-    def of(cls, block_bytes: int) -> Ring:
-        """The ring for blocks of a multiple of 128 bytes."""
-        chunks = pl.cdiv(block_bytes, _CHUNK_BYTES)
-        chunk_bytes = pl.cdiv(block_bytes // _UNIT_BYTES, chunks) * _UNIT_BYTES
-        slots = min(_MAX_SLOTS, _SHARED_BYTES // chunk_bytes)
-        threads = 2 if slots < 16 else 4 if chunk_bytes > 2048 else 8
-        return cls(
-            block_words=block_bytes // _WORD_BYTES,
-            chunk_words=chunk_bytes // _WORD_BYTES,
-            chunks=chunks,
-            threads=threads,
-            depth=slots // threads,
-        )
-
-    def start(self, chunk: Any) -> Any:
-        """First word of a chunk of a block."""
-        return jnp.minimum(chunk * self.chunk_words, self.block_words - self.chunk_words)
+    def of(cls, *block_bytes: int) -> Ring:
+        """The ring for blocks of these sizes, multiples of 128 bytes."""
+        cuts = [_cut(size // _WORD_BYTES, _CHUNK_BYTES // _WORD_BYTES) for size in block_bytes]
+        chunk_words = max(words for words, _ in cuts)
+        chunk_bytes = chunk_words * _WORD_BYTES
+        batch = 1 if chunk_bytes > 2048 else min(_MAX_BATCH, _SLOT_BYTES // chunk_bytes)
+        slots = min(_MAX_SLOTS, _SHARED_BYTES // (batch * chunk_bytes))
+        threads = 2 if slots < 16 else 4
+        return cls(chunk_words, batch, threads, depth=slots // threads)
 
     @property
     def lag(self) -> int:
@@ -94,23 +89,62 @@ class Ring:
         return self.depth // 2
 
 
+def _cut(block_words: int, most_words: int) -> tuple[int, list[int]]:
+    """Words of the equal chunks of a block and where they start; the last two may overlap."""
+    unit = _UNIT_BYTES // _WORD_BYTES
+    chunks = pl.cdiv(block_words, most_words)
+    words = pl.cdiv(block_words // unit, chunks) * unit
+    return words, [min(chunk * words, block_words - words) for chunk in range(chunks)]
+
+
 @dataclasses.dataclass(frozen=True)
-class _Job:
-    """What is known of a copy while tracing.
+class _Buffer:
+    """One of the blocks that move for each pair of ids.
 
     Attributes:
-      ring: how to cut the blocks up.
+      arrays: which of the sources and which of the destinations it lies in.
+      block_words: words of a block.
+      first, stride: on the strided side, id i is block `first + i * stride` of the array.
+    """
+
+    arrays: tuple[int, int]
+    block_words: int
+    first: int
+    stride: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What is known of the copies while tracing.
+
+    Attributes:
+      ring: the slots.
       num_sms: thread blocks, one for each SM.
       strided_side: 0 if the sources are the strided arrays, 1 if the destinations are.
-      num_buffers: block copies for each pair of ids.
-      page_stride: blocks between the pages of a buffer on the strided side.
+      buffers: the blocks of a pair.
     """
 
     ring: Ring
     num_sms: int
     strided_side: int
-    num_buffers: int
-    page_stride: int
+    buffers: list[_Buffer]
+
+    def parts(self) -> np.ndarray:
+        """int32[parts, 5]: the chunks of a pair as source, destination, start, first, stride."""
+        rows = [
+            (*buffer.arrays, start, buffer.first, buffer.stride)
+            for buffer in self.buffers
+            for start in _cut(buffer.block_words, self.ring.chunk_words)[1]
+        ]
+        return np.array(rows, np.int32)
+
+    def chunk_words(self, side: int) -> list[int]:
+        """Words of the chunks of each array on a side, 0 for the sources."""
+        words = {
+            buffer.arrays[side]: _cut(buffer.block_words, self.ring.chunk_words)[0]
+            for buffer in self.buffers
+        }
+        return [words[array] for array in range(len(words))]
 
 
 def refusal(copy: BlockCopy, num_ids: int) -> str | None:
@@ -124,57 +158,98 @@ def refusal(copy: BlockCopy, num_ids: int) -> str | None:
     if any(at % block_bytes for at in (geometry.page_stride_bytes, *copy.strided_offsets)):
         return f"blocks do not start at multiples of their size, {block_bytes} bytes"
     for array in (*copy.strided, *copy.dense):
-        if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.complexfloating):
+        if not _has_words(array.dtype):
             return f"{array.dtype} has no view as words"
         if array.size * array.dtype.itemsize % block_bytes:
             return f"an array of shape {tuple(array.shape)} is no whole number of blocks"
-    chunks = num_ids * len(copy.dense) * Ring.of(block_bytes).chunks
-    if chunks >= 2**30:
+    chunks = num_ids * len(copy.dense) * pl.cdiv(block_bytes, _CHUNK_BYTES)
+    if chunks >= _MAX_CHUNKS:
         return f"{chunks} chunks are too many to count in 32 bits"
     return None
 
 
+def _has_words(dtype: Any) -> bool:
+    """Whether XLA has a bitcast between the type and words."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits >= 8
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 8
+
+
 def copy_blocks_pallas(
-    copy: BlockCopy,
+    copies: Sequence[BlockCopy],
     pairs: jax.Array,
-    results: Sequence[Any],
+    results: Sequence[Sequence[Any]],
     *,
     num_sms: int | None = None,
     ring: Ring | None = None,
-) -> list[Any]:
-    """Traces the copy, all buffers in one kernel; only inside jit.
+) -> list[list[Any]]:
+    """Traces the copies, all buffers in one kernel; only inside jit.
 
     On platform cpu Pallas interprets the same kernel: slow, for tests, device memory only.
 
     Args:
-      copy: a copy that `refusal` does not refuse.
+      copies: what to copy for each pair, all in one direction; `refusal` refuses none of them.
       pairs: int32[2 + 2n] of `plan_pairs`: how many blocks to copy, a word unused, then source and
         destination of each. All are in range, and no block is a destination twice.
-      results: types of the written arrays.
+      results: types of the written arrays of each copy.
       num_sms: SMs to run on, by default enough for the host link.
-      ring: how to cut the blocks up, by default by their size.
+      ring: the slots, by default what suits the sizes of the blocks.
 
     Returns:
-      The written arrays, `copy.written` with the blocks in them.
+      The written arrays of each copy, `copy.written` with the blocks in them.
+
+    Raises:
+      NotImplementedError: the chunks of all copies are too many to count.
     """
-    block_bytes = copy.geometry.block_bytes
-    ring = ring or Ring.of(block_bytes)
+    ring = ring or Ring.of(*(copy.geometry.block_bytes for copy in copies))
     job = _Job(
         ring=ring,
         num_sms=num_sms or (4 if ring.chunk_words * _WORD_BYTES >= 8192 else 12),
-        strided_side=0 if copy.to_dense else 1,
-        num_buffers=len(copy.dense),
-        page_stride=copy.geometry.page_stride_bytes // block_bytes,
+        strided_side=0 if copies[0].to_dense else 1,
+        buffers=_buffers(copies),
     )
-    starts = jnp.array([offset // block_bytes for offset in copy.strided_offsets], _WORD)
-    dense, strided = (
-        [_as_blocks(array, ring.block_words) for array in side]
-        for side in (copy.dense, copy.strided)
+    chunks = pairs.size // 2 * len(job.parts())
+    if chunks >= _MAX_CHUNKS:
+        raise NotImplementedError(f"{chunks} chunks in one launch, the limit is {_MAX_CHUNKS}")
+    sources, destinations = (
+        [
+            _as_blocks(array, copy.geometry.block_bytes // _WORD_BYTES)
+            for copy in copies
+            for array in _sides(copy)[side]
+        ]
+        for side in (0, 1)
     )
-    sources, destinations = (strided, dense) if copy.to_dense else (dense, strided)
     run = _run_mosaic if _has_tma() else _run_triton
-    written = run(job, _relabel(pairs), starts, sources, destinations)
-    return [_from_blocks(blocks, like) for blocks, like in zip(written, results, strict=True)]
+    written = iter(run(job, _relabel(pairs), sources, destinations))
+    return [[_from_blocks(next(written), like) for like in likes] for likes in results]
+
+
+def _sides(copy: BlockCopy) -> tuple[list[Any], list[Any]]:
+    """Sources and destinations."""
+    return (copy.strided, copy.dense) if copy.to_dense else (copy.dense, copy.strided)
+
+
+def _buffers(copies: Sequence[BlockCopy]) -> list[_Buffer]:
+    buffers = []
+    arrays_before = [0, 0]
+    for copy in copies:
+        block_bytes = copy.geometry.block_bytes
+        lengths = [len(arrays) for arrays in _sides(copy)]
+        for index, offset in enumerate(copy.strided_offsets):
+            source, destination = (
+                before + min(index, length - 1)
+                for before, length in zip(arrays_before, lengths, strict=True)
+            )
+            buffers.append(
+                _Buffer(
+                    arrays=(source, destination),
+                    block_words=block_bytes // _WORD_BYTES,
+                    first=offset // block_bytes,
+                    stride=copy.geometry.page_stride_bytes // block_bytes,
+                )
+            )
+        arrays_before = [a + b for a, b in zip(arrays_before, lengths, strict=True)]
+    return buffers
 
 
 def _has_tma() -> bool:
@@ -197,18 +272,17 @@ def _interpreter() -> Any:
 # Mosaic GPU: sm_90 and newer
 
 
-def _run_mosaic(
-    job: _Job, pairs: Any, starts: Any, sources: list[Any], destinations: list[Any]
-) -> list[Any]:
-    slots = job.ring.threads * job.ring.depth
+def _run_mosaic(job: _Job, pairs: Any, sources: list[Any], destinations: list[Any]) -> list[Any]:
+    ring = job.ring
+    slots = ring.threads * ring.depth
 
-    def jaxkv_copy_blocks(pairs: Any, starts: Any, *arrays: Any) -> None:
+    def jaxkv_copy_blocks(pairs: Any, parts: Any, *arrays: Any) -> None:
         pl.run_scoped(
             functools.partial(
-                _copy_chunks, job, pairs, starts, arrays[: len(sources)], arrays[len(sources) :]
+                _copy_chunks, job, pairs, parts, arrays[: len(sources)], arrays[len(sources) :]
             ),
-            plgpu.SMEM((slots, job.ring.chunk_words), _WORD),
-            plgpu.Barrier(num_barriers=slots),
+            plgpu.SMEM((slots, ring.batch * ring.chunk_words), _WORD),
+            plgpu.Barrier(num_arrivals=ring.batch, num_barriers=slots),
             collective_axes="thread",
         )
 
@@ -219,7 +293,7 @@ def _run_mosaic(
         mesh=plgpu.Mesh(
             grid=(job.num_sms,),
             grid_names=("sm",),
-            num_threads=job.ring.threads,
+            num_threads=ring.threads,
             thread_name="thread",
         ),
         interpret=_interpreter(),
@@ -228,70 +302,115 @@ def _run_mosaic(
             # Safe, as threads neither read nor write shared memory: only copies do.
             unsafe_no_auto_barriers=True,
         ),
-    )(pairs, starts, *sources, *written)
+    )(pairs, jnp.array(job.parts()), *sources, *written)
     return [jax.freeze(blocks) for blocks in written]
+
+
+class _Place(NamedTuple):
+    """Where one side of a batch lies: in an array from `start` on, beginning with block `block`.
+
+    That is the block of pair `pair`; the block of id i is `first + i * stride`.
+    """
+
+    array: Any
+    start: Any
+    first: Any
+    stride: Any
+    pair: Any
+    block: Any
 
 
 def _copy_chunks(
     job: _Job,
     pairs: Any,
-    starts: Any,
+    parts: Any,
     sources: Sequence[Any],
     destinations: Sequence[Any],
     shared: Any,
     loaded: Any,
 ) -> None:
-    """The kernel: of all chunks, each warpgroup passes every `workers`-th through its slots.
+    """The kernel: of all batches of chunks, each warpgroup passes every `workers`-th through.
 
-    In turn t it stores chunk t - ahead, then starts to load chunk t into the slot of chunk
-    t - depth. The `lag` stores that came after that one's may still be reading their slots.
+    A batch is one part of `ring.batch` pairs. In turn t a warpgroup stores batch t - ahead, then
+    starts to load batch t into the slot of batch t - depth. The `lag` batches that were stored
+    after that one may still be leaving their slots.
 
     Args:
       job: what is known while tracing.
-      pairs, starts: int32 references: as for `copy_blocks_pallas`; first block of each buffer on
-        the strided side.
+      pairs, parts: int32 references: as for `copy_blocks_pallas`, and `job.parts()`.
       sources, destinations: int32[blocks, block_words] references in global memory.
-      shared: int32[slots, chunk_words] reference to shared memory.
-      loaded: a barrier for each slot, which completes when its load has.
+      shared: int32[slots, batch * chunk_words] reference to shared memory.
+      loaded: a barrier for each slot, which completes when its batch is there.
     """
-    ring = job.ring
-    words, depth = ring.chunk_words, ring.depth
+    ring, table = job.ring, job.parts()
+    depth, batch = ring.depth, ring.batch
     ahead = depth - ring.lag
     workers = job.num_sms * ring.threads
     thread = lax.axis_index("thread")
     worker = lax.axis_index("sm") * ring.threads + thread
-    chunks = pairs[0] * (job.num_buffers * ring.chunks)
-    turns, _ = _divide(chunks - worker + (workers - 1), workers)
+    last_pair = jnp.maximum(pairs[0] - 1, 0)
+    batches = _divide(pairs[0] + (batch - 1), batch)[0] * len(table)
+    turns, _ = _divide(batches - worker + (workers - 1), workers)
 
-    def locate(turn: Any, side: int) -> tuple[Any, Any, Any]:
-        """Buffer, block and first word of the chunk of a turn; side 0 is the source."""
+    def block_of(side: int, pair: Any, first: Any, stride: Any) -> Any:
+        # The last batch may take the last pair again: the same bytes to the same place.
+        return first + stride * pairs[2 + side + 2 * jnp.minimum(pair, last_pair)]
+
+    def locate(turn: Any, side: int) -> _Place:
+        """The batch of a turn on side 0, the source, or 1."""
         # Clipped, because places are found for turns that never come.
-        chunk = jnp.clip(turn * workers + worker, 0, jnp.maximum(chunks - 1, 0))
-        place, part = _divide(chunk, ring.chunks)
-        pair, buffer = _divide(place, job.num_buffers)
-        block = pairs[2 + side + 2 * pair]
-        if side == job.strided_side:
-            block = starts[buffer] + block * job.page_stride
-        return buffer, block, ring.start(part)
+        place = jnp.clip(turn * workers + worker, 0, jnp.maximum(batches - 1, 0))
+        group, part = _divide(place, len(table))
 
-    def load(slot: Any, buffer: Any, block: Any, start: Any) -> None:
-        def copy(source: Any) -> None:
+        def field(column: int) -> Any:
+            values = table[:, column]
+            return values[0] if (values == values[0]).all() else parts[part, column]
+
+        first, stride = np.int32(0), np.int32(1)
+        if side == job.strided_side:
+            first, stride = field(3), field(4)
+        pair = group * batch
+        block = block_of(side, pair, first, stride)
+        return _Place(field(side), field(2), first, stride, pair, block)
+
+    def each_chunk(side: int, place: _Place, use: Callable[[Any, Any], None]) -> None:
+        """Calls `use` with the chunks of a batch in global memory and their slices of the slot."""
+
+        def in_array(array: Any, words: int) -> None:
+            def use_chunk(i: Any, block: Any) -> None:
+                use(array.at[block, pl.ds(place.start, words)], pl.ds(i * words, words))
+
+            def step(i: Any, block: Any) -> Any:
+                # Read one chunk early, as in `take_turn`.
+                following = block_of(side, place.pair + i + 1, place.first, place.stride)
+                use_chunk(i, block)
+                return following
+
+            if batch == 1:
+                use_chunk(0, place.block)
+            else:
+                lax.fori_loop(np.int32(0), np.int32(batch), step, place.block)
+
+        _with_ref(place.array, (sources, destinations)[side], job.chunk_words(side), in_array)
+
+    def load(slot: Any, place: _Place) -> None:
+        def copy(chunk: Any, piece: Any) -> None:
             plgpu.copy_gmem_to_smem(
-                source.at[block, pl.ds(start, words)],
-                shared.at[slot],
+                chunk,
+                shared.at[slot, piece],
                 loaded.at[slot],
                 # Else Mosaic takes a tensor map for each array, and boxes of 256 words.
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 
-        _with_ref(sources, buffer, copy)
+        each_chunk(0, place, copy)
 
-    def store(slot: Any, buffer: Any, block: Any, start: Any) -> None:
-        def copy(destination: Any) -> None:
-            plgpu.copy_smem_to_gmem(shared.at[slot], destination.at[block, pl.ds(start, words)])
+    def store(slot: Any, place: _Place) -> None:
+        def copy(chunk: Any, piece: Any) -> None:
+            plgpu.copy_smem_to_gmem(shared.at[slot, piece], chunk)
 
         plgpu.barrier_wait(loaded.at[slot])
-        _with_ref(destinations, buffer, copy)
+        each_chunk(1, place, copy)
 
     def take_turn(turn: Any, places: Any) -> Any:
         # One turn early: a read of global memory takes as long as a turn.
@@ -299,12 +418,12 @@ def _copy_chunks(
 
         @pl.when(turn >= ahead)
         def _() -> None:
-            store(thread * depth + _divide(turn - ahead, depth)[1], *places[1])
+            store(thread * depth + _divide(turn - ahead, depth)[1], places[1])
 
         @pl.when(turn < turns)
         def _() -> None:
-            plgpu.wait_smem_to_gmem(ring.lag, wait_read_only=True)
-            load(thread * depth + _divide(turn, depth)[1], *places[0])
+            plgpu.wait_smem_to_gmem(ring.lag * batch, wait_read_only=True)
+            load(thread * depth + _divide(turn, depth)[1], places[0])
 
         return next_places
 
@@ -318,60 +437,66 @@ def _divide(number: Any, divisor: int) -> tuple[Any, Any]:
     return lax.div(number, np.int32(divisor)), lax.rem(number, np.int32(divisor))
 
 
-def _with_ref(refs: Sequence[Any], index: Any, use: Callable[[Any], None]) -> None:
-    """Calls `use` with one of the references."""
+def _with_ref(
+    index: Any, refs: Sequence[Any], words: Sequence[int], use: Callable[[Any, int], None]
+) -> None:
+    """Calls `use` with one of the references and the words of its chunks."""
+    branches = [functools.partial(use, ref, size) for ref, size in zip(refs, words, strict=True)]
     if len(refs) == 1:
-        use(refs[0])
+        branches[0]()
     else:
-        lax.switch(index, [functools.partial(use, ref) for ref in refs])
+        lax.switch(index, branches)
 
 
 # ---------------------------------------------------------------------------------------------
 # Pallas-Triton, deprecated since jax 0.11: before sm_90
 
 
-def _run_triton(
-    job: _Job, pairs: Any, starts: Any, sources: list[Any], destinations: list[Any]
-) -> list[Any]:
+def _run_triton(job: _Job, pairs: Any, sources: list[Any], destinations: list[Any]) -> list[Any]:
     """A launch for each buffer; a program moves a tile of words of several blocks at a time."""
     from jax.experimental.pallas import triton
 
-    words = job.ring.block_words
+    written = list(destinations)
+    for buffer in job.buffers:
+        source, to = buffer.arrays
+        written[to] = pl.pallas_call(
+            functools.partial(_copy_tiles, job, buffer),
+            name="jaxkv_copy_blocks",
+            out_shape=jax.ShapeDtypeStruct(written[to].shape, _WORD),
+            grid=(job.num_sms,),
+            input_output_aliases={2: 0},
+            compiler_params=triton.CompilerParams(num_warps=16, num_stages=1),
+            interpret=bool(_interpreter()),
+        )(pairs, sources[source], written[to])
+    return written
+
+
+def _copy_tiles(
+    job: _Job, buffer: _Buffer, pairs: Any, source: Any, _: Any, destination: Any
+) -> None:
+    """The kernel for a buffer; references as for `_copy_chunks`."""
+    from jax.experimental.pallas import triton
+
+    words = buffer.block_words
     columns = min(_TRITON_TILE_COLUMNS, pl.next_power_of_2(words))
     rows = _TRITON_TILE_WORDS // columns
     tiles_per_row = pl.cdiv(words, columns)
+    count = pairs[0]
+    tiles = _divide(count + (rows - 1), rows)[0] * tiles_per_row
+    program = pl.program_id(0)
 
-    def jaxkv_copy_blocks(pairs: Any, start: Any, source: Any, _: Any, destination: Any) -> None:
-        count = pairs[0]
-        tiles = _divide(count + (rows - 1), rows)[0] * tiles_per_row
-        program = pl.program_id(0)
+    def move(turn: Any, _: None) -> None:
+        row, column = _divide(program + turn * job.num_sms, tiles_per_row)
+        # No masks: what lies behind the last pair or word copies that one again.
+        pair = jnp.minimum(row * rows + jnp.arange(rows, dtype=_WORD), count - 1)
+        word = jnp.minimum(column * columns + jnp.arange(columns, dtype=_WORD), words - 1)
+        blocks = [triton.load(pairs.at[2 + side + 2 * pair]) for side in (0, 1)]
+        blocks[job.strided_side] = buffer.first + blocks[job.strided_side] * buffer.stride
+        moved = triton.load(source.at[blocks[0][:, None], word[None, :]])
+        triton.store(destination.at[blocks[1][:, None], word[None, :]], moved)
 
-        def move(turn: Any, _: None) -> None:
-            tile = program + turn * job.num_sms
-            row, column = _divide(tile, tiles_per_row)
-            # No masks: what lies behind the last pair or word copies that one again.
-            pair = jnp.minimum(row * rows + jnp.arange(rows, dtype=_WORD), count - 1)
-            word = jnp.minimum(column * columns + jnp.arange(columns, dtype=_WORD), words - 1)
-            blocks = [triton.load(pairs.at[2 + side + 2 * pair]) for side in (0, 1)]
-            blocks[job.strided_side] = start[0] + blocks[job.strided_side] * job.page_stride
-            moved = triton.load(source.at[blocks[0][:, None], word[None, :]])
-            triton.store(destination.at[blocks[1][:, None], word[None, :]], moved)
-
-        turns, _ = _divide(tiles - program + (job.num_sms - 1), job.num_sms)
-        lax.fori_loop(jnp.int32(0), turns, move, None)
-
-    written = list(destinations)
-    for buffer in range(job.num_buffers):
-        source, to = (buffer if len(side) > 1 else 0 for side in (sources, written))
-        written[to] = pl.pallas_call(
-            jaxkv_copy_blocks,
-            out_shape=jax.ShapeDtypeStruct(written[to].shape, _WORD),
-            grid=(job.num_sms,),
-            input_output_aliases={3: 0},
-            compiler_params=triton.CompilerParams(num_warps=16, num_stages=1),
-            interpret=bool(_interpreter()),
-        )(pairs, starts[buffer : buffer + 1], sources[source], written[to])
-    return written
+    turns, _ = _divide(tiles - program + (job.num_sms - 1), job.num_sms)
+    lax.fori_loop(jnp.int32(0), turns, move, None)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.block_copy import BlockCopy, copy_blocks, plan_pairs
-from jaxkv.choice import check_name, choose
+from jaxkv.block_copy import BlockCopy, copy_blocks, plan_pairs, result_types
+from jaxkv.choice import Choice, check_name, choose
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import as_ids, check_page_ids, ids_on_host, num_ids_of
 from jaxkv.host_pool import HostPool
@@ -122,7 +122,7 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
     """Says which implementation `operation(*args, **options)` takes and why not the others.
 
     Args:
-      operation: `load_pages`, `store_pages` or `swap_blocks`.
+      operation: `load_pages`, `store_pages`, `swap_blocks`, `start_load` or `start_store`.
       *args, **options: its arguments; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
@@ -133,19 +133,37 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
     if name not in _OPERATIONS:
         raise ValueError(f"operation must be one of {', '.join(_OPERATIONS)}, got {name!r}")
     *state, source_ids, destination_ids = args
-    call = _resolve(name, tuple(state), (source_ids, destination_ids), options.pop("layers", None))
-    overlapped = name.startswith("start_")
-    lines = [choose(copy, call.ids, **options, overlapped=overlapped).text for copy in call.copies]
+    call = resolve(name, tuple(state), (source_ids, destination_ids), options.pop("layers", None))
+    options["overlapped"] = name in ("start_load", "start_store")
+    lines = [choose(copy, call.ids, **options).text for copy in call.copies]
     return "\n".join(lines) or f"{name}: nothing to copy"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class PreparedCall:
     """What an operation comes to: its copies, and how their results make its own."""
 
     copies: list[BlockCopy]
     ids: tuple[Any, Any]
     rebuild: Callable[[list[list[Any]]], Any]
+
+
+def prepare(
+    operation: str,
+    state: tuple[Any, Any],
+    ids: tuple[Ids, Ids],
+    layers: int | Sequence[int] | None,
+    implementation: str | None,
+) -> tuple[PreparedCall, bool]:
+    """Checks the arguments of an operation; returns its copies, and whether it is being traced."""
+    check_name(implementation)
+    call = resolve(operation, state, ids, layers)
+    leaves = jax.tree.leaves((state, call.ids))
+    _check_whole(leaves)
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if not traced:
+        _check_concrete(call, leaves)
+    return call, traced
 
 
 def _dispatch(
@@ -155,16 +173,15 @@ def _dispatch(
     layers: int | Sequence[int] | None,
     implementation: str | None,
 ) -> Any:
-    check_name(implementation)
-    call = _resolve(operation, state, ids, layers)
-    leaves = jax.tree.leaves((state, call.ids))
-    _check_whole(leaves)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    call, traced = prepare(operation, state, ids, layers, implementation)
+    if traced:
         return _run(call, implementation)
-    _check_concrete(call, leaves)
-    if layers is not None:
-        layers = tuple(np.atleast_1d(layers).tolist())
-    return _eager(operation, state, call.ids, layers, implementation)
+    return _eager(operation, state, call.ids, static_layers(layers), implementation)
+
+
+def static_layers(layers: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """`layers` as a static argument of jit."""
+    return None if layers is None else tuple(np.atleast_1d(layers).tolist())
 
 
 # Nothing is donated: outside jit JAX's values stay what they were, at the price of a copy.
@@ -176,16 +193,17 @@ def _eager(
     layers: tuple[int, ...] | None,
     implementation: str | None,
 ) -> Any:
-    return _run(_resolve(operation, state, ids, layers), implementation)
+    return _run(resolve(operation, state, ids, layers), implementation)
 
 
-def _resolve(
+def resolve(
     operation: str,
     state: tuple[Any, Any],
     ids: tuple[Ids, Ids],
     layers: int | Sequence[int] | None,
-) -> _Call:
-    names, resolve = _OPERATIONS[operation]
+) -> PreparedCall:
+    """What an operation comes to; raises where its arguments do not go together."""
+    names, make_copies = _OPERATIONS[operation]
     source_ids, destination_ids = (
         as_ids(value, name) for value, name in zip(ids, names, strict=True)
     )
@@ -194,11 +212,11 @@ def _resolve(
             f"{names[0]} has {num_ids_of(source_ids)} entries, "
             f"{names[1]} has {num_ids_of(destination_ids)}"
         )
-    copies, rebuild = resolve(operation, *state, layers)
-    return _Call(copies, (source_ids, destination_ids), rebuild)
+    copies, rebuild = make_copies(operation, *state, layers)
+    return PreparedCall(copies, (source_ids, destination_ids), rebuild)
 
 
-def _run(call: _Call, implementation: str | None) -> Any:
+def _run(call: PreparedCall, implementation: str | None) -> Any:
     if not call.copies or num_ids_of(call.ids[0]) == 0:
         return call.rebuild([list(copy.written) for copy in call.copies])
     chosen = [choose(copy, call.ids, implementation) for copy in call.copies]
@@ -206,19 +224,32 @@ def _run(call: _Call, implementation: str | None) -> Any:
         # All copies name the same blocks, so they share one plan; the copy engine makes its own.
         by_dma = all(choice.implementation == "dma" for choice in chosen)
         pairs = None if by_dma else plan_pairs(call.copies[0], call.ids)
-        return call.rebuild(
-            [
-                copy_blocks(copy, call.ids, pairs, choice.implementation, choice.num_sms)
-                for copy, choice in zip(call.copies, chosen, strict=True)
-            ]
-        )
+        return call.rebuild(_copy_all(call, pairs, chosen))
+
+
+def _copy_all(call: PreparedCall, pairs: Any, chosen: list[Choice]) -> list[list[Any]]:
+    """The written arrays of each copy; those that Pallas serves share a launch."""
+    written = {}
+    together = [i for i, choice in enumerate(chosen) if choice.implementation == "pallas"]
+    if together:
+        from jaxkv import swap  # here, because Pallas takes half a second to import
+
+        copies = [call.copies[i] for i in together]
+        results = [result_types(copy) for copy in copies]
+        num_sms = max(chosen[i].num_sms for i in together)
+        arrays = swap.copy_blocks_pallas(copies, pairs, results, num_sms=num_sms)
+        written = dict(zip(together, arrays, strict=True))
+    for i, (copy, choice) in enumerate(zip(call.copies, chosen, strict=True)):
+        if i not in written:
+            written[i] = copy_blocks(copy, call.ids, pairs, choice.implementation, choice.num_sms)
+    return [written[i] for i in range(len(chosen))]
 
 
 def _resolve_pages(
     operation: str, pool: HostPool, cache: DeviceCache, layers: int | Sequence[int] | None
 ) -> tuple[list[BlockCopy], Callable[[list[list[Any]]], Any]]:
     _check_pair(pool, cache)
-    to_dense = operation == "load_pages"
+    to_dense = operation in ("load_pages", "start_load")
     layout = pool.host_layout
     chosen = layout.spec.select_layers(layers)
     buffers = [(layer, kv) for layer in chosen for kv in range(layout.spec.num_kv)]
@@ -320,6 +351,8 @@ def _resolve_swap(
 _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Any]]] = {
     "load_pages": (("host_pages", "device_pages"), _resolve_pages),
     "store_pages": (("device_pages", "host_pages"), _resolve_pages),
+    "start_load": (("host_pages", "device_pages"), _resolve_pages),
+    "start_store": (("device_pages", "host_pages"), _resolve_pages),
     "swap_blocks": (("src_ids", "dst_ids"), _resolve_swap),
 }
 
@@ -340,7 +373,7 @@ def _check_whole(leaves: list[Any]) -> None:
             )
 
 
-def _check_concrete(call: _Call, leaves: list[Any]) -> None:
+def _check_concrete(call: PreparedCall, leaves: list[Any]) -> None:
     """What only values show: released arrays, and ids that the host can read."""
     for leaf in leaves:
         if not isinstance(leaf, jax.Array):

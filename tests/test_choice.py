@@ -17,7 +17,7 @@ import jaxkv
 from jaxkv import choice, tuning
 from jaxkv.choice import Machine, choose, forced
 from jaxkv.layout import KVCacheSpec
-from jaxkv.transfer import _resolve
+from jaxkv.transfer import resolve
 
 H200 = Machine("gpu", "NVIDIA H200", True)
 MEMORIES = {"load": ("pinned_host", "device"), "store": ("device", "pinned_host")}
@@ -41,7 +41,7 @@ def swap(direction: str, run_bytes: int, count: int, on_host: bool = False, **op
     memories = MEMORIES.get(direction, ("device", "device"))
     source, destination = (array(count, run_bytes, memory) for memory in memories)
     ids = ids_of(count, on_host)
-    [copy] = _resolve("swap_blocks", (source, destination), ids, None).copies
+    [copy] = resolve("swap_blocks", (source, destination), ids, None).copies
     return choose(copy, ids, **options)
 
 
@@ -149,7 +149,7 @@ def test_pages_go_by_the_runs_of_their_layout(table, operation, layout, run_byte
     """A pool's type may not tell that it is in host memory; the operation's name does."""
     case = make_case(layout, page_size=16, num_kv_heads=4, head_dim=64, num_layers=4)
     ids = ids_of(8)
-    [copy] = _resolve(operation, (case.pool(), case.cache()), ids, None).copies
+    [copy] = resolve(operation, (case.pool(), case.cache()), ids, None).copies
     size = choice._size(copy, ids)
     assert size.run_bytes == run_bytes and size.word_bytes == 16
     assert size.total_bytes == 8 * 2 * 4 * case.spec.block_bytes
@@ -160,7 +160,7 @@ def test_pages_go_by_the_runs_of_their_layout(table, operation, layout, run_byte
 def test_word_width(head_dim, word_bytes):
     case = make_case("page_head", page_size=1, num_kv_heads=4, num_layers=2, head_dim=head_dim)
     ids = ids_of(3)
-    [copy] = _resolve("load_pages", (case.pool(), case.cache()), ids, None).copies
+    [copy] = resolve("load_pages", (case.pool(), case.cache()), ids, None).copies
     assert choice._size(copy, ids).word_bytes == word_bytes
 
 
@@ -232,7 +232,7 @@ def test_what_is_refused_is_never_chosen(
     larger = dict(vars(spec), head_dim=spec.head_dim * scale)
     layout = type(layout)(KVCacheSpec(**larger), layout.name, layout.num_pages, layout.head_groups)
     machine, ids = Machine("gpu", kind, True), ids_of(count, on_host)
-    [copy] = _resolve(operation, copies_of(layout), ids, None).copies
+    [copy] = resolve(operation, copies_of(layout), ids, None).copies
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(tuning.VARIABLE, raising=False)
         patch.setattr(choice, "_machine", lambda: machine)
@@ -271,6 +271,13 @@ def test_explain_what_was_asked_for(table):
     first, *others = text.splitlines()
     assert first == "swap_blocks: pallas (asked for, on 12 SMs)"  # the table names none: default's
     assert "  not kernel: another was asked for, on 6 SMs" in others
+
+
+@pytest.mark.parametrize("name, sms", [("start_load", 3), ("start_store", 3), ("load_pages", 12)])
+def test_explain_knows_what_runs_beside_compute(table, name, sms):
+    case = make_case()
+    text = jaxkv.explain(getattr(jaxkv, name), case.pool(), case.cache(), *ids_of(5))
+    assert text.startswith(f"{name}: kernel (") and f"on {sms} SMs" in text
 
 
 def test_explain_where_nothing_was_measured(table):

@@ -20,15 +20,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import SingleDeviceSharding
 from reference import KIND_LAYOUTS, assert_same_bytes, random_array
 
-from jaxkv import block_copy, swap
+import jaxkv
+from jaxkv import block_copy, swap, transfer
 from jaxkv.block_copy import BlockCopy
-from jaxkv.choice import choose
-from jaxkv.layout import PageGeometry
+from jaxkv.choice import Choice, choose
+from jaxkv.host_ids import num_ids_of
 from jaxkv.swap import Ring, copy_blocks_pallas
-from jaxkv.transfer import _resolve
+from jaxkv.transfer import resolve
 
 # One warpgroup: the interpreter of jax 0.10.2 takes seconds for each further one.
-SMALL = dict(threads=1, depth=3)
+SMALL = dict(batch=1, threads=1, depth=3)
 BLOCKS = 9, 12  # of the source and of the destination
 PAIRS = [(8, 11), (0, 2), (3, 0), (5, 4), (1, 1)]  # source and destination blocks
 UNUSED = [7, 7] * 3
@@ -40,26 +41,25 @@ def plan(pairs) -> np.ndarray:
     return np.array(words, np.int32)
 
 
-def block_copies(sources, destinations, to_dense: bool) -> BlockCopy:
-    """A copy between lists of `[blocks, ...]` arrays whose blocks are equally many bytes."""
-    dense, strided = (destinations, sources) if to_dense else (sources, destinations)
-    block_bytes = dense[0].size * dense[0].dtype.itemsize // len(dense[0])
-    return BlockCopy(
-        operation="swap_blocks",
-        to_dense=to_dense,
-        dense=dense,
-        strided=strided,
-        geometry=PageGeometry(block_bytes, block_bytes, (1, 1), (0, 0), block_bytes),
-        strided_offsets=[0] * len(dense),
-        num_dense=len(dense[0]),
-        num_strided=len(strided[0]),
+def turned(copy: BlockCopy) -> BlockCopy:
+    """The same copy with the sources as the dense side."""
+    return dataclasses.replace(
+        copy,
+        to_dense=False,
+        dense=copy.strided,
+        strided=copy.dense,
+        num_dense=copy.num_strided,
+        num_strided=copy.num_dense,
     )
 
 
 def swap_arrays(sources, destinations, pairs, *, to_dense: bool = True, **options):
-    """The written arrays of one copy of all arrays; to be jitted."""
-    copy = block_copies(sources, destinations, to_dense)
-    return copy_blocks_pallas(copy, pairs, [jax.typeof(a) for a in destinations], **options)
+    """The written arrays of one launch for all arrays; to be jitted."""
+    ids = np.zeros(1, np.int32)
+    call = resolve("swap_blocks", (sources, destinations), (ids, ids), None)
+    copies = call.copies if to_dense else [turned(copy) for copy in call.copies]
+    results = [[jax.typeof(array) for array in copy.written] for copy in copies]
+    return call.rebuild(copy_blocks_pallas(copies, pairs, results, **options))
 
 
 def check_swap(
@@ -95,56 +95,95 @@ def words(num_words: int):
 # The kernel, interpreted on cpu
 
 
-@given(st.integers(1, 2**13).map(lambda units: 128 * units))
-def test_ring_holds_any_block(block_bytes):
-    ring = Ring.of(block_bytes)
-    assert ring.block_words * 4 == block_bytes
-    assert ring.chunk_words * 4 % 128 == 0
-    starts = ring.start(np.arange(ring.chunks)).tolist()
-    covered = {start + i for start in starts for i in range(0, ring.chunk_words, 32)}
-    assert covered == set(range(0, ring.block_words, 32))
+@given(st.lists(st.integers(1, 2**13).map(lambda units: 128 * units), min_size=1, max_size=4))
+def test_ring_holds_any_blocks(sizes):
+    ring = Ring.of(*sizes)
+    for size in sizes:
+        chunk, starts = swap._cut(size // 4, ring.chunk_words)
+        assert chunk <= ring.chunk_words and chunk % 32 == 0
+        covered = {start + i for start in starts for i in range(0, chunk, 32)}
+        assert covered == set(range(0, size // 4, 32))
     slots = ring.threads * ring.depth
-    assert slots <= 32 and slots * ring.chunk_words * 4 <= 192 * 1024
+    assert slots <= 32 and slots * ring.batch * ring.chunk_words * 4 <= 192 * 1024
     assert 1 <= ring.threads <= 8 and 1 <= ring.lag < ring.depth
 
 
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
 @pytest.mark.parametrize(
-    "block, chunk, chunks, depth",
-    [(32, 32, 1, 2), (96, 32, 3, 3), (160, 64, 3, 4), (256, 256, 1, 1)],
+    "block, chunk, depth",
+    [(32, 32, 2), (96, 32, 3), (160, 64, 4), (256, 256, 1)],
     ids=["whole", "cut", "overlapping", "one slot"],
 )
-def test_blocks_in_chunks(block, chunk, chunks, depth, to_dense):
-    ring = Ring(block, chunk, chunks, threads=1, depth=depth)
+def test_blocks_in_chunks(block, chunk, depth, to_dense):
+    ring = Ring(chunk, batch=1, threads=1, depth=depth)
     check_swap([words(block)], to_dense=to_dense, num_sms=2, ring=ring)
 
 
 @pytest.mark.parametrize("pairs", [[], [(8, 11)], PAIRS], ids=len)
-def test_more_workers_than_work(pairs):
-    check_swap([words(32)], pairs, num_sms=6, ring=Ring(32, 32, 1, **SMALL))
+@pytest.mark.parametrize("batch", [1, 4])
+def test_more_workers_than_work(batch, pairs):
+    check_swap([words(32)], pairs, num_sms=6, ring=Ring(32, batch, threads=1, depth=3))
 
 
 def test_several_warpgroups():
-    check_swap([words(64)], num_sms=1, ring=Ring(64, 32, 2, threads=2, depth=2))
+    check_swap([words(64)], num_sms=1, ring=Ring(32, batch=1, threads=2, depth=2))
 
 
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
-def test_a_list_of_arrays_of_any_type(to_dense):
-    """Arrays with equally large blocks share a launch, whatever their shapes and types."""
+@pytest.mark.parametrize("batch", [2, 3, 5], ids=lambda batch: f"{batch} of 5")
+def test_several_blocks_in_a_slot(batch, to_dense):
+    """Whether or not the batch divides the pairs, with cut blocks and several arrays."""
+    ring = Ring(32, batch, threads=1, depth=3)
+    check_swap([words(32), words(32)], to_dense=to_dense, num_sms=1, ring=ring)
+    check_swap([words(96)], to_dense=to_dense, num_sms=2, ring=ring)
+
+
+@pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_list_of_arrays_of_any_type_and_size(batch, to_dense):
+    """All share a launch; 64 words are one chunk, 160 are three that overlap."""
     shapes = [
         ((4, 2, 16), "bfloat16"),
         ((64,), "float32"),
         ((2, 128), "int8"),
-        ((256,), "float8_e4m3fn"),
+        ((640,), "float8_e4m3fn"),
         ((8, 16), "uint16"),
+        ((160,), "int32"),
     ]
-    check_swap(shapes, to_dense=to_dense, num_sms=1, ring=Ring(64, 64, 1, **SMALL))
+    ring = Ring(64, batch, threads=1, depth=3)
+    check_swap(shapes, to_dense=to_dense, num_sms=1, ring=ring)
+
+
+@pytest.mark.cpu_only
+def test_swap_blocks_is_one_launch():
+    """Leaves of several block sizes in a pytree, and one that Pallas does not serve."""
+    rng = np.random.default_rng(0)
+    shapes = {"k": ((64,), "float16"), "scale": ((2, 96), "float32"), "mask": ((128,), "bool")}
+    src, dst = (
+        {name: random_array(rng, (n, *shape), dtype) for name, (shape, dtype) in shapes.items()}
+        for n in BLOCKS
+    )
+
+    def choose_here(copy, ids, implementation):
+        refused = swap.refusal(copy, num_ids_of(ids[0]))
+        return Choice("host" if refused else "pallas", 2, "")
+
+    with (
+        mock.patch.object(transfer, "choose", choose_here),
+        mock.patch.object(swap, "_run_mosaic", wraps=swap._run_mosaic) as launch,
+    ):
+        got = jaxkv.swap_blocks(src, dst, *zip(*PAIRS, (-1, 3), strict=True))
+    assert launch.call_count == 1
+    for name, array in got.items():
+        for source, destination in PAIRS:
+            dst[name][destination] = src[name][source]
+        assert_same_bytes(array, dst[name], name)
 
 
 def test_eight_byte_types():
     with jax.enable_x64(True):
         shapes = [((4, 4), "float64"), ((16,), "int64")]
-        check_swap(shapes, num_sms=1, ring=Ring(32, 32, 1, **SMALL))
+        check_swap(shapes, num_sms=1, ring=Ring(32, **SMALL))
 
 
 WHOLE_BLOCKS = ("layer_first", "page_first_direct", "page_unified")
@@ -169,19 +208,19 @@ def test_pages_of_host_layouts(kind, layout, direction, has_tma, monkeypatch):
 
     @jax.jit
     def step(pool, cache, pairs):
-        call = _resolve(f"{direction}_pages", (pool, cache), ids, layers)
+        call = resolve(f"{direction}_pages", (pool, cache), ids, layers)
         [copy] = call.copies
-        ring = Ring(copy.geometry.block_bytes // 4, 32, copy.geometry.block_bytes // 128, **SMALL)
         assert swap.refusal(copy, len(ids[0])) is None
-        results = [jax.typeof(array) for array in copy.written]
-        return call.rebuild([copy_blocks_pallas(copy, pairs, results, num_sms=2, ring=ring)])
+        results = [[jax.typeof(array) for array in copy.written]]
+        ring = Ring(32, **SMALL)
+        return call.rebuild(copy_blocks_pallas(call.copies, pairs, results, num_sms=2, ring=ring))
 
     out = step(pool, cache, plan(list(zip(*ids, strict=True))))
     want = case.expected(direction, host_pages, device_pages, layers)
     case.assert_holds(*after(direction, out, pool, cache), **want)
 
 
-def count_races(lag_error: int) -> bool:
+def count_races(batch: int, lag_error: int) -> bool:
     """Whether the interpreter finds a race when stores are waited for `lag_error` too few."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
@@ -200,7 +239,7 @@ def count_races(lag_error: int) -> bool:
         mock.patch.object(swap, "_interpreter", lambda: params),
     ):
         try:
-            ring = Ring(32, 32, 1, threads=1, depth=4)
+            ring = Ring(32, batch, threads=1, depth=4)
             jax.block_until_ready(check_swap([words(32)], pairs, num_sms=1, ring=ring))
             return interpreter.get_races().races_found
         except Exception as error:  # what jax 0.12 does
@@ -213,17 +252,18 @@ def count_races(lag_error: int) -> bool:
 
 @pytest.mark.cpu_only
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="its interpreter sees no such race")
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("lag_error", [0, 1])
-def test_slots_are_taken_over_no_sooner_than_they_are_free(lag_error):
+def test_slots_are_taken_over_no_sooner_than_they_are_free(lag_error, batch):
     """And no later: with one more store in flight there is a race."""
-    assert count_races(lag_error) == bool(lag_error)
+    assert count_races(batch, lag_error) == bool(lag_error)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
 @pytest.mark.parametrize("num_words", [32, 96, 1056], ids=str)
 def test_before_sm_90(num_words, to_dense):
-    shapes = [words(num_words), ((2 * num_words,), "bfloat16")]
+    shapes = [words(num_words), ((2 * num_words,), "bfloat16"), words(64)]
     with mock.patch.object(swap, "_has_tma", lambda: False):
         check_swap(shapes, to_dense=to_dense, num_sms=2)
 
@@ -234,7 +274,8 @@ def test_before_sm_90(num_words, to_dense):
 
 def refused(shape=(64,), dtype="float32", num_ids=5, copies=None, **geometry) -> str:
     source, destination = (jax.ShapeDtypeStruct((n, *shape), dtype) for n in BLOCKS)
-    copy = block_copies([source], [destination], True)
+    ids = np.zeros(1, np.int32)
+    [copy] = resolve("swap_blocks", (source, destination), (ids, ids), None).copies
     copy = dataclasses.replace(copy, **(copies or {}))
     copy = dataclasses.replace(copy, geometry=dataclasses.replace(copy.geometry, **geometry))
     return swap.refusal(copy, num_ids) or ""
@@ -246,8 +287,8 @@ def test_what_is_refused():
     assert "runs of 64 bytes" in refused(run_bytes=64, counts=(4, 1))
     assert "multiples" in refused(page_stride_bytes=384)
     assert "multiples" in refused(copies=dict(strided_offsets=[128]))
-    assert "bool" in refused((256,), "bool")
-    assert "complex64" in refused((32,), "complex64")
+    for dtype in ("bool", "complex64", "int4", "uint2", "float4_e2m1fn"):
+        assert dtype in refused((1024,), dtype)
     assert "32 bits" in refused(num_ids=2**30)
 
 
@@ -267,10 +308,10 @@ def lowered_for_cuda(direction: str) -> str:
     @partial(jax.jit, donate_argnames=(names,))
     def step(pool, cache, pairs):
         ids = np.zeros(5, np.int32)
-        call = _resolve(f"{direction}_pages", (pool, cache), (ids, ids), range(2))
+        call = resolve(f"{direction}_pages", (pool, cache), (ids, ids), range(2))
         [copy] = call.copies
         return call.rebuild(
-            [copy_blocks_pallas(copy, pairs, block_copy._result_types(copy), num_sms=2)]
+            copy_blocks_pallas(call.copies, pairs, [block_copy.result_types(copy)], num_sms=2)
         )
 
     pairs = jnp.zeros(12, jnp.int32)
@@ -316,14 +357,14 @@ def test_relabelled_host_memory_is_written_in_place(direction):
 
     @partial(jax.jit, donate_argnames=(written,))
     def step(pool, cache, *ids):
-        call = _resolve(f"{direction}_pages", (pool, cache), ids, None)
+        call = resolve(f"{direction}_pages", (pool, cache), ids, None)
         [copy] = call.copies
         choice = choose(copy, ids)
         pairs = block_copy.plan_pairs(copy, ids)
         arrays = block_copy.copy_blocks(
             relabelled(copy), ids, pairs, choice.implementation, choice.num_sms
         )
-        types = block_copy._result_types(copy)
+        types = block_copy.result_types(copy)
         return call.rebuild([[swap._relabel(a, t) for a, t in zip(arrays, types, strict=True)]])
 
     shapes = {leaf.shape for leaf in jax.tree.leaves(state)}

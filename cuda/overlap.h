@@ -1,0 +1,72 @@
+// Copies on streams of our own, beside XLA's: what start_load and start_store enqueue.
+//
+// A lane is a stream for one direction and one engine of a device, so copies of a lane arrive in
+// the order in which they were started. Its counter says how far it is: segment s of a copy (a
+// layer) has arrived once the counter is first + s or later. The ticket that start leaves in memory
+// of XLA's holds that number, and a wait is a kernel on XLA's stream that compares the two: no host
+// takes part, so a wait may be replayed in a CUDA graph.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <functional>
+#include <mutex>
+
+#include "transfer.h"
+
+namespace jaxkv {
+
+enum class Engine : uint32_t { kKernel = 0, kCopyEngine };
+
+struct Ticket {
+  uint32_t lane;
+  uint32_t first;
+};
+
+class Lane {
+ public:
+  ffi::Error create(uint32_t index, uint32_t* words);
+
+  // Runs `enqueue(lane, first)` behind all that XLA's stream holds now, and records `ended` behind
+  // that. Segment s is to signal first + s.
+  ffi::Error start(cudaStream_t xla_stream, Ticket* ticket, size_t num_segments,
+                   const std::function<ffi::Error(const Lane&, uint32_t)>& enqueue,
+                   cudaEvent_t ended);
+
+  // Enqueues that everything up to segment `value` has arrived.
+  ffi::Error signal(uint32_t value) const;
+
+  cudaStream_t stream() const { return stream_; }
+  uint32_t* counter() const { return words_; }
+  uint32_t* arrived() const { return words_ + 1; }  // see Progress
+
+ private:
+  std::mutex mutex_;
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t behind_ = nullptr;
+  uint32_t index_ = 0, next_ = 1;
+  uint32_t* words_ = nullptr;
+};
+
+inline constexpr size_t kMaxSegments = 1023;  // of one copy
+
+// Creates the lanes of a device: everything that allocates or loads a module.
+ffi::Error prepare_lanes(int32_t device);
+
+struct StartCall {
+  cudaStream_t stream;
+  int32_t device;
+  ffi::ResultBuffer<ffi::S32> ticket;
+  ffi::RemainingRets written;
+  ffi::Dictionary attributes;
+};
+
+// Enqueues a copy on the lane for its direction and `engine`, and writes its ticket. `enqueue` gets
+// the lane, the number of the first segment, and how many buffers make a segment.
+using Enqueue = std::function<ffi::Error(const Lane&, uint32_t first, size_t segment_buffers)>;
+ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine, const Enqueue& enqueue);
+
+// Whether the last copy that was started with its ticket at `address` has ended, or there is none.
+bool copy_ended(uintptr_t address);
+
+}  // namespace jaxkv

@@ -1,0 +1,42 @@
+// The CPU backend's start and wait: a copy is done when its start returns.
+#include <algorithm>
+
+#include "transfer.h"
+
+namespace jaxkv {
+namespace {
+
+ffi::Error start_copy(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
+                      ffi::ResultBuffer<ffi::S32> ticket, ffi::RemainingRets rets,
+                      ffi::Dictionary attributes) {
+  std::fill_n(ticket->typed_data(), ticket->element_count(), 0);
+  return copy_pairs_on_host(planned, args, rets, attributes);
+}
+
+ffi::Error wait_for_copy(ffi::Buffer<ffi::S32> ticket, ffi::RemainingArgs, ffi::RemainingRets rets,
+                         ffi::Dictionary attributes) {
+  const auto first_array = attributes.get<int64_t>("first_array");
+  if (!first_array.has_value()) return first_array.error();
+  if (*first_array == 0) return ffi::Error::Success();
+  auto next = rets.get<ffi::Buffer<ffi::S32>>(0);
+  if (!next.has_value()) return next.error();
+  std::copy_n(ticket.typed_data(), std::min(ticket.element_count(), (*next)->element_count()),
+              (*next)->typed_data());
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyHost, start_copy,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .RemainingRets()
+                                  .Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    WaitCopyHost, wait_for_copy,
+    ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::S32>>().RemainingArgs().RemainingRets().Attrs());
+
+}  // namespace jaxkv

@@ -1,0 +1,468 @@
+"""Page copies that run beside the step: start now, wait where the pages are needed.
+
+`start_load` and `start_store` put a copy on a stream of their own; layer after layer arrives while
+the step computes. What they return owns the arrays that the copy touches, so that nothing can read
+or overwrite them too early: `wait` hands out those of a layer once they are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxkv import _native, transfer
+from jaxkv.block_copy import BlockCopy, copy_attributes, id_operands, plan_pairs, result_types
+from jaxkv.choice import Choice, choose
+from jaxkv.device_cache import DeviceCache
+from jaxkv.host_ids import num_ids_of
+from jaxkv.host_pool import HostPool
+
+# FFI target that starts a copy, for each implementation.
+_START_TARGETS = {
+    "kernel": "jaxkv_start_copy",
+    "host": "jaxkv_start_copy",
+    "dma": "jaxkv_start_copy_dma",
+}
+# After this long a wait gives up; `check_errors` then raises.
+_TIMEOUT_S = 30.0
+
+
+def start_load(
+    pool: HostPool,
+    cache: DeviceCache,
+    host_pages: transfer.Ids,
+    device_pages: transfer.Ids,
+    *,
+    layers: int | Sequence[int] | None = None,
+    implementation: str | None = None,
+) -> Loading:
+    """Starts to copy pages from host memory into the device cache, and returns at once.
+
+    As `load_pages`, but on a stream of its own, in the order of `layers`: layer l is waited for
+    where layer l is needed, while the layers before it compute. (SGLang's HiCache overlaps layers
+    in this way, with an event for each.)
+
+        loading = jaxkv.start_load(pool, cache, host_pages, device_pages)
+        for l in range(spec.num_layers):
+            k, v = loading.wait(l, after=h)
+            ...
+        return h, loading.cache
+
+    Copies of one direction arrive in the order in which they were started. The transfer may leave
+    the jit that started it: pass it, donated, to the one that waits; do not overwrite the pool
+    until then. Inside one jit XLA sees to that.
+
+    Args:
+      pool, cache, host_pages, device_pages, layers: as for `load_pages`; donate the cache.
+      implementation: "kernel", "dma", "host", or None for the best that serves the call.
+
+    Returns:
+      What waits for the layers.
+
+    Raises:
+      As `load_pages`. A layer that nothing waits for is no error, but then XLA could give its
+      memory to others while the copy still writes it, so that copy runs before all that follows.
+    """
+    return Loading._begin(
+        "start_load", pool, cache, (host_pages, device_pages), layers, implementation
+    )
+
+
+def start_store(
+    pool: HostPool,
+    cache: DeviceCache,
+    device_pages: transfer.Ids,
+    host_pages: transfer.Ids,
+    *,
+    layers: int | Sequence[int] | None = None,
+    implementation: str | None = None,
+) -> Storing:
+    """Starts to copy pages from the device cache into host memory, and returns at once.
+
+    As `store_pages`, but on a stream of its own. Take a layer's arrays from `wait` before they are
+    overwritten (XLA copies an array that is overwritten otherwise), and the pool from `.pool`.
+
+    Args:
+      pool, cache, device_pages, host_pages, layers: as for `store_pages`; donate both, so that
+        neither is copied.
+      implementation: as for `start_load`.
+
+    Returns:
+      What waits for the layers and for the pool.
+
+    Raises:
+      As `start_load`.
+    """
+    return Storing._begin(
+        "start_store", pool, cache, (device_pages, host_pages), layers, implementation
+    )
+
+
+class _Started:
+    """A copy under way: a pytree that owns the arrays that the copy touches."""
+
+    def __init__(self, pool: Any, cache: Any, ticket: Any = None, plan: Any = None) -> None:
+        # A load keeps the pool only inside the jit that started it.
+        self._pool, self._cache = pool, cache
+        # int32[2] that names the copy, None if there is nothing to wait for; what the copy reads
+        # instead of ids, None for the copy engine.
+        self._ticket, self._plan = ticket, plan
+        self._layers: tuple[int, ...] = ()  # in the order in which they arrive
+        self._waited: frozenset[int] = frozenset()
+        self._watch: _Watch | None = None  # only inside the program of the start
+
+    @classmethod
+    def _begin(
+        cls,
+        operation: str,
+        pool: HostPool,
+        cache: DeviceCache,
+        ids: tuple[transfer.Ids, transfer.Ids],
+        layers: int | Sequence[int] | None,
+        implementation: str | None,
+    ) -> Self:
+        call, traced = transfer.prepare(operation, (pool, cache), ids, layers, implementation)
+        if not traced:
+            layers = transfer.static_layers(layers)
+            started = _begin_eagerly(cls, operation, pool, cache, call.ids, layers, implementation)
+            started._pool = started._pool or pool
+            return started
+        started = cls(pool, cache)
+        started._layers = cache.spec.select_layers(layers)
+        if not call.copies or num_ids_of(call.ids[0]) == 0:
+            return started
+        (copy,) = call.copies
+        choice = choose(copy, call.ids, implementation, overlapped=True)
+        with jax.named_scope(f"jaxkv.{operation}"):
+            if choice.implementation != "dma":
+                started._plan = plan_pairs(copy, call.ids)
+            results = _start(copy, call.ids, started._plan, choice, cache.spec.num_kv)
+        started._watch = _Watch(started._promises())
+        started._ticket, *written = _mark(results, started._watch, None)
+        state = call.rebuild([written])
+        if copy.to_dense:
+            started._cache = state
+        else:
+            started._pool = state
+            # XLA puts all results of a call that writes host memory there; waits want the ticket in
+            # device memory, and a transfer that changes memory can't be donated.
+            (started._ticket,) = _wait([], (started._ticket,), like=copy.dense[0])
+        return started
+
+    def _promises(self) -> Iterable[Any]:
+        """What must be waited for before the memory of the copy may go to others."""
+        raise NotImplementedError
+
+    def wait(self, layer: int, *, after: Any = None) -> tuple[Any, ...]:
+        """Waits on the device for a layer; the host goes on.
+
+        Args:
+          layer: number of a layer that was started.
+          after: pytree of arrays, such as the activations that the layer works on: XLA, which knows
+            nothing of the copy, then has no way to wait before they are computed.
+
+        Returns:
+          The arrays of the layer, as in `DeviceCache.layers`: loaded, or free to be overwritten.
+
+        Raises:
+          ValueError: the layer was not started.
+        """
+        if layer not in self._layers:
+            raise ValueError(f"layer must be one that was started, {self._layers}, got {layer}")
+        self._wait_for([layer], after)
+        return self._cache.layers[layer]
+
+    @property
+    def cache(self) -> DeviceCache:
+        """The cache, with all layers waited for."""
+        self._wait_for([layer for layer in self._layers if layer not in self._waited], None)
+        return self._cache
+
+    def _wait_for(self, layers: Sequence[int], after: Any) -> None:
+        layers = [layer for layer in layers if layer not in self._waited]
+        if self._ticket is None or not layers:
+            return
+        arrays = [array for layer in layers for array in self._cache.layers[layer]]
+        self._ticket, *arrays = self._wait_call(
+            arrays,
+            (self._pool and self._pool.data, after),
+            like=arrays[0],
+            segment=max(self._layers.index(layer) for layer in layers),
+            written=isinstance(self, Loading),
+            fulfilled=frozenset(layers),
+        )
+        rest = iter(arrays)
+        new = {layer: tuple(next(rest) for _ in self._cache.layers[layer]) for layer in layers}
+        halves = tuple(new.get(layer, old) for layer, old in enumerate(self._cache.layers))
+        self._cache = dataclasses.replace(self._cache, layers=halves)
+        self._waited |= frozenset(layers)
+
+    def _wait_call(self, arrays: list[Any], keep: Any, **options: Any) -> list[Any]:
+        """Waits; returns the next ticket if there is one, and the arrays."""
+        operands = (self._ticket, self._plan, *jax.tree.leaves(keep))
+        operands = tuple(operand for operand in operands if operand is not None)
+        if any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
+            return _wait(arrays, operands, watch=self._watch, **options)
+        run = _wait_donating if options["written"] else _wait_keeping
+        return run(arrays, operands, watch=None, **options)
+
+    def _leaves(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+        ticket, *leaves = self._leaves()
+        if self._watch is not None and isinstance(ticket, jax.core.Tracer):
+            # It leaves the program, or this part of it, and takes the arrays along.
+            arrays, tree = jax.tree.flatten((ticket, leaves))
+            arrays = _mark(arrays, self._watch, fulfilled=frozenset(self._promises()))
+            ticket, leaves = jax.tree.unflatten(tree, arrays)
+        return (ticket, *leaves), (self._layers, self._waited)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, leaves: tuple[Any, ...]) -> Self:
+        started = cls._of_leaves(*leaves)
+        started._layers, started._waited = static
+        _keep_alive(leaves)
+        return started
+
+    @classmethod
+    def _of_leaves(cls, *leaves: Any) -> Self:
+        raise NotImplementedError
+
+
+@jax.tree_util.register_pytree_node_class
+class Loading(_Started):
+    """Pages on their way into the device cache; made by `start_load`."""
+
+    def _promises(self) -> Iterable[Any]:
+        return self._layers
+
+    def _leaves(self) -> tuple[Any, ...]:
+        return self._ticket, self._plan, self._cache
+
+    @classmethod
+    def _of_leaves(cls, *leaves: Any) -> Self:
+        ticket, plan, cache = leaves
+        return cls(None, cache, ticket, plan)
+
+
+@jax.tree_util.register_pytree_node_class
+class Storing(_Started):
+    """Pages on their way into host memory; made by `start_store`."""
+
+    @property
+    def pool(self) -> HostPool:
+        """The pool, with all pages in it."""
+        if self._ticket is not None:
+            (data,) = self._wait_call(
+                [self._pool.data],
+                self._cache,
+                like=None,
+                segment=len(self._layers) - 1,
+                written=True,
+                fulfilled=frozenset(self._promises()),
+            )
+            self._pool = dataclasses.replace(self._pool, data=data)
+            self._ticket = None
+        return self._pool
+
+    def _promises(self) -> Iterable[Any]:
+        return ("pool",)
+
+    def _leaves(self) -> tuple[Any, ...]:
+        return self._ticket, self._plan, self._cache, self._pool
+
+    @classmethod
+    def _of_leaves(cls, *leaves: Any) -> Self:
+        ticket, plan, cache, pool = leaves
+        return cls(pool, cache, ticket, plan)
+
+
+# Nothing is donated: outside jit JAX's values stay what they were, at the price of a copy.
+@functools.partial(jax.jit, static_argnums=(0, 1, 5, 6))
+def _begin_eagerly(
+    cls: type[_Started],
+    operation: str,
+    pool: HostPool,
+    cache: DeviceCache,
+    ids: tuple[transfer.Ids, transfer.Ids],
+    layers: tuple[int, ...] | None,
+    implementation: str | None,
+) -> Any:
+    return cls._begin(operation, pool, cache, ids, layers, implementation)
+
+
+def _start(
+    copy: BlockCopy, ids: tuple[Any, Any], plan: Any, choice: Choice, segment_buffers: int
+) -> list[Any]:
+    """Traces the start; returns the ticket and the written arrays."""
+    operands, attributes = ([plan], {}) if plan is not None else id_operands(copy, ids)
+    written = result_types(copy)
+    first_written = len(operands) + (len(copy.strided) if copy.to_dense else 0)
+    call = jax.ffi.ffi_call(
+        _START_TARGETS[choice.implementation],
+        # The ticket of a store is in host memory too, as XLA puts all results of such a call there.
+        [_ticket_like(written[0]), *written],
+        input_output_aliases={first_written + i: 1 + i for i in range(len(written))},
+    )
+    return list(
+        call(
+            *operands,
+            *copy.strided,
+            *copy.dense,
+            **attributes,
+            **copy_attributes(copy, choice.num_sms),
+            segment_buffers=np.int64(segment_buffers),
+            # Until the watch finds that all is waited for.
+            joined=True,
+        )
+    )
+
+
+def _wait(
+    arrays: list[Any],
+    operands: tuple[Any, ...],
+    *,
+    like: Any,
+    segment: int = -1,
+    written: bool = False,
+    fulfilled: frozenset[Any] = frozenset(),
+    watch: _Watch | None = None,
+) -> list[Any]:
+    """Traces a wait; returns the next ticket, unless `like` is None, and the arrays.
+
+    Args:
+      arrays: what is there after the wait.
+      operands: the ticket, and what has to live until then.
+      like: an array where the ticket is to be.
+      segment: the number of what to wait for, -1 for nothing.
+      written: whether the copy writes the arrays.
+      fulfilled, watch: which promises this wait keeps.
+    """
+    results = [jax.typeof(array) for array in arrays]
+    if like is None:
+        tickets = []
+        results = [result.update(memory_space=jax.memory.Space.Host) for result in results]
+    else:
+        tickets = [_ticket_like(jax.typeof(like))]
+    call = jax.ffi.ffi_call(
+        "jaxkv_wait_copy",
+        [*tickets, *results],
+        input_output_aliases={len(operands) + i: len(tickets) + i for i in range(len(arrays))},
+    )
+    with jax.named_scope("jaxkv.wait"):
+        waited = call(
+            *operands,
+            *arrays,
+            segment=np.int64(segment),
+            timeout_ns=np.int64(_TIMEOUT_S * 1e9),
+            first_array=np.int64(len(tickets)),
+            written=written,
+        )
+    return _mark(waited, watch, fulfilled)
+
+
+_STATIC = ("segment", "written", "fulfilled", "watch")
+_wait_keeping = jax.jit(_wait, static_argnames=_STATIC)
+_wait_donating = jax.jit(_wait, static_argnames=_STATIC, donate_argnums=0)
+
+
+def _ticket_like(result: Any) -> Any:
+    """The type of a ticket, in the memory space of `result` and varying over a mesh as it does."""
+    return result.update(
+        shape=(2,),
+        dtype=np.dtype(np.int32),
+        sharding=NamedSharding(result.sharding.mesh, PartitionSpec(None)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# What XLA does not know: that a copy uses its arrays until its waits
+
+
+class _Watch:
+    """The promises of a start: what its program must wait for, found out while it is lowered.
+
+    A start that is waited for completely runs beside the program; any other is lowered as one that
+    all that follows waits for. The program is known to its end only when it is lowered, as JAX then
+    drops operations that nothing uses. A side effect would keep them; but with an effect a program
+    is dispatched from Python, ten times as slowly.
+    """
+
+    def __init__(self, promises: Iterable[Any]) -> None:
+        self.promises = frozenset(promises)
+        self.start: Any = None  # the MLIR operation
+        self.kept: frozenset[Any] = frozenset()
+
+    def started(self, operation: Any) -> None:
+        self.start, self.kept = operation, frozenset()
+
+    def keep(self, promises: frozenset[Any]) -> None:
+        self.kept |= promises
+        if self.kept >= self.promises and self.start is not None:
+            name = "mhlo.backend_config"
+            config = {entry.name: entry.attr for entry in self.start.attributes[name]}
+            config["joined"] = mlir.ir.BoolAttr.get(False)
+            self.start.attributes[name] = mlir.ir.DictAttr.get(config)
+
+
+def _mark(results: Sequence[Any], watch: _Watch | None, fulfilled: frozenset[Any] | None) -> Any:
+    """The results of a start (`fulfilled` is None) or a wait, seen when they are lowered."""
+    return list(_mark_p.bind(*results, watch=watch, fulfilled=fulfilled))
+
+
+def _lower_mark(
+    context: Any, *results: Any, watch: _Watch | None, fulfilled: frozenset[Any] | None
+) -> list[Any]:
+    operation = results[0].owner
+    if watch is not None and fulfilled is None:
+        watch.started(operation)
+    elif watch is not None and fulfilled is not None:
+        watch.keep(fulfilled)
+    if "has_side_effect" in operation.attributes:
+        # Not for JAX, only for XLA: two starts are two, and a wait stays although nothing reads it.
+        operation.attributes["has_side_effect"] = mlir.ir.BoolAttr.get(True)
+    return list(results)
+
+
+_mark_p = Primitive("jaxkv_mark")
+_mark_p.multiple_results = True
+_mark_p.def_abstract_eval(lambda *results, watch, fulfilled: list(results))
+mlir.register_lowering(_mark_p, _lower_mark, cacheable=False)
+
+
+# Arrays of copies that have left their jit, until the copy has ended: who drops them without
+# waiting must not free memory that is being written.
+_in_flight: list[tuple[Any, list[Any]]] = []
+
+
+def _keep_alive(leaves: Any) -> None:
+    arrays = jax.tree.leaves(leaves)
+    if not arrays or not all(isinstance(array, jax.Array) for array in arrays):
+        return
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return
+    _in_flight[:] = [entry for entry in _in_flight if not _ended(*entry)]
+    ticket, *_ = leaves
+    if ticket is not None:
+        _in_flight.append((ticket, arrays))
+
+
+def _ended(ticket: Any, arrays: list[jax.Array]) -> bool:
+    if any(array.is_deleted() for array in arrays):  # donated, so a program waits for them
+        return True
+    if not ticket.is_ready():
+        return False
+    extension = _native.extension()
+    if not extension.CUDA:
+        return True
+    shards = (shard.data for shard in ticket.addressable_shards)
+    return all(extension.copy_ended(shard.unsafe_buffer_pointer()) for shard in shards)

@@ -1,0 +1,180 @@
+"""What only a GPU shows of copies beside the step: order, replays, and waits that give up.
+
+As in test_transfer_gpu.py, each test of order runs a second time with a wait that waits for
+nothing, and then some round must be wrong.
+"""
+
+from functools import partial
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from cases import Case, as_ids, assert_refused, distinct_ids, make_case
+from gpu_controls import settle, slow_input, slow_zero
+from test_transfer_gpu import check_rounds, is_right, plus
+
+import jaxkv
+from jaxkv import overlap
+
+pytestmark = pytest.mark.gpu
+
+ROUNDS = 20
+# Large enough that a copy is still under way when the next kernel runs.
+LARGE = {"page_size": 64, "num_kv_heads": 8, "head_dim": 128, "host_pages": 64, "device_pages": 48}
+
+
+@pytest.fixture(params=["kernel", "dma"])
+def named(request) -> str:
+    return request.param
+
+
+def waits_for_nothing():
+    """The negative control: waits hand out arrays at once."""
+    return mock.patch.object(overlap, "_wait", partial(_wait_for_nothing, overlap._wait))
+
+
+def _wait_for_nothing(wait, arrays, operands, **options):
+    return wait(arrays, operands, **{**options, "segment": -1})
+
+
+@pytest.mark.parametrize("control", [False, True], ids=["wait", "no wait"])
+def test_a_layer_is_there_when_its_wait_is_over(named, control):
+    case = make_case("page_first_direct", dtype="int8", **LARGE)
+    layers = range(case.spec.num_layers)
+
+    @partial(jax.jit, donate_argnames="cache")
+    def step(pool, cache, *ids):
+        loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
+        # Computed from what is there now, not at the end of the program.
+        seen = [tuple(array + np.int8(1) for array in loading.wait(layer)) for layer in layers]
+        return seen, loading.cache
+
+    pool, cache = case.pool(), case.cache()
+    rights = []
+    for seed in range(ROUNDS):
+        ids = distinct_ids(case, 40, seed)
+        with waits_for_nothing() if control else mock.MagicMock():
+            seen, cache = step(pool, cache, *(as_ids(side, named) for side in ids))
+        settle(seen, cache)
+        case = Case(case.layout, case.host, case.expected("load", *ids)["device"])
+        want = plus(case, 1).device
+        rights.append(
+            all(
+                np.array_equal(array, buffer)
+                for arrays, buffers in zip(seen, want, strict=True)
+                for array, buffer in zip(arrays, buffers, strict=True)
+            )
+        )
+        case.assert_holds(pool, cache)
+    check_rounds(rights[1:], "unordered" if control else named)
+
+
+@pytest.mark.parametrize("one_program", [True, False], ids=["one jit", "two jits"])
+def test_a_start_waits_for_a_slow_producer(one_program, named):
+    case = make_case("page_first_direct", dtype="int8")
+    numpy_ids = distinct_ids(case, 5)
+    ids = [as_ids(side, named) for side in numpy_ids]
+    x = slow_input()
+
+    def produce(cache, x):
+        late_one = (slow_zero(x) + 1).astype("int8")
+        return jax.tree.map(lambda buffer: buffer + late_one, cache)
+
+    def store(pool, cache, host_pages, device_pages):
+        storing = jaxkv.start_store(pool, cache, device_pages, host_pages, implementation=named)
+        return storing.pool, storing.cache
+
+    both = jax.jit(
+        lambda pool, cache, x, *ids: store(pool, produce(cache, x), *ids), donate_argnums=(0, 1)
+    )
+    first, second = jax.jit(produce, donate_argnums=0), jax.jit(store, donate_argnums=(0, 1))
+    pool, cache = case.pool(), case.cache()
+    for _ in range(ROUNDS):
+        if one_program:
+            pool, cache = both(pool, cache, x, *ids)
+        else:
+            pool, cache = second(pool, first(cache, x), *ids)
+        settle(pool, cache)
+        case = plus(case, 1)
+        assert is_right(case, pool, cache, **case.expected("store", *numpy_ids))
+
+
+def test_a_later_program_does_not_overtake_a_copy(named):
+    """Memory of a load that its program never waited for: the next one may write it at once."""
+    case = make_case("page_first_direct", dtype="int8", **LARGE)
+    numpy_ids = distinct_ids(case, 40)
+    ids = [as_ids(side, named) for side in numpy_ids]
+
+    @partial(jax.jit, donate_argnames="cache")
+    def forgetful(pool, cache, *ids):
+        loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
+        arrays = loading.wait(0)
+        # Room for XLA to put other things where the layers were that nothing waits for.
+        scratch = [jax.numpy.full(arrays[0].shape, n, "int8") for n in range(8)]
+        return arrays, jax.lax.optimization_barrier(scratch)
+
+    for _ in range(3):
+        arrays, scratch = forgetful(case.pool(), case.cache(), *ids)
+        settle(arrays, scratch)
+        for n, array in enumerate(scratch):
+            assert (np.asarray(array) == n).all()
+        for array, want in zip(arrays, case.expected("load", *numpy_ids)["device"][0], strict=True):
+            np.testing.assert_array_equal(array, want)
+
+
+def test_replayed_waits_follow_their_copies(named):
+    """The waits are captured, the starts are not; new ids and contents each time."""
+    case = make_case("page_first_direct", dtype="int8", host_pages=12, device_pages=12)
+    layers = range(case.spec.num_layers)
+
+    @partial(jax.jit, donate_argnames=("pool", "cache"))
+    def step(pool, cache, load_ids, store_ids):
+        storing = jaxkv.start_store(pool, cache, *store_ids[::-1], implementation=named)
+        halves = [tuple(a + np.int8(1) for a in storing.wait(layer)) for layer in layers]
+        cache = jaxkv.DeviceCache(tuple(halves), cache.spec)
+        pool = storing.pool
+        loading = jaxkv.start_load(pool, cache, *load_ids, implementation=named)
+        for layer in layers:
+            loading.wait(layer)
+        return pool, loading.cache
+
+    pool, cache = case.pool(), case.cache()
+    for seed in range(ROUNDS + 5):
+        load_ids, store_ids = distinct_ids(case, 5, seed), distinct_ids(case, 5, 1000 + seed)
+        given = [[as_ids(side, named) for side in ids] for ids in (load_ids, store_ids)]
+        pool, cache = step(pool, cache, *given)
+        stored = case.expected("store", *store_ids)["host"]
+        case = plus(Case(case.layout, stored, case.device), 1)
+        case = Case(case.layout, case.host, case.expected("load", *load_ids)["device"])
+        case.assert_holds(pool, cache)
+    jaxkv.check_errors()
+
+
+def test_a_wait_gives_up_and_says_so(named):
+    case = make_case("page_first_direct", dtype="int8", **LARGE)
+    ids = [as_ids(side, named) for side in distinct_ids(case, 40)]
+
+    @partial(jax.jit, donate_argnames="cache")
+    def step(pool, cache, *ids):
+        return jaxkv.start_load(pool, cache, *ids, implementation=named).cache
+
+    with mock.patch.object(overlap, "_TIMEOUT_S", 1e-6):
+        cache = step(case.pool(), case.cache(), *ids)
+    settle(cache)
+    assert_refused(jaxkv.check_errors, jaxkv.TransferTimeoutError, "segment")
+    jaxkv.check_errors()
+
+
+def test_refused_ids_do_not_hold_up_a_wait(named):
+    case = make_case()
+    host_pages, device_pages = np.array([1, 99], np.int32), np.array([2, 3], np.int32)
+    step = jax.jit(
+        lambda pool, cache, *ids: jaxkv.start_load(pool, cache, *ids, implementation=named).cache,
+        donate_argnums=1,
+    )
+    pool = case.pool()
+    cache = step(pool, case.cache(), *(as_ids(side, named) for side in (host_pages, device_pages)))
+    settle(cache)
+    assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, "99")
+    case.assert_holds(pool, cache, **case.expected("load", host_pages[:1], device_pages[:1]))
