@@ -94,7 +94,7 @@ def copy_blocks(
       ids: source and destination ids.
       pairs: what `plan_pairs` made of them, or None for a copy that checks the ids itself.
       implementation: what serves the call.
-      num_sms: SMs that it may use.
+      num_sms: SMs that it may use; 0 if it takes none.
     """
     if pairs is None:
         target = TARGETS[implementation]
@@ -123,7 +123,7 @@ def copy_attributes(copy: BlockCopy, num_sms: int) -> dict[str, Any]:
     geometry = copy.geometry
     return {
         "to_dense": copy.to_dense,
-        "num_sms": np.int64(num_sms),
+        "num_sms": np.int64(num_sms or 1),  # the copy engine and the host have none
         "geometry": np.array(
             [
                 geometry.block_bytes,

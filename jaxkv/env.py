@@ -7,6 +7,7 @@ probe that fails prints its reason and does not stop the others.
 
 import argparse
 import ctypes
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -275,7 +276,8 @@ def native() -> dict[str, Any]:
 def implementations() -> dict[str, str]:
     """What each operation would choose here, and why not the faster ones, for an example cache.
 
-    The two layouts stand for long and for short contiguous runs.
+    The two layouts stand for long and for short contiguous runs, the two counts for small and for
+    large payloads.
     """
     import jax
     import jax.numpy as jnp
@@ -283,29 +285,47 @@ def implementations() -> dict[str, str]:
     import jaxkv
     from jaxkv.layout import HostLayout
 
-    pages = 8
+    pages = 4096
     spec = jaxkv.KVCacheSpec(
-        num_layers=1, page_size=64, num_kv_heads=8, head_dim=128, dtype=jnp.bfloat16
+        num_layers=2, page_size=64, num_kv_heads=8, head_dim=128, dtype=jnp.bfloat16
     )
     block = jax.ShapeDtypeStruct((pages, *spec.block_shape), spec.dtype)
-    cache = jaxkv.DeviceCache(layers=((block, block),), spec=spec)
-    all_ids: dict[str, Any] = {
-        "HostIds": jaxkv.HostIds(list(range(pages))),
-        "device ids": jax.ShapeDtypeStruct((pages,), jnp.int32),
-    }
+    on_host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+    host_block = jax.ShapeDtypeStruct(block.shape, block.dtype, sharding=on_host)
+    cache = jaxkv.DeviceCache(layers=((block, block),) * 2, spec=spec)
     calls: dict[str, tuple[Callable[..., Any], Any, Any]] = {}
     for layout in ("page_first_direct", "page_first"):
         data = jax.ShapeDtypeStruct(HostLayout(spec, layout, pages).shape, spec.dtype)
         pool = jaxkv.HostPool(data=data, spec=spec, layout=layout, head_groups=1)
         calls[f"load_pages, {layout}"] = jaxkv.load_pages, pool, cache
         calls[f"store_pages, {layout}"] = jaxkv.store_pages, pool, cache
-    calls["swap_blocks"] = jaxkv.swap_blocks, block, block
+    calls["swap_blocks, host to device"] = jaxkv.swap_blocks, host_block, block
+    calls["swap_blocks, within the device"] = jaxkv.swap_blocks, block, block
     names: dict[str, list[str]] = {}  # by explanation, because many calls share one
     for name, (operation, source, destination) in calls.items():
-        for kind, ids in all_ids.items():
-            text = jaxkv.explain(operation, source, destination, ids, ids)
-            names.setdefault(text, []).append(f"{name}, {kind}")
+        for count in (8, pages):
+            ids: dict[str, Any] = {
+                "HostIds": jaxkv.HostIds(list(range(count))),
+                "device ids": jax.ShapeDtypeStruct((count,), jnp.int32),
+            }
+            for kind, value in ids.items():
+                text = jaxkv.explain(operation, source, destination, value, value)
+                names.setdefault(text, []).append(f"{name}, {count} {kind}")
     return {"; ".join(shared): text for text, shared in names.items()}
+
+
+def tuning() -> dict[str, Any]:
+    """The table that implementations are chosen by, and what it was measured with."""
+    import jax
+
+    from jaxkv import tuning
+
+    table = tuning.table_for(jax.local_devices()[0].device_kind)
+    return {
+        field.name: getattr(table, field.name)
+        for field in dataclasses.fields(table)
+        if field.name != "rules"
+    }
 
 
 PROBES: dict[str, Callable[[], Any]] = {
@@ -321,6 +341,7 @@ PROBES: dict[str, Callable[[], Any]] = {
     "pinned_host": pinned_host,
     "numa": numa,
     "environment": environment,
+    "tuning": tuning,
     "implementations": implementations,
 }
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxkv.block_copy import BlockCopy, copy_blocks, needs_plan, plan_pairs, result_types
-from jaxkv.choice import IMPLEMENTATIONS, Choice, choose
+from jaxkv.choice import Choice, check_name, choose
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import as_ids, check_page_ids, ids_on_host, num_ids_of
 from jaxkv.host_pool import HostPool
@@ -47,7 +47,7 @@ def load_pages(
       host_pages, device_pages: int32[n]; a pair with an entry < 0 is padding. NumPy or device
         arrays, or `HostIds`, which the copy engine needs.
       layers: all for None, one, or a sequence such as `range(4, 8)`.
-      implementation: "dma", "kernel", "host", or None for the best that serves the call.
+      implementation: "dma", "kernel", "pallas", "host", or None for the best that serves the call.
 
     Returns:
       The cache with the pages in it.
@@ -126,7 +126,8 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
       *args, **options: its arguments; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
-      A line for the choice, then a line for each implementation that was not chosen.
+      A line for the choice, one for each implementation that was not chosen, and the table that
+      the figures come from.
     """
     name = getattr(operation, "__name__", operation)
     if name not in _OPERATIONS:
@@ -155,11 +156,7 @@ def prepare(
     implementation: str | None,
 ) -> tuple[PreparedCall, bool]:
     """Checks the arguments of an operation; returns its copies, and whether it is being traced."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, "
-            f"got {implementation!r}"
-        )
+    check_name(implementation)
     call = resolve(operation, state, ids, layers)
     leaves = jax.tree.leaves((state, call.ids))
     _check_whole(leaves)

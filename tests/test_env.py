@@ -194,7 +194,12 @@ def test_implementations_are_explained_for_every_operation():
     for operation in ("load_pages", "store_pages", "swap_blocks"):
         texts = [text for name, text in found.items() if name.startswith(operation)]
         assert texts
-        assert all(text.startswith(f"{operation}: ") and "not pallas: " in text for text in texts)
+        assert all(text.startswith(f"{operation}: ") and "pallas" in text for text in texts)
+
+
+def test_tuning_names_the_table_in_use():
+    assert env.tuning()["name"].endswith(".json")
+    assert "rules" not in env.tuning()
 
 
 def test_directories_are_left_out():

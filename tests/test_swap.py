@@ -56,7 +56,7 @@ def turned(copy: BlockCopy) -> BlockCopy:
 def swap_arrays(sources, destinations, pairs, *, to_dense: bool = True, **options):
     """The written arrays of one launch for all arrays; to be jitted."""
     ids = np.zeros(1, np.int32)
-    call = _resolve("swap_blocks", (sources, destinations), (ids, ids), None)
+    call = resolve("swap_blocks", (sources, destinations), (ids, ids), None)
     copies = call.copies if to_dense else [turned(copy) for copy in call.copies]
     results = [[jax.typeof(array) for array in copy.written] for copy in copies]
     return call.rebuild(copy_blocks_pallas(copies, pairs, results, **options))
@@ -280,7 +280,7 @@ def test_before_sm_90(num_words, to_dense):
 def refused(shape=(64,), dtype="float32", num_ids=5, copies=None, **geometry) -> str:
     source, destination = (jax.ShapeDtypeStruct((n, *shape), dtype) for n in BLOCKS)
     ids = np.zeros(1, np.int32)
-    [copy] = _resolve("swap_blocks", (source, destination), (ids, ids), None).copies
+    [copy] = resolve("swap_blocks", (source, destination), (ids, ids), None).copies
     copy = dataclasses.replace(copy, **(copies or {}))
     copy = dataclasses.replace(copy, geometry=dataclasses.replace(copy.geometry, **geometry))
     return swap.refusal(copy, num_ids) or ""

@@ -161,11 +161,10 @@ ON_CPU = jax.default_backend() == "cpu"
     "name, error, words",
     [
         ("memcpy", ValueError, ["memcpy", "dma", "kernel", "host"]),
-        ("pallas", NotImplementedError, ["pallas"]),
         ("dma", NotImplementedError, ["dma", "cpu" if ON_CPU else "HostIds"]),
         ("kernel" if ON_CPU else "host", NotImplementedError, ["cpu"]),
     ],
-    ids=["unknown", "pallas", "dma", "other platform"],
+    ids=["unknown", "dma", "other platform"],
 )
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
 def test_an_implementation_that_cannot_serve_is_refused(direction, name, error, words, inside_jit):

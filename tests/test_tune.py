@@ -1,0 +1,147 @@
+"""`python -m jaxkv.tune`: verifies before it times, and writes a table that jaxkv then follows."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import choice, tune, tuning
+from jaxkv.tune import Cell
+from jaxkv.tuning import Candidate, CopySize
+
+HOST = (Candidate("host", 0),)
+
+
+@pytest.mark.cpu_only
+def test_the_command_writes_a_table_that_is_followed(tmp_path):
+    out = tmp_path / "cpu.json"
+    command = [sys.executable, "-m", "jaxkv.tune", "--quick", "--out", str(out)]
+    told = subprocess.run(
+        command,
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAXKV_COMMIT": "c0ffee" * 7, "JAX_PLATFORMS": "cpu"},
+    ).stdout
+    table = tuning.load(out)
+    assert (table.device_kind, table.how) == ("cpu", "python -m jaxkv.tune --quick")
+    assert table.source == "cpu.json (commit c0ffeec0f)"
+    assert table.date and table.versions["jax"] == jax.__version__
+    assert {*table.roof_gb_per_s} == {"load", "store", "device"}
+    for direction in ("load", "store", "device"):
+        [rule] = table.rules[direction]
+        [candidate] = rule.candidates
+        assert candidate.implementation == "host" and candidate.gb_per_s
+    assert table.rules["overlapped"] == tuning.default_table().rules["overlapped"]
+    assert out.read_text() in told
+    assert "decides otherwise than default.json" in told
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("direction", ["load", "store", "device"])
+@pytest.mark.parametrize("run_bytes", [2, 513, 4096])
+def test_a_rate_of_verified_copies(direction, run_bytes):
+    [measured] = tune.measure(Cell(direction, run_bytes, 20, HOST))
+    assert measured.implementation == "host" and measured.gb_per_s
+
+
+@pytest.mark.cpu_only
+def test_what_can_not_serve_is_left_out():
+    candidates = (Candidate("dma", 0), Candidate("kernel", 4), Candidate("pallas", 4))
+    assert tune.measure(Cell("load", 64, 5, candidates)) == []
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("where", ["moved", "neighbour"])
+def test_wrong_bytes_are_not_timed(monkeypatch, where):
+    swap_blocks = tune.jaxkv.swap_blocks
+
+    def wrong(source, destination, source_ids, destination_ids):
+        out = swap_blocks(source, destination, source_ids, destination_ids)
+        named = np.zeros(len(out), bool)
+        named[cell_ids[1]] = True
+        [block, *_] = np.flatnonzero(named == (where == "moved"))
+        return out.at[block, 0].add(1)
+
+    cell = Cell("device", 64, 5, HOST)
+    cell_ids = tune._Data.of(cell).ids
+    monkeypatch.setattr(tune.jaxkv, "swap_blocks", wrong)
+    monkeypatch.setattr(tune, "_seconds", lambda *_: pytest.fail("it was timed"))
+    with pytest.raises(RuntimeError, match=r"device, 5 x 64 bytes: host .*moved wrong bytes"):
+        tune.measure(cell)
+
+
+def test_more_sms_are_tried_only_as_long_as_they_help(monkeypatch):
+    rates = {1: 10.0, 2: 20.0, 4: 20.5, 8: 40.0}
+    asked = []
+
+    def rate(cell, data, candidate):
+        asked.append(candidate.num_sms)
+        return rates[candidate.num_sms]
+
+    monkeypatch.setattr(tune, "_rate", rate)
+    candidates = tuple(Candidate("kernel", sms) for sms in rates)
+    measured = tune.measure(Cell("load", 64, 5, candidates))
+    assert asked == [1, 2, 4]
+    assert [candidate.gb_per_s for candidate in measured] == [10.0, 20.0, 20.5]
+
+
+def test_every_candidate_is_forced(monkeypatch):
+    """Also where the same shapes were measured for another one just before."""
+    seen = []
+    choose = choice.choose
+
+    def note(*args, **options):
+        chosen = choose(*args, **options)
+        seen.append((chosen.implementation, chosen.num_sms))
+        raise NotImplementedError("seen")
+
+    monkeypatch.setattr("jaxkv.transfer.choose", note)
+    monkeypatch.setattr(choice, "_machine", lambda: choice.Machine("gpu", "Some GPU", True))
+    names = [("dma", 0), ("kernel", 4), ("pallas", 2)]
+    tune.measure(Cell("load", 128, 5, tuple(Candidate(*name) for name in names)))
+    assert seen == names
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_cells_of_a_gpu(quick):
+    cells = tune.cells("gpu", 132, quick)
+    assert len({(cell.direction, cell.size) for cell in cells}) == len(cells)
+    assert all(cell.size.total_bytes <= tune.MAX_PAYLOAD for cell in cells)
+    for direction in ("load", "store"):
+        sizes = [cell.size for cell in cells if cell.direction == direction]
+        assert {2, 16} <= {size.word_bytes for size in sizes}
+        assert min(size.run_bytes for size in sizes) == 512
+        assert max(size.run_bytes for size in sizes) >= 256 * 1024
+    for cell in cells:
+        sms = [(c.implementation, c.num_sms) for c in cell.candidates]
+        assert sms == sorted(sms) and ("dma", 0) in sms
+
+
+def test_changes_are_told_for_both_kinds_of_ids():
+    rates = [
+        (
+            Cell("load", 65536, 1000, ()),
+            [Candidate("dma", 0, 54.0), Candidate("kernel", 4, 50.0), Candidate("kernel", 8, 55.0)],
+        ),
+        (Cell("load", 512, 1000, ()), [Candidate("dma", 0, 1.0), Candidate("kernel", 12, 48.0)]),
+    ]
+    before = tuning.default_table()
+    rules = {**before.rules, "load": tune.rules_of([(cell.size, m) for cell, m in rates])}
+    after = tuning.Table(**{**vars(before), "rules": rules})
+    assert after.rule("load", CopySize(16, 65536, 1 << 30)).candidates[0].implementation == "dma"
+    assert tune.changes(rates, before, after) == [
+        "load, 1000 x 65536 bytes, device ids: kernel on 12 SMs -> kernel 55 GB/s on 8 SMs"
+    ]
+    assert tune.changes(rates, after, after) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", ["load", "store", "device"])
+def test_every_implementation_is_measured_on_a_gpu(direction):
+    candidates = (Candidate("dma", 0), Candidate("kernel", 4), Candidate("pallas", 4))
+    measured = tune.measure(Cell(direction, 8192, 64, candidates))
+    assert [c[:2] for c in measured] == [c[:2] for c in candidates]

@@ -1,0 +1,212 @@
+"""`jaxkv.tuning`: files are checked, the right one is found, and rules say what was measured."""
+
+import json
+import pathlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxkv import tuning
+from jaxkv.tuning import SMALLEST, Candidate, CopySize, Rule
+from jaxkv.tuning.rules import SAME_RATE, SCENARIOS, pick, rank, rules_of
+
+PACKAGED = sorted(tuning.PACKAGED.glob("*.json"))
+
+
+def content_of_default() -> dict:
+    return json.loads((tuning.PACKAGED / tuning.DEFAULT).read_text())
+
+
+def write(folder: pathlib.Path, content, name: str = "table.json") -> pathlib.Path:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+# ---------------------------------------------------------------------------------------------
+# Files
+
+
+@pytest.mark.parametrize("path", PACKAGED, ids=lambda path: path.name)
+def test_packaged_tables_are_as_they_are_written(path):
+    table = tuning.load(path)
+    assert table.to_text() == path.read_text()
+    assert path.name in (f"{tuning.slug(table.device_kind)}.json", tuning.DEFAULT)
+
+
+def test_the_default_table_knows_every_implementation():
+    """It is asked for what another table does not name."""
+    for situation, rules in tuning.default_table().rules.items():
+        expected = {*tuning.IMPLEMENTATIONS} - ({"pallas"} if situation == "overlapped" else set())
+        for rule in rules:
+            assert {candidate.implementation for candidate in rule.candidates} == expected
+
+
+def test_the_packaged_table_of_the_device_kind_is_taken(monkeypatch):
+    monkeypatch.delenv(tuning.VARIABLE, raising=False)
+    assert tuning.table_for("NVIDIA H200").name == "nvidia_h200.json"
+
+
+def test_other_device_kinds_get_the_default(monkeypatch):
+    monkeypatch.delenv(tuning.VARIABLE, raising=False)
+    assert tuning.table_for("Some GPU") is tuning.default_table()
+
+
+def test_the_variable_names_a_table(monkeypatch, tmp_path):
+    path = write(
+        tmp_path, {**content_of_default(), "device_kind": "Some GPU", "commit": "0123456789"}
+    )
+    monkeypatch.setenv(tuning.VARIABLE, str(path))
+    table = tuning.table_for("Some GPU")
+    assert (table.name, table.source) == ("table.json", "table.json (commit 012345678)")
+    monkeypatch.delenv(tuning.VARIABLE)
+    assert tuning.table_for("Some GPU").name == tuning.DEFAULT
+
+
+def test_a_table_for_another_device_kind_is_refused(monkeypatch, tmp_path):
+    path = write(tmp_path, {**content_of_default(), "device_kind": "NVIDIA H200"})
+    monkeypatch.setenv(tuning.VARIABLE, str(path))
+    with pytest.raises(ValueError, match=r"JAXKV_TUNING=.*'NVIDIA H200'.*'cpu'"):
+        tuning.table_for("cpu")
+
+
+def test_a_table_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "none.json"))
+    with pytest.raises(FileNotFoundError, match=r"none\.json"):
+        tuning.table_for("cpu")
+
+
+def changed(path: list, value) -> dict:
+    """The default table's content with one entry replaced, or left out if `value` is `...`."""
+    content = content_of_default()
+    *outer, last = path
+    entry = content
+    for key in outer:
+        entry = entry[key]
+    if value is ...:
+        del entry[last]
+    else:
+        entry[last] = value
+    return content
+
+
+RULE = ["rules", "load", 1]
+FIRST = [*RULE, "candidates", 0]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", "Expecting property name"),
+        ([], r"the file must be an object, got \[\]"),
+        (changed(["date"], ...), "the file lacks date"),
+        ({**content_of_default(), "dates": 1}, "the file has unknown keys dates"),
+        (changed(["device_kind"], None), "device_kind must be str, got None"),
+        (changed(["commit"], 7), "commit must be str or NoneType, got 7"),
+        (changed(["rules", "store"], ...), "rules lacks store"),
+        (
+            changed(["rules", "load"], []),
+            r"rules.load must be a list of at least one rule, got \[\]",
+        ),
+        (changed([*RULE[:2], 0, "min_run_bytes"], 2), r"rules.load\[0\] must hold for every copy"),
+        (changed([*RULE, "min_run_bytes"], 1), r"rules.load\[1\] must come before rules.load\[0\]"),
+        (changed([*RULE, "min_run_bytes"], "1"), r"rules.load\[1\].min_run_bytes.*>= 1, got '1'"),
+        (changed([*RULE, "min_total_bytes"], -1), r"\[1\].min_total_bytes.*>= 0, got -1"),
+        (changed([*RULE, "min_word_bytes"], True), r"\[1\].min_word_bytes.*got True"),
+        (changed([*RULE, "candidates"], []), r"\[1\].candidates must be a list of at least one"),
+        (changed(FIRST, ["dma", 0]), r"candidates\[0\] must be \[implementation, num_sms, gb_per"),
+        (changed(FIRST, ["cpu", 0, 1]), "one of dma, kernel, pallas, host, got 'cpu'"),
+        (changed(FIRST, ["dma", 1, 1]), "num_sms of dma must be 0, got 1"),
+        (changed(FIRST, ["kernel", 0, 1]), "num_sms of kernel must be an integer >= 1, got 0"),
+        (changed(FIRST, ["dma", 0, 0]), "gb_per_s must be null or a number above 0, got 0"),
+        (changed(FIRST, ["kernel", 4, 1]), r"once, got \['kernel', 'kernel', 'pallas', 'host'\]"),
+    ],
+)
+def test_what_is_wrong_is_said(content, message, tmp_path):
+    path = write(tmp_path, content)
+    with pytest.raises(ValueError, match=message) as raised:
+        tuning.load(path)
+    assert str(path) in str(raised.value)
+
+
+def test_slug():
+    assert tuning.slug("NVIDIA H200 NVL (MIG 1g.18gb)") == "nvidia_h200_nvl_mig_1g_18gb"
+
+
+# ---------------------------------------------------------------------------------------------
+# Rules
+
+
+def test_the_last_rule_that_is_reached_holds():
+    rules = [
+        Rule(CopySize(*minima), (Candidate("host", 0),))
+        for minima in [(1, 1, 0), (1, 8192, 0), (16, 1, 0), (16, 8192, 65536)]
+    ]
+    for size, index in {
+        (1, 1, 0): 0,
+        (8, 8191, 1 << 30): 0,
+        (8, 8192, 8192): 1,
+        (16, 1, 1): 2,
+        (16, 8192, 65535): 2,
+        (16, 8191, 1 << 30): 2,
+        (16, 8192, 65536): 3,
+    }.items():
+        assert tuning.last_reached(rules, CopySize(*size)) is rules[index], size
+
+
+def test_few_sms_win_where_rates_are_equal():
+    kernel = [Candidate("kernel", sms, rate) for sms, rate in [(4, 49.3), (12, 50.7), (24, 50.8)]]
+    pallas = [Candidate("pallas", sms, rate) for sms, rate in [(2, 48.0), (4, 50.0)]]
+    dma = Candidate("dma", 0, 26.2)
+    assert pick(kernel) == kernel[0]
+    assert pick(pallas) == pallas[1]
+    assert pick([*kernel, Candidate("pallas", 2, 49.3), dma]) == Candidate("pallas", 2, 49.3)
+    assert rank([dma, *kernel, *pallas]) == (pallas[1], kernel[0], dma)
+    assert pick([*kernel, Candidate("dma", 0, 49.3)]).implementation == "dma"
+
+
+def test_a_rule_has_the_rates_of_the_largest_size_that_it_holds_for():
+    sizes = [CopySize(16, 512, n * 512) for n in (1, 16, 256)]
+    rates = [(size, [Candidate("host", 0, float(i + 1))]) for i, size in enumerate(sizes)]
+    assert rules_of(rates) == (Rule(SMALLEST, (Candidate("host", 0, 3.0),)),)
+
+
+@st.composite
+def measurements(draw):
+    """Rates of some candidates, for sizes of two alignments."""
+    kinds = [("dma", 0), ("kernel", 4), ("kernel", 12), ("pallas", 2), ("pallas", 8)]
+    sizes = draw(
+        st.sets(
+            st.builds(
+                lambda word, run, count: CopySize(word, run * 16, run * 16 * count),
+                st.sampled_from([2, 16]),
+                st.integers(1, 4),
+                st.integers(1, 3),
+            ),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    rate = st.sampled_from([1.0, 10.0, 48.0, 49.0, 50.0])
+    found = []
+    for size in sizes:
+        chosen = draw(st.sets(st.sampled_from(kinds[:3] if size.word_bytes < 16 else kinds)))
+        chosen.add(("kernel", 12))
+        found.append((size, [Candidate(name, sms, draw(rate)) for name, sms in sorted(chosen)]))
+    return found
+
+
+@given(measurements())
+def test_rules_decide_as_the_rates_of_every_measured_size(rates):
+    rules = rules_of(rates)
+    assert rules[0].minima == SMALLEST
+    assert [rule.minima for rule in rules] == sorted({rule.minima for rule in rules})
+    for size, measured in rates:
+        listed = tuning.last_reached(rules, size).candidates
+        for refused in SCENARIOS:
+            possible = {c[:2]: c for c in measured if c.implementation not in refused}
+            taken = next(c for c in listed if c.implementation not in refused)
+            here = possible[taken[:2]]
+            assert here.gb_per_s >= (1 - SAME_RATE) * max(c.gb_per_s for c in possible.values())
+            assert here.num_sms <= pick([*possible.values()]).num_sms
