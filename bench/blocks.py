@@ -1,14 +1,14 @@
 """Copies of scattered blocks between two arrays, verified and then timed.
 
 What is timed is one jitted program that makes several copies, each with ids of its own and each
-waiting for the one before, as the layers of a step do: XLA's cost per execution is then shared as it
-is in a step. Calls of the program follow each other in a chain with donation.
+waiting for the one before, as the layers of a step do: XLA's cost per execution is then shared as
+it is in a step. Calls of the program follow each other in a chain with donation.
 """
 
 import contextlib
 import dataclasses
 import functools
-import statistics
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,15 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-import jaxkv.transfer
-from bench import peers, timing
+import jaxkv.choice
+from bench import peers, stamps, timing
 from jaxkv.choice import Choice
 
 DIRECTIONS = ("load", "store")
 IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "pallas", "dma")}
 SM_IMPLEMENTATIONS = ("kernel", "pallas")
 WORD = jnp.int32
-REPEATS = 3
 
 
 class Way(NamedTuple):
@@ -43,25 +42,6 @@ class Way(NamedTuple):
     @property
     def is_peer(self) -> bool:
         return self.name in peers.CODES
-
-
-class Measured(NamedTuple):
-    """Seconds of one copy.
-
-    Attributes:
-      total: wall clock, in a chain of programs.
-      returns: a call of a program with one such copy or several, until it returns to Python.
-      handlers: of the CPU between the places before and after the copies in the program, which is
-        the time in handlers and in what XLA does to call them; divided by the copies.
-      gpu: of the GPU between the same places, the stream being busy before; NaN without one.
-      num_sms: SMs that were used, 0 for the copy engine.
-    """
-
-    total: float
-    returns: float
-    handlers: float
-    gpu: float
-    num_sms: int
 
 
 class Blocks:
@@ -127,7 +107,11 @@ class Blocks:
 
 
 class Program:
-    """A jitted chain of copies, and its arrays."""
+    """A jitted chain of copies, and its arrays.
+
+    Attributes:
+      num_sms: SMs that a copy uses, once it has run; 0 for the copy engine and the host.
+    """
 
     def __init__(
         self,
@@ -139,14 +123,14 @@ class Program:
     ):
         self._blocks, self._way, self._ids = blocks, way, ids
         self._source, self._destination = blocks.sides(direction)
-        self._num_sms = 0
+        self.num_sms = 0
 
         @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
         def step(dst: Any, src: Any, ids: Any) -> Any:
-            dst = peers.stamp(dst, 0) if stamped else dst
+            dst = stamps.stamp(dst, 0) if stamped else dst
             for sources, destinations in ids:
                 dst = _copy(way.name, src, dst, sources, destinations)
-            return peers.stamp(dst, 1) if stamped else dst
+            return stamps.stamp(dst, 1) if stamped else dst
 
         self._jitted = step
 
@@ -157,24 +141,13 @@ class Program:
         """The first run, which compiles."""
         self._advance(self.step)
 
-    def measure(self) -> Measured:
+    def measure(self) -> stamps.Timed:
         """Times a program with stamps."""
-        copies = max(1, len(self._ids))
-        calls = timing.chain_length(self.idle_calls(1).done)
-        chain = functools.partial(
-            timing.seconds_per_call, self.step, calls=calls, repeats=REPEATS, warmup=1
-        )
-        total = self._advance(chain)
-        gpu = peers.stamped()[1]
-        on_host: list[float] = []
-        returns = self.idle_calls(5, lambda: on_host.append(peers.stamped()[0])).returns
-        handlers = statistics.median(on_host)
-        return Measured(total / copies, returns, handlers / copies, gpu / copies, self._num_sms)
+        return self._advance(functools.partial(stamps.measure, self.step))
 
-    def idle_calls(self, repeats: int, after: Callable[[], None] = lambda: None) -> timing.Call:
-        """Times single calls on an idle device; `after` follows each."""
-        single = functools.partial(timing.single_call, self.step, repeats=repeats, after=after)
-        return self._advance(single)
+    def idle_calls(self, repeats: int) -> timing.Call:
+        """Times single calls on an idle device."""
+        return self._advance(functools.partial(timing.single_call, self.step, repeats=repeats))
 
     def _advance(self, run: Callable[[Any], Any]) -> Any:
         """Runs `destination -> destination` or `-> (figure, destination)`; keeps what comes out."""
@@ -182,7 +155,7 @@ class Program:
         with choices(self._way.num_sms) as chosen:  # for all runs, as any may compile
             result = run(arrays.pop(self._destination))
         for choice in chosen:  # the others use none, whatever they were allowed
-            self._num_sms = choice.num_sms if choice.implementation in SM_IMPLEMENTATIONS else 0
+            self.num_sms = choice.num_sms if choice.implementation in SM_IMPLEMENTATIONS else 0
         figure, array = result if isinstance(result, tuple) else (None, result)
         arrays[self._destination] = jax.block_until_ready(array)
         jaxkv.check_errors()
@@ -202,14 +175,17 @@ def choices(num_sms: int | None = None) -> Iterator[list[Choice]]:
     No argument of jaxkv says how many SMs a copy may use: its tuning tables do.
     """
     made: list[Choice] = []
-    choose = jaxkv.transfer.choose
+    choose = jaxkv.choice.choose
 
     def forced(*args: Any, **kwargs: Any) -> Choice:
         choice = choose(*args, **kwargs)
         made.append(choice if num_sms is None else dataclasses.replace(choice, num_sms=num_sms))
         return made[-1]
 
-    with mock.patch.object(jaxkv.transfer, "choose", forced):
+    with contextlib.ExitStack() as patches:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("jaxkv.") and getattr(module, "choose", None) is choose:
+                patches.enter_context(mock.patch.object(module, "choose", forced))
         yield made
 
 

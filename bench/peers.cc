@@ -67,10 +67,11 @@ ffi::Error stamp(cudaStream_t stream, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer
   if (event == nullptr) {
     if (const auto status = cudaEventCreate(&event); status != cudaSuccess) return failure(status);
   }
+  if (slot != 0) host_seconds.at(slot) = now();  // the event itself is not to be counted
   if (const auto status = cudaEventRecord(event, stream); status != cudaSuccess) {
     return failure(status);
   }
-  host_seconds.at(slot) = now();
+  if (slot == 0) host_seconds.at(slot) = now();
   return ffi::Error::Success();
 }
 

@@ -1,6 +1,6 @@
-"""The peers of the benchmarks, and stamps that tell how long XLA spends between two places.
+"""The peers of the benchmarks.
 
-Peers copy blocks as other systems do, between the same two arrays, with the same ids:
+They copy blocks as other systems do, between the same two arrays, with the same ids:
   - cudaMemcpyBatchAsync, one descriptor a block, and a loop of cudaMemcpyAsync. Both are timed
     outside JAX (`run`: addresses prepared before the clock starts, submitted from C++) and, through
     the same kind of FFI call as jaxkv's own, inside a jitted program (`copy`).
@@ -78,30 +78,6 @@ def _compiled(cuda: bool) -> pathlib.Path:
                 raise RuntimeError(f"{SOURCE.name} did not compile:\n{run.stderr}")
             made.replace(path)  # at once: another benchmark may be compiling it too
     return path
-
-
-def stamp(array: Any, slot: int) -> Any:
-    """Traces a call that notes when XLA gets here, on the host and, where there is one, the GPU.
-
-    Args:
-      array: what the stamp is ordered by, before and after; donate it, or XLA copies it first.
-      slot: 0 or 1.
-
-    Returns:
-      The array as it was.
-    """
-    library()
-    call = jax.ffi.ffi_call(
-        "bench_Stamp", jax.typeof(array), input_output_aliases={0: 0}, has_side_effect=True
-    )
-    return call(array, slot=np.int64(slot))
-
-
-def stamped() -> tuple[float, float]:
-    """Seconds between the last stamps 0 and 1: host, and GPU (NaN without one). Wait before."""
-    seconds = (ctypes.c_double * 2)()
-    library().stamped(seconds)
-    return seconds[0], seconds[1]
 
 
 def copy(peer: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:

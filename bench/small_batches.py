@@ -70,7 +70,7 @@ def measure(results: Results, platform: str, quick: bool) -> None:
         triton = peers.triton([], 0, small_block=BLOCK_BYTES, small_counts=COUNTS)
     made = Blocks(BLOCK_BYTES, 1024)
     for direction in DIRECTIONS:
-        for count in COUNTS[:2] if quick and platform == "cpu" else COUNTS:
+        for count in COUNTS[:2] if quick else COUNTS:
             case = f"{direction}, {count} x 8 KiB"
             _inside(results, made, direction, count, effort)
             outside = outside_us(made, direction, count, effort) if platform == "gpu" else {}

@@ -3,17 +3,18 @@
 Blocks of 512 B to 1 MiB, 1 to 100,000 of them, at random places without repetition, in both
 directions, by each implementation. GB/s is bytes of payload (1e9) over the wall clock of a chain of
 copies (bench/blocks.py), and the roof one contiguous copy. Copies that take less than a millisecond
-come 8 in a program; a row says so. "CPU time of the handlers" is what passes on the host between the
-places before and after a copy in the program; "call returns after" is when a call of the program is
-back in Python, the device being idle.
+come 8 in a program; a row says so. "CPU time of the handlers" is what a copy takes between two
+stamps (bench/stamps.py); "call returns after" is when a call of the program is back in Python, the
+device being idle.
 
 Peers, in the same run, between the same arrays and with the same ids (bench/peers.py): CUDA's copy
 engine by one batch call and by a loop of calls, submitted from C++ in a chain of their own without
 JAX. Where fewer than 10,000 blocks are copied, the time of a call decides and not the link; there
-the batch call is also made inside JAX, through an FFI call like ours ("in JAX"), and it is with that
+the batch call is also made inside JAX, through an FFI call like ours ("in JAX"), and it is on that
 footing that we compare. And a Triton kernel with vLLM's parameters in a process of its own.
 """
 
+import math
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ import jaxkv
 from bench import blocks, peers, roof
 from bench.blocks import DIRECTIONS, IMPLEMENTATIONS, SM_IMPLEMENTATIONS, Blocks, Way
 from bench.results import Results, Row, arguments
+from bench.stamps import Timed
 from bench.timing import chain_length
 
 KIB = 1024
@@ -34,6 +36,7 @@ LINK_MILLISECOND = 50_000_000  # bytes
 COPIES_OF_SHORT = 8
 BATCH_IN_JAX = f"{peers.BATCH} in JAX"
 MAX_LOOP_COUNT = 10_000
+NAMES = tuple(name for names in IMPLEMENTATIONS.values() for name in names)
 
 
 class Grid(NamedTuple):
@@ -90,10 +93,11 @@ class Point(NamedTuple):
         return f"{self.cell}, {self.name}, {self.num_sms} SMs"
 
     @classmethod
-    def parse(cls, text: str) -> "Point":
+    def parse(cls, text: str) -> "Point | None":
+        """None for a case that is none of the grid's."""
         match = re.fullmatch(r"(\w+), (\d+ \w+) x (\d+), (\w+), (\d+) SMs", text)
         if not match:
-            raise ValueError(f"no point of the grid: {text!r}")
+            return None
         direction, size, count, name, num_sms = match.groups()
         return cls(direction, size_bytes(size), int(count), name, int(num_sms))
 
@@ -113,7 +117,22 @@ def size_bytes(text: str) -> int:
 
 def points(rows: Sequence[Row]) -> dict[Point, Row]:
     """The bandwidths among the rows of a result file."""
-    return {Point.parse(row.case): row for row in rows if row.metric == "bandwidth"}
+    parsed = {Point.parse(row.case): row for row in rows if row.metric == "bandwidth"}
+    return {point: row for point, row in parsed.items() if point}
+
+
+def main_points(rows: Sequence[Row]) -> dict[Point, Row]:
+    """Of the bandwidths of each direction and size those with about as many blocks."""
+    found = points(rows)
+    counts: dict[tuple[str, int], int] = {}
+    for point in found:
+        key = point[:2]
+        counts[key] = min(counts.get(key, point.num_blocks), point.num_blocks, key=_far_from_many)
+    return {point: row for point, row in found.items() if point.num_blocks == counts[point[:2]]}
+
+
+def _far_from_many(num_blocks: int) -> float:
+    return abs(math.log(num_blocks / FULL.many))
 
 
 class Bench:
@@ -141,18 +160,18 @@ class Bench:
         for way in self.ways(made.block_bytes, many):
             if (way.name, way.num_sms) in found:
                 continue  # the number that it takes by itself
-            measured = self.measured(made, way, direction, count, copies)
-            if measured is None:
+            program = self.timed(made, way, direction, count, copies)
+            if program is None:
                 continue
-            point = Point(direction, made.block_bytes, count, way.name, measured.num_sms)
-            rate = count * made.block_bytes / measured.total / 1e9
-            found[way.name, measured.num_sms] = rate
+            timed, num_sms = program
+            point = Point(direction, made.block_bytes, count, way.name, num_sms)
+            rate = copies * count * made.block_bytes / timed.total / 1e9
+            found[way.name, num_sms] = rate
             link = roof.contiguous_copy(direction, self.grid.roof_bytes)
             row = self.results.row(str(point), "bandwidth", "GB/s", rate, link, rates)
-            self.results.row(
-                str(point), "CPU time of the handlers", "us", measured.handlers * 1e6, None, submits
-            )
-            self.results.row(str(point), "call returns after", "us", measured.returns * 1e6)
+            cpu_us = timed.handlers / copies * 1e6
+            self.results.row(str(point), "CPU time of the handlers", "us", cpu_us, None, submits)
+            self.results.row(str(point), "call returns after", "us", timed.returns * 1e6)
             self.results.row(str(point), "copies in a program", "copies", copies)
             self.say(text(row))
         self.record_choice(made, direction, count, found)
@@ -169,12 +188,13 @@ class Bench:
         variants = [Way(name, sms) for name in used for sms in dict.fromkeys(forced)]
         return [*map(Way, names), *variants]
 
-    def measured(
+    def timed(
         self, made: Blocks, way: Way, direction: str, count: int, copies: int
-    ) -> blocks.Measured | None:
-        """None, and why, for what is not served, or is wrong."""
+    ) -> tuple[Timed, int] | None:
+        """The times of a program and its SMs; None, and why, for what is not served or is wrong."""
         try:
-            return made.program(way, direction, count, copies).measure()
+            program = made.program(way, direction, count, copies)
+            return program.measure(), program.num_sms
         except NotImplementedError as error:
             self.say(f"{direction}, {count} x {made.block_bytes}: not served: {error}")
         except Exception as error:  # one failure must not take the other figures with it
@@ -199,14 +219,14 @@ class Bench:
                 took = peers.run(peer, source, destination, ids, calls=calls, repeats=3)
                 rates[peer] = nbytes / took.total / 1e9
                 submits[peer] = took.submit * 1e6
-            if count < MAX_LOOP_COUNT:
-                in_jax = self.measured(made, Way(peers.BATCH), direction, count, copies)
-                if in_jax:
-                    rates[BATCH_IN_JAX] = nbytes / in_jax.total / 1e9
-                    submits[BATCH_IN_JAX] = in_jax.handlers * 1e6
-        if self.triton and count == self.grid.many:
-            if rate := self.triton.bandwidth.get((direction, made.block_bytes)):
-                rates[peers.TRITON] = rate
+            short = count < MAX_LOOP_COUNT
+            way = Way(peers.BATCH)
+            if short and (program := self.timed(made, way, direction, count, copies)):
+                rates[BATCH_IN_JAX] = copies * nbytes / program[0].total / 1e9
+                submits[BATCH_IN_JAX] = program[0].handlers / copies * 1e6
+        key = (direction, made.block_bytes)
+        if self.triton and count == self.grid.many and key in self.triton.bandwidth:
+            rates[peers.TRITON] = self.triton.bandwidth[key]
         return rates, submits
 
     def record_choice(
@@ -216,7 +236,8 @@ class Bench:
         source, destination = (made.arrays[side] for side in made.sides(direction))
         ids, _ = made.ids(Way("dma"), count, 0)
         with blocks.choices() as chosen:
-            jax.jit(jaxkv.swap_blocks).trace(source, destination, *ids)
+            # A new function each time: JAX traces none twice.
+            jax.jit(lambda *args: jaxkv.swap_blocks(*args)).trace(source, destination, *ids)
         rates = [rate for (name, _), rate in found.items() if name == chosen[0].implementation]
         if rates:
             case = f"{direction}, {size_text(made.block_bytes)} x {count}"
@@ -281,7 +302,7 @@ def _many(grid: Grid, direction: str, block_bytes: int) -> Point:
 def _roof_targets(
     results: Results, grid: Grid, found: dict[Point, Row], direction: str, block_bytes: int
 ) -> None:
-    """Shares of the roof by copies that use SMs: the copy engine, which uses none, does not count."""
+    """Shares of the roof by copies that use SMs; the copy engine, which uses none, has no part."""
     cell = _many(grid, direction, block_bytes)
     for most, want in ((12, 0.9),) if block_bytes < 8 * KIB else ((4, 0.9), (2, 0.85)):
         shares = [

@@ -3,7 +3,7 @@
 `python -m bench.triton_peer REQUEST` is started by `bench.peers.triton`; REQUEST is JSON with the
 keys of that function's arguments, and the last line of output answers it.
 
-The parameters (vLLM's swap_blocks kernel): min(12, n) programs, program p copies the jobs p, p + 12,
+The parameters (vLLM's swap_blocks kernel): min(12, n) programs, program p copies the jobs p, p + 12
 and so on, in words of 8 bytes and chunks of min(8 KiB, the block rounded up to a power of two). A
 job is three int64: the addresses of source and destination, and bytes. They lie in device memory
 here, which is faster than reading them over the link. The code is our own.
