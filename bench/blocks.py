@@ -72,7 +72,8 @@ class Blocks:
             return tuple(map(jaxkv.HostIds, plain)), plain  # type: ignore[return-value]
         kind = "pinned_host" if way.is_peer else "device"
         put = functools.partial(jax.device_put, device=self._sharding(kind))
-        return tuple(map(put, plain)), plain  # type: ignore[return-value]
+        # Peers read them when the call is enqueued.
+        return jax.block_until_ready(tuple(map(put, plain))), plain  # type: ignore[return-value]
 
     def sides(self, direction: str) -> tuple[str, str]:
         return ("host", "device") if direction == "load" else ("device", "host")

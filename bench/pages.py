@@ -33,12 +33,13 @@ WANTED_CPU_MS, WANTED_GPU_MS, WANTED_SHARE = 0.03, 0.52, 0.92
 
 
 class Size(NamedTuple):
-    """Pages that are copied, of how many, and in which layouts."""
+    """Pages that are copied, of how many and in which layouts; size of the contiguous copy."""
 
     spec: jaxkv.KVCacheSpec
     pages: int
     num_pages: int
     layouts: tuple[str, ...]
+    roof_bytes: int
 
 
 def size(platform: str, quick: bool) -> Size:
@@ -49,7 +50,8 @@ def size(platform: str, quick: bool) -> Size:
     )  # fmt: skip
     pages = 4 if small else 20 if quick else 100
     layouts = ("page_first",) if quick else LAYOUTS
-    return Size(spec, pages, pages + pages // 4 + 1, layouts)
+    roof_bytes = 1 << (20 if small else 30)
+    return Size(spec, pages, pages + pages // 4 + 1, layouts, roof_bytes)
 
 
 class Case:
@@ -151,7 +153,7 @@ def _equal(one: Any, other: Any) -> Any:
 def direct_case(results: Results, what: Size, platform: str) -> None:
     """Rows and targets of SGLang's case, from host to device."""
     layer_bytes = what.pages * what.spec.page_bytes // what.spec.num_layers
-    link = roof.contiguous_copy("load", min(1 << 30, what.num_pages * what.spec.page_bytes))
+    link = roof.contiguous_copy("load", what.roof_bytes)
     best: tuple[float, float, float] | None = None
     shares = []
     for name in IMPLEMENTATIONS[platform]:
@@ -206,7 +208,7 @@ def layouts(results: Results, what: Size, platform: str) -> None:
                 continue
             for direction in DIRECTIONS:
                 nbytes = what.pages * what.spec.page_bytes
-                link = roof.contiguous_copy(direction, min(1 << 30, nbytes))
+                link = roof.contiguous_copy(direction, what.roof_bytes)
                 rate = nbytes / case.time(direction).total / 1e9
                 label = f"{direction}, {layout}, {name}"
                 results.row(label, "bandwidth", "GB/s", rate, link)

@@ -36,6 +36,7 @@ LINK_MILLISECOND = 50_000_000  # bytes
 COPIES_OF_SHORT = 8
 BATCH_IN_JAX = f"{peers.BATCH} in JAX"
 MAX_LOOP_COUNT = 10_000
+LIMIT_SECONDS = 360  # later only the main comparison is measured
 NAMES = tuple(name for names in IMPLEMENTATIONS.values() for name in names)
 
 
@@ -153,9 +154,12 @@ class Bench:
                     self.cell(made, direction, count)
 
     def cell(self, made: Blocks, direction: str, count: int) -> None:
+        many = count == min(self.grid.many, self.grid.max_bytes // made.block_bytes)
+        if not many and time.perf_counter() - self.start > LIMIT_SECONDS:
+            self.say(f"{direction}, {count} x {made.block_bytes}: left out, it is late")
+            return
         copies = COPIES_OF_SHORT if count * made.block_bytes < LINK_MILLISECOND else 1
         rates, submits = self.peer_rates(made, direction, count, copies)
-        many = count == min(self.grid.many, self.grid.max_bytes // made.block_bytes)
         found: dict[tuple[str, int], float] = {}
         for way in self.ways(made.block_bytes, many):
             if (way.name, way.num_sms) in found:

@@ -60,7 +60,7 @@ class Copy:
 
     def verify(self) -> None:
         """Raises unless one copy gives what it must, everywhere."""
-        before = self.destination.cpu()
+        before = self.destination.cpu().clone()  # .cpu() of what is there is no copy
         before[self.ids[1]] = self.source.cpu()[self.ids[0]]
         self()
         torch.cuda.synchronize()
