@@ -1,12 +1,14 @@
-"""Lists what was wanted and what was measured, and writes both into the README.
+"""Lists what was wanted and what was measured, and writes both into the documentation.
 
 `python -m bench.evidence` reads every `bench/results/<device>/<name>.json`, prints each target with
-the age of its measurement, and regenerates the plots and the parts of README.md that stand between
+the age of its measurement, and regenerates the plots and the parts of README.md and docs/targets.md
+that stand between
 
     <!-- generated: NAME -->
     <!-- end -->
 
-with the table called NAME. `--check` writes nothing, and fails if the README is out of date.
+with the table called NAME. `--check` writes nothing, and fails if a text is out of date; plots are
+not compared, as every matplotlib draws a little differently.
 """
 
 import argparse
@@ -19,11 +21,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import demo, transfer
+from bench import demo, overlap, plot, transfer
 from bench.results import REPOSITORY, RESULTS, Row, Target, git
 
 README = REPOSITORY / "README.md"
+TARGETS = REPOSITORY / "docs" / "targets.md"
 PLOTS = REPOSITORY / "docs" / "plots"
+NOT_MEASURED = "Not measured yet.\n"
 MEASURED_CODE = ("jaxkv", "cuda")
 MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -107,7 +111,7 @@ def number(value: float) -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
-        return "Not measured yet.\n"
+        return NOT_MEASURED
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -121,13 +125,32 @@ def figures(target: Target) -> tuple[str, str]:
     return f"{target.op} {number(target.want)} {target.unit}", got
 
 
-def targets_table(files: Sequence[File]) -> str:
+def all_targets_table(files: Sequence[File]) -> str:
     header = ("device", "measured by", "target", "wanted", "got", "", "commit", "date")
     lines = [
         (f.device, f.name, t.name, *figures(t), verdict(t), f.revision, f.date)
         for f in files
         for t in f.targets
     ]
+    return table(header, lines)
+
+
+def targets_table(files: Sequence[File]) -> str:
+    """One line for each file: how many targets are met, and the figures of those that are not."""
+    lines = []
+    for file in files:
+        if not file.targets:
+            continue
+        met = sum(target.met is True for target in file.targets)
+        others = [
+            f"{target.name}: {' but got '.join(figures(target))}"
+            for target in file.targets
+            if not target.met
+        ]
+        count = f"{met} of {len(file.targets)}"
+        open_ones = "<br>".join(others) or "-"
+        lines.append((file.device, file.name, count, open_ones, file.revision, file.date))
+    header = ("device", "measured by", "met", "missed or not measured", "commit", "date")
     return table(header, lines)
 
 
@@ -146,24 +169,47 @@ def tests_table(files: Sequence[File]) -> str:
 
 
 def transfer_table(files: Sequence[File]) -> str:
-    """One line for each direction and size of block, in the layout that the README meets first."""
+    """One line for each direction and size of block, with about as many blocks in each."""
     lines: dict[tuple[str, ...], dict[str, str]] = {}
-    for file in files:
-        for row in file.rows_of("bandwidth") if file.name == "transfer" else ():
-            direction, layout, implementation, blocks = row.case.split(", ")
-            if layout != transfer.LAYOUTS[0] or row.roof is None:
-                continue
-            roof = row.roof["value"]
-            line = lines.setdefault((file.device, f"{direction}, {blocks}"), {})
-            line[implementation] = f"{number(row.value)} ({row.value / roof:.0%})"
-            line |= {name: f"{number(value)}" for name, value in row.peers.items()}
-            line["roof"] = f"{number(roof)} ({row.roof['name']})"
-    columns = dict.fromkeys(name for line in lines.values() for name in line)
-    names = sorted(columns, key=lambda name: (name == "roof", name == "plain JAX", name))
+    for file in (file for file in files if file.name == "transfer"):
+        for point, row in transfer.main_points(file.rows).items():
+            assert row.roof
+            line = lines.setdefault((file.device, point.cell), {})
+            share = f"{row.value / row.roof['value']:.0%}"
+            # The first is the implementation as it comes, without a wish for its SMs.
+            line.setdefault(point.name, f"{number(row.value)} ({share}; {point.num_sms})")
+            line |= {name: number(value) for name, value in row.peers.items()}
+            line["roof"] = number(row.roof["value"])
+    names = list(dict.fromkeys(name for line in lines.values() for name in line))
+    names.sort(key=lambda name: (name == "roof", name not in transfer.NAMES))
     return table(
-        ("device", f"{transfer.LAYOUTS[0]}, GB/s (share of the roof)", *names),
+        ("device", "blocks, GB/s (share of the roof; SMs)", *names),
         [(*key, *(line.get(name, "-") for name in names)) for key, line in lines.items()],
     )
+
+
+def plots(files: Sequence[File]) -> str:
+    """Markdown for the plots that `draw` makes of the files."""
+    images = [
+        f"![{file.name} on {file.device}](docs/plots/{_plot_name(file)})\n"
+        for file in files
+        if file.name in plot.FIGURES and plot.FIGURES[file.name].is_drawn(file.rows)
+    ]
+    return "\n".join(images) or NOT_MEASURED
+
+
+def _plot_name(file: File) -> str:
+    return f"{file.name}_{file.device}.svg"
+
+
+def overlap_table(files: Sequence[File]) -> str:
+    """One line for each way to load during a step."""
+    lines = [
+        (file.device, row.case, number(row.value), number(row.value / row.peers[overlap.ALONE]))
+        for file in files
+        for row in (plot.overlap_steps(file.rows) if file.name == "overlap" else ())
+    ]
+    return table(("device", "step", "ms", "of the step alone"), lines)
 
 
 def demo_table(files: Sequence[File]) -> str:
@@ -187,7 +233,10 @@ def _demo_heading(row: Row) -> str:
 
 
 TABLES: dict[str, Callable[[Sequence[File]], str]] = {
+    "all_targets": all_targets_table,
     "demo": demo_table,
+    "overlap": overlap_table,
+    "plots": plots,
     "targets": targets_table,
     "tests": tests_table,
     "transfer": transfer_table,
@@ -195,7 +244,7 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
 
 
 def regenerate(text: str, files: Sequence[File]) -> str:
-    """The README's text with every marked part replaced by its table.
+    """A text with every marked part replaced by its table.
 
     Raises:
       ValueError: a marked part whose name is not in TABLES, or that does not end.
@@ -220,15 +269,14 @@ def draw(files: Sequence[File], folder: pathlib.Path = PLOTS) -> list[pathlib.Pa
     except ImportError:
         print("plots not drawn: matplotlib is not installed")
         return []
-    from bench import transfer
-
     matplotlib.rcParams["svg.hashsalt"] = "jaxkv"  # the same figures must give the same file
     drawn = []
     for file in files:
-        if file.name == "transfer" and file.rows:
-            drawn.append(folder / f"transfer_{file.device}.svg")
+        drawing = plot.FIGURES.get(file.name)
+        if drawing and drawing.is_drawn(file.rows):
+            drawn.append(folder / _plot_name(file))
             folder.mkdir(parents=True, exist_ok=True)
-            transfer.figure(file.rows).savefig(drawn[-1], metadata={"Date": None})
+            drawing.figure(file.rows).savefig(drawn[-1], metadata={"Date": None})
     return drawn
 
 
@@ -250,13 +298,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     files = read()
     print(listing(files))
-    before = README.read_text()
-    after = regenerate(before, files)
+    files = [file for file in files if file.device != "cpu"]  # not committed: no GPU, no claim
+    stale = False
+    for path in (README, TARGETS):
+        before = path.read_text()
+        after = regenerate(before, files)
+        if flags.check and after != before:
+            stale = True
+            print(f"{path.name} is out of date: run python -m bench.evidence")
+        elif not flags.check:
+            path.write_text(after)
     if flags.check:
-        if after != before:
-            print("README.md is out of date: run python -m bench.evidence")
-        return int(after != before)
-    README.write_text(after)
+        return int(stale)
     for path in draw(files):
         print(f"drew {path}")
     return 0

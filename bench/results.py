@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "bench" / "results"
 # Evidence is written after the code that it measures, so it does not make that code "dirty".
-EVIDENCE = ("bench/results", "docs/plots", "README.md")
+EVIDENCE = ("bench/results", "docs/plots", "docs/targets.md", "README.md")
 
 OPERATORS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
 
@@ -130,13 +130,25 @@ class Results:
         Returns:
           The path below `root`.
         """
-        text = json.dumps(self.to_json(), indent=1) + "\n"
+        text = _one_line_each(self.to_json())
         path = pathlib.PurePath(device_slug(), f"{self.name}.json")
         for folder in [root] if out is None else [root, pathlib.Path(out)]:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
             print(f"wrote {folder / path}")
         return root / path
+
+
+def _one_line_each(content: dict[str, Any]) -> str:
+    """JSON with a line for each row and target: hundreds of them must stay readable."""
+    parts = []
+    for key, value in content.items():
+        if isinstance(value, list):
+            lines = ",".join(f"\n  {json.dumps(entry)}" for entry in value)
+            parts.append(f" {json.dumps(key)}: [{lines}\n ]")
+        else:
+            parts.append(f" {json.dumps(key)}: " + json.dumps(value, indent=1).replace("\n", "\n "))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def device_slug() -> str:
@@ -176,13 +188,9 @@ def git(*arguments: str, repository: pathlib.Path = REPOSITORY) -> str:
     ).stdout.strip()
 
 
-def arguments(
-    description: str | None, argv: Sequence[str] | None, *, plot: bool = False
-) -> argparse.Namespace:
-    """Parses the flags that the benchmarks share: --out, --quick and, where it can, --plot."""
+def arguments(description: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the flags that the benchmarks share: --out and --quick."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
-    if plot:
-        parser.add_argument("--plot", metavar="FILE", help="draw the result (needs matplotlib)")
     return parser.parse_args(argv)

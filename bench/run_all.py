@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from bench.results import REPOSITORY, arguments
 
-BENCHMARKS = ("transfer", "demo")
+BENCHMARKS = ("transfer", "small_batches", "pages", "engines", "overlap", "demo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,9 +3,12 @@
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+
+CHAIN_SECONDS = 0.02
+MAX_CALLS = 10
 
 
 def seconds_per_call(
@@ -36,3 +39,47 @@ def seconds_per_call(
         if repeat >= warmup:
             samples.append((time.perf_counter() - start) / calls)
     return statistics.median(samples), state
+
+
+class Call(NamedTuple):
+    """Median seconds of a call on an idle device, from its begin.
+
+    Attributes:
+      returns: until it returns to Python: for so long the host is blocked.
+      done: until its results are there.
+    """
+
+    returns: float
+    done: float
+
+
+def single_call(
+    step: Callable[[Any], Any],
+    state: Any,
+    *,
+    repeats: int,
+    after: Callable[[], None] = lambda: None,
+) -> tuple[Call, Any]:
+    """Times `state = step(state)` with a wait before and after each; the last state comes back.
+
+    Args:
+      step: a compiled function that has run before.
+      state: its first argument.
+      repeats: calls timed; the medians are over these.
+      after: called after each wait, outside the times.
+    """
+    samples = []
+    for _ in range(repeats):
+        state = jax.block_until_ready(state)
+        start = time.perf_counter()
+        state = step(state)
+        returned = time.perf_counter()
+        state = jax.block_until_ready(state)
+        samples.append((returned - start, time.perf_counter() - start))
+        after()
+    return Call(*map(statistics.median, zip(*samples, strict=True))), state
+
+
+def chain_length(seconds: float) -> int:
+    """Calls for a chain that is long enough to time and no longer, where one takes `seconds`."""
+    return max(1, min(MAX_CALLS, int(CHAIN_SECONDS / seconds)))

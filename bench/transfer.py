@@ -1,210 +1,360 @@
-"""Bandwidth of page copies, as a share of one contiguous copy's: `python -m bench.transfer`.
+"""Bandwidth of scattered block copies, ours and others': `python -m bench.transfer`.
 
-Every page of a pool and of a cache takes part, in random order, so that nothing is contiguous by
-chance. GB/s is bytes of payload (1e9) over time. The peer is plain JAX: gather the pages, stack
-them and `device_put` the whole, or the way back, which needs HBM for a second copy of the pages.
+Blocks of 512 B to 1 MiB, 1 to 100,000 of them, at random places without repetition, in both
+directions, by each implementation. GB/s is bytes of payload (1e9) over the wall clock of a chain of
+copies (bench/blocks.py), and the roof one contiguous copy. Copies that take less than a millisecond
+come 8 in a program; a row says so. "CPU time of the handlers" is what a copy takes between two
+stamps (bench/stamps.py); "call returns after" is when a call of the program is back in Python, the
+device being idle.
+
+Peers, in the same run, between the same arrays and with the same ids (bench/peers.py): CUDA's copy
+engine by one batch call and by a loop of calls, submitted from C++ in a chain of their own without
+JAX. Where fewer than 10,000 blocks are copied, the time of a call decides and not the link; there
+the batch call is also made inside JAX, through an FFI call like ours ("in JAX"), and it is on that
+footing that we compare. And a Triton kernel with vLLM's parameters in a process of its own.
 """
 
-import functools
+import math
+import os
+import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 import jaxkv
-from bench import roof
+from bench import blocks, peers, roof
+from bench.blocks import DIRECTIONS, IMPLEMENTATIONS, SM_IMPLEMENTATIONS, Blocks, Way
 from bench.results import Results, Row, arguments
-from bench.timing import seconds_per_call
-from jaxkv.layout import HostLayout
+from bench.stamps import Timed
+from bench.timing import chain_length
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-LAYOUTS = ("page_first_direct", "page_first", "layer_first")
-IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "dma")}
-DIRECTIONS = ("load", "store")
-WANTED_SHARE = 0.9
-# More descriptors than this in one submission say more about the host thread than about the link.
-MAX_DMA_DESCRIPTORS = 32768
+KIB = 1024
+LINK_MILLISECOND = 50_000_000  # bytes
+COPIES_OF_SHORT = 8
+BATCH_IN_JAX = f"{peers.BATCH} in JAX"
+MAX_LOOP_COUNT = 10_000
+LIMIT_SECONDS = 360  # later only the main comparison is measured
+NAMES = tuple(name for names in IMPLEMENTATIONS.values() for name in names)
 
 
-class Size(NamedTuple):
-    """How much is copied and in what pieces."""
+class Grid(NamedTuple):
+    """What is measured.
 
-    spec: jaxkv.KVCacheSpec
-    num_pages: int
-    calls: int
-    repeats: int
+    Attributes:
+      blocks: bytes of a block, measured with `many` of them.
+      many: blocks of the main comparison.
+      counted: sizes that are measured with `counts` blocks, too.
+      max_bytes: most that one copy moves; where `many` are more, fewer are taken.
+      roof_bytes: size of the contiguous copy.
+    """
+
+    blocks: tuple[int, ...]
+    many: int
+    counted: tuple[int, ...]
+    counts: tuple[int, ...]
+    max_bytes: int
+    roof_bytes: int
+
+    def counts_of(self, block_bytes: int) -> list[int]:
+        most = self.max_bytes // block_bytes
+        others = [n for n in self.counts if block_bytes in self.counted and n <= most]
+        return sorted({min(self.many, most), *others})
+
+
+FULL = Grid(
+    blocks=(512, *(KIB * k for k in (1, 2, 4, 8, 16, 28, 64, 256, 1024))),
+    many=10_000,
+    counted=tuple(KIB * k for k in (1, 4, 8, 16, 64, 1024)),
+    counts=(1, 64, 1024, 100_000),
+    max_bytes=2 << 30,
+    roof_bytes=1 << 30,
+)
+QUICK_GPU = Grid((KIB, 8 * KIB), 1000, (8 * KIB,), (1,), 1 << 30, 1 << 30)
+CPU = Grid((KIB, 8 * KIB, 64 * KIB), 1000, (8 * KIB,), (1, 64), 1 << 24, 1 << 24)
+QUICK_CPU = Grid((KIB, 8 * KIB), 64, (8 * KIB,), (1,), 1 << 20, 1 << 20)
+
+
+class Point(NamedTuple):
+    """A measured bandwidth, and the text that stands for it in a result file."""
+
+    direction: str
+    block_bytes: int
+    num_blocks: int
+    name: str
+    num_sms: int
 
     @property
-    def nbytes(self) -> int:
-        return self.num_pages * self.spec.page_bytes
+    def cell(self) -> str:
+        return f"{self.direction}, {size_text(self.block_bytes)} x {self.num_blocks}"
 
-    @property
-    def label(self) -> str:
-        return f"{self.spec.block_bytes / 1024:g} KiB blocks"
+    def __str__(self) -> str:
+        return f"{self.cell}, {self.name}, {self.num_sms} SMs"
 
-
-def sizes(platform: str, quick: bool) -> list[Size]:
-    """Blocks (one page of one layer's K or V) of several sizes, the same payload for each."""
-    if platform == "cpu":
-        shapes, payload, effort = [(4, 1), (16, 2)], 1 << 20, (2, 3)
-    else:
-        shapes, payload, effort = [(16, 1), (16, 4), (64, 8)], 1 << 29, (5, 7)
-    if quick:
-        shapes, effort = shapes[-1:], (2, 3)
-    specs = [
-        jaxkv.KVCacheSpec(
-            num_layers=8, page_size=tokens, num_kv_heads=heads, head_dim=128, dtype=jnp.bfloat16
-        )
-        for tokens, heads in shapes
-    ]
-    return [Size(spec, payload // spec.page_bytes, *effort) for spec in specs]
+    @classmethod
+    def parse(cls, text: str) -> "Point | None":
+        """None for a case that is none of the grid's."""
+        match = re.fullmatch(r"(\w+), (\d+ \w+) x (\d+), (\w+), (\d+) SMs", text)
+        if not match:
+            return None
+        direction, size, count, name, num_sms = match.groups()
+        return cls(direction, size_bytes(size), int(count), name, int(num_sms))
 
 
-def copy_rate(size: Size, layout: str, implementation: str, direction: str) -> float:
-    """GB/s of one implementation; raises what jaxkv raises where it refuses the call."""
-    pool = jaxkv.HostPool.create(size.spec, num_pages=size.num_pages, layout=layout)
-    cache = _random_cache(size)
-    ids = [_ids(size, implementation, seed) for seed in (1, 2)]
-
-    @functools.partial(jax.jit, donate_argnames=("cache",))
-    def load(cache: Any, pool: Any, host_pages: Any, device_pages: Any) -> Any:
-        return jaxkv.load_pages(
-            pool, cache, host_pages, device_pages, implementation=implementation
-        )
-
-    @functools.partial(jax.jit, donate_argnames=("pool",))
-    def store(pool: Any, cache: Any, host_pages: Any, device_pages: Any) -> Any:
-        return jaxkv.store_pages(
-            pool, cache, device_pages, host_pages, implementation=implementation
-        )
-
-    pool = store(pool, cache, *ids)  # random bytes in both memories
-    if direction == "load":
-        seconds, _ = _time(size, lambda cache: load(cache, pool, *ids), cache)
-    else:
-        seconds, pool = _time(size, lambda pool: store(pool, cache, *ids), pool)
-    jaxkv.check_errors()
-    pool.release()
-    return size.nbytes / seconds / 1e9
+UNITS = {"MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
 
 
-def plain_jax_rate(size: Size, direction: str) -> float:
-    """GB/s of gather, stack and `device_put` (store), or of `device_put` and scatter (load)."""
-    cache, ids = _random_cache(size), _ids(size, "kernel", 1)
-    device = jax.local_devices()[0]
-    on_host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-    on_device = jax.sharding.SingleDeviceSharding(device)
-
-    @jax.jit
-    def gather(cache: Any, ids: jax.Array) -> jax.Array:
-        return jnp.stack([buffer[ids] for buffer in jax.tree.leaves(cache)])
-
-    @functools.partial(jax.jit, donate_argnames=("cache",))
-    def scatter(cache: Any, staged: jax.Array, ids: jax.Array) -> Any:
-        leaves, tree = jax.tree.flatten(cache)
-        written = [leaf.at[ids].set(pages) for leaf, pages in zip(leaves, staged, strict=True)]
-        return jax.tree.unflatten(tree, written)
-
-    staged = jax.device_put(gather(cache, ids), on_host)
-    if direction == "load":
-        step = lambda cache: scatter(cache, jax.device_put(staged, on_device), ids)  # noqa: E731
-        seconds, _ = _time(size, step, cache)
-    else:
-        # Nothing chains these calls, so each is waited for: only the last would be otherwise.
-        step = lambda _: jax.block_until_ready(jax.device_put(gather(cache, ids), on_host))  # noqa: E731
-        seconds, _ = _time(size, step, staged)
-    return size.nbytes / seconds / 1e9
+def size_text(nbytes: int) -> str:
+    unit = next(unit for unit, size in UNITS.items() if nbytes % size == 0)
+    return f"{nbytes // UNITS[unit]} {unit}"
 
 
-def _time(size: Size, step: Callable[[Any], Any], state: Any) -> tuple[float, Any]:
-    return seconds_per_call(step, state, calls=size.calls, repeats=size.repeats)
+def size_bytes(text: str) -> int:
+    number, unit = text.split()
+    return int(number) * UNITS[unit]
 
 
-def _random_cache(size: Size) -> Any:
-    """A cache of random bytes: copies of zeros can be faster than copies of real data."""
-    cache = jaxkv.DeviceCache.create(size.spec, num_pages=size.num_pages)
-    leaves, tree = jax.tree.flatten(cache)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    fresh = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(tree, fresh)
+def points(rows: Sequence[Row]) -> dict[Point, Row]:
+    """The bandwidths among the rows of a result file."""
+    parsed = {Point.parse(row.case): row for row in rows if row.metric == "bandwidth"}
+    return {point: row for point, row in parsed.items() if point}
 
 
-def _ids(size: Size, implementation: str, seed: int) -> Any:
-    pages = np.random.default_rng(seed).permutation(size.num_pages).astype(np.int32)
-    return jaxkv.HostIds(pages) if implementation == "dma" else jnp.asarray(pages)
+def main_points(rows: Sequence[Row]) -> dict[Point, Row]:
+    """Of the bandwidths of each direction and size those with about as many blocks."""
+    found = points(rows)
+    counts: dict[tuple[str, int], int] = {}
+    for point in found:
+        key = point[:2]
+        counts[key] = min(counts.get(key, point.num_blocks), point.num_blocks, key=_far_from_many)
+    return {point: row for point, row in found.items() if point.num_blocks == counts[point[:2]]}
 
 
-def refusal(size: Size, layout: str, implementation: str) -> str | None:
-    """Why a combination is not worth its time here, None if it is."""
-    if implementation != "dma":
+def _far_from_many(num_blocks: int) -> float:
+    return abs(math.log(num_blocks / FULL.many))
+
+
+class Bench:
+    """One run over a grid."""
+
+    def __init__(self, results: Results, grid: Grid, triton: peers.TritonRates | None):
+        self.results, self.grid, self.triton = results, grid, triton
+        self.platform = jax.default_backend()
+        self.failures = 0
+        self.start = time.perf_counter()
+
+    def run(self) -> None:
+        for block_bytes in self.grid.blocks:
+            counts = self.grid.counts_of(block_bytes)
+            made = Blocks(block_bytes, max(counts))
+            for direction in DIRECTIONS:
+                for count in counts:
+                    self.cell(made, direction, count)
+
+    def cell(self, made: Blocks, direction: str, count: int) -> None:
+        many = count == min(self.grid.many, self.grid.max_bytes // made.block_bytes)
+        if not many and time.perf_counter() - self.start > LIMIT_SECONDS:
+            self.say(f"{direction}, {count} x {made.block_bytes}: left out, it is late")
+            return
+        copies = COPIES_OF_SHORT if count * made.block_bytes < LINK_MILLISECOND else 1
+        rates, submits = self.peer_rates(made, direction, count, copies)
+        found: dict[tuple[str, int], float] = {}
+        for way in self.ways(made.block_bytes, many):
+            if (way.name, way.num_sms) in found:
+                continue  # the number that it takes by itself
+            program = self.timed(made, way, direction, count, copies)
+            if program is None:
+                continue
+            timed, num_sms = program
+            point = Point(direction, made.block_bytes, count, way.name, num_sms)
+            rate = copies * count * made.block_bytes / timed.total / 1e9
+            found[way.name, num_sms] = rate
+            link = roof.contiguous_copy(direction, self.grid.roof_bytes)
+            row = self.results.row(str(point), "bandwidth", "GB/s", rate, link, rates)
+            cpu_us = timed.handlers / copies * 1e6
+            self.results.row(str(point), "CPU time of the handlers", "us", cpu_us, None, submits)
+            self.results.row(str(point), "call returns after", "us", timed.returns * 1e6)
+            self.results.row(str(point), "copies in a program", "copies", copies)
+            self.say(text(row))
+        self.record_choice(made, direction, count, found)
+
+    def ways(self, block_bytes: int, many: bool) -> list[Way]:
+        """Every implementation as it is and, for many blocks, with the SMs that targets name."""
+        names = IMPLEMENTATIONS[self.platform]
+        forced: list[int] = []
+        if many:
+            forced = [12] if block_bytes < 8 * KIB else [4, 2]
+            if self.triton and ("load", block_bytes) in self.triton.bandwidth:
+                forced = [12, *forced]
+        used = [name for name in names if name in SM_IMPLEMENTATIONS]
+        variants = [Way(name, sms) for name in used for sms in dict.fromkeys(forced)]
+        return [*map(Way, names), *variants]
+
+    def timed(
+        self, made: Blocks, way: Way, direction: str, count: int, copies: int
+    ) -> tuple[Timed, int] | None:
+        """The times of a program and its SMs; None, and why, for what is not served or is wrong."""
+        try:
+            program = made.program(way, direction, count, copies)
+            return program.measure(), program.num_sms
+        except NotImplementedError as error:
+            self.say(f"{direction}, {count} x {made.block_bytes}: not served: {error}")
+        except Exception as error:  # one failure must not take the other figures with it
+            self.failures += 1
+            self.say(f"{direction}, {count} x {made.block_bytes}, {way}: FAILED: {error!r}"[:2000])
+            made.fill()
         return None
-    pages = np.arange(size.num_pages)
-    host = HostLayout(size.spec, layout, size.num_pages)
-    count = len(host.descriptors(pages, np.random.default_rng(0).permutation(pages)))
-    if count <= MAX_DMA_DESCRIPTORS:
-        return None
-    return f"{count} descriptors, more than {MAX_DMA_DESCRIPTORS} in one submission"
 
+    def peer_rates(
+        self, made: Blocks, direction: str, count: int, copies: int
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """GB/s of the peers, and microseconds that they take to submit one copy."""
+        nbytes = count * made.block_bytes
+        rates: dict[str, float] = {}
+        submits: dict[str, float] = {}
+        if self.platform == "gpu":
+            source, destination = (made.arrays[side] for side in made.sides(direction))
+            _, ids = made.ids(Way(peers.BATCH), count, 0)
+            for peer in peers.CODES if count <= MAX_LOOP_COUNT else (peers.BATCH,):
+                first = peers.run(peer, source, destination, ids, calls=1, repeats=1)
+                calls = chain_length(first.total)
+                took = peers.run(peer, source, destination, ids, calls=calls, repeats=3)
+                rates[peer] = nbytes / took.total / 1e9
+                submits[peer] = took.submit * 1e6
+            short = count < MAX_LOOP_COUNT
+            way = Way(peers.BATCH)
+            if short and (program := self.timed(made, way, direction, count, copies)):
+                rates[BATCH_IN_JAX] = copies * nbytes / program[0].total / 1e9
+                submits[BATCH_IN_JAX] = program[0].handlers / copies * 1e6
+        key = (direction, made.block_bytes)
+        if self.triton and count == self.grid.many and key in self.triton.bandwidth:
+            rates[peers.TRITON] = self.triton.bandwidth[key]
+        return rates, submits
 
-def measure(results: Results, platform: str, quick: bool) -> None:
-    for size in sizes(platform, quick):
-        for direction in DIRECTIONS:
-            link = roof.contiguous_copy(direction, size.nbytes)
-            peers = {"plain JAX": plain_jax_rate(size, direction)}
-            best = 0.0
-            for layout in LAYOUTS:
-                for implementation in IMPLEMENTATIONS[platform]:
-                    case = f"{direction}, {layout}, {implementation}, {size.label}"
-                    if reason := refusal(size, layout, implementation):
-                        print(f"{case}: left out: {reason}", flush=True)
-                        continue
-                    rate = copy_rate(size, layout, implementation, direction)
-                    row = results.row(case, "bandwidth", "GB/s", rate, link, peers)
-                    print(text(row), flush=True)
-                    if layout == LAYOUTS[0]:
-                        best = max(best, rate)
-            if platform == "gpu":
-                name = f"{direction}, {LAYOUTS[0]}, {size.label}: the faster implementation"
-                results.target(name, best / link[1], ">=", WANTED_SHARE, "of roof")
+    def record_choice(
+        self, made: Blocks, direction: str, count: int, found: dict[tuple[str, int], float]
+    ) -> None:
+        """How near to the fastest the implementation is that jaxkv takes if it may choose."""
+        source, destination = (made.arrays[side] for side in made.sides(direction))
+        ids, _ = made.ids(Way("dma"), count, 0)
+        with blocks.choices() as chosen:
+            # A new function each time: JAX traces none twice.
+            jax.jit(lambda *args: jaxkv.swap_blocks(*args)).trace(source, destination, *ids)
+        rates = [rate for (name, _), rate in found.items() if name == chosen[0].implementation]
+        if rates:
+            case = f"{direction}, {size_text(made.block_bytes)} x {count}"
+            share = rates[0] / max(found.values())
+            self.results.row(case, "chosen implementation", "of the fastest", share)
+            self.say(
+                f"{case}: jaxkv chooses {chosen[0].implementation}, {share:.0%} of the fastest"
+            )
+
+    def say(self, line: str) -> None:
+        print(f"{time.perf_counter() - self.start:5.0f} s  {line}", flush=True)
 
 
 def text(row: Row) -> str:
     assert row.roof
-    peers = ", ".join(f"{name} {value:.3g}" for name, value in row.peers.items())
+    others = ", ".join(f"{name} {value:.3g}" for name, value in row.peers.items())
     share = row.value / row.roof["value"]
     return (
-        f"{row.case:50} {row.value:6.1f} GB/s  {share:4.0%} of {row.roof['value']:.1f} "
-        f"({row.roof['name']})  [{peers}]"
+        f"{row.case:45} {row.value:6.2f} GB/s  {share:4.0%} of {row.roof['value']:.1f}  [{others}]"
     )
 
 
-def figure(rows: Sequence[Row]) -> "Figure":
-    """Bars of GB/s per case and lines for the roofs, one panel a direction."""
-    from matplotlib.figure import Figure
+def record_targets(results: Results, grid: Grid) -> None:
+    """The targets of the grid; those of several cells take the worst of them."""
+    found = points(results.rows)
+    for direction in DIRECTIONS:
+        for block_bytes in grid.blocks:
+            if block_bytes >= KIB:
+                _roof_targets(results, grid, found, direction, block_bytes)
+    for block_bytes, times in ((KIB, 20), (4 * KIB, 4), (8 * KIB, 2), (16 * KIB, 2)):
+        cell = _many(grid, "load", block_bytes)
+        ratio = _ratio(found, cell, (peers.BATCH,))
+        results.target(f"{cell.cell}: against {peers.BATCH}", ratio, ">=", times, "times")
+    for direction in DIRECTIONS:
+        cells = {point._replace(name="", num_sms=0) for point in found}
+        ratios = [
+            _ratio(found, cell, (BATCH_IN_JAX, peers.BATCH))
+            for cell in cells
+            if cell.direction == direction
+        ]
+        results.target(
+            f"{direction}: against {peers.BATCH}, the worst of all sizes and counts",
+            min((ratio for ratio in ratios if ratio), default=None), ">=", 0.97, "times",
+        )  # fmt: skip
+    for block_bytes, more in ((KIB, 7.0), (4 * KIB, 2.0), (8 * KIB, 1.15)):
+        cell = _many(grid, "load", block_bytes)
+        ratio = _ratio(found, cell, (peers.TRITON,), num_sms=12)
+        results.target(f"{cell.cell}: against Triton, both with 12 SMs", ratio, ">=", more, "times")
+    ratios = [
+        _ratio(found, _many(grid, direction, block_bytes), (peers.TRITON,), num_sms=12)
+        for direction in DIRECTIONS
+        for block_bytes in grid.blocks
+    ]
+    slowest = min((ratio for ratio in ratios if ratio), default=None)
+    results.target("against Triton, the worst of all sizes", slowest, ">=", 1, "times")
 
-    drawn = Figure(figsize=(10, 1 + 0.22 * len(rows)), layout="constrained")
-    panels = drawn.subplots(1, len(DIRECTIONS), sharex=True)
-    for panel, direction in zip(panels, DIRECTIONS, strict=True):
-        chosen = [row for row in rows if row.case.startswith(direction)][::-1]
-        panel.barh([row.case.partition(", ")[2] for row in chosen], [row.value for row in chosen])
-        for value in {row.roof["value"] for row in chosen if row.roof}:
-            panel.axvline(value, color="black", linestyle=":")
-        panel.set(title=direction, xlabel="GB/s; dotted: contiguous copy")
-    return drawn
+
+def _many(grid: Grid, direction: str, block_bytes: int) -> Point:
+    return Point(direction, block_bytes, min(grid.many, grid.max_bytes // block_bytes), "", 0)
+
+
+def _roof_targets(
+    results: Results, grid: Grid, found: dict[Point, Row], direction: str, block_bytes: int
+) -> None:
+    """Shares of the roof by copies that use SMs; the copy engine, which uses none, has no part."""
+    cell = _many(grid, direction, block_bytes)
+    for most, want in ((12, 0.9),) if block_bytes < 8 * KIB else ((4, 0.9), (2, 0.85)):
+        shares = [
+            row.value / row.roof["value"]
+            for point, row in _in_cell(found, cell).items()
+            if row.roof and 0 < point.num_sms <= most
+        ]
+        best = max(shares, default=None)
+        results.target(f"{cell.cell}: at most {most} SMs", best, ">=", want, "of roof")
+
+
+def _in_cell(found: dict[Point, Row], cell: Point) -> dict[Point, Row]:
+    return {point: row for point, row in found.items() if point[:3] == cell[:3]}
+
+
+def _ratio(
+    found: dict[Point, Row], cell: Point, names: Sequence[str], num_sms: int | None = None
+) -> float | None:
+    """Our best rate over that of the first of the peers that was measured there."""
+    rows = [
+        row
+        for point, row in _in_cell(found, cell).items()
+        if num_sms is None or point.num_sms == num_sms
+    ]
+    if not rows:
+        return None
+    peer = next((rows[0].peers[name] for name in names if name in rows[0].peers), None)
+    return max(row.value for row in rows) / peer if peer else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv, plot=True)
+    flags = arguments(__doc__, argv)
+    # The Triton kernel runs in a process of its own, and needs GPU memory too.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    triton = None
+    if jax.default_backend() == "gpu":
+        grid = QUICK_GPU if flags.quick else FULL
+        sizes = [b for b in grid.blocks if b * grid.many <= grid.max_bytes]
+        triton = peers.triton(sizes, grid.many, small_block=8 * KIB, small_counts=[])
+    else:
+        grid = QUICK_CPU if flags.quick else CPU
     results = Results("transfer")
-    measure(results, jax.default_backend(), flags.quick)
+    bench = Bench(results, grid, triton)
+    bench.run()
+    results.target("programs that failed", bench.failures, "==", 0, "programs")
+    if bench.platform == "gpu":
+        record_targets(results, grid)
     results.save(flags.out)
-    if flags.plot:
-        figure(results.rows).savefig(flags.plot)
     return 0
 
 

@@ -1,0 +1,89 @@
+"""Figures from the rows of result files; `python -m bench.evidence` writes them to docs/plots."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bench import overlap, transfer
+from bench.blocks import DIRECTIONS
+from bench.results import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# A ladder of block sizes is drawn over its logarithm, so each size has its own tick.
+OURS = {"marker": "o", "linewidth": 2}
+THEIRS = {"marker": "x", "linewidth": 1, "linestyle": "--"}
+ROOF = {"color": "black", "linestyle": ":"}
+
+
+def transfer_figure(rows: Sequence[Row]) -> "Figure":
+    """GB/s over the size of a block, one panel a direction; the roof is dotted."""
+    from matplotlib.figure import Figure
+
+    points = transfer.main_points(rows)
+    drawn = Figure(figsize=(11, 4.5), layout="constrained")
+    panels = drawn.subplots(1, len(DIRECTIONS), sharey=True)
+    for panel, direction in zip(panels, DIRECTIONS, strict=True):
+        here = {point: row for point, row in points.items() if point.direction == direction}
+        for name, line in _lines(here).items():
+            style: dict[str, Any] = THEIRS if name not in transfer.NAMES else OURS
+            panel.plot([*line], [*line.values()], label=name, **style)
+        roofs = {row.roof["value"] for row in here.values() if row.roof}
+        for value in roofs:
+            panel.axhline(value, **ROOF)
+        sizes = sorted({point.block_bytes for point in here})
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, [transfer.size_text(s) for s in sizes], rotation=45, minor=False)
+        panel.set(title=direction, xlabel="size of a scattered block", ylim=(0, None))
+    panels[0].set_ylabel("GB/s; dotted: one contiguous copy")
+    panels[0].legend()
+    return drawn
+
+
+def _lines(points: dict[transfer.Point, Row]) -> dict[str, dict[int, float]]:
+    """{name: {block bytes: GB/s}}, ours with the SMs that they take by themselves, then peers."""
+    ours: dict[str, dict[int, float]] = {}
+    theirs: dict[str, dict[int, float]] = {}
+    for point, row in points.items():
+        ours.setdefault(point.name, {}).setdefault(point.block_bytes, row.value)
+        for name, value in row.peers.items():
+            theirs.setdefault(name, {})[point.block_bytes] = value
+    return {name: dict(sorted(line.items())) for name, line in (ours | theirs).items()}
+
+
+def overlap_figure(rows: Sequence[Row]) -> "Figure":
+    """Milliseconds of a step for each way to load, one panel for each kind; dotted: no load."""
+    from matplotlib.figure import Figure
+
+    steps = overlap_steps(rows)
+    kinds = list(dict.fromkeys(row.case.partition(":")[0] for row in steps))
+    drawn = Figure(figsize=(11, 1 + 0.22 * len(steps)), layout="constrained")
+    panels = drawn.subplots(1, len(kinds), squeeze=False)[0]
+    for panel, kind in zip(panels, kinds, strict=True):
+        bars = {row.case.partition(": ")[2]: row for row in reversed(steps) if kind in row.case}
+        panel.barh([*bars], [row.value for row in bars.values()])
+        alone = bars[overlap.ALONE].value
+        panel.axvline(alone, **ROOF)
+        # Differences are a few percent of the whole.
+        longest = max(row.value for row in bars.values())
+        panel.set(title=kind, xlabel="ms", xlim=(0.9 * alone, 1.02 * longest))
+    return drawn
+
+
+def overlap_steps(rows: Sequence[Row]) -> list[Row]:
+    """The rows that hold a step's time."""
+    return [row for row in rows if row.unit == "ms"]
+
+
+class Drawing(NamedTuple):
+    """A figure, and whether the rows hold what it shows."""
+
+    figure: Callable[[Sequence[Row]], "Figure"]
+    is_drawn: Callable[[Sequence[Row]], Any]
+
+
+# Name of a result file -> its figure.
+FIGURES = {
+    "overlap": Drawing(overlap_figure, overlap_steps),
+    "transfer": Drawing(transfer_figure, transfer.main_points),
+}

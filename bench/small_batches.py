@@ -1,0 +1,126 @@
+"""Time from call to data of a few blocks of 8 KiB: `python -m bench.small_batches`.
+
+What a caller waits for depends on where the call is made, so each footing is compared with itself:
+
+  - "in a step": what one more copy adds to a jitted program, (17 copies - 1) / 16, each with ids of
+    its own and waiting for the one before. Ours, and CUDA's copy engine by a batch call and by a
+    loop of calls, through an FFI call like ours.
+  - "one call": a call of a program with one copy, from before the call until the data is there. The
+    same peers. It includes what JAX takes to call any program: the row "no copy" tells that.
+  - "outside JAX": a native call and a wait for its stream; for information, as nothing that is
+    called through JAX can be compared with it. The copy engine submitted from C++ with addresses
+    prepared before, and a Triton kernel with vLLM's parameters launched from Python.
+
+Every figure is a median by the host's clock, of calls on a device that is idle before each.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from bench import peers
+from bench.blocks import DIRECTIONS, IMPLEMENTATIONS, Blocks, Way
+from bench.results import Results, arguments
+
+BLOCK_BYTES = 8192
+COUNTS = (1, 4, 16, 64)
+IN_STEP, ONE_CALL, OUTSIDE = "in a step", "one call", "outside JAX"
+NOTHING = Way("nothing")
+
+
+class Effort(NamedTuple):
+    """How much is done for a figure: copies of the longer program, and calls timed."""
+
+    copies: int
+    repeats: int
+
+
+def inside_us(
+    made: Blocks, way: Way, direction: str, count: int, effort: Effort
+) -> dict[str, float]:
+    """Microseconds of one copy on the two footings inside JAX.
+
+    Raises:
+      NotImplementedError: the implementation does not serve the call.
+    """
+    one, many = (
+        made.program(way, direction, count, copies, stamped=False).idle_calls(effort.repeats).done
+        for copies in (1, 1 + effort.copies)
+    )
+    return {IN_STEP: (many - one) / effort.copies * 1e6, ONE_CALL: one * 1e6}
+
+
+def outside_us(made: Blocks, direction: str, count: int, effort: Effort) -> dict[str, float]:
+    """Microseconds from a native call to the data, for each peer of the copy engine."""
+    source, destination = (made.arrays[side] for side in made.sides(direction))
+    _, ids = made.ids(Way(peers.BATCH), count, 0)
+    return {
+        peer: 1e6 * peers.run(peer, source, destination, ids, calls=1, repeats=effort.repeats).total
+        for peer in peers.CODES
+    }
+
+
+def measure(results: Results, platform: str, quick: bool) -> None:
+    effort = Effort(4, 5) if quick else Effort(16, 40)
+    triton = None
+    if platform == "gpu":
+        triton = peers.triton([], 0, small_block=BLOCK_BYTES, small_counts=COUNTS)
+    made = Blocks(BLOCK_BYTES, 1024)
+    for direction in DIRECTIONS:
+        for count in COUNTS[:2] if quick else COUNTS:
+            case = f"{direction}, {count} x 8 KiB"
+            _inside(results, made, direction, count, effort)
+            outside = outside_us(made, direction, count, effort) if platform == "gpu" else {}
+            if triton:
+                outside[peers.TRITON] = 1e6 * triton.latency[direction, count]
+            for name, value in outside.items():
+                results.row(f"{case}, {name}", OUTSIDE, "us", value)
+                print(_text(f"{case}, {name}", OUTSIDE, value, {}), flush=True)
+        empty = made.program(NOTHING, direction, 1, 0).idle_calls(effort.repeats).done * 1e6
+        results.row(f"{direction}, no copy", ONE_CALL, "us", empty)
+
+
+def _inside(results: Results, made: Blocks, direction: str, count: int, effort: Effort) -> None:
+    """Rows of one cell, and its targets where there are peers."""
+    platform = jax.default_backend()
+    case = f"{direction}, {count} x 8 KiB"
+    others = {
+        name: inside_us(made, Way(name), direction, count, effort)
+        for name in (peers.CODES if platform == "gpu" else ())
+    }
+    ours = {}
+    for name in IMPLEMENTATIONS[platform]:
+        try:
+            ours[name] = inside_us(made, Way(name), direction, count, effort)
+        except NotImplementedError as error:
+            print(f"{case}, {name}: not served: {error}", flush=True)
+    for footing in (IN_STEP, ONE_CALL):
+        beside = {name: figures[footing] for name, figures in others.items()}
+        for name, figures in ours.items():
+            results.row(f"{case}, {name}", footing, "us", figures[footing], None, beside)
+            print(_text(f"{case}, {name}", footing, figures[footing], beside), flush=True)
+        if platform == "gpu":
+            best = min((figures[footing] for figures in ours.values()), default=None)
+            ratio = best / min(beside.values()) if best else None
+            results.target(f"{case}: {footing}", ratio, "<=", 1, "times the best peer's")
+
+
+def _text(case: str, footing: str, value: float, others: dict[str, float]) -> str:
+    beside = ", ".join(f"{name} {other:.1f}" for name, other in others.items())
+    return f"{case:40} {footing:12} {value:8.1f} us  [{beside}]"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = arguments(__doc__, argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    results = Results("small_batches")
+    measure(results, jax.default_backend(), flags.quick)
+    results.save(flags.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

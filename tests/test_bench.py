@@ -1,0 +1,237 @@
+"""The benchmarks: what they verify, how targets follow from rows, and every quick run."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from bench import blocks, engines, overlap, pages, peers, plot, results, stamps, transfer
+from bench.blocks import Blocks, Way
+from bench.results import Results, Row
+from bench.transfer import KIB, Point
+
+NAME = {"cpu": "host", "gpu": "kernel"}[jax.default_backend()]
+
+
+@pytest.mark.parametrize("direction", blocks.DIRECTIONS)
+def test_a_program_copies_and_is_timed(direction):
+    made = Blocks(KIB, 8)
+    timed = made.program(Way(NAME), direction, 8, copies=2).measure()
+    assert 0 < timed.handlers < timed.done
+    assert 0 < timed.returns <= timed.done
+    assert (timed.gpu > 0) == (NAME == "kernel")
+
+
+@pytest.mark.parametrize("direction", blocks.DIRECTIONS)
+@pytest.mark.parametrize("broken", ["nothing moves", "one block too many"])
+def test_wrong_bytes_are_found_before_anything_is_timed(monkeypatch, direction, broken):
+    def copy(name, src, dst, src_ids, dst_ids):
+        if broken == "nothing moves":
+            return dst
+        right = jaxkv.swap_blocks(src, dst, src_ids, dst_ids)
+        unnamed = jnp.setdiff1d(jnp.arange(dst.shape[0]), dst_ids, size=1).astype(jnp.int32)
+        return jaxkv.swap_blocks(src, right, src_ids[:1], unnamed)
+
+    monkeypatch.setattr(blocks, "_copy", copy)
+    with pytest.raises(AssertionError, match="words"):
+        Blocks(KIB, 8).program(Way(NAME), direction, 8, copies=1)
+
+
+def test_blocks_that_a_failed_program_took_are_made_again():
+    made = Blocks(KIB, 8)
+    made.arrays.clear()
+    made.fill()
+    made.program(Way(NAME), "load", 8, copies=1)
+
+
+def test_choices_are_noted_and_their_sms_can_be_set():
+    made = Blocks(KIB, 8)
+    ids, _ = made.ids(Way(NAME), 8, seed=0)
+    used = []
+    for num_sms in (3, None):
+        with blocks.choices(num_sms) as chosen:
+            traced = jax.jit(lambda *args: jaxkv.swap_blocks(*args))
+            traced.trace(made.arrays["host"], made.arrays["device"], *ids)
+        used += [choice.num_sms for choice in chosen]
+    assert len(used) == 2 and used[0] == 3 != used[1]
+
+
+def test_time_between_stamps_grows_with_what_lies_between():
+    def program(length):
+        @jax.jit
+        def step(x):
+            x = stamps.stamp(x, 0)
+            for _ in range(length):
+                x = jax.lax.optimization_barrier(jnp.sort(-x))
+            return stamps.stamp(x, 1)
+
+        return step
+
+    x = jnp.zeros(1 << 16)
+    seconds = [stamps.measure(program(length), x)[0].handlers for length in (0, 20)]
+    if jax.default_backend() == "cpu":  # elsewhere the handlers only enqueue
+        assert seconds[1] > 2 * seconds[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("peer", peers.CODES)
+@pytest.mark.parametrize("direction", blocks.DIRECTIONS)
+def test_peers_copy_inside_and_outside_jax(peer, direction):
+    made = Blocks(8 * KIB, 32)
+    made.program(Way(peer), direction, 32, copies=2)  # verifies
+    source, destination = (made.arrays[side] for side in made.sides(direction))
+    _, ids = made.ids(Way(peer), 32, seed=5)
+    took = peers.run(peer, source, destination, ids, calls=2, repeats=2)
+    assert 0 < took.submit <= took.total
+    assert not blocks._mismatches(
+        made._on_device(made.sides(direction)[1]),
+        made._on_device(made.sides(direction)[1]),
+        made._on_device(made.sides(direction)[0]),
+        jnp.asarray([ids]),
+    )
+
+
+@pytest.mark.parametrize("nbytes", [512, KIB, 28 * KIB, 1 << 20])
+def test_points_are_read_back_from_their_text(nbytes):
+    point = Point("load", nbytes, 10_000, "kernel", 12)
+    assert Point.parse(str(point)) == point
+    assert Point.parse("load, page_first_direct, kernel, 4 KiB blocks") is None
+
+
+GRID = transfer.Grid((KIB, 4 * KIB, 8 * KIB), 100, (8 * KIB,), (1,), 1 << 20, 1 << 20)
+
+
+def test_counts_stay_within_the_bytes_of_a_copy():
+    assert GRID.counts_of(KIB) == [100]
+    assert GRID.counts_of(8 * KIB) == [1, 100]
+    assert GRID.counts_of(64 * KIB) == [16]
+
+
+def rated(rates, peers=None):
+    """A result with a row for each {(direction, bytes, count, name, SMs): GB/s}; the roof is 50."""
+    found = Results("transfer")
+    for point, rate in rates.items():
+        others = (peers or {}).get(point[:3], {})
+        found.row(str(Point(*point)), "bandwidth", "GB/s", rate, ("one copy", 50.0), others)
+    return found
+
+
+def got(found, grid=GRID):
+    transfer.record_targets(found, grid)
+    return {target.name: target.got for target in found.targets}
+
+
+def test_roof_targets_count_the_sms():
+    found = got(
+        rated(
+            {
+                ("load", KIB, 100, "kernel", 16): 49.0,
+                ("load", KIB, 100, "kernel", 12): 45.0,
+                ("load", 8 * KIB, 100, "pallas", 4): 40.0,
+                ("load", 8 * KIB, 100, "kernel", 2): 20.0,
+                ("load", 8 * KIB, 100, "dma", 0): 50.0,
+            }
+        )
+    )
+    assert found["load, 1 KiB x 100: at most 12 SMs"] == 0.9
+    assert found["load, 8 KiB x 100: at most 4 SMs"] == 0.8
+    assert found["load, 8 KiB x 100: at most 2 SMs"] == 0.4
+    assert found["store, 1 KiB x 100: at most 12 SMs"] is None
+
+
+def test_peer_targets_compare_on_the_same_footing():
+    theirs = {
+        ("load", 8 * KIB, 100): {peers.BATCH: 10.0, peers.TRITON: 25.0},
+        ("load", 8 * KIB, 1): {peers.BATCH: 4.0, transfer.BATCH_IN_JAX: 1.0},
+    }
+    found = got(
+        rated(
+            {
+                ("load", 8 * KIB, 100, "kernel", 4): 40.0,
+                ("load", 8 * KIB, 100, "kernel", 12): 30.0,
+                ("load", 8 * KIB, 1, "kernel", 4): 2.0,
+            },
+            theirs,
+        )
+    )
+    batch = peers.BATCH
+    assert found[f"load, 8 KiB x 100: against {batch}"] == 4.0
+    assert found[f"load: against {batch}, the worst of all sizes and counts"] == 2.0
+    assert found[f"store: against {batch}, the worst of all sizes and counts"] is None
+    assert found["load, 8 KiB x 100: against Triton, both with 12 SMs"] == 1.2
+    assert found["against Triton, the worst of all sizes"] == 1.2
+
+
+def test_main_points_have_about_ten_thousand_blocks():
+    counts = (1, 1024, 9_000, 100_000)
+    found = rated({("load", KIB, count, "kernel", 12): 1.0 for count in counts})
+    assert [point.num_blocks for point in transfer.main_points(found.rows)] == [9_000]
+
+
+def overlap_rows():
+    peers = {overlap.ALONE: 10.0, overlap.SEQUENTIAL: 11.0}
+    names = {overlap.ALONE: 10.0, overlap.SEQUENTIAL: 11.0, "kernel, 4 SMs": 10.1}
+    return [
+        Row(f"{kind} step, 64 MiB: {name}", "step", "ms", value, None, peers)
+        for kind in overlap.KINDS
+        for name, value in names.items()
+    ]
+
+
+def test_figures_show_lines_and_roof():
+    pytest.importorskip("matplotlib")
+    rates = {
+        (way, size, 10_000, name, sms): 40.0
+        for way in blocks.DIRECTIONS
+        for size in (KIB, 8 * KIB)
+        for name, sms in (("kernel", 12), ("dma", 0))
+    }
+    theirs = {point[:3]: {peers.BATCH: 9.0} for point in rates}
+    drawn = plot.transfer_figure(rated(rates, theirs).rows)
+    labels = [line.get_label() for line in drawn.axes[0].get_lines()]
+    assert labels[:3] == ["kernel", "dma", peers.BATCH]
+    assert np.unique(np.asarray(drawn.axes[0].get_lines()[3].get_ydata())) == [50.0]
+    drawn = plot.overlap_figure(overlap_rows())
+    assert [len(panel.patches) for panel in drawn.axes] == [3, 3]
+
+
+def test_result_file_has_a_line_for_each_row():
+    text = results._one_line_each({"env": {"a": 1}, "rows": [{"x": 1}, {"x": 2}], "targets": []})
+    assert '\n  {"x": 1},\n  {"x": 2}\n' in text
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("name", ["transfer", "small_batches", "pages", "engines", "overlap"])
+def test_quick_run(name, tmp_path, monkeypatch):
+    """Every benchmark runs to its end on the CPU, and what it measured is positive."""
+    if name == "overlap" and not hasattr(jaxkv, "start_load"):
+        pytest.skip("jaxkv has no start_load")
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    saved = []
+    monkeypatch.setattr(Results, "save", lambda self, out: saved.append(self))
+    assert importlib.import_module(f"bench.{name}").main(["--quick"]) == 0
+    (found,) = saved
+    assert found.name == name and found.rows
+    assert all(row.value > 0 for row in found.rows if row.metric in ("bandwidth", "time", "step"))
+    assert all(target.met for target in found.targets)
+
+
+@pytest.mark.cpu_only
+def test_engines_move_the_same_pages_in_every_way():
+    engine = engines.Engine(engines.Size(2, 6, 2 * KIB, repeats=1))
+    for way in (engines.TPU_INFERENCE, engines.SGLANG, engines.WHOLE):
+        took = engine.theirs(way)
+        assert took["load"].staging >= 6 * 2 * 2 * KIB
+    assert engine.ours("host")["load"].staging < 1024
+
+
+@pytest.mark.cpu_only
+def test_pages_that_do_not_come_back_are_found(monkeypatch):
+    case = pages.Case(pages.size("cpu", quick=True), pages.DIRECT, "host")
+    monkeypatch.setattr(jaxkv, "load_pages", lambda pool, cache, *ids, **options: cache)
+    with pytest.raises(AssertionError, match="elements"):
+        case.verify()
