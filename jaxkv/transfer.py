@@ -228,7 +228,7 @@ def _copy_all(call: PreparedCall, chosen: list[Choice]) -> list[list[Any]]:
     """The written arrays of each copy; those that Pallas serves share a launch."""
     # All copies name the same blocks, so they share one plan, if they need one.
     planned = [needs_plan(call.copies, call.ids, choice.implementation) for choice in chosen]
-    pairs = plan_pairs(call.copies[0], call.ids) if any(planned) else None
+    pairs: Any = plan_pairs(call.copies[0], call.ids) if any(planned) else None
     written = {}
     together = [i for i, choice in enumerate(chosen) if choice.implementation == "pallas"]
     if together:
