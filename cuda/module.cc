@@ -12,7 +12,6 @@
 #include "xla/ffi/api/ffi.h"
 #ifdef JAXKV_CUDA
 #include "device.h"
-#include "overlap.h"
 #endif
 
 namespace nb = nanobind;

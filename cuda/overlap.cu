@@ -9,6 +9,7 @@
 
 #include "copy_kernel.h"
 #include "cuda_check.h"
+#include "device.h"
 #include "overlap.h"
 #include "page_errors.cuh"
 

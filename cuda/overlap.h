@@ -66,7 +66,4 @@ struct StartCall {
 using Enqueue = std::function<ffi::Error(const Lane&, uint32_t first, size_t segment_buffers)>;
 ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine, const Enqueue& enqueue);
 
-// Whether the last copy that was started with its ticket at `address` has ended, or there is none.
-bool copy_ended(uintptr_t address);
-
 }  // namespace jaxkv
