@@ -71,7 +71,8 @@ __host__ __device__ uint32_t stretch_of(uint32_t words, uint32_t blocks) {
 // What a thread block copies of each segment: words of the flat index space (from pair `first_pair`
 // of the launch on), and the pairs that they belong to.
 struct Work {
-  Span words, pairs;
+  Span words;
+  Claim claim;
 };
 
 __device__ Work work_of_block(const CopyParams& p, uint32_t num_pairs) {
@@ -81,9 +82,10 @@ __device__ Work work_of_block(const CopyParams& p, uint32_t num_pairs) {
   const uint32_t total = pairs * per_pair;
   const uint32_t stretch = stretch_of(total, gridDim.x);
   const Span words{min(blockIdx.x * stretch, total), min((blockIdx.x + 1) * stretch, total)};
-  if (words.size() == 0) return {words, {0, 0}};
-  return {words,
-          {p.first_pair + words.first / per_pair, p.first_pair + (words.last - 1) / per_pair + 1}};
+  if (words.size() == 0) return {words, {}};
+  const Span own{p.first_pair + words.first / per_pair,
+                 p.first_pair + (words.last - 1) / per_pair + 1};
+  return {words, {own, words.first % per_pair != 0}};
 }
 
 // A word of the flat index space: its place in the block, and once known the pair it belongs to.
@@ -202,14 +204,14 @@ __global__ void __launch_bounds__(kCopyThreads) copy_blocks(const __grid_constan
   } else {
     Share share(p.ids, p.share, shared);
     work = work_of_block(p, p.ids.num_ids);
-    share.list(work.pairs);
-    pairs = share.pairs() + p.first_pair - work.pairs.first;
+    share.list(work.claim.pairs);
+    pairs = share.pairs() + p.first_pair - work.claim.pairs.first;
     // The first words are on their way while the ids are checked: what is read is in range.
     window.open(work, pairs, 0);
     if (!share.all_good()) {
-      auto span_of = [&](uint32_t count) { return (work = work_of_block(p, count)).pairs; };
-      share.regroup(blockIdx.x == 0 && p.first_pair == 0, span_of);
-      pairs = share.pairs() + p.first_pair - work.pairs.first;
+      auto claim_of = [&](uint32_t count) { return (work = work_of_block(p, count)).claim; };
+      share.regroup(blockIdx.x == 0 && p.first_pair == 0, claim_of);
+      pairs = share.pairs() + p.first_pair - work.claim.pairs.first;
       window.open(work, pairs, 0);
     }
   }

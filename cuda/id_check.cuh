@@ -35,6 +35,12 @@ struct Span {
   __device__ bool has(uint32_t i) const { return first <= i && i < last; }
 };
 
+// The pairs that a block answers for.
+struct Claim {
+  Span pairs;
+  bool first_is_shared;  // with the block before, which records what is wrong with it
+};
+
 // Shared memory of a share of up to `capacity` pairs.
 struct ShareSize {
   static constexpr uint32_t kMaxCapacity = 12 * 1024;
@@ -138,15 +144,15 @@ class Share {
   }
 
   // Lists anew, with a bad entry somewhere: pairs are now the entries in range, of which the block
-  // owns span_of(how many there are). Records what is refused. Returns that span.
-  template <typename SpanOf>
-  __device__ Span regroup(bool record_out_of_range, SpanOf span_of) {
+  // claims claim_of(how many there are). Records what is refused. Returns that claim.
+  template <typename ClaimOf>
+  __device__ Claim regroup(bool record_out_of_range, ClaimOf claim_of) {
     if (record_out_of_range) record_faults();
-    const Span span = list_in_range(span_of);
+    const Claim claim = list_in_range(claim_of);
     hold_against_set();
     __syncthreads();
-    drop_twins(span);
-    return span;
+    drop_twins(claim);
+    return claim;
   }
 
  private:
@@ -190,8 +196,8 @@ class Share {
 
   // Each warp counts the entries in range of its part of the list; the sum of the warps before it
   // is the rank of its first.
-  template <typename SpanOf>
-  __device__ Span list_in_range(SpanOf span_of) {
+  template <typename ClaimOf>
+  __device__ Claim list_in_range(ClaimOf claim_of) {
     __shared__ uint32_t counts[32];
     __shared__ Span entries;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
@@ -208,7 +214,8 @@ class Share {
       if (w < warp) rank += counts[w];
       total += counts[w];
     }
-    const Span span = span_of(total);
+    const Claim claim = claim_of(total);
+    const Span span = claim.pairs;
     for (uint32_t i = begin; i < end; i += 32) {
       const uint32_t good = in_range_in_warp(i + lane, end);
       const uint32_t mine = rank + __popc(good & ((1u << lane) - 1));
@@ -220,20 +227,21 @@ class Share {
     }
     __syncthreads();
     entries_ = entries;
-    return span;
+    return claim;
   }
   __device__ uint32_t in_range_in_warp(uint32_t i, uint32_t end) const {
     return __ballot_sync(~0u, i < end && in_range(read(i)));
   }
 
-  __device__ void drop_twins(Span span) {
-    for (uint32_t i = entries_.first + threadIdx.x; i < entries_.last; i += blockDim.x) {
+  __device__ void drop_twins(Claim claim) {
+    for (uint32_t i = entries_.first + claim.first_is_shared + threadIdx.x; i < entries_.last;
+         i += blockDim.x) {
       const BlockPair entry = read(i);
       if (in_range(entry) && set_.is_marked(entry.destination)) {
         record(PageFault::kDuplicate, i, entry.destination, ids_.num_destinations);
       }
     }
-    for (uint32_t k = threadIdx.x; k < span.size(); k += blockDim.x) {
+    for (uint32_t k = threadIdx.x; k < claim.pairs.size(); k += blockDim.x) {
       if (set_.is_marked(pairs_[k].destination)) pairs_[k] = kNoPair;
     }
     __syncthreads();

@@ -27,17 +27,17 @@ struct PlanParams {
   BlockPair* pairs;
 };
 
-__device__ Span plan_share(uint32_t num_pairs) {
+__device__ Claim plan_share(uint32_t num_pairs) {
   const uint32_t part = (num_pairs + gridDim.x - 1) / gridDim.x;
-  return {min(blockIdx.x * part, num_pairs), min((blockIdx.x + 1) * part, num_pairs)};
+  return {{min(blockIdx.x * part, num_pairs), min((blockIdx.x + 1) * part, num_pairs)}, false};
 }
 
 __global__ void __launch_bounds__(kPlanThreads) plan_pairs(const __grid_constant__ PlanParams p) {
   extern __shared__ __align__(16) std::byte shared[];
   Share share(p.ids, p.share, shared);
-  Span span = plan_share(p.ids.num_ids);
+  Span span = plan_share(p.ids.num_ids).pairs;
   share.list(span);
-  if (!share.all_good()) span = share.regroup(blockIdx.x == 0, plan_share);
+  if (!share.all_good()) span = share.regroup(blockIdx.x == 0, plan_share).pairs;
   for (uint32_t k = threadIdx.x; k < span.size(); k += kPlanThreads) {
     // Order does not matter: no two pairs share a destination.
     const BlockPair pair = share.pairs()[k];
