@@ -83,12 +83,12 @@ nb::dict registrations() {
 nb::tuple page_errors() {
   const auto taken = take_page_errors();
   std::vector<std::string> details;
-  bool late = false;
+  bool in_waits = false;
   for (const auto& entry : taken.details) {
     details.push_back(describe(entry));
-    late |= entry.fault == PageFault::kNotArrived;
+    in_waits |= entry.fault >= PageFault::kCopiedEarly;
   }
-  return nb::make_tuple(taken.count, details, late);
+  return nb::make_tuple(taken.count, details, in_waits);
 }
 
 }  // namespace
@@ -98,8 +98,8 @@ NB_MODULE(_ext, m) {
   m.def("registrations", &registrations,
         "FFI handlers as capsules: {platform: {target: {stage: capsule}}}.");
   m.def("page_errors", &page_errors,
-        "(number of faults since the last call, descriptions of the last of them, whether a wait "
-        "gave up).");
+        "(number of faults since the last call, descriptions of the last of them, whether any is "
+        "of a wait).");
   m.attr("HOST_IDS_HEADER") = kHostIdsHeader;
   m.attr("INLINE_IDS") = kInlineIds;
   m.def(

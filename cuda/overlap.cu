@@ -30,7 +30,6 @@ std::array<std::atomic<DeviceLanes*>, kMaxDevices> all_lanes;
 // Writing words from a stream, without a kernel
 
 using WriteValue32 = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
-using WriteValue64 = CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned int);
 
 // Through the runtime, as the extension must load where there is no driver.
 template <typename Function>
@@ -47,99 +46,75 @@ Function driver_function(const char* name) {
   return reinterpret_cast<Function>(found);
 }
 
-struct StreamWrites {
-  WriteValue32 word = driver_function<WriteValue32>("cuStreamWriteValue32");
-  WriteValue64 two_words = driver_function<WriteValue64>("cuStreamWriteValue64");
-};
-
-const StreamWrites& stream_writes() {
-  static const StreamWrites writes;
-  return writes;
-}
-
-ffi::Error write_error(CUresult status) {
-  if (status == CUDA_SUCCESS) return ffi::Error::Success();
-  return ffi::Error::Internal("jaxkv: a write from a stream failed: CUresult " +
-                              std::to_string(status));
+WriteValue32 stream_write() {
+  static const auto write = driver_function<WriteValue32>("cuStreamWriteValue32");
+  return write;
 }
 
 // ---------------------------------------------------------------------------------------------
-// Tickets: which copy a wait is about
+// Which copies have ended, by the address of their tickets
 
-struct StartedCopy {
-  uintptr_t ticket = 0;
-  cudaEvent_t ended = nullptr;
-  std::vector<const void*> written;
+constexpr size_t kMaxEvents = 4096;  // XLA puts tickets at few addresses
 
-  StartedCopy() = default;
-  StartedCopy(const StartedCopy&) = delete;
-  ~StartedCopy() {
-    if (ended) cudaEventDestroy(ended);
-  }
-};
+std::mutex events_mutex;
 
-constexpr size_t kMaxTickets = 4096;  // XLA puts them at few addresses
-
-struct Tickets {
-  std::mutex mutex;
-  // Also by the address of the tickets that waits hand on.
-  std::unordered_map<uintptr_t, std::shared_ptr<StartedCopy>> by_address;
-};
-
-Tickets& tickets() {
-  static auto* all = new Tickets;  // leaked: handlers may outlive static objects
+auto& events() {
+  static auto* all = new std::unordered_map<uintptr_t, cudaEvent_t>;  // leaked, as handlers are
   return *all;
 }
 
-std::shared_ptr<StartedCopy> find_copy(uintptr_t address) {
-  auto& [mutex, by_address] = tickets();
-  std::lock_guard lock(mutex);
-  const auto found = by_address.find(address);
-  return found == by_address.end() ? nullptr : found->second;
-}
-
-void name_copy(uintptr_t address, std::shared_ptr<StartedCopy> copy) {
-  auto& [mutex, by_address] = tickets();
-  std::lock_guard lock(mutex);
-  if (by_address.size() >= kMaxTickets) {
-    std::erase_if(by_address, [](const auto& entry) {
-      return cudaEventQuery(entry.second->ended) == cudaSuccess;
+ffi::ErrorOr<cudaEvent_t> event_of(uintptr_t ticket) {
+  std::lock_guard lock(events_mutex);
+  if (const auto found = events().find(ticket); found != events().end()) return found->second;
+  if (events().size() >= kMaxEvents) {
+    std::erase_if(events(), [](const auto& entry) {
+      return cudaEventQuery(entry.second) == cudaSuccess &&
+             cudaEventDestroy(entry.second) == cudaSuccess;
     });
     (void)cudaGetLastError();
   }
-  by_address[address] = std::move(copy);
-}
-
-ffi::ErrorOr<std::shared_ptr<StartedCopy>> new_copy(uintptr_t address, ffi::RemainingRets rets) {
-  auto copy = find_copy(address);
-  // One that another ticket's wait left here still belongs to that ticket.
-  if (!copy || copy->ticket != address) {
-    copy = std::make_shared<StartedCopy>();
-    copy->ticket = address;
-    if (cudaEventCreateWithFlags(&copy->ended, cudaEventDisableTiming) != cudaSuccess) {
-      (void)cudaGetLastError();
-      return ffi::Unexpected(ffi::Error::Internal("jaxkv: no CUDA event for a started copy"));
-    }
+  cudaEvent_t event = nullptr;
+  if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return ffi::Unexpected(ffi::Error::Internal("jaxkv: no CUDA event for a started copy"));
   }
-  copy->written.clear();
-  for (size_t i = 0; i < rets.size(); ++i) {
-    auto array = rets.get<ffi::AnyBuffer>(i);
-    if (!array.has_value()) return ffi::Unexpected(array.error());
-    copy->written.push_back((*array)->untyped_data());
-  }
-  return copy;
+  return events()[ticket] = event;
 }
 
 // ---------------------------------------------------------------------------------------------
-// The wait
+// Kernels
+
+constexpr int kLaunchArrays = 256;  // 2 KiB of kernel parameters
+constexpr int kWarp = 32;
+
+struct WriteTicketParams {
+  Ticket* ticket;
+  uint32_t lane, first;
+  uint32_t begin, count;  // of the written arrays
+  const void* written[kLaunchArrays];
+};
+
+__global__ void write_ticket(const __grid_constant__ WriteTicketParams p) {
+  if (threadIdx.x == 0) {
+    p.ticket->lane = p.lane;
+    p.ticket->first = p.first;
+  }
+  for (uint32_t i = threadIdx.x; i < p.count; i += kWarp) {
+    p.ticket->written[p.begin + i] = p.written[i];
+  }
+}
 
 struct WaitParams {
   const Ticket* ticket;
   Ticket* next_ticket;  // null if no wait follows
+  uint32_t ticket_arrays;
   const uint32_t* lane_words;
   int32_t segment;  // -1 to wait for nothing
   uint64_t timeout_ns;
   PageErrorRing* errors;
+  uint32_t count;
+  const void* arrays[kLaunchArrays];
+  uint16_t places[kLaunchArrays];  // among the written arrays
 };
 
 __device__ uint32_t load_acquire(const uint32_t* word) {
@@ -154,12 +129,9 @@ __device__ uint64_t nanoseconds() {
   return now;
 }
 
-__global__ void wait_for_segment(const __grid_constant__ WaitParams p) {
-  const Ticket ticket = *p.ticket;
-  if (p.next_ticket) *p.next_ticket = ticket;
-  if (p.segment < 0) return;
-  const uint32_t* counter = p.lane_words + (ticket.lane % kNumLanes) * kLaneWords;
-  const uint32_t wanted = ticket.first + static_cast<uint32_t>(p.segment);
+__device__ void wait_for_segment(const WaitParams& p, uint32_t lane, uint32_t first) {
+  const uint32_t* counter = p.lane_words + (lane % kNumLanes) * kLaneWords;
+  const uint32_t wanted = first + static_cast<uint32_t>(p.segment);
   const uint64_t deadline = nanoseconds() + p.timeout_ns;
   uint32_t seen = load_acquire(counter);
   while (static_cast<int32_t>(seen - wanted) < 0) {  // counters wrap
@@ -173,44 +145,28 @@ __global__ void wait_for_segment(const __grid_constant__ WaitParams p) {
   }
 }
 
-ffi::Error wait_for_copy(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticket,
-                         ffi::RemainingArgs, ffi::RemainingRets rets, ffi::Dictionary attributes) {
-  const auto segment = attributes.get<int64_t>("segment");
-  const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
-  const auto first_array = attributes.get<int64_t>("first_array");
-  const auto written = attributes.get<bool>("written");
-  if (!segment.has_value() || !timeout_ns.has_value() || !first_array.has_value() ||
-      !written.has_value()) {
-    return ffi::Error::InvalidArgument("jaxkv wait: an attribute is missing or of another type");
-  }
-  const auto copy = find_copy(reinterpret_cast<uintptr_t>(ticket.untyped_data()));
-  if (!copy) return ffi::Error::InvalidArgument("jaxkv wait: no copy was started with this ticket");
-  Ticket* next_ticket = nullptr;
-  for (size_t i = 0; i < rets.size(); ++i) {
-    auto result = rets.get<ffi::AnyBuffer>(i);
-    if (!result.has_value()) return result.error();
-    void* data = (*result)->untyped_data();
-    if (static_cast<int64_t>(i) < *first_array) {
-      next_ticket = static_cast<Ticket*>(data);
-      name_copy(reinterpret_cast<uintptr_t>(data), copy);
-    } else if (*written &&
-               std::find(copy->written.begin(), copy->written.end(), data) == copy->written.end()) {
-      return ffi::Error::InvalidArgument(
-          "jaxkv wait: XLA copied an array between its start and its wait, and the copy lacks what "
-          "had not arrived; donate the started transfer to the jit that waits for it");
+__global__ void wait_for_copy(const __grid_constant__ WaitParams p) {
+  const uint32_t lane = p.ticket->lane, first = p.ticket->first;
+  for (uint32_t i = threadIdx.x; i < p.count; i += kWarp) {
+    if (p.ticket->written[p.places[i]] != p.arrays[i]) {
+      record_fault(p.errors, PageFault::kCopiedEarly, p.segment, p.places[i], 0);
     }
   }
-  const WaitParams p{
-      .ticket = static_cast<const Ticket*>(ticket.untyped_data()),
-      .next_ticket = next_ticket,
-      .lane_words = all_lanes[device].load()->words,
-      .segment = static_cast<int32_t>(*segment),
-      .timeout_ns = static_cast<uint64_t>(*timeout_ns),
-      .errors = device_ring(device),
-  };
-  wait_for_segment<<<1, 1, 0, stream>>>(p);
-  JAXKV_CUDA_TRY(cudaGetLastError());
-  return ffi::Error::Success();
+  if (p.next_ticket) {
+    for (uint32_t i = threadIdx.x; i < p.ticket_arrays; i += kWarp) {
+      p.next_ticket->written[i] = p.ticket->written[i];
+    }
+  }
+  if (threadIdx.x != 0) return;
+  if (p.next_ticket) {
+    p.next_ticket->lane = lane;
+    p.next_ticket->first = first;
+  }
+  if (p.segment >= 0) wait_for_segment(p, lane, first);
+}
+
+size_t arrays_of_ticket(size_t bytes) {
+  return bytes < sizeof(Ticket) ? 0 : (bytes - sizeof(Ticket)) / sizeof(void*);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -230,6 +186,55 @@ ffi::Error start_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
   return start_copy({stream, device, ticket, rets, attributes}, *copy, Engine::kKernel, enqueue);
 }
 
+ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticket,
+                ffi::RemainingArgs, ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  const auto segment = attributes.get<int64_t>("segment");
+  const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
+  const auto first_array = attributes.get<int64_t>("first_array");
+  const auto places = attributes.get<ffi::Span<const int64_t>>("places");
+  if (!segment.has_value() || !timeout_ns.has_value() || !first_array.has_value() ||
+      !places.has_value() || *first_array < 0 || *first_array > 1 ||
+      (places->size() && places->size() + *first_array != rets.size())) {
+    return ffi::Error::InvalidArgument("jaxkv wait: an attribute is missing or of another type");
+  }
+  WaitParams p{
+      .ticket = static_cast<const Ticket*>(ticket.untyped_data()),
+      .next_ticket = nullptr,
+      .ticket_arrays = static_cast<uint32_t>(arrays_of_ticket(ticket.size_bytes())),
+      .lane_words = all_lanes[device].load()->words,
+      .segment = static_cast<int32_t>(*segment),
+      .timeout_ns = static_cast<uint64_t>(*timeout_ns),
+      .errors = device_ring(device),
+      .count = 0,
+      .arrays = {},
+      .places = {},
+  };
+  if (*first_array == 1) {
+    auto next = rets.get<ffi::AnyBuffer>(0);
+    if (!next.has_value()) return next.error();
+    if ((*next)->size_bytes() != ticket.size_bytes()) {
+      return ffi::Error::InvalidArgument("jaxkv wait: tickets of two sizes");
+    }
+    p.next_ticket = static_cast<Ticket*>((*next)->untyped_data());
+  }
+  size_t i = 0;
+  do {  // once even if there are no arrays
+    for (p.count = 0; p.count < kLaunchArrays && i < places->size(); ++i, ++p.count) {
+      auto array = rets.get<ffi::AnyBuffer>(*first_array + i);
+      if (!array.has_value()) return array.error();
+      const int64_t place = places->begin()[i];
+      if (place < 0 || place >= p.ticket_arrays) {
+        return ffi::Error::InvalidArgument("jaxkv wait: an array that the ticket does not name");
+      }
+      p.arrays[p.count] = (*array)->untyped_data();
+      p.places[p.count] = static_cast<uint16_t>(place);
+    }
+    wait_for_copy<<<1, kWarp, 0, stream>>>(p);
+    JAXKV_CUDA_TRY(cudaGetLastError());
+  } while (i < places->size());
+  return ffi::Error::Success();
+}
+
 ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   return prepare_lanes(device);
 }
@@ -247,7 +252,7 @@ ffi::Error Lane::create(uint32_t index, uint32_t* words) {
   return ffi::Error::Success();
 }
 
-ffi::Error Lane::start(cudaStream_t xla_stream, Ticket* ticket, size_t num_segments,
+ffi::Error Lane::start(cudaStream_t xla_stream, const TicketOf& ticket, size_t num_segments,
                        const std::function<ffi::Error(const Lane&, uint32_t)>& enqueue,
                        cudaEvent_t ended) {
   std::lock_guard lock(mutex_);
@@ -257,13 +262,27 @@ ffi::Error Lane::start(cudaStream_t xla_stream, Ticket* ticket, size_t num_segme
   JAXKV_CUDA_TRY(cudaStreamWaitEvent(stream_, behind_));
   if (auto error = enqueue(*this, first); error.failure()) return error;
   JAXKV_CUDA_TRY(cudaEventRecord(ended, stream_));
-  return write_error(stream_writes().two_words(xla_stream, reinterpret_cast<CUdeviceptr>(ticket),
-                                               uint64_t{first} << 32 | index_, 0));
+  return hand_out(xla_stream, ticket, first);
+}
+
+ffi::Error Lane::hand_out(cudaStream_t xla_stream, const TicketOf& ticket, uint32_t first) const {
+  WriteTicketParams p{ticket.ticket, index_, first, 0, 0, {}};
+  for (size_t i = 0; i < ticket.written.size(); i += p.count) {
+    p.begin = static_cast<uint32_t>(i);
+    p.count = static_cast<uint32_t>(std::min<size_t>(kLaunchArrays, ticket.written.size() - i));
+    std::copy_n(ticket.written.begin() + i, p.count, p.written);
+    write_ticket<<<1, kWarp, 0, xla_stream>>>(p);
+    JAXKV_CUDA_TRY(cudaGetLastError());
+  }
+  return ffi::Error::Success();
 }
 
 ffi::Error Lane::signal(uint32_t value) const {
-  return write_error(
-      stream_writes().word(stream_, reinterpret_cast<CUdeviceptr>(counter()), value, 0));
+  const CUresult status =
+      stream_write()(stream_, reinterpret_cast<CUdeviceptr>(counter()), value, 0);
+  if (status == CUDA_SUCCESS) return ffi::Error::Success();
+  return ffi::Error::Internal("jaxkv: cuStreamWriteValue32 failed: CUresult " +
+                              std::to_string(status));
 }
 
 ffi::Error prepare_lanes(int32_t device) {
@@ -271,11 +290,12 @@ ffi::Error prepare_lanes(int32_t device) {
   if (auto error = prepare_copy_kernel(device); error.failure()) return error;
   std::lock_guard lock(mutex);
   if (all_lanes[device].load()) return ffi::Error::Success();
-  if (!stream_writes().word || !stream_writes().two_words) {
+  if (!stream_write()) {
     return ffi::Error::Internal("jaxkv: the driver has no cuStreamWriteValue32");
   }
   cudaFuncAttributes attributes;
-  JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, wait_for_segment));
+  JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, write_ticket));
+  JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, wait_for_copy));
   auto lanes = std::make_unique<DeviceLanes>();
   const size_t bytes = kNumLanes * kLaneWords * sizeof(uint32_t);
   JAXKV_CUDA_TRY(cudaMalloc(&lanes->words, bytes));
@@ -301,8 +321,7 @@ ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
   }
   const auto num_buffers = static_cast<int64_t>(copy.dense.size());
   const int64_t step = *segment_buffers;
-  if (step < 1 || num_buffers % step || num_buffers / step > static_cast<int64_t>(kMaxSegments) ||
-      call.ticket->size_bytes() < sizeof(Ticket)) {
+  if (step < 1 || num_buffers % step || num_buffers / step > static_cast<int64_t>(kMaxSegments)) {
     return ffi::Error::InvalidArgument("jaxkv start: " + std::to_string(num_buffers) +
                                        " buffers in segments of " + std::to_string(step));
   }
@@ -311,28 +330,33 @@ ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
   if (capture != cudaStreamCaptureStatusNone) {
     return ffi::Error::Internal("jaxkv: a start cannot be captured in a CUDA graph");
   }
-  const auto address = reinterpret_cast<uintptr_t>(call.ticket->untyped_data());
-  auto started = new_copy(address, call.written);
-  if (!started.has_value()) return started.error();
+  TicketOf ticket{static_cast<Ticket*>(call.ticket->untyped_data()), {}};
+  for (size_t i = 0; i < call.written.size(); ++i) {
+    auto array = call.written.get<ffi::AnyBuffer>(i);
+    if (!array.has_value()) return array.error();
+    ticket.written.push_back((*array)->untyped_data());
+  }
+  if (arrays_of_ticket(call.ticket->size_bytes()) != ticket.written.size()) {
+    return ffi::Error::InvalidArgument("jaxkv start: a ticket of another size");
+  }
+  const auto ended = event_of(reinterpret_cast<uintptr_t>(ticket.ticket));
+  if (!ended.has_value()) return ended.error();
   const auto index = (copy.to_dense ? 0 : 2) + static_cast<uint32_t>(engine);
   Lane& lane = all_lanes[call.device].load()->lanes[index];
   auto run = [&](const Lane& on, uint32_t first) {
     return enqueue(on, first, static_cast<size_t>(step));
   };
-  if (auto error = lane.start(call.stream, reinterpret_cast<Ticket*>(address), num_buffers / step,
-                              run, (*started)->ended);
-      error.failure()) {
-    return error;
-  }
-  name_copy(address, *started);
-  if (*joined) JAXKV_CUDA_TRY(cudaStreamWaitEvent(call.stream, (*started)->ended));
+  const auto error = lane.start(call.stream, ticket, num_buffers / step, run, *ended);
+  if (error.failure()) return error;
+  if (*joined) JAXKV_CUDA_TRY(cudaStreamWaitEvent(call.stream, *ended));
   return ffi::Error::Success();
 }
 
 bool copy_ended(uintptr_t address) {
-  const auto copy = find_copy(address);
-  if (!copy) return true;
-  const bool ended = cudaEventQuery(copy->ended) != cudaErrorNotReady;
+  std::lock_guard lock(events_mutex);
+  const auto found = events().find(address);
+  if (found == events().end()) return true;
+  const bool ended = cudaEventQuery(found->second) != cudaErrorNotReady;
   (void)cudaGetLastError();
   return ended;
 }
@@ -355,7 +379,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyKernel, start_by_kernel,
                                   .RemainingRets()
                                   .Attrs());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(WaitCopyKernel, wait_for_copy,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(WaitCopyKernel, wait,
                               ffi::Ffi::Bind()
                                   .Ctx<Stream>()
                                   .Ctx<ffi::DeviceOrdinal>()

@@ -2,9 +2,9 @@
 //
 // A lane is a stream for one direction and one engine of a device, so copies of a lane arrive in
 // the order in which they were started. Its counter says how far it is: segment s of a copy (a
-// layer) has arrived once the counter is first + s or later. The ticket that start leaves in memory
-// of XLA's holds that number, and a wait is a kernel on XLA's stream that compares the two: no host
-// takes part, so a wait may be replayed in a CUDA graph.
+// layer) has arrived once the counter is first + s or later. The ticket holds that number, and a
+// wait is a kernel on XLA's stream that compares the two: no host takes part, so a wait may be
+// replayed in a CUDA graph. (XLA also records graphs before it has run the start.)
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,9 +18,17 @@ namespace jaxkv {
 
 enum class Engine : uint32_t { kKernel = 0, kCopyEngine };
 
+// What start leaves in memory of XLA's. A wait that gets another array than was written got a copy
+// that XLA made before the bytes arrived.
 struct Ticket {
   uint32_t lane;
   uint32_t first;
+  const void* written[];
+};
+
+struct TicketOf {
+  Ticket* ticket;
+  std::vector<const void*> written;
 };
 
 class Lane {
@@ -29,7 +37,7 @@ class Lane {
 
   // Runs `enqueue(lane, first)` behind all that XLA's stream holds now, and records `ended` behind
   // that. Segment s is to signal first + s.
-  ffi::Error start(cudaStream_t xla_stream, Ticket* ticket, size_t num_segments,
+  ffi::Error start(cudaStream_t xla_stream, const TicketOf& ticket, size_t num_segments,
                    const std::function<ffi::Error(const Lane&, uint32_t)>& enqueue,
                    cudaEvent_t ended);
 
@@ -41,6 +49,8 @@ class Lane {
   uint32_t* arrived() const { return words_ + 1; }  // see Progress
 
  private:
+  ffi::Error hand_out(cudaStream_t xla_stream, const TicketOf& ticket, uint32_t first) const;
+
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t behind_ = nullptr;

@@ -66,6 +66,10 @@ std::string describe(const PageErrorEntry& e) {
              std::to_string(e.limit) + ") pages";
     case PageFault::kDuplicate:
       return "destination id " + std::to_string(e.id) + where + " is named more than once";
+    case PageFault::kCopiedEarly:
+      return "array " + std::to_string(e.id) + " of a started copy was copied by XLA before its " +
+             "wait for segment " + std::to_string(e.position) +
+             ": donate the transfer to the jit that waits for it";
     case PageFault::kNotArrived:
       return "segment " + std::to_string(e.position) +
              " of a started copy did not arrive in time: " + "number " + std::to_string(e.id) +

@@ -11,6 +11,7 @@ enum class PageFault : int32_t {
   kSourceOutOfRange = 0,
   kDestinationOutOfRange,
   kDuplicate,
+  kCopiedEarly,  // a wait got a copy of a written array: position is the segment, id the array
   kNotArrived,  // a wait gave up: position is the segment, id the number wanted, limit the one seen
 };
 

@@ -3,7 +3,7 @@
 from jaxkv.device_cache import DeviceCache as DeviceCache
 from jaxkv.errors import HostMemoryError as HostMemoryError
 from jaxkv.errors import PageIndexError as PageIndexError
-from jaxkv.errors import TransferTimeoutError as TransferTimeoutError
+from jaxkv.errors import TransferError as TransferError
 from jaxkv.errors import check_errors as check_errors
 from jaxkv.host_ids import HostIds as HostIds
 from jaxkv.host_pool import HostPool as HostPool

@@ -13,8 +13,8 @@ class PageIndexError(IndexError):
     """A page id outside its array, or a destination named twice; the entry was not copied."""
 
 
-class TransferTimeoutError(TimeoutError):
-    """A wait for a started copy gave up: the arrays that it handed out lack what did not arrive."""
+class TransferError(RuntimeError):
+    """A wait for a started copy failed: the arrays that it handed out lack what had not arrived."""
 
 
 class HostMemoryError(MemoryError):
@@ -36,7 +36,7 @@ class HostMemoryError(MemoryError):
 
 
 def check_errors(*outputs: Any) -> None:
-    """Raises if a copy refused an entry, or a wait gave up, since the last check.
+    """Raises if a copy refused an entry, or a wait failed, since the last check.
 
     A CUDA kernel can't raise: it skips an entry whose id is out of range or whose destination is
     named twice, and counts it. Reading the count neither synchronises nor waits, so a step loop may
@@ -47,11 +47,11 @@ def check_errors(*outputs: Any) -> None:
 
     Raises:
       PageIndexError: names the first refused entries and how many there were.
-      TransferTimeoutError: a wait for a started copy gave up.
+      TransferError: a wait for a started copy gave up, or got a copy that XLA had made before.
     """
     jax.block_until_ready(outputs)
-    count, details, late = _native.extension().page_errors()
-    if late:
-        raise TransferTimeoutError(f"{count} faults: {'; '.join(details[:4])}")
+    count, details, in_waits = _native.extension().page_errors()
+    if in_waits:
+        raise TransferError(f"{count} faults: {'; '.join(details[:4])}")
     if count:
         raise PageIndexError(f"{count} entries were not copied: {'; '.join(details[:4])}")

@@ -31,6 +31,8 @@ _START_TARGETS = {
     "host": "jaxkv_start_copy",
     "dma": "jaxkv_start_copy_dma",
 }
+_WORDS = 2  # int32 words of an entry of a ticket: its number, then the address of each array
+
 # After this long a wait gives up; `check_errors` then raises.
 _TIMEOUT_S = 30.0
 
@@ -112,7 +114,7 @@ class _Started:
     def __init__(self, pool: Any, cache: Any, ticket: Any = None, plan: Any = None) -> None:
         # A load keeps the pool only inside the jit that started it.
         self._pool, self._cache = pool, cache
-        # int32[2] that names the copy, None if there is nothing to wait for; what the copy reads
+        # int32 array that names the copy, None if there is nothing to wait for; what the copy reads
         # instead of ids, None for the copy engine.
         self._ticket, self._plan = ticket, plan
         self._layers: tuple[int, ...] = ()  # in the order in which they arrive
@@ -161,6 +163,10 @@ class _Started:
         """What must be waited for before the memory of the copy may go to others."""
         raise NotImplementedError
 
+    def _places(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """Of the arrays of some layers, among those that the copy writes."""
+        raise NotImplementedError
+
     def wait(self, layer: int, *, after: Any = None) -> tuple[Any, ...]:
         """Waits on the device for a layer; the host goes on.
 
@@ -196,7 +202,7 @@ class _Started:
             (self._pool and self._pool.data, after),
             like=arrays[0],
             segment=max(self._layers.index(layer) for layer in layers),
-            written=isinstance(self, Loading),
+            places=self._places(layers),
             fulfilled=frozenset(layers),
         )
         rest = iter(arrays)
@@ -211,7 +217,7 @@ class _Started:
         operands = tuple(operand for operand in operands if operand is not None)
         if any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
             return _wait(arrays, operands, watch=self._watch, **options)
-        run = _wait_donating if options["written"] else _wait_keeping
+        run = _wait_donating if options["places"] else _wait_keeping
         return run(arrays, operands, watch=None, **options)
 
     def _leaves(self) -> tuple[Any, ...]:
@@ -245,6 +251,11 @@ class Loading(_Started):
     def _promises(self) -> Iterable[Any]:
         return self._layers
 
+    def _places(self, layers: Sequence[int]) -> tuple[int, ...]:
+        halves = self._cache.spec.num_kv
+        starts = (self._layers.index(layer) * halves for layer in layers)
+        return tuple(start + half for start in starts for half in range(halves))
+
     def _leaves(self) -> tuple[Any, ...]:
         return self._ticket, self._plan, self._cache
 
@@ -267,7 +278,7 @@ class Storing(_Started):
                 self._cache,
                 like=None,
                 segment=len(self._layers) - 1,
-                written=True,
+                places=(0,),
                 fulfilled=frozenset(self._promises()),
             )
             self._pool = dataclasses.replace(self._pool, data=data)
@@ -276,6 +287,9 @@ class Storing(_Started):
 
     def _promises(self) -> Iterable[Any]:
         return ("pool",)
+
+    def _places(self, layers: Sequence[int]) -> tuple[int, ...]:
+        return ()
 
     def _leaves(self) -> tuple[Any, ...]:
         return self._ticket, self._plan, self._cache, self._pool
@@ -310,7 +324,7 @@ def _start(
     call = jax.ffi.ffi_call(
         _START_TARGETS[choice.implementation],
         # The ticket of a store is in host memory too, as XLA puts all results of such a call there.
-        [_ticket_like(written[0]), *written],
+        [_ticket_like(written[0], _WORDS * (1 + len(written))), *written],
         input_output_aliases={first_written + i: 1 + i for i in range(len(written))},
     )
     return list(
@@ -333,7 +347,7 @@ def _wait(
     *,
     like: Any,
     segment: int = -1,
-    written: bool = False,
+    places: tuple[int, ...] = (),
     fulfilled: frozenset[Any] = frozenset(),
     watch: _Watch | None = None,
 ) -> list[Any]:
@@ -344,7 +358,7 @@ def _wait(
       operands: the ticket, and what has to live until then.
       like: an array where the ticket is to be.
       segment: the number of what to wait for, -1 for nothing.
-      written: whether the copy writes the arrays.
+      places: of the arrays, among those that the copy writes; none if it only reads them.
       fulfilled, watch: which promises this wait keeps.
     """
     results = [jax.typeof(array) for array in arrays]
@@ -352,7 +366,7 @@ def _wait(
         tickets = []
         results = [result.update(memory_space=jax.memory.Space.Host) for result in results]
     else:
-        tickets = [_ticket_like(jax.typeof(like))]
+        tickets = [_ticket_like(jax.typeof(like), operands[0].shape[0])]
     call = jax.ffi.ffi_call(
         "jaxkv_wait_copy",
         [*tickets, *results],
@@ -365,20 +379,20 @@ def _wait(
             segment=np.int64(segment),
             timeout_ns=np.int64(_TIMEOUT_S * 1e9),
             first_array=np.int64(len(tickets)),
-            written=written,
+            places=np.array(places, np.int64),
         )
     return _mark(waited, watch, fulfilled)
 
 
-_STATIC = ("segment", "written", "fulfilled", "watch")
+_STATIC = ("segment", "places", "fulfilled", "watch")
 _wait_keeping = jax.jit(_wait, static_argnames=_STATIC)
 _wait_donating = jax.jit(_wait, static_argnames=_STATIC, donate_argnums=0)
 
 
-def _ticket_like(result: Any) -> Any:
+def _ticket_like(result: Any, words: int) -> Any:
     """The type of a ticket, in the memory space of `result` and varying over a mesh as it does."""
     return result.update(
-        shape=(2,),
+        shape=(words,),
         dtype=np.dtype(np.int32),
         sharding=NamedSharding(result.sharding.mesh, PartitionSpec(None)),
     )

@@ -162,7 +162,7 @@ def test_a_wait_gives_up_and_says_so(named):
     with mock.patch.object(overlap, "_TIMEOUT_S", 1e-6):
         cache = step(case.pool(), case.cache(), *ids)
     settle(cache)
-    assert_refused(jaxkv.check_errors, jaxkv.TransferTimeoutError, "segment")
+    assert_refused(jaxkv.check_errors, jaxkv.TransferError, "segment")
     jaxkv.check_errors()
 
 
