@@ -15,7 +15,6 @@ namespace {
 
 static_assert(kInlineIds == ShareSize::kMaxCapacity, "one thread block may have to list them all");
 
-constexpr int kMaxDevices = 64;
 constexpr int kMaxBuffers = 256;  // 4 KiB of kernel parameters
 constexpr int kCopyThreads = 512;
 constexpr int kWordsInFlight = 8;         // loads of a thread: PCIe latency is ~1 us
@@ -366,10 +365,6 @@ std::array<std::atomic<PageErrorRing*>, kMaxDevices> device_rings;
 // Mapped host memory: written only when an id is refused, read by the host without a sync.
 ffi::Error create_ring(int32_t device) {
   static std::mutex mutex;
-  if (device < 0 || device >= kMaxDevices) {
-    return ffi::Error::Internal("jaxkv: device ordinal " + std::to_string(device) +
-                                " is outside [0, 64)");
-  }
   std::lock_guard lock(mutex);
   if (device_rings[device].load()) return ffi::Error::Success();
   PageErrorRing* ring = nullptr;
@@ -396,6 +391,11 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairLis
 }
 
 ffi::Error prepare_copy_kernel(int32_t device) {
+  if (device < 0 || device >= kMaxDevices) {
+    return ffi::Error::Internal("jaxkv: device ordinal " + std::to_string(device) +
+                                " is outside [0, " + std::to_string(kMaxDevices) + ")");
+  }
+  if (device_rings[device].load()) return ffi::Error::Success();
   int most_shared = 0;
   JAXKV_CUDA_TRY(
       cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));

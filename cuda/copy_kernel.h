@@ -10,6 +10,8 @@
 
 namespace jaxkv {
 
+inline constexpr int kMaxDevices = 64;
+
 // How a side-stream copy tells how far it is: buffers are copied in segments (layers), in order.
 struct Progress {
   uint32_t* counter;  // `first + s` once segment s has arrived, in order of s; mapped host memory
@@ -26,7 +28,7 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const IdLists
 // Enqueues the copy of pairs that launch_plan checked.
 ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairList& list);
 
-// Everything that may allocate or load a module, for the current device.
+// Everything that may allocate or load a module, for the current device. Cheap if done before.
 ffi::Error prepare_copy_kernel(int32_t device);
 
 // Where kernels of a device record refused ids; null before prepare_copy_kernel.

@@ -205,19 +205,14 @@ def _run(call: _Call, implementation: str | None) -> Any:
         return call.rebuild([list(copy.written) for copy in call.copies])
     chosen = [choose(copy, call.ids, implementation) for copy in call.copies]
     with jax.named_scope(f"jaxkv.{call.copies[0].operation}"):
-        # All copies name the same blocks, so they share one plan, if they need one.
-        planned = [needs_plan(call.copies, call.ids, choice.implementation) for choice in chosen]
-        pairs = plan_pairs(call.copies[0], call.ids) if any(planned) else None
+        # All copies name the same blocks, so they share one plan; the copy engine makes its own.
+        not_by_dma = [choice for choice in chosen if choice.implementation != "dma"]
+        planned = needs_plan(call.ids, len(not_by_dma))
+        pairs = plan_pairs(call.copies[0], call.ids) if planned else None
         return call.rebuild(
             [
-                copy_blocks(
-                    copy,
-                    call.ids,
-                    pairs if takes_pairs else None,
-                    choice.implementation,
-                    choice.num_sms,
-                )
-                for copy, choice, takes_pairs in zip(call.copies, chosen, planned, strict=True)
+                copy_blocks(copy, call.ids, pairs, choice.implementation, choice.num_sms)
+                for copy, choice in zip(call.copies, chosen, strict=True)
             ]
         )
 
