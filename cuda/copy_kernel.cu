@@ -284,7 +284,7 @@ ffi::Error launch(cudaStream_t stream, const BlockCopy& copy, void* kernel, Copy
   const uint32_t most = std::min(p.last_pair - p.first_pair, stretch / p.words_per_pair() + 2);
   uint32_t shared_bytes = 0;
   if (!p.pairs) {
-    p.share = ShareSize(most);
+    p.share = ShareSize(most, p.ids.num_ids);
     shared_bytes = p.share.bytes();
   }
   void* arguments[] = {&p};
@@ -365,10 +365,6 @@ std::array<std::atomic<PageErrorRing*>, kMaxDevices> device_rings;
 // Mapped host memory: written only when an id is refused, read by the host without a sync.
 ffi::Error create_ring(int32_t device) {
   static std::mutex mutex;
-  if (device < 0 || device >= kMaxDevices) {
-    return ffi::Error::Internal("jaxkv: device ordinal " + std::to_string(device) +
-                                " is outside [0, 64)");
-  }
   std::lock_guard lock(mutex);
   if (device_rings[device].load()) return ffi::Error::Success();
   PageErrorRing* ring = nullptr;
@@ -396,6 +392,11 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairLis
 }
 
 ffi::Error prepare_copy_kernel(int32_t device) {
+  if (device < 0 || device >= kMaxDevices) {
+    return ffi::Error::Internal("jaxkv: device ordinal " + std::to_string(device) +
+                                " is outside [0, " + std::to_string(kMaxDevices) + ")");
+  }
+  if (device_rings[device].load()) return ffi::Error::Success();
   int most_shared = 0;
   JAXKV_CUDA_TRY(
       cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));

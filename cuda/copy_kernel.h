@@ -29,7 +29,7 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const IdLists
 ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairList& list,
                        const Progress* progress = nullptr);
 
-// Everything that may allocate or load a module, for the current device.
+// Everything that may allocate or load a module, for the current device. Cheap if done before.
 ffi::Error prepare_copy_kernel(int32_t device);
 
 // Where kernels of a device record refused ids; null before prepare_copy_kernel.

@@ -41,21 +41,26 @@ struct Claim {
   bool first_is_shared;  // with the block before, which records what is wrong with it
 };
 
-// Shared memory of a share of up to `capacity` pairs.
+// Shared memory of a share of up to `capacity` pairs, and of `num_ids` destinations if the ids are
+// read once: loads from the host that are under way would hold up those of ids behind them.
 struct ShareSize {
   static constexpr uint32_t kMaxCapacity = 12 * 1024;
   static constexpr uint32_t kMaxSlots = 16 * 1024;
 
-  uint32_t capacity, log2_slots;
+  uint32_t capacity, log2_slots, num_ids;
 
   // Few keys in many slots, as nearly every look-up is to find nothing.
-  explicit ShareSize(uint32_t pairs)
-      : capacity(pairs), log2_slots(std::bit_width(std::clamp(4 * pairs, 32u, kMaxSlots) - 1)) {}
+  explicit ShareSize(uint32_t pairs, uint32_t ids = 0)
+      : capacity(pairs),
+        log2_slots(std::bit_width(std::clamp(4 * pairs, 32u, kMaxSlots) - 1)),
+        num_ids(ids) {}
   __host__ __device__ uint32_t slots() const { return 1u << log2_slots; }
-  uint32_t bytes() const { return capacity * sizeof(BlockPair) + slots() * sizeof(uint32_t); }
+  uint32_t bytes() const {
+    return capacity * sizeof(BlockPair) + (slots() + num_ids) * sizeof(uint32_t);
+  }
 };
-constexpr int kMaxShareBytes =
-    ShareSize::kMaxCapacity * sizeof(BlockPair) + ShareSize::kMaxSlots * sizeof(uint32_t);
+constexpr int kMaxShareBytes = ShareSize::kMaxCapacity * (sizeof(BlockPair) + sizeof(int32_t)) +
+                               ShareSize::kMaxSlots * sizeof(uint32_t);
 
 #ifdef __CUDACC__
 
@@ -119,7 +124,9 @@ class Share {
   __device__ Share(const IdParams& ids, const ShareSize& size, std::byte* shared)
       : ids_(ids),
         pairs_(reinterpret_cast<BlockPair*>(shared)),
-        set_(reinterpret_cast<uint32_t*>(pairs_ + size.capacity), size.log2_slots) {}
+        set_(reinterpret_cast<uint32_t*>(pairs_ + size.capacity), size.log2_slots),
+        named_(size.num_ids ? reinterpret_cast<int32_t*>(pairs_ + size.capacity) + size.slots()
+                            : nullptr) {}
 
   // Pairs of the share; kNoPair among them are to be skipped.
   __device__ const BlockPair* pairs() const { return pairs_; }
@@ -130,9 +137,11 @@ class Share {
     __syncthreads();
     entries_ = span;
     twins_ = false;
-    for (uint32_t i = span.first + threadIdx.x; i < span.last; i += blockDim.x) {
-      put(i - span.first, read(i));
-    }
+    const Span read_now = named_ ? Span{0, ids_.num_ids} : span;
+    for_entries(read_now, [&](uint32_t i, BlockPair entry) {
+      if (named_) named_[i] = destination_of(entry);
+      if (span.has(i)) put(i - span.first, entry);
+    });
     __syncthreads();
   }
 
@@ -170,26 +179,48 @@ class Share {
     if (good) twins_ |= set_.add(pair.destination);
   }
 
-  // Marks destinations of the share that entries outside of it name. Returns whether this thread
-  // saw one, or an entry out of range.
-  __device__ bool hold_against_set() {
-    constexpr int kReadsInFlight = 4;
-    bool bad = false;
-    for (uint32_t first = threadIdx.x; first < ids_.num_ids; first += kReadsInFlight * blockDim.x) {
+  // Reads the entries of a span, several at a time.
+  template <typename Use>
+  __device__ void for_entries(Span span, Use use) {
+    constexpr int kReadsInFlight = 8;
+    for (uint32_t first = span.first + threadIdx.x; first < span.last;
+         first += kReadsInFlight * blockDim.x) {
       BlockPair entries[kReadsInFlight];
 #pragma unroll
       for (int u = 0; u < kReadsInFlight; ++u) {
-        entries[u] = read(min(first + u * blockDim.x, ids_.num_ids - 1));
+        entries[u] = read(min(first + u * blockDim.x, span.last - 1));
       }
 #pragma unroll
       for (int u = 0; u < kReadsInFlight; ++u) {
-        const bool outside = !entries_.has(min(first + u * blockDim.x, ids_.num_ids - 1));
-        if (!in_range(entries[u])) {
-          bad = true;
-        } else if (outside) {
-          bad |= set_.mark(entries[u].destination);
-        }
+        const uint32_t i = first + u * blockDim.x;
+        if (i < span.last) use(i, entries[u]);
       }
+    }
+  }
+  // The destination of an entry, or kNoPair's if the entry is out of range.
+  __device__ int32_t destination_of(BlockPair entry) const {
+    return in_range(entry) ? entry.destination : kNoPair.destination;
+  }
+  __device__ int32_t named_by(uint32_t i) const {
+    return named_ ? named_[i] : destination_of(read(i));
+  }
+
+  // Marks destinations of the share that entries outside of it name. Returns whether this thread
+  // saw one, or an entry out of range.
+  __device__ bool hold_against_set() {
+    bool bad = false;
+    auto hold = [&](uint32_t i, int32_t destination) {
+      if (destination < 0) {
+        bad = true;
+      } else if (!entries_.has(i)) {
+        bad |= set_.mark(destination);
+      }
+    };
+    if (named_) {
+      for (uint32_t i = threadIdx.x; i < ids_.num_ids; i += blockDim.x) hold(i, named_[i]);
+    } else {
+      for_entries({0, ids_.num_ids},
+                  [&](uint32_t i, BlockPair entry) { hold(i, destination_of(entry)); });
     }
     return bad;
   }
@@ -230,7 +261,7 @@ class Share {
     return claim;
   }
   __device__ uint32_t in_range_in_warp(uint32_t i, uint32_t end) const {
-    return __ballot_sync(~0u, i < end && in_range(read(i)));
+    return __ballot_sync(~0u, i < end && named_by(i) >= 0);
   }
 
   __device__ void drop_twins(Claim claim) {
@@ -265,6 +296,7 @@ class Share {
   const IdParams& ids_;
   BlockPair* pairs_;
   DestinationSet set_;
+  int32_t* named_;      // destination of every entry, if they are read once
   Span entries_{0, 0};  // of the list, between which the share's pairs lie
   bool twins_ = false;  // this thread saw a destination of the share named by two of its pairs
 };

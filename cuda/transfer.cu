@@ -6,6 +6,7 @@
 // plan's atomics would cross the link.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <string>
 
 #include "copy_kernel.h"
@@ -68,9 +69,13 @@ ffi::Error launch_plan(cudaStream_t stream, const IdLists& ids, const PairList& 
 
 // Everything that may allocate or load a module happens before the first execution.
 ffi::Error prepare_device(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  static std::array<std::atomic<bool>, kMaxDevices> done{};  // XLA asks before every execution
+  if (auto error = prepare_copy_kernel(device); error.failure()) return error;
+  if (done[device].load()) return ffi::Error::Success();
   JAXKV_CUDA_TRY(cudaFuncSetAttribute(plan_pairs, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       ShareSize(kPlanMaxShare).bytes()));
-  return prepare_copy_kernel(device);
+  done[device].store(true);
+  return ffi::Error::Success();
 }
 
 ffi::Error plan_on_device(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
@@ -110,7 +115,7 @@ ffi::Error copy_pairs_by_kernel(cudaStream_t stream, ffi::Buffer<ffi::S32> plann
 ffi::Error copy_unordered(cudaStream_t, int32_t device, ffi::Buffer<ffi::S32> source_ids,
                           ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
                           ffi::RemainingRets rets, ffi::Dictionary attributes) {
-  static std::array<cudaStream_t, 64> streams{};
+  static std::array<cudaStream_t, kMaxDevices> streams{};
   cudaStream_t& stream = streams[device];
   if (!stream) JAXKV_CUDA_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   return copy_by_kernel(stream, device, source_ids, destination_ids, args, rets, attributes);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ TARGETS = {
     "host": "jaxkv_copy_blocks",
     "dma": "jaxkv_copy_blocks_dma",
 }
-_PAIRS_TARGET = "jaxkv_copy_pairs"
 
 # Each thread block of the kernel reads all ids. From the host they cross the link as often, which
 # from so many on takes longer than a plan.
@@ -68,13 +66,12 @@ class BlockCopy:
         return self.num_dense if self.to_dense else self.num_strided
 
 
-def needs_plan(copies: Sequence[BlockCopy], ids: tuple[Any, Any], implementation: str) -> bool:
-    """Whether the copies take the pairs of `plan_pairs`, or else the ids, which they check."""
-    if implementation in ("dma", "pallas"):
-        return implementation == "pallas"
+def needs_plan(ids: tuple[Any, Any], num_copies: int) -> bool:
+    """Whether so many copies by kernel or host take pairs of `plan_pairs`, or check the ids."""
+    if num_copies != 1:
+        return num_copies > 1  # a plan for all, so that what it refuses is counted once
     on_host = any(isinstance(entry, HostIds) for entry in ids)
-    most = _INLINE_HOST_IDS if on_host else _native.extension().INLINE_IDS
-    return len(copies) > 1 or num_ids_of(ids[0]) > most  # several copies share one plan
+    return num_ids_of(ids[0]) > (_INLINE_HOST_IDS if on_host else _native.extension().INLINE_IDS)
 
 
 def plan_pairs(copy: BlockCopy, ids: tuple[Any, Any]) -> Any:
@@ -92,15 +89,16 @@ def copy_blocks(
     Args:
       copy: what to copy.
       ids: source and destination ids.
-      pairs: what `plan_pairs` made of them, or None for a copy that checks the ids itself.
+      pairs: what `plan_pairs` made of them, or None for a copy that checks the ids itself, as the
+        copy engine always does.
       implementation: what serves the call.
       num_sms: SMs that it may use; 0 if it takes none.
     """
-    if pairs is None:
+    if pairs is None or implementation == "dma":
         target = TARGETS[implementation]
         operands, attributes = id_operands(copy, ids)
     else:
-        target, operands, attributes = _PAIRS_TARGET, [pairs], {}
+        target, operands, attributes = "jaxkv_copy_pairs", [pairs], {}
     results = result_types(copy)
     first_written = len(operands) + (len(copy.strided) if copy.to_dense else 0)
     call = jax.ffi.ffi_call(

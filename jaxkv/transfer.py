@@ -226,11 +226,12 @@ def _run(call: PreparedCall, implementation: str | None) -> Any:
 
 def _copy_all(call: PreparedCall, chosen: list[Choice]) -> list[list[Any]]:
     """The written arrays of each copy; those that Pallas serves share a launch."""
-    # All copies name the same blocks, so they share one plan, if they need one.
-    planned = [needs_plan(call.copies, call.ids, choice.implementation) for choice in chosen]
-    pairs: Any = plan_pairs(call.copies[0], call.ids) if any(planned) else None
-    written = {}
     together = [i for i, choice in enumerate(chosen) if choice.implementation == "pallas"]
+    # All copies name the same blocks, so they share one plan; the copy engine makes its own.
+    not_by_dma = [choice for choice in chosen if choice.implementation != "dma"]
+    planned = together or needs_plan(call.ids, len(not_by_dma))
+    pairs: Any = plan_pairs(call.copies[0], call.ids) if planned else None
+    written = {}
     if together:
         from jaxkv import swap  # here, because Pallas takes half a second to import
 
@@ -241,9 +242,8 @@ def _copy_all(call: PreparedCall, chosen: list[Choice]) -> list[list[Any]]:
         written = dict(zip(together, arrays, strict=True))
     for i, (copy, choice) in enumerate(zip(call.copies, chosen, strict=True)):
         if i not in written:
-            of_copy = pairs if planned[i] else None
             name, num_sms = choice.implementation, choice.num_sms
-            written[i] = copy_blocks(copy, call.ids, of_copy, name, num_sms)
+            written[i] = copy_blocks(copy, call.ids, pairs, name, num_sms)
     return [written[i] for i in range(len(chosen))]
 
 
