@@ -16,9 +16,9 @@ namespace {
 static_assert(kInlineIds == ShareSize::kMaxCapacity, "one thread block may have to list them all");
 
 constexpr int kMaxBuffers = 256;  // 4 KiB of kernel parameters
-constexpr int kCopyThreads = 512;
-constexpr int kWordsInFlight = 8;         // loads of a thread: PCIe latency is ~1 us
-constexpr int kPlacesAtOnce = 4;          // found side by side, as far as registers go
+constexpr int kCopyThreads = 1024;
+constexpr int kWordsInFlight = 4;         // loads of a thread: PCIe latency is ~1 us
+constexpr int kPlacesAtOnce = 2;          // found side by side, as far as registers go
 constexpr uint32_t kAlignedWords = 64;    // a stretch starts at a multiple, to keep lines whole
 constexpr uint32_t kMaxWords = 1u << 31;  // FastDivisor's range
 

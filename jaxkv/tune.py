@@ -40,9 +40,9 @@ MEMORIES = {
 KIB, MIB = 1 << 10, 1 << 20
 MAX_PAYLOAD = 64 * MIB
 MAX_IDS = 10_000
-SHORT_PAYLOAD = 4 * MIB  # a smaller copy is over before the next program is dispatched
+SHORT_PAYLOAD = 32 * MIB  # a smaller copy is not much longer than what a program costs
 COPIES_OF_SHORT = 16
-SECONDS_OF_SAMPLE = 0.004
+SECONDS_OF_SAMPLE = 0.03
 
 
 class Cell(NamedTuple):
@@ -234,7 +234,7 @@ def _seconds(step: Callable[[jax.Array], jax.Array], state: jax.Array) -> float:
         return (time.perf_counter() - start) / length
 
     estimate = min(chain(1), chain(1))  # command buffers are captured in the second run
-    length = min(100, math.ceil(SECONDS_OF_SAMPLE / estimate))
+    length = min(200, math.ceil(SECONDS_OF_SAMPLE / estimate))
     return statistics.median(chain(length) for _ in range(5))
 
 
