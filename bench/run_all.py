@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from bench.results import REPOSITORY, arguments
 
-BENCHMARKS = ("transfer", "small_batches", "pages", "engines", "overlap", "demo")
+BENCHMARKS = ("transfer", "small_batches", "pages", "engines", "overlap", "dispatch", "demo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <unordered_map>
+#include <unordered_set>
 
 #include "host_ids.h"
 
@@ -127,8 +127,12 @@ std::vector<BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEnt
   auto refuse = [&](PageFault fault, size_t i, int32_t id, int32_t limit) {
     refused->push_back({0, fault, static_cast<int32_t>(i), id, limit});
   };
-  std::unordered_map<int32_t, int> times_named;
+  // A bit for each block of the destination: a hash table of thousands of ids costs more time than
+  // the copy engine takes.
+  std::vector<uint64_t> named((static_cast<size_t>(ids.num_destinations) + 63) / 64);
+  std::unordered_set<int32_t> named_again;
   std::vector<size_t> usable;
+  usable.reserve(ids.sources.size());
   for (size_t i = 0; i < ids.sources.size(); ++i) {
     const int32_t s = sources[i], d = destinations[i];
     if (s < 0 || d < 0) continue;
@@ -137,7 +141,9 @@ std::vector<BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEnt
     } else if (d >= ids.num_destinations) {
       refuse(PageFault::kDestinationOutOfRange, i, d, ids.num_destinations);
     } else {
-      ++times_named[d];
+      const uint64_t bit = uint64_t{1} << d % 64;
+      if (named[d / 64] & bit) named_again.insert(d);
+      named[d / 64] |= bit;
       usable.push_back(i);
     }
   }
@@ -145,7 +151,7 @@ std::vector<BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEnt
   pairs.reserve(usable.size());
   for (size_t i : usable) {
     const int32_t s = sources[i], d = destinations[i];
-    if (times_named[d] > 1) {
+    if (named_again.contains(d)) {
       refuse(PageFault::kDuplicate, i, d, ids.num_destinations);
     } else {
       pairs.push_back({s, d});

@@ -96,6 +96,7 @@ def cells(platform: str, num_sms: int, quick: bool) -> list[Cell]:
         else:
             found += _grid(direction, odd_runs, [16, MAX_IDS], [12, 24])
             found += _grid(direction, few_runs, [1, 16, 256, 2048], few_sms)
+            found += _grid(direction, [8 * KIB], [1, 4, 16, 64], few_sms)
             found += _grid(direction, all_runs, [MAX_IDS], [1, 2, 4, 8, 12, 24])
     by_size = {(cell.direction, cell.size): cell for cell in found}  # of equal ones the last
     return sorted(by_size.values())

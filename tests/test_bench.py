@@ -204,7 +204,9 @@ def test_result_file_has_a_line_for_each_row():
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("name", ["transfer", "small_batches", "pages", "engines", "overlap"])
+@pytest.mark.parametrize(
+    "name", ["transfer", "small_batches", "pages", "engines", "overlap", "dispatch"]
+)
 def test_quick_run(name, tmp_path, monkeypatch):
     """Every benchmark runs to its end on the CPU, and what it measured is positive."""
     if name == "overlap" and not hasattr(jaxkv, "start_load"):
