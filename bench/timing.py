@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-CHAIN_SECONDS = 0.02
-MAX_CALLS = 10
+CHAIN_SECONDS = 0.12  # what begins and ends a chain takes up to a millisecond
+MAX_CALLS = 100
 
 
 def seconds_per_call(
