@@ -9,6 +9,9 @@ Peers, as tpu-inference and sglang-jax do it, in plain JAX:
   - in: a `device_put` for each page (sglang-jax waits for each), a wait for all, then a jitted
     scatter into the donated arrays;
   - "whole": the same with one array, and one `device_put`, for all pages.
+What goes out takes new host memory, as in an engine whose host tier is filling up, or that of pages
+that were dropped before ("memory reused"), as in one whose tier is full.
+
 Both ways need HBM for a second copy of the pages; bytes are XLA's own account of its programs.
 
 "Time" is from the call until the data is there, "host blocked" until the host may go on, both on an
@@ -36,6 +39,7 @@ from bench.results import Results, arguments
 PAGES_AT_A_TIME = 64
 TPU_INFERENCE, SGLANG = "tpu-inference", "sglang-jax"
 WHOLE = "one device_put of the whole"
+REUSED = ", memory reused"
 WANTED = {"store": {"page": 12, WHOLE: 1.2}, "load": {"page": 1.6, WHOLE: 1.2}}
 WANTED_STAGING_MIB, WANTED_BLOCKED_MS = 0.1, 0.05
 
@@ -94,6 +98,7 @@ class Engine:
         self.device = jax.local_devices()[0]
         self.on_host = jax.sharding.SingleDeviceSharding(self.device, memory_kind="pinned_host")
         self.on_device = jax.sharding.SingleDeviceSharding(self.device)
+        self.kept: list[Any] = []  # so that XLA has to ask for new memory
 
     # Ours.
 
@@ -188,13 +193,14 @@ class Engine:
         analysis = gather.lower(self.cache, chunks[0]).compile().memory_analysis()
         payload = self.size.pages * self.size.spec.page_bytes
         staging = payload + (analysis.temp_size_in_bytes if analysis else 0)
-        took = {"store": self._time_theirs(store, staging)}
+        took = {"store": self._time_theirs(store, staging, keep=True)}
+        took["store" + REUSED] = self._time_theirs(store, staging)
         self.cache = _forget(self.cache, self.pages)
         took["load"] = self._time_theirs(load, staging)
         self._check(before, way)
         return took
 
-    def _time_theirs(self, move: Callable[[], Any], staging: int) -> Took:
+    def _time_theirs(self, move: Callable[[], Any], staging: int, keep: bool = False) -> Took:
         samples = []
         for _ in range(self.size.repeats + 1):
             start = time.perf_counter()
@@ -202,6 +208,8 @@ class Engine:
             returned = time.perf_counter()
             jax.block_until_ready(result)
             samples.append((time.perf_counter() - start, returned - start))
+            if keep:
+                self.kept.append(result)
             del result
         done, blocked = zip(*samples[1:], strict=True)  # the first warms up
         return Took(statistics.median(done), statistics.median(blocked), staging)
@@ -248,6 +256,9 @@ def measure(results: Results, platform: str, quick: bool) -> None:
                 print(f"{size}, {name}: not served: {error}", flush=True)
         for direction in DIRECTIONS:
             peers = {way: took[direction] for way, took in theirs.items()}
+            for way, took in theirs.items():
+                if direction + REUSED in took:
+                    peers[way + REUSED] = took[direction + REUSED]
             mine = {name: took[direction] for name, took in ours.items()}
             record(results, f"{direction}, {size}", mine, peers)
             if platform == "gpu" and mine:
@@ -269,21 +280,25 @@ def record(results: Results, case: str, ours: dict[str, Took], theirs: dict[str,
 def record_targets(
     results: Results, direction: str, size: Size, ours: dict[str, Took], theirs: dict[str, Took]
 ) -> None:
-    """For each direction the fastest of ours against the fastest of theirs, and what it costs."""
-    best = min(ours.values(), key=lambda took: took.done)
-    case = f"{direction}, {size}"
-    per_page = min(theirs[way].done for way in (TPU_INFERENCE, SGLANG))
+    """The fastest of ours that takes ids of the device, as theirs do, against theirs."""
+    on_device = [took for name, took in ours.items() if name != "dma"]
+    if not on_device:
+        return
+    best = min(on_device, key=lambda took: took.done)
     wanted = WANTED[direction]
-    results.target(
-        f"{case}: against a device_put for each page", per_page / best.done, ">=", wanted["page"],
-        "times",
-    )  # fmt: skip
-    results.target(
-        f"{case}: against {WHOLE}", theirs[WHOLE].done / best.done, ">=", wanted[WHOLE], "times"
-    )
-    results.target(
-        f"{case}: HBM for staging", best.staging / 2**20, "<=", WANTED_STAGING_MIB, "MiB"
-    )
+    for memory in ("", REUSED):
+        if WHOLE + memory not in theirs:
+            continue
+        case = f"{direction}, {size}"
+        per_page = min(theirs[way + memory].done for way in (TPU_INFERENCE, SGLANG))
+        for what, seconds, want in (
+            ("a device_put for each page", per_page, wanted["page"]),
+            (WHOLE, theirs[WHOLE + memory].done, wanted[WHOLE]),
+        ):
+            name = f"{case}: against {what}{memory}"
+            results.target(name, seconds / best.done, ">=", want, "times")
+    staging = best.staging / 2**20
+    results.target(f"{case}: HBM for staging", staging, "<=", WANTED_STAGING_MIB, "MiB")
     results.target(f"{case}: host blocked", best.blocked * 1e3, "<=", WANTED_BLOCKED_MS, "ms")
 
 

@@ -86,6 +86,7 @@ def cells(platform: str, num_sms: int, quick: bool) -> list[Cell]:
         host = (Candidate("host", 0),)
         return [Cell(d, run, n, host) for d in MEMORIES for run in runs for n in counts]
     all_runs = [KIB // 2 << i for i in range(12)]  # 512 B to 1 MiB
+    cliff = [20 * KIB, 24 * KIB, 28 * KIB]  # somewhere here the copy engine becomes fast
     few_runs, few_sms = all_runs[::3], [4, 12]
     odd_runs = [even + odd for even in (KIB, 64 * KIB) for odd in (2, 8)]
     found = _grid("device", [KIB, 64 * KIB], [16, MAX_IDS], [num_sms // 4, num_sms // 2, num_sms])
@@ -97,7 +98,7 @@ def cells(platform: str, num_sms: int, quick: bool) -> list[Cell]:
             found += _grid(direction, odd_runs, [16, MAX_IDS], [12, 24])
             found += _grid(direction, few_runs, [1, 16, 256, 2048], few_sms)
             found += _grid(direction, [8 * KIB], [1, 4, 16, 64], few_sms)
-            found += _grid(direction, all_runs, [MAX_IDS], [1, 2, 4, 8, 12, 24])
+            found += _grid(direction, [*all_runs, *cliff], [MAX_IDS], [1, 2, 4, 8, 12, 24])
     by_size = {(cell.direction, cell.size): cell for cell in found}  # of equal ones the last
     return sorted(by_size.values())
 
