@@ -50,7 +50,7 @@ def size(platform: str, quick: bool) -> Size:
     spec = jaxkv.KVCacheSpec(
         num_layers=layers, page_size=64, num_kv_heads=8, head_dim=128, dtype=jnp.bfloat16
     )
-    effort = (2, 3, (4,)) if quick or platform == "cpu" else (5, 15, (4, 2, 1))
+    effort = (2, 3, (4,)) if quick or platform == "cpu" else (5, 40, (4, 2, 1))
     return Size(spec, 1 if platform == "cpu" else 8, seconds, *effort)
 
 
