@@ -121,8 +121,11 @@ def verdict(target: Target) -> str:
 
 
 def figures(target: Target) -> tuple[str, str]:
-    got = "-" if target.got is None else f"{number(target.got)} {target.unit}"
-    return f"{target.op} {number(target.want)} {target.unit}", got
+    want = number(target.want)
+    got = "-" if target.got is None else number(target.got)
+    if got == want and not target.met:  # a near miss
+        got = f"{target.got:,.4f}"
+    return f"{target.op} {want} {target.unit}", f"{got} {target.unit}" if got != "-" else got
 
 
 def all_targets_table(files: Sequence[File]) -> str:

@@ -36,7 +36,7 @@ def transfer_figure(rows: Sequence[Row]) -> "Figure":
         panel.set_xticks(sizes, [transfer.size_text(s) for s in sizes], rotation=45, minor=False)
         panel.set(title=direction, xlabel="size of a scattered block", ylim=(0, None))
     panels[0].set_ylabel("GB/s; dotted: one contiguous copy")
-    panels[0].legend()
+    drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return drawn
 
 
