@@ -273,9 +273,11 @@ class Storing(_Started):
     def pool(self) -> HostPool:
         """The pool, with all pages in it."""
         if self._ticket is not None:
+            # Not those that were waited for: XLA would copy one that is overwritten by now.
+            reading = [layer for layer in self._layers if layer not in self._waited]
             (data,) = self._wait_call(
                 [self._pool.data],
-                self._cache,
+                [self._cache.layers[layer] for layer in reading],
                 like=None,
                 segment=len(self._layers) - 1,
                 places=(0,),

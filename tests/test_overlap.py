@@ -294,6 +294,25 @@ def test_a_layer_may_be_overwritten_once_it_was_waited_for(direction, named):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_layer_that_was_waited_for_is_overwritten_in_place(direction, named):
+    case = make_case(dtype="int8")
+    _, ids = ids_of(case, 5, named)
+
+    @partial(jax.jit, donate_argnames=("pool", "cache"))
+    def step(pool, cache, *ids):
+        started = start(direction, pool, cache, *ids, implementation=named)
+        layers = [
+            tuple(array.at[0].set(1) for array in started.wait(layer))
+            for layer in range(case.spec.num_layers)
+        ]
+        return started.pool if direction == "store" else pool, layers
+
+    cache = case.cache()
+    arrays = {leaf.shape for leaf in jax.tree.leaves(cache)}
+    assert not arrays & copied_shapes(step, case.pool(), cache, *ids)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_each_device_copies_its_own_heads(direction, named):
     case = make_case("page_first_direct", num_kv_heads=4)
     numpy_ids, ids = ids_of(case, 5, None)
