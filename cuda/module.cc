@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <span>
 
+#include "bounds.h"
 #include "host_ids.h"
 #include "page_errors.h"
 #include "transfer.h"
@@ -24,6 +25,7 @@ XLA_FFI_Error* CopyBlocksHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyPairsHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyHost(XLA_FFI_CallFrame*);
+XLA_FFI_Error* CheckBoundsHost(XLA_FFI_CallFrame*);
 #ifdef JAXKV_CUDA
 XLA_FFI_Error* PrepareDevice(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PlanPairsKernel(XLA_FFI_CallFrame*);
@@ -35,6 +37,8 @@ XLA_FFI_Error* PrepareLanes(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* PrepareBounds(XLA_FFI_CallFrame*);
+XLA_FFI_Error* CheckBoundsKernel(XLA_FFI_CallFrame*);
 #endif
 }
 
@@ -62,6 +66,7 @@ nb::dict registrations() {
   add(cpu, "jaxkv_copy_pairs", stage("execute", CopyPairsHost));
   add(cpu, "jaxkv_start_copy", stage("execute", StartCopyHost));
   add(cpu, "jaxkv_wait_copy", stage("execute", WaitCopyHost));
+  add(cpu, "jaxkv_check_bounds", stage("execute", CheckBoundsHost));
   all["cpu"] = cpu;
 #ifdef JAXKV_CUDA
   nb::dict cuda;
@@ -75,20 +80,33 @@ nb::dict registrations() {
   add(cuda, "jaxkv_start_copy", prepare_lanes, stage("execute", StartCopyKernel));
   add(cuda, "jaxkv_start_copy_dma", prepare_lanes, stage("execute", StartCopyDma));
   add(cuda, "jaxkv_wait_copy", prepare_lanes, stage("execute", WaitCopyKernel));
+  add(cuda, "jaxkv_check_bounds", stage("initialize", PrepareBounds),
+      stage("execute", CheckBoundsKernel));
   all["CUDA"] = cuda;
 #endif
   return all;
 }
 
+// What check_errors() raises.
+const char* kind_of(PageFault fault) {
+  switch (fault) {
+    case PageFault::kCopiedEarly:
+    case PageFault::kNotArrived:
+      return "transfer";
+    case PageFault::kBoundExceeded:
+      return "bound";
+    default:
+      return "page";
+  }
+}
+
 nb::tuple page_errors() {
   const auto taken = take_page_errors();
-  std::vector<std::string> details;
-  bool in_waits = false;
+  nb::list details;
   for (const auto& entry : taken.details) {
-    details.push_back(describe(entry));
-    in_waits |= entry.fault >= PageFault::kCopiedEarly;
+    details.append(nb::make_tuple(kind_of(entry.fault), describe(entry)));
   }
-  return nb::make_tuple(taken.count, details, in_waits);
+  return nb::make_tuple(taken.count, details);
 }
 
 }  // namespace
@@ -98,8 +116,8 @@ NB_MODULE(_ext, m) {
   m.def("registrations", &registrations,
         "FFI handlers as capsules: {platform: {target: {stage: capsule}}}.");
   m.def("page_errors", &page_errors,
-        "(number of faults since the last call, descriptions of the last of them, whether any is "
-        "of a wait).");
+        "(number of faults since the last call, (kind, description) of the last of them).");
+  m.def("bound_code", &bound_code, nb::arg("name"), "The number of a named bound.");
   m.attr("HOST_IDS_HEADER") = kHostIdsHeader;
   m.attr("INLINE_IDS") = kInlineIds;
   m.def(

@@ -1,6 +1,7 @@
 """KV-cache data plane for LLM serving code written in JAX."""
 
 from jaxkv.device_cache import DeviceCache as DeviceCache
+from jaxkv.errors import BoundError as BoundError
 from jaxkv.errors import HostMemoryError as HostMemoryError
 from jaxkv.errors import PageIndexError as PageIndexError
 from jaxkv.errors import TransferError as TransferError

@@ -1,0 +1,1 @@
+"""Attention metadata with static shapes, computed on the device: one module a backend."""
