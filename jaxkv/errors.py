@@ -43,8 +43,9 @@ def check_errors(*outputs: Any) -> None:
     """Raises if a copy refused an entry, or a wait failed, since the last check.
 
     A CUDA kernel can't raise: it skips an entry whose id is out of range or whose destination is
-    named twice, and counts it, as it counts what exceeds a bound. Reading the count neither synchronises nor waits, so a step loop may
-    call this every step; entries of work that still runs show up in a later call.
+    named twice, and counts it, as it counts what exceeds a bound. Reading the count neither
+    synchronises nor waits, so a step loop may call this every step; entries of work that still runs
+    show up in a later call.
 
     Args:
       *outputs: arrays or pytrees to wait for first, to be sure of the work that made them.
