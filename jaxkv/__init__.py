@@ -1,5 +1,6 @@
 """KV-cache data plane for LLM serving code written in JAX."""
 
+from jaxkv import metadata as metadata
 from jaxkv.device_cache import DeviceCache as DeviceCache
 from jaxkv.errors import BoundError as BoundError
 from jaxkv.errors import HostMemoryError as HostMemoryError
