@@ -1,5 +1,10 @@
 """Attention metadata with static shapes, computed on the device: one module a backend."""
 
+from jaxkv.metadata import flashinfer as flashinfer
+from jaxkv.metadata import ragged_paged as ragged_paged
+from jaxkv.metadata import schedule as schedule
+from jaxkv.metadata import triton as triton
+from jaxkv.metadata import turboquant as turboquant
 from jaxkv.metadata.common import BatchMetadata as BatchMetadata
 from jaxkv.metadata.common import Split as Split
 from jaxkv.metadata.common import dcp_local_seq_lens as dcp_local_seq_lens
