@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
 from jaxkv.metadata.local_attention import local_attention_batches, max_pieces
 
-from .batches import FEW, ONE, Bounds, Case, cases, every_batch
+from .batches import FEW, ONE, Bounds, Case, assert_same, cases, every_batch
 
 
 class Piece(NamedTuple):
@@ -49,12 +49,6 @@ def compiled(chunk_blocks: int):
         return local, local.gather(other)
 
     return jax.jit(build)
-
-
-def assert_same(got, want) -> None:
-    got, want = np.asarray(got), np.asarray(want, np.int32)
-    assert got.dtype == np.int32
-    np.testing.assert_array_equal(got, want, strict=True)
 
 
 def check(case: Case, chunk_blocks: int) -> None:
