@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxkv.metadata import common
 from jaxkv.metadata.common import BatchMetadata
 
-from .batches import FEW, ONE, SOME, Bounds, Case, cases, every_batch
+from .batches import FEW, ONE, SOME, Bounds, Case, assert_same, cases, every_batch
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -22,13 +22,6 @@ def padded(values, size: int, fill: int = 0) -> np.ndarray:
     out = np.full(size, fill, np.int32)
     out[: len(values)] = values
     return out
-
-
-def assert_same(got, want) -> None:
-    """Equal in values, shape and, as every result of this module, int32."""
-    got, want = np.asarray(got), np.asarray(want, np.int32)
-    assert got.dtype == np.int32
-    np.testing.assert_array_equal(got, want, strict=True)
 
 
 # --------------------------------------------------------------------------------------------------
