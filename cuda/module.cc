@@ -9,6 +9,7 @@
 #include "bounds.h"
 #include "host_ids.h"
 #include "page_errors.h"
+#include "sync_guard.h"
 #include "transfer.h"
 #include "xla/ffi/api/ffi.h"
 #ifdef JAXKV_CUDA
@@ -132,6 +133,10 @@ NB_MODULE(_ext, m) {
         admit_host_ids(reinterpret_cast<const int32_t*>(address), num_words);
       },
       nb::arg("address"), nb::arg("num_words"), "Says that sealed ids lie at `address`.");
+#ifdef JAXKV_WATCH_BUFFERS
+  m.def("watch_buffers", &watch_buffers, nb::arg("type"), nb::arg("observe").none(),
+        "Has the buffers of a type got by observe(get, object); None ends that.");
+#endif
 #ifdef JAXKV_CUDA
   m.attr("CUDA") = true;
   m.def("synchronize_device", &synchronize_device, nb::arg("ordinal"),

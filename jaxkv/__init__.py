@@ -14,6 +14,9 @@ from jaxkv.overlap import Loading as Loading
 from jaxkv.overlap import Storing as Storing
 from jaxkv.overlap import start_load as start_load
 from jaxkv.overlap import start_store as start_store
+from jaxkv.sync_guard import HostSyncError as HostSyncError
+from jaxkv.sync_guard import allow_host_sync as allow_host_sync
+from jaxkv.sync_guard import forbid_host_sync as forbid_host_sync
 from jaxkv.transfer import explain as explain
 from jaxkv.transfer import load_pages as load_pages
 from jaxkv.transfer import store_pages as store_pages
