@@ -9,6 +9,7 @@
 #include "bounds.h"
 #include "host_ids.h"
 #include "page_errors.h"
+#include "recurrent.h"
 #include "sync_guard.h"
 #include "transfer.h"
 #include "xla/ffi/api/ffi.h"
@@ -27,6 +28,7 @@ XLA_FFI_Error* CopyPairsHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CheckBoundsHost(XLA_FFI_CallFrame*);
+XLA_FFI_Error* AlignStatesHost(XLA_FFI_CallFrame*);
 #ifdef JAXKV_CUDA
 XLA_FFI_Error* PrepareDevice(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PlanPairsKernel(XLA_FFI_CallFrame*);
@@ -40,6 +42,8 @@ XLA_FFI_Error* StartCopyDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareBounds(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CheckBoundsKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* PrepareAlign(XLA_FFI_CallFrame*);
+XLA_FFI_Error* AlignStatesKernel(XLA_FFI_CallFrame*);
 #endif
 }
 
@@ -68,6 +72,7 @@ nb::dict registrations() {
   add(cpu, "jaxkv_start_copy", stage("execute", StartCopyHost));
   add(cpu, "jaxkv_wait_copy", stage("execute", WaitCopyHost));
   add(cpu, "jaxkv_check_bounds", stage("execute", CheckBoundsHost));
+  add(cpu, "jaxkv_align_states", stage("execute", AlignStatesHost));
   all["cpu"] = cpu;
 #ifdef JAXKV_CUDA
   nb::dict cuda;
@@ -83,6 +88,8 @@ nb::dict registrations() {
   add(cuda, "jaxkv_wait_copy", prepare_lanes, stage("execute", WaitCopyKernel));
   add(cuda, "jaxkv_check_bounds", stage("initialize", PrepareBounds),
       stage("execute", CheckBoundsKernel));
+  add(cuda, "jaxkv_align_states", stage("initialize", PrepareAlign),
+      stage("execute", AlignStatesKernel));
   all["CUDA"] = cuda;
 #endif
   return all;
@@ -121,6 +128,7 @@ NB_MODULE(_ext, m) {
   m.def("bound_code", &bound_code, nb::arg("name"), "The number of a named bound.");
   m.attr("HOST_IDS_HEADER") = kHostIdsHeader;
   m.attr("INLINE_IDS") = kInlineIds;
+  m.attr("MAX_STATES") = kMaxStates;
   m.def(
       "seal_host_ids",
       [](uintptr_t address, size_t num_words) {

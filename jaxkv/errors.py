@@ -21,6 +21,10 @@ class BoundError(ValueError):
     """A batch needed more than a static bound of its metadata allows."""
 
 
+class StaleCountsError(RuntimeError):
+    """Counts that are not those of the step, or of the requests, that the reader named."""
+
+
 class HostMemoryError(MemoryError):
     """Host memory that was asked for is more than the machine allows.
 

@@ -205,7 +205,8 @@ def test_result_file_has_a_line_for_each_row():
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
-    "name", ["transfer", "small_batches", "pages", "engines", "overlap", "dispatch"]
+    "name",
+    ["transfer", "small_batches", "pages", "engines", "overlap", "dispatch", "recurrent"],
 )
 def test_quick_run(name, tmp_path, monkeypatch):
     """Every benchmark runs to its end on the CPU, and what it measured is positive."""
