@@ -16,6 +16,7 @@ BENCHMARKS = (
     "engines",
     "overlap",
     "dispatch",
+    "metadata",
     "recurrent",
     "demo",
 )

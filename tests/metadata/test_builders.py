@@ -6,12 +6,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkv import metadata
 
-from .batches import FEW, Case
+from .batches import FEW, Case, num_blocks_of
 
 CASES = [
     Case([1, 1, 7, 0, 3], [9, 1, 12, 4, 3], [[5, 2, 9], [1], [3, 4, 8], [6], [7]], FEW),
@@ -28,6 +29,15 @@ BUILDERS: dict[str, Callable[[metadata.BatchMetadata], Any]] = {
     "ragged_paged": metadata.ragged_paged.build,
     "triton": partial(metadata.triton.build, num_q_heads=8, num_kv_heads=2, head_dim=64),
     "turboquant": metadata.turboquant.build,
+    "flex": partial(metadata.flex.build, num_blocks=num_blocks_of(FEW), sliding_window=7),
+    "local_attention": partial(metadata.local_attention_batches, chunk_size=8),
+    "cascade": partial(metadata.cascade_metadata, num_common_blocks=1),
+    "fast_prefill": lambda batch: metadata.fast_prefill(
+        batch, metadata.logits_indices(batch), batch.num_reqs
+    ),
+    "query_ranges": lambda batch: metadata.query_ranges(
+        batch, jnp.zeros((batch.max_num_reqs, 2, 2), jnp.int32)
+    ),
 }
 every_builder = pytest.mark.parametrize("name", BUILDERS)
 
