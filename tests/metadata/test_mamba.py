@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxkv.metadata import mamba
 from jaxkv.metadata.common import BatchMetadata
 
-from .batches import Case, cases, every_batch
+from .batches import ALL_BOUNDS, FEW, MANY, ONE, SOME, Case, cases, every_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +25,18 @@ class Options:
     drafts: bool = False
 
 
-OPTIONS = [
-    Options(),
-    Options(chunk_size=1, num_spec_tokens=2, accepted=True),
-    Options(mode="align", chunk_size=3, num_spec_tokens=1, accepted=True, drafts=True),
-    Options(mode="align", chunk_size=8, num_spec_tokens=2),
-    Options(mode="all"),
-    Options(mode="all", chunk_size=7, num_spec_tokens=1, accepted=True),
-]
+# And the bounds to try them under: each combination compiles once more.
+OPTIONS = {
+    Options(): (FEW, SOME),
+    Options(chunk_size=1, num_spec_tokens=2, accepted=True): (FEW, ONE),
+    Options(mode="align", chunk_size=3, num_spec_tokens=1, accepted=True, drafts=True): ALL_BOUNDS,
+    Options(mode="align", chunk_size=8, num_spec_tokens=2): (FEW, SOME),
+    Options(mode="all"): (FEW, FEW, MANY),
+    Options(mode="all", chunk_size=7, num_spec_tokens=1, accepted=True): (FEW,),
+}
+batches = st.sampled_from(list(OPTIONS)).flatmap(
+    lambda options: st.tuples(cases(bounds=OPTIONS[options]), st.just(options))
+)
 
 
 @functools.cache
@@ -180,8 +184,9 @@ def assert_chunks(chunks: mamba.Chunks, size: int, computed, new, num_reqs: int)
 
 
 @every_batch
-@given(cases(), st.sampled_from(OPTIONS), st.integers(0, 2**32 - 1))
-def test_build(case: Case, options: Options, seed: int):
+@given(batches, st.integers(0, 2**32 - 1))
+def test_build(batch: tuple[Case, Options], seed: int):
+    case, options = batch
     rows = random_rows(case, options, np.random.default_rng(seed))
     metadata = compiled(options)(case.batch(), rows)
     want = expected(case, options, rows)
