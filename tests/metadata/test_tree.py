@@ -92,7 +92,7 @@ def test_bad_levels(draft_index, query_len):
     batch = BatchMetadata.from_host(
         [1], [1], [[1]], max_num_reqs=1, max_num_tokens=4, max_blocks=1, block_size=4
     )
-    with pytest.raises(ValueError, match="draft_index must be|query_len="):
+    with pytest.raises(ValueError, match=r"draft_index must be|query_len="):
         tree.build_for_drafting(
             batch, tree.tree_attn_bias(CHAIN), draft_index=draft_index, query_len=query_len
         )
