@@ -533,28 +533,7 @@ def test_deferred_counts_of_several_steps_in_flight():
 
 
 # --------------------------------------------------------------------------------------------------
-# Indices and the next step
-
-
-@given(data=st.data())
-def test_state_indices(data):
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    blocks = data.draw(st.sampled_from([0, 1, 3, 7]))
-    rows = random_rows(rng, 12, columns=10)
-    got = jax.jit(jaxkv.state_indices, static_argnames="num_speculative_blocks")(
-        batch_of(rows), num_speculative_blocks=blocks
-    )
-    for row in range(12):
-        first = max((rows.end(row) - 1) // rows.block_size, 0)
-        padded = [*rows.table[row], *[0] * blocks]
-        np.testing.assert_array_equal(got[row], padded[first : first + 1 + blocks])
-
-
-def test_state_indices_refuses_a_negative_number_of_blocks():
-    with pytest.raises(ValueError, match="num_speculative_blocks=-1 blocks is below 0"):
-        jaxkv.state_indices(
-            batch_of(random_rows(np.random.default_rng(0), 2)), num_speculative_blocks=-1
-        )
+# The next step
 
 
 @jax.jit
