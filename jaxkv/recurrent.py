@@ -114,8 +114,9 @@ def align_preprocess(
 def state_indices(batch: BatchMetadata, *, num_speculative_blocks: int) -> Any:
     """int32[B, 1 + num_speculative_blocks], the blocks that a step's states are in.
 
-    First that of the row's last token without drafts' own blocks, then those of its drafts:
-    vLLM's mamba_get_block_table_tensor in mode "align". Columns past the table give NULL_BLOCK.
+    The running state is in the block of the row's last token, those after drafts in the blocks
+    behind it, as vLLM's mamba_get_block_table_tensor has it in mode "align". Columns past the table
+    give NULL_BLOCK.
 
     Args:
       batch: the step, with the block table and the block size of the states.
