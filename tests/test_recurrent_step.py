@@ -82,7 +82,7 @@ def test_deferred_counts_of_several_steps_in_flight():
 
 
 # --------------------------------------------------------------------------------------------------
-# Indices and the next step
+# The next step
 
 
 @jax.jit
