@@ -191,12 +191,18 @@ def physical_to_logical(batch: BatchMetadata, num_blocks: int) -> Any:
     Entries of the table past the context count for nothing.
     """
     rows, width = batch.block_table.shape
-    column = jnp.arange(width, dtype=jnp.int32)
-    used = column < cdiv(batch.seq_lens, batch.block_size)[:, None]
-    block = jnp.where(used & (batch.block_table != NULL_BLOCK), batch.block_table, num_blocks)
+    block = _held(batch, num_blocks)
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    column = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), block.shape)
     nowhere = jnp.full((rows, num_blocks), -1, jnp.int32)
-    return nowhere.at[row, block].max(jnp.broadcast_to(column, block.shape), mode="drop")
+    return nowhere.at[row, block].max(column, mode="drop")
+
+
+def _held(batch: BatchMetadata, num_blocks: int) -> Any:
+    """int32[B, W], the blocks of each context; `num_blocks` for NULL_BLOCK and past the context."""
+    column = jnp.arange(batch.max_blocks, dtype=jnp.int32)
+    used = column < cdiv(batch.seq_lens, batch.block_size)[:, None]
+    return jnp.where(used & (batch.block_table != NULL_BLOCK), batch.block_table, num_blocks)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -296,7 +302,10 @@ def _block_list(batch: BatchMetadata, logical: Any, spans: _Spans, columns: int)
     index = jnp.arange(shape[1] * _WORD, dtype=jnp.int32).reshape(shape[1:])
     column = spans.first[:, None, None] + index
     block = batch.block_table[spans.row[:, None, None], jnp.minimum(column, batch.max_blocks - 1)]
-    listed = _first_to_list(logical, spans, column, block)
+    # How often a block is held. Most are held once, and need not be looked for in other requests.
+    held = _held(batch, num_blocks)
+    holders = jnp.zeros(num_blocks, jnp.int32).at[held].add(1, mode="drop")
+    listed = _first_to_list(logical, holders, spans, column, block)
     words = jnp.sum(
         jnp.where(listed, jnp.uint32(1) << bit, jnp.uint32(0)), axis=2, dtype=jnp.uint32
     )
@@ -328,7 +337,7 @@ def _block_list(batch: BatchMetadata, logical: Any, spans: _Spans, columns: int)
     return kv_indices, jnp.sum(jnp.where(of_group, totals, 0), axis=1, dtype=jnp.int32)
 
 
-def _first_to_list(logical: Any, spans: _Spans, column: Any, block: Any) -> Any:
+def _first_to_list(logical: Any, holders: Any, spans: _Spans, column: Any, block: Any) -> Any:
     """bool[S, ., .], whether a span is the first of its group to list what it has in a column.
 
     A span lists a block in the column where the block stands (the last of several), if the span
@@ -336,6 +345,7 @@ def _first_to_list(logical: Any, spans: _Spans, column: Any, block: Any) -> Any:
 
     Args:
       logical: int32[B, num_blocks], `physical_to_logical`.
+      holders: int32[num_blocks], how many columns of all contexts hold each block.
       spans: the spans.
       column: int32[S, ., .], columns of each span, from its first on.
       block: int32[S, ., .], what the table holds there.
@@ -348,8 +358,9 @@ def _first_to_list(logical: Any, spans: _Spans, column: Any, block: Any) -> Any:
     back = jnp.arange(1, min(Q_BLOCK_SIZE, span.shape[0]), dtype=jnp.int32)
     other = jnp.maximum(span[:, None] - back, 0)
     same_group = (span[:, None] >= back) & (spans.group[other] == spans.group[:, None])
-    # Of spans that are no rivals all ask for NULL_BLOCK, which costs next to nothing.
-    asked = jnp.where(same_group[..., None, None], block[:, None], NULL_BLOCK)
+    # Where there are no rivals all ask for NULL_BLOCK, which costs next to nothing.
+    shared = (holders[block] > 1)[:, None]
+    asked = jnp.where(same_group[..., None, None] & shared, block[:, None], NULL_BLOCK)
     row, first, end = (x[other][..., None, None] for x in (spans.row, spans.first, spans.end))
     place = logical[row, asked]
     return mine & ~jnp.any((place >= first) & (place < end), axis=1)

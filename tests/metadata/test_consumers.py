@@ -274,6 +274,7 @@ def paged_attention_of_jax():
     return attention
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @hypothesis.settings(max_examples=10)
 @given(cases(bounds=(Bounds(8, 8, 8, 16),), min_query=1, max_query=1))
 def test_paged_attention_of_jax(case: Case):
