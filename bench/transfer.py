@@ -25,11 +25,12 @@ from typing import NamedTuple
 import jax
 
 import jaxkv
-from bench import blocks, peers, roof
+from bench import peers, roof
 from bench.blocks import DIRECTIONS, IMPLEMENTATIONS, SM_IMPLEMENTATIONS, Blocks, Way
 from bench.results import Results, Row, arguments
 from bench.stamps import Timed
 from bench.timing import chain_length
+from jaxkv.transfer import choices_of
 
 KIB = 1024
 LINK_MILLISECOND = 50_000_000  # bytes
@@ -239,17 +240,13 @@ class Bench:
         """How near to the fastest the implementation is that jaxkv takes if it may choose."""
         source, destination = (made.arrays[side] for side in made.sides(direction))
         ids, _ = made.ids(Way("dma"), count, 0)
-        with blocks.choices() as chosen:
-            # A new function each time: JAX traces none twice.
-            jax.jit(lambda *args: jaxkv.swap_blocks(*args)).trace(source, destination, *ids)
-        rates = [rate for (name, _), rate in found.items() if name == chosen[0].implementation]
+        (chosen,) = choices_of(jaxkv.swap_blocks, source, destination, *ids)
+        rates = [rate for (name, _), rate in found.items() if name == chosen.implementation]
         if rates:
             case = f"{direction}, {size_text(made.block_bytes)} x {count}"
             share = rates[0] / max(found.values())
             self.results.row(case, "chosen implementation", "of the fastest", share)
-            self.say(
-                f"{case}: jaxkv chooses {chosen[0].implementation}, {share:.0%} of the fastest"
-            )
+            self.say(f"{case}: jaxkv chooses {chosen.implementation}, {share:.0%} of the fastest")
 
     def say(self, line: str) -> None:
         print(f"{time.perf_counter() - self.start:5.0f} s  {line}", flush=True)

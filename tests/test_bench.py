@@ -12,6 +12,7 @@ from bench import blocks, engines, overlap, pages, peers, plot, results, stamps,
 from bench.blocks import Blocks, Way
 from bench.results import Results, Row
 from bench.transfer import KIB, Point
+from jaxkv import choice
 
 NAME = {"cpu": "host", "gpu": "kernel"}[jax.default_backend()]
 
@@ -47,16 +48,26 @@ def test_blocks_that_a_failed_program_took_are_made_again():
     made.program(Way(NAME), "load", 8, copies=1)
 
 
-def test_choices_are_noted_and_their_sms_can_be_set():
-    made = Blocks(KIB, 8)
-    ids, _ = made.ids(Way(NAME), 8, seed=0)
-    used = []
-    for num_sms in (3, None):
-        with blocks.choices(num_sms) as chosen:
-            traced = jax.jit(lambda *args: jaxkv.swap_blocks(*args))
-            traced.trace(made.arrays["host"], made.arrays["device"], *ids)
-        used += [choice.num_sms for choice in chosen]
-    assert len(used) == 2 and used[0] == 3 != used[1]
+@pytest.mark.parametrize("way", [Way(NAME, 3), Way(NAME)])
+def test_a_program_copies_in_its_way(way, monkeypatch):
+    taken = []
+
+    def choose(*args, **kwargs):
+        taken.append(choice.choose(*args, **kwargs))
+        return taken[-1]
+
+    monkeypatch.setattr(jaxkv.transfer, "choose", choose)
+    program = Blocks(KIB, 8).program(way, "load", 8, copies=2)
+    assert {one.implementation for one in taken[1:]} == {NAME}
+    # The host has no SMs: what it may use makes no difference, and says nothing.
+    assert program.num_sms == (0 if NAME == "host" else way.num_sms or taken[0].num_sms)
+    if NAME != "host":
+        assert {one.num_sms for one in taken[1:]} == {program.num_sms}
+
+
+def test_peers_use_no_sms_and_force_nothing():
+    with Way(peers.BATCH).taken(Way(peers.BATCH).sms_for(jaxkv.swap_blocks)):
+        assert choice._forced.get() is None
 
 
 def test_time_between_stamps_grows_with_what_lies_between():

@@ -24,7 +24,7 @@ from reference import KIND_LAYOUTS
 from strategies import layer_selections, page_ids, reference_layouts
 
 import jaxkv
-from jaxkv import _native, overlap
+from jaxkv import _native, liveness
 
 # Pallas kernels run where XLA puts them, so they can't be started.
 OVERLAPPED = {"cpu": ("host",), "gpu": ("kernel", "dma")}[jax.default_backend()]
@@ -211,7 +211,7 @@ def test_a_dropped_transfer_keeps_its_memory_until_it_has_ended(named):
     addresses = set(pointers(loading._cache))
 
     def kept() -> bool:
-        arrays = [array for _, arrays in overlap._in_flight for array in arrays]
+        arrays = [array for _, arrays in liveness._in_flight for array in arrays]
         return addresses <= set(pointers([one for one in arrays if not one.is_deleted()]))
 
     del loading
