@@ -46,12 +46,13 @@ struct Claim {
 struct ShareSize {
   static constexpr uint32_t kMaxCapacity = 12 * 1024;
   static constexpr uint32_t kMaxSlots = 16 * 1024;
-  static constexpr uint32_t kFilterBits = 128 * 1024;
+  static constexpr uint32_t kFilterBits = 64 * 1024;
 
   uint32_t capacity, log2_slots, copied_ids = 0;
 
   explicit ShareSize(uint32_t pairs)
-      : capacity(pairs), log2_slots(std::bit_width(std::clamp(2 * pairs, 32u, kMaxSlots) - 1)) {}
+      : capacity(pairs),
+        log2_slots(std::bit_width(std::clamp(pairs + pairs / 4, 32u, kMaxSlots) - 1)) {}
 
   // With a copy of `ids` entries, if that takes no more than `most` bytes.
   ShareSize with_copy(uint32_t ids, uint32_t most) const {
