@@ -3,9 +3,9 @@
 // A block answers for a stretch of the pairs, its share. It lists the share in shared memory, the
 // destinations also in a hash set, and holds all ids against that set: who names a destination of
 // the share from outside is found that way, and the owner of the outside finds the other. All ids
-// are on their way while the share is listed, as loads from the host would hold up those behind
-// them. As long as every entry is good, pair i is entry i. If one is not, blocks cannot tell each
-// other, but all read the same list: pair i is then the i-th entry in range (regroup).
+// are read before anything else, as loads from the host would hold up those behind them.
+// As long as every entry is good, pair i is entry i. If one is not, blocks cannot tell each other,
+// but all read the same list: pair i is then the i-th entry in range (regroup).
 #pragma once
 
 #include <algorithm>
@@ -48,7 +48,8 @@ struct ShareSize {
   static constexpr uint32_t kMaxSlots = 16 * 1024;
   static constexpr uint32_t kFilterBits = 64 * 1024;
 
-  uint32_t capacity, log2_slots, copied_ids = 0;
+  uint32_t capacity, log2_slots;
+  uint32_t copied_ids = 0;  // a multiple of 4
 
   explicit ShareSize(uint32_t pairs)
       : capacity(pairs),
@@ -57,7 +58,8 @@ struct ShareSize {
   // With a copy of `ids` entries, if that takes no more than `most` bytes.
   ShareSize with_copy(uint32_t ids, uint32_t most) const {
     ShareSize size = *this;
-    if (bytes() + ids * sizeof(BlockPair) <= most) size.copied_ids = ids;
+    const uint32_t whole = (ids + 3) / 4 * 4;
+    if (bytes() + whole * sizeof(BlockPair) <= most) size.copied_ids = whole;
     return size;
   }
   __host__ __device__ uint32_t slots() const { return 1u << log2_slots; }
@@ -134,10 +136,19 @@ class DestinationSet {
   uint32_t log2_slots_;
 };
 
-// A copy of a word from global to shared memory that no register waits for.
-inline __device__ void start_copy_to_shared(int32_t* to, const int32_t* from) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
+// Copies of words from global to shared memory that no register waits for. `to` is 16-byte aligned.
+inline __device__ void start_copy_to_shared(int32_t* to, const int32_t* from, uint32_t words) {
+  const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  const uint32_t vectors = reinterpret_cast<uintptr_t>(from) % 16 == 0 ? words / 4 : 0;
+  for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(start + i * 16),
+                 "l"(from + i * 4)
+                 : "memory");
+  }
+  for (uint32_t i = vectors * 4 + threadIdx.x; i < words; i += blockDim.x) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(start + i * 4), "l"(from + i)
+                 : "memory");
+  }
 }
 inline __device__ void wait_for_copies_to_shared() {
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -149,42 +160,27 @@ template <int kReads>
 class Share {
  public:
   __device__ Share(const IdParams& ids, const ShareSize& size, std::byte* shared)
-      : ids_(ids),
-        pairs_(reinterpret_cast<BlockPair*>(shared)),
-        set_(reinterpret_cast<uint32_t*>(pairs_ + size.capacity),
-             reinterpret_cast<uint32_t*>(pairs_ + size.capacity) + DestinationSet::kFilterWords,
-             size.log2_slots) {
-    int32_t* behind = reinterpret_cast<int32_t*>(pairs_ + size.capacity) +
-                      DestinationSet::kFilterWords + size.slots();
-    if (size.copied_ids) copied_sources_ = behind, copied_destinations_ = behind + ids.num_ids;
-  }
+      : Share(ids, size, reinterpret_cast<int32_t*>(shared),
+              reinterpret_cast<uint32_t*>(shared) + 2 * (size.copied_ids + size.capacity)) {}
 
   // Pairs of the share; kNoPair among them are to be skipped.
   __device__ const BlockPair* pairs() const { return pairs_; }
 
   // Lists pairs [span.first, span.last) as if every entry were good.
   __device__ void list(Span span) {
-    entries_ = span;
-    twins_ = false;
-    // Loads arrive in the order in which they start, so these before those of all ids.
-    EntriesInFlight first(*this, span, span.first + threadIdx.x);
     start_copying_ids();
     set_.clear();
+    entries_ = span;
+    twins_ = false;
+    wait_for_copies_to_shared();
     __syncthreads();
-    auto put_entry = [&](uint32_t i, BlockPair entry) { put(i - span.first, entry); };
-    first.use(put_entry);
-    for_entries({span.first + EntriesInFlight::stride(), span.last}, put_entry);
+    for_entries(span, [&](uint32_t i, BlockPair entry) { put(i - span.first, entry); });
     __syncthreads();
   }
 
   // Whether every entry of the whole list is good, as far as this block answers for it. If so, the
   // pairs that were listed may be copied.
   __device__ bool all_good() {
-    if (copied_sources_) {
-      wait_for_copies_to_shared();
-      __syncthreads();
-      copied_ = true;
-    }
     const bool bad = hold_against_set();
     return !__syncthreads_or(bad || twins_);
   }
@@ -202,18 +198,24 @@ class Share {
   }
 
  private:
-  __device__ BlockPair read(uint32_t i) const {
-    return {__ldg(ids_.sources + i), __ldg(ids_.destinations + i)};
-  }
+  __device__ Share(const IdParams& ids, const ShareSize& size, int32_t* copied, uint32_t* behind)
+      : ids_(ids),
+        copied_ids_(size.copied_ids),
+        copied_sources_(copied),
+        copied_destinations_(copied + size.copied_ids),
+        pairs_(reinterpret_cast<BlockPair*>(copied + 2 * size.copied_ids)),
+        set_(behind, behind + DestinationSet::kFilterWords, size.log2_slots) {}
+
   __device__ void start_copying_ids() {
-    if (!copied_sources_) return;
-    for (uint32_t i = threadIdx.x; i < ids_.num_ids; i += blockDim.x) {
-      start_copy_to_shared(copied_sources_ + i, ids_.sources + i);
-      start_copy_to_shared(copied_destinations_ + i, ids_.destinations + i);
-    }
+    if (copied_ids_ == 0) return;
+    start_copy_to_shared(copied_sources_, ids_.sources, ids_.num_ids);
+    start_copy_to_shared(copied_destinations_, ids_.destinations, ids_.num_ids);
+    const uint32_t behind = ids_.num_ids + threadIdx.x;
+    if (behind < copied_ids_) copied_sources_[behind] = copied_destinations_[behind] = 0;
   }
   __device__ BlockPair entry(uint32_t i) const {
-    return copied_ ? BlockPair{copied_sources_[i], copied_destinations_[i]} : read(i);
+    if (copied_ids_) return {copied_sources_[i], copied_destinations_[i]};
+    return {__ldg(ids_.sources + i), __ldg(ids_.destinations + i)};
   }
   __device__ bool in_range(BlockPair pair) const {
     // Unsigned, so that padding is too large as well.
@@ -226,57 +228,57 @@ class Share {
     if (good) twins_ |= set_.add(pair.destination);
   }
 
-  // Entries that a thread reads side by side.
-  class EntriesInFlight {
-   public:
-    __device__ EntriesInFlight(const Share& share, Span span, uint32_t first)
-        : first_(first), last_(span.last) {
-      if (first_ >= last_) return;
-#pragma unroll
-      for (int u = 0; u < kReads; ++u) entries_[u] = share.entry(min(place(u), last_ - 1));
-    }
-    template <typename Use>
-    __device__ void use(Use use) const {
-#pragma unroll
-      for (int u = 0; u < kReads; ++u) {
-        if (place(u) < last_) use(place(u), entries_[u]);
-      }
-    }
-    static __device__ uint32_t stride() { return kReads * blockDim.x; }
-
-   private:
-    __device__ uint32_t place(int u) const { return first_ + u * blockDim.x; }
-
-    uint32_t first_, last_;
-    BlockPair entries_[kReads];
-  };
-
+  // Reads the entries of a span, several at a time.
   template <typename Use>
   __device__ void for_entries(Span span, Use use) {
     for (uint32_t first = span.first + threadIdx.x; first < span.last;
-         first += EntriesInFlight::stride()) {
-      EntriesInFlight(*this, span, first).use(use);
+         first += kReads * blockDim.x) {
+      BlockPair entries[kReads];
+#pragma unroll
+      for (int u = 0; u < kReads; ++u) {
+        entries[u] = entry(min(first + u * blockDim.x, span.last - 1));
+      }
+#pragma unroll
+      for (int u = 0; u < kReads; ++u) {
+        const uint32_t i = first + u * blockDim.x;
+        if (i < span.last) use(i, entries[u]);
+      }
     }
   }
 
   // Marks destinations of the share that entries outside of it name. Returns whether this thread
   // saw one, or an entry out of range.
   __device__ bool hold_against_set() {
+    if (copied_ids_) return hold_copies_against_set();
     bool bad = false;
-    auto hold = [&](uint32_t i, BlockPair entry) {
-      if (!in_range(entry)) {
-        bad = true;
-      } else if (!entries_.has(i) && set_.may_have(entry.destination)) {
-        bad |= set_.mark(entry.destination);
-      }
-    };
-    if (copied_) {
-#pragma unroll 2
-      for (uint32_t i = threadIdx.x; i < ids_.num_ids; i += blockDim.x) hold(i, entry(i));
-    } else {
-      for_entries({0, ids_.num_ids}, hold);
-    }
+    for_entries({0, ids_.num_ids}, [&](uint32_t i, BlockPair entry) {
+      bad |= !in_range(entry) || (set_.may_have(entry.destination) && mark_twin(i, entry));
+    });
     return bad;
+  }
+  // The same with few instructions for each of four entries.
+  __device__ bool hold_copies_against_set() {
+    const auto* sources = reinterpret_cast<const uint4*>(copied_sources_);
+    const auto* destinations = reinterpret_cast<const uint4*>(copied_destinations_);
+    uint32_t most_source = 0, most_destination = 0;
+    bool bad = false;
+    for (uint32_t four = threadIdx.x; four < copied_ids_ / 4; four += blockDim.x) {
+      const uint4 s = sources[four], d = destinations[four];
+      most_source = max(max(max(s.x, s.y), max(s.z, s.w)), most_source);
+      most_destination = max(max(max(d.x, d.y), max(d.z, d.w)), most_destination);
+      const bool suspect =
+          set_.may_have(d.x) | set_.may_have(d.y) | set_.may_have(d.z) | set_.may_have(d.w);
+      if (!suspect) continue;
+      for (uint32_t i = four * 4; i < min(four * 4 + 4, ids_.num_ids); ++i) {
+        bad |= mark_twin(i, entry(i));
+      }
+    }
+    return bad || most_source >= static_cast<uint32_t>(ids_.num_sources) ||
+           most_destination >= static_cast<uint32_t>(ids_.num_destinations);
+  }
+  // Marks the destination of an entry outside of the share if the share names it. Returns whether.
+  __device__ bool mark_twin(uint32_t i, BlockPair entry) {
+    return !entries_.has(i) && in_range(entry) && set_.mark(entry.destination);
   }
 
   // Each warp counts the entries in range of its part of the list; the sum of the warps before it
@@ -348,11 +350,10 @@ class Share {
   }
 
   const IdParams& ids_;
+  uint32_t copied_ids_;  // of all entries, in shared memory, if there was room
+  int32_t *copied_sources_, *copied_destinations_;
   BlockPair* pairs_;
   DestinationSet set_;
-  // Of all entries, in shared memory, if there is room, and whether they are there already.
-  int32_t *copied_sources_ = nullptr, *copied_destinations_ = nullptr;
-  bool copied_ = false;
   Span entries_{0, 0};  // of the list, between which the share's pairs lie
   bool twins_ = false;  // this thread saw a destination of the share named by two of its pairs
 };
