@@ -19,7 +19,6 @@ constexpr int kMaxBuffers = 256;  // 4 KiB of kernel parameters, ...
 constexpr int kFewBuffers = 8;    // ... which a copy of one page would wait for
 constexpr int kCopyThreads = 1024;
 constexpr int kWordsInFlight = 4;         // loads of a thread: PCIe latency is ~1 us
-constexpr int kIdsInFlight = 4;           // beside those words, likewise
 constexpr int kPlacesAtOnce = 2;          // found side by side, as far as registers go
 constexpr uint32_t kAlignedWords = 64;    // a stretch starts at a multiple, to keep lines whole
 constexpr uint32_t kMaxWords = 1u << 31;  // FastDivisor's range
@@ -219,7 +218,7 @@ __global__ void __launch_bounds__(kCopyThreads)
     pairs = staged + p.first_pair - work.claim.pairs.first;
     window.open(work, pairs, 0);
   } else {
-    Share<kIdsInFlight> share(p.ids, p.share, shared);
+    Share share(p.ids, p.share, shared);
     work = work_of_block(p, p.ids.num_ids);
     share.list(work.claim.pairs);
     pairs = share.pairs() + p.first_pair - work.claim.pairs.first;
@@ -311,9 +310,6 @@ struct Pairs {
   size_t capacity;
 };
 
-// Copied ids take no more: what shared memory takes of an SM, the words in flight lack in its L1.
-constexpr uint32_t kMostSharedForIds = 160 * 1024;
-
 // One launch: segments of whole buffers, pairs [p.first_pair, p.last_pair).
 ffi::Error launch(cudaStream_t stream, const BlockCopy& copy, Variant variant,
                   CopyParamsOf<kMaxBuffers>& p) {
@@ -323,7 +319,7 @@ ffi::Error launch(cudaStream_t stream, const BlockCopy& copy, Variant variant,
   const uint32_t stretch = stretch_of(static_cast<uint32_t>(words), blocks);
   // A stretch may begin and end within a pair.
   const uint32_t most = std::min(p.last_pair - p.first_pair, stretch / p.words_per_pair() + 2);
-  p.share = ShareSize(most).with_copy(p.ids.num_ids, kMostSharedForIds);
+  p.share = ShareSize(most, p.ids.num_ids);
   const uint32_t shared_bytes =
       p.pairs ? most * static_cast<uint32_t>(sizeof(BlockPair)) : p.share.bytes();
   CopyParamsOf<kFewBuffers> few{p, {}, {}};
@@ -456,7 +452,8 @@ ffi::Error prepare_copy_kernel(int32_t device) {
     cudaFuncAttributes attributes;
     JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, kernel));
     const int most = most_shared - static_cast<int>(attributes.sharedSizeBytes);
-    JAXKV_CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+    JAXKV_CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        std::min(most, kMaxShareBytes)));
   }
   return create_ring(device);
 }
