@@ -58,14 +58,14 @@ asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan
 	tools/test_wheel.sh build/asan/*.whl build/asan/room "jax>=0.10.2" \
 	  env LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  python -m pytest --capture=sys  # or the report dies with the process
+	  python -m pytest --hypothesis-profile=brief --capture=sys  # or the report dies with the process
 
 compat: $(INSTALLED)  ## one stable-ABI wheel under every supported jax (PYTHON >= 3.12)
 	$(PY) -c "import sys; assert sys.version_info >= (3, 12), 'make compat needs Python >= 3.12'"
 	$(call wheel,compat,cmake.define.JAXKV_CUDA=OFF)
 	set -e; for jax in $(JAX_VERSIONS); do \
 	  tools/test_wheel.sh build/compat/*-abi3-*.whl build/compat/jax-$$jax "jax==$$jax" \
-	    python -m pytest; \
+	    python -m pytest --hypothesis-profile=brief; \
 	done
 
 fresh:  ## `make $(FRESH_TARGETS)` in a fresh clone on a clean Debian (root; debootstrap)

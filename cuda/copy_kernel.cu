@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <mutex>
 #include <string>
 
 #include "copy_kernel.h"
@@ -405,24 +404,6 @@ ffi::Error launch_all(cudaStream_t stream, const BlockCopy& copy, const Pairs& p
   return ffi::Error::Success();
 }
 
-// ---------------------------------------------------------------------------------------------
-// Rings
-
-std::array<std::atomic<PageErrorRing*>, kMaxDevices> device_rings;
-
-// Mapped host memory: written only when an id is refused, read by the host without a sync.
-ffi::Error create_ring(int32_t device) {
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
-  if (device_rings[device].load()) return ffi::Error::Success();
-  PageErrorRing* ring = nullptr;
-  JAXKV_CUDA_TRY(cudaHostAlloc(&ring, sizeof *ring, cudaHostAllocPortable | cudaHostAllocMapped));
-  *ring = {};
-  watch_ring(ring);
-  device_rings[device].store(ring);
-  return ffi::Error::Success();
-}
-
 }  // namespace
 
 ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const IdLists& ids,
@@ -440,11 +421,9 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairLis
 }
 
 ffi::Error prepare_copy_kernel(int32_t device) {
-  if (device < 0 || device >= kMaxDevices) {
-    return ffi::Error::Internal("jaxkv: device ordinal " + std::to_string(device) +
-                                " is outside [0, " + std::to_string(kMaxDevices) + ")");
-  }
-  if (device_rings[device].load()) return ffi::Error::Success();
+  static std::array<std::atomic<bool>, kMaxDevices> done{};  // XLA asks before every execution
+  if (auto error = prepare_ring(device); error.failure()) return error;
+  if (done[device].load()) return ffi::Error::Success();
   int most_shared = 0;
   JAXKV_CUDA_TRY(
       cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
@@ -455,9 +434,8 @@ ffi::Error prepare_copy_kernel(int32_t device) {
     JAXKV_CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                         std::min(most, kMaxShareBytes)));
   }
-  return create_ring(device);
+  done[device].store(true);
+  return ffi::Error::Success();
 }
-
-PageErrorRing* device_ring(int32_t device) { return device_rings[device].load(); }
 
 }  // namespace jaxkv

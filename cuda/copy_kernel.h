@@ -10,8 +10,6 @@
 
 namespace jaxkv {
 
-inline constexpr int kMaxDevices = 64;
-
 // How a side-stream copy tells how far it is: buffers are copied in segments (layers), in order.
 struct Progress {
   uint32_t* counter;  // `first + s` once segment s has arrived, in order of s
@@ -31,8 +29,5 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairLis
 
 // Everything that may allocate or load a module, for the current device. Cheap if done before.
 ffi::Error prepare_copy_kernel(int32_t device);
-
-// Where kernels of a device record refused ids; null before prepare_copy_kernel.
-PageErrorRing* device_ring(int32_t device);
 
 }  // namespace jaxkv

@@ -6,8 +6,11 @@
 #include <cstdint>
 #include <span>
 
+#include "bounds.h"
 #include "host_ids.h"
 #include "page_errors.h"
+#include "recurrent.h"
+#include "sync_guard.h"
 #include "transfer.h"
 #include "xla/ffi/api/ffi.h"
 #ifdef JAXKV_CUDA
@@ -24,6 +27,8 @@ XLA_FFI_Error* CopyBlocksHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyPairsHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyHost(XLA_FFI_CallFrame*);
+XLA_FFI_Error* CheckBoundsHost(XLA_FFI_CallFrame*);
+XLA_FFI_Error* AlignStatesHost(XLA_FFI_CallFrame*);
 #ifdef JAXKV_CUDA
 XLA_FFI_Error* PrepareDevice(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PlanPairsKernel(XLA_FFI_CallFrame*);
@@ -35,6 +40,10 @@ XLA_FFI_Error* PrepareLanes(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* PrepareBounds(XLA_FFI_CallFrame*);
+XLA_FFI_Error* CheckBoundsKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* PrepareAlign(XLA_FFI_CallFrame*);
+XLA_FFI_Error* AlignStatesKernel(XLA_FFI_CallFrame*);
 #endif
 }
 
@@ -62,6 +71,8 @@ nb::dict registrations() {
   add(cpu, "jaxkv_copy_pairs", stage("execute", CopyPairsHost));
   add(cpu, "jaxkv_start_copy", stage("execute", StartCopyHost));
   add(cpu, "jaxkv_wait_copy", stage("execute", WaitCopyHost));
+  add(cpu, "jaxkv_check_bounds", stage("execute", CheckBoundsHost));
+  add(cpu, "jaxkv_align_states", stage("execute", AlignStatesHost));
   all["cpu"] = cpu;
 #ifdef JAXKV_CUDA
   nb::dict cuda;
@@ -75,20 +86,35 @@ nb::dict registrations() {
   add(cuda, "jaxkv_start_copy", prepare_lanes, stage("execute", StartCopyKernel));
   add(cuda, "jaxkv_start_copy_dma", prepare_lanes, stage("execute", StartCopyDma));
   add(cuda, "jaxkv_wait_copy", prepare_lanes, stage("execute", WaitCopyKernel));
+  add(cuda, "jaxkv_check_bounds", stage("initialize", PrepareBounds),
+      stage("execute", CheckBoundsKernel));
+  add(cuda, "jaxkv_align_states", stage("initialize", PrepareAlign),
+      stage("execute", AlignStatesKernel));
   all["CUDA"] = cuda;
 #endif
   return all;
 }
 
+// What check_errors() raises.
+const char* kind_of(PageFault fault) {
+  switch (fault) {
+    case PageFault::kCopiedEarly:
+    case PageFault::kNotArrived:
+      return "transfer";
+    case PageFault::kBoundExceeded:
+      return "bound";
+    default:
+      return "page";
+  }
+}
+
 nb::tuple page_errors() {
   const auto taken = take_page_errors();
-  std::vector<std::string> details;
-  bool in_waits = false;
+  nb::list details;
   for (const auto& entry : taken.details) {
-    details.push_back(describe(entry));
-    in_waits |= entry.fault >= PageFault::kCopiedEarly;
+    details.append(nb::make_tuple(kind_of(entry.fault), describe(entry)));
   }
-  return nb::make_tuple(taken.count, details, in_waits);
+  return nb::make_tuple(taken.count, details);
 }
 
 }  // namespace
@@ -98,10 +124,11 @@ NB_MODULE(_ext, m) {
   m.def("registrations", &registrations,
         "FFI handlers as capsules: {platform: {target: {stage: capsule}}}.");
   m.def("page_errors", &page_errors,
-        "(number of faults since the last call, descriptions of the last of them, whether any is "
-        "of a wait).");
+        "(number of faults since the last call, (kind, description) of the last of them).");
+  m.def("bound_code", &bound_code, nb::arg("name"), "The number of a named bound.");
   m.attr("HOST_IDS_HEADER") = kHostIdsHeader;
   m.attr("INLINE_IDS") = kInlineIds;
+  m.attr("MAX_STATES") = kMaxStates;
   m.def(
       "seal_host_ids",
       [](uintptr_t address, size_t num_words) {
@@ -114,6 +141,10 @@ NB_MODULE(_ext, m) {
         admit_host_ids(reinterpret_cast<const int32_t*>(address), num_words);
       },
       nb::arg("address"), nb::arg("num_words"), "Says that sealed ids lie at `address`.");
+#ifdef JAXKV_WATCH_BUFFERS
+  m.def("watch_buffers", &watch_buffers, nb::arg("type"), nb::arg("observe").none(),
+        "Has the buffers of a type got by observe(get, object); None ends that.");
+#endif
 #ifdef JAXKV_CUDA
   m.attr("CUDA") = true;
   m.def("synchronize_device", &synchronize_device, nb::arg("ordinal"),

@@ -20,6 +20,11 @@ std::vector<WatchedRing>& rings() {
 
 PageErrorRing host_ring;
 
+std::vector<std::string>& bound_names() {
+  static auto* all = new std::vector<std::string>;
+  return *all;
+}
+
 PageErrorEntry copy_entry(const volatile PageErrorEntry& e) {
   return {e.sequence, e.fault, e.position, e.id, e.limit};
 }
@@ -55,6 +60,14 @@ PageErrors take_page_errors() {
   return taken;
 }
 
+int32_t bound_code(const std::string& name) {
+  std::lock_guard lock(mutex);
+  auto& names = bound_names();
+  const auto found = std::ranges::find(names, name);
+  if (found == names.end()) names.push_back(name);
+  return static_cast<int32_t>(std::ranges::find(names, name) - names.begin());
+}
+
 std::string describe(const PageErrorEntry& e) {
   const std::string where = " at position " + std::to_string(e.position);
   switch (e.fault) {
@@ -74,6 +87,14 @@ std::string describe(const PageErrorEntry& e) {
       return "segment " + std::to_string(e.position) +
              " of a started copy did not arrive in time: " + "number " + std::to_string(e.id) +
              " was wanted, " + std::to_string(e.limit) + " was reached";
+    case PageFault::kColumnOutOfRange:
+      return "row " + std::to_string(e.position) + " needs column " + std::to_string(e.id) +
+             " of a block table of " + std::to_string(e.limit) + " columns";
+    case PageFault::kBoundExceeded: {
+      std::lock_guard lock(mutex);
+      return bound_names().at(e.position) + " = " + std::to_string(e.id) +
+             " exceeds its bound of " + std::to_string(e.limit);
+    }
   }
   return "unknown fault";
 }

@@ -2,8 +2,17 @@
 #pragma once
 
 #include "page_errors.h"
+#include "xla/ffi/api/ffi.h"
 
 namespace jaxkv {
+
+inline constexpr int kMaxDevices = 64;
+
+// Makes the ring of a device, once; refuses ordinals from kMaxDevices on.
+xla::ffi::Error prepare_ring(int32_t device);
+
+// Where kernels of a device record faults; null before prepare_ring.
+PageErrorRing* device_ring(int32_t device);
 
 inline __device__ void record_fault(PageErrorRing* ring, PageFault fault, int32_t position,
                                     int32_t id, int32_t limit) {

@@ -13,6 +13,8 @@ enum class PageFault : int32_t {
   kDuplicate,
   kCopiedEarly,  // a wait got a copy of a written array: position is the segment, id the array
   kNotArrived,  // a wait gave up: position is the segment, id the number wanted, limit the one seen
+  kBoundExceeded,     // position is the code of the bound, id the value, limit the bound
+  kColumnOutOfRange,  // of a block table: position is the row, id the column, limit its columns
 };
 
 struct PageErrorEntry {
@@ -44,6 +46,9 @@ PageErrors take_page_errors();
 
 // The ring of copies that the host checks: the CPU backend's and those of the copy engine.
 void record_on_host(PageFault fault, int32_t position, int32_t id, int32_t limit);
+
+// A number for the name of a bound: a device cannot record text.
+int32_t bound_code(const std::string& name);
 
 std::string describe(const PageErrorEntry& entry);
 

@@ -17,6 +17,14 @@ class TransferError(RuntimeError):
     """A wait for a started copy failed: the arrays that it handed out lack what had not arrived."""
 
 
+class BoundError(ValueError):
+    """A batch needed more than a static bound of its metadata allows."""
+
+
+class StaleCountsError(RuntimeError):
+    """Counts that are not those of the step, or of the requests, that the reader named."""
+
+
 class HostMemoryError(MemoryError):
     """Host memory that was asked for is more than the machine allows.
 
@@ -39,8 +47,9 @@ def check_errors(*outputs: Any) -> None:
     """Raises if a copy refused an entry, or a wait failed, since the last check.
 
     A CUDA kernel can't raise: it skips an entry whose id is out of range or whose destination is
-    named twice, and counts it. Reading the count neither synchronises nor waits, so a step loop may
-    call this every step; entries of work that still runs show up in a later call.
+    named twice, and counts it, as it counts what exceeds a bound. Reading the count neither
+    synchronises nor waits, so a step loop may call this every step; entries of work that still runs
+    show up in a later call.
 
     Args:
       *outputs: arrays or pytrees to wait for first, to be sure of the work that made them.
@@ -48,10 +57,15 @@ def check_errors(*outputs: Any) -> None:
     Raises:
       PageIndexError: names the first refused entries and how many there were.
       TransferError: a wait for a started copy gave up, or got a copy that XLA had made before.
+      BoundError: names the bound that a batch exceeded, and by what.
     """
     jax.block_until_ready(outputs)
-    count, details, in_waits = _native.extension().page_errors()
-    if in_waits:
-        raise TransferError(f"{count} faults: {'; '.join(details[:4])}")
+    count, details = _native.extension().page_errors()
+    texts = "; ".join(text for _, text in details[:4])
+    kinds = {kind for kind, _ in details}
+    if "transfer" in kinds:
+        raise TransferError(f"{count} faults: {texts}")
+    if "bound" in kinds:
+        raise BoundError(f"{count} faults: {texts}")
     if count:
-        raise PageIndexError(f"{count} entries were not copied: {'; '.join(details[:4])}")
+        raise PageIndexError(f"{count} entries were not copied: {texts}")

@@ -25,6 +25,7 @@ from examples.serving.engine import Engine, Limits, Turn, serve
 from examples.serving.model import Batch, Config, forward, init_params
 from examples.serving.tokenizer import ByteTokenizer, QwenTokenizer
 from jaxkv.layout import LAYOUTS
+from jaxkv.metadata import BatchMetadata
 
 CONFIG = Config(256, 64, 96, 2, 4, 2, 16)
 LIMITS = Limits(page_size=8, batch=3, chunk=32, pages_per_turn=48, pages_in_use=80)
@@ -485,10 +486,13 @@ def test_logits_match_transformers(tied, tmp_path):
     starts = [*range(0, prompt, chunk), *range(prompt, total)]
     for start, stop in zip(starts, [*starts[1:], total], strict=True):
         width = chunk if start < prompt else 1
-        batch = Batch(np.zeros((2, width), np.int32), np.full((2, width), -1, np.int32), tables)
-        batch.tokens[:, : stop - start] = tokens[:, start:stop]
-        batch.positions[:, : stop - start] = range(start, stop)
-        logits, cache = step(config, params, cache, batch)
+        rows = BatchMetadata.from_host(
+            [stop - start] * 2, [stop] * 2, tables, max_num_reqs=2, max_num_tokens=2 * width,
+            max_blocks=8, block_size=page_size,
+        )  # fmt: skip
+        new = np.zeros(2 * width, np.int32)
+        new[: 2 * (stop - start)] = tokens[:, start:stop].ravel()
+        logits, cache = step(config, params, cache, Batch(new, rows))
         scale = expected[:, stop - 1].std()
         error = np.abs(np.asarray(logits) - expected[:, stop - 1]).max()
         assert error < 2e-5 * scale, f"tokens {start} to {stop}"

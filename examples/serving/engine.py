@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 import jaxkv
+from jaxkv.metadata import BatchMetadata
 
 from .block_manager import BlockManager, Placement, page_names
 from .model import Batch, Config, Params, next_tokens
@@ -111,9 +112,9 @@ class Engine:
         """Lets a turn in, computes a chunk of one prompt and the next token of every answer."""
         self._admit()
         if prompts := [turn for turn in self.running if turn.missing > 1]:
-            self._compute(prompts[:1], rows=1, width=self.limits.chunk)
+            self._compute(prompts[:1], max_turns=1, max_tokens=self.limits.chunk)
         if answers := [turn for turn in self.running if turn.missing == 1]:
-            self._compute(answers, rows=self.limits.batch, width=1)
+            self._compute(answers, max_turns=self.limits.batch, max_tokens=self.limits.batch)
 
     def _admit(self) -> None:
         """Starts the turn that waits for longest, once all its pages fit beside those in use."""
@@ -150,20 +151,25 @@ class Engine:
         ids[:, : len(copies)] = np.reshape(copies, (-1, 2)).T
         return ids
 
-    def _compute(self, turns: Sequence[Turn], rows: int, width: int) -> None:
-        """Computes up to `width` missing tokens of each turn, in a batch of static shape."""
-        tokens = np.zeros((rows, width), np.int32)
-        positions = np.full((rows, width), -1, np.int32)
-        tables = np.full((rows, self.limits.pages_per_turn), -1, np.int32)
-        for row, turn in enumerate(turns):
-            new = turn.tokens[turn.computed :][:width]
-            tokens[row, : len(new)] = new
-            positions[row, : len(new)] = range(turn.computed, turn.computed + len(new))
-            tables[row, : len(turn.placement.pages)] = turn.placement.pages
-        batch = Batch(tokens, positions, tables)
+    def _compute(self, turns: Sequence[Turn], max_turns: int, max_tokens: int) -> None:
+        """Computes missing tokens of each turn, in a batch of static shape."""
+        each = max_tokens // max_turns
+        new = [turn.tokens[turn.computed :][:each] for turn in turns]
+        tokens = np.zeros(max_tokens, np.int32)
+        tokens[: sum(map(len, new))] = [token for part in new for token in part]
+        rows = BatchMetadata.from_host(
+            query_lens=[len(part) for part in new],
+            seq_lens=[turn.computed + len(part) for turn, part in zip(turns, new, strict=True)],
+            block_table=[turn.placement.pages for turn in turns],
+            max_num_reqs=max_turns,
+            max_num_tokens=max_tokens,
+            max_blocks=self.limits.pages_per_turn,
+            block_size=self.limits.page_size,
+        )
+        batch = Batch(tokens, rows)
         chosen, self.cache = next_tokens(self.config, self.params, self.cache, batch)
-        for turn in turns:
-            count = min(width, turn.missing)
+        for turn, part in zip(turns, new, strict=True):
+            count = len(part)
             turn.computed += count
             if turn.computed % self.limits.page_size < count:  # a page has become full
                 names = page_names(turn.tokens[: turn.computed], self.limits.page_size)
@@ -184,8 +190,8 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles every program by running it on padding; to be called before the first turn."""
-        self._compute([], rows=1, width=self.limits.chunk)
-        self._compute([], rows=self.limits.batch, width=1)
+        self._compute([], max_turns=1, max_tokens=self.limits.chunk)
+        self._compute([], max_turns=self.limits.batch, max_tokens=self.limits.batch)
         if self.pool is not None:
             self.pool = store(self.pool, self.cache, *self._ids([]))
             self.cache = load(self.pool, self.cache, *self._ids([]))

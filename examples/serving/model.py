@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv
+from jaxkv import metadata
+from jaxkv.metadata import BatchMetadata
 
 Params = dict[str, Any]
 
@@ -85,11 +87,10 @@ def init_params(config: Config, seed: int, dtype: Any) -> Params:
 
 
 class Batch(NamedTuple):
-    """Up to T new tokens of each of B sequences, which have up to M pages; -1 is padding."""
+    """Up to T new tokens, those of one sequence after those of another."""
 
-    tokens: Any  # int32[B, T]
-    positions: Any  # int32[B, T], of a token in its sequence
-    tables: Any  # int32[B, M], the pages of a sequence in order
+    tokens: Any  # int32[T]
+    rows: BatchMetadata  # which sequences they belong to, and where those have their pages
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -99,7 +100,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotary embedding of x [B, T, heads, head_dim]."""
+    """Rotary embedding of x [T, heads, head_dim]."""
     half = x.shape[-1] // 2
     angles = positions[..., None, None] * theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -108,30 +109,26 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return turned.astype(x.dtype)
 
 
-def slot_mapping(batch: Batch, page_size: int, num_pages: int) -> jax.Array:
-    """Row of each token in the flattened pages, int32[B, T]; padding lies past the end."""
-    positions = jnp.maximum(batch.positions, 0)
-    pages = jnp.take_along_axis(batch.tables, positions // page_size, axis=1)
-    slots = pages * page_size + positions % page_size
-    return jnp.where(batch.positions < 0, num_pages * page_size, slots)
-
-
 def extend(
     pages: jax.Array, new: jax.Array, slots: jax.Array, tables: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes new [B, T, H, D] to pages [P, s, H, D] and reads whole sequences, [B, S, H, D]."""
+    """Writes new [T, H, D] to pages [P, s, H, D] and reads whole sequences, [B, S, H, D]."""
     flat = pages.reshape(-1, *pages.shape[2:]).at[slots].set(new, mode="drop")
     pages = flat.reshape(pages.shape)
-    return pages, pages[jnp.maximum(tables, 0)].reshape(new.shape[0], -1, *new.shape[2:])
+    return pages, pages[tables].reshape(len(tables), -1, *new.shape[1:])
 
 
 def attend(q: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Grouped-query attention of q [B, T, heads, D] to [B, S, H, D], where mask [B, T, S] is."""
-    grouped = q.reshape(*q.shape[:2], keys.shape[2], -1, q.shape[-1])
-    scores = einsum("bthgd,bshd->bhgts", grouped, keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None, None], scores * q.shape[-1] ** -0.5, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    return einsum("bhgts,bshd->bthgd", weights, values).reshape(*q.shape[:2], -1)
+    """Grouped-query attention of q [T, heads, D] to [B, S, H, D], where mask [T, B, S] is.
+
+    Every token looks at every sequence and the mask keeps its own. A kernel for paged attention
+    would not; its metadata is what `jaxkv.metadata` builds from the same batch.
+    """
+    grouped = q.reshape(len(q), keys.shape[2], -1, q.shape[-1])
+    scores = einsum("thgd,bshd->hgtbs", grouped, keys, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask, scores * q.shape[-1] ** -0.5, -1e30)
+    weights = jax.nn.softmax(scores, axis=(-2, -1)).astype(values.dtype)
+    return einsum("hgtbs,bshd->thgd", weights, values).reshape(len(q), -1)
 
 
 def forward(
@@ -142,28 +139,31 @@ def forward(
     Returns:
       The logits after the last new token of each sequence, float32[B, vocab_size], and the cache.
     """
-    page_size, eps, positions = cache.spec.page_size, config.rms_norm_eps, batch.positions
-    slots = slot_mapping(batch, page_size, cache.num_pages)
-    mask = jnp.arange(batch.tables.shape[1] * page_size) <= positions[..., None]
+    rows, eps = batch.rows, config.rms_norm_eps
+    positions = metadata.token_positions(rows)
+    slots = metadata.slot_mapping(rows, positions)
+    slots = jnp.where(slots < 0, cache.num_pages * rows.block_size, slots)  # past the end: dropped
+    row = metadata.token_to_request(rows.query_start_loc, rows.max_num_tokens)
+    own = row[:, None] == jnp.arange(rows.max_num_reqs)
+    past = jnp.arange(rows.max_blocks * rows.block_size) <= positions[:, None]
+    mask = own[:, :, None] & past[:, None, :]
     heads = (*positions.shape, -1, config.head_dim)
     x, layers = params["embed_tokens"][batch.tokens], []
     for layer, (k_pages, v_pages) in zip(params["layers"], cache.layers, strict=True):
         h = rms_norm(x, layer["input_layernorm"], eps)
         q, k, v = (
-            einsum("bti,oi->bto", h, layer[f"self_attn.{name}_proj"]).reshape(heads)
-            for name in "qkv"
+            einsum("ti,oi->to", h, layer[f"self_attn.{name}_proj"]).reshape(heads) for name in "qkv"
         )
         q = rotate(rms_norm(q, layer["self_attn.q_norm"], eps), positions, config.rope_theta)
         k = rotate(rms_norm(k, layer["self_attn.k_norm"], eps), positions, config.rope_theta)
-        k_pages, keys = extend(k_pages, k, slots, batch.tables)
-        v_pages, values = extend(v_pages, v, slots, batch.tables)
+        k_pages, keys = extend(k_pages, k, slots, rows.block_table)
+        v_pages, values = extend(v_pages, v, slots, rows.block_table)
         layers.append((k_pages, v_pages))
-        x += einsum("bti,oi->bto", attend(q, keys, values, mask), layer["self_attn.o_proj"])
+        x += einsum("ti,oi->to", attend(q, keys, values, mask), layer["self_attn.o_proj"])
         h = rms_norm(x, layer["post_attention_layernorm"], eps)
-        gate, up = (einsum("bti,oi->bto", h, layer[f"mlp.{n}_proj"]) for n in ("gate", "up"))
-        x += einsum("bti,oi->bto", jax.nn.silu(gate) * up, layer["mlp.down_proj"])
-    last = jnp.argmax(positions, axis=1)[:, None, None]
-    x = rms_norm(jnp.take_along_axis(x, last, axis=1)[:, 0], params["norm"], eps)
+        gate, up = (einsum("ti,oi->to", h, layer[f"mlp.{n}_proj"]) for n in ("gate", "up"))
+        x += einsum("ti,oi->to", jax.nn.silu(gate) * up, layer["mlp.down_proj"])
+    x = rms_norm(x[metadata.logits_indices(rows)], params["norm"], eps)
     logits = einsum("bi,oi->bo", x, params["lm_head"], preferred_element_type=jnp.float32)
     return logits, dataclasses.replace(cache, layers=tuple(layers))
 

@@ -1,0 +1,28 @@
+// The check of bounds, as its handlers for CUDA and for the host share it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxkv {
+
+namespace ffi = xla::ffi;
+
+using Int64s = ffi::Span<const int64_t>;
+
+inline constexpr size_t kMaxBounds = 16;
+
+inline ffi::Error check_counts(ffi::Buffer<ffi::S32> values, Int64s codes, Int64s limits) {
+  const size_t count = values.element_count();
+  if (count && count <= kMaxBounds && codes.size() == count && limits.size() == count) {
+    return ffi::Error::Success();
+  }
+  return ffi::Error::InvalidArgument("jaxkv bounds: " + std::to_string(count) + " values for " +
+                                     std::to_string(codes.size()) + " bounds, at most " +
+                                     std::to_string(kMaxBounds));
+}
+
+}  // namespace jaxkv

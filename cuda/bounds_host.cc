@@ -1,0 +1,33 @@
+// The CPU backend's check of bounds: it fails the step at once.
+#include "bounds.h"
+#include "page_errors.h"
+
+namespace jaxkv {
+namespace {
+
+ffi::Error check_on_host(ffi::Buffer<ffi::S32> values, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>,
+                         Int64s codes, Int64s limits) {
+  if (auto error = check_counts(values, codes, limits); error.failure()) return error;
+  for (size_t i = 0; i < codes.size(); ++i) {
+    const int32_t value = values.typed_data()[i];
+    if (value <= limits[i]) continue;
+    return ffi::Error::InvalidArgument("BoundError: " +
+                                       describe({.fault = PageFault::kBoundExceeded,
+                                                 .position = static_cast<int32_t>(codes[i]),
+                                                 .id = value,
+                                                 .limit = static_cast<int32_t>(limits[i])}));
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CheckBoundsHost, check_on_host,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<Int64s>("codes")
+                                  .Attr<Int64s>("limits"));
+
+}  // namespace jaxkv

@@ -1,0 +1,446 @@
+"""What every attention backend's metadata is built from, and the helpers that they share.
+
+Everything here is a pure function of a few small arrays on the device, with shapes fixed by bounds:
+B rows (requests), T tokens, W blocks a row. Numbers of rows and tokens are scalars on the device,
+so one compiled step serves every batch under its bounds, and the host waits for nothing. What lies
+past a number is padding, and every result says what its padding holds.
+
+Semantics are those of vLLM's CommonAttentionMetadata and of the helpers around it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PAD_SLOT = -1  # of a token that has no place in this rank's cache
+NULL_BLOCK = 0  # the block that padding names; the scheduler hands it to nobody
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BatchMetadata:
+    """One batch, as all builders take it.
+
+    Rows from `num_reqs` on are padding: `query_start_loc` repeats its last value there, `seq_lens`
+    is 0 and `block_table` NULL_BLOCK. A row before `num_reqs` may have no query tokens.
+
+    Attributes:
+      query_start_loc: int32[B + 1], where the query tokens of each row begin; from 0, not
+        decreasing.
+      seq_lens: int32[B], tokens of each row's context, those of this step included.
+      block_table: int32[B, W], blocks of each row in order.
+      num_reqs: int32[], rows of the batch.
+      num_tokens: int32[], query tokens of the batch; those from `query_start_loc[-1]` on are
+        padding.
+      max_num_tokens: T, the most query tokens of a batch.
+      block_size: tokens a block.
+    """
+
+    query_start_loc: Any
+    seq_lens: Any
+    block_table: Any
+    num_reqs: Any
+    num_tokens: Any
+    max_num_tokens: int = dataclasses.field(metadata={"static": True})
+    block_size: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def from_host(
+        cls,
+        query_lens: Sequence[int] | np.ndarray,
+        seq_lens: Sequence[int] | np.ndarray,
+        block_table: Sequence[Sequence[int]] | np.ndarray,
+        *,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_blocks: int,
+        block_size: int,
+        cp_world_size: int = 1,
+    ) -> BatchMetadata:
+        """A scheduler's batch, padded to its bounds, as NumPy arrays.
+
+        Args:
+          query_lens: query tokens of each request.
+          seq_lens: tokens of each request's context, those of this step included.
+          block_table: blocks of each request, any number up to `max_blocks`.
+          max_num_reqs: B.
+          max_num_tokens: T.
+          max_blocks: W.
+          block_size: tokens a block, of one rank.
+          cp_world_size: ranks that share a context, so that one entry of `block_table` stands for
+            a block on each.
+
+        Raises:
+          ValueError: more requests, tokens or blocks than the bounds allow, a request whose query
+            is longer than its context, or whose context has no blocks, a block whose slots no int32
+            can tell, or a size below 1.
+        """
+        _at_least_1(
+            max_num_reqs=max_num_reqs,
+            max_num_tokens=max_num_tokens,
+            max_blocks=max_blocks,
+            block_size=block_size,
+            cp_world_size=cp_world_size,
+        )
+        query, context = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
+        blocks = np.array([len(row) for row in block_table], np.int64)
+        if not len(query) == len(context) == len(blocks):
+            raise ValueError(
+                f"query_lens, seq_lens and block_table name {len(query)}, {len(context)} and "
+                f"{len(blocks)} requests"
+            )
+        num_reqs, num_tokens = len(query), int(query.sum())
+        capacity = block_size * cp_world_size
+        rules = {
+            "0 <= query tokens <= context": (query >= 0) & (query <= context),
+            f"blocks <= max_blocks={max_blocks}": blocks <= max_blocks,
+            f"context <= blocks of {capacity} tokens": context <= blocks * capacity,
+            "context < 2**31 tokens": context < 2**31,
+        }
+        for rule, holds in rules.items():
+            if not holds.all():
+                i = int(holds.argmin())
+                raise ValueError(
+                    f"request {i} has {query[i]} query tokens in a context of {context[i]} tokens "
+                    f"with {blocks[i]} blocks, against the rule: {rule}"
+                )
+        if num_reqs > max_num_reqs:
+            raise ValueError(f"{num_reqs} requests exceed max_num_reqs={max_num_reqs}")
+        if num_tokens > max_num_tokens:
+            raise ValueError(f"{num_tokens} query tokens exceed max_num_tokens={max_num_tokens}")
+        table = np.full((max_num_reqs, max_blocks), NULL_BLOCK, np.int64)
+        for i, row in enumerate(block_table):
+            table[i, : len(row)] = row
+        most = 2**31 // block_size - 1
+        if table.min() < 0 or table.max() > most:
+            raise ValueError(
+                f"block ids from {table.min()} to {table.max()} are outside [0, {most}], which "
+                f"int32 slots of blocks of {block_size} tokens can tell"
+            )
+        starts = np.full(max_num_reqs + 1, num_tokens, np.int32)
+        starts[: num_reqs + 1] = np.concatenate([[0], np.cumsum(query)])
+        lens = np.zeros(max_num_reqs, np.int32)
+        lens[:num_reqs] = context
+        return cls(
+            query_start_loc=starts,
+            seq_lens=lens,
+            block_table=table.astype(np.int32),
+            num_reqs=np.int32(num_reqs),
+            num_tokens=np.int32(num_tokens),
+            max_num_tokens=max_num_tokens,
+            block_size=block_size,
+        )
+
+    @property
+    def max_num_reqs(self) -> int:
+        """B, the most rows of a batch."""
+        return self.seq_lens.shape[0]
+
+    @property
+    def max_blocks(self) -> int:
+        """W, the most blocks of a row."""
+        return self.block_table.shape[1]
+
+    @property
+    def query_lens(self) -> Any:
+        """int32[B], query tokens of each row."""
+        return self.query_start_loc[1:] - self.query_start_loc[:-1]
+
+    @property
+    def row_mask(self) -> Any:
+        """bool[B], which rows are of the batch."""
+        return jnp.arange(self.max_num_reqs, dtype=jnp.int32) < self.num_reqs
+
+
+def _at_least_1(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Building blocks. Each is a few element-wise operations and at most one reduction, which XLA makes
+# one kernel of; its own scans and searches take several.
+
+
+def cdiv(numerator: Any, denominator: int) -> Any:
+    """Ceil division of values >= 0."""
+    return -(-numerator // denominator)
+
+
+def prefix_sum(x: Any) -> Any:
+    """int32[n + 1], the sums of all first entries: 0, x[0], x[0] + x[1], ...
+
+    A masked reduction: for the number of rows of a batch far cheaper on a GPU than a scan, which is
+    a chain of kernels.
+    """
+    n = x.shape[0]
+    before = jnp.arange(n + 1, dtype=jnp.int32)[:, None] > jnp.arange(n, dtype=jnp.int32)
+    return jnp.sum(jnp.where(before, x.astype(jnp.int32), 0), axis=1, dtype=jnp.int32)
+
+
+def row_of(starts: Any, positions: Any) -> Any:
+    """The row r with starts[r] <= position < starts[r + 1], for each of `positions`.
+
+    Rows without entries are passed over. A position past the end gets the number of rows.
+
+    Args:
+      starts: int32[B + 1], not decreasing, from 0.
+      positions: int32[...], not negative.
+    """
+    row = jnp.searchsorted(starts[1:], positions, side="right", method="scan_unrolled")
+    return row.astype(jnp.int32)
+
+
+def rows_from(x: Any, first: Any, count: Any, *, fill: Any = 0) -> Any:
+    """`x[first : first + count]` in the shape of `x`, with `fill` behind it.
+
+    Args:
+      x: [B, ...].
+      first: int32[], the first row wanted.
+      count: int32[], how many.
+      fill: what the other rows hold.
+    """
+    index = jnp.arange(x.shape[0], dtype=jnp.int32)
+    rows = x[jnp.clip(first + index, 0, x.shape[0] - 1)]
+    wanted = (index < count).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.where(wanted, rows, jnp.asarray(fill, x.dtype))
+
+
+def starts_from(starts: Any, first: Any, count: Any) -> Any:
+    """`starts[first : first + count + 1]` counted from 0, its last value repeated behind it.
+
+    Args:
+      starts: int32[B + 1], such as `query_start_loc`.
+      first: int32[], the first row wanted.
+      count: int32[], how many rows.
+    """
+    index = jnp.arange(starts.shape[0], dtype=jnp.int32)
+    last = starts.shape[0] - 1
+    return (
+        starts[jnp.clip(first + jnp.minimum(index, count), 0, last)]
+        - starts[jnp.clip(first, 0, last)]
+    )
+
+
+def unique_first_occurrence(x: Any, max_value: int, *, ignored: int = 0, pad: int = -1) -> Any:
+    """The values of each row at their first occurrence, in order, packed to the left.
+
+    Takes N * (max_value + 1) * 4 bytes while it runs.
+
+    Args:
+      x: int32[N, L], values in [0, max_value].
+      max_value: the largest value that may occur.
+      ignored: the value that is left out.
+      pad: what fills a row behind its values.
+
+    Returns:
+      int32[N, L].
+
+    Raises:
+      ValueError: `max_value` is negative.
+    """
+    if max_value < 0:
+        raise ValueError(f"max_value must be >= 0, got {max_value}")
+    rows, width = x.shape
+    # Two indices, not one of the flat array: that would not fit an int32.
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), x.shape)
+    first = jnp.full((rows, max_value + 1), width, jnp.int32).at[row, x].min(index)
+    keep = (x != ignored) & (first[row, x] == index)
+    # What is dropped goes past the end, each to its own place, as unique_indices promises.
+    target = jnp.where(keep, _count_before(keep), width + index)
+    return jnp.full_like(x, pad).at[row, target].set(x, mode="drop", unique_indices=True)
+
+
+def _count_before(flags: Any, tile: int = 128) -> Any:
+    """int32[N, L], how many of bool[N, L] are set before each in its row.
+
+    Within a tile by a product with a triangular matrix: XLA's scan of a long row is a chain of
+    kernels. Zeros, ones and sums up to `tile` are exact in every precision of a product.
+    """
+    rows, width = flags.shape
+    tiles = jnp.pad(flags, ((0, 0), (0, -width % tile))).reshape(rows, -1, tile)
+    earlier = jnp.triu(jnp.ones((tile, tile), jnp.float32), 1)
+    inside = (tiles.astype(jnp.float32) @ earlier).astype(jnp.int32)
+    before = jax.vmap(prefix_sum)(jnp.sum(tiles, axis=2, dtype=jnp.int32))[:, :-1]
+    return (before[:, :, None] + inside).reshape(rows, -1)[:, :width]
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokens and where they go
+
+
+def num_computed_tokens(batch: BatchMetadata) -> Any:
+    """int32[B], tokens of each row's context that earlier steps computed."""
+    return batch.seq_lens - batch.query_lens
+
+
+def token_to_request(query_start_loc: Any, max_num_tokens: int) -> Any:
+    """int32[T], the row of each query token; 0 for tokens past the last row's.
+
+    Args:
+      query_start_loc: int32[B + 1].
+      max_num_tokens: T.
+    """
+    token = jnp.arange(max_num_tokens, dtype=jnp.int32)
+    row = row_of(query_start_loc, token)
+    return jnp.where(token < query_start_loc[-1], row, 0)
+
+
+def token_positions(batch: BatchMetadata) -> Any:
+    """int32[T], the position of each query token in its context; 0 for padding."""
+    token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
+    row = token_to_request(batch.query_start_loc, batch.max_num_tokens)
+    position = (num_computed_tokens(batch) - batch.query_start_loc[:-1])[row] + token
+    return jnp.where(token < batch.query_start_loc[-1], position, 0)
+
+
+def slot_mapping(
+    batch: BatchMetadata,
+    positions: Any,
+    *,
+    cp_world_size: int = 1,
+    cp_rank: Any = 0,
+    cp_interleave: int = 1,
+) -> Any:
+    """int32[T], where in the cache each query token goes: block * block_size + offset.
+
+    Under context parallelism runs of `cp_interleave` tokens go round the ranks, and `block_size`
+    counts the tokens of one rank. PAD_SLOT stands for tokens of other ranks, for padding, and for
+    positions that the block table does not reach, which would overwrite another token's place.
+    A slot is an int32, enough for 2**31 tokens a rank; `BatchMetadata.from_host` sees to that.
+
+    Args:
+      batch: the batch.
+      positions: int32[T], see `token_positions`.
+      cp_world_size: ranks that share a context.
+      cp_rank: this rank, an int or int32[].
+      cp_interleave: consecutive tokens that one rank holds.
+
+    Raises:
+      ValueError: `cp_interleave` does not divide the block size, or a size below 1.
+    """
+    _check_context_parallel(cp_world_size, cp_rank, cp_interleave)
+    if batch.block_size % cp_interleave:
+        raise ValueError(
+            f"cp_interleave={cp_interleave} tokens must divide block_size={batch.block_size} tokens"
+        )
+    virtual_size = batch.block_size * cp_world_size
+    row = token_to_request(batch.query_start_loc, batch.max_num_tokens)
+    column = positions // virtual_size
+    within_block = positions % virtual_size
+    round_size = cp_world_size * cp_interleave
+    offset = within_block // round_size * cp_interleave + within_block % cp_interleave
+    mine = within_block // cp_interleave % cp_world_size == cp_rank
+    token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
+    reached = (column >= 0) & (column < batch.max_blocks)
+    used = mine & reached & (token < batch.query_start_loc[-1])
+    block = batch.block_table[row, jnp.clip(column, 0, batch.max_blocks - 1)]
+    return jnp.where(used, block * batch.block_size + offset, PAD_SLOT)
+
+
+def dcp_local_seq_lens(seq_lens: Any, world_size: int, rank: Any, interleave: int) -> Any:
+    """Tokens of each context that lie on one rank of a decode-context-parallel group.
+
+    Args:
+      seq_lens: int32[B].
+      world_size: ranks of the group.
+      rank: an int or int32[]; None for all ranks.
+      interleave: consecutive tokens that one rank holds.
+
+    Returns:
+      int32[B], or for all ranks int32[B, world_size].
+
+    Raises:
+      ValueError: a size below 1, or a rank outside the group.
+    """
+    _check_context_parallel(world_size, 0 if rank is None else rank, interleave)
+    if rank is None:
+        rank, seq_lens = jnp.arange(world_size, dtype=jnp.int32), seq_lens[:, None]
+    base = seq_lens // interleave // world_size * interleave
+    rest = seq_lens - base * world_size - rank * interleave
+    return base + jnp.clip(rest, 0, interleave)
+
+
+def _check_context_parallel(world_size: int, rank: Any, interleave: int) -> None:
+    _at_least_1(cp_world_size=world_size, cp_interleave=interleave)
+    if isinstance(rank, int | np.integer) and not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is outside [0, {world_size}) ranks")
+
+
+def logits_indices(batch: BatchMetadata) -> Any:
+    """int32[B], the last query token of each row; padding rows repeat the last row's.
+
+    A row without query tokens names the token before it, or token 0.
+    """
+    return jnp.maximum(batch.query_start_loc[1:] - 1, 0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Order of a batch
+
+
+class Split(NamedTuple):
+    """How a batch divides, decodes first; each an int32[].
+
+    Attributes:
+      num_decodes: rows of the first part.
+      num_prefills: the rest of the batch's rows.
+      num_decode_tokens: query tokens of the first part.
+      num_prefill_tokens: the rest of the batch's tokens; padding tokens are in the last part.
+    """
+
+    num_decodes: Any
+    num_prefills: Any
+    num_decode_tokens: Any
+    num_prefill_tokens: Any
+
+
+def split_decodes_and_prefills(
+    batch: BatchMetadata,
+    decode_threshold: int = 1,
+    *,
+    require_uniform: bool = False,
+    treat_short_extends_as_decodes: bool = True,
+    is_prefilling: Any = None,
+) -> Split:
+    """Where decodes end and prefills begin in a batch that is ordered so (see `reorder_batch`).
+
+    Args:
+      batch: the batch.
+      decode_threshold: query tokens up to which a row counts as a decode.
+      require_uniform: whether all decodes must have as many query tokens as the first row;
+        rows without query tokens fit any.
+      treat_short_extends_as_decodes: whether a row that still computes its prompt counts as a
+        decode if its query is short.
+      is_prefilling: bool[B], rows that still compute their prompt; needed unless short extends
+        are decodes.
+
+    Raises:
+      ValueError: a threshold below 0, or `is_prefilling` is missing.
+    """
+    if decode_threshold < 0:
+        raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
+    if not treat_short_extends_as_decodes and is_prefilling is None:
+        raise ValueError("treat_short_extends_as_decodes=False needs is_prefilling, bool[B]")
+    rows, query = batch.row_mask, batch.query_lens
+    is_prefill = query > decode_threshold
+    if require_uniform:
+        long = jnp.any(rows & is_prefill)
+        is_prefill = (query != query[0]) & (query != 0)
+        if decode_threshold <= 1 and treat_short_extends_as_decodes:
+            is_prefill &= long  # queries of no more than one token are uniform in themselves
+    if not treat_short_extends_as_decodes:
+        is_prefill |= is_prefilling
+    is_prefill = rows & (is_prefill | (query[0] > decode_threshold))
+    index = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)
+    first = jnp.min(jnp.where(is_prefill, index, batch.num_reqs))
+    tokens = jnp.where(first < batch.num_reqs, batch.query_start_loc[first], batch.num_tokens)
+    return Split(first, batch.num_reqs - first, tokens, batch.num_tokens - tokens)
