@@ -13,13 +13,13 @@ class Kernels(NamedTuple):
     """GPU work of one call.
 
     Attributes:
-      count: kernels, copies and fills launched.
+      number: kernels, copies and fills launched.
       busy: seconds that they took.
       span: seconds from the begin of the first to the end of the last, gaps included.
       names: of each, in order.
     """
 
-    count: int
+    number: int
     busy: float
     span: float
     names: list[str]

@@ -17,10 +17,10 @@
 namespace jaxkv {
 namespace {
 
-constexpr uint32_t kThreads = 1024;  // of the one thread block that an SM runs
+constexpr uint32_t kThreads = 512;  // of the one thread block that an SM runs
 constexpr uint32_t kLanes = 32;
 constexpr uint32_t kWarps = kThreads / kLanes;
-constexpr uint32_t kWordsInFlight = 4;  // of a thread; with more, its registers spill
+constexpr uint32_t kBytesInFlight = 128;  // of a thread; with more, its registers spill
 constexpr size_t kMaxGroups = 16;
 
 // Arrays of one geometry. A tile is a warp's columns of one block.
@@ -29,6 +29,7 @@ struct StateGroup {
   uint32_t first_array;  // of Params::states
   uint32_t tiles;        // of one array
   uint32_t columns;
+  uint32_t lane_columns;                // of a tile, for each lane
   uint32_t column_stride, word_stride;  // bytes between columns, and between words of a column
   uint32_t words;                       // of a column
   uint32_t block_bytes;
@@ -47,21 +48,34 @@ struct Params {
 
 static_assert(sizeof(Params) <= 4096 - 256, "does not fit the parameters of a kernel");
 
+// A thread's share of a tile.
+struct Columns {
+  const std::byte* from;
+  std::byte* to;
+  uint32_t count, stride;       // columns, and bytes between them
+  uint32_t words, word_stride;  // of a column that are moved, and bytes between them
+};
+
 template <typename Word>
-__device__ void move_column(const std::byte* from, std::byte* to, uint32_t words, uint32_t stride) {
-  for (uint32_t first = 0; first < words; first += kWordsInFlight) {
-    Word held[kWordsInFlight];
+__device__ void move_columns(const Columns& c) {
+  constexpr uint32_t kInFlight =
+      sizeof(Word) * 8 < kBytesInFlight ? 8 : kBytesInFlight / sizeof(Word);
+  uint32_t column = 0, word = 0;
+  for (uint32_t left = c.count * c.words; left > 0; left -= min(left, kInFlight)) {
+    Word held[kInFlight];
+    uint32_t offsets[kInFlight];
 #pragma unroll
-    for (uint32_t u = 0; u < kWordsInFlight; ++u) {
-      if (first + u < words) {
-        held[u] = __ldcs(reinterpret_cast<const Word*>(from + (first + u) * stride));
+    for (uint32_t u = 0; u < kInFlight; ++u) {
+      offsets[u] = column * c.stride + word * c.word_stride;
+      if (u < left) held[u] = __ldcs(reinterpret_cast<const Word*>(c.from + offsets[u]));
+      if (++word == c.words) {
+        word = 0;
+        ++column;
       }
     }
 #pragma unroll
-    for (uint32_t u = 0; u < kWordsInFlight; ++u) {
-      if (first + u < words) {
-        __stcs(reinterpret_cast<Word*>(to + (first + u) * stride), held[u]);
-      }
+    for (uint32_t u = 0; u < kInFlight; ++u) {
+      if (u < left) __stcs(reinterpret_cast<Word*>(c.to + offsets[u]), held[u]);
     }
   }
 }
@@ -71,27 +85,32 @@ __device__ void move_tile(const Params& p, const StateMove& move, uint32_t tile)
   while (g + 1 < p.num_groups && tile >= p.groups[g + 1].first_tile) ++g;
   const StateGroup& group = p.groups[g];
   tile -= group.first_tile;
-  const uint32_t column = tile % group.tiles * kLanes + threadIdx.x % kLanes;
   const uint32_t bias = group.temporal ? 0 : min(static_cast<uint32_t>(move.bias), group.words);
-  if (column >= group.columns || bias == group.words) return;
+  const uint32_t first = tile % group.tiles * group.lane_columns * kLanes + threadIdx.x % kLanes;
+  if (first >= group.columns || bias == group.words) return;
   std::byte* state = p.states[group.first_array + tile / group.tiles];
   const int64_t block_bytes = group.block_bytes;
   const int64_t source = group.temporal ? move.temporal_source : move.source;
-  const uint32_t offset = column * group.column_stride;
-  const std::byte* from = state + source * block_bytes + offset + bias * group.word_stride;
-  std::byte* to = state + move.destination * block_bytes + offset;
-  const uint32_t words = group.words - bias;
+  const uint32_t offset = first * group.column_stride;
+  const Columns columns{
+      .from = state + source * block_bytes + offset + bias * group.word_stride,
+      .to = state + move.destination * block_bytes + offset,
+      .count = min(group.lane_columns, (group.columns - first + kLanes - 1) / kLanes),
+      .stride = kLanes * group.column_stride,
+      .words = group.words - bias,
+      .word_stride = group.word_stride,
+  };
   switch (group.word_bytes) {
     case 16:
-      return move_column<uint4>(from, to, words, group.word_stride);
+      return move_columns<uint4>(columns);
     case 8:
-      return move_column<uint2>(from, to, words, group.word_stride);
+      return move_columns<uint2>(columns);
     case 4:
-      return move_column<uint32_t>(from, to, words, group.word_stride);
+      return move_columns<uint32_t>(columns);
     case 2:
-      return move_column<uint16_t>(from, to, words, group.word_stride);
+      return move_columns<uint16_t>(columns);
     default:
-      return move_column<uint8_t>(from, to, words, group.word_stride);
+      return move_columns<uint8_t>(columns);
   }
 }
 
@@ -130,7 +149,7 @@ __device__ uint32_t list(bool moves, const StateMove& move, StateMove* listed) {
   const uint32_t all = 0xffffffff, ballot = __ballot_sync(all, moves);
   if (lane == 0) counts[warp] = __popc(ballot);
   __syncthreads();
-  const uint32_t count = counts[lane];
+  const uint32_t count = lane < kWarps ? counts[lane] : 0;
   const uint32_t before = __reduce_add_sync(all, lane < warp ? count : 0);
   if (moves) listed[before + __popc(ballot & ((1u << lane) - 1))] = move;
   __syncthreads();
@@ -138,7 +157,7 @@ __device__ uint32_t list(bool moves, const StateMove& move, StateMove* listed) {
 }
 
 __global__ void __launch_bounds__(kThreads, 1) align_states(const __grid_constant__ Params p) {
-  static_assert(kWarps == kLanes, "list() sums the counts of all warps within one");
+  static_assert(kWarps <= kLanes);
   __shared__ StateMove listed[kThreads];
   for (int64_t first = 0; first < p.batch.num_rows; first += kThreads) {
     StateMove move;
@@ -160,7 +179,7 @@ StateGroup columns_of(const StateGeometry& g, uint32_t word_bytes) {
   if (g.temporal) {
     // Nothing slides: any columns will do that keep enough loads on their way.
     const uint32_t words = group.block_bytes / word_bytes;
-    group.words = std::gcd(words, kWordsInFlight);
+    group.words = std::gcd(words, kBytesInFlight / word_bytes);
     group.columns = words / group.words;
     group.column_stride = word_bytes;
     group.word_stride = group.columns * word_bytes;
@@ -171,7 +190,9 @@ StateGroup columns_of(const StateGeometry& g, uint32_t word_bytes) {
     group.column_stride = g.outer == 1 ? word_bytes : group.words * word_bytes;
     group.word_stride = inner;
   }
-  group.tiles = (group.columns + kLanes - 1) / kLanes;
+  group.lane_columns = std::max(1u, kBytesInFlight / (group.words * word_bytes));
+  const uint32_t tile_columns = group.lane_columns * kLanes;
+  group.tiles = (group.columns + tile_columns - 1) / tile_columns;
   return group;
 }
 

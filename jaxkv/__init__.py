@@ -21,7 +21,6 @@ from jaxkv.recurrent import advance as advance
 from jaxkv.recurrent import align_postprocess as align_postprocess
 from jaxkv.recurrent import align_preprocess as align_preprocess
 from jaxkv.recurrent import can_skip_align_postprocess as can_skip_align_postprocess
-from jaxkv.recurrent import state_indices as state_indices
 from jaxkv.sync_guard import HostSyncError as HostSyncError
 from jaxkv.sync_guard import allow_host_sync as allow_host_sync
 from jaxkv.sync_guard import forbid_host_sync as forbid_host_sync

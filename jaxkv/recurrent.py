@@ -111,26 +111,6 @@ def align_preprocess(
     return states, counts, jnp.where(scheduled, current, state_idx)
 
 
-def state_indices(batch: BatchMetadata, *, num_speculative_blocks: int) -> Any:
-    """int32[B, 1 + num_speculative_blocks], the blocks that a step's states are in.
-
-    First that of the row's last token without drafts' own blocks, then those of its drafts:
-    vLLM's mamba_get_block_table_tensor in mode "align". Columns past the table give NULL_BLOCK.
-
-    Args:
-      batch: the step, with the block table and the block size of the states.
-      num_speculative_blocks: blocks of a row behind that of its last token, one for each draft.
-
-    Raises:
-      ValueError: `num_speculative_blocks` is negative.
-    """
-    if num_speculative_blocks < 0:
-        raise ValueError(f"num_speculative_blocks={num_speculative_blocks} blocks is below 0")
-    first = jnp.maximum(batch.seq_lens - 1, 0) // batch.block_size
-    columns = first[:, None] + jnp.arange(1 + num_speculative_blocks, dtype=jnp.int32)
-    return jnp.take_along_axis(batch.block_table, columns, axis=1, mode="fill", fill_value=0)
-
-
 def _align(
     states: Any,
     batch: BatchMetadata,

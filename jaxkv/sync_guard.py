@@ -192,7 +192,8 @@ def allow_host_sync(reason: str) -> _Scope:
 def _observe(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls what waits, under the rule of the innermost scope."""
     scopes = _scopes.get()
-    if not scopes:
+    # Where __dlpack__ is given a stream, that waits instead of the host.
+    if not scopes or kwargs.get("stream") is not None:
         return function(*args, **kwargs)
     rule = scopes[-1]
     what, file, line = _locate(name)

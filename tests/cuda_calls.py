@@ -31,17 +31,6 @@ def count_cuda_calls() -> Iterator[tuple[Counter[str], Counter[str]]]:
                 counter[function] = int(calls)
 
 
-def synchronisations(calls: Counter[str]) -> dict[str, int]:
-    """Those calls that can make a thread wait for the device."""
-    return {
-        function: number
-        for function, number in calls.items()
-        if "Synchronize" in function
-        or "DtoH" in function
-        or ("Memcpy" in function and "Async" not in function)
-    }
-
-
 @functools.cache
 def _library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:

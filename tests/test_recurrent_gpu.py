@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import recurrent_reference as reference
 from gpu_controls import slow_input, slow_zero
-from recurrent_reference import Rows
-from test_recurrent import (
+from recurrent_cases import (
     DS,
     SD,
     TEMPORAL,
@@ -19,6 +18,7 @@ from test_recurrent import (
     random_states,
     same_bits,
 )
+from recurrent_reference import Rows
 
 import jaxkv
 

@@ -2,7 +2,9 @@
 
 from jaxkv.metadata import flashinfer as flashinfer
 from jaxkv.metadata import flex as flex
+from jaxkv.metadata import mamba as mamba
 from jaxkv.metadata import ragged_paged as ragged_paged
+from jaxkv.metadata import tree as tree
 from jaxkv.metadata import triton as triton
 from jaxkv.metadata import turboquant as turboquant
 from jaxkv.metadata.cascade import Cascade as Cascade

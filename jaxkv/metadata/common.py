@@ -430,17 +430,18 @@ def split_decodes_and_prefills(
         raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
     if not treat_short_extends_as_decodes and is_prefilling is None:
         raise ValueError("treat_short_extends_as_decodes=False needs is_prefilling, bool[B]")
-    rows, query = batch.row_mask, batch.query_lens
+    query = batch.query_lens
     is_prefill = query > decode_threshold
     if require_uniform:
-        long = jnp.any(rows & is_prefill)
+        long = jnp.any(is_prefill)
         is_prefill = (query != query[0]) & (query != 0)
         if decode_threshold <= 1 and treat_short_extends_as_decodes:
             is_prefill &= long  # queries of no more than one token are uniform in themselves
     if not treat_short_extends_as_decodes:
         is_prefill |= is_prefilling
-    is_prefill = rows & (is_prefill | (query[0] > decode_threshold))
+    is_prefill |= query[0] > decode_threshold
     index = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)
+    # No more than num_reqs, whatever padding rows say.
     first = jnp.min(jnp.where(is_prefill, index, batch.num_reqs))
     tokens = jnp.where(first < batch.num_reqs, batch.query_start_loc[first], batch.num_tokens)
     return Split(first, batch.num_reqs - first, tokens, batch.num_tokens - tokens)

@@ -91,7 +91,7 @@ def build(
     elif pages == "packed":
         starts, page_indices = packed_pages(batch.block_table, num_pages, max_pages)
     positions = token_positions(batch)
-    decodes = _leading(batch.row_mask & (batch.query_lens == 1))
+    decodes = _leading(batch.query_lens == 1)
     return RaggedPagedMetadata(
         input_positions=positions,
         slot_mapping=slot_mapping(batch, positions),

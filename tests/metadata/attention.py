@@ -60,8 +60,11 @@ class Problem:
                 cache[table[i // size], i % size] = entry
         return cache
 
-    def attention(self) -> np.ndarray:
-        """float64[num_tokens, H, D]: each query token sees its context up to itself."""
+    def attention(self, chunk: int | None = None) -> np.ndarray:
+        """float64[num_tokens, H, D]: each query token sees its context up to itself.
+
+        With `chunk`, only what is in the same chunk of so many tokens.
+        """
         out = [np.zeros((0, *self.queries.shape[1:]))]
         for start, query, context in zip(
             self.case.starts, self.case.query_lens, self.contexts, strict=False
@@ -70,14 +73,17 @@ class Problem:
             logits = np.einsum(
                 "qhd,khd->hqk", self.queries[start : start + query], keys, dtype=np.float64
             )
-            seen = np.arange(len(context)) <= np.arange(len(context) - query, len(context))[:, None]
+            key, token = np.arange(len(context)), np.arange(len(context) - query, len(context))
+            seen = key <= token[:, None]
+            if chunk:
+                seen &= key // chunk == token[:, None] // chunk
             weights = np.where(seen, np.exp(logits - logits.max(initial=0)), 0)
             weights /= weights.sum(axis=-1, keepdims=True)
             out.append(np.einsum("hqk,khd->qhd", weights, values))
         return np.concatenate(out)
 
-    def check(self, got: Any, *, tolerance: float = 2e-5) -> None:
-        got, want = np.asarray(got)[: self.case.num_tokens], self.attention()
+    def check(self, got: Any, *, tolerance: float = 2e-5, chunk: int | None = None) -> None:
+        got, want = np.asarray(got)[: self.case.num_tokens], self.attention(chunk)
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 

@@ -402,6 +402,8 @@ def test_split_decodes_and_prefills(case, threshold, require_uniform, treat_shor
         ([3, 3, 0, 5], 3, {"require_uniform": True}, (3, 1, 6, 5)),
         ([1, 0, 1], 1, {"require_uniform": True}, (3, 0, 2, 0)),
         ([0, 1, 1], 1, {"require_uniform": True}, (3, 0, 2, 0)),
+        ([3, 3], 2, {"require_uniform": True}, (0, 2, 0, 6)),
+        ([1, 3, 1], 1, {"require_uniform": True}, (1, 2, 1, 4)),
         (
             [1, 1, 1],
             1,

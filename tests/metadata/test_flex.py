@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxkv.metadata import flex
 from jaxkv.metadata.common import BatchMetadata
 
-from .batches import FEW, Case, cases, every_batch
+from .batches import ALL_BOUNDS, FEW, MANY, ONE, SOME, Case, cases, every_batch
 
 NUM_RANGES = 2
 NUM_PAIRS = 512
@@ -26,13 +26,14 @@ class Options:
     prefix: bool = False
 
 
-OPTIONS = [
-    Options(),
-    Options(causal=False),
-    Options(sliding_window=5),
-    Options(causal=False, sliding_window=3),
-    Options(sliding_window=4, prefix=True),
-]
+# And the bounds to try them under: each combination compiles once more.
+OPTIONS = {
+    Options(): ALL_BOUNDS,
+    Options(causal=False): (FEW, SOME),
+    Options(sliding_window=5): (*[FEW] * 7, MANY),
+    Options(causal=False, sliding_window=3): (FEW, ONE),
+    Options(sliding_window=4, prefix=True): (FEW, FEW, SOME),
+}
 
 
 @functools.cache
@@ -53,9 +54,10 @@ def compiled(options: Options):
 
 
 @st.composite
-def shared(draw, of=None, *, styles=("own", "prefix", "anywhere")) -> Case:
+def shared(draw, *, bounds=None, styles=("own", "prefix", "anywhere")) -> tuple[Case, Options]:
     """A batch in which requests share blocks, at the front of a context or anywhere."""
-    case = draw(cases() if of is None else of)
+    options = draw(st.sampled_from(list(OPTIONS)))
+    case = draw(cases(bounds=bounds or OPTIONS[options]))
     style = draw(st.sampled_from(styles))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     tables = [list(row) for row in case.tables]
@@ -66,7 +68,7 @@ def shared(draw, of=None, *, styles=("own", "prefix", "anywhere")) -> Case:
         if style == "anywhere":
             few = min(case.num_blocks, int(rng.integers(2, 40)))
             row[:] = rng.integers(0, few, len(row)).tolist()  # among them the null block
-    return dataclasses.replace(case, tables=tables)
+    return dataclasses.replace(case, tables=tables), options
 
 
 def random_ranges(case: Case, rng: np.random.Generator) -> np.ndarray:
@@ -151,8 +153,9 @@ def random_pairs(
 
 
 @every_batch
-@given(shared(), st.sampled_from(OPTIONS), st.integers(0, 2**32 - 1))
-def test_build(case: Case, options: Options, seed: int):
+@given(shared(), st.integers(0, 2**32 - 1))
+def test_build(batch: tuple[Case, Options], seed: int):
+    case, options = batch
     rng = np.random.default_rng(seed)
     ranges = random_ranges(case, rng)
     reference = Reference(case, options, ranges)
@@ -284,12 +287,9 @@ def dense_attention(case: Case, reference: Reference, q, keys, values) -> np.nda
     return np.reshape(out, (case.num_tokens, q.shape[1]))
 
 
-@given(
-    shared(cases(bounds=(FEW,)), styles=["own", "prefix"]),
-    st.sampled_from(OPTIONS),
-    st.integers(0, 2**32 - 1),
-)
-def test_attention(case: Case, options: Options, seed: int):
+@given(shared(bounds=(FEW,), styles=["own", "prefix"]), st.integers(0, 2**32 - 1))
+def test_attention(batch: tuple[Case, Options], seed: int):
+    case, options = batch
     rng = np.random.default_rng(seed)
     ranges = random_ranges(case, rng)
     metadata, _ = compiled(options)(case.batch(), case.num_blocks, ranges)
