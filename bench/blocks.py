@@ -6,25 +6,23 @@ it is in a step. Calls of the program follow each other in a chain with donation
 """
 
 import contextlib
-import dataclasses
 import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-import jaxkv.choice
 from bench import peers, stamps, timing
-from jaxkv.choice import Choice
+from jaxkv import tuning
+from jaxkv.choice import forced
+from jaxkv.transfer import choices_of
 
 DIRECTIONS = ("load", "store")
 IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "pallas", "dma")}
-SM_IMPLEMENTATIONS = ("kernel", "pallas")
+SM_IMPLEMENTATIONS = tuning.ON_SMS
 WORD = jnp.int32
 
 
@@ -33,7 +31,7 @@ class Way(NamedTuple):
 
     Attributes:
       name: the implementation's name, or the peer's.
-      num_sms: SMs that it must use, None for its own choice.
+      num_sms: SMs that it must use, None for what the table says.
     """
 
     name: str
@@ -42,6 +40,24 @@ class Way(NamedTuple):
     @property
     def is_peer(self) -> bool:
         return self.name in peers.CODES
+
+    def sms_for(self, operation: Callable[..., Any], *args: Any) -> int:
+        """SMs that a call uses in this way; 0 for the copy engine, the host and peers.
+
+        Raises:
+          NotImplementedError: the implementation does not serve the call.
+        """
+        if self.name not in tuning.IMPLEMENTATIONS:
+            return 0
+        (choice,) = choices_of(operation, *args, implementation=self.name)
+        on_sms = self.name in SM_IMPLEMENTATIONS
+        return (self.num_sms or choice.num_sms) if on_sms else 0
+
+    def taken(self, num_sms: int) -> contextlib.AbstractContextManager[None]:
+        """Within it jaxkv copies in this way; nothing is changed for peers."""
+        if self.name not in tuning.IMPLEMENTATIONS:
+            return contextlib.nullcontext()
+        return forced(self.name, num_sms)
 
 
 class Blocks:
@@ -111,7 +127,7 @@ class Program:
     """A jitted chain of copies, and its arrays.
 
     Attributes:
-      num_sms: SMs that a copy uses, once it has run; 0 for the copy engine and the host.
+      num_sms: SMs that a copy uses; 0 for the copy engine, the host and peers.
     """
 
     def __init__(
@@ -124,7 +140,8 @@ class Program:
     ):
         self._blocks, self._way, self._ids = blocks, way, ids
         self._source, self._destination = blocks.sides(direction)
-        self.num_sms = 0
+        arrays = (blocks.arrays[side] for side in (self._source, self._destination))
+        self.num_sms = way.sms_for(jaxkv.swap_blocks, *arrays, *ids[0]) if ids else 0
 
         @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
         def step(dst: Any, src: Any, ids: Any) -> Any:
@@ -153,10 +170,8 @@ class Program:
     def _advance(self, run: Callable[[Any], Any]) -> Any:
         """Runs `destination -> destination` or `-> (figure, destination)`; keeps what comes out."""
         arrays = self._blocks.arrays
-        with choices(self._way.num_sms) as chosen:  # for all runs, as any may compile
+        with self._way.taken(self.num_sms):  # for all runs, as any may compile
             result = run(arrays.pop(self._destination))
-        for choice in chosen:  # the others use none, whatever they were allowed
-            self.num_sms = choice.num_sms if choice.implementation in SM_IMPLEMENTATIONS else 0
         figure, array = result if isinstance(result, tuple) else (None, result)
         arrays[self._destination] = jax.block_until_ready(array)
         jaxkv.check_errors()
@@ -166,28 +181,7 @@ class Program:
 def _copy(name: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:
     if name in peers.CODES:
         return peers.copy(name, src, dst, src_ids, dst_ids)
-    return jaxkv.swap_blocks(src, dst, src_ids, dst_ids, implementation=name)
-
-
-@contextlib.contextmanager
-def choices(num_sms: int | None = None) -> Iterator[list[Choice]]:
-    """Notes what jaxkv chooses while tracing; with `num_sms` it must use so many SMs.
-
-    No argument of jaxkv says how many SMs a copy may use: its tuning tables do.
-    """
-    made: list[Choice] = []
-    choose = jaxkv.choice.choose
-
-    def forced(*args: Any, **kwargs: Any) -> Choice:
-        choice = choose(*args, **kwargs)
-        made.append(choice if num_sms is None else dataclasses.replace(choice, num_sms=num_sms))
-        return made[-1]
-
-    with contextlib.ExitStack() as patches:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("jaxkv.") and getattr(module, "choose", None) is choose:
-                patches.enter_context(mock.patch.object(module, "choose", forced))
-        yield made
+    return jaxkv.swap_blocks(src, dst, src_ids, dst_ids)
 
 
 @functools.partial(jax.jit, static_argnums=0)

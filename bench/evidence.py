@@ -117,7 +117,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def verdict(target: Target) -> str:
+    if target.met is False and target.beyond_roof:
+        return "**missed**, above the roof"
     return {True: "met", False: "**missed**", None: "not measured"}[target.met]
+
+
+def at_the_roof(target: Target) -> str:
+    return "-" if target.bound is None else f"{number(target.bound)} {target.unit}"
 
 
 def figures(target: Target) -> tuple[str, str]:
@@ -129,9 +135,11 @@ def figures(target: Target) -> tuple[str, str]:
 
 
 def all_targets_table(files: Sequence[File]) -> str:
-    header = ("device", "measured by", "target", "wanted", "got", "", "commit", "date")
+    header = (
+        "device", "measured by", "target", "wanted", "got", "at the roof", "", "commit", "date",
+    )  # fmt: skip
     lines = [
-        (f.device, f.name, t.name, *figures(t), verdict(t), f.revision, f.date)
+        (f.device, f.name, t.name, *figures(t), at_the_roof(t), verdict(t), f.revision, f.date)
         for f in files
         for t in f.targets
     ]

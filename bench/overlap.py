@@ -23,7 +23,7 @@ import numpy as np
 
 import jaxkv
 from bench import timing
-from bench.blocks import IMPLEMENTATIONS, SM_IMPLEMENTATIONS, choices
+from bench.blocks import IMPLEMENTATIONS, SM_IMPLEMENTATIONS, Way
 from bench.results import Results, arguments
 
 ALONE, SEQUENTIAL = "without a load", "sequential"
@@ -135,33 +135,30 @@ class Bench:
         for title, load in (
             (ALONE, None),
             (SEQUENTIAL, _sequential),
-            *((name, functools.partial(_started, name)) for name in names),
+            *((name, _started) for name in names),
         ):
             for sms in (None, *self.what.few_sms) if title in SM_IMPLEMENTATIONS else (None,):
                 step = self._program(self.layer, load)
                 ids = self._ids(title)
                 run = functools.partial(_call, step, self.pool, self.fixed, ids)
-                label = self._first_calls(title, run, sms, check=load is not None)
-                compiled.setdefault(label, run)
+                way = Way(title, sms)
+                num_sms = way.sms_for(jaxkv.start_load, self.pool, self.cache, *ids)
+                with way.taken(num_sms):
+                    self._first_calls(title, run, check=load is not None)
+                compiled.setdefault(f"{title}, {num_sms} SMs" if num_sms else title, run)
         return compiled
 
-    def _first_calls(
-        self, title: str, run: Callable[[Any], Any], sms: int | None, check: bool
-    ) -> str:
-        """Compiles a step and checks what it loads; its name, with the SMs that it uses."""
+    def _first_calls(self, title: str, run: Callable[[Any], Any], check: bool) -> None:
+        """Compiles a step and checks what it loads."""
         if check:
             self.state = (self.state[0], _forget(self.state[1]))
-        with choices(sms) as chosen:
-            for _ in range(2):
-                self.state = jax.block_until_ready(run(self.state))
+        for _ in range(2):
+            self.state = jax.block_until_ready(run(self.state))
         jaxkv.check_errors()
         if check:
             loaded = jax.tree.map(lambda x: x[self.pages[1]], self.state[1])
             if not _equal(loaded, self.wanted):
                 raise AssertionError(f"{self.kind}, {title}: wrong pages")
-        if title not in SM_IMPLEMENTATIONS:
-            return title
-        return f"{title}, {chosen[0].num_sms} SMs"
 
     def measure(self, results: Results) -> None:
         runs = self.runs()
@@ -217,10 +214,8 @@ def _sequential(pool: Any, cache: Any, ids: Any) -> tuple[Callable[[int, Any], A
     return _there(cache), lambda: cache
 
 
-def _started(
-    implementation: str, pool: Any, cache: Any, ids: Any
-) -> tuple[Callable[[int, Any], Any], Any]:
-    loading = jaxkv.start_load(pool, cache, *ids, implementation=implementation)
+def _started(pool: Any, cache: Any, ids: Any) -> tuple[Callable[[int, Any], Any], Any]:
+    loading = jaxkv.start_load(pool, cache, *ids)
     return lambda layer, x: loading.wait(layer, after=x), lambda: loading.cache
 
 

@@ -3,7 +3,7 @@
 A file says what was measured, on which commit and on what machine:
 
     {commit, dirty, env, rows: [{case, metric, unit, value, roof, peers}],
-     targets: [{name, want: {op, value, unit}, got, met}]}
+     targets: [{name, want: {op, value, unit}, got, met, bound}]}
 
 Roofs and peers are measured in the same run as the value that they stand beside.
 """
@@ -58,6 +58,7 @@ class Target:
       want: the figure wanted.
       unit: unit of both figures.
       got: the figure measured, None if it could not be measured.
+      bound: what a copy at the roof of the same run would get; None where no roof says.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Target:
     want: float
     unit: str
     got: float | None
+    bound: float | None = None
 
     def __post_init__(self) -> None:
         if self.op not in OPERATORS:
@@ -73,16 +75,27 @@ class Target:
     @property
     def met(self) -> bool | None:
         """None if there is no measurement."""
-        return None if self.got is None else bool(OPERATORS[self.op](self.got, self.want))
+        return self._holds(self.got)
+
+    @property
+    def beyond_roof(self) -> bool:
+        """Whether no copy can meet it, as not even one at the roof would."""
+        return self._holds(self.bound) is False
+
+    def _holds(self, value: float | None) -> bool | None:
+        return None if value is None else bool(OPERATORS[self.op](value, self.want))
 
     def to_json(self) -> dict[str, Any]:
         want = {"op": self.op, "value": self.want, "unit": self.unit}
-        return {"name": self.name, "want": want, "got": self.got, "met": self.met}
+        return {
+            "name": self.name, "want": want, "got": self.got, "met": self.met, "bound": self.bound,
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Target":
         want = content["want"]
-        return cls(content["name"], want["op"], want["value"], want["unit"], content["got"])
+        bound = content.get("bound")  # records before it have none
+        return cls(content["name"], want["op"], want["value"], want["unit"], content["got"], bound)
 
 
 class Results:
@@ -106,8 +119,16 @@ class Results:
         self.rows.append(Row(case, metric, unit, value, named, peers or {}))
         return self.rows[-1]
 
-    def target(self, name: str, got: float | None, op: str, want: float, unit: str) -> Target:
-        self.targets.append(Target(name, op, want, unit, got))
+    def target(
+        self,
+        name: str,
+        got: float | None,
+        op: str,
+        want: float,
+        unit: str,
+        bound: float | None = None,
+    ) -> Target:
+        self.targets.append(Target(name, op, want, unit, got, bound))
         return self.targets[-1]
 
     def to_json(self) -> dict[str, Any]:

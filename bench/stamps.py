@@ -4,7 +4,7 @@ A stamp is a small FFI call that the data orders like any other: it notes the ho
 gets there, and records a CUDA event on XLA's stream. Between two of them lies what handlers take on
 the CPU, with what XLA takes to call them, and what their work takes on the GPU: neither contains
 the dispatch of the program by JAX. (A stamp has no side effect in JAX's sense: a program with one
-is dispatched from Python, ten times as slowly.)
+is dispatched from Python, many times as slowly.)
 """
 
 import ctypes

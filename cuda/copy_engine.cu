@@ -16,6 +16,12 @@ struct Descriptors {
   std::vector<size_t> bytes;
   size_t buffer_begin = 0;
 
+  explicit Descriptors(size_t most) {
+    to.reserve(most);
+    from.reserve(most);
+    bytes.reserve(most);
+  }
+
   // Copies are joined within a buffer only: neighbours in two allocations are no neighbours.
   void start_buffer() { buffer_begin = to.size(); }
 
@@ -37,7 +43,7 @@ struct Descriptors {
 Descriptors describe_copies(const BlockCopy& copy, const std::vector<BlockPair>& pairs,
                             size_t begin, size_t end) {
   const CopyGeometry& g = copy.geometry;
-  Descriptors all;
+  Descriptors all((end - begin) * pairs.size() * g.count0 * g.count1);
   for (size_t b = begin; b < end; ++b) {
     all.start_buffer();
     for (const auto& pair : pairs) {
@@ -87,9 +93,7 @@ ffi::Error enqueue_descriptors(cudaStream_t stream, Descriptors& all) {
 }
 
 ffi::Error open_ids_for_dma(const IdList& list, const char* name) {
-  cudaPointerAttributes where;
-  JAXKV_CUDA_TRY(cudaPointerGetAttributes(&where, list.words.data()));
-  if (where.type == cudaMemoryTypeDevice || list.header == 0) {
+  if (list.header == 0) {
     return ffi::Error::InvalidArgument(std::string("jaxkv dma: ids of ") + name +
                                        " are no HostIds, and the host must read them");
   }

@@ -27,6 +27,12 @@ uint64_t checksum(uint64_t serial, std::span<const int32_t> ids) {
   return hash;
 }
 
+// What an address was admitted with.
+struct Admission {
+  size_t num_words;
+  uint64_t serial;
+};
+
 std::optional<Header> read_header(std::span<const int32_t> words) {
   if (words.size() < kHostIdsHeader) return std::nullopt;
   Header header;
@@ -41,7 +47,13 @@ struct Admitted {
   std::mutex mutex;
   // One entry for each address ever used: bounded by what the allocator of the host memory
   // recycles.
-  std::unordered_map<const int32_t*, uint64_t> serials;
+  std::unordered_map<const int32_t*, Admission> by_address;
+
+  std::optional<Admission> at(const int32_t* address) {
+    std::lock_guard lock(mutex);
+    const auto found = by_address.find(address);
+    return found == by_address.end() ? std::nullopt : std::optional(found->second);
+  }
 };
 
 Admitted& admitted() {
@@ -64,19 +76,23 @@ void admit_host_ids(const int32_t* address, size_t num_words) {
   const auto header = read_header({address, num_words});
   if (!header) throw std::invalid_argument("no sealed ids at this address");
   std::lock_guard lock(admitted().mutex);
-  admitted().serials[address] = header->serial;
+  admitted().by_address[address] = {num_words, header->serial};
 }
 
 bool open_host_ids(const int32_t* address, size_t num_words, std::string* why_not) {
-  const auto header = read_header({address, num_words});
-  if (!header) {
-    *why_not = "no valid header (made on the device, or overwritten); build HostIds from NumPy";
+  // The address first: what was never admitted may be memory that the host can't read.
+  const auto admission = admitted().at(address);
+  if (!admission || admission->num_words != num_words) {
+    *why_not = "made or copied by a computation, or stale; build HostIds from NumPy";
     return false;
   }
-  std::lock_guard lock(admitted().mutex);
-  const auto known = admitted().serials.find(address);
-  if (known == admitted().serials.end() || known->second != header->serial) {
-    *why_not = "a copy made by a computation, or stale; build HostIds from NumPy";
+  const auto header = read_header({address, num_words});
+  if (!header) {
+    *why_not = "no valid header any more, so overwritten; build HostIds from NumPy";
+    return false;
+  }
+  if (header->serial != admission->serial) {
+    *why_not = "other ids, whose copy by a computation is stale here; build HostIds from NumPy";
     return false;
   }
   return true;

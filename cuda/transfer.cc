@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <unordered_set>
+#include <unordered_map>
 
 #include "host_ids.h"
 
@@ -28,6 +28,50 @@ bool sound(const CopyGeometry& g) {
   return g.run_bytes > 0 && g.count0 > 0 && g.count1 > 0 && g.stride0 >= 0 && g.stride1 >= 0 &&
          g.page_stride >= 0 && g.num_dense > 0 && g.num_strided > 0 && g.num_dense <= INT32_MAX &&
          g.num_strided <= INT32_MAX && g.block_bytes == g.run_bytes * g.count0 * g.count1;
+}
+
+bool usable(const IdLists& ids, int32_t source, int32_t destination) {
+  return source >= 0 && destination >= 0 && source < ids.num_sources &&
+         destination < ids.num_destinations;
+}
+
+// A bit for each block of the destination: a hash table of thousands of ids costs more time than
+// the copy engine takes. It is kept, all zero between calls, as a call of few ids should not pay
+// for every block there is.
+class DestinationBits {
+ public:
+  void grow(int32_t num_destinations) {
+    const size_t words = (static_cast<size_t>(num_destinations) + 63) / 64;
+    if (words_.size() < words) words_.resize(words);
+  }
+  // Returns whether it was there.
+  bool add(int32_t destination) {
+    uint64_t& word = words_[destination / 64];
+    const uint64_t before = word;
+    word |= bit(destination);
+    return before == word;
+  }
+  void remove(int32_t destination) { words_[destination / 64] &= ~bit(destination); }
+
+ private:
+  static uint64_t bit(int32_t destination) { return uint64_t{1} << destination % 64; }
+
+  std::vector<uint64_t> words_;
+};
+
+// Takes out the pairs that share a destination. Rare, so it may look at everything again.
+void refuse_twins(const IdLists& ids, std::vector<BlockPair>* pairs,
+                  std::vector<PageErrorEntry>* refused) {
+  std::unordered_map<int32_t, int> times;
+  for (const BlockPair pair : *pairs) ++times[pair.destination];
+  std::erase_if(*pairs, [&](BlockPair pair) { return times[pair.destination] > 1; });
+  for (size_t i = 0; i < ids.sources.size(); ++i) {
+    const int32_t d = ids.destinations.ids()[i];
+    if (usable(ids, ids.sources.ids()[i], d) && times[d] > 1) {
+      refused->push_back(
+          {0, PageFault::kDuplicate, static_cast<int32_t>(i), d, ids.num_destinations});
+    }
+  }
 }
 
 }  // namespace
@@ -127,12 +171,11 @@ std::vector<BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEnt
   auto refuse = [&](PageFault fault, size_t i, int32_t id, int32_t limit) {
     refused->push_back({0, fault, static_cast<int32_t>(i), id, limit});
   };
-  // A bit for each block of the destination: a hash table of thousands of ids costs more time than
-  // the copy engine takes.
-  std::vector<uint64_t> named((static_cast<size_t>(ids.num_destinations) + 63) / 64);
-  std::unordered_set<int32_t> named_again;
-  std::vector<size_t> usable;
-  usable.reserve(ids.sources.size());
+  static thread_local DestinationBits named;
+  named.grow(ids.num_destinations);
+  bool twins = false;
+  std::vector<BlockPair> pairs;
+  pairs.reserve(ids.sources.size());
   for (size_t i = 0; i < ids.sources.size(); ++i) {
     const int32_t s = sources[i], d = destinations[i];
     if (s < 0 || d < 0) continue;
@@ -141,22 +184,12 @@ std::vector<BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEnt
     } else if (d >= ids.num_destinations) {
       refuse(PageFault::kDestinationOutOfRange, i, d, ids.num_destinations);
     } else {
-      const uint64_t bit = uint64_t{1} << d % 64;
-      if (named[d / 64] & bit) named_again.insert(d);
-      named[d / 64] |= bit;
-      usable.push_back(i);
-    }
-  }
-  std::vector<BlockPair> pairs;
-  pairs.reserve(usable.size());
-  for (size_t i : usable) {
-    const int32_t s = sources[i], d = destinations[i];
-    if (named_again.contains(d)) {
-      refuse(PageFault::kDuplicate, i, d, ids.num_destinations);
-    } else {
+      twins |= named.add(d);
       pairs.push_back({s, d});
     }
   }
+  for (const BlockPair pair : pairs) named.remove(pair.destination);
+  if (twins) refuse_twins(ids, &pairs, refused);
   return pairs;
 }
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxkv import _native, tuning
+from jaxkv import _native, chunks, tuning
 from jaxkv.block_copy import BlockCopy
 from jaxkv.host_ids import HostIds, num_ids_of
 from jaxkv.tuning import IMPLEMENTATIONS, Candidate, CopySize
@@ -165,9 +165,7 @@ def _pallas_refusal(
             return "the platform is cpu, where its interpreter takes device memory only"
     elif not machine.has_cuda_handlers:
         return "jaxkv was built without CUDA, which checks its ids"
-    from jaxkv import swap  # here, because Pallas takes half a second to import
-
-    return swap.refusal(copy, num_ids_of(ids[0]))
+    return chunks.refusal(copy, num_ids_of(ids[0]))
 
 
 def _direction(copy: BlockCopy) -> str:

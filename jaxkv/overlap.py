@@ -14,16 +14,15 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkv import _native, transfer
+from jaxkv import transfer
 from jaxkv.block_copy import BlockCopy, copy_attributes, id_operands, plan_pairs, result_types
 from jaxkv.choice import Choice, choose
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import num_ids_of
 from jaxkv.host_pool import HostPool
+from jaxkv.liveness import Watch, keep_alive, mark
 
 # FFI target that starts a copy, for each implementation.
 _START_TARGETS = {
@@ -119,7 +118,7 @@ class _Started:
         self._ticket, self._plan = ticket, plan
         self._layers: tuple[int, ...] = ()  # in the order in which they arrive
         self._waited: frozenset[int] = frozenset()
-        self._watch: _Watch | None = None  # only inside the program of the start
+        self._watch: Watch | None = None  # only inside the program of the start
 
     @classmethod
     def _begin(
@@ -147,8 +146,8 @@ class _Started:
             if choice.implementation != "dma":
                 started._plan = plan_pairs(copy, call.ids)
             results = _start(copy, call.ids, started._plan, choice, cache.spec.num_kv)
-        started._watch = _Watch(started._promises())
-        started._ticket, *written = _mark(results, started._watch, None)
+        started._watch = Watch(started._promises())
+        started._ticket, *written = mark(results, started._watch, None)
         state = call.rebuild([written])
         if copy.to_dense:
             started._cache = state
@@ -228,7 +227,7 @@ class _Started:
         if self._watch is not None and isinstance(ticket, jax.core.Tracer):
             # It leaves the program, or this part of it, and takes the arrays along.
             arrays, tree = jax.tree.flatten((ticket, leaves))
-            arrays = _mark(arrays, self._watch, fulfilled=frozenset(self._promises()))
+            arrays = mark(arrays, self._watch, fulfilled=frozenset(self._promises()))
             ticket, leaves = jax.tree.unflatten(tree, arrays)
         return (ticket, *leaves), (self._layers, self._waited)
 
@@ -236,7 +235,7 @@ class _Started:
     def tree_unflatten(cls, static: Any, leaves: tuple[Any, ...]) -> Self:
         started = cls._of_leaves(*leaves)
         started._layers, started._waited = static
-        _keep_alive(leaves)
+        keep_alive(leaves)
         return started
 
     @classmethod
@@ -351,7 +350,7 @@ def _wait(
     segment: int = -1,
     places: tuple[int, ...] = (),
     fulfilled: frozenset[Any] = frozenset(),
-    watch: _Watch | None = None,
+    watch: Watch | None = None,
 ) -> list[Any]:
     """Traces a wait; returns the next ticket, unless `like` is None, and the arrays.
 
@@ -383,7 +382,7 @@ def _wait(
             first_array=np.int64(len(tickets)),
             places=np.array(places, np.int64),
         )
-    return _mark(waited, watch, fulfilled)
+    return mark(waited, watch, fulfilled)
 
 
 _STATIC = ("segment", "places", "fulfilled", "watch")
@@ -398,87 +397,3 @@ def _ticket_like(result: Any, words: int) -> Any:
         dtype=np.dtype(np.int32),
         sharding=NamedSharding(result.sharding.mesh, PartitionSpec(None)),
     )
-
-
-# ---------------------------------------------------------------------------------------------
-# What XLA does not know: that a copy uses its arrays until its waits
-
-
-class _Watch:
-    """The promises of a start: what its program must wait for, found out while it is lowered.
-
-    A start that is waited for completely runs beside the program; any other is lowered as one that
-    all that follows waits for. The program is known to its end only when it is lowered, as JAX then
-    drops operations that nothing uses. A side effect would keep them; but with an effect a program
-    is dispatched from Python, ten times as slowly.
-    """
-
-    def __init__(self, promises: Iterable[Any]) -> None:
-        self.promises = frozenset(promises)
-        self.start: Any = None  # the MLIR operation
-        self.kept: frozenset[Any] = frozenset()
-
-    def started(self, operation: Any) -> None:
-        self.start, self.kept = operation, frozenset()
-
-    def keep(self, promises: frozenset[Any]) -> None:
-        self.kept |= promises
-        if self.kept >= self.promises and self.start is not None:
-            name = "mhlo.backend_config"
-            config = {entry.name: entry.attr for entry in self.start.attributes[name]}
-            config["joined"] = mlir.ir.BoolAttr.get(False)
-            self.start.attributes[name] = mlir.ir.DictAttr.get(config)
-
-
-def _mark(results: Sequence[Any], watch: _Watch | None, fulfilled: frozenset[Any] | None) -> Any:
-    """The results of a start (`fulfilled` is None) or a wait, seen when they are lowered."""
-    return list(_mark_p.bind(*results, watch=watch, fulfilled=fulfilled))
-
-
-def _lower_mark(
-    context: Any, *results: Any, watch: _Watch | None, fulfilled: frozenset[Any] | None
-) -> list[Any]:
-    operation = results[0].owner
-    if watch is not None and fulfilled is None:
-        watch.started(operation)
-    elif watch is not None and fulfilled is not None:
-        watch.keep(fulfilled)
-    if "has_side_effect" in operation.attributes:
-        # Not for JAX, only for XLA: two starts are two, and a wait stays although nothing reads it.
-        operation.attributes["has_side_effect"] = mlir.ir.BoolAttr.get(True)
-    return list(results)
-
-
-_mark_p = Primitive("jaxkv_mark")
-_mark_p.multiple_results = True
-_mark_p.def_abstract_eval(lambda *results, watch, fulfilled: list(results))
-mlir.register_lowering(_mark_p, _lower_mark, cacheable=False)
-
-
-# Arrays of copies that have left their jit, until the copy has ended: who drops them without
-# waiting must not free memory that is being written.
-_in_flight: list[tuple[Any, list[Any]]] = []
-
-
-def _keep_alive(leaves: Any) -> None:
-    arrays = jax.tree.leaves(leaves)
-    if not arrays or not all(isinstance(array, jax.Array) for array in arrays):
-        return
-    if any(isinstance(array, jax.core.Tracer) for array in arrays):
-        return
-    _in_flight[:] = [entry for entry in _in_flight if not _ended(*entry)]
-    ticket, *_ = leaves
-    if ticket is not None:
-        _in_flight.append((ticket, arrays))
-
-
-def _ended(ticket: Any, arrays: list[jax.Array]) -> bool:
-    if any(array.is_deleted() for array in arrays):  # donated, so a program waits for them
-        return True
-    if not ticket.is_ready():
-        return False
-    extension = _native.extension()
-    if not extension.CUDA:
-        return True
-    shards = (shard.data for shard in ticket.addressable_shards)
-    return all(extension.copy_ended(shard.unsafe_buffer_pointer()) for shard in shards)

@@ -26,7 +26,6 @@ and writes nothing orders. A table of addresses would hide the arrays from XLA a
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,139 +39,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jaxkv.chunks import MAX_CHUNKS, WORD_BYTES, Buffer, Job, Ring, buffers_of, sides_of
+
 if TYPE_CHECKING:
     from jaxkv.block_copy import BlockCopy
 
 _WORD = jnp.int32
-_WORD_BYTES = 4
-_UNIT_BYTES = 128  # Mosaic's copies move multiples of it
-_CHUNK_BYTES = 16 * 1024  # larger blocks are cut, as the ring needs many slots to hide PCIe latency
-_SLOT_BYTES = 8 * 1024  # blocks so small that the slots would not hide it either share one
-_MAX_BATCH = 8
-_SHARED_BYTES = 192 * 1024  # of the 227 KiB that a thread block may have
-_MAX_SLOTS = 32  # Mosaic's limit on the barriers of an array: one for each slot
-_MAX_CHUNKS = 2**30
 _TRITON_TILE_WORDS = 8192
 _TRITON_TILE_COLUMNS = 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """The slots in shared memory that chunks of blocks pass through.
-
-    Attributes:
-      chunk_words: words of the largest chunk; larger blocks are cut.
-      batch: chunks that share a slot and its barrier, the same words of as many blocks.
-      threads: warpgroups, which take turns at issuing copies, each with slots of its own.
-      depth: slots of a warpgroup.
-    """
-
-    chunk_words: int
-    batch: int
-    threads: int
-    depth: int
-
-    @classmethod
-    def of(cls, *block_bytes: int) -> Ring:
-        """The ring for blocks of these sizes, multiples of 128 bytes."""
-        cuts = [_cut(size // _WORD_BYTES, _CHUNK_BYTES // _WORD_BYTES) for size in block_bytes]
-        chunk_words = max(words for words, _ in cuts)
-        chunk_bytes = chunk_words * _WORD_BYTES
-        batch = 1 if chunk_bytes > 2048 else min(_MAX_BATCH, _SLOT_BYTES // chunk_bytes)
-        slots = min(_MAX_SLOTS, _SHARED_BYTES // (batch * chunk_bytes))
-        threads = 2 if slots < 16 else 4
-        return cls(chunk_words, batch, threads, depth=slots // threads)
-
-    @property
-    def lag(self) -> int:
-        """Slots of a warpgroup that are being stored while the others are being loaded."""
-        return self.depth // 2
-
-
-def _cut(block_words: int, most_words: int) -> tuple[int, list[int]]:
-    """Words of the equal chunks of a block and where they start; the last two may overlap."""
-    unit = _UNIT_BYTES // _WORD_BYTES
-    chunks = pl.cdiv(block_words, most_words)
-    words = pl.cdiv(block_words // unit, chunks) * unit
-    return words, [min(chunk * words, block_words - words) for chunk in range(chunks)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Buffer:
-    """One of the blocks that move for each pair of ids.
-
-    Attributes:
-      arrays: which of the sources and which of the destinations it lies in.
-      block_words: words of a block.
-      first, stride: on the strided side, id i is block `first + i * stride` of the array.
-    """
-
-    arrays: tuple[int, int]
-    block_words: int
-    first: int
-    stride: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """What is known of the copies while tracing.
-
-    Attributes:
-      ring: the slots.
-      num_sms: thread blocks, one for each SM.
-      strided_side: 0 if the sources are the strided arrays, 1 if the destinations are.
-      buffers: the blocks of a pair.
-    """
-
-    ring: Ring
-    num_sms: int
-    strided_side: int
-    buffers: list[_Buffer]
-
-    def parts(self) -> np.ndarray:
-        """int32[parts, 5]: the chunks of a pair as source, destination, start, first, stride."""
-        rows = [
-            (*buffer.arrays, start, buffer.first, buffer.stride)
-            for buffer in self.buffers
-            for start in _cut(buffer.block_words, self.ring.chunk_words)[1]
-        ]
-        return np.array(rows, np.int32)
-
-    def chunk_words(self, side: int) -> list[int]:
-        """Words of the chunks of each array on a side, 0 for the sources."""
-        words = {
-            buffer.arrays[side]: _cut(buffer.block_words, self.ring.chunk_words)[0]
-            for buffer in self.buffers
-        }
-        return [words[array] for array in range(len(words))]
-
-
-def refusal(copy: BlockCopy, num_ids: int) -> str | None:
-    """Why Pallas does not serve a copy of up to `num_ids` pairs, or None if it does."""
-    geometry = copy.geometry
-    block_bytes = geometry.block_bytes
-    if geometry.run_bytes != block_bytes:
-        return f"blocks lie in runs of {geometry.run_bytes} bytes on the host, it copies whole ones"
-    if block_bytes % _UNIT_BYTES:
-        return f"blocks of {block_bytes} bytes are no multiple of {_UNIT_BYTES}"
-    if any(at % block_bytes for at in (geometry.page_stride_bytes, *copy.strided_offsets)):
-        return f"blocks do not start at multiples of their size, {block_bytes} bytes"
-    for array in (*copy.strided, *copy.dense):
-        if not _has_words(array.dtype):
-            return f"{array.dtype} has no view as words"
-        if array.size * array.dtype.itemsize % block_bytes:
-            return f"an array of shape {tuple(array.shape)} is no whole number of blocks"
-    chunks = num_ids * len(copy.dense) * pl.cdiv(block_bytes, _CHUNK_BYTES)
-    if chunks >= _MAX_CHUNKS:
-        return f"{chunks} chunks are too many to count in 32 bits"
-    return None
-
-
-def _has_words(dtype: Any) -> bool:
-    """Whether XLA has a bitcast between the type and words."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits >= 8
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 8
 
 
 def copy_blocks_pallas(
@@ -202,54 +76,26 @@ def copy_blocks_pallas(
       NotImplementedError: the chunks of all copies are too many to count.
     """
     ring = ring or Ring.of(*(copy.geometry.block_bytes for copy in copies))
-    job = _Job(
+    job = Job(
         ring=ring,
-        num_sms=num_sms or (4 if ring.chunk_words * _WORD_BYTES >= 8192 else 12),
+        num_sms=num_sms or (4 if ring.chunk_words * WORD_BYTES >= 8192 else 12),
         strided_side=0 if copies[0].to_dense else 1,
-        buffers=_buffers(copies),
+        buffers=buffers_of(copies),
     )
     chunks = pairs.size // 2 * len(job.parts())
-    if chunks >= _MAX_CHUNKS:
-        raise NotImplementedError(f"{chunks} chunks in one launch, the limit is {_MAX_CHUNKS}")
+    if chunks >= MAX_CHUNKS:
+        raise NotImplementedError(f"{chunks} chunks in one launch, the limit is {MAX_CHUNKS}")
     sources, destinations = (
         [
-            _as_blocks(array, copy.geometry.block_bytes // _WORD_BYTES)
+            _as_blocks(array, copy.geometry.block_bytes // WORD_BYTES)
             for copy in copies
-            for array in _sides(copy)[side]
+            for array in sides_of(copy)[side]
         ]
         for side in (0, 1)
     )
     run = _run_mosaic if _has_tma() else _run_triton
     written = iter(run(job, _relabel(pairs), sources, destinations))
     return [[_from_blocks(next(written), like) for like in likes] for likes in results]
-
-
-def _sides(copy: BlockCopy) -> tuple[list[Any], list[Any]]:
-    """Sources and destinations."""
-    return (copy.strided, copy.dense) if copy.to_dense else (copy.dense, copy.strided)
-
-
-def _buffers(copies: Sequence[BlockCopy]) -> list[_Buffer]:
-    buffers = []
-    arrays_before = [0, 0]
-    for copy in copies:
-        block_bytes = copy.geometry.block_bytes
-        lengths = [len(arrays) for arrays in _sides(copy)]
-        for index, offset in enumerate(copy.strided_offsets):
-            source, destination = (
-                before + min(index, length - 1)
-                for before, length in zip(arrays_before, lengths, strict=True)
-            )
-            buffers.append(
-                _Buffer(
-                    arrays=(source, destination),
-                    block_words=block_bytes // _WORD_BYTES,
-                    first=offset // block_bytes,
-                    stride=copy.geometry.page_stride_bytes // block_bytes,
-                )
-            )
-        arrays_before = [a + b for a, b in zip(arrays_before, lengths, strict=True)]
-    return buffers
 
 
 def _has_tma() -> bool:
@@ -272,7 +118,7 @@ def _interpreter() -> Any:
 # Mosaic GPU: sm_90 and newer
 
 
-def _run_mosaic(job: _Job, pairs: Any, sources: list[Any], destinations: list[Any]) -> list[Any]:
+def _run_mosaic(job: Job, pairs: Any, sources: list[Any], destinations: list[Any]) -> list[Any]:
     ring = job.ring
     slots = ring.threads * ring.depth
 
@@ -321,7 +167,7 @@ class _Place(NamedTuple):
 
 
 def _copy_chunks(
-    job: _Job,
+    job: Job,
     pairs: Any,
     parts: Any,
     sources: Sequence[Any],
@@ -452,7 +298,7 @@ def _with_ref(
 # Pallas-Triton, deprecated since jax 0.11: before sm_90
 
 
-def _run_triton(job: _Job, pairs: Any, sources: list[Any], destinations: list[Any]) -> list[Any]:
+def _run_triton(job: Job, pairs: Any, sources: list[Any], destinations: list[Any]) -> list[Any]:
     """A launch for each buffer; a program moves a tile of words of several blocks at a time."""
     from jax.experimental.pallas import triton
 
@@ -472,7 +318,7 @@ def _run_triton(job: _Job, pairs: Any, sources: list[Any], destinations: list[An
 
 
 def _copy_tiles(
-    job: _Job, buffer: _Buffer, pairs: Any, source: Any, _: Any, destination: Any
+    job: Job, buffer: Buffer, pairs: Any, source: Any, _: Any, destination: Any
 ) -> None:
     """The kernel for a buffer; references as for `_copy_chunks`."""
     from jax.experimental.pallas import triton
@@ -507,16 +353,16 @@ def _as_blocks(array: Any, block_words: int) -> Any:
     """An array of any type as int32[blocks, block_words] in device memory."""
     array = _relabel(array)
     itemsize = array.dtype.itemsize
-    if itemsize < _WORD_BYTES:
-        array = array.reshape(-1, block_words, _WORD_BYTES // itemsize)
+    if itemsize < WORD_BYTES:
+        array = array.reshape(-1, block_words, WORD_BYTES // itemsize)
     return lax.bitcast_convert_type(array, _WORD).reshape(-1, block_words)
 
 
 def _from_blocks(blocks: Any, like: Any) -> Any:
     """The array of type `like` that `_as_blocks` made blocks of."""
     itemsize = like.dtype.itemsize
-    if itemsize > _WORD_BYTES:
-        blocks = blocks.reshape(-1, itemsize // _WORD_BYTES)
+    if itemsize > WORD_BYTES:
+        blocks = blocks.reshape(-1, itemsize // WORD_BYTES)
     return _relabel(lax.bitcast_convert_type(blocks, like.dtype).reshape(like.shape), like)
 
 

@@ -129,14 +129,19 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
       A line for the choice, one for each implementation that was not chosen, and the table that
       the figures come from.
     """
+    lines = [choice.text for choice in choices_of(operation, *args, **options)]
+    return "\n".join(lines) or f"{operation.__name__}: nothing to copy"
+
+
+def choices_of(operation: Callable[..., Any], *args: Any, **options: Any) -> list[Choice]:
+    """What `operation(*args, **options)` takes for each of its copies; arguments as `explain`'s."""
     name = getattr(operation, "__name__", operation)
     if name not in _OPERATIONS:
         raise ValueError(f"operation must be one of {', '.join(_OPERATIONS)}, got {name!r}")
     *state, source_ids, destination_ids = args
     call = resolve(name, tuple(state), (source_ids, destination_ids), options.pop("layers", None))
-    options["overlapped"] = name in ("start_load", "start_store")
-    lines = [choose(copy, call.ids, **options).text for copy in call.copies]
-    return "\n".join(lines) or f"{name}: nothing to copy"
+    overlapped = name in ("start_load", "start_store")
+    return [choose(copy, call.ids, overlapped=overlapped, **options) for copy in call.copies]
 
 
 @dataclasses.dataclass(frozen=True)

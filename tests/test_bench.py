@@ -15,6 +15,7 @@ from bench import (
     pages,
     peers,
     plot,
+    profile_copy,
     results,
     run_all,
     stamps,
@@ -23,6 +24,7 @@ from bench import (
 from bench.blocks import Blocks, Way
 from bench.results import Results, Row
 from bench.transfer import KIB, Point
+from jaxkv import choice
 
 NAME = {"cpu": "host", "gpu": "kernel"}[jax.default_backend()]
 
@@ -58,16 +60,26 @@ def test_blocks_that_a_failed_program_took_are_made_again():
     made.program(Way(NAME), "load", 8, copies=1)
 
 
-def test_choices_are_noted_and_their_sms_can_be_set():
-    made = Blocks(KIB, 8)
-    ids, _ = made.ids(Way(NAME), 8, seed=0)
-    used = []
-    for num_sms in (3, None):
-        with blocks.choices(num_sms) as chosen:
-            traced = jax.jit(lambda *args: jaxkv.swap_blocks(*args))
-            traced.trace(made.arrays["host"], made.arrays["device"], *ids)
-        used += [choice.num_sms for choice in chosen]
-    assert len(used) == 2 and used[0] == 3 != used[1]
+@pytest.mark.parametrize("way", [Way(NAME, 3), Way(NAME)])
+def test_a_program_copies_in_its_way(way, monkeypatch):
+    taken = []
+
+    def choose(*args, **kwargs):
+        taken.append(choice.choose(*args, **kwargs))
+        return taken[-1]
+
+    monkeypatch.setattr(jaxkv.transfer, "choose", choose)
+    program = Blocks(KIB, 8).program(way, "load", 8, copies=2)
+    assert {one.implementation for one in taken[1:]} == {NAME}
+    # The host has no SMs: what it may use makes no difference, and says nothing.
+    assert program.num_sms == (0 if NAME == "host" else way.num_sms or taken[0].num_sms)
+    if NAME != "host":
+        assert {one.num_sms for one in taken[1:]} == {program.num_sms}
+
+
+def test_peers_use_no_sms_and_force_nothing():
+    with Way(peers.BATCH).taken(Way(peers.BATCH).sms_for(jaxkv.swap_blocks)):
+        assert choice._forced.get() is None
 
 
 def test_time_between_stamps_grows_with_what_lies_between():
@@ -174,6 +186,53 @@ def test_peer_targets_compare_on_the_same_footing():
     assert found[f"store: against {batch}, the worst of all sizes and counts"] is None
     assert found["load, 8 KiB x 100: against Triton, both with 12 SMs"] == 1.2
     assert found["against Triton, the worst of all sizes"] == 1.2
+
+
+def test_ratios_to_peers_stand_beside_that_of_a_copy_at_the_roof():
+    rates = {("load", size, 100, "kernel", 12): 40.0 for size in GRID.blocks}
+    theirs = {
+        ("load", KIB, 100): {peers.BATCH: 2.0, peers.TRITON: 8.0},
+        ("load", 4 * KIB, 100): {peers.BATCH: 25.0},
+    }
+    found = rated(rates, theirs)
+    transfer.record_targets(found, GRID)
+    targets = {target.name: target for target in found.targets}
+    bounds = {
+        f"load, 1 KiB x 100: against {peers.BATCH}": (25.0, False),
+        f"load, 4 KiB x 100: against {peers.BATCH}": (2.0, True),
+        "load, 1 KiB x 100: against Triton, both with 12 SMs": (6.25, True),
+        f"load, 8 KiB x 100: against {peers.BATCH}": (None, False),
+        "load, 1 KiB x 100: at most 12 SMs": (None, False),
+    }
+    for name, (bound, beyond) in bounds.items():
+        assert (targets[name].bound, targets[name].beyond_roof) == (bound, beyond)
+
+
+PROFILED = [
+    '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"',
+    '"0","void copy_blocks<8, uint4>(Params)","gpu__time_duration.sum","ns","204,800"',
+    '"0","k","lts__t_requests_aperture_sysmem.sum","request","1"',
+    '"0","k","pcie__read_bytes.sum","byte","11,534,336"',
+    '"0","k","pcie__write_bytes.sum","byte","1,048,576"',
+    '"0","k","smsp__issue_active.avg.pct_of_peak_sustained_active","%","6.5"',
+    '"0","k","smsp__warp_issue_stalled_long_scoreboard_per_warp_active.pct","%","92.5"',
+]
+
+
+def test_profile_is_read_from_what_the_tool_printed(monkeypatch):
+    printed = ["==PROF== Connected", "load, 10 us", *PROFILED]
+    found = Results("profile")
+    monkeypatch.setattr(profile_copy.roof, "contiguous_copy", lambda *_: ("one copy", 55.0))
+    case = profile_copy.Case("load", KIB, 12)
+    profile_copy.record(found, case, profile_copy.parse("\n".join(printed)))
+    values = {row.metric: row.value for row in found.rows}
+    assert values["bandwidth of the kernel"] == pytest.approx(10_000 * KIB / 204_800)
+    assert values["time of the kernel"] == pytest.approx(204.8)
+    assert values["bytes read over the link"] == 11
+    assert values["warps that wait for memory"] == 92.5
+    for lost in (printed[:3], printed[:2], ["==ERROR=="]):
+        with pytest.raises(ValueError, match="printed no"):
+            profile_copy.parse("\n".join(lost))
 
 
 def test_main_points_have_about_ten_thousand_blocks():

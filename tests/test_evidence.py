@@ -117,7 +117,9 @@ def test_file_holds_the_documented_keys(tmp_path, monkeypatch):
     ]
     want = {"op": ">=", "value": 0.9, "unit": "of roof"}
     name = "load is near the roof"
-    assert content["targets"] == [{"name": name, "want": want, "got": 0.5, "met": False}]
+    assert content["targets"] == [
+        {"name": name, "want": want, "got": 0.5, "met": False, "bound": None}
+    ]
 
 
 def test_file_is_also_written_below_out(tmp_path):
@@ -205,7 +207,7 @@ def test_tables(saved):
     assert lines == [
         "| some_gpu | load, 4 KiB x 10000 | 25 (50%; 12) | 10 (20%; 0) | 4 | 50 |",
     ]
-    wanted = ">= 0.900 of roof | 0.500 of roof | **missed**"
+    wanted = ">= 0.900 of roof | 0.500 of roof | - | **missed**"
     assert evidence.all_targets_table(files).splitlines()[3:] == [
         f"| some_gpu | transfer | load is near the roof | {wanted} | 012345678 | {date} |"
     ]
@@ -213,6 +215,27 @@ def test_tables(saved):
         f"| some_gpu | transfer | 0 | 1 | 0 | 012345678 | {date} |"
     ]
     assert evidence.plots(files) == ("![transfer on some_gpu](docs/plots/transfer_some_gpu.svg)\n")
+
+
+@pytest.mark.parametrize(
+    "got, bound, verdict",
+    [
+        (8.0, 9.0, "**missed**, above the roof"),
+        (8.0, 11.0, "**missed**"),
+        (10.0, 9.0, "met"),
+        (8.0, None, "**missed**"),
+        (None, 9.0, "not measured"),
+    ],
+)
+def test_a_target_above_the_roof_says_so(got, bound, verdict, tmp_path):
+    found = Results("transfer")
+    found.target("against a peer", got, ">=", 10.0, "times", bound)
+    found.save(root=tmp_path)
+    (target,) = evidence.read(tmp_path)[0].targets
+    assert target.bound == bound
+    assert evidence.verdict(target) == verdict
+    roof = "-" if bound is None else f"{evidence.number(bound)} times"
+    assert f" | {roof} | {verdict} | " in evidence.all_targets_table(evidence.read(tmp_path))
 
 
 def test_regenerate_replaces_marked_parts_only(saved):

@@ -1,5 +1,6 @@
 """Copies beside the step: every byte, once waited for, whatever a program does with a transfer."""
 
+import contextlib
 import gc
 from functools import partial
 
@@ -24,7 +25,8 @@ from reference import KIND_LAYOUTS
 from strategies import layer_selections, page_ids, reference_layouts
 
 import jaxkv
-from jaxkv import _native, overlap
+from jaxkv import _native, liveness
+from jaxkv.choice import forced
 
 # Pallas kernels run where XLA puts them, so they can't be started.
 OVERLAPPED = {"cpu": ("host",), "gpu": ("kernel", "dma")}[jax.default_backend()]
@@ -211,7 +213,7 @@ def test_a_dropped_transfer_keeps_its_memory_until_it_has_ended(named):
     addresses = set(pointers(loading._cache))
 
     def kept() -> bool:
-        arrays = [array for _, arrays in overlap._in_flight for array in arrays]
+        arrays = [array for _, arrays in liveness._in_flight for array in arrays]
         return addresses <= set(pointers([one for one in arrays if not one.is_deleted()]))
 
     del loading
@@ -246,6 +248,29 @@ def test_several_transfers_in_flight(direction, named):
     jaxkv.check_errors(outs)
     for (numpy_ids, _), out in zip(sides, outs, strict=True):
         check(case, direction, numpy_ids, out, None)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_more_pages_than_a_launch_stages(direction):
+    """The kernel on one SM takes several launches for a layer, of which the last one tells."""
+    pages = {"host_pages": 26_000, "device_pages": 25_500}
+    case = make_case(num_layers=2, page_size=1, num_kv_heads=1, head_dim=8, **pages)
+    numpy_ids, ids = ids_of(case, 25_000, None)
+
+    @partial(jax.jit, donate_argnames=("pool", "cache"))
+    def step(pool, cache, *ids):
+        started = start(direction, pool, cache, *ids)
+        for layer in range(case.spec.num_layers):
+            started.wait(layer)
+        new_pool, cache = finish(direction, started)
+        return pool if new_pool is None else new_pool, cache
+
+    pool, cache = case.pool(), case.cache()
+    on_gpu = jax.default_backend() == "gpu"
+    with forced("kernel", 1) if on_gpu else contextlib.nullcontext():
+        out = step(pool, cache, *ids)
+    jaxkv.check_errors(out)
+    check(case, direction, numpy_ids, out, None)
 
 
 def test_a_store_and_then_a_load_of_its_pages(named):

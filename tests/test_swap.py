@@ -21,11 +21,12 @@ from jax.sharding import SingleDeviceSharding
 from reference import KIND_LAYOUTS, assert_same_bytes, random_array
 
 import jaxkv
-from jaxkv import block_copy, swap, transfer
+from jaxkv import block_copy, chunks, swap, transfer
 from jaxkv.block_copy import BlockCopy
 from jaxkv.choice import Choice, choose
+from jaxkv.chunks import Ring
 from jaxkv.host_ids import num_ids_of
-from jaxkv.swap import Ring, copy_blocks_pallas
+from jaxkv.swap import copy_blocks_pallas
 from jaxkv.transfer import resolve
 
 # One warpgroup: the interpreter of jax 0.10.2 takes seconds for each further one.
@@ -104,7 +105,7 @@ def words(num_words: int):
 def test_ring_holds_any_blocks(sizes):
     ring = Ring.of(*sizes)
     for size in sizes:
-        chunk, starts = swap._cut(size // 4, ring.chunk_words)
+        chunk, starts = chunks.cut(size // 4, ring.chunk_words)
         assert chunk <= ring.chunk_words and chunk % 32 == 0
         covered = {start + i for start in starts for i in range(0, chunk, 32)}
         assert covered == set(range(0, size // 4, 32))
@@ -170,7 +171,7 @@ def test_swap_blocks_is_one_launch():
     )
 
     def choose_here(copy, ids, implementation):
-        refused = swap.refusal(copy, num_ids_of(ids[0]))
+        refused = chunks.refusal(copy, num_ids_of(ids[0]))
         return Choice("host" if refused else "pallas", 2, "")
 
     with (
@@ -215,7 +216,7 @@ def test_pages_of_host_layouts(kind, layout, direction, has_tma, monkeypatch):
     def step(pool, cache, pairs):
         call = resolve(f"{direction}_pages", (pool, cache), ids, layers)
         [copy] = call.copies
-        assert swap.refusal(copy, len(ids[0])) is None
+        assert chunks.refusal(copy, len(ids[0])) is None
         results = [[jax.typeof(array) for array in copy.written]]
         ring = Ring(32, **SMALL)
         return call.rebuild(copy_blocks_pallas(call.copies, pairs, results, num_sms=2, ring=ring))
@@ -283,7 +284,7 @@ def refused(shape=(64,), dtype="float32", num_ids=5, copies=None, **geometry) ->
     [copy] = resolve("swap_blocks", (source, destination), (ids, ids), None).copies
     copy = dataclasses.replace(copy, **(copies or {}))
     copy = dataclasses.replace(copy, geometry=dataclasses.replace(copy.geometry, **geometry))
-    return swap.refusal(copy, num_ids) or ""
+    return chunks.refusal(copy, num_ids) or ""
 
 
 def test_what_is_refused():

@@ -4,6 +4,7 @@ A copy checks its ids itself or takes pairs that were checked before. On platfor
 entry fails the call; a GPU skips and counts it.
 """
 
+import contextlib
 from collections import Counter
 from unittest import mock
 
@@ -17,7 +18,7 @@ from reference import assert_same_bytes
 from test_swap_blocks import place, random_tree, swapped
 
 import jaxkv
-from jaxkv import _native, block_copy
+from jaxkv import _native, block_copy, choice
 
 WAYS = {"checks ids": False, "takes pairs": True}
 
@@ -115,6 +116,18 @@ def test_more_ids_than_a_copy_checks_itself_are_planned(past_the_limit, on_host)
     out = step(*placed, *args)
     jaxkv.check_errors(out)
     assert_same_bytes(out["x"], swapped(src, dst, *ids)["x"], "x")
+
+
+@pytest.mark.parametrize("memory", ["pinned_host", "device"])
+def test_more_pairs_than_a_launch_stages(memory):
+    """The kernel on one SM takes several launches, the last of them for nothing."""
+    n = 40_000
+    rng = np.random.default_rng(0)
+    ids = [rng.permutation(n).astype(np.int32) for _ in range(2)]
+    ids[0][rng.random(n) < 0.3] = -1
+    on_gpu = jax.default_backend() == "gpu"
+    with choice.forced("kernel", 1) if on_gpu else contextlib.nullcontext():
+        check_ids(*ids, num_src=n, num_dst=n, blocks={"x": ((16,), "int8")}, memory=memory)
 
 
 @pytest.mark.parametrize("geometries", [1, 2])
