@@ -253,8 +253,14 @@ def test_several_transfers_in_flight(direction, named):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_more_pages_than_a_launch_stages(direction):
     """The kernel on one SM takes several launches for a layer, of which the last one tells."""
-    pages = {"host_pages": 26_000, "device_pages": 25_500}
-    case = make_case(num_layers=2, page_size=1, num_kv_heads=1, head_dim=8, **pages)
+    case = make_case(
+        host_pages=26_000,
+        device_pages=25_500,
+        num_layers=2,
+        page_size=1,
+        num_kv_heads=1,
+        head_dim=8,
+    )
     numpy_ids, ids = ids_of(case, 25_000, None)
 
     @partial(jax.jit, donate_argnames=("pool", "cache"))
