@@ -143,12 +143,11 @@ def _all_reduce_array(memory: SymmetricMemory, x: Any, *, implementation: str | 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _reduce(call: tuple[int, int, str], x: Any, token: Any) -> tuple[Any, Any]:
-    communicator, algorithm, _ = call
+    communicator, algorithm, axis_name = call
     _native.extension()
+    summed = jax.eval_shape(lambda x: jax.lax.psum(x, axis_name), x)  # replicated along the axis
     reduce = jax.ffi.ffi_call(
-        "jaxkv_all_reduce",
-        (jax.typeof(x), jax.typeof(token)),
-        vmap_method="broadcast_all",
+        "jaxkv_all_reduce", (summed, jax.typeof(token)), vmap_method="broadcast_all"
     )
     return reduce(x, token, communicator=np.int64(communicator), algorithm=np.int64(algorithm))
 
