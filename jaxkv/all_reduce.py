@@ -2,14 +2,14 @@
 
 | algorithm | what a device does | largest message |
 |---|---|---|
-| low_latency | sends all to all; words say themselves that they arrived | `quick_bytes` of the memory |
+| low_latency | sends all to all; words say themselves that they arrived | `quick_bytes` |
 | one_shot | sends all to all, one barrier, adds up | `slot_bytes` |
 | two_shot | adds up one part, sends the sum to all; two barriers a round | `max_bytes` |
 | psum | `jax.lax.psum`, by XLA | any |
 
-The first three take bfloat16, float16 and float32, add in float32, in the order of the ranks, and so
-give the same bits on every device and in every run. (vLLM's custom all-reduce has the second and the
-third, TensorRT-LLM's the first.)
+The first three take bfloat16, float16 and float32, add in float32 in the order of the ranks, and so
+give the same bits on every device and in every run. (vLLM's custom all-reduce has the second and
+the third, TensorRT-LLM's the first.)
 
 What keeps the devices together: all run one program, and within a trace each call takes a token of
 the call before. How far a device is (epochs) lies in its own memory, so a CUDA graph of a step can
@@ -39,8 +39,8 @@ def all_reduce(
 ) -> Any:
     """The sum of `x` over the devices along a mesh axis, on each of them.
 
-    To be called inside `jax.shard_map`, as `jax.lax.psum`. Where that checks varying axes
-    (`check_vma`), the result counts as varying along the axis.
+    To be called inside `jax.shard_map`, as `jax.lax.psum`; works there too in loops, under `vmap`
+    and where derivatives are taken.
 
     Args:
       memory: of the mesh that `shard_map` runs on.
@@ -57,7 +57,8 @@ def all_reduce(
       NotImplementedError: `implementation` does not serve this call, and why.
       PeerTimeoutError: a device waited in vain in a call before.
     """
-    _check_axis(memory, axis_name)
+    _check_axis_name(memory, axis_name)
+    _check_mesh(memory)
     memory.check()
     return jax.tree.map(
         functools.partial(_all_reduce_array, memory, implementation=implementation), x
@@ -84,8 +85,11 @@ def choose(memory: SymmetricMemory, x: Any, implementation: str | None) -> tuple
     return wanted, "asked for" if implementation else f"best by {table.name}"
 
 
-def explain(memory: SymmetricMemory, x: Any, implementation: str | None = None) -> str:
+def explain(
+    memory: SymmetricMemory, x: Any, axis_name: str, *, implementation: str | None = None
+) -> str:
     """Says which implementation each array of `x` takes, and why; outside of `shard_map` too."""
+    _check_axis_name(memory, axis_name)
     lines = []
     for leaf in jax.tree.leaves(x):
         name, why = choose(memory, leaf, implementation)
@@ -109,12 +113,15 @@ def _refusal(memory: SymmetricMemory, algorithm: str, num_bytes: int, dtype: Any
     return None
 
 
-def _check_axis(memory: SymmetricMemory, axis_name: str) -> None:
+def _check_axis_name(memory: SymmetricMemory, axis_name: str) -> None:
     if axis_name != memory.axis_name:
         raise ValueError(
             f"axis_name must be {memory.axis_name!r}, the axis of the symmetric memory, "
             f"got {axis_name!r}"
         )
+
+
+def _check_mesh(memory: SymmetricMemory) -> None:
     here = dict(jax.sharding.get_abstract_mesh().shape)
     expected = dict(memory.mesh.shape)
     if here != expected:
@@ -149,7 +156,9 @@ def _reduce(call: tuple[int, int, str], x: Any, token: Any) -> tuple[Any, Any]:
     reduce = jax.ffi.ffi_call(
         "jaxkv_all_reduce", (summed, jax.typeof(token)), vmap_method="broadcast_all"
     )
-    return reduce(x, token, communicator=np.int64(communicator), algorithm=np.int64(algorithm))
+    attributes = {"communicator": np.int64(communicator), "algorithm": np.int64(algorithm)}
+    result, token = reduce(x, token, **attributes)
+    return result, token
 
 
 @_reduce.defjvp

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 from jaxkv import _native
 from jaxkv.errors import PeerTimeoutError
@@ -110,6 +111,14 @@ class SymmetricMemory:
         if fault := _native.extension().peer_fault(self._id):
             raise PeerTimeoutError(*fault)
 
+    def preset(self, epoch: int, *, ahead: int = 0) -> None:
+        """For tests, while no call runs: sets how many barriers all ranks have passed, modulo 2^64.
+
+        With `ahead` > 0 all peers seem to have come so many barriers further, so that no wait
+        waits: a control for what waits are good for.
+        """
+        _native.extension().preset_communicator(self._id, epoch % 2**64, ahead)
+
     def close(self) -> None:
         """Frees the memory once the work that uses it has ended; closing again does nothing."""
         self._close()
@@ -133,7 +142,7 @@ class _Order:
         self._calls: list[tuple[Any, Any, weakref.ref]] = []  # trace, token, result
 
     def last_token(self) -> Any | None:
-        trace = jax.extend.core.get_opaque_trace_state()
+        trace = get_opaque_trace_state()
         return next((token for at, token, _ in reversed(self._calls) if at == trace), None)
 
     def append(self, token: Any, result: Any) -> None:
@@ -141,7 +150,7 @@ class _Order:
         def drop(dead: weakref.ref) -> None:
             self._calls = [call for call in self._calls if call[2] is not dead]
 
-        trace = jax.extend.core.get_opaque_trace_state()
+        trace = get_opaque_trace_state()
         self._calls.append((trace, token, weakref.ref(result, drop)))
 
 

@@ -1,7 +1,8 @@
 """Which algorithm an all-reduce takes: one JSON file for each device kind.
 
 For each number of devices a file lists rules, ascending by the least bytes that they hold for; the
-last one that a message reaches names the algorithm. Device kinds without a file have `default.json`.
+last one that a message reaches names the algorithm. Device kinds without a file have
+`default.json`.
 """
 
 from __future__ import annotations
