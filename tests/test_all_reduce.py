@@ -273,8 +273,8 @@ def test_ranks_do_not_race(tmp_path):
     sources = [root / "tests/native/all_reduce_races.cc", root / "cuda/symmetric_memory.cc"]
     options = ["-std=c++20", "-O1", "-g", "-isystem", jax.ffi.include_dir(), "-o", program]
     compiler = shutil.which("g++")
-    if not compiler:
-        pytest.skip("no g++")
+    if not compiler or not sources[1].exists():
+        pytest.skip("needs g++ and a checkout")
     subprocess.run([compiler, "-fsanitize=thread", *options, *sources], check=True)
     subprocess.run([program], check=True, timeout=300)
 
