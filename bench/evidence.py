@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import demo, overlap, plot, transfer
+from bench import demo, metadata, overlap, plot, transfer
 from bench.results import REPOSITORY, RESULTS, Row, Target, git
 
 README = REPOSITORY / "README.md"
@@ -139,21 +139,13 @@ def all_targets_table(files: Sequence[File]) -> str:
 
 
 def targets_table(files: Sequence[File]) -> str:
-    """One line for each file: how many targets are met, and the figures of those that are not."""
+    """One line for each file: how many targets are met, missed and not measured."""
     lines = []
-    for file in files:
-        if not file.targets:
-            continue
-        met = sum(target.met is True for target in file.targets)
-        others = [
-            f"{target.name}: {' but got '.join(figures(target))}"
-            for target in file.targets
-            if not target.met
-        ]
-        count = f"{met} of {len(file.targets)}"
-        open_ones = "<br>".join(others) or "-"
-        lines.append((file.device, file.name, count, open_ones, file.revision, file.date))
-    header = ("device", "measured by", "met", "missed or not measured", "commit", "date")
+    for file in (file for file in files if file.targets):
+        verdicts = [target.met for target in file.targets]
+        counts = [number(verdicts.count(met)) for met in (True, False, None)]
+        lines.append((file.device, file.name, *counts, file.revision, file.date))
+    header = ("device", "measured by", "met", "missed", "not measured", "commit", "date")
     return table(header, lines)
 
 
@@ -215,6 +207,23 @@ def overlap_table(files: Sequence[File]) -> str:
     return table(("device", "step", "ms", "of the step alone"), lines)
 
 
+def metadata_table(files: Sequence[File]) -> str:
+    """One line for each builder and size of a batch, then one for each kind of step."""
+    lines = []
+    for file in (file for file in files if file.name == "metadata"):
+        cases: dict[str, dict[str, Row]] = {}
+        for row in file.rows:
+            cases.setdefault(row.case, {})[row.metric] = row
+        for case, rows in cases.items():
+            there = rows[metadata.UNTIL_THERE]
+            host = there.peers.get(metadata.HOST_WAY)
+            gpu = [rows.get(metric) for metric in (metadata.KERNELS, metadata.GPU_TIME)]
+            cells = [number(row.value) if row else "-" for row in (*gpu, there)]
+            lines.append((file.device, case, *cells, number(host) if host else "-"))
+    header = ("device", "what", "kernels", "GPU time, us", "until it is there, us")
+    return table((*header, f"{metadata.HOST_WAY}, us"), lines)
+
+
 def demo_table(files: Sequence[File]) -> str:
     """One line for each device: the turns after the first, whose prompts have a past."""
     header: list[str] = []
@@ -238,6 +247,7 @@ def _demo_heading(row: Row) -> str:
 TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "all_targets": all_targets_table,
     "demo": demo_table,
+    "metadata": metadata_table,
     "overlap": overlap_table,
     "plots": plots,
     "targets": targets_table,

@@ -35,6 +35,24 @@ def contiguous_copy(direction: str, nbytes: int) -> tuple[str, float]:
     return f"{mib} MiB {name}", nbytes / _driver_copy_seconds(f"{name}_v2", nbytes) / 1e9
 
 
+@functools.cache
+def device_copy(nbytes: int = 512 << 20) -> tuple[str, float]:
+    """The rate of one contiguous copy within a device's memory, best of some tries.
+
+    Returns:
+      What was measured, and GB/s copied, each byte counted once.
+    """
+    import jax
+
+    mib = nbytes >> 20
+    if jax.default_backend() != "gpu":
+        return contiguous_copy("load", nbytes // 8)
+    with _driver_buffers(2 * nbytes) as (cuda, _, device, stream):
+        ends = ctypes.c_uint64(device.value + nbytes), device
+        run = _copies(cuda, "cuMemcpyDtoDAsync_v2", ends, nbytes, stream)
+        return f"{mib} MiB cuMemcpyDtoDAsync", nbytes * COPIES_IN_FLIGHT / _best(run) / 1e9
+
+
 def _best(run: Callable[[], None]) -> float:
     def seconds() -> float:
         start = time.perf_counter()
@@ -54,13 +72,18 @@ def _memory_copy_seconds(nbytes: int) -> float:
 def _driver_copy_seconds(function: str, nbytes: int) -> float:
     with _driver_buffers(nbytes) as (cuda, host, device, stream):
         ends = (device, host) if "HtoD" in function else (host, device)
+        return _best(_copies(cuda, function, ends, nbytes, stream)) / COPIES_IN_FLIGHT
 
-        def run() -> None:
-            for _ in range(COPIES_IN_FLIGHT):
-                cuda.call(function, *ends, ctypes.c_size_t(nbytes), stream)
-            cuda.call("cuStreamSynchronize", stream)
 
-        return _best(run) / COPIES_IN_FLIGHT
+def _copies(
+    cuda: env.Driver, function: str, ends: tuple, nbytes: int, stream: ctypes.c_void_p
+) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(COPIES_IN_FLIGHT):
+            cuda.call(function, *ends, ctypes.c_size_t(nbytes), stream)
+        cuda.call("cuStreamSynchronize", stream)
+
+    return run
 
 
 @contextmanager

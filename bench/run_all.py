@@ -9,7 +9,17 @@ from collections.abc import Sequence
 
 from bench.results import REPOSITORY, arguments
 
-BENCHMARKS = ("transfer", "small_batches", "pages", "engines", "overlap", "dispatch", "demo")
+BENCHMARKS = (
+    "transfer",
+    "small_batches",
+    "pages",
+    "engines",
+    "overlap",
+    "dispatch",
+    "metadata",
+    "recurrent",
+    "demo",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

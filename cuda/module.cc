@@ -11,7 +11,9 @@
 #include "bounds.h"
 #include "host_ids.h"
 #include "page_errors.h"
+#include "recurrent.h"
 #include "symmetric_memory.h"
+#include "sync_guard.h"
 #include "transfer.h"
 #include "xla/ffi/api/ffi.h"
 #ifdef JAXKV_CUDA
@@ -30,6 +32,7 @@ XLA_FFI_Error* StartCopyHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CheckBoundsHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AllReduceHost(XLA_FFI_CallFrame*);
+XLA_FFI_Error* AlignStatesHost(XLA_FFI_CallFrame*);
 #ifdef JAXKV_CUDA
 XLA_FFI_Error* PrepareDevice(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PlanPairsKernel(XLA_FFI_CallFrame*);
@@ -45,6 +48,8 @@ XLA_FFI_Error* PrepareBounds(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CheckBoundsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareAllReduce(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AllReduceKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* PrepareAlign(XLA_FFI_CallFrame*);
+XLA_FFI_Error* AlignStatesKernel(XLA_FFI_CallFrame*);
 #endif
 }
 
@@ -74,6 +79,7 @@ nb::dict registrations() {
   add(cpu, "jaxkv_wait_copy", stage("execute", WaitCopyHost));
   add(cpu, "jaxkv_check_bounds", stage("execute", CheckBoundsHost));
   add(cpu, "jaxkv_all_reduce", stage("execute", AllReduceHost));
+  add(cpu, "jaxkv_align_states", stage("execute", AlignStatesHost));
   all["cpu"] = cpu;
 #ifdef JAXKV_CUDA
   nb::dict cuda;
@@ -91,6 +97,8 @@ nb::dict registrations() {
       stage("execute", CheckBoundsKernel));
   add(cuda, "jaxkv_all_reduce", stage("initialize", PrepareAllReduce),
       stage("execute", AllReduceKernel));
+  add(cuda, "jaxkv_align_states", stage("initialize", PrepareAlign),
+      stage("execute", AlignStatesKernel));
   all["CUDA"] = cuda;
 #endif
   return all;
@@ -174,6 +182,7 @@ NB_MODULE(_ext, m) {
       nb::arg("id"), nb::arg("epoch"), nb::arg("ahead"), "Sets all epochs; for tests.");
   m.attr("HOST_IDS_HEADER") = kHostIdsHeader;
   m.attr("INLINE_IDS") = kInlineIds;
+  m.attr("MAX_STATES") = kMaxStates;
   m.def(
       "seal_host_ids",
       [](uintptr_t address, size_t num_words) {
@@ -186,6 +195,10 @@ NB_MODULE(_ext, m) {
         admit_host_ids(reinterpret_cast<const int32_t*>(address), num_words);
       },
       nb::arg("address"), nb::arg("num_words"), "Says that sealed ids lie at `address`.");
+#ifdef JAXKV_WATCH_BUFFERS
+  m.def("watch_buffers", &watch_buffers, nb::arg("type"), nb::arg("observe").none(),
+        "Has the buffers of a type got by observe(get, object); None ends that.");
+#endif
 #ifdef JAXKV_CUDA
   m.attr("CUDA") = true;
   m.def("synchronize_device", &synchronize_device, nb::arg("ordinal"),

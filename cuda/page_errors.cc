@@ -87,6 +87,9 @@ std::string describe(const PageErrorEntry& e) {
       return "segment " + std::to_string(e.position) +
              " of a started copy did not arrive in time: " + "number " + std::to_string(e.id) +
              " was wanted, " + std::to_string(e.limit) + " was reached";
+    case PageFault::kColumnOutOfRange:
+      return "row " + std::to_string(e.position) + " needs column " + std::to_string(e.id) +
+             " of a block table of " + std::to_string(e.limit) + " columns";
     case PageFault::kBoundExceeded: {
       std::lock_guard lock(mutex);
       return bound_names().at(e.position) + " = " + std::to_string(e.id) +

@@ -13,7 +13,8 @@ enum class PageFault : int32_t {
   kDuplicate,
   kCopiedEarly,  // a wait got a copy of a written array: position is the segment, id the array
   kNotArrived,  // a wait gave up: position is the segment, id the number wanted, limit the one seen
-  kBoundExceeded,  // position is the code of the bound, id the value, limit the bound
+  kBoundExceeded,     // position is the code of the bound, id the value, limit the bound
+  kColumnOutOfRange,  // of a block table: position is the row, id the column, limit its columns
 };
 
 struct PageErrorEntry {

@@ -43,6 +43,10 @@ class PeerTimeoutError(RuntimeError):
         super().__init__(description)
 
 
+class StaleCountsError(RuntimeError):
+    """Counts that are not those of the step, or of the requests, that the reader named."""
+
+
 class HostMemoryError(MemoryError):
     """Host memory that was asked for is more than the machine allows.
 

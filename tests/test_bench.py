@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 
 import jaxkv
-from bench import blocks, engines, overlap, pages, peers, plot, results, stamps, transfer
+from bench import (
+    blocks,
+    engines,
+    overlap,
+    pages,
+    peers,
+    plot,
+    results,
+    run_all,
+    stamps,
+    transfer,
+)
 from bench.blocks import Blocks, Way
 from bench.results import Results, Row
 from bench.transfer import KIB, Point
@@ -204,13 +215,9 @@ def test_result_file_has_a_line_for_each_row():
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(
-    "name", ["transfer", "small_batches", "pages", "engines", "overlap", "dispatch"]
-)
+@pytest.mark.parametrize("name", [name for name in run_all.BENCHMARKS if name != "demo"])
 def test_quick_run(name, tmp_path, monkeypatch):
     """Every benchmark runs to its end on the CPU, and what it measured is positive."""
-    if name == "overlap" and not hasattr(jaxkv, "start_load"):
-        pytest.skip("jaxkv has no start_load")
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     saved = []

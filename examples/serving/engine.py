@@ -109,12 +109,16 @@ class Engine:
         self.waiting.append(turn)
 
     def step(self) -> None:
-        """Lets a turn in, computes a chunk of one prompt and the next token of every answer."""
-        self._admit()
-        if prompts := [turn for turn in self.running if turn.missing > 1]:
-            self._compute(prompts[:1], max_turns=1, max_tokens=self.limits.chunk)
-        if answers := [turn for turn in self.running if turn.missing == 1]:
-            self._compute(answers, max_turns=self.limits.batch, max_tokens=self.limits.batch)
+        """Lets a turn in, computes a chunk of one prompt and the next token of every answer.
+
+        The only wait for the device is for the tokens; any other would be an error.
+        """
+        with jaxkv.forbid_host_sync():
+            self._admit()
+            if prompts := [turn for turn in self.running if turn.missing > 1]:
+                self._compute(prompts[:1], max_turns=1, max_tokens=self.limits.chunk)
+            if answers := [turn for turn in self.running if turn.missing == 1]:
+                self._compute(answers, max_turns=self.limits.batch, max_tokens=self.limits.batch)
 
     def _admit(self) -> None:
         """Starts the turn that waits for longest, once all its pages fit beside those in use."""
@@ -175,8 +179,9 @@ class Engine:
                 names = page_names(turn.tokens[: turn.computed], self.limits.page_size)
                 self.blocks.publish(turn.placement.pages, names)
         if any(turn.missing == 0 for turn in turns):
-            # Waits for the device: pages are named, and answers ended, by the tokens themselves.
-            for turn, token in zip(turns, np.asarray(chosen).tolist(), strict=False):
+            with jaxkv.allow_host_sync("tokens name pages and end answers"):
+                tokens = np.asarray(chosen)
+            for turn, token in zip(turns, tokens.tolist(), strict=False):
                 if turn.missing == 0:
                     self._append(turn, token)
 

@@ -61,6 +61,7 @@ class BatchMetadata:
         max_num_tokens: int,
         max_blocks: int,
         block_size: int,
+        cp_world_size: int = 1,
     ) -> BatchMetadata:
         """A scheduler's batch, padded to its bounds, as NumPy arrays.
 
@@ -71,44 +72,67 @@ class BatchMetadata:
           max_num_reqs: B.
           max_num_tokens: T.
           max_blocks: W.
-          block_size: tokens a block.
+          block_size: tokens a block, of one rank.
+          cp_world_size: ranks that share a context, so that one entry of `block_table` stands for
+            a block on each.
 
         Raises:
           ValueError: more requests, tokens or blocks than the bounds allow, a request whose query
-            is longer than its context, or whose context has no blocks, or a block whose slots no
-            int32 can tell.
+            is longer than its context, or whose context has no blocks, a block whose slots no int32
+            can tell, or a size below 1.
         """
+        _at_least_1(
+            max_num_reqs=max_num_reqs,
+            max_num_tokens=max_num_tokens,
+            max_blocks=max_blocks,
+            block_size=block_size,
+            cp_world_size=cp_world_size,
+        )
         query, context = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
-        rows = [np.asarray(row, np.int32) for row in block_table]
-        if not len(query) == len(context) == len(rows):
+        blocks = np.array([len(row) for row in block_table], np.int64)
+        if not len(query) == len(context) == len(blocks):
             raise ValueError(
                 f"query_lens, seq_lens and block_table name {len(query)}, {len(context)} and "
-                f"{len(rows)} requests"
+                f"{len(blocks)} requests"
             )
-        _at_most("requests", len(query), max_num_reqs)
-        _at_most("query tokens", int(query.sum()), max_num_tokens)
-        for i, (q, s, row) in enumerate(zip(query, context, rows, strict=True)):
-            if not 0 <= q <= s:
-                raise ValueError(f"request {i} has {q} query tokens in a context of {s} tokens")
-            _at_most(f"blocks of request {i}", len(row), max_blocks)
-            _at_most(f"block ids of request {i}", max(row, default=0), 2**31 // block_size - 1)
-            if len(row) * block_size < s:
+        num_reqs, num_tokens = len(query), int(query.sum())
+        capacity = block_size * cp_world_size
+        rules = {
+            "0 <= query tokens <= context": (query >= 0) & (query <= context),
+            f"blocks <= max_blocks={max_blocks}": blocks <= max_blocks,
+            f"context <= blocks of {capacity} tokens": context <= blocks * capacity,
+            "context < 2**31 tokens": context < 2**31,
+        }
+        for rule, holds in rules.items():
+            if not holds.all():
+                i = int(holds.argmin())
                 raise ValueError(
-                    f"request {i} has {s} tokens but {len(row)} blocks of {block_size} tokens"
+                    f"request {i} has {query[i]} query tokens in a context of {context[i]} tokens "
+                    f"with {blocks[i]} blocks, against the rule: {rule}"
                 )
-        starts = np.full(max_num_reqs + 1, query.sum(), np.int32)
-        starts[: len(query) + 1] = np.concatenate([[0], np.cumsum(query)])
-        lens = np.zeros(max_num_reqs, np.int32)
-        lens[: len(context)] = context
-        table = np.full((max_num_reqs, max_blocks), NULL_BLOCK, np.int32)
-        for i, row in enumerate(rows):
+        if num_reqs > max_num_reqs:
+            raise ValueError(f"{num_reqs} requests exceed max_num_reqs={max_num_reqs}")
+        if num_tokens > max_num_tokens:
+            raise ValueError(f"{num_tokens} query tokens exceed max_num_tokens={max_num_tokens}")
+        table = np.full((max_num_reqs, max_blocks), NULL_BLOCK, np.int64)
+        for i, row in enumerate(block_table):
             table[i, : len(row)] = row
+        most = 2**31 // block_size - 1
+        if table.min() < 0 or table.max() > most:
+            raise ValueError(
+                f"block ids from {table.min()} to {table.max()} are outside [0, {most}], which "
+                f"int32 slots of blocks of {block_size} tokens can tell"
+            )
+        starts = np.full(max_num_reqs + 1, num_tokens, np.int32)
+        starts[: num_reqs + 1] = np.concatenate([[0], np.cumsum(query)])
+        lens = np.zeros(max_num_reqs, np.int32)
+        lens[:num_reqs] = context
         return cls(
             query_start_loc=starts,
             seq_lens=lens,
-            block_table=table,
-            num_reqs=np.int32(len(query)),
-            num_tokens=np.int32(query.sum()),
+            block_table=table.astype(np.int32),
+            num_reqs=np.int32(num_reqs),
+            num_tokens=np.int32(num_tokens),
             max_num_tokens=max_num_tokens,
             block_size=block_size,
         )
@@ -134,9 +158,10 @@ class BatchMetadata:
         return jnp.arange(self.max_num_reqs, dtype=jnp.int32) < self.num_reqs
 
 
-def _at_most(name: str, value: int, limit: int) -> None:
-    if value > limit:
-        raise ValueError(f"{name}: {value} exceed the bound of {limit}")
+def _at_least_1(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -204,6 +229,50 @@ def starts_from(starts: Any, first: Any, count: Any) -> Any:
     )
 
 
+def unique_first_occurrence(x: Any, max_value: int, *, ignored: int = 0, pad: int = -1) -> Any:
+    """The values of each row at their first occurrence, in order, packed to the left.
+
+    Takes N * (max_value + 1) * 4 bytes while it runs.
+
+    Args:
+      x: int32[N, L], values in [0, max_value].
+      max_value: the largest value that may occur.
+      ignored: the value that is left out.
+      pad: what fills a row behind its values.
+
+    Returns:
+      int32[N, L].
+
+    Raises:
+      ValueError: `max_value` is negative.
+    """
+    if max_value < 0:
+        raise ValueError(f"max_value must be >= 0, got {max_value}")
+    rows, width = x.shape
+    # Two indices, not one of the flat array: that would not fit an int32.
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), x.shape)
+    first = jnp.full((rows, max_value + 1), width, jnp.int32).at[row, x].min(index)
+    keep = (x != ignored) & (first[row, x] == index)
+    # What is dropped goes past the end, each to its own place, as unique_indices promises.
+    target = jnp.where(keep, _count_before(keep), width + index)
+    return jnp.full_like(x, pad).at[row, target].set(x, mode="drop", unique_indices=True)
+
+
+def _count_before(flags: Any, tile: int = 128) -> Any:
+    """int32[N, L], how many of bool[N, L] are set before each in its row.
+
+    Within a tile by a product with a triangular matrix: XLA's scan of a long row is a chain of
+    kernels. Zeros, ones and sums up to `tile` are exact in every precision of a product.
+    """
+    rows, width = flags.shape
+    tiles = jnp.pad(flags, ((0, 0), (0, -width % tile))).reshape(rows, -1, tile)
+    earlier = jnp.triu(jnp.ones((tile, tile), jnp.float32), 1)
+    inside = (tiles.astype(jnp.float32) @ earlier).astype(jnp.int32)
+    before = jax.vmap(prefix_sum)(jnp.sum(tiles, axis=2, dtype=jnp.int32))[:, :-1]
+    return (before[:, :, None] + inside).reshape(rows, -1)[:, :width]
+
+
 # --------------------------------------------------------------------------------------------------
 # Tokens and where they go
 
@@ -244,7 +313,8 @@ def slot_mapping(
     """int32[T], where in the cache each query token goes: block * block_size + offset.
 
     Under context parallelism runs of `cp_interleave` tokens go round the ranks, and `block_size`
-    counts the tokens of one rank. PAD_SLOT stands for tokens of other ranks and for padding.
+    counts the tokens of one rank. PAD_SLOT stands for tokens of other ranks, for padding, and for
+    positions that the block table does not reach, which would overwrite another token's place.
     A slot is an int32, enough for 2**31 tokens a rank; `BatchMetadata.from_host` sees to that.
 
     Args:
@@ -264,14 +334,15 @@ def slot_mapping(
         )
     virtual_size = batch.block_size * cp_world_size
     row = token_to_request(batch.query_start_loc, batch.max_num_tokens)
-    column = jnp.clip(positions // virtual_size, 0, batch.max_blocks - 1)
+    column = positions // virtual_size
     within_block = positions % virtual_size
     round_size = cp_world_size * cp_interleave
     offset = within_block // round_size * cp_interleave + within_block % cp_interleave
     mine = within_block // cp_interleave % cp_world_size == cp_rank
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
-    used = mine & (token < batch.query_start_loc[-1])
-    block = batch.block_table[row, column]
+    reached = (column >= 0) & (column < batch.max_blocks)
+    used = mine & reached & (token < batch.query_start_loc[-1])
+    block = batch.block_table[row, jnp.clip(column, 0, batch.max_blocks - 1)]
     return jnp.where(used, block * batch.block_size + offset, PAD_SLOT)
 
 
@@ -299,12 +370,8 @@ def dcp_local_seq_lens(seq_lens: Any, world_size: int, rank: Any, interleave: in
 
 
 def _check_context_parallel(world_size: int, rank: Any, interleave: int) -> None:
-    if world_size < 1 or interleave < 1:
-        raise ValueError(
-            f"context parallelism over {world_size} ranks, {interleave} tokens at a time: "
-            "both must be >= 1"
-        )
-    if isinstance(rank, int) and not 0 <= rank < world_size:
+    _at_least_1(cp_world_size=world_size, cp_interleave=interleave)
+    if isinstance(rank, int | np.integer) and not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is outside [0, {world_size}) ranks")
 
 
@@ -363,19 +430,18 @@ def split_decodes_and_prefills(
         raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
     if not treat_short_extends_as_decodes and is_prefilling is None:
         raise ValueError("treat_short_extends_as_decodes=False needs is_prefilling, bool[B]")
-    rows, query = batch.row_mask, batch.query_lens
+    query = batch.query_lens
     is_prefill = query > decode_threshold
-    if require_uniform and decode_threshold > 1:
+    if require_uniform:
+        long = jnp.any(is_prefill)
         is_prefill = (query != query[0]) & (query != 0)
-    elif require_uniform:
-        # Short queries are uniform in themselves, and a long one ends the decodes all the same.
-        short = jnp.max(jnp.where(rows, query, 0)) <= decode_threshold
-        uniform = (query != query[0]) & (query != 0)
-        is_prefill = uniform & ~(short & treat_short_extends_as_decodes)
+        if decode_threshold <= 1 and treat_short_extends_as_decodes:
+            is_prefill &= long  # queries of no more than one token are uniform in themselves
     if not treat_short_extends_as_decodes:
         is_prefill |= is_prefilling
-    is_prefill = rows & (is_prefill | (query[0] > decode_threshold))
-    found = jnp.any(is_prefill)
-    first = jnp.where(found, jnp.argmax(is_prefill), batch.num_reqs).astype(jnp.int32)
-    tokens = jnp.where(found, batch.query_start_loc[first], batch.num_tokens)
+    is_prefill |= query[0] > decode_threshold
+    index = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)
+    # No more than num_reqs, whatever padding rows say.
+    first = jnp.min(jnp.where(is_prefill, index, batch.num_reqs))
+    tokens = jnp.where(first < batch.num_reqs, batch.query_start_loc[first], batch.num_tokens)
     return Split(first, batch.num_reqs - first, tokens, batch.num_tokens - tokens)

@@ -88,6 +88,13 @@ class Case:
         )
 
 
+def assert_same(got, want) -> None:
+    """Equal in values and shape, and an int32 as all metadata is."""
+    got, want = np.asarray(got), np.asarray(want, np.int32)
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, want, strict=True)
+
+
 def num_blocks_of(bounds: Bounds) -> int:
     return 1 + bounds.max_num_reqs * bounds.max_blocks
 

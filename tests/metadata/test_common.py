@@ -1,25 +1,428 @@
 """metadata.common against slow Python on random batches."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxkv.metadata import common
+from jaxkv.metadata.common import BatchMetadata
 
-from .batches import Case, cases, every_batch
+from .batches import FEW, ONE, SOME, Bounds, Case, assert_same, cases, every_batch
+
+SEEDS = st.integers(0, 2**32 - 1)
 
 
-@functools.cache
-def compiled():
-    return jax.jit(common.token_to_request, static_argnums=1)
+def padded(values, size: int, fill: int = 0) -> np.ndarray:
+    out = np.full(size, fill, np.int32)
+    out[: len(values)] = values
+    return out
+
+
+# --------------------------------------------------------------------------------------------------
+# BatchMetadata
+
+
+@given(cases())
+def test_from_host_pads(case: Case):
+    batch, b = case.batch(), case.bounds
+    assert_same(batch.query_start_loc, padded(case.starts, b.max_num_reqs + 1, case.num_tokens))
+    assert_same(batch.seq_lens, padded(case.seq_lens, b.max_num_reqs))
+    assert_same(batch.query_lens, padded(case.query_lens, b.max_num_reqs))
+    table = np.full((b.max_num_reqs, b.max_blocks), common.NULL_BLOCK)
+    for row, blocks in enumerate(case.tables):
+        table[row, : len(blocks)] = blocks
+    assert_same(batch.block_table, table)
+    assert_same(batch.num_reqs, case.num_reqs)
+    assert_same(batch.num_tokens, case.num_tokens)
+    assert (batch.max_num_reqs, batch.max_num_tokens, batch.max_blocks, batch.block_size) == b
+    np.testing.assert_array_equal(
+        batch.row_mask, [row < case.num_reqs for row in range(b.max_num_reqs)]
+    )
+
+
+def from_host(query=(1,), seq=(1,), table=((1,),), **sizes) -> BatchMetadata:
+    bounds = {"max_num_reqs": 2, "max_num_tokens": 4, "max_blocks": 3, "block_size": 4}
+    return BatchMetadata.from_host(list(query), list(seq), list(table), **(bounds | sizes))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"query": (1, 1)}, "name 2, 1 and 1 requests"),
+        ({"table": ()}, "name 1, 1 and 0 requests"),
+        ({"query": (-1,)}, "request 0 has -1 query tokens"),
+        ({"query": (2,)}, "query tokens <= context"),
+        ({"seq": (5,)}, "context <= blocks of 4 tokens"),
+        ({"seq": (9,), "cp_world_size": 2}, "context <= blocks of 8 tokens"),
+        ({"table": ((1, 2, 3, 4),)}, "blocks <= max_blocks=3"),
+        ({"query": (0, 0), "seq": (0, 1), "table": ((), ())}, "request 1 has 0 query tokens"),
+        ({"query": (0,) * 3, "seq": (0,) * 3, "table": ((),) * 3}, "3 requests exceed"),
+        ({"query": (5,), "seq": (5,), "table": ((1, 2),)}, "5 query tokens exceed"),
+        ({"table": ((-1,),)}, r"-1 to 0 are outside \[0, 536870911\]"),
+        ({"table": ((2**29,),)}, r"outside \[0, 536870911\]"),
+        ({"table": ((2**32,),)}, r"outside \[0, 536870911\]"),
+        ({"seq": (2**31,), "block_size": 2**31}, "context < 2"),
+        ({"max_num_reqs": 0}, "max_num_reqs must be >= 1"),
+        ({"max_num_tokens": 0}, "max_num_tokens must be >= 1"),
+        ({"max_blocks": 0}, "max_blocks must be >= 1"),
+        ({"block_size": 0}, "block_size must be >= 1"),
+        ({"cp_world_size": 0}, "cp_world_size must be >= 1"),
+    ],
+)
+def test_from_host_refuses(arguments, message):
+    from_host()
+    with pytest.raises(ValueError, match=message):
+        from_host(**arguments)
+
+
+def test_from_host_up_to_its_limits():
+    batch = from_host((4, 0), (12, 0), ((2**29 - 1, 1, 2), ()))
+    assert batch.block_table[0, 0] * 4 + 3 == 2**31 - 1
+    assert from_host((), (), ()).num_reqs == 0
+    assert from_host(seq=(8,), cp_world_size=2).seq_lens[0] == 8
+
+
+# --------------------------------------------------------------------------------------------------
+# Building blocks
+
+
+@given(st.sampled_from([1, 5, 64]), SEEDS)
+def test_prefix_sum(size: int, seed: int):
+    values = np.random.default_rng(seed).integers(0, 9, size, dtype=np.int32)
+    for x in (values, values > 4):
+        want = [sum(x[:i].tolist()) for i in range(size + 1)]
+        assert_same(jitted(common.prefix_sum)(x), want)
+
+
+@given(cases())
+def test_row_of(case: Case):
+    b = case.bounds
+    got = jitted(common.row_of)(
+        case.batch().query_start_loc, jnp.arange(b.max_num_tokens + 2, dtype=jnp.int32)
+    )
+    want = [row for row, length in enumerate(case.query_lens) for _ in range(length)]
+    assert_same(got, padded(want, b.max_num_tokens + 2, b.max_num_reqs))
+
+
+@given(cases(bounds=(ONE, FEW, SOME)), SEEDS)
+def test_rows_and_starts_from(case: Case, seed: int):
+    rng = np.random.default_rng(seed)
+    rows = case.bounds.max_num_reqs
+    first = int(rng.integers(0, rows + 1))
+    count = int(rng.integers(0, rows - first + 1))
+    batch = case.batch()
+    device = jnp.int32(first), jnp.int32(count)
+    wanted = slice(first, first + count)
+
+    got = jitted(common.rows_from)(batch.seq_lens, *device)
+    assert_same(got, padded(batch.seq_lens[wanted], rows))
+    table = np.full_like(batch.block_table, 7)
+    table[:count] = batch.block_table[wanted]
+    assert_same(jitted(common.rows_from)(batch.block_table, *device, fill=7), table)
+
+    starts = [start - batch.query_start_loc[first] for start in batch.query_start_loc[wanted]]
+    end = batch.query_start_loc[first + count] - batch.query_start_loc[first]
+    got = jitted(common.starts_from)(batch.query_start_loc, *device)
+    assert_same(got, padded(starts, rows + 1, end))
+
+
+def unique_by_hand(x, ignored: int, pad: int) -> np.ndarray:
+    out = np.full_like(x, pad)
+    for row, values in enumerate(x.tolist()):
+        found = [value for value in dict.fromkeys(values) if value != ignored]
+        out[row, : len(found)] = found
+    return out
 
 
 @every_batch
-@given(cases())
-def test_token_to_request(case: Case):
-    want = np.zeros(case.bounds.max_num_tokens, np.int32)
-    want[: case.num_tokens] = np.repeat(np.arange(case.num_reqs), case.query_lens)
-    got = compiled()(case.batch().query_start_loc, case.bounds.max_num_tokens)
-    np.testing.assert_array_equal(got, want)
+@given(
+    st.sampled_from([(1, 1), (3, 7), (2, 300)]),
+    st.sampled_from([0, 5, 400]),
+    st.sampled_from([(0, -1), (3, 5)]),
+    SEEDS,
+)
+def test_unique_first_occurrence(shape, max_value, special, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.integers(0, rng.integers(0, max_value + 1) + 1, shape, dtype=np.int32)
+    ignored, pad = special
+    got = compiled_unique()(x, max_value, ignored=ignored, pad=pad)
+    assert_same(got, unique_by_hand(x, ignored, pad))
+
+
+@functools.cache
+def compiled_unique():
+    return jax.jit(common.unique_first_occurrence, static_argnames=("max_value", "ignored", "pad"))
+
+
+def test_unique_first_occurrence_of_long_rows():
+    x = np.random.default_rng(0).integers(0, 5001, (2, 4096), dtype=np.int32)
+    assert_same(compiled_unique()(x, 5000), unique_by_hand(x, 0, -1))
+    assert_same(
+        common.unique_first_occurrence(jnp.array([[3, 0, 2, 3, 2, 1]]), 3), [[3, 2, 1, -1, -1, -1]]
+    )
+    with pytest.raises(ValueError, match="max_value must be >= 0"):
+        common.unique_first_occurrence(x, -1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokens
+
+
+@functools.cache
+def jitted(function):
+    return jax.jit(function)
+
+
+@functools.cache
+def compiled_tokens(cp_world_size: int, cp_interleave: int):
+    def build(batch: BatchMetadata, cp_rank):
+        positions = common.token_positions(batch)
+        context_parallel = {
+            "cp_world_size": cp_world_size,
+            "cp_rank": cp_rank,
+            "cp_interleave": cp_interleave,
+        }
+        return {
+            "num_computed_tokens": common.num_computed_tokens(batch),
+            "token_to_request": common.token_to_request(
+                batch.query_start_loc, batch.max_num_tokens
+            ),
+            "token_positions": positions,
+            "slot_mapping": common.slot_mapping(batch, positions, **context_parallel),
+            "logits_indices": common.logits_indices(batch),
+            "local": common.dcp_local_seq_lens(
+                batch.seq_lens, cp_world_size, cp_rank, cp_interleave
+            ),
+            "all_local": common.dcp_local_seq_lens(
+                batch.seq_lens, cp_world_size, None, cp_interleave
+            ),
+        }  # fmt: skip
+
+    return jax.jit(build)
+
+
+@every_batch
+@given(cases(), st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 2)]), st.integers(0, 2))
+def test_tokens(case: Case, parallel: tuple[int, int], rank: int):
+    world, run = parallel
+    rank %= world
+    b = case.bounds
+    got = compiled_tokens(*parallel)(case.batch(), np.int32(rank))
+
+    rows, positions, slots = [], [], []
+    for row, (query, seq) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        for position in range(seq - query, seq):
+            rows.append(row)
+            positions.append(position)
+            # Each rank fills its own blocks, with the runs that are dealt to it.
+            round_, place = divmod(position, world * run)
+            block, offset = divmod(round_ * run + place % run, b.block_size)
+            mine = place // run == rank
+            slots.append(case.tables[row][block] * b.block_size + offset if mine else -1)
+    assert_same(got["token_to_request"], padded(rows, b.max_num_tokens))
+    assert_same(got["token_positions"], padded(positions, b.max_num_tokens))
+    assert_same(got["slot_mapping"], padded(slots, b.max_num_tokens, common.PAD_SLOT))
+
+    computed = [s - q for q, s in zip(case.query_lens, case.seq_lens, strict=True)]
+    assert_same(got["num_computed_tokens"], padded(computed, b.max_num_reqs))
+    last = [max(end - 1, 0) for end in case.starts[1:]]
+    assert_same(got["logits_indices"], padded(last, b.max_num_reqs, max(case.num_tokens - 1, 0)))
+
+    owner = np.arange(b.max_blocks * b.block_size) // run % world
+    held = np.array([np.bincount(owner[:n], minlength=world) for n in range(len(owner) + 1)])
+    local = held[padded(case.seq_lens, b.max_num_reqs)]
+    assert_same(got["all_local"], local)
+    assert_same(got["local"], local[:, rank])
+
+
+def test_one_executable_for_all_batches():
+    traced = []
+
+    def tokens(batch: BatchMetadata):
+        traced.append(batch)
+        return common.slot_mapping(batch, common.token_positions(batch))
+
+    build = jax.jit(tokens)
+    for query in ([], [1], [0, 5, 0, 3], [4] * 5):
+        seq = [length + 2 for length in query]
+        batch = BatchMetadata.from_host(query, seq, [[1, 2]] * len(query), **FEW._asdict())
+        build(batch)
+    assert len(traced) == 1
+
+
+def test_slot_mapping_by_hand():
+    batch = BatchMetadata.from_host(
+        [10], [10], [[7, 3]],
+        max_num_reqs=1, max_num_tokens=12, max_blocks=2, block_size=4, cp_world_size=2,
+    )  # fmt: skip
+    positions = common.token_positions(batch)
+    ranks = [common.slot_mapping(batch, positions, cp_world_size=2, cp_rank=r) for r in (0, 1)]
+    assert_same(ranks[0], [28, -1, 29, -1, 30, -1, 31, -1, 12, -1, -1, -1])
+    assert_same(ranks[1], [-1, 28, -1, 29, -1, 30, -1, 31, -1, 12, -1, -1])
+    # Without context parallelism the table ends after 8 tokens: no other place is overwritten.
+    assert_same(common.slot_mapping(batch, positions), [28, 29, 30, 31, 12, 13, 14, 15] + [-1] * 4)
+    assert_same(common.slot_mapping(batch, positions - 8)[8:], [28, 29, -1, -1])
+    assert_same(common.slot_mapping(batch, positions - 8)[:8], [-1] * 8)
+
+
+def test_the_largest_slot():
+    batch = from_host((1,), (4,), ((2**29 - 1,),))
+    positions = common.token_positions(batch)
+    assert_same(common.slot_mapping(batch, positions), [2**31 - 1, -1, -1, -1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cp_world_size": 0}, "cp_world_size must be >= 1, got 0"),
+        ({"cp_interleave": 0}, "cp_interleave must be >= 1, got 0"),
+        ({"cp_interleave": 3}, "cp_interleave=3 tokens must divide block_size=4 tokens"),
+        ({"cp_world_size": 2, "cp_rank": 2}, r"rank 2 is outside \[0, 2\)"),
+        ({"cp_rank": -1}, r"rank -1 is outside \[0, 1\)"),
+    ],
+)
+def test_slot_mapping_refuses(arguments, message):
+    batch = from_host()
+    with pytest.raises(ValueError, match=message):
+        common.slot_mapping(batch, common.token_positions(batch), **arguments)
+
+
+def test_dcp_local_seq_lens_refuses():
+    lens = jnp.array([3], jnp.int32)
+    with pytest.raises(ValueError, match="cp_world_size must be >= 1"):
+        common.dcp_local_seq_lens(lens, 0, None, 1)
+    with pytest.raises(ValueError, match="cp_interleave must be >= 1"):
+        common.dcp_local_seq_lens(lens, 2, None, 0)
+    with pytest.raises(ValueError, match="rank 3 is outside"):
+        common.dcp_local_seq_lens(lens, 2, 3, 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Decodes and prefills
+
+
+@functools.cache
+def compiled_split(threshold: int, require_uniform: bool, treat_short: bool):
+    def split(batch, is_prefilling):
+        return common.split_decodes_and_prefills(
+            batch,
+            threshold,
+            require_uniform=require_uniform,
+            treat_short_extends_as_decodes=treat_short,
+            is_prefilling=is_prefilling,
+        )
+
+    return jax.jit(split)
+
+
+def split_by_hand(
+    query: list[int],
+    num_tokens: int,
+    threshold: int,
+    require_uniform: bool,
+    treat_short: bool,
+    is_prefilling: list[bool],
+) -> tuple[int, int, int, int]:
+    """The rules in the order in which they are tried; `num_tokens` counts padding too."""
+    all_decodes = (len(query), 0, num_tokens, 0)
+    if (
+        max(query, default=0) <= threshold
+        and (not require_uniform or threshold <= 1)
+        and treat_short
+    ):
+        return all_decodes
+    if query and query[0] > threshold:
+        return 0, len(query), 0, num_tokens
+    if require_uniform:
+        prefills = [length not in (query[0], 0) for length in query]
+    else:
+        prefills = [length > threshold for length in query]
+    if not treat_short:
+        prefills = [a or b for a, b in zip(prefills, is_prefilling, strict=True)]
+    if not any(prefills):
+        return all_decodes
+    first = prefills.index(True)
+    tokens = sum(query[:first])
+    return first, len(query) - first, tokens, num_tokens - tokens
+
+
+@every_batch
+@given(
+    cases(),
+    st.sampled_from([0, 1, 3]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["as it is", "decodes first", "uniform", "uniform, then not"]),
+    SEEDS,
+)
+def test_split_decodes_and_prefills(case, threshold, require_uniform, treat_short, shape, seed):
+    rng = np.random.default_rng(seed)
+    if shape == "decodes first":
+        case = case.decodes_first(threshold)
+    elif shape != "as it is":
+        length = min(threshold, min(case.seq_lens, default=0))
+        query = [length * bool(rng.random() < 0.8) for _ in case.query_lens]
+        if shape == "uniform, then not":
+            tail = int(rng.integers(0, len(query) + 1))
+            query[tail:] = case.query_lens[tail:]
+        if sum(query) <= case.bounds.max_num_tokens:
+            case = dataclasses.replace(case, query_lens=query)
+    batch = case.batch()
+    padding = int(rng.integers(0, case.bounds.max_num_tokens - case.num_tokens + 1))
+    batch = dataclasses.replace(batch, num_tokens=np.int32(case.num_tokens + padding))
+    is_prefilling = rng.random(case.bounds.max_num_reqs) < 0.2
+    got = compiled_split(threshold, require_uniform, treat_short)(batch, is_prefilling)
+    want = split_by_hand(
+        case.query_lens,
+        case.num_tokens + padding,
+        threshold,
+        require_uniform,
+        treat_short,
+        is_prefilling[: case.num_reqs].tolist(),
+    )
+    for one_got, one_want in zip(got, want, strict=True):
+        assert_same(one_got, one_want)
+
+
+@pytest.mark.parametrize(
+    ("query", "threshold", "options", "want"),
+    [
+        ([1, 1, 1], 1, {}, (3, 0, 3, 0)),
+        ([5, 7], 1, {}, (0, 2, 0, 12)),
+        ([1, 1, 5, 7], 1, {}, (2, 2, 2, 12)),
+        ([2, 1, 3, 4], 2, {}, (2, 2, 3, 7)),
+        ([2, 2, 1, 1], 2, {"require_uniform": True}, (2, 2, 4, 2)),
+        ([2, 2, 0, 0], 2, {"require_uniform": True}, (4, 0, 4, 0)),
+        ([3, 3, 0, 5], 3, {"require_uniform": True}, (3, 1, 6, 5)),
+        ([1, 0, 1], 1, {"require_uniform": True}, (3, 0, 2, 0)),
+        ([0, 1, 1], 1, {"require_uniform": True}, (3, 0, 2, 0)),
+        ([3, 3], 2, {"require_uniform": True}, (0, 2, 0, 6)),
+        ([1, 3, 1], 1, {"require_uniform": True}, (1, 2, 1, 4)),
+        (
+            [1, 1, 1],
+            1,
+            {"treat_short_extends_as_decodes": False, "is_prefilling": [False, True, False]},
+            (1, 2, 1, 2),
+        ),
+        ([], 1, {}, (0, 0, 0, 0)),
+    ],
+)
+def test_split_by_hand(query, threshold, options, want):
+    bounds = Bounds(4, 16, 2, 8)
+    batch = BatchMetadata.from_host(query, query, [[1, 2]] * len(query), **bounds._asdict())
+    if "is_prefilling" in options:
+        options = options | {"is_prefilling": jnp.array([*options["is_prefilling"], False])}
+    assert common.split_decodes_and_prefills(batch, threshold, **options) == want
+
+
+def test_split_refuses():
+    with pytest.raises(ValueError, match="decode_threshold must be >= 0 tokens, got -1"):
+        common.split_decodes_and_prefills(from_host(), -1)
+    with pytest.raises(ValueError, match="needs is_prefilling"):
+        common.split_decodes_and_prefills(from_host(), treat_short_extends_as_decodes=False)

@@ -1,0 +1,66 @@
+"""What a compiled program runs on the GPU, from a profile of it."""
+
+import glob
+import statistics
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Kernels(NamedTuple):
+    """GPU work of one call.
+
+    Attributes:
+      number: kernels, copies and fills launched.
+      busy: seconds that they took.
+      span: seconds from the begin of the first to the end of the last, gaps included.
+      names: of each, in order.
+    """
+
+    number: int
+    busy: float
+    span: float
+    names: list[str]
+
+
+def profile(call: Callable[[], Any], repeats: int = 20) -> Kernels | None:
+    """Medians over calls of a program that has run before; None where there is no GPU.
+
+    Calls follow each other without waiting, as steps do.
+
+    Raises:
+      RuntimeError: the calls did not all run the same number of kernels.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    jax.block_until_ready(call())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([call() for _ in range(repeats)])
+        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        events = _device_events(jax.profiler.ProfileData.from_file(path))
+    if not events or len(events) % repeats:
+        raise RuntimeError(f"{len(events)} kernels in {repeats} calls")
+    count = len(events) // repeats
+    calls = [events[i : i + count] for i in range(0, len(events), count)]
+    return Kernels(
+        count,
+        statistics.median(sum(end - start for start, end, _ in one) for one in calls) / 1e9,
+        statistics.median(one[-1][1] - one[0][0] for one in calls) / 1e9,
+        [name for _, _, name in calls[0]],
+    )
+
+
+def _device_events(data: Any) -> list[tuple[float, float, str]]:
+    """(begin, end, name) of all work on CUDA streams in nanoseconds, in order."""
+    events = [
+        (event.start_ns, event.start_ns + event.duration_ns, event.name)
+        for plane in data.planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    ]
+    return sorted(events)

@@ -1,0 +1,176 @@
+"""What saving recurrent states costs a step: `python -m bench.recurrent`.
+
+The call alone, on states of two hybrid models: when no row of the batch reaches a block boundary,
+which is nearly every step, and when all do. Calls are chained within one program, so a call's time
+is the GPU's and nobody's dispatch.
+"""
+
+import functools
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from bench import roof, stamps
+from bench.results import Results, arguments
+from jaxkv import StateKind
+from jaxkv.metadata import BatchMetadata
+
+DRAFTS = 3
+COLUMNS = 3  # the boundary's block, the running state's, and that of the accepted draft
+IDLE_CALLS = 64
+MAX_BYTES = {"cpu": 16 << 20, "gpu": 32 << 30}
+IDLE_WANTED_US, SHARE_WANTED = 5.0, 0.8
+
+
+class Model(NamedTuple):
+    """Recurrent states of a model, 2 bytes an element.
+
+    Attributes:
+      name: what it is.
+      layers: with such states.
+      width, dim: tokens of a convolution's window, drafts among them, and their elements.
+      temporal: shape of a temporal state.
+      block_size: tokens a block.
+    """
+
+    name: str
+    layers: int
+    width: int
+    dim: int
+    temporal: tuple[int, int, int]
+    block_size: int
+
+    def shapes(self, conv: StateKind) -> dict[StateKind, tuple[int, ...]]:
+        """Of a block of each of the layer's two arrays."""
+        window = (self.width, self.dim) if conv is StateKind.CONV_SD else (self.dim, self.width)
+        return {conv: window, StateKind.TEMPORAL: self.temporal}
+
+    def moved_bytes(self, bias: int) -> int:
+        """Of a layer, for a row whose state is `bias` tokens further than its window's first."""
+        return 2 * ((self.width - bias) * self.dim + math.prod(self.temporal))
+
+
+MODELS = (
+    Model("120B-class hybrid", 40, 3 + DRAFTS, 10240, (128, 64, 128), 4336),
+    Model("small hybrid", 36, 3 + DRAFTS, 3328, (48, 64, 128), 400),
+)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scrambled(shape: tuple[int, ...]) -> jax.Array:
+    """uint16 that look random, made without the scratch memory that random bits take."""
+    index = jnp.arange(math.prod(shape), dtype=jnp.uint32)
+    return ((index * jnp.uint32(2654435761)) >> 16).astype(jnp.uint16).reshape(shape)
+
+
+class Case:
+    """A batch whose rows all reach a boundary, or none, and states for it."""
+
+    def __init__(self, model: Model, batch: int, conv: StateKind, *, crosses: bool):
+        num_blocks = 1 + COLUMNS * (batch if crosses else 1)
+        shapes = model.shapes(conv)
+        per_layer = num_blocks * sum(2 * math.prod(shape) for shape in shapes.values())
+        fitting = MAX_BYTES[jax.default_backend()] // per_layer
+        self.layers = max(1, min(model.layers, fitting))
+        self.kinds = list(shapes)
+        self.states = [
+            [_scrambled((num_blocks, *shape)) for shape in shapes.values()]
+            for _ in range(self.layers)
+        ]
+        # One token before the boundary if nothing more is accepted; or nowhere near it.
+        certain = model.block_size - 1 if crosses else model.block_size // 2
+        ids = np.random.default_rng(0).permutation(num_blocks - 1)[: COLUMNS * batch] + 1
+        self.table = np.resize(ids, (batch, COLUMNS))
+        self.batch = BatchMetadata.from_host(
+            [1 + DRAFTS] * batch,
+            [certain + DRAFTS] * batch,
+            self.table,
+            max_num_reqs=batch,
+            max_num_tokens=batch * (1 + DRAFTS),
+            max_blocks=COLUMNS,
+            block_size=model.block_size,
+        )
+        self.batch = jax.tree.map(jnp.asarray, self.batch)
+        self.bytes = batch * self.layers * model.moved_bytes(bias=1) if crosses else 0
+        self.calls = 2 if crosses else IDLE_CALLS
+
+    def seconds(self) -> float:
+        """Of one call; the GPU's, or on a machine without one the host's."""
+        rows = self.batch.max_num_reqs
+        drafts = jnp.full(rows, DRAFTS, jnp.int32)
+        accepted = jnp.full(rows, 2, jnp.int32)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def program(state: Any, batch: Any, drafts: Any) -> Any:
+            states, counts = state
+            counts = stamps.stamp(counts, 0)
+            for _ in range(self.calls):
+                states, counts = jaxkv.align_postprocess(
+                    states, batch, counts, kinds=[self.kinds] * self.layers, num_drafts=drafts
+                )
+            return states, stamps.stamp(counts, 1)
+
+        timed, (self.states, _) = stamps.measure(
+            lambda state: program(state, self.batch, drafts), (self.states, accepted)
+        )
+        self.check()
+        span = timed.handlers if math.isnan(timed.gpu) else timed.gpu
+        return span / self.calls
+
+    def check(self) -> None:
+        """Raises AssertionError if a boundary's block does not hold the state that it should."""
+        jaxkv.check_errors(self.states)
+        temporal = self.states[-1][1]
+        saved, source = temporal[self.table[-1, 0]], temporal[self.table[-1, 2]]
+        if bool((saved == source).all()) is not (self.bytes > 0):
+            raise AssertionError("the copies are wrong")
+
+
+def idle(results: Results, model: Model, batch: int) -> None:
+    """No row reaches a boundary."""
+    case = Case(model, batch, StateKind.CONV_SD, crosses=False)
+    name = f"{model.name}, {case.layers} layers, batch {batch}: nothing crosses"
+    microseconds = case.seconds() * 1e6
+    results.row(name, "time of a call", "us", microseconds)
+    print(f"{name}: {microseconds:.2f} us")
+    if batch == 1024 and jax.default_backend() == "gpu":
+        results.target(name, microseconds, "<=", IDLE_WANTED_US, "us")
+
+
+def crossing(results: Results, model: Model, batch: int, conv: StateKind) -> None:
+    """All rows reach a boundary."""
+    case = Case(model, batch, conv, crosses=True)
+    name = f"{model.name}, {case.layers} layers, {conv.name}, batch {batch}: all cross"
+    seconds = case.seconds()
+    rate = case.bytes / seconds / 1e9
+    limit = roof.device_copy()
+    results.row(name, "time of a call", "us", seconds * 1e6)
+    results.row(name, "bytes copied a second", "GB/s", rate, roof=limit)
+    print(f"{name}: {seconds * 1e6:.1f} us, {rate:.0f} GB/s, {rate / limit[1]:.2f} of {limit[0]}")
+    if batch == 1024 and jax.default_backend() == "gpu":
+        results.target(name, rate / limit[1], ">=", SHARE_WANTED, "of the rate of a device copy")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = arguments(__doc__, argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    results = Results("recurrent")
+    small = flags.quick or jax.default_backend() == "cpu"
+    for model in MODELS:
+        for batch in (1,) if small else (1, 16, 64, 1024):
+            idle(results, model, batch)
+            for conv in (StateKind.CONV_SD, StateKind.CONV_DS):
+                crossing(results, model, batch, conv)
+    results.save(flags.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,355 @@
+"""Metadata for attention with a mask function and a list of the blocks worth visiting.
+
+Follows vLLM's FlexAttention builder, direct block list. Where that lists a superset, this lists
+exactly the blocks of which the mask lets some query token of a group see a slot, each once: a
+kernel that visits a block twice counts its keys twice. In particular blocks ahead of the queries
+stay listed where a prefix-LM range asks for them. Nothing here multiplies a block by a stride in a
+type that could not hold it: the slots of the cache must fit an int32, and `build` says so.
+
+Attention without a cache (encoders) needs no builder: see `encoder_mask`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.metadata.common import (
+    NULL_BLOCK,
+    BatchMetadata,
+    cdiv,
+    num_computed_tokens,
+    prefix_sum,
+    row_of,
+    token_to_request,
+)
+
+Q_BLOCK_SIZE = 16  # query tokens that share a list of blocks
+_WORD = 32  # bits
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FlexMetadata:
+    """What the mask closes over, and the blocks to visit for each group of Q_BLOCK_SIZE tokens.
+
+    Attributes:
+      doc_ids: int32[T], the request of each query token; -1 for padding.
+      query_start_loc: int32[B + 1].
+      seq_lens: int32[B].
+      decode_offset: int32[B], position of each request's first query token.
+      physical_to_logical: int32[B, num_blocks], where in each request's context a block of the
+        cache stands, in blocks; the last place of several. -1 for blocks that are not the
+        request's, and for NULL_BLOCK.
+      mm_prefix_range: int32[B, R, 2], first and last position of the ranges that see all of
+        themselves, those of more than one token; or None.
+      kv_indices: int32[ceil(T / Q_BLOCK_SIZE), N], blocks of which some token of the group sees a
+        slot: each once, by request, then in the order of the context. -1 behind them.
+      kv_num_blocks: int32[ceil(T / Q_BLOCK_SIZE)], how many blocks each group lists.
+      block_size: tokens a block.
+      causal: whether a token sees none of those after it.
+      sliding_window: a token sees those less than so many tokens away; None for all.
+    """
+
+    doc_ids: Any
+    query_start_loc: Any
+    seq_lens: Any
+    decode_offset: Any
+    physical_to_logical: Any
+    mm_prefix_range: Any
+    kv_indices: Any
+    kv_num_blocks: Any
+    block_size: int = dataclasses.field(metadata={"static": True})
+    causal: bool = dataclasses.field(metadata={"static": True})
+    sliding_window: int | None = dataclasses.field(metadata={"static": True})
+
+    def to_logical(self, q: Any, physical_kv: Any) -> tuple[Any, Any, Any]:
+        """Positions in the context of the query's request: for the mask, and for score functions.
+
+        Args:
+          q: int32[...], a query token of the batch; any value.
+          physical_kv: int32[...], a slot of the cache, block * block_size + offset; any value.
+
+        Returns:
+          bool[...], whether both are of the same request's context, and int32[...] position of the
+          query and of the key; these mean something only where they are.
+        """
+        num_blocks = self.physical_to_logical.shape[1]
+        doc, row = self._request(q)
+        block = physical_kv // self.block_size
+        logical_block = self.physical_to_logical[row, jnp.clip(block, 0, num_blocks - 1)]
+        logical_q = q - self.query_start_loc[row] + self.decode_offset[row]
+        logical_kv = logical_block * self.block_size + physical_kv % self.block_size
+        exists = (doc >= 0) & (block >= 0) & (block < num_blocks) & (logical_block >= 0)
+        return exists & (logical_kv < self.seq_lens[row]), logical_q, logical_kv
+
+    def mask(self, q: Any, physical_kv: Any) -> Any:
+        """bool[...], whether the query token sees the slot of the cache. Arguments broadcast.
+
+        Args:
+          q: int32[...], a query token of the batch; any value, False for what is no token.
+          physical_kv: int32[...], a slot of the cache; any value, False for what is no slot.
+        """
+        valid, logical_q, logical_kv = self.to_logical(q, physical_kv)
+        allowed = logical_q >= logical_kv if self.causal else valid
+        if self.sliding_window is not None:
+            allowed &= jnp.abs(logical_q - logical_kv) < self.sliding_window
+        if self.mm_prefix_range is not None:
+            _, row = self._request(q)
+            start, end = self.mm_prefix_range[row, :, 0], self.mm_prefix_range[row, :, 1]
+            query, key = logical_q[..., None], logical_kv[..., None]
+            both = (start <= query) & (query <= end) & (start <= key) & (key <= end)
+            allowed |= jnp.any((start < end) & both, axis=-1)
+        return valid & allowed
+
+    def _request(self, q: Any) -> tuple[Any, Any]:
+        """The request of a query token, -1 for what is no token; and a row to read in any case."""
+        last = self.doc_ids.shape[0] - 1
+        doc = jnp.where((q >= 0) & (q <= last), self.doc_ids[jnp.clip(q, 0, last)], -1)
+        return doc, jnp.maximum(doc, 0)
+
+
+def build(
+    batch: BatchMetadata,
+    *,
+    num_blocks: int,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    mm_prefix_range: Any = None,
+) -> FlexMetadata:
+    """The metadata of a batch, for a cache that all requests share.
+
+    Args:
+      batch: the batch; ids of its blocks are below `num_blocks`. Requests may share blocks.
+      num_blocks: blocks of the cache.
+      causal: whether a token sees none of those after it.
+      sliding_window: a token sees those less than so many tokens away; None for all.
+      mm_prefix_range: int32[B, R, 2], ranges of positions, first and last, in which tokens see each
+        other regardless of direction and window; those with first >= last are padding.
+
+    Raises:
+      ValueError: a window below 1 token, or more slots in the cache than an int32 can tell.
+    """
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be >= 1 token, got {sliding_window}")
+    if num_blocks * batch.block_size > 2**31:
+        raise ValueError(
+            f"num_blocks={num_blocks} of {batch.block_size} tokens are more than 2**31 slots"
+        )
+    logical = physical_to_logical(batch, num_blocks)
+    spans = _spans(batch, causal, sliding_window, mm_prefix_range)
+    if mm_prefix_range is None:
+        columns = _max_columns(batch, causal, sliding_window)
+    else:
+        columns = batch.max_blocks
+    kv_indices, kv_num_blocks = _block_list(batch, logical, spans, columns)
+    return FlexMetadata(
+        doc_ids=document_ids(batch),
+        query_start_loc=batch.query_start_loc,
+        seq_lens=batch.seq_lens,
+        decode_offset=num_computed_tokens(batch),
+        physical_to_logical=logical,
+        mm_prefix_range=mm_prefix_range,
+        kv_indices=kv_indices,
+        kv_num_blocks=kv_num_blocks,
+        block_size=batch.block_size,
+        causal=causal,
+        sliding_window=sliding_window,
+    )
+
+
+def document_ids(batch: BatchMetadata) -> Any:
+    """int32[T], the request of each query token; -1 for padding."""
+    row = token_to_request(batch.query_start_loc, batch.max_num_tokens)
+    token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
+    return jnp.where(token < batch.query_start_loc[-1], row, -1)
+
+
+def encoder_mask(doc_ids: Any, q: Any, kv: Any, *, sliding_window: int | None = None) -> Any:
+    """bool[...], whether a token sees another where no cache is: both are of one document.
+
+    Args:
+      doc_ids: int32[T], see `document_ids`.
+      q: int32[...], a token of the batch; any value, False for what is no token.
+      kv: int32[...], likewise.
+      sliding_window: a token sees those less than so many tokens away; None for all.
+    """
+    last = doc_ids.shape[0] - 1
+    exists = (q >= 0) & (q <= last) & (kv >= 0) & (kv <= last)
+    doc = doc_ids[jnp.clip(q, 0, last)]
+    allowed = exists & (doc >= 0) & (doc == doc_ids[jnp.clip(kv, 0, last)])
+    return allowed if sliding_window is None else allowed & (jnp.abs(q - kv) < sliding_window)
+
+
+def physical_to_logical(batch: BatchMetadata, num_blocks: int) -> Any:
+    """int32[B, num_blocks], where in each request's context a block stands, in blocks.
+
+    The last place of several; -1 for blocks that the context does not hold, and for NULL_BLOCK.
+    Entries of the table past the context count for nothing.
+    """
+    rows, width = batch.block_table.shape
+    column = jnp.arange(width, dtype=jnp.int32)
+    used = column < cdiv(batch.seq_lens, batch.block_size)[:, None]
+    block = jnp.where(used & (batch.block_table != NULL_BLOCK), batch.block_table, num_blocks)
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    nowhere = jnp.full((rows, num_blocks), -1, jnp.int32)
+    return nowhere.at[row, block].max(jnp.broadcast_to(column, block.shape), mode="drop")
+
+
+# --------------------------------------------------------------------------------------------------
+# The block list. Query tokens of one request within one group are a span: what they see is one run
+# of columns of the request's table, so that spans, not tokens, are all that there is to look at.
+
+
+class _Spans(NamedTuple):
+    """Spans in the order of their tokens; all int32[S], and empty behind the last one.
+
+    Attributes:
+      row: the request.
+      group: the group of query tokens; the number of groups behind the last span.
+      first: the first column of the request's table that the span sees.
+      end: the column behind the last one.
+    """
+
+    row: Any
+    group: Any
+    first: Any
+    end: Any
+
+
+def _max_spans(batch: BatchMetadata) -> int:
+    # A span starts at a token, and that is the first of a group or of a request; the first token of
+    # all is both.
+    groups = cdiv(batch.max_num_tokens, Q_BLOCK_SIZE)
+    return min(batch.max_num_tokens, groups + batch.max_num_reqs - 1)
+
+
+def _max_columns(batch: BatchMetadata, causal: bool, window: int | None) -> int:
+    """Most columns that a span sees."""
+    if window is None:
+        return batch.max_blocks
+    # From the first token's oldest key to the last token's, or as far on as back; a run of n + 1
+    # tokens touches at most ceil(n / block_size) + 1 blocks.
+    others = Q_BLOCK_SIZE - 1 + (window - 1) * (1 if causal else 2)
+    return min(batch.max_blocks, cdiv(others, batch.block_size) + 1)
+
+
+def _spans(batch: BatchMetadata, causal: bool, window: int | None, ranges: Any) -> _Spans:
+    starts, ends = batch.query_start_loc[:-1], batch.query_start_loc[1:]
+    groups = jnp.where(ends > starts, (ends - 1) // Q_BLOCK_SIZE - starts // Q_BLOCK_SIZE + 1, 0)
+    span_starts = prefix_sum(groups)
+    span = jnp.arange(_max_spans(batch), dtype=jnp.int32)
+    used = span < span_starts[-1]
+    row = jnp.minimum(row_of(span_starts, span), batch.max_num_reqs - 1)
+    group = starts[row] // Q_BLOCK_SIZE + span - span_starts[row]
+    first_token = jnp.maximum(starts[row], group * Q_BLOCK_SIZE)
+    last_token = jnp.minimum(ends[row], (group + 1) * Q_BLOCK_SIZE) - 1
+    offset = (num_computed_tokens(batch) - starts)[row]
+    low, high = _visible(
+        first_token + offset,
+        last_token + offset,
+        causal,
+        None if window is None else min(window, batch.max_blocks * batch.block_size),
+        None if ranges is None else ranges[row],
+    )
+    high = jnp.minimum(high, batch.seq_lens[row])
+    return _Spans(
+        row=row,
+        group=jnp.where(used, group, cdiv(batch.max_num_tokens, Q_BLOCK_SIZE)),
+        first=jnp.where(used, low // batch.block_size, 0),
+        end=jnp.where(used, cdiv(high, batch.block_size), 0),
+    )
+
+
+def _visible(
+    first: Any, last: Any, causal: bool, window: int | None, ranges: Any
+) -> tuple[Any, Any]:
+    """Positions [low, high) that tokens at first..last see between them, in a context without end.
+
+    They are one run: what a token sees is one, with the token itself in it.
+    """
+    everything = jnp.iinfo(jnp.int32).max
+    low, high = jnp.zeros_like(first), jnp.full_like(last, everything)
+    if window is not None:
+        low, high = jnp.maximum(first - (window - 1), 0), last + window
+    if causal:
+        high = last + 1
+    if ranges is not None:
+        start, end = ranges[..., 0], ranges[..., 1]
+        meets = (start < end) & (start <= last[:, None]) & (end >= first[:, None])
+        low = jnp.minimum(low, jnp.min(jnp.where(meets, start, everything), axis=1))
+        high = jnp.maximum(high, jnp.max(jnp.where(meets, end + 1, 0), axis=1))
+    return low, high
+
+
+def _block_list(batch: BatchMetadata, logical: Any, spans: _Spans, columns: int) -> tuple[Any, Any]:
+    """`kv_indices` and `kv_num_blocks`, see FlexMetadata."""
+    num_spans, num_blocks = spans.row.shape[0], logical.shape[1]
+    num_groups = cdiv(batch.max_num_tokens, Q_BLOCK_SIZE)
+    # One bit for each column of a span, whether its block is listed there. A word of them is found
+    # by one reduction; ranks are then counted in the words, without a scan.
+    shape = (num_spans, cdiv(columns, _WORD), _WORD)
+    bit = jnp.arange(_WORD, dtype=jnp.uint32)
+    index = jnp.arange(shape[1] * _WORD, dtype=jnp.int32).reshape(shape[1:])
+    column = spans.first[:, None, None] + index
+    block = batch.block_table[spans.row[:, None, None], jnp.minimum(column, batch.max_blocks - 1)]
+    listed = _first_to_list(logical, spans, column, block)
+    words = jnp.sum(
+        jnp.where(listed, jnp.uint32(1) << bit, jnp.uint32(0)), axis=2, dtype=jnp.uint32
+    )
+
+    counts = jax.lax.population_count(words).astype(jnp.int32)
+    totals = jnp.sum(counts, axis=1, dtype=jnp.int32)
+    span = jnp.arange(num_spans, dtype=jnp.int32)
+    earlier = (spans.group[:, None] == spans.group) & (span[:, None] > span)
+    base = jnp.sum(jnp.where(earlier, totals, 0), axis=1, dtype=jnp.int32)
+    word = jnp.arange(shape[1], dtype=jnp.int32)
+    words_before = word[:, None] > word
+    base = base[:, None] + jnp.sum(
+        jnp.where(words_before, counts[:, None, :], 0), axis=2, dtype=jnp.int32
+    )
+    bits_before = words[:, :, None] & ((jnp.uint32(1) << bit) - 1)
+    position = base[:, :, None] + jax.lax.population_count(bits_before).astype(jnp.int32)
+
+    # A group holds at most so many requests, and lists each block but NULL_BLOCK at most once.
+    requests = min(Q_BLOCK_SIZE, batch.max_num_tokens, batch.max_num_reqs)
+    width = min(requests * columns, num_blocks - 1)
+    is_listed = (words[:, :, None] >> bit) & 1 == 1
+    kv_indices = (
+        jnp.full((num_groups, width), -1, jnp.int32)
+        .at[spans.group[:, None, None], jnp.where(is_listed, position, width)]
+        .set(block, mode="drop")
+    )
+    group = jnp.arange(num_groups, dtype=jnp.int32)
+    of_group = group[:, None] == spans.group
+    return kv_indices, jnp.sum(jnp.where(of_group, totals, 0), axis=1, dtype=jnp.int32)
+
+
+def _first_to_list(logical: Any, spans: _Spans, column: Any, block: Any) -> Any:
+    """bool[S, ., .], whether a span is the first of its group to list what it has in a column.
+
+    A span lists a block in the column where the block stands (the last of several), if the span
+    sees that; what is NULL_BLOCK stands nowhere.
+
+    Args:
+      logical: int32[B, num_blocks], `physical_to_logical`.
+      spans: the spans.
+      column: int32[S, ., .], columns of each span, from its first on.
+      block: int32[S, ., .], what the table holds there.
+    """
+
+    span = jnp.arange(spans.row.shape[0], dtype=jnp.int32)
+    mine = logical[spans.row[:, None, None], block] == column
+    mine &= column < spans.end[:, None, None]
+    # Spans of one group stand side by side: one for each request, and a token at least for each.
+    back = jnp.arange(1, min(Q_BLOCK_SIZE, span.shape[0]), dtype=jnp.int32)
+    other = jnp.maximum(span[:, None] - back, 0)
+    same_group = (span[:, None] >= back) & (spans.group[other] == spans.group[:, None])
+    # Of spans that are no rivals all ask for NULL_BLOCK, which costs next to nothing.
+    asked = jnp.where(same_group[..., None, None], block[:, None], NULL_BLOCK)
+    row, first, end = (x[other][..., None, None] for x in (spans.row, spans.first, spans.end))
+    place = logical[row, asked]
+    return mine & ~jnp.any((place >= first) & (place < end), axis=1)

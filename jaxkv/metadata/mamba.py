@@ -1,0 +1,280 @@
+"""Metadata for Mamba and Mamba2 layers: which states to read and write, and how to cut prefills.
+
+Follows vLLM's Mamba builders: modes none and align as they are, mode all as long as they had it.
+They cut prefills into chunks on the host, from an upper bound of the context lengths; here the
+lengths are exact and nothing leaves the device. A row of a prompt that already has a state and
+brings one token, or as many as a verification of drafts, is a decode, as it is there.
+
+The batch is ordered: decodes, then prefills (see `split_decodes_and_prefills`). Attributes that end
+in _d are of the decodes, in _p of the prefills; both have room for all rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.metadata.common import (
+    NULL_BLOCK,
+    BatchMetadata,
+    Split,
+    cdiv,
+    num_computed_tokens,
+    prefix_sum,
+    row_of,
+    rows_from,
+    split_decodes_and_prefills,
+    starts_from,
+)
+
+Mode = Literal["none", "align", "all"]
+
+CONV_BLOCK_M = 8  # tokens that one program of the causal convolution takes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MambaMetadata:
+    """What the kernels of a Mamba layer take.
+
+    Attributes:
+      num_prefills: int32[].
+      num_prefill_tokens: int32[].
+      num_decodes: int32[].
+      num_decode_tokens: int32[].
+      seq_lens: int32[B], of all rows.
+      has_initial_states_p: bool[B], whether earlier steps computed a part of the context.
+      prep_initial_states: bool[], whether any prefill has an initial state.
+      query_start_loc_p: int32[B + 1], counted from the first prefill's token; padding rows are
+        empty.
+      num_computed_tokens_p: int32[B].
+      state_indices_tensor_p: int32[B], the block of each prefill's state; in mode all int32[B, W],
+        those of all its blocks. NULL_BLOCK for padding.
+      state_indices_tensor_d: int32[B, 1 + num_spec_tokens], the block of each decode's state and
+        those for its drafts; in mode all int32[B, W]. NULL_BLOCK for padding.
+      query_start_loc_d: int32[B + 1]; None without speculative decoding.
+      num_accepted_tokens: int32[B], of the decodes, 1 for padding; None without speculative
+        decoding.
+      block_idx_last_computed_token: int32[B], in mode all: of all rows, the column of the block
+        that holds the last computed token; 0 if there is none.
+      block_idx_first_scheduled_token_p: int32[B], likewise of the first token of this step.
+      block_idx_last_scheduled_token: int32[B], of all rows, likewise of the last token.
+      chunks: how to cut the prefills; None for Mamba without mode all.
+      conv1d: programs of the causal convolution.
+    """
+
+    num_prefills: Any
+    num_prefill_tokens: Any
+    num_decodes: Any
+    num_decode_tokens: Any
+    seq_lens: Any
+    has_initial_states_p: Any
+    prep_initial_states: Any
+    query_start_loc_p: Any
+    num_computed_tokens_p: Any
+    state_indices_tensor_p: Any
+    state_indices_tensor_d: Any
+    query_start_loc_d: Any
+    num_accepted_tokens: Any
+    block_idx_last_computed_token: Any
+    block_idx_first_scheduled_token_p: Any
+    block_idx_last_scheduled_token: Any
+    chunks: Chunks | None
+    conv1d: CausalConv1d
+
+
+class Chunks(NamedTuple):
+    """Prefills cut where their positions are multiples of the chunk size, N chunks at most.
+
+    Attributes:
+      cu_chunk_seqlen_p: int32[N + 1], the prefill token at which each chunk begins; the number of
+        prefill tokens behind the last chunk.
+      seq_idx_p: int32[N], the prefill that each chunk is of; -1 behind the last one.
+      last_chunk_indices_p: int32[B], the last chunk of each prefill, or that before it if it has
+        none (-1 for the first); padding rows repeat the last row's.
+    """
+
+    cu_chunk_seqlen_p: Any
+    seq_idx_p: Any
+    last_chunk_indices_p: Any
+
+
+class CausalConv1d(NamedTuple):
+    """Which tokens each program of the causal convolution takes: CONV_BLOCK_M of one prefill.
+
+    Attributes:
+      batch_ptr: int32[N], the prefill; -1 for programs without work.
+      token_chunk_offset_ptr: int32[N], how many programs before it are of the same prefill; -1 for
+        programs without work.
+    """
+
+    batch_ptr: Any
+    token_chunk_offset_ptr: Any
+
+
+def build(
+    batch: BatchMetadata,
+    *,
+    is_prefilling: Any,
+    mode: Mode = "none",
+    chunk_size: int | None = None,
+    num_spec_tokens: int = 0,
+    num_accepted_tokens: Any = None,
+    num_draft_tokens: Any = None,
+) -> MambaMetadata:
+    """The metadata of a batch.
+
+    Args:
+      batch: the batch; its block table and block size are those of the states' cache.
+      is_prefilling: bool[B], rows that still compute their prompt.
+      mode: what of the states is cached. none: the last; align: that at the last end of a block,
+        in the column of the block; all: that at every end of a block.
+      chunk_size: tokens a chunk, of Mamba2; None for Mamba.
+      num_spec_tokens: most drafts of a row.
+      num_accepted_tokens: int32[B], how many tokens of the last step each row kept, at least 1;
+        None if there were no drafts yet: then a decode kept all its tokens.
+      num_draft_tokens: int32[B], drafts of each row, -1 for rows that none were made for; None if
+        no prompt is padded by drafts.
+
+    Raises:
+      ValueError: an unknown mode, fewer than 1 token a chunk, a number of drafts below 0, or a
+        block table too narrow for the drafts' states.
+    """
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be >= 1 token, got {chunk_size}")
+    all_states = mode == "all"
+    if all_states and chunk_size is None:
+        chunk_size = batch.block_size
+    split = _split(batch, is_prefilling, num_spec_tokens, num_accepted_tokens, num_draft_tokens)
+    first, count = split.num_decodes, split.num_prefills
+    states = state_indices(batch, mode=mode, num_spec_tokens=num_spec_tokens)
+    of_prefills = states if all_states else states[:, 0]
+    if num_spec_tokens and num_accepted_tokens is None:
+        num_accepted_tokens = batch.query_lens
+    computed = num_computed_tokens(batch)
+    computed_p = rows_from(computed, first, count)
+    starts_p = starts_from(batch.query_start_loc, first, count)
+    return MambaMetadata(
+        num_prefills=count,
+        num_prefill_tokens=split.num_prefill_tokens,
+        num_decodes=split.num_decodes,
+        num_decode_tokens=split.num_decode_tokens,
+        seq_lens=batch.seq_lens,
+        has_initial_states_p=computed_p > 0,
+        prep_initial_states=jnp.any(computed_p > 0),
+        query_start_loc_p=starts_p,
+        num_computed_tokens_p=computed_p,
+        state_indices_tensor_p=rows_from(of_prefills, first, count, fill=NULL_BLOCK),
+        state_indices_tensor_d=rows_from(states, 0, split.num_decodes, fill=NULL_BLOCK),
+        query_start_loc_d=starts_from(batch.query_start_loc, 0, first) if num_spec_tokens else None,
+        num_accepted_tokens=rows_from(num_accepted_tokens, 0, first, fill=1)
+        if num_spec_tokens
+        else None,
+        block_idx_last_computed_token=_last_block(batch, computed) if all_states else None,
+        block_idx_first_scheduled_token_p=_last_block(batch, computed_p + 1)
+        if all_states
+        else None,
+        block_idx_last_scheduled_token=_last_block(batch, batch.seq_lens) if all_states else None,
+        chunks=None
+        if chunk_size is None
+        else _chunks(chunk_size, starts_p, computed_p, batch.max_num_tokens),
+        conv1d=_conv1d(starts_p, batch.max_num_tokens),
+    )
+
+
+def state_indices(batch: BatchMetadata, *, mode: Mode = "none", num_spec_tokens: int = 0) -> Any:
+    """int32[B, 1 + num_spec_tokens], the block of each row's state and those for its drafts.
+
+    In mode none they are the row's first blocks, in mode align those from its last token's on.
+    In mode all it is the block table as it is, int32[B, W].
+
+    Raises:
+      ValueError: a number of drafts below 0, or a block table too narrow for their states.
+    """
+    if not 0 <= num_spec_tokens < batch.max_blocks:
+        raise ValueError(
+            f"num_spec_tokens={num_spec_tokens} tokens are outside [0, {batch.max_blocks}): each "
+            f"needs a block, and the block table has {batch.max_blocks} blocks a row"
+        )
+    if mode == "all":
+        return batch.block_table
+    if mode == "none":
+        return batch.block_table[:, : 1 + num_spec_tokens]
+    first = jnp.maximum(batch.seq_lens - 1, 0) // batch.block_size
+    column = first[:, None] + jnp.arange(1 + num_spec_tokens, dtype=jnp.int32)
+    row = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)[:, None]
+    block = batch.block_table[row, jnp.minimum(column, batch.max_blocks - 1)]
+    # What lies past the table must not stand for a block that another state is in.
+    return jnp.where(column < batch.max_blocks, block, NULL_BLOCK)
+
+
+def _split(
+    batch: BatchMetadata,
+    is_prefilling: Any,
+    num_spec_tokens: int,
+    num_accepted_tokens: Any,
+    num_draft_tokens: Any,
+) -> Split:
+    query = batch.query_lens
+    short = query == 1
+    if num_draft_tokens is not None:
+        short |= (num_draft_tokens >= 0) & (query == num_draft_tokens + 1)
+    has_state = batch.seq_lens > query
+    return split_decodes_and_prefills(
+        batch,
+        1 if num_accepted_tokens is None else 1 + num_spec_tokens,
+        treat_short_extends_as_decodes=False,
+        is_prefilling=is_prefilling & ~(short & has_state),
+    )
+
+
+def _last_block(batch: BatchMetadata, tokens: Any) -> Any:
+    """The column of the block with the last of so many tokens; 0 if there is none."""
+    return jnp.maximum(cdiv(tokens, batch.block_size) - 1, 0)
+
+
+def _max_chunks(chunk_size: int, max_num_tokens: int, max_num_reqs: int) -> int:
+    if chunk_size == 1:
+        return max_num_tokens
+    # A row that stopped within a chunk has one chunk at no cost, even without tokens; two tokens
+    # make it two chunks, the first ending the one that it stopped in; each further chunk costs all
+    # of its tokens.
+    all_twice = max_num_reqs + (max_num_tokens - 2 * max_num_reqs) // chunk_size
+    return max_num_reqs + min(max_num_tokens // 2, all_twice)
+
+
+def _chunks(chunk_size: int, starts: Any, computed: Any, max_num_tokens: int) -> Chunks:
+    """Cuts rows that begin at `starts` and whose context has `computed` tokens before them."""
+    max_num_reqs = computed.shape[0]
+    first_chunk = computed // chunk_size
+    ends = computed + starts[1:] - starts[:-1]
+    chunk_starts = prefix_sum(cdiv(ends, chunk_size) - first_chunk)
+    chunk = jnp.arange(_max_chunks(chunk_size, max_num_tokens, max_num_reqs) + 1, dtype=jnp.int32)
+    row = jnp.minimum(row_of(chunk_starts, chunk), max_num_reqs - 1)
+    used = chunk < chunk_starts[-1]
+    position = (first_chunk[row] + chunk - chunk_starts[row]) * chunk_size
+    begin = starts[row] + jnp.maximum(position - computed[row], 0)
+    return Chunks(
+        cu_chunk_seqlen_p=jnp.where(used, begin, starts[-1]),
+        seq_idx_p=jnp.where(used, row, -1)[:-1],
+        last_chunk_indices_p=chunk_starts[1:] - 1,
+    )
+
+
+def _conv1d(starts: Any, max_num_tokens: int) -> CausalConv1d:
+    max_num_reqs = starts.shape[0] - 1
+    program_starts = prefix_sum(cdiv(starts[1:] - starts[:-1], CONV_BLOCK_M))
+    # A program has a token at least, and of each row the last alone fewer than CONV_BLOCK_M.
+    programs = (max_num_tokens + (CONV_BLOCK_M - 1) * max_num_reqs) // CONV_BLOCK_M
+    program = jnp.arange(min(max_num_tokens, programs), dtype=jnp.int32)
+    row = jnp.minimum(row_of(program_starts, program), max_num_reqs - 1)
+    used = program < program_starts[-1]
+    return CausalConv1d(
+        batch_ptr=jnp.where(used, row, -1),
+        token_chunk_offset_ptr=jnp.where(used, program - program_starts[row], -1),
+    )

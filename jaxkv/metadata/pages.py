@@ -1,0 +1,44 @@
+"""The pages of all rows one after the other, without what a block table holds behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from .bounds import within
+from .common import NULL_BLOCK, prefix_sum, row_of
+
+
+def packed_pages(block_table: Any, num_pages: Any, max_pages: int | None) -> tuple[Any, Any]:
+    """The first pages of each row of a block table, packed.
+
+    More pages than `max_pages` are an error, counted on the device. Both results then end there, so
+    that nobody who follows them reads past the array.
+
+    Args:
+      block_table: int32[B, W].
+      num_pages: int32[B], pages of each row, at most W.
+      max_pages: the most pages of a batch; None for B * W, which no batch exceeds.
+
+    Returns:
+      int32[B + 1], where each row's pages begin, and int32[max_pages], the pages with NULL_BLOCK
+      behind them.
+
+    Raises:
+      ValueError: `max_pages` below 1.
+    """
+    max_rows, width = block_table.shape
+    # A row has W pages at most, and B rows with W pages each reach the bound.
+    limit = max_rows * width if max_pages is None else max_pages
+    if limit < 1:
+        raise ValueError(f"max_pages must be >= 1 page, got {limit}")
+    starts = prefix_sum(num_pages)
+    position = jnp.arange(limit, dtype=jnp.int32)
+    row = jnp.minimum(row_of(starts, position), max_rows - 1)
+    page = block_table[row, jnp.clip(position - starts[row], 0, width - 1)]
+    pages = jnp.where(position < starts[-1], page, NULL_BLOCK)
+    if limit < max_rows * width:
+        pages = within(pages, max_pages=(starts[-1], limit))
+        starts = jnp.minimum(starts, limit)
+    return starts, pages

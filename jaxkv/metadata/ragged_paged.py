@@ -1,0 +1,110 @@
+"""What the ragged paged attention kernels of JAX take, in the three shapes that they read pages in.
+
+| kernel | `pages` | beside `kv_lens`, `page_indices` and `cu_q_lens` |
+|---|---|---|
+| JAX's own (Pallas, TPU) | "table" | `num_seqs` |
+| tpu-inference, v3 and MLA | "flat" | `distribution` |
+| sglang-jax, v3 and MLA | "packed" | `cu_kv_lens`, `distribution` |
+
+Under `jit` XLA drops what a kernel does not take. A table serves JAX's paged attention for GPUs,
+too: `page_indices` are its block tables, and `kv_lens` its lengths.
+
+These kernels want a query token in every row of the batch; `cu_q_lens`, `kv_lens` and pages of
+rows behind it are not read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from .common import BatchMetadata, cdiv, prefix_sum, slot_mapping, token_positions
+from .pages import packed_pages
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RaggedPagedMetadata:
+    """See `build`.
+
+    Attributes:
+      input_positions: int32[T], the position of each token in its context; 0 for padding.
+      slot_mapping: int32[T], where each token goes; PAD_SLOT for padding.
+      kv_lens: int32[B], tokens of each row's context; 0 for padding rows.
+      page_indices: "table": int32[B, W], the batch's block table; "flat": int32[B * W], the same;
+        "packed": int32[max_pages], pages of all contexts without gaps, NULL_BLOCK behind them.
+      cu_q_lens: int32[B + 1], where each row's query tokens begin; the last value repeated for
+        padding rows.
+      cu_kv_lens: int32[B + 1], tokens of the pages of all rows before each, the empty ends of last
+        pages among them: by page size, where a row's pages begin in packed `page_indices`.
+      num_seqs: int32[1], rows of the batch.
+      distribution: int32[3], where decodes, prefills of one static length, and the other rows end.
+        Rows with one query token up to the first other row are decodes; prefills are none, as in
+        both engines.
+    """
+
+    input_positions: Any
+    slot_mapping: Any
+    kv_lens: Any
+    page_indices: Any
+    cu_q_lens: Any
+    cu_kv_lens: Any
+    num_seqs: Any
+    distribution: Any
+
+
+def build(
+    batch: BatchMetadata,
+    *,
+    pages: Literal["table", "flat", "packed"] = "table",
+    max_pages: int | None = None,
+) -> RaggedPagedMetadata:
+    """A batch for a ragged paged attention kernel.
+
+    Args:
+      batch: the batch; with decodes first the kernels' fast path takes them all.
+      pages: the shape of `page_indices`, see above.
+      max_pages: the most packed pages of a batch; None for what every row can have. A batch with
+        more is an error (`jaxkv.BoundError`), and its last pages are missing.
+
+    Raises:
+      ValueError: another shape, `max_pages` for one that is not packed or below 1, or pages whose
+        tokens no int32 can count.
+    """
+    if pages not in ("table", "flat", "packed"):
+        raise ValueError(f'pages must be "table", "flat" or "packed", got {pages!r}')
+    if max_pages is not None and pages != "packed":
+        raise ValueError(f'max_pages={max_pages} pages: only of pages="packed", not {pages!r}')
+    most = batch.block_table.size if max_pages is None else max_pages
+    if pages == "packed" and most * batch.block_size >= 2**31:
+        raise ValueError(
+            f"{most} pages of {batch.block_size} tokens: cu_kv_lens counts up to 2**31 - 1 tokens; "
+            "give a smaller max_pages"
+        )
+    page_indices, num_pages = batch.block_table, cdiv(batch.seq_lens, batch.block_size)
+    starts = prefix_sum(num_pages)
+    if pages == "flat":
+        page_indices = page_indices.reshape(-1)
+    elif pages == "packed":
+        starts, page_indices = packed_pages(batch.block_table, num_pages, max_pages)
+    positions = token_positions(batch)
+    decodes = _leading(batch.query_lens == 1)
+    return RaggedPagedMetadata(
+        input_positions=positions,
+        slot_mapping=slot_mapping(batch, positions),
+        kv_lens=batch.seq_lens,
+        page_indices=page_indices,
+        cu_q_lens=batch.query_start_loc,
+        cu_kv_lens=starts * batch.block_size,
+        num_seqs=batch.num_reqs.reshape(1),
+        distribution=jnp.stack([decodes, decodes, batch.num_reqs]),
+    )
+
+
+def _leading(flags: Any) -> Any:
+    """int32[], how many of the first entries are set."""
+    others = jnp.where(flags, flags.shape[0], jnp.arange(flags.shape[0], dtype=jnp.int32))
+    return jnp.min(others)

@@ -1,0 +1,112 @@
+"""What Triton's unified attention takes.
+
+Follows vLLM's Triton builder of 0.33. What PyTorch keeps as scratch tensors is here the shapes of
+outputs that the kernel's call asks XLA for. Cascade is in `cascade.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .common import BatchMetadata, slot_mapping, token_positions
+
+_PROGRAMS_2D = 128  # with fewer the kernel without segments leaves SMs idle
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TritonMetadata:
+    """See `build`.
+
+    Attributes:
+      num_actual_tokens: int32[], query tokens of the batch.
+      max_query_len: int32[], most query tokens of a row.
+      query_start_loc: int32[B + 1], as in the batch.
+      max_seq_len: int32[], tokens of the longest context.
+      seq_lens: int32[B], as in the batch.
+      block_table: int32[B, W], as in the batch.
+      slot_mapping: int32[T], where each token goes; PAD_SLOT for padding.
+      mm_prefix_range: int32[B, R, 2], positions (first, last) of a row that see each other both
+        ways; of no effect unless first < last. None for none.
+      seq_threshold_3D: rows up to which decodes take the kernel with segments.
+      num_par_softmax_segments: segments that a context is divided into there.
+      softmax_segm_output: float32[rows, query heads, segments, head size up to a power of two].
+      softmax_segm_max: float32[rows, query heads, segments].
+      softmax_segm_expsum: float32[rows, query heads, segments].
+    """
+
+    num_actual_tokens: Any
+    max_query_len: Any
+    query_start_loc: Any
+    max_seq_len: Any
+    seq_lens: Any
+    block_table: Any
+    slot_mapping: Any
+    mm_prefix_range: Any
+    seq_threshold_3D: int = dataclasses.field(metadata={"static": True})
+    num_par_softmax_segments: int = dataclasses.field(metadata={"static": True})
+    softmax_segm_output: jax.ShapeDtypeStruct = dataclasses.field(metadata={"static": True})
+    softmax_segm_max: jax.ShapeDtypeStruct = dataclasses.field(metadata={"static": True})
+    softmax_segm_expsum: jax.ShapeDtypeStruct = dataclasses.field(metadata={"static": True})
+
+
+def build(
+    batch: BatchMetadata,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_softmax_segments: int = 16,
+    mm_prefix_range: Any = None,
+) -> TritonMetadata:
+    """A batch for Triton's unified attention.
+
+    Args:
+      batch: the batch.
+      num_q_heads: query heads of this device.
+      num_kv_heads: KV heads of this device.
+      head_dim: elements of a head.
+      num_softmax_segments: vLLM takes 64 on consumer Blackwell (sm_120).
+      mm_prefix_range: int32[B, R, 2], see `TritonMetadata`.
+
+    Raises:
+      ValueError: a size below 1, or ranges of another number of rows.
+    """
+    sizes = {
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "num_softmax_segments": num_softmax_segments,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be >= 1, got {size}")
+    rows = batch.max_num_reqs
+    if mm_prefix_range is not None and (
+        mm_prefix_range.ndim != 3 or mm_prefix_range.shape[::2] != (rows, 2)
+    ):
+        raise ValueError(
+            f"mm_prefix_range must be [{rows} rows, ranges, 2], got {mm_prefix_range.shape}"
+        )
+    threshold = _PROGRAMS_2D // num_kv_heads
+    scratch = (threshold, num_q_heads, num_softmax_segments)
+    padded_head = 1 << (head_dim - 1).bit_length()
+    return TritonMetadata(
+        num_actual_tokens=batch.num_tokens,
+        max_query_len=jnp.max(batch.query_lens),
+        query_start_loc=batch.query_start_loc,
+        max_seq_len=jnp.max(batch.seq_lens),
+        seq_lens=batch.seq_lens,
+        block_table=batch.block_table,
+        slot_mapping=slot_mapping(batch, token_positions(batch)),
+        mm_prefix_range=mm_prefix_range,
+        seq_threshold_3D=threshold,
+        num_par_softmax_segments=num_softmax_segments,
+        softmax_segm_output=jax.ShapeDtypeStruct((*scratch, padded_head), jnp.float32),
+        softmax_segm_max=jax.ShapeDtypeStruct(scratch, jnp.float32),
+        softmax_segm_expsum=jax.ShapeDtypeStruct(scratch, jnp.float32),
+    )

@@ -1,0 +1,14 @@
+"""For pytest: `pytest_plugins = ["jaxkv.pytest_plugin"]` in a conftest.py, or `-p` on the line."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from jaxkv.sync_guard import HostSyncReport, forbid_host_sync
+
+
+@pytest.fixture
+def no_host_sync() -> Iterator[HostSyncReport]:
+    """Fails a test at the line that waits for the device, outside of `jaxkv.allow_host_sync`."""
+    with forbid_host_sync() as report:
+        yield report

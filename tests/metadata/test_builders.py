@@ -1,0 +1,100 @@
+"""What holds for every builder: one executable for all batches, and nothing goes over the host."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import metadata
+
+from .batches import FEW, Case, num_blocks_of
+
+CASES = [
+    Case([1, 1, 7, 0, 3], [9, 1, 12, 4, 3], [[5, 2, 9], [1], [3, 4, 8], [6], [7]], FEW),
+    Case([1], [24], [[1, 2, 3, 4, 5, 6]], FEW),
+    Case([], [], [], FEW),
+    Case([4] * 5, [8] * 5, [[2 * i + 1, 2 * i + 2] for i in range(5)], FEW),
+]
+
+BUILDERS: dict[str, Callable[[metadata.BatchMetadata], Any]] = {
+    "slot_mapping": lambda batch: metadata.slot_mapping(batch, metadata.token_positions(batch)),
+    "split": metadata.split_decodes_and_prefills,
+    "flashinfer": metadata.flashinfer.build,
+    "flashinfer dense": metadata.flashinfer.build_dense,
+    "ragged_paged": metadata.ragged_paged.build,
+    "triton": partial(metadata.triton.build, num_q_heads=8, num_kv_heads=2, head_dim=64),
+    "turboquant": metadata.turboquant.build,
+    "flex": partial(metadata.flex.build, num_blocks=num_blocks_of(FEW), sliding_window=7),
+    "mamba": lambda batch: metadata.mamba.build(batch, is_prefilling=batch.query_lens > 1),
+    "mamba2, align": lambda batch: metadata.mamba.build(
+        batch, is_prefilling=batch.query_lens > 2, mode="align", chunk_size=4, num_spec_tokens=1
+    ),
+    "mamba2, all": lambda batch: metadata.mamba.build(
+        batch, is_prefilling=batch.query_lens > 1, mode="all", chunk_size=4
+    ),
+    "tree": partial(metadata.tree.build, bias=metadata.tree.tree_attn_bias([(0,), (0, 0)])),
+    "local_attention": partial(metadata.local_attention_batches, chunk_size=8),
+    "cascade": partial(metadata.cascade_metadata, num_common_blocks=1),
+    "fast_prefill": lambda batch: metadata.fast_prefill(
+        batch, metadata.logits_indices(batch), batch.num_reqs
+    ),
+    "query_ranges": lambda batch: metadata.query_ranges(
+        batch, jnp.zeros((batch.max_num_reqs, 2, 2), jnp.int32)
+    ),
+}
+every_builder = pytest.mark.parametrize("name", BUILDERS)
+
+# What may run: our check of a bound, and the sort and scan libraries that XLA calls on its own.
+ALLOWED_CALLS = re.compile(r"jaxkv_check_bounds|__cub\$\w+|__cublas\$\w+")
+
+
+@every_builder
+def test_one_executable_serves_all_batches(name):
+    traced = []
+
+    @jax.jit
+    def build(batch):
+        traced.append(batch)
+        return BUILDERS[name](batch)
+
+    for case in CASES:
+        jax.block_until_ready(build(case.batch()))
+    assert len(traced) == 1
+
+
+def optimised(build: Callable[[metadata.BatchMetadata], Any]) -> str:
+    """The HLO that runs."""
+    return jax.jit(build).lower(CASES[0].batch()).compile().as_text() or ""
+
+
+@every_builder
+def test_nothing_goes_over_the_host(name):
+    text = optimised(BUILDERS[name])
+    assert not re.search(r"\b(infeed|outfeed|send|recv|copy-start)\(|callback|S\(5\)", text)
+    called = re.findall(r'custom_call_target="([^"]+)"', text)
+    assert all(ALLOWED_CALLS.fullmatch(target) for target in called), called
+
+
+@pytest.mark.gpu
+@every_builder
+def test_nothing_is_transferred(name):
+    batch = jax.device_put(CASES[0].batch())
+    with jax.transfer_guard("disallow_explicit"):
+        built = jax.jit(BUILDERS[name])(batch)
+    on_cpu = [np.asarray(leaf) for leaf in jax.tree.leaves(built)]
+    assert on_cpu
+
+
+def test_a_callback_is_found():
+    """The negative control of `test_nothing_goes_over_the_host`."""
+
+    def build(batch):
+        lens = jax.ShapeDtypeStruct(batch.seq_lens.shape, batch.seq_lens.dtype)
+        return jax.pure_callback(lambda x: x, lens, batch.seq_lens)
+
+    assert "callback" in optimised(build)

@@ -1,0 +1,75 @@
+"""metadata.kv_sharing against tokens counted one by one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxkv.metadata import common
+from jaxkv.metadata.common import BatchMetadata
+from jaxkv.metadata.kv_sharing import fast_prefill
+
+from .batches import Case, assert_same, cases, every_batch
+
+
+@functools.cache
+def compiled():
+    return jax.jit(fast_prefill)
+
+
+@every_batch
+@given(cases(), st.integers(0, 2**32 - 1), st.sampled_from(["any", "last", "all", "none"]))
+def test_fast_prefill(case: Case, seed: int, style: str):
+    rng = np.random.default_rng(seed)
+    b = case.bounds
+    wanted: list[int] = []
+    counts: list[int] = []
+    for row, query in enumerate(case.query_lens):
+        most = {"any": query, "last": min(query, 1), "all": query, "none": 0}[style]
+        count = int(rng.integers(0, most + 1)) if style == "any" else most
+        wanted += range(case.starts[row + 1] - count, case.starts[row + 1])
+        counts.append(count)
+    # What lies behind the indices must not matter.
+    indices = rng.integers(0, b.max_num_tokens, b.max_num_tokens, dtype=np.int32)
+    indices[: len(wanted)] = wanted
+    batch = case.batch()
+    got = compiled()(batch, indices, np.int32(len(wanted)))
+
+    starts = np.full(b.max_num_reqs + 1, len(wanted))
+    starts[: case.num_reqs + 1] = [sum(counts[:row]) for row in range(case.num_reqs + 1)]
+    assert_same(got.batch.query_start_loc, starts)
+    assert_same(got.batch.num_tokens, len(wanted))
+    assert_same(got.num_logits_indices, len(wanted))
+    padding = b.max_num_tokens - len(wanted)
+    assert_same(got.logits_indices_padded, wanted + [wanted[-1] if wanted else 0] * padding)
+    for name in ("seq_lens", "block_table", "num_reqs"):
+        assert_same(getattr(got.batch, name), getattr(batch, name))
+    # A batch whose tokens are all wanted comes back as it is.
+    if style == "all":
+        assert_same(got.batch.query_start_loc, batch.query_start_loc)
+
+
+def batch_of(query: list[int]) -> BatchMetadata:
+    return BatchMetadata.from_host(
+        query, query, [[1, 2]] * len(query),
+        max_num_reqs=4, max_num_tokens=28, max_blocks=2, block_size=16,
+    )  # fmt: skip
+
+
+def test_by_hand():
+    got = fast_prefill(batch_of([15, 5, 8]), jnp.array([14, 18, 19, 27, 0, 0], jnp.int32), 4)
+    assert_same(got.batch.query_start_loc, [0, 1, 3, 4, 4])
+    assert_same(got.batch.query_lens, [1, 2, 1, 0])
+    assert_same(got.batch.num_tokens, 4)
+    assert got.batch.max_num_tokens == 6
+    assert_same(got.logits_indices_padded, [14, 18, 19, 27, 27, 27])
+
+
+def test_decodes_come_back_as_they_are():
+    batch = batch_of([1, 1, 1])
+    got = fast_prefill(batch, common.logits_indices(batch), batch.num_reqs)
+    assert_same(got.batch.query_start_loc, batch.query_start_loc)
+    assert_same(got.batch.num_tokens, batch.num_tokens)

@@ -1,0 +1,131 @@
+"""metadata.prefix_lm against ranges searched token by token."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxkv.metadata.common import BatchMetadata
+from jaxkv.metadata.prefix_lm import Feature, prefix_ranges, query_ranges
+
+from .batches import Case, assert_same, cases, every_batch
+
+MAX_RANGES = 6
+
+
+@functools.cache
+def compiled():
+    return jax.jit(query_ranges)
+
+
+def random_features(rng: np.random.Generator, seq_len: int) -> list[Feature]:
+    """Up to three, with up to two runs of embeddings each."""
+    features, position = [], 0
+    for _ in range(rng.integers(0, 4)):
+        offset = position + int(rng.integers(0, 4))
+        length = int(rng.integers(1, 9))
+        position = offset + length
+        if position > seq_len:
+            break
+        is_embed = None
+        if rng.random() < 0.5:
+            is_embed = np.ones(length, bool)
+            is_embed[rng.integers(0, length)] = False
+        modality = rng.choice(["image", "video", "audio"])
+        features.append(Feature(str(modality), offset, length, is_embed))
+    return features
+
+
+def ranges_by_hand(features: list[Feature], window: int | None) -> list[tuple[int, int]]:
+    ranges = []
+    for modality, offset, length, is_embed in features:
+        if modality == "audio":
+            continue
+        start = None
+        for i in range(length + 1):
+            embeds = i < length and (is_embed is None or is_embed[i])
+            if embeds and start is None:
+                start = offset + i
+            if not embeds and start is not None:
+                if window is None or offset + i - start <= window:
+                    ranges.append((start, offset + i - 1))
+                start = None
+    return ranges
+
+
+@every_batch
+@given(cases(), st.sampled_from([None, 1, 3]), st.integers(0, 2**32 - 1))
+def test_ranges(case: Case, window: int | None, seed: int):
+    rng = np.random.default_rng(seed)
+    b = case.bounds
+    features = [random_features(rng, seq) for seq in case.seq_lens]
+    ranges = prefix_ranges(
+        features, max_num_reqs=b.max_num_reqs, max_ranges=MAX_RANGES, sliding_window=window
+    )
+    by_hand = [ranges_by_hand(own, window) for own in features]
+    want = np.zeros((b.max_num_reqs, MAX_RANGES, 2), np.int32)
+    for row, own in enumerate(by_hand):
+        for i, bounds in enumerate(own):
+            want[row, i] = bounds
+    assert_same(ranges, want)
+
+    of_token = np.full((b.max_num_tokens, 2), -1, np.int32)
+    for row, (query, seq) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        for first, last in by_hand[row]:
+            for position in range(max(first, seq - query), last + 1):
+                if first < last:
+                    of_token[case.starts[row] + position - (seq - query)] = first, last
+    assert_same(compiled()(case.batch(), ranges), of_token)
+
+
+def test_by_hand():
+    features = [
+        [Feature("image", 2, 3), Feature("audio", 6, 2)],
+        [],
+        [Feature("video", 0, 6, [True, True, False, True, False, True])],
+    ]
+    ranges = prefix_ranges(features, max_num_reqs=4, max_ranges=3)
+    assert_same(
+        ranges,
+        [[(2, 4), (0, 0), (0, 0)], [(0, 0)] * 3, [(0, 1), (3, 3), (5, 5)], [(0, 0)] * 3],
+    )
+    batch = BatchMetadata.from_host(
+        [4, 1, 4], [8, 1, 4], [[1], [2], [3]],
+        max_num_reqs=4, max_num_tokens=10, max_blocks=1, block_size=8,
+    )  # fmt: skip
+    # Request 0 computes positions 4 to 7, request 2 positions 0 to 3, of which 3 is alone.
+    no = (-1, -1)
+    assert_same(query_ranges(batch, ranges), [(2, 4), no, no, no, no, (0, 1), (0, 1), no, no, no])
+
+
+def test_sliding_window_leaves_out_longer_ranges():
+    features = [[Feature("image", 0, 4), Feature("image", 4, 5)]]
+    ranges = prefix_ranges(features, max_num_reqs=1, max_ranges=2, sliding_window=4)
+    assert_same(ranges, [[(0, 3), (0, 0)]])
+
+
+def test_no_ranges_at_all():
+    batch = BatchMetadata.from_host(
+        [2], [2], [[1]], max_num_reqs=1, max_num_tokens=3, max_blocks=1, block_size=2
+    )
+    ranges = prefix_ranges([[]], max_num_reqs=1, max_ranges=0)
+    assert_same(query_ranges(batch, ranges), [(-1, -1)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ([[], []], "2 requests exceed max_num_reqs=1"),
+        (
+            [[Feature("image", 0, 2), Feature("image", 2, 2)]],
+            "request 0 has 2 ranges, max_ranges=1",
+        ),
+        ([[Feature("image", 4, 2), Feature("audio", 0, 5)]], "overlap at position 4"),
+    ],
+)
+def test_refuses(features, message):
+    with pytest.raises(ValueError, match=message):
+        prefix_ranges(features, max_num_reqs=1, max_ranges=1)

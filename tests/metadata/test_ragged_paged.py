@@ -1,0 +1,80 @@
+"""metadata.ragged_paged against slow Python on random batches."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxkv.metadata import ragged_paged
+
+from .batches import FEW, Case, cases, every_batch
+from .splits import Part, equal, slots
+
+
+@functools.cache
+def compiled(**options):
+    return jax.jit(functools.partial(ragged_paged.build, **options))
+
+
+@every_batch
+@given(cases(), st.booleans(), st.sampled_from(["table", "flat", "packed"]))
+def test_build(case: Case, ordered: bool, pages: str):
+    case = case.decodes_first() if ordered else case
+    size, everything = case.bounds, Part(case, 0, case.num_reqs)
+    decodes = 0
+    while decodes < case.num_reqs and case.query_lens[decodes] == 1:
+        decodes += 1
+    positions = np.zeros(size.max_num_tokens, np.int32)
+    positions[: case.num_tokens] = [
+        position
+        for query, context in zip(case.query_lens, case.seq_lens, strict=True)
+        for position in range(context - query, context)
+    ]
+    num_pages = [-(-tokens // size.block_size) for tokens in case.seq_lens]
+    packed = np.zeros(size.max_num_reqs * size.max_blocks, np.int32)
+    packed[: sum(num_pages)] = [
+        page for table, n in zip(case.tables, num_pages, strict=True) for page in table[:n]
+    ]
+    table = everything.tables()
+    want = {
+        "input_positions": positions,
+        "slot_mapping": slots(case),
+        "kv_lens": everything.lens(case.seq_lens),
+        "page_indices": {"table": table, "flat": table.ravel(), "packed": packed}[pages],
+        "cu_q_lens": everything.starts(case.query_lens),
+        "cu_kv_lens": everything.starts([n * size.block_size for n in num_pages]),
+        "num_seqs": [case.num_reqs],
+        "distribution": [decodes, decodes, case.num_reqs],
+    }
+    equal(compiled(pages=pages)(case.batch()), want)
+
+
+ROWS = Case([1, 2], [9, 6], [[5, 6, 7], [8, 9]], FEW)
+
+
+def test_a_chosen_bound_that_fits():
+    got = compiled(pages="packed", max_pages=5)(ROWS.batch())
+    np.testing.assert_array_equal(got.page_indices, [5, 6, 7, 8, 9])
+
+
+@pytest.mark.cpu_only
+def test_a_chosen_bound_that_is_exceeded():
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"max_pages = 5 exceeds .* 4"):
+        jax.block_until_ready(compiled(pages="packed", max_pages=4)(ROWS.batch()))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"pages": "ragged"}, '"table", "flat" or "packed", got \'ragged\''),
+        ({"pages": "flat", "max_pages": 4}, 'only of pages="packed"'),
+        ({"pages": "packed", "max_pages": 0}, "max_pages must be >= 1 page, got 0"),
+        ({"pages": "packed", "max_pages": 2**29}, "536870912 pages of 4 tokens"),
+    ],
+)
+def test_refuses(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        ragged_paged.build(ROWS.batch(), **options)
