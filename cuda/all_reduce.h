@@ -48,8 +48,9 @@ struct Call {
 
   // True if the sum is in `out`, false if a wait gave up.
   JAXKV_DEVICE bool run() {
-    const uint32_t broken = progress().broken;
-    if (!broken && reduced()) return true;
+    const Progress at_start = progress();
+    // All threads of the block decide alike, although another block may give up meanwhile.
+    if (m.all(!at_start.broken) && reduced(at_start)) return true;
     for (uint64_t i = first(); i < words(); i += step()) {
       store_output(i, {{kAbsent, kAbsent, kAbsent, kAbsent}});  // rather NaN than a wrong sum
     }
@@ -64,14 +65,14 @@ struct Call {
   JAXKV_DEVICE uint64_t first() const { return m.block() * m.num_threads() + m.thread(); }
   JAXKV_DEVICE uint64_t step() const { return m.num_blocks() * m.num_threads(); }
 
-  JAXKV_DEVICE bool reduced() {
+  JAXKV_DEVICE bool reduced(const Progress& at_start) {
     switch (message.algorithm) {
       case Algorithm::kLowLatency:
-        return low_latency();
+        return low_latency(at_start);
       case Algorithm::kOneShot:
-        return one_shot();
+        return one_shot(at_start);
       case Algorithm::kTwoShot:
-        return two_shot();
+        return two_shot(at_start);
     }
     return false;
   }
@@ -219,9 +220,11 @@ struct Call {
   }
 
   // Every rank sends everything to all, and each word says itself whether it has arrived.
-  JAXKV_DEVICE bool low_latency() {
-    const uint32_t stage = progress().stage, before = (stage + kStages - 1) % kStages;
-    const uint64_t dirty = progress().dirty_words[before];
+  JAXKV_DEVICE bool low_latency(const Progress& at_start) {
+    const uint32_t stage = at_start.stage, before = (stage + kStages - 1) % kStages;
+    uint64_t dirty = 0;  // no index at run time, which would keep `at_start` out of registers
+    JAXKV_UNROLL()
+    for (uint32_t s = 0; s < kStages; ++s) dirty = s == before ? at_start.dirty_words[s] : dirty;
     for (uint64_t i = first(); i < words(); i += step()) {
       Word word = load_input(i);
       JAXKV_UNROLL()
@@ -267,8 +270,8 @@ struct Call {
   }
 
   // Every rank sends everything to all, and adds up when all have met.
-  JAXKV_DEVICE bool one_shot() {
-    const uint64_t epoch = progress().epoch, turn = progress().turns;
+  JAXKV_DEVICE bool one_shot(const Progress& at_start) {
+    const uint64_t epoch = at_start.epoch, turn = at_start.turns;
     for (uint64_t i = first(); i < words(); i += step()) {
       const Word word = load_input(i);
       JAXKV_UNROLL()
@@ -297,8 +300,8 @@ struct Call {
   }
 
   // Each rank adds up one part and sends the sum to all, in as many rounds as the boxes need.
-  JAXKV_DEVICE bool two_shot() {
-    const uint64_t epoch = progress().epoch, turn = progress().turns;
+  JAXKV_DEVICE bool two_shot(const Progress& at_start) {
+    const uint64_t epoch = at_start.epoch, turn = at_start.turns;
     const uint64_t per_round = N * v.geometry.slot_words;
     const uint64_t rounds = (words() + per_round - 1) / per_round;
     const uint64_t part = (words() + rounds * N - 1) / (rounds * N);

@@ -120,7 +120,11 @@ class SymmetricMemory:
         _native.extension().preset_communicator(self._id, epoch % 2**64, ahead)
 
     def close(self) -> None:
-        """Frees the memory once the work that uses it has ended; closing again does nothing."""
+        """Frees the memory; closing again does nothing.
+
+        Wait for the results of the last step first: a device that comes later fails, and its peers
+        wait for it until their time is over.
+        """
         self._close()
 
     def __enter__(self) -> SymmetricMemory:
