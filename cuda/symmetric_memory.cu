@@ -67,11 +67,15 @@ class CudaCommunicator : public Communicator {
   }
 
   ~CudaCommunicator() override {
-    for_each([](Rank&, Header*) { (void)cudaDeviceSynchronize(); });  // peers write to all
-    for_each([](Rank& rank, Header* memory) {
-      (void)cudaFree(memory);
-      (void)cudaFreeHost(rank.view.fault);
-    });
+    try {
+      for_each([](Rank&, Header*) { (void)cudaDeviceSynchronize(); });  // peers write to all
+      for_each([](Rank& rank, Header* memory) {
+        (void)cudaFree(memory);
+        (void)cudaFreeHost(rank.view.fault);
+      });
+    } catch (const std::runtime_error&) {
+      // The driver is gone, and all memory with it: the process ends.
+    }
     (void)cudaGetLastError();
   }
 
