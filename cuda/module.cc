@@ -1,15 +1,18 @@
 // The Python module: FFI handlers as capsules, and the few calls the host makes itself.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <span>
 
+#include "all_reduce.h"
 #include "bounds.h"
 #include "host_ids.h"
 #include "page_errors.h"
 #include "recurrent.h"
+#include "symmetric_memory.h"
 #include "sync_guard.h"
 #include "transfer.h"
 #include "xla/ffi/api/ffi.h"
@@ -28,6 +31,7 @@ XLA_FFI_Error* CopyPairsHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CheckBoundsHost(XLA_FFI_CallFrame*);
+XLA_FFI_Error* AllReduceHost(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AlignStatesHost(XLA_FFI_CallFrame*);
 #ifdef JAXKV_CUDA
 XLA_FFI_Error* PrepareDevice(XLA_FFI_CallFrame*);
@@ -42,6 +46,8 @@ XLA_FFI_Error* StartCopyDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareBounds(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CheckBoundsKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* PrepareAllReduce(XLA_FFI_CallFrame*);
+XLA_FFI_Error* AllReduceKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareAlign(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AlignStatesKernel(XLA_FFI_CallFrame*);
 #endif
@@ -72,6 +78,7 @@ nb::dict registrations() {
   add(cpu, "jaxkv_start_copy", stage("execute", StartCopyHost));
   add(cpu, "jaxkv_wait_copy", stage("execute", WaitCopyHost));
   add(cpu, "jaxkv_check_bounds", stage("execute", CheckBoundsHost));
+  add(cpu, "jaxkv_all_reduce", stage("execute", AllReduceHost));
   add(cpu, "jaxkv_align_states", stage("execute", AlignStatesHost));
   all["cpu"] = cpu;
 #ifdef JAXKV_CUDA
@@ -88,6 +95,8 @@ nb::dict registrations() {
   add(cuda, "jaxkv_wait_copy", prepare_lanes, stage("execute", WaitCopyKernel));
   add(cuda, "jaxkv_check_bounds", stage("initialize", PrepareBounds),
       stage("execute", CheckBoundsKernel));
+  add(cuda, "jaxkv_all_reduce", stage("initialize", PrepareAllReduce),
+      stage("execute", AllReduceKernel));
   add(cuda, "jaxkv_align_states", stage("initialize", PrepareAlign),
       stage("execute", AlignStatesKernel));
   all["CUDA"] = cuda;
@@ -117,6 +126,37 @@ nb::tuple page_errors() {
   return nb::make_tuple(taken.count, details);
 }
 
+int64_t create_communicator(const std::string& platform,
+                            const std::vector<std::vector<int32_t>>& devices, uint64_t quick_words,
+                            uint64_t slot_words, uint64_t timeout_ns) {
+  const Geometry geometry{static_cast<int32_t>(devices.at(0).size()), quick_words, slot_words};
+  if (platform == "cpu") {
+    return register_communicator(make_host_communicator(geometry, devices, timeout_ns));
+  }
+#ifdef JAXKV_CUDA
+  for (const auto& group : devices) {
+    for (const int32_t device : group) load_all_reduce(device);
+  }
+  return register_communicator(make_cuda_communicator(geometry, devices, timeout_ns));
+#else
+  throw std::runtime_error("jaxkv was built without CUDA");
+#endif
+}
+
+std::shared_ptr<Communicator> open_communicator(int64_t id) {
+  auto communicator = find_communicator(id);
+  if (!communicator) throw std::runtime_error("jaxkv: this SymmetricMemory was closed");
+  return communicator;
+}
+
+// What PeerTimeoutError holds, and its text; nothing if no wait gave up.
+std::optional<nb::tuple> peer_fault(int64_t id) {
+  const auto fault = open_communicator(id)->fault();
+  if (!fault) return std::nullopt;
+  return nb::make_tuple(fault->rank, fault->peer, name_of(fault->phase), fault->expected,
+                        fault->seen, describe(*fault));
+}
+
 }  // namespace
 
 NB_MODULE(_ext, m) {
@@ -126,6 +166,20 @@ NB_MODULE(_ext, m) {
   m.def("page_errors", &page_errors,
         "(number of faults since the last call, (kind, description) of the last of them).");
   m.def("bound_code", &bound_code, nb::arg("name"), "The number of a named bound.");
+  const nb::call_guard<nb::gil_scoped_release> without_gil;
+  m.def("create_communicator", &create_communicator, nb::arg("platform"), nb::arg("devices"),
+        nb::arg("quick_words"), nb::arg("slot_words"), nb::arg("timeout_ns"), without_gil,
+        "Symmetric memory of groups of devices; returns the number of the communicator.");
+  m.def("close_communicator", &close_communicator, nb::arg("id"), without_gil,
+        "Frees a communicator when its work has ended; again is no error.");
+  m.def("peer_fault", &peer_fault, nb::arg("id"),
+        "(rank, peer, phase, expected, seen, description) of a wait that gave up, or None.");
+  m.def(
+      "preset_communicator",
+      [](int64_t id, uint64_t epoch, uint64_t ahead) {
+        open_communicator(id)->preset(epoch, ahead);
+      },
+      nb::arg("id"), nb::arg("epoch"), nb::arg("ahead"), "Sets all epochs; for tests.");
   m.attr("HOST_IDS_HEADER") = kHostIdsHeader;
   m.attr("INLINE_IDS") = kInlineIds;
   m.attr("MAX_STATES") = kMaxStates;

@@ -5,6 +5,7 @@ from jaxkv.device_cache import DeviceCache as DeviceCache
 from jaxkv.errors import BoundError as BoundError
 from jaxkv.errors import HostMemoryError as HostMemoryError
 from jaxkv.errors import PageIndexError as PageIndexError
+from jaxkv.errors import PeerTimeoutError as PeerTimeoutError
 from jaxkv.errors import StaleCountsError as StaleCountsError
 from jaxkv.errors import TransferError as TransferError
 from jaxkv.errors import check_errors as check_errors
@@ -21,6 +22,7 @@ from jaxkv.recurrent import advance as advance
 from jaxkv.recurrent import align_postprocess as align_postprocess
 from jaxkv.recurrent import align_preprocess as align_preprocess
 from jaxkv.recurrent import can_skip_align_postprocess as can_skip_align_postprocess
+from jaxkv.symmetric_memory import SymmetricMemory as SymmetricMemory
 from jaxkv.sync_guard import HostSyncError as HostSyncError
 from jaxkv.sync_guard import allow_host_sync as allow_host_sync
 from jaxkv.sync_guard import forbid_host_sync as forbid_host_sync

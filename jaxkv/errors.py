@@ -21,6 +21,28 @@ class BoundError(ValueError):
     """A batch needed more than a static bound of its metadata allows."""
 
 
+class PeerTimeoutError(RuntimeError):
+    """A device waited in vain for a peer; the results of that call and of later ones are NaN.
+
+    Attributes:
+      rank: that waited.
+      peer: the rank that did not come, or in phase "aborted" the one that gave up first.
+      phase: "low_latency", "scatter", "gather" or "aborted".
+      expected, seen: number of the barrier that was waited for, and of the peer's last one; in
+        phase "low_latency" words of the message, and the first one missing.
+    """
+
+    def __init__(
+        self, rank: int, peer: int, phase: str, expected: int, seen: int, description: str
+    ) -> None:
+        self.rank = rank
+        self.peer = peer
+        self.phase = phase
+        self.expected = expected
+        self.seen = seen
+        super().__init__(description)
+
+
 class StaleCountsError(RuntimeError):
     """Counts that are not those of the step, or of the requests, that the reader named."""
 

@@ -15,12 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv import all_reduce
 from jaxkv.block_copy import BlockCopy, copy_blocks, needs_plan, plan_pairs, result_types
 from jaxkv.choice import Choice, check_name, choose
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import as_ids, check_page_ids, ids_on_host, num_ids_of
 from jaxkv.host_pool import HostPool
 from jaxkv.layout import PageGeometry
+from jaxkv.symmetric_memory import SymmetricMemory
 
 Ids = Any  # int32[n] array, list of ints, or HostIds
 
@@ -122,13 +124,16 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
     """Says which implementation `operation(*args, **options)` takes and why not the others.
 
     Args:
-      operation: `load_pages`, `store_pages`, `swap_blocks`, `start_load` or `start_store`.
+      operation: `load_pages`, `store_pages`, `swap_blocks`, `start_load`, `start_store`, or
+        `all_reduce` of a `SymmetricMemory`.
       *args, **options: its arguments; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
       A line for the choice, one for each implementation that was not chosen, and the table that
       the figures come from.
     """
+    if isinstance(memory := getattr(operation, "__self__", None), SymmetricMemory):
+        return all_reduce.explain(memory, *args, **options)
     lines = [choice.text for choice in choices_of(operation, *args, **options)]
     return "\n".join(lines) or f"{operation.__name__}: nothing to copy"
 

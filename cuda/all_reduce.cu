@@ -1,0 +1,211 @@
+// The all-reduce as a CUDA kernel on each rank's device.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "all_reduce.h"
+#include "cuda_check.h"
+
+namespace jaxkv {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int kThreads = 512;
+
+struct CudaMachine {
+  static __device__ uint64_t block() { return blockIdx.x; }
+  static __device__ uint64_t num_blocks() { return gridDim.x; }
+  static __device__ int thread() { return threadIdx.x; }
+  static __device__ int num_threads() { return kThreads; }
+  static __device__ void sync() { __syncthreads(); }
+  static __device__ void publish() { __threadfence_system(); }
+  static __device__ bool all(bool mine) { return __syncthreads_and(mine); }
+  static __device__ void pause() {}
+  static __device__ uint64_t nanoseconds() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+  }
+
+  static __device__ Word load(const Word* from) {
+    const uint4 v = *reinterpret_cast<const uint4*>(from);
+    return {{v.x, v.y, v.z, v.w}};
+  }
+  static __device__ void store(Word* to, const Word& w) {
+    *reinterpret_cast<uint4*>(to) = {w.part[0], w.part[1], w.part[2], w.part[3]};
+  }
+  // Past the L1 cache, which may still have what lay there two turns ago.
+  static __device__ Word load_mail(const Word* from) {
+    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from));
+    return {{v.x, v.y, v.z, v.w}};
+  }
+
+  // Every part of a word is atomic, which is all that words that say themselves whether they have
+  // arrived need.
+  static __device__ void send(Word* to, const Word& w) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.part[0]),
+                 "r"(w.part[1]), "r"(w.part[2]), "r"(w.part[3])
+                 : "memory");
+  }
+  static __device__ Word receive(const Word* from) {
+    Word w;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.part[0]), "=r"(w.part[1]), "=r"(w.part[2]), "=r"(w.part[3])
+                 : "l"(from)
+                 : "memory");
+    return w;
+  }
+
+  static __device__ void store_release(uint64_t* to, uint64_t value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+  }
+  static __device__ void store_release(uint32_t* to, uint32_t value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+  }
+  static __device__ uint64_t load_acquire(const uint64_t* from) {
+    uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    return value;
+  }
+  static __device__ uint32_t peek(const uint32_t* from) {
+    return *reinterpret_cast<const volatile uint32_t*>(from);
+  }
+  static __device__ bool claim(uint32_t* word) { return atomicExch(word, 1) == 0; }
+  static __device__ bool last_block(uint32_t* arrived) {
+    if (atomicAdd(arrived, 1) != gridDim.x - 1) return false;
+    *arrived = 0;
+    return true;
+  }
+};
+
+struct Float32 {
+  using Bits = uint32_t;
+  static constexpr int kLanes = 4;
+  static constexpr uint32_t kOtherNan = 0x7FC00000;
+  static __device__ float lane(const Word& w, int k) { return __uint_as_float(w.part[k]); }
+  static __device__ Word word(const float* lanes) {
+    Word w;
+    for (int k = 0; k < kLanes; ++k) w.part[k] = __float_as_uint(lanes[k]);
+    return w;
+  }
+};
+
+template <class Half>
+struct TwoByte {
+  using Bits = uint16_t;
+  static constexpr int kLanes = 8;
+  static constexpr uint32_t kOtherNan = 0x7FFF7FFF;
+  static __device__ float lane(const Word& w, int k) {
+    return Half::widen(static_cast<uint16_t>(w.part[k / 2] >> (16 * (k % 2))));
+  }
+  static __device__ Word word(const float* lanes) {
+    Word w;
+    for (int p = 0; p < 4; ++p) {
+      w.part[p] = uint32_t{Half::narrow(lanes[2 * p + 1])} << 16 | Half::narrow(lanes[2 * p]);
+    }
+    return w;
+  }
+};
+
+struct Bfloat16 : TwoByte<Bfloat16> {
+  static __device__ float widen(uint16_t bits) { return __uint_as_float(uint32_t{bits} << 16); }
+  static __device__ uint16_t narrow(float value) {
+    return __bfloat16_as_ushort(__float2bfloat16_rn(value));
+  }
+};
+
+struct Float16 : TwoByte<Float16> {
+  static __device__ float widen(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+  static __device__ uint16_t narrow(float value) {
+    return __half_as_ushort(__float2half_rn(value));
+  }
+};
+
+template <class Element, int N>
+__global__ void __launch_bounds__(kThreads)
+    all_reduce_kernel(const __grid_constant__ RankView view, const Message message) {
+  const CudaMachine machine;
+  Call<CudaMachine, Element, N>{machine, view, message}.run();
+}
+
+using Kernel = void (*)(RankView, Message);
+
+template <class Element>
+Kernel kernel_for(int world) {
+  Kernel kernel = nullptr;
+  with_world(world, [&]<int N>() { kernel = all_reduce_kernel<Element, N>; });
+  return kernel;
+}
+
+Kernel kernel_for(int world, ffi::DataType dtype) {
+  return dtype == ffi::F32    ? kernel_for<Float32>(world)
+         : dtype == ffi::BF16 ? kernel_for<Bfloat16>(world)
+                              : kernel_for<Float16>(world);
+}
+
+// Blocks that give every thread a word of what a rank adds up.
+int blocks_for(const Message& message, int world) {
+  const uint64_t share = message.algorithm == Algorithm::kTwoShot ? world : 1;
+  const uint64_t threads = message.bytes / sizeof(Word) / share;
+  return static_cast<int>(std::clamp<uint64_t>((threads + kThreads - 1) / kThreads, 1, kMaxBlocks));
+}
+
+ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
+                      ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer>,
+                      int64_t communicator, int64_t algorithm) {
+  const auto task = resolve_task(device, in, out, communicator, algorithm);
+  if (!task.has_value()) return task.error();
+  const int world = task->communicator->geometry().world;
+  kernel_for(world, task->dtype)<<<blocks_for(task->message, world), kThreads, 0, stream>>>(
+      task->rank->view, task->message);
+  JAXKV_CUDA_TRY(cudaGetLastError());
+  return ffi::Error::Success();
+}
+
+// XLA asks before every run, also before one that replays a graph.
+ffi::Error prepare(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
+  const auto communicator = attributes.get<int64_t>("communicator");
+  if (!communicator.has_value()) return communicator.error();
+  const auto found = usable_communicator(*communicator);
+  return found.has_value() ? ffi::Error::Success() : found.error();
+}
+
+}  // namespace
+
+void load_all_reduce(int32_t device) {
+  auto check = [](cudaError_t status) {
+    if (status != cudaSuccess) {
+      (void)cudaGetLastError();
+      throw std::runtime_error(std::string("jaxkv: all_reduce: ") + cudaGetErrorString(status));
+    }
+  };
+  int before = 0;
+  check(cudaGetDevice(&before));
+  check(cudaSetDevice(device));
+  for (const int world : {2, 4, 6, 8}) {
+    for (const ffi::DataType dtype : {ffi::F32, ffi::BF16, ffi::F16}) {
+      cudaFuncAttributes attributes;
+      check(cudaFuncGetAttributes(&attributes, kernel_for(world, dtype)));
+    }
+  }
+  check(cudaSetDevice(before));
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PrepareAllReduce, prepare,
+                              ffi::Ffi::BindInitialize().RemainingArgs().RemainingRets().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AllReduceKernel, all_reduce,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("communicator")
+                                  .Attr<int64_t>("algorithm"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace jaxkv

@@ -1,0 +1,177 @@
+// The CPU backend's all-reduce, and what both handlers check. A rank is the thread in which XLA
+// runs a device, and it blocks until its peers have come.
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "all_reduce.h"
+
+namespace jaxkv {
+namespace {
+
+namespace ffi = xla::ffi;
+
+struct HostMachine {
+  static uint64_t block() { return 0; }
+  static uint64_t num_blocks() { return 1; }
+  static int thread() { return 0; }
+  static int num_threads() { return 1; }
+  static void sync() {}
+  static void publish() {}
+  static bool all(bool mine) { return mine; }
+  static bool last_block(uint32_t*) { return true; }
+  static void pause() { std::this_thread::yield(); }
+  static uint64_t nanoseconds() {
+    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+
+  static Word load(const void* from) {
+    Word word;
+    std::memcpy(&word, from, sizeof word);
+    return word;
+  }
+  static void store(void* to, Word word) { std::memcpy(to, &word, sizeof word); }
+  static Word load_mail(const Word* from) { return *from; }
+
+  static void send(Word* to, Word word) {
+    for (int k = 0; k < 4; ++k) {
+      std::atomic_ref(to->part[k]).store(word.part[k], std::memory_order_relaxed);
+    }
+  }
+  static Word receive(Word* from) {
+    Word word;
+    for (int k = 0; k < 4; ++k) {
+      word.part[k] = std::atomic_ref(from->part[k]).load(std::memory_order_relaxed);
+    }
+    return word;
+  }
+
+  template <class T>
+  static void store_release(T* to, T value) {
+    std::atomic_ref(*to).store(value, std::memory_order_release);
+  }
+  static uint64_t load_acquire(const uint64_t* from) {
+    return std::atomic_ref(*const_cast<uint64_t*>(from)).load(std::memory_order_acquire);
+  }
+  static uint32_t peek(uint32_t* from) {
+    return std::atomic_ref(*from).load(std::memory_order_relaxed);
+  }
+  static bool claim(uint32_t* word) { return std::atomic_ref(*word).exchange(1) == 0; }
+};
+
+struct Float32 {
+  using Bits = uint32_t;
+  static constexpr int kLanes = 4;
+  static constexpr uint32_t kOtherNan = 0x7FC00000;
+  static float lane(const Word& w, int k) { return std::bit_cast<float>(w.part[k]); }
+  static Word word(const float* lanes) { return HostMachine::load(lanes); }
+};
+
+template <class Half>
+struct TwoByte {
+  using Bits = uint16_t;
+  static constexpr int kLanes = 8;
+  static constexpr uint32_t kOtherNan = 0x7FFF7FFF;
+  static float lane(const Word& w, int k) {
+    return Half::widen(static_cast<uint16_t>(w.part[k / 2] >> (16 * (k % 2))));
+  }
+  static Word word(const float* lanes) {
+    Word w{};
+    for (int k = 0; k < kLanes; ++k) {
+      w.part[k / 2] |= uint32_t{Half::narrow(lanes[k])} << (16 * (k % 2));
+    }
+    return w;
+  }
+};
+
+struct Bfloat16 : TwoByte<Bfloat16> {
+  static float widen(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+  static uint16_t narrow(float value) {
+    const auto bits = std::bit_cast<uint32_t>(value);
+    if (value != value) return 0x7FFF;
+    return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);  // to nearest, even
+  }
+};
+
+struct Float16 : TwoByte<Float16> {
+  static float widen(uint16_t bits) { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
+  static uint16_t narrow(float value) {
+    return value != value ? 0x7FFF : std::bit_cast<uint16_t>(static_cast<_Float16>(value));
+  }
+};
+
+template <class Element>
+bool run(const Task& task) {
+  const HostMachine machine;
+  const RankView& view = task.rank->view;
+  return with_world(view.geometry.world, [&]<int N>() {
+    return Call<HostMachine, Element, N>{machine, view, task.message}.run();
+  });
+}
+
+ffi::Error all_reduce(int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
+                      ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer>,
+                      int64_t communicator, int64_t algorithm) {
+  const auto task = resolve_task(device, in, out, communicator, algorithm);
+  if (!task.has_value()) return task.error();
+  std::lock_guard lock(task->rank->calling);
+  const bool done = task->dtype == ffi::F32    ? run<Float32>(*task)
+                    : task->dtype == ffi::BF16 ? run<Bfloat16>(*task)
+                                               : run<Float16>(*task);
+  return done ? ffi::Error::Success() : usable_communicator(communicator).error();
+}
+
+}  // namespace
+
+ffi::ErrorOr<Task> resolve_task(int32_t device, ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out,
+                                int64_t communicator, int64_t algorithm) {
+  auto refuse = [](std::string why) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("jaxkv all_reduce: " + why));
+  };
+  const auto found = usable_communicator(communicator);
+  if (!found.has_value()) return ffi::Unexpected(found.error());
+  Task task{.communicator = *found,
+            .rank = (*found)->on_device(device),
+            .message = {static_cast<const char*>(in.untyped_data()),
+                        static_cast<char*>(out->untyped_data()), in.size_bytes(),
+                        static_cast<Algorithm>(algorithm)},
+            .dtype = in.element_type()};
+  const Geometry& geometry = task.communicator->geometry();
+  if (!task.rank) {
+    return refuse("device " + std::to_string(device) + " is not of the communicator's mesh");
+  }
+  if (task.dtype != ffi::F32 && task.dtype != ffi::BF16 && task.dtype != ffi::F16) {
+    return refuse("the dtype must be float32, bfloat16 or float16");
+  }
+  uint64_t capacity = 0;
+  switch (task.message.algorithm) {
+    case Algorithm::kLowLatency:
+      capacity = geometry.quick_words * sizeof(Word);
+      break;
+    case Algorithm::kOneShot:
+      capacity = geometry.slot_words * sizeof(Word);
+      break;
+    case Algorithm::kTwoShot:
+      capacity = UINT64_MAX;
+      break;
+  }
+  if (task.message.bytes > capacity || out->size_bytes() != in.size_bytes()) {
+    return refuse(std::to_string(in.size_bytes()) + " bytes for a box of " +
+                  std::to_string(capacity));
+  }
+  return task;
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AllReduceHost, all_reduce,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("communicator")
+                                  .Attr<int64_t>("algorithm"));
+
+}  // namespace jaxkv

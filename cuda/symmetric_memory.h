@@ -1,0 +1,131 @@
+// Memory that all ranks of a communicator address, and what they tell each other there.
+//
+// A rank owns one allocation: a Header, then mailboxes that its peers write. Nothing of XLA's is a
+// target of a peer, because XLA moves its buffers. What changes from call to call (epochs, halves,
+// stages) lies in that memory and not in arguments of a kernel, so graphs may be replayed.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxkv {
+
+inline constexpr int kMaxRanks = 8;
+inline constexpr int kMaxBlocks = 64;  // all resident on any GPU: blocks of a rank never wait
+inline constexpr int kStages = 3;      // for each other, but for the same block of every peer
+
+struct alignas(16) Word {
+  uint32_t part[4];
+};
+
+// What a word holds until it arrives: NaN in every dtype, so also what a failed call returns.
+inline constexpr uint32_t kAbsent = 0xFFFFFFFF;
+
+// Epochs and flags are 64 bits wide, and compared by their difference, so a flag that was not
+// written for 2^32 barriers is no newer one.
+struct Signals {
+  uint64_t flags[kMaxBlocks][kMaxRanks];  // the last barrier that this block of a peer came to
+  uint64_t aborted;                       // 1 + a peer that gave up, or 0
+};
+
+// Written by the rank itself, when a call ends.
+struct Progress {
+  uint64_t epoch;  // barriers passed
+  uint64_t turns;  // uses of the mailboxes that come in two halves
+  uint64_t dirty_words[kStages];
+  uint32_t stage;    // of the quick mailboxes: where the next call writes
+  uint32_t arrived;  // blocks that have ended
+  uint32_t broken;   // a wait gave up: this call and all later ones end at once
+};
+
+struct Header {
+  Signals signals;
+  Progress progress;
+};
+
+enum class Phase : int32_t { kQuick, kScatter, kGather, kAborted };
+
+// Why a rank gave up; in memory that the host reads.
+struct PeerFault {
+  uint32_t recorded;  // written last
+  int32_t rank, peer;
+  Phase phase;
+  uint64_t expected, seen;
+};
+
+// Mailboxes of a rank, in words: quick[kStages][world], scatter[2][world], gather[2][world].
+struct Geometry {
+  int32_t world;
+  uint64_t quick_words, slot_words;  // of one box
+
+  constexpr uint64_t all_quick_words() const { return kStages * world * quick_words; }
+  constexpr uint64_t mail_words() const { return all_quick_words() + 4 * world * slot_words; }
+};
+
+// What a rank needs to run a call; an argument of kernels.
+struct RankView {
+  Geometry geometry;
+  int32_t rank;
+  uint64_t timeout_ns;
+  Header* headers[kMaxRanks];  // each followed by its mail
+  PeerFault* fault;
+};
+
+// A set of groups of `world` ranks each; the ranks of a group add up together. Groups never meet.
+class Communicator {
+ public:
+  struct Rank {
+    int32_t device;  // of this process, or -1 for a rank of another one
+    RankView view{};
+    std::mutex calling;  // the CPU backend may run two calls of a device at once
+  };
+
+  // Throws std::runtime_error if memory or access to a peer cannot be had.
+  Communicator(Geometry geometry, const std::vector<std::vector<int32_t>>& devices,
+               uint64_t timeout_ns);
+  virtual ~Communicator() = default;
+
+  Rank* on_device(int32_t device);
+  const Geometry& geometry() const { return geometry_; }
+
+  // The first fault of this process's ranks, once one is recorded. Waits for nothing.
+  std::optional<PeerFault> fault() const;
+
+  // For tests, between calls: all ranks have passed `epoch` barriers, and seem to have come `ahead`
+  // barriers further, so that with ahead > 0 waits wait for nothing.
+  virtual void preset(uint64_t epoch, uint64_t ahead) = 0;
+
+ protected:
+  Geometry geometry_;
+  std::vector<std::vector<std::unique_ptr<Rank>>> groups_;
+};
+
+inline Word* mail_of(Header* header) { return reinterpret_cast<Word*>(header + 1); }
+
+// The header of a rank as it is after preset(epoch, ahead).
+Header preset_header(uint64_t epoch, uint64_t ahead);
+
+std::string describe(const PeerFault& fault);
+const char* name_of(Phase phase);
+
+std::shared_ptr<Communicator> make_host_communicator(
+    Geometry geometry, const std::vector<std::vector<int32_t>>& devices, uint64_t timeout_ns);
+std::shared_ptr<Communicator> make_cuda_communicator(
+    Geometry geometry, const std::vector<std::vector<int32_t>>& devices, uint64_t timeout_ns);
+
+// Executables name a communicator by a number that is never used again.
+int64_t register_communicator(std::shared_ptr<Communicator> communicator);
+std::shared_ptr<Communicator> find_communicator(int64_t id);  // null once it was closed
+void close_communicator(int64_t id);
+
+// The communicator, unless it was closed or a wait of it gave up.
+xla::ffi::ErrorOr<std::shared_ptr<Communicator>> usable_communicator(int64_t id);
+
+}  // namespace jaxkv

@@ -1,0 +1,168 @@
+"""Sums over the devices of a mesh axis by one kernel each: `jax.lax.psum` over symmetric memory.
+
+| algorithm | what a device does | largest message |
+|---|---|---|
+| low_latency | sends all to all; words say themselves that they arrived | `quick_bytes` |
+| one_shot | sends all to all, one barrier, adds up | `slot_bytes` |
+| two_shot | adds up one part, sends the sum to all; two barriers a round | `max_bytes` |
+| psum | `jax.lax.psum`, by XLA | any |
+
+The first three take bfloat16, float16 and float32, add in float32 in the order of the ranks, and so
+give the same bits on every device and in every run. (vLLM's custom all-reduce has the second and
+the third, TensorRT-LLM's the first.)
+
+What keeps the devices together: all run one program, and within a trace each call takes a token of
+the call before. How far a device is (epochs) lies in its own memory, so a CUDA graph of a step can
+be replayed. Derivatives are those of `psum`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import _native
+from jaxkv.tuning.all_reduce import ALGORITHMS, table_for
+
+if TYPE_CHECKING:
+    from jaxkv.symmetric_memory import SymmetricMemory
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def all_reduce(
+    memory: SymmetricMemory, x: Any, axis_name: str, *, implementation: str | None = None
+) -> Any:
+    """The sum of `x` over the devices along a mesh axis, on each of them.
+
+    To be called inside `jax.shard_map`, as `jax.lax.psum`; works there too in loops, under `vmap`
+    and where derivatives are taken.
+
+    Args:
+      memory: of the mesh that `shard_map` runs on.
+      x: array or pytree of arrays of any shape.
+      axis_name: the axis of `memory`.
+      implementation: "low_latency", "one_shot", "two_shot", "psum", or None for what the tuning
+        table names for the array's size, and psum for what that cannot serve.
+
+    Returns:
+      Arrays of the shapes and dtypes of `x`.
+
+    Raises:
+      ValueError: the axis is not that of `memory`, or the name of an implementation is unknown.
+      NotImplementedError: `implementation` does not serve this call, and why.
+      PeerTimeoutError: a device waited in vain in a call before.
+    """
+    _check_axis_name(memory, axis_name)
+    _check_mesh(memory)
+    memory.check()
+    return jax.tree.map(
+        functools.partial(_all_reduce_array, memory, implementation=implementation), x
+    )
+
+
+def choose(memory: SymmetricMemory, x: Any, implementation: str | None) -> tuple[str, str]:
+    """The implementation that serves an array, and why it is that one.
+
+    Raises:
+      As `all_reduce`.
+    """
+    if implementation not in (None, *ALGORITHMS):
+        known = ", ".join(ALGORITHMS)
+        raise ValueError(f"implementation must be one of {known}, got {implementation!r}")
+    num_bytes = int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize
+    table = table_for(memory.mesh.devices.flat[0].device_kind)
+    wanted = implementation or table.algorithm(memory.world_size, num_bytes)
+    refusal = _refusal(memory, wanted, num_bytes, x.dtype)
+    if refusal and implementation:
+        raise NotImplementedError(f"{implementation!r} does not serve this call: {refusal}")
+    if refusal:
+        return "psum", f"{wanted} is best by {table.name}, but {refusal}"
+    return wanted, "asked for" if implementation else f"best by {table.name}"
+
+
+def explain(
+    memory: SymmetricMemory, x: Any, axis_name: str, *, implementation: str | None = None
+) -> str:
+    """Says which implementation each array of `x` takes, and why; outside of `shard_map` too."""
+    _check_axis_name(memory, axis_name)
+    lines = []
+    for leaf in jax.tree.leaves(x):
+        name, why = choose(memory, leaf, implementation)
+        lines.append(f"all_reduce of {leaf.dtype}{list(leaf.shape)}: {name} ({why})")
+    return "\n".join(lines)
+
+
+def _refusal(memory: SymmetricMemory, algorithm: str, num_bytes: int, dtype: Any) -> str | None:
+    if algorithm == "psum":
+        return None
+    if str(dtype) not in DTYPES:
+        return f"its dtype must be one of {', '.join(DTYPES)}, got {dtype}"
+    limits = {
+        "low_latency": ("quick_bytes", memory.quick_bytes),
+        "one_shot": ("slot_bytes", memory.slot_bytes),
+        "two_shot": ("max_bytes", memory.max_bytes),
+    }
+    name, limit = limits[algorithm]
+    if num_bytes > min(limit, memory.max_bytes):
+        return f"its {num_bytes} bytes exceed {name} = {limit} bytes"
+    return None
+
+
+def _check_axis_name(memory: SymmetricMemory, axis_name: str) -> None:
+    if axis_name != memory.axis_name:
+        raise ValueError(
+            f"axis_name must be {memory.axis_name!r}, the axis of the symmetric memory, "
+            f"got {axis_name!r}"
+        )
+
+
+def _check_mesh(memory: SymmetricMemory) -> None:
+    here = dict(jax.sharding.get_abstract_mesh().shape)
+    expected = dict(memory.mesh.shape)
+    if here != expected:
+        raise ValueError(
+            f"all_reduce must run in a shard_map over the symmetric memory's mesh {expected}, "
+            f"got {here or 'none'}"
+        )
+
+
+def _all_reduce_array(memory: SymmetricMemory, x: Any, *, implementation: str | None) -> Any:
+    x = jnp.asarray(x)
+    name, _ = choose(memory, x, implementation)
+    with jax.named_scope(f"jaxkv.all_reduce.{name}"):
+        if name == "psum":
+            return jax.lax.psum(x, memory.axis_name)
+        if x.size == 0:
+            return x
+        token = memory._order.last_token()
+        if token is None:
+            token = jnp.zeros(1, jnp.int32)
+        call = (memory._id, ALGORITHMS.index(name), memory.axis_name)
+        result, token = _reduce(call, x, token)
+        memory._order.append(token, result)
+        return result
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _reduce(call: tuple[int, int, str], x: Any, token: Any) -> tuple[Any, Any]:
+    communicator, algorithm, axis_name = call
+    _native.extension()
+    summed = jax.eval_shape(lambda x: jax.lax.psum(x, axis_name), x)  # replicated along the axis
+    reduce = jax.ffi.ffi_call(
+        "jaxkv_all_reduce", (summed, jax.typeof(token)), vmap_method="broadcast_all"
+    )
+    attributes = {"communicator": np.int64(communicator), "algorithm": np.int64(algorithm)}
+    result, token = reduce(x, token, **attributes)
+    return result, token
+
+
+@_reduce.defjvp
+def _reduce_jvp(call: tuple[int, int, str], primals: Any, tangents: Any) -> tuple[Any, Any]:
+    result, token = _reduce(call, *primals)
+    tangent, token_tangent = tangents
+    return (result, token), (jax.lax.psum(tangent, call[2]), token_tangent)

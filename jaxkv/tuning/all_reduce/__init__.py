@@ -1,0 +1,96 @@
+"""Which algorithm an all-reduce takes: one JSON file for each device kind.
+
+For each number of devices a file lists rules, ascending by the least bytes that they hold for; the
+last one that a message reaches names the algorithm. Device kinds without a file have
+`default.json`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+from typing import Any
+
+from jaxkv import tuning
+
+ALGORITHMS = ("low_latency", "one_shot", "two_shot", "psum")
+PACKAGED = pathlib.Path(__file__).parent
+_HEAD = ("device_kind", "how", "commit", "date", "versions")
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rules, and where they come from.
+
+    Attributes:
+      name: of the file, without its directory.
+      device_kind: JAX's name of the device, or "any".
+      how: what made the rules.
+      commit, date, versions: of the measurement, or None and empty.
+      rules: by number of devices, (min_bytes, algorithm) ascending.
+    """
+
+    name: str
+    device_kind: str
+    how: str
+    commit: str | None
+    date: str | None
+    versions: dict[str, str]
+    rules: dict[int, tuple[tuple[int, str], ...]]
+
+    def algorithm(self, world_size: int, num_bytes: int) -> str:
+        """The algorithm for a message of `num_bytes` bytes on each of `world_size` devices."""
+        rules = self.rules[world_size]
+        return rules[bisect.bisect_right(rules, num_bytes, key=lambda rule: rule[0]) - 1][1]
+
+
+@functools.cache
+def table_for(device_kind: str) -> Table:
+    """The table of a device kind, or the default one."""
+    path = PACKAGED / f"{tuning.slug(device_kind)}.json"
+    return load(path if path.exists() else PACKAGED / tuning.DEFAULT)
+
+
+def load(path: str | os.PathLike[str]) -> Table:
+    """Reads and checks a file.
+
+    Raises:
+      ValueError: what is wrong: file, key and value.
+      OSError: the file can't be read.
+    """
+    path = pathlib.Path(path)
+    try:
+        return _parse(path.name, json.loads(path.read_text()))
+    except ValueError as error:  # JSONDecodeError is one
+        raise ValueError(f"tuning table {path}: {error}") from None
+
+
+def _parse(name: str, content: Any) -> Table:
+    from jaxkv.symmetric_memory import WORLD_SIZES
+
+    if not isinstance(content, dict) or {*content} != {*_HEAD, "rules"}:
+        raise ValueError(f"the file must be an object of {', '.join(_HEAD)} and rules")
+    rules = content["rules"]
+    if not isinstance(rules, dict) or [*rules] != [*map(str, WORLD_SIZES)]:
+        raise ValueError(f"rules must be those of {WORLD_SIZES} devices, got {rules!r}")
+    parsed = {int(size): _parse_rules(listed, f"rules.{size}") for size, listed in rules.items()}
+    return Table(name=name, **{**content, "rules": parsed})
+
+
+def _parse_rules(listed: Any, where: str) -> tuple[tuple[int, str], ...]:
+    if not isinstance(listed, list) or not all(
+        isinstance(rule, list) and len(rule) == 2 and type(rule[0]) is int for rule in listed
+    ):
+        raise ValueError(f"{where} must be a list of [min_bytes, algorithm], got {listed!r}")
+    minima = [rule[0] for rule in listed]
+    if minima[:1] != [0] or sorted({*minima}) != minima:
+        raise ValueError(f"{where}: min_bytes must ascend from 0, got {minima}")
+    for _, algorithm in listed:
+        if algorithm not in ALGORITHMS:
+            known = ", ".join(ALGORITHMS)
+            raise ValueError(f"{where}: algorithm must be one of {known}, got {algorithm!r}")
+    return tuple((least, algorithm) for least, algorithm in listed)

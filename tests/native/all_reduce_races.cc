@@ -1,0 +1,56 @@
+// The CPU backend's all-reduce without Python and XLA, for ThreadSanitizer: ranks as threads that
+// are late at random, all algorithms in turn, sizes that grow and shrink, epochs that wrap.
+#include <cstdio>
+#include <random>
+
+#include "../../cuda/all_reduce_host.cc"
+
+namespace jaxkv {
+namespace {
+
+constexpr int kCalls = 300;
+constexpr uint64_t kEpoch = -150;  // wraps on the way
+
+bool run_world(int32_t world) {
+  std::vector<int32_t> devices(world);
+  for (int32_t i = 0; i < world; ++i) devices[i] = i;
+  const Geometry geometry{world, 64, 64};
+  auto communicator = make_host_communicator(geometry, {devices}, 60'000'000'000);
+  communicator->preset(kEpoch, 0);
+  std::atomic<int> wrong = 0;
+  auto rank = [&](int32_t device) {
+    std::mt19937 late(device);
+    for (int call = 0; call < kCalls; ++call) {
+      if (late() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(late() % 300));
+      const auto algorithm = static_cast<Algorithm>(call % 3);
+      const size_t limit = algorithm == Algorithm::kTwoShot ? 1500 : 256;
+      std::vector<float> in(1 + call * 7919 % limit), out(in.size());
+      for (size_t i = 0; i < in.size(); ++i) in[i] = static_cast<float>(i + call * device);
+      const Task task{
+          .communicator = communicator,
+          .rank = communicator->on_device(device),
+          .message = {reinterpret_cast<const char*>(in.data()), reinterpret_cast<char*>(out.data()),
+                      in.size() * sizeof(float), algorithm},
+          .dtype = ffi::F32};
+      bool right = run<Float32>(task);
+      for (size_t i = 0; i < in.size(); ++i) {
+        right &= out[i] == static_cast<float>(i * world + call * world * (world - 1) / 2);
+      }
+      wrong += !right;
+    }
+  };
+  std::vector<std::thread> threads;
+  for (const int32_t device : devices) threads.emplace_back(rank, device);
+  for (auto& thread : threads) thread.join();
+  std::printf("%d ranks: %d of %d calls wrong\n", world, wrong.load(), kCalls * world);
+  return wrong == 0;
+}
+
+}  // namespace
+}  // namespace jaxkv
+
+int main() {
+  bool right = true;
+  for (const int32_t world : {2, 4, 6, 8}) right &= jaxkv::run_world(world);
+  return right ? 0 : 1;
+}

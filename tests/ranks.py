@@ -1,0 +1,49 @@
+"""What the tests of symmetric memory share: meshes, steps on all ranks, and delays."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+
+AXIS = "tp"
+ON_CPU = jax.default_backend() == "cpu"
+
+
+def mesh_of(world: int) -> jax.sharding.Mesh:
+    if jax.device_count() < world:
+        pytest.skip(f"needs {world} devices, has {jax.device_count()}")
+    return jax.sharding.Mesh(np.array(jax.devices()[:world]), (AXIS,))
+
+
+def memory_of(world: int, *, max_bytes: int = 1 << 16, timeout_s: float = 30.0):
+    return jaxkv.SymmetricMemory.create(
+        mesh_of(world), AXIS, max_bytes=max_bytes, timeout_s=timeout_s
+    )
+
+
+def on_ranks(memory, body, *, check_vma: bool = False):
+    """`body` jitted on every rank; operands and results are `[world, ...]`, a row for each rank."""
+
+    def run(*rows):
+        return jax.tree.map(lambda y: y[None], body(*(row[0] for row in rows)))
+
+    spec = P(AXIS)
+    mapped = partial(jax.shard_map, mesh=memory.mesh, out_specs=spec, check_vma=check_vma)
+    return jax.jit(lambda *rows: mapped(run, in_specs=(spec,) * len(rows))(*rows))
+
+
+def sums(memory, implementation=None):
+    return on_ranks(memory, lambda x: memory.all_reduce(x, AXIS, implementation=implementation))
+
+
+def late(x, late_rank, rounds: int = 2000):
+    """`x`, on rank `late_rank` only after a while."""
+    here = jnp.where(jax.lax.axis_index(AXIS) == late_rank, rounds, 1)
+    side = jnp.ones((64, 64), jnp.float32) / 64
+    waste = jax.lax.fori_loop(0, here, lambda _, y: y @ side, side)
+    return x + (waste[0, 0] * 0).astype(x.dtype)

@@ -1,0 +1,348 @@
+"""`all_reduce`: sums, to the bit; order; epochs; and what it refuses."""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import AXIS, late, memory_of, mesh_of, on_ranks, sums
+
+import jaxkv
+from jaxkv import all_reduce
+from jaxkv.tuning.all_reduce import table_for
+
+pytestmark = pytest.mark.multigpu
+
+NATIVE = ("low_latency", "one_shot", "two_shot")
+DTYPES = ("float32", "bfloat16", "float16")
+WORLDS = (2, 4)
+MAX_BYTES = 1 << 14
+
+
+@pytest.fixture(scope="module")
+def memories():
+    """By number of ranks; used by test after test, as by a server for days."""
+    made = {n: memory_of(n, max_bytes=MAX_BYTES) for n in WORLDS if n <= jax.device_count()}
+    yield made
+    for memory in made.values():
+        memory.check()
+        memory.close()
+
+
+def operand(world: int, shape, dtype, seed: int = 0) -> np.ndarray:
+    """Whole numbers, whose sums are exact in every dtype."""
+    values = np.random.default_rng(seed).integers(-15, 16, (world, *shape))
+    return values.astype(jnp.dtype(dtype))
+
+
+def assert_sums(got, x: np.ndarray) -> None:
+    want = x.astype(np.float64).sum(0)
+    assert np.array_equal(np.asarray(got).astype(np.float64), np.broadcast_to(want, x.shape))
+
+
+def assert_same_bits(got, want: np.ndarray) -> None:
+    """Every rank's row has the bits of `want`."""
+    assert {row.tobytes() for row in np.asarray(got)} == {want.tobytes()}
+
+
+# ---------------------------------------------------------------------------------------------
+# Sums
+
+
+def sizes(itemsize: int):
+    """Numbers of elements about words, warps, blocks, boxes and rounds."""
+    about = [0, 1, 16, 512 * 16, MAX_BYTES // 2, MAX_BYTES]
+    near = st.sampled_from(about).flatmap(lambda n: st.integers(n - 18, n + 18))
+    limit = MAX_BYTES // itemsize
+    return st.one_of(near.map(lambda n: min(max(n // itemsize, 0), limit)), st.integers(0, limit))
+
+
+@settings(max_examples=60)
+@given(st.data(), st.sampled_from(WORLDS), st.sampled_from(DTYPES), st.sampled_from(NATIVE))
+def test_sums_of_any_size_are_exact(memories, data, world, dtype, algorithm):
+    if world not in memories:
+        return
+    n = data.draw(sizes(jnp.dtype(dtype).itemsize))
+    x = operand(world, (n,), dtype, seed=n)
+    assert_sums(sums(memories[world], algorithm)(x), x)
+
+
+@pytest.mark.parametrize("algorithm", NATIVE)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_values_are_added_in_float32_in_the_order_of_ranks(memories, world, dtype, algorithm):
+    mesh_of(world)
+    rng = np.random.default_rng(1)
+    scale = 10.0 ** rng.integers(-2, 4, (world, 777))
+    x = (rng.normal(size=(world, 777)) * scale).astype(jnp.dtype(dtype))
+    want = x[0].astype(np.float32)
+    for row in x[1:]:
+        want = want + row.astype(np.float32)
+    step = sums(memories[world], algorithm)
+    for _ in range(3):
+        assert_same_bits(step(x), want.astype(x.dtype))
+
+
+@pytest.mark.parametrize("algorithm", NATIVE)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_keep_their_sign_and_any_nan_arrives(memories, dtype, algorithm):
+    """Also the NaN that stands for a word which has not arrived."""
+    memory = memories[2]
+    bits = np.uint32 if dtype == "float32" else np.uint16
+    ones = np.iinfo(bits).max
+    minus_zero, inf, minus_inf = (
+        np.array(v, jnp.dtype(dtype)).view(bits) for v in (-0.0, np.inf, -np.inf)
+    )
+    rows = [
+        [minus_zero, minus_zero, ones, inf, minus_inf, ones],
+        [minus_zero, 0, 0, 0, inf, ones],
+    ]
+    x = np.array(rows, bits).repeat(16, axis=1).view(jnp.dtype(dtype))
+    got = np.asarray(sums(memory, algorithm)(x))
+    assert got[0].tobytes() == got[1].tobytes()
+    first = got[0].reshape(6, 16)[:, 0]
+    assert [str(v) for v in first.astype(np.float32)] == ["-0.0", "0.0", "nan", "inf", "nan", "nan"]
+
+
+def test_sizes_grow_and_shrink_through_one_memory(memories):
+    """A mailbox still holds what a larger message left there."""
+    for memory in memories.values():
+        for round_, n in enumerate([5, 4096, 3, 1000, 4096, 1, 7, 2048, 64] * 2):
+            x = operand(memory.world_size, (n,), "float32", round_)
+            assert_sums(sums(memory, NATIVE[round_ % 3])(x), x)
+            assert_sums(sums(memory, "low_latency")(x), x)
+
+
+def test_worlds_of_six_and_eight():
+    script = """
+import jax, numpy as np
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+from ranks import memory_of, sums
+for world in (6, 8):
+    with memory_of(world, max_bytes=4096) as memory:
+        for algorithm in ("low_latency", "one_shot", "two_shot"):
+            for n in (1, 100, 1024):
+                x = np.random.default_rng(n).integers(-9, 9, (world, n)).astype(np.float32)
+                got = np.asarray(sums(memory, algorithm)(x))
+                assert (got == x.sum(0)).all(), (world, algorithm, n)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=sys.path[0], timeout=300)
+
+
+# ---------------------------------------------------------------------------------------------
+# In a step
+
+
+def test_pytrees_and_several_calls_of_several_memories(memories):
+    memory = memories[2]
+
+    def step(x):
+        a = memory.all_reduce({"a": x, "b": (x * 2, x[:3])}, AXIS)
+        b = other.all_reduce(x * 3, AXIS)
+        c = memory.all_reduce(x * 4, AXIS, implementation="two_shot")
+        return a, b, c
+
+    x = operand(2, (100,), "float32")
+    with memory_of(2) as other:
+        a, b, c = jax.block_until_ready(on_ranks(memory, step)(x))
+    assert_sums(a["a"], x)
+    assert_sums(a["b"][0], x * 2)
+    assert_sums(a["b"][1], x[:, :3])
+    assert_sums(b, x * 3)
+    assert_sums(c, x * 4)
+
+
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_in_a_scan(memories, algorithm):
+    memory = memories[2]
+
+    def step(x):
+        def body(carry, i):
+            total = memory.all_reduce(carry + i, AXIS, implementation=algorithm)
+            return carry, total
+
+        return jax.lax.scan(body, x, jnp.arange(20, dtype=x.dtype))[1]
+
+    x = operand(2, (33,), "float32")
+    got = np.asarray(on_ranks(memory, step)(x))
+    assert_sums(got, x[:, None] + np.arange(20, dtype=np.float32)[:, None])
+
+
+def test_vmap_and_inner_jit(memories):
+    memory = memories[2]
+
+    @jax.jit
+    def inner(row):
+        return memory.all_reduce(row, AXIS), memory.all_reduce(row * 2, AXIS)
+
+    x = operand(2, (5, 7), "float32")
+    for body in (jax.vmap(inner), inner):
+        once, twice = on_ranks(memory, body)(x)
+        assert_sums(once, x)
+        assert_sums(twice, x * 2)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_derivatives_are_those_of_psum(memories, check_vma):
+    memory = memories[2]
+    x, tangent = (operand(2, (10,), "float32", seed) for seed in (1, 2))
+
+    def derivatives(reduce):
+        step = on_ranks(memory, lambda x: jnp.sin(reduce(x)) * reduce(x * x), check_vma=check_vma)
+        value, forward = jax.jvp(step, (x,), (tangent,))
+        return value, forward, jax.grad(lambda x: step(x).sum())(x)
+
+    ours = derivatives(lambda x: memory.all_reduce(x, AXIS))
+    theirs = derivatives(lambda x: jax.lax.psum(x, AXIS))
+    for got, want in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_calls_of_a_step_are_ordered_by_data(memories):
+    """Each takes a result of the one before, although their own operands do not depend on it."""
+    memory = memories[2]
+    step = on_ranks(memory, lambda x: [memory.all_reduce(x + i, AXIS) for i in range(4)])
+    text = step.lower(operand(2, (8,), "float32")).as_text()
+    calls = [line for line in text.splitlines() if "@jaxkv_all_reduce" in line]
+    results = [line.split("=")[0].strip().split(":")[0] for line in calls]
+    assert len(calls) == 4
+    for before, call in zip(results, calls[1:], strict=False):
+        assert f"{before}#1" in call
+
+
+def test_traces_leave_nothing_behind(memories):
+    memory = memories[2]
+    with jax.checking_leaks():
+        sums(memory)(operand(2, (8,), "float32"))
+    assert memory._order._calls == []
+
+
+# ---------------------------------------------------------------------------------------------
+# Ranks that are not together
+
+
+def delayed(memory, algorithm):
+    """Sums while now one rank is late and now another."""
+
+    def step(x, late_rank):
+        return memory.all_reduce(late(x, late_rank), AXIS, implementation=algorithm)
+
+    return on_ranks(memory, step)
+
+
+def wrong_rounds(memory, algorithm, *, waits: bool = True, rounds: int = 12) -> int:
+    step, wrong = delayed(memory, algorithm), 0
+    for round_ in range(rounds):
+        if not waits:
+            memory.preset(0, ahead=1 << 20)
+        x = operand(memory.world_size, (500,), "float32", round_)
+        late_rank = np.full(memory.world_size, round_ % memory.world_size, np.int32)
+        wrong += not (np.asarray(step(x, late_rank)) == x.sum(0)).all()
+    return wrong
+
+
+@pytest.mark.parametrize("algorithm", NATIVE)
+@pytest.mark.parametrize("waits", [True, False], ids=["wait", "no wait"])
+def test_late_ranks_are_waited_for(algorithm, waits):
+    with memory_of(2) as memory:
+        wrong = wrong_rounds(memory, algorithm, waits=waits)
+    assert wrong == 0 if waits else wrong > 0
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("epoch", [2**31, 2**32, 2**63, 2**64], ids="2^{0:.0f}".format)
+def test_epochs_wrap(algorithm, epoch):
+    with memory_of(2) as memory:
+        memory.preset(epoch - 9)
+        assert wrong_rounds(memory, algorithm) == 0
+
+
+@pytest.mark.cpu_only
+@pytest.mark.slow
+def test_ranks_do_not_race(tmp_path):
+    """The protocol's own source under ThreadSanitizer, which knows nothing of Python's threads."""
+    root = pathlib.Path(__file__).parent.parent
+    program = tmp_path / "all_reduce_races"
+    sources = [root / "tests/native/all_reduce_races.cc", root / "cuda/symmetric_memory.cc"]
+    options = ["-std=c++20", "-O1", "-g", "-isystem", jax.ffi.include_dir(), "-o", program]
+    compiler = shutil.which("g++")
+    if not compiler or not sources[1].exists():
+        pytest.skip("needs g++ and a checkout")
+    subprocess.run([compiler, "-fsanitize=thread", *options, *sources], check=True)
+    subprocess.run([program], check=True, timeout=300)
+
+
+# ---------------------------------------------------------------------------------------------
+# Choice and refusals
+
+
+def test_the_table_decides_either_side_of_its_bounds(memories):
+    memory = memory_of(2, max_bytes=8 << 20)
+    table = table_for(memory.mesh.devices.flat[0].device_kind)
+    for least, algorithm in table.rules[2]:
+        x = jax.ShapeDtypeStruct((least // 2,), "bfloat16")
+        assert all_reduce.choose(memory, x, None)[0] == algorithm
+        if least:
+            below = jax.ShapeDtypeStruct((least // 2 - 1,), "bfloat16")
+            assert all_reduce.choose(memory, below, None)[0] != algorithm
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    "algorithm, limit",
+    [("low_latency", "quick_bytes"), ("one_shot", "slot_bytes"), ("two_shot", "max_bytes")],
+)
+def test_the_largest_message(memories, algorithm, limit):
+    memory = memories[2]
+    n = getattr(memory, limit) // 4
+    x = operand(2, (n,), "float32")
+    assert_sums(sums(memory, algorithm)(x), x)
+    with pytest.raises(NotImplementedError, match=f"{(n + 1) * 4} bytes exceed {limit} = {n * 4}"):
+        sums(memory, algorithm)(operand(2, (n + 1,), "float32"))
+
+
+@pytest.mark.parametrize("shape, dtype", [((MAX_BYTES,), "float32"), ((10,), "int32")])
+def test_psum_serves_the_rest(memories, shape, dtype):
+    memory = memories[2]
+    x = operand(2, shape, dtype)
+    assert all_reduce.choose(memory, x[0], None)[0] == "psum"
+    assert_sums(sums(memory)(x), x)
+
+
+def test_explain(memories):
+    x = {"a": np.ones(3, np.float32), "b": np.ones(3, np.int32)}
+    text = jaxkv.explain(memories[2].all_reduce, x, AXIS)
+    first, second = text.splitlines()
+    assert first.startswith("all_reduce of float32[3]: low_latency (best by ")
+    assert second.startswith("all_reduce of int32[3]: psum (low_latency is best by ")
+    assert second.endswith("but its dtype must be one of bfloat16, float16, float32, got int32)")
+
+
+def test_what_is_wrong_is_said_while_tracing(memories):
+    memory = memories[2]
+    x = operand(2, (4,), "float32")
+    with pytest.raises(
+        ValueError, match="one of low_latency, one_shot, two_shot, psum, got 'nccl'"
+    ):
+        sums(memory, "nccl")(x)
+    with pytest.raises(NotImplementedError, match=r"'one_shot' does not serve.*got int32"):
+        sums(memory, "one_shot")(x.astype(np.int32))
+    with pytest.raises(ValueError, match=r"axis_name must be 'tp'.*got 'dp'"):
+        on_ranks(memory, lambda x: memory.all_reduce(x, "dp"))(x)
+    with pytest.raises(ValueError, match=r"mesh \{'tp': 2\}, got none"):
+        memory.all_reduce(x, AXIS)
+
+
+def test_another_mesh_is_refused(memories):
+    if 4 not in memories:
+        pytest.skip("needs 4 devices")
+    x = operand(4, (4,), "float32")
+    with pytest.raises(ValueError, match=r"mesh \{'tp': 2\}, got \{'tp': 4\}"):
+        on_ranks(memories[4], lambda x: memories[2].all_reduce(x, AXIS))(x)

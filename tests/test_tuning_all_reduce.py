@@ -1,0 +1,67 @@
+"""`jaxkv.tuning.all_reduce`: files are checked, and the last rule that is reached holds."""
+
+import json
+
+import pytest
+
+from jaxkv import tuning
+from jaxkv.symmetric_memory import WORLD_SIZES
+from jaxkv.tuning.all_reduce import PACKAGED, load, table_for
+
+
+def content_of_default() -> dict:
+    return json.loads((PACKAGED / tuning.DEFAULT).read_text())
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.name)
+def test_packaged_tables_are_valid(path):
+    table = load(path)
+    assert {*table.rules} == {*WORLD_SIZES}
+    assert path.name in (f"{tuning.slug(table.device_kind)}.json", tuning.DEFAULT)
+
+
+def test_other_device_kinds_get_the_default():
+    assert table_for("Some GPU").device_kind == tuning.ANY_DEVICE
+
+
+def test_the_last_rule_that_is_reached_holds(tmp_path):
+    rules = [[0, "one_shot"], [100, "two_shot"], [5000, "psum"]]
+    content = content_of_default()
+    content["rules"]["6"] = rules
+    (tmp_path / "table.json").write_text(json.dumps(content))
+    table = load(tmp_path / "table.json")
+    for num_bytes, algorithm in [
+        (0, "one_shot"),
+        (99, "one_shot"),
+        (100, "two_shot"),
+        (4999, "two_shot"),
+        (5000, "psum"),
+        (1 << 40, "psum"),
+    ]:
+        assert table.algorithm(6, num_bytes) == algorithm
+
+
+def with_rules(rules) -> dict:
+    content = content_of_default()
+    content["rules"]["2"] = rules
+    return content
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ([], "the file must be an object of device_kind, how, commit, date, versions and rules"),
+        ({**content_of_default(), "rules": {}}, r"rules must be those of \(2, 4, 6, 8\) devices"),
+        (with_rules({}), r"rules.2 must be a list of \[min_bytes, algorithm\], got \{\}"),
+        (with_rules([]), r"rules.2: min_bytes must ascend from 0, got \[\]"),
+        (with_rules([[1, "psum"]]), r"rules.2: min_bytes must ascend from 0, got \[1\]"),
+        (with_rules([[0, "psum"], [0, "psum"]]), r"must ascend from 0, got \[0, 0\]"),
+        (with_rules([[0, "nccl"]]), "one of low_latency, one_shot, two_shot, psum, got 'nccl'"),
+    ],
+)
+def test_what_is_wrong_is_said(content, message, tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message) as raised:
+        load(path)
+    assert str(path) in str(raised.value)
