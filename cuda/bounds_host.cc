@@ -12,7 +12,8 @@ ffi::Error check_on_host(ffi::Buffer<ffi::S32> values, ffi::AnyBuffer, ffi::Resu
     const int32_t value = values.typed_data()[i];
     if (value <= limits[i]) continue;
     return ffi::Error::InvalidArgument("BoundError: " +
-                                       describe({.fault = PageFault::kBoundExceeded,
+                                       describe({.sequence = 0,
+                                                 .fault = PageFault::kBoundExceeded,
                                                  .position = static_cast<int32_t>(codes[i]),
                                                  .id = value,
                                                  .limit = static_cast<int32_t>(limits[i])}));
