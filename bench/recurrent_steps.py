@@ -127,7 +127,7 @@ class Scheduler:
         lens = self.computed + QUERY
         self.metadata = [
             {"seq_lens": lens.copy(), "longest": int(lens.max()), "columns": lens // block_size}
-            for _ in range(2 * self.model.layers)  # as many others as have states
+            for _ in range(self.model.layers)
         ]
 
     def can_skip(self, in_flight: int) -> bool:
@@ -260,21 +260,22 @@ class Case:
         return {way: statistics.median(taken) for way, taken in samples.items()}
 
 
-def calibrate(results: Results, model: Model, weight: Any) -> int:
-    """Products of a step, so that the host's part has its share at batch CALIBRATION_BATCH."""
-    calls, products = 30, 100
-    host = Scheduler(model, np.full(CALIBRATION_BATCH, model.block_size))
-    counts = np.full(CALIBRATION_BATCH, 3)
-    start = time.perf_counter()
-    for _ in range(calls):
-        host.take(counts)
-        host.can_skip(1)
-    of_host = (time.perf_counter() - start) / calls
+def calibrate(results: Results, model: Model, weight: Any, steps: int) -> int:
+    """Products of a step, so that the host's part has its share at batch CALIBRATION_BATCH.
+
+    The host's part is all that it does for a step, dispatch too: as long as a step takes whose GPU
+    part is next to nothing.
+    """
+    case = Case(model, CALIBRATION_BATCH, steps, weight, products=1)
+    case.check()
+    of_host = case.seconds(rounds=3)[COMBINED]
+    results.row(f"{model.name}, batch {CALIBRATION_BATCH}", "host part", "ms", of_host * 1e3)
+    chain = jax.jit(compute, static_argnames="products")
     x = jnp.ones((CALIBRATION_BATCH * QUERY, weight.shape[0]), weight.dtype)
-    chain = jax.jit(functools.partial(compute, weight=weight, products=products))
-    seconds, _ = timing.seconds_per_call(chain, x, calls=3, repeats=3)
-    results.row(f"{model.name}, batch {CALIBRATION_BATCH}", "host part", "us", of_host * 1e6)
-    return max(1, round(of_host / HOST_SHARE / (seconds / products)))
+    seconds, _ = timing.seconds_per_call(
+        lambda x: chain(x, weight, products=100), x, calls=3, repeats=3
+    )
+    return max(1, round(of_host / HOST_SHARE / (seconds / 100)))
 
 
 def measure(results: Results, *, quick: bool) -> None:
@@ -283,12 +284,12 @@ def measure(results: Results, *, quick: bool) -> None:
     width = 8192 if on_gpu else 256
     weight = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16) * width**-0.5
     for model in MODELS[1:] if quick else MODELS:
-        products = calibrate(results, model, weight)
+        products = calibrate(results, model, weight, 6 if quick else 48)
         for batch in (1, 16) if quick else (1, 16, 64, 512, 1024):
-            steps = 6 if quick else max(12, min(48, 1024 // batch))
+            steps = 6 if quick else max(10, min(48, 1024 // batch))
             case = Case(model, batch, steps, weight, products)
             tokens = case.check() / steps  # of a step
-            seconds = case.seconds(rounds=2 if quick else 7)
+            seconds = case.seconds(rounds=2 if quick else 5)
             name = f"{model.name}, {case.layers} layers, batch {batch}"
             alone = (ALONE, seconds[ALONE] * 1e3)
             for way in WAYS:
