@@ -2,7 +2,7 @@
 
 The call alone, on states of two hybrid models: when no row of the batch reaches a block boundary,
 which is nearly every step, and when all do. Calls are chained within one program, so a call's time
-is the GPU's and nobody's dispatch.
+is the GPU's and nobody's dispatch. Then whole steps, in four ways: see recurrent_steps.py.
 """
 
 import functools
@@ -10,64 +10,22 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from bench import roof, stamps
+from bench import recurrent_steps, roof, stamps
+from bench.hybrid_models import DRAFTS, MAX_BYTES, MODELS, Model, scrambled
 from bench.results import Results, arguments
 from jaxkv import StateKind
 from jaxkv.metadata import BatchMetadata
 
-DRAFTS = 3
 COLUMNS = 3  # the boundary's block, the running state's, and that of the accepted draft
 IDLE_CALLS = 64
-MAX_BYTES = {"cpu": 16 << 20, "gpu": 32 << 30}
 IDLE_WANTED_US, SHARE_WANTED = 5.0, 0.8
-
-
-class Model(NamedTuple):
-    """Recurrent states of a model, 2 bytes an element.
-
-    Attributes:
-      name: what it is.
-      layers: with such states.
-      width, dim: tokens of a convolution's window, drafts among them, and their elements.
-      temporal: shape of a temporal state.
-      block_size: tokens a block.
-    """
-
-    name: str
-    layers: int
-    width: int
-    dim: int
-    temporal: tuple[int, int, int]
-    block_size: int
-
-    def shapes(self, conv: StateKind) -> dict[StateKind, tuple[int, ...]]:
-        """Of a block of each of the layer's two arrays."""
-        window = (self.width, self.dim) if conv is StateKind.CONV_SD else (self.dim, self.width)
-        return {conv: window, StateKind.TEMPORAL: self.temporal}
-
-    def moved_bytes(self, bias: int) -> int:
-        """Of a layer, for a row whose state is `bias` tokens further than its window's first."""
-        return 2 * ((self.width - bias) * self.dim + math.prod(self.temporal))
-
-
-MODELS = (
-    Model("120B-class hybrid", 40, 3 + DRAFTS, 10240, (128, 64, 128), 4336),
-    Model("small hybrid", 36, 3 + DRAFTS, 3328, (48, 64, 128), 400),
-)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _scrambled(shape: tuple[int, ...]) -> jax.Array:
-    """uint16 that look random, made without the scratch memory that random bits take."""
-    index = jnp.arange(math.prod(shape), dtype=jnp.uint32)
-    return ((index * jnp.uint32(2654435761)) >> 16).astype(jnp.uint16).reshape(shape)
 
 
 class Case:
@@ -81,7 +39,7 @@ class Case:
         self.layers = max(1, min(model.layers, fitting))
         self.kinds = list(shapes)
         self.states = [
-            [_scrambled((num_blocks, *shape)) for shape in shapes.values()]
+            [scrambled((num_blocks, *shape)) for shape in shapes.values()]
             for _ in range(self.layers)
         ]
         # One token before the boundary if nothing more is accepted; or nowhere near it.
@@ -168,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             idle(results, model, batch)
             for conv in (StateKind.CONV_SD, StateKind.CONV_DS):
                 crossing(results, model, batch, conv)
+    recurrent_steps.measure(results, quick=small)
     results.save(flags.out)
     return 0
 

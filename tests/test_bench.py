@@ -11,11 +11,13 @@ import jaxkv
 from bench import (
     blocks,
     engines,
+    hybrid_models,
     overlap,
     pages,
     peers,
     plot,
     profile_copy,
+    recurrent_steps,
     results,
     run_all,
     stamps,
@@ -303,3 +305,29 @@ def test_pages_that_do_not_come_back_are_found(monkeypatch):
     monkeypatch.setattr(jaxkv, "load_pages", lambda pool, cache, *ids, **options: cache)
     with pytest.raises(AssertionError, match="elements"):
         case.verify()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("broken", ["nothing", "can_skip", "due"])
+def test_a_way_that_saves_too_little_is_found(monkeypatch, broken):
+    model = hybrid_models.Model("tiny", 2, 6, 32, (4, 8, 16), 64)
+    case = recurrent_steps.Case(model, 8, 12, jnp.ones((8, 8), jnp.bfloat16), products=1)
+    if broken == "nothing":
+        assert 8 * 12 < case.check() < 8 * 12 * recurrent_steps.QUERY
+        return
+    forgets = {"can_skip": True, "due": False}[broken]
+    monkeypatch.setattr(recurrent_steps.Scheduler, broken, lambda *args: forgets)
+    with pytest.raises(AssertionError, match="the ways differ"):
+        case.check()
+
+
+def test_combined_is_held_against_each_other_way():
+    found = Results("recurrent")
+    seconds = {way: 1.0 for way in recurrent_steps.WAYS} | {recurrent_steps.COMBINED: 0.8}
+    for batch in (16, 64):
+        recurrent_steps.record_targets(found, f"batch {batch}", batch, seconds)
+    assert [(target.got, target.want) for target in found.targets] == [
+        (0.8, recurrent_steps.WANTED),
+        (0.8, 1.0),
+        (0.8, 1.0),
+    ]

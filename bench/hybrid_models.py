@@ -1,0 +1,54 @@
+"""Recurrent states of two hybrid models, and memory for them."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv import StateKind
+
+DRAFTS = 3
+MAX_BYTES = {"cpu": 16 << 20, "gpu": 32 << 30}
+
+
+class Model(NamedTuple):
+    """Recurrent states of a model, 2 bytes an element.
+
+    Attributes:
+      name: what it is.
+      layers: with such states.
+      width, dim: tokens of a convolution's window, drafts among them, and their elements.
+      temporal: shape of a temporal state.
+      block_size: tokens a block.
+    """
+
+    name: str
+    layers: int
+    width: int
+    dim: int
+    temporal: tuple[int, int, int]
+    block_size: int
+
+    def shapes(self, conv: StateKind) -> dict[StateKind, tuple[int, ...]]:
+        """Of a block of each of the layer's two arrays."""
+        window = (self.width, self.dim) if conv is StateKind.CONV_SD else (self.dim, self.width)
+        return {conv: window, StateKind.TEMPORAL: self.temporal}
+
+    def moved_bytes(self, bias: int) -> int:
+        """Of a layer, for a row whose state is `bias` tokens further than its window's first."""
+        return 2 * ((self.width - bias) * self.dim + math.prod(self.temporal))
+
+
+MODELS = (
+    Model("120B-class hybrid", 40, 3 + DRAFTS, 10240, (128, 64, 128), 4336),
+    Model("small hybrid", 36, 3 + DRAFTS, 3328, (48, 64, 128), 400),
+)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def scrambled(shape: tuple[int, ...]) -> jax.Array:
+    """uint16 that look random, made without the scratch memory that random bits take."""
+    index = jnp.arange(math.prod(shape), dtype=jnp.uint32)
+    return ((index * jnp.uint32(2654435761)) >> 16).astype(jnp.uint16).reshape(shape)

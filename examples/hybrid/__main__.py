@@ -1,0 +1,56 @@
+"""Generates with a small hybrid model, drafts and steps ahead of the host; and once with waits.
+
+The exit code is 0 only if both runs leave the same tokens, recurrent states, keys and values, bit
+for bit, and the first one waited for nothing but counts of a step while the device had the next.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+import jaxkv
+
+from .engine import Start, run_ahead, run_waiting
+from .model import Config, init_params
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m examples.hybrid", description=__doc__)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=96, help="of each request")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and prompts")
+    args = parser.parse_args(argv)
+
+    config, rng = Config(), np.random.default_rng(args.seed)
+    params = init_params(config, args.seed)
+    lens = rng.integers(1, 3 * config.block_size, args.requests)
+    prompts = [rng.integers(0, config.vocab, length).tolist() for length in lens]
+    start = Start.of(config, prompts, args.new_tokens)
+
+    with jaxkv.forbid_host_sync(mode="count") as report:
+        ahead = run_ahead(config, params, start)
+    waiting = run_waiting(config, params, start)
+    jaxkv.check_errors(ahead.cache, waiting.cache)
+
+    answers = ahead.answers(start.requests)
+    for request, answer in enumerate(answers[:3]):
+        print(f"request {request}: {' '.join(map(str, answer[:16]))} ...")
+    equal = answers == waiting.answers(start.requests) and all(
+        np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        for a, b in zip(jax.tree.leaves(ahead.cache), jax.tree.leaves(waiting.cache), strict=True)
+    )
+    allowed = len(report.syncs) - report.count
+    print(f"{sum(map(len, answers))} tokens of {len(answers)} requests in {ahead.steps} steps")
+    print(f"states saved after {ahead.saves} steps, skipped after {ahead.steps - ahead.saves}")
+    print(
+        f"tokens, states, keys and values {'equal' if equal else 'DIFFER from'} the waiting run's"
+    )
+    print(f"host syncs: {report.count}; waits for a step with the next one queued: {allowed}")
+    return 0 if equal and not report.count else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""The same steps in two loops: one that runs ahead of the host's knowledge, one that waits.
+
+What a step accepts, the device knows first. `run_ahead` leaves it there: the step makes the next
+step's batch itself (`jaxkv.advance`), and the host reads the counts while that one runs. It then
+knows where this step's rows begin, and thus whether any can have reached a block boundary; only
+then does it issue the program that saves states. `run_waiting` reads the counts after every step,
+makes every batch on the host and always saves. Both run the same compiled programs, and so must
+leave the same bits.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv.metadata import BatchMetadata, num_computed_tokens
+
+from .model import Cache, Config, Params, forward, make_grid
+
+
+class Rows(NamedTuple):
+    """What a step is told of its rows."""
+
+    batch: BatchMetadata
+    drafts: Any  # int32[B], among the query tokens
+    accepted: Any  # int32[B], of the last step, as its states lie
+    state_idx: Any  # int32[B], column of each running state, -1 if there is none
+
+
+class Requests(NamedTuple):
+    """What never changes, int32[B] each."""
+
+    ids: Any
+    prompt_lens: Any
+    limits: Any  # a row rests when so many tokens are computed
+
+
+class Stepped(NamedTuple):
+    """What a step leaves."""
+
+    cache: Cache
+    tokens: Any  # int32[B, L], prompts, then what was generated and the drafts behind it
+    rows: Rows  # of the next step, before states are saved
+    sampled: Any  # int32[B], accepted tokens
+    deferred: jaxkv.DeferredCounts
+
+
+def to_device(arrays: Any) -> Any:
+    """Placed as a step's results are; what is placed otherwise takes a program of its own."""
+    return jax.device_put(arrays, jax.devices()[0])
+
+
+def plan(config: Config, valid: Any, requests: Requests) -> tuple[Any, Any]:
+    """Query tokens and drafts of each row's next step, int32[B]; of NumPy or JAX arrays."""
+    left = requests.prompt_lens - valid
+    decodes = (left <= 0) & (valid < requests.limits)
+    query_lens = left.clip(0, 1 + config.drafts) + decodes * (1 + config.drafts)
+    return query_lens.astype(np.int32), (decodes * config.drafts).astype(np.int32)
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames=("cache", "tokens"))
+def step(
+    config: Config,
+    params: Params,
+    cache: Cache,
+    tokens: Any,
+    rows: Rows,
+    requests: Requests,
+    number: Any,
+) -> Stepped:
+    """Computes the query tokens of all rows and, from what they accept, the next step's."""
+    batch, drafts = rows.batch, rows.drafts
+    states, accepted, state_idx = jaxkv.align_preprocess(
+        cache.states, batch, rows.accepted, kinds=config.kinds, state_idx=rows.state_idx
+    )
+    row = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)
+    num_blocks = states[0]["conv"].shape[0]
+    grid = make_grid(config, batch, drafts, accepted, num_blocks)
+    logits, cache = forward(
+        config,
+        params,
+        cache._replace(states=states),
+        batch,
+        tokens[row[:, None], grid.positions],
+        grid,
+    )
+    # Synthetic: how many drafts are right is drawn, whatever the model says of them.
+    key = jax.random.fold_in(jax.random.key(0), number)
+    drawn = 1 + jax.random.randint(key, row.shape, 0, config.drafts + 1, jnp.int32)
+    active = batch.query_lens > 0
+    sampled = jnp.where(active, jnp.minimum(drawn, 1 + drafts), accepted)
+
+    last = jnp.clip(grid.certain + sampled - 2, 0, config.drafts)
+    chosen = jnp.argmax(logits[row, last], axis=-1).astype(jnp.int32)
+    valid = num_computed_tokens(batch) + jnp.where(active, last + 1, 0)
+    query = jnp.concatenate([chosen[:, None], params["drafter"][chosen]], axis=1)
+    places = valid[:, None] + jnp.arange(1 + config.drafts, dtype=jnp.int32)
+    answers = (active & (valid >= requests.prompt_lens))[:, None]
+    places = jnp.where(answers, places, tokens.shape[1])
+    tokens = tokens.at[row[:, None], places].set(query, mode="drop")
+
+    next_query_lens, next_drafts = plan(config, valid, requests)
+    next_batch = jaxkv.advance(batch, sampled, num_drafts=drafts, next_query_lens=next_query_lens)
+    deferred = jaxkv.DeferredCounts.start(sampled, step=number, request_ids=requests.ids)
+    next_rows = Rows(next_batch, next_drafts, sampled, state_idx)
+    return Stepped(cache, tokens, next_rows, sampled, deferred)
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def save(
+    config: Config, cache: Cache, batch: BatchMetadata, sampled: Any, drafts: Any
+) -> tuple[Cache, Any]:
+    """Keeps the states at block boundaries that the step reached; also the next step's counts."""
+    states, accepted = jaxkv.align_postprocess(
+        cache.states, batch, sampled, kinds=config.kinds, num_drafts=drafts
+    )
+    return cache._replace(states=states), accepted
+
+
+class Start(NamedTuple):
+    """Requests, with blocks for all that they will ever need."""
+
+    requests: Requests
+    tokens: np.ndarray  # int32[B, L]
+    block_table: np.ndarray  # int32[B, W]
+
+    @classmethod
+    def of(cls, config: Config, prompts: Sequence[Sequence[int]], new_tokens: int) -> "Start":
+        lens = np.array([len(prompt) for prompt in prompts], np.int32)
+        # The token chosen last is never computed.
+        requests = Requests(np.arange(len(lens), dtype=np.int32), lens, lens + new_tokens - 1)
+        longest = int(requests.limits.max()) + 2 * (1 + config.drafts)
+        tokens = np.zeros((len(lens), longest), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        columns = -(-longest // config.block_size) + config.drafts  # drafts' states need blocks
+        table = 1 + np.arange(len(lens) * columns, dtype=np.int32).reshape(-1, columns)
+        return cls(requests, tokens, table)
+
+    def batch(self, config: Config, query_lens: np.ndarray, valid: np.ndarray) -> BatchMetadata:
+        rows, columns = self.block_table.shape
+        return BatchMetadata.from_host(
+            query_lens,
+            valid + query_lens,
+            self.block_table,
+            max_num_reqs=rows,
+            max_num_tokens=rows * (1 + config.drafts),
+            max_blocks=columns,
+            block_size=config.block_size,
+        )
+
+    def first_rows(self, config: Config) -> Rows:
+        valid = np.zeros_like(self.requests.ids)
+        query_lens, drafts = plan(config, valid, self.requests)
+        batch = self.batch(config, query_lens, valid)
+        return to_device(Rows(batch, drafts, np.ones_like(drafts), np.full_like(drafts, -1)))
+
+    def outcome(self, config: Config) -> "Outcome":
+        """Of no step yet."""
+        cache, tokens = to_device((Cache.create(config, 1 + self.block_table.size), self.tokens))
+        return Outcome(cache, tokens, np.zeros_like(self.requests.ids))
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a run leaves, and how it went."""
+
+    cache: Cache
+    tokens: Any  # int32[B, L]
+    valid: np.ndarray  # int32[B], computed tokens of each row
+    steps: int = 0
+    saves: int = 0
+
+    def answers(self, requests: Requests) -> list[list[int]]:
+        lens = zip(requests.prompt_lens, requests.limits, strict=True)
+        rows = np.asarray(self.tokens).tolist()
+        return [row[first : last + 1] for row, (first, last) in zip(rows, lens, strict=True)]
+
+
+def run_ahead(config: Config, params: Params, start: Start) -> Outcome:
+    """Every step is dispatched before the host knows what the one before accepted."""
+    requests, run = start.requests, start.outcome(config)
+    rows, pending = start.first_rows(config), None
+    while True:
+        query_lens, drafts = plan(config, run.valid, requests)
+        number = run.steps
+        done = step(config, params, run.cache, run.tokens, rows, requests, np.int32(number))
+        if pending is not None:
+            # The device has the step just issued to do, so it doesn't wait while the host does.
+            with jaxkv.allow_host_sync("the host is a step ahead"):
+                counts = pending.read(step=number - 1, request_ids=requests.ids)
+            run.valid = run.valid + np.where(query_lens > 0, query_lens - drafts + counts - 1, 0)
+            query_lens, drafts = plan(config, run.valid, requests)
+        run.cache, run.tokens, pending = done.cache, done.tokens, done.deferred
+        if not query_lens.any():  # the step just issued had nothing to do
+            return run
+        run.steps += 1
+        batch, drafts_there, rows = rows.batch, rows.drafts, done.rows
+        if not jaxkv.can_skip_align_postprocess(run.valid, query_lens, drafts, config.block_size):
+            run.saves += 1
+            run.cache, accepted = save(config, run.cache, batch, done.sampled, drafts_there)
+            rows = rows._replace(accepted=accepted)
+
+
+def run_waiting(config: Config, params: Params, start: Start) -> Outcome:
+    """Every batch is made from counts that the host has waited for."""
+    requests, run = start.requests, start.outcome(config)
+    rows, state_idx = start.first_rows(config), np.full_like(requests.ids, -1)
+    query_lens, drafts = plan(config, run.valid, requests)
+    while query_lens.any():
+        done = step(config, params, run.cache, run.tokens, rows, requests, np.int32(run.steps))
+        run.cache, accepted = save(config, done.cache, rows.batch, done.sampled, rows.drafts)
+        run.tokens = done.tokens
+        run.steps, run.saves = run.steps + 1, run.saves + 1
+        ran, ends = query_lens > 0, run.valid + query_lens
+        state_idx = np.where(ran, -(-ends // config.block_size) - 1, state_idx)
+        run.valid = np.where(ran, ends - drafts + np.asarray(done.sampled) - 1, run.valid)
+        query_lens, drafts = plan(config, run.valid, requests)
+        batch = start.batch(config, query_lens, run.valid)
+        rows = to_device(Rows(batch, drafts, np.asarray(accepted), state_idx))
+    return run
