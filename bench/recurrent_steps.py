@@ -217,10 +217,10 @@ class Case:
         return host
 
     def issue(self, rest: Rest, *, saves: bool) -> tuple[Rest, Any, jaxkv.DeferredCounts]:
-        self.states, *others = step(
+        self.states, rest, sampled, deferred = step(
             self.states, rest, self.weight, self.ids_there, products=self.products, saves=saves
         )
-        return tuple(others)  # type: ignore[return-value]
+        return rest, sampled, deferred
 
     def alone(self) -> None:
         """The steps without anything on the host."""
@@ -238,8 +238,7 @@ class Case:
             found[way] = int(fingerprint(self.states[-1])), host.computed.tobytes()
         if len(set(found.values())) > 1:
             raise AssertionError(f"the ways differ: {found}")
-        before = self.states
-        save(before, self.first.batch, self.first.counts)  # compiled, if no round has needed it
+        save(self.states, self.first.batch, self.first.counts)  # compiled, if it was never due
         self.refill()
         return int((host.computed - self.computed).sum())
 
@@ -248,13 +247,10 @@ class Case:
         samples: dict[str, list[float]] = {way: [] for way in (*WAYS, ALONE)}
         for _ in range(rounds):
             for way, taken in samples.items():
-                gc.collect()
+                run = self.alone if way == ALONE else functools.partial(self.round, way)
                 jax.block_until_ready(self.states)
                 start = time.perf_counter()
-                if way == ALONE:
-                    self.alone()
-                else:
-                    self.round(way)
+                run()
                 jax.block_until_ready(self.states)
                 taken.append((time.perf_counter() - start) / self.steps)
         return {way: statistics.median(taken) for way, taken in samples.items()}
@@ -289,7 +285,10 @@ def measure(results: Results, *, quick: bool) -> None:
             steps = 6 if quick else max(10, min(48, 1024 // batch))
             case = Case(model, batch, steps, weight, products)
             tokens = case.check() / steps  # of a step
+            gc.collect()
+            gc.disable()  # a collection within a round would be one way's bad luck
             seconds = case.seconds(rounds=2 if quick else 5)
+            gc.enable()
             name = f"{model.name}, {case.layers} layers, batch {batch}"
             alone = (ALONE, seconds[ALONE] * 1e3)
             for way in WAYS:
