@@ -29,7 +29,8 @@ import numpy as np
 from jaxkv import _native
 from jaxkv.errors import StaleCountsError
 from jaxkv.metadata.bounds import within
-from jaxkv.metadata.common import BatchMetadata, cdiv, num_computed_tokens, prefix_sum
+from jaxkv.metadata.common import BatchMetadata, num_computed_tokens
+from jaxkv.metadata.segments import cdiv, prefix_sum
 
 _OPERANDS = 6  # int32 operands of the FFI call, before the states
 

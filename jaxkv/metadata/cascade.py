@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, cdiv
+from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
+from jaxkv.metadata.segments import cdiv
 
 # What vLLM's rule takes for granted: shorter prefixes and smaller batches do not pay.
 _MIN_PREFIX_TOKENS = 256

@@ -1,4 +1,4 @@
-"""What every attention backend's metadata is built from, and the helpers that they share.
+"""What every attention backend's metadata is built from.
 
 Everything here is a pure function of a few small arrays on the device, with shapes fixed by bounds:
 B rows (requests), T tokens, W blocks a row. Numbers of rows and tokens are scalars on the device,
@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxkv.metadata.segments import count_before, row_of
 
 PAD_SLOT = -1  # of a token that has no place in this rank's cache
 NULL_BLOCK = 0  # the block that padding names; the scheduler hands it to nobody
@@ -165,115 +167,6 @@ def _at_least_1(**sizes: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Building blocks. Each is a few element-wise operations and at most one reduction, which XLA makes
-# one kernel of; its own scans and searches take several.
-
-
-def cdiv(numerator: Any, denominator: int) -> Any:
-    """Ceil division of values >= 0."""
-    return -(-numerator // denominator)
-
-
-def prefix_sum(x: Any) -> Any:
-    """int32[n + 1], the sums of all first entries: 0, x[0], x[0] + x[1], ...
-
-    A masked reduction: for the number of rows of a batch far cheaper on a GPU than a scan, which is
-    a chain of kernels.
-    """
-    n = x.shape[0]
-    before = jnp.arange(n + 1, dtype=jnp.int32)[:, None] > jnp.arange(n, dtype=jnp.int32)
-    return jnp.sum(jnp.where(before, x.astype(jnp.int32), 0), axis=1, dtype=jnp.int32)
-
-
-def row_of(starts: Any, positions: Any) -> Any:
-    """The row r with starts[r] <= position < starts[r + 1], for each of `positions`.
-
-    Rows without entries are passed over. A position past the end gets the number of rows.
-
-    Args:
-      starts: int32[B + 1], not decreasing, from 0.
-      positions: int32[...], not negative.
-    """
-    row = jnp.searchsorted(starts[1:], positions, side="right", method="scan_unrolled")
-    return row.astype(jnp.int32)
-
-
-def rows_from(x: Any, first: Any, count: Any, *, fill: Any = 0) -> Any:
-    """`x[first : first + count]` in the shape of `x`, with `fill` behind it.
-
-    Args:
-      x: [B, ...].
-      first: int32[], the first row wanted.
-      count: int32[], how many.
-      fill: what the other rows hold.
-    """
-    index = jnp.arange(x.shape[0], dtype=jnp.int32)
-    rows = x[jnp.clip(first + index, 0, x.shape[0] - 1)]
-    wanted = (index < count).reshape(-1, *[1] * (x.ndim - 1))
-    return jnp.where(wanted, rows, jnp.asarray(fill, x.dtype))
-
-
-def starts_from(starts: Any, first: Any, count: Any) -> Any:
-    """`starts[first : first + count + 1]` counted from 0, its last value repeated behind it.
-
-    Args:
-      starts: int32[B + 1], such as `query_start_loc`.
-      first: int32[], the first row wanted.
-      count: int32[], how many rows.
-    """
-    index = jnp.arange(starts.shape[0], dtype=jnp.int32)
-    last = starts.shape[0] - 1
-    return (
-        starts[jnp.clip(first + jnp.minimum(index, count), 0, last)]
-        - starts[jnp.clip(first, 0, last)]
-    )
-
-
-def unique_first_occurrence(x: Any, max_value: int, *, ignored: int = 0, pad: int = -1) -> Any:
-    """The values of each row at their first occurrence, in order, packed to the left.
-
-    Takes N * (max_value + 1) * 4 bytes while it runs.
-
-    Args:
-      x: int32[N, L], values in [0, max_value].
-      max_value: the largest value that may occur.
-      ignored: the value that is left out.
-      pad: what fills a row behind its values.
-
-    Returns:
-      int32[N, L].
-
-    Raises:
-      ValueError: `max_value` is negative.
-    """
-    if max_value < 0:
-        raise ValueError(f"max_value must be >= 0, got {max_value}")
-    rows, width = x.shape
-    # Two indices, not one of the flat array: that would not fit an int32.
-    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), x.shape)
-    first = jnp.full((rows, max_value + 1), width, jnp.int32).at[row, x].min(index)
-    keep = (x != ignored) & (first[row, x] == index)
-    # What is dropped goes past the end, each to its own place, as unique_indices promises.
-    target = jnp.where(keep, _count_before(keep), width + index)
-    return jnp.full_like(x, pad).at[row, target].set(x, mode="drop", unique_indices=True)
-
-
-def _count_before(flags: Any, tile: int = 128) -> Any:
-    """int32[N, L], how many of bool[N, L] are set before each in its row.
-
-    Within a tile by a product with a triangular matrix: XLA's scan of a long row is a chain of
-    kernels. Zeros, ones and sums up to `tile` are exact in every precision of a product.
-    """
-    rows, width = flags.shape
-    tiles = jnp.pad(flags, ((0, 0), (0, -width % tile))).reshape(rows, -1, tile)
-    earlier = jnp.triu(jnp.ones((tile, tile), jnp.float32), 1)
-    inside = (tiles.astype(jnp.float32) @ earlier).astype(jnp.int32)
-    before = jax.vmap(prefix_sum)(jnp.sum(tiles, axis=2, dtype=jnp.int32))[:, :-1]
-    return (before[:, :, None] + inside).reshape(rows, -1)[:, :width]
-
-
-# --------------------------------------------------------------------------------------------------
 # Tokens and where they go
 
 
@@ -381,6 +274,36 @@ def logits_indices(batch: BatchMetadata) -> Any:
     A row without query tokens names the token before it, or token 0.
     """
     return jnp.maximum(batch.query_start_loc[1:] - 1, 0)
+
+
+def unique_first_occurrence(x: Any, max_value: int, *, ignored: int = 0, pad: int = -1) -> Any:
+    """The values of each row at their first occurrence, in order, packed to the left.
+
+    Takes N * (max_value + 1) * 4 bytes while it runs.
+
+    Args:
+      x: int32[N, L], values in [0, max_value].
+      max_value: the largest value that may occur.
+      ignored: the value that is left out.
+      pad: what fills a row behind its values.
+
+    Returns:
+      int32[N, L].
+
+    Raises:
+      ValueError: `max_value` is negative.
+    """
+    if max_value < 0:
+        raise ValueError(f"max_value must be >= 0, got {max_value}")
+    rows, width = x.shape
+    # Two indices, not one of the flat array: that would not fit an int32.
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), x.shape)
+    first = jnp.full((rows, max_value + 1), width, jnp.int32).at[row, x].min(index)
+    keep = (x != ignored) & (first[row, x] == index)
+    # What is dropped goes past the end, each to its own place, as unique_indices promises.
+    target = jnp.where(keep, count_before(keep), width + index)
+    return jnp.full_like(x, pad).at[row, target].set(x, mode="drop", unique_indices=True)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -19,16 +19,13 @@ import jax.numpy as jnp
 from .common import (
     NULL_BLOCK,
     BatchMetadata,
-    cdiv,
     dcp_local_seq_lens,
-    prefix_sum,
-    rows_from,
     slot_mapping,
     split_decodes_and_prefills,
-    starts_from,
     token_positions,
 )
 from .pages import packed_pages
+from .segments import cdiv, prefix_sum, rows_from, starts_from
 
 
 @jax.tree_util.register_dataclass

@@ -20,12 +20,10 @@ import jax.numpy as jnp
 from jaxkv.metadata.common import (
     NULL_BLOCK,
     BatchMetadata,
-    cdiv,
     num_computed_tokens,
-    prefix_sum,
-    row_of,
     token_to_request,
 )
+from jaxkv.metadata.segments import cdiv, prefix_sum, row_of
 
 Q_BLOCK_SIZE = 16  # query tokens that share a list of blocks
 _WORD = 32  # bits

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, cdiv, prefix_sum, row_of
+from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
+from jaxkv.metadata.segments import cdiv, prefix_sum, row_of
 
 
 @jax.tree_util.register_dataclass

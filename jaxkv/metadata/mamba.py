@@ -21,14 +21,10 @@ from jaxkv.metadata.common import (
     NULL_BLOCK,
     BatchMetadata,
     Split,
-    cdiv,
     num_computed_tokens,
-    prefix_sum,
-    row_of,
-    rows_from,
     split_decodes_and_prefills,
-    starts_from,
 )
+from jaxkv.metadata.segments import cdiv, prefix_sum, row_of, rows_from, starts_from
 
 Mode = Literal["none", "align", "all"]
 

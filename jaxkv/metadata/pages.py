@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from .bounds import within
-from .common import NULL_BLOCK, prefix_sum, row_of
+from .common import NULL_BLOCK
+from .segments import prefix_sum, row_of
 
 
 def packed_pages(block_table: Any, num_pages: Any, max_pages: int | None) -> tuple[Any, Any]:

@@ -21,8 +21,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from .common import BatchMetadata, cdiv, prefix_sum, slot_mapping, token_positions
+from .common import BatchMetadata, slot_mapping, token_positions
 from .pages import packed_pages
+from .segments import cdiv, prefix_sum
 
 
 @jax.tree_util.register_dataclass

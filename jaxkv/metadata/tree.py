@@ -14,13 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.metadata.common import (
-    NULL_BLOCK,
-    BatchMetadata,
-    rows_from,
-    split_decodes_and_prefills,
-    starts_from,
-)
+from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, split_decodes_and_prefills
+from jaxkv.metadata.segments import rows_from, starts_from
 
 
 @jax.tree_util.register_dataclass

@@ -20,13 +20,12 @@ import jax.numpy as jnp
 from .common import (
     NULL_BLOCK,
     BatchMetadata,
-    rows_from,
     slot_mapping,
     split_decodes_and_prefills,
-    starts_from,
     token_positions,
     token_to_request,
 )
+from .segments import rows_from, starts_from
 
 
 @jax.tree_util.register_dataclass

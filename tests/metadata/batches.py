@@ -160,3 +160,9 @@ def _query_lens(draw, rng, size: Bounds, num_reqs: int, least: int, most: int | 
         query[row] -= cut
         excess -= cut
     return query.astype(np.int64)
+
+
+def padded(values, size: int, fill: int = 0) -> np.ndarray:
+    out = np.full(size, fill, np.int32)
+    out[: len(values)] = values
+    return out

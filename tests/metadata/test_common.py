@@ -13,15 +13,9 @@ from hypothesis import strategies as st
 from jaxkv.metadata import common
 from jaxkv.metadata.common import BatchMetadata
 
-from .batches import FEW, ONE, SOME, Bounds, Case, assert_same, cases, every_batch
+from .batches import FEW, Bounds, Case, assert_same, cases, every_batch, padded
 
 SEEDS = st.integers(0, 2**32 - 1)
-
-
-def padded(values, size: int, fill: int = 0) -> np.ndarray:
-    out = np.full(size, fill, np.int32)
-    out[: len(values)] = values
-    return out
 
 
 # --------------------------------------------------------------------------------------------------
@@ -89,47 +83,7 @@ def test_from_host_up_to_its_limits():
 
 
 # --------------------------------------------------------------------------------------------------
-# Building blocks
-
-
-@given(st.sampled_from([1, 5, 64]), SEEDS)
-def test_prefix_sum(size: int, seed: int):
-    values = np.random.default_rng(seed).integers(0, 9, size, dtype=np.int32)
-    for x in (values, values > 4):
-        want = [sum(x[:i].tolist()) for i in range(size + 1)]
-        assert_same(jitted(common.prefix_sum)(x), want)
-
-
-@given(cases())
-def test_row_of(case: Case):
-    b = case.bounds
-    got = jitted(common.row_of)(
-        case.batch().query_start_loc, jnp.arange(b.max_num_tokens + 2, dtype=jnp.int32)
-    )
-    want = [row for row, length in enumerate(case.query_lens) for _ in range(length)]
-    assert_same(got, padded(want, b.max_num_tokens + 2, b.max_num_reqs))
-
-
-@given(cases(bounds=(ONE, FEW, SOME)), SEEDS)
-def test_rows_and_starts_from(case: Case, seed: int):
-    rng = np.random.default_rng(seed)
-    rows = case.bounds.max_num_reqs
-    first = int(rng.integers(0, rows + 1))
-    count = int(rng.integers(0, rows - first + 1))
-    batch = case.batch()
-    device = jnp.int32(first), jnp.int32(count)
-    wanted = slice(first, first + count)
-
-    got = jitted(common.rows_from)(batch.seq_lens, *device)
-    assert_same(got, padded(batch.seq_lens[wanted], rows))
-    table = np.full_like(batch.block_table, 7)
-    table[:count] = batch.block_table[wanted]
-    assert_same(jitted(common.rows_from)(batch.block_table, *device, fill=7), table)
-
-    starts = [start - batch.query_start_loc[first] for start in batch.query_start_loc[wanted]]
-    end = batch.query_start_loc[first + count] - batch.query_start_loc[first]
-    got = jitted(common.starts_from)(batch.query_start_loc, *device)
-    assert_same(got, padded(starts, rows + 1, end))
+# Values at their first occurrence
 
 
 def unique_by_hand(x, ignored: int, pad: int) -> np.ndarray:
@@ -172,11 +126,6 @@ def test_unique_first_occurrence_of_long_rows():
 
 # --------------------------------------------------------------------------------------------------
 # Tokens
-
-
-@functools.cache
-def jitted(function):
-    return jax.jit(function)
 
 
 @functools.cache

@@ -254,7 +254,6 @@ def test_chunks(computed, new, starts, seq_idx, last):
     [
         pytest.param(4, [3, 7], [2, 2], id="two chunks each"),
         pytest.param(4, [3, 7, 11], [2, 6, 10], id="further chunks"),
-        pytest.param(16, [5, 3, 1], [0, 0, 0], id="none of them has tokens"),
         pytest.param(16, [15, 1, 31], [2, 1, 2], id="not two for all"),
         pytest.param(1, [3, 5], [6, 1], id="chunks of one token"),
     ],

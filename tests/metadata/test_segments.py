@@ -1,0 +1,60 @@
+"""metadata.segments against slow Python on random rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxkv.metadata import segments
+
+from .batches import FEW, ONE, SOME, Case, assert_same, cases, padded
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@functools.cache
+def jitted(function):
+    return jax.jit(function)
+
+
+@given(st.sampled_from([1, 5, 64]), SEEDS)
+def test_prefix_sum(size: int, seed: int):
+    values = np.random.default_rng(seed).integers(0, 9, size, dtype=np.int32)
+    for x in (values, values > 4):
+        want = [sum(x[:i].tolist()) for i in range(size + 1)]
+        assert_same(jitted(segments.prefix_sum)(x), want)
+
+
+@given(cases())
+def test_row_of(case: Case):
+    b = case.bounds
+    got = jitted(segments.row_of)(
+        case.batch().query_start_loc, jnp.arange(b.max_num_tokens + 2, dtype=jnp.int32)
+    )
+    want = [row for row, length in enumerate(case.query_lens) for _ in range(length)]
+    assert_same(got, padded(want, b.max_num_tokens + 2, b.max_num_reqs))
+
+
+@given(cases(bounds=(ONE, FEW, SOME)), SEEDS)
+def test_rows_and_starts_from(case: Case, seed: int):
+    rng = np.random.default_rng(seed)
+    rows = case.bounds.max_num_reqs
+    first = int(rng.integers(0, rows + 1))
+    count = int(rng.integers(0, rows - first + 1))
+    batch = case.batch()
+    device = jnp.int32(first), jnp.int32(count)
+    wanted = slice(first, first + count)
+
+    got = jitted(segments.rows_from)(batch.seq_lens, *device)
+    assert_same(got, padded(batch.seq_lens[wanted], rows))
+    table = np.full_like(batch.block_table, 7)
+    table[:count] = batch.block_table[wanted]
+    assert_same(jitted(segments.rows_from)(batch.block_table, *device, fill=7), table)
+
+    starts = [start - batch.query_start_loc[first] for start in batch.query_start_loc[wanted]]
+    end = batch.query_start_loc[first + count] - batch.query_start_loc[first]
+    got = jitted(segments.starts_from)(batch.query_start_loc, *device)
+    assert_same(got, padded(starts, rows + 1, end))
