@@ -43,7 +43,7 @@ test: $(INSTALLED)  ## all tests that this machine can run
 lint: $(INSTALLED)  ## format, types, and compilation with warnings as errors
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
-	$(VENV)/bin/clang-format --dry-run -Werror cuda/* bench/*.cc tests/native/*.cc
+	$(VENV)/bin/clang-format --dry-run -Werror cuda/* bench/*.cc tests/*.cc tests/native/*.cc
 	$(PY) -m mypy
 	$(PY) -m bench.evidence --check
 	$(call wheel,lint,cmake.define.JAXKV_WERROR=ON)
@@ -51,7 +51,7 @@ lint: $(INSTALLED)  ## format, types, and compilation with warnings as errors
 format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
-	$(VENV)/bin/clang-format -i cuda/* bench/*.cc tests/native/*.cc
+	$(VENV)/bin/clang-format -i cuda/* bench/*.cc tests/*.cc tests/native/*.cc
 
 asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan
 	$(call wheel,asan,cmake.build-type=Debug cmake.define.JAXKV_ASAN=ON cmake.define.JAXKV_CUDA=OFF)

@@ -216,12 +216,13 @@ def overlap_table(files: Sequence[File]) -> str:
 
 
 def metadata_table(files: Sequence[File]) -> str:
-    """One line for each builder and size of a batch, then one for each kind of step."""
+    """One line for each builder, at one size of a batch, and one for each kind of step."""
     lines = []
     for file in (file for file in files if file.name == "metadata"):
         cases: dict[str, dict[str, Row]] = {}
         for row in file.rows:
-            cases.setdefault(row.case, {})[row.metric] = row
+            if metadata.is_main(row.case):
+                cases.setdefault(row.case, {})[row.metric] = row
         for case, rows in cases.items():
             there = rows[metadata.UNTIL_THERE]
             host = there.peers.get(metadata.HOST_WAY)

@@ -38,6 +38,7 @@ WANTED_US = 50
 STEP_REQUESTS = 64
 WANTED_SHARE = 0.2
 
+STEP = f"decode step of {STEP_REQUESTS} requests"
 UNTIL_THERE, KERNELS, GPU_TIME = "until it is there", "kernels", "GPU time"
 HOST_WAY = "NumPy, then device_put"
 
@@ -133,7 +134,7 @@ def measure_builders(results: Results, quick: bool) -> None:
             if host := builder.on_host:
                 way = functools.partial(_put, host, on_host)
                 peers[HOST_WAY] = until_ready(way, repeats=20) * 1e6
-            case = f"{name}, {size[0]} rows, {size[1]} tokens"
+            case = f"{name}, {_text(size)}"
             results.row(case, UNTIL_THERE, "us", ours, None, peers)
             ran = kernels.profile(build)
             if ran:
@@ -144,6 +145,15 @@ def measure_builders(results: Results, quick: bool) -> None:
                 results.target(f"{case}: GPU time", ran.busy * 1e6, "<=", WANTED_US, "us")
             told = f"{ran.number} kernels, {ran.busy * 1e6:.1f} us" if ran else "no GPU"
             print(f"{case:48} {ours:8.1f} us  [{told}; {peers}]", flush=True)
+
+
+def _text(size: tuple[int, int]) -> str:
+    return f"{size[0]} rows, {size[1]} tokens"
+
+
+def is_main(case: str) -> bool:
+    """Whether a row belongs into a summary: of the size with targets, or of a step."""
+    return case.endswith(f", {_text(TARGET_SIZE)}") or case.startswith(STEP)
 
 
 def _put(way: Callable[[BatchMetadata], Any], batch: BatchMetadata) -> Any:
@@ -237,12 +247,17 @@ def measure_step(results: Results, quick: bool) -> None:
                 samples[name].append((time.perf_counter() - start) / steps)
     us = {name: statistics.median(values) * 1e6 for name, values in samples.items()}
     for name, value in us.items():
-        results.row(f"decode step of {STEP_REQUESTS} requests, {name}", UNTIL_THERE, "us", value)
-        print(f"decode step of {STEP_REQUESTS} requests, {name:32} {value:8.1f} us", flush=True)
+        results.row(f"{STEP}, {name}", UNTIL_THERE, "us", value)
+        print(f"{STEP}, {name:32} {value:8.1f} us", flush=True)
     ours, theirs = (us[name] - us["alone"] for name in list(ways)[1:])
     if jax.default_backend() == "gpu":
-        name = f"decode step of {STEP_REQUESTS} requests: what metadata adds"
-        results.target(name, ours / theirs, "<=", WANTED_SHARE, "of what the host's way adds")
+        results.target(
+            f"{STEP}: what metadata adds",
+            ours / theirs,
+            "<=",
+            WANTED_SHARE,
+            "of what the host's way adds",
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
