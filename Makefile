@@ -53,12 +53,14 @@ format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(PY) -m ruff format
 	$(VENV)/bin/clang-format -i cuda/* bench/*.cc tests/*.cc tests/native/*.cc
 
+# Without tests/metadata: that is plain JAX.
 asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan
 	$(call wheel,asan,cmake.build-type=Debug cmake.define.JAXKV_ASAN=ON cmake.define.JAXKV_CUDA=OFF)
 	tools/test_wheel.sh build/asan/*.whl build/asan/room "jax>=0.10.2" \
 	  env LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  python -m pytest --hypothesis-profile=brief --capture=sys  # or the report dies with the process
+	  python -m pytest --hypothesis-profile=brief --ignore=tests/metadata \
+	    --capture=sys  # or the report dies with the process
 
 compat: $(INSTALLED)  ## one stable-ABI wheel under every supported jax (PYTHON >= 3.12)
 	$(PY) -c "import sys; assert sys.version_info >= (3, 12), 'make compat needs Python >= 3.12'"

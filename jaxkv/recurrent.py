@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import _native
+from jaxkv.bounds import within
 from jaxkv.errors import StaleCountsError
-from jaxkv.metadata.bounds import within
 from jaxkv.metadata.common import BatchMetadata, num_computed_tokens
 from jaxkv.metadata.segments import cdiv, prefix_sum
 

@@ -10,7 +10,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 # No test is about time: a slow machine or a sanitizer must not fail one.
 hypothesis.settings.register_profile("jaxkv", deadline=None)
 # For runs that repeat others: another jax, a sanitizer (`pytest --hypothesis-profile=brief`).
-hypothesis.settings.register_profile("brief", deadline=None, max_examples=10)
+hypothesis.settings.register_profile("brief", deadline=None, max_examples=5)
 hypothesis.settings.load_profile("jaxkv")
 
 IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "dma", "pallas")}

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .bounds import within
+from jaxkv.bounds import within
+
 from .common import NULL_BLOCK
 from .segments import prefix_sum, row_of
 

@@ -1,0 +1,38 @@
+"""`bounds.within`: passes its array on, and tells which value exceeded its bound."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.bounds import within
+
+
+@jax.jit
+def checked(carry, rows, pages):
+    return within(carry, rows=(rows, 5), pages=(pages, 7))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16", "int32"])
+@pytest.mark.parametrize("values", [(0, 0), (5, 7), (-1, 2)])
+def test_values_within_their_bounds(values, dtype):
+    carry = jnp.arange(9).astype(dtype)
+    np.testing.assert_array_equal(checked(carry, *map(jnp.int32, values)), carry)
+    jaxkv.check_errors()
+
+
+@pytest.mark.parametrize(
+    "values, words", [((6, 7), "rows = 6 exceeds its bound of 5"), ((5, 8), "pages = 8 exceeds")]
+)
+def test_a_value_beyond_its_bound_is_named(values, words):
+    with pytest.raises(Exception, match=words) as raised:  # on CPU the step fails, by JAX's error
+        jaxkv.check_errors(checked(jnp.arange(3), *map(jnp.int32, values)))
+    assert isinstance(raised.value, jaxkv.BoundError) or "BoundError" in str(raised.value)
+    jaxkv.check_errors()
+
+
+def test_more_bounds_than_a_call_takes():
+    bounds = {f"bound {i}": (jnp.int32(0), 1) for i in range(17)}
+    with pytest.raises(Exception, match="17 values for 17 bounds, at most 16"):
+        jax.block_until_ready(jax.jit(lambda carry: within(carry, **bounds))(jnp.arange(3)))
