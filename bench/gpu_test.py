@@ -1,8 +1,7 @@
 """Runs the tests on this machine's GPU and records what passed: `python -m bench.gpu_test`.
 
 Ordinary tests run too, since most of them serve every platform, with fewer random cases than on a
-CPU. `--multigpu` runs the tests that need several GPUs instead. With the name of a folder of tests,
-only those run, and have a record of their own. Exits with pytest's code.
+CPU. `--multigpu` runs the tests that need several GPUs instead. Exits with pytest's code.
 """
 
 import argparse
@@ -76,7 +75,6 @@ def run(pytest_arguments: Sequence[str]) -> tuple[Outcomes, int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", nargs="?", default="", help="below tests/; default: all")
     parser.add_argument("--multigpu", action="store_true", help="only tests that need several GPUs")
     parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
     arguments = parser.parse_args(argv)
@@ -84,16 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Tests that start processes of their own need GPU memory too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     markers = "multigpu" if arguments.multigpu else "not cpu_only and not multigpu"
-    tests = str(REPOSITORY / "tests" / arguments.folder)
-    outcomes, code = run([tests, "-m", markers, "--hypothesis-profile=brief"])
+    outcomes, code = run([str(REPOSITORY / "tests"), "-m", markers, "--hypothesis-profile=brief"])
 
     import jax  # not earlier: conftest.py configures JAX before its backend starts
 
     if jax.default_backend() != "gpu":
         print(f"nothing recorded: JAX ran on {jax.default_backend()}, not on a GPU")
         return code or NOT_ON_A_GPU
-    name = "multigpu_test" if arguments.multigpu else "gpu_test"
-    results = Results("_".join(filter(None, [name, arguments.folder])))
+    results = Results("multigpu_test" if arguments.multigpu else "gpu_test")
     outcomes.write_to(results)
     for (file, reason), number in sorted(outcomes.skips.items()):
         print(f"skipped {number} of {file}: {reason}")

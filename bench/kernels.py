@@ -16,13 +16,11 @@ class Kernels(NamedTuple):
       number: kernels, copies and fills launched.
       busy: seconds that they took.
       span: seconds from the begin of the first to the end of the last, gaps included.
-      names: of each, in order.
     """
 
     number: int
     busy: float
     span: float
-    names: list[str]
 
 
 def profile(call: Callable[[], Any], repeats: int = 20) -> Kernels | None:
@@ -47,16 +45,15 @@ def profile(call: Callable[[], Any], repeats: int = 20) -> Kernels | None:
     calls = [events[i : i + count] for i in range(0, len(events), count)]
     return Kernels(
         count,
-        statistics.median(sum(end - start for start, end, _ in one) for one in calls) / 1e9,
+        statistics.median(sum(end - start for start, end in one) for one in calls) / 1e9,
         statistics.median(one[-1][1] - one[0][0] for one in calls) / 1e9,
-        [name for _, _, name in calls[0]],
     )
 
 
-def _device_events(data: Any) -> list[tuple[float, float, str]]:
-    """(begin, end, name) of all work on CUDA streams in nanoseconds, in order."""
+def _device_events(data: Any) -> list[tuple[float, float]]:
+    """(begin, end) of all work on CUDA streams in nanoseconds, in order."""
     events = [
-        (event.start_ns, event.start_ns + event.duration_ns, event.name)
+        (event.start_ns, event.start_ns + event.duration_ns)
         for plane in data.planes
         if plane.name.startswith("/device:GPU")
         for line in plane.lines

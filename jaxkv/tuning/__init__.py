@@ -18,7 +18,10 @@ import json
 import os
 import pathlib
 import re
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 VARIABLE = "JAXKV_TUNING"
 DEFAULT = "default.json"
@@ -169,7 +172,12 @@ def default_table() -> Table:
 
 
 def load(path: str | os.PathLike[str]) -> Table:
-    """Reads and checks a file.
+    """Reads and checks a file; raises as `read`."""
+    return read(path, _parse_table)
+
+
+def read(path: str | os.PathLike[str], parse: Callable[[str, Any], T]) -> T:
+    """What `parse` makes of a file's name and its JSON.
 
     Raises:
       ValueError: what is wrong: file, key and value.
@@ -177,7 +185,7 @@ def load(path: str | os.PathLike[str]) -> Table:
     """
     path = pathlib.Path(path)
     try:
-        return _parse_table(path.name, json.loads(path.read_text()))
+        return parse(path.name, json.loads(path.read_text()))
     except ValueError as error:  # JSONDecodeError is one
         raise ValueError(f"tuning table {path}: {error}") from None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 from typing import Any
@@ -56,17 +55,8 @@ def table_for(device_kind: str) -> Table:
 
 
 def load(path: str | os.PathLike[str]) -> Table:
-    """Reads and checks a file.
-
-    Raises:
-      ValueError: what is wrong: file, key and value.
-      OSError: the file can't be read.
-    """
-    path = pathlib.Path(path)
-    try:
-        return _parse(path.name, json.loads(path.read_text()))
-    except ValueError as error:  # JSONDecodeError is one
-        raise ValueError(f"tuning table {path}: {error}") from None
+    """Reads and checks a file; raises as `jaxkv.tuning.read`."""
+    return tuning.read(path, _parse)
 
 
 def _parse(name: str, content: Any) -> Table:
