@@ -39,9 +39,9 @@ class FlexMetadata:
       query_start_loc: int32[B + 1].
       seq_lens: int32[B].
       decode_offset: int32[B], position of each request's first query token.
-      physical_to_logical: int32[B, num_blocks], where in each request's context a block of the
-        cache stands, in blocks; the last place of several. -1 for blocks that are not the
-        request's, and for NULL_BLOCK.
+      physical_to_logical: int16[B, num_blocks], or int32 where a table has more than 2**15 columns;
+        where in each request's context a block of the cache stands, in blocks; the last place of
+        several. -1 for blocks that are not the request's, and for NULL_BLOCK.
       mm_prefix_range: int32[B, R, 2], first and last position of the ranges that see all of
         themselves, those of more than one token; or None.
       kv_indices: int32[ceil(T / Q_BLOCK_SIZE), N], blocks of which some token of the group sees a
@@ -79,6 +79,7 @@ class FlexMetadata:
         doc, row = self._request(q)
         block = physical_kv // self.block_size
         logical_block = self.physical_to_logical[row, jnp.clip(block, 0, num_blocks - 1)]
+        logical_block = logical_block.astype(jnp.int32)  # before it is multiplied
         logical_q = q - self.query_start_loc[row] + self.decode_offset[row]
         logical_kv = logical_block * self.block_size + physical_kv % self.block_size
         exists = (doc >= 0) & (block >= 0) & (block < num_blocks) & (logical_block >= 0)
@@ -183,24 +184,21 @@ def encoder_mask(doc_ids: Any, q: Any, kv: Any, *, sliding_window: int | None = 
 
 
 def physical_to_logical(batch: BatchMetadata, num_blocks: int) -> Any:
-    """int32[B, num_blocks], where in each request's context a block stands, in blocks.
+    """Where in each request's context a block stands, in blocks: see FlexMetadata.
 
-    The last place of several; -1 for blocks that the context does not hold, and for NULL_BLOCK.
     Entries of the table past the context count for nothing.
     """
     rows, width = batch.block_table.shape
-    block = _held(batch, num_blocks)
+    # To fill the map takes most of a build's time, so its numbers are as narrow as they can be.
+    dtype = jnp.int16 if width <= 2**15 else jnp.int32
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    column = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), block.shape)
-    nowhere = jnp.full((rows, num_blocks), -1, jnp.int32)
-    return nowhere.at[row, block].max(column, mode="drop")
-
-
-def _held(batch: BatchMetadata, num_blocks: int) -> Any:
-    """int32[B, W], the blocks of each context; `num_blocks` for NULL_BLOCK and past the context."""
-    column = jnp.arange(batch.max_blocks, dtype=jnp.int32)
+    column = jnp.arange(width, dtype=jnp.int32)
     used = column < cdiv(batch.seq_lens, batch.block_size)[:, None]
-    return jnp.where(used & (batch.block_table != NULL_BLOCK), batch.block_table, num_blocks)
+    used &= batch.block_table != NULL_BLOCK
+    block = jnp.where(used, batch.block_table, num_blocks)
+    nowhere = jnp.full((rows, num_blocks), -1, dtype)
+    places = jnp.broadcast_to(column.astype(dtype), block.shape)
+    return nowhere.at[row, block].max(places, mode="drop")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -300,10 +298,7 @@ def _block_list(batch: BatchMetadata, logical: Any, spans: _Spans, columns: int)
     index = jnp.arange(shape[1] * _WORD, dtype=jnp.int32).reshape(shape[1:])
     column = spans.first[:, None, None] + index
     block = batch.block_table[spans.row[:, None, None], jnp.minimum(column, batch.max_blocks - 1)]
-    # How often a block is held. Most are held once, and need not be looked for in other requests.
-    held = _held(batch, num_blocks)
-    holders = jnp.zeros(num_blocks, jnp.int32).at[held].add(1, mode="drop")
-    listed = _first_to_list(logical, holders, spans, column, block)
+    listed = _first_to_list(logical, spans, column, block)
     words = jnp.sum(
         jnp.where(listed, jnp.uint32(1) << bit, jnp.uint32(0)), axis=2, dtype=jnp.uint32
     )
@@ -335,30 +330,32 @@ def _block_list(batch: BatchMetadata, logical: Any, spans: _Spans, columns: int)
     return kv_indices, jnp.sum(jnp.where(of_group, totals, 0), axis=1, dtype=jnp.int32)
 
 
-def _first_to_list(logical: Any, holders: Any, spans: _Spans, column: Any, block: Any) -> Any:
+def _first_to_list(logical: Any, spans: _Spans, column: Any, block: Any) -> Any:
     """bool[S, ., .], whether a span is the first of its group to list what it has in a column.
 
     A span lists a block in the column where the block stands (the last of several), if the span
     sees that; what is NULL_BLOCK stands nowhere.
 
     Args:
-      logical: int32[B, num_blocks], `physical_to_logical`.
-      holders: int32[num_blocks], how many columns of all contexts hold each block.
+      logical: [B, num_blocks], `physical_to_logical`.
       spans: the spans.
       column: int32[S, ., .], columns of each span, from its first on.
       block: int32[S, ., .], what the table holds there.
     """
 
-    span = jnp.arange(spans.row.shape[0], dtype=jnp.int32)
-    mine = logical[spans.row[:, None, None], block] == column
-    mine &= column < spans.end[:, None, None]
+    def per_span(x: Any) -> Any:
+        return x[:, None, None]
+
+    listed = logical[per_span(spans.row), block] == column
+    listed &= column < per_span(spans.end)
     # Spans of one group stand side by side: one for each request, and a token at least for each.
-    back = jnp.arange(1, min(Q_BLOCK_SIZE, span.shape[0]), dtype=jnp.int32)
-    other = jnp.maximum(span[:, None] - back, 0)
-    same_group = (span[:, None] >= back) & (spans.group[other] == spans.group[:, None])
-    # Where there are no rivals all ask for NULL_BLOCK, which costs next to nothing.
-    shared = (holders[block] > 1)[:, None]
-    asked = jnp.where(same_group[..., None, None] & shared, block[:, None], NULL_BLOCK)
-    row, first, end = (x[other][..., None, None] for x in (spans.row, spans.first, spans.end))
-    place = logical[row, asked]
-    return mine & ~jnp.any((place >= first) & (place < end), axis=1)
+    # A loop unrolled, because as one more axis of an array they would go through memory.
+    span = jnp.arange(spans.row.shape[0], dtype=jnp.int32)
+    for back in range(1, min(Q_BLOCK_SIZE, span.shape[0])):
+        other = jnp.maximum(span - back, 0)
+        rival = (span >= back) & (spans.group[other] == spans.group)
+        # Who has no rival asks for NULL_BLOCK, which costs next to nothing.
+        place = logical[per_span(spans.row[other]), jnp.where(per_span(rival), block, NULL_BLOCK)]
+        seen = (place >= per_span(spans.first[other])) & (place < per_span(spans.end[other]))
+        listed &= ~seen
+    return listed

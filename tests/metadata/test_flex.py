@@ -168,7 +168,7 @@ def test_build(batch: tuple[Case, Options], seed: int):
     logical = np.full((case.bounds.max_num_reqs, case.num_blocks), -1, np.int32)
     for r, places in enumerate(reference.places):
         logical[r, list(places)] = list(places.values())
-    assert metadata.physical_to_logical.dtype == np.int32
+    assert metadata.physical_to_logical.dtype == np.int16
     assert np.array_equal(metadata.physical_to_logical, logical)
     assert_block_lists(metadata, reference)
     want = [reference.mask(*pair) for pair in zip(q.tolist(), kv.tolist(), strict=True)]
@@ -192,6 +192,19 @@ def test_reused_blocks_keep_the_last_place():
     assert one[0].tolist() == [-1, -1, -1, -1, -1, -1, 0, -1]
     several = flex.physical_to_logical(batch_of([[2, 2, 5]], [48], [1]), 6)
     assert several[0].tolist() == [-1, -1, 1, -1, -1, 2]
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(2**15, np.int16), (2**15 + 1, np.int32)])
+def test_places_of_any_context_fit_their_dtype(width, dtype):
+    block_size = 16
+    batch = batch_of([[*range(1, width + 1)]], [width * block_size], [1])
+    metadata = flex.build(batch, num_blocks=width + 1)
+    assert metadata.physical_to_logical.dtype == dtype
+    assert metadata.physical_to_logical[0, 1:].tolist() == list(range(width))
+    last_slot = width * block_size + block_size - 1
+    valid, q, kv = metadata.to_logical(0, last_slot)
+    assert valid and q == kv == width * block_size - 1
+    assert q.dtype == kv.dtype == np.int32
 
 
 def test_blocks_of_a_prefix_range_ahead_of_the_queries_are_listed():
