@@ -5,7 +5,9 @@
 //
 // A block of a state is cut into columns of words along the axis that slides. A thread moves whole
 // columns, each from front to back, so no two threads touch the same bytes and a state may slide
-// within its own block.
+// within its own block. Columns that are contiguous (layout DS) are mere bytes apart, and lanes
+// that walk along them waste most of what they load: between different blocks a warp moves its
+// columns as one run of bytes instead.
 #include <algorithm>
 #include <numeric>
 #include <string>
@@ -35,6 +37,7 @@ struct StateGroup {
   uint32_t block_bytes;
   uint32_t word_bytes;
   bool temporal;
+  bool contiguous;  // a column's words lie side by side, and so do the columns
 };
 
 struct Params {
@@ -80,17 +83,79 @@ __device__ void move_columns(const Columns& c) {
   }
 }
 
+// A warp's share of contiguous columns, which don't overlap where they go.
+struct Run {
+  const std::byte* from;
+  std::byte* to;
+  int32_t bytes, readable;     // of the run, and from its front to the end of the block
+  int32_t column_bytes, bias;  // the last `bias` bytes of every column stay as they are
+};
+
+// All bytes move `bias` towards the front, but for those that would come from the next column.
+// Not inlined: its registers would make the ways of other states spill.
+__device__ __noinline__ void move_run(const Run& r) {
+  constexpr int32_t kWord = sizeof(uint32_t), kStride = kLanes * kWord;
+  constexpr int32_t kInFlight = kBytesInFlight / kWord;
+  const int32_t words = r.bias / kWord * kWord, shift = r.bias % kWord * 8;
+  const int32_t lane = threadIdx.x % kLanes;
+  int32_t in_column = lane * kWord % r.column_bytes;
+  for (int32_t first = 0; first < r.bytes; first += kInFlight * kStride) {
+    const int32_t at = first + lane * kWord, left = r.bytes - at;
+    const int32_t there = min(left + 1, r.readable - words - at);
+    const auto* from = reinterpret_cast<const uint32_t*>(r.from + at + words);
+    uint32_t held[kInFlight + 1];
+#pragma unroll
+    for (int32_t u = 0; u <= kInFlight; ++u) {
+      held[u] = u * kStride < there ? __ldcs(from + u * kLanes) : 0;
+    }
+    auto* to = reinterpret_cast<uint16_t*>(r.to + at);
+#pragma unroll
+    for (int32_t u = 0; u < kInFlight; ++u, to += kStride / 2) {
+      // The next word is that of the next lane, and after the last lane the first one's next.
+      const uint32_t offered = lane == 0 ? held[u + 1] : held[u];
+      const uint32_t next = __shfl_sync(0xffffffff, offered, (lane + 1) % kLanes);
+      const uint32_t moved = __funnelshift_r(held[u], next, shift);
+      const int32_t second = in_column + kWord / 2;  // of the word's halves
+      const int32_t end = u * kStride < left ? r.column_bytes - r.bias : 0;
+      const bool low = in_column < end, high = (second < r.column_bytes ? second : 0) < end;
+      if (low && high) {
+        *reinterpret_cast<uint32_t*>(to) = moved;
+      } else if (low) {
+        to[0] = static_cast<uint16_t>(moved);
+      } else if (high) {
+        to[1] = static_cast<uint16_t>(moved >> 16);
+      }
+      in_column += kStride % r.column_bytes;
+      if (in_column >= r.column_bytes) in_column -= r.column_bytes;
+    }
+  }
+}
+
 __device__ void move_tile(const Params& p, const StateMove& move, uint32_t tile) {
   uint32_t g = 0;
   while (g + 1 < p.num_groups && tile >= p.groups[g + 1].first_tile) ++g;
   const StateGroup& group = p.groups[g];
   tile -= group.first_tile;
   const uint32_t bias = group.temporal ? 0 : min(static_cast<uint32_t>(move.bias), group.words);
-  const uint32_t first = tile % group.tiles * group.lane_columns * kLanes + threadIdx.x % kLanes;
-  if (first >= group.columns || bias == group.words) return;
+  const uint32_t begin = tile % group.tiles * group.lane_columns * kLanes;
+  const uint32_t first = begin + threadIdx.x % kLanes;
+  if (bias == group.words) return;
   std::byte* state = p.states[group.first_array + tile / group.tiles];
   const int64_t block_bytes = group.block_bytes;
   const int64_t source = group.temporal ? move.temporal_source : move.source;
+  if (group.contiguous && move.source != move.destination) {
+    const uint32_t offset = begin * group.column_stride;
+    const uint32_t columns = min(group.lane_columns * kLanes, group.columns - begin);
+    return move_run({
+        .from = state + source * block_bytes + offset,
+        .to = state + move.destination * block_bytes + offset,
+        .bytes = static_cast<int32_t>(columns * group.column_stride),
+        .readable = static_cast<int32_t>(group.block_bytes - offset),
+        .column_bytes = static_cast<int32_t>(group.column_stride),
+        .bias = static_cast<int32_t>(bias * group.word_stride),
+    });
+  }
+  if (first >= group.columns) return;
   const uint32_t offset = first * group.column_stride;
   const Columns columns{
       .from = state + source * block_bytes + offset + bias * group.word_stride,
@@ -171,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, 1) align_states(const __grid_constan
 // Launch
 
 // The columns of a geometry: words as wide as all addresses allow.
-StateGroup columns_of(const StateGeometry& g, uint32_t word_bytes) {
+StateGroup columns_of(const StateGeometry& g, uint32_t word_bytes, uint32_t alignment) {
   StateGroup group{};
   group.block_bytes = static_cast<uint32_t>(g.block_bytes());
   group.word_bytes = word_bytes;
@@ -189,6 +254,9 @@ StateGroup columns_of(const StateGeometry& g, uint32_t word_bytes) {
     group.columns = static_cast<uint32_t>(g.outer * (inner / word_bytes));
     group.column_stride = g.outer == 1 ? word_bytes : group.words * word_bytes;
     group.word_stride = inner;
+    group.contiguous = g.outer > 1 && inner % sizeof(uint16_t) == 0 &&
+                       alignment % sizeof(uint32_t) == 0 &&
+                       group.block_bytes % sizeof(uint32_t) == 0;
   }
   group.lane_columns = std::max(1u, kBytesInFlight / (group.words * word_bytes));
   const uint32_t tile_columns = group.lane_columns * kLanes;
@@ -196,12 +264,11 @@ StateGroup columns_of(const StateGeometry& g, uint32_t word_bytes) {
   return group;
 }
 
-uint32_t word_bytes(const StateGeometry& g, const std::vector<std::byte*>& states) {
-  uint64_t bits = g.temporal ? g.block_bytes() : g.inner_bytes;
+// Bytes, at most 16, by which all addresses can be divided.
+uint32_t alignment_of(const std::vector<std::byte*>& states) {
+  uint64_t bits = 16;
   for (const std::byte* state : states) bits |= reinterpret_cast<uintptr_t>(state);
-  uint32_t width = 16;
-  while (bits % width) width /= 2;
-  return width;
+  return static_cast<uint32_t>(bits & -bits);
 }
 
 // Files the arrays by geometry.
@@ -220,11 +287,13 @@ ffi::Error fill_groups(const AlignCall& call, Params* p) {
     for (size_t s = 0; s < call.states.size(); ++s) {
       if (call.geometry[s] == kind) states.push_back(call.states[s]);
     }
-    const uint32_t width = word_bytes(kind, states);
+    const uint32_t alignment = alignment_of(states);
+    const auto unit = static_cast<uint64_t>(kind.temporal ? kind.block_bytes() : kind.inner_bytes);
+    const auto width = static_cast<uint32_t>(std::gcd<uint64_t>(unit, alignment));
     if (!kind.temporal && kind.outer > 1 && width != kind.inner_bytes) {
       return ffi::Error::InvalidArgument("jaxkv recurrent states: elements that are not aligned");
     }
-    StateGroup group = columns_of(kind, width);
+    StateGroup group = columns_of(kind, width, alignment);
     group.first_tile = static_cast<uint32_t>(tiles);
     group.first_array = static_cast<uint32_t>(arrays);
     std::ranges::copy(states, p->states + arrays);

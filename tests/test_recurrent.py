@@ -68,6 +68,16 @@ def test_all_kinds_in_one_call(num_rows):
     assert_post(states, kinds, rows, random_accepted(rng, rows))
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (5, 2), (33, 4), (340, 6), (641, 7), (66, 65), (4, 513)])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_contiguous_columns_of_any_length(shape, dtype):
+    """Less than a warp moves at once, and more; columns of whole words, and with half a word."""
+    rng = np.random.default_rng(shape[0])
+    rows = random_rows(rng, 48)
+    states = random_states(rng, [DS], [shape], [DTYPES[dtype]], rows.table.size + 1)
+    assert_post(states, (DS,), rows, random_accepted(rng, rows))
+
+
 @pytest.mark.parametrize("aliased", [False, True], ids=["same column", "same block"])
 @pytest.mark.parametrize("bias", [1, 2, 3])
 def test_a_window_slides_within_its_block(bias, aliased):
