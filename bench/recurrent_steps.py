@@ -17,7 +17,6 @@ the error of that says how well.
 
 import functools
 import gc
-import itertools
 import math
 import statistics
 import time
@@ -254,13 +253,12 @@ class Case:
         """
         taken: dict[str, list[float]] = {way: [] for way in (*WAYS, ALONE)}
         begin = time.perf_counter()
-        for number in itertools.count():
-            if number >= MIN_ROUNDS and time.perf_counter() - begin > budget:
-                return taken
-            ways = deque(taken)
-            ways.rotate(number)
+        ways = deque(taken)
+        while len(taken[ALONE]) < MIN_ROUNDS or time.perf_counter() - begin < budget:
             for way in ways:
                 taken[way].append(self.seconds(way))
+            ways.rotate()
+        return taken
 
     def seconds(self, way: str) -> float:
         """Of a step, in one round."""

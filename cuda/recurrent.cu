@@ -91,11 +91,12 @@ struct Run {
   int32_t column_bytes, bias;  // the last `bias` bytes of every column stay as they are
 };
 
-// All bytes move `bias` towards the front, but for those that would come from the next column.
-// Not inlined: its registers would make the ways of other states spill.
+// All bytes move `bias` towards the front, but for those that would come from the next column:
+// these are read and written as they are, because to write parts of a sector of memory costs more
+// than to read it. Not inlined: its registers would make the ways of other states spill.
 __device__ __noinline__ void move_run(const Run& r) {
   constexpr int32_t kWord = sizeof(uint32_t), kStride = kLanes * kWord;
-  constexpr int32_t kInFlight = kBytesInFlight / kWord;
+  constexpr int32_t kInFlight = kBytesInFlight / 2 / kWord;
   const int32_t words = r.bias / kWord * kWord, shift = r.bias % kWord * 8;
   const int32_t lane = threadIdx.x % kLanes;
   int32_t in_column = lane * kWord % r.column_bytes;
@@ -103,28 +104,25 @@ __device__ __noinline__ void move_run(const Run& r) {
     const int32_t at = first + lane * kWord, left = r.bytes - at;
     const int32_t there = min(left + 1, r.readable - words - at);
     const auto* from = reinterpret_cast<const uint32_t*>(r.from + at + words);
-    uint32_t held[kInFlight + 1];
+    auto* to = reinterpret_cast<uint32_t*>(r.to + at);
+    uint32_t held[kInFlight + 1], old[kInFlight];
 #pragma unroll
     for (int32_t u = 0; u <= kInFlight; ++u) {
       held[u] = u * kStride < there ? __ldcs(from + u * kLanes) : 0;
     }
-    auto* to = reinterpret_cast<uint16_t*>(r.to + at);
 #pragma unroll
-    for (int32_t u = 0; u < kInFlight; ++u, to += kStride / 2) {
+    for (int32_t u = 0; u < kInFlight; ++u) old[u] = u * kStride < left ? to[u * kLanes] : 0;
+#pragma unroll
+    for (int32_t u = 0; u < kInFlight; ++u) {
       // The next word is that of the next lane, and after the last lane the first one's next.
       const uint32_t offered = lane == 0 ? held[u + 1] : held[u];
       const uint32_t next = __shfl_sync(0xffffffff, offered, (lane + 1) % kLanes);
       const uint32_t moved = __funnelshift_r(held[u], next, shift);
       const int32_t second = in_column + kWord / 2;  // of the word's halves
-      const int32_t end = u * kStride < left ? r.column_bytes - r.bias : 0;
-      const bool low = in_column < end, high = (second < r.column_bytes ? second : 0) < end;
-      if (low && high) {
-        *reinterpret_cast<uint32_t*>(to) = moved;
-      } else if (low) {
-        to[0] = static_cast<uint16_t>(moved);
-      } else if (high) {
-        to[1] = static_cast<uint16_t>(moved >> 16);
-      }
+      const int32_t end = r.column_bytes - r.bias;
+      const uint32_t low = in_column < end ? moved : old[u];
+      const uint32_t high = (second < r.column_bytes ? second : 0) < end ? moved : old[u];
+      if (u * kStride < left) __stcs(to + u * kLanes, __byte_perm(low, high, 0x7610));
       in_column += kStride % r.column_bytes;
       if (in_column >= r.column_bytes) in_column -= r.column_bytes;
     }

@@ -321,13 +321,16 @@ def test_a_way_that_saves_too_little_is_found(monkeypatch, broken):
         case.check()
 
 
-def test_combined_is_held_against_each_other_way():
+def test_combined_is_held_against_the_better_way_to_within_the_error():
     found = Results("recurrent")
-    seconds = {way: 1.0 for way in recurrent_steps.WAYS} | {recurrent_steps.COMBINED: 0.8}
+    samples = {way: [1.0, 1.1, 1.2] for way in recurrent_steps.WAYS}
+    samples[recurrent_steps.PREDICATE] = [0.9, 0.9, 0.9]
+    samples[recurrent_steps.COMBINED] = [0.72, 0.9, 0.99]
     for batch in (16, 64):
-        recurrent_steps.record_targets(found, f"batch {batch}", batch, seconds)
-    assert [(target.got, target.want) for target in found.targets] == [
-        (0.8, recurrent_steps.WANTED),
-        (0.8, 1.0),
-        (0.8, 1.0),
-    ]
+        recurrent_steps.record_targets(found, f"batch {batch}", batch, samples)
+    error = 1.2533 * 1.4826 * 0.1 / 3**0.5  # the ratios are 0.8, 1, 1.1
+    assert [target.got for target in found.targets] == pytest.approx([0.9 / 1.1, 1.0, 1.0])
+    assert [target.want for target in found.targets] == pytest.approx(
+        [recurrent_steps.WANTED, 1 + 2 * error, 1 + 2 * error]
+    )
+    assert [row.value for row in found.rows] == pytest.approx([2 * error] * 2)

@@ -12,6 +12,7 @@ Attention without a cache (encoders) needs no builder: see `encoder_mask`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -207,15 +208,17 @@ def physical_to_logical(batch: BatchMetadata, num_blocks: int) -> Any:
 
 
 class _Spans(NamedTuple):
-    """Spans in the order of their tokens; all int32[S], and empty behind the last one.
+    """Spans in the order of their tokens; int32[S] but for the first, and empty behind the last.
 
     Attributes:
+      starts: int32[B + 1], the first span of each request.
       row: the request.
       group: the group of query tokens; the number of groups behind the last span.
       first: the first column of the request's table that the span sees.
       end: the column behind the last one.
     """
 
+    starts: Any
     row: Any
     group: Any
     first: Any
@@ -259,6 +262,7 @@ def _spans(batch: BatchMetadata, causal: bool, window: int | None, ranges: Any) 
     )
     high = jnp.minimum(high, batch.seq_lens[row])
     return _Spans(
+        starts=span_starts,
         row=row,
         group=jnp.where(used, group, cdiv(batch.max_num_tokens, Q_BLOCK_SIZE)),
         first=jnp.where(used, low // batch.block_size, 0),
@@ -295,17 +299,17 @@ def _block_list(batch: BatchMetadata, logical: Any, spans: _Spans, columns: int)
     # by one reduction; ranks are then counted in the words, without a scan.
     shape = (num_spans, cdiv(columns, _WORD), _WORD)
     bit = jnp.arange(_WORD, dtype=jnp.uint32)
-    index = jnp.arange(shape[1] * _WORD, dtype=jnp.int32).reshape(shape[1:])
-    column = spans.first[:, None, None] + index
-    block = batch.block_table[spans.row[:, None, None], jnp.minimum(column, batch.max_blocks - 1)]
-    listed = _first_to_list(logical, spans, column, block)
+    span = jnp.arange(num_spans, dtype=jnp.int32)
+    column, block = _columns(batch, spans, span, spans.row, shape[1:])
+    stands = (logical[_per_row(spans.row), block] == column) & (column < _per_row(spans.end))
+    taken = _taken(batch, logical, spans, shape[1:])[spans.row]
+    listed = stands & ~(taken & _per_row(span == spans.starts[spans.row]))
     words = jnp.sum(
         jnp.where(listed, jnp.uint32(1) << bit, jnp.uint32(0)), axis=2, dtype=jnp.uint32
     )
 
     counts = jax.lax.population_count(words).astype(jnp.int32)
     totals = jnp.sum(counts, axis=1, dtype=jnp.int32)
-    span = jnp.arange(num_spans, dtype=jnp.int32)
     earlier = (spans.group[:, None] == spans.group) & (span[:, None] > span)
     base = jnp.sum(jnp.where(earlier, totals, 0), axis=1, dtype=jnp.int32)
     word = jnp.arange(shape[1], dtype=jnp.int32)
@@ -330,32 +334,37 @@ def _block_list(batch: BatchMetadata, logical: Any, spans: _Spans, columns: int)
     return kv_indices, jnp.sum(jnp.where(of_group, totals, 0), axis=1, dtype=jnp.int32)
 
 
-def _first_to_list(logical: Any, spans: _Spans, column: Any, block: Any) -> Any:
-    """bool[S, ., .], whether a span is the first of its group to list what it has in a column.
+def _per_row(x: Any) -> Any:
+    return x[:, None, None]
 
-    A span lists a block in the column where the block stands (the last of several), if the span
-    sees that; what is NULL_BLOCK stands nowhere.
 
-    Args:
-      logical: [B, num_blocks], `physical_to_logical`.
-      spans: the spans.
-      column: int32[S, ., .], columns of each span, from its first on.
-      block: int32[S, ., .], what the table holds there.
+def _columns(
+    batch: BatchMetadata, spans: _Spans, span: Any, row: Any, shape: tuple[int, ...]
+) -> tuple[Any, Any]:
+    """int32[n, *shape], as many columns as a span sees, from its first on, and the blocks there."""
+    index = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
+    column = _per_row(spans.first[span]) + index
+    return column, batch.block_table[_per_row(row), jnp.minimum(column, batch.max_blocks - 1)]
+
+
+def _taken(batch: BatchMetadata, logical: Any, spans: _Spans, shape: tuple[int, ...]) -> Any:
+    """bool[B, *shape], whether a request's first span sees a block that its group lists before it.
+
+    Only such spans have others before them in their group: all others begin with their group. In
+    place of rows without a query token stands anything.
     """
-
-    def per_span(x: Any) -> Any:
-        return x[:, None, None]
-
-    listed = logical[per_span(spans.row), block] == column
-    listed &= column < per_span(spans.end)
+    row = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)
+    span = jnp.minimum(spans.starts[:-1], spans.row.shape[0] - 1)
+    _, block = _columns(batch, spans, span, row, shape)
+    taken = jnp.zeros(block.shape, bool)
     # Spans of one group stand side by side: one for each request, and a token at least for each.
     # A loop unrolled, because as one more axis of an array they would go through memory.
-    span = jnp.arange(spans.row.shape[0], dtype=jnp.int32)
-    for back in range(1, min(Q_BLOCK_SIZE, span.shape[0])):
+    for back in range(1, min(Q_BLOCK_SIZE, spans.row.shape[0])):
         other = jnp.maximum(span - back, 0)
-        rival = (span >= back) & (spans.group[other] == spans.group)
+        rival = (span >= back) & (spans.group[other] == spans.group[span])
         # Who has no rival asks for NULL_BLOCK, which costs next to nothing.
-        place = logical[per_span(spans.row[other]), jnp.where(per_span(rival), block, NULL_BLOCK)]
-        seen = (place >= per_span(spans.first[other])) & (place < per_span(spans.end[other]))
-        listed &= ~seen
-    return listed
+        asked = jnp.where(_per_row(rival), block, NULL_BLOCK)
+        place = logical[_per_row(spans.row[other]), asked]
+        taken |= (place >= _per_row(spans.first[other])) & (place < _per_row(spans.end[other]))
+    # A kernel of its own: within the one that uses it, it would be done again for every span.
+    return jax.lax.optimization_barrier(taken)
