@@ -1,6 +1,6 @@
-"""Attention in FlashInfer's own kernels, which read what `flashinfer.build` made, equals dense one.
+"""FlashInfer's own kernels, which read what `flashinfer.build` made, agree with dense attention.
 
-Besides a GPU this needs `pip install flashinfer-python jax-tvm-ffi` (written with 0.7.2.post1 and
+Besides a GPU this needs `pip install flashinfer-python jax-tvm-ffi` (passed with 0.7.2.post1 and
 0.1.3) and, for the first run, nvcc: FlashInfer compiles the kernels then, and keeps them.
 """
 
@@ -23,16 +23,18 @@ from .batches import Bounds, Case, cases
 
 pytestmark = pytest.mark.gpu
 
-# Contexts so long that both kernels split them and merge the parts.
+# Contexts long enough that both kernels split some of them and merge the parts.
 LONG = Bounds(8, 64, 40, 16)
 HEAD_DIM = 64
 DECODE, PREFILL = "flashinfer.batch_decode", "flashinfer.batch_prefill"
-# Of FlashInfer's sizes: for partial results, and for the plan.
+# For partial results, and for the plan: so many MiB FlashInfer advises.
 WORKSPACES = tuple(jax.ShapeDtypeStruct((size << 20,), jnp.uint8) for size in (128, 8))
 
-# FlashInfer's codes.
+# What FlashInfer's functions take that is the same in every call. The queries are scaled already.
 NO_POSITIONS, NHD, CAUSAL, WHOLE_CONTEXT = 0, 0, 1, -1
 NO_CAP, SCALE, ROPE = 0.0, 1.0, (1.0, 1.0)
+NO_CUDA_GRAPH, NO_EARLY_LAUNCH = False, False
+ANY_SPLIT = -1, False, 0, 0
 
 
 class HostPlan(NamedTuple):
@@ -61,9 +63,9 @@ def kernels() -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about themselves
-        torch = pytest.importorskip("torch")
-        tvm_ffi = pytest.importorskip("tvm_ffi")
         jax_tvm_ffi = pytest.importorskip("jax_tvm_ffi")
+        tvm_ffi = pytest.importorskip("tvm_ffi")
+        torch = pytest.importorskip("torch")
         jit = pytest.importorskip("flashinfer.jit")
     dtypes = torch.float16, torch.float16, torch.float16, torch.int32
     kind = *dtypes, HEAD_DIM, HEAD_DIM, NO_POSITIONS, False, False
@@ -76,30 +78,30 @@ def kernels() -> None:
     def plan_memory(workspaces: Any) -> Any:
         return *workspaces, tvm_ffi.from_dlpack(np.empty(workspaces[1].shape, np.uint8))
 
-    def run_decode(out, *given):
-        *workspaces, q, k, v, _, indptr, indices, last_page_len, _, kv_indptr = given
-        heads = NUM_Q_HEADS, NUM_KV_HEADS
+    def run_decode(out, *operands):
+        *workspaces, q, k, v, _, indptr, indices, last_page_len, _, kv_indptr = operands
         plan = decode.plan(
-            *plan_memory(workspaces), on_host(kv_indptr), q.shape[0], *heads, k.shape[1], False,
-            WHOLE_CONTEXT, NO_CAP, HEAD_DIM, HEAD_DIM, q, k,
+            *plan_memory(workspaces), on_host(kv_indptr), q.shape[0], NUM_Q_HEADS, NUM_KV_HEADS,
+            k.shape[1], NO_CUDA_GRAPH, WHOLE_CONTEXT, NO_CAP, HEAD_DIM, HEAD_DIM, q, k,
         )  # fmt: skip
         decode.run(
             *workspaces, plan, q, k, v, indptr, indices, last_page_len, out, None,
-            NHD, WHOLE_CONTEXT, False, None, NO_CAP, SCALE, *ROPE,
+            NHD, WHOLE_CONTEXT, NO_EARLY_LAUNCH, None, NO_CAP, SCALE, *ROPE,
         )  # fmt: skip
 
-    def run_prefill(out, *given):
-        *workspaces, q, k, v, starts, indptr, indices, last_page_len, qo_indptr, kv_indptr = given
+    def run_prefill(out, *operands):
+        *workspaces, q, k, v, starts, indptr, indices, last_page_len = operands[:-2]
+        qo_indptr, kv_indptr = operands[-2:]
         rows, page_size = len(qo_indptr) - 1, k.shape[1]
         lens = np.diff(list(kv_indptr)) * page_size
         plan = prefill.plan(
             *plan_memory(workspaces), *map(on_host, (qo_indptr, kv_indptr, lens)), qo_indptr[-1],
-            rows, NUM_Q_HEADS, NUM_KV_HEADS, page_size, False, HEAD_DIM, HEAD_DIM, True,
-            WHOLE_CONTEXT, -1, False, 0, 0,
+            rows, NUM_Q_HEADS, NUM_KV_HEADS, page_size, NO_CUDA_GRAPH, HEAD_DIM, HEAD_DIM,
+            bool(CAUSAL), WHOLE_CONTEXT, *ANY_SPLIT,
         )  # fmt: skip
         prefill.paged_run(
             *workspaces, plan, q, k, v, starts, indptr, indices, last_page_len, out, None,
-            CAUSAL, NHD, WHOLE_CONTEXT, False, *[None] * 8, NO_CAP, SCALE, *ROPE, 0,
+            CAUSAL, NHD, WHOLE_CONTEXT, NO_EARLY_LAUNCH, *[None] * 8, NO_CAP, SCALE, *ROPE, 0,
         )  # fmt: skip
 
     for name, function in (DECODE, run_decode), (PREFILL, run_prefill):
