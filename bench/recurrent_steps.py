@@ -18,6 +18,7 @@ the error of that says how well.
 import functools
 import gc
 import math
+import random
 import statistics
 import time
 from collections import deque
@@ -249,15 +250,16 @@ class Case:
     def samples(self, budget: float) -> dict[str, list[float]]:
         """Seconds of a step in each way, round by round, for about `budget` seconds.
 
-        In each round the ways take turns, and another one begins, so that clocks meet them all.
+        In each round the ways take turns in another order: how hot a GPU is, and so how fast,
+        depends on what ran before.
         """
         taken: dict[str, list[float]] = {way: [] for way in (*WAYS, ALONE)}
         begin = time.perf_counter()
-        ways = deque(taken)
+        ways, shuffle = list(taken), random.Random(0).shuffle
         while len(taken[ALONE]) < MIN_ROUNDS or time.perf_counter() - begin < budget:
+            shuffle(ways)
             for way in ways:
                 taken[way].append(self.seconds(way))
-            ways.rotate()
         return taken
 
     def seconds(self, way: str) -> float:

@@ -197,9 +197,19 @@ def physical_to_logical(batch: BatchMetadata, num_blocks: int) -> Any:
     used = column < cdiv(batch.seq_lens, batch.block_size)[:, None]
     used &= batch.block_table != NULL_BLOCK
     block = jnp.where(used, batch.block_table, num_blocks)
-    nowhere = jnp.full((rows, num_blocks), -1, dtype)
     places = jnp.broadcast_to(column.astype(dtype), block.shape)
-    return nowhere.at[row, block].max(places, mode="drop")
+    return _nowhere((rows, num_blocks), dtype).at[row, block].max(places, mode="drop")
+
+
+def _nowhere(shape: tuple[int, int], dtype: Any) -> Any:
+    """-1 everywhere."""
+    if dtype == jnp.int32:
+        return jnp.full(shape, -1, dtype)
+    # XLA takes as long to fill an array of two bytes an element as one of four, so fill with pairs,
+    # and keep it from seeing that their halves are alike.
+    size = math.prod(shape)
+    pairs = jax.lax.optimization_barrier(jnp.full(cdiv(size, 2), -1, jnp.int32))
+    return jax.lax.bitcast_convert_type(pairs, dtype).reshape(-1)[:size].reshape(shape)
 
 
 # --------------------------------------------------------------------------------------------------
