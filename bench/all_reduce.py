@@ -159,7 +159,9 @@ class Bench:
                     self._failed(f"{where}: {reason}: {told[reason]}", recorded=not unserved)
             if times := over_ranks(answers):
                 self.times.setdefault((setting, name), {})[num_bytes] = times
-                ran_here = told.get("names") or [told.get("algorithm", way)]
+                ran_here = [told.get("algorithm", way)]
+                if way == PSUM and "names" in told:
+                    ran_here = told["names"]
                 self.names[setting, name, num_bytes] = " + ".join(map(short_name, ran_here))
 
     def _failed(self, why: str, *, recorded: bool = True) -> None:

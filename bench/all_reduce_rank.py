@@ -2,10 +2,11 @@
 
 `python -m bench.all_reduce_rank REQUEST` drives all devices, or one of them where several processes
 do the work. For each size and each way it prints a line of JSON: {"bytes", "way", "algorithm",
-"pair", "alone"}, later one with "kernels", or why not: "refused", "failed", "unprofiled". Seconds of a pair of an all-reduce and
-a product, and of an all-reduce in a chain of nothing else, are by wall clock over calls that follow
-each other. "kernels" holds a list for each GPU of this process: the seconds that each all-reduce of
-the pairs took there.
+"pair", "alone"}, later one with "kernels", or why not: "refused", "failed", "unprofiled". Seconds
+of a pair of an all-reduce and a product, and of an all-reduce in a chain of nothing else, are by
+wall clock over calls that follow each other. "kernels" holds a list for each GPU of this process:
+the seconds that each all-reduce of the pairs took there. Nothing depends on a clock that decides
+how much is run: all ranks run the same.
 """
 
 import contextlib
@@ -30,8 +31,9 @@ from bench import kernels, timing
 
 AXIS = "tp"
 CHOSEN, PSUM = "chosen", "psum"
-LONG, LONG_MAX_BYTES, SHORT = 128, 256 << 10, 16  # calls of a chain, by bytes of a message
-SAMPLE_SECONDS, MOST_CALLS, REPEATS = 0.01, 20, 3
+# The largest message, all-reduces of a chain, and calls of it that follow each other.
+CHAINS = ((256 << 10, 128, 10), (4 << 20, 64, 10), (1 << 62, 16, 4))
+QUICK_LENGTH, REPEATS = 4, 3
 PROFILED_CALLS = 4
 PAUSE_SECONDS = 0.03  # between what is profiled; far more than between kernels of one program
 COMPILERS = min(16, os.cpu_count() or 1)
@@ -71,6 +73,7 @@ class Program:
     way: str
     algorithm: str
     length: int
+    calls: int
     pairs: Callable[[Any], Any]
     alone: Callable[[Any], Any]
     operand: Any
@@ -94,9 +97,7 @@ class Program:
             ("pair", self.pairs, self.operand),
             ("alone", self.alone, self.zeros),
         ):
-            once, state = timing.single_call(chain, state, repeats=2)
-            calls = max(2, min(MOST_CALLS, int(SAMPLE_SECONDS / once.done)))
-            taken, _ = timing.seconds_per_call(chain, state, calls=calls, repeats=REPEATS)
+            taken, _ = timing.seconds_per_call(chain, state, calls=self.calls, repeats=REPEATS)
             found[name] = taken / self.length
         return found
 
@@ -140,8 +141,8 @@ class Bench:
     def lower(self, num_bytes: int, way: str) -> tuple[Program, list[Any]]:
         """A program of which the two chains are traced only; raises as `all_reduce`."""
         world, count = self.request.world, num_bytes // 2
-        length = LONG if num_bytes <= LONG_MAX_BYTES else SHORT
-        length = 4 if self.request.quick else length
+        _, length, calls = next(chain for chain in CHAINS if num_bytes <= chain[0])
+        length = QUICK_LENGTH if self.request.quick else length
         # Every sum on the way, in any order, is a multiple of `world` that bfloat16 holds.
         values = np.arange(count)[None] + 3 * np.arange(world)[:, None]
         rows = (values % 8 * world).astype(jnp.bfloat16)
@@ -159,7 +160,7 @@ class Bench:
 
         traced = [self._chain(body, length).lower(operand) for body in (pair, alone)]
         program = Program(
-            num_bytes, way, self.algorithm(num_bytes, way), length,
+            num_bytes, way, self.algorithm(num_bytes, way), length, calls,
             *(_never, _never), operand, zeros, rows.astype(np.float32).mean(0).astype(rows.dtype),
         )  # fmt: skip
         return program, traced
@@ -265,7 +266,8 @@ def _between_pauses(events: Sequence[kernels.Event]) -> list[list[kernels.Event]
 
 def reductions(events: Sequence[kernels.Event]) -> list[float]:
     """Seconds of each all-reduce: of its kernels, and of copies and fills right before them."""
-    seconds, before, inside = [], 0.0, False
+    seconds: list[float] = []
+    before, inside = 0.0, False
     for event in events:
         taken = (event.end - event.start) / 1e9
         if STAGING.search(event.name):
@@ -286,10 +288,9 @@ def _devices(request: Request) -> list[jax.Device]:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 1 if request.rank is not None else request.world)
     if request.rank is not None:
-        here = {"local_device_ids": [request.rank]} if request.platform == "gpu" else {}
         jax.distributed.initialize(
             f"127.0.0.1:{request.port}", request.world, request.rank,
-            initialization_timeout=60, **here,
+            local_device_ids=[request.rank] if request.platform == "gpu" else None,
         )  # fmt: skip
     return jax.devices()[: request.world]
 
