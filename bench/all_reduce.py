@@ -33,11 +33,12 @@ import jax
 
 from bench import processes
 from bench.all_reduce_rank import CHOSEN, PSUM
-from bench.results import Results, arguments
+from bench.results import Results, Row, arguments
 from jaxkv import env
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB << i for i in (0, 2, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)]
+MAIN_SIZES = (KIB, 32 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB)  # of a summary
 WORLDS = (2, 4, 8)
 GPU_TIME, FASTEST = "GPU time", "GPU time, fastest"
 ALONE, PAIR = "call in a chain", "pair in a chain"
@@ -249,6 +250,15 @@ class Bench:
                 lines.append("  ".join(cells))
         title = "ours/psum/best of PyTorch, us, and the ratio that a target is about: "
         return f"{self.world} devices, {title}{GPU_TIME}, {ALONE}, {PAIR}\n" + "\n".join(lines)
+
+
+def rows_by_case(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
+    """The rows of each case, by metric."""
+    found: dict[Case, dict[str, Row]] = {}
+    for row in rows:
+        if case := Case.parse(row.case):
+            found.setdefault(case, {})[row.metric] = row
+    return found
 
 
 def xla_flags() -> dict[str, str]:

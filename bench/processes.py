@@ -87,10 +87,9 @@ def _wait(started: list[subprocess.Popen], timeout_s: float) -> str | None:
     """Waits for all and leaves none; the reason if one had to be killed or failed."""
     failure = None
     end = time.monotonic() + timeout_s
-    while any(process.poll() is None for process in started):
-        failed = [process.returncode for process in started if process.returncode]
-        if failed and not failure:
-            failure = f"exit code {failed[0]}"
+    while None in (codes := [process.poll() for process in started]):
+        if any(codes) and not failure:
+            failure = f"exit code {next(filter(None, codes))}"
             end = min(end, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > end:
             failure = failure or f"not done after {timeout_s:g} s"
