@@ -90,7 +90,7 @@ def measure(cell: Cell) -> Seconds:
         for array, spec in zip(_operand(cell), (PartitionSpec(AXIS), PartitionSpec()), strict=True)
     )
     for algorithm in ALGORITHMS:
-        if not serves(memory, cell.num_bytes, cell.dtype, algorithm):
+        if not serves(memory, cell.dtype, algorithm, cell.num_bytes):
             continue
         step, calls = _chain(memory, cell, algorithm)
         summed = step(operand)
@@ -101,7 +101,7 @@ def measure(cell: Cell) -> Seconds:
     return found
 
 
-def serves(memory: SymmetricMemory, num_bytes: int, dtype: str, algorithm: str) -> bool:
+def serves(memory: SymmetricMemory, dtype: str, algorithm: str, num_bytes: int) -> bool:
     """Whether an algorithm takes messages of so many bytes."""
     count = num_bytes // jnp.dtype(dtype).itemsize
     message = jax.ShapeDtypeStruct((count,), dtype)
@@ -197,19 +197,17 @@ def table_of(measured: Mapping[Cell, Seconds], how: str) -> Table:
     """The table for this device kind; packaged rules for numbers of devices not measured."""
     kind = jax.local_devices()[0].device_kind
     rules = dict(packaged_table(kind).rules)
-    for world in sorted({cell.world_size for cell in measured}):
+    worlds = sorted({cell.world_size for cell in measured})
+    for world in worlds:
         sizes: dict[int, list[Seconds]] = {}
         for cell, seconds in measured.items():
             if cell.world_size == world:
                 sizes.setdefault(cell.num_bytes, []).append(seconds)
-        memory = _memory(world)
-        found = rules_of(sizes, lambda name, size: serves(memory, size, DTYPES[0], name))  # noqa: B023
-        rules[world] = tuple(found)
-    worlds = ", ".join(str(world) for world in sorted({cell.world_size for cell in measured}))
+        rules[world] = tuple(rules_of(sizes, functools.partial(serves, _memory(world), DTYPES[0])))
     return Table(
         name=f"{tuning.slug(kind)}.json",
         device_kind=kind,
-        how=f"{how}, on {worlds} devices",
+        how=f"{how}, on {', '.join(map(str, worlds))} devices",
         commit=_commit(),
         date=env.date(),
         versions=_versions(),

@@ -257,7 +257,8 @@ def test_a_step_with_wrong_sums_is_found(monkeypatch):
 def test_a_step_is_held_against_psum(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     found = Results("tensor_parallel")
-    stack = type("Stack", (), {"world": 2, "model": tensor_parallel.SMALL})
+    stack = tensor_parallel.Stack.__new__(tensor_parallel.Stack)
+    stack.world, stack.model = 2, tensor_parallel.SMALL
     seconds = {
         tensor_parallel.OURS: 8e-3,
         tensor_parallel.PSUM: 1e-2,
