@@ -35,7 +35,7 @@ CHOSEN, PSUM = "chosen", "psum"
 CHAINS = ((256 << 10, 128, 10), (4 << 20, 64, 10), (1 << 62, 16, 4))
 QUICK_CHAIN, REPEATS = (4, 2), 3  # few, as the CPU backend starves where many collectives queue
 PROFILED_CALLS = 4
-PAUSE_SECONDS = 0.03  # between what is profiled; far more than between kernels of one program
+PAUSE_SECONDS = 0.05  # between what is profiled; far more than between kernels of one program
 COMPILERS = min(16, os.cpu_count() or 1)
 REDUCING = re.compile("all.?reduce|nccl|shot|latency|multimem", re.IGNORECASE)
 STAGING = re.compile("memcpy|memset", re.IGNORECASE)
@@ -87,7 +87,8 @@ class Program:
     def verify(self) -> None:
         """Raises AssertionError if the pairs give wrong sums."""
         for shard in self.pairs(self.operand).addressable_shards:
-            if not np.array_equal(np.asarray(shard.data)[0], self.expected):
+            found = np.asarray(shard.data)[0]
+            if not np.array_equal(found.view(np.uint16), self.expected.view(np.uint16)):
                 raise AssertionError("wrong sums")
 
     def seconds(self) -> dict[str, float]:
@@ -138,31 +139,40 @@ class Bench:
         told = jaxkv.explain(self.memory.all_reduce, message, AXIS)
         return told.partition(": ")[2].split(" ")[0]
 
-    def lower(self, num_bytes: int, way: str) -> tuple[Program, list[Any]]:
-        """A program of which the two chains are traced only; raises as `all_reduce`."""
+    def operands(self, num_bytes: int) -> tuple[Any, Any, np.ndarray]:
+        """An operand, zeros, and the mean of the operand's rows.
+
+        Every sum on the way is a multiple of the number of ranks, and bfloat16 holds it exactly.
+        """
         world, count = self.request.world, num_bytes // 2
+        pattern = (np.arange(8)[None] + 3 * np.arange(world)[:, None]) % 8
+        rows = [np.resize((row * world).astype(jnp.bfloat16), count) for row in pattern]
+        put = functools.partial(
+            jax.make_array_from_callback, (world, count), self.sharding, dtype=jnp.bfloat16
+        )
+
+        def row_of(index: Any) -> np.ndarray:
+            return rows[index[0].start or 0][None]
+
+        operand, zeros = put(row_of), put(lambda _: np.zeros((1, count), jnp.bfloat16))
+        return operand, zeros, np.resize(pattern.sum(0).astype(jnp.bfloat16), count)
+
+    def lower(self, num_bytes: int, way: str, operands: Any) -> tuple[Program, list[Any]]:
+        """A program of which the two chains are traced only; raises as `all_reduce`."""
         _, length, calls = next(chain for chain in CHAINS if num_bytes <= chain[0])
         length, calls = QUICK_CHAIN if self.request.quick else (length, calls)
-        # Every sum on the way, in any order, is a multiple of `world` that bfloat16 holds.
-        values = np.arange(count)[None] + 3 * np.arange(world)[:, None]
-        rows = (values % 8 * world).astype(jnp.bfloat16)
-        put = functools.partial(jax.make_array_from_callback, rows.shape, self.sharding)
-        operand = put(lambda index: rows[index])
-        zeros = put(lambda index: np.zeros_like(rows[index]))
 
         @jax.jit
         def pair(x: Any) -> Any:
-            return self.reduce(x, way) * (1 / world)
+            return self.reduce(x, way) * (1 / self.request.world)
 
         @jax.jit
         def alone(x: Any) -> Any:
             return self.reduce(x, way)
 
-        traced = [self._chain(body, length).lower(operand) for body in (pair, alone)]
-        program = Program(
-            num_bytes, way, self.algorithm(num_bytes, way), length, calls,
-            *(_never, _never), operand, zeros, rows.astype(np.float32).mean(0).astype(rows.dtype),
-        )  # fmt: skip
+        traced = [self._chain(body, length).lower(operands[0]) for body in (pair, alone)]
+        algorithm = self.algorithm(num_bytes, way)
+        program = Program(num_bytes, way, algorithm, length, calls, _never, _never, *operands)
         return program, traced
 
     def _chain(self, body: Callable[[Any], Any], length: int) -> Any:
@@ -181,9 +191,10 @@ class Bench:
         """All that compile and give right sums; what doesn't is told."""
         lowered = []
         for num_bytes in self.request.sizes:
+            operands = self.operands(num_bytes)
             for way in self.ways:
                 try:
-                    lowered.append(self.lower(num_bytes, way))
+                    lowered.append(self.lower(num_bytes, way, operands))
                 except NotImplementedError as error:
                     _tell({"bytes": num_bytes, "way": way, "refused": str(error)})
         with ThreadPoolExecutor(COMPILERS) as pool:
@@ -235,21 +246,21 @@ def profiled(programs: Sequence[Program]) -> list[dict[str, Any]]:
             time.sleep(PAUSE_SECONDS)
 
     try:
-        devices = [_between_pauses(events) for events in kernels.trace(run)]
+        devices = [_between_pauses(events) for events in kernels.trace(run) if events]
     except Exception as error:  # the wall clock's figures are worth having without it
         return [{"unprofiled": f"{type(error).__name__}: {error}"}] * len(programs)
     found: list[dict[str, Any]] = []
     for number, program in enumerate(programs):
-        count = PROFILED_CALLS * program.length
-        here = [device[number] if len(device) == len(programs) else [] for device in devices]
+        here = [device[number] for device in devices if len(device) == len(programs)]
         seconds = [reductions(events) for events in here]
-        if not devices or any(len(listed) != count for listed in seconds):
-            told = f"{count} all-reduces, but the profile has {[*map(len, seconds)]}"
-            names = sorted({event.name for events in here for event in events})
-            found.append({"kernels": [], "unprofiled": f"{told}; of all kernels {names}"})
-            continue
-        names = sorted({event.name for event in here[0] if REDUCING.search(event.name)})
-        found.append({"kernels": seconds, "names": names})
+        wanted = [PROFILED_CALLS * program.length] * len(program.operand.addressable_shards)
+        if [*map(len, seconds)] == wanted:
+            names = {event.name for event in here[0] if REDUCING.search(event.name)}
+            found.append({"kernels": seconds, "names": sorted(names)})
+        else:
+            others = sorted({event.name for events in here for event in events})
+            told = f"all-reduces should be {wanted}, are {[*map(len, seconds)]}, among {others}"
+            found.append({"unprofiled": f"{told}; programs: {[*map(len, devices)]}"})
     return found
 
 

@@ -108,6 +108,42 @@ def test_programs_are_told_apart_by_pauses():
     assert [[event.name for event in part] for part in parts] == [["a", "b"], ["c"]]
 
 
+def profile_of(rank, monkeypatch, devices):
+    """What is read from a profile of two programs, whose devices did as told."""
+    programs = [rank.lower(KIB, way, rank.operands(KIB))[0] for way in ("one_shot", PSUM)]
+    for program in programs:
+        program.pairs = lambda x: x
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(all_reduce_rank.kernels, "trace", lambda run: run() or devices)
+    return all_reduce_rank.profiled(programs)
+
+
+def calls_of(name, count, microseconds, start=0.0):
+    """Pairs of an all-reduce and a product, 20 us apart."""
+    return [
+        Event(start + 20e3 * i + begin, start + 20e3 * i + begin + 1e3 * length, kernel)
+        for i in range(count)
+        for kernel, begin, length in ((name, 0, microseconds), ("loop_multiply_fusion", 15e3, 1))
+    ]
+
+
+def test_a_profile_is_shared_out_among_programs_and_devices(rank, monkeypatch):
+    count = all_reduce_rank.PROFILED_CALLS * all_reduce_rank.QUICK_CHAIN[0]
+    devices = [
+        calls_of("one_shot_kernel", count, us) + calls_of("ncclDevKernel", count, us + 1, 1e9)
+        for us in (3, 4)
+    ]
+    ours, psum = profile_of(rank, monkeypatch, [*devices, []])  # one GPU does not take part
+    assert [one[0] for one in ours["kernels"]] == pytest.approx([3e-6, 4e-6])
+    assert {len(one) for one in ours["kernels"]} == {count}
+    assert [one[-1] for one in psum["kernels"]] == pytest.approx([4e-6, 5e-6])
+    assert psum["names"] == ["ncclDevKernel"]
+    ours, psum = profile_of(rank, monkeypatch, [one[:-2] for one in devices])
+    assert ours["kernels"] and "ncclDevKernel" in psum["unprofiled"]
+    for devices in ([], [calls_of("fusion", 4, 1)] * 2):
+        assert all("unprofiled" in one for one in profile_of(rank, monkeypatch, devices))
+
+
 def test_the_rank_that_came_last_counts():
     answers = [
         {"kernels": [[9e-6, 3e-6, 3e-6]], "alone": 4e-6, "pair": 6e-6},
