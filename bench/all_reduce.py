@@ -109,7 +109,7 @@ class Bench:
     """All settings of one number of devices."""
 
     def __init__(self, results: Results, platform: str, world: int, *, quick: bool):
-        self.results, self.platform, self.world, self.quick = results, platform, world, quick
+        self.results, self.platform, self.world = results, platform, world
         self.sizes = [SIZES[0], SIZES[2]] if platform == "cpu" else SIZES[::3] if quick else SIZES
         self.times: Times = {}
         self.names: Names = {}
@@ -120,7 +120,11 @@ class Bench:
         self._run_each(TORCH, "bench.torch_all_reduce", {"sizes": self.sizes, "world": self.world})
         for name, flags in xla_flags().items():
             xla = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
-            self._run(ONE_PROCESS, [self._request([PSUM])], PEER_TIMEOUT_S, xla, {PSUM: name})
+            request = {
+                **self._request([PSUM]),
+                "sizes": self.sizes[:: 2 if len(self.sizes) > 2 else 1],
+            }
+            self._run(ONE_PROCESS, [request], PEER_TIMEOUT_S, xla, {PSUM: name})
         self._record()
         if self.platform == "gpu":
             self._record_targets()
@@ -128,7 +132,7 @@ class Bench:
     def _request(self, ways: list[str] | None) -> dict[str, Any]:
         return {
             "platform": self.platform, "world": self.world, "ways": ways, "sizes": self.sizes,
-            "quick": self.quick or self.platform == "cpu",
+            "quick": self.platform == "cpu",
         }  # fmt: skip
 
     def _run_each(self, setting: str, module: str, request: dict[str, Any]) -> None:

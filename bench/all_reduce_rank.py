@@ -3,10 +3,10 @@
 `python -m bench.all_reduce_rank REQUEST` drives all devices, or one of them where several processes
 do the work. For each size and each way it prints a line of JSON: {"bytes", "way", "algorithm",
 "pair", "alone"}, later one with "kernels", or why not: "refused", "failed", "unprofiled". Seconds
-of a pair of an all-reduce and a product, and of an all-reduce in a chain of nothing else, are by
-wall clock over calls that follow each other. "kernels" holds a list for each GPU of this process:
-the seconds that each all-reduce of the pairs took there. Nothing depends on a clock that decides
-how much is run: all ranks run the same.
+of a pair of an all-reduce and a product, and (of what is chosen and of psum) of an all-reduce in a
+chain of nothing else, are by wall clock over calls that follow each other. "kernels" holds a list
+for each GPU of this process: the seconds that each all-reduce of the pairs took there. All ranks
+run the same: no clock decides how much.
 """
 
 import contextlib
@@ -67,17 +67,25 @@ class Request:
 
 @dataclasses.dataclass
 class Program:
-    """Chains of one way and size, compiled, and the arrays that they start from."""
+    """Chains of one way and size.
+
+    Attributes:
+      num_bytes, way: what is reduced, and how.
+      algorithm: the one that `way` comes to.
+      length: all-reduces of a chain.
+      calls: of a chain that follow each other.
+      chains: "pair" and, of some ways, "alone": traced, later compiled.
+      operands: what each of them starts from.
+      expected: a row of what the pairs give.
+    """
 
     num_bytes: int
     way: str
     algorithm: str
     length: int
     calls: int
-    pairs: Callable[[Any], Any]
-    alone: Callable[[Any], Any]
-    operand: Any
-    zeros: Any
+    chains: dict[str, Any]
+    operands: dict[str, Any]
     expected: np.ndarray
 
     def answer(self) -> dict[str, Any]:
@@ -86,7 +94,7 @@ class Program:
 
     def verify(self) -> None:
         """Raises AssertionError if the pairs give wrong sums."""
-        for shard in self.pairs(self.operand).addressable_shards:
+        for shard in self.chains["pair"](self.operands["pair"]).addressable_shards:
             found = np.asarray(shard.data)[0]
             if not np.array_equal(found.view(np.uint16), self.expected.view(np.uint16)):
                 raise AssertionError("wrong sums")
@@ -94,11 +102,10 @@ class Program:
     def seconds(self) -> dict[str, float]:
         """Wall clock of an all-reduce in each of the chains."""
         found = {}
-        for name, chain, state in (
-            ("pair", self.pairs, self.operand),
-            ("alone", self.alone, self.zeros),
-        ):
-            taken, _ = timing.seconds_per_call(chain, state, calls=self.calls, repeats=REPEATS)
+        for name, chain in self.chains.items():
+            taken, _ = timing.seconds_per_call(
+                chain, self.operands[name], calls=self.calls, repeats=REPEATS
+            )
             found[name] = taken / self.length
         return found
 
@@ -139,8 +146,8 @@ class Bench:
         told = jaxkv.explain(self.memory.all_reduce, message, AXIS)
         return told.partition(": ")[2].split(" ")[0]
 
-    def operands(self, num_bytes: int) -> tuple[Any, Any, np.ndarray]:
-        """An operand, zeros, and the mean of the operand's rows.
+    def operands(self, num_bytes: int) -> tuple[dict[str, Any], np.ndarray]:
+        """What chains start from, and the mean of the rows that the pairs start from.
 
         Every sum on the way is a multiple of the number of ranks, and bfloat16 holds it exactly.
         """
@@ -154,26 +161,30 @@ class Bench:
         def row_of(index: Any) -> np.ndarray:
             return rows[index[0].start or 0][None]
 
-        operand, zeros = put(row_of), put(lambda _: np.zeros((1, count), jnp.bfloat16))
-        return operand, zeros, np.resize(pattern.sum(0).astype(jnp.bfloat16), count)
+        # Without products sums grow; zeros don't.
+        starts = {"pair": put(row_of), "alone": put(lambda _: np.zeros((1, count), jnp.bfloat16))}
+        return starts, np.resize(pattern.sum(0).astype(jnp.bfloat16), count)
 
-    def lower(self, num_bytes: int, way: str, operands: Any) -> tuple[Program, list[Any]]:
-        """A program of which the two chains are traced only; raises as `all_reduce`."""
+    def lower(self, num_bytes: int, way: str, operands: Any) -> Program:
+        """A program whose chains are traced only; raises as `all_reduce`."""
         _, length, calls = next(chain for chain in CHAINS if num_bytes <= chain[0])
         length, calls = QUICK_CHAIN if self.request.quick else (length, calls)
-
-        @jax.jit
-        def pair(x: Any) -> Any:
-            return self.reduce(x, way) * (1 / self.request.world)
 
         @jax.jit
         def alone(x: Any) -> Any:
             return self.reduce(x, way)
 
-        traced = [self._chain(body, length).lower(operands[0]) for body in (pair, alone)]
+        @jax.jit
+        def pair(x: Any) -> Any:
+            return self.reduce(x, way) * (1 / self.request.world)
+
+        bodies = {"pair": pair, "alone": alone} if way in (CHOSEN, PSUM) else {"pair": pair}
+        starts, expected = operands
+        chains = {
+            name: self._chain(body, length).lower(starts[name]) for name, body in bodies.items()
+        }
         algorithm = self.algorithm(num_bytes, way)
-        program = Program(num_bytes, way, algorithm, length, calls, _never, _never, *operands)
-        return program, traced
+        return Program(num_bytes, way, algorithm, length, calls, chains, starts, expected)
 
     def _chain(self, body: Callable[[Any], Any], length: int) -> Any:
         def chain(x: Any) -> Any:
@@ -199,12 +210,12 @@ class Bench:
                     _tell({"bytes": num_bytes, "way": way, "refused": str(error)})
         with ThreadPoolExecutor(COMPILERS) as pool:
             waiting = [
-                (program, [pool.submit(one.compile) for one in traced])
-                for program, traced in lowered
+                {name: pool.submit(chain.compile) for name, chain in program.chains.items()}
+                for program in lowered
             ]
-            for program, (pairs, alone) in waiting:
+            for program, compiling in zip(lowered, waiting, strict=True):
                 with _told(program):
-                    program.pairs, program.alone = pairs.result(), alone.result()
+                    program.chains = {name: one.result() for name, one in compiling.items()}
                     program.verify()
                     yield program
 
@@ -239,9 +250,9 @@ def profiled(programs: Sequence[Program]) -> list[dict[str, Any]]:
 
     def run() -> None:
         for program in programs:
-            state = program.operand
+            state = program.operands["pair"]
             for _ in range(PROFILED_CALLS):
-                state = program.pairs(state)
+                state = program.chains["pair"](state)
             jax.block_until_ready(state)
             time.sleep(PAUSE_SECONDS)
 
@@ -253,7 +264,9 @@ def profiled(programs: Sequence[Program]) -> list[dict[str, Any]]:
     for number, program in enumerate(programs):
         here = [device[number] for device in devices if len(device) == len(programs)]
         seconds = [reductions(events) for events in here]
-        wanted = [PROFILED_CALLS * program.length] * len(program.operand.addressable_shards)
+        wanted = [PROFILED_CALLS * program.length] * len(
+            program.operands["pair"].addressable_shards
+        )
         if [*map(len, seconds)] == wanted:
             names = {event.name for event in here[0] if REDUCING.search(event.name)}
             found.append({"kernels": seconds, "names": sorted(names)})
@@ -304,10 +317,6 @@ def _devices(request: Request) -> list[jax.Device]:
             local_device_ids=[request.rank] if request.platform == "gpu" else None,
         )  # fmt: skip
     return jax.devices()[: request.world]
-
-
-def _never(_: Any) -> Any:
-    raise AssertionError("not compiled yet")
 
 
 def _tell(answer: dict[str, Any]) -> None:

@@ -110,9 +110,9 @@ def test_programs_are_told_apart_by_pauses():
 
 def profile_of(rank, monkeypatch, devices):
     """What is read from a profile of two programs, whose devices did as told."""
-    programs = [rank.lower(KIB, way, rank.operands(KIB))[0] for way in ("one_shot", PSUM)]
+    programs = [rank.lower(KIB, way, rank.operands(KIB)) for way in ("one_shot", PSUM)]
     for program in programs:
-        program.pairs = lambda x: x
+        program.chains = {"pair": lambda x: x}
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(all_reduce_rank.kernels, "trace", lambda run: run() or devices)
     return all_reduce_rank.profiled(programs)
