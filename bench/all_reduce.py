@@ -120,10 +120,8 @@ class Bench:
         self._run_each(TORCH, "bench.torch_all_reduce", {"sizes": self.sizes, "world": self.world})
         for name, flags in xla_flags().items():
             xla = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
-            request = {
-                **self._request([PSUM]),
-                "sizes": self.sizes[:: 2 if len(self.sizes) > 2 else 1],
-            }
+            sizes = [size for size in self.sizes if size in MAIN_SIZES]
+            request = {**self._request([PSUM]), "sizes": sizes}
             self._run(ONE_PROCESS, [request], PEER_TIMEOUT_S, xla, {PSUM: name})
         self._record()
         if self.platform == "gpu":

@@ -128,10 +128,10 @@ class Bench:
             self.memory = jaxkv.SymmetricMemory.create(
                 self.mesh, AXIS, max_bytes=max(self.request.sizes), timeout_s=TIMEOUT_S
             )
-        except NotImplementedError as error:
+        except (NotImplementedError, RuntimeError) as error:
             for way in self.ways:
                 if way != PSUM:
-                    _tell({"way": way, "refused": str(error)})
+                    _tell({"way": way, "refused": f"{type(error).__name__}: {error}"})
             self.ways = [PSUM]
 
     def reduce(self, x: Any, way: str) -> Any:
