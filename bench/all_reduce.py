@@ -152,20 +152,30 @@ class Bench:
         what = ", ".join([f"{self.world} devices", setting, *(renamed or {}).values()])
         if ran.failure:
             self._failed(f"{what}: {ran.failure}")
+        renamed = renamed or {}
+        self._tell_reasons(what, ran.answers, renamed)
         for way, num_bytes, answers in together(ran.answers):
-            name = (renamed or {}).get(way, way)
-            told = {**answers[0], **answers[-1]}
-            where = f"{what}, {size_text(num_bytes) if num_bytes else 'all sizes'}: {name}"
-            for reason in ("refused", "failed", "unprofiled"):
-                if reason in told:
-                    unserved = reason == "refused" and num_bytes > 0
-                    self._failed(f"{where}: {reason}: {told[reason]}", recorded=not unserved)
             if times := over_ranks(answers):
+                name, told = renamed.get(way, way), answers[0]
                 self.times.setdefault((setting, name), {})[num_bytes] = times
                 ran_here = [told.get("algorithm", way)]
                 if way == PSUM and "names" in told:
-                    ran_here = told["names"]
-                self.names[setting, name, num_bytes] = " + ".join(map(short_name, ran_here))
+                    ran_here = [*map(short_name, told["names"])]
+                self.names[setting, name, num_bytes] = " + ".join(ran_here)
+
+    def _tell_reasons(
+        self, what: str, ranks: Sequence[Sequence[dict[str, Any]]], renamed: dict[str, str]
+    ) -> None:
+        """Why a way was not measured; what several ranks say once."""
+        reasons: dict[str, bool] = {}
+        for answer in (answer for answers in ranks for answer in answers):
+            size = size_text(answer["bytes"]) if "bytes" in answer else "all sizes"
+            for reason in {"refused", "failed", "unprofiled"} & {*answer}:
+                name = renamed.get(answer["way"], answer["way"])
+                told = f"{what}, {size}: {name}: {reason}: {answer[reason]}"
+                reasons[told] = reason != "refused" or "bytes" not in answer
+        for told, recorded in reasons.items():
+            self._failed(told, recorded=recorded)
 
     def _failed(self, why: str, *, recorded: bool = True) -> None:
         """Says what was not measured; unless an algorithm does not serve a size, in a row too."""
@@ -236,10 +246,9 @@ class Bench:
         """What the table chooses, beside its peers, in words."""
         lines = []
         for setting in (ONE_PROCESS, MANY):
-            for size in self.sizes if (setting, CHOSEN) in self.times else []:
-                cells = [
-                    f"{setting:15} {size_text(size):>8} {self.names[setting, CHOSEN, size]:12}"
-                ]
+            for size in self.times.get((setting, CHOSEN), {}):
+                ran = self.names[setting, CHOSEN, size]
+                cells = [f"{setting:15} {size_text(size):>8} {ran:12}"]
                 for metric in (GPU_TIME, ALONE, PAIR):
                     ours = self._time(setting, CHOSEN, metric, size)
                     psum = self._time(setting, PSUM, metric, size)
@@ -277,12 +286,13 @@ def xla_flags() -> dict[str, str]:
 def together(
     ranks: Sequence[Sequence[dict[str, Any]]],
 ) -> list[tuple[str, int, list[dict[str, Any]]]]:
-    """(way, bytes, what each rank told of it), where all ranks did; bytes are 0 for all sizes."""
+    """(way, bytes, what each rank told of it), where all ranks did."""
     merged: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     for rank, answers in enumerate(ranks):
         for answer in answers:
-            key = answer["way"], answer.get("bytes", 0)
-            merged.setdefault(key, {}).setdefault(rank, {}).update(answer)
+            if "bytes" in answer:
+                key = answer["way"], answer["bytes"]
+                merged.setdefault(key, {}).setdefault(rank, {}).update(answer)
     return [
         (way, num_bytes, [told[rank] for rank in sorted(told)])
         for (way, num_bytes), told in merged.items()
@@ -293,8 +303,8 @@ def together(
 def over_ranks(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Seconds by metric: of wall clocks that of the slowest rank, of kernels as the title says."""
     found = {}
-    listed = [one for answer in answers for one in answer.get("kernels", [])]
-    if listed:
+    if all(answer.get("kernels") for answer in answers):
+        listed = [one for answer in answers for one in answer["kernels"]]
         shortest = [min(call) for call in zip(*listed, strict=False)]
         found[GPU_TIME], found[FASTEST] = statistics.median(shortest), min(shortest)
     for metric, key in ((ALONE, "alone"), (PAIR, "pair")):
@@ -323,9 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for world in (world for world in WORLDS if world <= devices):
         benches.append(Bench(results, platform, world, quick=flags.quick))
         benches[-1].measure()
+    results.save(flags.out)
     for bench in benches:
         print(bench.table())
-    results.save(flags.out)
     return 0
 
 

@@ -151,7 +151,7 @@ def test_the_rank_that_came_last_counts():
     ]
     found = all_reduce.over_ranks(answers)
     assert found == {GPU_TIME: 3e-6, FASTEST: 2e-6, ALONE: 5e-6}
-    assert all_reduce.over_ranks([{"kernels": []}]) == {}
+    assert all_reduce.over_ranks([{"kernels": [[1.0]]}, {"unprofiled": "why"}]) == {}
 
 
 def test_what_not_all_ranks_told_is_left_out():
@@ -202,6 +202,28 @@ def targets(bench):
 
 def all_sizes(setting, way, microseconds):
     return {(setting, way, size): microseconds for size in all_reduce.SIZES}
+
+
+def test_a_setting_that_fails_half_way_leaves_what_it_measured(monkeypatch, capsys):
+    ranks = [
+        [{"way": PSUM, "bytes": KIB, "alone": 2e-6, "pair": 3e-6, "kernels": [[1e-6]]}],
+        [
+            {"way": PSUM, "bytes": KIB, "alone": 2e-6, "pair": 4e-6},
+            {"way": PSUM, "bytes": KIB, "unprofiled": "no profile"},
+            {"way": CHOSEN, "bytes": MIB, "refused": "too large"},
+            {"way": CHOSEN, "bytes": KIB, "failed": "AssertionError: wrong sums"},
+        ],
+    ]
+    monkeypatch.setattr(processes, "run", lambda *_, **__: processes.Ran(ranks, "exit code 1"))
+    bench = bench_with({})
+    bench._run_each(MANY, PROGRAM, {})
+    assert bench.times == {(MANY, PSUM): {KIB: {ALONE: 2e-6, PAIR: 4e-6}}}
+    assert [row.case for row in bench.results.rows] == [
+        "2 devices, a process each: exit code 1",
+        "2 devices, a process each, 1 KiB: psum: unprofiled: no profile",
+        "2 devices, a process each, 1 KiB: chosen: failed: AssertionError: wrong sums",
+    ]
+    assert "1 MiB: chosen: refused: too large" in capsys.readouterr().out
 
 
 def test_the_worst_size_of_a_range_counts_and_the_best_peer():
