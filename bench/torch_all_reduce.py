@@ -35,43 +35,46 @@ class Rank:
         self.world, self.group = world, dist.group.WORLD.group_name
         self.stream = torch.cuda.Stream()
 
-    def calls(self, num_bytes: int) -> dict[str, Callable[[], torch.Tensor]]:
-        """Each way to reduce an array of zeros; an array for each."""
+    def ways(self, num_bytes: int) -> dict[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
+        """Each way to reduce, and the array that it takes."""
         count, operations = num_bytes // 2, torch.ops.symm_mem
-        plain = torch.zeros(count, dtype=torch.bfloat16, device=self.device)
+        plain = torch.empty(count, dtype=torch.bfloat16, device=self.device)
         shared = symmetric_memory.empty(count, dtype=torch.bfloat16, device=self.device)
         symmetric_memory.rendezvous(shared, self.group)
-        shared.zero_()
 
         def nccl() -> torch.Tensor:
             dist.all_reduce(plain)
             return plain
 
-        found = {
-            NCCL: nccl,
-            ONE_SHOT: lambda: operations.one_shot_all_reduce(shared, "sum", self.group),
-            TWO_SHOT: lambda: operations.two_shot_all_reduce_(shared, "sum", self.group),
-        }
-        for array, name in ((plain, NCCL), (shared, ONE_SHOT), (shared, TWO_SHOT)):
-            array.fill_(1)
-            self._wait()
-            if not bool((found[name]() == self.world).all()):
-                raise AssertionError(f"{name}, {num_bytes} bytes: wrong sums")
-            self._wait()
-            array.zero_()
-        return found
+        def one_shot() -> torch.Tensor:
+            return operations.one_shot_all_reduce(shared, "sum", self.group)
+
+        def two_shot() -> torch.Tensor:
+            return operations.two_shot_all_reduce_(shared, "sum", self.group)
+
+        return {NCCL: (plain, nccl), ONE_SHOT: (shared, one_shot), TWO_SHOT: (shared, two_shot)}
+
+    def verify(self, array: torch.Tensor, call: Callable[[], torch.Tensor]) -> None:
+        """Raises AssertionError if ones don't give their number; leaves zeros."""
+        array.fill_(1)
+        self.wait()
+        if not bool((call() == self.world).all()):
+            raise AssertionError("wrong sums")
+        self.wait()
+        array.zero_()
+        self.wait()
 
     def graph(self, call: Callable[[], torch.Tensor]) -> torch.cuda.CUDAGraph:
         with torch.cuda.stream(self.stream):
             call()
             call()
-            self._wait()
+            self.wait()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self.stream):
                 for _ in range(CALLS):
                     call()
             graph.replay()
-        self._wait()
+        self.wait()
         return graph
 
     def seconds(self, graph: torch.cuda.CUDAGraph) -> float:
@@ -103,7 +106,7 @@ class Rank:
             raise RuntimeError(f"{len(found)} kernels in {CALLS * PROFILED_REPLAYS} calls")
         return [(end - begin) / 1e6 for begin, end in found]
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
@@ -112,14 +115,26 @@ class Rank:
 def main(request: dict) -> None:
     rank = Rank(request["rank"], request["world"], request["port"])
     graphs = {}
+    broken = set()
     for num_bytes in request["sizes"]:
-        for way, call in rank.calls(num_bytes).items():
-            graphs[num_bytes, way] = graph, _ = rank.graph(call), call  # which holds its array
-            _tell(num_bytes, way, alone=rank.seconds(graph))
+        for way, (array, call) in rank.ways(num_bytes).items():
+            if way in broken:
+                continue
+            try:
+                rank.verify(array, call)
+                graph = rank.graph(call)
+                _tell(num_bytes, way, alone=rank.seconds(graph))
+                graphs[num_bytes, way] = graph, array  # or the array goes
+            except Exception as error:  # on all ranks alike, or the others are ended
+                broken.add(way)
+                _tell(num_bytes, way, failed=f"{type(error).__name__}: {error}"[:500])
     for (num_bytes, way), (graph, _) in graphs.items():  # last: what a profiler does stays
-        rank._wait()
-        _tell(num_bytes, way, kernels=[rank.kernels(graph)])
-    rank._wait()
+        rank.wait()
+        try:
+            _tell(num_bytes, way, kernels=[rank.kernels(graph)])
+        except RuntimeError as error:
+            _tell(num_bytes, way, unprofiled=str(error))
+    rank.wait()
     graphs.clear()
     dist.destroy_process_group()
 
