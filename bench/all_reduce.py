@@ -3,9 +3,10 @@
 Messages of bfloat16, 1 KiB to 64 MiB on each device, at 2, 4 and 8 devices, as many as there are;
 all devices in one process, and a process each. Ours: what the tuning table chooses, and each
 algorithm by name. `psum`: as XLA does it by default (the kernel that ran is told), with XLA's own
-kernels off, so that it is NCCL's, and with NCCL's symmetric buffers. PyTorch: NCCL, and the two of
-symmetric memory, from CUDA graphs. Everything that is timed gave right sums before. Each setting
-is a program of its own: one that fails or hangs is named in the results, and the others go on.
+kernels off, so that it is NCCL's, and with NCCL's symmetric buffers (both at some sizes). PyTorch:
+NCCL, and the two of symmetric memory, from CUDA graphs. Everything that is timed gave right sums
+before. Each setting is a program of its own: one that fails or hangs is named in the results, and
+the others go on.
 
 Three figures, each of them taken alike of all, so that like stands against like:
 

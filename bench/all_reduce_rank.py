@@ -39,7 +39,7 @@ PAUSE_SECONDS = 0.05  # between what is profiled; far more than between kernels 
 COMPILERS = min(16, os.cpu_count() or 1)
 REDUCING = re.compile("all.?reduce|nccl|shot|latency|multimem", re.IGNORECASE)
 STAGING = re.compile("memcpy|memset", re.IGNORECASE)
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -89,9 +89,10 @@ def all_reduce_figure(rows: Sequence[Row]) -> "Figure":
         for name, line in by_name.items():
             style: dict[str, Any] = OURS if name == "jaxkv" else THEIRS
             panel.plot([*line], [row.value for row in line.values()], label=name, **style)
-        roofs = {size: row.roof["value"] for size, row in by_name["jaxkv"].items() if row.roof}
+        cells = {size: row for line in by_name.values() for size, row in line.items()}
+        sizes = sorted(cells)
+        roofs = {size: roof["value"] for size in sizes if (roof := cells[size].roof)}
         panel.plot([*roofs], [*roofs.values()], **ROOF)
-        sizes = sorted(by_name["jaxkv"])
         least = min(row.value for line in by_name.values() for row in line.values())
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
