@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import demo, metadata, overlap, plot, transfer
+from bench import all_reduce, demo, metadata, overlap, plot, tensor_parallel, transfer
 from bench.results import REPOSITORY, RESULTS, Row, Target, git
 
 README = REPOSITORY / "README.md"
@@ -233,6 +233,47 @@ def metadata_table(files: Sequence[File]) -> str:
     return table((*header, f"{metadata.HOST_WAY}, us"), lines)
 
 
+def all_reduce_table(files: Sequence[File]) -> str:
+    """One line for each number of devices and some sizes: what the tuning table chooses."""
+    metrics = (all_reduce.GPU_TIME, all_reduce.ALONE, all_reduce.PAIR)
+    lines = []
+    for file in (file for file in files if file.name == "all_reduce"):
+        found = all_reduce.rows_by_case(file.rows)
+        psums = {case[:3]: case for case in found if case.way == all_reduce.PSUM}
+        for case, ours in found.items():
+            if case.way != all_reduce.CHOSEN or case.num_bytes not in all_reduce.MAIN_SIZES:
+                continue
+            psum = psums.get(case[:3])
+            cells = [_times(ours.get(m), found[psum].get(m) if psum else None) for m in metrics]
+            size = all_reduce.size_text(case.num_bytes)
+            head = (file.device, str(case.world), case.setting, size, case.ran)
+            lines.append((*head, *cells, psum.ran if psum else "-"))
+    header = ("device", "GPUs", "driven by", "bytes", "algorithm", *metrics, "psum ran")
+    return table(header, lines)
+
+
+def _times(ours: Row | None, psum: Row | None) -> str:
+    """Of ours, psum and the best peer."""
+    best = min(ours.peers.values(), default=None) if ours else None
+    times = (*(row.value if row else None for row in (ours, psum)), best)
+    return " / ".join("-" if time is None else number(time) for time in times)
+
+
+def tensor_parallel_table(files: Sequence[File]) -> str:
+    """One line for each number of devices and batch."""
+    lines = [
+        (
+            file.device, row.case, number(row.value), *map(number, row.peers.values()),
+            number(row.value / row.peers[tensor_parallel.PSUM]),
+        )
+        for file in files
+        for row in (file.rows_of("step") if file.name == "tensor_parallel" else ())
+    ]  # fmt: skip
+    others = (tensor_parallel.PSUM, tensor_parallel.NOTHING)
+    header = ("device", "step", "jaxkv, ms", *(f"{name}, ms" for name in others), "of psum's")
+    return table(header, lines)
+
+
 def demo_table(files: Sequence[File]) -> str:
     """One line for each device: the turns after the first, whose prompts have a past."""
     header: list[str] = []
@@ -254,12 +295,14 @@ def _demo_heading(row: Row) -> str:
 
 
 TABLES: dict[str, Callable[[Sequence[File]], str]] = {
+    "all_reduce": all_reduce_table,
     "all_targets": all_targets_table,
     "demo": demo_table,
     "metadata": metadata_table,
     "overlap": overlap_table,
     "plots": plots,
     "targets": targets_table,
+    "tensor_parallel": tensor_parallel_table,
     "tests": tests_table,
     "transfer": transfer_table,
 }

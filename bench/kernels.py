@@ -23,6 +23,14 @@ class Kernels(NamedTuple):
     span: float
 
 
+class Event(NamedTuple):
+    """A kernel, copy or fill: begin and end in nanoseconds of the GPU's clock, and its name."""
+
+    start: float
+    end: float
+    name: str
+
+
 def profile(call: Callable[[], Any], repeats: int = 20) -> Kernels | None:
     """Medians over calls of a program that has run before; None where there is no GPU.
 
@@ -34,11 +42,8 @@ def profile(call: Callable[[], Any], repeats: int = 20) -> Kernels | None:
     if jax.default_backend() != "gpu":
         return None
     jax.block_until_ready(call())
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready([call() for _ in range(repeats)])
-        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        events = _device_events(jax.profiler.ProfileData.from_file(path))
+    devices = trace(lambda: jax.block_until_ready([call() for _ in range(repeats)]))
+    events = sorted((event.start, event.end) for events in devices for event in events)
     if not events or len(events) % repeats:
         raise RuntimeError(f"{len(events)} kernels in {repeats} calls")
     count = len(events) // repeats
@@ -50,14 +55,24 @@ def profile(call: Callable[[], Any], repeats: int = 20) -> Kernels | None:
     )
 
 
-def _device_events(data: Any) -> list[tuple[float, float]]:
-    """(begin, end) of all work on CUDA streams in nanoseconds, in order."""
-    events = [
-        (event.start_ns, event.start_ns + event.duration_ns)
-        for plane in data.planes
-        if plane.name.startswith("/device:GPU")
+def trace(run: Callable[[], Any]) -> list[list[Event]]:
+    """What `run`, which has to wait for it, let each GPU of this process do, in order."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        data = jax.profiler.ProfileData.from_file(path)
+    devices = sorted(
+        (plane for plane in data.planes if plane.name.startswith("/device:GPU")),
+        key=lambda plane: plane.name,
+    )
+    return [_device_events(plane) for plane in devices]
+
+
+def _device_events(plane: Any) -> list[Event]:
+    return sorted(
+        Event(event.start_ns, event.start_ns + event.duration_ns, event.name)
         for line in plane.lines
         if line.name.startswith("Stream")
         for event in line.events
-    ]
-    return sorted(events)
+    )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bench import overlap, transfer
+from bench import all_reduce, overlap, transfer
 from bench.blocks import DIRECTIONS
 from bench.results import Row
 
@@ -75,6 +75,45 @@ def overlap_steps(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.unit == "ms"]
 
 
+def all_reduce_figure(rows: Sequence[Row]) -> "Figure":
+    """Microseconds of a call in a chain over its bytes, one panel for each number of devices."""
+    from matplotlib.figure import Figure
+
+    lines: dict[int, dict[str, dict[int, Row]]] = {}
+    for case, row in all_reduce_rows(rows).items():
+        name = "jaxkv" if case.way == all_reduce.CHOSEN else case.way
+        lines.setdefault(case.world, {}).setdefault(name, {})[case.num_bytes] = row
+    drawn = Figure(figsize=(5.5 * len(lines), 4.5), layout="constrained")
+    panels = drawn.subplots(1, len(lines), sharey=True, squeeze=False)[0]
+    for panel, (world, by_name) in zip(panels, sorted(lines.items()), strict=True):
+        for name, line in by_name.items():
+            style: dict[str, Any] = OURS if name == "jaxkv" else THEIRS
+            panel.plot([*line], [row.value for row in line.values()], label=name, **style)
+        cells = {size: row for line in by_name.values() for size, row in line.items()}
+        sizes = sorted(cells)
+        roofs = {size: roof["value"] for size in sizes if (roof := cells[size].roof)}
+        panel.plot([*roofs], [*roofs.values()], **ROOF)
+        least = min(row.value for line in by_name.values() for row in line.values())
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xticks(sizes, map(all_reduce.size_text, sizes), rotation=45, minor=False)
+        panel.set(title=f"{world} GPUs", xlabel="bytes of a device", ylim=(least / 2, None))
+    panels[0].set_ylabel("us of a call in a chain; dotted: the link")
+    drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return drawn
+
+
+def all_reduce_rows(rows: Sequence[Row]) -> dict[all_reduce.Case, Row]:
+    """Times of calls in chains: ours in one process and its peers."""
+    return {
+        case: by_metric[all_reduce.ALONE]
+        for case, by_metric in all_reduce.rows_by_case(rows).items()
+        if all_reduce.ALONE in by_metric
+        and case.setting in (all_reduce.ONE_PROCESS, all_reduce.TORCH)
+        and case.way.startswith((all_reduce.CHOSEN, all_reduce.PSUM, "torch"))
+    }
+
+
 class Drawing(NamedTuple):
     """A figure, and whether the rows hold what it shows."""
 
@@ -84,6 +123,7 @@ class Drawing(NamedTuple):
 
 # Name of a result file -> its figure.
 FIGURES = {
+    "all_reduce": Drawing(all_reduce_figure, all_reduce_rows),
     "overlap": Drawing(overlap_figure, overlap_steps),
     "transfer": Drawing(transfer_figure, transfer.main_points),
 }

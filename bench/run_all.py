@@ -18,6 +18,8 @@ BENCHMARKS = (
     "dispatch",
     "metadata",
     "recurrent",
+    "all_reduce",
+    "tensor_parallel",
     "demo",
 )
 

@@ -7,7 +7,6 @@ probe that fails prints its reason and does not stop the others.
 
 import argparse
 import ctypes
-import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -315,17 +314,21 @@ def implementations() -> dict[str, str]:
 
 
 def tuning() -> dict[str, Any]:
-    """The table that implementations are chosen by, and what it was measured with."""
+    """The tables that implementations are chosen by, and what they were measured with."""
     import jax
 
-    from jaxkv import tuning
+    from jaxkv.tuning import all_reduce, table_for
 
-    table = tuning.table_for(jax.local_devices()[0].device_kind)
-    return {
-        field.name: getattr(table, field.name)
-        for field in dataclasses.fields(table)
-        if field.name != "rules"
+    kind = jax.local_devices()[0].device_kind
+    sums = all_reduce.table_for(kind)
+    found = {"copies": vars(table_for(kind)).copy(), "all_reduce": vars(sums).copy()}
+    for head in found.values():
+        del head["rules"]
+    found["all_reduce"]["rules"] = {
+        f"{size} devices": [f"{name} from {least} bytes" for least, name in rules]
+        for size, rules in sums.rules.items()
     }
+    return found
 
 
 PROBES: dict[str, Callable[[], Any]] = {

@@ -1,5 +1,7 @@
 """Measures the implementations of a page copy here: `python -m jaxkv.tune [--out FILE] [--quick]`.
 
+With `--all-reduce` the algorithms of that instead: see tune_all_reduce.py.
+
 Writes a tuning table for this device kind (`jaxkv.tuning` says what one is). Blocks are scattered
 on both sides, so that none are neighbours by chance. Before a candidate is timed, every byte of its
 destination is compared with what NumPy makes of the same copy. GB/s is payload (1e9 bytes) by wall
@@ -20,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,8 @@ from jaxkv import env, tuning
 from jaxkv.choice import forced
 from jaxkv.tuning import Candidate, CopySize, Table
 from jaxkv.tuning.rules import SAME_RATE, rules_of
+
+T = TypeVar("T")
 
 MEMORIES = {
     "load": ("pinned_host", "device"),
@@ -254,14 +258,13 @@ def table_of(rates: Rates, roof_gb_per_s: dict[str, float], how: str) -> Table:
         direction: rules_of([(cell.size, m) for cell, m in rates if cell.direction == direction])
         for direction in MEMORIES
     }
-    found = {**env.versions(), "cuda driver": env._attempt(lambda: env.Driver().version())}
     return Table(
         name=f"{tuning.slug(kind)}.json",
         device_kind=kind,
         how=how,
         commit=_commit(),
         date=env.date(),
-        versions={name: text for name, text in found.items() if "unavailable" not in text},
+        versions=_versions(),
         roof_gb_per_s={name: _rounded(rate) for name, rate in roof_gb_per_s.items()},
         rules={**rules, "overlapped": tuning.packaged_table(kind).rules["overlapped"]},
     )
@@ -289,6 +292,11 @@ def _text(candidate: Candidate | None) -> str:
     return f"{candidate.implementation} {candidate.figures}" if candidate else "nothing"
 
 
+def _versions() -> dict[str, str]:
+    found = {**env.versions(), "cuda driver": env._attempt(lambda: env.Driver().version())}
+    return {name: text for name, text in found.items() if "unavailable" not in text}
+
+
 def _commit() -> str | None:
     """The commit of this code; a copy without its history is told in JAXKV_COMMIT."""
     if told := os.environ.get("JAXKV_COMMIT"):
@@ -301,7 +309,7 @@ def _commit() -> str | None:
     return None if found.startswith("unavailable") else found
 
 
-def _progress(found: list[Cell]) -> Iterator[Cell]:
+def _progress(found: list[T]) -> Iterator[T]:
     """The cells, with a progress bar on standard error."""
     try:
         from tqdm import tqdm
@@ -318,7 +326,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxkv.tune", description=__doc__)
     parser.add_argument("--out", metavar="FILE", help="the table, by default <device kind>.json")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    parser.add_argument("--all-reduce", action="store_true", help="the table of all-reduces")
     flags = parser.parse_args(argv)
+    if flags.all_reduce:
+        from jaxkv import tune_all_reduce  # which takes its tools from here
+
+        tune_all_reduce.run(flags.out, quick=flags.quick)
+        return 0
     platform, device = jax.default_backend(), jax.local_devices()[0]
     link = Candidate("host" if platform == "cpu" else "dma", 0)
     roof_bytes = MIB if platform == "cpu" else MAX_PAYLOAD

@@ -197,9 +197,12 @@ def test_implementations_are_explained_for_every_operation():
         assert all(text.startswith(f"{operation}: ") and "pallas" in text for text in texts)
 
 
-def test_tuning_names_the_table_in_use():
-    assert env.tuning()["name"].endswith(".json")
-    assert "rules" not in env.tuning()
+def test_tuning_names_the_tables_in_use():
+    tables = env.tuning()
+    assert all(table["name"].endswith(".json") for table in tables.values())
+    assert "rules" not in tables["copies"]
+    for rules in tables["all_reduce"]["rules"].values():
+        assert rules[0].endswith(" from 0 bytes")
 
 
 def test_directories_are_left_out():

@@ -249,7 +249,7 @@ def test_regenerate_replaces_marked_parts_only(saved):
 
 
 def test_regenerate_names_an_unknown_table():
-    with pytest.raises(ValueError, match="no table is called 'tabel'; there are all_targets, "):
+    with pytest.raises(ValueError, match="no table is called 'tabel'; there are all_reduce, "):
         evidence.regenerate("<!-- generated: tabel -->\n<!-- end -->", [])
 
 

@@ -1,8 +1,11 @@
 """Which algorithm an all-reduce takes: one JSON file for each device kind.
 
 For each number of devices a file lists rules, ascending by the least bytes that they hold for; the
-last one that a message reaches names the algorithm. Device kinds without a file have
-`default.json`.
+last one that a message reaches names the algorithm. Dtypes share the rules: all that serve add in
+float32, so bytes decide. `python -m jaxkv.tune --all-reduce` writes such a file.
+
+Which file: the one named by the environment variable JAXKV_TUNING_ALL_REDUCE, else the packaged one
+for the device kind, else `default.json`.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 from typing import Any
@@ -17,6 +21,7 @@ from typing import Any
 from jaxkv import tuning
 
 ALGORITHMS = ("low_latency", "one_shot", "two_shot", "psum")
+VARIABLE = "JAXKV_TUNING_ALL_REDUCE"
 PACKAGED = pathlib.Path(__file__).parent
 _HEAD = ("device_kind", "how", "commit", "date", "versions")
 
@@ -46,10 +51,40 @@ class Table:
         rules = self.rules[world_size]
         return rules[bisect.bisect_right(rules, num_bytes, key=lambda rule: rule[0]) - 1][1]
 
+    def to_text(self) -> str:
+        """The file's content: JSON, one line for each number of devices."""
+        head = {name: getattr(self, name) for name in _HEAD}
+        rules = ",\n".join(f'  "{size}": {json.dumps(r)}' for size, r in self.rules.items())
+        beginning = json.dumps(head, indent=1)[:-2]  # without the brace that ends it
+        return f'{beginning},\n "rules": {{\n{rules}\n }}\n}}\n'
+
+
+def table_for(device_kind: str) -> Table:
+    """The table that holds for a device kind; see the module's text for which that is.
+
+    Raises:
+      ValueError: the file is no valid table, or the variable names one for another device kind.
+      OSError: the file that the variable names can't be read.
+    """
+    return _table_for(device_kind, os.environ.get(VARIABLE))
+
 
 @functools.cache
-def table_for(device_kind: str) -> Table:
-    """The table of a device kind, or the default one."""
+def _table_for(device_kind: str, chosen: str | None) -> Table:
+    if not chosen:
+        return packaged_table(device_kind)
+    table = load(chosen)
+    if table.device_kind not in (device_kind, tuning.ANY_DEVICE):
+        raise ValueError(
+            f"{VARIABLE}={chosen}: the table is for device kind {table.device_kind!r}, "
+            f"this device is {device_kind!r}"
+        )
+    return table
+
+
+@functools.cache
+def packaged_table(device_kind: str) -> Table:
+    """The table that comes with jaxkv: that of the device kind, or else the default one."""
     path = PACKAGED / f"{tuning.slug(device_kind)}.json"
     return load(path if path.exists() else PACKAGED / tuning.DEFAULT)
 

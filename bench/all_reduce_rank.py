@@ -1,0 +1,328 @@
+"""Times all-reduces in chains within one program; `bench.all_reduce` runs it and says what for.
+
+`python -m bench.all_reduce_rank REQUEST` drives all devices, or one of them where several processes
+do the work. For each size and each way it prints a line of JSON: {"bytes", "way", "algorithm",
+"pair", "alone"}, later one with "kernels", or why not: "refused", "failed", "unprofiled". Seconds
+of a pair of an all-reduce and a product, and (of what is chosen and of psum) of an all-reduce in a
+chain of nothing else, are by wall clock over calls that follow each other. "kernels" holds a list
+for each GPU of this process: the seconds that each all-reduce of the pairs took there. All ranks
+run the same: no clock decides how much.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxkv
+from bench import kernels, timing
+
+AXIS = "tp"
+CHOSEN, PSUM = "chosen", "psum"
+# The largest message, all-reduces of a chain, and calls of it that follow each other.
+CHAINS = ((256 << 10, 128, 10), (4 << 20, 64, 10), (1 << 62, 16, 4))
+QUICK_CHAIN, REPEATS = (4, 2), 3  # few, as the CPU backend starves where many collectives queue
+PROFILED_CALLS = 4
+PAUSE_SECONDS = 0.05  # between what is profiled; far more than between kernels of one program
+COMPILERS = min(16, os.cpu_count() or 1)
+REDUCING = re.compile("all.?reduce|nccl|shot|latency|multimem", re.IGNORECASE)
+STAGING = re.compile("memcpy|memset", re.IGNORECASE)
+TIMEOUT_S = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What one process is to do.
+
+    Attributes:
+      platform: "cpu" or "gpu".
+      world: devices that reduce together.
+      ways: "chosen" by the tuning table, an implementation's name, or None for all of them.
+      sizes: bytes of a message on each device.
+      quick: chains of a few calls.
+      rank: of this process, which has one device; None if it has all.
+      port: where the processes meet.
+    """
+
+    platform: str
+    world: int
+    ways: list[str] | None
+    sizes: list[int]
+    quick: bool = False
+    rank: int | None = None
+    port: int = 0
+
+
+@dataclasses.dataclass
+class Program:
+    """Chains of one way and size.
+
+    Attributes:
+      num_bytes, way: what is reduced, and how.
+      algorithm: the one that `way` comes to.
+      length: all-reduces of a chain.
+      calls: of a chain that follow each other.
+      chains: "pair" and, of some ways, "alone": traced, later compiled.
+      operands: what each of them starts from.
+      expected: a row of what the pairs give.
+    """
+
+    num_bytes: int
+    way: str
+    algorithm: str
+    length: int
+    calls: int
+    chains: dict[str, Any]
+    operands: dict[str, Any]
+    expected: np.ndarray
+
+    def answer(self) -> dict[str, Any]:
+        """What tells its figures from others."""
+        return {"bytes": self.num_bytes, "way": self.way, "algorithm": self.algorithm}
+
+    def verify(self) -> None:
+        """Raises AssertionError if the pairs give wrong sums."""
+        for shard in self.chains["pair"](self.operands["pair"]).addressable_shards:
+            found = np.asarray(shard.data)[0]
+            if not np.array_equal(found.view(np.uint16), self.expected.view(np.uint16)):
+                raise AssertionError("wrong sums")
+
+    def seconds(self) -> dict[str, float]:
+        """Wall clock of an all-reduce in each of the chains."""
+        found = {}
+        for name, chain in self.chains.items():
+            taken, _ = timing.seconds_per_call(
+                chain, self.operands[name], calls=self.calls, repeats=REPEATS
+            )
+            found[name] = taken / self.length
+        return found
+
+
+class Bench:
+    """The devices, and programs on them."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.mesh = jax.sharding.Mesh(np.array(_devices(request)), (AXIS,))
+        self.sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        self.ways = request.ways or [CHOSEN, *jaxkv.tuning.all_reduce.ALGORITHMS]
+        self.memory: jaxkv.SymmetricMemory | None = None
+        if self.ways != [PSUM]:
+            self._create()
+
+    def _create(self) -> None:
+        """Where there is no such memory, XLA's psum is still measured."""
+        try:
+            self.memory = jaxkv.SymmetricMemory.create(
+                self.mesh, AXIS, max_bytes=max(self.request.sizes), timeout_s=TIMEOUT_S
+            )
+        except (NotImplementedError, RuntimeError) as error:
+            for way in self.ways:
+                if way != PSUM:
+                    _tell({"way": way, "refused": f"{type(error).__name__}: {error}"})
+            self.ways = [PSUM]
+
+    def reduce(self, x: Any, way: str) -> Any:
+        if way == PSUM or self.memory is None:
+            return jax.lax.psum(x, AXIS)
+        return self.memory.all_reduce(x, AXIS, implementation=None if way == CHOSEN else way)
+
+    def algorithm(self, num_bytes: int, way: str) -> str:
+        if way != CHOSEN or self.memory is None:
+            return way
+        message = jax.ShapeDtypeStruct((num_bytes // 2,), jnp.bfloat16)
+        told = jaxkv.explain(self.memory.all_reduce, message, AXIS)
+        return told.partition(": ")[2].split(" ")[0]
+
+    def operands(self, num_bytes: int) -> tuple[dict[str, Any], np.ndarray]:
+        """What chains start from, and the mean of the rows that the pairs start from.
+
+        Every sum on the way is a multiple of the number of ranks, and bfloat16 holds it exactly.
+        """
+        world, count = self.request.world, num_bytes // 2
+        pattern = (np.arange(8)[None] + 3 * np.arange(world)[:, None]) % 8
+        rows = [np.resize((row * world).astype(jnp.bfloat16), count) for row in pattern]
+        put = functools.partial(
+            jax.make_array_from_callback, (world, count), self.sharding, dtype=jnp.bfloat16
+        )
+
+        def row_of(index: Any) -> np.ndarray:
+            return rows[index[0].start or 0][None]
+
+        # Without products sums grow; zeros don't.
+        starts = {"pair": put(row_of), "alone": put(lambda _: np.zeros((1, count), jnp.bfloat16))}
+        return starts, np.resize(pattern.sum(0).astype(jnp.bfloat16), count)
+
+    def lower(self, num_bytes: int, way: str, operands: Any) -> Program:
+        """A program whose chains are traced only; raises as `all_reduce`."""
+        _, length, calls = next(chain for chain in CHAINS if num_bytes <= chain[0])
+        length, calls = QUICK_CHAIN if self.request.quick else (length, calls)
+
+        @jax.jit
+        def alone(x: Any) -> Any:
+            return self.reduce(x, way)
+
+        @jax.jit
+        def pair(x: Any) -> Any:
+            return self.reduce(x, way) * (1 / self.request.world)
+
+        bodies = {"pair": pair, "alone": alone} if way in (CHOSEN, PSUM) else {"pair": pair}
+        starts, expected = operands
+        chains = {
+            name: self._chain(body, length).lower(starts[name]) for name, body in bodies.items()
+        }
+        algorithm = self.algorithm(num_bytes, way)
+        return Program(num_bytes, way, algorithm, length, calls, chains, starts, expected)
+
+    def _chain(self, body: Callable[[Any], Any], length: int) -> Any:
+        def chain(x: Any) -> Any:
+            for _ in range(length):
+                x = body(x)
+            return x
+
+        spec = PartitionSpec(AXIS)
+        mapped = jax.shard_map(
+            chain, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+        return jax.jit(mapped)
+
+    def programs(self) -> Iterator[Program]:
+        """All that compile and give right sums; what doesn't is told."""
+        lowered = []
+        for num_bytes in self.request.sizes:
+            operands = self.operands(num_bytes)
+            for way in self.ways:
+                try:
+                    lowered.append(self.lower(num_bytes, way, operands))
+                except NotImplementedError as error:
+                    _tell({"bytes": num_bytes, "way": way, "refused": str(error)})
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            waiting = [
+                {name: pool.submit(chain.compile) for name, chain in program.chains.items()}
+                for program in lowered
+            ]
+            for program, compiling in zip(lowered, waiting, strict=True):
+                with _told(program):
+                    program.chains = {name: one.result() for name, one in compiling.items()}
+                    program.verify()
+                    yield program
+
+    def measure(self) -> None:
+        programs = list(self.programs())
+        for num_bytes in self.request.sizes:
+            here = [program for program in programs if program.num_bytes == num_bytes]
+            for program in here:
+                with _told(program):
+                    _tell({**program.answer(), **program.seconds()})
+            for program, traced in zip(here, profiled(here), strict=True):
+                _tell({**program.answer(), **traced})
+            if self.memory:
+                self.memory.check()
+        if self.memory:
+            self.memory.close()
+
+
+@contextlib.contextmanager
+def _told(program: Program) -> Iterator[None]:
+    """An error of one way is told, and the others go on."""
+    try:
+        yield
+    except Exception as error:
+        _tell({**program.answer(), "failed": f"{type(error).__name__}: {error}"[:500]})
+
+
+def profiled(programs: Sequence[Program]) -> list[dict[str, Any]]:
+    """Of each program the seconds of all-reduces on each GPU, and the names of their kernels."""
+    if jax.default_backend() != "gpu" or not programs:
+        return [{} for _ in programs]
+
+    def run() -> None:
+        for program in programs:
+            state = program.operands["pair"]
+            for _ in range(PROFILED_CALLS):
+                state = program.chains["pair"](state)
+            jax.block_until_ready(state)
+            time.sleep(PAUSE_SECONDS)
+
+    try:
+        devices = [_between_pauses(events) for events in kernels.trace(run) if events]
+    except Exception as error:  # the wall clock's figures are worth having without it
+        return [{"unprofiled": f"{type(error).__name__}: {error}"}] * len(programs)
+    found: list[dict[str, Any]] = []
+    for number, program in enumerate(programs):
+        here = [device[number] for device in devices if len(device) == len(programs)]
+        seconds = [reductions(events) for events in here]
+        wanted = [PROFILED_CALLS * program.length] * len(
+            program.operands["pair"].addressable_shards
+        )
+        if [*map(len, seconds)] == wanted:
+            names = {event.name for event in here[0] if REDUCING.search(event.name)}
+            found.append({"kernels": seconds, "names": sorted(names)})
+        else:
+            others = sorted({event.name for events in here for event in events})
+            told = f"all-reduces should be {wanted}, are {[*map(len, seconds)]}, among {others}"
+            found.append({"unprofiled": f"{told}; programs: {[*map(len, devices)]}"})
+    return found
+
+
+def _between_pauses(events: Sequence[kernels.Event]) -> list[list[kernels.Event]]:
+    parts: list[list[kernels.Event]] = []
+    end = -np.inf
+    for event in events:
+        if event.start - end > PAUSE_SECONDS / 2 * 1e9:
+            parts.append([])
+        parts[-1].append(event)
+        end = event.end
+    return parts
+
+
+def reductions(events: Sequence[kernels.Event]) -> list[float]:
+    """Seconds of each all-reduce: of its kernels, and of copies and fills right before them."""
+    seconds: list[float] = []
+    before, inside = 0.0, False
+    for event in events:
+        taken = (event.end - event.start) / 1e9
+        if STAGING.search(event.name):
+            before += taken
+        elif not REDUCING.search(event.name):
+            before, inside = 0.0, False
+        elif inside:
+            seconds[-1] += before + taken
+            before = 0.0
+        else:
+            seconds.append(before + taken)
+            before, inside = 0.0, True
+    return seconds
+
+
+def _devices(request: Request) -> list[jax.Device]:
+    if request.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 1 if request.rank is not None else request.world)
+    if request.rank is not None:
+        jax.distributed.initialize(
+            f"127.0.0.1:{request.port}", request.world, request.rank,
+            local_device_ids=[request.rank] if request.platform == "gpu" else None,
+        )  # fmt: skip
+    return jax.devices()[: request.world]
+
+
+def _tell(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    Bench(Request(**json.loads(sys.argv[1]))).measure()

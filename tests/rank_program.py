@@ -1,0 +1,12 @@
+"""A program for the tests of `bench.processes`: does what its request says, in this order."""
+
+import json
+import sys
+import time
+
+request = json.loads(sys.argv[1])
+for line in request.get("prints", []):
+    print(line, flush=True)
+time.sleep(request.get("sleeps", 0))
+if "raises" in request:
+    raise RuntimeError(request["raises"])
