@@ -5,12 +5,13 @@
 // it reads and writes memory that peers share. `Element` adds up the values of a word in f32.
 // Ranks are always added in the order of their numbers, so results are equal bit for bit.
 //
-// Why a peer never overwrites what is still read: it writes a half of the scatter and gather boxes
-// two turns later, having passed the last barrier of the turn between, to which this rank came
-// after reading. A word lies with the same block in all rounds of a call, and a new call begins
-// when all blocks of the call before have ended. The stages of the quick boxes follow the same
-// rule, where data takes the place of barriers: what is cleared now was read one call ago, and
-// written next by peers that have seen this rank's next call.
+// low_latency and two_shot know no barriers: words say themselves that they have arrived. Who reads
+// a word clears it, and it is sent anew four turns later. By then the sender has seen what this
+// rank sent in a later turn, which was after the clearing: in another call, or after `publish`.
+// (All chunks of a call but the last are full, so that holds for each word.)
+//
+// one_shot writes a half of its boxes two calls later, when this rank has come to the barrier of
+// the call between, after reading.
 #pragma once
 
 #include "symmetric_memory.h"
@@ -36,7 +37,12 @@ struct Message {
   char* out;
   uint64_t bytes;
   Algorithm algorithm;
+  xla::ffi::DataType dtype;
 };
+
+// What ranks tell each other of a call in debug mode: its number, so that 0 is no call, and what it
+// is of.
+inline constexpr uint64_t kCallNumbers = 1 << 12;
 
 inline constexpr uint32_t kPollsPerLook = 256;  // how often a wait looks at the clock
 
@@ -50,15 +56,20 @@ struct Call {
   JAXKV_DEVICE bool run() {
     const Progress at_start = progress();
     // All threads of the block decide alike, although another block may give up meanwhile.
-    if (m.all(!at_start.broken) && reduced(at_start)) return true;
-    for (uint64_t i = first(); i < words(); i += step()) {
-      store_output(i, {{kAbsent, kAbsent, kAbsent, kAbsent}});  // rather NaN than a wrong sum
+    if (m.all(!at_start.broken) && agreed(at_start) && reduced(at_start)) return true;
+    // Rather NaN than a wrong sum. What this block missed lies anywhere.
+    for (uint64_t i = m.thread(); i < words(); i += m.num_threads()) {
+      store_output(i, {{kAbsent, kAbsent, kAbsent, kAbsent}});
     }
     return false;
   }
 
  private:
   using Bits = typename Element::Bits;
+
+  JAXKV_DEVICE bool agreed(const Progress& at_start) const {
+    return !v.debug || m.all(agrees(m, v, message, at_start.calls));
+  }
 
   JAXKV_DEVICE Progress& progress() const { return v.headers[v.rank]->progress; }
   JAXKV_DEVICE uint64_t words() const { return (message.bytes + sizeof(Word) - 1) / sizeof(Word); }
@@ -80,15 +91,14 @@ struct Call {
   // ---- Boxes of `owner`, for what `from` sends --------------------------------------------------
 
   JAXKV_DEVICE Word* mail(int owner) const { return reinterpret_cast<Word*>(v.headers[owner] + 1); }
-  JAXKV_DEVICE Word* quick(int owner, uint32_t stage, int from) const {
-    return mail(owner) + (stage * N + from) * v.geometry.quick_words;
+  JAXKV_DEVICE Word* quick(int owner, uint64_t turn, int from) const {
+    return mail(owner) + (turn % kStages * N + from) * v.geometry.quick_words;
   }
-  JAXKV_DEVICE Word* scatter(int owner, uint64_t turn, int from) const {
+  // A two_shot scatters to the first half of a box, and gathers in the second.
+  JAXKV_DEVICE uint64_t chunk_words() const { return v.geometry.quick_words / 2; }
+  JAXKV_DEVICE Word* slot(int owner, uint64_t epoch, int from) const {
     return mail(owner) + kStages * N * v.geometry.quick_words +
-           ((turn % 2) * N + from) * v.geometry.slot_words;
-  }
-  JAXKV_DEVICE Word* gather(int owner, uint64_t turn, int from) const {
-    return scatter(owner, turn, from) + 2 * N * v.geometry.slot_words;
+           (epoch % 2 * N + from) * v.geometry.slot_words;
   }
 
   // ---- Words of the operand and of the result ---------------------------------------------------
@@ -131,14 +141,16 @@ struct Call {
   JAXKV_DEVICE static int part_of(uint64_t k) { return k % Element::kLanes * sizeof(Bits) / 4; }
   JAXKV_DEVICE static int shift_of(uint64_t k) { return k * sizeof(Bits) % 4 * 8; }
 
-  JAXKV_DEVICE static Word sum(const Word (&from)[N]) {
+  // Of this rank's own word and those of its peers.
+  JAXKV_DEVICE Word sum(const Word& own, const Word (&from)[N]) const {
     float lanes[Element::kLanes];
     JAXKV_UNROLL()
-    for (int k = 0; k < Element::kLanes; ++k) lanes[k] = Element::lane(from[0], k);
-    JAXKV_UNROLL()
-    for (int r = 1; r < N; ++r) {
+    for (int r = 0; r < N; ++r) {
+      const Word word = r == v.rank ? own : from[r];
       JAXKV_UNROLL()
-      for (int k = 0; k < Element::kLanes; ++k) lanes[k] += Element::lane(from[r], k);
+      for (int k = 0; k < Element::kLanes; ++k) {
+        lanes[k] = r ? lanes[k] + Element::lane(word, k) : Element::lane(word, k);
+      }
     }
     return Element::word(lanes);
   }
@@ -206,149 +218,215 @@ struct Call {
     }
   }
 
-  // Whether this is the last thread of the call, which alone may change Progress.
-  JAXKV_DEVICE bool is_last() const {
+  // The last thread of the call says how far this rank is.
+  JAXKV_DEVICE void end(const Progress& at_start, uint64_t epochs, uint64_t turns) const {
     m.sync();
-    return m.thread() == 0 && m.last_block(&progress().arrived);
+    if (m.thread() != 0 || !m.last_block(&progress().arrived)) return;
+    progress().epoch = at_start.epoch + epochs;
+    progress().turns = at_start.turns + turns;
+    progress().calls = at_start.calls + 1;
   }
 
-  // ---- Algorithms -------------------------------------------------------------------------------
+  // ---- For debugging and tests ------------------------------------------------------------------
+
+  // Whether all ranks have come with the same call.
+  JAXKV_RARE static bool agrees(const Machine& m, const RankView& v, const Message& message,
+                                uint64_t calls) {
+    const uint64_t own = signature(message, calls);
+    auto told = [&](int owner, int from) {  // no rank is more than one call ahead
+      return &v.headers[owner]->signals.calls[calls % 2][from];
+    };
+    for (int peer = m.thread(); m.block() == 0 && peer < N; peer += m.num_threads()) {
+      m.store_release(told(peer, v.rank), own);
+    }
+    bool same = true;
+    for (int peer = m.thread(); same && peer < N; peer += m.num_threads()) {
+      uint64_t deadline = 0, seen = 0;
+      for (uint32_t polls = 1; same; ++polls) {
+        seen = m.load_acquire(told(v.rank, peer));
+        if (seen % kCallNumbers == own % kCallNumbers) break;
+        same = polls % kPollsPerLook ||
+               !gives_up(m, v, deadline, {0, v.rank, peer, Phase::kCall, own, seen});
+        m.pause();
+      }
+      if (same && seen != own) {
+        record(m, v, {0, v.rank, peer, Phase::kMismatch, own, seen});
+        same = false;
+      }
+    }
+    return same;
+  }
+  JAXKV_DEVICE static uint64_t signature(const Message& message, uint64_t calls) {
+    return (message.bytes << 8 | static_cast<uint64_t>(message.dtype) << 2 |
+            static_cast<uint64_t>(message.algorithm)) *
+               kCallNumbers +
+           (calls + 1) % kCallNumbers;
+  }
+
+  // Lets a thread be late now and then.
+  JAXKV_DEVICE void stall() const {
+    if (v.stall_ns) stall(m, v);
+  }
+  JAXKV_RARE static void stall(const Machine& m, const RankView& v) {
+    const uint64_t begin = m.nanoseconds();
+    const uint64_t dice = (begin + 977 * v.rank + 31 * m.block()) * 0x9E3779B97F4A7C15;
+    if (dice >> 62) return;
+    while (m.nanoseconds() - begin < (dice >> 20) % v.stall_ns) m.pause();
+  }
+
+  // ---- Words that say themselves whether they have arrived --------------------------------------
 
   JAXKV_DEVICE static bool arrived(const Word& w) {
     return w.part[0] != kAbsent && w.part[1] != kAbsent && w.part[2] != kAbsent &&
            w.part[3] != kAbsent;
   }
-
-  // Every rank sends everything to all, and each word says itself whether it has arrived.
-  JAXKV_DEVICE bool low_latency(const Progress& at_start) {
-    const uint32_t stage = at_start.stage, before = (stage + kStages - 1) % kStages;
-    uint64_t dirty = 0;  // no index at run time, which would keep `at_start` out of registers
+  JAXKV_DEVICE static Word present(Word word) {
     JAXKV_UNROLL()
-    for (uint32_t s = 0; s < kStages; ++s) dirty = s == before ? at_start.dirty_words[s] : dirty;
-    for (uint64_t i = first(); i < words(); i += step()) {
-      Word word = load_input(i);
-      JAXKV_UNROLL()
-      for (uint32_t& part : word.part) part = part == kAbsent ? Element::kOtherNan : part;
-      JAXKV_UNROLL()
-      for (int r = 0; r < N; ++r) m.send(quick(r, stage, v.rank) + i, word);
-    }
-    for (int r = 0; r < N; ++r) {
-      for (uint64_t i = first(); i < dirty; i += step()) {
-        m.send(quick(v.rank, before, r) + i, {{kAbsent, kAbsent, kAbsent, kAbsent}});
-      }
-    }
-    bool came = true;
-    for (uint64_t i = first(); came && i < words(); i += step()) {
-      Word from[N];
-      came = receive(stage, i, from);
-      if (came) store_output(i, sum(from));
-    }
-    if (!m.all(came)) return false;
-    if (is_last()) {
-      progress().dirty_words[before] = 0;
-      progress().dirty_words[stage] = words();
-      progress().stage = (stage + 1) % kStages;
-    }
-    return true;
+    for (uint32_t& part : word.part) part = part == kAbsent ? Element::kOtherNan : part;
+    return word;
   }
 
-  JAXKV_DEVICE bool receive(uint32_t stage, uint64_t i, Word (&from)[N]) const {
+  // Takes word `at` out of the boxes of all peers for which `due`; false if one did not come.
+  template <class Due>
+  JAXKV_DEVICE bool receive(uint64_t turn, uint64_t at, Phase phase, Due due,
+                            Word (&from)[N]) const {
     uint64_t deadline = 0;
     for (uint32_t polls = 1;; ++polls) {
       int missing = -1;
       JAXKV_UNROLL()
-      for (int r = 0; r < N; ++r) from[r] = m.receive(quick(v.rank, stage, r) + i);
+      for (int r = 0; r < N; ++r) {
+        if (due(r)) from[r] = m.receive(quick(v.rank, turn, r) + at);
+      }
       JAXKV_UNROLL()
-      for (int r = 0; r < N; ++r) missing = arrived(from[r]) ? missing : r;
-      if (missing < 0) return true;
+      for (int r = 0; r < N; ++r) missing = due(r) && !arrived(from[r]) ? r : missing;
+      if (missing < 0) break;
       if (polls % kPollsPerLook == 0 &&
-          gives_up(m, v, deadline, {0, v.rank, missing, Phase::kQuick, words(), i})) {
+          gives_up(m, v, deadline, {0, v.rank, missing, phase, words(), at})) {
         return false;
       }
       m.pause();
     }
+    return true;
+  }
+  template <class Due>
+  JAXKV_DEVICE void clear(uint64_t turn, uint64_t at, Due due) const {
+    JAXKV_UNROLL()
+    for (int r = 0; r < N; ++r) {
+      if (due(r)) m.send(quick(v.rank, turn, r) + at, {{kAbsent, kAbsent, kAbsent, kAbsent}});
+    }
+  }
+
+  // Sends to word `at` of all peers' boxes, each rank to another peer first.
+  JAXKV_DEVICE void send(uint64_t turn, uint64_t at, const Word& word) const {
+    JAXKV_UNROLL()
+    for (int shift = 1; shift < N; ++shift) {
+      m.send(quick((v.rank + shift) % N, turn, v.rank) + at, word);
+    }
+  }
+
+  // ---- Algorithms -------------------------------------------------------------------------------
+
+  // Every rank sends everything to all.
+  JAXKV_DEVICE bool low_latency(const Progress& at_start) {
+    const uint64_t turn = at_start.turns;
+    auto due = [this](int r) { return r != v.rank; };
+    for (uint64_t i = first(); i < words(); i += step()) send(turn, i, present(load_input(i)));
+    stall();
+    bool came = true;
+    for (uint64_t i = first(); came && i < words(); i += step()) {
+      const Word own = present(load_input(i));
+      Word from[N];
+      came = receive(turn, i, Phase::kQuick, due, from);
+      if (!came) break;
+      stall();
+      clear(turn, i, due);
+      store_output(i, sum(own, from));
+    }
+    if (!m.all(came)) return false;
+    end(at_start, 0, 1);
+    return true;
+  }
+
+  // Each rank adds up one part and sends the sum to all, in chunks which overlap: while one is
+  // scattered, the one before is added up, and the sums of the one before that are gathered.
+  JAXKV_DEVICE bool two_shot(const Progress& at_start) {
+    const uint64_t turn = at_start.turns;
+    const uint64_t limit = chunk_words(), share = (words() + N - 1) / N;
+    const uint64_t part = share < limit ? share : limit;
+    const uint64_t chunks = (share + part - 1) / part;
+    bool came = true;
+    for (uint64_t k = 0; came && k < chunks + 2; ++k) {
+      for (uint64_t i = first(); came && i < part; i += step())
+        came = two_shot_word(k, i, part, chunks, turn);
+    }
+    if (!m.all(came)) return false;
+    end(at_start, 0, chunks);
+    return true;
+  }
+
+  JAXKV_DEVICE bool two_shot_word(uint64_t k, uint64_t i, uint64_t part, uint64_t chunks,
+                                  uint64_t turn) const {
+    // Which word of the message is word i of rank r's part of a chunk; there is none past the end.
+    auto at = [&](uint64_t chunk, int r) { return (chunk * N + r) * part + i; };
+    auto scattered = [&](int r) { return k < chunks && r != v.rank && at(k, r) < words(); };
+    const bool reduces = k >= 1 && k <= chunks && at(k - 1, v.rank) < words();
+    auto reduced = [&](int r) { return reduces && r != v.rank; };
+    auto gathered = [&](int r) { return k >= 2 && r != v.rank && at(k - 2, r) < words(); };
+
+    Word out[N], from[N], sums[N], own{};
+    JAXKV_UNROLL()
+    for (int shift = 1; shift < N; ++shift) {
+      const int r = (v.rank + shift) % N;
+      if (scattered(r)) out[shift] = load_input(at(k, r));
+    }
+    if (reduces) own = load_input(at(k - 1, v.rank));
+    if (!receive(turn + k - 1, i, Phase::kScatter, reduced, from)) return false;
+    if (!receive(turn + k - 2, chunk_words() + i, Phase::kGather, gathered, sums)) return false;
+    stall();
+    if (chunks > 2) m.publish();  // what was cleared, before anything of this turn
+    JAXKV_UNROLL()
+    for (int shift = 1; shift < N; ++shift) {
+      const int r = (v.rank + shift) % N;
+      if (scattered(r)) m.send(quick(r, turn + k, v.rank) + i, present(out[shift]));
+    }
+    if (reduces) {
+      const Word total = present(sum(present(own), from));
+      send(turn + k - 1, chunk_words() + i, total);
+      store_output(at(k - 1, v.rank), total);
+    }
+    JAXKV_UNROLL()
+    for (int r = 0; r < N; ++r) {
+      if (gathered(r)) store_output(at(k - 2, r), sums[r]);
+    }
+    stall();
+    clear(turn + k - 1, i, reduced);
+    clear(turn + k - 2, chunk_words() + i, gathered);
+    return true;
   }
 
   // Every rank sends everything to all, and adds up when all have met.
   JAXKV_DEVICE bool one_shot(const Progress& at_start) {
-    const uint64_t epoch = at_start.epoch, turn = at_start.turns;
+    const uint64_t epoch = at_start.epoch;
     for (uint64_t i = first(); i < words(); i += step()) {
       const Word word = load_input(i);
       JAXKV_UNROLL()
-      for (int r = 0; r < N; ++r) {
-        if (r != v.rank) m.store(scatter(r, turn, v.rank) + i, word);
+      for (int shift = 1; shift < N; ++shift) {
+        m.store(slot((v.rank + shift) % N, epoch, v.rank) + i, word);
       }
     }
+    stall();
     if (!meet(epoch + 1, Phase::kScatter)) return false;
-    for (uint64_t i = first(); i < words(); i += step()) store_output(i, sum_of(turn, i, i));
-    if (is_last()) {
-      progress().epoch = epoch + 1;
-      progress().turns = turn + 1;
-    }
-    return true;
-  }
-
-  // The sum of word `at` of all boxes, where this rank's own word is number `mine` of its operand.
-  JAXKV_DEVICE Word sum_of(uint64_t turn, uint64_t at, uint64_t mine) const {
-    const Word own = load_input(mine);
-    Word from[N];
-    JAXKV_UNROLL()
-    for (int r = 0; r < N; ++r) {
-      from[r] = r == v.rank ? own : m.load_mail(scatter(v.rank, turn, r) + at);
-    }
-    return sum(from);
-  }
-
-  // Each rank adds up one part and sends the sum to all, in as many rounds as the boxes need.
-  JAXKV_DEVICE bool two_shot(const Progress& at_start) {
-    const uint64_t epoch = at_start.epoch, turn = at_start.turns;
-    const uint64_t per_round = N * v.geometry.slot_words;
-    const uint64_t rounds = (words() + per_round - 1) / per_round;
-    const uint64_t part = (words() + rounds * N - 1) / (rounds * N);
-    for (uint64_t round = 0; round < rounds; ++round) {
-      if (!two_shot_round(round * N * part, part, turn + round, epoch + 2 * round)) return false;
-    }
-    if (is_last()) {
-      progress().epoch = epoch + 2 * rounds;
-      progress().turns = turn + rounds;
-    }
-    return true;
-  }
-
-  JAXKV_DEVICE bool two_shot_round(uint64_t base, uint64_t part, uint64_t turn, uint64_t epoch) {
-    auto begin = [&](int r) { return base + r * part; };
-    auto count = [&](int r) {  // of the words of rank r's part, of which the last are cut off
-      const uint64_t left = begin(r) < words() ? words() - begin(r) : 0;
-      return left < part ? left : part;
-    };
-    for (int shift = 1; shift < N; ++shift) {  // all ranks begin with another peer
-      const int r = (v.rank + shift) % N;
-      const uint64_t end = count(r);
-      JAXKV_UNROLL(4)
-      for (uint64_t i = first(); i < end; i += step()) {
-        m.store(scatter(r, turn, v.rank) + i, load_input(begin(r) + i));
-      }
-    }
-    if (!meet(epoch + 1, Phase::kScatter)) return false;
-    const uint64_t mine = count(v.rank);
-    JAXKV_UNROLL(2)
-    for (uint64_t i = first(); i < mine; i += step()) {
-      const Word word = sum_of(turn, i, begin(v.rank) + i);
-      store_output(begin(v.rank) + i, word);
+    stall();
+    for (uint64_t i = first(); i < words(); i += step()) {
+      const Word own = load_input(i);
+      Word from[N];
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
-        if (r != v.rank) m.store(gather(r, turn, v.rank) + i, word);
+        if (r != v.rank) from[r] = m.load_mail(slot(v.rank, epoch, r) + i);
       }
+      store_output(i, sum(own, from));
     }
-    if (!meet(epoch + 2, Phase::kGather)) return false;
-    for (int shift = 1; shift < N; ++shift) {
-      const int r = (v.rank + shift) % N;
-      const uint64_t end = count(r);
-      JAXKV_UNROLL(4)
-      for (uint64_t i = first(); i < end; i += step()) {
-        store_output(begin(r) + i, m.load_mail(gather(v.rank, turn, r) + i));
-      }
-    }
+    end(at_start, 1, 0);
     return true;
   }
 };

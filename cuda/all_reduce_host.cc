@@ -37,13 +37,13 @@ struct HostMachine {
 
   static void send(Word* to, Word word) {
     for (int k = 0; k < 4; ++k) {
-      std::atomic_ref(to->part[k]).store(word.part[k], std::memory_order_relaxed);
+      std::atomic_ref(to->part[k]).store(word.part[k], std::memory_order_release);
     }
   }
   static Word receive(Word* from) {
     Word word;
     for (int k = 0; k < 4; ++k) {
-      word.part[k] = std::atomic_ref(from->part[k]).load(std::memory_order_relaxed);
+      word.part[k] = std::atomic_ref(from->part[k]).load(std::memory_order_acquire);
     }
     return word;
   }
@@ -125,6 +125,18 @@ ffi::Error all_reduce(int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
 
 }  // namespace
 
+std::string describe_call(uint64_t signature) {
+  if (!signature) return "nothing";
+  const uint64_t call = signature / kCallNumbers;
+  const char* const algorithms[] = {"low_latency", "one_shot", "two_shot", "?"};
+  const auto dtype = static_cast<ffi::DataType>(call >> 2 & 63);
+  return std::string(algorithms[call & 3]) + " of " + std::to_string(call >> 8) + " bytes of " +
+         (dtype == ffi::F32    ? "float32"
+          : dtype == ffi::BF16 ? "bfloat16"
+                               : "float16") +
+         " (call " + std::to_string(signature % kCallNumbers) + ")";
+}
+
 ffi::ErrorOr<Task> resolve_task(int32_t device, ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out,
                                 int64_t communicator, int64_t algorithm) {
   auto refuse = [](std::string why) {
@@ -136,7 +148,7 @@ ffi::ErrorOr<Task> resolve_task(int32_t device, ffi::AnyBuffer in, ffi::Result<f
             .rank = (*found)->on_device(device),
             .message = {static_cast<const char*>(in.untyped_data()),
                         static_cast<char*>(out->untyped_data()), in.size_bytes(),
-                        static_cast<Algorithm>(algorithm)},
+                        static_cast<Algorithm>(algorithm), in.element_type()},
             .dtype = in.element_type()};
   const Geometry& geometry = task.communicator->geometry();
   if (!task.rank) {

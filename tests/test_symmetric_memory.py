@@ -101,8 +101,8 @@ def test_a_rank_that_does_not_come_is_named(algorithm):
         error = raised.value
         phase = "low_latency" if algorithm == "low_latency" else "scatter"
         assert (error.rank, error.peer, error.phase) == (0, 1, phase)
-        numbers = {"low_latency": (1, 0), "one_shot": (43, 42), "two_shot": (44, 43)}
-        assert (error.expected, error.seen) == numbers[algorithm]
+        # A barrier, or a word of so many.
+        assert (error.expected, error.seen) == ((43, 42) if algorithm == "one_shot" else (1, 0))
         # Later calls fail at once, compiled before or not.
         begin = time.monotonic()
         with pytest.raises(jax.errors.JaxRuntimeError, match="PeerTimeoutError: rank 0 waited"):

@@ -17,6 +17,7 @@ bool run_world(int32_t world) {
   const Geometry geometry{world, 64, 64};
   auto communicator = make_host_communicator(geometry, {devices}, 60'000'000'000);
   communicator->preset(kEpoch, 0);
+  communicator->set_stall(100'000);
   std::atomic<int> wrong = 0;
   auto rank = [&](int32_t device) {
     std::mt19937 late(device);
@@ -50,6 +51,7 @@ bool run_world(int32_t world) {
 }  // namespace jaxkv
 
 int main() {
+  setenv("JAXKV_DEBUG_COLLECTIVES", "1", 1);
   bool right = true;
   for (const int32_t world : {2, 4, 6, 8}) right &= jaxkv::run_world(world);
   return right ? 0 : 1;
