@@ -158,7 +158,7 @@ ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ff
   const auto task = resolve_task(device, in, out, communicator, algorithm);
   if (!task.has_value()) return task.error();
   const int world = task->communicator->geometry().world;
-  kernel_for(world, task->dtype)<<<blocks_for(task->message, world), kThreads, 0, stream>>>(
+  kernel_for(world, task->message.dtype)<<<blocks_for(task->message, world), kThreads, 0, stream>>>(
       task->rank->view, task->message);
   JAXKV_CUDA_TRY(cudaGetLastError());
   return ffi::Error::Success();

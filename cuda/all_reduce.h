@@ -233,20 +233,21 @@ struct Call {
   JAXKV_RARE static bool agrees(const Machine& m, const RankView& v, const Message& message,
                                 uint64_t calls) {
     const uint64_t own = signature(message, calls);
-    auto told = [&](int owner, int from) {  // no rank is more than one call ahead
-      return &v.headers[owner]->signals.calls[calls % 2][from];
+    auto told = [&](int owner, int from, uint64_t call) {  // no rank is two calls ahead
+      return &v.headers[owner]->signals.calls[call % 2][from];
     };
     for (int peer = m.thread(); m.block() == 0 && peer < N; peer += m.num_threads()) {
-      m.store_release(told(peer, v.rank), own);
+      m.store_release(told(peer, v.rank, calls), own);
     }
     bool same = true;
     for (int peer = m.thread(); same && peer < N; peer += m.num_threads()) {
+      const uint64_t before = m.load_acquire(told(v.rank, peer, calls + 1));
       uint64_t deadline = 0, seen = 0;
       for (uint32_t polls = 1; same; ++polls) {
-        seen = m.load_acquire(told(v.rank, peer));
+        seen = m.load_acquire(told(v.rank, peer, calls));
         if (seen % kCallNumbers == own % kCallNumbers) break;
         same = polls % kPollsPerLook ||
-               !gives_up(m, v, deadline, {0, v.rank, peer, Phase::kCall, own, seen});
+               !gives_up(m, v, deadline, {0, v.rank, peer, Phase::kCall, own, before});
         m.pause();
       }
       if (same && seen != own) {
@@ -436,7 +437,6 @@ struct Task {
   std::shared_ptr<Communicator> communicator;
   Communicator::Rank* rank;
   Message message;
-  xla::ffi::DataType dtype;
 };
 xla::ffi::ErrorOr<Task> resolve_task(int32_t device, xla::ffi::AnyBuffer in,
                                      xla::ffi::Result<xla::ffi::AnyBuffer> out,

@@ -117,9 +117,9 @@ ffi::Error all_reduce(int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
   const auto task = resolve_task(device, in, out, communicator, algorithm);
   if (!task.has_value()) return task.error();
   std::lock_guard lock(task->rank->calling);
-  const bool done = task->dtype == ffi::F32    ? run<Float32>(*task)
-                    : task->dtype == ffi::BF16 ? run<Bfloat16>(*task)
-                                               : run<Float16>(*task);
+  const bool done = task->message.dtype == ffi::F32    ? run<Float32>(*task)
+                    : task->message.dtype == ffi::BF16 ? run<Bfloat16>(*task)
+                                                       : run<Float16>(*task);
   return done ? ffi::Error::Success() : usable_communicator(communicator).error();
 }
 
@@ -148,13 +148,13 @@ ffi::ErrorOr<Task> resolve_task(int32_t device, ffi::AnyBuffer in, ffi::Result<f
             .rank = (*found)->on_device(device),
             .message = {static_cast<const char*>(in.untyped_data()),
                         static_cast<char*>(out->untyped_data()), in.size_bytes(),
-                        static_cast<Algorithm>(algorithm), in.element_type()},
-            .dtype = in.element_type()};
+                        static_cast<Algorithm>(algorithm), in.element_type()}};
   const Geometry& geometry = task.communicator->geometry();
   if (!task.rank) {
     return refuse("device " + std::to_string(device) + " is not of the communicator's mesh");
   }
-  if (task.dtype != ffi::F32 && task.dtype != ffi::BF16 && task.dtype != ffi::F16) {
+  if (task.message.dtype != ffi::F32 && task.message.dtype != ffi::BF16 &&
+      task.message.dtype != ffi::F16) {
     return refuse("the dtype must be float32, bfloat16 or float16");
   }
   uint64_t capacity = 0;

@@ -134,7 +134,7 @@ std::string describe(const PeerFault& fault) {
   }
   if (fault.phase == Phase::kCall) {
     return rank + " waited in vain for " + peer + " to call " + describe_call(fault.expected) +
-           "; its call before that was " + describe_call(fault.seen);
+           "; its last call was " + describe_call(fault.seen);
   }
   return rank + " waited in vain for " + peer + " in phase " + name_of(fault.phase) +
          ": expected " + std::to_string(fault.expected) + ", seen " + std::to_string(fault.seen);

@@ -125,6 +125,89 @@ def test_all_ranks_give_up_together():
 
 
 # ---------------------------------------------------------------------------------------------
+# Ranks that come with another call
+
+
+@pytest.fixture
+def debug(monkeypatch):
+    monkeypatch.setenv("JAXKV_DEBUG_COLLECTIVES", "1")
+
+
+def run_differently(memory, *bodies):
+    """Each rank its own body, all of which return an array like their operand `X[rank]`."""
+    rank = lambda x: jax.lax.switch(jax.lax.axis_index(AXIS), bodies, x)
+    try:
+        return np.asarray(on_ranks(memory, rank)(X))
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+
+
+def calls(memory, algorithm, size=4, dtype="float32", times=1):
+    def body(x):
+        part = x[:size].astype(dtype)
+        for _ in range(times):
+            part = memory.all_reduce(part, AXIS, implementation=algorithm)
+        return jax.numpy.zeros_like(x).at[:size].set(part.astype(x.dtype))
+
+    return body
+
+
+@pytest.mark.parametrize(
+    "other, text",
+    [
+        ({"size": 2}, "low_latency of 8 bytes of float32 (call 2)"),
+        ({"dtype": "bfloat16"}, "low_latency of 8 bytes of bfloat16 (call 2)"),
+        ({"algorithm": "two_shot"}, "two_shot of 16 bytes of float32 (call 2)"),
+    ],
+)
+def test_in_debug_mode_calls_that_differ_are_named(debug, other, text):
+    with memory_of(2, timeout_s=5.0) as memory:
+        sums(memory)(X)
+        both = {"algorithm": "low_latency"}
+        outcome = run_differently(memory, calls(memory, **both), calls(memory, **both | other))
+        with pytest.raises(jaxkv.PeerTimeoutError) as raised:
+            memory.check()
+        error = raised.value
+        mine = "low_latency of 16 bytes of float32 (call 2)"
+        assert str(error) in (
+            f"rank 0 has called {mine}, but rank 1 {text}",
+            f"rank 1 has called {text}, but rank 0 {mine}",
+        )
+        assert error.phase == "mismatch"
+        if ON_CPU:
+            assert "PeerTimeoutError: rank" in outcome
+
+
+def test_in_debug_mode_a_call_that_one_rank_makes_alone_is_named(debug):
+    with memory_of(2, timeout_s=0.3) as memory:
+        run_differently(memory, calls(memory, "one_shot", times=2), calls(memory, "one_shot"))
+        with pytest.raises(jaxkv.PeerTimeoutError) as raised:
+            memory.check()
+        assert str(raised.value) == (
+            "rank 0 waited in vain for rank 1 to call one_shot of 16 bytes of float32 (call 2); "
+            "its last call was one_shot of 16 bytes of float32 (call 1)"
+        )
+
+
+def test_otherwise_calls_that_differ_go_unnoticed():
+    """A control: bytes in one word, of which the other rank has fewer."""
+    with memory_of(2) as memory:
+        bodies = calls(memory, "low_latency"), calls(memory, "low_latency", size=2)
+        assert np.array_equal(run_differently(memory, *bodies)[0, :2], X.sum(0)[:2])
+        memory.check()
+
+
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_in_debug_mode_sums_are_the_same(debug, algorithm):
+    with memory_of(2) as memory:
+        step = sums(memory, algorithm)
+        for size in (4, 5000, 1, 777):
+            x = np.random.default_rng(size).integers(-9, 9, (2, size)).astype(np.float32)
+            assert (np.asarray(step(x)) == x.sum(0)).all()
+        memory.check()
+
+
+# ---------------------------------------------------------------------------------------------
 # The end
 
 
