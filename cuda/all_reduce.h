@@ -6,9 +6,16 @@
 // Ranks are always added in the order of their numbers, so results are equal bit for bit.
 //
 // low_latency and two_shot know no barriers: words say themselves that they have arrived. Who reads
-// a word clears it, and it is sent anew four turns later. By then the sender has seen what this
-// rank sent in a later turn, which was after the clearing: in another call, or after `publish`.
-// (All chunks of a call but the last are full, so that holds for each word.)
+// a word clears it, and it is sent anew kStages turns later. By then the sender has got words that
+// this rank sent after the clearing: in a later call, or, where a two_shot has so many chunks that
+// none of them is of a later call, after `publish`. Take the words of chunk c:
+// - cleared in steps c + 1 (scattered) and c + 2 (gathered) of this rank; published kStages - 4
+//   steps later at most, as every (kStages - 3)rd step publishes;
+// - sent anew in steps c + kStages (scattered) and c + kStages + 1 (gathered) of a peer, which then
+//   has got this rank's words of steps c + kStages - 2 and c + kStages;
+// - or by the first two steps of the next call, which have got this rank's words of step
+//   `chunks - 1`. Its other steps have got words of that call.
+// (All chunks but a call's last are full, so that this holds for each word.)
 //
 // one_shot writes a half of its boxes two calls later, when this rank has come to the barrier of
 // the call between, after reading.
@@ -307,14 +314,12 @@ struct Call {
       }
       m.pause();
     }
-    return true;
-  }
-  template <class Due>
-  JAXKV_DEVICE void clear(uint64_t turn, uint64_t at, Due due) const {
+    stall();
     JAXKV_UNROLL()
     for (int r = 0; r < N; ++r) {
       if (due(r)) m.send(quick(v.rank, turn, r) + at, {{kAbsent, kAbsent, kAbsent, kAbsent}});
     }
+    return true;
   }
 
   // Sends to word `at` of all peers' boxes, each rank to another peer first.
@@ -338,10 +343,7 @@ struct Call {
       const Word own = present(load_input(i));
       Word from[N];
       came = receive(turn, i, Phase::kQuick, due, from);
-      if (!came) break;
-      stall();
-      clear(turn, i, due);
-      store_output(i, sum(own, from));
+      if (came) store_output(i, sum(own, from));
     }
     if (!m.all(came)) return false;
     end(at_start, 0, 1);
@@ -351,57 +353,71 @@ struct Call {
   // Each rank adds up one part and sends the sum to all, in chunks which overlap: while one is
   // scattered, the one before is added up, and the sums of the one before that are gathered.
   JAXKV_DEVICE bool two_shot(const Progress& at_start) {
-    const uint64_t turn = at_start.turns;
     const uint64_t limit = chunk_words(), share = (words() + N - 1) / N;
     const uint64_t part = share < limit ? share : limit;
     const uint64_t chunks = (share + part - 1) / part;
+    auto chunk = [&](uint64_t k) { return Chunk{k * N * part, part, at_start.turns + k}; };
     bool came = true;
     for (uint64_t k = 0; came && k < chunks + 2; ++k) {
-      for (uint64_t i = first(); came && i < part; i += step())
-        came = two_shot_word(k, i, part, chunks, turn);
+      if (k < chunks) scatter(chunk(k));
+      if (k >= 1 && k <= chunks) came = reduce(chunk(k - 1));
+      if (k >= 2) came = came && gather(chunk(k - 2));
+      if (chunks > kStages - 2 && k % (kStages - 3) == 0) m.publish();
     }
     if (!m.all(came)) return false;
     end(at_start, 0, chunks);
     return true;
   }
 
-  JAXKV_DEVICE bool two_shot_word(uint64_t k, uint64_t i, uint64_t part, uint64_t chunks,
-                                  uint64_t turn) const {
-    // Which word of the message is word i of rank r's part of a chunk; there is none past the end.
-    auto at = [&](uint64_t chunk, int r) { return (chunk * N + r) * part + i; };
-    auto scattered = [&](int r) { return k < chunks && r != v.rank && at(k, r) < words(); };
-    const bool reduces = k >= 1 && k <= chunks && at(k - 1, v.rank) < words();
-    auto reduced = [&](int r) { return reduces && r != v.rank; };
-    auto gathered = [&](int r) { return k >= 2 && r != v.rank && at(k - 2, r) < words(); };
+  // N parts of `part` words; those of the last chunk are cut off where the message ends.
+  struct Chunk {
+    uint64_t base, part, turn;
+    JAXKV_DEVICE uint64_t begin(int r) const { return base + r * part; }
+  };
+  JAXKV_DEVICE bool has(const Chunk& chunk, int r, uint64_t i) const {
+    return chunk.begin(r) + i < words();
+  }
 
-    Word out[N], from[N], sums[N], own{};
-    JAXKV_UNROLL()
-    for (int shift = 1; shift < N; ++shift) {
-      const int r = (v.rank + shift) % N;
-      if (scattered(r)) out[shift] = load_input(at(k, r));
+  JAXKV_DEVICE void scatter(const Chunk& chunk) const {
+    for (uint64_t i = first(); i < chunk.part; i += step()) {
+      Word word[N];
+      JAXKV_UNROLL()
+      for (int shift = 1; shift < N; ++shift) {
+        const int r = (v.rank + shift) % N;
+        if (has(chunk, r, i)) word[shift] = load_input(chunk.begin(r) + i);
+      }
+      JAXKV_UNROLL()
+      for (int shift = 1; shift < N; ++shift) {
+        const int r = (v.rank + shift) % N;
+        if (has(chunk, r, i)) m.send(quick(r, chunk.turn, v.rank) + i, present(word[shift]));
+      }
     }
-    if (reduces) own = load_input(at(k - 1, v.rank));
-    if (!receive(turn + k - 1, i, Phase::kScatter, reduced, from)) return false;
-    if (!receive(turn + k - 2, chunk_words() + i, Phase::kGather, gathered, sums)) return false;
-    stall();
-    if (chunks > 2) m.publish();  // what was cleared, before anything of this turn
-    JAXKV_UNROLL()
-    for (int shift = 1; shift < N; ++shift) {
-      const int r = (v.rank + shift) % N;
-      if (scattered(r)) m.send(quick(r, turn + k, v.rank) + i, present(out[shift]));
+  }
+
+  JAXKV_DEVICE bool reduce(const Chunk& chunk) const {
+    const uint64_t begin = chunk.begin(v.rank);
+    auto due = [this](int r) { return r != v.rank; };
+    for (uint64_t i = first(); i < chunk.part && has(chunk, v.rank, i); i += step()) {
+      const Word own = present(load_input(begin + i));
+      Word from[N];
+      if (!receive(chunk.turn, i, Phase::kScatter, due, from)) return false;
+      const Word total = present(sum(own, from));
+      send(chunk.turn, chunk_words() + i, total);
+      store_output(begin + i, total);
     }
-    if (reduces) {
-      const Word total = present(sum(present(own), from));
-      send(turn + k - 1, chunk_words() + i, total);
-      store_output(at(k - 1, v.rank), total);
+    return true;
+  }
+
+  JAXKV_DEVICE bool gather(const Chunk& chunk) const {
+    for (uint64_t i = first(); i < chunk.part; i += step()) {
+      auto due = [&](int r) { return r != v.rank && has(chunk, r, i); };
+      Word from[N];
+      if (!receive(chunk.turn, chunk_words() + i, Phase::kGather, due, from)) return false;
+      JAXKV_UNROLL()
+      for (int r = 0; r < N; ++r) {
+        if (due(r)) store_output(chunk.begin(r) + i, from[r]);
+      }
     }
-    JAXKV_UNROLL()
-    for (int r = 0; r < N; ++r) {
-      if (gathered(r)) store_output(at(k - 2, r), sums[r]);
-    }
-    stall();
-    clear(turn + k - 1, i, reduced);
-    clear(turn + k - 2, chunk_words() + i, gathered);
     return true;
   }
 

@@ -18,8 +18,8 @@
 namespace jaxkv {
 
 inline constexpr int kMaxRanks = 8;
-inline constexpr int kMaxBlocks = 128;  // all resident: see load_all_reduce
-inline constexpr int kStages = 3;       // of the mailboxes whose data says that it arrived
+inline constexpr int kMaxBlocks = 512;  // of a call
+inline constexpr int kStages = 8;       // of the mailboxes whose data says that it arrived
 
 struct alignas(16) Word {
   uint32_t part[4];

@@ -19,10 +19,9 @@ from jaxkv.errors import PeerTimeoutError
 
 WORLD_SIZES = (2, 4, 6, 8)
 WORD_BYTES = 16
-# Of the mailboxes of all peers, in bytes, three times: their data says itself that it arrived, and
-# two_shot goes through their halves in chunks.
-QUICK_BYTES = 4 << 20
-SLOT_BYTES = 8 << 20  # of the mailboxes before a barrier, of all peers, twice
+# Of the mailboxes of all peers, in bytes:
+QUICK_BYTES = 8 << 20  # eight times; their data says itself that it arrived
+SLOT_BYTES = 8 << 20  # twice; before a barrier
 
 
 class SymmetricMemory:
@@ -52,7 +51,7 @@ class SymmetricMemory:
         self.axis_name = axis_name
         self.world_size = groups.shape[1]
         self.max_bytes = max_bytes
-        self.quick_bytes = 2 * _whole_words(min(-(-max_bytes // 2), QUICK_BYTES // self.world_size))
+        self.quick_bytes = _whole_words(min(max(max_bytes, 32), QUICK_BYTES // self.world_size))
         self.slot_bytes = _whole_words(min(max_bytes, SLOT_BYTES // self.world_size))
         native = _native.extension()
         self._id = native.create_communicator(
@@ -80,7 +79,7 @@ class SymmetricMemory:
           mesh: of devices of this process, CUDA devices with peer access or the CPU backend's.
           axis_name: the axis along which devices work together; 2, 4, 6 or 8 of them.
           max_bytes: the largest array, in bytes, to serve. A device gives up to
-            `16 * world_size + 6` MiB for it.
+            80 MiB for it.
           timeout_s: how long a device waits for its peers, in seconds.
 
         Raises:
