@@ -142,12 +142,12 @@ def test_slices_that_begin_inside_of_words(memories, algorithm):
     memory = memories[2]
 
     def step(x):
-        return [memory.all_reduce(row, AXIS, implementation=algorithm) for row in (x[0], x[1], x[2:])]
+        return [
+            memory.all_reduce(row, AXIS, implementation=algorithm) for row in (x[0], x[1], x[2:])
+        ]
 
     x = operand(2, (5, 333), "bfloat16")
-    for got, rows in zip(
-        on_ranks(memory, step)(x), (x[:, 0], x[:, 1], x[:, 2:]), strict=True
-    ):
+    for got, rows in zip(on_ranks(memory, step)(x), (x[:, 0], x[:, 1], x[:, 2:]), strict=True):
         assert_sums(got, rows)
 
 
