@@ -362,6 +362,7 @@ struct Call {
       if (k < chunks) scatter(chunk(k));
       if (k >= 1 && k <= chunks) came = reduce(chunk(k - 1));
       if (k >= 2) came = came && gather(chunk(k - 2));
+      static_assert(kStages > 3);
       if (chunks > kStages - 2 && k % (kStages - 3) == 0) m.publish();
     }
     if (!m.all(came)) return false;

@@ -24,7 +24,7 @@ bool run_world(int32_t world) {
     for (int call = 0; call < kCalls; ++call) {
       if (late() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(late() % 300));
       const auto algorithm = static_cast<Algorithm>(call % 3);
-      const size_t limit = algorithm == Algorithm::kTwoShot ? 1500 : 256;
+      const size_t limit = algorithm == Algorithm::kTwoShot ? 6000 : 256;
       const size_t count = 1 + call * 7919 % limit, offset = call / 7 % 4;  // from a word's address
       std::vector<float> in(offset + count), out(offset + count);
       for (size_t i = 0; i < count; ++i) in[offset + i] = static_cast<float>(i + call * device);
