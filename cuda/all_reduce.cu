@@ -135,7 +135,7 @@ template <class Element, int N>
 __global__ void __launch_bounds__(kThreads, blocks_per_processor(N))
     all_reduce_kernel(const __grid_constant__ RankView view, const Message message) {
   const CudaMachine machine;
-  Call<CudaMachine, Element, N>{machine, view, message}.run();
+  Call<CudaMachine, Element, N>(machine, view, message).run();
 }
 
 using Kernel = void (*)(RankView, Message);

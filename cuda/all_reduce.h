@@ -21,18 +21,7 @@
 // the call between, after reading.
 #pragma once
 
-#include "symmetric_memory.h"
-
-#ifdef __CUDACC__
-#define JAXKV_DEVICE __device__ __forceinline__
-#define JAXKV_RARE __device__ __noinline__
-#define JAXKV_UNROLL(times) _Pragma(JAXKV_TEXT(unroll times))
-#define JAXKV_TEXT(text) #text
-#else
-#define JAXKV_DEVICE inline
-#define JAXKV_RARE inline
-#define JAXKV_UNROLL(times)
-#endif
+#include "peers.h"
 
 namespace jaxkv {
 
@@ -47,17 +36,12 @@ struct Message {
   xla::ffi::DataType dtype;
 };
 
-// What ranks tell each other of a call in debug mode: its number, so that 0 is no call, and what it
-// is of.
-inline constexpr uint64_t kCallNumbers = 1 << 12;
-
-inline constexpr uint32_t kPollsPerLook = 256;  // how often a wait looks at the clock
-
 template <class Machine, class Element, int N>
-struct Call {
-  const Machine& m;
-  const RankView& v;
+struct Call : Peers<Machine, N> {
   const Message& message;
+
+  JAXKV_DEVICE Call(const Machine& machine, const RankView& view, const Message& of)
+      : Peers<Machine, N>{machine, view}, message(of) {}
 
   // True if the sum is in `out`, false if a wait gave up.
   JAXKV_DEVICE bool run() {
@@ -73,12 +57,20 @@ struct Call {
 
  private:
   using Bits = typename Element::Bits;
+  using Base = Peers<Machine, N>;
+  using Base::m, Base::v, Base::progress, Base::slot, Base::chunk_words, Base::stall, Base::meet;
 
+  JAXKV_DEVICE static uint64_t signature(const Message& message, uint64_t calls) {
+    return (message.bytes << 8 | static_cast<uint64_t>(message.dtype) << 2 |
+            static_cast<uint64_t>(message.algorithm)) *
+               kCallNumbers +
+           (calls + 1) % kCallNumbers;
+  }
   JAXKV_DEVICE bool agreed(const Progress& at_start) const {
-    return !v.debug || m.all(agrees(m, v, message, at_start.calls));
+    return !v.debug ||
+           m.all(Base::agrees(m, v, signature(message, at_start.calls), at_start.calls));
   }
 
-  JAXKV_DEVICE Progress& progress() const { return v.headers[v.rank]->progress; }
   JAXKV_DEVICE uint64_t words() const { return (message.bytes + sizeof(Word) - 1) / sizeof(Word); }
   JAXKV_DEVICE uint64_t first() const { return m.block() * m.num_threads() + m.thread(); }
   JAXKV_DEVICE uint64_t step() const { return m.num_blocks() * m.num_threads(); }
@@ -93,19 +85,6 @@ struct Call {
         return two_shot(at_start);
     }
     return false;
-  }
-
-  // ---- Boxes of `owner`, for what `from` sends --------------------------------------------------
-
-  JAXKV_DEVICE Word* mail(int owner) const { return reinterpret_cast<Word*>(v.headers[owner] + 1); }
-  JAXKV_DEVICE Word* quick(int owner, uint64_t turn, int from) const {
-    return mail(owner) + (turn % kStages * N + from) * v.geometry.quick_words;
-  }
-  // A two_shot scatters to the first half of a box, and gathers in the second.
-  JAXKV_DEVICE uint64_t chunk_words() const { return v.geometry.quick_words / 2; }
-  JAXKV_DEVICE Word* slot(int owner, uint64_t epoch, int from) const {
-    return mail(owner) + kStages * N * v.geometry.quick_words +
-           (epoch % 2 * N + from) * v.geometry.slot_words;
   }
 
   // ---- Words of the operand and of the result ---------------------------------------------------
@@ -162,172 +141,11 @@ struct Call {
     return Element::word(lanes);
   }
 
-  // ---- Waiting ----------------------------------------------------------------------------------
-
-  // Whether to give up on `peer`; asked now and then while waiting. The first time sets `deadline`.
-  JAXKV_RARE static bool gives_up(const Machine& m, const RankView& v, uint64_t& deadline,
-                                  const PeerFault& wait) {
-    Header& own = *v.headers[v.rank];
-    if (m.peek(&own.progress.broken)) return true;
-    if (const uint64_t aborted = m.load_acquire(&own.signals.aborted)) {
-      PeerFault told = wait;
-      told.peer = static_cast<int32_t>(aborted - 1);
-      told.phase = Phase::kAborted;
-      record(m, v, told);
-      return true;
-    }
-    const uint64_t now = m.nanoseconds();
-    if (!deadline) deadline = now + v.timeout_ns;
-    if (now < deadline) return false;
-    record(m, v, wait);
-    for (int r = 0; r < N; ++r) {
-      if (r != v.rank) m.store_release(&v.headers[r]->signals.aborted, uint64_t(v.rank) + 1);
-    }
-    return true;
-  }
-
-  JAXKV_DEVICE static void record(const Machine& m, const RankView& v, const PeerFault& fault) {
-    if (!m.claim(&v.headers[v.rank]->progress.broken)) return;  // the first fault says the most
-    v.fault->rank = fault.rank;
-    v.fault->peer = fault.peer;
-    v.fault->phase = fault.phase;
-    v.fault->expected = fault.expected;
-    v.fault->seen = fault.seen;
-    m.store_release(&v.fault->recorded, 1u);
-  }
-
-  // Meets the same block of all peers: what they wrote before is here after. False if one did not
-  // come.
-  JAXKV_DEVICE bool meet(uint64_t epoch, Phase phase) const {
-    m.publish();
-    m.sync();
-    for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
-      m.store_release(&v.headers[peer]->signals.flags[m.block()][v.rank], epoch);
-    }
-    bool came = true;
-    for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
-      const uint64_t* flag = &v.headers[v.rank]->signals.flags[m.block()][peer];
-      came &= comes(flag, peer, epoch, phase);
-    }
-    return m.all(came);
-  }
-
-  JAXKV_DEVICE bool comes(const uint64_t* flag, int peer, uint64_t epoch, Phase phase) const {
-    uint64_t deadline = 0;
-    for (uint32_t polls = 1;; ++polls) {
-      const uint64_t seen = m.load_acquire(flag);
-      if (static_cast<int64_t>(seen - epoch) >= 0) return true;  // epochs wrap
-      if (polls % kPollsPerLook == 0 &&
-          gives_up(m, v, deadline, {0, v.rank, peer, phase, epoch, seen})) {
-        return false;
-      }
-      m.pause();
-    }
-  }
-
-  // The last thread of the call says how far this rank is.
-  JAXKV_DEVICE void end(const Progress& at_start, uint64_t epochs, uint64_t turns) const {
-    m.sync();
-    if (m.thread() != 0 || !m.last_block(&progress().arrived)) return;
-    progress().epoch = at_start.epoch + epochs;
-    progress().turns = at_start.turns + turns;
-    progress().calls = at_start.calls + 1;
-  }
-
-  // ---- For debugging and tests ------------------------------------------------------------------
-
-  // Whether all ranks have come with the same call.
-  JAXKV_RARE static bool agrees(const Machine& m, const RankView& v, const Message& message,
-                                uint64_t calls) {
-    const uint64_t own = signature(message, calls);
-    auto told = [&](int owner, int from, uint64_t call) {  // no rank is two calls ahead
-      return &v.headers[owner]->signals.calls[call % 2][from];
-    };
-    for (int peer = m.thread(); m.block() == 0 && peer < N; peer += m.num_threads()) {
-      m.store_release(told(peer, v.rank, calls), own);
-    }
-    bool same = true;
-    for (int peer = m.thread(); same && peer < N; peer += m.num_threads()) {
-      const uint64_t before = m.load_acquire(told(v.rank, peer, calls + 1));
-      uint64_t deadline = 0, seen = 0;
-      for (uint32_t polls = 1; same; ++polls) {
-        seen = m.load_acquire(told(v.rank, peer, calls));
-        if (seen % kCallNumbers == own % kCallNumbers) break;
-        same = polls % kPollsPerLook ||
-               !gives_up(m, v, deadline, {0, v.rank, peer, Phase::kCall, own, before});
-        m.pause();
-      }
-      if (same && seen != own) {
-        record(m, v, {0, v.rank, peer, Phase::kMismatch, own, seen});
-        same = false;
-      }
-    }
-    return same;
-  }
-  JAXKV_DEVICE static uint64_t signature(const Message& message, uint64_t calls) {
-    return (message.bytes << 8 | static_cast<uint64_t>(message.dtype) << 2 |
-            static_cast<uint64_t>(message.algorithm)) *
-               kCallNumbers +
-           (calls + 1) % kCallNumbers;
-  }
-
-  // Lets a thread be late now and then.
-  JAXKV_DEVICE void stall() const {
-    if (v.stall_ns) stall(m, v);
-  }
-  JAXKV_RARE static void stall(const Machine& m, const RankView& v) {
-    const uint64_t begin = m.nanoseconds();
-    const uint64_t dice = (begin + 977 * v.rank + 31 * m.block()) * 0x9E3779B97F4A7C15;
-    if (dice >> 62) return;
-    while (m.nanoseconds() - begin < (dice >> 20) % v.stall_ns) m.pause();
-  }
-
-  // ---- Words that say themselves whether they have arrived --------------------------------------
-
-  JAXKV_DEVICE static bool arrived(const Word& w) {
-    return w.part[0] != kAbsent && w.part[1] != kAbsent && w.part[2] != kAbsent &&
-           w.part[3] != kAbsent;
-  }
+  // Words that are sent are not those that have not arrived.
   JAXKV_DEVICE static Word present(Word word) {
     JAXKV_UNROLL()
     for (uint32_t& part : word.part) part = part == kAbsent ? Element::kOtherNan : part;
     return word;
-  }
-
-  // Takes word `at` out of the boxes of all peers for which `due`; false if one did not come.
-  template <class Due>
-  JAXKV_DEVICE bool receive(uint64_t turn, uint64_t at, Phase phase, Due due,
-                            Word (&from)[N]) const {
-    uint64_t deadline = 0;
-    for (uint32_t polls = 1;; ++polls) {
-      int missing = -1;
-      JAXKV_UNROLL()
-      for (int r = 0; r < N; ++r) {
-        if (due(r)) from[r] = m.receive(quick(v.rank, turn, r) + at);
-      }
-      JAXKV_UNROLL()
-      for (int r = 0; r < N; ++r) missing = due(r) && !arrived(from[r]) ? r : missing;
-      if (missing < 0) break;
-      if (polls % kPollsPerLook == 0 &&
-          gives_up(m, v, deadline, {0, v.rank, missing, phase, words(), at})) {
-        return false;
-      }
-      m.pause();
-    }
-    stall();
-    JAXKV_UNROLL()
-    for (int r = 0; r < N; ++r) {
-      if (due(r)) m.send(quick(v.rank, turn, r) + at, {{kAbsent, kAbsent, kAbsent, kAbsent}});
-    }
-    return true;
-  }
-
-  // Sends to word `at` of all peers' boxes, each rank to another peer first.
-  JAXKV_DEVICE void send(uint64_t turn, uint64_t at, const Word& word) const {
-    JAXKV_UNROLL()
-    for (int shift = 1; shift < N; ++shift) {
-      m.send(quick((v.rank + shift) % N, turn, v.rank) + at, word);
-    }
   }
 
   // ---- Algorithms -------------------------------------------------------------------------------
@@ -336,17 +154,18 @@ struct Call {
   JAXKV_DEVICE bool low_latency(const Progress& at_start) {
     const uint64_t turn = at_start.turns;
     auto due = [this](int r) { return r != v.rank; };
-    for (uint64_t i = first(); i < words(); i += step()) send(turn, i, present(load_input(i)));
+    for (uint64_t i = first(); i < words(); i += step())
+      Base::send(turn, i, present(load_input(i)));
     stall();
     bool came = true;
     for (uint64_t i = first(); came && i < words(); i += step()) {
       const Word own = present(load_input(i));
       Word from[N];
-      came = receive(turn, i, Phase::kQuick, due, from);
+      came = Base::receive(turn, i, Phase::kQuick, words(), due, from);
       if (came) store_output(i, sum(own, from));
     }
     if (!m.all(came)) return false;
-    end(at_start, 0, 1);
+    Base::end(at_start, 0, 1);
     return true;
   }
 
@@ -366,7 +185,7 @@ struct Call {
       if (chunks > kStages - 2 && k % (kStages - 3) == 0) m.publish();
     }
     if (!m.all(came)) return false;
-    end(at_start, 0, chunks);
+    Base::end(at_start, 0, chunks);
     return true;
   }
 
@@ -390,7 +209,7 @@ struct Call {
       JAXKV_UNROLL()
       for (int shift = 1; shift < N; ++shift) {
         const int r = (v.rank + shift) % N;
-        if (has(chunk, r, i)) m.send(quick(r, chunk.turn, v.rank) + i, present(word[shift]));
+        if (has(chunk, r, i)) m.send(Base::quick(r, chunk.turn, v.rank) + i, present(word[shift]));
       }
     }
   }
@@ -401,9 +220,9 @@ struct Call {
     for (uint64_t i = first(); i < chunk.part && has(chunk, v.rank, i); i += step()) {
       const Word own = present(load_input(begin + i));
       Word from[N];
-      if (!receive(chunk.turn, i, Phase::kScatter, due, from)) return false;
+      if (!Base::receive(chunk.turn, i, Phase::kScatter, words(), due, from)) return false;
       const Word total = present(sum(own, from));
-      send(chunk.turn, chunk_words() + i, total);
+      Base::send(chunk.turn, chunk_words() + i, total);
       store_output(begin + i, total);
     }
     return true;
@@ -413,7 +232,8 @@ struct Call {
     for (uint64_t i = first(); i < chunk.part; i += step()) {
       auto due = [&](int r) { return r != v.rank && has(chunk, r, i); };
       Word from[N];
-      if (!receive(chunk.turn, chunk_words() + i, Phase::kGather, due, from)) return false;
+      if (!Base::receive(chunk.turn, chunk_words() + i, Phase::kGather, words(), due, from))
+        return false;
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
         if (due(r)) store_output(chunk.begin(r) + i, from[r]);
@@ -444,7 +264,7 @@ struct Call {
       }
       store_output(i, sum(own, from));
     }
-    end(at_start, 1, 0);
+    Base::end(at_start, 1, 0);
     return true;
   }
 };

@@ -107,7 +107,7 @@ bool run(const Task& task) {
   const HostMachine machine;
   const RankView& view = task.rank->view;
   return with_world(view.geometry.world, [&]<int N>() {
-    return Call<HostMachine, Element, N>{machine, view, task.message}.run();
+    return Call<HostMachine, Element, N>(machine, view, task.message).run();
   });
 }
 
