@@ -161,7 +161,7 @@ struct Call : Peers<Machine, N> {
     for (uint64_t i = first(); came && i < words(); i += step()) {
       const Word own = present(load_input(i));
       Word from[N];
-      came = Base::receive(turn, i, Phase::kQuick, words(), due, from);
+      came = Base::receive(turn, i, Phase::kQuick, words(), i, due, from);
       if (came) store_output(i, sum(own, from));
     }
     if (!m.all(came)) return false;
@@ -220,7 +220,7 @@ struct Call : Peers<Machine, N> {
     for (uint64_t i = first(); i < chunk.part && has(chunk, v.rank, i); i += step()) {
       const Word own = present(load_input(begin + i));
       Word from[N];
-      if (!Base::receive(chunk.turn, i, Phase::kScatter, words(), due, from)) return false;
+      if (!Base::receive(chunk.turn, i, Phase::kScatter, chunk.part, i, due, from)) return false;
       const Word total = present(sum(own, from));
       Base::send(chunk.turn, chunk_words() + i, total);
       store_output(begin + i, total);
@@ -232,7 +232,7 @@ struct Call : Peers<Machine, N> {
     for (uint64_t i = first(); i < chunk.part; i += step()) {
       auto due = [&](int r) { return r != v.rank && has(chunk, r, i); };
       Word from[N];
-      if (!Base::receive(chunk.turn, chunk_words() + i, Phase::kGather, words(), due, from))
+      if (!Base::receive(chunk.turn, chunk_words() + i, Phase::kGather, chunk.part, i, due, from))
         return false;
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
@@ -253,7 +253,7 @@ struct Call : Peers<Machine, N> {
       }
     }
     stall();
-    if (!meet(epoch + 1, Phase::kScatter)) return false;
+    if (!meet(epoch + 1)) return false;
     stall();
     for (uint64_t i = first(); i < words(); i += step()) {
       const Word own = load_input(i);

@@ -89,7 +89,7 @@ struct Peers {
 
   // Meets the same block of all peers: what they wrote before is here after. False if one did not
   // come.
-  JAXKV_DEVICE bool meet(uint64_t epoch, Phase phase) const {
+  JAXKV_DEVICE bool meet(uint64_t epoch) const {
     m.publish();
     m.sync();
     for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
@@ -98,18 +98,18 @@ struct Peers {
     bool came = true;
     for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
       const uint64_t* flag = &v.headers[v.rank]->signals.flags[m.block()][peer];
-      came &= comes(flag, peer, epoch, phase);
+      came &= comes(flag, peer, epoch);
     }
     return m.all(came);
   }
 
-  JAXKV_DEVICE bool comes(const uint64_t* flag, int peer, uint64_t epoch, Phase phase) const {
+  JAXKV_DEVICE bool comes(const uint64_t* flag, int peer, uint64_t epoch) const {
     uint64_t deadline = 0;
     for (uint32_t polls = 1;; ++polls) {
       const uint64_t seen = m.load_acquire(flag);
       if (static_cast<int64_t>(seen - epoch) >= 0) return true;  // epochs wrap
       if (polls % kPollsPerLook == 0 &&
-          gives_up(m, v, deadline, {0, v.rank, peer, phase, epoch, seen})) {
+          gives_up(m, v, deadline, {0, v.rank, peer, Phase::kBarrier, epoch, seen})) {
         return false;
       }
       m.pause();
@@ -123,10 +123,11 @@ struct Peers {
            w.part[3] != kAbsent;
   }
 
-  // Takes word `at` out of the boxes of all peers for which `due`; false if one did not come.
+  // Takes word `at` out of the boxes of all peers for which `due`; false if one did not come, which
+  // then is word `seen` of `expected`.
   template <class Due>
-  JAXKV_DEVICE bool receive(uint64_t turn, uint64_t at, Phase phase, uint64_t words, Due due,
-                            Word (&from)[N]) const {
+  JAXKV_DEVICE bool receive(uint64_t turn, uint64_t at, Phase phase, uint64_t expected,
+                            uint64_t seen, Due due, Word (&from)[N]) const {
     uint64_t deadline = 0;
     for (uint32_t polls = 1;; ++polls) {
       int missing = -1;
@@ -138,7 +139,7 @@ struct Peers {
       for (int r = 0; r < N; ++r) missing = due(r) && !arrived(from[r]) ? r : missing;
       if (missing < 0) break;
       if (polls % kPollsPerLook == 0 &&
-          gives_up(m, v, deadline, {0, v.rank, missing, phase, words, at})) {
+          gives_up(m, v, deadline, {0, v.rank, missing, phase, expected, seen})) {
         return false;
       }
       m.pause();

@@ -110,6 +110,8 @@ const char* name_of(Phase phase) {
   switch (phase) {
     case Phase::kQuick:
       return "low_latency";
+    case Phase::kBarrier:
+      return "barrier";
     case Phase::kScatter:
       return "scatter";
     case Phase::kGather:

@@ -50,7 +50,7 @@ struct alignas(Word) Header {
   Progress progress;
 };
 
-enum class Phase : int32_t { kQuick, kScatter, kGather, kAborted, kCall, kMismatch };
+enum class Phase : int32_t { kQuick, kBarrier, kScatter, kGather, kAborted, kCall, kMismatch };
 
 // Why a rank gave up; in memory that the host reads.
 struct PeerFault {

@@ -99,8 +99,8 @@ def test_a_rank_that_does_not_come_is_named(algorithm):
         with pytest.raises(jaxkv.PeerTimeoutError) as raised:
             memory.check()
         error = raised.value
-        phase = "low_latency" if algorithm == "low_latency" else "scatter"
-        assert (error.rank, error.peer, error.phase) == (0, 1, phase)
+        phases = {"low_latency": "low_latency", "one_shot": "barrier", "two_shot": "scatter"}
+        assert (error.rank, error.peer, error.phase) == (0, 1, phases[algorithm])
         # A barrier, or a word of so many.
         assert (error.expected, error.seen) == ((43, 42) if algorithm == "one_shot" else (1, 0))
         # Later calls fail at once, compiled before or not.
@@ -118,7 +118,7 @@ def test_all_ranks_give_up_together():
         begin = time.monotonic()
         run_without(memory, 3, "one_shot")
         with pytest.raises(
-            jaxkv.PeerTimeoutError, match="waited in vain for rank 3 in phase scatter"
+            jaxkv.PeerTimeoutError, match="waited in vain for rank 3 in phase barrier"
         ):
             memory.check()
         assert time.monotonic() - begin < 20
