@@ -3,6 +3,8 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 
 #include "all_reduce.h"
 #include "cuda_check.h"
@@ -12,7 +14,13 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256;
+// More ranks need more registers; and fewer threads, as each sends a word to each peer.
+constexpr int blocks_per_processor(int world) { return world <= 4 ? 4 : 2; }
+
+// Blocks of a call that are all resident on each of this process's devices, because they wait for
+// what others do. By number of ranks, and known once a communicator has been created.
+std::array<std::atomic<int>, kMaxRanks + 1> resident_blocks;
 
 struct CudaMachine {
   static __device__ uint64_t block() { return blockIdx.x; }
@@ -124,10 +132,10 @@ struct Float16 : TwoByte<Float16> {
 };
 
 template <class Element, int N>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, blocks_per_processor(N))
     all_reduce_kernel(const __grid_constant__ RankView view, const Message message) {
   const CudaMachine machine;
-  Call<CudaMachine, Element, N>{machine, view, message}.run();
+  Call<CudaMachine, Element, N>(machine, view, message).run();
 }
 
 using Kernel = void (*)(RankView, Message);
@@ -149,7 +157,8 @@ Kernel kernel_for(int world, ffi::DataType dtype) {
 int blocks_for(const Message& message, int world) {
   const uint64_t share = message.algorithm == Algorithm::kTwoShot ? world : 1;
   const uint64_t threads = message.bytes / sizeof(Word) / share;
-  return static_cast<int>(std::clamp<uint64_t>((threads + kThreads - 1) / kThreads, 1, kMaxBlocks));
+  const uint64_t most = resident_blocks[world];
+  return static_cast<int>(std::clamp<uint64_t>((threads + kThreads - 1) / kThreads, 1, most));
 }
 
 ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
@@ -158,7 +167,7 @@ ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ff
   const auto task = resolve_task(device, in, out, communicator, algorithm);
   if (!task.has_value()) return task.error();
   const int world = task->communicator->geometry().world;
-  kernel_for(world, task->dtype)<<<blocks_for(task->message, world), kThreads, 0, stream>>>(
+  kernel_for(world, task->message.dtype)<<<blocks_for(task->message, world), kThreads, 0, stream>>>(
       task->rank->view, task->message);
   JAXKV_CUDA_TRY(cudaGetLastError());
   return ffi::Error::Success();
@@ -184,11 +193,20 @@ void load_all_reduce(int32_t device) {
   int before = 0;
   check(cudaGetDevice(&before));
   check(cudaSetDevice(device));
+  int processors = 0;
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   for (const int world : {2, 4, 6, 8}) {
+    int resident = kMaxBlocks;
     for (const ffi::DataType dtype : {ffi::F32, ffi::BF16, ffi::F16}) {
-      cudaFuncAttributes attributes;
+      cudaFuncAttributes attributes;  // asking for them loads the kernel
       check(cudaFuncGetAttributes(&attributes, kernel_for(world, dtype)));
+      int blocks = 0;
+      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel_for(world, dtype),
+                                                          kThreads, 0));
+      resident = std::min(resident, blocks * processors);
     }
+    const int known = resident_blocks[world];
+    resident_blocks[world] = known ? std::min(known, resident) : resident;
   }
   check(cudaSetDevice(before));
 }

@@ -5,26 +5,23 @@
 // it reads and writes memory that peers share. `Element` adds up the values of a word in f32.
 // Ranks are always added in the order of their numbers, so results are equal bit for bit.
 //
-// Why a peer never overwrites what is still read: it writes a half of the scatter and gather boxes
-// two turns later, having passed the last barrier of the turn between, to which this rank came
-// after reading. A word lies with the same block in all rounds of a call, and a new call begins
-// when all blocks of the call before have ended. The stages of the quick boxes follow the same
-// rule, where data takes the place of barriers: what is cleared now was read one call ago, and
-// written next by peers that have seen this rank's next call.
+// low_latency and two_shot know no barriers: words say themselves that they have arrived. Who reads
+// a word clears it, and it is sent anew kStages turns later. By then the sender has got words that
+// this rank sent after the clearing: in a later call, or, where a two_shot has so many chunks that
+// none of them is of a later call, after `publish`. Take the words of chunk c:
+// - cleared in steps c + 1 (scattered) and c + 2 (gathered) of this rank; published kStages - 4
+//   steps later at most, as every (kStages - 3)rd step publishes;
+// - sent anew in steps c + kStages (scattered) and c + kStages + 1 (gathered) of a peer, which then
+//   has got this rank's words of steps c + kStages - 2 and c + kStages;
+// - or by the first two steps of the next call, which have got this rank's words of step
+//   `chunks - 1`. Its other steps have got words of that call.
+// (All chunks but a call's last are full, so that this holds for each word.)
+//
+// one_shot writes a half of its boxes two calls later, when this rank has come to the barrier of
+// the call between, after reading.
 #pragma once
 
-#include "symmetric_memory.h"
-
-#ifdef __CUDACC__
-#define JAXKV_DEVICE __device__ __forceinline__
-#define JAXKV_RARE __device__ __noinline__
-#define JAXKV_UNROLL(times) _Pragma(JAXKV_TEXT(unroll times))
-#define JAXKV_TEXT(text) #text
-#else
-#define JAXKV_DEVICE inline
-#define JAXKV_RARE inline
-#define JAXKV_UNROLL(times)
-#endif
+#include "peers.h"
 
 namespace jaxkv {
 
@@ -36,31 +33,44 @@ struct Message {
   char* out;
   uint64_t bytes;
   Algorithm algorithm;
+  xla::ffi::DataType dtype;
 };
 
-inline constexpr uint32_t kPollsPerLook = 256;  // how often a wait looks at the clock
-
 template <class Machine, class Element, int N>
-struct Call {
-  const Machine& m;
-  const RankView& v;
+struct Call : Peers<Machine, N> {
   const Message& message;
+
+  JAXKV_DEVICE Call(const Machine& machine, const RankView& view, const Message& of)
+      : Peers<Machine, N>{machine, view}, message(of) {}
 
   // True if the sum is in `out`, false if a wait gave up.
   JAXKV_DEVICE bool run() {
     const Progress at_start = progress();
     // All threads of the block decide alike, although another block may give up meanwhile.
-    if (m.all(!at_start.broken) && reduced(at_start)) return true;
-    for (uint64_t i = first(); i < words(); i += step()) {
-      store_output(i, {{kAbsent, kAbsent, kAbsent, kAbsent}});  // rather NaN than a wrong sum
+    if (m.all(!at_start.broken) && agreed(at_start) && reduced(at_start)) return true;
+    // Rather NaN than a wrong sum. What this block missed lies anywhere.
+    for (uint64_t i = m.thread(); i < words(); i += m.num_threads()) {
+      store_output(i, {{kAbsent, kAbsent, kAbsent, kAbsent}});
     }
     return false;
   }
 
  private:
   using Bits = typename Element::Bits;
+  using Base = Peers<Machine, N>;
+  using Base::m, Base::v, Base::progress, Base::slot, Base::chunk_words, Base::stall, Base::meet;
 
-  JAXKV_DEVICE Progress& progress() const { return v.headers[v.rank]->progress; }
+  JAXKV_DEVICE static uint64_t signature(const Message& message, uint64_t calls) {
+    return (message.bytes << 8 | static_cast<uint64_t>(message.dtype) << 2 |
+            static_cast<uint64_t>(message.algorithm)) *
+               kCallNumbers +
+           (calls + 1) % kCallNumbers;
+  }
+  JAXKV_DEVICE bool agreed(const Progress& at_start) const {
+    return !v.debug ||
+           m.all(Base::agrees(m, v, signature(message, at_start.calls), at_start.calls));
+  }
+
   JAXKV_DEVICE uint64_t words() const { return (message.bytes + sizeof(Word) - 1) / sizeof(Word); }
   JAXKV_DEVICE uint64_t first() const { return m.block() * m.num_threads() + m.thread(); }
   JAXKV_DEVICE uint64_t step() const { return m.num_blocks() * m.num_threads(); }
@@ -75,20 +85,6 @@ struct Call {
         return two_shot(at_start);
     }
     return false;
-  }
-
-  // ---- Boxes of `owner`, for what `from` sends --------------------------------------------------
-
-  JAXKV_DEVICE Word* mail(int owner) const { return reinterpret_cast<Word*>(v.headers[owner] + 1); }
-  JAXKV_DEVICE Word* quick(int owner, uint32_t stage, int from) const {
-    return mail(owner) + (stage * N + from) * v.geometry.quick_words;
-  }
-  JAXKV_DEVICE Word* scatter(int owner, uint64_t turn, int from) const {
-    return mail(owner) + kStages * N * v.geometry.quick_words +
-           ((turn % 2) * N + from) * v.geometry.slot_words;
-  }
-  JAXKV_DEVICE Word* gather(int owner, uint64_t turn, int from) const {
-    return scatter(owner, turn, from) + 2 * N * v.geometry.slot_words;
   }
 
   // ---- Words of the operand and of the result ---------------------------------------------------
@@ -131,224 +127,144 @@ struct Call {
   JAXKV_DEVICE static int part_of(uint64_t k) { return k % Element::kLanes * sizeof(Bits) / 4; }
   JAXKV_DEVICE static int shift_of(uint64_t k) { return k * sizeof(Bits) % 4 * 8; }
 
-  JAXKV_DEVICE static Word sum(const Word (&from)[N]) {
+  // Of this rank's own word and those of its peers.
+  JAXKV_DEVICE Word sum(const Word& own, const Word (&from)[N]) const {
     float lanes[Element::kLanes];
     JAXKV_UNROLL()
-    for (int k = 0; k < Element::kLanes; ++k) lanes[k] = Element::lane(from[0], k);
-    JAXKV_UNROLL()
-    for (int r = 1; r < N; ++r) {
+    for (int r = 0; r < N; ++r) {
+      const Word word = r == v.rank ? own : from[r];
       JAXKV_UNROLL()
-      for (int k = 0; k < Element::kLanes; ++k) lanes[k] += Element::lane(from[r], k);
+      for (int k = 0; k < Element::kLanes; ++k) {
+        lanes[k] = r ? lanes[k] + Element::lane(word, k) : Element::lane(word, k);
+      }
     }
     return Element::word(lanes);
   }
 
-  // ---- Waiting ----------------------------------------------------------------------------------
-
-  // Whether to give up on `peer`; asked now and then while waiting. The first time sets `deadline`.
-  JAXKV_RARE static bool gives_up(const Machine& m, const RankView& v, uint64_t& deadline,
-                                  const PeerFault& wait) {
-    Header& own = *v.headers[v.rank];
-    if (m.peek(&own.progress.broken)) return true;
-    if (const uint64_t aborted = m.load_acquire(&own.signals.aborted)) {
-      PeerFault told = wait;
-      told.peer = static_cast<int32_t>(aborted - 1);
-      told.phase = Phase::kAborted;
-      record(m, v, told);
-      return true;
-    }
-    const uint64_t now = m.nanoseconds();
-    if (!deadline) deadline = now + v.timeout_ns;
-    if (now < deadline) return false;
-    record(m, v, wait);
-    for (int r = 0; r < N; ++r) {
-      if (r != v.rank) m.store_release(&v.headers[r]->signals.aborted, uint64_t(v.rank) + 1);
-    }
-    return true;
-  }
-
-  JAXKV_DEVICE static void record(const Machine& m, const RankView& v, const PeerFault& fault) {
-    if (!m.claim(&v.headers[v.rank]->progress.broken)) return;  // the first fault says the most
-    v.fault->rank = fault.rank;
-    v.fault->peer = fault.peer;
-    v.fault->phase = fault.phase;
-    v.fault->expected = fault.expected;
-    v.fault->seen = fault.seen;
-    m.store_release(&v.fault->recorded, 1u);
-  }
-
-  // Meets the same block of all peers: what they wrote before is here after. False if one did not
-  // come.
-  JAXKV_DEVICE bool meet(uint64_t epoch, Phase phase) const {
-    m.publish();
-    m.sync();
-    for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
-      m.store_release(&v.headers[peer]->signals.flags[m.block()][v.rank], epoch);
-    }
-    bool came = true;
-    for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
-      const uint64_t* flag = &v.headers[v.rank]->signals.flags[m.block()][peer];
-      came &= comes(flag, peer, epoch, phase);
-    }
-    return m.all(came);
-  }
-
-  JAXKV_DEVICE bool comes(const uint64_t* flag, int peer, uint64_t epoch, Phase phase) const {
-    uint64_t deadline = 0;
-    for (uint32_t polls = 1;; ++polls) {
-      const uint64_t seen = m.load_acquire(flag);
-      if (static_cast<int64_t>(seen - epoch) >= 0) return true;  // epochs wrap
-      if (polls % kPollsPerLook == 0 &&
-          gives_up(m, v, deadline, {0, v.rank, peer, phase, epoch, seen})) {
-        return false;
-      }
-      m.pause();
-    }
-  }
-
-  // Whether this is the last thread of the call, which alone may change Progress.
-  JAXKV_DEVICE bool is_last() const {
-    m.sync();
-    return m.thread() == 0 && m.last_block(&progress().arrived);
+  // Words that are sent are not those that have not arrived.
+  JAXKV_DEVICE static Word present(Word word) {
+    JAXKV_UNROLL()
+    for (uint32_t& part : word.part) part = part == kAbsent ? Element::kOtherNan : part;
+    return word;
   }
 
   // ---- Algorithms -------------------------------------------------------------------------------
 
-  JAXKV_DEVICE static bool arrived(const Word& w) {
-    return w.part[0] != kAbsent && w.part[1] != kAbsent && w.part[2] != kAbsent &&
-           w.part[3] != kAbsent;
-  }
-
-  // Every rank sends everything to all, and each word says itself whether it has arrived.
+  // Every rank sends everything to all.
   JAXKV_DEVICE bool low_latency(const Progress& at_start) {
-    const uint32_t stage = at_start.stage, before = (stage + kStages - 1) % kStages;
-    uint64_t dirty = 0;  // no index at run time, which would keep `at_start` out of registers
-    JAXKV_UNROLL()
-    for (uint32_t s = 0; s < kStages; ++s) dirty = s == before ? at_start.dirty_words[s] : dirty;
-    for (uint64_t i = first(); i < words(); i += step()) {
-      Word word = load_input(i);
-      JAXKV_UNROLL()
-      for (uint32_t& part : word.part) part = part == kAbsent ? Element::kOtherNan : part;
-      JAXKV_UNROLL()
-      for (int r = 0; r < N; ++r) m.send(quick(r, stage, v.rank) + i, word);
-    }
-    for (int r = 0; r < N; ++r) {
-      for (uint64_t i = first(); i < dirty; i += step()) {
-        m.send(quick(v.rank, before, r) + i, {{kAbsent, kAbsent, kAbsent, kAbsent}});
-      }
-    }
+    const uint64_t turn = at_start.turns;
+    auto due = [this](int r) { return r != v.rank; };
+    for (uint64_t i = first(); i < words(); i += step())
+      Base::send(turn, i, present(load_input(i)));
+    stall();
     bool came = true;
     for (uint64_t i = first(); came && i < words(); i += step()) {
+      const Word own = present(load_input(i));
       Word from[N];
-      came = receive(stage, i, from);
-      if (came) store_output(i, sum(from));
+      came = Base::receive(turn, i, Phase::kQuick, words(), i, due, from);
+      if (came) store_output(i, sum(own, from));
     }
     if (!m.all(came)) return false;
-    if (is_last()) {
-      progress().dirty_words[before] = 0;
-      progress().dirty_words[stage] = words();
-      progress().stage = (stage + 1) % kStages;
+    Base::end(at_start, 0, 1);
+    return true;
+  }
+
+  // Each rank adds up one part and sends the sum to all, in chunks which overlap: while one is
+  // scattered, the one before is added up, and the sums of the one before that are gathered.
+  JAXKV_DEVICE bool two_shot(const Progress& at_start) {
+    const uint64_t limit = chunk_words(), share = (words() + N - 1) / N;
+    const uint64_t part = share < limit ? share : limit;
+    const uint64_t chunks = (share + part - 1) / part;
+    auto chunk = [&](uint64_t k) { return Chunk{k * N * part, part, at_start.turns + k}; };
+    bool came = true;
+    for (uint64_t k = 0; came && k < chunks + 2; ++k) {
+      if (k < chunks) scatter(chunk(k));
+      if (k >= 1 && k <= chunks) came = reduce(chunk(k - 1));
+      if (k >= 2) came = came && gather(chunk(k - 2));
+      static_assert(kStages > 3);
+      if (chunks > kStages - 2 && k % (kStages - 3) == 0) m.publish();
+    }
+    if (!m.all(came)) return false;
+    Base::end(at_start, 0, chunks);
+    return true;
+  }
+
+  // N parts of `part` words; those of the last chunk are cut off where the message ends.
+  struct Chunk {
+    uint64_t base, part, turn;
+    JAXKV_DEVICE uint64_t begin(int r) const { return base + r * part; }
+  };
+  JAXKV_DEVICE bool has(const Chunk& chunk, int r, uint64_t i) const {
+    return chunk.begin(r) + i < words();
+  }
+
+  JAXKV_DEVICE void scatter(const Chunk& chunk) const {
+    for (uint64_t i = first(); i < chunk.part; i += step()) {
+      Word word[N];
+      JAXKV_UNROLL()
+      for (int shift = 1; shift < N; ++shift) {
+        const int r = (v.rank + shift) % N;
+        if (has(chunk, r, i)) word[shift] = load_input(chunk.begin(r) + i);
+      }
+      JAXKV_UNROLL()
+      for (int shift = 1; shift < N; ++shift) {
+        const int r = (v.rank + shift) % N;
+        if (has(chunk, r, i)) m.send(Base::quick(r, chunk.turn, v.rank) + i, present(word[shift]));
+      }
+    }
+  }
+
+  JAXKV_DEVICE bool reduce(const Chunk& chunk) const {
+    const uint64_t begin = chunk.begin(v.rank);
+    auto due = [this](int r) { return r != v.rank; };
+    for (uint64_t i = first(); i < chunk.part && has(chunk, v.rank, i); i += step()) {
+      const Word own = present(load_input(begin + i));
+      Word from[N];
+      if (!Base::receive(chunk.turn, i, Phase::kScatter, chunk.part, i, due, from)) return false;
+      const Word total = present(sum(own, from));
+      Base::send(chunk.turn, chunk_words() + i, total);
+      store_output(begin + i, total);
     }
     return true;
   }
 
-  JAXKV_DEVICE bool receive(uint32_t stage, uint64_t i, Word (&from)[N]) const {
-    uint64_t deadline = 0;
-    for (uint32_t polls = 1;; ++polls) {
-      int missing = -1;
-      JAXKV_UNROLL()
-      for (int r = 0; r < N; ++r) from[r] = m.receive(quick(v.rank, stage, r) + i);
-      JAXKV_UNROLL()
-      for (int r = 0; r < N; ++r) missing = arrived(from[r]) ? missing : r;
-      if (missing < 0) return true;
-      if (polls % kPollsPerLook == 0 &&
-          gives_up(m, v, deadline, {0, v.rank, missing, Phase::kQuick, words(), i})) {
+  JAXKV_DEVICE bool gather(const Chunk& chunk) const {
+    for (uint64_t i = first(); i < chunk.part; i += step()) {
+      auto due = [&](int r) { return r != v.rank && has(chunk, r, i); };
+      Word from[N];
+      if (!Base::receive(chunk.turn, chunk_words() + i, Phase::kGather, chunk.part, i, due, from))
         return false;
+      JAXKV_UNROLL()
+      for (int r = 0; r < N; ++r) {
+        if (due(r)) store_output(chunk.begin(r) + i, from[r]);
       }
-      m.pause();
     }
+    return true;
   }
 
   // Every rank sends everything to all, and adds up when all have met.
   JAXKV_DEVICE bool one_shot(const Progress& at_start) {
-    const uint64_t epoch = at_start.epoch, turn = at_start.turns;
+    const uint64_t epoch = at_start.epoch;
     for (uint64_t i = first(); i < words(); i += step()) {
       const Word word = load_input(i);
       JAXKV_UNROLL()
-      for (int r = 0; r < N; ++r) {
-        if (r != v.rank) m.store(scatter(r, turn, v.rank) + i, word);
+      for (int shift = 1; shift < N; ++shift) {
+        m.store(slot((v.rank + shift) % N, epoch, v.rank) + i, word);
       }
     }
-    if (!meet(epoch + 1, Phase::kScatter)) return false;
-    for (uint64_t i = first(); i < words(); i += step()) store_output(i, sum_of(turn, i, i));
-    if (is_last()) {
-      progress().epoch = epoch + 1;
-      progress().turns = turn + 1;
-    }
-    return true;
-  }
-
-  // The sum of word `at` of all boxes, where this rank's own word is number `mine` of its operand.
-  JAXKV_DEVICE Word sum_of(uint64_t turn, uint64_t at, uint64_t mine) const {
-    const Word own = load_input(mine);
-    Word from[N];
-    JAXKV_UNROLL()
-    for (int r = 0; r < N; ++r) {
-      from[r] = r == v.rank ? own : m.load_mail(scatter(v.rank, turn, r) + at);
-    }
-    return sum(from);
-  }
-
-  // Each rank adds up one part and sends the sum to all, in as many rounds as the boxes need.
-  JAXKV_DEVICE bool two_shot(const Progress& at_start) {
-    const uint64_t epoch = at_start.epoch, turn = at_start.turns;
-    const uint64_t per_round = N * v.geometry.slot_words;
-    const uint64_t rounds = (words() + per_round - 1) / per_round;
-    const uint64_t part = (words() + rounds * N - 1) / (rounds * N);
-    for (uint64_t round = 0; round < rounds; ++round) {
-      if (!two_shot_round(round * N * part, part, turn + round, epoch + 2 * round)) return false;
-    }
-    if (is_last()) {
-      progress().epoch = epoch + 2 * rounds;
-      progress().turns = turn + rounds;
-    }
-    return true;
-  }
-
-  JAXKV_DEVICE bool two_shot_round(uint64_t base, uint64_t part, uint64_t turn, uint64_t epoch) {
-    auto begin = [&](int r) { return base + r * part; };
-    auto count = [&](int r) {  // of the words of rank r's part, of which the last are cut off
-      const uint64_t left = begin(r) < words() ? words() - begin(r) : 0;
-      return left < part ? left : part;
-    };
-    for (int shift = 1; shift < N; ++shift) {  // all ranks begin with another peer
-      const int r = (v.rank + shift) % N;
-      const uint64_t end = count(r);
-      JAXKV_UNROLL(4)
-      for (uint64_t i = first(); i < end; i += step()) {
-        m.store(scatter(r, turn, v.rank) + i, load_input(begin(r) + i));
-      }
-    }
-    if (!meet(epoch + 1, Phase::kScatter)) return false;
-    const uint64_t mine = count(v.rank);
-    JAXKV_UNROLL(2)
-    for (uint64_t i = first(); i < mine; i += step()) {
-      const Word word = sum_of(turn, i, begin(v.rank) + i);
-      store_output(begin(v.rank) + i, word);
+    stall();
+    if (!meet(epoch + 1)) return false;
+    stall();
+    for (uint64_t i = first(); i < words(); i += step()) {
+      const Word own = load_input(i);
+      Word from[N];
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
-        if (r != v.rank) m.store(gather(r, turn, v.rank) + i, word);
+        if (r != v.rank) from[r] = m.load_mail(slot(v.rank, epoch, r) + i);
       }
+      store_output(i, sum(own, from));
     }
-    if (!meet(epoch + 2, Phase::kGather)) return false;
-    for (int shift = 1; shift < N; ++shift) {
-      const int r = (v.rank + shift) % N;
-      const uint64_t end = count(r);
-      JAXKV_UNROLL(4)
-      for (uint64_t i = first(); i < end; i += step()) {
-        store_output(begin(r) + i, m.load_mail(gather(v.rank, turn, r) + i));
-      }
-    }
+    Base::end(at_start, 1, 0);
     return true;
   }
 };
@@ -358,7 +274,6 @@ struct Task {
   std::shared_ptr<Communicator> communicator;
   Communicator::Rank* rank;
   Message message;
-  xla::ffi::DataType dtype;
 };
 xla::ffi::ErrorOr<Task> resolve_task(int32_t device, xla::ffi::AnyBuffer in,
                                      xla::ffi::Result<xla::ffi::AnyBuffer> out,

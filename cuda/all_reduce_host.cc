@@ -37,13 +37,13 @@ struct HostMachine {
 
   static void send(Word* to, Word word) {
     for (int k = 0; k < 4; ++k) {
-      std::atomic_ref(to->part[k]).store(word.part[k], std::memory_order_relaxed);
+      std::atomic_ref(to->part[k]).store(word.part[k], std::memory_order_release);
     }
   }
   static Word receive(Word* from) {
     Word word;
     for (int k = 0; k < 4; ++k) {
-      word.part[k] = std::atomic_ref(from->part[k]).load(std::memory_order_relaxed);
+      word.part[k] = std::atomic_ref(from->part[k]).load(std::memory_order_acquire);
     }
     return word;
   }
@@ -107,7 +107,7 @@ bool run(const Task& task) {
   const HostMachine machine;
   const RankView& view = task.rank->view;
   return with_world(view.geometry.world, [&]<int N>() {
-    return Call<HostMachine, Element, N>{machine, view, task.message}.run();
+    return Call<HostMachine, Element, N>(machine, view, task.message).run();
   });
 }
 
@@ -117,13 +117,25 @@ ffi::Error all_reduce(int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
   const auto task = resolve_task(device, in, out, communicator, algorithm);
   if (!task.has_value()) return task.error();
   std::lock_guard lock(task->rank->calling);
-  const bool done = task->dtype == ffi::F32    ? run<Float32>(*task)
-                    : task->dtype == ffi::BF16 ? run<Bfloat16>(*task)
-                                               : run<Float16>(*task);
+  const bool done = task->message.dtype == ffi::F32    ? run<Float32>(*task)
+                    : task->message.dtype == ffi::BF16 ? run<Bfloat16>(*task)
+                                                       : run<Float16>(*task);
   return done ? ffi::Error::Success() : usable_communicator(communicator).error();
 }
 
 }  // namespace
+
+std::string describe_call(uint64_t signature) {
+  if (!signature) return "nothing";
+  const uint64_t call = signature / kCallNumbers;
+  const char* const algorithms[] = {"low_latency", "one_shot", "two_shot", "?"};
+  const auto dtype = static_cast<ffi::DataType>(call >> 2 & 63);
+  return std::string(algorithms[call & 3]) + " of " + std::to_string(call >> 8) + " bytes of " +
+         (dtype == ffi::F32    ? "float32"
+          : dtype == ffi::BF16 ? "bfloat16"
+                               : "float16") +
+         " (call " + std::to_string(signature % kCallNumbers) + ")";
+}
 
 ffi::ErrorOr<Task> resolve_task(int32_t device, ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out,
                                 int64_t communicator, int64_t algorithm) {
@@ -136,13 +148,13 @@ ffi::ErrorOr<Task> resolve_task(int32_t device, ffi::AnyBuffer in, ffi::Result<f
             .rank = (*found)->on_device(device),
             .message = {static_cast<const char*>(in.untyped_data()),
                         static_cast<char*>(out->untyped_data()), in.size_bytes(),
-                        static_cast<Algorithm>(algorithm)},
-            .dtype = in.element_type()};
+                        static_cast<Algorithm>(algorithm), in.element_type()}};
   const Geometry& geometry = task.communicator->geometry();
   if (!task.rank) {
     return refuse("device " + std::to_string(device) + " is not of the communicator's mesh");
   }
-  if (task.dtype != ffi::F32 && task.dtype != ffi::BF16 && task.dtype != ffi::F16) {
+  if (task.message.dtype != ffi::F32 && task.message.dtype != ffi::BF16 &&
+      task.message.dtype != ffi::F16) {
     return refuse("the dtype must be float32, bfloat16 or float16");
   }
   uint64_t capacity = 0;

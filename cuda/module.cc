@@ -176,10 +176,12 @@ NB_MODULE(_ext, m) {
         "(rank, peer, phase, expected, seen, description) of a wait that gave up, or None.");
   m.def(
       "preset_communicator",
-      [](int64_t id, uint64_t epoch, uint64_t ahead) {
+      [](int64_t id, uint64_t epoch, uint64_t ahead, uint64_t stall_ns) {
         open_communicator(id)->preset(epoch, ahead);
+        open_communicator(id)->set_stall(stall_ns);
       },
-      nb::arg("id"), nb::arg("epoch"), nb::arg("ahead"), "Sets all epochs; for tests.");
+      nb::arg("id"), nb::arg("epoch"), nb::arg("ahead"), nb::arg("stall_ns"),
+      "Sets all epochs, and how late threads may be; for tests.");
   m.attr("HOST_IDS_HEADER") = kHostIdsHeader;
   m.attr("INLINE_IDS") = kInlineIds;
   m.attr("MAX_STATES") = kMaxStates;

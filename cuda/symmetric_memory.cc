@@ -1,6 +1,7 @@
 #include "symmetric_memory.h"
 
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -49,13 +50,12 @@ class HostCommunicator : public Communicator {
   std::vector<std::unique_ptr<PeerFault>> faults_;
 };
 
-static_assert(sizeof(Header) % sizeof(Word) == 0);
-
 }  // namespace
 
 Communicator::Communicator(Geometry geometry, const std::vector<std::vector<int32_t>>& devices,
                            uint64_t timeout_ns)
     : geometry_(geometry) {
+  const char* debug = std::getenv("JAXKV_DEBUG_COLLECTIVES");
   for (const auto& ordinals : devices) {
     auto& group = groups_.emplace_back();
     for (size_t rank = 0; rank < ordinals.size(); ++rank) {
@@ -64,6 +64,7 @@ Communicator::Communicator(Geometry geometry, const std::vector<std::vector<int3
       entry->view.geometry = geometry;
       entry->view.rank = static_cast<int32_t>(rank);
       entry->view.timeout_ns = timeout_ns;
+      entry->view.debug = debug && std::string(debug) == "1";
     }
   }
 }
@@ -75,6 +76,12 @@ Communicator::Rank* Communicator::on_device(int32_t device) {
     }
   }
   return nullptr;
+}
+
+void Communicator::set_stall(uint64_t nanoseconds) {
+  for (auto& group : groups_) {
+    for (auto& rank : group) rank->view.stall_ns = nanoseconds;
+  }
 }
 
 std::optional<PeerFault> Communicator::fault() const {
@@ -103,12 +110,18 @@ const char* name_of(Phase phase) {
   switch (phase) {
     case Phase::kQuick:
       return "low_latency";
+    case Phase::kBarrier:
+      return "barrier";
     case Phase::kScatter:
       return "scatter";
     case Phase::kGather:
       return "gather";
     case Phase::kAborted:
       return "aborted";
+    case Phase::kCall:
+      return "call";
+    case Phase::kMismatch:
+      return "mismatch";
   }
   return "unknown";
 }
@@ -117,6 +130,14 @@ std::string describe(const PeerFault& fault) {
   const std::string rank = "rank " + std::to_string(fault.rank);
   const std::string peer = "rank " + std::to_string(fault.peer);
   if (fault.phase == Phase::kAborted) return rank + " stopped, because " + peer + " gave up";
+  if (fault.phase == Phase::kMismatch) {
+    return rank + " has called " + describe_call(fault.expected) + ", but " + peer + " " +
+           describe_call(fault.seen);
+  }
+  if (fault.phase == Phase::kCall) {
+    return rank + " waited in vain for " + peer + " to call " + describe_call(fault.expected) +
+           "; its last call was " + describe_call(fault.seen);
+  }
   return rank + " waited in vain for " + peer + " in phase " + name_of(fault.phase) +
          ": expected " + std::to_string(fault.expected) + ", seen " + std::to_string(fault.seen);
 }

@@ -18,8 +18,8 @@
 namespace jaxkv {
 
 inline constexpr int kMaxRanks = 8;
-inline constexpr int kMaxBlocks = 64;  // all resident on any GPU: blocks of a rank never wait
-inline constexpr int kStages = 3;      // for each other, but for the same block of every peer
+inline constexpr int kMaxBlocks = 512;  // of a call
+inline constexpr int kStages = 8;       // of the mailboxes whose data says that it arrived
 
 struct alignas(16) Word {
   uint32_t part[4];
@@ -32,25 +32,25 @@ inline constexpr uint32_t kAbsent = 0xFFFFFFFF;
 // written for 2^32 barriers is no newer one.
 struct Signals {
   uint64_t flags[kMaxBlocks][kMaxRanks];  // the last barrier that this block of a peer came to
+  uint64_t calls[2][kMaxRanks];           // in debug mode: the last calls of each peer
   uint64_t aborted;                       // 1 + a peer that gave up, or 0
 };
 
 // Written by the rank itself, when a call ends.
 struct Progress {
   uint64_t epoch;  // barriers passed
-  uint64_t turns;  // uses of the mailboxes that come in two halves
-  uint64_t dirty_words[kStages];
-  uint32_t stage;    // of the quick mailboxes: where the next call writes
+  uint64_t turns;  // uses of the quick mailboxes
+  uint64_t calls;
   uint32_t arrived;  // blocks that have ended
   uint32_t broken;   // a wait gave up: this call and all later ones end at once
 };
 
-struct Header {
+struct alignas(Word) Header {
   Signals signals;
   Progress progress;
 };
 
-enum class Phase : int32_t { kQuick, kScatter, kGather, kAborted };
+enum class Phase : int32_t { kQuick, kBarrier, kScatter, kGather, kAborted, kCall, kMismatch };
 
 // Why a rank gave up; in memory that the host reads.
 struct PeerFault {
@@ -60,13 +60,13 @@ struct PeerFault {
   uint64_t expected, seen;
 };
 
-// Mailboxes of a rank, in words: quick[kStages][world], scatter[2][world], gather[2][world].
+// Mailboxes of a rank, in words: quick[kStages][world], slot[2][world].
 struct Geometry {
   int32_t world;
   uint64_t quick_words, slot_words;  // of one box
 
   constexpr uint64_t all_quick_words() const { return kStages * world * quick_words; }
-  constexpr uint64_t mail_words() const { return all_quick_words() + 4 * world * slot_words; }
+  constexpr uint64_t mail_words() const { return all_quick_words() + 2 * world * slot_words; }
 };
 
 // What a rank needs to run a call; an argument of kernels.
@@ -74,6 +74,8 @@ struct RankView {
   Geometry geometry;
   int32_t rank;
   uint64_t timeout_ns;
+  uint64_t stall_ns;           // for tests: threads are late by up to so much
+  bool debug;                  // ranks compare their calls: JAXKV_DEBUG_COLLECTIVES=1
   Header* headers[kMaxRanks];  // each followed by its mail
   PeerFault* fault;
 };
@@ -102,6 +104,9 @@ class Communicator {
   // barriers further, so that with ahead > 0 waits wait for nothing.
   virtual void preset(uint64_t epoch, uint64_t ahead) = 0;
 
+  // For tests, too: threads are late by up to so much, now and then, inside of a call.
+  void set_stall(uint64_t nanoseconds);
+
  protected:
   Geometry geometry_;
   std::vector<std::vector<std::unique_ptr<Rank>>> groups_;
@@ -113,6 +118,7 @@ inline Word* mail_of(Header* header) { return reinterpret_cast<Word*>(header + 1
 Header preset_header(uint64_t epoch, uint64_t ahead);
 
 std::string describe(const PeerFault& fault);
+std::string describe_call(uint64_t signature);  // of what ranks tell each other in debug mode
 const char* name_of(Phase phase);
 
 std::shared_ptr<Communicator> make_host_communicator(

@@ -4,7 +4,7 @@
 |---|---|---|
 | low_latency | sends all to all; words say themselves that they arrived | `quick_bytes` |
 | one_shot | sends all to all, one barrier, adds up | `slot_bytes` |
-| two_shot | adds up one part, sends the sum to all; two barriers a round | `max_bytes` |
+| two_shot | adds up one part, sends the sum to all, in chunks; words as above | `max_bytes` |
 | psum | `jax.lax.psum`, by XLA | any |
 
 The first three take bfloat16, float16 and float32, add in float32 in the order of the ranks, and so
@@ -14,6 +14,10 @@ the third, TensorRT-LLM's the first.)
 What keeps the devices together: all run one program, and within a trace each call takes a token of
 the call before. How far a device is (epochs) lies in its own memory, so a CUDA graph of a step can
 be replayed. Derivatives are those of `psum`.
+
+With JAXKV_DEBUG_COLLECTIVES=1 in the environment of all processes when a `SymmetricMemory` is
+created, devices compare algorithm, bytes, dtype and number of each call before it, and a call that
+differs raises a PeerTimeoutError which names both (as NCCL's and PyTorch's debug modes do).
 """
 
 from __future__ import annotations

@@ -27,9 +27,11 @@ class PeerTimeoutError(RuntimeError):
     Attributes:
       rank: that waited.
       peer: the rank that did not come, or in phase "aborted" the one that gave up first.
-      phase: "low_latency", "scatter", "gather" or "aborted".
-      expected, seen: number of the barrier that was waited for, and of the peer's last one; in
-        phase "low_latency" words of the message, and the first one missing.
+      phase: "low_latency", "barrier", "scatter", "gather" or "aborted"; in debug mode also "call",
+        where the peer did not come to a call, and "mismatch", where it came to another one.
+      expected, seen: in phase "barrier" the number of the one that was waited for, and of the
+        peer's last one; otherwise the words of the message (or of a rank's part of a chunk), and
+        which of them was missing. The text says what calls they stand for in debug mode.
     """
 
     def __init__(

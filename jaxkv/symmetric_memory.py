@@ -19,8 +19,9 @@ from jaxkv.errors import PeerTimeoutError
 
 WORLD_SIZES = (2, 4, 6, 8)
 WORD_BYTES = 16
-MAX_SLOT_BYTES = 4 << 20  # of a barrier's mailbox: larger messages go in rounds
-ALL_QUICK_BYTES = 2 << 20  # of the mailboxes whose data says itself that it arrived, over all peers
+# Of the mailboxes of all peers, in bytes:
+QUICK_BYTES = 8 << 20  # eight times; their data says itself that it arrived
+SLOT_BYTES = 8 << 20  # twice; before a barrier
 
 
 class SymmetricMemory:
@@ -50,8 +51,8 @@ class SymmetricMemory:
         self.axis_name = axis_name
         self.world_size = groups.shape[1]
         self.max_bytes = max_bytes
-        self.quick_bytes = _whole_words(min(max_bytes, ALL_QUICK_BYTES // self.world_size))
-        self.slot_bytes = _whole_words(min(max_bytes, MAX_SLOT_BYTES))
+        self.quick_bytes = _whole_words(min(max(max_bytes, 32), QUICK_BYTES // self.world_size))
+        self.slot_bytes = _whole_words(min(max_bytes, SLOT_BYTES // self.world_size))
         native = _native.extension()
         self._id = native.create_communicator(
             groups.flat[0].platform,
@@ -78,7 +79,7 @@ class SymmetricMemory:
           mesh: of devices of this process, CUDA devices with peer access or the CPU backend's.
           axis_name: the axis along which devices work together; 2, 4, 6 or 8 of them.
           max_bytes: the largest array, in bytes, to serve. A device gives up to
-            `16 * world_size + 6` MiB for it.
+            80 MiB for it.
           timeout_s: how long a device waits for its peers, in seconds.
 
         Raises:
@@ -111,13 +112,15 @@ class SymmetricMemory:
         if fault := _native.extension().peer_fault(self._id):
             raise PeerTimeoutError(*fault)
 
-    def preset(self, epoch: int, *, ahead: int = 0) -> None:
+    def preset(self, epoch: int, *, ahead: int = 0, stall_s: float = 0.0) -> None:
         """For tests, while no call runs: sets how many barriers all ranks have passed, modulo 2^64.
 
         With `ahead` > 0 all peers seem to have come so many barriers further, so that no wait
-        waits: a control for what waits are good for.
+        waits: a control for what waits are good for. With `stall_s` > 0 threads are late inside
+        of a call now and then, by up to so many seconds (in steps that no graph holds yet).
         """
-        _native.extension().preset_communicator(self._id, epoch % 2**64, ahead)
+        stall_ns = int(stall_s * 1e9)
+        _native.extension().preset_communicator(self._id, epoch % 2**64, ahead, stall_ns)
 
     def close(self) -> None:
         """Frees the memory; closing again does nothing.

@@ -15,6 +15,7 @@ from ranks import AXIS, late, memory_of, mesh_of, on_ranks, sums
 
 import jaxkv
 from jaxkv import all_reduce
+from jaxkv.symmetric_memory import QUICK_BYTES
 from jaxkv.tuning.all_reduce import table_for
 
 pytestmark = pytest.mark.multigpu
@@ -134,6 +135,32 @@ for world in (6, 8):
                 assert (got == x.sum(0)).all(), (world, algorithm, n)
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=sys.path[0], timeout=300)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_messages_of_many_chunks(world):
+    """Each mailbox is used again in one call; the last chunk is cut off in a rank's part."""
+    num_bytes = 9 * QUICK_BYTES // 2
+    with memory_of(world, max_bytes=2 * num_bytes) as memory:
+        step = sums(memory, "two_shot")
+        for round_, n in enumerate([num_bytes // 4 + 5, 7, num_bytes // 4 - 100_000]):
+            x = operand(world, (n,), "float32", round_)
+            assert_sums(step(x), x)
+
+
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_slices_that_begin_inside_of_words(memories, algorithm):
+    """XLA may pass the address of a slice, which then is that of a value, and not of a word."""
+    memory = memories[2]
+
+    def step(x):
+        return [
+            memory.all_reduce(row, AXIS, implementation=algorithm) for row in (x[0], x[1], x[2:])
+        ]
+
+    x = operand(2, (5, 333), "bfloat16")
+    for got, rows in zip(on_ranks(memory, step)(x), (x[:, 0], x[:, 1], x[:, 2:]), strict=True):
+        assert_sums(got, rows)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -256,7 +283,22 @@ def test_late_ranks_are_waited_for(algorithm, waits):
     assert wrong == 0 if waits else wrong > 0
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("algorithm", NATIVE)
+@pytest.mark.parametrize("waits", [True, False], ids=["wait", "no wait"])
+def test_threads_may_be_late_inside_of_a_call(algorithm, waits):
+    """After sending and before a word is cleared, for instance."""
+    with memory_of(2) as memory:
+        step, wrong = sums(memory, algorithm), 0
+        memory.preset(0, stall_s=1e-3)
+        for round_ in range(12):
+            if not waits:
+                memory.preset(0, ahead=1 << 20, stall_s=1e-3)
+            x = operand(2, ((1, 9000, 500)[round_ % 3],), "float32", round_)
+            wrong += not (np.asarray(step(x)) == x.sum(0)).all()
+    assert wrong == 0 if waits else wrong > 0
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot"])  # which alone has barriers
 @pytest.mark.parametrize("epoch", [2**31, 2**32, 2**63, 2**64], ids="2^{0:.0f}".format)
 def test_epochs_wrap(algorithm, epoch):
     with memory_of(2) as memory:

@@ -99,10 +99,10 @@ def test_a_rank_that_does_not_come_is_named(algorithm):
         with pytest.raises(jaxkv.PeerTimeoutError) as raised:
             memory.check()
         error = raised.value
-        phase = "low_latency" if algorithm == "low_latency" else "scatter"
-        assert (error.rank, error.peer, error.phase) == (0, 1, phase)
-        numbers = {"low_latency": (1, 0), "one_shot": (43, 42), "two_shot": (44, 43)}
-        assert (error.expected, error.seen) == numbers[algorithm]
+        phases = {"low_latency": "low_latency", "one_shot": "barrier", "two_shot": "scatter"}
+        assert (error.rank, error.peer, error.phase) == (0, 1, phases[algorithm])
+        # A barrier, or a word of so many.
+        assert (error.expected, error.seen) == ((43, 42) if algorithm == "one_shot" else (1, 0))
         # Later calls fail at once, compiled before or not.
         begin = time.monotonic()
         with pytest.raises(jax.errors.JaxRuntimeError, match="PeerTimeoutError: rank 0 waited"):
@@ -118,10 +118,100 @@ def test_all_ranks_give_up_together():
         begin = time.monotonic()
         run_without(memory, 3, "one_shot")
         with pytest.raises(
-            jaxkv.PeerTimeoutError, match="waited in vain for rank 3 in phase scatter"
+            jaxkv.PeerTimeoutError, match="waited in vain for rank 3 in phase barrier"
         ):
             memory.check()
         assert time.monotonic() - begin < 20
+
+
+# ---------------------------------------------------------------------------------------------
+# Ranks that come with another call
+
+
+@pytest.fixture
+def debug(monkeypatch):
+    monkeypatch.setenv("JAXKV_DEBUG_COLLECTIVES", "1")
+
+
+def run_differently(memory, *calls):
+    """Rank 0 makes the first call and rank 1 the second: dicts of algorithm, size, dtype, times.
+
+    Returns the sums over the elements of what each rank got, or the error's text.
+    """
+
+    def branch(x, call):
+        for _ in range(call.get("times", 1)):
+            x = memory.all_reduce(x, AXIS, implementation=call["algorithm"])
+        return x.astype(np.float32).sum()
+
+    def step(x, y):
+        first, second = (lambda x=x, c=c: branch(x, c) for x, c in zip((x, y), calls, strict=True))
+        return jax.lax.cond(jax.lax.axis_index(AXIS) == 0, first, second)
+
+    operands = (
+        np.ones((2, call.get("size", 4)), jax.numpy.dtype(call.get("dtype", "float32")))
+        for call in calls
+    )
+    try:
+        return np.asarray(on_ranks(memory, step)(*operands))
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "other, text",
+    [
+        ({"size": 2}, "low_latency of 8 bytes of float32 (call 2)"),
+        ({"dtype": "bfloat16"}, "low_latency of 8 bytes of bfloat16 (call 2)"),
+        ({"algorithm": "two_shot"}, "two_shot of 16 bytes of float32 (call 2)"),
+    ],
+)
+def test_in_debug_mode_calls_that_differ_are_named(debug, other, text):
+    with memory_of(2, timeout_s=5.0) as memory:
+        sums(memory)(X)
+        call = {"algorithm": "low_latency"}
+        outcome = run_differently(memory, call, call | other)
+        with pytest.raises(jaxkv.PeerTimeoutError) as raised:
+            memory.check()
+        error = raised.value
+        mine = "low_latency of 16 bytes of float32 (call 2)"
+        assert str(error) in (
+            f"rank 0 has called {mine}, but rank 1 {text}",
+            f"rank 1 has called {text}, but rank 0 {mine}",
+        )
+        assert error.phase == "mismatch"
+        if ON_CPU:
+            assert "PeerTimeoutError: rank" in outcome
+
+
+def test_in_debug_mode_a_call_that_one_rank_makes_alone_is_named(debug):
+    with memory_of(2, timeout_s=0.3) as memory:
+        call = {"algorithm": "one_shot"}
+        run_differently(memory, call | {"times": 2}, call)
+        with pytest.raises(jaxkv.PeerTimeoutError) as raised:
+            memory.check()
+        assert str(raised.value) == (
+            "rank 0 waited in vain for rank 1 to call one_shot of 16 bytes of float32 (call 2); "
+            "its last call was one_shot of 16 bytes of float32 (call 1)"
+        )
+
+
+def test_otherwise_calls_that_differ_go_unnoticed():
+    """A control: bytes in one word, of which the other rank has fewer."""
+    with memory_of(2) as memory:
+        call = {"algorithm": "low_latency"}
+        assert list(run_differently(memory, call, call | {"size": 2})) == [6, 4]
+        memory.check()
+
+
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_in_debug_mode_sums_are_the_same(debug, algorithm):
+    with memory_of(2) as memory:
+        step = sums(memory, algorithm)
+        for size in (4, 5000, 1, 777):
+            x = np.random.default_rng(size).integers(-9, 9, (2, size)).astype(np.float32)
+            assert (np.asarray(step(x)) == x.sum(0)).all()
+        memory.check()
 
 
 # ---------------------------------------------------------------------------------------------

@@ -17,24 +17,25 @@ bool run_world(int32_t world) {
   const Geometry geometry{world, 64, 64};
   auto communicator = make_host_communicator(geometry, {devices}, 60'000'000'000);
   communicator->preset(kEpoch, 0);
+  communicator->set_stall(100'000);
   std::atomic<int> wrong = 0;
   auto rank = [&](int32_t device) {
     std::mt19937 late(device);
     for (int call = 0; call < kCalls; ++call) {
       if (late() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(late() % 300));
       const auto algorithm = static_cast<Algorithm>(call % 3);
-      const size_t limit = algorithm == Algorithm::kTwoShot ? 1500 : 256;
-      std::vector<float> in(1 + call * 7919 % limit), out(in.size());
-      for (size_t i = 0; i < in.size(); ++i) in[i] = static_cast<float>(i + call * device);
-      const Task task{
-          .communicator = communicator,
-          .rank = communicator->on_device(device),
-          .message = {reinterpret_cast<const char*>(in.data()), reinterpret_cast<char*>(out.data()),
-                      in.size() * sizeof(float), algorithm},
-          .dtype = ffi::F32};
+      const size_t limit = algorithm == Algorithm::kTwoShot ? 6000 : 256;
+      const size_t count = 1 + call * 7919 % limit, offset = call / 7 % 4;  // from a word's address
+      std::vector<float> in(offset + count), out(offset + count);
+      for (size_t i = 0; i < count; ++i) in[offset + i] = static_cast<float>(i + call * device);
+      const Task task{.communicator = communicator,
+                      .rank = communicator->on_device(device),
+                      .message = {reinterpret_cast<const char*>(&in[offset]),
+                                  reinterpret_cast<char*>(&out[offset]), count * sizeof(float),
+                                  algorithm, ffi::F32}};
       bool right = run<Float32>(task);
-      for (size_t i = 0; i < in.size(); ++i) {
-        right &= out[i] == static_cast<float>(i * world + call * world * (world - 1) / 2);
+      for (size_t i = 0; i < count; ++i) {
+        right &= out[offset + i] == static_cast<float>(i * world + call * world * (world - 1) / 2);
       }
       wrong += !right;
     }
@@ -50,6 +51,7 @@ bool run_world(int32_t world) {
 }  // namespace jaxkv
 
 int main() {
+  setenv("JAXKV_DEBUG_COLLECTIVES", "1", 1);
   bool right = true;
   for (const int32_t world : {2, 4, 6, 8}) right &= jaxkv::run_world(world);
   return right ? 0 : 1;

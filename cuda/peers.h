@@ -1,0 +1,204 @@
+// What a rank and its peers do for each other in a call: mailboxes, barriers, words that say
+// themselves whether they have arrived, waits that end, and the comparison of calls in debug mode.
+// One source for CUDA kernels and for the CPU backend; see all_reduce.h for `Machine`.
+#pragma once
+
+#include "symmetric_memory.h"
+
+#ifdef __CUDACC__
+#define JAXKV_DEVICE __device__ __forceinline__
+#define JAXKV_RARE __device__ __noinline__
+#define JAXKV_UNROLL(times) _Pragma(JAXKV_TEXT(unroll times))
+#define JAXKV_TEXT(text) #text
+#else
+#define JAXKV_DEVICE inline
+#define JAXKV_RARE inline
+#define JAXKV_UNROLL(times)
+#endif
+
+namespace jaxkv {
+
+// What ranks tell each other of a call in debug mode: its number, from 1 on and modulo this, and
+// above that what it is of.
+inline constexpr uint64_t kCallNumbers = 1 << 12;
+
+inline constexpr uint32_t kPollsPerLook = 256;  // how often a wait looks at the clock
+
+template <class Machine, int N>
+struct Peers {
+  const Machine& m;
+  const RankView& v;
+
+  JAXKV_DEVICE Progress& progress() const { return v.headers[v.rank]->progress; }
+
+  // The last thread of the call says how far this rank is.
+  JAXKV_DEVICE void end(const Progress& at_start, uint64_t epochs, uint64_t turns) const {
+    m.sync();
+    if (m.thread() != 0 || !m.last_block(&progress().arrived)) return;
+    progress().epoch = at_start.epoch + epochs;
+    progress().turns = at_start.turns + turns;
+    progress().calls = at_start.calls + 1;
+  }
+
+  // ---- Boxes of `owner`, for what `from` sends --------------------------------------------------
+
+  JAXKV_DEVICE Word* mail(int owner) const { return reinterpret_cast<Word*>(v.headers[owner] + 1); }
+  JAXKV_DEVICE Word* quick(int owner, uint64_t turn, int from) const {
+    return mail(owner) + (turn % kStages * N + from) * v.geometry.quick_words;
+  }
+  // A two_shot scatters to the first half of a box, and gathers in the second.
+  JAXKV_DEVICE uint64_t chunk_words() const { return v.geometry.quick_words / 2; }
+  JAXKV_DEVICE Word* slot(int owner, uint64_t epoch, int from) const {
+    return mail(owner) + kStages * N * v.geometry.quick_words +
+           (epoch % 2 * N + from) * v.geometry.slot_words;
+  }
+
+  // ---- Waiting ----------------------------------------------------------------------------------
+
+  // Whether to give up on `peer`; asked now and then while waiting. The first time sets `deadline`.
+  JAXKV_RARE static bool gives_up(const Machine& m, const RankView& v, uint64_t& deadline,
+                                  const PeerFault& wait) {
+    Header& own = *v.headers[v.rank];
+    if (m.peek(&own.progress.broken)) return true;
+    if (const uint64_t aborted = m.load_acquire(&own.signals.aborted)) {
+      PeerFault told = wait;
+      told.peer = static_cast<int32_t>(aborted - 1);
+      told.phase = Phase::kAborted;
+      record(m, v, told);
+      return true;
+    }
+    const uint64_t now = m.nanoseconds();
+    if (!deadline) deadline = now + v.timeout_ns;
+    if (now < deadline) return false;
+    record(m, v, wait);
+    for (int r = 0; r < N; ++r) {
+      if (r != v.rank) m.store_release(&v.headers[r]->signals.aborted, uint64_t(v.rank) + 1);
+    }
+    return true;
+  }
+
+  JAXKV_DEVICE static void record(const Machine& m, const RankView& v, const PeerFault& fault) {
+    if (!m.claim(&v.headers[v.rank]->progress.broken)) return;  // the first fault says the most
+    v.fault->rank = fault.rank;
+    v.fault->peer = fault.peer;
+    v.fault->phase = fault.phase;
+    v.fault->expected = fault.expected;
+    v.fault->seen = fault.seen;
+    m.store_release(&v.fault->recorded, 1u);
+  }
+
+  // Meets the same block of all peers: what they wrote before is here after. False if one did not
+  // come.
+  JAXKV_DEVICE bool meet(uint64_t epoch) const {
+    m.publish();
+    m.sync();
+    for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
+      m.store_release(&v.headers[peer]->signals.flags[m.block()][v.rank], epoch);
+    }
+    bool came = true;
+    for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
+      const uint64_t* flag = &v.headers[v.rank]->signals.flags[m.block()][peer];
+      came &= comes(flag, peer, epoch);
+    }
+    return m.all(came);
+  }
+
+  JAXKV_DEVICE bool comes(const uint64_t* flag, int peer, uint64_t epoch) const {
+    uint64_t deadline = 0;
+    for (uint32_t polls = 1;; ++polls) {
+      const uint64_t seen = m.load_acquire(flag);
+      if (static_cast<int64_t>(seen - epoch) >= 0) return true;  // epochs wrap
+      if (polls % kPollsPerLook == 0 &&
+          gives_up(m, v, deadline, {0, v.rank, peer, Phase::kBarrier, epoch, seen})) {
+        return false;
+      }
+      m.pause();
+    }
+  }
+
+  // ---- Words that say themselves whether they have arrived --------------------------------------
+
+  JAXKV_DEVICE static bool arrived(const Word& w) {
+    return w.part[0] != kAbsent && w.part[1] != kAbsent && w.part[2] != kAbsent &&
+           w.part[3] != kAbsent;
+  }
+
+  // Takes word `at` out of the boxes of all peers for which `due`; false if one did not come, which
+  // then is word `seen` of `expected`.
+  template <class Due>
+  JAXKV_DEVICE bool receive(uint64_t turn, uint64_t at, Phase phase, uint64_t expected,
+                            uint64_t seen, Due due, Word (&from)[N]) const {
+    uint64_t deadline = 0;
+    for (uint32_t polls = 1;; ++polls) {
+      int missing = -1;
+      JAXKV_UNROLL()
+      for (int r = 0; r < N; ++r) {
+        if (due(r)) from[r] = m.receive(quick(v.rank, turn, r) + at);
+      }
+      JAXKV_UNROLL()
+      for (int r = 0; r < N; ++r) missing = due(r) && !arrived(from[r]) ? r : missing;
+      if (missing < 0) break;
+      if (polls % kPollsPerLook == 0 &&
+          gives_up(m, v, deadline, {0, v.rank, missing, phase, expected, seen})) {
+        return false;
+      }
+      m.pause();
+    }
+    stall();
+    JAXKV_UNROLL()
+    for (int r = 0; r < N; ++r) {
+      if (due(r)) m.send(quick(v.rank, turn, r) + at, {{kAbsent, kAbsent, kAbsent, kAbsent}});
+    }
+    return true;
+  }
+
+  // Sends to word `at` of all peers' boxes, each rank to another peer first.
+  JAXKV_DEVICE void send(uint64_t turn, uint64_t at, const Word& word) const {
+    JAXKV_UNROLL()
+    for (int shift = 1; shift < N; ++shift) {
+      m.send(quick((v.rank + shift) % N, turn, v.rank) + at, word);
+    }
+  }
+
+  // ---- For debugging and tests ------------------------------------------------------------------
+
+  // Whether all ranks have come with the same call, by what they tell each other of it.
+  JAXKV_RARE static bool agrees(const Machine& m, const RankView& v, uint64_t own, uint64_t calls) {
+    auto told = [&](int owner, int from, uint64_t call) {  // no rank is two calls ahead
+      return &v.headers[owner]->signals.calls[call % 2][from];
+    };
+    for (int peer = m.thread(); m.block() == 0 && peer < N; peer += m.num_threads()) {
+      m.store_release(told(peer, v.rank, calls), own);
+    }
+    bool same = true;
+    for (int peer = m.thread(); same && peer < N; peer += m.num_threads()) {
+      const uint64_t before = m.load_acquire(told(v.rank, peer, calls + 1));
+      uint64_t deadline = 0, seen = 0;
+      for (uint32_t polls = 1; same; ++polls) {
+        seen = m.load_acquire(told(v.rank, peer, calls));
+        if (seen % kCallNumbers == own % kCallNumbers) break;
+        same = polls % kPollsPerLook ||
+               !gives_up(m, v, deadline, {0, v.rank, peer, Phase::kCall, own, before});
+        m.pause();
+      }
+      if (same && seen != own) {
+        record(m, v, {0, v.rank, peer, Phase::kMismatch, own, seen});
+        same = false;
+      }
+    }
+    return same;
+  }
+
+  // Lets a thread be late now and then.
+  JAXKV_DEVICE void stall() const {
+    if (v.stall_ns) stall(m, v);
+  }
+  JAXKV_RARE static void stall(const Machine& m, const RankView& v) {
+    const uint64_t begin = m.nanoseconds();
+    const uint64_t dice = (begin + 977 * v.rank + 31 * m.block()) * 0x9E3779B97F4A7C15;
+    if (dice >> 62) return;
+    while (m.nanoseconds() - begin < (dice >> 20) % v.stall_ns) m.pause();
+  }
+};
+
+}  // namespace jaxkv
