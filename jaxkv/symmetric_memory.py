@@ -187,8 +187,7 @@ class SymmetricMemory:
     def _allocate_and_map(self, groups: np.ndarray) -> None:
         native, me = _native.extension(), jax.process_index()
         ordinals = [
-            [d.local_hardware_id if d.process_index == me else -1 for d in group]
-            for group in groups
+            [_ordinal(d) if d.process_index == me else -1 for d in group] for group in groups
         ]
 
         def allocate() -> list[list[list[int]]]:
@@ -265,6 +264,11 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
     if all(device.process_index != jax.process_index() for device in devices.flat):
         raise ValueError(f"the mesh has no device of this process, number {jax.process_index()}")
     return devices.reshape(-1, world_size)
+
+
+def _ordinal(device: jax.Device) -> int:
+    """What XLA calls a device of this process in handlers."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
 def _whole_words(num_bytes: int) -> int:
