@@ -40,6 +40,16 @@ void enable_access(int device, int peer) {
   }
 }
 
+// Once the driver is gone, all memory is with it: the process ends.
+template <class Body>
+void while_driver_lives(Body body) {
+  try {
+    body();
+  } catch (const std::runtime_error&) {
+  }
+  (void)cudaGetLastError();
+}
+
 // cudaMalloc shares blocks of this size, and a handle is that of a whole block.
 constexpr size_t kBlockBytes = 2 << 20;
 
@@ -48,30 +58,28 @@ class CudaCommunicator : public Communicator {
   using Communicator::Communicator;
 
   ~CudaCommunicator() override {
-    try {
-      unmap();  // and waits: peers of this process write to all
+    unmap();  // and waits: peers of this process write to all
+    while_driver_lives([&] {
       for_each_own([](Rank& rank) {
         OnDevice on(rank.device);
         (void)cudaFree(rank.header());
         (void)cudaFreeHost(rank.view.fault);
       });
-    } catch (const std::runtime_error&) {
-      // The driver is gone, and all memory with it: the process ends.
-    }
-    (void)cudaGetLastError();
+    });
   }
 
   void unmap() override {
-    for_each_own([](Rank& rank) {
-      OnDevice on(rank.device);
-      (void)cudaDeviceSynchronize();  // a device that failed writes no more either
+    while_driver_lives([&] {
+      for_each_own([](Rank& rank) {
+        OnDevice on(rank.device);
+        (void)cudaDeviceSynchronize();  // a device that failed writes no more either
+      });
+      for (const auto& [device, memory] : of_peers_) {
+        OnDevice on(device);
+        (void)cudaIpcCloseMemHandle(memory);
+      }
     });
-    for (const auto& [device, memory] : of_peers_) {
-      OnDevice on(device);
-      (void)cudaIpcCloseMemHandle(memory);
-    }
     of_peers_.clear();
-    (void)cudaGetLastError();
   }
 
   void preset(uint64_t epoch, uint64_t ahead) override {
