@@ -67,7 +67,7 @@ class SymmetricMemory:
         self._rendezvous = Rendezvous({d.process_index for d in groups.flat}, timeout_s)
         self._agree_on_arguments()
         self._allocate_and_map(groups)
-        self._order = _Order()
+        self._order = _order
 
     @classmethod
     def create(
@@ -225,8 +225,9 @@ class _Order:
     """Hands each call of a trace what the call before it returned, so that none overtakes another.
 
     All devices run one program, but only data keeps its calls in one order: the CPU backend runs
-    what does not depend on each other at the same time. A body that is traced by itself (of a loop,
-    of an inner jit) starts anew.
+    what does not depend on each other at the same time. The calls of all memories are in one order,
+    or devices that wait in calls of different ones could keep each other's threads. A body that is
+    traced by itself (of a loop, of an inner jit) starts anew.
     """
 
     def __init__(self) -> None:
@@ -243,6 +244,9 @@ class _Order:
 
         trace = get_opaque_trace_state()
         self._calls.append((trace, token, weakref.ref(result, drop)))
+
+
+_order = _Order()
 
 
 def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:

@@ -60,6 +60,25 @@ def test_groups_add_up_by_themselves():
             assert np.array_equal(jax.jit(step)(x), want)
 
 
+def test_calls_of_several_memories_are_ordered_by_data():
+    """Devices that waited in calls of different memories would keep each other's threads."""
+    with memory_of(2) as first, memory_of(2) as second:
+        memories = (first, second, first)
+
+        def step(x):
+            return [
+                memory.all_reduce(x + i, AXIS, implementation="one_shot")
+                for i, memory in enumerate(memories)
+            ]
+
+        text = on_ranks(first, step).lower(X).as_text()
+    calls = [line for line in text.splitlines() if "@jaxkv_all_reduce" in line]
+    results = [line.split("=")[0].strip().split(":")[0] for line in calls]
+    assert len(calls) == 3
+    for before, call in zip(results, calls[1:], strict=False):
+        assert f"{before}#1" in call
+
+
 # ---------------------------------------------------------------------------------------------
 # Ranks that do not come
 
