@@ -65,24 +65,27 @@ def late(delay: Any) -> jax.Array:
 
 
 def program(mesh: jax.sharding.Mesh, calls: Sequence[Call]) -> Callable[..., tuple[Any, Any]]:
-    """`(over[world], seed, delays[world, calls]) -> (wrong values[world], sum of over[world])`."""
+    """`(wrong[world], over[world], seed, delays[world, calls]) -> (wrong[world], over[world])`.
+
+    `wrong` counts wrong values, one round after another; `over` comes back as its sum.
+    """
     ranks = range(mesh.size)
 
-    def step(over: Any, seed: Any, delays: Any) -> tuple[Any, Any]:
+    def step(wrong: Any, over: Any, seed: Any, delays: Any) -> tuple[Any, Any]:
         rank = jax.lax.axis_index(AXIS)
-        wrong = jnp.zeros(1, jnp.int32)
         for number, (memory, algorithm, dtype, size) in enumerate(calls):
-            x = operand(size, rank, seed + number) + late(delays[rank, number])
+            after = jnp.minimum(wrong, 0)  # zero; a round begins when the one before has ended
+            x = operand(size, rank, seed + number) + late(delays[rank, number]) + after
             got = memory.all_reduce(x.astype(dtype), AXIS, implementation=algorithm)
             want = sum(operand(size, r, seed + number) for r in ranks)
             wrong += (got.astype(jnp.float32) != want).sum(dtype=jnp.int32)
         over = calls[0].memory.all_reduce(over, AXIS, implementation="one_shot")
         return wrong, over
 
-    by_rank, everywhere = PartitionSpec(AXIS), PartitionSpec()
-    in_specs = (by_rank, everywhere, everywhere)
+    rows, everywhere = PartitionSpec(AXIS), PartitionSpec()
+    in_specs = (rows, rows, everywhere, everywhere)
     return jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=by_rank, check_vma=False)
+        jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
     )
 
 
@@ -96,29 +99,28 @@ def soak(mesh: jax.sharding.Mesh, seconds: float, *, max_bytes: int, seed: int =
       PeerTimeoutError: a rank did not come.
     """
     rng = random.Random(seed)  # the same in all processes
-    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     create = partial(SymmetricMemory.create, mesh, AXIS)
     programs: list[tuple[list[Call], Callable[..., tuple[Any, Any]]]] = []
     running: collections.deque[tuple[list[Call], Any, Any]] = collections.deque()
     sums, begin = 0, time.monotonic()
     with create(max_bytes=max_bytes) as large, create(max_bytes=max_bytes // 64) as small:
+        wrong = by_rank(mesh, np.zeros(mesh.size, np.int32))
         for round_ in range(sys.maxsize):
             if round_ % ROUNDS_PER_PROGRAM == 0 and len(programs) < PROGRAMS:
                 calls = [random_call(rng, (large, small)) for _ in range(rng.randint(1, 6))]
                 programs.append((calls, program(mesh, calls)))
             calls, step = rng.choice(programs)
-            here = np.full(mesh.size, time.monotonic() - begin > seconds, np.float32)
-            over = jax.make_array_from_callback(here.shape, sharding, here.__getitem__)
+            time_is_over = time.monotonic() - begin > seconds  # by this process's clock
+            over = by_rank(mesh, np.full(mesh.size, time_is_over, np.float32))
             delays = np.zeros((mesh.size, len(calls)), np.int32)
-            delays[rng.randrange(mesh.size), rng.randrange(len(calls))] = rng.randint(
-                0, LONGEST_DELAY
-            )
-            running.append((calls, *step(over, np.int32(round_), delays)))
+            late_rank, late_call = rng.randrange(mesh.size), rng.randrange(len(calls))
+            delays[late_rank, late_call] = rng.randint(0, LONGEST_DELAY)
+            wrong, over = step(wrong, over, np.int32(round_), delays)
+            running.append((calls, wrong, over))
             if len(running) < IN_FLIGHT:
                 continue
-            calls, wrong, stopping = running.popleft()
-            sums += checked(calls, wrong)
-            if one_row(stopping) > 0:  # the same in all processes
+            sums += checked(*running[0][:2])
+            if largest(running.popleft()[2]) > 0:  # the same in all processes
                 break
         sums += sum(checked(calls, wrong) for calls, wrong, _ in running)
         large.check()
@@ -126,13 +128,19 @@ def soak(mesh: jax.sharding.Mesh, seconds: float, *, max_bytes: int, seed: int =
     return sums
 
 
-def one_row(rows: jax.Array) -> float:
+def by_rank(mesh: jax.sharding.Mesh, rows: np.ndarray) -> jax.Array:
+    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+    return jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
+
+
+def largest(rows: jax.Array) -> float:
+    """Of this process's ranks."""
     return max(float(shard.data[0]) for shard in rows.addressable_shards)
 
 
 def checked(calls: Sequence[Call], wrong: jax.Array) -> int:
     """The number of sums, once they are known to be right."""
-    if values := int(one_row(wrong)):
+    if values := int(largest(wrong)):
         what = [f"{call.algorithm} of {call.dtype}[{call.size}]" for call in calls]
         raise ArithmeticError(f"{values} values are wrong after {', '.join(what)}")
     return len(calls) + 1

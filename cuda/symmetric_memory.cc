@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -193,12 +194,10 @@ void Communicator::map(const ByRank<Handle>& handles) {
 }
 
 bool Communicator::spans_processes() const {
-  for (const auto& group : groups_) {
-    for (const auto& rank : group) {
-      if (!rank->own()) return true;
-    }
-  }
-  return false;
+  return std::ranges::any_of(groups_, [](const auto& group) {
+    const auto own = std::ranges::count_if(group, [](const auto& rank) { return rank->own(); });
+    return own != 0 && own != std::ssize(group);
+  });
 }
 
 Communicator::Rank* Communicator::on_device(int32_t device) {

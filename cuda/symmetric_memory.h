@@ -111,7 +111,7 @@ class Communicator {
 
   // Waits for the work of this process's ranks, then lets go of the memory of other processes.
   virtual void unmap() = 0;
-  bool spans_processes() const;
+  bool spans_processes() const;  // whether there can be any
 
   Rank* on_device(int32_t device);
   const Geometry& geometry() const { return geometry_; }

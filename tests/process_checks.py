@@ -83,6 +83,8 @@ def sums_are_exact(order: list[int]) -> None:
         _epochs_wrap(memory)
         memory.check()
     _two_memories_and_one_that_takes_the_place_of_another(mesh)
+    if jax.process_count() == 4:
+        _some_processes_do_without_the_others(order)
     if jax.default_backend() == "cpu":
         assert not memory_lies_here()
 
@@ -150,6 +152,13 @@ def _two_memories_and_one_that_takes_the_place_of_another(mesh: jax.sharding.Mes
         assert_sums(sums(first, "one_shot")(spread(first, x)), x)
 
 
+def _some_processes_do_without_the_others(order: list[int]) -> None:
+    half = order[:2] if ME in order[:2] else order[2:]  # one device each
+    with create(mesh_of(half)) as memory:
+        x = operand(2, 10, seed=half[0])
+        assert_sums(sums(memory, "one_shot")(spread(memory, x)), x)
+
+
 def groups_add_up_by_themselves(order: list[int]) -> None:
     """Also where a group is all of one process, and where it is of both."""
     mesh = jax.sharding.Mesh(mesh_of(order).devices.reshape(2, 2), ("dp", "tp"))
@@ -166,6 +175,9 @@ def groups_add_up_by_themselves(order: list[int]) -> None:
             want = np.broadcast_to(x.sum(axis, keepdims=True), x.shape)
             for shard in got.addressable_shards:
                 assert np.array_equal(np.asarray(shard.data), want[shard.index])
+    of_others = [i for i, d in enumerate(mesh_of([0, 1, 2, 3]).devices) if d.process_index != ME]
+    with raises(ValueError, f"has no device of this process, number {ME}"):
+        create(mesh_of(of_others))
 
 
 def soaks(order: list[int]) -> int:
