@@ -111,7 +111,11 @@ def _ranks_are_added_in_the_order_of_the_mesh(memory: Any) -> None:
 
 def _late_ranks_are_waited_for(memory: Any) -> None:
     world = memory.world_size
-    step = on_ranks(memory, lambda x, rank: memory.all_reduce(late(x, rank), AXIS))
+
+    def one_shot(x: Any, late_rank: Any) -> Any:
+        return memory.all_reduce(late(x, late_rank), AXIS, implementation="one_shot")
+
+    step = on_ranks(memory, one_shot)
     for round_ in range(2 * world):
         x = operand(world, 500, seed=round_)
         late_rank = np.full(world, round_ % world, np.int32)
@@ -254,6 +258,7 @@ def closing_waits_for_the_others(order: list[int]) -> None:
 def a_process_is_killed(order: list[int]) -> str:
     """The last one, while all add up without a pause; returns the error of this process."""
     mesh, timeout_s = mesh_of(order), 2.0
+    create(mesh).close()  # which gives all of them the time to begin
     memory = create(mesh, timeout_s=timeout_s)
 
     def each_algorithm(x: Any) -> list[Any]:
