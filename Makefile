@@ -26,8 +26,8 @@ else
 INSTALL := -e ".[test,bench,dev$(if $(GPUS),$(comma)cuda13)]"
 endif
 
-.PHONY: help demo test lint format asan compat fresh check gpu-test multigpu-test memcheck bench \
-        evidence clean
+.PHONY: help demo test lint format asan compat fresh check gpu-test multigpu-test memcheck soak \
+        bench evidence clean
 
 .DELETE_ON_ERROR:  # a .venv that could not be completed is not one
 
@@ -84,6 +84,9 @@ multigpu-test: $(INSTALLED)  ## the tests that need several GPUs, recorded in be
 
 memcheck: $(INSTALLED)  ## the CUDA handlers under compute-sanitizer, recorded in bench/results
 	$(PY) -m bench.memcheck
+
+soak: $(INSTALLED)  ## ten minutes of random sums on all devices, each of them checked
+	$(PY) -m bench.soak
 
 bench: $(INSTALLED)  ## all benchmarks, recorded in bench/results
 	$(PY) -m bench.run_all

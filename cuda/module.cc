@@ -135,7 +135,9 @@ int64_t create_communicator(const std::string& platform,
   }
 #ifdef JAXKV_CUDA
   for (const auto& group : devices) {
-    for (const int32_t device : group) load_all_reduce(device);
+    for (const int32_t device : group) {
+      if (device >= 0) load_all_reduce(device);
+    }
   }
   return register_communicator(make_cuda_communicator(geometry, devices, timeout_ns));
 #else
@@ -169,9 +171,20 @@ NB_MODULE(_ext, m) {
   const nb::call_guard<nb::gil_scoped_release> without_gil;
   m.def("create_communicator", &create_communicator, nb::arg("platform"), nb::arg("devices"),
         nb::arg("quick_words"), nb::arg("slot_words"), nb::arg("timeout_ns"), without_gil,
-        "Symmetric memory of groups of devices; returns the number of the communicator.");
+        "Symmetric memory of groups of devices, -1 for those of other processes; returns the "
+        "number of the communicator.");
+  m.def(
+      "communicator_handles", [](int64_t id) { return open_communicator(id)->handles(); },
+      nb::arg("id"), "[group][rank] -> bytes by which another process maps this one's memory.");
+  m.def(
+      "map_communicator",
+      [](int64_t id, const ByRank<Handle>& handles) { open_communicator(id)->map(handles); },
+      nb::arg("id"), nb::arg("handles"), without_gil, "Maps the memory of other processes.");
   m.def("close_communicator", &close_communicator, nb::arg("id"), without_gil,
-        "Frees a communicator when its work has ended; again is no error.");
+        "Ends calls and lets go of other processes' memory when its work has ended; again is no "
+        "error. Frees its own too, unless other processes have mapped that.");
+  m.def("free_communicator", &free_communicator, nb::arg("id"), without_gil,
+        "Frees what a closed communicator has kept for other processes.");
   m.def("peer_fault", &peer_fault, nb::arg("id"),
         "(rank, peer, phase, expected, seen, description) of a wait that gave up, or None.");
   m.def(

@@ -80,19 +80,40 @@ struct RankView {
   PeerFault* fault;
 };
 
+// What lets another process address a rank's memory.
+using Handle = std::vector<uint8_t>;
+
+template <class T>
+using ByRank = std::vector<std::vector<T>>;  // [group][rank]
+
 // A set of groups of `world` ranks each; the ranks of a group add up together. Groups never meet.
+//
+// The ranks may belong to several processes. Each makes a communicator of the same shape in steps:
+// allocate(), once all have done so map() with everybody's handles, and once all have done that,
+// calls. In the end unmap(), and once all have done that, the destructor.
 class Communicator {
  public:
   struct Rank {
     int32_t device;  // of this process, or -1 for a rank of another one
     RankView view{};
     std::mutex calling;  // the CPU backend may run two calls of a device at once
+
+    bool own() const { return device >= 0; }
+    Header* header() const { return view.headers[view.rank]; }
   };
 
-  // Throws std::runtime_error if memory or access to a peer cannot be had.
-  Communicator(Geometry geometry, const std::vector<std::vector<int32_t>>& devices,
-               uint64_t timeout_ns);
+  Communicator(Geometry geometry, const ByRank<int32_t>& devices, uint64_t timeout_ns);
   virtual ~Communicator() = default;
+
+  // These throw std::runtime_error if memory or access to a peer cannot be had; whatever was got
+  // goes with the communicator.
+  void allocate();
+  ByRank<Handle> handles();  // empty for the ranks of other processes
+  void map(const ByRank<Handle>& handles);
+
+  // Waits for the work of this process's ranks, then lets go of the memory of other processes.
+  virtual void unmap() = 0;
+  bool spans_processes() const;  // whether there can be any
 
   Rank* on_device(int32_t device);
   const Geometry& geometry() const { return geometry_; }
@@ -100,16 +121,34 @@ class Communicator {
   // The first fault of this process's ranks, once one is recorded. Waits for nothing.
   std::optional<PeerFault> fault() const;
 
-  // For tests, between calls: all ranks have passed `epoch` barriers, and seem to have come `ahead`
-  // barriers further, so that with ahead > 0 waits wait for nothing.
+  // For tests, between calls: the ranks of this process have passed `epoch` barriers, and their
+  // peers seem to have come `ahead` barriers further, so that with ahead > 0 waits wait for
+  // nothing.
   virtual void preset(uint64_t epoch, uint64_t ahead) = 0;
 
   // For tests, too: threads are late by up to so much, now and then, inside of a call.
   void set_stall(uint64_t nanoseconds);
 
  protected:
+  size_t memory_bytes() const { return sizeof(Header) + geometry_.mail_words() * sizeof(Word); }
+
+  // Memory for a rank of this process, as the rank's device addresses it, and `rank.view.fault`.
+  virtual Header* allocate_memory(Rank& rank, const std::vector<int32_t>& peer_devices) = 0;
+  virtual Handle handle_of(const Rank& rank) = 0;
+  // The memory of a rank of another process, as the device of `rank` addresses it.
+  virtual Header* map_memory(const Rank& rank, const Handle& handle) = 0;
+
+  template <class Body>
+  void for_each_own(Body body) {
+    for (auto& group : groups_) {
+      for (auto& rank : group) {
+        if (rank->own()) body(*rank);
+      }
+    }
+  }
+
   Geometry geometry_;
-  std::vector<std::vector<std::unique_ptr<Rank>>> groups_;
+  ByRank<std::unique_ptr<Rank>> groups_;
 };
 
 inline Word* mail_of(Header* header) { return reinterpret_cast<Word*>(header + 1); }
@@ -121,15 +160,22 @@ std::string describe(const PeerFault& fault);
 std::string describe_call(uint64_t signature);  // of what ranks tell each other in debug mode
 const char* name_of(Phase phase);
 
-std::shared_ptr<Communicator> make_host_communicator(
-    Geometry geometry, const std::vector<std::vector<int32_t>>& devices, uint64_t timeout_ns);
-std::shared_ptr<Communicator> make_cuda_communicator(
-    Geometry geometry, const std::vector<std::vector<int32_t>>& devices, uint64_t timeout_ns);
+// With memory for the ranks of this process.
+std::shared_ptr<Communicator> make_host_communicator(Geometry geometry,
+                                                     const ByRank<int32_t>& devices,
+                                                     uint64_t timeout_ns);
+std::shared_ptr<Communicator> make_cuda_communicator(Geometry geometry,
+                                                     const ByRank<int32_t>& devices,
+                                                     uint64_t timeout_ns);
 
-// Executables name a communicator by a number that is never used again.
+// Executables name a communicator by a number above 0 that is never used again.
 int64_t register_communicator(std::shared_ptr<Communicator> communicator);
 std::shared_ptr<Communicator> find_communicator(int64_t id);  // null once it was closed
+
+// Ends all use of other processes' memory. One that spans processes keeps its own memory, which
+// peers may still write to, until free_communicator(). Neither minds an id that is none's.
 void close_communicator(int64_t id);
+void free_communicator(int64_t id);
 
 // The communicator, unless it was closed or a wait of it gave up.
 xla::ffi::ErrorOr<std::shared_ptr<Communicator>> usable_communicator(int64_t id);

@@ -3,10 +3,18 @@
 Everything is allocated, mapped into the peers and loaded when a `SymmetricMemory` is created, so a
 collective only launches a kernel. Peers write to this memory alone, never to XLA's buffers. (The
 design of vLLM's custom all-reduce and of torch's symmetric memory.)
+
+The devices may belong to one process or to several of one host, any number to each. Memory of
+another process comes by a CUDA IPC handle or, on the CPU backend, by a file descriptor of shared
+memory; `jaxkv.rendezvous` carries the handles and sees to it that creation succeeds for all or
+fails for all.
 """
 
 from __future__ import annotations
 
+import functools
+import pathlib
+import warnings
 import weakref
 from typing import Any
 
@@ -16,6 +24,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from jaxkv import _native
 from jaxkv.errors import PeerTimeoutError
+from jaxkv.rendezvous import Rendezvous
 
 WORLD_SIZES = (2, 4, 6, 8)
 WORD_BYTES = 16
@@ -30,6 +39,9 @@ class SymmetricMemory:
     Devices that differ in the mesh's other axes are other groups, which never meet. It lives until
     `close()`, or as a context manager until the end of the block; executables that use it after
     that fail with an error.
+
+    Where the mesh spans several processes, all of them create the same memories in the same order
+    (as they run the same programs), and close them.
 
     Attributes:
       mesh: as given.
@@ -53,16 +65,10 @@ class SymmetricMemory:
         self.max_bytes = max_bytes
         self.quick_bytes = _whole_words(min(max(max_bytes, 32), QUICK_BYTES // self.world_size))
         self.slot_bytes = _whole_words(min(max_bytes, SLOT_BYTES // self.world_size))
-        native = _native.extension()
-        self._id = native.create_communicator(
-            groups.flat[0].platform,
-            [[device.local_hardware_id for device in group] for group in groups],
-            self.quick_bytes // WORD_BYTES,
-            self.slot_bytes // WORD_BYTES,
-            int(timeout_s * 1e9),
-        )
-        self._close = weakref.finalize(self, native.close_communicator, self._id)
-        self._order = _Order()
+        self._rendezvous = Rendezvous({d.process_index for d in groups.flat}, timeout_s)
+        self._agree_on_arguments()
+        self._allocate_and_map(groups)
+        self._order = _order
 
     @classmethod
     def create(
@@ -76,16 +82,21 @@ class SymmetricMemory:
         """Allocates the workspaces, maps them into all peers and loads all kernels.
 
         Args:
-          mesh: of devices of this process, CUDA devices with peer access or the CPU backend's.
+          mesh: of devices of one host, CUDA devices with peer access or the CPU backend's. With
+            those of other processes, `jax.distributed` must have been initialised. A rank is a
+            place along the axis, whatever the order of devices and processes.
           axis_name: the axis along which devices work together; 2, 4, 6 or 8 of them.
           max_bytes: the largest array, in bytes, to serve. A device gives up to
-            80 MiB for it.
-          timeout_s: how long a device waits for its peers, in seconds.
+            82 MiB for it.
+          timeout_s: how long a device waits for its peers, in seconds; and a process for the
+            others, in each step of creation and in `close`.
 
         Raises:
-          ValueError: the mesh or a number does not fit, and why.
-          NotImplementedError: the mesh has devices of other processes.
-          RuntimeError: no memory, or no peer access.
+          ValueError: the mesh or a number does not fit, or not to those of another process, and
+            why.
+          RuntimeError: no memory, or no peer access; or a process did not come. With several
+            processes all raise the same, which names the process and what it lacked, and all free
+            what they had.
         """
         return cls(mesh, axis_name, max_bytes, timeout_s)
 
@@ -117,18 +128,35 @@ class SymmetricMemory:
 
         With `ahead` > 0 all peers seem to have come so many barriers further, so that no wait
         waits: a control for what waits are good for. With `stall_s` > 0 threads are late inside
-        of a call now and then, by up to so many seconds (in steps that no graph holds yet).
+        of a call now and then, by up to so many seconds (in steps that no graph holds yet). Of
+        several processes, all must call this.
         """
-        stall_ns = int(stall_s * 1e9)
-        _native.extension().preset_communicator(self._id, epoch % 2**64, ahead, stall_ns)
+        preset = _native.extension().preset_communicator
+        numbers = epoch % 2**64, ahead, int(stall_s * 1e9)
+        self._rendezvous.step("preset", lambda: preset(self._id, *numbers))
 
     def close(self) -> None:
         """Frees the memory; closing again does nothing.
 
         Wait for the results of the last step first: a device that comes later fails, and its peers
         wait for it until their time is over.
+
+        Of several processes, each waits until the others no longer address its memory, up to
+        `timeout_s`. What others may still address then, or if this was not called, stays allocated
+        until the process ends; a `RuntimeWarning` names them.
         """
+        if not self._close.alive:
+            return
         self._close()
+        if missing := self._rendezvous.leave():
+            warnings.warn(
+                f"processes {missing} have not closed their symmetric memory within "
+                f"{self._rendezvous.timeout_s:g} s: what they may still address stays allocated",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        _native.extension().free_communicator(self._id)
 
     def __enter__(self) -> SymmetricMemory:
         return self
@@ -136,13 +164,74 @@ class SymmetricMemory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _agree_on_arguments(self) -> None:
+        """Raises the same error in all processes unless they ask for the same thing."""
+        mesh, rendezvous = self.mesh, self._rendezvous
+        arguments = {
+            "devices": [device.id for device in mesh.devices.flat],
+            "mesh": list(mesh.shape.items()),
+            "axis_name": self.axis_name,
+            "max_bytes": self.max_bytes,
+            "timeout_s": rendezvous.timeout_s,
+        }
+        said = rendezvous.step("arguments of symmetric memory", lambda: [arguments, _host()])
+        if len({host for _, host in said.values()}) > 1:
+            hosts = {process: host for process, (_, host) in said.items()}
+            raise ValueError(f"symmetric memory serves the processes of one host, got {hosts}")
+        of_first, _ = said[rendezvous.processes[0]]
+        for process, (of_process, _) in said.items():
+            for name, value in of_process.items():
+                if value != of_first[name]:
+                    raise ValueError(
+                        f"all processes must create the same symmetric memory, but {name} is "
+                        f"{of_first[name]} in process {rendezvous.processes[0]} and {value} in "
+                        f"process {process}"
+                    )
+
+    def _allocate_and_map(self, groups: np.ndarray) -> None:
+        native, me = _native.extension(), jax.process_index()
+        ordinals = [
+            [_ordinal(d) if d.process_index == me else -1 for d in group] for group in groups
+        ]
+
+        def allocate() -> list[list[list[int]]]:
+            self._id = native.create_communicator(
+                groups.flat[0].platform,
+                ordinals,
+                self.quick_bytes // WORD_BYTES,
+                self.slot_bytes // WORD_BYTES,
+                int(self._rendezvous.timeout_s * 1e9),
+            )
+            return native.communicator_handles(self._id)
+
+        self._id = 0  # which is none's
+        try:
+            said = self._rendezvous.step("memory", allocate)
+        except BaseException:
+            native.close_communicator(self._id)
+            native.free_communicator(self._id)  # which no other process has mapped
+            raise
+        self._close = weakref.finalize(self, native.close_communicator, self._id)
+        handles = [
+            [said[device.process_index][g][rank] for rank, device in enumerate(group)]
+            for g, group in enumerate(groups)
+        ]
+        try:
+            self._rendezvous.step(
+                "access to peers", lambda: native.map_communicator(self._id, handles)
+            )
+        except BaseException:
+            self.close()
+            raise
+
 
 class _Order:
     """Hands each call of a trace what the call before it returned, so that none overtakes another.
 
     All devices run one program, but only data keeps its calls in one order: the CPU backend runs
-    what does not depend on each other at the same time. A body that is traced by itself (of a loop,
-    of an inner jit) starts anew.
+    what does not depend on each other at the same time. The calls of all memories are in one order,
+    or devices that wait in calls of different ones could keep each other's threads. A body that is
+    traced by itself (of a loop, of an inner jit) starts anew.
     """
 
     def __init__(self) -> None:
@@ -161,6 +250,9 @@ class _Order:
         self._calls.append((trace, token, weakref.ref(result, drop)))
 
 
+_order = _Order()
+
+
 def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
     """The devices, `[num_groups, world_size]`."""
     if axis_name not in mesh.axis_names:
@@ -177,10 +269,21 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
     platforms = {device.platform for device in devices.flat}
     if not platforms <= {"cpu"} and not platforms <= {"gpu"}:
         raise ValueError(f"all devices must be of platform cpu or all of gpu, got {platforms}")
-    if {device.process_index for device in devices.flat} != {jax.process_index()}:
-        raise NotImplementedError("symmetric memory serves the devices of one process only")
+    if all(device.process_index != jax.process_index() for device in devices.flat):
+        raise ValueError(f"the mesh has no device of this process, number {jax.process_index()}")
     return devices.reshape(-1, world_size)
+
+
+def _ordinal(device: jax.Device) -> int:
+    """What XLA calls a device of this process in handlers."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
 def _whole_words(num_bytes: int) -> int:
     return -(-num_bytes // WORD_BYTES) * WORD_BYTES
+
+
+@functools.cache
+def _host() -> str:
+    """The same in all processes of a host, until it boots again."""
+    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -9,6 +9,7 @@ import pytest
 from ranks import AXIS, ON_CPU, memory_of, mesh_of, on_ranks, sums
 
 import jaxkv
+from jaxkv import _native
 
 pytestmark = pytest.mark.multigpu
 
@@ -58,6 +59,48 @@ def test_groups_add_up_by_themselves():
             )
             want = np.broadcast_to(x.sum(axis, keepdims=True), x.shape)
             assert np.array_equal(jax.jit(step)(x), want)
+
+
+def test_calls_of_several_memories_are_ordered_by_data():
+    """Devices that waited in calls of different memories would keep each other's threads."""
+    with memory_of(2) as first, memory_of(2) as second:
+        memories = (first, second, first)
+
+        def step(x):
+            return [
+                memory.all_reduce(x + i, AXIS, implementation="one_shot")
+                for i, memory in enumerate(memories)
+            ]
+
+        text = on_ranks(first, step).lower(X).as_text()
+    calls = [line for line in text.splitlines() if "@jaxkv_all_reduce" in line]
+    results = [line.split("=")[0].strip().split(":")[0] for line in calls]
+    assert len(calls) == 3
+    for before, call in zip(results, calls[1:], strict=False):
+        assert f"{before}#1" in call
+
+
+@pytest.mark.cpu_only
+def test_a_handle_that_is_of_something_else():
+    """Another process's number and descriptor mean something else in another container."""
+    native = _native.extension()
+    ours, theirs = (
+        native.create_communicator("cpu", [devices], 1, 1, 10**9) for devices in ([0, -1], [-1, 0])
+    )
+    handles = [[native.communicator_handles(ours)[0][0], native.communicator_handles(theirs)[0][1]]]
+    native.map_communicator(ours, handles)
+    handle = handles[0][1]
+    handle[-1] ^= 1  # in the number of its file
+    with pytest.raises(
+        RuntimeError, match=r"symmetric memory: /proc/\d+/fd/\d+: Stale file handle"
+    ):
+        native.map_communicator(ours, handles)
+    handle.pop()
+    with pytest.raises(RuntimeError, match="not a handle of memory"):
+        native.map_communicator(ours, handles)
+    for communicator in (ours, theirs):
+        native.close_communicator(communicator)
+        native.free_communicator(communicator)
 
 
 # ---------------------------------------------------------------------------------------------
