@@ -13,6 +13,7 @@ fails for all.
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
 import warnings
 import weakref
@@ -28,6 +29,7 @@ from jaxkv.rendezvous import Rendezvous
 
 WORLD_SIZES = (2, 4, 6, 8)
 WORD_BYTES = 16
+DEBUG_VARIABLE = "JAXKV_DEBUG_COLLECTIVES"
 # Of the mailboxes of all peers, in bytes:
 QUICK_BYTES = 8 << 20  # eight times; their data says itself that it arrived
 SLOT_BYTES = 8 << 20  # twice; before a barrier
@@ -173,6 +175,7 @@ class SymmetricMemory:
             "axis_name": self.axis_name,
             "max_bytes": self.max_bytes,
             "timeout_s": rendezvous.timeout_s,
+            DEBUG_VARIABLE: os.environ.get(DEBUG_VARIABLE),
         }
         said = rendezvous.step("arguments of symmetric memory", lambda: [arguments, _host()])
         if len({host for _, host in said.values()}) > 1:
