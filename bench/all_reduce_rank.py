@@ -37,7 +37,7 @@ QUICK_CHAIN, REPEATS = (4, 2), 3  # few, as the CPU backend starves where many c
 PROFILED_CALLS = 4
 PAUSE_SECONDS = 0.05  # between what is profiled; far more than between kernels of one program
 COMPILERS = min(16, os.cpu_count() or 1)
-REDUCING = re.compile("all.?reduce|nccl|shot|latency|multimem", re.IGNORECASE)
+REDUCING = re.compile("all.?reduce|nccl|shot|latency|multimem|^psum_", re.IGNORECASE)
 STAGING = re.compile("memcpy|memset", re.IGNORECASE)
 TIMEOUT_S = 30.0
 
@@ -268,7 +268,10 @@ def profiled(programs: Sequence[Program]) -> list[dict[str, Any]]:
             program.operands["pair"].addressable_shards
         )
         if [*map(len, seconds)] == wanted:
-            names = {event.name for event in here[0] if REDUCING.search(event.name)}
+            # XLA numbers its own kernels: psum_512_0_fusion_1.
+            names = {
+                re.sub(r"_\d+", "", event.name) for event in here[0] if REDUCING.search(event.name)
+            }
             found.append({"kernels": seconds, "names": sorted(names)})
         else:
             others = sorted({event.name for events in here for event in events})

@@ -4,6 +4,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -235,7 +236,8 @@ def test_derivatives_are_those_of_psum(memories, check_vma):
 def test_calls_of_a_step_are_ordered_by_data(memories):
     """Each takes a result of the one before, although their own operands do not depend on it."""
     memory = memories[2]
-    step = on_ranks(memory, lambda x: [memory.all_reduce(x + i, AXIS) for i in range(4)])
+    all_reduce = partial(memory.all_reduce, axis_name=AXIS, implementation="low_latency")
+    step = on_ranks(memory, lambda x: [all_reduce(x + i) for i in range(4)])
     text = step.lower(operand(2, (8,), "float32")).as_text()
     calls = [line for line in text.splitlines() if "@jaxkv_all_reduce" in line]
     results = [line.split("=")[0].strip().split(":")[0] for line in calls]
@@ -247,7 +249,7 @@ def test_calls_of_a_step_are_ordered_by_data(memories):
 def test_traces_leave_nothing_behind(memories):
     memory = memories[2]
     with jax.checking_leaks():
-        sums(memory)(operand(2, (8,), "float32"))
+        sums(memory, "low_latency")(operand(2, (8,), "float32"))
     assert memory._order._calls == []
 
 
@@ -360,6 +362,8 @@ def test_psum_serves_the_rest(memories, shape, dtype):
 
 def test_explain(memories):
     x = {"a": np.ones(3, np.float32), "b": np.ones(3, np.int32)}
+    if table_for(jax.devices()[0].device_kind).algorithm(2, 12) != "low_latency":
+        pytest.skip("no table of this device kind was measured")
     text = jaxkv.explain(memories[2].all_reduce, x, AXIS)
     first, second = text.splitlines()
     assert first.startswith("all_reduce of float32[3]: low_latency (best by ")

@@ -211,7 +211,7 @@ def run_differently(memory, *calls):
 )
 def test_in_debug_mode_calls_that_differ_are_named(debug, other, text):
     with memory_of(2, timeout_s=5.0) as memory:
-        sums(memory)(X)
+        sums(memory, "one_shot")(X)
         call = {"algorithm": "low_latency"}
         outcome = run_differently(memory, call, call | other)
         with pytest.raises(jaxkv.PeerTimeoutError) as raised:
@@ -263,7 +263,7 @@ def test_in_debug_mode_sums_are_the_same(debug, algorithm):
 
 def test_an_executable_that_outlives_the_memory_fails():
     with memory_of(2) as memory:
-        step = sums(memory)
+        step = sums(memory, "one_shot")
         step(X)
     with pytest.raises(jax.errors.JaxRuntimeError, match="SymmetricMemory was closed"):
         jax.block_until_ready(step(X))

@@ -133,7 +133,7 @@ def test_rules_choose_nothing_slower_than_noise(times):
     assert minima[0] == 0 and minima == sorted({*minima})
     for size, [found] in times.items():
         chosen = [name for least, name in rules if least <= size][-1]
-        assert found[chosen] <= min(found.values()) / (1 - tune_all_reduce.SAME_RATE) * (1 + 1e-9)
+        assert found[chosen] <= min(found.values()) / (1 - tune_all_reduce.NOISE) * (1 + 1e-9)
 
 
 def test_differences_between_dtypes_are_told():

@@ -108,9 +108,10 @@ def attend(metadata: tree.TreeMetadata, q, keys, values):
     column = position - (decode.seq_lens - length)[:, None]
     bias = metadata.tree_attn_bias[:, jnp.clip(column, 0, length - 1)].transpose(1, 0, 2)
     bias = jnp.where((column < 0)[:, None], 0, bias)
-    scores = jnp.einsum("rld,rkd->rlk", q, keys) + bias
+    einsum = functools.partial(jnp.einsum, precision="highest")  # GPUs would round to TF32
+    scores = einsum("rld,rkd->rlk", q, keys) + bias
     scores = jnp.where((column < length)[:, None], scores, -jnp.inf)
-    return jnp.einsum("rlk,rkd->rld", jax.nn.softmax(scores), values)
+    return einsum("rlk,rkd->rld", jax.nn.softmax(scores), values)
 
 
 @pytest.mark.parametrize("choices", [CHOICES, CHAIN], ids=["tree", "chain"])
