@@ -14,27 +14,21 @@ import argparse
 import dataclasses
 import functools
 import math
-import os
 import pathlib
-import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import env, tuning
+from jaxkv import env, tune_all_reduce, tuning
 from jaxkv.choice import forced
-from jaxkv.tuning import Candidate, CopySize, Table
+from jaxkv.tuning import Candidate, CopySize, Table, measuring
 from jaxkv.tuning.rules import SAME_RATE, rules_of
-
-T = TypeVar("T")
 
 MEMORIES = {
     "load": ("pinned_host", "device"),
@@ -46,7 +40,6 @@ MAX_PAYLOAD = 64 * MIB
 MAX_IDS = 10_000
 SHORT_PAYLOAD = 32 * MIB  # a smaller copy is not much longer than what a program costs
 COPIES_OF_SHORT = 16
-SECONDS_OF_SAMPLE = 0.03
 
 
 class Cell(NamedTuple):
@@ -216,7 +209,9 @@ def _rate(cell: Cell, data: _Data, candidate: Candidate) -> float:
         destination = _put(data.destination, MEMORIES[cell.direction][1])
         destination = several(destination, data.source, all_ids)
         _verify(cell, candidate, destination, data.expected)
-        seconds = _seconds(lambda array: several(array, data.source, all_ids), destination)
+        seconds = measuring.seconds_per_step(
+            lambda array: several(array, data.source, all_ids), destination
+        )
     return copies * cell.size.total_bytes / seconds / 1e9
 
 
@@ -226,22 +221,6 @@ def _verify(cell: Cell, candidate: Candidate, got: jax.Array, expected: jax.Arra
         raise RuntimeError(
             f"{cell}: {candidate.implementation} {candidate.figures} moved wrong bytes"
         )
-
-
-def _seconds(step: Callable[[jax.Array], jax.Array], state: jax.Array) -> float:
-    """Median seconds of a step in chains of steps that are waited for once."""
-
-    def chain(length: int) -> float:
-        nonlocal state
-        start = time.perf_counter()
-        for _ in range(length):
-            state = step(state)
-        state.block_until_ready()
-        return (time.perf_counter() - start) / length
-
-    estimate = min(chain(1), chain(1))  # command buffers are captured in the second run
-    length = min(200, math.ceil(SECONDS_OF_SAMPLE / estimate))
-    return statistics.median(chain(length) for _ in range(5))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -262,9 +241,9 @@ def table_of(rates: Rates, roof_gb_per_s: dict[str, float], how: str) -> Table:
         name=f"{tuning.slug(kind)}.json",
         device_kind=kind,
         how=how,
-        commit=_commit(),
+        commit=measuring.commit(),
         date=env.date(),
-        versions=_versions(),
+        versions=measuring.versions(),
         roof_gb_per_s={name: _rounded(rate) for name, rate in roof_gb_per_s.items()},
         rules={**rules, "overlapped": tuning.packaged_table(kind).rules["overlapped"]},
     )
@@ -292,36 +271,6 @@ def _text(candidate: Candidate | None) -> str:
     return f"{candidate.implementation} {candidate.figures}" if candidate else "nothing"
 
 
-def _versions() -> dict[str, str]:
-    found = {**env.versions(), "cuda driver": env._attempt(lambda: env.Driver().version())}
-    return {name: text for name, text in found.items() if "unavailable" not in text}
-
-
-def _commit() -> str | None:
-    """The commit of this code; a copy without its history is told in JAXKV_COMMIT."""
-    if told := os.environ.get("JAXKV_COMMIT"):
-        return told
-    checkout = pathlib.Path(__file__).resolve().parent.parent
-    if not (checkout / ".git").exists():
-        return None
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    found = env._attempt(lambda: subprocess.check_output(command, cwd=checkout, text=True).strip())
-    return None if found.startswith("unavailable") else found
-
-
-def _progress(found: list[T]) -> Iterator[T]:
-    """The cells, with a progress bar on standard error."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        for done, cell in enumerate(found):
-            print(f"\r{done}/{len(found)} cells", end="", file=sys.stderr, flush=True)
-            yield cell
-        print("\r", end="", file=sys.stderr)
-    else:
-        yield from tqdm(found, unit="cell", leave=False)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxkv.tune", description=__doc__)
     parser.add_argument("--out", metavar="FILE", help="the table, by default <device kind>.json")
@@ -329,8 +278,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all-reduce", action="store_true", help="the table of all-reduces")
     flags = parser.parse_args(argv)
     if flags.all_reduce:
-        from jaxkv import tune_all_reduce  # which takes its tools from here
-
         tune_all_reduce.run(flags.out, quick=flags.quick)
         return 0
     platform, device = jax.default_backend(), jax.local_devices()[0]
@@ -340,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     roof = {cell.direction: _rate(cell, _Data.of(cell), link) for cell in whole}
     print("roof, one block:", ", ".join(f"{d} {rate:.4g} GB/s" for d, rate in roof.items()))
     found = cells(platform, getattr(device, "core_count", 0), flags.quick)
-    rates = [(cell, measured) for cell in _progress(found) if (measured := measure(cell))]
+    rates = [(cell, measured) for cell in measuring.progress(found) if (measured := measure(cell))]
     for cell, measured in rates:
         print(f"{cell}: {'; '.join(map(_text, measured))}")
     table = table_of(rates, roof, f"python -m jaxkv.tune{' --quick' if flags.quick else ''}")

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxkv
 from jaxkv import env, tuning
 from jaxkv.symmetric_memory import WORLD_SIZES, SymmetricMemory
-from jaxkv.tune import _commit, _progress, _seconds, _versions
+from jaxkv.tuning import measuring
 from jaxkv.tuning.all_reduce import ALGORITHMS, VARIABLE, Table, packaged_table
 
 AXIS = "devices"
@@ -97,7 +97,7 @@ def measure(cell: Cell) -> Seconds:
         memory.check(summed)
         if not (summed == expected).all():
             raise RuntimeError(f"{cell}: {algorithm} gave wrong sums")
-        found[algorithm] = _seconds(step, operand) / calls
+        found[algorithm] = measuring.seconds_per_step(step, operand) / calls
     return found
 
 
@@ -210,9 +210,9 @@ def table_of(measured: Mapping[Cell, Seconds], how: str) -> Table:
         name=f"{tuning.slug(kind)}.json",
         device_kind=kind,
         how=f"{how}, on {', '.join(map(str, worlds))} devices",
-        commit=_commit(),
+        commit=measuring.commit(),
         date=env.date(),
-        versions=_versions(),
+        versions=measuring.versions(),
         rules=rules,
     )
 
@@ -243,7 +243,7 @@ def run(out: str | None, *, quick: bool) -> None:
     if not found:
         raise RuntimeError(f"an all-reduce needs at least {WORLD_SIZES[0]} devices, here is one")
     measured = {}
-    for cell in _progress(found):
+    for cell in measuring.progress(found):
         measured[cell] = measure(cell)
     for cell, seconds in measured.items():
         print(f"{cell}:", ", ".join(f"{name} {t * 1e6:.4g} us" for name, t in seconds.items()))

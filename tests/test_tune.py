@@ -10,7 +10,7 @@ import pytest
 
 from jaxkv import choice, tune, tuning
 from jaxkv.tune import Cell
-from jaxkv.tuning import Candidate, CopySize
+from jaxkv.tuning import Candidate, CopySize, measuring
 
 HOST = (Candidate("host", 0),)
 
@@ -69,7 +69,7 @@ def test_wrong_bytes_are_not_timed(monkeypatch, where):
     cell = Cell("device", 64, 5, HOST)
     cell_ids = tune._Data.of(cell).ids
     monkeypatch.setattr(tune.jaxkv, "swap_blocks", wrong)
-    monkeypatch.setattr(tune, "_seconds", lambda *_: pytest.fail("it was timed"))
+    monkeypatch.setattr(measuring, "seconds_per_step", lambda *_: pytest.fail("it was timed"))
     with pytest.raises(RuntimeError, match=r"device, 5 x 64 bytes: host .*moved wrong bytes"):
         tune.measure(cell)
 

@@ -15,6 +15,7 @@ from jaxkv import tune_all_reduce
 from jaxkv.symmetric_memory import WORLD_SIZES
 from jaxkv.tune_all_reduce import Cell
 from jaxkv.tuning import all_reduce as tables
+from jaxkv.tuning import measuring
 
 NAMES = ("low_latency", "one_shot", "two_shot", "psum")
 
@@ -57,7 +58,7 @@ def cell():
 
 
 def test_all_that_serve_are_measured(cell, monkeypatch):
-    monkeypatch.setattr(tune_all_reduce, "_seconds", lambda *_: 32.0)
+    monkeypatch.setattr(measuring, "seconds_per_step", lambda *_: 32.0)
     found = tune_all_reduce.measure(cell)
     assert {*found} >= {*NAMES} and {*found.values()} == {1.0}
 
@@ -72,7 +73,7 @@ def test_wrong_sums_are_not_timed(cell, dtype, monkeypatch):
 
     timed = mock.Mock(return_value=1.0)
     monkeypatch.setattr(jaxkv.SymmetricMemory, "all_reduce", wrong)
-    monkeypatch.setattr(tune_all_reduce, "_seconds", timed)
+    monkeypatch.setattr(measuring, "seconds_per_step", timed)
     with pytest.raises(RuntimeError, match=r"1024 bytes of .*: one_shot gave wrong sums"):
         tune_all_reduce.measure(cell._replace(dtype=dtype))
     assert timed.call_count == tables.ALGORITHMS.index("one_shot")
