@@ -160,7 +160,7 @@ struct Call : Peers<Machine, N> {
     bool came = true;
     for (uint64_t i = first(); came && i < words(); i += step()) {
       const Word own = present(load_input(i));
-      Word from[N]{};
+      Word from[N];
       came = Base::receive(turn, i, Phase::kQuick, words(), i, due, from);
       if (came) store_output(i, sum(own, from));
     }
@@ -200,7 +200,7 @@ struct Call : Peers<Machine, N> {
 
   JAXKV_DEVICE void scatter(const Chunk& chunk) const {
     for (uint64_t i = first(); i < chunk.part; i += step()) {
-      Word word[N]{};
+      Word word[N];
       JAXKV_UNROLL()
       for (int shift = 1; shift < N; ++shift) {
         const int r = (v.rank + shift) % N;
@@ -219,7 +219,7 @@ struct Call : Peers<Machine, N> {
     auto due = [this](int r) { return r != v.rank; };
     for (uint64_t i = first(); i < chunk.part && has(chunk, v.rank, i); i += step()) {
       const Word own = present(load_input(begin + i));
-      Word from[N]{};
+      Word from[N];
       if (!Base::receive(chunk.turn, i, Phase::kScatter, chunk.part, i, due, from)) return false;
       const Word total = present(sum(own, from));
       Base::send(chunk.turn, chunk_words() + i, total);
@@ -231,7 +231,7 @@ struct Call : Peers<Machine, N> {
   JAXKV_DEVICE bool gather(const Chunk& chunk) const {
     for (uint64_t i = first(); i < chunk.part; i += step()) {
       auto due = [&](int r) { return r != v.rank && has(chunk, r, i); };
-      Word from[N]{};
+      Word from[N];
       if (!Base::receive(chunk.turn, chunk_words() + i, Phase::kGather, chunk.part, i, due, from))
         return false;
       JAXKV_UNROLL()
@@ -257,7 +257,7 @@ struct Call : Peers<Machine, N> {
     stall();
     for (uint64_t i = first(); i < words(); i += step()) {
       const Word own = load_input(i);
-      Word from[N]{};
+      Word from[N];
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
         if (r != v.rank) from[r] = m.load_mail(slot(v.rank, epoch, r) + i);
