@@ -310,6 +310,11 @@ def reductions(events: Sequence[kernels.Event]) -> list[float]:
     return seconds
 
 
+def unnumbered(kernel: str) -> str:
+    """One name for what XLA calls psum_512_0_fusion_1, psum_513_0_fusion_1 and so on."""
+    return re.sub(r"_\d+", "", kernel) if kernel.startswith("psum_") else kernel
+
+
 def _devices(request: Request) -> list[jax.Device]:
     if request.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")

@@ -28,7 +28,7 @@ from bench.all_reduce import (
 from bench.kernels import Event
 from bench.results import Results
 
-PROGRAM = "tests.rank_program"
+PROGRAM = "tests.child_program"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -94,10 +94,18 @@ def test_an_all_reduce_is_what_runs_between_products():
             ("MemcpyD2D", 1),
             ("all_reduce_done_1", 3),
             ("wrapped_multiply_4", 1),
+            ("psum_512_0_fusion_1", 4),
+            ("loop_multiply_fusion_1", 1),
             ("MemcpyD2D", 7),
         )
     )
-    assert found == pytest.approx([4e-6, 5e-6, 6e-6])
+    assert found == pytest.approx([4e-6, 5e-6, 6e-6, 4e-6])
+
+
+def test_kernels_that_xla_numbers_have_one_name():
+    names = {all_reduce_rank.unnumbered(f"psum_{512 + i}_0_fusion_1") for i in range(3)}
+    assert names == {"psum_fusion"}
+    assert all_reduce_rank.unnumbered("ncclDevKernel_2_RING_LL") == "ncclDevKernel_2_RING_LL"
 
 
 def test_programs_are_told_apart_by_pauses():
