@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -19,6 +20,7 @@ namespace jaxkv {
 struct MulticastWords {
   uintptr_t address;
 };
+static_assert(!std::is_convertible_v<MulticastWords, const void*>);
 
 // Takes back what was done, the last first.
 class Undo {

@@ -294,9 +294,7 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
 def _multicast_refusal(groups: np.ndarray) -> str | None:
     """Why no switch is to add up for these devices; asks the driver last, and only if told to."""
     if os.environ.get(MULTICAST_VARIABLE) != "1":
-        return (
-            f"it needs {MULTICAST_VARIABLE}=1 in the environment when the symmetric memory is created"
-        )
+        return f"{MULTICAST_VARIABLE} was not 1 in the environment when its memory was created"
     processes = sorted({device.process_index for device in groups.flat})
     if len(processes) > 1:
         return f"its devices must belong to one process, got those of processes {processes}"
