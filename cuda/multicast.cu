@@ -1,7 +1,8 @@
+// What is asked of the driver. Each step that is to be taken back says at once how.
 #include <cudaTypedefs.h>
 
-#include <algorithm>
 #include <stdexcept>
+#include <string>
 
 #include "driver.h"
 #include "multicast.h"
@@ -21,7 +22,8 @@ template <class Function>
 class DriverCall {
  public:
   explicit DriverCall(const char* name) : name_(name), call_(driver_function<Function>(name)) {
-    if (!call_) throw std::runtime_error(std::string("jaxkv: multicast: no ") + name);
+    if (!call_)
+      throw std::runtime_error(std::string("jaxkv: multicast: the driver has no ") + name);
   }
   template <class... Arguments>
   void operator()(int32_t device, Arguments... arguments) const {
