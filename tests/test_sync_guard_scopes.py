@@ -267,7 +267,8 @@ def test_a_reason_is_needed(reason):
         jaxkv.allow_host_sync(reason)
 
 
-def test_the_fixture_fails_a_test_at_its_wait(pytester):
+def test_the_fixture_fails_a_test_at_its_wait(pytester, monkeypatch):
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)  # these are of the run that this is part of
     pytester.makeconftest('pytest_plugins = ["jaxkv.pytest_plugin"]')
     pytester.makepyfile(
         """
