@@ -66,6 +66,24 @@ struct CudaMachine {
     return w;
   }
 
+  // By the switch: all ranks' words, each of which has two addresses.
+  template <class Element>
+  static __device__ Word load_sum(const RankView& v, uint64_t i) {
+    return Element::load_sum(v.all_staged.address + i * sizeof(Word));
+  }
+  static __device__ void store_all(const RankView& v, uint64_t i, const Word& w) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(
+                     v.all_staged.address + i * sizeof(Word)),
+                 "f"(__uint_as_float(w.part[0])), "f"(__uint_as_float(w.part[1])),
+                 "f"(__uint_as_float(w.part[2])), "f"(__uint_as_float(w.part[3]))
+                 : "memory");
+#else
+    __trap();  // no such device has multicast
+#endif
+  }
+  static __device__ void alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+
   static __device__ void store_release(uint64_t* to, uint64_t value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
   }
@@ -88,6 +106,17 @@ struct CudaMachine {
   }
 };
 
+// Has the switch add up a word of all ranks, in f32 and in an order of its own.
+#if __CUDA_ARCH__ >= 900
+#define JAXKV_LOAD_SUM(type, word, at)                                                          \
+  asm volatile("multimem.ld_reduce.relaxed.sys.global.add" type " {%0, %1, %2, %3}, [%4];"      \
+               : "=r"(word.part[0]), "=r"(word.part[1]), "=r"(word.part[2]), "=r"(word.part[3]) \
+               : "l"(at)                                                                        \
+               : "memory")
+#else
+#define JAXKV_LOAD_SUM(type, word, at) __trap()
+#endif
+
 struct Float32 {
   using Bits = uint32_t;
   static constexpr int kLanes = 4;
@@ -96,6 +125,11 @@ struct Float32 {
   static __device__ Word word(const float* lanes) {
     Word w;
     for (int k = 0; k < kLanes; ++k) w.part[k] = __float_as_uint(lanes[k]);
+    return w;
+  }
+  static __device__ Word load_sum(uintptr_t at) {
+    Word w{};
+    JAXKV_LOAD_SUM(".v4.f32", w, at);
     return w;
   }
 };
@@ -122,6 +156,11 @@ struct Bfloat16 : TwoByte<Bfloat16> {
   static __device__ uint16_t narrow(float value) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(value));
   }
+  static __device__ Word load_sum(uintptr_t at) {
+    Word w{};
+    JAXKV_LOAD_SUM(".acc::f32.v4.bf16x2", w, at);
+    return w;
+  }
 };
 
 struct Float16 : TwoByte<Float16> {
@@ -129,33 +168,45 @@ struct Float16 : TwoByte<Float16> {
   static __device__ uint16_t narrow(float value) {
     return __half_as_ushort(__float2half_rn(value));
   }
+  static __device__ Word load_sum(uintptr_t at) {
+    Word w{};
+    JAXKV_LOAD_SUM(".acc::f32.v4.f16x2", w, at);
+    return w;
+  }
 };
 
-template <class Element, int N>
+template <class Element, int N, bool kBySwitch>
 __global__ void __launch_bounds__(kThreads, blocks_per_processor(N))
     all_reduce_kernel(const __grid_constant__ RankView view, const Message message) {
   const CudaMachine machine;
-  Call<CudaMachine, Element, N>(machine, view, message).run();
+  Call<CudaMachine, Element, N>(machine, view, message).template run<kBySwitch>();
 }
 
 using Kernel = void (*)(RankView, Message);
 
-template <class Element>
+template <class Element, bool kBySwitch>
 Kernel kernel_for(int world) {
   Kernel kernel = nullptr;
-  with_world(world, [&]<int N>() { kernel = all_reduce_kernel<Element, N>; });
+  with_world(world, [&]<int N>() { kernel = all_reduce_kernel<Element, N, kBySwitch>; });
   return kernel;
 }
 
+template <bool kBySwitch>
 Kernel kernel_for(int world, ffi::DataType dtype) {
-  return dtype == ffi::F32    ? kernel_for<Float32>(world)
-         : dtype == ffi::BF16 ? kernel_for<Bfloat16>(world)
-                              : kernel_for<Float16>(world);
+  return dtype == ffi::F32    ? kernel_for<Float32, kBySwitch>(world)
+         : dtype == ffi::BF16 ? kernel_for<Bfloat16, kBySwitch>(world)
+                              : kernel_for<Float16, kBySwitch>(world);
+}
+
+Kernel kernel_for(int world, ffi::DataType dtype, bool by_switch) {
+  return by_switch ? kernel_for<true>(world, dtype) : kernel_for<false>(world, dtype);
 }
 
 // Blocks that give every thread a word of what a rank adds up.
 int blocks_for(const Message& message, int world) {
-  const uint64_t share = message.algorithm == Algorithm::kTwoShot ? world : 1;
+  const bool shared =
+      message.algorithm == Algorithm::kTwoShot || message.algorithm == Algorithm::kMultimem;
+  const uint64_t share = shared ? world : 1;
   const uint64_t threads = message.bytes / sizeof(Word) / share;
   const uint64_t most = resident_blocks[world];
   return static_cast<int>(std::clamp<uint64_t>((threads + kThreads - 1) / kThreads, 1, most));
@@ -167,8 +218,10 @@ ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ff
   const auto task = resolve_task(device, in, out, communicator, algorithm);
   if (!task.has_value()) return task.error();
   const int world = task->communicator->geometry().world;
-  kernel_for(world, task->message.dtype)<<<blocks_for(task->message, world), kThreads, 0, stream>>>(
-      task->rank->view, task->message);
+  const Kernel kernel =
+      kernel_for(world, task->message.dtype, task->message.algorithm == Algorithm::kMultimem);
+  kernel<<<blocks_for(task->message, world), kThreads, 0, stream>>>(task->rank->view,
+                                                                    task->message);
   JAXKV_CUDA_TRY(cudaGetLastError());
   return ffi::Error::Success();
 }
@@ -198,12 +251,14 @@ void load_all_reduce(int32_t device) {
   for (const int world : {2, 4, 6, 8}) {
     int resident = kMaxBlocks;
     for (const ffi::DataType dtype : {ffi::F32, ffi::BF16, ffi::F16}) {
-      cudaFuncAttributes attributes;  // asking for them loads the kernel
-      check(cudaFuncGetAttributes(&attributes, kernel_for(world, dtype)));
-      int blocks = 0;
-      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel_for(world, dtype),
-                                                          kThreads, 0));
-      resident = std::min(resident, blocks * processors);
+      for (const bool by_switch : {false, true}) {
+        const Kernel kernel = kernel_for(world, dtype, by_switch);
+        cudaFuncAttributes attributes;  // asking for them loads the kernel
+        check(cudaFuncGetAttributes(&attributes, kernel));
+        int blocks = 0;
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));
+        resident = std::min(resident, blocks * processors);
+      }
     }
     const int known = resident_blocks[world];
     resident_blocks[world] = known ? std::min(known, resident) : resident;

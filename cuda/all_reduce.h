@@ -3,7 +3,8 @@
 //
 // `Machine` says which of a rank's threads this is (block, num_blocks, thread, num_threads) and how
 // it reads and writes memory that peers share. `Element` adds up the values of a word in f32.
-// Ranks are always added in the order of their numbers, so results are equal bit for bit.
+// Ranks are always added in the order of their numbers, so results are equal bit for bit; but
+// multimem leaves the order to the switch, and is equal on all ranks because one adds up for all.
 //
 // low_latency and two_shot know no barriers: words say themselves that they have arrived. Who reads
 // a word clears it, and it is sent anew kStages turns later. By then the sender has got words that
@@ -19,13 +20,18 @@
 //
 // one_shot writes a half of its boxes two calls later, when this rank has come to the barrier of
 // the call between, after reading.
+//
+// multimem needs no halves. Between the two barriers of a round the switch reads and writes the
+// workspaces of all ranks for all; before and after, each is its own rank's alone, and a word there
+// is always the same thread's. What one thread adds up, threads of the same number have staged, in
+// blocks of the same number: those that have met.
 #pragma once
 
 #include "peers.h"
 
 namespace jaxkv {
 
-enum class Algorithm : int64_t { kLowLatency, kOneShot, kTwoShot };
+enum class Algorithm : int64_t { kLowLatency, kOneShot, kTwoShot, kMultimem };
 
 // `bytes` of whole elements at any address that is aligned for one.
 struct Message {
@@ -43,11 +49,15 @@ struct Call : Peers<Machine, N> {
   JAXKV_DEVICE Call(const Machine& machine, const RankView& view, const Message& of)
       : Peers<Machine, N>{machine, view}, message(of) {}
 
-  // True if the sum is in `out`, false if a wait gave up.
+  // True if the sum is in `out`, false if a wait gave up. multimem and nothing else is `kBySwitch`:
+  // as a kernel of its own it takes no registers from the others.
+  template <bool kBySwitch>
   JAXKV_DEVICE bool run() {
     const Progress at_start = progress();
     // All threads of the block decide alike, although another block may give up meanwhile.
-    if (m.all(!at_start.broken) && agreed(at_start) && reduced(at_start)) return true;
+    if (m.all(!at_start.broken) && agreed(at_start) && reduced<kBySwitch>(at_start)) {
+      return true;
+    }
     // Rather NaN than a wrong sum. What this block missed lies anywhere.
     for (uint64_t i = m.thread(); i < words(); i += m.num_threads()) {
       store_output(i, {{kAbsent, kAbsent, kAbsent, kAbsent}});
@@ -75,7 +85,9 @@ struct Call : Peers<Machine, N> {
   JAXKV_DEVICE uint64_t first() const { return m.block() * m.num_threads() + m.thread(); }
   JAXKV_DEVICE uint64_t step() const { return m.num_blocks() * m.num_threads(); }
 
+  template <bool kBySwitch>
   JAXKV_DEVICE bool reduced(const Progress& at_start) {
+    if constexpr (kBySwitch) return multimem(at_start);
     switch (message.algorithm) {
       case Algorithm::kLowLatency:
         return low_latency(at_start);
@@ -83,6 +95,8 @@ struct Call : Peers<Machine, N> {
         return one_shot(at_start);
       case Algorithm::kTwoShot:
         return two_shot(at_start);
+      case Algorithm::kMultimem:
+        break;
     }
     return false;
   }
@@ -191,7 +205,7 @@ struct Call : Peers<Machine, N> {
 
   // N parts of `part` words; those of the last chunk are cut off where the message ends.
   struct Chunk {
-    uint64_t base, part, turn;
+    uint64_t base, part, turn = 0;
     JAXKV_DEVICE uint64_t begin(int r) const { return base + r * part; }
   };
   JAXKV_DEVICE bool has(const Chunk& chunk, int r, uint64_t i) const {
@@ -266,6 +280,49 @@ struct Call : Peers<Machine, N> {
     }
     Base::end(at_start, 1, 0);
     return true;
+  }
+
+  // Each rank has the switch add up one part of all ranks' workspaces and write the sums to all, in
+  // rounds of as much as a workspace holds.
+  JAXKV_DEVICE bool multimem(const Progress& at_start) {
+    const uint64_t limit = v.geometry.multicast_words / N, share = (words() + N - 1) / N;
+    const uint64_t part = share < limit ? share : limit;
+    const uint64_t rounds = (share + part - 1) / part;
+    for (uint64_t k = 0; k < rounds; ++k) {
+      const Chunk chunk{k * N * part, part};
+      const uint64_t epoch = at_start.epoch + 2 * k;
+      for_each_part(chunk, [&](uint64_t at, uint64_t i) { m.store(v.staged + at, load_input(i)); });
+      stall();
+      if (!meet_by_switch(epoch + 1)) return false;
+      stall();
+      const uint64_t begin = v.rank * part;
+      for (uint64_t i = first(); i < part && has(chunk, v.rank, i); i += step()) {
+        m.store_all(v, begin + i, m.template load_sum<Element>(v, begin + i));
+      }
+      if (!meet_by_switch(epoch + 2)) return false;
+      for_each_part(chunk,
+                    [&](uint64_t at, uint64_t i) { store_output(i, m.load_mail(v.staged + at)); });
+    }
+    Base::end(at_start, 2 * rounds, 0);
+    return true;
+  }
+
+  // What was written by way of one address is read by way of another after that.
+  JAXKV_DEVICE bool meet_by_switch(uint64_t epoch) const {
+    m.alias();
+    const bool came = meet(epoch);
+    m.alias();
+    return came;
+  }
+
+  // `body(at, i)` for this thread's words of all parts: `at` in the chunk, `i` in the message.
+  template <class Body>
+  JAXKV_DEVICE void for_each_part(const Chunk& chunk, Body body) const {
+    for (uint64_t i = first(); i < chunk.part; i += step()) {
+      for (int r = 0; r < N && has(chunk, r, i); ++r) {
+        body(r * chunk.part + i, chunk.begin(r) + i);
+      }
+    }
   }
 };
 

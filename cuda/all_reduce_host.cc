@@ -51,6 +51,23 @@ struct HostMachine {
     return word;
   }
 
+  // As a switch would, but in the order of the ranks.
+  template <class Element>
+  static Word load_sum(const RankView& v, uint64_t i) {
+    const auto words = reinterpret_cast<Word* const*>(v.all_staged.address);
+    float lanes[Element::kLanes];
+    for (int k = 0; k < Element::kLanes; ++k) {
+      lanes[k] = Element::lane(words[0][i], k);
+      for (int r = 1; r < v.geometry.world; ++r) lanes[k] += Element::lane(words[r][i], k);
+    }
+    return Element::word(lanes);
+  }
+  static void store_all(const RankView& v, uint64_t i, const Word& word) {
+    const auto words = reinterpret_cast<Word* const*>(v.all_staged.address);
+    for (int r = 0; r < v.geometry.world; ++r) words[r][i] = word;
+  }
+  static void alias() {}
+
   template <class T>
   static void store_release(T* to, T value) {
     std::atomic_ref(*to).store(value, std::memory_order_release);
@@ -110,7 +127,9 @@ bool run(const Task& task) {
   const HostMachine machine;
   const RankView& view = task.rank->view;
   return with_world(view.geometry.world, [&]<int N>() {
-    return Call<HostMachine, Element, N>(machine, view, task.message).run();
+    Call<HostMachine, Element, N> call(machine, view, task.message);
+    return task.message.algorithm == Algorithm::kMultimem ? call.template run<true>()
+                                                          : call.template run<false>();
   });
 }
 
@@ -131,7 +150,7 @@ ffi::Error all_reduce(int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
 std::string describe_call(uint64_t signature) {
   if (!signature) return "nothing";
   const uint64_t call = signature / kCallNumbers;
-  const char* const algorithms[] = {"low_latency", "one_shot", "two_shot", "?"};
+  const char* const algorithms[] = {"low_latency", "one_shot", "two_shot", "multimem"};
   const auto dtype = static_cast<ffi::DataType>(call >> 2 & 63);
   return std::string(algorithms[call & 3]) + " of " + std::to_string(call >> 8) + " bytes of " +
          (dtype == ffi::F32    ? "float32"
@@ -170,6 +189,9 @@ ffi::ErrorOr<Task> resolve_task(int32_t device, ffi::AnyBuffer in, ffi::Result<f
       break;
     case Algorithm::kTwoShot:
       capacity = UINT64_MAX;
+      break;
+    case Algorithm::kMultimem:
+      capacity = geometry.multicast_words ? UINT64_MAX : 0;
       break;
   }
   if (task.message.bytes > capacity || out->size_bytes() != in.size_bytes()) {

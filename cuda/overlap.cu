@@ -1,6 +1,4 @@
 // Copies that run beside XLA's stream, and the waits for them.
-#include <cuda.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -10,6 +8,7 @@
 #include "copy_kernel.h"
 #include "cuda_check.h"
 #include "device.h"
+#include "driver.h"
 #include "overlap.h"
 #include "page_errors.cuh"
 
@@ -30,21 +29,6 @@ std::array<std::atomic<DeviceLanes*>, kMaxDevices> all_lanes;
 // Writing words from a stream, without a kernel
 
 using WriteValue32 = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
-
-// Through the runtime, as the extension must load where there is no driver.
-template <typename Function>
-Function driver_function(const char* name) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  constexpr unsigned int kVersion = 12000;
-  if (cudaGetDriverEntryPointByVersion(name, &found, kVersion, cudaEnableDefault, &result) !=
-          cudaSuccess ||
-      result != cudaDriverEntryPointSuccess) {
-    (void)cudaGetLastError();
-    return nullptr;
-  }
-  return reinterpret_cast<Function>(found);
-}
 
 WriteValue32 stream_write() {
   static const auto write = driver_function<WriteValue32>("cuStreamWriteValue32");

@@ -127,12 +127,26 @@ class HostCommunicator : public Communicator {
     return own_[&rank].emplace(memory_bytes()).header();
   }
   Handle handle_of(const Rank& rank) override { return own_.at(&rank)->handle(); }
+  void allocate_multicast(const std::vector<std::unique_ptr<Rank>>& group) override {
+    auto& all = switches_.emplace_back(std::make_unique<Switch>());
+    for (size_t i = 0; i < group.size(); ++i) {
+      all->memory[i].resize(geometry_.multicast_words);
+      all->words[i] = group[i]->view.staged = all->memory[i].data();
+      group[i]->view.all_staged = {reinterpret_cast<uintptr_t>(all->words)};
+    }
+  }
   Header* map_memory(const Rank&, const Handle& handle) override {
     return of_peers_.emplace_back(std::make_unique<SharedMemory>(memory_bytes(), handle))->header();
   }
 
  private:
+  struct Switch {
+    std::vector<Word> memory[kMaxRanks];
+    Word* words[kMaxRanks];
+  };
+
   std::unordered_map<const Rank*, std::optional<SharedMemory>> own_;
+  std::vector<std::unique_ptr<Switch>> switches_;
   std::vector<std::unique_ptr<SharedMemory>> of_peers_;
   std::vector<std::unique_ptr<PeerFault>> faults_;
 };
@@ -172,6 +186,7 @@ void Communicator::allocate() {
         if (peer->own()) peer->view.headers[i] = memory;
       }
     }
+    if (geometry_.multicast_words) allocate_multicast(group);
   }
   preset(0, 0);
 }

@@ -59,6 +59,7 @@ class CudaCommunicator : public Communicator {
 
   ~CudaCommunicator() override {
     unmap();  // and waits: peers of this process write to all
+    multicast_.clear();
     while_driver_lives([&] {
       for_each_own([](Rank& rank) {
         OnDevice on(rank.device);
@@ -125,6 +126,17 @@ class CudaCommunicator : public Communicator {
     return Handle(bytes, bytes + sizeof handle);
   }
 
+  void allocate_multicast(const std::vector<std::unique_ptr<Rank>>& group) override {
+    std::vector<int32_t> devices;
+    for (const auto& rank : group) devices.push_back(rank->device);
+    const auto& memory = multicast_.emplace_back(
+        std::make_unique<MulticastMemory>(devices, geometry_.multicast_words * sizeof(Word)));
+    for (size_t i = 0; i < group.size(); ++i) {
+      group[i]->view.staged = static_cast<Word*>(memory->of_device(i));
+      group[i]->view.all_staged = memory->of_all(i);
+    }
+  }
+
   // Each device maps it for itself, with access to the device where it lies.
   Header* map_memory(const Rank& rank, const Handle& bytes) override {
     OnDevice on(rank.device);
@@ -139,7 +151,8 @@ class CudaCommunicator : public Communicator {
   }
 
  private:
-  std::vector<std::pair<int32_t, void*>> of_peers_;  // and the device that maps it
+  std::vector<std::pair<int32_t, void*>> of_peers_;          // and the device that maps it
+  std::vector<std::unique_ptr<MulticastMemory>> multicast_;  // of each group
 };
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "multicast.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxkv {
@@ -64,6 +65,7 @@ struct PeerFault {
 struct Geometry {
   int32_t world;
   uint64_t quick_words, slot_words;  // of one box
+  uint64_t multicast_words = 0;      // that a switch adds up at once, if there is one to use
 
   constexpr uint64_t all_quick_words() const { return kStages * world * quick_words; }
   constexpr uint64_t mail_words() const { return all_quick_words() + 2 * world * slot_words; }
@@ -77,6 +79,8 @@ struct RankView {
   uint64_t stall_ns;           // for tests: threads are late by up to so much
   bool debug;                  // ranks compare their calls: JAXKV_DEBUG_COLLECTIVES=1
   Header* headers[kMaxRanks];  // each followed by its mail
+  Word* staged;                // what a switch adds up: this rank's words
+  MulticastWords all_staged;   // and those of all ranks
   PeerFault* fault;
 };
 
@@ -135,6 +139,8 @@ class Communicator {
   // Memory for a rank of this process, as the rank's device addresses it, and `rank.view.fault`.
   virtual Header* allocate_memory(Rank& rank, const std::vector<int32_t>& peer_devices) = 0;
   virtual Handle handle_of(const Rank& rank) = 0;
+  // Memory that a switch adds up, for the ranks of a group, which are all of this process.
+  virtual void allocate_multicast(const std::vector<std::unique_ptr<Rank>>& group) = 0;
   // The memory of a rank of another process, as the device of `rank` addresses it.
   virtual Header* map_memory(const Rank& rank, const Handle& handle) = 0;
 

@@ -5,11 +5,19 @@
 | low_latency | sends all to all; words say themselves that they arrived | `quick_bytes` |
 | one_shot | sends all to all, one barrier, adds up | `slot_bytes` |
 | two_shot | adds up one part, sends the sum to all, in chunks; words as above | `max_bytes` |
+| multimem | has the NVLink switch add up one part and send the sum to all | `max_bytes` |
 | psum | `jax.lax.psum`, by XLA | any |
 
 The first three take bfloat16, float16 and float32, add in float32 in the order of the ranks, and so
 give the same bits on every device and in every run. (vLLM's custom all-reduce has the second and
 the third, TensorRT-LLM's the first.)
+
+multimem takes the same dtypes and adds in float32 too, in an order that is the switch's own: all
+devices get the same bits, but not those of the others, nor surely those of another run. **It has
+never run on hardware.** No table chooses it: it serves who asks for it, with JAXKV_MULTICAST=1 in
+the environment when the `SymmetricMemory` is created, for devices of one process for which the
+driver reports multicast. Don't set that where machines share the GPUs of a host: a multicast object
+may take them out of service for all. (PyTorch's symmetric memory has such an algorithm.)
 
 What keeps the devices together: all run one program, and within a trace each call takes a token of
 the call before. How far a device is (epochs) lies in its own memory, so a CUDA graph of a step can
@@ -30,12 +38,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import _native
-from jaxkv.tuning.all_reduce import ALGORITHMS, table_for
+from jaxkv.tuning.all_reduce import table_for
 
 if TYPE_CHECKING:
     from jaxkv.symmetric_memory import SymmetricMemory
 
 DTYPES = ("bfloat16", "float16", "float32")
+NATIVE = ("low_latency", "one_shot", "two_shot", "multimem")  # by their numbers in all_reduce.h
+IMPLEMENTATIONS = (*NATIVE, "psum")
 
 
 def all_reduce(
@@ -50,8 +60,8 @@ def all_reduce(
       memory: of the mesh that `shard_map` runs on.
       x: array or pytree of arrays of any shape.
       axis_name: the axis of `memory`.
-      implementation: "low_latency", "one_shot", "two_shot", "psum", or None for what the tuning
-        table names for the array's size, and psum for what that cannot serve.
+      implementation: "low_latency", "one_shot", "two_shot", "multimem", "psum", or None for what
+        the tuning table names for the array's size, and psum for what that cannot serve.
 
     Returns:
       Arrays of the shapes and dtypes of `x`.
@@ -75,8 +85,8 @@ def choose(memory: SymmetricMemory, x: Any, implementation: str | None) -> tuple
     Raises:
       As `all_reduce`.
     """
-    if implementation not in (None, *ALGORITHMS):
-        known = ", ".join(ALGORITHMS)
+    if implementation not in (None, *IMPLEMENTATIONS):
+        known = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"implementation must be one of {known}, got {implementation!r}")
     num_bytes = int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize
     table = table_for(memory.mesh.devices.flat[0].device_kind)
@@ -106,10 +116,13 @@ def _refusal(memory: SymmetricMemory, algorithm: str, num_bytes: int, dtype: Any
         return None
     if str(dtype) not in DTYPES:
         return f"its dtype must be one of {', '.join(DTYPES)}, got {dtype}"
+    if algorithm == "multimem" and memory._multicast_refusal:
+        return memory._multicast_refusal
     limits = {
         "low_latency": ("quick_bytes", memory.quick_bytes),
         "one_shot": ("slot_bytes", memory.slot_bytes),
         "two_shot": ("max_bytes", memory.max_bytes),
+        "multimem": ("max_bytes", memory.max_bytes),
     }
     name, limit = limits[algorithm]
     if num_bytes > min(limit, memory.max_bytes):
@@ -146,7 +159,7 @@ def _all_reduce_array(memory: SymmetricMemory, x: Any, *, implementation: str | 
         token = memory._order.last_token()
         if token is None:
             token = jnp.zeros(1, jnp.int32)
-        call = (memory._id, ALGORITHMS.index(name), memory.axis_name)
+        call = (memory._id, NATIVE.index(name), memory.axis_name)
         result, token = _reduce(call, x, token)
         memory._order.append(token, result)
         return result

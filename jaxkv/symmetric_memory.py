@@ -8,6 +8,12 @@ The devices may belong to one process or to several of one host, any number to e
 another process comes by a CUDA IPC handle or, on the CPU backend, by a file descriptor of shared
 memory; `jaxkv.rendezvous` carries the handles and sees to it that creation succeeds for all or
 fails for all.
+
+With JAXKV_MULTICAST=1 in the environment there is one more workspace for each device, bound to an
+NVLink multicast object, so that the switch can add up (`implementation="multimem"`); if all devices
+belong to one process and the driver reports multicast for them. This has never run on hardware, and
+where machines share the GPUs of a host a multicast object may take them out of service: without the
+variable nothing of the driver's multicast is called. On the CPU backend memory stands in for it.
 """
 
 from __future__ import annotations
@@ -30,9 +36,11 @@ from jaxkv.rendezvous import Rendezvous
 WORLD_SIZES = (2, 4, 6, 8)
 WORD_BYTES = 16
 DEBUG_VARIABLE = "JAXKV_DEBUG_COLLECTIVES"
+MULTICAST_VARIABLE = "JAXKV_MULTICAST"
 # Of the mailboxes of all peers, in bytes:
 QUICK_BYTES = 8 << 20  # eight times; their data says itself that it arrived
 SLOT_BYTES = 8 << 20  # twice; before a barrier
+MULTICAST_BYTES = 8 << 20  # of what a switch adds up at once
 
 
 class SymmetricMemory:
@@ -67,6 +75,7 @@ class SymmetricMemory:
         self.max_bytes = max_bytes
         self.quick_bytes = _whole_words(min(max(max_bytes, 32), QUICK_BYTES // self.world_size))
         self.slot_bytes = _whole_words(min(max_bytes, SLOT_BYTES // self.world_size))
+        self._multicast_refusal = _multicast_refusal(groups)
         self._rendezvous = Rendezvous({d.process_index for d in groups.flat}, timeout_s)
         self._agree_on_arguments()
         self._allocate_and_map(groups)
@@ -89,14 +98,15 @@ class SymmetricMemory:
             place along the axis, whatever the order of devices and processes.
           axis_name: the axis along which devices work together; 2, 4, 6 or 8 of them.
           max_bytes: the largest array, in bytes, to serve. A device gives up to
-            82 MiB for it.
+            82 MiB for it, and 8 MiB more with JAXKV_MULTICAST=1.
           timeout_s: how long a device waits for its peers, in seconds; and a process for the
             others, in each step of creation and in `close`.
 
         Raises:
           ValueError: the mesh or a number does not fit, or not to those of another process, and
             why.
-          RuntimeError: no memory, or no peer access; or a process did not come. With several
+          RuntimeError: no memory, no peer access, or with JAXKV_MULTICAST=1 a call of the driver
+            for multicast that failed; or a process did not come. With several
             processes all raise the same, which names the process and what it lacked, and all free
             what they had.
         """
@@ -166,6 +176,9 @@ class SymmetricMemory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _multicast_bytes(self) -> int:
+        return _whole_words(min(max(self.max_bytes, self.world_size * WORD_BYTES), MULTICAST_BYTES))
+
     def _agree_on_arguments(self) -> None:
         """Raises the same error in all processes unless they ask for the same thing."""
         mesh, rendezvous = self.mesh, self._rendezvous
@@ -203,6 +216,7 @@ class SymmetricMemory:
                 ordinals,
                 self.quick_bytes // WORD_BYTES,
                 self.slot_bytes // WORD_BYTES,
+                0 if self._multicast_refusal else self._multicast_bytes() // WORD_BYTES,
                 int(self._rendezvous.timeout_s * 1e9),
             )
             return native.communicator_handles(self._id)
@@ -275,6 +289,20 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
     if all(device.process_index != jax.process_index() for device in devices.flat):
         raise ValueError(f"the mesh has no device of this process, number {jax.process_index()}")
     return devices.reshape(-1, world_size)
+
+
+def _multicast_refusal(groups: np.ndarray) -> str | None:
+    """Why no switch is to add up for these devices; asks the driver last, and only if told to."""
+    if os.environ.get(MULTICAST_VARIABLE) != "1":
+        return f"{MULTICAST_VARIABLE} was not 1 in the environment when its memory was created"
+    processes = sorted({device.process_index for device in groups.flat})
+    if len(processes) > 1:
+        return f"its devices must belong to one process, got those of processes {processes}"
+    if groups.flat[0].platform == "cpu":
+        return None
+    supported = _native.extension().multicast_supported
+    without = [device.id for device in groups.flat if not supported(_ordinal(device))]
+    return f"the driver reports no multicast for devices {without}" if without else None
 
 
 def _ordinal(device: jax.Device) -> int:

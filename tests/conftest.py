@@ -16,6 +16,15 @@ hypothesis.settings.load_profile("jaxkv")
 IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "dma", "pallas")}
 
 
+@pytest.fixture(scope="module")
+def multicast() -> Generator[None]:
+    """Lets memory stand in for a switch, which a GPU machine may share with others."""
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.default_backend() == "cpu":
+            patch.setenv("JAXKV_MULTICAST", "1")
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     platform = jax.default_backend()
     for item in items:

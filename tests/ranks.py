@@ -1,5 +1,6 @@
 """What the tests of symmetric memory share: meshes, steps on all ranks, and delays."""
 
+import os
 from functools import partial
 
 import jax
@@ -12,6 +13,10 @@ import jaxkv
 
 AXIS = "tp"
 ON_CPU = jax.default_backend() == "cpu"
+ORDERED = ("low_latency", "one_shot", "two_shot")  # by ranks
+# With the fixture `multicast`. To run this on GPUs can take them out of service.
+BY_SWITCH = ("multimem",) if ON_CPU or os.environ.get("JAXKV_MULTICAST") == "1" else ()
+NATIVE = ORDERED + BY_SWITCH
 
 
 def mesh_of(world: int) -> jax.sharding.Mesh:

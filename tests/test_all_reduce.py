@@ -13,23 +13,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import AXIS, late, memory_of, mesh_of, on_ranks, sums
+from ranks import AXIS, BY_SWITCH, NATIVE, ORDERED, late, memory_of, mesh_of, on_ranks, sums
 
 import jaxkv
 from jaxkv import all_reduce
 from jaxkv.symmetric_memory import QUICK_BYTES
 from jaxkv.tuning.all_reduce import VARIABLE, packaged_table, table_for
 
-pytestmark = pytest.mark.multigpu
+pytestmark = [pytest.mark.multigpu, pytest.mark.usefixtures("multicast")]
 
-NATIVE = ("low_latency", "one_shot", "two_shot")
 DTYPES = ("float32", "bfloat16", "float16")
 WORLDS = (2, 4)
 MAX_BYTES = 1 << 14
 
 
 @pytest.fixture(scope="module")
-def memories():
+def memories(multicast):
     """By number of ranks; used by test after test, as by a server for days."""
     made = {n: memory_of(n, max_bytes=MAX_BYTES) for n in WORLDS if n <= jax.device_count()}
     yield made
@@ -76,20 +75,42 @@ def test_sums_of_any_size_are_exact(memories, data, world, dtype, algorithm):
     assert_sums(sums(memories[world], algorithm)(x), x)
 
 
-@pytest.mark.parametrize("algorithm", NATIVE)
+def rounded(world: int, dtype: str) -> np.ndarray:
+    """Values whose sum depends on the order."""
+    rng = np.random.default_rng(1)
+    scale = 10.0 ** rng.integers(-2, 4, (world, 777))
+    return (rng.normal(size=(world, 777)) * scale).astype(jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("algorithm", ORDERED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world", WORLDS)
 def test_values_are_added_in_float32_in_the_order_of_ranks(memories, world, dtype, algorithm):
     mesh_of(world)
-    rng = np.random.default_rng(1)
-    scale = 10.0 ** rng.integers(-2, 4, (world, 777))
-    x = (rng.normal(size=(world, 777)) * scale).astype(jnp.dtype(dtype))
+    x = rounded(world, dtype)
     want = x[0].astype(np.float32)
     for row in x[1:]:
         want = want + row.astype(np.float32)
     step = sums(memories[world], algorithm)
     for _ in range(3):
         assert_same_bits(step(x), want.astype(x.dtype))
+
+
+@pytest.mark.parametrize("algorithm", BY_SWITCH)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_switch_adds_in_any_order_but_in_float32_and_once_for_all(
+    memories, world, dtype, algorithm
+):
+    mesh_of(world)
+    x = rounded(world, dtype)
+    got = np.asarray(sums(memories[world], algorithm)(x))
+    assert_same_bits(got, got[0])
+    exact = x.astype(np.float64).sum(0)
+    largest = np.abs(x.astype(np.float64)).sum(0)
+    half_a_step = jnp.finfo(x.dtype).eps / 2
+    bound = np.abs(exact) * half_a_step + largest * 2.0**-22
+    assert (np.abs(got[0].astype(np.float64) - exact) <= bound * 1.01).all()
 
 
 @pytest.mark.parametrize("algorithm", NATIVE)
@@ -118,7 +139,7 @@ def test_sizes_grow_and_shrink_through_one_memory(memories):
     for memory in memories.values():
         for round_, n in enumerate([5, 4096, 3, 1000, 4096, 1, 7, 2048, 64] * 2):
             x = operand(memory.world_size, (n,), "float32", round_)
-            assert_sums(sums(memory, NATIVE[round_ % 3])(x), x)
+            assert_sums(sums(memory, NATIVE[round_ % len(NATIVE)])(x), x)
             assert_sums(sums(memory, "low_latency")(x), x)
 
 
@@ -127,10 +148,10 @@ def test_worlds_of_six_and_eight():
 import jax, numpy as np
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-from ranks import memory_of, sums
+from ranks import NATIVE, memory_of, sums
 for world in (6, 8):
     with memory_of(world, max_bytes=4096) as memory:
-        for algorithm in ("low_latency", "one_shot", "two_shot"):
+        for algorithm in NATIVE:
             for n in (1, 100, 1024):
                 x = np.random.default_rng(n).integers(-9, 9, (world, n)).astype(np.float32)
                 got = np.asarray(sums(memory, algorithm)(x))
@@ -139,12 +160,13 @@ for world in (6, 8):
     subprocess.run([sys.executable, "-c", script], check=True, cwd=sys.path[0], timeout=300)
 
 
+@pytest.mark.parametrize("algorithm", ["two_shot", *BY_SWITCH])
 @pytest.mark.parametrize("world", WORLDS)
-def test_messages_of_many_chunks(world):
+def test_messages_of_many_chunks(world, algorithm):
     """Each mailbox is used again in one call; the last chunk is cut off in a rank's part."""
     num_bytes = 9 * QUICK_BYTES // 2
     with memory_of(world, max_bytes=2 * num_bytes) as memory:
-        step = sums(memory, "two_shot")
+        step = sums(memory, algorithm)
         for round_, n in enumerate([num_bytes // 4 + 5, 7, num_bytes // 4 - 100_000]):
             x = operand(world, (n,), "float32", round_)
             assert_sums(step(x), x)
@@ -301,7 +323,7 @@ def test_threads_may_be_late_inside_of_a_call(algorithm, waits):
     assert wrong == 0 if waits else wrong > 0
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot"])  # which alone has barriers
+@pytest.mark.parametrize("algorithm", ["one_shot", *BY_SWITCH])  # which have barriers
 @pytest.mark.parametrize("epoch", [2**31, 2**32, 2**63, 2**64], ids="2^{0:.0f}".format)
 def test_epochs_wrap(algorithm, epoch):
     with memory_of(2) as memory:
@@ -342,7 +364,11 @@ def test_the_table_decides_either_side_of_its_bounds(memories):
 
 @pytest.mark.parametrize(
     "algorithm, limit",
-    [("low_latency", "quick_bytes"), ("one_shot", "slot_bytes"), ("two_shot", "max_bytes")],
+    [
+        ("low_latency", "quick_bytes"),
+        ("one_shot", "slot_bytes"),
+        *((name, "max_bytes") for name in ("two_shot", *BY_SWITCH)),
+    ],
 )
 def test_the_largest_message(memories, algorithm, limit):
     memory = memories[2]
@@ -378,7 +404,7 @@ def test_what_is_wrong_is_said_while_tracing(memories):
     memory = memories[2]
     x = operand(2, (4,), "float32")
     with pytest.raises(
-        ValueError, match="one of low_latency, one_shot, two_shot, psum, got 'nccl'"
+        ValueError, match="one of low_latency, one_shot, two_shot, multimem, psum, got 'nccl'"
     ):
         sums(memory, "nccl")(x)
     with pytest.raises(NotImplementedError, match=r"'one_shot' does not serve.*got int32"):

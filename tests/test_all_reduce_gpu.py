@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from ranks import AXIS, memory_of, on_ranks
-from test_all_reduce import NATIVE, assert_sums, operand
+from ranks import AXIS, NATIVE, memory_of, on_ranks
+from test_all_reduce import assert_sums, operand
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 

@@ -59,6 +59,7 @@ def test_one_that_fails_ends_the_others_and_says_why(monkeypatch):
 
 def test_no_program_uses_multicast(monkeypatch):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setenv("JAXKV_MULTICAST", "1")
     seen = {}
 
     def start(command, variables, output):
@@ -68,7 +69,7 @@ def test_no_program_uses_multicast(monkeypatch):
     monkeypatch.setattr(processes, "_start", start)
     with pytest.raises(StopIteration):
         processes.run(PROGRAM, [{}], timeout_s=1, environment={"XLA_FLAGS": "--a"})
-    assert seen["NCCL_NVLS_ENABLE"] == "0" and seen["XLA_FLAGS"] == "--a"
+    assert seen["NCCL_NVLS_ENABLE"] == seen["JAXKV_MULTICAST"] == "0" and seen["XLA_FLAGS"] == "--a"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ def test_a_rank_tells_every_way_and_size(rank, capsys):
     rank.measure()
     timed = {(a["way"], a["bytes"]) for a in told(capsys) if a.get("pair", 0) > 0}
     ways = (CHOSEN, *jaxkv.tuning.all_reduce.ALGORITHMS)
-    assert timed >= {(way, size) for way in ways for size in (KIB, 8 * KIB) if way != "multimem"}
+    assert timed >= {(way, size) for way in ways for size in (KIB, 8 * KIB)}
 
 
 def test_wrong_sums_are_told_and_not_timed(rank, capsys, monkeypatch):

@@ -2,18 +2,18 @@
 
 import gc
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from ranks import AXIS, ON_CPU, memory_of, mesh_of, on_ranks, sums
+from ranks import AXIS, NATIVE, ON_CPU, memory_of, mesh_of, on_ranks, sums
 
 import jaxkv
-from jaxkv import _native
+from jaxkv import _native, symmetric_memory
 
-pytestmark = pytest.mark.multigpu
+pytestmark = [pytest.mark.multigpu, pytest.mark.usefixtures("multicast")]
 
-NATIVE = ("low_latency", "one_shot", "two_shot")
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 
@@ -85,7 +85,8 @@ def test_a_handle_that_is_of_something_else():
     """Another process's number and descriptor mean something else in another container."""
     native = _native.extension()
     ours, theirs = (
-        native.create_communicator("cpu", [devices], 1, 1, 10**9) for devices in ([0, -1], [-1, 0])
+        native.create_communicator("cpu", [devices], 1, 1, 0, 10**9)
+        for devices in ([0, -1], [-1, 0])
     )
     handles = [[native.communicator_handles(ours)[0][0], native.communicator_handles(theirs)[0][1]]]
     native.map_communicator(ours, handles)
@@ -101,6 +102,59 @@ def test_a_handle_that_is_of_something_else():
     for communicator in (ours, theirs):
         native.close_communicator(communicator)
         native.free_communicator(communicator)
+
+
+# ---------------------------------------------------------------------------------------------
+# The switch
+
+WITHOUT_VARIABLE = "JAXKV_MULTICAST was not 1 in the environment when its memory was created"
+
+
+def test_no_switch_unless_a_user_has_said_so(monkeypatch):
+    monkeypatch.setenv("JAXKV_MULTICAST", "0")
+    with memory_of(2) as memory:
+        monkeypatch.setenv("JAXKV_MULTICAST", "1")  # later
+        with pytest.raises(
+            NotImplementedError,
+            match=f"'multimem' does not serve this call: {WITHOUT_VARIABLE}",
+        ):
+            sums(memory, "multimem")(X)
+
+
+def devices(*processes):
+    """Of one GPU each."""
+    return np.array(
+        [
+            [
+                SimpleNamespace(id=10 + i, platform="gpu", process_index=p, local_hardware_id=i)
+                for i, p in enumerate(processes)
+            ]
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "variable, processes, asked, refusal",
+    [
+        ("0", [0, 0], [], WITHOUT_VARIABLE),
+        ("1", [0, 1], [], "its devices must belong to one process, got those of processes [0, 1]"),
+        ("1", [0, 0, 0], [0, 1, 2], "the driver reports no multicast for devices [11, 12]"),
+        ("1", [0], [0], None),
+    ],
+)
+def test_the_driver_is_asked_last(monkeypatch, variable, processes, asked, refusal):
+    monkeypatch.setenv("JAXKV_MULTICAST", variable)
+    asked_for = []
+
+    def supported(ordinal):
+        asked_for.append(ordinal)
+        return ordinal == 0
+
+    driver = SimpleNamespace(multicast_supported=supported)
+    monkeypatch.setattr(_native, "extension", lambda: driver)
+    got = symmetric_memory._multicast_refusal(devices(*processes))
+    assert asked_for == asked
+    assert got == refusal
 
 
 # ---------------------------------------------------------------------------------------------
@@ -142,10 +196,14 @@ def test_a_rank_that_does_not_come_is_named(algorithm):
         with pytest.raises(jaxkv.PeerTimeoutError) as raised:
             memory.check()
         error = raised.value
-        phases = {"low_latency": "low_latency", "one_shot": "barrier", "two_shot": "scatter"}
-        assert (error.rank, error.peer, error.phase) == (0, 1, phases[algorithm])
-        # A barrier, or a word of so many.
-        assert (error.expected, error.seen) == ((43, 42) if algorithm == "one_shot" else (1, 0))
+        told = {  # a barrier, or a word of so many
+            "low_latency": ("low_latency", 1, 0),
+            "one_shot": ("barrier", 43, 42),
+            "two_shot": ("scatter", 1, 0),
+            "multimem": ("barrier", 44, 43),  # of which a call has two
+        }
+        assert (error.rank, error.peer) == (0, 1)
+        assert (error.phase, error.expected, error.seen) == told[algorithm]
         # Later calls fail at once, compiled before or not.
         begin = time.monotonic()
         with pytest.raises(jax.errors.JaxRuntimeError, match="PeerTimeoutError: rank 0 waited"):

@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxkv import tuning
 
+# Those to choose from; not multimem, which serves only who asks for it.
 ALGORITHMS = ("low_latency", "one_shot", "two_shot", "psum")
 VARIABLE = "JAXKV_TUNING_ALL_REDUCE"
 PACKAGED = pathlib.Path(__file__).parent
