@@ -13,6 +13,7 @@ constexpr int kMaxBuffers = 256;  // 4 KiB of kernel parameters, ...
 constexpr int kFewBuffers = 8;    // ... which a copy of one page would wait for
 constexpr int kCopyThreads = 1024;
 constexpr int kWordsInFlight = 4;         // loads of a thread: PCIe latency is ~1 us
+constexpr int kIdsInFlight = 4;           // beside those words, likewise
 constexpr int kPlacesAtOnce = 2;          // found side by side, as far as registers go
 constexpr uint32_t kAlignedWords = 64;    // a stretch starts at a multiple, to keep lines whole
 constexpr uint32_t kMaxWords = 1u << 31;  // FastDivisor's range
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(kCopyThreads)
     pairs = staged + p.first_pair - work.claim.pairs.first;
     window.open(work, pairs, 0);
   } else {
-    Share share(p.ids, p.share, shared);
+    Share<kIdsInFlight> share(p.ids, p.share, shared);
     work = work_of_block(p, p.ids.num_ids);
     share.list(work.claim.pairs);
     pairs = share.pairs() + p.first_pair - work.claim.pairs.first;

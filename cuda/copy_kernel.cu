@@ -81,6 +81,9 @@ struct Pairs {
   size_t capacity;
 };
 
+// Copied ids take no more: what shared memory takes of an SM, the words in flight lack in its L1.
+constexpr uint32_t kMostSharedForIds = 160 * 1024;
+
 // One launch: segments of whole buffers, pairs [p.first_pair, p.last_pair).
 ffi::Error launch(cudaStream_t stream, const BlockCopy& copy, Variant variant,
                   CopyParamsOf<kMaxBuffers>& p) {
@@ -90,7 +93,7 @@ ffi::Error launch(cudaStream_t stream, const BlockCopy& copy, Variant variant,
   const uint32_t stretch = stretch_of(static_cast<uint32_t>(words), blocks);
   // A stretch may begin and end within a pair.
   const uint32_t most = std::min(p.last_pair - p.first_pair, stretch / p.words_per_pair() + 2);
-  p.share = ShareSize(most, p.ids.num_ids);
+  p.share = ShareSize(most).with_copy(p.ids.num_ids, kMostSharedForIds);
   const uint32_t shared_bytes =
       p.pairs ? most * static_cast<uint32_t>(sizeof(BlockPair)) : p.share.bytes();
   CopyParamsOf<kFewBuffers> few{p, {}, {}};
@@ -203,8 +206,7 @@ ffi::Error prepare_copy_kernel(int32_t device) {
     cudaFuncAttributes attributes;
     JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, kernel));
     const int most = most_shared - static_cast<int>(attributes.sharedSizeBytes);
-    JAXKV_CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        std::min(most, kMaxShareBytes)));
+    JAXKV_CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
   }
   done[device].store(true);
   return ffi::Error::Success();

@@ -2,7 +2,8 @@
 //
 // A block answers for a stretch of the pairs, its share. It lists the share in shared memory, the
 // destinations also in a hash set, and holds all ids against that set: who names a destination of
-// the share from outside is found that way, and the owner of the outside finds the other.
+// the share from outside is found that way, and the owner of the outside finds the other. All ids
+// are read before anything else, as loads from the host would hold up those behind them.
 // As long as every entry is good, pair i is entry i. If one is not, blocks cannot tell each other,
 // but all read the same list: pair i is then the i-th entry in range (regroup).
 #pragma once
@@ -41,45 +42,61 @@ struct Claim {
   bool first_is_shared;  // with the block before, which records what is wrong with it
 };
 
-// Shared memory of a share of up to `capacity` pairs, and of `num_ids` destinations if the ids are
-// read once: loads from the host that are under way would hold up those of ids behind them.
+// Shared memory of a share of up to `capacity` pairs, and of a copy of all ids where there is room.
 struct ShareSize {
   static constexpr uint32_t kMaxCapacity = 12 * 1024;
   static constexpr uint32_t kMaxSlots = 16 * 1024;
+  static constexpr uint32_t kFilterBits = 64 * 1024;
 
-  uint32_t capacity, log2_slots, num_ids;
+  uint32_t capacity, log2_slots;
+  uint32_t copied_ids = 0;  // a multiple of 4
 
-  // Few keys in many slots, as nearly every look-up is to find nothing.
-  explicit ShareSize(uint32_t pairs, uint32_t ids = 0)
+  explicit ShareSize(uint32_t pairs)
       : capacity(pairs),
-        log2_slots(std::bit_width(std::clamp(4 * pairs, 32u, kMaxSlots) - 1)),
-        num_ids(ids) {}
+        log2_slots(std::bit_width(std::clamp(pairs + pairs / 4, 32u, kMaxSlots) - 1)) {}
+
+  // With a copy of `ids` entries, if that takes no more than `most` bytes.
+  ShareSize with_copy(uint32_t ids, uint32_t most) const {
+    ShareSize size = *this;
+    const uint32_t whole = (ids + 3) / 4 * 4;
+    if (bytes() + whole * sizeof(BlockPair) <= most) size.copied_ids = whole;
+    return size;
+  }
   __host__ __device__ uint32_t slots() const { return 1u << log2_slots; }
   uint32_t bytes() const {
-    return capacity * sizeof(BlockPair) + (slots() + num_ids) * sizeof(uint32_t);
+    return kFilterBits / 8 + (capacity + copied_ids) * sizeof(BlockPair) +
+           slots() * sizeof(uint32_t);
   }
 };
-constexpr int kMaxShareBytes = ShareSize::kMaxCapacity * (sizeof(BlockPair) + sizeof(int32_t)) +
-                               ShareSize::kMaxSlots * sizeof(uint32_t);
 
 #ifdef __CUDACC__
 
 // What stands for an entry that is not to be copied: reading block 0 does no harm.
 inline constexpr BlockPair kNoPair{0, -1};
 
-// Destinations by open addressing. A key that is marked was named more than once.
+// Destinations by open addressing. A key that is marked was named more than once. Nearly every
+// look-up is to find nothing, which a bit for some of the keys tells: for one key only, as long as
+// the destination has no more blocks than there are bits.
 class DestinationSet {
  public:
-  __device__ DestinationSet(uint32_t* slots, uint32_t log2_slots)
-      : slots_(slots), log2_slots_(log2_slots) {}
+  static constexpr uint32_t kFilterWords = ShareSize::kFilterBits / 32;
+
+  __device__ DestinationSet(uint32_t* filter, uint32_t* slots, uint32_t log2_slots)
+      : filter_(filter), slots_(slots), log2_slots_(log2_slots) {}
 
   __device__ void clear() {
+    for (uint32_t word = threadIdx.x; word < kFilterWords; word += blockDim.x) filter_[word] = 0;
     for (uint32_t slot = threadIdx.x; slot < 1u << log2_slots_; slot += blockDim.x) {
       slots_[slot] = kEmpty;
     }
   }
+  // Whether a key may be there, once all are.
+  __device__ bool may_have(uint32_t key) const {
+    return filter_[key / 32 % kFilterWords] >> key % 32 & 1;
+  }
   // Adds a key, or marks it if it is there. Returns whether it was.
   __device__ bool add(uint32_t key) {
+    atomicOr(&filter_[key / 32 % kFilterWords], 1u << key % 32);
     for (uint32_t slot = home(key);; slot = next(slot)) {
       const uint32_t old = atomicCAS(&slots_[slot], kEmpty, key);
       if (old == kEmpty) return false;
@@ -114,34 +131,50 @@ class DestinationSet {
     return static_cast<volatile uint32_t*>(slots_)[slot];
   }
 
+  uint32_t* filter_;
   uint32_t* slots_;
   uint32_t log2_slots_;
 };
 
-// A block's share of the pairs. All members are called by all threads of the block.
+// Copies of words from global to shared memory that no register waits for. `to` is 16-byte aligned.
+inline __device__ void start_copy_to_shared(int32_t* to, const int32_t* from, uint32_t words) {
+  const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  const uint32_t vectors = reinterpret_cast<uintptr_t>(from) % 16 == 0 ? words / 4 : 0;
+  for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(start + i * 16),
+                 "l"(from + i * 4)
+                 : "memory");
+  }
+  for (uint32_t i = vectors * 4 + threadIdx.x; i < words; i += blockDim.x) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(start + i * 4), "l"(from + i)
+                 : "memory");
+  }
+}
+inline __device__ void wait_for_copies_to_shared() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// A block's share of the pairs. All members are called by all threads of the block, of which each
+// reads up to kReads entries at a time.
+template <int kReads>
 class Share {
  public:
   __device__ Share(const IdParams& ids, const ShareSize& size, std::byte* shared)
-      : ids_(ids),
-        pairs_(reinterpret_cast<BlockPair*>(shared)),
-        set_(reinterpret_cast<uint32_t*>(pairs_ + size.capacity), size.log2_slots),
-        named_(size.num_ids ? reinterpret_cast<int32_t*>(pairs_ + size.capacity) + size.slots()
-                            : nullptr) {}
+      : Share(ids, size, reinterpret_cast<int32_t*>(shared),
+              reinterpret_cast<uint32_t*>(shared) + 2 * (size.copied_ids + size.capacity)) {}
 
   // Pairs of the share; kNoPair among them are to be skipped.
   __device__ const BlockPair* pairs() const { return pairs_; }
 
   // Lists pairs [span.first, span.last) as if every entry were good.
   __device__ void list(Span span) {
+    start_copying_ids();
     set_.clear();
-    __syncthreads();
     entries_ = span;
     twins_ = false;
-    const Span read_now = named_ ? Span{0, ids_.num_ids} : span;
-    for_entries(read_now, [&](uint32_t i, BlockPair entry) {
-      if (named_) named_[i] = destination_of(entry);
-      if (span.has(i)) put(i - span.first, entry);
-    });
+    wait_for_copies_to_shared();
+    __syncthreads();
+    for_entries(span, [&](uint32_t i, BlockPair entry) { put(i - span.first, entry); });
     __syncthreads();
   }
 
@@ -165,7 +198,23 @@ class Share {
   }
 
  private:
-  __device__ BlockPair read(uint32_t i) const {
+  __device__ Share(const IdParams& ids, const ShareSize& size, int32_t* copied, uint32_t* behind)
+      : ids_(ids),
+        copied_ids_(size.copied_ids),
+        copied_sources_(copied),
+        copied_destinations_(copied + size.copied_ids),
+        pairs_(reinterpret_cast<BlockPair*>(copied + 2 * size.copied_ids)),
+        set_(behind, behind + DestinationSet::kFilterWords, size.log2_slots) {}
+
+  __device__ void start_copying_ids() {
+    if (copied_ids_ == 0) return;
+    start_copy_to_shared(copied_sources_, ids_.sources, ids_.num_ids);
+    start_copy_to_shared(copied_destinations_, ids_.destinations, ids_.num_ids);
+    const uint32_t behind = ids_.num_ids + threadIdx.x;
+    if (behind < copied_ids_) copied_sources_[behind] = copied_destinations_[behind] = 0;
+  }
+  __device__ BlockPair entry(uint32_t i) const {
+    if (copied_ids_) return {copied_sources_[i], copied_destinations_[i]};
     return {__ldg(ids_.sources + i), __ldg(ids_.destinations + i)};
   }
   __device__ bool in_range(BlockPair pair) const {
@@ -182,47 +231,54 @@ class Share {
   // Reads the entries of a span, several at a time.
   template <typename Use>
   __device__ void for_entries(Span span, Use use) {
-    constexpr int kReadsInFlight = 8;
     for (uint32_t first = span.first + threadIdx.x; first < span.last;
-         first += kReadsInFlight * blockDim.x) {
-      BlockPair entries[kReadsInFlight];
+         first += kReads * blockDim.x) {
+      BlockPair entries[kReads];
 #pragma unroll
-      for (int u = 0; u < kReadsInFlight; ++u) {
-        entries[u] = read(min(first + u * blockDim.x, span.last - 1));
+      for (int u = 0; u < kReads; ++u) {
+        entries[u] = entry(min(first + u * blockDim.x, span.last - 1));
       }
 #pragma unroll
-      for (int u = 0; u < kReadsInFlight; ++u) {
+      for (int u = 0; u < kReads; ++u) {
         const uint32_t i = first + u * blockDim.x;
         if (i < span.last) use(i, entries[u]);
       }
     }
   }
-  // The destination of an entry, or kNoPair's if the entry is out of range.
-  __device__ int32_t destination_of(BlockPair entry) const {
-    return in_range(entry) ? entry.destination : kNoPair.destination;
-  }
-  __device__ int32_t named_by(uint32_t i) const {
-    return named_ ? named_[i] : destination_of(read(i));
-  }
 
   // Marks destinations of the share that entries outside of it name. Returns whether this thread
   // saw one, or an entry out of range.
   __device__ bool hold_against_set() {
+    if (copied_ids_) return hold_copies_against_set();
     bool bad = false;
-    auto hold = [&](uint32_t i, int32_t destination) {
-      if (destination < 0) {
-        bad = true;
-      } else if (!entries_.has(i)) {
-        bad |= set_.mark(destination);
-      }
-    };
-    if (named_) {
-      for (uint32_t i = threadIdx.x; i < ids_.num_ids; i += blockDim.x) hold(i, named_[i]);
-    } else {
-      for_entries({0, ids_.num_ids},
-                  [&](uint32_t i, BlockPair entry) { hold(i, destination_of(entry)); });
-    }
+    for_entries({0, ids_.num_ids}, [&](uint32_t i, BlockPair entry) {
+      bad |= !in_range(entry) || (set_.may_have(entry.destination) && mark_twin(i, entry));
+    });
     return bad;
+  }
+  // The same with few instructions for each of four entries.
+  __device__ bool hold_copies_against_set() {
+    const auto* sources = reinterpret_cast<const uint4*>(copied_sources_);
+    const auto* destinations = reinterpret_cast<const uint4*>(copied_destinations_);
+    uint32_t most_source = 0, most_destination = 0;
+    bool bad = false;
+    for (uint32_t four = threadIdx.x; four < copied_ids_ / 4; four += blockDim.x) {
+      const uint4 s = sources[four], d = destinations[four];
+      most_source = max(max(max(s.x, s.y), max(s.z, s.w)), most_source);
+      most_destination = max(max(max(d.x, d.y), max(d.z, d.w)), most_destination);
+      const bool suspect =
+          set_.may_have(d.x) | set_.may_have(d.y) | set_.may_have(d.z) | set_.may_have(d.w);
+      if (!suspect) continue;
+      for (uint32_t i = four * 4; i < min(four * 4 + 4, ids_.num_ids); ++i) {
+        bad |= mark_twin(i, entry(i));
+      }
+    }
+    return bad || most_source >= static_cast<uint32_t>(ids_.num_sources) ||
+           most_destination >= static_cast<uint32_t>(ids_.num_destinations);
+  }
+  // Marks the destination of an entry outside of the share if the share names it. Returns whether.
+  __device__ bool mark_twin(uint32_t i, BlockPair entry) {
+    return !entries_.has(i) && in_range(entry) && set_.mark(entry.destination);
   }
 
   // Each warp counts the entries in range of its part of the list; the sum of the warps before it
@@ -252,7 +308,7 @@ class Share {
       const uint32_t mine = rank + __popc(good & ((1u << lane) - 1));
       rank += __popc(good);
       if (!(good >> lane & 1) || !span.has(mine)) continue;
-      put(mine - span.first, read(i + lane));
+      put(mine - span.first, entry(i + lane));
       if (mine == span.first) entries.first = i + lane;
       if (mine == span.last - 1) entries.last = i + lane + 1;
     }
@@ -261,15 +317,15 @@ class Share {
     return claim;
   }
   __device__ uint32_t in_range_in_warp(uint32_t i, uint32_t end) const {
-    return __ballot_sync(~0u, i < end && named_by(i) >= 0);
+    return __ballot_sync(~0u, i < end && in_range(entry(i)));
   }
 
   __device__ void drop_twins(Claim claim) {
     for (uint32_t i = entries_.first + claim.first_is_shared + threadIdx.x; i < entries_.last;
          i += blockDim.x) {
-      const BlockPair entry = read(i);
-      if (in_range(entry) && set_.is_marked(entry.destination)) {
-        record(PageFault::kDuplicate, i, entry.destination, ids_.num_destinations);
+      const BlockPair named = entry(i);
+      if (in_range(named) && set_.is_marked(named.destination)) {
+        record(PageFault::kDuplicate, i, named.destination, ids_.num_destinations);
       }
     }
     for (uint32_t k = threadIdx.x; k < claim.pairs.size(); k += blockDim.x) {
@@ -280,12 +336,12 @@ class Share {
 
   __device__ void record_faults() {
     for (uint32_t i = threadIdx.x; i < ids_.num_ids; i += blockDim.x) {
-      const BlockPair entry = read(i);
-      if (entry.source < 0 || entry.destination < 0) continue;
-      if (entry.source >= ids_.num_sources) {
-        record(PageFault::kSourceOutOfRange, i, entry.source, ids_.num_sources);
-      } else if (entry.destination >= ids_.num_destinations) {
-        record(PageFault::kDestinationOutOfRange, i, entry.destination, ids_.num_destinations);
+      const auto [source, destination] = entry(i);
+      if (source < 0 || destination < 0) continue;
+      if (source >= ids_.num_sources) {
+        record(PageFault::kSourceOutOfRange, i, source, ids_.num_sources);
+      } else if (destination >= ids_.num_destinations) {
+        record(PageFault::kDestinationOutOfRange, i, destination, ids_.num_destinations);
       }
     }
   }
@@ -294,9 +350,10 @@ class Share {
   }
 
   const IdParams& ids_;
+  uint32_t copied_ids_;  // of all entries, in shared memory, if there was room
+  int32_t *copied_sources_, *copied_destinations_;
   BlockPair* pairs_;
   DestinationSet set_;
-  int32_t* named_;      // destination of every entry, if they are read once
   Span entries_{0, 0};  // of the list, between which the share's pairs lie
   bool twins_ = false;  // this thread saw a destination of the share named by two of its pairs
 };

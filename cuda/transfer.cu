@@ -17,6 +17,7 @@ namespace jaxkv {
 namespace {
 
 constexpr int kPlanThreads = 512;
+constexpr int kPlanReads = 8;
 constexpr uint32_t kPlanShare = 1024;  // ids that a block answers for, while that keeps SMs free
 constexpr uint32_t kPlanBlocks = 128;
 constexpr uint32_t kPlanMaxShare = ShareSize::kMaxCapacity / 2;  // fits every GPU's shared memory
@@ -35,7 +36,7 @@ __device__ Claim plan_share(uint32_t num_pairs) {
 
 __global__ void __launch_bounds__(kPlanThreads) plan_pairs(const __grid_constant__ PlanParams p) {
   extern __shared__ __align__(16) std::byte shared[];
-  Share share(p.ids, p.share, shared);
+  Share<kPlanReads> share(p.ids, p.share, shared);
   Span span = plan_share(p.ids.num_ids).pairs;
   share.list(span);
   if (!share.all_good()) span = share.regroup(blockIdx.x == 0, plan_share).pairs;
