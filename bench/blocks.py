@@ -94,6 +94,13 @@ class Blocks:
     def sides(self, direction: str) -> tuple[str, str]:
         return ("host", "device") if direction == "load" else ("device", "host")
 
+    def chosen(self, direction: str, count: int) -> str:
+        """The implementation that jaxkv takes if it may choose."""
+        source, destination = (self.arrays[side] for side in self.sides(direction))
+        ids, _ = self.ids(Way("dma"), count, 0)
+        (choice,) = choices_of(jaxkv.swap_blocks, source, destination, *ids)
+        return choice.implementation
+
     def program(
         self, way: Way, direction: str, count: int, copies: int, *, stamped: bool = True
     ) -> "Program":

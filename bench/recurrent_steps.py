@@ -17,7 +17,6 @@ the error of that says how well.
 
 import functools
 import gc
-import math
 import random
 import statistics
 import time
@@ -324,18 +323,10 @@ def record_targets(
     results: Results, name: str, batch: int, samples: dict[str, list[float]]
 ) -> None:
     if batch == CALIBRATION_BATCH:
-        got, _ = ratio(samples[COMBINED], samples[BLOCKING])
+        got, _ = timing.ratio(samples[COMBINED], samples[BLOCKING])
         results.target(f"{name}: a step, combined against blocking", got, "<=", WANTED, "x")
     better = min(PREDICATE, FUSED, key=lambda way: statistics.median(samples[way]))
-    got, error = ratio(samples[COMBINED], samples[better])
+    got, error = timing.ratio(samples[COMBINED], samples[better])
     case = f"{name}: a step, combined against {better}, the better of the two"
     results.row(f"{case}: twice the standard error", "of a ratio", "x", 2 * error)
     results.target(f"{case}, to within the error", got, "<=", 1 + 2 * error, "x")
-
-
-def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float]:
-    """Median of the ratios of the rounds, and its standard error (for a normal spread)."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    middle = statistics.median(ratios)
-    deviation = 1.4826 * statistics.median(abs(r - middle) for r in ratios)
-    return middle, 1.2533 * deviation / math.sqrt(len(ratios))

@@ -1,5 +1,6 @@
 """Times work on a device from the host's clock, honestly about what that includes."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -83,3 +84,11 @@ def single_call(
 def chain_length(seconds: float) -> int:
     """Calls for a chain that is long enough to time and no longer, where one takes `seconds`."""
     return max(1, min(MAX_CALLS, int(CHAIN_SECONDS / seconds)))
+
+
+def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float]:
+    """Median of the ratios of the rounds, and its standard error (for a normal spread)."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    middle = statistics.median(ratios)
+    deviation = 1.4826 * statistics.median(abs(r - middle) for r in ratios)
+    return middle, 1.2533 * deviation / math.sqrt(len(ratios))

@@ -24,13 +24,11 @@ from typing import NamedTuple
 
 import jax
 
-import jaxkv
 from bench import peers, roof
 from bench.blocks import DIRECTIONS, IMPLEMENTATIONS, SM_IMPLEMENTATIONS, Blocks, Way
 from bench.results import Results, Row, arguments
 from bench.stamps import Timed
 from bench.timing import chain_length
-from jaxkv.transfer import choices_of
 
 KIB = 1024
 LINK_MILLISECOND = 50_000_000  # bytes
@@ -238,15 +236,13 @@ class Bench:
         self, made: Blocks, direction: str, count: int, found: dict[tuple[str, int], float]
     ) -> None:
         """How near to the fastest the implementation is that jaxkv takes if it may choose."""
-        source, destination = (made.arrays[side] for side in made.sides(direction))
-        ids, _ = made.ids(Way("dma"), count, 0)
-        (chosen,) = choices_of(jaxkv.swap_blocks, source, destination, *ids)
-        rates = [rate for (name, _), rate in found.items() if name == chosen.implementation]
+        chosen = made.chosen(direction, count)
+        rates = [rate for (name, _), rate in found.items() if name == chosen]
         if rates:
             case = f"{direction}, {size_text(made.block_bytes)} x {count}"
             share = rates[0] / max(found.values())
             self.results.row(case, "chosen implementation", "of the fastest", share)
-            self.say(f"{case}: jaxkv chooses {chosen.implementation}, {share:.0%} of the fastest")
+            self.say(f"{case}: jaxkv chooses {chosen}, {share:.0%} of the fastest")
 
     def say(self, line: str) -> None:
         print(f"{time.perf_counter() - self.start:5.0f} s  {line}", flush=True)
