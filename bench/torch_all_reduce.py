@@ -4,7 +4,9 @@
 REQUEST is JSON with "rank", "world", "port" and "sizes". Lines of JSON answer, as those of
 `bench.all_reduce_rank`: "alone" is a call's share of a CUDA graph of CALLS calls that is replayed,
 "kernels" the seconds that each call's kernel took in such replays. NCCL takes any array; the two of
-symmetric memory take one that lies in it, so the copy into it is not in their times.
+symmetric memory take one that lies in it, so the copy into it is not in their times. COPIES is what
+the links can do while all devices send and receive: each device's copy engine writes the array to
+the next device.
 """
 
 import json
@@ -20,6 +22,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 CALLS, REPLAYS, PROFILED_REPLAYS = 20, 12, 6
 REDUCING = re.compile("all.?reduce|nccl|shot", re.IGNORECASE)
 NCCL, ONE_SHOT, TWO_SHOT = "torch NCCL", "torch one_shot", "torch two_shot"
+COPIES = "copies to the next device"
+LEAST_COPIED = 16 << 20  # bytes; below that a copy's latency counts more than the links
 
 
 class Rank:
@@ -53,6 +57,15 @@ class Rank:
             return operations.two_shot_all_reduce_(shared, "sum", self.group)
 
         return {NCCL: (plain, nccl), ONE_SHOT: (shared, one_shot), TWO_SHOT: (shared, two_shot)}
+
+    def copy(self, num_bytes: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        """The array of the next device, and its copy of this one's."""
+        shape, dtype = (num_bytes // 2,), torch.bfloat16
+        plain = torch.ones(shape, dtype=dtype, device=self.device)
+        shared = symmetric_memory.empty(*shape, dtype=dtype, device=self.device)
+        handle = symmetric_memory.rendezvous(shared, self.group)
+        there = handle.get_buffer((handle.rank + 1) % self.world, shape, dtype)
+        return shared, lambda: there.copy_(plain)
 
     def verify(self, array: torch.Tensor, call: Callable[[], torch.Tensor]) -> None:
         """Raises AssertionError if ones don't give their number; leaves zeros."""
@@ -128,6 +141,12 @@ def main(request: dict) -> None:
             except Exception as error:  # on all ranks alike, or the others are ended
                 broken.add(way)
                 _tell(num_bytes, way, failed=f"{type(error).__name__}: {error}"[:500])
+    for num_bytes in request["sizes"]:
+        if num_bytes >= LEAST_COPIED:
+            keep, call = rank.copy(num_bytes)
+            _tell(num_bytes, COPIES, alone=rank.seconds(rank.graph(call)))
+            rank.wait()
+            assert bool((keep == 1).all())
     for (num_bytes, way), (graph, _) in graphs.items():  # last: what a profiler does stays
         rank.wait()
         try:

@@ -15,12 +15,15 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr int kThreads = 256;
-// More ranks need more registers; and fewer threads, as each sends a word to each peer.
-constexpr int blocks_per_processor(int world) { return world <= 4 ? 4 : 2; }
+// More ranks need more registers; and fewer threads, as each sends a word to each peer. A block of
+// a tiled call needs more still, to have many loads under way, and there are few.
+constexpr int blocks_per_processor(int world, Route route) {
+  return route == Route::kTiled ? 1 : world <= 4 ? 4 : 2;
+}
 
 // Blocks of a call that are all resident on each of this process's devices, because they wait for
-// what others do. By number of ranks, and known once a communicator has been created.
-std::array<std::atomic<int>, kMaxRanks + 1> resident_blocks;
+// what others do. By route and number of ranks, and known once a communicator has been created.
+std::array<std::array<std::atomic<int>, kMaxRanks + 1>, 3> resident_blocks;
 
 struct CudaMachine {
   static __device__ uint64_t block() { return blockIdx.x; }
@@ -43,6 +46,9 @@ struct CudaMachine {
   }
   static __device__ void store(Word* to, const Word& w) {
     *reinterpret_cast<uint4*>(to) = {w.part[0], w.part[1], w.part[2], w.part[3]};
+  }
+  static __device__ void prefetch(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
   }
   // Past the L1 cache, which may still have what lay there two turns ago.
   static __device__ Word load_mail(const Word* from) {
@@ -175,41 +181,47 @@ struct Float16 : TwoByte<Float16> {
   }
 };
 
-template <class Element, int N, bool kBySwitch>
-__global__ void __launch_bounds__(kThreads, blocks_per_processor(N))
+template <class Element, int N, Route kRoute>
+__global__ void __launch_bounds__(kThreads, blocks_per_processor(N, kRoute))
     all_reduce_kernel(const __grid_constant__ RankView view, const Message message) {
   const CudaMachine machine;
-  Call<CudaMachine, Element, N>(machine, view, message).template run<kBySwitch>();
+  Call<CudaMachine, Element, N>(machine, view, message).template run<kRoute>();
 }
 
 using Kernel = void (*)(RankView, Message);
 
-template <class Element, bool kBySwitch>
+template <class Element, Route kRoute>
 Kernel kernel_for(int world) {
   Kernel kernel = nullptr;
-  with_world(world, [&]<int N>() { kernel = all_reduce_kernel<Element, N, kBySwitch>; });
+  with_world(world, [&]<int N>() { kernel = all_reduce_kernel<Element, N, kRoute>; });
   return kernel;
 }
 
-template <bool kBySwitch>
+template <Route kRoute>
 Kernel kernel_for(int world, ffi::DataType dtype) {
-  return dtype == ffi::F32    ? kernel_for<Float32, kBySwitch>(world)
-         : dtype == ffi::BF16 ? kernel_for<Bfloat16, kBySwitch>(world)
-                              : kernel_for<Float16, kBySwitch>(world);
+  return dtype == ffi::F32    ? kernel_for<Float32, kRoute>(world)
+         : dtype == ffi::BF16 ? kernel_for<Bfloat16, kRoute>(world)
+                              : kernel_for<Float16, kRoute>(world);
 }
 
-Kernel kernel_for(int world, ffi::DataType dtype, bool by_switch) {
-  return by_switch ? kernel_for<true>(world, dtype) : kernel_for<false>(world, dtype);
+Kernel kernel_for(int world, ffi::DataType dtype, Route route) {
+  return route == Route::kTiled      ? kernel_for<Route::kTiled>(world, dtype)
+         : route == Route::kSwitched ? kernel_for<Route::kSwitched>(world, dtype)
+                                     : kernel_for<Route::kPlain>(world, dtype);
 }
 
-// Blocks that give every thread a word of what a rank adds up.
-int blocks_for(const Message& message, int world) {
-  const bool shared =
-      message.algorithm == Algorithm::kTwoShot || message.algorithm == Algorithm::kMultimem;
-  const uint64_t share = shared ? world : 1;
-  const uint64_t threads = message.bytes / sizeof(Word) / share;
-  const uint64_t most = resident_blocks[world];
-  return static_cast<int>(std::clamp<uint64_t>((threads + kThreads - 1) / kThreads, 1, most));
+int blocks_for(const Message& message, const Geometry& geometry, Route route) {
+  uint64_t share = message.bytes / sizeof(Word);  // words that a rank adds up
+  if (message.algorithm == Algorithm::kTwoShot || message.algorithm == Algorithm::kMultimem) {
+    share /= geometry.world;
+  }
+  uint64_t most = resident_blocks[static_cast<int>(route)][geometry.world];
+  uint64_t words = kThreads;  // of a block
+  if (route == Route::kTiled) {
+    most = std::min<uint64_t>(most, kTileBlocks);
+    words = geometry.tile_words;
+  }
+  return static_cast<int>(std::clamp<uint64_t>((share + words - 1) / words, 1, most));
 }
 
 ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
@@ -217,11 +229,11 @@ ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ff
                       int64_t communicator, int64_t algorithm) {
   const auto task = resolve_task(device, in, out, communicator, algorithm);
   if (!task.has_value()) return task.error();
-  const int world = task->communicator->geometry().world;
-  const Kernel kernel =
-      kernel_for(world, task->message.dtype, task->message.algorithm == Algorithm::kMultimem);
-  kernel<<<blocks_for(task->message, world), kThreads, 0, stream>>>(task->rank->view,
-                                                                    task->message);
+  const Geometry& geometry = task->communicator->geometry();
+  const Route route = route_of(task->message, geometry);
+  const Kernel kernel = kernel_for(geometry.world, task->message.dtype, route);
+  const int blocks = blocks_for(task->message, geometry, route);
+  kernel<<<blocks, kThreads, 0, stream>>>(task->rank->view, task->message);
   JAXKV_CUDA_TRY(cudaGetLastError());
   return ffi::Error::Success();
 }
@@ -248,20 +260,20 @@ void load_all_reduce(int32_t device) {
   check(cudaSetDevice(device));
   int processors = 0;
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  for (const int world : {2, 4, 6, 8}) {
-    int resident = kMaxBlocks;
-    for (const ffi::DataType dtype : {ffi::F32, ffi::BF16, ffi::F16}) {
-      for (const bool by_switch : {false, true}) {
-        const Kernel kernel = kernel_for(world, dtype, by_switch);
+  for (const Route route : {Route::kPlain, Route::kTiled, Route::kSwitched}) {
+    for (const int world : {2, 4, 6, 8}) {
+      int resident = kMaxBlocks;
+      for (const ffi::DataType dtype : {ffi::F32, ffi::BF16, ffi::F16}) {
+        const Kernel kernel = kernel_for(world, dtype, route);
         cudaFuncAttributes attributes;  // asking for them loads the kernel
         check(cudaFuncGetAttributes(&attributes, kernel));
         int blocks = 0;
         check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));
         resident = std::min(resident, blocks * processors);
       }
+      auto& known = resident_blocks[static_cast<int>(route)][world];
+      known = known ? std::min<int>(known, resident) : resident;
     }
-    const int known = resident_blocks[world];
-    resident_blocks[world] = known ? std::min(known, resident) : resident;
   }
   check(cudaSetDevice(before));
 }

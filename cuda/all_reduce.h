@@ -6,17 +6,21 @@
 // Ranks are always added in the order of their numbers, so results are equal bit for bit; but
 // multimem leaves the order to the switch, and is equal on all ranks because one adds up for all.
 //
-// low_latency and two_shot know no barriers: words say themselves that they have arrived. Who reads
-// a word clears it, and it is sent anew kStages turns later. By then the sender has got words that
-// this rank sent after the clearing: in a later call, or, where a two_shot has so many chunks that
-// none of them is of a later call, after `publish`. Take the words of chunk c:
-// - cleared in steps c + 1 (scattered) and c + 2 (gathered) of this rank; published kStages - 4
-//   steps later at most, as every (kStages - 3)rd step publishes;
-// - sent anew in steps c + kStages (scattered) and c + kStages + 1 (gathered) of a peer, which then
-//   has got this rank's words of steps c + kStages - 2 and c + kStages;
-// - or by the first two steps of the next call, which have got this rank's words of step
-//   `chunks - 1`. Its other steps have got words of that call.
-// (All chunks but a call's last are full, so that this holds for each word.)
+// low_latency, and two_shot while its parts fit into the quick boxes, know no barriers: words say
+// themselves that they have arrived. Who reads a word clears it, and it is sent anew two turns
+// later. In the turn between, the sender has got words for which this rank's were needed, and
+// those this rank sent when its kernel of the turn before, with all that it cleared, had ended.
+//
+// Larger two_shots go in tiles. In each round a block scatters a tile of every part, adds up the
+// one that it got in the round before, and fetches the sums of the one before that, all from boxes
+// of its own, whatever the message: what its peers' blocks of the same number tell is enough. They
+// tell that they have ended a round by one flag. Before it adds up in round k, a block knows that
+// its peers have ended round k - 1. So in round k
+// - it scatters where it did in round k - 3, which peers added up in round k - 2;
+// - it sends sums where it did in round k - 3, which peers fetched in round k - 1 at the latest;
+// - and in the next call, where it did in this call's last rounds: what was scattered there has
+//   been added up, as it knew before it ended, and sums it sends when its peers have ended a round
+//   of that call.
 //
 // one_shot writes a half of its boxes two calls later, when this rank has come to the barrier of
 // the call between, after reading.
@@ -42,6 +46,16 @@ struct Message {
   xla::ffi::DataType dtype;
 };
 
+// Each has a kernel of its own, so that none takes registers from the others.
+enum class Route { kPlain, kTiled, kSwitched };
+
+inline Route route_of(const Message& message, const Geometry& geometry) {
+  if (message.algorithm == Algorithm::kMultimem) return Route::kSwitched;
+  const uint64_t in_parts = geometry.part_words() * geometry.world * sizeof(Word);
+  const bool tiled = message.algorithm == Algorithm::kTwoShot && message.bytes > in_parts;
+  return tiled ? Route::kTiled : Route::kPlain;
+}
+
 template <class Machine, class Element, int N>
 struct Call : Peers<Machine, N> {
   const Message& message;
@@ -49,15 +63,12 @@ struct Call : Peers<Machine, N> {
   JAXKV_DEVICE Call(const Machine& machine, const RankView& view, const Message& of)
       : Peers<Machine, N>{machine, view}, message(of) {}
 
-  // True if the sum is in `out`, false if a wait gave up. multimem and nothing else is `kBySwitch`:
-  // as a kernel of its own it takes no registers from the others.
-  template <bool kBySwitch>
+  // True if the sum is in `out`, false if a wait gave up.
+  template <Route kRoute>
   JAXKV_DEVICE bool run() {
     const Progress at_start = progress();
     // All threads of the block decide alike, although another block may give up meanwhile.
-    if (m.all(!at_start.broken) && agreed(at_start) && reduced<kBySwitch>(at_start)) {
-      return true;
-    }
+    if (m.all(!at_start.broken) && agreed(at_start) && reduced<kRoute>(at_start)) return true;
     // Rather NaN than a wrong sum. What this block missed lies anywhere.
     for (uint64_t i = m.thread(); i < words(); i += m.num_threads()) {
       store_output(i, {{kAbsent, kAbsent, kAbsent, kAbsent}});
@@ -68,7 +79,7 @@ struct Call : Peers<Machine, N> {
  private:
   using Bits = typename Element::Bits;
   using Base = Peers<Machine, N>;
-  using Base::m, Base::v, Base::progress, Base::slot, Base::chunk_words, Base::stall, Base::meet;
+  using Base::m, Base::v, Base::progress, Base::slot, Base::tile, Base::stall, Base::meet;
 
   JAXKV_DEVICE static uint64_t signature(const Message& message, uint64_t calls) {
     return (message.bytes << 8 | static_cast<uint64_t>(message.dtype) << 2 |
@@ -85,9 +96,13 @@ struct Call : Peers<Machine, N> {
   JAXKV_DEVICE uint64_t first() const { return m.block() * m.num_threads() + m.thread(); }
   JAXKV_DEVICE uint64_t step() const { return m.num_blocks() * m.num_threads(); }
 
-  template <bool kBySwitch>
+  template <Route kRoute>
   JAXKV_DEVICE bool reduced(const Progress& at_start) {
-    if constexpr (kBySwitch) return multimem(at_start);
+    if constexpr (kRoute == Route::kSwitched) return multimem(at_start);
+    if constexpr (kRoute == Route::kTiled) {
+      return aligned() && message.bytes % sizeof(Word) == 0 ? tiled<true>(at_start)
+                                                            : tiled<false>(at_start);
+    }
     switch (message.algorithm) {
       case Algorithm::kLowLatency:
         return low_latency(at_start);
@@ -103,17 +118,22 @@ struct Call : Peers<Machine, N> {
 
   // ---- Words of the operand and of the result ---------------------------------------------------
 
-  JAXKV_DEVICE bool whole(uint64_t i) const {
+  JAXKV_DEVICE bool aligned() const {
     const auto addresses =
         reinterpret_cast<uintptr_t>(message.in) | reinterpret_cast<uintptr_t>(message.out);
-    return addresses % sizeof(Word) == 0 && (i + 1) * sizeof(Word) <= message.bytes;
+    return addresses % sizeof(Word) == 0;
   }
+  JAXKV_DEVICE bool whole(uint64_t i) const {
+    return aligned() && (i + 1) * sizeof(Word) <= message.bytes;
+  }
+  template <bool kAllWhole = false>
   JAXKV_DEVICE Word load_input(uint64_t i) const {
-    return whole(i) ? m.load(reinterpret_cast<const Word*>(message.in) + i)
-                    : load_values(message, i);
+    return kAllWhole || whole(i) ? m.load(reinterpret_cast<const Word*>(message.in) + i)
+                                 : load_values(message, i);
   }
+  template <bool kAllWhole = false>
   JAXKV_DEVICE void store_output(uint64_t i, const Word& word) const {
-    if (whole(i)) return m.store(reinterpret_cast<Word*>(message.out) + i, word);
+    if (kAllWhole || whole(i)) return m.store(reinterpret_cast<Word*>(message.out) + i, word);
     store_values(message, i, word.part[0], word.part[1], word.part[2], word.part[3]);
   }
   // Value by value, where a word is cut off or no address of a word; rare, so not inlined.
@@ -183,77 +203,174 @@ struct Call : Peers<Machine, N> {
     return true;
   }
 
-  // Each rank adds up one part and sends the sum to all, in chunks which overlap: while one is
-  // scattered, the one before is added up, and the sums of the one before that are gathered.
+  // Each rank adds up one part and sends the sum to all.
   JAXKV_DEVICE bool two_shot(const Progress& at_start) {
-    const uint64_t limit = chunk_words(), share = (words() + N - 1) / N;
-    const uint64_t part = share < limit ? share : limit;
-    const uint64_t chunks = (share + part - 1) / part;
-    auto chunk = [&](uint64_t k) { return Chunk{k * N * part, part, at_start.turns + k}; };
-    bool came = true;
-    for (uint64_t k = 0; came && k < chunks + 2; ++k) {
-      if (k < chunks) scatter(chunk(k));
-      if (k >= 1 && k <= chunks) came = reduce(chunk(k - 1));
-      if (k >= 2) came = came && gather(chunk(k - 2));
-      static_assert(kStages > 3);
-      if (chunks > kStages - 2 && k % (kStages - 3) == 0) m.publish();
-    }
+    const Chunk parts{0, (words() + N - 1) / N};
+    scatter(parts, at_start.turns);
+    const bool came = reduce(parts, at_start.turns) && gather(parts, at_start.turns);
     if (!m.all(came)) return false;
-    Base::end(at_start, 0, chunks);
+    Base::end(at_start, 0, 1);
     return true;
   }
 
-  // N parts of `part` words; those of the last chunk are cut off where the message ends.
+  // N parts of `part` words; the last ones are cut off where the message ends.
   struct Chunk {
-    uint64_t base, part, turn = 0;
+    uint64_t base, part;
     JAXKV_DEVICE uint64_t begin(int r) const { return base + r * part; }
   };
   JAXKV_DEVICE bool has(const Chunk& chunk, int r, uint64_t i) const {
     return chunk.begin(r) + i < words();
   }
 
-  JAXKV_DEVICE void scatter(const Chunk& chunk) const {
-    for (uint64_t i = first(); i < chunk.part; i += step()) {
+  JAXKV_DEVICE void scatter(const Chunk& parts, uint64_t turn) const {
+    for (uint64_t i = first(); i < parts.part; i += step()) {
       Word word[N];
       JAXKV_UNROLL()
       for (int shift = 1; shift < N; ++shift) {
         const int r = (v.rank + shift) % N;
-        if (has(chunk, r, i)) word[shift] = load_input(chunk.begin(r) + i);
+        if (has(parts, r, i)) word[shift] = load_input(parts.begin(r) + i);
       }
       JAXKV_UNROLL()
       for (int shift = 1; shift < N; ++shift) {
         const int r = (v.rank + shift) % N;
-        if (has(chunk, r, i)) m.send(Base::quick(r, chunk.turn, v.rank) + i, present(word[shift]));
+        if (has(parts, r, i)) m.send(Base::quick(r, turn, v.rank) + i, present(word[shift]));
       }
     }
   }
 
-  JAXKV_DEVICE bool reduce(const Chunk& chunk) const {
-    const uint64_t begin = chunk.begin(v.rank);
+  JAXKV_DEVICE bool reduce(const Chunk& parts, uint64_t turn) const {
+    const uint64_t begin = parts.begin(v.rank);
     auto due = [this](int r) { return r != v.rank; };
-    for (uint64_t i = first(); i < chunk.part && has(chunk, v.rank, i); i += step()) {
+    for (uint64_t i = first(); i < parts.part && has(parts, v.rank, i); i += step()) {
       const Word own = present(load_input(begin + i));
       Word from[N];
-      if (!Base::receive(chunk.turn, i, Phase::kScatter, chunk.part, i, due, from)) return false;
+      if (!Base::receive(turn, i, Phase::kScatter, parts.part, i, due, from)) return false;
       const Word total = present(sum(own, from));
-      Base::send(chunk.turn, chunk_words() + i, total);
+      Base::send(turn, v.geometry.part_words() + i, total);
       store_output(begin + i, total);
     }
     return true;
   }
 
-  JAXKV_DEVICE bool gather(const Chunk& chunk) const {
-    for (uint64_t i = first(); i < chunk.part; i += step()) {
-      auto due = [&](int r) { return r != v.rank && has(chunk, r, i); };
+  JAXKV_DEVICE bool gather(const Chunk& parts, uint64_t turn) const {
+    for (uint64_t i = first(); i < parts.part; i += step()) {
+      auto due = [&](int r) { return r != v.rank && has(parts, r, i); };
       Word from[N];
-      if (!Base::receive(chunk.turn, chunk_words() + i, Phase::kGather, chunk.part, i, due, from))
+      if (!Base::receive(turn, v.geometry.part_words() + i, Phase::kGather, parts.part, i, due,
+                         from)) {
         return false;
+      }
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
-        if (due(r)) store_output(chunk.begin(r) + i, from[r]);
+        if (due(r)) store_output(parts.begin(r) + i, from[r]);
       }
     }
     return true;
+  }
+
+  // The same, with parts that are longer than boxes.
+  template <bool kAllWhole>
+  JAXKV_DEVICE bool tiled(const Progress& at_start) {
+    const uint64_t share = (words() + N - 1) / N, of_all = m.num_blocks() * v.geometry.tile_words;
+    const uint64_t rounds = (share + of_all - 1) / of_all;
+    auto of_round = [&](uint64_t k) { return Tile(*this, share, k, k < rounds); };
+    for (uint64_t k = 0; k < rounds + 2; ++k) {
+      scatter_tile<kAllWhole>(of_round(k));
+      stall();
+      if (k > 0 && !Base::all_came(at_start.epoch + k)) return false;
+      stall();
+      add_up_and_fetch<kAllWhole>(of_round(k - 1), of_round(k - 2));
+      if (k <= rounds) Base::come(at_start.epoch + k + 1);
+    }
+    Base::end(at_start, rounds + 2, 0);
+    return true;
+  }
+
+  // What this block has of each rank's part in a round; nothing, before the first and after the
+  // last.
+  struct Tile {
+    uint64_t round, share, base, size, end;
+    JAXKV_DEVICE Tile(const Call& call, uint64_t share, uint64_t round, bool exists)
+        : round(round), share(share), end(call.words()) {
+      const uint64_t limit = call.v.geometry.tile_words;
+      base = (round * call.m.num_blocks() + call.m.block()) * limit;
+      size = !exists || base >= share ? 0 : share - base < limit ? share - base : limit;
+    }
+    // Word `at` of the tile in the part of rank r: its place in the message, and whether it is.
+    JAXKV_DEVICE uint64_t place(int r, uint64_t at) const { return r * share + base + at; }
+    JAXKV_DEVICE bool has(int r, uint64_t at) const { return at < size && place(r, at) < end; }
+  };
+
+  // Words that a thread loads before it stores the first of them.
+  static constexpr int kBatch = N == 2 ? 4 : N == 4 ? 2 : 1;
+
+  template <bool kAllWhole>
+  JAXKV_DEVICE void scatter_tile(const Tile& tile) const {
+    const int stride = m.num_threads();
+    for (uint64_t i = m.thread(); i < tile.size; i += kBatch * stride) {
+      Word word[kBatch][N];
+      JAXKV_UNROLL()
+      for (int b = 0; b < kBatch; ++b) {
+        const uint64_t at = i + b * stride;
+        JAXKV_UNROLL()
+        for (int shift = 1; shift < N; ++shift) {
+          const int r = (v.rank + shift) % N;
+          if (tile.has(r, at)) word[b][shift] = load_input<kAllWhole>(tile.place(r, at));
+        }
+        if (tile.has(v.rank, at)) m.prefetch(message.in + tile.place(v.rank, at) * sizeof(Word));
+      }
+      JAXKV_UNROLL()
+      for (int b = 0; b < kBatch; ++b) {
+        const uint64_t at = i + b * stride;
+        JAXKV_UNROLL()
+        for (int shift = 1; shift < N; ++shift) {
+          const int r = (v.rank + shift) % N;
+          if (tile.has(r, at)) m.store(box(r, tile, false, v.rank) + at, word[b][shift]);
+        }
+      }
+    }
+  }
+
+  // Both at once, as the words of both are here: the loads of one hide those of the other.
+  template <bool kAllWhole>
+  JAXKV_DEVICE void add_up_and_fetch(const Tile& due, const Tile& done) const {
+    const int stride = m.num_threads();
+    for (uint64_t i = m.thread(); i < due.size || i < done.size; i += kBatch * stride) {
+      Word own[kBatch], from[kBatch][N], sums[kBatch][N];
+      JAXKV_UNROLL()
+      for (int b = 0; b < kBatch; ++b) {
+        const uint64_t at = i + b * stride;
+        const bool mine = due.has(v.rank, at);
+        if (mine) own[b] = load_input<kAllWhole>(due.place(v.rank, at));
+        JAXKV_UNROLL()
+        for (int r = 0; r < N; ++r) {
+          if (r == v.rank) continue;
+          if (mine) from[b][r] = m.load_mail(box(v.rank, due, false, r) + at);
+          if (done.has(r, at)) sums[b][r] = m.load_mail(box(v.rank, done, true, r) + at);
+        }
+      }
+      JAXKV_UNROLL()
+      for (int b = 0; b < kBatch; ++b) {
+        const uint64_t at = i + b * stride;
+        if (due.has(v.rank, at)) {
+          const Word total = sum(own[b], from[b]);
+          JAXKV_UNROLL()
+          for (int shift = 1; shift < N; ++shift) {
+            m.store(box((v.rank + shift) % N, due, true, v.rank) + at, total);
+          }
+          store_output<kAllWhole>(due.place(v.rank, at), total);
+        }
+        JAXKV_UNROLL()
+        for (int r = 0; r < N; ++r) {
+          if (r != v.rank && done.has(r, at)) {
+            store_output<kAllWhole>(done.place(r, at), sums[b][r]);
+          }
+        }
+      }
+    }
+  }
+  JAXKV_DEVICE Word* box(int owner, const Tile& of, bool sums, int from) const {
+    return tile(owner, of.round, sums, from);
   }
 
   // Every rank sends everything to all, and adds up when all have met.
@@ -309,6 +426,7 @@ struct Call : Peers<Machine, N> {
 
   // What was written by way of one address is read by way of another after that.
   JAXKV_DEVICE bool meet_by_switch(uint64_t epoch) const {
+    m.publish();
     m.alias();
     const bool came = meet(epoch);
     m.alias();

@@ -36,6 +36,7 @@ struct HostMachine {
     return word;
   }
   static void store(void* to, Word word) { std::memcpy(to, &word, sizeof word); }
+  static void prefetch(const void*) {}
   static Word load_mail(const Word* from) { return *from; }
 
   static void send(Word* to, Word word) {
@@ -128,8 +129,14 @@ bool run(const Task& task) {
   const RankView& view = task.rank->view;
   return with_world(view.geometry.world, [&]<int N>() {
     Call<HostMachine, Element, N> call(machine, view, task.message);
-    return task.message.algorithm == Algorithm::kMultimem ? call.template run<true>()
-                                                          : call.template run<false>();
+    switch (route_of(task.message, view.geometry)) {
+      case Route::kTiled:
+        return call.template run<Route::kTiled>();
+      case Route::kSwitched:
+        return call.template run<Route::kSwitched>();
+      default:
+        return call.template run<Route::kPlain>();
+    }
   });
 }
 
@@ -188,7 +195,8 @@ ffi::ErrorOr<Task> resolve_task(int32_t device, ffi::AnyBuffer in, ffi::Result<f
       capacity = geometry.slot_words * sizeof(Word);
       break;
     case Algorithm::kTwoShot:
-      capacity = UINT64_MAX;
+      capacity =
+          geometry.tile_words ? UINT64_MAX : geometry.part_words() * geometry.world * sizeof(Word);
       break;
     case Algorithm::kMultimem:
       capacity = geometry.multicast_words ? UINT64_MAX : 0;

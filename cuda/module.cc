@@ -128,9 +128,10 @@ nb::tuple page_errors() {
 
 int64_t create_communicator(const std::string& platform,
                             const std::vector<std::vector<int32_t>>& devices, uint64_t quick_words,
-                            uint64_t slot_words, uint64_t multicast_words, uint64_t timeout_ns) {
+                            uint64_t slot_words, uint64_t tile_words, uint64_t multicast_words,
+                            uint64_t timeout_ns) {
   const Geometry geometry{static_cast<int32_t>(devices.at(0).size()), quick_words, slot_words,
-                          multicast_words};
+                          tile_words, multicast_words};
   if (platform == "cpu") {
     return register_communicator(make_host_communicator(geometry, devices, timeout_ns));
   }
@@ -171,8 +172,8 @@ NB_MODULE(_ext, m) {
   m.def("bound_code", &bound_code, nb::arg("name"), "The number of a named bound.");
   const nb::call_guard<nb::gil_scoped_release> without_gil;
   m.def("create_communicator", &create_communicator, nb::arg("platform"), nb::arg("devices"),
-        nb::arg("quick_words"), nb::arg("slot_words"), nb::arg("multicast_words"),
-        nb::arg("timeout_ns"), without_gil,
+        nb::arg("quick_words"), nb::arg("slot_words"), nb::arg("tile_words"),
+        nb::arg("multicast_words"), nb::arg("timeout_ns"), without_gil,
         "Symmetric memory of groups of devices, -1 for those of other processes; returns the "
         "number of the communicator.");
   m.def(

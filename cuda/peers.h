@@ -46,11 +46,14 @@ struct Peers {
   JAXKV_DEVICE Word* quick(int owner, uint64_t turn, int from) const {
     return mail(owner) + (turn % kStages * N + from) * v.geometry.quick_words;
   }
-  // A two_shot scatters to the first half of a box, and gathers in the second.
-  JAXKV_DEVICE uint64_t chunk_words() const { return v.geometry.quick_words / 2; }
   JAXKV_DEVICE Word* slot(int owner, uint64_t epoch, int from) const {
     return mail(owner) + kStages * N * v.geometry.quick_words +
            (epoch % 2 * N + from) * v.geometry.slot_words;
+  }
+  // Of this block: for words to add up, or for sums.
+  JAXKV_DEVICE Word* tile(int owner, uint64_t round, bool sums, int from) const {
+    const uint64_t stage = m.block() * kTileStages + round % kTileStages;
+    return slot(owner, 0, 2 * N) + ((2 * stage + sums) * N + from) * v.geometry.tile_words;
   }
 
   // ---- Waiting ----------------------------------------------------------------------------------
@@ -90,11 +93,18 @@ struct Peers {
   // Meets the same block of all peers: what they wrote before is here after. False if one did not
   // come.
   JAXKV_DEVICE bool meet(uint64_t epoch) const {
-    m.publish();
+    come(epoch);
+    return all_came(epoch);
+  }
+
+  // The two halves of that. The one thread that says so orders what its whole block wrote.
+  JAXKV_DEVICE void come(uint64_t epoch) const {
     m.sync();
     for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
       m.store_release(&v.headers[peer]->signals.flags[m.block()][v.rank], epoch);
     }
+  }
+  JAXKV_DEVICE bool all_came(uint64_t epoch) const {
     bool came = true;
     for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
       const uint64_t* flag = &v.headers[v.rank]->signals.flags[m.block()][peer];

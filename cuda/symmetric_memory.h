@@ -16,11 +16,19 @@
 #include "multicast.h"
 #include "xla/ffi/api/ffi.h"
 
+#ifdef __CUDACC__
+#define JAXKV_HOST_DEVICE __host__ __device__
+#else
+#define JAXKV_HOST_DEVICE
+#endif
+
 namespace jaxkv {
 
 inline constexpr int kMaxRanks = 8;
-inline constexpr int kMaxBlocks = 512;  // of a call
-inline constexpr int kStages = 8;       // of the mailboxes whose data says that it arrived
+inline constexpr int kMaxBlocks = 512;   // of a call
+inline constexpr int kStages = 2;        // of the mailboxes whose data says that it arrived
+inline constexpr int kTileBlocks = 128;  // of a call that goes in tiles
+inline constexpr int kTileStages = 3;
 
 struct alignas(16) Word {
   uint32_t part[4];
@@ -61,14 +69,20 @@ struct PeerFault {
   uint64_t expected, seen;
 };
 
-// Mailboxes of a rank, in words: quick[kStages][world], slot[2][world].
+// Mailboxes of a rank, in words: quick[kStages][world], slot[2][world], and
+// tile[kTileBlocks][kTileStages][2][world].
 struct Geometry {
   int32_t world;
-  uint64_t quick_words, slot_words;  // of one box
-  uint64_t multicast_words = 0;      // that a switch adds up at once, if there is one to use
+  uint64_t quick_words, slot_words, tile_words;  // of one box
+  uint64_t multicast_words = 0;  // that a switch adds up at once, if there is one to use
 
-  constexpr uint64_t all_quick_words() const { return kStages * world * quick_words; }
-  constexpr uint64_t mail_words() const { return all_quick_words() + 2 * world * slot_words; }
+  uint64_t all_quick_words() const { return kStages * world * quick_words; }
+  uint64_t mail_words() const {
+    return all_quick_words() + 2 * world * (slot_words + kTileBlocks * kTileStages * tile_words);
+  }
+  // Of a rank's part of a two_shot, which scatters to the first half of a quick box and gathers in
+  // the second; above that it goes in tiles.
+  JAXKV_HOST_DEVICE uint64_t part_words() const { return quick_words / 2; }
 };
 
 // What a rank needs to run a call; an argument of kernels.

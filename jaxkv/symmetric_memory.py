@@ -38,8 +38,9 @@ WORD_BYTES = 16
 DEBUG_VARIABLE = "JAXKV_DEBUG_COLLECTIVES"
 MULTICAST_VARIABLE = "JAXKV_MULTICAST"
 # Of the mailboxes of all peers, in bytes:
-QUICK_BYTES = 8 << 20  # eight times; their data says itself that it arrived
+QUICK_BYTES = 8 << 20  # twice; their data says itself that it arrived
 SLOT_BYTES = 8 << 20  # twice; before a barrier
+TILE_BYTES = 32 << 10  # 128 * 3 * 2 times; of a two_shot that does not fit into the first
 MULTICAST_BYTES = 8 << 20  # of what a switch adds up at once
 
 
@@ -98,7 +99,7 @@ class SymmetricMemory:
             place along the axis, whatever the order of devices and processes.
           axis_name: the axis along which devices work together; 2, 4, 6 or 8 of them.
           max_bytes: the largest array, in bytes, to serve. A device gives up to
-            82 MiB for it, and 8 MiB more with JAXKV_MULTICAST=1.
+            58 MiB for it, and 8 MiB more with JAXKV_MULTICAST=1.
           timeout_s: how long a device waits for its peers, in seconds; and a process for the
             others, in each step of creation and in `close`.
 
@@ -176,6 +177,12 @@ class SymmetricMemory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _tile_bytes(self) -> int:
+        """Of a box of a larger two_shot; 0 if each part of the largest one fits into half a box."""
+        part = -(-self.max_bytes // self.world_size)
+        fits = _whole_words(part) <= self.quick_bytes // WORD_BYTES // 2 * WORD_BYTES
+        return 0 if fits else _whole_words(TILE_BYTES // self.world_size)
+
     def _multicast_bytes(self) -> int:
         return _whole_words(min(max(self.max_bytes, self.world_size * WORD_BYTES), MULTICAST_BYTES))
 
@@ -216,6 +223,7 @@ class SymmetricMemory:
                 ordinals,
                 self.quick_bytes // WORD_BYTES,
                 self.slot_bytes // WORD_BYTES,
+                self._tile_bytes() // WORD_BYTES,
                 0 if self._multicast_refusal else self._multicast_bytes() // WORD_BYTES,
                 int(self._rendezvous.timeout_s * 1e9),
             )

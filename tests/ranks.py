@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
+from jaxkv import symmetric_memory
 
 AXIS = "tp"
 ON_CPU = jax.default_backend() == "cpu"
@@ -17,6 +18,8 @@ ORDERED = ("low_latency", "one_shot", "two_shot")  # by ranks
 # With the fixture `multicast`. To run this on GPUs can take them out of service.
 BY_SWITCH = ("multimem",) if ON_CPU or os.environ.get("JAXKV_MULTICAST") == "1" else ()
 NATIVE = ORDERED + BY_SWITCH
+TILED = "two_shot in tiles"  # of messages that are larger than the quick boxes
+WAYS = (*NATIVE, TILED)
 
 
 def mesh_of(world: int) -> jax.sharding.Mesh:
@@ -25,10 +28,21 @@ def mesh_of(world: int) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(jax.devices()[:world]), (AXIS,))
 
 
-def memory_of(world: int, *, max_bytes: int = 1 << 16, timeout_s: float = 30.0):
-    return jaxkv.SymmetricMemory.create(
-        mesh_of(world), AXIS, max_bytes=max_bytes, timeout_s=timeout_s
-    )
+def memory_of(
+    world: int, *, max_bytes: int = 1 << 16, timeout_s: float = 30.0, way: str | None = None
+):
+    """Symmetric memory; for TILED with boxes so small that a few words go in many tiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        if way == TILED:
+            patch.setattr(symmetric_memory, "QUICK_BYTES", 64 * world)
+            patch.setattr(symmetric_memory, "TILE_BYTES", 48 * world)
+        return jaxkv.SymmetricMemory.create(
+            mesh_of(world), AXIS, max_bytes=max_bytes, timeout_s=timeout_s
+        )
+
+
+def implementation_of(way: str | None) -> str | None:
+    return "two_shot" if way == TILED else way
 
 
 def on_ranks(memory, body, *, check_vma: bool = False):
@@ -42,7 +56,8 @@ def on_ranks(memory, body, *, check_vma: bool = False):
     return jax.jit(lambda *rows: mapped(run, in_specs=(spec,) * len(rows))(*rows))
 
 
-def sums(memory, implementation=None):
+def sums(memory, way=None):
+    implementation = implementation_of(way)
     return on_ranks(memory, lambda x: memory.all_reduce(x, AXIS, implementation=implementation))
 
 

@@ -14,7 +14,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import AXIS, BY_SWITCH, NATIVE, ORDERED, late, memory_of, mesh_of, on_ranks, sums
+from ranks import (
+    AXIS,
+    BY_SWITCH,
+    NATIVE,
+    ORDERED,
+    TILED,
+    WAYS,
+    implementation_of,
+    late,
+    memory_of,
+    mesh_of,
+    on_ranks,
+    sums,
+)
 
 import jaxkv
 from jaxkv import all_reduce
@@ -32,6 +45,17 @@ MAX_BYTES = 1 << 14
 def memories(multicast):
     """By number of ranks; used by test after test, as by a server for days."""
     made = {n: memory_of(n, max_bytes=MAX_BYTES) for n in WORLDS if n <= jax.device_count()}
+    yield made
+    for memory in made.values():
+        memory.check()
+        memory.close()
+
+
+@pytest.fixture(scope="module")
+def tiled_memories():
+    """Likewise, with boxes so small that two_shot goes in tiles."""
+    worlds = [n for n in WORLDS if n <= jax.device_count()]
+    made = {n: memory_of(n, max_bytes=MAX_BYTES, way=TILED) for n in worlds}
     yield made
     for memory in made.values():
         memory.check()
@@ -67,13 +91,14 @@ def sizes(itemsize: int):
 
 
 @settings(max_examples=60)
-@given(st.data(), st.sampled_from(WORLDS), st.sampled_from(DTYPES), st.sampled_from(NATIVE))
-def test_sums_of_any_size_are_exact(memories, data, world, dtype, algorithm):
+@given(st.data(), st.sampled_from(WORLDS), st.sampled_from(DTYPES), st.sampled_from(WAYS))
+def test_sums_of_any_size_are_exact(memories, tiled_memories, data, world, dtype, way):
     if world not in memories:
         return
+    memory = (tiled_memories if way == TILED else memories)[world]
     n = data.draw(sizes(jnp.dtype(dtype).itemsize))
     x = operand(world, (n,), dtype, seed=n)
-    assert_sums(sums(memories[world], algorithm)(x), x)
+    assert_sums(sums(memory, way)(x), x)
 
 
 def rounded(world: int, dtype: str) -> np.ndarray:
@@ -83,16 +108,18 @@ def rounded(world: int, dtype: str) -> np.ndarray:
     return (rng.normal(size=(world, 777)) * scale).astype(jnp.dtype(dtype))
 
 
-@pytest.mark.parametrize("algorithm", ORDERED)
+@pytest.mark.parametrize("way", [*ORDERED, TILED])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world", WORLDS)
-def test_values_are_added_in_float32_in_the_order_of_ranks(memories, world, dtype, algorithm):
+def test_values_are_added_in_float32_in_the_order_of_ranks(
+    memories, tiled_memories, world, dtype, way
+):
     mesh_of(world)
     x = rounded(world, dtype)
     want = x[0].astype(np.float32)
     for row in x[1:]:
         want = want + row.astype(np.float32)
-    step = sums(memories[world], algorithm)
+    step = sums((tiled_memories if way == TILED else memories)[world], way)
     for _ in range(3):
         assert_same_bits(step(x), want.astype(x.dtype))
 
@@ -284,17 +311,18 @@ def test_traces_leave_nothing_behind(memories):
 # Ranks that are not together
 
 
-def delayed(memory, algorithm):
+def delayed(memory, way):
     """Sums while now one rank is late and now another."""
 
     def step(x, late_rank):
-        return memory.all_reduce(late(x, late_rank), AXIS, implementation=algorithm)
+        x = late(x, late_rank)
+        return memory.all_reduce(x, AXIS, implementation=implementation_of(way))
 
     return on_ranks(memory, step)
 
 
-def wrong_rounds(memory, algorithm, *, waits: bool = True, rounds: int = 12) -> int:
-    step, wrong = delayed(memory, algorithm), 0
+def wrong_rounds(memory, way, *, waits: bool = True, rounds: int = 12) -> int:
+    step, wrong = delayed(memory, way), 0
     for round_ in range(rounds):
         if not waits:
             memory.preset(0, ahead=1 << 20)
@@ -304,20 +332,20 @@ def wrong_rounds(memory, algorithm, *, waits: bool = True, rounds: int = 12) -> 
     return wrong
 
 
-@pytest.mark.parametrize("algorithm", NATIVE)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("waits", [True, False], ids=["wait", "no wait"])
-def test_late_ranks_are_waited_for(algorithm, waits):
-    with memory_of(2) as memory:
-        wrong = wrong_rounds(memory, algorithm, waits=waits)
+def test_late_ranks_are_waited_for(way, waits):
+    with memory_of(2, way=way) as memory:
+        wrong = wrong_rounds(memory, way, waits=waits)
     assert wrong == 0 if waits else wrong > 0
 
 
-@pytest.mark.parametrize("algorithm", NATIVE)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("waits", [True, False], ids=["wait", "no wait"])
-def test_threads_may_be_late_inside_of_a_call(algorithm, waits):
+def test_threads_may_be_late_inside_of_a_call(way, waits):
     """After sending and before a word is cleared, for instance."""
-    with memory_of(2) as memory:
-        step, wrong = sums(memory, algorithm), 0
+    with memory_of(2, way=way) as memory:
+        step, wrong = sums(memory, way), 0
         memory.preset(0, stall_s=1e-3)
         for round_ in range(12):
             if not waits:
@@ -327,12 +355,12 @@ def test_threads_may_be_late_inside_of_a_call(algorithm, waits):
     assert wrong == 0 if waits else wrong > 0
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", *BY_SWITCH])  # which have barriers
+@pytest.mark.parametrize("way", ["one_shot", *BY_SWITCH, TILED])  # which count epochs
 @pytest.mark.parametrize("epoch", [2**31, 2**32, 2**63, 2**64], ids="2^{0:.0f}".format)
-def test_epochs_wrap(algorithm, epoch):
-    with memory_of(2) as memory:
+def test_epochs_wrap(way, epoch):
+    with memory_of(2, way=way) as memory:
         memory.preset(epoch - 9)
-        assert wrong_rounds(memory, algorithm) == 0
+        assert wrong_rounds(memory, way) == 0
 
 
 @pytest.mark.cpu_only

@@ -259,6 +259,20 @@ def test_a_range_of_which_a_size_is_missing_is_not_measured(missing):
     assert found[f"2 devices, one process, {BANDS[1]}: {ALONE}"] == pytest.approx(0.3)
 
 
+def test_the_links_bound_what_a_sum_can_take():
+    """Copies are no peer: of 4 devices each sends and gets 1.5 times the message."""
+    times = all_sizes(ONE_PROCESS, CHOSEN, 9.0) | all_sizes(TORCH, "torch NCCL", 10.0)
+    times |= {(TORCH, all_reduce.COPIES, size): 5.0 for size in (16 * MIB, 64 * MIB)}
+    bench = bench_with(times)
+    bench.world = 4
+    bench._record_targets()
+    band = BANDS[-1]
+    [target] = [
+        t for t in bench.results.targets if t.name == f"4 devices, one process, {band}: {GPU_TIME}"
+    ]
+    assert (target.got, target.bound) == (pytest.approx(0.9), pytest.approx(0.75))
+
+
 def test_every_size_belongs_to_one_range():
     for size in all_reduce.SIZES:
         assert sum(band.least <= size <= band.most for band in BANDS) == 1

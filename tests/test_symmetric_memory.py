@@ -85,7 +85,7 @@ def test_a_handle_that_is_of_something_else():
     """Another process's number and descriptor mean something else in another container."""
     native = _native.extension()
     ours, theirs = (
-        native.create_communicator("cpu", [devices], 1, 1, 0, 10**9)
+        native.create_communicator("cpu", [devices], 1, 1, 1, 0, 10**9)
         for devices in ([0, -1], [-1, 0])
     )
     handles = [[native.communicator_handles(ours)[0][0], native.communicator_handles(theirs)[0][1]]]
