@@ -126,14 +126,12 @@ struct Call : Peers<Machine, N> {
   JAXKV_DEVICE bool whole(uint64_t i) const {
     return aligned() && (i + 1) * sizeof(Word) <= message.bytes;
   }
-  template <bool kAllWhole = false>
   JAXKV_DEVICE Word load_input(uint64_t i) const {
-    return kAllWhole || whole(i) ? m.load(reinterpret_cast<const Word*>(message.in) + i)
-                                 : load_values(message, i);
+    return whole(i) ? m.load(reinterpret_cast<const Word*>(message.in) + i)
+                    : load_values(message, i);
   }
-  template <bool kAllWhole = false>
   JAXKV_DEVICE void store_output(uint64_t i, const Word& word) const {
-    if (kAllWhole || whole(i)) return m.store(reinterpret_cast<Word*>(message.out) + i, word);
+    if (whole(i)) return m.store(reinterpret_cast<Word*>(message.out) + i, word);
     store_values(message, i, word.part[0], word.part[1], word.part[2], word.part[3]);
   }
   // Value by value, where a word is cut off or no address of a word; rare, so not inlined.
@@ -286,19 +284,44 @@ struct Call : Peers<Machine, N> {
     return true;
   }
 
-  // What this block has of each rank's part in a round; nothing, before the first and after the
+  // What this block has of each rank's part in a round: nothing, before the first and after the
   // last.
   struct Tile {
-    uint64_t round, share, base, size, end;
+    uint64_t round, share, base;
+    uint32_t size = 0;
     JAXKV_DEVICE Tile(const Call& call, uint64_t share, uint64_t round, bool exists)
-        : round(round), share(share), end(call.words()) {
+        : round(round), share(share) {
       const uint64_t limit = call.v.geometry.tile_words;
       base = (round * call.m.num_blocks() + call.m.block()) * limit;
-      size = !exists || base >= share ? 0 : share - base < limit ? share - base : limit;
+      if (exists && base < share) size = share - base < limit ? share - base : limit;
     }
-    // Word `at` of the tile in the part of rank r: its place in the message, and whether it is.
-    JAXKV_DEVICE uint64_t place(int r, uint64_t at) const { return r * share + base + at; }
-    JAXKV_DEVICE bool has(int r, uint64_t at) const { return at < size && place(r, at) < end; }
+  };
+
+  // Words of the message: those of a tile in one rank's part, which may end with the message.
+  template <bool kAllWhole>
+  struct Row {
+    const Call& call;
+    uint64_t first;
+    uint32_t size;
+    JAXKV_DEVICE Row(const Call& call, const Tile& tile, int r)
+        : call(call), first(r * tile.share + tile.base), size(tile.size) {
+      const uint64_t end = call.words();
+      if (first + size > end) size = first < end ? end - first : 0;
+    }
+    JAXKV_DEVICE bool has(uint32_t at) const { return at < size; }
+    JAXKV_DEVICE const Word* in() const {
+      return reinterpret_cast<const Word*>(call.message.in) + first;
+    }
+    JAXKV_DEVICE Word load(uint32_t at) const {
+      return kAllWhole ? call.m.load(in() + at) : call.load_input(first + at);
+    }
+    JAXKV_DEVICE void store(uint32_t at, const Word& word) const {
+      if constexpr (kAllWhole) {
+        call.m.store(reinterpret_cast<Word*>(call.message.out) + first + at, word);
+      } else {
+        call.store_output(first + at, word);
+      }
+    }
   };
 
   // Words that a thread loads before it stores the first of them.
@@ -306,26 +329,33 @@ struct Call : Peers<Machine, N> {
 
   template <bool kAllWhole>
   JAXKV_DEVICE void scatter_tile(const Tile& tile) const {
-    const int stride = m.num_threads();
-    for (uint64_t i = m.thread(); i < tile.size; i += kBatch * stride) {
+    const uint32_t stride = m.num_threads();
+    const Row<kAllWhole> own(*this, tile, v.rank);
+    for (uint32_t i = m.thread(); i < tile.size; i += kBatch * stride) {
       Word word[kBatch][N];
       JAXKV_UNROLL()
-      for (int b = 0; b < kBatch; ++b) {
-        const uint64_t at = i + b * stride;
+      for (int shift = 1; shift < N; ++shift) {
+        const Row<kAllWhole> row(*this, tile, (v.rank + shift) % N);
         JAXKV_UNROLL()
-        for (int shift = 1; shift < N; ++shift) {
-          const int r = (v.rank + shift) % N;
-          if (tile.has(r, at)) word[b][shift] = load_input<kAllWhole>(tile.place(r, at));
+        for (int b = 0; b < kBatch; ++b) {
+          const uint32_t at = i + b * stride;
+          if (row.has(at)) word[b][shift] = row.load(at);
         }
-        if (tile.has(v.rank, at)) m.prefetch(message.in + tile.place(v.rank, at) * sizeof(Word));
       }
       JAXKV_UNROLL()
       for (int b = 0; b < kBatch; ++b) {
-        const uint64_t at = i + b * stride;
+        const uint32_t at = i + b * stride;
+        if (own.has(at)) m.prefetch(own.in() + at);
+      }
+      JAXKV_UNROLL()
+      for (int shift = 1; shift < N; ++shift) {
+        const int r = (v.rank + shift) % N;
+        const Row<kAllWhole> row(*this, tile, r);
+        Word* const to = box(r, tile, false, v.rank);
         JAXKV_UNROLL()
-        for (int shift = 1; shift < N; ++shift) {
-          const int r = (v.rank + shift) % N;
-          if (tile.has(r, at)) m.store(box(r, tile, false, v.rank) + at, word[b][shift]);
+        for (int b = 0; b < kBatch; ++b) {
+          const uint32_t at = i + b * stride;
+          if (row.has(at)) m.store(to + at, word[b][shift]);
         }
       }
     }
@@ -334,37 +364,47 @@ struct Call : Peers<Machine, N> {
   // Both at once, as the words of both are here: the loads of one hide those of the other.
   template <bool kAllWhole>
   JAXKV_DEVICE void add_up_and_fetch(const Tile& due, const Tile& done) const {
-    const int stride = m.num_threads();
-    for (uint64_t i = m.thread(); i < due.size || i < done.size; i += kBatch * stride) {
+    const uint32_t stride = m.num_threads(), size = due.size < done.size ? done.size : due.size;
+    const Row<kAllWhole> mine(*this, due, v.rank);
+    for (uint32_t i = m.thread(); i < size; i += kBatch * stride) {
       Word own[kBatch], from[kBatch][N], sums[kBatch][N];
       JAXKV_UNROLL()
       for (int b = 0; b < kBatch; ++b) {
-        const uint64_t at = i + b * stride;
-        const bool mine = due.has(v.rank, at);
-        if (mine) own[b] = load_input<kAllWhole>(due.place(v.rank, at));
+        const uint32_t at = i + b * stride;
+        if (mine.has(at)) own[b] = mine.load(at);
+      }
+      JAXKV_UNROLL()
+      for (int r = 0; r < N; ++r) {
+        if (r == v.rank) continue;
+        const Row<kAllWhole> row(*this, done, r);
+        const Word* const words = box(v.rank, due, false, r);
+        const Word* const totals = box(v.rank, done, true, r);
         JAXKV_UNROLL()
-        for (int r = 0; r < N; ++r) {
-          if (r == v.rank) continue;
-          if (mine) from[b][r] = m.load_mail(box(v.rank, due, false, r) + at);
-          if (done.has(r, at)) sums[b][r] = m.load_mail(box(v.rank, done, true, r) + at);
+        for (int b = 0; b < kBatch; ++b) {
+          const uint32_t at = i + b * stride;
+          if (mine.has(at)) from[b][r] = m.load_mail(words + at);
+          if (row.has(at)) sums[b][r] = m.load_mail(totals + at);
         }
       }
       JAXKV_UNROLL()
       for (int b = 0; b < kBatch; ++b) {
-        const uint64_t at = i + b * stride;
-        if (due.has(v.rank, at)) {
-          const Word total = sum(own[b], from[b]);
-          JAXKV_UNROLL()
-          for (int shift = 1; shift < N; ++shift) {
-            m.store(box((v.rank + shift) % N, due, true, v.rank) + at, total);
-          }
-          store_output<kAllWhole>(due.place(v.rank, at), total);
-        }
+        const uint32_t at = i + b * stride;
+        if (!mine.has(at)) continue;
+        const Word total = sum(own[b], from[b]);
         JAXKV_UNROLL()
-        for (int r = 0; r < N; ++r) {
-          if (r != v.rank && done.has(r, at)) {
-            store_output<kAllWhole>(done.place(r, at), sums[b][r]);
-          }
+        for (int shift = 1; shift < N; ++shift) {
+          m.store(box((v.rank + shift) % N, due, true, v.rank) + at, total);
+        }
+        mine.store(at, total);
+      }
+      JAXKV_UNROLL()
+      for (int r = 0; r < N; ++r) {
+        if (r == v.rank) continue;
+        const Row<kAllWhole> row(*this, done, r);
+        JAXKV_UNROLL()
+        for (int b = 0; b < kBatch; ++b) {
+          const uint32_t at = i + b * stride;
+          if (row.has(at)) row.store(at, sums[b][r]);
         }
       }
     }
