@@ -268,7 +268,9 @@ def test_a_reason_is_needed(reason):
 
 
 def test_the_fixture_fails_a_test_at_its_wait(pytester, monkeypatch):
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)  # these are of the run that this is part of
+    # Options and other plugins are of the run that this is part of.
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makeconftest('pytest_plugins = ["jaxkv.pytest_plugin"]')
     pytester.makepyfile(
         """
