@@ -1,5 +1,5 @@
 // An all-reduce as one rank runs it: one source for blocks of a CUDA kernel and for the CPU
-// backend.
+// backend. What goes in tiles is in tiles.h.
 //
 // `Machine` says which of a rank's threads this is (block, num_blocks, thread, num_threads) and how
 // it reads and writes memory that peers share. `Element` adds up the values of a word in f32.
@@ -11,17 +11,6 @@
 // later. In the turn between, the sender has got words for which this rank's were needed, and
 // those this rank sent when its kernel of the turn before, with all that it cleared, had ended.
 //
-// Larger two_shots go in tiles. In each round a block scatters a tile of every part, adds up the
-// one that it got in the round before, and fetches the sums of the one before that, all from boxes
-// of its own, whatever the message: what its peers' blocks of the same number tell is enough. They
-// tell that they have ended a round by one flag. Before it adds up in round k, a block knows that
-// its peers have ended round k - 1. So in round k
-// - it scatters where it did in round k - 3, which peers added up in round k - 2;
-// - it sends sums where it did in round k - 3, which peers fetched in round k - 1 at the latest;
-// - and in the next call, where it did in this call's last rounds: what was scattered there has
-//   been added up, as it knew before it ended, and sums it sends when its peers have ended a round
-//   of that call.
-//
 // one_shot writes a half of its boxes two calls later, when this rank has come to the barrier of
 // the call between, after reading.
 //
@@ -31,20 +20,9 @@
 // blocks of the same number: those that have met.
 #pragma once
 
-#include "peers.h"
+#include "tiles.h"
 
 namespace jaxkv {
-
-enum class Algorithm : int64_t { kLowLatency, kOneShot, kTwoShot, kMultimem };
-
-// `bytes` of whole elements at any address that is aligned for one.
-struct Message {
-  const char* in;
-  char* out;
-  uint64_t bytes;
-  Algorithm algorithm;
-  xla::ffi::DataType dtype;
-};
 
 // Each has a kernel of its own, so that none takes registers from the others.
 enum class Route { kPlain, kTiled, kSwitched };
@@ -57,11 +35,9 @@ inline Route route_of(const Message& message, const Geometry& geometry) {
 }
 
 template <class Machine, class Element, int N>
-struct Call : Peers<Machine, N> {
-  const Message& message;
-
-  JAXKV_DEVICE Call(const Machine& machine, const RankView& view, const Message& of)
-      : Peers<Machine, N>{machine, view}, message(of) {}
+struct Call : Tiles<Machine, Element, N> {
+  JAXKV_DEVICE Call(const Machine& machine, const RankView& view, const Message& message)
+      : Tiles<Machine, Element, N>{machine, view, message} {}
 
   // True if the sum is in `out`, false if a wait gave up.
   template <Route kRoute>
@@ -77,9 +53,9 @@ struct Call : Peers<Machine, N> {
   }
 
  private:
-  using Bits = typename Element::Bits;
-  using Base = Peers<Machine, N>;
-  using Base::m, Base::v, Base::progress, Base::slot, Base::tile, Base::stall, Base::meet;
+  using Base = Tiles<Machine, Element, N>;
+  using Base::m, Base::v, Base::message, Base::progress, Base::slot, Base::stall, Base::meet;
+  using Base::words, Base::aligned, Base::load_input, Base::store_output, Base::sum, Base::present;
 
   JAXKV_DEVICE static uint64_t signature(const Message& message, uint64_t calls) {
     return (message.bytes << 8 | static_cast<uint64_t>(message.dtype) << 2 |
@@ -92,7 +68,6 @@ struct Call : Peers<Machine, N> {
            m.all(Base::agrees(m, v, signature(message, at_start.calls), at_start.calls));
   }
 
-  JAXKV_DEVICE uint64_t words() const { return (message.bytes + sizeof(Word) - 1) / sizeof(Word); }
   JAXKV_DEVICE uint64_t first() const { return m.block() * m.num_threads() + m.thread(); }
   JAXKV_DEVICE uint64_t step() const { return m.num_blocks() * m.num_threads(); }
 
@@ -100,8 +75,8 @@ struct Call : Peers<Machine, N> {
   JAXKV_DEVICE bool reduced(const Progress& at_start) {
     if constexpr (kRoute == Route::kSwitched) return multimem(at_start);
     if constexpr (kRoute == Route::kTiled) {
-      return aligned() && message.bytes % sizeof(Word) == 0 ? tiled<true>(at_start)
-                                                            : tiled<false>(at_start);
+      return aligned() && message.bytes % sizeof(Word) == 0 ? Base::template tiled<true>(at_start)
+                                                            : Base::template tiled<false>(at_start);
     }
     switch (message.algorithm) {
       case Algorithm::kLowLatency:
@@ -114,70 +89,6 @@ struct Call : Peers<Machine, N> {
         break;
     }
     return false;
-  }
-
-  // ---- Words of the operand and of the result ---------------------------------------------------
-
-  JAXKV_DEVICE bool aligned() const {
-    const auto addresses =
-        reinterpret_cast<uintptr_t>(message.in) | reinterpret_cast<uintptr_t>(message.out);
-    return addresses % sizeof(Word) == 0;
-  }
-  JAXKV_DEVICE bool whole(uint64_t i) const {
-    return aligned() && (i + 1) * sizeof(Word) <= message.bytes;
-  }
-  JAXKV_DEVICE Word load_input(uint64_t i) const {
-    return whole(i) ? m.load(reinterpret_cast<const Word*>(message.in) + i)
-                    : load_values(message, i);
-  }
-  JAXKV_DEVICE void store_output(uint64_t i, const Word& word) const {
-    if (whole(i)) return m.store(reinterpret_cast<Word*>(message.out) + i, word);
-    store_values(message, i, word.part[0], word.part[1], word.part[2], word.part[3]);
-  }
-  // Value by value, where a word is cut off or no address of a word; rare, so not inlined.
-  JAXKV_RARE static Word load_values(const Message& message, uint64_t i) {
-    Word word{};
-    const auto* in = reinterpret_cast<const Bits*>(message.in);
-    for (uint64_t k = i * Element::kLanes; k < end_of(message, i); ++k) {
-      word.part[part_of(k)] |= uint32_t{in[k]} << shift_of(k);
-    }
-    return word;
-  }
-  JAXKV_RARE static void store_values(const Message& message, uint64_t i, uint32_t p0, uint32_t p1,
-                                      uint32_t p2, uint32_t p3) {
-    const Word word{{p0, p1, p2, p3}};
-    auto* out = reinterpret_cast<Bits*>(message.out);
-    for (uint64_t k = i * Element::kLanes; k < end_of(message, i); ++k) {
-      out[k] = static_cast<Bits>(word.part[part_of(k)] >> shift_of(k));
-    }
-  }
-  JAXKV_DEVICE static uint64_t end_of(const Message& message, uint64_t i) {
-    const uint64_t end = (i + 1) * Element::kLanes, all = message.bytes / sizeof(Bits);
-    return end < all ? end : all;
-  }
-  // Where value k of the operand lies in its word.
-  JAXKV_DEVICE static int part_of(uint64_t k) { return k % Element::kLanes * sizeof(Bits) / 4; }
-  JAXKV_DEVICE static int shift_of(uint64_t k) { return k * sizeof(Bits) % 4 * 8; }
-
-  // Of this rank's own word and those of its peers.
-  JAXKV_DEVICE Word sum(const Word& own, const Word (&from)[N]) const {
-    float lanes[Element::kLanes];
-    JAXKV_UNROLL()
-    for (int r = 0; r < N; ++r) {
-      const Word word = r == v.rank ? own : from[r];
-      JAXKV_UNROLL()
-      for (int k = 0; k < Element::kLanes; ++k) {
-        lanes[k] = r ? lanes[k] + Element::lane(word, k) : Element::lane(word, k);
-      }
-    }
-    return Element::word(lanes);
-  }
-
-  // Words that are sent are not those that have not arrived.
-  JAXKV_DEVICE static Word present(Word word) {
-    JAXKV_UNROLL()
-    for (uint32_t& part : word.part) part = part == kAbsent ? Element::kOtherNan : part;
-    return word;
   }
 
   // ---- Algorithms -------------------------------------------------------------------------------
@@ -264,153 +175,6 @@ struct Call : Peers<Machine, N> {
       }
     }
     return true;
-  }
-
-  // The same, with parts that are longer than boxes.
-  template <bool kAllWhole>
-  JAXKV_DEVICE bool tiled(const Progress& at_start) {
-    const uint64_t share = (words() + N - 1) / N, of_all = m.num_blocks() * v.geometry.tile_words;
-    const uint64_t rounds = (share + of_all - 1) / of_all;
-    auto of_round = [&](uint64_t k) { return Tile(*this, share, k, k < rounds); };
-    for (uint64_t k = 0; k < rounds + 2; ++k) {
-      scatter_tile<kAllWhole>(of_round(k));
-      stall();
-      if (k > 0 && !Base::all_came(at_start.epoch + k)) return false;
-      stall();
-      add_up_and_fetch<kAllWhole>(of_round(k - 1), of_round(k - 2));
-      if (k <= rounds) Base::come(at_start.epoch + k + 1);
-    }
-    Base::end(at_start, rounds + 2, 0);
-    return true;
-  }
-
-  // What this block has of each rank's part in a round: nothing, before the first and after the
-  // last.
-  struct Tile {
-    uint64_t round, share, base;
-    uint32_t size = 0;
-    JAXKV_DEVICE Tile(const Call& call, uint64_t share, uint64_t round, bool exists)
-        : round(round), share(share) {
-      const uint64_t limit = call.v.geometry.tile_words;
-      base = (round * call.m.num_blocks() + call.m.block()) * limit;
-      if (exists && base < share) size = share - base < limit ? share - base : limit;
-    }
-  };
-
-  // Words of the message: those of a tile in one rank's part, which may end with the message.
-  template <bool kAllWhole>
-  struct Row {
-    const Call& call;
-    uint64_t first;
-    uint32_t size;
-    JAXKV_DEVICE Row(const Call& call, const Tile& tile, int r)
-        : call(call), first(r * tile.share + tile.base), size(tile.size) {
-      const uint64_t end = call.words();
-      if (first + size > end) size = first < end ? end - first : 0;
-    }
-    JAXKV_DEVICE bool has(uint32_t at) const { return at < size; }
-    JAXKV_DEVICE const Word* in() const {
-      return reinterpret_cast<const Word*>(call.message.in) + first;
-    }
-    JAXKV_DEVICE Word load(uint32_t at) const {
-      return kAllWhole ? call.m.load(in() + at) : call.load_input(first + at);
-    }
-    JAXKV_DEVICE void store(uint32_t at, const Word& word) const {
-      if constexpr (kAllWhole) {
-        call.m.store(reinterpret_cast<Word*>(call.message.out) + first + at, word);
-      } else {
-        call.store_output(first + at, word);
-      }
-    }
-  };
-
-  // Words that a thread loads before it stores the first of them.
-  static constexpr int kBatch = N == 2 ? 4 : N == 4 ? 2 : 1;
-
-  template <bool kAllWhole>
-  JAXKV_DEVICE void scatter_tile(const Tile& tile) const {
-    const uint32_t stride = m.num_threads();
-    const Row<kAllWhole> own(*this, tile, v.rank);
-    for (uint32_t i = m.thread(); i < tile.size; i += kBatch * stride) {
-      Word word[kBatch][N];
-      JAXKV_UNROLL()
-      for (int shift = 1; shift < N; ++shift) {
-        const Row<kAllWhole> row(*this, tile, (v.rank + shift) % N);
-        JAXKV_UNROLL()
-        for (int b = 0; b < kBatch; ++b) {
-          const uint32_t at = i + b * stride;
-          if (row.has(at)) word[b][shift] = row.load(at);
-        }
-      }
-      JAXKV_UNROLL()
-      for (int b = 0; b < kBatch; ++b) {
-        const uint32_t at = i + b * stride;
-        if (own.has(at)) m.prefetch(own.in() + at);
-      }
-      JAXKV_UNROLL()
-      for (int shift = 1; shift < N; ++shift) {
-        const int r = (v.rank + shift) % N;
-        const Row<kAllWhole> row(*this, tile, r);
-        Word* const to = box(r, tile, false, v.rank);
-        JAXKV_UNROLL()
-        for (int b = 0; b < kBatch; ++b) {
-          const uint32_t at = i + b * stride;
-          if (row.has(at)) m.store(to + at, word[b][shift]);
-        }
-      }
-    }
-  }
-
-  // Both at once, as the words of both are here: the loads of one hide those of the other.
-  template <bool kAllWhole>
-  JAXKV_DEVICE void add_up_and_fetch(const Tile& due, const Tile& done) const {
-    const uint32_t stride = m.num_threads(), size = due.size < done.size ? done.size : due.size;
-    const Row<kAllWhole> mine(*this, due, v.rank);
-    for (uint32_t i = m.thread(); i < size; i += kBatch * stride) {
-      Word own[kBatch], from[kBatch][N], sums[kBatch][N];
-      JAXKV_UNROLL()
-      for (int b = 0; b < kBatch; ++b) {
-        const uint32_t at = i + b * stride;
-        if (mine.has(at)) own[b] = mine.load(at);
-      }
-      JAXKV_UNROLL()
-      for (int r = 0; r < N; ++r) {
-        if (r == v.rank) continue;
-        const Row<kAllWhole> row(*this, done, r);
-        const Word* const words = box(v.rank, due, false, r);
-        const Word* const totals = box(v.rank, done, true, r);
-        JAXKV_UNROLL()
-        for (int b = 0; b < kBatch; ++b) {
-          const uint32_t at = i + b * stride;
-          if (mine.has(at)) from[b][r] = m.load_mail(words + at);
-          if (row.has(at)) sums[b][r] = m.load_mail(totals + at);
-        }
-      }
-      JAXKV_UNROLL()
-      for (int b = 0; b < kBatch; ++b) {
-        const uint32_t at = i + b * stride;
-        if (!mine.has(at)) continue;
-        const Word total = sum(own[b], from[b]);
-        JAXKV_UNROLL()
-        for (int shift = 1; shift < N; ++shift) {
-          m.store(box((v.rank + shift) % N, due, true, v.rank) + at, total);
-        }
-        mine.store(at, total);
-      }
-      JAXKV_UNROLL()
-      for (int r = 0; r < N; ++r) {
-        if (r == v.rank) continue;
-        const Row<kAllWhole> row(*this, done, r);
-        JAXKV_UNROLL()
-        for (int b = 0; b < kBatch; ++b) {
-          const uint32_t at = i + b * stride;
-          if (row.has(at)) row.store(at, sums[b][r]);
-        }
-      }
-    }
-  }
-  JAXKV_DEVICE Word* box(int owner, const Tile& of, bool sums, int from) const {
-    return tile(owner, of.round, sums, from);
   }
 
   // Every rank sends everything to all, and adds up when all have met.

@@ -54,7 +54,8 @@ struct Progress {
   uint32_t broken;   // a wait gave up: this call and all later ones end at once
 };
 
-struct alignas(Word) Header {
+// Mail follows it: a warp's words must not lie across one more of the lines that links carry.
+struct alignas(128) Header {
   Signals signals;
   Progress progress;
 };

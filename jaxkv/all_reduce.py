@@ -4,7 +4,7 @@
 |---|---|---|
 | low_latency | sends all to all; words say themselves that they arrived | `quick_bytes` |
 | one_shot | sends all to all, one barrier, adds up | `slot_bytes` |
-| two_shot | adds up one part, sends the sum to all; words as above, or tiles with flags | `max_bytes` |
+| two_shot | adds up one part, sends the sum to all; larger ones in tiles | `max_bytes` |
 | multimem | has the NVLink switch add up one part and send the sum to all | `max_bytes` |
 | psum | `jax.lax.psum`, by XLA | any |
 
