@@ -25,6 +25,18 @@ def multicast() -> Generator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def memories(multicast):
+    """By number of ranks; used by test after test, as by a server for days."""
+    from ranks import MAX_BYTES, WORLDS, memory_of  # which starts the backend
+
+    made = {n: memory_of(n, max_bytes=MAX_BYTES) for n in WORLDS if n <= jax.device_count()}
+    yield made
+    for memory in made.values():
+        memory.check()
+        memory.close()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     platform = jax.default_backend()
     for item in items:

@@ -13,6 +13,8 @@ import jaxkv
 from jaxkv import symmetric_memory
 
 AXIS = "tp"
+WORLDS = (2, 4)
+MAX_BYTES = 1 << 14  # of the fixtures' memories
 ON_CPU = jax.default_backend() == "cpu"
 ORDERED = ("low_latency", "one_shot", "two_shot")  # by ranks
 # With the fixture `multicast`. To run this on GPUs can take them out of service.
@@ -67,3 +69,14 @@ def late(x, late_rank, rounds: int = 2000):
     side = jnp.ones((64, 64), jnp.float32) / 64
     waste = jax.lax.fori_loop(0, here, lambda _, y: y @ side, side)
     return x + (waste[0, 0] * 0).astype(x.dtype)
+
+
+def operand(world: int, shape, dtype, seed: int = 0) -> np.ndarray:
+    """Whole numbers, whose sums are exact in every dtype."""
+    values = np.random.default_rng(seed).integers(-15, 16, (world, *shape))
+    return values.astype(jnp.dtype(dtype))
+
+
+def assert_sums(got, x: np.ndarray) -> None:
+    want = x.astype(np.float64).sum(0)
+    assert np.array_equal(np.asarray(got).astype(np.float64), np.broadcast_to(want, x.shape))

@@ -1,6 +1,5 @@
-"""`all_reduce`: sums, to the bit; order; epochs; and what it refuses."""
+"""`all_reduce`: sums, to the bit; order; and ranks that are not together."""
 
-import dataclasses
 import os
 import pathlib
 import shutil
@@ -17,38 +16,27 @@ from hypothesis import strategies as st
 from ranks import (
     AXIS,
     BY_SWITCH,
+    MAX_BYTES,
     NATIVE,
     ORDERED,
     TILED,
     WAYS,
+    WORLDS,
+    assert_sums,
     implementation_of,
     late,
     memory_of,
     mesh_of,
     on_ranks,
+    operand,
     sums,
 )
 
-import jaxkv
-from jaxkv import all_reduce
 from jaxkv.symmetric_memory import QUICK_BYTES
-from jaxkv.tuning.all_reduce import VARIABLE, packaged_table, table_for
 
 pytestmark = [pytest.mark.multigpu, pytest.mark.usefixtures("multicast")]
 
 DTYPES = ("float32", "bfloat16", "float16")
-WORLDS = (2, 4)
-MAX_BYTES = 1 << 14
-
-
-@pytest.fixture(scope="module")
-def memories(multicast):
-    """By number of ranks; used by test after test, as by a server for days."""
-    made = {n: memory_of(n, max_bytes=MAX_BYTES) for n in WORLDS if n <= jax.device_count()}
-    yield made
-    for memory in made.values():
-        memory.check()
-        memory.close()
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +48,6 @@ def tiled_memories():
     for memory in made.values():
         memory.check()
         memory.close()
-
-
-def operand(world: int, shape, dtype, seed: int = 0) -> np.ndarray:
-    """Whole numbers, whose sums are exact in every dtype."""
-    values = np.random.default_rng(seed).integers(-15, 16, (world, *shape))
-    return values.astype(jnp.dtype(dtype))
-
-
-def assert_sums(got, x: np.ndarray) -> None:
-    want = x.astype(np.float64).sum(0)
-    assert np.array_equal(np.asarray(got).astype(np.float64), np.broadcast_to(want, x.shape))
 
 
 def assert_same_bits(got, want: np.ndarray) -> None:
@@ -376,80 +353,3 @@ def test_ranks_do_not_race(tmp_path):
         pytest.skip("needs g++ and a checkout")
     subprocess.run([compiler, "-fsanitize=thread", *options, *sources], check=True)
     subprocess.run([program], check=True, timeout=300)
-
-
-# ---------------------------------------------------------------------------------------------
-# Choice and refusals
-
-
-def test_the_table_decides_either_side_of_its_bounds(memories):
-    memory = memory_of(2, max_bytes=8 << 20)
-    table = table_for(memory.mesh.devices.flat[0].device_kind)
-    for least, algorithm in table.rules[2]:
-        x = jax.ShapeDtypeStruct((least // 2,), "bfloat16")
-        assert all_reduce.choose(memory, x, None)[0] == algorithm
-        if least:
-            below = jax.ShapeDtypeStruct((least // 2 - 1,), "bfloat16")
-            assert all_reduce.choose(memory, below, None)[0] != algorithm
-    memory.close()
-
-
-@pytest.mark.parametrize(
-    "algorithm, limit",
-    [
-        ("low_latency", "quick_bytes"),
-        ("one_shot", "slot_bytes"),
-        *((name, "max_bytes") for name in ("two_shot", *BY_SWITCH)),
-    ],
-)
-def test_the_largest_message(memories, algorithm, limit):
-    memory = memories[2]
-    n = getattr(memory, limit) // 4
-    x = operand(2, (n,), "float32")
-    assert_sums(sums(memory, algorithm)(x), x)
-    with pytest.raises(NotImplementedError, match=f"{(n + 1) * 4} bytes exceed {limit} = {n * 4}"):
-        sums(memory, algorithm)(operand(2, (n + 1,), "float32"))
-
-
-@pytest.mark.parametrize("shape, dtype", [((MAX_BYTES,), "float32"), ((10,), "int32")])
-def test_psum_serves_the_rest(memories, shape, dtype):
-    memory = memories[2]
-    x = operand(2, shape, dtype)
-    assert all_reduce.choose(memory, x[0], None)[0] == "psum"
-    assert_sums(sums(memory)(x), x)
-
-
-def test_explain(memories, tmp_path, monkeypatch):
-    x = {"a": np.ones(3, np.float32), "b": np.ones(3, np.int32)}
-    default = packaged_table("any")
-    table = dataclasses.replace(default, rules=default.rules | {2: ((0, "low_latency"),)})
-    (tmp_path / "table.json").write_text(table.to_text())
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "table.json"))
-    text = jaxkv.explain(memories[2].all_reduce, x, AXIS)
-    first, second = text.splitlines()
-    assert first.startswith("all_reduce of float32[3]: low_latency (best by ")
-    assert second.startswith("all_reduce of int32[3]: psum (low_latency is best by ")
-    assert second.endswith("but its dtype must be one of bfloat16, float16, float32, got int32)")
-
-
-def test_what_is_wrong_is_said_while_tracing(memories):
-    memory = memories[2]
-    x = operand(2, (4,), "float32")
-    with pytest.raises(
-        ValueError, match="one of low_latency, one_shot, two_shot, multimem, psum, got 'nccl'"
-    ):
-        sums(memory, "nccl")(x)
-    with pytest.raises(NotImplementedError, match=r"'one_shot' does not serve.*got int32"):
-        sums(memory, "one_shot")(x.astype(np.int32))
-    with pytest.raises(ValueError, match=r"axis_name must be 'tp'.*got 'dp'"):
-        on_ranks(memory, lambda x: memory.all_reduce(x, "dp"))(x)
-    with pytest.raises(ValueError, match=r"mesh \{'tp': 2\}, got none"):
-        memory.all_reduce(x, AXIS)
-
-
-def test_another_mesh_is_refused(memories):
-    if 4 not in memories:
-        pytest.skip("needs 4 devices")
-    x = operand(4, (4,), "float32")
-    with pytest.raises(ValueError, match=r"mesh \{'tp': 2\}, got \{'tp': 4\}"):
-        on_ranks(memories[4], lambda x: memories[2].all_reduce(x, AXIS))(x)

@@ -3,8 +3,17 @@
 import jax
 import numpy as np
 import pytest
-from ranks import AXIS, NATIVE, TILED, WAYS, implementation_of, memory_of, on_ranks
-from test_all_reduce import assert_sums, operand
+from ranks import (
+    AXIS,
+    NATIVE,
+    TILED,
+    WAYS,
+    assert_sums,
+    implementation_of,
+    memory_of,
+    on_ranks,
+    operand,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 
