@@ -5,17 +5,6 @@
 
 #include "symmetric_memory.h"
 
-#ifdef __CUDACC__
-#define JAXKV_DEVICE __device__ __forceinline__
-#define JAXKV_RARE __device__ __noinline__
-#define JAXKV_UNROLL(times) _Pragma(JAXKV_TEXT(unroll times))
-#define JAXKV_TEXT(text) #text
-#else
-#define JAXKV_DEVICE inline
-#define JAXKV_RARE inline
-#define JAXKV_UNROLL(times)
-#endif
-
 namespace jaxkv {
 
 // What ranks tell each other of a call in debug mode: its number, from 1 on and modulo this, and

@@ -11,14 +11,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "both_sides.h"
 #include "page_errors.h"
 #include "xla/ffi/api/ffi.h"
-
-#ifdef __CUDACC__
-#define JAXKV_HOST_DEVICE __host__ __device__
-#else
-#define JAXKV_HOST_DEVICE
-#endif
 
 namespace jaxkv {
 

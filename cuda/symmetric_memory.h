@@ -13,14 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "both_sides.h"
 #include "multicast.h"
 #include "xla/ffi/api/ffi.h"
-
-#ifdef __CUDACC__
-#define JAXKV_HOST_DEVICE __host__ __device__
-#else
-#define JAXKV_HOST_DEVICE
-#endif
 
 namespace jaxkv {
 

@@ -1,0 +1,15 @@
+// What one source needs that is compiled for CUDA devices and for the CPU backend.
+#pragma once
+
+#ifdef __CUDACC__
+#define JAXKV_HOST_DEVICE __host__ __device__
+#define JAXKV_DEVICE __device__ __forceinline__
+#define JAXKV_RARE __device__ __noinline__
+#define JAXKV_UNROLL(times) _Pragma(JAXKV_TEXT(unroll times))
+#define JAXKV_TEXT(text) #text
+#else
+#define JAXKV_HOST_DEVICE
+#define JAXKV_DEVICE inline
+#define JAXKV_RARE inline
+#define JAXKV_UNROLL(times)
+#endif
