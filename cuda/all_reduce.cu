@@ -22,8 +22,10 @@ constexpr int blocks_per_processor(int world, Route route) {
 }
 
 // Blocks of a call that are all resident on each of this process's devices, because they wait for
-// what others do. By route and number of ranks, and known once a communicator has been created.
+// what others do; also while a copy beside the step holds its SMs, for as long as that takes. By
+// route and number of ranks, and known once a communicator has been created.
 std::array<std::array<std::atomic<int>, kMaxRanks + 1>, 3> resident_blocks;
+constexpr int kSpareProcessors = 4;
 
 struct CudaMachine {
   static __device__ uint64_t block() { return blockIdx.x; }
@@ -269,7 +271,7 @@ void load_all_reduce(int32_t device) {
         check(cudaFuncGetAttributes(&attributes, kernel));
         int blocks = 0;
         check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));
-        resident = std::min(resident, blocks * processors);
+        resident = std::min(resident, blocks * (processors - kSpareProcessors));
       }
       auto& known = resident_blocks[static_cast<int>(route)][world];
       known = known ? std::min<int>(known, resident) : resident;

@@ -22,7 +22,7 @@ namespace jaxkv {
 inline constexpr int kMaxRanks = 8;
 inline constexpr int kMaxBlocks = 512;   // of a call
 inline constexpr int kStages = 2;        // of the mailboxes whose data says that it arrived
-inline constexpr int kTileBlocks = 132;  // of a call that goes in tiles
+inline constexpr int kTileBlocks = 128;  // of a call that goes in tiles
 inline constexpr int kTileStages = 3;
 
 struct alignas(16) Word {

@@ -40,7 +40,7 @@ MULTICAST_VARIABLE = "JAXKV_MULTICAST"
 # Of the mailboxes of all peers, in bytes:
 QUICK_BYTES = 8 << 20  # twice; their data says itself that it arrived
 SLOT_BYTES = 8 << 20  # twice; before a barrier
-TILE_BYTES = 32 << 10  # 132 * 3 * 2 times; of a two_shot that does not fit into the first
+TILE_BYTES = 32 << 10  # 128 * 3 * 2 times; of a two_shot that does not fit into the first
 MULTICAST_BYTES = 8 << 20  # of what a switch adds up at once
 
 
