@@ -25,7 +25,7 @@ constexpr int blocks_per_processor(int world, Route route) {
 // what others do; also while a copy beside the step holds its SMs, for as long as that takes. By
 // route and number of ranks, and known once a communicator has been created.
 std::array<std::array<std::atomic<int>, kMaxRanks + 1>, 3> resident_blocks;
-constexpr int kSpareProcessors = 4;
+constexpr int kSpareProcessors = 4;  // what tuning tables give such a copy
 
 struct CudaMachine {
   static __device__ uint64_t block() { return blockIdx.x; }

@@ -24,7 +24,8 @@
 
 namespace jaxkv {
 
-// Each has a kernel of its own, so that none takes registers from the others.
+// Ways of a message through this source. Each has a kernel of its own, so that none takes registers
+// from the others.
 enum class Route { kPlain, kTiled, kSwitched };
 
 inline Route route_of(const Message& message, const Geometry& geometry) {

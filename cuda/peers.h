@@ -39,7 +39,7 @@ struct Peers {
     return mail(owner) + kStages * N * v.geometry.quick_words +
            (epoch % 2 * N + from) * v.geometry.slot_words;
   }
-  // Of this block: for words to add up, or for sums.
+  // Of this block: for words to add up, or for sums. They lie behind all slots.
   JAXKV_DEVICE Word* tile(int owner, uint64_t round, bool sums, int from) const {
     const uint64_t stage = m.block() * kTileStages + round % kTileStages;
     return slot(owner, 0, 2 * N) + ((2 * stage + sums) * N + from) * v.geometry.tile_words;

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "both_sides.h"
+#include "host_device.h"
 #include "page_errors.h"
 #include "xla/ffi/api/ffi.h"
 

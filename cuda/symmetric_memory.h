@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "both_sides.h"
+#include "host_device.h"
 #include "multicast.h"
 #include "xla/ffi/api/ffi.h"
 
