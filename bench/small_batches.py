@@ -109,7 +109,7 @@ def _inside(results: Results, made: Blocks, direction: str, count: int, effort: 
         samples = {name: [figures[footing] for figures in all_] for name, all_ in taken.items()}
         middle = {name: statistics.median(values) for name, values in samples.items()}
         beside = {name: middle[name] for name in rivals}
-        for name in middle.keys() - beside.keys():
+        for name in (name for name in middle if name not in rivals):
             results.row(f"{case}, {name}", footing, "us", middle[name], None, beside)
             print(_text(f"{case}, {name}", footing, middle[name], beside), flush=True)
         if rivals:

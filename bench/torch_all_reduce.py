@@ -22,7 +22,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 CALLS, REPLAYS, PROFILED_REPLAYS = 20, 12, 6
 REDUCING = re.compile("all.?reduce|nccl|shot", re.IGNORECASE)
 NCCL, ONE_SHOT, TWO_SHOT = "torch NCCL", "torch one_shot", "torch two_shot"
-COPIES = "copies to the next device"
+COPIES = "copies to the next device"  # as in bench/all_reduce.py, which runs without PyTorch
 LEAST_COPIED = 16 << 20  # bytes; below that a copy's latency counts more than the links
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from jaxkv.symmetric_memory import SymmetricMemory
 
 DTYPES = ("bfloat16", "float16", "float32")
-NATIVE = ("low_latency", "one_shot", "two_shot", "multimem")  # by their numbers in all_reduce.h
+NATIVE = ("low_latency", "one_shot", "two_shot", "multimem")  # by their numbers in operand.h
 IMPLEMENTATIONS = (*NATIVE, "psum")
 
 

@@ -107,9 +107,8 @@ class SymmetricMemory:
           ValueError: the mesh or a number does not fit, or not to those of another process, and
             why.
           RuntimeError: no memory, no peer access, or with JAXKV_MULTICAST=1 a call of the driver
-            for multicast that failed; or a process did not come. With several
-            processes all raise the same, which names the process and what it lacked, and all free
-            what they had.
+            for multicast that failed; or a process did not come. With several processes all raise
+            the same, which names the process and what it lacked, and all free what they had.
         """
         return cls(mesh, axis_name, max_bytes, timeout_s)
 
