@@ -180,6 +180,15 @@ def test_messages_of_many_chunks(world, algorithm):
             assert_sums(step(x), x)
 
 
+@pytest.mark.parametrize("max_bytes", [4, 20, 36, 48, 100, 1000])
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_small_memory_serves_its_largest_message(world, max_bytes):
+    """Where a part does not fit into half a box there must be tiles."""
+    with memory_of(world, max_bytes=max_bytes) as memory:
+        x = operand(world, (max_bytes // 4,), "float32")
+        assert_sums(sums(memory, "two_shot")(x), x)
+
+
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_slices_that_begin_inside_of_words(memories, algorithm):
     """XLA may pass the address of a slice, which then is that of a value, and not of a word."""
