@@ -107,11 +107,8 @@ struct CudaMachine {
     return *reinterpret_cast<const volatile uint32_t*>(from);
   }
   static __device__ bool claim(uint32_t* word) { return atomicExch(word, 1) == 0; }
-  static __device__ bool last_block(uint32_t* arrived) {
-    if (atomicAdd(arrived, 1) != gridDim.x - 1) return false;
-    *arrived = 0;
-    return true;
-  }
+  // How many blocks of the call did so before; the last one leaves 0.
+  static __device__ uint32_t enter(uint32_t* entered) { return atomicInc(entered, gridDim.x - 1); }
 };
 
 // Has the switch add up a word of all ranks, in f32 and in an order of its own.
@@ -185,7 +182,8 @@ struct Float16 : TwoByte<Float16> {
 
 template <class Element, int N, Route kRoute>
 __global__ void __launch_bounds__(kThreads, blocks_per_processor(N, kRoute))
-    all_reduce_kernel(const __grid_constant__ RankView view, const Message message) {
+    all_reduce_kernel(const __grid_constant__ RankView view,
+                      const __grid_constant__ Message message) {
   const CudaMachine machine;
   Call<CudaMachine, Element, N>(machine, view, message).template run<kRoute>();
 }

@@ -43,9 +43,14 @@ struct Call : Tiles<Machine, Element, N> {
   // True if the sum is in `out`, false if a wait gave up.
   template <Route kRoute>
   JAXKV_DEVICE bool run() {
-    const Progress at_start = progress();
+    // Most threads have one word, and need not know how far this rank is to load it.
+    const Word head = kRoute == Route::kPlain && first() < words() ? load_input(first()) : Word{};
+    Progress at_start = progress();
     // All threads of the block decide alike, although another block may give up meanwhile.
-    if (m.all(!at_start.broken) && agreed(at_start) && reduced<kRoute>(at_start)) return true;
+    if (m.all(!at_start.broken)) {
+      Base::enter(at_start);
+      if (agreed(at_start) && reduced<kRoute>(at_start, head)) return true;
+    }
     // Rather NaN than a wrong sum. What this block missed lies anywhere.
     for (uint64_t i = m.thread(); i < words(); i += m.num_threads()) {
       store_output(i, {{kAbsent, kAbsent, kAbsent, kAbsent}});
@@ -73,7 +78,7 @@ struct Call : Tiles<Machine, Element, N> {
   JAXKV_DEVICE uint64_t step() const { return m.num_blocks() * m.num_threads(); }
 
   template <Route kRoute>
-  JAXKV_DEVICE bool reduced(const Progress& at_start) {
+  JAXKV_DEVICE bool reduced(const Progress& at_start, const Word& head) {
     if constexpr (kRoute == Route::kSwitched) return multimem(at_start);
     if constexpr (kRoute == Route::kTiled) {
       return aligned() && message.bytes % sizeof(Word) == 0 ? Base::template tiled<true>(at_start)
@@ -81,7 +86,7 @@ struct Call : Tiles<Machine, Element, N> {
     }
     switch (message.algorithm) {
       case Algorithm::kLowLatency:
-        return low_latency(at_start);
+        return low_latency(at_start, head);
       case Algorithm::kOneShot:
         return one_shot(at_start);
       case Algorithm::kTwoShot:
@@ -95,15 +100,15 @@ struct Call : Tiles<Machine, Element, N> {
   // ---- Algorithms -------------------------------------------------------------------------------
 
   // Every rank sends everything to all.
-  JAXKV_DEVICE bool low_latency(const Progress& at_start) {
+  JAXKV_DEVICE bool low_latency(const Progress& at_start, const Word& head) {
     const uint64_t turn = at_start.turns;
     auto due = [this](int r) { return r != v.rank; };
-    for (uint64_t i = first(); i < words(); i += step())
-      Base::send(turn, i, present(load_input(i)));
+    auto load = [&](uint64_t i) { return present(i == first() ? head : load_input(i)); };
+    for (uint64_t i = first(); i < words(); i += step()) Base::send(turn, i, load(i));
     stall();
     bool came = true;
     for (uint64_t i = first(); came && i < words(); i += step()) {
-      const Word own = present(load_input(i));
+      const Word own = load(i);
       Word from[N];
       came = Base::receive(turn, i, Phase::kQuick, words(), i, due, from);
       if (came) store_output(i, sum(own, from));

@@ -24,7 +24,7 @@ struct HostMachine {
   static void sync() {}
   static void publish() {}
   static bool all(bool mine) { return mine; }
-  static bool last_block(uint32_t*) { return true; }
+  static uint32_t enter(uint32_t*) { return 0; }
   static void pause() { std::this_thread::yield(); }
   static uint64_t nanoseconds() {
     return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();

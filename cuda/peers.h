@@ -20,10 +20,14 @@ struct Peers {
 
   JAXKV_DEVICE Progress& progress() const { return v.headers[v.rank]->progress; }
 
-  // The last thread of the call says how far this rank is.
+  // `at_start` is what all threads read before their block enters, so the last block to enter may
+  // say how far this rank is. It enters when it begins, as the answer takes as long as a small
+  // message.
+  JAXKV_DEVICE void enter(Progress& at_start) const {
+    at_start.entered = m.thread() == 0 ? m.enter(&progress().entered) : kMaxBlocks;
+  }
   JAXKV_DEVICE void end(const Progress& at_start, uint64_t epochs, uint64_t turns) const {
-    m.sync();
-    if (m.thread() != 0 || !m.last_block(&progress().arrived)) return;
+    if (at_start.entered != m.num_blocks() - 1) return;
     progress().epoch = at_start.epoch + epochs;
     progress().turns = at_start.turns + turns;
     progress().calls = at_start.calls + 1;

@@ -40,12 +40,12 @@ struct Signals {
   uint64_t aborted;                       // 1 + a peer that gave up, or 0
 };
 
-// Written by the rank itself, when a call ends.
+// Written by the rank itself, in a call and for the next one.
 struct Progress {
   uint64_t epoch;  // barriers passed
   uint64_t turns;  // uses of the quick mailboxes
   uint64_t calls;
-  uint32_t arrived;  // blocks that have ended
+  uint32_t entered;  // blocks of the call that have begun
   uint32_t broken;   // a wait gave up: this call and all later ones end at once
 };
 
