@@ -5,7 +5,8 @@ one process: heads and the feed-forward's columns are divided, so that each laye
 all-reduces of `[batch, hidden]`. Attention reads a short KV cache. The same step is timed with
 `SymmetricMemory.all_reduce`, with `jax.lax.psum`, and without any sum: what an all-reduce that
 costs nothing would leave, which gives wrong results and bounds what can be won. The three take
-turns; calls follow each other, as in an engine that does not wait.
+turns; calls follow each other, as in an engine that does not wait, in chains that are long enough
+to hide how long the first of them takes to reach the devices.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
+from bench import timing
 from bench.results import Results, arguments
 from jaxkv import env
 
@@ -40,7 +42,7 @@ class Model(NamedTuple):
     Attributes:
       layers, hidden, heads, kv_heads, head_dim, ffn: of the whole model.
       context: tokens of a request that lie in the cache.
-      calls, rounds: steps that follow each other, and how often that is timed.
+      rounds: chains of steps that are timed of each way.
     """
 
     layers: int
@@ -50,7 +52,6 @@ class Model(NamedTuple):
     head_dim: int
     ffn: int
     context: int
-    calls: int
     rounds: int
 
     def specs(self) -> dict[str, tuple[tuple[int, int], P]]:
@@ -68,8 +69,8 @@ class Model(NamedTuple):
         }
 
 
-MODEL = Model(12, 4096, 32, 8, 128, 12288, context=128, calls=20, rounds=7)
-SMALL = Model(2, 64, 8, 8, 8, 128, context=8, calls=2, rounds=2)
+MODEL = Model(12, 4096, 32, 8, 128, 12288, context=128, rounds=7)
+SMALL = Model(2, 64, 8, 8, 8, 128, context=8, rounds=2)
 
 
 @functools.cache
@@ -188,17 +189,30 @@ def seconds_of(
     apart = np.linalg.norm(outputs[OURS] - outputs[PSUM]) / np.linalg.norm(outputs[PSUM])
     if not apart <= TOLERANCE:
         raise AssertionError(f"batch {batch}: activations differ by {apart:.3f} of their norm")
+    calls = chain_length(functools.partial(steps[PSUM], first, caches))
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(1 + stack.model.rounds):
         for name, step in steps.items():
             x = jax.block_until_ready(first)
             start = time.perf_counter()
-            for _ in range(stack.model.calls):
+            for _ in range(calls):
                 x = step(x, caches)
             jax.block_until_ready(x)
             if number:  # in the first, graphs are made
-                samples[name].append((time.perf_counter() - start) / stack.model.calls)
+                samples[name].append((time.perf_counter() - start) / calls)
     return {name: statistics.median(taken) for name, taken in samples.items()}
+
+
+def chain_length(step: Callable[[], Any]) -> int:
+    """Steps for a chain; the first ones compile and make graphs."""
+    if jax.default_backend() == "cpu":  # a rank that waits there holds a thread, and they are few
+        return 2
+    taken = 0.0
+    for _ in range(3):
+        start = time.perf_counter()
+        jax.block_until_ready(step())
+        taken = time.perf_counter() - start
+    return timing.chain_length(taken)
 
 
 def record(results: Results, stack: Stack, batch: int, seconds: dict[str, float]) -> None:
