@@ -1,6 +1,9 @@
 """What only GPUs show of `all_reduce`: steps that are replayed as CUDA graphs."""
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ranks import (
@@ -13,7 +16,10 @@ from ranks import (
     memory_of,
     on_ranks,
     operand,
+    sums,
 )
+
+import jaxkv
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 
@@ -69,3 +75,26 @@ def test_large_messages(dtype, num_bytes):
         reduce = on_ranks(memory, lambda x: memory.all_reduce(x, AXIS, implementation="two_shot"))
         for _ in range(3):
             assert_sums(reduce(x), x)
+
+
+@pytest.mark.parametrize("way, num_bytes", [("low_latency", 4 << 20), ("two_shot", 64 << 20)])
+def test_an_all_reduce_does_not_wait_for_a_copy_beside_it(way, num_bytes):
+    """All its blocks fit beside the SMs of a copy: one that did not would hold up all ranks."""
+    spec = jaxkv.KVCacheSpec(1, 64, 8, 128, jnp.bfloat16)
+    pages = jnp.arange(4096)  # 1 GiB, some 20 ms
+    pool = jaxkv.HostPool.create(spec, num_pages=len(pages))
+    cache = jaxkv.DeviceCache.create(spec, num_pages=len(pages))
+    start = jax.jit(partial(jaxkv.start_load, implementation="kernel"), donate_argnums=1)
+    end = jax.jit(lambda loading: loading.cache, donate_argnums=0)
+    x = operand(2, (num_bytes // 4,), "float32")
+    with memory_of(2, max_bytes=num_bytes) as memory:
+        reduce = sums(memory, way)
+        for _ in range(2):  # the first time compiles
+            loading = start(pool, cache, pages, pages)
+            y = reduce(x)
+            cache = end(loading)
+            jax.block_until_ready(y)
+            copying = not jax.tree.leaves(cache)[0].is_ready()
+            jax.block_until_ready(cache)
+    assert copying
+    assert_sums(y, x)
