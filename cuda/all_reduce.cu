@@ -24,7 +24,7 @@ constexpr int blocks_per_processor(int world, Route route) {
 // Blocks of a call that are all resident on each of this process's devices, because they wait for
 // what others do; also while a copy beside the step holds its SMs, for as long as that takes. By
 // route and number of ranks, and known once a communicator has been created.
-std::array<std::array<std::atomic<int>, kMaxRanks + 1>, 3> resident_blocks;
+std::array<std::array<std::atomic<int>, kMaxRanks + 1>, kRoutes> resident_blocks;
 constexpr int kSpareProcessors = 4;  // what tuning tables give such a copy
 
 struct CudaMachine {
@@ -190,24 +190,19 @@ __global__ void __launch_bounds__(kThreads, blocks_per_processor(N, kRoute))
 
 using Kernel = void (*)(RankView, Message);
 
-template <class Element, Route kRoute>
-Kernel kernel_for(int world) {
+template <class Element>
+Kernel kernel_for(int world, Route route) {
   Kernel kernel = nullptr;
-  with_world(world, [&]<int N>() { kernel = all_reduce_kernel<Element, N, kRoute>; });
+  with_world(world, [&]<int N>() {
+    with_route(route, [&]<Route kRoute>() { kernel = all_reduce_kernel<Element, N, kRoute>; });
+  });
   return kernel;
 }
 
-template <Route kRoute>
-Kernel kernel_for(int world, ffi::DataType dtype) {
-  return dtype == ffi::F32    ? kernel_for<Float32, kRoute>(world)
-         : dtype == ffi::BF16 ? kernel_for<Bfloat16, kRoute>(world)
-                              : kernel_for<Float16, kRoute>(world);
-}
-
 Kernel kernel_for(int world, ffi::DataType dtype, Route route) {
-  return route == Route::kTiled      ? kernel_for<Route::kTiled>(world, dtype)
-         : route == Route::kSwitched ? kernel_for<Route::kSwitched>(world, dtype)
-                                     : kernel_for<Route::kPlain>(world, dtype);
+  return dtype == ffi::F32    ? kernel_for<Float32>(world, route)
+         : dtype == ffi::BF16 ? kernel_for<Bfloat16>(world, route)
+                              : kernel_for<Float16>(world, route);
 }
 
 int blocks_for(const Message& message, const Geometry& geometry, Route route) {
@@ -260,18 +255,18 @@ void load_all_reduce(int32_t device) {
   check(cudaSetDevice(device));
   int processors = 0;
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  for (const Route route : {Route::kPlain, Route::kTiled, Route::kSwitched}) {
+  for (int route = 0; route < kRoutes; ++route) {
     for (const int world : {2, 4, 6, 8}) {
       int resident = kMaxBlocks;
       for (const ffi::DataType dtype : {ffi::F32, ffi::BF16, ffi::F16}) {
-        const Kernel kernel = kernel_for(world, dtype, route);
+        const Kernel kernel = kernel_for(world, dtype, static_cast<Route>(route));
         cudaFuncAttributes attributes;  // asking for them loads the kernel
         check(cudaFuncGetAttributes(&attributes, kernel));
         int blocks = 0;
         check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));
         resident = std::min(resident, blocks * (processors - kSpareProcessors));
       }
-      auto& known = resident_blocks[static_cast<int>(route)][world];
+      auto& known = resident_blocks[route][world];
       known = known ? std::min<int>(known, resident) : resident;
     }
   }

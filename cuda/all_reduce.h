@@ -24,15 +24,33 @@
 
 namespace jaxkv {
 
-// Ways of a message through this source. Each has a kernel of its own, so that none takes registers
-// from the others.
-enum class Route { kPlain, kTiled, kSwitched };
+// Ways of a message through this source: its algorithm, or two_shot in tiles. Each has a kernel of
+// its own, so that none takes registers from the others, or room in the instruction cache: after a
+// step's products a small message waits for instructions, too.
+enum class Route { kLowLatency, kOneShot, kTwoShot, kMultimem, kTiled };
+inline constexpr int kRoutes = 5;
 
 inline Route route_of(const Message& message, const Geometry& geometry) {
-  if (message.algorithm == Algorithm::kMultimem) return Route::kSwitched;
   const uint64_t in_parts = geometry.part_words() * geometry.world * sizeof(Word);
   const bool tiled = message.algorithm == Algorithm::kTwoShot && message.bytes > in_parts;
-  return tiled ? Route::kTiled : Route::kPlain;
+  return tiled ? Route::kTiled : static_cast<Route>(message.algorithm);
+}
+
+// Runs `body.template operator()<route>()`.
+template <class Body>
+auto with_route(Route route, Body body) {
+  switch (route) {
+    case Route::kLowLatency:
+      return body.template operator()<Route::kLowLatency>();
+    case Route::kOneShot:
+      return body.template operator()<Route::kOneShot>();
+    case Route::kTwoShot:
+      return body.template operator()<Route::kTwoShot>();
+    case Route::kMultimem:
+      return body.template operator()<Route::kMultimem>();
+    default:
+      return body.template operator()<Route::kTiled>();
+  }
 }
 
 template <class Machine, class Element, int N>
@@ -44,7 +62,8 @@ struct Call : Tiles<Machine, Element, N> {
   template <Route kRoute>
   JAXKV_DEVICE bool run() {
     // Most threads have one word, and need not know how far this rank is to load it.
-    const Word head = kRoute == Route::kPlain && first() < words() ? load_input(first()) : Word{};
+    const bool early = kRoute == Route::kLowLatency && first() < words();
+    const Word head = early ? load_input(first()) : Word{};
     Progress at_start = progress();
     // All threads of the block decide alike, although another block may give up meanwhile.
     if (m.all(!at_start.broken)) {
@@ -61,7 +80,7 @@ struct Call : Tiles<Machine, Element, N> {
  private:
   using Base = Tiles<Machine, Element, N>;
   using Base::m, Base::v, Base::message, Base::progress, Base::slot, Base::stall, Base::meet;
-  using Base::words, Base::aligned, Base::load_input, Base::store_output, Base::sum, Base::present;
+  using Base::words, Base::load_input, Base::store_output, Base::sum, Base::present;
 
   JAXKV_DEVICE static uint64_t signature(const Message& message, uint64_t calls) {
     return (message.bytes << 8 | static_cast<uint64_t>(message.dtype) << 2 |
@@ -79,39 +98,39 @@ struct Call : Tiles<Machine, Element, N> {
 
   template <Route kRoute>
   JAXKV_DEVICE bool reduced(const Progress& at_start, const Word& head) {
-    if constexpr (kRoute == Route::kSwitched) return multimem(at_start);
+    if constexpr (kRoute == Route::kLowLatency) {
+      return Base::all_whole() ? low_latency<true>(at_start, head)
+                               : low_latency<false>(at_start, head);
+    }
+    if constexpr (kRoute == Route::kOneShot) return one_shot(at_start);
+    if constexpr (kRoute == Route::kTwoShot) return two_shot(at_start);
+    if constexpr (kRoute == Route::kMultimem) return multimem(at_start);
     if constexpr (kRoute == Route::kTiled) {
-      return aligned() && message.bytes % sizeof(Word) == 0 ? Base::template tiled<true>(at_start)
-                                                            : Base::template tiled<false>(at_start);
+      return Base::all_whole() ? Base::template tiled<true>(at_start)
+                               : Base::template tiled<false>(at_start);
     }
-    switch (message.algorithm) {
-      case Algorithm::kLowLatency:
-        return low_latency(at_start, head);
-      case Algorithm::kOneShot:
-        return one_shot(at_start);
-      case Algorithm::kTwoShot:
-        return two_shot(at_start);
-      case Algorithm::kMultimem:
-        break;
-    }
-    return false;
   }
 
   // ---- Algorithms -------------------------------------------------------------------------------
 
-  // Every rank sends everything to all.
+  // Every rank sends everything to all. `kAllWhole`: see whole().
+  template <bool kAllWhole>
   JAXKV_DEVICE bool low_latency(const Progress& at_start, const Word& head) {
     const uint64_t turn = at_start.turns;
+    const uint32_t end = words(), begin = first(),
+                   stride = step();  // of what fits into a quick box
     auto due = [this](int r) { return r != v.rank; };
-    auto load = [&](uint64_t i) { return present(i == first() ? head : load_input(i)); };
-    for (uint64_t i = first(); i < words(); i += step()) Base::send(turn, i, load(i));
+    auto load = [&](uint32_t i) {
+      return present(i == begin ? head : Base::template load_word<kAllWhole>(i));
+    };
+    for (uint32_t i = begin; i < end; i += stride) Base::send(turn, i, load(i));
     stall();
     bool came = true;
-    for (uint64_t i = first(); came && i < words(); i += step()) {
+    for (uint32_t i = begin; came && i < end; i += stride) {
       const Word own = load(i);
       Word from[N];
-      came = Base::receive(turn, i, Phase::kQuick, words(), i, due, from);
-      if (came) store_output(i, sum(own, from));
+      came = Base::receive(turn, i, Phase::kQuick, end, i, due, from);
+      if (came) Base::template store_word<kAllWhole>(i, sum(own, from));
     }
     if (!m.all(came)) return false;
     Base::end(at_start, 0, 1);

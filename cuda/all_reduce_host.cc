@@ -129,14 +129,8 @@ bool run(const Task& task) {
   const RankView& view = task.rank->view;
   return with_world(view.geometry.world, [&]<int N>() {
     Call<HostMachine, Element, N> call(machine, view, task.message);
-    switch (route_of(task.message, view.geometry)) {
-      case Route::kTiled:
-        return call.template run<Route::kTiled>();
-      case Route::kSwitched:
-        return call.template run<Route::kSwitched>();
-      default:
-        return call.template run<Route::kPlain>();
-    }
+    return with_route(route_of(task.message, view.geometry),
+                      [&]<Route kRoute>() { return call.template run<kRoute>(); });
   });
 }
 

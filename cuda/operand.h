@@ -34,16 +34,29 @@ struct Operand : Peers<Machine, N> {
         reinterpret_cast<uintptr_t>(message.in) | reinterpret_cast<uintptr_t>(message.out);
     return addresses % sizeof(Word) == 0;
   }
+  // Not cut off, and at the address of a word.
   JAXKV_DEVICE bool whole(uint64_t i) const {
     return aligned() && (i + 1) * sizeof(Word) <= message.bytes;
   }
+  JAXKV_DEVICE bool all_whole() const { return aligned() && message.bytes % sizeof(Word) == 0; }
+
   JAXKV_DEVICE Word load_input(uint64_t i) const {
-    return whole(i) ? m.load(reinterpret_cast<const Word*>(message.in) + i)
-                    : load_values(message, i);
+    return whole(i) ? load_word<true>(i) : load_values(message, i);
   }
   JAXKV_DEVICE void store_output(uint64_t i, const Word& word) const {
-    if (whole(i)) return m.store(reinterpret_cast<Word*>(message.out) + i, word);
+    if (whole(i)) return store_word<true>(i, word);
     store_values(message, i, word.part[0], word.part[1], word.part[2], word.part[3]);
+  }
+  // The same, where it may be known that all words are whole.
+  template <bool kWhole>
+  JAXKV_DEVICE Word load_word(uint64_t i) const {
+    if constexpr (!kWhole) return load_input(i);
+    return m.load(reinterpret_cast<const Word*>(message.in) + i);
+  }
+  template <bool kWhole>
+  JAXKV_DEVICE void store_word(uint64_t i, const Word& word) const {
+    if constexpr (!kWhole) return store_output(i, word);
+    m.store(reinterpret_cast<Word*>(message.out) + i, word);
   }
   // Value by value, where a word is cut off or no address of a word; rare, so not inlined.
   JAXKV_RARE static Word load_values(const Message& message, uint64_t i) {

@@ -131,12 +131,14 @@ struct Peers {
   template <class Due>
   JAXKV_DEVICE bool receive(uint64_t turn, uint64_t at, Phase phase, uint64_t expected,
                             uint64_t seen, Due due, Word (&from)[N]) const {
+    Word* const box = quick(v.rank, turn, 0) + at;  // of rank 0; those of the others follow
+    const uint64_t next = v.geometry.quick_words;
     uint64_t deadline = 0;
     for (uint32_t polls = 1;; ++polls) {
       int missing = -1;
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
-        if (due(r)) from[r] = m.receive(quick(v.rank, turn, r) + at);
+        if (due(r)) from[r] = m.receive(box + r * next);
       }
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) missing = due(r) && !arrived(from[r]) ? r : missing;
@@ -150,7 +152,7 @@ struct Peers {
     stall();
     JAXKV_UNROLL()
     for (int r = 0; r < N; ++r) {
-      if (due(r)) m.send(quick(v.rank, turn, r) + at, {{kAbsent, kAbsent, kAbsent, kAbsent}});
+      if (due(r)) m.send(box + r * next, {{kAbsent, kAbsent, kAbsent, kAbsent}});
     }
     return true;
   }

@@ -26,8 +26,7 @@ struct Tiles : Operand<Machine, Element, N> {
   JAXKV_DEVICE Tiles(const Machine& machine, const RankView& view, const Message& message)
       : Base{machine, view, message} {}
 
-  // True if the sum is in `out`, false if a wait gave up. `kAllWhole`: no word of the message is
-  // cut off, and all are at addresses of words.
+  // True if the sum is in `out`, false if a wait gave up. `kAllWhole`: see whole().
   template <bool kAllWhole>
   JAXKV_DEVICE bool tiled(const Progress& at_start) {
     const uint64_t share = (words() + N - 1) / N, of_all = m.num_blocks() * v.geometry.tile_words;
@@ -75,14 +74,10 @@ struct Tiles : Operand<Machine, Element, N> {
       return reinterpret_cast<const Word*>(call.message.in) + first;
     }
     JAXKV_DEVICE Word load(uint32_t at) const {
-      return kAllWhole ? call.m.load(in() + at) : call.load_input(first + at);
+      return call.template load_word<kAllWhole>(first + at);
     }
     JAXKV_DEVICE void store(uint32_t at, const Word& word) const {
-      if constexpr (kAllWhole) {
-        call.m.store(reinterpret_cast<Word*>(call.message.out) + first + at, word);
-      } else {
-        call.store_output(first + at, word);
-      }
+      call.template store_word<kAllWhole>(first + at, word);
     }
   };
 
