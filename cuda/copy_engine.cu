@@ -1,5 +1,7 @@
 // Page copies by the copy engine: no SM is used, and the host reads the ids when it enqueues.
-#include <algorithm>
+#include <span>
+#include <string>
+#include <utility>
 
 #include "cuda_check.h"
 #include "overlap.h"
@@ -8,88 +10,87 @@
 namespace jaxkv {
 namespace {
 
+// Batches are bounded: drivers were seen to fail at some 50,000 descriptors (vLLM issue 49276).
 constexpr size_t kDescriptorsPerBatch = 1024;
 
-struct Descriptors {
-  std::vector<void*> to;
-  std::vector<const void*> from;
-  std::vector<size_t> bytes;
-  size_t buffer_begin = 0;
-
-  explicit Descriptors(size_t most) {
-    to.reserve(most);
-    from.reserve(most);
-    bytes.reserve(most);
-  }
+// Descriptors on their way to the driver. Of a fixed size, so that nothing is allocated.
+class Batch {
+ public:
+  bool full() const { return size_ == kDescriptorsPerBatch; }
 
   // Copies are joined within a buffer only: neighbours in two allocations are no neighbours.
-  void start_buffer() { buffer_begin = to.size(); }
+  void start_buffer() { to_end_ = nullptr; }
 
-  void add(std::byte* destination, const std::byte* source, size_t size) {
-    const bool joins = to.size() > buffer_begin &&
-                       static_cast<std::byte*>(to.back()) + bytes.back() == destination &&
-                       static_cast<const std::byte*>(from.back()) + bytes.back() == source;
-    if (joins) {
-      bytes.back() += size;
+  // Not into one that is full.
+  void add(std::byte* destination, const std::byte* source, size_t bytes) {
+    if (destination == to_end_ && source == from_end_) {
+      bytes_[size_ - 1] += bytes;
     } else {
-      to.push_back(destination);
-      from.push_back(source);
-      bytes.push_back(size);
+      to_[size_] = destination;
+      from_[size_] = source;
+      bytes_[size_++] = bytes;
     }
+    to_end_ = destination + bytes;
+    from_end_ = source + bytes;
   }
-};
 
-// Of the buffers from `begin` up to `end`.
-Descriptors describe_copies(const BlockCopy& copy, const std::vector<BlockPair>& pairs,
-                            size_t begin, size_t end) {
-  const CopyGeometry& g = copy.geometry;
-  Descriptors all((end - begin) * pairs.size() * g.count0 * g.count1);
-  for (size_t b = begin; b < end; ++b) {
-    all.start_buffer();
-    for (const auto& pair : pairs) {
-      std::byte* dense = copy.dense[b] + copy.dense_block(pair) * g.block_bytes;
-      std::byte* strided = copy.strided[b] + copy.strided_block(pair) * g.page_stride;
-      for (int64_t i0 = 0; i0 < g.count0; ++i0) {
-        for (int64_t i1 = 0; i1 < g.count1; ++i1, dense += g.run_bytes) {
-          std::byte* run = strided + g.run_offset(i0, i1);
-          all.add(copy.to_dense ? dense : run, copy.to_dense ? run : dense, g.run_bytes);
-        }
-      }
-    }
-  }
-  return all;
-}
-
-ffi::Error enqueue_one_by_one(cudaStream_t stream, const Descriptors& all, size_t begin,
-                              size_t end) {
-  for (size_t i = begin; i < end; ++i) {
-    JAXKV_CUDA_TRY(
-        cudaMemcpyAsync(all.to[i], all.from[i], all.bytes[i], cudaMemcpyDefault, stream));
-  }
-  return ffi::Error::Success();
-}
-
-// Batches are bounded: drivers were seen to fail at some 50,000 descriptors (vLLM issue 49276).
-ffi::Error enqueue_descriptors(cudaStream_t stream, Descriptors& all) {
-  for (size_t begin = 0; begin < all.to.size(); begin += kDescriptorsPerBatch) {
-    const size_t count = std::min(kDescriptorsPerBatch, all.to.size() - begin);
+  // Leaves none.
+  ffi::Error enqueue(cudaStream_t stream) {
+    const size_t count = std::exchange(size_, 0);
+    start_buffer();
+    if (count == 0) return ffi::Error::Success();
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
     size_t first_with_attributes = 0;
-    const cudaError_t status = cudaMemcpyBatchAsync(all.to.data() + begin, all.from.data() + begin,
-                                                    all.bytes.data() + begin, count, &attributes,
+    const cudaError_t status = cudaMemcpyBatchAsync(to_, from_, bytes_, count, &attributes,
                                                     &first_with_attributes, 1, stream);
-    if (status == cudaSuccess) continue;
+    if (status == cudaSuccess) return ffi::Error::Success();
     (void)cudaGetLastError();
     if (status != cudaErrorNotSupported && status != cudaErrorCallRequiresNewerDriver) {
       return ffi::Error::Internal(std::string("jaxkv: cudaMemcpyBatchAsync failed: ") +
                                   cudaGetErrorString(status));
     }
-    if (auto error = enqueue_one_by_one(stream, all, begin, begin + count); error.failure()) {
-      return error;
+    return enqueue_one_by_one(stream, count);
+  }
+
+ private:
+  ffi::Error enqueue_one_by_one(cudaStream_t stream, size_t count) const {
+    for (size_t i = 0; i < count; ++i) {
+      JAXKV_CUDA_TRY(cudaMemcpyAsync(to_[i], from_[i], bytes_[i], cudaMemcpyDefault, stream));
+    }
+    return ffi::Error::Success();
+  }
+
+  void* to_[kDescriptorsPerBatch];
+  const void* from_[kDescriptorsPerBatch];
+  size_t bytes_[kDescriptorsPerBatch];
+  size_t size_ = 0;
+  const std::byte* to_end_ = nullptr;  // of the last one, if another may join it
+  const std::byte* from_end_ = nullptr;
+};
+
+// Of the buffers from `begin` up to `end`.
+ffi::Error enqueue_copies(cudaStream_t stream, const BlockCopy& copy,
+                          std::span<const BlockPair> pairs, size_t begin, size_t end) {
+  const CopyGeometry& g = copy.geometry;
+  Batch batch;
+  for (size_t b = begin; b < end; ++b) {
+    batch.start_buffer();
+    for (const BlockPair pair : pairs) {
+      std::byte* dense = copy.dense[b] + copy.dense_block(pair) * g.block_bytes;
+      std::byte* strided = copy.strided[b] + copy.strided_block(pair) * g.page_stride;
+      for (int64_t i0 = 0; i0 < g.count0; ++i0) {
+        for (int64_t i1 = 0; i1 < g.count1; ++i1, dense += g.run_bytes) {
+          std::byte* run = strided + g.run_offset(i0, i1);
+          if (batch.full()) {
+            if (auto error = batch.enqueue(stream); error.failure()) return error;
+          }
+          batch.add(copy.to_dense ? dense : run, copy.to_dense ? run : dense, g.run_bytes);
+        }
+      }
     }
   }
-  return ffi::Error::Success();
+  return batch.enqueue(stream);
 }
 
 ffi::Error open_ids_for_dma(const IdList& list, const char* name) {
@@ -101,17 +102,9 @@ ffi::Error open_ids_for_dma(const IdList& list, const char* name) {
 }
 
 // The pairs to copy, of ids that the host reads now.
-ffi::ErrorOr<std::vector<BlockPair>> read_pairs(cudaStream_t stream,
-                                                ffi::Buffer<ffi::S32> source_ids,
-                                                ffi::Buffer<ffi::S32> destination_ids,
-                                                ffi::Dictionary attributes) {
-  // A captured copy would replay these ids for ever; and a batch under capture is lost in silence.
-  cudaStreamCaptureStatus capture;
-  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
-      capture != cudaStreamCaptureStatusNone) {
-    return ffi::Unexpected(
-        ffi::Error::Internal("jaxkv: dma cannot be captured in a CUDA graph; use kernel"));
-  }
+ffi::ErrorOr<std::span<const BlockPair>> read_pairs(ffi::Buffer<ffi::S32> source_ids,
+                                                    ffi::Buffer<ffi::S32> destination_ids,
+                                                    ffi::Dictionary attributes) {
   const auto ids = decode_ids(source_ids, destination_ids, attributes);
   if (!ids.has_value()) return ffi::Unexpected(ids.error());
   if (auto error = open_ids_for_dma(ids->sources, "the source"); error.failure()) {
@@ -121,7 +114,7 @@ ffi::ErrorOr<std::vector<BlockPair>> read_pairs(cudaStream_t stream,
     return ffi::Unexpected(error);
   }
   std::vector<PageErrorEntry> refused;
-  auto pairs = plan_on_host(*ids, &refused);
+  const auto pairs = plan_on_host(*ids, &refused);
   for (const auto& e : refused) record_on_host(e.fault, e.position, e.id, e.limit);
   return pairs;
 }
@@ -129,12 +122,17 @@ ffi::ErrorOr<std::vector<BlockPair>> read_pairs(cudaStream_t stream,
 ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
                        ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
                        ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  // A captured copy would replay these ids for ever; and a batch under capture is lost in silence.
+  cudaStreamCaptureStatus capture;
+  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
+      capture != cudaStreamCaptureStatusNone) {
+    return ffi::Error::Internal("jaxkv: dma cannot be captured in a CUDA graph; use kernel");
+  }
   const auto copy = decode_copy(args, rets, attributes);
   if (!copy.has_value()) return copy.error();
-  const auto pairs = read_pairs(stream, source_ids, destination_ids, attributes);
+  const auto pairs = read_pairs(source_ids, destination_ids, attributes);
   if (!pairs.has_value()) return pairs.error();
-  auto descriptors = describe_copies(*copy, *pairs, 0, copy->dense.size());
-  return enqueue_descriptors(stream, descriptors);
+  return enqueue_copies(stream, *copy, *pairs, 0, copy->dense.size());
 }
 
 ffi::Error start_by_dma(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
@@ -143,13 +141,12 @@ ffi::Error start_by_dma(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S3
                         ffi::Dictionary attributes) {
   const auto copy = decode_copy(args, rets, attributes);
   if (!copy.has_value()) return copy.error();
-  const auto pairs = read_pairs(stream, source_ids, destination_ids, attributes);
+  const auto pairs = read_pairs(source_ids, destination_ids, attributes);
   if (!pairs.has_value()) return pairs.error();
   auto enqueue = [&](const Lane& lane, uint32_t first, size_t segment_buffers) {
     auto error = ffi::Error::Success();
     for (size_t b = 0; b < copy->dense.size() && error.success(); b += segment_buffers) {
-      auto descriptors = describe_copies(*copy, *pairs, b, b + segment_buffers);
-      error = enqueue_descriptors(lane.stream(), descriptors);
+      error = enqueue_copies(lane.stream(), *copy, *pairs, b, b + segment_buffers);
       if (error.success()) error = lane.signal(first++);
     }
     return error;

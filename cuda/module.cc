@@ -88,7 +88,8 @@ nb::dict registrations() {
   add(cuda, "jaxkv_copy_blocks", prepare, stage("execute", CopyBlocksKernel));
   add(cuda, "jaxkv_copy_pairs", prepare, stage("execute", CopyPairsKernel));
   add(cuda, "jaxkv_copy_blocks_unordered", prepare, stage("execute", CopyBlocksUnordered));
-  add(cuda, "jaxkv_copy_blocks_dma", prepare, stage("execute", CopyBlocksDma));
+  // Nothing to prepare, and XLA would ask before every execution.
+  add(cuda, "jaxkv_copy_blocks_dma", stage("execute", CopyBlocksDma));
   const auto prepare_lanes = stage("initialize", PrepareLanes);
   add(cuda, "jaxkv_start_copy", prepare_lanes, stage("execute", StartCopyKernel));
   add(cuda, "jaxkv_start_copy_dma", prepare_lanes, stage("execute", StartCopyDma));

@@ -18,6 +18,7 @@ xla::ffi::Error prepare_ring(int32_t device) {
     return xla::ffi::Error::Internal("jaxkv: device ordinal " + std::to_string(device) +
                                      " is outside [0, " + std::to_string(kMaxDevices) + ")");
   }
+  if (device_rings[device].load()) return xla::ffi::Error::Success();
   static std::mutex mutex;
   std::lock_guard lock(mutex);
   if (device_rings[device].load()) return xla::ffi::Error::Success();

@@ -2,7 +2,11 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
+#include <memory>
+#include <optional>
 #include <unordered_map>
+#include <utility>
 
 #include "host_ids.h"
 
@@ -11,6 +15,27 @@ namespace {
 
 ffi::Unexpected<ffi::Error> invalid(std::string message) {
   return ffi::Unexpected(ffi::Error::InvalidArgument("jaxkv page copy: " + std::move(message)));
+}
+
+// The attribute `copy`.
+struct CopyNumbers {
+  int64_t to_dense, num_sms;
+  CopyGeometry geometry;
+};
+
+// The attribute `ids`.
+struct IdNumbers {
+  int64_t source_header, destination_header, num_sources, num_destinations;
+};
+
+// Numbers come together in an attribute, because each look-up of a name takes its time.
+template <class Numbers>
+std::optional<Numbers> read_numbers(ffi::Dictionary attributes, const char* name) {
+  const auto words = attributes.get<ffi::Span<const int64_t>>(name);
+  if (!words.has_value() || words->size() * sizeof(int64_t) != sizeof(Numbers)) return std::nullopt;
+  Numbers numbers;
+  std::memcpy(&numbers, words->begin(), sizeof numbers);
+  return numbers;
 }
 
 // One past the last byte of the strided side that an id in range can reach.
@@ -35,29 +60,18 @@ bool usable(const IdLists& ids, int32_t source, int32_t destination) {
          destination < ids.num_destinations;
 }
 
-// A bit for each block of the destination: a hash table of thousands of ids costs more time than
-// the copy engine takes. It is kept, all zero between calls, as a call of few ids should not pay
-// for every block there is.
-class DestinationBits {
- public:
-  void grow(int32_t num_destinations) {
-    const size_t words = (static_cast<size_t>(num_destinations) + 63) / 64;
-    if (words_.size() < words) words_.resize(words);
+// A mark for each block of the destination: a hash table of thousands of ids costs more time than
+// the copy engine takes. They are kept, all false between calls, as a call of few ids should not
+// pay for every block there is. No bits, as each would have to wait for that before it in its word.
+bool* destination_marks(int32_t num_destinations) {
+  static thread_local std::unique_ptr<bool[]> marks;
+  static thread_local int32_t size = 0;
+  if (size < num_destinations) {
+    marks = std::make_unique<bool[]>(num_destinations);
+    size = num_destinations;
   }
-  // Returns whether it was there.
-  bool add(int32_t destination) {
-    uint64_t& word = words_[destination / 64];
-    const uint64_t before = word;
-    word |= bit(destination);
-    return before == word;
-  }
-  void remove(int32_t destination) { words_[destination / 64] &= ~bit(destination); }
-
- private:
-  static uint64_t bit(int32_t destination) { return uint64_t{1} << destination % 64; }
-
-  std::vector<uint64_t> words_;
-};
+  return marks.get();
+}
 
 // Takes out the pairs that share a destination. Rare, so it may look at everything again.
 void refuse_twins(const IdLists& ids, std::vector<BlockPair>* pairs,
@@ -78,20 +92,15 @@ void refuse_twins(const IdLists& ids, std::vector<BlockPair>* pairs,
 
 ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi::S32> destinations,
                                  ffi::Dictionary attributes) {
-  const auto source_header = attributes.get<int64_t>("source_header");
-  const auto destination_header = attributes.get<int64_t>("destination_header");
-  const auto num_sources = attributes.get<int64_t>("num_sources");
-  const auto num_destinations = attributes.get<int64_t>("num_destinations");
-  if (!source_header.has_value() || !destination_header.has_value() || !num_sources.has_value() ||
-      !num_destinations.has_value()) {
-    return invalid("an attribute is missing or of another type");
-  }
-  if (*num_sources < 0 || *num_sources > INT32_MAX || *num_destinations < 0 ||
-      *num_destinations > INT32_MAX) {
+  const auto n = read_numbers<IdNumbers>(attributes, "ids");
+  if (!n) return invalid("no attribute ids, or it is of another type or size");
+  if (n->num_sources < 0 || n->num_sources > INT32_MAX || n->num_destinations < 0 ||
+      n->num_destinations > INT32_MAX) {
     return invalid("more than 2^31 - 1 blocks");
   }
-  const IdLists ids{id_list(sources, *source_header), id_list(destinations, *destination_header),
-                    static_cast<int32_t>(*num_sources), static_cast<int32_t>(*num_destinations)};
+  const IdLists ids{
+      id_list(sources, n->source_header), id_list(destinations, n->destination_header),
+      static_cast<int32_t>(n->num_sources), static_cast<int32_t>(n->num_destinations)};
   if (ids.sources.size() != ids.destinations.size() || ids.sources.size() > INT32_MAX / 2) {
     return invalid("id lists of unequal length, or too long");
   }
@@ -106,21 +115,14 @@ ffi::ErrorOr<PairList> decode_pairs(ffi::Buffer<ffi::S32> operand) {
 
 ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets rets,
                                     ffi::Dictionary attributes) {
-  const auto dense_written = attributes.get<bool>("to_dense");
-  const auto num_sms = attributes.get<int64_t>("num_sms");
-  const auto sizes = attributes.get<ffi::Span<const int64_t>>("geometry");
+  const auto n = read_numbers<CopyNumbers>(attributes, "copy");
   const auto offsets = attributes.get<ffi::Span<const int64_t>>("strided_offsets");
-  if (!dense_written.has_value() || !num_sms.has_value() || !sizes.has_value() ||
-      !offsets.has_value()) {
-    return invalid("an attribute is missing or of another type");
+  if (!n || !offsets.has_value()) {
+    return invalid("an attribute is missing, or it is of another type or size");
   }
-  if (sizes->size() * sizeof(int64_t) != sizeof(CopyGeometry)) {
-    return invalid("geometry has " + std::to_string(sizes->size()) + " entries");
-  }
-  const bool to_dense = *dense_written;
+  const bool to_dense = n->to_dense;
   const auto& strided_offsets = *offsets;
-  const int64_t* v = sizes->begin();
-  const CopyGeometry g{v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8]};
+  const CopyGeometry& g = n->geometry;
   if (!sound(g)) return invalid("geometry is not sound");
   const size_t num_buffers = strided_offsets.size();
   if (num_buffers == 0 || args.size() <= num_buffers) return invalid("no buffers to copy");
@@ -131,12 +133,11 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
   }
   const size_t num_written = to_dense ? num_buffers : num_strided_arrays;
   if (rets.size() != num_written) return invalid("wrong number of results");
-  if (*num_sms < 1) return invalid("num_sms is below 1");
+  if (n->num_sms < 1) return invalid("num_sms is below 1");
 
-  BlockCopy copy;
-  copy.to_dense = to_dense;
-  copy.num_sms = static_cast<int>(*num_sms);
-  copy.geometry = g;
+  static thread_local std::vector<std::byte*> dense_firsts, strided_firsts;
+  dense_firsts.resize(num_buffers);
+  strided_firsts.resize(num_buffers);
   // Results alias the written operands, so the written side is read off the results.
   auto array = [&](size_t index, bool written) -> ffi::ErrorOr<ffi::AnyBuffer> {
     if (!written) return args.get<ffi::AnyBuffer>(index);
@@ -159,38 +160,40 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
                      std::to_string(dense->size_bytes()) + " bytes, needs " +
                      std::to_string(g.num_dense * g.block_bytes));
     }
-    copy.strided.push_back(static_cast<std::byte*>(strided->untyped_data()) + offset);
-    copy.dense.push_back(static_cast<std::byte*>(dense->untyped_data()));
+    strided_firsts[b] = static_cast<std::byte*>(strided->untyped_data()) + offset;
+    dense_firsts[b] = static_cast<std::byte*>(dense->untyped_data());
   }
-  return copy;
+  return BlockCopy{to_dense, static_cast<int>(n->num_sms), g, dense_firsts, strided_firsts};
 }
 
-std::vector<BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEntry>* refused) {
-  const int32_t* sources = ids.sources.ids();
-  const int32_t* destinations = ids.destinations.ids();
-  auto refuse = [&](PageFault fault, size_t i, int32_t id, int32_t limit) {
+std::span<const BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEntry>* refused) {
+  static thread_local std::vector<BlockPair> planned;
+  planned.resize(ids.sources.size());
+  BlockPair* const pairs = planned.data();
+  const int32_t *const sources = ids.sources.ids(), *const destinations = ids.destinations.ids();
+  const int32_t num_sources = ids.num_sources, num_destinations = ids.num_destinations;
+  bool* const marks = destination_marks(num_destinations);
+  auto refuse = [refused](PageFault fault, size_t i, int32_t id, int32_t limit) {
     refused->push_back({0, fault, static_cast<int32_t>(i), id, limit});
   };
-  static thread_local DestinationBits named;
-  named.grow(ids.num_destinations);
   bool twins = false;
-  std::vector<BlockPair> pairs;
-  pairs.reserve(ids.sources.size());
-  for (size_t i = 0; i < ids.sources.size(); ++i) {
+  size_t num_pairs = 0;
+  for (size_t i = 0, n = planned.size(); i < n; ++i) {
     const int32_t s = sources[i], d = destinations[i];
     if (s < 0 || d < 0) continue;
-    if (s >= ids.num_sources) {
-      refuse(PageFault::kSourceOutOfRange, i, s, ids.num_sources);
-    } else if (d >= ids.num_destinations) {
-      refuse(PageFault::kDestinationOutOfRange, i, d, ids.num_destinations);
+    if (s >= num_sources) {
+      refuse(PageFault::kSourceOutOfRange, i, s, num_sources);
+    } else if (d >= num_destinations) {
+      refuse(PageFault::kDestinationOutOfRange, i, d, num_destinations);
     } else {
-      twins |= named.add(d);
-      pairs.push_back({s, d});
+      twins |= std::exchange(marks[d], true);
+      pairs[num_pairs++] = {s, d};
     }
   }
-  for (const BlockPair pair : pairs) named.remove(pair.destination);
-  if (twins) refuse_twins(ids, &pairs, refused);
-  return pairs;
+  planned.resize(num_pairs);
+  for (const BlockPair pair : planned) marks[pair.destination] = false;
+  if (twins) refuse_twins(ids, &planned, refused);
+  return planned;
 }
 
 ffi::Error open_ids(const IdList& list, const char* name) {

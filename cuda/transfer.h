@@ -17,7 +17,7 @@ namespace jaxkv {
 
 namespace ffi = xla::ffi;
 
-// The attribute `geometry`, in the order in which transfer.py writes it.
+// In the order in which block_copy.py writes it, as part of the attribute `copy`.
 struct CopyGeometry {
   int64_t block_bytes;
   int64_t run_bytes;
@@ -63,7 +63,8 @@ struct BlockCopy {
   bool to_dense = true;
   int num_sms = 1;
   CopyGeometry geometry{};
-  std::vector<std::byte*> dense{}, strided{};  // first byte of block 0, per buffer
+  // First byte of block 0, per buffer. They last until this thread decodes another copy.
+  std::span<std::byte* const> dense{}, strided{};
 
   int32_t dense_block(BlockPair pair) const { return to_dense ? pair.destination : pair.source; }
   int32_t strided_block(BlockPair pair) const { return to_dense ? pair.source : pair.destination; }
@@ -82,8 +83,9 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
 // Checks that the host may read HostIds now; lists without a header are host memory already.
 ffi::Error open_ids(const IdList& list, const char* name);
 
-// Pairs that may be copied, of opened ids; `refused` gets the others, padding apart.
-std::vector<BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEntry>* refused);
+// Pairs that may be copied, of opened ids; `refused` gets the others, padding apart. They last
+// until this thread plans again.
+std::span<const BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEntry>* refused);
 
 // The CPU backend's copy of planned pairs.
 ffi::Error copy_pairs_on_host(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,

@@ -23,9 +23,9 @@ void copy_block(const BlockCopy& copy, size_t buffer, BlockPair pair) {
 }
 
 // Fails the step on the first wrong id, before anything is copied.
-ffi::ErrorOr<std::vector<BlockPair>> check_ids(ffi::Buffer<ffi::S32> source_ids,
-                                               ffi::Buffer<ffi::S32> destination_ids,
-                                               ffi::Dictionary attributes) {
+ffi::ErrorOr<std::span<const BlockPair>> check_ids(ffi::Buffer<ffi::S32> source_ids,
+                                                   ffi::Buffer<ffi::S32> destination_ids,
+                                                   ffi::Dictionary attributes) {
   const auto ids = decode_ids(source_ids, destination_ids, attributes);
   if (!ids.has_value()) return ffi::Unexpected(ids.error());
   for (const auto& [list, name] :
@@ -33,7 +33,7 @@ ffi::ErrorOr<std::vector<BlockPair>> check_ids(ffi::Buffer<ffi::S32> source_ids,
     if (auto error = open_ids(list, name); error.failure()) return ffi::Unexpected(error);
   }
   std::vector<PageErrorEntry> refused;
-  auto pairs = plan_on_host(*ids, &refused);
+  const auto pairs = plan_on_host(*ids, &refused);
   if (refused.empty()) return pairs;
   return ffi::Unexpected(ffi::Error::InvalidArgument(
       "PageIndexError: " + describe(refused.front()) + " (" + std::to_string(refused.size()) +

@@ -120,10 +120,10 @@ def copy_attributes(copy: BlockCopy, num_sms: int) -> dict[str, Any]:
     """What a handler is told of a copy."""
     geometry = copy.geometry
     return {
-        "to_dense": copy.to_dense,
-        "num_sms": np.int64(num_sms or 1),  # the copy engine and the host have none
-        "geometry": np.array(
+        "copy": np.array(
             [
+                copy.to_dense,
+                num_sms or 1,  # the copy engine and the host have none
                 geometry.block_bytes,
                 geometry.run_bytes,
                 *geometry.counts,
@@ -144,10 +144,7 @@ def id_operands(copy: BlockCopy, ids: tuple[Any, Any]) -> tuple[list[Any], dict[
     operands = [entry.data if isinstance(entry, HostIds) else jnp.asarray(entry) for entry in ids]
     headers = [header if isinstance(entry, HostIds) else 0 for entry in ids]
     return operands, {
-        "source_header": np.int64(headers[0]),
-        "destination_header": np.int64(headers[1]),
-        "num_sources": np.int64(copy.num_sources),
-        "num_destinations": np.int64(copy.num_destinations),
+        "ids": np.array([*headers, copy.num_sources, copy.num_destinations], np.int64),
     }
 
 
