@@ -68,7 +68,7 @@ def sizes(platform: str, quick: bool) -> list[Size]:
         return [Size(2, 8, 8 << 10, 3)]
     if quick:
         return [Size(4, 128, 64 << 10, 3)]
-    return [Size(32, 256, 64 << 10, 5), Size(32, 4096, 8 << 10, 5)]
+    return [Size(32, 256, 64 << 10, 5), Size(32, 4096, 8 << 10, 3)]
 
 
 class Took(NamedTuple):
