@@ -117,8 +117,8 @@ struct Call : Tiles<Machine, Element, N> {
   template <bool kAllWhole>
   JAXKV_DEVICE bool low_latency(const Progress& at_start, const Word& head) {
     const uint64_t turn = at_start.turns;
-    const uint32_t end = words(), begin = first(),
-                   stride = step();  // of what fits into a quick box
+    // 32 bits are enough for what fits into a quick box.
+    const uint32_t end = words(), begin = first(), stride = step();
     auto due = [this](int r) { return r != v.rank; };
     auto load = [&](uint32_t i) {
       return present(i == begin ? head : Base::template load_word<kAllWhole>(i));
