@@ -31,6 +31,7 @@ from bench.results import Results, arguments
 BLOCK_BYTES = 8192
 COUNTS = (1, 4, 16, 64)
 IN_STEP, ONE_CALL, OUTSIDE = "in a step", "one call", "outside JAX"
+RETURNS = "one call returns"
 NOTHING = Way("nothing")
 
 
@@ -43,9 +44,14 @@ class Effort(NamedTuple):
 
 
 def inside_us(programs: dict[int, Program], effort: Effort) -> dict[str, float]:
-    """Microseconds of one copy on the two footings inside JAX, in one round."""
-    one, many = (program.idle_calls(effort.calls).done for program in programs.values())
-    return {IN_STEP: (many - one) / effort.copies * 1e6, ONE_CALL: one * 1e6}
+    """Microseconds of one copy on the footings inside JAX, in one round."""
+    one, many = (program.idle_calls(effort.calls) for program in programs.values())
+    seconds = {
+        IN_STEP: (many.done - one.done) / effort.copies,
+        ONE_CALL: one.done,
+        RETURNS: one.returns,
+    }
+    return {footing: taken * 1e6 for footing, taken in seconds.items()}
 
 
 def rounds_of(
@@ -105,14 +111,14 @@ def _inside(results: Results, made: Blocks, direction: str, count: int, effort: 
     case = f"{direction}, {count} x 8 KiB"
     rivals = tuple(peers.CODES) if platform == "gpu" else ()
     taken = rounds_of(made, (*rivals, *IMPLEMENTATIONS[platform]), direction, count, effort)
-    for footing in (IN_STEP, ONE_CALL):
+    for footing in (IN_STEP, ONE_CALL, RETURNS):
         samples = {name: [figures[footing] for figures in all_] for name, all_ in taken.items()}
         middle = {name: statistics.median(values) for name, values in samples.items()}
         beside = {name: middle[name] for name in rivals}
         for name in (name for name in middle if name not in rivals):
             results.row(f"{case}, {name}", footing, "us", middle[name], None, beside)
             print(_text(f"{case}, {name}", footing, middle[name], beside), flush=True)
-        if rivals:
+        if rivals and footing != RETURNS:
             chosen = made.chosen(direction, count)
             best = min(rivals, key=lambda name: middle[name])
             got, error = timing.ratio(samples[chosen], samples[best])
@@ -124,7 +130,7 @@ def _inside(results: Results, made: Blocks, direction: str, count: int, effort: 
 
 def _text(case: str, footing: str, value: float, others: dict[str, float]) -> str:
     beside = ", ".join(f"{name} {other:.1f}" for name, other in others.items())
-    return f"{case:40} {footing:12} {value:8.1f} us  [{beside}]"
+    return f"{case:40} {footing:16} {value:8.1f} us  [{beside}]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
