@@ -25,8 +25,7 @@
 namespace jaxkv {
 
 // Ways of a message through this source: its algorithm, or two_shot in tiles. Each has a kernel of
-// its own, so that none takes registers from the others, or room in the instruction cache: after a
-// step's products a small message waits for instructions, too.
+// its own, so that none takes registers from the others.
 enum class Route { kLowLatency, kOneShot, kTwoShot, kMultimem, kTiled };
 inline constexpr int kRoutes = 5;
 

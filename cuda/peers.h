@@ -21,8 +21,8 @@ struct Peers {
   JAXKV_DEVICE Progress& progress() const { return v.headers[v.rank]->progress; }
 
   // `at_start` is what all threads read before their block enters, so the last block to enter may
-  // say how far this rank is. It enters when it begins, as the answer takes as long as a small
-  // message.
+  // say how far this rank is. It enters when it begins: the answer comes while words are on their
+  // way.
   JAXKV_DEVICE void enter(Progress& at_start) const {
     at_start.entered = m.thread() == 0 ? m.enter(&progress().entered) : kMaxBlocks;
   }
