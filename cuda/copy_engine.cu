@@ -39,6 +39,7 @@ class Batch {
     const size_t count = std::exchange(size_, 0);
     start_buffer();
     if (count == 0) return ffi::Error::Success();
+    if (count == 1) return enqueue_one_by_one(stream, count);  // what a batch costs is for more
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
     size_t first_with_attributes = 0;

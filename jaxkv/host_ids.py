@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,11 @@ from jaxkv import _native
 from jaxkv.device_cache import default_device
 from jaxkv.errors import PageIndexError
 
+_NEW = object()  # None may be what a transformation puts in the place of `data`
 
+
+# So JAX takes it apart without running any Python: a call of a program does so with all its ids.
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=[])
 class HostIds:
     """Page ids for the copy engine, whose descriptors the host writes.
 
@@ -28,6 +33,7 @@ class HostIds:
     Args:
       ids: int[n]; entries < 0 are padding.
       sharding: where the ids go, e.g. replicated over a mesh; None for the default device.
+      data: for JAX only, which puts an object together again after a transformation.
 
     Raises:
       TypeError: `ids` is a JAX array or not of integers.
@@ -37,7 +43,16 @@ class HostIds:
     data: Any
     ids: np.ndarray | None
 
-    def __init__(self, ids: npt.ArrayLike, *, sharding: jax.sharding.Sharding | None = None):
+    def __init__(
+        self,
+        ids: npt.ArrayLike = (),
+        *,
+        sharding: jax.sharding.Sharding | None = None,
+        data: Any = _NEW,
+    ):
+        if data is not _NEW:
+            self.data, self.ids = data, None
+            return
         host_ids = as_host_ids(ids, "ids")
         extension = _native.extension()
         header = extension.HOST_IDS_HEADER
@@ -55,18 +70,6 @@ class HostIds:
 
     def __len__(self) -> int:
         return self.data.shape[0] - _native.extension().HOST_IDS_HEADER
-
-
-def _of_children(_: None, children: tuple[Any]) -> HostIds:
-    ids = object.__new__(HostIds)
-    (ids.data,) = children
-    ids.ids = None
-    return ids
-
-
-# By a function, not by methods of the class: each call of a program flattens its ids, and on a host
-# whose caches are cold the methods took twice as long.
-jax.tree_util.register_pytree_node(HostIds, lambda ids: ((ids.data,), None), _of_children)
 
 
 def as_host_ids(ids: npt.ArrayLike, name: str) -> np.ndarray:
