@@ -34,7 +34,7 @@ CHOSEN, PSUM = "chosen", "psum"
 # The largest message, all-reduces of a chain, and calls of it that follow each other: some 20 ms of
 # them, as it takes up to a millisecond until the first is under way.
 CHAINS = ((256 << 10, 128, 40), (4 << 20, 64, 40), (1 << 62, 16, 20))
-QUICK_CHAIN, REPEATS = (4, 2), 3  # few, as the CPU backend starves where many collectives queue
+QUICK_CHAIN, REPEATS = (4, 2), 5  # few, as the CPU backend starves where many collectives queue
 PROFILED_CALLS = 4
 PAUSE_SECONDS = 0.05  # between what is profiled; far more than between kernels of one program
 COMPILERS = min(16, os.cpu_count() or 1)
