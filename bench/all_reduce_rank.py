@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ CHOSEN, PSUM = "chosen", "psum"
 # The largest message, all-reduces of a chain, and calls of it that follow each other: some 20 ms of
 # them, as it takes up to a millisecond until the first is under way.
 CHAINS = ((256 << 10, 128, 40), (4 << 20, 64, 40), (1 << 62, 16, 20))
-QUICK_CHAIN, REPEATS = (4, 2), 5  # few, as the CPU backend starves where many collectives queue
+QUICK_CHAIN, ROUNDS = (4, 2), 5  # few, as the CPU backend starves where many collectives queue
 PROFILED_CALLS = 4
 PAUSE_SECONDS = 0.05  # between what is profiled; far more than between kernels of one program
 COMPILERS = min(16, os.cpu_count() or 1)
@@ -78,6 +79,7 @@ class Program:
       chains: "pair" and, of some ways, "alone": traced, later compiled.
       operands: what each of them starts from.
       expected: a row of what the pairs give.
+      samples: of each round the seconds of an all-reduce in each of the chains, by wall clock.
     """
 
     num_bytes: int
@@ -88,6 +90,7 @@ class Program:
     chains: dict[str, Any]
     operands: dict[str, Any]
     expected: np.ndarray
+    samples: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
     def answer(self) -> dict[str, Any]:
         """What tells its figures from others."""
@@ -100,15 +103,19 @@ class Program:
             if not np.array_equal(found.view(np.uint16), self.expected.view(np.uint16)):
                 raise AssertionError("wrong sums")
 
-    def seconds(self) -> dict[str, float]:
-        """Wall clock of an all-reduce in each of the chains."""
-        found = {}
+    def sample(self) -> None:
+        """Times each of the chains once."""
+        taken = {}
         for name, chain in self.chains.items():
-            taken, _ = timing.seconds_per_call(
-                chain, self.operands[name], calls=self.calls, repeats=REPEATS
+            seconds, _ = timing.seconds_per_call(
+                chain, self.operands[name], calls=self.calls, repeats=1, warmup=1
             )
-            found[name] = taken / self.length
-        return found
+            taken[name] = seconds / self.length
+        self.samples.append(taken)
+
+    def seconds(self) -> dict[str, float]:
+        """The median of the samples of each chain."""
+        return {name: statistics.median(s[name] for s in self.samples) for name in self.chains}
 
 
 class Bench:
@@ -222,11 +229,15 @@ class Bench:
 
     def measure(self) -> None:
         programs = list(self.programs())
+        for done in range(ROUNDS):  # in which all take turns, as the host's pace drifts
+            for program in programs:
+                with _told(program):
+                    program.sample()
+            programs = [program for program in programs if len(program.samples) > done]
         for num_bytes in self.request.sizes:
             here = [program for program in programs if program.num_bytes == num_bytes]
             for program in here:
-                with _told(program):
-                    _tell({**program.answer(), **program.seconds()})
+                _tell({**program.answer(), **program.seconds()})
             for program, traced in zip(here, profiled(here), strict=True):
                 _tell({**program.answer(), **traced})
             if self.memory:

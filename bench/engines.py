@@ -15,7 +15,8 @@ that were dropped before ("memory reused"), as in one whose tier is full.
 Both ways need HBM for a second copy of the pages; bytes are XLA's own account of its programs.
 
 "Time" is from the call until the data is there, "host blocked" until the host may go on, both on an
-idle device; that of ours is less by what a call of the same program without the copy takes.
+idle device; that of ours is less by what a call of the same program without the copy takes, after a
+wait of the same length.
 """
 
 import functools
@@ -42,6 +43,7 @@ TPU_INFERENCE, SGLANG = "tpu-inference", "sglang-jax"
 WHOLE = "one device_put of the whole"
 REUSED = ", memory reused"
 WANTED = {"store": {"page": 12, WHOLE: 1.2}, "load": {"page": 1.6, WHOLE: 1.2}}
+WARMUP = 2  # calls: the first compiles, the second may capture a graph
 WANTED_STAGING_MIB, WANTED_BLOCKED_MS = 0.1, 0.05
 
 
@@ -130,18 +132,23 @@ class Engine:
     def _time_ours(
         self, operation: Callable, nothing: Callable, state: Any, other: Any, ids: Any
     ) -> tuple[Any, Took]:
-        calls = {}
-        for body in (operation, nothing):
-            jitted = jax.jit(body, donate_argnums=0, keep_unused=True)
-            step = functools.partial(_swapped, jitted, other, ids)
-            analysis = jitted.lower(state, other, ids).compile().memory_analysis()
-            staging = analysis.temp_size_in_bytes if analysis else 0
-            _, state = timing.single_call(step, state, repeats=2)  # compiles
-            call, state = timing.single_call(step, state, repeats=self.size.repeats)
-            calls[body] = Took(call.done, call.returns, staging)
+        jitted = [jax.jit(f, donate_argnums=0, keep_unused=True) for f in (operation, nothing)]
+        analysis = jitted[0].lower(state, other, ids).compile().memory_analysis()
+        copy, empty = (functools.partial(_swapped, program, other, ids) for program in jitted)
+        calls: dict[Any, list[timing.Call]] = {copy: [], empty: []}
+        for _ in range(WARMUP + self.size.repeats):
+            for step, timed in calls.items():
+                # Both begin after a wait of the same length: a host that has slept is slower.
+                state = jax.block_until_ready(copy(state))
+                call, state = timing.single_call(step, state, repeats=1)
+                timed.append(call)
         jaxkv.check_errors()
-        took, empty = calls[operation], calls[nothing]
-        return state, took._replace(blocked=max(0.0, took.blocked - empty.blocked))
+        done, blocked, idle = (
+            statistics.median(getattr(call, what) for call in calls[step][WARMUP:])
+            for step, what in ((copy, "done"), (copy, "returns"), (empty, "returns"))
+        )
+        staging = analysis.temp_size_in_bytes if analysis else 0
+        return state, Took(done, max(0.0, blocked - idle), staging)
 
     # Theirs.
 

@@ -12,11 +12,13 @@ What a caller waits for depends on where the call is made, so each footing is co
     prepared before, and a Triton kernel with vLLM's parameters launched from Python.
 
 Every figure is by the host's clock, of calls on a device that is idle before each: the median of
-rounds in which all take turns. What `jaxkv` chooses is compared with the best peer, round by round.
+rounds in which all take turns, in random order. What `jaxkv` chooses is compared with the best
+peer, round by round.
 """
 
 import contextlib
 import os
+import random
 import statistics
 import sys
 from collections.abc import Sequence
@@ -66,10 +68,9 @@ def rounds_of(
                 for copies in (1, 1 + effort.copies)
             }
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in programs}
-    order = list(programs)
+    shuffle = random.Random(0).sample
     for _ in range(effort.rounds):
-        order.append(order.pop(0))
-        for name in order:
+        for name in shuffle(list(programs), len(programs)):  # none always follows the same
             taken[name].append(inside_us(programs[name], effort))
     return taken
 
@@ -85,7 +86,7 @@ def outside_us(made: Blocks, direction: str, count: int, calls: int) -> dict[str
 
 
 def measure(results: Results, platform: str, quick: bool) -> None:
-    effort = Effort(4, 2, 3) if quick else Effort(16, 12, 6)
+    effort = Effort(4, 2, 3) if quick else Effort(16, 60, 6)
     calls = effort.rounds * effort.calls
     triton = None
     if platform == "gpu":

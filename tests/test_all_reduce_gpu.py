@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from ranks import (
     AXIS,
     NATIVE,
@@ -91,9 +92,11 @@ def test_an_all_reduce_does_not_wait_for_a_copy_beside_it(way, num_bytes):
     x = operand(2, (num_bytes // 4,), "float32")
     with memory_of(2, max_bytes=num_bytes) as memory:
         reduce = sums(memory, way)
+        # Placed now: on its way from the host it would share the link with the copy.
+        rows = jax.device_put(x, NamedSharding(memory.mesh, PartitionSpec(AXIS)))
         for _ in range(2):  # the first time compiles
             loading = start(pool, cache, pages, pages)
-            y = reduce(x)
+            y = reduce(rows)
             cache = end(loading)
             jax.block_until_ready(y)
             time.sleep(1e-3)  # if it had to wait for the copy, the cache is here now, too
