@@ -342,13 +342,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     platform = jax.default_backend()
     devices = len(jax.devices()) if platform == "gpu" else 2 if flags.quick else 4
     results = Results("all_reduce")
-    benches = []
-    for world in (world for world in WORLDS if world <= devices):
-        benches.append(Bench(results, platform, world, quick=flags.quick))
-        benches[-1].measure()
-    results.save(flags.out)
-    for bench in benches:
-        print(bench.table())
+    # From the most devices down, as those are hard to come by, and saved as far as it got.
+    for world in (world for world in reversed(WORLDS) if world <= devices):
+        bench = Bench(results, platform, world, quick=flags.quick)
+        bench.measure()
+        print(bench.table(), flush=True)
+        results.save(flags.out)
     return 0
 
 

@@ -236,7 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         jax.config.update("jax_num_cpu_devices", 2)
     on_gpu = jax.default_backend() == "gpu"
     results = Results("tensor_parallel")
-    for world in (world for world in WORLDS if world <= jax.device_count()):
+    # From the most devices down, as those are hard to come by, and saved as far as it got.
+    for world in (world for world in reversed(WORLDS) if world <= jax.device_count()):
         try:
             stack = Stack(MODEL if on_gpu else SMALL, world)
             measure(results, stack, (16,) if flags.quick or not on_gpu else (1, 4, 16, 64))
@@ -244,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             why = env.without_directories(f"{world} devices: {type(error).__name__}: {error}")
             print(f"not measured: {why}", flush=True)
             results.row(why, "not measured", "settings", 1)
-    results.save(flags.out)
+        results.save(flags.out)
     return 0
 
 

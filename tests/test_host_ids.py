@@ -192,3 +192,10 @@ def test_host_ids_are_a_pytree(rebuilt, inside_jit):
     pool, cache = case.pool(), case.cache()
     out = run_load(pool, cache, ids, inside_jit)
     case.assert_holds(pool, out, **case.expected("load", VALUES, OTHERS))
+
+
+@pytest.mark.parametrize("leaf", [None, object()])
+def test_any_leaf_can_stand_in_for_the_data(leaf):
+    """As where `jax.tree.map` makes a tree of shardings, or of nothing."""
+    made = jax.tree.map(lambda _: leaf, jaxkv.HostIds([1, 2]))
+    assert isinstance(made, jaxkv.HostIds) and made.data is leaf and made.ids is None
