@@ -189,7 +189,7 @@ def seconds_of(
     apart = np.linalg.norm(outputs[OURS] - outputs[PSUM]) / np.linalg.norm(outputs[PSUM])
     if not apart <= TOLERANCE:
         raise AssertionError(f"batch {batch}: activations differ by {apart:.3f} of their norm")
-    calls = chain_length(functools.partial(steps[PSUM], first, caches))
+    calls = steps_of_chain(functools.partial(steps[PSUM], first, caches))
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(1 + stack.model.rounds):
         for name, step in steps.items():
@@ -203,7 +203,7 @@ def seconds_of(
     return {name: statistics.median(taken) for name, taken in samples.items()}
 
 
-def chain_length(step: Callable[[], Any]) -> int:
+def steps_of_chain(step: Callable[[], Any]) -> int:
     """Steps for a chain; the first ones compile and make graphs."""
     if jax.default_backend() == "cpu":  # a rank that waits there holds a thread, and they are few
         return 2
