@@ -36,7 +36,7 @@ class HostIds:
       data: for JAX only, which puts an object together again after a transformation.
 
     Raises:
-      TypeError: `ids` is a JAX array or not of integers.
+      TypeError: `ids` is missing, a JAX array, or not of integers.
       ValueError: `ids` is not one-dimensional or does not fit int32.
     """
 
@@ -45,7 +45,7 @@ class HostIds:
 
     def __init__(
         self,
-        ids: npt.ArrayLike = (),
+        ids: npt.ArrayLike | None = None,
         *,
         sharding: jax.sharding.Sharding | None = None,
         data: Any = _NEW,
@@ -53,6 +53,8 @@ class HostIds:
         if data is not _NEW:
             self.data, self.ids = data, None
             return
+        if ids is None:
+            raise TypeError("ids must be given: a NumPy array or a list of integers")
         host_ids = as_host_ids(ids, "ids")
         extension = _native.extension()
         header = extension.HOST_IDS_HEADER
