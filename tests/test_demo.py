@@ -1,0 +1,77 @@
+"""`bench.demo`: what it records of the runs of the serving example."""
+
+import json
+
+import pytest
+
+from bench import demo, evidence
+from bench.results import Results, Row
+
+
+def demo_summary(answers, on_host=16):
+    """What the serving example writes, as far as bench.demo reads it."""
+    row = {"turn": 1, "recomputed": 0, "on host": on_host, "stored MiB": 2.0, "loaded MiB": 1.0}
+    rounds = {
+        name: [row | {"TTFT ms": 10.0 + i, "tokens/s": 100.0 - i}] for i, name in enumerate(answers)
+    }
+    compared = [{"run": name} | rows[0] for name, rows in rounds.items()]
+    turns = [{"run": name, "tokens": tokens} for name, runs in answers.items() for tokens in runs]
+    return {"rounds": rounds, "compared": compared, "turns": turns}
+
+
+def recorded_demo(summary):
+    found = Results("demo")
+    demo.record(found, summary)
+    return found
+
+
+def test_demo_records_the_other_runs_as_peers():
+    answers = {"offload": [[1, 2]], "recompute": [[1, 2]], "all in HBM": [[1, 2]]}
+    found = recorded_demo(demo_summary(answers))
+    peers = {"recompute": 11.0, "all in HBM": 12.0}
+    assert Row("turn 1", "time to first token", "ms", 10.0, None, peers) in found.rows
+    assert Row("turn 1", "moved back", "MiB", 1.0) in found.rows
+    assert all(target.met for target in found.targets)
+
+
+@pytest.mark.parametrize(
+    ("other", "unequal"),
+    [
+        ([[1, 2], [3]], 0),
+        ([[1, 9], [3]], 1),
+        ([[1, 2], []], 1),
+        ([[9, 9], [3, 4]], 3),
+    ],
+)
+def test_demo_counts_unequal_tokens(other, unequal):
+    found = recorded_demo(demo_summary({"offload": [[1, 2], [3]], "recompute": other}))
+    assert found.targets[0].name == "same tokens as in run 'recompute'"
+    assert (found.targets[0].got, found.targets[0].met) == (unequal, unequal == 0)
+
+
+def test_demo_that_never_used_host_memory_misses_its_target():
+    found = recorded_demo(demo_summary({"offload": [[1]], "recompute": [[1]]}, on_host=0))
+    assert [target.met for target in found.targets] == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.cpu_only
+def test_demo_reads_what_the_example_writes(tmp_path):
+    conversations = [{"id": name, "turns": ["How are you?", "And now?"]} for name in "abc"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, conversations)))
+    summary, code = demo.serve(["--prompts", str(prompts), "--max-new-tokens", "2"])
+    found = recorded_demo(summary)
+    assert code == 0
+    assert {row.case for row in found.rows} == {"turn 1", "turn 2", demo.LATER_TURNS}
+    same = [target for target in found.targets if target.name.startswith("same tokens")]
+    assert len(same) == 2 and all(target.met for target in same)
+
+
+def test_demo_table_has_a_line_for_each_device(tmp_path):
+    found = recorded_demo(demo_summary({"offload": [[1, 2]], "recompute": [[1, 3]]}))
+    found.save(root=tmp_path)
+    files = evidence.read(tmp_path)
+    header, _, line = evidence.demo_table(files).splitlines()
+    assert header.startswith("| device | time to first token, ms (offload / recompute) | ")
+    assert line == f"| {files[0].device} | 10 / 11 | 100 / 99 | 0 / 0 | 2 | 1 | 1 |"
