@@ -68,9 +68,9 @@ def rounds_of(
                 for copies in (1, 1 + effort.copies)
             }
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in programs}
-    shuffle = random.Random(0).sample
+    rng = random.Random(0)
     for _ in range(effort.rounds):
-        for name in shuffle(list(programs), len(programs)):  # none always follows the same
+        for name in rng.sample(list(programs), len(programs)):  # none always follows the same
             taken[name].append(inside_us(programs[name], effort))
     return taken
 
