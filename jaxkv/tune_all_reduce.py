@@ -165,7 +165,7 @@ def rules_of(
         best = _fastest(measured[num_bytes])
         if last not in worst:  # psum would take what lies between, if this began at `num_bytes`
             rules.append((_first_unserved(last, before, num_bytes, serves), best))
-        elif worst[last] * (1 - NOISE) > worst[best]:
+        elif worst[last] * (1 - NOISE) > min(worst.values()):
             rules.append((num_bytes, best))
         before = num_bytes
     return rules

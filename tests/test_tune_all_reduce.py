@@ -106,6 +106,15 @@ def test_equally_fast_ones_do_not_take_turns():
     assert tune_all_reduce.rules_of(times, always) == [(0, "one_shot")]
 
 
+def test_noise_does_not_add_up():
+    """The first would stay if it were held against the second, which would do for the third."""
+    times = {
+        1024: [{"psum": 1.0}],
+        2048: [{"one_shot": 0.92, "two_shot": 0.85, "psum": 1.0}],
+    }
+    assert tune_all_reduce.rules_of(times, always) == [(0, "psum"), (2048, "one_shot")]
+
+
 @pytest.mark.parametrize("limit", [1024, 1500, 2046, 2047])
 def test_what_serves_no_more_is_left_exactly_there(limit):
     times = {1024: [{"low_latency": 1.0, "one_shot": 2.0}], 2048: [{"one_shot": 2.0}]}
