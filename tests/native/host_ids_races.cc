@@ -1,0 +1,66 @@
+// Who admitted which ids, for ThreadSanitizer: threads that admit lists, and again others in their
+// place, while all of them look lists up. There are so many that chains of addresses grow long.
+#include <algorithm>
+#include <cstdio>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../../cuda/host_ids.cc"
+
+namespace jaxkv {
+namespace {
+
+constexpr int kThreads = 4, kLists = 6000, kIds = 2;
+constexpr size_t kWords = kHostIdsHeader + kIds;
+
+struct alignas(64) List {
+  int32_t words[kWords];
+};
+
+bool opens(const List& list, size_t num_words = kWords) {
+  std::string why_not;
+  return open_host_ids(list.words, num_words, &why_not);
+}
+
+void admit(List* list, int32_t id) {
+  std::fill_n(list->words + kHostIdsHeader, kIds, id);
+  seal_host_ids(list->words);
+  admit_host_ids(list->words, kWords);
+}
+
+int wrong_answers(std::vector<List>* lists, const List& never_admitted, unsigned seed) {
+  std::mt19937 random(seed);
+  int wrong = 0;
+  for (int i = 0; i < kLists; ++i) {
+    admit(&(*lists)[i], i);
+    List& earlier = (*lists)[random() % (i + 1)];
+    wrong += !opens(earlier);
+    wrong += opens(earlier, kWords - 1);
+    wrong += opens(never_admitted);
+    seal_host_ids(earlier.words);  // so another list, of which nothing is known here
+    wrong += opens(earlier);
+    admit(&earlier, -i);
+    wrong += !opens(earlier);
+  }
+  for (const List& list : *lists) wrong += !opens(list);
+  return wrong;
+}
+
+}  // namespace
+}  // namespace jaxkv
+
+int main() {
+  using namespace jaxkv;
+  List never_admitted{};
+  seal_host_ids(never_admitted.words);
+  std::vector<std::vector<List>> lists(kThreads, std::vector<List>(kLists));
+  std::atomic<int> wrong = 0;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] { wrong += wrong_answers(&lists[t], never_admitted, t); });
+  }
+  for (auto& thread : threads) thread.join();
+  std::printf("%d answers wrong\n", wrong.load());
+  return wrong ? 1 : 0;
+}
