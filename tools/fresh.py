@@ -2,8 +2,9 @@
 
 `python tools/fresh.py test demo` unpacks a minimal Debian below build/fresh, with Python, a C++
 compiler, make and git, clones the current commit into it, and runs `make test`, then `make demo`
-there as an ordinary user. All it takes over from this machine is the way to the package index: name
-resolution, certificates, proxies, and pip's configuration. Needs root and debootstrap.
+there as an ordinary user. All it takes over from this machine is the way to the package index (name
+resolution, certificates, proxies, pip's configuration) and whether this is CI. Needs root and
+debootstrap.
 """
 
 from __future__ import annotations
@@ -97,12 +98,12 @@ def give_network_access(environment: dict[str, str]) -> list[Path]:
     return [path for path in named if path.is_dir()]
 
 
-def network_environment() -> dict[str, str]:
-    wanted = ("http_proxy", "https_proxy", "no_proxy", "ssl_cert_file", "requests_ca_bundle")
+def inherited_environment() -> dict[str, str]:
+    network = ("http_proxy", "https_proxy", "no_proxy", "ssl_cert_file", "requests_ca_bundle")
     return {
         name: value
         for name, value in os.environ.items()
-        if name.lower() in wanted or name.startswith("PIP_")
+        if name.lower() in network or name == "CI" or name.startswith("PIP_")
     }
 
 
@@ -139,7 +140,7 @@ def main(targets: list[str]) -> None:
     if not shutil.which("debootstrap"):
         sys.exit("make fresh needs debootstrap: apt-get install debootstrap")
     unpack_debian()
-    environment = network_environment()
+    environment = inherited_environment()
     folders = give_network_access(environment)
     clone()
     try:
