@@ -36,10 +36,11 @@ std::optional<Header> read_header(std::span<const int32_t> words) {
   return sealed ? std::optional(header) : std::nullopt;
 }
 
-// What an address was admitted with, in a line of its own: a call reads it without a lock, and
-// mostly from a cold cache, where each further line costs the call some 0.1 us.
+// What an address was admitted with, in a line of its own and read without a lock: calls come from
+// cold caches, where each further line is one more miss. A call that meets an entry half written
+// refuses its ids; but nobody calls with ids that are only being made.
 struct alignas(64) Admission {
-  std::atomic<const int32_t*> address = nullptr;  // null only in an empty chain; never changes
+  std::atomic<const int32_t*> address = nullptr;  // null in an empty chain; set once
   std::atomic<size_t> num_words = 0;
   std::atomic<uint64_t> serial = 0;
   std::atomic<Admission*> next = nullptr;
