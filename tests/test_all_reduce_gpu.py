@@ -96,9 +96,8 @@ def test_an_all_reduce_does_not_wait_for_a_copy_beside_it(way, num_bytes):
         rows = jax.device_put(x, NamedSharding(memory.mesh, PartitionSpec(AXIS)))
         for _ in range(2):  # the first time compiles
             loading = start(pool, cache, pages, pages)
-            y = reduce(rows)
-            cache = end(loading)
-            jax.block_until_ready(y)
+            y = jax.block_until_ready(reduce(rows))
+            cache = end(loading)  # not before: what waits for y may wait for all that is enqueued
             time.sleep(1e-3)  # if it had to wait for the copy, the cache is here now, too
             copying = not jax.tree.leaves(cache)[0].is_ready()
             jax.block_until_ready(cache)
