@@ -337,13 +337,13 @@ def size_text(num_bytes: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv)
+    flags = arguments(__doc__, argv, worlds=WORLDS)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     platform = jax.default_backend()
     devices = len(jax.devices()) if platform == "gpu" else 2 if flags.quick else 4
-    results = Results("all_reduce")
-    # From the most devices down, as those are hard to come by, and saved as far as it got.
-    for world in (world for world in reversed(WORLDS) if world <= devices):
+    for world in (world for world in flags.devices if world <= devices):
+        # A record each: machines of many devices are hard to come by.
+        results = Results(f"all_reduce_{world}")
         bench = Bench(results, platform, world, quick=flags.quick)
         bench.measure()
         print(bench.table(), flush=True)

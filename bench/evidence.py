@@ -45,6 +45,11 @@ class File:
     targets: list[Target]
 
     @property
+    def bench(self) -> str:
+        """The benchmark; some leave a file for each number of devices."""
+        return re.sub(r"_\d+$", "", self.name)
+
+    @property
     def date(self) -> str:
         return str(self.env.get("date", "no date"))[:10]
 
@@ -194,15 +199,23 @@ def transfer_table(files: Sequence[File]) -> str:
 def plots(files: Sequence[File]) -> str:
     """Markdown for the plots that `draw` makes of the files."""
     images = [
-        f"![{file.name} on {file.device}](docs/plots/{_plot_name(file)})\n"
-        for file in files
-        if file.name in plot.FIGURES and plot.FIGURES[file.name].is_drawn(file.rows)
+        f"![{bench} on {device}](docs/plots/{_plot_name(bench, device)})\n"
+        for bench, device in drawn_rows(files)
     ]
     return "\n".join(images) or NOT_MEASURED
 
 
-def _plot_name(file: File) -> str:
-    return f"{file.name}_{file.device}.svg"
+def drawn_rows(files: Sequence[File]) -> dict[tuple[str, str], list[Row]]:
+    """The rows of each plot, by benchmark and device."""
+    rows: dict[tuple[str, str], list[Row]] = {}
+    for file in files:
+        if file.bench in plot.FIGURES:
+            rows.setdefault((file.bench, file.device), []).extend(file.rows)
+    return {key: rows_ for key, rows_ in rows.items() if plot.FIGURES[key[0]].is_drawn(rows_)}
+
+
+def _plot_name(bench: str, device: str) -> str:
+    return f"{bench}_{device}.svg"
 
 
 def overlap_table(files: Sequence[File]) -> str:
@@ -237,7 +250,7 @@ def all_reduce_table(files: Sequence[File]) -> str:
     """One line for each number of devices and some sizes: what the tuning table chooses."""
     metrics = (all_reduce.GPU_TIME, all_reduce.ALONE, all_reduce.PAIR)
     lines = []
-    for file in (file for file in files if file.name == "all_reduce"):
+    for file in (file for file in files if file.bench == "all_reduce"):
         found = all_reduce.rows_by_case(file.rows)
         psums = {case[:3]: case for case in found if case.way == all_reduce.PSUM}
         for case, ours in found.items():
@@ -267,7 +280,7 @@ def tensor_parallel_table(files: Sequence[File]) -> str:
             number(row.value / row.peers[tensor_parallel.PSUM]),
         )
         for file in files
-        for row in (file.rows_of("step") if file.name == "tensor_parallel" else ())
+        for row in (file.rows_of("step") if file.bench == "tensor_parallel" else ())
     ]  # fmt: skip
     others = (tensor_parallel.PSUM, tensor_parallel.NOTHING)
     header = ("device", "step", "jaxkv, ms", *(f"{name}, ms" for name in others), "of psum's")
@@ -336,12 +349,10 @@ def draw(files: Sequence[File], folder: pathlib.Path = PLOTS) -> list[pathlib.Pa
         return []
     matplotlib.rcParams["svg.hashsalt"] = "jaxkv"  # the same figures must give the same file
     drawn = []
-    for file in files:
-        drawing = plot.FIGURES.get(file.name)
-        if drawing and drawing.is_drawn(file.rows):
-            drawn.append(folder / _plot_name(file))
-            folder.mkdir(parents=True, exist_ok=True)
-            drawing.figure(file.rows).savefig(drawn[-1], metadata={"Date": None})
+    for (bench, device), rows in drawn_rows(files).items():
+        drawn.append(folder / _plot_name(bench, device))
+        folder.mkdir(parents=True, exist_ok=True)
+        plot.FIGURES[bench].figure(rows).savefig(drawn[-1], metadata={"Date": None})
     return drawn
 
 

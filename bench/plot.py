@@ -121,7 +121,7 @@ class Drawing(NamedTuple):
     is_drawn: Callable[[Sequence[Row]], Any]
 
 
-# Name of a result file -> its figure.
+# Name of a benchmark -> the figure of its rows.
 FIGURES = {
     "all_reduce": Drawing(all_reduce_figure, all_reduce_rows),
     "overlap": Drawing(overlap_figure, overlap_steps),

@@ -209,9 +209,16 @@ def git(*arguments: str, repository: pathlib.Path = REPOSITORY) -> str:
     ).stdout.strip()
 
 
-def arguments(description: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the flags that the benchmarks share: --out and --quick."""
+def arguments(
+    description: str | None, argv: Sequence[str] | None, *, worlds: Sequence[int] = ()
+) -> argparse.Namespace:
+    """Parses what the benchmarks share: --out, --quick, and with `worlds` --devices."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
+    if worlds:
+        parser.add_argument(
+            "--devices", type=int, nargs="+", choices=worlds, default=worlds,
+            help="only with so many devices; without, all that the machine has",
+        )  # fmt: skip
     return parser.parse_args(argv)

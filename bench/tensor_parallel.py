@@ -230,14 +230,13 @@ def record(results: Results, stack: Stack, batch: int, seconds: dict[str, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv)
+    flags = arguments(__doc__, argv, worlds=WORLDS)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with contextlib.suppress(RuntimeError):  # too late: JAX runs, with as many as it was told
         jax.config.update("jax_num_cpu_devices", 2)
     on_gpu = jax.default_backend() == "gpu"
-    results = Results("tensor_parallel")
-    # From the most devices down, as those are hard to come by, and saved as far as it got.
-    for world in (world for world in reversed(WORLDS) if world <= jax.device_count()):
+    for world in (world for world in flags.devices if world <= jax.device_count()):
+        results = Results(f"tensor_parallel_{world}")
         try:
             stack = Stack(MODEL if on_gpu else SMALL, world)
             measure(results, stack, (16,) if flags.quick or not on_gpu else (1, 4, 16, 64))

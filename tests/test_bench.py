@@ -1,6 +1,7 @@
 """The benchmarks: what they verify, how targets follow from rows, and every quick run."""
 
 import importlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -275,6 +276,9 @@ def test_result_file_has_a_line_for_each_row():
     assert '\n  {"x": 1},\n  {"x": 2}\n' in text
 
 
+OF_DEVICES = ("all_reduce", "tensor_parallel")  # leave a file for each number of devices
+
+
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("name", [name for name in run_all.BENCHMARKS if name != "demo"])
 def test_quick_run(name, tmp_path, monkeypatch):
@@ -284,11 +288,34 @@ def test_quick_run(name, tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(Results, "save", lambda self, out: saved.append(self))
     assert importlib.import_module(f"bench.{name}").main(["--quick"]) == 0
-    found = saved[-1]
-    assert all(each is found for each in saved)  # some save what they have got as they go
-    assert found.name == name and found.rows
-    assert all(row.value > 0 for row in found.rows if row.metric in ("bandwidth", "time", "step"))
-    assert all(target.met for target in found.targets)
+    names = [f"{name}_2", f"{name}_4"] if name in OF_DEVICES else [name]
+    for found in saved:
+        assert found.name in names and found.rows
+        bandwidths_and_times = [r for r in found.rows if r.metric in ("bandwidth", "time", "step")]
+        assert all(row.value > 0 for row in bandwidths_and_times)
+        assert all(target.met for target in found.targets)
+    assert saved
+
+
+@pytest.mark.parametrize("name", OF_DEVICES)
+def test_numbers_of_devices_that_are_asked_for(name, monkeypatch):
+    """As many as there are, but only those; and no other number is taken for one."""
+    monkeypatch.setattr(jax, "devices", lambda: [None] * 4)
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    bench = importlib.import_module(f"bench.{name}")
+    saved = []
+    monkeypatch.setattr(Results, "save", lambda self, out: saved.append(self.name))
+    nothing = types.SimpleNamespace(measure=lambda: None, table=lambda: "")
+    monkeypatch.setattr(bench, "Bench", lambda *_, **__: nothing, raising=False)
+    monkeypatch.setattr(bench, "Stack", lambda *_: None, raising=False)
+    monkeypatch.setattr(bench, "measure", lambda *_: None, raising=False)
+    for flags, expected in (([], [2, 4]), (["--devices", "4", "8"], [4])):
+        saved.clear()
+        assert bench.main(flags) == 0
+        assert saved == [f"{name}_{world}" for world in expected]
+    with pytest.raises(SystemExit):
+        bench.main(["--devices", "3"])
 
 
 @pytest.mark.cpu_only

@@ -285,7 +285,7 @@ def test_figures_and_tables_of_what_was_measured():
     bench._record()
     assert "3.0/12.0/10.0" in bench.table()
     rows = bench.results.rows
-    file = evidence.File("some_gpu", "all_reduce", None, None, {}, rows, [])
+    file = evidence.File("some_gpu", "all_reduce_2", None, None, {}, rows, [])
     text = evidence.all_reduce_table([file])
     line = next(line for line in text.splitlines() if " 64 MiB " in line)
     times_of = "3 / 12 / 10 | " * 3
@@ -293,6 +293,22 @@ def test_figures_and_tables_of_what_was_measured():
     pytest.importorskip("matplotlib")
     [panel] = plot.all_reduce_figure(rows).axes
     assert [line.get_label() for line in panel.get_lines()][:3] == ["jaxkv", "torch NCCL", PSUM]
+
+
+def test_one_figure_of_all_numbers_of_devices():
+    pytest.importorskip("matplotlib")
+    files = []
+    for world in (2, 4):
+        bench = bench_with(all_sizes(ONE_PROCESS, CHOSEN, 3.0))
+        bench.world = world
+        bench._record()
+        rows = bench.results.rows
+        files.append(evidence.File("some_gpu", f"all_reduce_{world}", None, None, {}, rows, []))
+    [(key, rows)] = evidence.drawn_rows(files).items()
+    assert key == ("all_reduce", "some_gpu")
+    panels = plot.all_reduce_figure(rows).axes
+    assert [panel.get_title() for panel in panels] == ["2 GPUs", "4 GPUs"]
+    assert evidence.plots(files).count("all_reduce_some_gpu.svg") == 1
 
 
 # --------------------------------------------------------------------------------------------------
