@@ -18,6 +18,7 @@ _NEW = object()  # None may be what a transformation puts in the place of `data`
 
 
 # So JAX takes it apart without running any Python: a call of a program does so with all its ids.
+# Slots, because each further object to look into is a miss where caches are cold.
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=[])
 class HostIds:
     """Page ids for the copy engine, whose descriptors the host writes.
@@ -40,6 +41,7 @@ class HostIds:
       ValueError: `ids` is not one-dimensional or does not fit int32.
     """
 
+    __slots__ = ("__weakref__", "data", "ids")
     data: Any
     ids: np.ndarray | None
 

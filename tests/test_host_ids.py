@@ -214,6 +214,7 @@ def test_a_call_takes_ids_apart_without_running_python():
     finally:
         sys.setprofile(before)
     assert ran == []
+    assert not hasattr(ids, "__dict__")  # one object to look into, and no more
 
 
 @pytest.mark.parametrize("leaf", [None, object()])
