@@ -6,7 +6,7 @@ import hypothesis
 import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 # No test is about time: a slow machine or a sanitizer must not fail one.
 hypothesis.settings.register_profile("jaxkv", deadline=None)
 # For runs that repeat others: another jax, a sanitizer (`pytest --hypothesis-profile=brief`).

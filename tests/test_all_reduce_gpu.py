@@ -13,6 +13,7 @@ from ranks import (
     NATIVE,
     TILED,
     WAYS,
+    WORLDS,
     assert_sums,
     implementation_of,
     memory_of,
@@ -30,26 +31,29 @@ ROUNDS = 24
 
 
 def chain(memory, way):
+    world = memory.world_size
+
     def step(x):
         for i in range(CALLS):
-            x = memory.all_reduce(x, AXIS, implementation=implementation_of(way)) * 0.5 + i
+            x = memory.all_reduce(x, AXIS, implementation=implementation_of(way)) / world + i
         return x
 
     return on_ranks(memory, step)
 
 
 def expected(x: np.ndarray) -> np.ndarray:
-    """After one sum both ranks have the same, and half of its double is itself."""
-    return np.broadcast_to(x.sum(0) * 0.5 + sum(range(CALLS)), x.shape)
+    """After one sum all ranks have the same, whose mean is itself."""
+    return np.broadcast_to(x.sum(0) / len(x) + sum(range(CALLS)), x.shape)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("n", [100, 12_345])
-def test_replays_see_new_operands(way, n):
-    with memory_of(2, max_bytes=1 << 20, way=way) as memory:
+@pytest.mark.parametrize("world", [2, 8])  # of which means are exact
+def test_replays_see_new_operands(world, way, n):
+    with memory_of(world, max_bytes=1 << 20, way=way) as memory:
         step = chain(memory, way)
         for round_ in range(ROUNDS):
-            x = operand(2, (n,), "float32", round_)
+            x = operand(world, (n,), "float32", round_)
             assert np.array_equal(np.asarray(step(x)), expected(x)), round_
         memory.check()
     with pytest.raises(jax.errors.JaxRuntimeError, match="SymmetricMemory was closed"):
@@ -71,9 +75,10 @@ def test_a_replayed_step_and_others_take_turns(way):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("num_bytes", [1 << 20, (8 << 20) + 6, 64 << 20])
-def test_large_messages(dtype, num_bytes):
-    with memory_of(2, max_bytes=64 << 20) as memory:
-        x = operand(2, (num_bytes // np.dtype(jax.numpy.dtype(dtype)).itemsize,), dtype)
+@pytest.mark.parametrize("world", WORLDS)
+def test_large_messages(world, dtype, num_bytes):
+    with memory_of(world, max_bytes=64 << 20) as memory:
+        x = operand(world, (num_bytes // np.dtype(jax.numpy.dtype(dtype)).itemsize,), dtype)
         reduce = on_ranks(memory, lambda x: memory.all_reduce(x, AXIS, implementation="two_shot"))
         for _ in range(3):
             assert_sums(reduce(x), x)

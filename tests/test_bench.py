@@ -288,7 +288,7 @@ def test_quick_run(name, tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(Results, "save", lambda self, out: saved.append(self))
     assert importlib.import_module(f"bench.{name}").main(["--quick"]) == 0
-    names = [f"{name}_2", f"{name}_4"] if name in OF_DEVICES else [name]
+    names = [f"{name}_{n}" for n in (2, 4, 8)] if name in OF_DEVICES else [name]
     for found in saved:
         assert found.name in names and found.rows
         bandwidths_and_times = [r for r in found.rows if r.metric in ("bandwidth", "time", "step")]

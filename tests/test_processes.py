@@ -19,8 +19,9 @@ pytestmark = pytest.mark.multigpu
 TESTS = pathlib.Path(__file__).parent
 TIMEOUT_S = 120  # of all processes; what they do takes seconds
 
-ONE_EACH = {2: [[0], [1]], 4: [[0], [1], [2], [3]]}
+ONE_EACH = {world: [[device] for device in range(world)] for world in (2, 4, 8)}
 TWO_EACH = [[0, 1], [2, 3]]
+MIXED = [[0], [1, 2, 3], [4, 5], [6, 7]]
 
 
 class Ended(NamedTuple):
@@ -84,8 +85,10 @@ def what_all_say(*arguments: Any) -> list[Any]:
         (ONE_EACH[2], [1, 0]),
         (ONE_EACH[4], [2, 0, 3, 1]),
         (TWO_EACH, [3, 0, 2, 1]),
+        pytest.param(ONE_EACH[8], [5, 2, 7, 0, 1, 6, 3, 4], marks=pytest.mark.gpu),
+        pytest.param(MIXED, [7, 4, 1, 6, 0, 3, 5, 2], marks=pytest.mark.gpu),
     ],
-    ids=["2x1", "4x1", "2x2"],
+    ids=["2x1", "4x1", "2x2", "8x1", "1+3+2+2"],
 )
 def test_sums_are_exact(tmp_path, devices, order):
     what_all_say(tmp_path, "sums_are_exact", devices, order)
