@@ -35,7 +35,7 @@ import jax
 
 from bench import processes
 from bench.all_reduce_rank import CHOSEN, PSUM
-from bench.results import Results, Row, arguments
+from bench.results import Results, Row, arguments, worlds_here
 from jaxkv import env
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -341,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     platform = jax.default_backend()
     devices = len(jax.devices()) if platform == "gpu" else 2 if flags.quick else 4
-    for world in (world for world in flags.devices if world <= devices):
+    for world in worlds_here(flags, devices):
         # A record each: machines of many devices are hard to come by.
         results = Results(f"all_reduce_{world}")
         bench = Bench(results, platform, world, quick=flags.quick)

@@ -211,7 +211,7 @@ def drawn_rows(files: Sequence[File]) -> dict[tuple[str, str], list[Row]]:
     for file in files:
         if file.bench in plot.FIGURES:
             rows.setdefault((file.bench, file.device), []).extend(file.rows)
-    return {key: rows_ for key, rows_ in rows.items() if plot.FIGURES[key[0]].is_drawn(rows_)}
+    return {key: found for key, found in rows.items() if plot.FIGURES[key[0]].is_drawn(found)}
 
 
 def _plot_name(bench: str, device: str) -> str:

@@ -222,3 +222,10 @@ def arguments(
             help="only with so many devices; without, all that the machine has",
         )  # fmt: skip
     return parser.parse_args(argv)
+
+
+def worlds_here(flags: argparse.Namespace, devices: int) -> list[int]:
+    """Of the numbers of devices that --devices names those that there are; says which are not."""
+    for world in (world for world in flags.devices if world > devices):
+        print(f"not measured: {world} devices, of {devices}", flush=True)
+    return [world for world in flags.devices if world <= devices]

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from bench import timing
-from bench.results import Results, arguments
+from bench.results import Results, arguments, worlds_here
 from jaxkv import env
 
 AXIS = "tp"
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.suppress(RuntimeError):  # too late: JAX runs, with as many as it was told
         jax.config.update("jax_num_cpu_devices", 2)
     on_gpu = jax.default_backend() == "gpu"
-    for world in (world for world in flags.devices if world <= jax.device_count()):
+    for world in worlds_here(flags, jax.device_count()):
         results = Results(f"tensor_parallel_{world}")
         try:
             stack = Stack(MODEL if on_gpu else SMALL, world)

@@ -298,8 +298,8 @@ def test_quick_run(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", OF_DEVICES)
-def test_numbers_of_devices_that_are_asked_for(name, monkeypatch):
-    """As many as there are, but only those; and no other number is taken for one."""
+def test_numbers_of_devices_that_are_asked_for(name, monkeypatch, capsys):
+    """As many as there are, but only those; what is not there is said."""
     monkeypatch.setattr(jax, "devices", lambda: [None] * 4)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -314,6 +314,7 @@ def test_numbers_of_devices_that_are_asked_for(name, monkeypatch):
         saved.clear()
         assert bench.main(flags) == 0
         assert saved == [f"{name}_{world}" for world in expected]
+        assert "not measured: 8 devices, of 4" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench.main(["--devices", "3"])
 
