@@ -36,6 +36,11 @@ struct CudaMachine {
   static __device__ void publish() { __threadfence_system(); }
   static __device__ bool all(bool mine) { return __syncthreads_and(mine); }
   static __device__ void pause() {}
+  // What is not to be computed anew wherever it is used.
+  static __device__ Word* keep(Word* address) {
+    asm volatile("" : "+l"(address));
+    return address;
+  }
   static __device__ uint64_t nanoseconds() {
     uint64_t now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));

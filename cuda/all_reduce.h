@@ -60,10 +60,14 @@ struct Call : Tiles<Machine, Element, N> {
   // True if the sum is in `out`, false if a wait gave up.
   template <Route kRoute>
   JAXKV_DEVICE bool run() {
-    // Most threads have one word, and need not know how far this rank is to load it.
+    Progress at_start = progress();
+    // What waits for nothing goes before threads hear of the rest of their block. But a rank that
+    // gave up in a call before sends no more: a peer that comes late to that call takes what it
+    // finds in its boxes.
     const bool early = kRoute == Route::kLowLatency && first() < words();
     const Word head = early ? load_input(first()) : Word{};
-    Progress at_start = progress();
+    if (early && !at_start.broken) Base::send(at_start.turns, first(), present(head));
+    if (kRoute == Route::kTwoShot && !at_start.broken) scatter(parts(), at_start.turns);
     // All threads of the block decide alike, although another block may give up meanwhile.
     if (m.all(!at_start.broken)) {
       Base::enter(at_start);
@@ -112,7 +116,8 @@ struct Call : Tiles<Machine, Element, N> {
 
   // ---- Algorithms -------------------------------------------------------------------------------
 
-  // Every rank sends everything to all. `kAllWhole`: see whole().
+  // Every rank sends everything to all, the first words of its threads by now. `kAllWhole`: see
+  // whole().
   template <bool kAllWhole>
   JAXKV_DEVICE bool low_latency(const Progress& at_start, const Word& head) {
     const uint64_t turn = at_start.turns;
@@ -122,7 +127,7 @@ struct Call : Tiles<Machine, Element, N> {
     auto load = [&](uint32_t i) {
       return present(i == begin ? head : Base::template load_word<kAllWhole>(i));
     };
-    for (uint32_t i = begin; i < end; i += stride) Base::send(turn, i, load(i));
+    for (uint32_t i = begin + stride; i < end; i += stride) Base::send(turn, i, load(i));
     stall();
     bool came = true;
     for (uint32_t i = begin; came && i < end; i += stride) {
@@ -136,11 +141,9 @@ struct Call : Tiles<Machine, Element, N> {
     return true;
   }
 
-  // Each rank adds up one part and sends the sum to all.
+  // Each rank adds up one part, which all have sent it by now, and sends the sum to all.
   JAXKV_DEVICE bool two_shot(const Progress& at_start) {
-    const Chunk parts{0, (words() + N - 1) / N};
-    scatter(parts, at_start.turns);
-    const bool came = reduce(parts, at_start.turns) && gather(parts, at_start.turns);
+    const bool came = reduce(parts(), at_start.turns) && gather(parts(), at_start.turns);
     if (!m.all(came)) return false;
     Base::end(at_start, 0, 1);
     return true;
@@ -151,6 +154,7 @@ struct Call : Tiles<Machine, Element, N> {
     uint64_t base, part;
     JAXKV_DEVICE uint64_t begin(int r) const { return base + r * part; }
   };
+  JAXKV_DEVICE Chunk parts() const { return {0, (words() + N - 1) / N}; }
   JAXKV_DEVICE bool has(const Chunk& chunk, int r, uint64_t i) const {
     return chunk.begin(r) + i < words();
   }

@@ -25,6 +25,7 @@ struct HostMachine {
   static void publish() {}
   static bool all(bool mine) { return mine; }
   static uint32_t enter(uint32_t*) { return 0; }
+  static Word* keep(Word* address) { return address; }
   static void pause() { std::this_thread::yield(); }
   static uint64_t nanoseconds() {
     return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();

@@ -51,26 +51,25 @@ struct Peers {
 
   // ---- Waiting ----------------------------------------------------------------------------------
 
-  // Whether to give up on `peer`; asked now and then while waiting. The first time sets `deadline`.
-  JAXKV_RARE static bool gives_up(const Machine& m, const RankView& v, uint64_t& deadline,
-                                  const PeerFault& wait) {
+  // Until when to wait for `peer`, or 0 to give up; asked now and then while waiting, first with 0.
+  // No reference to what the waiting thread has goes in here, or it would lie in memory.
+  JAXKV_RARE static uint64_t deadline_of(const Machine& m, const RankView& v, uint64_t deadline,
+                                         int peer, Phase phase, uint64_t expected, uint64_t seen) {
     Header& own = *v.headers[v.rank];
-    if (m.peek(&own.progress.broken)) return true;
+    if (m.peek(&own.progress.broken)) return 0;
     if (const uint64_t aborted = m.load_acquire(&own.signals.aborted)) {
-      PeerFault told = wait;
-      told.peer = static_cast<int32_t>(aborted - 1);
-      told.phase = Phase::kAborted;
-      record(m, v, told);
-      return true;
+      const auto blamed = static_cast<int32_t>(aborted - 1);
+      record(m, v, {0, v.rank, blamed, Phase::kAborted, expected, seen});
+      return 0;
     }
     const uint64_t now = m.nanoseconds();
-    if (!deadline) deadline = now + v.timeout_ns;
-    if (now < deadline) return false;
-    record(m, v, wait);
+    if (!deadline) return now + v.timeout_ns;
+    if (now < deadline) return deadline;
+    record(m, v, {0, v.rank, peer, phase, expected, seen});
     for (int r = 0; r < N; ++r) {
       if (r != v.rank) m.store_release(&v.headers[r]->signals.aborted, uint64_t(v.rank) + 1);
     }
-    return true;
+    return 0;
   }
 
   JAXKV_DEVICE static void record(const Machine& m, const RankView& v, const PeerFault& fault) {
@@ -111,9 +110,9 @@ struct Peers {
     for (uint32_t polls = 1;; ++polls) {
       const uint64_t seen = m.load_acquire(flag);
       if (static_cast<int64_t>(seen - epoch) >= 0) return true;  // epochs wrap
-      if (polls % kPollsPerLook == 0 &&
-          gives_up(m, v, deadline, {0, v.rank, peer, Phase::kBarrier, epoch, seen})) {
-        return false;
+      if (polls % kPollsPerLook == 0) {
+        deadline = deadline_of(m, v, deadline, peer, Phase::kBarrier, epoch, seen);
+        if (!deadline) return false;
       }
       m.pause();
     }
@@ -131,28 +130,29 @@ struct Peers {
   template <class Due>
   JAXKV_DEVICE bool receive(uint64_t turn, uint64_t at, Phase phase, uint64_t expected,
                             uint64_t seen, Due due, Word (&from)[N]) const {
-    Word* const box = quick(v.rank, turn, 0) + at;  // of rank 0; those of the others follow
-    const uint64_t next = v.geometry.quick_words;
+    Word* boxes[N];
+    JAXKV_UNROLL()
+    for (int r = 0; r < N; ++r) boxes[r] = m.keep(quick(v.rank, turn, r) + at);
     uint64_t deadline = 0;
     for (uint32_t polls = 1;; ++polls) {
       int missing = -1;
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
-        if (due(r)) from[r] = m.receive(box + r * next);
+        if (due(r)) from[r] = m.receive(boxes[r]);
       }
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) missing = due(r) && !arrived(from[r]) ? r : missing;
       if (missing < 0) break;
-      if (polls % kPollsPerLook == 0 &&
-          gives_up(m, v, deadline, {0, v.rank, missing, phase, expected, seen})) {
-        return false;
+      if (polls % kPollsPerLook == 0) {
+        deadline = deadline_of(m, v, deadline, missing, phase, expected, seen);
+        if (!deadline) return false;
       }
       m.pause();
     }
     stall();
     JAXKV_UNROLL()
     for (int r = 0; r < N; ++r) {
-      if (due(r)) m.send(box + r * next, {{kAbsent, kAbsent, kAbsent, kAbsent}});
+      if (due(r)) m.send(boxes[r], {{kAbsent, kAbsent, kAbsent, kAbsent}});
     }
     return true;
   }
@@ -182,8 +182,10 @@ struct Peers {
       for (uint32_t polls = 1; same; ++polls) {
         seen = m.load_acquire(told(v.rank, peer, calls));
         if (seen % kCallNumbers == own % kCallNumbers) break;
-        same = polls % kPollsPerLook ||
-               !gives_up(m, v, deadline, {0, v.rank, peer, Phase::kCall, own, before});
+        if (polls % kPollsPerLook == 0) {
+          deadline = deadline_of(m, v, deadline, peer, Phase::kCall, own, before);
+          same = deadline != 0;
+        }
         m.pause();
       }
       if (same && seen != own) {
