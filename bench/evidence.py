@@ -166,7 +166,7 @@ def tests_table(files: Sequence[File]) -> str:
     outcomes = ("passed", "failed", "skipped")
     lines = []
     for file in files:
-        if file.name not in ("gpu_test", "multigpu_test"):
+        if file.bench not in ("gpu_test", "multigpu_test"):
             continue
         counted = [
             sum(row.value for row in file.rows_of(outcome) if row.case.endswith(".py"))

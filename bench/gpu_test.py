@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if jax.default_backend() != "gpu":
         print(f"nothing recorded: JAX ran on {jax.default_backend()}, not on a GPU")
         return code or NOT_ON_A_GPU
-    results = Results("multigpu_test" if arguments.multigpu else "gpu_test")
+    name = f"multigpu_test_{jax.device_count()}" if arguments.multigpu else "gpu_test"
+    results = Results(name)
     outcomes.write_to(results)
     for (file, reason), number in sorted(outcomes.skips.items()):
         print(f"skipped {number} of {file}: {reason}")
