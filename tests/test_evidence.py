@@ -63,7 +63,7 @@ def saved(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXKV_COMMIT", "0123456789abcdef")
     monkeypatch.setattr(results, "device_slug", lambda: "some_gpu")
     measured().save(root=tmp_path)
-    tests = Results("gpu_test")
+    tests = Results("multigpu_test_2")
     tests.row("tests/test_a.py", "passed", "tests", 3)
     tests.row("tests/test_a.py", "skipped", "tests", 1)
     tests.row("tests/test_a.py: no reason", "skipped because", "tests", 1)
@@ -170,7 +170,7 @@ def test_age_counts_commits_that_touch_measured_code(repository):
 
 def test_read_returns_what_was_saved(saved):
     tests, transfer = evidence.read(saved)
-    assert (tests.name, transfer.name) == ("gpu_test", "transfer")
+    assert (tests.name, transfer.name) == ("multigpu_test_2", "transfer")
     assert transfer.device == "some_gpu"
     assert transfer.rows == measured().rows
     assert transfer.targets == measured().targets
@@ -200,7 +200,7 @@ def test_tables(saved):
     files = evidence.read(saved)
     date = files[0].date
     assert evidence.tests_table(files).splitlines()[2:] == [
-        f"| some_gpu | gpu_test | 7 | 2 | 1 | 012345678 | {date} |"
+        f"| some_gpu | multigpu_test_2 | 7 | 2 | 1 | 012345678 | {date} |"
     ]
     header, _, *lines = evidence.transfer_table(files).splitlines()
     assert header.endswith("| kernel | dma | plain | roof |")
