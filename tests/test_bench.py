@@ -321,7 +321,7 @@ def test_numbers_of_devices_that_are_asked_for(name, monkeypatch, capsys):
 
 @pytest.mark.cpu_only
 def test_engines_move_the_same_pages_in_every_way():
-    engine = engines.Engine(engines.Size(2, 6, 2 * KIB, repeats=1))
+    engine = engines.Engine(engines.Size(2, 6, 2 * KIB, repeats=1, repeats_of_ours=1))
     for way in (engines.TPU_INFERENCE, engines.SGLANG, engines.WHOLE):
         took = engine.theirs(way)
         assert took["load"].staging >= 6 * 2 * 2 * KIB
