@@ -20,6 +20,10 @@ from jaxkv.block_copy import BlockCopy
 from jaxkv.host_ids import HostIds, num_ids_of
 from jaxkv.tuning import IMPLEMENTATIONS, Candidate, CopySize
 
+# Each takes the host a third of a microsecond or more, and behind a busy stream many more of them
+# hold it until the stream has drained (bench/dispatch.py).
+MAX_DESCRIPTORS = 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -148,9 +152,20 @@ def _refusals(
             refusals["dma"] = refusals["kernel"] = "jaxkv was built without CUDA"
         elif not all(isinstance(entry, HostIds) for entry in ids):
             refusals["dma"] = "the host writes its descriptors, so both id lists must be HostIds"
+        elif asked != "dma" and (count := _descriptors(copy, ids)) > MAX_DESCRIPTORS:
+            refusals["dma"] = (
+                f"up to {count} descriptors hold the host too long: above {MAX_DESCRIPTORS} only "
+                "when asked for"
+            )
     if reason := _pallas_refusal(machine, copy, ids, asked, overlapped):
         refusals["pallas"] = reason
     return refusals
+
+
+def _descriptors(copy: BlockCopy, ids: tuple[Any, Any]) -> int:
+    """Of the copy engine, before neighbours are joined: the ids are not known yet."""
+    runs = copy.geometry.block_bytes // copy.geometry.run_bytes
+    return num_ids_of(ids[0]) * len(copy.dense) * runs
 
 
 def _pallas_refusal(

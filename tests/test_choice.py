@@ -119,6 +119,30 @@ def test_a_load_goes_by_size_alignment_and_ids(table, run_bytes, count, on_host,
     assert (chosen.implementation, chosen.num_sms) == expected
 
 
+@pytest.mark.parametrize("overlapped, otherwise", [(False, "pallas"), (True, "kernel")])
+def test_more_descriptors_than_the_host_should_write(table, overlapped, otherwise):
+    """Of blocks in one run, joined or not; who asks for dma gets it."""
+
+    def chosen(count: int, **options):
+        return swap("load", 65536, count, True, overlapped=overlapped, **options)
+
+    assert chosen(4096).implementation == "dma"
+    more = chosen(4097)
+    assert more.implementation == otherwise
+    assert "not dma: up to 4097 descriptors hold the host too long: above 4096" in more.text
+    assert chosen(4097, implementation="dma").implementation == "dma"
+    with forced("dma"):
+        assert chosen(4097).implementation == "dma"
+
+
+@pytest.mark.parametrize("layout, runs", [("page_first_direct", 1), ("page_first", 16)])
+def test_descriptors_are_counted_for_each_run_and_buffer(layout, runs):
+    case = make_case(layout, page_size=16, num_kv_heads=4, head_dim=64, num_layers=3)
+    ids = ids_of(7)
+    [copy] = resolve("load_pages", (case.pool(), case.cache()), ids, None).copies
+    assert choice._descriptors(copy, ids) == 7 * 2 * 3 * runs
+
+
 def test_each_direction_has_rules_of_its_own(table):
     sms = [swap(d, 1024, 8).num_sms for d in ("load", "store", "device")]
     assert sms == [12, 6, 100]
