@@ -20,8 +20,8 @@ from jaxkv.block_copy import BlockCopy
 from jaxkv.host_ids import HostIds, num_ids_of
 from jaxkv.tuning import IMPLEMENTATIONS, Candidate, CopySize
 
-# Each takes the host a third of a microsecond or more, and behind a busy stream many more of them
-# hold it until the stream has drained (bench/dispatch.py).
+# Each takes the host about half a microsecond (bench/dispatch.py), and a step should not wait for
+# more than a few milliseconds of that: a kernel is slower by 6 % and takes the host none.
 MAX_DESCRIPTORS = 4096
 
 
