@@ -2,7 +2,7 @@
 
 Blocks of 512 B to 1 MiB, 1 to 100,000 of them, at random places without repetition, in both
 directions, by each implementation. GB/s is bytes of payload (1e9) over the wall clock of a chain of
-copies (bench/blocks.py), and the roof one contiguous copy. Copies that take less than a millisecond
+copies (bench/blocks.py), and the roof one contiguous copy. Copies of less than five milliseconds
 come 8 in a program; a row says so. "CPU time of the handlers" is what a copy takes between two
 stamps (bench/stamps.py); "call returns after" is when a call of the program is back in Python, the
 device being idle.
@@ -31,7 +31,7 @@ from bench.stamps import Timed
 from bench.timing import chain_length
 
 KIB = 1024
-LINK_MILLISECOND = 50_000_000  # bytes
+LINK_FIVE_MILLISECONDS = 250_000_000  # bytes
 COPIES_OF_SHORT = 8
 BATCH_IN_JAX = f"{peers.BATCH} in JAX"
 MAX_LOOP_COUNT = 10_000
@@ -157,7 +157,7 @@ class Bench:
         if not many and time.perf_counter() - self.start > LIMIT_SECONDS:
             self.say(f"{direction}, {count} x {made.block_bytes}: left out, it is late")
             return
-        copies = COPIES_OF_SHORT if count * made.block_bytes < LINK_MILLISECOND else 1
+        copies = COPIES_OF_SHORT if count * made.block_bytes < LINK_FIVE_MILLISECONDS else 1
         rates, submits = self.peer_rates(made, direction, count, copies)
         found: dict[tuple[str, int], float] = {}
         for way in self.ways(made.block_bytes, many):
