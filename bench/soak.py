@@ -20,7 +20,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.all_reduce import DTYPES
-from jaxkv.symmetric_memory import WORLD_SIZES, SymmetricMemory
+from jaxkv.symmetric_memory import SymmetricMemory
+from jaxkv.tuning.all_reduce import WORLD_SIZES
 
 AXIS = "tp"
 ROUNDS_PER_PROGRAM = 20  # before another one joins

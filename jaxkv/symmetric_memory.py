@@ -30,10 +30,11 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
 from jaxkv import _native
+from jaxkv.all_reduce import all_reduce
 from jaxkv.errors import PeerTimeoutError
 from jaxkv.rendezvous import Rendezvous
+from jaxkv.tuning.all_reduce import WORLD_SIZES
 
-WORLD_SIZES = (2, 4, 6, 8)
 WORD_BYTES = 16
 DEBUG_VARIABLE = "JAXKV_DEBUG_COLLECTIVES"
 MULTICAST_VARIABLE = "JAXKV_MULTICAST"
@@ -114,8 +115,6 @@ class SymmetricMemory:
 
     def all_reduce(self, x: Any, axis_name: str, *, implementation: str | None = None) -> Any:
         """`jax.lax.psum(x, axis_name)`, by `jaxkv.all_reduce.all_reduce`."""
-        from jaxkv.all_reduce import all_reduce  # which knows this module
-
         return all_reduce(self, x, axis_name, implementation=implementation)
 
     def check(self, *outputs: Any) -> None:

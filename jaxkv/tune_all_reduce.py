@@ -24,9 +24,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
 from jaxkv import env, tuning
-from jaxkv.symmetric_memory import WORLD_SIZES, SymmetricMemory
+from jaxkv.symmetric_memory import SymmetricMemory
 from jaxkv.tuning import measuring
-from jaxkv.tuning.all_reduce import ALGORITHMS, VARIABLE, Table, packaged_table
+from jaxkv.tuning.all_reduce import ALGORITHMS, VARIABLE, WORLD_SIZES, Table, packaged_table
 
 AXIS = "devices"
 DTYPES = ("bfloat16", "float32")

@@ -28,9 +28,11 @@ def multicast() -> Generator[None]:
 @pytest.fixture(scope="module")
 def memories(multicast):
     """By number of ranks; used by test after test, as by a server for days."""
-    from ranks import MAX_BYTES, WORLDS, memory_of  # which starts the backend
+    from ranks import MAX_BYTES, memory_of  # which starts the backend
 
-    made = {n: memory_of(n, max_bytes=MAX_BYTES) for n in WORLDS if n <= jax.device_count()}
+    from jaxkv.tuning.all_reduce import WORLD_SIZES
+
+    made = {n: memory_of(n, max_bytes=MAX_BYTES) for n in WORLD_SIZES if n <= jax.device_count()}
     yield made
     for memory in made.values():
         memory.check()

@@ -13,7 +13,6 @@ import jaxkv
 from jaxkv import symmetric_memory
 
 AXIS = "tp"
-WORLDS = symmetric_memory.WORLD_SIZES
 MAX_BYTES = 1 << 14  # of the fixtures' memories
 ON_CPU = jax.default_backend() == "cpu"
 ORDERED = ("low_latency", "one_shot", "two_shot")  # by ranks

@@ -16,7 +16,6 @@ from ranks import (
     ORDERED,
     TILED,
     WAYS,
-    WORLDS,
     assert_sums,
     implementation_of,
     late,
@@ -28,6 +27,7 @@ from ranks import (
 )
 
 from jaxkv.symmetric_memory import QUICK_BYTES
+from jaxkv.tuning.all_reduce import WORLD_SIZES
 
 pytestmark = [pytest.mark.multigpu, pytest.mark.usefixtures("multicast")]
 
@@ -37,7 +37,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @pytest.fixture(scope="module")
 def tiled_memories():
     """Likewise, with boxes so small that two_shot goes in tiles."""
-    worlds = [n for n in WORLDS if n <= jax.device_count()]
+    worlds = [n for n in WORLD_SIZES if n <= jax.device_count()]
     made = {n: memory_of(n, max_bytes=MAX_BYTES, way=TILED) for n in worlds}
     yield made
     for memory in made.values():
@@ -63,7 +63,7 @@ def sizes(itemsize: int):
 
 
 @settings(max_examples=100)
-@given(st.data(), st.sampled_from(WORLDS), st.sampled_from(DTYPES), st.sampled_from(WAYS))
+@given(st.data(), st.sampled_from(WORLD_SIZES), st.sampled_from(DTYPES), st.sampled_from(WAYS))
 def test_sums_of_any_size_are_exact(memories, tiled_memories, data, world, dtype, way):
     if world not in memories:
         return
@@ -82,7 +82,7 @@ def rounded(world: int, dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize("way", [*ORDERED, TILED])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", WORLD_SIZES)
 def test_values_are_added_in_float32_in_the_order_of_ranks(
     memories, tiled_memories, world, dtype, way
 ):
@@ -98,7 +98,7 @@ def test_values_are_added_in_float32_in_the_order_of_ranks(
 
 @pytest.mark.parametrize("algorithm", BY_SWITCH)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", WORLD_SIZES)
 def test_a_switch_adds_in_any_order_but_in_float32_and_once_for_all(
     memories, world, dtype, algorithm
 ):
@@ -144,7 +144,7 @@ def test_sizes_grow_and_shrink_through_one_memory(memories):
 
 
 @pytest.mark.parametrize("algorithm", ["two_shot", *BY_SWITCH])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", WORLD_SIZES)
 def test_messages_of_many_chunks(world, algorithm):
     """Each mailbox is used again in one call; the last chunk is cut off in a rank's part."""
     num_bytes = 9 * QUICK_BYTES // 2
@@ -156,7 +156,7 @@ def test_messages_of_many_chunks(world, algorithm):
 
 
 @pytest.mark.parametrize("max_bytes", [4, 20, 36, 48, 100, 1000])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", WORLD_SIZES)
 def test_a_small_memory_serves_its_largest_message(world, max_bytes):
     """Where a part does not fit into half a box there must be tiles."""
     with memory_of(world, max_bytes=max_bytes) as memory:

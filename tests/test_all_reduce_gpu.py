@@ -13,7 +13,6 @@ from ranks import (
     NATIVE,
     TILED,
     WAYS,
-    WORLDS,
     assert_sums,
     implementation_of,
     memory_of,
@@ -23,6 +22,7 @@ from ranks import (
 )
 
 import jaxkv
+from jaxkv.tuning.all_reduce import WORLD_SIZES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 
@@ -75,7 +75,7 @@ def test_a_replayed_step_and_others_take_turns(way):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("num_bytes", [1 << 20, (8 << 20) + 6, 64 << 20])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", WORLD_SIZES)
 def test_large_messages(world, dtype, num_bytes):
     with memory_of(world, max_bytes=64 << 20) as memory:
         x = operand(world, (num_bytes // np.dtype(jax.numpy.dtype(dtype)).itemsize,), dtype)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import jaxkv
 from jaxkv import tune_all_reduce
-from jaxkv.symmetric_memory import WORLD_SIZES
 from jaxkv.tune_all_reduce import Cell
 from jaxkv.tuning import all_reduce as tables
 from jaxkv.tuning import measuring
@@ -164,7 +163,7 @@ def test_differences_between_dtypes_are_told():
 @pytest.mark.parametrize("path", sorted(tables.PACKAGED.glob("*.json")), ids=lambda path: path.name)
 def test_a_table_is_written_as_it_was_read(path, tmp_path):
     assert tables.load(path).to_text() == path.read_text()
-    assert {*tables.load(path).rules} == {*WORLD_SIZES}
+    assert {*tables.load(path).rules} == {*tables.WORLD_SIZES}
 
 
 def test_the_variable_names_a_table(tmp_path, monkeypatch):

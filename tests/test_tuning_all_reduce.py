@@ -5,8 +5,7 @@ import json
 import pytest
 
 from jaxkv import tuning
-from jaxkv.symmetric_memory import WORLD_SIZES
-from jaxkv.tuning.all_reduce import PACKAGED, load, table_for
+from jaxkv.tuning.all_reduce import PACKAGED, WORLD_SIZES, load, table_for
 
 
 def content_of_default() -> dict:

@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxkv import tuning
 
+WORLD_SIZES = (2, 4, 6, 8)  # numbers of devices that have kernels
 # Those to choose from; not multimem, which serves only who asks for it.
 ALGORITHMS = ("low_latency", "one_shot", "two_shot", "psum")
 VARIABLE = "JAXKV_TUNING_ALL_REDUCE"
@@ -96,8 +97,6 @@ def load(path: str | os.PathLike[str]) -> Table:
 
 
 def _parse(name: str, content: Any) -> Table:
-    from jaxkv.symmetric_memory import WORLD_SIZES
-
     if not isinstance(content, dict) or {*content} != {*_HEAD, "rules"}:
         raise ValueError(f"the file must be an object of {', '.join(_HEAD)} and rules")
     rules = content["rules"]
