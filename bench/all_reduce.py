@@ -18,6 +18,9 @@ Three figures, each of them taken alike of all, so that like stands against like
   all, this favours PyTorch: its time has no dispatch in it.
 - "pair in a chain": wall clock of an all-reduce and a product in a jitted chain, as in a step.
 
+A jitted chain is given what the one before it left, to write in: so addresses stay as they are, and
+XLA replays its graphs without mending them, as PyTorch does.
+
 A target holds for a range of sizes, of which the worst counts. Of ours it takes what the table
 chooses; peers are the best of PyTorch's three at each size. Copies into symmetric memory are in our
 times, and not in PyTorch's.

@@ -77,7 +77,7 @@ class Program:
       length: all-reduces of a chain.
       calls: of a chain that follow each other.
       chains: "pair" and, of some ways, "alone": traced, later compiled.
-      operands: what each of them starts from.
+      states: of each of them, which it is given to write in, as a step is.
       expected: a row of what the pairs give.
       samples: of each round the seconds of an all-reduce in each of the chains, by wall clock.
     """
@@ -88,7 +88,7 @@ class Program:
     length: int
     calls: int
     chains: dict[str, Any]
-    operands: dict[str, Any]
+    states: dict[str, Any]
     expected: np.ndarray
     samples: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
@@ -98,7 +98,8 @@ class Program:
 
     def verify(self) -> None:
         """Raises AssertionError if the pairs give wrong sums."""
-        for shard in self.chains["pair"](self.operands["pair"]).addressable_shards:
+        self.states["pair"] = self.chains["pair"](self.states["pair"])
+        for shard in self.states["pair"].addressable_shards:
             found = np.asarray(shard.data)[0]
             if not np.array_equal(found.view(np.uint16), self.expected.view(np.uint16)):
                 raise AssertionError("wrong sums")
@@ -107,8 +108,8 @@ class Program:
         """Times each of the chains once."""
         taken = {}
         for name, chain in self.chains.items():
-            seconds, _ = timing.seconds_per_call(
-                chain, self.operands[name], calls=self.calls, repeats=1, warmup=1
+            seconds, self.states[name] = timing.seconds_per_call(
+                chain, self.states[name], calls=self.calls, repeats=1, warmup=1
             )
             taken[name] = seconds / self.length
         self.samples.append(taken)
@@ -154,7 +155,7 @@ class Bench:
         told = jaxkv.explain(self.memory.all_reduce, message, AXIS)
         return told.partition(": ")[2].split(" ")[0]
 
-    def operands(self, num_bytes: int) -> tuple[dict[str, Any], np.ndarray]:
+    def states(self, num_bytes: int) -> tuple[dict[str, Any], np.ndarray]:
         """What chains start from, and the mean of the rows that the pairs start from.
 
         Every sum on the way is a multiple of the number of ranks, and bfloat16 holds it exactly.
@@ -173,7 +174,7 @@ class Bench:
         starts = {"pair": put(row_of), "alone": put(lambda _: np.zeros((1, count), jnp.bfloat16))}
         return starts, np.resize(pattern.sum(0).astype(jnp.bfloat16), count)
 
-    def lower(self, num_bytes: int, way: str, operands: Any) -> Program:
+    def lower(self, num_bytes: int, way: str) -> Program:
         """A program whose chains are traced only; raises as `all_reduce`."""
         _, length, calls = next(chain for chain in CHAINS if num_bytes <= chain[0])
         length, calls = QUICK_CHAIN if self.request.quick else (length, calls)
@@ -187,12 +188,12 @@ class Bench:
             return self.reduce(x, way) * (1 / self.request.world)
 
         bodies = {"pair": pair, "alone": alone} if way in (CHOSEN, PSUM) else {"pair": pair}
-        starts, expected = operands
+        states, expected = self.states(num_bytes)
         chains = {
-            name: self._chain(body, length).lower(starts[name]) for name, body in bodies.items()
+            name: self._chain(body, length).lower(states[name]) for name, body in bodies.items()
         }
         algorithm = self.algorithm(num_bytes, way)
-        return Program(num_bytes, way, algorithm, length, calls, chains, starts, expected)
+        return Program(num_bytes, way, algorithm, length, calls, chains, states, expected)
 
     def _chain(self, body: Callable[[Any], Any], length: int) -> Any:
         def chain(x: Any) -> Any:
@@ -204,16 +205,15 @@ class Bench:
         mapped = jax.shard_map(
             chain, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
         )
-        return jax.jit(mapped)
+        return jax.jit(mapped, donate_argnums=0)
 
     def programs(self) -> Iterator[Program]:
         """All that compile and give right sums; what doesn't is told."""
         lowered = []
         for num_bytes in self.request.sizes:
-            operands = self.operands(num_bytes)
             for way in self.ways:
                 try:
-                    lowered.append(self.lower(num_bytes, way, operands))
+                    lowered.append(self.lower(num_bytes, way))
                 except NotImplementedError as error:
                     _tell({"bytes": num_bytes, "way": way, "refused": str(error)})
         with ThreadPoolExecutor(COMPILERS) as pool:
@@ -262,10 +262,9 @@ def profiled(programs: Sequence[Program]) -> list[dict[str, Any]]:
 
     def run() -> None:
         for program in programs:
-            state = program.operands["pair"]
             for _ in range(PROFILED_CALLS):
-                state = program.chains["pair"](state)
-            jax.block_until_ready(state)
+                program.states["pair"] = program.chains["pair"](program.states["pair"])
+            jax.block_until_ready(program.states["pair"])
             time.sleep(PAUSE_SECONDS)
 
     try:
@@ -276,9 +275,8 @@ def profiled(programs: Sequence[Program]) -> list[dict[str, Any]]:
     for number, program in enumerate(programs):
         here = [device[number] for device in devices if len(device) == len(programs)]
         seconds = [reductions(events) for events in here]
-        wanted = [PROFILED_CALLS * program.length] * len(
-            program.operands["pair"].addressable_shards
-        )
+        shards = program.states["pair"].addressable_shards
+        wanted = [PROFILED_CALLS * program.length] * len(shards)
         if [*map(len, seconds)] == wanted:
             # XLA numbers its own kernels: psum_512_0_fusion_1.
             names = {

@@ -5,8 +5,9 @@ one process: heads and the feed-forward's columns are divided, so that each laye
 all-reduces of `[batch, hidden]`. Attention reads a short KV cache. The same step is timed with
 `SymmetricMemory.all_reduce`, with `jax.lax.psum`, and without any sum: what an all-reduce that
 costs nothing would leave, which gives wrong results and bounds what can be won. The three take
-turns; calls follow each other, as in an engine that does not wait, in chains that are long enough
-to hide how long the first of them takes to reach the devices.
+turns; calls follow each other, as in an engine that does not wait, each donated the activations
+that the one before left, in chains that are long enough to hide how long the first of them takes to
+reach the devices.
 """
 
 import contextlib
@@ -135,7 +136,7 @@ class Stack:
         return x, [tuple(cache)] * model.layers
 
     def step(self, reduce: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-        """Jitted, of activations and caches; gives the next activations."""
+        """Jitted, of activations to donate and caches; gives the next activations."""
         model = self.model
         one_layer = jax.jit(functools.partial(layer, model, reduce))  # traced once for all layers
 
@@ -152,7 +153,7 @@ class Stack:
             out_specs=P(),
             check_vma=False,
         )
-        jitted = jax.jit(mapped)
+        jitted = jax.jit(mapped, donate_argnums=0)
         return lambda x, caches: jitted(x, caches, self.weights)
 
 
@@ -185,15 +186,17 @@ def seconds_of(
       AssertionError: ours and psum give different activations.
     """
     first, caches = stack.state(batch)
-    outputs = {name: np.asarray(step(first, caches), np.float32) for name, step in steps.items()}
+    outputs = {
+        name: np.asarray(step(jnp.copy(first), caches), np.float32) for name, step in steps.items()
+    }
     apart = np.linalg.norm(outputs[OURS] - outputs[PSUM]) / np.linalg.norm(outputs[PSUM])
     if not apart <= TOLERANCE:
         raise AssertionError(f"batch {batch}: activations differ by {apart:.3f} of their norm")
-    calls = steps_of_chain(functools.partial(steps[PSUM], first, caches))
+    calls = steps_of_chain(lambda: steps[PSUM](jnp.copy(first), caches))
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(1 + stack.model.rounds):
         for name, step in steps.items():
-            x = jax.block_until_ready(first)
+            x = jax.block_until_ready(jnp.copy(first))
             start = time.perf_counter()
             for _ in range(calls):
                 x = step(x, caches)
