@@ -335,6 +335,22 @@ def test_a_rank_tells_every_way_and_size(rank, capsys):
     assert timed >= {(way, size) for way in ways for size in (KIB, 8 * KIB)}
 
 
+@pytest.mark.parametrize("way", ["one_shot", PSUM])
+def test_chains_go_on_where_they_are(rank, way):
+    """Else XLA would mend a GPU's graphs before each call."""
+    program = rank.lower(KIB, way)
+    program.chains = {name: chain.compile() for name, chain in program.chains.items()}
+
+    def addresses():
+        shards = program.states["pair"].addressable_shards
+        return [shard.data.unsafe_buffer_pointer() for shard in shards]
+
+    program.verify()  # the first state may lie in NumPy's memory
+    before = addresses()
+    program.sample()
+    assert addresses() == before
+
+
 def test_wrong_sums_are_told_and_not_timed(rank, capsys, monkeypatch):
     right = rank.reduce
     monkeypatch.setattr(rank, "reduce", lambda x, way: x if way == "one_shot" else right(x, way))
