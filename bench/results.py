@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "bench" / "results"
 # Evidence is written after the code that it measures, so it does not make that code "dirty".
-EVIDENCE = ("bench/results", "docs/plots", "docs/targets.md", "README.md")
+EVIDENCE = ("bench/results", "docs/plots", "docs/results.md", "docs/targets.md", "README.md")
 
 OPERATORS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
 
@@ -158,6 +158,66 @@ class Results:
             (folder / path).write_text(text)
             print(f"wrote {folder / path}")
         return root / path
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """One result file."""
+
+    device: str
+    name: str
+    commit: str | None
+    dirty: bool | None
+    env: dict[str, Any]
+    rows: list[Row]
+    targets: list[Target]
+
+    @property
+    def bench(self) -> str:
+        """The benchmark; some leave a file for each number of devices."""
+        return re.sub(r"_\d+$", "", self.name)
+
+    @property
+    def date(self) -> str:
+        return str(self.env.get("date", "no date"))[:10]
+
+    @property
+    def revision(self) -> str:
+        mark = {True: " + changes", False: "", None: " (unverified)"}[self.dirty]
+        return (self.commit or "unknown commit")[:9] + mark
+
+    def rows_of(self, metric: str) -> list[Row]:
+        return [row for row in self.rows if row.metric == metric]
+
+
+def read(root: pathlib.Path = RESULTS) -> list[File]:
+    """All result files, sorted by device and name.
+
+    Raises:
+      ValueError: a file whose "met" does not follow from its "want" and "got".
+    """
+    return [_read_file(path) for path in sorted(root.glob("*/*.json"))]
+
+
+def _read_file(path: pathlib.Path) -> File:
+    content = json.loads(path.read_text())
+    targets = [Target.from_json(target) for target in content["targets"]]
+    for target, stored in zip(targets, content["targets"], strict=True):
+        if target.met != stored["met"]:
+            raise ValueError(
+                f"{path}: target {target.name!r} says met={stored['met']}, but its figures say "
+                f"{target.met}"
+            )
+    rows = [Row(**row) for row in content["rows"]]
+    return File(
+        path.parent.name,
+        path.stem,
+        content["commit"],
+        content["dirty"],
+        content["env"],
+        rows,
+        targets,
+    )
 
 
 def _one_line_each(content: dict[str, Any]) -> str:

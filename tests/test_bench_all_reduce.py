@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from bench import all_reduce, all_reduce_rank, evidence, plot, processes, tensor_parallel
+from bench import all_reduce, all_reduce_rank, plot, processes, results, tables, tensor_parallel
 from bench.all_reduce import (
     ALONE,
     BANDS,
@@ -285,8 +285,8 @@ def test_figures_and_tables_of_what_was_measured():
     bench._record()
     assert "3.0/12.0/10.0" in bench.table()
     rows = bench.results.rows
-    file = evidence.File("some_gpu", "all_reduce_2", None, None, {}, rows, [])
-    text = evidence.all_reduce_table([file])
+    file = results.File("some_gpu", "all_reduce_2", None, None, {}, rows, [])
+    text = tables.all_reduce_table([file])
     line = next(line for line in text.splitlines() if " 64 MiB " in line)
     times_of = "3 / 12 / 10 | " * 3
     assert line == f"| some_gpu | 2 | one process | 64 MiB | low_latency | {times_of}low_latency |"
@@ -303,12 +303,12 @@ def test_one_figure_of_all_numbers_of_devices():
         bench.world = world
         bench._record()
         rows = bench.results.rows
-        files.append(evidence.File("some_gpu", f"all_reduce_{world}", None, None, {}, rows, []))
-    [(key, rows)] = evidence.drawn_rows(files).items()
+        files.append(results.File("some_gpu", f"all_reduce_{world}", None, None, {}, rows, []))
+    [(key, rows)] = tables.drawn_rows(files).items()
     assert key == ("all_reduce", "some_gpu")
     panels = plot.all_reduce_figure(rows).axes
     assert [panel.get_title() for panel in panels] == ["2 GPUs", "4 GPUs"]
-    assert evidence.plots(files).count("all_reduce_some_gpu.svg") == 1
+    assert tables.plots(files).count("all_reduce_some_gpu.svg") == 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -376,8 +376,8 @@ def test_a_step_is_held_against_psum(monkeypatch):
     tensor_parallel.record(found, stack, 4, seconds)
     [target] = found.targets
     assert (target.got, target.bound) == (0.8, 0.6) and target.met
-    file = evidence.File("some_gpu", "tensor_parallel", None, None, {}, found.rows, [])
-    assert "| 8 | 10 | 6 | 0.800 |" in evidence.tensor_parallel_table([file])
+    file = results.File("some_gpu", "tensor_parallel", None, None, {}, found.rows, [])
+    assert "| 8 | 10 | 6 | 0.800 |" in tables.tensor_parallel_table([file])
 
 
 def test_a_layer_is_that_of_one_device():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import demo, evidence
+from bench import demo, results, tables
 from bench.results import Results, Row
 
 
@@ -71,7 +71,11 @@ def test_demo_reads_what_the_example_writes(tmp_path):
 def test_demo_table_has_a_line_for_each_device(tmp_path):
     found = recorded_demo(demo_summary({"offload": [[1, 2]], "recompute": [[1, 3]]}))
     found.save(root=tmp_path)
-    files = evidence.read(tmp_path)
-    header, _, line = evidence.demo_table(files).splitlines()
+    files = results.read(tmp_path)
+    header, _, line = tables.demo_table(files).splitlines()
     assert header.startswith("| device | time to first token, ms (offload / recompute) | ")
     assert line == f"| {files[0].device} | 10 / 11 | 100 / 99 | 0 / 0 | 2 | 1 | 1 |"
+    assert tables.demo_gain(files) == (
+        f"On {files[0].device} the first token of a later turn comes after **10 ms** with the host "
+        "pool\n(recompute: 11 ms), with 1 unequal tokens.\n"
+    )

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench import evidence, gpu_test, memcheck, results, roof, transfer
+from bench import evidence, gpu_test, memcheck, results, roof, tables, transfer
 from bench.results import Results, Row, Target
 
 README = """# Title
@@ -154,7 +154,7 @@ def test_revision_without_history_comes_from_the_environment(tmp_path, monkeypat
 
 def test_age_counts_commits_that_touch_measured_code(repository):
     def age(commit):
-        file = evidence.File("gpu", "x", commit, False, {}, [], [])
+        file = results.File("gpu", "x", commit, False, {}, [], [])
         return evidence.age(file, repository)
 
     start = git(repository, "rev-parse", "HEAD")
@@ -169,7 +169,7 @@ def test_age_counts_commits_that_touch_measured_code(repository):
 
 
 def test_read_returns_what_was_saved(saved):
-    tests, transfer = evidence.read(saved)
+    tests, transfer = results.read(saved)
     assert (tests.name, transfer.name) == ("multigpu_test_2", "transfer")
     assert transfer.device == "some_gpu"
     assert transfer.rows == measured().rows
@@ -180,11 +180,11 @@ def test_read_refuses_a_typed_verdict(saved):
     path = saved / "some_gpu" / "transfer.json"
     path.write_text(path.read_text().replace('"met": false', '"met": true'))
     with pytest.raises(ValueError, match="says met=True, but its figures say False"):
-        evidence.read(saved)
+        results.read(saved)
 
 
 def test_listing_shows_wanted_got_and_verdict(saved):
-    text = evidence.listing(evidence.read(saved))
+    text = evidence.listing(results.read(saved))
     assert "some_gpu/transfer: 012345678" in text
     assert "**missed**   load is near the roof: wanted >= 0.900 of roof, got 0.500 of roof" in text
     assert "**missed**   no test fails: wanted == 0 failed tests, got 2 failed tests" in text
@@ -192,29 +192,29 @@ def test_listing_shows_wanted_got_and_verdict(saved):
 
 def test_unmeasured_target_is_neither_met_nor_missed(tmp_path):
     measured(got=None).save(root=tmp_path)
-    text = evidence.listing(evidence.read(tmp_path))
+    text = evidence.listing(results.read(tmp_path))
     assert "not measured load is near the roof: wanted >= 0.900 of roof, got -" in text
 
 
 def test_tables(saved):
-    files = evidence.read(saved)
+    files = results.read(saved)
     date = files[0].date
-    assert evidence.tests_table(files).splitlines()[2:] == [
+    assert tables.tests_table(files).splitlines()[2:] == [
         f"| some_gpu | multigpu_test_2 | 7 | 2 | 1 | 012345678 | {date} |"
     ]
-    header, _, *lines = evidence.transfer_table(files).splitlines()
+    header, _, *lines = tables.transfer_table(files).splitlines()
     assert header.endswith("| kernel | dma | plain | roof |")
     assert lines == [
         "| some_gpu | load, 4 KiB x 10000 | 25 (50%; 12) | 10 (20%; 0) | 4 | 50 |",
     ]
     wanted = ">= 0.900 of roof | 0.500 of roof | - | **missed**"
-    assert evidence.all_targets_table(files).splitlines()[3:] == [
+    assert tables.all_targets_table(files).splitlines()[3:] == [
         f"| some_gpu | transfer | load is near the roof | {wanted} | 012345678 | {date} |"
     ]
-    assert evidence.targets_table(files).splitlines()[3:] == [
+    assert tables.targets_table(files).splitlines()[3:] == [
         f"| some_gpu | transfer | 0 | 1 | 0 | 012345678 | {date} |"
     ]
-    assert evidence.plots(files) == ("![transfer on some_gpu](docs/plots/transfer_some_gpu.svg)\n")
+    assert tables.plots(files) == ("![transfer on some_gpu](docs/plots/transfer_some_gpu.svg)\n")
 
 
 @pytest.mark.parametrize(
@@ -231,18 +231,18 @@ def test_a_target_above_the_roof_says_so(got, bound, verdict, tmp_path):
     found = Results("transfer")
     found.target("against a peer", got, ">=", 10.0, "times", bound)
     found.save(root=tmp_path)
-    (target,) = evidence.read(tmp_path)[0].targets
+    (target,) = results.read(tmp_path)[0].targets
     assert target.bound == bound
-    assert evidence.verdict(target) == verdict
-    roof = "-" if bound is None else f"{evidence.number(bound)} times"
-    assert f" | {roof} | {verdict} | " in evidence.all_targets_table(evidence.read(tmp_path))
+    assert tables.verdict(target) == verdict
+    roof = "-" if bound is None else f"{tables.number(bound)} times"
+    assert f" | {roof} | {verdict} | " in tables.all_targets_table(results.read(tmp_path))
 
 
 def test_regenerate_replaces_marked_parts_only(saved):
-    files = evidence.read(saved)
+    files = results.read(saved)
     text = evidence.regenerate(README, files)
     assert "stale" not in text
-    assert evidence.transfer_table(files) in text
+    assert tables.transfer_table(files) in text
     kept = ["# Title", "before", "between", "after"]
     assert [line for line in text.splitlines() if line in kept] == kept
     assert evidence.regenerate(text, files) == text
@@ -262,10 +262,9 @@ def test_check_fails_until_the_readme_is_regenerated(saved, tmp_path, monkeypatc
     readme, targets = tmp_path / "README.md", tmp_path / "targets.md"
     for path in (readme, targets):
         path.write_text(README)
-    monkeypatch.setattr(evidence, "README", readme)
-    monkeypatch.setattr(evidence, "TARGETS", targets)
+    monkeypatch.setattr(evidence, "DOCUMENTS", [readme, targets])
     monkeypatch.setattr(evidence, "draw", lambda files: [])
-    files = evidence.read(saved)
+    files = results.read(saved)
     monkeypatch.setattr(evidence, "read", lambda: files)
     assert evidence.main(["--check"]) == 1
     assert readme.read_text() == README
@@ -277,7 +276,7 @@ def test_check_fails_until_the_readme_is_regenerated(saved, tmp_path, monkeypatc
 
 def test_plots_are_reproducible(saved, tmp_path):
     pytest.importorskip("matplotlib")
-    files = evidence.read(saved)
+    files = results.read(saved)
     (first,) = evidence.draw(files, tmp_path / "first")
     (second,) = evidence.draw(files, tmp_path / "second")
     assert first.name == "transfer_some_gpu.svg"
@@ -289,7 +288,7 @@ def test_plots_are_reproducible(saved, tmp_path):
     [(0, "0"), (1234567, "1,234,567"), (51.234, "51.2"), (5.123, "5.12"), (0.9, "0.900")],
 )
 def test_number(value, text):
-    assert evidence.number(value) == text
+    assert tables.number(value) == text
 
 
 INNER_TESTS = """
@@ -366,13 +365,13 @@ def test_rows_without_roof_or_peers_can_be_read_back(tmp_path):
     found = Results("x")
     found.row("case", "metric", "unit", 1)
     found.save(root=tmp_path)
-    (file,) = evidence.read(tmp_path)
+    (file,) = results.read(tmp_path)
     assert file.rows == [Row("case", "metric", "unit", 1, None, {})]
 
 
-@pytest.mark.parametrize("name", evidence.TABLES)
+@pytest.mark.parametrize("name", tables.TABLES)
 def test_tables_without_figures_say_so(name):
-    assert evidence.TABLES[name]([]) == "Not measured yet.\n"
+    assert tables.TABLES[name]([]) == "Not measured yet.\n"
 
 
 @pytest.mark.gpu
