@@ -1,4 +1,6 @@
 // Values that a device computes, held against bounds that were fixed while tracing.
+#include <algorithm>
+
 #include "bounds.h"
 #include "cuda_check.h"
 #include "page_errors.cuh"
@@ -32,7 +34,9 @@ ffi::Error check_on_device(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
   if (auto error = check_counts(values, codes, limits); error.failure()) return error;
   Bounds bounds;
   std::copy(codes.begin(), codes.end(), bounds.codes);
-  std::copy(limits.begin(), limits.end(), bounds.limits);
+  std::transform(limits.begin(), limits.end(), bounds.limits, [](int64_t limit) {
+    return static_cast<int32_t>(std::clamp<int64_t>(limit, INT32_MIN, INT32_MAX));
+  });
   check_bounds<<<1, codes.size(), 0, stream>>>(values.typed_data(), bounds, device_ring(device));
   JAXKV_CUDA_TRY(cudaGetLastError());
   return ffi::Error::Success();

@@ -10,7 +10,7 @@
 namespace jaxkv {
 namespace {
 
-static_assert(kInlineIds == ShareSize::kMaxCapacity, "one thread block may have to list them all");
+static_assert(kInlineIds == ShareSize::kMaxCapacity, "one thread block may list them all");
 
 template <int kBuffers, typename Word>
 void* copy_kernel(bool to_dense, bool single_run) {
@@ -84,26 +84,46 @@ struct Pairs {
 // Copied ids take no more: what shared memory takes of an SM, the words in flight lack in its L1.
 constexpr uint32_t kMostSharedForIds = 160 * 1024;
 
+// Bytes that a thread block of any device that was prepared may have.
+std::atomic<uint32_t> shared_limit{UINT32_MAX};
+
+// The thread blocks of a launch, and what each needs to check its share of the ids.
+struct Grid {
+  uint32_t blocks, most_pairs;  // of a block
+  ShareSize share;
+};
+
+Grid grid_of(uint32_t blocks, uint32_t words, const CopyParamsOf<kMaxBuffers>& p) {
+  const uint32_t stretch = stretch_of(words, blocks);
+  // A stretch may begin and end within a pair.
+  const uint32_t most = std::min(p.last_pair - p.first_pair, stretch / p.words_per_pair() + 2);
+  const uint32_t limit = std::min(kMostSharedForIds, shared_limit.load());
+  return {blocks, most, ShareSize(most).with_copy(p.ids.num_ids, limit)};
+}
+
 // One launch: segments of whole buffers, pairs [p.first_pair, p.last_pair).
 ffi::Error launch(cudaStream_t stream, const BlockCopy& copy, Variant variant,
                   CopyParamsOf<kMaxBuffers>& p) {
   const uint64_t words = uint64_t{p.last_pair - p.first_pair} * p.words_per_pair();
   const uint64_t wanted = std::max<uint64_t>(1, (words + kCopyThreads - 1) / kCopyThreads);
-  const auto blocks = static_cast<uint32_t>(std::min<uint64_t>(wanted, copy.num_sms));
-  const uint32_t stretch = stretch_of(static_cast<uint32_t>(words), blocks);
-  // A stretch may begin and end within a pair.
-  const uint32_t most = std::min(p.last_pair - p.first_pair, stretch / p.words_per_pair() + 2);
-  p.share = ShareSize(most).with_copy(p.ids.num_ids, kMostSharedForIds);
+  Grid grid = grid_of(static_cast<uint32_t>(std::min<uint64_t>(wanted, copy.num_sms)),
+                      static_cast<uint32_t>(words), p);
+  // Rather on more SMs than were asked for than not at all.
+  while (!p.pairs && grid.share.bytes() > shared_limit.load() && grid.blocks < wanted) {
+    const auto more = static_cast<uint32_t>(std::min<uint64_t>(wanted, 2 * grid.blocks));
+    grid = grid_of(more, static_cast<uint32_t>(words), p);
+  }
+  p.share = grid.share;
   const uint32_t shared_bytes =
-      p.pairs ? most * static_cast<uint32_t>(sizeof(BlockPair)) : p.share.bytes();
+      p.pairs ? grid.most_pairs * static_cast<uint32_t>(sizeof(BlockPair)) : p.share.bytes();
   CopyParamsOf<kFewBuffers> few{p, {}, {}};
   if (variant.few_buffers) {
     std::copy_n(p.dense, kFewBuffers, few.dense);
     std::copy_n(p.strided, kFewBuffers, few.strided);
   }
   void* arguments[] = {variant.few_buffers ? static_cast<void*>(&few) : &p};
-  JAXKV_CUDA_TRY(cudaLaunchKernel(copy_kernel(variant), dim3(blocks), dim3(kCopyThreads), arguments,
-                                  shared_bytes, stream));
+  JAXKV_CUDA_TRY(cudaLaunchKernel(copy_kernel(variant), dim3(grid.blocks), dim3(kCopyThreads),
+                                  arguments, shared_bytes, stream));
   return ffi::Error::Success();
 }
 
@@ -200,6 +220,7 @@ ffi::Error prepare_copy_kernel(int32_t device) {
   if (auto error = prepare_ring(device); error.failure()) return error;
   if (done[device].load()) return ffi::Error::Success();
   int most_shared = 0;
+  uint32_t limit = UINT32_MAX;
   JAXKV_CUDA_TRY(
       cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   for (void* kernel : all_copy_kernels()) {
@@ -207,6 +228,10 @@ ffi::Error prepare_copy_kernel(int32_t device) {
     JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, kernel));
     const int most = most_shared - static_cast<int>(attributes.sharedSizeBytes);
     JAXKV_CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+    limit = std::min(limit, static_cast<uint32_t>(most));
+  }
+  for (uint32_t seen = shared_limit; limit < seen;) {
+    if (shared_limit.compare_exchange_weak(seen, limit)) break;
   }
   done[device].store(true);
   return ffi::Error::Success();

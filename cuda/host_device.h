@@ -5,11 +5,10 @@
 #define JAXKV_HOST_DEVICE __host__ __device__
 #define JAXKV_DEVICE __device__ __forceinline__
 #define JAXKV_RARE __device__ __noinline__
-#define JAXKV_UNROLL(times) _Pragma(JAXKV_TEXT(unroll times))
-#define JAXKV_TEXT(text) #text
+#define JAXKV_UNROLL() _Pragma("unroll")
 #else
 #define JAXKV_HOST_DEVICE
 #define JAXKV_DEVICE inline
 #define JAXKV_RARE inline
-#define JAXKV_UNROLL(times)
+#define JAXKV_UNROLL()
 #endif

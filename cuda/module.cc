@@ -5,7 +5,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <span>
 
 #include "all_reduce.h"
 #include "bounds.h"

@@ -1,6 +1,7 @@
 #include "page_errors.h"
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 
 namespace jaxkv {
@@ -26,7 +27,9 @@ std::vector<std::string>& bound_names() {
 }
 
 PageErrorEntry copy_entry(const volatile PageErrorEntry& e) {
-  return {e.sequence, e.fault, e.position, e.id, e.limit};
+  const uint64_t sequence = e.sequence;
+  std::atomic_thread_fence(std::memory_order_acquire);  // a kernel writes it last
+  return {sequence, e.fault, e.position, e.id, e.limit};
 }
 
 }  // namespace
@@ -49,13 +52,15 @@ PageErrors take_page_errors() {
   PageErrors taken;
   for (auto& [ring, seen] : rings()) {
     const uint64_t count = ring->count;
-    taken.count += count - seen;
     const uint64_t kept = std::min<uint64_t>(count - seen, PageErrorRing::kEntries);
-    for (uint64_t slot = count - kept; slot < count; ++slot) {
+    uint64_t slot = count - kept;
+    for (; slot < count; ++slot) {
       auto entry = copy_entry(ring->entries[slot % PageErrorRing::kEntries]);
+      if (entry.sequence < slot + 1) break;  // counted, but not written yet: the next call's
       if (entry.sequence == slot + 1) taken.details.push_back(entry);
     }
-    seen = count;
+    taken.count += slot - seen;
+    seen = slot;
   }
   return taken;
 }

@@ -90,9 +90,11 @@ class CudaCommunicator : public Communicator {
       // On no legacy stream, which another thread's capture forbids.
       cudaStream_t stream = nullptr;
       check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-      cudaMemcpyAsync(rank.header(), &header, sizeof header, cudaMemcpyHostToDevice, stream);
-      cudaMemsetAsync(mail_of(rank.header()), ahead ? 0 : 0xFF,
-                      geometry_.all_quick_words() * sizeof(Word), stream);
+      check(cudaMemcpyAsync(rank.header(), &header, sizeof header, cudaMemcpyHostToDevice, stream),
+            "preset");
+      check(cudaMemsetAsync(mail_of(rank.header()), ahead ? 0 : 0xFF,
+                            geometry_.all_quick_words() * sizeof(Word), stream),
+            "preset");
       check(cudaStreamSynchronize(stream), "preset");
       check(cudaStreamDestroy(stream), "cudaStreamDestroy");
     });

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <string>
 
 #include "copy_kernel.h"
 #include "cuda_check.h"

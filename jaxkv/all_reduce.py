@@ -19,9 +19,9 @@ the environment when the `SymmetricMemory` is created, for devices of one proces
 driver reports multicast. Don't set that where machines share the GPUs of a host: a multicast object
 may take them out of service for all. (PyTorch's symmetric memory has such an algorithm.)
 
-What keeps the devices together: all run one program, and within a trace each call takes a token of
-the call before. How far a device is (epochs) lies in its own memory, so a CUDA graph of a step can
-be replayed. Derivatives are those of `psum`.
+What keeps the devices together: all run one program, in which each call takes a token of the call
+before. How far a device is (epochs) lies in its own memory, so a CUDA graph of a step can be
+replayed. Derivatives are those of `psum`.
 
 With JAXKV_DEBUG_COLLECTIVES=1 in the environment of all processes when a `SymmetricMemory` is
 created, devices compare algorithm, bytes, dtype and number of each call before it, and a call that
@@ -30,12 +30,17 @@ differs raises a PeerTimeoutError which names both (as NCCL's and PyTorch's debu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jaxkv import _native
 from jaxkv.tuning.all_reduce import table_for
@@ -47,14 +52,21 @@ DTYPES = ("bfloat16", "float16", "float32")
 NATIVE = ("low_latency", "one_shot", "two_shot", "multimem")  # by their numbers in operand.h
 IMPLEMENTATIONS = (*NATIVE, "psum")
 
+_TARGET = "jaxkv_all_reduce"
+
 
 def all_reduce(
     memory: SymmetricMemory, x: Any, axis_name: str, *, implementation: str | None = None
 ) -> Any:
     """The sum of `x` over the devices along a mesh axis, on each of them.
 
-    To be called inside `jax.shard_map`, as `jax.lax.psum`; works there too in loops, under `vmap`
-    and where derivatives are taken.
+    To be called inside `jax.shard_map`, as `jax.lax.psum`; works there too in loops, under `vmap`,
+    which makes one call of all rows, and where derivatives are taken.
+
+    Calls of one program follow each other in the order in which it makes them, of whatever memory.
+    The body of a loop, of an inner `jit` or of `jax.checkpoint` is a program of its own: calls in
+    there and calls beside it must depend on each other (`jax.lax.optimization_barrier` makes them),
+    or a device may come to them in another order than its peers.
 
     Args:
       memory: of the mesh that `shard_map` runs on.
@@ -118,14 +130,13 @@ def _refusal(memory: SymmetricMemory, algorithm: str, num_bytes: int, dtype: Any
         return f"its dtype must be one of {', '.join(DTYPES)}, got {dtype}"
     if algorithm == "multimem" and memory._multicast_refusal:
         return memory._multicast_refusal
-    limits = {
-        "low_latency": ("quick_bytes", memory.quick_bytes),
-        "one_shot": ("slot_bytes", memory.slot_bytes),
-        "two_shot": ("max_bytes", memory.max_bytes),
-        "multimem": ("max_bytes", memory.max_bytes),
-    }
-    name, limit = limits[algorithm]
-    if num_bytes > min(limit, memory.max_bytes):
+    limits = {"max_bytes": memory.max_bytes}
+    if algorithm == "low_latency":
+        limits["quick_bytes"] = memory.quick_bytes
+    elif algorithm == "one_shot":
+        limits["slot_bytes"] = memory.slot_bytes
+    name, limit = min(limits.items(), key=lambda entry: entry[1])
+    if num_bytes > limit:
         return f"its {num_bytes} bytes exceed {name} = {limit} bytes"
     return None
 
@@ -148,38 +159,88 @@ def _check_mesh(memory: SymmetricMemory) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What of a call is static. No reference to the memory: programs may outlive it."""
+
+    memory: weakref.ref[SymmetricMemory]
+    communicator: int
+    axis_name: str
+    asked: str | None
+    algorithm: str
+
+
 def _all_reduce_array(memory: SymmetricMemory, x: Any, *, implementation: str | None) -> Any:
     x = jnp.asarray(x)
     name, _ = choose(memory, x, implementation)
     with jax.named_scope(f"jaxkv.all_reduce.{name}"):
-        if name == "psum":
+        if name == "psum" or x.size == 0:
             return jax.lax.psum(x, memory.axis_name)
-        if x.size == 0:
-            return x
-        token = memory._order.last_token()
-        if token is None:
-            token = jnp.zeros(1, jnp.int32)
-        call = (memory._id, NATIVE.index(name), memory.axis_name)
-        result, token = _reduce(call, x, token)
-        memory._order.append(token, result)
-        return result
+        _native.extension()
+        call = _Call(weakref.ref(memory), memory._id, memory.axis_name, implementation, name)
+        return _reduce_p.bind(x, call=call)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _reduce(call: tuple[int, int, str], x: Any, token: Any) -> tuple[Any, Any]:
-    communicator, algorithm, axis_name = call
-    _native.extension()
-    summed = jax.eval_shape(lambda x: jax.lax.psum(x, axis_name), x)  # replicated along the axis
-    reduce = jax.ffi.ffi_call(
-        "jaxkv_all_reduce", (summed, jax.typeof(token)), vmap_method="broadcast_all"
+def _result_type(x: Any, *, call: _Call) -> Any:
+    """The same on all devices along the axis, as psum's."""
+    summed = jax.eval_shape(lambda x: jax.lax.psum(x, call.axis_name), x)
+    varying = summed.manual_axis_type  # None where shard_map does not check it
+    return x if varying is None else x.update(manual_axis_type=varying)
+
+
+def _jvp(primals: Any, tangents: Any, *, call: _Call) -> tuple[Any, Any]:
+    result = _reduce_p.bind(*primals, call=call)
+    (tangent,) = tangents
+    if isinstance(tangent, ad.Zero):
+        return result, ad.Zero(jax.typeof(result).to_tangent_aval())
+    return result, jax.lax.psum(tangent, call.axis_name)
+
+
+def _batched(args: Sequence[Any], dims: Sequence[Any], *, call: _Call) -> tuple[Any, int]:
+    """One call of all rows, by what serves so many bytes."""
+    memory = call.memory()
+    if memory is None:
+        raise RuntimeError("all_reduce under vmap: its SymmetricMemory is gone")
+    rows = jnp.moveaxis(args[0], dims[0], 0)
+    return _all_reduce_array(memory, rows, implementation=call.asked), 0
+
+
+def _lower(context: Any, x: Any, *, call: _Call) -> Sequence[Any]:
+    token_type = jax.typeof(np.zeros(1, np.int32))
+    token = _last_token() or mlir.ir_constant(np.zeros(1, np.int32))
+    context = context.replace(
+        avals_in=[*context.avals_in, token_type], avals_out=[*context.avals_out, token_type]
     )
-    attributes = {"communicator": np.int64(communicator), "algorithm": np.int64(algorithm)}
-    result, token = reduce(x, token, **attributes)
-    return result, token
+    result, _ = jax.ffi.ffi_lowering(_TARGET)(
+        context,
+        x,
+        token,
+        communicator=np.int64(call.communicator),
+        algorithm=np.int64(NATIVE.index(call.algorithm)),
+    )
+    return [result]
 
 
-@_reduce.defjvp
-def _reduce_jvp(call: tuple[int, int, str], primals: Any, tangents: Any) -> tuple[Any, Any]:
-    result, token = _reduce(call, *primals)
-    tangent, token_tangent = tangents
-    return (result, token), (jax.lax.psum(tangent, call[2]), token_tangent)
+def _last_token() -> Any | None:
+    """What the call before returned, if there is one in this program.
+
+    All devices run one program, but only data keeps its calls in one order: the CPU backend runs
+    what does not depend on each other at the same time, and so may a CUDA graph. The calls of all
+    memories are in one order, or devices that wait in calls of different ones could keep each
+    other's threads. Only here, where a program is lowered, are they seen as one list, whatever
+    transformed the functions that made them.
+    """
+    operations = mlir.ir.InsertionPoint.current.block.operations
+    for i in reversed(range(len(operations))):
+        operation = operations[i].operation
+        target = operation.attributes.get("call_target_name")
+        if target is not None and mlir.ir.StringAttr(target).value == _TARGET:
+            return operation.results[1]
+    return None
+
+
+_reduce_p = Primitive("jaxkv_all_reduce")
+_reduce_p.def_abstract_eval(_result_type)
+mlir.register_lowering(_reduce_p, _lower, cacheable=False)
+ad.primitive_jvps[_reduce_p] = _jvp  # no custom_jvp, whose body is a program of its own
+batching.primitive_batchers[_reduce_p] = _batched

@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
 
 from jaxkv import _native
 from jaxkv.all_reduce import all_reduce
@@ -81,7 +80,6 @@ class SymmetricMemory:
         self._rendezvous = Rendezvous({d.process_index for d in groups.flat}, timeout_s)
         self._agree_on_arguments()
         self._allocate_and_map(groups)
-        self._order = _order
 
     @classmethod
     def create(
@@ -248,34 +246,6 @@ class SymmetricMemory:
             raise
 
 
-class _Order:
-    """Hands each call of a trace what the call before it returned, so that none overtakes another.
-
-    All devices run one program, but only data keeps its calls in one order: the CPU backend runs
-    what does not depend on each other at the same time. The calls of all memories are in one order,
-    or devices that wait in calls of different ones could keep each other's threads. A body that is
-    traced by itself (of a loop, of an inner jit) starts anew.
-    """
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[Any, Any, weakref.ref]] = []  # trace, token, result
-
-    def last_token(self) -> Any | None:
-        trace = get_opaque_trace_state()
-        return next((token for at, token, _ in reversed(self._calls) if at == trace), None)
-
-    def append(self, token: Any, result: Any) -> None:
-        # What nothing uses any more is no part of its trace, and a trace that ended is let go.
-        def drop(dead: weakref.ref) -> None:
-            self._calls = [call for call in self._calls if call[2] is not dead]
-
-        trace = get_opaque_trace_state()
-        self._calls.append((trace, token, weakref.ref(result, drop)))
-
-
-_order = _Order()
-
-
 def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
     """The devices, `[num_groups, world_size]`."""
     if axis_name not in mesh.axis_names:
@@ -292,6 +262,9 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
     platforms = {device.platform for device in devices.flat}
     if not platforms <= {"cpu"} and not platforms <= {"gpu"}:
         raise ValueError(f"all devices must be of platform cpu or all of gpu, got {platforms}")
+    kinds = {device.device_kind for device in devices.flat}
+    if len(kinds) > 1:  # block b of a kernel meets only block b of its peers
+        raise ValueError(f"all devices must be of one kind, got {', '.join(sorted(kinds))}")
     if all(device.process_index != jax.process_index() for device in devices.flat):
         raise ValueError(f"the mesh has no device of this process, number {jax.process_index()}")
     return devices.reshape(-1, world_size)

@@ -232,6 +232,36 @@ def test_vmap_and_inner_jit(memories):
         assert_sums(twice, x * 2)
 
 
+@pytest.mark.parametrize("rows_axis", [0, 1])
+def test_rows_of_a_vmap_go_in_one_call(memories, rows_axis):
+    """By what serves all their bytes: rows that fit one by one may exceed a box together."""
+    memory = memories[2]
+    rows, columns = 8, MAX_BYTES // 4 // 4
+    x = operand(2, (rows, columns), "float32")
+
+    def step(x, implementation=None):
+        reduce = partial(memory.all_reduce, axis_name=AXIS, implementation=implementation)
+        return jax.vmap(reduce, in_axes=rows_axis)(x if rows_axis == 0 else x.T)
+
+    assert_sums(on_ranks(memory, step)(x), x)
+    with pytest.raises(NotImplementedError, match=f"{x[0].nbytes} bytes exceed max_bytes = "):
+        on_ranks(memory, partial(step, implementation="two_shot"))(x)
+    small = x[:, :, :5]
+    step_of_small = on_ranks(memory, partial(step, implementation="low_latency"))
+    assert_sums(step_of_small(small), small)
+    text = step_of_small.lower(small).as_text()
+    assert text.count("custom_call @jaxkv_all_reduce") == 1
+
+
+def test_empty_arrays_are_the_same_on_all_devices(memories):
+    memory = memories[2]
+    step = jax.shard_map(
+        lambda x: memory.all_reduce(x[:, :0], AXIS),
+        mesh=memory.mesh, in_specs=jax.P(AXIS), out_specs=jax.P(),
+    )  # fmt: skip
+    assert jax.jit(step)(operand(2, (3,), "float32")).shape == (1, 0)
+
+
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_derivatives_are_those_of_psum(memories, check_vma):
     memory = memories[2]
@@ -248,11 +278,25 @@ def test_derivatives_are_those_of_psum(memories, check_vma):
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-def test_calls_of_a_step_are_ordered_by_data(memories):
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda body: body,
+        lambda body: lambda x: jax.vmap(body)(x[None]),
+        lambda body: lambda x: jax.jvp(body, (x,), (x,)),
+        lambda body: lambda x: jax.grad(lambda x: sum(map(jnp.sum, body(x))))(x),
+    ],
+    ids=["plain", "vmap", "jvp", "grad"],
+)
+def test_calls_of_a_step_are_ordered_by_data(memories, transform):
     """Each takes a result of the one before, although their own operands do not depend on it."""
     memory = memories[2]
     all_reduce = partial(memory.all_reduce, axis_name=AXIS, implementation="low_latency")
-    step = on_ranks(memory, lambda x: [all_reduce(x + i) for i in range(4)])
+
+    def body(x):  # of the results only products are kept
+        return [jnp.sin(all_reduce(x + i)) * 2 for i in range(4)]
+
+    step = on_ranks(memory, transform(body))
     text = step.lower(operand(2, (8,), "float32")).as_text()
     calls = [line for line in text.splitlines() if "@jaxkv_all_reduce" in line]
     results = [line.split("=")[0].strip().split(":")[0] for line in calls]
@@ -265,7 +309,6 @@ def test_traces_leave_nothing_behind(memories):
     memory = memories[2]
     with jax.checking_leaks():
         sums(memory, "low_latency")(operand(2, (8,), "float32"))
-    assert memory._order._calls == []
 
 
 # ---------------------------------------------------------------------------------------------
