@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace jaxkv {
 
@@ -10,7 +11,9 @@ namespace jaxkv {
 void synchronize_device(int ordinal);
 std::string pci_address(int ordinal);
 
-// Whether the last copy that was started with its ticket at `address` has ended, or there is none.
-bool copy_ended(uintptr_t address);
+// How many copies each lane of each device was given, always in the same order; and whether all
+// that such a list counts have ended.
+std::vector<uint64_t> started_copies();
+bool copies_ended(const std::vector<uint64_t>& started);
 
 }  // namespace jaxkv

@@ -19,9 +19,10 @@ void seal_host_ids(std::span<int32_t> words);
 void admit_host_ids(const int32_t* address, size_t num_words);
 
 // Whether the ids can be read now, and why not. Ids that a computation copied here may not have
-// arrived yet when a handler reads them, so only an address that was admitted will do; any other,
-// which may be device memory, is not touched. (XLA keeps its pinned memory, so an address that was
-// host memory once still is.)
+// arrived yet when a handler reads them, so an address must have been admitted; any other, which
+// may be device memory, is not touched. (XLA keeps its pinned memory, so an address that was host
+// memory once still is.) That is best effort: where such a copy is yet to arrive in the memory of
+// freed ids of the same length, those still lie there whole and are taken for it.
 bool open_host_ids(const int32_t* address, size_t num_words, std::string* why_not);
 
 }  // namespace jaxkv

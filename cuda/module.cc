@@ -221,8 +221,10 @@ NB_MODULE(_ext, m) {
   m.attr("CUDA") = true;
   m.def("synchronize_device", &synchronize_device, nb::arg("ordinal"),
         nb::call_guard<nb::gil_scoped_release>(), "Waits for all work of a CUDA device.");
-  m.def("copy_ended", &copy_ended, nb::arg("address"),
-        "Whether the copy whose ticket lies at `address` has ended.");
+  m.def("started_copies", &started_copies,
+        "How many copies beside the step were started, for each stream of each device.");
+  m.def("copies_ended", &copies_ended, nb::arg("started"),
+        "Whether all copies have ended that an earlier started_copies() counts.");
   m.def("pci_address", &pci_address, nb::arg("ordinal"), "PCI address of a CUDA device.");
   m.def("multicast_supported", &multicast_supported, nb::arg("ordinal"),
         "Whether the driver reports NVLink multicast for a CUDA device.");

@@ -3,7 +3,6 @@
 #include <array>
 #include <atomic>
 #include <memory>
-#include <unordered_map>
 
 #include "copy_kernel.h"
 #include "cuda_check.h"
@@ -33,36 +32,6 @@ using WriteValue32 = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned in
 WriteValue32 stream_write() {
   static const auto write = driver_function<WriteValue32>("cuStreamWriteValue32");
   return write;
-}
-
-// ---------------------------------------------------------------------------------------------
-// Which copies have ended, by the address of their tickets
-
-constexpr size_t kMaxEvents = 4096;  // XLA puts tickets at few addresses
-
-std::mutex events_mutex;
-
-auto& events() {
-  static auto* all = new std::unordered_map<uintptr_t, cudaEvent_t>;  // leaked, as handlers are
-  return *all;
-}
-
-ffi::ErrorOr<cudaEvent_t> event_of(uintptr_t ticket) {
-  std::lock_guard lock(events_mutex);
-  if (const auto found = events().find(ticket); found != events().end()) return found->second;
-  if (events().size() >= kMaxEvents) {
-    std::erase_if(events(), [](const auto& entry) {
-      return cudaEventQuery(entry.second) == cudaSuccess &&
-             cudaEventDestroy(entry.second) == cudaSuccess;
-    });
-    (void)cudaGetLastError();
-  }
-  cudaEvent_t event = nullptr;
-  if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) {
-    (void)cudaGetLastError();
-    return ffi::Unexpected(ffi::Error::Internal("jaxkv: no CUDA event for a started copy"));
-  }
-  return events()[ticket] = event;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -231,22 +200,46 @@ ffi::Error Lane::create(uint32_t index, uint32_t* words) {
   // Before compute, which has work for all SMs at any time, while a copy takes few of them.
   JAXKV_CUDA_TRY(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
   JAXKV_CUDA_TRY(cudaEventCreateWithFlags(&behind_, cudaEventDisableTiming));
+  for (cudaEvent_t& event : ended_) {
+    JAXKV_CUDA_TRY(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  }
   index_ = index;
   words_ = words;
   return ffi::Error::Success();
 }
 
 ffi::Error Lane::start(cudaStream_t xla_stream, const TicketOf& ticket, size_t num_segments,
-                       const std::function<ffi::Error(const Lane&, uint32_t)>& enqueue,
-                       cudaEvent_t ended) {
+                       bool joined,
+                       const std::function<ffi::Error(const Lane&, uint32_t)>& enqueue) {
   std::lock_guard lock(mutex_);
   const uint32_t first = next_;
   next_ += static_cast<uint32_t>(num_segments);
   JAXKV_CUDA_TRY(cudaEventRecord(behind_, xla_stream));
   JAXKV_CUDA_TRY(cudaStreamWaitEvent(stream_, behind_));
-  if (auto error = enqueue(*this, first); error.failure()) return error;
-  JAXKV_CUDA_TRY(cudaEventRecord(ended, stream_));
-  return hand_out(xla_stream, ticket, first);
+  auto error = enqueue(*this, first);
+  if (error.success()) error = hand_out(xla_stream, ticket, first);
+  // A start that failed may have enqueued copies, and XLA frees their arrays now.
+  auto not_recorded = record_end(xla_stream, joined || error.failure());
+  return error.failure() ? error : not_recorded;
+}
+
+ffi::Error Lane::record_end(cudaStream_t xla_stream, bool joined) {
+  const uint64_t number = started_.load();
+  const cudaEvent_t event = ended_[number % kEvents];
+  JAXKV_CUDA_TRY(cudaEventRecord(event, stream_));
+  started_.store(number + 1);
+  if (joined) JAXKV_CUDA_TRY(cudaStreamWaitEvent(xla_stream, event));
+  return ffi::Error::Success();
+}
+
+// Without the mutex, which a start holds for long: an event that is recorded anew meanwhile tells
+// of a later copy of the same stream.
+bool Lane::ended(uint64_t started) const {
+  const uint64_t now = started_.load();
+  const uint64_t oldest = now < kEvents ? 0 : now - kEvents;
+  const bool ended = cudaEventQuery(ended_[std::max(started - 1, oldest) % kEvents]) == cudaSuccess;
+  if (!ended) (void)cudaGetLastError();
+  return ended;
 }
 
 ffi::Error Lane::hand_out(cudaStream_t xla_stream, const TicketOf& ticket, uint32_t first) const {
@@ -323,26 +316,31 @@ ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
   if (arrays_of_ticket(call.ticket->size_bytes()) != ticket.written.size()) {
     return ffi::Error::InvalidArgument("jaxkv start: a ticket of another size");
   }
-  const auto ended = event_of(reinterpret_cast<uintptr_t>(ticket.ticket));
-  if (!ended.has_value()) return ended.error();
   const auto index = (copy.to_dense ? 0 : 2) + static_cast<uint32_t>(engine);
   Lane& lane = all_lanes[call.device].load()->lanes[index];
   auto run = [&](const Lane& on, uint32_t first) {
     return enqueue(on, first, static_cast<size_t>(step));
   };
-  const auto error = lane.start(call.stream, ticket, num_buffers / step, run, *ended);
-  if (error.failure()) return error;
-  if (*joined) JAXKV_CUDA_TRY(cudaStreamWaitEvent(call.stream, *ended));
-  return ffi::Error::Success();
+  return lane.start(call.stream, ticket, num_buffers / step, *joined, run);
 }
 
-bool copy_ended(uintptr_t address) {
-  std::lock_guard lock(events_mutex);
-  const auto found = events().find(address);
-  if (found == events().end()) return true;
-  const bool ended = cudaEventQuery(found->second) != cudaErrorNotReady;
-  (void)cudaGetLastError();
-  return ended;
+std::vector<uint64_t> started_copies() {
+  std::vector<uint64_t> started;
+  for (const auto& device : all_lanes) {
+    const DeviceLanes* of_device = device.load();
+    for (uint32_t i = 0; i < kNumLanes; ++i) {
+      started.push_back(of_device ? of_device->lanes[i].started() : 0);
+    }
+  }
+  return started;
+}
+
+bool copies_ended(const std::vector<uint64_t>& started) {
+  for (size_t i = 0; i < std::min(started.size(), all_lanes.size() * kNumLanes); ++i) {
+    const DeviceLanes* of_device = all_lanes[i / kNumLanes].load();
+    if (started[i] && of_device && !of_device->lanes[i % kNumLanes].ended(started[i])) return false;
+  }
+  return true;
 }
 
 using Stream = ffi::PlatformStream<cudaStream_t>;

@@ -9,6 +9,8 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
+#include <atomic>
 #include <functional>
 #include <mutex>
 
@@ -35,11 +37,14 @@ class Lane {
  public:
   ffi::Error create(uint32_t index, uint32_t* words);
 
-  // Runs `enqueue(lane, first)` behind all that XLA's stream holds now, and records `ended` behind
-  // that. Segment s is to signal first + s.
+  // Runs `enqueue(lane, first)` behind all that XLA's stream holds now; XLA's stream waits for its
+  // end if `joined`, or if it failed halfway. Segment s is to signal first + s.
   ffi::Error start(cudaStream_t xla_stream, const TicketOf& ticket, size_t num_segments,
-                   const std::function<ffi::Error(const Lane&, uint32_t)>& enqueue,
-                   cudaEvent_t ended);
+                   bool joined, const std::function<ffi::Error(const Lane&, uint32_t)>& enqueue);
+
+  // How many copies were started, and whether the first `started` >= 1 of them have ended.
+  uint64_t started() const { return started_.load(); }
+  bool ended(uint64_t started) const;
 
   // Enqueues that everything up to segment `value` has arrived.
   ffi::Error signal(uint32_t value) const;
@@ -50,10 +55,15 @@ class Lane {
 
  private:
   ffi::Error hand_out(cudaStream_t xla_stream, const TicketOf& ticket, uint32_t first) const;
+  ffi::Error record_end(cudaStream_t xla_stream, bool joined);
+
+  static constexpr size_t kEvents = 64;
 
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t behind_ = nullptr;
+  std::array<cudaEvent_t, kEvents> ended_{};  // of the copies started last
+  std::atomic<uint64_t> started_ = 0;
   uint32_t index_ = 0, next_ = 1;
   uint32_t* words_ = nullptr;
 };

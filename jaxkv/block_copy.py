@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -64,6 +65,54 @@ class BlockCopy:
     def num_destinations(self) -> int:
         """Blocks that a destination id may name."""
         return self.num_dense if self.to_dense else self.num_strided
+
+
+def check_whole(leaves: Iterable[Any]) -> None:
+    """Raises if an array is known to be split over a mesh: XLA would gather it for an opaque call.
+
+    Known are concrete arrays and, while tracing, those of a mesh with explicit axes.
+    """
+    for leaf in leaves:
+        traced = isinstance(leaf, jax.core.Tracer)
+        sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+            raise ValueError(
+                f"an array is split over its mesh as {sharding.spec}: "
+                "call this inside jax.shard_map, on the shard of each device"
+            )
+
+
+def typed_for(copy: BlockCopy, ids: tuple[Any, Any]) -> BlockCopy:
+    """The copy, with written arrays that vary over a mesh as what is copied into them."""
+    written, read = copy.written, copy.strided if copy.to_dense else copy.dense
+    if not any(map(_varying_axes, jax.tree.leaves((ids, read)))):
+        return copy
+    pairwise = len(written) == len(read)
+    sources = [(ids, source) for source in read] if pairwise else [(ids, read)] * len(written)
+    typed = [
+        varying_with(array, jax.tree.leaves(source))
+        for array, source in zip(written, sources, strict=True)
+    ]
+    if copy.to_dense:
+        return dataclasses.replace(copy, dense=typed)
+    return dataclasses.replace(copy, strided=typed)
+
+
+def varying_with(array: Any, operands: Iterable[Any]) -> Any:
+    """`array`, typed as varying over each mesh axis that it or an operand varies over.
+
+    For an array that a call writes. The result has its type: a cache that is the same on all
+    devices would stay so in name when each device wrote other pages, and `shard_map` would take
+    one device's for all. Changes the type only, and nothing outside `shard_map`.
+    """
+    axes = frozenset[Any]().union(*map(_varying_axes, operands)) - _varying_axes(array)
+    return jax.lax.pcast(array, tuple(sorted(axes, key=str)), to="varying") if axes else array
+
+
+def _varying_axes(array: Any) -> frozenset[Any]:
+    if not isinstance(array, jax.core.Tracer):
+        return frozenset()
+    return jax.typeof(array).manual_axis_type.varying
 
 
 def needs_plan(ids: tuple[Any, Any], num_copies: int) -> bool:

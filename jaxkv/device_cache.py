@@ -46,15 +46,16 @@ class DeviceCache:
           head_axis: mesh axis that the KV heads are split over; None for a copy on each device.
 
         Raises:
-          ValueError: fewer than one page, or heads that the mesh axis does not divide.
+          ValueError: fewer than one page, heads that the mesh axis does not divide, or a head_axis
+            without a mesh.
         """
         if num_pages < 1:
             raise ValueError(f"num_pages must be >= 1, got {num_pages}")
         # Committed to its device like the pool, so that programs do not compile a second time when
         # they get the cache back from one that also took the pool.
         sharding: jax.sharding.Sharding = SingleDeviceSharding(default_device())
+        check_head_axis(spec.num_kv_heads, "num_kv_heads", mesh, head_axis)
         if mesh is not None:
-            check_head_axis(spec.num_kv_heads, "num_kv_heads", mesh, head_axis)
             sharding = NamedSharding(mesh, PartitionSpec(None, None, head_axis))
         dtype = np.dtype(spec.dtype)
         shape = (num_pages, *spec.block_shape)
@@ -81,11 +82,13 @@ def default_device() -> jax.Device:
 
 
 def check_head_axis(
-    num_parts: int, name: str, mesh: jax.sharding.Mesh, head_axis: str | None
+    num_parts: int, name: str, mesh: jax.sharding.Mesh | None, head_axis: str | None
 ) -> None:
     """Raises a ValueError unless mesh axis `head_axis` exists and divides `num_parts`."""
     if head_axis is None:
         return
+    if mesh is None:
+        raise ValueError(f"head_axis is {head_axis!r}, but mesh is None: give the mesh it is of")
     if head_axis not in mesh.shape:
         raise ValueError(f"head_axis {head_axis!r} is not an axis of the mesh {dict(mesh.shape)}")
     if num_parts % mesh.shape[head_axis]:

@@ -23,6 +23,7 @@ from typing import Any
 
 PROBE_BYTES = 1 << 20
 ENVIRONMENT_PREFIXES = ("JAX_", "JAXKV_", "XLA_", "CUDA_", "NCCL_", "TF_GPU_", "LD_LIBRARY_PATH")
+ADDRESSES = re.compile("ADDRESS|COMM_ID")  # they name hosts
 CUDA_LIBRARY = re.compile(
     r"lib(cuda|cudart|nccl|cublas\w*|cudnn\w*|cufft|cusolver|cusparse|cupti|nvrtc|nvJitLink|nvshmem\w*)"
     r"\.so[.\d]*$"
@@ -253,7 +254,7 @@ def numa() -> dict[str, dict[str, str]]:
 
 def environment() -> dict[str, str]:
     return {
-        name: value
+        name: "(an address, left out)" if ADDRESSES.search(name) else value
         for name, value in sorted(os.environ.items())
         if name.startswith(ENVIRONMENT_PREFIXES)
     }

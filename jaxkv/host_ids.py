@@ -13,6 +13,7 @@ import numpy.typing as npt
 from jaxkv import _native
 from jaxkv.device_cache import default_device
 from jaxkv.errors import PageIndexError
+from jaxkv.sync_guard import allow_host_sync
 
 _NEW = object()  # None may be what a transformation puts in the place of `data`
 
@@ -25,7 +26,9 @@ class HostIds:
 
     A handler reads them while the call is enqueued, long before the device gets there. So they
     must be written by the host: `HostIds` takes NumPy arrays (or lists) only, and a call refuses
-    ids whose bytes did not come from this constructor, such as a copy that a computation made.
+    ids whose bytes did not come from this constructor, such as a copy that a computation made. That
+    is best effort: a copy that has not arrived yet, in the memory of freed ids of the same length,
+    can be taken for those.
 
     Attributes:
       data: int32[header + n] in pinned host memory; opaque.
@@ -66,7 +69,8 @@ class HostIds:
         if sharding is None:
             sharding = jax.sharding.SingleDeviceSharding(default_device())
         data = jax.device_put(words, sharding.with_memory_kind("pinned_host"))
-        data.block_until_ready()
+        with allow_host_sync("HostIds are uploaded, after no work of the device"):
+            data.block_until_ready()
         for shard in data.addressable_shards:
             extension.admit_host_ids(shard.data.unsafe_buffer_pointer(), len(words))
         self.data = data
@@ -130,31 +134,29 @@ def check_page_ids(
     limits: tuple[int, int],
     names: tuple[str, str],
 ) -> None:
-    """Raises PageIndexError for what the handlers would refuse, as far as the ids are known.
+    """Raises PageIndexError for what the handlers would refuse, if all ids are known.
+
+    Of one list alone nothing can be said: an entry may be padding by what the other says.
 
     Args:
       ids: source and destination ids; None where the host does not know them.
       limits: blocks on either side.
       names: of the arguments, for the message.
     """
-    known = [entry for entry in ids if entry is not None]
-    if not known:
+    sources, destinations = ids
+    if sources is None or destinations is None:
         return
-    used = np.logical_and.reduce([entry >= 0 for entry in known])
-    for entry, limit, name in zip(ids, limits, names, strict=True):
-        if entry is None:
-            continue
+    used = (sources >= 0) & (destinations >= 0)
+    for entry, limit, name in zip((sources, destinations), limits, names, strict=True):
         outside = np.flatnonzero(used & (entry >= limit))
         if len(outside):
             raise PageIndexError(
                 f"{name}[{outside[0]}] is {entry[outside[0]]}, outside [0, {limit}) pages"
             )
-    if len(known) == 2:
-        destinations = np.where(used, known[1], -1)
-        named, times = np.unique(destinations[used], return_counts=True)
-        if (times > 1).any():
-            repeated = named[times > 1][0]
-            first, second = np.flatnonzero(destinations == repeated)[:2]
-            raise PageIndexError(
-                f"{names[1]} names page {repeated} twice, at positions {first} and {second}"
-            )
+    named, times = np.unique(destinations[used], return_counts=True)
+    if (times > 1).any():
+        repeated = named[times > 1][0]
+        first, second = np.flatnonzero(used & (destinations == repeated))[:2]
+        raise PageIndexError(
+            f"{names[1]} names page {repeated} twice, at positions {first} and {second}"
+        )

@@ -19,6 +19,7 @@ from jaxkv import _native
 from jaxkv.device_cache import check_head_axis, default_device
 from jaxkv.errors import HostMemoryError
 from jaxkv.layout import HostLayout, KVCacheSpec
+from jaxkv.sync_guard import allow_host_sync
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +63,7 @@ class HostPool:
 
         Raises:
           HostMemoryError: the pool does not fit what the machine leaves; nothing was allocated.
-          ValueError: a layout or sizes that do not go together.
+          ValueError: a layout or sizes that do not go together, or a head_axis without a mesh.
         """
         whole = HostLayout(spec, layout, num_pages, head_groups)
         sharding = _pool_sharding(whole, mesh, head_axis)
@@ -116,11 +117,11 @@ class HostPool:
 def _pool_sharding(
     whole: HostLayout, mesh: jax.sharding.Mesh | None, head_axis: str | None
 ) -> jax.sharding.Sharding:
-    if mesh is None:
-        return SingleDeviceSharding(default_device(), memory_kind="pinned_host")
     split = "group" if whole.name == "page_unified" else "head"
     parts = whole.head_groups if split == "group" else whole.spec.num_kv_heads
     check_head_axis(parts, "head_groups" if split == "group" else "num_kv_heads", mesh, head_axis)
+    if mesh is None:
+        return SingleDeviceSharding(default_device(), memory_kind="pinned_host")
     axes = (head_axis if merged == (split,) else None for merged in whole.axes)
     return NamedSharding(mesh, PartitionSpec(*axes), memory_kind="pinned_host")
 
@@ -135,7 +136,8 @@ def _allocate(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Arr
             # Ten times faster on an H200 host than zeros that XLA writes.
             zeros = np.zeros(shape, dtype)
         # device_put and not out_shardings, which forgets that the type of the array is <host>.
-        return jax.device_put(zeros, sharding).block_until_ready()
+        with allow_host_sync("a new pool is uploaded, after no work of the device"):
+            return jax.device_put(zeros, sharding).block_until_ready()
 
 
 def check_host_memory(needed_bytes: int) -> None:

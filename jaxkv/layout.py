@@ -1,7 +1,8 @@
 """Where byte (kv, layer, page, token, head, dim) of a KV cache lives, for every layout.
 
-Pure Python and NumPy: nothing here knows of CUDA or of JAX devices. The layouts are those of
-SGLang's HiCache host pools; the device cache is always layer first, one array per layer and half.
+Python and NumPy: nothing here knows of CUDA, nor of JAX more than its dtypes. The layouts are those
+of SGLang's HiCache host pools; the device cache is always layer first, one array per layer and
+half.
 
 Symbols: L layers, P pages, s tokens a page, T = P*s tokens, H KV heads, D head dim, G head groups.
 The leading 2 is the K half, then the V half; MLA has one buffer, H = 1, and no such axis.
@@ -21,7 +22,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -33,8 +37,6 @@ _AXES = {
     "page_unified": ("page", "group", "layer", "kv", "token", "head", "dim"),
 }
 LAYOUTS = tuple(_AXES)
-
-_SUB_BYTE_DTYPES = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
 DESCRIPTOR_DTYPE = np.dtype(
     [("buffer", "<i8"), ("device_offset", "<i8"), ("host_offset", "<i8"), ("size", "<i8")]
@@ -50,11 +52,12 @@ class KVCacheSpec:
       page_size: tokens a page (the field also says block size).
       num_kv_heads: KV heads H, of all shards together; 1 for MLA.
       head_dim: elements a head D; for MLA the latent and rope elements together.
-      dtype: any whole-byte dtype, fp8 and int8 included.
+      dtype: any whole-byte dtype, fp8 and int8 included; of 64 bits only where JAX has them on.
       kind: "mha" (a K and a V half; GQA and MQA too) or "mla" (one latent buffer).
 
     Raises:
-      ValueError: a size below 1, an unknown kind, MLA with several heads, a sub-byte dtype.
+      ValueError: a size below 1, an unknown kind, MLA with several heads, a dtype that
+        JAX has not or that takes no whole bytes.
     """
 
     num_layers: int
@@ -73,10 +76,7 @@ class KVCacheSpec:
             raise ValueError(f'kind must be "mha" or "mla", got {self.kind!r}')
         if self.kind == "mla" and self.num_kv_heads != 1:
             raise ValueError(f"num_kv_heads must be 1 for kind='mla', got {self.num_kv_heads}")
-        dtype = np.dtype(self.dtype)
-        if dtype.name in _SUB_BYTE_DTYPES:
-            raise ValueError(f"dtype must take whole bytes, got {dtype.name}")
-        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
 
     @property
     def num_kv(self) -> int:
@@ -102,8 +102,11 @@ class KVCacheSpec:
         """Layer numbers named by `layers`: all for None, one for an int, or a sequence."""
         if layers is None:
             return tuple(range(self.num_layers))
-        chosen = (layers,) if isinstance(layers, int | np.integer) else tuple(layers)
+        chosen: Any = (layers,) if np.ndim(layers) == 0 else layers
+        chosen = tuple(chosen)
         for layer in chosen:
+            if isinstance(layer, bool) or not hasattr(layer, "__index__"):
+                raise ValueError(f"layers must be integers, got {layer!r}")
             if not 0 <= layer < self.num_layers:
                 raise ValueError(
                     f"layers must lie in [0, num_layers={self.num_layers}), got {layer}"
@@ -111,6 +114,41 @@ class KVCacheSpec:
         if len(set(chosen)) != len(chosen):
             raise ValueError(f"layers must not name a layer twice, got {chosen}")
         return tuple(int(layer) for layer in chosen)
+
+
+def check_whole_bytes(dtype: Any, name: str) -> None:
+    """Raises a ValueError for elements of fewer than 8 bits: XLA packs them, NumPy says 1 byte."""
+    bits = _element_bits(dtype)
+    if 0 < bits < 8:
+        raise ValueError(
+            f"{name} must take whole bytes, got {dtype} of {bits} bits: "
+            "pack the elements and view them as uint8"
+        )
+
+
+def _checked_dtype(given: npt.DTypeLike) -> np.dtype:
+    """`given` if arrays of JAX keep it, else a ValueError."""
+    dtype = np.dtype(given)
+    check_whole_bytes(dtype, "dtype")
+    bits = _element_bits(dtype)
+    if given is None or bits == 0:
+        raise ValueError(f"dtype must be one of JAX's numbers or bool, got {given!r}")
+    if bits > 32 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ValueError(f"dtype {dtype} has {bits} bits, the limit is 32 without jax_enable_x64")
+    return dtype
+
+
+@functools.cache
+def _element_bits(dtype: Any) -> int:
+    """Bits of a number, of a complex one's parts, or of a bool; 0 for anything else."""
+    if getattr(dtype, "kind", "") == "b":
+        return 8
+    for info in (jnp.iinfo, jnp.finfo):
+        try:
+            return info(dtype).bits
+        except (TypeError, ValueError):
+            continue
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,15 +254,6 @@ class HostLayout:
     def nbytes(self) -> int:
         """Bytes of the whole host array."""
         return self.num_pages * self.spec.page_bytes
-
-    def element_offset_bytes(
-        self, kv: int, layer: int, page: int, token: int, head: int, dim: int
-    ) -> int:
-        """Byte offset of an element; kv: 0 for K and MLA, 1 for V; token: counted in the page."""
-        group, head = divmod(head, self._sizes["head"])
-        place = {"page": page, "token": token, "group": group, "head": head, "dim": dim}
-        inner = sum(index * self._strides[axis] for axis, index in place.items())
-        return self.buffer_offset_bytes(kv, layer) + inner
 
     def buffer_offset_bytes(self, kv: int, layer: int) -> int:
         """Byte offset of page 0 of layer `layer`'s K (kv=0) or V (kv=1) half."""

@@ -22,7 +22,7 @@ from jaxkv.choice import Choice, choose
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import num_ids_of
 from jaxkv.host_pool import HostPool
-from jaxkv.liveness import Watch, keep_alive, mark
+from jaxkv.liveness import Watch, check_same_trace, keep_alive, mark
 
 # FFI target that starts a copy, for each implementation.
 _START_TARGETS = {
@@ -179,6 +179,8 @@ class _Started:
 
         Raises:
           ValueError: the layer was not started.
+          RuntimeError: the transfer was started in another trace, outside of this inner jit, loop
+            or checkpoint: pass it as an argument and return it.
         """
         if layer not in self._layers:
             raise ValueError(f"layer must be one that was started, {self._layers}, got {layer}")
@@ -196,9 +198,10 @@ class _Started:
         if self._ticket is None or not layers:
             return
         arrays = [array for layer in layers for array in self._cache.layers[layer]]
+        before = self._ticket
         self._ticket, *arrays = self._wait_call(
             arrays,
-            (self._pool and self._pool.data, after),
+            (self._pool and self._pool.data, jax.tree.map(_without_gradient, after)),
             like=arrays[0],
             segment=max(self._layers.index(layer) for layer in layers),
             places=self._places(layers),
@@ -209,15 +212,21 @@ class _Started:
         halves = tuple(new.get(layer, old) for layer, old in enumerate(self._cache.layers))
         self._cache = dataclasses.replace(self._cache, layers=halves)
         self._waited |= frozenset(layers)
+        if not isinstance(before, jax.core.Tracer):
+            under_way = len(self._waited) < len(self._layers)
+            keep_alive(self._leaves() if under_way else None, instead_of=before)
 
     def _wait_call(self, arrays: list[Any], keep: Any, **options: Any) -> list[Any]:
         """Waits; returns the next ticket if there is one, and the arrays."""
         operands = (self._ticket, self._plan, *jax.tree.leaves(keep))
         operands = tuple(operand for operand in operands if operand is not None)
         if any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
-            return _wait(arrays, operands, watch=self._watch, **options)
-        run = _wait_donating if options["places"] else _wait_keeping
-        return run(arrays, operands, watch=None, **options)
+            waited = _wait(arrays, operands, watch=self._watch, **options)
+        else:
+            run = _wait_donating if options["places"] else _wait_keeping
+            waited = run(arrays, operands, watch=None, **options)
+        check_same_trace(self._ticket, waited[0])
+        return waited
 
     def _leaves(self) -> tuple[Any, ...]:
         raise NotImplementedError
@@ -228,6 +237,7 @@ class _Started:
             # It leaves the program, or this part of it, and takes the arrays along.
             arrays, tree = jax.tree.flatten((ticket, leaves))
             arrays = mark(arrays, self._watch, fulfilled=frozenset(self._promises()))
+            check_same_trace(ticket, arrays[0])
             ticket, leaves = jax.tree.unflatten(tree, arrays)
         return (ticket, *leaves), (self._layers, self._waited)
 
@@ -283,7 +293,9 @@ class Storing(_Started):
                 fulfilled=frozenset(self._promises()),
             )
             self._pool = dataclasses.replace(self._pool, data=data)
-            self._ticket = None
+            before, self._ticket = self._ticket, None
+            if not isinstance(before, jax.core.Tracer):
+                keep_alive(None, instead_of=before)
         return self._pool
 
     def _promises(self) -> Iterable[Any]:
@@ -388,6 +400,10 @@ def _wait(
 _STATIC = ("segment", "places", "fulfilled", "watch")
 _wait_keeping = jax.jit(_wait, static_argnames=_STATIC)
 _wait_donating = jax.jit(_wait, static_argnames=_STATIC, donate_argnums=0)
+
+
+def _without_gradient(leaf: Any) -> Any:
+    return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.core.Tracer) else leaf
 
 
 def _ticket_like(result: Any, words: int) -> Any:

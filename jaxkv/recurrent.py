@@ -27,8 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import _native
+from jaxkv.block_copy import varying_with
 from jaxkv.bounds import within
 from jaxkv.errors import StaleCountsError
+from jaxkv.layout import check_whole_bytes
 from jaxkv.metadata.common import BatchMetadata, num_computed_tokens
 from jaxkv.metadata.segments import cdiv, prefix_sum
 
@@ -68,7 +70,8 @@ def align_postprocess(
     for `jaxkv.check_errors()`. No block that is written may be one of another row.
 
     Args:
-      states: pytree of arrays `[num_blocks, ...]`, written in place where the jit donates them.
+      states: pytree of arrays `[num_blocks, ...]` of whole-byte dtypes, written in place where the
+        jit donates them.
       batch: the step that ran, with the block table and the block size of these states.
       num_accepted: int32[B], tokens that each row accepted, in [1, num_drafts + 1].
       kinds: pytree of `StateKind`, like `states` or a prefix of it.
@@ -132,6 +135,8 @@ def _align(
     if rows == 0:
         return states, num_accepted
     operands = [batch.query_start_loc, batch.seq_lens, batch.num_reqs, batch.block_table, known]
+    num_accepted = varying_with(num_accepted, operands)
+    leaves = [varying_with(leaf, (*operands, num_accepted)) for leaf in leaves]
     types = [jax.typeof(leaf) for leaf in leaves]
     call = jax.ffi.ffi_call(
         "jaxkv_align_states",
@@ -173,6 +178,7 @@ def _check_states(leaves: Sequence[Any], kinds: Sequence[Any]) -> int:
     for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
         if not isinstance(kind, StateKind):
             raise ValueError(f"kinds: leaf {i} is {kind!r}, not a StateKind")
+        check_whole_bytes(leaf.dtype, f"states: dtype of leaf {i}")
         axes = 1 if kind is StateKind.TEMPORAL else 2
         if leaf.ndim < axes or leaf.size == 0:
             raise ValueError(

@@ -3,8 +3,9 @@
 The kernel (Mosaic GPU, sm_90 and newer) moves each block with two bulk copies of the TMA unit,
 global -> shared -> global memory, so that a handful of SMs keeps the host link busy. One launch
 serves all arrays of a call, whatever the sizes of their blocks, if the blocks are one run on both
-sides; the CUDA kernel serves the others. Among those are bool, complex and 4-bit types: XLA has no
-bitcast between them and words, and any other view of them as words is a copy of the whole array.
+sides; the CUDA kernel serves the others. Among those are bool and complex types: XLA has no bitcast
+between them and words, and any other view of them as words is a copy of the whole array. Types of
+less than a byte no implementation serves: view their packed bytes as uint8.
 
 How host memory gets into a Mosaic kernel. An argument in host memory is refused while tracing:
 its Ref has memory space Host, and the copies want global memory. The hardware makes no difference,

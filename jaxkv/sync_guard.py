@@ -102,14 +102,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Scope(contextlib.ContextDecorator):
-    """Part of the program, on one thread, for which one rule holds."""
+    """A rule for a part of the program, on one thread; holds nothing of its uses."""
 
     def __init__(self, mode: Mode | None, reason: str | None = None) -> None:
         self.mode, self.reason = mode, reason  # mode None: allowed for that reason
-        self.report = HostSyncReport()
-        self.warned: set[str] = set()  # places
-        self.refused: list[HostSyncError] = []
-        self._tokens: list[contextvars.Token[tuple[_Scope, ...]]] = []
 
     def _recreate_cm(self) -> _Scope:
         return _Scope(self.mode, self.reason)
@@ -126,19 +122,37 @@ class _Scope(contextlib.ContextDecorator):
     def __enter__(self) -> HostSyncReport:
         if self.mode is not None:
             _watch.start()
-        self._tokens.append(_scopes.set((*_scopes.get(), self)))
-        return self.report
+        use = _Use(self)
+        _scopes.set((*_scopes.get(), use))
+        return use.report
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        _scopes.reset(self._tokens.pop())
+        uses = _scopes.get()
+        mine = [i for i, use in enumerate(uses) if use.scope is self]
+        if not mine:
+            raise RuntimeError(
+                "a host sync scope is left in a thread or asyncio task that has not entered it"
+            )
+        _scopes.set(uses[: mine[-1]] + uses[mine[-1] + 1 :])
         if self.mode is not None:
             _watch.stop()
-        if error_type is None and self.refused:
-            raise self.refused[0]  # the body hid it, as np.array_equal hides whatever goes wrong
+        refused = uses[mine[-1]].refused
+        if error_type is None and refused:
+            raise refused[0]  # the body hid it, as np.array_equal hides whatever goes wrong
+
+
+class _Use:
+    """One time that a scope was entered, as other threads may have entered it too."""
+
+    def __init__(self, scope: _Scope) -> None:
+        self.scope = scope
+        self.report = HostSyncReport()
+        self.warned: set[str] = set()  # places
+        self.refused: list[HostSyncError] = []
 
 
 # Outermost first. A thread starts with none, and an asyncio task with those of its creator.
-_scopes: contextvars.ContextVar[tuple[_Scope, ...]] = contextvars.ContextVar(
+_scopes: contextvars.ContextVar[tuple[_Use, ...]] = contextvars.ContextVar(
     "jaxkv_host_sync_scopes", default=()
 )
 
@@ -163,11 +177,13 @@ def forbid_host_sync(*, mode: Mode = "raise") -> _Scope:
         "warn" goes on, with a HostSyncWarning for each place in the code; "count" only lists.
 
     Returns:
-      A context manager, which gives a `HostSyncReport`, and a decorator of functions.
+      A context manager, which gives a `HostSyncReport`, and a decorator of functions. It may be
+      entered again, within itself and by several threads too: each time has a report of its own.
 
     Raises:
       HostSyncError: in the scope, for mode "raise".
-      RuntimeError: on entering, if this version of JAX can't be watched.
+      RuntimeError: on entering, if this version of JAX can't be watched; on leaving, in a thread or
+        asyncio task that has not entered it. Where it was entered it then still holds.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {get_args(Mode)}, not {mode!r}")
@@ -191,16 +207,17 @@ def allow_host_sync(reason: str) -> _Scope:
 
 def _observe(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls what waits, under the rule of the innermost scope."""
-    scopes = _scopes.get()
+    uses = _scopes.get()
     # Where __dlpack__ is given a stream, that waits instead of the host.
-    if not scopes or kwargs.get("stream") is not None:
+    if not uses or kwargs.get("stream") is not None:
         return function(*args, **kwargs)
-    rule = scopes[-1]
+    innermost = uses[-1]
+    rule = innermost.scope
     what, file, line = _locate(name)
     where = f"{file}:{line}"
     if rule.mode == "raise":
-        rule.refused.append(HostSyncError(what, where))
-        raise rule.refused[-1]
+        innermost.refused.append(HostSyncError(what, where))
+        raise innermost.refused[-1]
     token = _scopes.set(())  # what it calls in turn is the same wait
     start = time.perf_counter()
     try:
@@ -208,12 +225,12 @@ def _observe(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
     finally:
         seconds = time.perf_counter() - start
         _scopes.reset(token)
-    if rule.mode == "warn" and where not in rule.warned:
+    if rule.mode == "warn" and where not in innermost.warned:
         text = f"{what} waited {seconds:.6f} s for the device"
         warnings.warn_explicit(text, HostSyncWarning, file, line)
-        rule.warned.add(where)
-    for scope in scopes:
-        scope.report.syncs.append(HostSync(what, where, seconds, rule.reason))
+        innermost.warned.add(where)
+    for use in uses:
+        use.report.syncs.append(HostSync(what, where, seconds, rule.reason))
     return result
 
 

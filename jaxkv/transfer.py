@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,15 +17,25 @@ import jax
 import numpy as np
 
 from jaxkv import all_reduce
-from jaxkv.block_copy import BlockCopy, copy_blocks, needs_plan, plan_pairs, result_types
+from jaxkv.block_copy import (
+    BlockCopy,
+    check_whole,
+    copy_blocks,
+    needs_plan,
+    plan_pairs,
+    result_types,
+    typed_for,
+)
 from jaxkv.choice import Choice, check_name, choose
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import as_ids, check_page_ids, ids_on_host, num_ids_of
 from jaxkv.host_pool import HostPool
-from jaxkv.layout import PageGeometry
+from jaxkv.layout import PageGeometry, check_whole_bytes
 from jaxkv.symmetric_memory import SymmetricMemory
 
 Ids = Any  # int32[n] array, list of ints, or HostIds
+# Copies, blocks on either side, and what puts the written arrays of all copies back in place.
+_Resolved = tuple[list[BlockCopy], tuple[int, int] | None, Callable[[list[list[Any]]], Any]]
 
 
 def load_pages(
@@ -57,8 +68,8 @@ def load_pages(
     Raises:
       ValueError, TypeError: arguments that do not go together, with name, value and limit.
       NotImplementedError: `implementation` does not serve this call, and why.
-      PageIndexError: an id out of range or a destination named twice, where the ids are known on
-        the host; else the entries are skipped and `check_errors` raises.
+      PageIndexError: an id out of range or a destination named twice, where both lists are known
+        on the host; else the entries are skipped and `check_errors` raises.
     """
     return _dispatch(
         "load_pages", (pool, cache), (host_pages, device_pages), layers, implementation
@@ -105,7 +116,7 @@ def swap_blocks(
     in host or device memory. (vLLM's swap_blocks.)
 
     Args:
-      src: pytree of `dtype[num_src_blocks, ...]` arrays.
+      src: pytree of `dtype[num_src_blocks, ...]` arrays, of whole-byte dtypes.
       dst: pytree of the same structure, `dtype[num_dst_blocks, ...]`; block shapes and dtypes are
         those of `src`. Donate it to be written in place.
       src_ids, dst_ids: int32[n]; a pair with an entry < 0 is padding.
@@ -143,10 +154,12 @@ def choices_of(operation: Callable[..., Any], *args: Any, **options: Any) -> lis
     name = getattr(operation, "__name__", operation)
     if name not in _OPERATIONS:
         raise ValueError(f"operation must be one of {', '.join(_OPERATIONS)}, got {name!r}")
-    *state, source_ids, destination_ids = args
-    call = resolve(name, tuple(state), (source_ids, destination_ids), options.pop("layers", None))
+    given = inspect.signature(operation).bind(*args, **options).arguments  # in the order declared
+    layers, implementation = given.pop("layers", None), given.pop("implementation", None)
+    *state, source_ids, destination_ids = given.values()
+    call = resolve(name, tuple(state), (source_ids, destination_ids), layers)
     overlapped = name in ("start_load", "start_store")
-    return [choose(copy, call.ids, overlapped=overlapped, **options) for copy in call.copies]
+    return [choose(copy, call.ids, implementation, overlapped=overlapped) for copy in call.copies]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +168,7 @@ class PreparedCall:
 
     copies: list[BlockCopy]
     ids: tuple[Any, Any]
+    limits: tuple[int, int] | None  # blocks on either side; None where there are no arrays
     rebuild: Callable[[list[list[Any]]], Any]
 
 
@@ -169,10 +183,10 @@ def prepare(
     check_name(implementation)
     call = resolve(operation, state, ids, layers)
     leaves = jax.tree.leaves((state, call.ids))
-    _check_whole(leaves)
+    check_whole(leaves)
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     if not traced:
-        _check_concrete(call, leaves)
+        _check_concrete(call, leaves, _OPERATIONS[operation][0])
     return call, traced
 
 
@@ -222,8 +236,9 @@ def resolve(
             f"{names[0]} has {num_ids_of(source_ids)} entries, "
             f"{names[1]} has {num_ids_of(destination_ids)}"
         )
-    copies, rebuild = make_copies(operation, *state, layers)
-    return PreparedCall(copies, (source_ids, destination_ids), rebuild)
+    copies, limits, rebuild = make_copies(operation, *state, layers)
+    copies = [typed_for(copy, (source_ids, destination_ids)) for copy in copies]
+    return PreparedCall(copies, (source_ids, destination_ids), limits, rebuild)
 
 
 def _run(call: PreparedCall, implementation: str | None) -> Any:
@@ -259,7 +274,7 @@ def _copy_all(call: PreparedCall, chosen: list[Choice]) -> list[list[Any]]:
 
 def _resolve_pages(
     operation: str, pool: HostPool, cache: DeviceCache, layers: int | Sequence[int] | None
-) -> tuple[list[BlockCopy], Callable[[list[list[Any]]], Any]]:
+) -> _Resolved:
     _check_pair(pool, cache)
     to_dense = operation in ("load_pages", "start_load")
     layout = pool.host_layout
@@ -286,7 +301,10 @@ def _resolve_pages(
         )
         return dataclasses.replace(cache, layers=layers)
 
-    return [copy] if buffers else [], rebuild if buffers else lambda _: cache if to_dense else pool
+    limits = copy.num_sources, copy.num_destinations
+    if not buffers:
+        return [], limits, lambda _: cache if to_dense else pool
+    return [copy], limits, rebuild
 
 
 def _check_pair(pool: HostPool, cache: DeviceCache) -> None:
@@ -314,9 +332,7 @@ def _check_pair(pool: HostPool, cache: DeviceCache) -> None:
                 )
 
 
-def _resolve_swap(
-    operation: str, src: Any, dst: Any, layers: None
-) -> tuple[list[BlockCopy], Callable[[list[list[Any]]], Any]]:
+def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> _Resolved:
     sources, source_tree = jax.tree.flatten(src)
     destinations, destination_tree = jax.tree.flatten(dst)
     if source_tree != destination_tree:  # type: ignore[operator]
@@ -332,6 +348,7 @@ def _resolve_swap(
         ours, theirs = ((tuple(a.shape[1:]), a.dtype) for a in (source, destination))
         if ours != theirs:
             raise ValueError(f"leaf {leaf}: a block of src is {ours}, of dst {theirs}")
+        check_whole_bytes(source.dtype, f"dtype of leaf {leaf}")
         block_bytes = int(np.prod(source.shape[1:], dtype=np.int64)) * source.dtype.itemsize
         if block_bytes and source.shape[0] and destination.shape[0]:
             groups.setdefault(block_bytes, []).append(leaf)
@@ -356,7 +373,8 @@ def _resolve_swap(
                 result[leaf] = array
         return jax.tree.unflatten(destination_tree, result)
 
-    return copies, rebuild
+    limits = (sources[0].shape[0], destinations[0].shape[0]) if sources else None
+    return copies, limits, rebuild
 
 
 # For each operation the names of its id lists, source first, and what turns it into copies.
@@ -369,30 +387,13 @@ _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Any]]] = {
 }
 
 
-def _check_whole(leaves: list[Any]) -> None:
-    """Raises if an array is known to be split over a mesh: XLA would gather it for an opaque call.
-
-    Known are concrete arrays and, while tracing, those of a mesh with explicit axes.
-    """
-    for leaf in leaves:
-        traced = isinstance(leaf, jax.core.Tracer)
-        sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, "sharding", None)
-        spec = getattr(sharding, "spec", ())
-        if any(axis is not None for axis in spec):
-            raise ValueError(
-                f"an array is split over its mesh as {spec}: "
-                "call this inside jax.shard_map, on the shard of each device"
-            )
-
-
-def _check_concrete(call: PreparedCall, leaves: list[Any]) -> None:
+def _check_concrete(call: PreparedCall, leaves: list[Any], names: tuple[str, str]) -> None:
     """What only values show: released arrays, and ids that the host can read."""
     for leaf in leaves:
         if not isinstance(leaf, jax.Array):
             continue
         if leaf.is_deleted():
             raise ValueError("an array of the call was released or donated: its memory is gone")
-    sources, destinations = (ids_on_host(entry) for entry in call.ids)
-    for copy in call.copies:
-        limits = (copy.num_sources, copy.num_destinations)
-        check_page_ids((sources, destinations), limits, _OPERATIONS[copy.operation][0])
+    if call.limits is not None:
+        sources, destinations = (ids_on_host(entry) for entry in call.ids)
+        check_page_ids((sources, destinations), call.limits, names)

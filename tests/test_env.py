@@ -223,8 +223,12 @@ def test_directories_are_left_out():
 def test_environment_reports_only_what_concerns_gpus(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_something=true")
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    addresses = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "NCCL_COMM_ID"
+    for name in addresses:
+        monkeypatch.setenv(name, "node17.cluster.example:1234")
     assert env.environment()["XLA_FLAGS"] == "--xla_something=true"
     assert "SECRET_TOKEN" not in env.environment()
+    assert {env.environment()[name] for name in addresses} == {"(an address, left out)"}
 
 
 def test_text_is_readable():

@@ -1,5 +1,6 @@
 """`jaxkv.HostPool`: pinned host memory as an array, its limits and its release."""
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -78,6 +79,12 @@ def test_heads_that_do_not_split(spec, arguments, words):
     mesh = mesh_of(2)
     arguments = {"num_pages": 4, "mesh": mesh, "head_axis": "tp", **arguments}
     assert_refused(lambda: jaxkv.HostPool.create(spec_of(**spec), **arguments), ValueError, *words)
+
+
+@pytest.mark.parametrize("owner", [jaxkv.HostPool, jaxkv.DeviceCache])
+def test_a_head_axis_without_a_mesh(owner):
+    call = partial(owner.create, spec_of(), num_pages=4, head_axis="tp")
+    assert_refused(call, ValueError, "head_axis", "tp", "mesh", "None")
 
 
 def test_release_frees_once_and_for_all():

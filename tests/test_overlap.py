@@ -1,8 +1,12 @@
 """Copies beside the step: every byte, once waited for, whatever a program does with a transfer."""
 
+import collections
 import contextlib
 import gc
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -205,24 +209,97 @@ def test_a_program_that_uses_nothing_of_a_transfer_has_none(named):
     assert "jaxkv" not in step.lower(case.pool(), case.cache(), *ids).as_text()
 
 
-def test_a_dropped_transfer_keeps_its_memory_until_it_has_ended(named):
+def is_kept(addresses: set) -> bool:
+    arrays = [array for entry in liveness._in_flight for array in entry.arrays]
+    return addresses <= set(pointers([one for one in arrays if not one.is_deleted()]))
+
+
+@pytest.mark.parametrize("direction, waited", [("load", 0), ("load", 1), ("store", 0)])
+def test_a_dropped_transfer_keeps_its_memory_until_it_has_ended(direction, waited, named):
     case = make_case()
     _, ids = ids_of(case, 5, named)
-    begin = jax.jit(partial(start, "load", implementation=named), donate_argnums=1)
-    loading = begin(case.pool(), case.cache(), *ids)
-    addresses = set(pointers(loading._cache))
+    donated = (1,) if direction == "load" else (0, 1)
+    begin = jax.jit(partial(start, direction, implementation=named), donate_argnums=donated)
+    started = begin(case.pool(), case.cache(), *ids)
+    for layer in range(waited):
+        started.wait(layer)
+    addresses = set(pointers(started._cache.layers[waited:]))
 
-    def kept() -> bool:
-        arrays = [array for _, arrays in liveness._in_flight for array in arrays]
-        return addresses <= set(pointers([one for one in arrays if not one.is_deleted()]))
-
-    del loading
+    del started
     gc.collect()
-    assert kept()
+    assert is_kept(addresses)
     if jax.default_backend() == "gpu":
         _native.extension().synchronize_device(0)
+    jax.block_until_ready([entry.ticket for entry in liveness._in_flight])
     begin(case.pool(), case.cache(), *ids)  # looks after the older ones
-    assert not kept()
+    assert not is_kept(addresses)
+
+
+def test_a_transfer_that_was_waited_for_is_not_kept(named):
+    case = make_case()
+    _, ids = ids_of(case, 5, named)
+    storing = jaxkv.start_store(case.pool(), case.cache(), *ids[::-1], implementation=named)
+    addresses = set(pointers(storing._cache))
+    assert is_kept(addresses)
+    _ = storing.pool
+    assert not is_kept(addresses)
+
+
+def test_threads_lose_no_transfer_in_flight():
+    class Ticket:
+        def is_deleted(self) -> bool:
+            return False
+
+        def is_ready(self) -> bool:
+            time.sleep(1e-5)  # to another thread
+            return False
+
+    tickets = [Ticket() for _ in range(40)]
+    held = collections.deque(liveness._InFlight(ticket, [ticket]) for ticket in tickets)
+    with mock.patch.object(liveness, "_in_flight", held):
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda _: liveness.keep_alive(None), range(64)))
+        assert {id(entry.ticket) for entry in held} == {id(ticket) for ticket in tickets}
+
+
+@pytest.mark.parametrize("inside", ["jit", "checkpoint", "scan", "argument of a jit in scan"])
+def test_a_transfer_of_another_trace_is_refused(inside, named):
+    case = make_case()
+    _, ids = ids_of(case, 5, named)
+
+    @jax.jit
+    def step(pool, cache, *ids):
+        loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
+        if inside == "jit":
+            jax.jit(lambda x: (x, loading.wait(0)))(1.0)
+        elif inside == "checkpoint":
+            jax.checkpoint(lambda x: (x, loading.wait(0)))(1.0)
+        elif inside == "scan":
+            jax.lax.scan(lambda x, _: (x, loading.wait(0)), 1.0, length=2)
+        else:
+            wait = jax.jit(lambda loading: loading.wait(0))
+            jax.lax.scan(lambda x, _: (x, wait(loading)), 1.0, length=2)
+        return loading.cache
+
+    call = partial(step, case.pool(), case.cache(), *ids)
+    assert_refused(call, RuntimeError, "another trace", "argument")
+
+
+def test_a_wait_after_what_is_differentiated(named):
+    case = make_case()
+    _, ids = ids_of(case, 5, named)
+
+    @jax.jit
+    def step(pool, cache, h, *ids):
+        def loss(h):
+            loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
+            loading.wait(0, after=h)
+            return (h * h).sum(), loading.cache
+
+        return jax.grad(loss, has_aux=True)(h)
+
+    gradient, _ = step(case.pool(), case.cache(), jnp.arange(3.0), *ids)
+    np.testing.assert_array_equal(gradient, 2 * np.arange(3.0))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -4,18 +4,19 @@ As in test_transfer_gpu.py, each test of order runs a second time with a wait th
 nothing, and then some round must be wrong.
 """
 
+import gc
 from functools import partial
 from unittest import mock
 
 import jax
 import numpy as np
 import pytest
-from cases import Case, as_ids, assert_refused, distinct_ids, make_case
+from cases import Case, as_ids, assert_refused, distinct_ids, make_case, pointers
 from gpu_controls import settle, slow_input, slow_zero
 from test_transfer_gpu import check_rounds, is_right, plus
 
 import jaxkv
-from jaxkv import overlap
+from jaxkv import _native, liveness, overlap
 
 pytestmark = pytest.mark.gpu
 
@@ -180,3 +181,30 @@ def test_refused_ids_do_not_hold_up_a_wait(named):
     settle(cache)
     assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, "99")
     case.assert_holds(pool, cache, **case.expected("load", host_pages[:1], device_pages[:1]))
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_what_is_dropped_is_kept_while_its_copy_runs(direction, named):
+    case = make_case("page_first_direct", dtype="int8", **LARGE)
+    ids = [as_ids(side, named) for side in distinct_ids(case, 40)]
+    native = _native.extension()
+    for _ in range(ROUNDS):
+        pool, cache = case.pool(), case.cache()
+        started: jaxkv.Loading | jaxkv.Storing
+        if direction == "load":
+            started = jaxkv.start_load(pool, cache, *ids, implementation=named)
+            started.wait(0)
+        else:
+            started = jaxkv.start_store(pool, cache, *ids[::-1], implementation=named)
+        del pool, cache
+        jax.block_until_ready(started._ticket)
+        addresses = set(pointers(started._cache.layers[1:]))
+        counts = native.started_copies()
+        del started
+        gc.collect()
+        liveness.keep_alive(None)
+        arrays = [array for entry in liveness._in_flight for array in entry.arrays]
+        kept = set(pointers([array for array in arrays if not array.is_deleted()]))
+        assert addresses <= kept or native.copies_ended(counts)
+        native.synchronize_device(0)
+        assert native.copies_ended(counts)

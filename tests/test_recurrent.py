@@ -213,6 +213,32 @@ def test_shards_of_states():
     np.testing.assert_array_equal(counts, want_counts)
 
 
+@pytest.mark.multigpu
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+def test_what_other_counts_make_of_replicated_states_is_not_replicated():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    states, rows, accepted = small_call(np.random.default_rng(0))
+
+    def step(states, batch, accepted, drafts):
+        kinds = [SD, TEMPORAL]
+        return jaxkv.align_postprocess(states, batch, accepted[0], kinds=kinds, num_drafts=drafts)
+
+    specs = (jax.P(), jax.P(), jax.P("x"), jax.P())
+    args = states, batch_of(rows), np.stack([accepted, accepted]), rows.drafts.astype(np.int32)
+    for out_specs in ((jax.P(), jax.P("x")), jax.P()):
+        with pytest.raises(ValueError, match="replicat"):
+            jax.eval_shape(
+                jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs), *args
+            )
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P("x"))
+    got, counts = jax.jit(mapped)(*args)
+    want = [state.copy() for state in states]
+    want_counts = reference.postprocess(want, (SD, TEMPORAL), rows, accepted)
+    for array, state in zip(got, want, strict=True):
+        assert same_bits(array, np.concatenate([state, state]))
+    np.testing.assert_array_equal(counts, np.concatenate([want_counts, want_counts]))
+
+
 # --------------------------------------------------------------------------------------------------
 # What is refused
 
@@ -256,6 +282,10 @@ def test_a_column_past_the_table_is_counted_and_its_row_left():
         (
             {"states": [jnp.zeros((25, 4, 8)), jnp.zeros((24, 8))]},
             "leaf 1 has 24 blocks, leaf 0 25",
+        ),
+        (
+            {"states": [jnp.zeros((25, 4, 8), "int4"), jnp.zeros((25, 8))]},
+            "dtype of leaf 0 must take whole bytes, got int4 of 4 bits",
         ),
         ({"states": [], "kinds": []}, "states has 0 arrays, must have 1 to 256"),
         (

@@ -3,9 +3,10 @@
 from functools import partial
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
-from cases import as_ids, assert_refused, copied_shapes, fails_at_once, pointers, put
+from cases import as_ids, assert_refused, copied_shapes, fails_at_once, mesh_of, pointers, put
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import DTYPES, assert_same_bytes, random_array
@@ -167,6 +168,55 @@ def test_trees_that_do_not_match(dst, words):
     src, dst = place(random_tree(9), "device"), place(dst, "pinned_host")
     ids = [np.zeros(1, np.int32)] * 2
     assert_refused(lambda: jaxkv.swap_blocks(src, dst, *ids), (TypeError, ValueError), *words)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float6_e2m3fn"]
+)
+@pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
+def test_packed_dtypes_are_refused(dtype, inside_jit):
+    """NumPy gives each element a byte; XLA packs several into one."""
+    src, dst = (np.zeros((n, 4), getattr(ml_dtypes, dtype)) for n in (6, 5))
+    run = partial(jax.eval_shape, jaxkv.swap_blocks) if inside_jit else jaxkv.swap_blocks
+    ids = np.array([5], np.int32), np.array([0], np.int32)
+    assert_refused(lambda: run(src, dst, *ids), ValueError, "leaf 0", dtype, "whole bytes", "uint8")
+
+
+@pytest.mark.parametrize("form", [np.asarray, jaxkv.HostIds], ids=["NumPy", "HostIds"])
+@pytest.mark.parametrize(
+    "src_shape, dst_shape, ids, words",
+    [
+        ((0, 4), (3, 4), ([0], [0]), ["src_ids[0]", "[0, 0)"]),
+        ((3, 4), (0, 4), ([0], [7]), ["dst_ids[0]", "7", "[0, 0)"]),
+        ((3, 0), (3, 0), ([2, 0], [1, 1]), ["dst_ids", "1", "twice"]),
+        ((3, 0), (3, 0), ([99], [1]), ["src_ids[0]", "99", "[0, 3)"]),
+    ],
+    ids=["no sources", "no destinations", "twice", "out of range"],
+)
+def test_ids_of_an_empty_copy_are_checked(src_shape, dst_shape, ids, words, form):
+    src, dst = (place({"k": np.zeros(s, np.float32)}, "device") for s in (src_shape, dst_shape))
+    ids = [form(np.array(side, np.int32)) for side in ids]
+    assert_refused(lambda: jaxkv.swap_blocks(src, dst, *ids), jaxkv.PageIndexError, *words)
+
+
+@pytest.mark.multigpu
+def test_a_replicated_leaf_beside_one_that_is_split():
+    """Each leaf varies over a mesh as its own source, not as its neighbours."""
+    mesh = mesh_of(2)
+    blocks = {"k": ((4, 2), "float32"), "scales": ((4,), "float32")}
+    src, dst = random_tree(9, blocks), random_tree(12, blocks, seed=1)
+    specs = {"k": jax.P(None, None, "tp"), "scales": jax.P()}
+    in_specs = specs, {"k": jax.P(), "scales": jax.P()}, jax.P(), jax.P()
+    ids = [np.array(side, np.int32) for side in IDS]
+    dst_of_shard = {"k": dst["k"][..., :1], "scales": dst["scales"]}
+    step = jax.shard_map(jaxkv.swap_blocks, mesh=mesh, in_specs=in_specs, out_specs=specs)
+    out = jax.jit(step)(src, dst_of_shard, *ids)
+    whole = {"k": np.repeat(dst_of_shard["k"], 2, axis=2), "scales": dst["scales"]}
+    assert_trees_equal(out, swapped(src, whole, *IDS))
+
+
+def test_nothing_is_known_of_a_tree_without_arrays():
+    assert jaxkv.swap_blocks({}, {}, [5], [7]) == {}
 
 
 @pytest.mark.parametrize(

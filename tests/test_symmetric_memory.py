@@ -3,6 +3,7 @@
 import gc
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -135,7 +136,7 @@ def devices(*processes):
 
 def test_devices_of_several_kinds_are_refused():
     """Their kernels may have other numbers of blocks, and block b meets only block b."""
-    mixed = SimpleNamespace(axis_names=(AXIS,), shape={AXIS: 2}, devices=devices(0, 0)[0])
+    mixed: Any = SimpleNamespace(axis_names=(AXIS,), shape={AXIS: 2}, devices=devices(0, 0)[0])
     for device, mixed_kind in zip(mixed.devices, ("H200", "H100"), strict=True):
         device.device_kind = mixed_kind
     with pytest.raises(ValueError, match="all devices must be of one kind, got H100, H200"):

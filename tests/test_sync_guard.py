@@ -49,6 +49,8 @@ WAITS: dict[str, tuple[Callable[[Any], Any], str]] = {
 # They ask whether the array is deleted before they wait for it.
 LOOK_FIRST = {"if", "device_get", "nonzero", "from_dlpack", "effects_barrier"}
 
+SPEC = jaxkv.KVCacheSpec(num_layers=1, page_size=2, num_kv_heads=1, head_dim=4, dtype="int8")
+
 double: Any = jax.jit(lambda x: x * 2)
 
 NO_WAITS: dict[str, Callable[[Any], Any]] = {
@@ -61,6 +63,8 @@ NO_WAITS: dict[str, Callable[[Any], Any]] = {
     "compare": lambda x: x == x,
     "upload": lambda x: jax.device_put(np.arange(3)),
     "argument": lambda x: double(np.arange(3)),
+    "HostIds": lambda x: jaxkv.HostIds([0, -1]),
+    "HostPool": lambda x: jaxkv.HostPool.create(SPEC, num_pages=2),
     "random": lambda x: jax.random.normal(jax.random.key(0), (3,)),
     "async copy": lambda x: x.copy_to_host_async(),
     "to pinned": lambda x: jax.device_put(x, pinned()),

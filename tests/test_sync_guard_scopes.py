@@ -135,6 +135,87 @@ def test_decorating_what_runs_later_is_refused():
             jaxkv.forbid_host_sync()(function)
 
 
+def test_a_scope_entered_again_starts_anew():
+    guard = jaxkv.forbid_host_sync()
+    with pytest.raises(jaxkv.HostSyncError), guard:
+        int(one())
+    with guard as report:
+        pass
+    assert report.count == 0
+
+    counts = jaxkv.forbid_host_sync(mode="count")
+    with counts as first:
+        int(one())
+        with counts as inner:
+            int(one())
+    with counts as last:
+        pass
+    assert (first.count, inner.count, last.count) == (2, 1, 0)
+
+    warns = jaxkv.forbid_host_sync(mode="warn")
+    for _ in range(2):
+        with pytest.warns(jaxkv.sync_guard.HostSyncWarning), warns:
+            int(one())
+
+
+def test_a_scope_of_two_threads():
+    x, guard = one(), jaxkv.forbid_host_sync(mode="count")
+    entered, read = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
+    reports: list[HostSyncReport] = []
+
+    def other():
+        with guard as report:
+            entered.wait()
+            read.wait()
+            int(x)
+        reports.append(report)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    # Entered after the other thread, left before it.
+    entered.wait()
+    with guard as report:
+        int(x)
+        int(x)
+    read.wait()
+    thread.join()
+    assert (report.count, reports[0].count) == (2, 1)
+    assert sync_guard._watch._scopes == 0
+
+
+def test_a_scope_is_left_where_it_was_entered():
+    guard, errors = jaxkv.forbid_host_sync(), []
+
+    def leave():
+        try:
+            guard.__exit__(None, None, None)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with guard:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+        with pytest.raises(jaxkv.HostSyncError), jaxkv.forbid_host_sync():
+            int(one())
+    assert errors == [
+        "a host sync scope is left in a thread or asyncio task that has not entered it"
+    ]
+
+
+def test_scopes_may_be_left_out_of_order():
+    """As those in the bodies of generators are."""
+    x, outer, inner = one(), jaxkv.forbid_host_sync(), jaxkv.forbid_host_sync(mode="count")
+    outer.__enter__()
+    report = inner.__enter__()
+    outer.__exit__(None, None, None)
+    int(x)
+    inner.__exit__(None, None, None)
+    int(x)
+    assert report.count == 1
+    assert sync_guard._watch._scopes == 0
+
+
 def test_other_threads_do_not_notice():
     x = three()
     entered, read = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)

@@ -231,6 +231,20 @@ def test_explain_names_what_runs_and_why_not_the_others(direction, implementatio
         assert any(f"not {name}: " in line for line in others), name
 
 
+@pytest.mark.parametrize("name", ["load_pages", "store_pages", "start_load", "start_store"])
+def test_explain_takes_any_argument_by_its_name(name):
+    case = make_case()
+    operation, state = getattr(jaxkv, name), {"pool": case.pool(), "cache": case.cache()}
+    ids = dict(zip(("host_pages", "device_pages"), distinct_ids(case, 5), strict=True))
+    want = jaxkv.explain(
+        operation, *state.values(), *(ids.values() if "load" in name else [*ids.values()][::-1])
+    )
+    assert jaxkv.explain(operation, **ids, **state) == want
+    assert jaxkv.explain(operation, **ids, **state, layers=[]) == f"{name}: nothing to copy"
+    with pytest.raises(TypeError, match="device_pages"):
+        jaxkv.explain(operation, **state, host_pages=ids["host_pages"])
+
+
 def test_an_empty_cache_is_zero():
     spec = spec_of()
     cache = jaxkv.DeviceCache.create(spec, num_pages=3)

@@ -131,6 +131,30 @@ def test_layers_out_of_range(direction, layers, word):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("layers", [[0.5, 1.7], [True, False], True, 1.0, np.array([True, False])])
+def test_layers_that_are_no_numbers_of_layers(direction, layers):
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    assert_refused(
+        lambda: copy(direction, pool, cache, [0], [0], layers=layers),
+        ValueError,
+        "layers",
+        "integers",
+    )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("ids", [([99, 0], [1, 2]), ([1, 1], [3, 3])], ids=["outside", "twice"])
+def test_wrong_ids_of_no_layers(direction, ids):
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    word = "outside" if 99 in ids[0] else "twice"
+    assert_refused(
+        lambda: copy(direction, pool, cache, *ids, layers=[]), jaxkv.PageIndexError, word
+    )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
     "field, of_cache",
     [

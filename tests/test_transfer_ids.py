@@ -101,6 +101,25 @@ def test_a_few_wrong_ids_among_thousands(way, wrong):
         check_ids(np.arange(n), dst_ids, num_src=n, num_dst=n, blocks=blocks)
 
 
+@pytest.mark.parametrize("unknown", ["source", "destination"])
+def test_padding_by_ids_that_only_the_device_knows(unknown):
+    """The host knows 999 to be out of range, but not that the other list leaves it out."""
+    src, dst = random_tree(9), random_tree(12, seed=1)
+    known, other = np.array([0, 999, 3], np.int32), np.array([4, -1, 5], np.int32)
+    rebuilt = jax.tree.map(lambda words: words, jaxkv.HostIds(other))
+    assert rebuilt.ids is None
+    args, ids = (
+        ([rebuilt, known], [other, known])
+        if unknown == "source"
+        else ([known, rebuilt], [known, other])
+    )
+    out = jaxkv.swap_blocks(place(src, "pinned_host"), place(dst, "device"), *args)
+    jaxkv.check_errors(out)
+    want = swapped(src, dst, *ids)
+    for name in want:
+        assert_same_bytes(out[name], want[name], name)
+
+
 @pytest.mark.parametrize("past_the_limit", [0, 1])
 @pytest.mark.parametrize("on_host", [False, True], ids=["device ids", "HostIds"])
 def test_more_ids_than_a_copy_checks_itself_are_planned(past_the_limit, on_host):

@@ -17,6 +17,7 @@ from cases import (
     make_case,
     mesh_of,
     pointers,
+    runner,
 )
 from jax.sharding import NamedSharding, PartitionSpec
 from reference import KIND_LAYOUTS, LAYOUTS, assert_same_bytes
@@ -210,3 +211,63 @@ def test_a_sharded_pool_keeps_each_head_with_its_device(devices, layout, head_gr
         (shard,) = [s.data for s in cache.layers[1][1].addressable_shards if s.device == device]
         heads = slice(number * per_device, (number + 1) * per_device)
         assert_same_bytes(shard, case.device[1][1][:, :, heads], f"shard of device {number}")
+
+
+def varying_step(mesh, operation, out_specs):
+    """A step on a replicated pool and cache with ids of each device's own."""
+
+    @jax.jit
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("tp"), PartitionSpec("tp")),
+        out_specs=out_specs,
+    )
+    def step(pool, cache, host_ids, device_ids):
+        ids = (host_ids, device_ids) if "load" in operation else (device_ids, host_ids)
+        result = getattr(jaxkv, operation)(pool, cache, *ids)
+        if operation == "start_load":
+            return result.cache.layers
+        if operation == "start_store":
+            return result.pool.data
+        return result.layers if operation == "load_pages" else result.data
+
+    return step
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("operation", ["load_pages", "store_pages", "start_load", "start_store"])
+def test_what_other_ids_make_of_a_replicated_state_is_not_replicated(operation):
+    mesh, case = mesh_of(2), make_case()
+    pool, cache = case.pool(mesh=mesh), case.cache(mesh=mesh)
+    split = NamedSharding(mesh, PartitionSpec("tp"))
+    ids = [jax.device_put(side.astype(np.int32), split) for side in distinct_ids(case, 4)]
+    with pytest.raises(ValueError, match="replicat"):
+        varying_step(mesh, operation, PartitionSpec())(pool, cache, *ids)
+    out = varying_step(mesh, operation, PartitionSpec("tp"))(pool, cache, *ids)
+    jaxkv.check_errors(out)
+    direction = "load" if "load" in operation else "store"
+    for number, device in enumerate(mesh.devices):
+        mine = [np.asarray(side)[2 * number : 2 * number + 2] for side in ids]
+        want = case.expected(direction, *mine)
+        if direction == "store":
+            got, wanted = [out], [want["host"]]
+        else:
+            got = jax.tree.leaves(out)
+            wanted = [buffer for buffers in want["device"] for buffer in buffers]
+        for array, buffer in zip(got, wanted, strict=True):
+            (shard,) = [s.data for s in array.addressable_shards if s.device == device]
+            assert_same_bytes(shard, buffer, f"{operation} on device {number}")
+
+
+@pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_mesh_axis_of_one_device_splits_nothing(direction, axis_type, inside_jit):
+    axis_types = (getattr(jax.sharding.AxisType, axis_type),)
+    mesh = jax.sharding.Mesh(mesh_of(1).devices, ("tp",), axis_types=axis_types)
+    case = make_case()
+    ids = distinct_ids(case, 5)
+    pool, cache = (getattr(case, name)(mesh=mesh, head_axis="tp") for name in ("pool", "cache"))
+    out = runner(direction, inside_jit)(pool, cache, *(side.astype(np.int32) for side in ids))
+    case.assert_holds(*after(direction, out, pool, cache), **case.expected(direction, *ids))

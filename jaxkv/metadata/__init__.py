@@ -9,6 +9,7 @@ from jaxkv.metadata import triton as triton
 from jaxkv.metadata import turboquant as turboquant
 from jaxkv.metadata.cascade import Cascade as Cascade
 from jaxkv.metadata.cascade import cascade_metadata as cascade_metadata
+from jaxkv.metadata.cascade import common_prefix_blocks as common_prefix_blocks
 from jaxkv.metadata.cascade import use_cascade as use_cascade
 from jaxkv.metadata.common import BatchMetadata as BatchMetadata
 from jaxkv.metadata.common import Split as Split
@@ -24,6 +25,7 @@ from jaxkv.metadata.kv_sharing import FastPrefill as FastPrefill
 from jaxkv.metadata.kv_sharing import fast_prefill as fast_prefill
 from jaxkv.metadata.local_attention import LocalAttention as LocalAttention
 from jaxkv.metadata.local_attention import local_attention_batches as local_attention_batches
+from jaxkv.metadata.prefix_lm import Feature as Feature
 from jaxkv.metadata.prefix_lm import prefix_ranges as prefix_ranges
 from jaxkv.metadata.prefix_lm import query_ranges as query_ranges
 from jaxkv.metadata.schedule import reorder_batch as reorder_batch

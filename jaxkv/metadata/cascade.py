@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
-from jaxkv.metadata.segments import cdiv
+from jaxkv.metadata.segments import cdiv, on_device
 
 # What vLLM's rule takes for granted: shorter prefixes and smaller batches do not pay.
 _MIN_PREFIX_TOKENS = 256
@@ -103,9 +103,20 @@ def cascade_metadata(batch: BatchMetadata, num_common_blocks: Any) -> Cascade:
 
     Args:
       batch: the batch.
-      num_common_blocks: int32[], blocks of the prefix, see `common_prefix_blocks`. With 0 level 0
-        has no context, and level 1 is the batch.
+      num_common_blocks: int32[], blocks of the prefix, see `common_prefix_blocks`; at most W. With
+        0 level 0 has no context, and level 1 is the batch.
+
+    Raises:
+      ValueError: `num_common_blocks` outside [0, W], where the host knows it; on the device it is
+        taken as it is, and level 0 would claim a context that its table does not hold.
     """
+    on_host = isinstance(num_common_blocks, int | np.integer | np.ndarray)
+    if on_host and not 0 <= num_common_blocks <= batch.max_blocks:
+        raise ValueError(
+            f"num_common_blocks={num_common_blocks} is outside [0, {batch.max_blocks}], the "
+            "columns of block_table"
+        )
+    batch = on_device(batch)
     column = jnp.arange(batch.max_blocks, dtype=jnp.int32)
     first_row = jnp.where(column < num_common_blocks, batch.block_table[0], NULL_BLOCK)
     num_prefix_tokens = jnp.asarray(num_common_blocks * batch.block_size, jnp.int32)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.metadata.segments import count_before, row_of
+from jaxkv.metadata.segments import count_before, on_device, row_of
 
 PAD_SLOT = -1  # of a token that has no place in this rank's cache
 NULL_BLOCK = 0  # the block that padding names; the scheduler hands it to nobody
@@ -189,6 +189,7 @@ def token_to_request(query_start_loc: Any, max_num_tokens: int) -> Any:
 
 def token_positions(batch: BatchMetadata) -> Any:
     """int32[T], the position of each query token in its context; 0 for padding."""
+    batch = on_device(batch)
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
     row = token_to_request(batch.query_start_loc, batch.max_num_tokens)
     position = (num_computed_tokens(batch) - batch.query_start_loc[:-1])[row] + token
@@ -225,6 +226,7 @@ def slot_mapping(
         raise ValueError(
             f"cp_interleave={cp_interleave} tokens must divide block_size={batch.block_size} tokens"
         )
+    batch = on_device(batch)
     virtual_size = batch.block_size * cp_world_size
     row = token_to_request(batch.query_start_loc, batch.max_num_tokens)
     column = positions // virtual_size
@@ -282,7 +284,8 @@ def unique_first_occurrence(x: Any, max_value: int, *, ignored: int = 0, pad: in
     Takes N * (max_value + 1) * 4 bytes while it runs.
 
     Args:
-      x: int32[N, L], values in [0, max_value].
+      x: int32[N, L], values in [0, max_value]. On the device they are not checked: a row with
+        others may lose values, of its own and of their like.
       max_value: the largest value that may occur.
       ignored: the value that is left out.
       pad: what fills a row behind its values.
@@ -291,10 +294,14 @@ def unique_first_occurrence(x: Any, max_value: int, *, ignored: int = 0, pad: in
       int32[N, L].
 
     Raises:
-      ValueError: `max_value` is negative.
+      ValueError: `max_value` is negative, or NumPy's `x` has values outside.
     """
     if max_value < 0:
         raise ValueError(f"max_value must be >= 0, got {max_value}")
+    if isinstance(x, np.ndarray) and x.size and not 0 <= x.min() <= x.max() <= max_value:
+        raise ValueError(
+            f"x has values from {x.min()} to {x.max()}, outside [0, max_value={max_value}]"
+        )
     rows, width = x.shape
     # Two indices, not one of the flat array: that would not fit an int32.
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
@@ -353,6 +360,7 @@ def split_decodes_and_prefills(
         raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
     if not treat_short_extends_as_decodes and is_prefilling is None:
         raise ValueError("treat_short_extends_as_decodes=False needs is_prefilling, bool[B]")
+    batch = on_device(batch)
     query = batch.query_lens
     is_prefill = query > decode_threshold
     if require_uniform:

@@ -24,7 +24,7 @@ from jaxkv.metadata.common import (
     num_computed_tokens,
     token_to_request,
 )
-from jaxkv.metadata.segments import cdiv, prefix_sum, row_of
+from jaxkv.metadata.segments import cdiv, on_device, prefix_sum, row_of
 
 Q_BLOCK_SIZE = 16  # query tokens that share a list of blocks
 _WORD = 32  # bits
@@ -131,14 +131,18 @@ def build(
         other regardless of direction and window; those with first >= last are padding.
 
     Raises:
-      ValueError: a window below 1 token, or more slots in the cache than an int32 can tell.
+      ValueError: a window below 1 token, a cache without blocks, or more slots in the cache than an
+        int32 can tell.
     """
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be >= 1 token, got {sliding_window}")
+    if num_blocks < 1:
+        raise ValueError(f"num_blocks must be >= 1, with block {NULL_BLOCK}, got {num_blocks}")
     if num_blocks * batch.block_size > 2**31:
         raise ValueError(
             f"num_blocks={num_blocks} of {batch.block_size} tokens are more than 2**31 slots"
         )
+    batch, mm_prefix_range = on_device((batch, mm_prefix_range))
     logical = physical_to_logical(batch, num_blocks)
     spans = _spans(batch, causal, sliding_window, mm_prefix_range)
     if mm_prefix_range is None:

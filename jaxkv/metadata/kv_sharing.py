@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.metadata.common import BatchMetadata
+from jaxkv.metadata.segments import on_device
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +45,15 @@ def fast_prefill(batch: BatchMetadata, logits_indices: Any, num_logits: Any) -> 
       batch: the batch.
       logits_indices: int32[N], tokens of the batch, increasing; see `common.logits_indices`.
       num_logits: int32[], how many of them count.
+
+    Raises:
+      ValueError: `logits_indices` is not one row of N >= 1 tokens.
     """
+    if logits_indices.ndim != 1 or not logits_indices.size:
+        raise ValueError(
+            f"logits_indices must be int32[N] with N >= 1, got shape {logits_indices.shape}"
+        )
+    logits_indices = on_device(logits_indices)
     size, num_logits = logits_indices.shape[0], jnp.asarray(num_logits, jnp.int32)
     wanted = jnp.arange(size, dtype=jnp.int32) < num_logits
     # A masked reduction, as in `prefix_sum`: tokens wanted before each row's first.

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
-from jaxkv.metadata.segments import cdiv, prefix_sum, row_of
+from jaxkv.metadata.segments import cdiv, on_device, prefix_sum, row_of
 
 
 @jax.tree_util.register_dataclass
@@ -70,6 +70,7 @@ def local_attention_batches(batch: BatchMetadata, chunk_size: int) -> LocalAtten
             f"chunk_size={chunk_size} tokens must be a positive multiple of "
             f"block_size={batch.block_size} tokens"
         )
+    batch = on_device(batch)
     computed = batch.seq_lens - batch.query_lens
     first_chunk = computed // chunk_size
     pieces = jnp.where(batch.query_lens > 0, cdiv(batch.seq_lens, chunk_size) - first_chunk, 0)
@@ -118,4 +119,4 @@ def max_pieces(max_num_reqs: int, max_num_tokens: int, chunk_size: int) -> int:
 def _gather(block_table: Any, used: Any, request: Any, chunk: Any, width: int) -> Any:
     column = chunk[:, None] * width + jnp.arange(width, dtype=jnp.int32)
     column = jnp.clip(column, 0, block_table.shape[1] - 1)
-    return jnp.where(used[:, None], block_table[request[:, None], column], NULL_BLOCK)
+    return jnp.where(used[:, None], on_device(block_table)[request[:, None], column], NULL_BLOCK)

@@ -24,7 +24,7 @@ from jaxkv.metadata.common import (
     num_computed_tokens,
     split_decodes_and_prefills,
 )
-from jaxkv.metadata.segments import cdiv, prefix_sum, row_of, rows_from, starts_from
+from jaxkv.metadata.segments import cdiv, on_device, prefix_sum, row_of, rows_from, starts_from
 
 Mode = Literal["none", "align", "all"]
 
@@ -204,7 +204,7 @@ def state_indices(batch: BatchMetadata, *, mode: Mode = "none", num_spec_tokens:
     first = jnp.maximum(batch.seq_lens - 1, 0) // batch.block_size
     column = first[:, None] + jnp.arange(1 + num_spec_tokens, dtype=jnp.int32)
     row = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)[:, None]
-    block = batch.block_table[row, jnp.minimum(column, batch.max_blocks - 1)]
+    block = on_device(batch.block_table)[row, jnp.minimum(column, batch.max_blocks - 1)]
     # What lies past the table must not stand for a block that another state is in.
     return jnp.where(column < batch.max_blocks, block, NULL_BLOCK)
 

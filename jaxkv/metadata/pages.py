@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxkv.bounds import within
 
 from .common import NULL_BLOCK
-from .segments import prefix_sum, row_of
+from .segments import on_device, prefix_sum, row_of
 
 
 def packed_pages(block_table: Any, num_pages: Any, max_pages: int | None) -> tuple[Any, Any]:
@@ -38,7 +38,7 @@ def packed_pages(block_table: Any, num_pages: Any, max_pages: int | None) -> tup
     starts = prefix_sum(num_pages)
     position = jnp.arange(limit, dtype=jnp.int32)
     row = jnp.minimum(row_of(starts, position), max_rows - 1)
-    page = block_table[row, jnp.clip(position - starts[row], 0, width - 1)]
+    page = on_device(block_table)[row, jnp.clip(position - starts[row], 0, width - 1)]
     pages = jnp.where(position < starts[-1], page, NULL_BLOCK)
     if limit < max_rows * width:
         pages = within(pages, max_pages=(starts[-1], limit))

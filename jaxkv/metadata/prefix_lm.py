@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.metadata.common import BatchMetadata, token_positions, token_to_request
+from jaxkv.metadata.segments import on_device
 
 NO_RANGE = -1  # start and end for a token that lies in no range
 
@@ -57,7 +58,8 @@ def prefix_ranges(
       A range with its first position at its last holds no pair of tokens, and counts as none.
 
     Raises:
-      ValueError: more requests than B, more ranges than R, or features that overlap.
+      ValueError: more requests than B, more ranges than R, features that overlap, or an `is_embed`
+        that does not say of each of its feature's tokens True or False (1 or 0).
     """
     if len(features) > max_num_reqs:
         raise ValueError(f"{len(features)} requests exceed max_num_reqs={max_num_reqs}")
@@ -68,7 +70,7 @@ def prefix_ranges(
             (first, last)
             for feature in own
             if feature.modality in ("image", "video")
-            for first, last in _embed_ranges(feature)
+            for first, last in _embed_ranges(i, feature)
             if sliding_window is None or last - first + 1 <= sliding_window
         ]
         if len(ranges) > max_ranges:
@@ -88,10 +90,20 @@ def _refuse_overlap(request: int, features: Sequence[Feature]) -> None:
             )
 
 
-def _embed_ranges(feature: Feature) -> list[tuple[int, int]]:
+def _embed_ranges(request: int, feature: Feature) -> list[tuple[int, int]]:
     """First and last position of each run of embeddings."""
-    embeds = np.ones(feature.length) if feature.is_embed is None else feature.is_embed
-    steps = np.diff(np.concatenate([[0], np.asarray(embeds, np.int8), [0]]))
+    embeds = np.ones(feature.length) if feature.is_embed is None else np.asarray(feature.is_embed)
+    what = f"request {request} has a feature {feature.modality} at {feature.offset} with"
+    if embeds.shape != (feature.length,):
+        raise ValueError(
+            f"{what} is_embed of shape {embeds.shape}, not one entry for each of "
+            f"length={feature.length} tokens"
+        )
+    if not np.isin(embeds, (0, 1)).all():
+        raise ValueError(
+            f"{what} is_embed={embeds.tolist()}, whose entries must be bool, or 0 or 1"
+        )
+    steps = np.diff(np.concatenate([[0], embeds.astype(np.int8), [0]]))
     first, behind = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
     return list(zip(feature.offset + first, feature.offset + behind - 1, strict=True))
 
@@ -109,7 +121,7 @@ def query_ranges(batch: BatchMetadata, ranges: Any) -> Any:
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
     row = token_to_request(batch.query_start_loc, batch.max_num_tokens)
     position = token_positions(batch)[:, None]
-    own = ranges[row]
+    own = on_device(ranges)[row]
     first, last = own[..., 0], own[..., 1]
     holds = (first < last) & (first <= position) & (position <= last)
     holds &= (token < batch.query_start_loc[-1])[:, None]

@@ -72,18 +72,19 @@ def build(
         more is an error (`jaxkv.BoundError`), and its last pages are missing.
 
     Raises:
-      ValueError: another shape, `max_pages` for one that is not packed or below 1, or pages whose
-        tokens no int32 can count.
+      ValueError: another shape, `max_pages` for one that is not packed or below 1, or bounds under
+        which a batch may have pages whose tokens no int32 can count.
     """
     if pages not in ("table", "flat", "packed"):
         raise ValueError(f'pages must be "table", "flat" or "packed", got {pages!r}')
     if max_pages is not None and pages != "packed":
         raise ValueError(f'max_pages={max_pages} pages: only of pages="packed", not {pages!r}')
     most = batch.block_table.size if max_pages is None else max_pages
-    if pages == "packed" and most * batch.block_size >= 2**31:
+    if most * batch.block_size >= 2**31:
+        smaller = "max_pages" if pages == "packed" else "block table, or pack the pages"
         raise ValueError(
             f"{most} pages of {batch.block_size} tokens: cu_kv_lens counts up to 2**31 - 1 tokens; "
-            "give a smaller max_pages"
+            f"give a smaller {smaller}"
         )
     page_indices, num_pages = batch.block_table, cdiv(batch.seq_lens, batch.block_size)
     starts = prefix_sum(num_pages)

@@ -78,16 +78,24 @@ def seq_lens_upper_bound(
       int32[B], 0 in padding rows.
 
     Raises:
-      ValueError: more requests than B, or the arguments name different numbers of requests.
+      ValueError: more requests than B, the arguments name different numbers of requests, or a
+        context of 2**31 tokens or more.
     """
-    scheduled, computed = np.asarray(num_scheduled), np.asarray(num_computed)
+    scheduled, computed = np.asarray(num_scheduled, np.int64), np.asarray(num_computed, np.int64)
     if not len(scheduled) == len(computed) <= max_num_reqs:
         raise ValueError(
             f"num_scheduled and num_computed name {len(scheduled)} and {len(computed)} requests, "
             f"max_num_reqs={max_num_reqs}"
         )
+    total = scheduled + computed
+    if np.any(total >= 2**31):
+        i = int(total.argmax())
+        raise ValueError(
+            f"request {i} has num_scheduled={scheduled[i]} and num_computed={computed[i]} tokens, "
+            "together more than 2**31 - 1, the most of a context"
+        )
     bound = np.zeros(max_num_reqs, np.int32)
-    bound[: len(scheduled)] = scheduled + computed
+    bound[: len(total)] = total
     return bound
 
 

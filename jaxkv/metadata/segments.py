@@ -11,6 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+_TILE = 128  # flags that one product of `count_before` counts
+
+
+def on_device(tree: Any) -> Any:
+    """The same with JAX's arrays in place of NumPy's, which no tracer can index.
+
+    A traced function meets NumPy's arrays where it closes over a batch from the host.
+    """
+    return jax.tree.map(jnp.asarray, tree)
+
 
 def cdiv(numerator: Any, denominator: int) -> Any:
     """Ceil division of values >= 0."""
@@ -50,6 +60,7 @@ def rows_from(x: Any, first: Any, count: Any, *, fill: Any = 0) -> Any:
       count: int32[], how many.
       fill: what the other rows hold.
     """
+    x = on_device(x)
     index = jnp.arange(x.shape[0], dtype=jnp.int32)
     rows = x[jnp.clip(first + index, 0, x.shape[0] - 1)]
     wanted = (index < count).reshape(-1, *[1] * (x.ndim - 1))
@@ -64,6 +75,7 @@ def starts_from(starts: Any, first: Any, count: Any) -> Any:
       first: int32[], the first row wanted.
       count: int32[], how many rows.
     """
+    starts = on_device(starts)
     index = jnp.arange(starts.shape[0], dtype=jnp.int32)
     last = starts.shape[0] - 1
     return (
@@ -72,15 +84,15 @@ def starts_from(starts: Any, first: Any, count: Any) -> Any:
     )
 
 
-def count_before(flags: Any, tile: int = 128) -> Any:
+def count_before(flags: Any) -> Any:
     """int32[N, L], how many of bool[N, L] are set before each in its row.
 
     Within a tile by a product with a triangular matrix: XLA's scan of a long row is a chain of
-    kernels. Zeros, ones and sums up to `tile` are exact in every precision of a product.
+    kernels. Zeros, ones and sums up to a tile are exact in every precision of a product.
     """
     rows, width = flags.shape
-    tiles = jnp.pad(flags, ((0, 0), (0, -width % tile))).reshape(rows, -1, tile)
-    earlier = jnp.triu(jnp.ones((tile, tile), jnp.float32), 1)
+    tiles = jnp.pad(flags, ((0, 0), (0, -width % _TILE))).reshape(rows, -1, _TILE)
+    earlier = jnp.triu(jnp.ones((_TILE, _TILE), jnp.float32), 1)
     inside = (tiles.astype(jnp.float32) @ earlier).astype(jnp.int32)
     before = jax.vmap(prefix_sum)(jnp.sum(tiles, axis=2, dtype=jnp.int32))[:, :-1]
     return (before[:, :, None] + inside).reshape(rows, -1)[:, :width]

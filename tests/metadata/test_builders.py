@@ -67,6 +67,27 @@ def test_one_executable_serves_all_batches(name):
     assert len(traced) == 1
 
 
+@every_builder
+def test_a_batch_may_be_closed_over(name):
+    batch, build = CASES[0].batch(), BUILDERS[name]
+    want, got = jax.jit(build)(batch), jax.jit(lambda: build(batch))()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b, strict=True)
+
+
+def test_ranges_may_be_closed_over():
+    batch, ranges = CASES[0].batch(), np.array([[[0, 1]]] * FEW.max_num_reqs, np.int32)
+
+    @jax.jit
+    def build():
+        flex = metadata.flex.build(batch, num_blocks=num_blocks_of(FEW), mm_prefix_range=ranges)
+        tokens = jnp.arange(batch.max_num_tokens)
+        local = metadata.local_attention_batches(batch, 8).gather(batch.block_table)
+        return metadata.query_ranges(batch, ranges), flex.mask(tokens, tokens), local
+
+    assert [x.shape[0] for x in build()][:2] == [batch.max_num_tokens] * 2
+
+
 def optimised(build: Callable[[metadata.BatchMetadata], Any]) -> str:
     """The HLO that runs."""
     return jax.jit(build).lower(CASES[0].batch()).compile().as_text() or ""

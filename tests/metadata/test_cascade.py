@@ -62,6 +62,17 @@ def test_cascade_metadata(case: Case, seed: int):
     assert_same(slots, want_slots)
 
 
+@pytest.mark.parametrize("num_common_blocks", [5, 9, -1, np.int32(5), np.array(5)])
+def test_more_common_blocks_than_columns_are_refused(num_common_blocks):
+    batch = BatchMetadata.from_host(
+        [1], [16], [[1, 2, 3, 4]], max_num_reqs=1, max_num_tokens=1, max_blocks=4, block_size=4
+    )
+    assert cascade_metadata(batch, 4).prefix.seq_lens.tolist() == [16]
+    message = rf"num_common_blocks={num_common_blocks} is outside \[0, 4\]"
+    with pytest.raises(ValueError, match=message):
+        cascade_metadata(batch, num_common_blocks)
+
+
 @pytest.mark.parametrize(
     ("common_blocks", "computed", "want"),
     [

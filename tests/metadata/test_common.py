@@ -124,6 +124,14 @@ def test_unique_first_occurrence_of_long_rows():
         common.unique_first_occurrence(x, -1)
 
 
+@pytest.mark.parametrize("values", [[3, -1, 2, 3], [3, 4, 0, 3]])
+def test_unique_first_occurrence_refuses_values_of_the_host(values):
+    x = np.array([values], np.int32)
+    with pytest.raises(ValueError, match=rf"from {x.min()} to {x.max()}, outside \[0, max_value=3"):
+        common.unique_first_occurrence(x, 3)
+    assert common.unique_first_occurrence(x[:, :0], 3).shape == (1, 0)
+
+
 # --------------------------------------------------------------------------------------------------
 # Tokens
 

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,3 +74,11 @@ def test_decodes_come_back_as_they_are():
     got = fast_prefill(batch, common.logits_indices(batch), batch.num_reqs)
     assert_same(got.batch.query_start_loc, batch.query_start_loc)
     assert_same(got.batch.num_tokens, batch.num_tokens)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 2), ()])
+def test_refuses(shape):
+    with pytest.raises(
+        ValueError, match=r"logits_indices must be int32\[N\] with N >= 1, got shape"
+    ):
+        fast_prefill(batch_of([1]), jnp.zeros(shape, jnp.int32), 0)

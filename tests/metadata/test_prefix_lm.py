@@ -124,6 +124,16 @@ def test_no_ranges_at_all():
             "request 0 has 2 ranges, max_ranges=1",
         ),
         ([[Feature("image", 4, 2), Feature("audio", 0, 5)]], "overlap at position 4"),
+        (
+            [[Feature("image", 4, 2, [True] * 8), Feature("image", 7, 2)]],
+            r"image at 4 with is_embed of shape \(8,\), not .* length=2 tokens",
+        ),
+        ([[Feature("video", 4, 10, [True] * 3)]], r"is_embed of shape \(3,\)"),
+        (
+            [[Feature("image", 4, 3, np.array([2, 2, 0]))]],
+            r"is_embed=\[2, 2, 0\], whose entries must be",
+        ),
+        ([[Feature("image", 4, 2, np.array([257, 1]))]], "whose entries must be bool, or 0 or 1"),
     ],
 )
 def test_refuses(features, message):

@@ -1,6 +1,7 @@
 """metadata.ragged_paged against slow Python on random batches."""
 
 import functools
+from typing import Literal
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxkv.metadata import ragged_paged
+from jaxkv.metadata import BatchMetadata, ragged_paged
 
 from .batches import FEW, Case, cases, every_batch
 from .splits import Part, equal, slots
@@ -78,3 +79,24 @@ def test_a_chosen_bound_that_is_exceeded():
 def test_refuses(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         ragged_paged.build(ROWS.batch(), **options)
+
+
+def long_rows(num_reqs: int, max_blocks: int) -> BatchMetadata:
+    """Rows of full contexts, in blocks of 2**26 tokens."""
+    return BatchMetadata.from_host(
+        [1] * num_reqs,
+        [max_blocks * 2**26] * num_reqs,
+        [range(max_blocks)] * num_reqs,
+        max_num_reqs=num_reqs,
+        max_num_tokens=num_reqs,
+        max_blocks=max_blocks,
+        block_size=2**26,
+    )
+
+
+@pytest.mark.parametrize("pages", ["table", "flat", "packed"])
+def test_tokens_of_pages_fit_an_int32(pages: Literal["table", "flat", "packed"]):
+    got = ragged_paged.build(long_rows(1, 31), pages=pages)
+    assert got.cu_kv_lens.tolist() == [0, 31 * 2**26]
+    with pytest.raises(ValueError, match=r"48 pages of 67108864 tokens: .* give a smaller"):
+        ragged_paged.build(long_rows(3, 16), pages=pages)

@@ -94,6 +94,13 @@ def test_seq_lens_upper_bound_refuses():
         schedule.seq_lens_upper_bound([1, 1], [2, 2], max_num_reqs=1)
     with pytest.raises(ValueError, match="2 and 1 requests"):
         schedule.seq_lens_upper_bound([1, 1], [2], max_num_reqs=4)
+    message = "request 1 has num_scheduled=5 and num_computed=2147483643 tokens"
+    for dtype in (np.int32, np.int64):
+        scheduled, computed = np.array([[5, 5], [2**31 - 6, 2**31 - 5]], dtype)
+        with pytest.raises(ValueError, match=message):
+            schedule.seq_lens_upper_bound(scheduled, computed, max_num_reqs=4)
+        got = schedule.seq_lens_upper_bound(scheduled[:1], computed[:1], max_num_reqs=2)
+        assert got.tolist() == [2**31 - 1, 0]
 
 
 @every_batch
