@@ -130,12 +130,9 @@ def _refusal(memory: SymmetricMemory, algorithm: str, num_bytes: int, dtype: Any
         return f"its dtype must be one of {', '.join(DTYPES)}, got {dtype}"
     if algorithm == "multimem" and memory._multicast_refusal:
         return memory._multicast_refusal
-    limits = {"max_bytes": memory.max_bytes}
-    if algorithm == "low_latency":
-        limits["quick_bytes"] = memory.quick_bytes
-    elif algorithm == "one_shot":
-        limits["slot_bytes"] = memory.slot_bytes
-    name, limit = min(limits.items(), key=lambda entry: entry[1])
+    boxes = {"low_latency": ("quick_bytes",), "one_shot": ("slot_bytes",)}
+    names = (*boxes.get(algorithm, ()), "max_bytes")
+    limit, name = min(((getattr(memory, name), name) for name in names), key=lambda entry: entry[0])
     if num_bytes > limit:
         return f"its {num_bytes} bytes exceed {name} = {limit} bytes"
     return None

@@ -230,8 +230,10 @@ def test_a_dropped_transfer_keeps_its_memory_until_it_has_ended(direction, waite
     assert is_kept(addresses)
     if jax.default_backend() == "gpu":
         _native.extension().synchronize_device(0)
-    jax.block_until_ready([entry.ticket for entry in liveness._in_flight])
-    begin(case.pool(), case.cache(), *ids)  # looks after the older ones
+    held = [array for entry in liveness._in_flight for array in entry.arrays]
+    jax.block_until_ready([array for array in held if not array.is_deleted()])
+    del held
+    liveness.keep_alive(None)  # as each start and wait does
     assert not is_kept(addresses)
 
 
