@@ -1,12 +1,7 @@
 """Copies beside the step: every byte, once waited for, whatever a program does with a transfer."""
 
-import collections
 import contextlib
-import gc
-import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +24,6 @@ from reference import KIND_LAYOUTS
 from strategies import layer_selections, page_ids, reference_layouts
 
 import jaxkv
-from jaxkv import _native, liveness
 from jaxkv.choice import forced
 
 # Pallas kernels run where XLA puts them, so they can't be started.
@@ -157,134 +151,6 @@ def test_a_transfer_that_was_not_donated_is_an_error_not_old_bytes(named):
         case.assert_holds(case.pool(), cache, **case.expected("load", *numpy_ids))
     else:
         assert_refused(lambda: jaxkv.check_errors(cache), jaxkv.TransferError, "donate")
-
-
-def joins(step, *args) -> bool:
-    """Whether the program waits for its copy at once: it holds one start."""
-    text = step.lower(*args).as_text()
-    assert text.count("jaxkv_start_copy") == 1
-    return "joined = true" in text
-
-
-@pytest.mark.filterwarnings("ignore:Some donated buffers")  # those that the programs drop
-def test_what_nothing_waits_for_is_copied_before_all_that_follows(named):
-    case = make_case()
-    numpy_ids, ids = ids_of(case, 5, named)
-
-    @partial(jax.jit, donate_argnames="cache")
-    def one_layer(pool, cache, *ids):
-        loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
-        return loading.wait(1)
-
-    @partial(jax.jit, donate_argnames="cache")
-    def first_layer(pool, cache, *ids):
-        loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
-        first, *_ = (loading.wait(layer) for layer in range(case.spec.num_layers))
-        return first
-
-    @partial(jax.jit, donate_argnames="cache")
-    def whole(pool, cache, *ids):
-        return jaxkv.start_load(pool, cache, *ids, implementation=named).cache
-
-    args = case.pool(), case.cache(), *ids
-    assert joins(one_layer, *args)
-    assert joins(first_layer, *args)
-    assert not joins(whole, *args)
-    assert not joins(jax.jit(partial(start, "load", implementation=named)), *args)
-    arrays = one_layer(*args)
-    jaxkv.check_errors(arrays)
-    for array, want in zip(arrays, case.expected("load", *numpy_ids)["device"][1], strict=True):
-        assert np.asarray(array).tobytes() == want.tobytes()
-
-
-def test_a_program_that_uses_nothing_of_a_transfer_has_none(named):
-    case = make_case()
-    _, ids = ids_of(case, 5, named)
-
-    @jax.jit
-    def step(pool, cache, *ids):
-        jaxkv.start_load(pool, cache, *ids, implementation=named).wait(1)
-        return ids
-
-    assert "jaxkv" not in step.lower(case.pool(), case.cache(), *ids).as_text()
-
-
-def is_kept(addresses: set) -> bool:
-    arrays = [array for entry in liveness._in_flight for array in entry.arrays]
-    return addresses <= set(pointers([one for one in arrays if not one.is_deleted()]))
-
-
-@pytest.mark.parametrize("direction, waited", [("load", 0), ("load", 1), ("store", 0)])
-def test_a_dropped_transfer_keeps_its_memory_until_it_has_ended(direction, waited, named):
-    case = make_case()
-    _, ids = ids_of(case, 5, named)
-    donated = (1,) if direction == "load" else (0, 1)
-    begin = jax.jit(partial(start, direction, implementation=named), donate_argnums=donated)
-    started = begin(case.pool(), case.cache(), *ids)
-    for layer in range(waited):
-        started.wait(layer)
-    addresses = set(pointers(started._cache.layers[waited:]))
-
-    del started
-    gc.collect()
-    assert is_kept(addresses)
-    if jax.default_backend() == "gpu":
-        _native.extension().synchronize_device(0)
-    held = [array for entry in liveness._in_flight for array in entry.arrays]
-    jax.block_until_ready([array for array in held if not array.is_deleted()])
-    del held
-    liveness.keep_alive(None)  # as each start and wait does
-    assert not is_kept(addresses)
-
-
-def test_a_transfer_that_was_waited_for_is_not_kept(named):
-    case = make_case()
-    _, ids = ids_of(case, 5, named)
-    storing = jaxkv.start_store(case.pool(), case.cache(), *ids[::-1], implementation=named)
-    addresses = set(pointers(storing._cache))
-    assert is_kept(addresses)
-    _ = storing.pool
-    assert not is_kept(addresses)
-
-
-def test_threads_lose_no_transfer_in_flight():
-    class Ticket:
-        def is_deleted(self) -> bool:
-            return False
-
-        def is_ready(self) -> bool:
-            time.sleep(1e-5)  # to another thread
-            return False
-
-    tickets = [Ticket() for _ in range(40)]
-    held = collections.deque(liveness._InFlight(ticket, [ticket]) for ticket in tickets)
-    with mock.patch.object(liveness, "_in_flight", held):
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda _: liveness.keep_alive(None), range(64)))
-        assert {id(entry.ticket) for entry in held} == {id(ticket) for ticket in tickets}
-
-
-@pytest.mark.parametrize("inside", ["jit", "checkpoint", "scan", "argument of a jit in scan"])
-def test_a_transfer_of_another_trace_is_refused(inside, named):
-    case = make_case()
-    _, ids = ids_of(case, 5, named)
-
-    @jax.jit
-    def step(pool, cache, *ids):
-        loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
-        if inside == "jit":
-            jax.jit(lambda x: (x, loading.wait(0)))(1.0)
-        elif inside == "checkpoint":
-            jax.checkpoint(lambda x: (x, loading.wait(0)))(1.0)
-        elif inside == "scan":
-            jax.lax.scan(lambda x, _: (x, loading.wait(0)), 1.0, length=2)
-        else:
-            wait = jax.jit(lambda loading: loading.wait(0))
-            jax.lax.scan(lambda x, _: (x, wait(loading)), 1.0, length=2)
-        return loading.cache
-
-    call = partial(step, case.pool(), case.cache(), *ids)
-    assert_refused(call, RuntimeError, "another trace", "argument")
 
 
 def test_a_wait_after_what_is_differentiated(named):
