@@ -196,9 +196,9 @@ def engines_table(files: Sequence[File]) -> str:
     for file in (file for file in files if file.name == "engines"):
         for row in file.rows_of("time"):
             case, _, implementation = row.case.rpartition(", ")
+            key = file.device, case
             if implementation != "dma":
-                fastest = best.setdefault((file.device, case), row)
-                best[file.device, case] = min(fastest, row, key=lambda row: row.value)
+                best[key] = min(best.get(key, row), row, key=lambda row: row.value)
     lines = [
         (*key, number(row.value), *(number(row.peers[peer]) for peer in peers))
         for key, row in best.items()

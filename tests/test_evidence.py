@@ -283,14 +283,6 @@ def test_plots_are_reproducible(saved, tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (1234567, "1,234,567"), (51.234, "51.2"), (5.123, "5.12"), (0.9, "0.900")],
-)
-def test_number(value, text):
-    assert tables.number(value) == text
-
-
 INNER_TESTS = """
 import pytest
 
@@ -367,11 +359,6 @@ def test_rows_without_roof_or_peers_can_be_read_back(tmp_path):
     found.save(root=tmp_path)
     (file,) = results.read(tmp_path)
     assert file.rows == [Row("case", "metric", "unit", 1, None, {})]
-
-
-@pytest.mark.parametrize("name", tables.TABLES)
-def test_tables_without_figures_say_so(name):
-    assert tables.TABLES[name]([]) == "Not measured yet.\n"
 
 
 @pytest.mark.gpu
