@@ -13,7 +13,20 @@ namespace {
 // Batches are bounded: drivers were seen to fail at some 50,000 descriptors (vLLM issue 49276).
 constexpr size_t kDescriptorsPerBatch = 1024;
 
-// Descriptors on their way to the driver. Of a fixed size, so that nothing is allocated.
+// Kept by each thread: nothing is allocated, and on the stack they would push the driver's own
+// calls to memory that no cache holds.
+struct Descriptors {
+  void* to[kDescriptorsPerBatch];
+  const void* from[kDescriptorsPerBatch];
+  size_t bytes[kDescriptorsPerBatch];
+};
+
+Descriptors& descriptors() {
+  static thread_local Descriptors kept;
+  return kept;
+}
+
+// Descriptors on their way to the driver; a thread has one batch at a time.
 class Batch {
  public:
   bool full() const { return size_ == kDescriptorsPerBatch; }
@@ -24,11 +37,11 @@ class Batch {
   // Not into one that is full.
   void add(std::byte* destination, const std::byte* source, size_t bytes) {
     if (destination == to_end_ && source == from_end_) {
-      bytes_[size_ - 1] += bytes;
+      kept_.bytes[size_ - 1] += bytes;
     } else {
-      to_[size_] = destination;
-      from_[size_] = source;
-      bytes_[size_++] = bytes;
+      kept_.to[size_] = destination;
+      kept_.from[size_] = source;
+      kept_.bytes[size_++] = bytes;
     }
     to_end_ = destination + bytes;
     from_end_ = source + bytes;
@@ -43,8 +56,8 @@ class Batch {
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
     size_t first_with_attributes = 0;
-    const cudaError_t status = cudaMemcpyBatchAsync(to_, from_, bytes_, count, &attributes,
-                                                    &first_with_attributes, 1, stream);
+    const cudaError_t status = cudaMemcpyBatchAsync(kept_.to, kept_.from, kept_.bytes, count,
+                                                    &attributes, &first_with_attributes, 1, stream);
     if (status == cudaSuccess) return ffi::Error::Success();
     (void)cudaGetLastError();
     if (status != cudaErrorNotSupported && status != cudaErrorCallRequiresNewerDriver) {
@@ -57,14 +70,13 @@ class Batch {
  private:
   ffi::Error enqueue_one_by_one(cudaStream_t stream, size_t count) const {
     for (size_t i = 0; i < count; ++i) {
-      JAXKV_CUDA_TRY(cudaMemcpyAsync(to_[i], from_[i], bytes_[i], cudaMemcpyDefault, stream));
+      JAXKV_CUDA_TRY(
+          cudaMemcpyAsync(kept_.to[i], kept_.from[i], kept_.bytes[i], cudaMemcpyDefault, stream));
     }
     return ffi::Error::Success();
   }
 
-  void* to_[kDescriptorsPerBatch];
-  const void* from_[kDescriptorsPerBatch];
-  size_t bytes_[kDescriptorsPerBatch];
+  Descriptors& kept_ = descriptors();
   size_t size_ = 0;
   const std::byte* to_end_ = nullptr;  // of the last one, if another may join it
   const std::byte* from_end_ = nullptr;
@@ -94,24 +106,16 @@ ffi::Error enqueue_copies(cudaStream_t stream, const BlockCopy& copy,
   return batch.enqueue(stream);
 }
 
-ffi::Error open_ids_for_dma(const IdList& list, const char* name) {
-  if (list.header == 0) {
-    return ffi::Error::InvalidArgument(std::string("jaxkv dma: ids of ") + name +
-                                       " are no HostIds, and the host must read them");
-  }
-  return open_ids(list, name);
-}
-
 // The pairs to copy, of ids that the host reads now.
 ffi::ErrorOr<std::span<const BlockPair>> read_pairs(ffi::Buffer<ffi::S32> source_ids,
                                                     ffi::Buffer<ffi::S32> destination_ids,
-                                                    ffi::Dictionary attributes) {
-  const auto ids = decode_ids(source_ids, destination_ids, attributes);
+                                                    CopyAttribute attribute) {
+  const auto ids = decode_ids(source_ids, destination_ids, attribute);
   if (!ids.has_value()) return ffi::Unexpected(ids.error());
-  if (auto error = open_ids_for_dma(ids->sources, "the source"); error.failure()) {
+  if (auto error = open_host_ids(ids->sources, "the source"); error.failure()) {
     return ffi::Unexpected(error);
   }
-  if (auto error = open_ids_for_dma(ids->destinations, "the destination"); error.failure()) {
+  if (auto error = open_host_ids(ids->destinations, "the destination"); error.failure()) {
     return ffi::Unexpected(error);
   }
   std::vector<PageErrorEntry> refused;
@@ -122,16 +126,16 @@ ffi::ErrorOr<std::span<const BlockPair>> read_pairs(ffi::Buffer<ffi::S32> source
 
 ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
                        ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
-                       ffi::RemainingRets rets, ffi::Dictionary attributes) {
+                       ffi::RemainingRets rets, CopyAttribute attribute) {
   // A captured copy would replay these ids for ever; and a batch under capture is lost in silence.
   cudaStreamCaptureStatus capture;
   if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
       capture != cudaStreamCaptureStatusNone) {
     return ffi::Error::Internal("jaxkv: dma cannot be captured in a CUDA graph; use kernel");
   }
-  const auto copy = decode_copy(args, rets, attributes);
+  const auto copy = decode_copy(args, rets, attribute);
   if (!copy.has_value()) return copy.error();
-  const auto pairs = read_pairs(source_ids, destination_ids, attributes);
+  const auto pairs = read_pairs(source_ids, destination_ids, attribute);
   if (!pairs.has_value()) return pairs.error();
   return enqueue_copies(stream, *copy, *pairs, 0, copy->dense.size());
 }
@@ -139,12 +143,12 @@ ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
 ffi::Error start_by_dma(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
                         ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
                         ffi::ResultBuffer<ffi::S32> ticket, ffi::RemainingRets rets,
-                        ffi::Dictionary attributes) {
-  const auto copy = decode_copy(args, rets, attributes);
+                        CopyAttribute attribute, int64_t segment_buffers, bool joined) {
+  const auto copy = decode_copy(args, rets, attribute);
   if (!copy.has_value()) return copy.error();
-  const auto pairs = read_pairs(source_ids, destination_ids, attributes);
+  const auto pairs = read_pairs(source_ids, destination_ids, attribute);
   if (!pairs.has_value()) return pairs.error();
-  auto enqueue = [&](const Lane& lane, uint32_t first, size_t segment_buffers) {
+  auto enqueue = [&](const Lane& lane, uint32_t first) {
     auto error = ffi::Error::Success();
     for (size_t b = 0; b < copy->dense.size() && error.success(); b += segment_buffers) {
       error = enqueue_copies(lane.stream(), *copy, *pairs, b, b + segment_buffers);
@@ -152,8 +156,8 @@ ffi::Error start_by_dma(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S3
     }
     return error;
   };
-  return start_copy({stream, device, ticket, rets, attributes}, *copy, Engine::kCopyEngine,
-                    enqueue);
+  return start_copy({stream, device, ticket, rets, segment_buffers, joined}, *copy,
+                    Engine::kCopyEngine, enqueue);
 }
 
 }  // namespace
@@ -166,7 +170,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksDma, copy_by_dma,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attrs());
+                                  .Attr<CopyAttribute>("copy"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyDma, start_by_dma,
                               ffi::Ffi::Bind()
@@ -177,6 +181,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyDma, start_by_dma,
                                   .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .RemainingRets()
-                                  .Attrs());
+                                  .Attr<CopyAttribute>("copy")
+                                  .Attr<int64_t>("segment_buffers")
+                                  .Attr<bool>("joined"));
 
 }  // namespace jaxkv

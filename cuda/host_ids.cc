@@ -96,23 +96,18 @@ void admit_host_ids(const int32_t* address, size_t num_words) {
   entry.address = address;  // last: from here on calls find the entry
 }
 
-bool open_host_ids(const int32_t* address, size_t num_words, std::string* why_not) {
+const char* refuse_host_ids(const int32_t* address, size_t num_words) {
   // The address first: what was never admitted may be memory that the host can't read.
   const Admission* admission = admission_at(address);
   if (!admission || admission->num_words != num_words) {
-    *why_not = "made or copied by a computation, or stale; build HostIds from NumPy";
-    return false;
+    return "made or copied by a computation, or stale; build HostIds from NumPy";
   }
   const auto header = read_header({address, num_words});
-  if (!header) {
-    *why_not = "no valid header any more, so overwritten; build HostIds from NumPy";
-    return false;
-  }
+  if (!header) return "no valid header any more, so overwritten; build HostIds from NumPy";
   if (header->serial != admission->serial) {
-    *why_not = "other ids, whose copy by a computation is stale here; build HostIds from NumPy";
-    return false;
+    return "other ids, whose copy by a computation is stale here; build HostIds from NumPy";
   }
-  return true;
+  return nullptr;
 }
 
 }  // namespace jaxkv

@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string>
 
 namespace jaxkv {
 
@@ -18,11 +17,11 @@ void seal_host_ids(std::span<int32_t> words);
 // Throws std::invalid_argument if no sealed ids lie there.
 void admit_host_ids(const int32_t* address, size_t num_words);
 
-// Whether the ids can be read now, and why not. Ids that a computation copied here may not have
+// Why the ids can't be read now; null if they can. Ids that a computation copied here may not have
 // arrived yet when a handler reads them, so an address must have been admitted; any other, which
 // may be device memory, is not touched. (XLA keeps its pinned memory, so an address that was host
 // memory once still is.) That is best effort: where such a copy is yet to arrive in the memory of
 // freed ids of the same length, those still lie there whole and are taken for it.
-bool open_host_ids(const int32_t* address, size_t num_words, std::string* why_not);
+const char* refuse_host_ids(const int32_t* address, size_t num_words);
 
 }  // namespace jaxkv

@@ -127,16 +127,19 @@ size_t arrays_of_ticket(size_t bytes) {
 
 ffi::Error start_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> planned,
                            ffi::RemainingArgs args, ffi::ResultBuffer<ffi::S32> ticket,
-                           ffi::RemainingRets rets, ffi::Dictionary attributes) {
-  const auto copy = decode_copy(args, rets, attributes);
+                           ffi::RemainingRets rets, CopyAttribute attribute,
+                           int64_t segment_buffers, bool joined) {
+  const auto copy = decode_copy(args, rets, attribute);
   if (!copy.has_value()) return copy.error();
   const auto list = decode_pairs(planned);
   if (!list.has_value()) return list.error();
-  auto enqueue = [&](const Lane& lane, uint32_t first, size_t segment_buffers) {
-    const Progress progress{lane.counter(), first, lane.arrived(), segment_buffers};
+  auto enqueue = [&](const Lane& lane, uint32_t first) {
+    const Progress progress{lane.counter(), first, lane.arrived(),
+                            static_cast<size_t>(segment_buffers)};
     return launch_copy(lane.stream(), *copy, *list, &progress);
   };
-  return start_copy({stream, device, ticket, rets, attributes}, *copy, Engine::kKernel, enqueue);
+  return start_copy({stream, device, ticket, rets, segment_buffers, joined}, *copy, Engine::kKernel,
+                    enqueue);
 }
 
 ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticket,
@@ -209,8 +212,7 @@ ffi::Error Lane::create(uint32_t index, uint32_t* words) {
 }
 
 ffi::Error Lane::start(cudaStream_t xla_stream, const TicketOf& ticket, size_t num_segments,
-                       bool joined,
-                       const std::function<ffi::Error(const Lane&, uint32_t)>& enqueue) {
+                       bool joined, const Enqueue& enqueue) {
   std::lock_guard lock(mutex_);
   const uint32_t first = next_;
   next_ += static_cast<uint32_t>(num_segments);
@@ -291,13 +293,8 @@ ffi::Error prepare_lanes(int32_t device) {
 
 ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
                       const Enqueue& enqueue) {
-  const auto segment_buffers = call.attributes.get<int64_t>("segment_buffers");
-  const auto joined = call.attributes.get<bool>("joined");
-  if (!segment_buffers.has_value() || !joined.has_value()) {
-    return ffi::Error::InvalidArgument("jaxkv start: an attribute is missing or of another type");
-  }
   const auto num_buffers = static_cast<int64_t>(copy.dense.size());
-  const int64_t step = *segment_buffers;
+  const int64_t step = call.segment_buffers;
   if (step < 1 || num_buffers % step || num_buffers / step > static_cast<int64_t>(kMaxSegments)) {
     return ffi::Error::InvalidArgument("jaxkv start: " + std::to_string(num_buffers) +
                                        " buffers in segments of " + std::to_string(step));
@@ -318,10 +315,7 @@ ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
   }
   const auto index = (copy.to_dense ? 0 : 2) + static_cast<uint32_t>(engine);
   Lane& lane = all_lanes[call.device].load()->lanes[index];
-  auto run = [&](const Lane& on, uint32_t first) {
-    return enqueue(on, first, static_cast<size_t>(step));
-  };
-  return lane.start(call.stream, ticket, num_buffers / step, *joined, run);
+  return lane.start(call.stream, ticket, num_buffers / step, call.joined, enqueue);
 }
 
 std::vector<uint64_t> started_copies() {
@@ -359,7 +353,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyKernel, start_by_kernel,
                                   .RemainingArgs()
                                   .Ret<Int32s>()
                                   .RemainingRets()
-                                  .Attrs());
+                                  .Attr<CopyAttribute>("copy")
+                                  .Attr<int64_t>("segment_buffers")
+                                  .Attr<bool>("joined"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(WaitCopyKernel, wait,
                               ffi::Ffi::Bind()

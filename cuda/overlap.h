@@ -33,6 +33,10 @@ struct TicketOf {
   std::vector<const void*> written;
 };
 
+class Lane;
+// Enqueues a copy on the lane; gets the number of its first segment.
+using Enqueue = std::function<ffi::Error(const Lane&, uint32_t first)>;
+
 class Lane {
  public:
   ffi::Error create(uint32_t index, uint32_t* words);
@@ -40,7 +44,7 @@ class Lane {
   // Runs `enqueue(lane, first)` behind all that XLA's stream holds now; XLA's stream waits for its
   // end if `joined`, or if it failed halfway. Segment s is to signal first + s.
   ffi::Error start(cudaStream_t xla_stream, const TicketOf& ticket, size_t num_segments,
-                   bool joined, const std::function<ffi::Error(const Lane&, uint32_t)>& enqueue);
+                   bool joined, const Enqueue& enqueue);
 
   // How many copies were started, and whether the first `started` >= 1 of them have ended.
   uint64_t started() const { return started_.load(); }
@@ -78,12 +82,11 @@ struct StartCall {
   int32_t device;
   ffi::ResultBuffer<ffi::S32> ticket;
   ffi::RemainingRets written;
-  ffi::Dictionary attributes;
+  int64_t segment_buffers;
+  bool joined;
 };
 
-// Enqueues a copy on the lane for its direction and `engine`, and writes its ticket. `enqueue` gets
-// the lane, the number of the first segment, and how many buffers make a segment.
-using Enqueue = std::function<ffi::Error(const Lane&, uint32_t first, size_t segment_buffers)>;
+// Enqueues a copy on the lane for its direction and `engine`, and writes its ticket.
 ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine, const Enqueue& enqueue);
 
 }  // namespace jaxkv

@@ -8,9 +8,9 @@ namespace {
 
 ffi::Error start_copy(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
                       ffi::ResultBuffer<ffi::S32> ticket, ffi::RemainingRets rets,
-                      ffi::Dictionary attributes) {
+                      CopyAttribute attribute, int64_t /*segment_buffers*/, bool /*joined*/) {
   std::fill_n(ticket->typed_data(), ticket->element_count(), 0);
-  return copy_pairs_on_host(planned, args, rets, attributes);
+  return copy_pairs_on_host(planned, args, rets, attribute);
 }
 
 ffi::Error wait_for_copy(ffi::Buffer<ffi::S32> ticket, ffi::RemainingArgs, ffi::RemainingRets rets,
@@ -33,7 +33,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyHost, start_copy,
                                   .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .RemainingRets()
-                                  .Attrs());
+                                  .Attr<CopyAttribute>("copy")
+                                  .Attr<int64_t>("segment_buffers")
+                                  .Attr<bool>("joined"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     WaitCopyHost, wait_for_copy,

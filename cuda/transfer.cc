@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <unordered_map>
 #include <utility>
 
@@ -13,29 +14,18 @@
 namespace jaxkv {
 namespace {
 
-ffi::Unexpected<ffi::Error> invalid(std::string message) {
-  return ffi::Unexpected(ffi::Error::InvalidArgument("jaxkv page copy: " + std::move(message)));
+// Cold, as all that makes a message should be: calls come from cold caches, where code that lies
+// between what runs costs time too.
+template <class... Parts>
+[[gnu::cold, gnu::noinline]] ffi::Unexpected<ffi::Error> invalid(const Parts&... parts) {
+  std::ostringstream message;
+  message << "jaxkv page copy: ";
+  (message << ... << parts);
+  return ffi::Unexpected(ffi::Error::InvalidArgument(message.str()));
 }
 
-// The attribute `copy`.
-struct CopyNumbers {
-  int64_t to_dense, num_sms;
-  CopyGeometry geometry;
-};
-
-// The attribute `ids`.
-struct IdNumbers {
-  int64_t source_header, destination_header, num_sources, num_destinations;
-};
-
-// Numbers come together in an attribute, because each look-up of a name takes its time.
-template <class Numbers>
-std::optional<Numbers> read_numbers(ffi::Dictionary attributes, const char* name) {
-  const auto words = attributes.get<ffi::Span<const int64_t>>(name);
-  if (!words.has_value() || words->size() * sizeof(int64_t) != sizeof(Numbers)) return std::nullopt;
-  Numbers numbers;
-  std::memcpy(&numbers, words->begin(), sizeof numbers);
-  return numbers;
+[[gnu::cold, gnu::noinline]] ffi::Error unreadable(const char* name, const char* why_not) {
+  return ffi::Error::InvalidArgument(std::string("jaxkv HostIds of ") + name + ": " + why_not);
 }
 
 // One past the last byte of the strided side that an id in range can reach.
@@ -55,22 +45,53 @@ bool sound(const CopyGeometry& g) {
          g.num_strided <= INT32_MAX && g.block_bytes == g.run_bytes * g.count0 * g.count1;
 }
 
+// The attribute's numbers; the offsets of the buffers follow.
+struct CopyNumbers {
+  int64_t to_dense, num_sms, source_header, destination_header;
+  CopyGeometry geometry;
+};
+constexpr size_t kNumbers = sizeof(CopyNumbers) / sizeof(int64_t);
+
+std::optional<CopyNumbers> read_numbers(CopyAttribute attribute) {
+  if (attribute.size() < kNumbers) return std::nullopt;
+  CopyNumbers numbers;
+  std::memcpy(&numbers, attribute.begin(), sizeof numbers);
+  return sound(numbers.geometry) ? std::optional(numbers) : std::nullopt;
+}
+constexpr char kNotSound[] = "the attribute copy is not sound";
+
 bool usable(const IdLists& ids, int32_t source, int32_t destination) {
   return source >= 0 && destination >= 0 && source < ids.num_sources &&
          destination < ids.num_destinations;
 }
 
+// What a thread keeps from call to call, so that most allocate nothing.
+struct Scratch {
+  std::vector<std::byte*> dense, strided;
+  std::vector<BlockPair> pairs;
+  std::unique_ptr<bool[]> marks;
+  int32_t num_marks = 0;
+};
+
+Scratch& scratch() {
+  static thread_local Scratch kept;
+  return kept;
+}
+
 // A mark for each block of the destination: a hash table of thousands of ids costs more time than
 // the copy engine takes. They are kept, all false between calls, as a call of few ids should not
 // pay for every block there is. No bits, as each would have to wait for that before it in its word.
-bool* destination_marks(int32_t num_destinations) {
-  static thread_local std::unique_ptr<bool[]> marks;
-  static thread_local int32_t size = 0;
-  if (size < num_destinations) {
-    marks = std::make_unique<bool[]>(num_destinations);
-    size = num_destinations;
+bool* destination_marks(Scratch& kept, int32_t num_destinations) {
+  if (kept.num_marks < num_destinations) {
+    kept.marks = std::make_unique<bool[]>(num_destinations);
+    kept.num_marks = num_destinations;
   }
-  return marks.get();
+  return kept.marks.get();
+}
+
+[[gnu::cold, gnu::noinline]] void refuse(std::vector<PageErrorEntry>* refused, PageFault fault,
+                                         size_t position, int32_t id, int32_t limit) {
+  refused->push_back({0, fault, static_cast<int32_t>(position), id, limit});
 }
 
 // Takes out the pairs that share a destination. Rare, so it may look at everything again.
@@ -82,8 +103,7 @@ void refuse_twins(const IdLists& ids, std::vector<BlockPair>* pairs,
   for (size_t i = 0; i < ids.sources.size(); ++i) {
     const int32_t d = ids.destinations.ids()[i];
     if (usable(ids, ids.sources.ids()[i], d) && times[d] > 1) {
-      refused->push_back(
-          {0, PageFault::kDuplicate, static_cast<int32_t>(i), d, ids.num_destinations});
+      refuse(refused, PageFault::kDuplicate, i, d, ids.num_destinations);
     }
   }
 }
@@ -91,16 +111,14 @@ void refuse_twins(const IdLists& ids, std::vector<BlockPair>* pairs,
 }  // namespace
 
 ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi::S32> destinations,
-                                 ffi::Dictionary attributes) {
-  const auto n = read_numbers<IdNumbers>(attributes, "ids");
-  if (!n) return invalid("no attribute ids, or it is of another type or size");
-  if (n->num_sources < 0 || n->num_sources > INT32_MAX || n->num_destinations < 0 ||
-      n->num_destinations > INT32_MAX) {
-    return invalid("more than 2^31 - 1 blocks");
-  }
-  const IdLists ids{
-      id_list(sources, n->source_header), id_list(destinations, n->destination_header),
-      static_cast<int32_t>(n->num_sources), static_cast<int32_t>(n->num_destinations)};
+                                 CopyAttribute attribute) {
+  const auto n = read_numbers(attribute);
+  if (!n) return invalid(kNotSound);
+  const auto num_dense = static_cast<int32_t>(n->geometry.num_dense);
+  const auto num_strided = static_cast<int32_t>(n->geometry.num_strided);
+  const IdLists ids{id_list(sources, n->source_header),
+                    id_list(destinations, n->destination_header),
+                    n->to_dense ? num_strided : num_dense, n->to_dense ? num_dense : num_strided};
   if (ids.sources.size() != ids.destinations.size() || ids.sources.size() > INT32_MAX / 2) {
     return invalid("id lists of unequal length, or too long");
   }
@@ -114,30 +132,25 @@ ffi::ErrorOr<PairList> decode_pairs(ffi::Buffer<ffi::S32> operand) {
 }
 
 ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets rets,
-                                    ffi::Dictionary attributes) {
-  const auto n = read_numbers<CopyNumbers>(attributes, "copy");
-  const auto offsets = attributes.get<ffi::Span<const int64_t>>("strided_offsets");
-  if (!n || !offsets.has_value()) {
-    return invalid("an attribute is missing, or it is of another type or size");
-  }
+                                    CopyAttribute attribute) {
+  const auto n = read_numbers(attribute);
+  if (!n) return invalid(kNotSound);
   const bool to_dense = n->to_dense;
-  const auto& strided_offsets = *offsets;
   const CopyGeometry& g = n->geometry;
-  if (!sound(g)) return invalid("geometry is not sound");
+  const std::span<const int64_t> strided_offsets(attribute.begin() + kNumbers, attribute.end());
   const size_t num_buffers = strided_offsets.size();
   if (num_buffers == 0 || args.size() <= num_buffers) return invalid("no buffers to copy");
   const size_t num_strided_arrays = args.size() - num_buffers;
   if (num_strided_arrays != 1 && num_strided_arrays != num_buffers) {
-    return invalid(std::to_string(num_strided_arrays) + " strided arrays for " +
-                   std::to_string(num_buffers) + " buffers");
+    return invalid(num_strided_arrays, " strided arrays for ", num_buffers, " buffers");
   }
   const size_t num_written = to_dense ? num_buffers : num_strided_arrays;
   if (rets.size() != num_written) return invalid("wrong number of results");
   if (n->num_sms < 1) return invalid("num_sms is below 1");
 
-  static thread_local std::vector<std::byte*> dense_firsts, strided_firsts;
-  dense_firsts.resize(num_buffers);
-  strided_firsts.resize(num_buffers);
+  Scratch& kept = scratch();
+  kept.dense.resize(num_buffers);
+  kept.strided.resize(num_buffers);
   // Results alias the written operands, so the written side is read off the results.
   auto array = [&](size_t index, bool written) -> ffi::ErrorOr<ffi::AnyBuffer> {
     if (!written) return args.get<ffi::AnyBuffer>(index);
@@ -150,41 +163,39 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
     auto dense = array(num_strided_arrays + b, to_dense);
     if (!strided.has_value()) return ffi::Unexpected(strided.error());
     if (!dense.has_value()) return ffi::Unexpected(dense.error());
-    const int64_t offset = strided_offsets.begin()[b];
+    const int64_t offset = strided_offsets[b];
     if (offset < 0 || offset + strided_extent(g) > static_cast<int64_t>(strided->size_bytes())) {
-      return invalid("buffer " + std::to_string(b) + " ends past its strided array of " +
-                     std::to_string(strided->size_bytes()) + " bytes");
+      return invalid("buffer ", b, " ends past its strided array of ", strided->size_bytes(),
+                     " bytes");
     }
-    if (g.num_dense * g.block_bytes > static_cast<int64_t>(dense->size_bytes())) {
-      return invalid("dense array " + std::to_string(b) + " has " +
-                     std::to_string(dense->size_bytes()) + " bytes, needs " +
-                     std::to_string(g.num_dense * g.block_bytes));
+    const int64_t dense_bytes = g.num_dense * g.block_bytes;
+    if (dense_bytes > static_cast<int64_t>(dense->size_bytes())) {
+      return invalid("dense array ", b, " has ", dense->size_bytes(), " bytes, needs ",
+                     dense_bytes);
     }
-    strided_firsts[b] = static_cast<std::byte*>(strided->untyped_data()) + offset;
-    dense_firsts[b] = static_cast<std::byte*>(dense->untyped_data());
+    kept.strided[b] = static_cast<std::byte*>(strided->untyped_data()) + offset;
+    kept.dense[b] = static_cast<std::byte*>(dense->untyped_data());
   }
-  return BlockCopy{to_dense, static_cast<int>(n->num_sms), g, dense_firsts, strided_firsts};
+  return BlockCopy{to_dense, static_cast<int>(n->num_sms), g, kept.dense, kept.strided};
 }
 
 std::span<const BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEntry>* refused) {
-  static thread_local std::vector<BlockPair> planned;
+  Scratch& kept = scratch();
+  std::vector<BlockPair>& planned = kept.pairs;
   planned.resize(ids.sources.size());
   BlockPair* const pairs = planned.data();
   const int32_t *const sources = ids.sources.ids(), *const destinations = ids.destinations.ids();
   const int32_t num_sources = ids.num_sources, num_destinations = ids.num_destinations;
-  bool* const marks = destination_marks(num_destinations);
-  auto refuse = [refused](PageFault fault, size_t i, int32_t id, int32_t limit) {
-    refused->push_back({0, fault, static_cast<int32_t>(i), id, limit});
-  };
+  bool* const marks = destination_marks(kept, num_destinations);
   bool twins = false;
   size_t num_pairs = 0;
   for (size_t i = 0, n = planned.size(); i < n; ++i) {
     const int32_t s = sources[i], d = destinations[i];
     if (s < 0 || d < 0) continue;
     if (s >= num_sources) {
-      refuse(PageFault::kSourceOutOfRange, i, s, num_sources);
+      refuse(refused, PageFault::kSourceOutOfRange, i, s, num_sources);
     } else if (d >= num_destinations) {
-      refuse(PageFault::kDestinationOutOfRange, i, d, num_destinations);
+      refuse(refused, PageFault::kDestinationOutOfRange, i, d, num_destinations);
     } else {
       twins |= std::exchange(marks[d], true);
       pairs[num_pairs++] = {s, d};
@@ -196,12 +207,9 @@ std::span<const BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErro
   return planned;
 }
 
-ffi::Error open_ids(const IdList& list, const char* name) {
-  std::string why_not;
-  if (list.header == 0 || open_host_ids(list.words.data(), list.words.size(), &why_not)) {
-    return ffi::Error::Success();
-  }
-  return ffi::Error::InvalidArgument(std::string("jaxkv HostIds of ") + name + ": " + why_not);
+ffi::Error open_host_ids(const IdList& list, const char* name) {
+  const char* why_not = refuse_host_ids(list.words.data(), list.words.size());
+  return why_not ? unreadable(name, why_not) : ffi::Error::Success();
 }
 
 }  // namespace jaxkv

@@ -80,8 +80,8 @@ ffi::Error prepare_device(int32_t device, ffi::RemainingArgs, ffi::RemainingRets
 
 ffi::Error plan_on_device(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
                           ffi::Buffer<ffi::S32> destination_ids,
-                          ffi::ResultBuffer<ffi::S32> planned, ffi::Dictionary attributes) {
-  const auto ids = decode_ids(source_ids, destination_ids, attributes);
+                          ffi::ResultBuffer<ffi::S32> planned, CopyAttribute attribute) {
+  const auto ids = decode_ids(source_ids, destination_ids, attribute);
   if (!ids.has_value()) return ids.error();
   const auto list = decode_pairs(*planned);
   if (!list.has_value()) return list.error();
@@ -93,18 +93,18 @@ ffi::Error plan_on_device(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::
 
 ffi::Error copy_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
                           ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
-                          ffi::RemainingRets rets, ffi::Dictionary attributes) {
-  const auto copy = decode_copy(args, rets, attributes);
+                          ffi::RemainingRets rets, CopyAttribute attribute) {
+  const auto copy = decode_copy(args, rets, attribute);
   if (!copy.has_value()) return copy.error();
-  const auto ids = decode_ids(source_ids, destination_ids, attributes);
+  const auto ids = decode_ids(source_ids, destination_ids, attribute);
   if (!ids.has_value()) return ids.error();
   return launch_copy(stream, *copy, *ids, device_ring(device));
 }
 
 ffi::Error copy_pairs_by_kernel(cudaStream_t stream, ffi::Buffer<ffi::S32> planned,
                                 ffi::RemainingArgs args, ffi::RemainingRets rets,
-                                ffi::Dictionary attributes) {
-  const auto copy = decode_copy(args, rets, attributes);
+                                CopyAttribute attribute) {
+  const auto copy = decode_copy(args, rets, attribute);
   if (!copy.has_value()) return copy.error();
   const auto list = decode_pairs(planned);
   if (!list.has_value()) return list.error();
@@ -114,11 +114,11 @@ ffi::Error copy_pairs_by_kernel(cudaStream_t stream, ffi::Buffer<ffi::S32> plann
 // The negative control of the ordering tests: the same copy on a stream that waits for nothing.
 ffi::Error copy_unordered(cudaStream_t, int32_t device, ffi::Buffer<ffi::S32> source_ids,
                           ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
-                          ffi::RemainingRets rets, ffi::Dictionary attributes) {
+                          ffi::RemainingRets rets, CopyAttribute attribute) {
   static std::array<cudaStream_t, kMaxDevices> streams{};
   cudaStream_t& stream = streams[device];
   if (!stream) JAXKV_CUDA_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  return copy_by_kernel(stream, device, source_ids, destination_ids, args, rets, attributes);
+  return copy_by_kernel(stream, device, source_ids, destination_ids, args, rets, attribute);
 }
 
 }  // namespace
@@ -137,7 +137,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PlanPairsKernel, plan_on_device,
                                   .Arg<Int32s>()
                                   .Arg<Int32s>()
                                   .Ret<Int32s>()
-                                  .Attrs(),
+                                  .Attr<CopyAttribute>("copy"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksKernel, copy_by_kernel,
@@ -148,13 +148,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksKernel, copy_by_kernel,
                                   .Arg<Int32s>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attrs(),
+                                  .Attr<CopyAttribute>("copy"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CopyPairsKernel, copy_pairs_by_kernel,
-    ffi::Ffi::Bind().Ctx<Stream>().Arg<Int32s>().RemainingArgs().RemainingRets().Attrs(),
-    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyPairsKernel, copy_pairs_by_kernel,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<Int32s>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<CopyAttribute>("copy"),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksUnordered, copy_unordered,
                               ffi::Ffi::Bind()
@@ -164,6 +168,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksUnordered, copy_unordered,
                                   .Arg<Int32s>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attrs());
+                                  .Attr<CopyAttribute>("copy"));
 
 }  // namespace jaxkv

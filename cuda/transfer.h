@@ -17,7 +17,11 @@ namespace jaxkv {
 
 namespace ffi = xla::ffi;
 
-// In the order in which block_copy.py writes it, as part of the attribute `copy`.
+// The attribute `copy`, as block_copy.py writes it: one for all numbers, because each attribute
+// takes its time in each call.
+using CopyAttribute = ffi::Span<const int64_t>;
+
+// In the order in which the attribute has it.
 struct CopyGeometry {
   int64_t block_bytes;
   int64_t run_bytes;
@@ -30,7 +34,7 @@ struct CopyGeometry {
   int64_t run_offset(int64_t i0, int64_t i1) const { return i0 * stride0 + i1 * stride1; }
 };
 
-// Ids as an operand holds them; maybe device memory, so not to be read before open_ids.
+// Ids as an operand holds them; maybe device memory, so not to be read before open_host_ids.
 struct IdList {
   std::span<const int32_t> words;
   size_t header;  // words before the ids: kHostIdsHeader for HostIds, else 0
@@ -71,24 +75,24 @@ struct BlockCopy {
 };
 
 ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi::S32> destinations,
-                                 ffi::Dictionary attributes);
+                                 CopyAttribute attribute);
 
 ffi::ErrorOr<PairList> decode_pairs(ffi::Buffer<ffi::S32> operand);
 
 // Decodes the arrays and checks every size, so that no id in range can leave a buffer.
 //   args: strided arrays, then dense arrays; rets: the written side.
 ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets rets,
-                                    ffi::Dictionary attributes);
+                                    CopyAttribute attribute);
 
-// Checks that the host may read HostIds now; lists without a header are host memory already.
-ffi::Error open_ids(const IdList& list, const char* name);
+// Checks that the list is HostIds that the host may read now.
+ffi::Error open_host_ids(const IdList& list, const char* name);
 
-// Pairs that may be copied, of opened ids; `refused` gets the others, padding apart. They last
-// until this thread plans again.
+// Pairs that may be copied, of ids that the host may read; `refused` gets the others, padding
+// apart. They last until this thread plans again.
 std::span<const BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEntry>* refused);
 
 // The CPU backend's copy of planned pairs.
 ffi::Error copy_pairs_on_host(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
-                              ffi::RemainingRets rets, ffi::Dictionary attributes);
+                              ffi::RemainingRets rets, CopyAttribute attribute);
 
 }  // namespace jaxkv

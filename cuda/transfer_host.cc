@@ -25,12 +25,13 @@ void copy_block(const BlockCopy& copy, size_t buffer, BlockPair pair) {
 // Fails the step on the first wrong id, before anything is copied.
 ffi::ErrorOr<std::span<const BlockPair>> check_ids(ffi::Buffer<ffi::S32> source_ids,
                                                    ffi::Buffer<ffi::S32> destination_ids,
-                                                   ffi::Dictionary attributes) {
-  const auto ids = decode_ids(source_ids, destination_ids, attributes);
+                                                   CopyAttribute attribute) {
+  const auto ids = decode_ids(source_ids, destination_ids, attribute);
   if (!ids.has_value()) return ffi::Unexpected(ids.error());
   for (const auto& [list, name] :
        {std::pair(ids->sources, "the source"), std::pair(ids->destinations, "the destination")}) {
-    if (auto error = open_ids(list, name); error.failure()) return ffi::Unexpected(error);
+    if (list.header == 0) continue;  // any list is host memory here
+    if (auto error = open_host_ids(list, name); error.failure()) return ffi::Unexpected(error);
   }
   std::vector<PageErrorEntry> refused;
   const auto pairs = plan_on_host(*ids, &refused);
@@ -41,10 +42,10 @@ ffi::ErrorOr<std::span<const BlockPair>> check_ids(ffi::Buffer<ffi::S32> source_
 }
 
 ffi::Error plan_pairs(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> destination_ids,
-                      ffi::ResultBuffer<ffi::S32> planned, ffi::Dictionary attributes) {
+                      ffi::ResultBuffer<ffi::S32> planned, CopyAttribute attribute) {
   const auto list = decode_pairs(*planned);
   if (!list.has_value()) return list.error();
-  const auto pairs = check_ids(source_ids, destination_ids, attributes);
+  const auto pairs = check_ids(source_ids, destination_ids, attribute);
   if (!pairs.has_value()) return pairs.error();
   if (pairs->size() > list->capacity) return ffi::Error::Internal("jaxkv: too many pairs");
   *list->count = static_cast<int32_t>(pairs->size());
@@ -59,11 +60,10 @@ void copy_all(const BlockCopy& copy, std::span<const BlockPair> pairs) {
 }
 
 ffi::Error copy_blocks(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> destination_ids,
-                       ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       ffi::Dictionary attributes) {
-  const auto copy = decode_copy(args, rets, attributes);
+                       ffi::RemainingArgs args, ffi::RemainingRets rets, CopyAttribute attribute) {
+  const auto copy = decode_copy(args, rets, attribute);
   if (!copy.has_value()) return copy.error();
-  const auto pairs = check_ids(source_ids, destination_ids, attributes);
+  const auto pairs = check_ids(source_ids, destination_ids, attribute);
   if (!pairs.has_value()) return pairs.error();
   copy_all(*copy, *pairs);
   return ffi::Error::Success();
@@ -72,8 +72,8 @@ ffi::Error copy_blocks(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> d
 }  // namespace
 
 ffi::Error copy_pairs_on_host(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
-                              ffi::RemainingRets rets, ffi::Dictionary attributes) {
-  const auto copy = decode_copy(args, rets, attributes);
+                              ffi::RemainingRets rets, CopyAttribute attribute) {
+  const auto copy = decode_copy(args, rets, attribute);
   if (!copy.has_value()) return copy.error();
   const auto list = decode_pairs(planned);
   if (!list.has_value()) return list.error();
@@ -83,15 +83,20 @@ ffi::Error copy_pairs_on_host(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs 
 
 using Int32s = ffi::Buffer<ffi::S32>;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PlanPairsHost, plan_pairs,
-                              ffi::Ffi::Bind().Arg<Int32s>().Arg<Int32s>().Ret<Int32s>().Attrs());
-
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CopyBlocksHost, copy_blocks,
-    ffi::Ffi::Bind().Arg<Int32s>().Arg<Int32s>().RemainingArgs().RemainingRets().Attrs());
+    PlanPairsHost, plan_pairs,
+    ffi::Ffi::Bind().Arg<Int32s>().Arg<Int32s>().Ret<Int32s>().Attr<CopyAttribute>("copy"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksHost, copy_blocks,
+                              ffi::Ffi::Bind()
+                                  .Arg<Int32s>()
+                                  .Arg<Int32s>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<CopyAttribute>("copy"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CopyPairsHost, copy_pairs_on_host,
-    ffi::Ffi::Bind().Arg<Int32s>().RemainingArgs().RemainingRets().Attrs());
+    ffi::Ffi::Bind().Arg<Int32s>().RemainingArgs().RemainingRets().Attr<CopyAttribute>("copy"));
 
 }  // namespace jaxkv

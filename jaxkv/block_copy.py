@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -125,9 +125,9 @@ def needs_plan(ids: tuple[Any, Any], num_copies: int) -> bool:
 
 def plan_pairs(copy: BlockCopy, ids: tuple[Any, Any]) -> Any:
     """Traces the check of the ids: int32[2 + 2n], the pairs that may be copied and their number."""
-    operands, attributes = id_operands(copy, ids)
     result = _scratch_like(jax.typeof(copy.written[0]), 2 + 2 * num_ids_of(ids[0]))
-    return jax.ffi.ffi_call("jaxkv_plan_pairs", result)(*operands, **attributes)
+    plan = jax.ffi.ffi_call("jaxkv_plan_pairs", result)
+    return plan(*_id_operands(ids), copy=_copy_attribute(copy, ids))
 
 
 def copy_blocks(
@@ -143,58 +143,70 @@ def copy_blocks(
       implementation: what serves the call.
       num_sms: SMs that it may use; 0 if it takes none.
     """
-    if pairs is None or implementation == "dma":
-        target = TARGETS[implementation]
-        operands, attributes = id_operands(copy, ids)
-    else:
-        target, operands, attributes = "jaxkv_copy_pairs", [pairs], {}
-    results = result_types(copy)
+    planned = pairs is not None and implementation != "dma"
+    target = "jaxkv_copy_pairs" if planned else TARGETS[implementation]
+    return call_handler(target, copy, ids, pairs if planned else None, num_sms)
+
+
+def call_handler(
+    target: str,
+    copy: BlockCopy,
+    ids: tuple[Any, Any],
+    pairs: Any,
+    num_sms: int,
+    *,
+    tickets: Sequence[Any] = (),
+    **attributes: Any,
+) -> list[Any]:
+    """Traces a call of a handler that copies; returns its tickets and the written arrays.
+
+    Args:
+      target: the handler's FFI target.
+      copy: what to copy.
+      ids: source and destination ids, if `pairs` is None.
+      pairs: what `plan_pairs` made of the ids.
+      num_sms: SMs that it may use; 0 if it takes none.
+      tickets: types of the results before the written arrays.
+      **attributes: what the handler is told besides.
+    """
+    operands = _id_operands(ids) if pairs is None else [pairs]
+    written = result_types(copy)
     first_written = len(operands) + (len(copy.strided) if copy.to_dense else 0)
     call = jax.ffi.ffi_call(
         target,
-        results,
-        input_output_aliases={first_written + i: i for i in range(len(results))},
+        [*tickets, *written],
+        input_output_aliases={first_written + i: len(tickets) + i for i in range(len(written))},
     )
-    written = call(
-        *operands,
-        *copy.strided,
-        *copy.dense,
-        **attributes,
-        **copy_attributes(copy, num_sms),
-    )
-    return list(written)
+    attributes["copy"] = _copy_attribute(copy, ids, num_sms)
+    return list(call(*operands, *copy.strided, *copy.dense, **attributes))
 
 
-def copy_attributes(copy: BlockCopy, num_sms: int) -> dict[str, Any]:
-    """What a handler is told of a copy."""
+def _copy_attribute(
+    copy: BlockCopy, ids: tuple[Any, Any], num_sms: int = 0
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """What a handler is told of a copy, in the order in which it reads it."""
     geometry = copy.geometry
-    return {
-        "copy": np.array(
-            [
-                copy.to_dense,
-                num_sms or 1,  # the copy engine and the host have none
-                geometry.block_bytes,
-                geometry.run_bytes,
-                *geometry.counts,
-                *geometry.strides_bytes,
-                geometry.page_stride_bytes,
-                copy.num_dense,
-                copy.num_strided,
-            ],
-            np.int64,
-        ),
-        "strided_offsets": np.array(copy.strided_offsets, np.int64),
-    }
-
-
-def id_operands(copy: BlockCopy, ids: tuple[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Operands and attributes of a handler that gets the ids themselves."""
     header = _native.extension().HOST_IDS_HEADER
-    operands = [entry.data if isinstance(entry, HostIds) else jnp.asarray(entry) for entry in ids]
-    headers = [header if isinstance(entry, HostIds) else 0 for entry in ids]
-    return operands, {
-        "ids": np.array([*headers, copy.num_sources, copy.num_destinations], np.int64),
-    }
+    return np.array(
+        [
+            copy.to_dense,
+            num_sms or 1,  # the copy engine and the host have none
+            *(header if isinstance(entry, HostIds) else 0 for entry in ids),
+            geometry.block_bytes,
+            geometry.run_bytes,
+            *geometry.counts,
+            *geometry.strides_bytes,
+            geometry.page_stride_bytes,
+            copy.num_dense,
+            copy.num_strided,
+            *copy.strided_offsets,
+        ],
+        np.int64,
+    )
+
+
+def _id_operands(ids: tuple[Any, Any]) -> list[Any]:
+    return [entry.data if isinstance(entry, HostIds) else jnp.asarray(entry) for entry in ids]
 
 
 def result_types(copy: BlockCopy) -> list[Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv import transfer
-from jaxkv.block_copy import BlockCopy, copy_attributes, id_operands, plan_pairs, result_types
+from jaxkv.block_copy import BlockCopy, call_handler, plan_pairs, result_types
 from jaxkv.choice import Choice, choose
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import num_ids_of
@@ -331,26 +331,17 @@ def _start(
     copy: BlockCopy, ids: tuple[Any, Any], plan: Any, choice: Choice, segment_buffers: int
 ) -> list[Any]:
     """Traces the start; returns the ticket and the written arrays."""
-    operands, attributes = ([plan], {}) if plan is not None else id_operands(copy, ids)
-    written = result_types(copy)
-    first_written = len(operands) + (len(copy.strided) if copy.to_dense else 0)
-    call = jax.ffi.ffi_call(
+    # The ticket of a store is in host memory too, as XLA puts all results of such a call there.
+    ticket = _ticket_like(result_types(copy)[0], _WORDS * (1 + len(copy.written)))
+    return call_handler(
         _START_TARGETS[choice.implementation],
-        # The ticket of a store is in host memory too, as XLA puts all results of such a call there.
-        [_ticket_like(written[0], _WORDS * (1 + len(written))), *written],
-        input_output_aliases={first_written + i: 1 + i for i in range(len(written))},
-    )
-    return list(
-        call(
-            *operands,
-            *copy.strided,
-            *copy.dense,
-            **attributes,
-            **copy_attributes(copy, choice.num_sms),
-            segment_buffers=np.int64(segment_buffers),
-            # Until the watch finds that all is waited for.
-            joined=True,
-        )
+        copy,
+        ids,
+        plan,
+        choice.num_sms,
+        tickets=[ticket],
+        segment_buffers=np.int64(segment_buffers),
+        joined=True,  # until the watch finds that all is waited for
     )
 
 

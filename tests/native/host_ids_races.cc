@@ -19,8 +19,7 @@ struct alignas(64) List {
 };
 
 bool opens(const List& list, size_t num_words = kWords) {
-  std::string why_not;
-  return open_host_ids(list.words, num_words, &why_not);
+  return !refuse_host_ids(list.words, num_words);
 }
 
 void admit(List* list, int32_t id) {

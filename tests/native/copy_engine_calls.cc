@@ -1,0 +1,132 @@
+// The handler of `dma` with a driver that copies on the host: what it asks for, and what is
+// written.
+//
+// Reads from stdin: whether a stream is under capture, the status of cudaMemcpyBatchAsync, bytes of
+// each strided and of each dense array, how many there are of each, the length of the attribute and
+// of each id list, the attribute, source ids, destination ids. Prints the calls, how many ids were
+// refused and the error in a line each, then the bytes of all arrays. Byte i of array a holds 101 i
+// + 59 a at first.
+#include <cstdio>
+#include <cstring>
+#include <iostream>
+
+#include "../../cuda/copy_engine.cu"
+#include "../../cuda/host_ids.cc"
+#include "../../cuda/page_errors.cc"
+#include "../../cuda/transfer.cc"
+
+namespace {
+
+int capturing = 0;
+cudaError_t batch_status = cudaSuccess;
+
+}  // namespace
+
+extern "C" {
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                            cudaStream_t) {
+  std::printf("one ");
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* bytes,
+                                 size_t count, cudaMemcpyAttributes*, size_t*, size_t,
+                                 cudaStream_t) {
+  std::printf("batch-%zu ", count);
+  for (size_t i = 0; i < count && batch_status == cudaSuccess; ++i) {
+    std::memcpy(to[i], from[i], bytes[i]);
+  }
+  return batch_status;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheDriver"; }
+const char* cudaGetErrorString(cudaError_t) { return "an error of the driver"; }
+}
+
+namespace jaxkv {
+
+// Of overlap.cu, which this program has no part of.
+ffi::Error Lane::signal(uint32_t) const { return ffi::Error::Success(); }
+ffi::Error start_copy(StartCall, const BlockCopy&, Engine, const Enqueue&) {
+  return ffi::Error::Success();
+}
+
+namespace {
+
+std::vector<int64_t> read(size_t count) {
+  std::vector<int64_t> numbers(count);
+  for (int64_t& number : numbers) std::cin >> number;
+  return numbers;
+}
+
+// An operand that XLA would hand over.
+struct Operand {
+  std::vector<int64_t> dims;
+  XLA_FFI_Buffer buffer;
+
+  Operand(XLA_FFI_DataType dtype, void* data, size_t length)
+      : dims{static_cast<int64_t>(length)},
+        buffer{XLA_FFI_Buffer_STRUCT_SIZE, nullptr, dtype, data, 1, dims.data()} {}
+};
+
+struct Ids {
+  std::vector<int32_t> words;
+  Operand operand;
+
+  // HostIds, as NumPy would make them.
+  explicit Ids(const std::vector<int64_t>& ids)
+      : words(kHostIdsHeader), operand(XLA_FFI_DataType_S32, nullptr, kHostIdsHeader + ids.size()) {
+    words.insert(words.end(), ids.begin(), ids.end());
+    seal_host_ids(words);
+    admit_host_ids(words.data(), words.size());
+    operand.buffer.data = words.data();
+  }
+};
+
+int run() {
+  const auto setup = read(8);
+  capturing = static_cast<int>(setup[0]);
+  batch_status = static_cast<cudaError_t>(setup[1]);
+  const size_t num_strided = setup[4], num_arrays = setup[4] + setup[5];
+  const auto attribute = read(setup[6]);
+  Ids sources(read(setup[7])), destinations(read(setup[7]));
+
+  // One after the other, so that a copy could go on from one array into the next.
+  std::vector<uint8_t> memory(setup[2] * setup[4] + setup[3] * setup[5]);
+  uint8_t* array = memory.data();
+  std::vector<std::unique_ptr<Operand>> operands;
+  std::vector<void*> args, rets;
+  for (size_t a = 0; a < num_arrays; ++a) {
+    const bool strided = a < num_strided;
+    const size_t bytes = strided ? setup[2] : setup[3];
+    for (size_t i = 0; i < bytes; ++i) array[i] = static_cast<uint8_t>(101 * i + 59 * a);
+    operands.push_back(std::make_unique<Operand>(XLA_FFI_DataType_U8, array, bytes));
+    array += bytes;
+    args.push_back(&operands.back()->buffer);
+    const bool to_dense = attribute[0];
+    if (strided != to_dense) rets.push_back(&operands.back()->buffer);
+  }
+  std::vector<XLA_FFI_ArgType> arg_types(args.size(), XLA_FFI_ArgType_BUFFER);
+  std::vector<XLA_FFI_RetType> ret_types(rets.size(), XLA_FFI_RetType_BUFFER);
+  const XLA_FFI_Args all_args{XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size()),
+                              arg_types.data(), args.data()};
+  const XLA_FFI_Rets all_rets{XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size()),
+                              ret_types.data(), rets.data()};
+  const auto error = copy_by_dma(nullptr, ffi::Buffer<ffi::S32>(&sources.operand.buffer),
+                                 ffi::Buffer<ffi::S32>(&destinations.operand.buffer),
+                                 ffi::RemainingArgs(&all_args, 0), ffi::RemainingRets(&all_rets, 0),
+                                 CopyAttribute(attribute.data(), attribute.size()));
+  const auto refused = static_cast<unsigned long long>(take_page_errors().count);
+  std::printf("\n%llu\n%s\n", refused, error.message().c_str());
+  std::fwrite(memory.data(), 1, memory.size(), stdout);
+  return 0;
+}
+
+}  // namespace
+}  // namespace jaxkv
+
+int main() { return jaxkv::run(); }
