@@ -22,6 +22,12 @@ TARGETS = {
     "host": "jaxkv_copy_blocks",
     "dma": "jaxkv_copy_blocks_dma",
 }
+# And of those that start one.
+START_TARGETS = {
+    "kernel": "jaxkv_start_copy",
+    "host": "jaxkv_start_copy",
+    "dma": "jaxkv_start_copy_dma",
+}
 
 # Each thread block of the kernel reads all ids. From the host they cross the link as often, which
 # from so many on takes longer than a plan.

@@ -78,7 +78,18 @@ class DeviceCache:
 
 def default_device() -> jax.Device:
     """The device that JAX puts new arrays on."""
-    return next(iter(jnp.zeros((), jnp.int32).devices()))
+    probe = jnp.zeros((), jnp.int32)
+    check_outside_jit(probe)
+    return next(iter(probe.devices()))
+
+
+def check_outside_jit(made: Any) -> None:
+    """Raises a RuntimeError if the array just made is one of a program that is being traced."""
+    if isinstance(made, jax.core.Tracer):
+        raise RuntimeError(
+            "pools, caches and HostIds are made outside of jit: make them before the call, and "
+            "pass them to the function"
+        )
 
 
 def check_head_axis(

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxkv import _native
-from jaxkv.device_cache import default_device
+from jaxkv.device_cache import check_outside_jit, default_device
 from jaxkv.errors import PageIndexError
 from jaxkv.sync_guard import allow_host_sync
 
@@ -41,6 +41,7 @@ class HostIds:
 
     Raises:
       TypeError: `ids` is missing, a JAX array, or not of integers.
+      RuntimeError: made inside of jit.
       ValueError: `ids` is not one-dimensional or does not fit int32.
     """
 
@@ -69,6 +70,7 @@ class HostIds:
         if sharding is None:
             sharding = jax.sharding.SingleDeviceSharding(default_device())
         data = jax.device_put(words, sharding.with_memory_kind("pinned_host"))
+        check_outside_jit(data)
         with allow_host_sync("HostIds are uploaded, after no work of the device"):
             data.block_until_ready()
         for shard in data.addressable_shards:

@@ -87,6 +87,11 @@ class HostPool:
     def host_layout(self) -> HostLayout:
         """The layout of `data` as it is here: inside `shard_map`, that of the shard."""
         axes = HostLayout(self.spec, self.layout, 1, self.head_groups).axes
+        if self.data.ndim != len(axes):
+            raise ValueError(
+                f"data of a pool with layout {self.layout} must have {len(axes)} dimensions, "
+                f"got shape {self.data.shape}"
+            )
         sizes = dict(zip(axes, self.data.shape, strict=True))
         pages = sizes.get(("page",)) or sizes[("page", "token")] // self.spec.page_size
         groups = sizes.get(("group",), 1)

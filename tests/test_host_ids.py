@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from cases import after, assert_refused, donating, make_case, runner
+from jax.sharding import SingleDeviceSharding
 
 import jaxkv
 
@@ -60,6 +61,13 @@ def test_no_ids_are_refused():
 
 def test_a_device_array_is_refused():
     assert_refused(lambda: jaxkv.HostIds(jax.numpy.arange(3)), TypeError, "ids", "jax.Array")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_made_inside_of_jit(sharded):
+    sharding = SingleDeviceSharding(jax.devices()[0]) if sharded else None
+    make = jax.jit(lambda x: (jaxkv.HostIds([1, 2], sharding=sharding), x)[1])
+    assert_refused(lambda: make(1.0), RuntimeError, "HostIds", "outside of jit")
 
 
 def test_later_writes_to_the_array_do_not_reach_the_ids():

@@ -1,5 +1,6 @@
 """`jaxkv.HostPool`: pinned host memory as an array, its limits and its release."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -85,6 +86,19 @@ def test_heads_that_do_not_split(spec, arguments, words):
 def test_a_head_axis_without_a_mesh(owner):
     call = partial(owner.create, spec_of(), num_pages=4, head_axis="tp")
     assert_refused(call, ValueError, "head_axis", "tp", "mesh", "None")
+
+
+@pytest.mark.parametrize("owner", [jaxkv.HostPool, jaxkv.DeviceCache], ids=lambda t: t.__name__)
+def test_made_inside_of_jit(owner):
+    make = jax.jit(lambda x: (owner.create(spec_of(), num_pages=5), x)[1])
+    assert_refused(lambda: make(1.0), RuntimeError, "pools", "caches", "outside of jit")
+
+
+def test_an_array_of_another_rank():
+    pool = jaxkv.HostPool.create(spec_of(), num_pages=5, layout="layer_first")
+    flat = dataclasses.replace(pool, data=np.zeros(pool.data.size, pool.data.dtype))
+    words = "layer_first", f"{pool.data.ndim} dimensions", f"({pool.data.size},)"
+    assert_refused(lambda: flat.num_pages, ValueError, *words)
 
 
 def test_release_frees_once_and_for_all():
