@@ -151,24 +151,17 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
   Scratch& kept = scratch();
   kept.dense.resize(num_buffers);
   kept.strided.resize(num_buffers);
-  // Results alias the written operands, so the written side is read off the results.
-  auto array = [&](size_t index, bool written) -> ffi::ErrorOr<ffi::AnyBuffer> {
-    if (!written) return args.get<ffi::AnyBuffer>(index);
-    auto result = rets.get<ffi::AnyBuffer>(index - (to_dense ? num_strided_arrays : 0));
-    if (!result.has_value()) return ffi::Unexpected(result.error());
-    return **result;
-  };
+  const int64_t extent = strided_extent(g), dense_bytes = g.num_dense * g.block_bytes;
   for (size_t b = 0; b < num_buffers; ++b) {
-    auto strided = array(num_strided_arrays == 1 ? 0 : b, !to_dense);
-    auto dense = array(num_strided_arrays + b, to_dense);
+    const auto strided = args.get<ffi::AnyBuffer>(num_strided_arrays == 1 ? 0 : b);
+    const auto dense = args.get<ffi::AnyBuffer>(num_strided_arrays + b);
     if (!strided.has_value()) return ffi::Unexpected(strided.error());
     if (!dense.has_value()) return ffi::Unexpected(dense.error());
     const int64_t offset = strided_offsets[b];
-    if (offset < 0 || offset + strided_extent(g) > static_cast<int64_t>(strided->size_bytes())) {
+    if (offset < 0 || offset + extent > static_cast<int64_t>(strided->size_bytes())) {
       return invalid("buffer ", b, " ends past its strided array of ", strided->size_bytes(),
                      " bytes");
     }
-    const int64_t dense_bytes = g.num_dense * g.block_bytes;
     if (dense_bytes > static_cast<int64_t>(dense->size_bytes())) {
       return invalid("dense array ", b, " has ", dense->size_bytes(), " bytes, needs ",
                      dense_bytes);

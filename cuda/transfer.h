@@ -80,7 +80,7 @@ ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi:
 ffi::ErrorOr<PairList> decode_pairs(ffi::Buffer<ffi::S32> operand);
 
 // Decodes the arrays and checks every size, so that no id in range can leave a buffer.
-//   args: strided arrays, then dense arrays; rets: the written side.
+//   args: strided arrays, then dense arrays; rets: aliases of those that are written.
 ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets rets,
                                     CopyAttribute attribute);
 
