@@ -5,16 +5,13 @@ of it is in test_transfer_gpu.py.
 """
 
 import dataclasses
-import pathlib
-import shutil
 import subprocess
-import sys
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_program import build
 from strategies import page_ids
 
 import jaxkv
@@ -23,25 +20,13 @@ from jaxkv.layout import PageGeometry
 
 pytestmark = pytest.mark.cpu_only
 
-ROOT = pathlib.Path(__file__).parent.parent
 BATCH = 1024  # descriptors
 NOT_SUPPORTED, INVALID = 801, 1  # statuses of cudaMemcpyBatchAsync
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    if not (ROOT / "cuda").exists():
-        pytest.skip("needs a checkout")
-    locate = [sys.executable, str(ROOT / "tools/locate.py"), "nvcc"]
-    nvcc = subprocess.run(locate, check=True, capture_output=True, text=True).stdout.strip()
-    if not nvcc or not shutil.which("g++"):
-        pytest.skip("needs nvcc, for its headers, and g++")
-    built = str(tmp_path_factory.mktemp("copy_engine") / "copy_engine_calls")
-    source = str(ROOT / "tests/native/copy_engine_calls.cc")
-    options = ["-std=c++20", "-Xcompiler=-fsanitize=address", "--cudart=none"]
-    options += ["-isystem", jax.ffi.include_dir()]
-    subprocess.run([nvcc, *options, "-x", "c++", source, "-o", built], check=True)
-    return built
+    return build("copy_engine_calls", tmp_path_factory.mktemp("copy_engine"))
 
 
 @dataclasses.dataclass

@@ -3,16 +3,13 @@
 With a driver that only writes down what it is asked to do (`tests/native/multicast_calls.cc`).
 """
 
-import pathlib
-import shutil
 import subprocess
-import sys
 
 import pytest
+from native_program import build
 
 pytestmark = pytest.mark.cpu_only
 
-ROOT = pathlib.Path(__file__).parent.parent
 CALLS = {
     "create-multicast": "cuMulticastCreate",
     "add": "cuMulticastAddDevice",
@@ -38,16 +35,7 @@ DEVICES = [3, 3, 2, *[3] * 5, *[2] * 5, *[3] * 3, *[2] * 3]  # of each step
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     """`program(failing)`: the lines that it prints, each split in two."""
-    if not (ROOT / "cuda").exists():
-        pytest.skip("needs a checkout")
-    locate = [sys.executable, str(ROOT / "tools/locate.py"), "nvcc"]
-    nvcc = subprocess.run(locate, check=True, capture_output=True, text=True).stdout.strip()
-    if not nvcc or not shutil.which("g++"):
-        pytest.skip("needs nvcc, for its headers, and g++")
-    built = str(tmp_path_factory.mktemp("multicast") / "multicast_calls")
-    source = str(ROOT / "tests/native/multicast_calls.cc")
-    options = ["-std=c++20", "-Xcompiler=-fsanitize=address", "--cudart=none"]
-    subprocess.run([nvcc, *options, "-x", "c++", source, "-o", built], check=True)
+    built = build("multicast_calls", tmp_path_factory.mktemp("multicast"))
 
     def run(failing: int = 0) -> list[list[str]]:
         ran = subprocess.run([built, str(failing)], check=True, capture_output=True, text=True)
