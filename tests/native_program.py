@@ -11,10 +11,11 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def build(name: str, folder: pathlib.Path) -> str:
-    """Compiles `tests/native/<name>.cc` with AddressSanitizer; the program's path.
+def build(name: str, folder: pathlib.Path, *sources: str) -> str:
+    """Compiles `tests/native/<name>.cc` and `sources`, with AddressSanitizer; the program's path.
 
-    Skips the test where there is no checkout, nvcc (for its headers) or g++.
+    What they refer to and nobody has is no error: it must not be called. Skips the test where there
+    is no checkout, nvcc (for its headers) or g++.
     """
     if not (ROOT / "cuda").exists():
         pytest.skip("needs a checkout")
@@ -22,8 +23,9 @@ def build(name: str, folder: pathlib.Path) -> str:
     nvcc = subprocess.run(locate, check=True, capture_output=True, text=True).stdout.strip()
     if not nvcc or not shutil.which("g++"):
         pytest.skip("needs nvcc, for its headers, and g++")
-    source, built = str(ROOT / f"tests/native/{name}.cc"), str(folder / name)
-    options = ["-std=c++20", "-Xcompiler=-fsanitize=address", "--cudart=none"]
-    options += ["-isystem", jax.ffi.include_dir(), "-x", "c++"]
-    subprocess.run([nvcc, *options, source, "-o", built], check=True)
+    files = [str(ROOT / file) for file in (f"tests/native/{name}.cc", *sources)]
+    options = ["-std=c++20", "-arch=sm_90", "-isystem", jax.ffi.include_dir(), "--cudart=none"]
+    options += ["-Xcompiler=-fsanitize=address,-no-pie", "-Xlinker=--unresolved-symbols=ignore-all"]
+    built = str(folder / name)
+    subprocess.run([nvcc, *options, *files, "-o", built], check=True)
     return built

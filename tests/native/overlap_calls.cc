@@ -1,0 +1,80 @@
+// How a start orders its copy between XLA's stream and that of a lane, with a runtime that only
+// writes down what it is asked to do.
+//
+// Arguments: the number of the call that fails, from 1 on (0: none), and whether XLA's stream is to
+// wait for the copy. Prints a line for each call, then the error and how many copies were started.
+#include <cstdio>
+#include <cstdlib>
+
+#include "../../cuda/overlap.h"
+
+namespace {
+
+int calls = 0, failing = 0;
+bool started = false;  // calls before it are those of the creation
+uintptr_t last_event = 0;
+const auto xla_stream = reinterpret_cast<cudaStream_t>(1);
+const auto lane_stream = reinterpret_cast<cudaStream_t>(2);
+
+const char* name_of(cudaStream_t stream) {
+  return stream == xla_stream ? "xla" : stream == lane_stream ? "lane" : "another";
+}
+
+// Events are numbered as they are created: `behind` is the first.
+template <class... Parts>
+cudaError_t call(const char* format, Parts... parts) {
+  if (!started) return cudaSuccess;
+  std::printf(format, parts...);
+  std::printf("\n");
+  return ++calls == failing ? cudaErrorUnknown : cudaSuccess;
+}
+
+int number_of(cudaEvent_t event) { return static_cast<int>(reinterpret_cast<uintptr_t>(event)); }
+
+}  // namespace
+
+extern "C" {
+cudaError_t cudaDeviceGetStreamPriorityRange(int*, int*) { return cudaSuccess; }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int) {
+  *stream = lane_stream;
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
+  *event = reinterpret_cast<cudaEvent_t>(++last_event);
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return call("%s records %d", name_of(stream), number_of(event));
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
+  return call("%s waits for %d", name_of(stream), number_of(event));
+}
+cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheRuntime"; }
+const char* cudaGetErrorString(cudaError_t) { return "an error of the runtime"; }
+
+// What a program with kernels does before main; it launches none.
+void** __cudaRegisterFatBinary(void*) { return nullptr; }
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*,
+                            void*, int*) {}
+}
+
+int main(int, char** arguments) {
+  using namespace jaxkv;
+  failing = std::atoi(arguments[1]);
+  const bool joined = std::atoi(arguments[2]);
+  Lane lane;
+  uint32_t word = 0;
+  if (lane.create(0, &word).failure()) return 1;
+  started = true;
+  auto enqueue = [](const Lane& on, uint32_t first) {
+    const cudaError_t status = call("%s copies from %u", name_of(on.stream()), first);
+    return status == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal("no copy");
+  };
+  const auto error = lane.start(xla_stream, {nullptr, {}}, 3, joined, enqueue);
+  std::printf("%s\n%llu\n", error.message().c_str(),
+              static_cast<unsigned long long>(lane.started()));
+}
