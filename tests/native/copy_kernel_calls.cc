@@ -1,0 +1,83 @@
+// What the copy kernel is launched with on a GPU of any size, with a runtime that launches nothing.
+//
+// Arguments: bytes of shared memory that a thread block may have, bytes of it that each kernel
+// takes by itself, then of a copy: whether it is a load, SMs, ids, whether they were checked
+// before, bytes of a block, and buffers. Prints thread blocks and dynamic shared memory of each
+// launch, and the error in the last line.
+#include <cstdio>
+#include <cstdlib>
+
+#include "../../cuda/copy_kernel.h"
+
+namespace {
+
+int most_shared = 0, static_shared = 0;
+
+}  // namespace
+
+namespace jaxkv {
+
+// Of page_errors.cu, which this program has no part of.
+ffi::Error prepare_ring(int32_t) { return ffi::Error::Success(); }
+
+}  // namespace jaxkv
+
+extern "C" {
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  if (attribute != cudaDevAttrMaxSharedMemoryPerBlockOptin) return cudaErrorInvalidValue;
+  *value = most_shared;
+  return cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  attributes->sharedSizeBytes = static_shared;
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int value) {
+  return value <= most_shared - static_shared ? cudaSuccess : cudaErrorInvalidValue;
+}
+cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3, void**, size_t shared, cudaStream_t) {
+  std::printf("%u %zu\n", grid.x, shared);
+  return cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheRuntime"; }
+const char* cudaGetErrorString(cudaError_t) { return "an error of the runtime"; }
+
+// What a program with kernels does before main.
+void** __cudaRegisterFatBinary(void*) { return nullptr; }
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*,
+                            void*, int*) {}
+}
+
+int main(int, char** arguments) {
+  using namespace jaxkv;
+  auto next = [&] { return std::atoi(*++arguments); };
+  most_shared = next();
+  static_shared = next();
+  const bool to_dense = next();
+  const int num_sms = next();
+  const size_t num_ids = next();
+  const bool checked = next();
+  const int64_t block_bytes = next();
+  const size_t num_buffers = next();
+
+  // Nobody follows these addresses.
+  std::vector<std::byte*> arrays(num_buffers, reinterpret_cast<std::byte*>(1 << 20));
+  const BlockCopy copy{to_dense,
+                       num_sms,
+                       {block_bytes, block_bytes, 1, 1, 0, 0, block_bytes, 1 << 20, 1 << 20},
+                       arrays,
+                       arrays};
+  std::vector<int32_t> ids(num_ids);
+  std::vector<BlockPair> pairs(num_ids);
+  const IdLists lists{{ids, 0}, {ids, 0}, 1 << 20, 1 << 20};
+  int32_t count = 0;
+  auto error = prepare_copy_kernel(0);
+  if (error.success()) {
+    error = checked ? launch_copy(nullptr, copy, PairList{&count, pairs.data(), num_ids})
+                    : launch_copy(nullptr, copy, lists, nullptr);
+  }
+  std::printf("%s\n", error.message().c_str());
+}
