@@ -13,8 +13,8 @@ namespace {
 // Batches are bounded: drivers were seen to fail at some 50,000 descriptors (vLLM issue 49276).
 constexpr size_t kDescriptorsPerBatch = 1024;
 
-// Kept by each thread: nothing is allocated, and on the stack they would push the driver's own
-// calls to memory that no cache holds.
+// Kept by each thread: nothing is allocated after its first call, and on the stack they would push
+// the driver's own calls to memory that no cache holds.
 struct Descriptors {
   void* to[kDescriptorsPerBatch];
   const void* from[kDescriptorsPerBatch];

@@ -34,7 +34,8 @@ struct CopyGeometry {
   int64_t run_offset(int64_t i0, int64_t i1) const { return i0 * stride0 + i1 * stride1; }
 };
 
-// Ids as an operand holds them; maybe device memory, so not to be read before open_host_ids.
+// Ids as an operand holds them; maybe device memory, so on a GPU not to be read before
+// open_host_ids.
 struct IdList {
   std::span<const int32_t> words;
   size_t header;  // words before the ids: kHostIdsHeader for HostIds, else 0
@@ -80,7 +81,7 @@ ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi:
 ffi::ErrorOr<PairList> decode_pairs(ffi::Buffer<ffi::S32> operand);
 
 // Decodes the arrays and checks every size, so that no id in range can leave a buffer.
-//   args: strided arrays, then dense arrays; rets: aliases of those that are written.
+//   args: strided arrays, then dense arrays; rets: the written side.
 ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets rets,
                                     CopyAttribute attribute);
 

@@ -131,10 +131,10 @@ def _refusal(memory: SymmetricMemory, algorithm: str, num_bytes: int, dtype: Any
     if algorithm == "multimem" and memory._multicast_refusal:
         return memory._multicast_refusal
     boxes = {"low_latency": "quick_bytes", "one_shot": "slot_bytes"}
-    for name in (boxes.get(algorithm, "max_bytes"), "max_bytes"):
-        limit = getattr(memory, name)
-        if num_bytes > limit:
-            return f"its {num_bytes} bytes exceed {name} = {limit} bytes"
+    names = boxes.get(algorithm, "max_bytes"), "max_bytes"
+    limit, name = min(((getattr(memory, name), name) for name in names), key=lambda entry: entry[0])
+    if num_bytes > limit:
+        return f"its {num_bytes} bytes exceed {name} = {limit} bytes"
     return None
 
 

@@ -48,6 +48,7 @@ class DeviceCache:
         Raises:
           ValueError: fewer than one page, heads that the mesh axis does not divide, or a head_axis
             without a mesh.
+          RuntimeError: made inside of jit.
         """
         if num_pages < 1:
             raise ValueError(f"num_pages must be >= 1, got {num_pages}")

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkv import _native
-from jaxkv.device_cache import check_head_axis, default_device
+from jaxkv.device_cache import check_head_axis, check_outside_jit, default_device
 from jaxkv.errors import HostMemoryError
 from jaxkv.layout import HostLayout, KVCacheSpec
 from jaxkv.sync_guard import allow_host_sync
@@ -62,6 +62,7 @@ class HostPool:
             None for a copy of the pool for each device.
 
         Raises:
+          RuntimeError: made inside of jit.
           HostMemoryError: the pool does not fit what the machine leaves; nothing was allocated.
           ValueError: a layout or sizes that do not go together, or a head_axis without a mesh.
         """
@@ -141,8 +142,10 @@ def _allocate(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Arr
             # Ten times faster on an H200 host than zeros that XLA writes.
             zeros = np.zeros(shape, dtype)
         # device_put and not out_shardings, which forgets that the type of the array is <host>.
+        array = jax.device_put(zeros, sharding)
+        check_outside_jit(array)
         with allow_host_sync("a new pool is uploaded, after no work of the device"):
-            return jax.device_put(zeros, sharding).block_until_ready()
+            return array.block_until_ready()
 
 
 def check_host_memory(needed_bytes: int) -> None:

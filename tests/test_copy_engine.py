@@ -34,16 +34,21 @@ class Done:
     """What a call did.
 
     Attributes:
-      calls: descriptors of each call of the driver, 0 for one that is no batch.
+      calls: descriptors of each call of the driver, 0 for one that is no batch; "signal-n" where
+        the arrival of segment n is told.
       refused: entries that were refused.
       error: the handler's, "" for none.
       arrays: bytes of each array afterwards, the strided ones first.
     """
 
-    calls: list[int]
+    calls: list[int | str]
     refused: int
     error: str
     arrays: list[np.ndarray]
+
+
+def _call(token: str) -> int | str:
+    return token if token.startswith("signal") else int(token.partition("-")[2] or 0)
 
 
 @dataclasses.dataclass
@@ -94,7 +99,16 @@ class Copy:
                     side[at] = rows[on_dense]
         return [*strided, *dense]
 
-    def run(self, program, sources, destinations, *, capturing=False, batch_status=0) -> Done:
+    def run(
+        self,
+        program,
+        sources,
+        destinations,
+        *,
+        capturing: bool = False,
+        batch_status: int = 0,
+        segment_buffers: int = 0,
+    ) -> Done:
         strided, dense = self.arrays()
         copy = BlockCopy(
             "swap_blocks",
@@ -108,19 +122,19 @@ class Copy:
         )
         attribute = _copy_attribute(copy, (jaxkv.HostIds(sources), jaxkv.HostIds(destinations)))
         numbers = [capturing, batch_status, len(strided[0]), len(dense[0]), len(strided)]
-        numbers += [len(dense), len(attribute), len(sources)]
+        numbers += [len(dense), segment_buffers, len(attribute), len(sources)]
         given = " ".join(str(int(n)) for n in (*numbers, *attribute, *sources, *destinations))
         ran = subprocess.run([program], input=given.encode(), check=True, capture_output=True)
         calls, refused, error, written = ran.stdout.split(b"\n", 3)
         ends = np.cumsum([len(array) for array in (*strided, *dense)])
         return Done(
-            [int(call.partition(b"-")[2] or 0) for call in calls.split()],
+            [_call(token) for token in calls.decode().split()],
             int(refused),
             error.decode(),
             np.split(np.frombuffer(written, np.uint8), ends[:-1]),
         )
 
-    def check(self, program, sources, destinations, **options) -> list[int]:
+    def check(self, program, sources, destinations, **options) -> list[int | str]:
         """Runs it; the bytes must be right. Returns the calls."""
         done = self.run(program, sources, destinations, **options)
         assert (done.refused, done.error) == (0, "")
@@ -181,6 +195,18 @@ def test_batches_are_bounded(program, count, to_dense):
     full, rest = divmod(count, BATCH)
     want = [BATCH] * full + [rest if rest > 1 else 0] * (rest > 0)
     assert copy.check(program, *ids) == want
+
+
+@pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
+def test_a_started_copy_tells_of_each_segment(program, to_dense):
+    """A segment's buffers share a batch, and its arrival is told behind it."""
+    copy = Copy(whole(), 9, 9, num_buffers=4, to_dense=to_dense)
+    calls = copy.check(program, [4, 6], [2, 5], segment_buffers=2)
+    assert calls == [4, "signal-7", 4, "signal-8"]
+    calls = copy.check(program, [4, -1], [2, 5], segment_buffers=4)
+    assert calls == [4, "signal-7"]
+    calls = copy.check(program, [], [], segment_buffers=1)
+    assert calls == ["signal-7", "signal-8", "signal-9", "signal-10"]
 
 
 def test_without_batches_each_is_copied_by_itself(program):

@@ -88,9 +88,11 @@ def test_a_head_axis_without_a_mesh(owner):
     assert_refused(call, ValueError, "head_axis", "tp", "mesh", "None")
 
 
+@pytest.mark.parametrize("on_mesh", [False, True])
 @pytest.mark.parametrize("owner", [jaxkv.HostPool, jaxkv.DeviceCache], ids=lambda t: t.__name__)
-def test_made_inside_of_jit(owner):
-    make = jax.jit(lambda x: (owner.create(spec_of(), num_pages=5), x)[1])
+def test_made_inside_of_jit(owner, on_mesh):
+    mesh = mesh_of(1) if on_mesh else None
+    make = jax.jit(lambda x: (owner.create(spec_of(), num_pages=5, mesh=mesh), x)[1])
     assert_refused(lambda: make(1.0), RuntimeError, "pools", "caches", "outside of jit")
 
 

@@ -11,7 +11,8 @@ from native_program import build
 pytestmark = pytest.mark.cpu_only
 
 BEHIND, END = 1, 2  # events of a lane: where XLA's stream was, and the end of the first copy
-START = [f"xla records {BEHIND}", f"lane waits for {BEHIND}", "lane copies from 1"]
+ORDERED = [f"xla records {BEHIND}", f"lane waits for {BEHIND}"]
+COPIED, HANDED_OUT = "lane copies from 1", "xla gets the ticket"
 ENDED, JOINED = f"lane records {END}", f"xla waits for {END}"
 
 
@@ -32,26 +33,33 @@ def program(tmp_path_factory):
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_copy_runs_behind_what_xla_enqueued(program, joined):
-    assert program(0, joined) == ([*START, ENDED, *[JOINED] * joined], "", 1)
+    calls = [*ORDERED, COPIED, HANDED_OUT, ENDED, *[JOINED] * joined]
+    assert program(0, joined) == (calls, "", 1)
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_after_a_copy_that_failed_halfway_xla_waits(program, joined):
-    """It may have enqueued something, and XLA frees the arrays once the handler has failed."""
-    calls, error, started = program(len(START), joined)
-    assert calls == [*START, ENDED, JOINED]
-    assert (error, started) == ("no copy", 1)
+@pytest.mark.parametrize("failing", [COPIED, HANDED_OUT])
+def test_after_a_start_that_failed_halfway_xla_waits(program, failing, joined):
+    """A copy may be under way, and XLA frees the arrays once the handler has failed."""
+    steps = [*ORDERED, COPIED, HANDED_OUT]
+    until = steps[: steps.index(failing) + 1]
+    calls, error, started = program(len(until), joined)
+    assert calls == [*until, ENDED, JOINED]
+    assert error and started == 1
 
 
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("failing", [1, 2])
 def test_nothing_is_copied_if_the_streams_cannot_be_ordered(program, failing, joined):
     calls, error, started = program(failing, joined)
-    assert calls == START[:failing]
+    assert calls == ORDERED[:failing]
     assert "an error of the runtime" in error and started == 0
 
 
-def test_an_end_that_is_not_recorded_is_an_error(program):
-    calls, error, started = program(len(START) + 1, False)
-    assert calls == [*START, ENDED]
-    assert "cudaEventRecord" in error and started == 0
+@pytest.mark.parametrize(
+    ("failing", "what", "started"), [(5, "cudaEventRecord", 0), (6, "cudaStreamWaitEvent", 1)]
+)
+def test_an_end_that_xla_does_not_learn_of_is_an_error(program, failing, what, started):
+    calls, error, counted = program(failing, True)
+    assert calls == [*ORDERED, COPIED, HANDED_OUT, ENDED, JOINED][:failing]
+    assert what in error and counted == started

@@ -1,10 +1,11 @@
-// The handler of `dma` with a driver that copies on the host: what it asks for, and what is
+// The handlers of `dma` with a driver that copies on the host: what it asks for, and what is
 // written.
 //
 // Reads from stdin: whether a stream is under capture, the status of cudaMemcpyBatchAsync, bytes of
-// each strided and of each dense array, how many there are of each, the length of the attribute and
-// of each id list, the attribute, source ids, destination ids. Prints the calls, how many ids were
-// refused and the error in a line each, then the bytes of all arrays. Byte i of array a holds 101 i
+// each strided and of each dense array, how many there are of each, buffers of a segment if the
+// copy is to be started (0: it is made), the length of the attribute and of each id list, the
+// attribute, source ids, destination ids. Prints the calls, how many ids were refused and the error
+// in a line each, then the bytes of all arrays. Byte i of array a holds 101 i
 // + 59 a at first.
 #include <cstdio>
 #include <cstring>
@@ -49,10 +50,14 @@ const char* cudaGetErrorString(cudaError_t) { return "an error of the driver"; }
 
 namespace jaxkv {
 
-// Of overlap.cu, which this program has no part of.
-ffi::Error Lane::signal(uint32_t) const { return ffi::Error::Success(); }
-ffi::Error start_copy(StartCall, const BlockCopy&, Engine, const Enqueue&) {
+// Of overlap.cu, which this program has no part of: segments count from 7 on.
+ffi::Error Lane::signal(uint32_t value) const {
+  std::printf("signal-%u ", value);
   return ffi::Error::Success();
+}
+ffi::Error start_copy(StartCall, const BlockCopy&, Engine engine, const Enqueue& enqueue) {
+  static const Lane lane;
+  return engine == Engine::kCopyEngine ? enqueue(lane, 7) : ffi::Error::Internal("engine");
 }
 
 namespace {
@@ -88,12 +93,12 @@ struct Ids {
 };
 
 int run() {
-  const auto setup = read(8);
+  const auto setup = read(9);
   capturing = static_cast<int>(setup[0]);
   batch_status = static_cast<cudaError_t>(setup[1]);
   const size_t num_strided = setup[4], num_arrays = setup[4] + setup[5];
-  const auto attribute = read(setup[6]);
-  Ids sources(read(setup[7])), destinations(read(setup[7]));
+  const auto attribute = read(setup[7]);
+  Ids sources(read(setup[8])), destinations(read(setup[8]));
 
   // One after the other, so that a copy could go on from one array into the next.
   std::vector<uint8_t> memory(setup[2] * setup[4] + setup[3] * setup[5]);
@@ -116,10 +121,15 @@ int run() {
                               arg_types.data(), args.data()};
   const XLA_FFI_Rets all_rets{XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size()),
                               ret_types.data(), rets.data()};
-  const auto error = copy_by_dma(nullptr, ffi::Buffer<ffi::S32>(&sources.operand.buffer),
-                                 ffi::Buffer<ffi::S32>(&destinations.operand.buffer),
-                                 ffi::RemainingArgs(&all_args, 0), ffi::RemainingRets(&all_rets, 0),
-                                 CopyAttribute(attribute.data(), attribute.size()));
+  const ffi::Buffer<ffi::S32> source_ids(&sources.operand.buffer);
+  const ffi::Buffer<ffi::S32> destination_ids(&destinations.operand.buffer);
+  const ffi::RemainingArgs copied(&all_args, 0);
+  const ffi::RemainingRets written(&all_rets, 0);
+  const CopyAttribute copy(attribute.data(), attribute.size());
+  const auto error = setup[6] == 0
+                         ? copy_by_dma(nullptr, source_ids, destination_ids, copied, written, copy)
+                         : start_by_dma(nullptr, 0, source_ids, destination_ids, copied, source_ids,
+                                        written, copy, setup[6], false);
   const auto refused = static_cast<unsigned long long>(take_page_errors().count);
   std::printf("\n%llu\n%s\n", refused, error.message().c_str());
   std::fwrite(memory.data(), 1, memory.size(), stdout);

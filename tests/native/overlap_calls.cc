@@ -5,6 +5,7 @@
 // wait for the copy. Prints a line for each call, then the error and how many copies were started.
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 
 #include "../../cuda/overlap.h"
 
@@ -29,6 +30,8 @@ cudaError_t call(const char* format, Parts... parts) {
   return ++calls == failing ? cudaErrorUnknown : cudaSuccess;
 }
 
+cudaError_t last_error = cudaSuccess;
+
 int number_of(cudaEvent_t event) { return static_cast<int>(reinterpret_cast<uintptr_t>(event)); }
 
 }  // namespace
@@ -50,14 +53,18 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   return call("%s waits for %d", name_of(stream), number_of(event));
 }
 cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheRuntime"; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the runtime"; }
 
-// What a program with kernels does before main; it launches none.
+// What a program with kernels does before main, and before a launch: it then launches none.
 void** __cudaRegisterFatBinary(void*) { return nullptr; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
+unsigned int __cudaPushCallConfiguration(dim3, dim3, size_t, CUstream_st* stream) {
+  last_error = call("%s gets the ticket", name_of(stream));
+  return 1;
+}
 void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*,
                             void*, int*) {}
 }
@@ -74,7 +81,7 @@ int main(int, char** arguments) {
     const cudaError_t status = call("%s copies from %u", name_of(on.stream()), first);
     return status == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal("no copy");
   };
-  const auto error = lane.start(xla_stream, {nullptr, {}}, 3, joined, enqueue);
+  const auto error = lane.start(xla_stream, {nullptr, {&word}}, 3, joined, enqueue);
   std::printf("%s\n%llu\n", error.message().c_str(),
               static_cast<unsigned long long>(lane.started()));
 }
