@@ -64,6 +64,7 @@ class DeviceCache:
             tuple(jnp.zeros(shape, dtype, device=sharding) for _ in range(spec.num_kv))
             for _ in range(spec.num_layers)
         )
+        check_outside_jit(layers[0][0])
         return cls(layers=layers, spec=spec)
 
     @property
@@ -79,9 +80,11 @@ class DeviceCache:
 
 def default_device() -> jax.Device:
     """The device that JAX puts new arrays on."""
-    probe = jnp.zeros((), jnp.int32)
-    check_outside_jit(probe)
-    return next(iter(probe.devices()))
+    # HostIds ask before each step, and to make an array and look would take a hundred times longer.
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if isinstance(device, str):
+        return jax.local_devices(backend=device)[0]
+    return device or jax.local_devices()[0]
 
 
 def check_outside_jit(made: Any) -> None:

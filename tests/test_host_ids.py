@@ -63,6 +63,14 @@ def test_a_device_array_is_refused():
     assert_refused(lambda: jaxkv.HostIds(jax.numpy.arange(3)), TypeError, "ids", "jax.Array")
 
 
+@pytest.mark.parametrize("name", [False, True], ids=["device", "platform"])
+def test_they_are_put_where_jax_puts_new_arrays(name):
+    assert jaxkv.HostIds([1]).data.devices() == jax.numpy.zeros(1).devices()
+    device = jax.local_devices()[-1]
+    with jax.default_device(device.platform if name else device):
+        assert jaxkv.HostIds([1]).data.devices() == jax.numpy.zeros(1).devices()
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_made_inside_of_jit(sharded):
     sharding = SingleDeviceSharding(jax.devices()[0]) if sharded else None
