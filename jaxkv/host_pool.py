@@ -142,9 +142,9 @@ def _allocate(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Arr
             # Ten times faster on an H200 host than zeros that XLA writes.
             zeros = np.zeros(shape, dtype)
         # device_put and not out_shardings, which forgets that the type of the array is <host>.
-        array = jax.device_put(zeros, sharding)
-        check_outside_jit(array)
         with allow_host_sync("a new pool is uploaded, after no work of the device"):
+            array = jax.device_put(zeros, sharding)
+            check_outside_jit(array)
             return array.block_until_ready()
 
 

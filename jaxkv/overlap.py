@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkv import block_copy, transfer
+from jaxkv import transfer
+from jaxkv.block_copy import START_TARGETS, BlockCopy, call_handler, plan_pairs, result_types
 from jaxkv.choice import Choice, choose
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import num_ids_of
@@ -137,7 +138,7 @@ class _Started:
         choice = choose(copy, call.ids, implementation, overlapped=True)
         with jax.named_scope(f"jaxkv.{operation}"):
             if choice.implementation != "dma":
-                started._plan = block_copy.plan_pairs(copy, call.ids)
+                started._plan = plan_pairs(copy, call.ids)
             results = _start(copy, call.ids, started._plan, choice, cache.spec.num_kv)
         started._watch = Watch(started._promises())
         started._ticket, *written = mark(results, started._watch, None)
@@ -321,17 +322,13 @@ def _begin_eagerly(
 
 
 def _start(
-    copy: block_copy.BlockCopy,
-    ids: tuple[Any, Any],
-    plan: Any,
-    choice: Choice,
-    segment_buffers: int,
+    copy: BlockCopy, ids: tuple[Any, Any], plan: Any, choice: Choice, segment_buffers: int
 ) -> list[Any]:
     """Traces the start; returns the ticket and the written arrays."""
     # The ticket of a store is in host memory too, as XLA puts all results of such a call there.
-    ticket = _ticket_like(block_copy.result_types(copy)[0], _WORDS * (1 + len(copy.written)))
-    return block_copy.call_handler(
-        block_copy.START_TARGETS[choice.implementation],
+    ticket = _ticket_like(result_types(copy)[0], _WORDS * (1 + len(copy.written)))
+    return call_handler(
+        START_TARGETS[choice.implementation],
         copy,
         ids,
         plan,

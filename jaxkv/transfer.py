@@ -343,8 +343,8 @@ def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> _Resolved
         if len({array.shape[0] for array in arrays}) > 1:
             sizes = [array.shape[0] for array in arrays]
             raise ValueError(f"all arrays of {side} must have as many blocks, got {sizes}")
-        if arrays and arrays[0].shape[0] > np.iinfo(np.int32).max:
-            raise ValueError(f"{side} has {arrays[0].shape[0]} blocks, at most 2147483647 have ids")
+        if arrays and arrays[0].shape[0] > (most := np.iinfo(np.int32).max):
+            raise ValueError(f"{side} has {arrays[0].shape[0]} blocks, ids can name {most}")
     groups: dict[int, list[int]] = {}
     for leaf, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
         ours, theirs = ((tuple(a.shape[1:]), a.dtype) for a in (source, destination))
