@@ -10,9 +10,10 @@ the others go on.
 
 Three figures, each of them taken alike of all, so that like stands against like:
 
-- "GPU time": of the kernel, from a profile. It begins when the first rank comes and waits for the
-  last, so of each call the shortest over the ranks counts, that of the rank which came last; then
-  the median over calls ("fastest" is the least). What lies between two kernels is not in it.
+- "GPU time": of the kernel, from a profile of calls that follow each other (an algorithm by name
+  has products between them). It begins when the first rank comes and waits for the last, so of each
+  call the shortest over the ranks counts, that of the rank which came last; then the median over
+  calls ("fastest" is the least). What lies between two kernels is not in it.
 - "call in a chain": wall clock of calls that follow each other, with what lies between: of ours and
   psum in one jitted chain of nothing else, of PyTorch in a replayed graph, timed by events. If at
   all, this favours PyTorch: its time has no dispatch in it.
@@ -22,8 +23,9 @@ A jitted chain is given what the one before it left, to write in: so addresses s
 XLA replays its graphs without mending them, as PyTorch does.
 
 A target holds for a range of sizes, of which the worst counts. Of ours it takes what the table
-chooses; peers are the best of PyTorch's three at each size. Copies into symmetric memory are in our
-times, and not in PyTorch's.
+chooses; peers are the best of PyTorch's three at each size. Not so psum, though its kernels may be
+faster than PyTorch's, NCCL's on symmetric buffers above all: docs/results.md shows them. Copies
+into symmetric memory are in our times, and not in PyTorch's.
 """
 
 import os

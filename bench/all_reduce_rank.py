@@ -5,8 +5,8 @@ do the work. For each size and each way it prints a line of JSON: {"bytes", "way
 "pair", "alone"}, later one with "kernels", or why not: "refused", "failed", "unprofiled". Seconds
 of a pair of an all-reduce and a product, and (of what is chosen and of psum) of an all-reduce in a
 chain of nothing else, are by wall clock over calls that follow each other. "kernels" holds a list
-for each GPU of this process: the seconds that each all-reduce of the pairs took there. All ranks
-run the same: no clock decides how much.
+for each GPU of this process: the seconds that each all-reduce took there, in the chain of nothing
+else if there is one, else in the pairs. All ranks run the same: no clock decides how much.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import re
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -91,6 +92,11 @@ class Program:
     states: dict[str, Any]
     expected: np.ndarray
     samples: list[dict[str, float]] = dataclasses.field(default_factory=list)
+
+    @property
+    def profiled_chain(self) -> str:
+        """That of nothing else: a product would let ranks drift apart, and the last not wait."""
+        return "alone" if "alone" in self.chains else "pair"
 
     def answer(self) -> dict[str, Any]:
         """What tells its figures from others."""
@@ -262,9 +268,10 @@ def profiled(programs: Sequence[Program]) -> list[dict[str, Any]]:
 
     def run() -> None:
         for program in programs:
+            name = program.profiled_chain
             for _ in range(PROFILED_CALLS):
-                program.states["pair"] = program.chains["pair"](program.states["pair"])
-            jax.block_until_ready(program.states["pair"])
+                program.states[name] = program.chains[name](program.states[name])
+            jax.block_until_ready(program.states[name])
             time.sleep(PAUSE_SECONDS)
 
     try:
@@ -274,18 +281,15 @@ def profiled(programs: Sequence[Program]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for number, program in enumerate(programs):
         here = [device[number] for device in devices if len(device) == len(programs)]
-        seconds = [reductions(events) for events in here]
-        shards = program.states["pair"].addressable_shards
-        wanted = [PROFILED_CALLS * program.length] * len(shards)
-        if [*map(len, seconds)] == wanted:
-            # XLA numbers its own kernels: psum_512_0_fusion_1.
-            names = {
-                re.sub(r"_\d+", "", event.name) for event in here[0] if REDUCING.search(event.name)
-            }
+        wanted = PROFILED_CALLS * program.length
+        seconds = [reductions(events, wanted) for events in here]
+        shards = program.states[program.profiled_chain].addressable_shards
+        if len(seconds) == len(shards) and all(seconds):
+            names = {unnumbered(event.name) for event in here[0] if REDUCING.search(event.name)}
             found.append({"kernels": seconds, "names": sorted(names)})
         else:
-            others = sorted({event.name for events in here for event in events})
-            told = f"all-reduces should be {wanted}, are {[*map(len, seconds)]}, among {others}"
+            ran = dict(Counter(event.name for events in here for event in events))
+            told = f"{wanted} all-reduces on {len(shards)} devices can't be told in {ran}"
             found.append({"unprofiled": f"{told}; programs: {[*map(len, devices)]}"})
     return found
 
@@ -301,23 +305,25 @@ def _between_pauses(events: Sequence[kernels.Event]) -> list[list[kernels.Event]
     return parts
 
 
-def reductions(events: Sequence[kernels.Event]) -> list[float]:
-    """Seconds of each all-reduce: of its kernels, and of copies and fills right before them."""
+def reductions(events: Sequence[kernels.Event], count: int) -> list[float]:
+    """Seconds of each of `count` all-reduces; none if their kernels don't divide by it.
+
+    Those of an all-reduce are its kernels, and copies and fills right before each.
+    """
     seconds: list[float] = []
-    before, inside = 0.0, False
+    before = 0.0
     for event in events:
         taken = (event.end - event.start) / 1e9
         if STAGING.search(event.name):
             before += taken
-        elif not REDUCING.search(event.name):
-            before, inside = 0.0, False
-        elif inside:
-            seconds[-1] += before + taken
-            before = 0.0
-        else:
+            continue
+        if REDUCING.search(event.name):
             seconds.append(before + taken)
-            before, inside = 0.0, True
-    return seconds
+        before = 0.0
+    each, rest = divmod(len(seconds), count)
+    if rest or not each:
+        return []
+    return [sum(seconds[i : i + each]) for i in range(0, len(seconds), each)]
 
 
 def unnumbered(kernel: str) -> str:

@@ -191,6 +191,12 @@ def _copy(name: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:
     return jaxkv.swap_blocks(src, dst, src_ids, dst_ids)
 
 
+@jax.jit
+def equal(one: Any, other: Any) -> Any:
+    """Whether two pytrees hold the same, as an array."""
+    return jax.tree.reduce(jnp.logical_and, jax.tree.map(jnp.array_equal, one, other))
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _random(shape: tuple[int, ...], seed: int) -> jax.Array:
     # Random, because copies of zeros can be faster than copies of real data.

@@ -33,7 +33,7 @@ import numpy as np
 
 import jaxkv
 from bench import roof, timing
-from bench.blocks import DIRECTIONS, IMPLEMENTATIONS
+from bench.blocks import DIRECTIONS, IMPLEMENTATIONS, equal
 from bench.pages import stamp_first
 from bench.results import Results, arguments
 
@@ -224,7 +224,7 @@ class Engine:
         return Took(statistics.median(done), statistics.median(blocked), staging)
 
     def _check(self, before: Any, way: str) -> None:
-        if not _equal(self.cache, before):
+        if not equal(self.cache, before):
             raise AssertionError(f"{way}: pages did not come back as they were")
 
 
@@ -246,11 +246,6 @@ def _randomize(cache: Any) -> Any:
 @functools.partial(jax.jit, donate_argnums=0)
 def _forget(cache: Any, pages: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.at[pages].set(0), cache)
-
-
-@jax.jit
-def _equal(one: Any, other: Any) -> Any:
-    return jax.tree.reduce(jnp.logical_and, jax.tree.map(jnp.array_equal, one, other))
 
 
 def measure(results: Results, platform: str, quick: bool) -> None:

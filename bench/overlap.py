@@ -23,7 +23,7 @@ import numpy as np
 
 import jaxkv
 from bench import timing
-from bench.blocks import IMPLEMENTATIONS, SM_IMPLEMENTATIONS, Way
+from bench.blocks import IMPLEMENTATIONS, SM_IMPLEMENTATIONS, Way, equal
 from bench.results import Results, arguments
 
 ALONE, SEQUENTIAL = "without a load", "sequential"
@@ -157,7 +157,7 @@ class Bench:
         jaxkv.check_errors()
         if check:
             loaded = jax.tree.map(lambda x: x[self.pages[1]], self.state[1])
-            if not _equal(loaded, self.wanted):
+            if not equal(loaded, self.wanted):
                 raise AssertionError(f"{self.kind}, {title}: wrong pages")
 
     def measure(self, results: Results) -> None:
@@ -227,11 +227,6 @@ def _random_like(x: Any) -> Any:
 @functools.partial(jax.jit, donate_argnums=0)
 def _forget(cache: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, cache)
-
-
-@jax.jit
-def _equal(one: Any, other: Any) -> Any:
-    return jax.tree.reduce(jnp.logical_and, jax.tree.map(jnp.array_equal, one, other))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 
 import jaxkv
 from bench import peers, roof, stamps
-from bench.blocks import DIRECTIONS, IMPLEMENTATIONS
+from bench.blocks import DIRECTIONS, IMPLEMENTATIONS, equal
 from bench.results import Results, arguments
 from jaxkv.layout import LAYOUTS, HostLayout
 
@@ -95,7 +95,7 @@ class Case:
         timed, state = stamps.measure(step, step(getattr(self, name)))
         setattr(self, name, state)
         jaxkv.check_errors()
-        if direction == "load" and not _equal(self.cache, self.loaded):
+        if direction == "load" and not equal(self.cache, self.loaded):
             raise AssertionError(f"{self.implementation}, {self.pool.layout}: wrong after timing")
         return timed
 
@@ -143,11 +143,6 @@ def _mismatches(after: Any, before: Any, sources: Any, destinations: Any) -> Any
         return jnp.sum(after != before.at[destinations].set(before[sources]))
 
     return sum(jax.tree.leaves(jax.tree.map(differ, after, before)))
-
-
-@jax.jit
-def _equal(one: Any, other: Any) -> Any:
-    return jax.tree.reduce(jnp.logical_and, jax.tree.map(jnp.array_equal, one, other))
 
 
 def direct_case(results: Results, what: Size, platform: str) -> None:

@@ -29,10 +29,10 @@ double now() {
 }
 
 #ifdef PEERS_CUDA
-enum Peer : int64_t { kBatch = 0, kLoop = 1 };
+enum Peer : int64_t { kBatch = 0, kLoop = 1, kShortBatch = 2 };
 
 // Drivers were seen to fail at some 50,000 descriptors in one call (vLLM issue 49276).
-constexpr size_t kDescriptorsPerBatch = 32768;
+constexpr size_t kDescriptorsPerBatch = 32768, kDescriptorsPerShortBatch = 1024;
 
 std::array<cudaEvent_t, kSlots> events;
 
@@ -50,8 +50,9 @@ cudaError_t submit(int64_t peer, void* const* to, const void* const* from, const
   cudaMemcpyAttributes attributes{};
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
   size_t first_with_attributes = 0;
-  for (size_t begin = 0; begin < count; begin += kDescriptorsPerBatch) {
-    const size_t size = std::min(kDescriptorsPerBatch, count - begin);
+  const size_t most = peer == kShortBatch ? kDescriptorsPerShortBatch : kDescriptorsPerBatch;
+  for (size_t begin = 0; begin < count; begin += most) {
+    const size_t size = std::min(most, count - begin);
     PEERS_TRY(cudaMemcpyBatchAsync(to + begin, from + begin, bytes + begin, size, &attributes,
                                    &first_with_attributes, 1, stream));
   }

@@ -1,10 +1,13 @@
 """The peers of the benchmarks.
 
-They copy blocks as other systems do, between the same two arrays, with the same ids:
-  - cudaMemcpyBatchAsync, one descriptor a block, and a loop of cudaMemcpyAsync. Both are timed
-    outside JAX (`run`: addresses prepared before the clock starts, submitted from C++) and, through
-    the same kind of FFI call as jaxkv's own, inside a jitted program (`copy`).
-  - a Triton kernel with vLLM's published parameters, in a process with PyTorch: `triton`.
+They copy blocks as other systems do:
+  - cudaMemcpyBatchAsync, one descriptor a block, and a loop of cudaMemcpyAsync, between the same
+    arrays as ours and with the same ids. They are timed outside JAX (`run`: addresses prepared
+    before the clock starts, submitted from C++) and, through the same kind of FFI call as jaxkv's
+    own, inside a jitted program (`copy`). SHORT_BATCH is the first in calls of 1024 descriptors, as
+    jaxkv's own `dma` makes them: neither is always the faster.
+  - a Triton kernel with vLLM's published parameters, in a process with PyTorch, on arrays and ids
+    of its own: `triton`.
 
 The native part is bench/peers.cc, compiled when it is first needed.
 """
@@ -29,7 +32,8 @@ from bench.results import REPOSITORY
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 BATCH, LOOP = "cudaMemcpyBatchAsync", "cudaMemcpyAsync loop"
-CODES = {BATCH: 0, LOOP: 1}  # the enum of peers.cc
+SHORT_BATCH, SHORT_BATCH_SIZE = f"{BATCH}, 1024 a call", 1024
+CODES = {BATCH: 0, LOOP: 1, SHORT_BATCH: 2}  # the enum of peers.cc
 TRITON = "Triton, 12 programs"
 
 
@@ -86,7 +90,7 @@ def copy(peer: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:
     """Traces a peer's copy of blocks, `dst[dst_ids[i]] = src[src_ids[i]]`; donate `dst`.
 
     Args:
-      peer: BATCH or LOOP.
+      peer: one of CODES.
       src, dst: `dtype[num_blocks, ...]` in either memory.
       src_ids, dst_ids: int32[n] in pinned host memory that the host wrote.
     """
@@ -104,7 +108,7 @@ def run(
     """Times a peer outside JAX, writing into JAX's array: nothing else may use the two meanwhile.
 
     Args:
-      peer: BATCH or LOOP.
+      peer: one of CODES.
       src, dst: arrays on one GPU and in its pinned host memory.
       ids: source and destination, int[n].
       calls: copies that follow each other before the one wait; 1 gives the time from call to data.

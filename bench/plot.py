@@ -66,7 +66,8 @@ def overlap_figure(rows: Sequence[Row]) -> "Figure":
         panel.axvline(alone, **ROOF)
         # Differences are a few percent of the whole.
         longest = max(row.value for row in bars.values())
-        panel.set(title=kind, xlabel="ms", xlim=(0.9 * alone, 1.02 * longest))
+        label = "ms; the axis begins at 0.9 of the step alone"
+        panel.set(title=kind, xlabel=label, xlim=(0.9 * alone, 1.02 * longest))
     return drawn
 
 

@@ -35,6 +35,7 @@ COUNTS = (1, 4, 16, 64)
 IN_STEP, ONE_CALL, OUTSIDE = "in a step", "one call", "outside JAX"
 RETURNS = "one call returns"
 NOTHING = Way("nothing")
+RIVALS = (peers.BATCH, peers.LOOP)
 
 
 class Effort(NamedTuple):
@@ -81,7 +82,7 @@ def outside_us(made: Blocks, direction: str, count: int, calls: int) -> dict[str
     _, ids = made.ids(Way(peers.BATCH), count, 0)
     return {
         peer: 1e6 * peers.run(peer, source, destination, ids, calls=1, repeats=calls).total
-        for peer in peers.CODES
+        for peer in RIVALS
     }
 
 
@@ -110,7 +111,7 @@ def _inside(results: Results, made: Blocks, direction: str, count: int, effort: 
     """Rows of one cell, and its targets where there are peers."""
     platform = jax.default_backend()
     case = f"{direction}, {count} x 8 KiB"
-    rivals = tuple(peers.CODES) if platform == "gpu" else ()
+    rivals = RIVALS if platform == "gpu" else ()
     taken = rounds_of(made, (*rivals, *IMPLEMENTATIONS[platform]), direction, count, effort)
     for footing in (IN_STEP, ONE_CALL, RETURNS):
         samples = {name: [figures[footing] for figures in all_] for name, all_ in taken.items()}

@@ -52,7 +52,7 @@ class Timed(NamedTuple):
       returns: of a call on an idle device until it is back in Python.
       done: of a call on an idle device until its results are there.
       handlers: of the CPU between the stamps of a call on an idle device.
-      gpu: of the GPU between the stamps of the last call of a chain; NaN without one.
+      gpu: of the GPU between the stamps of a call in a chain; NaN without one.
     """
 
     total: float
@@ -66,8 +66,11 @@ def measure(step: Callable[[Any], Any], state: Any) -> tuple[Timed, Any]:
     """Times a compiled program with stamps 0 and 1, `state = step(state)`; the last state, too."""
     once, state = timing.single_call(step, state, repeats=1)
     calls = timing.chain_length(once.done)
-    total, state = timing.seconds_per_call(step, state, calls=calls, repeats=REPEATS, warmup=1)
-    gpu = stamped()[1]
+    chains: list[tuple[float, float]] = []
+    for warmup in (1, *[0] * (REPEATS - 1)):
+        total, state = timing.seconds_per_call(step, state, calls=calls, repeats=1, warmup=warmup)
+        chains.append((total, stamped()[1]))  # stamps of the last call
+    total, gpu = map(statistics.median, zip(*chains, strict=True))
     on_host: list[float] = []
     idle, state = timing.single_call(
         step, state, repeats=IDLE_REPEATS, after=lambda: on_host.append(stamped()[0])

@@ -6,6 +6,8 @@ from bench import all_reduce, demo, engines, metadata, overlap, plot, tensor_par
 from bench.results import File, Row, Target
 
 NOT_MEASURED = "Not measured yet.\n"
+SEVERAL_GPUS = ("all_reduce", "multigpu_test", "tensor_parallel")
+ALL_REDUCE_METRICS = (all_reduce.GPU_TIME, all_reduce.ALONE, all_reduce.PAIR)
 
 
 def number(value: float) -> str:
@@ -64,6 +66,25 @@ def targets_table(files: Sequence[File]) -> str:
     return table(header, lines)
 
 
+def unmeasured(files: Sequence[File]) -> str:
+    """For each device the records that benchmarks of several GPUs would leave, and have not."""
+    lines = []
+    for device in dict.fromkeys(file.device for file in files):
+        there = {file.name for file in files if file.device == device}
+        wanted = [f"{bench}_{n}" for bench in SEVERAL_GPUS for n in all_reduce.WORLDS]
+        if missing := [name for name in wanted if name not in there]:
+            lines.append(f"Not measured at all on {device}: {', '.join(missing)}.\n")
+    return "".join(lines) or NOT_MEASURED
+
+
+def targets_count(files: Sequence[File]) -> str:
+    """How many targets are met, of all records."""
+    met = [target.met for file in files for target in file.targets]
+    if not met:
+        return NOT_MEASURED
+    return f"Of {len(met)} targets {met.count(True)} are met, {met.count(False)} missed.\n"
+
+
 def tests_table(files: Sequence[File]) -> str:
     outcomes = ("passed", "failed", "skipped")
     lines = []
@@ -80,9 +101,21 @@ def tests_table(files: Sequence[File]) -> str:
 
 def transfer_table(files: Sequence[File]) -> str:
     """One line for each direction and size of block, with about as many blocks in each."""
+    return _transfer_table(files, transfer.main_points)
+
+
+def transfer_counts_table(files: Sequence[File]) -> str:
+    """The same for other numbers of blocks."""
+    return _transfer_table(files, transfer.other_points)
+
+
+def _transfer_table(
+    files: Sequence[File], select: Callable[[Sequence[Row]], dict[transfer.Point, Row]]
+) -> str:
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for file in (file for file in files if file.name == "transfer"):
-        for point, row in transfer.main_points(file.rows).items():
+        shares = {row.case: f"{row.value:.0%}" for row in file.rows_of(transfer.CHOSEN)}
+        for point, row in select(file.rows).items():
             assert row.roof
             line = lines.setdefault((file.device, point.cell), {})
             share = f"{row.value / row.roof['value']:.0%}"
@@ -90,8 +123,17 @@ def transfer_table(files: Sequence[File]) -> str:
             line.setdefault(point.name, f"{number(row.value)} ({share}; {point.num_sms})")
             line |= {name: number(value) for name, value in row.peers.items()}
             line["roof"] = number(row.roof["value"])
+            if point.cell in shares:
+                line["chosen, of the fastest"] = shares[point.cell]
     names = list(dict.fromkeys(name for line in lines.values() for name in line))
-    names.sort(key=lambda name: (name == "roof", name not in transfer.NAMES))
+    last = ("chosen, of the fastest", "roof")
+    names.sort(
+        key=lambda name: (
+            name in last,
+            name in last and last.index(name),
+            name not in transfer.NAMES,
+        )
+    )
     return table(
         ("device", "blocks, GB/s (share of the roof; SMs)", *names),
         [(*key, *(line.get(name, "-") for name in names)) for key, line in lines.items()],
@@ -150,7 +192,6 @@ def metadata_table(files: Sequence[File]) -> str:
 
 def all_reduce_table(files: Sequence[File]) -> str:
     """One line for each number of devices and some sizes: what the tuning table chooses."""
-    metrics = (all_reduce.GPU_TIME, all_reduce.ALONE, all_reduce.PAIR)
     lines = []
     for file in (file for file in files if file.bench == "all_reduce"):
         found = all_reduce.rows_by_case(file.rows)
@@ -159,12 +200,32 @@ def all_reduce_table(files: Sequence[File]) -> str:
             if case.way != all_reduce.CHOSEN or case.num_bytes not in all_reduce.MAIN_SIZES:
                 continue
             psum = psums.get(case[:3])
-            cells = [_times(ours.get(m), found[psum].get(m) if psum else None) for m in metrics]
+            cells = [
+                _times(ours.get(m), found[psum].get(m) if psum else None)
+                for m in ALL_REDUCE_METRICS
+            ]
             size = all_reduce.size_text(case.num_bytes)
             head = (file.device, str(case.world), case.setting, size, case.ran)
             lines.append((*head, *cells, psum.ran if psum else "-"))
-    header = ("device", "GPUs", "driven by", "bytes", "algorithm", *metrics, "psum ran")
+    header = ("device", "GPUs", "driven by", "bytes", "algorithm", *ALL_REDUCE_METRICS, "psum ran")
     return table(header, lines)
+
+
+def all_reduce_nccl_table(files: Sequence[File]) -> str:
+    """One line for each number of devices and size at which psum ran NCCL's symmetric kernels."""
+    lines = []
+    for file in (file for file in files if file.bench == "all_reduce"):
+        found = all_reduce.rows_by_case(file.rows)
+        chosen = {case[:3]: rows for case, rows in found.items() if case.way == all_reduce.CHOSEN}
+        for case, rows in found.items():
+            if case.way == all_reduce.SYMMETRIC and case[:3] in chosen:
+                pairs = [(chosen[case[:3]].get(m), rows.get(m)) for m in ALL_REDUCE_METRICS]
+                cells = [
+                    " / ".join(number(row.value) if row else "-" for row in both) for both in pairs
+                ]
+                size = all_reduce.size_text(case.num_bytes)
+                lines.append((file.device, str(case.world), size, *cells, case.ran))
+    return table(("device", "GPUs", "bytes", *ALL_REDUCE_METRICS, "psum ran"), lines)
 
 
 def _times(ours: Row | None, psum: Row | None) -> str:
@@ -190,7 +251,10 @@ def tensor_parallel_table(files: Sequence[File]) -> str:
 
 
 def engines_table(files: Sequence[File]) -> str:
-    """One line for each case: the fastest of ours that takes ids of the device, as theirs do."""
+    """One line for each case: the fastest of ours that takes ids of the device, as theirs do.
+
+    Theirs store, as a pool does, into memory that they had before.
+    """
     peers = (engines.TPU_INFERENCE, engines.SGLANG, engines.WHOLE)
     best: dict[tuple[str, str], Row] = {}
     for file in (file for file in files if file.name == "engines"):
@@ -200,7 +264,11 @@ def engines_table(files: Sequence[File]) -> str:
             if implementation != "dma":
                 best[key] = min(best.get(key, row), row, key=lambda row: row.value)
     lines = [
-        (*key, number(row.value), *(number(row.peers[peer]) for peer in peers))
+        (
+            *key,
+            number(row.value),
+            *(number(row.peers.get(peer + engines.REUSED, row.peers[peer])) for peer in peers),
+        )
         for key, row in best.items()
     ]
     ways = (f"a device_put for each page, as {peers[0]}", f"as {peers[1]}", peers[2])
@@ -214,8 +282,9 @@ def demo_gain(files: Sequence[File]) -> str:
         others = ", ".join(f"{name}: {number(value)} ms" for name, value in first.peers.items())
         unequal = sum(target.got or 0 for target in file.targets if target.unit == demo.UNEQUAL)
         sentences.append(
-            f"On {file.device} the first token of a later turn comes after **{number(first.value)} "
-            f"ms** with the host pool\n({others}), with {number(unequal)} {demo.UNEQUAL}.\n"
+            f"On {file.device} the first token of a turn after the first comes after "
+            f"**{number(first.value)} ms**\nwith the host pool ({others}), "
+            f"with {number(unequal)} {demo.UNEQUAL}.\n"
         )
     return "\n".join(sentences) or NOT_MEASURED
 
@@ -248,6 +317,7 @@ def _demo_heading(row: Row) -> str:
 
 TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "all_reduce": all_reduce_table,
+    "all_reduce_nccl": all_reduce_nccl_table,
     "all_targets": all_targets_table,
     "demo": demo_table,
     "demo_gain": demo_gain,
@@ -256,7 +326,10 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "overlap": overlap_table,
     "plots": plots,
     "targets": targets_table,
+    "targets_count": targets_count,
     "tensor_parallel": tensor_parallel_table,
     "tests": tests_table,
     "transfer": transfer_table,
+    "transfer_counts": transfer_counts_table,
+    "unmeasured": unmeasured,
 }

@@ -188,7 +188,26 @@ def test_peer_targets_compare_on_the_same_footing():
     assert found[f"load: against {batch}, the worst of all sizes and counts"] == 2.0
     assert found[f"store: against {batch}, the worst of all sizes and counts"] is None
     assert found["load, 8 KiB x 100: against Triton, both with 12 SMs"] == 1.2
-    assert found["against Triton, the worst of all sizes"] == 1.2
+    assert found["against Triton, the worst of the sizes that it ran"] == 1.2
+
+
+def test_of_two_kinds_of_batches_the_faster_counts_and_a_choice_is_held_against_it():
+    theirs = {
+        ("load", 8 * KIB, 100): {peers.BATCH: 10.0, peers.SHORT_BATCH: 25.0},
+        ("load", 8 * KIB, 1): {peers.BATCH: 4.0, transfer.BATCH_IN_JAX: 1.0},
+    }
+    rates = {
+        ("load", 8 * KIB, 100, "kernel", 2): 50.0,
+        ("load", 8 * KIB, 1, "kernel", 2): 4.0,
+        ("load", 8 * KIB, 1, "dma", 0): 3.0,
+    }
+    results = rated(rates, theirs)
+    results.row("load, 8 KiB x 100", transfer.CHOSEN, "of the fastest", 1.0)
+    results.row("load, 8 KiB x 1", transfer.CHOSEN, "of the fastest", 0.25)
+    found = got(results)
+    worst = f"load: against {peers.BATCH}, the worst of all sizes and counts"
+    assert found[f"load, 8 KiB x 100: against {peers.BATCH}"] == 2.0
+    assert (found[worst], found[f"{worst}, as chosen"]) == (2.0, 1.0)
 
 
 def test_ratios_to_peers_stand_beside_that_of_a_copy_at_the_roof():

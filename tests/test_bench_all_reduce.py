@@ -83,24 +83,27 @@ def events(*named):
     ]
 
 
-def test_an_all_reduce_is_what_runs_between_products():
-    found = all_reduce_rank.reductions(
-        events(
-            ("MemcpyD2D", 1),
-            ("void jaxkv::all_reduce_kernel<2>(View)", 3),
-            ("loop_multiply_fusion", 1),
-            ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(Args)", 5),
-            ("wrapped_multiply_3", 1),
-            ("all_reduce_start_1", 2),
-            ("MemcpyD2D", 1),
-            ("all_reduce_done_1", 3),
-            ("wrapped_multiply_4", 1),
-            ("psum_512_0_fusion_1", 4),
-            ("loop_multiply_fusion_1", 1),
-            ("MemcpyD2D", 7),
-        )
-    )
-    assert found == pytest.approx([4e-6, 5e-6, 6e-6, 4e-6])
+@pytest.mark.parametrize("product", [[], [("loop_multiply_fusion_1", 9)]])
+@pytest.mark.parametrize(
+    "kernels, seconds",
+    [
+        ([("void jaxkv::all_reduce_kernel<2>(View)", 3)], 3e-6),
+        ([("MemcpyD2D", 1), ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(Args)", 5)], 6e-6),
+        ([("all_reduce_start_1", 2), ("MemcpyD2D", 1), ("all_reduce_done_1", 3)], 6e-6),
+        ([("psum_512_0_fusion_1", 4)], 4e-6),
+    ],
+)
+def test_an_all_reduce_is_its_kernels_and_what_was_copied_before(product, kernels, seconds):
+    ran = events(*(kernels + product) * 3, ("MemcpyD2D", 7))
+    assert all_reduce_rank.reductions(ran, 3) == pytest.approx([seconds] * 3)
+    count = sum(name != "MemcpyD2D" for name, _ in kernels)
+    assert all_reduce_rank.reductions(ran, 3 * count + 1) == []
+
+
+def test_a_copy_before_a_product_is_none_of_an_all_reduce():
+    ran = events(("MemcpyD2D", 7), ("wrapped_multiply", 1), ("psum_1_fusion", 4))
+    assert all_reduce_rank.reductions(ran, 1) == pytest.approx([4e-6])
+    assert all_reduce_rank.reductions(events(("MemcpyD2D", 7)), 1) == []
 
 
 def test_kernels_that_xla_numbers_have_one_name():
@@ -120,8 +123,8 @@ def test_programs_are_told_apart_by_pauses():
 def profile_of(rank, monkeypatch, devices):
     """What is read from a profile of two programs, whose devices did as told."""
     programs = [rank.lower(KIB, way) for way in ("one_shot", PSUM)]
-    for program in programs:
-        program.chains = {"pair": lambda x: x}
+    programs[0].chains = {"pair": lambda x: x}
+    programs[1].chains = {"alone": lambda x: x}  # of two, the one that is profiled
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(all_reduce_rank.kernels, "trace", lambda run: run() or devices)
     return all_reduce_rank.profiled(programs)

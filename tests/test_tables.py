@@ -2,8 +2,10 @@
 
 import pytest
 
-from bench import engines, tables
-from bench.results import File, Row
+from bench import all_reduce, engines, tables, transfer
+from bench.results import File, Row, Target
+
+ROOF = {"name": "one copy", "value": 50.0}
 
 
 @pytest.mark.parametrize(
@@ -16,19 +18,63 @@ def test_number(value, text):
 
 def test_engines_table_has_the_fastest_that_takes_ids_of_the_device():
     peers = {engines.TPU_INFERENCE: 20.0, engines.SGLANG: 30.0, engines.WHOLE: 12.0}
-    peers["one device_put of the whole, memory reused"] = 1.0
+    reused = {way + engines.REUSED: time + 1 for way, time in peers.items()}
     times = {"kernel": 10.5, "pallas": 10.0, "dma": 9.0}
     rows = [
-        Row(f"{case}, {name}", "time", "ms", time, None, peers)
-        for case in ("load, 2 layers", "store, 2 layers")
+        Row(f"{case}, {name}", "time", "ms", time, None, beside)
+        for case, beside in (("load, 2 layers", peers), ("store, 2 layers", peers | reused))
         for name, time in times.items()
     ]
     rows.append(Row("load, 2 layers, kernel", "host blocked", "ms", 0.1, None, peers))
     file = File("gpu", "engines", None, None, {}, rows, [])
     assert tables.engines_table([file]).splitlines()[2:] == [
         "| gpu | load, 2 layers | 10 | 20 | 30 | 12 |",
-        "| gpu | store, 2 layers | 10 | 20 | 30 | 12 |",
+        "| gpu | store, 2 layers | 10 | 21 | 31 | 13 |",
     ]
+
+
+def test_records_that_are_not_there_are_named():
+    names = ["all_reduce_2", "all_reduce_8", "tensor_parallel_2", "multigpu_test_4", "transfer"]
+    files = [File("gpu", name, None, None, {}, [], []) for name in names]
+    assert tables.unmeasured(files) == (
+        "Not measured at all on gpu: all_reduce_4, multigpu_test_2, multigpu_test_8, "
+        "tensor_parallel_4, tensor_parallel_8.\n"
+    )
+
+
+def test_targets_are_counted_over_all_records():
+    targets = [Target("a", ">=", 1, "x", got) for got in (1, 2, 0)]
+    files = [File("gpu", name, None, None, {}, [], targets) for name in ("one", "other")]
+    assert tables.targets_count(files) == "Of 6 targets 4 are met, 2 missed.\n"
+
+
+def test_other_counts_have_a_table_and_say_what_is_chosen():
+    rows = [
+        Row(str(transfer.Point("load", 8192, count, name, 2)), "bandwidth", "GB/s", rate, ROOF)
+        for count, name, rate in ((10_000, "kernel", 50.0), (1, "kernel", 4.0), (1, "dma", 5.0))
+    ]
+    rows.append(Row("load, 8 KiB x 1", transfer.CHOSEN, "of the fastest", 0.8))
+    file = File("gpu", "transfer", None, None, {}, rows, [])
+    (line,) = tables.transfer_counts_table([file]).splitlines()[2:]
+    assert line == "| gpu | load, 8 KiB x 1 | 4 (8%; 2) | 5 (10%; 2) | 80% | 50 |"
+    assert "x 10000" in tables.transfer_table([file])
+
+
+def test_nccls_symmetric_kernels_stand_beside_what_the_table_chooses():
+    def row(way, ran, value, metric=all_reduce.GPU_TIME, size=1024):
+        case = all_reduce.Case(2, all_reduce.ONE_PROCESS, size, way, ran)
+        return Row(str(case), metric, "us", value)
+
+    rows = [
+        row(all_reduce.CHOSEN, "low_latency", 2.0),
+        row(all_reduce.CHOSEN, "low_latency", 3.0, all_reduce.ALONE),
+        row(all_reduce.SYMMETRIC, "ncclSymk", 4.0),
+        row(all_reduce.SYMMETRIC, "ncclSymk", 9.0, all_reduce.ALONE),
+        row(all_reduce.SYMMETRIC, "ncclSymk", 9.0, size=2048),
+    ]
+    file = File("gpu", "all_reduce_2", None, None, {}, rows, [])
+    (line,) = tables.all_reduce_nccl_table([file]).splitlines()[2:]
+    assert line == "| gpu | 2 | 1 KiB | 2 / 4 | 3 / 9 | - / - | ncclSymk |"
 
 
 @pytest.mark.parametrize("name", tables.TABLES)
