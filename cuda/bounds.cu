@@ -29,9 +29,14 @@ ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::
 }
 
 ffi::Error check_on_device(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> values,
-                           ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>, Int64s codes,
+                           ffi::AnyBuffer carry, ffi::Result<ffi::AnyBuffer> result, Int64s codes,
                            Int64s limits) {
   if (auto error = check_counts(values, codes, limits); error.failure()) return error;
+  // In a loop, of vmap's too, XLA may give a slice another place for its result.
+  if (result->untyped_data() != carry.untyped_data()) {
+    JAXKV_CUDA_TRY(cudaMemcpyAsync(result->untyped_data(), carry.untyped_data(), carry.size_bytes(),
+                                   cudaMemcpyDeviceToDevice, stream));
+  }
   Bounds bounds;
   std::copy(codes.begin(), codes.end(), bounds.codes);
   std::transform(limits.begin(), limits.end(), bounds.limits, [](int64_t limit) {

@@ -1,13 +1,18 @@
 // The CPU backend's check of bounds: it fails the step at once.
+#include <cstring>
+
 #include "bounds.h"
 #include "page_errors.h"
 
 namespace jaxkv {
 namespace {
 
-ffi::Error check_on_host(ffi::Buffer<ffi::S32> values, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>,
-                         Int64s codes, Int64s limits) {
+ffi::Error check_on_host(ffi::Buffer<ffi::S32> values, ffi::AnyBuffer carry,
+                         ffi::Result<ffi::AnyBuffer> result, Int64s codes, Int64s limits) {
   if (auto error = check_counts(values, codes, limits); error.failure()) return error;
+  if (result->untyped_data() != carry.untyped_data()) {
+    std::memcpy(result->untyped_data(), carry.untyped_data(), carry.size_bytes());
+  }
   for (size_t i = 0; i < codes.size(); ++i) {
     const int32_t value = values.typed_data()[i];
     if (value <= limits[i]) continue;

@@ -8,6 +8,7 @@
 #include "cuda_check.h"
 #include "device.h"
 #include "driver.h"
+#include "in_place.h"
 #include "overlap.h"
 #include "page_errors.cuh"
 
@@ -143,15 +144,20 @@ ffi::Error start_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
 }
 
 ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticket,
-                ffi::RemainingArgs, ffi::RemainingRets rets, ffi::Dictionary attributes) {
+                ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
   const auto segment = attributes.get<int64_t>("segment");
   const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
   const auto first_array = attributes.get<int64_t>("first_array");
   const auto places = attributes.get<ffi::Span<const int64_t>>("places");
   if (!segment.has_value() || !timeout_ns.has_value() || !first_array.has_value() ||
       !places.has_value() || *first_array < 0 || *first_array > 1 ||
+      args.size() + *first_array < rets.size() ||
       (places->size() && places->size() + *first_array != rets.size())) {
     return ffi::Error::InvalidArgument("jaxkv wait: an attribute is missing or of another type");
+  }
+  const size_t first_operand = args.size() + *first_array - rets.size();
+  if (auto error = check_in_place(args, first_operand, rets, *first_array); error.failure()) {
+    return error;
   }
   WaitParams p{
       .ticket = static_cast<const Ticket*>(ticket.untyped_data()),

@@ -1,6 +1,7 @@
 // The CPU backend's start and wait: a copy is done when its start returns.
 #include <algorithm>
 
+#include "in_place.h"
 #include "transfer.h"
 
 namespace jaxkv {
@@ -13,10 +14,14 @@ ffi::Error start_copy(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
   return copy_pairs_on_host(planned, args, rets, attribute);
 }
 
-ffi::Error wait_for_copy(ffi::Buffer<ffi::S32> ticket, ffi::RemainingArgs, ffi::RemainingRets rets,
-                         ffi::Dictionary attributes) {
+ffi::Error wait_for_copy(ffi::Buffer<ffi::S32> ticket, ffi::RemainingArgs args,
+                         ffi::RemainingRets rets, ffi::Dictionary attributes) {
   const auto first_array = attributes.get<int64_t>("first_array");
   if (!first_array.has_value()) return first_array.error();
+  const size_t first_operand = args.size() + *first_array - rets.size();
+  if (auto error = check_in_place(args, first_operand, rets, *first_array); error.failure()) {
+    return error;
+  }
   if (*first_array == 0) return ffi::Error::Success();
   auto next = rets.get<ffi::Buffer<ffi::S32>>(0);
   if (!next.has_value()) return next.error();

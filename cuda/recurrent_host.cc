@@ -3,6 +3,7 @@
 #include <cstring>
 #include <string>
 
+#include "in_place.h"
 #include "recurrent.h"
 
 namespace jaxkv {
@@ -12,16 +13,18 @@ ffi::Unexpected<ffi::Error> invalid(const std::string& message) {
   return ffi::Unexpected(ffi::Error::InvalidArgument("jaxkv recurrent states: " + message));
 }
 
+constexpr size_t kAlignOperands = 6;  // before the states
+
 // The int32 operands and the counts that come back, each checked against the block table.
 ffi::ErrorOr<AlignBatch> decode_batch(ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  if (args.size() < 6 || rets.size() < 1) return invalid("an operand is missing");
+  if (args.size() < kAlignOperands || rets.size() < 1) return invalid("an operand is missing");
   const auto table = args.get<ffi::Buffer<ffi::S32>>(3);
   if (!table.has_value() || table->dimensions().size() != 2 || table->element_count() > INT32_MAX) {
     return invalid("block_table is not int32[B, W]");
   }
   const auto rows = static_cast<size_t>(table->dimensions()[0]);
-  const int32_t* operands[6];
-  for (size_t i = 0; i < 6; ++i) {
+  const int32_t* operands[kAlignOperands];
+  for (size_t i = 0; i < kAlignOperands; ++i) {
     const auto operand = args.get<ffi::Buffer<ffi::S32>>(i);
     const size_t wanted[] = {rows + 1, rows, 1, table->element_count(), rows, rows};
     if (!operand.has_value() || operand->element_count() != wanted[i]) {
@@ -100,6 +103,9 @@ ffi::ErrorOr<AlignCall> decode_align(ffi::RemainingArgs args, ffi::RemainingRets
   if (num_states < 1 || num_states > kMaxStates || geometry->size() != 4 * num_states) {
     return invalid(std::to_string(num_states) + " arrays, of at most " +
                    std::to_string(kMaxStates));
+  }
+  if (auto error = check_in_place(args, kAlignOperands, rets, 1); error.failure()) {
+    return ffi::Unexpected(error);
   }
   AlignCall call{*batch, {}, {}};
   call.batch.before = *before;

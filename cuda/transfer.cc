@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "host_ids.h"
+#include "in_place.h"
 
 namespace jaxkv {
 namespace {
@@ -151,18 +152,14 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
   Scratch& kept = scratch();
   kept.dense.resize(num_buffers);
   kept.strided.resize(num_buffers);
-  // Results alias the written operands, and where XLA fuses a slice with the call only they are
-  // where it wants the bytes. So the written side is read off the results.
-  auto array = [&](size_t index, bool written) -> ffi::ErrorOr<ffi::AnyBuffer> {
-    if (!written) return args.get<ffi::AnyBuffer>(index);
-    auto result = rets.get<ffi::AnyBuffer>(index - (to_dense ? num_strided_arrays : 0));
-    if (!result.has_value()) return ffi::Unexpected(result.error());
-    return **result;
-  };
+  const size_t first_written = to_dense ? num_strided_arrays : 0;
+  if (auto error = check_in_place(args, first_written, rets, 0); error.failure()) {
+    return ffi::Unexpected(error);
+  }
   const int64_t extent = strided_extent(g), dense_bytes = g.num_dense * g.block_bytes;
   for (size_t b = 0; b < num_buffers; ++b) {
-    const auto strided = array(num_strided_arrays == 1 ? 0 : b, !to_dense);
-    const auto dense = array(num_strided_arrays + b, to_dense);
+    const auto strided = args.get<ffi::AnyBuffer>(num_strided_arrays == 1 ? 0 : b);
+    const auto dense = args.get<ffi::AnyBuffer>(num_strided_arrays + b);
     if (!strided.has_value()) return ffi::Unexpected(strided.error());
     if (!dense.has_value()) return ffi::Unexpected(dense.error());
     const int64_t offset = strided_offsets[b];

@@ -62,6 +62,16 @@ class BlockCopy:
         """Arrays that the copy writes: the results alias them."""
         return self.dense if self.to_dense else self.strided
 
+    def kept_whole(self, *, sources: bool) -> BlockCopy:
+        """The copy, with what it writes kept whole, and with what it reads if `sources`.
+
+        A kernel may read a slice where it stands. The copy engine may not, as XLA may put what it
+        fuses into a CUDA graph, and it refuses to be captured.
+        """
+        dense = kept_whole(self.dense) if self.to_dense or sources else self.dense
+        strided = self.strided if self.to_dense and not sources else kept_whole(self.strided)
+        return dataclasses.replace(self, dense=dense, strided=strided)
+
     @property
     def num_sources(self) -> int:
         """Blocks that a source id may name."""
@@ -102,6 +112,17 @@ def typed_for(copy: BlockCopy, ids: tuple[Any, Any]) -> BlockCopy:
     if copy.to_dense:
         return dataclasses.replace(copy, dense=typed)
     return dataclasses.replace(copy, strided=typed)
+
+
+def kept_whole(arrays: Any) -> Any:
+    """A pytree of arrays, with none of which XLA fuses a slice or an update.
+
+    Every call that writes in place needs this before and after. XLA for GPUs makes one of a slice,
+    a custom call and an update (from jax 0.11 on by default), and forgets there that the result is
+    to be the operand: what the call does not write would be lost. Nothing of this is left to run.
+    """
+    # One by one: together, each array would wait for what produces the others.
+    return jax.tree.map(jax.lax.optimization_barrier, arrays)
 
 
 def varying_with(array: Any, operands: Iterable[Any]) -> Any:

@@ -42,7 +42,7 @@ class HostIds:
     Raises:
       TypeError: `ids` is missing, a JAX array, or not of integers.
       RuntimeError: made inside of jit.
-      ValueError: `ids` is not one-dimensional or does not fit int32.
+      ValueError: `ids` is not one-dimensional or does not fit int32, or `sharding` splits them.
     """
 
     __slots__ = ("__weakref__", "data", "ids")
@@ -69,6 +69,8 @@ class HostIds:
         extension.seal_host_ids(words.ctypes.data, len(words))
         if sharding is None:
             sharding = jax.sharding.SingleDeviceSharding(default_device())
+        if not sharding.is_fully_replicated:
+            raise ValueError(f"sharding must be fully replicated, got {sharding}")
         data = jax.device_put(words, sharding.with_memory_kind("pinned_host"))
         check_outside_jit(data)
         with allow_host_sync("HostIds are uploaded, after no work of the device"):
@@ -122,7 +124,7 @@ def num_ids_of(ids: Any) -> int:
 
 
 def ids_on_host(ids: Any) -> np.ndarray | None:
-    """The values, if they can be had without waiting for a device."""
+    """The values, if they can be had without waiting for a GPU."""
     if isinstance(ids, HostIds):
         return ids.ids
     if isinstance(ids, jax.Array):

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkv import _native
-from jaxkv.device_cache import check_head_axis, check_outside_jit, default_device
+from jaxkv.device_cache import DeviceCache, check_head_axis, check_outside_jit, default_device
 from jaxkv.errors import HostMemoryError
 from jaxkv.layout import HostLayout, KVCacheSpec
 from jaxkv.sync_guard import allow_host_sync
@@ -248,3 +248,32 @@ def prefer_numa_node(node: int | None) -> Iterator[None]:
     finally:
         if known:
             syscall(set_policy, mode, nodes, size)
+
+
+def check_pair(pool: HostPool, cache: DeviceCache) -> None:
+    """Raises a TypeError or ValueError unless pages can go between the two."""
+    if not isinstance(pool, HostPool):
+        raise TypeError(f"pool must be a jaxkv.HostPool, got {type(pool).__name__}")
+    if not isinstance(cache, DeviceCache):
+        raise TypeError(f"cache must be a jaxkv.DeviceCache, got {type(cache).__name__}")
+    for field in dataclasses.fields(pool.spec):
+        ours, theirs = (getattr(owner.spec, field.name) for owner in (pool, cache))
+        if ours != theirs:
+            raise ValueError(f"{field.name} of the pool is {ours}, of the cache {theirs}")
+    layout = pool.host_layout
+    if tuple(pool.data.shape) != layout.shape or pool.data.dtype != layout.spec.dtype:
+        raise ValueError(
+            f"pool.data must be {layout.spec.dtype}{list(layout.shape)} for layout {pool.layout}, "
+            f"got {pool.data.dtype}{list(pool.data.shape)}"
+        )
+    concrete = isinstance(pool.data, jax.Array) and not isinstance(pool.data, jax.core.Tracer)
+    if concrete and (kind := pool.data.sharding.memory_kind) != "pinned_host":
+        raise ValueError(f"pool.data must be in pinned_host memory, is in {kind}")
+    wanted = (cache.num_pages, *layout.spec.block_shape)
+    for layer, halves in enumerate(cache.layers):
+        for array in halves:
+            if tuple(array.shape) != wanted or array.dtype != layout.spec.dtype:
+                raise ValueError(
+                    f"cache.layers[{layer}] must be {layout.spec.dtype}{list(wanted)} to match the "
+                    f"pool, got {array.dtype}{list(array.shape)}"
+                )

@@ -111,9 +111,10 @@ class KVCacheSpec:
                 raise ValueError(
                     f"layers must lie in [0, num_layers={self.num_layers}), got {layer}"
                 )
-        if len(set(chosen)) != len(chosen):
-            raise ValueError(f"layers must not name a layer twice, got {chosen}")
-        return tuple(int(layer) for layer in chosen)
+        numbers = tuple(int(layer) for layer in chosen)
+        if len(set(numbers)) != len(numbers):
+            raise ValueError(f"layers must not name a layer twice, got {numbers}")
+        return numbers
 
 
 def check_whole_bytes(dtype: Any, name: str) -> None:
@@ -124,6 +125,13 @@ def check_whole_bytes(dtype: Any, name: str) -> None:
             f"{name} must take whole bytes, got {dtype} of {bits} bits: "
             "pack the elements and view them as uint8"
         )
+
+
+def check_kept(array: Any, name: str) -> None:
+    """Raises a ValueError for an array of NumPy whose elements JAX would cut to 32 bits."""
+    dtype = array.dtype
+    if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"{name} is {dtype} of 64 bits, the limit is 32 without jax_enable_x64")
 
 
 def _checked_dtype(given: npt.DTypeLike) -> np.dtype:

@@ -65,6 +65,7 @@ def _lower_mark(
 
 _mark_p = Primitive("jaxkv_mark")
 _mark_p.multiple_results = True
+_mark_p.def_impl(lambda *results, watch, fulfilled: list(results))  # outside jit nothing is lowered
 _mark_p.def_abstract_eval(lambda *results, watch, fulfilled: list(results))
 mlir.register_lowering(_mark_p, _lower_mark, cacheable=False)
 
@@ -135,7 +136,8 @@ def check_same_trace(before: Any, after: Any) -> None:
     if isinstance(after, jax.core.Tracer) and _trace_of(before) is not _trace_of(after):
         raise RuntimeError(
             "the transfer belongs to another trace: it was started outside of the function (of a "
-            "jit, checkpoint or loop) that waits for it; pass it as an argument and return it"
+            "jit, checkpoint or loop) that waits for it; make it an argument and a result of a jit "
+            "or checkpoint, and wait before a loop"
         )
 
 

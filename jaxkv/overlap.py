@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -17,7 +18,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv import transfer
-from jaxkv.block_copy import START_TARGETS, BlockCopy, call_handler, plan_pairs, result_types
+from jaxkv.block_copy import (
+    START_TARGETS,
+    BlockCopy,
+    call_handler,
+    check_whole,
+    kept_whole,
+    plan_pairs,
+    result_types,
+)
 from jaxkv.choice import Choice, choose
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import num_ids_of
@@ -127,13 +136,19 @@ class _Started:
         call, traced = transfer.prepare(operation, (pool, cache), ids, layers, implementation)
         if not traced:
             layers = transfer.static_layers(layers)
-            started = _begin_eagerly(cls, operation, pool, cache, call.ids, layers, implementation)
+            with jax.disable_jit(False):  # a start is a program
+                started = _begin_eagerly(
+                    cls, operation, pool, cache, call.ids, layers, implementation
+                )
             started._pool = started._pool or pool
             return started
         started = cls(pool, cache)
         started._layers = cache.spec.select_layers(layers)
         if not call.copies or num_ids_of(call.ids[0]) == 0:
             return started
+        # What is read, too: waits keep its memory, which must be that from which the copy reads.
+        state = started._pool, started._cache = kept_whole((pool, cache))
+        call = transfer.resolve(operation, state, call.ids, layers)
         (copy,) = call.copies
         choice = choose(copy, call.ids, implementation, overlapped=True)
         with jax.named_scope(f"jaxkv.{operation}"):
@@ -142,7 +157,7 @@ class _Started:
             results = _start(copy, call.ids, started._plan, choice, cache.spec.num_kv)
         started._watch = Watch(started._promises())
         started._ticket, *written = mark(results, started._watch, None)
-        state = call.rebuild([written])
+        state = call.rebuild([kept_whole(written)])
         if copy.to_dense:
             started._cache = state
         else:
@@ -173,9 +188,11 @@ class _Started:
 
         Raises:
           ValueError: the layer was not started.
-          RuntimeError: the transfer was started in another trace, outside of this inner jit, loop
-            or checkpoint: pass it as an argument and return it.
+          RuntimeError: the transfer was started in another trace, outside of this inner jit or
+            checkpoint: pass it as an argument and return it. Or outside of this loop or branch:
+            wait before it, since a transfer has another structure once a layer was waited for.
         """
+        layer = operator.index(layer)
         if layer not in self._layers:
             raise ValueError(f"layer must be one that was started, {self._layers}, got {layer}")
         self._wait_for([layer], after)
@@ -214,6 +231,7 @@ class _Started:
         """Waits; returns the next ticket if there is one, and the arrays."""
         operands = (self._ticket, self._plan, *jax.tree.leaves(keep))
         operands = tuple(operand for operand in operands if operand is not None)
+        check_whole((*operands, *arrays))
         if any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
             waited = _wait(arrays, operands, watch=self._watch, **options)
         else:
@@ -373,13 +391,14 @@ def _wait(
     with jax.named_scope("jaxkv.wait"):
         waited = call(
             *operands,
-            *arrays,
+            *kept_whole(arrays),
             segment=np.int64(segment),
             timeout_ns=np.int64(_TIMEOUT_S * 1e9),
             first_array=np.int64(len(tickets)),
             places=np.array(places, np.int64),
         )
-    return mark(waited, watch, fulfilled)
+    waited = mark(waited, watch, fulfilled)
+    return waited[: len(tickets)] + kept_whole(waited[len(tickets) :])
 
 
 _STATIC = ("segment", "places", "fulfilled", "watch")

@@ -27,10 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import _native
-from jaxkv.block_copy import varying_with
+from jaxkv.block_copy import check_whole, kept_whole, varying_with
 from jaxkv.bounds import within
 from jaxkv.errors import StaleCountsError
-from jaxkv.layout import check_whole_bytes
+from jaxkv.layout import check_kept, check_whole_bytes
 from jaxkv.metadata.common import BatchMetadata, num_computed_tokens
 from jaxkv.metadata.segments import cdiv, prefix_sum
 
@@ -81,7 +81,8 @@ def align_postprocess(
       The states, and int32[B] accepted counts for the next step.
 
     Raises:
-      ValueError: arrays, kinds or counts that do not go together.
+      ValueError: arrays, kinds or counts that do not go together, or arrays that are known to be
+        split over a mesh.
     """
     return _align(states, batch, num_accepted, kinds, num_drafts, "num_drafts", before=False)
 
@@ -107,7 +108,8 @@ def align_preprocess(
       The states, int32[B] accepted counts, and int32[B] columns for the next call.
 
     Raises:
-      ValueError: arrays, kinds or counts that do not go together.
+      ValueError: arrays, kinds or counts that do not go together, or arrays that are known to be
+        split over a mesh.
     """
     states, counts = _align(states, batch, num_accepted, kinds, state_idx, "state_idx", before=True)
     current = cdiv(batch.seq_lens, batch.block_size) - 1
@@ -129,6 +131,7 @@ def _align(
     leaves, treedef = jax.tree.flatten(states)
     leaf_kinds = jax.tree.leaves(jax.tree.broadcast(kinds, states))
     num_blocks = _check_states(leaves, leaf_kinds)
+    check_whole(leaves)
     rows = batch.max_num_reqs
     num_accepted = _counts("num_accepted", num_accepted, rows)
     known = _counts(known_name, known, rows)
@@ -136,7 +139,7 @@ def _align(
         return states, num_accepted
     operands = [batch.query_start_loc, batch.seq_lens, batch.num_reqs, batch.block_table, known]
     num_accepted = varying_with(num_accepted, operands)
-    leaves = [varying_with(leaf, (*operands, num_accepted)) for leaf in leaves]
+    leaves = kept_whole([varying_with(leaf, (*operands, num_accepted)) for leaf in leaves])
     types = [jax.typeof(leaf) for leaf in leaves]
     call = jax.ffi.ffi_call(
         "jaxkv_align_states",
@@ -153,7 +156,7 @@ def _align(
         num_blocks=np.int64(num_blocks),
         geometry=np.array(geometry, np.int64).ravel(),
     )
-    return jax.tree.unflatten(treedef, moved), counts
+    return jax.tree.unflatten(treedef, kept_whole(moved)), counts
 
 
 def _geometry(kind: StateKind, state: Any) -> list[int]:
@@ -179,6 +182,7 @@ def _check_states(leaves: Sequence[Any], kinds: Sequence[Any]) -> int:
         if not isinstance(kind, StateKind):
             raise ValueError(f"kinds: leaf {i} is {kind!r}, not a StateKind")
         check_whole_bytes(leaf.dtype, f"states: dtype of leaf {i}")
+        check_kept(leaf, f"states: leaf {i}")
         axes = 1 if kind is StateKind.TEMPORAL else 2
         if leaf.ndim < axes or leaf.size == 0:
             raise ValueError(
@@ -193,9 +197,21 @@ def _check_states(leaves: Sequence[Any], kinds: Sequence[Any]) -> int:
 
 
 def _counts(name: str, values: Any, rows: int) -> Any:
-    values = jnp.asarray(values)
+    values = jnp.asarray(_fitting(name, values))
     if values.shape != (rows,) or values.dtype != jnp.int32:
         raise ValueError(f"{name} must be int32[{rows}], got {values.dtype}{[*values.shape]}")
+    return values
+
+
+def _fitting(name: str, values: Any) -> Any:
+    """`values`; what the host made must fit int32, as JAX would cut NumPy's int64 silently."""
+    if any(isinstance(value, jax.Array) for value in jax.tree.leaves(values)):
+        return values
+    array = np.asarray(values)
+    if array.size and array.dtype.kind in "iu":
+        low, high = array.min(), array.max()
+        if low < np.iinfo(np.int32).min or high > np.iinfo(np.int32).max:
+            raise ValueError(f"{name} must fit int32, got {low} .. {high}")
     return values
 
 
@@ -245,7 +261,7 @@ def advance(
         of its prompt; 0 for a row that rests, which keeps its place.
 
     Raises:
-      ValueError: counts of another shape or type.
+      ValueError: counts of another shape or type, or that do not fit int32.
     """
     rows = batch.max_num_reqs
     num_accepted = _counts("num_accepted", num_accepted, rows)
@@ -258,11 +274,13 @@ def advance(
     query_lens = jnp.where(batch.row_mask, next_query_lens, 0)
     seq_lens = jnp.where(batch.row_mask, valid + query_lens, 0)
     starts = prefix_sum(query_lens)
-    starts = within(
-        starts,
+    # Both, or XLA would drop the check from a program that uses but one.
+    checked = within(
+        jnp.concatenate([starts, seq_lens]),
         num_tokens=(starts[-1], batch.max_num_tokens),
         seq_len=(jnp.max(seq_lens, initial=0), batch.max_blocks * batch.block_size),
     )
+    starts, seq_lens = checked[: rows + 1], checked[rows + 1 :]
     return dataclasses.replace(
         batch, query_start_loc=starts, seq_lens=seq_lens, num_tokens=starts[-1]
     )
@@ -293,18 +311,24 @@ class DeferredCounts:
           request_ids: int32[B], the caller's number of each row's request.
 
         Raises:
-          ValueError: operands of another shape or type.
+          ValueError: operands of another shape or type, or that do not fit int32.
         """
         rows = jnp.shape(num_accepted)[0]
         parts = [
-            _counts("step", jnp.reshape(step, 1), 1),
+            _counts("step", jnp.reshape(_fitting("step", step), 1), 1),
             _counts("request_ids", request_ids, rows),
             _counts("num_accepted", num_accepted, rows),
         ]
         return cls(jax.device_put(jnp.concatenate(parts), jax.memory.Space.Host))
 
     def is_ready(self) -> bool:
-        """Whether `read` would return without a wait."""
+        """Whether `read` would return without a wait.
+
+        Raises:
+          RuntimeError: the counts were donated or deleted.
+        """
+        if self.packed.is_deleted():  # JAX would read freed memory
+            raise RuntimeError("these counts were donated or deleted")
         return self.packed.is_ready()
 
     def read(self, *, step: int, request_ids: Any) -> np.ndarray:
@@ -315,7 +339,9 @@ class DeferredCounts:
           request_ids: int[n], the requests whose counts are wanted, for the first n rows.
 
         Raises:
+          RuntimeError: the counts were donated or deleted.
           StaleCountsError: the counts are of another step, or of other requests.
+          ValueError: the counts were moved out of host memory.
         """
         if not self.is_ready():
             self.packed.block_until_ready()
@@ -338,5 +364,11 @@ class DeferredCounts:
 def _host_words(ready: jax.Array) -> np.ndarray:
     """A copy of an int32[n] in host memory, which NumPy's own way would fetch through a stream."""
     shard = ready.addressable_data(0)
+    platforms, kind = {device.platform for device in shard.devices()}, shard.sharding.memory_kind
+    if kind == "device" and platforms != {"cpu"}:
+        raise ValueError(
+            f"these counts lie in memory of kind {kind!r}, which the host cannot read: leave them "
+            "in pinned host memory, where DeferredCounts.start put them"
+        )
     words = (ctypes.c_int32 * shard.size).from_address(shard.unsafe_buffer_pointer())
     return np.array(words, np.int32)

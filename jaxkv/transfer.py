@@ -21,6 +21,7 @@ from jaxkv.block_copy import (
     BlockCopy,
     check_whole,
     copy_blocks,
+    kept_whole,
     needs_plan,
     plan_pairs,
     result_types,
@@ -28,9 +29,9 @@ from jaxkv.block_copy import (
 )
 from jaxkv.choice import Choice, check_name, choose
 from jaxkv.device_cache import DeviceCache
-from jaxkv.host_ids import as_ids, check_page_ids, ids_on_host, num_ids_of
-from jaxkv.host_pool import HostPool
-from jaxkv.layout import PageGeometry, check_whole_bytes
+from jaxkv.host_ids import HostIds, as_ids, check_page_ids, ids_on_host, num_ids_of
+from jaxkv.host_pool import HostPool, check_pair
+from jaxkv.layout import PageGeometry, check_kept, check_whole_bytes
 from jaxkv.symmetric_memory import SymmetricMemory
 
 Ids = Any  # int32[n] array, list of ints, or HostIds
@@ -185,7 +186,9 @@ def prepare(
     leaves = jax.tree.leaves((state, call.ids))
     check_whole(leaves)
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-    if not traced:
+    if traced:
+        _check_arguments(call.ids, _OPERATIONS[operation][0])
+    else:
         _check_concrete(call, leaves, _OPERATIONS[operation][0])
     return call, traced
 
@@ -246,7 +249,12 @@ def _run(call: PreparedCall, implementation: str | None) -> Any:
         return call.rebuild([list(copy.written) for copy in call.copies])
     chosen = [choose(copy, call.ids, implementation) for copy in call.copies]
     with jax.named_scope(f"jaxkv.{call.copies[0].operation}"):
-        return call.rebuild(_copy_all(call, chosen))
+        copies = [
+            copy.kept_whole(sources=choice.implementation == "dma")
+            for copy, choice in zip(call.copies, chosen, strict=True)
+        ]
+        written = _copy_all(dataclasses.replace(call, copies=copies), chosen)
+        return call.rebuild(kept_whole(written))
 
 
 def _copy_all(call: PreparedCall, chosen: list[Choice]) -> list[list[Any]]:
@@ -275,7 +283,7 @@ def _copy_all(call: PreparedCall, chosen: list[Choice]) -> list[list[Any]]:
 def _resolve_pages(
     operation: str, pool: HostPool, cache: DeviceCache, layers: int | Sequence[int] | None
 ) -> _Resolved:
-    _check_pair(pool, cache)
+    check_pair(pool, cache)
     to_dense = operation in ("load_pages", "start_load")
     layout = pool.host_layout
     chosen = layout.spec.select_layers(layers)
@@ -307,39 +315,18 @@ def _resolve_pages(
     return [copy], limits, rebuild
 
 
-def _check_pair(pool: HostPool, cache: DeviceCache) -> None:
-    if not isinstance(pool, HostPool):
-        raise TypeError(f"pool must be a jaxkv.HostPool, got {type(pool).__name__}")
-    if not isinstance(cache, DeviceCache):
-        raise TypeError(f"cache must be a jaxkv.DeviceCache, got {type(cache).__name__}")
-    for field in dataclasses.fields(pool.spec):
-        ours, theirs = (getattr(owner.spec, field.name) for owner in (pool, cache))
-        if ours != theirs:
-            raise ValueError(f"{field.name} of the pool is {ours}, of the cache {theirs}")
-    layout = pool.host_layout
-    if tuple(pool.data.shape) != layout.shape or pool.data.dtype != layout.spec.dtype:
-        raise ValueError(
-            f"pool.data must be {layout.spec.dtype}{list(layout.shape)} for layout {pool.layout}, "
-            f"got {pool.data.dtype}{list(pool.data.shape)}"
-        )
-    wanted = (cache.num_pages, *layout.spec.block_shape)
-    for layer, halves in enumerate(cache.layers):
-        for array in halves:
-            if tuple(array.shape) != wanted or array.dtype != layout.spec.dtype:
-                raise ValueError(
-                    f"cache.layers[{layer}] must be {layout.spec.dtype}{list(wanted)} to match the "
-                    f"pool, got {array.dtype}{list(array.shape)}"
-                )
-
-
 def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> _Resolved:
     sources, source_tree = jax.tree.flatten(src)
     destinations, destination_tree = jax.tree.flatten(dst)
     if source_tree != destination_tree:  # type: ignore[operator]
         raise ValueError(f"src has structure {source_tree}, dst {destination_tree}")
     for side, arrays in (("src", sources), ("dst", destinations)):
-        if any(array.ndim < 1 for array in arrays):
-            raise ValueError(f"each array of {side} must be [num_blocks, ...], got a scalar")
+        for array in arrays:
+            if not hasattr(array, "dtype"):
+                raise TypeError(f"{side} must be a pytree of arrays, got {type(array).__name__}")
+            if array.ndim < 1:
+                raise ValueError(f"each array of {side} must be [num_blocks, ...], got a scalar")
+            check_kept(array, f"an array of {side}")
         if len({array.shape[0] for array in arrays}) > 1:
             sizes = [array.shape[0] for array in arrays]
             raise ValueError(f"all arrays of {side} must have as many blocks, got {sizes}")
@@ -387,6 +374,13 @@ _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Any]]] = {
     "start_store": (("device_pages", "host_pages"), _resolve_pages),
     "swap_blocks": (("src_ids", "dst_ids"), _resolve_swap),
 }
+
+
+def _check_arguments(ids: tuple[Any, Any], names: tuple[str, str]) -> None:
+    """What a program closes over, XLA copies: such HostIds are not those that the host made."""
+    for entry, name in zip(ids, names, strict=True):
+        if isinstance(entry, HostIds) and not isinstance(entry.data, jax.core.Tracer):
+            raise ValueError(f"{name}: HostIds must be arguments of the jitted function")
 
 
 def _check_concrete(call: PreparedCall, leaves: list[Any], names: tuple[str, str]) -> None:

@@ -6,7 +6,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from cases import after, assert_refused, donating, make_case, runner
+from cases import after, assert_refused, donating, make_case, mesh_of, runner
 from jax.sharding import SingleDeviceSharding
 
 import jaxkv
@@ -238,3 +238,8 @@ def test_any_leaf_can_stand_in_for_the_data(leaf):
     """As where `jax.tree.map` makes a tree of shardings, or of nothing."""
     made = jax.tree.map(lambda _: leaf, jaxkv.HostIds([1, 2]))
     assert isinstance(made, jaxkv.HostIds) and made.data is leaf and made.ids is None
+
+
+def test_ids_can_not_be_split():
+    sharding = jax.NamedSharding(mesh_of(2), jax.P("tp"))
+    assert_refused(lambda: jaxkv.HostIds([1, 2], sharding=sharding), ValueError, "sharding", "tp")

@@ -10,8 +10,8 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from cases import assert_refused, make_case, pointers
-from test_overlap import OVERLAPPED, ids_of, start
+from cases import assert_refused, make_case, mesh_of, pointers
+from test_overlap import OVERLAPPED, check, finish, ids_of, start
 
 import jaxkv
 from jaxkv import _native, liveness
@@ -148,3 +148,48 @@ def test_a_transfer_of_another_trace_is_refused(inside, named):
 
     call = partial(step, case.pool(), case.cache(), *ids)
     assert_refused(call, RuntimeError, "another trace", "argument")
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_a_transfer_without_jit(direction, named):
+    """As one looks for an error: nothing is compiled but the start itself."""
+    case = make_case()
+    numpy_ids, ids = ids_of(case, 5, named)
+    with jax.disable_jit():
+        started = start(direction, case.pool(), case.cache(), *ids, implementation=named)
+        pool, cache = finish(direction, started)
+    check(case, direction, numpy_ids, (pool, cache), case.pool())
+
+
+def test_a_transfer_in_a_checkpoint_outside_of_jit(named):
+    case = make_case()
+    numpy_ids, ids = ids_of(case, 5, named)
+
+    @jax.checkpoint
+    def step(pool, cache, *ids):
+        return start("load", pool, cache, *ids, implementation=named).cache
+
+    pool = case.pool()
+    check(case, "load", numpy_ids, (None, step(pool, case.cache(), *ids)), pool)
+
+
+def test_a_layer_that_is_no_number(named):
+    case = make_case()
+    loading = start("load", case.pool(), case.cache(), *ids_of(case, 2, named)[1])
+    assert_refused(lambda: loading.wait(1.0), TypeError, "float", "integer")
+
+
+@pytest.mark.multigpu
+def test_a_split_transfer_is_waited_for_by_each_device(named):
+    case, mesh = make_case(), mesh_of(2)
+    placed = {"mesh": mesh, "head_axis": "tp"}
+    pool, cache = case.pool(**placed), case.cache(**placed)
+    sharding = jax.NamedSharding(mesh, jax.P())
+    make = partial(jaxkv.HostIds, sharding=sharding) if named == "dma" else np.asarray
+    ids = [make(side) for side in ids_of(case, 5, None)[0]]
+    begin = jax.shard_map(
+        partial(jaxkv.start_load, implementation=named), mesh=mesh, out_specs=jax.P("tp"),
+        in_specs=(pool.partition_spec, cache.partition_spec, jax.P(), jax.P()),
+    )  # fmt: skip
+    loading = jax.jit(begin, donate_argnums=1)(pool, cache, *ids)
+    assert_refused(lambda: loading.cache, ValueError, "split", "shard_map")

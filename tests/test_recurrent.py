@@ -215,6 +215,23 @@ def test_shards_of_states():
 
 @pytest.mark.multigpu
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+@pytest.mark.parametrize("traced", [False, True], ids=["concrete", "explicit axes"])
+def test_split_states_outside_shard_map_are_refused(traced):
+    axis = jax.sharding.AxisType.Explicit if traced else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(axis,), devices=jax.devices()[:2])
+    states, rows, accepted = small_call(np.random.default_rng(0))
+    specs = jax.P(None, None, "x"), jax.P(None, "x")
+    split = [
+        jax.device_put(state, jax.NamedSharding(mesh, spec))
+        for state, spec in zip(states, specs, strict=True)
+    ]
+    call = functools.partial(jaxkv.align_preprocess, kinds=[SD, TEMPORAL], state_idx=accepted)
+    with pytest.raises(ValueError, match=r"call this inside jax\.shard_map"):
+        (jax.jit(call) if traced else call)(split, batch_of(rows), accepted)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_what_other_counts_make_of_replicated_states_is_not_replicated():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     states, rows, accepted = small_call(np.random.default_rng(0))
@@ -287,10 +304,22 @@ def test_a_column_past_the_table_is_counted_and_its_row_left():
             {"states": [jnp.zeros((25, 4, 8), "int4"), jnp.zeros((25, 8))]},
             "dtype of leaf 0 must take whole bytes, got int4 of 4 bits",
         ),
+        (
+            {"states": [np.zeros((25, 4, 8)), np.zeros((25, 8))]},
+            "leaf 0 is float64 of 64 bits, the limit is 32 without jax_enable_x64",
+        ),
+        (
+            {"states": [jnp.zeros((25, 4, 8)), np.zeros((25, 8), np.int64)]},
+            "leaf 1 is int64 of 64 bits",
+        ),
         ({"states": [], "kinds": []}, "states has 0 arrays, must have 1 to 256"),
         (
             {"num_accepted": np.ones(5, np.int32)},
             r"num_accepted must be int32\[6\], got int32\[5\]",
+        ),
+        (
+            {"num_accepted": np.full(6, 2**32 + 1)},
+            r"num_accepted must fit int32, got 4294967297 \.\. 4294967297",
         ),
         ({"num_drafts": np.ones(6, np.int16)}, r"num_drafts must be int32\[6\], got int16\[6\]"),
     ],

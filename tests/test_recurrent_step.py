@@ -1,6 +1,7 @@
 """What is known on the host of recurrent states, and when; and the next step's batch."""
 
 import itertools
+import types
 
 import jax
 import numpy as np
@@ -81,6 +82,70 @@ def test_deferred_counts_of_several_steps_in_flight():
         np.testing.assert_array_equal(deferred.read(step=step, request_ids=ids), ids + step)
 
 
+OPERANDS = {"num_accepted": np.ones(2), "step": np.array(7), "request_ids": np.array([30, 10])}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+@pytest.mark.parametrize("value", [2**32 + 5, -(2**31) - 1])
+def test_what_does_not_fit_int32_is_not_cut(name, value):
+    given = {key: operand.astype(np.int64) for key, operand in OPERANDS.items()}
+    jaxkv.DeferredCounts.start(**given)
+    given[name][...] = value
+    with pytest.raises(ValueError, match=rf"{name} must fit int32, got {value} \.\. {value}"):
+        jaxkv.DeferredCounts.start(**given)
+
+
+@pytest.mark.parametrize("name", ["num_accepted", "num_drafts", "next_query_lens"])
+def test_advance_does_not_cut_what_does_not_fit_int32(name):
+    _, batch, accepted, query_lens = next_call(np.random.default_rng(0))
+    counts = {"num_drafts": accepted, "next_query_lens": query_lens, "num_accepted": accepted}
+    with pytest.raises(ValueError, match=f"{name} must fit int32, got 4294967297"):
+        jaxkv.advance(batch, **counts | {name: np.full(10, 2**32 + 1)})
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_counts_that_are_gone(donated):
+    deferred = start_counts(7, [30], [1])
+    if donated:
+        jax.jit(lambda words: words + 1, donate_argnums=0)(deferred.packed)
+    else:
+        deferred.packed.delete()
+    assert deferred.packed.is_deleted()
+    for ask in (deferred.is_ready, lambda: deferred.read(step=7, request_ids=[30])):
+        with pytest.raises(RuntimeError, match="these counts were donated or deleted"):
+            ask()
+
+
+class OfAGpu:
+    """An array as a GPU has it: the pointer must not be followed."""
+
+    def __init__(self, memory_kind):
+        self.sharding = types.SimpleNamespace(memory_kind=memory_kind)
+
+    def addressable_data(self, _):
+        return self
+
+    def devices(self):
+        return [types.SimpleNamespace(platform="gpu")]
+
+    def is_deleted(self):
+        return False
+
+    def is_ready(self):
+        return True
+
+
+def test_counts_in_memory_of_a_device_are_not_read():
+    with pytest.raises(ValueError, match="memory of kind 'device', which the host cannot read"):
+        jaxkv.DeferredCounts(OfAGpu("device")).read(step=7, request_ids=[30])
+    moved = jaxkv.DeferredCounts(jax.device_put(np.array([7, 30, 4], np.int32), jax.devices()[0]))
+    if jax.default_backend() == "cpu":
+        assert moved.read(step=7, request_ids=[30]).tolist() == [4]
+    else:
+        with pytest.raises(ValueError, match="memory of kind 'device'"):
+            moved.read(step=7, request_ids=[30])
+
+
 # --------------------------------------------------------------------------------------------------
 # The next step
 
@@ -137,3 +202,23 @@ def test_advance_holds_its_bounds(longer, message):
     with pytest.raises(Exception, match=message):
         jax.block_until_ready(next_step(batch, accepted, rows.drafts.astype(np.int32), query_lens))
         jaxkv.check_errors()
+
+
+@pytest.mark.parametrize("used", ["query_start_loc", "seq_lens", "num_tokens"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_last_token_that_there_is_room_for(rows, used):
+    """And no more, whatever of the next batch a program uses."""
+    batch = BatchMetadata.from_host(
+        [1] * rows, [7] * rows, [[1, 2]] * rows,
+        max_num_reqs=rows, max_num_tokens=rows, max_blocks=2, block_size=4,
+    )  # fmt: skip
+    ones = np.ones(rows, np.int32)
+
+    @jax.jit
+    def step(query_lens):
+        after = jaxkv.advance(batch, ones, num_drafts=0 * ones, next_query_lens=query_lens)
+        return getattr(after, used)
+
+    jaxkv.check_errors(step(ones))
+    with pytest.raises(Exception, match=f"num_tokens = {2 * rows} exceeds"):
+        jaxkv.check_errors(jax.block_until_ready(step(ones + 1)))

@@ -199,29 +199,6 @@ def test_ids_of_an_empty_copy_are_checked(src_shape, dst_shape, ids, words, form
     assert_refused(lambda: jaxkv.swap_blocks(src, dst, *ids), jaxkv.PageIndexError, *words)
 
 
-@pytest.mark.parametrize("fuse_slices", [False, pytest.param(True, marks=pytest.mark.gpu)])
-def test_a_layer_is_sliced_off_a_stack_and_put_back(implementation, fuse_slices):
-    """XLA for GPUs can fuse slice and update with the call: its result is then in the stack."""
-    rng = np.random.default_rng(0)
-    src = random_array(rng, (9, 256), "int32")
-    stack = random_array(rng, (3, 12, 256), "int32")
-    ids = [as_ids(side, implementation) for side in IDS]
-    options = {"xla_gpu_enable_dynamic_slice_fusion": True} if fuse_slices else None
-
-    @partial(jax.jit, donate_argnums=1, compiler_options=options)
-    def all_layers(src, stack, *ids):
-        def step(layer, stack):
-            swap = partial(jaxkv.swap_blocks, implementation=implementation)
-            return stack.at[layer].set(swap(src, stack[layer], *ids))
-
-        return jax.lax.fori_loop(0, 3, step, stack)
-
-    want = [swapped({"": src}, {"": layer}, *IDS)[""] for layer in stack]
-    out = all_layers(place(src, "pinned_host"), place(stack, "device"), *ids)
-    jaxkv.check_errors(out)
-    assert_same_bytes(out, np.stack(want), "stack")
-
-
 @pytest.mark.parametrize("side", ["src", "dst"])
 def test_more_blocks_than_ids_can_name(side):
     few, many = (jax.ShapeDtypeStruct((n, 1), np.int8) for n in (9, 2**31))

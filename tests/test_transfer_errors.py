@@ -1,5 +1,7 @@
 """What a page copy refuses: each error by its key words, and nothing written."""
 
+import pickle
+from functools import partial
 from itertools import product
 
 import jax
@@ -242,3 +244,46 @@ def test_a_wrong_pool_is_refused(arguments, words):
 def test_errors_are_what_their_names_promise():
     assert issubclass(jaxkv.PageIndexError, IndexError)
     assert issubclass(jaxkv.HostMemoryError, MemoryError)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float64"])
+@pytest.mark.parametrize("ids", [[], [0]], ids=["no ids", "an id"])
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_64_bit_arrays_of_numpy_are_not_cut(side, ids, dtype):
+    wide, array = np.zeros((2, 2), dtype), np.zeros((2, 2), np.int32)
+    src, dst = (wide, array) if side == "src" else (array, wide)
+    assert_refused(
+        lambda: jaxkv.swap_blocks(src, dst, ids, ids), ValueError, side, dtype, "64 bits", "32"
+    )
+
+
+def test_what_are_no_arrays():
+    array = jnp.zeros((2, 2))
+    assert_refused(
+        lambda: jaxkv.swap_blocks([[1.0]], [[array]], [0], [0]), TypeError, "src", "float"
+    )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_host_ids_that_a_program_closes_over(direction):
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    ids = [jaxkv.HostIds([1, 2]), jaxkv.HostIds([0, 1])]
+    call = jax.jit(lambda pool, cache: copy(direction, pool, cache, *ids), donate_argnums=(0, 1))
+    assert_refused(lambda: call(pool, cache), ValueError, "HostIds", "arguments of the jitted")
+    case.assert_holds(pool, cache)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_pool_that_lost_its_memory(direction):
+    case = make_case()
+    pool = pickle.loads(pickle.dumps(case.pool()))
+    call = partial(copy, direction, pool, case.cache(), [1], [2])
+    assert_refused(call, ValueError, "pool.data", "pinned_host", "is in device")
+
+
+@pytest.mark.parametrize("layers", [np.int32(1), np.array(1), np.array([1])], ids=repr)
+def test_layers_may_be_numbers_of_numpy(layers):
+    case = make_case()
+    out = jaxkv.load_pages(case.pool(), case.cache(), [1], [2], layers=layers)
+    case.assert_holds(case.pool(), out, **case.expected("load", [1], [2], 1))

@@ -11,6 +11,7 @@ Semantics are those of vLLM's CommonAttentionMetadata and of the helpers around 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,19 +80,22 @@ class BatchMetadata:
             a block on each.
 
         Raises:
+          TypeError: a size that is no integer.
           ValueError: more requests, tokens or blocks than the bounds allow, a request whose query
             is longer than its context, or whose context has no blocks, a block whose slots no int32
-            can tell, or a size below 1.
+            can tell, a size below 1, or lists that are not of integers in one dimension.
         """
-        _at_least_1(
+        max_num_reqs, max_num_tokens, max_blocks, block_size, cp_world_size = _at_least_1(
             max_num_reqs=max_num_reqs,
             max_num_tokens=max_num_tokens,
             max_blocks=max_blocks,
             block_size=block_size,
             cp_world_size=cp_world_size,
         )
-        query, context = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
+        query, context = _integers("query_lens", query_lens), _integers("seq_lens", seq_lens)
         blocks = np.array([len(row) for row in block_table], np.int64)
+        rows = [row for row in block_table if len(row)]
+        block_ids = _integers("rows of block_table", np.concatenate(rows) if rows else ())
         if not len(query) == len(context) == len(blocks):
             raise ValueError(
                 f"query_lens, seq_lens and block_table name {len(query)}, {len(context)} and "
@@ -117,8 +121,7 @@ class BatchMetadata:
         if num_tokens > max_num_tokens:
             raise ValueError(f"{num_tokens} query tokens exceed max_num_tokens={max_num_tokens}")
         table = np.full((max_num_reqs, max_blocks), NULL_BLOCK, np.int64)
-        for i, row in enumerate(block_table):
-            table[i, : len(row)] = row
+        table[:num_reqs][np.arange(max_blocks) < blocks[:, None]] = block_ids
         most = 2**31 // block_size - 1
         if table.min() < 0 or table.max() > most:
             raise ValueError(
@@ -160,10 +163,34 @@ class BatchMetadata:
         return jnp.arange(self.max_num_reqs, dtype=jnp.int32) < self.num_reqs
 
 
-def _at_least_1(**sizes: int) -> None:
+def check_rows(name: str, array: Any, rows: int, *others: int | str) -> None:
+    """Raises a ValueError unless `array` is [rows, *others]; a word stands for any size.
+
+    JAX would broadcast one row to all, and read the last one for those that are not there.
+    """
+    shape = np.shape(array)
+    fixed = [(i, size) for i, size in enumerate((rows, *others)) if isinstance(size, int)]
+    if len(shape) != 1 + len(others) or any(shape[i] != size for i, size in fixed):
+        wanted = ", ".join([f"{rows} rows", *map(str, others)])
+        raise ValueError(f"{name} must be [{wanted}], got {shape}")
+
+
+def _integers(name: str, values: Any) -> np.ndarray:
+    """`values` as int64[n]."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{name} must be integers in one dimension, got {array.dtype}{[*array.shape]}"
+        )
+    return array.astype(np.int64, copy=False)
+
+
+def _at_least_1(**sizes: int) -> list[int]:
+    """The sizes as Python's integers: NumPy's would make int64 of int32 under x64."""
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}")
+    return [operator.index(value) for value in sizes.values()]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -354,12 +381,14 @@ def split_decodes_and_prefills(
         are decodes.
 
     Raises:
-      ValueError: a threshold below 0, or `is_prefilling` is missing.
+      ValueError: a threshold below 0, or `is_prefilling` is missing or of another shape.
     """
     if decode_threshold < 0:
         raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
     if not treat_short_extends_as_decodes and is_prefilling is None:
         raise ValueError("treat_short_extends_as_decodes=False needs is_prefilling, bool[B]")
+    if is_prefilling is not None:
+        check_rows("is_prefilling", is_prefilling, batch.max_num_reqs)
     batch = on_device(batch)
     query = batch.query_lens
     is_prefill = query > decode_threshold

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxkv.metadata.common import (
     NULL_BLOCK,
     BatchMetadata,
+    check_rows,
     num_computed_tokens,
     token_to_request,
 )
@@ -131,8 +132,8 @@ def build(
         other regardless of direction and window; those with first >= last are padding.
 
     Raises:
-      ValueError: a window below 1 token, a cache without blocks, or more slots in the cache than an
-        int32 can tell.
+      ValueError: a window below 1 token, a cache without blocks, more slots in the cache than an
+        int32 can tell, or ranges of another shape.
     """
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be >= 1 token, got {sliding_window}")
@@ -142,6 +143,8 @@ def build(
         raise ValueError(
             f"num_blocks={num_blocks} of {batch.block_size} tokens are more than 2**31 slots"
         )
+    if mm_prefix_range is not None:
+        check_rows("mm_prefix_range", mm_prefix_range, batch.max_num_reqs, "ranges", 2)
     batch, mm_prefix_range = on_device((batch, mm_prefix_range))
     logical = physical_to_logical(batch, num_blocks)
     spans = _spans(batch, causal, sliding_window, mm_prefix_range)

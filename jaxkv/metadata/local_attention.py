@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
+from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, check_rows
 from jaxkv.metadata.segments import cdiv, on_device, prefix_sum, row_of
 
 
@@ -30,11 +30,13 @@ class LocalAttention:
         are those of the batch it came from.
       request: int32[V], the row that each row is a piece of; 0 in padding rows.
       chunk: int32[V], which chunk of its context that is; 0 in padding rows.
+      num_rows: B, rows of the batch it came from.
     """
 
     batch: BatchMetadata
     request: Any
     chunk: Any
+    num_rows: int = dataclasses.field(metadata={"static": True})
 
     def gather(self, block_table: Any) -> Any:
         """int32[V, chunk_size / block_size], the blocks of each row in another block table.
@@ -44,7 +46,11 @@ class LocalAttention:
 
         Args:
           block_table: int32[B, W'] of the same requests, such as another cache group's.
+
+        Raises:
+          ValueError: `block_table` of another number of rows.
         """
+        check_rows("block_table", block_table, self.num_rows, "blocks")
         return _gather(
             block_table, self.batch.row_mask, self.request, self.chunk, self.batch.max_blocks
         )
@@ -100,6 +106,7 @@ def local_attention_batches(batch: BatchMetadata, chunk_size: int) -> LocalAtten
         ),
         request=request,
         chunk=chunk,
+        num_rows=batch.max_num_reqs,
     )
 
 

@@ -21,6 +21,7 @@ from jaxkv.metadata.common import (
     NULL_BLOCK,
     BatchMetadata,
     Split,
+    check_rows,
     num_computed_tokens,
     split_decodes_and_prefills,
 )
@@ -136,13 +137,21 @@ def build(
         no prompt is padded by drafts.
 
     Raises:
-      ValueError: an unknown mode, fewer than 1 token a chunk, a number of drafts below 0, or a
-        block table too narrow for the drafts' states.
+      ValueError: an unknown mode, fewer than 1 token a chunk, a number of drafts below 0, a block
+        table too narrow for the drafts' states, or numbers of another shape than [B].
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be >= 1 token, got {chunk_size}")
+    of_rows = {
+        "is_prefilling": is_prefilling,
+        "num_accepted_tokens": num_accepted_tokens,
+        "num_draft_tokens": num_draft_tokens,
+    }
+    for name, values in of_rows.items():
+        if values is not None:
+            check_rows(name, values, batch.max_num_reqs)
     all_states = mode == "all"
     if all_states and chunk_size is None:
         chunk_size = batch.block_size

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.metadata.common import BatchMetadata, token_positions, token_to_request
+from jaxkv.metadata.common import BatchMetadata, check_rows, token_positions, token_to_request
 from jaxkv.metadata.segments import on_device
 
 NO_RANGE = -1  # start and end for a token that lies in no range
@@ -117,7 +117,11 @@ def query_ranges(batch: BatchMetadata, ranges: Any) -> Any:
 
     Returns:
       int32[T, 2], first and last position; NO_RANGE twice for tokens outside and for padding.
+
+    Raises:
+      ValueError: `ranges` of another shape.
     """
+    check_rows("ranges", ranges, batch.max_num_reqs, "ranges", 2)
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
     row = token_to_request(batch.query_start_loc, batch.max_num_tokens)
     position = token_positions(batch)[:, None]

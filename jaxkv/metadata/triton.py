@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .common import BatchMetadata, slot_mapping, token_positions
+from .common import BatchMetadata, check_rows, slot_mapping, token_positions
 
 _PROGRAMS_2D = 128  # with fewer the kernel without segments leaves SMs idle
 
@@ -74,7 +74,7 @@ def build(
       mm_prefix_range: int32[B, R, 2], see `TritonMetadata`.
 
     Raises:
-      ValueError: a size below 1, or ranges of another number of rows.
+      ValueError: a size below 1, or ranges of another shape.
     """
     sizes = {
         "num_q_heads": num_q_heads,
@@ -85,13 +85,8 @@ def build(
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be >= 1, got {size}")
-    rows = batch.max_num_reqs
-    if mm_prefix_range is not None and (
-        mm_prefix_range.ndim != 3 or mm_prefix_range.shape[::2] != (rows, 2)
-    ):
-        raise ValueError(
-            f"mm_prefix_range must be [{rows} rows, ranges, 2], got {mm_prefix_range.shape}"
-        )
+    if mm_prefix_range is not None:
+        check_rows("mm_prefix_range", mm_prefix_range, batch.max_num_reqs, "ranges", 2)
     threshold = _PROGRAMS_2D // num_kv_heads
     scratch = (threshold, num_q_heads, num_softmax_segments)
     padded_head = 1 << (head_dim - 1).bit_length()

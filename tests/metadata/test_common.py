@@ -67,6 +67,11 @@ def from_host(query=(1,), seq=(1,), table=((1,),), **sizes) -> BatchMetadata:
         ({"max_blocks": 0}, "max_blocks must be >= 1"),
         ({"block_size": 0}, "block_size must be >= 1"),
         ({"cp_world_size": 0}, "cp_world_size must be >= 1"),
+        ({"query": (0.9,)}, r"query_lens must be integers in one dimension, got float64\[1\]"),
+        ({"seq": (1.9,)}, r"seq_lens must be integers .* got float64\[1\]"),
+        ({"query": ([1],)}, r"query_lens must be integers .* got int64\[1, 1\]"),
+        ({"table": ((1, 2.2),)}, r"rows of block_table must be integers .* got float64\[2\]"),
+        ({"table": ([[1]],)}, r"rows of block_table must be integers .* got int64\[1, 1\]"),
     ],
 )
 def test_from_host_refuses(arguments, message):
@@ -80,6 +85,17 @@ def test_from_host_up_to_its_limits():
     assert batch.block_table[0, 0] * 4 + 3 == 2**31 - 1
     assert from_host((), (), ()).num_reqs == 0
     assert from_host(seq=(8,), cp_world_size=2).seq_lens[0] == 8
+
+
+def test_sizes_of_numpy_leave_int32_as_it_is():
+    sizes = {"max_num_reqs": 2, "max_num_tokens": 4, "max_blocks": 3, "block_size": 4}
+    with jax.enable_x64(True):
+        batch = from_host(**{name: np.int64(size) for name, size in sizes.items()})
+        assert type(batch.block_size) is type(batch.max_num_tokens) is int
+        assert_same(common.slot_mapping(batch, common.token_positions(batch)), [4, -1, -1, -1])
+    for name in sizes:
+        with pytest.raises(TypeError, match="float"):
+            from_host(**{name: 4.5})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -381,5 +397,7 @@ def test_split_by_hand(query, threshold, options, want):
 def test_split_refuses():
     with pytest.raises(ValueError, match="decode_threshold must be >= 0 tokens, got -1"):
         common.split_decodes_and_prefills(from_host(), -1)
+    with pytest.raises(ValueError, match=r"is_prefilling must be \[2 rows\], got \(1,\)"):
+        common.split_decodes_and_prefills(from_host(), is_prefilling=np.ones(1, bool))
     with pytest.raises(ValueError, match="needs is_prefilling"):
         common.split_decodes_and_prefills(from_host(), treat_short_extends_as_decodes=False)

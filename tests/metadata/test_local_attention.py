@@ -136,6 +136,14 @@ def test_full_batch_of_decodes():
     check(Case([1] * 1024, [64] * 1024, [[1, 2, 3, 4]] * 1024, b), 2)
 
 
+@pytest.mark.parametrize("shape", [(2, 6), (6, 6), (5,)])
+def test_another_table_must_be_of_the_same_requests(shape):
+    local = local_attention_batches(Case([1], [1], [[1]], FEW).batch(), FEW.block_size)
+    local.gather(np.zeros((5, 9), np.int32))
+    with pytest.raises(ValueError, match=r"block_table must be \[5 rows, blocks\], got \("):
+        jax.jit(local.gather)(np.zeros(shape, np.int32))
+
+
 @pytest.mark.parametrize("bounds", [ONE, FEW])
 def test_chunk_size_must_be_of_blocks(bounds):
     batch = Case([1], [1], [[1]], bounds).batch()

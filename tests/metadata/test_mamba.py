@@ -295,3 +295,12 @@ def test_bad_arguments():
         mamba.build(batch, is_prefilling=prompt, chunk_size=0)
     with pytest.raises(ValueError, match=r"num_spec_tokens=8 tokens are outside \[0, 8\)"):
         mamba.build(batch, is_prefilling=prompt, num_spec_tokens=8)
+
+
+@pytest.mark.parametrize("name", ["is_prefilling", "num_accepted_tokens", "num_draft_tokens"])
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (4, 1)])
+def test_refuses_another_number_of_rows(name, shape):
+    rows = {"is_prefilling": np.zeros(4, bool), "num_accepted_tokens": np.ones(4, np.int32)}
+    arguments = rows | {name: np.ones(shape, rows["is_prefilling"].dtype)}
+    with pytest.raises(ValueError, match=rf"{name} must be \[4 rows\], got \{str(shape)[:-1]}"):
+        mamba.build(prefills([4] * 4, [1] * 4), num_spec_tokens=1, **arguments)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxkv.metadata import flex, triton
 from jaxkv.metadata.common import BatchMetadata
 from jaxkv.metadata.prefix_lm import Feature, prefix_ranges, query_ranges
 
@@ -113,6 +114,27 @@ def test_no_ranges_at_all():
     )
     ranges = prefix_ranges([[]], max_num_reqs=1, max_ranges=0)
     assert_same(query_ranges(batch, ranges), [(-1, -1)] * 3)
+
+
+HEADS = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+READERS = {
+    "query_ranges": query_ranges,
+    "flex": lambda batch, ranges: flex.build(batch, num_blocks=9, mm_prefix_range=ranges),
+    "triton": lambda batch, ranges: triton.build(batch, **HEADS, mm_prefix_range=ranges),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("shape", [(2, 1, 2), (8, 1, 2), (4, 1, 3), (4, 2), (4, 1, 2, 1)])
+def test_refuses_ranges_of_another_shape(reader, shape):
+    batch = BatchMetadata.from_host(
+        [2] * 4, [8] * 4, [[1], [2], [3], [4]],
+        max_num_reqs=4, max_num_tokens=8, max_blocks=1, block_size=8,
+    )  # fmt: skip
+    READERS[reader](batch, np.zeros((4, 1, 2), np.int32))
+    with pytest.raises(ValueError, match=r"must be \[4 rows, ranges, 2\], got ") as error:
+        READERS[reader](batch, np.zeros(shape, np.int32))
+    assert str(shape) in str(error.value)
 
 
 @pytest.mark.parametrize(
