@@ -25,7 +25,8 @@ replayed. Derivatives are those of `psum`.
 
 With JAXKV_DEBUG_COLLECTIVES=1 in the environment of all processes when a `SymmetricMemory` is
 created, devices compare algorithm, bytes, dtype and number of each call before it, and a call that
-differs raises a PeerTimeoutError which names both (as NCCL's and PyTorch's debug modes do).
+differs fails like one that nobody came to; the error names both (as NCCL's and PyTorch's debug
+modes do).
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxkv import _native
-from jaxkv.tuning.all_reduce import table_for
 
 if TYPE_CHECKING:
     from jaxkv.symmetric_memory import SymmetricMemory
@@ -64,24 +64,29 @@ def all_reduce(
     which makes one call of all rows, and where derivatives are taken.
 
     Calls of one program follow each other in the order in which it makes them, of whatever memory.
-    The body of a loop, of an inner `jit` or of `jax.checkpoint` is a program of its own: calls in
-    there and calls beside it must depend on each other (`jax.lax.optimization_barrier` makes them),
-    or a device may come to them in another order than its peers.
+    The body of a `shard_map`, of a loop, of an inner `jit` or of `jax.checkpoint` is a program of
+    its own, and so is a branch of `cond`: calls in there and calls beside it, also those of two
+    `shard_map`s in one `jit`, must depend on each other (`jax.lax.optimization_barrier` makes
+    them), or a device may come to them in another order than its peers.
 
     Args:
       memory: of the mesh that `shard_map` runs on.
       x: array or pytree of arrays of any shape.
       axis_name: the axis of `memory`.
       implementation: "low_latency", "one_shot", "two_shot", "multimem", "psum", or None for what
-        the tuning table names for the array's size, and psum for what that cannot serve.
+        the tuning table of `memory` names for the array's size, and psum for what that cannot
+        serve.
 
     Returns:
       Arrays of the shapes and dtypes of `x`.
 
     Raises:
-      ValueError: the axis is not that of `memory`, or the name of an implementation is unknown.
+      ValueError: the axis or the mesh is not that of `memory`, or the name of an implementation is
+        unknown. Devices in another order are seen when the program is lowered, but not where JAX
+        knows an abstract mesh only.
       NotImplementedError: `implementation` does not serve this call, and why.
-      PeerTimeoutError: a device waited in vain in a call before.
+      PeerTimeoutError: while tracing, a device waited in vain in a call before. A compiled call
+        raises `jax.errors.JaxRuntimeError` for that, with this name in its text.
     """
     _check_axis_name(memory, axis_name)
     _check_mesh(memory)
@@ -101,7 +106,7 @@ def choose(memory: SymmetricMemory, x: Any, implementation: str | None) -> tuple
         known = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"implementation must be one of {known}, got {implementation!r}")
     num_bytes = int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize
-    table = table_for(memory.mesh.devices.flat[0].device_kind)
+    table = memory._table
     wanted = implementation or table.algorithm(memory.world_size, num_bytes)
     refusal = _refusal(memory, wanted, num_bytes, x.dtype)
     if refusal and implementation:
@@ -118,6 +123,7 @@ def explain(
     _check_axis_name(memory, axis_name)
     lines = []
     for leaf in jax.tree.leaves(x):
+        leaf = jax.eval_shape(jnp.asarray, leaf)
         name, why = choose(memory, leaf, implementation)
         lines.append(f"all_reduce of {leaf.dtype}{list(leaf.shape)}: {name} ({why})")
     return "\n".join(lines)
@@ -156,12 +162,35 @@ def _check_mesh(memory: SymmetricMemory) -> None:
         )
 
 
+def _check_devices(expected: jax.sharding.Mesh, axis_context: Any, axis_name: str) -> None:
+    """Like that, once the program is lowered and its mesh may have devices."""
+    here = getattr(axis_context, "mesh", None)
+    if not isinstance(here, jax.sharding.Mesh):
+        return
+    ours, theirs = (
+        [[device.id for device in group] for group in groups_of(mesh, axis_name)]
+        for mesh in (expected, here)
+    )
+    if sorted(ours) != sorted(theirs):
+        raise ValueError(
+            f"all_reduce must run in a shard_map over the symmetric memory's mesh, whose devices "
+            f"along {axis_name!r} are {ours}, got a mesh of the same shape with {theirs}"
+        )
+
+
+def groups_of(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
+    """The devices along an axis, `[num_groups, size of the axis]`."""
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
+    return devices.reshape(-1, devices.shape[-1])
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """What of a call is static. No reference to the memory: programs may outlive it."""
 
     memory: weakref.ref[SymmetricMemory]
     communicator: int
+    mesh: jax.sharding.Mesh
     axis_name: str
     asked: str | None
     algorithm: str
@@ -174,7 +203,8 @@ def _all_reduce_array(memory: SymmetricMemory, x: Any, *, implementation: str | 
         if name == "psum" or x.size == 0:
             return jax.lax.psum(x, memory.axis_name)
         _native.extension()
-        call = _Call(weakref.ref(memory), memory._id, memory.axis_name, implementation, name)
+        whose = weakref.ref(memory), memory._id, memory.mesh, memory.axis_name
+        call = _Call(*whose, implementation, name)
         return _reduce_p.bind(x, call=call)
 
 
@@ -203,6 +233,7 @@ def _batched(args: Sequence[Any], dims: Sequence[Any], *, call: _Call) -> tuple[
 
 
 def _lower(context: Any, x: Any, *, call: _Call) -> Sequence[Any]:
+    _check_devices(call.mesh, context.module_context.axis_context, call.axis_name)
     token_type = jax.typeof(np.zeros(1, np.int32))
     token = _last_token() or mlir.ir_constant(np.zeros(1, np.int32))
     context = context.replace(
@@ -220,6 +251,9 @@ def _lower(context: Any, x: Any, *, call: _Call) -> Sequence[Any]:
 
 def _last_token() -> Any | None:
     """What the call before returned, if there is one in this program.
+
+    That is a block of MLIR: calls in the body of a loop, of an inner `jit`, of `jax.checkpoint`, in
+    a branch of `cond` or in another `shard_map` are not seen from here.
 
     All devices run one program, but only data keeps its calls in one order: the CPU backend runs
     what does not depend on each other at the same time, and so may a CUDA graph. The calls of all

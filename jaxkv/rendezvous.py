@@ -66,11 +66,11 @@ class Rendezvous:
         key = f"{self._prefix}/{self._steps}"
         cause = None
         try:
-            said = {"result": work()}
+            said = json.dumps({"result": work()})
         except Exception as error:
             cause = error
-            said = {"error": f"{type(error).__name__}: {error}"}
-        self._store.key_value_set(f"{key}/{jax.process_index()}", json.dumps(said))
+            said = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        self._store.key_value_set(f"{key}/{jax.process_index()}", said)
         heard = self._hear(key)
         verdict = self._agree(key, self._failure(name, heard))
         if verdict != SUCCESS:

@@ -19,6 +19,8 @@ variable nothing of the driver's multicast is called. On the CPU backend memory 
 from __future__ import annotations
 
 import functools
+import numbers
+import operator
 import os
 import pathlib
 import warnings
@@ -28,13 +30,17 @@ from typing import Any
 import jax
 import numpy as np
 
+import jaxkv
 from jaxkv import _native
-from jaxkv.all_reduce import all_reduce
+from jaxkv.all_reduce import all_reduce, groups_of
 from jaxkv.errors import PeerTimeoutError
 from jaxkv.rendezvous import Rendezvous
-from jaxkv.tuning.all_reduce import WORLD_SIZES
+from jaxkv.tuning.all_reduce import VARIABLE, WORLD_SIZES, table_for
 
 WORD_BYTES = 16
+LINE_BYTES = 128  # which links carry at once
+TIMEOUT_S = 30.0
+MAX_TIMEOUT_S = 1e9  # in nanoseconds, and added to a clock, it fits into 64 bits
 DEBUG_VARIABLE = "JAXKV_DEBUG_COLLECTIVES"
 MULTICAST_VARIABLE = "JAXKV_MULTICAST"
 # Of the mailboxes of all peers, in bytes:
@@ -65,21 +71,23 @@ class SymmetricMemory:
     def __init__(
         self, mesh: jax.sharding.Mesh, axis_name: str, max_bytes: int, timeout_s: float
     ) -> None:
-        groups = _groups(mesh, axis_name)
-        if max_bytes < 1:
-            raise ValueError(f"max_bytes must be at least 1 byte, got {max_bytes}")
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be more than 0 seconds, got {timeout_s}")
         self.mesh = mesh
         self.axis_name = axis_name
-        self.world_size = groups.shape[1]
-        self.max_bytes = max_bytes
-        self.quick_bytes = _whole_words(min(max(max_bytes, 32), QUICK_BYTES // self.world_size))
-        self.slot_bytes = _whole_words(min(max_bytes, SLOT_BYTES // self.world_size))
-        self._multicast_refusal = _multicast_refusal(groups)
-        self._rendezvous = Rendezvous({d.process_index for d in groups.flat}, timeout_s)
-        self._agree_on_arguments()
-        self._allocate_and_map(groups)
+        seconds = _seconds_of(timeout_s)
+        # Refusals come later, in a step of all: processes meet by the number of their meetings.
+        self._rendezvous = Rendezvous(_processes(mesh), seconds or TIMEOUT_S)
+
+        def arguments() -> list[Any]:
+            if seconds is None:
+                raise ValueError(
+                    f"timeout_s must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds, "
+                    f"got {timeout_s!r}"
+                )
+            self._take(_groups(mesh, axis_name), _bytes_of(max_bytes))
+            return [self._arguments(), _host()]
+
+        self._agree(self._rendezvous.step("arguments of symmetric memory", arguments))
+        self._allocate_and_map(groups_of(mesh, axis_name))
 
     @classmethod
     def create(
@@ -88,7 +96,7 @@ class SymmetricMemory:
         axis_name: str,
         *,
         max_bytes: int = 64 << 20,
-        timeout_s: float = 30.0,
+        timeout_s: float = TIMEOUT_S,
     ) -> SymmetricMemory:
         """Allocates the workspaces, maps them into all peers and loads all kernels.
 
@@ -99,15 +107,17 @@ class SymmetricMemory:
           axis_name: the axis along which devices work together; 2, 4, 6 or 8 of them.
           max_bytes: the largest array, in bytes, to serve. A device gives up to
             58 MiB for it, and 8 MiB more with JAXKV_MULTICAST=1.
-          timeout_s: how long a device waits for its peers, in seconds; and a process for the
-            others, in each step of creation and in `close`.
+          timeout_s: how long a device waits for its peers, in seconds, up to 1e9; and a process
+            for the others, in each step of creation and in `close`.
 
         Raises:
-          ValueError: the mesh or a number does not fit, or not to those of another process, and
-            why.
+          ValueError: the mesh, a number or the tuning table does not fit, or not to those of
+            another process, and why.
+          OSError: the tuning table that the environment names can't be read.
           RuntimeError: no memory, no peer access, or with JAXKV_MULTICAST=1 a call of the driver
             for multicast that failed; or a process did not come. With several processes all raise
-            the same, which names the process and what it lacked, and all free what they had.
+            this instead of what one of them found, with its text and the process's number, and all
+            free what they had.
         """
         return cls(mesh, axis_name, max_bytes, timeout_s)
 
@@ -148,7 +158,8 @@ class SymmetricMemory:
         """Frees the memory; closing again does nothing.
 
         Wait for the results of the last step first: a device that comes later fails, and its peers
-        wait for it until their time is over.
+        wait for it until their time is over. No other thread may dispatch a step meanwhile: on GPUs
+        of one process a call that is just being launched would use memory that is freed.
 
         Of several processes, each waits until the others no longer address its memory, up to
         `timeout_s`. What others may still address then, or if this was not called, stays allocated
@@ -177,23 +188,37 @@ class SymmetricMemory:
         """Of a box of a larger two_shot; 0 if each part of the largest one fits into half a box."""
         part = -(-self.max_bytes // self.world_size)
         fits = _whole_words(part) <= self.quick_bytes // WORD_BYTES // 2 * WORD_BYTES
-        return 0 if fits else _whole_words(TILE_BYTES // self.world_size)
+        return 0 if fits else _box_bytes(TILE_BYTES // self.world_size)
 
     def _multicast_bytes(self) -> int:
         return _whole_words(min(max(self.max_bytes, self.world_size * WORD_BYTES), MULTICAST_BYTES))
 
-    def _agree_on_arguments(self) -> None:
-        """Raises the same error in all processes unless they ask for the same thing."""
-        mesh, rendezvous = self.mesh, self._rendezvous
-        arguments = {
-            "devices": [device.id for device in mesh.devices.flat],
-            "mesh": list(mesh.shape.items()),
+    def _take(self, groups: np.ndarray, max_bytes: int) -> None:
+        self.world_size = groups.shape[1]
+        self.max_bytes = max_bytes
+        quick_bytes = min(max(max_bytes, 2 * WORD_BYTES), QUICK_BYTES // self.world_size)
+        self.quick_bytes = _box_bytes(quick_bytes, halves=2)  # where two_shot has its parts
+        self.slot_bytes = _box_bytes(min(max_bytes, SLOT_BYTES // self.world_size))
+        self._multicast_refusal = _multicast_refusal(groups)
+        # Kept, or ranks could go different ways after a change of the environment in one process.
+        self._table = table_for(groups.flat[0].device_kind)
+
+    def _arguments(self) -> dict[str, Any]:
+        """What must be the same in all processes."""
+        return {
+            "jaxkv.__version__": jaxkv.__version__,
+            "devices": [device.id for device in self.mesh.devices.flat],
+            "mesh": list(self.mesh.shape.items()),
             "axis_name": self.axis_name,
             "max_bytes": self.max_bytes,
-            "timeout_s": rendezvous.timeout_s,
+            "timeout_s": self._rendezvous.timeout_s,
+            f"tuning table ({VARIABLE})": self._table.rules[self.world_size],
             DEBUG_VARIABLE: os.environ.get(DEBUG_VARIABLE),
         }
-        said = rendezvous.step("arguments of symmetric memory", lambda: [arguments, _host()])
+
+    def _agree(self, said: dict[int, Any]) -> None:
+        """Raises the same error in all processes unless they ask for the same thing."""
+        rendezvous = self._rendezvous
         if len({host for _, host in said.values()}) > 1:
             hosts = {process: host for process, (_, host) in said.items()}
             raise ValueError(f"symmetric memory serves the processes of one host, got {hosts}")
@@ -258,16 +283,37 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
             f"axis {axis_name!r} must have {', '.join(map(str, WORLD_SIZES))} devices, "
             f"got {world_size}"
         )
-    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
-    platforms = {device.platform for device in devices.flat}
+    groups = groups_of(mesh, axis_name)
+    platforms = {device.platform for device in groups.flat}
     if not platforms <= {"cpu"} and not platforms <= {"gpu"}:
         raise ValueError(f"all devices must be of platform cpu or all of gpu, got {platforms}")
-    kinds = {device.device_kind for device in devices.flat}
+    kinds = {device.device_kind for device in groups.flat}
     if len(kinds) > 1:  # block b of a kernel meets only block b of its peers
         raise ValueError(f"all devices must be of one kind, got {', '.join(sorted(kinds))}")
-    if all(device.process_index != jax.process_index() for device in devices.flat):
+    return groups
+
+
+def _processes(mesh: jax.sharding.Mesh) -> set[int]:
+    processes = {device.process_index for device in mesh.devices.flat}
+    if jax.process_index() not in processes:
         raise ValueError(f"the mesh has no device of this process, number {jax.process_index()}")
-    return devices.reshape(-1, world_size)
+    return processes
+
+
+def _bytes_of(max_bytes: Any) -> int:
+    try:
+        number = operator.index(max_bytes)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"max_bytes must be an integer of at least 1 byte, got {max_bytes!r}")
+    return number
+
+
+def _seconds_of(timeout_s: Any) -> float | None:
+    """None if nothing can wait for so long."""
+    seconds = float(timeout_s) if isinstance(timeout_s, numbers.Real) else 0.0
+    return seconds if 0 < seconds <= MAX_TIMEOUT_S else None
 
 
 def _multicast_refusal(groups: np.ndarray) -> str | None:
@@ -291,6 +337,15 @@ def _ordinal(device: jax.Device) -> int:
 
 def _whole_words(num_bytes: int) -> int:
     return -(-num_bytes // WORD_BYTES) * WORD_BYTES
+
+
+def _box_bytes(num_bytes: int, *, halves: int = 1) -> int:
+    """Of a mailbox: whole words or, above a line, as many whole lines in each of its halves.
+
+    A warp's words would lie across one more line if a box began inside of one.
+    """
+    unit = WORD_BYTES if num_bytes <= LINE_BYTES else halves * LINE_BYTES
+    return -(-num_bytes // unit) * unit
 
 
 @functools.cache

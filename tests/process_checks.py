@@ -1,13 +1,15 @@
 """What the processes of test_processes.py check, each of them; run by rank_process.py."""
 
+import dataclasses
 import os
 import re
 import signal
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -20,8 +22,10 @@ from ranks import AXIS, late, on_ranks, sums
 import jaxkv
 from bench.soak import soak
 from jaxkv import _native
+from jaxkv.tuning.all_reduce import VARIABLE, WORLD_SIZES, packaged_table
 
 NATIVE = ("low_latency", "one_shot", "two_shot")
+RULES = ((0, "low_latency"), (999, "one_shot"))
 ME = jax.process_index()
 LAST = jax.process_count() - 1
 FROM_HANDLER = (ValueError, jax.errors.JaxRuntimeError)  # while dispatching, or from a result
@@ -32,8 +36,14 @@ def mesh_of(order: list[int]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array([devices[i] for i in order]), (AXIS,))
 
 
-def create(mesh: jax.sharding.Mesh, *, max_bytes: int = 1 << 14, timeout_s: float = 30.0) -> Any:
-    return jaxkv.SymmetricMemory.create(mesh, AXIS, max_bytes=max_bytes, timeout_s=timeout_s)
+def create(
+    mesh: jax.sharding.Mesh,
+    *,
+    axis_name: str = AXIS,
+    max_bytes: int = 1 << 14,
+    timeout_s: float = 30.0,
+) -> Any:
+    return jaxkv.SymmetricMemory.create(mesh, axis_name, max_bytes=max_bytes, timeout_s=timeout_s)
 
 
 def spread(memory: Any, x: np.ndarray, spec: P | None = None) -> jax.Array:
@@ -204,6 +214,15 @@ def creation_fails_for_all_or_none(order: list[int]) -> list[str]:
     with raises(ValueError) as caught:
         create(mesh, max_bytes=1024 * (1 + ME))
     errors.append(str(caught[0]))
+    with another_table_in_the_last_process(), raises(ValueError) as caught:
+        create(mesh)
+    errors.append(str(caught[0]))
+    # What one process alone refuses puts nobody out of step.
+    refused: list[dict[str, Any]] = [{"max_bytes": 0}, {"timeout_s": -1.0}, {"axis_name": "dp"}]
+    for arguments in refused:
+        with raises(RuntimeError) as caught:
+            create(mesh, **(arguments if ME == LAST else {}))
+        errors.append(str(caught[0]))
     # A process that comes too late raises what the others have raised.
     if ME == LAST:
         time.sleep(3.0)
@@ -214,6 +233,19 @@ def creation_fails_for_all_or_none(order: list[int]) -> list[str]:
         x = operand(mesh.size, 10)
         assert_sums(sums(memory, "one_shot")(spread(memory, x)), x)
     return errors
+
+
+@contextmanager
+def another_table_in_the_last_process() -> Iterator[None]:
+    table = packaged_table("any")
+    table = dataclasses.replace(table, rules=table.rules | dict.fromkeys(WORLD_SIZES, RULES))
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(table.to_text())
+        file.flush()
+        if ME == LAST:
+            os.environ[VARIABLE] = file.name
+        yield
+        os.environ.pop(VARIABLE, None)
 
 
 @contextmanager
@@ -232,6 +264,35 @@ def fails_in_the_last_process(name: str) -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------------------
 # The end
+
+
+def all_ranks_give_up_together(order: list[int]) -> None:
+    """Rank 0 never calls, and rank 1, of its process, late; the others tell rank 1 when to stop."""
+    mesh, timeout_s = mesh_of(order), 4.0
+    with create(mesh, timeout_s=timeout_s) as memory:
+
+        def without_rank_0(x: Any) -> Any:
+            def call(x: Any) -> Any:
+                return memory.all_reduce(x, AXIS, implementation="one_shot")
+
+            return jax.lax.cond(jax.lax.axis_index(AXIS) == 0, lambda x: x, call, x)
+
+        rows = spread(memory, operand(mesh.size, 10))
+        step = on_ranks(memory, without_rank_0).lower(rows).compile()
+        memory.preset(0)  # not before all have compiled it
+        begin = time.monotonic()
+        late = mesh.devices[0].process_index == ME
+        if late:
+            time.sleep(0.8 * timeout_s)
+        with suppress(*FROM_HANDLER):
+            jax.block_until_ready(step(rows))
+        assert time.monotonic() - begin < 1.5 * timeout_s
+        expected = "rank 1 stopped, because rank [23] gave up" if late else "in vain for rank 0"
+        with raises(jaxkv.PeerTimeoutError, expected) as caught:
+            memory.check()
+        error = caught[0]
+        assert isinstance(error, jaxkv.PeerTimeoutError)
+        assert (error.phase == "aborted") == late
 
 
 def closing_waits_for_the_others(order: list[int]) -> None:

@@ -1,6 +1,7 @@
 """`all_reduce`: what it chooses, what it refuses, and what it says of both."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -51,17 +52,55 @@ def test_psum_serves_the_rest(memories, shape, dtype):
     assert_sums(sums(memory)(x), x)
 
 
-def test_explain(memories, tmp_path, monkeypatch):
+@pytest.fixture
+def use_table(tmp_path, monkeypatch):
+    """Makes one that names this algorithm for 2 devices the table of memories to come."""
+
+    def use(algorithm):
+        default = packaged_table("any")
+        table = dataclasses.replace(default, rules=default.rules | {2: ((0, algorithm),)})
+        path = tmp_path / f"{algorithm}.json"
+        path.write_text(table.to_text())
+        monkeypatch.setenv(VARIABLE, str(path))
+
+    return use
+
+
+def test_explain(use_table):
+    use_table("low_latency")
     x = {"a": np.ones(3, np.float32), "b": np.ones(3, np.int32)}
-    default = packaged_table("any")
-    table = dataclasses.replace(default, rules=default.rules | {2: ((0, "low_latency"),)})
-    (tmp_path / "table.json").write_text(table.to_text())
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "table.json"))
-    text = jaxkv.explain(memories[2].all_reduce, x, AXIS)
-    first, second = text.splitlines()
-    assert first.startswith("all_reduce of float32[3]: low_latency (best by ")
+    with memory_of(2) as memory:
+        first, second = jaxkv.explain(memory.all_reduce, x, AXIS).splitlines()
+    assert first == "all_reduce of float32[3]: low_latency (best by low_latency.json)"
     assert second.startswith("all_reduce of int32[3]: psum (low_latency is best by ")
     assert second.endswith("but its dtype must be one of bfloat16, float16, float32, got int32)")
+
+
+@pytest.mark.parametrize("x", [1.0, np.float64(1), np.zeros((), np.float32)], ids=repr)
+def test_explain_takes_what_all_reduce_takes(memories, x):
+    memory = memories[2]
+    text = jaxkv.explain(memory.all_reduce, x, AXIS)
+    assert text.startswith("all_reduce of float32[]: ")
+    step = on_ranks(memory, lambda y: y + memory.all_reduce(x, AXIS))
+    assert (np.asarray(step(np.zeros(2))) == 2 * x).all()
+
+
+def test_a_memory_keeps_its_table(use_table):
+    """Or processes could choose differently, each by its own environment."""
+    use_table("low_latency")
+    with memory_of(2) as memory:
+        use_table("two_shot")
+        text = jaxkv.explain(memory.all_reduce, np.ones(3, np.float32), AXIS)
+        assert "low_latency (best by low_latency.json)" in text
+    with memory_of(2) as memory:
+        text = jaxkv.explain(memory.all_reduce, np.ones(3, np.float32), AXIS)
+        assert "two_shot (best by two_shot.json)" in text
+
+
+def test_a_table_that_is_none_is_said_at_creation(monkeypatch):
+    monkeypatch.setenv(VARIABLE, __file__)
+    with pytest.raises(ValueError, match=f"tuning table {re.escape(__file__)}: "):
+        memory_of(2)
 
 
 def test_what_is_wrong_is_said_while_tracing(memories):
@@ -85,3 +124,31 @@ def test_another_mesh_is_refused(memories):
     x = operand(4, (4,), "float32")
     with pytest.raises(ValueError, match=r"mesh \{'tp': 2\}, got \{'tp': 4\}"):
         on_ranks(memories[4], lambda x: memories[2].all_reduce(x, AXIS))(x)
+
+
+def test_another_order_of_devices_is_refused():
+    """A device knows its rank by the memory's mesh, so the sums would be those of other rows."""
+    if jax.device_count() < 4:
+        pytest.skip("needs 4 devices")
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh, other = (jax.sharding.Mesh(d, ("dp", AXIS)) for d in (devices, devices.T))
+    renamed = jax.sharding.Mesh(devices.T, (AXIS, "dp"))
+    x = operand(4, (3,), "float32").reshape(2, 2, 3)
+
+    def step(mesh):
+        spec = jax.P("dp", AXIS)
+        body = lambda x: memory.all_reduce(x, AXIS, implementation="one_shot")  # noqa: E731
+        return jax.jit(
+            jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        )
+
+    with jaxkv.SymmetricMemory.create(mesh, AXIS, max_bytes=4096) as memory:
+        for same in (mesh, renamed):  # along the axis
+            assert (np.asarray(step(same)(x)) == x.sum(1, keepdims=True)).all()
+        ids = [[device.id for device in row] for row in devices]
+        with pytest.raises(ValueError) as raised:
+            step(other)(x)
+    assert str(raised.value) == (
+        f"all_reduce must run in a shard_map over the symmetric memory's mesh, whose devices along "
+        f"'tp' are {ids}, got a mesh of the same shape with {np.transpose(ids).tolist()}"
+    )

@@ -117,11 +117,21 @@ def test_creation_fails_for_all_or_none(tmp_path, world):
             f"access to peers: process {last} failed: RuntimeError: map_communicator was made to",
             "all processes must create the same symmetric memory, but max_bytes is 1024 in "
             "process 0 and 2048 in process 1",
+            "all processes must create the same symmetric memory, but tuning table "
+            "(JAXKV_TUNING_ALL_REDUCE) is",
+            f"arguments of symmetric memory: process {last} failed: ValueError: max_bytes must be",
+            f"arguments of symmetric memory: process {last} failed: ValueError: timeout_s must be",
+            f"arguments of symmetric memory: process {last} failed: ValueError: axis_name must be",
             f"arguments of symmetric memory: process {last} did not come within 2 s",
         ],
         strict=True,
     ):
         assert error.startswith(expected)
+
+
+def test_all_ranks_give_up_together(tmp_path):
+    """Who times out tells the others, so that none waits for the whole time again."""
+    what_all_say(tmp_path, "all_ranks_give_up_together", TWO_EACH, [2, 3, 0, 1])
 
 
 def test_closing_waits_for_the_others(tmp_path):

@@ -1,6 +1,7 @@
 """`SymmetricMemory`: what it is made of, ranks that do not come, and its end."""
 
 import gc
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from ranks import AXIS, NATIVE, ON_CPU, memory_of, mesh_of, on_ranks, sums
 
 import jaxkv
 from jaxkv import _native, symmetric_memory
+from jaxkv.tuning.all_reduce import WORLD_SIZES
 
 pytestmark = [pytest.mark.multigpu, pytest.mark.usefixtures("multicast")]
 
@@ -37,10 +39,32 @@ def test_arguments():
         ValueError, match=r"axis_name must be one of the mesh's \('tp',\), got 'dp'"
     ):
         jaxkv.SymmetricMemory.create(mesh, "dp")
-    with pytest.raises(ValueError, match="max_bytes must be at least 1 byte, got 0"):
-        jaxkv.SymmetricMemory.create(mesh, AXIS, max_bytes=0)
-    with pytest.raises(ValueError, match="timeout_s must be more than 0 seconds, got 0"):
-        jaxkv.SymmetricMemory.create(mesh, AXIS, timeout_s=0)
+    wrong: Any
+    for wrong in (0, 1e6, "1", None):
+        refusal = f"max_bytes must be an integer of at least 1 byte, got {wrong!r}"
+        with pytest.raises(ValueError, match=re.escape(refusal)):
+            jaxkv.SymmetricMemory.create(mesh, AXIS, max_bytes=wrong)
+    for wrong in (0, -1.0, float("inf"), float("nan"), 2e9, "1"):
+        refusal = f"timeout_s must be more than 0 and at most 1e+09 seconds, got {wrong!r}"
+        with pytest.raises(ValueError, match=re.escape(refusal)):
+            jaxkv.SymmetricMemory.create(mesh, AXIS, timeout_s=wrong)
+    numbers: Any = {"max_bytes": np.int32(64), "timeout_s": np.float32(30)}
+    with jaxkv.SymmetricMemory.create(mesh, AXIS, **numbers) as memory:
+        assert (np.asarray(sums(memory, "one_shot")(X)) == X.sum(0)).all()
+    with jaxkv.SymmetricMemory.create(mesh, AXIS, timeout_s=1e9) as memory:
+        assert (np.asarray(sums(memory, "one_shot")(X)) == X.sum(0)).all()
+        memory.check()
+
+
+@pytest.mark.parametrize("world", WORLD_SIZES)
+@pytest.mark.parametrize("max_bytes", [130, 5000, 64 << 20])
+def test_boxes_begin_where_a_line_begins(world, max_bytes):
+    """So does a part of a two_shot, which lies in a half of a quick box."""
+    with memory_of(world, max_bytes=max_bytes) as memory:
+        assert memory.quick_bytes % 256 == 0
+        assert memory.slot_bytes % 128 == 0 or memory.slot_bytes < 128
+        assert memory._tile_bytes() % 128 == 0
+        assert min(max_bytes, (8 << 20) // world) <= memory.slot_bytes
 
 
 def test_groups_add_up_by_themselves():
@@ -221,18 +245,6 @@ def test_a_rank_that_does_not_come_is_named(algorithm):
         with pytest.raises(jaxkv.PeerTimeoutError):
             sums(memory, algorithm)(X)
         assert time.monotonic() - begin < 30
-
-
-def test_all_ranks_give_up_together():
-    """Who times out tells the others, so that none waits for the whole time again."""
-    with memory_of(4, timeout_s=1.0) as memory:
-        begin = time.monotonic()
-        run_without(memory, 3, "one_shot")
-        with pytest.raises(
-            jaxkv.PeerTimeoutError, match="waited in vain for rank 3 in phase barrier"
-        ):
-            memory.check()
-        assert time.monotonic() - begin < 20
 
 
 # ---------------------------------------------------------------------------------------------
