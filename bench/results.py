@@ -184,7 +184,7 @@ class File:
     @property
     def revision(self) -> str:
         mark = {True: " + changes", False: "", None: " (unverified)"}[self.dirty]
-        return (self.commit or "unknown commit")[:9] + mark
+        return (self.commit[:9] if self.commit else "unknown commit") + mark
 
     def rows_of(self, metric: str) -> list[Row]:
         return [row for row in self.rows if row.metric == metric]

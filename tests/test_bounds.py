@@ -23,7 +23,11 @@ def test_values_within_their_bounds(values, dtype):
 
 
 @pytest.mark.parametrize(
-    "values, words", [((6, 7), "rows = 6 exceeds its bound of 5"), ((5, 8), "pages = 8 exceeds")]
+    "values, words",
+    [
+        ((6, 7), "rows = 6 exceeds its bound of 5"),
+        ((5, 8), "pages = 8 exceeds its bound of 7"),
+    ],
 )
 def test_a_value_beyond_its_bound_is_named(values, words):
     with pytest.raises(Exception, match=words) as raised:  # on CPU the step fails, by JAX's error

@@ -364,3 +364,21 @@ def test_pallas_serves_blocks_in_device_memory(inside_jit):
     jaxkv.check_errors(out)
     assert_same_bytes(out, expected, "destination")
     assert_same_bytes(placed[0], source, "source")
+
+
+@pytest.mark.parametrize(
+    "src, dst, direction",
+    [
+        ("pinned_host", "device", "load"),
+        ("device", "pinned_host", "store"),
+        ("pinned_host", "pinned_host", "store"),
+        ("device", "device", "device"),
+    ],
+)
+def test_the_direction_of_a_swap_is_that_of_its_memories(src, dst, direction):
+    of = partial(jax.sharding.SingleDeviceSharding, jax.devices()[0])
+    source, destination = (
+        put(np.zeros((3, 8), np.int8), of(memory_kind=memory)) for memory in (src, dst)
+    )
+    [copy] = resolve("swap_blocks", (source, destination), ([0], [1]), None).copies
+    assert choice._direction(copy) == direction

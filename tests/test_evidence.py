@@ -152,6 +152,13 @@ def test_revision_without_history_comes_from_the_environment(tmp_path, monkeypat
     assert results.revision(tmp_path) == ("abc", False)
 
 
+@pytest.mark.parametrize(
+    "dirty, mark", [(True, " + changes"), (False, ""), (None, " (unverified)")]
+)
+def test_a_revision_says_whether_files_differed(dirty, mark):
+    assert results.File("gpu", "x", "c0ffee" * 6, dirty, {}, [], []).revision == "c0ffeec0f" + mark
+
+
 def test_age_counts_commits_that_touch_measured_code(repository):
     def age(commit):
         file = results.File("gpu", "x", commit, False, {}, [], [])
@@ -171,7 +178,8 @@ def test_age_counts_commits_that_touch_measured_code(repository):
 def test_read_returns_what_was_saved(saved):
     tests, transfer = results.read(saved)
     assert (tests.name, transfer.name) == ("multigpu_test_2", "transfer")
-    assert transfer.device == "some_gpu"
+    assert (transfer.device, transfer.commit) == ("some_gpu", "0123456789abcdef")
+    assert transfer.dirty is False
     assert transfer.rows == measured().rows
     assert transfer.targets == measured().targets
 
@@ -272,6 +280,11 @@ def test_check_fails_until_the_readme_is_regenerated(saved, tmp_path, monkeypatc
     assert "README.md is out of date" in said and "targets.md is out of date" in said
     assert evidence.main([]) == 0
     assert evidence.main(["--check"]) == 0
+    for path in (readme, targets):  # one alone
+        new = path.read_text()
+        path.write_text(README)
+        assert evidence.main(["--check"]) == 1
+        path.write_text(new)
 
 
 def test_plots_are_reproducible(saved, tmp_path):

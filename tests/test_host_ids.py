@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from functools import partial
 
 import jax
 import numpy as np
@@ -243,3 +244,24 @@ def test_any_leaf_can_stand_in_for_the_data(leaf):
 def test_ids_can_not_be_split():
     sharding = jax.NamedSharding(mesh_of(2), jax.P("tp"))
     assert_refused(lambda: jaxkv.HostIds([1, 2], sharding=sharding), ValueError, "sharding", "tp")
+
+
+def test_they_are_in_pinned_memory():
+    assert jaxkv.HostIds([1]).data.sharding.memory_kind == "pinned_host"
+
+
+def test_thousands_of_ids_may_live_at_a_time():
+    many = [jaxkv.HostIds([i % 5]) for i in range(3000)]
+    src, dst = jax.numpy.arange(5), jax.numpy.zeros(5, int)
+    step = jax.jit(lambda *args: jaxkv.swap_blocks(*args, implementation=host_implementation()))
+    for i, ids in enumerate(many):
+        assert step(src, dst, ids, ids)[i % 5] == i % 5
+
+
+@pytest.mark.parametrize(
+    "change", [lambda words: words.astype("float32"), lambda words: words[:3]], ids=["dtype", "cut"]
+)
+def test_what_holds_no_ids_any_more(change):
+    ids, array = jax.tree.map(change, jaxkv.HostIds([1, 2])), jax.numpy.arange(5)
+    call = partial(jaxkv.swap_blocks, array, array, ids, ids)
+    assert_refused(call, ValueError, "src_ids", "no HostIds any more")

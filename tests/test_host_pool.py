@@ -139,6 +139,15 @@ def test_a_pool_beyond_the_machine_is_refused_before_anything_is_allocated():
         assert f"{figure} bytes" in str(error)
 
 
+@pytest.mark.multigpu
+@pytest.mark.parametrize("head_axis, copies", [(None, 2), ("tp", 1)], ids=["copies", "shards"])
+def test_what_all_devices_get_must_fit(head_axis, copies, monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(host_pool, "check_host_memory", asked.append)
+    pool = jaxkv.HostPool.create(spec_of(), num_pages=5, mesh=mesh_of(2), head_axis=head_axis)
+    assert asked == [copies * pool.data.nbytes]
+
+
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """Writes a file of a machine that is not this one; `host_pool` sees no other files."""
@@ -208,13 +217,33 @@ def test_an_exhausted_control_group_leaves_nothing(machine):
     assert_refused(lambda: host_pool.check_host_memory(1), jaxkv.HostMemoryError, " 0 bytes")
 
 
-def test_a_memory_policy_that_the_kernel_refuses_does_not_matter(monkeypatch):
+class Kernel:
+    """Takes the system calls for a memory policy, which is mode 3 on node 2 before."""
+
+    def __init__(self, answer: int) -> None:
+        self.answer = answer
+        self.calls: list[tuple] = []
+
+    def syscall(self, number, mode, nodes, size, *_) -> int:
+        if number.value == 239:  # get_mempolicy
+            mode._obj.value, nodes[0] = 3, 1 << 2
+            self.calls.append(("get", size.value))
+        else:
+            assert number.value == 238  # set_mempolicy
+            named = [n for n in range(size.value) if nodes[n // 64] >> (n % 64) & 1]
+            self.calls.append(("set", mode.value, named))
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [0, -1], ids=["kernel agrees", "kernel refuses"])
+@pytest.mark.parametrize("node", [0, 65, None])
+def test_memory_is_preferred_of_a_node_and_then_as_before(node, answer, monkeypatch):
     """Containers often forbid the call: a pool on another NUMA node beats no pool."""
-
-    class Refusing:
-        def syscall(self, *_):
-            return -1
-
-    monkeypatch.setattr(host_pool.ctypes, "CDLL", lambda *_, **__: Refusing())
-    with host_pool.prefer_numa_node(0):
-        pass
+    kernel, preferred = Kernel(answer), 1
+    monkeypatch.setattr(host_pool.ctypes, "CDLL", lambda *_, **__: kernel)
+    monkeypatch.setattr(host_pool.platform, "machine", lambda: "x86_64")
+    asked = [] if node is None else [("get", 1024)]
+    changed = node is not None and answer == 0
+    with host_pool.prefer_numa_node(node):
+        assert kernel.calls == asked + [("set", preferred, [node])] * changed
+    assert kernel.calls == asked + [("set", preferred, [node]), ("set", 3, [2])] * changed

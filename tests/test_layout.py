@@ -215,6 +215,7 @@ def test_a_wrong_layout_is_refused_by_name(kind, name, pages, groups, words):
     [
         ("num_layers", 0),
         ("page_size", -1),
+        ("page_size", 2.5),
         ("num_kv_heads", 0),
         ("head_dim", 0),
         ("kind", "gqa"),
@@ -257,3 +258,17 @@ def test_layers_are_integers(layers):
 def test_layers_in_any_sequence(layers):
     chosen = spec_of(num_layers=3).select_layers(layers)
     assert chosen == (2, 0) and all(type(layer) is int for layer in chosen)
+
+
+@pytest.mark.parametrize("layers", [[1, 1], np.array([2, 0, 2])], ids=str)
+def test_a_layer_is_selected_once(layers):
+    with pytest.raises(ValueError, match="twice"):
+        spec_of(num_layers=3).select_layers(layers)
+
+
+@pytest.mark.parametrize("kind, name", KIND_LAYOUTS)
+def test_a_page_has_the_bytes_of_all_its_layers(kind, name):
+    for dtype in ("bfloat16", "int8"):
+        reference = ReferenceLayout(spec_of(kind, dtype=dtype), name, num_pages=1)
+        spec = reference.spec
+        assert spec.page_bytes == np.zeros(reference.shape, spec.dtype).nbytes

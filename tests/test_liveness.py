@@ -2,12 +2,15 @@
 
 import collections
 import gc
+import re
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import assert_refused, make_case, mesh_of, pointers
@@ -86,7 +89,8 @@ def test_a_dropped_transfer_keeps_its_memory_until_it_has_ended(direction, waite
     started = begin(case.pool(), case.cache(), *ids)
     for layer in range(waited):
         started.wait(layer)
-    addresses = set(pointers(started._cache.layers[waited:]))
+    assert (started._plan is None) == (named == "dma")
+    addresses = set(pointers((started._plan, started._cache.layers[waited:])))
 
     del started
     gc.collect()
@@ -193,3 +197,97 @@ def test_a_split_transfer_is_waited_for_by_each_device(named):
     )  # fmt: skip
     loading = jax.jit(begin, donate_argnums=1)(pool, cache, *ids)
     assert_refused(lambda: loading.cache, ValueError, "split", "shard_map")
+
+
+def test_a_load_without_jit_holds_its_pool(named):
+    case = make_case()
+    pool = case.pool()
+    data = weakref.ref(pool.data)
+    loading = start("load", pool, case.cache(), *ids_of(case, 5, named)[1], implementation=named)
+    del pool
+    gc.collect()
+    assert data() is not None
+    assert pointers(loading._pool) == pointers(data())
+
+
+def calls_of(direction: str, use, named) -> tuple[list[str], list[str]]:
+    """The starts and the waits of a program that starts a copy and makes `use` of it."""
+    case = make_case()
+    _, ids = ids_of(case, 5, named)
+
+    def step(pool, cache, x, *ids):
+        return use(start(direction, pool, cache, *ids, implementation=named), x)
+
+    args = case.pool(), case.cache(), jnp.float32(0), *ids
+    lines = jax.jit(step).lower(*args).as_text().splitlines()
+    starts, waits = (
+        [line for line in lines if f"custom_call @jaxkv_{name}_copy" in line]
+        for name in ("start", "wait")
+    )
+    return starts, waits
+
+
+def operand_types(call: str) -> list[str]:
+    operands = re.search(r": \((.*)\) -> ", call)
+    assert operands
+    return operands[1].split(", ")
+
+
+@pytest.mark.parametrize(
+    "use, segment, places",
+    [
+        (lambda loading, x: (loading.wait(1), loading.cache), 1, [2, 3]),
+        (lambda loading, x: (loading.wait(2), loading.cache), 2, [4, 5]),
+        (lambda loading, x: loading.cache, 2, [0, 1, 2, 3, 4, 5]),
+    ],
+    ids=["a layer", "the last layer", "the cache"],
+)
+def test_a_wait_of_a_load_says_what_for(use, segment, places, named):
+    [begun], [wait, *_] = calls_of("load", use, named)
+    assert "segment_buffers = 2 " in begun
+    assert f"segment = {segment} " in wait
+    assert f"places = dense<{places}>" in wait
+
+
+@pytest.mark.parametrize(
+    "use, segment",
+    [
+        (lambda storing, x: (storing.wait(1), storing.pool), 1),
+        (lambda storing, x: storing.cache, 2),
+        (lambda storing, x: storing.pool, 2),
+    ],
+    ids=["a layer", "the cache", "the pool"],
+)
+def test_a_wait_of_a_store_says_what_for(use, segment, named):
+    [begun], [of_ticket, wait, *_] = calls_of("store", use, named)
+    assert "segment_buffers = 2 " in begun
+    assert "segment = -1 " in of_ticket
+    assert f"segment = {segment} " in wait
+
+
+def test_a_wait_holds_what_the_copy_reads(named):
+    pages, pool = "tensor<9x4x2x16xbf16>", "tensor<2x12x3x4x2x16xbf16>"
+    _, [wait, *_] = calls_of("load", lambda loading, x: (loading.wait(0), loading.cache), named)
+    types = operand_types(wait)
+    assert (types.count(pages), types.count(pool)) == (2, 1)
+    _, [*_, wait] = calls_of("store", lambda storing, x: (storing.wait(0), storing.pool), named)
+    types = operand_types(wait)
+    assert (types.count(pages), types.count(pool)) == (4, 1)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_wait_comes_after_what_it_is_given(given, named):
+    def use(loading, x):
+        return loading.wait(0, after={"x": x} if given else None)
+
+    _, [wait] = calls_of("load", use, named)
+    assert operand_types(wait).count("tensor<f32>") == given
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_xla_may_neither_join_nor_drop_starts_and_waits(direction, named):
+    starts, waits = calls_of(
+        direction, lambda started, x: (started.wait(0), finish(direction, started)), named
+    )
+    assert len(starts) == 1 and len(waits) >= 2
+    assert all("has_side_effect = true" in call for call in (*starts, *waits))

@@ -223,6 +223,27 @@ def test_a_replicated_leaf_beside_one_that_is_split():
     assert_trees_equal(out, swapped(src, whole, *IDS))
 
 
+@pytest.mark.multigpu
+def test_what_other_ids_make_of_a_replicated_array_is_not_replicated():
+    mesh = mesh_of(2)
+    src, dst = np.arange(6, dtype=np.int32), np.zeros(4, np.int32)
+    ids = np.array([1, 2], np.int32)
+    in_specs = jax.P(), jax.P(), jax.P("tp"), jax.P("tp")
+    step = partial(jax.shard_map, jaxkv.swap_blocks, mesh=mesh, in_specs=in_specs)
+    with pytest.raises(ValueError, match="replicat"):
+        jax.eval_shape(step(out_specs=jax.P()), src, dst, ids, ids)
+    out = jax.jit(step(out_specs=jax.P("tp")))(src, dst, ids, ids)
+    np.testing.assert_array_equal(out, [0, 1, 0, 0, 0, 0, 2, 0])
+
+
+@pytest.mark.parametrize("form", [np.asarray, jaxkv.HostIds], ids=["NumPy", "HostIds"])
+@pytest.mark.parametrize("sizes, ids", [((0, 3), ([-1], [0])), ((3, 0), ([0], [-1]))], ids=str)
+def test_padding_of_an_empty_array_names_nothing(sizes, ids, form):
+    src, dst = (np.ones((size, 4), np.float32) for size in sizes)
+    ids = [form(np.array(side, np.int32)) for side in ids]
+    np.testing.assert_array_equal(jaxkv.swap_blocks(src, dst, *ids), dst)
+
+
 def test_nothing_is_known_of_a_tree_without_arrays():
     assert jaxkv.swap_blocks({}, {}, [5], [7]) == {}
 

@@ -287,3 +287,41 @@ def test_layers_may_be_numbers_of_numpy(layers):
     case = make_case()
     out = jaxkv.load_pages(case.pool(), case.cache(), [1], [2], layers=layers)
     case.assert_holds(case.pool(), out, **case.expected("load", [1], [2], 1))
+
+
+@pytest.mark.parametrize("side, name", [("pool", "pool.data"), ("cache", "cache.layers[0]")])
+def test_arrays_of_another_dtype_than_their_spec(side, name):
+    case = make_case(dtype="bfloat16")
+    pool, cache = case.pool(), case.cache()
+    if side == "pool":
+        pool = jax.tree.map(lambda array: array.view(jnp.float16), pool)
+    else:
+        cache = jax.tree.map(lambda array: array.view(jnp.float16), cache)
+    call = partial(jaxkv.load_pages, pool, cache, [1], [2])
+    assert_refused(call, ValueError, f"{name} must be bfloat16[", "got float16[")
+
+
+@pytest.mark.parametrize(
+    "operation, names",
+    [
+        ("load_pages", ("host_pages", "device_pages")),
+        ("store_pages", ("device_pages", "host_pages")),
+        ("start_load", ("host_pages", "device_pages")),
+        ("start_store", ("device_pages", "host_pages")),
+    ],
+)
+def test_a_refused_id_is_named_with_its_position(operation, names):
+    case = make_case()
+    call = partial(getattr(jaxkv, operation), case.pool(), case.cache())
+    good, outside = [99, 1, 2, 3, 4], [-1, 0, 50, 60, 5]  # the first is padding
+    for ids, name in (((outside, good), names[0]), ((good, outside), names[1])):
+        assert_refused(partial(call, *ids), jaxkv.PageIndexError, f"{name}[2] is 50")
+    twice = f"{names[1]} names page 5 twice, at positions 1 and 3"
+    refused = partial(call, [0, 1, 2, 3, -1], [4, 5, 6, 5, 5])
+    assert_refused(refused, jaxkv.PageIndexError, twice)
+
+
+def test_a_list_of_ids_that_jit_took_apart():
+    array = jnp.arange(5)
+    call = partial(jax.jit(jaxkv.swap_blocks), array, array, [1], [2])
+    assert_refused(call, TypeError, "src_ids", "list", "jit took apart")

@@ -49,6 +49,31 @@ def test_a_rate_of_verified_copies(direction, run_bytes):
 
 
 @pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    "direction, short_payload, copies",
+    [
+        ("load", 321, tune.COPIES_OF_SHORT),
+        ("load", 320, 1),
+        ("device", 320, tune.COPIES_OF_SHORT),
+    ],
+    ids=["short", "long", "within the device"],
+)
+def test_a_rate_counts_all_bytes_of_all_copies(monkeypatch, direction, short_payload, copies):
+    timed = []
+
+    def seconds(step, array):
+        timed.append(str(jax.make_jaxpr(step)(array)).count("name=copy"))
+        return 2.0
+
+    monkeypatch.setattr(measuring, "seconds_per_step", seconds)
+    monkeypatch.setattr(tune, "SHORT_PAYLOAD", short_payload)
+    cell = Cell(direction, 64, 5, HOST)
+    rate = tune._rate(cell, tune._Data.of(cell), *HOST)
+    assert timed == [copies]
+    assert rate == pytest.approx(copies * 5 * 64 / 2.0 / 1e9)
+
+
+@pytest.mark.cpu_only
 def test_what_can_not_serve_is_left_out():
     candidates = (Candidate("dma", 0), Candidate("kernel", 4), Candidate("pallas", 4))
     assert tune.measure(Cell("load", 64, 5, candidates)) == []

@@ -336,3 +336,12 @@ def test_encoder_mask(case: Case, window: int | None):
     doc_ids = flex.document_ids(case.batch())
     got = flex.encoder_mask(doc_ids, tokens[:, None], tokens, sliding_window=window)
     np.testing.assert_array_equal(got, want)
+
+
+def test_a_window_to_both_sides_has_all_its_blocks():
+    batch = BatchMetadata.from_host(
+        [48], [48], [range(1, 49)],
+        max_num_reqs=1, max_num_tokens=48, max_blocks=48, block_size=1,
+    )  # fmt: skip
+    got = flex.build(batch, num_blocks=49, causal=False, sliding_window=9)
+    assert got.kv_num_blocks[1] == (got.kv_indices[1] >= 0).sum() == 32
