@@ -76,6 +76,33 @@ def test_blocks_of_a_layer_of_a_stack(form, memories, fuse, implementation):
     jax.tree.map(partial(assert_same_bytes, name=form), out, wanted(form, swapped, stack))
 
 
+@pytest.mark.parametrize("fuse", [None, True], ids=["by default", "fused"])
+def test_blocks_from_layers_of_a_stack(fuse, implementation):
+    rng = np.random.default_rng(0)
+    stack = random_array(rng, (3, 9, 256), "int32")
+    dst = random_array(rng, (12, 256), "int32")
+    ids = [as_ids(side, implementation) for side in IDS]
+    options = {"xla_gpu_enable_dynamic_slice_fusion": fuse} if fuse else None
+
+    @partial(jax.jit, donate_argnums=1, compiler_options=options)
+    def step(stack, dst, *ids):
+        def layer(dst, src):
+            return jaxkv.swap_blocks(src, dst, *ids, implementation=implementation), dst
+
+        return jax.lax.scan(layer, dst, stack)
+
+    want = [dst]
+    for src in stack:
+        want.append(want[-1].copy())
+        for source, destination in zip(*IDS, strict=True):
+            if source >= 0 and destination >= 0:
+                want[-1][destination] = src[source]
+    out, before = step(jnp.array(stack), jnp.array(dst), *ids)
+    jaxkv.check_errors(out)
+    assert_same_bytes(out, want[-1], "after all layers")
+    assert_same_bytes(before, np.stack(want[:-1]), "before each layer")
+
+
 @pytest.mark.parametrize("named", OVERLAPPED)
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_a_transfer_of_layers_of_a_stack(direction, named):
