@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import all_reduce, engines, tables, transfer
+from bench import all_reduce, engines, overlap, tables, tensor_parallel, transfer
 from bench.results import File, Row, Target
 
 ROOF = {"name": "one copy", "value": 50.0}
@@ -80,3 +80,18 @@ def test_nccls_symmetric_kernels_stand_beside_what_the_table_chooses():
 @pytest.mark.parametrize("name", tables.TABLES)
 def test_tables_without_figures_say_so(name):
     assert tables.TABLES[name]([]) == "Not measured yet.\n"
+
+
+def test_steps_stand_beside_the_step_without_a_load_and_beside_psum():
+    step = "memory-bound step, 64 MiB"
+    beside = {overlap.ALONE: 10.0}
+    loads = [Row(f"{step}: {overlap.ALONE}", "step", "ms", 10.0, None, beside)]
+    loads.append(Row(f"{step}: dma", "step", "ms", 11.0, None, beside))
+    text = tables.overlap_table([File("gpu", "overlap", None, None, {}, loads, [])])
+    assert text.splitlines()[3] == f"| gpu | {step}: dma | 11 | 1.10 |"
+    peers = {tensor_parallel.PSUM: 4.0, tensor_parallel.NOTHING: 2.0}
+    rows = [Row("2 devices", "step", "ms", 3.0, None, peers)]
+    text = tables.tensor_parallel_table(
+        [File("gpu", "tensor_parallel_2", None, None, {}, rows, [])]
+    )
+    assert text.splitlines()[2] == "| gpu | 2 devices | 3 | 4 | 2 | 0.750 |"
