@@ -6,6 +6,7 @@ from bench import all_reduce, demo, engines, metadata, overlap, plot, tensor_par
 from bench.results import File, Row, Target
 
 NOT_MEASURED = "Not measured yet.\n"
+CHOSEN_SHARE = "chosen, of the fastest"
 SEVERAL_GPUS = ("all_reduce", "multigpu_test", "tensor_parallel")
 ALL_REDUCE_METRICS = (all_reduce.GPU_TIME, all_reduce.ALONE, all_reduce.PAIR)
 
@@ -124,16 +125,10 @@ def _transfer_table(
             line |= {name: number(value) for name, value in row.peers.items()}
             line["roof"] = number(row.roof["value"])
             if point.cell in shares:
-                line["chosen, of the fastest"] = shares[point.cell]
+                line[CHOSEN_SHARE] = shares[point.cell]
     names = list(dict.fromkeys(name for line in lines.values() for name in line))
-    last = ("chosen, of the fastest", "roof")
-    names.sort(
-        key=lambda name: (
-            name in last,
-            name in last and last.index(name),
-            name not in transfer.NAMES,
-        )
-    )
+    ends = {CHOSEN_SHARE: 2, "roof": 3}
+    names.sort(key=lambda name: ends.get(name, name not in transfer.NAMES))
     return table(
         ("device", "blocks, GB/s (share of the roof; SMs)", *names),
         [(*key, *(line.get(name, "-") for name in names)) for key, line in lines.items()],

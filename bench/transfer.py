@@ -149,6 +149,13 @@ def _far_from_many(num_blocks: int) -> float:
     return abs(math.log(num_blocks / FULL.many))
 
 
+def engine_peers(count: int) -> list[str]:
+    """Ways to have the copy engine move so many blocks: a loop of more would take too long."""
+    loop = [peers.LOOP] if count <= MAX_LOOP_COUNT else []
+    short = [peers.SHORT_BATCH] if count > peers.SHORT_BATCH_SIZE else []  # else one batch is that
+    return [peers.BATCH, *loop, *short]
+
+
 class Bench:
     """One run over a grid."""
 
@@ -230,7 +237,7 @@ class Bench:
         if self.platform == "gpu":
             source, destination = (made.arrays[side] for side in made.sides(direction))
             _, ids = made.ids(Way(peers.BATCH), count, 0)
-            for peer in self.engine_peers(count):
+            for peer in engine_peers(count):
                 first = peers.run(peer, source, destination, ids, calls=1, repeats=1)
                 calls = chain_length(first.total)
                 took = peers.run(peer, source, destination, ids, calls=calls, repeats=3)
@@ -245,11 +252,6 @@ class Bench:
         if self.triton and count == self.grid.many and key in self.triton.bandwidth:
             rates[peers.TRITON] = self.triton.bandwidth[key]
         return rates, submits
-
-    def engine_peers(self, count: int) -> list[str]:
-        left_out = {peers.LOOP: count > MAX_LOOP_COUNT}
-        left_out[peers.SHORT_BATCH] = count <= peers.SHORT_BATCH_SIZE  # the same as one batch
-        return [peer for peer in peers.CODES if not left_out.get(peer)]
 
     def record_choice(
         self, made: Blocks, direction: str, count: int, found: dict[tuple[str, int], float]

@@ -163,7 +163,7 @@ def _check_mesh(memory: SymmetricMemory) -> None:
 
 
 def _check_devices(expected: jax.sharding.Mesh, axis_context: Any, axis_name: str) -> None:
-    """Like that, once the program is lowered and its mesh may have devices."""
+    """Raises unless the same devices stand along the axis, where a lowered program knows any."""
     here = getattr(axis_context, "mesh", None)
     if not isinstance(here, jax.sharding.Mesh):
         return

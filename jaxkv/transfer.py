@@ -187,7 +187,7 @@ def prepare(
     check_whole(leaves)
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     if traced:
-        _check_arguments(call.ids, _OPERATIONS[operation][0])
+        _check_host_ids_are_passed(call.ids, _OPERATIONS[operation][0])
     else:
         _check_concrete(call, leaves, _OPERATIONS[operation][0])
     return call, traced
@@ -376,7 +376,7 @@ _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Any]]] = {
 }
 
 
-def _check_arguments(ids: tuple[Any, Any], names: tuple[str, str]) -> None:
+def _check_host_ids_are_passed(ids: tuple[Any, Any], names: tuple[str, str]) -> None:
     """What a program closes over, XLA copies: such HostIds are not those that the host made."""
     for entry, name in zip(ids, names, strict=True):
         if isinstance(entry, HostIds) and not isinstance(entry.data, jax.core.Tracer):

@@ -11,7 +11,6 @@ Semantics are those of vLLM's CommonAttentionMetadata and of the helpers around 
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.metadata.checks import at_least_1, check_rows, integers
 from jaxkv.metadata.segments import count_before, on_device, row_of
 
 PAD_SLOT = -1  # of a token that has no place in this rank's cache
@@ -85,17 +85,17 @@ class BatchMetadata:
             is longer than its context, or whose context has no blocks, a block whose slots no int32
             can tell, a size below 1, or lists that are not of integers in one dimension.
         """
-        max_num_reqs, max_num_tokens, max_blocks, block_size, cp_world_size = _at_least_1(
+        max_num_reqs, max_num_tokens, max_blocks, block_size, cp_world_size = at_least_1(
             max_num_reqs=max_num_reqs,
             max_num_tokens=max_num_tokens,
             max_blocks=max_blocks,
             block_size=block_size,
             cp_world_size=cp_world_size,
         )
-        query, context = _integers("query_lens", query_lens), _integers("seq_lens", seq_lens)
+        query, context = integers("query_lens", query_lens), integers("seq_lens", seq_lens)
         blocks = np.array([len(row) for row in block_table], np.int64)
         rows = [row for row in block_table if len(row)]
-        block_ids = _integers("rows of block_table", np.concatenate(rows) if rows else ())
+        block_ids = integers("rows of block_table", np.concatenate(rows) if rows else ())
         if not len(query) == len(context) == len(blocks):
             raise ValueError(
                 f"query_lens, seq_lens and block_table name {len(query)}, {len(context)} and "
@@ -161,36 +161,6 @@ class BatchMetadata:
     def row_mask(self) -> Any:
         """bool[B], which rows are of the batch."""
         return jnp.arange(self.max_num_reqs, dtype=jnp.int32) < self.num_reqs
-
-
-def check_rows(name: str, array: Any, rows: int, *others: int | str) -> None:
-    """Raises a ValueError unless `array` is [rows, *others]; a word stands for any size.
-
-    JAX would broadcast one row to all, and read the last one for those that are not there.
-    """
-    shape = np.shape(array)
-    fixed = [(i, size) for i, size in enumerate((rows, *others)) if isinstance(size, int)]
-    if len(shape) != 1 + len(others) or any(shape[i] != size for i, size in fixed):
-        wanted = ", ".join([f"{rows} rows", *map(str, others)])
-        raise ValueError(f"{name} must be [{wanted}], got {shape}")
-
-
-def _integers(name: str, values: Any) -> np.ndarray:
-    """`values` as int64[n]."""
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"{name} must be integers in one dimension, got {array.dtype}{[*array.shape]}"
-        )
-    return array.astype(np.int64, copy=False)
-
-
-def _at_least_1(**sizes: int) -> list[int]:
-    """The sizes as Python's integers: NumPy's would make int64 of int32 under x64."""
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}")
-    return [operator.index(value) for value in sizes.values()]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -292,7 +262,7 @@ def dcp_local_seq_lens(seq_lens: Any, world_size: int, rank: Any, interleave: in
 
 
 def _check_context_parallel(world_size: int, rank: Any, interleave: int) -> None:
-    _at_least_1(cp_world_size=world_size, cp_interleave=interleave)
+    at_least_1(cp_world_size=world_size, cp_interleave=interleave)
     if isinstance(rank, int | np.integer) and not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is outside [0, {world_size}) ranks")
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkv.metadata.checks import check_rows
 from jaxkv.metadata.common import (
     NULL_BLOCK,
     BatchMetadata,
-    check_rows,
     num_computed_tokens,
     token_to_request,
 )

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, check_rows
+from jaxkv.metadata.checks import check_rows
+from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
 from jaxkv.metadata.segments import cdiv, on_device, prefix_sum, row_of
 
 

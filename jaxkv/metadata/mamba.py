@@ -17,11 +17,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from jaxkv.metadata.checks import check_rows
 from jaxkv.metadata.common import (
     NULL_BLOCK,
     BatchMetadata,
     Split,
-    check_rows,
     num_computed_tokens,
     split_decodes_and_prefills,
 )

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.metadata.common import BatchMetadata, check_rows, token_positions, token_to_request
+from jaxkv.metadata.checks import check_rows
+from jaxkv.metadata.common import BatchMetadata, token_positions, token_to_request
 from jaxkv.metadata.segments import on_device
 
 NO_RANGE = -1  # start and end for a token that lies in no range

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .common import BatchMetadata, check_rows, slot_mapping, token_positions
+from .checks import check_rows
+from .common import BatchMetadata, slot_mapping, token_positions
 
 _PROGRAMS_2D = 128  # with fewer the kernel without segments leaves SMs idle
 

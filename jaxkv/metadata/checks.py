@@ -1,0 +1,38 @@
+"""What the host knows of the arguments of builders, held against what they must be."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+
+def check_rows(name: str, array: Any, rows: int, *others: int | str) -> None:
+    """Raises a ValueError unless `array` is [rows, *others]; a word stands for any size.
+
+    JAX would broadcast one row to all, and read the last one for those that are not there.
+    """
+    shape = np.shape(array)
+    fixed = [(i, size) for i, size in enumerate((rows, *others)) if isinstance(size, int)]
+    if len(shape) != 1 + len(others) or any(shape[i] != size for i, size in fixed):
+        wanted = ", ".join([f"{rows} rows", *map(str, others)])
+        raise ValueError(f"{name} must be [{wanted}], got {shape}")
+
+
+def integers(name: str, values: Any) -> np.ndarray:
+    """`values` as int64[n]."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{name} must be integers in one dimension, got {array.dtype}{[*array.shape]}"
+        )
+    return array.astype(np.int64, copy=False)
+
+
+def at_least_1(**sizes: int) -> list[int]:
+    """The sizes as Python's integers: NumPy's would make int64 of int32 under x64."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}")
+    return [operator.index(value) for value in sizes.values()]
