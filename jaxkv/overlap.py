@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -31,7 +31,8 @@ from jaxkv.choice import Choice, choose
 from jaxkv.device_cache import DeviceCache
 from jaxkv.host_ids import num_ids_of
 from jaxkv.host_pool import HostPool
-from jaxkv.liveness import Watch, check_same_trace, keep_alive, mark
+from jaxkv.in_flight import WAIT_TARGET, analysed
+from jaxkv.liveness import check_same_trace, keep_alive
 
 _WORDS = 2  # int32 words of an entry of a ticket: its number, then the address of each array
 
@@ -72,8 +73,8 @@ def start_load(
       What waits for the layers.
 
     Raises:
-      As `load_pages`. A layer that nothing waits for is no error, but then XLA could give its
-      memory to others while the copy still writes it, so that copy runs before all that follows.
+      As `load_pages`. A layer without a wait is no error, but then the whole copy runs before
+      anything that follows: XLA could otherwise reuse the layer's memory while it is written.
     """
     return Loading._begin(
         "start_load", pool, cache, (host_pages, device_pages), layers, implementation
@@ -121,7 +122,6 @@ class _Started:
         self._ticket, self._plan = ticket, plan
         self._layers: tuple[int, ...] = ()  # in the order in which they arrive
         self._waited: frozenset[int] = frozenset()
-        self._watch: Watch | None = None  # only inside the program of the start
 
     @classmethod
     def _begin(
@@ -155,8 +155,7 @@ class _Started:
             if choice.implementation != "dma":
                 started._plan = plan_pairs(copy, call.ids)
             results = _start(copy, call.ids, started._plan, choice, cache.spec.num_kv)
-        started._watch = Watch(started._promises())
-        started._ticket, *written = mark(results, started._watch, None)
+        started._ticket, *written = analysed(results)
         state = call.rebuild([kept_whole(written)])
         if copy.to_dense:
             started._cache = state
@@ -166,10 +165,6 @@ class _Started:
             # device memory, and a transfer that changes memory can't be donated.
             (started._ticket,) = _wait([], (started._ticket,), like=copy.dense[0])
         return started
-
-    def _promises(self) -> Iterable[Any]:
-        """What must be waited for before the memory of the copy may go to others."""
-        raise NotImplementedError
 
     def _places(self, layers: Sequence[int]) -> tuple[int, ...]:
         """Of the arrays of some layers, among those that the copy writes."""
@@ -208,50 +203,61 @@ class _Started:
         layers = [layer for layer in layers if layer not in self._waited]
         if self._ticket is None or not layers:
             return
-        arrays = [array for layer in layers for array in self._cache.layers[layer]]
         before = self._ticket
-        self._ticket, *arrays = self._wait_call(
-            arrays,
-            (self._pool and self._pool.data, jax.tree.map(_without_gradient, after)),
-            like=arrays[0],
-            segment=max(self._layers.index(layer) for layer in layers),
-            places=self._places(layers),
-            fulfilled=frozenset(layers),
-        )
-        rest = iter(arrays)
-        new = {layer: tuple(next(rest) for _ in self._cache.layers[layer]) for layer in layers}
-        halves = tuple(new.get(layer, old) for layer, old in enumerate(self._cache.layers))
-        self._cache = dataclasses.replace(self._cache, layers=halves)
+        self._ticket, self._cache = self._wait_for_layers(layers, after)
         self._waited |= frozenset(layers)
         if not isinstance(before, jax.core.Tracer):
             under_way = len(self._waited) < len(self._layers)
             keep_alive(self._leaves() if under_way else None, instead_of=before)
 
-    def _wait_call(self, arrays: list[Any], keep: Any, **options: Any) -> list[Any]:
+    def _wait_for_layers(
+        self, layers: Sequence[int], after: Any = None, *, boundary: bool = False
+    ) -> tuple[Any, DeviceCache]:
+        """The ticket and the cache after a wait for some layers."""
+        arrays = [array for layer in layers for array in self._cache.layers[layer]]
+        segments = [self._layers.index(layer) for layer in layers]
+        ticket, *arrays = self._wait_call(
+            arrays,
+            [self._pool.data] if self._pool else [],
+            jax.tree.leaves(jax.tree.map(_without_gradient, after)),
+            like=arrays[0],
+            segment=max(segments),
+            places=self._places(layers),
+            boundary=tuple(s for s in segments for _ in range(self._cache.spec.num_kv))
+            if boundary
+            else (),
+        )
+        rest = iter(arrays)
+        new = {layer: tuple(next(rest) for _ in self._cache.layers[layer]) for layer in layers}
+        halves = tuple(new.get(layer, old) for layer, old in enumerate(self._cache.layers))
+        return ticket, dataclasses.replace(self._cache, layers=halves)
+
+    def _wait_call(
+        self, arrays: list[Any], kept: list[Any], after: list[Any], **options: Any
+    ) -> list[Any]:
         """Waits; returns the next ticket if there is one, and the arrays."""
-        operands = (self._ticket, self._plan, *jax.tree.leaves(keep))
-        operands = tuple(operand for operand in operands if operand is not None)
+        kept = kept if self._plan is None else [self._plan, *kept]
+        operands = (self._ticket, *kept, *after)
         check_whole((*operands, *arrays))
-        if any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
-            waited = _wait(arrays, operands, watch=self._watch, **options)
-        else:
+        run = _wait
+        if not any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
             run = _wait_donating if options["places"] else _wait_keeping
-            waited = run(arrays, operands, watch=None, **options)
+        last = len(self._layers) - 1
+        waited = run(arrays, operands, kept=len(kept), last=last, **options)
         check_same_trace(self._ticket, waited[0])
         return waited
 
     def _leaves(self) -> tuple[Any, ...]:
         raise NotImplementedError
 
+    def _leaves_past_boundary(self) -> tuple[Any, ...]:
+        """The leaves, waited for unless the program turns out to wait for them later."""
+        raise NotImplementedError
+
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        ticket, *leaves = self._leaves()
-        if self._watch is not None and isinstance(ticket, jax.core.Tracer):
-            # It leaves the program, or this part of it, and takes the arrays along.
-            arrays, tree = jax.tree.flatten((ticket, leaves))
-            arrays = mark(arrays, self._watch, fulfilled=frozenset(self._promises()))
-            check_same_trace(ticket, arrays[0])
-            ticket, leaves = jax.tree.unflatten(tree, arrays)
-        return (ticket, *leaves), (self._layers, self._waited)
+        traced = isinstance(self._ticket, jax.core.Tracer)
+        leaves = self._leaves_past_boundary() if traced else self._leaves()
+        return leaves, (self._layers, self._waited)
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: tuple[Any, ...]) -> Self:
@@ -269,9 +275,6 @@ class _Started:
 class Loading(_Started):
     """Pages on their way into the device cache; made by `start_load`."""
 
-    def _promises(self) -> Iterable[Any]:
-        return self._layers
-
     def _places(self, layers: Sequence[int]) -> tuple[int, ...]:
         halves = self._cache.spec.num_kv
         starts = (self._layers.index(layer) * halves for layer in layers)
@@ -279,6 +282,13 @@ class Loading(_Started):
 
     def _leaves(self) -> tuple[Any, ...]:
         return self._ticket, self._plan, self._cache
+
+    def _leaves_past_boundary(self) -> tuple[Any, ...]:
+        rest = [layer for layer in self._layers if layer not in self._waited]
+        if not rest:
+            return self._leaves()
+        ticket, cache = self._wait_for_layers(rest, boundary=True)
+        return ticket, self._plan, cache
 
     @classmethod
     def _of_leaves(cls, *leaves: Any) -> Self:
@@ -294,30 +304,35 @@ class Storing(_Started):
     def pool(self) -> HostPool:
         """The pool, with all pages in it."""
         if self._ticket is not None:
-            # Not those that were waited for: XLA would copy one that is overwritten by now.
-            reading = [layer for layer in self._layers if layer not in self._waited]
-            (data,) = self._wait_call(
-                [self._pool.data],
-                [self._cache.layers[layer] for layer in reading],
-                like=None,
-                segment=len(self._layers) - 1,
-                places=(0,),
-                fulfilled=frozenset(self._promises()),
-            )
-            self._pool = dataclasses.replace(self._pool, data=data)
+            self._pool = self._waited_pool()
             before, self._ticket = self._ticket, None
             if not isinstance(before, jax.core.Tracer):
                 keep_alive(None, instead_of=before)
         return self._pool
 
-    def _promises(self) -> Iterable[Any]:
-        return ("pool",)
+    def _waited_pool(self, *, boundary: bool = False) -> HostPool:
+        # Not those that were waited for: XLA would copy one that is overwritten by now.
+        reading = [layer for layer in self._layers if layer not in self._waited]
+        last = len(self._layers) - 1
+        (data,) = self._wait_call(
+            [self._pool.data],
+            [array for layer in reading for array in self._cache.layers[layer]],
+            [],
+            like=None,
+            segment=last,
+            places=(0,),
+            boundary=(last,) if boundary else (),
+        )
+        return dataclasses.replace(self._pool, data=data)
 
     def _places(self, layers: Sequence[int]) -> tuple[int, ...]:
         return ()
 
     def _leaves(self) -> tuple[Any, ...]:
         return self._ticket, self._plan, self._cache, self._pool
+
+    def _leaves_past_boundary(self) -> tuple[Any, ...]:
+        return self._ticket, self._plan, self._cache, self._waited_pool(boundary=True)
 
     @classmethod
     def _of_leaves(cls, *leaves: Any) -> Self:
@@ -353,7 +368,7 @@ def _start(
         choice.num_sms,
         tickets=[ticket],
         segment_buffers=np.int64(segment_buffers),
-        joined=True,  # until the watch finds that all is waited for
+        joined=True,  # unless its program proves to wait for it; see `in_flight`
     )
 
 
@@ -364,18 +379,21 @@ def _wait(
     like: Any,
     segment: int = -1,
     places: tuple[int, ...] = (),
-    fulfilled: frozenset[Any] = frozenset(),
-    watch: Watch | None = None,
+    kept: int = 0,
+    last: int = -1,
+    boundary: tuple[int, ...] = (),
 ) -> list[Any]:
     """Traces a wait; returns the next ticket, unless `like` is None, and the arrays.
 
     Args:
       arrays: what is there after the wait.
-      operands: the ticket, and what has to live until then.
+      operands: the ticket, what the copy uses besides, and what to wait after.
       like: an array where the ticket is to be.
       segment: the number of what to wait for, -1 for nothing.
       places: of the arrays, among those that the copy writes; none if it only reads them.
-      fulfilled, watch: which promises this wait keeps.
+      kept: how many operands after the ticket the copy uses.
+      last: the number of the copy's last segment.
+      boundary: for a wait that is removed if the program waits later, the segment of each array.
     """
     results = [jax.typeof(array) for array in arrays]
     if like is None:
@@ -384,7 +402,7 @@ def _wait(
     else:
         tickets = [_ticket_like(jax.typeof(like), operands[0].shape[0])]
     call = jax.ffi.ffi_call(
-        "jaxkv_wait_copy",
+        WAIT_TARGET,
         [*tickets, *results],
         input_output_aliases={len(operands) + i: len(tickets) + i for i in range(len(arrays))},
     )
@@ -396,12 +414,15 @@ def _wait(
             timeout_ns=np.int64(_TIMEOUT_S * 1e9),
             first_array=np.int64(len(tickets)),
             places=np.array(places, np.int64),
+            kept=np.int64(kept),
+            last=np.int64(last),
+            boundary=np.array(boundary, np.int64),
         )
-    waited = mark(waited, watch, fulfilled)
+    waited = analysed(waited)
     return waited[: len(tickets)] + kept_whole(waited[len(tickets) :])
 
 
-_STATIC = ("segment", "places", "fulfilled", "watch")
+_STATIC = ("segment", "places", "kept", "last", "boundary")
 _wait_keeping = jax.jit(_wait, static_argnames=_STATIC)
 _wait_donating = jax.jit(_wait, static_argnames=_STATIC, donate_argnums=0)
 

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from cases import Case, as_ids, assert_refused, distinct_ids, make_case, pointers
 from gpu_controls import settle, slow_input, slow_zero
+from jax.extend.mlir import ir
+from lowered_copies import always_beside
 from test_transfer_gpu import check_rounds, is_right, plus
 
 import jaxkv
-from jaxkv import _native, liveness, overlap
+from jaxkv import _native, in_flight, liveness, overlap
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Some donated buffers")]
 
 ROUNDS = 20
 # Large enough that a copy is still under way when the next kernel runs.
@@ -32,11 +34,20 @@ def named(request) -> str:
 
 def waits_for_nothing():
     """The negative control: waits hand out arrays at once."""
-    return mock.patch.object(overlap, "_wait", partial(_wait_for_nothing, overlap._wait))
+    decide = in_flight._decide
+
+    def without_waits(program):
+        decide(program)
+        for wait in program.waits:
+            integer = ir.IntegerType.get_signless(64)
+            in_flight._configure(wait, segment=ir.IntegerAttr.get(integer, -1))
+
+    return mock.patch.object(in_flight, "_decide", without_waits)
 
 
-def _wait_for_nothing(wait, arrays, operands, **options):
-    return wait(arrays, operands, **{**options, "segment": -1})
+def beside_whatever_follows():
+    """The negative control: starts run beside the program, and no pytree boundary waits."""
+    return mock.patch.object(in_flight, "_decide", always_beside)
 
 
 @pytest.mark.parametrize("control", [False, True], ids=["wait", "no wait"])
@@ -122,6 +133,65 @@ def test_a_later_program_does_not_overtake_a_copy(named):
             assert (np.asarray(array) == n).all()
         for array, want in zip(arrays, case.expected("load", *numpy_ids)["device"][0], strict=True):
             np.testing.assert_array_equal(array, want)
+
+
+@pytest.mark.parametrize("control", [False, True], ids=["analysed", "not analysed"])
+def test_memory_is_not_reused_under_a_copy_that_crossed_a_boundary(named, control):
+    """A slow load of which two layers are waited for, beyond an inner jit; and 28 new arrays."""
+    spec = jaxkv.KVCacheSpec(
+        num_layers=16, page_size=16, num_kv_heads=8, head_dim=128, dtype="int8"
+    )
+    num_pages = 2048 if named == "kernel" else 512
+    pool = jaxkv.HostPool.create(spec, num_pages=num_pages)
+    ids = [as_ids(np.arange(num_pages), named)] * 2
+    shape = (num_pages, 16, 8, 128)
+
+    @partial(jax.jit, donate_argnames="cache")
+    def step(pool, cache, *ids):
+        loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
+        loading = jax.jit(lambda loading: (loading.wait(0), loading)[1])(loading)
+        seen = loading.wait(1)[0].reshape(-1)[0]
+        return seen, [jax.numpy.full(shape, n + 1, "int8") for n in range(28)]
+
+    wrong = []
+    with beside_whatever_follows() if control else mock.MagicMock():
+        for _ in range(ROUNDS):
+            seen, arrays = step(pool, jaxkv.DeviceCache.create(spec, num_pages=num_pages), *ids)
+            settle(seen, arrays)
+            wrong.append(sum(bool((array != n + 1).any()) for n, array in enumerate(arrays)))
+            del arrays
+    jaxkv.check_errors()
+    assert (max(wrong) > 0) == control, wrong
+
+
+@pytest.mark.parametrize("control", [False, True], ids=["analysed", "not analysed"])
+def test_memory_of_a_transfer_that_was_given_away_is_not_reused(named, control):
+    """Two programs: the second is given a slow load, waits for one layer and drops the others."""
+    spec = jaxkv.KVCacheSpec(
+        num_layers=16, page_size=16, num_kv_heads=8, head_dim=128, dtype="int8"
+    )
+    num_pages = 2048 if named == "kernel" else 512
+    pool = jaxkv.HostPool.create(spec, num_pages=num_pages)
+    ids = [as_ids(np.arange(num_pages), named)] * 2
+    shape = (num_pages, 16, 8, 128)
+    begin = jax.jit(partial(jaxkv.start_load, implementation=named), donate_argnums=1)
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(loading):
+        loading = jax.lax.optimization_barrier(loading)
+        seen = loading.wait(0)[0].reshape(-1)[0]
+        return seen, [jax.numpy.full(shape, n + 1, "int8") for n in range(28)]
+
+    wrong = []
+    with beside_whatever_follows() if control else mock.MagicMock():
+        for _ in range(ROUNDS):
+            cache = jaxkv.DeviceCache.create(spec, num_pages=num_pages)
+            seen, arrays = step(begin(pool, cache, *ids))
+            settle(seen, arrays)
+            wrong.append(sum(bool((array != n + 1).any()) for n, array in enumerate(arrays)))
+            del arrays
+    jaxkv.check_errors()
+    assert (max(wrong) > 0) == control, wrong
 
 
 def test_replayed_waits_follow_their_copies(named):

@@ -1,0 +1,224 @@
+"""Values of a StableHLO module that are one buffer, through calls, branches, loops and barriers."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+from jax.extend.mlir import ir
+
+_BRANCHES = ("stablehlo.case", "stablehlo.if")
+_LOOP = "stablehlo.while"
+# Custom calls of JAX whose result is their operand.
+_PASS_THROUGH = (
+    "Sharding",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+    "annotate_device_placement",
+)
+
+
+class BufferAliases:
+    """The aliases in a module whose entry is `main`.
+
+    Args:
+      module: the module.
+      in_place_results: how many results of a custom call are its last operands, in their order.
+    """
+
+    def __init__(self, module: Any, in_place_results: Callable[[Any], int]) -> None:
+        self._in_place_results = in_place_results
+        self._functions: dict[str, Any] = {}
+        self._calls: dict[str, list[Any]] = collections.defaultdict(list)
+        module.operation.walk(self._note)
+
+    def _note(self, operation: Any) -> Any:
+        operation = operation.operation
+        if operation.name == "func.func":
+            self._functions[_symbol(operation)] = operation
+        elif operation.name == "func.call":
+            self._calls[_callee(operation)].append(operation)
+        return ir.WalkResult.ADVANCE
+
+    @property
+    def complete(self) -> bool:
+        main = self._functions.get("main")
+        operations = list(main.regions[0].blocks[0].operations) if main else []
+        return bool(operations) and operations[-1].operation.name == "func.return"
+
+    def returns_from_program(self, operation: Any) -> bool:
+        return operation.name == "func.return" and _symbol(operation.parent.operation) == "main"
+
+    def is_argument(self, value: Any) -> bool:
+        """Whether it is an argument of the program."""
+        function = value.owner.owner.operation if _is_block_argument(value) else None
+        return function is not None and function == self._functions["main"]
+
+    def is_held_by_caller(self, value: Any) -> bool:
+        """Whether it is an argument of the program that is not donated."""
+        if not self.is_argument(value):
+            return False
+        attributes = ir.ArrayAttr(self._functions["main"].attributes["arg_attrs"])
+        donation = ir.DictAttr(attributes[ir.BlockArgument(value).arg_number])
+        return not ("tf.aliasing_output" in donation or "jax.buffer_donor" in donation)
+
+    def reached(self, value: Any, until: Callable[[Any], bool] = lambda use: False) -> list[Any]:
+        """The values that may be the buffer of `value` later, itself first.
+
+        Args:
+          value: an SSA value.
+          until: whether a use is the last one of interest.
+        """
+        reached = {value: None}
+        pending = collections.deque([value])
+        while pending:
+            value = pending.popleft()
+            if on_every_path(value, until):
+                continue
+            for alias in (alias for use in value.uses for alias in self.after(use)):
+                if alias not in reached:
+                    reached[alias] = None
+                    pending.append(alias)
+        return list(reached)
+
+    def after(self, use: Any) -> list[Any]:
+        """The values that are the operand's buffer after a use, one for each path from there."""
+        operation, i = use.owner.operation, use.operand_number
+        parent = operation.parent.operation
+        match operation.name:
+            case "stablehlo.optimization_barrier":
+                return [operation.results[i]]
+            case "stablehlo.custom_call":
+                return self._result_in_place(operation, i)
+            case "func.call":
+                return [_arguments(self._functions[_callee(operation)])[i]]
+            case "func.return":
+                return [call.results[i] for call in self._calls[_symbol(parent)]]
+            case "sdy.manual_computation":
+                return [_arguments(operation)[i]]
+            case "stablehlo.while":  # which may run no iteration
+                return [operation.results[i], _arguments(operation, region=1)[i]]
+            case "stablehlo.return" if parent.name == _LOOP:
+                in_body = operation.block.region == parent.regions[1]
+                return [parent.results[i], _arguments(parent, region=1)[i]] if in_body else []
+            case "stablehlo.return" if parent.name in _BRANCHES:
+                return [parent.results[i]]
+            case "sdy.return":
+                return [parent.results[i]]
+        return []
+
+    def _result_in_place(self, call: Any, i: int) -> list[Any]:
+        if target_of(call) in _PASS_THROUGH:
+            return list(call.results)
+        result = i - len(call.operands) + len(call.results)
+        return (
+            [call.results[result]] if i >= len(call.operands) - self._in_place_results(call) else []
+        )
+
+    def origins(self, value: Any) -> list[Any]:
+        """Where the buffer of a value is first seen, one for each path to there."""
+        before = self._before_argument(value) if _is_block_argument(value) else self._before(value)
+        return [origin for earlier in before for origin in self.origins(earlier)] or [value]
+
+    def _before(self, result: Any) -> list[Any]:
+        operation, i = result.owner.operation, ir.OpResult(result).result_number
+        match operation.name:
+            case "stablehlo.optimization_barrier":
+                return [operation.operands[i]]
+            case "stablehlo.custom_call":
+                in_place = i >= len(operation.results) - self._in_place_results(operation)
+                operand = i - len(operation.results) + len(operation.operands)
+                return [operation.operands[operand]] if in_place else []
+            case "func.call":
+                return [_terminator(self._functions[_callee(operation)]).operands[i]]
+            case "sdy.manual_computation":
+                return [_terminator(operation).operands[i]]
+            case "stablehlo.case" | "stablehlo.if":
+                regions = range(len(operation.regions))
+                return [_terminator(operation, region).operands[i] for region in regions]
+            case "stablehlo.while":
+                return self._before_argument(_arguments(operation, region=1)[i])
+        return []
+
+    def _before_argument(self, argument: Any) -> list[Any]:
+        i, parent = ir.BlockArgument(argument).arg_number, argument.owner.owner.operation
+        match parent.name:
+            case "func.func":
+                return [call.operands[i] for call in self._calls[_symbol(parent)]]
+            case "sdy.manual_computation":
+                return [parent.operands[i]]
+            case "stablehlo.while":  # if the loop carries it unchanged
+                unchanged = _terminator(parent, region=1).operands[i] == argument
+                return [parent.operands[i]] if unchanged else []
+        return []
+
+
+def on_every_path(value: Any, holds: Callable[[Any], bool]) -> bool:
+    """Whether on each path from where a value is defined there is a use for which `holds`."""
+    owner = value.owner
+    scope = owner.owner if isinstance(owner, ir.Block) else owner.operation.parent
+    return _in_scope(list(value.uses), scope.operation, holds)
+
+
+def _in_scope(uses: list[Any], scope: Any, holds: Callable[[Any], bool]) -> bool:
+    branches: dict[Any, list[Any]] = collections.defaultdict(list)
+    for use in uses:
+        branch = _outermost_branch(use.owner.operation, scope)
+        if branch is None:
+            if holds(use):
+                return True
+        elif branch.name != _LOOP:  # which may run no iteration
+            branches[branch].append(use)
+    return any(
+        all(
+            _in_scope([use for use in found if _is_inside(use, region)], branch, holds)
+            for region in branch.regions
+        )
+        for branch, found in branches.items()
+    )
+
+
+def _outermost_branch(operation: Any, scope: Any) -> Any | None:
+    """The outermost branch or loop within `scope` that an operation is in."""
+    found = None
+    while (operation := operation.parent.operation) != scope:
+        if operation.name == _LOOP or operation.name in _BRANCHES:
+            found = operation
+    return found
+
+
+def _is_inside(use: Any, region: Any) -> bool:
+    operation = use.owner.operation
+    while operation.parent is not None:
+        if operation.block.region == region:
+            return True
+        operation = operation.parent.operation
+    return False
+
+
+def target_of(operation: Any) -> str | None:
+    """The target of a custom call; None for another operation."""
+    if operation.name != "stablehlo.custom_call":
+        return None
+    return ir.StringAttr(operation.attributes["call_target_name"]).value
+
+
+def _is_block_argument(value: Any) -> bool:
+    return isinstance(value.owner, ir.Block)
+
+
+def _arguments(operation: Any, region: int = 0) -> Any:
+    return operation.regions[region].blocks[0].arguments
+
+
+def _terminator(operation: Any, region: int = 0) -> Any:
+    return list(operation.regions[region].blocks[0].operations)[-1].operation
+
+
+def _symbol(function: Any) -> str:
+    return ir.StringAttr(function.attributes["sym_name"]).value
+
+
+def _callee(call: Any) -> str:
+    return ir.FlatSymbolRefAttr(call.attributes["callee"]).value
