@@ -29,7 +29,7 @@ std::vector<std::string>& bound_names() {
 PageErrorEntry copy_entry(const volatile PageErrorEntry& e) {
   const uint64_t sequence = e.sequence;
   std::atomic_thread_fence(std::memory_order_acquire);  // a kernel writes it last
-  return {sequence, e.fault, e.position, e.id, e.limit};
+  return {e.fault, e.position, e.id, e.limit, sequence};
 }
 
 }  // namespace
@@ -44,19 +44,24 @@ void record_on_host(PageFault fault, int32_t position, int32_t id, int32_t limit
   std::call_once(watched, [] { watch_ring(&host_ring); });
   std::lock_guard lock(mutex);
   auto slot = host_ring.count++;
-  host_ring.entries[slot % PageErrorRing::kEntries] = {slot + 1, fault, position, id, limit};
+  host_ring.entries[slot % PageErrorRing::kEntries] = {fault, position, id, limit, slot + 1};
+  ++host_ring.written;
 }
 
 PageErrors take_page_errors() {
   std::lock_guard lock(mutex);
   PageErrors taken;
   for (auto& [ring, seen] : rings()) {
+    const uint64_t written = ring->written;
+    std::atomic_thread_fence(std::memory_order_acquire);
     const uint64_t count = ring->count;
+    // Where writers lap each other, the older one may be the last; nothing is to come then.
+    const bool complete = written == count;
     const uint64_t kept = std::min<uint64_t>(count - seen, PageErrorRing::kEntries);
     uint64_t slot = count - kept;
     for (; slot < count; ++slot) {
       auto entry = copy_entry(ring->entries[slot % PageErrorRing::kEntries]);
-      if (entry.sequence < slot + 1) break;  // counted, but not written yet: the next call's
+      if (!complete && entry.sequence < slot + 1) break;  // not written yet: the next call's
       if (entry.sequence == slot + 1) taken.details.push_back(entry);
     }
     taken.count += slot - seen;

@@ -18,12 +18,11 @@ inline __device__ void record_fault(PageErrorRing* ring, PageFault fault, int32_
                                     int32_t id, int32_t limit) {
   const unsigned long long slot = atomicAdd(&ring->count, 1ull);
   auto* entry = &ring->entries[slot % PageErrorRing::kEntries];
-  entry->fault = fault;
-  entry->position = position;
-  entry->id = id;
-  entry->limit = limit;
+  *reinterpret_cast<int4*>(entry) = make_int4(static_cast<int32_t>(fault), position, id, limit);
   __threadfence_system();
   *reinterpret_cast<volatile unsigned long long*>(&entry->sequence) = slot + 1;
+  __threadfence_system();
+  atomicAdd(&ring->written, 1ull);
 }
 
 }  // namespace jaxkv

@@ -17,19 +17,21 @@ enum class PageFault : int32_t {
   kColumnOutOfRange,  // of a block table: position is the row, id the column, limit its columns
 };
 
-struct PageErrorEntry {
-  // Slot number + 1, written last: a reader trusts the entry only if it is the slot it asked for.
-  unsigned long long sequence;
+struct alignas(16) PageErrorEntry {
+  // The first 16 bytes are written by one store, so that two writers never mix theirs.
   PageFault fault;
   int32_t position;  // in the id list
   int32_t id;
   int32_t limit;  // blocks on that side
+  // Slot number + 1, written last: a reader trusts the entry only if it is the slot it asked for.
+  unsigned long long sequence;
 };
 
 // Only ever grows, so that neither side has to reset what the other may be writing.
 struct PageErrorRing {
   static constexpr int kEntries = 64;
-  unsigned long long count;
+  unsigned long long count;    // slots claimed
+  unsigned long long written;  // slots written; equal to count once no writer is left
   PageErrorEntry entries[kEntries];
 };
 

@@ -222,7 +222,8 @@ class _Started:
             jax.tree.leaves(jax.tree.map(_without_gradient, after)),
             like=arrays[0],
             segment=max(segments),
-            places=self._places(layers),
+            # XLA may copy an array on the way to a boundary; a wait for that copy says so.
+            places=() if boundary else self._places(layers),
             boundary=tuple(s for s in segments for _ in range(self._cache.spec.num_kv))
             if boundary
             else (),
@@ -320,7 +321,7 @@ class Storing(_Started):
             [],
             like=None,
             segment=last,
-            places=(0,),
+            places=() if boundary else (0,),
             boundary=(last,) if boundary else (),
         )
         return dataclasses.replace(self._pool, data=data)

@@ -25,6 +25,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Some donated b
 ROUNDS = 20
 # Large enough that a copy is still under way when the next kernel runs.
 LARGE = {"page_size": 64, "num_kv_heads": 8, "head_dim": 128, "host_pages": 64, "device_pages": 48}
+# 1 GiB in pages of 1 MiB: so few descriptors that the copy outlasts their submission by far.
+SLOW = jaxkv.KVCacheSpec(num_layers=16, page_size=1024, num_kv_heads=8, head_dim=128, dtype="int8")
+SLOW_PAGES = 32
 
 
 @pytest.fixture(params=["kernel", "dma"])
@@ -138,13 +141,10 @@ def test_a_later_program_does_not_overtake_a_copy(named):
 @pytest.mark.parametrize("control", [False, True], ids=["analysed", "not analysed"])
 def test_memory_is_not_reused_under_a_copy_that_crossed_a_boundary(named, control):
     """A slow load of which two layers are waited for, beyond an inner jit; and 28 new arrays."""
-    spec = jaxkv.KVCacheSpec(
-        num_layers=16, page_size=16, num_kv_heads=8, head_dim=128, dtype="int8"
-    )
-    num_pages = 2048 if named == "kernel" else 512
+    spec, num_pages = SLOW, SLOW_PAGES
     pool = jaxkv.HostPool.create(spec, num_pages=num_pages)
-    ids = [as_ids(np.arange(num_pages), named)] * 2
-    shape = (num_pages, 16, 8, 128)
+    ids = [as_ids(np.arange(num_pages), named) for _ in range(2)]
+    shape = (num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
 
     @partial(jax.jit, donate_argnames="cache")
     def step(pool, cache, *ids):
@@ -167,13 +167,10 @@ def test_memory_is_not_reused_under_a_copy_that_crossed_a_boundary(named, contro
 @pytest.mark.parametrize("control", [False, True], ids=["analysed", "not analysed"])
 def test_memory_of_a_transfer_that_was_given_away_is_not_reused(named, control):
     """Two programs: the second is given a slow load, waits for one layer and drops the others."""
-    spec = jaxkv.KVCacheSpec(
-        num_layers=16, page_size=16, num_kv_heads=8, head_dim=128, dtype="int8"
-    )
-    num_pages = 2048 if named == "kernel" else 512
+    spec, num_pages = SLOW, SLOW_PAGES
     pool = jaxkv.HostPool.create(spec, num_pages=num_pages)
-    ids = [as_ids(np.arange(num_pages), named)] * 2
-    shape = (num_pages, 16, 8, 128)
+    ids = [as_ids(np.arange(num_pages), named) for _ in range(2)]
+    shape = (num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
     begin = jax.jit(partial(jaxkv.start_load, implementation=named), donate_argnums=1)
 
     @partial(jax.jit, donate_argnums=0)

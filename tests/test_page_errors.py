@@ -48,6 +48,12 @@ def test_of_more_than_the_ring_holds_the_last_are_known(take, more):
     assert taken == [(RING + more, list(range(more, RING + more)))]
 
 
+def test_an_older_entry_that_is_written_last_hides_no_count(take):
+    """Threads of one kernel that are a ring apart write the same entry, in any order."""
+    steps = ["claim"] * (RING + 1) + [*range(1, RING + 1), 0]
+    assert take(*steps, "take", "take") == [(RING + 1, list(range(1, RING))), (0, [])]
+
+
 @settings(max_examples=100)
 @given(data=st.data())
 def test_nothing_is_lost_or_taken_twice(take, data):

@@ -23,8 +23,9 @@ int main(int count, char** arguments) {
       std::printf("\n");
     } else {
       const int slot = std::atoi(arguments[i]);
-      ring.entries[slot % PageErrorRing::kEntries] = {static_cast<unsigned long long>(slot) + 1,
-                                                      PageFault::kDuplicate, 0, slot, 0};
+      ring.entries[slot % PageErrorRing::kEntries] = {PageFault::kDuplicate, 0, slot, 0,
+                                                      static_cast<unsigned long long>(slot) + 1};
+      ++ring.written;
     }
   }
 }
