@@ -43,7 +43,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxkv import _native
+from jaxkv import _native, call_signatures
 
 if TYPE_CHECKING:
     from jaxkv.symmetric_memory import SymmetricMemory
@@ -245,7 +245,9 @@ def _lower(context: Any, x: Any, *, call: _Call) -> Sequence[Any]:
         token,
         communicator=np.int64(call.communicator),
         algorithm=np.int64(NATIVE.index(call.algorithm)),
+        signature=call_signatures.UNKNOWN,
     )
+    call_signatures.sign_later(context.module_context.module, _TARGET, NATIVE)
     return [result]
 
 
