@@ -53,28 +53,29 @@ struct Peers {
                                          int peer, Phase phase, uint64_t expected, uint64_t seen) {
     Header& own = *v.headers[v.rank];
     if (m.peek(&own.progress.broken)) return 0;
-    for (int r = 0; r < N; ++r) {
-      if (differs(m, v, r)) {
-        record(m, v, {0, v.rank, r, Phase::kMismatch, expected, seen});
-        return 0;
-      }
+    const int other = find_other_call(m, v);
+    const uint64_t aborted = m.load_acquire(&own.signals.aborted);
+    if (other < 0 && !aborted) {
+      const uint64_t now = m.nanoseconds();
+      if (!deadline) return now + v.timeout_ns;
+      if (now < deadline) return deadline;
     }
-    if (const uint64_t aborted = m.load_acquire(&own.signals.aborted)) {
+    if (other >= 0) {
+      record(m, v, {0, v.rank, other, Phase::kMismatch, expected, seen});
+    } else if (aborted) {
       const auto blamed = static_cast<int32_t>(aborted - 1);
       record(m, v, {0, v.rank, blamed, Phase::kAborted, expected, seen});
-      return 0;
-    }
-    const uint64_t now = m.nanoseconds();
-    if (!deadline) return now + v.timeout_ns;
-    if (now < deadline) return deadline;
-    record(m, v, {0, v.rank, peer, phase, expected, seen});
-    for (int r = 0; r < N; ++r) {
-      if (r != v.rank) m.store_release(&v.headers[r]->signals.aborted, uint64_t(v.rank) + 1);
+    } else {
+      record(m, v, {0, v.rank, peer, phase, expected, seen});
+      JAXKV_NO_UNROLL()
+      for (int r = 0; r < N; ++r) {
+        if (r != v.rank) m.store_release(&v.headers[r]->signals.aborted, uint64_t(v.rank) + 1);
+      }
     }
     return 0;
   }
 
-  JAXKV_RARE static void record(const Machine& m, const RankView& v, const PeerFault& fault) {
+  JAXKV_DEVICE static void record(const Machine& m, const RankView& v, const PeerFault& fault) {
     if (!m.claim(&v.headers[v.rank]->progress.broken)) return;  // the first fault says the most
     v.fault->rank = fault.rank;
     v.fault->peer = fault.peer;
@@ -200,14 +201,16 @@ struct Peers {
     }
     return true;
   }
-  // Whether a peer has posted another call of a number that this rank has posted, too.
-  JAXKV_DEVICE static bool differs(const Machine& m, const RankView& v, int peer) {
-    for (int k = 0; k < 2; ++k) {
-      const uint64_t own = m.peek(posted(v, v.rank, v.rank, k));
-      const uint64_t other = m.peek(posted(v, v.rank, peer, k));
-      if (own && other && own != other && (own - other) % kCallNumbers == 0) return true;
+  // A peer that has posted another call than this rank, of the same number; -1 if there is none.
+  JAXKV_DEVICE static int find_other_call(const Machine& m, const RankView& v) {
+    int found = -1;
+    JAXKV_NO_UNROLL()
+    for (int i = 0; i < 2 * N; ++i) {
+      const uint64_t own = m.peek(posted(v, v.rank, v.rank, i));
+      const uint64_t other = m.peek(posted(v, v.rank, i / 2, i));
+      if (own && other && own != other && (own - other) % kCallNumbers == 0) found = i / 2;
     }
-    return false;
+    return found;
   }
   JAXKV_DEVICE static uint64_t last_call(const Machine& m, const RankView& v, int from) {
     const uint64_t a = m.peek(posted(v, v.rank, from, 0)), b = m.peek(posted(v, v.rank, from, 1));
