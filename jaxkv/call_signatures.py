@@ -2,9 +2,10 @@
 
 Ranks compare the signatures of their calls, so that they never add up what different programs, or
 different calls of one, have sent. A signature is a hash of the lowered program, of the algorithms
-that its calls take, and of the call's number among them. JAX lowers a program to the same text in every process (the keys of its
-compilation cache rely on that), but for what custom calls are configured with: numbers of host
-objects, for instance. These are left out, and so are the values of large constants.
+that its calls take, and of the call's number among them. JAX lowers a program to the same text in
+every process (the keys of its compilation cache rely on that), but for what custom calls are
+configured with: numbers of host objects, for instance. These are left out, and so are the values of
+large constants.
 
 No lowering rule sees the whole program. But JAX reports to `jax.monitoring` how long it took to
 lower one, right after that and in the same thread, and then the calls get their signatures.
@@ -85,9 +86,7 @@ def _sign(module: Any, target: str, algorithms: tuple[str, ...]) -> None:
         for number, ((call, attributes), name) in enumerate(zip(calls, names, strict=True), 1):
             digest = hashlib.sha256(f"{program} {number}".encode()).digest()
             signature = int.from_bytes(digest[:8], "little") % 2**_BITS
-            attributes["signature"] = ir.IntegerAttr.get(
-                ir.IntegerType.get_signless(64), signature
-            )
+            attributes["signature"] = mlir.i64_attr(signature)
             call.attributes[_CONFIGURATION] = ir.DictAttr.get(attributes)
             operand = f"{name} of {_type_of(call.operands[0])}"
             description = f"{operand}, all_reduce {number} of {of_program}"

@@ -1,6 +1,7 @@
 """One of several processes that share a mesh: `python rank_process.py SETUP CHECK`, SETUP in JSON.
 
-It runs a function of process_checks.py or thread_checks.py and prints what that returns, in JSON, on the last line.
+It runs a function of process_checks.py or thread_checks.py and prints what that returns, in JSON,
+on the last line.
 """
 
 import json

@@ -26,18 +26,19 @@ OTHER_CALL = r"PeerTimeoutError: rank \d has called .* but rank \d .*, all_reduc
 
 def threads_run_programs_of_one_memory(order: list[int]) -> dict[str, dict[str, int]]:
     """How many results were right, wrong or refused, by what the programs differ in."""
-    counts = {}
+    counts: dict[str, dict[str, int]] = {}
     for name, programs in PROGRAMS.items():
-        counts[name] = collections.Counter[str]()
+        count = collections.Counter[str]()
         for _ in range(CALLS // OF_A_MEMORY):
             with create(mesh_of(order)) as memory:
-                counts[name] += _run_threads([memory, memory], programs, OF_A_MEMORY)
+                count += _run_threads([memory, memory], programs, OF_A_MEMORY)
+        counts[name] = count
     return counts
 
 
 def threads_take_turns(order: list[int]) -> dict[str, dict[str, int]]:
     """In an order that both processes know; the last program is the same for both threads."""
-    counts = {}
+    counts: dict[str, dict[str, int]] = {}
     for name, programs in (PROGRAMS | {"operands": PROGRAMS["shapes"][:1] * 2}).items():
         with create(mesh_of(order)) as memory:
             counts[name] = _run_threads([memory, memory], programs, CALLS, in_turns=True)
@@ -68,13 +69,13 @@ def _run_threads(
                 counts["right" if np.array_equal(got, [want]) else "wrong"] += 1
             turns[1 - thread].release()
 
-    threads = []
-    for thread, memory in enumerate(memories):
-        n, algorithm, factor = programs[thread]
-        x = operand(memory.world_size, n, seed=thread)
+    threads: list[threading.Thread] = []
+    for number, memory in enumerate(memories):
+        n, algorithm, factor = programs[number]
+        x = operand(memory.world_size, n, seed=number)
         rows = spread(memory, x)
         step = _program(memory, algorithm, factor).lower(rows).compile()
-        arguments = thread, step, rows, x.sum(0) * factor
+        arguments = number, step, rows, x.sum(0) * factor
         threads.append(threading.Thread(target=run, args=arguments))
     memories[0].preset(0)  # not before all have compiled them
     for thread in threads:
@@ -85,9 +86,7 @@ def _run_threads(
 
 
 def _program(memory: Any, algorithm: str, factor: int) -> Any:
-    return on_ranks(
-        memory, lambda x: memory.all_reduce(x, AXIS, implementation=algorithm) * factor
-    )
+    return on_ranks(memory, lambda x: memory.all_reduce(x, AXIS, implementation=algorithm) * factor)
 
 
 def signatures(order: list[int]) -> list[list[int]]:

@@ -14,8 +14,7 @@ constexpr int kCalls = 300;
 constexpr uint64_t kEpoch = -150;  // wraps on the way
 
 bool call_rank(const std::shared_ptr<Communicator>& communicator, int32_t device,
-               Algorithm algorithm, const float* in, float* out, size_t count,
-               uint64_t signature) {
+               Algorithm algorithm, const float* in, float* out, size_t count, uint64_t signature) {
   const Task task{.communicator = communicator,
                   .rank = communicator->on_device(device),
                   .message = {reinterpret_cast<const char*>(in), reinterpret_cast<char*>(out),
@@ -41,8 +40,8 @@ bool run_world(int32_t world) {
       const size_t count = 1 + call * 7919 % limit, offset = call / 7 % 4;  // from a word's address
       std::vector<float> in(offset + count), out(offset + count);
       for (size_t i = 0; i < count; ++i) in[offset + i] = static_cast<float>(i + call * device);
-      bool right = call_rank(communicator, device, algorithm, &in[offset], &out[offset], count,
-                             call + 1);
+      bool right =
+          call_rank(communicator, device, algorithm, &in[offset], &out[offset], count, call + 1);
       for (size_t i = 0; i < count; ++i) {
         right &= out[offset + i] == static_cast<float>(i * world + call * world * (world - 1) / 2);
       }
