@@ -108,8 +108,12 @@ struct CudaMachine {
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
     return value;
   }
-  static __device__ uint32_t peek(const uint32_t* from) {
-    return *reinterpret_cast<const volatile uint32_t*>(from);
+  template <class T>
+  static __device__ T peek(const T* from) {
+    return *reinterpret_cast<const volatile T*>(from);
+  }
+  static __device__ void post(uint64_t* to, uint64_t value) {
+    *reinterpret_cast<volatile uint64_t*>(to) = value;
   }
   static __device__ bool claim(uint32_t* word) { return atomicExch(word, 1) == 0; }
   // How many blocks of the call did so before; the last one leaves 0.
@@ -226,8 +230,8 @@ int blocks_for(const Message& message, const Geometry& geometry, Route route) {
 
 ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
                       ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer>,
-                      int64_t communicator, int64_t algorithm) {
-  const auto task = resolve_task(device, in, out, communicator, algorithm);
+                      int64_t communicator, int64_t algorithm, int64_t signature) {
+  const auto task = resolve_task(device, in, out, communicator, algorithm, signature);
   if (!task.has_value()) return task.error();
   const Geometry& geometry = task->communicator->geometry();
   const Route route = route_of(task->message, geometry);
@@ -290,7 +294,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AllReduceKernel, all_reduce,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("communicator")
-                                  .Attr<int64_t>("algorithm"),
+                                  .Attr<int64_t>("algorithm")
+                                  .Attr<int64_t>("signature"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxkv

@@ -67,11 +67,12 @@ struct Call : Tiles<Machine, Element, N> {
     const bool early = kRoute == Route::kLowLatency && first() < words();
     const Word head = early ? load_input(first()) : Word{};
     if (early && !at_start.broken) Base::send(at_start.turns, first(), present(head));
+    if (!at_start.broken) Base::post(Base::mark(at_start), at_start.calls);
     if (kRoute == Route::kTwoShot && !at_start.broken) scatter(parts(), at_start.turns);
     // All threads of the block decide alike, although another block may give up meanwhile.
     if (m.all(!at_start.broken)) {
       Base::enter(at_start);
-      if (agreed(at_start) && reduced<kRoute>(at_start, head)) return true;
+      if (reduced<kRoute>(at_start, head)) return true;
     }
     // Rather NaN than a wrong sum. What this block missed lies anywhere.
     for (uint64_t i = m.thread(); i < words(); i += m.num_threads()) {
@@ -83,18 +84,7 @@ struct Call : Tiles<Machine, Element, N> {
  private:
   using Base = Tiles<Machine, Element, N>;
   using Base::m, Base::v, Base::message, Base::progress, Base::slot, Base::stall, Base::meet;
-  using Base::words, Base::load_input, Base::store_output, Base::sum, Base::present;
-
-  JAXKV_DEVICE static uint64_t signature(const Message& message, uint64_t calls) {
-    return (message.bytes << 8 | static_cast<uint64_t>(message.dtype) << 2 |
-            static_cast<uint64_t>(message.algorithm)) *
-               kCallNumbers +
-           (calls + 1) % kCallNumbers;
-  }
-  JAXKV_DEVICE bool agreed(const Progress& at_start) const {
-    return !v.debug ||
-           m.all(Base::agrees(m, v, signature(message, at_start.calls), at_start.calls));
-  }
+  using Base::words, Base::load_input, Base::store_output, Base::sum, Base::present, Base::finish;
 
   JAXKV_DEVICE uint64_t first() const { return m.block() * m.num_threads() + m.thread(); }
   JAXKV_DEVICE uint64_t step() const { return m.num_blocks() * m.num_threads(); }
@@ -136,17 +126,13 @@ struct Call : Tiles<Machine, Element, N> {
       came = Base::receive(turn, i, Phase::kQuick, end, i, due, from);
       if (came) Base::template store_word<kAllWhole>(i, sum(own, from));
     }
-    if (!m.all(came)) return false;
-    Base::end(at_start, 0, 1);
-    return true;
+    return finish(at_start, came, 0, 1);
   }
 
   // Each rank adds up one part, which all have sent it by now, and sends the sum to all.
   JAXKV_DEVICE bool two_shot(const Progress& at_start) {
     const bool came = reduce(parts(), at_start.turns) && gather(parts(), at_start.turns);
-    if (!m.all(came)) return false;
-    Base::end(at_start, 0, 1);
-    return true;
+    return finish(at_start, came, 0, 1);
   }
 
   // N parts of `part` words; the last ones are cut off where the message ends.
@@ -227,8 +213,7 @@ struct Call : Tiles<Machine, Element, N> {
       }
       store_output(i, sum(own, from));
     }
-    Base::end(at_start, 1, 0);
-    return true;
+    return finish(at_start, true, 1, 0);
   }
 
   // Each rank has the switch add up one part of all ranks' workspaces and write the sums to all, in
@@ -252,8 +237,7 @@ struct Call : Tiles<Machine, Element, N> {
       for_each_part(chunk,
                     [&](uint64_t at, uint64_t i) { store_output(i, m.load_mail(v.staged + at)); });
     }
-    Base::end(at_start, 2 * rounds, 0);
-    return true;
+    return finish(at_start, true, 2 * rounds, 0);
   }
 
   // What was written by way of one address is read by way of another after that.
@@ -284,7 +268,7 @@ struct Task {
 };
 xla::ffi::ErrorOr<Task> resolve_task(int32_t device, xla::ffi::AnyBuffer in,
                                      xla::ffi::Result<xla::ffi::AnyBuffer> out,
-                                     int64_t communicator, int64_t algorithm);
+                                     int64_t communicator, int64_t algorithm, int64_t signature);
 
 // Loads every kernel on a CUDA device: the first call must not, beside a peer that waits.
 void load_all_reduce(int32_t device);

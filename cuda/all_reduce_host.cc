@@ -77,8 +77,12 @@ struct HostMachine {
   static uint64_t load_acquire(const uint64_t* from) {
     return std::atomic_ref(*const_cast<uint64_t*>(from)).load(std::memory_order_acquire);
   }
-  static uint32_t peek(uint32_t* from) {
-    return std::atomic_ref(*from).load(std::memory_order_relaxed);
+  template <class T>
+  static T peek(const T* from) {
+    return std::atomic_ref(*const_cast<T*>(from)).load(std::memory_order_relaxed);
+  }
+  static void post(uint64_t* to, uint64_t value) {
+    std::atomic_ref(*to).store(value, std::memory_order_relaxed);
   }
   static bool claim(uint32_t* word) { return std::atomic_ref(*word).exchange(1) == 0; }
 };
@@ -137,8 +141,8 @@ bool run(const Task& task) {
 
 ffi::Error all_reduce(int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
                       ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer>,
-                      int64_t communicator, int64_t algorithm) {
-  const auto task = resolve_task(device, in, out, communicator, algorithm);
+                      int64_t communicator, int64_t algorithm, int64_t signature) {
+  const auto task = resolve_task(device, in, out, communicator, algorithm, signature);
   if (!task.has_value()) return task.error();
   std::lock_guard lock(task->rank->calling);
   const bool done = task->message.dtype == ffi::F32    ? run<Float32>(*task)
@@ -149,20 +153,8 @@ ffi::Error all_reduce(int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
 
 }  // namespace
 
-std::string describe_call(uint64_t signature) {
-  if (!signature) return "nothing";
-  const uint64_t call = signature / kCallNumbers;
-  const char* const algorithms[] = {"low_latency", "one_shot", "two_shot", "multimem"};
-  const auto dtype = static_cast<ffi::DataType>(call >> 2 & 63);
-  return std::string(algorithms[call & 3]) + " of " + std::to_string(call >> 8) + " bytes of " +
-         (dtype == ffi::F32    ? "float32"
-          : dtype == ffi::BF16 ? "bfloat16"
-                               : "float16") +
-         " (call " + std::to_string(signature % kCallNumbers) + ")";
-}
-
 ffi::ErrorOr<Task> resolve_task(int32_t device, ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out,
-                                int64_t communicator, int64_t algorithm) {
+                                int64_t communicator, int64_t algorithm, int64_t signature) {
   auto refuse = [](std::string why) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("jaxkv all_reduce: " + why));
   };
@@ -172,7 +164,8 @@ ffi::ErrorOr<Task> resolve_task(int32_t device, ffi::AnyBuffer in, ffi::Result<f
             .rank = (*found)->on_device(device),
             .message = {static_cast<const char*>(in.untyped_data()),
                         static_cast<char*>(out->untyped_data()), in.size_bytes(),
-                        static_cast<Algorithm>(algorithm), in.element_type()}};
+                        static_cast<Algorithm>(algorithm), in.element_type(),
+                        static_cast<uint64_t>(signature) % kSignatures}};
   const Geometry& geometry = task.communicator->geometry();
   if (!task.rank) {
     return refuse("device " + std::to_string(device) + " is not of the communicator's mesh");
@@ -212,6 +205,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AllReduceHost, all_reduce,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("communicator")
-                                  .Attr<int64_t>("algorithm"));
+                                  .Attr<int64_t>("algorithm")
+                                  .Attr<int64_t>("signature"));
 
 }  // namespace jaxkv

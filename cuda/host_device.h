@@ -6,9 +6,11 @@
 #define JAXKV_DEVICE __device__ __forceinline__
 #define JAXKV_RARE __device__ __noinline__
 #define JAXKV_UNROLL() _Pragma("unroll")
+#define JAXKV_NO_UNROLL() _Pragma("unroll 1")
 #else
 #define JAXKV_HOST_DEVICE
 #define JAXKV_DEVICE inline
 #define JAXKV_RARE inline
 #define JAXKV_UNROLL()
+#define JAXKV_NO_UNROLL()
 #endif

@@ -188,6 +188,8 @@ NB_MODULE(_ext, m) {
         "error. Frees its own too, unless other processes have mapped that.");
   m.def("free_communicator", &free_communicator, nb::arg("id"), without_gil,
         "Frees what a closed communicator has kept for other processes.");
+  m.def("name_call", &name_call, nb::arg("signature"), nb::arg("description"),
+        "What errors say of calls with this signature.");
   m.def("peer_fault", &peer_fault, nb::arg("id"),
         "(rank, peer, phase, expected, seen, description) of a wait that gave up, or None.");
   m.def(

@@ -16,6 +16,7 @@ struct Message {
   uint64_t bytes;
   Algorithm algorithm;
   xla::ffi::DataType dtype;
+  uint64_t signature;  // of program and call, below kSignatures: the same on all ranks
 };
 
 template <class Machine, class Element, int N>
@@ -27,6 +28,17 @@ struct Operand : Peers<Machine, N> {
 
   JAXKV_DEVICE Operand(const Machine& machine, const RankView& view, const Message& of)
       : Peers<Machine, N>{machine, view}, message(of) {}
+
+  JAXKV_DEVICE uint64_t mark(const Progress& at_start) const {
+    return call_mark(message.signature, at_start.calls);
+  }
+  // The end of a call: true if all threads of the block have what they waited for, of this call.
+  JAXKV_DEVICE bool finish(const Progress& at_start, bool came, uint64_t epochs,
+                           uint64_t turns) const {
+    if (!m.all(came && this->agrees(mark(at_start), at_start.calls))) return false;
+    this->end(at_start, epochs, turns);
+    return true;
+  }
 
   JAXKV_DEVICE uint64_t words() const { return (message.bytes + sizeof(Word) - 1) / sizeof(Word); }
   JAXKV_DEVICE bool aligned() const {

@@ -1,15 +1,11 @@
 // What a rank and its peers do for each other in a call: mailboxes, barriers, words that say
-// themselves whether they have arrived, waits that end, and the comparison of calls in debug mode.
+// themselves whether they have arrived, waits that end, and the comparison of calls.
 // One source for CUDA kernels and for the CPU backend; see all_reduce.h for `Machine`.
 #pragma once
 
 #include "symmetric_memory.h"
 
 namespace jaxkv {
-
-// What ranks tell each other of a call in debug mode: its number, from 1 on and modulo this, and
-// above that what it is of.
-inline constexpr uint64_t kCallNumbers = 1 << 12;
 
 inline constexpr uint32_t kPollsPerLook = 256;  // how often a wait looks at the clock
 
@@ -57,17 +53,24 @@ struct Peers {
                                          int peer, Phase phase, uint64_t expected, uint64_t seen) {
     Header& own = *v.headers[v.rank];
     if (m.peek(&own.progress.broken)) return 0;
-    if (const uint64_t aborted = m.load_acquire(&own.signals.aborted)) {
+    const int other = find_other_call(m, v);
+    const uint64_t aborted = m.load_acquire(&own.signals.aborted);
+    if (other < 0 && !aborted) {
+      const uint64_t now = m.nanoseconds();
+      if (!deadline) return now + v.timeout_ns;
+      if (now < deadline) return deadline;
+    }
+    if (other >= 0) {
+      record(m, v, {0, v.rank, other, Phase::kMismatch, expected, seen});
+    } else if (aborted) {
       const auto blamed = static_cast<int32_t>(aborted - 1);
       record(m, v, {0, v.rank, blamed, Phase::kAborted, expected, seen});
-      return 0;
-    }
-    const uint64_t now = m.nanoseconds();
-    if (!deadline) return now + v.timeout_ns;
-    if (now < deadline) return deadline;
-    record(m, v, {0, v.rank, peer, phase, expected, seen});
-    for (int r = 0; r < N; ++r) {
-      if (r != v.rank) m.store_release(&v.headers[r]->signals.aborted, uint64_t(v.rank) + 1);
+    } else {
+      record(m, v, {0, v.rank, peer, phase, expected, seen});
+      JAXKV_NO_UNROLL()
+      for (int r = 0; r < N; ++r) {
+        if (r != v.rank) m.store_release(&v.headers[r]->signals.aborted, uint64_t(v.rank) + 1);
+      }
     }
     return 0;
   }
@@ -79,6 +82,8 @@ struct Peers {
     v.fault->phase = fault.phase;
     v.fault->expected = fault.expected;
     v.fault->seen = fault.seen;
+    v.fault->call = last_call(m, v, v.rank);
+    v.fault->peer_call = last_call(m, v, fault.peer);
     m.store_release(&v.fault->recorded, 1u);
   }
 
@@ -165,36 +170,54 @@ struct Peers {
     }
   }
 
-  // ---- For debugging and tests ------------------------------------------------------------------
+  // ---- Comparison of calls ----------------------------------------------------------------------
+  //
+  // Ranks that make different calls at once would add up what does not belong together. So each
+  // posts the mark of its call to all when it begins, and ends it when it has seen the same mark of
+  // all. That needs no order between marks and mail: a mark has the number of its call, and as all
+  // calls before were the same on all ranks, what lies in a box of this call was sent in the call
+  // of that number. No rank is two calls ahead, because it ends none without the marks of all: so
+  // marks of two calls are kept, and none is overwritten before it was read.
 
-  // Whether all ranks have come with the same call, by what they tell each other of it.
-  JAXKV_RARE static bool agrees(const Machine& m, const RankView& v, uint64_t own, uint64_t calls) {
-    auto told = [&](int owner, int from, uint64_t call) {  // no rank is two calls ahead
-      return &v.headers[owner]->signals.calls[call % 2][from];
-    };
+  JAXKV_DEVICE static uint64_t* posted(const RankView& v, int owner, int from, uint64_t calls) {
+    return &v.headers[owner]->signals.calls[calls % 2][from];
+  }
+  JAXKV_DEVICE void post(uint64_t mark, uint64_t calls) const {
     for (int peer = m.thread(); m.block() == 0 && peer < N; peer += m.num_threads()) {
-      m.store_release(told(peer, v.rank, calls), own);
+      m.post(posted(v, peer, v.rank, calls), mark);
     }
-    bool same = true;
-    for (int peer = m.thread(); same && peer < N; peer += m.num_threads()) {
-      const uint64_t before = m.load_acquire(told(v.rank, peer, calls + 1));
-      uint64_t deadline = 0, seen = 0;
-      for (uint32_t polls = 1; same; ++polls) {
-        seen = m.load_acquire(told(v.rank, peer, calls));
-        if (seen % kCallNumbers == own % kCallNumbers) break;
+  }
+  // One thread asks for each peer.
+  JAXKV_DEVICE bool agrees(uint64_t mark, uint64_t calls) const {
+    for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
+      uint64_t deadline = 0, seen;
+      for (uint32_t polls = 1; (seen = m.peek(posted(v, v.rank, peer, calls))) != mark; ++polls) {
         if (polls % kPollsPerLook == 0) {
-          deadline = deadline_of(m, v, deadline, peer, Phase::kCall, own, before);
-          same = deadline != 0;
+          deadline = deadline_of(m, v, deadline, peer, Phase::kCall, mark, seen);
+          if (!deadline) return false;
         }
         m.pause();
       }
-      if (same && seen != own) {
-        record(m, v, {0, v.rank, peer, Phase::kMismatch, own, seen});
-        same = false;
-      }
     }
-    return same;
+    return true;
   }
+  // A peer that has posted another call than this rank, of the same number; -1 if there is none.
+  JAXKV_DEVICE static int find_other_call(const Machine& m, const RankView& v) {
+    int found = -1;
+    JAXKV_NO_UNROLL()
+    for (int i = 0; i < 2 * N; ++i) {
+      const uint64_t own = m.peek(posted(v, v.rank, v.rank, i));
+      const uint64_t other = m.peek(posted(v, v.rank, i / 2, i));
+      if (own && other && own != other && (own - other) % kCallNumbers == 0) found = i / 2;
+    }
+    return found;
+  }
+  JAXKV_DEVICE static uint64_t last_call(const Machine& m, const RankView& v, int from) {
+    const uint64_t a = m.peek(posted(v, v.rank, from, 0)), b = m.peek(posted(v, v.rank, from, 1));
+    return (a - b) % kCallNumbers < kCallNumbers / 2 ? a : b;
+  }
+
+  // ---- For tests --------------------------------------------------------------------------------
 
   // Lets a thread be late now and then.
   JAXKV_DEVICE void stall() const {

@@ -9,7 +9,6 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
@@ -31,6 +30,12 @@ Registry& communicators() {
 // Closed here, but peers may still write to their memory.
 Registry& closed_communicators() {
   static auto* all = new Registry;
+  return *all;
+}
+
+// By signature.
+std::unordered_map<uint64_t, std::string>& call_names() {
+  static auto* all = new std::unordered_map<uint64_t, std::string>;
   return *all;
 }
 
@@ -159,7 +164,6 @@ static_assert(std::atomic_ref<uint32_t>::is_always_lock_free);
 
 Communicator::Communicator(Geometry geometry, const ByRank<int32_t>& devices, uint64_t timeout_ns)
     : geometry_(geometry) {
-  const char* debug = std::getenv("JAXKV_DEBUG_COLLECTIVES");
   for (const auto& ordinals : devices) {
     auto& group = groups_.emplace_back();
     for (size_t rank = 0; rank < ordinals.size(); ++rank) {
@@ -168,7 +172,6 @@ Communicator::Communicator(Geometry geometry, const ByRank<int32_t>& devices, ui
       entry->view.geometry = geometry;
       entry->view.rank = static_cast<int32_t>(rank);
       entry->view.timeout_ns = timeout_ns;
-      entry->view.debug = debug && std::string(debug) == "1";
     }
   }
 }
@@ -278,16 +281,25 @@ std::string describe(const PeerFault& fault) {
   const std::string rank = "rank " + std::to_string(fault.rank);
   const std::string peer = "rank " + std::to_string(fault.peer);
   if (fault.phase == Phase::kAborted) return rank + " stopped, because " + peer + " gave up";
-  if (fault.phase == Phase::kMismatch) {
-    return rank + " has called " + describe_call(fault.expected) + ", but " + peer + " " +
-           describe_call(fault.seen);
-  }
-  if (fault.phase == Phase::kCall) {
-    return rank + " waited in vain for " + peer + " to call " + describe_call(fault.expected) +
-           "; its last call was " + describe_call(fault.seen);
-  }
+  const std::string called = " has called " + describe_call(fault.call) + ", but " + peer;
+  if (fault.phase == Phase::kMismatch) return rank + called + " " + describe_call(fault.peer_call);
   return rank + " waited in vain for " + peer + " in phase " + name_of(fault.phase) +
-         ": expected " + std::to_string(fault.expected) + ", seen " + std::to_string(fault.seen);
+         ": expected " + std::to_string(fault.expected) + ", seen " + std::to_string(fault.seen) +
+         "; " + rank + called + " last " + describe_call(fault.peer_call);
+}
+
+void name_call(uint64_t signature, std::string description) {
+  std::lock_guard lock(mutex);
+  call_names()[signature] = std::move(description);
+}
+
+std::string describe_call(uint64_t mark) {
+  if (!mark) return "nothing";
+  const std::string number = " (call " + std::to_string(mark % kCallNumbers) + ")";
+  std::lock_guard lock(mutex);
+  const auto found = call_names().find(mark / kCallNumbers);
+  return (found == call_names().end() ? "what this process has not lowered" : found->second) +
+         number;
 }
 
 std::shared_ptr<Communicator> make_host_communicator(Geometry geometry,

@@ -36,9 +36,17 @@ inline constexpr uint32_t kAbsent = 0xFFFFFFFF;
 // written for 2^32 barriers is no newer one.
 struct Signals {
   uint64_t flags[kMaxBlocks][kMaxRanks];  // the last barrier that this block of a peer came to
-  uint64_t calls[2][kMaxRanks];           // in debug mode: the last calls of each peer
+  uint64_t calls[2][kMaxRanks];           // the last two calls of each rank, see call_mark()
   uint64_t aborted;                       // 1 + a peer that gave up, or 0
 };
+
+// What a rank posts of a call: its number, from 1 on and modulo this, and above that its signature.
+inline constexpr uint64_t kCallNumbers = 1 << 12;
+inline constexpr uint64_t kSignatures = uint64_t{1} << 52;
+
+JAXKV_HOST_DEVICE inline uint64_t call_mark(uint64_t signature, uint64_t calls_before) {
+  return signature * kCallNumbers + (calls_before + 1) % kCallNumbers;
+}
 
 // Written by the rank itself, in a call and for the next one.
 struct Progress {
@@ -63,6 +71,7 @@ struct PeerFault {
   int32_t rank, peer;
   Phase phase;
   uint64_t expected, seen;
+  uint64_t call = 0, peer_call = 0;  // marks of the last calls that both have posted, 0 for none
 };
 
 // Mailboxes of a rank, in words: quick[kStages][world], slot[2][world], and
@@ -87,7 +96,6 @@ struct RankView {
   int32_t rank;
   uint64_t timeout_ns;
   uint64_t stall_ns;           // for tests: threads are late by up to so much
-  bool debug;                  // ranks compare their calls: JAXKV_DEBUG_COLLECTIVES=1
   Header* headers[kMaxRanks];  // each followed by its mail
   Word* staged;                // what a switch adds up: this rank's words
   MulticastWords all_staged;   // and those of all ranks
@@ -173,7 +181,9 @@ inline Word* mail_of(Header* header) { return reinterpret_cast<Word*>(header + 1
 Header preset_header(uint64_t epoch, uint64_t ahead);
 
 std::string describe(const PeerFault& fault);
-std::string describe_call(uint64_t signature);  // of what ranks tell each other in debug mode
+std::string describe_call(uint64_t mark);
+// What errors say of calls with this signature.
+void name_call(uint64_t signature, std::string description);
 const char* name_of(Phase phase);
 
 // With memory for the ranks of this process.

@@ -40,8 +40,7 @@ struct Tiles : Operand<Machine, Element, N> {
       add_up_and_fetch<kAllWhole>(of_round(k - 1), of_round(k - 2));
       if (k <= rounds) Base::come(at_start.epoch + k + 1);
     }
-    Base::end(at_start, rounds + 2, 0);
-    return true;
+    return Base::finish(at_start, true, rounds + 2, 0);
   }
 
  private:

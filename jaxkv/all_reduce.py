@@ -23,10 +23,11 @@ What keeps the devices together: all run one program, in which each call takes a
 before. How far a device is (epochs) lies in its own memory, so a CUDA graph of a step can be
 replayed. Derivatives are those of `psum`.
 
-With JAXKV_DEBUG_COLLECTIVES=1 in the environment of all processes when a `SymmetricMemory` is
-created, devices compare algorithm, bytes, dtype and number of each call before it, and a call that
-differs fails like one that nobody came to; the error names both (as NCCL's and PyTorch's debug
-modes do).
+In each call devices compare its number and its signature (`jaxkv.call_signatures`): of the program,
+the call's place in it, algorithm, shape and dtype. A call that differs fails like one that nobody
+came to, and the error names both (as NCCL's and PyTorch's debug modes do). So it is an error if
+processes run the programs of a memory in different orders, and no wrong sum: see docs/all_reduce.md
+for what several threads may do.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxkv import _native
+from jaxkv import _native, call_signatures
 
 if TYPE_CHECKING:
     from jaxkv.symmetric_memory import SymmetricMemory
@@ -85,8 +86,9 @@ def all_reduce(
         unknown. Devices in another order are seen when the program is lowered, but not where JAX
         knows an abstract mesh only.
       NotImplementedError: `implementation` does not serve this call, and why.
-      PeerTimeoutError: while tracing, a device waited in vain in a call before. A compiled call
-        raises `jax.errors.JaxRuntimeError` for that, with this name in its text.
+      PeerTimeoutError: while tracing, a device waited in vain in a call before, or its peers made
+        another call. A compiled call raises `jax.errors.JaxRuntimeError` for that, with this name
+        in its text.
     """
     _check_axis_name(memory, axis_name)
     _check_mesh(memory)
@@ -245,7 +247,9 @@ def _lower(context: Any, x: Any, *, call: _Call) -> Sequence[Any]:
         token,
         communicator=np.int64(call.communicator),
         algorithm=np.int64(NATIVE.index(call.algorithm)),
+        signature=call_signatures.UNKNOWN,
     )
+    call_signatures.sign_later(context.module_context.module, _TARGET, NATIVE)
     return [result]
 
 

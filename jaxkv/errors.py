@@ -22,16 +22,18 @@ class BoundError(ValueError):
 
 
 class PeerTimeoutError(RuntimeError):
-    """A device waited in vain for a peer; the results of that call and of later ones are NaN.
+    """A device waited in vain for a peer, or came to another call than its peer.
+
+    The results of that call and of later ones are NaN. The text says which calls both made last.
 
     Attributes:
       rank: that waited.
       peer: the rank that did not come, or in phase "aborted" the one that gave up first.
-      phase: "low_latency", "barrier", "scatter", "gather" or "aborted"; in debug mode also "call",
-        where the peer did not come to a call, and "mismatch", where it came to another one.
+      phase: "low_latency", "barrier", "scatter", "gather", "call" (the peer did not say which call
+        it makes), "aborted", or "mismatch", where the peer came to another call.
       expected, seen: in phase "barrier" the number of the one that was waited for, and of the
         peer's last one; otherwise the words of the message (or of a rank's part of a chunk), and
-        which of them was missing. The text says what calls they stand for in debug mode.
+        which of them was missing. In phase "mismatch" what was waited for meanwhile.
     """
 
     def __init__(

@@ -41,7 +41,6 @@ WORD_BYTES = 16
 LINE_BYTES = 128  # which links carry at once
 TIMEOUT_S = 30.0
 MAX_TIMEOUT_S = 1e9  # in nanoseconds, and added to a clock, it fits into 64 bits
-DEBUG_VARIABLE = "JAXKV_DEBUG_COLLECTIVES"
 MULTICAST_VARIABLE = "JAXKV_MULTICAST"
 # Of the mailboxes of all peers, in bytes:
 QUICK_BYTES = 8 << 20  # twice; their data says itself that it arrived
@@ -207,13 +206,13 @@ class SymmetricMemory:
         """What must be the same in all processes."""
         return {
             "jaxkv.__version__": jaxkv.__version__,
+            "jax.__version__": jax.__version__,  # signatures of calls are of what it lowers
             "devices": [device.id for device in self.mesh.devices.flat],
             "mesh": list(self.mesh.shape.items()),
             "axis_name": self.axis_name,
             "max_bytes": self.max_bytes,
             "timeout_s": self._rendezvous.timeout_s,
             f"tuning table ({VARIABLE})": self._table.rules[self.world_size],
-            DEBUG_VARIABLE: os.environ.get(DEBUG_VARIABLE),
         }
 
     def _agree(self, said: dict[int, Any]) -> None:

@@ -1,6 +1,7 @@
 """One of several processes that share a mesh: `python rank_process.py SETUP CHECK`, SETUP in JSON.
 
-It runs a function of process_checks.py and prints what that returns, in JSON, on the last line.
+It runs a function of process_checks.py or thread_checks.py and prints what that returns, in JSON,
+on the last line.
 """
 
 import json
@@ -30,8 +31,10 @@ def main(setup: str, check: str) -> None:
     order = arguments.pop("order")
     start(**arguments)
     import process_checks  # which asks JAX for its devices
+    import thread_checks
 
-    print(json.dumps(getattr(process_checks, check)(order)), flush=True)
+    module = process_checks if hasattr(process_checks, check) else thread_checks
+    print(json.dumps(getattr(module, check)(order)), flush=True)
     if jax.process_index() == 0:
         sys.stdin.read()  # the others need its coordinator until they end
 

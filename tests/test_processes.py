@@ -1,4 +1,7 @@
-"""`SymmetricMemory` over several processes; what each of them checks is in process_checks.py."""
+"""`SymmetricMemory` over several processes.
+
+What each of them checks is in process_checks.py and thread_checks.py.
+"""
 
 import json
 import os
@@ -132,6 +135,28 @@ def test_creation_fails_for_all_or_none(tmp_path, world):
 def test_all_ranks_give_up_together(tmp_path):
     """Who times out tells the others, so that none waits for the whole time again."""
     what_all_say(tmp_path, "all_ranks_give_up_together", TWO_EACH, [2, 3, 0, 1])
+
+
+def test_threads_without_an_order_get_right_sums_or_an_error(tmp_path):
+    """Their programs may come to one rank in another order than to the other."""
+    said = what_all_say(tmp_path, "threads_run_programs_of_one_memory", ONE_EACH[2])
+    for counts in said:
+        for name, count in counts.items():
+            assert count.get("right", 0) + count.get("refused", 0) == 2000, (name, count)
+            assert count.get("refused", 0) > 0, "no control: all came in one order"
+
+
+@pytest.mark.parametrize("check", ["threads_take_turns", "threads_have_a_memory_each"])
+def test_threads_with_an_order_get_right_sums(tmp_path, check):
+    for counts in what_all_say(tmp_path, check, ONE_EACH[2]):
+        assert all(count == {"right": 2000} for count in counts.values()), counts
+
+
+def test_signatures_are_those_of_program_and_call_in_all_processes(tmp_path):
+    first, second = what_all_say(tmp_path, "signatures", TWO_EACH)
+    assert first == second
+    every = [signature for program in first for signature in program]
+    assert all(every) and len(set(every)) == len(every) > len(first)
 
 
 def test_closing_waits_for_the_others(tmp_path):

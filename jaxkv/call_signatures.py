@@ -1,0 +1,122 @@
+"""Signatures: what tells a call of a program from all others, the same in all processes.
+
+Ranks compare the signatures of their calls, so that they never add up what different programs, or
+different calls of one, have sent. A signature is a hash of the lowered program, of the algorithms
+that its calls take, and of the call's number among them. JAX lowers a program to the same text in
+every process (the keys of its compilation cache rely on that), but for what custom calls are
+configured with: numbers of host objects, for instance. These are left out, and so are the values of
+large constants.
+
+No lowering rule sees the whole program. But JAX reports to `jax.monitoring` how long it took to
+lower one, right after that and in the same thread, and then the calls get their signatures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import Any
+
+import jax.monitoring
+import numpy as np
+from jax.interpreters import mlir
+
+from jaxkv import _native
+
+LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+UNKNOWN = np.int64(0)  # until then
+LARGEST_CONSTANT = 64  # in elements, of those whose values count
+_BITS = 52  # kSignatures in symmetric_memory.h
+_CONFIGURATION = "mhlo.backend_config"
+_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+
+ir = mlir.ir
+_thread = threading.local()
+
+
+def sign_later(module: Any, target: str, algorithms: tuple[str, ...]) -> None:
+    """Signs the calls of `target` in a module of MLIR when it has been lowered.
+
+    Args:
+      module: that this thread is lowering.
+      target: of FFI calls with the attributes `signature` and `algorithm`.
+      algorithms: their names, by number.
+    """
+    _being_lowered()[id(module)] = (module, target, algorithms)
+
+
+def _being_lowered() -> dict[int, tuple[Any, str, tuple[str, ...]]]:
+    if not hasattr(_thread, "being_lowered"):
+        _thread.being_lowered = {}
+    return _thread.being_lowered
+
+
+def _on_event(event: str, *_: Any, **__: Any) -> None:
+    if event != LOWERED:
+        return
+    # To lower one program may take others, which are lowered meanwhile.
+    for key, (module, target, algorithms) in list(_being_lowered().items()):
+        if _complete(module):
+            del _being_lowered()[key]
+            _sign(module, target, algorithms)
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_event)
+
+
+def _complete(module: Any) -> bool:
+    for function in module.body.operations:
+        blocks = function.regions[0].blocks if function.operation.name == "func.func" else ()
+        for block in blocks:
+            count = len(block.operations)
+            if not count or block.operations[count - 1].operation.name != "func.return":
+                return False
+    return True
+
+
+def _sign(module: Any, target: str, algorithms: tuple[str, ...]) -> None:
+    with module.context:
+        calls = [
+            (call, {entry.name: entry.attr for entry in call.attributes[_CONFIGURATION]})
+            for call in _custom_calls(module, target)
+        ]
+        names = [algorithms[ir.IntegerAttr(attrs["algorithm"]).value] for _, attrs in calls]
+        program = hashlib.sha256(" ".join([*names, _text(module)]).encode()).hexdigest()
+        of_program = f"{ir.StringAttr(module.operation.attributes['sym_name']).value}-{program[:6]}"
+        for number, ((call, attributes), name) in enumerate(zip(calls, names, strict=True), 1):
+            digest = hashlib.sha256(f"{program} {number}".encode()).digest()
+            signature = int.from_bytes(digest[:8], "little") % 2**_BITS
+            attributes["signature"] = mlir.i64_attr(signature)
+            call.attributes[_CONFIGURATION] = ir.DictAttr.get(attributes)
+            operand = f"{name} of {_type_of(call.operands[0])}"
+            description = f"{operand}, all_reduce {number} of {of_program}"
+            _native.extension().name_call(signature, description)
+
+
+def _type_of(value: Any) -> str:
+    kind = ir.RankedTensorType(value.type)
+    return f"{_DTYPES[str(kind.element_type)]}{list(kind.shape)}"
+
+
+def _text(module: Any) -> str:
+    """Of the program without what may differ between processes that run it."""
+    copy = module.operation.clone()
+    for call in _custom_calls(copy):
+        for name in ("backend_config", _CONFIGURATION):
+            if name in call.attributes:
+                del call.attributes[name]
+    return copy.operation.get_asm(large_elements_limit=LARGEST_CONSTANT)
+
+
+def _custom_calls(root: Any, target: str | None = None) -> list[Any]:
+    found = []
+
+    def visit(operation: Any) -> Any:
+        if operation.name == "stablehlo.custom_call":
+            its_target = ir.StringAttr(operation.attributes["call_target_name"]).value
+            if target in (None, its_target):
+                found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    root.operation.walk(visit)
+    return found
