@@ -9,6 +9,8 @@ import pytest
 from bench import evidence, gpu_test, memcheck, results, roof, tables, transfer
 from bench.results import Results, Row, Target
 
+pytestmark = pytest.mark.host_only
+
 README = """# Title
 before
 <!-- generated: targets -->
