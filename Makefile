@@ -30,7 +30,7 @@ endif
 PYTEST_XDIST := -n auto --maxprocesses=4 --dist=worksteal
 IF_XDIST = $(if $(GPUS),,$$($(PY) -c "import xdist" 2>/dev/null && echo "$(PYTEST_XDIST)"))
 # What neither the version of jax nor a sanitizer can change runs once, in `test`.
-NATIVE_TESTS := -m "not host_only" --ignore=tests/metadata --hypothesis-profile=brief
+NATIVE_TESTS := -m "not host_only and not end_to_end" --ignore=tests/metadata --hypothesis-profile=brief
 ifdef SYSTEM_PACKAGES
 INSTALL := --no-build-isolation --no-deps --no-index -e .
 else
