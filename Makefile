@@ -3,7 +3,8 @@
 #
 #   PYTHON=python3.13    the interpreter that .venv is made from
 #   SYSTEM_PACKAGES=1    take all packages from that interpreter; nothing is downloaded
-#   JAXKV_CUDA=ON|OFF    CUDA handlers; by default wherever an nvcc >= 13.0 can be had
+#   JAXKV_CUDA=ON|OFF    CUDA handlers; by default where there is an nvcc >= 13.0 or a GPU
+#   TESTS=...            arguments of pytest for `make test`; by default all tests run
 PYTHON ?= python3
 export PYTHON
 # The clean machine runs these; see tools/fresh.py.
@@ -16,10 +17,20 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
+# As INSTALLED, and made with compiler warnings as errors.
+WITHOUT_WARNINGS := $(VENV)/without_warnings
 NATIVE := $(wildcard cuda/*) CMakeLists.txt pyproject.toml tools/build_backend.py tools/locate.py
 
-# Where there is a GPU, jax comes with its CUDA plugin.
+# Where there is a GPU, jax comes with its CUDA plugin, and nvcc from the package index if need be.
 GPUS := $(wildcard /dev/nvidia[0-9]*)
+ifeq ($(or $(JAXKV_CUDA),$(GPUS),$(shell $(PYTHON) tools/locate.py nvcc)),)
+export JAXKV_CUDA := OFF
+endif
+# Processes that share one GPU need care with its memory; bench.gpu_test takes it.
+PYTEST_XDIST := -n auto --maxprocesses=4 --dist=worksteal
+IF_XDIST = $(if $(GPUS),,$$($(PY) -c "import xdist" 2>/dev/null && echo "$(PYTEST_XDIST)"))
+# What neither the version of jax nor a sanitizer can change runs once, in `test`.
+NATIVE_TESTS := -m "not host_only and not end_to_end" --ignore=tests/metadata --hypothesis-profile=brief
 ifdef SYSTEM_PACKAGES
 INSTALL := --no-build-isolation --no-deps --no-index -e .
 else
@@ -38,44 +49,42 @@ demo: $(INSTALLED)  ## serve conversations with and without the host pool, and c
 	$(PY) -m examples.serving
 
 test: $(INSTALLED)  ## all tests that this machine can run
-	$(PY) -m pytest
+	$(PY) -m pytest $(IF_XDIST) $(TESTS)
 
-lint: $(INSTALLED)  ## format, types, and compilation with warnings as errors
+lint: $(WITHOUT_WARNINGS)  ## format, types, evidence, and compilation with warnings as errors
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(VENV)/bin/clang-format --dry-run -Werror cuda/* bench/*.cc tests/*.cc tests/native/*.cc
 	$(PY) -m mypy
 	$(PY) -m bench.evidence --check
-	$(call wheel,lint,cmake.define.JAXKV_WERROR=ON)
 
 format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 	$(VENV)/bin/clang-format -i cuda/* bench/*.cc tests/*.cc tests/native/*.cc
 
-# Without tests/metadata: that is plain JAX.
 asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan
 	$(call wheel,asan,cmake.build-type=Debug cmake.define.JAXKV_ASAN=ON cmake.define.JAXKV_CUDA=OFF)
 	tools/test_wheel.sh build/asan/*.whl build/asan/room "jax>=0.10.2" \
 	  env LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  python -m pytest --hypothesis-profile=brief --ignore=tests/metadata \
+	  python -m pytest $(PYTEST_XDIST) $(NATIVE_TESTS) \
 	    --capture=sys  # or the report dies with the process
 
-# Without tests/metadata, too: in CI `test` has the oldest jax, `fresh` the newest.
+# With nvcc, to load without a driver what has CUDA handlers; one architecture is enough for that.
 compat: $(INSTALLED)  ## one stable-ABI wheel under every supported jax (PYTHON >= 3.12)
 	$(PY) -c "import sys; assert sys.version_info >= (3, 12), 'make compat needs Python >= 3.12'"
-	$(call wheel,compat,cmake.define.JAXKV_CUDA=OFF)
+	export JAXKV_CUDA=ON; $(call wheel,compat,cmake.define.JAXKV_CUDA_ARCHITECTURES=90a-real)
 	set -e; for jax in $(JAX_VERSIONS); do \
 	  tools/test_wheel.sh build/compat/*-abi3-*.whl build/compat/jax-$$jax "jax==$$jax" \
-	    python -m pytest --hypothesis-profile=brief --ignore=tests/metadata; \
+	    python -m pytest $(PYTEST_XDIST) $(NATIVE_TESTS); \
 	done
 
 fresh:  ## `make $(FRESH_TARGETS)` in a fresh clone on a clean Debian (root; debootstrap)
 	$(PYTHON) tools/fresh.py $(FRESH_TARGETS)
 
 check: lint test asan  ## everything that CI runs
-	$(MAKE) fresh FRESH_TARGETS="test demo compat"
+	$(MAKE) fresh FRESH_TARGETS="demo test compat" TESTS="tests/metadata --hypothesis-profile=brief"
 
 gpu-test: $(INSTALLED)  ## the tests on one GPU, recorded in bench/results
 	$(PY) -m bench.gpu_test
@@ -102,12 +111,19 @@ clean:  ## remove everything that make made
 wheel = rm -rf build/$(1) && $(PIP) wheel -q --no-deps -w build/$(1) \
 	$(addprefix --config-settings=,build-dir=build/$(1)/cmake $(2)) .
 
-# The stub goes beside the sources because type checkers do not follow editable installs.
 $(INSTALLED): $(NATIVE) | $(PY)
-	$(PIP) install $(INSTALL)
+	$(call install,$(if $(wildcard $(WITHOUT_WARNINGS)),ON,OFF))
+
+$(WITHOUT_WARNINGS): $(NATIVE) | $(PY)
+	$(call install,ON)
+
+# The stub goes beside the sources because type checkers do not follow editable installs.
+define install
+	$(PIP) install --config-settings=cmake.define.JAXKV_WERROR=$(1) $(INSTALL)
 	cp $$($(PY) -c "import jaxkv._ext as e; print(e.__file__.split('_ext.')[0])")_ext.pyi jaxkv/
 	@$(PY) -c "import jaxkv._ext as e; print('CUDA handlers:', 'built' if e.CUDA else 'NOT built')"
-	touch $@
+	touch $(INSTALLED) $(if $(filter ON,$(1)),$(WITHOUT_WARNINGS))
+endef
 
 # A .pth file, because --system-site-packages of an interpreter that is itself in a virtual
 # environment would show the packages of the one below.

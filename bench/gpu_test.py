@@ -1,11 +1,13 @@
 """Runs the tests on this machine's GPU and records what passed: `python -m bench.gpu_test`.
 
 Ordinary tests run too, since most of them serve every platform, with fewer random cases than on a
-CPU. `--multigpu` runs the tests that need several GPUs instead. Exits with pytest's code.
+CPU; where pytest-xdist is installed, several processes share the GPU. `--multigpu` runs the tests
+that need several GPUs instead. Exits with pytest's code.
 """
 
 import argparse
 import collections
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +18,9 @@ from bench.results import REPOSITORY, Results
 from jaxkv import env
 
 NOT_ON_A_GPU = 2  # exit code; pytest's own for "interrupted", never for "passed"
+ANYWHERE = "not gpu and not cpu_only and not multigpu and not host_only"
+GPU_ONLY = "gpu and not cpu_only and not multigpu"
+MAX_PROCESSES = 8  # of one GPU: each takes about 1 GiB of it, and a core or two to compile
 
 
 class Outcomes:
@@ -67,10 +72,22 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     return env.without_directories(text.removeprefix("Skipped: "))
 
 
-def run(pytest_arguments: Sequence[str]) -> tuple[Outcomes, int]:
+def test_runs(multigpu: bool) -> list[list[str]]:
+    """Arguments of pytest, run by run."""
+    if multigpu:
+        return [["-m", "multigpu"]]
+    if importlib.util.find_spec("xdist") is None:
+        return [["-m", f"({ANYWHERE}) or ({GPU_ONLY})"]]
+    parallel = ["-n", "auto", f"--maxprocesses={MAX_PROCESSES}", "--dist=worksteal"]
+    # Tests of order compare with work that is slow, and have the GPU to themselves.
+    return [["-m", ANYWHERE, *parallel], ["-m", GPU_ONLY]]
+
+
+def run(*runs: Sequence[str]) -> tuple[Outcomes, int]:
+    """Runs pytest with these arguments, one run after another, and returns the highest code."""
     outcomes = Outcomes()
-    code = pytest.main([*pytest_arguments], plugins=[outcomes])
-    return outcomes, int(code)
+    codes = [pytest.main([*arguments], plugins=[outcomes]) for arguments in runs]
+    return outcomes, int(max(codes))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Tests that start processes of their own need GPU memory too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    markers = "multigpu" if arguments.multigpu else "not cpu_only and not multigpu"
-    outcomes, code = run([str(REPOSITORY / "tests"), "-m", markers, "--hypothesis-profile=brief"])
+    common = [str(REPOSITORY / "tests"), "--hypothesis-profile=brief"]
+    outcomes, code = run(*([*common, *only] for only in test_runs(arguments.multigpu)))
 
     import jax  # not earlier: conftest.py configures JAX before its backend starts
 

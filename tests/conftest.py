@@ -41,6 +41,9 @@ def memories(multicast):
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     platform = jax.default_backend()
+    if platform == "cpu":
+        # Most programs run once: LLVM would take longer to optimize them than they take to run.
+        jax.config.update("jax_disable_most_optimizations", True)
     for item in items:
         if item.get_closest_marker("gpu") and platform != "gpu":
             item.add_marker(pytest.mark.skip(reason=f"no CUDA device: JAX runs on {platform}"))

@@ -29,6 +29,8 @@ from bench.results import Results, Row
 from bench.transfer import KIB, Point
 from jaxkv import choice
 
+pytestmark = pytest.mark.end_to_end
+
 NAME = {"cpu": "host", "gpu": "kernel"}[jax.default_backend()]
 
 

@@ -28,6 +28,8 @@ from bench.all_reduce import (
 from bench.kernels import Event
 from bench.results import Results
 
+pytestmark = pytest.mark.end_to_end
+
 PROGRAM = "tests.child_program"
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from bench import timing
 
+pytestmark = pytest.mark.host_only
+
 
 @pytest.fixture
 def step(monkeypatch):

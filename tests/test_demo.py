@@ -7,6 +7,8 @@ import pytest
 from bench import demo, results, tables
 from bench.results import Results, Row
 
+pytestmark = pytest.mark.host_only
+
 
 def demo_summary(answers, on_host=16):
     """What the serving example writes, as far as bench.demo reads it."""
@@ -54,7 +56,6 @@ def test_demo_that_never_used_host_memory_misses_its_target():
     assert [target.met for target in found.targets] == [True, False]
 
 
-@pytest.mark.slow
 @pytest.mark.cpu_only
 def test_demo_reads_what_the_example_writes(tmp_path):
     conversations = [{"id": name, "turns": ["How are you?", "And now?"]} for name in "abc"]

@@ -2,12 +2,13 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 
-from bench import evidence, gpu_test, memcheck, results, roof, tables, transfer
+from bench import evidence, memcheck, results, roof, tables, transfer
 from bench.results import Results, Row, Target
+
+pytestmark = pytest.mark.host_only
 
 README = """# Title
 before
@@ -294,76 +295,6 @@ def test_plots_are_reproducible(saved, tmp_path):
     (second,) = evidence.draw(files, tmp_path / "second")
     assert first.name == "transfer_some_gpu.svg"
     assert first.read_bytes() == second.read_bytes()
-
-
-INNER_TESTS = """
-import pytest
-
-def test_passes(): pass
-def test_fails(): assert False
-def test_is_skipped(): pytest.skip("needs two moons")
-@pytest.fixture
-def broken(): raise RuntimeError
-def test_cannot_start(broken): pass
-@pytest.mark.skipif(True, reason="needs two moons")
-def test_is_skipped_too(): pass
-@pytest.mark.xfail(reason="known")
-def test_known(): assert False
-"""
-
-
-RUN_INNER_TESTS = """
-import json, sys
-from bench import gpu_test
-from bench.results import Results
-
-outcomes, code = gpu_test.run(sys.argv[1:])
-results = Results("inner")
-outcomes.write_to(results)
-rows = [[row.case, row.metric, row.value] for row in results.rows]
-targets = [[target.name, target.got, target.met] for target in results.targets]
-print()
-print(json.dumps([code, rows, targets]))
-"""
-
-
-def test_outcomes_of_a_test_run_are_recorded(tmp_path):
-    (tmp_path / "test_inner.py").write_text(INNER_TESTS)
-    (tmp_path / "test_broken.py").write_text("import a_module_that_does_not_exist")
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    flags = ["-p", "no:cacheprovider", "--continue-on-collection-errors", str(tmp_path)]
-    command = [sys.executable, "-c", RUN_INNER_TESTS, *flags]
-    run = subprocess.run(command, cwd=results.REPOSITORY, capture_output=True, text=True)
-    code, rows, targets = json.loads(run.stdout.splitlines()[-1])
-    assert code == pytest.ExitCode.TESTS_FAILED
-    assert "ModuleNotFoundError: No module named 'a_module_that_does_not_exist'" in run.stdout
-    assert sorted(rows) == sorted(
-        [
-            ["test_inner.py", "passed", 1],
-            ["test_inner.py", "failed", 2],
-            ["test_inner.py", "skipped", 3],
-            ["test_broken.py", "passed", 0],
-            ["test_broken.py", "failed", 1],
-            ["test_broken.py", "skipped", 0],
-            ["test_inner.py: needs two moons", "skipped because", 2],
-            ["test_inner.py: expected to fail: known", "skipped because", 1],
-            ["test_broken.py", "failed", 1],
-            ["test_inner.py::test_fails", "failed", 1],
-            ["test_inner.py::test_cannot_start", "failed", 1],
-        ]
-    )
-    assert targets == [["no test fails", 3, False], ["tests ran", 1, True]]
-
-
-def test_gpu_test_records_nothing_on_another_platform(monkeypatch, capsys):
-    import jax
-
-    if jax.default_backend() == "gpu":
-        pytest.skip("needs a machine on which JAX runs on no GPU")
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # main sets it if it is unset
-    monkeypatch.setattr(gpu_test, "run", lambda arguments: (gpu_test.Outcomes(), 0))
-    assert gpu_test.main([]) == gpu_test.NOT_ON_A_GPU
-    assert "nothing recorded" in capsys.readouterr().out
 
 
 def test_rows_without_roof_or_peers_can_be_read_back(tmp_path):

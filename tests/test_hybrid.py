@@ -10,6 +10,8 @@ from examples.hybrid import engine
 from examples.hybrid.engine import Start, run_ahead, run_waiting
 from examples.hybrid.model import Config, init_params
 
+pytestmark = pytest.mark.end_to_end
+
 CONFIG = Config(vocab=64, layers="MAM", heads=2, head_dim=8, state_dim=4, block_size=8)
 NEW_TOKENS = 40
 

@@ -23,6 +23,8 @@ from strategies import layer_selections, page_ids, reference_layouts
 
 from jaxkv.layout import HostLayout
 
+pytestmark = pytest.mark.host_only
+
 
 @st.composite
 def copies(draw) -> tuple[ReferenceLayout, int, list[int], list[int], Layers]:

@@ -11,7 +11,6 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 @pytest.mark.cpu_only
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "program, sources", [("all_reduce_races", ["symmetric_memory.cc"]), ("host_ids_races", [])]
 )

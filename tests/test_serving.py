@@ -21,6 +21,8 @@ from examples.serving.model import Config, init_params
 from examples.serving.tokenizer import ByteTokenizer
 from jaxkv.layout import LAYOUTS
 
+pytestmark = pytest.mark.end_to_end
+
 CONFIG = Config(256, 64, 96, 2, 4, 2, 16)
 LIMITS = Limits(page_size=8, batch=3, chunk=32, pages_per_turn=48, pages_in_use=80)
 CONVERSATIONS = {

@@ -16,6 +16,8 @@ from examples.serving.model import Batch, Config, forward
 from examples.serving.tokenizer import ByteTokenizer, QwenTokenizer
 from jaxkv.metadata import BatchMetadata
 
+pytestmark = pytest.mark.host_only
+
 CONFIG = Config(256, 64, 96, 2, 4, 2, 16)
 
 

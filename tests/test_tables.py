@@ -5,6 +5,8 @@ import pytest
 from bench import all_reduce, engines, overlap, tables, tensor_parallel, transfer
 from bench.results import File, Row, Target
 
+pytestmark = pytest.mark.host_only
+
 ROOF = {"name": "one copy", "value": 50.0}
 
 

@@ -11,6 +11,8 @@ from jaxkv import tuning
 from jaxkv.tuning import SMALLEST, Candidate, CopySize, Rule
 from jaxkv.tuning.rules import SAME_RATE, SCENARIOS, pick, rank, rules_of
 
+pytestmark = pytest.mark.host_only
+
 PACKAGED = sorted(tuning.PACKAGED.glob("*.json"))
 
 

@@ -7,6 +7,8 @@ import pytest
 from jaxkv import tuning
 from jaxkv.tuning.all_reduce import PACKAGED, WORLD_SIZES, load, table_for
 
+pytestmark = pytest.mark.host_only
+
 
 def content_of_default() -> dict:
     return json.loads((PACKAGED / tuning.DEFAULT).read_text())

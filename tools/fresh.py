@@ -3,8 +3,8 @@
 `python tools/fresh.py test demo` unpacks a minimal Debian below build/fresh, with Python, a C++
 compiler, make and git, clones the current commit into it, and runs `make test`, then `make demo`
 there as an ordinary user. All it takes over from this machine is the way to the package index (name
-resolution, certificates, proxies, pip's configuration) and whether this is CI. Needs root and
-debootstrap.
+resolution, certificates, proxies, pip's configuration), whether this is CI, and $TESTS, the
+arguments of pytest. Needs root and debootstrap.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def inherited_environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name.lower() in network or name == "CI" or name.startswith("PIP_")
+        if name.lower() in network or name in ("CI", "TESTS") or name.startswith("PIP_")
     }
 
 

@@ -29,7 +29,7 @@ ALL_BOUNDS = (ONE, FEW, FEW, FEW, FEW, SOME, SOME, MANY)
 
 # Every builder is held against its reference on so many batches; see conftest.py.
 every_batch = hypothesis.settings(
-    max_examples=hypothesis.settings().max_examples * 20,
+    max_examples=hypothesis.settings().max_examples * 10,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 

@@ -10,7 +10,7 @@
 namespace jaxkv {
 namespace {
 
-constexpr int kCalls = 300;
+constexpr int kCalls = 100;
 constexpr uint64_t kEpoch = -150;  // wraps on the way
 
 bool call_rank(const std::shared_ptr<Communicator>& communicator, int32_t device,
