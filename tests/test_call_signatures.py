@@ -1,0 +1,86 @@
+"""Signatures of calls within a process; test_processes.py compares those of several."""
+
+import re
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from ranks import AXIS, assert_sums, memory_of, on_ranks, operand, sums
+
+pytestmark = pytest.mark.multigpu
+
+X = operand(2, (8,), "float32")
+
+
+@pytest.fixture(scope="module")
+def memory():
+    with memory_of(2) as memory:
+        yield memory
+        memory.check()
+
+
+def signatures(memory, body) -> list[int]:
+    text = on_ranks(memory, body).lower(X).as_text()
+    return [int(number) for number in re.findall(r"signature = (\d+)", text)]
+
+
+def test_lowered_again_a_program_has_the_same(memory):
+    def body(x):
+        return memory.all_reduce(memory.all_reduce(x, AXIS) * 2, AXIS)
+
+    first, second = signatures(memory, body)
+    assert 0 < first < 2**52 and 0 < second < 2**52 and first != second
+    assert signatures(memory, body) == [first, second]
+    with memory_of(2) as other:  # has another number, which is no part of it
+        assert signatures(memory, lambda x: other.all_reduce(x, AXIS)) == signatures(
+            memory, lambda x: memory.all_reduce(x, AXIS)
+        )
+
+
+def test_a_program_that_is_lowered_within_another_does_not_end_it(memory):
+    """The one within has no call, and whether JAX lowers it depends on its caches."""
+    inner = Primitive("lowers_another_program")
+    inner.def_abstract_eval(lambda x: x)
+
+    def lower(_, x):
+        jax.block_until_ready(jax.jit(lambda y: y + 1)(jnp.zeros(3)))
+        return [x]
+
+    mlir.register_lowering(inner, lower)
+
+    def body(factor):
+        return lambda x: inner.bind(memory.all_reduce(x, AXIS)) * factor
+
+    twice = signatures(memory, body(2))
+    assert twice == signatures(memory, body(2)) != signatures(memory, body(3))
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_threads_of_one_process_may_run_programs_at_once(world):
+    """Of one program and of two; XLA launches each on all devices before the next."""
+    wrong = []
+
+    def run(step, x):
+        for _ in range(200):
+            try:
+                assert_sums(jax.block_until_ready(step(x)), x)
+            except (AssertionError, jax.errors.JaxRuntimeError) as error:
+                wrong.append(error)
+
+    with memory_of(world) as memory:
+        steps = [sums(memory, name) for name in ("low_latency", "low_latency", "one_shot")]
+        steps[1] = steps[0]
+        operands = [operand(world, (64,), "float32", seed) for seed in range(3)]
+        threads = [
+            threading.Thread(target=run, args=arguments)
+            for arguments in zip(steps, operands, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        memory.check()
+    assert not wrong
