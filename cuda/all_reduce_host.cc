@@ -167,6 +167,9 @@ ffi::ErrorOr<Task> resolve_task(int32_t device, ffi::AnyBuffer in, ffi::Result<f
                         static_cast<Algorithm>(algorithm), in.element_type(),
                         static_cast<uint64_t>(signature) % kSignatures}};
   const Geometry& geometry = task.communicator->geometry();
+  if (!signature) {  // it would be equal to that of any other such program
+    return refuse("its program has no signature: jax.monitoring's event listeners were cleared");
+  }
   if (!task.rank) {
     return refuse("device " + std::to_string(device) + " is not of the communicator's mesh");
   }

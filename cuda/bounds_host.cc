@@ -17,11 +17,11 @@ ffi::Error check_on_host(ffi::Buffer<ffi::S32> values, ffi::AnyBuffer carry,
     const int32_t value = values.typed_data()[i];
     if (value <= limits[i]) continue;
     return ffi::Error::InvalidArgument("BoundError: " +
-                                       describe({.sequence = 0,
-                                                 .fault = PageFault::kBoundExceeded,
+                                       describe({.fault = PageFault::kBoundExceeded,
                                                  .position = static_cast<int32_t>(codes[i]),
                                                  .id = value,
-                                                 .limit = static_cast<int32_t>(limits[i])}));
+                                                 .limit = static_cast<int32_t>(limits[i]),
+                                                 .sequence = 0}));
   }
   return ffi::Error::Success();
 }

@@ -92,7 +92,7 @@ bool* destination_marks(Scratch& kept, int32_t num_destinations) {
 
 [[gnu::cold, gnu::noinline]] void refuse(std::vector<PageErrorEntry>* refused, PageFault fault,
                                          size_t position, int32_t id, int32_t limit) {
-  refused->push_back({0, fault, static_cast<int32_t>(position), id, limit});
+  refused->push_back({fault, static_cast<int32_t>(position), id, limit, 0});
 }
 
 // Takes out the pairs that share a destination. Rare, so it may look at everything again.

@@ -45,6 +45,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxkv import _native, call_signatures
+from jaxkv.lowering import when_lowered
 
 if TYPE_CHECKING:
     from jaxkv.symmetric_memory import SymmetricMemory
@@ -249,8 +250,12 @@ def _lower(context: Any, x: Any, *, call: _Call) -> Sequence[Any]:
         algorithm=np.int64(NATIVE.index(call.algorithm)),
         signature=call_signatures.UNKNOWN,
     )
-    call_signatures.sign_later(context.module_context.module, _TARGET, NATIVE)
+    when_lowered(context.module_context.module, _sign)
     return [result]
+
+
+def _sign(module: Any) -> None:
+    call_signatures.sign(module, _TARGET, NATIVE)
 
 
 def _last_token() -> Any | None:

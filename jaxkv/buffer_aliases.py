@@ -41,12 +41,6 @@ class BufferAliases:
             self._calls[_callee(operation)].append(operation)
         return ir.WalkResult.ADVANCE
 
-    @property
-    def complete(self) -> bool:
-        main = self._functions.get("main")
-        operations = list(main.regions[0].blocks[0].operations) if main else []
-        return bool(operations) and operations[-1].operation.name == "func.return"
-
     def returns_from_program(self, operation: Any) -> bool:
         return operation.name == "func.return" and _symbol(operation.parent.operation) == "main"
 

@@ -7,74 +7,36 @@ every process (the keys of its compilation cache rely on that), but for what cus
 configured with: numbers of host objects, for instance. These are left out, and so are the values of
 large constants.
 
-No lowering rule sees the whole program. But JAX reports to `jax.monitoring` how long it took to
-lower one, right after that and in the same thread, and then the calls get their signatures.
+A call gets its signature when its program has been lowered (`jaxkv.lowering`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
 from typing import Any
 
-import jax.monitoring
 import numpy as np
 from jax.interpreters import mlir
 
 from jaxkv import _native
 
-LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-UNKNOWN = np.int64(0)  # until then
+UNKNOWN = np.int64(0)  # until then; a handler refuses it
 LARGEST_CONSTANT = 64  # in elements, of those whose values count
 _BITS = 52  # kSignatures in symmetric_memory.h
 _CONFIGURATION = "mhlo.backend_config"
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 ir = mlir.ir
-_thread = threading.local()
 
 
-def sign_later(module: Any, target: str, algorithms: tuple[str, ...]) -> None:
-    """Signs the calls of `target` in a module of MLIR when it has been lowered.
+def sign(module: Any, target: str, algorithms: tuple[str, ...]) -> None:
+    """Signs the calls of `target` in a module of MLIR that has been lowered.
 
     Args:
-      module: that this thread is lowering.
+      module: the module.
       target: of FFI calls with the attributes `signature` and `algorithm`.
       algorithms: their names, by number.
     """
-    _being_lowered()[id(module)] = (module, target, algorithms)
-
-
-def _being_lowered() -> dict[int, tuple[Any, str, tuple[str, ...]]]:
-    if not hasattr(_thread, "being_lowered"):
-        _thread.being_lowered = {}
-    return _thread.being_lowered
-
-
-def _on_event(event: str, *_: Any, **__: Any) -> None:
-    if event != LOWERED:
-        return
-    # To lower one program may take others, which are lowered meanwhile.
-    for key, (module, target, algorithms) in list(_being_lowered().items()):
-        if _complete(module):
-            del _being_lowered()[key]
-            _sign(module, target, algorithms)
-
-
-jax.monitoring.register_event_duration_secs_listener(_on_event)
-
-
-def _complete(module: Any) -> bool:
-    for function in module.body.operations:
-        blocks = function.regions[0].blocks if function.operation.name == "func.func" else ()
-        for block in blocks:
-            count = len(block.operations)
-            if not count or block.operations[count - 1].operation.name != "func.return":
-                return False
-    return True
-
-
-def _sign(module: Any, target: str, algorithms: tuple[str, ...]) -> None:
     with module.context:
         calls = [
             (call, {entry.name: entry.attr for entry in call.attributes[_CONFIGURATION]})
@@ -85,7 +47,7 @@ def _sign(module: Any, target: str, algorithms: tuple[str, ...]) -> None:
         of_program = f"{ir.StringAttr(module.operation.attributes['sym_name']).value}-{program[:6]}"
         for number, ((call, attributes), name) in enumerate(zip(calls, names, strict=True), 1):
             digest = hashlib.sha256(f"{program} {number}".encode()).digest()
-            signature = int.from_bytes(digest[:8], "little") % 2**_BITS
+            signature = max(1, int.from_bytes(digest[:8], "little") % 2**_BITS)
             attributes["signature"] = mlir.i64_attr(signature)
             call.attributes[_CONFIGURATION] = ir.DictAttr.get(attributes)
             operand = f"{name} of {_type_of(call.operands[0])}"

