@@ -19,7 +19,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
 # As INSTALLED, and made with compiler warnings as errors.
 WITHOUT_WARNINGS := $(VENV)/without_warnings
-NATIVE := $(wildcard cuda/*) CMakeLists.txt pyproject.toml tools/build_backend.py tools/locate.py
+NATIVE := $(wildcard cuda/*.cc cuda/*/*) CMakeLists.txt pyproject.toml tools/build_backend.py tools/locate.py
 
 # Where there is a GPU, jax comes with its CUDA plugin, and nvcc from the package index if need be.
 GPUS := $(wildcard /dev/nvidia[0-9]*)
@@ -54,14 +54,14 @@ test: $(INSTALLED)  ## all tests that this machine can run
 lint: $(WITHOUT_WARNINGS)  ## format, types, evidence, and compilation with warnings as errors
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
-	$(VENV)/bin/clang-format --dry-run -Werror cuda/* bench/*.cc tests/*.cc tests/native/*.cc
+	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc)
 	$(PY) -m mypy
 	$(PY) -m bench.evidence --check
 
 format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
-	$(VENV)/bin/clang-format -i cuda/* bench/*.cc tests/*.cc tests/native/*.cc
+	$(VENV)/bin/clang-format -i $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc)
 
 asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan
 	$(call wheel,asan,cmake.build-type=Debug cmake.define.JAXKV_ASAN=ON cmake.define.JAXKV_CUDA=OFF)

@@ -6,17 +6,18 @@
 
 #include <cstdint>
 
-#include "all_reduce.h"
-#include "bounds.h"
-#include "host_ids.h"
-#include "page_errors.h"
-#include "recurrent.h"
-#include "symmetric_memory.h"
-#include "sync_guard.h"
-#include "transfer.h"
+#include "collectives/all_reduce.h"
+#include "collectives/symmetric_memory.h"
+#include "common/bounds.h"
+#include "common/error_ring.h"
+#include "python/sync_guard.h"
+#include "recurrent/align_states.h"
+#include "transfer/block_copy.h"
+#include "transfer/host_ids.h"
 #include "xla/ffi/api/ffi.h"
 #ifdef JAXKV_CUDA
-#include "device.h"
+#include "common/device.h"
+#include "transfer/started_copies.h"
 #endif
 
 namespace nb = nanobind;
@@ -130,25 +131,27 @@ int64_t create_communicator(const std::string& platform,
                             const std::vector<std::vector<int32_t>>& devices, uint64_t quick_words,
                             uint64_t slot_words, uint64_t tile_words, uint64_t multicast_words,
                             uint64_t timeout_ns) {
-  const Geometry geometry{static_cast<int32_t>(devices.at(0).size()), quick_words, slot_words,
-                          tile_words, multicast_words};
+  const collectives::Geometry geometry{static_cast<int32_t>(devices.at(0).size()), quick_words,
+                                       slot_words, tile_words, multicast_words};
   if (platform == "cpu") {
-    return register_communicator(make_host_communicator(geometry, devices, timeout_ns));
+    return collectives::register_communicator(
+        collectives::make_host_communicator(geometry, devices, timeout_ns));
   }
 #ifdef JAXKV_CUDA
   for (const auto& group : devices) {
     for (const int32_t device : group) {
-      if (device >= 0) load_all_reduce(device);
+      if (device >= 0) collectives::load_all_reduce(device);
     }
   }
-  return register_communicator(make_cuda_communicator(geometry, devices, timeout_ns));
+  return collectives::register_communicator(
+      collectives::make_cuda_communicator(geometry, devices, timeout_ns));
 #else
   throw std::runtime_error("jaxkv was built without CUDA");
 #endif
 }
 
-std::shared_ptr<Communicator> open_communicator(int64_t id) {
-  auto communicator = find_communicator(id);
+std::shared_ptr<collectives::Communicator> open_communicator(int64_t id) {
+  auto communicator = collectives::find_communicator(id);
   if (!communicator) throw std::runtime_error("jaxkv: this SymmetricMemory was closed");
   return communicator;
 }
@@ -157,8 +160,8 @@ std::shared_ptr<Communicator> open_communicator(int64_t id) {
 std::optional<nb::tuple> peer_fault(int64_t id) {
   const auto fault = open_communicator(id)->fault();
   if (!fault) return std::nullopt;
-  return nb::make_tuple(fault->rank, fault->peer, name_of(fault->phase), fault->expected,
-                        fault->seen, describe(*fault));
+  return nb::make_tuple(fault->rank, fault->peer, collectives::name_of(fault->phase),
+                        fault->expected, fault->seen, describe(*fault));
 }
 
 }  // namespace
@@ -181,14 +184,16 @@ NB_MODULE(_ext, m) {
       nb::arg("id"), "[group][rank] -> bytes by which another process maps this one's memory.");
   m.def(
       "map_communicator",
-      [](int64_t id, const ByRank<Handle>& handles) { open_communicator(id)->map(handles); },
+      [](int64_t id, const collectives::ByRank<collectives::Handle>& handles) {
+        open_communicator(id)->map(handles);
+      },
       nb::arg("id"), nb::arg("handles"), without_gil, "Maps the memory of other processes.");
-  m.def("close_communicator", &close_communicator, nb::arg("id"), without_gil,
+  m.def("close_communicator", &collectives::close_communicator, nb::arg("id"), without_gil,
         "Ends calls and lets go of other processes' memory when its work has ended; again is no "
         "error. Frees its own too, unless other processes have mapped that.");
-  m.def("free_communicator", &free_communicator, nb::arg("id"), without_gil,
+  m.def("free_communicator", &collectives::free_communicator, nb::arg("id"), without_gil,
         "Frees what a closed communicator has kept for other processes.");
-  m.def("name_call", &name_call, nb::arg("signature"), nb::arg("description"),
+  m.def("name_call", &collectives::name_call, nb::arg("signature"), nb::arg("description"),
         "What errors say of calls with this signature.");
   m.def("peer_fault", &peer_fault, nb::arg("id"),
         "(rank, peer, phase, expected, seen, description) of a wait that gave up, or None.");
@@ -200,35 +205,35 @@ NB_MODULE(_ext, m) {
       },
       nb::arg("id"), nb::arg("epoch"), nb::arg("ahead"), nb::arg("stall_ns"),
       "Sets all epochs, and how late threads may be; for tests.");
-  m.attr("HOST_IDS_HEADER") = kHostIdsHeader;
-  m.attr("INLINE_IDS") = kInlineIds;
-  m.attr("MAX_STATES") = kMaxStates;
+  m.attr("HOST_IDS_HEADER") = transfer::kHostIdsHeader;
+  m.attr("INLINE_IDS") = transfer::kInlineIds;
+  m.attr("MAX_STATES") = recurrent::kMaxStates;
   m.def(
       "seal_host_ids",
       [](uintptr_t address, size_t num_words) {
-        seal_host_ids({reinterpret_cast<int32_t*>(address), num_words});
+        transfer::seal_host_ids({reinterpret_cast<int32_t*>(address), num_words});
       },
       nb::arg("address"), nb::arg("num_words"), "Writes the header over sealed ids.");
   m.def(
       "admit_host_ids",
       [](uintptr_t address, size_t num_words) {
-        admit_host_ids(reinterpret_cast<const int32_t*>(address), num_words);
+        transfer::admit_host_ids(reinterpret_cast<const int32_t*>(address), num_words);
       },
       nb::arg("address"), nb::arg("num_words"), "Says that sealed ids lie at `address`.");
 #ifdef JAXKV_WATCH_BUFFERS
-  m.def("watch_buffers", &watch_buffers, nb::arg("type"), nb::arg("observe").none(),
+  m.def("watch_buffers", &python::watch_buffers, nb::arg("type"), nb::arg("observe").none(),
         "Has the buffers of a type got by observe(get, object); None ends that.");
 #endif
 #ifdef JAXKV_CUDA
   m.attr("CUDA") = true;
   m.def("synchronize_device", &synchronize_device, nb::arg("ordinal"),
         nb::call_guard<nb::gil_scoped_release>(), "Waits for all work of a CUDA device.");
-  m.def("started_copies", &started_copies,
+  m.def("started_copies", &transfer::started_copies,
         "How many copies beside the step were started, for each stream of each device.");
-  m.def("copies_ended", &copies_ended, nb::arg("started"),
+  m.def("copies_ended", &transfer::copies_ended, nb::arg("started"),
         "Whether all copies have ended that an earlier started_copies() counts.");
   m.def("pci_address", &pci_address, nb::arg("ordinal"), "PCI address of a CUDA device.");
-  m.def("multicast_supported", &multicast_supported, nb::arg("ordinal"),
+  m.def("multicast_supported", &collectives::multicast_supported, nb::arg("ordinal"),
         "Whether the driver reports NVLink multicast for a CUDA device.");
 #else
   m.attr("CUDA") = false;

@@ -160,7 +160,7 @@ def _align(
 
 
 def _geometry(kind: StateKind, state: Any) -> list[int]:
-    """[temporal, outer, width, inner bytes] of a block; see cuda/recurrent.h."""
+    """[temporal, outer, width, inner bytes] of a block; see cuda/recurrent/align_states.h."""
     shape, itemsize = state.shape[1:], np.dtype(state.dtype).itemsize
     if kind is StateKind.TEMPORAL:
         return [1, 1, 1, math.prod(shape) * itemsize]
@@ -220,7 +220,8 @@ def can_skip_align_postprocess(
 ) -> bool:
     """Whether `align_postprocess` changes nothing, whatever the step accepts; on the host.
 
-    It mirrors plan_after (cuda/recurrent.h): change both or none. The answer is exact: False means
+    It mirrors plan_after (cuda/recurrent/align_states.h): change both or none. The answer is
+    exact: False means
     that some counts in [1, num_drafts + 1] would copy a state or change a count. (vLLM PR 42574,
     from which it is, also says False for a row without drafts that ends on a boundary. Its state is
     where it belongs, and its count is 1 already.)

@@ -24,7 +24,15 @@ def build(name: str, folder: pathlib.Path, *sources: str) -> str:
     if not nvcc or not shutil.which("g++"):
         pytest.skip("needs nvcc, for its headers, and g++")
     files = [str(ROOT / file) for file in (f"tests/native/{name}.cc", *sources)]
-    options = ["-std=c++20", "-arch=sm_90", "-isystem", jax.ffi.include_dir(), "--cudart=none"]
+    options = [
+        "-std=c++20",
+        "-arch=sm_90",
+        "-I",
+        str(ROOT / "cuda"),
+        "-isystem",
+        jax.ffi.include_dir(),
+        "--cudart=none",
+    ]
     options += ["-Xcompiler=-fsanitize=address,-no-pie", "-Xlinker=--unresolved-symbols=ignore-all"]
     built = str(folder / name)
     subprocess.run([nvcc, *options, *files, "-o", built], check=True)

@@ -1,4 +1,4 @@
-"""What `cuda/copy_engine.cu` asks of the driver, and what is written: without a GPU.
+"""What `cuda/transfer/copy_engine.cu` asks of the driver, and what is written: without a GPU.
 
 With a driver that copies on the host (`tests/native/copy_engine_calls.cc`). What the real one makes
 of it is in test_transfer_gpu.py.

@@ -1,4 +1,5 @@
-"""How `cuda/copy_kernel.cu` launches: within the shared memory of any GPU, on the SMs asked for.
+"""How `cuda/transfer/copy_kernel.cu` launches: within the shared memory of any GPU, on the SMs
+asked for.
 
 With a runtime that launches nothing (`tests/native/copy_kernel_calls.cc`). What the kernel does is
 in test_transfer_gpu.py.
@@ -36,7 +37,7 @@ def share_of(num_ids: int, thread_blocks: int) -> int:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copy_kernel")
-    return build("copy_kernel_calls", folder, "cuda/copy_kernel.cu")
+    return build("copy_kernel_calls", folder, "cuda/transfer/copy_kernel.cu")
 
 
 @settings(max_examples=80)

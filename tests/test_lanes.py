@@ -1,4 +1,5 @@
-"""How `cuda/overlap.cu` orders a copy between XLA's stream and its own, whichever call fails.
+"""How `cuda/transfer/async_copy.cu` orders a copy between XLA's stream and its own, whichever call
+fails.
 
 With a runtime that only writes down what it is asked to do (`tests/native/overlap_calls.cc`).
 """
@@ -20,7 +21,7 @@ ENDED, JOINED = f"lane records {END}", f"xla waits for {END}"
 def program(tmp_path_factory):
     """`program(failing, joined)`: the calls, the error, and how many copies were started."""
     folder = tmp_path_factory.mktemp("lanes")
-    built = build("overlap_calls", folder, "cuda/overlap.cu")
+    built = build("overlap_calls", folder, "cuda/transfer/async_copy.cu")
 
     def run(failing: int, joined: bool) -> tuple[list[str], str, int]:
         command = [built, str(failing), str(int(joined))]

@@ -1,4 +1,5 @@
-"""What `cuda/multicast.cu` asks of the driver: all of it is taken back, whichever call fails.
+"""What `cuda/collectives/multicast.cu` asks of the driver: all of it is taken back, whichever call
+fails.
 
 With a driver that only writes down what it is asked to do (`tests/native/multicast_calls.cc`).
 """

@@ -1,4 +1,4 @@
-"""`cuda/page_errors.cc`: what `check_errors` takes from a ring that a device is writing.
+"""`cuda/common/error_ring.cc`: what `check_errors` takes from a ring that a device is writing.
 
 By a program that plays the device (`tests/native/page_errors_calls.cc`).
 """

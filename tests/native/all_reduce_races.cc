@@ -5,9 +5,10 @@
 #include <cstdio>
 #include <random>
 
-#include "../../cuda/all_reduce_host.cc"
+#include "collectives/all_reduce.cc"
+#include "collectives/all_reduce_cpu.cc"
 
-namespace jaxkv {
+namespace jaxkv::collectives {
 namespace {
 
 constexpr int kCalls = 100;
@@ -106,17 +107,19 @@ bool other_call(int32_t world, Algorithm algorithm, size_t count) {
 }
 
 }  // namespace
-}  // namespace jaxkv
+}  // namespace jaxkv::collectives
 
 int main() {
-  bool right = jaxkv::late_peer(jaxkv::Algorithm::kLowLatency);
-  right &= jaxkv::late_peer(jaxkv::Algorithm::kTwoShot);
+  bool right = jaxkv::collectives::late_peer(jaxkv::collectives::Algorithm::kLowLatency);
+  right &= jaxkv::collectives::late_peer(jaxkv::collectives::Algorithm::kTwoShot);
   for (const int32_t world : {2, 4, 6, 8}) {
-    right &= jaxkv::run_world(world);
+    right &= jaxkv::collectives::run_world(world);
     for (int algorithm = 0; algorithm < 4; ++algorithm) {
-      right &= jaxkv::other_call(world, static_cast<jaxkv::Algorithm>(algorithm), 256);
+      right &= jaxkv::collectives::other_call(
+          world, static_cast<jaxkv::collectives::Algorithm>(algorithm), 256);
     }
-    right &= jaxkv::other_call(world, jaxkv::Algorithm::kTwoShot, 6000);  // in tiles
+    right &= jaxkv::collectives::other_call(world, jaxkv::collectives::Algorithm::kTwoShot,
+                                            6000);  // in tiles
   }
   return right ? 0 : 1;
 }

@@ -11,10 +11,10 @@
 #include <cstring>
 #include <iostream>
 
-#include "../../cuda/copy_engine.cu"
-#include "../../cuda/host_ids.cc"
-#include "../../cuda/page_errors.cc"
-#include "../../cuda/transfer.cc"
+#include "common/error_ring.cc"
+#include "transfer/block_copy.cc"
+#include "transfer/copy_engine.cu"
+#include "transfer/host_ids.cc"
 
 namespace {
 
@@ -48,7 +48,7 @@ const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheDriver"; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the driver"; }
 }
 
-namespace jaxkv {
+namespace jaxkv::transfer {
 
 // Of overlap.cu, which this program has no part of: segments count from 7 on.
 ffi::Error Lane::signal(uint32_t value) const {
@@ -137,6 +137,6 @@ int run() {
 }
 
 }  // namespace
-}  // namespace jaxkv
+}  // namespace jaxkv::transfer
 
-int main() { return jaxkv::run(); }
+int main() { return jaxkv::transfer::run(); }

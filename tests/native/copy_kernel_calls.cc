@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "../../cuda/copy_kernel.h"
+#include "transfer/copy_kernel.h"
 
 namespace {
 
@@ -53,6 +53,7 @@ void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*,
 
 int main(int, char** arguments) {
   using namespace jaxkv;
+  using namespace jaxkv::transfer;
   auto next = [&] { return std::atoi(*++arguments); };
   most_shared = next();
   static_shared = next();

@@ -6,9 +6,9 @@
 #include <thread>
 #include <vector>
 
-#include "../../cuda/host_ids.cc"
+#include "transfer/host_ids.cc"
 
-namespace jaxkv {
+namespace jaxkv::transfer {
 namespace {
 
 constexpr int kThreads = 4, kLists = 6000, kIds = 2;
@@ -47,10 +47,11 @@ int wrong_answers(std::vector<List>* lists, const List& never_admitted, unsigned
 }
 
 }  // namespace
-}  // namespace jaxkv
+}  // namespace jaxkv::transfer
 
 int main() {
   using namespace jaxkv;
+  using namespace jaxkv::transfer;
   List never_admitted{};
   seal_host_ids(never_admitted.words);
   std::vector<std::vector<List>> lists(kThreads, std::vector<List>(kLists));

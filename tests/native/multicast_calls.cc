@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "../../cuda/multicast.cu"
+#include "collectives/multicast.cu"
 
 namespace {
 
@@ -114,11 +114,12 @@ extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void**
 }
 
 int main(int argc, char** argv) {
-  if (jaxkv::multicast_supported(2) || !jaxkv::multicast_supported(3)) return 1;
+  if (jaxkv::collectives::multicast_supported(2) || !jaxkv::collectives::multicast_supported(3))
+    return 1;
   calls = 0;
   failing = argc > 1 ? std::atoi(argv[1]) : 0;
   try {
-    const jaxkv::MulticastMemory memory({3, 2}, 4097);
+    const jaxkv::collectives::MulticastMemory memory({3, 2}, 4097);
     std::printf("have %zu %zu\n", reinterpret_cast<uintptr_t>(memory.of_device(1)),
                 memory.of_all(1).address);
   } catch (const std::runtime_error& error) {

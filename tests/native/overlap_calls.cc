@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <utility>
 
-#include "../../cuda/overlap.h"
+#include "transfer/async_copy.h"
 
 namespace {
 
@@ -71,6 +71,7 @@ void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*,
 
 int main(int, char** arguments) {
   using namespace jaxkv;
+  using namespace jaxkv::transfer;
   failing = std::atoi(arguments[1]);
   const bool joined = std::atoi(arguments[2]);
   Lane lane;

@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "../../cuda/page_errors.cc"
+#include "common/error_ring.cc"
 
 int main(int count, char** arguments) {
   using namespace jaxkv;

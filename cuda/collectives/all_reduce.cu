@@ -1,0 +1,301 @@
+// The all-reduce as a CUDA kernel on each rank's device.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+
+#include "collectives/all_reduce.h"
+#include "common/cuda_check.h"
+
+namespace jaxkv::collectives {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int kThreads = 256;
+// More ranks need more registers; and fewer threads, as each sends a word to each peer. A block of
+// a tiled call needs more still, to have many loads under way, and there are few.
+constexpr int blocks_per_processor(int world, Route route) {
+  return route == Route::kTiled ? 1 : world <= 4 ? 4 : 2;
+}
+
+// Blocks of a call that are all resident on each of this process's devices, because they wait for
+// what others do; also while a copy beside the step holds its SMs, for as long as that takes. By
+// route and number of ranks, and known once a communicator has been created.
+std::array<std::array<std::atomic<int>, kMaxRanks + 1>, kRoutes> resident_blocks;
+constexpr int kSpareProcessors = 4;  // what tuning tables give such a copy
+
+struct CudaMachine {
+  static __device__ uint64_t block() { return blockIdx.x; }
+  static __device__ uint64_t num_blocks() { return gridDim.x; }
+  static __device__ int thread() { return threadIdx.x; }
+  static __device__ int num_threads() { return kThreads; }
+  static __device__ void sync() { __syncthreads(); }
+  static __device__ void publish() { __threadfence_system(); }
+  static __device__ bool all(bool mine) { return __syncthreads_and(mine); }
+  static __device__ void pause() {}
+  // What is not to be computed anew wherever it is used.
+  static __device__ Word* keep(Word* address) {
+    asm volatile("" : "+l"(address));
+    return address;
+  }
+  static __device__ uint64_t nanoseconds() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+  }
+
+  static __device__ Word load(const Word* from) {
+    const uint4 v = *reinterpret_cast<const uint4*>(from);
+    return {{v.x, v.y, v.z, v.w}};
+  }
+  static __device__ void store(Word* to, const Word& w) {
+    *reinterpret_cast<uint4*>(to) = {w.part[0], w.part[1], w.part[2], w.part[3]};
+  }
+  static __device__ void prefetch(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+  }
+  // Past the L1 cache, which may still have what lay there two turns ago.
+  static __device__ Word load_mail(const Word* from) {
+    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from));
+    return {{v.x, v.y, v.z, v.w}};
+  }
+
+  // Every part of a word is atomic, which is all that words that say themselves whether they have
+  // arrived need.
+  static __device__ void send(Word* to, const Word& w) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.part[0]),
+                 "r"(w.part[1]), "r"(w.part[2]), "r"(w.part[3])
+                 : "memory");
+  }
+  static __device__ Word receive(const Word* from) {
+    Word w;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.part[0]), "=r"(w.part[1]), "=r"(w.part[2]), "=r"(w.part[3])
+                 : "l"(from)
+                 : "memory");
+    return w;
+  }
+
+  // By the switch: all ranks' words, each of which has two addresses.
+  template <class Element>
+  static __device__ Word load_sum(const RankView& v, uint64_t i) {
+    return Element::load_sum(v.all_staged.address + i * sizeof(Word));
+  }
+  static __device__ void store_all(const RankView& v, uint64_t i, const Word& w) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(
+                     v.all_staged.address + i * sizeof(Word)),
+                 "f"(__uint_as_float(w.part[0])), "f"(__uint_as_float(w.part[1])),
+                 "f"(__uint_as_float(w.part[2])), "f"(__uint_as_float(w.part[3]))
+                 : "memory");
+#else
+    __trap();  // no such device has multicast
+#endif
+  }
+  static __device__ void alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+
+  static __device__ void store_release(uint64_t* to, uint64_t value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+  }
+  static __device__ void store_release(uint32_t* to, uint32_t value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+  }
+  static __device__ uint64_t load_acquire(const uint64_t* from) {
+    uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    return value;
+  }
+  template <class T>
+  static __device__ T peek(const T* from) {
+    return *reinterpret_cast<const volatile T*>(from);
+  }
+  static __device__ void post(uint64_t* to, uint64_t value) {
+    *reinterpret_cast<volatile uint64_t*>(to) = value;
+  }
+  static __device__ bool claim(uint32_t* word) { return atomicExch(word, 1) == 0; }
+  // How many blocks of the call did so before; the last one leaves 0.
+  static __device__ uint32_t enter(uint32_t* entered) { return atomicInc(entered, gridDim.x - 1); }
+};
+
+// Has the switch add up a word of all ranks, in f32 and in an order of its own.
+#if __CUDA_ARCH__ >= 900
+#define JAXKV_LOAD_SUM(type, word, at)                                                          \
+  asm volatile("multimem.ld_reduce.relaxed.sys.global.add" type " {%0, %1, %2, %3}, [%4];"      \
+               : "=r"(word.part[0]), "=r"(word.part[1]), "=r"(word.part[2]), "=r"(word.part[3]) \
+               : "l"(at)                                                                        \
+               : "memory")
+#else
+#define JAXKV_LOAD_SUM(type, word, at) __trap()
+#endif
+
+struct Float32 {
+  using Bits = uint32_t;
+  static constexpr int kLanes = 4;
+  static constexpr uint32_t kOtherNan = 0x7FC00000;
+  static __device__ float lane(const Word& w, int k) { return __uint_as_float(w.part[k]); }
+  static __device__ Word word(const float* lanes) {
+    Word w;
+    for (int k = 0; k < kLanes; ++k) w.part[k] = __float_as_uint(lanes[k]);
+    return w;
+  }
+  static __device__ Word load_sum(uintptr_t at) {
+    Word w{};
+    JAXKV_LOAD_SUM(".v4.f32", w, at);
+    return w;
+  }
+};
+
+template <class Half>
+struct TwoByte {
+  using Bits = uint16_t;
+  static constexpr int kLanes = 8;
+  static constexpr uint32_t kOtherNan = 0x7FFF7FFF;
+  static __device__ float lane(const Word& w, int k) {
+    return Half::widen(static_cast<uint16_t>(w.part[k / 2] >> (16 * (k % 2))));
+  }
+  static __device__ Word word(const float* lanes) {
+    Word w;
+    for (int p = 0; p < 4; ++p) {
+      w.part[p] = uint32_t{Half::narrow(lanes[2 * p + 1])} << 16 | Half::narrow(lanes[2 * p]);
+    }
+    return w;
+  }
+};
+
+struct Bfloat16 : TwoByte<Bfloat16> {
+  static __device__ float widen(uint16_t bits) { return __uint_as_float(uint32_t{bits} << 16); }
+  static __device__ uint16_t narrow(float value) {
+    return __bfloat16_as_ushort(__float2bfloat16_rn(value));
+  }
+  static __device__ Word load_sum(uintptr_t at) {
+    Word w{};
+    JAXKV_LOAD_SUM(".acc::f32.v4.bf16x2", w, at);
+    return w;
+  }
+};
+
+struct Float16 : TwoByte<Float16> {
+  static __device__ float widen(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+  static __device__ uint16_t narrow(float value) {
+    return __half_as_ushort(__float2half_rn(value));
+  }
+  static __device__ Word load_sum(uintptr_t at) {
+    Word w{};
+    JAXKV_LOAD_SUM(".acc::f32.v4.f16x2", w, at);
+    return w;
+  }
+};
+
+template <class Element, int N, Route kRoute>
+__global__ void __launch_bounds__(kThreads, blocks_per_processor(N, kRoute))
+    all_reduce_kernel(const __grid_constant__ RankView view,
+                      const __grid_constant__ Message message) {
+  const CudaMachine machine;
+  Call<CudaMachine, Element, N>(machine, view, message).template run<kRoute>();
+}
+
+using Kernel = void (*)(RankView, Message);
+
+template <class Element>
+Kernel kernel_for(int world, Route route) {
+  Kernel kernel = nullptr;
+  with_world(world, [&]<int N>() {
+    with_route(route, [&]<Route kRoute>() { kernel = all_reduce_kernel<Element, N, kRoute>; });
+  });
+  return kernel;
+}
+
+Kernel kernel_for(int world, ffi::DataType dtype, Route route) {
+  return dtype == ffi::F32    ? kernel_for<Float32>(world, route)
+         : dtype == ffi::BF16 ? kernel_for<Bfloat16>(world, route)
+                              : kernel_for<Float16>(world, route);
+}
+
+int blocks_for(const Message& message, const Geometry& geometry, Route route) {
+  uint64_t share = message.bytes / sizeof(Word);  // words that a rank adds up
+  if (message.algorithm == Algorithm::kTwoShot || message.algorithm == Algorithm::kMultimem) {
+    share /= geometry.world;
+  }
+  uint64_t most = resident_blocks[static_cast<int>(route)][geometry.world];
+  uint64_t words = kThreads;  // of a block
+  if (route == Route::kTiled) {
+    most = std::min<uint64_t>(most, kTileBlocks);
+    words = geometry.tile_words;
+  }
+  return static_cast<int>(std::clamp<uint64_t>((share + words - 1) / words, 1, most));
+}
+
+ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
+                      ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer>,
+                      int64_t communicator, int64_t algorithm, int64_t signature) {
+  const auto task = resolve_task(device, in, out, communicator, algorithm, signature);
+  if (!task.has_value()) return task.error();
+  const Geometry& geometry = task->communicator->geometry();
+  const Route route = route_of(task->message, geometry);
+  const Kernel kernel = kernel_for(geometry.world, task->message.dtype, route);
+  const int blocks = blocks_for(task->message, geometry, route);
+  kernel<<<blocks, kThreads, 0, stream>>>(task->rank->view, task->message);
+  JAXKV_CUDA_TRY(cudaGetLastError());
+  return ffi::Error::Success();
+}
+
+// XLA asks before every run, also before one that replays a graph.
+ffi::Error prepare(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
+  const auto communicator = attributes.get<int64_t>("communicator");
+  if (!communicator.has_value()) return communicator.error();
+  const auto found = usable_communicator(*communicator);
+  return found.has_value() ? ffi::Error::Success() : found.error();
+}
+
+}  // namespace
+
+void load_all_reduce(int32_t device) {
+  auto check = [](cudaError_t status) {
+    if (status != cudaSuccess) {
+      (void)cudaGetLastError();
+      throw std::runtime_error(std::string("jaxkv: all_reduce: ") + cudaGetErrorString(status));
+    }
+  };
+  int before = 0;
+  check(cudaGetDevice(&before));
+  check(cudaSetDevice(device));
+  int processors = 0;
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  for (int route = 0; route < kRoutes; ++route) {
+    for (const int world : {2, 4, 6, 8}) {
+      int resident = kMaxBlocks;
+      for (const ffi::DataType dtype : {ffi::F32, ffi::BF16, ffi::F16}) {
+        const Kernel kernel = kernel_for(world, dtype, static_cast<Route>(route));
+        cudaFuncAttributes attributes;  // asking for them loads the kernel
+        check(cudaFuncGetAttributes(&attributes, kernel));
+        int blocks = 0;
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));
+        resident = std::min(resident, blocks * (processors - kSpareProcessors));
+      }
+      auto& known = resident_blocks[route][world];
+      known = known ? std::min<int>(known, resident) : resident;
+    }
+  }
+  check(cudaSetDevice(before));
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PrepareAllReduce, prepare,
+                              ffi::Ffi::BindInitialize().RemainingArgs().RemainingRets().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AllReduceKernel, all_reduce,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("communicator")
+                                  .Attr<int64_t>("algorithm")
+                                  .Attr<int64_t>("signature"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace jaxkv::collectives

@@ -1,0 +1,291 @@
+// An all-reduce as one rank runs it: one source for blocks of a CUDA kernel and for the CPU
+// backend. What goes in tiles is in tiles.h.
+//
+// `Machine` says which of a rank's threads this is (block, num_blocks, thread, num_threads) and how
+// it reads and writes memory that peers share. `Element` adds up the values of a word in f32.
+// Ranks are always added in the order of their numbers, so results are equal bit for bit; but
+// multimem leaves the order to the switch, and is equal on all ranks because one adds up for all.
+//
+// low_latency, and two_shot while its parts fit into the quick boxes, know no barriers: words say
+// themselves that they have arrived. Who reads a word clears it, and it is sent anew two turns
+// later. In the turn between, the sender has got words for which this rank's were needed, and
+// those this rank sent when its kernel of the turn before, with all that it cleared, had ended.
+//
+// one_shot writes a half of its boxes two calls later, when this rank has come to the barrier of
+// the call between, after reading.
+//
+// multimem needs no halves. Between the two barriers of a round the switch reads and writes the
+// workspaces of all ranks for all; before and after, each is its own rank's alone, and a word there
+// is always the same thread's. What one thread adds up, threads of the same number have staged, in
+// blocks of the same number: those that have met.
+#pragma once
+
+#include "collectives/tiles.h"
+
+namespace jaxkv::collectives {
+
+// Ways of a message through this source: its algorithm, or two_shot in tiles. Each has a kernel of
+// its own, so that none takes registers from the others.
+enum class Route { kLowLatency, kOneShot, kTwoShot, kMultimem, kTiled };
+inline constexpr int kRoutes = 5;
+
+inline Route route_of(const Message& message, const Geometry& geometry) {
+  const uint64_t in_parts = geometry.part_words() * geometry.world * sizeof(Word);
+  const bool tiled = message.algorithm == Algorithm::kTwoShot && message.bytes > in_parts;
+  return tiled ? Route::kTiled : static_cast<Route>(message.algorithm);
+}
+
+// Runs `body.template operator()<route>()`.
+template <class Body>
+auto with_route(Route route, Body body) {
+  switch (route) {
+    case Route::kLowLatency:
+      return body.template operator()<Route::kLowLatency>();
+    case Route::kOneShot:
+      return body.template operator()<Route::kOneShot>();
+    case Route::kTwoShot:
+      return body.template operator()<Route::kTwoShot>();
+    case Route::kMultimem:
+      return body.template operator()<Route::kMultimem>();
+    default:
+      return body.template operator()<Route::kTiled>();
+  }
+}
+
+template <class Machine, class Element, int N>
+struct Call : Tiles<Machine, Element, N> {
+  JAXKV_DEVICE Call(const Machine& machine, const RankView& view, const Message& message)
+      : Tiles<Machine, Element, N>{machine, view, message} {}
+
+  // True if the sum is in `out`, false if a wait gave up.
+  template <Route kRoute>
+  JAXKV_DEVICE bool run() {
+    Progress at_start = progress();
+    // What waits for nothing goes before threads hear of the rest of their block. But a rank that
+    // gave up in a call before sends no more: a peer that comes late to that call takes what it
+    // finds in its boxes.
+    const bool early = kRoute == Route::kLowLatency && first() < words();
+    const Word head = early ? load_input(first()) : Word{};
+    if (early && !at_start.broken) Base::send(at_start.turns, first(), present(head));
+    if (!at_start.broken) Base::post(Base::mark(at_start), at_start.calls);
+    if (kRoute == Route::kTwoShot && !at_start.broken) scatter(parts(), at_start.turns);
+    // All threads of the block decide alike, although another block may give up meanwhile.
+    if (m.all(!at_start.broken)) {
+      Base::enter(at_start);
+      if (reduced<kRoute>(at_start, head)) return true;
+    }
+    // Rather NaN than a wrong sum. What this block missed lies anywhere.
+    for (uint64_t i = m.thread(); i < words(); i += m.num_threads()) {
+      store_output(i, {{kAbsent, kAbsent, kAbsent, kAbsent}});
+    }
+    return false;
+  }
+
+ private:
+  using Base = Tiles<Machine, Element, N>;
+  using Base::m, Base::v, Base::message, Base::progress, Base::slot, Base::stall, Base::meet;
+  using Base::words, Base::load_input, Base::store_output, Base::sum, Base::present, Base::finish;
+
+  JAXKV_DEVICE uint64_t first() const { return m.block() * m.num_threads() + m.thread(); }
+  JAXKV_DEVICE uint64_t step() const { return m.num_blocks() * m.num_threads(); }
+
+  template <Route kRoute>
+  JAXKV_DEVICE bool reduced(const Progress& at_start, const Word& head) {
+    if constexpr (kRoute == Route::kLowLatency) {
+      return Base::all_whole() ? low_latency<true>(at_start, head)
+                               : low_latency<false>(at_start, head);
+    }
+    if constexpr (kRoute == Route::kOneShot) return one_shot(at_start);
+    if constexpr (kRoute == Route::kTwoShot) return two_shot(at_start);
+    if constexpr (kRoute == Route::kMultimem) return multimem(at_start);
+    if constexpr (kRoute == Route::kTiled) {
+      return Base::all_whole() ? Base::template tiled<true>(at_start)
+                               : Base::template tiled<false>(at_start);
+    }
+  }
+
+  // ---- Algorithms -------------------------------------------------------------------------------
+
+  // Every rank sends everything to all, the first words of its threads by now. `kAllWhole`: see
+  // whole().
+  template <bool kAllWhole>
+  JAXKV_DEVICE bool low_latency(const Progress& at_start, const Word& head) {
+    const uint64_t turn = at_start.turns;
+    // 32 bits are enough for what fits into a quick box.
+    const uint32_t end = words(), begin = first(), stride = step();
+    auto due = [this](int r) { return r != v.rank; };
+    auto load = [&](uint32_t i) {
+      return present(i == begin ? head : Base::template load_word<kAllWhole>(i));
+    };
+    for (uint32_t i = begin + stride; i < end; i += stride) Base::send(turn, i, load(i));
+    stall();
+    bool came = true;
+    for (uint32_t i = begin; came && i < end; i += stride) {
+      const Word own = load(i);
+      Word from[N];
+      came = Base::receive(turn, i, Phase::kQuick, end, i, due, from);
+      if (came) Base::template store_word<kAllWhole>(i, sum(own, from));
+    }
+    return finish(at_start, came, 0, 1);
+  }
+
+  // Each rank adds up one part, which all have sent it by now, and sends the sum to all.
+  JAXKV_DEVICE bool two_shot(const Progress& at_start) {
+    const bool came = reduce(parts(), at_start.turns) && gather(parts(), at_start.turns);
+    return finish(at_start, came, 0, 1);
+  }
+
+  // N parts of `part` words; the last ones are cut off where the message ends.
+  struct Chunk {
+    uint64_t base, part;
+    JAXKV_DEVICE uint64_t begin(int r) const { return base + r * part; }
+  };
+  JAXKV_DEVICE Chunk parts() const { return {0, (words() + N - 1) / N}; }
+  JAXKV_DEVICE bool has(const Chunk& chunk, int r, uint64_t i) const {
+    return chunk.begin(r) + i < words();
+  }
+
+  JAXKV_DEVICE void scatter(const Chunk& parts, uint64_t turn) const {
+    for (uint64_t i = first(); i < parts.part; i += step()) {
+      Word word[N];
+      JAXKV_UNROLL()
+      for (int shift = 1; shift < N; ++shift) {
+        const int r = (v.rank + shift) % N;
+        if (has(parts, r, i)) word[shift] = load_input(parts.begin(r) + i);
+      }
+      JAXKV_UNROLL()
+      for (int shift = 1; shift < N; ++shift) {
+        const int r = (v.rank + shift) % N;
+        if (has(parts, r, i)) m.send(Base::quick(r, turn, v.rank) + i, present(word[shift]));
+      }
+    }
+  }
+
+  JAXKV_DEVICE bool reduce(const Chunk& parts, uint64_t turn) const {
+    const uint64_t begin = parts.begin(v.rank);
+    auto due = [this](int r) { return r != v.rank; };
+    for (uint64_t i = first(); i < parts.part && has(parts, v.rank, i); i += step()) {
+      const Word own = present(load_input(begin + i));
+      Word from[N];
+      if (!Base::receive(turn, i, Phase::kScatter, parts.part, i, due, from)) return false;
+      const Word total = present(sum(own, from));
+      Base::send(turn, v.geometry.part_words() + i, total);
+      store_output(begin + i, total);
+    }
+    return true;
+  }
+
+  JAXKV_DEVICE bool gather(const Chunk& parts, uint64_t turn) const {
+    for (uint64_t i = first(); i < parts.part; i += step()) {
+      auto due = [&](int r) { return r != v.rank && has(parts, r, i); };
+      Word from[N];
+      if (!Base::receive(turn, v.geometry.part_words() + i, Phase::kGather, parts.part, i, due,
+                         from)) {
+        return false;
+      }
+      JAXKV_UNROLL()
+      for (int r = 0; r < N; ++r) {
+        if (due(r)) store_output(parts.begin(r) + i, from[r]);
+      }
+    }
+    return true;
+  }
+
+  // Every rank sends everything to all, and adds up when all have met.
+  JAXKV_DEVICE bool one_shot(const Progress& at_start) {
+    const uint64_t epoch = at_start.epoch;
+    for (uint64_t i = first(); i < words(); i += step()) {
+      const Word word = load_input(i);
+      JAXKV_UNROLL()
+      for (int shift = 1; shift < N; ++shift) {
+        m.store(slot((v.rank + shift) % N, epoch, v.rank) + i, word);
+      }
+    }
+    stall();
+    if (!meet(epoch + 1)) return false;
+    stall();
+    for (uint64_t i = first(); i < words(); i += step()) {
+      const Word own = load_input(i);
+      Word from[N];
+      JAXKV_UNROLL()
+      for (int r = 0; r < N; ++r) {
+        if (r != v.rank) from[r] = m.load_mail(slot(v.rank, epoch, r) + i);
+      }
+      store_output(i, sum(own, from));
+    }
+    return finish(at_start, true, 1, 0);
+  }
+
+  // Each rank has the switch add up one part of all ranks' workspaces and write the sums to all, in
+  // rounds of as much as a workspace holds.
+  JAXKV_DEVICE bool multimem(const Progress& at_start) {
+    const uint64_t limit = v.geometry.multicast_words / N, share = (words() + N - 1) / N;
+    const uint64_t part = share < limit ? share : limit;
+    const uint64_t rounds = (share + part - 1) / part;
+    for (uint64_t k = 0; k < rounds; ++k) {
+      const Chunk chunk{k * N * part, part};
+      const uint64_t epoch = at_start.epoch + 2 * k;
+      for_each_part(chunk, [&](uint64_t at, uint64_t i) { m.store(v.staged + at, load_input(i)); });
+      stall();
+      if (!meet_by_switch(epoch + 1)) return false;
+      stall();
+      const uint64_t begin = v.rank * part;
+      for (uint64_t i = first(); i < part && has(chunk, v.rank, i); i += step()) {
+        m.store_all(v, begin + i, m.template load_sum<Element>(v, begin + i));
+      }
+      if (!meet_by_switch(epoch + 2)) return false;
+      for_each_part(chunk,
+                    [&](uint64_t at, uint64_t i) { store_output(i, m.load_mail(v.staged + at)); });
+    }
+    return finish(at_start, true, 2 * rounds, 0);
+  }
+
+  // What was written by way of one address is read by way of another after that.
+  JAXKV_DEVICE bool meet_by_switch(uint64_t epoch) const {
+    m.publish();
+    m.alias();
+    const bool came = meet(epoch);
+    m.alias();
+    return came;
+  }
+
+  // `body(at, i)` for this thread's words of all parts: `at` in the chunk, `i` in the message.
+  template <class Body>
+  JAXKV_DEVICE void for_each_part(const Chunk& chunk, Body body) const {
+    for (uint64_t i = first(); i < chunk.part; i += step()) {
+      for (int r = 0; r < N && has(chunk, r, i); ++r) {
+        body(r * chunk.part + i, chunk.begin(r) + i);
+      }
+    }
+  }
+};
+
+// What a handler was asked for, once it is known to fit.
+struct Task {
+  std::shared_ptr<Communicator> communicator;
+  Communicator::Rank* rank;
+  Message message;
+};
+xla::ffi::ErrorOr<Task> resolve_task(int32_t device, xla::ffi::AnyBuffer in,
+                                     xla::ffi::Result<xla::ffi::AnyBuffer> out,
+                                     int64_t communicator, int64_t algorithm, int64_t signature);
+
+// Loads every kernel on a CUDA device: the first call must not, beside a peer that waits.
+void load_all_reduce(int32_t device);
+
+// Runs `body.template operator()<N>()` for the number of ranks.
+template <class Body>
+auto with_world(int world, Body body) {
+  switch (world) {
+    case 2:
+      return body.template operator()<2>();
+    case 4:
+      return body.template operator()<4>();
+    case 6:
+      return body.template operator()<6>();
+    default:
+      return body.template operator()<8>();
+  }
+}
+
+}  // namespace jaxkv::collectives

@@ -1,0 +1,158 @@
+// What is asked of the driver. Each step that is to be taken back says at once how.
+#include <cudaTypedefs.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "collectives/multicast.h"
+#include "common/driver.h"
+
+namespace jaxkv::collectives {
+namespace {
+
+std::string error_text(CUresult status) {
+  const auto get = driver_function<PFN_cuGetErrorString_v6000>("cuGetErrorString");
+  const char* text = nullptr;
+  if (get) (void)get(status, &text);
+  return text ? text : "error " + std::to_string(status);
+}
+
+// A function of the driver, whose failure names it and the device.
+template <class Function>
+class DriverCall {
+ public:
+  explicit DriverCall(const char* name) : name_(name), call_(driver_function<Function>(name)) {
+    if (!call_)
+      throw std::runtime_error(std::string("jaxkv: multicast: the driver has no ") + name);
+  }
+  template <class... Arguments>
+  void operator()(int32_t device, Arguments... arguments) const {
+    const CUresult status = call_(arguments...);
+    if (status == CUDA_SUCCESS) return;
+    throw std::runtime_error(std::string("jaxkv: multicast: ") + name_ + " for device " +
+                             std::to_string(device) + ": " + error_text(status));
+  }
+  // For what takes back, and goes on whatever comes.
+  template <class... Arguments>
+  void quietly(Arguments... arguments) const {
+    (void)call_(arguments...);
+  }
+
+ private:
+  const char* name_;
+  Function call_;
+};
+
+#define JAXKV_DRIVER(name, version) const DriverCall<PFN_##name##_##version> name{#name};
+
+CUdevice driver_device(int32_t device) {
+  JAXKV_DRIVER(cuDeviceGet, v2000)
+  CUdevice found = 0;
+  cuDeviceGet(device, &found, device);
+  return found;
+}
+
+// Makes the memory, step by step, so that each can be taken back.
+struct Builder {
+  JAXKV_DRIVER(cuMemCreate, v10020)
+  JAXKV_DRIVER(cuMemRelease, v10020)
+  JAXKV_DRIVER(cuMemAddressReserve, v10020)
+  JAXKV_DRIVER(cuMemAddressFree, v10020)
+  JAXKV_DRIVER(cuMemMap, v10020)
+  JAXKV_DRIVER(cuMemUnmap, v10020)
+  JAXKV_DRIVER(cuMemSetAccess, v10020)
+  JAXKV_DRIVER(cuMemGetAllocationGranularity, v10020)
+  JAXKV_DRIVER(cuMulticastCreate, v12010)
+  JAXKV_DRIVER(cuMulticastAddDevice, v12010)
+  JAXKV_DRIVER(cuMulticastBindMem, v12010)
+  JAXKV_DRIVER(cuMulticastUnbind, v12010)
+  JAXKV_DRIVER(cuMulticastGetGranularity, v12010)
+  Undo& undo;
+  size_t bytes;
+
+  CUmemGenericAllocationHandle create_multicast(const std::vector<int32_t>& devices) {
+    CUmulticastObjectProp what{};
+    what.numDevices = static_cast<unsigned int>(devices.size());
+    what.size = bytes;
+    size_t granularity = 0;
+    // The recommended one may be many times what a workspace needs.
+    cuMulticastGetGranularity(devices[0], &granularity, &what, CU_MULTICAST_GRANULARITY_MINIMUM);
+    round_up_to(granularity);
+    for (const int32_t device : devices) {
+      const auto memory = memory_on(device);
+      cuMemGetAllocationGranularity(device, &granularity, &memory,
+                                    CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+      round_up_to(granularity);
+    }
+    what.size = bytes;
+    CUmemGenericAllocationHandle multicast = 0;
+    cuMulticastCreate(devices[0], &multicast, &what);
+    undo.push([multicast, release = cuMemRelease] { release.quietly(multicast); });
+    // All of them, before memory of any is bound.
+    for (const int32_t device : devices) {
+      cuMulticastAddDevice(device, multicast, driver_device(device));
+    }
+    return multicast;
+  }
+
+  CUmemGenericAllocationHandle bind_memory(CUmemGenericAllocationHandle multicast, int32_t device) {
+    const auto what = memory_on(device);
+    CUmemGenericAllocationHandle memory = 0;
+    cuMemCreate(device, &memory, bytes, &what, 0);
+    undo.push([memory, release = cuMemRelease] { release.quietly(memory); });
+    cuMulticastBindMem(device, multicast, 0, memory, 0, bytes, 0);
+    undo.push([multicast, on = driver_device(device), size = bytes, unbind = cuMulticastUnbind] {
+      unbind.quietly(multicast, on, 0, size);
+    });
+    return memory;
+  }
+
+  // Where `device`, and no other, addresses memory or a multicast object.
+  CUdeviceptr map(int32_t device, CUmemGenericAllocationHandle handle) {
+    CUdeviceptr at = 0;
+    cuMemAddressReserve(device, &at, bytes, 0, 0, 0);
+    undo.push([at, size = bytes, free = cuMemAddressFree] { free.quietly(at, size); });
+    cuMemMap(device, at, bytes, 0, handle, 0);
+    undo.push([at, size = bytes, unmap = cuMemUnmap] { unmap.quietly(at, size); });
+    CUmemAccessDesc access{};
+    access.location = memory_on(device).location;
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    cuMemSetAccess(device, at, bytes, &access, 1);
+    return at;
+  }
+
+  static CUmemAllocationProp memory_on(int32_t device) {
+    CUmemAllocationProp what{};
+    what.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    what.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    what.location.id = driver_device(device);
+    return what;
+  }
+
+  void round_up_to(size_t granularity) {
+    bytes = (bytes + granularity - 1) / granularity * granularity;
+  }
+};
+
+}  // namespace
+
+MulticastMemory::MulticastMemory(const std::vector<int32_t>& devices, size_t bytes) {
+  Builder builder{.undo = undo_, .bytes = bytes};
+  const auto multicast = builder.create_multicast(devices);
+  for (const int32_t device : devices) {
+    const auto memory = builder.bind_memory(multicast, device);
+    own_.push_back(reinterpret_cast<void*>(builder.map(device, memory)));
+  }
+  // Once all is bound, so that no part of what the switch reads is missing.
+  for (const int32_t device : devices) all_.push_back({builder.map(device, multicast)});
+}
+
+bool multicast_supported(int32_t device) {
+  JAXKV_DRIVER(cuDeviceGetAttribute, v2000)
+  int supported = 0;
+  cuDeviceGetAttribute(device, &supported, CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED,
+                       driver_device(device));
+  return supported != 0;
+}
+
+}  // namespace jaxkv::collectives

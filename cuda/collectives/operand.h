@@ -1,0 +1,120 @@
+// The words of an all-reduce's operand and result, and their sum.
+// One source for CUDA kernels and for the CPU backend; see all_reduce.h for `Machine` and
+// `Element`.
+#pragma once
+
+#include "collectives/peers.h"
+
+namespace jaxkv::collectives {
+
+enum class Algorithm : int64_t { kLowLatency, kOneShot, kTwoShot, kMultimem };
+
+// `bytes` of whole elements at any address that is aligned for one.
+struct Message {
+  const char* in;
+  char* out;
+  uint64_t bytes;
+  Algorithm algorithm;
+  xla::ffi::DataType dtype;
+  uint64_t signature;  // of program and call, below kSignatures: the same on all ranks
+};
+
+template <class Machine, class Element, int N>
+struct Operand : Peers<Machine, N> {
+  using Bits = typename Element::Bits;
+  using Peers<Machine, N>::m, Peers<Machine, N>::v;
+
+  const Message& message;
+
+  JAXKV_DEVICE Operand(const Machine& machine, const RankView& view, const Message& of)
+      : Peers<Machine, N>{machine, view}, message(of) {}
+
+  JAXKV_DEVICE uint64_t mark(const Progress& at_start) const {
+    return call_mark(message.signature, at_start.calls);
+  }
+  // The end of a call: true if all threads of the block have what they waited for, of this call.
+  JAXKV_DEVICE bool finish(const Progress& at_start, bool came, uint64_t epochs,
+                           uint64_t turns) const {
+    if (!m.all(came && this->agrees(mark(at_start), at_start.calls))) return false;
+    this->end(at_start, epochs, turns);
+    return true;
+  }
+
+  JAXKV_DEVICE uint64_t words() const { return (message.bytes + sizeof(Word) - 1) / sizeof(Word); }
+  JAXKV_DEVICE bool aligned() const {
+    const auto addresses =
+        reinterpret_cast<uintptr_t>(message.in) | reinterpret_cast<uintptr_t>(message.out);
+    return addresses % sizeof(Word) == 0;
+  }
+  // Not cut off, and at the address of a word.
+  JAXKV_DEVICE bool whole(uint64_t i) const {
+    return aligned() && (i + 1) * sizeof(Word) <= message.bytes;
+  }
+  JAXKV_DEVICE bool all_whole() const { return aligned() && message.bytes % sizeof(Word) == 0; }
+
+  JAXKV_DEVICE Word load_input(uint64_t i) const {
+    return whole(i) ? load_word<true>(i) : load_values(message, i);
+  }
+  JAXKV_DEVICE void store_output(uint64_t i, const Word& word) const {
+    if (whole(i)) return store_word<true>(i, word);
+    store_values(message, i, word.part[0], word.part[1], word.part[2], word.part[3]);
+  }
+  // The same, where it may be known that all words are whole.
+  template <bool kWhole>
+  JAXKV_DEVICE Word load_word(uint64_t i) const {
+    if constexpr (!kWhole) return load_input(i);
+    return m.load(reinterpret_cast<const Word*>(message.in) + i);
+  }
+  template <bool kWhole>
+  JAXKV_DEVICE void store_word(uint64_t i, const Word& word) const {
+    if constexpr (!kWhole) return store_output(i, word);
+    m.store(reinterpret_cast<Word*>(message.out) + i, word);
+  }
+  // Value by value, where a word is cut off or no address of a word; rare, so not inlined.
+  JAXKV_RARE static Word load_values(const Message& message, uint64_t i) {
+    Word word{};
+    const auto* in = reinterpret_cast<const Bits*>(message.in);
+    for (uint64_t k = i * Element::kLanes; k < end_of(message, i); ++k) {
+      word.part[part_of(k)] |= uint32_t{in[k]} << shift_of(k);
+    }
+    return word;
+  }
+  JAXKV_RARE static void store_values(const Message& message, uint64_t i, uint32_t p0, uint32_t p1,
+                                      uint32_t p2, uint32_t p3) {
+    const Word word{{p0, p1, p2, p3}};
+    auto* out = reinterpret_cast<Bits*>(message.out);
+    for (uint64_t k = i * Element::kLanes; k < end_of(message, i); ++k) {
+      out[k] = static_cast<Bits>(word.part[part_of(k)] >> shift_of(k));
+    }
+  }
+  JAXKV_DEVICE static uint64_t end_of(const Message& message, uint64_t i) {
+    const uint64_t end = (i + 1) * Element::kLanes, all = message.bytes / sizeof(Bits);
+    return end < all ? end : all;
+  }
+  // Where value k of the operand lies in its word.
+  JAXKV_DEVICE static int part_of(uint64_t k) { return k % Element::kLanes * sizeof(Bits) / 4; }
+  JAXKV_DEVICE static int shift_of(uint64_t k) { return k * sizeof(Bits) % 4 * 8; }
+
+  // Of this rank's own word and those of its peers.
+  JAXKV_DEVICE Word sum(const Word& own, const Word (&from)[N]) const {
+    float lanes[Element::kLanes];
+    JAXKV_UNROLL()
+    for (int r = 0; r < N; ++r) {
+      const Word word = r == v.rank ? own : from[r];
+      JAXKV_UNROLL()
+      for (int k = 0; k < Element::kLanes; ++k) {
+        lanes[k] = r ? lanes[k] + Element::lane(word, k) : Element::lane(word, k);
+      }
+    }
+    return Element::word(lanes);
+  }
+
+  // Words that are sent are not those that have not arrived.
+  JAXKV_DEVICE static Word present(Word word) {
+    JAXKV_UNROLL()
+    for (uint32_t& part : word.part) part = part == kAbsent ? Element::kOtherNan : part;
+    return word;
+  }
+};
+
+}  // namespace jaxkv::collectives

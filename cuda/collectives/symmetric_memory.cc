@@ -1,0 +1,223 @@
+#include "collectives/symmetric_memory.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <thread>
+#include <unordered_map>
+
+namespace jaxkv::collectives {
+
+namespace {
+
+using Registry = std::unordered_map<int64_t, std::shared_ptr<Communicator>>;
+
+std::mutex mutex;
+
+Registry& communicators() {
+  static auto* all = new Registry;  // leaked
+  return *all;
+}
+
+// Closed here, but peers may still write to their memory.
+Registry& closed_communicators() {
+  static auto* all = new Registry;
+  return *all;
+}
+
+// By signature.
+std::unordered_map<uint64_t, std::string>& call_names() {
+  static auto* all = new std::unordered_map<uint64_t, std::string>;
+  return *all;
+}
+
+std::shared_ptr<Communicator> take(Registry& from, int64_t id) {
+  std::lock_guard lock(mutex);
+  const auto found = from.find(id);
+  if (found == from.end()) return nullptr;
+  auto taken = std::move(found->second);
+  from.erase(found);
+  return taken;
+}
+
+}  // namespace
+
+Communicator::Communicator(Geometry geometry, const ByRank<int32_t>& devices, uint64_t timeout_ns)
+    : geometry_(geometry) {
+  for (const auto& ordinals : devices) {
+    auto& group = groups_.emplace_back();
+    for (size_t rank = 0; rank < ordinals.size(); ++rank) {
+      auto& entry = group.emplace_back(std::make_unique<Rank>());
+      entry->device = ordinals[rank];
+      entry->view.geometry = geometry;
+      entry->view.rank = static_cast<int32_t>(rank);
+      entry->view.timeout_ns = timeout_ns;
+    }
+  }
+}
+
+void Communicator::allocate() {
+  for (auto& group : groups_) {
+    std::vector<int32_t> devices;
+    for (const auto& rank : group) {
+      if (rank->own()) devices.push_back(rank->device);
+    }
+    for (size_t i = 0; i < group.size(); ++i) {
+      if (!group[i]->own()) continue;
+      Header* memory = allocate_memory(*group[i], devices);
+      for (auto& peer : group) {
+        if (peer->own()) peer->view.headers[i] = memory;
+      }
+    }
+    if (geometry_.multicast_words) allocate_multicast(group);
+  }
+  preset(0, 0);
+}
+
+ByRank<Handle> Communicator::handles() {
+  ByRank<Handle> all;
+  for (auto& group : groups_) {
+    auto& of_group = all.emplace_back();
+    for (auto& rank : group) of_group.push_back(rank->own() ? handle_of(*rank) : Handle{});
+  }
+  return all;
+}
+
+void Communicator::map(const ByRank<Handle>& handles) {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    for (auto& rank : groups_[g]) {
+      for (size_t i = 0; rank->own() && i < groups_[g].size(); ++i) {
+        if (!groups_[g][i]->own()) rank->view.headers[i] = map_memory(*rank, handles.at(g).at(i));
+      }
+    }
+  }
+}
+
+bool Communicator::spans_processes() const {
+  return std::ranges::any_of(groups_, [](const auto& group) {
+    const auto own = std::ranges::count_if(group, [](const auto& rank) { return rank->own(); });
+    return own != 0 && own != std::ssize(group);
+  });
+}
+
+Communicator::Rank* Communicator::on_device(int32_t device) {
+  for (auto& group : groups_) {
+    for (auto& rank : group) {
+      if (rank->own() && rank->device == device) return rank.get();
+    }
+  }
+  return nullptr;
+}
+
+void Communicator::set_stall(uint64_t nanoseconds) {
+  for (auto& group : groups_) {
+    for (auto& rank : group) rank->view.stall_ns = nanoseconds;
+  }
+}
+
+std::optional<PeerFault> Communicator::fault() const {
+  std::optional<PeerFault> found;
+  for (const auto& group : groups_) {
+    for (const auto& rank : group) {
+      PeerFault* fault = rank->view.fault;
+      if (!fault || !std::atomic_ref(fault->recorded).load(std::memory_order_acquire)) continue;
+      // The rank that waited in vain knows more than those that it told.
+      if (!found || found->phase == Phase::kAborted) found = *fault;
+    }
+  }
+  return found;
+}
+
+Header preset_header(uint64_t epoch, uint64_t ahead) {
+  Header header{};
+  header.progress.epoch = epoch;
+  for (auto& of_block : header.signals.flags) {
+    for (auto& flag : of_block) flag = epoch + ahead;
+  }
+  return header;
+}
+
+const char* name_of(Phase phase) {
+  switch (phase) {
+    case Phase::kQuick:
+      return "low_latency";
+    case Phase::kBarrier:
+      return "barrier";
+    case Phase::kScatter:
+      return "scatter";
+    case Phase::kGather:
+      return "gather";
+    case Phase::kAborted:
+      return "aborted";
+    case Phase::kCall:
+      return "call";
+    case Phase::kMismatch:
+      return "mismatch";
+  }
+  return "unknown";
+}
+
+std::string describe(const PeerFault& fault) {
+  const std::string rank = "rank " + std::to_string(fault.rank);
+  const std::string peer = "rank " + std::to_string(fault.peer);
+  if (fault.phase == Phase::kAborted) return rank + " stopped, because " + peer + " gave up";
+  const std::string called = " has called " + describe_call(fault.call) + ", but " + peer;
+  if (fault.phase == Phase::kMismatch) return rank + called + " " + describe_call(fault.peer_call);
+  return rank + " waited in vain for " + peer + " in phase " + name_of(fault.phase) +
+         ": expected " + std::to_string(fault.expected) + ", seen " + std::to_string(fault.seen) +
+         "; " + rank + called + " last " + describe_call(fault.peer_call);
+}
+
+void name_call(uint64_t signature, std::string description) {
+  std::lock_guard lock(mutex);
+  call_names()[signature] = std::move(description);
+}
+
+std::string describe_call(uint64_t mark) {
+  if (!mark) return "nothing";
+  const std::string number = " (call " + std::to_string(mark % kCallNumbers) + ")";
+  std::lock_guard lock(mutex);
+  const auto found = call_names().find(mark / kCallNumbers);
+  return (found == call_names().end() ? "what this process has not lowered" : found->second) +
+         number;
+}
+
+int64_t register_communicator(std::shared_ptr<Communicator> communicator) {
+  static int64_t next = 1;
+  std::lock_guard lock(mutex);
+  communicators()[next] = std::move(communicator);
+  return next++;
+}
+
+std::shared_ptr<Communicator> find_communicator(int64_t id) {
+  std::lock_guard lock(mutex);
+  const auto found = communicators().find(id);
+  return found == communicators().end() ? nullptr : found->second;
+}
+
+void close_communicator(int64_t id) {
+  auto closed = take(communicators(), id);
+  if (!closed || !closed->spans_processes()) return;  // the last call's end is that of the memory
+  // Calls that still run hold it, until their time is over at the latest; no other can begin.
+  while (closed.use_count() > 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  closed->unmap();
+  std::lock_guard lock(mutex);
+  closed_communicators()[id] = std::move(closed);
+}
+
+void free_communicator(int64_t id) { take(closed_communicators(), id); }
+
+xla::ffi::ErrorOr<std::shared_ptr<Communicator>> usable_communicator(int64_t id) {
+  auto communicator = find_communicator(id);
+  if (!communicator) {
+    return xla::ffi::Unexpected(xla::ffi::Error::InvalidArgument(
+        "jaxkv: this executable's SymmetricMemory was closed: compile it with a new one"));
+  }
+  if (const auto fault = communicator->fault()) {
+    return xla::ffi::Unexpected(xla::ffi::Error::Internal("PeerTimeoutError: " + describe(*fault)));
+  }
+  return communicator;
+}
+
+}  // namespace jaxkv::collectives

@@ -1,0 +1,170 @@
+// Symmetric memory of CUDA devices: over peer access within a process, by CUDA IPC between them.
+#include <cuda_runtime.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "collectives/symmetric_memory.h"
+
+namespace jaxkv::collectives {
+namespace {
+
+void check(cudaError_t status, const std::string& what) {
+  if (status == cudaSuccess) return;
+  (void)cudaGetLastError();
+  throw std::runtime_error("jaxkv: symmetric memory: " + what + ": " + cudaGetErrorString(status));
+}
+
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    check(cudaSetDevice(device), "device " + std::to_string(device));
+  }
+  ~OnDevice() { (void)cudaSetDevice(before_); }
+
+ private:
+  int before_ = 0;
+};
+
+void enable_access(int device, int peer) {
+  const std::string pair = "device " + std::to_string(device) + " to " + std::to_string(peer);
+  int possible = 0;
+  check(cudaDeviceCanAccessPeer(&possible, device, peer), pair);
+  if (!possible) throw std::runtime_error("jaxkv: symmetric memory: no peer access from " + pair);
+  const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
+  if (status == cudaErrorPeerAccessAlreadyEnabled) {
+    (void)cudaGetLastError();
+  } else {
+    check(status, "peer access from " + pair);
+  }
+}
+
+// Once the driver is gone, all memory is with it: the process ends.
+template <class Body>
+void while_driver_lives(Body body) {
+  try {
+    body();
+  } catch (const std::runtime_error&) {
+  }
+  (void)cudaGetLastError();
+}
+
+// cudaMalloc shares blocks of this size, and a handle is that of a whole block.
+constexpr size_t kBlockBytes = 2 << 20;
+
+class CudaCommunicator : public Communicator {
+ public:
+  using Communicator::Communicator;
+
+  ~CudaCommunicator() override {
+    unmap();  // and waits: peers of this process write to all
+    multicast_.clear();
+    while_driver_lives([&] {
+      for_each_own([](Rank& rank) {
+        OnDevice on(rank.device);
+        (void)cudaFree(rank.header());
+        (void)cudaFreeHost(rank.view.fault);
+      });
+    });
+  }
+
+  void unmap() override {
+    while_driver_lives([&] {
+      for_each_own([](Rank& rank) {
+        OnDevice on(rank.device);
+        (void)cudaDeviceSynchronize();  // a device that failed writes no more either
+      });
+      for (const auto& [device, memory] : of_peers_) {
+        OnDevice on(device);
+        (void)cudaIpcCloseMemHandle(memory);
+      }
+    });
+    of_peers_.clear();
+  }
+
+  void preset(uint64_t epoch, uint64_t ahead) override {
+    const Header header = preset_header(epoch, ahead);
+    for_each_own([&](Rank& rank) {
+      OnDevice on(rank.device);
+      // On no legacy stream, which another thread's capture forbids.
+      cudaStream_t stream = nullptr;
+      check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+      check(cudaMemcpyAsync(rank.header(), &header, sizeof header, cudaMemcpyHostToDevice, stream),
+            "preset");
+      check(cudaMemsetAsync(mail_of(rank.header()), ahead ? 0 : 0xFF,
+                            geometry_.all_quick_words() * sizeof(Word), stream),
+            "preset");
+      check(cudaStreamSynchronize(stream), "preset");
+      check(cudaStreamDestroy(stream), "cudaStreamDestroy");
+    });
+  }
+
+ protected:
+  Header* allocate_memory(Rank& rank, const std::vector<int32_t>& peer_devices) override {
+    OnDevice on(rank.device);
+    for (const int32_t peer : peer_devices) {
+      if (peer != rank.device) enable_access(rank.device, peer);
+    }
+    // Mapped host memory: written only when a wait gives up, read by the host without a sync.
+    check(cudaHostAlloc(&rank.view.fault, sizeof(PeerFault),
+                        cudaHostAllocPortable | cudaHostAllocMapped),
+          "host memory");
+    *rank.view.fault = {};
+    const size_t bytes = (memory_bytes() + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, bytes),
+          std::to_string(bytes) + " bytes on device " + std::to_string(rank.device));
+    return static_cast<Header*>(memory);
+  }
+
+  Handle handle_of(const Rank& rank) override {
+    if (!spans_processes()) return {};
+    OnDevice on(rank.device);
+    cudaIpcMemHandle_t handle;
+    check(cudaIpcGetMemHandle(&handle, rank.header()),
+          "handle of the memory of device " + std::to_string(rank.device));
+    const auto* bytes = reinterpret_cast<const uint8_t*>(&handle);
+    return Handle(bytes, bytes + sizeof handle);
+  }
+
+  void allocate_multicast(const std::vector<std::unique_ptr<Rank>>& group) override {
+    std::vector<int32_t> devices;
+    for (const auto& rank : group) devices.push_back(rank->device);
+    const auto& memory = multicast_.emplace_back(
+        std::make_unique<MulticastMemory>(devices, geometry_.multicast_words * sizeof(Word)));
+    for (size_t i = 0; i < group.size(); ++i) {
+      group[i]->view.staged = static_cast<Word*>(memory->of_device(i));
+      group[i]->view.all_staged = memory->of_all(i);
+    }
+  }
+
+  // Each device maps it for itself, with access to the device where it lies.
+  Header* map_memory(const Rank& rank, const Handle& bytes) override {
+    OnDevice on(rank.device);
+    cudaIpcMemHandle_t handle;
+    if (bytes.size() != sizeof handle) throw std::runtime_error("jaxkv: not a handle of memory");
+    std::memcpy(&handle, bytes.data(), sizeof handle);
+    void* memory = nullptr;
+    check(cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess),
+          "memory of another process on device " + std::to_string(rank.device));
+    of_peers_.emplace_back(rank.device, memory);
+    return static_cast<Header*>(memory);
+  }
+
+ private:
+  std::vector<std::pair<int32_t, void*>> of_peers_;          // and the device that maps it
+  std::vector<std::unique_ptr<MulticastMemory>> multicast_;  // of each group
+};
+
+}  // namespace
+
+std::shared_ptr<Communicator> make_cuda_communicator(Geometry geometry,
+                                                     const ByRank<int32_t>& devices,
+                                                     uint64_t timeout_ns) {
+  auto communicator = std::make_shared<CudaCommunicator>(geometry, devices, timeout_ns);
+  communicator->allocate();
+  return communicator;
+}
+
+}  // namespace jaxkv::collectives

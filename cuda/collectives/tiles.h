@@ -1,0 +1,173 @@
+// A two_shot whose parts are longer than the quick boxes: in tiles, with a flag for each round.
+// One source for CUDA kernels and for the CPU backend; see all_reduce.h for `Machine` and
+// `Element`.
+//
+// In each round a block scatters a tile of every part, adds up the one that it got in the round
+// before, and fetches the sums of the one before that, all from boxes of its own, whatever the
+// message: what its peers' blocks of the same number tell is enough. They tell that they have ended
+// a round by one flag. Before it adds up in round k, a block knows that its peers have ended round
+// k - 1. So in round k
+// - it scatters where it did in round k - 3, which peers added up in round k - 2;
+// - it sends sums where it did in round k - 3, which peers fetched in round k - 1 at the latest;
+// - and in the next call, where it did in this call's last rounds: what was scattered there has
+//   been added up, as it knew before it ended, and sums it sends when its peers have ended a round
+//   of that call.
+#pragma once
+
+#include "collectives/operand.h"
+
+namespace jaxkv::collectives {
+
+template <class Machine, class Element, int N>
+struct Tiles : Operand<Machine, Element, N> {
+  using Base = Operand<Machine, Element, N>;
+  using Base::m, Base::v, Base::words, Base::stall, Base::sum;
+
+  JAXKV_DEVICE Tiles(const Machine& machine, const RankView& view, const Message& message)
+      : Base{machine, view, message} {}
+
+  // True if the sum is in `out`, false if a wait gave up. `kAllWhole`: see whole().
+  template <bool kAllWhole>
+  JAXKV_DEVICE bool tiled(const Progress& at_start) {
+    const uint64_t share = (words() + N - 1) / N, of_all = m.num_blocks() * v.geometry.tile_words;
+    const uint64_t rounds = (share + of_all - 1) / of_all;
+    auto of_round = [&](uint64_t k) { return Tile(*this, share, k, k < rounds); };
+    for (uint64_t k = 0; k < rounds + 2; ++k) {
+      scatter_tile<kAllWhole>(of_round(k));
+      stall();
+      if (k > 0 && !Base::all_came(at_start.epoch + k)) return false;
+      stall();
+      add_up_and_fetch<kAllWhole>(of_round(k - 1), of_round(k - 2));
+      if (k <= rounds) Base::come(at_start.epoch + k + 1);
+    }
+    return Base::finish(at_start, true, rounds + 2, 0);
+  }
+
+ private:
+  // What this block has of each rank's part in a round: nothing, before the first and after the
+  // last.
+  struct Tile {
+    uint64_t round, share, base;
+    uint32_t size = 0;
+    JAXKV_DEVICE Tile(const Tiles& call, uint64_t share, uint64_t round, bool exists)
+        : round(round), share(share) {
+      const uint64_t limit = call.v.geometry.tile_words;
+      base = (round * call.m.num_blocks() + call.m.block()) * limit;
+      if (exists && base < share) size = share - base < limit ? share - base : limit;
+    }
+  };
+
+  // Words of the message: those of a tile in one rank's part, which may end with the message.
+  template <bool kAllWhole>
+  struct Row {
+    const Tiles& call;
+    uint64_t first;
+    uint32_t size;
+    JAXKV_DEVICE Row(const Tiles& call, const Tile& tile, int r)
+        : call(call), first(r * tile.share + tile.base), size(tile.size) {
+      const uint64_t end = call.words();
+      if (first + size > end) size = first < end ? end - first : 0;
+    }
+    JAXKV_DEVICE bool has(uint32_t at) const { return at < size; }
+    JAXKV_DEVICE const Word* in() const {
+      return reinterpret_cast<const Word*>(call.message.in) + first;
+    }
+    JAXKV_DEVICE Word load(uint32_t at) const {
+      return call.template load_word<kAllWhole>(first + at);
+    }
+    JAXKV_DEVICE void store(uint32_t at, const Word& word) const {
+      call.template store_word<kAllWhole>(first + at, word);
+    }
+  };
+
+  // Words that a thread loads before it stores the first of them.
+  static constexpr int kBatch = N == 2 ? 4 : N == 4 ? 2 : 1;
+
+  template <bool kAllWhole>
+  JAXKV_DEVICE void scatter_tile(const Tile& tile) const {
+    const uint32_t stride = m.num_threads();
+    const Row<kAllWhole> own(*this, tile, v.rank);
+    for (uint32_t i = m.thread(); i < tile.size; i += kBatch * stride) {
+      Word word[kBatch][N];
+      JAXKV_UNROLL()
+      for (int shift = 1; shift < N; ++shift) {
+        const Row<kAllWhole> row(*this, tile, (v.rank + shift) % N);
+        JAXKV_UNROLL()
+        for (int b = 0; b < kBatch; ++b) {
+          const uint32_t at = i + b * stride;
+          if (row.has(at)) word[b][shift] = row.load(at);
+        }
+      }
+      JAXKV_UNROLL()
+      for (int b = 0; b < kBatch; ++b) {
+        const uint32_t at = i + b * stride;
+        if (own.has(at)) m.prefetch(own.in() + at);
+      }
+      JAXKV_UNROLL()
+      for (int shift = 1; shift < N; ++shift) {
+        const int r = (v.rank + shift) % N;
+        const Row<kAllWhole> row(*this, tile, r);
+        Word* const to = box(r, tile, false, v.rank);
+        JAXKV_UNROLL()
+        for (int b = 0; b < kBatch; ++b) {
+          const uint32_t at = i + b * stride;
+          if (row.has(at)) m.store(to + at, word[b][shift]);
+        }
+      }
+    }
+  }
+
+  // Both at once, as the words of both are here: the loads of one hide those of the other.
+  template <bool kAllWhole>
+  JAXKV_DEVICE void add_up_and_fetch(const Tile& due, const Tile& done) const {
+    const uint32_t stride = m.num_threads(), size = due.size < done.size ? done.size : due.size;
+    const Row<kAllWhole> mine(*this, due, v.rank);
+    for (uint32_t i = m.thread(); i < size; i += kBatch * stride) {
+      Word own[kBatch], from[kBatch][N], sums[kBatch][N];
+      JAXKV_UNROLL()
+      for (int b = 0; b < kBatch; ++b) {
+        const uint32_t at = i + b * stride;
+        if (mine.has(at)) own[b] = mine.load(at);
+      }
+      JAXKV_UNROLL()
+      for (int r = 0; r < N; ++r) {
+        if (r == v.rank) continue;
+        const Row<kAllWhole> row(*this, done, r);
+        const Word* const words = box(v.rank, due, false, r);
+        const Word* const totals = box(v.rank, done, true, r);
+        JAXKV_UNROLL()
+        for (int b = 0; b < kBatch; ++b) {
+          const uint32_t at = i + b * stride;
+          if (mine.has(at)) from[b][r] = m.load_mail(words + at);
+          if (row.has(at)) sums[b][r] = m.load_mail(totals + at);
+        }
+      }
+      JAXKV_UNROLL()
+      for (int b = 0; b < kBatch; ++b) {
+        const uint32_t at = i + b * stride;
+        if (!mine.has(at)) continue;
+        const Word total = sum(own[b], from[b]);
+        JAXKV_UNROLL()
+        for (int shift = 1; shift < N; ++shift) {
+          m.store(box((v.rank + shift) % N, due, true, v.rank) + at, total);
+        }
+        mine.store(at, total);
+      }
+      JAXKV_UNROLL()
+      for (int r = 0; r < N; ++r) {
+        if (r == v.rank) continue;
+        const Row<kAllWhole> row(*this, done, r);
+        JAXKV_UNROLL()
+        for (int b = 0; b < kBatch; ++b) {
+          const uint32_t at = i + b * stride;
+          if (row.has(at)) row.store(at, sums[b][r]);
+        }
+      }
+    }
+  }
+  JAXKV_DEVICE Word* box(int owner, const Tile& of, bool sums, int from) const {
+    return Base::tile(owner, of.round, sums, from);
+  }
+};
+
+}  // namespace jaxkv::collectives

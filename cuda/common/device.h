@@ -1,0 +1,14 @@
+// Host calls about a CUDA device, outside any step.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace jaxkv {
+
+// Both throw std::runtime_error with CUDA's own message.
+void synchronize_device(int ordinal);
+std::string pci_address(int ordinal);
+
+}  // namespace jaxkv

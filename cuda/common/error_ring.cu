@@ -1,0 +1,36 @@
+#include <array>
+#include <atomic>
+#include <mutex>
+#include <string>
+
+#include "common/cuda_check.h"
+#include "common/error_ring.cuh"
+
+namespace jaxkv {
+namespace {
+
+std::array<std::atomic<PageErrorRing*>, kMaxDevices> device_rings;
+
+}  // namespace
+
+xla::ffi::Error prepare_ring(int32_t device) {
+  if (device < 0 || device >= kMaxDevices) {
+    return xla::ffi::Error::Internal("jaxkv: device ordinal " + std::to_string(device) +
+                                     " is outside [0, " + std::to_string(kMaxDevices) + ")");
+  }
+  if (device_rings[device].load()) return xla::ffi::Error::Success();
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  if (device_rings[device].load()) return xla::ffi::Error::Success();
+  // Mapped host memory: written only when a fault is found, read by the host without a sync.
+  PageErrorRing* ring = nullptr;
+  JAXKV_CUDA_TRY(cudaHostAlloc(&ring, sizeof *ring, cudaHostAllocPortable | cudaHostAllocMapped));
+  *ring = {};
+  watch_ring(ring);
+  device_rings[device].store(ring);
+  return xla::ffi::Error::Success();
+}
+
+PageErrorRing* device_ring(int32_t device) { return device_rings[device].load(); }
+
+}  // namespace jaxkv

@@ -1,0 +1,28 @@
+// How a kernel records a fault.
+#pragma once
+
+#include "common/error_ring.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxkv {
+
+inline constexpr int kMaxDevices = 64;
+
+// Makes the ring of a device, once; refuses ordinals from kMaxDevices on.
+xla::ffi::Error prepare_ring(int32_t device);
+
+// Where kernels of a device record faults; null before prepare_ring.
+PageErrorRing* device_ring(int32_t device);
+
+inline __device__ void record_fault(PageErrorRing* ring, PageFault fault, int32_t position,
+                                    int32_t id, int32_t limit) {
+  const unsigned long long slot = atomicAdd(&ring->count, 1ull);
+  auto* entry = &ring->entries[slot % PageErrorRing::kEntries];
+  *reinterpret_cast<int4*>(entry) = make_int4(static_cast<int32_t>(fault), position, id, limit);
+  __threadfence_system();
+  *reinterpret_cast<volatile unsigned long long*>(&entry->sequence) = slot + 1;
+  __threadfence_system();
+  atomicAdd(&ring->written, 1ull);
+}
+
+}  // namespace jaxkv

@@ -1,0 +1,17 @@
+// Watches the buffer protocol of a Python type, for jaxkv/sync_guard.py.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+// From 3.12 on, Python code can replace `__buffer__` itself.
+#if PY_VERSION_HEX < 0x030C0000
+#define JAXKV_WATCH_BUFFERS 1
+
+namespace jaxkv::python {
+
+// While `observe` is not None, a buffer of an object of `type` is got by observe(get, object),
+// which must call get(object) or raise.
+void watch_buffers(nanobind::type_object type, nanobind::object observe);
+
+}  // namespace jaxkv::python
+#endif

@@ -1,0 +1,137 @@
+// Copies of recurrent states where a request reaches the end of a block: which rows copy what, and
+// how a state lies in its block. The CUDA kernel and its CPU twin share all of it.
+//
+// Semantics are those of vLLM's mamba cache mode "align". A block holds one state. The running
+// state of a request is in the block of its last token; that after k accepted drafts is k rows
+// further within a convolution's state (a window that slides over the tokens), and k columns
+// further along the block table for a temporal state, which has no such rows.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "common/error_ring.h"
+#include "common/host_device.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxkv::recurrent {
+
+namespace ffi = xla::ffi;
+
+inline constexpr int32_t kNullBlock = 0;
+inline constexpr size_t kMaxStates =
+    256;  // arrays of a call: their addresses are kernel parameters
+
+// One block of a state array, row-major [outer, width, inner], as recurrent.py writes it.
+struct StateGeometry {
+  int64_t temporal;  // 1: always copied whole; 0: `width` slides
+  int64_t outer, width, inner_bytes;
+
+  int64_t block_bytes() const { return outer * width * inner_bytes; }
+  bool operator==(const StateGeometry&) const = default;
+};
+
+// The batch as the step has it; all pointers are to memory of the device that runs the call.
+struct AlignBatch {
+  bool before = false;  // a step: move the running state to where the step writes; else: after one
+  bool has_temporal = false;
+  int32_t block_size = 0, num_blocks = 0;
+  int32_t num_rows = 0, num_columns = 0;  // B and W
+  const int32_t* query_start_loc = nullptr;
+  const int32_t* seq_lens = nullptr;
+  const int32_t* num_reqs = nullptr;
+  const int32_t* block_table = nullptr;
+  const int32_t* known = nullptr;  // before: column of a row's running state, or -1; else: drafts
+  const int32_t* num_accepted = nullptr;
+  int32_t* accepted_out = nullptr;
+};
+
+// What a row wants, in columns of the block table.
+struct AlignPlan {
+  bool due = false;    // the rest counts
+  bool reset = false;  // the running state is now where the next step looks for it with one token
+  bool copies = false;
+  int64_t source = 0, destination = 0, bias = 0;
+};
+
+// A copy of all states of a row, in block ids.
+struct StateMove {
+  int32_t source, temporal_source, destination, bias;
+};
+
+// After a step that computed `seq_len` tokens, `drafts` of them speculative: the state at the last
+// block boundary that the accepted ones reached is saved, and the host need not know where that is.
+// Mirrored by can_skip_align_postprocess (recurrent.py).
+JAXKV_HOST_DEVICE inline AlignPlan plan_after(int32_t seq_len, int32_t drafts, int32_t accepted,
+                                              int32_t block_size) {
+  const int64_t certain = int64_t{seq_len} - drafts;  // tokens that are valid in any case
+  const int64_t valid = certain + accepted - 1;
+  if (certain < 1 || valid < certain || valid > INT32_MAX) return {};
+  const int32_t blocks = static_cast<int32_t>(valid) / block_size;
+  const int64_t bias = int64_t{blocks} * block_size - certain;
+  if (bias < 0) return {};
+  const int32_t source = (seq_len - 1) / block_size, destination = blocks - 1;
+  const bool same = source == destination;
+  return {true, same, !same || bias > 0, source, destination, bias};
+}
+
+// Before a step that ends at `seq_len` tokens, of which `query_len` are new.
+JAXKV_HOST_DEVICE inline AlignPlan plan_before(int32_t seq_len, int32_t query_len, int32_t running,
+                                               int32_t accepted, int32_t block_size) {
+  const int32_t computed = seq_len - query_len;
+  if (computed < 0) return {};
+  if (running < 0) running = computed > 0 ? (computed - 1) / block_size : -1;
+  const int32_t current = (seq_len - 1) / block_size;
+  if (running < 0 || running == current) return {};
+  return {true, true, true, running, current, accepted > 1 ? int64_t{accepted} - 1 : 0};
+}
+
+JAXKV_HOST_DEVICE inline AlignPlan plan_row(const AlignBatch& b, int32_t row, int32_t num_reqs,
+                                            int32_t accepted) {
+  const int32_t seq_len = b.seq_lens[row], known = b.known[row];
+  const int32_t query_len = b.query_start_loc[row + 1] - b.query_start_loc[row];
+  if (row >= num_reqs || query_len < 1 || seq_len < 1) return {};
+  return b.before ? plan_before(seq_len, query_len, known, accepted, b.block_size)
+                  : plan_after(seq_len, known, accepted, b.block_size);
+}
+
+// Looks the blocks of a plan up. Returns false if the row must be left as it is: it is padding, or
+// names what is not there, which goes to `fault`.
+template <typename Fault>
+JAXKV_HOST_DEVICE bool find_blocks(const AlignBatch& b, int32_t row, const AlignPlan& plan,
+                                   StateMove* move, Fault&& fault) {
+  const int64_t columns[] = {plan.source, plan.source + (b.has_temporal ? plan.bias : 0),
+                             plan.destination};
+  int32_t ids[3];
+  for (int i = 0; i < 3; ++i) {
+    if (columns[i] < 0 || columns[i] >= b.num_columns) {
+      const int64_t column = columns[i] > INT32_MAX ? INT32_MAX : columns[i];
+      fault(PageFault::kColumnOutOfRange, row, static_cast<int32_t>(column), b.num_columns);
+      return false;
+    }
+    const int64_t position = int64_t{row} * b.num_columns + columns[i];
+    ids[i] = b.block_table[position];
+    if (ids[i] == kNullBlock) return false;
+    if (ids[i] < 0 || ids[i] >= b.num_blocks) {
+      fault(i < 2 ? PageFault::kSourceOutOfRange : PageFault::kDestinationOutOfRange,
+            static_cast<int32_t>(position), ids[i], b.num_blocks);
+      return false;
+    }
+  }
+  *move = {ids[0], ids[1], ids[2], static_cast<int32_t>(plan.bias)};
+  return true;
+}
+
+struct AlignCall {
+  AlignBatch batch;
+  std::vector<StateGeometry> geometry;
+  std::vector<std::byte*> states;  // block 0 of each
+};
+
+// Checks every size, so that no block id in range can leave an array.
+//   args: int32 operands in the order of AlignBatch, then the states; rets: the counts, the states.
+ffi::ErrorOr<AlignCall> decode_align(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                     ffi::Dictionary attributes);
+
+}  // namespace jaxkv::recurrent

@@ -1,0 +1,376 @@
+// Copies that run beside XLA's stream, and the waits for them.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <memory>
+
+#include "common/alias_check.h"
+#include "common/cuda_check.h"
+#include "common/driver.h"
+#include "common/error_ring.cuh"
+#include "transfer/async_copy.h"
+#include "transfer/copy_kernel.h"
+#include "transfer/started_copies.h"
+
+namespace jaxkv::transfer {
+namespace {
+
+constexpr uint32_t kNumLanes = 4;  // load and store, kernel and copy engine
+constexpr size_t kLaneWords = 1 + kMaxSegments;
+
+struct DeviceLanes {
+  std::array<Lane, kNumLanes> lanes;
+  uint32_t* words = nullptr;  // kLaneWords for each lane
+};
+
+std::array<std::atomic<DeviceLanes*>, kMaxDevices> all_lanes;
+
+// ---------------------------------------------------------------------------------------------
+// Writing words from a stream, without a kernel
+
+using WriteValue32 = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
+
+WriteValue32 stream_write() {
+  static const auto write = driver_function<WriteValue32>("cuStreamWriteValue32");
+  return write;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Kernels
+
+constexpr int kLaunchArrays = 256;  // 2 KiB of kernel parameters
+constexpr int kWarp = 32;
+
+struct WriteTicketParams {
+  Ticket* ticket;
+  uint32_t lane, first;
+  uint32_t begin, count;  // of the written arrays
+  const void* written[kLaunchArrays];
+};
+
+__global__ void write_ticket(const __grid_constant__ WriteTicketParams p) {
+  if (threadIdx.x == 0) {
+    p.ticket->lane = p.lane;
+    p.ticket->first = p.first;
+  }
+  for (uint32_t i = threadIdx.x; i < p.count; i += kWarp) {
+    p.ticket->written[p.begin + i] = p.written[i];
+  }
+}
+
+struct WaitParams {
+  const Ticket* ticket;
+  Ticket* next_ticket;  // null if no wait follows
+  uint32_t ticket_arrays;
+  const uint32_t* lane_words;
+  int32_t segment;  // -1 to wait for nothing
+  uint64_t timeout_ns;
+  PageErrorRing* errors;
+  uint32_t count;
+  const void* arrays[kLaunchArrays];
+  uint16_t places[kLaunchArrays];  // among the written arrays
+};
+
+__device__ uint32_t load_acquire(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+__device__ void wait_for_segment(const WaitParams& p, uint32_t lane, uint32_t first) {
+  const uint32_t* counter = p.lane_words + (lane % kNumLanes) * kLaneWords;
+  const uint32_t wanted = first + static_cast<uint32_t>(p.segment);
+  const uint64_t deadline = nanoseconds() + p.timeout_ns;
+  uint32_t seen = load_acquire(counter);
+  while (static_cast<int32_t>(seen - wanted) < 0) {  // counters wrap
+    if (nanoseconds() > deadline) {
+      record_fault(p.errors, PageFault::kNotArrived, p.segment, static_cast<int32_t>(wanted),
+                   static_cast<int32_t>(seen));
+      return;
+    }
+    __nanosleep(100);
+    seen = load_acquire(counter);
+  }
+}
+
+__global__ void wait_for_copy(const __grid_constant__ WaitParams p) {
+  const uint32_t lane = p.ticket->lane, first = p.ticket->first;
+  for (uint32_t i = threadIdx.x; i < p.count; i += kWarp) {
+    if (p.ticket->written[p.places[i]] != p.arrays[i]) {
+      record_fault(p.errors, PageFault::kCopiedEarly, p.segment, p.places[i], 0);
+    }
+  }
+  if (p.next_ticket) {
+    for (uint32_t i = threadIdx.x; i < p.ticket_arrays; i += kWarp) {
+      p.next_ticket->written[i] = p.ticket->written[i];
+    }
+  }
+  if (threadIdx.x != 0) return;
+  if (p.next_ticket) {
+    p.next_ticket->lane = lane;
+    p.next_ticket->first = first;
+  }
+  if (p.segment >= 0) wait_for_segment(p, lane, first);
+}
+
+size_t arrays_of_ticket(size_t bytes) {
+  return bytes < sizeof(Ticket) ? 0 : (bytes - sizeof(Ticket)) / sizeof(void*);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Handlers
+
+ffi::Error start_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> planned,
+                           ffi::RemainingArgs args, ffi::ResultBuffer<ffi::S32> ticket,
+                           ffi::RemainingRets rets, CopyAttribute attribute,
+                           int64_t segment_buffers, bool joined) {
+  const auto copy = decode_copy(args, rets, attribute);
+  if (!copy.has_value()) return copy.error();
+  const auto list = decode_pairs(planned);
+  if (!list.has_value()) return list.error();
+  auto enqueue = [&](const Lane& lane, uint32_t first) {
+    const Progress progress{lane.counter(), first, lane.arrived(),
+                            static_cast<size_t>(segment_buffers)};
+    return launch_copy(lane.stream(), *copy, *list, &progress);
+  };
+  return start_copy({stream, device, ticket, rets, segment_buffers, joined}, *copy, Engine::kKernel,
+                    enqueue);
+}
+
+ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticket,
+                ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  const auto segment = attributes.get<int64_t>("segment");
+  const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
+  const auto first_array = attributes.get<int64_t>("first_array");
+  const auto places = attributes.get<ffi::Span<const int64_t>>("places");
+  if (!segment.has_value() || !timeout_ns.has_value() || !first_array.has_value() ||
+      !places.has_value() || *first_array < 0 || *first_array > 1 ||
+      args.size() + *first_array < rets.size() ||
+      (places->size() && places->size() + *first_array != rets.size())) {
+    return ffi::Error::InvalidArgument("jaxkv wait: an attribute is missing or of another type");
+  }
+  const size_t first_operand = args.size() + *first_array - rets.size();
+  if (auto error = check_in_place(args, first_operand, rets, *first_array); error.failure()) {
+    return error;
+  }
+  WaitParams p{
+      .ticket = static_cast<const Ticket*>(ticket.untyped_data()),
+      .next_ticket = nullptr,
+      .ticket_arrays = static_cast<uint32_t>(arrays_of_ticket(ticket.size_bytes())),
+      .lane_words = all_lanes[device].load()->words,
+      .segment = static_cast<int32_t>(*segment),
+      .timeout_ns = static_cast<uint64_t>(*timeout_ns),
+      .errors = device_ring(device),
+      .count = 0,
+      .arrays = {},
+      .places = {},
+  };
+  if (*first_array == 1) {
+    auto next = rets.get<ffi::AnyBuffer>(0);
+    if (!next.has_value()) return next.error();
+    if ((*next)->size_bytes() != ticket.size_bytes()) {
+      return ffi::Error::InvalidArgument("jaxkv wait: tickets of two sizes");
+    }
+    p.next_ticket = static_cast<Ticket*>((*next)->untyped_data());
+  }
+  size_t i = 0;
+  do {  // once even if there are no arrays
+    for (p.count = 0; p.count < kLaunchArrays && i < places->size(); ++i, ++p.count) {
+      auto array = rets.get<ffi::AnyBuffer>(*first_array + i);
+      if (!array.has_value()) return array.error();
+      const int64_t place = places->begin()[i];
+      if (place < 0 || place >= p.ticket_arrays) {
+        return ffi::Error::InvalidArgument("jaxkv wait: an array that the ticket does not name");
+      }
+      p.arrays[p.count] = (*array)->untyped_data();
+      p.places[p.count] = static_cast<uint16_t>(place);
+    }
+    wait_for_copy<<<1, kWarp, 0, stream>>>(p);
+    JAXKV_CUDA_TRY(cudaGetLastError());
+  } while (i < places->size());
+  return ffi::Error::Success();
+}
+
+ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  return prepare_lanes(device);
+}
+
+}  // namespace
+
+ffi::Error Lane::create(uint32_t index, uint32_t* words) {
+  int least = 0, greatest = 0;
+  JAXKV_CUDA_TRY(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  // Before compute, which has work for all SMs at any time, while a copy takes few of them.
+  JAXKV_CUDA_TRY(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
+  JAXKV_CUDA_TRY(cudaEventCreateWithFlags(&behind_, cudaEventDisableTiming));
+  for (cudaEvent_t& event : ended_) {
+    JAXKV_CUDA_TRY(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  }
+  index_ = index;
+  words_ = words;
+  return ffi::Error::Success();
+}
+
+ffi::Error Lane::start(cudaStream_t xla_stream, const TicketOf& ticket, size_t num_segments,
+                       bool joined, const Enqueue& enqueue) {
+  std::lock_guard lock(mutex_);
+  const uint32_t first = next_;
+  next_ += static_cast<uint32_t>(num_segments);
+  JAXKV_CUDA_TRY(cudaEventRecord(behind_, xla_stream));
+  JAXKV_CUDA_TRY(cudaStreamWaitEvent(stream_, behind_));
+  auto error = enqueue(*this, first);
+  if (error.success()) error = hand_out(xla_stream, ticket, first);
+  // A start that failed may have enqueued copies, and XLA frees their arrays now.
+  auto not_recorded = record_end(xla_stream, joined || error.failure());
+  return error.failure() ? error : not_recorded;
+}
+
+ffi::Error Lane::record_end(cudaStream_t xla_stream, bool joined) {
+  const uint64_t number = started_.load();
+  const cudaEvent_t event = ended_[number % kEvents];
+  JAXKV_CUDA_TRY(cudaEventRecord(event, stream_));
+  started_.store(number + 1);
+  if (joined) JAXKV_CUDA_TRY(cudaStreamWaitEvent(xla_stream, event));
+  return ffi::Error::Success();
+}
+
+// Without the mutex, which a start holds for long: an event that is recorded anew meanwhile tells
+// of a later copy of the same stream.
+bool Lane::ended(uint64_t started) const {
+  const uint64_t now = started_.load();
+  const uint64_t oldest = now < kEvents ? 0 : now - kEvents;
+  const bool ended = cudaEventQuery(ended_[std::max(started - 1, oldest) % kEvents]) == cudaSuccess;
+  if (!ended) (void)cudaGetLastError();
+  return ended;
+}
+
+ffi::Error Lane::hand_out(cudaStream_t xla_stream, const TicketOf& ticket, uint32_t first) const {
+  WriteTicketParams p{ticket.ticket, index_, first, 0, 0, {}};
+  for (size_t i = 0; i < ticket.written.size(); i += p.count) {
+    p.begin = static_cast<uint32_t>(i);
+    p.count = static_cast<uint32_t>(std::min<size_t>(kLaunchArrays, ticket.written.size() - i));
+    std::copy_n(ticket.written.begin() + i, p.count, p.written);
+    write_ticket<<<1, kWarp, 0, xla_stream>>>(p);
+    JAXKV_CUDA_TRY(cudaGetLastError());
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error Lane::signal(uint32_t value) const {
+  const CUresult status =
+      stream_write()(stream_, reinterpret_cast<CUdeviceptr>(counter()), value, 0);
+  if (status == CUDA_SUCCESS) return ffi::Error::Success();
+  return ffi::Error::Internal("jaxkv: cuStreamWriteValue32 failed: CUresult " +
+                              std::to_string(status));
+}
+
+ffi::Error prepare_lanes(int32_t device) {
+  static std::mutex mutex;
+  if (auto error = prepare_copy_kernel(device); error.failure()) return error;
+  std::lock_guard lock(mutex);
+  if (all_lanes[device].load()) return ffi::Error::Success();
+  if (!stream_write()) {
+    return ffi::Error::Internal("jaxkv: the driver has no cuStreamWriteValue32");
+  }
+  cudaFuncAttributes attributes;
+  JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, write_ticket));
+  JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, wait_for_copy));
+  auto lanes = std::make_unique<DeviceLanes>();
+  const size_t bytes = kNumLanes * kLaneWords * sizeof(uint32_t);
+  JAXKV_CUDA_TRY(cudaMalloc(&lanes->words, bytes));
+  for (uint32_t i = 0; i < kNumLanes; ++i) {
+    if (auto error = lanes->lanes[i].create(i, lanes->words + i * kLaneWords); error.failure()) {
+      return error;
+    }
+  }
+  // On no legacy stream, which another thread's capture forbids.
+  const cudaStream_t stream = lanes->lanes[0].stream();
+  JAXKV_CUDA_TRY(cudaMemsetAsync(lanes->words, 0, bytes, stream));
+  JAXKV_CUDA_TRY(cudaStreamSynchronize(stream));
+  all_lanes[device].store(lanes.release());
+  return ffi::Error::Success();
+}
+
+ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
+                      const Enqueue& enqueue) {
+  const auto num_buffers = static_cast<int64_t>(copy.dense.size());
+  const int64_t step = call.segment_buffers;
+  if (step < 1 || num_buffers % step || num_buffers / step > static_cast<int64_t>(kMaxSegments)) {
+    return ffi::Error::InvalidArgument("jaxkv start: " + std::to_string(num_buffers) +
+                                       " buffers in segments of " + std::to_string(step));
+  }
+  cudaStreamCaptureStatus capture;
+  JAXKV_CUDA_TRY(cudaStreamIsCapturing(call.stream, &capture));
+  if (capture != cudaStreamCaptureStatusNone) {
+    return ffi::Error::Internal("jaxkv: a start cannot be captured in a CUDA graph");
+  }
+  TicketOf ticket{static_cast<Ticket*>(call.ticket->untyped_data()), {}};
+  for (size_t i = 0; i < call.written.size(); ++i) {
+    auto array = call.written.get<ffi::AnyBuffer>(i);
+    if (!array.has_value()) return array.error();
+    ticket.written.push_back((*array)->untyped_data());
+  }
+  if (arrays_of_ticket(call.ticket->size_bytes()) != ticket.written.size()) {
+    return ffi::Error::InvalidArgument("jaxkv start: a ticket of another size");
+  }
+  const auto index = (copy.to_dense ? 0 : 2) + static_cast<uint32_t>(engine);
+  Lane& lane = all_lanes[call.device].load()->lanes[index];
+  return lane.start(call.stream, ticket, num_buffers / step, call.joined, enqueue);
+}
+
+std::vector<uint64_t> started_copies() {
+  std::vector<uint64_t> started;
+  for (const auto& device : all_lanes) {
+    const DeviceLanes* of_device = device.load();
+    for (uint32_t i = 0; i < kNumLanes; ++i) {
+      started.push_back(of_device ? of_device->lanes[i].started() : 0);
+    }
+  }
+  return started;
+}
+
+bool copies_ended(const std::vector<uint64_t>& started) {
+  for (size_t i = 0; i < std::min(started.size(), all_lanes.size() * kNumLanes); ++i) {
+    const DeviceLanes* of_device = all_lanes[i / kNumLanes].load();
+    if (started[i] && of_device && !of_device->lanes[i % kNumLanes].ended(started[i])) return false;
+  }
+  return true;
+}
+
+using Stream = ffi::PlatformStream<cudaStream_t>;
+using Int32s = ffi::Buffer<ffi::S32>;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    PrepareLanes, prepare,
+    ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
+
+// No command-buffer trait: which number a copy gets is known to the host.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyKernel, start_by_kernel,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<Int32s>()
+                                  .RemainingArgs()
+                                  .Ret<Int32s>()
+                                  .RemainingRets()
+                                  .Attr<CopyAttribute>("copy")
+                                  .Attr<int64_t>("segment_buffers")
+                                  .Attr<bool>("joined"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(WaitCopyKernel, wait,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<Int32s>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace jaxkv::transfer

@@ -1,0 +1,214 @@
+#include "transfer/block_copy.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <unordered_map>
+#include <utility>
+
+#include "common/alias_check.h"
+#include "transfer/host_ids.h"
+
+namespace jaxkv::transfer {
+namespace {
+
+// Cold, as all that makes a message should be: calls come from cold caches, where code that lies
+// between what runs costs time too.
+template <class... Parts>
+[[gnu::cold, gnu::noinline]] ffi::Unexpected<ffi::Error> invalid(const Parts&... parts) {
+  std::ostringstream message;
+  message << "jaxkv page copy: ";
+  (message << ... << parts);
+  return ffi::Unexpected(ffi::Error::InvalidArgument(message.str()));
+}
+
+[[gnu::cold, gnu::noinline]] ffi::Error unreadable(const char* name, const char* why_not) {
+  return ffi::Error::InvalidArgument(std::string("jaxkv HostIds of ") + name + ": " + why_not);
+}
+
+// One past the last byte of the strided side that an id in range can reach.
+int64_t strided_extent(const CopyGeometry& g) {
+  return (g.num_strided - 1) * g.page_stride + g.run_offset(g.count0 - 1, g.count1 - 1) +
+         g.run_bytes;
+}
+
+IdList id_list(ffi::Buffer<ffi::S32> operand, int64_t header) {
+  const size_t length = operand.element_count();
+  return {{operand.typed_data(), length}, std::min(static_cast<size_t>(header), length)};
+}
+
+bool sound(const CopyGeometry& g) {
+  return g.run_bytes > 0 && g.count0 > 0 && g.count1 > 0 && g.stride0 >= 0 && g.stride1 >= 0 &&
+         g.page_stride >= 0 && g.num_dense > 0 && g.num_strided > 0 && g.num_dense <= INT32_MAX &&
+         g.num_strided <= INT32_MAX && g.block_bytes == g.run_bytes * g.count0 * g.count1;
+}
+
+// The attribute's numbers; the offsets of the buffers follow.
+struct CopyNumbers {
+  int64_t to_dense, num_sms, source_header, destination_header;
+  CopyGeometry geometry;
+};
+constexpr size_t kNumbers = sizeof(CopyNumbers) / sizeof(int64_t);
+
+std::optional<CopyNumbers> read_numbers(CopyAttribute attribute) {
+  if (attribute.size() < kNumbers) return std::nullopt;
+  CopyNumbers numbers;
+  std::memcpy(&numbers, attribute.begin(), sizeof numbers);
+  return sound(numbers.geometry) ? std::optional(numbers) : std::nullopt;
+}
+constexpr char kNotSound[] = "the attribute copy is not sound";
+
+bool usable(const IdLists& ids, int32_t source, int32_t destination) {
+  return source >= 0 && destination >= 0 && source < ids.num_sources &&
+         destination < ids.num_destinations;
+}
+
+// What a thread keeps from call to call, so that most allocate nothing.
+struct Scratch {
+  std::vector<std::byte*> dense, strided;
+  std::vector<BlockPair> pairs;
+  std::unique_ptr<bool[]> marks;
+  int32_t num_marks = 0;
+};
+
+Scratch& scratch() {
+  static thread_local Scratch kept;
+  return kept;
+}
+
+// A mark for each block of the destination: a hash table of thousands of ids costs more time than
+// the copy engine takes. They are kept, all false between calls, as a call of few ids should not
+// pay for every block there is. No bits, as each would have to wait for that before it in its word.
+bool* destination_marks(Scratch& kept, int32_t num_destinations) {
+  if (kept.num_marks < num_destinations) {
+    kept.marks = std::make_unique<bool[]>(num_destinations);
+    kept.num_marks = num_destinations;
+  }
+  return kept.marks.get();
+}
+
+[[gnu::cold, gnu::noinline]] void refuse(std::vector<PageErrorEntry>* refused, PageFault fault,
+                                         size_t position, int32_t id, int32_t limit) {
+  refused->push_back({fault, static_cast<int32_t>(position), id, limit, 0});
+}
+
+// Takes out the pairs that share a destination. Rare, so it may look at everything again.
+void refuse_twins(const IdLists& ids, std::vector<BlockPair>* pairs,
+                  std::vector<PageErrorEntry>* refused) {
+  std::unordered_map<int32_t, int> times;
+  for (const BlockPair pair : *pairs) ++times[pair.destination];
+  std::erase_if(*pairs, [&](BlockPair pair) { return times[pair.destination] > 1; });
+  for (size_t i = 0; i < ids.sources.size(); ++i) {
+    const int32_t d = ids.destinations.ids()[i];
+    if (usable(ids, ids.sources.ids()[i], d) && times[d] > 1) {
+      refuse(refused, PageFault::kDuplicate, i, d, ids.num_destinations);
+    }
+  }
+}
+
+}  // namespace
+
+ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi::S32> destinations,
+                                 CopyAttribute attribute) {
+  const auto n = read_numbers(attribute);
+  if (!n) return invalid(kNotSound);
+  const auto num_dense = static_cast<int32_t>(n->geometry.num_dense);
+  const auto num_strided = static_cast<int32_t>(n->geometry.num_strided);
+  const IdLists ids{id_list(sources, n->source_header),
+                    id_list(destinations, n->destination_header),
+                    n->to_dense ? num_strided : num_dense, n->to_dense ? num_dense : num_strided};
+  if (ids.sources.size() != ids.destinations.size() || ids.sources.size() > INT32_MAX / 2) {
+    return invalid("id lists of unequal length, or too long");
+  }
+  return ids;
+}
+
+ffi::ErrorOr<PairList> decode_pairs(ffi::Buffer<ffi::S32> operand) {
+  if (operand.element_count() < 2) return invalid("no pairs");
+  int32_t* words = operand.typed_data();
+  return PairList{words, reinterpret_cast<BlockPair*>(words + 2), operand.element_count() / 2 - 1};
+}
+
+ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                    CopyAttribute attribute) {
+  const auto n = read_numbers(attribute);
+  if (!n) return invalid(kNotSound);
+  const bool to_dense = n->to_dense;
+  const CopyGeometry& g = n->geometry;
+  const std::span<const int64_t> strided_offsets(attribute.begin() + kNumbers, attribute.end());
+  const size_t num_buffers = strided_offsets.size();
+  if (num_buffers == 0 || args.size() <= num_buffers) return invalid("no buffers to copy");
+  const size_t num_strided_arrays = args.size() - num_buffers;
+  if (num_strided_arrays != 1 && num_strided_arrays != num_buffers) {
+    return invalid(num_strided_arrays, " strided arrays for ", num_buffers, " buffers");
+  }
+  const size_t num_written = to_dense ? num_buffers : num_strided_arrays;
+  if (rets.size() != num_written) return invalid("wrong number of results");
+  if (n->num_sms < 1) return invalid("num_sms is below 1");
+
+  Scratch& kept = scratch();
+  kept.dense.resize(num_buffers);
+  kept.strided.resize(num_buffers);
+  const size_t first_written = to_dense ? num_strided_arrays : 0;
+  if (auto error = check_in_place(args, first_written, rets, 0); error.failure()) {
+    return ffi::Unexpected(error);
+  }
+  const int64_t extent = strided_extent(g), dense_bytes = g.num_dense * g.block_bytes;
+  for (size_t b = 0; b < num_buffers; ++b) {
+    const auto strided = args.get<ffi::AnyBuffer>(num_strided_arrays == 1 ? 0 : b);
+    const auto dense = args.get<ffi::AnyBuffer>(num_strided_arrays + b);
+    if (!strided.has_value()) return ffi::Unexpected(strided.error());
+    if (!dense.has_value()) return ffi::Unexpected(dense.error());
+    const int64_t offset = strided_offsets[b];
+    if (offset < 0 || offset + extent > static_cast<int64_t>(strided->size_bytes())) {
+      return invalid("buffer ", b, " ends past its strided array of ", strided->size_bytes(),
+                     " bytes");
+    }
+    if (dense_bytes > static_cast<int64_t>(dense->size_bytes())) {
+      return invalid("dense array ", b, " has ", dense->size_bytes(), " bytes, needs ",
+                     dense_bytes);
+    }
+    kept.strided[b] = static_cast<std::byte*>(strided->untyped_data()) + offset;
+    kept.dense[b] = static_cast<std::byte*>(dense->untyped_data());
+  }
+  return BlockCopy{to_dense, static_cast<int>(n->num_sms), g, kept.dense, kept.strided};
+}
+
+std::span<const BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEntry>* refused) {
+  Scratch& kept = scratch();
+  std::vector<BlockPair>& planned = kept.pairs;
+  planned.resize(ids.sources.size());
+  BlockPair* const pairs = planned.data();
+  const int32_t *const sources = ids.sources.ids(), *const destinations = ids.destinations.ids();
+  const int32_t num_sources = ids.num_sources, num_destinations = ids.num_destinations;
+  bool* const marks = destination_marks(kept, num_destinations);
+  bool twins = false;
+  size_t num_pairs = 0;
+  for (size_t i = 0, n = planned.size(); i < n; ++i) {
+    const int32_t s = sources[i], d = destinations[i];
+    if (s < 0 || d < 0) continue;
+    if (s >= num_sources) {
+      refuse(refused, PageFault::kSourceOutOfRange, i, s, num_sources);
+    } else if (d >= num_destinations) {
+      refuse(refused, PageFault::kDestinationOutOfRange, i, d, num_destinations);
+    } else {
+      twins |= std::exchange(marks[d], true);
+      pairs[num_pairs++] = {s, d};
+    }
+  }
+  planned.resize(num_pairs);
+  for (const BlockPair pair : planned) marks[pair.destination] = false;
+  if (twins) refuse_twins(ids, &planned, refused);
+  return planned;
+}
+
+ffi::Error open_host_ids(const IdList& list, const char* name) {
+  const char* why_not = list.header ? refuse_host_ids(list.words.data(), list.words.size())
+                                    : "they are none, and the host must read them";
+  return why_not ? unreadable(name, why_not) : ffi::Error::Success();
+}
+
+}  // namespace jaxkv::transfer

@@ -1,0 +1,173 @@
+// Page copies by a CUDA kernel: the handlers, and the plan as a call of its own.
+//
+// A copy of few ids is one call, whose kernel checks them itself. Of many, or for the Pallas
+// kernels, plan_pairs checks the ids and lists the pairs that may be copied. They are two FFI calls
+// then, because XLA puts every result of a call that writes host memory into host memory, where the
+// plan's atomics would cross the link.
+#include <algorithm>
+#include <array>
+#include <atomic>
+
+#include "common/cuda_check.h"
+#include "transfer/copy_kernel.h"
+#include "transfer/id_check.cuh"
+
+namespace jaxkv::transfer {
+namespace {
+
+constexpr int kPlanThreads = 512;
+constexpr int kPlanReads = 8;
+constexpr uint32_t kPlanShare = 1024;  // ids that a block answers for, while that keeps SMs free
+constexpr uint32_t kPlanBlocks = 128;
+constexpr uint32_t kPlanMaxShare = ShareSize::kMaxCapacity / 2;  // fits every GPU's shared memory
+
+struct PlanParams {
+  IdParams ids;
+  ShareSize share;
+  int32_t* num_pairs;  // 0 before
+  BlockPair* pairs;
+};
+
+__device__ Claim plan_share(uint32_t num_pairs) {
+  const uint32_t part = (num_pairs + gridDim.x - 1) / gridDim.x;
+  return {{min(blockIdx.x * part, num_pairs), min((blockIdx.x + 1) * part, num_pairs)}, false};
+}
+
+__global__ void __launch_bounds__(kPlanThreads) plan_pairs(const __grid_constant__ PlanParams p) {
+  extern __shared__ __align__(16) std::byte shared[];
+  Share<kPlanReads> share(p.ids, p.share, shared);
+  Span span = plan_share(p.ids.num_ids).pairs;
+  share.list(span);
+  if (!share.all_good()) span = share.regroup(blockIdx.x == 0, plan_share).pairs;
+  for (uint32_t k = threadIdx.x; k < span.size(); k += kPlanThreads) {
+    // Order does not matter: no two pairs share a destination.
+    const BlockPair pair = share.pairs()[k];
+    if (pair.destination >= 0) p.pairs[atomicAdd(p.num_pairs, 1)] = pair;
+  }
+}
+
+ffi::Error launch_plan(cudaStream_t stream, const IdLists& ids, const PairList& list,
+                       PageErrorRing* errors) {
+  const auto num_ids = static_cast<uint32_t>(ids.sources.size());
+  auto shares_of = [&](uint32_t size) { return std::max(1u, (num_ids + size - 1) / size); };
+  const uint32_t blocks =
+      std::max(std::min(shares_of(kPlanShare), kPlanBlocks), shares_of(kPlanMaxShare));
+  const PlanParams p{
+      .ids = id_params(ids, errors),
+      .share = ShareSize((num_ids + blocks - 1) / blocks),
+      .num_pairs = list.count,
+      .pairs = list.pairs,
+  };
+  JAXKV_CUDA_TRY(cudaMemsetAsync(list.count, 0, sizeof *list.count, stream));
+  plan_pairs<<<blocks, kPlanThreads, p.share.bytes(), stream>>>(p);
+  JAXKV_CUDA_TRY(cudaGetLastError());
+  return ffi::Error::Success();
+}
+
+// ---------------------------------------------------------------------------------------------
+// Handlers
+
+// Everything that may allocate or load a module happens before the first execution.
+ffi::Error prepare_device(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  static std::array<std::atomic<bool>, kMaxDevices> done{};  // XLA asks before every execution
+  if (auto error = prepare_copy_kernel(device); error.failure()) return error;
+  if (done[device].load()) return ffi::Error::Success();
+  JAXKV_CUDA_TRY(cudaFuncSetAttribute(plan_pairs, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      ShareSize(kPlanMaxShare).bytes()));
+  done[device].store(true);
+  return ffi::Error::Success();
+}
+
+ffi::Error plan_on_device(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
+                          ffi::Buffer<ffi::S32> destination_ids,
+                          ffi::ResultBuffer<ffi::S32> planned, CopyAttribute attribute) {
+  const auto ids = decode_ids(source_ids, destination_ids, attribute);
+  if (!ids.has_value()) return ids.error();
+  const auto list = decode_pairs(*planned);
+  if (!list.has_value()) return list.error();
+  if (list->capacity < ids->sources.size()) {
+    return ffi::Error::InvalidArgument("jaxkv page copy: the plan's result is too small");
+  }
+  return launch_plan(stream, *ids, *list, device_ring(device));
+}
+
+ffi::Error copy_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
+                          ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
+                          ffi::RemainingRets rets, CopyAttribute attribute) {
+  const auto copy = decode_copy(args, rets, attribute);
+  if (!copy.has_value()) return copy.error();
+  const auto ids = decode_ids(source_ids, destination_ids, attribute);
+  if (!ids.has_value()) return ids.error();
+  return launch_copy(stream, *copy, *ids, device_ring(device));
+}
+
+ffi::Error copy_pairs_by_kernel(cudaStream_t stream, ffi::Buffer<ffi::S32> planned,
+                                ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                CopyAttribute attribute) {
+  const auto copy = decode_copy(args, rets, attribute);
+  if (!copy.has_value()) return copy.error();
+  const auto list = decode_pairs(planned);
+  if (!list.has_value()) return list.error();
+  return launch_copy(stream, *copy, *list);
+}
+
+// The negative control of the ordering tests: the same copy on a stream that waits for nothing.
+ffi::Error copy_unordered(cudaStream_t, int32_t device, ffi::Buffer<ffi::S32> source_ids,
+                          ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
+                          ffi::RemainingRets rets, CopyAttribute attribute) {
+  static std::array<cudaStream_t, kMaxDevices> streams{};
+  cudaStream_t& stream = streams[device];
+  if (!stream) JAXKV_CUDA_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  return copy_by_kernel(stream, device, source_ids, destination_ids, args, rets, attribute);
+}
+
+}  // namespace
+
+using Stream = ffi::PlatformStream<cudaStream_t>;
+using Int32s = ffi::Buffer<ffi::S32>;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    PrepareDevice, prepare_device,
+    ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PlanPairsKernel, plan_on_device,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<Int32s>()
+                                  .Arg<Int32s>()
+                                  .Ret<Int32s>()
+                                  .Attr<CopyAttribute>("copy"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksKernel, copy_by_kernel,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<Int32s>()
+                                  .Arg<Int32s>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<CopyAttribute>("copy"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyPairsKernel, copy_pairs_by_kernel,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<Int32s>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<CopyAttribute>("copy"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksUnordered, copy_unordered,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<Int32s>()
+                                  .Arg<Int32s>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<CopyAttribute>("copy"));
+
+}  // namespace jaxkv::transfer

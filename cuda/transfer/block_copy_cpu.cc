@@ -1,0 +1,102 @@
+// The CPU backend's page copy: the same call, done by memcpy before the handler returns.
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "transfer/block_copy.h"
+
+namespace jaxkv::transfer {
+namespace {
+
+void copy_block(const BlockCopy& copy, size_t buffer, BlockPair pair) {
+  const CopyGeometry& g = copy.geometry;
+  std::byte* dense = copy.dense[buffer] + copy.dense_block(pair) * g.block_bytes;
+  std::byte* strided = copy.strided[buffer] + copy.strided_block(pair) * g.page_stride;
+  for (int64_t i0 = 0; i0 < g.count0; ++i0) {
+    for (int64_t i1 = 0; i1 < g.count1; ++i1, dense += g.run_bytes) {
+      std::byte* run = strided + g.run_offset(i0, i1);
+      std::memcpy(copy.to_dense ? dense : run, copy.to_dense ? run : dense, g.run_bytes);
+    }
+  }
+}
+
+// Fails the step on the first wrong id, before anything is copied.
+ffi::ErrorOr<std::span<const BlockPair>> check_ids(ffi::Buffer<ffi::S32> source_ids,
+                                                   ffi::Buffer<ffi::S32> destination_ids,
+                                                   CopyAttribute attribute) {
+  const auto ids = decode_ids(source_ids, destination_ids, attribute);
+  if (!ids.has_value()) return ffi::Unexpected(ids.error());
+  for (const auto& [list, name] :
+       {std::pair(ids->sources, "the source"), std::pair(ids->destinations, "the destination")}) {
+    if (list.header == 0) continue;  // any list is host memory here
+    if (auto error = open_host_ids(list, name); error.failure()) return ffi::Unexpected(error);
+  }
+  std::vector<PageErrorEntry> refused;
+  const auto pairs = plan_on_host(*ids, &refused);
+  if (refused.empty()) return pairs;
+  return ffi::Unexpected(ffi::Error::InvalidArgument(
+      "PageIndexError: " + describe(refused.front()) + " (" + std::to_string(refused.size()) +
+      " entries refused, nothing copied)"));
+}
+
+ffi::Error plan_pairs(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> destination_ids,
+                      ffi::ResultBuffer<ffi::S32> planned, CopyAttribute attribute) {
+  const auto list = decode_pairs(*planned);
+  if (!list.has_value()) return list.error();
+  const auto pairs = check_ids(source_ids, destination_ids, attribute);
+  if (!pairs.has_value()) return pairs.error();
+  if (pairs->size() > list->capacity) return ffi::Error::Internal("jaxkv: too many pairs");
+  *list->count = static_cast<int32_t>(pairs->size());
+  std::copy(pairs->begin(), pairs->end(), list->pairs);
+  return ffi::Error::Success();
+}
+
+void copy_all(const BlockCopy& copy, std::span<const BlockPair> pairs) {
+  for (const BlockPair pair : pairs) {
+    for (size_t b = 0; b < copy.dense.size(); ++b) copy_block(copy, b, pair);
+  }
+}
+
+ffi::Error copy_blocks(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> destination_ids,
+                       ffi::RemainingArgs args, ffi::RemainingRets rets, CopyAttribute attribute) {
+  const auto copy = decode_copy(args, rets, attribute);
+  if (!copy.has_value()) return copy.error();
+  const auto pairs = check_ids(source_ids, destination_ids, attribute);
+  if (!pairs.has_value()) return pairs.error();
+  copy_all(*copy, *pairs);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error copy_pairs_on_host(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
+                              ffi::RemainingRets rets, CopyAttribute attribute) {
+  const auto copy = decode_copy(args, rets, attribute);
+  if (!copy.has_value()) return copy.error();
+  const auto list = decode_pairs(planned);
+  if (!list.has_value()) return list.error();
+  copy_all(*copy, {list->pairs, static_cast<size_t>(*list->count)});
+  return ffi::Error::Success();
+}
+
+using Int32s = ffi::Buffer<ffi::S32>;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    PlanPairsHost, plan_pairs,
+    ffi::Ffi::Bind().Arg<Int32s>().Arg<Int32s>().Ret<Int32s>().Attr<CopyAttribute>("copy"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksHost, copy_blocks,
+                              ffi::Ffi::Bind()
+                                  .Arg<Int32s>()
+                                  .Arg<Int32s>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<CopyAttribute>("copy"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CopyPairsHost, copy_pairs_on_host,
+    ffi::Ffi::Bind().Arg<Int32s>().RemainingArgs().RemainingRets().Attr<CopyAttribute>("copy"));
+
+}  // namespace jaxkv::transfer

@@ -1,0 +1,188 @@
+// Page copies by the copy engine: no SM is used, and the host reads the ids when it enqueues.
+#include <span>
+#include <string>
+#include <utility>
+
+#include "common/cuda_check.h"
+#include "transfer/async_copy.h"
+#include "transfer/block_copy.h"
+
+namespace jaxkv::transfer {
+namespace {
+
+// Batches are bounded: drivers were seen to fail at some 50,000 descriptors (vLLM issue 49276).
+constexpr size_t kDescriptorsPerBatch = 1024;
+
+// Kept by each thread: nothing is allocated after its first call, and on the stack they would push
+// the driver's own calls to memory that no cache holds.
+struct Descriptors {
+  void* to[kDescriptorsPerBatch];
+  const void* from[kDescriptorsPerBatch];
+  size_t bytes[kDescriptorsPerBatch];
+};
+
+Descriptors& descriptors() {
+  static thread_local Descriptors kept;
+  return kept;
+}
+
+// Descriptors on their way to the driver; a thread has one batch at a time.
+class Batch {
+ public:
+  bool full() const { return size_ == kDescriptorsPerBatch; }
+
+  // Copies are joined within a buffer only: neighbours in two allocations are no neighbours.
+  void start_buffer() { to_end_ = nullptr; }
+
+  // Not into one that is full.
+  void add(std::byte* destination, const std::byte* source, size_t bytes) {
+    if (destination == to_end_ && source == from_end_) {
+      kept_.bytes[size_ - 1] += bytes;
+    } else {
+      kept_.to[size_] = destination;
+      kept_.from[size_] = source;
+      kept_.bytes[size_++] = bytes;
+    }
+    to_end_ = destination + bytes;
+    from_end_ = source + bytes;
+  }
+
+  // Leaves none.
+  ffi::Error enqueue(cudaStream_t stream) {
+    const size_t count = std::exchange(size_, 0);
+    start_buffer();
+    if (count == 0) return ffi::Error::Success();
+    if (count == 1) return enqueue_one_by_one(stream, count);  // what a batch costs is for more
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    size_t first_with_attributes = 0;
+    const cudaError_t status = cudaMemcpyBatchAsync(kept_.to, kept_.from, kept_.bytes, count,
+                                                    &attributes, &first_with_attributes, 1, stream);
+    if (status == cudaSuccess) return ffi::Error::Success();
+    (void)cudaGetLastError();
+    if (status != cudaErrorNotSupported && status != cudaErrorCallRequiresNewerDriver) {
+      return ffi::Error::Internal(std::string("jaxkv: cudaMemcpyBatchAsync failed: ") +
+                                  cudaGetErrorString(status));
+    }
+    return enqueue_one_by_one(stream, count);
+  }
+
+ private:
+  ffi::Error enqueue_one_by_one(cudaStream_t stream, size_t count) const {
+    for (size_t i = 0; i < count; ++i) {
+      JAXKV_CUDA_TRY(
+          cudaMemcpyAsync(kept_.to[i], kept_.from[i], kept_.bytes[i], cudaMemcpyDefault, stream));
+    }
+    return ffi::Error::Success();
+  }
+
+  Descriptors& kept_ = descriptors();
+  size_t size_ = 0;
+  const std::byte* to_end_ = nullptr;  // of the last one, if another may join it
+  const std::byte* from_end_ = nullptr;
+};
+
+// Of the buffers from `begin` up to `end`.
+ffi::Error enqueue_copies(cudaStream_t stream, const BlockCopy& copy,
+                          std::span<const BlockPair> pairs, size_t begin, size_t end) {
+  const CopyGeometry& g = copy.geometry;
+  Batch batch;
+  for (size_t b = begin; b < end; ++b) {
+    batch.start_buffer();
+    for (const BlockPair pair : pairs) {
+      std::byte* dense = copy.dense[b] + copy.dense_block(pair) * g.block_bytes;
+      std::byte* strided = copy.strided[b] + copy.strided_block(pair) * g.page_stride;
+      for (int64_t i0 = 0; i0 < g.count0; ++i0) {
+        for (int64_t i1 = 0; i1 < g.count1; ++i1, dense += g.run_bytes) {
+          std::byte* run = strided + g.run_offset(i0, i1);
+          if (batch.full()) {
+            if (auto error = batch.enqueue(stream); error.failure()) return error;
+          }
+          batch.add(copy.to_dense ? dense : run, copy.to_dense ? run : dense, g.run_bytes);
+        }
+      }
+    }
+  }
+  return batch.enqueue(stream);
+}
+
+// The pairs to copy, of ids that the host reads now.
+ffi::ErrorOr<std::span<const BlockPair>> read_pairs(ffi::Buffer<ffi::S32> source_ids,
+                                                    ffi::Buffer<ffi::S32> destination_ids,
+                                                    CopyAttribute attribute) {
+  const auto ids = decode_ids(source_ids, destination_ids, attribute);
+  if (!ids.has_value()) return ffi::Unexpected(ids.error());
+  if (auto error = open_host_ids(ids->sources, "the source"); error.failure()) {
+    return ffi::Unexpected(error);
+  }
+  if (auto error = open_host_ids(ids->destinations, "the destination"); error.failure()) {
+    return ffi::Unexpected(error);
+  }
+  std::vector<PageErrorEntry> refused;
+  const auto pairs = plan_on_host(*ids, &refused);
+  for (const auto& e : refused) record_on_host(e.fault, e.position, e.id, e.limit);
+  return pairs;
+}
+
+ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
+                       ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
+                       ffi::RemainingRets rets, CopyAttribute attribute) {
+  // A captured copy would replay these ids for ever; and a batch under capture is lost in silence.
+  cudaStreamCaptureStatus capture;
+  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
+      capture != cudaStreamCaptureStatusNone) {
+    return ffi::Error::Internal("jaxkv: dma cannot be captured in a CUDA graph; use kernel");
+  }
+  const auto copy = decode_copy(args, rets, attribute);
+  if (!copy.has_value()) return copy.error();
+  const auto pairs = read_pairs(source_ids, destination_ids, attribute);
+  if (!pairs.has_value()) return pairs.error();
+  return enqueue_copies(stream, *copy, *pairs, 0, copy->dense.size());
+}
+
+ffi::Error start_by_dma(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
+                        ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
+                        ffi::ResultBuffer<ffi::S32> ticket, ffi::RemainingRets rets,
+                        CopyAttribute attribute, int64_t segment_buffers, bool joined) {
+  const auto copy = decode_copy(args, rets, attribute);
+  if (!copy.has_value()) return copy.error();
+  const auto pairs = read_pairs(source_ids, destination_ids, attribute);
+  if (!pairs.has_value()) return pairs.error();
+  auto enqueue = [&](const Lane& lane, uint32_t first) {
+    auto error = ffi::Error::Success();
+    for (size_t b = 0; b < copy->dense.size() && error.success(); b += segment_buffers) {
+      error = enqueue_copies(lane.stream(), *copy, *pairs, b, b + segment_buffers);
+      if (error.success()) error = lane.signal(first++);
+    }
+    return error;
+  };
+  return start_copy({stream, device, ticket, rets, segment_buffers, joined}, *copy,
+                    Engine::kCopyEngine, enqueue);
+}
+
+}  // namespace
+
+// No command-buffer traits: the host reads the ids when the call is enqueued.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksDma, copy_by_dma,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<CopyAttribute>("copy"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyDma, start_by_dma,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .RemainingRets()
+                                  .Attr<CopyAttribute>("copy")
+                                  .Attr<int64_t>("segment_buffers")
+                                  .Attr<bool>("joined"));
+
+}  // namespace jaxkv::transfer

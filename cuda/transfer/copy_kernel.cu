@@ -1,0 +1,240 @@
+// Launches the copy kernel: which variant, how many buffers and pairs at a time.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <string>
+
+#include "common/cuda_check.h"
+#include "transfer/copy_kernel.cuh"
+
+namespace jaxkv::transfer {
+namespace {
+
+static_assert(kInlineIds == ShareSize::kMaxCapacity, "one thread block may list them all");
+
+template <int kBuffers, typename Word>
+void* copy_kernel(bool to_dense, bool single_run) {
+  if (to_dense) {
+    return single_run ? reinterpret_cast<void*>(copy_blocks<kBuffers, Word, true, true>)
+                      : reinterpret_cast<void*>(copy_blocks<kBuffers, Word, true, false>);
+  }
+  return single_run ? reinterpret_cast<void*>(copy_blocks<kBuffers, Word, false, true>)
+                    : reinterpret_cast<void*>(copy_blocks<kBuffers, Word, false, false>);
+}
+
+// What a copy asks of a kernel.
+struct Variant {
+  int word_bytes;
+  bool to_dense, single_run, few_buffers;
+};
+
+void* copy_kernel(Variant v) {
+  if (v.few_buffers) return copy_kernel<kFewBuffers, uint4>(v.to_dense, v.single_run);
+  switch (v.word_bytes) {
+    case 16:
+      return copy_kernel<kMaxBuffers, uint4>(v.to_dense, v.single_run);
+    case 8:
+      return copy_kernel<kMaxBuffers, uint2>(v.to_dense, v.single_run);
+    case 4:
+      return copy_kernel<kMaxBuffers, uint32_t>(v.to_dense, v.single_run);
+    case 2:
+      return copy_kernel<kMaxBuffers, uint16_t>(v.to_dense, v.single_run);
+    default:
+      return copy_kernel<kMaxBuffers, uint8_t>(v.to_dense, v.single_run);
+  }
+}
+
+std::vector<void*> all_copy_kernels() {
+  std::vector<void*> kernels;
+  for (bool to_dense : {false, true}) {
+    for (bool single_run : {false, true}) {
+      for (int width : {1, 2, 4, 8, 16}) {
+        kernels.push_back(copy_kernel({width, to_dense, single_run, false}));
+      }
+      kernels.push_back(copy_kernel({16, to_dense, single_run, true}));
+    }
+  }
+  return kernels;
+}
+
+// The widest word that every address of the copy is a multiple of.
+int word_bytes(const BlockCopy& copy) {
+  const CopyGeometry& g = copy.geometry;
+  uint64_t bits = g.run_bytes | g.stride0 | g.stride1 | g.page_stride;
+  for (size_t b = 0; b < copy.dense.size(); ++b) {
+    bits |= reinterpret_cast<uintptr_t>(copy.dense[b]);
+    bits |= reinterpret_cast<uintptr_t>(copy.strided[b]);
+  }
+  int width = 16;
+  while (bits % width) width /= 2;
+  return width;
+}
+
+ffi::Error invalid(const std::string& message) {
+  return ffi::Error::InvalidArgument("jaxkv page copy: " + message);
+}
+
+// The pairs of a launch: ids to be checked, or a list that was.
+struct Pairs {
+  IdParams ids{};
+  PairList list{};
+  size_t capacity;
+};
+
+// Copied ids take no more: what shared memory takes of an SM, the words in flight lack in its L1.
+constexpr uint32_t kMostSharedForIds = 160 * 1024;
+
+// Bytes that a thread block of any device that was prepared may have.
+std::atomic<uint32_t> shared_limit{UINT32_MAX};
+
+// The thread blocks of a launch, and what each needs to check its share of the ids.
+struct Grid {
+  uint32_t blocks, most_pairs;  // of a block
+  ShareSize share;
+};
+
+Grid grid_of(uint32_t blocks, uint32_t words, const CopyParamsOf<kMaxBuffers>& p) {
+  const uint32_t stretch = stretch_of(words, blocks);
+  // A stretch may begin and end within a pair.
+  const uint32_t most = std::min(p.last_pair - p.first_pair, stretch / p.words_per_pair() + 2);
+  const uint32_t limit = std::min(kMostSharedForIds, shared_limit.load());
+  return {blocks, most, ShareSize(most).with_copy(p.ids.num_ids, limit)};
+}
+
+// One launch: segments of whole buffers, pairs [p.first_pair, p.last_pair).
+ffi::Error launch(cudaStream_t stream, const BlockCopy& copy, Variant variant,
+                  CopyParamsOf<kMaxBuffers>& p) {
+  const uint64_t words = uint64_t{p.last_pair - p.first_pair} * p.words_per_pair();
+  const uint64_t wanted = std::max<uint64_t>(1, (words + kCopyThreads - 1) / kCopyThreads);
+  Grid grid = grid_of(static_cast<uint32_t>(std::min<uint64_t>(wanted, copy.num_sms)),
+                      static_cast<uint32_t>(words), p);
+  // Rather on more SMs than were asked for than not at all.
+  while (!p.pairs && grid.share.bytes() > shared_limit.load() && grid.blocks < wanted) {
+    const auto more = static_cast<uint32_t>(std::min<uint64_t>(wanted, 2 * grid.blocks));
+    grid = grid_of(more, static_cast<uint32_t>(words), p);
+  }
+  p.share = grid.share;
+  const uint32_t shared_bytes =
+      p.pairs ? grid.most_pairs * static_cast<uint32_t>(sizeof(BlockPair)) : p.share.bytes();
+  CopyParamsOf<kFewBuffers> few{p, {}, {}};
+  if (variant.few_buffers) {
+    std::copy_n(p.dense, kFewBuffers, few.dense);
+    std::copy_n(p.strided, kFewBuffers, few.strided);
+  }
+  void* arguments[] = {variant.few_buffers ? static_cast<void*>(&few) : &p};
+  JAXKV_CUDA_TRY(cudaLaunchKernel(copy_kernel(variant), dim3(grid.blocks), dim3(kCopyThreads),
+                                  arguments, shared_bytes, stream));
+  return ffi::Error::Success();
+}
+
+ffi::Error launch_all(cudaStream_t stream, const BlockCopy& copy, const Pairs& pairs,
+                      const Progress* progress) {
+  const CopyGeometry& g = copy.geometry;
+  const int width = word_bytes(copy);
+  const int64_t block_words = g.block_bytes / width;
+  if (block_words >= kMaxWords) {
+    return invalid("a block of " + std::to_string(g.block_bytes) + " bytes is too large");
+  }
+  const auto most_buffers =
+      std::min<size_t>(kMaxBuffers, std::max<int64_t>(1, (kMaxWords - 1) / block_words));
+  const size_t num_buffers = copy.dense.size();
+  const size_t segment_buffers =
+      progress ? progress->segment_buffers : std::min(most_buffers, num_buffers);
+  if (segment_buffers > most_buffers) {
+    return invalid("a segment of " + std::to_string(segment_buffers) + " buffers is too large");
+  }
+  // A block stages the pairs that it was given, and those of a stretch's two ends.
+  const size_t staged_pairs =
+      pairs.list.pairs ? copy.num_sms * size_t{ShareSize::kMaxCapacity - 2 * kAlignedWords}
+                       : pairs.capacity;
+  // Segments of a launch: with Progress as many as fit, unless each takes several launches.
+  const size_t most_segments =
+      progress && pairs.capacity <= staged_pairs ? kMaxBuffers / segment_buffers : 1;
+  size_t buffers = 0;
+  for (size_t b = 0; b < num_buffers; b += buffers) {
+    buffers = std::min(most_segments * segment_buffers, num_buffers - b);
+    const size_t of_segment = std::min(buffers, segment_buffers);
+    const Variant variant{width, copy.to_dense, g.single_run(),
+                          width == 16 && buffers <= kFewBuffers};
+    CopyParamsOf<kMaxBuffers> p{
+        {
+            .ids = pairs.ids,
+            .pairs = pairs.list.pairs,
+            .num_pairs = pairs.list.count,
+            .first_pair = 0,
+            .last_pair = 0,
+            .block_bytes = g.block_bytes,
+            .page_stride = g.page_stride,
+            .stride0 = g.stride0,
+            .stride1 = g.stride1,
+            .words_per_block = FastDivisor(static_cast<uint32_t>(block_words)),
+            .segment_buffers = FastDivisor(static_cast<uint32_t>(of_segment)),
+            .words_per_run = FastDivisor(static_cast<uint32_t>(g.run_bytes / width)),
+            .count1 = FastDivisor(static_cast<uint32_t>(g.count1)),
+            .num_segments = static_cast<uint32_t>(buffers / of_segment),
+            .counter = nullptr,
+            .arrived = nullptr,
+            .first_signal = 0,
+        },
+        {},
+        {}};
+    if (b > 0) p.ids.errors = nullptr;
+    std::copy_n(copy.dense.begin() + b, buffers, p.dense);
+    std::copy_n(copy.strided.begin() + b, buffers, p.strided);
+    const size_t launch_pairs = std::clamp<size_t>((kMaxWords - 1) / p.words_per_pair(), 1,
+                                                   std::max<size_t>(1, staged_pairs));
+    for (size_t first = 0; first == 0 || first < pairs.capacity; first += launch_pairs) {
+      const size_t last = std::min(pairs.capacity, first + launch_pairs);
+      p.first_pair = static_cast<uint32_t>(first);
+      p.last_pair = static_cast<uint32_t>(last);
+      if (progress && last == pairs.capacity) {
+        const size_t segment = b / segment_buffers;
+        p.counter = progress->counter;
+        p.arrived = progress->arrived + segment;
+        p.first_signal = progress->first + static_cast<uint32_t>(segment);
+      }
+      if (auto error = launch(stream, copy, variant, p); error.failure()) return error;
+    }
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const IdLists& ids,
+                       PageErrorRing* errors) {
+  if (ids.sources.size() > kInlineIds) {
+    return invalid(std::to_string(ids.sources.size()) + " ids in one launch, at most " +
+                   std::to_string(kInlineIds));
+  }
+  return launch_all(stream, copy, {id_params(ids, errors), {}, ids.sources.size()}, nullptr);
+}
+
+ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairList& list,
+                       const Progress* progress) {
+  return launch_all(stream, copy, {{}, list, list.capacity}, progress);
+}
+
+ffi::Error prepare_copy_kernel(int32_t device) {
+  static std::array<std::atomic<bool>, kMaxDevices> done{};  // XLA asks before every execution
+  if (auto error = prepare_ring(device); error.failure()) return error;
+  if (done[device].load()) return ffi::Error::Success();
+  int most_shared = 0;
+  uint32_t limit = UINT32_MAX;
+  JAXKV_CUDA_TRY(
+      cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  for (void* kernel : all_copy_kernels()) {
+    cudaFuncAttributes attributes;
+    JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, kernel));
+    const int most = most_shared - static_cast<int>(attributes.sharedSizeBytes);
+    JAXKV_CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+    limit = std::min(limit, static_cast<uint32_t>(most));
+  }
+  for (uint32_t seen = shared_limit; limit < seen;) {
+    if (shared_limit.compare_exchange_weak(seen, limit)) break;
+  }
+  done[device].store(true);
+  return ffi::Error::Success();
+}
+
+}  // namespace jaxkv::transfer

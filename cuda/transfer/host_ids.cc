@@ -1,0 +1,113 @@
+#include "transfer/host_ids.h"
+
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+
+namespace jaxkv::transfer {
+namespace {
+
+constexpr int32_t kMagic = 0x6b764964;  // "kvId"
+
+struct Header {
+  int32_t magic;
+  int32_t length;
+  uint64_t serial;
+  uint64_t checksum;
+  uint64_t unused;
+};
+static_assert(sizeof(Header) == kHostIdsHeader * sizeof(int32_t));
+
+uint64_t checksum(uint64_t serial, std::span<const int32_t> ids) {
+  uint64_t hash = 0xcbf29ce484222325ull ^ serial;
+  for (int32_t id : ids) hash = (hash ^ static_cast<uint32_t>(id)) * 0x100000001b3ull;
+  return hash;
+}
+
+std::optional<Header> read_header(std::span<const int32_t> words) {
+  if (words.size() < kHostIdsHeader) return std::nullopt;
+  Header header;
+  std::memcpy(&header, words.data(), sizeof header);
+  const auto ids = words.subspan(kHostIdsHeader);
+  const bool sealed = header.magic == kMagic && static_cast<size_t>(header.length) == ids.size() &&
+                      header.checksum == checksum(header.serial, ids);
+  return sealed ? std::optional(header) : std::nullopt;
+}
+
+// What an address was admitted with, in a line of its own and read without a lock: calls come from
+// cold caches, where each further line is one more miss. A call that meets an entry half written
+// refuses its ids; but nobody calls with ids that are only being made.
+struct alignas(64) Admission {
+  std::atomic<const int32_t*> address = nullptr;  // null in an empty chain; set once
+  std::atomic<size_t> num_words = 0;
+  std::atomic<uint64_t> serial = 0;
+  std::atomic<Admission*> next = nullptr;
+};
+
+// Chains by address, their first entries in place. Nothing is removed: one entry for each address
+// ever used, bounded by what the allocator of the host memory recycles.
+constexpr int kLogChains = 12;
+constinit Admission chains[1 << kLogChains];
+
+Admission& chain_of(const int32_t* address) {
+  const auto bits = reinterpret_cast<uintptr_t>(address);
+  return chains[bits * 0x9e3779b97f4a7c15ull >> (64 - kLogChains)];
+}
+
+const Admission* admission_at(const int32_t* address) {
+  const Admission* found = &chain_of(address);
+  while (found && found->address.load(std::memory_order_acquire) != address) {
+    found = found->next.load(std::memory_order_acquire);
+  }
+  return found;
+}
+
+// The entry to write for `address`. One thread at a time.
+Admission& entry_for(const int32_t* address) {
+  Admission* entry = &chain_of(address);
+  while (entry->address && entry->address != address) {
+    if (!entry->next) entry->next = new Admission;
+    entry = entry->next;
+  }
+  return *entry;
+}
+
+}  // namespace
+
+void seal_host_ids(std::span<int32_t> words) {
+  static std::atomic<uint64_t> next_serial{1};
+  if (words.size() < kHostIdsHeader) throw std::invalid_argument("no room for the header");
+  const auto ids = words.subspan(kHostIdsHeader);
+  Header header{kMagic, static_cast<int32_t>(ids.size()), next_serial++, 0, 0};
+  header.checksum = checksum(header.serial, ids);
+  std::memcpy(words.data(), &header, sizeof header);
+}
+
+void admit_host_ids(const int32_t* address, size_t num_words) {
+  const auto header = read_header({address, num_words});
+  if (!header) throw std::invalid_argument("no sealed ids at this address");
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  Admission& entry = entry_for(address);
+  entry.num_words = num_words;
+  entry.serial = header->serial;
+  entry.address = address;  // last: from here on calls find the entry
+}
+
+const char* refuse_host_ids(const int32_t* address, size_t num_words) {
+  // The address first: what was never admitted may be memory that the host can't read.
+  const Admission* admission = admission_at(address);
+  if (!admission || admission->num_words != num_words) {
+    return "made or copied by a computation, or stale; build HostIds from NumPy";
+  }
+  const auto header = read_header({address, num_words});
+  if (!header) return "no valid header any more, so overwritten; build HostIds from NumPy";
+  if (header->serial != admission->serial) {
+    return "other ids, whose copy by a computation is stale here; build HostIds from NumPy";
+  }
+  return nullptr;
+}
+
+}  // namespace jaxkv::transfer

@@ -1,0 +1,363 @@
+// The check of the ids, which every thread block makes for itself: no launch, no scratch memory.
+//
+// A block answers for a stretch of the pairs, its share. It lists the share in shared memory, the
+// destinations also in a hash set, and holds all ids against that set: who names a destination of
+// the share from outside is found that way, and the owner of the outside finds the other. All ids
+// are read before anything else, as loads from the host would hold up those behind them.
+// As long as every entry is good, pair i is entry i. If one is not, blocks cannot tell each other,
+// but all read the same list: pair i is then the i-th entry in range (regroup).
+#pragma once
+
+#include <algorithm>
+#include <bit>
+
+#include "common/error_ring.cuh"
+#include "transfer/block_copy.h"
+
+namespace jaxkv::transfer {
+
+struct IdParams {
+  const int32_t* sources;
+  const int32_t* destinations;
+  uint32_t num_ids;
+  int32_t num_sources, num_destinations;
+  PageErrorRing* errors;  // null where another launch records them
+};
+
+inline IdParams id_params(const IdLists& ids, PageErrorRing* errors) {
+  return {ids.sources.ids(), ids.destinations.ids(), static_cast<uint32_t>(ids.sources.size()),
+          ids.num_sources,   ids.num_destinations,   errors};
+}
+
+struct Span {
+  uint32_t first, last;
+
+  __host__ __device__ uint32_t size() const { return last - first; }
+  __device__ bool has(uint32_t i) const { return first <= i && i < last; }
+};
+
+// The pairs that a block answers for.
+struct Claim {
+  Span pairs;
+  bool first_is_shared;  // with the block before, which records what is wrong with it
+};
+
+// Shared memory of a share of up to `capacity` pairs, and of a copy of all ids where there is room.
+struct ShareSize {
+  static constexpr uint32_t kMaxCapacity = 12 * 1024;
+  static constexpr uint32_t kMaxSlots = 16 * 1024;
+  static constexpr uint32_t kFilterBits = 64 * 1024;
+
+  uint32_t capacity, log2_slots;
+  uint32_t copied_ids = 0;  // a multiple of 4
+
+  explicit ShareSize(uint32_t pairs)
+      : capacity(pairs),
+        log2_slots(std::bit_width(std::clamp(pairs + pairs / 4, 32u, kMaxSlots) - 1)) {}
+
+  // With a copy of `ids` entries, if that takes no more than `most` bytes.
+  ShareSize with_copy(uint32_t ids, uint32_t most) const {
+    ShareSize size = *this;
+    const uint32_t whole = (ids + 3) / 4 * 4;
+    if (bytes() + whole * sizeof(BlockPair) <= most) size.copied_ids = whole;
+    return size;
+  }
+  __host__ __device__ uint32_t slots() const { return 1u << log2_slots; }
+  uint32_t bytes() const {
+    return kFilterBits / 8 + (capacity + copied_ids) * sizeof(BlockPair) +
+           slots() * sizeof(uint32_t);
+  }
+};
+
+#ifdef __CUDACC__
+
+// What stands for an entry that is not to be copied: reading block 0 does no harm.
+inline constexpr BlockPair kNoPair{0, -1};
+
+// Destinations by open addressing. A key that is marked was named more than once. Nearly every
+// look-up is to find nothing, which a bit for some of the keys tells: for one key only, as long as
+// the destination has no more blocks than there are bits.
+class DestinationSet {
+ public:
+  static constexpr uint32_t kFilterWords = ShareSize::kFilterBits / 32;
+
+  __device__ DestinationSet(uint32_t* filter, uint32_t* slots, uint32_t log2_slots)
+      : filter_(filter), slots_(slots), log2_slots_(log2_slots) {}
+
+  __device__ void clear() {
+    for (uint32_t word = threadIdx.x; word < kFilterWords; word += blockDim.x) filter_[word] = 0;
+    for (uint32_t slot = threadIdx.x; slot < 1u << log2_slots_; slot += blockDim.x) {
+      slots_[slot] = kEmpty;
+    }
+  }
+  // Whether a key may be there, once all are.
+  __device__ bool may_have(uint32_t key) const {
+    return filter_[key / 32 % kFilterWords] >> key % 32 & 1;
+  }
+  // Adds a key, or marks it if it is there. Returns whether it was.
+  __device__ bool add(uint32_t key) {
+    atomicOr(&filter_[key / 32 % kFilterWords], 1u << key % 32);
+    for (uint32_t slot = home(key);; slot = next(slot)) {
+      const uint32_t old = atomicCAS(&slots_[slot], kEmpty, key);
+      if (old == kEmpty) return false;
+      if ((old & ~kMark) != key) continue;
+      atomicOr(&slots_[slot], kMark);
+      return true;
+    }
+  }
+  // Marks a key if it is there. Returns whether it was.
+  __device__ bool mark(uint32_t key) {
+    for (uint32_t slot = home(key);; slot = next(slot)) {
+      const uint32_t old = volatile_slot(slot);
+      if (old == kEmpty) return false;
+      if ((old & ~kMark) != key) continue;
+      atomicOr(&slots_[slot], kMark);
+      return true;
+    }
+  }
+  __device__ bool is_marked(uint32_t key) const {
+    uint32_t slot = home(key);
+    while ((slots_[slot] & ~kMark) != key) slot = next(slot);
+    return slots_[slot] & kMark;
+  }
+
+ private:
+  static constexpr uint32_t kMark = 1u << 31;
+  static constexpr uint32_t kEmpty = ~0u;  // no key: a destination is below 2^31 - 1
+
+  __device__ uint32_t home(uint32_t key) const { return key * 0x9e3779b1u >> (32 - log2_slots_); }
+  __device__ uint32_t next(uint32_t slot) const { return (slot + 1) & ((1u << log2_slots_) - 1); }
+  __device__ uint32_t volatile_slot(uint32_t slot) const {
+    return static_cast<volatile uint32_t*>(slots_)[slot];
+  }
+
+  uint32_t* filter_;
+  uint32_t* slots_;
+  uint32_t log2_slots_;
+};
+
+// Copies of words from global to shared memory that no register waits for. `to` is 16-byte aligned.
+inline __device__ void start_copy_to_shared(int32_t* to, const int32_t* from, uint32_t words) {
+  const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  const uint32_t vectors = reinterpret_cast<uintptr_t>(from) % 16 == 0 ? words / 4 : 0;
+  for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(start + i * 16),
+                 "l"(from + i * 4)
+                 : "memory");
+  }
+  for (uint32_t i = vectors * 4 + threadIdx.x; i < words; i += blockDim.x) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(start + i * 4), "l"(from + i)
+                 : "memory");
+  }
+}
+inline __device__ void wait_for_copies_to_shared() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// A block's share of the pairs. All members are called by all threads of the block, of which each
+// reads up to kReads entries at a time.
+template <int kReads>
+class Share {
+ public:
+  __device__ Share(const IdParams& ids, const ShareSize& size, std::byte* shared)
+      : Share(ids, size, reinterpret_cast<int32_t*>(shared),
+              reinterpret_cast<uint32_t*>(shared) + 2 * (size.copied_ids + size.capacity)) {}
+
+  // Pairs of the share; kNoPair among them are to be skipped.
+  __device__ const BlockPair* pairs() const { return pairs_; }
+
+  // Lists pairs [span.first, span.last) as if every entry were good.
+  __device__ void list(Span span) {
+    start_copying_ids();
+    set_.clear();
+    entries_ = span;
+    twins_ = false;
+    wait_for_copies_to_shared();
+    __syncthreads();
+    for_entries(span, [&](uint32_t i, BlockPair entry) { put(i - span.first, entry); });
+    __syncthreads();
+  }
+
+  // Whether every entry of the whole list is good, as far as this block answers for it. If so, the
+  // pairs that were listed may be copied.
+  __device__ bool all_good() {
+    const bool bad = hold_against_set();
+    return !__syncthreads_or(bad || twins_);
+  }
+
+  // Lists anew, with a bad entry somewhere: pairs are now the entries in range, of which the block
+  // claims claim_of(how many there are). Records what is refused. Returns that claim.
+  template <typename ClaimOf>
+  __device__ Claim regroup(bool record_out_of_range, ClaimOf claim_of) {
+    if (record_out_of_range) record_faults();
+    const Claim claim = list_in_range(claim_of);
+    hold_against_set();
+    __syncthreads();
+    drop_twins(claim);
+    return claim;
+  }
+
+ private:
+  __device__ Share(const IdParams& ids, const ShareSize& size, int32_t* copied, uint32_t* behind)
+      : ids_(ids),
+        copied_ids_(size.copied_ids),
+        copied_sources_(copied),
+        copied_destinations_(copied + size.copied_ids),
+        pairs_(reinterpret_cast<BlockPair*>(copied + 2 * size.copied_ids)),
+        set_(behind, behind + DestinationSet::kFilterWords, size.log2_slots) {}
+
+  __device__ void start_copying_ids() {
+    if (copied_ids_ == 0) return;
+    start_copy_to_shared(copied_sources_, ids_.sources, ids_.num_ids);
+    start_copy_to_shared(copied_destinations_, ids_.destinations, ids_.num_ids);
+    const uint32_t behind = ids_.num_ids + threadIdx.x;
+    if (behind < copied_ids_) copied_sources_[behind] = copied_destinations_[behind] = 0;
+  }
+  __device__ BlockPair entry(uint32_t i) const {
+    if (copied_ids_) return {copied_sources_[i], copied_destinations_[i]};
+    return {__ldg(ids_.sources + i), __ldg(ids_.destinations + i)};
+  }
+  __device__ bool in_range(BlockPair pair) const {
+    // Unsigned, so that padding is too large as well.
+    return static_cast<uint32_t>(pair.source) < static_cast<uint32_t>(ids_.num_sources) &&
+           static_cast<uint32_t>(pair.destination) < static_cast<uint32_t>(ids_.num_destinations);
+  }
+  __device__ void put(uint32_t place, BlockPair pair) {
+    const bool good = in_range(pair);
+    pairs_[place] = good ? pair : kNoPair;
+    if (good) twins_ |= set_.add(pair.destination);
+  }
+
+  // Reads the entries of a span, several at a time.
+  template <typename Use>
+  __device__ void for_entries(Span span, Use use) {
+    for (uint32_t first = span.first + threadIdx.x; first < span.last;
+         first += kReads * blockDim.x) {
+      BlockPair entries[kReads];
+#pragma unroll
+      for (int u = 0; u < kReads; ++u) {
+        entries[u] = entry(min(first + u * blockDim.x, span.last - 1));
+      }
+#pragma unroll
+      for (int u = 0; u < kReads; ++u) {
+        const uint32_t i = first + u * blockDim.x;
+        if (i < span.last) use(i, entries[u]);
+      }
+    }
+  }
+
+  // Marks destinations of the share that entries outside of it name. Returns whether this thread
+  // saw one, or an entry out of range.
+  __device__ bool hold_against_set() {
+    if (copied_ids_) return hold_copies_against_set();
+    bool bad = false;
+    for_entries({0, ids_.num_ids}, [&](uint32_t i, BlockPair entry) {
+      bad |= !in_range(entry) || (set_.may_have(entry.destination) && mark_twin(i, entry));
+    });
+    return bad;
+  }
+  // The same with few instructions for each of four entries.
+  __device__ bool hold_copies_against_set() {
+    const auto* sources = reinterpret_cast<const uint4*>(copied_sources_);
+    const auto* destinations = reinterpret_cast<const uint4*>(copied_destinations_);
+    uint32_t most_source = 0, most_destination = 0;
+    bool bad = false;
+    for (uint32_t four = threadIdx.x; four < copied_ids_ / 4; four += blockDim.x) {
+      const uint4 s = sources[four], d = destinations[four];
+      most_source = max(max(max(s.x, s.y), max(s.z, s.w)), most_source);
+      most_destination = max(max(max(d.x, d.y), max(d.z, d.w)), most_destination);
+      const bool suspect =
+          set_.may_have(d.x) | set_.may_have(d.y) | set_.may_have(d.z) | set_.may_have(d.w);
+      if (!suspect) continue;
+      for (uint32_t i = four * 4; i < min(four * 4 + 4, ids_.num_ids); ++i) {
+        bad |= mark_twin(i, entry(i));
+      }
+    }
+    return bad || most_source >= static_cast<uint32_t>(ids_.num_sources) ||
+           most_destination >= static_cast<uint32_t>(ids_.num_destinations);
+  }
+  // Marks the destination of an entry outside of the share if the share names it. Returns whether.
+  __device__ bool mark_twin(uint32_t i, BlockPair entry) {
+    return !entries_.has(i) && in_range(entry) && set_.mark(entry.destination);
+  }
+
+  // Each warp counts the entries in range of its part of the list; the sum of the warps before it
+  // is the rank of its first.
+  template <typename ClaimOf>
+  __device__ Claim list_in_range(ClaimOf claim_of) {
+    __shared__ uint32_t counts[32];
+    __shared__ Span entries;
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const uint32_t part = (ids_.num_ids + blockDim.x - 1) / blockDim.x * 32;
+    const uint32_t begin = min(warp * part, ids_.num_ids), end = min(begin + part, ids_.num_ids);
+    set_.clear();
+    if (threadIdx.x == 0) entries = {0, 0};
+    uint32_t count = 0;
+    for (uint32_t i = begin; i < end; i += 32) count += __popc(in_range_in_warp(i + lane, end));
+    if (lane == 0) counts[warp] = count;
+    __syncthreads();
+    uint32_t rank = 0, total = 0;
+    for (uint32_t w = 0; w < warps; ++w) {
+      if (w < warp) rank += counts[w];
+      total += counts[w];
+    }
+    const Claim claim = claim_of(total);
+    const Span span = claim.pairs;
+    for (uint32_t i = begin; i < end; i += 32) {
+      const uint32_t good = in_range_in_warp(i + lane, end);
+      const uint32_t mine = rank + __popc(good & ((1u << lane) - 1));
+      rank += __popc(good);
+      if (!(good >> lane & 1) || !span.has(mine)) continue;
+      put(mine - span.first, entry(i + lane));
+      if (mine == span.first) entries.first = i + lane;
+      if (mine == span.last - 1) entries.last = i + lane + 1;
+    }
+    __syncthreads();
+    entries_ = entries;
+    return claim;
+  }
+  __device__ uint32_t in_range_in_warp(uint32_t i, uint32_t end) const {
+    return __ballot_sync(~0u, i < end && in_range(entry(i)));
+  }
+
+  __device__ void drop_twins(Claim claim) {
+    for (uint32_t i = entries_.first + claim.first_is_shared + threadIdx.x; i < entries_.last;
+         i += blockDim.x) {
+      const BlockPair named = entry(i);
+      if (in_range(named) && set_.is_marked(named.destination)) {
+        record(PageFault::kDuplicate, i, named.destination, ids_.num_destinations);
+      }
+    }
+    for (uint32_t k = threadIdx.x; k < claim.pairs.size(); k += blockDim.x) {
+      if (set_.is_marked(pairs_[k].destination)) pairs_[k] = kNoPair;
+    }
+    __syncthreads();
+  }
+
+  __device__ void record_faults() {
+    for (uint32_t i = threadIdx.x; i < ids_.num_ids; i += blockDim.x) {
+      const auto [source, destination] = entry(i);
+      if (source < 0 || destination < 0) continue;
+      if (source >= ids_.num_sources) {
+        record(PageFault::kSourceOutOfRange, i, source, ids_.num_sources);
+      } else if (destination >= ids_.num_destinations) {
+        record(PageFault::kDestinationOutOfRange, i, destination, ids_.num_destinations);
+      }
+    }
+  }
+  __device__ void record(PageFault fault, uint32_t i, int32_t id, int32_t limit) {
+    if (ids_.errors) record_fault(ids_.errors, fault, static_cast<int32_t>(i), id, limit);
+  }
+
+  const IdParams& ids_;
+  uint32_t copied_ids_;  // of all entries, in shared memory, if there was room
+  int32_t *copied_sources_, *copied_destinations_;
+  BlockPair* pairs_;
+  DestinationSet set_;
+  Span entries_{0, 0};  // of the list, between which the share's pairs lie
+  bool twins_ = false;  // this thread saw a destination of the share named by two of its pairs
+};
+
+#endif
+
+}  // namespace jaxkv::transfer
