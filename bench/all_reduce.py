@@ -41,7 +41,7 @@ import jax
 from bench import processes
 from bench.all_reduce_rank import CHOSEN, PSUM
 from bench.results import Results, Row, arguments, worlds_here
-from jaxkv import env
+from jaxkv._src.environment import report
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB << i for i in (0, 2, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)]
@@ -187,7 +187,7 @@ class Bench:
 
     def _failed(self, why: str, *, recorded: bool = True) -> None:
         """Says what was not measured; unless an algorithm does not serve a size, in a row too."""
-        why = env.without_directories(why)
+        why = report.without_directories(why)
         print(f"not measured: {why}", flush=True)
         if recorded:
             self.results.row(why, FAILED, "settings", 1)

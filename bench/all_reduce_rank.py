@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxkv
 from bench import kernels, timing
+from jaxkv._src.tuning import all_reduce_table
 
 AXIS = "tp"
 CHOSEN, PSUM = "chosen", "psum"
@@ -132,7 +133,7 @@ class Bench:
         self.request = request
         self.mesh = jax.sharding.Mesh(np.array(_devices(request)), (AXIS,))
         self.sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
-        self.ways = request.ways or [CHOSEN, *jaxkv.tuning.all_reduce.ALGORITHMS]
+        self.ways = request.ways or [CHOSEN, *all_reduce_table.ALGORITHMS]
         self.memory: jaxkv.SymmetricMemory | None = None
         if self.ways != [PSUM]:
             self._create()

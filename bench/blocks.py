@@ -16,13 +16,13 @@ import numpy as np
 
 import jaxkv
 from bench import peers, stamps, timing
-from jaxkv import tuning
-from jaxkv.choice import forced
-from jaxkv.transfer import choices_of
+from jaxkv._src.explain import choices_of
+from jaxkv._src.transfer.dispatch import forced
+from jaxkv._src.tuning import copy_table
 
 DIRECTIONS = ("load", "store")
 IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "pallas", "dma")}
-SM_IMPLEMENTATIONS = tuning.ON_SMS
+SM_IMPLEMENTATIONS = copy_table.ON_SMS
 WORD = jnp.int32
 
 
@@ -47,7 +47,7 @@ class Way(NamedTuple):
         Raises:
           NotImplementedError: the implementation does not serve the call.
         """
-        if self.name not in tuning.IMPLEMENTATIONS:
+        if self.name not in copy_table.IMPLEMENTATIONS:
             return 0
         (choice,) = choices_of(operation, *args, implementation=self.name)
         on_sms = self.name in SM_IMPLEMENTATIONS
@@ -55,7 +55,7 @@ class Way(NamedTuple):
 
     def taken(self, num_sms: int) -> contextlib.AbstractContextManager[None]:
         """Within it jaxkv copies in this way; nothing is changed for peers."""
-        if self.name not in tuning.IMPLEMENTATIONS:
+        if self.name not in copy_table.IMPLEMENTATIONS:
             return contextlib.nullcontext()
         return forced(self.name, num_sms)
 

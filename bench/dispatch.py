@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 import jaxkv
 from bench import timing
 from bench.results import Results, arguments
-from jaxkv.transfer import choices_of
+from jaxkv._src.explain import choices_of
 
 BLOCK_BYTES = 65536
 COUNTS = (1, 64, 1024, 4096, 16384)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import pytest
 
 from bench.results import REPOSITORY, Results
-from jaxkv import env
+from jaxkv._src.environment import report as environment_report
 
 NOT_ON_A_GPU = 2  # exit code; pytest's own for "interrupted", never for "passed"
 ANYWHERE = "not gpu and not cpu_only and not multigpu and not host_only"
@@ -69,7 +69,7 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     if hasattr(report, "wasxfail"):
         return f"expected to fail: {report.wasxfail}".removesuffix(": ")
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    return env.without_directories(text.removeprefix("Skipped: "))
+    return environment_report.without_directories(text.removeprefix("Skipped: "))
 
 
 def test_runs(multigpu: bool) -> list[list[str]]:

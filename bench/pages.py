@@ -24,7 +24,7 @@ import jaxkv
 from bench import peers, roof, stamps
 from bench.blocks import DIRECTIONS, IMPLEMENTATIONS, equal
 from bench.results import Results, arguments
-from jaxkv.layout import LAYOUTS, HostLayout
+from jaxkv._src.cache.host_layout import LAYOUTS, HostLayout
 
 DIRECT = "page_first_direct"
 # More descriptors than this in one submission say more about the host thread than about the link.

@@ -132,13 +132,13 @@ class Results:
         return self.targets[-1]
 
     def to_json(self) -> dict[str, Any]:
-        from jaxkv import env
+        from jaxkv._src.environment import report
 
         commit, dirty = revision()
         return {
             "commit": commit,
             "dirty": dirty,
-            "env": env.report(),
+            "env": report.report(),
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "targets": [target.to_json() for target in self.targets],
         }

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from jaxkv import env
+from jaxkv._src.environment import driver
 
 COPIES_IN_FLIGHT = 8
 REPEATS = 5
@@ -76,7 +76,7 @@ def _driver_copy_seconds(function: str, nbytes: int) -> float:
 
 
 def _copies(
-    cuda: env.Driver, function: str, ends: tuple, nbytes: int, stream: ctypes.c_void_p
+    cuda: driver.Driver, function: str, ends: tuple, nbytes: int, stream: ctypes.c_void_p
 ) -> Callable[[], None]:
     def run() -> None:
         for _ in range(COPIES_IN_FLIGHT):
@@ -89,7 +89,7 @@ def _copies(
 @contextmanager
 def _driver_buffers(nbytes: int) -> Iterator[tuple]:
     """A driver, pinned and device memory of `nbytes` random bytes, and a stream, all on GPU 0."""
-    cuda = env.Driver()
+    cuda = driver.Driver()
     ordinal = cuda.devices()[0]
     context = ctypes.c_void_p(cuda.get("cuDevicePrimaryCtxRetain", ctypes.c_void_p, ordinal))
     cuda.call("cuCtxPushCurrent_v2", context)

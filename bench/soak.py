@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkv.all_reduce import DTYPES
-from jaxkv.symmetric_memory import SymmetricMemory
-from jaxkv.tuning.all_reduce import WORLD_SIZES
+from jaxkv._src.collectives.all_reduce import DTYPES
+from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
+from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
 
 AXIS = "tp"
 ROUNDS_PER_PROGRAM = 20  # before another one joins

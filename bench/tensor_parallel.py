@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from bench import timing
 from bench.results import Results, arguments, worlds_here
-from jaxkv import env
+from jaxkv._src.environment import report
 
 AXIS = "tp"
 WORLDS = (2, 4, 8)
@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stack = Stack(MODEL if on_gpu else SMALL, world)
             measure(results, stack, (16,) if flags.quick or not on_gpu else (1, 4, 16, 64))
         except Exception as error:  # what was measured before is worth keeping
-            why = env.without_directories(f"{world} devices: {type(error).__name__}: {error}")
+            why = report.without_directories(f"{world} devices: {type(error).__name__}: {error}")
             print(f"not measured: {why}", flush=True)
             results.row(why, "not measured", "settings", 1)
         results.save(flags.out)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxkv.sync_guard import HostSyncReport, forbid_host_sync
+from jaxkv._src.runtime.sync_guard import HostSyncReport, forbid_host_sync
 
 
 @pytest.fixture

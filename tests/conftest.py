@@ -30,7 +30,7 @@ def memories(multicast):
     """By number of ranks; used by test after test, as by a server for days."""
     from ranks import MAX_BYTES, memory_of  # which starts the backend
 
-    from jaxkv.tuning.all_reduce import WORLD_SIZES
+    from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
 
     made = {n: memory_of(n, max_bytes=MAX_BYTES) for n in WORLD_SIZES if n <= jax.device_count()}
     yield made

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv
-from jaxkv import _native, block_copy
+from jaxkv._src.runtime import native
+from jaxkv._src.transfer import block_copy
 
 SLOW_SIZE = 4096
 SLOW_MATMULS = 40  # some 10 ms on a data-centre GPU: a copy that does not wait is done long before
@@ -23,7 +24,7 @@ def unordered_copy(direction: str, pool, cache, host_pages, device_pages):
 def settle(*outputs) -> None:
     """Waits for the outputs, and for streams that JAX does not know of."""
     jax.block_until_ready(outputs)
-    _native.extension().synchronize_device(0)
+    native.extension().synchronize_device(0)
 
 
 def slow_input() -> jax.Array:

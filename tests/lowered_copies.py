@@ -19,7 +19,7 @@ from cases import Case, as_ids, distinct_ids
 from jax.extend.mlir import ir
 
 import jaxkv
-from jaxkv import in_flight
+from jaxkv._src.transfer import buffer_lifetime
 
 START = ("jaxkv_start_copy", "jaxkv_start_copy_dma")
 WAIT = "jaxkv_wait_copy"
@@ -200,13 +200,13 @@ CROSSINGS: tuple[Callable[..., Any], ...] = (
 )
 
 
-def always_beside(program: in_flight._Program) -> None:
+def always_beside(program: buffer_lifetime._Program) -> None:
     """No analysis: every start runs beside its program, and no boundary waits."""
     for wait in program.waits.copy():
-        if in_flight._is_removable(wait):
+        if buffer_lifetime._is_removable(wait):
             program.remove(wait)
     for start in program.starts:
-        in_flight._configure(start, joined=ir.BoolAttr.get(False))
+        buffer_lifetime._configure(start, joined=ir.BoolAttr.get(False))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from ranks import AXIS, late, on_ranks, sums
 
 import jaxkv
 from bench.soak import soak
-from jaxkv import _native
-from jaxkv.tuning.all_reduce import VARIABLE, WORLD_SIZES, packaged_table
+from jaxkv._src.runtime import native as runtime_native
+from jaxkv._src.tuning.all_reduce_table import VARIABLE, WORLD_SIZES, packaged_table
 
 NATIVE = ("low_latency", "one_shot", "two_shot")
 RULES = ((0, "low_latency"), (999, "one_shot"))
@@ -250,7 +250,7 @@ def another_table_in_the_last_process() -> Iterator[None]:
 
 @contextmanager
 def fails_in_the_last_process(name: str) -> Iterator[None]:
-    native = _native.extension()
+    native = runtime_native.extension()
     real = getattr(native, name)
 
     def fail(*_: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
-from jaxkv import symmetric_memory
+from jaxkv._src.collectives import symmetric_memory
 
 AXIS = "tp"
 MAX_BYTES = 1 << 14  # of the fixtures' memories

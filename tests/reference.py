@@ -1,6 +1,6 @@
 """Slow NumPy model of the host layouts and of page copies, written from the layout table alone.
 
-Nothing here comes from `jaxkv.layout`: every copied element is looked up by its own coordinates
+Nothing here comes from `host_layout`: every copied element is looked up by its own coordinates
 `(kv, layer, page, token, head, dim)`, so a wrong stride in the library cannot hide behind the
 same wrong stride here.
 """
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxkv.layout import KVCacheSpec
+from jaxkv._src.cache.spec import KVCacheSpec
 
 LAYOUTS = {
     "mha": ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified"),

@@ -9,9 +9,9 @@ from cases import pointers, put
 from jax.sharding import SingleDeviceSharding
 from reference import assert_same_bytes, random_array
 
-from jaxkv.block_copy import BlockCopy
-from jaxkv.swap import copy_blocks_pallas
-from jaxkv.transfer import resolve
+from jaxkv._src.transfer.block_copy import BlockCopy
+from jaxkv._src.transfer.pallas_copy import copy_blocks_pallas
+from jaxkv._src.transfer.resolve import resolve
 
 BLOCKS = 9, 12  # of the source and of the destination
 PAIRS = [(8, 11), (0, 2), (3, 0), (5, 4), (1, 1)]  # source and destination blocks

@@ -26,8 +26,8 @@ from ranks import (
     sums,
 )
 
-from jaxkv.symmetric_memory import QUICK_BYTES
-from jaxkv.tuning.all_reduce import WORLD_SIZES
+from jaxkv._src.collectives.symmetric_memory import QUICK_BYTES
+from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
 
 pytestmark = [pytest.mark.multigpu, pytest.mark.usefixtures("multicast")]
 

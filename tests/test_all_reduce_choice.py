@@ -9,8 +9,8 @@ import pytest
 from ranks import AXIS, BY_SWITCH, MAX_BYTES, assert_sums, memory_of, on_ranks, operand, sums
 
 import jaxkv
-from jaxkv import all_reduce
-from jaxkv.tuning.all_reduce import VARIABLE, packaged_table, table_for
+from jaxkv._src.collectives import all_reduce
+from jaxkv._src.tuning.all_reduce_table import VARIABLE, packaged_table, table_for
 
 pytestmark = [pytest.mark.multigpu, pytest.mark.usefixtures("multicast")]
 

@@ -22,7 +22,7 @@ from ranks import (
 )
 
 import jaxkv
-from jaxkv.tuning.all_reduce import WORLD_SIZES
+from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 

@@ -27,7 +27,7 @@ from bench import (
 from bench.blocks import Blocks, Way
 from bench.results import Results, Row
 from bench.transfer import KIB, Point
-from jaxkv import choice
+from jaxkv._src.transfer import api, dispatch
 
 pytestmark = pytest.mark.end_to_end
 
@@ -70,10 +70,10 @@ def test_a_program_copies_in_its_way(way, monkeypatch):
     taken = []
 
     def choose(*args, **kwargs):
-        taken.append(choice.choose(*args, **kwargs))
+        taken.append(dispatch.choose(*args, **kwargs))
         return taken[-1]
 
-    monkeypatch.setattr(jaxkv.transfer, "choose", choose)
+    monkeypatch.setattr(api, "choose", choose)
     program = Blocks(KIB, 8).program(way, "load", 8, copies=2)
     assert {one.implementation for one in taken[1:]} == {NAME}
     # The host has no SMs: what it may use makes no difference, and says nothing.
@@ -84,7 +84,7 @@ def test_a_program_copies_in_its_way(way, monkeypatch):
 
 def test_peers_use_no_sms_and_force_nothing():
     with Way(peers.BATCH).taken(Way(peers.BATCH).sms_for(jaxkv.swap_blocks)):
-        assert choice._forced.get() is None
+        assert dispatch._forced.get() is None
 
 
 def test_time_between_stamps_grows_with_what_lies_between():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.bounds import within
+from jaxkv._src.runtime.bounds import within
 
 
 @jax.jit

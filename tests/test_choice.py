@@ -1,4 +1,4 @@
-"""`jaxkv.choice`: what serves which call, on machines that this one need not be."""
+"""`dispatch`: what serves which call, on machines that this one need not be."""
 
 import json
 from functools import partial
@@ -14,10 +14,11 @@ from reference import assert_same_bytes, random_array
 from strategies import reference_layouts
 
 import jaxkv
-from jaxkv import choice, tuning
-from jaxkv.choice import Machine, choose, forced
-from jaxkv.layout import KVCacheSpec
-from jaxkv.transfer import resolve
+from jaxkv._src.cache.spec import KVCacheSpec
+from jaxkv._src.transfer import dispatch
+from jaxkv._src.transfer.dispatch import Machine, choose, forced
+from jaxkv._src.transfer.resolve import resolve
+from jaxkv._src.tuning import copy_table, table_files
 
 H200 = Machine("gpu", "NVIDIA H200", True)
 MEMORIES = {"load": ("pinned_host", "device"), "store": ("device", "pinned_host")}
@@ -48,10 +49,10 @@ def swap(direction: str, run_bytes: int, count: int, on_host: bool = False, **op
 @pytest.fixture
 def machine(monkeypatch):
     """Puts another machine in the place of this one."""
-    monkeypatch.delenv(tuning.VARIABLE, raising=False)
+    monkeypatch.delenv(copy_table.VARIABLE, raising=False)
 
     def replace(other: Machine = H200) -> None:
-        monkeypatch.setattr(choice, "_machine", lambda: other)
+        monkeypatch.setattr(dispatch, "_machine", lambda: other)
 
     return replace
 
@@ -79,12 +80,12 @@ OVERLAPPED = [
 def table(machine, monkeypatch, tmp_path):
     """An H200 with the table above."""
     machine()
-    content = json.loads((tuning.PACKAGED / tuning.DEFAULT).read_text())
+    content = json.loads((copy_table.PACKAGED / table_files.DEFAULT).read_text())
     content |= {"device_kind": H200.device_kind, "commit": "c0ffee" * 6, "how": "by this test"}
     content["rules"] = dict(load=LOAD, store=STORE, device=DEVICE, overlapped=OVERLAPPED)
     path = tmp_path / "measured.json"
     path.write_text(json.dumps(content))
-    monkeypatch.setenv(tuning.VARIABLE, str(path))
+    monkeypatch.setenv(copy_table.VARIABLE, str(path))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ def test_descriptors_are_counted_for_each_run_and_buffer(layout, runs):
     case = make_case(layout, page_size=16, num_kv_heads=4, head_dim=64, num_layers=3)
     ids = ids_of(7)
     [copy] = resolve("load_pages", (case.pool(), case.cache()), ids, None).copies
-    assert choice._descriptors(copy, ids) == 7 * 2 * 3 * runs
+    assert dispatch._descriptors(copy, ids) == 7 * 2 * 3 * runs
 
 
 def test_each_direction_has_rules_of_its_own(table):
@@ -174,7 +175,7 @@ def test_pages_go_by_the_runs_of_their_layout(table, operation, layout, run_byte
     case = make_case(layout, page_size=16, num_kv_heads=4, head_dim=64, num_layers=4)
     ids = ids_of(8)
     [copy] = resolve(operation, (case.pool(), case.cache()), ids, None).copies
-    size = choice._size(copy, ids)
+    size = dispatch._size(copy, ids)
     assert size.run_bytes == run_bytes and size.word_bytes == 16
     assert size.total_bytes == 8 * 2 * 4 * case.spec.block_bytes
     assert choose(copy, ids).num_sms == {"load_pages": 12, "store_pages": 6}[operation]
@@ -185,7 +186,7 @@ def test_word_width(head_dim, word_bytes):
     case = make_case("page_head", page_size=1, num_kv_heads=4, num_layers=2, head_dim=head_dim)
     ids = ids_of(3)
     [copy] = resolve("load_pages", (case.pool(), case.cache()), ids, None).copies
-    assert choice._size(copy, ids).word_bytes == word_bytes
+    assert dispatch._size(copy, ids).word_bytes == word_bytes
 
 
 # ---------------------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ def copies_of(layout):
     operation=st.sampled_from(["load_pages", "store_pages"]),
     on_host=st.booleans(),
     overlapped=st.booleans(),
-    asked=st.sampled_from([None, *tuning.IMPLEMENTATIONS]),
+    asked=st.sampled_from([None, *copy_table.IMPLEMENTATIONS]),
 )
 def test_what_is_refused_is_never_chosen(
     layout, scale, count, kind, operation, on_host, overlapped, asked
@@ -258,9 +259,9 @@ def test_what_is_refused_is_never_chosen(
     machine, ids = Machine("gpu", kind, True), ids_of(count, on_host)
     [copy] = resolve(operation, copies_of(layout), ids, None).copies
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(tuning.VARIABLE, raising=False)
-        patch.setattr(choice, "_machine", lambda: machine)
-        refusals = choice._refusals(machine, copy, ids, asked, overlapped)
+        patch.delenv(copy_table.VARIABLE, raising=False)
+        patch.setattr(dispatch, "_machine", lambda: machine)
+        refusals = dispatch._refusals(machine, copy, ids, asked, overlapped)
         if asked in refusals:
             with pytest.raises(NotImplementedError, match=f"'{asked}' does not serve this call"):
                 choose(copy, ids, asked, overlapped=overlapped)
@@ -268,7 +269,7 @@ def test_what_is_refused_is_never_chosen(
         chosen = choose(copy, ids, asked, overlapped=overlapped)
     assert chosen.implementation not in refusals
     assert asked in (None, chosen.implementation)
-    assert (chosen.num_sms >= 1) == (chosen.implementation in tuning.ON_SMS)
+    assert (chosen.num_sms >= 1) == (chosen.implementation in copy_table.ON_SMS)
     for name, reason in refusals.items():
         assert f"\n  not {name}: {reason}" in chosen.text
 
@@ -381,4 +382,4 @@ def test_the_direction_of_a_swap_is_that_of_its_memories(src, dst, direction):
         put(np.zeros((3, 8), np.int8), of(memory_kind=memory)) for memory in (src, dst)
     )
     [copy] = resolve("swap_blocks", (source, destination), ([0], [1]), None).copies
-    assert choice._direction(copy) == direction
+    assert dispatch._direction(copy) == direction

@@ -15,8 +15,8 @@ from native_program import build
 from strategies import page_ids
 
 import jaxkv
-from jaxkv.block_copy import BlockCopy, _copy_attribute
-from jaxkv.layout import PageGeometry
+from jaxkv._src.cache.host_layout import PageGeometry
+from jaxkv._src.transfer.block_copy import BlockCopy, _copy_attribute
 
 pytestmark = pytest.mark.cpu_only
 

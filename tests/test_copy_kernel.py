@@ -13,14 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from native_program import build
 
-from jaxkv import _native
+from jaxkv._src.runtime import native
 
 pytestmark = pytest.mark.cpu_only
 
 # Shared memory that a thread block may have, by compute capability (CUDA C++ Programming Guide,
 # technical specifications), in KiB.
 SHARED_KIB = {"8.6, 8.9, 12.0": 99, "8.0": 163, "9.0, 10.0": 227}
-MOST_IDS = _native.extension().INLINE_IDS
+MOST_IDS = native.extension().INLINE_IDS
 
 
 def share_bytes(pairs: int) -> int:

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from jaxkv import env
+from jaxkv._src.environment import driver, probes
+from jaxkv._src.environment import report as environment_report
 
 NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 
@@ -70,7 +71,7 @@ class FakeCuda:
 
 @pytest.fixture
 def cuda():
-    return env.Driver(FakeCuda())
+    return driver.Driver(FakeCuda())
 
 
 @pytest.fixture
@@ -86,15 +87,15 @@ def with_nvidia_smi(monkeypatch, tmp_path, output):
 
 
 def test_report_covers_every_probe_and_is_json():
-    report = env.report()
-    assert list(report) == list(env.PROBES)
+    report = environment_report.report()
+    assert list(report) == list(environment_report.PROBES)
     assert json.loads(json.dumps(report)) == report
 
 
 def test_report_reads_pinned_memory_back():
-    pinned = env.report()["pinned_host"]
+    pinned = environment_report.report()["pinned_host"]
     assert pinned == {
-        "bytes": env.PROBE_BYTES,
+        "bytes": probes.PROBE_BYTES,
         "memory_kind": "pinned_host",
         "read_back_equal": True,
     }
@@ -104,15 +105,15 @@ def test_failed_probe_gives_its_reason_and_the_others_still_run(monkeypatch):
     def broken():
         raise RuntimeError("the fan is on fire")
 
-    monkeypatch.setattr(env, "PROBES", {"first": broken, "second": lambda: 2})
-    assert env.report() == {
+    monkeypatch.setattr(environment_report, "PROBES", {"first": broken, "second": lambda: 2})
+    assert environment_report.report() == {
         "first": "unavailable: RuntimeError: the fan is on fire",
         "second": 2,
     }
 
 
 def test_gpus_are_described(cuda, no_nvidia_smi):
-    first, second = env.gpus(cuda)
+    first, second = probes.gpus(cuda)
     assert first["name"] == "Fake GPU"
     assert first["compute_capability"] == "9.0"
     assert first["memory_bytes"] == 150 << 30
@@ -128,14 +129,14 @@ def test_pcie_links_are_matched_by_address(cuda, monkeypatch, tmp_path):
         tmp_path,
         "00000000:1C:00.0, 1, 5, 16, 16\n00000000:1B:00.0, 4, 5, 8, 16",
     )
-    first, second = env.gpus(cuda)
+    first, second = probes.gpus(cuda)
     assert first["pcie_link"] == {"now": "gen 4 x8", "max": "gen 5 x16"}
     assert second["pcie_link"] == {"now": "gen 1 x16", "max": "gen 5 x16"}
 
 
 def test_unexpected_nvidia_smi_output_hides_no_gpu(cuda, monkeypatch, tmp_path):
     with_nvidia_smi(monkeypatch, tmp_path, "NVIDIA-SMI has failed")
-    first, _ = env.gpus(cuda)
+    first, _ = probes.gpus(cuda)
     assert first["name"] == "Fake GPU"
     assert first["pcie_link"].startswith("unavailable: ValueError")
 
@@ -143,7 +144,7 @@ def test_unexpected_nvidia_smi_output_hides_no_gpu(cuda, monkeypatch, tmp_path):
 def test_refused_query_names_call_and_error(no_nvidia_smi):
     library = FakeCuda()
     library.multicast_code = NOT_SUPPORTED
-    first, _ = env.gpus(env.Driver(library))
+    first, _ = probes.gpus(driver.Driver(library))
     assert first["multicast_supported"] == (
         "unavailable: RuntimeError: cuDeviceGetAttribute: CUDA_ERROR_NOT_SUPPORTED (801)"
     )
@@ -151,7 +152,7 @@ def test_refused_query_names_call_and_error(no_nvidia_smi):
 
 
 def test_peer_access_has_a_row_per_gpu(cuda):
-    assert env.peer_access(cuda) == [[True, True], [False, True]]
+    assert probes.peer_access(cuda) == [[True, True], [False, True]]
 
 
 def test_driver_version(cuda):
@@ -162,7 +163,7 @@ def test_driver_version(cuda):
 def test_gpus_agree_with_jax():
     import jax
 
-    found = env.gpus()
+    found = probes.gpus()
     assert [gpu["name"] for gpu in found] == [d.device_kind for d in jax.local_devices()]
     assert [gpu["compute_capability"] for gpu in found] == [
         d.compute_capability for d in jax.local_devices()
@@ -171,26 +172,26 @@ def test_gpus_agree_with_jax():
 
 @pytest.mark.gpu
 def test_loaded_cuda_libraries_are_found():
-    env.devices()
-    assert any(name.startswith("libcuda.so") for name in env.cuda_libraries()["loaded"])
+    probes.devices()
+    assert any(name.startswith("libcuda.so") for name in probes.cuda_libraries()["loaded"])
 
 
 def test_memory_limits_are_those_that_a_pool_checks(monkeypatch):
-    from jaxkv import host_pool
+    from jaxkv._src.cache import host_memory
 
-    monkeypatch.setattr(host_pool, "_cgroup_limits", lambda: [("outer", 300), ("inner", 200)])
-    assert env.memory()["cgroup_left_bytes"] == 200
-    monkeypatch.setattr(host_pool, "_cgroup_limits", lambda: [])
-    assert env.memory()["cgroup_left_bytes"] is None
+    monkeypatch.setattr(host_memory, "_cgroup_limits", lambda: [("outer", 300), ("inner", 200)])
+    assert probes.memory()["cgroup_left_bytes"] == 200
+    monkeypatch.setattr(host_memory, "_cgroup_limits", lambda: [])
+    assert probes.memory()["cgroup_left_bytes"] is None
 
 
 def test_native_lists_the_targets_of_the_cpu_backend():
-    assert "jaxkv_copy_blocks" in env.native()["targets"]["cpu"]
-    assert re.fullmatch(r"0\.\d+", env.native()["ffi_api_of_jaxlib"])
+    assert "jaxkv_copy_blocks" in probes.native()["targets"]["cpu"]
+    assert re.fullmatch(r"0\.\d+", probes.native()["ffi_api_of_jaxlib"])
 
 
 def test_implementations_are_explained_for_every_operation():
-    found = env.implementations()
+    found = probes.implementations()
     for operation in ("load_pages", "store_pages", "swap_blocks"):
         texts = [text for name, text in found.items() if name.startswith(operation)]
         assert texts
@@ -198,7 +199,7 @@ def test_implementations_are_explained_for_every_operation():
 
 
 def test_tuning_names_the_tables_in_use():
-    tables = env.tuning()
+    tables = probes.tuning()
     assert all(table["name"].endswith(".json") for table in tables.values())
     assert "rules" not in tables["copies"]
     for rules in tables["all_reduce"]["rules"].values():
@@ -212,7 +213,7 @@ def test_directories_are_left_out():
         "kept": "nvidia/nccl/lib, 5/16 GB, 0000:1b:00.0, https://example.org/a/b",
         "number": 3,
     }
-    assert env.without_directories(value) == {
+    assert environment_report.without_directories(value) == {
         "error": "OSError: cannot open '.../libcuda.so.1': no such file",
         "variables": [".../b:.../c", "--xla_dump_to=.../dump --other=1/2"],
         "kept": "nvidia/nccl/lib, 5/16 GB, 0000:1b:00.0, https://example.org/a/b",
@@ -226,13 +227,13 @@ def test_environment_reports_only_what_concerns_gpus(monkeypatch):
     addresses = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "NCCL_COMM_ID"
     for name in addresses:
         monkeypatch.setenv(name, "node17.cluster.example:1234")
-    assert env.environment()["XLA_FLAGS"] == "--xla_something=true"
-    assert "SECRET_TOKEN" not in env.environment()
-    assert {env.environment()[name] for name in addresses} == {"(an address, left out)"}
+    assert probes.environment()["XLA_FLAGS"] == "--xla_something=true"
+    assert "SECRET_TOKEN" not in probes.environment()
+    assert {probes.environment()[name] for name in addresses} == {"(an address, left out)"}
 
 
 def test_text_is_readable():
-    text = env.to_text(
+    text = environment_report.to_text(
         {
             "kinds": ["a", "b"],
             "none": [],
@@ -264,6 +265,6 @@ def test_command_line(flags):
     command = [sys.executable, "-m", "jaxkv.env", *flags]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     if flags:
-        assert list(json.loads(output)) == list(env.PROBES)
+        assert list(json.loads(output)) == list(environment_report.PROBES)
     else:
         assert "pinned_host:" in output.splitlines()

@@ -11,7 +11,7 @@ from cases import assert_refused, mesh_of
 from reference import KIND_LAYOUTS, ReferenceLayout, assert_same_bytes, spec_of
 
 import jaxkv
-from jaxkv import host_pool
+from jaxkv._src.cache import host_memory, host_pool
 
 
 @pytest.mark.parametrize("kind, layout", KIND_LAYOUTS)
@@ -151,7 +151,7 @@ def test_what_all_devices_get_must_fit(head_axis, copies, monkeypatch):
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """Writes a file of a machine that is not this one; `host_pool` sees no other files."""
-    monkeypatch.setattr(host_pool, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    monkeypatch.setattr(host_memory, "Path", lambda path: tmp_path / str(path).lstrip("/"))
 
     def write(path: str, text: str) -> None:
         file: Path = tmp_path / path.lstrip("/")
@@ -165,11 +165,11 @@ def machine(tmp_path, monkeypatch):
 def available() -> int:
     """What the check believes to be left."""
     with pytest.raises(jaxkv.HostMemoryError) as raised:
-        host_pool.check_host_memory(2**60)
+        host_memory.check_host_memory(2**60)
     left = raised.value.available_bytes
-    host_pool.check_host_memory(left)
+    host_memory.check_host_memory(left)
     with pytest.raises(jaxkv.HostMemoryError):
-        host_pool.check_host_memory(left + 1)
+        host_memory.check_host_memory(left + 1)
     return left
 
 
@@ -214,7 +214,7 @@ def test_a_control_group_wider_than_the_machine_does_not_count(machine):
 def test_an_exhausted_control_group_leaves_nothing(machine):
     machine("/proc/self/cgroup", "0::/")
     write_group(machine, "/sys/fs/cgroup", "1000", 4000)
-    assert_refused(lambda: host_pool.check_host_memory(1), jaxkv.HostMemoryError, " 0 bytes")
+    assert_refused(lambda: host_memory.check_host_memory(1), jaxkv.HostMemoryError, " 0 bytes")
 
 
 class Kernel:
@@ -240,10 +240,10 @@ class Kernel:
 def test_memory_is_preferred_of_a_node_and_then_as_before(node, answer, monkeypatch):
     """Containers often forbid the call: a pool on another NUMA node beats no pool."""
     kernel, preferred = Kernel(answer), 1
-    monkeypatch.setattr(host_pool.ctypes, "CDLL", lambda *_, **__: kernel)
-    monkeypatch.setattr(host_pool.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda *_, **__: kernel)
+    monkeypatch.setattr(host_memory.platform, "machine", lambda: "x86_64")
     asked = [] if node is None else [("get", 1024)]
     changed = node is not None and answer == 0
-    with host_pool.prefer_numa_node(node):
+    with host_memory.prefer_numa_node(node):
         assert kernel.calls == asked + [("set", preferred, [node])] * changed
     assert kernel.calls == asked + [("set", preferred, [node]), ("set", 3, [2])] * changed

@@ -14,7 +14,8 @@ from lowered_copies import Module, Program, always_beside
 from test_overlap import OVERLAPPED, ids_of
 
 import jaxkv
-from jaxkv import in_flight, lowering
+from jaxkv import lowering
+from jaxkv._src.transfer import buffer_lifetime
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers")
 CASE = make_case()
@@ -46,7 +47,7 @@ def test_no_buffer_dies_in_a_program_that_takes_a_transfer(seed):
 
 
 def test_the_interpreter_finds_the_buffers_that_die_without_the_analysis():
-    with mock.patch.object(in_flight, "_decide", always_beside):
+    with mock.patch.object(buffer_lifetime, "_decide", always_beside):
         programs = [(seed, Program(CASE, OVERLAPPED[0], seed)) for seed in range(60)]
         started = sum(bool(program.lowered().violations(seed)) for seed, program in programs)
         taken = sum(bool(program.continued().violations(seed)) for seed, program in programs)

@@ -16,7 +16,7 @@ from reference import assert_same_bytes, random_array
 from test_overlap import OVERLAPPED, finish, ids_of, start
 
 import jaxkv
-from jaxkv.bounds import within
+from jaxkv._src.runtime.bounds import within
 
 IDS = [3, -1, 0, 8, 5], [11, 2, -1, 0, 4]
 # How a program takes a layer off a stack, and where it puts what comes back.

@@ -1,4 +1,4 @@
-"""`jaxkv.layout` against brute force over element coordinates."""
+"""`host_layout` against brute force over element coordinates."""
 
 import itertools
 
@@ -21,7 +21,7 @@ from reference import (
 )
 from strategies import layer_selections, page_ids, reference_layouts
 
-from jaxkv.layout import HostLayout
+from jaxkv._src.cache.host_layout import HostLayout
 
 pytestmark = pytest.mark.host_only
 

@@ -17,7 +17,8 @@ from cases import assert_refused, make_case, mesh_of, pointers
 from test_overlap import OVERLAPPED, check, finish, ids_of, start
 
 import jaxkv
-from jaxkv import _native, liveness
+from jaxkv._src.runtime import native
+from jaxkv._src.transfer import in_flight
 
 
 @pytest.fixture(params=OVERLAPPED)
@@ -76,7 +77,7 @@ def test_a_program_that_uses_nothing_of_a_transfer_has_none(named):
 
 
 def is_kept(addresses: set) -> bool:
-    arrays = [array for entry in liveness._in_flight for array in entry.arrays]
+    arrays = [array for entry in in_flight._in_flight for array in entry.arrays]
     return addresses <= set(pointers([one for one in arrays if not one.is_deleted()]))
 
 
@@ -96,11 +97,11 @@ def test_a_dropped_transfer_keeps_its_memory_until_it_has_ended(direction, waite
     gc.collect()
     assert is_kept(addresses)
     if jax.default_backend() == "gpu":
-        _native.extension().synchronize_device(0)
-    held = [array for entry in liveness._in_flight for array in entry.arrays]
+        native.extension().synchronize_device(0)
+    held = [array for entry in in_flight._in_flight for array in entry.arrays]
     jax.block_until_ready([array for array in held if not array.is_deleted()])
     del held
-    liveness.keep_alive(None)  # as each start and wait does
+    in_flight.keep_alive(None)  # as each start and wait does
     assert not is_kept(addresses)
 
 
@@ -124,10 +125,10 @@ def test_threads_lose_no_transfer_in_flight():
             return False
 
     tickets = [Ticket() for _ in range(40)]
-    held = collections.deque(liveness._InFlight(ticket, [ticket]) for ticket in tickets)
-    with mock.patch.object(liveness, "_in_flight", held):
+    held = collections.deque(in_flight._InFlight(ticket, [ticket]) for ticket in tickets)
+    with mock.patch.object(in_flight, "_in_flight", held):
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda _: liveness.keep_alive(None), range(64)))
+            list(threads.map(lambda _: in_flight.keep_alive(None), range(64)))
         assert {id(entry.ticket) for entry in held} == {id(ticket) for ticket in tickets}
 
 

@@ -24,7 +24,7 @@ from reference import KIND_LAYOUTS
 from strategies import layer_selections, page_ids, reference_layouts
 
 import jaxkv
-from jaxkv.choice import forced
+from jaxkv._src.transfer.dispatch import forced
 
 # Pallas kernels run where XLA puts them, so they can't be started.
 OVERLAPPED = {"cpu": ("host",), "gpu": ("kernel", "dma")}[jax.default_backend()]

@@ -18,7 +18,9 @@ from lowered_copies import always_beside
 from test_transfer_gpu import check_rounds, is_right, plus
 
 import jaxkv
-from jaxkv import _native, in_flight, liveness, overlap
+from jaxkv._src.runtime import native as runtime_native
+from jaxkv._src.transfer import async_calls, buffer_lifetime
+from jaxkv._src.transfer import in_flight as transfer_in_flight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Some donated buffers")]
 
@@ -37,20 +39,20 @@ def named(request) -> str:
 
 def waits_for_nothing():
     """The negative control: waits hand out arrays at once."""
-    decide = in_flight._decide
+    decide = buffer_lifetime._decide
 
     def without_waits(program):
         decide(program)
         for wait in program.waits:
             integer = ir.IntegerType.get_signless(64)
-            in_flight._configure(wait, segment=ir.IntegerAttr.get(integer, -1))
+            buffer_lifetime._configure(wait, segment=ir.IntegerAttr.get(integer, -1))
 
-    return mock.patch.object(in_flight, "_decide", without_waits)
+    return mock.patch.object(buffer_lifetime, "_decide", without_waits)
 
 
 def beside_whatever_follows():
     """The negative control: starts run beside the program, and no pytree boundary waits."""
-    return mock.patch.object(in_flight, "_decide", always_beside)
+    return mock.patch.object(buffer_lifetime, "_decide", always_beside)
 
 
 @pytest.mark.parametrize("control", [False, True], ids=["wait", "no wait"])
@@ -229,7 +231,7 @@ def test_a_wait_gives_up_and_says_so(named):
             cache = jaxkv.start_load(pool, cache, *ids, implementation=named).cache
         return cache
 
-    with mock.patch.object(overlap, "_TIMEOUT_S", 1e-6):
+    with mock.patch.object(async_calls, "_TIMEOUT_S", 1e-6):
         cache = step(case.pool(), case.cache(), *ids)
     settle(cache)
     assert_refused(jaxkv.check_errors, jaxkv.TransferError, "segment")
@@ -254,7 +256,7 @@ def test_refused_ids_do_not_hold_up_a_wait(named):
 def test_what_is_dropped_is_kept_while_its_copy_runs(direction, named):
     case = make_case("page_first_direct", dtype="int8", **LARGE)
     ids = [as_ids(side, named) for side in distinct_ids(case, 40)]
-    native = _native.extension()
+    native = runtime_native.extension()
     for _ in range(ROUNDS):
         pool, cache = case.pool(), case.cache()
         started: jaxkv.Loading | jaxkv.Storing
@@ -269,8 +271,8 @@ def test_what_is_dropped_is_kept_while_its_copy_runs(direction, named):
         counts = native.started_copies()
         del started
         gc.collect()
-        liveness.keep_alive(None)
-        arrays = [array for entry in liveness._in_flight for array in entry.arrays]
+        transfer_in_flight.keep_alive(None)
+        arrays = [array for entry in transfer_in_flight._in_flight for array in entry.arrays]
         kept = set(pointers([array for array in arrays if not array.is_deleted()]))
         assert addresses <= kept or native.copies_ended(counts)
         native.synchronize_device(0)

@@ -175,7 +175,7 @@ def test_a_killed_process_is_named(tmp_path, world):
 
 
 def test_devices_of_several_processes_need_jax_distributed():
-    from jaxkv.rendezvous import Rendezvous
+    from jaxkv._src.collectives.rendezvous import Rendezvous
 
     with pytest.raises(RuntimeError, match=r"call jax\.distributed\.initialize\(\) first"):
         Rendezvous([0, 1], 1.0)

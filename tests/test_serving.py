@@ -19,7 +19,7 @@ from examples.serving.block_manager import BlockManager, page_names
 from examples.serving.engine import Engine, Limits, Turn, serve
 from examples.serving.model import Config, init_params
 from examples.serving.tokenizer import ByteTokenizer
-from jaxkv.layout import LAYOUTS
+from jaxkv._src.cache.host_layout import LAYOUTS
 
 pytestmark = pytest.mark.end_to_end
 

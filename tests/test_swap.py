@@ -1,4 +1,4 @@
-"""`jaxkv.swap`: the Pallas kernels, interpreted on cpu and compiled on a GPU, against NumPy.
+"""`pallas_copy`: the Pallas kernels, interpreted on cpu and compiled on a GPU, against NumPy.
 
 The interpreter takes arrays in device memory only, so that on cpu the host side of a copy is
 simulated; what becomes of host memory shows in the program, and on a GPU.
@@ -22,13 +22,13 @@ from reference import KIND_LAYOUTS, assert_same_bytes, random_array
 from swap_cases import BLOCKS, PAIRS, check_swap, host_sharding, plan, swap_arrays, words
 
 import jaxkv
-from jaxkv import block_copy, chunks, swap, transfer
-from jaxkv.block_copy import BlockCopy
-from jaxkv.choice import Choice, choose
-from jaxkv.chunks import Ring
-from jaxkv.host_ids import num_ids_of
-from jaxkv.swap import copy_blocks_pallas
-from jaxkv.transfer import resolve
+from jaxkv._src.transfer import api, block_copy, pallas_chunks, pallas_copy, pallas_mosaic
+from jaxkv._src.transfer.block_copy import BlockCopy
+from jaxkv._src.transfer.dispatch import Choice, choose
+from jaxkv._src.transfer.ids import num_ids_of
+from jaxkv._src.transfer.pallas_chunks import Ring
+from jaxkv._src.transfer.pallas_copy import copy_blocks_pallas
+from jaxkv._src.transfer.resolve import resolve
 
 # One warpgroup: the interpreter of jax 0.10.2 takes seconds for each further one.
 SMALL = dict(batch=1, threads=1, depth=3)
@@ -42,7 +42,7 @@ SMALL = dict(batch=1, threads=1, depth=3)
 def test_ring_holds_any_blocks(sizes):
     ring = Ring.of(*sizes)
     for size in sizes:
-        chunk, starts = chunks.cut(size // 4, ring.chunk_words)
+        chunk, starts = pallas_chunks.cut(size // 4, ring.chunk_words)
         assert chunk <= ring.chunk_words and chunk % 32 == 0
         covered = {start + i for start in starts for i in range(0, chunk, 32)}
         assert covered == set(range(0, size // 4, 32))
@@ -108,12 +108,12 @@ def test_swap_blocks_is_one_launch():
     )
 
     def choose_here(copy, ids, implementation):
-        refused = chunks.refusal(copy, num_ids_of(ids[0]))
+        refused = pallas_chunks.refusal(copy, num_ids_of(ids[0]))
         return Choice("host" if refused else "pallas", 2, "")
 
     with (
-        mock.patch.object(transfer, "choose", choose_here),
-        mock.patch.object(swap, "_run_mosaic", wraps=swap._run_mosaic) as launch,
+        mock.patch.object(api, "choose", choose_here),
+        mock.patch.object(pallas_copy, "_run_mosaic", wraps=pallas_mosaic._run_mosaic) as launch,
     ):
         got = jaxkv.swap_blocks(src, dst, *zip(*PAIRS, (-1, 3), strict=True))
     assert launch.call_count == 1
@@ -140,7 +140,7 @@ WHOLE_BLOCKS = ("layer_first", "page_first_direct", "page_unified")
 )
 def test_pages_of_host_layouts(kind, layout, direction, has_tma, monkeypatch):
     """Some layers of a pool: where a page lies in it is as much arithmetic as the kernel has."""
-    monkeypatch.setattr(swap, "_has_tma", lambda: has_tma)
+    monkeypatch.setattr(pallas_copy, "_has_tma", lambda: has_tma)
     case = make_case(layout, kind=kind, num_layers=3, page_size=8)
     on_device = SingleDeviceSharding(jax.devices()[0], memory_kind="device")
     pool, cache = case.pool(), case.cache()
@@ -153,7 +153,7 @@ def test_pages_of_host_layouts(kind, layout, direction, has_tma, monkeypatch):
     def step(pool, cache, pairs):
         call = resolve(f"{direction}_pages", (pool, cache), ids, layers)
         [copy] = call.copies
-        assert chunks.refusal(copy, len(ids[0])) is None
+        assert pallas_chunks.refusal(copy, len(ids[0])) is None
         results = [[jax.typeof(array) for array in copy.written]]
         ring = Ring(32, **SMALL)
         return call.rebuild(copy_blocks_pallas(call.copies, pairs, results, num_sms=2, ring=ring))
@@ -174,12 +174,12 @@ def count_races(batch: int, lag_error: int) -> bool:
 
     # Two copies by one simulated TMA thread are ordered: so that none are, one for each copy.
     params = dataclasses.replace(
-        swap._interpreter(), detect_races=True, num_tma_threads_per_device=2 * BLOCKS[1]
+        pallas_mosaic._interpreter(), detect_races=True, num_tma_threads_per_device=2 * BLOCKS[1]
     )
     pairs = [(i % BLOCKS[0], i) for i in range(BLOCKS[1])]
     with (
         mock.patch.object(plgpu, "wait_smem_to_gmem", late),
-        mock.patch.object(swap, "_interpreter", lambda: params),
+        mock.patch.object(pallas_mosaic, "_interpreter", lambda: params),
     ):
         try:
             ring = Ring(32, batch, threads=1, depth=4)
@@ -207,7 +207,7 @@ def test_slots_are_taken_over_no_sooner_than_they_are_free(lag_error, batch):
 @pytest.mark.parametrize("num_words", [32, 96, 1056], ids=str)
 def test_before_sm_90(num_words, to_dense):
     shapes = [words(num_words), ((2 * num_words,), "bfloat16"), words(64)]
-    with mock.patch.object(swap, "_has_tma", lambda: False):
+    with mock.patch.object(pallas_copy, "_has_tma", lambda: False):
         check_swap(shapes, to_dense=to_dense, num_sms=2)
 
 
@@ -221,7 +221,7 @@ def refused(shape=(64,), dtype="float32", num_ids=5, copies=None, **geometry) ->
     [copy] = resolve("swap_blocks", (source, destination), (ids, ids), None).copies
     copy = dataclasses.replace(copy, **(copies or {}))
     copy = dataclasses.replace(copy, geometry=dataclasses.replace(copy.geometry, **geometry))
-    return chunks.refusal(copy, num_ids) or ""
+    return pallas_chunks.refusal(copy, num_ids) or ""
 
 
 def test_what_is_refused():
@@ -254,7 +254,7 @@ def lowered_for_cuda(direction: str) -> str:
         )
 
     pairs = jnp.zeros(12, jnp.int32)
-    with mock.patch.object(swap, "_interpreter", lambda: False):
+    with mock.patch.object(pallas_mosaic, "_interpreter", lambda: False):
         traced = step.trace(case.pool(), case.cache(), pairs)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -291,7 +291,9 @@ def test_relabelled_host_memory_is_written_in_place(direction):
     before = pointers(state[written])
 
     def relabelled(copy: BlockCopy) -> BlockCopy:
-        sides = [[swap._relabel(array) for array in side] for side in (copy.dense, copy.strided)]
+        sides = [
+            [pallas_copy._relabel(array) for array in side] for side in (copy.dense, copy.strided)
+        ]
         return dataclasses.replace(copy, operation="swap_blocks", dense=sides[0], strided=sides[1])
 
     @partial(jax.jit, donate_argnames=(written,))
@@ -304,7 +306,9 @@ def test_relabelled_host_memory_is_written_in_place(direction):
             relabelled(copy), ids, pairs, choice.implementation, choice.num_sms
         )
         types = block_copy.result_types(copy)
-        return call.rebuild([[swap._relabel(a, t) for a, t in zip(arrays, types, strict=True)]])
+        return call.rebuild(
+            [[pallas_copy._relabel(a, t) for a, t in zip(arrays, types, strict=True)]]
+        )
 
     shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
     assert not shapes & copied_shapes(step, *state.values(), *ids)

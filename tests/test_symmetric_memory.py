@@ -12,8 +12,9 @@ import pytest
 from ranks import AXIS, NATIVE, ON_CPU, memory_of, mesh_of, on_ranks, sums
 
 import jaxkv
-from jaxkv import _native, symmetric_memory
-from jaxkv.tuning.all_reduce import WORLD_SIZES
+from jaxkv._src.collectives import symmetric_memory
+from jaxkv._src.runtime import native as runtime_native
+from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
 
 pytestmark = [pytest.mark.multigpu, pytest.mark.usefixtures("multicast")]
 
@@ -108,7 +109,7 @@ def test_calls_of_several_memories_are_ordered_by_data():
 @pytest.mark.cpu_only
 def test_a_handle_that_is_of_something_else():
     """Another process's number and descriptor mean something else in another container."""
-    native = _native.extension()
+    native = runtime_native.extension()
     ours, theirs = (
         native.create_communicator("cpu", [devices], 1, 1, 1, 0, 10**9)
         for devices in ([0, -1], [-1, 0])
@@ -185,7 +186,7 @@ def test_the_driver_is_asked_last(monkeypatch, variable, processes, asked, refus
         return ordinal == 0
 
     driver = SimpleNamespace(multicast_supported=supported)
-    monkeypatch.setattr(_native, "extension", lambda: driver)
+    monkeypatch.setattr(runtime_native, "extension", lambda: driver)
     got = symmetric_memory._multicast_refusal(devices(*processes))
     assert asked_for == asked
     assert got == refusal

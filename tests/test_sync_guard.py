@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jaxkv
-from jaxkv import sync_guard
-from jaxkv.sync_guard import HostSyncWarning
+from jaxkv._src.runtime import sync_guard
+from jaxkv._src.runtime.sync_guard import HostSyncWarning
 
 # Each waits once for an int32 array of one element: the function that the report names.
 WAITS: dict[str, tuple[Callable[[Any], Any], str]] = {

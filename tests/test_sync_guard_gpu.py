@@ -16,7 +16,7 @@ from cuda_calls import count_cuda_calls
 from gpu_controls import slow_input, slow_zero
 
 import jaxkv
-from jaxkv import _native
+from jaxkv._src.runtime import native
 
 pytestmark = pytest.mark.gpu
 
@@ -86,6 +86,6 @@ def test_control_a_read_waits_and_copies(step, queued):
 
 def test_control_a_synchronisation_is_counted(queued):
     with count_cuda_calls() as (own, _):
-        _native.extension().synchronize_device(0)
+        native.extension().synchronize_device(0)
     queued.block_until_ready()  # JAX hears of it from a thread of its own, maybe a moment later
     assert synchronisations(own)

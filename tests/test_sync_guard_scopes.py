@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from test_sync_guard import double, nothing_is_left, one, three
 
 import jaxkv
-from jaxkv import sync_guard
-from jaxkv.sync_guard import HostSync, HostSyncReport
+from jaxkv._src.runtime import sync_guard
+from jaxkv._src.runtime.sync_guard import HostSync, HostSyncReport
 
 __all__ = ["nothing_is_left"]  # a fixture that every test here uses
 
@@ -85,7 +85,7 @@ def expect(program, stack: list[tuple[str, list]], reports: list[list]) -> None:
 
 
 @given(programs)
-@pytest.mark.filterwarnings("ignore::jaxkv.sync_guard.HostSyncWarning")
+@pytest.mark.filterwarnings("ignore::jaxkv._src.runtime.sync_guard.HostSyncWarning")
 def test_nesting_follows_the_model(program):
     x = one()
     want: list[list] = []
@@ -154,7 +154,7 @@ def test_a_scope_entered_again_starts_anew():
 
     warns = jaxkv.forbid_host_sync(mode="warn")
     for _ in range(2):
-        with pytest.warns(jaxkv.sync_guard.HostSyncWarning), warns:
+        with pytest.warns(sync_guard.HostSyncWarning), warns:
             int(one())
 
 

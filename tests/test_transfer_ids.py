@@ -18,7 +18,8 @@ from reference import assert_same_bytes
 from test_swap_blocks import place, random_tree, swapped
 
 import jaxkv
-from jaxkv import _native, block_copy, choice
+from jaxkv._src.runtime import native
+from jaxkv._src.transfer import block_copy, dispatch
 
 WAYS = {"checks ids": False, "takes pairs": True}
 
@@ -81,7 +82,7 @@ def id_lists(draw) -> dict:
 @given(id_lists(), st.integers(1, 40), st.sampled_from(["pinned_host", "device"]))
 @settings(max_examples=25, deadline=None)
 def test_any_ids(way, ids, block_bytes, memory):
-    with mock.patch("jaxkv.transfer.needs_plan", return_value=WAYS[way]):
+    with mock.patch("jaxkv._src.transfer.api.needs_plan", return_value=WAYS[way]):
         check_ids(**ids, blocks={"x": ((block_bytes,), "int8")}, memory=memory)
 
 
@@ -96,7 +97,7 @@ def test_a_few_wrong_ids_among_thousands(way, wrong):
     dst_ids = np.random.default_rng(0).permutation(n).astype(np.int32)
     for i, what in wrong.items():
         dst_ids[i] = dst_ids[what] if 0 <= what < n else what
-    with mock.patch("jaxkv.transfer.needs_plan", return_value=WAYS[way]):
+    with mock.patch("jaxkv._src.transfer.api.needs_plan", return_value=WAYS[way]):
         blocks = {"x": ((64,), "int32")}
         check_ids(np.arange(n), dst_ids, num_src=n, num_dst=n, blocks=blocks)
 
@@ -123,7 +124,7 @@ def test_padding_by_ids_that_only_the_device_knows(unknown):
 @pytest.mark.parametrize("past_the_limit", [0, 1])
 @pytest.mark.parametrize("on_host", [False, True], ids=["device ids", "HostIds"])
 def test_more_ids_than_a_copy_checks_itself_are_planned(past_the_limit, on_host):
-    most = block_copy._INLINE_HOST_IDS if on_host else _native.extension().INLINE_IDS
+    most = block_copy._INLINE_HOST_IDS if on_host else native.extension().INLINE_IDS
     n = most + past_the_limit
     src, dst = ({"x": np.arange(n, dtype=np.int16) * sign} for sign in (1, -1))
     ids = np.arange(n), np.roll(np.arange(n), 5)
@@ -145,7 +146,7 @@ def test_more_pairs_than_a_launch_stages(memory):
     ids = [rng.permutation(n).astype(np.int32) for _ in range(2)]
     ids[0][rng.random(n) < 0.3] = -1
     on_gpu = jax.default_backend() == "gpu"
-    with choice.forced("kernel", 1) if on_gpu else contextlib.nullcontext():
+    with dispatch.forced("kernel", 1) if on_gpu else contextlib.nullcontext():
         check_ids(*ids, num_src=n, num_dst=n, blocks={"x": ((16,), "int8")}, memory=memory)
 
 

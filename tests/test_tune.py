@@ -8,9 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv import choice, tune, tuning
-from jaxkv.tune import Cell
-from jaxkv.tuning import Candidate, CopySize, measuring
+from jaxkv._src.autotune import copies as autotune_copies
+from jaxkv._src.autotune import measurement
+from jaxkv._src.autotune.copies import Cell
+from jaxkv._src.transfer import dispatch
+from jaxkv._src.tuning import copy_table
+from jaxkv._src.tuning.copy_table import Candidate, CopySize
 
 HOST = (Candidate("host", 0),)
 
@@ -26,7 +29,7 @@ def test_the_command_writes_a_table_that_is_followed(tmp_path):
         text=True,
         env={**os.environ, "JAXKV_COMMIT": "c0ffee" * 7, "JAX_PLATFORMS": "cpu"},
     ).stdout
-    table = tuning.load(out)
+    table = copy_table.load(out)
     assert (table.device_kind, table.how) == ("cpu", "python -m jaxkv.tune --quick")
     assert table.source == "cpu.json (commit c0ffeec0f)"
     assert table.date and table.versions["jax"] == jax.__version__
@@ -35,7 +38,7 @@ def test_the_command_writes_a_table_that_is_followed(tmp_path):
         [rule] = table.rules[direction]
         [candidate] = rule.candidates
         assert candidate.implementation == "host" and candidate.gb_per_s
-    assert table.rules["overlapped"] == tuning.default_table().rules["overlapped"]
+    assert table.rules["overlapped"] == copy_table.default_table().rules["overlapped"]
     assert out.read_text() in told
     assert "decides otherwise than default.json" in told
 
@@ -44,7 +47,7 @@ def test_the_command_writes_a_table_that_is_followed(tmp_path):
 @pytest.mark.parametrize("direction", ["load", "store", "device"])
 @pytest.mark.parametrize("run_bytes", [2, 513, 4096])
 def test_a_rate_of_verified_copies(direction, run_bytes):
-    [measured] = tune.measure(Cell(direction, run_bytes, 20, HOST))
+    [measured] = autotune_copies.measure(Cell(direction, run_bytes, 20, HOST))
     assert measured.implementation == "host" and measured.gb_per_s
 
 
@@ -52,9 +55,9 @@ def test_a_rate_of_verified_copies(direction, run_bytes):
 @pytest.mark.parametrize(
     "direction, short_payload, copies",
     [
-        ("load", 321, tune.COPIES_OF_SHORT),
+        ("load", 321, autotune_copies.COPIES_OF_SHORT),
         ("load", 320, 1),
-        ("device", 320, tune.COPIES_OF_SHORT),
+        ("device", 320, autotune_copies.COPIES_OF_SHORT),
     ],
     ids=["short", "long", "within the device"],
 )
@@ -65,10 +68,10 @@ def test_a_rate_counts_all_bytes_of_all_copies(monkeypatch, direction, short_pay
         timed.append(str(jax.make_jaxpr(step)(array)).count("name=copy"))
         return 2.0
 
-    monkeypatch.setattr(measuring, "seconds_per_step", seconds)
-    monkeypatch.setattr(tune, "SHORT_PAYLOAD", short_payload)
+    monkeypatch.setattr(measurement, "seconds_per_step", seconds)
+    monkeypatch.setattr(autotune_copies, "SHORT_PAYLOAD", short_payload)
     cell = Cell(direction, 64, 5, HOST)
-    rate = tune._rate(cell, tune._Data.of(cell), *HOST)
+    rate = autotune_copies._rate(cell, autotune_copies._Data.of(cell), *HOST)
     assert timed == [copies]
     assert rate == pytest.approx(copies * 5 * 64 / 2.0 / 1e9)
 
@@ -76,13 +79,13 @@ def test_a_rate_counts_all_bytes_of_all_copies(monkeypatch, direction, short_pay
 @pytest.mark.cpu_only
 def test_what_can_not_serve_is_left_out():
     candidates = (Candidate("dma", 0), Candidate("kernel", 4), Candidate("pallas", 4))
-    assert tune.measure(Cell("load", 64, 5, candidates)) == []
+    assert autotune_copies.measure(Cell("load", 64, 5, candidates)) == []
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("where", ["moved", "neighbour"])
 def test_wrong_bytes_are_not_timed(monkeypatch, where):
-    swap_blocks = tune.jaxkv.swap_blocks
+    swap_blocks = autotune_copies.jaxkv.swap_blocks
 
     def wrong(source, destination, source_ids, destination_ids):
         out = swap_blocks(source, destination, source_ids, destination_ids)
@@ -92,11 +95,11 @@ def test_wrong_bytes_are_not_timed(monkeypatch, where):
         return out.at[block, 0].add(1)
 
     cell = Cell("device", 64, 5, HOST)
-    cell_ids = tune._Data.of(cell).ids
-    monkeypatch.setattr(tune.jaxkv, "swap_blocks", wrong)
-    monkeypatch.setattr(measuring, "seconds_per_step", lambda *_: pytest.fail("it was timed"))
+    cell_ids = autotune_copies._Data.of(cell).ids
+    monkeypatch.setattr(autotune_copies.jaxkv, "swap_blocks", wrong)
+    monkeypatch.setattr(measurement, "seconds_per_step", lambda *_: pytest.fail("it was timed"))
     with pytest.raises(RuntimeError, match=r"device, 5 x 64 bytes: host .*moved wrong bytes"):
-        tune.measure(cell)
+        autotune_copies.measure(cell)
 
 
 def test_more_sms_are_tried_only_as_long_as_they_help(monkeypatch):
@@ -107,9 +110,9 @@ def test_more_sms_are_tried_only_as_long_as_they_help(monkeypatch):
         asked.append(candidate.num_sms)
         return rates[candidate.num_sms]
 
-    monkeypatch.setattr(tune, "_rate", rate)
+    monkeypatch.setattr(autotune_copies, "_rate", rate)
     candidates = tuple(Candidate("kernel", sms) for sms in rates)
-    measured = tune.measure(Cell("load", 64, 5, candidates))
+    measured = autotune_copies.measure(Cell("load", 64, 5, candidates))
     assert asked == [1, 2, 4]
     assert [candidate.gb_per_s for candidate in measured] == [10.0, 20.0, 20.5]
 
@@ -117,25 +120,25 @@ def test_more_sms_are_tried_only_as_long_as_they_help(monkeypatch):
 def test_every_candidate_is_forced(monkeypatch):
     """Also where the same shapes were measured for another one just before."""
     seen = []
-    choose = choice.choose
+    choose = dispatch.choose
 
     def note(*args, **options):
         chosen = choose(*args, **options)
         seen.append((chosen.implementation, chosen.num_sms))
         raise NotImplementedError("seen")
 
-    monkeypatch.setattr("jaxkv.transfer.choose", note)
-    monkeypatch.setattr(choice, "_machine", lambda: choice.Machine("gpu", "Some GPU", True))
+    monkeypatch.setattr("jaxkv._src.transfer.api.choose", note)
+    monkeypatch.setattr(dispatch, "_machine", lambda: dispatch.Machine("gpu", "Some GPU", True))
     names = [("dma", 0), ("kernel", 4), ("pallas", 2)]
-    tune.measure(Cell("load", 128, 5, tuple(Candidate(*name) for name in names)))
+    autotune_copies.measure(Cell("load", 128, 5, tuple(Candidate(*name) for name in names)))
     assert seen == names
 
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_cells_of_a_gpu(quick):
-    cells = tune.cells("gpu", 132, quick)
+    cells = autotune_copies.cells("gpu", 132, quick)
     assert len({(cell.direction, cell.size) for cell in cells}) == len(cells)
-    assert all(cell.size.total_bytes <= tune.MAX_PAYLOAD for cell in cells)
+    assert all(cell.size.total_bytes <= autotune_copies.MAX_PAYLOAD for cell in cells)
     for direction in ("load", "store"):
         sizes = [cell.size for cell in cells if cell.direction == direction]
         assert {2, 16} <= {size.word_bytes for size in sizes}
@@ -154,19 +157,22 @@ def test_changes_are_told_for_both_kinds_of_ids():
         ),
         (Cell("load", 512, 1000, ()), [Candidate("dma", 0, 1.0), Candidate("kernel", 12, 48.0)]),
     ]
-    before = tuning.default_table()
-    rules = {**before.rules, "load": tune.rules_of([(cell.size, m) for cell, m in rates])}
-    after = tuning.Table(**{**vars(before), "rules": rules})
+    before = copy_table.default_table()
+    rules = {
+        **before.rules,
+        "load": autotune_copies.rules_of([(cell.size, m) for cell, m in rates]),
+    }
+    after = copy_table.Table(**{**vars(before), "rules": rules})
     assert after.rule("load", CopySize(16, 65536, 1 << 30)).candidates[0].implementation == "dma"
-    assert tune.changes(rates, before, after) == [
+    assert autotune_copies.changes(rates, before, after) == [
         "load, 1000 x 65536 bytes, device ids: kernel on 12 SMs -> kernel 55 GB/s on 8 SMs"
     ]
-    assert tune.changes(rates, after, after) == []
+    assert autotune_copies.changes(rates, after, after) == []
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", ["load", "store", "device"])
 def test_every_implementation_is_measured_on_a_gpu(direction):
     candidates = (Candidate("dma", 0), Candidate("kernel", 4), Candidate("pallas", 4))
-    measured = tune.measure(Cell(direction, 8192, 64, candidates))
+    measured = autotune_copies.measure(Cell(direction, 8192, 64, candidates))
     assert [c[:2] for c in measured] == [c[:2] for c in candidates]

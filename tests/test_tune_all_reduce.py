@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv import tune_all_reduce
-from jaxkv.tune_all_reduce import Cell
-from jaxkv.tuning import all_reduce as tables
-from jaxkv.tuning import measuring
+from jaxkv._src.autotune import all_reduce, measurement
+from jaxkv._src.autotune.all_reduce import Cell
+from jaxkv._src.tuning import all_reduce_table as tables
 
 NAMES = ("low_latency", "one_shot", "two_shot", "psum")
 
@@ -57,12 +56,12 @@ def cell():
 
 
 def test_all_that_serve_are_measured(cell, monkeypatch):
-    monkeypatch.setattr(measuring, "seconds_per_step", lambda *_: 32.0)
-    found = tune_all_reduce.measure(cell)
+    monkeypatch.setattr(measurement, "seconds_per_step", lambda *_: 32.0)
+    found = all_reduce.measure(cell)
     assert {*found} >= {*NAMES} and {*found.values()} == {1.0}
 
 
-@pytest.mark.parametrize("dtype", tune_all_reduce.DTYPES)
+@pytest.mark.parametrize("dtype", all_reduce.DTYPES)
 def test_wrong_sums_are_not_timed(cell, dtype, monkeypatch):
     right = jaxkv.SymmetricMemory.all_reduce
 
@@ -72,19 +71,19 @@ def test_wrong_sums_are_not_timed(cell, dtype, monkeypatch):
 
     timed = mock.Mock(return_value=1.0)
     monkeypatch.setattr(jaxkv.SymmetricMemory, "all_reduce", wrong)
-    monkeypatch.setattr(measuring, "seconds_per_step", timed)
+    monkeypatch.setattr(measurement, "seconds_per_step", timed)
     with pytest.raises(RuntimeError, match=r"1024 bytes of .*: one_shot gave wrong sums"):
-        tune_all_reduce.measure(cell._replace(dtype=dtype))
+        all_reduce.measure(cell._replace(dtype=dtype))
     assert timed.call_count == tables.ALGORITHMS.index("one_shot")
 
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_cells_of_a_gpu(quick):
-    cells = tune_all_reduce.cells("gpu", 4, quick=quick)
+    cells = all_reduce.cells("gpu", 4, quick=quick)
     assert len({*cells}) == len(cells)
     assert {cell.world_size for cell in cells} == {2, 4}
     assert {cell.num_bytes for cell in cells} >= {1 << 10, 1 << 20, 64 << 20}
-    assert {cell.dtype for cell in cells} == {*tune_all_reduce.DTYPES[: 1 if quick else 2]}
+    assert {cell.dtype for cell in cells} == {*all_reduce.DTYPES[: 1 if quick else 2]}
 
 
 def always(algorithm, num_bytes):
@@ -97,12 +96,12 @@ def test_the_fastest_of_both_dtypes_is_chosen():
         # Of float32 the first would do, of bfloat16 not.
         2048: [{"low_latency": 3.0, "one_shot": 2.0}, {"low_latency": 1.0, "one_shot": 2.0}],
     }
-    assert tune_all_reduce.rules_of(times, always) == [(0, "low_latency"), (2048, "one_shot")]
+    assert all_reduce.rules_of(times, always) == [(0, "low_latency"), (2048, "one_shot")]
 
 
 def test_equally_fast_ones_do_not_take_turns():
     times = {1 << i: [{"one_shot": 1.0, "two_shot": 1.0 - 0.02 * (i % 2)}] for i in range(10, 20)}
-    assert tune_all_reduce.rules_of(times, always) == [(0, "one_shot")]
+    assert all_reduce.rules_of(times, always) == [(0, "one_shot")]
 
 
 def test_noise_does_not_add_up():
@@ -111,13 +110,13 @@ def test_noise_does_not_add_up():
         1024: [{"psum": 1.0}],
         2048: [{"one_shot": 0.92, "two_shot": 0.85, "psum": 1.0}],
     }
-    assert tune_all_reduce.rules_of(times, always) == [(0, "psum"), (2048, "one_shot")]
+    assert all_reduce.rules_of(times, always) == [(0, "psum"), (2048, "one_shot")]
 
 
 @pytest.mark.parametrize("limit", [1024, 1500, 2046, 2047])
 def test_what_serves_no_more_is_left_exactly_there(limit):
     times = {1024: [{"low_latency": 1.0, "one_shot": 2.0}], 2048: [{"one_shot": 2.0}]}
-    rules = tune_all_reduce.rules_of(times, lambda name, size: name == "one_shot" or size <= limit)
+    rules = all_reduce.rules_of(times, lambda name, size: name == "one_shot" or size <= limit)
     assert rules == [(0, "low_latency"), (limit + 1, "one_shot")]
 
 
@@ -137,21 +136,21 @@ def test_rules_choose_nothing_slower_than_noise(times):
         # Between sizes, as the next larger one.
         return algorithm in times[min(size for size in times if size >= num_bytes)][0]
 
-    rules = tune_all_reduce.rules_of(times, serves)
+    rules = all_reduce.rules_of(times, serves)
     minima = [least for least, _ in rules]
     assert minima[0] == 0 and minima == sorted({*minima})
     for size, [found] in times.items():
         chosen = [name for least, name in rules if least <= size][-1]
-        assert found[chosen] <= min(found.values()) / (1 - tune_all_reduce.NOISE) * (1 + 1e-9)
+        assert found[chosen] <= min(found.values()) / (1 - all_reduce.NOISE) * (1 + 1e-9)
 
 
 def test_differences_between_dtypes_are_told():
     here = Cell(2, 1024, "bfloat16")
     other = here._replace(dtype="float32")
     fast, slow = {"one_shot": 1.0, "psum": 2.0}, {"one_shot": 2.0, "psum": 1.0}
-    assert tune_all_reduce.differences({here: fast, other: fast}) == []
-    assert tune_all_reduce.differences({here: fast, other: {**fast, "psum": 0.99}}) == []
-    assert tune_all_reduce.differences({here: fast, other: slow}) == [
+    assert all_reduce.differences({here: fast, other: fast}) == []
+    assert all_reduce.differences({here: fast, other: {**fast, "psum": 0.99}}) == []
+    assert all_reduce.differences({here: fast, other: slow}) == [
         "2 devices, 1024 bytes of float32: psum, and one_shot of bfloat16"
     ]
 

@@ -1,4 +1,4 @@
-"""`jaxkv.tuning`: files are checked, the right one is found, and rules say what was measured."""
+"""`copy_table`: files are checked, the right one is found, and rules say what was measured."""
 
 import json
 import pathlib
@@ -7,17 +7,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jaxkv import tuning
-from jaxkv.tuning import SMALLEST, Candidate, CopySize, Rule
-from jaxkv.tuning.rules import SAME_RATE, SCENARIOS, pick, rank, rules_of
+from jaxkv._src.autotune.rules import SAME_RATE, SCENARIOS, pick, rank, rules_of
+from jaxkv._src.tuning import copy_table, table_files
+from jaxkv._src.tuning.copy_table import SMALLEST, Candidate, CopySize, Rule
 
 pytestmark = pytest.mark.host_only
 
-PACKAGED = sorted(tuning.PACKAGED.glob("*.json"))
+PACKAGED = sorted(copy_table.PACKAGED.glob("*.json"))
 
 
 def content_of_default() -> dict:
-    return json.loads((tuning.PACKAGED / tuning.DEFAULT).read_text())
+    return json.loads((copy_table.PACKAGED / table_files.DEFAULT).read_text())
 
 
 def write(folder: pathlib.Path, content, name: str = "table.json") -> pathlib.Path:
@@ -32,51 +32,53 @@ def write(folder: pathlib.Path, content, name: str = "table.json") -> pathlib.Pa
 
 @pytest.mark.parametrize("path", PACKAGED, ids=lambda path: path.name)
 def test_packaged_tables_are_as_they_are_written(path):
-    table = tuning.load(path)
+    table = copy_table.load(path)
     assert table.to_text() == path.read_text()
-    assert path.name in (f"{tuning.slug(table.device_kind)}.json", tuning.DEFAULT)
+    assert path.name in (f"{table_files.slug(table.device_kind)}.json", table_files.DEFAULT)
 
 
 def test_the_default_table_knows_every_implementation():
     """It is asked for what another table does not name."""
-    for situation, rules in tuning.default_table().rules.items():
-        expected = {*tuning.IMPLEMENTATIONS} - ({"pallas"} if situation == "overlapped" else set())
+    for situation, rules in copy_table.default_table().rules.items():
+        expected = {*copy_table.IMPLEMENTATIONS} - (
+            {"pallas"} if situation == "overlapped" else set()
+        )
         for rule in rules:
             assert {candidate.implementation for candidate in rule.candidates} == expected
 
 
 def test_the_packaged_table_of_the_device_kind_is_taken(monkeypatch):
-    monkeypatch.delenv(tuning.VARIABLE, raising=False)
-    assert tuning.table_for("NVIDIA H200").name == "nvidia_h200.json"
+    monkeypatch.delenv(copy_table.VARIABLE, raising=False)
+    assert copy_table.table_for("NVIDIA H200").name == "nvidia_h200.json"
 
 
 def test_other_device_kinds_get_the_default(monkeypatch):
-    monkeypatch.delenv(tuning.VARIABLE, raising=False)
-    assert tuning.table_for("Some GPU") is tuning.default_table()
+    monkeypatch.delenv(copy_table.VARIABLE, raising=False)
+    assert copy_table.table_for("Some GPU") is copy_table.default_table()
 
 
 def test_the_variable_names_a_table(monkeypatch, tmp_path):
     path = write(
         tmp_path, {**content_of_default(), "device_kind": "Some GPU", "commit": "0123456789"}
     )
-    monkeypatch.setenv(tuning.VARIABLE, str(path))
-    table = tuning.table_for("Some GPU")
+    monkeypatch.setenv(copy_table.VARIABLE, str(path))
+    table = copy_table.table_for("Some GPU")
     assert (table.name, table.source) == ("table.json", "table.json (commit 012345678)")
-    monkeypatch.delenv(tuning.VARIABLE)
-    assert tuning.table_for("Some GPU").name == tuning.DEFAULT
+    monkeypatch.delenv(copy_table.VARIABLE)
+    assert copy_table.table_for("Some GPU").name == table_files.DEFAULT
 
 
 def test_a_table_for_another_device_kind_is_refused(monkeypatch, tmp_path):
     path = write(tmp_path, {**content_of_default(), "device_kind": "NVIDIA H200"})
-    monkeypatch.setenv(tuning.VARIABLE, str(path))
+    monkeypatch.setenv(copy_table.VARIABLE, str(path))
     with pytest.raises(ValueError, match=r"JAXKV_TUNING=.*'NVIDIA H200'.*'cpu'"):
-        tuning.table_for("cpu")
+        copy_table.table_for("cpu")
 
 
 def test_a_table_that_is_not_there(monkeypatch, tmp_path):
-    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "none.json"))
+    monkeypatch.setenv(copy_table.VARIABLE, str(tmp_path / "none.json"))
     with pytest.raises(FileNotFoundError, match=r"none\.json"):
-        tuning.table_for("cpu")
+        copy_table.table_for("cpu")
 
 
 def changed(path: list, value) -> dict:
@@ -128,12 +130,12 @@ FIRST = [*RULE, "candidates", 0]
 def test_what_is_wrong_is_said(content, message, tmp_path):
     path = write(tmp_path, content)
     with pytest.raises(ValueError, match=message) as raised:
-        tuning.load(path)
+        copy_table.load(path)
     assert str(path) in str(raised.value)
 
 
 def test_slug():
-    assert tuning.slug("NVIDIA H200 NVL (MIG 1g.18gb)") == "nvidia_h200_nvl_mig_1g_18gb"
+    assert table_files.slug("NVIDIA H200 NVL (MIG 1g.18gb)") == "nvidia_h200_nvl_mig_1g_18gb"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def test_the_last_rule_that_is_reached_holds():
         (16, 8191, 1 << 30): 2,
         (16, 8192, 65536): 3,
     }.items():
-        assert tuning.last_reached(rules, CopySize(*size)) is rules[index], size
+        assert copy_table.last_reached(rules, CopySize(*size)) is rules[index], size
 
 
 def test_few_sms_win_where_rates_are_equal():
@@ -218,7 +220,7 @@ def test_rules_decide_as_the_rates_of_every_measured_size(rates):
     assert rules[0].minima == SMALLEST
     assert [rule.minima for rule in rules] == sorted({rule.minima for rule in rules})
     for size, measured in rates:
-        listed = tuning.last_reached(rules, size).candidates
+        listed = copy_table.last_reached(rules, size).candidates
         for refused in SCENARIOS:
             possible = {c[:2]: c for c in measured if c.implementation not in refused}
             taken = next(c for c in listed if c.implementation not in refused)

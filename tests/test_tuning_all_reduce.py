@@ -1,28 +1,28 @@
-"""`jaxkv.tuning.all_reduce`: files are checked, and the last rule that is reached holds."""
+"""`all_reduce_table`: files are checked, and the last rule that is reached holds."""
 
 import json
 
 import pytest
 
-from jaxkv import tuning
-from jaxkv.tuning.all_reduce import PACKAGED, WORLD_SIZES, load, table_for
+from jaxkv._src.tuning import table_files
+from jaxkv._src.tuning.all_reduce_table import PACKAGED, WORLD_SIZES, load, table_for
 
 pytestmark = pytest.mark.host_only
 
 
 def content_of_default() -> dict:
-    return json.loads((PACKAGED / tuning.DEFAULT).read_text())
+    return json.loads((PACKAGED / table_files.DEFAULT).read_text())
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.name)
 def test_packaged_tables_are_valid(path):
     table = load(path)
     assert {*table.rules} == {*WORLD_SIZES}
-    assert path.name in (f"{tuning.slug(table.device_kind)}.json", tuning.DEFAULT)
+    assert path.name in (f"{table_files.slug(table.device_kind)}.json", table_files.DEFAULT)
 
 
 def test_other_device_kinds_get_the_default():
-    assert table_for("Some GPU").device_kind == tuning.ANY_DEVICE
+    assert table_for("Some GPU").device_kind == table_files.ANY_DEVICE
 
 
 def test_the_last_rule_that_is_reached_holds(tmp_path):

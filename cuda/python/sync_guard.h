@@ -1,4 +1,4 @@
-// Watches the buffer protocol of a Python type, for jaxkv/sync_guard.py.
+// Watches the buffer protocol of a Python type, for jaxkv/_src/runtime/sync_guard.py.
 #pragma once
 
 #include <nanobind/nanobind.h>

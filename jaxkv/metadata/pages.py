@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv.bounds import within
+from jaxkv._src.runtime.bounds import within
 
 from .common import NULL_BLOCK
 from .segments import on_device, prefix_sum, row_of

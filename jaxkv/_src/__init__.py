@@ -1,0 +1,1 @@
+"""Implementation of jaxkv; nothing in here is public."""

@@ -1,0 +1,1 @@
+"""Measurements that write tuning tables."""

@@ -1,0 +1,262 @@
+"""Measures the algorithms of `SymmetricMemory.all_reduce`: `python -m jaxkv.tune --all-reduce`.
+
+Writes a table for this device kind (`all_reduce_table` says what one is), for each number of
+devices that the machine has; for others the packaged rules stay. What is timed is a jitted chain of
+all-reduces with a product after each, as in a step: that is also what XLA's psum, which is one of
+the candidates, costs beside its kernel. Sums are compared with NumPy's before.
+
+A rule holds for bfloat16 and float32 alike, float16 moving and adding as bfloat16 does: time goes
+into bytes that cross the link, not into sums, so a table by bytes is a table for all dtypes. Both
+are measured, and the slower counts; where they would choose otherwise it is said.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxkv
+from jaxkv._src.autotune import measurement
+from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
+from jaxkv._src.environment import probes
+from jaxkv._src.tuning import table_files
+from jaxkv._src.tuning.all_reduce_table import (
+    ALGORITHMS,
+    VARIABLE,
+    WORLD_SIZES,
+    Table,
+    packaged_table,
+)
+
+AXIS = "devices"
+DTYPES = ("bfloat16", "float32")
+LEAST_BYTES = 1 << 10
+MOST_BYTES = {"cpu": 64 << 10, "gpu": 64 << 20}
+LONG_BYTES = 8 << 20  # from here on a few calls are long enough
+CALLS, CALLS_OF_LONG = 32, 8
+NOISE = 0.1  # as a share: of short calls the host's part scatters by so much
+
+
+class Cell(NamedTuple):
+    """Messages to measure: `num_bytes` bytes on each of `world_size` devices."""
+
+    world_size: int
+    num_bytes: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.world_size} devices, {self.num_bytes} bytes of {self.dtype}"
+
+
+# Seconds by algorithm; what does not serve the cell is not in it.
+Seconds = dict[str, float]
+
+
+def cells(platform: str, num_devices: int, *, quick: bool) -> list[Cell]:
+    """All cells, by number of devices and size.
+
+    Args:
+      platform: JAX's; a CPU measures small messages only.
+      num_devices: that there are.
+      quick: every other size, and of one dtype.
+    """
+    first, last = LEAST_BYTES.bit_length() - 1, MOST_BYTES[platform].bit_length()
+    return [
+        Cell(world, 1 << power, dtype)
+        for world in WORLD_SIZES
+        if world <= num_devices
+        for power in range(first, last, 2 if quick else 1)
+        for dtype in DTYPES[: 1 if quick else None]
+    ]
+
+
+@functools.cache
+def _memory(world_size: int) -> SymmetricMemory:
+    devices = jax.local_devices()[:world_size]
+    mesh = Mesh(np.array(devices), (AXIS,))
+    return SymmetricMemory.create(mesh, AXIS, max_bytes=MOST_BYTES[devices[0].platform])
+
+
+def measure(cell: Cell) -> Seconds:
+    """Seconds of an all-reduce by each algorithm that serves the cell.
+
+    Raises:
+      RuntimeError: wrong sums.
+      PeerTimeoutError: a device waited in vain.
+    """
+    memory, found = _memory(cell.world_size), {}
+    operand, expected = (
+        jax.device_put(array, NamedSharding(memory.mesh, spec))
+        for array, spec in zip(_operand(cell), (PartitionSpec(AXIS), PartitionSpec()), strict=True)
+    )
+    for algorithm in ALGORITHMS:
+        if not serves(memory, cell.dtype, algorithm, cell.num_bytes):
+            continue
+        step, calls = _chain(memory, cell, algorithm)
+        summed = step(jnp.copy(operand))  # which it takes
+        memory.check(summed)
+        if not (summed == expected).all():
+            raise RuntimeError(f"{cell}: {algorithm} gave wrong sums")
+        found[algorithm] = measurement.seconds_per_step(step, summed) / calls
+    return found
+
+
+def serves(memory: SymmetricMemory, dtype: str, algorithm: str, num_bytes: int) -> bool:
+    """Whether an algorithm takes messages of so many bytes."""
+    count = num_bytes // jnp.dtype(dtype).itemsize
+    message = jax.ShapeDtypeStruct((count,), dtype)
+    try:
+        jaxkv.explain(memory.all_reduce, message, AXIS, implementation=algorithm)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _operand(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
+    """A row for each device, and their mean; every sum on the way is exact in each dtype."""
+    count = cell.num_bytes // jnp.dtype(cell.dtype).itemsize
+    noise = np.random.default_rng(0).integers(0, 8, (cell.world_size, count), np.int8)
+    return (noise * np.int8(cell.world_size)).astype(cell.dtype), noise.sum(0).astype(cell.dtype)
+
+
+def _chain(
+    memory: SymmetricMemory, cell: Cell, algorithm: str
+) -> tuple[Callable[[jax.Array], jax.Array], int]:
+    """Means over the devices, one after the other in one program, and how many."""
+    calls = CALLS_OF_LONG if cell.num_bytes >= LONG_BYTES else CALLS
+
+    @jax.jit
+    def mean(x: Any) -> Any:
+        return memory.all_reduce(x, AXIS, implementation=algorithm) / cell.world_size
+
+    def chain(x: Any) -> Any:
+        for _ in range(calls):
+            x = mean(x)
+        return x
+
+    spec = PartitionSpec(AXIS)
+    mapped = jax.shard_map(chain, mesh=memory.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    program = jax.jit(mapped, donate_argnums=0)  # else the host mends graphs before each call
+    if jax.default_backend() == "cpu":  # calls that queue there take threads from those that run
+        return lambda x: program(x).block_until_ready(), calls
+    return program, calls
+
+
+# --------------------------------------------------------------------------------------------------
+# From seconds to rules
+
+
+def rules_of(
+    measured: Mapping[int, Sequence[Seconds]], serves: Callable[[str, int], bool]
+) -> list[tuple[int, str]]:
+    """(min_bytes, algorithm), ascending from 0.
+
+    An algorithm stays until another is faster by more than noise, or until it serves no more.
+
+    Args:
+      measured: for each size in bytes the seconds of each dtype.
+      serves: whether an algorithm takes messages of so many bytes.
+    """
+    first, *others = sorted(measured)
+    rules = [(0, _fastest(measured[first]))]
+    before = first
+    for num_bytes in others:
+        worst, (_, last) = slowest(measured[num_bytes]), rules[-1]
+        best = _fastest(measured[num_bytes])
+        if last not in worst:  # psum would take what lies between, if this began at `num_bytes`
+            rules.append((_first_unserved(last, before, num_bytes, serves), best))
+        elif worst[last] * (1 - NOISE) > min(worst.values()):
+            rules.append((num_bytes, best))
+        before = num_bytes
+    return rules
+
+
+def _fastest(of_dtypes: Sequence[Seconds]) -> str:
+    """The first in ALGORITHMS, which have the least to wait for, of those as fast as any."""
+    worst = slowest(of_dtypes)
+    best = min(worst.values())
+    return next(name for name in worst if worst[name] * (1 - NOISE) <= best)
+
+
+def slowest(of_dtypes: Sequence[Seconds]) -> Seconds:
+    """The seconds of the slower dtype, of algorithms that serve all."""
+    common = set.intersection(*({*seconds} for seconds in of_dtypes))
+    return {
+        name: max(seconds[name] for seconds in of_dtypes) for name in ALGORITHMS if name in common
+    }
+
+
+def _first_unserved(
+    algorithm: str, served: int, unserved: int, serves: Callable[[str, int], bool]
+) -> int:
+    while unserved - served > 1:
+        middle = (served + unserved) // 2
+        served, unserved = (middle, unserved) if serves(algorithm, middle) else (served, middle)
+    return unserved
+
+
+def table_of(measured: Mapping[Cell, Seconds], how: str) -> Table:
+    """The table for this device kind; packaged rules for numbers of devices not measured."""
+    kind = jax.local_devices()[0].device_kind
+    rules = dict(packaged_table(kind).rules)
+    worlds = sorted({cell.world_size for cell in measured})
+    for world in worlds:
+        sizes: dict[int, list[Seconds]] = {}
+        for cell, seconds in measured.items():
+            if cell.world_size == world:
+                sizes.setdefault(cell.num_bytes, []).append(seconds)
+        rules[world] = tuple(rules_of(sizes, functools.partial(serves, _memory(world), DTYPES[0])))
+    return Table(
+        name=f"{table_files.slug(kind)}.json",
+        device_kind=kind,
+        how=f"{how}, on {', '.join(map(str, worlds))} devices",
+        commit=measurement.commit(),
+        date=probes.date(),
+        versions=measurement.versions(),
+        rules=rules,
+    )
+
+
+def differences(measured: Mapping[Cell, Seconds]) -> list[str]:
+    """Sizes at which the dtypes would choose otherwise, by more than noise."""
+    lines = []
+    for cell, seconds in measured.items():
+        other = measured.get(cell._replace(dtype=DTYPES[0]), seconds)
+        mine, theirs = (min(one, key=lambda name: one[name]) for one in (seconds, other))
+        if theirs in seconds and seconds[theirs] * (1 - NOISE) > seconds[mine]:
+            lines.append(f"{cell}: {mine}, and {theirs} of {DTYPES[0]}")
+    return lines
+
+
+def run(out: str | None, *, quick: bool) -> None:
+    """Measures, prints and writes the table.
+
+    Args:
+      out: the file to write, by default `all_reduce_<device kind>.json`.
+      quick: fewer sizes.
+
+    Raises:
+      RuntimeError: there is one device only, or wrong sums.
+    """
+    devices = jax.local_devices()
+    found = cells(devices[0].platform, len(devices), quick=quick)
+    if not found:
+        raise RuntimeError(f"an all-reduce needs at least {WORLD_SIZES[0]} devices, here is one")
+    measured = {}
+    for cell in measurement.progress(found):
+        measured[cell] = measure(cell)
+    for cell, seconds in measured.items():
+        print(f"{cell}:", ", ".join(f"{name} {t * 1e6:.4g} us" for name, t in seconds.items()))
+    print("dtypes differ:", *differences(measured) or ["nowhere"], sep="\n  ")
+    table = table_of(measured, f"python -m jaxkv.tune --all-reduce{' --quick' if quick else ''}")
+    path = pathlib.Path(out or f"all_reduce_{table.name}")
+    path.write_text(table.to_text())
+    print(table.to_text())
+    print(f"wrote {path}; {VARIABLE}={path} makes jaxkv use it")

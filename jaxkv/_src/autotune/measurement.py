@@ -1,0 +1,69 @@
+"""What the measurements of tuning tables share: clocks, progress, and where a table came from."""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import jax
+
+from jaxkv._src.environment import driver, probes
+
+T = TypeVar("T")
+
+SECONDS_OF_SAMPLE = 0.03
+
+
+def seconds_per_step(step: Callable[[jax.Array], jax.Array], state: jax.Array) -> float:
+    """Median seconds of a step in chains of steps that are waited for once."""
+
+    def chain(length: int) -> float:
+        nonlocal state
+        start = time.perf_counter()
+        for _ in range(length):
+            state = step(state)
+        state.block_until_ready()
+        return (time.perf_counter() - start) / length
+
+    estimate = min(chain(1), chain(1))  # command buffers are captured in the second run
+    length = min(200, math.ceil(SECONDS_OF_SAMPLE / estimate))
+    return statistics.median(chain(length) for _ in range(5))
+
+
+def versions() -> dict[str, str]:
+    found = {**probes.versions(), "cuda driver": probes._attempt(lambda: driver.Driver().version())}
+    return {name: text for name, text in found.items() if "unavailable" not in text}
+
+
+def commit() -> str | None:
+    """The commit of this code; a copy without its history is told in JAXKV_COMMIT."""
+    if told := os.environ.get("JAXKV_COMMIT"):
+        return told
+    checkout = pathlib.Path(__file__).resolve().parent.parent.parent.parent
+    if not (checkout / ".git").exists():
+        return None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    found = probes._attempt(
+        lambda: subprocess.check_output(command, cwd=checkout, text=True).strip()
+    )
+    return None if found.startswith("unavailable") else found
+
+
+def progress(found: list[T]) -> Iterator[T]:
+    """The cells, with a progress bar on standard error."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        for done, cell in enumerate(found):
+            print(f"\r{done}/{len(found)} cells", end="", file=sys.stderr, flush=True)
+            yield cell
+        print("\r", end="", file=sys.stderr)
+    else:
+        yield from tqdm(found, unit="cell", leave=False)

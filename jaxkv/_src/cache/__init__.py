@@ -1,0 +1,1 @@
+"""The KV cache spec, host layouts, the host pool, and the device cache."""

@@ -1,0 +1,242 @@
+"""Where byte (kv, layer, page, token, head, dim) of a KV cache lives, for every layout.
+
+Python and NumPy: nothing here knows of CUDA, nor of JAX more than its dtypes. The layouts are those
+of SGLang's HiCache host pools; the device cache is always layer first, one array per layer and
+half.
+
+Symbols: L layers, P pages, s tokens a page, T = P*s tokens, H KV heads, D head dim, G head groups.
+The leading 2 is the K half, then the V half; MLA has one buffer, H = 1, and no such axis.
+
+| layout            | shape                                            |
+|-------------------|--------------------------------------------------|
+| layer_first       | (2, L, T, H, D)                                  |
+| page_first        | (2, T, L, H, D)                                  |
+| page_first_direct | (2, P, L, s, H, D)                               |
+| page_head         | (2, P, H, s, L, D), MHA only                     |
+| page_unified      | (P, G, L, 2, s, H/G, D), MLA: (P, L, s, D)       |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from jaxkv._src.cache.spec import KVCacheSpec
+
+_AXES = {
+    "layer_first": ("kv", "layer", "page", "token", "head", "dim"),
+    "page_first": ("kv", "page", "token", "layer", "head", "dim"),
+    "page_first_direct": ("kv", "page", "layer", "token", "head", "dim"),
+    "page_head": ("kv", "page", "head", "token", "layer", "dim"),
+    "page_unified": ("page", "group", "layer", "kv", "token", "head", "dim"),
+}
+LAYOUTS = tuple(_AXES)
+
+DESCRIPTOR_DTYPE = np.dtype(
+    [("buffer", "<i8"), ("device_offset", "<i8"), ("host_offset", "<i8"), ("size", "<i8")]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PageGeometry:
+    """How a contiguous block of a dense array is strewn over the other, strided side.
+
+    Byte b of the block is byte `b % run_bytes` of run (i0, i1), runs counted row-major over
+    `counts`, and lies at `i0 * strides_bytes[0] + i1 * strides_bytes[1] + b % run_bytes` from the
+    block's place on the strided side: `page * page_stride_bytes` past the buffer's offset.
+    """
+
+    block_bytes: int
+    run_bytes: int
+    counts: tuple[int, int]
+    strides_bytes: tuple[int, int]
+    page_stride_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HostLayout:
+    """One host layout of `num_pages` pages of `spec`.
+
+    Attributes:
+      spec: what a token is made of.
+      name: one of `LAYOUTS`.
+      num_pages: pages P.
+      head_groups: G of page_unified, the number of shards that read whole head groups; else 1.
+
+    Raises:
+      ValueError: unknown layout, page_head with MLA, or head_groups that does not divide the heads.
+    """
+
+    spec: KVCacheSpec
+    name: str
+    num_pages: int
+    head_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.name not in _AXES:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.name!r}")
+        if self.num_pages < 1:
+            raise ValueError(f"num_pages must be >= 1, got {self.num_pages}")
+        if self.name == "page_head" and self.spec.kind == "mla":
+            raise ValueError("layout page_head needs kind='mha': MLA has no heads to put first")
+        if self.head_groups != 1 and self.name != "page_unified":
+            raise ValueError(
+                f"head_groups={self.head_groups} needs layout page_unified, got {self.name}"
+            )
+        if self.head_groups < 1 or self.spec.num_kv_heads % self.head_groups:
+            raise ValueError(
+                f"head_groups must divide num_kv_heads={self.spec.num_kv_heads}, "
+                f"got {self.head_groups}"
+            )
+
+    @functools.cached_property
+    def _sizes(self) -> dict[str, int]:
+        spec = self.spec
+        return {
+            "kv": spec.num_kv,
+            "layer": spec.num_layers,
+            "page": self.num_pages,
+            "token": spec.page_size,
+            "group": self.head_groups,
+            "head": spec.num_kv_heads // self.head_groups,
+            "dim": spec.head_dim,
+        }
+
+    @functools.cached_property
+    def _strides(self) -> dict[str, int]:
+        strides = {"group": 0}
+        stride = np.dtype(self.spec.dtype).itemsize
+        for axis in reversed(_AXES[self.name]):
+            strides[axis] = stride
+            stride *= self._sizes[axis]
+        return strides
+
+    @functools.cached_property
+    def axes(self) -> tuple[tuple[str, ...], ...]:
+        """The logical axes of each axis of `shape`; (page, token) together are a token axis T."""
+        axes: list[tuple[str, ...]] = []
+        for axis in _AXES[self.name]:
+            if self.spec.kind == "mla" and (
+                axis in ("kv", "group") or (axis == "head" and self.name == "page_unified")
+            ):
+                continue
+            if axis == "token" and axes[-1] == ("page",):
+                axes[-1] = ("page", "token")
+            else:
+                axes.append((axis,))
+        return tuple(axes)
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the host array, as in the table at the top of this module."""
+        return tuple(math.prod(self._sizes[axis] for axis in merged) for merged in self.axes)
+
+    @functools.cached_property
+    def strides_bytes(self) -> tuple[int, ...]:
+        """Bytes from one entry to the next along each axis of `shape`."""
+        return tuple(self._strides[merged[-1]] for merged in self.axes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole host array."""
+        return self.num_pages * self.spec.page_bytes
+
+    def buffer_offset_bytes(self, kv: int, layer: int) -> int:
+        """Byte offset of page 0 of layer `layer`'s K (kv=0) or V (kv=1) half."""
+        return kv * self._strides["kv"] + layer * self._strides["layer"]
+
+    @functools.cached_property
+    def _geometry(self) -> PageGeometry:
+        run = np.dtype(self.spec.dtype).itemsize
+        levels: list[tuple[int, int]] = []  # (count, stride), innermost first
+        for axis in ("dim", "head", "group", "token"):
+            count, stride = self._sizes[axis], self._strides[axis]
+            if count == 1:
+                continue
+            if not levels and stride == run:
+                run *= count
+            elif levels and stride == levels[-1][0] * levels[-1][1]:
+                levels[-1] = (levels[-1][0] * count, levels[-1][1])
+            else:
+                levels.append((count, stride))
+        inner, outer = [*levels, (1, 0), (1, 0)][:2]
+        return PageGeometry(
+            block_bytes=self.spec.block_bytes,
+            run_bytes=run,
+            counts=(outer[0], inner[0]),
+            strides_bytes=(outer[1], inner[1]),
+            page_stride_bytes=self._strides["page"],
+        )
+
+    def page_geometry(self) -> PageGeometry:
+        """How one page's block of a device array is strewn over this layout."""
+        return self._geometry
+
+    def descriptors(
+        self,
+        host_pages: npt.ArrayLike,
+        device_pages: npt.ArrayLike,
+        layers: int | Sequence[int] | None = None,
+    ) -> np.ndarray:
+        """Copies that move the pages: one entry per run, neighbours on both sides merged.
+
+        Args:
+          host_pages, device_pages: int[n], pairs; a pair with an entry < 0 is padding.
+          layers: as for `KVCacheSpec.select_layers`.
+
+        Returns:
+          `DESCRIPTOR_DTYPE[m]`: `buffer` counts (layer, kv) over the chosen layers, row-major;
+          `device_offset` is in that buffer's device array, `host_offset` in the host array.
+
+        Raises:
+          ValueError: a host page outside the pool, or id lists of unequal length.
+        """
+        host = np.asarray(host_pages, np.int64).reshape(-1)
+        device = np.asarray(device_pages, np.int64).reshape(-1)
+        if len(host) != len(device):
+            raise ValueError(f"host_pages has {len(host)} entries, device_pages {len(device)}")
+        used = (host >= 0) & (device >= 0)
+        host, device = host[used], device[used]
+        if len(host) and host.max() >= self.num_pages:
+            raise ValueError(
+                f"host page {host.max()} is outside the pool of {self.num_pages} pages"
+            )
+        geometry = self._geometry
+        (n0, n1), (s0, s1) = geometry.counts, geometry.strides_bytes
+        runs = np.arange(n0)[:, None] * s0 + np.arange(n1) * s1
+        inside = np.arange(n0 * n1) * geometry.run_bytes
+        buffers = [
+            self.buffer_offset_bytes(kv, layer)
+            for layer in self.spec.select_layers(layers)
+            for kv in range(self.spec.num_kv)
+        ]
+        copies = np.zeros((len(buffers), len(host), n0 * n1), DESCRIPTOR_DTYPE)
+        copies["buffer"] = np.arange(len(buffers))[:, None, None]
+        copies["device_offset"] = device[:, None] * geometry.block_bytes + inside
+        copies["host_offset"] = (
+            np.asarray(buffers)[:, None, None]
+            + host[:, None] * geometry.page_stride_bytes
+            + runs.reshape(-1)
+        )
+        copies["size"] = geometry.run_bytes
+        return _merge_neighbours(copies.reshape(-1))
+
+
+def _merge_neighbours(copies: np.ndarray) -> np.ndarray:
+    if not len(copies):
+        return copies
+    previous, following = copies[:-1], copies[1:]
+    joined = following["buffer"] == previous["buffer"]
+    for side in ("device_offset", "host_offset"):
+        joined &= following[side] == previous[side] + previous["size"]
+    starts = np.flatnonzero(np.concatenate([[True], ~joined]))
+    merged = copies[starts].copy()
+    merged["size"] = np.add.reduceat(copies["size"], starts)
+    return merged

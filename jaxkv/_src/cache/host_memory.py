@@ -1,0 +1,116 @@
+"""Limits of host memory, and the NUMA node that a device is attached to."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from jaxkv._src.runtime import native
+from jaxkv._src.runtime.errors import HostMemoryError
+
+
+def check_host_memory(needed_bytes: int) -> None:
+    """Raises HostMemoryError if `needed_bytes` are more than the machine's limits leave.
+
+    The tightest of the memory limits of this process's control groups and of what the kernel calls
+    available memory counts. The locked-memory limit is not among them: the CUDA driver pins
+    without regard to it, and the CPU backend does not pin at all.
+    """
+    limits = [("available memory (MemAvailable)", _mem_available()), *_cgroup_limits()]
+    limit, available = min(limits, key=lambda entry: entry[1])
+    available = max(available, 0)
+    if needed_bytes > available:
+        raise HostMemoryError(needed_bytes, available, limit)
+
+
+def _cgroup_limits() -> Iterator[tuple[str, int]]:
+    """(name, bytes left) of every finite memory limit above this process, v2 and v1."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, files = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+            cache_field = "inactive_file"
+        elif "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory")
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            cache_field = "total_inactive_file"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for directory in (group, *group.parents):
+            if directory != root and root not in directory.parents:
+                break
+            left = _cgroup_bytes_left(directory, files, cache_field)
+            if left is not None:
+                yield f"{directory / files[0]}", left
+
+
+def _cgroup_bytes_left(directory: Path, files: tuple[str, str], cache_field: str) -> int | None:
+    try:
+        limit, usage = ((directory / name).read_text().strip() for name in files)
+        if limit == "max" or int(limit) >= 1 << 60:  # v1 writes "no limit" as a huge number
+            return None
+        fields = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        return int(limit) - int(usage) + int(fields.get(cache_field, 0))
+    except (OSError, ValueError):
+        return None
+
+
+def _mem_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def numa_node(device: jax.Device) -> int | None:
+    """NUMA node of a GPU, or None where the machine has one node or does not say."""
+    nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    if device.platform != "gpu" or len(nodes) < 2:
+        return None
+    address = native.extension().pci_address(device.local_hardware_id).lower()
+    try:
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+# System call numbers of (get_mempolicy, set_mempolicy).
+_MEMPOLICY_CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}
+_MPOL_PREFERRED = 1
+_MAX_NODES = 1024
+
+
+@contextlib.contextmanager
+def prefer_numa_node(node: int | None) -> Iterator[None]:
+    """New pages of this thread come from `node` while it has room; None changes nothing.
+
+    A preference only: where the kernel refuses it, as containers often do, nothing changes.
+    """
+    if node is None or platform.machine() not in _MEMPOLICY_CALLS:
+        yield
+        return
+    get_policy, set_policy = map(ctypes.c_long, _MEMPOLICY_CALLS[platform.machine()])
+    node_mask = ctypes.c_ulong * (_MAX_NODES // 64)
+    mode, nodes, wanted = ctypes.c_int(), node_mask(), node_mask()
+    wanted[node // 64] = 1 << (node % 64)
+    size, nothing = ctypes.c_ulong(_MAX_NODES), ctypes.c_ulong(0)
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    known = syscall(get_policy, ctypes.byref(mode), nodes, size, nothing, nothing) == 0
+    if known:
+        syscall(set_policy, ctypes.c_int(_MPOL_PREFERRED), wanted, size)
+    try:
+        yield
+    finally:
+        if known:
+            syscall(set_policy, mode, nodes, size)

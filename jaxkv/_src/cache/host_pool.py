@@ -1,0 +1,175 @@
+"""KV pages in pinned host memory, as a JAX array that donated steps write in place."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxkv._src.cache.device_cache import DeviceCache
+from jaxkv._src.cache.host_layout import HostLayout
+from jaxkv._src.cache.host_memory import check_host_memory, numa_node, prefer_numa_node
+from jaxkv._src.cache.spec import KVCacheSpec
+from jaxkv._src.runtime import native
+from jaxkv._src.runtime.devices import check_outside_jit, default_device
+from jaxkv._src.runtime.sharding import check_head_axis
+from jaxkv._src.runtime.sync_guard import allow_host_sync
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HostPool:
+    """KV pages in pinned host memory: a pytree around one array.
+
+    Attributes:
+      data: `dtype[host_layout.shape]` with `memory_kind="pinned_host"`.
+      spec: what a token is made of (all shards together).
+      layout: name of the layout, one of `host_layout.LAYOUTS`.
+      head_groups: G of page_unified, else 1.
+    """
+
+    data: Any
+    spec: KVCacheSpec = dataclasses.field(metadata={"static": True})
+    layout: str = dataclasses.field(metadata={"static": True})
+    head_groups: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        spec: KVCacheSpec,
+        *,
+        num_pages: int,
+        layout: str = "page_first_direct",
+        head_groups: int = 1,
+        mesh: jax.sharding.Mesh | None = None,
+        head_axis: str | None = None,
+    ) -> HostPool:
+        """Zeroed pages, each device's shard pinned near that device.
+
+        Args:
+          spec: what a token is made of.
+          num_pages: pages of the pool.
+          layout: see `host_layout`; page_first_direct suits the copy engine.
+          head_groups: G of page_unified.
+          mesh: devices whose steps use the pool; None for the default device.
+          head_axis: mesh axis that the KV heads (page_unified: the head groups) are split over;
+            None for a copy of the pool for each device.
+
+        Raises:
+          RuntimeError: made inside of jit.
+          HostMemoryError: the pool does not fit what the machine leaves; nothing was allocated.
+          ValueError: a layout or sizes that do not go together, or a head_axis without a mesh.
+        """
+        whole = HostLayout(spec, layout, num_pages, head_groups)
+        sharding = _pool_sharding(whole, mesh, head_axis)
+        shards = sharding.addressable_devices_indices_map(whole.shape)
+        local_shape = sharding.shard_shape(whole.shape)
+        local_bytes = int(np.prod(local_shape)) * np.dtype(spec.dtype).itemsize
+        check_host_memory(local_bytes * len(shards))
+        arrays = [_allocate(local_shape, spec.dtype, device) for device in shards]
+        if mesh is None:
+            (data,) = arrays
+        else:
+            data = jax.make_array_from_single_device_arrays(whole.shape, sharding, arrays)
+        return cls(data=data, spec=spec, layout=layout, head_groups=head_groups)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return self.host_layout.num_pages
+
+    @property
+    def host_layout(self) -> HostLayout:
+        """The layout of `data` as it is here: inside `shard_map`, that of the shard."""
+        axes = HostLayout(self.spec, self.layout, 1, self.head_groups).axes
+        if self.data.ndim != len(axes):
+            raise ValueError(
+                f"data of a pool with layout {self.layout} must have {len(axes)} dimensions, "
+                f"got shape {self.data.shape}"
+            )
+        sizes = dict(zip(axes, self.data.shape, strict=True))
+        pages = sizes.get(("page",)) or sizes[("page", "token")] // self.spec.page_size
+        groups = sizes.get(("group",), 1)
+        heads = sizes.get(("head",), 1) * groups
+        spec = dataclasses.replace(self.spec, num_kv_heads=heads)
+        return HostLayout(spec, self.layout, pages, groups)
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        """How `data` is split over the mesh: for `in_specs` and `out_specs` of `shard_map`."""
+        return getattr(self.data.sharding, "spec", PartitionSpec())
+
+    def release(self) -> None:
+        """Frees the host memory now, after all work that may still use it has ended.
+
+        Blocks until then. Later uses of this pool, or of a pool that shares its array, are errors.
+        """
+        if self.data.is_deleted():
+            return
+        self.data.block_until_ready()
+        for device in self.data.sharding.addressable_devices:
+            # The array is ready once written, but loads that read it may still be in flight.
+            if device.platform == "gpu":
+                native.extension().synchronize_device(device.local_hardware_id)
+        self.data.delete()
+
+
+def _pool_sharding(
+    whole: HostLayout, mesh: jax.sharding.Mesh | None, head_axis: str | None
+) -> jax.sharding.Sharding:
+    split = "group" if whole.name == "page_unified" else "head"
+    parts = whole.head_groups if split == "group" else whole.spec.num_kv_heads
+    check_head_axis(parts, "head_groups" if split == "group" else "num_kv_heads", mesh, head_axis)
+    if mesh is None:
+        return SingleDeviceSharding(default_device(), memory_kind="pinned_host")
+    axes = (head_axis if merged == (split,) else None for merged in whole.axes)
+    return NamedSharding(mesh, PartitionSpec(*axes), memory_kind="pinned_host")
+
+
+def _allocate(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Array:
+    sharding = SingleDeviceSharding(device, memory_kind="pinned_host")
+    with prefer_numa_node(numa_node(device)):
+        if device.platform == "cpu":
+            # Through XLA's own memory: NumPy's could be lent, and the first donation would copy it.
+            zeros: Any = jnp.zeros(shape, dtype, device=device)
+        else:
+            # Ten times faster on an H200 host than zeros that XLA writes.
+            zeros = np.zeros(shape, dtype)
+        # device_put and not out_shardings, which forgets that the type of the array is <host>.
+        with allow_host_sync("a new pool is uploaded, after no work of the device"):
+            array = jax.device_put(zeros, sharding)
+            check_outside_jit(array)
+            return array.block_until_ready()
+
+
+def check_pair(pool: HostPool, cache: DeviceCache) -> None:
+    """Raises a TypeError or ValueError unless pages can go between the two."""
+    if not isinstance(pool, HostPool):
+        raise TypeError(f"pool must be a jaxkv.HostPool, got {type(pool).__name__}")
+    if not isinstance(cache, DeviceCache):
+        raise TypeError(f"cache must be a jaxkv.DeviceCache, got {type(cache).__name__}")
+    for field in dataclasses.fields(pool.spec):
+        ours, theirs = (getattr(owner.spec, field.name) for owner in (pool, cache))
+        if ours != theirs:
+            raise ValueError(f"{field.name} of the pool is {ours}, of the cache {theirs}")
+    layout = pool.host_layout
+    if tuple(pool.data.shape) != layout.shape or pool.data.dtype != layout.spec.dtype:
+        raise ValueError(
+            f"pool.data must be {layout.spec.dtype}{list(layout.shape)} for layout {pool.layout}, "
+            f"got {pool.data.dtype}{list(pool.data.shape)}"
+        )
+    concrete = isinstance(pool.data, jax.Array) and not isinstance(pool.data, jax.core.Tracer)
+    if concrete and (kind := pool.data.sharding.memory_kind) != "pinned_host":
+        raise ValueError(f"pool.data must be in pinned_host memory, is in {kind}")
+    wanted = (cache.num_pages, *layout.spec.block_shape)
+    for layer, halves in enumerate(cache.layers):
+        for array in halves:
+            if tuple(array.shape) != wanted or array.dtype != layout.spec.dtype:
+                raise ValueError(
+                    f"cache.layers[{layer}] must be {layout.spec.dtype}{list(wanted)} to match the "
+                    f"pool, got {array.dtype}{list(array.shape)}"
+                )

@@ -1,0 +1,100 @@
+"""The shape and dtype of a token's keys and values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jaxkv._src.runtime.dtypes import _element_bits, check_whole_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class KVCacheSpec:
+    """What one token of the cache is made of.
+
+    Attributes:
+      num_layers: number of attention layers L.
+      page_size: tokens a page (the field also says block size).
+      num_kv_heads: KV heads H, of all shards together; 1 for MLA.
+      head_dim: elements a head D; for MLA the latent and rope elements together.
+      dtype: any whole-byte dtype, fp8 and int8 included; of 64 bits only where JAX has them on.
+      kind: "mha" (a K and a V half; GQA and MQA too) or "mla" (one latent buffer).
+
+    Raises:
+      ValueError: a size below 1, an unknown kind, MLA with several heads, a dtype that
+        JAX has not or that takes no whole bytes.
+    """
+
+    num_layers: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: npt.DTypeLike
+    kind: str = "mha"
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "page_size", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or value < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        if self.kind not in ("mha", "mla"):
+            raise ValueError(f'kind must be "mha" or "mla", got {self.kind!r}')
+        if self.kind == "mla" and self.num_kv_heads != 1:
+            raise ValueError(f"num_kv_heads must be 1 for kind='mla', got {self.num_kv_heads}")
+        object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
+
+    @property
+    def num_kv(self) -> int:
+        """Buffers a layer has: 2 (K and V) for MHA, 1 for MLA."""
+        return 2 if self.kind == "mha" else 1
+
+    @property
+    def block_shape(self) -> tuple[int, int, int]:
+        """Shape of one page in one layer's K or V array: (page_size, num_kv_heads, head_dim)."""
+        return (self.page_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one page in one layer's K or V array."""
+        return math.prod(self.block_shape) * np.dtype(self.dtype).itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: all layers, K and V."""
+        return self.num_layers * self.num_kv * self.block_bytes
+
+    def select_layers(self, layers: int | Sequence[int] | None) -> tuple[int, ...]:
+        """Layer numbers named by `layers`: all for None, one for an int, or a sequence."""
+        if layers is None:
+            return tuple(range(self.num_layers))
+        chosen: Any = (layers,) if np.ndim(layers) == 0 else layers
+        chosen = tuple(chosen)
+        for layer in chosen:
+            if isinstance(layer, bool) or not hasattr(layer, "__index__"):
+                raise ValueError(f"layers must be integers, got {layer!r}")
+            if not 0 <= layer < self.num_layers:
+                raise ValueError(
+                    f"layers must lie in [0, num_layers={self.num_layers}), got {layer}"
+                )
+        numbers = tuple(int(layer) for layer in chosen)
+        if len(set(numbers)) != len(numbers):
+            raise ValueError(f"layers must not name a layer twice, got {numbers}")
+        return numbers
+
+
+def _checked_dtype(given: npt.DTypeLike) -> np.dtype:
+    """`given` if arrays of JAX keep it, else a ValueError."""
+    dtype = np.dtype(given)
+    check_whole_bytes(dtype, "dtype")
+    bits = _element_bits(dtype)
+    if given is None or bits == 0:
+        raise ValueError(f"dtype must be one of JAX's numbers or bool, got {given!r}")
+    if bits > 32 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ValueError(f"dtype {dtype} has {bits} bits, the limit is 32 without jax_enable_x64")
+    return dtype

@@ -1,0 +1,1 @@
+"""Symmetric memory and all-reduce."""

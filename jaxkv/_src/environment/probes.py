@@ -1,0 +1,278 @@
+"""What jaxkv finds on this machine: `python -m jaxkv.env [--json]`.
+
+Paste the output into a bug report: it names versions, GPUs, memory limits and the implementation
+that each operation would choose here, and leaves out host names, user names and directories. A
+probe that fails prints its reason and does not stop the others.
+"""
+
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import resource
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jaxkv._src.environment.driver import Driver
+
+PROBE_BYTES = 1 << 20
+ENVIRONMENT_PREFIXES = ("JAX_", "JAXKV_", "XLA_", "CUDA_", "NCCL_", "TF_GPU_", "LD_LIBRARY_PATH")
+ADDRESSES = re.compile("ADDRESS|COMM_ID")  # they name hosts
+CUDA_LIBRARY = re.compile(
+    r"lib(cuda|cudart|nccl|cublas\w*|cudnn\w*|cufft|cusolver|cusparse|cupti|nvrtc|nvJitLink|nvshmem\w*)"
+    r"\.so[.\d]*$"
+)
+# Values of CUdevice_attribute in cuda.h.
+COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
+MULTIPROCESSOR_COUNT, MULTICAST_SUPPORTED, HOST_NUMA_ID = 16, 132, 134
+
+
+def _attempt(probe: Callable[[], Any]) -> Any:
+    try:
+        return probe()
+    except Exception as error:  # the report must survive whatever is broken on this machine
+        return f"unavailable: {type(error).__name__}: {error}"
+
+
+def _read(path: str | pathlib.Path) -> str:
+    return pathlib.Path(path).read_text().strip()
+
+
+def date() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    packages = ("jaxkv", "jax", "jaxlib", "numpy")
+    return {
+        "python": platform.python_version(),
+        "os": _attempt(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]),
+        "machine": platform.machine(),
+        **{name: _attempt(partial(importlib.metadata.version, name)) for name in packages},
+    }
+
+
+def devices() -> dict[str, Any]:
+    """JAX's own view; starts its backend, so that the libraries that it loads can be seen later."""
+    import jax
+
+    found = jax.local_devices()
+    return {
+        "backend": jax.default_backend(),
+        "processes": jax.process_count(),
+        "kind": found[0].device_kind,
+        "count": len(found),
+        "memory_kinds": sorted(memory.kind for memory in found[0].addressable_memories()),
+    }
+
+
+def driver() -> dict[str, str]:
+    def module() -> str:
+        found = re.search(r"\d+(\.\d+)+", _read("/proc/driver/nvidia/version"))
+        return found.group() if found else "unavailable: no version in the module's own text"
+
+    return {"cuda": Driver().version(), "kernel_module": _attempt(module)}
+
+
+def pcie_links() -> dict[str, dict[str, str]]:
+    """PCIe generation and width by PCI address, now and at most; an idle link slows down."""
+    fields = ["pci.bus_id"] + [
+        f"pcie.link.{what}.{when}" for what in ("gen", "width") for when in ("current", "max")
+    ]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    links = {}
+    for line in output.splitlines():
+        address, gen, gen_max, width, width_max = (field.strip() for field in line.split(","))
+        links[address.lower()[-12:]] = {
+            "now": f"gen {gen} x{width}",
+            "max": f"gen {gen_max} x{width_max}",
+        }
+    return links
+
+
+def gpus(cuda: Driver | None = None) -> list[dict[str, Any]]:
+    cuda = cuda or Driver()
+    links = _attempt(pcie_links)
+    return [_gpu(cuda, device, links) for device in cuda.devices()]
+
+
+def _gpu(cuda: Driver, device: int, links: Any) -> dict[str, Any]:
+    address = cuda.pci_address(device)
+    major = cuda.attribute(device, COMPUTE_CAPABILITY_MAJOR)
+    minor = cuda.attribute(device, COMPUTE_CAPABILITY_MINOR)
+
+    def numa_node() -> int:
+        return int(_read(f"/sys/bus/pci/devices/{address}/numa_node"))
+
+    return {
+        "name": cuda.name(device),
+        "compute_capability": f"{major}.{minor}",
+        "multiprocessors": cuda.attribute(device, MULTIPROCESSOR_COUNT),
+        "memory_bytes": cuda.memory_bytes(device),
+        "pci_address": address,
+        "pcie_link": links.get(address) if isinstance(links, dict) else links,
+        "numa_node": _attempt(numa_node),
+        "driver_numa_node": _attempt(lambda: cuda.attribute(device, HOST_NUMA_ID)),
+        "multicast_supported": _attempt(lambda: bool(cuda.attribute(device, MULTICAST_SUPPORTED))),
+    }
+
+
+def peer_access(cuda: Driver | None = None) -> list[list[bool]]:
+    """Row i, column j: GPU i can map the memory of GPU j (true on the diagonal)."""
+    cuda = cuda or Driver()
+    found = cuda.devices()
+    return [[a == b or cuda.can_access_peer(a, b) for b in found] for a in found]
+
+
+def cuda_libraries() -> dict[str, Any]:
+    """Libraries this process has loaded, beside the packages that could have provided them."""
+    mapped = {line.split()[-1] for line in _read("/proc/self/maps").splitlines()}
+    paths = [pathlib.PurePath(path) for path in sorted(mapped) if CUDA_LIBRARY.search(path)]
+    packages = {
+        distribution.name: distribution.version
+        for distribution in importlib.metadata.distributions()
+        if (distribution.name or "").startswith(("nvidia-", "jax-cuda"))
+    }
+    return {
+        "loaded": {path.name: _origin(path) for path in paths},
+        "installed": dict(sorted(packages.items())),
+    }
+
+
+def _origin(path: pathlib.PurePath) -> str:
+    """`package nvidia/nccl/lib` for a library from site-packages, `system` for any other."""
+    parts = path.parent.parts
+    for root in ("site-packages", "dist-packages"):
+        if root in parts:
+            return "package " + "/".join(parts[parts.index(root) + 1 :])
+    return "system"
+
+
+def memory() -> dict[str, Any]:
+    """What limits a host pool, in bytes; None where there is no limit."""
+    from jaxkv._src.cache import host_memory
+
+    left = [available for _, available in host_memory._cgroup_limits()]
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    meminfo = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
+    return {
+        "locked_limit_bytes": None if soft == resource.RLIM_INFINITY else soft,
+        "locked_hard_limit_bytes": None if hard == resource.RLIM_INFINITY else hard,
+        "cgroup_left_bytes": min(left, default=None),
+        "total_bytes": int(meminfo["MemTotal"].split()[0]) * 1024,
+        "available_bytes": int(meminfo["MemAvailable"].split()[0]) * 1024,
+    }
+
+
+def pinned_host() -> dict[str, Any]:
+    """Allocates a little pinned memory through JAX and reads it back."""
+    import jax
+    import numpy as np
+
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+    expected = np.arange(PROBE_BYTES, dtype=np.uint8)
+    array = jax.device_put(expected, sharding).block_until_ready()
+    return {
+        "bytes": array.nbytes,
+        "memory_kind": array.sharding.memory_kind,
+        "read_back_equal": bool(np.array_equal(np.asarray(array), expected)),
+    }
+
+
+def numa() -> dict[str, dict[str, str]]:
+    nodes = sorted(pathlib.Path("/sys/devices/system/node").glob("node[0-9]*"))
+    if not nodes:
+        raise OSError("the kernel reports no NUMA nodes")
+    return {
+        node.name: {
+            "cpus": _read(node / "cpulist"),
+            "memory": " ".join(_read(node / "meminfo").splitlines()[0].split()[-2:]),
+        }
+        for node in nodes
+    }
+
+
+def environment() -> dict[str, str]:
+    return {
+        name: "(an address, left out)" if ADDRESSES.search(name) else value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(ENVIRONMENT_PREFIXES)
+    }
+
+
+def native() -> dict[str, Any]:
+    """The extension: whether it has CUDA handlers, and the FFI targets that it registers."""
+    import jax
+
+    from jaxkv._src.runtime import native as runtime_native
+
+    extension = runtime_native.extension()
+    targets = {platform: sorted(found) for platform, found in extension.registrations().items()}
+    header = _read(pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h"))
+    version = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header)
+    return {"cuda": extension.CUDA, "targets": targets, "ffi_api_of_jaxlib": ".".join(version)}
+
+
+def implementations() -> dict[str, str]:
+    """What each operation would choose here, and why not the faster ones, for an example cache.
+
+    The two layouts stand for long and for short contiguous runs, the two counts for small and for
+    large payloads.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    import jaxkv
+    from jaxkv._src.cache.host_layout import HostLayout
+
+    pages = 4096
+    spec = jaxkv.KVCacheSpec(
+        num_layers=2, page_size=64, num_kv_heads=8, head_dim=128, dtype=jnp.bfloat16
+    )
+    block = jax.ShapeDtypeStruct((pages, *spec.block_shape), spec.dtype)
+    on_host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+    host_block = jax.ShapeDtypeStruct(block.shape, block.dtype, sharding=on_host)
+    cache = jaxkv.DeviceCache(layers=((block, block),) * 2, spec=spec)
+    calls: dict[str, tuple[Callable[..., Any], Any, Any]] = {}
+    for layout in ("page_first_direct", "page_first"):
+        data = jax.ShapeDtypeStruct(HostLayout(spec, layout, pages).shape, spec.dtype)
+        pool = jaxkv.HostPool(data=data, spec=spec, layout=layout, head_groups=1)
+        calls[f"load_pages, {layout}"] = jaxkv.load_pages, pool, cache
+        calls[f"store_pages, {layout}"] = jaxkv.store_pages, pool, cache
+    calls["swap_blocks, host to device"] = jaxkv.swap_blocks, host_block, block
+    calls["swap_blocks, within the device"] = jaxkv.swap_blocks, block, block
+    names: dict[str, list[str]] = {}  # by explanation, because many calls share one
+    for name, (operation, source, destination) in calls.items():
+        for count in (8, pages):
+            ids: dict[str, Any] = {
+                "HostIds": jaxkv.HostIds(list(range(count))),
+                "device ids": jax.ShapeDtypeStruct((count,), jnp.int32),
+            }
+            for kind, value in ids.items():
+                text = jaxkv.explain(operation, source, destination, value, value)
+                names.setdefault(text, []).append(f"{name}, {count} {kind}")
+    return {"; ".join(shared): text for text, shared in names.items()}
+
+
+def tuning() -> dict[str, Any]:
+    """The tables that implementations are chosen by, and what they were measured with."""
+    import jax
+
+    from jaxkv._src.tuning import all_reduce_table
+    from jaxkv._src.tuning.copy_table import table_for
+
+    kind = jax.local_devices()[0].device_kind
+    sums = all_reduce_table.table_for(kind)
+    found = {"copies": vars(table_for(kind)).copy(), "all_reduce": vars(sums).copy()}
+    for head in found.values():
+        del head["rules"]
+    found["all_reduce"]["rules"] = {
+        f"{size} devices": [f"{name} from {least} bytes" for least, name in rules]
+        for size, rules in sums.rules.items()
+    }
+    return found

@@ -1,0 +1,43 @@
+"""Which implementation serves a call, and why."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from jaxkv._src.collectives import all_reduce
+from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
+from jaxkv._src.transfer.dispatch import Choice, choose
+from jaxkv._src.transfer.resolve import _OPERATIONS, resolve
+
+
+def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """Says which implementation `operation(*args, **options)` takes and why not the others.
+
+    Args:
+      operation: `load_pages`, `store_pages`, `swap_blocks`, `start_load`, `start_store`, or
+        `all_reduce` of a `SymmetricMemory`.
+      *args, **options: its arguments; arrays may be `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      A line for the choice, one for each implementation that was not chosen, and the table that
+      the figures come from.
+    """
+    if isinstance(memory := getattr(operation, "__self__", None), SymmetricMemory):
+        return all_reduce.explain(memory, *args, **options)
+    lines = [choice.text for choice in choices_of(operation, *args, **options)]
+    return "\n".join(lines) or f"{operation.__name__}: nothing to copy"
+
+
+def choices_of(operation: Callable[..., Any], *args: Any, **options: Any) -> list[Choice]:
+    """What `operation(*args, **options)` takes for each of its copies; arguments as `explain`'s."""
+    name = getattr(operation, "__name__", operation)
+    if name not in _OPERATIONS:
+        raise ValueError(f"operation must be one of {', '.join(_OPERATIONS)}, got {name!r}")
+    given = inspect.signature(operation).bind(*args, **options).arguments  # in the order declared
+    layers, implementation = given.pop("layers", None), given.pop("implementation", None)
+    *state, source_ids, destination_ids = given.values()
+    call = resolve(name, tuple(state), (source_ids, destination_ids), layers)
+    overlapped = name in ("start_load", "start_store")
+    return [choose(copy, call.ids, implementation, overlapped=overlapped) for copy in call.copies]

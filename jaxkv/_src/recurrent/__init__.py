@@ -1,0 +1,1 @@
+"""Recurrent states of hybrid models."""

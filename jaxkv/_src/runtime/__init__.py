@@ -1,0 +1,1 @@
+"""The native extension, errors, devices, shardings, and the host-sync guard."""

@@ -1,0 +1,40 @@
+"""Checks of dtypes: whole bytes, and no silent conversion by JAX."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def check_whole_bytes(dtype: Any, name: str) -> None:
+    """Raises a ValueError for elements of fewer than 8 bits: XLA packs them, NumPy says 1 byte."""
+    bits = _element_bits(dtype)
+    if 0 < bits < 8:
+        raise ValueError(
+            f"{name} must take whole bytes, got {dtype} of {bits} bits: "
+            "pack the elements and view them as uint8"
+        )
+
+
+def check_kept(array: Any, name: str) -> None:
+    """Raises a ValueError for an array of NumPy whose elements JAX would cut to 32 bits."""
+    dtype = array.dtype
+    if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"{name} is {dtype} of 64 bits, the limit is 32 without jax_enable_x64")
+
+
+@functools.cache
+def _element_bits(dtype: Any) -> int:
+    """Bits of a number, of a complex one's parts, or of a bool; 0 for anything else."""
+    if getattr(dtype, "kind", "") == "b":
+        return 8
+    for info in (jnp.iinfo, jnp.finfo):
+        try:
+            return info(dtype).bits
+        except (TypeError, ValueError):
+            continue
+    return 0

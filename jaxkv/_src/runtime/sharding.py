@@ -1,0 +1,65 @@
+"""Checks of shardings, and groups of devices along a mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+
+def check_head_axis(
+    num_parts: int, name: str, mesh: jax.sharding.Mesh | None, head_axis: str | None
+) -> None:
+    """Raises a ValueError unless mesh axis `head_axis` exists and divides `num_parts`."""
+    if head_axis is None:
+        return
+    if mesh is None:
+        raise ValueError(f"head_axis is {head_axis!r}, but mesh is None: give the mesh it is of")
+    if head_axis not in mesh.shape:
+        raise ValueError(f"head_axis {head_axis!r} is not an axis of the mesh {dict(mesh.shape)}")
+    if num_parts % mesh.shape[head_axis]:
+        raise ValueError(
+            f"{name}={num_parts} must be a multiple of mesh axis {head_axis!r} "
+            f"of size {mesh.shape[head_axis]}"
+        )
+
+
+def check_whole(leaves: Iterable[Any]) -> None:
+    """Raises if an array is known to be split over a mesh: XLA would gather it for an opaque call.
+
+    Known are concrete arrays and, while tracing, those of a mesh with explicit axes.
+    """
+    for leaf in leaves:
+        traced = isinstance(leaf, jax.core.Tracer)
+        sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+            raise ValueError(
+                f"an array is split over its mesh as {sharding.spec}: "
+                "call this inside jax.shard_map, on the shard of each device"
+            )
+
+
+def varying_with(array: Any, operands: Iterable[Any]) -> Any:
+    """`array`, typed as varying over each mesh axis that it or an operand varies over.
+
+    For an array that a call writes. The result has its type: a cache that is the same on all
+    devices would stay so in name when each device wrote other pages, and `shard_map` would take
+    one device's for all. Changes the type only, and nothing outside `shard_map`.
+    """
+    axes = frozenset[Any]().union(*map(_varying_axes, operands)) - _varying_axes(array)
+    return jax.lax.pcast(array, tuple(sorted(axes, key=str)), to="varying") if axes else array
+
+
+def _varying_axes(array: Any) -> frozenset[Any]:
+    if not isinstance(array, jax.core.Tracer):
+        return frozenset()
+    return jax.typeof(array).manual_axis_type.varying
+
+
+def groups_of(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
+    """The devices along an axis, `[num_groups, size of the axis]`."""
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
+    return devices.reshape(-1, devices.shape[-1])

@@ -1,0 +1,318 @@
+"""Forbids, reports or counts the places where the host waits for a device.
+
+A step loop keeps the device busy only while the host runs ahead of it, and one `int(token)` ends
+that. `jax.transfer_guard` finds some of these waits, but on CPU none, and never
+`block_until_ready`, a read of pinned_host memory or a second read of the same array. This guard
+watches the few functions of JAX through which every such wait goes. (vLLM's `gpu_sync_allowed`
+does this for PyTorch.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import inspect
+import pkgutil
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, get_args
+
+import jax
+
+from jaxkv._src.runtime import native
+
+Mode = Literal["raise", "warn", "count"]
+
+# What the host waits in, by owner. int(x), print(x), x.tolist(), device_get(x) and, wherever there
+# is no buffer protocol, np.asarray(x) all read `_value`.
+_ARRAY = "jax._src.array:ArrayImpl"
+_WATCHED = {
+    _ARRAY: ["_value", "block_until_ready", "__dlpack__", "__cuda_array_interface__"],
+    "jax._src.lib:xla_client": ["batched_block_until_ready"],
+    "jax._src.dispatch:RuntimeTokenSet": ["block_until_ready"],
+}
+if sys.version_info >= (3, 12):  # before, the buffer protocol has no name in Python
+    _WATCHED[_ARRAY].append("__buffer__")
+
+_LIBRARIES = {"jax", "jaxlib", "jaxkv", "numpy"}
+_PLUMBING = {__name__, "jax._src.traceback_util"}
+
+
+class HostSyncError(RuntimeError):
+    """The host would have waited for a device where that is forbidden; it did not.
+
+    Attributes:
+      what: the function that would have waited, such as "Array.__int__".
+      where: "file:line" of the code that called it.
+    """
+
+    def __init__(self, what: str, where: str) -> None:
+        self.what = what
+        self.where = where
+        super().__init__(
+            f"{where}: {what} waits for the device; if it must, "
+            "put it into `with jaxkv.allow_host_sync(reason):`"
+        )
+
+
+class HostSyncWarning(UserWarning):
+    """The host waited for a device under `forbid_host_sync(mode="warn")`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSync:
+    """One wait of the host.
+
+    Attributes:
+      what: the function that waited, such as "Array.__int__" or "jax.block_until_ready".
+      where: "file:line" of the first frame outside JAX, NumPy and jaxkv.
+      seconds: how long it took, about 0 if the device was done.
+      allowed: the reason given to `allow_host_sync`, None outside of it.
+    """
+
+    what: str
+    where: str
+    seconds: float
+    allowed: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSyncReport:
+    """The waits of a scope, complete once it has been left.
+
+    Attributes:
+      syncs: in the order in which they ended. What raised HostSyncError did not wait, and is not
+        among them.
+    """
+
+    syncs: list[HostSync] = dataclasses.field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """How many no `allow_host_sync` covers."""
+        return sum(sync.allowed is None for sync in self.syncs)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _Scope(contextlib.ContextDecorator):
+    """A rule for a part of the program, on one thread; holds nothing of its uses."""
+
+    def __init__(self, mode: Mode | None, reason: str | None = None) -> None:
+        self.mode, self.reason = mode, reason  # mode None: allowed for that reason
+
+    def _recreate_cm(self) -> _Scope:
+        return _Scope(self.mode, self.reason)
+
+    def __call__(self, function: _Function) -> _Function:
+        kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction)
+        if any(is_kind(function) for is_kind in (*kinds, inspect.isasyncgenfunction)):
+            raise TypeError(
+                f"{function.__qualname__} is no plain function: its body runs after the call that "
+                "a decorator covers; use `with` in the body"
+            )
+        return super().__call__(function)
+
+    def __enter__(self) -> HostSyncReport:
+        if self.mode is not None:
+            _watch.start()
+        use = _Use(self)
+        _scopes.set((*_scopes.get(), use))
+        return use.report
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        uses = _scopes.get()
+        mine = [i for i, use in enumerate(uses) if use.scope is self]
+        if not mine:
+            raise RuntimeError(
+                "a host sync scope is left in a thread or asyncio task that has not entered it"
+            )
+        _scopes.set(uses[: mine[-1]] + uses[mine[-1] + 1 :])
+        if self.mode is not None:
+            _watch.stop()
+        refused = uses[mine[-1]].refused
+        if error_type is None and refused:
+            raise refused[0]  # the body hid it, as np.array_equal hides whatever goes wrong
+
+
+class _Use:
+    """One time that a scope was entered, as other threads may have entered it too."""
+
+    def __init__(self, scope: _Scope) -> None:
+        self.scope = scope
+        self.report = HostSyncReport()
+        self.warned: set[str] = set()  # places
+        self.refused: list[HostSyncError] = []
+
+
+# Outermost first. A thread starts with none, and an asyncio task with those of its creator.
+_scopes: contextvars.ContextVar[tuple[_Use, ...]] = contextvars.ContextVar(
+    "jaxkv_host_sync_scopes", default=()
+)
+
+
+def forbid_host_sync(*, mode: Mode = "raise") -> _Scope:
+    """Forbids the host to wait for a device, on this thread, in a `with` or a decorated function.
+
+        with jaxkv.forbid_host_sync(mode="count") as report:
+            state = step(state)
+        assert not report.count, report.syncs
+
+    A wait is a read of an array's value (int, bool, print, np.asarray, item, tolist, device_get,
+    dlpack and other views of its memory), `block_until_ready` or `effects_barrier`, whether or not
+    the value is there already: when it will be is a matter of luck. Uploads to a device, dispatch,
+    tracing and `copy_to_host_async` are none. See docs/sync_guard.md.
+
+    Scopes nest: the innermost decides, and each enclosing report lists the wait. Other threads run
+    as before. Nothing of JAX is patched while no thread is in such a scope.
+
+    Args:
+      mode: "raise" raises before the wait, and on leaving the scope if the error was caught in it;
+        "warn" goes on, with a HostSyncWarning for each place in the code; "count" only lists.
+
+    Returns:
+      A context manager, which gives a `HostSyncReport`, and a decorator of functions. It may be
+      entered again, within itself and by several threads too: each time has a report of its own.
+
+    Raises:
+      HostSyncError: in the scope, for mode "raise".
+      RuntimeError: on entering, if this version of JAX can't be watched; on leaving, in a thread or
+        asyncio task that has not entered it. Where it was entered it then still holds.
+    """
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode must be one of {get_args(Mode)}, not {mode!r}")
+    return _Scope(mode)
+
+
+def allow_host_sync(reason: str) -> _Scope:
+    """Allows waits in a `with` or a decorated function within `forbid_host_sync`.
+
+    Args:
+      reason: why this wait is right; reports list it beside the wait.
+
+    Returns:
+      A context manager, which gives a `HostSyncReport` as `forbid_host_sync` does, and a decorator
+      of functions. Outside of `forbid_host_sync` it need not see any wait.
+    """
+    if not isinstance(reason, str) or not reason:
+        raise ValueError(f"reason must be a text that is not empty, not {reason!r}")
+    return _Scope(None, reason)
+
+
+def _observe(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls what waits, under the rule of the innermost scope."""
+    uses = _scopes.get()
+    # Where __dlpack__ is given a stream, that waits instead of the host.
+    if not uses or kwargs.get("stream") is not None:
+        return function(*args, **kwargs)
+    innermost = uses[-1]
+    rule = innermost.scope
+    what, file, line = _locate(name)
+    where = f"{file}:{line}"
+    if rule.mode == "raise":
+        innermost.refused.append(HostSyncError(what, where))
+        raise innermost.refused[-1]
+    token = _scopes.set(())  # what it calls in turn is the same wait
+    start = time.perf_counter()
+    try:
+        result = function(*args, **kwargs)
+    finally:
+        seconds = time.perf_counter() - start
+        _scopes.reset(token)
+    if rule.mode == "warn" and where not in innermost.warned:
+        text = f"{what} waited {seconds:.6f} s for the device"
+        warnings.warn_explicit(text, HostSyncWarning, file, line)
+        innermost.warned.add(where)
+    for use in uses:
+        use.report.syncs.append(HostSync(what, where, seconds, rule.reason))
+    return result
+
+
+def _locate(name: str) -> tuple[str, str, int]:
+    """The library function that the user's code called, and the file and line of that call."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        package = module.partition(".")[0]
+        if package not in _LIBRARIES:
+            break
+        if module not in _PLUMBING:
+            function = frame.f_code.co_qualname.rpartition("<locals>.")[2]
+            method = function.removeprefix("ArrayImpl.")
+            name = f"{package}.{function}" if method == function else f"Array.{method}"
+        frame = frame.f_back
+    return name, frame.f_code.co_filename, frame.f_lineno
+
+
+class _Watch:
+    """Patches JAX while at least one scope, of any thread, forbids waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._scopes = 0
+        self._restore = contextlib.ExitStack()
+
+    def start(self) -> None:
+        with self._lock:
+            if not self._scopes:
+                self._patch()
+            self._scopes += 1
+
+    def stop(self) -> None:
+        with self._lock:
+            self._scopes -= 1
+            if not self._scopes:
+                self._restore.close()
+
+    def _patch(self) -> None:
+        with contextlib.ExitStack() as restore:
+            for owner, name, original in _points():
+                setattr(owner, name, _observed(original, f"Array.{name}"))
+                restore.callback(setattr, owner, name, original)
+            if sys.version_info < (3, 12):
+                array_type = pkgutil.resolve_name(_ARRAY)
+                watch_buffers = native.extension().watch_buffers
+                watch_buffers(array_type, functools.partial(_observe, "Array.__buffer__"))
+                restore.callback(watch_buffers, array_type, None)
+            self._restore = restore.pop_all()
+
+
+_watch = _Watch()
+
+
+def _points() -> list[tuple[Any, str, Any]]:
+    """Owner, name and present value of all that is watched."""
+    points, missing = [], []
+    for path, names in _WATCHED.items():
+        try:
+            owner = pkgutil.resolve_name(path)
+        except (ImportError, AttributeError):
+            owner = object
+        for name in names:
+            if name in vars(owner):
+                points.append((owner, name, vars(owner)[name]))
+            else:
+                missing.append(f"{path}.{name}")
+    if missing:
+        raise RuntimeError(
+            f"forbid_host_sync can't see all waits in jax {jax.__version__}, which has no "
+            f"{', '.join(missing)}: use another version of jax, or of jaxkv"
+        )
+    return points
+
+
+def _observed(original: Any, name: str) -> Any:
+    if isinstance(original, property):
+        getter: Any = original.fget
+        return property(functools.partial(_observe, name, getter))
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        return _observe(name, original, *args, **kwargs)
+
+    return observed

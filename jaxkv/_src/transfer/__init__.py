@@ -1,0 +1,1 @@
+"""Block copies between host memory and HBM: API, dispatch, FFI calls, Pallas kernels."""

@@ -1,0 +1,96 @@
+"""The FFI calls that start an asynchronous copy and wait for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxkv._src.runtime.fusion_barrier import kept_whole
+from jaxkv._src.transfer.block_copy import START_TARGETS, BlockCopy, call_handler, result_types
+from jaxkv._src.transfer.buffer_lifetime import WAIT_TARGET, analysed
+from jaxkv._src.transfer.dispatch import Choice
+
+_WORDS = 2  # int32 words of an entry of a ticket: its number, then the address of each array
+
+# After this long a wait gives up; `check_errors` then raises.
+_TIMEOUT_S = 30.0
+
+
+def _start(
+    copy: BlockCopy, ids: tuple[Any, Any], plan: Any, choice: Choice, segment_buffers: int
+) -> list[Any]:
+    """Traces the start; returns the ticket and the written arrays."""
+    # The ticket of a store is in host memory too, as XLA puts all results of such a call there.
+    ticket = _ticket_like(result_types(copy)[0], _WORDS * (1 + len(copy.written)))
+    return call_handler(
+        START_TARGETS[choice.implementation],
+        copy,
+        ids,
+        plan,
+        choice.num_sms,
+        tickets=[ticket],
+        segment_buffers=np.int64(segment_buffers),
+        joined=True,  # unless its program proves to wait for it; see `in_flight`
+    )
+
+
+def _wait(
+    arrays: list[Any],
+    operands: tuple[Any, ...],
+    *,
+    like: Any,
+    segment: int = -1,
+    places: tuple[int, ...] = (),
+    kept: int = 0,
+    last: int = -1,
+    boundary: tuple[int, ...] = (),
+) -> list[Any]:
+    """Traces a wait; returns the next ticket, unless `like` is None, and the arrays.
+
+    Args:
+      arrays: what is there after the wait.
+      operands: the ticket, what the copy uses besides, and what to wait after.
+      like: an array where the ticket is to be.
+      segment: the number of what to wait for, -1 for nothing.
+      places: of the arrays, among those that the copy writes; none if it only reads them.
+      kept: how many operands after the ticket the copy uses.
+      last: the number of the copy's last segment.
+      boundary: for a wait that is removed if the program waits later, the segment of each array.
+    """
+    results = [jax.typeof(array) for array in arrays]
+    if like is None:
+        tickets = []
+        results = [result.update(memory_space=jax.memory.Space.Host) for result in results]
+    else:
+        tickets = [_ticket_like(jax.typeof(like), operands[0].shape[0])]
+    call = jax.ffi.ffi_call(
+        WAIT_TARGET,
+        [*tickets, *results],
+        input_output_aliases={len(operands) + i: len(tickets) + i for i in range(len(arrays))},
+    )
+    with jax.named_scope("jaxkv.wait"):
+        waited = call(
+            *operands,
+            *kept_whole(arrays),
+            segment=np.int64(segment),
+            timeout_ns=np.int64(_TIMEOUT_S * 1e9),
+            first_array=np.int64(len(tickets)),
+            places=np.array(places, np.int64),
+            kept=np.int64(kept),
+            last=np.int64(last),
+            boundary=np.array(boundary, np.int64),
+        )
+    waited = analysed(waited)
+    return waited[: len(tickets)] + kept_whole(waited[len(tickets) :])
+
+
+def _ticket_like(result: Any, words: int) -> Any:
+    """The type of a ticket, in the memory space of `result` and varying over a mesh as it does."""
+    return result.update(
+        shape=(words,),
+        dtype=np.dtype(np.int32),
+        sharding=NamedSharding(result.sharding.mesh, PartitionSpec(None)),
+    )

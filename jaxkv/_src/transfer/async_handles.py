@@ -1,0 +1,276 @@
+"""Handles of asynchronous copies: pytrees whose waits return the written arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+
+from jaxkv._src.cache.device_cache import DeviceCache
+from jaxkv._src.cache.host_pool import HostPool
+from jaxkv._src.runtime.fusion_barrier import kept_whole
+from jaxkv._src.runtime.sharding import check_whole
+from jaxkv._src.transfer import api, resolve
+from jaxkv._src.transfer.async_calls import _start, _wait
+from jaxkv._src.transfer.block_copy import plan_pairs
+from jaxkv._src.transfer.buffer_lifetime import analysed
+from jaxkv._src.transfer.dispatch import choose
+from jaxkv._src.transfer.ids import num_ids_of
+from jaxkv._src.transfer.in_flight import check_same_trace, keep_alive
+
+
+class _Started:
+    """A copy under way: a pytree that owns the arrays that the copy touches."""
+
+    def __init__(self, pool: Any, cache: Any, ticket: Any = None, plan: Any = None) -> None:
+        # A load keeps the pool only inside the jit that started it.
+        self._pool, self._cache = pool, cache
+        # int32 array that names the copy, None if there is nothing to wait for; what the copy reads
+        # instead of ids, None for the copy engine.
+        self._ticket, self._plan = ticket, plan
+        self._layers: tuple[int, ...] = ()  # in the order in which they arrive
+        self._waited: frozenset[int] = frozenset()
+
+    @classmethod
+    def _begin(
+        cls,
+        operation: str,
+        pool: HostPool,
+        cache: DeviceCache,
+        ids: tuple[resolve.Ids, resolve.Ids],
+        layers: int | Sequence[int] | None,
+        implementation: str | None,
+    ) -> Self:
+        call, traced = resolve.prepare(operation, (pool, cache), ids, layers, implementation)
+        if not traced:
+            layers = api.static_layers(layers)
+            with jax.disable_jit(False):  # a start is a program
+                started = _begin_eagerly(
+                    cls, operation, pool, cache, call.ids, layers, implementation
+                )
+            started._pool = started._pool or pool
+            return started
+        started = cls(pool, cache)
+        started._layers = cache.spec.select_layers(layers)
+        if not call.copies or num_ids_of(call.ids[0]) == 0:
+            return started
+        # What is read, too: waits keep its memory, which must be that from which the copy reads.
+        state = started._pool, started._cache = kept_whole((pool, cache))
+        call = resolve.resolve(operation, state, call.ids, layers)
+        (copy,) = call.copies
+        choice = choose(copy, call.ids, implementation, overlapped=True)
+        with jax.named_scope(f"jaxkv.{operation}"):
+            if choice.implementation != "dma":
+                started._plan = plan_pairs(copy, call.ids)
+            results = _start(copy, call.ids, started._plan, choice, cache.spec.num_kv)
+        started._ticket, *written = analysed(results)
+        state = call.rebuild([kept_whole(written)])
+        if copy.to_dense:
+            started._cache = state
+        else:
+            started._pool = state
+            # XLA puts all results of a call that writes host memory there; waits want the ticket in
+            # device memory, and a transfer that changes memory can't be donated.
+            (started._ticket,) = _wait([], (started._ticket,), like=copy.dense[0])
+        return started
+
+    def _places(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """Of the arrays of some layers, among those that the copy writes."""
+        raise NotImplementedError
+
+    def wait(self, layer: int, *, after: Any = None) -> tuple[Any, ...]:
+        """Waits on the device for a layer; the host goes on.
+
+        Args:
+          layer: number of a layer that was started.
+          after: pytree of arrays, such as the activations that the layer works on: XLA, which knows
+            nothing of the copy, then has no way to wait before they are computed.
+
+        Returns:
+          The arrays of the layer, as in `DeviceCache.layers`: loaded, or free to be overwritten.
+
+        Raises:
+          ValueError: the layer was not started.
+          RuntimeError: the transfer was started in another trace, outside of this inner jit or
+            checkpoint: pass it as an argument and return it. Or outside of this loop or branch:
+            wait before it, since a transfer has another structure once a layer was waited for.
+        """
+        layer = operator.index(layer)
+        if layer not in self._layers:
+            raise ValueError(f"layer must be one that was started, {self._layers}, got {layer}")
+        self._wait_for([layer], after)
+        return self._cache.layers[layer]
+
+    @property
+    def cache(self) -> DeviceCache:
+        """The cache, with all layers waited for."""
+        self._wait_for([layer for layer in self._layers if layer not in self._waited], None)
+        return self._cache
+
+    def _wait_for(self, layers: Sequence[int], after: Any) -> None:
+        layers = [layer for layer in layers if layer not in self._waited]
+        if self._ticket is None or not layers:
+            return
+        before = self._ticket
+        self._ticket, self._cache = self._wait_for_layers(layers, after)
+        self._waited |= frozenset(layers)
+        if not isinstance(before, jax.core.Tracer):
+            under_way = len(self._waited) < len(self._layers)
+            keep_alive(self._leaves() if under_way else None, instead_of=before)
+
+    def _wait_for_layers(
+        self, layers: Sequence[int], after: Any = None, *, boundary: bool = False
+    ) -> tuple[Any, DeviceCache]:
+        """The ticket and the cache after a wait for some layers."""
+        arrays = [array for layer in layers for array in self._cache.layers[layer]]
+        segments = [self._layers.index(layer) for layer in layers]
+        ticket, *arrays = self._wait_call(
+            arrays,
+            [self._pool.data] if self._pool else [],
+            jax.tree.leaves(jax.tree.map(_without_gradient, after)),
+            like=arrays[0],
+            segment=max(segments),
+            # XLA may copy an array on the way to a boundary; a wait for that copy says so.
+            places=() if boundary else self._places(layers),
+            boundary=tuple(s for s in segments for _ in range(self._cache.spec.num_kv))
+            if boundary
+            else (),
+        )
+        rest = iter(arrays)
+        new = {layer: tuple(next(rest) for _ in self._cache.layers[layer]) for layer in layers}
+        halves = tuple(new.get(layer, old) for layer, old in enumerate(self._cache.layers))
+        return ticket, dataclasses.replace(self._cache, layers=halves)
+
+    def _wait_call(
+        self, arrays: list[Any], kept: list[Any], after: list[Any], **options: Any
+    ) -> list[Any]:
+        """Waits; returns the next ticket if there is one, and the arrays."""
+        kept = kept if self._plan is None else [self._plan, *kept]
+        operands = (self._ticket, *kept, *after)
+        check_whole((*operands, *arrays))
+        run = _wait
+        if not any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
+            run = _wait_donating if options["places"] else _wait_keeping
+        last = len(self._layers) - 1
+        waited = run(arrays, operands, kept=len(kept), last=last, **options)
+        check_same_trace(self._ticket, waited[0])
+        return waited
+
+    def _leaves(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def _leaves_past_boundary(self) -> tuple[Any, ...]:
+        """The leaves, waited for unless the program turns out to wait for them later."""
+        raise NotImplementedError
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+        traced = isinstance(self._ticket, jax.core.Tracer)
+        leaves = self._leaves_past_boundary() if traced else self._leaves()
+        return leaves, (self._layers, self._waited)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, leaves: tuple[Any, ...]) -> Self:
+        started = cls._of_leaves(*leaves)
+        started._layers, started._waited = static
+        keep_alive(leaves)
+        return started
+
+    @classmethod
+    def _of_leaves(cls, *leaves: Any) -> Self:
+        raise NotImplementedError
+
+
+@jax.tree_util.register_pytree_node_class
+class Loading(_Started):
+    """Pages on their way into the device cache; made by `start_load`."""
+
+    def _places(self, layers: Sequence[int]) -> tuple[int, ...]:
+        halves = self._cache.spec.num_kv
+        starts = (self._layers.index(layer) * halves for layer in layers)
+        return tuple(start + half for start in starts for half in range(halves))
+
+    def _leaves(self) -> tuple[Any, ...]:
+        return self._ticket, self._plan, self._cache
+
+    def _leaves_past_boundary(self) -> tuple[Any, ...]:
+        rest = [layer for layer in self._layers if layer not in self._waited]
+        if not rest:
+            return self._leaves()
+        ticket, cache = self._wait_for_layers(rest, boundary=True)
+        return ticket, self._plan, cache
+
+    @classmethod
+    def _of_leaves(cls, *leaves: Any) -> Self:
+        ticket, plan, cache = leaves
+        return cls(None, cache, ticket, plan)
+
+
+@jax.tree_util.register_pytree_node_class
+class Storing(_Started):
+    """Pages on their way into host memory; made by `start_store`."""
+
+    @property
+    def pool(self) -> HostPool:
+        """The pool, with all pages in it."""
+        if self._ticket is not None:
+            self._pool = self._waited_pool()
+            before, self._ticket = self._ticket, None
+            if not isinstance(before, jax.core.Tracer):
+                keep_alive(None, instead_of=before)
+        return self._pool
+
+    def _waited_pool(self, *, boundary: bool = False) -> HostPool:
+        # Not those that were waited for: XLA would copy one that is overwritten by now.
+        reading = [layer for layer in self._layers if layer not in self._waited]
+        last = len(self._layers) - 1
+        (data,) = self._wait_call(
+            [self._pool.data],
+            [array for layer in reading for array in self._cache.layers[layer]],
+            [],
+            like=None,
+            segment=last,
+            places=() if boundary else (0,),
+            boundary=(last,) if boundary else (),
+        )
+        return dataclasses.replace(self._pool, data=data)
+
+    def _places(self, layers: Sequence[int]) -> tuple[int, ...]:
+        return ()
+
+    def _leaves(self) -> tuple[Any, ...]:
+        return self._ticket, self._plan, self._cache, self._pool
+
+    def _leaves_past_boundary(self) -> tuple[Any, ...]:
+        return self._ticket, self._plan, self._cache, self._waited_pool(boundary=True)
+
+    @classmethod
+    def _of_leaves(cls, *leaves: Any) -> Self:
+        ticket, plan, cache, pool = leaves
+        return cls(pool, cache, ticket, plan)
+
+
+# Nothing is donated: outside jit JAX's values stay what they were, at the price of a copy.
+@functools.partial(jax.jit, static_argnums=(0, 1, 5, 6))
+def _begin_eagerly(
+    cls: type[_Started],
+    operation: str,
+    pool: HostPool,
+    cache: DeviceCache,
+    ids: tuple[resolve.Ids, resolve.Ids],
+    layers: tuple[int, ...] | None,
+    implementation: str | None,
+) -> Any:
+    return cls._begin(operation, pool, cache, ids, layers, implementation)
+
+
+_STATIC = ("segment", "places", "kept", "last", "boundary")
+_wait_keeping = jax.jit(_wait, static_argnames=_STATIC)
+_wait_donating = jax.jit(_wait, static_argnames=_STATIC, donate_argnums=0)
+
+
+def _without_gradient(leaf: Any) -> Any:
+    return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.core.Tracer) else leaf

@@ -1,0 +1,214 @@
+"""The FFI calls under every page copy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxkv._src.cache.host_layout import PageGeometry
+from jaxkv._src.runtime import native
+from jaxkv._src.runtime.fusion_barrier import kept_whole
+from jaxkv._src.runtime.sharding import _varying_axes, varying_with
+from jaxkv._src.transfer.ids import HostIds, num_ids_of
+
+# FFI target of each implementation. One name serves the CUDA kernel and its CPU twin, so that a
+# call that leaves the choice open lowers for either platform.
+TARGETS = {
+    "kernel": "jaxkv_copy_blocks",
+    "host": "jaxkv_copy_blocks",
+    "dma": "jaxkv_copy_blocks_dma",
+}
+# And of those that start one.
+START_TARGETS = {
+    "kernel": "jaxkv_start_copy",
+    "host": "jaxkv_start_copy",
+    "dma": "jaxkv_start_copy_dma",
+}
+
+# Each thread block of the kernel reads all ids. From the host they cross the link as often, which
+# from so many on takes longer than a plan.
+_INLINE_HOST_IDS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCopy:
+    """Buffers that share a geometry: one FFI call.
+
+    Attributes:
+      operation: name of the public function, for messages and profiles.
+      to_dense: direction; the dense arrays are written if True, else the strided ones.
+      dense: one array for each buffer, each block of it contiguous.
+      strided: one array for each buffer, or one that holds all buffers.
+      geometry: how a block lies on the strided side.
+      strided_offsets: bytes of each buffer's first block in its strided array.
+      num_dense, num_strided: blocks on either side.
+    """
+
+    operation: str
+    to_dense: bool
+    dense: list[Any]
+    strided: list[Any]
+    geometry: PageGeometry
+    strided_offsets: list[int]
+    num_dense: int
+    num_strided: int
+
+    @property
+    def written(self) -> list[Any]:
+        """Arrays that the copy writes: the results alias them."""
+        return self.dense if self.to_dense else self.strided
+
+    def kept_whole(self, *, sources: bool) -> BlockCopy:
+        """The copy, with what it writes kept whole, and with what it reads if `sources`.
+
+        A kernel may read a slice where it stands. The copy engine may not, as XLA may put what it
+        fuses into a CUDA graph, and it refuses to be captured.
+        """
+        dense = kept_whole(self.dense) if self.to_dense or sources else self.dense
+        strided = self.strided if self.to_dense and not sources else kept_whole(self.strided)
+        return dataclasses.replace(self, dense=dense, strided=strided)
+
+    @property
+    def num_sources(self) -> int:
+        """Blocks that a source id may name."""
+        return self.num_strided if self.to_dense else self.num_dense
+
+    @property
+    def num_destinations(self) -> int:
+        """Blocks that a destination id may name."""
+        return self.num_dense if self.to_dense else self.num_strided
+
+
+def typed_for(copy: BlockCopy, ids: tuple[Any, Any]) -> BlockCopy:
+    """The copy, with written arrays that vary over a mesh as what is copied into them."""
+    written, read = copy.written, copy.strided if copy.to_dense else copy.dense
+    if not any(map(_varying_axes, jax.tree.leaves((ids, read)))):
+        return copy
+    pairwise = len(written) == len(read)
+    sources = [(ids, source) for source in read] if pairwise else [(ids, read)] * len(written)
+    typed = [
+        varying_with(array, jax.tree.leaves(source))
+        for array, source in zip(written, sources, strict=True)
+    ]
+    if copy.to_dense:
+        return dataclasses.replace(copy, dense=typed)
+    return dataclasses.replace(copy, strided=typed)
+
+
+def needs_plan(ids: tuple[Any, Any], num_copies: int) -> bool:
+    """Whether so many copies by kernel or host take pairs of `plan_pairs`, or check the ids."""
+    if num_copies != 1:
+        return num_copies > 1  # a plan for all, so that what it refuses is counted once
+    on_host = any(isinstance(entry, HostIds) for entry in ids)
+    return num_ids_of(ids[0]) > (_INLINE_HOST_IDS if on_host else native.extension().INLINE_IDS)
+
+
+def plan_pairs(copy: BlockCopy, ids: tuple[Any, Any]) -> Any:
+    """Traces the check of the ids: int32[2 + 2n], the pairs that may be copied and their number."""
+    result = _scratch_like(jax.typeof(copy.written[0]), 2 + 2 * num_ids_of(ids[0]))
+    plan = jax.ffi.ffi_call("jaxkv_plan_pairs", result)
+    return plan(*_id_operands(ids), copy=_copy_attribute(copy, ids))
+
+
+def copy_blocks(
+    copy: BlockCopy, ids: tuple[Any, Any], pairs: Any, implementation: str, num_sms: int
+) -> list[Any]:
+    """Traces the copy; returns the written arrays.
+
+    Args:
+      copy: what to copy.
+      ids: source and destination ids.
+      pairs: what `plan_pairs` made of them, or None for a copy that checks the ids itself, as the
+        copy engine always does.
+      implementation: what serves the call.
+      num_sms: SMs that it may use; 0 if it takes none.
+    """
+    planned = pairs is not None and implementation != "dma"
+    target = "jaxkv_copy_pairs" if planned else TARGETS[implementation]
+    return call_handler(target, copy, ids, pairs if planned else None, num_sms)
+
+
+def call_handler(
+    target: str,
+    copy: BlockCopy,
+    ids: tuple[Any, Any],
+    pairs: Any,
+    num_sms: int,
+    *,
+    tickets: Sequence[Any] = (),
+    **attributes: Any,
+) -> list[Any]:
+    """Traces a call of a handler that copies; returns its tickets and the written arrays.
+
+    Args:
+      target: the handler's FFI target.
+      copy: what to copy.
+      ids: source and destination ids, if `pairs` is None.
+      pairs: what `plan_pairs` made of the ids.
+      num_sms: SMs that it may use; 0 if it takes none.
+      tickets: types of the results before the written arrays.
+      **attributes: what the handler is told besides.
+    """
+    operands = _id_operands(ids) if pairs is None else [pairs]
+    written = result_types(copy)
+    first_written = len(operands) + (len(copy.strided) if copy.to_dense else 0)
+    call = jax.ffi.ffi_call(
+        target,
+        [*tickets, *written],
+        input_output_aliases={first_written + i: len(tickets) + i for i in range(len(written))},
+    )
+    attributes["copy"] = _copy_attribute(copy, ids, num_sms)
+    return list(call(*operands, *copy.strided, *copy.dense, **attributes))
+
+
+def _copy_attribute(
+    copy: BlockCopy, ids: tuple[Any, Any], num_sms: int = 0
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """What a handler is told of a copy, in the order in which it reads it."""
+    geometry = copy.geometry
+    header = native.extension().HOST_IDS_HEADER
+    return np.array(
+        [
+            copy.to_dense,
+            num_sms or 1,  # the copy engine and the host have none
+            *(header if isinstance(entry, HostIds) else 0 for entry in ids),
+            geometry.block_bytes,
+            geometry.run_bytes,
+            *geometry.counts,
+            *geometry.strides_bytes,
+            geometry.page_stride_bytes,
+            copy.num_dense,
+            copy.num_strided,
+            *copy.strided_offsets,
+        ],
+        np.int64,
+    )
+
+
+def _id_operands(ids: tuple[Any, Any]) -> list[Any]:
+    return [entry.data if isinstance(entry, HostIds) else jnp.asarray(entry) for entry in ids]
+
+
+def result_types(copy: BlockCopy) -> list[Any]:
+    """The types of the written arrays; a pool's type may have lost its memory space on the way."""
+    types = [jax.typeof(array) for array in copy.written]
+    if copy.operation in ("store_pages", "start_store"):
+        return [entry.update(memory_space=jax.memory.Space.Host) for entry in types]
+    return types
+
+
+def _scratch_like(result: Any, length: int) -> jax.ShapeDtypeStruct:
+    """int32 device memory for the handler, varying over a mesh as the result does."""
+    mesh = result.sharding.mesh
+    return jax.ShapeDtypeStruct(
+        (length,),
+        jnp.int32,
+        sharding=None if mesh.empty else NamedSharding(mesh, PartitionSpec(None)),
+        manual_axis_type=result.manual_axis_type,
+    )

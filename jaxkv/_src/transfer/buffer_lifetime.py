@@ -1,0 +1,231 @@
+"""Started copies in a lowered program: does each of their buffers live until the copy has ended?
+
+XLA does not know that a started copy goes on reading and writing its buffers. A buffer is safe if
+it stays live until a wait for that copy, or leaves the program together with its transfer. This is
+decided on the StableHLO module once it is complete, where calls, branches, loops and barriers are
+plain to see: a start whose buffers are all safe runs beside the program, and a wait that was placed
+at a pytree boundary in case it is needed is removed. Everything is lowered in its safe form, so
+that a program which is not analysed is right, only slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+
+from jaxkv._src.transfer.buffer_aliases import BufferAliases, on_every_path, target_of
+from jaxkv.lowering import when_lowered
+
+WAIT_TARGET = "jaxkv_wait_copy"
+# Operands before the buffers: the pairs, or the ids, which are read before the start returns.
+_NUM_ID_OPERANDS: dict[str | None, int] = {"jaxkv_start_copy": 1, "jaxkv_start_copy_dma": 2}
+_CONFIG = "mhlo.backend_config"
+
+
+def analysed(results: Iterable[Any]) -> list[Any]:
+    """The results of a start or a wait, whose program is analysed once it is lowered."""
+    return list(_analysed_p.bind(*results))
+
+
+def _lower_analysed(context: Any, *results: Any) -> list[Any]:
+    operation = results[0].owner
+    if "has_side_effect" in operation.attributes:
+        # For XLA alone: two starts are two, and a wait stays although nothing reads it. JAX would
+        # dispatch a program with effects from Python, many times as slowly.
+        operation.attributes["has_side_effect"] = ir.BoolAttr.get(True)
+    when_lowered(context.module_context.module, _analyse)
+    return list(results)
+
+
+_analysed_p = Primitive("jaxkv_in_flight")
+_analysed_p.multiple_results = True
+_analysed_p.def_impl(lambda *results: list(results))  # outside jit nothing is lowered
+_analysed_p.def_abstract_eval(lambda *results: list(results))
+mlir.register_lowering(_analysed_p, _lower_analysed, cacheable=False)
+
+
+def _analyse(module: Any) -> None:
+    _decide(_Program(module))
+
+
+def _decide(program: _Program) -> None:
+    """Removes the waits that are not needed, and lets starts run beside the program."""
+    for wait in reversed(program.waits.copy()):
+        if _is_removable(wait) and program.is_dead(wait):
+            program.remove(wait)
+    needless = [wait for wait in program.waits if _is_removable(wait) and program.is_needless(wait)]
+    for wait in program.waits:
+        if not _is_removable(wait) and not program.keeps_its_operands(wait):
+            _configure(wait, segment=_config(wait)["last"])
+    alone = [start for start in program.starts if program.is_protected(start)]
+    for wait in needless:
+        program.remove(wait)
+    for start in alone:
+        _configure(start, joined=ir.BoolAttr.get(False))
+
+
+class _Program:
+    """A module with its starts and waits."""
+
+    def __init__(self, module: Any) -> None:
+        self.starts: list[Any] = []
+        self.waits: list[Any] = []
+        self.aliases = BufferAliases(module, _in_place_results)
+        module.operation.walk(self._note)
+
+    def _note(self, operation: Any) -> Any:
+        operation = operation.operation
+        if target_of(operation) in _NUM_ID_OPERANDS:
+            self.starts.append(operation)
+        elif target_of(operation) == WAIT_TARGET:
+            self.waits.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    def remove(self, wait: Any) -> None:
+        operands = list(wait.operands)
+        first_array = _integer(_config(wait)["first_array"])
+        arrays = operands[len(operands) - (len(wait.results) - first_array) :]
+        for result, operand in zip(wait.results, operands[:first_array] + arrays, strict=True):
+            result.replace_all_uses_with(operand)
+        self.waits.remove(wait)
+        wait.erase()
+
+    def is_dead(self, wait: Any) -> bool:
+        """Whether nothing uses what a wait returns; the start of the copy then answers for it."""
+        arrays = list(wait.operands)[-len(_integers(_config(wait)["boundary"])) :]
+        origins = [origin for array in arrays for origin in self.aliases.origins(array)]
+        started_here = not any(map(self.aliases.is_argument, origins))
+        return started_here and not any(map(_is_used, wait.results))
+
+    def is_protected(self, start: Any) -> bool:
+        """Whether all buffers of a start are live until the copy has ended."""
+        num_ids = _NUM_ID_OPERANDS[target_of(start)]
+        operands, written = list(start.operands), list(start.results)[1:]
+        to_dense = _integers(_config(start)["copy"])[0]
+        boundary = len(operands) - len(written) if to_dense else num_ids + len(written)
+        layers = written if to_dense else operands[boundary:]
+        rest = operands[num_ids:boundary] if to_dense else written
+        if num_ids == 1:
+            rest = [operands[0], *rest]
+        per_segment = _integer(_config(start)["segment_buffers"])
+        segments = [(value, i // per_segment) for i, value in enumerate(layers)]
+        segments += [(value, len(layers) // per_segment - 1) for value in rest]
+        tickets = self._tickets(start.results[0])
+        return all(
+            self._lives(value, segment, tickets, removable=True)
+            if value in written
+            else self._is_kept(value, segment, tickets)
+            for value, segment in segments
+        )
+
+    def is_needless(self, wait: Any) -> bool:
+        """Whether the buffers of a removable wait are safe without it."""
+        arrays = list(wait.results)[_integer(_config(wait)["first_array"]) :]
+        segments = _integers(_config(wait)["boundary"])
+        return self.keeps_its_operands(wait) and all(
+            self._lives(array, segment, removable=True)
+            for array, segment in zip(arrays, segments, strict=True)
+        )
+
+    def keeps_its_operands(self, wait: Any) -> bool:
+        """Whether what a copy uses besides the arrays of a wait lives until the copy has ended."""
+        config = _config(wait)
+        last, kept = _integer(config["last"]), _integer(config["kept"])
+        return all(self._is_kept(value, last) for value in list(wait.operands)[1 : 1 + kept])
+
+    def _is_kept(self, value: Any, segment: int, tickets: Any = None) -> bool:
+        """Whether a buffer that a wait does not return lives, be it because the caller holds it."""
+        return all(
+            self.aliases.is_held_by_caller(origin) or self._lives(origin, segment, tickets)
+            for origin in self.aliases.origins(value)
+        )
+
+    def _lives(
+        self, value: Any, segment: int, tickets: Any = None, *, removable: bool = False
+    ) -> bool:
+        """Whether the buffer of a value is live until a segment has ended.
+
+        Args:
+          value: an SSA value.
+          segment: the segment of the copy.
+          tickets: if given, those that a wait for the copy takes.
+          removable: whether a removable wait is one; it answers for the arrays that it returns.
+        """
+
+        def ends_at(use: Any) -> bool:
+            operation = use.owner.operation
+            if target_of(operation) != WAIT_TARGET:
+                return self.aliases.returns_from_program(operation)
+            if _is_removable(operation) and not removable:
+                return False
+            if tickets and operation.operands[0] not in tickets:
+                return False
+            return _integer(_config(operation)["segment"]) >= segment
+
+        def is_safe(use: Any) -> bool:
+            aliases = self.aliases.after(use)
+            return ends_at(use) or (bool(aliases) and not any(map(lost.__contains__, aliases)))
+
+        values = self.aliases.reached(value, until=ends_at)
+        lost: set[Any] = set()
+        size = -1
+        while len(lost) != size:  # the greatest fixed point: a value in a loop may meet itself
+            size = len(lost)
+            candidates = [value for value in reversed(values) if value not in lost]
+            lost |= {value for value in candidates if not on_every_path(value, is_safe)}
+        return value not in lost
+
+    def _tickets(self, ticket: Any) -> set[Any]:
+        """The tickets of the waits for a copy, from that of its start."""
+        tickets, pending = set[Any](), [ticket]
+        while pending:
+            for value in set(self.aliases.reached(pending.pop())) - tickets:
+                tickets.add(value)
+                for use in value.uses:
+                    wait = use.owner.operation
+                    if target_of(wait) == WAIT_TARGET and use.operand_number == 0:
+                        pending += list(wait.results)[: _integer(_config(wait)["first_array"])]
+        return tickets
+
+
+def _in_place_results(wait: Any) -> int:
+    """How many results of a custom call are its last operands."""
+    if target_of(wait) != WAIT_TARGET:
+        return 0
+    return len(wait.results) - _integer(_config(wait)["first_array"])
+
+
+def _is_used(value: Any) -> bool:
+    """Whether anything but a dead barrier uses it."""
+    return any(
+        use.owner.operation.name != "stablehlo.optimization_barrier"
+        or _is_used(use.owner.operation.results[use.operand_number])
+        for use in value.uses
+    )
+
+
+def _is_removable(wait: Any) -> bool:
+    return bool(_integers(_config(wait)["boundary"]))
+
+
+def _config(operation: Any) -> Any:
+    return ir.DictAttr(operation.attributes[_CONFIG])
+
+
+def _configure(operation: Any, **changes: Any) -> None:
+    config = _config(operation)
+    entries = {config[i].name: config[i].attr for i in range(len(config))}
+    operation.attributes[_CONFIG] = ir.DictAttr.get(entries | changes)
+
+
+def _integer(attribute: Any) -> int:
+    return ir.IntegerAttr(attribute).value
+
+
+def _integers(attribute: Any) -> list[int]:
+    elements = ir.DenseIntElementsAttr(attribute)
+    return [elements[i] for i in range(len(elements))]

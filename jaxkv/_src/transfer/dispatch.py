@@ -1,0 +1,267 @@
+"""Which implementation serves a copy and on how many SMs, decided while tracing.
+
+Refusals come first: what can't serve a call is out. Among the others the tuning table for the
+device kind decides (`copy_table`), by direction, alignment, contiguous bytes and payload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxkv._src.runtime import native
+from jaxkv._src.transfer import pallas_chunks
+from jaxkv._src.transfer.block_copy import BlockCopy
+from jaxkv._src.transfer.ids import HostIds, num_ids_of
+from jaxkv._src.tuning import copy_table
+from jaxkv._src.tuning.copy_table import IMPLEMENTATIONS, Candidate, CopySize
+
+# Each takes the host about half a microsecond (bench/dispatch.py), and a step should not wait for
+# more than a few milliseconds of that: a kernel, hardly slower, takes the host as long for any
+# number of pages.
+MAX_DESCRIPTORS = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What serves a call.
+
+    Attributes:
+      implementation: one of `IMPLEMENTATIONS`.
+      num_sms: SMs that it may use; 0 for the copy engine and the host.
+      text: why this one, and why not each of the others.
+    """
+
+    implementation: str
+    num_sms: int
+    text: str
+
+
+def choose(
+    copy: BlockCopy,
+    ids: tuple[Any, Any],
+    implementation: str | None = None,
+    *,
+    overlapped: bool = False,
+) -> Choice:
+    """Decides while tracing.
+
+    Args:
+      copy: what to copy.
+      ids: source and destination ids.
+      implementation: what the user asked for, None for the best that serves the call.
+      overlapped: whether the copy runs beside compute, on a stream of its own.
+
+    Raises:
+      ValueError: no implementation has that name, or the tuning table is no valid one.
+      NotImplementedError: `implementation`, or all of them, can't serve the call, and why.
+    """
+    check_name(implementation)
+    machine = _machine()
+    forced = _forced.get() if implementation is None else None
+    asked = forced.implementation if forced else implementation
+    refusals = _refusals(machine, copy, ids, asked, overlapped)
+    if asked in refusals:
+        raise NotImplementedError(
+            f"{copy.operation}: implementation {asked!r} does not serve this call: "
+            f"{refusals[asked]}"
+        )
+    table = copy_table.table_for(machine.device_kind)
+    situation = "overlapped" if overlapped else _direction(copy)
+    rule = table.rule(situation, _size(copy, ids))
+    ranked = _ranked(rule, copy_table.default_table().rule(situation, rule.minima))
+    serving = [candidate for candidate in ranked if candidate.implementation not in refusals]
+    if asked:
+        chosen = next(candidate for candidate in ranked if candidate.implementation == asked)
+    elif serving:
+        chosen = serving[0]
+    else:
+        reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
+        raise NotImplementedError(f"{copy.operation}: nothing serves this call: {reasons}")
+    if forced and chosen.num_sms and forced.num_sms != chosen.num_sms:
+        chosen = Candidate(chosen.implementation, forced.num_sms)
+    elif chosen.implementation == "pallas" and machine.platform == "cpu":
+        chosen = Candidate("pallas", 1)  # the interpreter takes seconds for each
+    text = _explain(copy, chosen, ranked, refusals, asked is not None)
+    basis = f"  by {table.source}: {situation}, {_from_text(rule.minima)}"
+    return Choice(chosen.implementation, chosen.num_sms, f"{text}\n{basis}")
+
+
+def check_name(implementation: str | None) -> None:
+    """Raises ValueError unless it is None or one of `IMPLEMENTATIONS`."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, "
+            f"got {implementation!r}"
+        )
+
+
+@contextlib.contextmanager
+def forced(implementation: str, num_sms: int = 0) -> Iterator[None]:
+    """Within it, calls that leave the implementation open take this one: for measurements.
+
+    It acts on what is traced within it, and not on programs that were compiled before.
+
+    Args:
+      implementation: one of `IMPLEMENTATIONS`; a call that it can't serve raises.
+      num_sms: SMs to give it; for "dma" and "host" it has no meaning.
+
+    Raises:
+      ValueError: no such implementation, or fewer than 1 SM for one that runs on SMs.
+    """
+    check_name(implementation)
+    if implementation in copy_table.ON_SMS and num_sms < 1:
+        raise ValueError(f"num_sms must be at least 1 for {implementation!r}, got {num_sms}")
+    token = _forced.set(Candidate(implementation, num_sms))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+_forced: contextvars.ContextVar[Candidate | None] = contextvars.ContextVar("forced", default=None)
+
+
+class Machine(NamedTuple):
+    """What of this machine a choice depends on; tests put others in its place."""
+
+    platform: str
+    device_kind: str
+    has_cuda_handlers: bool
+
+
+def _machine() -> Machine:
+    return Machine(
+        jax.default_backend(), jax.local_devices()[0].device_kind, native.extension().CUDA
+    )
+
+
+def _refusals(
+    machine: Machine, copy: BlockCopy, ids: tuple[Any, Any], asked: str | None, overlapped: bool
+) -> dict[str, str]:
+    """Implementations that can't serve a call, and why."""
+    refusals = {}
+    if machine.platform == "cpu":
+        refusals["dma"] = refusals["kernel"] = "the platform is cpu, it needs a CUDA device"
+    else:
+        refusals["host"] = f"the platform is {machine.platform}, it copies on the CPU backend only"
+        if not machine.has_cuda_handlers:
+            refusals["dma"] = refusals["kernel"] = "jaxkv was built without CUDA"
+        elif not all(isinstance(entry, HostIds) for entry in ids):
+            refusals["dma"] = "the host writes its descriptors, so both id lists must be HostIds"
+        elif asked != "dma" and (count := _descriptors(copy, ids)) > MAX_DESCRIPTORS:
+            refusals["dma"] = (
+                f"up to {count} descriptors hold the host too long: above {MAX_DESCRIPTORS} only "
+                "when asked for"
+            )
+    if reason := _pallas_refusal(machine, copy, ids, asked, overlapped):
+        refusals["pallas"] = reason
+    return refusals
+
+
+def _descriptors(copy: BlockCopy, ids: tuple[Any, Any]) -> int:
+    """Of the copy engine, before neighbours are joined: the ids are not known yet."""
+    runs = copy.geometry.block_bytes // copy.geometry.run_bytes
+    return num_ids_of(ids[0]) * len(copy.dense) * runs
+
+
+def _pallas_refusal(
+    machine: Machine, copy: BlockCopy, ids: tuple[Any, Any], asked: str | None, overlapped: bool
+) -> str | None:
+    if overlapped:
+        return "XLA runs it on its own stream, so nothing overlaps it"
+    if machine.platform == "cpu":
+        if asked != "pallas":
+            return "the platform is cpu, where it is interpreted, slowly: only when asked for"
+        if _direction(copy) != "device":
+            return "the platform is cpu, where its interpreter takes device memory only"
+    elif not machine.has_cuda_handlers:
+        return "jaxkv was built without CUDA, which checks its ids"
+    return pallas_chunks.refusal(copy, num_ids_of(ids[0]))
+
+
+def _direction(copy: BlockCopy) -> str:
+    # By name where the name tells: the type of a pool may have lost its memory space on the way.
+    for direction in ("load", "store"):
+        if direction in copy.operation:
+            return direction
+    sources, destinations = copy.strided, copy.dense
+    if not copy.to_dense:
+        sources, destinations = destinations, sources
+    if any(map(_on_host, destinations)):
+        return "store"
+    return "load" if any(map(_on_host, sources)) else "device"
+
+
+def _on_host(array: Any) -> bool:
+    if isinstance(array, jax.ShapeDtypeStruct):  # its type knows no memory space
+        return getattr(array.sharding, "memory_kind", None) == "pinned_host"
+    return jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
+def _size(copy: BlockCopy, ids: tuple[Any, Any]) -> CopySize:
+    geometry = copy.geometry
+    return CopySize(
+        word_bytes=math.gcd(
+            16,
+            geometry.run_bytes,
+            *geometry.strides_bytes,
+            geometry.page_stride_bytes,
+            *copy.strided_offsets,
+        ),
+        run_bytes=geometry.run_bytes,
+        total_bytes=num_ids_of(ids[0]) * len(copy.dense) * geometry.block_bytes,
+    )
+
+
+def _ranked(rule: copy_table.Rule, default: copy_table.Rule) -> list[Candidate]:
+    """A rule's candidates, then those of the default table that it does not name."""
+    named = {candidate.implementation for candidate in rule.candidates}
+    others = [entry for entry in default.candidates if entry.implementation not in named]
+    return [*rule.candidates, *others]
+
+
+def _explain(
+    copy: BlockCopy,
+    chosen: Candidate,
+    ranked: list[Candidate],
+    refusals: dict[str, str],
+    asked: bool,
+) -> str:
+    why = "asked for" if asked else "the best that serves the call"
+    details = ", ".join(filter(None, (why, chosen.figures)))
+    lines = [f"{copy.operation}: {chosen.implementation} ({details})"]
+    by_name = {candidate.implementation: candidate for candidate in ranked}
+    for name in IMPLEMENTATIONS:
+        if name != chosen.implementation:
+            reason = refusals.get(name) or _comparison(chosen, by_name[name], asked)
+            lines.append(f"  not {name}: {reason}")
+    return "\n".join(lines)
+
+
+def _comparison(chosen: Candidate, other: Candidate, asked: bool) -> str:
+    if asked:
+        reason = "another was asked for"
+    elif other.gb_per_s is None or chosen.gb_per_s is None:
+        reason = "ranked behind it"
+    elif other.gb_per_s <= chosen.gb_per_s:
+        reason = "no faster"
+    else:
+        reason = "hardly faster, on more SMs"
+    return ", ".join(filter(None, (reason, other.figures)))
+
+
+def _from_text(minima: CopySize) -> str:
+    names = ("words", "runs", "payload")
+    parts = [
+        f"{name} of {least} bytes or more"
+        for least, smallest, name in zip(minima, copy_table.SMALLEST, names, strict=True)
+        if least > smallest
+    ]
+    return ", ".join(parts) or "any size"

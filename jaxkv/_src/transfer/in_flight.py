@@ -1,0 +1,89 @@
+"""Arrays of a started copy between programs: held until it has ended, whoever drops the transfer.
+
+Inside a program `buffer_lifetime` sees to that.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxkv._src.runtime import native
+
+
+@dataclasses.dataclass(eq=False)
+class _InFlight:
+    """Arrays of a copy that has left its jit; who drops them must not free them while it runs."""
+
+    ticket: Any
+    arrays: list[Any]
+    started: list[int] | None = None  # what must have ended, known once the start has run
+
+    def ended(self) -> bool:
+        # Of those that were donated, the program that got them takes care.
+        self.arrays = [array for array in self.arrays if not array.is_deleted()]
+        if not self.arrays or not native.extension().CUDA:
+            return all(array.is_ready() for array in self.arrays)
+        if self.started is None:
+            if not all(array.is_ready() for array in self.arrays):
+                return False
+            self.started = native.extension().started_copies()
+        return native.extension().copies_ended(self.started)
+
+
+# Threads take entries out and put them back, one at a time, so that none is lost. There is no lock:
+# letting go of an array may run anything, this module too.
+_in_flight: collections.deque[_InFlight] = collections.deque()
+
+
+def keep_alive(leaves: Any, *, instead_of: Any = None) -> None:
+    """Holds the arrays of a transfer, the ticket (or None) first; tracers need no holding.
+
+    Lets go of copies that have ended, and of those that are held with the ticket `instead_of`.
+    """
+    arrays = jax.tree.leaves(leaves)
+    if not all(isinstance(array, jax.Array) for array in arrays):
+        return
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return
+    _let_go(instead_of)
+    if arrays and leaves[0] is not None:
+        _in_flight.append(_InFlight(leaves[0], arrays))
+
+
+def _let_go(ticket: Any) -> None:
+    for _ in range(len(_in_flight)):
+        try:
+            entry = _in_flight.popleft()
+        except IndexError:  # another thread looks at it
+            return
+        if ticket is None or entry.ticket is not ticket:
+            _put_back_unless_ended(entry)
+
+
+def _put_back_unless_ended(entry: _InFlight) -> None:
+    ended = False
+    try:
+        ended = entry.ended()
+    except RuntimeError:  # another thread donated an array after we looked
+        pass
+    finally:
+        if not ended:
+            _in_flight.append(entry)
+
+
+def check_same_trace(before: Any, after: Any) -> None:
+    """Raises a RuntimeError unless a transfer may hold `after` where it held `before`."""
+    if isinstance(after, jax.core.Tracer) and _trace_of(before) is not _trace_of(after):
+        raise RuntimeError(
+            "the transfer belongs to another trace: it was started outside of the function (of a "
+            "jit, checkpoint or loop) that waits for it; make it an argument and a result of a jit "
+            "or checkpoint, and wait before a loop"
+        )
+
+
+def _trace_of(array: Any) -> Any:
+    return array._trace if isinstance(array, jax.core.Tracer) else None

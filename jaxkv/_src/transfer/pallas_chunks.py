@@ -1,0 +1,177 @@
+"""How the Pallas kernels divide copies among themselves, and which copies they serve.
+
+Blocks are cut into chunks, which pass through slots in shared memory (`pallas_copy`). Nothing here
+needs Pallas, whose import takes half a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxkv._src.transfer.block_copy import BlockCopy
+
+WORD_BYTES = 4
+_UNIT_BYTES = 128  # Mosaic's copies move multiples of it
+_CHUNK_BYTES = 16 * 1024  # larger blocks are cut, as the ring needs many slots to hide PCIe latency
+_SLOT_BYTES = 8 * 1024  # blocks so small that the slots would not hide it either share one
+_MAX_BATCH = 8
+_SHARED_BYTES = 192 * 1024  # of the 227 KiB that a thread block may have
+_MAX_SLOTS = 32  # Mosaic's limit on the barriers of an array: one for each slot
+MAX_CHUNKS = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The slots in shared memory that chunks of blocks pass through.
+
+    Attributes:
+      chunk_words: words of the largest chunk; larger blocks are cut.
+      batch: chunks that share a slot and its barrier, the same words of as many blocks.
+      threads: warpgroups, which take turns at issuing copies, each with slots of its own.
+      depth: slots of a warpgroup.
+    """
+
+    chunk_words: int
+    batch: int
+    threads: int
+    depth: int
+
+    @classmethod
+    def of(cls, *block_bytes: int) -> Ring:
+        """The ring for blocks of these sizes, multiples of 128 bytes."""
+        cuts = [cut(size // WORD_BYTES, _CHUNK_BYTES // WORD_BYTES) for size in block_bytes]
+        chunk_words = max(words for words, _ in cuts)
+        chunk_bytes = chunk_words * WORD_BYTES
+        batch = 1 if chunk_bytes > 2048 else min(_MAX_BATCH, _SLOT_BYTES // chunk_bytes)
+        slots = min(_MAX_SLOTS, _SHARED_BYTES // (batch * chunk_bytes))
+        threads = 2 if slots < 16 else 4
+        return cls(chunk_words, batch, threads, depth=slots // threads)
+
+    @property
+    def lag(self) -> int:
+        """Slots of a warpgroup that are being stored while the others are being loaded."""
+        return self.depth // 2
+
+
+def cut(block_words: int, most_words: int) -> tuple[int, list[int]]:
+    """Words of the equal chunks of a block and where they start; the last two may overlap."""
+    unit = _UNIT_BYTES // WORD_BYTES
+    chunks = _ceil_div(block_words, most_words)
+    words = _ceil_div(block_words // unit, chunks) * unit
+    return words, [min(chunk * words, block_words - words) for chunk in range(chunks)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """One of the blocks that move for each pair of ids.
+
+    Attributes:
+      arrays: which of the sources and which of the destinations it lies in.
+      block_words: words of a block.
+      first, stride: on the strided side, id i is block `first + i * stride` of the array.
+    """
+
+    arrays: tuple[int, int]
+    block_words: int
+    first: int
+    stride: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is known of the copies while tracing.
+
+    Attributes:
+      ring: the slots.
+      num_sms: thread blocks, one for each SM.
+      strided_side: 0 if the sources are the strided arrays, 1 if the destinations are.
+      buffers: the blocks of a pair.
+    """
+
+    ring: Ring
+    num_sms: int
+    strided_side: int
+    buffers: list[Buffer]
+
+    def parts(self) -> np.ndarray:
+        """int32[parts, 5]: the chunks of a pair as source, destination, start, first, stride."""
+        rows = [
+            (*buffer.arrays, start, buffer.first, buffer.stride)
+            for buffer in self.buffers
+            for start in cut(buffer.block_words, self.ring.chunk_words)[1]
+        ]
+        return np.array(rows, np.int32)
+
+    def chunk_words(self, side: int) -> list[int]:
+        """Words of the chunks of each array on a side, 0 for the sources."""
+        words = {
+            buffer.arrays[side]: cut(buffer.block_words, self.ring.chunk_words)[0]
+            for buffer in self.buffers
+        }
+        return [words[array] for array in range(len(words))]
+
+
+def refusal(copy: BlockCopy, num_ids: int) -> str | None:
+    """Why Pallas does not serve a copy of up to `num_ids` pairs, or None if it does."""
+    geometry = copy.geometry
+    block_bytes = geometry.block_bytes
+    if geometry.run_bytes != block_bytes:
+        return f"blocks lie in runs of {geometry.run_bytes} bytes on the host, it copies whole ones"
+    if block_bytes % _UNIT_BYTES:
+        return f"blocks of {block_bytes} bytes are no multiple of {_UNIT_BYTES}"
+    if any(at % block_bytes for at in (geometry.page_stride_bytes, *copy.strided_offsets)):
+        return f"blocks do not start at multiples of their size, {block_bytes} bytes"
+    for array in (*copy.strided, *copy.dense):
+        if not _has_words(array.dtype):
+            return f"{array.dtype} has no view as words"
+        if array.size * array.dtype.itemsize % block_bytes:
+            return f"an array of shape {tuple(array.shape)} is no whole number of blocks"
+    chunks = num_ids * len(copy.dense) * _ceil_div(block_bytes, _CHUNK_BYTES)
+    if chunks >= MAX_CHUNKS:
+        return f"{chunks} chunks are too many to count in 32 bits"
+    return None
+
+
+def _has_words(dtype: Any) -> bool:
+    """Whether XLA has a bitcast between the type and words."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits >= 8
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 8
+
+
+def sides_of(copy: BlockCopy) -> tuple[list[Any], list[Any]]:
+    """Sources and destinations."""
+    return (copy.strided, copy.dense) if copy.to_dense else (copy.dense, copy.strided)
+
+
+def buffers_of(copies: Sequence[BlockCopy]) -> list[Buffer]:
+    buffers = []
+    arrays_before = [0, 0]
+    for copy in copies:
+        block_bytes = copy.geometry.block_bytes
+        lengths = [len(arrays) for arrays in sides_of(copy)]
+        for index, offset in enumerate(copy.strided_offsets):
+            source, destination = (
+                before + min(index, length - 1)
+                for before, length in zip(arrays_before, lengths, strict=True)
+            )
+            buffers.append(
+                Buffer(
+                    arrays=(source, destination),
+                    block_words=block_bytes // WORD_BYTES,
+                    first=offset // block_bytes,
+                    stride=copy.geometry.page_stride_bytes // block_bytes,
+                )
+            )
+        arrays_before = [a + b for a, b in zip(arrays_before, lengths, strict=True)]
+    return buffers
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)

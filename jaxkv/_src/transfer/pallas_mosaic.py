@@ -1,0 +1,209 @@
+"""The block copy as a Mosaic GPU kernel: sm_90 and newer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv._src.transfer.pallas_chunks import Job
+
+_WORD = jnp.int32
+
+
+def _interpreter() -> Any:
+    """Parameters of Pallas' GPU interpreter on platform cpu, else False."""
+    if jax.default_backend() != "cpu":
+        return False
+    if hasattr(plgpu, "InterpretGPUParams"):  # since jax 0.11
+        return plgpu.InterpretGPUParams()
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams()
+
+
+# ---------------------------------------------------------------------------------------------
+# Mosaic GPU: sm_90 and newer
+
+
+def _run_mosaic(job: Job, pairs: Any, sources: list[Any], destinations: list[Any]) -> list[Any]:
+    ring = job.ring
+    slots = ring.threads * ring.depth
+
+    def jaxkv_copy_blocks(pairs: Any, parts: Any, *arrays: Any) -> None:
+        pl.run_scoped(
+            functools.partial(
+                _copy_chunks, job, pairs, parts, arrays[: len(sources)], arrays[len(sources) :]
+            ),
+            plgpu.SMEM((slots, ring.batch * ring.chunk_words), _WORD),
+            plgpu.Barrier(num_arrivals=ring.batch, num_barriers=slots),
+            collective_axes="thread",
+        )
+
+    written = [jax.new_ref(blocks, memory_space=plgpu.GMEM) for blocks in destinations]
+    # Not plgpu.kernel, which can't write to references in jax 0.10.2.
+    pl.kernel(
+        jaxkv_copy_blocks,
+        mesh=plgpu.Mesh(
+            grid=(job.num_sms,),
+            grid_names=("sm",),
+            num_threads=ring.threads,
+            thread_name="thread",
+        ),
+        interpret=_interpreter(),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            # Safe, as threads neither read nor write shared memory: only copies do.
+            unsafe_no_auto_barriers=True,
+        ),
+    )(pairs, jnp.array(job.parts()), *sources, *written)
+    return [jax.freeze(blocks) for blocks in written]
+
+
+class _Place(NamedTuple):
+    """Where one side of a batch lies: in an array from `start` on, beginning with block `block`.
+
+    That is the block of pair `pair`; the block of id i is `first + i * stride`.
+    """
+
+    array: Any
+    start: Any
+    first: Any
+    stride: Any
+    pair: Any
+    block: Any
+
+
+def _copy_chunks(
+    job: Job,
+    pairs: Any,
+    parts: Any,
+    sources: Sequence[Any],
+    destinations: Sequence[Any],
+    shared: Any,
+    loaded: Any,
+) -> None:
+    """The kernel: of all batches of chunks, each warpgroup passes every `workers`-th through.
+
+    A batch is one part of `ring.batch` pairs. In turn t a warpgroup stores batch t - ahead, then
+    starts to load batch t into the slot of batch t - depth. The `lag` batches that were stored
+    after that one may still be leaving their slots.
+
+    Args:
+      job: what is known while tracing.
+      pairs, parts: int32 references: as for `copy_blocks_pallas`, and `job.parts()`.
+      sources, destinations: int32[blocks, block_words] references in global memory.
+      shared: int32[slots, batch * chunk_words] reference to shared memory.
+      loaded: a barrier for each slot, which completes when its batch is there.
+    """
+    ring, table = job.ring, job.parts()
+    depth, batch = ring.depth, ring.batch
+    ahead = depth - ring.lag
+    workers = job.num_sms * ring.threads
+    thread = lax.axis_index("thread")
+    worker = lax.axis_index("sm") * ring.threads + thread
+    last_pair = jnp.maximum(pairs[0] - 1, 0)
+    batches = _divide(pairs[0] + (batch - 1), batch)[0] * len(table)
+    turns, _ = _divide(batches - worker + (workers - 1), workers)
+
+    def block_of(side: int, pair: Any, first: Any, stride: Any) -> Any:
+        # The last batch may take the last pair again: the same bytes to the same place.
+        return first + stride * pairs[2 + side + 2 * jnp.minimum(pair, last_pair)]
+
+    def locate(turn: Any, side: int) -> _Place:
+        """The batch of a turn on side 0, the source, or 1."""
+        # Clipped, because places are found for turns that never come.
+        place = jnp.clip(turn * workers + worker, 0, jnp.maximum(batches - 1, 0))
+        group, part = _divide(place, len(table))
+
+        def field(column: int) -> Any:
+            values = table[:, column]
+            return values[0] if (values == values[0]).all() else parts[part, column]
+
+        first, stride = np.int32(0), np.int32(1)
+        if side == job.strided_side:
+            first, stride = field(3), field(4)
+        pair = group * batch
+        block = block_of(side, pair, first, stride)
+        return _Place(field(side), field(2), first, stride, pair, block)
+
+    def each_chunk(side: int, place: _Place, use: Callable[[Any, Any], None]) -> None:
+        """Calls `use` with the chunks of a batch in global memory and their slices of the slot."""
+
+        def in_array(array: Any, words: int) -> None:
+            def use_chunk(i: Any, block: Any) -> None:
+                use(array.at[block, pl.ds(place.start, words)], pl.ds(i * words, words))
+
+            def step(i: Any, block: Any) -> Any:
+                # Read one chunk early, as in `take_turn`.
+                following = block_of(side, place.pair + i + 1, place.first, place.stride)
+                use_chunk(i, block)
+                return following
+
+            if batch == 1:
+                use_chunk(0, place.block)
+            else:
+                lax.fori_loop(np.int32(0), np.int32(batch), step, place.block)
+
+        _with_ref(place.array, (sources, destinations)[side], job.chunk_words(side), in_array)
+
+    def load(slot: Any, place: _Place) -> None:
+        def copy(chunk: Any, piece: Any) -> None:
+            plgpu.copy_gmem_to_smem(
+                chunk,
+                shared.at[slot, piece],
+                loaded.at[slot],
+                # Else Mosaic takes a tensor map for each array, and boxes of 256 words.
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+
+        each_chunk(0, place, copy)
+
+    def store(slot: Any, place: _Place) -> None:
+        def copy(chunk: Any, piece: Any) -> None:
+            plgpu.copy_smem_to_gmem(shared.at[slot, piece], chunk)
+
+        plgpu.barrier_wait(loaded.at[slot])
+        each_chunk(1, place, copy)
+
+    def take_turn(turn: Any, places: Any) -> Any:
+        # One turn early: a read of global memory takes as long as a turn.
+        next_places = locate(turn + 1, 0), locate(turn + 1 - ahead, 1)
+
+        @pl.when(turn >= ahead)
+        def _() -> None:
+            store(thread * depth + _divide(turn - ahead, depth)[1], places[1])
+
+        @pl.when(turn < turns)
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(ring.lag * batch, wait_read_only=True)
+            load(thread * depth + _divide(turn, depth)[1], places[0])
+
+        return next_places
+
+    places = locate(jnp.int32(0), 0), locate(jnp.int32(-ahead), 1)
+    lax.fori_loop(jnp.int32(0), turns + ahead, take_turn, places)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _divide(number: Any, divisor: int) -> tuple[Any, Any]:
+    """Quotient and remainder of an int32 that is not negative, without Python's rounding."""
+    return lax.div(number, np.int32(divisor)), lax.rem(number, np.int32(divisor))
+
+
+def _with_ref(
+    index: Any, refs: Sequence[Any], words: Sequence[int], use: Callable[[Any, int], None]
+) -> None:
+    """Calls `use` with one of the references and the words of its chunks."""
+    branches = [functools.partial(use, ref, size) for ref, size in zip(refs, words, strict=True)]
+    if len(refs) == 1:
+        branches[0]()
+    else:
+        lax.switch(index, branches)

@@ -1,0 +1,68 @@
+"""The block copy as a Pallas-Triton kernel: GPUs before sm_90."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxkv._src.transfer.pallas_chunks import Buffer, Job
+from jaxkv._src.transfer.pallas_mosaic import _WORD, _divide, _interpreter
+
+_TRITON_TILE_WORDS = 8192
+_TRITON_TILE_COLUMNS = 1024
+
+
+# ---------------------------------------------------------------------------------------------
+# Pallas-Triton, deprecated since jax 0.11: before sm_90
+
+
+def _run_triton(job: Job, pairs: Any, sources: list[Any], destinations: list[Any]) -> list[Any]:
+    """A launch for each buffer; a program moves a tile of words of several blocks at a time."""
+    from jax.experimental.pallas import triton
+
+    written = list(destinations)
+    for buffer in job.buffers:
+        source, to = buffer.arrays
+        written[to] = pl.pallas_call(
+            functools.partial(_copy_tiles, job, buffer),
+            name="jaxkv_copy_blocks",
+            out_shape=jax.ShapeDtypeStruct(written[to].shape, _WORD),
+            grid=(job.num_sms,),
+            input_output_aliases={2: 0},
+            compiler_params=triton.CompilerParams(num_warps=16, num_stages=1),
+            interpret=bool(_interpreter()),
+        )(pairs, sources[source], written[to])
+    return written
+
+
+def _copy_tiles(
+    job: Job, buffer: Buffer, pairs: Any, source: Any, _: Any, destination: Any
+) -> None:
+    """The kernel for a buffer; references as for `_copy_chunks`."""
+    from jax.experimental.pallas import triton
+
+    words = buffer.block_words
+    columns = min(_TRITON_TILE_COLUMNS, pl.next_power_of_2(words))
+    rows = _TRITON_TILE_WORDS // columns
+    tiles_per_row = pl.cdiv(words, columns)
+    count = pairs[0]
+    tiles = _divide(count + (rows - 1), rows)[0] * tiles_per_row
+    program = pl.program_id(0)
+
+    def move(turn: Any, _: None) -> None:
+        row, column = _divide(program + turn * job.num_sms, tiles_per_row)
+        # No masks: what lies behind the last pair or word copies that one again.
+        pair = jnp.minimum(row * rows + jnp.arange(rows, dtype=_WORD), count - 1)
+        word = jnp.minimum(column * columns + jnp.arange(columns, dtype=_WORD), words - 1)
+        blocks = [triton.load(pairs.at[2 + side + 2 * pair]) for side in (0, 1)]
+        blocks[job.strided_side] = buffer.first + blocks[job.strided_side] * buffer.stride
+        moved = triton.load(source.at[blocks[0][:, None], word[None, :]])
+        triton.store(destination.at[blocks[1][:, None], word[None, :]], moved)
+
+    turns, _ = _divide(tiles - program + (job.num_sms - 1), job.num_sms)
+    lax.fori_loop(jnp.int32(0), turns, move, None)

@@ -1,0 +1,189 @@
+"""Arguments of a transfer checked and resolved to block copies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv._src.cache.device_cache import DeviceCache
+from jaxkv._src.cache.host_layout import PageGeometry
+from jaxkv._src.cache.host_pool import HostPool, check_pair
+from jaxkv._src.runtime.dtypes import check_kept, check_whole_bytes
+from jaxkv._src.runtime.sharding import check_whole
+from jaxkv._src.transfer.block_copy import BlockCopy, typed_for
+from jaxkv._src.transfer.dispatch import check_name
+from jaxkv._src.transfer.ids import HostIds, as_ids, check_page_ids, ids_on_host, num_ids_of
+
+Ids = Any  # int32[n] array, list of ints, or HostIds
+# Copies, blocks on either side, and what puts the written arrays of all copies back in place.
+_Resolved = tuple[list[BlockCopy], tuple[int, int] | None, Callable[[list[list[Any]]], Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedCall:
+    """What an operation comes to: its copies, and how their results make its own."""
+
+    copies: list[BlockCopy]
+    ids: tuple[Any, Any]
+    limits: tuple[int, int] | None  # blocks on either side; None where there are no arrays
+    rebuild: Callable[[list[list[Any]]], Any]
+
+
+def prepare(
+    operation: str,
+    state: tuple[Any, Any],
+    ids: tuple[Ids, Ids],
+    layers: int | Sequence[int] | None,
+    implementation: str | None,
+) -> tuple[PreparedCall, bool]:
+    """Checks the arguments of an operation; returns its copies, and whether it is being traced."""
+    check_name(implementation)
+    call = resolve(operation, state, ids, layers)
+    leaves = jax.tree.leaves((state, call.ids))
+    check_whole(leaves)
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if traced:
+        _check_host_ids_are_passed(call.ids, _OPERATIONS[operation][0])
+    else:
+        _check_concrete(call, leaves, _OPERATIONS[operation][0])
+    return call, traced
+
+
+def resolve(
+    operation: str,
+    state: tuple[Any, Any],
+    ids: tuple[Ids, Ids],
+    layers: int | Sequence[int] | None,
+) -> PreparedCall:
+    """What an operation comes to; raises where its arguments do not go together."""
+    names, make_copies = _OPERATIONS[operation]
+    source_ids, destination_ids = (
+        as_ids(value, name) for value, name in zip(ids, names, strict=True)
+    )
+    if num_ids_of(source_ids) != num_ids_of(destination_ids):
+        raise ValueError(
+            f"{names[0]} has {num_ids_of(source_ids)} entries, "
+            f"{names[1]} has {num_ids_of(destination_ids)}"
+        )
+    copies, limits, rebuild = make_copies(operation, *state, layers)
+    copies = [typed_for(copy, (source_ids, destination_ids)) for copy in copies]
+    return PreparedCall(copies, (source_ids, destination_ids), limits, rebuild)
+
+
+def _resolve_pages(
+    operation: str, pool: HostPool, cache: DeviceCache, layers: int | Sequence[int] | None
+) -> _Resolved:
+    check_pair(pool, cache)
+    to_dense = operation in ("load_pages", "start_load")
+    layout = pool.host_layout
+    chosen = layout.spec.select_layers(layers)
+    buffers = [(layer, kv) for layer in chosen for kv in range(layout.spec.num_kv)]
+    copy = BlockCopy(
+        operation=operation,
+        to_dense=to_dense,
+        dense=[cache.layers[layer][kv] for layer, kv in buffers],
+        strided=[pool.data],
+        geometry=layout.page_geometry(),
+        strided_offsets=[layout.buffer_offset_bytes(kv, layer) for layer, kv in buffers],
+        num_dense=cache.num_pages,
+        num_strided=layout.num_pages,
+    )
+
+    def rebuild(written: list[list[Any]]) -> HostPool | DeviceCache:
+        if not to_dense:
+            return dataclasses.replace(pool, data=written[0][0])
+        arrays = {buffer: array for buffer, array in zip(buffers, written[0], strict=True)}
+        layers = tuple(
+            tuple(arrays.get((layer, kv), old) for kv, old in enumerate(halves))
+            for layer, halves in enumerate(cache.layers)
+        )
+        return dataclasses.replace(cache, layers=layers)
+
+    limits = copy.num_sources, copy.num_destinations
+    if not buffers:
+        return [], limits, lambda _: cache if to_dense else pool
+    return [copy], limits, rebuild
+
+
+def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> _Resolved:
+    sources, source_tree = jax.tree.flatten(src)
+    destinations, destination_tree = jax.tree.flatten(dst)
+    if source_tree != destination_tree:  # type: ignore[operator]
+        raise ValueError(f"src has structure {source_tree}, dst {destination_tree}")
+    for side, arrays in (("src", sources), ("dst", destinations)):
+        for array in arrays:
+            if not hasattr(array, "dtype"):
+                raise TypeError(f"{side} must be a pytree of arrays, got {type(array).__name__}")
+            if array.ndim < 1:
+                raise ValueError(f"each array of {side} must be [num_blocks, ...], got a scalar")
+            check_kept(array, f"an array of {side}")
+        if len({array.shape[0] for array in arrays}) > 1:
+            sizes = [array.shape[0] for array in arrays]
+            raise ValueError(f"all arrays of {side} must have as many blocks, got {sizes}")
+        if arrays and arrays[0].shape[0] > (most := np.iinfo(np.int32).max):
+            raise ValueError(f"{side} has {arrays[0].shape[0]} blocks, ids can name {most}")
+    groups: dict[int, list[int]] = {}
+    for leaf, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
+        ours, theirs = ((tuple(a.shape[1:]), a.dtype) for a in (source, destination))
+        if ours != theirs:
+            raise ValueError(f"leaf {leaf}: a block of src is {ours}, of dst {theirs}")
+        check_whole_bytes(source.dtype, f"dtype of leaf {leaf}")
+        block_bytes = int(np.prod(source.shape[1:], dtype=np.int64)) * source.dtype.itemsize
+        if block_bytes and source.shape[0] and destination.shape[0]:
+            groups.setdefault(block_bytes, []).append(leaf)
+    copies = [
+        BlockCopy(
+            operation=operation,
+            to_dense=True,
+            dense=[destinations[leaf] for leaf in leaves],
+            strided=[sources[leaf] for leaf in leaves],
+            geometry=PageGeometry(block_bytes, block_bytes, (1, 1), (0, 0), block_bytes),
+            strided_offsets=[0] * len(leaves),
+            num_dense=destinations[0].shape[0],
+            num_strided=sources[0].shape[0],
+        )
+        for block_bytes, leaves in groups.items()
+    ]
+
+    def rebuild(written: list[list[Any]]) -> Any:
+        result = list(destinations)
+        for leaves, arrays in zip(groups.values(), written, strict=True):
+            for leaf, array in zip(leaves, arrays, strict=True):
+                result[leaf] = array
+        return jax.tree.unflatten(destination_tree, result)
+
+    limits = (sources[0].shape[0], destinations[0].shape[0]) if sources else None
+    return copies, limits, rebuild
+
+
+# For each operation the names of its id lists, source first, and what turns it into copies.
+_OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Any]]] = {
+    "load_pages": (("host_pages", "device_pages"), _resolve_pages),
+    "store_pages": (("device_pages", "host_pages"), _resolve_pages),
+    "start_load": (("host_pages", "device_pages"), _resolve_pages),
+    "start_store": (("device_pages", "host_pages"), _resolve_pages),
+    "swap_blocks": (("src_ids", "dst_ids"), _resolve_swap),
+}
+
+
+def _check_host_ids_are_passed(ids: tuple[Any, Any], names: tuple[str, str]) -> None:
+    """What a program closes over, XLA copies: such HostIds are not those that the host made."""
+    for entry, name in zip(ids, names, strict=True):
+        if isinstance(entry, HostIds) and not isinstance(entry.data, jax.core.Tracer):
+            raise ValueError(f"{name}: HostIds must be arguments of the jitted function")
+
+
+def _check_concrete(call: PreparedCall, leaves: list[Any], names: tuple[str, str]) -> None:
+    """What only values show: released arrays, and ids that the host can read."""
+    for leaf in leaves:
+        if not isinstance(leaf, jax.Array):
+            continue
+        if leaf.is_deleted():
+            raise ValueError("an array of the call was released or donated: its memory is gone")
+    if call.limits is not None:
+        sources, destinations = (ids_on_host(entry) for entry in call.ids)
+        check_page_ids((sources, destinations), call.limits, names)

@@ -1,0 +1,1 @@
+"""Tuning tables: schema, JSON files, and lookup."""

@@ -1,0 +1,121 @@
+"""Which algorithm an all-reduce takes: one JSON file for each device kind.
+
+For each number of devices a file lists rules, ascending by the least bytes that they hold for; the
+last one that a message reaches names the algorithm. Dtypes share the rules: all that serve add in
+float32, so bytes decide. `python -m jaxkv.tune --all-reduce` writes such a file.
+
+Which file: the one named by the environment variable JAXKV_TUNING_ALL_REDUCE, else the packaged one
+for the device kind, else `default.json`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+from typing import Any
+
+from jaxkv._src.tuning import table_files
+
+WORLD_SIZES = (2, 4, 6, 8)  # numbers of devices that have kernels
+# Those to choose from; not multimem, which serves only who asks for it.
+ALGORITHMS = ("low_latency", "one_shot", "two_shot", "psum")
+VARIABLE = "JAXKV_TUNING_ALL_REDUCE"
+PACKAGED = pathlib.Path(__file__).parent / "data" / "all_reduce"
+_HEAD = ("device_kind", "how", "commit", "date", "versions")
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rules, and where they come from.
+
+    Attributes:
+      name: of the file, without its directory.
+      device_kind: JAX's name of the device, or "any".
+      how: what made the rules.
+      commit, date, versions: of the measurement, or None and empty.
+      rules: by number of devices, (min_bytes, algorithm) ascending.
+    """
+
+    name: str
+    device_kind: str
+    how: str
+    commit: str | None
+    date: str | None
+    versions: dict[str, str]
+    rules: dict[int, tuple[tuple[int, str], ...]]
+
+    def algorithm(self, world_size: int, num_bytes: int) -> str:
+        """The algorithm for a message of `num_bytes` bytes on each of `world_size` devices."""
+        rules = self.rules[world_size]
+        return rules[bisect.bisect_right(rules, num_bytes, key=lambda rule: rule[0]) - 1][1]
+
+    def to_text(self) -> str:
+        """The file's content: JSON, one line for each number of devices."""
+        head = {name: getattr(self, name) for name in _HEAD}
+        rules = ",\n".join(f'  "{size}": {json.dumps(r)}' for size, r in self.rules.items())
+        beginning = json.dumps(head, indent=1)[:-2]  # without the brace that ends it
+        return f'{beginning},\n "rules": {{\n{rules}\n }}\n}}\n'
+
+
+def table_for(device_kind: str) -> Table:
+    """The table that holds for a device kind; see the module's text for which that is.
+
+    Raises:
+      ValueError: the file is no valid table, or the variable names one for another device kind.
+      OSError: the file that the variable names can't be read.
+    """
+    return _table_for(device_kind, os.environ.get(VARIABLE))
+
+
+@functools.cache
+def _table_for(device_kind: str, chosen: str | None) -> Table:
+    if not chosen:
+        return packaged_table(device_kind)
+    table = load(chosen)
+    if table.device_kind not in (device_kind, table_files.ANY_DEVICE):
+        raise ValueError(
+            f"{VARIABLE}={chosen}: the table is for device kind {table.device_kind!r}, "
+            f"this device is {device_kind!r}"
+        )
+    return table
+
+
+@functools.cache
+def packaged_table(device_kind: str) -> Table:
+    """The table that comes with jaxkv: that of the device kind, or else the default one."""
+    path = PACKAGED / f"{table_files.slug(device_kind)}.json"
+    return load(path if path.exists() else PACKAGED / table_files.DEFAULT)
+
+
+def load(path: str | os.PathLike[str]) -> Table:
+    """Reads and checks a file; raises as `read`."""
+    return table_files.read(path, _parse)
+
+
+def _parse(name: str, content: Any) -> Table:
+    if not isinstance(content, dict) or {*content} != {*_HEAD, "rules"}:
+        raise ValueError(f"the file must be an object of {', '.join(_HEAD)} and rules")
+    rules = content["rules"]
+    if not isinstance(rules, dict) or [*rules] != [*map(str, WORLD_SIZES)]:
+        raise ValueError(f"rules must be those of {WORLD_SIZES} devices, got {rules!r}")
+    parsed = {int(size): _parse_rules(listed, f"rules.{size}") for size, listed in rules.items()}
+    return Table(name=name, **{**content, "rules": parsed})
+
+
+def _parse_rules(listed: Any, where: str) -> tuple[tuple[int, str], ...]:
+    if not isinstance(listed, list) or not all(
+        isinstance(rule, list) and len(rule) == 2 and type(rule[0]) is int for rule in listed
+    ):
+        raise ValueError(f"{where} must be a list of [min_bytes, algorithm], got {listed!r}")
+    minima = [rule[0] for rule in listed]
+    if minima[:1] != [0] or sorted({*minima}) != minima:
+        raise ValueError(f"{where}: min_bytes must ascend from 0, got {minima}")
+    for _, algorithm in listed:
+        if algorithm not in ALGORITHMS:
+            known = ", ".join(ALGORITHMS)
+            raise ValueError(f"{where}: algorithm must be one of {known}, got {algorithm!r}")
+    return tuple((least, algorithm) for least, algorithm in listed)

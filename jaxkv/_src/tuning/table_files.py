@@ -1,0 +1,48 @@
+"""Tuning tables as JSON files: names, reading, and checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+DEFAULT = "default.json"
+ANY_DEVICE = "any"
+
+
+def slug(device_kind: str) -> str:
+    """The device kind as a file name, e.g. "nvidia_h200"."""
+    return re.sub(r"\W+", "_", device_kind).strip("_").lower()
+
+
+def read(path: str | os.PathLike[str], parse: Callable[[str, Any], T]) -> T:
+    """What `parse` makes of a file's name and its JSON.
+
+    Raises:
+      ValueError: what is wrong: file, key and value.
+      OSError: the file can't be read.
+    """
+    path = pathlib.Path(path)
+    try:
+        return parse(path.name, json.loads(path.read_text()))
+    except ValueError as error:  # JSONDecodeError is one
+        raise ValueError(f"tuning table {path}: {error}") from None
+
+
+def _object(entry: Any, keys: Any, where: str) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} must be an object, got {entry!r}")
+    if missing := [key for key in keys if key not in entry]:
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    if unknown := [key for key in entry if key not in keys]:
+        raise ValueError(f"{where} has unknown keys {', '.join(unknown)}")
+    return entry
+
+
+def _check_int(value: Any, least: int, where: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{where} must be an integer >= {least}, got {value!r}")
