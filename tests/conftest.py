@@ -6,14 +6,14 @@ import hypothesis
 import jax
 import pytest
 
+from tests.util.implementations import IMPLEMENTATIONS
+
 jax.config.update("jax_num_cpu_devices", 8)
 # No test is about time: a slow machine or a sanitizer must not fail one.
 hypothesis.settings.register_profile("jaxkv", deadline=None)
 # For runs that repeat others: another jax, a sanitizer (`pytest --hypothesis-profile=brief`).
 hypothesis.settings.register_profile("brief", deadline=None, max_examples=5)
 hypothesis.settings.load_profile("jaxkv")
-
-IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "dma", "pallas")}
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,8 @@ def multicast() -> Generator[None]:
 @pytest.fixture(scope="module")
 def memories(multicast):
     """By number of ranks; used by test after test, as by a server for days."""
-    from ranks import MAX_BYTES, memory_of  # which starts the backend
-
     from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
+    from tests.util.ranks import MAX_BYTES, memory_of  # which starts the backend
 
     made = {n: memory_of(n, max_bytes=MAX_BYTES) for n in WORLD_SIZES if n <= jax.device_count()}
     yield made

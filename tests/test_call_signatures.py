@@ -1,4 +1,4 @@
-"""Signatures of calls within a process; test_processes.py compares those of several."""
+"""Signatures of calls within a process; test_multiprocess.py compares those of several."""
 
 import re
 import threading
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from ranks import AXIS, assert_sums, memory_of, on_ranks, operand, sums
+
+from tests.util.ranks import AXIS, assert_sums, memory_of, on_ranks, operand, sums
 
 pytestmark = pytest.mark.multigpu
 

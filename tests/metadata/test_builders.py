@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv import metadata
-
-from .batches import FEW, Case, num_blocks_of
+from tests.util.batches import FEW, Case, num_blocks_of
 
 CASES = [
     Case([1, 1, 7, 0, 3], [9, 1, 12, 4, 3], [[5, 2, 9], [1], [3, 4, 8], [6], [7]], FEW),

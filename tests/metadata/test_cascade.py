@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from jaxkv.metadata import common
 from jaxkv.metadata.cascade import cascade_metadata, common_prefix_blocks, use_cascade
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
-
-from .batches import Case, assert_same, cases, every_batch
+from tests.util.batches import Case, assert_same, cases, every_batch
 
 
 @functools.cache

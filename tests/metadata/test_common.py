@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from jaxkv.metadata import common
 from jaxkv.metadata.common import BatchMetadata
-
-from .batches import FEW, Bounds, Case, assert_same, cases, every_batch, padded
+from tests.util.batches import FEW, Bounds, Case, assert_same, cases, every_batch, padded
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from jaxkv.metadata import flashinfer, ragged_paged, triton, turboquant
 from jaxkv.metadata.common import BatchMetadata
-
-from .attention import (
+from tests.util.attention_reference import (
     HEAD_DIM,
     NUM_KV_HEADS,
     NUM_Q_HEADS,
@@ -24,7 +23,7 @@ from .attention import (
     merge,
     written,
 )
-from .batches import FEW, ONE, Bounds, Case, cases
+from tests.util.batches import FEW, ONE, Bounds, Case, cases
 
 SMALL = (ONE, FEW, FEW)
 some_batches = hypothesis.settings(max_examples=30)

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from jaxkv import metadata
 from jaxkv.metadata import BatchMetadata
 from jaxkv.metadata.cascade import common_prefix_blocks
-
-from .attention import Problem, attend_pages, merge, written
-from .batches import FEW, ONE, Case, cases
+from tests.util.attention_reference import Problem, attend_pages, merge, written
+from tests.util.batches import FEW, ONE, Case, cases
 
 CHUNK = 8  # tokens of local attention; a multiple of both block sizes
 some_batches = hypothesis.settings(max_examples=60)

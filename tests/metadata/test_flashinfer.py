@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from jaxkv.metadata import flashinfer
 from jaxkv.metadata.common import BatchMetadata
-
-from .batches import FEW, ONE, SOME, Case, cases, every_batch
-from .splits import counts, equal, parts, slots
+from tests.util.batches import FEW, ONE, SOME, Case, cases, every_batch
+from tests.util.splits import counts, equal, parts, slots
 
 
 @functools.cache

@@ -17,9 +17,8 @@ import pytest
 from hypothesis import given
 
 from jaxkv.metadata import flashinfer
-
-from .attention import NUM_KV_HEADS, NUM_Q_HEADS, Problem, written
-from .batches import Bounds, Case, cases
+from tests.util.attention_reference import NUM_KV_HEADS, NUM_Q_HEADS, Problem, written
+from tests.util.batches import Bounds, Case, cases
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from jaxkv.metadata import flex
 from jaxkv.metadata.common import BatchMetadata
-
-from .batches import ALL_BOUNDS, FEW, MANY, ONE, SOME, Case, cases, every_batch
+from tests.util.batches import ALL_BOUNDS, FEW, MANY, ONE, SOME, Case, cases, every_batch
 
 NUM_RANGES = 2
 NUM_PAIRS = 512

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from jaxkv.metadata import common
 from jaxkv.metadata.common import BatchMetadata
 from jaxkv.metadata.kv_sharing import fast_prefill
-
-from .batches import Case, assert_same, cases, every_batch
+from tests.util.batches import Case, assert_same, cases, every_batch
 
 
 @functools.cache

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
 from jaxkv.metadata.local_attention import local_attention_batches, max_pieces
-
-from .batches import FEW, ONE, Bounds, Case, assert_same, cases, every_batch
+from tests.util.batches import FEW, ONE, Bounds, Case, assert_same, cases, every_batch
 
 
 class Piece(NamedTuple):

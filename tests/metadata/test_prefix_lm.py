@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from jaxkv.metadata import flex, triton
 from jaxkv.metadata.common import BatchMetadata
 from jaxkv.metadata.prefix_lm import Feature, prefix_ranges, query_ranges
-
-from .batches import Case, assert_same, cases, every_batch
+from tests.util.batches import Case, assert_same, cases, every_batch
 
 MAX_RANGES = 6
 

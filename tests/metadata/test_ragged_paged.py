@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxkv.metadata import BatchMetadata, ragged_paged
-
-from .batches import FEW, Case, cases, every_batch
-from .splits import Part, equal, slots
+from tests.util.batches import FEW, Case, cases, every_batch
+from tests.util.splits import Part, equal, slots
 
 
 @functools.cache

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxkv.metadata import schedule
-
-from .batches import every_batch
+from tests.util.batches import every_batch
 
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 6), st.integers(0, 6), st.integers(1, 9)), max_size=40

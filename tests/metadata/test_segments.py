@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxkv.metadata import segments
-
-from .batches import FEW, ONE, SOME, Case, assert_same, cases, padded
+from tests.util.batches import FEW, ONE, SOME, Case, assert_same, cases, padded
 
 SEEDS = st.integers(0, 2**32 - 1)
 

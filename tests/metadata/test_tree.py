@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from jaxkv.metadata import tree
 from jaxkv.metadata.common import BatchMetadata
-
-from .batches import Case, cases, every_batch
+from tests.util.batches import Case, cases, every_batch
 
 CHOICES = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]
 CHAIN = [(0,), (0, 0), (0, 0, 0)]

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 
 from jaxkv.metadata import triton
-
-from .batches import ONE, Case, cases, every_batch
-from .splits import Part, equal, slots
+from tests.util.batches import ONE, Case, cases, every_batch
+from tests.util.splits import Part, equal, slots
 
 HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 80}
 

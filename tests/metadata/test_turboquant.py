@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxkv.metadata import turboquant
-
-from .batches import FEW, Case, cases, every_batch
-from .splits import Part, counts, equal, parts, slots
+from tests.util.batches import FEW, Case, cases, every_batch
+from tests.util.splits import Part, counts, equal, parts, slots
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""Tests; the folders are those of jaxkv/_src."""

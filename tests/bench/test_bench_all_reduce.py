@@ -1,0 +1,401 @@
+"""`bench.all_reduce` and `bench.tensor_parallel`: what they verify, combine and hold to targets."""
+
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from bench import all_reduce, all_reduce_rank, plot, processes, results, tables, tensor_parallel
+from bench.all_reduce import (
+    ALONE,
+    BANDS,
+    CHOSEN,
+    FASTEST,
+    GPU_TIME,
+    KIB,
+    MANY,
+    MIB,
+    ONE_PROCESS,
+    PAIR,
+    PSUM,
+    TORCH,
+    Bench,
+    Case,
+)
+from bench.kernels import Event
+from bench.results import Results
+from jaxkv._src.tuning import all_reduce_table
+
+pytestmark = pytest.mark.end_to_end
+
+PROGRAM = "tests.util.child_program"
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs that may fail
+
+
+def test_what_programs_print_comes_back():
+    lines = [json.dumps({"a": 1}), "some library's word", "[3]", json.dumps({"a": 2}), '{"a":']
+    ran = processes.run(PROGRAM, [{"prints": lines}, {"prints": lines[:1]}], timeout_s=30)
+    assert ran == ([[{"a": 1}, {"a": 2}], [{"a": 1}]], None)
+
+
+def test_a_program_that_hangs_is_ended_and_what_it_said_counts():
+    start = time.monotonic()
+    ran = processes.run(PROGRAM, [{"prints": ['{"a": 1}'], "sleeps": 60}], timeout_s=2)
+    assert time.monotonic() - start < 30
+    assert ran.answers == [[{"a": 1}]]
+    assert ran.failure and ran.failure.startswith("not done after 2 s")
+
+
+def test_one_that_fails_ends_the_others_and_says_why(monkeypatch):
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    start = time.monotonic()
+    ran = processes.run(PROGRAM, [{"sleeps": 60}, {"raises": "no peer"}], timeout_s=60)
+    assert time.monotonic() - start < 30
+    assert ran.failure == "exit code 1: RuntimeError: no peer"
+
+
+def test_no_program_uses_multicast(monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setenv("JAXKV_MULTICAST", "1")
+    seen = {}
+
+    def start(command, variables, output):
+        seen.update(variables)
+        raise StopIteration
+
+    monkeypatch.setattr(processes, "_start", start)
+    with pytest.raises(StopIteration):
+        processes.run(PROGRAM, [{}], timeout_s=1, environment={"XLA_FLAGS": "--a"})
+    assert seen["NCCL_NVLS_ENABLE"] == seen["JAXKV_MULTICAST"] == "0" and seen["XLA_FLAGS"] == "--a"
+
+
+# --------------------------------------------------------------------------------------------------
+# From a profile to seconds
+
+
+def events(*named):
+    """Events of 1 us and more, each 10 us after the one before."""
+    return [
+        Event(10e3 * i, 10e3 * i + 1e3 * length, name) for i, (name, length) in enumerate(named)
+    ]
+
+
+@pytest.mark.parametrize("product", [[], [("loop_multiply_fusion_1", 9)]])
+@pytest.mark.parametrize(
+    "kernels, seconds",
+    [
+        ([("void jaxkv::all_reduce_kernel<2>(View)", 3)], 3e-6),
+        ([("MemcpyD2D", 1), ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(Args)", 5)], 6e-6),
+        ([("all_reduce_start_1", 2), ("MemcpyD2D", 1), ("all_reduce_done_1", 3)], 6e-6),
+        ([("psum_512_0_fusion_1", 4)], 4e-6),
+    ],
+)
+def test_an_all_reduce_is_its_kernels_and_what_was_copied_before(product, kernels, seconds):
+    ran = events(*(kernels + product) * 3, ("MemcpyD2D", 7))
+    assert all_reduce_rank.reductions(ran, 3) == pytest.approx([seconds] * 3)
+    count = sum(name != "MemcpyD2D" for name, _ in kernels)
+    assert all_reduce_rank.reductions(ran, 3 * count + 1) == []
+
+
+def test_a_copy_before_a_product_is_none_of_an_all_reduce():
+    ran = events(("MemcpyD2D", 7), ("wrapped_multiply", 1), ("psum_1_fusion", 4))
+    assert all_reduce_rank.reductions(ran, 1) == pytest.approx([4e-6])
+    assert all_reduce_rank.reductions(events(("MemcpyD2D", 7)), 1) == []
+
+
+def test_kernels_that_xla_numbers_have_one_name():
+    names = {all_reduce_rank.unnumbered(f"psum_{512 + i}_0_fusion_1") for i in range(3)}
+    assert names == {"psum_fusion"}
+    assert all_reduce_rank.unnumbered("ncclDevKernel_2_RING_LL") == "ncclDevKernel_2_RING_LL"
+
+
+def test_programs_are_told_apart_by_pauses():
+    pause = all_reduce_rank.PAUSE_SECONDS * 1e9
+    first, second = events(("a", 1), ("b", 2)), events(("c", 1))
+    later = [Event(e.start + pause, e.end + pause, e.name) for e in second]
+    parts = all_reduce_rank._between_pauses([*first, *later])
+    assert [[event.name for event in part] for part in parts] == [["a", "b"], ["c"]]
+
+
+def profile_of(rank, monkeypatch, devices):
+    """What is read from a profile of two programs, whose devices did as told."""
+    programs = [rank.lower(KIB, way) for way in ("one_shot", PSUM)]
+    programs[0].chains = {"pair": lambda x: x}
+    programs[1].chains = {"alone": lambda x: x}  # of two, the one that is profiled
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(all_reduce_rank.kernels, "trace", lambda run: run() or devices)
+    return all_reduce_rank.profiled(programs)
+
+
+def calls_of(name, count, microseconds, start=0.0):
+    """Pairs of an all-reduce and a product, 20 us apart."""
+    return [
+        Event(start + 20e3 * i + begin, start + 20e3 * i + begin + 1e3 * length, kernel)
+        for i in range(count)
+        for kernel, begin, length in ((name, 0, microseconds), ("loop_multiply_fusion", 15e3, 1))
+    ]
+
+
+def test_a_profile_is_shared_out_among_programs_and_devices(rank, monkeypatch):
+    count = all_reduce_rank.PROFILED_CALLS * all_reduce_rank.QUICK_CHAIN[0]
+    devices = [
+        calls_of("one_shot_kernel", count, us) + calls_of("ncclDevKernel", count, us + 1, 1e9)
+        for us in (3, 4)
+    ]
+    ours, psum = profile_of(rank, monkeypatch, [*devices, []])  # one GPU does not take part
+    assert [one[0] for one in ours["kernels"]] == pytest.approx([3e-6, 4e-6])
+    assert {len(one) for one in ours["kernels"]} == {count}
+    assert [one[-1] for one in psum["kernels"]] == pytest.approx([4e-6, 5e-6])
+    assert psum["names"] == ["ncclDevKernel"]
+    ours, psum = profile_of(rank, monkeypatch, [one[:-2] for one in devices])
+    assert ours["kernels"] and "ncclDevKernel" in psum["unprofiled"]
+    for devices in ([], [calls_of("fusion", 4, 1)] * 2):
+        assert all("unprofiled" in one for one in profile_of(rank, monkeypatch, devices))
+
+
+def test_the_rank_that_came_last_counts():
+    answers = [
+        {"kernels": [[9e-6, 3e-6, 3e-6]], "alone": 4e-6, "pair": 6e-6},
+        {"kernels": [[2e-6, 8e-6, 5e-6]], "alone": 5e-6},
+    ]
+    found = all_reduce.over_ranks(answers)
+    assert found == {GPU_TIME: 3e-6, FASTEST: 2e-6, ALONE: 5e-6}
+    assert all_reduce.over_ranks([{"kernels": [[1.0]]}, {"unprofiled": "why"}]) == {}
+
+
+def test_what_not_all_ranks_told_is_left_out():
+    one, two = {"way": "a", "bytes": 8, "alone": 1.0}, {"way": "b", "bytes": 8, "alone": 2.0}
+    more = {"way": "a", "bytes": 8, "kernels": [[1.0]]}
+    [(way, num_bytes, told)] = all_reduce.together([[one, more, two], [one]])
+    assert (way, num_bytes, told) == ("a", 8, [{**one, **more}, one])
+
+
+@pytest.mark.parametrize(
+    "kernel, name",
+    [
+        ("ncclDevKernel_AllReduce_RING_LL(Args<4096ul>)", "ncclDevKernel_AllReduce_RING_LL"),
+        ("void jaxkv::(anonymous namespace)::reduce<A, 2>(View)", "reduce"),
+        ("all_reduce_start_1", "all_reduce_start_1"),
+    ],
+)
+def test_kernels_have_short_names(kernel, name):
+    assert all_reduce.short_name(kernel) == name
+
+
+@pytest.mark.parametrize("num_bytes", [KIB, 512 * KIB, MIB, 64 * MIB])
+@pytest.mark.parametrize("way", [CHOSEN, all_reduce.OWN_OFF])
+def test_cases_are_read_back_from_their_text(num_bytes, way):
+    case = Case(4, MANY, num_bytes, way, "two_shot + other")
+    assert Case.parse(str(case)) == case
+    assert Case.parse("2 devices, PyTorch: exit code 1") is None
+
+
+# --------------------------------------------------------------------------------------------------
+# Targets
+
+
+def bench_with(times):
+    """A bench of 2 devices with {(setting, way, bytes): us of every metric}."""
+    bench = Bench(Results("all_reduce"), "gpu", 2, quick=False)
+    for (setting, way, num_bytes), microseconds in times.items():
+        seconds = {metric: microseconds * 1e-6 for metric in (GPU_TIME, ALONE, PAIR)}
+        bench.times.setdefault((setting, way), {})[num_bytes] = seconds
+        bench.names[setting, way, num_bytes] = "low_latency"
+    return bench
+
+
+def targets(bench):
+    bench._record_targets()
+    return {target.name: target.got for target in bench.results.targets}
+
+
+def all_sizes(setting, way, microseconds):
+    return {(setting, way, size): microseconds for size in all_reduce.SIZES}
+
+
+def test_a_setting_that_fails_half_way_leaves_what_it_measured(monkeypatch, capsys):
+    ranks = [
+        [{"way": PSUM, "bytes": KIB, "alone": 2e-6, "pair": 3e-6, "kernels": [[1e-6]]}],
+        [
+            {"way": PSUM, "bytes": KIB, "alone": 2e-6, "pair": 4e-6},
+            {"way": PSUM, "bytes": KIB, "unprofiled": "no profile"},
+            {"way": CHOSEN, "bytes": MIB, "refused": "too large"},
+            {"way": CHOSEN, "bytes": KIB, "failed": "AssertionError: wrong sums"},
+        ],
+    ]
+    monkeypatch.setattr(processes, "run", lambda *_, **__: processes.Ran(ranks, "exit code 1"))
+    bench = bench_with({})
+    bench._run_each(MANY, PROGRAM, {})
+    assert bench.times == {(MANY, PSUM): {KIB: {ALONE: 2e-6, PAIR: 4e-6}}}
+    assert [row.case for row in bench.results.rows] == [
+        "2 devices, a process each: exit code 1",
+        "2 devices, a process each, 1 KiB: psum: unprofiled: no profile",
+        "2 devices, a process each, 1 KiB: chosen: failed: AssertionError: wrong sums",
+    ]
+    assert "1 MiB: chosen: refused: too large" in capsys.readouterr().out
+
+
+def test_the_worst_size_of_a_range_counts_and_the_best_peer():
+    times = all_sizes(ONE_PROCESS, CHOSEN, 3.0) | all_sizes(TORCH, "torch NCCL", 10.0)
+    times |= all_sizes(TORCH, "torch one_shot", 6.0) | all_sizes(ONE_PROCESS, PSUM, 12.0)
+    times[ONE_PROCESS, CHOSEN, 16 * KIB] = 4.5
+    found = targets(bench_with(times))
+    first, second, *_ = BANDS
+    for metric in (GPU_TIME, ALONE):
+        assert found[f"2 devices, one process, {first}: {metric}"] == pytest.approx(0.75)
+        assert found[f"2 devices, one process, {second}: {metric}"] == pytest.approx(0.5)
+        assert found[f"2 devices, a process each, {first}: {metric}"] is None
+    pairs = f"{all_reduce.PAIR_BAND}: {PAIR}"
+    assert found[f"2 devices, one process, {pairs}"] == pytest.approx(0.375)
+    assert found[f"2 devices, a process each, {pairs}"] is None
+
+
+@pytest.mark.parametrize("missing", [(ONE_PROCESS, CHOSEN), (TORCH, "torch NCCL")])
+def test_a_range_of_which_a_size_is_missing_is_not_measured(missing):
+    times = all_sizes(ONE_PROCESS, CHOSEN, 3.0) | all_sizes(TORCH, "torch NCCL", 10.0)
+    del times[(*missing, 4 * KIB)]
+    found = targets(bench_with(times))
+    assert found[f"2 devices, one process, {BANDS[0]}: {ALONE}"] is None
+    assert found[f"2 devices, one process, {BANDS[1]}: {ALONE}"] == pytest.approx(0.3)
+
+
+def test_the_links_bound_what_a_sum_can_take():
+    """Copies are no peer: of 4 devices each sends and gets 1.5 times the message."""
+    times = all_sizes(ONE_PROCESS, CHOSEN, 9.0) | all_sizes(TORCH, "torch NCCL", 10.0)
+    times |= {(TORCH, all_reduce.COPIES, size): 5.0 for size in (16 * MIB, 64 * MIB)}
+    bench = bench_with(times)
+    bench.world = 4
+    bench._record_targets()
+    band = BANDS[-1]
+    [target] = [
+        t for t in bench.results.targets if t.name == f"4 devices, one process, {band}: {GPU_TIME}"
+    ]
+    assert (target.got, target.bound) == (pytest.approx(0.9), pytest.approx(0.75))
+
+
+def test_every_size_belongs_to_one_range():
+    for size in all_reduce.SIZES:
+        assert sum(band.least <= size <= band.most for band in BANDS) == 1
+
+
+def test_figures_and_tables_of_what_was_measured():
+    times = all_sizes(ONE_PROCESS, CHOSEN, 3.0) | all_sizes(TORCH, "torch NCCL", 10.0)
+    times |= all_sizes(ONE_PROCESS, PSUM, 12.0) | all_sizes(ONE_PROCESS, "one_shot", 5.0)
+    bench = bench_with(times)
+    bench._record()
+    assert "3.0/12.0/10.0" in bench.table()
+    rows = bench.results.rows
+    file = results.File("some_gpu", "all_reduce_2", None, None, {}, rows, [])
+    text = tables.all_reduce_table([file])
+    line = next(line for line in text.splitlines() if " 64 MiB " in line)
+    times_of = "3 / 12 / 10 | " * 3
+    assert line == f"| some_gpu | 2 | one process | 64 MiB | low_latency | {times_of}low_latency |"
+    pytest.importorskip("matplotlib")
+    [panel] = plot.all_reduce_figure(rows).axes
+    assert [line.get_label() for line in panel.get_lines()][:3] == ["jaxkv", "torch NCCL", PSUM]
+
+
+def test_one_figure_of_all_numbers_of_devices():
+    pytest.importorskip("matplotlib")
+    files = []
+    for world in (2, 4):
+        bench = bench_with(all_sizes(ONE_PROCESS, CHOSEN, 3.0))
+        bench.world = world
+        bench._record()
+        rows = bench.results.rows
+        files.append(results.File("some_gpu", f"all_reduce_{world}", None, None, {}, rows, []))
+    [(key, rows)] = tables.drawn_rows(files).items()
+    assert key == ("all_reduce", "some_gpu")
+    panels = plot.all_reduce_figure(rows).axes
+    assert [panel.get_title() for panel in panels] == ["2 GPUs", "4 GPUs"]
+    assert tables.plots(files).count("all_reduce_some_gpu.svg") == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Sums
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    if jax.default_backend() != "cpu":
+        pytest.skip("a GPU's ranks are programs of their own")
+    monkeypatch.setattr(all_reduce_rank, "_devices", lambda request: jax.devices()[:2])
+    request = all_reduce_rank.Request("cpu", 2, None, [KIB, 8 * KIB], quick=True)
+    return all_reduce_rank.Bench(request)
+
+
+def told(capsys):
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_rank_tells_every_way_and_size(rank, capsys):
+    rank.measure()
+    timed = {(a["way"], a["bytes"]) for a in told(capsys) if a.get("pair", 0) > 0}
+    ways = (CHOSEN, *all_reduce_table.ALGORITHMS)
+    assert timed >= {(way, size) for way in ways for size in (KIB, 8 * KIB)}
+
+
+@pytest.mark.parametrize("way", ["one_shot", PSUM])
+def test_chains_are_given_what_they_start_from(rank, way):
+    """Else XLA would mend a GPU's graphs before each call."""
+    program = rank.lower(KIB, way)
+    program.chains = {name: chain.compile() for name, chain in program.chains.items()}
+    before = program.states["pair"]
+    program.verify()
+    assert before.is_deleted()
+    program.sample()
+    assert not program.states["pair"].is_deleted()
+
+
+def test_wrong_sums_are_told_and_not_timed(rank, capsys, monkeypatch):
+    right = rank.reduce
+    monkeypatch.setattr(rank, "reduce", lambda x, way: x if way == "one_shot" else right(x, way))
+    rank.measure()
+    of_way = [answer for answer in told(capsys) if answer["way"] == "one_shot"]
+    assert [answer["failed"] for answer in of_way] == ["AssertionError: wrong sums"] * 2
+
+
+@pytest.mark.cpu_only
+def test_a_step_with_wrong_sums_is_found(monkeypatch):
+    stack = tensor_parallel.Stack(tensor_parallel.SMALL._replace(layers=1), 2)
+    monkeypatch.setattr(jaxkv.SymmetricMemory, "all_reduce", lambda self, x, axis_name: x)
+    with pytest.raises(AssertionError, match="activations differ"):
+        tensor_parallel.measure(Results("tensor_parallel"), stack, (2,))
+
+
+def test_a_step_is_held_against_psum(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    found = Results("tensor_parallel")
+    stack = tensor_parallel.Stack.__new__(tensor_parallel.Stack)
+    stack.world, stack.model = 2, tensor_parallel.SMALL
+    seconds = {
+        tensor_parallel.OURS: 8e-3,
+        tensor_parallel.PSUM: 1e-2,
+        tensor_parallel.NOTHING: 6e-3,
+    }
+    tensor_parallel.record(found, stack, 4, seconds)
+    [target] = found.targets
+    assert (target.got, target.bound) == (0.8, 0.6) and target.met
+    file = results.File("some_gpu", "tensor_parallel", None, None, {}, found.rows, [])
+    assert "| 8 | 10 | 6 | 0.800 |" in tables.tensor_parallel_table([file])
+
+
+def test_a_layer_is_that_of_one_device():
+    """Heads and columns divided over two devices give what one device gives."""
+    if jax.device_count() < 2:
+        pytest.skip("needs 2 devices")
+    model = tensor_parallel.SMALL._replace(layers=1)
+    stack = tensor_parallel.Stack(model, 2)
+    x, caches = stack.state(3)
+    step = stack.step(lambda x: jax.lax.psum(x, tensor_parallel.AXIS))
+    got = step(jnp.copy(x), caches)  # donated
+    x, [cache], [weights] = jax.device_put((x, caches, stack.weights), jax.devices()[0])
+    alone = tensor_parallel.rms_norm(tensor_parallel.layer(model, lambda x: x, x, weights, cache))
+    apart = jnp.linalg.norm((jax.device_put(got, jax.devices()[0]) - alone).astype(jnp.float32))
+    assert apart <= 0.02 * jnp.linalg.norm(alone.astype(jnp.float32))

@@ -1,0 +1,34 @@
+"""`bench.soak`: that it runs, and that a wrong sum ends it."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jaxkv
+from bench import soak
+from tests.util.ranks import mesh_of
+
+pytestmark = pytest.mark.multigpu
+
+
+def test_a_few_seconds():
+    if jax.device_count() < 2:
+        pytest.skip("needs 2 devices")
+    command = [sys.executable, "-m", "bench.soak", "--seconds", "2"]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    count, words = run.stdout.split(maxsplit=1)
+    assert int(count) > 20
+    assert words.startswith("sums in 2 s on ") and words.endswith(", all of them exact\n")
+
+
+def test_a_wrong_sum_ends_it(monkeypatch):
+    real = jaxkv.SymmetricMemory.all_reduce
+
+    def adds_one(*arguments, **options):
+        return real(*arguments, **options) + 1
+
+    monkeypatch.setattr(jaxkv.SymmetricMemory, "all_reduce", adds_one)
+    with pytest.raises(ArithmeticError, match="values are wrong after "):
+        soak.soak(mesh_of(2), 60, max_bytes=1 << 12)

@@ -1,0 +1,33 @@
+"""`jaxkv.DeviceCache`: where new pages lie, and what is refused."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from tests.util.layout_reference import assert_same_bytes, spec_of
+from tests.util.transfer_cases import assert_refused
+
+
+@pytest.mark.parametrize("kind, halves", [("mha", 2), ("mla", 1)])
+def test_a_new_cache_is_zero_in_arrays_of_its_own(kind, halves):
+    spec = spec_of(kind)
+    cache = jaxkv.DeviceCache.create(spec, num_pages=5)
+    assert cache.num_pages == 5
+    assert [len(arrays) for arrays in cache.layers] == [halves] * spec.num_layers
+    for array in jax.tree.leaves(cache):
+        assert_same_bytes(array, np.zeros((5, *spec.block_shape), spec.dtype), "new cache")
+
+
+def test_a_new_cache_is_committed_to_its_device():
+    """As a pool is: what one program returns does not make the next one compile again."""
+    cache = jaxkv.DeviceCache.create(spec_of(), num_pages=2)
+    assert all(array.committed for array in jax.tree.leaves(cache))
+
+
+@pytest.mark.parametrize("num_pages", [0, -1])
+def test_a_cache_without_pages(num_pages):
+    make = partial(jaxkv.DeviceCache.create, spec_of(), num_pages=num_pages)
+    assert_refused(make, ValueError, "num_pages", str(num_pages))

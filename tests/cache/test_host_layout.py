@@ -1,0 +1,276 @@
+"""`host_layout` against brute force over element coordinates."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jaxkv._src.cache.host_layout import HostLayout
+from tests.util.layout_reference import (
+    KIND_LAYOUTS,
+    LAYOUTS,
+    Layers,
+    ReferenceLayout,
+    assert_same_bytes,
+    load,
+    random_array,
+    selected_layers,
+    spec_of,
+    store,
+)
+from tests.util.strategies import layer_selections, page_ids, reference_layouts
+
+pytestmark = pytest.mark.host_only
+
+
+@st.composite
+def copies(draw) -> tuple[ReferenceLayout, int, list[int], list[int], Layers]:
+    """A layout, a number of device pages, ids with padding, and layers."""
+    reference = draw(reference_layouts())
+    device_pages = draw(st.integers(1, 5))
+    ids = draw(page_ids(reference.num_pages, device_pages))
+    return reference, device_pages, *ids, draw(layer_selections(reference.spec.num_layers))
+
+
+def host_layout(reference: ReferenceLayout) -> HostLayout:
+    return HostLayout(
+        reference.spec, reference.name, reference.num_pages, head_groups=reference.head_groups
+    )
+
+
+def coordinates(reference: ReferenceLayout):
+    """Every (kv, layer, page, token, head, dim)."""
+    spec = reference.spec
+    return itertools.product(
+        range(reference.num_kv),
+        range(spec.num_layers),
+        range(reference.num_pages),
+        range(spec.page_size),
+        range(spec.num_kv_heads),
+        range(spec.head_dim),
+    )
+
+
+@pytest.mark.parametrize("kind, name", KIND_LAYOUTS)
+def test_the_reference_itself_names_every_element_once(kind, name):
+    reference = ReferenceLayout(spec_of(kind, head_dim=3), name, num_pages=5)
+    offsets = sorted(reference.offset(*at) for at in coordinates(reference))
+    assert offsets == list(range(int(np.prod(reference.shape))))
+
+
+@given(reference_layouts())
+@settings(max_examples=60, deadline=None)
+def test_shape_and_strides(reference):
+    layout = host_layout(reference)
+    assert layout.shape == reference.shape
+    assert layout.strides_bytes == np.empty(reference.shape, reference.spec.dtype).strides
+
+
+@given(reference_layouts())
+@settings(max_examples=60, deadline=None)
+def test_page_geometry_leads_to_every_byte(reference):
+    """Byte b of a device block is where the geometry says, for every (kv, layer, page)."""
+    layout, spec = host_layout(reference), reference.spec
+    itemsize = np.dtype(spec.dtype).itemsize
+    geometry = layout.page_geometry()
+    (n0, n1), (s0, s1) = geometry.counts, geometry.strides_bytes
+    page_bytes = spec.page_size * spec.num_kv_heads * spec.head_dim * itemsize
+    assert geometry.block_bytes == n0 * n1 * geometry.run_bytes == page_bytes
+    i0, i1, byte = np.ogrid[:n0, :n1, : geometry.run_bytes]
+    within = (i0 * s0 + i1 * s1 + byte).reshape(-1)
+    places = itertools.product(
+        range(reference.num_kv), range(spec.num_layers), range(reference.num_pages)
+    )
+    for kv, layer, page in places:
+        elements = reference.page_offsets(kv, layer, page).reshape(-1, 1)
+        want = (elements * itemsize + np.arange(itemsize)).reshape(-1)
+        start = layout.buffer_offset_bytes(kv, layer) + page * geometry.page_stride_bytes
+        np.testing.assert_array_equal(start + within, want)
+
+
+@given(reference_layouts())
+@settings(max_examples=60, deadline=None)
+def test_runs_are_as_long_as_they_can_be(reference):
+    """`run_bytes` is the longest stretch that every page has contiguous on both sides."""
+    spec = reference.spec
+    itemsize = np.dtype(spec.dtype).itemsize
+    offsets = reference.page_offsets(0, 0, 0).reshape(-1)
+    breaks = np.flatnonzero(np.diff(offsets) != 1) + 1
+    lengths = np.diff([0, *breaks, offsets.size])
+    assert host_layout(reference).page_geometry().run_bytes == lengths.min() * itemsize
+
+
+# The last page of layer 0 and the first of layer 1 touch on both sides, yet are two device arrays.
+ACROSS_LAYERS = ReferenceLayout(spec_of("mla"), "layer_first", 2), 2, [0, 1], [1, 0], None
+
+
+@given(copies())
+@example(ACROSS_LAYERS)
+@settings(max_examples=80, deadline=None)
+def test_descriptors_move_what_the_reference_moves(args):
+    reference, device_pages, host_ids, device_ids, layers = args
+    spec = reference.spec
+    rng = np.random.default_rng(0)
+    host = random_array(rng, reference.shape, spec.dtype)
+    shape = (device_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
+    device = [
+        tuple(random_array(rng, shape, spec.dtype) for _ in range(reference.num_kv))
+        for _ in range(spec.num_layers)
+    ]
+    chosen = selected_layers(spec, layers)
+    got = host_layout(reference).descriptors(
+        np.array(host_ids, np.int32), np.array(device_ids, np.int32), chosen
+    )
+
+    loaded = [[buffer.copy() for buffer in buffers] for buffers in device]
+    stored = host.copy()
+    for buffer, device_at, host_at, size in got.tolist():
+        layer, kv = chosen[buffer // reference.num_kv], buffer % reference.num_kv
+        on_host, on_device = slice(host_at, host_at + size), slice(device_at, device_at + size)
+        as_bytes(loaded[layer][kv])[on_device] = as_bytes(host)[on_host]
+        as_bytes(stored)[on_host] = as_bytes(device[layer][kv])[on_device]
+
+    case = (reference, host, device, host_ids, device_ids, layers)
+    for layer, buffers in enumerate(load(*case)):
+        for kv, want in enumerate(buffers):
+            assert_same_bytes(loaded[layer][kv], want, f"layer {layer}, kv {kv}")
+    assert_same_bytes(stored, store(*case), "pool")
+
+    for before, after in itertools.pairwise(got.tolist()):
+        assert not joins(before, after), f"{before} and {after} are one piece on both sides"
+
+
+def joins(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Whether two descriptors of one buffer are neighbours on both sides."""
+    buffer, device_at, host_at, size = before
+    return after[:3] == (buffer, device_at + size, host_at + size)
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+@pytest.mark.parametrize(
+    "name, descriptors_per_buffer",
+    [("layer_first", 2), ("page_first_direct", 4), ("page_first", 16), ("page_head", 32)],
+)
+def test_neighbouring_pages_share_a_descriptor_only_where_both_sides_touch(
+    name, descriptors_per_buffer
+):
+    """Pages 3,4,5 -> 0,1,2 and 8 -> 7: two runs of pages, four pages, 16 rows, 32 heads."""
+    reference = ReferenceLayout(spec_of(), name, num_pages=10)
+    got = host_layout(reference).descriptors(
+        np.array([3, 4, 5, 8], np.int32), np.array([0, 1, 2, 7], np.int32), range(3)
+    )
+    np.testing.assert_array_equal(np.bincount(got["buffer"]), [descriptors_per_buffer] * 6)
+
+
+@pytest.mark.parametrize(
+    "host_ids, device_ids, words",
+    [([0, 4], [0, 1], ["host", "4"]), ([0, 1, 2], [0, 1], ["3", "2"])],
+    ids=["out of the pool", "unequal"],
+)
+def test_wrong_ids_give_no_descriptors(host_ids, device_ids, words):
+    layout = HostLayout(spec_of(), "layer_first", num_pages=4)
+    with pytest.raises(ValueError) as error:
+        layout.descriptors(np.array(host_ids), np.array(device_ids), range(3))
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("ids", [[], [-1, -7]], ids=["empty", "padding"])
+def test_nothing_to_move_gives_no_descriptors(ids):
+    reference = ReferenceLayout(spec_of(), "layer_first", num_pages=4)
+    ids = np.array(ids, np.int32)
+    assert len(host_layout(reference).descriptors(ids, ids, range(3))) == 0
+
+
+def test_a_layout_is_hashable_and_equal_by_value():
+    one, two = (HostLayout(spec_of(), "page_head", 4) for _ in range(2))
+    assert one == two and hash(one) == hash(two)
+    assert one != HostLayout(spec_of(), "page_head", 5)
+
+
+@pytest.mark.parametrize(
+    "kind, name, pages, groups, words",
+    [
+        ("mha", "page_last", 4, 1, ["page_last", *LAYOUTS["mha"]]),
+        ("mla", "page_head", 4, 1, ["page_head", "mla"]),
+        ("mha", "page_unified", 4, 3, ["head_groups", "3", "2"]),
+        ("mla", "page_unified", 4, 2, ["head_groups", "2", "1"]),
+        ("mha", "page_unified", 4, 0, ["head_groups", "0"]),
+        ("mha", "page_first", 4, 2, ["head_groups", "2", "page_unified"]),
+        ("mha", "layer_first", 0, 1, ["num_pages", "0"]),
+    ],
+)
+def test_a_wrong_layout_is_refused_by_name(kind, name, pages, groups, words):
+    with pytest.raises(ValueError) as error:
+        HostLayout(spec_of(kind), name, pages, head_groups=groups)
+    for word in words:
+        assert word.lower() in str(error.value).lower()
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("num_layers", 0),
+        ("page_size", -1),
+        ("page_size", 2.5),
+        ("num_kv_heads", 0),
+        ("head_dim", 0),
+        ("kind", "gqa"),
+        ("dtype", "int4"),
+        ("dtype", "float64"),
+        ("dtype", "int64"),
+        ("dtype", "complex128"),
+        ("dtype", None),
+        ("dtype", object),
+        ("dtype", "S3"),
+    ],
+)
+def test_a_wrong_spec_is_refused_by_name(field, value):
+    fields = {"kind": "mha", field: value}
+    with pytest.raises(ValueError) as error:
+        spec_of(**fields)
+    assert field in str(error.value) and str(value) in str(error.value)
+
+
+def test_mla_has_one_head():
+    with pytest.raises(ValueError, match="num_kv_heads"):
+        spec_of("mla", num_kv_heads=2)
+
+
+def test_a_dtype_of_64_bits_where_jax_has_them():
+    jax.config.update("jax_enable_x64", True)
+    try:
+        assert spec_of(dtype="float64").dtype == np.float64
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.parametrize("layers", [[0.5, 1.7], [True, False], True, 1.0, [None], "01"])
+def test_layers_are_integers(layers):
+    with pytest.raises(ValueError, match="layers must be integers"):
+        spec_of(num_layers=3).select_layers(layers)
+
+
+@pytest.mark.parametrize("layers", [[2, 0], (2, 0), np.array([2, 0]), range(2, -1, -2)])
+def test_layers_in_any_sequence(layers):
+    chosen = spec_of(num_layers=3).select_layers(layers)
+    assert chosen == (2, 0) and all(type(layer) is int for layer in chosen)
+
+
+@pytest.mark.parametrize("layers", [[1, 1], np.array([2, 0, 2])], ids=str)
+def test_a_layer_is_selected_once(layers):
+    with pytest.raises(ValueError, match="twice"):
+        spec_of(num_layers=3).select_layers(layers)
+
+
+@pytest.mark.parametrize("kind, name", KIND_LAYOUTS)
+def test_a_page_has_the_bytes_of_all_its_layers(kind, name):
+    for dtype in ("bfloat16", "int8"):
+        reference = ReferenceLayout(spec_of(kind, dtype=dtype), name, num_pages=1)
+        spec = reference.spec
+        assert spec.page_bytes == np.zeros(reference.shape, spec.dtype).nbytes

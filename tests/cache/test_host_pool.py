@@ -1,0 +1,249 @@
+"""`jaxkv.HostPool`: pinned host memory as an array, its limits and its release."""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv._src.cache import host_memory, host_pool
+from tests.util.layout_reference import KIND_LAYOUTS, ReferenceLayout, assert_same_bytes, spec_of
+from tests.util.transfer_cases import assert_refused, mesh_of
+
+
+@pytest.mark.parametrize("kind, layout", KIND_LAYOUTS)
+def test_a_new_pool_is_zero_in_pinned_memory(kind, layout):
+    spec = spec_of(kind)
+    pool = jaxkv.HostPool.create(spec, num_pages=5, layout=layout)
+    shape = ReferenceLayout(spec, layout, 5).shape
+    assert pool.data.sharding.memory_kind == "pinned_host"
+    assert (pool.spec, pool.layout, pool.head_groups, pool.num_pages) == (spec, layout, 1, 5)
+    assert_same_bytes(pool.data, np.zeros(shape, spec.dtype), "new pool")
+
+
+def test_a_pool_is_a_pytree_of_one_array():
+    pool = jaxkv.HostPool.create(spec_of(), num_pages=5, layout="page_head")
+    leaves, structure = jax.tree.leaves(pool), jax.tree.structure(pool)
+    assert len(leaves) == 1 and leaves[0] is pool.data
+    again = jax.tree.unflatten(structure, leaves)
+    assert (again.spec, again.layout, again.num_pages) == (pool.spec, "page_head", 5)
+    assert hash(structure) == hash(jax.tree.structure(again))
+    other = jaxkv.HostPool.create(spec_of(), num_pages=5, layout="page_first")
+    assert jax.tree.structure(other) not in {structure}
+
+
+def test_a_new_pool_is_written_in_place():
+    """From the first step on, wherever its memory happens to lie."""
+    cache = jaxkv.DeviceCache.create(spec_of(), num_pages=5)
+    page = np.zeros(1, np.int32)
+    step = jax.jit(jaxkv.store_pages, donate_argnames="pool")
+    for _ in range(20):
+        pool = jaxkv.HostPool.create(spec_of(), num_pages=5)
+        address = pool.data.unsafe_buffer_pointer()
+        out = step(pool, cache, page, page)
+        assert out.data.unsafe_buffer_pointer() == address
+        assert out.data.sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.parametrize("layout", ["page_first_direct", "page_unified"])
+def test_a_mesh_of_one_device(layout):
+    mesh = mesh_of(1)
+    arguments = {"num_pages": 5, "layout": layout, "mesh": mesh}
+    for head_axis in (None, "tp"):
+        pool = jaxkv.HostPool.create(spec_of(), head_axis=head_axis, **arguments)
+        assert pool.num_pages == 5
+        assert pool.data.sharding.memory_kind == "pinned_host"
+        assert pool.data.sharding.spec == pool.partition_spec
+
+
+@pytest.mark.multigpu
+def test_without_a_head_axis_each_device_has_the_whole_pool():
+    mesh = mesh_of(2)
+    pool = jaxkv.HostPool.create(spec_of("mla"), num_pages=5, mesh=mesh)
+    assert [shard.data.shape for shard in pool.data.addressable_shards] == [pool.data.shape] * 2
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize(
+    "spec, arguments, words",
+    [
+        ({"num_kv_heads": 3}, {"layout": "page_first"}, ["num_kv_heads", "3", "tp", "2"]),
+        ({"kind": "mla"}, {"layout": "page_first"}, ["num_kv_heads", "1", "tp", "2"]),
+        ({"num_kv_heads": 2}, {"layout": "page_unified"}, ["head_groups", "1", "tp", "2"]),
+        ({}, {"layout": "page_first", "head_axis": "heads"}, ["head_axis", "heads", "tp"]),
+    ],
+)
+def test_heads_that_do_not_split(spec, arguments, words):
+    mesh = mesh_of(2)
+    arguments = {"num_pages": 4, "mesh": mesh, "head_axis": "tp", **arguments}
+    assert_refused(lambda: jaxkv.HostPool.create(spec_of(**spec), **arguments), ValueError, *words)
+
+
+@pytest.mark.parametrize("owner", [jaxkv.HostPool, jaxkv.DeviceCache])
+def test_a_head_axis_without_a_mesh(owner):
+    call = partial(owner.create, spec_of(), num_pages=4, head_axis="tp")
+    assert_refused(call, ValueError, "head_axis", "tp", "mesh", "None")
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.parametrize("owner", [jaxkv.HostPool, jaxkv.DeviceCache], ids=lambda t: t.__name__)
+def test_made_inside_of_jit(owner, on_mesh):
+    mesh = mesh_of(1) if on_mesh else None
+    make = jax.jit(lambda x: (owner.create(spec_of(), num_pages=5, mesh=mesh), x)[1])
+    assert_refused(lambda: make(1.0), RuntimeError, "pools", "caches", "outside of jit")
+
+
+def test_an_array_of_another_rank():
+    pool = jaxkv.HostPool.create(spec_of(), num_pages=5, layout="layer_first")
+    flat = dataclasses.replace(pool, data=np.zeros(pool.data.size, pool.data.dtype))
+    words = "layer_first", f"{pool.data.ndim} dimensions", f"({pool.data.size},)"
+    assert_refused(lambda: flat.num_pages, ValueError, *words)
+
+
+def test_release_frees_once_and_for_all():
+    pool = jaxkv.HostPool.create(spec_of(), num_pages=5)
+    sharing = jax.tree.map(lambda leaf: leaf, pool)
+    pool.release()
+    assert pool.data.is_deleted() and sharing.data.is_deleted()
+    pool.release()
+
+
+def test_release_waits_for_work_that_reads_the_pool():
+    """Loads in flight keep what they read: their result is right after the pool is gone."""
+    spec = spec_of(page_size=64, head_dim=64)
+    pool = jaxkv.HostPool.create(spec, num_pages=64)
+    ones = jax.device_put(np.ones(pool.data.shape, spec.dtype), pool.data.sharding)
+    pool = jax.tree.map(lambda _: ones, pool)
+    cache = jaxkv.DeviceCache.create(spec, num_pages=64)
+    pages = np.arange(64, dtype=np.int32)
+    cache = jax.jit(jaxkv.load_pages, donate_argnames="cache")(pool, cache, pages, pages)
+    pool.release()
+    want = np.ones((64, *cache.layers[0][0].shape[1:]), spec.dtype)
+    for buffers in cache.layers:
+        for buffer in buffers:
+            assert_same_bytes(buffer, want, "loaded page")
+
+
+def test_a_pool_beyond_the_machine_is_refused_before_anything_is_allocated():
+    spec = spec_of()
+    pages = 2**40
+    with pytest.raises(jaxkv.HostMemoryError) as raised:
+        jaxkv.HostPool.create(spec, num_pages=pages)
+    error = raised.value
+    assert error.needed_bytes == pages * 3 * 2 * 4 * 2 * 16 * 2  # layers, K V, tokens, heads, ...
+    assert 0 <= error.available_bytes < error.needed_bytes
+    for figure in (error.needed_bytes, error.available_bytes):
+        assert f"{figure} bytes" in str(error)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("head_axis, copies", [(None, 2), ("tp", 1)], ids=["copies", "shards"])
+def test_what_all_devices_get_must_fit(head_axis, copies, monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(host_pool, "check_host_memory", asked.append)
+    pool = jaxkv.HostPool.create(spec_of(), num_pages=5, mesh=mesh_of(2), head_axis=head_axis)
+    assert asked == [copies * pool.data.nbytes]
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Writes a file of a machine that is not this one; `host_pool` sees no other files."""
+    monkeypatch.setattr(host_memory, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+
+    def write(path: str, text: str) -> None:
+        file: Path = tmp_path / path.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+
+    write("/proc/meminfo", "MemTotal:  9000 kB\nMemAvailable:  5000 kB\nSwapFree:  9 kB")
+    return write
+
+
+def available() -> int:
+    """What the check believes to be left."""
+    with pytest.raises(jaxkv.HostMemoryError) as raised:
+        host_memory.check_host_memory(2**60)
+    left = raised.value.available_bytes
+    host_memory.check_host_memory(left)
+    with pytest.raises(jaxkv.HostMemoryError):
+        host_memory.check_host_memory(left + 1)
+    return left
+
+
+def write_group(machine, directory: str, limit: str, used: int, cached: int = 0) -> None:
+    machine(f"{directory}/memory.max", limit)
+    machine(f"{directory}/memory.current", str(used))
+    machine(f"{directory}/memory.stat", f"anon 7\ninactive_file {cached}")
+
+
+def test_available_memory_without_control_groups(machine):
+    assert available() == 5000 * 1024
+
+
+def test_the_limit_of_the_control_group(machine):
+    machine("/proc/self/cgroup", "0::/job/step")
+    write_group(machine, "/sys/fs/cgroup/job/step", "100000", 40000, cached=1000)
+    assert available() == 61000
+
+
+def test_the_tightest_of_nested_control_groups(machine):
+    machine("/proc/self/cgroup", "0::/job/step")
+    write_group(machine, "/sys/fs/cgroup/job/step", "max", 40000)
+    write_group(machine, "/sys/fs/cgroup/job", "90000", 50000)
+    assert available() == 40000
+
+
+def test_control_groups_version_1(machine):
+    machine("/proc/self/cgroup", "5:cpu:/job\n4:memory:/job")
+    directory = "/sys/fs/cgroup/memory/job"
+    machine(f"{directory}/memory.limit_in_bytes", "100000")
+    machine(f"{directory}/memory.usage_in_bytes", "30000")
+    machine(f"{directory}/memory.stat", "total_inactive_file 500")
+    assert available() == 70500
+
+
+def test_a_control_group_wider_than_the_machine_does_not_count(machine):
+    machine("/proc/self/cgroup", "0::/")
+    write_group(machine, "/sys/fs/cgroup", str(2**50), 40000)
+    assert available() == 5000 * 1024
+
+
+def test_an_exhausted_control_group_leaves_nothing(machine):
+    machine("/proc/self/cgroup", "0::/")
+    write_group(machine, "/sys/fs/cgroup", "1000", 4000)
+    assert_refused(lambda: host_memory.check_host_memory(1), jaxkv.HostMemoryError, " 0 bytes")
+
+
+class Kernel:
+    """Takes the system calls for a memory policy, which is mode 3 on node 2 before."""
+
+    def __init__(self, answer: int) -> None:
+        self.answer = answer
+        self.calls: list[tuple] = []
+
+    def syscall(self, number, mode, nodes, size, *_) -> int:
+        if number.value == 239:  # get_mempolicy
+            mode._obj.value, nodes[0] = 3, 1 << 2
+            self.calls.append(("get", size.value))
+        else:
+            assert number.value == 238  # set_mempolicy
+            named = [n for n in range(size.value) if nodes[n // 64] >> (n % 64) & 1]
+            self.calls.append(("set", mode.value, named))
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [0, -1], ids=["kernel agrees", "kernel refuses"])
+@pytest.mark.parametrize("node", [0, 65, None])
+def test_memory_is_preferred_of_a_node_and_then_as_before(node, answer, monkeypatch):
+    """Containers often forbid the call: a pool on another NUMA node beats no pool."""
+    kernel, preferred = Kernel(answer), 1
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda *_, **__: kernel)
+    monkeypatch.setattr(host_memory.platform, "machine", lambda: "x86_64")
+    asked = [] if node is None else [("get", 1024)]
+    changed = node is not None and answer == 0
+    with host_memory.prefer_numa_node(node):
+        assert kernel.calls == asked + [("set", preferred, [node])] * changed
+    assert kernel.calls == asked + [("set", preferred, [node]), ("set", 3, [2])] * changed

@@ -1,0 +1,367 @@
+"""`all_reduce`: sums, to the bit; order; and ranks that are not together."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxkv._src.collectives.symmetric_memory import QUICK_BYTES
+from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
+from tests.util.ranks import (
+    AXIS,
+    BY_SWITCH,
+    MAX_BYTES,
+    NATIVE,
+    ORDERED,
+    TILED,
+    WAYS,
+    assert_sums,
+    implementation_of,
+    late,
+    memory_of,
+    mesh_of,
+    on_ranks,
+    operand,
+    sums,
+)
+
+pytestmark = [pytest.mark.multigpu, pytest.mark.usefixtures("multicast")]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@pytest.fixture(scope="module")
+def tiled_memories():
+    """Likewise, with boxes so small that two_shot goes in tiles."""
+    worlds = [n for n in WORLD_SIZES if n <= jax.device_count()]
+    made = {n: memory_of(n, max_bytes=MAX_BYTES, way=TILED) for n in worlds}
+    yield made
+    for memory in made.values():
+        memory.check()
+        memory.close()
+
+
+def assert_same_bits(got, want: np.ndarray) -> None:
+    """Every rank's row has the bits of `want`."""
+    assert {row.tobytes() for row in np.asarray(got)} == {want.tobytes()}
+
+
+# ---------------------------------------------------------------------------------------------
+# Sums
+
+
+def sizes(itemsize: int):
+    """Numbers of elements about words, warps, blocks, boxes and rounds."""
+    about = [0, 1, 16, 512 * 16, MAX_BYTES // 2, MAX_BYTES]
+    near = st.sampled_from(about).flatmap(lambda n: st.integers(n - 18, n + 18))
+    limit = MAX_BYTES // itemsize
+    return st.one_of(near.map(lambda n: min(max(n // itemsize, 0), limit)), st.integers(0, limit))
+
+
+@settings(max_examples=100)
+@given(st.data(), st.sampled_from(WORLD_SIZES), st.sampled_from(DTYPES), st.sampled_from(WAYS))
+def test_sums_of_any_size_are_exact(memories, tiled_memories, data, world, dtype, way):
+    if world not in memories:
+        return
+    memory = (tiled_memories if way == TILED else memories)[world]
+    n = data.draw(sizes(jnp.dtype(dtype).itemsize))
+    x = operand(world, (n,), dtype, seed=n)
+    assert_sums(sums(memory, way)(x), x)
+
+
+def rounded(world: int, dtype: str) -> np.ndarray:
+    """Values whose sum depends on the order."""
+    rng = np.random.default_rng(1)
+    scale = 10.0 ** rng.integers(-2, 4, (world, 777))
+    return (rng.normal(size=(world, 777)) * scale).astype(jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("way", [*ORDERED, TILED])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", WORLD_SIZES)
+def test_values_are_added_in_float32_in_the_order_of_ranks(
+    memories, tiled_memories, world, dtype, way
+):
+    mesh_of(world)
+    x = rounded(world, dtype)
+    want = x[0].astype(np.float32)
+    for row in x[1:]:
+        want = want + row.astype(np.float32)
+    step = sums((tiled_memories if way == TILED else memories)[world], way)
+    for _ in range(3):
+        assert_same_bits(step(x), want.astype(x.dtype))
+
+
+@pytest.mark.parametrize("algorithm", BY_SWITCH)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", WORLD_SIZES)
+def test_a_switch_adds_in_any_order_but_in_float32_and_once_for_all(
+    memories, world, dtype, algorithm
+):
+    mesh_of(world)
+    x = rounded(world, dtype)
+    got = np.asarray(sums(memories[world], algorithm)(x))
+    assert_same_bits(got, got[0])
+    exact = x.astype(np.float64).sum(0)
+    largest = np.abs(x.astype(np.float64)).sum(0)
+    half_a_step = jnp.finfo(x.dtype).eps / 2
+    bound = np.abs(exact) * half_a_step + largest * 2.0**-22
+    assert (np.abs(got[0].astype(np.float64) - exact) <= bound * 1.01).all()
+
+
+@pytest.mark.parametrize("algorithm", NATIVE)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_keep_their_sign_and_any_nan_arrives(memories, dtype, algorithm):
+    """Also the NaN that stands for a word which has not arrived."""
+    memory = memories[2]
+    bits = np.uint32 if dtype == "float32" else np.uint16
+    ones = np.iinfo(bits).max
+    minus_zero, inf, minus_inf = (
+        np.array(v, jnp.dtype(dtype)).view(bits) for v in (-0.0, np.inf, -np.inf)
+    )
+    rows = [
+        [minus_zero, minus_zero, ones, inf, minus_inf, ones],
+        [minus_zero, 0, 0, 0, inf, ones],
+    ]
+    x = np.array(rows, bits).repeat(16, axis=1).view(jnp.dtype(dtype))
+    got = np.asarray(sums(memory, algorithm)(x))
+    assert got[0].tobytes() == got[1].tobytes()
+    first = got[0].reshape(6, 16)[:, 0]
+    assert [str(v) for v in first.astype(np.float32)] == ["-0.0", "0.0", "nan", "inf", "nan", "nan"]
+
+
+def test_sizes_grow_and_shrink_through_one_memory(memories):
+    """A mailbox still holds what a larger message left there."""
+    for memory in memories.values():
+        for round_, n in enumerate([5, 4096, 3, 1000, 4096, 1, 7, 2048, 64] * 2):
+            x = operand(memory.world_size, (n,), "float32", round_)
+            assert_sums(sums(memory, NATIVE[round_ % len(NATIVE)])(x), x)
+            assert_sums(sums(memory, "low_latency")(x), x)
+
+
+@pytest.mark.parametrize("algorithm", ["two_shot", *BY_SWITCH])
+@pytest.mark.parametrize("world", WORLD_SIZES)
+def test_messages_of_many_chunks(world, algorithm):
+    """Each mailbox is used again in one call; the last chunk is cut off in a rank's part."""
+    num_bytes = 9 * QUICK_BYTES // 2
+    with memory_of(world, max_bytes=2 * num_bytes) as memory:
+        step = sums(memory, algorithm)
+        for round_, n in enumerate([num_bytes // 4 + 5, 7, num_bytes // 4 - 100_000]):
+            x = operand(world, (n,), "float32", round_)
+            assert_sums(step(x), x)
+
+
+@pytest.mark.parametrize("max_bytes", [4, 20, 36, 48, 100, 1000])
+@pytest.mark.parametrize("world", WORLD_SIZES)
+def test_a_small_memory_serves_its_largest_message(world, max_bytes):
+    """Where a part does not fit into half a box there must be tiles."""
+    with memory_of(world, max_bytes=max_bytes) as memory:
+        x = operand(world, (max_bytes // 4,), "float32")
+        assert_sums(sums(memory, "two_shot")(x), x)
+
+
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_slices_that_begin_inside_of_words(memories, algorithm):
+    """XLA may pass the address of a slice, which then is that of a value, and not of a word."""
+    memory = memories[2]
+
+    def step(x):
+        return [
+            memory.all_reduce(row, AXIS, implementation=algorithm) for row in (x[0], x[1], x[2:])
+        ]
+
+    x = operand(2, (5, 333), "bfloat16")
+    for got, rows in zip(on_ranks(memory, step)(x), (x[:, 0], x[:, 1], x[:, 2:]), strict=True):
+        assert_sums(got, rows)
+
+
+# ---------------------------------------------------------------------------------------------
+# In a step
+
+
+def test_pytrees_and_several_calls_of_several_memories(memories):
+    memory = memories[2]
+
+    def step(x):
+        a = memory.all_reduce({"a": x, "b": (x * 2, x[:3])}, AXIS)
+        b = other.all_reduce(x * 3, AXIS)
+        c = memory.all_reduce(x * 4, AXIS, implementation="two_shot")
+        return a, b, c
+
+    x = operand(2, (100,), "float32")
+    with memory_of(2) as other:
+        a, b, c = jax.block_until_ready(on_ranks(memory, step)(x))
+    assert_sums(a["a"], x)
+    assert_sums(a["b"][0], x * 2)
+    assert_sums(a["b"][1], x[:, :3])
+    assert_sums(b, x * 3)
+    assert_sums(c, x * 4)
+
+
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_in_a_scan(memories, algorithm):
+    memory = memories[2]
+
+    def step(x):
+        def body(carry, i):
+            total = memory.all_reduce(carry + i, AXIS, implementation=algorithm)
+            return carry, total
+
+        return jax.lax.scan(body, x, jnp.arange(20, dtype=x.dtype))[1]
+
+    x = operand(2, (33,), "float32")
+    got = np.asarray(on_ranks(memory, step)(x))
+    assert_sums(got, x[:, None] + np.arange(20, dtype=np.float32)[:, None])
+
+
+def test_vmap_and_inner_jit(memories):
+    memory = memories[2]
+
+    @jax.jit
+    def inner(row):
+        return memory.all_reduce(row, AXIS), memory.all_reduce(row * 2, AXIS)
+
+    x = operand(2, (5, 7), "float32")
+    for body in (jax.vmap(inner), inner):
+        once, twice = on_ranks(memory, body)(x)
+        assert_sums(once, x)
+        assert_sums(twice, x * 2)
+
+
+@pytest.mark.parametrize("rows_axis", [0, 1])
+def test_rows_of_a_vmap_go_in_one_call(memories, rows_axis):
+    """By what serves all their bytes: rows that fit one by one may exceed a box together."""
+    memory = memories[2]
+    rows, columns = 8, MAX_BYTES // 4 // 4
+    x = operand(2, (rows, columns), "float32")
+
+    def step(x, implementation=None):
+        reduce = partial(memory.all_reduce, axis_name=AXIS, implementation=implementation)
+        return jax.vmap(reduce, in_axes=rows_axis)(x if rows_axis == 0 else x.T)
+
+    assert_sums(on_ranks(memory, step)(x), x)
+    with pytest.raises(NotImplementedError, match=f"{x[0].nbytes} bytes exceed max_bytes = "):
+        on_ranks(memory, partial(step, implementation="two_shot"))(x)
+    small = x[:, :, :5]
+    step_of_small = on_ranks(memory, partial(step, implementation="low_latency"))
+    assert_sums(step_of_small(small), small)
+    text = step_of_small.lower(small).as_text()
+    assert text.count("custom_call @jaxkv_all_reduce") == 1
+
+
+def test_empty_arrays_are_the_same_on_all_devices(memories):
+    memory = memories[2]
+    step = jax.shard_map(
+        lambda x: memory.all_reduce(x[:, :0], AXIS),
+        mesh=memory.mesh, in_specs=jax.P(AXIS), out_specs=jax.P(),
+    )  # fmt: skip
+    assert jax.jit(step)(operand(2, (3,), "float32")).shape == (1, 0)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_derivatives_are_those_of_psum(memories, check_vma):
+    memory = memories[2]
+    x, tangent = (operand(2, (10,), "float32", seed) for seed in (1, 2))
+
+    def derivatives(reduce):
+        step = on_ranks(memory, lambda x: jnp.sin(reduce(x)) * reduce(x * x), check_vma=check_vma)
+        value, forward = jax.jvp(step, (x,), (tangent,))
+        return value, forward, jax.grad(lambda x: step(x).sum())(x)
+
+    ours = derivatives(lambda x: memory.all_reduce(x, AXIS))
+    theirs = derivatives(lambda x: jax.lax.psum(x, AXIS))
+    for got, want in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda body: body,
+        lambda body: lambda x: jax.vmap(body)(x[None]),
+        lambda body: lambda x: jax.jvp(body, (x,), (x,)),
+        lambda body: lambda x: jax.grad(lambda x: sum(map(jnp.sum, body(x))))(x),
+    ],
+    ids=["plain", "vmap", "jvp", "grad"],
+)
+def test_calls_of_a_step_are_ordered_by_data(memories, transform):
+    """Each takes a result of the one before, although their own operands do not depend on it."""
+    memory = memories[2]
+    all_reduce = partial(memory.all_reduce, axis_name=AXIS, implementation="low_latency")
+
+    def body(x):  # of the results only products are kept
+        return [jnp.sin(all_reduce(x + i)) * 2 for i in range(4)]
+
+    step = on_ranks(memory, transform(body))
+    text = step.lower(operand(2, (8,), "float32")).as_text()
+    calls = [line for line in text.splitlines() if "@jaxkv_all_reduce" in line]
+    results = [line.split("=")[0].strip().split(":")[0] for line in calls]
+    assert len(calls) == 4
+    for before, call in zip(results, calls[1:], strict=False):
+        assert f"{before}#1" in call
+
+
+def test_traces_leave_nothing_behind(memories):
+    memory = memories[2]
+    with jax.checking_leaks():
+        sums(memory, "low_latency")(operand(2, (8,), "float32"))
+
+
+# ---------------------------------------------------------------------------------------------
+# Ranks that are not together
+
+
+def delayed(memory, way):
+    """Sums while now one rank is late and now another."""
+
+    def step(x, late_rank):
+        x = late(x, late_rank)
+        return memory.all_reduce(x, AXIS, implementation=implementation_of(way))
+
+    return on_ranks(memory, step)
+
+
+def wrong_rounds(memory, way, *, waits: bool = True, rounds: int = 12) -> int:
+    step, wrong = delayed(memory, way), 0
+    for round_ in range(rounds):
+        if not waits:
+            memory.preset(0, ahead=1 << 20)
+        x = operand(memory.world_size, (500,), "float32", round_)
+        late_rank = np.full(memory.world_size, round_ % memory.world_size, np.int32)
+        wrong += not (np.asarray(step(x, late_rank)) == x.sum(0)).all()
+    return wrong
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("waits", [True, False], ids=["wait", "no wait"])
+def test_late_ranks_are_waited_for(way, waits):
+    with memory_of(2, way=way) as memory:
+        wrong = wrong_rounds(memory, way, waits=waits)
+    assert wrong == 0 if waits else wrong > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("waits", [True, False], ids=["wait", "no wait"])
+def test_threads_may_be_late_inside_of_a_call(way, waits):
+    """After sending and before a word is cleared, for instance."""
+    with memory_of(2, way=way) as memory:
+        step, wrong = sums(memory, way), 0
+        memory.preset(0, stall_s=1e-3)
+        for round_ in range(12):
+            if not waits:
+                memory.preset(0, ahead=1 << 20, stall_s=1e-3)
+            x = operand(2, ((1, 9000, 500)[round_ % 3],), "float32", round_)
+            wrong += not (np.asarray(step(x)) == x.sum(0)).all()
+    assert wrong == 0 if waits else wrong > 0
+
+
+@pytest.mark.parametrize("way", ["one_shot", *BY_SWITCH, TILED])  # which count epochs
+@pytest.mark.parametrize("epoch", [2**31, 2**32, 2**63, 2**64], ids="2^{0:.0f}".format)
+def test_epochs_wrap(way, epoch):
+    with memory_of(2, way=way) as memory:
+        memory.preset(epoch - 9)
+        assert wrong_rounds(memory, way) == 0

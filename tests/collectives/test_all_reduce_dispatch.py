@@ -1,0 +1,163 @@
+"""`all_reduce`: what it chooses, what it refuses, and what it says of both."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv._src.collectives import all_reduce
+from jaxkv._src.tuning.all_reduce_table import VARIABLE, packaged_table, table_for
+from tests.util.ranks import (
+    AXIS,
+    BY_SWITCH,
+    MAX_BYTES,
+    assert_sums,
+    memory_of,
+    on_ranks,
+    operand,
+    sums,
+)
+
+pytestmark = [pytest.mark.multigpu, pytest.mark.usefixtures("multicast")]
+
+
+def test_the_table_decides_either_side_of_its_bounds(memories):
+    memory = memory_of(2, max_bytes=8 << 20)
+    table = table_for(memory.mesh.devices.flat[0].device_kind)
+    for least, algorithm in table.rules[2]:
+        x = jax.ShapeDtypeStruct((least // 2,), "bfloat16")
+        assert all_reduce.choose(memory, x, None)[0] == algorithm
+        if least:
+            below = jax.ShapeDtypeStruct((least // 2 - 1,), "bfloat16")
+            assert all_reduce.choose(memory, below, None)[0] != algorithm
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    "algorithm, limit",
+    [
+        ("low_latency", "quick_bytes"),
+        ("one_shot", "slot_bytes"),
+        *((name, "max_bytes") for name in ("two_shot", *BY_SWITCH)),
+    ],
+)
+def test_the_largest_message(memories, algorithm, limit):
+    memory = memories[2]
+    n = getattr(memory, limit) // 4
+    x = operand(2, (n,), "float32")
+    assert_sums(sums(memory, algorithm)(x), x)
+    with pytest.raises(NotImplementedError, match=f"{(n + 1) * 4} bytes exceed {limit} = {n * 4}"):
+        sums(memory, algorithm)(operand(2, (n + 1,), "float32"))
+
+
+@pytest.mark.parametrize("shape, dtype", [((MAX_BYTES,), "float32"), ((10,), "int32")])
+def test_psum_serves_the_rest(memories, shape, dtype):
+    memory = memories[2]
+    x = operand(2, shape, dtype)
+    assert all_reduce.choose(memory, x[0], None)[0] == "psum"
+    assert_sums(sums(memory)(x), x)
+
+
+@pytest.fixture
+def use_table(tmp_path, monkeypatch):
+    """Makes one that names this algorithm for 2 devices the table of memories to come."""
+
+    def use(algorithm):
+        default = packaged_table("any")
+        table = dataclasses.replace(default, rules=default.rules | {2: ((0, algorithm),)})
+        path = tmp_path / f"{algorithm}.json"
+        path.write_text(table.to_text())
+        monkeypatch.setenv(VARIABLE, str(path))
+
+    return use
+
+
+def test_explain(use_table):
+    use_table("low_latency")
+    x = {"a": np.ones(3, np.float32), "b": np.ones(3, np.int32)}
+    with memory_of(2) as memory:
+        first, second = jaxkv.explain(memory.all_reduce, x, AXIS).splitlines()
+    assert first == "all_reduce of float32[3]: low_latency (best by low_latency.json)"
+    assert second.startswith("all_reduce of int32[3]: psum (low_latency is best by ")
+    assert second.endswith("but its dtype must be one of bfloat16, float16, float32, got int32)")
+
+
+@pytest.mark.parametrize("x", [1.0, np.float64(1), np.zeros((), np.float32)], ids=repr)
+def test_explain_takes_what_all_reduce_takes(memories, x):
+    memory = memories[2]
+    text = jaxkv.explain(memory.all_reduce, x, AXIS)
+    assert text.startswith("all_reduce of float32[]: ")
+    step = on_ranks(memory, lambda y: y + memory.all_reduce(x, AXIS))
+    assert (np.asarray(step(np.zeros(2))) == 2 * x).all()
+
+
+def test_a_memory_keeps_its_table(use_table):
+    """Or processes could choose differently, each by its own environment."""
+    use_table("low_latency")
+    with memory_of(2) as memory:
+        use_table("two_shot")
+        text = jaxkv.explain(memory.all_reduce, np.ones(3, np.float32), AXIS)
+        assert "low_latency (best by low_latency.json)" in text
+    with memory_of(2) as memory:
+        text = jaxkv.explain(memory.all_reduce, np.ones(3, np.float32), AXIS)
+        assert "two_shot (best by two_shot.json)" in text
+
+
+def test_a_table_that_is_none_is_said_at_creation(monkeypatch):
+    monkeypatch.setenv(VARIABLE, __file__)
+    with pytest.raises(ValueError, match=f"tuning table {re.escape(__file__)}: "):
+        memory_of(2)
+
+
+def test_what_is_wrong_is_said_while_tracing(memories):
+    memory = memories[2]
+    x = operand(2, (4,), "float32")
+    with pytest.raises(
+        ValueError, match="one of low_latency, one_shot, two_shot, multimem, psum, got 'nccl'"
+    ):
+        sums(memory, "nccl")(x)
+    with pytest.raises(NotImplementedError, match=r"'one_shot' does not serve.*got int32"):
+        sums(memory, "one_shot")(x.astype(np.int32))
+    with pytest.raises(ValueError, match=r"axis_name must be 'tp'.*got 'dp'"):
+        on_ranks(memory, lambda x: memory.all_reduce(x, "dp"))(x)
+    with pytest.raises(ValueError, match=r"mesh \{'tp': 2\}, got none"):
+        memory.all_reduce(x, AXIS)
+
+
+def test_another_mesh_is_refused(memories):
+    if 4 not in memories:
+        pytest.skip("needs 4 devices")
+    x = operand(4, (4,), "float32")
+    with pytest.raises(ValueError, match=r"mesh \{'tp': 2\}, got \{'tp': 4\}"):
+        on_ranks(memories[4], lambda x: memories[2].all_reduce(x, AXIS))(x)
+
+
+def test_another_order_of_devices_is_refused():
+    """A device knows its rank by the memory's mesh, so the sums would be those of other rows."""
+    if jax.device_count() < 4:
+        pytest.skip("needs 4 devices")
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh, other = (jax.sharding.Mesh(d, ("dp", AXIS)) for d in (devices, devices.T))
+    renamed = jax.sharding.Mesh(devices.T, (AXIS, "dp"))
+    x = operand(4, (3,), "float32").reshape(2, 2, 3)
+
+    def step(mesh):
+        spec = jax.P("dp", AXIS)
+        body = lambda x: memory.all_reduce(x, AXIS, implementation="one_shot")  # noqa: E731
+        return jax.jit(
+            jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        )
+
+    with jaxkv.SymmetricMemory.create(mesh, AXIS, max_bytes=4096) as memory:
+        for same in (mesh, renamed):  # along the axis
+            assert (np.asarray(step(same)(x)) == x.sum(1, keepdims=True)).all()
+        ids = [[device.id for device in row] for row in devices]
+        with pytest.raises(ValueError) as raised:
+            step(other)(x)
+    assert str(raised.value) == (
+        f"all_reduce must run in a shard_map over the symmetric memory's mesh, whose devices along "
+        f"'tp' are {ids}, got a mesh of the same shape with {np.transpose(ids).tolist()}"
+    )

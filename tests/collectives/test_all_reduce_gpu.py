@@ -1,0 +1,110 @@
+"""What only GPUs show of `all_reduce`: replayed CUDA graphs, and copies beside it."""
+
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxkv
+from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
+from tests.util.ranks import (
+    AXIS,
+    NATIVE,
+    TILED,
+    WAYS,
+    assert_sums,
+    implementation_of,
+    memory_of,
+    on_ranks,
+    operand,
+    sums,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
+
+CALLS = 6  # XLA makes a graph of five operations or more
+ROUNDS = 24
+
+
+def chain(memory, way):
+    world = memory.world_size
+
+    def step(x):
+        for i in range(CALLS):
+            x = memory.all_reduce(x, AXIS, implementation=implementation_of(way)) / world + i
+        return x
+
+    return on_ranks(memory, step)
+
+
+def expected(x: np.ndarray) -> np.ndarray:
+    """After one sum all ranks have the same, whose mean is itself."""
+    return np.broadcast_to(x.sum(0) / len(x) + sum(range(CALLS)), x.shape)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", [100, 12_345])
+@pytest.mark.parametrize("world", [2, 8])  # of which means are exact
+def test_replays_see_new_operands(world, way, n):
+    with memory_of(world, max_bytes=1 << 20, way=way) as memory:
+        step = chain(memory, way)
+        for round_ in range(ROUNDS):
+            x = operand(world, (n,), "float32", round_)
+            assert np.array_equal(np.asarray(step(x)), expected(x)), round_
+        memory.check()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="SymmetricMemory was closed"):
+        jax.block_until_ready(step(x))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_replayed_step_and_others_take_turns(way):
+    """Epochs and halves go on where the other executable left them."""
+    with memory_of(2, max_bytes=1 << 20, way=way) as memory:
+        others = [name for name in NATIVE if way != TILED or name != "low_latency"]
+        steps = [chain(memory, name) for name in (way, *others)]
+        for round_ in range(ROUNDS):
+            x = operand(2, (1 + 997 * (round_ % 5),), "float32", round_)
+            outputs = [step(x) for step in steps]
+            for output in outputs:
+                assert np.array_equal(np.asarray(output), expected(x)), round_
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("num_bytes", [1 << 20, (8 << 20) + 6, 64 << 20])
+@pytest.mark.parametrize("world", WORLD_SIZES)
+def test_large_messages(world, dtype, num_bytes):
+    with memory_of(world, max_bytes=64 << 20) as memory:
+        x = operand(world, (num_bytes // np.dtype(jax.numpy.dtype(dtype)).itemsize,), dtype)
+        reduce = on_ranks(memory, lambda x: memory.all_reduce(x, AXIS, implementation="two_shot"))
+        for _ in range(3):
+            assert_sums(reduce(x), x)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")  # the ticket and the plan
+@pytest.mark.parametrize("way, num_bytes", [("low_latency", 4 << 20), ("two_shot", 64 << 20)])
+def test_an_all_reduce_does_not_wait_for_a_copy_beside_it(way, num_bytes):
+    """All its blocks fit beside the SMs of a copy: one that did not would hold up all ranks."""
+    spec = jaxkv.KVCacheSpec(1, 64, 8, 128, jnp.bfloat16)
+    pages = jnp.arange(4096)  # 1 GiB, some 20 ms
+    pool = jaxkv.HostPool.create(spec, num_pages=len(pages))
+    cache = jaxkv.DeviceCache.create(spec, num_pages=len(pages))
+    start = jax.jit(partial(jaxkv.start_load, implementation="kernel"), donate_argnums=1)
+    end = jax.jit(lambda loading: loading.cache, donate_argnums=0)
+    x = operand(2, (num_bytes // 4,), "float32")
+    with memory_of(2, max_bytes=num_bytes) as memory:
+        reduce = sums(memory, way)
+        # Placed now: on its way from the host it would share the link with the copy.
+        rows = jax.device_put(x, NamedSharding(memory.mesh, PartitionSpec(AXIS)))
+        for _ in range(2):  # the first time compiles
+            loading = start(pool, cache, pages, pages)
+            y = jax.block_until_ready(reduce(rows))
+            cache = end(loading)  # not before: what waits for y may wait for all that is enqueued
+            time.sleep(1e-3)  # if it had to wait for the copy, the cache is here now, too
+            copying = not jax.tree.leaves(cache)[0].is_ready()
+            jax.block_until_ready(cache)
+    assert copying
+    assert_sums(y, x)

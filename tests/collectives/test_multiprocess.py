@@ -1,0 +1,181 @@
+"""`SymmetricMemory` over several processes.
+
+What each of them checks is in process_checks.py and thread_checks.py.
+"""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+
+pytestmark = pytest.mark.multigpu
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+TIMEOUT_S = 120  # of all processes; what they do takes seconds
+
+ONE_EACH = {world: [[device] for device in range(world)] for world in (2, 4, 8)}
+TWO_EACH = [[0, 1], [2, 3]]
+MIXED = [[0], [1, 2, 3], [4, 5], [6, 7]]
+
+
+class Ended(NamedTuple):
+    code: int
+    said: Any
+    output: str
+
+
+def run(
+    folder: pathlib.Path, check: str, devices: list[list[int]], order: list[int] | None = None
+) -> list[Ended]:
+    """Runs a check in processes with these devices each, and a mesh of the devices in `order`."""
+    platform, world = jax.default_backend(), sum(map(len, devices))
+    if platform == "gpu" and jax.device_count() < world:
+        pytest.skip(f"needs {world} devices, has {jax.device_count()}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    common = {"platform": platform, "coordinator": coordinator, "processes": len(devices)}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    outputs = [folder / f"process_{process}.txt" for process in range(len(devices))]
+    children: list[subprocess.Popen] = []
+    with ExitStack() as stack:
+        for process, local_devices in enumerate(devices):
+            setup = common | {"process": process, "local_devices": local_devices}
+            setup |= {"order": order or list(range(world))}
+            child = subprocess.Popen(
+                [sys.executable, "-m", "tests.util.rank_process", json.dumps(setup), check],
+                stdin=subprocess.PIPE,
+                stdout=stack.enter_context(outputs[process].open("w")),
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+            children.append(stack.enter_context(child))
+            stack.callback(child.kill)
+        for child in (*children[1:], children[0]):  # the first one waits for the end of its input
+            child.communicate(timeout=TIMEOUT_S)
+    return [
+        ended(child.returncode, output) for child, output in zip(children, outputs, strict=True)
+    ]
+
+
+def ended(code: int, output: pathlib.Path) -> Ended:
+    text = output.read_text()
+    return Ended(code, json.loads(text.splitlines()[-1]) if code == 0 else None, text)
+
+
+def what_all_say(*arguments: Any) -> list[Any]:
+    all_ended = run(*arguments)
+    for process, end in enumerate(all_ended):
+        assert end.code == 0, f"process {process}:\n{end.output}"
+    return [end.said for end in all_ended]
+
+
+@pytest.mark.parametrize(
+    "devices, order",
+    [
+        (ONE_EACH[2], [1, 0]),
+        (ONE_EACH[4], [2, 0, 3, 1]),
+        (TWO_EACH, [3, 0, 2, 1]),
+        pytest.param(ONE_EACH[8], [5, 2, 7, 0, 1, 6, 3, 4], marks=pytest.mark.gpu),
+        pytest.param(MIXED, [7, 4, 1, 6, 0, 3, 5, 2], marks=pytest.mark.gpu),
+    ],
+    ids=["2x1", "4x1", "2x2", "8x1", "1+3+2+2"],
+)
+def test_sums_are_exact(tmp_path, devices, order):
+    what_all_say(tmp_path, "sums_are_exact", devices, order)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 2, 3, 1]], ids=str)
+def test_groups_add_up_by_themselves(tmp_path, order):
+    what_all_say(tmp_path, "groups_add_up_by_themselves", TWO_EACH, order)
+
+
+def test_a_short_soak(tmp_path):
+    counts = what_all_say(tmp_path, "soaks", TWO_EACH, [1, 3, 0, 2])
+    assert counts[0] == counts[1] > 20
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_creation_fails_for_all_or_none(tmp_path, world):
+    first, *others = what_all_say(tmp_path, "creation_fails_for_all_or_none", ONE_EACH[world])
+    assert all(errors == first for errors in others)
+    last = world - 1
+    for error, expected in zip(
+        first,
+        [
+            f"memory: process {last} failed: RuntimeError: create_communicator was made to fail",
+            f"memory: process {last} failed: RuntimeError: communicator_handles was made to fail",
+            f"access to peers: process {last} failed: RuntimeError: map_communicator was made to",
+            "all processes must create the same symmetric memory, but max_bytes is 1024 in "
+            "process 0 and 2048 in process 1",
+            "all processes must create the same symmetric memory, but tuning table "
+            "(JAXKV_TUNING_ALL_REDUCE) is",
+            f"arguments of symmetric memory: process {last} failed: ValueError: max_bytes must be",
+            f"arguments of symmetric memory: process {last} failed: ValueError: timeout_s must be",
+            f"arguments of symmetric memory: process {last} failed: ValueError: axis_name must be",
+            f"arguments of symmetric memory: process {last} did not come within 2 s",
+        ],
+        strict=True,
+    ):
+        assert error.startswith(expected)
+
+
+def test_all_ranks_give_up_together(tmp_path):
+    """Who times out tells the others, so that none waits for the whole time again."""
+    what_all_say(tmp_path, "all_ranks_give_up_together", TWO_EACH, [2, 3, 0, 1])
+
+
+def test_threads_without_an_order_get_right_sums_or_an_error(tmp_path):
+    """Their programs may come to one rank in another order than to the other."""
+    said = what_all_say(tmp_path, "threads_run_programs_of_one_memory", ONE_EACH[2])
+    for counts in said:
+        for name, count in counts.items():
+            assert count.get("right", 0) + count.get("refused", 0) == 2000, (name, count)
+            assert count.get("refused", 0) > 0, "no control: all came in one order"
+
+
+@pytest.mark.parametrize("check", ["threads_take_turns", "threads_have_a_memory_each"])
+def test_threads_with_an_order_get_right_sums(tmp_path, check):
+    for counts in what_all_say(tmp_path, check, ONE_EACH[2]):
+        assert all(count == {"right": 2000} for count in counts.values()), counts
+
+
+def test_signatures_are_those_of_program_and_call_in_all_processes(tmp_path):
+    first, second = what_all_say(tmp_path, "signatures", TWO_EACH)
+    assert first == second
+    every = [signature for program in first for signature in program]
+    assert all(every) and len(set(every)) == len(every) > len(first)
+
+
+def test_closing_waits_for_the_others(tmp_path):
+    what_all_say(tmp_path, "closing_waits_for_the_others", ONE_EACH[2])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_killed_process_is_named(tmp_path, world):
+    *survivors, killed = run(tmp_path, "a_process_is_killed", ONE_EACH[world])
+    assert killed.code == -signal.SIGKILL
+    for end in survivors:
+        assert end.code == 0, end.output
+    # One at least waited for the killed one itself; it told the others.
+    texts = [end.said for end in survivors]
+    assert any(re.search(f"waited in vain for rank {world - 1}", text) for text in texts), texts
+
+
+def test_devices_of_several_processes_need_jax_distributed():
+    from jaxkv._src.collectives.rendezvous import Rendezvous
+
+    with pytest.raises(RuntimeError, match=r"call jax\.distributed\.initialize\(\) first"):
+        Rendezvous([0, 1], 1.0)

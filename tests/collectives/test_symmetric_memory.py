@@ -1,0 +1,340 @@
+"""`SymmetricMemory`: what it is made of, ranks that do not come, and its end."""
+
+import gc
+import re
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv._src.collectives import symmetric_memory
+from jaxkv._src.runtime import native as runtime_native
+from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
+from tests.util.ranks import AXIS, NATIVE, ON_CPU, memory_of, mesh_of, on_ranks, sums
+
+pytestmark = [pytest.mark.multigpu, pytest.mark.usefixtures("multicast")]
+
+X = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+
+# ---------------------------------------------------------------------------------------------
+# Creation
+
+
+def test_only_some_numbers_of_ranks():
+    device = np.array(jax.devices()[:1])
+    for world in (1, 3, 5, 7, 16):
+        mesh = jax.sharding.Mesh(np.repeat(device, world), (AXIS,)) if world > 1 else None
+        mesh = mesh or jax.sharding.Mesh(device, (AXIS,))
+        with pytest.raises(ValueError, match=f"'tp' must have 2, 4, 6, 8 devices, got {world}"):
+            jaxkv.SymmetricMemory.create(mesh, AXIS)
+
+
+def test_arguments():
+    mesh = mesh_of(2)
+    with pytest.raises(
+        ValueError, match=r"axis_name must be one of the mesh's \('tp',\), got 'dp'"
+    ):
+        jaxkv.SymmetricMemory.create(mesh, "dp")
+    wrong: Any
+    for wrong in (0, 1e6, "1", None):
+        refusal = f"max_bytes must be an integer of at least 1 byte, got {wrong!r}"
+        with pytest.raises(ValueError, match=re.escape(refusal)):
+            jaxkv.SymmetricMemory.create(mesh, AXIS, max_bytes=wrong)
+    for wrong in (0, -1.0, float("inf"), float("nan"), 2e9, "1"):
+        refusal = f"timeout_s must be more than 0 and at most 1e+09 seconds, got {wrong!r}"
+        with pytest.raises(ValueError, match=re.escape(refusal)):
+            jaxkv.SymmetricMemory.create(mesh, AXIS, timeout_s=wrong)
+    numbers: Any = {"max_bytes": np.int32(64), "timeout_s": np.float32(30)}
+    with jaxkv.SymmetricMemory.create(mesh, AXIS, **numbers) as memory:
+        assert (np.asarray(sums(memory, "one_shot")(X)) == X.sum(0)).all()
+    with jaxkv.SymmetricMemory.create(mesh, AXIS, timeout_s=1e9) as memory:
+        assert (np.asarray(sums(memory, "one_shot")(X)) == X.sum(0)).all()
+        memory.check()
+
+
+@pytest.mark.parametrize("world", WORLD_SIZES)
+@pytest.mark.parametrize("max_bytes", [130, 5000, 64 << 20])
+def test_boxes_begin_where_a_line_begins(world, max_bytes):
+    """So does a part of a two_shot, which lies in a half of a quick box."""
+    with memory_of(world, max_bytes=max_bytes) as memory:
+        assert memory.quick_bytes % 256 == 0
+        assert memory.slot_bytes % 128 == 0 or memory.slot_bytes < 128
+        assert memory._tile_bytes() % 128 == 0
+        assert min(max_bytes, (8 << 20) // world) <= memory.slot_bytes
+
+
+def test_groups_add_up_by_themselves():
+    if jax.device_count() < 4:
+        pytest.skip("needs 4 devices")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
+    spec = jax.sharding.PartitionSpec("dp", "tp")
+    x = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+    for axis, name in enumerate(mesh.axis_names):
+        with jaxkv.SymmetricMemory.create(mesh, name, max_bytes=4096) as memory:
+            step = jax.shard_map(
+                lambda x, m=memory, n=name: m.all_reduce(x, n),
+                mesh=mesh,
+                in_specs=spec,
+                out_specs=spec,
+                check_vma=False,
+            )
+            want = np.broadcast_to(x.sum(axis, keepdims=True), x.shape)
+            assert np.array_equal(jax.jit(step)(x), want)
+
+
+def test_calls_of_several_memories_are_ordered_by_data():
+    """Devices that waited in calls of different memories would keep each other's threads."""
+    with memory_of(2) as first, memory_of(2) as second:
+        memories = (first, second, first)
+
+        def step(x):
+            return [
+                memory.all_reduce(x + i, AXIS, implementation="one_shot")
+                for i, memory in enumerate(memories)
+            ]
+
+        text = on_ranks(first, step).lower(X).as_text()
+    calls = [line for line in text.splitlines() if "@jaxkv_all_reduce" in line]
+    results = [line.split("=")[0].strip().split(":")[0] for line in calls]
+    assert len(calls) == 3
+    for before, call in zip(results, calls[1:], strict=False):
+        assert f"{before}#1" in call
+
+
+@pytest.mark.cpu_only
+def test_a_handle_that_is_of_something_else():
+    """Another process's number and descriptor mean something else in another container."""
+    native = runtime_native.extension()
+    ours, theirs = (
+        native.create_communicator("cpu", [devices], 1, 1, 1, 0, 10**9)
+        for devices in ([0, -1], [-1, 0])
+    )
+    handles = [[native.communicator_handles(ours)[0][0], native.communicator_handles(theirs)[0][1]]]
+    native.map_communicator(ours, handles)
+    handle = handles[0][1]
+    handle[-1] ^= 1  # in the number of its file
+    with pytest.raises(
+        RuntimeError, match=r"symmetric memory: /proc/\d+/fd/\d+: Stale file handle"
+    ):
+        native.map_communicator(ours, handles)
+    handle.pop()
+    with pytest.raises(RuntimeError, match="not a handle of memory"):
+        native.map_communicator(ours, handles)
+    for communicator in (ours, theirs):
+        native.close_communicator(communicator)
+        native.free_communicator(communicator)
+
+
+# ---------------------------------------------------------------------------------------------
+# The switch
+
+WITHOUT_VARIABLE = "JAXKV_MULTICAST was not 1 in the environment when its memory was created"
+
+
+def test_no_switch_unless_a_user_has_said_so(monkeypatch):
+    monkeypatch.setenv("JAXKV_MULTICAST", "0")
+    with memory_of(2) as memory:
+        monkeypatch.setenv("JAXKV_MULTICAST", "1")  # later
+        with pytest.raises(
+            NotImplementedError,
+            match=f"'multimem' does not serve this call: {WITHOUT_VARIABLE}",
+        ):
+            sums(memory, "multimem")(X)
+
+
+def devices(*processes):
+    """Of one GPU each."""
+    return np.array(
+        [
+            [
+                SimpleNamespace(id=10 + i, platform="gpu", process_index=p, local_hardware_id=i)
+                for i, p in enumerate(processes)
+            ]
+        ]
+    )
+
+
+def test_devices_of_several_kinds_are_refused():
+    """Their kernels may have other numbers of blocks, and block b meets only block b."""
+    mixed: Any = SimpleNamespace(axis_names=(AXIS,), shape={AXIS: 2}, devices=devices(0, 0)[0])
+    for device, mixed_kind in zip(mixed.devices, ("H200", "H100"), strict=True):
+        device.device_kind = mixed_kind
+    with pytest.raises(ValueError, match="all devices must be of one kind, got H100, H200"):
+        symmetric_memory._groups(mixed, AXIS)
+
+
+@pytest.mark.parametrize(
+    "variable, processes, asked, refusal",
+    [
+        ("0", [0, 0], [], WITHOUT_VARIABLE),
+        ("1", [0, 1], [], "its devices must belong to one process, got those of processes [0, 1]"),
+        ("1", [0, 0, 0], [0, 1, 2], "the driver reports no multicast for devices [11, 12]"),
+        ("1", [0], [0], None),
+    ],
+)
+def test_the_driver_is_asked_last(monkeypatch, variable, processes, asked, refusal):
+    monkeypatch.setenv("JAXKV_MULTICAST", variable)
+    asked_for = []
+
+    def supported(ordinal):
+        asked_for.append(ordinal)
+        return ordinal == 0
+
+    driver = SimpleNamespace(multicast_supported=supported)
+    monkeypatch.setattr(runtime_native, "extension", lambda: driver)
+    got = symmetric_memory._multicast_refusal(devices(*processes))
+    assert asked_for == asked
+    assert got == refusal
+
+
+# ---------------------------------------------------------------------------------------------
+# Ranks that do not come
+
+
+def run_without(memory, missing: int, algorithm: str):
+    """A step in which one rank does not call; returns what the others got, or the error's text."""
+
+    def step(x):
+        return jax.lax.cond(
+            jax.lax.axis_index(AXIS) == missing,
+            lambda x: x,
+            lambda x: memory.all_reduce(x, AXIS, implementation=algorithm),
+            x,
+        )
+
+    x = np.ones((memory.world_size, 4), np.float32)
+    try:
+        return np.asarray(on_ranks(memory, step)(x))
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_a_rank_that_does_not_come_is_named(algorithm):
+    with memory_of(2, timeout_s=0.3) as memory:
+        memory.preset(41)
+        good = sums(memory, algorithm)
+        good(X)
+        memory.check()
+        begin = time.monotonic()
+        outcome = run_without(memory, 1, algorithm)
+        assert time.monotonic() - begin > 0.3
+        if ON_CPU:
+            assert "PeerTimeoutError: rank 0 waited in vain for rank 1" in outcome
+        else:  # the kernel can't raise
+            assert np.isnan(outcome[0]).all()
+        with pytest.raises(jaxkv.PeerTimeoutError) as raised:
+            memory.check()
+        error = raised.value
+        told = {  # a barrier, or a word of so many
+            "low_latency": ("low_latency", 1, 0),
+            "one_shot": ("barrier", 43, 42),
+            "two_shot": ("scatter", 1, 0),
+            "multimem": ("barrier", 44, 43),  # of which a call has two
+        }
+        assert (error.rank, error.peer) == (0, 1)
+        assert (error.phase, error.expected, error.seen) == told[algorithm]
+        of_program = rf"{algorithm} of float32\[4\], all_reduce 1 of jit__lambda-\w{{6}}"
+        assert re.search(
+            rf"; rank 0 has called {of_program} \(call 2\), "
+            rf"but rank 1 last {of_program} \(call 1\)$",
+            str(error),
+        )
+        # Later calls fail at once, compiled before or not.
+        begin = time.monotonic()
+        with pytest.raises(jax.errors.JaxRuntimeError, match="PeerTimeoutError: rank 0 waited"):
+            jax.block_until_ready(good(X))
+        with pytest.raises(jaxkv.PeerTimeoutError):
+            sums(memory, algorithm)(X)
+        assert time.monotonic() - begin < 30
+
+
+# ---------------------------------------------------------------------------------------------
+# Ranks that come with another call
+
+
+def run_differently(memory, *calls):
+    """Rank 0 makes the first call and rank 1 the second: dicts of algorithm, size, dtype, times.
+
+    Returns the sums over the elements of what each rank got, or the error's text.
+    """
+
+    def branch(x, call):
+        for _ in range(call.get("times", 1)):
+            x = memory.all_reduce(x, AXIS, implementation=call["algorithm"])
+        return x.astype(np.float32).sum()
+
+    def step(x, y):
+        first, second = (lambda x=x, c=c: branch(x, c) for x, c in zip((x, y), calls, strict=True))
+        return jax.lax.cond(jax.lax.axis_index(AXIS) == 0, first, second)
+
+    operands = (
+        np.ones((2, call.get("size", 4)), jax.numpy.dtype(call.get("dtype", "float32")))
+        for call in calls
+    )
+    try:
+        return np.asarray(on_ranks(memory, step)(*operands))
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "mine, theirs",
+    [
+        ({}, {"size": 2}),
+        ({"dtype": "float16"}, {"dtype": "bfloat16"}),
+        ({}, {"algorithm": "two_shot"}),
+        *(({"algorithm": name}, {}) for name in NATIVE),  # the same, but for the place
+    ],
+)
+def test_calls_that_differ_are_named(mine, theirs):
+    default = {"algorithm": "low_latency", "size": 4, "dtype": "float32"}
+    calls = [default | mine, default | mine | theirs]
+    with memory_of(2, timeout_s=20.0) as memory:
+        sums(memory, "one_shot")(X)
+        outcome = run_differently(memory, *calls)
+        if not ON_CPU:  # the kernel can't raise
+            assert np.isnan(outcome).all()
+        with pytest.raises(jaxkv.PeerTimeoutError) as raised:
+            memory.check()
+    error = raised.value
+    assert error.phase == "mismatch"
+    texts = [f"{c['algorithm']} of {c['dtype']}[{c['size']}], all_reduce" for c in calls]
+    mine, theirs = texts if error.rank == 0 else texts[::-1]
+    expected = (
+        rf"rank {error.rank} has called {re.escape(mine)} [12] of jit__lambda-\w{{6}} \(call 2\), "
+        rf"but rank {error.peer} {re.escape(theirs)} [12] of jit__lambda-\w{{6}} \(call 2\)"
+    )
+    assert re.fullmatch(expected, str(error))
+    if ON_CPU:
+        assert "PeerTimeoutError: rank" in outcome
+
+
+# ---------------------------------------------------------------------------------------------
+# The end
+
+
+def test_an_executable_that_outlives_the_memory_fails():
+    with memory_of(2) as memory:
+        step = sums(memory, "one_shot")
+        step(X)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="SymmetricMemory was closed"):
+        jax.block_until_ready(step(X))
+    with pytest.raises(RuntimeError, match="SymmetricMemory was closed"):
+        memory.check()
+    with pytest.raises(RuntimeError, match="SymmetricMemory was closed"):
+        sums(memory)(X)
+    memory.close()
+
+
+def test_memory_that_nobody_holds_is_freed():
+    memory = memory_of(2)
+    close = memory._close
+    del memory
+    gc.collect()
+    assert not close.alive

@@ -1,0 +1,224 @@
+"""What is known on the host of recurrent states, and when; and the next step's batch."""
+
+import itertools
+import types
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxkv
+from jaxkv.metadata import BatchMetadata, slot_mapping, token_positions
+from tests.util import recurrent_reference as reference
+from tests.util.recurrent_cases import batch_of, random_accepted, random_rows
+
+
+def can_skip(requests, block_size) -> bool:
+    """Of (computed, scheduled, drafts) for each request."""
+    computed, scheduled, drafts = np.array(requests, np.int64).reshape(-1, 3).T
+    return jaxkv.can_skip_align_postprocess(computed, scheduled, drafts, block_size)
+
+
+def test_can_skip_is_exact_for_one_request():
+    """It says False just where some count that may come makes the reference change something."""
+    for block_size, computed, scheduled in itertools.product(range(1, 7), range(14), range(9)):
+        for drafts in range(min(scheduled, 5)):
+            case = computed, scheduled, drafts
+            due = any(
+                reference.changes(*case, accepted, block_size) for accepted in range(1, drafts + 2)
+            )
+            skip = can_skip([case], block_size)
+            assert skip is not due, (block_size, *case)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 50)] * 3)), st.integers(1, 20))
+def test_can_skip_of_a_batch_is_that_of_all_its_requests(requests, block_size):
+    requests = [(c, q, min(d, max(q - 1, 0))) for c, q, d in requests]
+    alone = [can_skip([case], block_size) for case in requests]
+    assert can_skip(requests, block_size) is all(alone)
+
+
+def start_counts(step, ids, counts):
+    """A jitted step that starts the copy and does nothing else."""
+
+    @jax.jit
+    def run(step, ids, counts):
+        return jaxkv.DeferredCounts.start(counts, step=step, request_ids=ids)
+
+    return run(np.int32(step), np.array(ids, np.int32), np.array(counts, np.int32))
+
+
+def test_deferred_counts_arrive_in_pinned_memory():
+    deferred = start_counts(7, [30, 10, 20, -1], [1, 4, 2, 1])
+    assert deferred.packed.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(deferred.read(step=7, request_ids=[30, 10, 20, -1]), [1, 4, 2, 1])
+    assert deferred.is_ready()
+    np.testing.assert_array_equal(deferred.read(step=7, request_ids=[30, 10]), [1, 4])
+    assert deferred.read(step=7, request_ids=[]).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "step, ids, message",
+    [
+        (8, [30, 10], "counts of step 8 were wanted, these are of step 7"),
+        (6, [30, 10], "counts of step 6 were wanted, these are of step 7"),
+        (7, [10, 30], "row 0 of step 7 is of request 30, not of 10"),
+        (7, [30, 11], "row 1 of step 7 is of request 10, not of 11"),
+        (7, [30, 10, 20], "3 rows were wanted, step 7 had 2"),
+    ],
+)
+def test_stale_or_permuted_counts_are_an_error(step, ids, message):
+    deferred = start_counts(7, [30, 10], [1, 4])
+    with pytest.raises(jaxkv.StaleCountsError, match=message):
+        deferred.read(step=step, request_ids=ids)
+
+
+def test_deferred_counts_of_several_steps_in_flight():
+    ids = np.arange(5)
+    pending = [start_counts(step, ids, ids + step) for step in range(4)]
+    for step, deferred in enumerate(pending):
+        np.testing.assert_array_equal(deferred.read(step=step, request_ids=ids), ids + step)
+
+
+OPERANDS = {"num_accepted": np.ones(2), "step": np.array(7), "request_ids": np.array([30, 10])}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+@pytest.mark.parametrize("value", [2**32 + 5, -(2**31) - 1])
+def test_what_does_not_fit_int32_is_not_cut(name, value):
+    given = {key: operand.astype(np.int64) for key, operand in OPERANDS.items()}
+    jaxkv.DeferredCounts.start(**given)
+    given[name][...] = value
+    with pytest.raises(ValueError, match=rf"{name} must fit int32, got {value} \.\. {value}"):
+        jaxkv.DeferredCounts.start(**given)
+
+
+@pytest.mark.parametrize("name", ["num_accepted", "num_drafts", "next_query_lens"])
+def test_advance_does_not_cut_what_does_not_fit_int32(name):
+    _, batch, accepted, query_lens = next_call(np.random.default_rng(0))
+    counts = {"num_drafts": accepted, "next_query_lens": query_lens, "num_accepted": accepted}
+    with pytest.raises(ValueError, match=f"{name} must fit int32, got 4294967297"):
+        jaxkv.advance(batch, **counts | {name: np.full(10, 2**32 + 1)})
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_counts_that_are_gone(donated):
+    deferred = start_counts(7, [30], [1])
+    if donated:
+        jax.jit(lambda words: words + 1, donate_argnums=0)(deferred.packed)
+    else:
+        deferred.packed.delete()
+    assert deferred.packed.is_deleted()
+    for ask in (deferred.is_ready, lambda: deferred.read(step=7, request_ids=[30])):
+        with pytest.raises(RuntimeError, match="these counts were donated or deleted"):
+            ask()
+
+
+class OfAGpu:
+    """An array as a GPU has it: the pointer must not be followed."""
+
+    def __init__(self, memory_kind):
+        self.sharding = types.SimpleNamespace(memory_kind=memory_kind)
+
+    def addressable_data(self, _):
+        return self
+
+    def devices(self):
+        return [types.SimpleNamespace(platform="gpu")]
+
+    def is_deleted(self):
+        return False
+
+    def is_ready(self):
+        return True
+
+
+def test_counts_in_memory_of_a_device_are_not_read():
+    with pytest.raises(ValueError, match="memory of kind 'device', which the host cannot read"):
+        jaxkv.DeferredCounts(OfAGpu("device")).read(step=7, request_ids=[30])
+    moved = jaxkv.DeferredCounts(jax.device_put(np.array([7, 30, 4], np.int32), jax.devices()[0]))
+    if jax.default_backend() == "cpu":
+        assert moved.read(step=7, request_ids=[30]).tolist() == [4]
+    else:
+        with pytest.raises(ValueError, match="memory of kind 'device'"):
+            moved.read(step=7, request_ids=[30])
+
+
+# --------------------------------------------------------------------------------------------------
+# The next step
+
+
+@jax.jit
+def next_step(batch, accepted, drafts, query_lens):
+    batch = jaxkv.advance(batch, accepted, num_drafts=drafts, next_query_lens=query_lens)
+    positions = token_positions(batch)
+    return batch, positions, slot_mapping(batch, positions)
+
+
+def next_call(rng, max_num_tokens=80):
+    rows = random_rows(rng, 10, columns=14)
+    batch = batch_of(rows)
+    batch = BatchMetadata(**{**vars(batch), "max_num_tokens": max_num_tokens})
+    return rows, batch, random_accepted(rng, rows), rng.integers(0, 7, 10).astype(np.int32)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_advance(seed):
+    rng = np.random.default_rng(seed)
+    rows, batch, accepted, query_lens = next_call(rng)
+    got, positions, slots = next_step(batch, accepted, rows.drafts.astype(np.int32), query_lens)
+    want_positions, want_slots, starts, ends = [], [], [0], []
+    for row in range(10):
+        valid = rows.end(row)
+        if rows.scheduled[row]:
+            valid += int(accepted[row]) - 1 - int(rows.drafts[row])
+        new = int(query_lens[row]) if row < rows.num_reqs else 0
+        for position in range(valid, valid + new):
+            block = rows.table[row, position // rows.block_size]
+            want_positions.append(position)
+            want_slots.append(block * rows.block_size + position % rows.block_size)
+        starts.append(starts[-1] + new)
+        ends.append(valid + new if row < rows.num_reqs else 0)
+    padding = 80 - len(want_positions)
+    np.testing.assert_array_equal(got.query_start_loc, starts)
+    np.testing.assert_array_equal(got.seq_lens, ends)
+    assert got.num_tokens == starts[-1] and got.num_reqs == rows.num_reqs
+    np.testing.assert_array_equal(positions, want_positions + [0] * padding)
+    np.testing.assert_array_equal(slots, want_slots + [-1] * padding)
+
+
+@pytest.mark.parametrize(
+    "longer, message", [(False, "num_tokens = 30 exceeds"), (True, "seq_len = ")]
+)
+def test_advance_holds_its_bounds(longer, message):
+    rows, batch, accepted, query_lens = next_call(np.random.default_rng(0), 100 if longer else 20)
+    query_lens[:] = 3
+    rows.num_reqs = 10
+    batch = BatchMetadata(**{**vars(batch), "num_reqs": np.int32(10)})
+    if longer:
+        query_lens[2] = 70
+    with pytest.raises(Exception, match=message):
+        jax.block_until_ready(next_step(batch, accepted, rows.drafts.astype(np.int32), query_lens))
+        jaxkv.check_errors()
+
+
+@pytest.mark.parametrize("used", ["query_start_loc", "seq_lens", "num_tokens"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_last_token_that_there_is_room_for(rows, used):
+    """And no more, whatever of the next batch a program uses."""
+    batch = BatchMetadata.from_host(
+        [1] * rows, [7] * rows, [[1, 2]] * rows,
+        max_num_reqs=rows, max_num_tokens=rows, max_blocks=2, block_size=4,
+    )  # fmt: skip
+    ones = np.ones(rows, np.int32)
+
+    @jax.jit
+    def step(query_lens):
+        after = jaxkv.advance(batch, ones, num_drafts=0 * ones, next_query_lens=query_lens)
+        return getattr(after, used)
+
+    jaxkv.check_errors(step(ones))
+    with pytest.raises(Exception, match=f"num_tokens = {2 * rows} exceeds"):
+        jaxkv.check_errors(jax.block_until_ready(step(ones + 1)))

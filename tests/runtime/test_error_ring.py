@@ -1,0 +1,78 @@
+"""`cuda/common/error_ring.cc`: what `check_errors` takes from a ring that a device is writing.
+
+By a program that plays the device (`tests/native/page_errors_calls.cc`).
+"""
+
+import subprocess
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.util.native_program import build
+
+pytestmark = pytest.mark.cpu_only
+
+RING = 64  # entries
+
+
+@pytest.fixture(scope="module")
+def take(tmp_path_factory):
+    """`take(*steps)`: for each "take" among the steps, (entries taken, the ids that are known)."""
+    built = build("page_errors_calls", tmp_path_factory.mktemp("page_errors"))
+
+    def run(*steps: str | int) -> list[tuple[int, list[int]]]:
+        command = [built, *map(str, steps)]
+        ran = subprocess.run(command, check=True, capture_output=True, text=True)
+        lines = [list(map(int, line.split())) for line in ran.stdout.splitlines()]
+        return [(count, ids) for count, *ids in lines]
+
+    return run
+
+
+def written(first: int, last: int) -> list[str | int]:
+    return [step for slot in range(first, last) for step in ("claim", slot)]
+
+
+def test_an_entry_is_taken_once(take):
+    assert take("take", *written(0, 3), "take", "take") == [(0, []), (3, [0, 1, 2]), (0, [])]
+
+
+def test_an_entry_that_is_counted_but_not_written_is_left_for_later(take):
+    steps = "claim", "claim", 1, "take", 0, "take"
+    assert take(*steps) == [(0, []), (2, [0, 1])]
+
+
+@pytest.mark.parametrize("more", [0, 1, RING, 10 * RING + 5])
+def test_of_more_than_the_ring_holds_the_last_are_known(take, more):
+    taken = take(*written(0, RING + more), "take")
+    assert taken == [(RING + more, list(range(more, RING + more)))]
+
+
+def test_an_older_entry_that_is_written_last_hides_no_count(take):
+    """Threads of one kernel that are a ring apart write the same entry, in any order."""
+    steps = ["claim"] * (RING + 1) + [*range(1, RING + 1), 0]
+    assert take(*steps, "take", "take") == [(RING + 1, list(range(1, RING))), (0, [])]
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_nothing_is_lost_or_taken_twice(take, data):
+    """So few that none is overwritten: all come out in the end, each once and in order."""
+    total = data.draw(st.integers(0, RING))
+    claimed = 0
+    to_write: list[int] = []
+    steps: list[str | int] = []
+    while claimed < total or to_write:
+        kind = data.draw(st.sampled_from(["claim", "write", "take"]))
+        if kind == "claim" and claimed < total:
+            to_write.append(claimed)
+            claimed += 1
+            steps.append("claim")
+        elif kind == "write" and to_write:
+            steps.append(to_write.pop(data.draw(st.integers(0, len(to_write) - 1))))
+        elif kind == "take":
+            steps.append("take")
+    taken = take(*steps, "take")
+    assert sum(count for count, _ in taken) == total
+    assert [slot for _, ids in taken for slot in ids] == list(range(total))

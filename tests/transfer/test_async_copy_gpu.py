@@ -1,0 +1,286 @@
+"""What only a GPU shows of copies beside the step: order, replays, and waits that give up.
+
+As in test_transfer_gpu.py, each test of order runs a second time with a wait that waits for
+nothing, and then some round must be wrong.
+"""
+
+import gc
+from functools import partial
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.mlir import ir
+
+import jaxkv
+from jaxkv._src.runtime import native as runtime_native
+from jaxkv._src.transfer import async_calls, buffer_lifetime
+from jaxkv._src.transfer import in_flight as transfer_in_flight
+from tests.util.lowered_copies import always_beside
+from tests.util.replays import check_rounds, is_right, plus
+from tests.util.slow_streams import settle, slow_input, slow_zero
+from tests.util.transfer_cases import (
+    Case,
+    as_ids,
+    assert_refused,
+    distinct_ids,
+    make_case,
+    pointers,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Some donated buffers")]
+
+ROUNDS = 20
+# Large enough that a copy is still under way when the next kernel runs.
+LARGE = {"page_size": 64, "num_kv_heads": 8, "head_dim": 128, "host_pages": 64, "device_pages": 48}
+# 1 GiB in pages of 1 MiB: so few descriptors that the copy outlasts their submission by far.
+SLOW = jaxkv.KVCacheSpec(num_layers=16, page_size=1024, num_kv_heads=8, head_dim=128, dtype="int8")
+SLOW_PAGES = 32
+
+
+@pytest.fixture(params=["kernel", "dma"])
+def named(request) -> str:
+    return request.param
+
+
+def waits_for_nothing():
+    """The negative control: waits hand out arrays at once."""
+    decide = buffer_lifetime._decide
+
+    def without_waits(program):
+        decide(program)
+        for wait in program.waits:
+            integer = ir.IntegerType.get_signless(64)
+            buffer_lifetime._configure(wait, segment=ir.IntegerAttr.get(integer, -1))
+
+    return mock.patch.object(buffer_lifetime, "_decide", without_waits)
+
+
+def beside_whatever_follows():
+    """The negative control: starts run beside the program, and no pytree boundary waits."""
+    return mock.patch.object(buffer_lifetime, "_decide", always_beside)
+
+
+@pytest.mark.parametrize("control", [False, True], ids=["wait", "no wait"])
+def test_a_layer_is_there_when_its_wait_is_over(named, control):
+    case = make_case("page_first_direct", dtype="int8", **LARGE)
+    layers = range(case.spec.num_layers)
+
+    @partial(jax.jit, donate_argnames="cache")
+    def step(pool, cache, *ids):
+        loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
+        # Computed from what is there now, not at the end of the program.
+        seen = [tuple(array + np.int8(1) for array in loading.wait(layer)) for layer in layers]
+        return seen, loading.cache
+
+    pool, cache = case.pool(), case.cache()
+    rights = []
+    for seed in range(ROUNDS):
+        ids = distinct_ids(case, 40, seed)
+        with waits_for_nothing() if control else mock.MagicMock():
+            seen, cache = step(pool, cache, *(as_ids(side, named) for side in ids))
+        settle(seen, cache)
+        case = Case(case.layout, case.host, case.expected("load", *ids)["device"])
+        want = plus(case, 1).device
+        rights.append(
+            all(
+                np.array_equal(array, buffer)
+                for arrays, buffers in zip(seen, want, strict=True)
+                for array, buffer in zip(arrays, buffers, strict=True)
+            )
+        )
+        case.assert_holds(pool, cache)
+    check_rounds(rights[1:], "unordered" if control else named)
+
+
+@pytest.mark.parametrize("one_program", [True, False], ids=["one jit", "two jits"])
+def test_a_start_waits_for_a_slow_producer(one_program, named):
+    case = make_case("page_first_direct", dtype="int8")
+    numpy_ids = distinct_ids(case, 5)
+    ids = [as_ids(side, named) for side in numpy_ids]
+    x = slow_input()
+
+    def produce(cache, x):
+        late_one = (slow_zero(x) + 1).astype("int8")
+        return jax.tree.map(lambda buffer: buffer + late_one, cache)
+
+    def store(pool, cache, host_pages, device_pages):
+        storing = jaxkv.start_store(pool, cache, device_pages, host_pages, implementation=named)
+        return storing.pool, storing.cache
+
+    both = jax.jit(
+        lambda pool, cache, x, *ids: store(pool, produce(cache, x), *ids), donate_argnums=(0, 1)
+    )
+    first, second = jax.jit(produce, donate_argnums=0), jax.jit(store, donate_argnums=(0, 1))
+    pool, cache = case.pool(), case.cache()
+    for _ in range(ROUNDS):
+        if one_program:
+            pool, cache = both(pool, cache, x, *ids)
+        else:
+            pool, cache = second(pool, first(cache, x), *ids)
+        settle(pool, cache)
+        case = plus(case, 1)
+        assert is_right(case, pool, cache, **case.expected("store", *numpy_ids))
+
+
+def test_a_later_program_does_not_overtake_a_copy(named):
+    """Memory of a load that its program never waited for: the next one may write it at once."""
+    case = make_case("page_first_direct", dtype="int8", **LARGE)
+    numpy_ids = distinct_ids(case, 40)
+    ids = [as_ids(side, named) for side in numpy_ids]
+
+    @partial(jax.jit, donate_argnames="cache")
+    def forgetful(pool, cache, *ids):
+        loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
+        arrays = loading.wait(0)
+        # Room for XLA to put other things where the layers were that nothing waits for.
+        scratch = [jax.numpy.full(arrays[0].shape, n, "int8") for n in range(8)]
+        return arrays, jax.lax.optimization_barrier(scratch)
+
+    for _ in range(3):
+        arrays, scratch = forgetful(case.pool(), case.cache(), *ids)
+        settle(arrays, scratch)
+        for n, array in enumerate(scratch):
+            assert (np.asarray(array) == n).all()
+        for array, want in zip(arrays, case.expected("load", *numpy_ids)["device"][0], strict=True):
+            np.testing.assert_array_equal(array, want)
+
+
+@pytest.mark.parametrize("control", [False, True], ids=["analysed", "not analysed"])
+def test_memory_is_not_reused_under_a_copy_that_crossed_a_boundary(named, control):
+    """A slow load of which two layers are waited for, beyond an inner jit; and 28 new arrays."""
+    spec, num_pages = SLOW, SLOW_PAGES
+    pool = jaxkv.HostPool.create(spec, num_pages=num_pages)
+    ids = [as_ids(np.arange(num_pages), named) for _ in range(2)]
+    shape = (num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
+
+    @partial(jax.jit, donate_argnames="cache")
+    def step(pool, cache, *ids):
+        loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
+        loading = jax.jit(lambda loading: (loading.wait(0), loading)[1])(loading)
+        seen = loading.wait(1)[0].reshape(-1)[0]
+        return seen, [jax.numpy.full(shape, n + 1, "int8") for n in range(28)]
+
+    wrong = []
+    with beside_whatever_follows() if control else mock.MagicMock():
+        for _ in range(ROUNDS):
+            seen, arrays = step(pool, jaxkv.DeviceCache.create(spec, num_pages=num_pages), *ids)
+            settle(seen, arrays)
+            wrong.append(sum(bool((array != n + 1).any()) for n, array in enumerate(arrays)))
+            del arrays
+    jaxkv.check_errors()
+    assert (max(wrong) > 0) == control, wrong
+
+
+@pytest.mark.parametrize("control", [False, True], ids=["analysed", "not analysed"])
+def test_memory_of_a_transfer_that_was_given_away_is_not_reused(named, control):
+    """Two programs: the second is given a slow load, waits for one layer and drops the others."""
+    spec, num_pages = SLOW, SLOW_PAGES
+    pool = jaxkv.HostPool.create(spec, num_pages=num_pages)
+    ids = [as_ids(np.arange(num_pages), named) for _ in range(2)]
+    shape = (num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
+    begin = jax.jit(partial(jaxkv.start_load, implementation=named), donate_argnums=1)
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(loading):
+        loading = jax.lax.optimization_barrier(loading)
+        seen = loading.wait(0)[0].reshape(-1)[0]
+        return seen, [jax.numpy.full(shape, n + 1, "int8") for n in range(28)]
+
+    wrong = []
+    with beside_whatever_follows() if control else mock.MagicMock():
+        for _ in range(ROUNDS):
+            cache = jaxkv.DeviceCache.create(spec, num_pages=num_pages)
+            seen, arrays = step(begin(pool, cache, *ids))
+            settle(seen, arrays)
+            wrong.append(sum(bool((array != n + 1).any()) for n, array in enumerate(arrays)))
+            del arrays
+    jaxkv.check_errors()
+    assert (max(wrong) > 0) == control, wrong
+
+
+def test_replayed_waits_follow_their_copies(named):
+    """The waits are captured, the starts are not; new ids and contents each time."""
+    case = make_case("page_first_direct", dtype="int8", host_pages=12, device_pages=12)
+    layers = range(case.spec.num_layers)
+
+    @partial(jax.jit, donate_argnames=("pool", "cache"))
+    def step(pool, cache, load_ids, store_ids):
+        storing = jaxkv.start_store(pool, cache, *store_ids[::-1], implementation=named)
+        halves = [tuple(a + np.int8(1) for a in storing.wait(layer)) for layer in layers]
+        cache = jaxkv.DeviceCache(tuple(halves), cache.spec)
+        pool = storing.pool
+        loading = jaxkv.start_load(pool, cache, *load_ids, implementation=named)
+        for layer in layers:
+            loading.wait(layer)
+        return pool, loading.cache
+
+    pool, cache = case.pool(), case.cache()
+    for seed in range(ROUNDS + 5):
+        load_ids, store_ids = distinct_ids(case, 5, seed), distinct_ids(case, 5, 1000 + seed)
+        given = [[as_ids(side, named) for side in ids] for ids in (load_ids, store_ids)]
+        pool, cache = step(pool, cache, *given)
+        stored = case.expected("store", *store_ids)["host"]
+        case = plus(Case(case.layout, stored, case.device), 1)
+        case = Case(case.layout, case.host, case.expected("load", *load_ids)["device"])
+        case.assert_holds(pool, cache)
+    jaxkv.check_errors()
+
+
+def test_a_wait_gives_up_and_says_so(named):
+    case = make_case("page_first_direct", dtype="int8", **LARGE)
+    ids = [as_ids(side, named) for side in distinct_ids(case, 40)]
+
+    @partial(jax.jit, donate_argnames="cache")
+    def step(pool, cache, *ids):
+        for _ in range(8):  # one may be done before its wait begins, if the host is held up
+            cache = jaxkv.start_load(pool, cache, *ids, implementation=named).cache
+        return cache
+
+    with mock.patch.object(async_calls, "_TIMEOUT_S", 1e-6):
+        cache = step(case.pool(), case.cache(), *ids)
+    settle(cache)
+    assert_refused(jaxkv.check_errors, jaxkv.TransferError, "segment")
+    jaxkv.check_errors()
+
+
+def test_refused_ids_do_not_hold_up_a_wait(named):
+    case = make_case()
+    host_pages, device_pages = np.array([1, 99], np.int32), np.array([2, 3], np.int32)
+    step = jax.jit(
+        lambda pool, cache, *ids: jaxkv.start_load(pool, cache, *ids, implementation=named).cache,
+        donate_argnums=1,
+    )
+    pool = case.pool()
+    cache = step(pool, case.cache(), *(as_ids(side, named) for side in (host_pages, device_pages)))
+    settle(cache)
+    assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, "99")
+    case.assert_holds(pool, cache, **case.expected("load", host_pages[:1], device_pages[:1]))
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_what_is_dropped_is_kept_while_its_copy_runs(direction, named):
+    case = make_case("page_first_direct", dtype="int8", **LARGE)
+    ids = [as_ids(side, named) for side in distinct_ids(case, 40)]
+    native = runtime_native.extension()
+    for _ in range(ROUNDS):
+        pool, cache = case.pool(), case.cache()
+        started: jaxkv.Loading | jaxkv.Storing
+        if direction == "load":
+            started = jaxkv.start_load(pool, cache, *ids, implementation=named)
+            started.wait(0)
+        else:
+            started = jaxkv.start_store(pool, cache, *ids[::-1], implementation=named)
+        del pool, cache
+        jax.block_until_ready(started._ticket)
+        addresses = set(pointers(started._cache.layers[1:]))
+        counts = native.started_copies()
+        del started
+        gc.collect()
+        transfer_in_flight.keep_alive(None)
+        arrays = [array for entry in transfer_in_flight._in_flight for array in entry.arrays]
+        kept = set(pointers([array for array in arrays if not array.is_deleted()]))
+        assert addresses <= kept or native.copies_ended(counts)
+        native.synchronize_device(0)
+        assert native.copies_ended(counts)

@@ -1,0 +1,170 @@
+"""Buffers of started copies in lowered programs: none dies while its copy may use it."""
+
+from functools import partial
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.core import Primitive
+
+import jaxkv
+from jaxkv import lowering
+from jaxkv._src.transfer import buffer_lifetime
+from tests.util.async_cases import OVERLAPPED, ids_of
+from tests.util.lowered_copies import Module, Program, always_beside
+from tests.util.transfer_cases import make_case
+
+pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers")
+CASE = make_case()
+
+
+@pytest.fixture(params=OVERLAPPED)
+def named(request) -> str:
+    return request.param
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1))
+def test_no_buffer_dies_while_a_copy_uses_it(seed):
+    program = Program(CASE, OVERLAPPED[seed % len(OVERLAPPED)], seed)
+    module = program.lowered()
+    assert not module.violations(seed)
+    if program.complete and not program.copied and (program.plain or not program.donate_pool):
+        assert not any(module.joined) and not module.boundary_waits
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1))
+def test_no_buffer_dies_in_a_program_that_takes_a_transfer(seed):
+    program = Program(CASE, OVERLAPPED[seed % len(OVERLAPPED)], seed)
+    module = program.continued()
+    assert not module.violations(seed)
+    if program.complete and not program.copied:
+        assert not module.boundary_waits
+
+
+def test_the_interpreter_finds_the_buffers_that_die_without_the_analysis():
+    with mock.patch.object(buffer_lifetime, "_decide", always_beside):
+        programs = [(seed, Program(CASE, OVERLAPPED[0], seed)) for seed in range(60)]
+        started = sum(bool(program.lowered().violations(seed)) for seed, program in programs)
+        taken = sum(bool(program.continued().violations(seed)) for seed, program in programs)
+    assert started >= 10 and taken >= 3
+
+
+def lowered(step, named, *, donate: tuple[int, ...] = (1,)) -> Module:
+    _, ids = ids_of(CASE, 4, named)
+    args = CASE.pool(), CASE.cache(), jnp.float32(1), *ids
+    return Module(jax.jit(step, donate_argnums=donate).lower(*args))
+
+
+def start(named, direction, pool, cache, ids):
+    if direction == "load":
+        return jaxkv.start_load(pool, cache, *ids, implementation=named)
+    return jaxkv.start_store(pool, cache, *ids[::-1], implementation=named)
+
+
+CROSSINGS = {
+    "inner jit": lambda t, x: jax.jit(lambda t: (t.wait(0), t)[1])(t),
+    "inlined jit": lambda t, x: jax.jit(lambda t: (t.wait(0), t)[1], inline=True)(t),
+    "tree.map": lambda t, x: jax.tree.map(lambda leaf: leaf, t),
+    "barrier": lambda t, x: jax.lax.optimization_barrier(t),
+    "cond": lambda t, x: jax.lax.cond(x > 0, lambda t: t, lambda t: t, t),
+    "scan": lambda t, x: jax.lax.scan(lambda t, _: (t, None), t, length=3)[0],
+    "checkpoint": lambda t, x: jax.checkpoint(lambda t: (t.wait(0), t)[1])(t),
+}
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+@pytest.mark.parametrize("crossing", CROSSINGS.values(), ids=CROSSINGS)
+@pytest.mark.parametrize("end", ["dropped", "finished", "returned"])
+def test_a_transfer_that_crosses_a_boundary_is_protected_and_not_delayed(
+    direction, crossing, end, named
+):
+    def step(pool, cache, x, *ids):
+        started = crossing(start(named, direction, pool, cache, ids), x)
+        if end == "dropped":
+            return started.wait(1)[0].sum(), [jnp.ones((9, 4, 2, 16))] * 6
+        if end == "finished":
+            return getattr(started, "pool", None), started.cache
+        return started
+
+    module = lowered(step, named, donate=(1,) if direction == "load" else (0, 1))
+    assert not module.violations(0)
+    delayed = any(module.joined) or module.boundary_waits > 0
+    assert delayed == (end == "dropped")
+
+
+def test_a_wait_in_one_branch_does_not_count(named):
+    def step(pool, cache, x, *ids):
+        loading = start(named, "load", pool, cache, ids)
+        done = jax.lax.cond(x > 0, lambda t: t.cache, lambda t: cache, loading)
+        return done.layers[0]
+
+    module = lowered(step, named, donate=())
+    assert any(module.joined) or module.boundary_waits
+    assert not module.violations(0)
+
+
+def test_a_wait_in_each_branch_counts(named):
+    def step(pool, cache, x, *ids):
+        loading = start(named, "load", pool, cache, ids)
+        return jax.lax.cond(x > 0, lambda t: t.cache, lambda t: t.cache, loading)
+
+    module = lowered(step, named)
+    assert not any(module.joined) and not module.boundary_waits
+
+
+def test_a_pool_that_is_overwritten_after_an_inner_jit_is_read_first(named):
+    """The inner program takes no pool along, so its waits can't hold that back."""
+
+    def step(pool, cache, x, *ids):
+        loading = start(named, "load", pool, cache, ids)
+        arrays = jax.jit(lambda loading: loading.cache)(loading)
+        pool = jaxkv.store_pages(pool, CASE.cache() if x is None else arrays, ids[1], ids[0])
+        return pool, arrays
+
+    donated, kept = (lowered(step, named, donate=donate) for donate in ((0, 1), (1,)))
+    assert any(donated.joined) or donated.boundary_waits
+    assert not any(kept.joined) and not kept.boundary_waits
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_a_wait_in_another_program_that_is_given_the_plan_is_for_all_layers(direction, named):
+    """A result of the plan's shape takes its memory, while the copies of other layers read it."""
+    _, ids = ids_of(CASE, 4, named)
+    started = jax.eval_shape(
+        jax.jit(partial(start, named, direction)), CASE.pool(), CASE.cache(), ids
+    )
+    plan = started._plan
+
+    def step(started):
+        return started.wait(0)[0].sum(), plan and jnp.zeros(plan.shape, plan.dtype)
+
+    module = Module(jax.jit(step, donate_argnums=0).lower(started), started)
+    assert not module.violations(0)
+    assert ("segment = 2 " in module.text) == (plan is not None)
+
+
+def test_a_program_that_is_not_analysed_waits_at_its_start(named):
+    with mock.patch.object(lowering, "_LOWERED", "another"):
+        module = lowered(
+            lambda pool, cache, x, *ids: start(named, "load", pool, cache, ids).cache, named
+        )
+    lowering._pending.work.clear()
+    assert all(module.joined)
+
+
+def test_a_program_after_one_whose_lowering_failed(named):
+    refused = Primitive("without_lowering")
+    refused.def_abstract_eval(lambda x: x)
+
+    def step(pool, cache, x, *ids, fails=True):
+        cache = start(named, "load", pool, cache, ids).cache
+        return cache, refused.bind(x) if fails else x
+
+    with pytest.raises(NotImplementedError):
+        lowered(step, named)
+    assert not any(lowered(partial(step, fails=False), named).joined)

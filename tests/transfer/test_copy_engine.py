@@ -1,0 +1,243 @@
+"""What `cuda/transfer/copy_engine.cu` asks of the driver, and what is written: without a GPU.
+
+With a driver that copies on the host (`tests/native/copy_engine_calls.cc`). What the real one makes
+of it is in test_transfer_gpu.py.
+"""
+
+import dataclasses
+import subprocess
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxkv
+from jaxkv._src.cache.host_layout import PageGeometry
+from jaxkv._src.transfer.block_copy import BlockCopy, _copy_attribute
+from tests.util.native_program import build
+from tests.util.strategies import page_ids
+
+pytestmark = pytest.mark.cpu_only
+
+BATCH = 1024  # descriptors
+NOT_SUPPORTED, INVALID = 801, 1  # statuses of cudaMemcpyBatchAsync
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return build("copy_engine_calls", tmp_path_factory.mktemp("copy_engine"))
+
+
+@dataclasses.dataclass
+class Done:
+    """What a call did.
+
+    Attributes:
+      calls: descriptors of each call of the driver, 0 for one that is no batch; "signal-n" where
+        the arrival of segment n is told.
+      refused: entries that were refused.
+      error: the handler's, "" for none.
+      arrays: bytes of each array afterwards, the strided ones first.
+    """
+
+    calls: list[int | str]
+    refused: int
+    error: str
+    arrays: list[np.ndarray]
+
+
+def _call(token: str) -> int | str:
+    return token if token.startswith("signal") else int(token.partition("-")[2] or 0)
+
+
+@dataclasses.dataclass
+class Copy:
+    """A copy between bytes; the strided side is one array for all buffers, or one for each."""
+
+    geometry: PageGeometry
+    num_dense: int
+    num_strided: int
+    num_buffers: int = 1
+    joint: bool = False
+    to_dense: bool = True
+
+    @property
+    def offsets(self) -> list[int]:
+        room = self.num_strided * self.geometry.page_stride_bytes
+        return [b * room * self.joint for b in range(self.num_buffers)]
+
+    def arrays(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """(strided, dense) arrays as the program makes them."""
+        buffers = self.num_buffers
+        room = self.num_strided * self.geometry.page_stride_bytes
+        strided = [room * buffers] if self.joint else [room] * buffers
+        lengths = [*strided, *[self.num_dense * self.geometry.block_bytes] * buffers]
+        made = [
+            (101 * np.arange(length) + 59 * a).astype(np.uint8) for a, length in enumerate(lengths)
+        ]
+        return made[: len(strided)], made[len(strided) :]
+
+    def expected(self, sources, destinations) -> list[np.ndarray]:
+        strided, dense = self.arrays()
+        g = self.geometry
+        runs = [
+            i0 * g.strides_bytes[0] + i1 * g.strides_bytes[1] for i0, i1 in np.ndindex(g.counts)
+        ]
+        block = np.add.outer(runs, np.arange(g.run_bytes)).ravel()
+        for b, offset in enumerate(self.offsets):
+            side = strided[0 if self.joint else b]
+            rows = dense[b].reshape(self.num_dense, g.block_bytes)
+            for s, d in zip(sources, destinations, strict=True):
+                if min(s, d) < 0:
+                    continue
+                on_strided, on_dense = (s, d) if self.to_dense else (d, s)
+                at = offset + on_strided * g.page_stride_bytes + block
+                if self.to_dense:
+                    rows[on_dense] = side[at]
+                else:
+                    side[at] = rows[on_dense]
+        return [*strided, *dense]
+
+    def run(
+        self,
+        program,
+        sources,
+        destinations,
+        *,
+        capturing: bool = False,
+        batch_status: int = 0,
+        segment_buffers: int = 0,
+    ) -> Done:
+        strided, dense = self.arrays()
+        copy = BlockCopy(
+            "swap_blocks",
+            self.to_dense,
+            dense,
+            strided,
+            self.geometry,
+            self.offsets,
+            self.num_dense,
+            self.num_strided,
+        )
+        attribute = _copy_attribute(copy, (jaxkv.HostIds(sources), jaxkv.HostIds(destinations)))
+        numbers = [capturing, batch_status, len(strided[0]), len(dense[0]), len(strided)]
+        numbers += [len(dense), segment_buffers, len(attribute), len(sources)]
+        given = " ".join(str(int(n)) for n in (*numbers, *attribute, *sources, *destinations))
+        ran = subprocess.run([program], input=given.encode(), check=True, capture_output=True)
+        calls, refused, error, written = ran.stdout.split(b"\n", 3)
+        ends = np.cumsum([len(array) for array in (*strided, *dense)])
+        return Done(
+            [_call(token) for token in calls.decode().split()],
+            int(refused),
+            error.decode(),
+            np.split(np.frombuffer(written, np.uint8), ends[:-1]),
+        )
+
+    def check(self, program, sources, destinations, **options) -> list[int | str]:
+        """Runs it; the bytes must be right. Returns the calls."""
+        done = self.run(program, sources, destinations, **options)
+        assert (done.refused, done.error) == (0, "")
+        for got, want in zip(done.arrays, self.expected(sources, destinations), strict=True):
+            np.testing.assert_array_equal(got, want)
+        return done.calls
+
+
+def whole(block_bytes: int = 8) -> PageGeometry:
+    return PageGeometry(block_bytes, block_bytes, (1, 1), (0, 0), block_bytes)
+
+
+@st.composite
+def geometries(draw) -> PageGeometry:
+    """Runs that may be neighbours and never overlap."""
+    run_bytes, gap = draw(st.integers(1, 5)), st.integers(0, 2)
+    counts = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    inner = run_bytes + draw(gap)
+    outer = counts[1] * inner + draw(gap)
+    page = counts[0] * outer + draw(gap)
+    return PageGeometry(run_bytes * counts[0] * counts[1], run_bytes, counts, (outer, inner), page)
+
+
+@st.composite
+def copies(draw) -> Copy:
+    side, flag = st.integers(1, 6), st.booleans()
+    buffers = draw(st.integers(1, 3))
+    return Copy(draw(geometries()), draw(side), draw(side), buffers, draw(flag), draw(flag))
+
+
+@settings(max_examples=60)
+@given(data=st.data(), copy=copies())
+def test_the_right_bytes_are_written_and_no_others(program, data, copy):
+    sides = (copy.num_strided, copy.num_dense)
+    ids = data.draw(page_ids(*(sides if copy.to_dense else sides[::-1])))
+    copy.check(program, *ids)
+
+
+def test_a_single_descriptor_is_no_batch(program):
+    assert Copy(whole(), 9, 9).check(program, [4], [2]) == [0]
+    assert Copy(whole(), 9, 9).check(program, [4, 5, 6], [2, 3, 4]) == [0]  # neighbours
+    assert Copy(whole(), 9, 9).check(program, [4, 5, 6], [2, 3, 5]) == [2]
+    assert Copy(whole(), 9, 9).check(program, [], []) == []
+
+
+def test_neighbours_of_two_buffers_are_not_joined(program):
+    """Two buffers in one array: the last block of the first lies beside the first of the second."""
+    copy = Copy(whole(), 2, 2, num_buffers=2, joint=True)
+    assert copy.check(program, [0, 1], [0, 1]) == [2]
+
+
+@pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
+@pytest.mark.parametrize("count", [BATCH - 1, BATCH, BATCH + 1, 2 * BATCH + 452])
+def test_batches_are_bounded(program, count, to_dense):
+    copy = Copy(whole(3), 2 * count, count, to_dense=to_dense)
+    apart, beside = range(0, 2 * count, 2), range(count)
+    ids = (beside, apart) if to_dense else (apart, beside)
+    full, rest = divmod(count, BATCH)
+    want = [BATCH] * full + [rest if rest > 1 else 0] * (rest > 0)
+    assert copy.check(program, *ids) == want
+
+
+@pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
+def test_a_started_copy_tells_of_each_segment(program, to_dense):
+    """A segment's buffers share a batch, and its arrival is told behind it."""
+    copy = Copy(whole(), 9, 9, num_buffers=4, to_dense=to_dense)
+    calls = copy.check(program, [4, 6], [2, 5], segment_buffers=2)
+    assert calls == [4, "signal-7", 4, "signal-8"]
+    calls = copy.check(program, [4, -1], [2, 5], segment_buffers=4)
+    assert calls == [4, "signal-7"]
+    calls = copy.check(program, [], [], segment_buffers=1)
+    assert calls == ["signal-7", "signal-8", "signal-9", "signal-10"]
+
+
+def test_without_batches_each_is_copied_by_itself(program):
+    calls = Copy(whole(), 9, 9).check(program, [0, 2, 4], [1, 3, 5], batch_status=NOT_SUPPORTED)
+    assert calls == [3, 0, 0, 0]
+
+
+def test_a_failed_batch_is_named_and_nothing_is_written(program):
+    copy = Copy(whole(), 9, 9)
+    done = copy.run(program, [0, 2], [1, 3], batch_status=INVALID)
+    assert "cudaMemcpyBatchAsync" in done.error and "an error of the driver" in done.error
+    for got, before in zip(done.arrays, copy.expected([], []), strict=True):
+        np.testing.assert_array_equal(got, before)
+
+
+def test_nothing_is_enqueued_under_capture(program):
+    done = Copy(whole(), 9, 9).run(program, [0, 2], [1, 3], capturing=True)
+    assert done.calls == [] and "captured" in done.error and "kernel" in done.error
+
+
+@pytest.mark.parametrize(
+    ("sources", "destinations", "good"),
+    [([9, 1], [0, 1], [1]), ([0, 1], [2, 9], [0]), ([3, 4, 5], [7, 7, 6], [2])],
+    ids=["source", "destination", "twins"],
+)
+def test_ids_that_are_refused_are_counted_and_the_others_copied(
+    program, sources, destinations, good
+):
+    copy = Copy(whole(), 9, 9)
+    done = copy.run(program, sources, destinations)
+    assert (done.refused, done.error) == (len(sources) - len(good), "")
+    want = copy.expected([sources[i] for i in good], [destinations[i] for i in good])
+    for got, wanted in zip(done.arrays, want, strict=True):
+        np.testing.assert_array_equal(got, wanted)

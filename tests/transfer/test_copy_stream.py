@@ -1,0 +1,67 @@
+"""How `cuda/transfer/async_copy.cu` orders a copy between XLA's stream and its own, whichever call
+fails.
+
+With a runtime that only writes down what it is asked to do (`tests/native/overlap_calls.cc`).
+"""
+
+import subprocess
+
+import pytest
+
+from tests.util.native_program import build
+
+pytestmark = pytest.mark.cpu_only
+
+BEHIND, END = 1, 2  # events of a lane: where XLA's stream was, and the end of the first copy
+ORDERED = [f"xla records {BEHIND}", f"lane waits for {BEHIND}"]
+COPIED, HANDED_OUT = "lane copies from 1", "xla gets the ticket"
+ENDED, JOINED = f"lane records {END}", f"xla waits for {END}"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """`program(failing, joined)`: the calls, the error, and how many copies were started."""
+    folder = tmp_path_factory.mktemp("lanes")
+    built = build("overlap_calls", folder, "cuda/transfer/async_copy.cu")
+
+    def run(failing: int, joined: bool) -> tuple[list[str], str, int]:
+        command = [built, str(failing), str(int(joined))]
+        ran = subprocess.run(command, check=True, capture_output=True, text=True)
+        *calls, error, started = ran.stdout.splitlines()
+        return calls, error, int(started)
+
+    return run
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_copy_runs_behind_what_xla_enqueued(program, joined):
+    calls = [*ORDERED, COPIED, HANDED_OUT, ENDED, *[JOINED] * joined]
+    assert program(0, joined) == (calls, "", 1)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("failing", [COPIED, HANDED_OUT])
+def test_after_a_start_that_failed_halfway_xla_waits(program, failing, joined):
+    """A copy may be under way, and XLA frees the arrays once the handler has failed."""
+    steps = [*ORDERED, COPIED, HANDED_OUT]
+    until = steps[: steps.index(failing) + 1]
+    calls, error, started = program(len(until), joined)
+    assert calls == [*until, ENDED, JOINED]
+    assert error and started == 1
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("failing", [1, 2])
+def test_nothing_is_copied_if_the_streams_cannot_be_ordered(program, failing, joined):
+    calls, error, started = program(failing, joined)
+    assert calls == ORDERED[:failing]
+    assert "an error of the runtime" in error and started == 0
+
+
+@pytest.mark.parametrize(
+    ("failing", "what", "started"), [(5, "cudaEventRecord", 0), (6, "cudaStreamWaitEvent", 1)]
+)
+def test_an_end_that_xla_does_not_learn_of_is_an_error(program, failing, what, started):
+    calls, error, counted = program(failing, True)
+    assert calls == [*ORDERED, COPIED, HANDED_OUT, ENDED, JOINED][:failing]
+    assert what in error and counted == started

@@ -1,0 +1,267 @@
+"""`jaxkv.HostIds`: only ids that the host wrote may be read by the host."""
+
+import ctypes
+import sys
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+import jaxkv
+from tests.util.transfer_cases import after, assert_refused, donating, make_case, mesh_of, runner
+
+VALUES = np.array([3, -1, 0, 5], np.int32)
+OTHERS = np.array([8, 2, -1, 1], np.int32)
+
+
+def host_implementation() -> str:
+    """The implementation that reads its ids on the host."""
+    return {"cpu": "host", "gpu": "dma"}[jax.default_backend()]
+
+
+def run_load(pool, cache, ids, inside_jit: bool):
+    run = runner("load", inside_jit, implementation=host_implementation())
+    return jax.block_until_ready(run(pool, cache, *ids))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint32"])
+def test_any_integer_array_that_fits(dtype):
+    ids = np.array([3, 0, 5], dtype)
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    out = run_load(pool, cache, [jaxkv.HostIds(ids)] * 2, inside_jit=False)
+    case.assert_holds(pool, out, **case.expected("load", ids, ids))
+
+
+@pytest.mark.parametrize("n", [0, 1, 1000])
+def test_length(n):
+    assert len(jaxkv.HostIds(np.zeros(n, np.int32))) == n
+
+
+@pytest.mark.parametrize(
+    "ids, error, words",
+    [
+        (np.zeros(3), TypeError, ["ids", "float64"]),
+        (np.zeros(3, bool), TypeError, ["ids", "bool"]),
+        (np.zeros((3, 1), np.int32), ValueError, ["ids", "(3, 1)"]),
+        (np.int32(3), ValueError, ["ids", "()"]),
+        (np.array([2**31]), ValueError, ["ids", "2147483648", "int32"]),
+        (np.array([-(2**31) - 1]), ValueError, ["ids", "-2147483649", "int32"]),
+    ],
+    ids=["float", "bool", "rank 2", "scalar", "too large", "too small"],
+)
+def test_what_is_no_list_of_ids(ids, error, words):
+    assert_refused(lambda: jaxkv.HostIds(ids), error, *words)
+
+
+def test_no_ids_are_refused():
+    assert_refused(jaxkv.HostIds, TypeError, "ids")
+
+
+def test_a_device_array_is_refused():
+    assert_refused(lambda: jaxkv.HostIds(jax.numpy.arange(3)), TypeError, "ids", "jax.Array")
+
+
+@pytest.mark.parametrize("name", [False, True], ids=["device", "platform"])
+def test_they_are_put_where_jax_puts_new_arrays(name):
+    assert jaxkv.HostIds([1]).data.devices() == jax.numpy.zeros(1).devices()
+    device = jax.local_devices()[-1]
+    with jax.default_device(device.platform if name else device):
+        assert jaxkv.HostIds([1]).data.devices() == jax.numpy.zeros(1).devices()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_made_inside_of_jit(sharded):
+    sharding = SingleDeviceSharding(jax.devices()[0]) if sharded else None
+    make = jax.jit(lambda x: (jaxkv.HostIds([1, 2], sharding=sharding), x)[1])
+    assert_refused(lambda: make(1.0), RuntimeError, "HostIds", "outside of jit")
+
+
+def test_later_writes_to_the_array_do_not_reach_the_ids():
+    case = make_case()
+    ids = VALUES.copy()
+    host_ids, device_ids = jaxkv.HostIds(ids), jaxkv.HostIds(OTHERS)
+    ids[:] = 0
+    pool, cache = case.pool(), case.cache()
+    out = run_load(pool, cache, [host_ids, device_ids], inside_jit=False)
+    case.assert_holds(pool, out, **case.expected("load", VALUES, OTHERS))
+
+
+@pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_one_object_serves_many_calls(direction, inside_jit):
+    case = make_case()
+    ids = jaxkv.HostIds(VALUES), jaxkv.HostIds(OTHERS)
+    run = runner(direction, inside_jit, implementation=host_implementation())
+    for _ in range(3):
+        pool, cache = case.pool(), case.cache()
+        out = run(pool, cache, *ids)
+        want = case.expected(direction, VALUES, OTHERS)
+        case.assert_holds(*after(direction, out, pool, cache), **want)
+
+
+def test_ids_outlive_the_call_that_they_were_made_for():
+    """Nothing but the call may keep them alive, and many generations may reuse their memory."""
+    case = make_case()
+    step = donating("load", implementation=host_implementation())
+    pool, cache = case.pool(), case.cache()
+    rng = np.random.default_rng(0)
+    want = case
+    for _ in range(50):
+        ids = rng.integers(-1, 12, 3), rng.permutation(9)[:3]
+        cache = step(pool, cache, *map(jaxkv.HostIds, ids))
+        want = type(case)(case.layout, case.host, want.expected("load", *ids)["device"])
+    want.assert_holds(pool, cache)
+
+
+def made_by_a_computation(ids):
+    """The same words, the header too, but written by a device."""
+
+    def remake(words):
+        on_device = jax.device_put(words, words.sharding.with_memory_kind("device"))
+        shifted = jax.jit(lambda x: x + 1)(on_device)
+        return jax.device_put(jax.jit(lambda x: x - 1)(shifted), words.sharding)
+
+    return jax.tree.map(remake, ids)
+
+
+def without_a_header(ids):
+    raw = np.arange(jax.tree.leaves(ids)[0].size, dtype=np.int32)
+    return jax.tree.map(lambda words: jax.device_put(raw, words.sharding), ids)
+
+
+def copied(ids):
+    """A bitwise copy elsewhere: the words are right, but who wrote them is not known."""
+    return jax.tree.map(lambda words: jax.device_put(np.array(words), words.sharding), ids)
+
+
+@pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("forge", [made_by_a_computation, without_a_header, copied])
+@pytest.mark.parametrize("side", ["host_pages", "device_pages"])
+def test_ids_that_the_host_did_not_write_are_refused(forge, side, inside_jit):
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    ids = {"host_pages": jaxkv.HostIds(VALUES), "device_pages": jaxkv.HostIds(OTHERS)}
+    ids[side] = forge(kept := ids[side])
+    assert_refused(
+        lambda: run_load(pool, cache, ids.values(), inside_jit),
+        (ValueError, RuntimeError),
+        "HostIds",
+        "NumPy",
+    )
+    if not inside_jit:
+        case.assert_holds(pool, cache)
+    assert len(kept) == len(VALUES)
+
+
+def address_of(ids) -> int:
+    (words,) = jax.tree.leaves(ids)
+    return words.unsafe_buffer_pointer()
+
+
+def test_memory_of_freed_ids_vouches_for_nobody_else():
+    """A computation's copy of sealed ids that lands where other, freed ids were admitted."""
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    original, others = jaxkv.HostIds(VALUES), jaxkv.HostIds(OTHERS)
+    freed = [jaxkv.HostIds(np.zeros_like(VALUES)) for _ in range(100)]
+    addresses = {address_of(ids) for ids in freed}
+    del freed
+    copies = [copied(original) for _ in range(200)]
+    stale = next((ids for ids in copies if address_of(ids) in addresses), None)
+    if stale is None:
+        pytest.skip("the allocator gave none of 200 copies the memory of 100 freed ids")
+    words = (ValueError, RuntimeError), "HostIds", "stale"
+    assert_refused(lambda: run_load(pool, cache, [stale, others], inside_jit=True), *words)
+
+
+def test_ids_that_were_overwritten_are_refused():
+    """Any changed word: either the call refuses it, or the word does not count."""
+    case = make_case()
+    ids = jaxkv.HostIds(VALUES), jaxkv.HostIds(OTHERS)
+    (words,) = jax.tree.leaves(ids[0])
+    refused = set()
+    for number in range(words.size):
+        word = ctypes.c_int32.from_address(address_of(ids[0]) + 4 * number)
+        pool, cache = case.pool(), case.cache()
+        word.value ^= 1 << (number % 31)
+        try:
+            out = run_load(pool, cache, ids, inside_jit=True)
+        except (ValueError, RuntimeError) as error:
+            assert "HostIds" in str(error)
+            refused.add(number)
+        else:
+            case.assert_holds(pool, out, **case.expected("load", VALUES, OTHERS))
+        word.value ^= 1 << (number % 31)
+    header = words.size - len(VALUES)
+    assert refused >= {0, 1, *range(header, words.size)}  # magic, length and every id
+    pool, cache = case.pool(), case.cache()
+    out = run_load(pool, cache, ids, inside_jit=True)
+    case.assert_holds(pool, out, **case.expected("load", VALUES, OTHERS))
+
+
+@pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("rebuilt", [(0,), (1,), (0, 1)], ids=["source", "destination", "both"])
+def test_host_ids_are_a_pytree(rebuilt, inside_jit):
+    """Ids that were taken apart and put together again are the same ids."""
+    case = make_case()
+    ids = [jaxkv.HostIds(VALUES), jaxkv.HostIds(OTHERS)]
+    for side in rebuilt:
+        ids[side] = jax.tree.unflatten(jax.tree.structure(ids[side]), jax.tree.leaves(ids[side]))
+        assert len(ids[side]) == len(VALUES)
+    pool, cache = case.pool(), case.cache()
+    out = run_load(pool, cache, ids, inside_jit)
+    case.assert_holds(pool, out, **case.expected("load", VALUES, OTHERS))
+
+
+def test_a_call_takes_ids_apart_without_running_python():
+    """Where caches are cold, each Python function on the way costs a call some microseconds."""
+    ids, ran = jaxkv.HostIds([1, 2]), []
+
+    def note(frame, event, _):
+        if event == "call":
+            ran.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        jax.tree_util.default_registry.flatten([ids])
+    finally:
+        sys.setprofile(before)
+    assert ran == []
+    assert not hasattr(ids, "__dict__")  # one object to look into, and no more
+
+
+@pytest.mark.parametrize("leaf", [None, object()])
+def test_any_leaf_can_stand_in_for_the_data(leaf):
+    """As where `jax.tree.map` makes a tree of shardings, or of nothing."""
+    made = jax.tree.map(lambda _: leaf, jaxkv.HostIds([1, 2]))
+    assert isinstance(made, jaxkv.HostIds) and made.data is leaf and made.ids is None
+
+
+def test_ids_can_not_be_split():
+    sharding = jax.NamedSharding(mesh_of(2), jax.P("tp"))
+    assert_refused(lambda: jaxkv.HostIds([1, 2], sharding=sharding), ValueError, "sharding", "tp")
+
+
+def test_they_are_in_pinned_memory():
+    assert jaxkv.HostIds([1]).data.sharding.memory_kind == "pinned_host"
+
+
+def test_thousands_of_ids_may_live_at_a_time():
+    many = [jaxkv.HostIds([i % 5]) for i in range(3000)]
+    src, dst = jax.numpy.arange(5), jax.numpy.zeros(5, int)
+    step = jax.jit(lambda *args: jaxkv.swap_blocks(*args, implementation=host_implementation()))
+    for i, ids in enumerate(many):
+        assert step(src, dst, ids, ids)[i % 5] == i % 5
+
+
+@pytest.mark.parametrize(
+    "change", [lambda words: words.astype("float32"), lambda words: words[:3]], ids=["dtype", "cut"]
+)
+def test_what_holds_no_ids_any_more(change):
+    ids, array = jax.tree.map(change, jaxkv.HostIds([1, 2])), jax.numpy.arange(5)
+    call = partial(jaxkv.swap_blocks, array, array, ids, ids)
+    assert_refused(call, ValueError, "src_ids", "no HostIds any more")

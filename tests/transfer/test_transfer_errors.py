@@ -1,0 +1,327 @@
+"""What a page copy refuses: each error by its key words, and nothing written."""
+
+import pickle
+from functools import partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from tests.util.layout_reference import spec_of
+from tests.util.transfer_cases import (
+    DIRECTIONS,
+    after,
+    as_ids,
+    assert_refused,
+    copy,
+    donating,
+    fails_at_once,
+    make_case,
+    mesh_of,
+    runner,
+)
+
+# (host ids, device ids), the side that is wrong, what the message says of it, the entries refused.
+WRONG_IDS = {
+    "host id past the end": (([3, 12, 1], [2, 4, 5]), "host", ["12", "[0, 12)"], [1]),
+    "host id far past the end": (([2**31 - 1], [2]), "host", ["2147483647", "[0, 12)"], [0]),
+    "device id past the end": (([3, 2, 1], [2, 4, 9]), "device", ["9", "[0, 9)"], [2]),
+}
+EQUAL_DESTINATIONS = {
+    "load": (([3, 2, 1, 0], [2, 4, 2, 5]), "device", ["2", "name"], [0, 2]),
+    "store": (([3, 2, 3, 0], [2, 4, 1, 5]), "host", ["3", "name"], [0, 2]),
+}
+SOURCE = {"load": "host", "store": "device"}
+every_wrong_id = pytest.mark.parametrize(
+    "direction, ids, side, words, bad",
+    [
+        pytest.param(direction, *wrong, id=f"{direction}-{name}")
+        for direction in DIRECTIONS
+        for name, wrong in {**WRONG_IDS, "twice": EQUAL_DESTINATIONS[direction]}.items()
+    ],
+)
+
+
+@pytest.mark.sanitizer
+@every_wrong_id
+def test_wrong_ids_outside_jit(direction, ids, side, words, bad, implementation):
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    args = [as_ids(pages, implementation) for pages in ids]
+
+    def call():
+        return copy(direction, pool, cache, *args, implementation=implementation)
+
+    if fails_at_once(implementation, inside_jit=False):
+        assert_refused(call, jaxkv.PageIndexError, f"{side}_pages", *words)
+        jaxkv.check_errors()
+    else:
+        assert_only_the_others_moved(case, direction, ids, bad, call(), pool, cache)
+    case.assert_holds(pool, cache)
+
+
+@pytest.mark.sanitizer
+@every_wrong_id
+def test_wrong_ids_inside_jit(direction, ids, side, words, bad, implementation):
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    args = [as_ids(pages, implementation) for pages in ids]
+    step = donating(direction, implementation=implementation)
+
+    def call():
+        return jax.block_until_ready(step(pool, cache, *args))
+
+    if fails_at_once(implementation, inside_jit=True):
+        role = "source" if side == SOURCE[direction] else "destination"
+        assert_refused(call, jax.errors.JaxRuntimeError, "PageIndexError", role, *words)
+        jaxkv.check_errors()
+    else:
+        assert_only_the_others_moved(case, direction, ids, bad, call(), pool, cache)
+
+
+def assert_only_the_others_moved(case, direction, ids, bad, out, pool, cache):
+    """The bad entries were skipped and counted; the count is read, and gone, once."""
+    good = [[-1 if i in bad else page for i, page in enumerate(pages)] for pages in ids]
+    jax.block_until_ready(out)
+    assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, f"{len(bad)} entries")
+    jaxkv.check_errors()
+    case.assert_holds(*after(direction, out, pool, cache), **case.expected(direction, *good))
+
+
+THREE = np.arange(3, dtype=np.int32)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    "host_ids, device_ids, error, words",
+    [
+        (np.zeros(3, np.float32), THREE, TypeError, ["host_pages", "float32"]),
+        (THREE, jnp.arange(3, dtype=jnp.int8), TypeError, ["device_pages", "int8"]),
+        (jnp.arange(3, dtype=jnp.uint32), THREE, TypeError, ["host_pages", "uint32"]),
+        (THREE[:, None], THREE, ValueError, ["host_pages", "(3, 1)"]),
+        (THREE, np.int32(0), ValueError, ["device_pages", "()"]),
+        (THREE, np.arange(4, dtype=np.int32), ValueError, ["host_pages", "3", "device_pages", "4"]),
+    ],
+    ids=["float", "int8", "uint32", "rank 2", "scalar", "unequal lengths"],
+)
+@pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
+def test_ids_of_a_wrong_type(direction, host_ids, device_ids, error, words, inside_jit):
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    run = runner(direction, inside_jit)
+    assert_refused(lambda: run(pool, cache, host_ids, device_ids), error, *words)
+    case.assert_holds(pool, cache)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("layers, word", [(3, "3"), (range(1, 4), "3"), (-1, "-1")])
+def test_layers_out_of_range(direction, layers, word):
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    ids = [np.zeros(1, np.int32)] * 2
+    assert_refused(
+        lambda: copy(direction, pool, cache, *ids, layers=layers),
+        ValueError,
+        "layers",
+        word,
+        "num_layers",
+    )
+    case.assert_holds(pool, cache)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("layers", [[0.5, 1.7], [True, False], True, 1.0, np.array([True, False])])
+def test_layers_that_are_no_numbers_of_layers(direction, layers):
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    assert_refused(
+        lambda: copy(direction, pool, cache, [0], [0], layers=layers),
+        ValueError,
+        "layers",
+        "integers",
+    )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("ids", [([99, 0], [1, 2]), ([1, 1], [3, 3])], ids=["outside", "twice"])
+def test_wrong_ids_of_no_layers(direction, ids):
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    word = "outside" if 99 in ids[0] else "twice"
+    assert_refused(
+        lambda: copy(direction, pool, cache, *ids, layers=[]), jaxkv.PageIndexError, word
+    )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    "field, of_cache",
+    [
+        ("num_layers", 2),
+        ("page_size", 8),
+        ("num_kv_heads", 2),
+        ("head_dim", 8),
+        ("dtype", jnp.float16),
+        ("kind", "mla"),
+    ],
+)
+def test_pool_and_cache_of_different_specs(direction, field, of_cache):
+    case = make_case(num_kv_heads=1)
+    other = make_case("layer_first", **{"num_kv_heads": 1, field: of_cache})
+    pool, cache = case.pool(), other.cache()
+    ids = [np.zeros(1, np.int32)] * 2
+    values = (np.dtype(of_cache).name if field == "dtype" else of_cache, getattr(case.spec, field))
+    assert_refused(lambda: copy(direction, pool, cache, *ids), ValueError, field, *values)
+    case.assert_holds(pool, case.cache())
+    other.assert_holds(other.pool(), cache)
+
+
+ON_CPU = jax.default_backend() == "cpu"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    "name, error, words",
+    [
+        ("memcpy", ValueError, ["memcpy", "dma", "kernel", "host"]),
+        ("dma", NotImplementedError, ["dma", "cpu" if ON_CPU else "HostIds"]),
+        ("kernel" if ON_CPU else "host", NotImplementedError, ["cpu"]),
+    ],
+    ids=["unknown", "dma", "other platform"],
+)
+@pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
+def test_an_implementation_that_cannot_serve_is_refused(direction, name, error, words, inside_jit):
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    ids = [jnp.zeros(1, jnp.int32)] * 2
+    run = runner(direction, inside_jit, implementation=name)
+    assert_refused(lambda: run(pool, cache, *ids), error, *words)
+    case.assert_holds(pool, cache)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("direction, inside_jit", [*product(DIRECTIONS, (False, True))])
+def test_a_sharded_pool_is_refused_outside_shard_map(direction, inside_jit):
+    """XLA would gather the pool for a call that it can't split; a mesh with explicit axes shows."""
+    case = make_case()
+    mesh = jax.sharding.Mesh(
+        mesh_of(2).devices, ("tp",), axis_types=(jax.sharding.AxisType.Explicit,)
+    )
+    pool, cache = (getattr(case, name)(mesh=mesh, head_axis="tp") for name in ("pool", "cache"))
+    ids = [np.zeros(1, np.int32)] * 2
+    run = runner(direction, inside_jit)
+    assert_refused(lambda: run(pool, cache, *ids), ValueError, "shard_map", "tp")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_released_pool_is_refused(direction):
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    pool.release()
+    ids = [np.zeros(1, np.int32)] * 2
+    assert_refused(
+        lambda: copy(direction, pool, cache, *ids), (ValueError, RuntimeError), "release"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"layout": "page_last"}, ["layout", "page_last", "page_first_direct", "page_unified"]),
+        ({"layout": "page_first", "head_groups": 2}, ["head_groups", "2", "page_unified"]),
+        ({"layout": "page_unified", "head_groups": 3}, ["head_groups", "3", "num_kv_heads", "2"]),
+        ({"layout": "page_first", "num_pages": 0}, ["num_pages", "0"]),
+    ],
+)
+def test_a_wrong_pool_is_refused(arguments, words):
+    arguments = {"num_pages": 4, **arguments}
+    assert_refused(lambda: jaxkv.HostPool.create(spec_of(), **arguments), ValueError, *words)
+
+
+def test_errors_are_what_their_names_promise():
+    assert issubclass(jaxkv.PageIndexError, IndexError)
+    assert issubclass(jaxkv.HostMemoryError, MemoryError)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float64"])
+@pytest.mark.parametrize("ids", [[], [0]], ids=["no ids", "an id"])
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_64_bit_arrays_of_numpy_are_not_cut(side, ids, dtype):
+    wide, array = np.zeros((2, 2), dtype), np.zeros((2, 2), np.int32)
+    src, dst = (wide, array) if side == "src" else (array, wide)
+    assert_refused(
+        lambda: jaxkv.swap_blocks(src, dst, ids, ids), ValueError, side, dtype, "64 bits", "32"
+    )
+
+
+def test_what_are_no_arrays():
+    array = jnp.zeros((2, 2))
+    assert_refused(
+        lambda: jaxkv.swap_blocks([[1.0]], [[array]], [0], [0]), TypeError, "src", "float"
+    )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_host_ids_that_a_program_closes_over(direction):
+    case = make_case()
+    pool, cache = case.pool(), case.cache()
+    ids = [jaxkv.HostIds([1, 2]), jaxkv.HostIds([0, 1])]
+    call = jax.jit(lambda pool, cache: copy(direction, pool, cache, *ids), donate_argnums=(0, 1))
+    assert_refused(lambda: call(pool, cache), ValueError, "HostIds", "arguments of the jitted")
+    case.assert_holds(pool, cache)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_pool_that_lost_its_memory(direction):
+    case = make_case()
+    pool = pickle.loads(pickle.dumps(case.pool()))
+    call = partial(copy, direction, pool, case.cache(), [1], [2])
+    assert_refused(call, ValueError, "pool.data", "pinned_host", "is in device")
+
+
+@pytest.mark.parametrize("layers", [np.int32(1), np.array(1), np.array([1])], ids=repr)
+def test_layers_may_be_numbers_of_numpy(layers):
+    case = make_case()
+    out = jaxkv.load_pages(case.pool(), case.cache(), [1], [2], layers=layers)
+    case.assert_holds(case.pool(), out, **case.expected("load", [1], [2], 1))
+
+
+@pytest.mark.parametrize("side, name", [("pool", "pool.data"), ("cache", "cache.layers[0]")])
+def test_arrays_of_another_dtype_than_their_spec(side, name):
+    case = make_case(dtype="bfloat16")
+    pool, cache = case.pool(), case.cache()
+    if side == "pool":
+        pool = jax.tree.map(lambda array: array.view(jnp.float16), pool)
+    else:
+        cache = jax.tree.map(lambda array: array.view(jnp.float16), cache)
+    call = partial(jaxkv.load_pages, pool, cache, [1], [2])
+    assert_refused(call, ValueError, f"{name} must be bfloat16[", "got float16[")
+
+
+@pytest.mark.parametrize(
+    "operation, names",
+    [
+        ("load_pages", ("host_pages", "device_pages")),
+        ("store_pages", ("device_pages", "host_pages")),
+        ("start_load", ("host_pages", "device_pages")),
+        ("start_store", ("device_pages", "host_pages")),
+    ],
+)
+def test_a_refused_id_is_named_with_its_position(operation, names):
+    case = make_case()
+    call = partial(getattr(jaxkv, operation), case.pool(), case.cache())
+    good, outside = [99, 1, 2, 3, 4], [-1, 0, 50, 60, 5]  # the first is padding
+    for ids, name in (((outside, good), names[0]), ((good, outside), names[1])):
+        assert_refused(partial(call, *ids), jaxkv.PageIndexError, f"{name}[2] is 50")
+    twice = f"{names[1]} names page 5 twice, at positions 1 and 3"
+    refused = partial(call, [0, 1, 2, 3, -1], [4, 5, 6, 5, 5])
+    assert_refused(refused, jaxkv.PageIndexError, twice)
+
+
+def test_a_list_of_ids_that_jit_took_apart():
+    array = jnp.arange(5)
+    call = partial(jax.jit(jaxkv.swap_blocks), array, array, [1], [2])
+    assert_refused(call, TypeError, "src_ids", "list", "jit took apart")

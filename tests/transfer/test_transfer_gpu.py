@@ -1,0 +1,204 @@
+"""What only a GPU shows: replayed command buffers, and copies that wait for what they must.
+
+Each ordering test runs twice: with the implementation, where every round must be right, and with
+the same copy on a stream that waits for nothing, where a round must be wrong. Without the second
+the first would prove nothing.
+"""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from tests.util.replays import check_rounds, is_right, plus
+from tests.util.slow_streams import settle, slow_input, slow_zero, unordered_copy
+from tests.util.transfer_cases import Case, as_ids, assert_refused, copy, distinct_ids, make_case
+
+pytestmark = pytest.mark.gpu
+
+ROUNDS = 20
+
+
+def copies(implementation: str | None, direction: str):
+    """The op of an implementation, or the unordered control."""
+    if implementation == "unordered":
+        return partial(unordered_copy, direction)
+    return partial(copy, direction, implementation=implementation)
+
+
+@pytest.fixture(params=["kernel", "dma", "unordered"])
+def ordering(request) -> str:
+    """Implementations that must keep order, and the control that does not."""
+    return request.param
+
+
+@pytest.mark.parametrize("one_program", [True, False], ids=["one jit", "two jits"])
+def test_a_store_waits_for_a_slow_producer(one_program, ordering):
+    """A page that is written at the end of a long chain, a new payload each round."""
+    case = make_case("page_first_direct", dtype="int8")
+    numpy_ids = distinct_ids(case, 5)
+    ids = [as_ids(side, ordering) for side in numpy_ids]
+    store = copies(ordering, "store")
+    x = slow_input()
+
+    def produce(cache, x):
+        late_one = (slow_zero(x) + 1).astype("int8")
+        return jax.tree.map(lambda buffer: buffer + late_one, cache)
+
+    def produce_and_store(pool, cache, x, *ids):
+        cache = produce(cache, x)
+        return store(pool, cache, *ids), cache
+
+    both = jax.jit(produce_and_store, donate_argnums=(0, 1))
+    first, second = jax.jit(produce, donate_argnums=0), jax.jit(store, donate_argnums=0)
+    pool, cache = case.pool(), case.cache()
+    rights = []
+    for _ in range(ROUNDS):
+        if one_program:
+            pool, cache = both(pool, cache, x, *ids)
+        else:
+            cache = first(cache, x)
+            pool = second(pool, cache, *ids)
+        settle(pool, cache)
+        case = plus(case, 1)
+        rights.append(is_right(case, pool, cache, **case.expected("store", *numpy_ids)))
+    check_rounds(rights[1:], ordering)  # the first round compiles: nothing runs beside it
+
+
+def test_a_load_waits_for_a_slow_reader(ordering):
+    """A program that reads pages at the end of a long chain, while the next one overwrites them."""
+    case = make_case("page_first_direct", dtype="int8")
+    load = jax.jit(copies(ordering, "load"), donate_argnums=1)
+    x = slow_input()
+
+    @jax.jit
+    def read(cache, x):
+        start = slow_zero(x)
+        pages = cache.num_pages - 1
+        return jax.tree.map(
+            lambda buffer: jax.lax.dynamic_slice_in_dim(buffer, start, pages), cache
+        )
+
+    pool, cache = case.pool(), case.cache()
+    rights = []
+    for seed in range(ROUNDS):
+        numpy_ids = distinct_ids(case, 5, seed)
+        ids = [as_ids(side, ordering) for side in numpy_ids]
+        seen = read(cache, x)
+        cache = load(pool, cache, *ids)
+        settle(seen, cache)
+        before = [tuple(buffer[:-1] for buffer in buffers) for buffers in case.device]
+        rights.append(is_right(case, pool, seen, device=before))
+        loaded = case.expected("load", *numpy_ids)["device"]
+        case = Case(case.layout, case.host, loaded)
+        case.assert_holds(pool, cache)
+    check_rounds(rights[1:], ordering)
+
+
+OPS = 8  # well above the number of kernels from which XLA captures a command buffer
+
+
+def test_replays_follow_new_ids_and_inputs():
+    """All addresses stay the same from run to run, so the captured kernels must read the ids anew.
+
+    The ids of each round come from a table on the device. One round has an id out of range.
+    """
+    case = make_case("page_head", dtype="int8", host_pages=12, device_pages=12)
+    rounds = ROUNDS + 5
+    rng = np.random.default_rng(0)
+    table = np.stack(
+        [[[rng.permutation(12)[:4] for _ in range(2)] for _ in range(OPS)] for _ in range(rounds)]
+    ).astype(np.int32)
+    bad_round = rounds - 2
+    table[bad_round, 0, 0, 0] = 12
+
+    @partial(jax.jit, donate_argnames=("pool", "cache", "number"))
+    def step(pool, cache, number, table):
+        for op in range(OPS):
+            host_ids, device_ids = table[number, op]
+            if op % 2:
+                pool = jaxkv.store_pages(pool, cache, device_ids, host_ids, implementation="kernel")
+            else:
+                cache = jaxkv.load_pages(pool, cache, host_ids, device_ids, implementation="kernel")
+            cache = jax.tree.map(lambda buffer: buffer + np.int8(1), cache)
+        return pool, cache, number + 1
+
+    pool, cache, number = case.pool(), case.cache(), jax.numpy.int32(0)
+    on_device = jax.device_put(table)
+    for now in range(rounds):
+        pool, cache, number = step(pool, cache, number, on_device)
+        if now == bad_round:
+            jax.block_until_ready(cache)
+            assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, "1", "12")
+        for op in range(OPS):
+            host_ids, device_ids = np.where(table[now, op] < 12, table[now, op], -1)
+            if op % 2:
+                stored = case.expected("store", host_ids, device_ids)["host"]
+                case = Case(case.layout, stored, case.device)
+            else:
+                loaded = case.expected("load", host_ids, device_ids)["device"]
+                case = Case(case.layout, case.host, loaded)
+            case = plus(case, 1)
+        case.assert_holds(pool, cache)
+    jaxkv.check_errors()
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_dma_beside_captured_kernels_follows_new_ids(direction):
+    """XLA captures the kernels around it; a captured DMA copy would repeat the first ids."""
+    case = make_case("page_first_direct", dtype="int8")
+
+    @partial(jax.jit, donate_argnames=("pool", "cache"))
+    def step(pool, cache, host_ids, device_ids):
+        for _ in range(OPS):
+            cache = jax.lax.optimization_barrier(
+                jax.tree.map(lambda buffer: buffer + np.int8(1), cache)
+            )
+        out = copy(direction, pool, cache, host_ids, device_ids, implementation="dma")
+        return (pool, out) if direction == "load" else (out, cache)
+
+    pool, cache = case.pool(), case.cache()
+    for seed in range(ROUNDS):
+        ids = distinct_ids(case, 5, seed)
+        pool, cache = step(pool, cache, *(as_ids(side, "dma") for side in ids))
+        case = plus(case, OPS)
+        want = case.expected(direction, *ids)
+        case = Case(case.layout, want.get("host", case.host), want.get("device", case.device))
+        case.assert_holds(pool, cache)
+
+
+def test_thousands_of_descriptors_in_one_call():
+    """page_head has a descriptor for each (head, token): more than any batch takes at once."""
+    case = make_case(
+        "page_head", page_size=16, num_kv_heads=8, head_dim=8, host_pages=32, device_pages=32
+    )
+    ids = distinct_ids(case, 30)
+    pool, cache = case.pool(), case.cache()
+    host_ids = [as_ids(side, "dma") for side in ids]
+    for direction in ("load", "store"):
+        out = copy(direction, pool, cache, *host_ids, implementation="dma")
+        jaxkv.check_errors(out)
+        after = (pool, out) if direction == "load" else (out, cache)
+        case.assert_holds(*after, **case.expected(direction, *ids))
+
+
+def test_device_made_ids_are_followed_by_the_kernel():
+    """Ids that a slow computation makes: the kernel must read them when it runs, not before."""
+    case = make_case(dtype="int8")
+    numpy_ids = distinct_ids(case, 5)
+    x = slow_input()
+
+    @partial(jax.jit, donate_argnames=("cache",))
+    def step(pool, cache, x, host_ids, device_ids):
+        zero = slow_zero(x)
+        return jaxkv.load_pages(
+            pool, cache, host_ids + zero, device_ids + zero, implementation="kernel"
+        )
+
+    pool = case.pool()
+    for _ in range(3):
+        cache = step(pool, case.cache(), x, *numpy_ids)
+        jaxkv.check_errors(cache)
+        case.assert_holds(pool, cache, **case.expected("load", *numpy_ids))

@@ -1,0 +1,158 @@
+"""The check of long id lists: what is refused and what moves, whichever kernel makes it.
+
+A copy checks its ids itself or takes pairs that were checked before. On platform cpu one wrong
+entry fails the call; a GPU skips and counts it.
+"""
+
+import contextlib
+from collections import Counter
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxkv
+from jaxkv._src.runtime import native
+from jaxkv._src.transfer import block_copy, dispatch
+from tests.util.block_trees import place, random_tree, swapped
+from tests.util.layout_reference import assert_same_bytes
+from tests.util.transfer_cases import as_ids, assert_refused
+
+WAYS = {"checks ids": False, "takes pairs": True}
+
+
+def refused_entries(src_ids, dst_ids, num_src: int, num_dst: int) -> set[int]:
+    """The reference: entries that are no padding, out of range or with a destination twice."""
+    used = [i for i, pair in enumerate(zip(src_ids, dst_ids, strict=True)) if min(pair) >= 0]
+    outside = {i for i in used if src_ids[i] >= num_src or dst_ids[i] >= num_dst}
+    named = Counter(int(dst_ids[i]) for i in used if i not in outside)
+    return outside | {i for i in used if named[int(dst_ids[i])] > 1}
+
+
+def check_ids(
+    src_ids, dst_ids, *, num_src: int, num_dst: int, blocks, memory="pinned_host"
+) -> None:
+    """Swaps inside jit, so that the host checks nothing; compares bytes and what was refused."""
+    src, dst = random_tree(num_src, blocks), random_tree(num_dst, blocks, seed=1)
+    args = place(src, memory), place(dst, "device"), as_ids(src_ids, None), as_ids(dst_ids, None)
+    bad = refused_entries(src_ids, dst_ids, num_src, num_dst)
+    step = jax.jit(lambda *args: jaxkv.swap_blocks(*args), donate_argnums=1)
+    if bad and jax.default_backend() == "cpu":
+        words = "PageIndexError", f"{len(bad)} entries refused"
+        assert_refused(
+            lambda: jax.block_until_ready(step(*args)), jax.errors.JaxRuntimeError, *words
+        )
+        return
+    out = jax.block_until_ready(step(*args))
+    if bad:
+        assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, f"{len(bad)} entries")
+    jaxkv.check_errors()
+    good = [
+        np.where(np.isin(np.arange(len(side)), [*bad]), -1, side) for side in (src_ids, dst_ids)
+    ]
+    want = swapped(src, dst, *good)
+    for name in want:
+        assert_same_bytes(out[name], want[name], name)
+
+
+@st.composite
+def id_lists(draw) -> dict:
+    """Long lists, most of them with padding, strays and twins in random places."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    n = draw(st.integers(1, 700))
+    num_src, num_dst = draw(st.integers(1, 800)), n + draw(st.integers(0, 99))
+    src_ids = rng.integers(num_src, size=n).astype(np.int32)
+    dst_ids = rng.permutation(num_dst)[:n].astype(np.int32)
+
+    def some(most: float) -> np.ndarray:
+        return rng.random(n) < draw(st.sampled_from([0, 0, most / 20, most]))
+
+    dst_ids = np.where(some(0.2), rng.choice(dst_ids, n), dst_ids)
+    src_ids[some(0.1)] = num_src
+    dst_ids[some(0.1)] = 2**31 - 1
+    src_ids[some(0.9)] = -1
+    dst_ids[some(0.5)] = -(2**31)
+    return {"src_ids": src_ids, "dst_ids": dst_ids, "num_src": num_src, "num_dst": num_dst}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@given(id_lists(), st.integers(1, 40), st.sampled_from(["pinned_host", "device"]))
+@settings(max_examples=25, deadline=None)
+def test_any_ids(way, ids, block_bytes, memory):
+    with mock.patch("jaxkv._src.transfer.api.needs_plan", return_value=WAYS[way]):
+        check_ids(**ids, blocks={"x": ((block_bytes,), "int8")}, memory=memory)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "wrong", [{}, {0: -1}, {7: -1, 2999: 3}, {2999: 4000}, {1: 2, 1500: 2998}], ids=str
+)
+def test_a_few_wrong_ids_among_thousands(way, wrong):
+    """Wrong entries in the shares of different thread blocks, with work for each of them."""
+    n = 3000
+    dst_ids = np.random.default_rng(0).permutation(n).astype(np.int32)
+    for i, what in wrong.items():
+        dst_ids[i] = dst_ids[what] if 0 <= what < n else what
+    with mock.patch("jaxkv._src.transfer.api.needs_plan", return_value=WAYS[way]):
+        blocks = {"x": ((64,), "int32")}
+        check_ids(np.arange(n), dst_ids, num_src=n, num_dst=n, blocks=blocks)
+
+
+@pytest.mark.parametrize("unknown", ["source", "destination"])
+def test_padding_by_ids_that_only_the_device_knows(unknown):
+    """The host knows 999 to be out of range, but not that the other list leaves it out."""
+    src, dst = random_tree(9), random_tree(12, seed=1)
+    known, other = np.array([0, 999, 3], np.int32), np.array([4, -1, 5], np.int32)
+    rebuilt = jax.tree.map(lambda words: words, jaxkv.HostIds(other))
+    assert rebuilt.ids is None
+    args, ids = (
+        ([rebuilt, known], [other, known])
+        if unknown == "source"
+        else ([known, rebuilt], [known, other])
+    )
+    out = jaxkv.swap_blocks(place(src, "pinned_host"), place(dst, "device"), *args)
+    jaxkv.check_errors(out)
+    want = swapped(src, dst, *ids)
+    for name in want:
+        assert_same_bytes(out[name], want[name], name)
+
+
+@pytest.mark.parametrize("past_the_limit", [0, 1])
+@pytest.mark.parametrize("on_host", [False, True], ids=["device ids", "HostIds"])
+def test_more_ids_than_a_copy_checks_itself_are_planned(past_the_limit, on_host):
+    most = block_copy._INLINE_HOST_IDS if on_host else native.extension().INLINE_IDS
+    n = most + past_the_limit
+    src, dst = ({"x": np.arange(n, dtype=np.int16) * sign} for sign in (1, -1))
+    ids = np.arange(n), np.roll(np.arange(n), 5)
+    placed = place(src, "device"), place(dst, "device")
+    args = [jaxkv.HostIds(side) if on_host else as_ids(side, None) for side in ids]
+    step = jax.jit(jaxkv.swap_blocks)
+    targets = step.lower(*placed, *args).as_text()
+    assert ("jaxkv_plan_pairs" in targets) == ("jaxkv_copy_pairs" in targets) == past_the_limit
+    out = step(*placed, *args)
+    jaxkv.check_errors(out)
+    assert_same_bytes(out["x"], swapped(src, dst, *ids)["x"], "x")
+
+
+@pytest.mark.parametrize("memory", ["pinned_host", "device"])
+def test_more_pairs_than_a_launch_stages(memory):
+    """The kernel on one SM takes several launches, the last of them for nothing."""
+    n = 40_000
+    rng = np.random.default_rng(0)
+    ids = [rng.permutation(n).astype(np.int32) for _ in range(2)]
+    ids[0][rng.random(n) < 0.3] = -1
+    on_gpu = jax.default_backend() == "gpu"
+    with dispatch.forced("kernel", 1) if on_gpu else contextlib.nullcontext():
+        check_ids(*ids, num_src=n, num_dst=n, blocks={"x": ((16,), "int8")}, memory=memory)
+
+
+@pytest.mark.parametrize("geometries", [1, 2])
+def test_what_many_arrays_refuse_is_counted_once(geometries):
+    """So many arrays that the kernel is launched twice; two geometries are two calls."""
+    blocks = {str(i): ((3 + i % geometries,), "int8") for i in range(300)}
+    ids = {"src_ids": [0, 1, 2, 3], "dst_ids": [4, 5, 4, 1]}
+    check_ids(**ids, num_src=5, num_dst=6, blocks=blocks)

@@ -1,0 +1,3 @@
+"""Names of implementations by platform."""
+
+IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "dma", "pallas")}

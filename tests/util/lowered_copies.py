@@ -1,0 +1,383 @@
+"""Random programs around started copies, and an interpreter that checks when their buffers die.
+
+The interpreter knows nothing of how the library decides: it executes a lowered module with a
+buffer for each value, follows every branch that it is told to, and compares when each buffer of a
+copy was last used with when the copy was known to have ended.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.mlir import ir
+
+import jaxkv
+from jaxkv._src.transfer import buffer_lifetime
+from tests.util.transfer_cases import Case, as_ids, distinct_ids
+
+START = ("jaxkv_start_copy", "jaxkv_start_copy_dma")
+WAIT = "jaxkv_wait_copy"
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs
+
+
+class Program:
+    """A random program; `plain` if no transfer crosses a pytree boundary inside it.
+
+    Attributes:
+      complete: whether it waits for, or returns, everything that it starts.
+      copied: whether a transfer has gone two ways, so that one of them may end early.
+    """
+
+    def __init__(self, case: Case, named: str, seed: int) -> None:
+        self.case, self.named = case, named
+        self.random = random.Random(seed)
+        self.plain = self.random.random() < 0.25
+        self.complete, self.copied = True, False
+        self.donate_pool = self.random.random() < 0.5
+        self.seed = seed
+
+    def lowered(self) -> Module:
+        """The program, which starts copies."""
+        _, ids = self.arguments()
+        caches = self.case.cache(), self.case.cache()
+        args = self.case.pool(), caches, jnp.float32(1), *ids
+        donated = (0, 1) if self.donate_pool else (1,)
+        return Module(jax.jit(self.step, donate_argnums=donated).lower(*args))
+
+    def continued(self) -> Module:
+        """A second program, which takes a transfer that another has started."""
+        _, ids = self.arguments()
+        begin = jax.jit(partial(self.start, direction=self.direction()))
+        started = jax.eval_shape(begin, self.case.pool(), self.case.cache(), *ids)
+
+        def step(started: Any, x: Any) -> Any:
+            self.random.seed(self.seed)
+            return self.use([started], x)
+
+        return Module(jax.jit(step, donate_argnums=0).lower(started, jnp.float32(1)), started)
+
+    def arguments(self) -> tuple[Any, list[Any]]:
+        numpy_ids = distinct_ids(self.case, 4, 0)
+        return numpy_ids, [as_ids(side, self.named) for side in numpy_ids]
+
+    def direction(self) -> str:
+        return self.random.choice(("load", "store"))
+
+    def start(self, pool: Any, cache: Any, *ids: Any, direction: str) -> Any:
+        options: dict[str, Any] = {"implementation": self.named}
+        options["layers"] = self.random.choice([None, None, (2, 0), 1])
+        if direction == "load":
+            return jaxkv.start_load(pool, cache, *ids, **options)
+        return jaxkv.start_store(pool, cache, *ids[::-1], **options)
+
+    def step(self, pool: Any, caches: Any, x: Any, *ids: Any) -> Any:
+        self.random.seed(self.seed)
+        cache, other = caches
+        started = [self.start(pool, cache, *ids, direction=self.direction())]
+        if self.random.random() < 0.2:
+            started.append(self.start(pool, other, *ids, direction="load"))
+        return self.use(started, x)
+
+    def use(self, started: list[Any], x: Any) -> Any:
+        results: list[Any] = []
+        for _ in range(self.random.randrange(6)):
+            i = self.random.randrange(len(started))
+            if self.plain or self.random.random() < 0.4:
+                results.append(wait(self.random, started[i], x))
+            else:
+                crossing = self.random.choice(CROSSINGS)
+                self.copied |= crossing in (_inner_drops, _cond_in_one_branch)
+                started[i], x = crossing(self.random, started[i], x)
+        for one in started:
+            end = self.random.choice(("finish", "return", "drop", "drop"))
+            if end == "finish":
+                results.append((getattr(one, "pool", None), one.cache))
+            elif end == "return":
+                results.append(one)
+            else:
+                self.complete &= ended(one)
+        return results, x, jnp.ones((9, 4, 2, 16), jnp.bfloat16)  # of a layer's shape
+
+
+def ended(started: Any) -> bool:
+    """Whether all of a transfer was waited for."""
+    if isinstance(started, jaxkv.Storing):
+        return started._ticket is None
+    return started._ticket is None or len(started._waited) == len(started._layers)
+
+
+def wait(choices: random.Random, started: Any, x: Any) -> Any:
+    layer = choices.choice(started._layers)
+    return started.wait(layer, after=x if choices.random() < 0.5 else None)
+
+
+def _inner_jit(choices: random.Random, started: Any, x: Any, *, inline: bool = False) -> Any:
+    layer = choices.choice([None, *started._layers])
+
+    def inner(started: Any, x: Any) -> Any:
+        if layer is not None:
+            x = x + started.wait(layer)[0].sum().astype(x.dtype)
+        return started, x
+
+    return jax.jit(inner, inline=inline)(started, x)
+
+
+def _nested(choices: random.Random, started: Any, x: Any) -> Any:
+    return jax.jit(partial(_inner_jit, random.Random(choices.random())))(started, x)
+
+
+def _inner_drops(choices: random.Random, started: Any, x: Any) -> Any:
+    """The inner program waits for one layer of its copy of the transfer, and returns none."""
+    layer = choices.choice(started._layers)
+    x = jax.jit(lambda one, x: x + one.wait(layer)[0].sum().astype(x.dtype))(started, x)
+    return started, x
+
+
+def _tree_map(choices: random.Random, started: Any, x: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf, started), x
+
+
+def _barrier(choices: random.Random, started: Any, x: Any) -> Any:
+    return jax.lax.optimization_barrier((started, x))
+
+
+def _cond(choices: random.Random, started: Any, x: Any) -> Any:
+    layer = choices.choice([None, *started._layers])
+
+    def branch(started: Any, x: Any) -> Any:
+        if layer is not None:
+            x = x + started.wait(layer)[0].sum().astype(x.dtype)
+        return started, x + 1
+
+    other = branch if layer is not None else lambda started, x: (started, x)
+    return jax.lax.cond(x > 0, branch, other, started, x)
+
+
+def _cond_in_one_branch(choices: random.Random, started: Any, x: Any) -> Any:
+    def branch(started: Any, x: Any) -> Any:
+        return x + started.cache.layers[0][0].sum().astype(x.dtype)
+
+    return started, jax.lax.cond(x > 0, branch, lambda started, x: x, started, x)
+
+
+def _scan(choices: random.Random, started: Any, x: Any) -> Any:
+    def body(carry: Any, _: Any) -> Any:
+        started, x = carry
+        return (started, x * 2), None
+
+    return jax.lax.scan(body, (started, x), length=2)[0]
+
+
+def _checkpoint(choices: random.Random, started: Any, x: Any) -> Any:
+    layer = choices.choice(started._layers)
+
+    def inner(started: Any, x: Any) -> Any:
+        return started, x + started.wait(layer)[0].sum().astype(x.dtype)
+
+    return jax.checkpoint(inner)(started, x)
+
+
+CROSSINGS: tuple[Callable[..., Any], ...] = (
+    _inner_jit,
+    partial(_inner_jit, inline=True),
+    _nested,
+    _inner_drops,
+    _tree_map,
+    _barrier,
+    _cond,
+    _cond_in_one_branch,
+    _scan,
+    _checkpoint,
+)
+
+
+def always_beside(program: buffer_lifetime._Program) -> None:
+    """No analysis: every start runs beside its program, and no boundary waits."""
+    for wait in program.waits.copy():
+        if buffer_lifetime._is_removable(wait):
+            program.remove(wait)
+    for start in program.starts:
+        buffer_lifetime._configure(start, joined=ir.BoolAttr.get(False))
+
+
+# --------------------------------------------------------------------------------------------------
+# The interpreter
+
+
+class Module:
+    """A lowered program.
+
+    Args:
+      lowered: of `jax.jit`.
+      started: the transfer that is its first argument, if it starts none.
+    """
+
+    def __init__(self, lowered: jax.stages.Lowered, started: Any = None) -> None:
+        self.module = lowered._lowering._hlo  # type: ignore[attr-defined]
+        self.text = str(self.module)
+        self.in_flight: list[tuple[int, int]] = []  # argument and segment
+        self.ticket: int | None = None
+        if started is not None:
+            kept = sorted(lowered._lowering.compile_args["kept_var_idx"])  # type: ignore[attr-defined]
+            segments = [segment_of_leaf(started, i) for i in range(len(jax.tree.leaves(started)))]
+            arguments = [(i, segments[leaf]) for i, leaf in enumerate(kept) if leaf < len(segments)]
+            self.ticket = kept.index(0) if 0 in kept else None
+            self.in_flight = [(i, segment) for i, segment in arguments if segment is not None]
+
+    @property
+    def joined(self) -> list[bool]:
+        """Whether each of its starts is joined."""
+        lines = [line for line in self.text.splitlines() if "@jaxkv_start_copy" in line]
+        return ["joined = true" in line for line in lines]
+
+    @property
+    def boundary_waits(self) -> int:
+        """How many waits at pytree boundaries it has."""
+        lines = [line for line in self.text.splitlines() if f"@{WAIT}" in line]
+        return sum("boundary = dense<>" not in line for line in lines)
+
+    def violations(self, seed: int, runs: int = 4) -> list[str]:
+        """Buffers that die too early in some runs, each with branches of its own."""
+        choices = random.Random(seed)
+        with self.module.context:
+            return [
+                line for _ in range(runs) for line in Interpreter(self, choices.randrange).found()
+            ]
+
+
+def segment_of_leaf(started: Any, leaf: int) -> int | None:
+    """Of the copy that uses a leaf of a transfer; None if it does not."""
+    last = len(started._layers) - 1
+    kinds: list[int | None] = [None]  # the ticket
+    kinds += [last] * (started._plan is not None)
+    for layer, buffers in enumerate(started._cache.layers):
+        used = layer in started._layers
+        kinds += [started._layers.index(layer) if used else None] * len(buffers)
+    return [*kinds, last][leaf]
+
+
+class Buffer:
+    def __init__(self) -> None:
+        self.last_use: float = 0
+
+
+class Copy:
+    def __init__(self) -> None:
+        self.buffers: list[tuple[Buffer, int]] = []  # each with its segment
+        self.ended_at: dict[int, float] = {}  # by segment
+
+
+class Interpreter:
+    """Runs a module once; `choose(n)` picks one of n branches, or how often a loop runs."""
+
+    def __init__(self, lowered: Module, choose: Callable[[int], int]) -> None:
+        module = lowered.module
+        self.choose, self.time = choose, 0
+        self.buffers: dict[Any, Buffer] = {}
+        self.copies: list[Copy] = []
+        self.copy_of: dict[Buffer, Copy] = {}  # by ticket
+        self.functions = {
+            ir.StringAttr(function.operation.attributes["sym_name"]).value: function.operation
+            for function in module.body.operations
+            if function.operation.name == "func.func"
+        }
+        main = self.functions["main"]
+        arguments = list(main.regions[0].blocks[0].arguments)
+        held = []
+        attributes_of = ir.ArrayAttr(main.attributes["arg_attrs"])
+        for argument, attributes in zip(arguments, attributes_of, strict=True):
+            self.buffers[argument] = Buffer()
+            donation = ir.DictAttr(attributes)
+            if "tf.aliasing_output" not in donation and "jax.buffer_donor" not in donation:
+                held.append(self.buffers[argument])
+        if lowered.ticket is not None:
+            before = Copy()
+            before.buffers = [(self.buffers[arguments[i]], s) for i, s in lowered.in_flight]
+            self.copies.append(before)
+            self.copy_of[self.buffers[arguments[lowered.ticket]]] = before
+        for buffer in (*held, *self.block(main.regions[0].blocks[0])):
+            buffer.last_use = math.inf
+
+    def found(self) -> Iterator[str]:
+        """Buffers that die while a copy may still use them."""
+        for number, copy in enumerate(self.copies):
+            for place, (buffer, segment) in enumerate(copy.buffers):
+                end = min((t for s, t in copy.ended_at.items() if s >= segment), default=math.inf)
+                if buffer.last_use < end:
+                    yield f"copy {number}, buffer {place} dies at {buffer.last_use}, {end=}"
+
+    def block(self, block: Any) -> list[Buffer]:
+        """Executes a block; returns the buffers that its terminator names."""
+        for operation in block.operations:
+            operation = operation.operation
+            operands = [self.buffers[operand] for operand in operation.operands]
+            self.time += 1
+            for buffer in operands:
+                buffer.last_use = max(buffer.last_use, self.time)
+            if operation.name in ("func.return", "stablehlo.return", "sdy.return"):
+                return operands
+            results = self.execute(operation, operands)
+            self.buffers |= dict(zip(operation.results, results, strict=True))
+        raise AssertionError("a block without a terminator")
+
+    def execute(self, operation: Any, operands: list[Buffer]) -> list[Buffer]:
+        match operation.name:
+            case "stablehlo.optimization_barrier":
+                return operands
+            case "func.call":
+                callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
+                return self.region(self.functions[callee].regions[0], operands)
+            case "stablehlo.case" | "stablehlo.if":
+                return self.region(operation.regions[self.choose(len(operation.regions))], [])
+            case "stablehlo.while":
+                for _ in range(self.choose(3)):
+                    operands = self.region(operation.regions[1], operands)
+                return operands
+            case "stablehlo.custom_call":
+                target = ir.StringAttr(operation.attributes["call_target_name"]).value
+                if target in START:
+                    return self.start(operation, operands, num_ids=1 + START.index(target))
+                if target == WAIT:
+                    return self.wait(operation, operands)
+        return [Buffer() for _ in operation.results]
+
+    def region(self, region: Any, operands: list[Buffer]) -> list[Buffer]:
+        self.buffers |= dict(zip(region.blocks[0].arguments, operands, strict=True))
+        return self.block(region.blocks[0])
+
+    def start(self, operation: Any, operands: list[Buffer], num_ids: int) -> list[Buffer]:
+        config = ir.DictAttr(operation.attributes["mhlo.backend_config"])
+        to_dense = ir.DenseIntElementsAttr(config["copy"])[0]
+        step = ir.IntegerAttr(config["segment_buffers"]).value
+        num_written = len(operation.results) - 1
+        written = operands[-num_written:] if to_dense else operands[num_ids:][:num_written]
+        layers = written if to_dense else operands[num_ids + num_written :]
+        last = len(layers) // step - 1
+        copy, ticket = Copy(), Buffer()
+        read = operands[0 if num_ids == 1 else num_ids :]
+        copy.buffers = [(b, layers.index(b) // step if b in layers else last) for b in read]
+        if ir.BoolAttr(config["joined"]).value:
+            copy.ended_at[last] = self.time
+        self.copies.append(copy)
+        self.copy_of[ticket] = copy
+        return [ticket, *written]
+
+    def wait(self, operation: Any, operands: list[Buffer]) -> list[Buffer]:
+        config = ir.DictAttr(operation.attributes["mhlo.backend_config"])
+        tickets = ir.IntegerAttr(config["first_array"]).value
+        segment = ir.IntegerAttr(config["segment"]).value
+        arrays = operands[len(operands) - (len(operation.results) - tickets) :]
+        copy = self.copy_of[operands[0]]
+        copy.ended_at.setdefault(segment, self.time)
+        next_tickets = [Buffer() for _ in range(tickets)]
+        self.copy_of |= dict.fromkeys(next_tickets, copy)
+        return [*next_tickets, *arrays]

@@ -1,0 +1,39 @@
+"""Programs that include a CUDA source of jaxkv, with a driver of their own: no GPU is needed."""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+def build(name: str, folder: pathlib.Path, *sources: str) -> str:
+    """Compiles `tests/native/<name>.cc` and `sources`, with AddressSanitizer; the program's path.
+
+    What they refer to and nobody has is no error: it must not be called. Skips the test where there
+    is no checkout, nvcc (for its headers) or g++.
+    """
+    if not (ROOT / "cuda").exists():
+        pytest.skip("needs a checkout")
+    locate = [sys.executable, str(ROOT / "tools/locate.py"), "nvcc"]
+    nvcc = subprocess.run(locate, check=True, capture_output=True, text=True).stdout.strip()
+    if not nvcc or not shutil.which("g++"):
+        pytest.skip("needs nvcc, for its headers, and g++")
+    files = [str(ROOT / file) for file in (f"tests/native/{name}.cc", *sources)]
+    options = [
+        "-std=c++20",
+        "-arch=sm_90",
+        "-I",
+        str(ROOT / "cuda"),
+        "-isystem",
+        jax.ffi.include_dir(),
+        "--cudart=none",
+    ]
+    options += ["-Xcompiler=-fsanitize=address,-no-pie", "-Xlinker=--unresolved-symbols=ignore-all"]
+    built = str(folder / name)
+    subprocess.run([nvcc, *options, *files, "-o", built], check=True)
+    return built

@@ -1,0 +1,383 @@
+"""What the processes of test_multiprocess.py check, each of them; run by rank_process.py."""
+
+import dataclasses
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+from bench.soak import soak
+from jaxkv._src.runtime import native as runtime_native
+from jaxkv._src.tuning.all_reduce_table import VARIABLE, WORLD_SIZES, packaged_table
+from tests.util.ranks import AXIS, late, on_ranks, sums
+
+NATIVE = ("low_latency", "one_shot", "two_shot")
+RULES = ((0, "low_latency"), (999, "one_shot"))
+ME = jax.process_index()
+LAST = jax.process_count() - 1
+FROM_HANDLER = (ValueError, jax.errors.JaxRuntimeError)  # while dispatching, or from a result
+
+
+def mesh_of(order: list[int]) -> jax.sharding.Mesh:
+    devices = sorted(jax.devices(), key=lambda device: device.id)
+    return jax.sharding.Mesh(np.array([devices[i] for i in order]), (AXIS,))
+
+
+def create(
+    mesh: jax.sharding.Mesh,
+    *,
+    axis_name: str = AXIS,
+    max_bytes: int = 1 << 14,
+    timeout_s: float = 30.0,
+) -> Any:
+    return jaxkv.SymmetricMemory.create(mesh, axis_name, max_bytes=max_bytes, timeout_s=timeout_s)
+
+
+def spread(memory: Any, x: np.ndarray, spec: P | None = None) -> jax.Array:
+    """`x[world, ...]`, a row on each rank."""
+    sharding = NamedSharding(memory.mesh, P(AXIS) if spec is None else spec)
+    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+
+def here(y: jax.Array) -> list[np.ndarray]:
+    """The rows of this process's ranks."""
+    return [np.asarray(shard.data)[0] for shard in y.addressable_shards]
+
+
+def assert_sums(y: jax.Array, x: np.ndarray) -> None:
+    rows = here(y)
+    assert len(rows) == jax.local_device_count()
+    for row in rows:
+        assert np.array_equal(row.astype(np.float64), x.astype(np.float64).sum(0))
+
+
+def operand(world: int, n: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([n, seed]).integers(-15, 16, (world, n)).astype(jnp.dtype(dtype))
+
+
+def memory_lies_here() -> bool:
+    """Whether this process still has any symmetric memory; known of platform cpu only."""
+    with open("/proc/self/maps") as maps:
+        return "memfd:jaxkv" in maps.read()
+
+
+# ---------------------------------------------------------------------------------------------
+# Sums
+
+
+def sums_are_exact(order: list[int]) -> None:
+    mesh = mesh_of(order)
+    world = mesh.size
+    with create(mesh) as memory:
+        for algorithm in NATIVE:
+            step = sums(memory, algorithm)
+            for round_, n in enumerate([1, 4096, 7, 1000, 4096, 5, 64]):
+                dtype = "bfloat16" if n in (7, 64) else "float32"
+                x = operand(world, n, dtype, round_)
+                assert_sums(step(spread(memory, x)), x)
+        _ranks_are_added_in_the_order_of_the_mesh(memory)
+        _late_ranks_are_waited_for(memory)
+        _epochs_wrap(memory)
+        memory.check()
+    _two_memories_and_one_that_takes_the_place_of_another(mesh)
+    if jax.process_count() == 4:
+        _some_processes_do_without_the_others(order)
+    if jax.default_backend() == "cpu":
+        assert not memory_lies_here()
+
+
+def _ranks_are_added_in_the_order_of_the_mesh(memory: Any) -> None:
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(memory.world_size, 777)) * 10.0 ** rng.integers(-4, 5, (1, 777))
+    x = x.astype(np.float32)
+    want = x[0]
+    for row in x[1:]:
+        want = want + row
+    backwards = x[-1]
+    for row in x[-2::-1]:
+        backwards = backwards + row
+    assert memory.world_size == 2 or not np.array_equal(want, backwards)
+    for algorithm in NATIVE:
+        for row in here(sums(memory, algorithm)(spread(memory, x))):
+            assert row.tobytes() == want.tobytes()
+    rank_of = on_ranks(memory, lambda x: x + jax.lax.axis_index(AXIS))
+    ranks = sorted(int(row) for row in here(rank_of(spread(memory, np.zeros(len(x), np.int32)))))
+    mine = [i for i, device in enumerate(memory.mesh.devices) if device.process_index == ME]
+    assert ranks == mine
+
+
+def _late_ranks_are_waited_for(memory: Any) -> None:
+    world = memory.world_size
+
+    def one_shot(x: Any, late_rank: Any) -> Any:
+        return memory.all_reduce(late(x, late_rank), AXIS, implementation="one_shot")
+
+    step = on_ranks(memory, one_shot)
+    for round_ in range(2 * world):
+        x = operand(world, 500, seed=round_)
+        late_rank = np.full(world, round_ % world, np.int32)
+        assert_sums(step(spread(memory, x), spread(memory, late_rank)), x)
+
+
+def _epochs_wrap(memory: Any) -> None:
+    for epoch in (2**32, 2**64):
+        memory.preset(epoch - 3)
+        for round_ in range(3):
+            for algorithm in NATIVE:
+                x = operand(memory.world_size, 300, seed=round_)
+                assert_sums(sums(memory, algorithm)(spread(memory, x)), x)
+
+
+def _two_memories_and_one_that_takes_the_place_of_another(mesh: jax.sharding.Mesh) -> None:
+    with create(mesh) as first:
+        with create(mesh, max_bytes=512) as second:
+
+            def both(x: Any) -> Any:
+                a = first.all_reduce(x, AXIS, implementation="two_shot")
+                b = second.all_reduce(x[:100] * 2, AXIS, implementation="one_shot")
+                return a, b, first.all_reduce(x * 3, AXIS, implementation="low_latency")
+
+            for round_ in range(5):
+                x = operand(mesh.size, 1000, seed=round_)
+                a, b, c = on_ranks(first, both)(spread(first, x))
+                assert_sums(a, x)
+                assert_sums(b, x[:, :100] * 2)
+                assert_sums(c, x * 3)
+            step = sums(second, "one_shot")
+            x = operand(mesh.size, 10)
+            assert_sums(step(spread(second, x)), x)
+        with raises(FROM_HANDLER, "SymmetricMemory was closed"):
+            jax.block_until_ready(step(spread(second, x)))
+        with create(mesh, max_bytes=512) as third:
+            assert_sums(sums(third, "one_shot")(spread(third, x)), x)
+        assert_sums(sums(first, "one_shot")(spread(first, x)), x)
+
+
+def _some_processes_do_without_the_others(order: list[int]) -> None:
+    half = order[:2] if ME in order[:2] else order[2:]  # one device each
+    with create(mesh_of(half)) as memory:
+        x = operand(2, 10, seed=half[0])
+        assert_sums(sums(memory, "one_shot")(spread(memory, x)), x)
+
+
+def groups_add_up_by_themselves(order: list[int]) -> None:
+    """Also where a group is all of one process, and where it is of both."""
+    mesh = jax.sharding.Mesh(mesh_of(order).devices.reshape(2, 2), ("dp", "tp"))
+    x = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+    spec = P("dp", "tp")
+    for axis, name in enumerate(mesh.axis_names):
+        with jaxkv.SymmetricMemory.create(mesh, name, max_bytes=4096) as memory:
+
+            def step(x: Any, memory: Any = memory, name: str = name) -> Any:
+                return memory.all_reduce(x, name, implementation="one_shot")
+
+            step = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+            got = jax.jit(step)(spread(memory, x, spec))
+            want = np.broadcast_to(x.sum(axis, keepdims=True), x.shape)
+            for shard in got.addressable_shards:
+                assert np.array_equal(np.asarray(shard.data), want[shard.index])
+    of_others = [i for i, d in enumerate(mesh_of([0, 1, 2, 3]).devices) if d.process_index != ME]
+    with raises(ValueError, f"has no device of this process, number {ME}"):
+        create(mesh_of(of_others))
+
+
+def soaks(order: list[int]) -> int:
+    return soak(mesh_of(order), 2.0, max_bytes=1 << 16)
+
+
+# ---------------------------------------------------------------------------------------------
+# Creation that fails
+
+
+def creation_fails_for_all_or_none(order: list[int]) -> list[str]:
+    """The errors of this process, which are to be those of every process."""
+    mesh, errors = mesh_of(order), []
+    for name in ("create_communicator", "communicator_handles", "map_communicator"):
+        with fails_in_the_last_process(name), raises(RuntimeError) as caught:
+            create(mesh, timeout_s=20.0)
+        errors.append(str(caught[0]))
+        if jax.default_backend() == "cpu":
+            assert not memory_lies_here()
+    with raises(ValueError) as caught:
+        create(mesh, max_bytes=1024 * (1 + ME))
+    errors.append(str(caught[0]))
+    with another_table_in_the_last_process(), raises(ValueError) as caught:
+        create(mesh)
+    errors.append(str(caught[0]))
+    # What one process alone refuses puts nobody out of step.
+    refused: list[dict[str, Any]] = [{"max_bytes": 0}, {"timeout_s": -1.0}, {"axis_name": "dp"}]
+    for arguments in refused:
+        with raises(RuntimeError) as caught:
+            create(mesh, **(arguments if ME == LAST else {}))
+        errors.append(str(caught[0]))
+    # A process that comes too late raises what the others have raised.
+    if ME == LAST:
+        time.sleep(3.0)
+    with raises(RuntimeError) as caught:
+        create(mesh, timeout_s=2.0)
+    errors.append(str(caught[0]))
+    with create(mesh) as memory:  # what failed left nothing behind
+        x = operand(mesh.size, 10)
+        assert_sums(sums(memory, "one_shot")(spread(memory, x)), x)
+    return errors
+
+
+@contextmanager
+def another_table_in_the_last_process() -> Iterator[None]:
+    table = packaged_table("any")
+    table = dataclasses.replace(table, rules=table.rules | dict.fromkeys(WORLD_SIZES, RULES))
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(table.to_text())
+        file.flush()
+        if ME == LAST:
+            os.environ[VARIABLE] = file.name
+        yield
+        os.environ.pop(VARIABLE, None)
+
+
+@contextmanager
+def fails_in_the_last_process(name: str) -> Iterator[None]:
+    native = runtime_native.extension()
+    real = getattr(native, name)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError(f"{name} was made to fail")
+
+    if ME == LAST:
+        setattr(native, name, fail)
+    yield
+    setattr(native, name, real)
+
+
+# ---------------------------------------------------------------------------------------------
+# The end
+
+
+def all_ranks_give_up_together(order: list[int]) -> None:
+    """Rank 0 never calls, and rank 1, of its process, late; the others tell rank 1 when to stop."""
+    mesh, timeout_s = mesh_of(order), 4.0
+    with create(mesh, timeout_s=timeout_s) as memory:
+
+        def without_rank_0(x: Any) -> Any:
+            def call(x: Any) -> Any:
+                return memory.all_reduce(x, AXIS, implementation="one_shot")
+
+            return jax.lax.cond(jax.lax.axis_index(AXIS) == 0, lambda x: x, call, x)
+
+        rows = spread(memory, operand(mesh.size, 10))
+        step = on_ranks(memory, without_rank_0).lower(rows).compile()
+        memory.preset(0)  # not before all have compiled it
+        begin = time.monotonic()
+        late = mesh.devices[0].process_index == ME
+        if late:
+            time.sleep(0.8 * timeout_s)
+        with suppress(*FROM_HANDLER):
+            jax.block_until_ready(step(rows))
+        assert time.monotonic() - begin < 1.5 * timeout_s
+        expected = "rank 1 stopped, because rank [23] gave up" if late else "in vain for rank 0"
+        with raises(jaxkv.PeerTimeoutError, expected) as caught:
+            memory.check()
+        error = caught[0]
+        assert isinstance(error, jaxkv.PeerTimeoutError)
+        assert (error.phase == "aborted") == late
+
+
+def closing_waits_for_the_others(order: list[int]) -> None:
+    mesh = mesh_of(order)
+    x = operand(mesh.size, 10)
+    memory = create(mesh, timeout_s=20.0)
+    assert_sums(sums(memory, "one_shot")(spread(memory, x)), x)
+    begin = time.monotonic()
+    if ME == LAST:
+        time.sleep(1.0)
+    memory.close()
+    assert time.monotonic() - begin > 0.9  # none before the last
+    memory.close()
+
+    memory = create(mesh, timeout_s=2.0)
+    if ME == LAST:
+        return time.sleep(3.0)  # and never closes
+    begin = time.monotonic()
+    with warns(rf"processes \[{LAST}\] have not closed their symmetric memory within 2 s"):
+        memory.close()
+    assert 1.9 < time.monotonic() - begin < 10
+
+
+def a_process_is_killed(order: list[int]) -> str:
+    """The last one, while all add up without a pause; returns the error of this process."""
+    mesh, timeout_s = mesh_of(order), 2.0
+    create(mesh).close()  # which gives all of them the time to begin
+    memory = create(mesh, timeout_s=timeout_s)
+
+    def each_algorithm(x: Any) -> list[Any]:
+        return [memory.all_reduce(x, AXIS, implementation=algorithm) for algorithm in NATIVE]
+
+    x = operand(mesh.size, 1000)
+    rows = spread(memory, x)
+    step = on_ranks(memory, each_algorithm).lower(rows).compile()
+    memory.preset(0)  # not before all have compiled it
+    if ME == LAST:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    last_good = time.monotonic()
+    going_on = True
+    while going_on:
+        try:
+            sums_of_step = jax.block_until_ready(step(rows))
+            memory.check()
+        except (jaxkv.PeerTimeoutError, *FROM_HANDLER):
+            going_on = False
+        else:
+            last_good = time.monotonic()
+            for y in sums_of_step:
+                assert_sums(y, x)
+    assert time.monotonic() - last_good < timeout_s + 4
+    with raises(jaxkv.PeerTimeoutError) as caught:
+        memory.check()
+    error = caught[0]
+    assert isinstance(error, jaxkv.PeerTimeoutError)
+    assert mesh.devices[error.rank].process_index == ME
+    if error.phase != "aborted":  # which names a peer that gave up
+        assert mesh.devices[error.peer].process_index == LAST
+    begin = time.monotonic()
+    with warns(rf"processes \[{LAST}\] have not closed"):
+        memory.close()
+    assert time.monotonic() - begin < timeout_s + 4
+    with raises(FROM_HANDLER, "SymmetricMemory was closed"):
+        jax.block_until_ready(step(rows))
+    return str(error)
+
+
+# ---------------------------------------------------------------------------------------------
+# As pytest's, which the processes do not load
+
+
+@contextmanager
+def raises(kind: Any, pattern: str = "") -> Iterator[list[BaseException]]:
+    caught: list[BaseException] = []
+    try:
+        yield caught
+    except kind as error:
+        assert re.search(pattern, str(error)), error
+        caught.append(error)
+    assert caught, f"no {kind}"
+
+
+@contextmanager
+def warns(pattern: str) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert any(re.search(pattern, str(warning.message)) for warning in caught), caught

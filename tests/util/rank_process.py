@@ -1,0 +1,53 @@
+"""One of several processes that share a mesh: `python rank_process.py SETUP CHECK`, SETUP in JSON.
+
+It runs a function of process_checks.py or thread_checks.py and prints what that returns, in JSON,
+on the last line.
+"""
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+import jax
+
+
+def start(
+    platform: str, coordinator: str, processes: int, process: int, local_devices: list[int]
+) -> None:
+    jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
+    jax.config.update("jax_num_cpu_devices", len(local_devices))
+    jax.distributed.initialize(
+        coordinator_address=coordinator,
+        num_processes=processes,
+        process_id=process,
+        local_device_ids=local_devices if platform == "gpu" else None,
+    )
+
+
+def main(setup: str, check: str) -> None:
+    arguments: dict[str, Any] = json.loads(setup)
+    order = arguments.pop("order")
+    start(**arguments)
+    from tests.util import (
+        process_checks,  # which asks JAX for its devices
+        thread_checks,
+    )
+
+    module = process_checks if hasattr(process_checks, check) else thread_checks
+    print(json.dumps(getattr(module, check)(order)), flush=True)
+    if jax.process_index() == 0:
+        sys.stdin.read()  # the others need its coordinator until they end
+
+
+if __name__ == "__main__":
+    code = 1
+    try:
+        main(*sys.argv[1:])
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # without jax.distributed's own end, which waits for killed processes

@@ -1,0 +1,135 @@
+"""What test_multiprocess.py has each process check of threads and programs; see
+process_checks.py."""
+
+import collections
+import re
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.util.process_checks import FROM_HANDLER, ME, create, here, mesh_of, operand, spread
+from tests.util.ranks import AXIS, on_ranks
+
+CALLS = 2000
+OF_A_MEMORY = 100  # which serves no more after an error
+# Of each thread: number of elements, algorithm, and by what the sum is multiplied.
+PROGRAMS = {
+    "shapes": [(64, "low_latency", 1), (256, "low_latency", 1)],
+    "programs": [(64, "low_latency", 1), (64, "low_latency", 2)],
+    "algorithms": [(64, "one_shot", 1), (64, "two_shot", 1)],
+}
+OTHER_CALL = r"PeerTimeoutError: rank \d has called .* but rank \d .*, all_reduce 1 of jit_"
+
+
+def threads_run_programs_of_one_memory(order: list[int]) -> dict[str, dict[str, int]]:
+    """How many results were right, wrong or refused, by what the programs differ in."""
+    counts: dict[str, dict[str, int]] = {}
+    for name, programs in PROGRAMS.items():
+        count = collections.Counter[str]()
+        for _ in range(CALLS // OF_A_MEMORY):
+            with create(mesh_of(order)) as memory:
+                count += _run_threads([memory, memory], programs, OF_A_MEMORY)
+        counts[name] = count
+    return counts
+
+
+def threads_take_turns(order: list[int]) -> dict[str, dict[str, int]]:
+    """In an order that both processes know; the last program is the same for both threads."""
+    counts: dict[str, dict[str, int]] = {}
+    for name, programs in (PROGRAMS | {"operands": PROGRAMS["shapes"][:1] * 2}).items():
+        with create(mesh_of(order)) as memory:
+            counts[name] = _run_threads([memory, memory], programs, CALLS, in_turns=True)
+    return counts
+
+
+def threads_have_a_memory_each(order: list[int]) -> dict[str, dict[str, int]]:
+    mesh, programs = mesh_of(order), PROGRAMS["shapes"][:1] * 2
+    with create(mesh) as first, create(mesh) as second:
+        return {"operands": _run_threads([first, second], programs, CALLS)}
+
+
+def _run_threads(
+    memories: list[Any], programs: list[tuple[int, str, int]], calls: int, in_turns: bool = False
+) -> collections.Counter[str]:
+    counts = collections.Counter[str]()
+    turns = [threading.Semaphore(1), threading.Semaphore(0)]
+
+    def run(thread: int, step: Callable[[Any], Any], rows: Any, want: np.ndarray) -> None:
+        for _ in range(calls // len(memories)):
+            if in_turns:
+                turns[thread].acquire()
+            try:
+                got = here(jax.block_until_ready(step(rows)))
+            except FROM_HANDLER as error:
+                counts["refused" if re.search(OTHER_CALL, str(error)) else str(error)] += 1
+            else:
+                counts["right" if np.array_equal(got, [want]) else "wrong"] += 1
+            turns[1 - thread].release()
+
+    threads: list[threading.Thread] = []
+    for number, memory in enumerate(memories):
+        n, algorithm, factor = programs[number]
+        x = operand(memory.world_size, n, seed=number)
+        rows = spread(memory, x)
+        step = _program(memory, algorithm, factor).lower(rows).compile()
+        arguments = number, step, rows, x.sum(0) * factor
+        threads.append(threading.Thread(target=run, args=arguments))
+    memories[0].preset(0)  # not before all have compiled them
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return counts
+
+
+def _program(memory: Any, algorithm: str, factor: int) -> Any:
+    return on_ranks(memory, lambda x: memory.all_reduce(x, AXIS, implementation=algorithm) * factor)
+
+
+def signatures(order: list[int]) -> list[list[int]]:
+    """Of the calls of programs that are all different."""
+    mesh = mesh_of(order)
+    mine = [device for device in mesh.devices if device.process_index == ME]
+    with ExitStack() as stack:
+        if ME == 0:  # whose memories have other numbers from here on
+            stack.enter_context(create(jax.sharding.Mesh(np.array(mine), (AXIS,))))
+        memory = stack.enter_context(create(mesh))
+        reduce = [
+            lambda x, name=name: memory.all_reduce(x, AXIS, implementation=name)
+            for name in ("low_latency", "one_shot")
+        ]
+
+        def calls_back(x: Any) -> Any:
+            return jax.pure_callback(lambda x: x, x, reduce[0](x))
+
+        def in_a_loop(x: Any) -> Any:
+            return jax.lax.fori_loop(0, 3, lambda _, x: reduce[0](x), x)
+
+        def of_a_table(x: Any) -> Any:
+            """A large constant may be another one in each process."""
+            return reduce[0](x) + jnp.asarray(np.arange(1000, dtype=np.float32) + ME)[: len(x)]
+
+        bodies = [
+            reduce[0],
+            reduce[1],
+            lambda x: reduce[0](x) * 2,  # only after the call
+            lambda x: reduce[0](x) * 3,
+            lambda x: reduce[0](x * 2),
+            lambda x: x - reduce[0](x),
+            lambda x: reduce[0](x) - x,
+            lambda x: reduce[0](reduce[0](x)),
+            lambda x: reduce[1](reduce[0](x)),
+            jax.jit(lambda x: reduce[0](x) + 1),
+            calls_back,
+            in_a_loop,
+            of_a_table,
+        ]
+        rows = spread(memory, operand(mesh.size, 8))
+        texts = [on_ranks(memory, body).lower(rows).as_text() for body in bodies]
+        texts.append(on_ranks(memory, reduce[0]).lower(spread(memory, operand(4, 9))).as_text())
+        return [[int(n) for n in re.findall(r"signature = (\d+)", text)] for text in texts]
