@@ -26,7 +26,7 @@ GPUS := $(wildcard /dev/nvidia[0-9]*)
 ifeq ($(or $(JAXKV_CUDA),$(GPUS),$(shell $(PYTHON) tools/locate.py nvcc)),)
 export JAXKV_CUDA := OFF
 endif
-# Processes that share one GPU need care with its memory; bench.gpu_test takes it.
+# Processes that share one GPU need care with its memory; bench.checks.gpu_test takes it.
 PYTEST_XDIST := -n auto --maxprocesses=4 --dist=worksteal
 IF_XDIST = $(if $(GPUS),,$$($(PY) -c "import xdist" 2>/dev/null && echo "$(PYTEST_XDIST)"))
 # What neither the version of jax nor a sanitizer can change runs once, in `test`.
@@ -56,7 +56,7 @@ lint: $(WITHOUT_WARNINGS)  ## format, types, evidence, and compilation with warn
 	$(PY) -m ruff format --check
 	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc)
 	$(PY) -m mypy
-	$(PY) -m bench.evidence --check
+	$(PY) -m bench.report.evidence --check
 
 format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(PY) -m ruff check --fix
@@ -87,22 +87,22 @@ check: lint test asan  ## everything that CI runs
 	$(MAKE) fresh FRESH_TARGETS="demo test compat" TESTS="tests/metadata --hypothesis-profile=brief"
 
 gpu-test: $(INSTALLED)  ## the tests on one GPU, recorded in bench/results
-	$(PY) -m bench.gpu_test
+	$(PY) -m bench.checks.gpu_test
 
 multigpu-test: $(INSTALLED)  ## the tests that need several GPUs, recorded in bench/results
-	$(PY) -m bench.gpu_test --multigpu
+	$(PY) -m bench.checks.gpu_test --multigpu
 
 memcheck: $(INSTALLED)  ## the CUDA handlers under compute-sanitizer, recorded in bench/results
-	$(PY) -m bench.memcheck
+	$(PY) -m bench.checks.memcheck
 
 soak: $(INSTALLED)  ## ten minutes of random sums on all devices, each of them checked
-	$(PY) -m bench.soak
+	$(PY) -m bench.collectives.soak
 
 bench: $(INSTALLED)  ## all benchmarks, recorded in bench/results
 	$(PY) -m bench.run_all
 
 evidence: $(INSTALLED)  ## every target, wanted and measured; README tables and plots from the records
-	$(PY) -m bench.evidence
+	$(PY) -m bench.report.evidence
 
 clean:  ## remove everything that make made
 	rm -rf build $(VENV) jaxkv/_ext.pyi

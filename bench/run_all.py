@@ -7,21 +7,21 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from bench.results import REPOSITORY, arguments
+from bench.harness.records import REPOSITORY, arguments
 
-BENCHMARKS = (
-    "transfer",
-    "small_batches",
-    "pages",
-    "engines",
-    "overlap",
-    "dispatch",
-    "metadata",
-    "recurrent",
-    "all_reduce",
-    "tensor_parallel",
-    "demo",
-)
+BENCHMARKS = {  # by the name of the record
+    "transfer": "transfer.bandwidth",
+    "small_batches": "transfer.small_batches",
+    "pages": "transfer.pages",
+    "engines": "transfer.engines",
+    "overlap": "transfer.overlap",
+    "dispatch": "transfer.dispatch",
+    "metadata": "metadata.build",
+    "recurrent": "recurrent.align",
+    "all_reduce": "collectives.all_reduce",
+    "tensor_parallel": "collectives.tensor_parallel",
+    "demo": "serving.demo",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = []
     for name in BENCHMARKS:
         print(f"== bench.{name}", flush=True)
-        command = [sys.executable, "-m", f"bench.{name}", *flags]
+        command = [sys.executable, "-m", f"bench.{BENCHMARKS[name]}", *flags]
         if subprocess.run(command, cwd=REPOSITORY, check=False).returncode:
             failed.append(name)
     print(f"failed: {', '.join(failed)}" if failed else "all benchmarks ran")

@@ -9,24 +9,14 @@ import numpy as np
 import pytest
 
 import jaxkv
-from bench import (
-    blocks,
-    engines,
-    hybrid_models,
-    overlap,
-    pages,
-    peers,
-    plot,
-    profile_copy,
-    recurrent_steps,
-    results,
-    run_all,
-    stamps,
-    transfer,
-)
-from bench.blocks import Blocks, Way
-from bench.results import Results, Row
-from bench.transfer import KIB, Point
+from bench import run_all
+from bench.harness import peers, records, timestamps
+from bench.harness.records import Results, Row
+from bench.recurrent import hybrid_models, steps
+from bench.report import plots
+from bench.transfer import bandwidth, blocks, engines, overlap, pages, profile_copy
+from bench.transfer.bandwidth import KIB, Point
+from bench.transfer.blocks import Blocks, Way
 from jaxkv._src.transfer import api, dispatch
 
 pytestmark = pytest.mark.end_to_end
@@ -91,15 +81,15 @@ def test_time_between_stamps_grows_with_what_lies_between():
     def program(length):
         @jax.jit
         def step(x):
-            x = stamps.stamp(x, 0)
+            x = timestamps.stamp(x, 0)
             for _ in range(length):
                 x = jax.lax.optimization_barrier(jnp.sort(-x))
-            return stamps.stamp(x, 1)
+            return timestamps.stamp(x, 1)
 
         return step
 
     x = jnp.zeros(1 << 16)
-    seconds = [stamps.measure(program(length), x)[0].handlers for length in (0, 20)]
+    seconds = [timestamps.measure(program(length), x)[0].handlers for length in (0, 20)]
     if jax.default_backend() == "cpu":  # elsewhere the handlers only enqueue
         assert seconds[1] > 2 * seconds[0]
 
@@ -129,7 +119,7 @@ def test_points_are_read_back_from_their_text(nbytes):
     assert Point.parse("load, page_first_direct, kernel, 4 KiB blocks") is None
 
 
-GRID = transfer.Grid((KIB, 4 * KIB, 8 * KIB), 100, (8 * KIB,), (1,), 1 << 20, 1 << 20)
+GRID = bandwidth.Grid((KIB, 4 * KIB, 8 * KIB), 100, (8 * KIB,), (1,), 1 << 20, 1 << 20)
 
 
 def test_counts_stay_within_the_bytes_of_a_copy():
@@ -148,7 +138,7 @@ def rated(rates, peers=None):
 
 
 def got(found, grid=GRID):
-    transfer.record_targets(found, grid)
+    bandwidth.record_targets(found, grid)
     return {target.name: target.got for target in found.targets}
 
 
@@ -173,7 +163,7 @@ def test_roof_targets_count_the_sms():
 def test_peer_targets_compare_on_the_same_footing():
     theirs = {
         ("load", 8 * KIB, 100): {peers.BATCH: 10.0, peers.TRITON: 25.0},
-        ("load", 8 * KIB, 1): {peers.BATCH: 4.0, transfer.BATCH_IN_JAX: 1.0},
+        ("load", 8 * KIB, 1): {peers.BATCH: 4.0, bandwidth.BATCH_IN_JAX: 1.0},
     }
     found = got(
         rated(
@@ -196,7 +186,7 @@ def test_peer_targets_compare_on_the_same_footing():
 def test_of_two_kinds_of_batches_the_faster_counts_and_a_choice_is_held_against_it():
     theirs = {
         ("load", 8 * KIB, 100): {peers.BATCH: 10.0, peers.SHORT_BATCH: 25.0},
-        ("load", 8 * KIB, 1): {peers.BATCH: 4.0, transfer.BATCH_IN_JAX: 1.0},
+        ("load", 8 * KIB, 1): {peers.BATCH: 4.0, bandwidth.BATCH_IN_JAX: 1.0},
     }
     rates = {
         ("load", 8 * KIB, 100, "kernel", 2): 50.0,
@@ -204,8 +194,8 @@ def test_of_two_kinds_of_batches_the_faster_counts_and_a_choice_is_held_against_
         ("load", 8 * KIB, 1, "dma", 0): 3.0,
     }
     results = rated(rates, theirs)
-    results.row("load, 8 KiB x 100", transfer.CHOSEN, "of the fastest", 1.0)
-    results.row("load, 8 KiB x 1", transfer.CHOSEN, "of the fastest", 0.25)
+    results.row("load, 8 KiB x 100", bandwidth.CHOSEN, "of the fastest", 1.0)
+    results.row("load, 8 KiB x 1", bandwidth.CHOSEN, "of the fastest", 0.25)
     found = got(results)
     worst = f"load: against {peers.BATCH}, the worst of all sizes and counts"
     assert found[f"load, 8 KiB x 100: against {peers.BATCH}"] == 2.0
@@ -219,7 +209,7 @@ def test_ratios_to_peers_stand_beside_that_of_a_copy_at_the_roof():
         ("load", 4 * KIB, 100): {peers.BATCH: 25.0},
     }
     found = rated(rates, theirs)
-    transfer.record_targets(found, GRID)
+    bandwidth.record_targets(found, GRID)
     targets = {target.name: target for target in found.targets}
     bounds = {
         f"load, 1 KiB x 100: against {peers.BATCH}": (25.0, False),
@@ -246,7 +236,9 @@ PROFILED = [
 def test_profile_is_read_from_what_the_tool_printed(monkeypatch):
     printed = ["==PROF== Connected", "load, 10 us", *PROFILED]
     found = Results("profile")
-    monkeypatch.setattr(profile_copy.roof, "contiguous_copy", lambda *_: ("one copy", 55.0))
+    monkeypatch.setattr(
+        profile_copy.peak_bandwidth, "contiguous_copy", lambda *_: ("one copy", 55.0)
+    )
     case = profile_copy.Case("load", KIB, 12)
     profile_copy.record(found, case, profile_copy.parse("\n".join(printed)))
     values = {row.metric: row.value for row in found.rows}
@@ -262,7 +254,7 @@ def test_profile_is_read_from_what_the_tool_printed(monkeypatch):
 def test_main_points_have_about_ten_thousand_blocks():
     counts = (1, 1024, 9_000, 100_000)
     found = rated({("load", KIB, count, "kernel", 12): 1.0 for count in counts})
-    assert [point.num_blocks for point in transfer.main_points(found.rows)] == [9_000]
+    assert [point.num_blocks for point in bandwidth.main_points(found.rows)] == [9_000]
 
 
 def overlap_rows():
@@ -284,16 +276,16 @@ def test_figures_show_lines_and_roof():
         for name, sms in (("kernel", 12), ("dma", 0))
     }
     theirs = {point[:3]: {peers.BATCH: 9.0} for point in rates}
-    drawn = plot.transfer_figure(rated(rates, theirs).rows)
+    drawn = plots.transfer_figure(rated(rates, theirs).rows)
     labels = [line.get_label() for line in drawn.axes[0].get_lines()]
     assert labels[:3] == ["kernel", "dma", peers.BATCH]
     assert np.unique(np.asarray(drawn.axes[0].get_lines()[3].get_ydata())) == [50.0]
-    drawn = plot.overlap_figure(overlap_rows())
+    drawn = plots.overlap_figure(overlap_rows())
     assert [len(panel.patches) for panel in drawn.axes] == [3, 3]
 
 
 def test_result_file_has_a_line_for_each_row():
-    text = results._one_line_each({"env": {"a": 1}, "rows": [{"x": 1}, {"x": 2}], "targets": []})
+    text = records._one_line_each({"env": {"a": 1}, "rows": [{"x": 1}, {"x": 2}], "targets": []})
     assert '\n  {"x": 1},\n  {"x": 2}\n' in text
 
 
@@ -304,11 +296,11 @@ OF_DEVICES = ("all_reduce", "tensor_parallel")  # leave a file for each number o
 @pytest.mark.parametrize("name", [name for name in run_all.BENCHMARKS if name != "demo"])
 def test_quick_run(name, tmp_path, monkeypatch):
     """Every benchmark runs to its end on the CPU, and what it measured is positive."""
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     saved = []
     monkeypatch.setattr(Results, "save", lambda self, out: saved.append(self))
-    assert importlib.import_module(f"bench.{name}").main(["--quick"]) == 0
+    assert importlib.import_module(f"bench.{run_all.BENCHMARKS[name]}").main(["--quick"]) == 0
     names = [f"{name}_{n}" for n in (2, 4, 8)] if name in OF_DEVICES else [name]
     for found in saved:
         assert found.name in names and found.rows
@@ -324,7 +316,7 @@ def test_numbers_of_devices_that_are_asked_for(name, monkeypatch, capsys):
     monkeypatch.setattr(jax, "devices", lambda: [None] * 4)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    bench = importlib.import_module(f"bench.{name}")
+    bench = importlib.import_module(f"bench.{run_all.BENCHMARKS[name]}")
     saved = []
     monkeypatch.setattr(Results, "save", lambda self, out: saved.append(self.name))
     nothing = types.SimpleNamespace(measure=lambda: None, table=lambda: "")
@@ -361,26 +353,26 @@ def test_pages_that_do_not_come_back_are_found(monkeypatch):
 @pytest.mark.parametrize("broken", ["nothing", "can_skip", "due"])
 def test_a_way_that_saves_too_little_is_found(monkeypatch, broken):
     model = hybrid_models.Model("tiny", 2, 6, 32, (4, 8, 16), 64)
-    case = recurrent_steps.Case(model, 8, 12, jnp.ones((8, 8), jnp.bfloat16), products=1)
+    case = steps.Case(model, 8, 12, jnp.ones((8, 8), jnp.bfloat16), products=1)
     if broken == "nothing":
-        assert 8 * 12 < case.check() < 8 * 12 * recurrent_steps.QUERY
+        assert 8 * 12 < case.check() < 8 * 12 * steps.QUERY
         return
     forgets = {"can_skip": True, "due": False}[broken]
-    monkeypatch.setattr(recurrent_steps.Scheduler, broken, lambda *args: forgets)
+    monkeypatch.setattr(steps.Scheduler, broken, lambda *args: forgets)
     with pytest.raises(AssertionError, match="the ways differ"):
         case.check()
 
 
 def test_combined_is_held_against_the_better_way_to_within_the_error():
     found = Results("recurrent")
-    samples = {way: [1.0, 1.1, 1.2] for way in recurrent_steps.WAYS}
-    samples[recurrent_steps.PREDICATE] = [0.9, 0.9, 0.9]
-    samples[recurrent_steps.COMBINED] = [0.72, 0.9, 0.99]
+    samples = {way: [1.0, 1.1, 1.2] for way in steps.WAYS}
+    samples[steps.PREDICATE] = [0.9, 0.9, 0.9]
+    samples[steps.COMBINED] = [0.72, 0.9, 0.99]
     for batch in (16, 64):
-        recurrent_steps.record_targets(found, f"batch {batch}", batch, samples)
+        steps.record_targets(found, f"batch {batch}", batch, samples)
     error = 1.2533 * 1.4826 * 0.1 / 3**0.5  # the ratios are 0.8, 1, 1.1
     assert [target.got for target in found.targets] == pytest.approx([0.9 / 1.1, 1.0, 1.0])
     assert [target.want for target in found.targets] == pytest.approx(
-        [recurrent_steps.WANTED, 1 + 2 * error, 1 + 2 * error]
+        [steps.WANTED, 1 + 2 * error, 1 + 2 * error]
     )
     assert [row.value for row in found.rows] == pytest.approx([2 * error] * 2)

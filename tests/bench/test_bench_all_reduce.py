@@ -1,4 +1,5 @@
-"""`bench.all_reduce` and `bench.tensor_parallel`: what they verify, combine and hold to targets."""
+"""`bench.collectives.all_reduce` and `bench.collectives.tensor_parallel`: what they verify,
+combine and hold to targets."""
 
 import json
 import time
@@ -8,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from bench import all_reduce, all_reduce_rank, plot, processes, results, tables, tensor_parallel
-from bench.all_reduce import (
+from bench.collectives import all_reduce, all_reduce_rank, tensor_parallel
+from bench.collectives.all_reduce import (
     ALONE,
     BANDS,
     CHOSEN,
@@ -25,8 +26,10 @@ from bench.all_reduce import (
     Bench,
     Case,
 )
-from bench.kernels import Event
-from bench.results import Results
+from bench.harness import processes, records
+from bench.harness.profiler import Event
+from bench.harness.records import Results
+from bench.report import plots, tables
 from jaxkv._src.tuning import all_reduce_table
 
 pytestmark = pytest.mark.end_to_end
@@ -129,7 +132,7 @@ def profile_of(rank, monkeypatch, devices):
     programs[0].chains = {"pair": lambda x: x}
     programs[1].chains = {"alone": lambda x: x}  # of two, the one that is profiled
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(all_reduce_rank.kernels, "trace", lambda run: run() or devices)
+    monkeypatch.setattr(all_reduce_rank.profiler, "trace", lambda run: run() or devices)
     return all_reduce_rank.profiled(programs)
 
 
@@ -291,13 +294,13 @@ def test_figures_and_tables_of_what_was_measured():
     bench._record()
     assert "3.0/12.0/10.0" in bench.table()
     rows = bench.results.rows
-    file = results.File("some_gpu", "all_reduce_2", None, None, {}, rows, [])
+    file = records.File("some_gpu", "all_reduce_2", None, None, {}, rows, [])
     text = tables.all_reduce_table([file])
     line = next(line for line in text.splitlines() if " 64 MiB " in line)
     times_of = "3 / 12 / 10 | " * 3
     assert line == f"| some_gpu | 2 | one process | 64 MiB | low_latency | {times_of}low_latency |"
     pytest.importorskip("matplotlib")
-    [panel] = plot.all_reduce_figure(rows).axes
+    [panel] = plots.all_reduce_figure(rows).axes
     assert [line.get_label() for line in panel.get_lines()][:3] == ["jaxkv", "torch NCCL", PSUM]
 
 
@@ -309,10 +312,10 @@ def test_one_figure_of_all_numbers_of_devices():
         bench.world = world
         bench._record()
         rows = bench.results.rows
-        files.append(results.File("some_gpu", f"all_reduce_{world}", None, None, {}, rows, []))
+        files.append(records.File("some_gpu", f"all_reduce_{world}", None, None, {}, rows, []))
     [(key, rows)] = tables.drawn_rows(files).items()
     assert key == ("all_reduce", "some_gpu")
-    panels = plot.all_reduce_figure(rows).axes
+    panels = plots.all_reduce_figure(rows).axes
     assert [panel.get_title() for panel in panels] == ["2 GPUs", "4 GPUs"]
     assert tables.plots(files).count("all_reduce_some_gpu.svg") == 1
 
@@ -382,7 +385,7 @@ def test_a_step_is_held_against_psum(monkeypatch):
     tensor_parallel.record(found, stack, 4, seconds)
     [target] = found.targets
     assert (target.got, target.bound) == (0.8, 0.6) and target.met
-    file = results.File("some_gpu", "tensor_parallel", None, None, {}, found.rows, [])
+    file = records.File("some_gpu", "tensor_parallel", None, None, {}, found.rows, [])
     assert "| 8 | 10 | 6 | 0.800 |" in tables.tensor_parallel_table([file])
 
 

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from bench import timing
+from bench.harness import timing
 
 pytestmark = pytest.mark.host_only
 

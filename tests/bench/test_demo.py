@@ -1,17 +1,19 @@
-"""`bench.demo`: what it records of the runs of the serving example."""
+"""`bench.serving.demo`: what it records of the runs of the serving example."""
 
 import json
 
 import pytest
 
-from bench import demo, results, tables
-from bench.results import Results, Row
+from bench.harness import records
+from bench.harness.records import Results, Row
+from bench.report import tables
+from bench.serving import demo
 
 pytestmark = pytest.mark.host_only
 
 
 def demo_summary(answers, on_host=16):
-    """What the serving example writes, as far as bench.demo reads it."""
+    """What the serving example writes, as far as bench.serving.demo reads it."""
     row = {"turn": 1, "recomputed": 0, "on host": on_host, "stored MiB": 2.0, "loaded MiB": 1.0}
     rounds = {
         name: [row | {"TTFT ms": 10.0 + i, "tokens/s": 100.0 - i}] for i, name in enumerate(answers)
@@ -72,7 +74,7 @@ def test_demo_reads_what_the_example_writes(tmp_path):
 def test_demo_table_has_a_line_for_each_device(tmp_path):
     found = recorded_demo(demo_summary({"offload": [[1, 2]], "recompute": [[1, 3]]}))
     found.save(root=tmp_path)
-    files = results.read(tmp_path)
+    files = records.read(tmp_path)
     header, _, line = tables.demo_table(files).splitlines()
     assert header.startswith("| device | time to first token, ms (offload / recompute) | ")
     assert line == f"| {files[0].device} | 10 / 11 | 100 / 99 | 0 / 0 | 2 | 1 | 1 |"

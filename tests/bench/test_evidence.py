@@ -5,8 +5,11 @@ import subprocess
 
 import pytest
 
-from bench import evidence, memcheck, results, roof, tables, transfer
-from bench.results import Results, Row, Target
+from bench.checks import memcheck
+from bench.harness import peak_bandwidth, records
+from bench.harness.records import Results, Row, Target
+from bench.report import evidence, tables
+from bench.transfer import bandwidth
 
 pytestmark = pytest.mark.host_only
 
@@ -62,7 +65,7 @@ def measured(got=0.5):
 def saved(tmp_path, monkeypatch):
     """A folder with the files of two benchmarks, made on a known commit."""
     monkeypatch.setenv("JAXKV_COMMIT", "0123456789abcdef")
-    monkeypatch.setattr(results, "device_slug", lambda: "some_gpu")
+    monkeypatch.setattr(records, "device_slug", lambda: "some_gpu")
     measured().save(root=tmp_path)
     tests = Results("multigpu_test_2")
     tests.row("tests/test_a.py", "passed", "tests", 3)
@@ -101,7 +104,7 @@ def test_file_holds_the_documented_keys(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXKV_COMMIT", "abc-dirty")
     path = measured().save(root=tmp_path)
     content = json.loads(path.read_text())
-    assert path == tmp_path / results.device_slug() / "transfer.json"
+    assert path == tmp_path / records.device_slug() / "transfer.json"
     assert set(content) == {"commit", "dirty", "env", "rows", "targets"}
     assert (content["commit"], content["dirty"]) == ("abc", True)
     assert content["env"]["devices"]["count"] >= 1
@@ -139,30 +142,30 @@ def test_file_is_also_written_below_out(tmp_path):
     ],
 )
 def test_revision_is_dirty_by_code_and_not_by_evidence(repository, changed, dirty):
-    assert results.revision(repository) == (git(repository, "rev-parse", "HEAD"), False)
+    assert records.revision(repository) == (git(repository, "rev-parse", "HEAD"), False)
     (repository / changed).parent.mkdir(parents=True, exist_ok=True)
     (repository / changed).write_text("changed\n")
-    assert results.revision(repository).dirty is dirty
+    assert records.revision(repository).dirty is dirty
 
 
 def test_revision_without_history_comes_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.delenv("JAXKV_COMMIT", raising=False)
-    assert results.revision(tmp_path) == (None, None)
+    assert records.revision(tmp_path) == (None, None)
     monkeypatch.setenv("JAXKV_COMMIT", "abc")
-    assert results.revision(tmp_path) == ("abc", False)
+    assert records.revision(tmp_path) == ("abc", False)
 
 
 @pytest.mark.parametrize(
     "dirty, mark", [(True, " + changes"), (False, ""), (None, " (unverified)")]
 )
 def test_a_revision_says_whether_files_differed(dirty, mark):
-    assert results.File("gpu", "x", "c0ffee" * 6, dirty, {}, [], []).revision == "c0ffeec0f" + mark
+    assert records.File("gpu", "x", "c0ffee" * 6, dirty, {}, [], []).revision == "c0ffeec0f" + mark
 
 
 def test_age_counts_commits_that_touch_measured_code(repository):
     def age(commit):
-        file = results.File("gpu", "x", commit, False, {}, [], [])
+        file = records.File("gpu", "x", commit, False, {}, [], [])
         return evidence.age(file, repository)
 
     start = git(repository, "rev-parse", "HEAD")
@@ -177,7 +180,7 @@ def test_age_counts_commits_that_touch_measured_code(repository):
 
 
 def test_read_returns_what_was_saved(saved):
-    tests, transfer = results.read(saved)
+    tests, transfer = records.read(saved)
     assert (tests.name, transfer.name) == ("multigpu_test_2", "transfer")
     assert (transfer.device, transfer.commit) == ("some_gpu", "0123456789abcdef")
     assert transfer.dirty is False
@@ -189,11 +192,11 @@ def test_read_refuses_a_typed_verdict(saved):
     path = saved / "some_gpu" / "transfer.json"
     path.write_text(path.read_text().replace('"met": false', '"met": true'))
     with pytest.raises(ValueError, match="says met=True, but its figures say False"):
-        results.read(saved)
+        records.read(saved)
 
 
 def test_listing_shows_wanted_got_and_verdict(saved):
-    text = evidence.listing(results.read(saved))
+    text = evidence.listing(records.read(saved))
     assert "some_gpu/transfer: 012345678" in text
     assert "**missed**   load is near the roof: wanted >= 0.900 of roof, got 0.500 of roof" in text
     assert "**missed**   no test fails: wanted == 0 failed tests, got 2 failed tests" in text
@@ -201,12 +204,12 @@ def test_listing_shows_wanted_got_and_verdict(saved):
 
 def test_unmeasured_target_is_neither_met_nor_missed(tmp_path):
     measured(got=None).save(root=tmp_path)
-    text = evidence.listing(results.read(tmp_path))
+    text = evidence.listing(records.read(tmp_path))
     assert "not measured load is near the roof: wanted >= 0.900 of roof, got -" in text
 
 
 def test_tables(saved):
-    files = results.read(saved)
+    files = records.read(saved)
     date = files[0].date
     assert tables.tests_table(files).splitlines()[2:] == [
         f"| some_gpu | multigpu_test_2 | 7 | 2 | 1 | 012345678 | {date} |"
@@ -240,15 +243,15 @@ def test_a_target_above_the_roof_says_so(got, bound, verdict, tmp_path):
     found = Results("transfer")
     found.target("against a peer", got, ">=", 10.0, "times", bound)
     found.save(root=tmp_path)
-    (target,) = results.read(tmp_path)[0].targets
+    (target,) = records.read(tmp_path)[0].targets
     assert target.bound == bound
     assert tables.verdict(target) == verdict
     roof = "-" if bound is None else f"{tables.number(bound)} times"
-    assert f" | {roof} | {verdict} | " in tables.all_targets_table(results.read(tmp_path))
+    assert f" | {roof} | {verdict} | " in tables.all_targets_table(records.read(tmp_path))
 
 
 def test_regenerate_replaces_marked_parts_only(saved):
-    files = results.read(saved)
+    files = records.read(saved)
     text = evidence.regenerate(README, files)
     assert "stale" not in text
     assert tables.transfer_table(files) in text
@@ -273,7 +276,7 @@ def test_check_fails_until_the_readme_is_regenerated(saved, tmp_path, monkeypatc
         path.write_text(README)
     monkeypatch.setattr(evidence, "DOCUMENTS", [readme, targets])
     monkeypatch.setattr(evidence, "draw", lambda files: [])
-    files = results.read(saved)
+    files = records.read(saved)
     monkeypatch.setattr(evidence, "read", lambda: files)
     assert evidence.main(["--check"]) == 1
     assert readme.read_text() == README
@@ -290,7 +293,7 @@ def test_check_fails_until_the_readme_is_regenerated(saved, tmp_path, monkeypatc
 
 def test_plots_are_reproducible(saved, tmp_path):
     pytest.importorskip("matplotlib")
-    files = results.read(saved)
+    files = records.read(saved)
     (first,) = evidence.draw(files, tmp_path / "first")
     (second,) = evidence.draw(files, tmp_path / "second")
     assert first.name == "transfer_some_gpu.svg"
@@ -301,14 +304,14 @@ def test_rows_without_roof_or_peers_can_be_read_back(tmp_path):
     found = Results("x")
     found.row("case", "metric", "unit", 1)
     found.save(root=tmp_path)
-    (file,) = results.read(tmp_path)
+    (file,) = records.read(tmp_path)
     assert file.rows == [Row("case", "metric", "unit", 1, None, {})]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("direction", transfer.DIRECTIONS)
+@pytest.mark.parametrize("direction", bandwidth.DIRECTIONS)
 def test_roof_is_a_copy_by_the_driver(direction):
-    name, rate = roof.contiguous_copy(direction, 1 << 20)
+    name, rate = peak_bandwidth.contiguous_copy(direction, 1 << 20)
     assert name.startswith("1 MiB cuMemcpy")
     assert rate > 0
 

@@ -1,4 +1,4 @@
-"""`bench.gpu_test`: which tests it runs, and what it records of them."""
+"""`bench.checks.gpu_test`: which tests it runs, and what it records of them."""
 
 import importlib.util
 import itertools
@@ -9,7 +9,8 @@ import sys
 import jax
 import pytest
 
-from bench import gpu_test, results
+from bench.checks import gpu_test
+from bench.harness import records
 
 pytestmark = pytest.mark.host_only
 
@@ -49,8 +50,8 @@ def test_known(): assert False
 
 RUN_INNER_TESTS = """
 import json, sys
-from bench import gpu_test
-from bench.results import Results
+from bench.checks import gpu_test
+from bench.harness.records import Results
 
 outcomes, code = gpu_test.run(*json.loads(sys.argv[1]))
 results = Results("inner")
@@ -72,7 +73,7 @@ def test_outcomes_of_test_runs_are_recorded(processes, tmp_path):
     flags = ["-p", "no:cacheprovider", "--continue-on-collection-errors", *processes]
     runs = [[*flags, str(tmp_path / name)] for name in ("test_inner.py", "test_broken.py")]
     command = [sys.executable, "-c", RUN_INNER_TESTS, json.dumps(runs)]
-    run = subprocess.run(command, cwd=results.REPOSITORY, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=records.REPOSITORY, capture_output=True, text=True)
     code, rows, targets = json.loads(run.stdout.splitlines()[-1])
     assert code == pytest.ExitCode.TESTS_FAILED
     assert "ModuleNotFoundError: No module named 'a_module_that_does_not_exist'" in run.stdout

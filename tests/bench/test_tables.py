@@ -2,8 +2,10 @@
 
 import pytest
 
-from bench import all_reduce, engines, overlap, tables, tensor_parallel, transfer
-from bench.results import File, Row, Target
+from bench.collectives import all_reduce, tensor_parallel
+from bench.harness.records import File, Row, Target
+from bench.report import tables
+from bench.transfer import bandwidth, engines, overlap
 
 pytestmark = pytest.mark.host_only
 
@@ -52,10 +54,10 @@ def test_targets_are_counted_over_all_records():
 
 def test_other_counts_have_a_table_and_say_what_is_chosen():
     rows = [
-        Row(str(transfer.Point("load", 8192, count, name, 2)), "bandwidth", "GB/s", rate, ROOF)
+        Row(str(bandwidth.Point("load", 8192, count, name, 2)), "bandwidth", "GB/s", rate, ROOF)
         for count, name, rate in ((10_000, "kernel", 50.0), (1, "kernel", 4.0), (1, "dma", 5.0))
     ]
-    rows.append(Row("load, 8 KiB x 1", transfer.CHOSEN, "of the fastest", 0.8))
+    rows.append(Row("load, 8 KiB x 1", bandwidth.CHOSEN, "of the fastest", 0.8))
     file = File("gpu", "transfer", None, None, {}, rows, [])
     (line,) = tables.transfer_counts_table([file]).splitlines()[2:]
     assert line == "| gpu | load, 8 KiB x 1 | 4 (8%; 2) | 5 (10%; 2) | 80% | 50 |"

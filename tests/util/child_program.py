@@ -1,4 +1,5 @@
-"""A program for the tests of `bench.processes`: does what its request says, in this order."""
+"""A program for the tests of `bench.harness.processes`: does what its request says, in this
+order."""
 
 import json
 import sys

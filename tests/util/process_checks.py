@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
-from bench.soak import soak
+from bench.collectives.soak import soak
 from jaxkv._src.runtime import native as runtime_native
 from jaxkv._src.tuning.all_reduce_table import VARIABLE, WORLD_SIZES, packaged_table
 from tests.util.ranks import AXIS, late, on_ranks, sums

@@ -22,7 +22,8 @@ from jaxkv._src.transfer.ids import HostIds, num_ids_of
 from jaxkv._src.tuning import copy_table
 from jaxkv._src.tuning.copy_table import IMPLEMENTATIONS, Candidate, CopySize
 
-# Each takes the host about half a microsecond (bench/dispatch.py), and a step should not wait for
+# Each takes the host about half a microsecond (bench/transfer/dispatch.py), and a step should not
+# wait for
 # more than a few milliseconds of that: a kernel, hardly slower, takes the host as long for any
 # number of pages.
 MAX_DESCRIPTORS = 4096

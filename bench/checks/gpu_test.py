@@ -1,0 +1,119 @@
+"""Runs the tests on this machine's GPU and records what passed: `python -m bench.checks.gpu_test`.
+
+Ordinary tests run too, since most of them serve every platform, with fewer random cases than on a
+CPU; where pytest-xdist is installed, several processes share the GPU. `--multigpu` runs the tests
+that need several GPUs instead. Exits with pytest's code.
+"""
+
+import argparse
+import collections
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from bench.harness.records import REPOSITORY, Results
+from jaxkv._src.environment import report as environment_report
+
+NOT_ON_A_GPU = 2  # exit code; pytest's own for "interrupted", never for "passed"
+ANYWHERE = "not gpu and not cpu_only and not multigpu and not host_only"
+GPU_ONLY = "gpu and not cpu_only and not multigpu"
+MAX_PROCESSES = 8  # of one GPU: each takes about 1 GiB of it, and a core or two to compile
+
+
+class Outcomes:
+    """A pytest plugin that counts outcomes per file."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, collections.Counter[str]] = collections.defaultdict(
+            collections.Counter
+        )
+        self.skips: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.failures: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # Set-up and tear-down count only when they decide the outcome.
+        if report.when == "call" or not report.passed:
+            self._count(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if not report.passed:
+            self._count(report)
+
+    def _count(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        self.counts[file][report.outcome] += 1
+        if report.skipped:
+            self.skips[file, _reason(report)] += 1
+        if report.failed:
+            self.failures.append(report.nodeid)
+
+    def total(self, outcome: str) -> int:
+        return sum(count[outcome] for count in self.counts.values())
+
+    def write_to(self, results: Results) -> None:
+        for file, count in sorted(self.counts.items()):
+            for outcome in ("passed", "failed", "skipped"):
+                results.row(file, outcome, "tests", count[outcome])
+        for (file, reason), number in sorted(self.skips.items()):
+            results.row(f"{file}: {reason}", "skipped because", "tests", number)
+        for nodeid in self.failures:
+            results.row(nodeid, "failed", "tests", 1)
+        results.target("no test fails", self.total("failed"), "==", 0, "failed tests")
+        results.target("tests ran", self.total("passed"), ">=", 1, "passed tests")
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    if hasattr(report, "wasxfail"):
+        return f"expected to fail: {report.wasxfail}".removesuffix(": ")
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return environment_report.without_directories(text.removeprefix("Skipped: "))
+
+
+def test_runs(multigpu: bool) -> list[list[str]]:
+    """Arguments of pytest, run by run."""
+    if multigpu:
+        return [["-m", "multigpu"]]
+    if importlib.util.find_spec("xdist") is None:
+        return [["-m", f"({ANYWHERE}) or ({GPU_ONLY})"]]
+    parallel = ["-n", "auto", f"--maxprocesses={MAX_PROCESSES}", "--dist=worksteal"]
+    # Tests of order compare with work that is slow, and have the GPU to themselves.
+    return [["-m", ANYWHERE, *parallel], ["-m", GPU_ONLY]]
+
+
+def run(*runs: Sequence[str]) -> tuple[Outcomes, int]:
+    """Runs pytest with these arguments, one run after another, and returns the highest code."""
+    outcomes = Outcomes()
+    codes = [pytest.main([*arguments], plugins=[outcomes]) for arguments in runs]
+    return outcomes, int(max(codes))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--multigpu", action="store_true", help="only tests that need several GPUs")
+    parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
+    arguments = parser.parse_args(argv)
+
+    # Tests that start processes of their own need GPU memory too.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    common = [str(REPOSITORY / "tests"), "--hypothesis-profile=brief"]
+    outcomes, code = run(*([*common, *only] for only in test_runs(arguments.multigpu)))
+
+    import jax  # not earlier: conftest.py configures JAX before its backend starts
+
+    if jax.default_backend() != "gpu":
+        print(f"nothing recorded: JAX ran on {jax.default_backend()}, not on a GPU")
+        return code or NOT_ON_A_GPU
+    name = f"multigpu_test_{jax.device_count()}" if arguments.multigpu else "gpu_test"
+    results = Results(name)
+    outcomes.write_to(results)
+    for (file, reason), number in sorted(outcomes.skips.items()):
+        print(f"skipped {number} of {file}: {reason}")
+    results.save(arguments.out)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Runs the tests marked `sanitizer` under compute-sanitizer: `python -m bench.checks.memcheck`.
+
+Exits with 0 only if tests ran, all passed and no memory error was found.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from bench.harness.records import REPOSITORY, Results, arguments
+
+TOOL = "compute-sanitizer"
+
+
+def record(results: Results, output: str) -> bool:
+    """Rows and targets from what compute-sanitizer and pytest printed; whether all are met."""
+    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed)", output)}
+    errors = [int(count) for count in re.findall(r"ERROR SUMMARY: (\d+) error", output)]
+    for outcome in ("passed", "failed"):
+        results.row("tests marked sanitizer", outcome, "tests", counts.get(outcome, 0))
+    # Without a summary the tool itself failed: no measurement, which is not the same as no error.
+    found = sum(errors) if errors else None
+    targets = [
+        results.target("memory errors in the CUDA handlers", found, "==", 0, "errors"),
+        results.target("no test fails", counts.get("failed", 0), "==", 0, "failed tests"),
+        results.target("tests ran", counts.get("passed", 0), ">=", 1, "passed tests"),
+    ]
+    return all(target.met for target in targets)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(__doc__, argv)
+    if not shutil.which(TOOL):
+        print(f"{TOOL} is not on PATH; it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    command = [TOOL, "--tool", "memcheck", "--report-api-errors", "no"]
+    command += [sys.executable, "-m", "pytest", "-m", "sanitizer"]
+    # One allocation for each array, or its neighbour in XLA's pool would hide an overflow.
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+    run = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    print(run.stdout)
+    results = Results("memcheck")
+    met = record(results, run.stdout)
+    results.save(options.out)
+    return 0 if met and run.returncode == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

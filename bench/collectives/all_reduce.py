@@ -1,0 +1,363 @@
+"""`SymmetricMemory.all_reduce`, XLA's psum and PyTorch's all-reduces: `python -m
+bench.collectives.all_reduce`.
+
+Messages of bfloat16, 1 KiB to 64 MiB on each device, at 2, 4 and 8 devices, as many as there are;
+all devices in one process, and a process each. Ours: what the tuning table chooses, and each
+algorithm by name. `psum`: as XLA does it by default (the kernel that ran is told), with XLA's own
+kernels off, so that it is NCCL's, and with NCCL's symmetric buffers (both at some sizes). PyTorch:
+NCCL, and the two of symmetric memory, from CUDA graphs. Everything that is timed gave right sums
+before. Each setting is a program of its own: one that fails or hangs is named in the results, and
+the others go on.
+
+Three figures, each of them taken alike of all, so that like stands against like:
+
+- "GPU time": of the kernel, from a profile of calls that follow each other (an algorithm by name
+  has products between them). It begins when the first rank comes and waits for the last, so of each
+  call the shortest over the ranks counts, that of the rank which came last; then the median over
+  calls ("fastest" is the least). What lies between two kernels is not in it.
+- "call in a chain": wall clock of calls that follow each other, with what lies between: of ours and
+  psum in one jitted chain of nothing else, of PyTorch in a replayed graph, timed by events. If at
+  all, this favours PyTorch: its time has no dispatch in it.
+- "pair in a chain": wall clock of an all-reduce and a product in a jitted chain, as in a step.
+
+A jitted chain is given what the one before it left, to write in: so addresses stay as they are, and
+XLA replays its graphs without mending them, as PyTorch does.
+
+A target holds for a range of sizes, of which the worst counts. Of ours it takes what the table
+chooses; peers are the best of PyTorch's three at each size. Not so psum, though its kernels may be
+faster than PyTorch's, NCCL's on symmetric buffers above all: docs/results.md shows them. Copies
+into symmetric memory are in our times, and not in PyTorch's.
+"""
+
+import os
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from bench.collectives.all_reduce_rank import CHOSEN, PSUM
+from bench.harness import processes
+from bench.harness.records import Results, Row, arguments, worlds_here
+from jaxkv._src.environment import report
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = [KIB << i for i in (0, 2, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)]
+MAIN_SIZES = (KIB, 32 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB)  # of a summary
+WORLDS = (2, 4, 8)
+GPU_TIME, FASTEST = "GPU time", "GPU time, fastest"
+ALONE, PAIR = "call in a chain", "pair in a chain"
+FAILED = "not measured"
+ONE_PROCESS, MANY, TORCH = "one process", "a process each", "PyTorch"
+COPIES = "copies to the next device"  # not of a peer, but of the links
+OWN_OFF, SYMMETRIC = "psum, XLA's own kernels off", "psum, NCCL symmetric buffers"
+LINK = {"NVIDIA H200": ("NVLink4", 478e9)}  # bytes a second and direction
+MAIN_TIMEOUT_S, PEER_TIMEOUT_S = 150.0, 75.0
+
+
+class Band(NamedTuple):
+    """Sizes from `least` to `most` bytes, and the ratio to the best peer that is wanted."""
+
+    least: int
+    most: int
+    wanted: float
+
+    def __str__(self) -> str:
+        return f"{size_text(self.least)} to {size_text(self.most)}"
+
+
+BANDS = (
+    Band(KIB, 32 * KIB, 0.55),
+    Band(64 * KIB, 256 * KIB, 0.70),
+    Band(512 * KIB, 4 * MIB, 0.85),
+    Band(16 * MIB, 64 * MIB, 0.85),
+)
+PAIR_BAND = Band(KIB, 256 * KIB, 0.5)
+
+
+class Case(NamedTuple):
+    """What a row is about; `ran` says which algorithm or kernels that was.
+
+    Attributes:
+      world: devices.
+      setting: how they are driven.
+      num_bytes: of a message, on each device.
+      way: "chosen", an algorithm, or a peer.
+      ran: the algorithm chosen, or for a peer the kernels seen.
+    """
+
+    world: int
+    setting: str
+    num_bytes: int
+    way: str
+    ran: str
+
+    def __str__(self) -> str:
+        size = size_text(self.num_bytes)
+        return f"{self.world} devices, {self.setting}, {size}: {self.way} ({self.ran})"
+
+    @classmethod
+    def parse(cls, text: str) -> "Case | None":
+        if not (found := CASE.fullmatch(text)):
+            return None
+        world, setting, size, unit, way, ran = found.groups()
+        return cls(int(world), setting, int(size) * {"KiB": KIB, "MiB": MIB}[unit], way, ran)
+
+
+CASE = re.compile(r"(\d+) devices, ([^:]+), (\d+) (KiB|MiB): (.+) \((.*)\)")
+
+# Figures in seconds by metric, by (setting, way) and bytes; and what the kernels are called.
+Times = dict[tuple[str, str], dict[int, dict[str, float]]]
+Names = dict[tuple[str, str, int], str]
+
+
+class Bench:
+    """All settings of one number of devices."""
+
+    def __init__(self, results: Results, platform: str, world: int, *, quick: bool):
+        self.results, self.platform, self.world = results, platform, world
+        self.sizes = [SIZES[0], SIZES[2]] if platform == "cpu" else SIZES[::3] if quick else SIZES
+        self.times: Times = {}
+        self.names: Names = {}
+
+    def measure(self) -> None:
+        self._run(ONE_PROCESS, [self._request(None)], MAIN_TIMEOUT_S)
+        self._run_each(MANY, "bench.collectives.all_reduce_rank", self._request([CHOSEN, PSUM]))
+        self._run_each(
+            TORCH, "bench.collectives.torch_all_reduce", {"sizes": self.sizes, "world": self.world}
+        )
+        for name, flags in xla_flags().items():
+            xla = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
+            sizes = [size for size in self.sizes if size in MAIN_SIZES]
+            request = {**self._request([PSUM]), "sizes": sizes}
+            self._run(ONE_PROCESS, [request], PEER_TIMEOUT_S, xla, {PSUM: name})
+        self._record()
+        if self.platform == "gpu":
+            self._record_targets()
+
+    def _request(self, ways: list[str] | None) -> dict[str, Any]:
+        return {
+            "platform": self.platform, "world": self.world, "ways": ways, "sizes": self.sizes,
+            "quick": self.platform == "cpu",
+        }  # fmt: skip
+
+    def _run_each(self, setting: str, module: str, request: dict[str, Any]) -> None:
+        """A process for each device."""
+        port = processes.free_port()
+        requests = [{**request, "rank": rank, "port": port} for rank in range(self.world)]
+        self._run(setting, requests, PEER_TIMEOUT_S, module=module)
+
+    def _run(
+        self,
+        setting: str,
+        requests: list[dict[str, Any]],
+        timeout_s: float,
+        environment: dict[str, str] | None = None,
+        renamed: dict[str, str] | None = None,
+        module: str = "bench.collectives.all_reduce_rank",
+    ) -> None:
+        ran = processes.run(module, requests, timeout_s=timeout_s, environment=environment)
+        what = ", ".join([f"{self.world} devices", setting, *(renamed or {}).values()])
+        if ran.failure:
+            self._failed(f"{what}: {ran.failure}")
+        renamed = renamed or {}
+        self._tell_reasons(what, ran.answers, renamed)
+        for way, num_bytes, answers in together(ran.answers):
+            if times := over_ranks(answers):
+                name, told = renamed.get(way, way), answers[0]
+                self.times.setdefault((setting, name), {})[num_bytes] = times
+                ran_here = [told.get("algorithm", way)]
+                if way == PSUM and "names" in told:
+                    ran_here = [*map(short_name, told["names"])]
+                self.names[setting, name, num_bytes] = " + ".join(ran_here)
+
+    def _tell_reasons(
+        self, what: str, ranks: Sequence[Sequence[dict[str, Any]]], renamed: dict[str, str]
+    ) -> None:
+        """Why a way was not measured; what several ranks say once."""
+        reasons: dict[str, bool] = {}
+        for answer in (answer for answers in ranks for answer in answers):
+            size = size_text(answer["bytes"]) if "bytes" in answer else "all sizes"
+            for reason in {"refused", "failed", "unprofiled"} & {*answer}:
+                name = renamed.get(answer["way"], answer["way"])
+                told = f"{what}, {size}: {name}: {reason}: {answer[reason]}"
+                reasons[told] = reason != "refused" or "bytes" not in answer
+        for told, recorded in reasons.items():
+            self._failed(told, recorded=recorded)
+
+    def _failed(self, why: str, *, recorded: bool = True) -> None:
+        """Says what was not measured; unless an algorithm does not serve a size, in a row too."""
+        why = report.without_directories(why)
+        print(f"not measured: {why}", flush=True)
+        if recorded:
+            self.results.row(why, FAILED, "settings", 1)
+
+    def _record(self) -> None:
+        for (setting, way), by_size in self.times.items():
+            for num_bytes, times in by_size.items():
+                kernel = self.names[setting, way, num_bytes]
+                case = str(Case(self.world, setting, num_bytes, way, kernel))
+                for metric, seconds in times.items():
+                    summing = metric in (GPU_TIME, ALONE) and way != COPIES
+                    roof = self._roof(num_bytes) if summing else None
+                    peers = {} if setting == TORCH else self._peers(metric, num_bytes)
+                    self.results.row(case, metric, "us", seconds * 1e6, roof, peers)
+
+    def _roof(self, num_bytes: int) -> tuple[str, float] | None:
+        """Microseconds in which the link can move what a device has to send and to get."""
+        if link := LINK.get(jax.local_devices()[0].device_kind):
+            share = 2 * (self.world - 1) / self.world
+            return link[0], share * num_bytes / link[1] * 1e6
+        return None
+
+    def _peers(self, metric: str, num_bytes: int) -> dict[str, float]:
+        """Microseconds of PyTorch's."""
+        return {
+            way: by_size[num_bytes][metric] * 1e6
+            for (setting, way), by_size in self.times.items()
+            if setting == TORCH and way != COPIES and metric in by_size.get(num_bytes, {})
+        }
+
+    def _time(self, setting: str, way: str, metric: str, num_bytes: int) -> float | None:
+        """Microseconds."""
+        seconds = self.times.get((setting, way), {}).get(num_bytes, {}).get(metric)
+        return None if seconds is None else seconds * 1e6
+
+    def ratio(self, setting: str, metric: str, num_bytes: int) -> float | None:
+        """Of ours to the best peer: for pairs psum in the same setting, else PyTorch's."""
+        ours = self._time(setting, CHOSEN, metric, num_bytes)
+        theirs: list[float | None] = [*self._peers(metric, num_bytes).values()]
+        if metric == PAIR:
+            theirs = [self._time(setting, PSUM, metric, num_bytes)]
+        known = [time for time in theirs if time]
+        return ours / min(known) if ours and known else None
+
+    def bound(self, metric: str, num_bytes: int) -> float | None:
+        """What `ratio` would be if all links were as busy as copy engines can make them."""
+        copying = self._time(TORCH, COPIES, ALONE, num_bytes)
+        peers = self._peers(metric, num_bytes).values()
+        return (
+            2 * (self.world - 1) / self.world * copying / min(peers) if copying and peers else None
+        )
+
+    def _worst(self, ratio: Callable[[int], float | None], band: Band) -> float | None:
+        sizes = [size for size in self.sizes if band.least <= size <= band.most]
+        known = [found for found in map(ratio, sizes) if found is not None]
+        return max(known) if sizes and len(known) == len(sizes) else None
+
+    def _record_targets(self) -> None:
+        for setting in (ONE_PROCESS, MANY):
+            where = f"{self.world} devices, {setting}"
+            for metric in (GPU_TIME, ALONE):
+                for band in BANDS:
+                    worst = self._worst(partial(self.ratio, setting, metric), band)
+                    bound = self._worst(partial(self.bound, metric), band)
+                    self.results.target(
+                        f"{where}, {band}: {metric}", worst, "<=", band.wanted,
+                        "times the best of PyTorch's", bound,
+                    )  # fmt: skip
+            worst = self._worst(partial(self.ratio, setting, PAIR), PAIR_BAND)
+            name = f"{where}, {PAIR_BAND}: {PAIR}"
+            self.results.target(name, worst, "<=", PAIR_BAND.wanted, "times psum's")
+
+    def table(self) -> str:
+        """What the table chooses, beside its peers, in words."""
+        lines = []
+        for setting in (ONE_PROCESS, MANY):
+            for size in self.times.get((setting, CHOSEN), {}):
+                ran = self.names[setting, CHOSEN, size]
+                cells = [f"{setting:15} {size_text(size):>8} {ran:12}"]
+                for metric in (GPU_TIME, ALONE, PAIR):
+                    ours = self._time(setting, CHOSEN, metric, size)
+                    psum = self._time(setting, PSUM, metric, size)
+                    best = min(self._peers(metric, size).values(), default=None)
+                    times = "/".join("-" if t is None else f"{t:.1f}" for t in (ours, psum, best))
+                    ratio = self.ratio(setting, metric, size)
+                    cells.append(f"{times:>18} {'' if ratio is None else f'{ratio:.2f}':>5}")
+                ours, roof = self._time(setting, CHOSEN, GPU_TIME, size), self._roof(size)
+                cells.append(f"{roof[1] / ours:.0%} of the link" if ours and roof else "")
+                lines.append("  ".join(cells))
+        title = "ours/psum/best of PyTorch, us, and the ratio that a target is about: "
+        return f"{self.world} devices, {title}{GPU_TIME}, {ALONE}, {PAIR}\n" + "\n".join(lines)
+
+
+def rows_by_case(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
+    """The rows of each case, by metric."""
+    found: dict[Case, dict[str, Row]] = {}
+    for row in rows:
+        if case := Case.parse(row.case):
+            found.setdefault(case, {})[row.metric] = row
+    return found
+
+
+def xla_flags() -> dict[str, str]:
+    """Ways to compile psum, by name; flags that an XLA does not know end its process."""
+    off = "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false"
+    if jax.__version_info__ >= (0, 11):  # there the other is but an older name
+        off += " --xla_gpu_experimental_use_collective_kernels=-ALL_REDUCE"
+    return {
+        OWN_OFF: off,
+        SYMMETRIC: f"{off} --xla_gpu_experimental_enable_nccl_symmetric_buffers=true",
+    }
+
+
+def together(
+    ranks: Sequence[Sequence[dict[str, Any]]],
+) -> list[tuple[str, int, list[dict[str, Any]]]]:
+    """(way, bytes, what each rank told of it), where all ranks did."""
+    merged: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+    for rank, answers in enumerate(ranks):
+        for answer in answers:
+            if "bytes" in answer:
+                key = answer["way"], answer["bytes"]
+                merged.setdefault(key, {}).setdefault(rank, {}).update(answer)
+    return [
+        (way, num_bytes, [told[rank] for rank in sorted(told)])
+        for (way, num_bytes), told in merged.items()
+        if len(told) == len(ranks)
+    ]
+
+
+def over_ranks(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Seconds by metric: of wall clocks that of the slowest rank, of kernels as the title says."""
+    found = {}
+    if all(answer.get("kernels") for answer in answers):
+        listed = [one for answer in answers for one in answer["kernels"]]
+        shortest = [min(call) for call in zip(*listed, strict=False)]
+        found[GPU_TIME], found[FASTEST] = statistics.median(shortest), min(shortest)
+    for metric, key in ((ALONE, "alone"), (PAIR, "pair")):
+        if all(key in answer for answer in answers):
+            found[metric] = max(answer[key] for answer in answers)
+    return found
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name without template arguments, namespaces and parameters."""
+    bare = kernel.replace("(anonymous namespace)", "").partition("(")[0].partition("<")[0]
+    return bare.split("::")[-1].removeprefix("void ").strip()
+
+
+def size_text(num_bytes: int) -> str:
+    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = arguments(__doc__, argv, worlds=WORLDS)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    platform = jax.default_backend()
+    devices = len(jax.devices()) if platform == "gpu" else 2 if flags.quick else 4
+    for world in worlds_here(flags, devices):
+        # A record each: machines of many devices are hard to come by.
+        results = Results(f"all_reduce_{world}")
+        bench = Bench(results, platform, world, quick=flags.quick)
+        bench.measure()
+        print(bench.table(), flush=True)
+        results.save(flags.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

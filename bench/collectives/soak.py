@@ -1,0 +1,176 @@
+"""Sums for as long as you like, each of them checked: `python -m bench.collectives.soak --seconds
+600`.
+
+Programs of random calls (two communicators, all algorithms, dtypes, sizes from one element to the
+largest) run in random order on all devices, some ranks late by a random time before any call. The
+devices compare every sum with what it must be, exactly. Ends with code 1 at the first wrong one.
+"""
+
+import argparse
+import collections
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxkv._src.collectives.all_reduce import DTYPES
+from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
+from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
+
+AXIS = "tp"
+ROUNDS_PER_PROGRAM = 20  # before another one joins
+PROGRAMS = 64
+IN_FLIGHT = 8  # rounds that the host runs ahead
+LONGEST_DELAY = 2000  # products of small matrices
+MAX_BYTES = {"cpu": 1 << 20, "gpu": 64 << 20}
+
+
+class Call(NamedTuple):
+    memory: SymmetricMemory
+    algorithm: str
+    dtype: str
+    size: int  # elements
+
+
+def random_call(rng: random.Random, memories: Sequence[SymmetricMemory]) -> Call:
+    memory, dtype = rng.choice(memories), rng.choice(DTYPES)
+    algorithm, limit = rng.choice(
+        [
+            ("low_latency", memory.quick_bytes),
+            ("one_shot", memory.slot_bytes),
+            ("two_shot", memory.max_bytes),
+        ]
+    )
+    largest = min(limit, memory.max_bytes) // jnp.dtype(dtype).itemsize
+    size = int(largest ** rng.random())  # as many small ones as large ones
+    return Call(memory, algorithm, dtype, size)
+
+
+def operand(size: int, rank: Any, seed: Any) -> jax.Array:
+    """Whole numbers, whose sums over 8 ranks are exact in every dtype."""
+    i = jnp.arange(size, dtype=jnp.int32)
+    return (i * 7 + rank * 11 + seed * 13) % 31 - 15
+
+
+def late(delay: Any) -> jax.Array:
+    """Zero, after a while."""
+    square = jnp.full((64, 64), 1 / 64, jnp.float32)
+    waste = jax.lax.fori_loop(0, delay, lambda _, y: y @ square, square)
+    return (waste[0, 0] * 0).astype(jnp.int32)
+
+
+def program(mesh: jax.sharding.Mesh, calls: Sequence[Call]) -> Callable[..., tuple[Any, Any]]:
+    """`(wrong[world], over[world], seed, delays[world, calls]) -> (wrong[world], over[world])`.
+
+    `wrong` counts wrong values, one round after another; `over` comes back as its sum.
+    """
+    ranks = range(mesh.size)
+
+    def step(wrong: Any, over: Any, seed: Any, delays: Any) -> tuple[Any, Any]:
+        rank = jax.lax.axis_index(AXIS)
+        after = jnp.minimum(wrong, 0)  # zero; a round begins when the one before has ended
+        for number, (memory, algorithm, dtype, size) in enumerate(calls):
+            x = operand(size, rank, seed + number) + late(delays[rank, number]) + after
+            got = memory.all_reduce(x.astype(dtype), AXIS, implementation=algorithm)
+            want = sum(operand(size, r, seed + number) for r in ranks)
+            wrong += (got.astype(jnp.float32) != want).sum(dtype=jnp.int32)
+        over = calls[0].memory.all_reduce(over, AXIS, implementation="one_shot")
+        return wrong + jnp.minimum(over, 0).astype(jnp.int32), over
+
+    rows, everywhere = PartitionSpec(AXIS), PartitionSpec()
+    in_specs = (rows, rows, everywhere, everywhere)
+    return jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
+    )
+
+
+def soak(mesh: jax.sharding.Mesh, seconds: float, *, max_bytes: int, seed: int = 0) -> int:
+    """The number of sums that were checked, all of them right.
+
+    Where the mesh spans processes, each calls this.
+
+    Raises:
+      ArithmeticError: a sum is wrong, and in which calls.
+      PeerTimeoutError: a rank did not come.
+    """
+    rng = random.Random(seed)  # the same in all processes
+    create = partial(SymmetricMemory.create, mesh, AXIS)
+    programs: list[tuple[list[Call], Callable[..., tuple[Any, Any]]]] = []
+    running: collections.deque[tuple[list[Call], Any, Any]] = collections.deque()
+    sums, begin = 0, time.monotonic()
+    with create(max_bytes=max_bytes) as large, create(max_bytes=max_bytes // 64) as small:
+        wrong = by_rank(mesh, np.zeros(mesh.size, np.int32))
+        for round_ in range(sys.maxsize):
+            if round_ % ROUNDS_PER_PROGRAM == 0 and len(programs) < PROGRAMS:
+                calls = [random_call(rng, (large, small)) for _ in range(rng.randint(1, 6))]
+                programs.append((calls, program(mesh, calls)))
+            calls, step = rng.choice(programs)
+            time_is_over = time.monotonic() - begin > seconds  # by this process's clock
+            over = by_rank(mesh, np.full(mesh.size, time_is_over, np.float32))
+            delays = np.zeros((mesh.size, len(calls)), np.int32)
+            late_rank, late_call = rng.randrange(mesh.size), rng.randrange(len(calls))
+            delays[late_rank, late_call] = rng.randint(0, LONGEST_DELAY)
+            wrong, over = step(wrong, over, np.int32(round_), delays)
+            running.append((calls, wrong, over))
+            if len(running) < IN_FLIGHT:
+                continue
+            sums += checked(*running[0][:2])
+            if largest(running.popleft()[2]) > 0:  # the same in all processes
+                break
+        sums += sum(checked(calls, wrong) for calls, wrong, _ in running)
+        large.check()
+        small.check()
+    return sums
+
+
+def by_rank(mesh: jax.sharding.Mesh, rows: np.ndarray) -> jax.Array:
+    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+    return jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
+
+
+def largest(rows: jax.Array) -> float:
+    """Of this process's ranks."""
+    return max(float(shard.data[0]) for shard in rows.addressable_shards)
+
+
+def checked(calls: Sequence[Call], wrong: jax.Array) -> int:
+    """The number of sums, once they are known to be right."""
+    if values := int(largest(wrong)):
+        what = [f"{call.algorithm} of {call.dtype}[{call.size}]" for call in calls]
+        raise ArithmeticError(f"{values} values are wrong after {', '.join(what)}")
+    return len(calls) + 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=0, help="of sizes, algorithms and delays")
+    asked = parser.parse_args(argv)
+    jax.config.update("jax_num_cpu_devices", 4)
+    world = max((n for n in WORLD_SIZES if n <= jax.device_count()), default=0)
+    if not world:
+        print(f"needs {WORLD_SIZES[0]} devices, has {jax.device_count()}", file=sys.stderr)
+        return 2
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:world]), (AXIS,))
+    max_bytes = MAX_BYTES[jax.default_backend()]
+    try:
+        sums = soak(mesh, asked.seconds, max_bytes=max_bytes, seed=asked.seed)
+    except ArithmeticError as error:
+        print(error, file=sys.stderr)
+        return 1
+    device = mesh.devices.flat[0].device_kind
+    print(f"{sums} sums in {asked.seconds:g} s on {world} x {device}, all of them exact")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

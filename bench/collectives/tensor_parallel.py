@@ -1,0 +1,255 @@
+"""A decode step under tensor parallelism: `python -m bench.collectives.tensor_parallel`.
+
+A stack of layers with Qwen3-8B's shapes (bf16, seeded weights), sharded over 2, 4 and 8 devices of
+one process: heads and the feed-forward's columns are divided, so that each layer has two
+all-reduces of `[batch, hidden]`. Attention reads a short KV cache. The same step is timed with
+`SymmetricMemory.all_reduce`, with `jax.lax.psum`, and without any sum: what an all-reduce that
+costs nothing would leave, which gives wrong results and bounds what can be won. The three take
+turns; calls follow each other, as in an engine that does not wait, each donated the activations
+that the one before left, in chains that are long enough to hide how long the first of them takes to
+reach the devices.
+"""
+
+import contextlib
+import functools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+from bench.harness import timing
+from bench.harness.records import Results, arguments, worlds_here
+from jaxkv._src.environment import report
+
+AXIS = "tp"
+WORLDS = (2, 4, 8)
+OURS, PSUM, NOTHING = "jaxkv", "psum", "no sums"
+WANTED = 0.85
+TOLERANCE = 0.05  # of the norm: sums in another order, rounded to bf16, layer after layer
+
+
+class Model(NamedTuple):
+    """Shapes of a stack of layers, and how it is measured.
+
+    Attributes:
+      layers, hidden, heads, kv_heads, head_dim, ffn: of the whole model.
+      context: tokens of a request that lie in the cache.
+      rounds: chains of steps that are timed of each way.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    context: int
+    rounds: int
+
+    def specs(self) -> dict[str, tuple[tuple[int, int], P]]:
+        """Shape and sharding of each weight of a layer."""
+        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        columns, rows = P(None, AXIS), P(AXIS, None)
+        return {
+            "q": ((self.hidden, query), columns),
+            "k": ((self.hidden, kv), columns),
+            "v": ((self.hidden, kv), columns),
+            "o": ((query, self.hidden), rows),
+            "gate": ((self.hidden, self.ffn), columns),
+            "up": ((self.hidden, self.ffn), columns),
+            "down": ((self.ffn, self.hidden), rows),
+        }
+
+
+MODEL = Model(12, 4096, 32, 8, 128, 12288, context=128, rounds=7)
+SMALL = Model(2, 64, 8, 8, 8, 128, context=8, rounds=2)
+
+
+@functools.cache
+def _normal(sharding: NamedSharding) -> Callable[[Any, tuple[int, ...], float], Any]:
+    def make(key: Any, shape: tuple[int, ...], scale: float) -> Any:
+        return jax.random.normal(key, shape, jnp.bfloat16) * scale
+
+    return jax.jit(make, static_argnums=(1, 2), out_shardings=sharding)
+
+
+def rms_norm(x: Any) -> Any:
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    return (wide * scale).astype(x.dtype)
+
+
+def layer(model: Model, reduce: Callable[[Any], Any], x: Any, weights: Any, cache: Any) -> Any:
+    """What one device does: `x` is `[batch, hidden]`, the cache's two `[batch, context, KV, D]`."""
+    batch, normed = x.shape[0], rms_norm(x)
+    q, k, v = (
+        (normed @ weights[name]).reshape(batch, -1, model.head_dim) for name in ("q", "k", "v")
+    )
+    keys, values = (
+        jnp.concatenate([old[:, 1:], new[:, None]], axis=1)
+        for old, new in zip(cache, (rms_norm(k), v), strict=True)
+    )
+    grouped = rms_norm(q).reshape(batch, keys.shape[2], -1, model.head_dim)
+    scores = jnp.einsum("bkgd,bckd->bkgc", grouped, keys) * model.head_dim**-0.5
+    weighted = jnp.einsum("bkgc,bckd->bkgd", jax.nn.softmax(scores, axis=-1), values)
+    x = x + reduce(weighted.reshape(batch, -1) @ weights["o"])
+    normed = rms_norm(x)
+    inner = jax.nn.silu(normed @ weights["gate"]) * (normed @ weights["up"])
+    return x + reduce(inner @ weights["down"])
+
+
+class Stack:
+    """The weights on the devices, and steps over them."""
+
+    def __init__(self, model: Model, world: int):
+        self.model, self.world = model, world
+        self.mesh = jax.sharding.Mesh(np.array(jax.devices()[:world]), (AXIS,))
+        self.weights = [self._weights(number) for number in range(model.layers)]
+
+    def _put(self, key: Any, shape: tuple[int, ...], spec: P, scale: float) -> Any:
+        return _normal(NamedSharding(self.mesh, spec))(key, shape, scale)
+
+    def _weights(self, number: int) -> dict[str, Any]:
+        specs = self.model.specs()
+        keys = jax.random.split(jax.random.key(number), len(specs))
+        return {
+            name: self._put(key, shape, spec, shape[0] ** -0.5)
+            for key, (name, (shape, spec)) in zip(keys, specs.items(), strict=True)
+        }
+
+    def state(self, batch: int) -> Any:
+        """Activations and caches for a batch."""
+        model = self.model
+        shape = (batch, model.context, model.kv_heads, model.head_dim)
+        spec = P(None, None, AXIS, None)
+        cache = [self._put(jax.random.key(number), shape, spec, 1.0) for number in (1, 2)]
+        x = self._put(jax.random.key(0), (batch, model.hidden), P(), 1.0)
+        return x, [tuple(cache)] * model.layers
+
+    def step(self, reduce: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+        """Jitted, of activations to donate and caches; gives the next activations."""
+        model = self.model
+        one_layer = jax.jit(functools.partial(layer, model, reduce))  # traced once for all layers
+
+        def run(x: Any, caches: Any, weights: Any) -> Any:
+            for cache, of_layer in zip(caches, weights, strict=True):
+                x = one_layer(x, of_layer, cache)
+            return rms_norm(x)
+
+        sharded = {name: spec for name, (_, spec) in model.specs().items()}
+        mapped = jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=(P(), P(None, None, AXIS, None), [sharded] * model.layers),
+            out_specs=P(),
+            check_vma=False,
+        )
+        jitted = jax.jit(mapped, donate_argnums=0)
+        return lambda x, caches: jitted(x, caches, self.weights)
+
+
+def measure(results: Results, stack: Stack, batches: Sequence[int]) -> None:
+    """All batches on one number of devices."""
+    model = stack.model
+    most = max(batches) * model.hidden * 2
+    with jaxkv.SymmetricMemory.create(stack.mesh, AXIS, max_bytes=most) as memory:
+        reductions: dict[str, Callable[[Any], Any]] = {
+            OURS: lambda x: memory.all_reduce(x, AXIS),
+            PSUM: lambda x: jax.lax.psum(x, AXIS),
+            NOTHING: lambda x: x,
+        }
+        steps = {name: stack.step(reduce) for name, reduce in reductions.items()}
+        for batch in batches:
+            message = jax.ShapeDtypeStruct((batch, model.hidden), jnp.bfloat16)
+            chosen = jaxkv.explain(memory.all_reduce, message, AXIS)
+            seconds = seconds_of(stack, steps, batch)
+            memory.check()
+            record(results, stack, batch, seconds)
+            print(f"{' ' * 8}{chosen}", flush=True)
+
+
+def seconds_of(
+    stack: Stack, steps: dict[str, Callable[[Any, Any], Any]], batch: int
+) -> dict[str, float]:
+    """Median seconds of a step in each way.
+
+    Raises:
+      AssertionError: ours and psum give different activations.
+    """
+    first, caches = stack.state(batch)
+    outputs = {
+        name: np.asarray(step(jnp.copy(first), caches), np.float32) for name, step in steps.items()
+    }
+    apart = np.linalg.norm(outputs[OURS] - outputs[PSUM]) / np.linalg.norm(outputs[PSUM])
+    if not apart <= TOLERANCE:
+        raise AssertionError(f"batch {batch}: activations differ by {apart:.3f} of their norm")
+    calls = steps_of_chain(lambda: steps[PSUM](jnp.copy(first), caches))
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(1 + stack.model.rounds):
+        for name, step in steps.items():
+            x = jax.block_until_ready(jnp.copy(first))
+            start = time.perf_counter()
+            for _ in range(calls):
+                x = step(x, caches)
+            jax.block_until_ready(x)
+            if number:  # in the first, graphs are made
+                samples[name].append((time.perf_counter() - start) / calls)
+    return {name: statistics.median(taken) for name, taken in samples.items()}
+
+
+def steps_of_chain(step: Callable[[], Any]) -> int:
+    """Steps for a chain; the first ones compile and make graphs."""
+    if jax.default_backend() == "cpu":  # a rank that waits there holds a thread, and they are few
+        return 2
+    taken = 0.0
+    for _ in range(3):
+        start = time.perf_counter()
+        jax.block_until_ready(step())
+        taken = time.perf_counter() - start
+    return timing.chain_length(taken)
+
+
+def record(results: Results, stack: Stack, batch: int, seconds: dict[str, float]) -> None:
+    case = f"{stack.world} devices, {stack.model.layers} layers, batch {batch}"
+    milliseconds = {name: taken * 1e3 for name, taken in seconds.items()}
+    peers = {name: milliseconds[name] for name in (PSUM, NOTHING)}
+    results.row(case, "step", "ms", milliseconds[OURS], None, peers)
+    ratio, bound = (seconds[name] / seconds[PSUM] for name in (OURS, NOTHING))
+    told = ", ".join(f"{name} {taken:.3f}" for name, taken in milliseconds.items())
+    print(
+        f"{case}: {told} ms; {ratio:.3f} of psum's, {bound:.3f} would be without sums", flush=True
+    )
+    if jax.default_backend() == "gpu":
+        results.target(f"{case}: a step", ratio, "<=", WANTED, "of psum's", bound)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = arguments(__doc__, argv, worlds=WORLDS)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    with contextlib.suppress(RuntimeError):  # too late: JAX runs, with as many as it was told
+        jax.config.update("jax_num_cpu_devices", 2)
+    on_gpu = jax.default_backend() == "gpu"
+    for world in worlds_here(flags, jax.device_count()):
+        results = Results(f"tensor_parallel_{world}")
+        try:
+            stack = Stack(MODEL if on_gpu else SMALL, world)
+            measure(results, stack, (16,) if flags.quick or not on_gpu else (1, 4, 16, 64))
+        except Exception as error:  # what was measured before is worth keeping
+            why = report.without_directories(f"{world} devices: {type(error).__name__}: {error}")
+            print(f"not measured: {why}", flush=True)
+            results.row(why, "not measured", "settings", 1)
+        results.save(flags.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Clocks, records, processes, and peak bandwidths that benchmarks share."""

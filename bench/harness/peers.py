@@ -1,0 +1,167 @@
+"""The peers of the benchmarks.
+
+They copy blocks as other systems do:
+  - cudaMemcpyBatchAsync, one descriptor a block, and a loop of cudaMemcpyAsync, between the same
+    arrays as ours and with the same ids. They are timed outside JAX (`run`: addresses prepared
+    before the clock starts, submitted from C++) and, through the same kind of FFI call as jaxkv's
+    own, inside a jitted program (`copy`). SHORT_BATCH is the first in calls of 1024 descriptors, as
+    jaxkv's own `dma` makes them: neither is always the faster.
+  - a Triton kernel with vLLM's published parameters, in a process with PyTorch, on arrays and ids
+    of its own: `triton`.
+
+The native part is bench/peers.cc, compiled when it is first needed.
+"""
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from bench.harness.records import REPOSITORY
+
+SOURCE = pathlib.Path(__file__).with_suffix(".cc")
+BATCH, LOOP = "cudaMemcpyBatchAsync", "cudaMemcpyAsync loop"
+SHORT_BATCH, SHORT_BATCH_SIZE = f"{BATCH}, 1024 a call", 1024
+CODES = {BATCH: 0, LOOP: 1, SHORT_BATCH: 2}  # the enum of peers.cc
+TRITON = "Triton, 12 programs"
+
+
+class Seconds(NamedTuple):
+    """Of one copy by a peer outside JAX: until the data is there, and of it in submissions."""
+
+    total: float
+    submit: float
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The native part, its FFI targets registered.
+
+    Raises:
+      RuntimeError: no compiler, or what it said.
+    """
+    cuda = jax.default_backend() == "gpu"
+    loaded = ctypes.CDLL(str(_compiled(cuda)))
+    platform = "CUDA" if cuda else "cpu"
+    for name in ("Stamp", "PeerCopy") if cuda else ("Stamp",):
+        target = jax.ffi.pycapsule(getattr(loaded, name))
+        jax.ffi.register_ffi_target(f"bench_{name}", target, platform=platform)
+    if cuda:
+        loaded.peer_error.restype = ctypes.c_char_p
+    return loaded
+
+
+def _compiled(cuda: bool) -> pathlib.Path:
+    flags = ["-std=c++20", "-O2", "-shared", "-isystem", jax.ffi.include_dir()]
+    if cuda:
+        compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+        flags += ["-DPEERS_CUDA", "-Xcompiler", "-fPIC"]
+    else:
+        compiler = os.environ.get("CXX", "c++")
+        flags += ["-fPIC"]
+    key = hashlib.sha256(" ".join([compiler, *flags]).encode() + SOURCE.read_bytes())
+    path = REPOSITORY / "build" / f"peers_{key.hexdigest()[:16]}.so"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = pathlib.Path(folder, path.name)
+            command = [compiler, *flags, str(SOURCE), "-o", str(made)]
+            # What a sanitizer needs in this process would only disturb the compiler.
+            clean = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+            run = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
+            if run.returncode:
+                raise RuntimeError(f"{SOURCE.name} did not compile:\n{run.stderr}")
+            made.replace(path)  # at once: another benchmark may be compiling it too
+    return path
+
+
+def copy(peer: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:
+    """Traces a peer's copy of blocks, `dst[dst_ids[i]] = src[src_ids[i]]`; donate `dst`.
+
+    Args:
+      peer: one of CODES.
+      src, dst: `dtype[num_blocks, ...]` in either memory.
+      src_ids, dst_ids: int32[n] in pinned host memory that the host wrote.
+    """
+    library()
+    block_bytes = src.size // src.shape[0] * src.dtype.itemsize
+    call = jax.ffi.ffi_call("bench_PeerCopy", jax.typeof(dst), input_output_aliases={3: 0})
+    return call(
+        src, src_ids, dst_ids, dst, block_bytes=np.int64(block_bytes), peer=np.int64(CODES[peer])
+    )
+
+
+def run(
+    peer: str, src: Any, dst: Any, ids: tuple[np.ndarray, np.ndarray], *, calls: int, repeats: int
+) -> Seconds:
+    """Times a peer outside JAX, writing into JAX's array: nothing else may use the two meanwhile.
+
+    Args:
+      peer: one of CODES.
+      src, dst: arrays on one GPU and in its pinned host memory.
+      ids: source and destination, int[n].
+      calls: copies that follow each other before the one wait; 1 gives the time from call to data.
+      repeats: chains timed; the medians are over these.
+    """
+    jax.block_until_ready((src, dst))
+    block_bytes = src.size // src.shape[0] * src.dtype.itemsize
+    sources, destinations = (
+        side.unsafe_buffer_pointer() + of.astype(np.uint64) * np.uint64(block_bytes)
+        for side, of in zip((src, dst), ids, strict=True)
+    )
+    sizes = np.full(len(sources), block_bytes, np.uint64)
+    lists = [ctypes.c_void_p(x.ctypes.data) for x in (destinations, sources, sizes)]
+    samples = []
+    for _ in range(repeats + 1):
+        seconds = (ctypes.c_double * 2)()
+        code = library().peer_run(
+            ctypes.c_int64(CODES[peer]), *lists, ctypes.c_size_t(len(sizes)), calls, seconds
+        )
+        if code:
+            raise RuntimeError(f"{peer}: {library().peer_error(code).decode()}")
+        samples.append([*seconds])
+    return Seconds(*np.median(samples[1:], axis=0))  # the first warms up
+
+
+class TritonRates(NamedTuple):
+    """What the Triton kernel reached.
+
+    Attributes:
+      bandwidth: GB/s by (direction, block bytes), of the count asked for.
+      latency: seconds from call to data by (direction, count), of the block asked for.
+    """
+
+    bandwidth: dict[tuple[str, int], float]
+    latency: dict[tuple[str, int], float]
+
+
+def triton(
+    blocks: Sequence[int], count: int, *, small_block: int, small_counts: Sequence[int]
+) -> TritonRates | None:
+    """Runs bench/harness/triton_peer.py in a process of its own; None, and why, where it does not
+    run."""
+    request = {
+        "blocks": [*blocks], "count": count, "small_block": small_block,
+        "small_counts": [*small_counts],
+    }  # fmt: skip
+    command = [sys.executable, "-m", "bench.harness.triton_peer", json.dumps(request)]
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        last = ran.stderr.strip().splitlines()[-1:] or ["no message"]
+        print(f"{TRITON}: not measured: {last[0]}", flush=True)
+        return None
+    answer = json.loads(ran.stdout.splitlines()[-1])
+    return TritonRates(
+        *({(way, key): value for way, key, value in answer[part]} for part in TritonRates._fields)
+    )

@@ -1,0 +1,291 @@
+"""What a benchmark measured: rows, targets, and the JSON file that keeps them.
+
+A file says what was measured, on which commit and on what machine:
+
+    {commit, dirty, env, rows: [{case, metric, unit, value, roof, peers}],
+     targets: [{name, want: {op, value, unit}, got, met, bound}]}
+
+Roofs and peers are measured in the same run as the value that they stand beside.
+"""
+
+import argparse
+import dataclasses
+import json
+import operator
+import os
+import pathlib
+import re
+import subprocess
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent.parent
+RESULTS = REPOSITORY / "bench" / "results"
+# Evidence is written after the code that it measures, so it does not make that code "dirty".
+EVIDENCE = ("bench/results", "docs/plots", "docs/results.md", "docs/targets.md", "README.md")
+
+OPERATORS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measured figure.
+
+    Attributes:
+      case: what was run, e.g. "load page_first_direct kernel 64 KiB".
+      metric: what was measured, e.g. "bandwidth".
+      unit: unit of `value`, of the roof and of the peers, e.g. "GB/s" (1e9 bytes per second).
+      value: the figure.
+      roof: what the hardware allows: {"name", "value"}.
+      peers: the same work done in other ways, by name.
+    """
+
+    case: str
+    metric: str
+    unit: str
+    value: float
+    roof: dict[str, Any] | None = None
+    peers: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A figure that is wanted, and what was got; whether it is met follows from the two.
+
+    Attributes:
+      name: what is compared.
+      op: one of OPERATORS; `got op want` must hold.
+      want: the figure wanted.
+      unit: unit of both figures.
+      got: the figure measured, None if it could not be measured.
+      bound: what a copy at the roof of the same run would get; None where no roof says.
+    """
+
+    name: str
+    op: str
+    want: float
+    unit: str
+    got: float | None
+    bound: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.op not in OPERATORS:
+            raise ValueError(f"op {self.op!r} of target {self.name!r} is not one of {[*OPERATORS]}")
+
+    @property
+    def met(self) -> bool | None:
+        """None if there is no measurement."""
+        return self._holds(self.got)
+
+    @property
+    def beyond_roof(self) -> bool:
+        """Whether no copy can meet it, as not even one at the roof would."""
+        return self._holds(self.bound) is False
+
+    def _holds(self, value: float | None) -> bool | None:
+        return None if value is None else bool(OPERATORS[self.op](value, self.want))
+
+    def to_json(self) -> dict[str, Any]:
+        want = {"op": self.op, "value": self.want, "unit": self.unit}
+        return {
+            "name": self.name, "want": want, "got": self.got, "met": self.met, "bound": self.bound,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Target":
+        want = content["want"]
+        bound = content.get("bound")  # records before it have none
+        return cls(content["name"], want["op"], want["value"], want["unit"], content["got"], bound)
+
+
+class Results:
+    """Collects the rows and targets of one benchmark and saves them."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.rows: list[Row] = []
+        self.targets: list[Target] = []
+
+    def row(
+        self,
+        case: str,
+        metric: str,
+        unit: str,
+        value: float,
+        roof: tuple[str, float] | None = None,
+        peers: dict[str, float] | None = None,
+    ) -> Row:
+        named = {"name": roof[0], "value": roof[1]} if roof else None
+        self.rows.append(Row(case, metric, unit, value, named, peers or {}))
+        return self.rows[-1]
+
+    def target(
+        self,
+        name: str,
+        got: float | None,
+        op: str,
+        want: float,
+        unit: str,
+        bound: float | None = None,
+    ) -> Target:
+        self.targets.append(Target(name, op, want, unit, got, bound))
+        return self.targets[-1]
+
+    def to_json(self) -> dict[str, Any]:
+        from jaxkv._src.environment import report
+
+        commit, dirty = revision()
+        return {
+            "commit": commit,
+            "dirty": dirty,
+            "env": report.report(),
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "targets": [target.to_json() for target in self.targets],
+        }
+
+    def save(
+        self, out: str | os.PathLike[str] | None = None, root: pathlib.Path = RESULTS
+    ) -> pathlib.Path:
+        """Writes `<root>/<device>/<name>.json`, and the same below `out` if given.
+
+        Returns:
+          The path below `root`.
+        """
+        text = _one_line_each(self.to_json())
+        path = pathlib.PurePath(device_slug(), f"{self.name}.json")
+        for folder in [root] if out is None else [root, pathlib.Path(out)]:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+            print(f"wrote {folder / path}")
+        return root / path
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """One result file."""
+
+    device: str
+    name: str
+    commit: str | None
+    dirty: bool | None
+    env: dict[str, Any]
+    rows: list[Row]
+    targets: list[Target]
+
+    @property
+    def bench(self) -> str:
+        """The benchmark; some leave a file for each number of devices."""
+        return re.sub(r"_\d+$", "", self.name)
+
+    @property
+    def date(self) -> str:
+        return str(self.env.get("date", "no date"))[:10]
+
+    @property
+    def revision(self) -> str:
+        mark = {True: " + changes", False: "", None: " (unverified)"}[self.dirty]
+        return (self.commit[:9] if self.commit else "unknown commit") + mark
+
+    def rows_of(self, metric: str) -> list[Row]:
+        return [row for row in self.rows if row.metric == metric]
+
+
+def read(root: pathlib.Path = RESULTS) -> list[File]:
+    """All result files, sorted by device and name.
+
+    Raises:
+      ValueError: a file whose "met" does not follow from its "want" and "got".
+    """
+    return [_read_file(path) for path in sorted(root.glob("*/*.json"))]
+
+
+def _read_file(path: pathlib.Path) -> File:
+    content = json.loads(path.read_text())
+    targets = [Target.from_json(target) for target in content["targets"]]
+    for target, stored in zip(targets, content["targets"], strict=True):
+        if target.met != stored["met"]:
+            raise ValueError(
+                f"{path}: target {target.name!r} says met={stored['met']}, but its figures say "
+                f"{target.met}"
+            )
+    rows = [Row(**row) for row in content["rows"]]
+    return File(
+        path.parent.name,
+        path.stem,
+        content["commit"],
+        content["dirty"],
+        content["env"],
+        rows,
+        targets,
+    )
+
+
+def _one_line_each(content: dict[str, Any]) -> str:
+    """JSON with a line for each row and target: hundreds of them must stay readable."""
+    parts = []
+    for key, value in content.items():
+        if isinstance(value, list):
+            lines = ",".join(f"\n  {json.dumps(entry)}" for entry in value)
+            parts.append(f" {json.dumps(key)}: [{lines}\n ]")
+        else:
+            parts.append(f" {json.dumps(key)}: " + json.dumps(value, indent=1).replace("\n", "\n "))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def device_slug() -> str:
+    """The device kind as a folder name, e.g. "nvidia_h200"."""
+    import jax
+
+    return re.sub(r"\W+", "_", jax.local_devices()[0].device_kind).strip("_").lower()
+
+
+class Revision(NamedTuple):
+    commit: str | None
+    dirty: bool | None
+
+
+def revision(repository: pathlib.Path = REPOSITORY) -> Revision:
+    """The commit of the code that runs here, and whether files differ from it.
+
+    A machine that got a copy of the tree without its history takes both from the environment:
+    `JAXKV_COMMIT=$(git describe --always --dirty --abbrev=40 --exclude='*')`. Both are None if
+    neither source knows.
+    """
+    if told := os.environ.get("JAXKV_COMMIT"):
+        return Revision(told.removesuffix("-dirty"), told.endswith("-dirty"))
+    try:
+        commit = git("rev-parse", "HEAD", repository=repository)
+        others = [f":(exclude){path}" for path in EVIDENCE]
+        changed = git("status", "--porcelain", "--", ".", *others, repository=repository)
+    except (OSError, subprocess.CalledProcessError):
+        return Revision(None, None)
+    return Revision(commit, bool(changed))
+
+
+def git(*arguments: str, repository: pathlib.Path = REPOSITORY) -> str:
+    command = ["git", *arguments]
+    return subprocess.run(
+        command, cwd=repository, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def arguments(
+    description: str | None, argv: Sequence[str] | None, *, worlds: Sequence[int] = ()
+) -> argparse.Namespace:
+    """Parses what the benchmarks share: --out, --quick, and with `worlds` --devices."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
+    if worlds:
+        parser.add_argument(
+            "--devices", type=int, nargs="+", choices=worlds, default=worlds,
+            help="only with so many devices; without, all that the machine has",
+        )  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def worlds_here(flags: argparse.Namespace, devices: int) -> list[int]:
+    """Of the numbers of devices that --devices names those that there are; says which are not."""
+    for world in (world for world in flags.devices if world > devices):
+        print(f"not measured: {world} devices, of {devices}", flush=True)
+    return [world for world in flags.devices if world <= devices]

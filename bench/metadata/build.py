@@ -1,0 +1,274 @@
+"""Metadata built on the device, beside NumPy and device_put: `python -m bench.metadata.build`.
+
+- Each builder as a compiled program of its own, at four sizes of a batch: how many kernels it
+  launches and how long the GPU takes for them (from a profile), and the wall clock of a call.
+  The host's way, where there is one here: the wall clock until its arrays are on the device.
+- A decode step of 64 requests with all that its attention needs: alone (metadata there already),
+  with metadata built in the step, whose batch the step before left on the device, and with
+  metadata built on the host before the step. Each step ends with its tokens on the host, as in
+  an engine that does not schedule ahead. What a way adds to the step alone is its overhead.
+"""
+
+import dataclasses
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.harness import profiler
+from bench.harness.records import Results, arguments
+from bench.metadata import host_baseline
+from jaxkv import metadata
+from jaxkv.metadata import BatchMetadata
+
+BLOCK_SIZE = 16
+MAX_BLOCKS = 256
+SHARED_BLOCKS = 16
+NUM_BLOCKS = 65536  # of the cache
+TREE = metadata.tree.tree_attn_bias([(0,), (0, 0), (0, 1), (1,), (1, 0)])
+CHUNK = 1024  # of local attention
+SIZES = ((64, 64), (256, 256), (256, 8192), (1024, 16384))
+TARGET_SIZE = (256, 8192)
+WANTED_US = 50
+STEP_REQUESTS = 64
+WANTED_SHARE = 0.2
+
+STEP = f"decode step of {STEP_REQUESTS} requests"
+UNTIL_THERE, KERNELS, GPU_TIME = "until it is there", "kernels", "GPU time"
+HOST_WAY = "NumPy, then device_put"
+
+
+def make_batch(num_reqs: int, num_tokens: int) -> BatchMetadata:
+    """A full batch on the host: half the rows decode, the others share the rest of the tokens.
+
+    Contexts begin with the same blocks and otherwise have blocks of their own, as many as the cache
+    has room for.
+    """
+    rng = np.random.default_rng(0)
+    query = np.ones(num_reqs, np.int64)
+    rest = num_tokens - num_reqs
+    query[num_reqs // 2 :] += rest // (num_reqs - num_reqs // 2)
+    capacity = min(MAX_BLOCKS, SHARED_BLOCKS + (NUM_BLOCKS - SHARED_BLOCKS - 1) // num_reqs)
+    computed = rng.integers(0, capacity * BLOCK_SIZE - query + 1)
+    blocks = rng.permutation(np.arange(1, NUM_BLOCKS))
+    table = np.zeros((num_reqs, capacity), np.int64)
+    table[:, :SHARED_BLOCKS] = blocks[:SHARED_BLOCKS]
+    own = blocks[SHARED_BLOCKS:][: num_reqs * (capacity - SHARED_BLOCKS)]
+    table[:, SHARED_BLOCKS:] = own.reshape(num_reqs, -1)
+    return BatchMetadata.from_host(
+        query,
+        query + computed,
+        table,
+        max_num_reqs=num_reqs,
+        max_num_tokens=num_tokens,
+        max_blocks=MAX_BLOCKS,
+        block_size=BLOCK_SIZE,
+    )
+
+
+class Builder(NamedTuple):
+    """A builder, and the host's way to the same where it is written here."""
+
+    build: Callable[[BatchMetadata], Any]
+    on_host: Callable[[BatchMetadata], Any] | None = None
+
+
+def tokens(batch: BatchMetadata) -> Any:
+    """Positions, rows and slots of all query tokens."""
+    positions = metadata.token_positions(batch)
+    rows = metadata.token_to_request(batch.query_start_loc, batch.max_num_tokens)
+    return positions, rows, metadata.slot_mapping(batch, positions)
+
+
+BUILDERS = {
+    "tokens": Builder(tokens, host_baseline.tokens),
+    "flashinfer": Builder(metadata.flashinfer.build, host_baseline.flashinfer),
+    "ragged_paged": Builder(metadata.ragged_paged.build, host_baseline.ragged_paged),
+    "flashinfer, dense": Builder(metadata.flashinfer.build_dense),
+    "triton": Builder(
+        functools.partial(metadata.triton.build, num_q_heads=32, num_kv_heads=8, head_dim=128)
+    ),
+    "turboquant": Builder(metadata.turboquant.build),
+    "flex": Builder(functools.partial(metadata.flex.build, num_blocks=NUM_BLOCKS)),
+    "mamba2, align": Builder(
+        lambda batch: metadata.mamba.build(
+            batch, is_prefilling=batch.query_lens > 1, mode="align", chunk_size=256
+        )
+    ),
+    "tree": Builder(functools.partial(metadata.tree.build, bias=TREE)),
+    "cascade": Builder(functools.partial(metadata.cascade_metadata, num_common_blocks=16)),
+    "fast_prefill": Builder(
+        lambda batch: metadata.fast_prefill(batch, metadata.logits_indices(batch), batch.num_reqs)
+    ),
+    "local_attention": Builder(
+        functools.partial(metadata.local_attention_batches, chunk_size=CHUNK),
+        functools.partial(host_baseline.local_attention, chunk=CHUNK),
+    ),
+}
+
+
+def until_ready(call: Callable[[], Any], repeats: int) -> float:
+    """Median seconds of a call until its results are there, the device being idle before."""
+    jax.block_until_ready(call())
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
+def measure_builders(results: Results, quick: bool) -> None:
+    for size in SIZES[:1] if quick else SIZES:
+        on_host = make_batch(*size)
+        batch = jax.device_put(on_host)
+        for name, builder in BUILDERS.items():
+            build = functools.partial(jax.jit(builder.build), batch)
+            ours = until_ready(build, repeats=20) * 1e6
+            peers = {}
+            if host := builder.on_host:
+                way = functools.partial(_put, host, on_host)
+                peers[HOST_WAY] = until_ready(way, repeats=20) * 1e6
+            case = f"{name}, {_text(size)}"
+            results.row(case, UNTIL_THERE, "us", ours, None, peers)
+            ran = profiler.profile(build)
+            if ran:
+                results.row(case, KERNELS, "kernels", ran.number)
+                results.row(case, GPU_TIME, "us", ran.busy * 1e6)
+                results.row(case, "GPU time with gaps, profiled", "us", ran.span * 1e6)
+            if ran and size == TARGET_SIZE:
+                results.target(f"{case}: GPU time", ran.busy * 1e6, "<=", WANTED_US, "us")
+            told = f"{ran.number} kernels, {ran.busy * 1e6:.1f} us" if ran else "no GPU"
+            print(f"{case:48} {ours:8.1f} us  [{told}; {peers}]", flush=True)
+
+
+def _text(size: tuple[int, int]) -> str:
+    return f"{size[0]} rows, {size[1]} tokens"
+
+
+def is_main(case: str) -> bool:
+    """Whether a row belongs into a summary: of the size with targets, or of a step."""
+    return case.endswith(f", {_text(TARGET_SIZE)}") or case.startswith(STEP)
+
+
+def _put(way: Callable[[BatchMetadata], Any], batch: BatchMetadata) -> Any:
+    return jax.device_put(way(batch))
+
+
+# --------------------------------------------------------------------------------------------------
+# A decode step
+
+
+class Model(NamedTuple):
+    """Weights of a decode step, and its activations."""
+
+    weights: list[Any]
+    x: Any
+
+
+def make_model() -> Model:
+    width, layers = (4096, 16) if jax.default_backend() == "gpu" else (256, 2)
+    keys = jax.random.split(jax.random.key(0), layers + 1)
+    weights = [jax.random.normal(key, (width, width), jnp.bfloat16) / 64 for key in keys[1:]]
+    return Model(weights, jax.random.normal(keys[0], (STEP_REQUESTS, width), jnp.bfloat16))
+
+
+def compute(model: Model, attention: Any) -> Any:
+    """Tokens, int32[STEP_REQUESTS], of a step that reads all of its metadata once."""
+    read = jax.lax.optimization_barrier(jax.tree.leaves(attention))
+    x = model.x + sum(jnp.sum(leaf).astype(jnp.bfloat16) for leaf in read)
+    for weight in model.weights:
+        x = jnp.tanh(x @ weight)
+    return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+
+def on_device(batch: BatchMetadata) -> Any:
+    """Everything that the attention of a step needs."""
+    positions, _, slots = tokens(batch)
+    return positions, slots, metadata.flashinfer.build(batch)
+
+
+def on_host(batch: BatchMetadata) -> Any:
+    made = host_baseline.tokens(batch)
+    return made["positions"], made["slot_mapping"], host_baseline.flashinfer(batch)
+
+
+@jax.jit
+def step_alone(model: Model, attention: Any) -> Any:
+    return compute(model, attention)
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def step_with_build(model: Model, batch: BatchMetadata) -> tuple[Any, BatchMetadata]:
+    """Also the batch of the next step: one token more in each row."""
+    tokens = compute(model, on_device(batch))
+    return tokens, dataclasses.replace(batch, seq_lens=batch.seq_lens + 1)
+
+
+def measure_step(results: Results, quick: bool) -> None:
+    """Wall clock of a step in each way; rounds alternate, so that clocks meet all of them."""
+    model = make_model()
+    steps, rounds = (5, 2) if quick else (50, 9)
+    first = make_batch(STEP_REQUESTS, STEP_REQUESTS)
+    room = MAX_BLOCKS * BLOCK_SIZE - steps
+    first = dataclasses.replace(first, seq_lens=np.minimum(first.seq_lens, room))
+
+    def alone(attention: Any) -> Any:
+        np.asarray(step_alone(model, attention))
+        return attention
+
+    def built_in_step(batch: Any) -> Any:
+        tokens, batch = step_with_build(model, batch)
+        np.asarray(tokens)
+        return batch
+
+    def built_on_host(batch: Any) -> Any:
+        np.asarray(step_alone(model, jax.device_put(on_host(batch))))
+        return dataclasses.replace(batch, seq_lens=batch.seq_lens + 1)
+
+    ways: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
+        "alone": (alone, lambda: jax.device_put(on_host(first))),
+        "metadata built in the step": (built_in_step, lambda: jax.device_put(first)),
+        "metadata built on the host": (built_on_host, lambda: first),
+    }
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(1 + rounds):
+        for name, (way, begin) in ways.items():
+            state = jax.block_until_ready(begin())
+            start = time.perf_counter()
+            for _ in range(steps):
+                state = way(state)
+            if turn:
+                samples[name].append((time.perf_counter() - start) / steps)
+    us = {name: statistics.median(values) * 1e6 for name, values in samples.items()}
+    for name, value in us.items():
+        results.row(f"{STEP}, {name}", UNTIL_THERE, "us", value)
+        print(f"{STEP}, {name:32} {value:8.1f} us", flush=True)
+    ours, theirs = (us[name] - us["alone"] for name in list(ways)[1:])
+    if jax.default_backend() == "gpu":
+        results.target(
+            f"{STEP}: what metadata adds",
+            ours / theirs,
+            "<=",
+            WANTED_SHARE,
+            "of what the host's way adds",
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = arguments(__doc__, argv)
+    results = Results("metadata")
+    measure_builders(results, flags.quick)
+    measure_step(results, flags.quick)
+    results.save(flags.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""What saving recurrent states costs a step: `python -m bench.recurrent.align`.
+
+The call alone, on states of two hybrid models: when no row of the batch reaches a block boundary,
+which is nearly every step, and when all do. Calls are chained within one program, so a call's time
+is the GPU's and nobody's dispatch. Then whole steps, in four ways: see recurrent_steps.py.
+"""
+
+import functools
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from bench.harness import peak_bandwidth, timestamps
+from bench.harness.records import Results, arguments
+from bench.recurrent import steps
+from bench.recurrent.hybrid_models import DRAFTS, MAX_BYTES, MODELS, Model, scrambled
+from jaxkv import StateKind
+from jaxkv.metadata import BatchMetadata
+
+COLUMNS = 3  # the boundary's block, the running state's, and that of the accepted draft
+IDLE_CALLS = 64
+IDLE_WANTED_US, SHARE_WANTED = 5.0, 0.8
+
+
+class Case:
+    """A batch whose rows all reach a boundary, or none, and states for it."""
+
+    def __init__(self, model: Model, batch: int, conv: StateKind, *, crosses: bool):
+        num_blocks = 1 + COLUMNS * (batch if crosses else 1)
+        shapes = model.shapes(conv)
+        per_layer = num_blocks * sum(2 * math.prod(shape) for shape in shapes.values())
+        fitting = MAX_BYTES[jax.default_backend()] // per_layer
+        self.layers = max(1, min(model.layers, fitting))
+        self.kinds = list(shapes)
+        self.states = [
+            [scrambled((num_blocks, *shape)) for shape in shapes.values()]
+            for _ in range(self.layers)
+        ]
+        # One token before the boundary if nothing more is accepted; or nowhere near it.
+        certain = model.block_size - 1 if crosses else model.block_size // 2
+        ids = np.random.default_rng(0).permutation(num_blocks - 1)[: COLUMNS * batch] + 1
+        self.table = np.resize(ids, (batch, COLUMNS))
+        self.batch = BatchMetadata.from_host(
+            [1 + DRAFTS] * batch,
+            [certain + DRAFTS] * batch,
+            self.table,
+            max_num_reqs=batch,
+            max_num_tokens=batch * (1 + DRAFTS),
+            max_blocks=COLUMNS,
+            block_size=model.block_size,
+        )
+        self.batch = jax.tree.map(jnp.asarray, self.batch)
+        self.bytes = batch * self.layers * model.moved_bytes(bias=1) if crosses else 0
+        self.calls = 2 if crosses else IDLE_CALLS
+
+    def seconds(self) -> float:
+        """Of one call; the GPU's, or on a machine without one the host's."""
+        rows = self.batch.max_num_reqs
+        drafts = jnp.full(rows, DRAFTS, jnp.int32)
+        accepted = jnp.full(rows, 2, jnp.int32)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def program(state: Any, batch: Any, drafts: Any) -> Any:
+            states, counts = state
+            counts = timestamps.stamp(counts, 0)
+            for _ in range(self.calls):
+                states, counts = jaxkv.align_postprocess(
+                    states, batch, counts, kinds=[self.kinds] * self.layers, num_drafts=drafts
+                )
+            return states, timestamps.stamp(counts, 1)
+
+        timed, (self.states, _) = timestamps.measure(
+            lambda state: program(state, self.batch, drafts), (self.states, accepted)
+        )
+        self.check()
+        span = timed.handlers if math.isnan(timed.gpu) else timed.gpu
+        return span / self.calls
+
+    def check(self) -> None:
+        """Raises AssertionError if a boundary's block does not hold the state that it should."""
+        jaxkv.check_errors(self.states)
+        temporal = self.states[-1][1]
+        saved, source = temporal[self.table[-1, 0]], temporal[self.table[-1, 2]]
+        if bool((saved == source).all()) is not (self.bytes > 0):
+            raise AssertionError("the copies are wrong")
+
+
+def idle(results: Results, model: Model, batch: int) -> None:
+    """No row reaches a boundary."""
+    case = Case(model, batch, StateKind.CONV_SD, crosses=False)
+    name = f"{model.name}, {case.layers} layers, batch {batch}: nothing crosses"
+    microseconds = case.seconds() * 1e6
+    results.row(name, "time of a call", "us", microseconds)
+    print(f"{name}: {microseconds:.2f} us")
+    if batch == 1024 and jax.default_backend() == "gpu":
+        results.target(name, microseconds, "<=", IDLE_WANTED_US, "us")
+
+
+def crossing(results: Results, model: Model, batch: int, conv: StateKind) -> None:
+    """All rows reach a boundary."""
+    case = Case(model, batch, conv, crosses=True)
+    name = f"{model.name}, {case.layers} layers, {conv.name}, batch {batch}: all cross"
+    seconds = case.seconds()
+    rate = case.bytes / seconds / 1e9
+    limit = peak_bandwidth.device_copy()
+    results.row(name, "time of a call", "us", seconds * 1e6)
+    results.row(name, "bytes copied a second", "GB/s", rate, roof=limit)
+    print(f"{name}: {seconds * 1e6:.1f} us, {rate:.0f} GB/s, {rate / limit[1]:.2f} of {limit[0]}")
+    if batch == 1024 and jax.default_backend() == "gpu":
+        results.target(name, rate / limit[1], ">=", SHARE_WANTED, "of the rate of a device copy")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = arguments(__doc__, argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    results = Results("recurrent")
+    small = flags.quick or jax.default_backend() == "cpu"
+    for model in MODELS:
+        for batch in (1,) if small else (1, 16, 64, 1024):
+            idle(results, model, batch)
+            for conv in (StateKind.CONV_SD, StateKind.CONV_DS):
+                crossing(results, model, batch, conv)
+    steps.measure(results, quick=small)
+    results.save(flags.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

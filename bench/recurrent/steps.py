@@ -1,0 +1,332 @@
+"""Steps with drafts of a hybrid model, in four ways to save its states.
+
+What upstream did, `blocking`: every step the host waits for the accepted counts, decides, and
+issues the copies that are due. `predicate` (vLLM PR 42574): a step for which the host can prove
+that no copy is due skips all that, and its counts come later. `fused` (vLLM PR 40172): the step
+program saves the states itself, always; the counts come later. `combined`: the host chooses between
+that program and one without the saving.
+
+The model is a chain of products, so long that the host's part of a step is half the GPU's at batch
+16; a step's states are really moved and saved, in all layers. Contexts are spread evenly between
+two block boundaries, so that as many rows cross one as in a long run. Rows that can't in a round
+share one block: nothing reads or writes their states. All ways run the same programs on the same
+acceptances (on average 3 tokens, as upstream), must leave the same states, and take turns. Where
+two ways are nearly alike, what tells them apart is the median of the ratios of their rounds, and
+the error of that says how well.
+"""
+
+import functools
+import gc
+import random
+import statistics
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from bench.harness import timing
+from bench.harness.records import Results
+from bench.recurrent.hybrid_models import DRAFTS, MAX_BYTES, MODELS, Model, scrambled
+from jaxkv import StateKind
+from jaxkv.metadata import BatchMetadata
+
+BLOCKING, PREDICATE, FUSED, COMBINED = "blocking", "predicate", "fused", "combined"
+WAYS = (BLOCKING, PREDICATE, FUSED, COMBINED)
+ALONE = "the GPU part alone"
+KINDS = (StateKind.CONV_SD, StateKind.TEMPORAL)
+ACCEPTED = (1, 2, 2, 3, 3, 3, 4, 4, 4, 4)  # drawn from
+QUERY = 1 + DRAFTS
+COLUMNS = 3 + DRAFTS  # an unused one, two that contexts lie in, and those for drafts
+CALIBRATION_BATCH, HOST_SHARE = 16, 0.5
+WANTED = 0.87
+MIN_ROUNDS = 7
+
+
+class Rest(NamedTuple):
+    """What goes from step to step beside the states.
+
+    Attributes:
+      batch: of the step to come.
+      counts: int32[B], accepted by the last step, as its states lie.
+      columns: int32[B], of the running states.
+      number: int32[], of the step to come.
+    """
+
+    batch: BatchMetadata
+    counts: Any
+    columns: Any
+    number: Any
+
+
+def compute(x: Any, weight: Any, products: int) -> Any:
+    """The stand-in for the model; a loop, whose length XLA knows, compiles fast."""
+    return jax.lax.fori_loop(0, products, lambda _, y: jnp.tanh(y @ weight), x)
+
+
+@functools.partial(jax.jit, static_argnames=("products", "saves"), donate_argnames="states")
+def step(
+    states: Any, rest: Rest, weight: Any, ids: Any, *, products: int, saves: bool
+) -> tuple[Any, Rest, Any, jaxkv.DeferredCounts]:
+    """Also returns int32[B] accepted tokens, and the same on their way to the host."""
+    batch, kinds = rest.batch, [KINDS] * len(states)
+    drafts = jnp.full(ids.shape, DRAFTS, jnp.int32)
+    states, _, columns = jaxkv.align_preprocess(
+        states, batch, rest.counts, kinds=kinds, state_idx=rest.columns
+    )
+    x = jnp.ones((batch.max_num_tokens, weight.shape[0]), weight.dtype)
+    x = compute(x * (rest.number % 2 + 1).astype(weight.dtype), weight, products)
+    mixed = (ids * 7919 + rest.number * 104729) % 7907  # the same in every way and round
+    never = (x[::QUERY, 0] > 2).astype(jnp.int32)
+    sampled = jnp.asarray(ACCEPTED, jnp.int32)[(mixed + never) % len(ACCEPTED)]
+    counts = sampled
+    if saves:
+        states, counts = jaxkv.align_postprocess(
+            states, batch, sampled, kinds=kinds, num_drafts=drafts
+        )
+    deferred = jaxkv.DeferredCounts.start(sampled, step=rest.number, request_ids=ids)
+    query_lens = jnp.full(ids.shape, QUERY, jnp.int32)
+    batch = jaxkv.advance(batch, sampled, num_drafts=drafts, next_query_lens=query_lens)
+    return states, Rest(batch, counts, columns, rest.number + 1), sampled, deferred
+
+
+@functools.partial(jax.jit, donate_argnames="states")
+def save(states: Any, batch: BatchMetadata, sampled: Any) -> tuple[Any, Any]:
+    """What `step` does where it saves, as a program of its own."""
+    kinds, drafts = [KINDS] * len(states), jnp.full(sampled.shape, DRAFTS, jnp.int32)
+    return jaxkv.align_postprocess(states, batch, sampled, kinds=kinds, num_drafts=drafts)
+
+
+@jax.jit
+def fingerprint(states: Any) -> Any:
+    """uint32, which tells apart states and where they lie."""
+
+    def mixed(state: Any) -> Any:
+        index = jax.lax.iota(jnp.uint32, state.size).reshape(state.shape)
+        weights = (index * jnp.uint32(2654435761)) >> 16
+        return jnp.sum(state.astype(jnp.uint32) * weights, dtype=jnp.uint32)
+
+    return sum(mixed(state) for state in states)
+
+
+class Scheduler:
+    """The host's part of a step: what an engine does for every request, and for every layer."""
+
+    def __init__(self, model: Model, computed: np.ndarray):
+        self.model, self.computed = model, computed.copy()
+        self.requests = [{"tokens": int(n), "blocks": 0, "done": False} for n in computed]
+        self.metadata: list[dict[str, Any]] = []
+
+    def take(self, counts: np.ndarray) -> None:
+        """Books what a step accepted, and prepares what every layer is told of the next."""
+        block_size = self.model.block_size
+        self.computed += counts
+        for request, count in zip(self.requests, counts.tolist(), strict=True):
+            request["tokens"] += count
+            request["blocks"] = -(-(request["tokens"] + QUERY) // block_size)
+            request["done"] = request["tokens"] >= 1 << 20
+        lens = self.computed + QUERY
+        self.metadata = [
+            {"seq_lens": lens.copy(), "longest": int(lens.max()), "columns": lens // block_size}
+            for _ in range(self.model.layers)
+        ]
+
+    def can_skip(self, in_flight: int) -> bool:
+        """Of the step to come; those in flight accept 1 to QUERY tokens each, not yet known."""
+        slack, rows = DRAFTS * in_flight, np.ones_like(self.computed)
+        return jaxkv.can_skip_align_postprocess(
+            self.computed + in_flight,
+            (QUERY + slack) * rows,
+            (DRAFTS + slack) * rows,
+            self.model.block_size,
+        )
+
+    def due(self, counts: np.ndarray) -> bool:
+        """Whether the step that accepted these ended in another block than it certainly would."""
+        block_size = self.model.block_size
+        return bool(((self.computed + counts) // block_size * block_size > self.computed).any())
+
+
+class Case:
+    """A batch of a model, and its states."""
+
+    def __init__(self, model: Model, batch: int, steps: int, weight: Any, products: int):
+        self.model, self.steps, self.weight, self.products = model, steps, weight, products
+        size, device = model.block_size, jax.devices()[0]
+        self.computed = size + 1 + (2 * np.arange(batch) + 1) * (size - 1) // (2 * batch)
+        near = np.flatnonzero(self.computed + (steps + 1) * QUERY >= 2 * size)
+        table = np.ones((batch, COLUMNS), np.int32)  # block 1 is everyone's
+        self.num_blocks = 2 + 2 * len(near)
+        table[near, 1:3] = 2 + np.arange(2 * len(near)).reshape(-1, 2)
+        self.shapes = [(self.num_blocks, *shape) for shape in model.shapes(KINDS[0]).values()]
+        per_layer = sum(2 * int(np.prod(shape)) for shape in self.shapes)
+        most = MAX_BYTES[jax.default_backend()] // per_layer
+        self.layers = max(1, min(model.layers, most))
+        self.ids = np.arange(batch, dtype=np.int32)
+        self.ids_there = jax.device_put(self.ids, device)
+        first = BatchMetadata.from_host(
+            [QUERY] * batch,
+            self.computed + QUERY,
+            table,
+            max_num_reqs=batch,
+            max_num_tokens=batch * QUERY,
+            max_blocks=COLUMNS,
+            block_size=size,
+        )
+        ones = np.ones(batch, np.int32)
+        self.first = jax.device_put(Rest(first, ones, ones, np.int32(0)), device)
+        self.refill()
+
+    def refill(self) -> None:
+        """States as no step has touched them; placed as steps leave them, or they compile twice."""
+        device = jax.devices()[0]
+        self.states: Any = None
+        self.states = [
+            tuple(jax.device_put(scrambled(shape), device) for shape in self.shapes)
+            for _ in range(self.layers)
+        ]
+
+    def round(self, way: str) -> Scheduler:
+        """All steps once."""
+        host, rest = Scheduler(self.model, self.computed), self.first
+        flying: deque[tuple[int, jaxkv.DeferredCounts]] = deque()
+
+        def land() -> None:
+            number, deferred = flying.popleft()
+            host.take(deferred.read(step=number, request_ids=self.ids))
+
+        for number in range(self.steps):
+            if len(flying) == 2:
+                land()
+            skips = way in (PREDICATE, COMBINED) and host.can_skip(len(flying))
+            waits = way == BLOCKING or (way == PREDICATE and not skips)
+            saves = way == FUSED or (way == COMBINED and not skips)
+            batch = rest.batch
+            rest, sampled, deferred = self.issue(rest, saves=saves)
+            if not waits:
+                flying.append((number, deferred))
+                continue
+            counts = np.asarray(sampled)
+            while flying:
+                land()
+            if host.due(counts):
+                self.states, after = save(self.states, batch, sampled)
+                rest = rest._replace(counts=after)
+            host.take(counts)
+        while flying:
+            land()
+        return host
+
+    def issue(self, rest: Rest, *, saves: bool) -> tuple[Rest, Any, jaxkv.DeferredCounts]:
+        self.states, rest, sampled, deferred = step(
+            self.states, rest, self.weight, self.ids_there, products=self.products, saves=saves
+        )
+        return rest, sampled, deferred
+
+    def alone(self) -> None:
+        """The steps without anything on the host."""
+        rest = self.first
+        for _ in range(self.steps):
+            rest, *_ = self.issue(rest, saves=False)
+
+    def check(self) -> int:
+        """Compiles, and raises AssertionError if not all ways leave the same; tokens of a round."""
+        found = {}
+        for way in WAYS:
+            self.refill()
+            host = self.round(way)
+            jaxkv.check_errors(self.states)
+            found[way] = int(fingerprint(self.states[-1])), host.computed.tobytes()
+        if len(set(found.values())) > 1:
+            raise AssertionError(f"the ways differ: {found}")
+        save(self.states, self.first.batch, self.first.counts)  # compiled, if it was never due
+        self.refill()
+        return int((host.computed - self.computed).sum())
+
+    def samples(self, budget: float) -> dict[str, list[float]]:
+        """Seconds of a step in each way, round by round, for about `budget` seconds.
+
+        In each round the ways take turns in another order: how hot a GPU is, and so how fast,
+        depends on what ran before.
+        """
+        taken: dict[str, list[float]] = {way: [] for way in (*WAYS, ALONE)}
+        begin = time.perf_counter()
+        ways, shuffle = list(taken), random.Random(0).shuffle
+        while len(taken[ALONE]) < MIN_ROUNDS or time.perf_counter() - begin < budget:
+            shuffle(ways)
+            for way in ways:
+                taken[way].append(self.seconds(way))
+        return taken
+
+    def seconds(self, way: str) -> float:
+        """Of a step, in one round."""
+        jax.block_until_ready(self.states)
+        start = time.perf_counter()
+        if way == ALONE:
+            self.alone()
+        else:
+            self.round(way)
+        jax.block_until_ready(self.states)
+        return (time.perf_counter() - start) / self.steps
+
+
+def calibrate(results: Results, model: Model, weight: Any, steps: int) -> int:
+    """Products of a step, so that the host's part has its share at batch CALIBRATION_BATCH.
+
+    The host's part is all that it does for a step, dispatch too: as long as a step takes whose GPU
+    part is next to nothing.
+    """
+    case = Case(model, CALIBRATION_BATCH, steps, weight, products=1)
+    case.check()
+    of_host = statistics.median(case.seconds(COMBINED) for _ in range(3))
+    results.row(f"{model.name}, batch {CALIBRATION_BATCH}", "host part", "ms", of_host * 1e3)
+    chain = jax.jit(compute, static_argnames="products")
+    x = jnp.ones((CALIBRATION_BATCH * QUERY, weight.shape[0]), weight.dtype)
+    seconds, _ = timing.seconds_per_call(
+        lambda x: chain(x, weight, products=100), x, calls=3, repeats=3
+    )
+    return max(1, round(of_host / HOST_SHARE / (seconds / 100)))
+
+
+def measure(results: Results, *, quick: bool) -> None:
+    """All models and batches."""
+    on_gpu = jax.default_backend() == "gpu"
+    width = 8192 if on_gpu else 256
+    weight = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16) * width**-0.5
+    for model in MODELS[1:] if quick else MODELS:
+        products = calibrate(results, model, weight, 6 if quick else 48)
+        for batch in (1, 16) if quick else (1, 16, 64, 512, 1024):
+            steps = 6 if quick else max(10, min(48, 1024 // batch))
+            case = Case(model, batch, steps, weight, products)
+            tokens = case.check() / steps  # of a step
+            gc.collect()
+            gc.disable()  # a collection within a round would be one way's bad luck
+            samples = case.samples(budget=0 if quick else 5)
+            gc.enable()
+            seconds = {way: statistics.median(taken) for way, taken in samples.items()}
+            name = f"{model.name}, {case.layers} layers, batch {batch}"
+            alone = (ALONE, seconds[ALONE] * 1e3)
+            for way in WAYS:
+                results.row(f"{name}: {way}", "step", "ms", seconds[way] * 1e3, alone)
+                results.row(f"{name}: {way}", "tokens", "tokens/s", tokens / seconds[way])
+            told = ", ".join(f"{way} {value * 1e3:.3f}" for way, value in seconds.items())
+            print(f"{name}, ms a step: {told}", flush=True)
+            if on_gpu:
+                record_targets(results, name, batch, samples)
+            del case
+
+
+def record_targets(
+    results: Results, name: str, batch: int, samples: dict[str, list[float]]
+) -> None:
+    if batch == CALIBRATION_BATCH:
+        got, _ = timing.ratio(samples[COMBINED], samples[BLOCKING])
+        results.target(f"{name}: a step, combined against blocking", got, "<=", WANTED, "x")
+    better = min(PREDICATE, FUSED, key=lambda way: statistics.median(samples[way]))
+    got, error = timing.ratio(samples[COMBINED], samples[better])
+    case = f"{name}: a step, combined against {better}, the better of the two"
+    results.row(f"{case}: twice the standard error", "of a ratio", "x", 2 * error)
+    results.target(f"{case}, to within the error", got, "<=", 1 + 2 * error, "x")

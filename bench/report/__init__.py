@@ -1,0 +1,1 @@
+"""Tables and plots of the documentation, made of records."""

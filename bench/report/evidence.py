@@ -1,0 +1,117 @@
+"""Lists what was wanted and what was measured, and writes both into the documentation.
+
+`python -m bench.report.evidence` reads every `bench/results/<device>/<name>.json`, prints each
+target with
+the age of its measurement, and regenerates the plots and the parts of DOCUMENTS that stand between
+
+    <!-- generated: NAME -->
+    <!-- end -->
+
+with the table of that name in `bench.report.tables`. `--check` writes nothing, and fails if a text
+is out
+of date; plots are not compared, as every matplotlib draws a little differently.
+"""
+
+import argparse
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from bench.harness.records import REPOSITORY, File, git, read
+from bench.report import plots
+from bench.report.tables import TABLES, drawn_rows, figures, plot_name, verdict
+
+DOCUMENTS = [REPOSITORY / name for name in ("README.md", "docs/results.md", "docs/targets.md")]
+PLOTS = REPOSITORY / "docs" / "plots"
+MEASURED_CODE = ("jaxkv", "cuda")
+MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def age(file: File, repository: pathlib.Path = REPOSITORY) -> str:
+    """How many commits have touched the measured code since the measurement."""
+    if file.commit is None:
+        return "unknown commit"
+    try:
+        commits = git(
+            "rev-list", "--count", f"{file.commit}..HEAD", "--", *MEASURED_CODE,
+            repository=repository,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return "commit not in this history"
+    return "current" if commits == "0" else f"{commits} commits behind"
+
+
+def regenerate(text: str, files: Sequence[File]) -> str:
+    """A text with every marked part replaced by its table.
+
+    Raises:
+      ValueError: a marked part whose name is not in TABLES, or that does not end.
+    """
+    opened = text.count("<!-- generated:")
+    if opened != len(MARKED.findall(text)):
+        raise ValueError("a part begins with <!-- generated: NAME --> but has no <!-- end -->")
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in TABLES:
+            raise ValueError(f"no table is called {name!r}; there are {', '.join(TABLES)}")
+        return match[1] + TABLES[name](files) + match[3]
+
+    return MARKED.sub(replace, text)
+
+
+def draw(files: Sequence[File], folder: pathlib.Path = PLOTS) -> list[pathlib.Path]:
+    """Draws what can be drawn; nothing without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("plots not drawn: matplotlib is not installed")
+        return []
+    matplotlib.rcParams["svg.hashsalt"] = "jaxkv"  # the same figures must give the same file
+    drawn = []
+    for (bench, device), rows in drawn_rows(files).items():
+        drawn.append(folder / plot_name(bench, device))
+        folder.mkdir(parents=True, exist_ok=True)
+        plots.FIGURES[bench].figure(rows).savefig(drawn[-1], metadata={"Date": None})
+    return drawn
+
+
+def listing(files: Sequence[File]) -> str:
+    lines = []
+    for file in files:
+        lines.append(f"{file.device}/{file.name}: {file.revision}, {file.date}, {age(file)}")
+        for target in file.targets:
+            want, got = figures(target)
+            lines.append(f"  {verdict(target):12} {target.name}: wanted {want}, got {got}")
+    return "\n".join(lines) or "no result files"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, compare only")
+    flags = parser.parse_args(argv)
+    files = read()
+    print(listing(files))
+    files = [file for file in files if file.device != "cpu"]  # not committed: no GPU, no claim
+    stale = False
+    for path in DOCUMENTS:
+        before = path.read_text()
+        after = regenerate(before, files)
+        if flags.check and after != before:
+            stale = True
+            print(f"{path.name} is out of date: run python -m bench.report.evidence")
+        elif not flags.check:
+            path.write_text(after)
+    if flags.check:
+        return int(stale)
+    for path in draw(files):
+        print(f"drew {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

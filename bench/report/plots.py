@@ -1,0 +1,132 @@
+"""Figures from the rows of result files; `python -m bench.report.evidence` writes them to
+docs/plots."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bench.collectives import all_reduce
+from bench.harness.records import Row
+from bench.transfer import bandwidth, overlap
+from bench.transfer.blocks import DIRECTIONS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# A ladder of block sizes is drawn over its logarithm, so each size has its own tick.
+OURS = {"marker": "o", "linewidth": 2}
+THEIRS = {"marker": "x", "linewidth": 1, "linestyle": "--"}
+ROOF = {"color": "black", "linestyle": ":"}
+
+
+def transfer_figure(rows: Sequence[Row]) -> "Figure":
+    """GB/s over the size of a block, one panel a direction; the roof is dotted."""
+    from matplotlib.figure import Figure
+
+    points = bandwidth.main_points(rows)
+    drawn = Figure(figsize=(11, 4.5), layout="constrained")
+    panels = drawn.subplots(1, len(DIRECTIONS), sharey=True)
+    for panel, direction in zip(panels, DIRECTIONS, strict=True):
+        here = {point: row for point, row in points.items() if point.direction == direction}
+        for name, line in _lines(here).items():
+            style: dict[str, Any] = THEIRS if name not in bandwidth.NAMES else OURS
+            panel.plot([*line], [*line.values()], label=name, **style)
+        roofs = {row.roof["value"] for row in here.values() if row.roof}
+        for value in roofs:
+            panel.axhline(value, **ROOF)
+        sizes = sorted({point.block_bytes for point in here})
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, [bandwidth.size_text(s) for s in sizes], rotation=45, minor=False)
+        panel.set(title=direction, xlabel="size of a scattered block", ylim=(0, None))
+    panels[0].set_ylabel("GB/s; dotted: one contiguous copy")
+    drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return drawn
+
+
+def _lines(points: dict[bandwidth.Point, Row]) -> dict[str, dict[int, float]]:
+    """{name: {block bytes: GB/s}}, ours with the SMs that they take by themselves, then peers."""
+    ours: dict[str, dict[int, float]] = {}
+    theirs: dict[str, dict[int, float]] = {}
+    for point, row in points.items():
+        ours.setdefault(point.name, {}).setdefault(point.block_bytes, row.value)
+        for name, value in row.peers.items():
+            theirs.setdefault(name, {})[point.block_bytes] = value
+    return {name: dict(sorted(line.items())) for name, line in (ours | theirs).items()}
+
+
+def overlap_figure(rows: Sequence[Row]) -> "Figure":
+    """Milliseconds of a step for each way to load, one panel for each kind; dotted: no load."""
+    from matplotlib.figure import Figure
+
+    steps = overlap_steps(rows)
+    kinds = list(dict.fromkeys(row.case.partition(":")[0] for row in steps))
+    drawn = Figure(figsize=(11, 1 + 0.22 * len(steps)), layout="constrained")
+    panels = drawn.subplots(1, len(kinds), squeeze=False)[0]
+    for panel, kind in zip(panels, kinds, strict=True):
+        bars = {row.case.partition(": ")[2]: row for row in reversed(steps) if kind in row.case}
+        panel.barh([*bars], [row.value for row in bars.values()])
+        alone = bars[overlap.ALONE].value
+        panel.axvline(alone, **ROOF)
+        # Differences are a few percent of the whole.
+        longest = max(row.value for row in bars.values())
+        label = "ms; the axis begins at 0.9 of the step alone"
+        panel.set(title=kind, xlabel=label, xlim=(0.9 * alone, 1.02 * longest))
+    return drawn
+
+
+def overlap_steps(rows: Sequence[Row]) -> list[Row]:
+    """The rows that hold a step's time."""
+    return [row for row in rows if row.unit == "ms"]
+
+
+def all_reduce_figure(rows: Sequence[Row]) -> "Figure":
+    """Microseconds of a call in a chain over its bytes, one panel for each number of devices."""
+    from matplotlib.figure import Figure
+
+    lines: dict[int, dict[str, dict[int, Row]]] = {}
+    for case, row in all_reduce_rows(rows).items():
+        name = "jaxkv" if case.way == all_reduce.CHOSEN else case.way
+        lines.setdefault(case.world, {}).setdefault(name, {})[case.num_bytes] = row
+    drawn = Figure(figsize=(5.5 * len(lines), 4.5), layout="constrained")
+    panels = drawn.subplots(1, len(lines), sharey=True, squeeze=False)[0]
+    for panel, (world, by_name) in zip(panels, sorted(lines.items()), strict=True):
+        for name, line in by_name.items():
+            style: dict[str, Any] = OURS if name == "jaxkv" else THEIRS
+            panel.plot([*line], [row.value for row in line.values()], label=name, **style)
+        cells = {size: row for line in by_name.values() for size, row in line.items()}
+        sizes = sorted(cells)
+        roofs = {size: roof["value"] for size in sizes if (roof := cells[size].roof)}
+        panel.plot([*roofs], [*roofs.values()], **ROOF)
+        least = min(row.value for line in by_name.values() for row in line.values())
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xticks(sizes, map(all_reduce.size_text, sizes), rotation=45, minor=False)
+        panel.set(title=f"{world} GPUs", xlabel="bytes of a device", ylim=(least / 2, None))
+    panels[0].set_ylabel("us of a call in a chain; dotted: the link")
+    drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return drawn
+
+
+def all_reduce_rows(rows: Sequence[Row]) -> dict[all_reduce.Case, Row]:
+    """Times of calls in chains: ours in one process and its peers."""
+    return {
+        case: by_metric[all_reduce.ALONE]
+        for case, by_metric in all_reduce.rows_by_case(rows).items()
+        if all_reduce.ALONE in by_metric
+        and case.setting in (all_reduce.ONE_PROCESS, all_reduce.TORCH)
+        and case.way.startswith((all_reduce.CHOSEN, all_reduce.PSUM, "torch"))
+    }
+
+
+class Drawing(NamedTuple):
+    """A figure, and whether the rows hold what it shows."""
+
+    figure: Callable[[Sequence[Row]], "Figure"]
+    is_drawn: Callable[[Sequence[Row]], Any]
+
+
+# Name of a benchmark -> the figure of its rows.
+FIGURES = {
+    "all_reduce": Drawing(all_reduce_figure, all_reduce_rows),
+    "overlap": Drawing(overlap_figure, overlap_steps),
+    "transfer": Drawing(transfer_figure, bandwidth.main_points),
+}

@@ -1,0 +1,336 @@
+"""Tables of the documentation, each made of the result files that it gets."""
+
+from collections.abc import Callable, Sequence
+
+from bench.collectives import all_reduce, tensor_parallel
+from bench.harness.records import File, Row, Target
+from bench.metadata import build
+from bench.report import plots as report_plots
+from bench.serving import demo
+from bench.transfer import bandwidth, engines, overlap
+
+NOT_MEASURED = "Not measured yet.\n"
+CHOSEN_SHARE = "chosen, of the fastest"
+SEVERAL_GPUS = ("all_reduce", "multigpu_test", "tensor_parallel")
+ALL_REDUCE_METRICS = (all_reduce.GPU_TIME, all_reduce.ALONE, all_reduce.PAIR)
+
+
+def number(value: float) -> str:
+    """Three significant digits without an exponent; whole numbers in full."""
+    if float(value).is_integer():
+        return f"{int(value):,}"
+    digits = max(0, 3 - len(str(int(abs(value))))) if abs(value) >= 1 else 3
+    return f"{value:,.{digits}f}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return NOT_MEASURED
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def verdict(target: Target) -> str:
+    if target.met is False and target.beyond_roof:
+        return "**missed**, above the roof"
+    return {True: "met", False: "**missed**", None: "not measured"}[target.met]
+
+
+def at_the_roof(target: Target) -> str:
+    return "-" if target.bound is None else f"{number(target.bound)} {target.unit}"
+
+
+def figures(target: Target) -> tuple[str, str]:
+    want = number(target.want)
+    got = "-" if target.got is None else number(target.got)
+    if got == want and not target.met:  # a near miss
+        got = f"{target.got:,.4f}"
+    return f"{target.op} {want} {target.unit}", f"{got} {target.unit}" if got != "-" else got
+
+
+def all_targets_table(files: Sequence[File]) -> str:
+    header = (
+        "device", "measured by", "target", "wanted", "got", "at the roof", "", "commit", "date",
+    )  # fmt: skip
+    lines = [
+        (f.device, f.name, t.name, *figures(t), at_the_roof(t), verdict(t), f.revision, f.date)
+        for f in files
+        for t in f.targets
+    ]
+    return table(header, lines)
+
+
+def targets_table(files: Sequence[File]) -> str:
+    """One line for each file: how many targets are met, missed and not measured."""
+    lines = []
+    for file in (file for file in files if file.targets):
+        verdicts = [target.met for target in file.targets]
+        counts = [number(verdicts.count(met)) for met in (True, False, None)]
+        lines.append((file.device, file.name, *counts, file.revision, file.date))
+    header = ("device", "measured by", "met", "missed", "not measured", "commit", "date")
+    return table(header, lines)
+
+
+def unmeasured(files: Sequence[File]) -> str:
+    """For each device the records that benchmarks of several GPUs would leave, and have not."""
+    lines = []
+    for device in dict.fromkeys(file.device for file in files):
+        there = {file.name for file in files if file.device == device}
+        wanted = [f"{bench}_{n}" for bench in SEVERAL_GPUS for n in all_reduce.WORLDS]
+        if missing := [name for name in wanted if name not in there]:
+            lines.append(f"Not measured at all on {device}: {', '.join(missing)}.\n")
+    return "".join(lines) or NOT_MEASURED
+
+
+def targets_count(files: Sequence[File]) -> str:
+    """How many targets are met, of all records."""
+    met = [target.met for file in files for target in file.targets]
+    if not met:
+        return NOT_MEASURED
+    return f"Of {len(met)} targets {met.count(True)} are met, {met.count(False)} missed.\n"
+
+
+def tests_table(files: Sequence[File]) -> str:
+    outcomes = ("passed", "failed", "skipped")
+    lines = []
+    for file in files:
+        if file.bench not in ("gpu_test", "multigpu_test"):
+            continue
+        counted = [
+            sum(row.value for row in file.rows_of(outcome) if row.case.endswith(".py"))
+            for outcome in outcomes
+        ]
+        lines.append((file.device, file.name, *map(number, counted), file.revision, file.date))
+    return table(("device", "run", *outcomes, "commit", "date"), lines)
+
+
+def transfer_table(files: Sequence[File]) -> str:
+    """One line for each direction and size of block, with about as many blocks in each."""
+    return _transfer_table(files, bandwidth.main_points)
+
+
+def transfer_counts_table(files: Sequence[File]) -> str:
+    """The same for other numbers of blocks."""
+    return _transfer_table(files, bandwidth.other_points)
+
+
+def _transfer_table(
+    files: Sequence[File], select: Callable[[Sequence[Row]], dict[bandwidth.Point, Row]]
+) -> str:
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for file in (file for file in files if file.name == "transfer"):
+        shares = {row.case: f"{row.value:.0%}" for row in file.rows_of(bandwidth.CHOSEN)}
+        for point, row in select(file.rows).items():
+            assert row.roof
+            line = lines.setdefault((file.device, point.cell), {})
+            share = f"{row.value / row.roof['value']:.0%}"
+            # The first is the implementation as it comes, without a wish for its SMs.
+            line.setdefault(point.name, f"{number(row.value)} ({share}; {point.num_sms})")
+            line |= {name: number(value) for name, value in row.peers.items()}
+            line["roof"] = number(row.roof["value"])
+            if point.cell in shares:
+                line[CHOSEN_SHARE] = shares[point.cell]
+    names = list(dict.fromkeys(name for line in lines.values() for name in line))
+    ends = {CHOSEN_SHARE: 2, "roof": 3}
+    names.sort(key=lambda name: ends.get(name, name not in bandwidth.NAMES))
+    return table(
+        ("device", "blocks, GB/s (share of the roof; SMs)", *names),
+        [(*key, *(line.get(name, "-") for name in names)) for key, line in lines.items()],
+    )
+
+
+def plots(files: Sequence[File]) -> str:
+    """Markdown for the plots that `draw` makes of the files."""
+    images = [
+        f"![{bench} on {device}](docs/plots/{plot_name(bench, device)})\n"
+        for bench, device in drawn_rows(files)
+    ]
+    return "\n".join(images) or NOT_MEASURED
+
+
+def drawn_rows(files: Sequence[File]) -> dict[tuple[str, str], list[Row]]:
+    """The rows of each plot, by benchmark and device."""
+    rows: dict[tuple[str, str], list[Row]] = {}
+    for file in files:
+        if file.bench in report_plots.FIGURES:
+            rows.setdefault((file.bench, file.device), []).extend(file.rows)
+    return {
+        key: found for key, found in rows.items() if report_plots.FIGURES[key[0]].is_drawn(found)
+    }
+
+
+def plot_name(bench: str, device: str) -> str:
+    return f"{bench}_{device}.svg"
+
+
+def overlap_table(files: Sequence[File]) -> str:
+    """One line for each way to load during a step."""
+    lines = [
+        (file.device, row.case, number(row.value), number(row.value / row.peers[overlap.ALONE]))
+        for file in files
+        for row in (report_plots.overlap_steps(file.rows) if file.name == "overlap" else ())
+    ]
+    return table(("device", "step", "ms", "of the step alone"), lines)
+
+
+def metadata_table(files: Sequence[File]) -> str:
+    """One line for each builder, at one size of a batch, and one for each kind of step."""
+    lines = []
+    for file in (file for file in files if file.name == "metadata"):
+        cases: dict[str, dict[str, Row]] = {}
+        for row in file.rows:
+            if build.is_main(row.case):
+                cases.setdefault(row.case, {})[row.metric] = row
+        for case, rows in cases.items():
+            there = rows[build.UNTIL_THERE]
+            host = there.peers.get(build.HOST_WAY)
+            gpu = [rows.get(metric) for metric in (build.KERNELS, build.GPU_TIME)]
+            cells = [number(row.value) if row else "-" for row in (*gpu, there)]
+            lines.append((file.device, case, *cells, number(host) if host else "-"))
+    header = ("device", "what", "kernels", "GPU time, us", "until it is there, us")
+    return table((*header, f"{build.HOST_WAY}, us"), lines)
+
+
+def all_reduce_table(files: Sequence[File]) -> str:
+    """One line for each number of devices and some sizes: what the tuning table chooses."""
+    lines = []
+    for file in (file for file in files if file.bench == "all_reduce"):
+        found = all_reduce.rows_by_case(file.rows)
+        psums = {case[:3]: case for case in found if case.way == all_reduce.PSUM}
+        for case, ours in found.items():
+            if case.way != all_reduce.CHOSEN or case.num_bytes not in all_reduce.MAIN_SIZES:
+                continue
+            psum = psums.get(case[:3])
+            cells = [
+                _times(ours.get(m), found[psum].get(m) if psum else None)
+                for m in ALL_REDUCE_METRICS
+            ]
+            size = all_reduce.size_text(case.num_bytes)
+            head = (file.device, str(case.world), case.setting, size, case.ran)
+            lines.append((*head, *cells, psum.ran if psum else "-"))
+    header = ("device", "GPUs", "driven by", "bytes", "algorithm", *ALL_REDUCE_METRICS, "psum ran")
+    return table(header, lines)
+
+
+def all_reduce_nccl_table(files: Sequence[File]) -> str:
+    """One line for each number of devices and size at which psum ran NCCL's symmetric kernels."""
+    lines = []
+    for file in (file for file in files if file.bench == "all_reduce"):
+        found = all_reduce.rows_by_case(file.rows)
+        chosen = {case[:3]: rows for case, rows in found.items() if case.way == all_reduce.CHOSEN}
+        for case, rows in found.items():
+            if case.way == all_reduce.SYMMETRIC and case[:3] in chosen:
+                pairs = [(chosen[case[:3]].get(m), rows.get(m)) for m in ALL_REDUCE_METRICS]
+                cells = [
+                    " / ".join(number(row.value) if row else "-" for row in both) for both in pairs
+                ]
+                size = all_reduce.size_text(case.num_bytes)
+                lines.append((file.device, str(case.world), size, *cells, case.ran))
+    return table(("device", "GPUs", "bytes", *ALL_REDUCE_METRICS, "psum ran"), lines)
+
+
+def _times(ours: Row | None, psum: Row | None) -> str:
+    """Of ours, psum and the best peer."""
+    best = min(ours.peers.values(), default=None) if ours else None
+    times = (*(row.value if row else None for row in (ours, psum)), best)
+    return " / ".join("-" if time is None else number(time) for time in times)
+
+
+def tensor_parallel_table(files: Sequence[File]) -> str:
+    """One line for each number of devices and batch."""
+    lines = [
+        (
+            file.device, row.case, number(row.value), *map(number, row.peers.values()),
+            number(row.value / row.peers[tensor_parallel.PSUM]),
+        )
+        for file in files
+        for row in (file.rows_of("step") if file.bench == "tensor_parallel" else ())
+    ]  # fmt: skip
+    others = (tensor_parallel.PSUM, tensor_parallel.NOTHING)
+    header = ("device", "step", "jaxkv, ms", *(f"{name}, ms" for name in others), "of psum's")
+    return table(header, lines)
+
+
+def engines_table(files: Sequence[File]) -> str:
+    """One line for each case: the fastest of ours that takes ids of the device, as theirs do.
+
+    Theirs store, as a pool does, into memory that they had before.
+    """
+    peers = (engines.TPU_INFERENCE, engines.SGLANG, engines.WHOLE)
+    best: dict[tuple[str, str], Row] = {}
+    for file in (file for file in files if file.name == "engines"):
+        for row in file.rows_of("time"):
+            case, _, implementation = row.case.rpartition(", ")
+            key = file.device, case
+            if implementation != "dma":
+                best[key] = min(best.get(key, row), row, key=lambda row: row.value)
+    lines = [
+        (
+            *key,
+            number(row.value),
+            *(number(row.peers.get(peer + engines.REUSED, row.peers[peer])) for peer in peers),
+        )
+        for key, row in best.items()
+    ]
+    ways = (f"a device_put for each page, as {peers[0]}", f"as {peers[1]}", peers[2])
+    return table(("device", "pages", "jaxkv, ms", *(f"{way}, ms" for way in ways)), lines)
+
+
+def demo_gain(files: Sequence[File]) -> str:
+    """A sentence for each device."""
+    sentences = []
+    for file, (first, *_) in _demos(files):
+        others = ", ".join(f"{name}: {number(value)} ms" for name, value in first.peers.items())
+        unequal = sum(target.got or 0 for target in file.targets if target.unit == demo.UNEQUAL)
+        sentences.append(
+            f"On {file.device} the first token of a turn after the first comes after "
+            f"**{number(first.value)} ms**\nwith the host pool ({others}), "
+            f"with {number(unequal)} {demo.UNEQUAL}.\n"
+        )
+    return "\n".join(sentences) or NOT_MEASURED
+
+
+def demo_table(files: Sequence[File]) -> str:
+    """One line for each device: the turns after the first, whose prompts have a past."""
+    header: list[str] = []
+    lines = []
+    for file, rows in _demos(files):
+        unequal = [target.got or 0 for target in file.targets if target.unit == demo.UNEQUAL]
+        header = ["device", *map(_demo_heading, rows), demo.UNEQUAL]
+        cells = [" / ".join(map(number, (row.value, *row.peers.values()))) for row in rows]
+        lines.append([file.device, *cells, " / ".join(map(number, unequal))])
+    return table(header, lines)
+
+
+def _demos(files: Sequence[File]) -> list[tuple[File, list[Row]]]:
+    found = [
+        (file, [row for row in file.rows if row.case == demo.LATER_TURNS])
+        for file in files
+        if file.name == "demo"
+    ]
+    return [(file, rows) for file, rows in found if rows]
+
+
+def _demo_heading(row: Row) -> str:
+    runs = f" ({' / '.join((demo.RUN, *row.peers))})" if row.peers else ""
+    return f"{row.metric}, {row.unit}{runs}"
+
+
+TABLES: dict[str, Callable[[Sequence[File]], str]] = {
+    "all_reduce": all_reduce_table,
+    "all_reduce_nccl": all_reduce_nccl_table,
+    "all_targets": all_targets_table,
+    "demo": demo_table,
+    "demo_gain": demo_gain,
+    "engines": engines_table,
+    "metadata": metadata_table,
+    "overlap": overlap_table,
+    "plots": plots,
+    "targets": targets_table,
+    "targets_count": targets_count,
+    "tensor_parallel": tensor_parallel_table,
+    "tests": tests_table,
+    "transfer": transfer_table,
+    "transfer_counts": transfer_counts_table,
+    "unmeasured": unmeasured,
+}

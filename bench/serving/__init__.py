@@ -1,0 +1,1 @@
+"""The serving example, recorded."""

@@ -1,0 +1,86 @@
+"""Runs the serving example on this device and records what it shows: `python -m
+bench.serving.demo`."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from bench.harness.records import REPOSITORY, Results, arguments
+
+RUN = "offload"  # the run that the others are compared with
+LATER_TURNS = "turns after the first"
+UNEQUAL = "unequal tokens"
+# Column of the example's tables -> metric and unit.
+COMPARED = {
+    "TTFT ms": ("time to first token", "ms"),
+    "tokens/s": ("answers", "tokens/s"),
+    "recomputed": ("prompt tokens computed again", "tokens"),
+}
+MOVED = {"stored MiB": "moved to host memory", "loaded MiB": "moved back"}
+
+
+def serve(flags: Sequence[str]) -> tuple[dict[str, Any], int]:
+    """Runs the example as a user does.
+
+    Returns:
+      What it wrote with --json, and its exit code.
+
+    Raises:
+      subprocess.CalledProcessError: it ended without writing anything.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "demo.json")
+        command = [sys.executable, "-m", "examples.serving", "--json", str(path), *flags]
+        code = subprocess.run(command, cwd=REPOSITORY, check=False).returncode
+        if not path.exists():
+            raise subprocess.CalledProcessError(code, command)
+        return json.loads(path.read_text()), code
+
+
+def record(results: Results, summary: dict[str, Any]) -> None:
+    """Rows per round of turns, and as targets that every token is the same without offload."""
+    rounds = summary["rounds"]
+    others = [name for name in rounds if name != RUN]
+    cases = {
+        f"turn {row['turn']}": {name: rounds[name][index] for name in rounds}
+        for index, row in enumerate(rounds[RUN])
+    }
+    cases[LATER_TURNS] = {row["run"]: row for row in summary["compared"]}
+    for case, rows in cases.items():
+        for column, (metric, unit) in COMPARED.items():
+            peers = {name: rows[name][column] for name in others}
+            results.row(case, metric, unit, rows[RUN][column], peers=peers)
+        for column, metric in MOVED.items():
+            results.row(case, metric, "MiB", rows[RUN][column])
+    answers = {
+        name: [turn["tokens"] for turn in summary["turns"] if turn["run"] == name]
+        for name in rounds
+    }
+    for name in others:
+        unequal = sum(map(_unequal_tokens, answers[RUN], answers[name]))
+        results.target(f"same tokens as in run '{name}'", unequal, "==", 0, UNEQUAL)
+    # Equal tokens show nothing unless pages really came back.
+    loaded = sum(row["on host"] for row in rounds[RUN])
+    results.target("prompt tokens served from host memory", loaded, ">=", 1, "tokens")
+
+
+def _unequal_tokens(mine: Sequence[int], theirs: Sequence[int]) -> int:
+    differing = sum(a != b for a, b in zip(mine, theirs, strict=False))
+    return differing + abs(len(mine) - len(theirs))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = arguments(__doc__, argv)
+    summary, code = serve(["--max-new-tokens", "8"] if flags.quick else [])
+    results = Results("demo")
+    record(results, summary)
+    results.save(flags.out)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""Copies of scattered blocks between two arrays, verified and then timed.
+
+What is timed is one jitted program that makes several copies, each with ids of its own and each
+waiting for the one before, as the layers of a step do: XLA's cost per execution is then shared as
+it is in a step. Calls of the program follow each other in a chain with donation.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from bench.harness import peers, timestamps, timing
+from jaxkv._src.explain import choices_of
+from jaxkv._src.transfer.dispatch import forced
+from jaxkv._src.tuning import copy_table
+
+DIRECTIONS = ("load", "store")
+IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "pallas", "dma")}
+SM_IMPLEMENTATIONS = copy_table.ON_SMS
+WORD = jnp.int32
+
+
+class Way(NamedTuple):
+    """A way to copy: an implementation of jaxkv, or a peer inside JAX.
+
+    Attributes:
+      name: the implementation's name, or the peer's.
+      num_sms: SMs that it must use, None for what the table says.
+    """
+
+    name: str
+    num_sms: int | None = None
+
+    @property
+    def is_peer(self) -> bool:
+        return self.name in peers.CODES
+
+    def sms_for(self, operation: Callable[..., Any], *args: Any) -> int:
+        """SMs that a call uses in this way; 0 for the copy engine, the host and peers.
+
+        Raises:
+          NotImplementedError: the implementation does not serve the call.
+        """
+        if self.name not in copy_table.IMPLEMENTATIONS:
+            return 0
+        (choice,) = choices_of(operation, *args, implementation=self.name)
+        on_sms = self.name in SM_IMPLEMENTATIONS
+        return (self.num_sms or choice.num_sms) if on_sms else 0
+
+    def taken(self, num_sms: int) -> contextlib.AbstractContextManager[None]:
+        """Within it jaxkv copies in this way; nothing is changed for peers."""
+        if self.name not in copy_table.IMPLEMENTATIONS:
+            return contextlib.nullcontext()
+        return forced(self.name, num_sms)
+
+
+class Blocks:
+    """Random blocks on either side of the link: `int32[num_blocks, words]`, made on the device."""
+
+    def __init__(self, block_bytes: int, max_count: int):
+        self.block_bytes = block_bytes
+        self.num_blocks = max_count + max_count // 16 + 1  # some are never named
+        self._device = jax.local_devices()[0]
+        self.arrays: dict[str, jax.Array] = {}
+        self.fill()
+
+    def fill(self) -> None:
+        """Makes what is not there: at first both sides, later what a failed program has taken."""
+        shape = (self.num_blocks, self.block_bytes // np.dtype(WORD).itemsize)
+        for seed, (side, kind) in enumerate((("host", "pinned_host"), ("device", "device"))):
+            if side not in self.arrays:
+                self.arrays[side] = jax.device_put(_random(shape, seed), self._sharding(kind))
+
+    def _sharding(self, memory_kind: str) -> jax.sharding.Sharding:
+        return jax.sharding.SingleDeviceSharding(self._device, memory_kind=memory_kind)
+
+    def ids(self, way: Way, count: int, seed: int) -> tuple[tuple[Any, Any], Any]:
+        """(source, destination) ids as a way wants them, and as NumPy has them."""
+        rng = np.random.default_rng(seed)
+        plain = tuple(rng.permutation(self.num_blocks)[:count].astype(np.int32) for _ in range(2))
+        if way.name == "dma":
+            return tuple(map(jaxkv.HostIds, plain)), plain  # type: ignore[return-value]
+        kind = "pinned_host" if way.is_peer else "device"
+        put = functools.partial(jax.device_put, device=self._sharding(kind))
+        # Peers read them when the call is enqueued.
+        return jax.block_until_ready(tuple(map(put, plain))), plain  # type: ignore[return-value]
+
+    def sides(self, direction: str) -> tuple[str, str]:
+        return ("host", "device") if direction == "load" else ("device", "host")
+
+    def chosen(self, direction: str, count: int) -> str:
+        """The implementation that jaxkv takes if it may choose."""
+        source, destination = (self.arrays[side] for side in self.sides(direction))
+        ids, _ = self.ids(Way("dma"), count, 0)
+        (choice,) = choices_of(jaxkv.swap_blocks, source, destination, *ids)
+        return choice.implementation
+
+    def program(
+        self, way: Way, direction: str, count: int, copies: int, *, stamped: bool = True
+    ) -> "Program":
+        """A compiled and verified program, with stamps before and after its copies or without.
+
+        Raises:
+          NotImplementedError: the implementation does not serve the call.
+          AssertionError: a byte is not what it must be.
+        """
+        made = [self.ids(way, count, seed) for seed in range(copies)]
+        program = Program(self, way, direction, [ids for ids, _ in made], stamped)
+        source, destination = self.sides(direction)
+        before = self._on_device(destination)
+        program.run_once()
+        plain = np.array([ids for _, ids in made]).reshape(copies, 2, count)
+        wrong = _mismatches(
+            self._on_device(destination), before, self._on_device(source), jnp.asarray(plain)
+        )
+        if wrong:
+            raise AssertionError(f"{way} {direction} {count} x {self.block_bytes}: {wrong} words")
+        return program
+
+    def _on_device(self, side: str) -> jax.Array:
+        """A copy of its own, as the array may be donated."""
+        if side == "host":
+            return jax.device_put(self.arrays[side], self._sharding("device"), may_alias=False)
+        return jnp.copy(self.arrays[side])
+
+
+class Program:
+    """A jitted chain of copies, and its arrays.
+
+    Attributes:
+      num_sms: SMs that a copy uses; 0 for the copy engine, the host and peers.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        way: Way,
+        direction: str,
+        ids: list[tuple[Any, Any]],
+        stamped: bool,
+    ):
+        self._blocks, self._way, self._ids = blocks, way, ids
+        self._source, self._destination = blocks.sides(direction)
+        arrays = (blocks.arrays[side] for side in (self._source, self._destination))
+        self.num_sms = way.sms_for(jaxkv.swap_blocks, *arrays, *ids[0]) if ids else 0
+
+        @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+        def step(dst: Any, src: Any, ids: Any) -> Any:
+            dst = timestamps.stamp(dst, 0) if stamped else dst
+            for sources, destinations in ids:
+                dst = _copy(way.name, src, dst, sources, destinations)
+            return timestamps.stamp(dst, 1) if stamped else dst
+
+        self._jitted = step
+
+    def step(self, destination: Any) -> Any:
+        return self._jitted(destination, self._blocks.arrays[self._source], self._ids)
+
+    def run_once(self) -> None:
+        """The first run, which compiles."""
+        self._advance(self.step)
+
+    def measure(self) -> timestamps.Timed:
+        """Times a program with stamps."""
+        return self._advance(functools.partial(timestamps.measure, self.step))
+
+    def idle_calls(self, repeats: int) -> timing.Call:
+        """Times single calls on an idle device."""
+        return self._advance(functools.partial(timing.single_call, self.step, repeats=repeats))
+
+    def _advance(self, run: Callable[[Any], Any]) -> Any:
+        """Runs `destination -> destination` or `-> (figure, destination)`; keeps what comes out."""
+        arrays = self._blocks.arrays
+        with self._way.taken(self.num_sms):  # for all runs, as any may compile
+            result = run(arrays.pop(self._destination))
+        figure, array = result if isinstance(result, tuple) else (None, result)
+        arrays[self._destination] = jax.block_until_ready(array)
+        jaxkv.check_errors()
+        return figure
+
+
+def _copy(name: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:
+    if name in peers.CODES:
+        return peers.copy(name, src, dst, src_ids, dst_ids)
+    return jaxkv.swap_blocks(src, dst, src_ids, dst_ids)
+
+
+@jax.jit
+def equal(one: Any, other: Any) -> Any:
+    """Whether two pytrees hold the same, as an array."""
+    return jax.tree.reduce(jnp.logical_and, jax.tree.map(jnp.array_equal, one, other))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _random(shape: tuple[int, ...], seed: int) -> jax.Array:
+    # Random, because copies of zeros can be faster than copies of real data.
+    bits = jax.random.bits(jax.random.key(seed), shape, jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits, WORD)
+
+
+@jax.jit
+def _mismatches(after: Any, before: Any, source: Any, ids: Any) -> Any:
+    """Words that differ from what copies with `ids`, int32[copies, 2, n], must leave."""
+    for sources, destinations in ids:
+        before = before.at[destinations].set(source[sources])
+    return jnp.sum(after != before)

@@ -1,0 +1,103 @@
+"""How long a copy holds the host, and whether a busy stream does: `python -m
+bench.transfer.dispatch`.
+
+A program multiplies matrices for some milliseconds and then loads scattered blocks of 64 KiB that
+are named by `HostIds`: by what `jaxkv` chooses and, where that is another, by dma, for which the
+host submits a descriptor for each. The call should return long before the products are done.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+import jaxkv
+from bench.harness import timing
+from bench.harness.records import Results, arguments
+from jaxkv._src.explain import choices_of
+
+BLOCK_BYTES = 65536
+COUNTS = (1, 64, 1024, 4096, 16384)
+WIDTH = 8192
+WANTED_SHARE = 0.5
+REPEATS = 20
+
+
+class Load:
+    """So many blocks, and their ids."""
+
+    def __init__(self, count: int):
+        self.count = count
+        device = jax.local_devices()[0]
+        host = SingleDeviceSharding(device, memory_kind="pinned_host")
+        self.source = jax.device_put(np.ones((count, BLOCK_BYTES // 4), np.int32), host)
+        rng = np.random.default_rng(0)
+        self.ids = tuple(jaxkv.HostIds(rng.permutation(count)) for _ in range(2))
+
+    @property
+    def chosen(self) -> str:
+        """The implementation that jaxkv takes."""
+        blocks = jax.ShapeDtypeStruct(self.source.shape, jnp.int32)
+        (choice,) = choices_of(jaxkv.swap_blocks, self.source, blocks, *self.ids)
+        return choice.implementation
+
+    def time(self, implementation: str, products: int) -> timing.Call:
+        """Of a step with so many products and then the load, whose bytes are checked."""
+        platform = jax.default_backend()
+        width = WIDTH if platform == "gpu" else 64
+        matrix = jnp.full((width, width), 1 / width, jnp.bfloat16)
+        state = matrix, jnp.zeros(self.source.shape, jnp.int32)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(state: Any, source: Any, ids: Any) -> Any:
+            x, blocks = state
+            for _ in range(products):
+                x = x @ x
+            # The load waits for the products, as if they made the blocks that it overwrites.
+            blocks, x = jax.lax.optimization_barrier((blocks, x))
+            return x, jaxkv.swap_blocks(source, blocks, *ids, implementation=implementation)
+
+        def run(state: Any) -> Any:
+            return step(state, self.source, self.ids)
+
+        call, state = timing.single_call(run, run(run(state)), repeats=REPEATS)
+        jaxkv.check_errors()
+        if not bool((state[1] == 1).all()):
+            raise AssertionError(f"{self.count} blocks behind {products} products: wrong bytes")
+        return call
+
+
+def measure(results: Results, count: int) -> None:
+    load = Load(count)
+    chosen = load.chosen
+    on_gpu = jax.default_backend() == "gpu"
+    for name in dict.fromkeys((chosen, "dma") if on_gpu else (chosen,)):
+        for products in (0, 8):
+            call = load.time(name, products)
+            case = f"{name}, {count} x 64 KiB behind {products} products"
+            results.row(case, "call returns after", "us", call.returns * 1e6)
+            results.row(case, "data is there after", "us", call.done * 1e6)
+            print(f"{case}: returns after {call.returns * 1e6:.0f} us, done {call.done * 1e6:.0f}")
+            if products and name == chosen and on_gpu:
+                share, of = call.returns / call.done, "of the time to the data"
+                results.target(f"{case}: host held", share, "<=", WANTED_SHARE, of)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = arguments(__doc__, argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    results = Results("dispatch")
+    for count in COUNTS[:2] if flags.quick else COUNTS:
+        measure(results, count)
+    results.save(flags.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

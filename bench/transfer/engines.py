@@ -1,0 +1,326 @@
+"""Against the ways of JAX engines, which have `device_put` only: `python -m
+bench.transfer.engines`.
+
+32 layers with one array each, 256 pages of 64 KiB or 4096 of 8 KiB a layer, at random places.
+
+Peers, as tpu-inference and sglang-jax do it, in plain JAX:
+  - out: a jitted gather over all layers for 64 pages at a time, stacked so that a page of all
+    layers is one array, then a `device_put` to pinned memory for each page. sglang-jax waits for
+    the gather first;
+  - in: a `device_put` for each page (sglang-jax waits for each), a wait for all, then a jitted
+    scatter into the donated arrays;
+  - "whole": the same with one array, and one `device_put`, for all pages.
+What goes out takes new host memory, as in an engine whose host tier is filling up, or that of pages
+that were dropped before ("memory reused"), as in one whose tier is full.
+
+Both ways need HBM for a second copy of the pages; bytes are XLA's own account of its programs.
+
+"Time" is from the call until the data is there, "host blocked" until the host may go on, both on an
+idle device; that of ours is less by what a call of the same program without the copy takes, after a
+wait of the same length.
+"""
+
+import functools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from bench.harness import peak_bandwidth, timing
+from bench.harness.records import Results, arguments
+from bench.transfer.blocks import DIRECTIONS, IMPLEMENTATIONS, equal
+from bench.transfer.pages import stamp_first
+
+PAGES_AT_A_TIME = 64
+ROOF_BYTES = 1 << 30
+TPU_INFERENCE, SGLANG = "tpu-inference", "sglang-jax"
+WHOLE = "one device_put of the whole"
+REUSED = ", memory reused"
+WANTED = {"store": {"page": 12, WHOLE: 1.2}, "load": {"page": 1.6, WHOLE: 1.2}}
+WARMUP = 2  # calls: the first compiles, the second may capture a graph
+WANTED_STAGING_MIB, WANTED_BLOCKED_MS = 0.1, 0.05
+
+
+class Size(NamedTuple):
+    num_layers: int
+    pages: int
+    block_bytes: int
+    repeats: int  # of theirs, which take up to a second
+    repeats_of_ours: int  # more, as the time that a host is blocked scatters more than it takes
+
+    def __str__(self) -> str:
+        return f"{self.num_layers} layers x {self.pages} pages of {self.block_bytes // 1024} KiB"
+
+    @property
+    def spec(self) -> jaxkv.KVCacheSpec:
+        """Latents of one array a layer; 512 elements of 2 bytes a token."""
+        return jaxkv.KVCacheSpec(
+            num_layers=self.num_layers, page_size=self.block_bytes // 1024, num_kv_heads=1,
+            head_dim=512, dtype=jnp.bfloat16, kind="mla",
+        )  # fmt: skip
+
+
+def sizes(platform: str, quick: bool) -> list[Size]:
+    if platform == "cpu":
+        return [Size(2, 8, 8 << 10, 3, 3)]
+    if quick:
+        return [Size(4, 128, 64 << 10, 3, 15)]
+    return [Size(32, 256, 64 << 10, 5, 15), Size(32, 4096, 8 << 10, 3, 15)]
+
+
+class Took(NamedTuple):
+    """Of moving all pages once.
+
+    Attributes:
+      done: seconds until the data is there.
+      blocked: seconds until the host may go on.
+      staging: bytes of HBM beside the cache.
+    """
+
+    done: float
+    blocked: float
+    staging: int
+
+
+class Engine:
+    """A cache of random pages, and what is needed to move some of them in each way."""
+
+    def __init__(self, size: Size):
+        self.size = size
+        self.num_pages = size.pages + size.pages // 8
+        self.cache = jaxkv.DeviceCache.create(size.spec, num_pages=self.num_pages)
+        self.cache = jax.block_until_ready(_randomize(self.cache))
+        rng = np.random.default_rng(0)
+        self.pages = rng.permutation(self.num_pages)[: size.pages].astype(np.int32)
+        self.host_pages = rng.permutation(self.num_pages)[: size.pages].astype(np.int32)
+        self.device = jax.local_devices()[0]
+        self.on_host = jax.sharding.SingleDeviceSharding(self.device, memory_kind="pinned_host")
+        self.on_device = jax.sharding.SingleDeviceSharding(self.device)
+        self.kept: list[Any] = []  # so that XLA has to ask for new memory
+
+    # Ours.
+
+    def ours(self, implementation: str) -> dict[str, Took]:
+        """Raises NotImplementedError where the implementation does not serve the call."""
+        as_ids = jaxkv.HostIds if implementation == "dma" else jnp.asarray
+        ids = {"host_pages": as_ids(self.host_pages), "device_pages": as_ids(self.pages)}
+        pool = jaxkv.HostPool.create(self.size.spec, num_pages=self.num_pages)
+
+        def store(pool: Any, cache: Any, ids: Any) -> Any:
+            return jaxkv.store_pages(pool, cache, **ids, implementation=implementation)
+
+        def load(cache: Any, pool: Any, ids: Any) -> Any:
+            return jaxkv.load_pages(pool, cache, **ids, implementation=implementation)
+
+        def nothing(state: Any, other: Any, ids: Any) -> Any:
+            return stamp_first(state, 0)  # or JAX would not run it at all
+
+        took = {}
+        before = jax.tree.map(jnp.copy, self.cache)
+        stored, took["store"] = self._time_ours(store, nothing, pool, self.cache, ids)
+        self.cache = _forget(self.cache, self.pages)  # so that it shows whether they come back
+        self.cache, took["load"] = self._time_ours(load, nothing, self.cache, stored, ids)
+        self._check(before, implementation)
+        stored.release()
+        return took
+
+    def _time_ours(
+        self, operation: Callable, nothing: Callable, state: Any, other: Any, ids: Any
+    ) -> tuple[Any, Took]:
+        jitted = [jax.jit(f, donate_argnums=0, keep_unused=True) for f in (operation, nothing)]
+        analysis = jitted[0].lower(state, other, ids).compile().memory_analysis()
+        copy, empty = (functools.partial(_swapped, program, other, ids) for program in jitted)
+        calls: dict[Any, list[timing.Call]] = {copy: [], empty: []}
+        for _ in range(WARMUP + self.size.repeats_of_ours):
+            for step, timed in calls.items():
+                # Both begin after a wait of the same length: a host that has slept is slower.
+                state = jax.block_until_ready(copy(state))
+                call, state = timing.single_call(step, state, repeats=1)
+                timed.append(call)
+        jaxkv.check_errors()
+        done, blocked, idle = (
+            statistics.median(getattr(call, what) for call in calls[step][WARMUP:])
+            for step, what in ((copy, "done"), (copy, "returns"), (empty, "returns"))
+        )
+        staging = analysis.temp_size_in_bytes if analysis else 0
+        return state, Took(done, max(0.0, blocked - idle), staging)
+
+    # Theirs.
+
+    def theirs(self, way: str) -> dict[str, Took]:
+        chunk = self.size.pages if way == WHOLE else min(PAGES_AT_A_TIME, self.size.pages)
+        chunks = [
+            jax.device_put(self.pages[i : i + chunk], self.on_device)
+            for i in range(0, self.size.pages, chunk)
+        ]
+        # 64 arrays of a page each, or one of all pages.
+        split = (lambda pages: [pages]) if way == WHOLE else list
+
+        @jax.jit
+        def gather(cache: Any, ids: jax.Array) -> list[jax.Array]:
+            return split(jnp.stack([leaf[ids] for leaf in jax.tree.leaves(cache)], axis=1))
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def scatter(cache: Any, staged: list[jax.Array], ids: jax.Array) -> Any:
+            pages = staged[0] if way == WHOLE else jnp.stack(staged)
+            leaves, tree = jax.tree.flatten(cache)
+            written = [leaf.at[ids].set(pages[:, layer]) for layer, leaf in enumerate(leaves)]
+            return jax.tree.unflatten(tree, written)
+
+        def store() -> list[Any]:
+            stored = []
+            for ids in chunks:
+                blocks = gather(self.cache, ids)
+                if way == SGLANG:
+                    jax.block_until_ready(blocks)
+                stored.append([jax.device_put(block, self.on_host) for block in blocks])
+            return stored
+
+        def load() -> Any:
+            arrived = []
+            for blocks in stored:
+                put = []
+                for block in blocks:
+                    put.append(jax.device_put(block, self.on_device))
+                    if way == SGLANG:
+                        jax.block_until_ready(put[-1])
+                arrived.append(put)
+            jax.block_until_ready(arrived)
+            for blocks, ids in zip(arrived, chunks, strict=True):
+                self.cache = scatter(self.cache, blocks, ids)
+            # Their engines wait here, before the step; then nothing says when the host may go on.
+            return jax.block_until_ready(self.cache)
+
+        before = jax.tree.map(jnp.copy, self.cache)
+        stored = jax.block_until_ready(store())
+        analysis = gather.lower(self.cache, chunks[0]).compile().memory_analysis()
+        payload = self.size.pages * self.size.spec.page_bytes
+        staging = payload + (analysis.temp_size_in_bytes if analysis else 0)
+        took = {"store": self._time_theirs(store, staging, keep=True)}
+        took["store" + REUSED] = self._time_theirs(store, staging)
+        self.cache = _forget(self.cache, self.pages)
+        took["load"] = self._time_theirs(load, staging)
+        self._check(before, way)
+        return took
+
+    def _time_theirs(self, move: Callable[[], Any], staging: int, keep: bool = False) -> Took:
+        samples = []
+        for _ in range(self.size.repeats + 1):
+            start = time.perf_counter()
+            result = move()
+            returned = time.perf_counter()
+            jax.block_until_ready(result)
+            samples.append((time.perf_counter() - start, returned - start))
+            if keep:
+                self.kept.append(result)
+            del result
+        done, blocked = zip(*samples[1:], strict=True)  # the first warms up
+        return Took(statistics.median(done), statistics.median(blocked), staging)
+
+    def _check(self, before: Any, way: str) -> None:
+        if not equal(self.cache, before):
+            raise AssertionError(f"{way}: pages did not come back as they were")
+
+
+def _swapped(jitted: Callable, other: Any, ids: Any, state: Any) -> Any:
+    return jitted(state, other, ids)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _randomize(cache: Any) -> Any:
+    leaves, tree = jax.tree.flatten(cache)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    fresh = [
+        leaf + jax.random.normal(key, leaf.shape, leaf.dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, fresh)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _forget(cache: Any, pages: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.at[pages].set(0), cache)
+
+
+def measure(results: Results, platform: str, quick: bool) -> None:
+    for size in sizes(platform, quick):
+        engine = Engine(size)
+        theirs = {way: engine.theirs(way) for way in (TPU_INFERENCE, SGLANG, WHOLE)}
+        ours = {}
+        for name in IMPLEMENTATIONS[platform]:
+            try:
+                ours[name] = engine.ours(name)
+            except NotImplementedError as error:
+                print(f"{size}, {name}: not served: {error}", flush=True)
+        for direction in DIRECTIONS:
+            peers = {way: took[direction] for way, took in theirs.items()}
+            for way, took in theirs.items():
+                if direction + REUSED in took:
+                    peers[way + REUSED] = took[direction + REUSED]
+            mine = {name: took[direction] for name, took in ours.items()}
+            record(results, f"{direction}, {size}", mine, peers)
+            if platform == "gpu" and mine:
+                record_targets(results, direction, size, mine, peers)
+
+
+def record(results: Results, case: str, ours: dict[str, Took], theirs: dict[str, Took]) -> None:
+    metrics = (("time", "ms", "done", 1e3), ("host blocked", "ms", "blocked", 1e3),
+               ("HBM for staging", "MiB", "staging", 2**-20))  # fmt: skip
+    for name, took in ours.items():
+        for metric, unit, field, scale in metrics:
+            peers = {way: getattr(other, field) * scale for way, other in theirs.items()}
+            value = getattr(took, field) * scale
+            results.row(f"{case}, {name}", metric, unit, value, None, peers)
+            beside = ", ".join(f"{way} {other:.2f}" for way, other in peers.items())
+            print(f"{case}, {name}: {metric} {value:.3f} {unit}  [{beside}]", flush=True)
+
+
+def record_targets(
+    results: Results, direction: str, size: Size, ours: dict[str, Took], theirs: dict[str, Took]
+) -> None:
+    """The fastest of ours that takes ids of the device, as theirs do, against theirs.
+
+    Beside each ratio stands what a copy at the roof would get: nothing is faster than that.
+    """
+    on_device = [took for name, took in ours.items() if name != "dma"]
+    if not on_device:
+        return
+    best = min(on_device, key=lambda took: took.done)
+    _, link = peak_bandwidth.contiguous_copy(direction, ROOF_BYTES)
+    seconds_at_roof = size.pages * size.spec.page_bytes / (link * 1e9)
+    wanted = WANTED[direction]
+    for memory in ("", REUSED):
+        if WHOLE + memory not in theirs:
+            continue
+        case = f"{direction}, {size}"
+        per_page = min(theirs[way + memory].done for way in (TPU_INFERENCE, SGLANG))
+        for what, seconds, want in (
+            ("a device_put for each page", per_page, wanted["page"]),
+            (WHOLE, theirs[WHOLE + memory].done, wanted[WHOLE]),
+        ):
+            name = f"{case}: against {what}{memory}"
+            bound = seconds / seconds_at_roof
+            results.target(name, seconds / best.done, ">=", want, "times", bound)
+    staging = best.staging / 2**20
+    results.target(f"{case}: HBM for staging", staging, "<=", WANTED_STAGING_MIB, "MiB")
+    results.target(f"{case}: host blocked", best.blocked * 1e3, "<=", WANTED_BLOCKED_MS, "ms")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = arguments(__doc__, argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    results = Results("engines")
+    measure(results, jax.default_backend(), flags.quick)
+    results.save(flags.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""Whole pages between a pool and a cache, for every host layout: `python -m bench.transfer.pages`.
+
+The case that SGLang published for its page_first_direct layout: 32 layers, 8 heads of 128 elements,
+64 tokens a page, 100 pages, fp16. One layer's K and V are 25 MiB in 200 runs of 128 KiB. CPU time
+is that of the handlers in a program with this one copy and GPU time that between two events around
+it, the stream being busy before (bench/harness/timestamps.py). All layers at once are 800 MiB.
+
+Then the same pages of all layers in the other layouts, which the kernel writes anew on the way.
+Every program is verified before it is timed: pages that go to the pool and come back into others
+must be the same, and all others as they were.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from bench.harness import peak_bandwidth, peers, timestamps
+from bench.harness.records import Results, arguments
+from bench.transfer.blocks import DIRECTIONS, IMPLEMENTATIONS, equal
+from jaxkv._src.cache.host_layout import LAYOUTS, HostLayout
+
+DIRECT = "page_first_direct"
+# More descriptors than this in one submission say more about the host thread than about the link.
+MAX_DMA_DESCRIPTORS = 32768
+WANTED_CPU_MS, WANTED_GPU_MS, WANTED_SHARE = 0.03, 0.52, 0.92
+
+
+class Size(NamedTuple):
+    """Pages that are copied, of how many and in which layouts; size of the contiguous copy."""
+
+    spec: jaxkv.KVCacheSpec
+    pages: int
+    num_pages: int
+    layouts: tuple[str, ...]
+    roof_bytes: int
+
+
+def size(platform: str, quick: bool) -> Size:
+    small = platform == "cpu"
+    spec = jaxkv.KVCacheSpec(
+        num_layers=2 if small else 32, page_size=16 if small else 64, num_kv_heads=8, head_dim=128,
+        dtype=jnp.float16,
+    )  # fmt: skip
+    pages = 4 if small else 20 if quick else 100
+    layouts = ("page_first",) if quick else LAYOUTS
+    roof_bytes = 1 << (20 if small else 30)
+    return Size(spec, pages, pages + pages // 4 + 1, layouts, roof_bytes)
+
+
+class Case:
+    """A pool and a cache of random pages, and the ids of those that are copied."""
+
+    def __init__(self, what: Size, layout: str, implementation: str):
+        self.what, self.implementation = what, implementation
+        self.pool = jaxkv.HostPool.create(
+            what.spec, num_pages=what.num_pages, layout=layout, head_groups=_groups(layout)
+        )
+        self.cache = _random_cache(what)
+        rng = np.random.default_rng(0)
+        plain = [rng.permutation(what.num_pages)[: what.pages].astype(np.int32) for _ in range(3)]
+        as_ids = jaxkv.HostIds if implementation == "dma" else jnp.asarray
+        self.host_pages, self.device_pages, self.other_pages = map(as_ids, plain)
+        self.plain = plain
+
+    def program(self, direction: str, layers: int | None) -> Callable[[Any], Any]:
+        """Step of the cache (load) or the pool (store), with stamps."""
+        options: dict[str, Any] = {"layers": layers, "implementation": self.implementation}
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def load(cache: Any, pool: Any, host_pages: Any, device_pages: Any) -> Any:
+            cache = stamp_first(cache, 0)
+            cache = jaxkv.load_pages(pool, cache, host_pages, device_pages, **options)
+            return stamp_first(cache, 1)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def store(pool: Any, cache: Any, host_pages: Any, device_pages: Any) -> Any:
+            pool = stamp_first(pool, 0)
+            pool = jaxkv.store_pages(pool, cache, device_pages, host_pages, **options)
+            return stamp_first(pool, 1)
+
+        if direction == "load":
+            return lambda cache: load(cache, self.pool, self.host_pages, self.other_pages)
+        return lambda pool: store(pool, self.cache, self.host_pages, self.device_pages)
+
+    def time(self, direction: str, layers: int | None = None) -> timestamps.Timed:
+        step = self.program(direction, layers)
+        name = "cache" if direction == "load" else "pool"
+        timed, state = timestamps.measure(step, step(getattr(self, name)))
+        setattr(self, name, state)
+        jaxkv.check_errors()
+        if direction == "load" and not equal(self.cache, self.loaded):
+            raise AssertionError(f"{self.implementation}, {self.pool.layout}: wrong after timing")
+        return timed
+
+    def verify(self) -> None:
+        """Raises unless pages that were stored come back, and only they.
+
+        Raises:
+          NotImplementedError: the implementation does not serve the call.
+        """
+        before = jax.tree.map(jnp.copy, self.cache)
+        self.pool = self.program("store", None)(self.pool)
+        self.cache = self.program("load", None)(self.cache)
+        jaxkv.check_errors(self.cache)
+        _, sources, destinations = self.plain
+        wrong = _mismatches(self.cache, before, sources, destinations)
+        if wrong:
+            raise AssertionError(f"{self.implementation}, {self.pool.layout}: {wrong} elements")
+        self.loaded = jax.tree.map(jnp.copy, self.cache)
+
+
+def stamp_first(state: Any, slot: int) -> Any:
+    """Stamps the first array of a pytree, so before or after copies that write this array."""
+    leaves, tree = jax.tree.flatten(state)
+    return jax.tree.unflatten(tree, [timestamps.stamp(leaves[0], slot), *leaves[1:]])
+
+
+def _groups(layout: str) -> int:
+    return 2 if layout == "page_unified" else 1
+
+
+def _random_cache(what: Size) -> Any:
+    cache = jaxkv.DeviceCache.create(what.spec, num_pages=what.num_pages)
+    leaves, tree = jax.tree.flatten(cache)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    fresh = [
+        jax.device_put(jax.random.normal(key, leaf.shape, leaf.dtype), leaf.sharding)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, fresh)
+
+
+@jax.jit
+def _mismatches(after: Any, before: Any, sources: Any, destinations: Any) -> Any:
+    def differ(after: Any, before: Any) -> Any:
+        return jnp.sum(after != before.at[destinations].set(before[sources]))
+
+    return sum(jax.tree.leaves(jax.tree.map(differ, after, before)))
+
+
+def direct_case(results: Results, what: Size, platform: str) -> None:
+    """Rows and targets of SGLang's case, from host to device."""
+    layer_bytes = what.pages * what.spec.page_bytes // what.spec.num_layers
+    link = peak_bandwidth.contiguous_copy("load", what.roof_bytes)
+    best: tuple[float, float, float] | None = None
+    shares = []
+    for name in IMPLEMENTATIONS[platform]:
+        case = Case(what, DIRECT, name)
+        try:
+            case.verify()
+        except NotImplementedError as error:
+            print(f"{DIRECT}, {name}: not served: {error}", flush=True)
+            continue
+        one, whole = case.time("load", layers=0), case.time("load")
+        cpu, gpu = one.handlers * 1e3, one.gpu * 1e3
+        label = f"load, {DIRECT}, one layer of {layer_bytes / 2**20:g} MiB, {name}"
+        results.row(label, "CPU time of the handlers", "ms", cpu)
+        if platform == "gpu":
+            results.row(label, "GPU time", "ms", gpu)
+            # The implementation that is nearest to both wishes at once.
+            distance = max(cpu / WANTED_CPU_MS, gpu / WANTED_GPU_MS)
+            best = min(best or (distance, cpu, gpu), (distance, cpu, gpu))
+        results.row(label, "wall clock in a chain", "ms", one.total * 1e3)
+        rate = what.pages * what.spec.page_bytes / whole.total / 1e9
+        results.row(f"load, {DIRECT}, all layers, {name}", "bandwidth", "GB/s", rate, link)
+        shares.append(rate / link[1])
+        print(
+            f"{label}: CPU {cpu:.4f} ms, GPU {gpu:.4f} ms, chain {one.total * 1e3:.4f} ms; "
+            f"all layers {rate:.1f} GB/s, {shares[-1]:.1%} of {link[1]:.1f}",
+            flush=True,
+        )
+        case.pool.release()
+    if platform == "gpu":
+        _, best_cpu, best_gpu = best or (None, None, None)
+        name = f"{DIRECT} to layer_first, one layer of {layer_bytes / 2**20:g} MiB"
+        results.target(f"{name}: CPU time of the handlers", best_cpu, "<=", WANTED_CPU_MS, "ms")
+        results.target(
+            f"{name}: GPU time, same implementation", best_gpu, "<=", WANTED_GPU_MS, "ms"
+        )
+        share = max(shares, default=None)
+        results.target(f"{DIRECT}, all layers at once", share, ">=", WANTED_SHARE, "of roof")
+
+
+def layouts(results: Results, what: Size, platform: str) -> None:
+    """Rows for all layers at once, in every layout and both directions."""
+    for layout in what.layouts:
+        for name in IMPLEMENTATIONS[platform]:
+            if name == "dma" and (count := _descriptors(what, layout)) > MAX_DMA_DESCRIPTORS:
+                print(f"{layout}, dma: left out: {count} descriptors", flush=True)
+                continue
+            case = Case(what, layout, name)
+            try:
+                case.verify()
+            except NotImplementedError as error:
+                print(f"{layout}, {name}: not served: {error}", flush=True)
+                continue
+            for direction in DIRECTIONS:
+                nbytes = what.pages * what.spec.page_bytes
+                link = peak_bandwidth.contiguous_copy(direction, what.roof_bytes)
+                rate = nbytes / case.time(direction).total / 1e9
+                label = f"{direction}, {layout}, {name}"
+                results.row(label, "bandwidth", "GB/s", rate, link)
+                print(
+                    f"{label:40} {rate:6.1f} GB/s {rate / link[1]:.1%} of {link[1]:.1f}", flush=True
+                )
+            case.pool.release()
+
+
+def _descriptors(what: Size, layout: str) -> int:
+    pages = np.arange(what.pages)
+    host = HostLayout(what.spec, layout, what.num_pages, _groups(layout))
+    return len(host.descriptors(pages, np.random.default_rng(0).permutation(pages)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = arguments(__doc__, argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    platform = jax.default_backend()
+    peers.library()  # its compilation is no part of anything
+    results = Results("pages")
+    what = size(platform, flags.quick)
+    direct_case(results, what, platform)
+    layouts(results, what, platform)
+    results.save(flags.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

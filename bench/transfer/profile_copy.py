@@ -1,0 +1,107 @@
+"""What holds up copies by SMs: `python -m bench.transfer.profile_copy`, with Nsight Compute.
+
+Scattered blocks, copied by the CUDA kernel, one launch of which is profiled in a process of its
+own. Where warps spend their time waiting for memory, hardly any issue slot is used and the link
+carries little more than the payload, the rate is that of the link for requests of SMs.
+"""
+
+import csv
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from bench.harness import peak_bandwidth
+from bench.harness.records import REPOSITORY, Results, arguments
+from bench.transfer.bandwidth import KIB, size_text
+from bench.transfer.blocks import DIRECTIONS, Blocks, Way
+
+TOOL = "ncu"
+COUNT = 10_000
+ROOF_BYTES = 1 << 30
+SIZES = ((KIB, 12), (2 * KIB, 12), (8 * KIB, 2))  # bytes of a block, SMs
+TIME = "gpu__time_duration.sum"
+# Nsight Compute's name of a metric, then ours, its unit, and what makes one of the other.
+METRICS = {
+    TIME: ("time of the kernel", "us", 1e-3),
+    "pcie__read_bytes.sum": ("bytes read over the link", "MiB", 2**-20),
+    "pcie__write_bytes.sum": ("bytes written over the link", "MiB", 2**-20),
+    "smsp__warp_issue_stalled_long_scoreboard_per_warp_active.pct": (
+        "warps that wait for memory", "%", 1.0,
+    ),
+    "smsp__issue_active.avg.pct_of_peak_sustained_active": ("issue slots used", "%", 1.0),
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """One copy of COUNT blocks."""
+
+    direction: str
+    block_bytes: int
+    num_sms: int
+
+    def __str__(self) -> str:
+        size = size_text(self.block_bytes)
+        return f"{self.direction}, {size} x {COUNT}, kernel, {self.num_sms} SMs, profiled"
+
+
+def copy_once(case: Case) -> None:
+    """What is profiled."""
+    way = Way("kernel", case.num_sms)
+    Blocks(case.block_bytes, COUNT).program(way, case.direction, COUNT, 1, stamped=False)
+
+
+def parse(output: str) -> dict[str, float]:
+    """The values of the metrics that Nsight Compute printed as CSV for one kernel.
+
+    Raises:
+      ValueError: one of METRICS is not there.
+    """
+    _, header, table = output.partition('"ID"')
+    values = {}
+    for row in csv.DictReader((header + table).splitlines()):
+        if row["Metric Name"] in METRICS:
+            values[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
+    if missing := METRICS.keys() - values.keys():
+        raise ValueError(f"{TOOL} printed no {', '.join(sorted(missing))}:\n{output[-2000:]}")
+    return values
+
+
+def profile(case: Case) -> dict[str, float]:
+    command = [TOOL, "--csv", "--print-units", "base", "--clock-control", "none"]
+    command += ["--metrics", ",".join(METRICS), "-k", "regex:copy_blocks", "-c", "1"]
+    command += [sys.executable, "-m", "bench.transfer.profile_copy", "--copy", *map(str, case)]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return parse(run.stdout + run.stderr)
+
+
+def record(results: Results, case: Case, values: dict[str, float]) -> None:
+    name, link = peak_bandwidth.contiguous_copy(case.direction, ROOF_BYTES)
+    rate = COUNT * case.block_bytes / values[TIME]  # bytes a nanosecond
+    results.row(str(case), "bandwidth of the kernel", "GB/s", rate, (name, link))
+    for metric, (label, unit, scale) in METRICS.items():
+        results.row(str(case), label, unit, values[metric] * scale)
+    print(f"{case}: {rate:.1f} GB/s of {link:.1f}, {values}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--copy"]:
+        copy_once(Case(argv[1], int(argv[2]), int(argv[3])))
+        return 0
+    flags = arguments(__doc__, argv)
+    if not shutil.which(TOOL):
+        print(f"{TOOL} is not on PATH; it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    results = Results("profile")
+    for direction in DIRECTIONS:
+        for block_bytes, num_sms in SIZES[:1] if flags.quick else SIZES:
+            case = Case(direction, block_bytes, num_sms)
+            record(results, case, profile(case))
+    results.save(flags.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
