@@ -25,14 +25,14 @@ namespace nb = nanobind;
 namespace jaxkv {
 
 extern "C" {
-XLA_FFI_Error* PlanPairsHost(XLA_FFI_CallFrame*);
-XLA_FFI_Error* CopyBlocksHost(XLA_FFI_CallFrame*);
-XLA_FFI_Error* CopyPairsHost(XLA_FFI_CallFrame*);
-XLA_FFI_Error* StartCopyHost(XLA_FFI_CallFrame*);
-XLA_FFI_Error* WaitCopyHost(XLA_FFI_CallFrame*);
-XLA_FFI_Error* CheckBoundsHost(XLA_FFI_CallFrame*);
-XLA_FFI_Error* AllReduceHost(XLA_FFI_CallFrame*);
-XLA_FFI_Error* AlignStatesHost(XLA_FFI_CallFrame*);
+XLA_FFI_Error* PlanPairsCpu(XLA_FFI_CallFrame*);
+XLA_FFI_Error* CopyBlocksCpu(XLA_FFI_CallFrame*);
+XLA_FFI_Error* CopyPairsCpu(XLA_FFI_CallFrame*);
+XLA_FFI_Error* StartCopyCpu(XLA_FFI_CallFrame*);
+XLA_FFI_Error* WaitCopyCpu(XLA_FFI_CallFrame*);
+XLA_FFI_Error* CheckBoundsCpu(XLA_FFI_CallFrame*);
+XLA_FFI_Error* AllReduceCpu(XLA_FFI_CallFrame*);
+XLA_FFI_Error* AlignStatesCpu(XLA_FFI_CallFrame*);
 #ifdef JAXKV_CUDA
 XLA_FFI_Error* PrepareDevice(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PlanPairsKernel(XLA_FFI_CallFrame*);
@@ -40,7 +40,7 @@ XLA_FFI_Error* CopyBlocksKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyPairsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksUnordered(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksDma(XLA_FFI_CallFrame*);
-XLA_FFI_Error* PrepareLanes(XLA_FFI_CallFrame*);
+XLA_FFI_Error* PrepareCopyStreams(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyKernel(XLA_FFI_CallFrame*);
@@ -72,14 +72,14 @@ nb::dict registrations() {
     entry[name] = capsule(handler);
     return entry;
   };
-  add(cpu, "jaxkv_plan_pairs", stage("execute", PlanPairsHost));
-  add(cpu, "jaxkv_copy_blocks", stage("execute", CopyBlocksHost));
-  add(cpu, "jaxkv_copy_pairs", stage("execute", CopyPairsHost));
-  add(cpu, "jaxkv_start_copy", stage("execute", StartCopyHost));
-  add(cpu, "jaxkv_wait_copy", stage("execute", WaitCopyHost));
-  add(cpu, "jaxkv_check_bounds", stage("execute", CheckBoundsHost));
-  add(cpu, "jaxkv_all_reduce", stage("execute", AllReduceHost));
-  add(cpu, "jaxkv_align_states", stage("execute", AlignStatesHost));
+  add(cpu, "jaxkv_plan_pairs", stage("execute", PlanPairsCpu));
+  add(cpu, "jaxkv_copy_blocks", stage("execute", CopyBlocksCpu));
+  add(cpu, "jaxkv_copy_pairs", stage("execute", CopyPairsCpu));
+  add(cpu, "jaxkv_start_copy", stage("execute", StartCopyCpu));
+  add(cpu, "jaxkv_wait_copy", stage("execute", WaitCopyCpu));
+  add(cpu, "jaxkv_check_bounds", stage("execute", CheckBoundsCpu));
+  add(cpu, "jaxkv_all_reduce", stage("execute", AllReduceCpu));
+  add(cpu, "jaxkv_align_states", stage("execute", AlignStatesCpu));
   all["cpu"] = cpu;
 #ifdef JAXKV_CUDA
   nb::dict cuda;
@@ -90,10 +90,10 @@ nb::dict registrations() {
   add(cuda, "jaxkv_copy_blocks_unordered", prepare, stage("execute", CopyBlocksUnordered));
   // Nothing to prepare, and XLA would ask before every execution.
   add(cuda, "jaxkv_copy_blocks_dma", stage("execute", CopyBlocksDma));
-  const auto prepare_lanes = stage("initialize", PrepareLanes);
-  add(cuda, "jaxkv_start_copy", prepare_lanes, stage("execute", StartCopyKernel));
-  add(cuda, "jaxkv_start_copy_dma", prepare_lanes, stage("execute", StartCopyDma));
-  add(cuda, "jaxkv_wait_copy", prepare_lanes, stage("execute", WaitCopyKernel));
+  const auto prepare_copy_streams = stage("initialize", PrepareCopyStreams);
+  add(cuda, "jaxkv_start_copy", prepare_copy_streams, stage("execute", StartCopyKernel));
+  add(cuda, "jaxkv_start_copy_dma", prepare_copy_streams, stage("execute", StartCopyDma));
+  add(cuda, "jaxkv_wait_copy", prepare_copy_streams, stage("execute", WaitCopyKernel));
   add(cuda, "jaxkv_check_bounds", stage("initialize", PrepareBounds),
       stage("execute", CheckBoundsKernel));
   add(cuda, "jaxkv_all_reduce", stage("initialize", PrepareAllReduce),
@@ -106,20 +106,20 @@ nb::dict registrations() {
 }
 
 // What check_errors() raises.
-const char* kind_of(PageFault fault) {
+const char* kind_of(ErrorCode fault) {
   switch (fault) {
-    case PageFault::kCopiedEarly:
-    case PageFault::kNotArrived:
+    case ErrorCode::kCopiedBeforeWait:
+    case ErrorCode::kWaitTimeout:
       return "transfer";
-    case PageFault::kBoundExceeded:
+    case ErrorCode::kBoundExceeded:
       return "bound";
     default:
       return "page";
   }
 }
 
-nb::tuple page_errors() {
-  const auto taken = take_page_errors();
+nb::tuple device_errors() {
+  const auto taken = take_errors();
   nb::list details;
   for (const auto& entry : taken.details) {
     details.append(nb::make_tuple(kind_of(entry.fault), describe(entry)));
@@ -128,14 +128,14 @@ nb::tuple page_errors() {
 }
 
 int64_t create_communicator(const std::string& platform,
-                            const std::vector<std::vector<int32_t>>& devices, uint64_t quick_words,
+                            const std::vector<std::vector<int32_t>>& devices, uint64_t ll_words,
                             uint64_t slot_words, uint64_t tile_words, uint64_t multicast_words,
                             uint64_t timeout_ns) {
-  const collectives::Geometry geometry{static_cast<int32_t>(devices.at(0).size()), quick_words,
+  const collectives::Geometry geometry{static_cast<int32_t>(devices.at(0).size()), ll_words,
                                        slot_words, tile_words, multicast_words};
   if (platform == "cpu") {
     return collectives::register_communicator(
-        collectives::make_host_communicator(geometry, devices, timeout_ns));
+        collectives::make_cpu_communicator(geometry, devices, timeout_ns));
   }
 #ifdef JAXKV_CUDA
   for (const auto& group : devices) {
@@ -170,12 +170,12 @@ NB_MODULE(_ext, m) {
   m.doc() = "Native part of jaxkv: FFI handlers and the host calls beside them.";
   m.def("registrations", &registrations,
         "FFI handlers as capsules: {platform: {target: {stage: capsule}}}.");
-  m.def("page_errors", &page_errors,
+  m.def("device_errors", &device_errors,
         "(number of faults since the last call, (kind, description) of the last of them).");
   m.def("bound_code", &bound_code, nb::arg("name"), "The number of a named bound.");
   const nb::call_guard<nb::gil_scoped_release> without_gil;
   m.def("create_communicator", &create_communicator, nb::arg("platform"), nb::arg("devices"),
-        nb::arg("quick_words"), nb::arg("slot_words"), nb::arg("tile_words"),
+        nb::arg("ll_words"), nb::arg("slot_words"), nb::arg("tile_words"),
         nb::arg("multicast_words"), nb::arg("timeout_ns"), without_gil,
         "Symmetric memory of groups of devices, -1 for those of other processes; returns the "
         "number of the communicator.");
@@ -198,7 +198,7 @@ NB_MODULE(_ext, m) {
   m.def("peer_fault", &peer_fault, nb::arg("id"),
         "(rank, peer, phase, expected, seen, description) of a wait that gave up, or None.");
   m.def(
-      "preset_communicator",
+      "set_test_state",
       [](int64_t id, uint64_t epoch, uint64_t ahead, uint64_t stall_ns) {
         open_communicator(id)->preset(epoch, ahead);
         open_communicator(id)->set_stall(stall_ns);
@@ -209,15 +209,15 @@ NB_MODULE(_ext, m) {
   m.attr("INLINE_IDS") = transfer::kInlineIds;
   m.attr("MAX_STATES") = recurrent::kMaxStates;
   m.def(
-      "seal_host_ids",
+      "write_host_ids_header",
       [](uintptr_t address, size_t num_words) {
-        transfer::seal_host_ids({reinterpret_cast<int32_t*>(address), num_words});
+        transfer::write_host_ids_header({reinterpret_cast<int32_t*>(address), num_words});
       },
       nb::arg("address"), nb::arg("num_words"), "Writes the header over sealed ids.");
   m.def(
-      "admit_host_ids",
+      "register_host_ids",
       [](uintptr_t address, size_t num_words) {
-        transfer::admit_host_ids(reinterpret_cast<const int32_t*>(address), num_words);
+        transfer::register_host_ids(reinterpret_cast<const int32_t*>(address), num_words);
       },
       nb::arg("address"), nb::arg("num_words"), "Says that sealed ids lie at `address`.");
 #ifdef JAXKV_WATCH_BUFFERS

@@ -28,8 +28,8 @@ from jaxkv._src.transfer.api import store_pages as store_pages
 from jaxkv._src.transfer.api import swap_blocks as swap_blocks
 from jaxkv._src.transfer.async_copy import start_load as start_load
 from jaxkv._src.transfer.async_copy import start_store as start_store
-from jaxkv._src.transfer.async_handles import Loading as Loading
-from jaxkv._src.transfer.async_handles import Storing as Storing
+from jaxkv._src.transfer.async_handles import LoadHandle as LoadHandle
+from jaxkv._src.transfer.async_handles import StoreHandle as StoreHandle
 from jaxkv._src.transfer.ids import HostIds as HostIds
 
 __version__ = "0.1.0"

@@ -202,9 +202,9 @@ class Bench:
                 case = str(Case(self.world, setting, num_bytes, way, kernel))
                 for metric, seconds in times.items():
                     summing = metric in (GPU_TIME, ALONE) and way != COPIES
-                    roof = self._roof(num_bytes) if summing else None
+                    peak = self._roof(num_bytes) if summing else None
                     peers = {} if setting == TORCH else self._peers(metric, num_bytes)
-                    self.results.row(case, metric, "us", seconds * 1e6, roof, peers)
+                    self.results.row(case, metric, "us", seconds * 1e6, peak, peers)
 
     def _roof(self, num_bytes: int) -> tuple[str, float] | None:
         """Microseconds in which the link can move what a device has to send and to get."""
@@ -277,8 +277,8 @@ class Bench:
                     times = "/".join("-" if t is None else f"{t:.1f}" for t in (ours, psum, best))
                     ratio = self.ratio(setting, metric, size)
                     cells.append(f"{times:>18} {'' if ratio is None else f'{ratio:.2f}':>5}")
-                ours, roof = self._time(setting, CHOSEN, GPU_TIME, size), self._roof(size)
-                cells.append(f"{roof[1] / ours:.0%} of the link" if ours and roof else "")
+                ours, peak = self._time(setting, CHOSEN, GPU_TIME, size), self._roof(size)
+                cells.append(f"{peak[1] / ours:.0%} of the link" if ours and peak else "")
                 lines.append("  ".join(cells))
         title = "ours/psum/best of PyTorch, us, and the ratio that a target is about: "
         return f"{self.world} devices, {title}{GPU_TIME}, {ALONE}, {PAIR}\n" + "\n".join(lines)

@@ -43,7 +43,7 @@ def random_call(rng: random.Random, memories: Sequence[SymmetricMemory]) -> Call
     memory, dtype = rng.choice(memories), rng.choice(DTYPES)
     algorithm, limit = rng.choice(
         [
-            ("low_latency", memory.quick_bytes),
+            ("low_latency", memory.low_latency_bytes),
             ("one_shot", memory.slot_bytes),
             ("two_shot", memory.max_bytes),
         ]

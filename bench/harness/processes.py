@@ -29,7 +29,7 @@ NO_MULTICAST = {
 }
 
 
-class Ran(NamedTuple):
+class ProcessResult(NamedTuple):
     """What programs that ran together said.
 
     Attributes:
@@ -47,7 +47,7 @@ def run(
     *,
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
-) -> Ran:
+) -> ProcessResult:
     """Runs `python -m module REQUEST` for each request, all at the same time.
 
     Args:
@@ -65,9 +65,11 @@ def run(
         ]
         failure = _wait(started, timeout_s)
         if failure is None:
-            return Ran([_answers(output) for output in outputs], None)
+            return ProcessResult([_answers(output) for output in outputs], None)
         said = [line for output in outputs for line in _errors(output)]
-        return Ran([_answers(output) for output in outputs], ": ".join([failure, *said[-1:]]))
+        return ProcessResult(
+            [_answers(output) for output in outputs], ": ".join([failure, *said[-1:]])
+        )
 
 
 def free_port() -> int:

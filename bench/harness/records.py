@@ -44,7 +44,7 @@ class Row:
     metric: str
     unit: str
     value: float
-    roof: dict[str, Any] | None = None
+    peak: dict[str, Any] | None = None
     peers: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -78,7 +78,7 @@ class Target:
         return self._holds(self.got)
 
     @property
-    def beyond_roof(self) -> bool:
+    def above_peak(self) -> bool:
         """Whether no copy can meet it, as not even one at the roof would."""
         return self._holds(self.bound) is False
 
@@ -112,10 +112,10 @@ class Results:
         metric: str,
         unit: str,
         value: float,
-        roof: tuple[str, float] | None = None,
+        peak: tuple[str, float] | None = None,
         peers: dict[str, float] | None = None,
     ) -> Row:
-        named = {"name": roof[0], "value": roof[1]} if roof else None
+        named = {"name": peak[0], "value": peak[1]} if peak else None
         self.rows.append(Row(case, metric, unit, value, named, peers or {}))
         return self.rows[-1]
 

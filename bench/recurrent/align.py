@@ -111,7 +111,7 @@ def crossing(results: Results, model: Model, batch: int, conv: StateKind) -> Non
     rate = case.bytes / seconds / 1e9
     limit = peak_bandwidth.device_copy()
     results.row(name, "time of a call", "us", seconds * 1e6)
-    results.row(name, "bytes copied a second", "GB/s", rate, roof=limit)
+    results.row(name, "bytes copied a second", "GB/s", rate, peak=limit)
     print(f"{name}: {seconds * 1e6:.1f} us, {rate:.0f} GB/s, {rate / limit[1]:.2f} of {limit[0]}")
     if batch == 1024 and jax.default_backend() == "gpu":
         results.target(name, rate / limit[1], ">=", SHARE_WANTED, "of the rate of a device copy")

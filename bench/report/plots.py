@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # A ladder of block sizes is drawn over its logarithm, so each size has its own tick.
 OURS = {"marker": "o", "linewidth": 2}
 THEIRS = {"marker": "x", "linewidth": 1, "linestyle": "--"}
-ROOF = {"color": "black", "linestyle": ":"}
+PEAK = {"color": "black", "linestyle": ":"}
 
 
 def transfer_figure(rows: Sequence[Row]) -> "Figure":
@@ -30,9 +30,9 @@ def transfer_figure(rows: Sequence[Row]) -> "Figure":
         for name, line in _lines(here).items():
             style: dict[str, Any] = THEIRS if name not in bandwidth.NAMES else OURS
             panel.plot([*line], [*line.values()], label=name, **style)
-        roofs = {row.roof["value"] for row in here.values() if row.roof}
-        for value in roofs:
-            panel.axhline(value, **ROOF)
+        peaks = {row.peak["value"] for row in here.values() if row.peak}
+        for value in peaks:
+            panel.axhline(value, **PEAK)
         sizes = sorted({point.block_bytes for point in here})
         panel.set_xscale("log", base=2)
         panel.set_xticks(sizes, [bandwidth.size_text(s) for s in sizes], rotation=45, minor=False)
@@ -65,7 +65,7 @@ def overlap_figure(rows: Sequence[Row]) -> "Figure":
         bars = {row.case.partition(": ")[2]: row for row in reversed(steps) if kind in row.case}
         panel.barh([*bars], [row.value for row in bars.values()])
         alone = bars[overlap.ALONE].value
-        panel.axvline(alone, **ROOF)
+        panel.axvline(alone, **PEAK)
         # Differences are a few percent of the whole.
         longest = max(row.value for row in bars.values())
         label = "ms; the axis begins at 0.9 of the step alone"
@@ -94,8 +94,8 @@ def all_reduce_figure(rows: Sequence[Row]) -> "Figure":
             panel.plot([*line], [row.value for row in line.values()], label=name, **style)
         cells = {size: row for line in by_name.values() for size, row in line.items()}
         sizes = sorted(cells)
-        roofs = {size: roof["value"] for size in sizes if (roof := cells[size].roof)}
-        panel.plot([*roofs], [*roofs.values()], **ROOF)
+        peaks = {size: peak["value"] for size in sizes if (peak := cells[size].peak)}
+        panel.plot([*peaks], [*peaks.values()], **PEAK)
         least = min(row.value for line in by_name.values() for row in line.values())
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")

@@ -31,12 +31,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def verdict(target: Target) -> str:
-    if target.met is False and target.beyond_roof:
+    if target.met is False and target.above_peak:
         return "**missed**, above the roof"
     return {True: "met", False: "**missed**", None: "not measured"}[target.met]
 
 
-def at_the_roof(target: Target) -> str:
+def at_peak(target: Target) -> str:
     return "-" if target.bound is None else f"{number(target.bound)} {target.unit}"
 
 
@@ -53,7 +53,7 @@ def all_targets_table(files: Sequence[File]) -> str:
         "device", "measured by", "target", "wanted", "got", "at the roof", "", "commit", "date",
     )  # fmt: skip
     lines = [
-        (f.device, f.name, t.name, *figures(t), at_the_roof(t), verdict(t), f.revision, f.date)
+        (f.device, f.name, t.name, *figures(t), at_peak(t), verdict(t), f.revision, f.date)
         for f in files
         for t in f.targets
     ]
@@ -121,13 +121,13 @@ def _transfer_table(
     for file in (file for file in files if file.name == "transfer"):
         shares = {row.case: f"{row.value:.0%}" for row in file.rows_of(bandwidth.CHOSEN)}
         for point, row in select(file.rows).items():
-            assert row.roof
+            assert row.peak
             line = lines.setdefault((file.device, point.cell), {})
-            share = f"{row.value / row.roof['value']:.0%}"
+            share = f"{row.value / row.peak['value']:.0%}"
             # The first is the implementation as it comes, without a wish for its SMs.
             line.setdefault(point.name, f"{number(row.value)} ({share}; {point.num_sms})")
             line |= {name: number(value) for name, value in row.peers.items()}
-            line["roof"] = number(row.roof["value"])
+            line["roof"] = number(row.peak["value"])
             if point.cell in shares:
                 line[CHOSEN_SHARE] = shares[point.cell]
     names = list(dict.fromkeys(name for line in lines.values() for name in line))

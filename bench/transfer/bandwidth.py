@@ -34,7 +34,7 @@ from bench.harness import peak_bandwidth, peers
 from bench.harness.records import Results, Row, arguments
 from bench.harness.timestamps import Timed
 from bench.harness.timing import chain_length
-from bench.transfer.blocks import DIRECTIONS, IMPLEMENTATIONS, SM_IMPLEMENTATIONS, Blocks, Way
+from bench.transfer.blocks import DIRECTIONS, IMPLEMENTATIONS, SM_IMPLEMENTATIONS, Blocks, Method
 
 KIB = 1024
 LINK_FIVE_MILLISECONDS = 250_000_000  # bytes
@@ -203,20 +203,22 @@ class Bench:
             self.say(text(row))
         self.record_choice(made, direction, count, found)
 
-    def ways(self, block_bytes: int, many: bool) -> list[Way]:
+    def ways(self, block_bytes: int, many: bool) -> list[Method]:
         """Every implementation as it is and, for many blocks, with the SMs that targets name."""
         names = IMPLEMENTATIONS[self.platform]
-        forced: list[int] = []
+        force_implementation: list[int] = []
         if many:
-            forced = [12] if block_bytes < 8 * KIB else [4, 2]
+            force_implementation = [12] if block_bytes < 8 * KIB else [4, 2]
             if self.triton and ("load", block_bytes) in self.triton.bandwidth:
-                forced = [12, *forced]
+                force_implementation = [12, *force_implementation]
         used = [name for name in names if name in SM_IMPLEMENTATIONS]
-        variants = [Way(name, sms) for name in used for sms in dict.fromkeys(forced)]
-        return [*map(Way, names), *variants]
+        variants = [
+            Method(name, sms) for name in used for sms in dict.fromkeys(force_implementation)
+        ]
+        return [*map(Method, names), *variants]
 
     def timed(
-        self, made: Blocks, way: Way, direction: str, count: int, copies: int
+        self, made: Blocks, way: Method, direction: str, count: int, copies: int
     ) -> tuple[Timed, int] | None:
         """The times of a program and its SMs; None, and why, for what is not served or is wrong."""
         try:
@@ -239,7 +241,7 @@ class Bench:
         submits: dict[str, float] = {}
         if self.platform == "gpu":
             source, destination = (made.arrays[side] for side in made.sides(direction))
-            _, ids = made.ids(Way(peers.BATCH), count, 0)
+            _, ids = made.ids(Method(peers.BATCH), count, 0)
             for peer in engine_peers(count):
                 first = peers.run(peer, source, destination, ids, calls=1, repeats=1)
                 calls = chain_length(first.total)
@@ -247,7 +249,7 @@ class Bench:
                 rates[peer] = nbytes / took.total / 1e9
                 submits[peer] = took.submit * 1e6
             short = count < MAX_LOOP_COUNT
-            way = Way(peers.BATCH)
+            way = Method(peers.BATCH)
             if short and (program := self.timed(made, way, direction, count, copies)):
                 rates[BATCH_IN_JAX] = copies * nbytes / program[0].total / 1e9
                 submits[BATCH_IN_JAX] = program[0].handlers / copies * 1e6
@@ -273,11 +275,11 @@ class Bench:
 
 
 def text(row: Row) -> str:
-    assert row.roof
+    assert row.peak
     others = ", ".join(f"{name} {value:.3g}" for name, value in row.peers.items())
-    share = row.value / row.roof["value"]
+    share = row.value / row.peak["value"]
     return (
-        f"{row.case:45} {row.value:6.2f} GB/s  {share:4.0%} of {row.roof['value']:.1f}  [{others}]"
+        f"{row.case:45} {row.value:6.2f} GB/s  {share:4.0%} of {row.peak['value']:.1f}  [{others}]"
     )
 
 
@@ -287,7 +289,7 @@ def record_targets(results: Results, grid: Grid) -> None:
     for direction in DIRECTIONS:
         for block_bytes in grid.blocks:
             if block_bytes >= KIB:
-                _roof_targets(results, grid, found, direction, block_bytes)
+                _peak_targets(results, grid, found, direction, block_bytes)
     for block_bytes, times in ((KIB, 20), (4 * KIB, 4), (8 * KIB, 2), (16 * KIB, 2)):
         cell = _many(grid, "load", block_bytes)
         ratio, bound = _ratio(found, cell, BATCHES), _bound(found, cell, BATCHES)
@@ -325,16 +327,16 @@ def _many(grid: Grid, direction: str, block_bytes: int) -> Point:
     return Point(direction, block_bytes, min(grid.many, grid.max_bytes // block_bytes), "", 0)
 
 
-def _roof_targets(
+def _peak_targets(
     results: Results, grid: Grid, found: dict[Point, Row], direction: str, block_bytes: int
 ) -> None:
     """Shares of the roof by copies that use SMs; the copy engine, which uses none, has no part."""
     cell = _many(grid, direction, block_bytes)
     for most, want in ((12, 0.9),) if block_bytes < 8 * KIB else ((4, 0.9), (2, 0.85)):
         shares = [
-            row.value / row.roof["value"]
+            row.value / row.peak["value"]
             for point, row in _in_cell(found, cell).items()
-            if row.roof and 0 < point.num_sms <= most
+            if row.peak and 0 < point.num_sms <= most
         ]
         best = max(shares, default=None)
         results.target(f"{cell.cell}: at most {most} SMs", best, ">=", want, "of roof")
@@ -364,7 +366,7 @@ def _bound(found: dict[Point, Row], cell: Point, groups: Sequence[Sequence[str]]
     """The ratio to the peers of a copy at the roof."""
     row = next(iter(_in_cell(found, cell).values()), None)
     peer = _peer_rate(found, cell, groups)
-    return row.roof["value"] / peer if row and row.roof and peer else None
+    return row.peak["value"] / peer if row and row.peak and peer else None
 
 
 def _peer_rate(

@@ -16,8 +16,8 @@ import numpy as np
 
 import jaxkv
 from bench.harness import peers, timestamps, timing
-from jaxkv._src.explain import choices_of
-from jaxkv._src.transfer.dispatch import forced
+from jaxkv._src.explain import selections_of
+from jaxkv._src.transfer.dispatch import force_implementation
 from jaxkv._src.tuning import copy_table
 
 DIRECTIONS = ("load", "store")
@@ -26,7 +26,7 @@ SM_IMPLEMENTATIONS = copy_table.ON_SMS
 WORD = jnp.int32
 
 
-class Way(NamedTuple):
+class Method(NamedTuple):
     """A way to copy: an implementation of jaxkv, or a peer inside JAX.
 
     Attributes:
@@ -49,7 +49,7 @@ class Way(NamedTuple):
         """
         if self.name not in copy_table.IMPLEMENTATIONS:
             return 0
-        (choice,) = choices_of(operation, *args, implementation=self.name)
+        (choice,) = selections_of(operation, *args, implementation=self.name)
         on_sms = self.name in SM_IMPLEMENTATIONS
         return (self.num_sms or choice.num_sms) if on_sms else 0
 
@@ -57,7 +57,7 @@ class Way(NamedTuple):
         """Within it jaxkv copies in this way; nothing is changed for peers."""
         if self.name not in copy_table.IMPLEMENTATIONS:
             return contextlib.nullcontext()
-        return forced(self.name, num_sms)
+        return force_implementation(self.name, num_sms)
 
 
 class Blocks:
@@ -80,7 +80,7 @@ class Blocks:
     def _sharding(self, memory_kind: str) -> jax.sharding.Sharding:
         return jax.sharding.SingleDeviceSharding(self._device, memory_kind=memory_kind)
 
-    def ids(self, way: Way, count: int, seed: int) -> tuple[tuple[Any, Any], Any]:
+    def ids(self, way: Method, count: int, seed: int) -> tuple[tuple[Any, Any], Any]:
         """(source, destination) ids as a way wants them, and as NumPy has them."""
         rng = np.random.default_rng(seed)
         plain = tuple(rng.permutation(self.num_blocks)[:count].astype(np.int32) for _ in range(2))
@@ -97,12 +97,12 @@ class Blocks:
     def chosen(self, direction: str, count: int) -> str:
         """The implementation that jaxkv takes if it may choose."""
         source, destination = (self.arrays[side] for side in self.sides(direction))
-        ids, _ = self.ids(Way("dma"), count, 0)
-        (choice,) = choices_of(jaxkv.swap_blocks, source, destination, *ids)
+        ids, _ = self.ids(Method("dma"), count, 0)
+        (choice,) = selections_of(jaxkv.swap_blocks, source, destination, *ids)
         return choice.implementation
 
     def program(
-        self, way: Way, direction: str, count: int, copies: int, *, stamped: bool = True
+        self, way: Method, direction: str, count: int, copies: int, *, stamped: bool = True
     ) -> "Program":
         """A compiled and verified program, with stamps before and after its copies or without.
 
@@ -140,7 +140,7 @@ class Program:
     def __init__(
         self,
         blocks: Blocks,
-        way: Way,
+        way: Method,
         direction: str,
         ids: list[tuple[Any, Any]],
         stamped: bool,

@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 import jaxkv
 from bench.harness import timing
 from bench.harness.records import Results, arguments
-from jaxkv._src.explain import choices_of
+from jaxkv._src.explain import selections_of
 
 BLOCK_BYTES = 65536
 COUNTS = (1, 64, 1024, 4096, 16384)
@@ -44,7 +44,7 @@ class Load:
     def chosen(self) -> str:
         """The implementation that jaxkv takes."""
         blocks = jax.ShapeDtypeStruct(self.source.shape, jnp.int32)
-        (choice,) = choices_of(jaxkv.swap_blocks, self.source, blocks, *self.ids)
+        (choice,) = selections_of(jaxkv.swap_blocks, self.source, blocks, *self.ids)
         return choice.implementation
 
     def time(self, implementation: str, products: int) -> timing.Call:

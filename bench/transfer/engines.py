@@ -39,7 +39,7 @@ from bench.transfer.blocks import DIRECTIONS, IMPLEMENTATIONS, equal
 from bench.transfer.pages import stamp_first
 
 PAGES_AT_A_TIME = 64
-ROOF_BYTES = 1 << 30
+PEAK_BYTES = 1 << 30
 TPU_INFERENCE, SGLANG = "tpu-inference", "sglang-jax"
 WHOLE = "one device_put of the whole"
 REUSED = ", memory reused"
@@ -75,7 +75,7 @@ def sizes(platform: str, quick: bool) -> list[Size]:
     return [Size(32, 256, 64 << 10, 5, 15), Size(32, 4096, 8 << 10, 3, 15)]
 
 
-class Took(NamedTuple):
+class Timing(NamedTuple):
     """Of moving all pages once.
 
     Attributes:
@@ -107,7 +107,7 @@ class Engine:
 
     # Ours.
 
-    def ours(self, implementation: str) -> dict[str, Took]:
+    def ours(self, implementation: str) -> dict[str, Timing]:
         """Raises NotImplementedError where the implementation does not serve the call."""
         as_ids = jaxkv.HostIds if implementation == "dma" else jnp.asarray
         ids = {"host_pages": as_ids(self.host_pages), "device_pages": as_ids(self.pages)}
@@ -133,7 +133,7 @@ class Engine:
 
     def _time_ours(
         self, operation: Callable, nothing: Callable, state: Any, other: Any, ids: Any
-    ) -> tuple[Any, Took]:
+    ) -> tuple[Any, Timing]:
         jitted = [jax.jit(f, donate_argnums=0, keep_unused=True) for f in (operation, nothing)]
         analysis = jitted[0].lower(state, other, ids).compile().memory_analysis()
         copy, empty = (functools.partial(_swapped, program, other, ids) for program in jitted)
@@ -150,11 +150,11 @@ class Engine:
             for step, what in ((copy, "done"), (copy, "returns"), (empty, "returns"))
         )
         staging = analysis.temp_size_in_bytes if analysis else 0
-        return state, Took(done, max(0.0, blocked - idle), staging)
+        return state, Timing(done, max(0.0, blocked - idle), staging)
 
     # Theirs.
 
-    def theirs(self, way: str) -> dict[str, Took]:
+    def theirs(self, way: str) -> dict[str, Timing]:
         chunk = self.size.pages if way == WHOLE else min(PAGES_AT_A_TIME, self.size.pages)
         chunks = [
             jax.device_put(self.pages[i : i + chunk], self.on_device)
@@ -210,7 +210,7 @@ class Engine:
         self._check(before, way)
         return took
 
-    def _time_theirs(self, move: Callable[[], Any], staging: int, keep: bool = False) -> Took:
+    def _time_theirs(self, move: Callable[[], Any], staging: int, keep: bool = False) -> Timing:
         samples = []
         for _ in range(self.size.repeats + 1):
             start = time.perf_counter()
@@ -222,7 +222,7 @@ class Engine:
                 self.kept.append(result)
             del result
         done, blocked = zip(*samples[1:], strict=True)  # the first warms up
-        return Took(statistics.median(done), statistics.median(blocked), staging)
+        return Timing(statistics.median(done), statistics.median(blocked), staging)
 
     def _check(self, before: Any, way: str) -> None:
         if not equal(self.cache, before):
@@ -270,7 +270,7 @@ def measure(results: Results, platform: str, quick: bool) -> None:
                 record_targets(results, direction, size, mine, peers)
 
 
-def record(results: Results, case: str, ours: dict[str, Took], theirs: dict[str, Took]) -> None:
+def record(results: Results, case: str, ours: dict[str, Timing], theirs: dict[str, Timing]) -> None:
     metrics = (("time", "ms", "done", 1e3), ("host blocked", "ms", "blocked", 1e3),
                ("HBM for staging", "MiB", "staging", 2**-20))  # fmt: skip
     for name, took in ours.items():
@@ -283,7 +283,7 @@ def record(results: Results, case: str, ours: dict[str, Took], theirs: dict[str,
 
 
 def record_targets(
-    results: Results, direction: str, size: Size, ours: dict[str, Took], theirs: dict[str, Took]
+    results: Results, direction: str, size: Size, ours: dict[str, Timing], theirs: dict[str, Timing]
 ) -> None:
     """The fastest of ours that takes ids of the device, as theirs do, against theirs.
 
@@ -293,7 +293,7 @@ def record_targets(
     if not on_device:
         return
     best = min(on_device, key=lambda took: took.done)
-    _, link = peak_bandwidth.contiguous_copy(direction, ROOF_BYTES)
+    _, link = peak_bandwidth.contiguous_copy(direction, PEAK_BYTES)
     seconds_at_roof = size.pages * size.spec.page_bytes / (link * 1e9)
     wanted = WANTED[direction]
     for memory in ("", REUSED):

@@ -24,7 +24,7 @@ import numpy as np
 import jaxkv
 from bench.harness import timing
 from bench.harness.records import Results, arguments
-from bench.transfer.blocks import IMPLEMENTATIONS, SM_IMPLEMENTATIONS, Way, equal
+from bench.transfer.blocks import IMPLEMENTATIONS, SM_IMPLEMENTATIONS, Method, equal
 
 ALONE, SEQUENTIAL = "without a load", "sequential"
 WANTED_RATIO = 1.02
@@ -141,7 +141,7 @@ class Bench:
                 step = self._program(self.layer, load)
                 ids = self._ids(title)
                 run = functools.partial(_call, step, self.pool, self.fixed, ids)
-                way = Way(title, sms)
+                way = Method(title, sms)
                 num_sms = way.sms_for(jaxkv.start_load, self.pool, self.cache, *ids)
                 with way.taken(num_sms):
                     self._first_calls(title, run, check=load is not None)

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from bench.harness import peak_bandwidth
 from bench.harness.records import REPOSITORY, Results, arguments
 from bench.transfer.bandwidth import KIB, size_text
-from bench.transfer.blocks import DIRECTIONS, Blocks, Way
+from bench.transfer.blocks import DIRECTIONS, Blocks, Method
 
 TOOL = "ncu"
 COUNT = 10_000
-ROOF_BYTES = 1 << 30
+PEAK_BYTES = 1 << 30
 SIZES = ((KIB, 12), (2 * KIB, 12), (8 * KIB, 2))  # bytes of a block, SMs
 TIME = "gpu__time_duration.sum"
 # Nsight Compute's name of a metric, then ours, its unit, and what makes one of the other.
@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 def copy_once(case: Case) -> None:
     """What is profiled."""
-    way = Way("kernel", case.num_sms)
+    way = Method("kernel", case.num_sms)
     Blocks(case.block_bytes, COUNT).program(way, case.direction, COUNT, 1, stamped=False)
 
 
@@ -77,7 +77,7 @@ def profile(case: Case) -> dict[str, float]:
 
 
 def record(results: Results, case: Case, values: dict[str, float]) -> None:
-    name, link = peak_bandwidth.contiguous_copy(case.direction, ROOF_BYTES)
+    name, link = peak_bandwidth.contiguous_copy(case.direction, PEAK_BYTES)
     rate = COUNT * case.block_bytes / values[TIME]  # bytes a nanosecond
     results.row(str(case), "bandwidth of the kernel", "GB/s", rate, (name, link))
     for metric, (label, unit, scale) in METRICS.items():

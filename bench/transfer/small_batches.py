@@ -28,14 +28,14 @@ import jax
 
 from bench.harness import peers, timing
 from bench.harness.records import Results, arguments
-from bench.transfer.blocks import DIRECTIONS, IMPLEMENTATIONS, Blocks, Program, Way
+from bench.transfer.blocks import DIRECTIONS, IMPLEMENTATIONS, Blocks, Method, Program
 
 BLOCK_BYTES = 8192
 COUNTS = (1, 4, 16, 64)
 IN_STEP, ONE_CALL, OUTSIDE = "in a step", "one call", "outside JAX"
 RETURNS = "one call returns"
-NOTHING = Way("nothing")
-RIVALS = (peers.BATCH, peers.LOOP)
+NOTHING = Method("nothing")
+BASELINES = (peers.BATCH, peers.LOOP)
 
 
 class Effort(NamedTuple):
@@ -65,7 +65,7 @@ def rounds_of(
     for name in ways:
         with contextlib.suppress(NotImplementedError):  # not every implementation serves the call
             programs[name] = {
-                copies: made.program(Way(name), direction, count, copies, stamped=False)
+                copies: made.program(Method(name), direction, count, copies, stamped=False)
                 for copies in (1, 1 + effort.copies)
             }
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in programs}
@@ -79,10 +79,10 @@ def rounds_of(
 def outside_us(made: Blocks, direction: str, count: int, calls: int) -> dict[str, float]:
     """Microseconds from a native call to the data, for each peer of the copy engine."""
     source, destination = (made.arrays[side] for side in made.sides(direction))
-    _, ids = made.ids(Way(peers.BATCH), count, 0)
+    _, ids = made.ids(Method(peers.BATCH), count, 0)
     return {
         peer: 1e6 * peers.run(peer, source, destination, ids, calls=1, repeats=calls).total
-        for peer in RIVALS
+        for peer in BASELINES
     }
 
 
@@ -111,18 +111,18 @@ def _inside(results: Results, made: Blocks, direction: str, count: int, effort: 
     """Rows of one cell, and its targets where there are peers."""
     platform = jax.default_backend()
     case = f"{direction}, {count} x 8 KiB"
-    rivals = RIVALS if platform == "gpu" else ()
-    taken = rounds_of(made, (*rivals, *IMPLEMENTATIONS[platform]), direction, count, effort)
+    baselines = BASELINES if platform == "gpu" else ()
+    taken = rounds_of(made, (*baselines, *IMPLEMENTATIONS[platform]), direction, count, effort)
     for footing in (IN_STEP, ONE_CALL, RETURNS):
         samples = {name: [figures[footing] for figures in all_] for name, all_ in taken.items()}
         middle = {name: statistics.median(values) for name, values in samples.items()}
-        beside = {name: middle[name] for name in rivals}
-        for name in (name for name in middle if name not in rivals):
+        beside = {name: middle[name] for name in baselines}
+        for name in (name for name in middle if name not in baselines):
             results.row(f"{case}, {name}", footing, "us", middle[name], None, beside)
             print(_text(f"{case}, {name}", footing, middle[name], beside), flush=True)
-        if rivals and footing != RETURNS:
+        if baselines and footing != RETURNS:
             chosen = made.chosen(direction, count)
-            best = min(rivals, key=lambda name: middle[name])
+            best = min(baselines, key=lambda name: middle[name])
             got, error = timing.ratio(samples[chosen], samples[best])
             name = f"{case}: {footing}"
             results.row(f"{name}: twice the standard error", "of a ratio", "x", 2 * error)

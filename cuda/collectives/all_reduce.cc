@@ -34,7 +34,7 @@ ffi::ErrorOr<Task> resolve_task(int32_t device, ffi::AnyBuffer in, ffi::Result<f
   uint64_t capacity = 0;
   switch (task.message.algorithm) {
     case Algorithm::kLowLatency:
-      capacity = geometry.quick_words * sizeof(Word);
+      capacity = geometry.ll_words * sizeof(Word);
       break;
     case Algorithm::kOneShot:
       capacity = geometry.slot_words * sizeof(Word);

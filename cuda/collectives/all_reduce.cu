@@ -115,7 +115,7 @@ struct CudaMachine {
   static __device__ void post(uint64_t* to, uint64_t value) {
     *reinterpret_cast<volatile uint64_t*>(to) = value;
   }
-  static __device__ bool claim(uint32_t* word) { return atomicExch(word, 1) == 0; }
+  static __device__ bool try_claim(uint32_t* word) { return atomicExch(word, 1) == 0; }
   // How many blocks of the call did so before; the last one leaves 0.
   static __device__ uint32_t enter(uint32_t* entered) { return atomicInc(entered, gridDim.x - 1); }
 };
@@ -134,7 +134,7 @@ struct CudaMachine {
 struct Float32 {
   using Bits = uint32_t;
   static constexpr int kLanes = 4;
-  static constexpr uint32_t kOtherNan = 0x7FC00000;
+  static constexpr uint32_t kSubstituteNan = 0x7FC00000;
   static __device__ float lane(const Word& w, int k) { return __uint_as_float(w.part[k]); }
   static __device__ Word word(const float* lanes) {
     Word w;
@@ -152,7 +152,7 @@ template <class Half>
 struct TwoByte {
   using Bits = uint16_t;
   static constexpr int kLanes = 8;
-  static constexpr uint32_t kOtherNan = 0x7FFF7FFF;
+  static constexpr uint32_t kSubstituteNan = 0x7FFF7FFF;
   static __device__ float lane(const Word& w, int k) {
     return Half::widen(static_cast<uint16_t>(w.part[k / 2] >> (16 * (k % 2))));
   }
@@ -238,7 +238,7 @@ ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ff
   const Kernel kernel = kernel_for(geometry.world, task->message.dtype, route);
   const int blocks = blocks_for(task->message, geometry, route);
   kernel<<<blocks, kThreads, 0, stream>>>(task->rank->view, task->message);
-  JAXKV_CUDA_TRY(cudaGetLastError());
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   return ffi::Error::Success();
 }
 

@@ -60,78 +60,79 @@ struct Call : Tiles<Machine, Element, N> {
   // True if the sum is in `out`, false if a wait gave up.
   template <Route kRoute>
   JAXKV_DEVICE bool run() {
-    Progress at_start = progress();
+    RankProgress at_start = progress();
     // What waits for nothing goes before threads hear of the rest of their block. But a rank that
     // gave up in a call before sends no more: a peer that comes late to that call takes what it
     // finds in its boxes.
     const bool early = kRoute == Route::kLowLatency && first() < words();
     const Word head = early ? load_input(first()) : Word{};
-    if (early && !at_start.broken) Base::send(at_start.turns, first(), present(head));
-    if (!at_start.broken) Base::post(Base::mark(at_start), at_start.calls);
-    if (kRoute == Route::kTwoShot && !at_start.broken) scatter(parts(), at_start.turns);
+    if (early && !at_start.failed) Base::send(at_start.ll_epochs, first(), without_sentinel(head));
+    if (!at_start.failed) Base::post(Base::mark(at_start), at_start.calls);
+    if (kRoute == Route::kTwoShot && !at_start.failed) scatter(parts(), at_start.ll_epochs);
     // All threads of the block decide alike, although another block may give up meanwhile.
-    if (m.all(!at_start.broken)) {
+    if (m.all(!at_start.failed)) {
       Base::enter(at_start);
       if (reduced<kRoute>(at_start, head)) return true;
     }
     // Rather NaN than a wrong sum. What this block missed lies anywhere.
     for (uint64_t i = m.thread(); i < words(); i += m.num_threads()) {
-      store_output(i, {{kAbsent, kAbsent, kAbsent, kAbsent}});
+      store_output(i, {{kUnset, kUnset, kUnset, kUnset}});
     }
     return false;
   }
 
  private:
   using Base = Tiles<Machine, Element, N>;
-  using Base::m, Base::v, Base::message, Base::progress, Base::slot, Base::stall, Base::meet;
-  using Base::words, Base::load_input, Base::store_output, Base::sum, Base::present, Base::finish;
+  using Base::m, Base::v, Base::message, Base::progress, Base::slot, Base::stall, Base::barrier;
+  using Base::words, Base::load_input, Base::store_output, Base::sum, Base::without_sentinel,
+      Base::finish;
 
   JAXKV_DEVICE uint64_t first() const { return m.block() * m.num_threads() + m.thread(); }
   JAXKV_DEVICE uint64_t step() const { return m.num_blocks() * m.num_threads(); }
 
   template <Route kRoute>
-  JAXKV_DEVICE bool reduced(const Progress& at_start, const Word& head) {
+  JAXKV_DEVICE bool reduced(const RankProgress& at_start, const Word& head) {
     if constexpr (kRoute == Route::kLowLatency) {
-      return Base::all_whole() ? low_latency<true>(at_start, head)
-                               : low_latency<false>(at_start, head);
+      return Base::all_full_words() ? low_latency<true>(at_start, head)
+                                    : low_latency<false>(at_start, head);
     }
     if constexpr (kRoute == Route::kOneShot) return one_shot(at_start);
     if constexpr (kRoute == Route::kTwoShot) return two_shot(at_start);
     if constexpr (kRoute == Route::kMultimem) return multimem(at_start);
     if constexpr (kRoute == Route::kTiled) {
-      return Base::all_whole() ? Base::template tiled<true>(at_start)
-                               : Base::template tiled<false>(at_start);
+      return Base::all_full_words() ? Base::template tiled<true>(at_start)
+                                    : Base::template tiled<false>(at_start);
     }
   }
 
   // ---- Algorithms -------------------------------------------------------------------------------
 
-  // Every rank sends everything to all, the first words of its threads by now. `kAllWhole`: see
+  // Every rank sends everything to all, the first words of its threads by now. `kAllFullWords`: see
   // whole().
-  template <bool kAllWhole>
-  JAXKV_DEVICE bool low_latency(const Progress& at_start, const Word& head) {
-    const uint64_t turn = at_start.turns;
+  template <bool kAllFullWords>
+  JAXKV_DEVICE bool low_latency(const RankProgress& at_start, const Word& head) {
+    const uint64_t ll_epoch = at_start.ll_epochs;
     // 32 bits are enough for what fits into a quick box.
     const uint32_t end = words(), begin = first(), stride = step();
     auto due = [this](int r) { return r != v.rank; };
     auto load = [&](uint32_t i) {
-      return present(i == begin ? head : Base::template load_word<kAllWhole>(i));
+      return without_sentinel(i == begin ? head : Base::template load_word<kAllFullWords>(i));
     };
-    for (uint32_t i = begin + stride; i < end; i += stride) Base::send(turn, i, load(i));
+    for (uint32_t i = begin + stride; i < end; i += stride) Base::send(ll_epoch, i, load(i));
     stall();
     bool came = true;
     for (uint32_t i = begin; came && i < end; i += stride) {
       const Word own = load(i);
       Word from[N];
-      came = Base::receive(turn, i, Phase::kQuick, end, i, due, from);
-      if (came) Base::template store_word<kAllWhole>(i, sum(own, from));
+      came = Base::receive(ll_epoch, i, Phase::kLowLatency, end, i, due, from);
+      if (came) Base::template store_word<kAllFullWords>(i, sum(own, from));
     }
     return finish(at_start, came, 0, 1);
   }
 
   // Each rank adds up one part, which all have sent it by now, and sends the sum to all.
-  JAXKV_DEVICE bool two_shot(const Progress& at_start) {
-    const bool came = reduce(parts(), at_start.turns) && gather(parts(), at_start.turns);
+  JAXKV_DEVICE bool two_shot(const RankProgress& at_start) {
+    const bool came = reduce(parts(), at_start.ll_epochs) && gather(parts(), at_start.ll_epochs);
     return finish(at_start, came, 0, 1);
   }
 
@@ -145,7 +146,7 @@ struct Call : Tiles<Machine, Element, N> {
     return chunk.begin(r) + i < words();
   }
 
-  JAXKV_DEVICE void scatter(const Chunk& parts, uint64_t turn) const {
+  JAXKV_DEVICE void scatter(const Chunk& parts, uint64_t ll_epoch) const {
     for (uint64_t i = first(); i < parts.part; i += step()) {
       Word word[N];
       JAXKV_UNROLL()
@@ -156,30 +157,31 @@ struct Call : Tiles<Machine, Element, N> {
       JAXKV_UNROLL()
       for (int shift = 1; shift < N; ++shift) {
         const int r = (v.rank + shift) % N;
-        if (has(parts, r, i)) m.send(Base::quick(r, turn, v.rank) + i, present(word[shift]));
+        if (has(parts, r, i))
+          m.send(Base::ll_buffer(r, ll_epoch, v.rank) + i, without_sentinel(word[shift]));
       }
     }
   }
 
-  JAXKV_DEVICE bool reduce(const Chunk& parts, uint64_t turn) const {
+  JAXKV_DEVICE bool reduce(const Chunk& parts, uint64_t ll_epoch) const {
     const uint64_t begin = parts.begin(v.rank);
     auto due = [this](int r) { return r != v.rank; };
     for (uint64_t i = first(); i < parts.part && has(parts, v.rank, i); i += step()) {
-      const Word own = present(load_input(begin + i));
+      const Word own = without_sentinel(load_input(begin + i));
       Word from[N];
-      if (!Base::receive(turn, i, Phase::kScatter, parts.part, i, due, from)) return false;
-      const Word total = present(sum(own, from));
-      Base::send(turn, v.geometry.part_words() + i, total);
+      if (!Base::receive(ll_epoch, i, Phase::kScatter, parts.part, i, due, from)) return false;
+      const Word total = without_sentinel(sum(own, from));
+      Base::send(ll_epoch, v.geometry.part_words() + i, total);
       store_output(begin + i, total);
     }
     return true;
   }
 
-  JAXKV_DEVICE bool gather(const Chunk& parts, uint64_t turn) const {
+  JAXKV_DEVICE bool gather(const Chunk& parts, uint64_t ll_epoch) const {
     for (uint64_t i = first(); i < parts.part; i += step()) {
       auto due = [&](int r) { return r != v.rank && has(parts, r, i); };
       Word from[N];
-      if (!Base::receive(turn, v.geometry.part_words() + i, Phase::kGather, parts.part, i, due,
+      if (!Base::receive(ll_epoch, v.geometry.part_words() + i, Phase::kGather, parts.part, i, due,
                          from)) {
         return false;
       }
@@ -192,7 +194,7 @@ struct Call : Tiles<Machine, Element, N> {
   }
 
   // Every rank sends everything to all, and adds up when all have met.
-  JAXKV_DEVICE bool one_shot(const Progress& at_start) {
+  JAXKV_DEVICE bool one_shot(const RankProgress& at_start) {
     const uint64_t epoch = at_start.epoch;
     for (uint64_t i = first(); i < words(); i += step()) {
       const Word word = load_input(i);
@@ -202,7 +204,7 @@ struct Call : Tiles<Machine, Element, N> {
       }
     }
     stall();
-    if (!meet(epoch + 1)) return false;
+    if (!barrier(epoch + 1)) return false;
     stall();
     for (uint64_t i = first(); i < words(); i += step()) {
       const Word own = load_input(i);
@@ -218,7 +220,7 @@ struct Call : Tiles<Machine, Element, N> {
 
   // Each rank has the switch add up one part of all ranks' workspaces and write the sums to all, in
   // rounds of as much as a workspace holds.
-  JAXKV_DEVICE bool multimem(const Progress& at_start) {
+  JAXKV_DEVICE bool multimem(const RankProgress& at_start) {
     const uint64_t limit = v.geometry.multicast_words / N, share = (words() + N - 1) / N;
     const uint64_t part = share < limit ? share : limit;
     const uint64_t rounds = (share + part - 1) / part;
@@ -227,13 +229,13 @@ struct Call : Tiles<Machine, Element, N> {
       const uint64_t epoch = at_start.epoch + 2 * k;
       for_each_part(chunk, [&](uint64_t at, uint64_t i) { m.store(v.staged + at, load_input(i)); });
       stall();
-      if (!meet_by_switch(epoch + 1)) return false;
+      if (!multicast_barrier(epoch + 1)) return false;
       stall();
       const uint64_t begin = v.rank * part;
       for (uint64_t i = first(); i < part && has(chunk, v.rank, i); i += step()) {
         m.store_all(v, begin + i, m.template load_sum<Element>(v, begin + i));
       }
-      if (!meet_by_switch(epoch + 2)) return false;
+      if (!multicast_barrier(epoch + 2)) return false;
       for_each_part(chunk,
                     [&](uint64_t at, uint64_t i) { store_output(i, m.load_mail(v.staged + at)); });
     }
@@ -241,10 +243,10 @@ struct Call : Tiles<Machine, Element, N> {
   }
 
   // What was written by way of one address is read by way of another after that.
-  JAXKV_DEVICE bool meet_by_switch(uint64_t epoch) const {
+  JAXKV_DEVICE bool multicast_barrier(uint64_t epoch) const {
     m.publish();
     m.alias();
-    const bool came = meet(epoch);
+    const bool came = barrier(epoch);
     m.alias();
     return came;
   }

@@ -17,7 +17,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-struct HostMachine {
+struct CpuMachine {
   static uint64_t block() { return 0; }
   static uint64_t num_blocks() { return 1; }
   static int thread() { return 0; }
@@ -85,22 +85,22 @@ struct HostMachine {
   static void post(uint64_t* to, uint64_t value) {
     std::atomic_ref(*to).store(value, std::memory_order_relaxed);
   }
-  static bool claim(uint32_t* word) { return std::atomic_ref(*word).exchange(1) == 0; }
+  static bool try_claim(uint32_t* word) { return std::atomic_ref(*word).exchange(1) == 0; }
 };
 
 struct Float32 {
   using Bits = uint32_t;
   static constexpr int kLanes = 4;
-  static constexpr uint32_t kOtherNan = 0x7FC00000;
+  static constexpr uint32_t kSubstituteNan = 0x7FC00000;
   static float lane(const Word& w, int k) { return std::bit_cast<float>(w.part[k]); }
-  static Word word(const float* lanes) { return HostMachine::load(lanes); }
+  static Word word(const float* lanes) { return CpuMachine::load(lanes); }
 };
 
 template <class Half>
 struct TwoByte {
   using Bits = uint16_t;
   static constexpr int kLanes = 8;
-  static constexpr uint32_t kOtherNan = 0x7FFF7FFF;
+  static constexpr uint32_t kSubstituteNan = 0x7FFF7FFF;
   static float lane(const Word& w, int k) {
     return Half::widen(static_cast<uint16_t>(w.part[k / 2] >> (16 * (k % 2))));
   }
@@ -131,10 +131,10 @@ struct Float16 : TwoByte<Float16> {
 
 template <class Element>
 bool run(const Task& task) {
-  const HostMachine machine;
+  const CpuMachine machine;
   const RankView& view = task.rank->view;
   return with_world(view.geometry.world, [&]<int N>() {
-    Call<HostMachine, Element, N> call(machine, view, task.message);
+    Call<CpuMachine, Element, N> call(machine, view, task.message);
     return with_route(route_of(task.message, view.geometry),
                       [&]<Route kRoute>() { return call.template run<kRoute>(); });
   });
@@ -154,7 +154,7 @@ ffi::Error all_reduce(int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AllReduceHost, all_reduce,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AllReduceCpu, all_reduce,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<ffi::AnyBuffer>()

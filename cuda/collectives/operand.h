@@ -29,14 +29,14 @@ struct Operand : Peers<Machine, N> {
   JAXKV_DEVICE Operand(const Machine& machine, const RankView& view, const Message& of)
       : Peers<Machine, N>{machine, view}, message(of) {}
 
-  JAXKV_DEVICE uint64_t mark(const Progress& at_start) const {
+  JAXKV_DEVICE uint64_t mark(const RankProgress& at_start) const {
     return call_mark(message.signature, at_start.calls);
   }
   // The end of a call: true if all threads of the block have what they waited for, of this call.
-  JAXKV_DEVICE bool finish(const Progress& at_start, bool came, uint64_t epochs,
-                           uint64_t turns) const {
-    if (!m.all(came && this->agrees(mark(at_start), at_start.calls))) return false;
-    this->end(at_start, epochs, turns);
+  JAXKV_DEVICE bool finish(const RankProgress& at_start, bool came, uint64_t epochs,
+                           uint64_t ll_epochs) const {
+    if (!m.all(came && this->calls_match(mark(at_start), at_start.calls))) return false;
+    this->end(at_start, epochs, ll_epochs);
     return true;
   }
 
@@ -47,31 +47,33 @@ struct Operand : Peers<Machine, N> {
     return addresses % sizeof(Word) == 0;
   }
   // Not cut off, and at the address of a word.
-  JAXKV_DEVICE bool whole(uint64_t i) const {
+  JAXKV_DEVICE bool is_full_word(uint64_t i) const {
     return aligned() && (i + 1) * sizeof(Word) <= message.bytes;
   }
-  JAXKV_DEVICE bool all_whole() const { return aligned() && message.bytes % sizeof(Word) == 0; }
+  JAXKV_DEVICE bool all_full_words() const {
+    return aligned() && message.bytes % sizeof(Word) == 0;
+  }
 
   JAXKV_DEVICE Word load_input(uint64_t i) const {
-    return whole(i) ? load_word<true>(i) : load_values(message, i);
+    return is_full_word(i) ? load_word<true>(i) : load_values(message, i);
   }
   JAXKV_DEVICE void store_output(uint64_t i, const Word& word) const {
-    if (whole(i)) return store_word<true>(i, word);
+    if (is_full_word(i)) return store_word<true>(i, word);
     store_values(message, i, word.part[0], word.part[1], word.part[2], word.part[3]);
   }
   // The same, where it may be known that all words are whole.
-  template <bool kWhole>
+  template <bool kFullWord>
   JAXKV_DEVICE Word load_word(uint64_t i) const {
-    if constexpr (!kWhole) return load_input(i);
+    if constexpr (!kFullWord) return load_input(i);
     return m.load(reinterpret_cast<const Word*>(message.in) + i);
   }
-  template <bool kWhole>
+  template <bool kFullWord>
   JAXKV_DEVICE void store_word(uint64_t i, const Word& word) const {
-    if constexpr (!kWhole) return store_output(i, word);
+    if constexpr (!kFullWord) return store_output(i, word);
     m.store(reinterpret_cast<Word*>(message.out) + i, word);
   }
   // Value by value, where a word is cut off or no address of a word; rare, so not inlined.
-  JAXKV_RARE static Word load_values(const Message& message, uint64_t i) {
+  JAXKV_NOINLINE static Word load_values(const Message& message, uint64_t i) {
     Word word{};
     const auto* in = reinterpret_cast<const Bits*>(message.in);
     for (uint64_t k = i * Element::kLanes; k < end_of(message, i); ++k) {
@@ -79,8 +81,8 @@ struct Operand : Peers<Machine, N> {
     }
     return word;
   }
-  JAXKV_RARE static void store_values(const Message& message, uint64_t i, uint32_t p0, uint32_t p1,
-                                      uint32_t p2, uint32_t p3) {
+  JAXKV_NOINLINE static void store_values(const Message& message, uint64_t i, uint32_t p0,
+                                          uint32_t p1, uint32_t p2, uint32_t p3) {
     const Word word{{p0, p1, p2, p3}};
     auto* out = reinterpret_cast<Bits*>(message.out);
     for (uint64_t k = i * Element::kLanes; k < end_of(message, i); ++k) {
@@ -110,9 +112,9 @@ struct Operand : Peers<Machine, N> {
   }
 
   // Words that are sent are not those that have not arrived.
-  JAXKV_DEVICE static Word present(Word word) {
+  JAXKV_DEVICE static Word without_sentinel(Word word) {
     JAXKV_UNROLL()
-    for (uint32_t& part : word.part) part = part == kAbsent ? Element::kOtherNan : part;
+    for (uint32_t& part : word.part) part = part == kUnset ? Element::kSubstituteNan : part;
     return word;
   }
 };

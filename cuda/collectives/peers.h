@@ -7,36 +7,36 @@
 
 namespace jaxkv::collectives {
 
-inline constexpr uint32_t kPollsPerLook = 256;  // how often a wait looks at the clock
+inline constexpr uint32_t kPollsPerClockRead = 256;  // how often a wait looks at the clock
 
 template <class Machine, int N>
 struct Peers {
   const Machine& m;
   const RankView& v;
 
-  JAXKV_DEVICE Progress& progress() const { return v.headers[v.rank]->progress; }
+  JAXKV_DEVICE RankProgress& progress() const { return v.headers[v.rank]->progress; }
 
   // `at_start` is what all threads read before their block enters, so the last block to enter may
   // say how far this rank is. It enters when it begins: the answer comes while words are on their
   // way.
-  JAXKV_DEVICE void enter(Progress& at_start) const {
+  JAXKV_DEVICE void enter(RankProgress& at_start) const {
     at_start.entered = m.thread() == 0 ? m.enter(&progress().entered) : kMaxBlocks;
   }
-  JAXKV_DEVICE void end(const Progress& at_start, uint64_t epochs, uint64_t turns) const {
+  JAXKV_DEVICE void end(const RankProgress& at_start, uint64_t epochs, uint64_t ll_epochs) const {
     if (at_start.entered != m.num_blocks() - 1) return;
     progress().epoch = at_start.epoch + epochs;
-    progress().turns = at_start.turns + turns;
+    progress().ll_epochs = at_start.ll_epochs + ll_epochs;
     progress().calls = at_start.calls + 1;
   }
 
   // ---- Boxes of `owner`, for what `from` sends --------------------------------------------------
 
   JAXKV_DEVICE Word* mail(int owner) const { return reinterpret_cast<Word*>(v.headers[owner] + 1); }
-  JAXKV_DEVICE Word* quick(int owner, uint64_t turn, int from) const {
-    return mail(owner) + (turn % kStages * N + from) * v.geometry.quick_words;
+  JAXKV_DEVICE Word* ll_buffer(int owner, uint64_t ll_epoch, int from) const {
+    return mail(owner) + (ll_epoch % kStages * N + from) * v.geometry.ll_words;
   }
   JAXKV_DEVICE Word* slot(int owner, uint64_t epoch, int from) const {
-    return mail(owner) + kStages * N * v.geometry.quick_words +
+    return mail(owner) + kStages * N * v.geometry.ll_words +
            (epoch % 2 * N + from) * v.geometry.slot_words;
   }
   // Of this block: for words to add up, or for sums. They lie behind all slots.
@@ -49,10 +49,11 @@ struct Peers {
 
   // Until when to wait for `peer`, or 0 to give up; asked now and then while waiting, first with 0.
   // No reference to what the waiting thread has goes in here, or it would lie in memory.
-  JAXKV_RARE static uint64_t deadline_of(const Machine& m, const RankView& v, uint64_t deadline,
-                                         int peer, Phase phase, uint64_t expected, uint64_t seen) {
+  JAXKV_NOINLINE static uint64_t next_deadline(const Machine& m, const RankView& v,
+                                               uint64_t deadline, int peer, Phase phase,
+                                               uint64_t expected, uint64_t seen) {
     Header& own = *v.headers[v.rank];
-    if (m.peek(&own.progress.broken)) return 0;
+    if (m.peek(&own.progress.failed)) return 0;
     const int other = find_other_call(m, v);
     const uint64_t aborted = m.load_acquire(&own.signals.aborted);
     if (other < 0 && !aborted) {
@@ -63,8 +64,8 @@ struct Peers {
     if (other >= 0) {
       record(m, v, {0, v.rank, other, Phase::kMismatch, expected, seen});
     } else if (aborted) {
-      const auto blamed = static_cast<int32_t>(aborted - 1);
-      record(m, v, {0, v.rank, blamed, Phase::kAborted, expected, seen});
+      const auto culprit = static_cast<int32_t>(aborted - 1);
+      record(m, v, {0, v.rank, culprit, Phase::kAborted, expected, seen});
     } else {
       record(m, v, {0, v.rank, peer, phase, expected, seen});
       JAXKV_NO_UNROLL()
@@ -76,7 +77,7 @@ struct Peers {
   }
 
   JAXKV_DEVICE static void record(const Machine& m, const RankView& v, const PeerFault& fault) {
-    if (!m.claim(&v.headers[v.rank]->progress.broken)) return;  // the first fault says the most
+    if (!m.try_claim(&v.headers[v.rank]->progress.failed)) return;  // the first fault says the most
     v.fault->rank = fault.rank;
     v.fault->peer = fault.peer;
     v.fault->phase = fault.phase;
@@ -89,34 +90,34 @@ struct Peers {
 
   // Meets the same block of all peers: what they wrote before is here after. False if one did not
   // come.
-  JAXKV_DEVICE bool meet(uint64_t epoch) const {
-    come(epoch);
-    return all_came(epoch);
+  JAXKV_DEVICE bool barrier(uint64_t epoch) const {
+    arrive(epoch);
+    return wait_all(epoch);
   }
 
   // The two halves of that. The one thread that says so orders what its whole block wrote.
-  JAXKV_DEVICE void come(uint64_t epoch) const {
+  JAXKV_DEVICE void arrive(uint64_t epoch) const {
     m.sync();
     for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
       m.store_release(&v.headers[peer]->signals.flags[m.block()][v.rank], epoch);
     }
   }
-  JAXKV_DEVICE bool all_came(uint64_t epoch) const {
+  JAXKV_DEVICE bool wait_all(uint64_t epoch) const {
     bool came = true;
     for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
       const uint64_t* flag = &v.headers[v.rank]->signals.flags[m.block()][peer];
-      came &= comes(flag, peer, epoch);
+      came &= wait_flag(flag, peer, epoch);
     }
     return m.all(came);
   }
 
-  JAXKV_DEVICE bool comes(const uint64_t* flag, int peer, uint64_t epoch) const {
+  JAXKV_DEVICE bool wait_flag(const uint64_t* flag, int peer, uint64_t epoch) const {
     uint64_t deadline = 0;
     for (uint32_t polls = 1;; ++polls) {
       const uint64_t seen = m.load_acquire(flag);
       if (static_cast<int64_t>(seen - epoch) >= 0) return true;  // epochs wrap
-      if (polls % kPollsPerLook == 0) {
-        deadline = deadline_of(m, v, deadline, peer, Phase::kBarrier, epoch, seen);
+      if (polls % kPollsPerClockRead == 0) {
+        deadline = next_deadline(m, v, deadline, peer, Phase::kBarrier, epoch, seen);
         if (!deadline) return false;
       }
       m.pause();
@@ -125,19 +126,18 @@ struct Peers {
 
   // ---- Words that say themselves whether they have arrived --------------------------------------
 
-  JAXKV_DEVICE static bool arrived(const Word& w) {
-    return w.part[0] != kAbsent && w.part[1] != kAbsent && w.part[2] != kAbsent &&
-           w.part[3] != kAbsent;
+  JAXKV_DEVICE static bool is_set(const Word& w) {
+    return w.part[0] != kUnset && w.part[1] != kUnset && w.part[2] != kUnset && w.part[3] != kUnset;
   }
 
   // Takes word `at` out of the boxes of all peers for which `due`; false if one did not come, which
   // then is word `seen` of `expected`.
   template <class Due>
-  JAXKV_DEVICE bool receive(uint64_t turn, uint64_t at, Phase phase, uint64_t expected,
+  JAXKV_DEVICE bool receive(uint64_t ll_epoch, uint64_t at, Phase phase, uint64_t expected,
                             uint64_t seen, Due due, Word (&from)[N]) const {
     Word* boxes[N];
     JAXKV_UNROLL()
-    for (int r = 0; r < N; ++r) boxes[r] = m.keep(quick(v.rank, turn, r) + at);
+    for (int r = 0; r < N; ++r) boxes[r] = m.keep(ll_buffer(v.rank, ll_epoch, r) + at);
     uint64_t deadline = 0;
     for (uint32_t polls = 1;; ++polls) {
       int missing = -1;
@@ -146,10 +146,10 @@ struct Peers {
         if (due(r)) from[r] = m.receive(boxes[r]);
       }
       JAXKV_UNROLL()
-      for (int r = 0; r < N; ++r) missing = due(r) && !arrived(from[r]) ? r : missing;
+      for (int r = 0; r < N; ++r) missing = due(r) && !is_set(from[r]) ? r : missing;
       if (missing < 0) break;
-      if (polls % kPollsPerLook == 0) {
-        deadline = deadline_of(m, v, deadline, missing, phase, expected, seen);
+      if (polls % kPollsPerClockRead == 0) {
+        deadline = next_deadline(m, v, deadline, missing, phase, expected, seen);
         if (!deadline) return false;
       }
       m.pause();
@@ -157,16 +157,16 @@ struct Peers {
     stall();
     JAXKV_UNROLL()
     for (int r = 0; r < N; ++r) {
-      if (due(r)) m.send(boxes[r], {{kAbsent, kAbsent, kAbsent, kAbsent}});
+      if (due(r)) m.send(boxes[r], {{kUnset, kUnset, kUnset, kUnset}});
     }
     return true;
   }
 
   // Sends to word `at` of all peers' boxes, each rank to another peer first.
-  JAXKV_DEVICE void send(uint64_t turn, uint64_t at, const Word& word) const {
+  JAXKV_DEVICE void send(uint64_t ll_epoch, uint64_t at, const Word& word) const {
     JAXKV_UNROLL()
     for (int shift = 1; shift < N; ++shift) {
-      m.send(quick((v.rank + shift) % N, turn, v.rank) + at, word);
+      m.send(ll_buffer((v.rank + shift) % N, ll_epoch, v.rank) + at, word);
     }
   }
 
@@ -188,12 +188,12 @@ struct Peers {
     }
   }
   // One thread asks for each peer.
-  JAXKV_DEVICE bool agrees(uint64_t mark, uint64_t calls) const {
+  JAXKV_DEVICE bool calls_match(uint64_t mark, uint64_t calls) const {
     for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
       uint64_t deadline = 0, seen;
       for (uint32_t polls = 1; (seen = m.peek(posted(v, v.rank, peer, calls))) != mark; ++polls) {
-        if (polls % kPollsPerLook == 0) {
-          deadline = deadline_of(m, v, deadline, peer, Phase::kCall, mark, seen);
+        if (polls % kPollsPerClockRead == 0) {
+          deadline = next_deadline(m, v, deadline, peer, Phase::kCall, mark, seen);
           if (!deadline) return false;
         }
         m.pause();
@@ -223,7 +223,7 @@ struct Peers {
   JAXKV_DEVICE void stall() const {
     if (v.stall_ns) stall(m, v);
   }
-  JAXKV_RARE static void stall(const Machine& m, const RankView& v) {
+  JAXKV_NOINLINE static void stall(const Machine& m, const RankView& v) {
     const uint64_t begin = m.nanoseconds();
     const uint64_t dice = (begin + 977 * v.rank + 31 * m.block()) * 0x9E3779B97F4A7C15;
     if (dice >> 62) return;

@@ -129,7 +129,7 @@ std::optional<PeerFault> Communicator::fault() const {
   return found;
 }
 
-Header preset_header(uint64_t epoch, uint64_t ahead) {
+Header header_after(uint64_t epoch, uint64_t ahead) {
   Header header{};
   header.progress.epoch = epoch;
   for (auto& of_block : header.signals.flags) {
@@ -140,7 +140,7 @@ Header preset_header(uint64_t epoch, uint64_t ahead) {
 
 const char* name_of(Phase phase) {
   switch (phase) {
-    case Phase::kQuick:
+    case Phase::kLowLatency:
       return "low_latency";
     case Phase::kBarrier:
       return "barrier";

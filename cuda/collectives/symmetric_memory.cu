@@ -15,13 +15,13 @@ void check(cudaError_t status, const std::string& what) {
   throw std::runtime_error("jaxkv: symmetric memory: " + what + ": " + cudaGetErrorString(status));
 }
 
-class OnDevice {
+class DeviceGuard {
  public:
-  explicit OnDevice(int device) {
+  explicit DeviceGuard(int device) {
     check(cudaGetDevice(&before_), "cudaGetDevice");
     check(cudaSetDevice(device), "device " + std::to_string(device));
   }
-  ~OnDevice() { (void)cudaSetDevice(before_); }
+  ~DeviceGuard() { (void)cudaSetDevice(before_); }
 
  private:
   int before_ = 0;
@@ -42,7 +42,7 @@ void enable_access(int device, int peer) {
 
 // Once the driver is gone, all memory is with it: the process ends.
 template <class Body>
-void while_driver_lives(Body body) {
+void unless_shut_down(Body body) {
   try {
     body();
   } catch (const std::runtime_error&) {
@@ -60,9 +60,9 @@ class CudaCommunicator : public Communicator {
   ~CudaCommunicator() override {
     unmap();  // and waits: peers of this process write to all
     multicast_.clear();
-    while_driver_lives([&] {
-      for_each_own([](Rank& rank) {
-        OnDevice on(rank.device);
+    unless_shut_down([&] {
+      for_each_local([](Rank& rank) {
+        DeviceGuard on(rank.device);
         (void)cudaFree(rank.header());
         (void)cudaFreeHost(rank.view.fault);
       });
@@ -70,30 +70,30 @@ class CudaCommunicator : public Communicator {
   }
 
   void unmap() override {
-    while_driver_lives([&] {
-      for_each_own([](Rank& rank) {
-        OnDevice on(rank.device);
+    unless_shut_down([&] {
+      for_each_local([](Rank& rank) {
+        DeviceGuard on(rank.device);
         (void)cudaDeviceSynchronize();  // a device that failed writes no more either
       });
-      for (const auto& [device, memory] : of_peers_) {
-        OnDevice on(device);
+      for (const auto& [device, memory] : peer_memory_) {
+        DeviceGuard on(device);
         (void)cudaIpcCloseMemHandle(memory);
       }
     });
-    of_peers_.clear();
+    peer_memory_.clear();
   }
 
   void preset(uint64_t epoch, uint64_t ahead) override {
-    const Header header = preset_header(epoch, ahead);
-    for_each_own([&](Rank& rank) {
-      OnDevice on(rank.device);
+    const Header header = header_after(epoch, ahead);
+    for_each_local([&](Rank& rank) {
+      DeviceGuard on(rank.device);
       // On no legacy stream, which another thread's capture forbids.
       cudaStream_t stream = nullptr;
       check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
       check(cudaMemcpyAsync(rank.header(), &header, sizeof header, cudaMemcpyHostToDevice, stream),
             "preset");
       check(cudaMemsetAsync(mail_of(rank.header()), ahead ? 0 : 0xFF,
-                            geometry_.all_quick_words() * sizeof(Word), stream),
+                            geometry_.all_ll_words() * sizeof(Word), stream),
             "preset");
       check(cudaStreamSynchronize(stream), "preset");
       check(cudaStreamDestroy(stream), "cudaStreamDestroy");
@@ -102,7 +102,7 @@ class CudaCommunicator : public Communicator {
 
  protected:
   Header* allocate_memory(Rank& rank, const std::vector<int32_t>& peer_devices) override {
-    OnDevice on(rank.device);
+    DeviceGuard on(rank.device);
     for (const int32_t peer : peer_devices) {
       if (peer != rank.device) enable_access(rank.device, peer);
     }
@@ -120,7 +120,7 @@ class CudaCommunicator : public Communicator {
 
   Handle handle_of(const Rank& rank) override {
     if (!spans_processes()) return {};
-    OnDevice on(rank.device);
+    DeviceGuard on(rank.device);
     cudaIpcMemHandle_t handle;
     check(cudaIpcGetMemHandle(&handle, rank.header()),
           "handle of the memory of device " + std::to_string(rank.device));
@@ -141,19 +141,19 @@ class CudaCommunicator : public Communicator {
 
   // Each device maps it for itself, with access to the device where it lies.
   Header* map_memory(const Rank& rank, const Handle& bytes) override {
-    OnDevice on(rank.device);
+    DeviceGuard on(rank.device);
     cudaIpcMemHandle_t handle;
     if (bytes.size() != sizeof handle) throw std::runtime_error("jaxkv: not a handle of memory");
     std::memcpy(&handle, bytes.data(), sizeof handle);
     void* memory = nullptr;
     check(cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess),
           "memory of another process on device " + std::to_string(rank.device));
-    of_peers_.emplace_back(rank.device, memory);
+    peer_memory_.emplace_back(rank.device, memory);
     return static_cast<Header*>(memory);
   }
 
  private:
-  std::vector<std::pair<int32_t, void*>> of_peers_;          // and the device that maps it
+  std::vector<std::pair<int32_t, void*>> peer_memory_;       // and the device that maps it
   std::vector<std::unique_ptr<MulticastMemory>> multicast_;  // of each group
 };
 

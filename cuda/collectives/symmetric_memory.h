@@ -30,7 +30,7 @@ struct alignas(16) Word {
 };
 
 // What a word holds until it arrives: NaN in every dtype, so also what a failed call returns.
-inline constexpr uint32_t kAbsent = 0xFFFFFFFF;
+inline constexpr uint32_t kUnset = 0xFFFFFFFF;
 
 // Epochs and flags are 64 bits wide, and compared by their difference, so a flag that was not
 // written for 2^32 barriers is no newer one.
@@ -49,21 +49,21 @@ JAXKV_HOST_DEVICE inline uint64_t call_mark(uint64_t signature, uint64_t calls_b
 }
 
 // Written by the rank itself, in a call and for the next one.
-struct Progress {
-  uint64_t epoch;  // barriers passed
-  uint64_t turns;  // uses of the quick mailboxes
+struct RankProgress {
+  uint64_t epoch;      // barriers passed
+  uint64_t ll_epochs;  // uses of the quick mailboxes
   uint64_t calls;
   uint32_t entered;  // blocks of the call that have begun
-  uint32_t broken;   // a wait gave up: this call and all later ones end at once
+  uint32_t failed;   // a wait gave up: this call and all later ones end at once
 };
 
 // Mail follows it: a warp's words must not lie across one more of the lines that links carry.
 struct alignas(128) Header {
   Signals signals;
-  Progress progress;
+  RankProgress progress;
 };
 
-enum class Phase : int32_t { kQuick, kBarrier, kScatter, kGather, kAborted, kCall, kMismatch };
+enum class Phase : int32_t { kLowLatency, kBarrier, kScatter, kGather, kAborted, kCall, kMismatch };
 
 // Why a rank gave up; in memory that the host reads.
 struct PeerFault {
@@ -78,16 +78,16 @@ struct PeerFault {
 // tile[kTileBlocks][kTileStages][2][world].
 struct Geometry {
   int32_t world;
-  uint64_t quick_words, slot_words, tile_words;  // of one box
+  uint64_t ll_words, slot_words, tile_words;  // of one box
   uint64_t multicast_words = 0;  // that a switch adds up at once, if there is one to use
 
-  uint64_t all_quick_words() const { return kStages * world * quick_words; }
+  uint64_t all_ll_words() const { return kStages * world * ll_words; }
   uint64_t mail_words() const {
-    return all_quick_words() + 2 * world * (slot_words + kTileBlocks * kTileStages * tile_words);
+    return all_ll_words() + 2 * world * (slot_words + kTileBlocks * kTileStages * tile_words);
   }
   // Of a rank's part of a two_shot, which scatters to the first half of a quick box and gathers in
   // the second; above that it goes in tiles.
-  JAXKV_HOST_DEVICE uint64_t part_words() const { return quick_words / 2; }
+  JAXKV_HOST_DEVICE uint64_t part_words() const { return ll_words / 2; }
 };
 
 // What a rank needs to run a call; an argument of kernels.
@@ -163,7 +163,7 @@ class Communicator {
   virtual Header* map_memory(const Rank& rank, const Handle& handle) = 0;
 
   template <class Body>
-  void for_each_own(Body body) {
+  void for_each_local(Body body) {
     for (auto& group : groups_) {
       for (auto& rank : group) {
         if (rank->own()) body(*rank);
@@ -178,7 +178,7 @@ class Communicator {
 inline Word* mail_of(Header* header) { return reinterpret_cast<Word*>(header + 1); }
 
 // The header of a rank as it is after preset(epoch, ahead).
-Header preset_header(uint64_t epoch, uint64_t ahead);
+Header header_after(uint64_t epoch, uint64_t ahead);
 
 std::string describe(const PeerFault& fault);
 std::string describe_call(uint64_t mark);
@@ -187,9 +187,9 @@ void name_call(uint64_t signature, std::string description);
 const char* name_of(Phase phase);
 
 // With memory for the ranks of this process.
-std::shared_ptr<Communicator> make_host_communicator(Geometry geometry,
-                                                     const ByRank<int32_t>& devices,
-                                                     uint64_t timeout_ns);
+std::shared_ptr<Communicator> make_cpu_communicator(Geometry geometry,
+                                                    const ByRank<int32_t>& devices,
+                                                    uint64_t timeout_ns);
 std::shared_ptr<Communicator> make_cuda_communicator(Geometry geometry,
                                                      const ByRank<int32_t>& devices,
                                                      uint64_t timeout_ns);

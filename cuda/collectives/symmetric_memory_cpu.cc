@@ -81,17 +81,17 @@ class SharedMemory {
 };
 
 // Ranks are devices of CPU backends.
-class HostCommunicator : public Communicator {
+class CpuCommunicator : public Communicator {
  public:
   using Communicator::Communicator;
 
-  void unmap() override { of_peers_.clear(); }
+  void unmap() override { peer_memory_.clear(); }
 
   void preset(uint64_t epoch, uint64_t ahead) override {
-    const size_t quick_bytes = geometry_.all_quick_words() * sizeof(Word);
-    for_each_own([&](Rank& rank) {
-      *rank.header() = preset_header(epoch, ahead);
-      std::memset(static_cast<void*>(mail_of(rank.header())), ahead ? 0 : 0xFF, quick_bytes);
+    const size_t ll_bytes = geometry_.all_ll_words() * sizeof(Word);
+    for_each_local([&](Rank& rank) {
+      *rank.header() = header_after(epoch, ahead);
+      std::memset(static_cast<void*>(mail_of(rank.header())), ahead ? 0 : 0xFF, ll_bytes);
     });
   }
 
@@ -110,7 +110,8 @@ class HostCommunicator : public Communicator {
     }
   }
   Header* map_memory(const Rank&, const Handle& handle) override {
-    return of_peers_.emplace_back(std::make_unique<SharedMemory>(memory_bytes(), handle))->header();
+    return peer_memory_.emplace_back(std::make_unique<SharedMemory>(memory_bytes(), handle))
+        ->header();
   }
 
  private:
@@ -121,7 +122,7 @@ class HostCommunicator : public Communicator {
 
   std::unordered_map<const Rank*, std::optional<SharedMemory>> own_;
   std::vector<std::unique_ptr<Switch>> switches_;
-  std::vector<std::unique_ptr<SharedMemory>> of_peers_;
+  std::vector<std::unique_ptr<SharedMemory>> peer_memory_;
   std::vector<std::unique_ptr<PeerFault>> faults_;
 };
 
@@ -131,10 +132,10 @@ static_assert(std::atomic_ref<uint32_t>::is_always_lock_free);
 
 }  // namespace
 
-std::shared_ptr<Communicator> make_host_communicator(Geometry geometry,
-                                                     const ByRank<int32_t>& devices,
-                                                     uint64_t timeout_ns) {
-  auto communicator = std::make_shared<HostCommunicator>(geometry, devices, timeout_ns);
+std::shared_ptr<Communicator> make_cpu_communicator(Geometry geometry,
+                                                    const ByRank<int32_t>& devices,
+                                                    uint64_t timeout_ns) {
+  auto communicator = std::make_shared<CpuCommunicator>(geometry, devices, timeout_ns);
   communicator->allocate();
   return communicator;
 }

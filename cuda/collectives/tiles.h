@@ -26,19 +26,19 @@ struct Tiles : Operand<Machine, Element, N> {
   JAXKV_DEVICE Tiles(const Machine& machine, const RankView& view, const Message& message)
       : Base{machine, view, message} {}
 
-  // True if the sum is in `out`, false if a wait gave up. `kAllWhole`: see whole().
-  template <bool kAllWhole>
-  JAXKV_DEVICE bool tiled(const Progress& at_start) {
+  // True if the sum is in `out`, false if a wait gave up. `kAllFullWords`: see whole().
+  template <bool kAllFullWords>
+  JAXKV_DEVICE bool tiled(const RankProgress& at_start) {
     const uint64_t share = (words() + N - 1) / N, of_all = m.num_blocks() * v.geometry.tile_words;
     const uint64_t rounds = (share + of_all - 1) / of_all;
     auto of_round = [&](uint64_t k) { return Tile(*this, share, k, k < rounds); };
     for (uint64_t k = 0; k < rounds + 2; ++k) {
-      scatter_tile<kAllWhole>(of_round(k));
+      scatter_tile<kAllFullWords>(of_round(k));
       stall();
-      if (k > 0 && !Base::all_came(at_start.epoch + k)) return false;
+      if (k > 0 && !Base::wait_all(at_start.epoch + k)) return false;
       stall();
-      add_up_and_fetch<kAllWhole>(of_round(k - 1), of_round(k - 2));
-      if (k <= rounds) Base::come(at_start.epoch + k + 1);
+      reduce_and_gather<kAllFullWords>(of_round(k - 1), of_round(k - 2));
+      if (k <= rounds) Base::arrive(at_start.epoch + k + 1);
     }
     return Base::finish(at_start, true, rounds + 2, 0);
   }
@@ -58,7 +58,7 @@ struct Tiles : Operand<Machine, Element, N> {
   };
 
   // Words of the message: those of a tile in one rank's part, which may end with the message.
-  template <bool kAllWhole>
+  template <bool kAllFullWords>
   struct Row {
     const Tiles& call;
     uint64_t first;
@@ -73,25 +73,25 @@ struct Tiles : Operand<Machine, Element, N> {
       return reinterpret_cast<const Word*>(call.message.in) + first;
     }
     JAXKV_DEVICE Word load(uint32_t at) const {
-      return call.template load_word<kAllWhole>(first + at);
+      return call.template load_word<kAllFullWords>(first + at);
     }
     JAXKV_DEVICE void store(uint32_t at, const Word& word) const {
-      call.template store_word<kAllWhole>(first + at, word);
+      call.template store_word<kAllFullWords>(first + at, word);
     }
   };
 
   // Words that a thread loads before it stores the first of them.
   static constexpr int kBatch = N == 2 ? 4 : N == 4 ? 2 : 1;
 
-  template <bool kAllWhole>
+  template <bool kAllFullWords>
   JAXKV_DEVICE void scatter_tile(const Tile& tile) const {
     const uint32_t stride = m.num_threads();
-    const Row<kAllWhole> own(*this, tile, v.rank);
+    const Row<kAllFullWords> own(*this, tile, v.rank);
     for (uint32_t i = m.thread(); i < tile.size; i += kBatch * stride) {
       Word word[kBatch][N];
       JAXKV_UNROLL()
       for (int shift = 1; shift < N; ++shift) {
-        const Row<kAllWhole> row(*this, tile, (v.rank + shift) % N);
+        const Row<kAllFullWords> row(*this, tile, (v.rank + shift) % N);
         JAXKV_UNROLL()
         for (int b = 0; b < kBatch; ++b) {
           const uint32_t at = i + b * stride;
@@ -106,7 +106,7 @@ struct Tiles : Operand<Machine, Element, N> {
       JAXKV_UNROLL()
       for (int shift = 1; shift < N; ++shift) {
         const int r = (v.rank + shift) % N;
-        const Row<kAllWhole> row(*this, tile, r);
+        const Row<kAllFullWords> row(*this, tile, r);
         Word* const to = box(r, tile, false, v.rank);
         JAXKV_UNROLL()
         for (int b = 0; b < kBatch; ++b) {
@@ -118,10 +118,10 @@ struct Tiles : Operand<Machine, Element, N> {
   }
 
   // Both at once, as the words of both are here: the loads of one hide those of the other.
-  template <bool kAllWhole>
-  JAXKV_DEVICE void add_up_and_fetch(const Tile& due, const Tile& done) const {
+  template <bool kAllFullWords>
+  JAXKV_DEVICE void reduce_and_gather(const Tile& due, const Tile& done) const {
     const uint32_t stride = m.num_threads(), size = due.size < done.size ? done.size : due.size;
-    const Row<kAllWhole> mine(*this, due, v.rank);
+    const Row<kAllFullWords> mine(*this, due, v.rank);
     for (uint32_t i = m.thread(); i < size; i += kBatch * stride) {
       Word own[kBatch], from[kBatch][N], sums[kBatch][N];
       JAXKV_UNROLL()
@@ -132,7 +132,7 @@ struct Tiles : Operand<Machine, Element, N> {
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
         if (r == v.rank) continue;
-        const Row<kAllWhole> row(*this, done, r);
+        const Row<kAllFullWords> row(*this, done, r);
         const Word* const words = box(v.rank, due, false, r);
         const Word* const totals = box(v.rank, done, true, r);
         JAXKV_UNROLL()
@@ -156,7 +156,7 @@ struct Tiles : Operand<Machine, Element, N> {
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
         if (r == v.rank) continue;
-        const Row<kAllWhole> row(*this, done, r);
+        const Row<kAllFullWords> row(*this, done, r);
         JAXKV_UNROLL()
         for (int b = 0; b < kBatch; ++b) {
           const uint32_t at = i + b * stride;

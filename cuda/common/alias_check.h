@@ -9,7 +9,7 @@ namespace jaxkv {
 
 namespace ffi = xla::ffi;
 
-[[gnu::cold, gnu::noinline]] inline ffi::Error not_in_place(size_t operand, size_t result) {
+[[gnu::cold, gnu::noinline]] inline ffi::Error not_aliased(size_t operand, size_t result) {
   return ffi::Error::Internal("jaxkv: operand " + std::to_string(operand) + " and result " +
                               std::to_string(result) +
                               " should be one array, but XLA has put them into two places: what "
@@ -18,8 +18,8 @@ namespace ffi = xla::ffi;
 
 // Checks that the results from `first_ret` on lie where the operands from `first_arg` on lie. XLA
 // takes it upon itself by the call's aliases; one of its passes was seen to forget that.
-inline ffi::Error check_in_place(ffi::RemainingArgs args, size_t first_arg, ffi::RemainingRets rets,
-                                 size_t first_ret) {
+inline ffi::Error check_aliases(ffi::RemainingArgs args, size_t first_arg, ffi::RemainingRets rets,
+                                size_t first_ret) {
   for (size_t r = first_ret; r < rets.size(); ++r) {
     const size_t a = first_arg + r - first_ret;
     const auto operand = args.get<ffi::AnyBuffer>(a);
@@ -27,7 +27,7 @@ inline ffi::Error check_in_place(ffi::RemainingArgs args, size_t first_arg, ffi:
     if (!operand.has_value()) return operand.error();
     if (!result.has_value()) return result.error();
     if (operand->untyped_data() != (*result)->untyped_data() && operand->size_bytes() != 0) {
-      return not_in_place(a, r);
+      return not_aliased(a, r);
     }
   }
   return ffi::Error::Success();

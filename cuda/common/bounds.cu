@@ -14,28 +14,29 @@ struct Bounds {
 };
 
 __global__ void check_bounds(const int32_t* values, const __grid_constant__ Bounds bounds,
-                             PageErrorRing* errors) {
+                             ErrorRing* errors) {
   const int32_t value = values[threadIdx.x], limit = bounds.limits[threadIdx.x];
   if (value > limit) {
-    record_fault(errors, PageFault::kBoundExceeded, bounds.codes[threadIdx.x], value, limit);
+    record_error(errors, ErrorCode::kBoundExceeded, bounds.codes[threadIdx.x], value, limit);
   }
 }
 
 // Everything that may allocate or load a module happens before the first execution.
 ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   cudaFuncAttributes attributes;
-  JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, check_bounds));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, check_bounds));
   return prepare_ring(device);
 }
 
-ffi::Error check_on_device(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> values,
-                           ffi::AnyBuffer carry, ffi::Result<ffi::AnyBuffer> result, Int64s codes,
-                           Int64s limits) {
+ffi::Error check_bounds_cuda(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> values,
+                             ffi::AnyBuffer carry, ffi::Result<ffi::AnyBuffer> result, Int64s codes,
+                             Int64s limits) {
   if (auto error = check_counts(values, codes, limits); error.failure()) return error;
   // In a loop, of vmap's too, XLA may give a slice another place for its result.
   if (result->untyped_data() != carry.untyped_data()) {
-    JAXKV_CUDA_TRY(cudaMemcpyAsync(result->untyped_data(), carry.untyped_data(), carry.size_bytes(),
-                                   cudaMemcpyDeviceToDevice, stream));
+    JAXKV_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(result->untyped_data(), carry.untyped_data(),
+                                               carry.size_bytes(), cudaMemcpyDeviceToDevice,
+                                               stream));
   }
   Bounds bounds;
   std::copy(codes.begin(), codes.end(), bounds.codes);
@@ -43,7 +44,7 @@ ffi::Error check_on_device(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
     return static_cast<int32_t>(std::clamp<int64_t>(limit, INT32_MIN, INT32_MAX));
   });
   check_bounds<<<1, codes.size(), 0, stream>>>(values.typed_data(), bounds, device_ring(device));
-  JAXKV_CUDA_TRY(cudaGetLastError());
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   return ffi::Error::Success();
 }
 
@@ -53,7 +54,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     PrepareBounds, prepare,
     ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CheckBoundsKernel, check_on_device,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CheckBoundsKernel, check_bounds_cuda,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()

@@ -7,8 +7,8 @@
 namespace jaxkv {
 namespace {
 
-ffi::Error check_on_host(ffi::Buffer<ffi::S32> values, ffi::AnyBuffer carry,
-                         ffi::Result<ffi::AnyBuffer> result, Int64s codes, Int64s limits) {
+ffi::Error check_bounds_cpu(ffi::Buffer<ffi::S32> values, ffi::AnyBuffer carry,
+                            ffi::Result<ffi::AnyBuffer> result, Int64s codes, Int64s limits) {
   if (auto error = check_counts(values, codes, limits); error.failure()) return error;
   if (result->untyped_data() != carry.untyped_data()) {
     std::memcpy(result->untyped_data(), carry.untyped_data(), carry.size_bytes());
@@ -17,7 +17,7 @@ ffi::Error check_on_host(ffi::Buffer<ffi::S32> values, ffi::AnyBuffer carry,
     const int32_t value = values.typed_data()[i];
     if (value <= limits[i]) continue;
     return ffi::Error::InvalidArgument("BoundError: " +
-                                       describe({.fault = PageFault::kBoundExceeded,
+                                       describe({.fault = ErrorCode::kBoundExceeded,
                                                  .position = static_cast<int32_t>(codes[i]),
                                                  .id = value,
                                                  .limit = static_cast<int32_t>(limits[i]),
@@ -28,7 +28,7 @@ ffi::Error check_on_host(ffi::Buffer<ffi::S32> values, ffi::AnyBuffer carry,
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CheckBoundsHost, check_on_host,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CheckBoundsCpu, check_bounds_cpu,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::AnyBuffer>()

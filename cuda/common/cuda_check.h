@@ -8,7 +8,7 @@
 #include "xla/ffi/api/ffi.h"
 
 // Clears the last error, so that an innocent later check does not report it again.
-#define JAXKV_CUDA_TRY(call)                                                      \
+#define JAXKV_RETURN_IF_CUDA_ERROR(call)                                          \
   do {                                                                            \
     if (const cudaError_t status = (call); status != cudaSuccess) {               \
       (void)cudaGetLastError();                                                   \

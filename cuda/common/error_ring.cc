@@ -7,26 +7,27 @@
 namespace jaxkv {
 namespace {
 
-struct WatchedRing {
-  const volatile PageErrorRing* ring;
+struct RegisteredRing {
+  const volatile ErrorRing* ring;
   uint64_t seen;
 };
 
 std::mutex mutex;
 
-std::vector<WatchedRing>& rings() {
-  static auto* all = new std::vector<WatchedRing>;  // leaked: handlers may outlive static objects
+std::vector<RegisteredRing>& rings() {
+  static auto* all =
+      new std::vector<RegisteredRing>;  // leaked: handlers may outlive static objects
   return *all;
 }
 
-PageErrorRing host_ring;
+ErrorRing host_ring;
 
 std::vector<std::string>& bound_names() {
   static auto* all = new std::vector<std::string>;
   return *all;
 }
 
-PageErrorEntry copy_entry(const volatile PageErrorEntry& e) {
+ErrorEntry copy_entry(const volatile ErrorEntry& e) {
   const uint64_t sequence = e.sequence;
   std::atomic_thread_fence(std::memory_order_acquire);  // a kernel writes it last
   return {e.fault, e.position, e.id, e.limit, sequence};
@@ -34,33 +35,33 @@ PageErrorEntry copy_entry(const volatile PageErrorEntry& e) {
 
 }  // namespace
 
-void watch_ring(const volatile PageErrorRing* ring) {
+void register_ring(const volatile ErrorRing* ring) {
   std::lock_guard lock(mutex);
   rings().push_back({ring, 0});
 }
 
-void record_on_host(PageFault fault, int32_t position, int32_t id, int32_t limit) {
+void record_host_error(ErrorCode fault, int32_t position, int32_t id, int32_t limit) {
   static std::once_flag watched;
-  std::call_once(watched, [] { watch_ring(&host_ring); });
+  std::call_once(watched, [] { register_ring(&host_ring); });
   std::lock_guard lock(mutex);
   auto slot = host_ring.count++;
-  host_ring.entries[slot % PageErrorRing::kEntries] = {fault, position, id, limit, slot + 1};
+  host_ring.entries[slot % ErrorRing::kEntries] = {fault, position, id, limit, slot + 1};
   ++host_ring.written;
 }
 
-PageErrors take_page_errors() {
+TakenErrors take_errors() {
   std::lock_guard lock(mutex);
-  PageErrors taken;
+  TakenErrors taken;
   for (auto& [ring, seen] : rings()) {
     const uint64_t written = ring->written;
     std::atomic_thread_fence(std::memory_order_acquire);
     const uint64_t count = ring->count;
     // Where writers lap each other, the older one may be the last; nothing is to come then.
     const bool complete = written == count;
-    const uint64_t kept = std::min<uint64_t>(count - seen, PageErrorRing::kEntries);
+    const uint64_t kept = std::min<uint64_t>(count - seen, ErrorRing::kEntries);
     uint64_t slot = count - kept;
     for (; slot < count; ++slot) {
-      auto entry = copy_entry(ring->entries[slot % PageErrorRing::kEntries]);
+      auto entry = copy_entry(ring->entries[slot % ErrorRing::kEntries]);
       if (!complete && entry.sequence < slot + 1) break;  // not written yet: the next call's
       if (entry.sequence == slot + 1) taken.details.push_back(entry);
     }
@@ -78,29 +79,29 @@ int32_t bound_code(const std::string& name) {
   return static_cast<int32_t>(std::ranges::find(names, name) - names.begin());
 }
 
-std::string describe(const PageErrorEntry& e) {
+std::string describe(const ErrorEntry& e) {
   const std::string where = " at position " + std::to_string(e.position);
   switch (e.fault) {
-    case PageFault::kSourceOutOfRange:
+    case ErrorCode::kSourceOutOfRange:
       return "source id " + std::to_string(e.id) + where + " is outside [0, " +
              std::to_string(e.limit) + ") pages";
-    case PageFault::kDestinationOutOfRange:
+    case ErrorCode::kDestinationOutOfRange:
       return "destination id " + std::to_string(e.id) + where + " is outside [0, " +
              std::to_string(e.limit) + ") pages";
-    case PageFault::kDuplicate:
+    case ErrorCode::kDuplicate:
       return "destination id " + std::to_string(e.id) + where + " is named more than once";
-    case PageFault::kCopiedEarly:
+    case ErrorCode::kCopiedBeforeWait:
       return "array " + std::to_string(e.id) + " of a started copy was copied by XLA before its " +
              "wait for segment " + std::to_string(e.position) +
              ": donate the transfer to the jit that waits for it";
-    case PageFault::kNotArrived:
+    case ErrorCode::kWaitTimeout:
       return "segment " + std::to_string(e.position) +
              " of a started copy did not arrive in time: " + "number " + std::to_string(e.id) +
              " was wanted, " + std::to_string(e.limit) + " was reached";
-    case PageFault::kColumnOutOfRange:
+    case ErrorCode::kColumnOutOfRange:
       return "row " + std::to_string(e.position) + " needs column " + std::to_string(e.id) +
              " of a block table of " + std::to_string(e.limit) + " columns";
-    case PageFault::kBoundExceeded: {
+    case ErrorCode::kBoundExceeded: {
       std::lock_guard lock(mutex);
       return bound_names().at(e.position) + " = " + std::to_string(e.id) +
              " exceeds its bound of " + std::to_string(e.limit);

@@ -9,7 +9,7 @@
 namespace jaxkv {
 namespace {
 
-std::array<std::atomic<PageErrorRing*>, kMaxDevices> device_rings;
+std::array<std::atomic<ErrorRing*>, kMaxDevices> device_rings;
 
 }  // namespace
 
@@ -23,14 +23,15 @@ xla::ffi::Error prepare_ring(int32_t device) {
   std::lock_guard lock(mutex);
   if (device_rings[device].load()) return xla::ffi::Error::Success();
   // Mapped host memory: written only when a fault is found, read by the host without a sync.
-  PageErrorRing* ring = nullptr;
-  JAXKV_CUDA_TRY(cudaHostAlloc(&ring, sizeof *ring, cudaHostAllocPortable | cudaHostAllocMapped));
+  ErrorRing* ring = nullptr;
+  JAXKV_RETURN_IF_CUDA_ERROR(
+      cudaHostAlloc(&ring, sizeof *ring, cudaHostAllocPortable | cudaHostAllocMapped));
   *ring = {};
-  watch_ring(ring);
+  register_ring(ring);
   device_rings[device].store(ring);
   return xla::ffi::Error::Success();
 }
 
-PageErrorRing* device_ring(int32_t device) { return device_rings[device].load(); }
+ErrorRing* device_ring(int32_t device) { return device_rings[device].load(); }
 
 }  // namespace jaxkv

@@ -12,12 +12,12 @@ inline constexpr int kMaxDevices = 64;
 xla::ffi::Error prepare_ring(int32_t device);
 
 // Where kernels of a device record faults; null before prepare_ring.
-PageErrorRing* device_ring(int32_t device);
+ErrorRing* device_ring(int32_t device);
 
-inline __device__ void record_fault(PageErrorRing* ring, PageFault fault, int32_t position,
-                                    int32_t id, int32_t limit) {
+inline __device__ void record_error(ErrorRing* ring, ErrorCode fault, int32_t position, int32_t id,
+                                    int32_t limit) {
   const unsigned long long slot = atomicAdd(&ring->count, 1ull);
-  auto* entry = &ring->entries[slot % PageErrorRing::kEntries];
+  auto* entry = &ring->entries[slot % ErrorRing::kEntries];
   *reinterpret_cast<int4*>(entry) = make_int4(static_cast<int32_t>(fault), position, id, limit);
   __threadfence_system();
   *reinterpret_cast<volatile unsigned long long*>(&entry->sequence) = slot + 1;

@@ -7,19 +7,20 @@
 
 namespace jaxkv {
 
-enum class PageFault : int32_t {
+enum class ErrorCode : int32_t {
   kSourceOutOfRange = 0,
   kDestinationOutOfRange,
   kDuplicate,
-  kCopiedEarly,  // a wait got a copy of a written array: position is the segment, id the array
-  kNotArrived,  // a wait gave up: position is the segment, id the number wanted, limit the one seen
-  kBoundExceeded,     // position is the code of the bound, id the value, limit the bound
+  kCopiedBeforeWait,  // a wait got a copy of a written array: position is the segment, id the array
+  kWaitTimeout,    // a wait gave up: position is the segment, id the number wanted, limit the one
+                   // seen
+  kBoundExceeded,  // position is the code of the bound, id the value, limit the bound
   kColumnOutOfRange,  // of a block table: position is the row, id the column, limit its columns
 };
 
-struct alignas(16) PageErrorEntry {
+struct alignas(16) ErrorEntry {
   // The first 16 bytes are written by one store, so that two writers never mix theirs.
-  PageFault fault;
+  ErrorCode fault;
   int32_t position;  // in the id list
   int32_t id;
   int32_t limit;  // blocks on that side
@@ -28,30 +29,30 @@ struct alignas(16) PageErrorEntry {
 };
 
 // Only ever grows, so that neither side has to reset what the other may be writing.
-struct PageErrorRing {
+struct ErrorRing {
   static constexpr int kEntries = 64;
   unsigned long long count;    // slots claimed
   unsigned long long written;  // slots written; equal to count once no writer is left
-  PageErrorEntry entries[kEntries];
+  ErrorEntry entries[kEntries];
 };
 
-struct PageErrors {
-  uint64_t count = 0;                   // skipped entries since the last call
-  std::vector<PageErrorEntry> details;  // the first of them that are still in the ring
+struct TakenErrors {
+  uint64_t count = 0;               // skipped entries since the last call
+  std::vector<ErrorEntry> details;  // the first of them that are still in the ring
 };
 
 // Registers a ring that a device (or the host) writes; it must live until the process ends.
-void watch_ring(const volatile PageErrorRing* ring);
+void register_ring(const volatile ErrorRing* ring);
 
 // What was counted since the last call, over all rings. Waits for nothing.
-PageErrors take_page_errors();
+TakenErrors take_errors();
 
 // The ring of copies that the host checks: the CPU backend's and those of the copy engine.
-void record_on_host(PageFault fault, int32_t position, int32_t id, int32_t limit);
+void record_host_error(ErrorCode fault, int32_t position, int32_t id, int32_t limit);
 
 // A number for the name of a bound: a device cannot record text.
 int32_t bound_code(const std::string& name);
 
-std::string describe(const PageErrorEntry& entry);
+std::string describe(const ErrorEntry& entry);
 
 }  // namespace jaxkv

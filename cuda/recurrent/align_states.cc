@@ -51,7 +51,9 @@ ffi::ErrorOr<AlignBatch> decode_batch(ffi::RemainingArgs args, ffi::RemainingRet
   };
 }
 
-bool sound(const StateGeometry& g) { return g.outer > 0 && g.width > 0 && g.inner_bytes > 0; }
+bool valid_geometry(const StateGeometry& g) {
+  return g.outer > 0 && g.width > 0 && g.inner_bytes > 0;
+}
 
 }  // namespace
 
@@ -75,7 +77,7 @@ ffi::ErrorOr<AlignCall> decode_align(ffi::RemainingArgs args, ffi::RemainingRets
     return invalid(std::to_string(num_states) + " arrays, of at most " +
                    std::to_string(kMaxStates));
   }
-  if (auto error = check_in_place(args, kAlignOperands, rets, 1); error.failure()) {
+  if (auto error = check_aliases(args, kAlignOperands, rets, 1); error.failure()) {
     return ffi::Unexpected(error);
   }
   AlignCall call{*batch, {}, {}};
@@ -88,7 +90,8 @@ ffi::ErrorOr<AlignCall> decode_align(ffi::RemainingArgs args, ffi::RemainingRets
     auto state = rets.get<ffi::AnyBuffer>(1 + s);
     if (!state.has_value()) return ffi::Unexpected(state.error());
     const auto bytes = static_cast<int64_t>((*state)->size_bytes());
-    if (!sound(g) || g.block_bytes() > INT32_MAX || *num_blocks * g.block_bytes() != bytes) {
+    if (!valid_geometry(g) || g.block_bytes() > INT32_MAX ||
+        *num_blocks * g.block_bytes() != bytes) {
       return invalid("array " + std::to_string(s) + " has " + std::to_string(bytes) +
                      " bytes, needs " + std::to_string(*num_blocks) + " blocks of " +
                      std::to_string(g.block_bytes()) + ", each below 2^31");

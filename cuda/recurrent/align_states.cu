@@ -42,7 +42,7 @@ struct StateGroup {
 
 struct Params {
   AlignBatch batch;
-  PageErrorRing* errors;
+  ErrorRing* errors;
   uint32_t num_groups;
   uint32_t tiles;  // of one row, all arrays
   StateGroup groups[kMaxGroups];
@@ -129,7 +129,7 @@ __device__ __noinline__ void move_run(const Run& r) {
   }
 }
 
-__device__ void move_tile(const Params& p, const StateMove& move, uint32_t tile) {
+__device__ void move_tile(const Params& p, const StateCopy& move, uint32_t tile) {
   uint32_t g = 0;
   while (g + 1 < p.num_groups && tile >= p.groups[g + 1].first_tile) ++g;
   const StateGroup& group = p.groups[g];
@@ -178,7 +178,7 @@ __device__ void move_tile(const Params& p, const StateMove& move, uint32_t tile)
 }
 
 // Neighbouring tiles go to different SMs, so that a few are spread over all.
-__device__ void move_states(const Params& p, const StateMove* moves, uint32_t num_moves) {
+__device__ void move_states(const Params& p, const StateCopy* moves, uint32_t num_moves) {
   const uint32_t warp = threadIdx.x / kLanes * gridDim.x + blockIdx.x;
   const uint32_t warps = gridDim.x * kWarps;
   uint32_t tile = warp % p.tiles;
@@ -193,20 +193,20 @@ __device__ void move_states(const Params& p, const StateMove* moves, uint32_t nu
 }
 
 // Writes the row's accepted count if this block has to. Returns whether its states are copied.
-__device__ bool decide(const Params& p, int32_t row, StateMove* move) {
+__device__ bool decide(const Params& p, int32_t row, StateCopy* move) {
   if (row >= p.batch.num_rows) return false;
   const int32_t accepted = p.batch.num_accepted[row];
   const AlignPlan plan = plan_row(p.batch, row, *p.batch.num_reqs, accepted);
   const bool reports = blockIdx.x == 0;
   const bool moves = plan.due && find_blocks(p.batch, row, plan, move, [&](auto... fault) {
-                       if (reports) record_fault(p.errors, fault...);
+                       if (reports) record_error(p.errors, fault...);
                      });
   if (reports) p.batch.accepted_out[row] = moves && plan.reset ? 1 : accepted;
   return moves && plan.copies;
 }
 
 // Lists the moves of all threads in their order; returns how many there are.
-__device__ uint32_t list(bool moves, const StateMove& move, StateMove* listed) {
+__device__ uint32_t list(bool moves, const StateCopy& move, StateCopy* listed) {
   __shared__ uint32_t counts[kWarps];
   const uint32_t warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const uint32_t all = 0xffffffff, ballot = __ballot_sync(all, moves);
@@ -221,9 +221,9 @@ __device__ uint32_t list(bool moves, const StateMove& move, StateMove* listed) {
 
 __global__ void __launch_bounds__(kThreads, 1) align_states(const __grid_constant__ Params p) {
   static_assert(kWarps <= kLanes);
-  __shared__ StateMove listed[kThreads];
+  __shared__ StateCopy listed[kThreads];
   for (int64_t first = 0; first < p.batch.num_rows; first += kThreads) {
-    StateMove move;
+    StateCopy move;
     const bool moves = decide(p, static_cast<int32_t>(first + threadIdx.x), &move);
     move_states(p, listed, list(moves, move, listed));
     __syncthreads();
@@ -309,12 +309,12 @@ ffi::Error fill_groups(const AlignCall& call, Params* p) {
 // Everything that may allocate or load a module happens before the first execution.
 ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   cudaFuncAttributes attributes;
-  JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, align_states));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, align_states));
   return prepare_ring(device);
 }
 
-ffi::Error align_on_device(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
-                           ffi::RemainingRets rets, ffi::Dictionary attributes) {
+ffi::Error align_states_cuda(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
+                             ffi::RemainingRets rets, ffi::Dictionary attributes) {
   const auto call = decode_align(args, rets, attributes);
   if (!call.has_value()) return call.error();
   Params p{};
@@ -322,12 +322,12 @@ ffi::Error align_on_device(cudaStream_t stream, int32_t device, ffi::RemainingAr
   p.errors = device_ring(device);
   if (auto error = fill_groups(*call, &p); error.failure()) return error;
   int sms = 0;
-  JAXKV_CUDA_TRY(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   const uint64_t most_tiles = uint64_t{p.tiles} * p.batch.num_rows;
   const auto blocks =
       static_cast<uint32_t>(std::clamp<uint64_t>((most_tiles + kWarps - 1) / kWarps, 1, sms));
   align_states<<<blocks, kThreads, 0, stream>>>(p);
-  JAXKV_CUDA_TRY(cudaGetLastError());
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   return ffi::Error::Success();
 }
 
@@ -337,7 +337,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     PrepareAlign, prepare,
     ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AlignStatesKernel, align_on_device,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AlignStatesKernel, align_states_cuda,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()

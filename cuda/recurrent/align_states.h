@@ -56,15 +56,15 @@ struct AlignPlan {
 };
 
 // A copy of all states of a row, in block ids.
-struct StateMove {
+struct StateCopy {
   int32_t source, temporal_source, destination, bias;
 };
 
 // After a step that computed `seq_len` tokens, `drafts` of them speculative: the state at the last
 // block boundary that the accepted ones reached is saved, and the host need not know where that is.
 // Mirrored by can_skip_align_postprocess (recurrent.py).
-JAXKV_HOST_DEVICE inline AlignPlan plan_after(int32_t seq_len, int32_t drafts, int32_t accepted,
-                                              int32_t block_size) {
+JAXKV_HOST_DEVICE inline AlignPlan plan_postprocess(int32_t seq_len, int32_t drafts,
+                                                    int32_t accepted, int32_t block_size) {
   const int64_t certain = int64_t{seq_len} - drafts;  // tokens that are valid in any case
   const int64_t valid = certain + accepted - 1;
   if (certain < 1 || valid < certain || valid > INT32_MAX) return {};
@@ -77,8 +77,9 @@ JAXKV_HOST_DEVICE inline AlignPlan plan_after(int32_t seq_len, int32_t drafts, i
 }
 
 // Before a step that ends at `seq_len` tokens, of which `query_len` are new.
-JAXKV_HOST_DEVICE inline AlignPlan plan_before(int32_t seq_len, int32_t query_len, int32_t running,
-                                               int32_t accepted, int32_t block_size) {
+JAXKV_HOST_DEVICE inline AlignPlan plan_preprocess(int32_t seq_len, int32_t query_len,
+                                                   int32_t running, int32_t accepted,
+                                                   int32_t block_size) {
   const int32_t computed = seq_len - query_len;
   if (computed < 0) return {};
   if (running < 0) running = computed > 0 ? (computed - 1) / block_size : -1;
@@ -92,29 +93,29 @@ JAXKV_HOST_DEVICE inline AlignPlan plan_row(const AlignBatch& b, int32_t row, in
   const int32_t seq_len = b.seq_lens[row], known = b.known[row];
   const int32_t query_len = b.query_start_loc[row + 1] - b.query_start_loc[row];
   if (row >= num_reqs || query_len < 1 || seq_len < 1) return {};
-  return b.before ? plan_before(seq_len, query_len, known, accepted, b.block_size)
-                  : plan_after(seq_len, known, accepted, b.block_size);
+  return b.before ? plan_preprocess(seq_len, query_len, known, accepted, b.block_size)
+                  : plan_postprocess(seq_len, known, accepted, b.block_size);
 }
 
 // Looks the blocks of a plan up. Returns false if the row must be left as it is: it is padding, or
 // names what is not there, which goes to `fault`.
 template <typename Fault>
 JAXKV_HOST_DEVICE bool find_blocks(const AlignBatch& b, int32_t row, const AlignPlan& plan,
-                                   StateMove* move, Fault&& fault) {
+                                   StateCopy* move, Fault&& fault) {
   const int64_t columns[] = {plan.source, plan.source + (b.has_temporal ? plan.bias : 0),
                              plan.destination};
   int32_t ids[3];
   for (int i = 0; i < 3; ++i) {
     if (columns[i] < 0 || columns[i] >= b.num_columns) {
       const int64_t column = columns[i] > INT32_MAX ? INT32_MAX : columns[i];
-      fault(PageFault::kColumnOutOfRange, row, static_cast<int32_t>(column), b.num_columns);
+      fault(ErrorCode::kColumnOutOfRange, row, static_cast<int32_t>(column), b.num_columns);
       return false;
     }
     const int64_t position = int64_t{row} * b.num_columns + columns[i];
     ids[i] = b.block_table[position];
     if (ids[i] == kNullBlock) return false;
     if (ids[i] < 0 || ids[i] >= b.num_blocks) {
-      fault(i < 2 ? PageFault::kSourceOutOfRange : PageFault::kDestinationOutOfRange,
+      fault(i < 2 ? ErrorCode::kSourceOutOfRange : ErrorCode::kDestinationOutOfRange,
             static_cast<int32_t>(position), ids[i], b.num_blocks);
       return false;
     }

@@ -9,7 +9,7 @@ namespace jaxkv::recurrent {
 namespace {
 
 // The rows that stay valid move to the front, and the last `bias` rows stay as they were.
-void move_state(const StateGeometry& g, std::byte* state, const StateMove& move) {
+void move_state(const StateGeometry& g, std::byte* state, const StateCopy& move) {
   const int32_t source = g.temporal ? move.temporal_source : move.source;
   const int64_t bias = g.temporal ? 0 : std::min<int64_t>(move.bias, g.width);
   const std::byte* from = state + source * g.block_bytes() + bias * g.inner_bytes;
@@ -20,16 +20,16 @@ void move_state(const StateGeometry& g, std::byte* state, const StateMove& move)
   }
 }
 
-ffi::Error align_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets,
-                         ffi::Dictionary attributes) {
+ffi::Error align_states_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                            ffi::Dictionary attributes) {
   const auto call = decode_align(args, rets, attributes);
   if (!call.has_value()) return call.error();
   const AlignBatch& b = call->batch;
   for (int32_t row = 0; row < b.num_rows; ++row) {
     const int32_t accepted = b.num_accepted[row];
     const auto plan = plan_row(b, row, *b.num_reqs, accepted);
-    StateMove move;
-    const bool moves = plan.due && find_blocks(b, row, plan, &move, record_on_host);
+    StateCopy move;
+    const bool moves = plan.due && find_blocks(b, row, plan, &move, record_host_error);
     b.accepted_out[row] = moves && plan.reset ? 1 : accepted;
     for (size_t s = 0; moves && plan.copies && s < call->states.size(); ++s) {
       move_state(call->geometry[s], call->states[s], move);
@@ -40,7 +40,7 @@ ffi::Error align_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets,
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AlignStatesHost, align_on_host,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AlignStatesCpu, align_states_cpu,
                               ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace jaxkv::recurrent

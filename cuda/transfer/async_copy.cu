@@ -15,15 +15,15 @@
 namespace jaxkv::transfer {
 namespace {
 
-constexpr uint32_t kNumLanes = 4;  // load and store, kernel and copy engine
-constexpr size_t kLaneWords = 1 + kMaxSegments;
+constexpr uint32_t kNumCopyStreams = 4;  // load and store, kernel and copy engine
+constexpr size_t kCopyStreamWords = 1 + kMaxSegments;
 
-struct DeviceLanes {
-  std::array<Lane, kNumLanes> lanes;
-  uint32_t* words = nullptr;  // kLaneWords for each lane
+struct DeviceCopyStreams {
+  std::array<CopyStream, kNumCopyStreams> copy_streams;
+  uint32_t* words = nullptr;  // kCopyStreamWords for each lane
 };
 
-std::array<std::atomic<DeviceLanes*>, kMaxDevices> all_lanes;
+std::array<std::atomic<DeviceCopyStreams*>, kMaxDevices> all_copy_streams;
 
 // ---------------------------------------------------------------------------------------------
 // Writing words from a stream, without a kernel
@@ -43,14 +43,14 @@ constexpr int kWarp = 32;
 
 struct WriteTicketParams {
   Ticket* ticket;
-  uint32_t lane, first;
+  uint32_t copy_stream, first;
   uint32_t begin, count;  // of the written arrays
   const void* written[kLaunchArrays];
 };
 
 __global__ void write_ticket(const __grid_constant__ WriteTicketParams p) {
   if (threadIdx.x == 0) {
-    p.ticket->lane = p.lane;
+    p.ticket->copy_stream = p.copy_stream;
     p.ticket->first = p.first;
   }
   for (uint32_t i = threadIdx.x; i < p.count; i += kWarp) {
@@ -65,7 +65,7 @@ struct WaitParams {
   const uint32_t* lane_words;
   int32_t segment;  // -1 to wait for nothing
   uint64_t timeout_ns;
-  PageErrorRing* errors;
+  ErrorRing* errors;
   uint32_t count;
   const void* arrays[kLaunchArrays];
   uint16_t places[kLaunchArrays];  // among the written arrays
@@ -83,14 +83,14 @@ __device__ uint64_t nanoseconds() {
   return now;
 }
 
-__device__ void wait_for_segment(const WaitParams& p, uint32_t lane, uint32_t first) {
-  const uint32_t* counter = p.lane_words + (lane % kNumLanes) * kLaneWords;
+__device__ void wait_for_segment(const WaitParams& p, uint32_t copy_stream, uint32_t first) {
+  const uint32_t* counter = p.lane_words + (copy_stream % kNumCopyStreams) * kCopyStreamWords;
   const uint32_t wanted = first + static_cast<uint32_t>(p.segment);
   const uint64_t deadline = nanoseconds() + p.timeout_ns;
   uint32_t seen = load_acquire(counter);
   while (static_cast<int32_t>(seen - wanted) < 0) {  // counters wrap
     if (nanoseconds() > deadline) {
-      record_fault(p.errors, PageFault::kNotArrived, p.segment, static_cast<int32_t>(wanted),
+      record_error(p.errors, ErrorCode::kWaitTimeout, p.segment, static_cast<int32_t>(wanted),
                    static_cast<int32_t>(seen));
       return;
     }
@@ -100,10 +100,10 @@ __device__ void wait_for_segment(const WaitParams& p, uint32_t lane, uint32_t fi
 }
 
 __global__ void wait_for_copy(const __grid_constant__ WaitParams p) {
-  const uint32_t lane = p.ticket->lane, first = p.ticket->first;
+  const uint32_t copy_stream = p.ticket->copy_stream, first = p.ticket->first;
   for (uint32_t i = threadIdx.x; i < p.count; i += kWarp) {
     if (p.ticket->written[p.places[i]] != p.arrays[i]) {
-      record_fault(p.errors, PageFault::kCopiedEarly, p.segment, p.places[i], 0);
+      record_error(p.errors, ErrorCode::kCopiedBeforeWait, p.segment, p.places[i], 0);
     }
   }
   if (p.next_ticket) {
@@ -113,10 +113,10 @@ __global__ void wait_for_copy(const __grid_constant__ WaitParams p) {
   }
   if (threadIdx.x != 0) return;
   if (p.next_ticket) {
-    p.next_ticket->lane = lane;
+    p.next_ticket->copy_stream = copy_stream;
     p.next_ticket->first = first;
   }
-  if (p.segment >= 0) wait_for_segment(p, lane, first);
+  if (p.segment >= 0) wait_for_segment(p, copy_stream, first);
 }
 
 size_t arrays_of_ticket(size_t bytes) {
@@ -134,10 +134,10 @@ ffi::Error start_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
   if (!copy.has_value()) return copy.error();
   const auto list = decode_pairs(planned);
   if (!list.has_value()) return list.error();
-  auto enqueue = [&](const Lane& lane, uint32_t first) {
-    const Progress progress{lane.counter(), first, lane.arrived(),
-                            static_cast<size_t>(segment_buffers)};
-    return launch_copy(lane.stream(), *copy, *list, &progress);
+  auto enqueue = [&](const CopyStream& copy_stream, uint32_t first) {
+    const SegmentProgress progress{copy_stream.counter(), first, copy_stream.arrived(),
+                                   static_cast<size_t>(segment_buffers)};
+    return launch_copy(copy_stream.stream(), *copy, *list, &progress);
   };
   return start_copy({stream, device, ticket, rets, segment_buffers, joined}, *copy, Engine::kKernel,
                     enqueue);
@@ -156,14 +156,14 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
     return ffi::Error::InvalidArgument("jaxkv wait: an attribute is missing or of another type");
   }
   const size_t first_operand = args.size() + *first_array - rets.size();
-  if (auto error = check_in_place(args, first_operand, rets, *first_array); error.failure()) {
+  if (auto error = check_aliases(args, first_operand, rets, *first_array); error.failure()) {
     return error;
   }
   WaitParams p{
       .ticket = static_cast<const Ticket*>(ticket.untyped_data()),
       .next_ticket = nullptr,
       .ticket_arrays = static_cast<uint32_t>(arrays_of_ticket(ticket.size_bytes())),
-      .lane_words = all_lanes[device].load()->words,
+      .lane_words = all_copy_streams[device].load()->words,
       .segment = static_cast<int32_t>(*segment),
       .timeout_ns = static_cast<uint64_t>(*timeout_ns),
       .errors = device_ring(device),
@@ -192,57 +192,58 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
       p.places[p.count] = static_cast<uint16_t>(place);
     }
     wait_for_copy<<<1, kWarp, 0, stream>>>(p);
-    JAXKV_CUDA_TRY(cudaGetLastError());
+    JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   } while (i < places->size());
   return ffi::Error::Success();
 }
 
 ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  return prepare_lanes(device);
+  return prepare_copy_streams(device);
 }
 
 }  // namespace
 
-ffi::Error Lane::create(uint32_t index, uint32_t* words) {
+ffi::Error CopyStream::create(uint32_t index, uint32_t* words) {
   int least = 0, greatest = 0;
-  JAXKV_CUDA_TRY(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaDeviceGetStreamPriorityRange(&least, &greatest));
   // Before compute, which has work for all SMs at any time, while a copy takes few of them.
-  JAXKV_CUDA_TRY(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
-  JAXKV_CUDA_TRY(cudaEventCreateWithFlags(&behind_, cudaEventDisableTiming));
+  JAXKV_RETURN_IF_CUDA_ERROR(
+      cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&behind_, cudaEventDisableTiming));
   for (cudaEvent_t& event : ended_) {
-    JAXKV_CUDA_TRY(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    JAXKV_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
   }
   index_ = index;
   words_ = words;
   return ffi::Error::Success();
 }
 
-ffi::Error Lane::start(cudaStream_t xla_stream, const TicketOf& ticket, size_t num_segments,
-                       bool joined, const Enqueue& enqueue) {
+ffi::Error CopyStream::start(cudaStream_t xla_stream, const TicketWrite& ticket,
+                             size_t num_segments, bool joined, const Enqueue& enqueue) {
   std::lock_guard lock(mutex_);
   const uint32_t first = next_;
   next_ += static_cast<uint32_t>(num_segments);
-  JAXKV_CUDA_TRY(cudaEventRecord(behind_, xla_stream));
-  JAXKV_CUDA_TRY(cudaStreamWaitEvent(stream_, behind_));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaEventRecord(behind_, xla_stream));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(stream_, behind_));
   auto error = enqueue(*this, first);
-  if (error.success()) error = hand_out(xla_stream, ticket, first);
+  if (error.success()) error = enqueue_ticket(xla_stream, ticket, first);
   // A start that failed may have enqueued copies, and XLA frees their arrays now.
   auto not_recorded = record_end(xla_stream, joined || error.failure());
   return error.failure() ? error : not_recorded;
 }
 
-ffi::Error Lane::record_end(cudaStream_t xla_stream, bool joined) {
+ffi::Error CopyStream::record_end(cudaStream_t xla_stream, bool joined) {
   const uint64_t number = started_.load();
   const cudaEvent_t event = ended_[number % kEvents];
-  JAXKV_CUDA_TRY(cudaEventRecord(event, stream_));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaEventRecord(event, stream_));
   started_.store(number + 1);
-  if (joined) JAXKV_CUDA_TRY(cudaStreamWaitEvent(xla_stream, event));
+  if (joined) JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(xla_stream, event));
   return ffi::Error::Success();
 }
 
 // Without the mutex, which a start holds for long: an event that is recorded anew meanwhile tells
 // of a later copy of the same stream.
-bool Lane::ended(uint64_t started) const {
+bool CopyStream::ended(uint64_t started) const {
   const uint64_t now = started_.load();
   const uint64_t oldest = now < kEvents ? 0 : now - kEvents;
   const bool ended = cudaEventQuery(ended_[std::max(started - 1, oldest) % kEvents]) == cudaSuccess;
@@ -250,19 +251,20 @@ bool Lane::ended(uint64_t started) const {
   return ended;
 }
 
-ffi::Error Lane::hand_out(cudaStream_t xla_stream, const TicketOf& ticket, uint32_t first) const {
+ffi::Error CopyStream::enqueue_ticket(cudaStream_t xla_stream, const TicketWrite& ticket,
+                                      uint32_t first) const {
   WriteTicketParams p{ticket.ticket, index_, first, 0, 0, {}};
   for (size_t i = 0; i < ticket.written.size(); i += p.count) {
     p.begin = static_cast<uint32_t>(i);
     p.count = static_cast<uint32_t>(std::min<size_t>(kLaunchArrays, ticket.written.size() - i));
     std::copy_n(ticket.written.begin() + i, p.count, p.written);
     write_ticket<<<1, kWarp, 0, xla_stream>>>(p);
-    JAXKV_CUDA_TRY(cudaGetLastError());
+    JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   }
   return ffi::Error::Success();
 }
 
-ffi::Error Lane::signal(uint32_t value) const {
+ffi::Error CopyStream::signal(uint32_t value) const {
   const CUresult status =
       stream_write()(stream_, reinterpret_cast<CUdeviceptr>(counter()), value, 0);
   if (status == CUDA_SUCCESS) return ffi::Error::Success();
@@ -270,30 +272,32 @@ ffi::Error Lane::signal(uint32_t value) const {
                               std::to_string(status));
 }
 
-ffi::Error prepare_lanes(int32_t device) {
+ffi::Error prepare_copy_streams(int32_t device) {
   static std::mutex mutex;
   if (auto error = prepare_copy_kernel(device); error.failure()) return error;
   std::lock_guard lock(mutex);
-  if (all_lanes[device].load()) return ffi::Error::Success();
+  if (all_copy_streams[device].load()) return ffi::Error::Success();
   if (!stream_write()) {
     return ffi::Error::Internal("jaxkv: the driver has no cuStreamWriteValue32");
   }
   cudaFuncAttributes attributes;
-  JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, write_ticket));
-  JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, wait_for_copy));
-  auto lanes = std::make_unique<DeviceLanes>();
-  const size_t bytes = kNumLanes * kLaneWords * sizeof(uint32_t);
-  JAXKV_CUDA_TRY(cudaMalloc(&lanes->words, bytes));
-  for (uint32_t i = 0; i < kNumLanes; ++i) {
-    if (auto error = lanes->lanes[i].create(i, lanes->words + i * kLaneWords); error.failure()) {
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, write_ticket));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, wait_for_copy));
+  auto copy_streams = std::make_unique<DeviceCopyStreams>();
+  const size_t bytes = kNumCopyStreams * kCopyStreamWords * sizeof(uint32_t);
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaMalloc(&copy_streams->words, bytes));
+  for (uint32_t i = 0; i < kNumCopyStreams; ++i) {
+    if (auto error =
+            copy_streams->copy_streams[i].create(i, copy_streams->words + i * kCopyStreamWords);
+        error.failure()) {
       return error;
     }
   }
   // On no legacy stream, which another thread's capture forbids.
-  const cudaStream_t stream = lanes->lanes[0].stream();
-  JAXKV_CUDA_TRY(cudaMemsetAsync(lanes->words, 0, bytes, stream));
-  JAXKV_CUDA_TRY(cudaStreamSynchronize(stream));
-  all_lanes[device].store(lanes.release());
+  const cudaStream_t stream = copy_streams->copy_streams[0].stream();
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(copy_streams->words, 0, bytes, stream));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(stream));
+  all_copy_streams[device].store(copy_streams.release());
   return ffi::Error::Success();
 }
 
@@ -306,11 +310,11 @@ ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
                                        " buffers in segments of " + std::to_string(step));
   }
   cudaStreamCaptureStatus capture;
-  JAXKV_CUDA_TRY(cudaStreamIsCapturing(call.stream, &capture));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamIsCapturing(call.stream, &capture));
   if (capture != cudaStreamCaptureStatusNone) {
     return ffi::Error::Internal("jaxkv: a start cannot be captured in a CUDA graph");
   }
-  TicketOf ticket{static_cast<Ticket*>(call.ticket->untyped_data()), {}};
+  TicketWrite ticket{static_cast<Ticket*>(call.ticket->untyped_data()), {}};
   for (size_t i = 0; i < call.written.size(); ++i) {
     auto array = call.written.get<ffi::AnyBuffer>(i);
     if (!array.has_value()) return array.error();
@@ -320,25 +324,26 @@ ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
     return ffi::Error::InvalidArgument("jaxkv start: a ticket of another size");
   }
   const auto index = (copy.to_dense ? 0 : 2) + static_cast<uint32_t>(engine);
-  Lane& lane = all_lanes[call.device].load()->lanes[index];
-  return lane.start(call.stream, ticket, num_buffers / step, call.joined, enqueue);
+  CopyStream& copy_stream = all_copy_streams[call.device].load()->copy_streams[index];
+  return copy_stream.start(call.stream, ticket, num_buffers / step, call.joined, enqueue);
 }
 
 std::vector<uint64_t> started_copies() {
   std::vector<uint64_t> started;
-  for (const auto& device : all_lanes) {
-    const DeviceLanes* of_device = device.load();
-    for (uint32_t i = 0; i < kNumLanes; ++i) {
-      started.push_back(of_device ? of_device->lanes[i].started() : 0);
+  for (const auto& device : all_copy_streams) {
+    const DeviceCopyStreams* of_device = device.load();
+    for (uint32_t i = 0; i < kNumCopyStreams; ++i) {
+      started.push_back(of_device ? of_device->copy_streams[i].started() : 0);
     }
   }
   return started;
 }
 
 bool copies_ended(const std::vector<uint64_t>& started) {
-  for (size_t i = 0; i < std::min(started.size(), all_lanes.size() * kNumLanes); ++i) {
-    const DeviceLanes* of_device = all_lanes[i / kNumLanes].load();
-    if (started[i] && of_device && !of_device->lanes[i % kNumLanes].ended(started[i])) return false;
+  for (size_t i = 0; i < std::min(started.size(), all_copy_streams.size() * kNumCopyStreams); ++i) {
+    const DeviceCopyStreams* of_device = all_copy_streams[i / kNumCopyStreams].load();
+    if (started[i] && of_device && !of_device->copy_streams[i % kNumCopyStreams].ended(started[i]))
+      return false;
   }
   return true;
 }
@@ -347,7 +352,7 @@ using Stream = ffi::PlatformStream<cudaStream_t>;
 using Int32s = ffi::Buffer<ffi::S32>;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    PrepareLanes, prepare,
+    PrepareCopyStreams, prepare,
     ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
 
 // No command-buffer trait: which number a copy gets is known to the host.

@@ -23,27 +23,27 @@ enum class Engine : uint32_t { kKernel = 0, kCopyEngine };
 // What start leaves in memory of XLA's. A wait that gets another array than was written got a copy
 // that XLA made before the bytes arrived.
 struct Ticket {
-  uint32_t lane;
+  uint32_t copy_stream;
   uint32_t first;
   const void* written[];
 };
 
-struct TicketOf {
+struct TicketWrite {
   Ticket* ticket;
   std::vector<const void*> written;
 };
 
-class Lane;
+class CopyStream;
 // Enqueues a copy on the lane; gets the number of its first segment.
-using Enqueue = std::function<ffi::Error(const Lane&, uint32_t first)>;
+using Enqueue = std::function<ffi::Error(const CopyStream&, uint32_t first)>;
 
-class Lane {
+class CopyStream {
  public:
   ffi::Error create(uint32_t index, uint32_t* words);
 
   // Runs `enqueue(lane, first)` behind all that XLA's stream holds now; XLA's stream waits for its
   // end if `joined`, or if it failed halfway. Segment s is to signal first + s.
-  ffi::Error start(cudaStream_t xla_stream, const TicketOf& ticket, size_t num_segments,
+  ffi::Error start(cudaStream_t xla_stream, const TicketWrite& ticket, size_t num_segments,
                    bool joined, const Enqueue& enqueue);
 
   // How many copies were started, and whether the first `started` >= 1 of them have ended.
@@ -58,7 +58,8 @@ class Lane {
   uint32_t* arrived() const { return words_ + 1; }  // see Progress
 
  private:
-  ffi::Error hand_out(cudaStream_t xla_stream, const TicketOf& ticket, uint32_t first) const;
+  ffi::Error enqueue_ticket(cudaStream_t xla_stream, const TicketWrite& ticket,
+                            uint32_t first) const;
   ffi::Error record_end(cudaStream_t xla_stream, bool joined);
 
   static constexpr size_t kEvents = 64;
@@ -75,7 +76,7 @@ class Lane {
 inline constexpr size_t kMaxSegments = 1023;  // of one copy
 
 // Creates the lanes of a device: everything that allocates or loads a module.
-ffi::Error prepare_lanes(int32_t device);
+ffi::Error prepare_copy_streams(int32_t device);
 
 struct StartCall {
   cudaStream_t stream;

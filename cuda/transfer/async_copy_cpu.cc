@@ -11,7 +11,7 @@ ffi::Error start_copy(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
                       ffi::ResultBuffer<ffi::S32> ticket, ffi::RemainingRets rets,
                       CopyAttribute attribute, int64_t /*segment_buffers*/, bool /*joined*/) {
   std::fill_n(ticket->typed_data(), ticket->element_count(), 0);
-  return copy_pairs_on_host(planned, args, rets, attribute);
+  return copy_pairs_cpu(planned, args, rets, attribute);
 }
 
 ffi::Error wait_for_copy(ffi::Buffer<ffi::S32> ticket, ffi::RemainingArgs args,
@@ -19,7 +19,7 @@ ffi::Error wait_for_copy(ffi::Buffer<ffi::S32> ticket, ffi::RemainingArgs args,
   const auto first_array = attributes.get<int64_t>("first_array");
   if (!first_array.has_value()) return first_array.error();
   const size_t first_operand = args.size() + *first_array - rets.size();
-  if (auto error = check_in_place(args, first_operand, rets, *first_array); error.failure()) {
+  if (auto error = check_aliases(args, first_operand, rets, *first_array); error.failure()) {
     return error;
   }
   if (*first_array == 0) return ffi::Error::Success();
@@ -32,7 +32,7 @@ ffi::Error wait_for_copy(ffi::Buffer<ffi::S32> ticket, ffi::RemainingArgs args,
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyHost, start_copy,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyCpu, start_copy,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .RemainingArgs()
@@ -43,7 +43,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyHost, start_copy,
                                   .Attr<bool>("joined"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    WaitCopyHost, wait_for_copy,
+    WaitCopyCpu, wait_for_copy,
     ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::S32>>().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace jaxkv::transfer

@@ -40,7 +40,7 @@ IdList id_list(ffi::Buffer<ffi::S32> operand, int64_t header) {
   return {{operand.typed_data(), length}, std::min(static_cast<size_t>(header), length)};
 }
 
-bool sound(const CopyGeometry& g) {
+bool valid_geometry(const CopyGeometry& g) {
   return g.run_bytes > 0 && g.count0 > 0 && g.count1 > 0 && g.stride0 >= 0 && g.stride1 >= 0 &&
          g.page_stride >= 0 && g.num_dense > 0 && g.num_strided > 0 && g.num_dense <= INT32_MAX &&
          g.num_strided <= INT32_MAX && g.block_bytes == g.run_bytes * g.count0 * g.count1;
@@ -57,9 +57,9 @@ std::optional<CopyNumbers> read_numbers(CopyAttribute attribute) {
   if (attribute.size() < kNumbers) return std::nullopt;
   CopyNumbers numbers;
   std::memcpy(&numbers, attribute.begin(), sizeof numbers);
-  return sound(numbers.geometry) ? std::optional(numbers) : std::nullopt;
+  return valid_geometry(numbers.geometry) ? std::optional(numbers) : std::nullopt;
 }
-constexpr char kNotSound[] = "the attribute copy is not sound";
+constexpr char kInvalidAttribute[] = "the attribute copy is not sound";
 
 bool usable(const IdLists& ids, int32_t source, int32_t destination) {
   return source >= 0 && destination >= 0 && source < ids.num_sources &&
@@ -90,21 +90,21 @@ bool* destination_marks(Scratch& kept, int32_t num_destinations) {
   return kept.marks.get();
 }
 
-[[gnu::cold, gnu::noinline]] void refuse(std::vector<PageErrorEntry>* refused, PageFault fault,
+[[gnu::cold, gnu::noinline]] void refuse(std::vector<ErrorEntry>* refused, ErrorCode fault,
                                          size_t position, int32_t id, int32_t limit) {
   refused->push_back({fault, static_cast<int32_t>(position), id, limit, 0});
 }
 
 // Takes out the pairs that share a destination. Rare, so it may look at everything again.
-void refuse_twins(const IdLists& ids, std::vector<BlockPair>* pairs,
-                  std::vector<PageErrorEntry>* refused) {
+void drop_duplicates(const IdLists& ids, std::vector<BlockPair>* pairs,
+                     std::vector<ErrorEntry>* refused) {
   std::unordered_map<int32_t, int> times;
   for (const BlockPair pair : *pairs) ++times[pair.destination];
   std::erase_if(*pairs, [&](BlockPair pair) { return times[pair.destination] > 1; });
   for (size_t i = 0; i < ids.sources.size(); ++i) {
     const int32_t d = ids.destinations.ids()[i];
     if (usable(ids, ids.sources.ids()[i], d) && times[d] > 1) {
-      refuse(refused, PageFault::kDuplicate, i, d, ids.num_destinations);
+      refuse(refused, ErrorCode::kDuplicate, i, d, ids.num_destinations);
     }
   }
 }
@@ -114,7 +114,7 @@ void refuse_twins(const IdLists& ids, std::vector<BlockPair>* pairs,
 ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi::S32> destinations,
                                  CopyAttribute attribute) {
   const auto n = read_numbers(attribute);
-  if (!n) return invalid(kNotSound);
+  if (!n) return invalid(kInvalidAttribute);
   const auto num_dense = static_cast<int32_t>(n->geometry.num_dense);
   const auto num_strided = static_cast<int32_t>(n->geometry.num_strided);
   const IdLists ids{id_list(sources, n->source_header),
@@ -135,7 +135,7 @@ ffi::ErrorOr<PairList> decode_pairs(ffi::Buffer<ffi::S32> operand) {
 ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets rets,
                                     CopyAttribute attribute) {
   const auto n = read_numbers(attribute);
-  if (!n) return invalid(kNotSound);
+  if (!n) return invalid(kInvalidAttribute);
   const bool to_dense = n->to_dense;
   const CopyGeometry& g = n->geometry;
   const std::span<const int64_t> strided_offsets(attribute.begin() + kNumbers, attribute.end());
@@ -153,7 +153,7 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
   kept.dense.resize(num_buffers);
   kept.strided.resize(num_buffers);
   const size_t first_written = to_dense ? num_strided_arrays : 0;
-  if (auto error = check_in_place(args, first_written, rets, 0); error.failure()) {
+  if (auto error = check_aliases(args, first_written, rets, 0); error.failure()) {
     return ffi::Unexpected(error);
   }
   const int64_t extent = strided_extent(g), dense_bytes = g.num_dense * g.block_bytes;
@@ -177,7 +177,7 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
   return BlockCopy{to_dense, static_cast<int>(n->num_sms), g, kept.dense, kept.strided};
 }
 
-std::span<const BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEntry>* refused) {
+std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEntry>* refused) {
   Scratch& kept = scratch();
   std::vector<BlockPair>& planned = kept.pairs;
   planned.resize(ids.sources.size());
@@ -185,28 +185,28 @@ std::span<const BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErro
   const int32_t *const sources = ids.sources.ids(), *const destinations = ids.destinations.ids();
   const int32_t num_sources = ids.num_sources, num_destinations = ids.num_destinations;
   bool* const marks = destination_marks(kept, num_destinations);
-  bool twins = false;
+  bool duplicates = false;
   size_t num_pairs = 0;
   for (size_t i = 0, n = planned.size(); i < n; ++i) {
     const int32_t s = sources[i], d = destinations[i];
     if (s < 0 || d < 0) continue;
     if (s >= num_sources) {
-      refuse(refused, PageFault::kSourceOutOfRange, i, s, num_sources);
+      refuse(refused, ErrorCode::kSourceOutOfRange, i, s, num_sources);
     } else if (d >= num_destinations) {
-      refuse(refused, PageFault::kDestinationOutOfRange, i, d, num_destinations);
+      refuse(refused, ErrorCode::kDestinationOutOfRange, i, d, num_destinations);
     } else {
-      twins |= std::exchange(marks[d], true);
+      duplicates |= std::exchange(marks[d], true);
       pairs[num_pairs++] = {s, d};
     }
   }
   planned.resize(num_pairs);
   for (const BlockPair pair : planned) marks[pair.destination] = false;
-  if (twins) refuse_twins(ids, &planned, refused);
+  if (duplicates) drop_duplicates(ids, &planned, refused);
   return planned;
 }
 
-ffi::Error open_host_ids(const IdList& list, const char* name) {
-  const char* why_not = list.header ? refuse_host_ids(list.words.data(), list.words.size())
+ffi::Error check_host_ids(const IdList& list, const char* name) {
+  const char* why_not = list.header ? host_ids_error(list.words.data(), list.words.size())
                                     : "they are none, and the host must read them";
   return why_not ? unreadable(name, why_not) : ffi::Error::Success();
 }

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_pairs(const __grid_constant
 }
 
 ffi::Error launch_plan(cudaStream_t stream, const IdLists& ids, const PairList& list,
-                       PageErrorRing* errors) {
+                       ErrorRing* errors) {
   const auto num_ids = static_cast<uint32_t>(ids.sources.size());
   auto shares_of = [&](uint32_t size) { return std::max(1u, (num_ids + size - 1) / size); };
   const uint32_t blocks =
@@ -58,9 +58,9 @@ ffi::Error launch_plan(cudaStream_t stream, const IdLists& ids, const PairList& 
       .num_pairs = list.count,
       .pairs = list.pairs,
   };
-  JAXKV_CUDA_TRY(cudaMemsetAsync(list.count, 0, sizeof *list.count, stream));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(list.count, 0, sizeof *list.count, stream));
   plan_pairs<<<blocks, kPlanThreads, p.share.bytes(), stream>>>(p);
-  JAXKV_CUDA_TRY(cudaGetLastError());
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   return ffi::Error::Success();
 }
 
@@ -72,15 +72,15 @@ ffi::Error prepare_device(int32_t device, ffi::RemainingArgs, ffi::RemainingRets
   static std::array<std::atomic<bool>, kMaxDevices> done{};  // XLA asks before every execution
   if (auto error = prepare_copy_kernel(device); error.failure()) return error;
   if (done[device].load()) return ffi::Error::Success();
-  JAXKV_CUDA_TRY(cudaFuncSetAttribute(plan_pairs, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      ShareSize(kPlanMaxShare).bytes()));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
+      plan_pairs, cudaFuncAttributeMaxDynamicSharedMemorySize, ShareSize(kPlanMaxShare).bytes()));
   done[device].store(true);
   return ffi::Error::Success();
 }
 
-ffi::Error plan_on_device(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
-                          ffi::Buffer<ffi::S32> destination_ids,
-                          ffi::ResultBuffer<ffi::S32> planned, CopyAttribute attribute) {
+ffi::Error plan_pairs_cuda(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
+                           ffi::Buffer<ffi::S32> destination_ids,
+                           ffi::ResultBuffer<ffi::S32> planned, CopyAttribute attribute) {
   const auto ids = decode_ids(source_ids, destination_ids, attribute);
   if (!ids.has_value()) return ids.error();
   const auto list = decode_pairs(*planned);
@@ -117,7 +117,8 @@ ffi::Error copy_unordered(cudaStream_t, int32_t device, ffi::Buffer<ffi::S32> so
                           ffi::RemainingRets rets, CopyAttribute attribute) {
   static std::array<cudaStream_t, kMaxDevices> streams{};
   cudaStream_t& stream = streams[device];
-  if (!stream) JAXKV_CUDA_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  if (!stream)
+    JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   return copy_by_kernel(stream, device, source_ids, destination_ids, args, rets, attribute);
 }
 
@@ -130,7 +131,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     PrepareDevice, prepare_device,
     ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PlanPairsKernel, plan_on_device,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PlanPairsKernel, plan_pairs_cuda,
                               ffi::Ffi::Bind()
                                   .Ctx<Stream>()
                                   .Ctx<ffi::DeviceOrdinal>()

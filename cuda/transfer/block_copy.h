@@ -35,7 +35,7 @@ struct CopyGeometry {
 };
 
 // Ids as an operand holds them; maybe device memory, so on a GPU not to be read before
-// open_host_ids.
+// check_host_ids.
 struct IdList {
   std::span<const int32_t> words;
   size_t header;  // words before the ids: kHostIdsHeader for HostIds, else 0
@@ -86,14 +86,14 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
                                     CopyAttribute attribute);
 
 // Checks that the list is HostIds that the host may read now.
-ffi::Error open_host_ids(const IdList& list, const char* name);
+ffi::Error check_host_ids(const IdList& list, const char* name);
 
 // Pairs that may be copied, of ids that the host may read; `refused` gets the others, padding
 // apart. They last until this thread plans again.
-std::span<const BlockPair> plan_on_host(const IdLists& ids, std::vector<PageErrorEntry>* refused);
+std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEntry>* refused);
 
 // The CPU backend's copy of planned pairs.
-ffi::Error copy_pairs_on_host(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
-                              ffi::RemainingRets rets, CopyAttribute attribute);
+ffi::Error copy_pairs_cpu(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
+                          ffi::RemainingRets rets, CopyAttribute attribute);
 
 }  // namespace jaxkv::transfer

@@ -31,10 +31,10 @@ ffi::ErrorOr<std::span<const BlockPair>> check_ids(ffi::Buffer<ffi::S32> source_
   for (const auto& [list, name] :
        {std::pair(ids->sources, "the source"), std::pair(ids->destinations, "the destination")}) {
     if (list.header == 0) continue;  // any list is host memory here
-    if (auto error = open_host_ids(list, name); error.failure()) return ffi::Unexpected(error);
+    if (auto error = check_host_ids(list, name); error.failure()) return ffi::Unexpected(error);
   }
-  std::vector<PageErrorEntry> refused;
-  const auto pairs = plan_on_host(*ids, &refused);
+  std::vector<ErrorEntry> refused;
+  const auto pairs = select_pairs(*ids, &refused);
   if (refused.empty()) return pairs;
   return ffi::Unexpected(ffi::Error::InvalidArgument(
       "PageIndexError: " + describe(refused.front()) + " (" + std::to_string(refused.size()) +
@@ -71,8 +71,8 @@ ffi::Error copy_blocks(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> d
 
 }  // namespace
 
-ffi::Error copy_pairs_on_host(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
-                              ffi::RemainingRets rets, CopyAttribute attribute) {
+ffi::Error copy_pairs_cpu(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
+                          ffi::RemainingRets rets, CopyAttribute attribute) {
   const auto copy = decode_copy(args, rets, attribute);
   if (!copy.has_value()) return copy.error();
   const auto list = decode_pairs(planned);
@@ -84,10 +84,10 @@ ffi::Error copy_pairs_on_host(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs 
 using Int32s = ffi::Buffer<ffi::S32>;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    PlanPairsHost, plan_pairs,
+    PlanPairsCpu, plan_pairs,
     ffi::Ffi::Bind().Arg<Int32s>().Arg<Int32s>().Ret<Int32s>().Attr<CopyAttribute>("copy"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksHost, copy_blocks,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksCpu, copy_blocks,
                               ffi::Ffi::Bind()
                                   .Arg<Int32s>()
                                   .Arg<Int32s>()
@@ -96,7 +96,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksHost, copy_blocks,
                                   .Attr<CopyAttribute>("copy"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CopyPairsHost, copy_pairs_on_host,
+    CopyPairsCpu, copy_pairs_cpu,
     ffi::Ffi::Bind().Arg<Int32s>().RemainingArgs().RemainingRets().Attr<CopyAttribute>("copy"));
 
 }  // namespace jaxkv::transfer

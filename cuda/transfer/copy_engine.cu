@@ -70,7 +70,7 @@ class Batch {
  private:
   ffi::Error enqueue_one_by_one(cudaStream_t stream, size_t count) const {
     for (size_t i = 0; i < count; ++i) {
-      JAXKV_CUDA_TRY(
+      JAXKV_RETURN_IF_CUDA_ERROR(
           cudaMemcpyAsync(kept_.to[i], kept_.from[i], kept_.bytes[i], cudaMemcpyDefault, stream));
     }
     return ffi::Error::Success();
@@ -112,15 +112,15 @@ ffi::ErrorOr<std::span<const BlockPair>> read_pairs(ffi::Buffer<ffi::S32> source
                                                     CopyAttribute attribute) {
   const auto ids = decode_ids(source_ids, destination_ids, attribute);
   if (!ids.has_value()) return ffi::Unexpected(ids.error());
-  if (auto error = open_host_ids(ids->sources, "the source"); error.failure()) {
+  if (auto error = check_host_ids(ids->sources, "the source"); error.failure()) {
     return ffi::Unexpected(error);
   }
-  if (auto error = open_host_ids(ids->destinations, "the destination"); error.failure()) {
+  if (auto error = check_host_ids(ids->destinations, "the destination"); error.failure()) {
     return ffi::Unexpected(error);
   }
-  std::vector<PageErrorEntry> refused;
-  const auto pairs = plan_on_host(*ids, &refused);
-  for (const auto& e : refused) record_on_host(e.fault, e.position, e.id, e.limit);
+  std::vector<ErrorEntry> refused;
+  const auto pairs = select_pairs(*ids, &refused);
+  for (const auto& e : refused) record_host_error(e.fault, e.position, e.id, e.limit);
   return pairs;
 }
 
@@ -148,11 +148,11 @@ ffi::Error start_by_dma(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S3
   if (!copy.has_value()) return copy.error();
   const auto pairs = read_pairs(source_ids, destination_ids, attribute);
   if (!pairs.has_value()) return pairs.error();
-  auto enqueue = [&](const Lane& lane, uint32_t first) {
+  auto enqueue = [&](const CopyStream& copy_stream, uint32_t first) {
     auto error = ffi::Error::Success();
     for (size_t b = 0; b < copy->dense.size() && error.success(); b += segment_buffers) {
-      error = enqueue_copies(lane.stream(), *copy, *pairs, b, b + segment_buffers);
-      if (error.success()) error = lane.signal(first++);
+      error = enqueue_copies(copy_stream.stream(), *copy, *pairs, b, b + segment_buffers);
+      if (error.success()) error = copy_stream.signal(first++);
     }
     return error;
   };

@@ -122,13 +122,13 @@ ffi::Error launch(cudaStream_t stream, const BlockCopy& copy, Variant variant,
     std::copy_n(p.strided, kFewBuffers, few.strided);
   }
   void* arguments[] = {variant.few_buffers ? static_cast<void*>(&few) : &p};
-  JAXKV_CUDA_TRY(cudaLaunchKernel(copy_kernel(variant), dim3(grid.blocks), dim3(kCopyThreads),
-                                  arguments, shared_bytes, stream));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaLaunchKernel(copy_kernel(variant), dim3(grid.blocks),
+                                              dim3(kCopyThreads), arguments, shared_bytes, stream));
   return ffi::Error::Success();
 }
 
 ffi::Error launch_all(cudaStream_t stream, const BlockCopy& copy, const Pairs& pairs,
-                      const Progress* progress) {
+                      const SegmentProgress* progress) {
   const CopyGeometry& g = copy.geometry;
   const int width = word_bytes(copy);
   const int64_t block_words = g.block_bytes / width;
@@ -202,7 +202,7 @@ ffi::Error launch_all(cudaStream_t stream, const BlockCopy& copy, const Pairs& p
 }  // namespace
 
 ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const IdLists& ids,
-                       PageErrorRing* errors) {
+                       ErrorRing* errors) {
   if (ids.sources.size() > kInlineIds) {
     return invalid(std::to_string(ids.sources.size()) + " ids in one launch, at most " +
                    std::to_string(kInlineIds));
@@ -211,7 +211,7 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const IdLists
 }
 
 ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairList& list,
-                       const Progress* progress) {
+                       const SegmentProgress* progress) {
   return launch_all(stream, copy, {{}, list, list.capacity}, progress);
 }
 
@@ -221,13 +221,14 @@ ffi::Error prepare_copy_kernel(int32_t device) {
   if (done[device].load()) return ffi::Error::Success();
   int most_shared = 0;
   uint32_t limit = UINT32_MAX;
-  JAXKV_CUDA_TRY(
+  JAXKV_RETURN_IF_CUDA_ERROR(
       cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   for (void* kernel : all_copy_kernels()) {
     cudaFuncAttributes attributes;
-    JAXKV_CUDA_TRY(cudaFuncGetAttributes(&attributes, kernel));
+    JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, kernel));
     const int most = most_shared - static_cast<int>(attributes.sharedSizeBytes);
-    JAXKV_CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+    JAXKV_RETURN_IF_CUDA_ERROR(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
     limit = std::min(limit, static_cast<uint32_t>(most));
   }
   for (uint32_t seen = shared_limit; limit < seen;) {

@@ -39,25 +39,25 @@ std::optional<Header> read_header(std::span<const int32_t> words) {
 // What an address was admitted with, in a line of its own and read without a lock: calls come from
 // cold caches, where each further line is one more miss. A call that meets an entry half written
 // refuses its ids; but nobody calls with ids that are only being made.
-struct alignas(64) Admission {
+struct alignas(64) Registration {
   std::atomic<const int32_t*> address = nullptr;  // null in an empty chain; set once
   std::atomic<size_t> num_words = 0;
   std::atomic<uint64_t> serial = 0;
-  std::atomic<Admission*> next = nullptr;
+  std::atomic<Registration*> next = nullptr;
 };
 
 // Chains by address, their first entries in place. Nothing is removed: one entry for each address
 // ever used, bounded by what the allocator of the host memory recycles.
 constexpr int kLogChains = 12;
-constinit Admission chains[1 << kLogChains];
+constinit Registration chains[1 << kLogChains];
 
-Admission& chain_of(const int32_t* address) {
+Registration& chain_of(const int32_t* address) {
   const auto bits = reinterpret_cast<uintptr_t>(address);
   return chains[bits * 0x9e3779b97f4a7c15ull >> (64 - kLogChains)];
 }
 
-const Admission* admission_at(const int32_t* address) {
-  const Admission* found = &chain_of(address);
+const Registration* registration_at(const int32_t* address) {
+  const Registration* found = &chain_of(address);
   while (found && found->address.load(std::memory_order_acquire) != address) {
     found = found->next.load(std::memory_order_acquire);
   }
@@ -65,10 +65,10 @@ const Admission* admission_at(const int32_t* address) {
 }
 
 // The entry to write for `address`. One thread at a time.
-Admission& entry_for(const int32_t* address) {
-  Admission* entry = &chain_of(address);
+Registration& entry_for(const int32_t* address) {
+  Registration* entry = &chain_of(address);
   while (entry->address && entry->address != address) {
-    if (!entry->next) entry->next = new Admission;
+    if (!entry->next) entry->next = new Registration;
     entry = entry->next;
   }
   return *entry;
@@ -76,7 +76,7 @@ Admission& entry_for(const int32_t* address) {
 
 }  // namespace
 
-void seal_host_ids(std::span<int32_t> words) {
+void write_host_ids_header(std::span<int32_t> words) {
   static std::atomic<uint64_t> next_serial{1};
   if (words.size() < kHostIdsHeader) throw std::invalid_argument("no room for the header");
   const auto ids = words.subspan(kHostIdsHeader);
@@ -85,20 +85,20 @@ void seal_host_ids(std::span<int32_t> words) {
   std::memcpy(words.data(), &header, sizeof header);
 }
 
-void admit_host_ids(const int32_t* address, size_t num_words) {
+void register_host_ids(const int32_t* address, size_t num_words) {
   const auto header = read_header({address, num_words});
   if (!header) throw std::invalid_argument("no sealed ids at this address");
   static std::mutex mutex;
   std::lock_guard lock(mutex);
-  Admission& entry = entry_for(address);
+  Registration& entry = entry_for(address);
   entry.num_words = num_words;
   entry.serial = header->serial;
   entry.address = address;  // last: from here on calls find the entry
 }
 
-const char* refuse_host_ids(const int32_t* address, size_t num_words) {
+const char* host_ids_error(const int32_t* address, size_t num_words) {
   // The address first: what was never admitted may be memory that the host can't read.
-  const Admission* admission = admission_at(address);
+  const Registration* admission = registration_at(address);
   if (!admission || admission->num_words != num_words) {
     return "made or copied by a computation, or stale; build HostIds from NumPy";
   }

@@ -21,10 +21,10 @@ struct IdParams {
   const int32_t* destinations;
   uint32_t num_ids;
   int32_t num_sources, num_destinations;
-  PageErrorRing* errors;  // null where another launch records them
+  ErrorRing* errors;  // null where another launch records them
 };
 
-inline IdParams id_params(const IdLists& ids, PageErrorRing* errors) {
+inline IdParams id_params(const IdLists& ids, ErrorRing* errors) {
   return {ids.sources.ids(), ids.destinations.ids(), static_cast<uint32_t>(ids.sources.size()),
           ids.num_sources,   ids.num_destinations,   errors};
 }
@@ -171,7 +171,7 @@ class Share {
     start_copying_ids();
     set_.clear();
     entries_ = span;
-    twins_ = false;
+    duplicates_ = false;
     wait_for_copies_to_shared();
     __syncthreads();
     for_entries(span, [&](uint32_t i, BlockPair entry) { put(i - span.first, entry); });
@@ -181,19 +181,19 @@ class Share {
   // Whether every entry of the whole list is good, as far as this block answers for it. If so, the
   // pairs that were listed may be copied.
   __device__ bool all_good() {
-    const bool bad = hold_against_set();
-    return !__syncthreads_or(bad || twins_);
+    const bool bad = mark_duplicates_of_share();
+    return !__syncthreads_or(bad || duplicates_);
   }
 
   // Lists anew, with a bad entry somewhere: pairs are now the entries in range, of which the block
   // claims claim_of(how many there are). Records what is refused. Returns that claim.
   template <typename ClaimOf>
   __device__ Claim regroup(bool record_out_of_range, ClaimOf claim_of) {
-    if (record_out_of_range) record_faults();
+    if (record_out_of_range) record_range_errors();
     const Claim claim = list_in_range(claim_of);
-    hold_against_set();
+    mark_duplicates_of_share();
     __syncthreads();
-    drop_twins(claim);
+    drop_duplicates(claim);
     return claim;
   }
 
@@ -225,7 +225,7 @@ class Share {
   __device__ void put(uint32_t place, BlockPair pair) {
     const bool good = in_range(pair);
     pairs_[place] = good ? pair : kNoPair;
-    if (good) twins_ |= set_.add(pair.destination);
+    if (good) duplicates_ |= set_.add(pair.destination);
   }
 
   // Reads the entries of a span, several at a time.
@@ -248,16 +248,16 @@ class Share {
 
   // Marks destinations of the share that entries outside of it name. Returns whether this thread
   // saw one, or an entry out of range.
-  __device__ bool hold_against_set() {
-    if (copied_ids_) return hold_copies_against_set();
+  __device__ bool mark_duplicates_of_share() {
+    if (copied_ids_) return mark_duplicates_of_copied_ids();
     bool bad = false;
     for_entries({0, ids_.num_ids}, [&](uint32_t i, BlockPair entry) {
-      bad |= !in_range(entry) || (set_.may_have(entry.destination) && mark_twin(i, entry));
+      bad |= !in_range(entry) || (set_.may_have(entry.destination) && mark_duplicate(i, entry));
     });
     return bad;
   }
   // The same with few instructions for each of four entries.
-  __device__ bool hold_copies_against_set() {
+  __device__ bool mark_duplicates_of_copied_ids() {
     const auto* sources = reinterpret_cast<const uint4*>(copied_sources_);
     const auto* destinations = reinterpret_cast<const uint4*>(copied_destinations_);
     uint32_t most_source = 0, most_destination = 0;
@@ -270,14 +270,14 @@ class Share {
           set_.may_have(d.x) | set_.may_have(d.y) | set_.may_have(d.z) | set_.may_have(d.w);
       if (!suspect) continue;
       for (uint32_t i = four * 4; i < min(four * 4 + 4, ids_.num_ids); ++i) {
-        bad |= mark_twin(i, entry(i));
+        bad |= mark_duplicate(i, entry(i));
       }
     }
     return bad || most_source >= static_cast<uint32_t>(ids_.num_sources) ||
            most_destination >= static_cast<uint32_t>(ids_.num_destinations);
   }
   // Marks the destination of an entry outside of the share if the share names it. Returns whether.
-  __device__ bool mark_twin(uint32_t i, BlockPair entry) {
+  __device__ bool mark_duplicate(uint32_t i, BlockPair entry) {
     return !entries_.has(i) && in_range(entry) && set_.mark(entry.destination);
   }
 
@@ -320,12 +320,12 @@ class Share {
     return __ballot_sync(~0u, i < end && in_range(entry(i)));
   }
 
-  __device__ void drop_twins(Claim claim) {
+  __device__ void drop_duplicates(Claim claim) {
     for (uint32_t i = entries_.first + claim.first_is_shared + threadIdx.x; i < entries_.last;
          i += blockDim.x) {
       const BlockPair named = entry(i);
       if (in_range(named) && set_.is_marked(named.destination)) {
-        record(PageFault::kDuplicate, i, named.destination, ids_.num_destinations);
+        record(ErrorCode::kDuplicate, i, named.destination, ids_.num_destinations);
       }
     }
     for (uint32_t k = threadIdx.x; k < claim.pairs.size(); k += blockDim.x) {
@@ -334,19 +334,19 @@ class Share {
     __syncthreads();
   }
 
-  __device__ void record_faults() {
+  __device__ void record_range_errors() {
     for (uint32_t i = threadIdx.x; i < ids_.num_ids; i += blockDim.x) {
       const auto [source, destination] = entry(i);
       if (source < 0 || destination < 0) continue;
       if (source >= ids_.num_sources) {
-        record(PageFault::kSourceOutOfRange, i, source, ids_.num_sources);
+        record(ErrorCode::kSourceOutOfRange, i, source, ids_.num_sources);
       } else if (destination >= ids_.num_destinations) {
-        record(PageFault::kDestinationOutOfRange, i, destination, ids_.num_destinations);
+        record(ErrorCode::kDestinationOutOfRange, i, destination, ids_.num_destinations);
       }
     }
   }
-  __device__ void record(PageFault fault, uint32_t i, int32_t id, int32_t limit) {
-    if (ids_.errors) record_fault(ids_.errors, fault, static_cast<int32_t>(i), id, limit);
+  __device__ void record(ErrorCode fault, uint32_t i, int32_t id, int32_t limit) {
+    if (ids_.errors) record_error(ids_.errors, fault, static_cast<int32_t>(i), id, limit);
   }
 
   const IdParams& ids_;
@@ -354,8 +354,8 @@ class Share {
   int32_t *copied_sources_, *copied_destinations_;
   BlockPair* pairs_;
   DestinationSet set_;
-  Span entries_{0, 0};  // of the list, between which the share's pairs lie
-  bool twins_ = false;  // this thread saw a destination of the share named by two of its pairs
+  Span entries_{0, 0};       // of the list, between which the share's pairs lie
+  bool duplicates_ = false;  // this thread saw a destination of the share named by two of its pairs
 };
 
 #endif

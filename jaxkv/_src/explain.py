@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxkv._src.collectives import all_reduce
 from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
-from jaxkv._src.transfer.dispatch import Choice, choose
+from jaxkv._src.transfer.dispatch import Selection, select_implementation
 from jaxkv._src.transfer.resolve import _OPERATIONS, resolve
 
 
@@ -26,11 +26,11 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
     """
     if isinstance(memory := getattr(operation, "__self__", None), SymmetricMemory):
         return all_reduce.explain(memory, *args, **options)
-    lines = [choice.text for choice in choices_of(operation, *args, **options)]
+    lines = [selection.text for selection in selections_of(operation, *args, **options)]
     return "\n".join(lines) or f"{operation.__name__}: nothing to copy"
 
 
-def choices_of(operation: Callable[..., Any], *args: Any, **options: Any) -> list[Choice]:
+def selections_of(operation: Callable[..., Any], *args: Any, **options: Any) -> list[Selection]:
     """What `operation(*args, **options)` takes for each of its copies; arguments as `explain`'s."""
     name = getattr(operation, "__name__", operation)
     if name not in _OPERATIONS:
@@ -40,4 +40,7 @@ def choices_of(operation: Callable[..., Any], *args: Any, **options: Any) -> lis
     *state, source_ids, destination_ids = given.values()
     call = resolve(name, tuple(state), (source_ids, destination_ids), layers)
     overlapped = name in ("start_load", "start_store")
-    return [choose(copy, call.ids, implementation, overlapped=overlapped) for copy in call.copies]
+    return [
+        select_implementation(copy, call.ids, implementation, overlapped=overlapped)
+        for copy in call.copies
+    ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv._src.runtime.bounds import within
+from jaxkv._src.runtime.bounds import check_bounds
 
 from .common import NULL_BLOCK
 from .segments import on_device, prefix_sum, row_of
@@ -41,6 +41,6 @@ def packed_pages(block_table: Any, num_pages: Any, max_pages: int | None) -> tup
     page = on_device(block_table)[row, jnp.clip(position - starts[row], 0, width - 1)]
     pages = jnp.where(position < starts[-1], page, NULL_BLOCK)
     if limit < max_rows * width:
-        pages = within(pages, max_pages=(starts[-1], limit))
+        pages = check_bounds(pages, max_pages=(starts[-1], limit))
         starts = jnp.minimum(starts, limit)
     return starts, pages

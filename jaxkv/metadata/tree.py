@@ -35,7 +35,7 @@ class TreeMetadata:
     tree_attn_bias: Any
 
 
-def tree_attn_bias(choices: Sequence[tuple[int, ...]]) -> np.ndarray:
+def tree_attn_bias(selections: Sequence[tuple[int, ...]]) -> np.ndarray:
     """float32[L, L] of a tree of L - 1 drafts: 0 where a token sees another, -inf elsewhere.
 
     Args:
@@ -45,15 +45,15 @@ def tree_attn_bias(choices: Sequence[tuple[int, ...]]) -> np.ndarray:
       ValueError: a draft that is there twice, or whose parent is not before it.
     """
     index: dict[tuple[int, ...], int] = {(): 0}
-    bias = np.full((len(choices) + 1, len(choices) + 1), -np.inf, np.float32)
+    bias = np.full((len(selections) + 1, len(selections) + 1), -np.inf, np.float32)
     bias[0, 0] = 0
-    for i, choice in enumerate(map(tuple, choices), start=1):
-        parent = index.get(choice[:-1])
-        if choice in index or parent is None:
-            raise ValueError(f"choices[{i - 1}]={choice}: twice, or not after its parent")
+    for i, selection in enumerate(map(tuple, selections), start=1):
+        parent = index.get(selection[:-1])
+        if selection in index or parent is None:
+            raise ValueError(f"choices[{i - 1}]={selection}: twice, or not after its parent")
         bias[i] = bias[parent]
         bias[i, i] = 0
-        index[choice] = i
+        index[selection] = i
     return bias
 
 

@@ -33,7 +33,7 @@ def test_the_command_writes_a_table_that_is_followed(tmp_path):
     assert (table.device_kind, table.how) == ("cpu", "python -m jaxkv.tune --quick")
     assert table.source == "cpu.json (commit c0ffeec0f)"
     assert table.date and table.versions["jax"] == jax.__version__
-    assert {*table.roof_gb_per_s} == {"load", "store", "device"}
+    assert {*table.peak_gb_per_s} == {"load", "store", "device"}
     for direction in ("load", "store", "device"):
         [rule] = table.rules[direction]
         [candidate] = rule.candidates
@@ -120,14 +120,14 @@ def test_more_sms_are_tried_only_as_long_as_they_help(monkeypatch):
 def test_every_candidate_is_forced(monkeypatch):
     """Also where the same shapes were measured for another one just before."""
     seen = []
-    choose = dispatch.choose
+    select_implementation = dispatch.select_implementation
 
     def note(*args, **options):
-        chosen = choose(*args, **options)
+        chosen = select_implementation(*args, **options)
         seen.append((chosen.implementation, chosen.num_sms))
         raise NotImplementedError("seen")
 
-    monkeypatch.setattr("jaxkv._src.transfer.api.choose", note)
+    monkeypatch.setattr("jaxkv._src.transfer.api.select_implementation", note)
     monkeypatch.setattr(dispatch, "_machine", lambda: dispatch.Machine("gpu", "Some GPU", True))
     names = [("dma", 0), ("kernel", 4), ("pallas", 2)]
     autotune_copies.measure(Cell("load", 128, 5, tuple(Candidate(*name) for name in names)))

@@ -16,7 +16,7 @@ from bench.recurrent import hybrid_models, steps
 from bench.report import plots
 from bench.transfer import bandwidth, blocks, engines, overlap, pages, profile_copy
 from bench.transfer.bandwidth import KIB, Point
-from bench.transfer.blocks import Blocks, Way
+from bench.transfer.blocks import Blocks, Method
 from jaxkv._src.transfer import api, dispatch
 
 pytestmark = pytest.mark.end_to_end
@@ -27,7 +27,7 @@ NAME = {"cpu": "host", "gpu": "kernel"}[jax.default_backend()]
 @pytest.mark.parametrize("direction", blocks.DIRECTIONS)
 def test_a_program_copies_and_is_timed(direction):
     made = Blocks(KIB, 8)
-    timed = made.program(Way(NAME), direction, 8, copies=2).measure()
+    timed = made.program(Method(NAME), direction, 8, copies=2).measure()
     assert 0 < timed.handlers < timed.done
     assert 0 < timed.returns <= timed.done
     assert (timed.gpu > 0) == (NAME == "kernel")
@@ -45,25 +45,25 @@ def test_wrong_bytes_are_found_before_anything_is_timed(monkeypatch, direction, 
 
     monkeypatch.setattr(blocks, "_copy", copy)
     with pytest.raises(AssertionError, match="words"):
-        Blocks(KIB, 8).program(Way(NAME), direction, 8, copies=1)
+        Blocks(KIB, 8).program(Method(NAME), direction, 8, copies=1)
 
 
 def test_blocks_that_a_failed_program_took_are_made_again():
     made = Blocks(KIB, 8)
     made.arrays.clear()
     made.fill()
-    made.program(Way(NAME), "load", 8, copies=1)
+    made.program(Method(NAME), "load", 8, copies=1)
 
 
-@pytest.mark.parametrize("way", [Way(NAME, 3), Way(NAME)])
+@pytest.mark.parametrize("way", [Method(NAME, 3), Method(NAME)])
 def test_a_program_copies_in_its_way(way, monkeypatch):
     taken = []
 
-    def choose(*args, **kwargs):
-        taken.append(dispatch.choose(*args, **kwargs))
+    def select_implementation(*args, **kwargs):
+        taken.append(dispatch.select_implementation(*args, **kwargs))
         return taken[-1]
 
-    monkeypatch.setattr(api, "choose", choose)
+    monkeypatch.setattr(api, "select_implementation", select_implementation)
     program = Blocks(KIB, 8).program(way, "load", 8, copies=2)
     assert {one.implementation for one in taken[1:]} == {NAME}
     # The host has no SMs: what it may use makes no difference, and says nothing.
@@ -73,8 +73,8 @@ def test_a_program_copies_in_its_way(way, monkeypatch):
 
 
 def test_peers_use_no_sms_and_force_nothing():
-    with Way(peers.BATCH).taken(Way(peers.BATCH).sms_for(jaxkv.swap_blocks)):
-        assert dispatch._forced.get() is None
+    with Method(peers.BATCH).taken(Method(peers.BATCH).sms_for(jaxkv.swap_blocks)):
+        assert dispatch._forced_implementation.get() is None
 
 
 def test_time_between_stamps_grows_with_what_lies_between():
@@ -99,9 +99,9 @@ def test_time_between_stamps_grows_with_what_lies_between():
 @pytest.mark.parametrize("direction", blocks.DIRECTIONS)
 def test_peers_copy_inside_and_outside_jax(peer, direction):
     made = Blocks(8 * KIB, 32)
-    made.program(Way(peer), direction, 32, copies=2)  # verifies
+    made.program(Method(peer), direction, 32, copies=2)  # verifies
     source, destination = (made.arrays[side] for side in made.sides(direction))
-    _, ids = made.ids(Way(peer), 32, seed=5)
+    _, ids = made.ids(Method(peer), 32, seed=5)
     took = peers.run(peer, source, destination, ids, calls=2, repeats=2)
     assert 0 < took.submit <= took.total
     assert not blocks._mismatches(
@@ -219,7 +219,7 @@ def test_ratios_to_peers_stand_beside_that_of_a_copy_at_the_roof():
         "load, 1 KiB x 100: at most 12 SMs": (None, False),
     }
     for name, (bound, beyond) in bounds.items():
-        assert (targets[name].bound, targets[name].beyond_roof) == (bound, beyond)
+        assert (targets[name].bound, targets[name].above_peak) == (bound, beyond)
 
 
 PROFILED = [

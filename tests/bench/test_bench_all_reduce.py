@@ -232,7 +232,9 @@ def test_a_setting_that_fails_half_way_leaves_what_it_measured(monkeypatch, caps
             {"way": CHOSEN, "bytes": KIB, "failed": "AssertionError: wrong sums"},
         ],
     ]
-    monkeypatch.setattr(processes, "run", lambda *_, **__: processes.Ran(ranks, "exit code 1"))
+    monkeypatch.setattr(
+        processes, "run", lambda *_, **__: processes.ProcessResult(ranks, "exit code 1")
+    )
     bench = bench_with({})
     bench._run_each(MANY, PROGRAM, {})
     assert bench.times == {(MANY, PSUM): {KIB: {ALONE: 2e-6, PAIR: 4e-6}}}

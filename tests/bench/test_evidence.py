@@ -56,7 +56,7 @@ def measured(got=0.5):
     found = Results("transfer")
     for name, rate in (("kernel, 12 SMs", 25.0), ("kernel, 4 SMs", 20.0), ("dma, 0 SMs", 10.0)):
         case = f"load, 4 KiB x 10000, {name}"
-        found.row(case, "bandwidth", "GB/s", rate, roof=("one copy", 50.0), peers={"plain": 4.0})
+        found.row(case, "bandwidth", "GB/s", rate, peak=("one copy", 50.0), peers={"plain": 4.0})
     found.target("load is near the roof", got, ">=", 0.9, "of roof")
     return found
 
@@ -115,7 +115,7 @@ def test_file_holds_the_documented_keys(tmp_path, monkeypatch):
             "metric": "bandwidth",
             "unit": "GB/s",
             "value": 25.0,
-            "roof": {"name": "one copy", "value": 50.0},
+            "peak": {"name": "one copy", "value": 50.0},
             "peers": {"plain": 4.0},
         }
     ]
@@ -246,8 +246,8 @@ def test_a_target_above_the_roof_says_so(got, bound, verdict, tmp_path):
     (target,) = records.read(tmp_path)[0].targets
     assert target.bound == bound
     assert tables.verdict(target) == verdict
-    roof = "-" if bound is None else f"{tables.number(bound)} times"
-    assert f" | {roof} | {verdict} | " in tables.all_targets_table(records.read(tmp_path))
+    peak = "-" if bound is None else f"{tables.number(bound)} times"
+    assert f" | {peak} | {verdict} | " in tables.all_targets_table(records.read(tmp_path))
 
 
 def test_regenerate_replaces_marked_parts_only(saved):

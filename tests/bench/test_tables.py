@@ -9,7 +9,7 @@ from bench.transfer import bandwidth, engines, overlap
 
 pytestmark = pytest.mark.host_only
 
-ROOF = {"name": "one copy", "value": 50.0}
+PEAK = {"name": "one copy", "value": 50.0}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_targets_are_counted_over_all_records():
 
 def test_other_counts_have_a_table_and_say_what_is_chosen():
     rows = [
-        Row(str(bandwidth.Point("load", 8192, count, name, 2)), "bandwidth", "GB/s", rate, ROOF)
+        Row(str(bandwidth.Point("load", 8192, count, name, 2)), "bandwidth", "GB/s", rate, PEAK)
         for count, name, rate in ((10_000, "kernel", 50.0), (1, "kernel", 4.0), (1, "dma", 5.0))
     ]
     rows.append(Row("load, 8 KiB x 1", bandwidth.CHOSEN, "of the fastest", 0.8))

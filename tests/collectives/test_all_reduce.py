@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv._src.collectives.symmetric_memory import QUICK_BYTES
+from jaxkv._src.collectives.symmetric_memory import LOW_LATENCY_BYTES
 from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
 from tests.util.ranks import (
     AXIS,
@@ -147,7 +147,7 @@ def test_sizes_grow_and_shrink_through_one_memory(memories):
 @pytest.mark.parametrize("world", WORLD_SIZES)
 def test_messages_of_many_chunks(world, algorithm):
     """Each mailbox is used again in one call; the last chunk is cut off in a rank's part."""
-    num_bytes = 9 * QUICK_BYTES // 2
+    num_bytes = 9 * LOW_LATENCY_BYTES // 2
     with memory_of(world, max_bytes=2 * num_bytes) as memory:
         step = sums(memory, algorithm)
         for round_, n in enumerate([num_bytes // 4 + 5, 7, num_bytes // 4 - 100_000]):

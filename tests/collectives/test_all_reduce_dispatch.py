@@ -29,17 +29,17 @@ def test_the_table_decides_either_side_of_its_bounds(memories):
     table = table_for(memory.mesh.devices.flat[0].device_kind)
     for least, algorithm in table.rules[2]:
         x = jax.ShapeDtypeStruct((least // 2,), "bfloat16")
-        assert all_reduce.choose(memory, x, None)[0] == algorithm
+        assert all_reduce.select_implementation(memory, x, None)[0] == algorithm
         if least:
             below = jax.ShapeDtypeStruct((least // 2 - 1,), "bfloat16")
-            assert all_reduce.choose(memory, below, None)[0] != algorithm
+            assert all_reduce.select_implementation(memory, below, None)[0] != algorithm
     memory.close()
 
 
 @pytest.mark.parametrize(
     "algorithm, limit",
     [
-        ("low_latency", "quick_bytes"),
+        ("low_latency", "low_latency_bytes"),
         ("one_shot", "slot_bytes"),
         *((name, "max_bytes") for name in ("two_shot", *BY_SWITCH)),
     ],
@@ -57,7 +57,7 @@ def test_the_largest_message(memories, algorithm, limit):
 def test_psum_serves_the_rest(memories, shape, dtype):
     memory = memories[2]
     x = operand(2, shape, dtype)
-    assert all_reduce.choose(memory, x[0], None)[0] == "psum"
+    assert all_reduce.select_implementation(memory, x[0], None)[0] == "psum"
     assert_sums(sums(memory)(x), x)
 
 

@@ -62,7 +62,7 @@ def test_arguments():
 def test_boxes_begin_where_a_line_begins(world, max_bytes):
     """So does a part of a two_shot, which lies in a half of a quick box."""
     with memory_of(world, max_bytes=max_bytes) as memory:
-        assert memory.quick_bytes % 256 == 0
+        assert memory.low_latency_bytes % 256 == 0
         assert memory.slot_bytes % 128 == 0 or memory.slot_bytes < 128
         assert memory._tile_bytes() % 128 == 0
         assert min(max_bytes, (8 << 20) // world) <= memory.slot_bytes
@@ -187,7 +187,7 @@ def test_the_driver_is_asked_last(monkeypatch, variable, processes, asked, refus
 
     driver = SimpleNamespace(multicast_supported=supported)
     monkeypatch.setattr(runtime_native, "extension", lambda: driver)
-    got = symmetric_memory._multicast_refusal(devices(*processes))
+    got = symmetric_memory._multicast_unsupported_reason(devices(*processes))
     assert asked_for == asked
     assert got == refusal
 

@@ -27,7 +27,7 @@ bool run_world(int32_t world) {
   std::vector<int32_t> devices(world);
   for (int32_t i = 0; i < world; ++i) devices[i] = i;
   const Geometry geometry{world, 64, 64, 24, 64};
-  auto communicator = make_host_communicator(geometry, {devices}, 60'000'000'000);
+  auto communicator = make_cpu_communicator(geometry, {devices}, 60'000'000'000);
   communicator->preset(kEpoch, 0);
   communicator->set_stall(100'000);
   std::atomic<int> wrong = 0;
@@ -61,7 +61,7 @@ bool run_world(int32_t world) {
 bool late_peer(Algorithm algorithm) {
   constexpr size_t kCount = 64;
   const Geometry geometry{2, 64, 64, 24, 0};
-  auto communicator = make_host_communicator(geometry, {{0, 1}}, 20'000'000);
+  auto communicator = make_cpu_communicator(geometry, {{0, 1}}, 20'000'000);
   auto call = [&](int32_t device, float value, std::vector<float>& out) {
     const std::vector<float> in(kCount, value);
     return call_rank(communicator, device, algorithm, in.data(), out.data(), kCount, 1);
@@ -82,7 +82,7 @@ bool other_call(int32_t world, Algorithm algorithm, size_t count) {
   std::vector<int32_t> devices(world);
   for (int32_t i = 0; i < world; ++i) devices[i] = i;
   const Geometry geometry{world, 64, 64, 24, 64};
-  auto communicator = make_host_communicator(geometry, {devices}, 60'000'000'000);
+  auto communicator = make_cpu_communicator(geometry, {devices}, 60'000'000'000);
   communicator->set_stall(100'000);
   std::atomic<int> wrong = 0, different = 0;
   auto rank = [&](int32_t device) {

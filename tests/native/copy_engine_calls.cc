@@ -51,13 +51,13 @@ const char* cudaGetErrorString(cudaError_t) { return "an error of the driver"; }
 namespace jaxkv::transfer {
 
 // Of overlap.cu, which this program has no part of: segments count from 7 on.
-ffi::Error Lane::signal(uint32_t value) const {
+ffi::Error CopyStream::signal(uint32_t value) const {
   std::printf("signal-%u ", value);
   return ffi::Error::Success();
 }
 ffi::Error start_copy(StartCall, const BlockCopy&, Engine engine, const Enqueue& enqueue) {
-  static const Lane lane;
-  return engine == Engine::kCopyEngine ? enqueue(lane, 7) : ffi::Error::Internal("engine");
+  static const CopyStream copy_stream;
+  return engine == Engine::kCopyEngine ? enqueue(copy_stream, 7) : ffi::Error::Internal("engine");
 }
 
 namespace {
@@ -86,8 +86,8 @@ struct Ids {
   explicit Ids(const std::vector<int64_t>& ids)
       : words(kHostIdsHeader), operand(XLA_FFI_DataType_S32, nullptr, kHostIdsHeader + ids.size()) {
     words.insert(words.end(), ids.begin(), ids.end());
-    seal_host_ids(words);
-    admit_host_ids(words.data(), words.size());
+    write_host_ids_header(words);
+    register_host_ids(words.data(), words.size());
     operand.buffer.data = words.data();
   }
 };
@@ -130,7 +130,7 @@ int run() {
                          ? copy_by_dma(nullptr, source_ids, destination_ids, copied, written, copy)
                          : start_by_dma(nullptr, 0, source_ids, destination_ids, copied, source_ids,
                                         written, copy, setup[6], false);
-  const auto refused = static_cast<unsigned long long>(take_page_errors().count);
+  const auto refused = static_cast<unsigned long long>(take_errors().count);
   std::printf("\n%llu\n%s\n", refused, error.message().c_str());
   std::fwrite(memory.data(), 1, memory.size(), stdout);
   return 0;

@@ -17,7 +17,7 @@ int most_shared = 0, static_shared = 0;
 
 namespace jaxkv {
 
-// Of page_errors.cu, which this program has no part of.
+// Of device_errors.cu, which this program has no part of.
 ffi::Error prepare_ring(int32_t) { return ffi::Error::Success(); }
 
 }  // namespace jaxkv

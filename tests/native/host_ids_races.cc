@@ -19,13 +19,13 @@ struct alignas(64) List {
 };
 
 bool opens(const List& list, size_t num_words = kWords) {
-  return !refuse_host_ids(list.words, num_words);
+  return !host_ids_error(list.words, num_words);
 }
 
 void admit(List* list, int32_t id) {
   std::fill_n(list->words + kHostIdsHeader, kIds, id);
-  seal_host_ids(list->words);
-  admit_host_ids(list->words, kWords);
+  write_host_ids_header(list->words);
+  register_host_ids(list->words, kWords);
 }
 
 int wrong_answers(std::vector<List>* lists, const List& never_admitted, unsigned seed) {
@@ -37,7 +37,7 @@ int wrong_answers(std::vector<List>* lists, const List& never_admitted, unsigned
     wrong += !opens(earlier);
     wrong += opens(earlier, kWords - 1);
     wrong += opens(never_admitted);
-    seal_host_ids(earlier.words);  // so another list, of which nothing is known here
+    write_host_ids_header(earlier.words);  // so another list, of which nothing is known here
     wrong += opens(earlier);
     admit(&earlier, -i);
     wrong += !opens(earlier);
@@ -53,7 +53,7 @@ int main() {
   using namespace jaxkv;
   using namespace jaxkv::transfer;
   List never_admitted{};
-  seal_host_ids(never_admitted.words);
+  write_host_ids_header(never_admitted.words);
   std::vector<std::vector<List>> lists(kThreads, std::vector<List>(kLists));
   std::atomic<int> wrong = 0;
   std::vector<std::thread> threads;

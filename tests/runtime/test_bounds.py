@@ -1,4 +1,4 @@
-"""`bounds.within`: passes its array on, and tells which value exceeded its bound."""
+"""`bounds.check_bounds`: passes its array on, and tells which value exceeded its bound."""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv._src.runtime.bounds import within
+from jaxkv._src.runtime.bounds import check_bounds
 
 
 @jax.jit
 def checked(carry, rows, pages):
-    return within(carry, rows=(rows, 5), pages=(pages, 7))
+    return check_bounds(carry, rows=(rows, 5), pages=(pages, 7))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float16", "int32"])
@@ -39,4 +39,4 @@ def test_a_value_beyond_its_bound_is_named(values, words):
 def test_more_bounds_than_a_call_takes():
     bounds = {f"bound {i}": (jnp.int32(0), 1) for i in range(17)}
     with pytest.raises(Exception, match="17 values for 17 bounds, at most 16"):
-        jax.block_until_ready(jax.jit(lambda carry: within(carry, **bounds))(jnp.arange(3)))
+        jax.block_until_ready(jax.jit(lambda carry: check_bounds(carry, **bounds))(jnp.arange(3)))

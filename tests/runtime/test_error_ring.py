@@ -1,6 +1,6 @@
 """`cuda/common/error_ring.cc`: what `check_errors` takes from a ring that a device is writing.
 
-By a program that plays the device (`tests/native/page_errors_calls.cc`).
+By a program that plays the device (`tests/native/error_ring_calls.cc`).
 """
 
 import subprocess
@@ -19,7 +19,7 @@ RING = 64  # entries
 @pytest.fixture(scope="module")
 def take(tmp_path_factory):
     """`take(*steps)`: for each "take" among the steps, (entries taken, the ids that are known)."""
-    built = build("page_errors_calls", tmp_path_factory.mktemp("page_errors"))
+    built = build("error_ring_calls", tmp_path_factory.mktemp("device_errors"))
 
     def run(*steps: str | int) -> list[tuple[int, list[int]]]:
         command = [built, *map(str, steps)]

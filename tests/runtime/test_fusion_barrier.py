@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv._src.runtime.bounds import within
+from jaxkv._src.runtime.bounds import check_bounds
 from tests.util.async_cases import OVERLAPPED, finish, ids_of, start
 from tests.util.layout_reference import assert_same_bytes, random_array
 from tests.util.recurrent_cases import TEMPORAL, batch_of, post, random_rows, random_states
@@ -160,7 +160,7 @@ def test_bounds_of_a_layer_of_a_stack():
     stack = np.arange(3 * 64, dtype=np.int32).reshape(3, 64)
 
     def check(row):
-        return within(row, rows=(jnp.int32(1), 5))
+        return check_bounds(row, rows=(jnp.int32(1), 5))
 
     scanned = jax.jit(lambda stack: jax.lax.scan(lambda _, x: (None, check(x)), None, stack)[1])
     for out in (scanned(stack), jax.jit(jax.vmap(check))(stack)):
@@ -252,5 +252,5 @@ def test_a_wait_whose_result_lies_elsewhere_says_so(request):
 @pytest.mark.cpu_only
 def test_bounds_whose_result_lies_elsewhere_come_through(taken_apart):
     carry = np.arange(1000, dtype=np.int32)
-    out = jax.jit(lambda carry: within(carry, rows=(jnp.int32(1), 5)))(carry)
+    out = jax.jit(lambda carry: check_bounds(carry, rows=(jnp.int32(1), 5)))(carry)
     np.testing.assert_array_equal(out, carry)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import jaxkv
 from jaxkv._src.runtime import sync_guard
 from jaxkv._src.runtime.sync_guard import HostSync, HostSyncReport
-from tests.util.sync_guard_cases import double, nothing_is_left, one, three
+from tests.util.sync_guard_cases import double, no_hooks_left, one, three
 
-__all__ = ["nothing_is_left"]  # a fixture that every test here uses
+__all__ = ["no_hooks_left"]  # a fixture that every test here uses
 
 pytest_plugins = ("pytester", "jaxkv.pytest_plugin")
 
@@ -103,7 +103,7 @@ def test_nesting_follows_the_model(program):
         raised = True
     assert raised == refused
     assert [[sync.allowed for sync in report.syncs] for report in got] == want
-    assert sync_guard._watch._scopes == 0
+    assert sync_guard._hooks._scopes == 0
 
 
 def test_decorators_make_a_scope_for_each_call():
@@ -180,7 +180,7 @@ def test_a_scope_of_two_threads():
     read.wait()
     thread.join()
     assert (report.count, reports[0].count) == (2, 1)
-    assert sync_guard._watch._scopes == 0
+    assert sync_guard._hooks._scopes == 0
 
 
 def test_a_scope_is_left_where_it_was_entered():
@@ -213,7 +213,7 @@ def test_scopes_may_be_left_out_of_order():
     inner.__exit__(None, None, None)
     int(x)
     assert report.count == 1
-    assert sync_guard._watch._scopes == 0
+    assert sync_guard._hooks._scopes == 0
 
 
 def test_other_threads_do_not_notice():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv._src.transfer.dispatch import forced
+from jaxkv._src.transfer.dispatch import force_implementation
 from tests.util.async_cases import OVERLAPPED, check, finish, ids_of, start
 from tests.util.layout_reference import KIND_LAYOUTS
 from tests.util.strategies import layer_selections, page_ids, reference_layouts
@@ -191,7 +191,7 @@ def test_more_pages_than_a_launch_stages(direction):
 
     pool, cache = case.pool(), case.cache()
     on_gpu = jax.default_backend() == "gpu"
-    with forced("kernel", 1) if on_gpu else contextlib.nullcontext():
+    with force_implementation("kernel", 1) if on_gpu else contextlib.nullcontext():
         out = step(pool, cache, *ids)
     jaxkv.check_errors(out)
     check(case, direction, numpy_ids, out, None)

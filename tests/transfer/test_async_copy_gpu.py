@@ -266,7 +266,7 @@ def test_what_is_dropped_is_kept_while_its_copy_runs(direction, named):
     native = runtime_native.extension()
     for _ in range(ROUNDS):
         pool, cache = case.pool(), case.cache()
-        started: jaxkv.Loading | jaxkv.Storing
+        started: jaxkv.LoadHandle | jaxkv.StoreHandle
         if direction == "load":
             started = jaxkv.start_load(pool, cache, *ids, implementation=named)
             started.wait(0)

@@ -1,7 +1,7 @@
 """How `cuda/transfer/async_copy.cu` orders a copy between XLA's stream and its own, whichever call
 fails.
 
-With a runtime that only writes down what it is asked to do (`tests/native/overlap_calls.cc`).
+With a runtime that only writes down what it is asked to do (`tests/native/copy_stream_calls.cc`).
 """
 
 import subprocess
@@ -22,7 +22,7 @@ ENDED, JOINED = f"lane records {END}", f"xla waits for {END}"
 def program(tmp_path_factory):
     """`program(failing, joined)`: the calls, the error, and how many copies were started."""
     folder = tmp_path_factory.mktemp("lanes")
-    built = build("overlap_calls", folder, "cuda/transfer/async_copy.cu")
+    built = build("copy_stream_calls", folder, "cuda/transfer/async_copy.cu")
 
     def run(failing: int, joined: bool) -> tuple[list[str], str, int]:
         command = [built, str(failing), str(int(joined))]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import jaxkv
 from jaxkv._src.cache.spec import KVCacheSpec
 from jaxkv._src.transfer import dispatch
-from jaxkv._src.transfer.dispatch import Machine, choose, forced
+from jaxkv._src.transfer.dispatch import Machine, force_implementation, select_implementation
 from jaxkv._src.transfer.resolve import resolve
 from jaxkv._src.tuning import copy_table, table_files
 from tests.util.layout_reference import assert_same_bytes, random_array
@@ -43,7 +43,7 @@ def swap(direction: str, run_bytes: int, count: int, on_host: bool = False, **op
     source, destination = (array(count, run_bytes, memory) for memory in memories)
     ids = ids_of(count, on_host)
     [copy] = resolve("swap_blocks", (source, destination), ids, None).copies
-    return choose(copy, ids, **options)
+    return select_implementation(copy, ids, **options)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_more_descriptors_than_the_host_should_write(table, overlapped, otherwis
     assert more.implementation == otherwise
     assert "not dma: up to 4097 descriptors hold the host too long: above 4096" in more.text
     assert chosen(4097, implementation="dma").implementation == "dma"
-    with forced("dma"):
+    with force_implementation("dma"):
         assert chosen(4097).implementation == "dma"
 
 
@@ -178,7 +178,9 @@ def test_pages_go_by_the_runs_of_their_layout(table, operation, layout, run_byte
     size = dispatch._size(copy, ids)
     assert size.run_bytes == run_bytes and size.word_bytes == 16
     assert size.total_bytes == 8 * 2 * 4 * case.spec.block_bytes
-    assert choose(copy, ids).num_sms == {"load_pages": 12, "store_pages": 6}[operation]
+    assert (
+        select_implementation(copy, ids).num_sms == {"load_pages": 12, "store_pages": 6}[operation]
+    )
 
 
 @pytest.mark.parametrize("head_dim, word_bytes", [(1, 2), (2, 4), (3, 2), (4, 8), (8, 16)])
@@ -261,12 +263,12 @@ def test_what_is_refused_is_never_chosen(
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(copy_table.VARIABLE, raising=False)
         patch.setattr(dispatch, "_machine", lambda: machine)
-        refusals = dispatch._refusals(machine, copy, ids, asked, overlapped)
+        refusals = dispatch._unsupported_reasons(machine, copy, ids, asked, overlapped)
         if asked in refusals:
             with pytest.raises(NotImplementedError, match=f"'{asked}' does not serve this call"):
-                choose(copy, ids, asked, overlapped=overlapped)
+                select_implementation(copy, ids, asked, overlapped=overlapped)
             return
-        chosen = choose(copy, ids, asked, overlapped=overlapped)
+        chosen = select_implementation(copy, ids, asked, overlapped=overlapped)
     assert chosen.implementation not in refusals
     assert asked in (None, chosen.implementation)
     assert (chosen.num_sms >= 1) == (chosen.implementation in copy_table.ON_SMS)
@@ -309,10 +311,10 @@ def test_explain_where_nothing_was_measured(table):
     assert "  not dma: ranked behind it" in swap("store", 8192, 1, on_host=True).text.splitlines()
 
 
-@pytest.mark.parametrize("operation", [jaxkv.swap_blocks, choose])
+@pytest.mark.parametrize("operation", [jaxkv.swap_blocks, select_implementation])
 def test_unknown_names(operation):
     with pytest.raises(ValueError, match="one of dma, kernel, pallas, host, got 'memcpy'"):
-        if operation is choose:
+        if operation is select_implementation:
             swap("device", 64, 1, implementation="memcpy")
         else:
             jaxkv.swap_blocks((), (), [], [], implementation="memcpy")
@@ -323,11 +325,11 @@ def test_unknown_names(operation):
 
 
 def test_forced_holds_within_the_block_and_where_the_choice_is_open(table):
-    with forced("kernel", 7):
+    with force_implementation("kernel", 7):
         chosen = swap("load", 8192, 1000)
         assert (chosen.implementation, chosen.num_sms) == ("kernel", 7)
         assert swap("load", 8192, 1000, implementation="pallas").num_sms == 4
-        with forced("dma"):
+        with force_implementation("dma"):
             assert swap("load", 8192, 1, on_host=True).implementation == "dma"
             with pytest.raises(NotImplementedError, match="HostIds"):
                 swap("load", 8192, 1)
@@ -339,7 +341,7 @@ def test_forced_holds_within_the_block_and_where_the_choice_is_open(table):
 def test_forced_refuses_what_can_not_be(name, num_sms):
     with (
         pytest.raises(ValueError, match=name if num_sms == 1 else "at least 1"),
-        forced(name, num_sms),
+        force_implementation(name, num_sms),
     ):
         pass
 

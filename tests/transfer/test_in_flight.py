@@ -125,7 +125,7 @@ def test_threads_lose_no_transfer_in_flight():
             return False
 
     tickets = [Ticket() for _ in range(40)]
-    held = collections.deque(in_flight._InFlight(ticket, [ticket]) for ticket in tickets)
+    held = collections.deque(in_flight._InFlightCopy(ticket, [ticket]) for ticket in tickets)
     with mock.patch.object(in_flight, "_in_flight", held):
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(lambda _: in_flight.keep_alive(None), range(64)))

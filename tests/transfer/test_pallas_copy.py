@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 import jaxkv
 from jaxkv._src.transfer import api, block_copy, pallas_chunks, pallas_copy, pallas_mosaic
 from jaxkv._src.transfer.block_copy import BlockCopy
-from jaxkv._src.transfer.dispatch import Choice, choose
+from jaxkv._src.transfer.dispatch import Selection, select_implementation
 from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.pallas_chunks import Ring
 from jaxkv._src.transfer.pallas_copy import copy_blocks_pallas
@@ -124,11 +124,11 @@ def test_swap_blocks_is_one_launch():
     )
 
     def choose_here(copy, ids, implementation):
-        refused = pallas_chunks.refusal(copy, num_ids_of(ids[0]))
-        return Choice("host" if refused else "pallas", 2, "")
+        refused = pallas_chunks.unsupported_reason(copy, num_ids_of(ids[0]))
+        return Selection("host" if refused else "pallas", 2, "")
 
     with (
-        mock.patch.object(api, "choose", choose_here),
+        mock.patch.object(api, "select_implementation", choose_here),
         mock.patch.object(pallas_copy, "_run_mosaic", wraps=pallas_mosaic._run_mosaic) as launch,
     ):
         got = jaxkv.swap_blocks(src, dst, *zip(*PAIRS, (-1, 3), strict=True))
@@ -169,7 +169,7 @@ def test_pages_of_host_layouts(kind, layout, direction, has_tma, monkeypatch):
     def step(pool, cache, pairs):
         call = resolve(f"{direction}_pages", (pool, cache), ids, layers)
         [copy] = call.copies
-        assert pallas_chunks.refusal(copy, len(ids[0])) is None
+        assert pallas_chunks.unsupported_reason(copy, len(ids[0])) is None
         results = [[jax.typeof(array) for array in copy.written]]
         ring = Ring(32, **SMALL)
         return call.rebuild(copy_blocks_pallas(call.copies, pairs, results, num_sms=2, ring=ring))
@@ -237,7 +237,7 @@ def refused(shape=(64,), dtype="float32", num_ids=5, copies=None, **geometry) ->
     [copy] = resolve("swap_blocks", (source, destination), (ids, ids), None).copies
     copy = dataclasses.replace(copy, **(copies or {}))
     copy = dataclasses.replace(copy, geometry=dataclasses.replace(copy.geometry, **geometry))
-    return pallas_chunks.refusal(copy, num_ids) or ""
+    return pallas_chunks.unsupported_reason(copy, num_ids) or ""
 
 
 def test_what_is_refused():
@@ -316,7 +316,7 @@ def test_relabelled_host_memory_is_written_in_place(direction):
     def step(pool, cache, *ids):
         call = resolve(f"{direction}_pages", (pool, cache), ids, None)
         [copy] = call.copies
-        choice = choose(copy, ids)
+        choice = select_implementation(copy, ids)
         pairs = block_copy.plan_pairs(copy, ids)
         arrays = block_copy.copy_blocks(
             relabelled(copy), ids, pairs, choice.implementation, choice.num_sms

@@ -146,7 +146,7 @@ def test_more_pairs_than_a_launch_stages(memory):
     ids = [rng.permutation(n).astype(np.int32) for _ in range(2)]
     ids[0][rng.random(n) < 0.3] = -1
     on_gpu = jax.default_backend() == "gpu"
-    with dispatch.forced("kernel", 1) if on_gpu else contextlib.nullcontext():
+    with dispatch.force_implementation("kernel", 1) if on_gpu else contextlib.nullcontext():
         check_ids(*ids, num_src=n, num_dst=n, blocks={"x": ((16,), "int8")}, memory=memory)
 
 

@@ -156,7 +156,7 @@ def test_the_last_rule_that_is_reached_holds():
         (16, 8191, 1 << 30): 2,
         (16, 8192, 65536): 3,
     }.items():
-        assert copy_table.last_reached(rules, CopySize(*size)) is rules[index], size
+        assert copy_table.last_matching_rule(rules, CopySize(*size)) is rules[index], size
 
 
 def test_few_sms_win_where_rates_are_equal():
@@ -220,7 +220,7 @@ def test_rules_decide_as_the_rates_of_every_measured_size(rates):
     assert rules[0].minima == SMALLEST
     assert [rule.minima for rule in rules] == sorted({rule.minima for rule in rules})
     for size, measured in rates:
-        listed = copy_table.last_reached(rules, size).candidates
+        listed = copy_table.last_matching_rule(rules, size).candidates
         for refused in SCENARIOS:
             possible = {c[:2]: c for c in measured if c.implementation not in refused}
             taken = next(c for c in listed if c.implementation not in refused)

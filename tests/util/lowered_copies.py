@@ -110,7 +110,7 @@ class Program:
 
 def ended(started: Any) -> bool:
     """Whether all of a transfer was waited for."""
-    if isinstance(started, jaxkv.Storing):
+    if isinstance(started, jaxkv.StoreHandle):
         return started._ticket is None
     return started._ticket is None or len(started._waited) == len(started._layers)
 
@@ -277,11 +277,12 @@ class Copy:
 
 
 class Interpreter:
-    """Runs a module once; `choose(n)` picks one of n branches, or how often a loop runs."""
+    """Runs a module once; `select_implementation(n)` picks one of n branches, or how often a loop
+    runs."""
 
-    def __init__(self, lowered: Module, choose: Callable[[int], int]) -> None:
+    def __init__(self, lowered: Module, select_implementation: Callable[[int], int]) -> None:
         module = lowered.module
-        self.choose, self.time = choose, 0
+        self.select_implementation, self.time = select_implementation, 0
         self.buffers: dict[Any, Buffer] = {}
         self.copies: list[Copy] = []
         self.copy_of: dict[Buffer, Copy] = {}  # by ticket
@@ -337,9 +338,11 @@ class Interpreter:
                 callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
                 return self.region(self.functions[callee].regions[0], operands)
             case "stablehlo.case" | "stablehlo.if":
-                return self.region(operation.regions[self.choose(len(operation.regions))], [])
+                return self.region(
+                    operation.regions[self.select_implementation(len(operation.regions))], []
+                )
             case "stablehlo.while":
-                for _ in range(self.choose(3)):
+                for _ in range(self.select_implementation(3)):
                     operands = self.region(operation.regions[1], operands)
                 return operands
             case "stablehlo.custom_call":

@@ -35,7 +35,7 @@ def memory_of(
     """Symmetric memory; for TILED with boxes so small that a few words go in many tiles."""
     with pytest.MonkeyPatch.context() as patch:
         if way == TILED:
-            patch.setattr(symmetric_memory, "QUICK_BYTES", 64 * world)
+            patch.setattr(symmetric_memory, "LOW_LATENCY_BYTES", 64 * world)
             patch.setattr(symmetric_memory, "TILE_BYTES", 48 * world)
         return jaxkv.SymmetricMemory.create(
             mesh_of(world), AXIS, max_bytes=max_bytes, timeout_s=timeout_s

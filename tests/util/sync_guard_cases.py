@@ -22,12 +22,12 @@ def three() -> jax.Array:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
+def no_hooks_left():
     before = sync_guard._points()
     yield
     assert sync_guard._points() == before
     with jaxkv.allow_host_sync("to see whether anything still watches") as report:
         np.asarray(three())
     assert report.syncs == []
-    assert sync_guard._watch._scopes == 0
+    assert sync_guard._hooks._scopes == 0
     assert sync_guard._scopes.get() == ()

@@ -27,7 +27,7 @@ import jaxkv
 from jaxkv._src.autotune import all_reduce, measurement
 from jaxkv._src.autotune.rules import SAME_RATE, rules_of
 from jaxkv._src.environment import probes
-from jaxkv._src.transfer.dispatch import forced
+from jaxkv._src.transfer.dispatch import force_implementation
 from jaxkv._src.tuning import copy_table, table_files
 from jaxkv._src.tuning.copy_table import Candidate, CopySize, Table
 
@@ -206,7 +206,7 @@ def _rate(cell: Cell, data: _Data, candidate: Candidate) -> float:
             destination = once(destination, source, *ids)
         return destination
 
-    with forced(candidate.implementation, candidate.num_sms):
+    with force_implementation(candidate.implementation, candidate.num_sms):
         destination = _put(data.destination, MEMORIES[cell.direction][1])
         destination = several(destination, data.source, all_ids)
         _verify(cell, candidate, destination, data.expected)
@@ -231,7 +231,7 @@ def _verify(cell: Cell, candidate: Candidate, got: jax.Array, expected: jax.Arra
 Rates = list[tuple[Cell, list[Candidate]]]
 
 
-def table_of(rates: Rates, roof_gb_per_s: dict[str, float], how: str) -> Table:
+def table_of(rates: Rates, peak_gb_per_s: dict[str, float], how: str) -> Table:
     """The table for this device kind; what runs beside compute is not measured, and stays."""
     kind = jax.local_devices()[0].device_kind
     rules = {
@@ -245,7 +245,7 @@ def table_of(rates: Rates, roof_gb_per_s: dict[str, float], how: str) -> Table:
         commit=measurement.commit(),
         date=probes.date(),
         versions=measurement.versions(),
-        roof_gb_per_s={name: _rounded(rate) for name, rate in roof_gb_per_s.items()},
+        peak_gb_per_s={name: _rounded(rate) for name, rate in peak_gb_per_s.items()},
         rules={**rules, "overlapped": copy_table.packaged_table(kind).rules["overlapped"]},
     )
 
@@ -285,15 +285,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     link = Candidate("host" if platform == "cpu" else "dma", 0)
     roof_bytes = MIB if platform == "cpu" else MAX_PAYLOAD
     whole = [Cell(direction, roof_bytes, 1, (link,)) for direction in MEMORIES]
-    roof = {cell.direction: _rate(cell, _Data.of(cell), link) for cell in whole}
-    print("roof, one block:", ", ".join(f"{d} {rate:.4g} GB/s" for d, rate in roof.items()))
+    peak = {cell.direction: _rate(cell, _Data.of(cell), link) for cell in whole}
+    print("roof, one block:", ", ".join(f"{d} {rate:.4g} GB/s" for d, rate in peak.items()))
     found = cells(platform, getattr(device, "core_count", 0), flags.quick)
     rates = [
         (cell, measured) for cell in measurement.progress(found) if (measured := measure(cell))
     ]
     for cell, measured in rates:
         print(f"{cell}: {'; '.join(map(_text, measured))}")
-    table = table_of(rates, roof, f"python -m jaxkv.tune{' --quick' if flags.quick else ''}")
+    table = table_of(rates, peak, f"python -m jaxkv.tune{' --quick' if flags.quick else ''}")
     out = pathlib.Path(flags.out or table.name)
     out.write_text(table.to_text())
     packaged = copy_table.packaged_table(table.device_kind)

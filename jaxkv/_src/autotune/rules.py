@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxkv._src.tuning.copy_table import SMALLEST, Candidate, CopySize, Rule, last_reached
+from jaxkv._src.tuning.copy_table import SMALLEST, Candidate, CopySize, Rule, last_matching_rule
 
 SAME_RATE = 0.03  # of the best rate: candidates that near are equally fast, and SMs decide
 # What may be refused, and so decides between the others: the ids are on the device, or blocks are
@@ -40,7 +40,7 @@ def rules_of(rates: Sequence[tuple[CopySize, Sequence[Candidate]]]) -> tuple[Rul
             rules.append(Rule(minima, rank(measured)))
             words.add(size.word_bytes)
             continue
-        rule = last_reached(rules, size)
+        rule = last_matching_rule(rules, size)
         if _still_good(rule, measured):
             now = {candidate[:2]: candidate for candidate in measured}
             updated = tuple(now.get(candidate[:2], candidate) for candidate in rule.candidates)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxkv._src.runtime.dtypes import _element_bits, check_whole_bytes
+from jaxkv._src.runtime.dtypes import _element_bits, check_byte_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class KVCacheSpec:
 def _checked_dtype(given: npt.DTypeLike) -> np.dtype:
     """`given` if arrays of JAX keep it, else a ValueError."""
     dtype = np.dtype(given)
-    check_whole_bytes(dtype, "dtype")
+    check_byte_dtype(dtype, "dtype")
     bits = _element_bits(dtype)
     if given is None or bits == 0:
         raise ValueError(f"dtype must be one of JAX's numbers or bool, got {given!r}")

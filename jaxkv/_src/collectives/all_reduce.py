@@ -2,7 +2,7 @@
 
 | algorithm | what a device does | largest message |
 |---|---|---|
-| low_latency | sends all to all; words say themselves that they arrived | `quick_bytes` |
+| low_latency | sends all to all; words say themselves that they arrived | `low_latency_bytes` |
 | one_shot | sends all to all, one barrier, adds up | `slot_bytes` |
 | two_shot | adds up one part, sends the sum to all; larger ones in tiles | `max_bytes` |
 | multimem | has the NVLink switch add up one part and send the sum to all | `max_bytes` |
@@ -50,7 +50,7 @@ from jaxkv.lowering import when_lowered
 
 if TYPE_CHECKING:
     from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
-from jaxkv._src.runtime.sharding import groups_of
+from jaxkv._src.runtime.sharding import device_groups
 
 DTYPES = ("bfloat16", "float16", "float32")
 NATIVE = ("low_latency", "one_shot", "two_shot", "multimem")  # by their numbers in operand.h
@@ -101,7 +101,9 @@ def all_reduce(
     )
 
 
-def choose(memory: SymmetricMemory, x: Any, implementation: str | None) -> tuple[str, str]:
+def select_implementation(
+    memory: SymmetricMemory, x: Any, implementation: str | None
+) -> tuple[str, str]:
     """The implementation that serves an array, and why it is that one.
 
     Raises:
@@ -113,11 +115,13 @@ def choose(memory: SymmetricMemory, x: Any, implementation: str | None) -> tuple
     num_bytes = int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize
     table = memory._table
     wanted = implementation or table.algorithm(memory.world_size, num_bytes)
-    refusal = _refusal(memory, wanted, num_bytes, x.dtype)
-    if refusal and implementation:
-        raise NotImplementedError(f"{implementation!r} does not serve this call: {refusal}")
-    if refusal:
-        return "psum", f"{wanted} is best by {table.name}, but {refusal}"
+    unsupported_reason = _unsupported_reason(memory, wanted, num_bytes, x.dtype)
+    if unsupported_reason and implementation:
+        raise NotImplementedError(
+            f"{implementation!r} does not serve this call: {unsupported_reason}"
+        )
+    if unsupported_reason:
+        return "psum", f"{wanted} is best by {table.name}, but {unsupported_reason}"
     return wanted, "asked for" if implementation else f"best by {table.name}"
 
 
@@ -129,19 +133,21 @@ def explain(
     lines = []
     for leaf in jax.tree.leaves(x):
         leaf = jax.eval_shape(jnp.asarray, leaf)
-        name, why = choose(memory, leaf, implementation)
+        name, why = select_implementation(memory, leaf, implementation)
         lines.append(f"all_reduce of {leaf.dtype}{list(leaf.shape)}: {name} ({why})")
     return "\n".join(lines)
 
 
-def _refusal(memory: SymmetricMemory, algorithm: str, num_bytes: int, dtype: Any) -> str | None:
+def _unsupported_reason(
+    memory: SymmetricMemory, algorithm: str, num_bytes: int, dtype: Any
+) -> str | None:
     if algorithm == "psum":
         return None
     if str(dtype) not in DTYPES:
         return f"its dtype must be one of {', '.join(DTYPES)}, got {dtype}"
-    if algorithm == "multimem" and memory._multicast_refusal:
-        return memory._multicast_refusal
-    boxes = {"low_latency": "quick_bytes", "one_shot": "slot_bytes"}
+    if algorithm == "multimem" and memory._multicast_unsupported_reason:
+        return memory._multicast_unsupported_reason
+    boxes = {"low_latency": "low_latency_bytes", "one_shot": "slot_bytes"}
     names = boxes.get(algorithm, "max_bytes"), "max_bytes"
     limit, name = min(((getattr(memory, name), name) for name in names), key=lambda entry: entry[0])
     if num_bytes > limit:
@@ -173,7 +179,7 @@ def _check_devices(expected: jax.sharding.Mesh, axis_context: Any, axis_name: st
     if not isinstance(here, jax.sharding.Mesh):
         return
     ours, theirs = (
-        [[device.id for device in group] for group in groups_of(mesh, axis_name)]
+        [[device.id for device in group] for group in device_groups(mesh, axis_name)]
         for mesh in (expected, here)
     )
     if sorted(ours) != sorted(theirs):
@@ -197,7 +203,7 @@ class _Call:
 
 def _all_reduce_array(memory: SymmetricMemory, x: Any, *, implementation: str | None) -> Any:
     x = jnp.asarray(x)
-    name, _ = choose(memory, x, implementation)
+    name, _ = select_implementation(memory, x, implementation)
     with jax.named_scope(f"jaxkv._src.collectives.all_reduce.{name}"):
         if name == "psum" or x.size == 0:
             return jax.lax.psum(x, memory.axis_name)
@@ -234,7 +240,7 @@ def _batched(args: Sequence[Any], dims: Sequence[Any], *, call: _Call) -> tuple[
 def _lower(context: Any, x: Any, *, call: _Call) -> Sequence[Any]:
     _check_devices(call.mesh, context.module_context.axis_context, call.axis_name)
     token_type = jax.typeof(np.zeros(1, np.int32))
-    token = _last_token() or mlir.ir_constant(np.zeros(1, np.int32))
+    token = _previous_token() or mlir.ir_constant(np.zeros(1, np.int32))
     context = context.replace(
         avals_in=[*context.avals_in, token_type], avals_out=[*context.avals_out, token_type]
     )
@@ -254,7 +260,7 @@ def _sign(module: Any) -> None:
     call_signatures.sign(module, _TARGET, NATIVE)
 
 
-def _last_token() -> Any | None:
+def _previous_token() -> Any | None:
     """What the call before returned, if there is one in this program.
 
     That is a block of MLIR: calls in the body of a loop, of an inner `jit`, of `jax.checkpoint`, in

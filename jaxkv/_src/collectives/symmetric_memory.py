@@ -35,7 +35,7 @@ from jaxkv._src.collectives.all_reduce import all_reduce
 from jaxkv._src.collectives.rendezvous import Rendezvous
 from jaxkv._src.runtime import native as runtime_native
 from jaxkv._src.runtime.errors import PeerTimeoutError
-from jaxkv._src.runtime.sharding import groups_of
+from jaxkv._src.runtime.sharding import device_groups
 from jaxkv._src.tuning.all_reduce_table import VARIABLE, WORLD_SIZES, table_for
 
 WORD_BYTES = 16
@@ -44,7 +44,7 @@ TIMEOUT_S = 30.0
 MAX_TIMEOUT_S = 1e9  # in nanoseconds, and added to a clock, it fits into 64 bits
 MULTICAST_VARIABLE = "JAXKV_MULTICAST"
 # Of the mailboxes of all peers, in bytes:
-QUICK_BYTES = 8 << 20  # twice; their data says itself that it arrived
+LOW_LATENCY_BYTES = 8 << 20  # twice; their data says itself that it arrived
 SLOT_BYTES = 8 << 20  # twice; before a barrier
 TILE_BYTES = 32 << 10  # 128 * 3 * 2 times; of a two_shot that does not fit into the first
 MULTICAST_BYTES = 8 << 20  # of what a switch adds up at once
@@ -65,7 +65,7 @@ class SymmetricMemory:
       axis_name: as given.
       world_size: devices along the axis.
       max_bytes: the largest array, in bytes, that collectives serve with this memory.
-      quick_bytes, slot_bytes: of a mailbox, see `all_reduce`.
+      low_latency_bytes, slot_bytes: of a mailbox, see `all_reduce`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SymmetricMemory:
             return [self._arguments(), _host()]
 
         self._agree(self._rendezvous.step("arguments of symmetric memory", arguments))
-        self._allocate_and_map(groups_of(mesh, axis_name))
+        self._allocate_and_map(device_groups(mesh, axis_name))
 
     @classmethod
     def create(
@@ -150,7 +150,7 @@ class SymmetricMemory:
         of a call now and then, by up to so many seconds (in steps that no graph holds yet). Of
         several processes, all must call this.
         """
-        preset = runtime_native.extension().preset_communicator
+        preset = runtime_native.extension().set_test_state
         numbers = epoch % 2**64, ahead, int(stall_s * 1e9)
         self._rendezvous.step("preset", lambda: preset(self._id, *numbers))
 
@@ -187,7 +187,7 @@ class SymmetricMemory:
     def _tile_bytes(self) -> int:
         """Of a box of a larger two_shot; 0 if each part of the largest one fits into half a box."""
         part = -(-self.max_bytes // self.world_size)
-        fits = _whole_words(part) <= self.quick_bytes // WORD_BYTES // 2 * WORD_BYTES
+        fits = _whole_words(part) <= self.low_latency_bytes // WORD_BYTES // 2 * WORD_BYTES
         return 0 if fits else _box_bytes(TILE_BYTES // self.world_size)
 
     def _multicast_bytes(self) -> int:
@@ -196,10 +196,14 @@ class SymmetricMemory:
     def _take(self, groups: np.ndarray, max_bytes: int) -> None:
         self.world_size = groups.shape[1]
         self.max_bytes = max_bytes
-        quick_bytes = min(max(max_bytes, 2 * WORD_BYTES), QUICK_BYTES // self.world_size)
-        self.quick_bytes = _box_bytes(quick_bytes, halves=2)  # where two_shot has its parts
+        low_latency_bytes = min(
+            max(max_bytes, 2 * WORD_BYTES), LOW_LATENCY_BYTES // self.world_size
+        )
+        self.low_latency_bytes = _box_bytes(
+            low_latency_bytes, halves=2
+        )  # where two_shot has its parts
         self.slot_bytes = _box_bytes(min(max_bytes, SLOT_BYTES // self.world_size))
-        self._multicast_refusal = _multicast_refusal(groups)
+        self._multicast_unsupported_reason = _multicast_unsupported_reason(groups)
         # Kept, or ranks could go different ways after a change of the environment in one process.
         self._table = table_for(groups.flat[0].device_kind)
 
@@ -242,10 +246,10 @@ class SymmetricMemory:
             self._id = native.create_communicator(
                 groups.flat[0].platform,
                 ordinals,
-                self.quick_bytes // WORD_BYTES,
+                self.low_latency_bytes // WORD_BYTES,
                 self.slot_bytes // WORD_BYTES,
                 self._tile_bytes() // WORD_BYTES,
-                0 if self._multicast_refusal else self._multicast_bytes() // WORD_BYTES,
+                0 if self._multicast_unsupported_reason else self._multicast_bytes() // WORD_BYTES,
                 int(self._rendezvous.timeout_s * 1e9),
             )
             return native.communicator_handles(self._id)
@@ -283,7 +287,7 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
             f"axis {axis_name!r} must have {', '.join(map(str, WORLD_SIZES))} devices, "
             f"got {world_size}"
         )
-    groups = groups_of(mesh, axis_name)
+    groups = device_groups(mesh, axis_name)
     platforms = {device.platform for device in groups.flat}
     if not platforms <= {"cpu"} and not platforms <= {"gpu"}:
         raise ValueError(f"all devices must be of platform cpu or all of gpu, got {platforms}")
@@ -316,7 +320,7 @@ def _seconds_of(timeout_s: Any) -> float | None:
     return seconds if 0 < seconds <= MAX_TIMEOUT_S else None
 
 
-def _multicast_refusal(groups: np.ndarray) -> str | None:
+def _multicast_unsupported_reason(groups: np.ndarray) -> str | None:
     """Why no switch is to add up for these devices; asks the driver last, and only if told to."""
     if os.environ.get(MULTICAST_VARIABLE) != "1":
         return f"{MULTICAST_VARIABLE} was not 1 in the environment when its memory was created"

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkv._src.recurrent.align import _counts
-from jaxkv._src.runtime.bounds import within
+from jaxkv._src.runtime.bounds import check_bounds
 from jaxkv.metadata.common import BatchMetadata, num_computed_tokens
 from jaxkv.metadata.segments import prefix_sum
 
@@ -48,7 +48,7 @@ def advance(
     seq_lens = jnp.where(batch.row_mask, valid + query_lens, 0)
     starts = prefix_sum(query_lens)
     # Both, or XLA would drop the check from a program that uses but one.
-    checked = within(
+    checked = check_bounds(
         jnp.concatenate([starts, seq_lens]),
         num_tokens=(starts[-1], batch.max_num_tokens),
         seq_len=(jnp.max(seq_lens, initial=0), batch.max_blocks * batch.block_size),

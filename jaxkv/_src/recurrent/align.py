@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._src.runtime import native
-from jaxkv._src.runtime.dtypes import check_kept, check_whole_bytes
-from jaxkv._src.runtime.fusion_barrier import kept_whole
-from jaxkv._src.runtime.sharding import check_whole, varying_with
+from jaxkv._src.runtime.dtypes import check_byte_dtype, check_canonical_dtype
+from jaxkv._src.runtime.fusion_barrier import fusion_barrier
+from jaxkv._src.runtime.sharding import check_unsharded, match_varying_axes
 from jaxkv.metadata.common import BatchMetadata
 from jaxkv.metadata.segments import cdiv
 
@@ -128,15 +128,17 @@ def _align(
     leaves, treedef = jax.tree.flatten(states)
     leaf_kinds = jax.tree.leaves(jax.tree.broadcast(kinds, states))
     num_blocks = _check_states(leaves, leaf_kinds)
-    check_whole(leaves)
+    check_unsharded(leaves)
     rows = batch.max_num_reqs
     num_accepted = _counts("num_accepted", num_accepted, rows)
     known = _counts(known_name, known, rows)
     if rows == 0:
         return states, num_accepted
     operands = [batch.query_start_loc, batch.seq_lens, batch.num_reqs, batch.block_table, known]
-    num_accepted = varying_with(num_accepted, operands)
-    leaves = kept_whole([varying_with(leaf, (*operands, num_accepted)) for leaf in leaves])
+    num_accepted = match_varying_axes(num_accepted, operands)
+    leaves = fusion_barrier(
+        [match_varying_axes(leaf, (*operands, num_accepted)) for leaf in leaves]
+    )
     types = [jax.typeof(leaf) for leaf in leaves]
     call = jax.ffi.ffi_call(
         "jaxkv_align_states",
@@ -153,7 +155,7 @@ def _align(
         num_blocks=np.int64(num_blocks),
         geometry=np.array(geometry, np.int64).ravel(),
     )
-    return jax.tree.unflatten(treedef, kept_whole(moved)), counts
+    return jax.tree.unflatten(treedef, fusion_barrier(moved)), counts
 
 
 def _geometry(kind: StateKind, state: Any) -> list[int]:
@@ -178,8 +180,8 @@ def _check_states(leaves: Sequence[Any], kinds: Sequence[Any]) -> int:
     for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
         if not isinstance(kind, StateKind):
             raise ValueError(f"kinds: leaf {i} is {kind!r}, not a StateKind")
-        check_whole_bytes(leaf.dtype, f"states: dtype of leaf {i}")
-        check_kept(leaf, f"states: leaf {i}")
+        check_byte_dtype(leaf.dtype, f"states: dtype of leaf {i}")
+        check_canonical_dtype(leaf, f"states: leaf {i}")
         axes = 1 if kind is StateKind.TEMPORAL else 2
         if leaf.ndim < axes or leaf.size == 0:
             raise ValueError(

@@ -11,7 +11,7 @@ import numpy as np
 from jaxkv._src.runtime import native
 
 
-def within(carry: Any, **bounds: tuple[Any, int]) -> Any:
+def check_bounds(carry: Any, **bounds: tuple[Any, int]) -> Any:
     """`carry`, once every value was held against its bound.
 
     A value above its bound is counted on the device and raised by `jaxkv.check_errors()`; on

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def check_whole_bytes(dtype: Any, name: str) -> None:
+def check_byte_dtype(dtype: Any, name: str) -> None:
     """Raises a ValueError for elements of fewer than 8 bits: XLA packs them, NumPy says 1 byte."""
     bits = _element_bits(dtype)
     if 0 < bits < 8:
@@ -20,7 +20,7 @@ def check_whole_bytes(dtype: Any, name: str) -> None:
         )
 
 
-def check_kept(array: Any, name: str) -> None:
+def check_canonical_dtype(array: Any, name: str) -> None:
     """Raises a ValueError for an array of NumPy whose elements JAX would cut to 32 bits."""
     dtype = array.dtype
     if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(dtype) != dtype:

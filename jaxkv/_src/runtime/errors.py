@@ -86,7 +86,7 @@ def check_errors(*outputs: Any) -> None:
       BoundError: names the bound that a batch exceeded, and by what.
     """
     jax.block_until_ready(outputs)
-    count, details = native.extension().page_errors()
+    count, details = native.extension().device_errors()
     texts = "; ".join(text for _, text in details[:4])
     kinds = {kind for kind, _ in details}
     if "transfer" in kinds:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 
-def kept_whole(arrays: Any) -> Any:
+def fusion_barrier(arrays: Any) -> Any:
     """A pytree of arrays, with none of which XLA fuses a slice or an update.
 
     Every call that writes in place needs this before and after. XLA for GPUs makes one of a slice,

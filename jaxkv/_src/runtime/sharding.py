@@ -27,7 +27,7 @@ def check_head_axis(
         )
 
 
-def check_whole(leaves: Iterable[Any]) -> None:
+def check_unsharded(leaves: Iterable[Any]) -> None:
     """Raises if an array is known to be split over a mesh: XLA would gather it for an opaque call.
 
     Known are concrete arrays and, while tracing, those of a mesh with explicit axes.
@@ -42,7 +42,7 @@ def check_whole(leaves: Iterable[Any]) -> None:
             )
 
 
-def varying_with(array: Any, operands: Iterable[Any]) -> Any:
+def match_varying_axes(array: Any, operands: Iterable[Any]) -> Any:
     """`array`, typed as varying over each mesh axis that it or an operand varies over.
 
     For an array that a call writes. The result has its type: a cache that is the same on all
@@ -59,7 +59,7 @@ def _varying_axes(array: Any) -> frozenset[Any]:
     return jax.typeof(array).manual_axis_type.varying
 
 
-def groups_of(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
+def device_groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
     """The devices along an axis, `[num_groups, size of the axis]`."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
     return devices.reshape(-1, devices.shape[-1])

@@ -121,8 +121,8 @@ class _Scope(contextlib.ContextDecorator):
 
     def __enter__(self) -> HostSyncReport:
         if self.mode is not None:
-            _watch.start()
-        use = _Use(self)
+            _hooks.start()
+        use = _Decorated(self)
         _scopes.set((*_scopes.get(), use))
         return use.report
 
@@ -135,13 +135,13 @@ class _Scope(contextlib.ContextDecorator):
             )
         _scopes.set(uses[: mine[-1]] + uses[mine[-1] + 1 :])
         if self.mode is not None:
-            _watch.stop()
+            _hooks.stop()
         refused = uses[mine[-1]].refused
         if error_type is None and refused:
             raise refused[0]  # the body hid it, as np.array_equal hides whatever goes wrong
 
 
-class _Use:
+class _Decorated:
     """One time that a scope was entered, as other threads may have entered it too."""
 
     def __init__(self, scope: _Scope) -> None:
@@ -152,7 +152,7 @@ class _Use:
 
 
 # Outermost first. A thread starts with none, and an asyncio task with those of its creator.
-_scopes: contextvars.ContextVar[tuple[_Use, ...]] = contextvars.ContextVar(
+_scopes: contextvars.ContextVar[tuple[_Decorated, ...]] = contextvars.ContextVar(
     "jaxkv_host_sync_scopes", default=()
 )
 
@@ -250,7 +250,7 @@ def _locate(name: str) -> tuple[str, str, int]:
     return name, frame.f_code.co_filename, frame.f_lineno
 
 
-class _Watch:
+class _Hooks:
     """Patches JAX while at least one scope, of any thread, forbids waits."""
 
     def __init__(self) -> None:
@@ -283,7 +283,7 @@ class _Watch:
             self._restore = restore.pop_all()
 
 
-_watch = _Watch()
+_hooks = _Hooks()
 
 
 def _points() -> list[tuple[Any, str, Any]]:

@@ -17,9 +17,9 @@ import numpy as np
 
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
-from jaxkv._src.runtime.fusion_barrier import kept_whole
+from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.transfer.block_copy import copy_blocks, needs_plan, plan_pairs, result_types
-from jaxkv._src.transfer.dispatch import Choice, choose
+from jaxkv._src.transfer.dispatch import Selection, select_implementation
 from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.resolve import prepare, resolve
 
@@ -153,21 +153,21 @@ def _eager(
 def _run(call: PreparedCall, implementation: str | None) -> Any:
     if not call.copies or num_ids_of(call.ids[0]) == 0:
         return call.rebuild([list(copy.written) for copy in call.copies])
-    chosen = [choose(copy, call.ids, implementation) for copy in call.copies]
+    chosen = [select_implementation(copy, call.ids, implementation) for copy in call.copies]
     with jax.named_scope(f"jaxkv.{call.copies[0].operation}"):
         copies = [
-            copy.kept_whole(sources=choice.implementation == "dma")
-            for copy, choice in zip(call.copies, chosen, strict=True)
+            copy.with_fusion_barriers(sources=selection.implementation == "dma")
+            for copy, selection in zip(call.copies, chosen, strict=True)
         ]
         written = _copy_all(dataclasses.replace(call, copies=copies), chosen)
-        return call.rebuild(kept_whole(written))
+        return call.rebuild(fusion_barrier(written))
 
 
-def _copy_all(call: PreparedCall, chosen: list[Choice]) -> list[list[Any]]:
+def _copy_all(call: PreparedCall, chosen: list[Selection]) -> list[list[Any]]:
     """The written arrays of each copy; those that Pallas serves share a launch."""
-    together = [i for i, choice in enumerate(chosen) if choice.implementation == "pallas"]
+    together = [i for i, selection in enumerate(chosen) if selection.implementation == "pallas"]
     # All copies name the same blocks, so they share one plan; the copy engine makes its own.
-    not_by_dma = [choice for choice in chosen if choice.implementation != "dma"]
+    not_by_dma = [selection for selection in chosen if selection.implementation != "dma"]
     planned = together or needs_plan(call.ids, len(not_by_dma))
     pairs: Any = plan_pairs(call.copies[0], call.ids) if planned else None
     written = {}
@@ -181,8 +181,8 @@ def _copy_all(call: PreparedCall, chosen: list[Choice]) -> list[list[Any]]:
         num_sms = max(chosen[i].num_sms for i in together)
         arrays = pallas_copy.copy_blocks_pallas(copies, pairs, results, num_sms=num_sms)
         written = dict(zip(together, arrays, strict=True))
-    for i, (copy, choice) in enumerate(zip(call.copies, chosen, strict=True)):
+    for i, (copy, selection) in enumerate(zip(call.copies, chosen, strict=True)):
         if i not in written:
-            name, num_sms = choice.implementation, choice.num_sms
+            name, num_sms = selection.implementation, selection.num_sms
             written[i] = copy_blocks(copy, call.ids, pairs, name, num_sms)
     return [written[i] for i in range(len(chosen))]

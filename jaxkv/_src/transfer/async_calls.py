@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkv._src.runtime.fusion_barrier import kept_whole
-from jaxkv._src.transfer.block_copy import START_TARGETS, BlockCopy, call_handler, result_types
+from jaxkv._src.runtime.fusion_barrier import fusion_barrier
+from jaxkv._src.transfer.block_copy import START_TARGETS, BlockCopy, call_copy_handler, result_types
 from jaxkv._src.transfer.buffer_lifetime import WAIT_TARGET, analysed
-from jaxkv._src.transfer.dispatch import Choice
+from jaxkv._src.transfer.dispatch import Selection
 
 _WORDS = 2  # int32 words of an entry of a ticket: its number, then the address of each array
 
@@ -20,17 +20,17 @@ _TIMEOUT_S = 30.0
 
 
 def _start(
-    copy: BlockCopy, ids: tuple[Any, Any], plan: Any, choice: Choice, segment_buffers: int
+    copy: BlockCopy, ids: tuple[Any, Any], plan: Any, selection: Selection, segment_buffers: int
 ) -> list[Any]:
     """Traces the start; returns the ticket and the written arrays."""
     # The ticket of a store is in host memory too, as XLA puts all results of such a call there.
     ticket = _ticket_like(result_types(copy)[0], _WORDS * (1 + len(copy.written)))
-    return call_handler(
-        START_TARGETS[choice.implementation],
+    return call_copy_handler(
+        START_TARGETS[selection.implementation],
         copy,
         ids,
         plan,
-        choice.num_sms,
+        selection.num_sms,
         tickets=[ticket],
         segment_buffers=np.int64(segment_buffers),
         joined=True,  # unless its program proves to wait for it; see `in_flight`
@@ -74,7 +74,7 @@ def _wait(
     with jax.named_scope("jaxkv.wait"):
         waited = call(
             *operands,
-            *kept_whole(arrays),
+            *fusion_barrier(arrays),
             segment=np.int64(segment),
             timeout_ns=np.int64(_TIMEOUT_S * 1e9),
             first_array=np.int64(len(tickets)),
@@ -84,7 +84,7 @@ def _wait(
             boundary=np.array(boundary, np.int64),
         )
     waited = analysed(waited)
-    return waited[: len(tickets)] + kept_whole(waited[len(tickets) :])
+    return waited[: len(tickets)] + fusion_barrier(waited[len(tickets) :])
 
 
 def _ticket_like(result: Any, words: int) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
 from jaxkv._src.transfer import resolve
-from jaxkv._src.transfer.async_handles import Loading, Storing
+from jaxkv._src.transfer.async_handles import LoadHandle, StoreHandle
 
 
 def start_load(
@@ -23,7 +23,7 @@ def start_load(
     *,
     layers: int | Sequence[int] | None = None,
     implementation: str | None = None,
-) -> Loading:
+) -> LoadHandle:
     """Starts to copy pages from host memory into the device cache, and returns at once.
 
     As `load_pages`, but on a stream of its own, in the order of `layers`: layer l is waited for
@@ -51,7 +51,7 @@ def start_load(
       As `load_pages`. A layer without a wait is no error, but then the whole copy runs before
       anything that follows: XLA could otherwise reuse the layer's memory while it is written.
     """
-    return Loading._begin(
+    return LoadHandle._begin(
         "start_load", pool, cache, (host_pages, device_pages), layers, implementation
     )
 
@@ -64,7 +64,7 @@ def start_store(
     *,
     layers: int | Sequence[int] | None = None,
     implementation: str | None = None,
-) -> Storing:
+) -> StoreHandle:
     """Starts to copy pages from the device cache into host memory, and returns at once.
 
     As `store_pages`, but on a stream of its own. Take a layer's arrays from `wait` before they are
@@ -81,6 +81,6 @@ def start_store(
     Raises:
       As `start_load`.
     """
-    return Storing._begin(
+    return StoreHandle._begin(
         "start_store", pool, cache, (device_pages, host_pages), layers, implementation
     )

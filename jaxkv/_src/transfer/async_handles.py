@@ -12,18 +12,18 @@ import jax
 
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
-from jaxkv._src.runtime.fusion_barrier import kept_whole
-from jaxkv._src.runtime.sharding import check_whole
+from jaxkv._src.runtime.fusion_barrier import fusion_barrier
+from jaxkv._src.runtime.sharding import check_unsharded
 from jaxkv._src.transfer import api, resolve
 from jaxkv._src.transfer.async_calls import _start, _wait
 from jaxkv._src.transfer.block_copy import plan_pairs
 from jaxkv._src.transfer.buffer_lifetime import analysed
-from jaxkv._src.transfer.dispatch import choose
+from jaxkv._src.transfer.dispatch import select_implementation
 from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.in_flight import check_same_trace, keep_alive
 
 
-class _Started:
+class _CopyHandle:
     """A copy under way: a pytree that owns the arrays that the copy touches."""
 
     def __init__(self, pool: Any, cache: Any, ticket: Any = None, plan: Any = None) -> None:
@@ -49,7 +49,7 @@ class _Started:
         if not traced:
             layers = api.static_layers(layers)
             with jax.disable_jit(False):  # a start is a program
-                started = _begin_eagerly(
+                started = _begin_outside_jit(
                     cls, operation, pool, cache, call.ids, layers, implementation
                 )
             started._pool = started._pool or pool
@@ -59,16 +59,16 @@ class _Started:
         if not call.copies or num_ids_of(call.ids[0]) == 0:
             return started
         # What is read, too: waits keep its memory, which must be that from which the copy reads.
-        state = started._pool, started._cache = kept_whole((pool, cache))
+        state = started._pool, started._cache = fusion_barrier((pool, cache))
         call = resolve.resolve(operation, state, call.ids, layers)
         (copy,) = call.copies
-        choice = choose(copy, call.ids, implementation, overlapped=True)
+        selection = select_implementation(copy, call.ids, implementation, overlapped=True)
         with jax.named_scope(f"jaxkv.{operation}"):
-            if choice.implementation != "dma":
+            if selection.implementation != "dma":
                 started._plan = plan_pairs(copy, call.ids)
-            results = _start(copy, call.ids, started._plan, choice, cache.spec.num_kv)
+            results = _start(copy, call.ids, started._plan, selection, cache.spec.num_kv)
         started._ticket, *written = analysed(results)
-        state = call.rebuild([kept_whole(written)])
+        state = call.rebuild([fusion_barrier(written)])
         if copy.to_dense:
             started._cache = state
         else:
@@ -78,7 +78,7 @@ class _Started:
             (started._ticket,) = _wait([], (started._ticket,), like=copy.dense[0])
         return started
 
-    def _places(self, layers: Sequence[int]) -> tuple[int, ...]:
+    def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:
         """Of the arrays of some layers, among those that the copy writes."""
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ class _Started:
             like=arrays[0],
             segment=max(segments),
             # XLA may copy an array on the way to a boundary; a wait for that copy says so.
-            places=() if boundary else self._places(layers),
+            places=() if boundary else self._written_positions(layers),
             boundary=tuple(s for s in segments for _ in range(self._cache.spec.num_kv))
             if boundary
             else (),
@@ -151,10 +151,10 @@ class _Started:
         """Waits; returns the next ticket if there is one, and the arrays."""
         kept = kept if self._plan is None else [self._plan, *kept]
         operands = (self._ticket, *kept, *after)
-        check_whole((*operands, *arrays))
+        check_unsharded((*operands, *arrays))
         run = _wait
         if not any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
-            run = _wait_donating if options["places"] else _wait_keeping
+            run = _wait_donated if options["places"] else _wait_undonated
         last = len(self._layers) - 1
         waited = run(arrays, operands, kept=len(kept), last=last, **options)
         check_same_trace(self._ticket, waited[0])
@@ -185,10 +185,10 @@ class _Started:
 
 
 @jax.tree_util.register_pytree_node_class
-class Loading(_Started):
+class LoadHandle(_CopyHandle):
     """Pages on their way into the device cache; made by `start_load`."""
 
-    def _places(self, layers: Sequence[int]) -> tuple[int, ...]:
+    def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:
         halves = self._cache.spec.num_kv
         starts = (self._layers.index(layer) * halves for layer in layers)
         return tuple(start + half for start in starts for half in range(halves))
@@ -210,7 +210,7 @@ class Loading(_Started):
 
 
 @jax.tree_util.register_pytree_node_class
-class Storing(_Started):
+class StoreHandle(_CopyHandle):
     """Pages on their way into host memory; made by `start_store`."""
 
     @property
@@ -238,7 +238,7 @@ class Storing(_Started):
         )
         return dataclasses.replace(self._pool, data=data)
 
-    def _places(self, layers: Sequence[int]) -> tuple[int, ...]:
+    def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:
         return ()
 
     def _leaves(self) -> tuple[Any, ...]:
@@ -255,8 +255,8 @@ class Storing(_Started):
 
 # Nothing is donated: outside jit JAX's values stay what they were, at the price of a copy.
 @functools.partial(jax.jit, static_argnums=(0, 1, 5, 6))
-def _begin_eagerly(
-    cls: type[_Started],
+def _begin_outside_jit(
+    cls: type[_CopyHandle],
     operation: str,
     pool: HostPool,
     cache: DeviceCache,
@@ -268,8 +268,8 @@ def _begin_eagerly(
 
 
 _STATIC = ("segment", "places", "kept", "last", "boundary")
-_wait_keeping = jax.jit(_wait, static_argnames=_STATIC)
-_wait_donating = jax.jit(_wait, static_argnames=_STATIC, donate_argnums=0)
+_wait_undonated = jax.jit(_wait, static_argnames=_STATIC)
+_wait_donated = jax.jit(_wait, static_argnames=_STATIC, donate_argnums=0)
 
 
 def _without_gradient(leaf: Any) -> Any:

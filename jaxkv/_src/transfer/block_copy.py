@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv._src.cache.host_layout import PageGeometry
 from jaxkv._src.runtime import native
-from jaxkv._src.runtime.fusion_barrier import kept_whole
-from jaxkv._src.runtime.sharding import _varying_axes, varying_with
+from jaxkv._src.runtime.fusion_barrier import fusion_barrier
+from jaxkv._src.runtime.sharding import _varying_axes, match_varying_axes
 from jaxkv._src.transfer.ids import HostIds, num_ids_of
 
 # FFI target of each implementation. One name serves the CUDA kernel and its CPU twin, so that a
@@ -64,14 +64,14 @@ class BlockCopy:
         """Arrays that the copy writes: the results alias them."""
         return self.dense if self.to_dense else self.strided
 
-    def kept_whole(self, *, sources: bool) -> BlockCopy:
+    def with_fusion_barriers(self, *, sources: bool) -> BlockCopy:
         """The copy, with what it writes kept whole, and with what it reads if `sources`.
 
         A kernel may read a slice where it stands. The copy engine may not, as XLA may put what it
         fuses into a CUDA graph, and it refuses to be captured.
         """
-        dense = kept_whole(self.dense) if self.to_dense or sources else self.dense
-        strided = self.strided if self.to_dense and not sources else kept_whole(self.strided)
+        dense = fusion_barrier(self.dense) if self.to_dense or sources else self.dense
+        strided = self.strided if self.to_dense and not sources else fusion_barrier(self.strided)
         return dataclasses.replace(self, dense=dense, strided=strided)
 
     @property
@@ -85,7 +85,7 @@ class BlockCopy:
         return self.num_dense if self.to_dense else self.num_strided
 
 
-def typed_for(copy: BlockCopy, ids: tuple[Any, Any]) -> BlockCopy:
+def with_varying_axes(copy: BlockCopy, ids: tuple[Any, Any]) -> BlockCopy:
     """The copy, with written arrays that vary over a mesh as what is copied into them."""
     written, read = copy.written, copy.strided if copy.to_dense else copy.dense
     if not any(map(_varying_axes, jax.tree.leaves((ids, read)))):
@@ -93,7 +93,7 @@ def typed_for(copy: BlockCopy, ids: tuple[Any, Any]) -> BlockCopy:
     pairwise = len(written) == len(read)
     sources = [(ids, source) for source in read] if pairwise else [(ids, read)] * len(written)
     typed = [
-        varying_with(array, jax.tree.leaves(source))
+        match_varying_axes(array, jax.tree.leaves(source))
         for array, source in zip(written, sources, strict=True)
     ]
     if copy.to_dense:
@@ -131,10 +131,10 @@ def copy_blocks(
     """
     planned = pairs is not None and implementation != "dma"
     target = "jaxkv_copy_pairs" if planned else TARGETS[implementation]
-    return call_handler(target, copy, ids, pairs if planned else None, num_sms)
+    return call_copy_handler(target, copy, ids, pairs if planned else None, num_sms)
 
 
-def call_handler(
+def call_copy_handler(
     target: str,
     copy: BlockCopy,
     ids: tuple[Any, Any],

@@ -30,7 +30,7 @@ MAX_DESCRIPTORS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Selection:
     """What serves a call.
 
     Attributes:
@@ -44,13 +44,13 @@ class Choice:
     text: str
 
 
-def choose(
+def select_implementation(
     copy: BlockCopy,
     ids: tuple[Any, Any],
     implementation: str | None = None,
     *,
     overlapped: bool = False,
-) -> Choice:
+) -> Selection:
     """Decides while tracing.
 
     Args:
@@ -63,11 +63,11 @@ def choose(
       ValueError: no implementation has that name, or the tuning table is no valid one.
       NotImplementedError: `implementation`, or all of them, can't serve the call, and why.
     """
-    check_name(implementation)
+    check_implementation_name(implementation)
     machine = _machine()
-    forced = _forced.get() if implementation is None else None
-    asked = forced.implementation if forced else implementation
-    refusals = _refusals(machine, copy, ids, asked, overlapped)
+    force_implementation = _forced_implementation.get() if implementation is None else None
+    asked = force_implementation.implementation if force_implementation else implementation
+    refusals = _unsupported_reasons(machine, copy, ids, asked, overlapped)
     if asked in refusals:
         raise NotImplementedError(
             f"{copy.operation}: implementation {asked!r} does not serve this call: "
@@ -85,16 +85,16 @@ def choose(
     else:
         reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
         raise NotImplementedError(f"{copy.operation}: nothing serves this call: {reasons}")
-    if forced and chosen.num_sms and forced.num_sms != chosen.num_sms:
-        chosen = Candidate(chosen.implementation, forced.num_sms)
+    if force_implementation and chosen.num_sms and force_implementation.num_sms != chosen.num_sms:
+        chosen = Candidate(chosen.implementation, force_implementation.num_sms)
     elif chosen.implementation == "pallas" and machine.platform == "cpu":
         chosen = Candidate("pallas", 1)  # the interpreter takes seconds for each
     text = _explain(copy, chosen, ranked, refusals, asked is not None)
     basis = f"  by {table.source}: {situation}, {_from_text(rule.minima)}"
-    return Choice(chosen.implementation, chosen.num_sms, f"{text}\n{basis}")
+    return Selection(chosen.implementation, chosen.num_sms, f"{text}\n{basis}")
 
 
-def check_name(implementation: str | None) -> None:
+def check_implementation_name(implementation: str | None) -> None:
     """Raises ValueError unless it is None or one of `IMPLEMENTATIONS`."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
@@ -104,7 +104,7 @@ def check_name(implementation: str | None) -> None:
 
 
 @contextlib.contextmanager
-def forced(implementation: str, num_sms: int = 0) -> Iterator[None]:
+def force_implementation(implementation: str, num_sms: int = 0) -> Iterator[None]:
     """Within it, calls that leave the implementation open take this one: for measurements.
 
     It acts on what is traced within it, and not on programs that were compiled before.
@@ -116,17 +116,19 @@ def forced(implementation: str, num_sms: int = 0) -> Iterator[None]:
     Raises:
       ValueError: no such implementation, or fewer than 1 SM for one that runs on SMs.
     """
-    check_name(implementation)
+    check_implementation_name(implementation)
     if implementation in copy_table.ON_SMS and num_sms < 1:
         raise ValueError(f"num_sms must be at least 1 for {implementation!r}, got {num_sms}")
-    token = _forced.set(Candidate(implementation, num_sms))
+    token = _forced_implementation.set(Candidate(implementation, num_sms))
     try:
         yield
     finally:
-        _forced.reset(token)
+        _forced_implementation.reset(token)
 
 
-_forced: contextvars.ContextVar[Candidate | None] = contextvars.ContextVar("forced", default=None)
+_forced_implementation: contextvars.ContextVar[Candidate | None] = contextvars.ContextVar(
+    "forced", default=None
+)
 
 
 class Machine(NamedTuple):
@@ -143,7 +145,7 @@ def _machine() -> Machine:
     )
 
 
-def _refusals(
+def _unsupported_reasons(
     machine: Machine, copy: BlockCopy, ids: tuple[Any, Any], asked: str | None, overlapped: bool
 ) -> dict[str, str]:
     """Implementations that can't serve a call, and why."""
@@ -161,7 +163,7 @@ def _refusals(
                 f"up to {count} descriptors hold the host too long: above {MAX_DESCRIPTORS} only "
                 "when asked for"
             )
-    if reason := _pallas_refusal(machine, copy, ids, asked, overlapped):
+    if reason := _pallas_unsupported_reason(machine, copy, ids, asked, overlapped):
         refusals["pallas"] = reason
     return refusals
 
@@ -172,7 +174,7 @@ def _descriptors(copy: BlockCopy, ids: tuple[Any, Any]) -> int:
     return num_ids_of(ids[0]) * len(copy.dense) * runs
 
 
-def _pallas_refusal(
+def _pallas_unsupported_reason(
     machine: Machine, copy: BlockCopy, ids: tuple[Any, Any], asked: str | None, overlapped: bool
 ) -> str | None:
     if overlapped:
@@ -184,7 +186,7 @@ def _pallas_refusal(
             return "the platform is cpu, where its interpreter takes device memory only"
     elif not machine.has_cuda_handlers:
         return "jaxkv was built without CUDA, which checks its ids"
-    return pallas_chunks.refusal(copy, num_ids_of(ids[0]))
+    return pallas_chunks.unsupported_reason(copy, num_ids_of(ids[0]))
 
 
 def _direction(copy: BlockCopy) -> str:

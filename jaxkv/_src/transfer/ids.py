@@ -66,7 +66,7 @@ class HostIds:
         header = extension.HOST_IDS_HEADER
         words = np.zeros(header + len(host_ids), np.int32)
         words[header:] = host_ids
-        extension.seal_host_ids(words.ctypes.data, len(words))
+        extension.write_host_ids_header(words.ctypes.data, len(words))
         if sharding is None:
             sharding = jax.sharding.SingleDeviceSharding(default_device())
         if not sharding.is_fully_replicated:
@@ -76,7 +76,7 @@ class HostIds:
         with allow_host_sync("HostIds are uploaded, after no work of the device"):
             data.block_until_ready()
         for shard in data.addressable_shards:
-            extension.admit_host_ids(shard.data.unsafe_buffer_pointer(), len(words))
+            extension.register_host_ids(shard.data.unsafe_buffer_pointer(), len(words))
         self.data = data
         self.ids = host_ids
 
@@ -123,7 +123,7 @@ def num_ids_of(ids: Any) -> int:
     return len(ids) if isinstance(ids, HostIds) else ids.shape[0]
 
 
-def ids_on_host(ids: Any) -> np.ndarray | None:
+def known_ids(ids: Any) -> np.ndarray | None:
     """The values, if they can be had without waiting for a GPU."""
     if isinstance(ids, HostIds):
         return ids.ids

@@ -15,7 +15,7 @@ from jaxkv._src.runtime import native
 
 
 @dataclasses.dataclass(eq=False)
-class _InFlight:
+class _InFlightCopy:
     """Arrays of a copy that has left its jit; who drops them must not free them while it runs."""
 
     ticket: Any
@@ -36,7 +36,7 @@ class _InFlight:
 
 # Threads take entries out and put them back, one at a time, so that none is lost. There is no lock:
 # letting go of an array may run anything, this module too.
-_in_flight: collections.deque[_InFlight] = collections.deque()
+_in_flight: collections.deque[_InFlightCopy] = collections.deque()
 
 
 def keep_alive(leaves: Any, *, instead_of: Any = None) -> None:
@@ -49,22 +49,22 @@ def keep_alive(leaves: Any, *, instead_of: Any = None) -> None:
         return
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         return
-    _let_go(instead_of)
+    _release_finished(instead_of)
     if arrays and leaves[0] is not None:
-        _in_flight.append(_InFlight(leaves[0], arrays))
+        _in_flight.append(_InFlightCopy(leaves[0], arrays))
 
 
-def _let_go(ticket: Any) -> None:
+def _release_finished(ticket: Any) -> None:
     for _ in range(len(_in_flight)):
         try:
             entry = _in_flight.popleft()
         except IndexError:  # another thread looks at it
             return
         if ticket is None or entry.ticket is not ticket:
-            _put_back_unless_ended(entry)
+            _requeue_unless_finished(entry)
 
 
-def _put_back_unless_ended(entry: _InFlight) -> None:
+def _requeue_unless_finished(entry: _InFlightCopy) -> None:
     ended = False
     try:
         ended = entry.ended()

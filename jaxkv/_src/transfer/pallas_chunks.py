@@ -117,7 +117,7 @@ class Job:
         return [words[array] for array in range(len(words))]
 
 
-def refusal(copy: BlockCopy, num_ids: int) -> str | None:
+def unsupported_reason(copy: BlockCopy, num_ids: int) -> str | None:
     """Why Pallas does not serve a copy of up to `num_ids` pairs, or None if it does."""
     geometry = copy.geometry
     block_bytes = geometry.block_bytes

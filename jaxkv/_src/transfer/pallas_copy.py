@@ -63,7 +63,8 @@ def copy_blocks_pallas(
     On platform cpu Pallas interprets the same kernel: slow, for tests, device memory only.
 
     Args:
-      copies: what to copy for each pair, all in one direction; `refusal` refuses none of them.
+      copies: what to copy for each pair, all in one direction; `unsupported_reason` refuses none
+      of them.
       pairs: int32[2 + 2n] of `plan_pairs`: how many blocks to copy, a word unused, then source and
         destination of each. All are in range, and no block is a destination twice.
       results: types of the written arrays of each copy.

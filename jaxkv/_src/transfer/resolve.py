@@ -12,11 +12,11 @@ import numpy as np
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_layout import PageGeometry
 from jaxkv._src.cache.host_pool import HostPool, check_pair
-from jaxkv._src.runtime.dtypes import check_kept, check_whole_bytes
-from jaxkv._src.runtime.sharding import check_whole
-from jaxkv._src.transfer.block_copy import BlockCopy, typed_for
-from jaxkv._src.transfer.dispatch import check_name
-from jaxkv._src.transfer.ids import HostIds, as_ids, check_page_ids, ids_on_host, num_ids_of
+from jaxkv._src.runtime.dtypes import check_byte_dtype, check_canonical_dtype
+from jaxkv._src.runtime.sharding import check_unsharded
+from jaxkv._src.transfer.block_copy import BlockCopy, with_varying_axes
+from jaxkv._src.transfer.dispatch import check_implementation_name
+from jaxkv._src.transfer.ids import HostIds, as_ids, check_page_ids, known_ids, num_ids_of
 
 Ids = Any  # int32[n] array, list of ints, or HostIds
 # Copies, blocks on either side, and what puts the written arrays of all copies back in place.
@@ -41,10 +41,10 @@ def prepare(
     implementation: str | None,
 ) -> tuple[PreparedCall, bool]:
     """Checks the arguments of an operation; returns its copies, and whether it is being traced."""
-    check_name(implementation)
+    check_implementation_name(implementation)
     call = resolve(operation, state, ids, layers)
     leaves = jax.tree.leaves((state, call.ids))
-    check_whole(leaves)
+    check_unsharded(leaves)
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     if traced:
         _check_host_ids_are_passed(call.ids, _OPERATIONS[operation][0])
@@ -70,7 +70,7 @@ def resolve(
             f"{names[1]} has {num_ids_of(destination_ids)}"
         )
     copies, limits, rebuild = make_copies(operation, *state, layers)
-    copies = [typed_for(copy, (source_ids, destination_ids)) for copy in copies]
+    copies = [with_varying_axes(copy, (source_ids, destination_ids)) for copy in copies]
     return PreparedCall(copies, (source_ids, destination_ids), limits, rebuild)
 
 
@@ -120,7 +120,7 @@ def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> _Resolved
                 raise TypeError(f"{side} must be a pytree of arrays, got {type(array).__name__}")
             if array.ndim < 1:
                 raise ValueError(f"each array of {side} must be [num_blocks, ...], got a scalar")
-            check_kept(array, f"an array of {side}")
+            check_canonical_dtype(array, f"an array of {side}")
         if len({array.shape[0] for array in arrays}) > 1:
             sizes = [array.shape[0] for array in arrays]
             raise ValueError(f"all arrays of {side} must have as many blocks, got {sizes}")
@@ -131,7 +131,7 @@ def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> _Resolved
         ours, theirs = ((tuple(a.shape[1:]), a.dtype) for a in (source, destination))
         if ours != theirs:
             raise ValueError(f"leaf {leaf}: a block of src is {ours}, of dst {theirs}")
-        check_whole_bytes(source.dtype, f"dtype of leaf {leaf}")
+        check_byte_dtype(source.dtype, f"dtype of leaf {leaf}")
         block_bytes = int(np.prod(source.shape[1:], dtype=np.int64)) * source.dtype.itemsize
         if block_bytes and source.shape[0] and destination.shape[0]:
             groups.setdefault(block_bytes, []).append(leaf)
@@ -185,5 +185,5 @@ def _check_concrete(call: PreparedCall, leaves: list[Any], names: tuple[str, str
         if leaf.is_deleted():
             raise ValueError("an array of the call was released or donated: its memory is gone")
     if call.limits is not None:
-        sources, destinations = (ids_on_host(entry) for entry in call.ids)
+        sources, destinations = (known_ids(entry) for entry in call.ids)
         check_page_ids((sources, destinations), call.limits, names)

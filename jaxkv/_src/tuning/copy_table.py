@@ -24,7 +24,7 @@ from jaxkv._src.tuning.table_files import ANY_DEVICE, DEFAULT, _check_int, _obje
 VARIABLE = "JAXKV_TUNING"
 IMPLEMENTATIONS = ("dma", "kernel", "pallas", "host")
 ON_SMS = ("kernel", "pallas")  # the others take no SM: their num_sms is 0
-SITUATIONS = ("load", "store", "device", "overlapped")
+COPY_KINDS = ("load", "store", "device", "overlapped")
 PACKAGED = pathlib.Path(__file__).parent / "data" / "copy"
 
 
@@ -81,8 +81,8 @@ class Table:
       commit: of jaxkv when they were measured, or None.
       date: ISO 8601, or None.
       versions: of the software that they were measured with.
-      roof_gb_per_s: rate of one contiguous copy by direction, measured in the same run.
-      rules: for each of `SITUATIONS`, ascending.
+      peak_gb_per_s: rate of one contiguous copy by direction, measured in the same run.
+      rules: for each of `COPY_KINDS`, ascending.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Table:
     commit: str | None
     date: str | None
     versions: dict[str, str]
-    roof_gb_per_s: dict[str, float]
+    peak_gb_per_s: dict[str, float]
     rules: dict[str, tuple[Rule, ...]]
 
     @property
@@ -104,7 +104,7 @@ class Table:
 
     def rule(self, situation: str, size: CopySize) -> Rule:
         """The rule that holds for a copy."""
-        return last_reached(self.rules[situation], size)
+        return last_matching_rule(self.rules[situation], size)
 
     def to_text(self) -> str:
         """The file's content: JSON, one line for each rule."""
@@ -121,7 +121,7 @@ class Table:
         return f'{beginning},\n "rules": {{\n' + ",\n".join(lists) + "\n }\n}\n"
 
 
-def last_reached(rules: tuple[Rule, ...] | list[Rule], size: CopySize) -> Rule:
+def last_matching_rule(rules: tuple[Rule, ...] | list[Rule], size: CopySize) -> Rule:
     """The last rule whose minima `size` reaches."""
     return next(rule for rule in reversed(rules) if size.reaches(rule.minima))
 
@@ -187,13 +187,13 @@ def _parse_table(name: str, content: Any) -> Table:
         ("commit", (str, type(None))),
         ("date", (str, type(None))),
         ("versions", (dict,)),
-        ("roof_gb_per_s", (dict,)),
+        ("peak_gb_per_s", (dict,)),
     ):
         if not isinstance(content[key], kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(f"{key} must be {wanted}, got {content[key]!r}")
-    rules = _object(content["rules"], SITUATIONS, "rules")
-    parsed = {name: _parse_rules(rules[name], f"rules.{name}") for name in SITUATIONS}
+    rules = _object(content["rules"], COPY_KINDS, "rules")
+    parsed = {name: _parse_rules(rules[name], f"rules.{name}") for name in COPY_KINDS}
     return Table(name=name, **{**content, "rules": parsed})
 
 

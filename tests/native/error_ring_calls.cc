@@ -11,20 +11,20 @@
 
 int main(int count, char** arguments) {
   using namespace jaxkv;
-  PageErrorRing ring{};
-  watch_ring(&ring);
+  ErrorRing ring{};
+  register_ring(&ring);
   for (int i = 1; i < count; ++i) {
     if (!std::strcmp(arguments[i], "claim")) {
       ++ring.count;
     } else if (!std::strcmp(arguments[i], "take")) {
-      const PageErrors taken = take_page_errors();
+      const TakenErrors taken = take_errors();
       std::printf("%llu", static_cast<unsigned long long>(taken.count));
       for (const auto& entry : taken.details) std::printf(" %d", entry.id);
       std::printf("\n");
     } else {
       const int slot = std::atoi(arguments[i]);
-      ring.entries[slot % PageErrorRing::kEntries] = {PageFault::kDuplicate, 0, slot, 0,
-                                                      static_cast<unsigned long long>(slot) + 1};
+      ring.entries[slot % ErrorRing::kEntries] = {ErrorCode::kDuplicate, 0, slot, 0,
+                                                  static_cast<unsigned long long>(slot) + 1};
       ++ring.written;
     }
   }

@@ -15,10 +15,10 @@ int calls = 0, failing = 0;
 bool started = false;  // calls before it are those of the creation
 uintptr_t last_event = 0;
 const auto xla_stream = reinterpret_cast<cudaStream_t>(1);
-const auto lane_stream = reinterpret_cast<cudaStream_t>(2);
+const auto side_stream = reinterpret_cast<cudaStream_t>(2);
 
 const char* name_of(cudaStream_t stream) {
-  return stream == xla_stream ? "xla" : stream == lane_stream ? "lane" : "another";
+  return stream == xla_stream ? "xla" : stream == side_stream ? "lane" : "another";
 }
 
 // Events are numbered as they are created: `behind` is the first.
@@ -39,7 +39,7 @@ int number_of(cudaEvent_t event) { return static_cast<int>(reinterpret_cast<uint
 extern "C" {
 cudaError_t cudaDeviceGetStreamPriorityRange(int*, int*) { return cudaSuccess; }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int) {
-  *stream = lane_stream;
+  *stream = side_stream;
   return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
@@ -74,15 +74,15 @@ int main(int, char** arguments) {
   using namespace jaxkv::transfer;
   failing = std::atoi(arguments[1]);
   const bool joined = std::atoi(arguments[2]);
-  Lane lane;
+  CopyStream copy_stream;
   uint32_t word = 0;
-  if (lane.create(0, &word).failure()) return 1;
+  if (copy_stream.create(0, &word).failure()) return 1;
   started = true;
-  auto enqueue = [](const Lane& on, uint32_t first) {
+  auto enqueue = [](const CopyStream& on, uint32_t first) {
     const cudaError_t status = call("%s copies from %u", name_of(on.stream()), first);
     return status == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal("no copy");
   };
-  const auto error = lane.start(xla_stream, {nullptr, {&word}}, 3, joined, enqueue);
+  const auto error = copy_stream.start(xla_stream, {nullptr, {&word}}, 3, joined, enqueue);
   std::printf("%s\n%llu\n", error.message().c_str(),
-              static_cast<unsigned long long>(lane.started()));
+              static_cast<unsigned long long>(copy_stream.started()));
 }
