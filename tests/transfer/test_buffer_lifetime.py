@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.extend.core import Primitive
 
 import jaxkv
-from jaxkv import lowering
+from jaxkv._src.runtime import lowering
 from jaxkv._src.transfer import buffer_lifetime
 from tests.util.async_cases import OVERLAPPED, ids_of
 from tests.util.lowered_copies import Module, Program, always_beside

@@ -46,7 +46,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxkv._src.collectives import call_signatures
 from jaxkv._src.runtime import native
-from jaxkv.lowering import when_lowered
+from jaxkv._src.runtime.lowering import when_lowered
 
 if TYPE_CHECKING:
     from jaxkv._src.collectives.symmetric_memory import SymmetricMemory

@@ -7,7 +7,7 @@ every process (the keys of its compilation cache rely on that), but for what cus
 configured with: numbers of host objects, for instance. These are left out, and so are the values of
 large constants.
 
-A call gets its signature when its program has been lowered (`jaxkv.lowering`).
+A call gets its signature when its program has been lowered (`jaxkv._src.runtime.lowering`).
 """
 
 from __future__ import annotations

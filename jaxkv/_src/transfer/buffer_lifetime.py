@@ -17,8 +17,8 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from jaxkv._src.runtime.lowering import when_lowered
 from jaxkv._src.transfer.buffer_aliases import BufferAliases, on_every_path, target_of
-from jaxkv.lowering import when_lowered
 
 WAIT_TARGET = "jaxkv_wait_copy"
 # Operands before the buffers: the pairs, or the ids, which are read before the start returns.
