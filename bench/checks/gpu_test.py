@@ -79,6 +79,7 @@ def test_runs(multigpu: bool) -> list[list[str]]:
     if importlib.util.find_spec("xdist") is None:
         return [["-m", f"({ANYWHERE}) or ({GPU_ONLY})"]]
     parallel = ["-n", "auto", f"--maxprocesses={MAX_PROCESSES}", "--dist=worksteal"]
+    parallel += ["-p", "no:benchmark"]  # where it is installed it warns, which is an error here
     # Tests of order compare with work that is slow, and have the GPU to themselves.
     return [["-m", ANYWHERE, *parallel], ["-m", GPU_ONLY]]
 
