@@ -27,6 +27,7 @@ def ids_of(case: Case, count: int, implementation: str | None, seed: int = 0):
 
 
 def check(case: Case, direction: str, ids, out, pool, layers=None) -> None:
+    jaxkv.check_errors(out)
     new_pool, cache = out
     host_pages, device_pages = ids
     want = case.expected(direction, host_pages, device_pages, layers)

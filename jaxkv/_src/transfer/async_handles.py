@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -156,7 +157,10 @@ class _CopyHandle:
         if not any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
             run = _wait_donated if options["places"] else _wait_undonated
         last = len(self._layers) - 1
-        waited = run(arrays, operands, kept=len(kept), last=last, **options)
+        traced = run is _wait
+        # Outside jit a wait is a program: XLA copies what an operation of its own gets.
+        with contextlib.nullcontext() if traced else jax.disable_jit(False):
+            waited = run(arrays, operands, kept=len(kept), last=last, **options)
         check_same_trace(self._ticket, waited[0])
         return waited
 
