@@ -30,6 +30,8 @@ from jaxkv.host_ids import num_ids_of
 from jaxkv.swap import copy_blocks_pallas
 from jaxkv.transfer import resolve
 
+pytestmark = pytest.mark.pallas
+
 # One warpgroup: the interpreter of jax 0.10.2 takes seconds for each further one.
 SMALL = dict(batch=1, threads=1, depth=3)
 
