@@ -30,7 +30,9 @@ endif
 PYTEST_XDIST := -n auto --maxprocesses=4 --dist=worksteal
 IF_XDIST = $(if $(GPUS),,$$($(PY) -c "import xdist" 2>/dev/null && echo "$(PYTEST_XDIST)"))
 # What neither the version of jax nor a sanitizer can change runs once, in `test`.
-NATIVE_TESTS := -m "not host_only and not end_to_end" --ignore=tests/metadata --hypothesis-profile=brief
+BRIEF := --ignore=tests/metadata --hypothesis-profile=brief
+COMPAT_TESTS := -m "not host_only and not end_to_end" $(BRIEF)
+ASAN_TESTS := -m "not host_only and not end_to_end and not pallas" $(BRIEF)
 ifdef SYSTEM_PACKAGES
 INSTALL := --no-build-isolation --no-deps --no-index -e .
 else
@@ -68,7 +70,7 @@ asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan
 	tools/test_wheel.sh build/asan/*.whl build/asan/room "jax>=0.10.2" \
 	  env LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  python -m pytest $(PYTEST_XDIST) $(NATIVE_TESTS) \
+	  python -m pytest $(PYTEST_XDIST) $(ASAN_TESTS) \
 	    --capture=sys  # or the report dies with the process
 
 # With nvcc, to load without a driver what has CUDA handlers; one architecture is enough for that.
@@ -77,7 +79,7 @@ compat: $(INSTALLED)  ## one stable-ABI wheel under every supported jax (PYTHON 
 	export JAXKV_CUDA=ON; $(call wheel,compat,cmake.define.JAXKV_CUDA_ARCHITECTURES=90a-real)
 	set -e; for jax in $(JAX_VERSIONS); do \
 	  tools/test_wheel.sh build/compat/*-abi3-*.whl build/compat/jax-$$jax "jax==$$jax" \
-	    python -m pytest $(PYTEST_XDIST) $(NATIVE_TESTS); \
+	    python -m pytest $(PYTEST_XDIST) $(COMPAT_TESTS); \
 	done
 
 fresh:  ## `make $(FRESH_TARGETS)` in a fresh clone on a clean Debian (root; debootstrap)

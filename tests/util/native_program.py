@@ -14,8 +14,8 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 def build(name: str, folder: pathlib.Path, *sources: str) -> str:
     """Compiles `tests/native/<name>.cc` and `sources`, with AddressSanitizer; the program's path.
 
-    What they refer to and nobody has is no error: it must not be called. Skips the test where there
-    is no checkout, nvcc (for its headers) or g++.
+    What they refer to and nobody has is no error: it must not be called. Kernels never run, and are
+    compiled to PTX only. Skips the test where there is no checkout, nvcc (for its headers) or g++.
     """
     if not (ROOT / "cuda").exists():
         pytest.skip("needs a checkout")
@@ -24,15 +24,8 @@ def build(name: str, folder: pathlib.Path, *sources: str) -> str:
     if not nvcc or not shutil.which("g++"):
         pytest.skip("needs nvcc, for its headers, and g++")
     files = [str(ROOT / file) for file in (f"tests/native/{name}.cc", *sources)]
-    options = [
-        "-std=c++20",
-        "-arch=sm_90",
-        "-I",
-        str(ROOT / "cuda"),
-        "-isystem",
-        jax.ffi.include_dir(),
-        "--cudart=none",
-    ]
+    include = ["-I", str(ROOT / "cuda"), "-isystem", jax.ffi.include_dir()]
+    options = ["-std=c++20", "-arch=compute_90", *include, "--cudart=none"]
     options += ["-Xcompiler=-fsanitize=address,-no-pie", "-Xlinker=--unresolved-symbols=ignore-all"]
     built = str(folder / name)
     subprocess.run([nvcc, *options, *files, "-o", built], check=True)
