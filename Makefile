@@ -37,7 +37,7 @@ else
 INSTALL := -e ".[test,bench,dev$(if $(GPUS),$(comma)cuda13)]"
 endif
 
-.PHONY: help demo test lint format asan compat fresh check gpu-test multigpu-test memcheck soak \
+.PHONY: help demo test lint format docs asan compat fresh check gpu-test multigpu-test memcheck soak \
         bench evidence clean
 
 .DELETE_ON_ERROR:  # a .venv that could not be completed is not one
@@ -63,6 +63,14 @@ format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(PY) -m ruff format
 	$(VENV)/bin/clang-format -i $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc)
 
+docs: $(INSTALLED)  ## the documentation in build/docs/html, warnings as errors
+ifndef SYSTEM_PACKAGES
+	$(PIP) install -q $$($(PY) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb')) \
+	  ['project']['optional-dependencies']['docs'])")
+endif
+	$(PY) -m sphinx -q -W --keep-going -E -b html docs build/docs/html
+
+# Without tests/metadata: that is plain JAX.
 asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan
 	$(call wheel,asan,cmake.build-type=Debug cmake.define.JAXKV_ASAN=ON cmake.define.JAXKV_CUDA=OFF)
 	tools/test_wheel.sh build/asan/*.whl build/asan/room "jax>=0.10.2" \

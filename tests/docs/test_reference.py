@@ -10,7 +10,7 @@ import jaxkv
 
 ROOT = Path(__file__).resolve().parents[2]
 if not (ROOT / "docs").exists():
-    pytest.skip("no documentation beside the tests", allow_module_level=True)
+    pytest.skip("no documentation next to the tests", allow_module_level=True)
 
 SETTING = re.compile(r"""["'](JAXKV_[A-Z_]+)["']""")
 CMAKE_SETTING = re.compile(r"^(?:option\(|set\((?=\w+ \S+ CACHE))(JAXKV_\w+)", re.MULTILINE)
@@ -25,7 +25,9 @@ def test_api_page_lists_every_public_name():
 
 
 def test_environment_page_lists_every_variable():
-    sources = [path for folder in ("jaxkv", "bench", "tools") for path in ROOT.glob(f"{folder}/**/*.py")]
+    sources = [
+        path for folder in ("jaxkv", "bench", "tools") for path in ROOT.glob(f"{folder}/**/*.py")
+    ]
     used = {name for path in sources for name in SETTING.findall(path.read_text())}
     used |= {*CMAKE_SETTING.findall((ROOT / "CMakeLists.txt").read_text())}
     listed = set(re.findall(r"JAXKV_[A-Z_]+", (ROOT / "docs" / "environment.md").read_text()))
