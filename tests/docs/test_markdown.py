@@ -50,6 +50,7 @@ def test_failing_block_is_reported(tmp_path):
         run(page, separately=False)
 
 
+@pytest.mark.host_only
 @pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=str)
 def test_relative_links_exist(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if not (ROOT / "docs").exists():
     pytest.skip("no documentation next to the tests", allow_module_level=True)
 
+pytestmark = pytest.mark.host_only
 SETTING = re.compile(r"""["'](JAXKV_[A-Z_]+)["']""")
 CMAKE_SETTING = re.compile(r"^(?:option\(|set\((?=\w+ \S+ CACHE))(JAXKV_\w+)", re.MULTILINE)
 
