@@ -18,7 +18,9 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 REPOSITORY = "https://github.com/jaxkv/jaxkv/blob/main"
-MARKUP = re.compile(r"`([^`]+)`(\w?)|(?<![\w*])(\*{1,2})(?=\w)")  # code, or the stars of *args
+MARKUP = re.compile(
+    r"`{1,2}([^`]+)`{1,2}(\w?)|(?<![\w*])(\*{1,2})(?=\w)"
+)  # code, or the stars of *args
 
 
 def link_to_repository(app: Any, page: str, source: list[str]) -> None:
@@ -41,7 +43,9 @@ def markdown_to_rst(app: Any, what: str, name: str, obj: Any, options: Any, line
 
 def markup_to_rst(found: re.Match[str]) -> str:
     code, suffix, stars = found.groups()
-    return f"``{code}``{suffix and chr(92) + ' ' + suffix}" if code else stars.replace("*", r"\*")
+    if code:
+        return f"``{code}``\\ {suffix}" if suffix else f"``{code}``"
+    return stars.replace("*", "\\*")
 
 
 def setup(app: Any) -> None:
