@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
+ALL_PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 PAGES = [page for page in sorted(ROOT.glob("docs/*.md")) if "```python\n" in page.read_text()]
 
 if not README.exists():
@@ -14,6 +15,8 @@ if not README.exists():
 pytest.importorskip("sybil", reason="not among the packages of a GPU machine")
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+PATH = re.compile(r"`((?:jaxkv|cuda|tests|bench|examples|docs|tools)/[\w./*-]*)`")
+MODULE = re.compile(r"-m ((?:jaxkv|bench|examples)[\w.]*)")
 
 
 def run(page: Path, *, separately: bool) -> int:
@@ -51,9 +54,24 @@ def test_failing_block_is_reported(tmp_path):
 
 
 @pytest.mark.host_only
-@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=str)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
 def test_relative_links_exist(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     targets = [target.partition("#")[0] for target in LINK.findall(text)]
     local = [target for target in targets if target and ":" not in target]
     assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.host_only
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
+def test_paths_and_modules_exist(page):
+    if page.name == "CHANGELOG.md":  # history
+        return
+    text = page.read_text()
+    modules = [ROOT / name.replace(".", "/") for name in MODULE.findall(text)]
+    assert [path for path in PATH.findall(text) if not any(ROOT.glob(path))] == []
+    assert [
+        module
+        for module in modules
+        if not (module.with_suffix(".py").exists() or (module / "__main__.py").exists())
+    ] == []
