@@ -67,7 +67,7 @@ def _engine_gains(files: Sequence[File]) -> list[Gain]:
         engines.WHOLE: "one `device_put` of all pages, staged in HBM",
     }
     return [
-        (case, "latent of 512, bfloat16", device, words, engine_time(row, peer), row.value)
+        (case, "MLA, latent of 512, bfloat16", device, words, engine_time(row, peer), row.value)
         for (device, case), row in fastest_engine_rows(files).items()
         if case.endswith("8 KiB")
         for peer, words in baselines.items()
@@ -98,7 +98,7 @@ def _metadata_gains(files: Sequence[File]) -> list[Gain]:
             times.get(f"{build.STEP}, {way}") for way in (build.IN_STEP, build.ON_HOST)
         )
         if ours and baseline:
-            model = "16 layers of 4096, bfloat16"
+            model = "16 matrices of 4096, bfloat16"
             gains.append((build.STEP, model, file.device, "metadata on the host", baseline, ours))
     return gains
 
