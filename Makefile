@@ -91,7 +91,7 @@ compat: $(INSTALLED)  ## one stable-ABI wheel under every supported jax (PYTHON 
 fresh:  ## `make $(FRESH_TARGETS)` in a fresh clone on a clean Debian (root; debootstrap)
 	$(PYTHON) tools/fresh.py $(FRESH_TARGETS)
 
-check: lint test asan  ## everything that CI runs
+check: lint test docs asan  ## everything that CI runs
 	$(MAKE) fresh FRESH_TARGETS="demo test compat" TESTS="tests/metadata --hypothesis-profile=brief"
 
 gpu-test: $(INSTALLED)  ## the tests on one GPU, recorded in bench/results
