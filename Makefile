@@ -39,7 +39,7 @@ else
 INSTALL := -e ".[test,bench,dev$(if $(GPUS),$(comma)cuda13)]"
 endif
 
-.PHONY: help demo test lint format asan compat fresh check gpu-test multigpu-test memcheck soak \
+.PHONY: help demo test lint format docs asan compat fresh check gpu-test multigpu-test memcheck soak \
         bench evidence clean
 
 .DELETE_ON_ERROR:  # a .venv that could not be completed is not one
@@ -65,6 +65,14 @@ format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(PY) -m ruff format
 	$(VENV)/bin/clang-format -i $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc)
 
+docs: $(INSTALLED)  ## the documentation in build/docs/html, warnings as errors
+ifndef SYSTEM_PACKAGES
+	$(PIP) install -q $$($(PY) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb')) \
+	  ['project']['optional-dependencies']['docs'])")
+endif
+	$(PY) -m sphinx -q -W --keep-going -E -b html docs build/docs/html
+
+# Without tests/metadata: that is plain JAX.
 asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan
 	$(call wheel,asan,cmake.build-type=Debug cmake.define.JAXKV_ASAN=ON cmake.define.JAXKV_CUDA=OFF)
 	tools/test_wheel.sh build/asan/*.whl build/asan/room "jax>=0.10.2" \
@@ -85,7 +93,7 @@ compat: $(INSTALLED)  ## one stable-ABI wheel under every supported jax (PYTHON 
 fresh:  ## `make $(FRESH_TARGETS)` in a fresh clone on a clean Debian (root; debootstrap)
 	$(PYTHON) tools/fresh.py $(FRESH_TARGETS)
 
-check: lint test asan  ## everything that CI runs
+check: lint test docs asan  ## everything that CI runs
 	$(MAKE) fresh FRESH_TARGETS="demo test compat" TESTS="tests/metadata --hypothesis-profile=brief"
 
 gpu-test: $(INSTALLED)  ## the tests on one GPU, recorded in bench/results

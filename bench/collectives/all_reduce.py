@@ -25,7 +25,7 @@ XLA replays its graphs without mending them, as PyTorch does.
 
 A target holds for a range of sizes, of which the worst counts. Of ours it takes what the table
 chooses; peers are the best of PyTorch's three at each size. Not so psum, though its kernels may be
-faster than PyTorch's, NCCL's on symmetric buffers above all: docs/results.md shows them. Copies
+faster than PyTorch's, NCCL's on symmetric buffers above all: docs/performance.md shows them. Copies
 into symmetric memory are in our times, and not in PyTorch's.
 """
 

@@ -40,6 +40,7 @@ STEP_REQUESTS = 64
 WANTED_SHARE = 0.2
 
 STEP = f"decode step of {STEP_REQUESTS} requests"
+IN_STEP, ON_HOST = "metadata built in the step", "metadata built on the host"
 UNTIL_THERE, KERNELS, GPU_TIME = "until it is there", "kernels", "GPU time"
 HOST_WAY = "NumPy, then device_put"
 
@@ -234,8 +235,8 @@ def measure_step(results: Results, quick: bool) -> None:
 
     ways: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
         "alone": (alone, lambda: jax.device_put(on_host(first))),
-        "metadata built in the step": (built_in_step, lambda: jax.device_put(first)),
-        "metadata built on the host": (built_on_host, lambda: first),
+        IN_STEP: (built_in_step, lambda: jax.device_put(first)),
+        ON_HOST: (built_on_host, lambda: first),
     }
     samples: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(1 + rounds):

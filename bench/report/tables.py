@@ -6,6 +6,7 @@ from bench.collectives import all_reduce, tensor_parallel
 from bench.harness.records import File, Row, Target
 from bench.metadata import build
 from bench.report import plots as report_plots
+from bench.report.gains import engine_time, fastest_engine_rows, gains, later_turns
 from bench.serving import demo
 from bench.transfer import bandwidth, engines, overlap
 
@@ -32,7 +33,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def verdict(target: Target) -> str:
     if target.met is False and target.above_peak:
-        return "**missed**, above the roof"
+        return "**missed**, above peak"
     return {True: "met", False: "**missed**", None: "not measured"}[target.met]
 
 
@@ -50,7 +51,7 @@ def figures(target: Target) -> tuple[str, str]:
 
 def all_targets_table(files: Sequence[File]) -> str:
     header = (
-        "device", "measured by", "target", "wanted", "got", "at the roof", "", "commit", "date",
+        "device", "measured by", "target", "wanted", "got", "at peak", "", "commit", "date",
     )  # fmt: skip
     lines = [
         (f.device, f.name, t.name, *figures(t), at_peak(t), verdict(t), f.revision, f.date)
@@ -127,14 +128,14 @@ def _transfer_table(
             # The first is the implementation as it comes, without a wish for its SMs.
             line.setdefault(point.name, f"{number(row.value)} ({share}; {point.num_sms})")
             line |= {name: number(value) for name, value in row.peers.items()}
-            line["roof"] = number(row.peak["value"])
+            line["peak"] = number(row.peak["value"])
             if point.cell in shares:
                 line[CHOSEN_SHARE] = shares[point.cell]
     names = list(dict.fromkeys(name for line in lines.values() for name in line))
-    ends = {CHOSEN_SHARE: 2, "roof": 3}
+    ends = {CHOSEN_SHARE: 2, "peak": 3}
     names.sort(key=lambda name: ends.get(name, name not in bandwidth.NAMES))
     return table(
-        ("device", "blocks, GB/s (share of the roof; SMs)", *names),
+        ("device", "blocks, GB/s (share of peak; SMs)", *names),
         [(*key, *(line.get(name, "-") for name in names)) for key, line in lines.items()],
     )
 
@@ -142,7 +143,7 @@ def _transfer_table(
 def plots(files: Sequence[File]) -> str:
     """Markdown for the plots that `draw` makes of the files."""
     images = [
-        f"![{bench} on {device}](docs/plots/{plot_name(bench, device)})\n"
+        f"![{bench} on {device}](plots/{plot_name(bench, device)})\n"
         for bench, device in drawn_rows(files)
     ]
     return "\n".join(images) or NOT_MEASURED
@@ -257,58 +258,34 @@ def engines_table(files: Sequence[File]) -> str:
     Theirs store, as a pool does, into memory that they had before.
     """
     peers = (engines.TPU_INFERENCE, engines.SGLANG, engines.WHOLE)
-    best: dict[tuple[str, str], Row] = {}
-    for file in (file for file in files if file.name == "engines"):
-        for row in file.rows_of("time"):
-            case, _, implementation = row.case.rpartition(", ")
-            key = file.device, case
-            if implementation != "dma":
-                best[key] = min(best.get(key, row), row, key=lambda row: row.value)
     lines = [
-        (
-            *key,
-            number(row.value),
-            *(number(row.peers.get(peer + engines.REUSED, row.peers[peer])) for peer in peers),
-        )
-        for key, row in best.items()
+        (*key, number(row.value), *(number(engine_time(row, peer)) for peer in peers))
+        for key, row in fastest_engine_rows(files).items()
     ]
     ways = (f"a device_put for each page, as {peers[0]}", f"as {peers[1]}", peers[2])
     return table(("device", "pages", "jaxkv, ms", *(f"{way}, ms" for way in ways)), lines)
 
 
-def demo_gain(files: Sequence[File]) -> str:
-    """A sentence for each device."""
-    sentences = []
-    for file, (first, *_) in _demos(files):
-        others = ", ".join(f"{name}: {number(value)} ms" for name, value in first.peers.items())
-        unequal = sum(target.got or 0 for target in file.targets if target.unit == demo.UNEQUAL)
-        sentences.append(
-            f"On {file.device} the first token of a turn after the first comes after "
-            f"**{number(first.value)} ms**\nwith the host pool ({others}), "
-            f"with {number(unequal)} {demo.UNEQUAL}.\n"
-        )
-    return "\n".join(sentences) or NOT_MEASURED
+def gains_table(files: Sequence[File]) -> str:
+    """One line for each task of an engine and baseline: the README's table."""
+    header = ("task", "model, dtype", "device", "baseline", "baseline, ms", "jaxkv, ms", "speedup")
+    lines = [
+        (*words, number(baseline), number(ours), f"{number(baseline / ours)}x")
+        for *words, baseline, ours in gains(files)
+    ]
+    return table(header, lines)
 
 
 def demo_table(files: Sequence[File]) -> str:
     """One line for each device: the turns after the first, whose prompts have a past."""
     header: list[str] = []
     lines = []
-    for file, rows in _demos(files):
+    for file, rows in later_turns(files):
         unequal = [target.got or 0 for target in file.targets if target.unit == demo.UNEQUAL]
         header = ["device", *map(_demo_heading, rows), demo.UNEQUAL]
         cells = [" / ".join(map(number, (row.value, *row.peers.values()))) for row in rows]
         lines.append([file.device, *cells, " / ".join(map(number, unequal))])
     return table(header, lines)
-
-
-def _demos(files: Sequence[File]) -> list[tuple[File, list[Row]]]:
-    found = [
-        (file, [row for row in file.rows if row.case == demo.LATER_TURNS])
-        for file in files
-        if file.name == "demo"
-    ]
-    return [(file, rows) for file, rows in found if rows]
 
 
 def _demo_heading(row: Row) -> str:
@@ -321,8 +298,8 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "all_reduce_nccl": all_reduce_nccl_table,
     "all_targets": all_targets_table,
     "demo": demo_table,
-    "demo_gain": demo_gain,
     "engines": engines_table,
+    "gains": gains_table,
     "metadata": metadata_table,
     "overlap": overlap_table,
     "plots": plots,

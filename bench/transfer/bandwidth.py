@@ -339,7 +339,7 @@ def _peak_targets(
             if row.peak and 0 < point.num_sms <= most
         ]
         best = max(shares, default=None)
-        results.target(f"{cell.cell}: at most {most} SMs", best, ">=", want, "of roof")
+        results.target(f"{cell.cell}: at most {most} SMs", best, ">=", want, "of peak")
 
 
 def _in_cell(found: dict[Point, Row], cell: Point) -> dict[Point, Row]:

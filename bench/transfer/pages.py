@@ -185,7 +185,7 @@ def direct_case(results: Results, what: Size, platform: str) -> None:
             f"{name}: GPU time, same implementation", best_gpu, "<=", WANTED_GPU_MS, "ms"
         )
         share = max(shares, default=None)
-        results.target(f"{DIRECT}, all layers at once", share, ">=", WANTED_SHARE, "of roof")
+        results.target(f"{DIRECT}, all layers at once", share, ">=", WANTED_SHARE, "of peak")
 
 
 def layouts(results: Results, what: Size, platform: str) -> None:

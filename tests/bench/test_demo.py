@@ -78,7 +78,6 @@ def test_demo_table_has_a_line_for_each_device(tmp_path):
     header, _, line = tables.demo_table(files).splitlines()
     assert header.startswith("| device | time to first token, ms (offload / recompute) | ")
     assert line == f"| {files[0].device} | 10 / 11 | 100 / 99 | 0 / 0 | 2 | 1 | 1 |"
-    assert tables.demo_gain(files) == (
-        f"On {files[0].device} the first token of a turn after the first comes after **10 ms**\n"
-        "with the host pool (recompute: 11 ms), with 1 unequal tokens.\n"
-    )
+    row = tables.gains_table(files).splitlines()[2]
+    assert row.startswith("| time to first token, later turns | ")
+    assert row.endswith(f" | {files[0].device} | recomputation | 11 | 10 | 1.10x |")

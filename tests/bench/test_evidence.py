@@ -57,7 +57,7 @@ def measured(got=0.5):
     for name, rate in (("kernel, 12 SMs", 25.0), ("kernel, 4 SMs", 20.0), ("dma, 0 SMs", 10.0)):
         case = f"load, 4 KiB x 10000, {name}"
         found.row(case, "bandwidth", "GB/s", rate, peak=("one copy", 50.0), peers={"plain": 4.0})
-    found.target("load is near the roof", got, ">=", 0.9, "of roof")
+    found.target("load is near peak", got, ">=", 0.9, "of peak")
     return found
 
 
@@ -119,8 +119,8 @@ def test_file_holds_the_documented_keys(tmp_path, monkeypatch):
             "peers": {"plain": 4.0},
         }
     ]
-    want = {"op": ">=", "value": 0.9, "unit": "of roof"}
-    name = "load is near the roof"
+    want = {"op": ">=", "value": 0.9, "unit": "of peak"}
+    name = "load is near peak"
     assert content["targets"] == [
         {"name": name, "want": want, "got": 0.5, "met": False, "bound": None}
     ]
@@ -198,14 +198,14 @@ def test_read_refuses_a_typed_verdict(saved):
 def test_listing_shows_wanted_got_and_verdict(saved):
     text = evidence.listing(records.read(saved))
     assert "some_gpu/transfer: 012345678" in text
-    assert "**missed**   load is near the roof: wanted >= 0.900 of roof, got 0.500 of roof" in text
+    assert "**missed**   load is near peak: wanted >= 0.900 of peak, got 0.500 of peak" in text
     assert "**missed**   no test fails: wanted == 0 failed tests, got 2 failed tests" in text
 
 
 def test_unmeasured_target_is_neither_met_nor_missed(tmp_path):
     measured(got=None).save(root=tmp_path)
     text = evidence.listing(records.read(tmp_path))
-    assert "not measured load is near the roof: wanted >= 0.900 of roof, got -" in text
+    assert "not measured load is near peak: wanted >= 0.900 of peak, got -" in text
 
 
 def test_tables(saved):
@@ -215,31 +215,31 @@ def test_tables(saved):
         f"| some_gpu | multigpu_test_2 | 7 | 2 | 1 | 012345678 | {date} |"
     ]
     header, _, *lines = tables.transfer_table(files).splitlines()
-    assert header.endswith("| kernel | dma | plain | roof |")
+    assert header.endswith("| kernel | dma | plain | peak |")
     assert lines == [
         "| some_gpu | load, 4 KiB x 10000 | 25 (50%; 12) | 10 (20%; 0) | 4 | 50 |",
     ]
-    wanted = ">= 0.900 of roof | 0.500 of roof | - | **missed**"
+    wanted = ">= 0.900 of peak | 0.500 of peak | - | **missed**"
     assert tables.all_targets_table(files).splitlines()[3:] == [
-        f"| some_gpu | transfer | load is near the roof | {wanted} | 012345678 | {date} |"
+        f"| some_gpu | transfer | load is near peak | {wanted} | 012345678 | {date} |"
     ]
     assert tables.targets_table(files).splitlines()[3:] == [
         f"| some_gpu | transfer | 0 | 1 | 0 | 012345678 | {date} |"
     ]
-    assert tables.plots(files) == ("![transfer on some_gpu](docs/plots/transfer_some_gpu.svg)\n")
+    assert tables.plots(files) == ("![transfer on some_gpu](plots/transfer_some_gpu.svg)\n")
 
 
 @pytest.mark.parametrize(
     "got, bound, verdict",
     [
-        (8.0, 9.0, "**missed**, above the roof"),
+        (8.0, 9.0, "**missed**, above peak"),
         (8.0, 11.0, "**missed**"),
         (10.0, 9.0, "met"),
         (8.0, None, "**missed**"),
         (None, 9.0, "not measured"),
     ],
 )
-def test_a_target_above_the_roof_says_so(got, bound, verdict, tmp_path):
+def test_target_above_peak_is_marked(got, bound, verdict, tmp_path):
     found = Results("transfer")
     found.target("against a peer", got, ">=", 10.0, "times", bound)
     found.save(root=tmp_path)

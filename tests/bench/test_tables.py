@@ -4,7 +4,7 @@ import pytest
 
 from bench.collectives import all_reduce, tensor_parallel
 from bench.harness.records import File, Row, Target
-from bench.report import tables
+from bench.report import gains, tables
 from bench.transfer import bandwidth, engines, overlap
 
 pytestmark = pytest.mark.host_only
@@ -35,6 +35,31 @@ def test_engines_table_has_the_fastest_that_takes_ids_of_the_device():
         "| gpu | load, 2 layers | 10 | 20 | 30 | 12 |",
         "| gpu | store, 2 layers | 10 | 21 | 31 | 13 |",
     ]
+
+
+def test_gains_compare_the_fastest_with_each_baseline():
+    peers = {engines.TPU_INFERENCE: 20.0, engines.SGLANG: 30.0, engines.WHOLE: 12.0}
+    rows = [
+        Row(f"load, 2 pages of {size} KiB, {name}", "time", "ms", time, None, peers)
+        for size in (8, 64)
+        for name, time in {"kernel": 10.0, "pallas": 8.0, "dma": 4.0}.items()
+    ]
+    step = "memory-bound step"
+    times = {overlap.ALONE: 5.0, overlap.SEQUENTIAL: 8.0, "kernel": 6.0, "dma": 7.0}
+    steps = [
+        Row(f"{step}: {name}", "step", "ms", time, None, {overlap.SEQUENTIAL: 8.0})
+        for name, time in times.items()
+    ]
+    files = [
+        File("gpu", "engines", None, None, {}, rows, []),
+        File("gpu", "overlap", None, None, {}, steps, []),
+    ]
+    assert [gain[3:] for gain in gains.gains(files)] == [
+        ("one `device_put` per page (tpu-inference)", 20.0, 8.0),
+        ("one `device_put` of all pages, staged in HBM", 12.0, 8.0),
+        ("load before the step", 8.0, 6.0),
+    ]
+    assert tables.gains_table(files).splitlines()[-1].endswith(" | 8 | 6 | 1.33x |")
 
 
 def test_records_that_are_not_there_are_named():
