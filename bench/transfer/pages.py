@@ -82,7 +82,7 @@ class Case:
         @functools.partial(jax.jit, donate_argnums=0)
         def store(pool: Any, cache: Any, host_pages: Any, device_pages: Any) -> Any:
             pool = stamp_first(pool, 0)
-            pool = jaxkv.store_pages(pool, cache, device_pages, host_pages, **options)
+            pool = jaxkv.store_pages(pool, cache, host_pages, device_pages, **options)
             return stamp_first(pool, 1)
 
         if direction == "load":

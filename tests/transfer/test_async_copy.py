@@ -206,7 +206,7 @@ def test_a_store_and_then_a_load_of_its_pages(named):
 
     @partial(jax.jit, donate_argnames=("pool", "cache"))
     def step(pool, cache, ids, other_device):
-        storing = jaxkv.start_store(pool, cache, ids[1], ids[0], implementation=named)
+        storing = jaxkv.start_store(pool, cache, ids[0], ids[1], implementation=named)
         pool, cache = storing.pool, storing.cache
         loading = jaxkv.start_load(pool, cache, ids[0], other_device, implementation=named)
         return pool, loading.cache

@@ -59,8 +59,8 @@ def start_load(
 def start_store(
     pool: HostPool,
     cache: DeviceCache,
-    device_pages: resolve.Ids,
     host_pages: resolve.Ids,
+    device_pages: resolve.Ids,
     *,
     layers: int | Sequence[int] | None = None,
     implementation: str | None = None,
@@ -71,7 +71,7 @@ def start_store(
     overwritten (XLA copies an array that is overwritten otherwise), and the pool from `.pool`.
 
     Args:
-      pool, cache, device_pages, host_pages, layers: as for `store_pages`; donate both, so that
+      pool, cache, host_pages, device_pages, layers: as for `store_pages`; donate both, so that
         neither is copied.
       implementation: as for `start_load`.
 
