@@ -176,7 +176,7 @@ def direct_case(results: Results, what: Size, platform: str) -> None:
             f"all layers {rate:.1f} GB/s, {shares[-1]:.1%} of {link[1]:.1f}",
             flush=True,
         )
-        case.pool.release()
+        case.pool.close()
     if platform == "gpu":
         _, best_cpu, best_gpu = best or (None, None, None)
         name = f"{DIRECT} to layer_first, one layer of {layer_bytes / 2**20:g} MiB"
@@ -210,7 +210,7 @@ def layouts(results: Results, what: Size, platform: str) -> None:
                 print(
                     f"{label:40} {rate:6.1f} GB/s {rate / link[1]:.1%} of {link[1]:.1f}", flush=True
                 )
-            case.pool.release()
+            case.pool.close()
 
 
 def _descriptors(what: Size, layout: str) -> int:
