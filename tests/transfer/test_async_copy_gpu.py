@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 
 import jaxkv
 from jaxkv._src.runtime import native as runtime_native
-from jaxkv._src.transfer import async_calls, buffer_lifetime
+from jaxkv._src.transfer import buffer_lifetime
 from jaxkv._src.transfer import in_flight as transfer_in_flight
 from tests.util.lowered_copies import always_beside
 from tests.util.replays import check_rounds, is_right, plus
@@ -235,11 +235,11 @@ def test_a_wait_gives_up_and_says_so(named):
     @partial(jax.jit, donate_argnames="cache")
     def step(pool, cache, *ids):
         for _ in range(8):  # one may be done before its wait begins, if the host is held up
-            cache = jaxkv.start_load(pool, cache, *ids, implementation=named).cache
+            loading = jaxkv.start_load(pool, cache, *ids, implementation=named, timeout_s=1e-6)
+            cache = loading.cache
         return cache
 
-    with mock.patch.object(async_calls, "_TIMEOUT_S", 1e-6):
-        cache = step(case.pool(), case.cache(), *ids)
+    cache = step(case.pool(), case.cache(), *ids)
     settle(cache)
     assert_refused(jaxkv.check_errors, jaxkv.TransferError, "segment")
     jaxkv.check_errors()
