@@ -128,7 +128,7 @@ class Engine:
         self.cache = _forget(self.cache, self.pages)  # so that it shows whether they come back
         self.cache, took["load"] = self._time_ours(load, nothing, self.cache, stored, ids)
         self._check(before, implementation)
-        stored.release()
+        stored.close()
         return took
 
     def _time_ours(

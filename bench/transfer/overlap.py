@@ -87,7 +87,7 @@ class Bench:
         self.cache = jax.tree.map(_random_like, cache)
         host_pages, device_pages = self.pages
         store = jax.jit(jaxkv.store_pages, donate_argnums=0)
-        self.pool = store(self.pool, self.cache, device_pages[::-1].copy(), host_pages)
+        self.pool = store(self.pool, self.cache, host_pages, device_pages[::-1].copy())
         self.wanted = jax.tree.map(lambda x: jnp.copy(x[device_pages[::-1]]), self.cache)
         self.state, self.fixed, self.layer = self._calibrated()
 

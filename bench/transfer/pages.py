@@ -82,7 +82,7 @@ class Case:
         @functools.partial(jax.jit, donate_argnums=0)
         def store(pool: Any, cache: Any, host_pages: Any, device_pages: Any) -> Any:
             pool = stamp_first(pool, 0)
-            pool = jaxkv.store_pages(pool, cache, device_pages, host_pages, **options)
+            pool = jaxkv.store_pages(pool, cache, host_pages, device_pages, **options)
             return stamp_first(pool, 1)
 
         if direction == "load":
@@ -176,7 +176,7 @@ def direct_case(results: Results, what: Size, platform: str) -> None:
             f"all layers {rate:.1f} GB/s, {shares[-1]:.1%} of {link[1]:.1f}",
             flush=True,
         )
-        case.pool.release()
+        case.pool.close()
     if platform == "gpu":
         _, best_cpu, best_gpu = best or (None, None, None)
         name = f"{DIRECT} to layer_first, one layer of {layer_bytes / 2**20:g} MiB"
@@ -210,7 +210,7 @@ def layouts(results: Results, what: Size, platform: str) -> None:
                 print(
                     f"{label:40} {rate:6.1f} GB/s {rate / link[1]:.1%} of {link[1]:.1f}", flush=True
                 )
-            case.pool.release()
+            case.pool.close()
 
 
 def _descriptors(what: Size, layout: str) -> int:

@@ -38,7 +38,7 @@ class Placement:
 
     pages: list[int] = dataclasses.field(default_factory=list)
     found_in_hbm: int = 0
-    stores: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (HBM, host) page
+    stores: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (host, HBM) page
     loads: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (host, HBM) page
 
 
@@ -122,7 +122,7 @@ class BlockManager:
             self._host_page_of.move_to_end(name)
         elif (host_page := self._host_room(busy)) is not None:
             self._host_page_of[name] = host_page
-            placement.stores.append((page, host_page))
+            placement.stores.append((host_page, page))
             busy.add(host_page)
         return page
 

@@ -150,7 +150,7 @@ class Engine:
             self.cache = load(self.pool, self.cache, *self._ids(placement.loads))
 
     def _ids(self, copies: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Sources and destinations, int32[2, pages_per_turn], padded with -1."""
+        """Host and device pages, int32[2, pages_per_turn], padded with -1."""
         ids = np.full((2, self.limits.pages_per_turn), -1, np.int32)
         ids[:, : len(copies)] = np.reshape(copies, (-1, 2)).T
         return ids

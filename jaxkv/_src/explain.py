@@ -35,10 +35,11 @@ def selections_of(operation: Callable[..., Any], *args: Any, **options: Any) -> 
     name = getattr(operation, "__name__", operation)
     if name not in _OPERATIONS:
         raise ValueError(f"operation must be one of {', '.join(_OPERATIONS)}, got {name!r}")
-    given = inspect.signature(operation).bind(*args, **options).arguments  # in the order declared
+    given = inspect.signature(operation).bind(*args, **options).arguments
+    source_ids, destination_ids = (given.pop(argument) for argument in _OPERATIONS[name][0])
     layers, implementation = given.pop("layers", None), given.pop("implementation", None)
-    *state, source_ids, destination_ids = given.values()
-    call = resolve(name, tuple(state), (source_ids, destination_ids), layers)
+    first, second = list(given.values())[:2]  # in the order declared
+    call = resolve(name, (first, second), (source_ids, destination_ids), layers)
     overlapped = name in ("start_load", "start_store")
     return [
         select_implementation(copy, call.ids, implementation, overlapped=overlapped)

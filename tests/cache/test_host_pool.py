@@ -1,4 +1,4 @@
-"""`jaxkv.HostPool`: pinned host memory as an array, its limits and its release."""
+"""`jaxkv.HostPool`: pinned host memory as an array, its limits and its end."""
 
 import dataclasses
 from functools import partial
@@ -103,15 +103,15 @@ def test_an_array_of_another_rank():
     assert_refused(lambda: flat.num_pages, ValueError, *words)
 
 
-def test_release_frees_once_and_for_all():
+def test_close_frees_and_is_idempotent():
     pool = jaxkv.HostPool.create(spec_of(), num_pages=5)
     sharing = jax.tree.map(lambda leaf: leaf, pool)
-    pool.release()
+    pool.close()
     assert pool.data.is_deleted() and sharing.data.is_deleted()
-    pool.release()
+    pool.close()
 
 
-def test_release_waits_for_work_that_reads_the_pool():
+def test_close_waits_for_work_that_reads_the_pool():
     """Loads in flight keep what they read: their result is right after the pool is gone."""
     spec = spec_of(page_size=64, head_dim=64)
     pool = jaxkv.HostPool.create(spec, num_pages=64)
@@ -120,7 +120,7 @@ def test_release_waits_for_work_that_reads_the_pool():
     cache = jaxkv.DeviceCache.create(spec, num_pages=64)
     pages = np.arange(64, dtype=np.int32)
     cache = jax.jit(jaxkv.load_pages, donate_argnames="cache")(pool, cache, pages, pages)
-    pool.release()
+    pool.close()
     want = np.ones((64, *cache.layers[0][0].shape[1:]), spec.dtype)
     for buffers in cache.layers:
         for buffer in buffers:

@@ -84,10 +84,9 @@ class Memories:
             assert before == [self.hbm, self.host]
             return
         for ids in (placement.stores, placement.loads):
-            sources, destinations = zip(*ids, strict=True) if ids else ((), ())
-            assert len(set(destinations)) == len(destinations)
-            assert len(set(sources)) == len(sources)
-        for page, host_page in placement.stores:
+            for side in zip(*ids, strict=True):
+                assert len(set(side)) == len(side)
+        for host_page, page in placement.stores:
             assert page not in pages_in_use, "a page in use was evicted"
             self.host[host_page] = self.hbm[page]
         for host_page, page in placement.loads:

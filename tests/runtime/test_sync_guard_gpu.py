@@ -35,7 +35,7 @@ def step():
         cache = jaxkv.load_pages(pool, cache, host_pages, device_pages)
         token = slow_zero(x)
         cache = jax.tree.map(lambda buffer: buffer + token.astype("int8"), cache)
-        return jaxkv.store_pages(pool, cache, device_pages, host_pages), cache, token
+        return jaxkv.store_pages(pool, cache, host_pages, device_pages), cache, token
 
     def step():
         *state[:2], token = compiled(*state, *ids)

@@ -1,6 +1,7 @@
 """Copies beside the step: every byte, once waited for, whatever a program does with a transfer."""
 
 import contextlib
+import re
 from functools import partial
 
 import jax
@@ -206,7 +207,7 @@ def test_a_store_and_then_a_load_of_its_pages(named):
 
     @partial(jax.jit, donate_argnames=("pool", "cache"))
     def step(pool, cache, ids, other_device):
-        storing = jaxkv.start_store(pool, cache, ids[1], ids[0], implementation=named)
+        storing = jaxkv.start_store(pool, cache, ids[0], ids[1], implementation=named)
         pool, cache = storing.pool, storing.cache
         loading = jaxkv.start_load(pool, cache, ids[0], other_device, implementation=named)
         return pool, loading.cache
@@ -306,6 +307,35 @@ def test_a_layer_that_was_not_started_is_refused():
     case = make_case()
     loading = jaxkv.start_load(case.pool(), case.cache(), [1], [2], layers=(0, 2))
     assert_refused(lambda: loading.wait(1), ValueError, "1", "0, 2")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_wait_has_the_timeout_of_its_start(direction, named):
+    """Within the program of the start, past a pytree boundary, and in another program."""
+    case = make_case()
+    _, ids = ids_of(case, 5, named)
+    begin = partial(start, direction, implementation=named, timeout_s=0.25)
+
+    def step(pool, cache, *ids):
+        started = begin(pool, cache, *ids)
+        started.wait(0)
+        started = jax.jit(lambda started: (started.wait(1), started)[1])(started)
+        return finish(direction, started)
+
+    args = case.pool(), case.cache(), *ids
+    started = jax.eval_shape(begin, *args)
+    programs = jax.jit(step).lower(*args), jax.jit(partial(finish, direction)).lower(started)
+    for program in programs:
+        timeouts = re.findall(r"timeout_ns = (\d+)", program.as_text())
+        assert len(timeouts) >= 1 and set(timeouts) == {"250000000"}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), "1", None], ids=repr)
+def test_timeout_must_be_positive_seconds(direction, timeout_s):
+    case = make_case()
+    call = partial(start, direction, case.pool(), case.cache(), [0], [0], timeout_s=timeout_s)
+    assert_refused(call, ValueError, "timeout_s", "seconds", repr(timeout_s))
 
 
 def test_pallas_can_not_be_started():

@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 
 import jaxkv
 from jaxkv._src.runtime import native as runtime_native
-from jaxkv._src.transfer import async_calls, buffer_lifetime
+from jaxkv._src.transfer import buffer_lifetime
 from jaxkv._src.transfer import in_flight as transfer_in_flight
 from tests.util.lowered_copies import always_beside
 from tests.util.replays import check_rounds, is_right, plus
@@ -106,7 +106,7 @@ def test_a_start_waits_for_a_slow_producer(one_program, named):
         return jax.tree.map(lambda buffer: buffer + late_one, cache)
 
     def store(pool, cache, host_pages, device_pages):
-        storing = jaxkv.start_store(pool, cache, device_pages, host_pages, implementation=named)
+        storing = jaxkv.start_store(pool, cache, host_pages, device_pages, implementation=named)
         return storing.pool, storing.cache
 
     both = jax.jit(
@@ -207,7 +207,7 @@ def test_replayed_waits_follow_their_copies(named):
 
     @partial(jax.jit, donate_argnames=("pool", "cache"))
     def step(pool, cache, load_ids, store_ids):
-        storing = jaxkv.start_store(pool, cache, *store_ids[::-1], implementation=named)
+        storing = jaxkv.start_store(pool, cache, *store_ids, implementation=named)
         halves = [tuple(a + np.int8(1) for a in storing.wait(layer)) for layer in layers]
         cache = jaxkv.DeviceCache(tuple(halves), cache.spec)
         pool = storing.pool
@@ -235,11 +235,11 @@ def test_a_wait_gives_up_and_says_so(named):
     @partial(jax.jit, donate_argnames="cache")
     def step(pool, cache, *ids):
         for _ in range(8):  # one may be done before its wait begins, if the host is held up
-            cache = jaxkv.start_load(pool, cache, *ids, implementation=named).cache
+            loading = jaxkv.start_load(pool, cache, *ids, implementation=named, timeout_s=1e-6)
+            cache = loading.cache
         return cache
 
-    with mock.patch.object(async_calls, "_TIMEOUT_S", 1e-6):
-        cache = step(case.pool(), case.cache(), *ids)
+    cache = step(case.pool(), case.cache(), *ids)
     settle(cache)
     assert_refused(jaxkv.check_errors, jaxkv.TransferError, "segment")
     jaxkv.check_errors()
@@ -271,7 +271,7 @@ def test_what_is_dropped_is_kept_while_its_copy_runs(direction, named):
             started = jaxkv.start_load(pool, cache, *ids, implementation=named)
             started.wait(0)
         else:
-            started = jaxkv.start_store(pool, cache, *ids[::-1], implementation=named)
+            started = jaxkv.start_store(pool, cache, *ids, implementation=named)
         del pool, cache
         jax.block_until_ready(started._ticket)
         addresses = set(pointers(started._cache.layers[1:]))

@@ -63,7 +63,7 @@ def lowered(step, named, *, donate: tuple[int, ...] = (1,)) -> Module:
 def start(named, direction, pool, cache, ids):
     if direction == "load":
         return jaxkv.start_load(pool, cache, *ids, implementation=named)
-    return jaxkv.start_store(pool, cache, *ids[::-1], implementation=named)
+    return jaxkv.start_store(pool, cache, *ids, implementation=named)
 
 
 CROSSINGS = {
@@ -123,7 +123,7 @@ def test_a_pool_that_is_overwritten_after_an_inner_jit_is_read_first(named):
     def step(pool, cache, x, *ids):
         loading = start(named, "load", pool, cache, ids)
         arrays = jax.jit(lambda loading: loading.cache)(loading)
-        pool = jaxkv.store_pages(pool, CASE.cache() if x is None else arrays, ids[1], ids[0])
+        pool = jaxkv.store_pages(pool, CASE.cache() if x is None else arrays, *ids)
         return pool, arrays
 
     donated, kept = (lowered(step, named, donate=donate) for donate in ((0, 1), (1,)))

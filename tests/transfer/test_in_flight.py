@@ -108,7 +108,7 @@ def test_a_dropped_transfer_keeps_its_memory_until_it_has_ended(direction, waite
 def test_a_transfer_that_was_waited_for_is_not_kept(named):
     case = make_case()
     _, ids = ids_of(case, 5, named)
-    storing = jaxkv.start_store(case.pool(), case.cache(), *ids[::-1], implementation=named)
+    storing = jaxkv.start_store(case.pool(), case.cache(), *ids, implementation=named)
     addresses = set(pointers(storing._cache))
     assert is_kept(addresses)
     _ = storing.pool

@@ -209,7 +209,7 @@ def test_what_was_stored_comes_back(implementation, args):
         as_ids(i, implementation) for i in (source, on_host, target)
     )
     cache = case.cache()
-    pool = jaxkv.store_pages(case.pool(), cache, source_ids, host_ids, **options)
+    pool = jaxkv.store_pages(case.pool(), cache, host_ids, source_ids, **options)
     back = jaxkv.load_pages(pool, cache, host_ids, target_ids, **options)
     jaxkv.check_errors()
 
@@ -233,10 +233,9 @@ def test_two_pools_of_one_cache_do_not_mix(kind, implementation):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_explain_names_what_runs_and_why_not_the_others(direction, implementation):
     case = make_case()
-    args = [as_ids(side, implementation) for side in distinct_ids(case, 5)]
+    ids = [as_ids(side, implementation) for side in distinct_ids(case, 5)]
     pool, cache = case.pool(), case.cache()
     operation = jaxkv.load_pages if direction == "load" else jaxkv.store_pages
-    ids = args if direction == "load" else args[::-1]
     first, *others = jaxkv.explain(
         operation, pool, cache, *ids, implementation=implementation
     ).splitlines()
@@ -251,9 +250,7 @@ def test_explain_takes_any_argument_by_its_name(name):
     case = make_case()
     operation, state = getattr(jaxkv, name), {"pool": case.pool(), "cache": case.cache()}
     ids = dict(zip(("host_pages", "device_pages"), distinct_ids(case, 5), strict=True))
-    want = jaxkv.explain(
-        operation, *state.values(), *(ids.values() if "load" in name else [*ids.values()][::-1])
-    )
+    want = jaxkv.explain(operation, *state.values(), *ids.values())
     assert jaxkv.explain(operation, **ids, **state) == want
     assert jaxkv.explain(operation, **ids, **state, layers=[]) == f"{name}: nothing to copy"
     with pytest.raises(TypeError, match="device_pages"):

@@ -217,14 +217,12 @@ def test_a_sharded_pool_is_refused_outside_shard_map(direction, inside_jit):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_released_pool_is_refused(direction):
+def test_closed_pool_is_rejected(direction):
     case = make_case()
     pool, cache = case.pool(), case.cache()
-    pool.release()
+    pool.close()
     ids = [np.zeros(1, np.int32)] * 2
-    assert_refused(
-        lambda: copy(direction, pool, cache, *ids), (ValueError, RuntimeError), "release"
-    )
+    assert_refused(lambda: copy(direction, pool, cache, *ids), ValueError, "closed")
 
 
 @pytest.mark.parametrize(
@@ -314,10 +312,12 @@ def test_a_refused_id_is_named_with_its_position(operation, names):
     case = make_case()
     call = partial(getattr(jaxkv, operation), case.pool(), case.cache())
     good, outside = [99, 1, 2, 3, 4], [-1, 0, 50, 60, 5]  # the first is padding
-    for ids, name in (((outside, good), names[0]), ((good, outside), names[1])):
-        assert_refused(partial(call, *ids), jaxkv.PageIndexError, f"{name}[2] is 50")
+    for name, other in (names, names[::-1]):
+        ids = {name: outside, other: good}
+        assert_refused(partial(call, **ids), jaxkv.PageIndexError, f"{name}[2] is 50")
     twice = f"{names[1]} names page 5 twice, at positions 1 and 3"
-    refused = partial(call, [0, 1, 2, 3, -1], [4, 5, 6, 5, 5])
+    ids = dict(zip(names, ([0, 1, 2, 3, -1], [4, 5, 6, 5, 5]), strict=True))
+    refused = partial(call, **ids)
     assert_refused(refused, jaxkv.PageIndexError, twice)
 
 

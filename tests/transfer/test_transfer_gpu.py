@@ -119,7 +119,7 @@ def test_replays_follow_new_ids_and_inputs():
         for op in range(OPS):
             host_ids, device_ids = table[number, op]
             if op % 2:
-                pool = jaxkv.store_pages(pool, cache, device_ids, host_ids, implementation="kernel")
+                pool = jaxkv.store_pages(pool, cache, host_ids, device_ids, implementation="kernel")
             else:
                 cache = jaxkv.load_pages(pool, cache, host_ids, device_ids, implementation="kernel")
             cache = jax.tree.map(lambda buffer: buffer + np.int8(1), cache)

@@ -103,7 +103,7 @@ def test_a_step_may_load_compute_and_store(implementation):
     def step(pool, cache, loaded_host, loaded, stored_host, stored, last):
         cache = jaxkv.load_pages(pool, cache, loaded_host, loaded, **options)
         cache = jax.tree.map(lambda buffer: buffer + np.int8(1), cache)
-        pool = jaxkv.store_pages(pool, cache, stored, stored_host, **options)
+        pool = jaxkv.store_pages(pool, cache, stored_host, stored, **options)
         return pool, jaxkv.load_pages(pool, cache, stored_host, last, **options)
 
     pool, cache = step(case.pool(), case.cache(), *ids)
@@ -224,8 +224,7 @@ def varying_step(mesh, operation, out_specs):
         out_specs=out_specs,
     )
     def step(pool, cache, host_ids, device_ids):
-        ids = (host_ids, device_ids) if "load" in operation else (device_ids, host_ids)
-        result = getattr(jaxkv, operation)(pool, cache, *ids)
+        result = getattr(jaxkv, operation)(pool, cache, host_ids, device_ids)
         if operation == "start_load":
             return result.cache.layers
         if operation == "start_store":

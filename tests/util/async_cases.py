@@ -13,7 +13,7 @@ def start(direction: str, pool, cache, host_pages, device_pages, **options):
     """`start_load` or `start_store`."""
     if direction == "load":
         return jaxkv.start_load(pool, cache, host_pages, device_pages, **options)
-    return jaxkv.start_store(pool, cache, device_pages, host_pages, **options)
+    return jaxkv.start_store(pool, cache, host_pages, device_pages, **options)
 
 
 def finish(direction: str, started):

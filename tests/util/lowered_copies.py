@@ -77,7 +77,7 @@ class Program:
         options["layers"] = self.random.choice([None, None, (2, 0), 1])
         if direction == "load":
             return jaxkv.start_load(pool, cache, *ids, **options)
-        return jaxkv.start_store(pool, cache, *ids[::-1], **options)
+        return jaxkv.start_store(pool, cache, *ids, **options)
 
     def step(self, pool: Any, caches: Any, x: Any, *ids: Any) -> Any:
         self.random.seed(self.seed)

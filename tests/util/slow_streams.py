@@ -15,10 +15,9 @@ SLOW_MATMULS = 40  # some 10 ms on a data-centre GPU: a copy that does not wait 
 
 def unordered_copy(direction: str, pool, cache, host_pages, device_pages):
     """`load_pages` or `store_pages` on a stream that waits for no other, nor is waited for."""
-    ids = (host_pages, device_pages) if direction == "load" else (device_pages, host_pages)
     operation = getattr(jaxkv, f"{direction}_pages")
     with mock.patch.dict(block_copy.TARGETS, dma="jaxkv_copy_blocks_unordered"):
-        return operation(pool, cache, *ids, implementation="dma")
+        return operation(pool, cache, host_pages, device_pages, implementation="dma")
 
 
 def settle(*outputs) -> None:

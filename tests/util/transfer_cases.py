@@ -134,9 +134,8 @@ def as_ids(values, implementation: str | None, sharding: jax.sharding.Sharding |
 
 def copy(direction: str, pool, cache, host_pages, device_pages, **options):
     """Runs `load_pages` or `store_pages`; returns what it writes."""
-    if direction == "load":
-        return jaxkv.load_pages(pool, cache, host_pages, device_pages, **options)
-    return jaxkv.store_pages(pool, cache, device_pages, host_pages, **options)
+    operation = jaxkv.load_pages if direction == "load" else jaxkv.store_pages
+    return operation(pool, cache, host_pages, device_pages, **options)
 
 
 def donating(direction: str, **options) -> jax.stages.Wrapped:

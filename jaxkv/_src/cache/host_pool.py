@@ -103,8 +103,8 @@ class HostPool:
         """How `data` is split over the mesh: for `in_specs` and `out_specs` of `shard_map`."""
         return getattr(self.data.sharding, "spec", PartitionSpec())
 
-    def release(self) -> None:
-        """Frees the host memory now, after all work that may still use it has ended.
+    def close(self) -> None:
+        """Frees the host memory once all work of its devices has ended; closing again does nothing.
 
         Blocks until then. Later uses of this pool, or of a pool that shares its array, are errors.
         """

@@ -68,8 +68,8 @@ def load_pages(
 def store_pages(
     pool: HostPool,
     cache: DeviceCache,
-    device_pages: Ids,
     host_pages: Ids,
+    device_pages: Ids,
     *,
     layers: int | Sequence[int] | None = None,
     implementation: str | None = None,
@@ -83,7 +83,7 @@ def store_pages(
     Args:
       pool: pages in pinned host memory, any layout; donate it.
       cache: pages in device memory.
-      device_pages, host_pages, layers, implementation: as for `load_pages`.
+      host_pages, device_pages, layers, implementation: as for `load_pages`.
 
     Returns:
       The pool with the pages in it.

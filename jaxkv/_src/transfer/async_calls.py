@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Any
 
 import jax
@@ -14,9 +16,18 @@ from jaxkv._src.transfer.buffer_lifetime import WAIT_TARGET, analysed
 from jaxkv._src.transfer.dispatch import Selection
 
 _WORDS = 2  # int32 words of an entry of a ticket: its number, then the address of each array
+MAX_TIMEOUT_S = 1e9  # in nanoseconds, and added to a clock, it fits into 64 bits
 
-# After this long a wait gives up; `check_errors` then raises.
-_TIMEOUT_S = 30.0
+
+def checked_timeout_s(timeout_s: Any) -> float:
+    """`timeout_s` as a float, or a ValueError unless it is positive and at most the maximum."""
+    seconds = float(timeout_s) if isinstance(timeout_s, numbers.Real) else 0.0
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"timeout_s must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds, "
+            f"got {timeout_s!r}"
+        )
+    return seconds
 
 
 def _start(
@@ -41,6 +52,7 @@ def _wait(
     arrays: list[Any],
     operands: tuple[Any, ...],
     *,
+    timeout_s: float,
     like: Any,
     segment: int = -1,
     places: tuple[int, ...] = (),
@@ -53,6 +65,7 @@ def _wait(
     Args:
       arrays: what is there after the wait.
       operands: the ticket, what the copy uses besides, and what to wait after.
+      timeout_s: seconds after which the wait stops and records a TransferError.
       like: an array where the ticket is to be.
       segment: the number of what to wait for, -1 for nothing.
       places: of the arrays, among those that the copy writes; none if it only reads them.
@@ -76,7 +89,7 @@ def _wait(
             *operands,
             *fusion_barrier(arrays),
             segment=np.int64(segment),
-            timeout_ns=np.int64(_TIMEOUT_S * 1e9),
+            timeout_ns=np.int64(math.ceil(timeout_s * 1e9)),
             first_array=np.int64(len(tickets)),
             places=np.array(places, np.int64),
             kept=np.int64(kept),

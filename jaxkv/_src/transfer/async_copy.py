@@ -23,6 +23,7 @@ def start_load(
     *,
     layers: int | Sequence[int] | None = None,
     implementation: str | None = None,
+    timeout_s: float = 30.0,
 ) -> LoadHandle:
     """Starts to copy pages from host memory into the device cache, and returns at once.
 
@@ -43,6 +44,8 @@ def start_load(
     Args:
       pool, cache, host_pages, device_pages, layers: as for `load_pages`; donate the cache.
       implementation: "kernel", "dma", "host", or None for the best that serves the call.
+      timeout_s: seconds, at most 1e9, after which a wait for this copy gives up; `check_errors`
+        then raises TransferError.
 
     Returns:
       What waits for the layers.
@@ -52,18 +55,19 @@ def start_load(
       anything that follows: XLA could otherwise reuse the layer's memory while it is written.
     """
     return LoadHandle._begin(
-        "start_load", pool, cache, (host_pages, device_pages), layers, implementation
+        "start_load", pool, cache, (host_pages, device_pages), layers, implementation, timeout_s
     )
 
 
 def start_store(
     pool: HostPool,
     cache: DeviceCache,
-    device_pages: resolve.Ids,
     host_pages: resolve.Ids,
+    device_pages: resolve.Ids,
     *,
     layers: int | Sequence[int] | None = None,
     implementation: str | None = None,
+    timeout_s: float = 30.0,
 ) -> StoreHandle:
     """Starts to copy pages from the device cache into host memory, and returns at once.
 
@@ -71,9 +75,9 @@ def start_store(
     overwritten (XLA copies an array that is overwritten otherwise), and the pool from `.pool`.
 
     Args:
-      pool, cache, device_pages, host_pages, layers: as for `store_pages`; donate both, so that
+      pool, cache, host_pages, device_pages, layers: as for `store_pages`; donate both, so that
         neither is copied.
-      implementation: as for `start_load`.
+      implementation, timeout_s: as for `start_load`.
 
     Returns:
       What waits for the layers and for the pool.
@@ -82,5 +86,5 @@ def start_store(
       As `start_load`.
     """
     return StoreHandle._begin(
-        "start_store", pool, cache, (device_pages, host_pages), layers, implementation
+        "start_store", pool, cache, (device_pages, host_pages), layers, implementation, timeout_s
     )

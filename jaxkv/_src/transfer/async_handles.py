@@ -16,7 +16,7 @@ from jaxkv._src.cache.host_pool import HostPool
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.sharding import check_unsharded
 from jaxkv._src.transfer import api, resolve
-from jaxkv._src.transfer.async_calls import _start, _wait
+from jaxkv._src.transfer.async_calls import _start, _wait, checked_timeout_s
 from jaxkv._src.transfer.block_copy import plan_pairs
 from jaxkv._src.transfer.buffer_lifetime import analysed
 from jaxkv._src.transfer.dispatch import select_implementation
@@ -35,6 +35,7 @@ class _CopyHandle:
         self._ticket, self._plan = ticket, plan
         self._layers: tuple[int, ...] = ()  # in the order in which they arrive
         self._waited: frozenset[int] = frozenset()
+        self._timeout_s = 0.0  # of each wait; set by `_begin` or `tree_unflatten`
 
     @classmethod
     def _begin(
@@ -45,18 +46,21 @@ class _CopyHandle:
         ids: tuple[resolve.Ids, resolve.Ids],
         layers: int | Sequence[int] | None,
         implementation: str | None,
+        timeout_s: float,
     ) -> Self:
+        timeout_s = checked_timeout_s(timeout_s)
         call, traced = resolve.prepare(operation, (pool, cache), ids, layers, implementation)
         if not traced:
             layers = api.static_layers(layers)
             with jax.disable_jit(False):  # a start is a program
                 started = _begin_outside_jit(
-                    cls, operation, pool, cache, call.ids, layers, implementation
+                    cls, operation, pool, cache, call.ids, layers, implementation, timeout_s
                 )
             started._pool = started._pool or pool
             return started
         started = cls(pool, cache)
         started._layers = cache.spec.select_layers(layers)
+        started._timeout_s = timeout_s
         if not call.copies or num_ids_of(call.ids[0]) == 0:
             return started
         # What is read, too: waits keep its memory, which must be that from which the copy reads.
@@ -76,7 +80,9 @@ class _CopyHandle:
             started._pool = state
             # XLA puts all results of a call that writes host memory there; waits want the ticket in
             # device memory, and a transfer that changes memory can't be donated.
-            (started._ticket,) = _wait([], (started._ticket,), like=copy.dense[0])
+            (started._ticket,) = _wait(
+                [], (started._ticket,), timeout_s=timeout_s, like=copy.dense[0]
+            )
         return started
 
     def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:
@@ -157,10 +163,10 @@ class _CopyHandle:
         if not any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
             run = _wait_donated if options["places"] else _wait_undonated
         last = len(self._layers) - 1
-        traced = run is _wait
+        keywords = {"timeout_s": self._timeout_s, "kept": len(kept), "last": last, **options}
         # Outside jit a wait is a program: XLA copies what an operation of its own gets.
-        with contextlib.nullcontext() if traced else jax.disable_jit(False):
-            waited = run(arrays, operands, kept=len(kept), last=last, **options)
+        with contextlib.nullcontext() if run is _wait else jax.disable_jit(False):
+            waited = run(arrays, operands, **keywords)
         check_same_trace(self._ticket, waited[0])
         return waited
 
@@ -174,12 +180,12 @@ class _CopyHandle:
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
         traced = isinstance(self._ticket, jax.core.Tracer)
         leaves = self._leaves_past_boundary() if traced else self._leaves()
-        return leaves, (self._layers, self._waited)
+        return leaves, (self._layers, self._waited, self._timeout_s)
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: tuple[Any, ...]) -> Self:
         started = cls._of_leaves(*leaves)
-        started._layers, started._waited = static
+        started._layers, started._waited, started._timeout_s = static
         keep_alive(leaves)
         return started
 
@@ -258,7 +264,7 @@ class StoreHandle(_CopyHandle):
 
 
 # Nothing is donated: outside jit JAX's values stay what they were, at the price of a copy.
-@functools.partial(jax.jit, static_argnums=(0, 1, 5, 6))
+@functools.partial(jax.jit, static_argnums=(0, 1, 5, 6, 7))
 def _begin_outside_jit(
     cls: type[_CopyHandle],
     operation: str,
@@ -267,11 +273,12 @@ def _begin_outside_jit(
     ids: tuple[resolve.Ids, resolve.Ids],
     layers: tuple[int, ...] | None,
     implementation: str | None,
+    timeout_s: float,
 ) -> Any:
-    return cls._begin(operation, pool, cache, ids, layers, implementation)
+    return cls._begin(operation, pool, cache, ids, layers, implementation, timeout_s)
 
 
-_STATIC = ("segment", "places", "kept", "last", "boundary")
+_STATIC = ("timeout_s", "segment", "places", "kept", "last", "boundary")
 _wait_undonated = jax.jit(_wait, static_argnames=_STATIC)
 _wait_donated = jax.jit(_wait, static_argnames=_STATIC, donate_argnums=0)
 

@@ -178,12 +178,12 @@ def _check_host_ids_are_passed(ids: tuple[Any, Any], names: tuple[str, str]) -> 
 
 
 def _check_concrete(call: PreparedCall, leaves: list[Any], names: tuple[str, str]) -> None:
-    """What only values show: released arrays, and ids that the host can read."""
+    """What only values show: deleted arrays, and ids that the host can read."""
     for leaf in leaves:
         if not isinstance(leaf, jax.Array):
             continue
         if leaf.is_deleted():
-            raise ValueError("an array of the call was released or donated: its memory is gone")
+            raise ValueError("an array among the arguments was closed, deleted or donated")
     if call.limits is not None:
         sources, destinations = (known_ids(entry) for entry in call.ids)
         check_page_ids((sources, destinations), call.limits, names)
