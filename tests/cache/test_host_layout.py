@@ -107,10 +107,33 @@ def test_runs_are_as_long_as_they_can_be(reference):
 ACROSS_LAYERS = ReferenceLayout(spec_of("mla"), "layer_first", 2), 2, [0, 1], [1, 0], None
 
 
+def runs_of(layout: HostLayout, host_ids, device_ids, layers) -> list[tuple[int, int, int, int]]:
+    """(buffer, device offset, host offset, bytes) of each run, as `page_geometry` has it."""
+    geometry = layout.page_geometry()
+    offsets = [
+        i * geometry.strides_bytes[0] + j * geometry.strides_bytes[1]
+        for i in range(geometry.counts[0])
+        for j in range(geometry.counts[1])
+    ]
+    buffers = itertools.product(layers, range(layout.spec.num_kv))
+    pairs = [pair for pair in zip(host_ids, device_ids, strict=True) if min(pair) >= 0]
+    return [
+        (
+            buffer,
+            device * geometry.block_bytes + run * geometry.run_bytes,
+            layout.buffer_offset_bytes(kv, layer) + host * geometry.page_stride_bytes + offset,
+            geometry.run_bytes,
+        )
+        for buffer, (layer, kv) in enumerate(buffers)
+        for host, device in pairs
+        for run, offset in enumerate(offsets)
+    ]
+
+
 @given(copies())
 @example(ACROSS_LAYERS)
 @settings(max_examples=80, deadline=None)
-def test_descriptors_move_what_the_reference_moves(args):
+def test_the_geometry_moves_what_the_reference_moves(args):
     reference, device_pages, host_ids, device_ids, layers = args
     spec = reference.spec
     rng = np.random.default_rng(0)
@@ -121,13 +144,11 @@ def test_descriptors_move_what_the_reference_moves(args):
         for _ in range(spec.num_layers)
     ]
     chosen = selected_layers(spec, layers)
-    got = host_layout(reference).descriptors(
-        np.array(host_ids, np.int32), np.array(device_ids, np.int32), chosen
-    )
 
     loaded = [[buffer.copy() for buffer in buffers] for buffers in device]
     stored = host.copy()
-    for buffer, device_at, host_at, size in got.tolist():
+    runs = runs_of(host_layout(reference), host_ids, device_ids, chosen)
+    for buffer, device_at, host_at, size in runs:
         layer, kv = chosen[buffer // reference.num_kv], buffer % reference.num_kv
         on_host, on_device = slice(host_at, host_at + size), slice(device_at, device_at + size)
         as_bytes(loaded[layer][kv])[on_device] = as_bytes(host)[on_host]
@@ -139,52 +160,9 @@ def test_descriptors_move_what_the_reference_moves(args):
             assert_same_bytes(loaded[layer][kv], want, f"layer {layer}, kv {kv}")
     assert_same_bytes(stored, store(*case), "pool")
 
-    for before, after in itertools.pairwise(got.tolist()):
-        assert not joins(before, after), f"{before} and {after} are one piece on both sides"
-
-
-def joins(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Whether two descriptors of one buffer are neighbours on both sides."""
-    buffer, device_at, host_at, size = before
-    return after[:3] == (buffer, device_at + size, host_at + size)
-
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
-
-
-@pytest.mark.parametrize(
-    "name, descriptors_per_buffer",
-    [("layer_first", 2), ("page_first_direct", 4), ("page_first", 16), ("page_head", 32)],
-)
-def test_neighbouring_pages_share_a_descriptor_only_where_both_sides_touch(
-    name, descriptors_per_buffer
-):
-    """Pages 3,4,5 -> 0,1,2 and 8 -> 7: two runs of pages, four pages, 16 rows, 32 heads."""
-    reference = ReferenceLayout(spec_of(), name, num_pages=10)
-    got = host_layout(reference).descriptors(
-        np.array([3, 4, 5, 8], np.int32), np.array([0, 1, 2, 7], np.int32), range(3)
-    )
-    np.testing.assert_array_equal(np.bincount(got["buffer"]), [descriptors_per_buffer] * 6)
-
-
-@pytest.mark.parametrize(
-    "host_ids, device_ids, words",
-    [([0, 4], [0, 1], ["host", "4"]), ([0, 1, 2], [0, 1], ["3", "2"])],
-    ids=["out of the pool", "unequal"],
-)
-def test_wrong_ids_give_no_descriptors(host_ids, device_ids, words):
-    layout = HostLayout(spec_of(), "layer_first", num_pages=4)
-    with pytest.raises(ValueError) as error:
-        layout.descriptors(np.array(host_ids), np.array(device_ids), range(3))
-    assert all(word in str(error.value) for word in words)
-
-
-@pytest.mark.parametrize("ids", [[], [-1, -7]], ids=["empty", "padding"])
-def test_nothing_to_move_gives_no_descriptors(ids):
-    reference = ReferenceLayout(spec_of(), "layer_first", num_pages=4)
-    ids = np.array(ids, np.int32)
-    assert len(host_layout(reference).descriptors(ids, ids, range(3))) == 0
 
 
 def test_a_layout_is_hashable_and_equal_by_value():

@@ -21,11 +21,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 if TYPE_CHECKING:
     from jaxkv._src.cache.spec import KVCacheSpec
@@ -38,10 +36,6 @@ _AXES = {
     "page_unified": ("page", "group", "layer", "kv", "token", "head", "dim"),
 }
 LAYOUTS = tuple(_AXES)
-
-DESCRIPTOR_DTYPE = np.dtype(
-    [("buffer", "<i8"), ("device_offset", "<i8"), ("host_offset", "<i8"), ("size", "<i8")]
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,65 +172,3 @@ class HostLayout:
     def page_geometry(self) -> PageGeometry:
         """How one page's block of a device array is strewn over this layout."""
         return self._geometry
-
-    def descriptors(
-        self,
-        host_pages: npt.ArrayLike,
-        device_pages: npt.ArrayLike,
-        layers: int | Sequence[int] | None = None,
-    ) -> np.ndarray:
-        """Copies that move the pages: one entry per run, neighbours on both sides merged.
-
-        Args:
-          host_pages, device_pages: int[n], pairs; a pair with an entry < 0 is padding.
-          layers: as for `KVCacheSpec.select_layers`.
-
-        Returns:
-          `DESCRIPTOR_DTYPE[m]`: `buffer` counts (layer, kv) over the chosen layers, row-major;
-          `device_offset` is in that buffer's device array, `host_offset` in the host array.
-
-        Raises:
-          ValueError: a host page outside the pool, or id lists of unequal length.
-        """
-        host = np.asarray(host_pages, np.int64).reshape(-1)
-        device = np.asarray(device_pages, np.int64).reshape(-1)
-        if len(host) != len(device):
-            raise ValueError(f"host_pages has {len(host)} entries, device_pages {len(device)}")
-        used = (host >= 0) & (device >= 0)
-        host, device = host[used], device[used]
-        if len(host) and host.max() >= self.num_pages:
-            raise ValueError(
-                f"host page {host.max()} is outside the pool of {self.num_pages} pages"
-            )
-        geometry = self._geometry
-        (n0, n1), (s0, s1) = geometry.counts, geometry.strides_bytes
-        runs = np.arange(n0)[:, None] * s0 + np.arange(n1) * s1
-        inside = np.arange(n0 * n1) * geometry.run_bytes
-        buffers = [
-            self.buffer_offset_bytes(kv, layer)
-            for layer in self.spec.select_layers(layers)
-            for kv in range(self.spec.num_kv)
-        ]
-        copies = np.zeros((len(buffers), len(host), n0 * n1), DESCRIPTOR_DTYPE)
-        copies["buffer"] = np.arange(len(buffers))[:, None, None]
-        copies["device_offset"] = device[:, None] * geometry.block_bytes + inside
-        copies["host_offset"] = (
-            np.asarray(buffers)[:, None, None]
-            + host[:, None] * geometry.page_stride_bytes
-            + runs.reshape(-1)
-        )
-        copies["size"] = geometry.run_bytes
-        return _merge_neighbours(copies.reshape(-1))
-
-
-def _merge_neighbours(copies: np.ndarray) -> np.ndarray:
-    if not len(copies):
-        return copies
-    previous, following = copies[:-1], copies[1:]
-    joined = following["buffer"] == previous["buffer"]
-    for side in ("device_offset", "host_offset"):
-        joined &= following[side] == previous[side] + previous["size"]
-    starts = np.flatnonzero(np.concatenate([[True], ~joined]))
-    merged = copies[starts].copy()
-    merged["size"] = np.add.reduceat(copies["size"], starts)
-    return merged
