@@ -23,7 +23,7 @@ inline constexpr int32_t kNullBlock = 0;
 inline constexpr size_t kMaxStates =
     256;  // arrays of a call: their addresses are kernel parameters
 
-// One block of a state array, row-major [outer, width, inner], as recurrent.py writes it.
+// One block of a state array, row-major [outer, width, inner], as align.py writes it.
 struct StateGeometry {
   int64_t temporal;  // 1: always copied whole; 0: `width` slides
   int64_t outer, width, inner_bytes;
@@ -62,7 +62,7 @@ struct StateCopy {
 
 // After a step that computed `seq_len` tokens, `drafts` of them speculative: the state at the last
 // block boundary that the accepted ones reached is saved, and the host need not know where that is.
-// Mirrored by can_skip_align_postprocess (recurrent.py).
+// Mirrored by can_skip_align_postprocess (align.py).
 JAXKV_HOST_DEVICE inline AlignPlan plan_postprocess(int32_t seq_len, int32_t drafts,
                                                     int32_t accepted, int32_t block_size) {
   const int64_t certain = int64_t{seq_len} - drafts;  // tokens that are valid in any case

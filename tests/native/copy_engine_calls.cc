@@ -50,7 +50,7 @@ const char* cudaGetErrorString(cudaError_t) { return "an error of the driver"; }
 
 namespace jaxkv::transfer {
 
-// Of overlap.cu, which this program has no part of: segments count from 7 on.
+// Of async_copy.cu, which this program has no part of: segments count from 7 on.
 ffi::Error CopyStream::signal(uint32_t value) const {
   std::printf("signal-%u ", value);
   return ffi::Error::Success();
