@@ -164,15 +164,7 @@ std::optional<nb::tuple> peer_fault(int64_t id) {
                         fault->expected, fault->seen, describe(*fault));
 }
 
-}  // namespace
-
-NB_MODULE(_ext, m) {
-  m.doc() = "Native part of jaxkv: FFI handlers and the host calls beside them.";
-  m.def("registrations", &registrations,
-        "FFI handlers as capsules: {platform: {target: {stage: capsule}}}.");
-  m.def("device_errors", &device_errors,
-        "(number of faults since the last call, (kind, description) of the last of them).");
-  m.def("bound_code", &bound_code, nb::arg("name"), "The number of a named bound.");
+void bind_communicators(nb::module_& m) {
   const nb::call_guard<nb::gil_scoped_release> without_gil;
   m.def("create_communicator", &create_communicator, nb::arg("platform"), nb::arg("devices"),
         nb::arg("ll_words"), nb::arg("slot_words"), nb::arg("tile_words"),
@@ -205,6 +197,35 @@ NB_MODULE(_ext, m) {
       },
       nb::arg("id"), nb::arg("epoch"), nb::arg("ahead"), nb::arg("stall_ns"),
       "Sets all epochs, and how late threads may be; for tests.");
+}
+
+void bind_devices(nb::module_& m) {
+#ifdef JAXKV_CUDA
+  m.attr("CUDA") = true;
+  m.def("synchronize_device", &synchronize_device, nb::arg("ordinal"),
+        nb::call_guard<nb::gil_scoped_release>(), "Waits for all work of a CUDA device.");
+  m.def("started_copies", &transfer::started_copies,
+        "How many copies beside the step were started, for each stream of each device.");
+  m.def("copies_ended", &transfer::copies_ended, nb::arg("started"),
+        "Whether all copies have ended that an earlier started_copies() counts.");
+  m.def("pci_address", &pci_address, nb::arg("ordinal"), "PCI address of a CUDA device.");
+  m.def("multicast_supported", &collectives::multicast_supported, nb::arg("ordinal"),
+        "Whether the driver reports NVLink multicast for a CUDA device.");
+#else
+  m.attr("CUDA") = false;
+#endif
+}
+
+}  // namespace
+
+NB_MODULE(_ext, m) {
+  m.doc() = "Native part of jaxkv: FFI handlers and the host calls beside them.";
+  m.def("registrations", &registrations,
+        "FFI handlers as capsules: {platform: {target: {stage: capsule}}}.");
+  m.def("device_errors", &device_errors,
+        "(number of faults since the last call, (kind, description) of the last of them).");
+  m.def("bound_code", &bound_code, nb::arg("name"), "The number of a named bound.");
+  bind_communicators(m);
   m.attr("HOST_IDS_HEADER") = transfer::kHostIdsHeader;
   m.attr("INLINE_IDS") = transfer::kInlineIds;
   m.attr("MAX_STATES") = recurrent::kMaxStates;
@@ -224,20 +245,7 @@ NB_MODULE(_ext, m) {
   m.def("watch_buffers", &python::watch_buffers, nb::arg("type"), nb::arg("observe").none(),
         "Has the buffers of a type got by observe(get, object); None ends that.");
 #endif
-#ifdef JAXKV_CUDA
-  m.attr("CUDA") = true;
-  m.def("synchronize_device", &synchronize_device, nb::arg("ordinal"),
-        nb::call_guard<nb::gil_scoped_release>(), "Waits for all work of a CUDA device.");
-  m.def("started_copies", &transfer::started_copies,
-        "How many copies beside the step were started, for each stream of each device.");
-  m.def("copies_ended", &transfer::copies_ended, nb::arg("started"),
-        "Whether all copies have ended that an earlier started_copies() counts.");
-  m.def("pci_address", &pci_address, nb::arg("ordinal"), "PCI address of a CUDA device.");
-  m.def("multicast_supported", &collectives::multicast_supported, nb::arg("ordinal"),
-        "Whether the driver reports NVLink multicast for a CUDA device.");
-#else
-  m.attr("CUDA") = false;
-#endif
+  bind_devices(m);
 }
 
 }  // namespace jaxkv
