@@ -1,35 +1,67 @@
 """KV-cache data plane for LLM serving code written in JAX."""
 
-from jaxkv import metadata as metadata
-from jaxkv import recurrent as recurrent
-from jaxkv._src.cache.device_cache import DeviceCache as DeviceCache
-from jaxkv._src.cache.host_pool import HostPool as HostPool
-from jaxkv._src.cache.spec import KVCacheSpec as KVCacheSpec
-from jaxkv._src.collectives.symmetric_memory import SymmetricMemory as SymmetricMemory
-from jaxkv._src.explain import explain as explain
-from jaxkv._src.recurrent.advance import advance as advance
-from jaxkv._src.recurrent.align import StateKind as StateKind
-from jaxkv._src.recurrent.align import align_postprocess as align_postprocess
-from jaxkv._src.recurrent.align import align_preprocess as align_preprocess
-from jaxkv._src.recurrent.align import can_skip_align_postprocess as can_skip_align_postprocess
-from jaxkv._src.recurrent.deferred_counts import DeferredCounts as DeferredCounts
-from jaxkv._src.runtime.errors import BoundError as BoundError
-from jaxkv._src.runtime.errors import HostMemoryError as HostMemoryError
-from jaxkv._src.runtime.errors import PageIndexError as PageIndexError
-from jaxkv._src.runtime.errors import PeerTimeoutError as PeerTimeoutError
-from jaxkv._src.runtime.errors import StaleCountsError as StaleCountsError
-from jaxkv._src.runtime.errors import TransferError as TransferError
-from jaxkv._src.runtime.errors import check_errors as check_errors
-from jaxkv._src.runtime.sync_guard import HostSyncError as HostSyncError
-from jaxkv._src.runtime.sync_guard import allow_host_sync as allow_host_sync
-from jaxkv._src.runtime.sync_guard import forbid_host_sync as forbid_host_sync
-from jaxkv._src.transfer.api import load_pages as load_pages
-from jaxkv._src.transfer.api import store_pages as store_pages
-from jaxkv._src.transfer.api import swap_blocks as swap_blocks
-from jaxkv._src.transfer.async_copy import start_load as start_load
-from jaxkv._src.transfer.async_copy import start_store as start_store
-from jaxkv._src.transfer.async_handles import LoadHandle as LoadHandle
-from jaxkv._src.transfer.async_handles import StoreHandle as StoreHandle
-from jaxkv._src.transfer.ids import HostIds as HostIds
+from jaxkv import metadata, recurrent
+from jaxkv._src.cache.device_cache import DeviceCache
+from jaxkv._src.cache.host_layout import HostLayout
+from jaxkv._src.cache.host_pool import HostPool
+from jaxkv._src.cache.spec import KVCacheSpec
+from jaxkv._src.collectives.all_reduce import all_reduce
+from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
+from jaxkv._src.explain import explain
+from jaxkv._src.public_names import set_module as _set_module
+from jaxkv._src.runtime.errors import (
+    BoundError,
+    HostMemoryError,
+    PageIndexError,
+    PeerTimeoutError,
+    StaleCountsError,
+    TransferError,
+    check_errors,
+)
+from jaxkv._src.runtime.sync_guard import (
+    HostSyncError,
+    HostSyncReport,
+    HostSyncWarning,
+    allow_host_sync,
+    forbid_host_sync,
+)
+from jaxkv._src.transfer.api import load_pages, store_pages, swap_blocks
+from jaxkv._src.transfer.async_copy import start_load, start_store
+from jaxkv._src.transfer.async_handles import LoadHandle, StoreHandle
+from jaxkv._src.transfer.ids import HostIds
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BoundError",
+    "DeviceCache",
+    "HostIds",
+    "HostLayout",
+    "HostMemoryError",
+    "HostPool",
+    "HostSyncError",
+    "HostSyncReport",
+    "HostSyncWarning",
+    "KVCacheSpec",
+    "LoadHandle",
+    "PageIndexError",
+    "PeerTimeoutError",
+    "StaleCountsError",
+    "StoreHandle",
+    "SymmetricMemory",
+    "TransferError",
+    "all_reduce",
+    "allow_host_sync",
+    "check_errors",
+    "explain",
+    "forbid_host_sync",
+    "load_pages",
+    "metadata",
+    "recurrent",
+    "start_load",
+    "start_store",
+    "store_pages",
+    "swap_blocks",
+]
+
+_set_module(globals())

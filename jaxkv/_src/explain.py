@@ -17,13 +17,15 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
 
     Args:
       operation: `load_pages`, `store_pages`, `swap_blocks`, `start_load`, `start_store`, or
-        `all_reduce` of a `SymmetricMemory`.
+        `all_reduce`.
       *args, **options: its arguments; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
       A line for the choice, one for each implementation that was not chosen, and the table that
       the figures come from.
     """
+    if operation is all_reduce.all_reduce:
+        return all_reduce.explain(*args, **options)
     if isinstance(memory := getattr(operation, "__self__", None), SymmetricMemory):
         return all_reduce.explain(memory, *args, **options)
     lines = [selection.text for selection in selections_of(operation, *args, **options)]

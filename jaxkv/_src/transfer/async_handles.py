@@ -196,7 +196,19 @@ class _CopyHandle:
 
 @jax.tree_util.register_pytree_node_class
 class LoadHandle(_CopyHandle):
-    """Pages on their way into the device cache; made by `start_load`."""
+    """An asynchronous load in flight, returned by `start_load`.
+
+    A pytree: pass it, donated, to the program that waits for it.
+
+    Example:
+      One event per layer, so that layer l is copied while the layers before it compute:
+
+        loading = jaxkv.start_load(pool, cache, host_pages, device_pages)
+        for layer in range(spec.num_layers):
+            k, v = loading.wait(layer, after=x)
+            x = attention(x, k, v)
+        cache = loading.cache
+    """
 
     def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:
         halves = self._cache.spec.num_kv
@@ -221,7 +233,18 @@ class LoadHandle(_CopyHandle):
 
 @jax.tree_util.register_pytree_node_class
 class StoreHandle(_CopyHandle):
-    """Pages on their way into host memory; made by `start_store`."""
+    """An asynchronous store in flight, returned by `start_store`.
+
+    A pytree: pass it, donated, to the program that waits for it.
+
+    Example:
+      `wait` returns the arrays of a layer once they may be overwritten:
+
+        storing = jaxkv.start_store(pool, cache, host_pages, device_pages)
+        k, v = storing.wait(layer)
+        k = k.at[page].set(0)
+        pool = storing.pool
+    """
 
     @property
     def pool(self) -> HostPool:
