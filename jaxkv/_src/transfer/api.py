@@ -1,8 +1,8 @@
 """Page copies between pinned host memory and HBM, as functions on pools and caches.
 
-A copy has a dense side, where each block is contiguous, and a strided side, a host layout that may
-strew a block over runs. `load_pages` goes from strided to dense, `store_pages` back, and
-`swap_blocks` is the case in which both sides are dense.
+A copy has a dense side, where each block is contiguous, and a strided side, a host layout in which
+a block may consist of several runs. `load_pages` copies from strided to dense, `store_pages` from
+dense to strided; in `swap_blocks` both sides are dense.
 """
 
 from __future__ import annotations
@@ -38,27 +38,36 @@ def load_pages(
 ) -> DeviceCache:
     """Copies pages from host memory into the device cache.
 
-    Page `host_pages[i]` of the pool becomes page `device_pages[i]` of the cache, in the chosen
-    layers, K and V; all other bytes of the cache stay as they were. With the cache donated to the
-    surrounding jit the copy is in place; without, XLA first copies the cache. (The load direction
-    of SGLang's HiCache and of vLLM's offloading connector.)
+    Page `host_pages[i]` of the pool is copied to page `device_pages[i]` of the cache, in the
+    selected layers, K and V; all other pages keep their contents. Donate the cache to the
+    surrounding jit to update it in place; otherwise XLA copies it first.
+
+        load = jax.jit(jaxkv.load_pages, donate_argnames="cache")
+        cache = load(pool, cache, host_pages, device_pages)
+
+    This is the load direction of SGLang's HiCache and of vLLM's offloading connector.
 
     Args:
-      pool: pages in pinned host memory, any layout.
-      cache: pages in device memory; donate it.
-      host_pages, device_pages: int32[n]; a pair with an entry < 0 is padding. NumPy or device
-        arrays, or `HostIds`, which the copy engine needs.
-      layers: all for None, one, or a sequence such as `range(4, 8)`.
-      implementation: "dma", "kernel", "pallas", "host", or None for the best that serves the call.
+      pool: `HostPool` in any layout.
+      cache: `DeviceCache` of the same `KVCacheSpec`; donate it.
+      host_pages: int32[n], page ids in the pool. A list, a NumPy array, a device array, or
+        `HostIds`, which "dma" requires.
+      device_pages: int32[n], page ids in the cache, in the same forms. Pair i is padding if
+        either id is negative.
+      layers: a layer number, a sequence such as `range(4, 8)`, or None for all layers.
+      implementation: "dma" (copy engine), "kernel" (SMs), "pallas" (SMs), "host" (CPU backend),
+        or None for dispatch by the tuning table.
 
     Returns:
-      The cache with the pages in it.
+      The `DeviceCache` with the loaded pages.
 
     Raises:
-      ValueError, TypeError: arguments that do not go together, with name, value and limit.
-      NotImplementedError: `implementation` does not serve this call, and why.
-      PageIndexError: an id out of range or a destination named twice, where both lists are known
-        on the host; else the entries are skipped and `check_errors` raises.
+      ValueError: the arguments do not match, for example in spec or length; the message has the
+        argument, its value and the limit.
+      TypeError: an argument has another type, or a device array of ids another dtype than int32.
+      NotImplementedError: `implementation` does not support this call; the message has the reason.
+      PageIndexError: an id is out of range or a destination is a duplicate, if both lists are
+        known on the host. Otherwise the kernel skips these entries and `check_errors` raises.
     """
     return _dispatch(
         "load_pages", (pool, cache), (host_pages, device_pages), layers, implementation
@@ -76,20 +85,23 @@ def store_pages(
 ) -> HostPool:
     """Copies pages from the device cache into host memory.
 
-    The mirror of `load_pages`: page `device_pages[i]` of the cache becomes page `host_pages[i]` of
-    the pool. With the pool donated to the surrounding jit it is written in place in host memory;
-    without, XLA first copies the whole pool.
+    The reverse of `load_pages`: page `device_pages[i]` of the cache is copied to page
+    `host_pages[i]` of the pool. Donate the pool to the surrounding jit to update it in place;
+    otherwise XLA copies the entire pool first.
+
+        store = jax.jit(jaxkv.store_pages, donate_argnames="pool")
+        pool = store(pool, cache, host_pages, device_pages)
 
     Args:
-      pool: pages in pinned host memory, any layout; donate it.
-      cache: pages in device memory.
+      pool: `HostPool` in any layout; donate it.
+      cache: `DeviceCache` of the same `KVCacheSpec`.
       host_pages, device_pages, layers, implementation: as for `load_pages`.
 
     Returns:
-      The pool with the pages in it.
+      The `HostPool` with the stored pages.
 
     Raises:
-      As `load_pages`.
+      ValueError, TypeError, NotImplementedError, PageIndexError: as for `load_pages`.
     """
     return _dispatch(
         "store_pages", (pool, cache), (device_pages, host_pages), layers, implementation
@@ -101,21 +113,25 @@ def swap_blocks(
 ) -> Any:
     """Copies blocks between arrays: `dst[dst_ids[i]] = src[src_ids[i]]` in every leaf.
 
-    The flat primitive under `load_pages`, for engines with arrays of their own; either side may be
-    in host or device memory. (vLLM's swap_blocks.)
+    The primitive below `load_pages` for engines with their own arrays, which may be in host or
+    device memory on either side. This is vLLM's swap_blocks.
+
+        swap = jax.jit(jaxkv.swap_blocks, donate_argnames="dst")
+        on_device = swap(on_host, on_device, host_blocks, device_blocks)
 
     Args:
-      src: pytree of `dtype[num_src_blocks, ...]` arrays, of whole-byte dtypes.
-      dst: pytree of the same structure, `dtype[num_dst_blocks, ...]`; block shapes and dtypes are
-        those of `src`. Donate it to be written in place.
-      src_ids, dst_ids: int32[n]; a pair with an entry < 0 is padding.
+      src: pytree of `dtype[num_src_blocks, ...]` arrays of byte-aligned dtypes.
+      dst: pytree of `dtype[num_dst_blocks, ...]` arrays with the structure, block shapes and dtypes
+        of `src`. Donate it to update it in place.
+      src_ids, dst_ids: int32[n], block ids in the forms of `load_pages`. Pair i is padding if
+        either id is negative.
       implementation: as for `load_pages`.
 
     Returns:
-      `dst` with the blocks in it.
+      `dst` with the copied blocks.
 
     Raises:
-      As `load_pages`.
+      ValueError, TypeError, NotImplementedError, PageIndexError: as for `load_pages`.
     """
     return _dispatch("swap_blocks", (src, dst), (src_ids, dst_ids), None, implementation)
 
@@ -138,7 +154,7 @@ def static_layers(layers: int | Sequence[int] | None) -> tuple[int, ...] | None:
     return None if layers is None else tuple(np.atleast_1d(layers).tolist())
 
 
-# Nothing is donated: outside jit JAX's values stay what they were, at the price of a copy.
+# Nothing is donated: outside jit arrays are immutable values, at the cost of a copy.
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def _eager(
     operation: str,
@@ -164,9 +180,9 @@ def _run(call: PreparedCall, implementation: str | None) -> Any:
 
 
 def _copy_all(call: PreparedCall, chosen: list[Selection]) -> list[list[Any]]:
-    """The written arrays of each copy; those that Pallas serves share a launch."""
+    """The written arrays of each copy; copies by Pallas share a launch."""
     together = [i for i, selection in enumerate(chosen) if selection.implementation == "pallas"]
-    # All copies name the same blocks, so they share one plan; the copy engine makes its own.
+    # All copies have the same ids and so share one plan; the copy engine makes its own.
     not_by_dma = [selection for selection in chosen if selection.implementation != "dma"]
     planned = together or needs_plan(call.ids, len(not_by_dma))
     pairs: Any = plan_pairs(call.copies[0], call.ids) if planned else None

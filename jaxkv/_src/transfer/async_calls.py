@@ -1,4 +1,4 @@
-"""The FFI calls that start an asynchronous copy and wait for it."""
+"""FFI calls that start an asynchronous copy and wait for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxkv._src.transfer.block_copy import START_TARGETS, BlockCopy, call_copy_h
 from jaxkv._src.transfer.buffer_lifetime import WAIT_TARGET, analysed
 from jaxkv._src.transfer.dispatch import Selection
 
-_WORDS = 2  # int32 words of an entry of a ticket: its number, then the address of each array
+_WORDS = 2  # int32 words per entry of a ticket: its number, then the address of each array
 MAX_TIMEOUT_S = 1e9  # in nanoseconds, and added to a clock, it fits into 64 bits
 
 
@@ -63,14 +63,14 @@ def _wait(
     """Traces a wait; returns the next ticket, unless `like` is None, and the arrays.
 
     Args:
-      arrays: what is there after the wait.
-      operands: the ticket, what the copy uses besides, and what to wait after.
-      timeout_s: seconds after which the wait stops and records a TransferError.
-      like: an array where the ticket is to be.
-      segment: the number of what to wait for, -1 for nothing.
-      places: of the arrays, among those that the copy writes; none if it only reads them.
-      kept: how many operands after the ticket the copy uses.
-      last: the number of the copy's last segment.
+      arrays: the arrays that are complete after the wait.
+      operands: the ticket, the other arrays that the copy uses, and arrays to compute first.
+      timeout_s: seconds after which the wait ends and records an error.
+      like: an array in the memory space of the next ticket.
+      segment: number of the segment to wait for, -1 for none.
+      places: positions of `arrays` among the arrays that the copy writes; empty if it reads them.
+      kept: number of operands after the ticket that the copy uses.
+      last: number of the last segment of the copy.
       boundary: for a wait that is removed if the program waits later, the segment of each array.
     """
     results = [jax.typeof(array) for array in arrays]

@@ -1,8 +1,8 @@
-"""Page copies that run beside the step: start now, wait where the pages are needed.
+"""Asynchronous page copies, overlapped with compute: start now, wait where the pages are needed.
 
-`start_load` and `start_store` put a copy on a stream of their own; layer after layer arrives while
-the step computes. What they return owns the arrays that the copy touches, so that nothing can read
-or overwrite them too early: `wait` hands out those of a layer once they are there.
+`start_load` and `start_store` enqueue a copy on a copy stream; layer after layer arrives while the
+step computes. The handle that they return owns the arrays of the copy, so that no operation reads
+or overwrites them early: `wait` returns the arrays of a layer after its copy.
 """
 
 from __future__ import annotations
@@ -25,34 +25,40 @@ def start_load(
     implementation: str | None = None,
     timeout_s: float = 30.0,
 ) -> LoadHandle:
-    """Starts to copy pages from host memory into the device cache, and returns at once.
+    """Starts an asynchronous copy of pages from host memory into the device cache.
 
-    As `load_pages`, but on a stream of its own, in the order of `layers`: layer l is waited for
-    where layer l is needed, while the layers before it compute. (SGLang's HiCache overlaps layers
-    in this way, with an event for each.)
+    Like `load_pages`, but on a copy stream and layer by layer in the order of `layers`. Wait for a
+    layer where it is first used, so that its copy overlaps the compute of the layers before it:
 
         loading = jaxkv.start_load(pool, cache, host_pages, device_pages)
-        for l in range(spec.num_layers):
-            k, v = loading.wait(l, after=h)
-            ...
-        return h, loading.cache
+        for layer in range(spec.num_layers):
+            k, v = loading.wait(layer, after=x)
+            x = attention(x, k, v)
+        cache = loading.cache
 
-    Copies of one direction arrive in the order in which they were started. The transfer may leave
-    the jit that started it: pass it, donated, to the one that waits; do not overwrite the pool
-    until then. Inside one jit XLA sees to that.
+    Copies of one direction complete in the order in which they were started. To wait in another
+    program, return the handle from the program that starts it and pass it, donated, to the one
+    that waits; do not overwrite the pool before that wait. Within one program XLA orders both.
+
+    A layer without a wait is correct but not overlapped: the program then waits for the entire
+    copy at its start, since XLA could otherwise reuse the memory of that layer during the copy.
+
+    This is the layer-wise overlap of SGLang's HiCache, which has one event per layer.
 
     Args:
-      pool, cache, host_pages, device_pages, layers: as for `load_pages`; donate the cache.
-      implementation: "kernel", "dma", "host", or None for the best that serves the call.
-      timeout_s: seconds, at most 1e9, after which a wait for this copy gives up; `check_errors`
-        then raises TransferError.
+      pool, host_pages, device_pages, layers: as for `load_pages`.
+      cache: as for `load_pages`; donate it.
+      implementation: "dma" (copy engine), "kernel" (SMs), "host" (CPU backend), or None for
+        dispatch by the tuning table.
+      timeout_s: limit of each wait in seconds, more than 0 and at most 1e9. After a timeout the
+        arrays may lack pages, and `check_errors` raises TransferError.
 
     Returns:
-      What waits for the layers.
+      A `LoadHandle`; the host does not block.
 
     Raises:
-      As `load_pages`. A layer without a wait is no error, but then the whole copy runs before
-      anything that follows: XLA could otherwise reuse the layer's memory while it is written.
+      ValueError: `timeout_s` is out of range, or as for `load_pages`.
+      TypeError, NotImplementedError, PageIndexError: as for `load_pages`.
     """
     return LoadHandle._begin(
         "start_load", pool, cache, (host_pages, device_pages), layers, implementation, timeout_s
@@ -69,21 +75,27 @@ def start_store(
     implementation: str | None = None,
     timeout_s: float = 30.0,
 ) -> StoreHandle:
-    """Starts to copy pages from the device cache into host memory, and returns at once.
+    """Starts an asynchronous copy of pages from the device cache into host memory.
 
-    As `store_pages`, but on a stream of its own. Take a layer's arrays from `wait` before they are
-    overwritten (XLA copies an array that is overwritten otherwise), and the pool from `.pool`.
+    Like `store_pages`, but on a copy stream. Take the arrays of a layer from `wait` before they
+    are overwritten, otherwise XLA copies them first; take the pool from `.pool`:
+
+        storing = jaxkv.start_store(pool, cache, host_pages, device_pages)
+        for layer in range(spec.num_layers):
+            k, v = storing.wait(layer, after=x)
+            x, k, v = decode(x, k, v)
+        pool = storing.pool
 
     Args:
-      pool, cache, host_pages, device_pages, layers: as for `store_pages`; donate both, so that
-        neither is copied.
+      pool, cache: as for `store_pages`; donate both, otherwise XLA copies them first.
+      host_pages, device_pages, layers: as for `load_pages`.
       implementation, timeout_s: as for `start_load`.
 
     Returns:
-      What waits for the layers and for the pool.
+      A `StoreHandle`; the host does not block.
 
     Raises:
-      As `start_load`.
+      ValueError, TypeError, NotImplementedError, PageIndexError: as for `start_load`.
     """
     return StoreHandle._begin(
         "start_store", pool, cache, (device_pages, host_pages), layers, implementation, timeout_s

@@ -1,4 +1,4 @@
-"""Handles of asynchronous copies: pytrees whose waits return the written arrays."""
+"""Handles of in-flight copies: pytrees whose waits return the arrays of the copy."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from jaxkv._src.transfer.in_flight import check_same_trace, keep_alive
 
 
 class _CopyHandle:
-    """A copy under way: a pytree that owns the arrays that the copy touches."""
+    """An in-flight copy: a pytree that owns the arrays of the copy."""
 
     def __init__(self, pool: Any, cache: Any, ticket: Any = None, plan: Any = None) -> None:
-        # A load keeps the pool only inside the jit that started it.
+        # A load that leaves the jit that started it leaves its pool behind.
         self._pool, self._cache = pool, cache
-        # int32 array that names the copy, None if there is nothing to wait for; what the copy reads
-        # instead of ids, None for the copy engine.
+        # The ticket, int32[n], identifies the copy; None if there is nothing to wait for. The plan
+        # holds the validated pairs; None for the copy engine.
         self._ticket, self._plan = ticket, plan
-        self._layers: tuple[int, ...] = ()  # in the order in which they arrive
+        self._layers: tuple[int, ...] = ()  # in the order of the copy
         self._waited: frozenset[int] = frozenset()
-        self._timeout_s = 0.0  # of each wait; set by `_begin` or `tree_unflatten`
+        self._timeout_s = 0.0  # set by `_begin` or `tree_unflatten`
 
     @classmethod
     def _begin(
@@ -52,7 +52,7 @@ class _CopyHandle:
         call, traced = resolve.prepare(operation, (pool, cache), ids, layers, implementation)
         if not traced:
             layers = api.static_layers(layers)
-            with jax.disable_jit(False):  # a start is a program
+            with jax.disable_jit(False):  # a start needs a program
                 started = _begin_outside_jit(
                     cls, operation, pool, cache, call.ids, layers, implementation, timeout_s
                 )
@@ -63,7 +63,7 @@ class _CopyHandle:
         started._timeout_s = timeout_s
         if not call.copies or num_ids_of(call.ids[0]) == 0:
             return started
-        # What is read, too: waits keep its memory, which must be that from which the copy reads.
+        # The source as well: waits extend the lifetime of the buffer that the copy reads.
         state = started._pool, started._cache = fusion_barrier((pool, cache))
         call = resolve.resolve(operation, state, call.ids, layers)
         (copy,) = call.copies
@@ -78,33 +78,34 @@ class _CopyHandle:
             started._cache = state
         else:
             started._pool = state
-            # XLA puts all results of a call that writes host memory there; waits want the ticket in
-            # device memory, and a transfer that changes memory can't be donated.
+            # XLA places all results of a call that writes host memory there, but waits read the
+            # ticket in device memory, and a leaf that changes its memory space can't be donated.
             (started._ticket,) = _wait(
                 [], (started._ticket,), timeout_s=timeout_s, like=copy.dense[0]
             )
         return started
 
     def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Of the arrays of some layers, among those that the copy writes."""
+        """Positions of the arrays of `layers` among the arrays that the copy writes."""
         raise NotImplementedError
 
     def wait(self, layer: int, *, after: Any = None) -> tuple[Any, ...]:
-        """Waits on the device for a layer; the host goes on.
+        """Waits on the device for the copy of a layer; the host does not block.
 
         Args:
-          layer: number of a layer that was started.
-          after: pytree of arrays, such as the activations that the layer works on: XLA, which knows
-            nothing of the copy, then has no way to wait before they are computed.
+          layer: number of a layer of the copy.
+          after: pytree of arrays to compute before the wait, such as the input of the layer.
+            Without it XLA may schedule the wait before compute that does not need the layer.
 
         Returns:
-          The arrays of the layer, as in `DeviceCache.layers`: loaded, or free to be overwritten.
+          The arrays of the layer, (k, v) or (latent,) as in `DeviceCache.layers`: after a load with
+          the loaded pages, after a store free to be overwritten.
 
         Raises:
-          ValueError: the layer was not started.
-          RuntimeError: the transfer was started in another trace, outside of this inner jit or
-            checkpoint: pass it as an argument and return it. Or outside of this loop or branch:
-            wait before it, since a transfer has another structure once a layer was waited for.
+          ValueError: the layer is not part of the copy.
+          RuntimeError: the handle belongs to another trace. Pass it to an inner jit or checkpoint
+            as an argument and return it. Wait before a loop or branch: the pytree structure of a
+            handle records which layers were waited for, and a loop carry has a fixed structure.
         """
         layer = operator.index(layer)
         if layer not in self._layers:
@@ -114,7 +115,7 @@ class _CopyHandle:
 
     @property
     def cache(self) -> DeviceCache:
-        """The cache, with all layers waited for."""
+        """The `DeviceCache`, after a wait for all layers."""
         self._wait_for([layer for layer in self._layers if layer not in self._waited], None)
         return self._cache
 
@@ -141,7 +142,7 @@ class _CopyHandle:
             jax.tree.leaves(jax.tree.map(_without_gradient, after)),
             like=arrays[0],
             segment=max(segments),
-            # XLA may copy an array on the way to a boundary; a wait for that copy says so.
+            # No check of addresses at a boundary: XLA may copy an array on the way there.
             places=() if boundary else self._written_positions(layers),
             boundary=tuple(s for s in segments for _ in range(self._cache.spec.num_kv))
             if boundary
@@ -155,7 +156,7 @@ class _CopyHandle:
     def _wait_call(
         self, arrays: list[Any], kept: list[Any], after: list[Any], **options: Any
     ) -> list[Any]:
-        """Waits; returns the next ticket if there is one, and the arrays."""
+        """Waits; returns the next ticket, if any, and the arrays."""
         kept = kept if self._plan is None else [self._plan, *kept]
         operands = (self._ticket, *kept, *after)
         check_unsharded((*operands, *arrays))
@@ -174,7 +175,7 @@ class _CopyHandle:
         raise NotImplementedError
 
     def _leaves_past_boundary(self) -> tuple[Any, ...]:
-        """The leaves, waited for unless the program turns out to wait for them later."""
+        """The leaves after a wait, which is removed if the program waits for them later."""
         raise NotImplementedError
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
@@ -198,16 +199,13 @@ class _CopyHandle:
 class LoadHandle(_CopyHandle):
     """An asynchronous load in flight, returned by `start_load`.
 
-    A pytree: pass it, donated, to the program that waits for it.
+    A pytree. To wait in another program, pass it as a donated argument (JAX warns that the int32
+    arrays of the handle were not usable, which is harmless):
 
-    Example:
-      One event per layer, so that layer l is copied while the layers before it compute:
-
-        loading = jaxkv.start_load(pool, cache, host_pages, device_pages)
-        for layer in range(spec.num_layers):
-            k, v = loading.wait(layer, after=x)
-            x = attention(x, k, v)
-        cache = loading.cache
+        start = jax.jit(jaxkv.start_load, donate_argnames="cache")
+        finish = jax.jit(lambda loading: loading.cache, donate_argnums=0)
+        loading = start(pool, cache, host_pages, device_pages)
+        cache = finish(loading)
     """
 
     def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:
@@ -235,20 +233,18 @@ class LoadHandle(_CopyHandle):
 class StoreHandle(_CopyHandle):
     """An asynchronous store in flight, returned by `start_store`.
 
-    A pytree: pass it, donated, to the program that waits for it.
+    A pytree. To wait in another program, pass it as a donated argument (JAX warns that the int32
+    arrays of the handle were not usable, which is harmless):
 
-    Example:
-      `wait` returns the arrays of a layer once they may be overwritten:
-
-        storing = jaxkv.start_store(pool, cache, host_pages, device_pages)
-        k, v = storing.wait(layer)
-        k = k.at[page].set(0)
-        pool = storing.pool
+        start = jax.jit(jaxkv.start_store, donate_argnames=("pool", "cache"))
+        finish = jax.jit(lambda storing: (storing.pool, storing.cache), donate_argnums=0)
+        storing = start(pool, cache, host_pages, device_pages)
+        pool, cache = finish(storing)
     """
 
     @property
     def pool(self) -> HostPool:
-        """The pool, with all pages in it."""
+        """The `HostPool`, after a wait for all pages."""
         if self._ticket is not None:
             self._pool = self._waited_pool()
             before, self._ticket = self._ticket, None
@@ -257,7 +253,7 @@ class StoreHandle(_CopyHandle):
         return self._pool
 
     def _waited_pool(self, *, boundary: bool = False) -> HostPool:
-        # Not those that were waited for: XLA would copy one that is overwritten by now.
+        # Without the layers waited for: XLA would copy an array that has been overwritten since.
         reading = [layer for layer in self._layers if layer not in self._waited]
         last = len(self._layers) - 1
         (data,) = self._wait_call(
@@ -286,7 +282,7 @@ class StoreHandle(_CopyHandle):
         return cls(pool, cache, ticket, plan)
 
 
-# Nothing is donated: outside jit JAX's values stay what they were, at the price of a copy.
+# Nothing is donated: outside jit arrays are immutable values, at the cost of a copy.
 @functools.partial(jax.jit, static_argnums=(0, 1, 5, 6, 7))
 def _begin_outside_jit(
     cls: type[_CopyHandle],
