@@ -5,6 +5,7 @@ from jaxkv import recurrent as recurrent
 from jaxkv._src.cache.device_cache import DeviceCache as DeviceCache
 from jaxkv._src.cache.host_pool import HostPool as HostPool
 from jaxkv._src.cache.spec import KVCacheSpec as KVCacheSpec
+from jaxkv._src.collectives.all_reduce import all_reduce as all_reduce
 from jaxkv._src.collectives.symmetric_memory import SymmetricMemory as SymmetricMemory
 from jaxkv._src.explain import explain as explain
 from jaxkv._src.recurrent.advance import advance as advance
@@ -31,5 +32,4 @@ from jaxkv._src.transfer.async_copy import start_store as start_store
 from jaxkv._src.transfer.async_handles import LoadHandle as LoadHandle
 from jaxkv._src.transfer.async_handles import StoreHandle as StoreHandle
 from jaxkv._src.transfer.ids import HostIds as HostIds
-
-__version__ = "0.1.0"
+from jaxkv._src.version import __version__ as __version__

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxkv._src.collectives import all_reduce
-from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
 from jaxkv._src.transfer.dispatch import Selection, select_implementation
 from jaxkv._src.transfer.resolve import _OPERATIONS, resolve
 
@@ -16,16 +15,16 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
     """Says which implementation `operation(*args, **options)` takes and why not the others.
 
     Args:
-      operation: `load_pages`, `store_pages`, `swap_blocks`, `start_load`, `start_store`, or
-        `all_reduce` of a `SymmetricMemory`.
+      operation: `load_pages`, `store_pages`, `swap_blocks`, `start_load`, `start_store` or
+        `all_reduce`.
       *args, **options: its arguments; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
       A line for the choice, one for each implementation that was not chosen, and the table that
       the figures come from.
     """
-    if isinstance(memory := getattr(operation, "__self__", None), SymmetricMemory):
-        return all_reduce.explain(memory, *args, **options)
+    if getattr(operation, "__name__", None) == "all_reduce":
+        return all_reduce.explain(*args, **options)
     lines = [selection.text for selection in selections_of(operation, *args, **options)]
     return "\n".join(lines) or f"{operation.__name__}: nothing to copy"
 
@@ -34,7 +33,8 @@ def selections_of(operation: Callable[..., Any], *args: Any, **options: Any) -> 
     """What `operation(*args, **options)` takes for each of its copies; arguments as `explain`'s."""
     name = getattr(operation, "__name__", operation)
     if name not in _OPERATIONS:
-        raise ValueError(f"operation must be one of {', '.join(_OPERATIONS)}, got {name!r}")
+        known = ", ".join((*_OPERATIONS, "all_reduce"))
+        raise ValueError(f"operation must be one of {known}, got {name!r}")
     given = inspect.signature(operation).bind(*args, **options).arguments  # in the order declared
     layers, implementation = given.pop("layers", None), given.pop("implementation", None)
     *state, source_ids, destination_ids = given.values()
