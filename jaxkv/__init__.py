@@ -8,12 +8,6 @@ from jaxkv._src.cache.spec import KVCacheSpec as KVCacheSpec
 from jaxkv._src.collectives.all_reduce import all_reduce as all_reduce
 from jaxkv._src.collectives.symmetric_memory import SymmetricMemory as SymmetricMemory
 from jaxkv._src.explain import explain as explain
-from jaxkv._src.recurrent.advance import advance as advance
-from jaxkv._src.recurrent.align import StateKind as StateKind
-from jaxkv._src.recurrent.align import align_postprocess as align_postprocess
-from jaxkv._src.recurrent.align import align_preprocess as align_preprocess
-from jaxkv._src.recurrent.align import can_skip_align_postprocess as can_skip_align_postprocess
-from jaxkv._src.recurrent.deferred_counts import DeferredCounts as DeferredCounts
 from jaxkv._src.runtime.errors import BoundError as BoundError
 from jaxkv._src.runtime.errors import HostMemoryError as HostMemoryError
 from jaxkv._src.runtime.errors import PageIndexError as PageIndexError

@@ -21,8 +21,8 @@ from bench.harness import peak_bandwidth, timestamps
 from bench.harness.records import Results, arguments
 from bench.recurrent import steps
 from bench.recurrent.hybrid_models import DRAFTS, MAX_BYTES, MODELS, Model, scrambled
-from jaxkv import StateKind
 from jaxkv.metadata import BatchMetadata
+from jaxkv.recurrent import StateKind
 
 COLUMNS = 3  # the boundary's block, the running state's, and that of the accepted draft
 IDLE_CALLS = 64
@@ -71,7 +71,7 @@ class Case:
             states, counts = state
             counts = timestamps.stamp(counts, 0)
             for _ in range(self.calls):
-                states, counts = jaxkv.align_postprocess(
+                states, counts = jaxkv.recurrent.align_postprocess(
                     states, batch, counts, kinds=[self.kinds] * self.layers, num_drafts=drafts
                 )
             return states, timestamps.stamp(counts, 1)

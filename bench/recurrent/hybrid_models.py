@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv import StateKind
+from jaxkv.recurrent import StateKind
 
 DRAFTS = 3
 MAX_BYTES = {"cpu": 16 << 20, "gpu": 32 << 30}

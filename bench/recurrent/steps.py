@@ -31,8 +31,8 @@ import jaxkv
 from bench.harness import timing
 from bench.harness.records import Results
 from bench.recurrent.hybrid_models import DRAFTS, MAX_BYTES, MODELS, Model, scrambled
-from jaxkv import StateKind
 from jaxkv.metadata import BatchMetadata
+from jaxkv.recurrent import StateKind
 
 BLOCKING, PREDICATE, FUSED, COMBINED = "blocking", "predicate", "fused", "combined"
 WAYS = (BLOCKING, PREDICATE, FUSED, COMBINED)
@@ -70,11 +70,11 @@ def compute(x: Any, weight: Any, products: int) -> Any:
 @functools.partial(jax.jit, static_argnames=("products", "saves"), donate_argnames="states")
 def step(
     states: Any, rest: Rest, weight: Any, ids: Any, *, products: int, saves: bool
-) -> tuple[Any, Rest, Any, jaxkv.DeferredCounts]:
+) -> tuple[Any, Rest, Any, jaxkv.recurrent.DeferredCounts]:
     """Also returns int32[B] accepted tokens, and the same on their way to the host."""
     batch, kinds = rest.batch, [KINDS] * len(states)
     drafts = jnp.full(ids.shape, DRAFTS, jnp.int32)
-    states, _, columns = jaxkv.align_preprocess(
+    states, _, columns = jaxkv.recurrent.align_preprocess(
         states, batch, rest.counts, kinds=kinds, state_idx=rest.columns
     )
     x = jnp.ones((batch.max_num_tokens, weight.shape[0]), weight.dtype)
@@ -84,12 +84,12 @@ def step(
     sampled = jnp.asarray(ACCEPTED, jnp.int32)[(mixed + never) % len(ACCEPTED)]
     counts = sampled
     if saves:
-        states, counts = jaxkv.align_postprocess(
+        states, counts = jaxkv.recurrent.align_postprocess(
             states, batch, sampled, kinds=kinds, num_drafts=drafts
         )
-    deferred = jaxkv.DeferredCounts.start(sampled, step=rest.number, request_ids=ids)
+    deferred = jaxkv.recurrent.DeferredCounts.start(sampled, step=rest.number, request_ids=ids)
     query_lens = jnp.full(ids.shape, QUERY, jnp.int32)
-    batch = jaxkv.advance(batch, sampled, num_drafts=drafts, next_query_lens=query_lens)
+    batch = jaxkv.recurrent.advance(batch, sampled, num_drafts=drafts, next_query_lens=query_lens)
     return states, Rest(batch, counts, columns, rest.number + 1), sampled, deferred
 
 
@@ -97,7 +97,7 @@ def step(
 def save(states: Any, batch: BatchMetadata, sampled: Any) -> tuple[Any, Any]:
     """What `step` does where it saves, as a program of its own."""
     kinds, drafts = [KINDS] * len(states), jnp.full(sampled.shape, DRAFTS, jnp.int32)
-    return jaxkv.align_postprocess(states, batch, sampled, kinds=kinds, num_drafts=drafts)
+    return jaxkv.recurrent.align_postprocess(states, batch, sampled, kinds=kinds, num_drafts=drafts)
 
 
 @jax.jit
@@ -137,7 +137,7 @@ class Scheduler:
     def can_skip(self, in_flight: int) -> bool:
         """Of the step to come; those in flight accept 1 to QUERY tokens each, not yet known."""
         slack, rows = DRAFTS * in_flight, np.ones_like(self.computed)
-        return jaxkv.can_skip_align_postprocess(
+        return jaxkv.recurrent.can_skip_align_postprocess(
             self.computed + in_flight,
             (QUERY + slack) * rows,
             (DRAFTS + slack) * rows,
@@ -192,7 +192,7 @@ class Case:
     def round(self, way: str) -> Scheduler:
         """All steps once."""
         host, rest = Scheduler(self.model, self.computed), self.first
-        flying: deque[tuple[int, jaxkv.DeferredCounts]] = deque()
+        flying: deque[tuple[int, jaxkv.recurrent.DeferredCounts]] = deque()
 
         def land() -> None:
             number, deferred = flying.popleft()
@@ -220,7 +220,7 @@ class Case:
             land()
         return host
 
-    def issue(self, rest: Rest, *, saves: bool) -> tuple[Rest, Any, jaxkv.DeferredCounts]:
+    def issue(self, rest: Rest, *, saves: bool) -> tuple[Rest, Any, jaxkv.recurrent.DeferredCounts]:
         self.states, rest, sampled, deferred = step(
             self.states, rest, self.weight, self.ids_there, products=self.products, saves=saves
         )

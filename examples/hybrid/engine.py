@@ -1,11 +1,11 @@
 """The same steps in two loops: one that runs ahead of the host's knowledge, one that waits.
 
 What a step accepts, the device knows first. `run_ahead` leaves it there: the step makes the next
-step's batch itself (`jaxkv.advance`), and the host reads the counts while that one runs. It then
-knows where this step's rows begin, and thus whether any can have reached a block boundary; only
-then does it issue the program that saves states. `run_waiting` reads the counts after every step,
-makes every batch on the host and always saves. Both run the same compiled programs, and so must
-leave the same bits.
+step's batch itself (`jaxkv.recurrent.advance`), and the host reads the counts while that one runs.
+It then knows where this step's rows begin, and thus whether any can have reached a block boundary;
+only then does it issue the program that saves states. `run_waiting` reads the counts after every
+step, makes every batch on the host and always saves. Both run the same compiled programs, and so
+must leave the same bits.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Stepped(NamedTuple):
     tokens: Any  # int32[B, L], prompts, then what was generated and the drafts behind it
     rows: Rows  # of the next step, before states are saved
     sampled: Any  # int32[B], accepted tokens
-    deferred: jaxkv.DeferredCounts
+    deferred: jaxkv.recurrent.DeferredCounts
 
 
 def to_device(arrays: Any) -> Any:
@@ -75,7 +75,7 @@ def step(
 ) -> Stepped:
     """Computes the query tokens of all rows and, from what they accept, the next step's."""
     batch, drafts = rows.batch, rows.drafts
-    states, accepted, state_idx = jaxkv.align_preprocess(
+    states, accepted, state_idx = jaxkv.recurrent.align_preprocess(
         cache.states, batch, rows.accepted, kinds=config.kinds, state_idx=rows.state_idx
     )
     row = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)
@@ -105,8 +105,10 @@ def step(
     tokens = tokens.at[row[:, None], places].set(query, mode="drop")
 
     next_query_lens, next_drafts = plan(config, valid, requests)
-    next_batch = jaxkv.advance(batch, sampled, num_drafts=drafts, next_query_lens=next_query_lens)
-    deferred = jaxkv.DeferredCounts.start(sampled, step=number, request_ids=requests.ids)
+    next_batch = jaxkv.recurrent.advance(
+        batch, sampled, num_drafts=drafts, next_query_lens=next_query_lens
+    )
+    deferred = jaxkv.recurrent.DeferredCounts.start(sampled, step=number, request_ids=requests.ids)
     next_rows = Rows(next_batch, next_drafts, sampled, state_idx)
     return Stepped(cache, tokens, next_rows, sampled, deferred)
 
@@ -116,7 +118,7 @@ def save(
     config: Config, cache: Cache, batch: BatchMetadata, sampled: Any, drafts: Any
 ) -> tuple[Cache, Any]:
     """Keeps the states at block boundaries that the step reached; also the next step's counts."""
-    states, accepted = jaxkv.align_postprocess(
+    states, accepted = jaxkv.recurrent.align_postprocess(
         cache.states, batch, sampled, kinds=config.kinds, num_drafts=drafts
     )
     return cache._replace(states=states), accepted
@@ -201,7 +203,9 @@ def run_ahead(config: Config, params: Params, start: Start) -> Outcome:
             return run
         run.steps += 1
         batch, drafts_there, rows = rows.batch, rows.drafts, done.rows
-        if not jaxkv.can_skip_align_postprocess(run.valid, query_lens, drafts, config.block_size):
+        if not jaxkv.recurrent.can_skip_align_postprocess(
+            run.valid, query_lens, drafts, config.block_size
+        ):
             run.saves += 1
             run.cache, accepted = save(config, run.cache, batch, done.sampled, drafts_there)
             rows = rows._replace(accepted=accepted)

@@ -1,8 +1,8 @@
 """A small hybrid language model in plain JAX: Mamba2-style layers, with attention among them.
 
 One function serves prompts and verification of drafts: a step takes up to 1 + `drafts` tokens of
-each row, and leaves the recurrent states after each draft where `jaxkv.align_preprocess` and
-`jaxkv.align_postprocess` look for them.
+each row, and leaves the recurrent states after each draft where
+`jaxkv.recurrent.align_preprocess` and `jaxkv.recurrent.align_postprocess` look for them.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv import StateKind
 from jaxkv.metadata import BatchMetadata, num_computed_tokens, slot_mapping, token_positions
 from jaxkv.metadata.mamba import state_indices
+from jaxkv.recurrent import StateKind
 
 Params = dict[str, Any]
 

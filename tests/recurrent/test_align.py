@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv import StateKind
+from jaxkv.recurrent import StateKind
 from tests.util import recurrent_reference as reference
 from tests.util.recurrent_cases import (
     DS,
@@ -166,7 +166,9 @@ def test_donated_states_are_written_in_place():
     @functools.partial(jax.jit, donate_argnums=0)
     def step(states, batch, accepted, drafts):
         kinds = {"conv": SD, "temporal": TEMPORAL}  # a prefix of the states
-        return jaxkv.align_postprocess(states, batch, accepted, kinds=kinds, num_drafts=drafts)
+        return jaxkv.recurrent.align_postprocess(
+            states, batch, accepted, kinds=kinds, num_drafts=drafts
+        )
 
     arrays = {"conv": [jnp.array(states[0])], "temporal": [jnp.array(states[1])]}
     addresses = jax.tree.map(lambda array: array.unsafe_buffer_pointer(), arrays)
@@ -206,7 +208,9 @@ def test_shards_of_states():
     )
     def step(states, batch, accepted, drafts):
         kinds = [SD, TEMPORAL]
-        return jaxkv.align_postprocess(states, batch, accepted, kinds=kinds, num_drafts=drafts)
+        return jaxkv.recurrent.align_postprocess(
+            states, batch, accepted, kinds=kinds, num_drafts=drafts
+        )
 
     got, counts = step(states, batch_of(rows), accepted, rows.drafts.astype(np.int32))
     assert all(map(same_bits, got, want))
@@ -225,7 +229,9 @@ def test_split_states_outside_shard_map_are_refused(traced):
         jax.device_put(state, jax.NamedSharding(mesh, spec))
         for state, spec in zip(states, specs, strict=True)
     ]
-    call = functools.partial(jaxkv.align_preprocess, kinds=[SD, TEMPORAL], state_idx=accepted)
+    call = functools.partial(
+        jaxkv.recurrent.align_preprocess, kinds=[SD, TEMPORAL], state_idx=accepted
+    )
     with pytest.raises(ValueError, match=r"call this inside jax\.shard_map"):
         (jax.jit(call) if traced else call)(split, batch_of(rows), accepted)
 
@@ -238,7 +244,9 @@ def test_what_other_counts_make_of_replicated_states_is_not_replicated():
 
     def step(states, batch, accepted, drafts):
         kinds = [SD, TEMPORAL]
-        return jaxkv.align_postprocess(states, batch, accepted[0], kinds=kinds, num_drafts=drafts)
+        return jaxkv.recurrent.align_postprocess(
+            states, batch, accepted[0], kinds=kinds, num_drafts=drafts
+        )
 
     specs = (jax.P(), jax.P(), jax.P("x"), jax.P())
     args = states, batch_of(rows), np.stack([accepted, accepted]), rows.drafts.astype(np.int32)
@@ -334,4 +342,4 @@ def test_what_does_not_go_together_is_refused_while_tracing(change, message):
         "num_drafts": rows.drafts.astype(np.int32),
     }
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda: jaxkv.align_postprocess(**(call | change)))
+        jax.eval_shape(lambda: jaxkv.recurrent.align_postprocess(**(call | change)))

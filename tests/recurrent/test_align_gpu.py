@@ -30,7 +30,9 @@ SHAPES = ((6, 64), (40, 6), (512,))
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="kinds")
 def step(states, batch, accepted, drafts, kinds):
-    return jaxkv.align_postprocess(states, batch, accepted, kinds=[*kinds], num_drafts=drafts)
+    return jaxkv.recurrent.align_postprocess(
+        states, batch, accepted, kinds=[*kinds], num_drafts=drafts
+    )
 
 
 def test_replayed_calls_take_new_decisions():
@@ -58,7 +60,7 @@ def test_many_calls_of_one_program():
     @functools.partial(jax.jit, donate_argnums=0)
     def chain(states, batch, accepted, drafts):
         for _ in range(8):
-            states, accepted = jaxkv.align_postprocess(
+            states, accepted = jaxkv.recurrent.align_postprocess(
                 states, batch, accepted, kinds=[*KINDS], num_drafts=drafts
             )
         return states, accepted
@@ -129,7 +131,9 @@ def test_deferred_counts_do_not_hold_the_host():
 
     @jax.jit
     def slow_step(counts, step, ids, x):
-        return jaxkv.DeferredCounts.start(counts + slow_zero(x), step=step, request_ids=ids)
+        return jaxkv.recurrent.DeferredCounts.start(
+            counts + slow_zero(x), step=step, request_ids=ids
+        )
 
     x, ids = slow_input(), np.arange(8, dtype=np.int32)
     for number in range(4):

@@ -122,7 +122,7 @@ class Histories:
         self.forward(rows)
         sampled = np.where(rows.scheduled > 0, random_accepted(self.rng, rows), self.accepted)
         sampled = sampled.astype(np.int32)
-        skipped = jaxkv.can_skip_align_postprocess(
+        skipped = jaxkv.recurrent.can_skip_align_postprocess(
             rows.computed, rows.scheduled, rows.drafts, self.BLOCK
         )
         before = [state.copy() for state in self.states]

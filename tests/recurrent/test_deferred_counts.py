@@ -18,7 +18,7 @@ from tests.util.recurrent_cases import batch_of, random_accepted, random_rows
 def can_skip(requests, block_size) -> bool:
     """Of (computed, scheduled, drafts) for each request."""
     computed, scheduled, drafts = np.array(requests, np.int64).reshape(-1, 3).T
-    return jaxkv.can_skip_align_postprocess(computed, scheduled, drafts, block_size)
+    return jaxkv.recurrent.can_skip_align_postprocess(computed, scheduled, drafts, block_size)
 
 
 def test_can_skip_is_exact_for_one_request():
@@ -45,7 +45,7 @@ def start_counts(step, ids, counts):
 
     @jax.jit
     def run(step, ids, counts):
-        return jaxkv.DeferredCounts.start(counts, step=step, request_ids=ids)
+        return jaxkv.recurrent.DeferredCounts.start(counts, step=step, request_ids=ids)
 
     return run(np.int32(step), np.array(ids, np.int32), np.array(counts, np.int32))
 
@@ -89,10 +89,10 @@ OPERANDS = {"num_accepted": np.ones(2), "step": np.array(7), "request_ids": np.a
 @pytest.mark.parametrize("value", [2**32 + 5, -(2**31) - 1])
 def test_what_does_not_fit_int32_is_not_cut(name, value):
     given = {key: operand.astype(np.int64) for key, operand in OPERANDS.items()}
-    jaxkv.DeferredCounts.start(**given)
+    jaxkv.recurrent.DeferredCounts.start(**given)
     given[name][...] = value
     with pytest.raises(ValueError, match=rf"{name} must fit int32, got {value} \.\. {value}"):
-        jaxkv.DeferredCounts.start(**given)
+        jaxkv.recurrent.DeferredCounts.start(**given)
 
 
 @pytest.mark.parametrize("name", ["num_accepted", "num_drafts", "next_query_lens"])
@@ -100,7 +100,7 @@ def test_advance_does_not_cut_what_does_not_fit_int32(name):
     _, batch, accepted, query_lens = next_call(np.random.default_rng(0))
     counts = {"num_drafts": accepted, "next_query_lens": query_lens, "num_accepted": accepted}
     with pytest.raises(ValueError, match=f"{name} must fit int32, got 4294967297"):
-        jaxkv.advance(batch, **counts | {name: np.full(10, 2**32 + 1)})
+        jaxkv.recurrent.advance(batch, **counts | {name: np.full(10, 2**32 + 1)})
 
 
 @pytest.mark.parametrize("donated", [False, True])
@@ -137,8 +137,10 @@ class OfAGpu:
 
 def test_counts_in_memory_of_a_device_are_not_read():
     with pytest.raises(ValueError, match="memory of kind 'device', which the host cannot read"):
-        jaxkv.DeferredCounts(OfAGpu("device")).read(step=7, request_ids=[30])
-    moved = jaxkv.DeferredCounts(jax.device_put(np.array([7, 30, 4], np.int32), jax.devices()[0]))
+        jaxkv.recurrent.DeferredCounts(OfAGpu("device")).read(step=7, request_ids=[30])
+    moved = jaxkv.recurrent.DeferredCounts(
+        jax.device_put(np.array([7, 30, 4], np.int32), jax.devices()[0])
+    )
     if jax.default_backend() == "cpu":
         assert moved.read(step=7, request_ids=[30]).tolist() == [4]
     else:
@@ -152,7 +154,7 @@ def test_counts_in_memory_of_a_device_are_not_read():
 
 @jax.jit
 def next_step(batch, accepted, drafts, query_lens):
-    batch = jaxkv.advance(batch, accepted, num_drafts=drafts, next_query_lens=query_lens)
+    batch = jaxkv.recurrent.advance(batch, accepted, num_drafts=drafts, next_query_lens=query_lens)
     positions = token_positions(batch)
     return batch, positions, slot_mapping(batch, positions)
 
@@ -216,7 +218,9 @@ def test_the_last_token_that_there_is_room_for(rows, used):
 
     @jax.jit
     def step(query_lens):
-        after = jaxkv.advance(batch, ones, num_drafts=0 * ones, next_query_lens=query_lens)
+        after = jaxkv.recurrent.advance(
+            batch, ones, num_drafts=0 * ones, next_query_lens=query_lens
+        )
         return getattr(after, used)
 
     jaxkv.check_errors(step(ones))

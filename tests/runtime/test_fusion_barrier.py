@@ -148,7 +148,9 @@ def test_states_that_are_layers_of_a_stack():
         def layer(_, state):
             kinds = [TEMPORAL]
             options = {"kinds": kinds, "num_drafts": drafts}
-            return None, jaxkv.align_postprocess([state], batch, accepted, **options)[0][0]
+            return None, jaxkv.recurrent.align_postprocess([state], batch, accepted, **options)[0][
+                0
+            ]
 
         return jax.lax.scan(layer, None, stack)[1]
 
@@ -181,7 +183,9 @@ def aligned(states, rows):
     drafts = rows.drafts.astype(np.int32)
     kinds = [TEMPORAL]
     batch = batch_of(rows)
-    return jaxkv.align_postprocess([states], batch, accepted, kinds=kinds, num_drafts=drafts)[0]
+    return jaxkv.recurrent.align_postprocess(
+        [states], batch, accepted, kinds=kinds, num_drafts=drafts
+    )[0]
 
 
 def started(dst, src, direction):

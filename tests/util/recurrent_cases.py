@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 
 import jaxkv
-from jaxkv import StateKind
 from jaxkv.metadata import BatchMetadata
+from jaxkv.recurrent import StateKind
 from tests.util.recurrent_reference import Rows
 
 SD, DS, TEMPORAL = StateKind.CONV_SD, StateKind.CONV_DS, StateKind.TEMPORAL
@@ -45,12 +45,16 @@ def batch_of(rows: Rows) -> BatchMetadata:
 
 @functools.partial(jax.jit, static_argnames="kinds")
 def post(states, batch, accepted, drafts, kinds):
-    return jaxkv.align_postprocess(states, batch, accepted, kinds=[*kinds], num_drafts=drafts)
+    return jaxkv.recurrent.align_postprocess(
+        states, batch, accepted, kinds=[*kinds], num_drafts=drafts
+    )
 
 
 @functools.partial(jax.jit, static_argnames="kinds")
 def pre(states, batch, accepted, state_idx, kinds):
-    return jaxkv.align_preprocess(states, batch, accepted, kinds=[*kinds], state_idx=state_idx)
+    return jaxkv.recurrent.align_preprocess(
+        states, batch, accepted, kinds=[*kinds], state_idx=state_idx
+    )
 
 
 def same_bits(got, want) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxkv import StateKind
+from jaxkv.recurrent import StateKind
 
 NULL_BLOCK = 0
 
