@@ -29,8 +29,7 @@ from jaxkv._src.transfer.api import load_pages, store_pages, swap_blocks
 from jaxkv._src.transfer.async_copy import start_load, start_store
 from jaxkv._src.transfer.async_handles import LoadHandle, StoreHandle
 from jaxkv._src.transfer.ids import HostIds
-
-__version__ = "0.1.0"
+from jaxkv._src.version import __version__ as __version__
 
 __all__ = [
     "BoundError",

@@ -1,4 +1,4 @@
-"""`SymmetricMemory.all_reduce`, XLA's psum and PyTorch's all-reduces: `python -m
+"""`jaxkv.all_reduce`, XLA's psum and PyTorch's all-reduces: `python -m
 bench.collectives.all_reduce`.
 
 Messages of bfloat16, 1 KiB to 64 MiB on each device, at 2, 4 and 8 devices, as many as there are;

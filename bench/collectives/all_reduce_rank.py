@@ -155,13 +155,13 @@ class Bench:
     def reduce(self, x: Any, way: str) -> Any:
         if way == PSUM or self.memory is None:
             return jax.lax.psum(x, AXIS)
-        return self.memory.all_reduce(x, AXIS, implementation=None if way == CHOSEN else way)
+        return jaxkv.all_reduce(self.memory, x, AXIS, implementation=None if way == CHOSEN else way)
 
     def algorithm(self, num_bytes: int, way: str) -> str:
         if way != CHOSEN or self.memory is None:
             return way
         message = jax.ShapeDtypeStruct((num_bytes // 2,), jnp.bfloat16)
-        told = jaxkv.explain(self.memory.all_reduce, message, AXIS)
+        told = jaxkv.explain(jaxkv.all_reduce, self.memory, message, AXIS)
         return told.partition(": ")[2].split(" ")[0]
 
     def states(self, num_bytes: int) -> tuple[dict[str, Any], np.ndarray]:
@@ -250,7 +250,7 @@ class Bench:
             for program, traced in zip(here, profiled(here), strict=True):
                 _tell({**program.answer(), **traced})
             if self.memory:
-                self.memory.check()
+                self.memory.check_errors()
         if self.memory:
             self.memory.close()
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+import jaxkv
 from jaxkv._src.collectives.all_reduce import DTYPES
 from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
 from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
@@ -78,10 +79,10 @@ def program(mesh: jax.sharding.Mesh, calls: Sequence[Call]) -> Callable[..., tup
         after = jnp.minimum(wrong, 0)  # zero; a round begins when the one before has ended
         for number, (memory, algorithm, dtype, size) in enumerate(calls):
             x = operand(size, rank, seed + number) + late(delays[rank, number]) + after
-            got = memory.all_reduce(x.astype(dtype), AXIS, implementation=algorithm)
+            got = jaxkv.all_reduce(memory, x.astype(dtype), AXIS, implementation=algorithm)
             want = sum(operand(size, r, seed + number) for r in ranks)
             wrong += (got.astype(jnp.float32) != want).sum(dtype=jnp.int32)
-        over = calls[0].memory.all_reduce(over, AXIS, implementation="one_shot")
+        over = jaxkv.all_reduce(calls[0].memory, over, AXIS, implementation="one_shot")
         return wrong + jnp.minimum(over, 0).astype(jnp.int32), over
 
     rows, everywhere = PartitionSpec(AXIS), PartitionSpec()
@@ -125,8 +126,8 @@ def soak(mesh: jax.sharding.Mesh, seconds: float, *, max_bytes: int, seed: int =
             if largest(running.popleft()[2]) > 0:  # the same in all processes
                 break
         sums += sum(checked(calls, wrong) for calls, wrong, _ in running)
-        large.check()
-        small.check()
+        large.check_errors()
+        small.check_errors()
     return sums
 
 

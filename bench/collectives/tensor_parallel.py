@@ -3,7 +3,7 @@
 A stack of layers with Qwen3-8B's shapes (bf16, seeded weights), sharded over 2, 4 and 8 devices of
 one process: heads and the feed-forward's columns are divided, so that each layer has two
 all-reduces of `[batch, hidden]`. Attention reads a short KV cache. The same step is timed with
-`SymmetricMemory.all_reduce`, with `jax.lax.psum`, and without any sum: what an all-reduce that
+`jaxkv.all_reduce`, with `jax.lax.psum`, and without any sum: what an all-reduce that
 costs nothing would leave, which gives wrong results and bounds what can be won. The three take
 turns; calls follow each other, as in an engine that does not wait, each donated the activations
 that the one before left, in chains that are long enough to hide how long the first of them takes to
@@ -163,16 +163,16 @@ def measure(results: Results, stack: Stack, batches: Sequence[int]) -> None:
     most = max(batches) * model.hidden * 2
     with jaxkv.SymmetricMemory.create(stack.mesh, AXIS, max_bytes=most) as memory:
         reductions: dict[str, Callable[[Any], Any]] = {
-            OURS: lambda x: memory.all_reduce(x, AXIS),
+            OURS: lambda x: jaxkv.all_reduce(memory, x, AXIS),
             PSUM: lambda x: jax.lax.psum(x, AXIS),
             NOTHING: lambda x: x,
         }
         steps = {name: stack.step(reduce) for name, reduce in reductions.items()}
         for batch in batches:
             message = jax.ShapeDtypeStruct((batch, model.hidden), jnp.bfloat16)
-            chosen = jaxkv.explain(memory.all_reduce, message, AXIS)
+            chosen = jaxkv.explain(jaxkv.all_reduce, memory, message, AXIS)
             seconds = seconds_of(stack, steps, batch)
-            memory.check()
+            memory.check_errors()
             record(results, stack, batch, seconds)
             print(f"{' ' * 8}{chosen}", flush=True)
 

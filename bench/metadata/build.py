@@ -103,12 +103,14 @@ BUILDERS = {
         )
     ),
     "tree": Builder(functools.partial(metadata.tree.build, bias=TREE)),
-    "cascade": Builder(functools.partial(metadata.cascade_metadata, num_common_blocks=16)),
+    "cascade": Builder(functools.partial(metadata.cascade.build, num_common_blocks=16)),
     "fast_prefill": Builder(
-        lambda batch: metadata.fast_prefill(batch, metadata.logits_indices(batch), batch.num_reqs)
+        lambda batch: metadata.kv_sharing.build(
+            batch, metadata.logits_indices(batch), batch.num_reqs
+        )
     ),
     "local_attention": Builder(
-        functools.partial(metadata.local_attention_batches, chunk_size=CHUNK),
+        functools.partial(metadata.local_attention.build, chunk_size=CHUNK),
         functools.partial(host_baseline.local_attention, chunk=CHUNK),
     ),
 }

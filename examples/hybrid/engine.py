@@ -1,11 +1,11 @@
 """The same steps in two loops: one that runs ahead of the host's knowledge, one that waits.
 
 What a step accepts, the device knows first. `run_ahead` leaves it there: the step makes the next
-step's batch itself (`advance` of `jaxkv.recurrent`), and the host reads the counts while that one
-runs. It then knows where this step's rows begin, and thus whether any can have reached a block
-boundary; only then does it issue the program that saves states. `run_waiting` reads the counts
-after every step, makes every batch on the host and always saves. Both run the same compiled
-programs, and so must leave the same bits.
+step's batch itself (`jaxkv.recurrent.advance`), and the host reads the counts while that one runs.
+It then knows where this step's rows begin, and thus whether any can have reached a block boundary;
+only then does it issue the program that saves states. `run_waiting` reads the counts after every
+step, makes every batch on the host and always saves. Both run the same compiled programs, and so
+must leave the same bits.
 """
 
 import dataclasses

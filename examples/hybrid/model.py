@@ -1,8 +1,8 @@
 """A small hybrid language model in plain JAX: Mamba2-style layers, with attention among them.
 
 One function serves prompts and verification of drafts: a step takes up to 1 + `drafts` tokens of
-each row, and leaves the recurrent states after each draft where `align_preprocess` and
-`align_postprocess` of `jaxkv.recurrent` look for them.
+each row, and leaves the recurrent states after each draft where
+`jaxkv.recurrent.align_preprocess` and `jaxkv.recurrent.align_postprocess` look for them.
 """
 
 import dataclasses

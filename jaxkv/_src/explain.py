@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxkv._src.collectives import all_reduce
-from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
 from jaxkv._src.transfer.dispatch import Selection, select_implementation
 from jaxkv._src.transfer.resolve import _OPERATIONS, resolve
 
@@ -26,8 +25,6 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
     """
     if operation is all_reduce.all_reduce:
         return all_reduce.explain(*args, **options)
-    if isinstance(memory := getattr(operation, "__self__", None), SymmetricMemory):
-        return all_reduce.explain(memory, *args, **options)
     lines = [selection.text for selection in selections_of(operation, *args, **options)]
     return "\n".join(lines) or f"{operation.__name__}: nothing to copy"
 
@@ -36,7 +33,8 @@ def selections_of(operation: Callable[..., Any], *args: Any, **options: Any) -> 
     """What `operation(*args, **options)` takes for each of its copies; arguments as `explain`'s."""
     name = getattr(operation, "__name__", operation)
     if name not in _OPERATIONS:
-        raise ValueError(f"operation must be one of {', '.join(_OPERATIONS)}, got {name!r}")
+        known = ", ".join((*_OPERATIONS, "all_reduce"))
+        raise ValueError(f"operation must be one of {known}, got {name!r}")
     given = inspect.signature(operation).bind(*args, **options).arguments
     source_ids, destination_ids = (given.pop(argument) for argument in _OPERATIONS[name][0])
     layers, implementation = given.pop("layers", None), given.pop("implementation", None)

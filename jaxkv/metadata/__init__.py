@@ -1,16 +1,16 @@
 """Attention metadata with static shapes, computed on the device: one module a backend."""
 
+from jaxkv.metadata import cascade as cascade
 from jaxkv.metadata import flashinfer as flashinfer
 from jaxkv.metadata import flex as flex
+from jaxkv.metadata import kv_sharing as kv_sharing
+from jaxkv.metadata import local_attention as local_attention
 from jaxkv.metadata import mamba as mamba
+from jaxkv.metadata import prefix_lm as prefix_lm
 from jaxkv.metadata import ragged_paged as ragged_paged
 from jaxkv.metadata import tree as tree
 from jaxkv.metadata import triton as triton
 from jaxkv.metadata import turboquant as turboquant
-from jaxkv.metadata.cascade import Cascade as Cascade
-from jaxkv.metadata.cascade import cascade_metadata as cascade_metadata
-from jaxkv.metadata.cascade import common_prefix_blocks as common_prefix_blocks
-from jaxkv.metadata.cascade import use_cascade as use_cascade
 from jaxkv.metadata.common import BatchMetadata as BatchMetadata
 from jaxkv.metadata.common import Split as Split
 from jaxkv.metadata.common import dcp_local_seq_lens as dcp_local_seq_lens
@@ -21,13 +21,6 @@ from jaxkv.metadata.common import split_decodes_and_prefills as split_decodes_an
 from jaxkv.metadata.common import token_positions as token_positions
 from jaxkv.metadata.common import token_to_request as token_to_request
 from jaxkv.metadata.common import unique_first_occurrence as unique_first_occurrence
-from jaxkv.metadata.kv_sharing import FastPrefill as FastPrefill
-from jaxkv.metadata.kv_sharing import fast_prefill as fast_prefill
-from jaxkv.metadata.local_attention import LocalAttention as LocalAttention
-from jaxkv.metadata.local_attention import local_attention_batches as local_attention_batches
-from jaxkv.metadata.prefix_lm import Feature as Feature
-from jaxkv.metadata.prefix_lm import prefix_ranges as prefix_ranges
-from jaxkv.metadata.prefix_lm import query_ranges as query_ranges
 from jaxkv.metadata.schedule import reorder_batch as reorder_batch
 from jaxkv.metadata.schedule import seq_lens_upper_bound as seq_lens_upper_bound
 from jaxkv.metadata.schedule import split_prefill_chunks as split_prefill_chunks

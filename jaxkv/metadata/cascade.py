@@ -98,7 +98,7 @@ class Cascade:
     suffix: BatchMetadata
 
 
-def cascade_metadata(batch: BatchMetadata, num_common_blocks: Any) -> Cascade:
+def build(batch: BatchMetadata, num_common_blocks: Any) -> Cascade:
     """Both levels of cascade attention over one batch.
 
     Args:

@@ -35,7 +35,7 @@ class FastPrefill:
     num_logits_indices: Any
 
 
-def fast_prefill(batch: BatchMetadata, logits_indices: Any, num_logits: Any) -> FastPrefill:
+def build(batch: BatchMetadata, logits_indices: Any, num_logits: Any) -> FastPrefill:
     """The batch cut down to the tokens whose logits are wanted.
 
     vLLM leaves a batch of one token a row as it is; as each of them has its logits, it also comes

@@ -57,7 +57,7 @@ class LocalAttention:
         )
 
 
-def local_attention_batches(batch: BatchMetadata, chunk_size: int) -> LocalAttention:
+def build(batch: BatchMetadata, chunk_size: int) -> LocalAttention:
     """The batch of all pieces into which chunks of the context cut the queries.
 
     A row without query tokens has no piece (vLLM gives it one without tokens, which no query uses).

@@ -109,7 +109,7 @@ def _embed_ranges(request: int, feature: Feature) -> list[tuple[int, int]]:
     return list(zip(feature.offset + first, feature.offset + behind - 1, strict=True))
 
 
-def query_ranges(batch: BatchMetadata, ranges: Any) -> Any:
+def build(batch: BatchMetadata, ranges: Any) -> Any:
     """The range that holds each query token.
 
     Args:

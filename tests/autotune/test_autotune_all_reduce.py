@@ -1,5 +1,6 @@
 """`python -m jaxkv.tune --all-reduce`: verifies before it times; rules follow from the times."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -63,14 +64,15 @@ def test_all_that_serve_are_measured(cell, monkeypatch):
 
 @pytest.mark.parametrize("dtype", all_reduce.DTYPES)
 def test_wrong_sums_are_not_timed(cell, dtype, monkeypatch):
-    right = jaxkv.SymmetricMemory.all_reduce
+    right = jaxkv.all_reduce
 
-    def wrong(self, x, axis_name, *, implementation):
-        summed = right(self, x, axis_name, implementation=implementation)
+    @functools.wraps(right)
+    def wrong(memory, x, axis_name, *, implementation):
+        summed = right(memory, x, axis_name, implementation=implementation)
         return summed.at[..., -1].add(2) if implementation == "one_shot" else summed
 
     timed = mock.Mock(return_value=1.0)
-    monkeypatch.setattr(jaxkv.SymmetricMemory, "all_reduce", wrong)
+    monkeypatch.setattr(jaxkv, "all_reduce", wrong)
     monkeypatch.setattr(measurement, "seconds_per_step", timed)
     with pytest.raises(RuntimeError, match=r"1024 bytes of .*: one_shot gave wrong sums"):
         all_reduce.measure(cell._replace(dtype=dtype))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jaxkv
 from jaxkv._src.collectives.symmetric_memory import LOW_LATENCY_BYTES
 from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
 from tests.util.ranks import (
@@ -41,7 +42,7 @@ def tiled_memories():
     made = {n: memory_of(n, max_bytes=MAX_BYTES, way=TILED) for n in worlds}
     yield made
     for memory in made.values():
-        memory.check()
+        memory.check_errors()
         memory.close()
 
 
@@ -171,7 +172,8 @@ def test_slices_that_begin_inside_of_words(memories, algorithm):
 
     def step(x):
         return [
-            memory.all_reduce(row, AXIS, implementation=algorithm) for row in (x[0], x[1], x[2:])
+            jaxkv.all_reduce(memory, row, AXIS, implementation=algorithm)
+            for row in (x[0], x[1], x[2:])
         ]
 
     x = operand(2, (5, 333), "bfloat16")
@@ -187,9 +189,9 @@ def test_pytrees_and_several_calls_of_several_memories(memories):
     memory = memories[2]
 
     def step(x):
-        a = memory.all_reduce({"a": x, "b": (x * 2, x[:3])}, AXIS)
-        b = other.all_reduce(x * 3, AXIS)
-        c = memory.all_reduce(x * 4, AXIS, implementation="two_shot")
+        a = jaxkv.all_reduce(memory, {"a": x, "b": (x * 2, x[:3])}, AXIS)
+        b = jaxkv.all_reduce(other, x * 3, AXIS)
+        c = jaxkv.all_reduce(memory, x * 4, AXIS, implementation="two_shot")
         return a, b, c
 
     x = operand(2, (100,), "float32")
@@ -208,7 +210,7 @@ def test_in_a_scan(memories, algorithm):
 
     def step(x):
         def body(carry, i):
-            total = memory.all_reduce(carry + i, AXIS, implementation=algorithm)
+            total = jaxkv.all_reduce(memory, carry + i, AXIS, implementation=algorithm)
             return carry, total
 
         return jax.lax.scan(body, x, jnp.arange(20, dtype=x.dtype))[1]
@@ -223,7 +225,7 @@ def test_vmap_and_inner_jit(memories):
 
     @jax.jit
     def inner(row):
-        return memory.all_reduce(row, AXIS), memory.all_reduce(row * 2, AXIS)
+        return jaxkv.all_reduce(memory, row, AXIS), jaxkv.all_reduce(memory, row * 2, AXIS)
 
     x = operand(2, (5, 7), "float32")
     for body in (jax.vmap(inner), inner):
@@ -240,7 +242,7 @@ def test_rows_of_a_vmap_go_in_one_call(memories, rows_axis):
     x = operand(2, (rows, columns), "float32")
 
     def step(x, implementation=None):
-        reduce = partial(memory.all_reduce, axis_name=AXIS, implementation=implementation)
+        reduce = partial(jaxkv.all_reduce, memory, axis_name=AXIS, implementation=implementation)
         return jax.vmap(reduce, in_axes=rows_axis)(x if rows_axis == 0 else x.T)
 
     assert_sums(on_ranks(memory, step)(x), x)
@@ -256,7 +258,7 @@ def test_rows_of_a_vmap_go_in_one_call(memories, rows_axis):
 def test_empty_arrays_are_the_same_on_all_devices(memories):
     memory = memories[2]
     step = jax.shard_map(
-        lambda x: memory.all_reduce(x[:, :0], AXIS),
+        lambda x: jaxkv.all_reduce(memory, x[:, :0], AXIS),
         mesh=memory.mesh, in_specs=jax.P(AXIS), out_specs=jax.P(),
     )  # fmt: skip
     assert jax.jit(step)(operand(2, (3,), "float32")).shape == (1, 0)
@@ -272,7 +274,7 @@ def test_derivatives_are_those_of_psum(memories, check_vma):
         value, forward = jax.jvp(step, (x,), (tangent,))
         return value, forward, jax.grad(lambda x: step(x).sum())(x)
 
-    ours = derivatives(lambda x: memory.all_reduce(x, AXIS))
+    ours = derivatives(lambda x: jaxkv.all_reduce(memory, x, AXIS))
     theirs = derivatives(lambda x: jax.lax.psum(x, AXIS))
     for got, want in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5)
@@ -291,7 +293,7 @@ def test_derivatives_are_those_of_psum(memories, check_vma):
 def test_calls_of_a_step_are_ordered_by_data(memories, transform):
     """Each takes a result of the one before, although their own operands do not depend on it."""
     memory = memories[2]
-    all_reduce = partial(memory.all_reduce, axis_name=AXIS, implementation="low_latency")
+    all_reduce = partial(jaxkv.all_reduce, memory, axis_name=AXIS, implementation="low_latency")
 
     def body(x):  # of the results only products are kept
         return [jnp.sin(all_reduce(x + i)) * 2 for i in range(4)]
@@ -320,7 +322,7 @@ def delayed(memory, way):
 
     def step(x, late_rank):
         x = late(x, late_rank)
-        return memory.all_reduce(x, AXIS, implementation=implementation_of(way))
+        return jaxkv.all_reduce(memory, x, AXIS, implementation=implementation_of(way))
 
     return on_ranks(memory, step)
 

@@ -79,7 +79,7 @@ def test_explain(use_table):
     use_table("low_latency")
     x = {"a": np.ones(3, np.float32), "b": np.ones(3, np.int32)}
     with memory_of(2) as memory:
-        first, second = jaxkv.explain(memory.all_reduce, x, AXIS).splitlines()
+        first, second = jaxkv.explain(jaxkv.all_reduce, memory, x, AXIS).splitlines()
     assert first == "all_reduce of float32[3]: low_latency (best by low_latency.json)"
     assert second.startswith("all_reduce of int32[3]: psum (low_latency is best by ")
     assert second.endswith("but its dtype must be one of bfloat16, float16, float32, got int32)")
@@ -88,9 +88,9 @@ def test_explain(use_table):
 @pytest.mark.parametrize("x", [1.0, np.float64(1), np.zeros((), np.float32)], ids=repr)
 def test_explain_takes_what_all_reduce_takes(memories, x):
     memory = memories[2]
-    text = jaxkv.explain(memory.all_reduce, x, AXIS)
+    text = jaxkv.explain(jaxkv.all_reduce, memory, x, AXIS)
     assert text.startswith("all_reduce of float32[]: ")
-    step = on_ranks(memory, lambda y: y + memory.all_reduce(x, AXIS))
+    step = on_ranks(memory, lambda y: y + jaxkv.all_reduce(memory, x, AXIS))
     assert (np.asarray(step(np.zeros(2))) == 2 * x).all()
 
 
@@ -99,10 +99,10 @@ def test_a_memory_keeps_its_table(use_table):
     use_table("low_latency")
     with memory_of(2) as memory:
         use_table("two_shot")
-        text = jaxkv.explain(memory.all_reduce, np.ones(3, np.float32), AXIS)
+        text = jaxkv.explain(jaxkv.all_reduce, memory, np.ones(3, np.float32), AXIS)
         assert "low_latency (best by low_latency.json)" in text
     with memory_of(2) as memory:
-        text = jaxkv.explain(memory.all_reduce, np.ones(3, np.float32), AXIS)
+        text = jaxkv.explain(jaxkv.all_reduce, memory, np.ones(3, np.float32), AXIS)
         assert "two_shot (best by two_shot.json)" in text
 
 
@@ -122,9 +122,9 @@ def test_what_is_wrong_is_said_while_tracing(memories):
     with pytest.raises(NotImplementedError, match=r"'one_shot' does not serve.*got int32"):
         sums(memory, "one_shot")(x.astype(np.int32))
     with pytest.raises(ValueError, match=r"axis_name must be 'tp'.*got 'dp'"):
-        on_ranks(memory, lambda x: memory.all_reduce(x, "dp"))(x)
+        on_ranks(memory, lambda x: jaxkv.all_reduce(memory, x, "dp"))(x)
     with pytest.raises(ValueError, match=r"mesh \{'tp': 2\}, got none"):
-        memory.all_reduce(x, AXIS)
+        jaxkv.all_reduce(memory, x, AXIS)
 
 
 def test_another_mesh_is_refused(memories):
@@ -132,7 +132,7 @@ def test_another_mesh_is_refused(memories):
         pytest.skip("needs 4 devices")
     x = operand(4, (4,), "float32")
     with pytest.raises(ValueError, match=r"mesh \{'tp': 2\}, got \{'tp': 4\}"):
-        on_ranks(memories[4], lambda x: memories[2].all_reduce(x, AXIS))(x)
+        on_ranks(memories[4], lambda x: jaxkv.all_reduce(memories[2], x, AXIS))(x)
 
 
 def test_another_order_of_devices_is_refused():
@@ -146,7 +146,7 @@ def test_another_order_of_devices_is_refused():
 
     def step(mesh):
         spec = jax.P("dp", AXIS)
-        body = lambda x: memory.all_reduce(x, AXIS, implementation="one_shot")  # noqa: E731
+        body = lambda x: jaxkv.all_reduce(memory, x, AXIS, implementation="one_shot")  # noqa: E731
         return jax.jit(
             jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         )

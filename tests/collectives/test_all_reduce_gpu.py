@@ -35,7 +35,7 @@ def chain(memory, way):
 
     def step(x):
         for i in range(CALLS):
-            x = memory.all_reduce(x, AXIS, implementation=implementation_of(way)) / world + i
+            x = jaxkv.all_reduce(memory, x, AXIS, implementation=implementation_of(way)) / world + i
         return x
 
     return on_ranks(memory, step)
@@ -55,7 +55,7 @@ def test_replays_see_new_operands(world, way, n):
         for round_ in range(ROUNDS):
             x = operand(world, (n,), "float32", round_)
             assert np.array_equal(np.asarray(step(x)), expected(x)), round_
-        memory.check()
+        memory.check_errors()
     with pytest.raises(jax.errors.JaxRuntimeError, match="SymmetricMemory was closed"):
         jax.block_until_ready(step(x))
 
@@ -79,7 +79,9 @@ def test_a_replayed_step_and_others_take_turns(way):
 def test_large_messages(world, dtype, num_bytes):
     with memory_of(world, max_bytes=64 << 20) as memory:
         x = operand(world, (num_bytes // np.dtype(jax.numpy.dtype(dtype)).itemsize,), dtype)
-        reduce = on_ranks(memory, lambda x: memory.all_reduce(x, AXIS, implementation="two_shot"))
+        reduce = on_ranks(
+            memory, lambda x: jaxkv.all_reduce(memory, x, AXIS, implementation="two_shot")
+        )
         for _ in range(3):
             assert_sums(reduce(x), x)
 

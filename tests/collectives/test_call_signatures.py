@@ -9,6 +9,7 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+import jaxkv
 from tests.util.ranks import AXIS, assert_sums, memory_of, on_ranks, operand, sums
 
 pytestmark = pytest.mark.multigpu
@@ -20,7 +21,7 @@ X = operand(2, (8,), "float32")
 def memory():
     with memory_of(2) as memory:
         yield memory
-        memory.check()
+        memory.check_errors()
 
 
 def signatures(memory, body) -> list[int]:
@@ -30,14 +31,14 @@ def signatures(memory, body) -> list[int]:
 
 def test_lowered_again_a_program_has_the_same(memory):
     def body(x):
-        return memory.all_reduce(memory.all_reduce(x, AXIS) * 2, AXIS)
+        return jaxkv.all_reduce(memory, jaxkv.all_reduce(memory, x, AXIS) * 2, AXIS)
 
     first, second = signatures(memory, body)
     assert 0 < first < 2**52 and 0 < second < 2**52 and first != second
     assert signatures(memory, body) == [first, second]
     with memory_of(2) as other:  # has another number, which is no part of it
-        assert signatures(memory, lambda x: other.all_reduce(x, AXIS)) == signatures(
-            memory, lambda x: memory.all_reduce(x, AXIS)
+        assert signatures(memory, lambda x: jaxkv.all_reduce(other, x, AXIS)) == signatures(
+            memory, lambda x: jaxkv.all_reduce(memory, x, AXIS)
         )
 
 
@@ -53,7 +54,7 @@ def test_a_program_that_is_lowered_within_another_does_not_end_it(memory):
     mlir.register_lowering(inner, lower)
 
     def body(factor):
-        return lambda x: inner.bind(memory.all_reduce(x, AXIS)) * factor
+        return lambda x: inner.bind(jaxkv.all_reduce(memory, x, AXIS)) * factor
 
     twice = signatures(memory, body(2))
     assert twice == signatures(memory, body(2)) != signatures(memory, body(3))
@@ -83,5 +84,5 @@ def test_threads_of_one_process_may_run_programs_at_once(world):
             thread.start()
         for thread in threads:
             thread.join()
-        memory.check()
+        memory.check_errors()
     assert not wrong

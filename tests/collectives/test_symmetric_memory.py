@@ -54,7 +54,7 @@ def test_arguments():
         assert (np.asarray(sums(memory, "one_shot")(X)) == X.sum(0)).all()
     with jaxkv.SymmetricMemory.create(mesh, AXIS, timeout_s=1e9) as memory:
         assert (np.asarray(sums(memory, "one_shot")(X)) == X.sum(0)).all()
-        memory.check()
+        memory.check_errors()
 
 
 @pytest.mark.parametrize("world", WORLD_SIZES)
@@ -77,7 +77,7 @@ def test_groups_add_up_by_themselves():
     for axis, name in enumerate(mesh.axis_names):
         with jaxkv.SymmetricMemory.create(mesh, name, max_bytes=4096) as memory:
             step = jax.shard_map(
-                lambda x, m=memory, n=name: m.all_reduce(x, n),
+                lambda x, m=memory, n=name: jaxkv.all_reduce(m, x, n),
                 mesh=mesh,
                 in_specs=spec,
                 out_specs=spec,
@@ -94,7 +94,7 @@ def test_calls_of_several_memories_are_ordered_by_data():
 
         def step(x):
             return [
-                memory.all_reduce(x + i, AXIS, implementation="one_shot")
+                jaxkv.all_reduce(memory, x + i, AXIS, implementation="one_shot")
                 for i, memory in enumerate(memories)
             ]
 
@@ -203,7 +203,7 @@ def run_without(memory, missing: int, algorithm: str):
         return jax.lax.cond(
             jax.lax.axis_index(AXIS) == missing,
             lambda x: x,
-            lambda x: memory.all_reduce(x, AXIS, implementation=algorithm),
+            lambda x: jaxkv.all_reduce(memory, x, AXIS, implementation=algorithm),
             x,
         )
 
@@ -220,7 +220,7 @@ def test_a_rank_that_does_not_come_is_named(algorithm):
         memory.preset(41)
         good = sums(memory, algorithm)
         good(X)
-        memory.check()
+        memory.check_errors()
         begin = time.monotonic()
         outcome = run_without(memory, 1, algorithm)
         assert time.monotonic() - begin > 0.3
@@ -229,7 +229,7 @@ def test_a_rank_that_does_not_come_is_named(algorithm):
         else:  # the kernel can't raise
             assert np.isnan(outcome[0]).all()
         with pytest.raises(jaxkv.PeerTimeoutError) as raised:
-            memory.check()
+            memory.check_errors()
         error = raised.value
         told = {  # a barrier, or a word of so many
             "low_latency": ("low_latency", 1, 0),
@@ -266,7 +266,7 @@ def run_differently(memory, *calls):
 
     def branch(x, call):
         for _ in range(call.get("times", 1)):
-            x = memory.all_reduce(x, AXIS, implementation=call["algorithm"])
+            x = jaxkv.all_reduce(memory, x, AXIS, implementation=call["algorithm"])
         return x.astype(np.float32).sum()
 
     def step(x, y):
@@ -301,7 +301,7 @@ def test_calls_that_differ_are_named(mine, theirs):
         if not ON_CPU:  # the kernel can't raise
             assert np.isnan(outcome).all()
         with pytest.raises(jaxkv.PeerTimeoutError) as raised:
-            memory.check()
+            memory.check_errors()
     error = raised.value
     assert error.phase == "mismatch"
     texts = [f"{c['algorithm']} of {c['dtype']}[{c['size']}], all_reduce" for c in calls]
@@ -326,7 +326,7 @@ def test_an_executable_that_outlives_the_memory_fails():
     with pytest.raises(jax.errors.JaxRuntimeError, match="SymmetricMemory was closed"):
         jax.block_until_ready(step(X))
     with pytest.raises(RuntimeError, match="SymmetricMemory was closed"):
-        memory.check()
+        memory.check_errors()
     with pytest.raises(RuntimeError, match="SymmetricMemory was closed"):
         sums(memory)(X)
     memory.close()

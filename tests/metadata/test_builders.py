@@ -37,12 +37,12 @@ BUILDERS: dict[str, Callable[[metadata.BatchMetadata], Any]] = {
         batch, is_prefilling=batch.query_lens > 1, mode="all", chunk_size=4
     ),
     "tree": partial(metadata.tree.build, bias=metadata.tree.tree_attn_bias([(0,), (0, 0)])),
-    "local_attention": partial(metadata.local_attention_batches, chunk_size=8),
-    "cascade": partial(metadata.cascade_metadata, num_common_blocks=1),
-    "fast_prefill": lambda batch: metadata.fast_prefill(
+    "local_attention": partial(metadata.local_attention.build, chunk_size=8),
+    "cascade": partial(metadata.cascade.build, num_common_blocks=1),
+    "kv_sharing": lambda batch: metadata.kv_sharing.build(
         batch, metadata.logits_indices(batch), batch.num_reqs
     ),
-    "query_ranges": lambda batch: metadata.query_ranges(
+    "prefix_lm": lambda batch: metadata.prefix_lm.build(
         batch, jnp.zeros((batch.max_num_reqs, 2, 2), jnp.int32)
     ),
 }
@@ -81,8 +81,8 @@ def test_ranges_may_be_closed_over():
     def build():
         flex = metadata.flex.build(batch, num_blocks=num_blocks_of(FEW), mm_prefix_range=ranges)
         tokens = jnp.arange(batch.max_num_tokens)
-        local = metadata.local_attention_batches(batch, 8).gather(batch.block_table)
-        return metadata.query_ranges(batch, ranges), flex.mask(tokens, tokens), local
+        local = metadata.local_attention.build(batch, 8).gather(batch.block_table)
+        return metadata.prefix_lm.build(batch, ranges), flex.mask(tokens, tokens), local
 
     assert [x.shape[0] for x in build()][:2] == [batch.max_num_tokens] * 2
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxkv.metadata import common
-from jaxkv.metadata.cascade import cascade_metadata, common_prefix_blocks, use_cascade
+from jaxkv.metadata import cascade, common
+from jaxkv.metadata.cascade import common_prefix_blocks, use_cascade
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
 from tests.util.batches import Case, assert_same, cases, every_batch
 
@@ -18,9 +18,9 @@ from tests.util.batches import Case, assert_same, cases, every_batch
 @functools.cache
 def compiled():
     def build(batch: BatchMetadata, num_common_blocks):
-        cascade = cascade_metadata(batch, num_common_blocks)
-        suffix = cascade.suffix
-        return cascade, common.slot_mapping(suffix, common.token_positions(suffix))
+        levels = cascade.build(batch, num_common_blocks)
+        suffix = levels.suffix
+        return levels, common.slot_mapping(suffix, common.token_positions(suffix))
 
     return jax.jit(build)
 
@@ -33,8 +33,8 @@ def test_cascade_metadata(case: Case, seed: int):
     computed = [s - q for q, s in zip(case.query_lens, case.seq_lens, strict=True)]
     most = min(computed, default=0) // b.block_size
     n = most if rng.random() < 0.5 else int(rng.integers(0, most + 1))
-    cascade, slots = compiled()(batch, np.int32(n))
-    prefix, suffix = cascade.prefix, cascade.suffix
+    levels, slots = compiled()(batch, np.int32(n))
+    prefix, suffix = levels.prefix, levels.suffix
 
     assert_same(prefix.query_start_loc, [0, case.num_tokens])
     assert_same(prefix.seq_lens, [n * b.block_size])
@@ -66,10 +66,10 @@ def test_more_common_blocks_than_columns_are_refused(num_common_blocks):
     batch = BatchMetadata.from_host(
         [1], [16], [[1, 2, 3, 4]], max_num_reqs=1, max_num_tokens=1, max_blocks=4, block_size=4
     )
-    assert cascade_metadata(batch, 4).prefix.seq_lens.tolist() == [16]
+    assert cascade.build(batch, 4).prefix.seq_lens.tolist() == [16]
     message = rf"num_common_blocks={num_common_blocks} is outside \[0, 4\]"
     with pytest.raises(ValueError, match=message):
-        cascade_metadata(batch, num_common_blocks)
+        cascade.build(batch, num_common_blocks)
 
 
 @pytest.mark.parametrize(

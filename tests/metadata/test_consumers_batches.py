@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from jaxkv import metadata
 from jaxkv.metadata import BatchMetadata
-from jaxkv.metadata.cascade import common_prefix_blocks
 from tests.util.attention_reference import Problem, attend_pages, merge, written
 from tests.util.batches import FEW, ONE, Case, cases
 
@@ -30,7 +29,7 @@ def rows_and_seen(batch: BatchMetadata) -> tuple[Any, Any]:
 @jax.jit
 def through_local_batches(batch, queries, new, cache):
     cache = written(cache, new, metadata.slot_mapping(batch, metadata.token_positions(batch)))
-    local = metadata.local_attention_batches(batch, CHUNK).batch
+    local = metadata.local_attention.build(batch, CHUNK).batch
     row, seen = rows_and_seen(local)
     return attend_pages(queries, cache, local.block_table[row], seen)[0]
 
@@ -46,7 +45,7 @@ def test_local_attention(case: Case):
 @jax.jit
 def through_cascade(batch, queries, new, cache, num_common_blocks):
     cache = written(cache, new, metadata.slot_mapping(batch, metadata.token_positions(batch)))
-    levels = metadata.cascade_metadata(batch, num_common_blocks)
+    levels = metadata.cascade.build(batch, num_common_blocks)
     tokens = jnp.zeros(batch.max_num_tokens, jnp.int32)
     prefix = levels.prefix.block_table[tokens], levels.prefix.seq_lens[tokens]
     row, seen = rows_and_seen(levels.suffix)
@@ -59,7 +58,7 @@ def through_cascade(batch, queries, new, cache, num_common_blocks):
 def test_cascade(case: Case, num_shared: int):
     computed = np.subtract(case.seq_lens, case.query_lens)
     size = case.bounds.block_size
-    blocks = common_prefix_blocks(num_shared, computed, size)
+    blocks = metadata.cascade.common_prefix_blocks(num_shared, computed, size)
     shared = case.tables[0][:blocks]
     case = dataclasses.replace(case, tables=[shared + table[blocks:] for table in case.tables])
     problem = Problem.random(case)
@@ -73,7 +72,9 @@ def test_cascade(case: Case, num_shared: int):
 def last_tokens(batch, queries, new, cache, max_tokens):
     """Attention of each row's last token alone, where all the row's tokens were written."""
     cache = written(cache, new, metadata.slot_mapping(batch, metadata.token_positions(batch)))
-    cut = metadata.fast_prefill(batch, metadata.logits_indices(batch)[:max_tokens], batch.num_reqs)
+    cut = metadata.kv_sharing.build(
+        batch, metadata.logits_indices(batch)[:max_tokens], batch.num_reqs
+    )
     row, seen = rows_and_seen(cut.batch)
     pages = cut.batch.block_table[row]
     return attend_pages(queries[cut.logits_indices_padded], cache, pages, seen)[0]

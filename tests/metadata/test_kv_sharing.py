@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxkv.metadata import common
+from jaxkv.metadata import common, kv_sharing
 from jaxkv.metadata.common import BatchMetadata
-from jaxkv.metadata.kv_sharing import fast_prefill
 from tests.util.batches import Case, assert_same, cases, every_batch
 
 
 @functools.cache
 def compiled():
-    return jax.jit(fast_prefill)
+    return jax.jit(kv_sharing.build)
 
 
 @every_batch
@@ -60,7 +59,7 @@ def batch_of(query: list[int]) -> BatchMetadata:
 
 
 def test_by_hand():
-    got = fast_prefill(batch_of([15, 5, 8]), jnp.array([14, 18, 19, 27, 0, 0], jnp.int32), 4)
+    got = kv_sharing.build(batch_of([15, 5, 8]), jnp.array([14, 18, 19, 27, 0, 0], jnp.int32), 4)
     assert_same(got.batch.query_start_loc, [0, 1, 3, 4, 4])
     assert_same(got.batch.query_lens, [1, 2, 1, 0])
     assert_same(got.batch.num_tokens, 4)
@@ -70,7 +69,7 @@ def test_by_hand():
 
 def test_decodes_come_back_as_they_are():
     batch = batch_of([1, 1, 1])
-    got = fast_prefill(batch, common.logits_indices(batch), batch.num_reqs)
+    got = kv_sharing.build(batch, common.logits_indices(batch), batch.num_reqs)
     assert_same(got.batch.query_start_loc, batch.query_start_loc)
     assert_same(got.batch.num_tokens, batch.num_tokens)
 
@@ -80,4 +79,4 @@ def test_refuses(shape):
     with pytest.raises(
         ValueError, match=r"logits_indices must be int32\[N\] with N >= 1, got shape"
     ):
-        fast_prefill(batch_of([1]), jnp.zeros(shape, jnp.int32), 0)
+        kv_sharing.build(batch_of([1]), jnp.zeros(shape, jnp.int32), 0)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxkv.metadata import local_attention
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
-from jaxkv.metadata.local_attention import local_attention_batches, max_pieces
+from jaxkv.metadata.local_attention import max_pieces
 from tests.util.batches import FEW, ONE, Bounds, Case, assert_same, cases, every_batch
 
 
@@ -44,7 +45,7 @@ def blocks_by_hand(pieces: list[Piece], table: np.ndarray, rows: int, width: int
 @functools.cache
 def compiled(chunk_blocks: int):
     def build(batch: BatchMetadata, other):
-        local = local_attention_batches(batch, chunk_blocks * batch.block_size)
+        local = local_attention.build(batch, chunk_blocks * batch.block_size)
         return local, local.gather(other)
 
     return jax.jit(build)
@@ -109,7 +110,7 @@ def test_by_hand(query, seq, chunk, block, width, q, k, table):
         query, seq, blocks,
         max_num_reqs=len(query), max_num_tokens=sum(query), max_blocks=width, block_size=block,
     )  # fmt: skip
-    local = local_attention_batches(batch, chunk).batch
+    local = local_attention.build(batch, chunk).batch
     assert local.num_reqs == len(q)
     assert_same(local.query_lens[: len(q)], q)
     assert_same(local.seq_lens[: len(q)], k)
@@ -137,7 +138,7 @@ def test_full_batch_of_decodes():
 
 @pytest.mark.parametrize("shape", [(2, 6), (6, 6), (5,)])
 def test_another_table_must_be_of_the_same_requests(shape):
-    local = local_attention_batches(Case([1], [1], [[1]], FEW).batch(), FEW.block_size)
+    local = local_attention.build(Case([1], [1], [[1]], FEW).batch(), FEW.block_size)
     local.gather(np.zeros((5, 9), np.int32))
     with pytest.raises(ValueError, match=r"block_table must be \[5 rows, blocks\], got \("):
         jax.jit(local.gather)(np.zeros(shape, np.int32))
@@ -148,4 +149,4 @@ def test_chunk_size_must_be_of_blocks(bounds):
     batch = Case([1], [1], [[1]], bounds).batch()
     for chunk_size in (0, -bounds.block_size, bounds.block_size + 1):
         with pytest.raises(ValueError, match=f"chunk_size={chunk_size} tokens must be a positive"):
-            local_attention_batches(batch, chunk_size)
+            local_attention.build(batch, chunk_size)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxkv.metadata import flex, triton
+from jaxkv.metadata import flex, prefix_lm, triton
 from jaxkv.metadata.common import BatchMetadata
-from jaxkv.metadata.prefix_lm import Feature, prefix_ranges, query_ranges
+from jaxkv.metadata.prefix_lm import Feature, prefix_ranges
 from tests.util.batches import Case, assert_same, cases, every_batch
 
 MAX_RANGES = 6
@@ -18,7 +18,7 @@ MAX_RANGES = 6
 
 @functools.cache
 def compiled():
-    return jax.jit(query_ranges)
+    return jax.jit(prefix_lm.build)
 
 
 def random_features(rng: np.random.Generator, seq_len: int) -> list[Feature]:
@@ -98,7 +98,9 @@ def test_by_hand():
     )  # fmt: skip
     # Request 0 computes positions 4 to 7, request 2 positions 0 to 3, of which 3 is alone.
     no = (-1, -1)
-    assert_same(query_ranges(batch, ranges), [(2, 4), no, no, no, no, (0, 1), (0, 1), no, no, no])
+    assert_same(
+        prefix_lm.build(batch, ranges), [(2, 4), no, no, no, no, (0, 1), (0, 1), no, no, no]
+    )
 
 
 def test_sliding_window_leaves_out_longer_ranges():
@@ -112,12 +114,12 @@ def test_no_ranges_at_all():
         [2], [2], [[1]], max_num_reqs=1, max_num_tokens=3, max_blocks=1, block_size=2
     )
     ranges = prefix_ranges([[]], max_num_reqs=1, max_ranges=0)
-    assert_same(query_ranges(batch, ranges), [(-1, -1)] * 3)
+    assert_same(prefix_lm.build(batch, ranges), [(-1, -1)] * 3)
 
 
 HEADS = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 READERS = {
-    "query_ranges": query_ranges,
+    "prefix_lm": prefix_lm.build,
     "flex": lambda batch, ranges: flex.build(batch, num_blocks=9, mm_prefix_range=ranges),
     "triton": lambda batch, ranges: triton.build(batch, **HEADS, mm_prefix_range=ranges),
 }

@@ -91,7 +91,7 @@ def sums_are_exact(order: list[int]) -> None:
         _ranks_are_added_in_the_order_of_the_mesh(memory)
         _late_ranks_are_waited_for(memory)
         _epochs_wrap(memory)
-        memory.check()
+        memory.check_errors()
     _two_memories_and_one_that_takes_the_place_of_another(mesh)
     if jax.process_count() == 4:
         _some_processes_do_without_the_others(order)
@@ -123,7 +123,7 @@ def _late_ranks_are_waited_for(memory: Any) -> None:
     world = memory.world_size
 
     def one_shot(x: Any, late_rank: Any) -> Any:
-        return memory.all_reduce(late(x, late_rank), AXIS, implementation="one_shot")
+        return jaxkv.all_reduce(memory, late(x, late_rank), AXIS, implementation="one_shot")
 
     step = on_ranks(memory, one_shot)
     for round_ in range(2 * world):
@@ -146,9 +146,9 @@ def _two_memories_and_one_that_takes_the_place_of_another(mesh: jax.sharding.Mes
         with create(mesh, max_bytes=512) as second:
 
             def both(x: Any) -> Any:
-                a = first.all_reduce(x, AXIS, implementation="two_shot")
-                b = second.all_reduce(x[:100] * 2, AXIS, implementation="one_shot")
-                return a, b, first.all_reduce(x * 3, AXIS, implementation="low_latency")
+                a = jaxkv.all_reduce(first, x, AXIS, implementation="two_shot")
+                b = jaxkv.all_reduce(second, x[:100] * 2, AXIS, implementation="one_shot")
+                return a, b, jaxkv.all_reduce(first, x * 3, AXIS, implementation="low_latency")
 
             for round_ in range(5):
                 x = operand(mesh.size, 1000, seed=round_)
@@ -182,7 +182,7 @@ def groups_add_up_by_themselves(order: list[int]) -> None:
         with jaxkv.SymmetricMemory.create(mesh, name, max_bytes=4096) as memory:
 
             def step(x: Any, memory: Any = memory, name: str = name) -> Any:
-                return memory.all_reduce(x, name, implementation="one_shot")
+                return jaxkv.all_reduce(memory, x, name, implementation="one_shot")
 
             step = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
             got = jax.jit(step)(spread(memory, x, spec))
@@ -273,7 +273,7 @@ def all_ranks_give_up_together(order: list[int]) -> None:
 
         def without_rank_0(x: Any) -> Any:
             def call(x: Any) -> Any:
-                return memory.all_reduce(x, AXIS, implementation="one_shot")
+                return jaxkv.all_reduce(memory, x, AXIS, implementation="one_shot")
 
             return jax.lax.cond(jax.lax.axis_index(AXIS) == 0, lambda x: x, call, x)
 
@@ -289,7 +289,7 @@ def all_ranks_give_up_together(order: list[int]) -> None:
         assert time.monotonic() - begin < 1.5 * timeout_s
         expected = "rank 1 stopped, because rank [23] gave up" if late else "in vain for rank 0"
         with raises(jaxkv.PeerTimeoutError, expected) as caught:
-            memory.check()
+            memory.check_errors()
         error = caught[0]
         assert isinstance(error, jaxkv.PeerTimeoutError)
         assert (error.phase == "aborted") == late
@@ -323,7 +323,7 @@ def a_process_is_killed(order: list[int]) -> str:
     memory = create(mesh, timeout_s=timeout_s)
 
     def each_algorithm(x: Any) -> list[Any]:
-        return [memory.all_reduce(x, AXIS, implementation=algorithm) for algorithm in NATIVE]
+        return [jaxkv.all_reduce(memory, x, AXIS, implementation=algorithm) for algorithm in NATIVE]
 
     x = operand(mesh.size, 1000)
     rows = spread(memory, x)
@@ -336,7 +336,7 @@ def a_process_is_killed(order: list[int]) -> str:
     while going_on:
         try:
             sums_of_step = jax.block_until_ready(step(rows))
-            memory.check()
+            memory.check_errors()
         except (jaxkv.PeerTimeoutError, *FROM_HANDLER):
             going_on = False
         else:
@@ -345,7 +345,7 @@ def a_process_is_killed(order: list[int]) -> str:
                 assert_sums(y, x)
     assert time.monotonic() - last_good < timeout_s + 4
     with raises(jaxkv.PeerTimeoutError) as caught:
-        memory.check()
+        memory.check_errors()
     error = caught[0]
     assert isinstance(error, jaxkv.PeerTimeoutError)
     assert mesh.devices[error.rank].process_index == ME

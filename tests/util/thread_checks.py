@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxkv
 from tests.util.process_checks import FROM_HANDLER, ME, create, here, mesh_of, operand, spread
 from tests.util.ranks import AXIS, on_ranks
 
@@ -88,7 +89,9 @@ def _run_threads(
 
 
 def _program(memory: Any, algorithm: str, factor: int) -> Any:
-    return on_ranks(memory, lambda x: memory.all_reduce(x, AXIS, implementation=algorithm) * factor)
+    return on_ranks(
+        memory, lambda x: jaxkv.all_reduce(memory, x, AXIS, implementation=algorithm) * factor
+    )
 
 
 def signatures(order: list[int]) -> list[list[int]]:
@@ -100,7 +103,7 @@ def signatures(order: list[int]) -> list[list[int]]:
             stack.enter_context(create(jax.sharding.Mesh(np.array(mine), (AXIS,))))
         memory = stack.enter_context(create(mesh))
         reduce = [
-            lambda x, name=name: memory.all_reduce(x, AXIS, implementation=name)
+            lambda x, name=name: jaxkv.all_reduce(memory, x, AXIS, implementation=name)
             for name in ("low_latency", "one_shot")
         ]
 

@@ -1,4 +1,4 @@
-"""Measures the algorithms of `SymmetricMemory.all_reduce`: `python -m jaxkv.tune --all-reduce`.
+"""Measures the algorithms of `jaxkv.all_reduce`: `python -m jaxkv.tune --all-reduce`.
 
 Writes a table for this device kind (`all_reduce_table` says what one is), for each number of
 devices that the machine has; for others the packaged rules stay. What is timed is a jitted chain of
@@ -101,7 +101,7 @@ def measure(cell: Cell) -> Seconds:
             continue
         step, calls = _chain(memory, cell, algorithm)
         summed = step(jnp.copy(operand))  # which it takes
-        memory.check(summed)
+        memory.check_errors(summed)
         if not (summed == expected).all():
             raise RuntimeError(f"{cell}: {algorithm} gave wrong sums")
         found[algorithm] = measurement.seconds_per_step(step, summed) / calls
@@ -113,7 +113,7 @@ def serves(memory: SymmetricMemory, dtype: str, algorithm: str, num_bytes: int) 
     count = num_bytes // jnp.dtype(dtype).itemsize
     message = jax.ShapeDtypeStruct((count,), dtype)
     try:
-        jaxkv.explain(memory.all_reduce, message, AXIS, implementation=algorithm)
+        jaxkv.explain(jaxkv.all_reduce, memory, message, AXIS, implementation=algorithm)
     except NotImplementedError:
         return False
     return True
@@ -134,7 +134,7 @@ def _chain(
 
     @jax.jit
     def mean(x: Any) -> Any:
-        return memory.all_reduce(x, AXIS, implementation=algorithm) / cell.world_size
+        return jaxkv.all_reduce(memory, x, AXIS, implementation=algorithm) / cell.world_size
 
     def chain(x: Any) -> Any:
         for _ in range(calls):

@@ -36,7 +36,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,11 +45,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxkv._src.collectives import call_signatures
+from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
 from jaxkv._src.runtime import native
 from jaxkv._src.runtime.lowering import when_lowered
-
-if TYPE_CHECKING:
-    from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
 from jaxkv._src.runtime.sharding import device_groups
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -95,7 +93,7 @@ def all_reduce(
     """
     _check_axis_name(memory, axis_name)
     _check_mesh(memory)
-    memory.check()
+    memory.check_errors()
     return jax.tree.map(
         functools.partial(_all_reduce_array, memory, implementation=implementation), x
     )
@@ -204,7 +202,7 @@ class _Call:
 def _all_reduce_array(memory: SymmetricMemory, x: Any, *, implementation: str | None) -> Any:
     x = jnp.asarray(x)
     name, _ = select_implementation(memory, x, implementation)
-    with jax.named_scope(f"jaxkv._src.collectives.all_reduce.{name}"):
+    with jax.named_scope(f"jaxkv.all_reduce.{name}"):
         if name == "psum" or x.size == 0:
             return jax.lax.psum(x, memory.axis_name)
         native.extension()

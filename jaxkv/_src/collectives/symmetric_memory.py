@@ -30,13 +30,12 @@ from typing import Any
 import jax
 import numpy as np
 
-import jaxkv
-from jaxkv._src.collectives.all_reduce import all_reduce
 from jaxkv._src.collectives.rendezvous import Rendezvous
 from jaxkv._src.runtime import native as runtime_native
 from jaxkv._src.runtime.errors import PeerTimeoutError
 from jaxkv._src.runtime.sharding import device_groups
 from jaxkv._src.tuning.all_reduce_table import VARIABLE, WORLD_SIZES, table_for
+from jaxkv._src.version import __version__
 
 WORD_BYTES = 16
 LINE_BYTES = 128  # which links carry at once
@@ -121,11 +120,7 @@ class SymmetricMemory:
         """
         return cls(mesh, axis_name, max_bytes, timeout_s)
 
-    def all_reduce(self, x: Any, axis_name: str, *, implementation: str | None = None) -> Any:
-        """`jax.lax.psum(x, axis_name)`, by `all_reduce`."""
-        return all_reduce(self, x, axis_name, implementation=implementation)
-
-    def check(self, *outputs: Any) -> None:
+    def check_errors(self, *outputs: Any) -> None:
         """Raises if a device waited in vain for a peer.
 
         Waits for nothing but `outputs`, so a step loop may call this every step. After an error the
@@ -210,7 +205,7 @@ class SymmetricMemory:
     def _arguments(self) -> dict[str, Any]:
         """What must be the same in all processes."""
         return {
-            "jaxkv.__version__": jaxkv.__version__,
+            "jaxkv.__version__": __version__,
             "jax.__version__": jax.__version__,  # signatures of calls are of what it lowers
             "devices": [device.id for device in self.mesh.devices.flat],
             "mesh": list(self.mesh.shape.items()),
