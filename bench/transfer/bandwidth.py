@@ -2,20 +2,17 @@
 
 Blocks of 512 B to 1 MiB, 1 to 100,000 of them, at random places without repetition, in both
 directions, by each implementation. GB/s is bytes of payload (1e9) over the wall clock of a chain of
-copies (bench/transfer/blocks.py), and the roof one contiguous copy. Copies of less than five
-milliseconds
-come 8 in a program; a row says so. "CPU time of the handlers" is what a copy takes between two
-stamps (bench/harness/timestamps.py); "call returns after" is when a call of the program is back in
-Python, the
-device being idle.
+copies (bench/transfer/blocks.py), and the peak one contiguous copy. Copies of less than five
+milliseconds come 8 in a program; a row says so. "CPU time of the handlers" is the time of a copy
+between two stamps (bench/harness/timestamps.py); "call returns after" is the time until a call of
+the program is back in Python, the device being idle.
 
 Peers, in the same run, between the same arrays and with the same ids (bench/harness/peers.py):
-CUDA's copy
-engine by one batch call, by one for each 1024 blocks, and by a loop of calls, submitted from C++ in
-a chain of their own without JAX; of the first two the faster counts. Where fewer than 10,000 blocks
-are copied, the time of a call decides and not the link; there the batch call is also made inside
-JAX, through an FFI call like ours ("in JAX"), and it is on that footing that we compare. And a
-Triton kernel with vLLM's parameters in a process of its own.
+CUDA's copy engine by one batch call, by one for each 1024 blocks, and by a loop of calls, submitted
+from C++ in a chain of their own without JAX; of the first two the faster counts. Below 10,000
+blocks the time of a call decides and not the link; there the batch call is also made inside JAX,
+through an FFI call like ours ("in JAX"), and the comparison is with that. And a Triton kernel with
+vLLM's parameters in a process of its own.
 
 A target takes the fastest of ours, where it does not say "as chosen".
 """
@@ -206,15 +203,13 @@ class Bench:
     def ways(self, block_bytes: int, many: bool) -> list[Method]:
         """Every implementation as it is and, for many blocks, with the SMs that targets name."""
         names = IMPLEMENTATIONS[self.platform]
-        force_implementation: list[int] = []
+        sm_counts: list[int] = []
         if many:
-            force_implementation = [12] if block_bytes < 8 * KIB else [4, 2]
+            sm_counts = [12] if block_bytes < 8 * KIB else [4, 2]
             if self.triton and ("load", block_bytes) in self.triton.bandwidth:
-                force_implementation = [12, *force_implementation]
+                sm_counts = list(dict.fromkeys([12, *sm_counts]))
         used = [name for name in names if name in SM_IMPLEMENTATIONS]
-        variants = [
-            Method(name, sms) for name in used for sms in dict.fromkeys(force_implementation)
-        ]
+        variants = [Method(name, num_sms) for name in used for num_sms in sm_counts]
         return [*map(Method, names), *variants]
 
     def timed(

@@ -12,17 +12,23 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
+import jaxkv
+
 from . import report
 from .checkpoint import load_checkpoint
-from .engine import Engine, Limits, serve
-from .model import Config, init_params
+from .engine import Engine, Limits, Turn, serve
+from .model import Config, Params, init_params
 from .tokenizer import ByteTokenizer, QwenTokenizer, Tokenizer
 
 TINY = Config(256, 256, 768, 4, 4, 2, 64)
 QWEN3_600M = Config(256, 1024, 3072, 28, 16, 8, 128)  # all but its vocabulary
+
+Conversations = dict[str, list[str]]
+Runs = dict[str, list[Turn]]
 
 
 def parse(argv: Sequence[str] | None, on_cpu: bool) -> argparse.Namespace:
@@ -58,7 +64,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def read_conversations(path: Path) -> dict[str, list[str]]:
+def read_conversations(path: Path) -> Conversations:
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         conversations = {line["id"]: line["turns"] for line in lines}
@@ -75,18 +81,20 @@ def show_progress(text: str) -> None:
         print(f"\r{text:<79}\r", end="", file=sys.stderr, flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    device = jax.devices()[0]
-    on_cpu = device.platform == "cpu"
-    args = parse(argv, on_cpu)
-    conversations = read_conversations(args.prompts)
-    tokenizer: Tokenizer = QwenTokenizer(args.model) if args.model else ByteTokenizer()
+def load_model(args: argparse.Namespace, on_cpu: bool) -> tuple[Config, Params]:
     if args.model:
-        config, params = load_checkpoint(args.model, args.dtype)
-    else:
-        config = TINY if on_cpu else QWEN3_600M
-        params = init_params(config, args.seed, args.dtype)
+        return load_checkpoint(args.model, args.dtype)
+    config = TINY if on_cpu else QWEN3_600M
+    return config, init_params(config, args.seed, args.dtype)
 
+
+def plan_runs(
+    args: argparse.Namespace,
+    conversations: Conversations,
+    tokenizer: Tokenizer,
+    on_cpu: bool,
+) -> tuple[Limits, dict[str, tuple[int, int]]]:
+    """Limits of all engines, and the HBM and host pages of each run."""
     page_size, chunk = (16, 64) if on_cpu else (64, 256)
     pages = []  # of each conversation, if no answer stops early
     for turns in conversations.values():
@@ -97,12 +105,61 @@ def main(argv: Sequence[str] | None = None) -> int:
     if few < max(pages):
         raise SystemExit(f"--num-hbm-pages: the longest conversation needs {max(pages)} pages")
     limits = Limits(page_size, 4, chunk, pages_per_turn=max(pages), pages_in_use=few)
-    sizes = {
+    return limits, {
         "offload": (few, args.num_host_pages or sum(pages)),
         "recompute": (few, 0),
         "all in HBM": (max(few, sum(pages)), 0),
     }
-    runs = {}
+
+
+class Comparison(NamedTuple):
+    """All runs, by name.
+
+    Attributes:
+      tokens_equal: whether the answers are those of run 'offload'.
+      compared: a row for each run, without first turns where there are others.
+      rounds: a row for each turn of the conversations.
+    """
+
+    tokens_equal: dict[str, bool]
+    compared: list[report.Row]
+    rounds: dict[str, list[report.Row]]
+
+
+def compare(runs: Runs, spec: jaxkv.KVCacheSpec) -> Comparison:
+    tokens = {name: [turn.answer for turn in turns] for name, turns in runs.items()}
+    equal = {name: tokens[name] == tokens["offload"] for name in runs}
+    compared = [
+        {"run": name}
+        | report.row([turn for turn in turns if turn.index] or turns, spec)
+        | {"same tokens": "yes" if equal[name] else "NO"}
+        for name, turns in runs.items()
+    ]
+    rounds = {name: report.rounds(turns, spec) for name, turns in runs.items()}
+    return Comparison(equal, compared, rounds)
+
+
+def answers(runs: Runs, spec: jaxkv.KVCacheSpec, tokenizer: Tokenizer) -> list[report.Row]:
+    """A row for each answer."""
+    return [
+        {"run": name, "conversation": turn.conversation, "turn": turn.index + 1}
+        | report.row([turn], spec)
+        | {"tokens": turn.answer, "text": tokenizer.decode(turn.answer)}
+        for name, turns in runs.items()
+        for turn in turns
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    device = jax.devices()[0]
+    on_cpu = device.platform == "cpu"
+    args = parse(argv, on_cpu)
+    conversations = read_conversations(args.prompts)
+    tokenizer: Tokenizer = QwenTokenizer(args.model) if args.model else ByteTokenizer()
+    config, params = load_model(args, on_cpu)
+    limits, sizes = plan_runs(args, conversations, tokenizer, on_cpu)
+
+    runs: Runs = {}
     for name, (num_hbm_pages, num_host_pages) in sizes.items():
         print(f"{name}: {num_hbm_pages} HBM pages, {num_host_pages} host pages", file=sys.stderr)
         engine = Engine(
@@ -111,47 +168,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine.warm_up()
         runs[name] = serve(engine, tokenizer, conversations, args.max_new_tokens, show_progress)
 
-    rounds = {name: report.rounds(turns, engine.spec) for name, turns in runs.items()}
-    tokens = {name: [turn.answer for turn in turns] for name, turns in runs.items()}
-    equal = {name: tokens[name] == tokens["offload"] for name in runs}
-    compared = [
-        {"run": name}
-        | report.row([turn for turn in turns if turn.index] or turns, engine.spec)
-        | {"same tokens": "yes" if equal[name] else "NO"}
-        for name, turns in runs.items()
-    ]
+    found = compare(runs, engine.spec)
     print(
         f"Prompt tokens of run 'offload' by where their keys and values were, {device.device_kind}"
     )
-    print(report.table(rounds["offload"]))
+    print(report.table(found.rounds["offload"]))
     print("\nAll runs, without first turns")
-    print(report.table(compared))
+    print(report.table(found.compared))
     print("TTFT: mean time from entering the batch, loads included, to a first token on the host")
     if args.plot:
-        report.plot(rounds, args.plot)
+        report.plot(found.rounds, args.plot)
     if args.json:
-        answers = [
-            {"run": name, "conversation": turn.conversation, "turn": turn.index + 1}
-            | report.row([turn], engine.spec)
-            | {"tokens": turn.answer, "text": tokenizer.decode(turn.answer)}
-            for name, turns in runs.items()
-            for turn in turns
-        ]
         summary = {
             "platform": device.platform,
             "device_kind": device.device_kind,
             "options": {name: str(value) for name, value in vars(args).items()},
             "pages": {name: {"hbm": hbm, "host": host} for name, (hbm, host) in sizes.items()},
-            "tokens_equal": equal,
-            "compared": compared,
-            "rounds": rounds,
-            "turns": answers,
+            **found._asdict(),
+            "turns": answers(runs, engine.spec, tokenizer),
         }
         args.json.write_text(json.dumps(summary, indent=1))
-    count = sum(map(len, tokens["offload"]))
-    verdict = "equal those" if all(equal.values()) else "DIFFER from those"
+    count = sum(len(turn.answer) for turn in runs["offload"])
+    all_equal = all(found.tokens_equal.values())
+    verdict = "equal those" if all_equal else "DIFFER from those"
     print(f"\nThe {count} tokens {verdict} of the runs without offload.")
-    return 0 if all(equal.values()) else 1
+    return 0 if all_equal else 1
 
 
 if __name__ == "__main__":

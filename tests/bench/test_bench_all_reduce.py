@@ -3,7 +3,6 @@ combine and hold to targets."""
 
 import functools
 import json
-import time
 
 import jax
 import jax.numpy as jnp
@@ -34,50 +33,6 @@ from bench.report import plots, tables
 from jaxkv._src.tuning import all_reduce_table
 
 pytestmark = pytest.mark.end_to_end
-
-PROGRAM = "tests.util.child_program"
-
-
-# --------------------------------------------------------------------------------------------------
-# Programs that may fail
-
-
-def test_what_programs_print_comes_back():
-    lines = [json.dumps({"a": 1}), "some library's word", "[3]", json.dumps({"a": 2}), '{"a":']
-    ran = processes.run(PROGRAM, [{"prints": lines}, {"prints": lines[:1]}], timeout_s=30)
-    assert ran == ([[{"a": 1}, {"a": 2}], [{"a": 1}]], None)
-
-
-def test_a_program_that_hangs_is_ended_and_what_it_said_counts():
-    start = time.monotonic()
-    ran = processes.run(PROGRAM, [{"prints": ['{"a": 1}'], "sleeps": 60}], timeout_s=2)
-    assert time.monotonic() - start < 30
-    assert ran.answers == [[{"a": 1}]]
-    assert ran.failure and ran.failure.startswith("not done after 2 s")
-
-
-def test_one_that_fails_ends_the_others_and_says_why(monkeypatch):
-    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
-    start = time.monotonic()
-    ran = processes.run(PROGRAM, [{"sleeps": 60}, {"raises": "no peer"}], timeout_s=60)
-    assert time.monotonic() - start < 30
-    assert ran.failure == "exit code 1: RuntimeError: no peer"
-
-
-def test_no_program_uses_multicast(monkeypatch):
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    monkeypatch.setenv("JAXKV_MULTICAST", "1")
-    seen = {}
-
-    def start(command, variables, output):
-        seen.update(variables)
-        raise StopIteration
-
-    monkeypatch.setattr(processes, "_start", start)
-    with pytest.raises(StopIteration):
-        processes.run(PROGRAM, [{}], timeout_s=1, environment={"XLA_FLAGS": "--a"})
-    assert seen["NCCL_NVLS_ENABLE"] == seen["JAXKV_MULTICAST"] == "0" and seen["XLA_FLAGS"] == "--a"
-
 
 # --------------------------------------------------------------------------------------------------
 # From a profile to seconds
@@ -237,7 +192,7 @@ def test_a_setting_that_fails_half_way_leaves_what_it_measured(monkeypatch, caps
         processes, "run", lambda *_, **__: processes.ProcessResult(ranks, "exit code 1")
     )
     bench = bench_with({})
-    bench._run_each(MANY, PROGRAM, {})
+    bench._run_each(MANY, "a program", {})
     assert bench.times == {(MANY, PSUM): {KIB: {ALONE: 2e-6, PAIR: 4e-6}}}
     assert [row.case for row in bench.results.rows] == [
         "2 devices, a process each: exit code 1",

@@ -29,19 +29,14 @@ def _interpreter() -> Any:
     return InterpretGPUParams()
 
 
-# ---------------------------------------------------------------------------------------------
-# Mosaic GPU: sm_90 and newer
-
-
 def _run_mosaic(job: Job, pairs: Any, sources: list[Any], destinations: list[Any]) -> list[Any]:
     ring = job.ring
     slots = ring.threads * ring.depth
 
     def jaxkv_copy_blocks(pairs: Any, parts: Any, *arrays: Any) -> None:
+        sides = arrays[: len(sources)], arrays[len(sources) :]
         pl.run_scoped(
-            functools.partial(
-                _copy_chunks, job, pairs, parts, arrays[: len(sources)], arrays[len(sources) :]
-            ),
+            lambda shared, loaded: _Warpgroup(job, pairs, parts, sides, shared, loaded).copy(),
             plgpu.SMEM((slots, ring.batch * ring.chunk_words), _WORD),
             plgpu.Barrier(num_arrivals=ring.batch, num_barriers=slots),
             collective_axes="thread",
@@ -81,16 +76,8 @@ class _Place(NamedTuple):
     block: Any
 
 
-def _copy_chunks(
-    job: Job,
-    pairs: Any,
-    parts: Any,
-    sources: Sequence[Any],
-    destinations: Sequence[Any],
-    shared: Any,
-    loaded: Any,
-) -> None:
-    """The kernel: of all batches of chunks, each warpgroup passes every `workers`-th through.
+class _Warpgroup:
+    """The kernel in one warpgroup, which passes every `workers`-th batch of chunks through.
 
     A batch is one part of `ring.batch` pairs. In turn t a warpgroup stores batch t - ahead, then
     starts to load batch t into the slot of batch t - depth. The `lag` batches that were stored
@@ -99,98 +86,118 @@ def _copy_chunks(
     Args:
       job: what is known while tracing.
       pairs, parts: int32 references: as for `copy_blocks_pallas`, and `job.parts()`.
-      sources, destinations: int32[blocks, block_words] references in global memory.
+      sides: the sources and the destinations, int32[blocks, block_words] references in global
+        memory.
       shared: int32[slots, batch * chunk_words] reference to shared memory.
       loaded: a barrier for each slot, which completes when its batch is there.
     """
-    ring, table = job.ring, job.parts()
-    depth, batch = ring.depth, ring.batch
-    ahead = depth - ring.lag
-    workers = job.num_sms * ring.threads
-    thread = lax.axis_index("thread")
-    worker = lax.axis_index("sm") * ring.threads + thread
-    last_pair = jnp.maximum(pairs[0] - 1, 0)
-    batches = _divide(pairs[0] + (batch - 1), batch)[0] * len(table)
-    turns, _ = _divide(batches - worker + (workers - 1), workers)
 
-    def block_of(side: int, pair: Any, first: Any, stride: Any) -> Any:
-        # The last batch may take the last pair again: the same bytes to the same place.
-        return first + stride * pairs[2 + side + 2 * jnp.minimum(pair, last_pair)]
+    def __init__(
+        self,
+        job: Job,
+        pairs: Any,
+        parts: Any,
+        sides: tuple[Sequence[Any], Sequence[Any]],
+        shared: Any,
+        loaded: Any,
+    ) -> None:
+        self.job, self.ring, self.table = job, job.ring, job.parts()
+        self.pairs, self.parts, self.sides = pairs, parts, sides
+        self.shared, self.loaded = shared, loaded
+        self.ahead = self.ring.depth - self.ring.lag
+        self.workers = job.num_sms * self.ring.threads
+        self.thread = lax.axis_index("thread")
+        self.worker = lax.axis_index("sm") * self.ring.threads + self.thread
+        self.last_pair = jnp.maximum(pairs[0] - 1, 0)
+        batch = self.ring.batch
+        self.batches = _divide(pairs[0] + (batch - 1), batch)[0] * len(self.table)
 
-    def locate(turn: Any, side: int) -> _Place:
+    def copy(self) -> None:
+        """All turns."""
+        turns, _ = _divide(self.batches - self.worker + (self.workers - 1), self.workers)
+        places = self._locate(jnp.int32(0), 0), self._locate(jnp.int32(-self.ahead), 1)
+        take_turn = functools.partial(self._take_turn, turns)
+        lax.fori_loop(jnp.int32(0), turns + self.ahead, take_turn, places)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _take_turn(self, turns: Any, turn: Any, places: Any) -> Any:
+        depth = self.ring.depth
+        # One turn early: a read of global memory takes as long as a turn.
+        next_places = self._locate(turn + 1, 0), self._locate(turn + 1 - self.ahead, 1)
+
+        @pl.when(turn >= self.ahead)
+        def _() -> None:
+            self._store(self.thread * depth + _divide(turn - self.ahead, depth)[1], places[1])
+
+        @pl.when(turn < turns)
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(self.ring.lag * self.ring.batch, wait_read_only=True)
+            self._load(self.thread * depth + _divide(turn, depth)[1], places[0])
+
+        return next_places
+
+    def _locate(self, turn: Any, side: int) -> _Place:
         """The batch of a turn on side 0, the source, or 1."""
         # Clipped, because places are found for turns that never come.
-        place = jnp.clip(turn * workers + worker, 0, jnp.maximum(batches - 1, 0))
-        group, part = _divide(place, len(table))
-
-        def field(column: int) -> Any:
-            values = table[:, column]
-            return values[0] if (values == values[0]).all() else parts[part, column]
-
+        place = turn * self.workers + self.worker
+        place = jnp.clip(place, 0, jnp.maximum(self.batches - 1, 0))
+        group, part = _divide(place, len(self.table))
         first, stride = np.int32(0), np.int32(1)
-        if side == job.strided_side:
-            first, stride = field(3), field(4)
-        pair = group * batch
-        block = block_of(side, pair, first, stride)
-        return _Place(field(side), field(2), first, stride, pair, block)
+        if side == self.job.strided_side:
+            first, stride = self._field(part, 3), self._field(part, 4)
+        pair = group * self.ring.batch
+        block = self._block_of(side, pair, first, stride)
+        return _Place(self._field(part, side), self._field(part, 2), first, stride, pair, block)
 
-    def each_chunk(side: int, place: _Place, use: Callable[[Any, Any], None]) -> None:
-        """Calls `use` with the chunks of a batch in global memory and their slices of the slot."""
+    def _field(self, part: Any, column: int) -> Any:
+        """A column of a part: a constant if it is the same in all of them."""
+        values = self.table[:, column]
+        return values[0] if (values == values[0]).all() else self.parts[part, column]
 
-        def in_array(array: Any, words: int) -> None:
-            def use_chunk(i: Any, block: Any) -> None:
-                use(array.at[block, pl.ds(place.start, words)], pl.ds(i * words, words))
+    def _block_of(self, side: int, pair: Any, first: Any, stride: Any) -> Any:
+        # The last batch may take the last pair again: the same bytes to the same place.
+        return first + stride * self.pairs[2 + side + 2 * jnp.minimum(pair, self.last_pair)]
 
-            def step(i: Any, block: Any) -> Any:
-                # Read one chunk early, as in `take_turn`.
-                following = block_of(side, place.pair + i + 1, place.first, place.stride)
-                use_chunk(i, block)
-                return following
-
-            if batch == 1:
-                use_chunk(0, place.block)
-            else:
-                lax.fori_loop(np.int32(0), np.int32(batch), step, place.block)
-
-        _with_ref(place.array, (sources, destinations)[side], job.chunk_words(side), in_array)
-
-    def load(slot: Any, place: _Place) -> None:
+    def _load(self, slot: Any, place: _Place) -> None:
         def copy(chunk: Any, piece: Any) -> None:
             plgpu.copy_gmem_to_smem(
                 chunk,
-                shared.at[slot, piece],
-                loaded.at[slot],
+                self.shared.at[slot, piece],
+                self.loaded.at[slot],
                 # Else Mosaic takes a tensor map for each array, and boxes of 256 words.
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 
-        each_chunk(0, place, copy)
+        self._each_chunk(0, place, copy)
 
-    def store(slot: Any, place: _Place) -> None:
+    def _store(self, slot: Any, place: _Place) -> None:
         def copy(chunk: Any, piece: Any) -> None:
-            plgpu.copy_smem_to_gmem(shared.at[slot, piece], chunk)
+            plgpu.copy_smem_to_gmem(self.shared.at[slot, piece], chunk)
 
-        plgpu.barrier_wait(loaded.at[slot])
-        each_chunk(1, place, copy)
+        plgpu.barrier_wait(self.loaded.at[slot])
+        self._each_chunk(1, place, copy)
 
-    def take_turn(turn: Any, places: Any) -> Any:
-        # One turn early: a read of global memory takes as long as a turn.
-        next_places = locate(turn + 1, 0), locate(turn + 1 - ahead, 1)
+    def _each_chunk(self, side: int, place: _Place, use: Callable[[Any, Any], None]) -> None:
+        """Calls `use` with the chunks of a batch in global memory and their slices of the slot."""
+        use_array = functools.partial(self._each_chunk_of_array, side, place, use)
+        _with_ref(place.array, self.sides[side], self.job.chunk_words(side), use_array)
 
-        @pl.when(turn >= ahead)
-        def _() -> None:
-            store(thread * depth + _divide(turn - ahead, depth)[1], places[1])
+    def _each_chunk_of_array(
+        self, side: int, place: _Place, use: Callable[[Any, Any], None], array: Any, words: int
+    ) -> None:
+        def use_chunk(i: Any, block: Any) -> None:
+            use(array.at[block, pl.ds(place.start, words)], pl.ds(i * words, words))
 
-        @pl.when(turn < turns)
-        def _() -> None:
-            plgpu.wait_smem_to_gmem(ring.lag * batch, wait_read_only=True)
-            load(thread * depth + _divide(turn, depth)[1], places[0])
+        def step(i: Any, block: Any) -> Any:
+            # Read one chunk early, as in `_take_turn`.
+            following = self._block_of(side, place.pair + i + 1, place.first, place.stride)
+            use_chunk(i, block)
+            return following
 
-        return next_places
-
-    places = locate(jnp.int32(0), 0), locate(jnp.int32(-ahead), 1)
-    lax.fori_loop(jnp.int32(0), turns + ahead, take_turn, places)
-    plgpu.wait_smem_to_gmem(0)
+        if self.ring.batch == 1:
+            use_chunk(0, place.block)
+        else:
+            lax.fori_loop(np.int32(0), np.int32(self.ring.batch), step, place.block)
 
 
 def _divide(number: Any, divisor: int) -> tuple[Any, Any]:

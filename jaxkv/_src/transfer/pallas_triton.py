@@ -43,7 +43,7 @@ def _run_triton(job: Job, pairs: Any, sources: list[Any], destinations: list[Any
 def _copy_tiles(
     job: Job, buffer: Buffer, pairs: Any, source: Any, _: Any, destination: Any
 ) -> None:
-    """The kernel for a buffer; references as for `_copy_chunks`."""
+    """The kernel for a buffer; references as for `_Warpgroup`."""
     from jax.experimental.pallas import triton
 
     words = buffer.block_words

@@ -1,0 +1,49 @@
+"""`bench.harness.processes`: answers and failures of the processes of a measurement."""
+
+import json
+import time
+
+import pytest
+
+from bench.harness import processes
+
+pytestmark = pytest.mark.end_to_end
+
+PROGRAM = "tests.util.child_program"
+
+
+def test_what_programs_print_comes_back():
+    lines = [json.dumps({"a": 1}), "some library's word", "[3]", json.dumps({"a": 2}), '{"a":']
+    ran = processes.run(PROGRAM, [{"prints": lines}, {"prints": lines[:1]}], timeout_s=30)
+    assert ran == ([[{"a": 1}, {"a": 2}], [{"a": 1}]], None)
+
+
+def test_a_program_that_hangs_is_ended_and_what_it_said_counts():
+    start = time.monotonic()
+    ran = processes.run(PROGRAM, [{"prints": ['{"a": 1}'], "sleeps": 60}], timeout_s=2)
+    assert time.monotonic() - start < 30
+    assert ran.answers == [[{"a": 1}]]
+    assert ran.failure and ran.failure.startswith("not done after 2 s")
+
+
+def test_one_that_fails_ends_the_others_and_says_why(monkeypatch):
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    start = time.monotonic()
+    ran = processes.run(PROGRAM, [{"sleeps": 60}, {"raises": "no peer"}], timeout_s=60)
+    assert time.monotonic() - start < 30
+    assert ran.failure == "exit code 1: RuntimeError: no peer"
+
+
+def test_no_program_uses_multicast(monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setenv("JAXKV_MULTICAST", "1")
+    seen = {}
+
+    def start(command, variables, output):
+        seen.update(variables)
+        raise StopIteration
+
+    monkeypatch.setattr(processes, "_start", start)
+    with pytest.raises(StopIteration):
+        processes.run(PROGRAM, [{}], timeout_s=1, environment={"XLA_FLAGS": "--a"})
+    assert seen["NCCL_NVLS_ENABLE"] == seen["JAXKV_MULTICAST"] == "0" and seen["XLA_FLAGS"] == "--a"
