@@ -11,6 +11,7 @@ must be the same, and all others as they were.
 """
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -214,9 +215,9 @@ def layouts(results: Results, what: Size, platform: str) -> None:
 
 
 def _descriptors(what: Size, layout: str) -> int:
-    pages = np.arange(what.pages)
     host = HostLayout(what.spec, layout, what.num_pages, _groups(layout))
-    return len(host.descriptors(pages, np.random.default_rng(0).permutation(pages)))
+    runs = math.prod(host.page_geometry().counts)
+    return what.pages * what.spec.num_layers * what.spec.num_kv * runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
