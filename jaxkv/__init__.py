@@ -10,6 +10,7 @@ from jaxkv._src.collectives.symmetric_memory import SymmetricMemory as Symmetric
 from jaxkv._src.explain import explain as explain
 from jaxkv._src.runtime.errors import BoundError as BoundError
 from jaxkv._src.runtime.errors import HostMemoryError as HostMemoryError
+from jaxkv._src.runtime.errors import JaxkvError as JaxkvError
 from jaxkv._src.runtime.errors import PageIndexError as PageIndexError
 from jaxkv._src.runtime.errors import PeerTimeoutError as PeerTimeoutError
 from jaxkv._src.runtime.errors import StaleCountsError as StaleCountsError

@@ -17,8 +17,8 @@ int most_shared = 0, static_shared = 0;
 
 namespace jaxkv {
 
-// Of device_errors.cu, which this program has no part of.
-ffi::Error prepare_ring(int32_t) { return ffi::Error::Success(); }
+// Of error_ring.cu, which this program has no part of.
+xla::ffi::Error prepare_rings(int32_t) { return xla::ffi::Error::Success(); }
 
 }  // namespace jaxkv
 
