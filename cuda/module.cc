@@ -105,26 +105,18 @@ nb::dict registrations() {
   return all;
 }
 
-// What check_errors() raises.
-const char* kind_of(ErrorCode fault) {
-  switch (fault) {
-    case ErrorCode::kCopiedBeforeWait:
-    case ErrorCode::kWaitTimeout:
-      return "transfer";
-    case ErrorCode::kBoundExceeded:
-      return "bound";
-    default:
-      return "page";
+nb::list device_errors() {
+  constexpr const char* kNames[kErrorKinds] = {"page_index", "transfer", "bound"};  // of ErrorKind
+  nb::list errors;
+  for (const auto& taken : take_errors()) {
+    nb::list texts;
+    for (const auto& entry : taken.details) texts.append(describe(entry));
+    const auto device =
+        taken.device == kHostChecked ? std::nullopt : std::optional<int32_t>(taken.device);
+    errors.append(
+        nb::make_tuple(kNames[static_cast<int32_t>(taken.kind)], device, taken.count, texts));
   }
-}
-
-nb::tuple device_errors() {
-  const auto taken = take_errors();
-  nb::list details;
-  for (const auto& entry : taken.details) {
-    details.append(nb::make_tuple(kind_of(entry.fault), describe(entry)));
-  }
-  return nb::make_tuple(taken.count, details);
+  return errors;
 }
 
 int64_t create_communicator(const std::string& platform,
@@ -223,7 +215,8 @@ NB_MODULE(_ext, m) {
   m.def("registrations", &registrations,
         "FFI handlers as capsules: {platform: {target: {stage: capsule}}}.");
   m.def("device_errors", &device_errors,
-        "(number of faults since the last call, (kind, description) of the last of them).");
+        "(kind, device ordinal or None, number of errors since the last call, descriptions of the "
+        "last of them), for each kind and device that has errors.");
   m.def("bound_code", &bound_code, nb::arg("name"), "The number of a named bound.");
   bind_communicators(m);
   m.attr("HOST_IDS_HEADER") = transfer::kHostIdsHeader;

@@ -12,6 +12,7 @@ from jaxkv._src.public_names import set_module as _set_module
 from jaxkv._src.runtime.errors import (
     BoundError,
     HostMemoryError,
+    JaxkvError,
     PageIndexError,
     PeerTimeoutError,
     StaleCountsError,
@@ -41,6 +42,7 @@ __all__ = [
     "HostSyncError",
     "HostSyncReport",
     "HostSyncWarning",
+    "JaxkvError",
     "KVCacheSpec",
     "LoadHandle",
     "PageIndexError",

@@ -14,7 +14,7 @@ struct Bounds {
 };
 
 __global__ void check_bounds(const int32_t* values, const __grid_constant__ Bounds bounds,
-                             ErrorRing* errors) {
+                             ErrorRings* errors) {
   const int32_t value = values[threadIdx.x], limit = bounds.limits[threadIdx.x];
   if (value > limit) {
     record_error(errors, ErrorCode::kBoundExceeded, bounds.codes[threadIdx.x], value, limit);
@@ -25,7 +25,7 @@ __global__ void check_bounds(const int32_t* values, const __grid_constant__ Boun
 ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   cudaFuncAttributes attributes;
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, check_bounds));
-  return prepare_ring(device);
+  return prepare_rings(device);
 }
 
 ffi::Error check_bounds_cuda(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> values,
@@ -43,7 +43,7 @@ ffi::Error check_bounds_cuda(cudaStream_t stream, int32_t device, ffi::Buffer<ff
   std::transform(limits.begin(), limits.end(), bounds.limits, [](int64_t limit) {
     return static_cast<int32_t>(std::clamp<int64_t>(limit, INT32_MIN, INT32_MAX));
   });
-  check_bounds<<<1, codes.size(), 0, stream>>>(values.typed_data(), bounds, device_ring(device));
+  check_bounds<<<1, codes.size(), 0, stream>>>(values.typed_data(), bounds, device_rings(device));
   JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   return ffi::Error::Success();
 }

@@ -3,24 +3,26 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <utility>
 
 namespace jaxkv {
 namespace {
 
-struct RegisteredRing {
-  const volatile ErrorRing* ring;
-  uint64_t seen;
+struct RegisteredRings {
+  const volatile ErrorRings* rings;
+  int32_t device;
+  uint64_t seen[kErrorKinds];
 };
 
 std::mutex mutex;
 
-std::vector<RegisteredRing>& rings() {
+std::vector<RegisteredRings>& registered() {
   static auto* all =
-      new std::vector<RegisteredRing>;  // leaked: handlers may outlive static objects
+      new std::vector<RegisteredRings>;  // leaked: handlers may outlive static objects
   return *all;
 }
 
-ErrorRing host_ring;
+ErrorRings host_rings;
 
 std::vector<std::string>& bound_names() {
   static auto* all = new std::vector<std::string>;
@@ -33,42 +35,53 @@ ErrorEntry copy_entry(const volatile ErrorEntry& e) {
   return {e.fault, e.position, e.id, e.limit, sequence};
 }
 
+// What was counted since `seen`, which goes up by as much.
+TakenErrors take(const volatile ErrorRing& ring, ErrorKind kind, int32_t device, uint64_t& seen) {
+  TakenErrors taken{kind, device, 0, {}};
+  const uint64_t written = ring.written;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  const uint64_t count = ring.count;
+  // Where writers lap each other, the older one may be the last; nothing is to come then.
+  const bool complete = written == count;
+  const uint64_t kept = std::min<uint64_t>(count - seen, ErrorRing::kEntries);
+  uint64_t slot = count - kept;
+  for (; slot < count; ++slot) {
+    auto entry = copy_entry(ring.entries[slot % ErrorRing::kEntries]);
+    if (!complete && entry.sequence < slot + 1) break;  // not written yet: the next call's
+    if (entry.sequence == slot + 1) taken.details.push_back(entry);
+  }
+  taken.count = slot - seen;
+  seen = slot;
+  return taken;
+}
+
 }  // namespace
 
-void register_ring(const volatile ErrorRing* ring) {
+void register_rings(const volatile ErrorRings* rings, int32_t device) {
   std::lock_guard lock(mutex);
-  rings().push_back({ring, 0});
+  registered().push_back({rings, device, {}});
 }
 
 void record_host_error(ErrorCode fault, int32_t position, int32_t id, int32_t limit) {
   static std::once_flag watched;
-  std::call_once(watched, [] { register_ring(&host_ring); });
+  std::call_once(watched, [] { register_rings(&host_rings, kHostChecked); });
   std::lock_guard lock(mutex);
-  auto slot = host_ring.count++;
-  host_ring.entries[slot % ErrorRing::kEntries] = {fault, position, id, limit, slot + 1};
-  ++host_ring.written;
+  ErrorRing& ring = host_rings.of(fault);
+  auto slot = ring.count++;
+  ring.entries[slot % ErrorRing::kEntries] = {fault, position, id, limit, slot + 1};
+  ++ring.written;
 }
 
-TakenErrors take_errors() {
+std::vector<TakenErrors> take_errors() {
   std::lock_guard lock(mutex);
-  TakenErrors taken;
-  for (auto& [ring, seen] : rings()) {
-    const uint64_t written = ring->written;
-    std::atomic_thread_fence(std::memory_order_acquire);
-    const uint64_t count = ring->count;
-    // Where writers lap each other, the older one may be the last; nothing is to come then.
-    const bool complete = written == count;
-    const uint64_t kept = std::min<uint64_t>(count - seen, ErrorRing::kEntries);
-    uint64_t slot = count - kept;
-    for (; slot < count; ++slot) {
-      auto entry = copy_entry(ring->entries[slot % ErrorRing::kEntries]);
-      if (!complete && entry.sequence < slot + 1) break;  // not written yet: the next call's
-      if (entry.sequence == slot + 1) taken.details.push_back(entry);
+  std::vector<TakenErrors> all;
+  for (int kind = 0; kind < kErrorKinds; ++kind) {
+    for (auto& [rings, device, seen] : registered()) {
+      auto taken = take(rings->of_kind[kind], static_cast<ErrorKind>(kind), device, seen[kind]);
+      if (taken.count) all.push_back(std::move(taken));
     }
-    taken.count += slot - seen;
-    seen = slot;
   }
-  return taken;
+  return all;
 }
 
 int32_t bound_code(const std::string& name) {

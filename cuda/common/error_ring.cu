@@ -9,29 +9,29 @@
 namespace jaxkv {
 namespace {
 
-std::array<std::atomic<ErrorRing*>, kMaxDevices> device_rings;
+std::array<std::atomic<ErrorRings*>, kMaxDevices> made;
 
 }  // namespace
 
-xla::ffi::Error prepare_ring(int32_t device) {
+xla::ffi::Error prepare_rings(int32_t device) {
   if (device < 0 || device >= kMaxDevices) {
     return xla::ffi::Error::Internal("jaxkv: device ordinal " + std::to_string(device) +
                                      " is outside [0, " + std::to_string(kMaxDevices) + ")");
   }
-  if (device_rings[device].load()) return xla::ffi::Error::Success();
+  if (made[device].load()) return xla::ffi::Error::Success();
   static std::mutex mutex;
   std::lock_guard lock(mutex);
-  if (device_rings[device].load()) return xla::ffi::Error::Success();
+  if (made[device].load()) return xla::ffi::Error::Success();
   // Mapped host memory: written only when a fault is found, read by the host without a sync.
-  ErrorRing* ring = nullptr;
+  ErrorRings* rings = nullptr;
   JAXKV_RETURN_IF_CUDA_ERROR(
-      cudaHostAlloc(&ring, sizeof *ring, cudaHostAllocPortable | cudaHostAllocMapped));
-  *ring = {};
-  register_ring(ring);
-  device_rings[device].store(ring);
+      cudaHostAlloc(&rings, sizeof *rings, cudaHostAllocPortable | cudaHostAllocMapped));
+  *rings = {};
+  register_rings(rings, device);
+  made[device].store(rings);
   return xla::ffi::Error::Success();
 }
 
-ErrorRing* device_ring(int32_t device) { return device_rings[device].load(); }
+ErrorRings* device_rings(int32_t device) { return made[device].load(); }
 
 }  // namespace jaxkv

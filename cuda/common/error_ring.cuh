@@ -8,14 +8,15 @@ namespace jaxkv {
 
 inline constexpr int kMaxDevices = 64;
 
-// Makes the ring of a device, once; refuses ordinals from kMaxDevices on.
-xla::ffi::Error prepare_ring(int32_t device);
+// Makes the rings of a device, once; refuses ordinals from kMaxDevices on.
+xla::ffi::Error prepare_rings(int32_t device);
 
-// Where kernels of a device record faults; null before prepare_ring.
-ErrorRing* device_ring(int32_t device);
+// Where kernels of a device record faults; null before prepare_rings.
+ErrorRings* device_rings(int32_t device);
 
-inline __device__ void record_error(ErrorRing* ring, ErrorCode fault, int32_t position, int32_t id,
-                                    int32_t limit) {
+inline __device__ void record_error(ErrorRings* rings, ErrorCode fault, int32_t position,
+                                    int32_t id, int32_t limit) {
+  ErrorRing* ring = &rings->of(fault);
   const unsigned long long slot = atomicAdd(&ring->count, 1ull);
   auto* entry = &ring->entries[slot % ErrorRing::kEntries];
   *reinterpret_cast<int4*>(entry) = make_int4(static_cast<int32_t>(fault), position, id, limit);

@@ -42,7 +42,7 @@ struct StateGroup {
 
 struct Params {
   AlignBatch batch;
-  ErrorRing* errors;
+  ErrorRings* errors;
   uint32_t num_groups;
   uint32_t tiles;  // of one row, all arrays
   StateGroup groups[kMaxGroups];
@@ -310,7 +310,7 @@ ffi::Error fill_groups(const AlignCall& call, Params* p) {
 ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   cudaFuncAttributes attributes;
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, align_states));
-  return prepare_ring(device);
+  return prepare_rings(device);
 }
 
 ffi::Error align_states_cuda(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
@@ -319,7 +319,7 @@ ffi::Error align_states_cuda(cudaStream_t stream, int32_t device, ffi::Remaining
   if (!call.has_value()) return call.error();
   Params p{};
   p.batch = call->batch;
-  p.errors = device_ring(device);
+  p.errors = device_rings(device);
   if (auto error = fill_groups(*call, &p); error.failure()) return error;
   int sms = 0;
   JAXKV_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));

@@ -65,7 +65,7 @@ struct WaitParams {
   const uint32_t* lane_words;
   int32_t segment;  // -1 to wait for nothing
   uint64_t timeout_ns;
-  ErrorRing* errors;
+  ErrorRings* errors;
   uint32_t count;
   const void* arrays[kLaunchArrays];
   uint16_t places[kLaunchArrays];  // among the written arrays
@@ -167,7 +167,7 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
       .lane_words = all_copy_streams[device].load()->words,
       .segment = static_cast<int32_t>(*segment),
       .timeout_ns = static_cast<uint64_t>(*timeout_ns),
-      .errors = device_ring(device),
+      .errors = device_rings(device),
       .count = 0,
       .arrays = {},
       .places = {},

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_pairs(const __grid_constant
 }
 
 ffi::Error launch_plan(cudaStream_t stream, const IdLists& ids, const PairList& list,
-                       ErrorRing* errors) {
+                       ErrorRings* errors) {
   const auto num_ids = static_cast<uint32_t>(ids.sources.size());
   auto shares_of = [&](uint32_t size) { return std::max(1u, (num_ids + size - 1) / size); };
   const uint32_t blocks =
@@ -88,7 +88,7 @@ ffi::Error plan_pairs_cuda(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
   if (list->capacity < ids->sources.size()) {
     return ffi::Error::InvalidArgument("jaxkv page copy: the plan's result is too small");
   }
-  return launch_plan(stream, *ids, *list, device_ring(device));
+  return launch_plan(stream, *ids, *list, device_rings(device));
 }
 
 ffi::Error copy_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
@@ -98,7 +98,7 @@ ffi::Error copy_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::
   if (!copy.has_value()) return copy.error();
   const auto ids = decode_ids(source_ids, destination_ids, attribute);
   if (!ids.has_value()) return ids.error();
-  return launch_copy(stream, *copy, *ids, device_ring(device));
+  return launch_copy(stream, *copy, *ids, device_rings(device));
 }
 
 ffi::Error copy_pairs_by_kernel(cudaStream_t stream, ffi::Buffer<ffi::S32> planned,

@@ -202,7 +202,7 @@ ffi::Error launch_all(cudaStream_t stream, const BlockCopy& copy, const Pairs& p
 }  // namespace
 
 ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const IdLists& ids,
-                       ErrorRing* errors) {
+                       ErrorRings* errors) {
   if (ids.sources.size() > kInlineIds) {
     return invalid(std::to_string(ids.sources.size()) + " ids in one launch, at most " +
                    std::to_string(kInlineIds));
@@ -217,7 +217,7 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairLis
 
 ffi::Error prepare_copy_kernel(int32_t device) {
   static std::array<std::atomic<bool>, kMaxDevices> done{};  // XLA asks before every execution
-  if (auto error = prepare_ring(device); error.failure()) return error;
+  if (auto error = prepare_rings(device); error.failure()) return error;
   if (done[device].load()) return ffi::Error::Success();
   int most_shared = 0;
   uint32_t limit = UINT32_MAX;

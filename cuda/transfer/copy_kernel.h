@@ -19,9 +19,9 @@ struct SegmentProgress {
 };
 
 // Enqueues check and copy of up to kInlineIds ids, which may lie in device or mapped host memory.
-// Refused ids are recorded in `errors`, the device's ring, or nowhere if it is null.
+// Refused ids are recorded in `errors`, the device's rings, or nowhere if it is null.
 ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const IdLists& ids,
-                       ErrorRing* errors);
+                       ErrorRings* errors);
 
 // Enqueues the copy of pairs that launch_plan checked.
 ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairList& list,

@@ -21,10 +21,10 @@ struct IdParams {
   const int32_t* destinations;
   uint32_t num_ids;
   int32_t num_sources, num_destinations;
-  ErrorRing* errors;  // null where another launch records them
+  ErrorRings* errors;  // null where another launch records them
 };
 
-inline IdParams id_params(const IdLists& ids, ErrorRing* errors) {
+inline IdParams id_params(const IdLists& ids, ErrorRings* errors) {
   return {ids.sources.ids(), ids.destinations.ids(), static_cast<uint32_t>(ids.sources.size()),
           ids.num_sources,   ids.num_destinations,   errors};
 }

@@ -130,7 +130,8 @@ int run() {
                          ? copy_by_dma(nullptr, source_ids, destination_ids, copied, written, copy)
                          : start_by_dma(nullptr, 0, source_ids, destination_ids, copied, source_ids,
                                         written, copy, setup[6], false);
-  const auto refused = static_cast<unsigned long long>(take_errors().count);
+  unsigned long long refused = 0;
+  for (const TakenErrors& taken : take_errors()) refused += taken.count;
   std::printf("\n%llu\n%s\n", refused, error.message().c_str());
   std::fwrite(memory.data(), 1, memory.size(), stdout);
   return 0;

@@ -18,7 +18,7 @@ int most_shared = 0, static_shared = 0;
 namespace jaxkv {
 
 // Of error_ring.cu, which this program has no part of.
-xla::ffi::Error prepare_ring(int32_t) { return xla::ffi::Error::Success(); }
+xla::ffi::Error prepare_rings(int32_t) { return xla::ffi::Error::Success(); }
 
 }  // namespace jaxkv
 

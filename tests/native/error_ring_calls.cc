@@ -1,29 +1,43 @@
-// The ring of refused ids, read while a device writes it.
+// The rings of errors, read while a device writes them.
 //
 // Arguments: "claim" counts an entry, as a kernel does before it writes it; a number writes that
-// entry (0 is the first), with its own number as id; "take" prints how many entries were taken and
-// the ids of those that are known.
+// entry (0 is the first), with its own number as id; both of the kind named last: "page_index",
+// which is the first, "transfer" or "bound". "take" prints, for each kind that has errors, its
+// number, the device, how many entries were taken and the ids of those that are known, and ends the
+// line.
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <string>
 
 #include "common/error_ring.cc"
 
 int main(int count, char** arguments) {
   using namespace jaxkv;
-  ErrorRing ring{};
-  register_ring(&ring);
+  ErrorRings rings{};
+  register_rings(&rings, 3);
+  ErrorCode code = ErrorCode::kDuplicate;
   for (int i = 1; i < count; ++i) {
-    if (!std::strcmp(arguments[i], "claim")) {
-      ++ring.count;
-    } else if (!std::strcmp(arguments[i], "take")) {
-      const TakenErrors taken = take_errors();
-      std::printf("%llu", static_cast<unsigned long long>(taken.count));
-      for (const auto& entry : taken.details) std::printf(" %d", entry.id);
+    const std::string argument = arguments[i];
+    if (argument == "page_index") {
+      code = ErrorCode::kDuplicate;
+    } else if (argument == "transfer") {
+      code = ErrorCode::kWaitTimeout;
+    } else if (argument == "bound") {
+      code = ErrorCode::kBoundExceeded;
+    } else if (argument == "claim") {
+      ++rings.of(code).count;
+    } else if (argument == "take") {
+      for (const TakenErrors& taken : take_errors()) {
+        std::printf("%d %d %llu", static_cast<int>(taken.kind), taken.device,
+                    static_cast<unsigned long long>(taken.count));
+        for (const auto& entry : taken.details) std::printf(" %d", entry.id);
+        std::printf(";");
+      }
       std::printf("\n");
     } else {
-      const int slot = std::atoi(arguments[i]);
-      ring.entries[slot % ErrorRing::kEntries] = {ErrorCode::kDuplicate, 0, slot, 0,
+      const int slot = std::atoi(argument.c_str());
+      ErrorRing& ring = rings.of(code);
+      ring.entries[slot % ErrorRing::kEntries] = {code, 0, slot, 0,
                                                   static_cast<unsigned long long>(slot) + 1};
       ++ring.written;
     }

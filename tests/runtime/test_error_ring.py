@@ -14,20 +14,37 @@ from tests.util.native_program import build
 pytestmark = pytest.mark.cpu_only
 
 RING = 64  # entries
+DEVICE = 3  # whose rings they are
+PAGE_INDEX, TRANSFER, BOUND = range(3)  # kinds
 
 
 @pytest.fixture(scope="module")
-def take(tmp_path_factory):
+def take(take_kinds):
     """`take(*steps)`: for each "take" among the steps, (entries taken, the ids that are known)."""
-    built = build("error_ring_calls", tmp_path_factory.mktemp("device_errors"))
 
     def run(*steps: str | int) -> list[tuple[int, list[int]]]:
-        command = [built, *map(str, steps)]
-        ran = subprocess.run(command, check=True, capture_output=True, text=True)
-        lines = [list(map(int, line.split())) for line in ran.stdout.splitlines()]
-        return [(count, ids) for count, *ids in lines]
+        return [taken.get(PAGE_INDEX, (0, [])) for taken in take_kinds(*steps)]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def take_kinds(tmp_path_factory):
+    """As `take`, for each kind that has errors."""
+    built = build("error_ring_calls", tmp_path_factory.mktemp("device_errors"))
+
+    def run(*steps: str | int) -> list[dict[int, tuple[int, list[int]]]]:
+        command = [built, *map(str, steps)]
+        ran = subprocess.run(command, check=True, capture_output=True, text=True)
+        return [dict(map(taken_of_kind, line.split(";")[:-1])) for line in ran.stdout.splitlines()]
+
+    return run
+
+
+def taken_of_kind(text: str) -> tuple[int, tuple[int, list[int]]]:
+    kind, device, count, *ids = map(int, text.split())
+    assert device == DEVICE
+    return kind, (count, ids)
 
 
 def written(first: int, last: int) -> list[str | int]:
@@ -53,6 +70,14 @@ def test_an_older_entry_that_is_written_last_hides_no_count(take):
     """Threads of one kernel that are a ring apart write the same entry, in any order."""
     steps = ["claim"] * (RING + 1) + [*range(1, RING + 1), 0]
     assert take(*steps, "take", "take") == [(RING + 1, list(range(1, RING))), (0, [])]
+
+
+def test_each_kind_is_counted_and_kept_apart(take_kinds):
+    """However many there are of another, and even while another is not written yet."""
+    many = written(0, 3 * RING)
+    steps = [*written(0, 2), "bound", *many, "transfer", "claim", "take", 0, "take"]
+    pages, bounds = (2, [0, 1]), (3 * RING, list(range(2 * RING, 3 * RING)))
+    assert take_kinds(*steps) == [{PAGE_INDEX: pages, BOUND: bounds}, {TRANSFER: (1, [0])}]
 
 
 @settings(max_examples=100)

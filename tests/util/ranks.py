@@ -58,10 +58,10 @@ def on_ranks(memory, body, *, check_vma: bool = False):
 
 
 def sums(memory, way=None):
-    reduce = partial(
-        jaxkv.all_reduce, memory, axis_name=AXIS, implementation=implementation_of(way)
+    implementation = implementation_of(way)
+    return on_ranks(
+        memory, lambda x: jaxkv.all_reduce(memory, x, AXIS, implementation=implementation)
     )
-    return on_ranks(memory, lambda x: reduce(x))
 
 
 def late(x, late_rank, rounds: int = 200):

@@ -134,6 +134,7 @@ def known_ids(ids: Any) -> np.ndarray | None:
 
 
 def check_page_ids(
+    operation: str,
     ids: tuple[np.ndarray | None, np.ndarray | None],
     limits: tuple[int, int],
     names: tuple[str, str],
@@ -143,9 +144,10 @@ def check_page_ids(
     Of one list alone nothing can be said: an entry may be padding by what the other says.
 
     Args:
+      operation: name of the public function.
       ids: source and destination ids; None where the host does not know them.
       limits: blocks on either side.
-      names: of the arguments, for the message.
+      names: of its arguments.
     """
     sources, destinations = ids
     if sources is None or destinations is None:
@@ -155,12 +157,20 @@ def check_page_ids(
         outside = np.flatnonzero(used & (entry >= limit))
         if len(outside):
             raise PageIndexError(
-                f"{name}[{outside[0]}] is {entry[outside[0]]}, outside [0, {limit}) pages"
+                f"{operation}: {name}[{outside[0]}] is {entry[outside[0]]}, outside "
+                f"[0, {limit}) pages",
+                operation=operation,
+                argument=name,
+                count=len(outside),
             )
     named, times = np.unique(destinations[used], return_counts=True)
     if (times > 1).any():
         repeated = named[times > 1][0]
         first, second = np.flatnonzero(used & (destinations == repeated))[:2]
         raise PageIndexError(
-            f"{names[1]} names page {repeated} twice, at positions {first} and {second}"
+            f"{operation}: {names[1]} names page {repeated} twice, at positions {first} and "
+            f"{second}",
+            operation=operation,
+            argument=names[1],
+            count=int(times[times > 1].sum()),
         )

@@ -49,7 +49,7 @@ def prepare(
     if traced:
         _check_host_ids_are_passed(call.ids, _OPERATIONS[operation][0])
     else:
-        _check_concrete(call, leaves, _OPERATIONS[operation][0])
+        _check_concrete(operation, call, leaves)
     return call, traced
 
 
@@ -177,7 +177,7 @@ def _check_host_ids_are_passed(ids: tuple[Any, Any], names: tuple[str, str]) -> 
             raise ValueError(f"{name}: HostIds must be arguments of the jitted function")
 
 
-def _check_concrete(call: PreparedCall, leaves: list[Any], names: tuple[str, str]) -> None:
+def _check_concrete(operation: str, call: PreparedCall, leaves: list[Any]) -> None:
     """What only values show: deleted arrays, and ids that the host can read."""
     for leaf in leaves:
         if not isinstance(leaf, jax.Array):
@@ -186,4 +186,5 @@ def _check_concrete(call: PreparedCall, leaves: list[Any], names: tuple[str, str
             raise ValueError("an array among the arguments was closed, deleted or donated")
     if call.limits is not None:
         sources, destinations = (known_ids(entry) for entry in call.ids)
-        check_page_ids((sources, destinations), call.limits, names)
+        names, _ = _OPERATIONS[operation]
+        check_page_ids(operation, (sources, destinations), call.limits, names)

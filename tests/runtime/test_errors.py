@@ -1,0 +1,113 @@
+"""`check_errors`: one error of each kind that is pending, with what is known of it."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from jaxkv._src.runtime import native
+from jaxkv._src.runtime.bounds import check_bounds
+
+KINDS = {
+    "page_index": jaxkv.PageIndexError,
+    "transfer": jaxkv.TransferError,
+    "bound": jaxkv.BoundError,
+}
+
+
+@pytest.fixture
+def pending(monkeypatch):
+    """`pending(*errors)`: the next check gets these from the native extension."""
+
+    extension = mock.Mock()
+    monkeypatch.setattr(native, "extension", lambda: extension)
+
+    def set_errors(*errors):
+        extension.device_errors.side_effect = [[*errors], []]
+
+    return set_errors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device", [None, 3])
+def test_an_error_of_one_kind(kind, device, pending):
+    pending((kind, device, 70, [f"text {i}" for i in range(64)]))
+    with pytest.raises(jaxkv.JaxkvError) as raised:
+        jaxkv.check_errors()
+    error = raised.value
+    where = "" if device is None else " (device 3)"
+    assert type(error) is KINDS[kind]
+    assert str(error).startswith("70 ")
+    assert str(error).endswith(f": text 0; text 1; text 2; text 3{where}")
+    assert (error.device, error.count) == (device, 70)
+    jaxkv.check_errors()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_of_several_devices_is_one(kind, pending):
+    pending((kind, 0, 2, ["a", "b"]), (kind, 5, 1, ["c"]))
+    with pytest.raises(jaxkv.JaxkvError, match=r"^3 .*: a; b; c \(device 0, 5\)$") as raised:
+        jaxkv.check_errors()
+    error = raised.value
+    assert type(error) is KINDS[kind]
+    assert (error.operation, error.argument, error.device, error.count) == (None, None, None, 3)
+
+
+def test_errors_of_several_kinds_are_all_raised(pending):
+    pending(*((kind, i, i + 1, [kind]) for i, kind in enumerate(KINDS)))
+    with pytest.raises(ExceptionGroup) as raised:
+        jaxkv.check_errors()
+    errors = [error for error in raised.value.exceptions if isinstance(error, jaxkv.JaxkvError)]
+    assert [type(error) for error in errors] == [*KINDS.values()]
+    assert [(error.device, error.count) for error in errors] == [(0, 1), (1, 2), (2, 3)]
+    jaxkv.check_errors()
+
+
+@pytest.mark.parametrize(
+    "error, builtin",
+    [
+        (jaxkv.PageIndexError, IndexError),
+        (jaxkv.TransferError, RuntimeError),
+        (jaxkv.BoundError, ValueError),
+        (jaxkv.PeerTimeoutError, RuntimeError),
+    ],
+)
+def test_the_family(error, builtin):
+    assert issubclass(error, jaxkv.JaxkvError) and issubclass(error, builtin)
+
+
+@pytest.mark.parametrize(
+    "ids, argument, count",
+    [
+        (([9, 1, 9], [0, 1, 2]), "src_ids", 2),
+        (([0, 1, 2], [0, 1, 9]), "dst_ids", 1),
+        (([0, 1, 2], [3, 1, 3]), "dst_ids", 2),
+    ],
+)
+def test_what_the_host_refuses_says_of_which_argument(ids, argument, count):
+    array = jnp.zeros((4, 8))
+    with pytest.raises(jaxkv.PageIndexError, match=f"^swap_blocks: {argument}") as raised:
+        jaxkv.swap_blocks(array, array, *ids)
+    error = raised.value
+    assert (error.operation, error.argument, error.count) == ("swap_blocks", argument, count)
+    assert error.device is None
+
+
+@pytest.mark.gpu
+def test_a_device_counts_each_kind():
+    @jax.jit
+    def step(src, dst, ids):
+        carry = check_bounds(jnp.arange(3), rows=(ids[0] + 9, 5))
+        return jaxkv.swap_blocks(src, dst, ids, ids), carry
+
+    src, dst = ({"k": jnp.zeros((4, 8))} for _ in range(2))
+    out = step(src, dst, jnp.array([100 + i for i in range(99)]))
+    with pytest.raises(ExceptionGroup) as raised:
+        jaxkv.check_errors(out)
+    pages, bounds = raised.value.exceptions
+    assert isinstance(pages, jaxkv.PageIndexError) and isinstance(bounds, jaxkv.BoundError)
+    assert (pages.count, bounds.count) == (99, 1)
+    assert pages.device == bounds.device == jax.devices()[0].local_hardware_id
+    jaxkv.check_errors()
