@@ -96,42 +96,15 @@ class BatchMetadata:
         blocks = np.array([len(row) for row in block_table], np.int64)
         rows = [row for row in block_table if len(row)]
         block_ids = integers("rows of block_table", np.concatenate(rows) if rows else ())
-        if not len(query) == len(context) == len(blocks):
-            raise ValueError(
-                f"query_lens, seq_lens and block_table name {len(query)}, {len(context)} and "
-                f"{len(blocks)} requests"
-            )
+        _check_requests(query, context, blocks, max_blocks, block_size * cp_world_size)
         num_reqs, num_tokens = len(query), int(query.sum())
-        capacity = block_size * cp_world_size
-        rules = {
-            "0 <= query tokens <= context": (query >= 0) & (query <= context),
-            f"blocks <= max_blocks={max_blocks}": blocks <= max_blocks,
-            f"context <= blocks of {capacity} tokens": context <= blocks * capacity,
-            "context < 2**31 tokens": context < 2**31,
-        }
-        for rule, holds in rules.items():
-            if not holds.all():
-                i = int(holds.argmin())
-                raise ValueError(
-                    f"request {i} has {query[i]} query tokens in a context of {context[i]} tokens "
-                    f"with {blocks[i]} blocks, against the rule: {rule}"
-                )
-        if num_reqs > max_num_reqs:
-            raise ValueError(f"{num_reqs} requests exceed max_num_reqs={max_num_reqs}")
-        if num_tokens > max_num_tokens:
-            raise ValueError(f"{num_tokens} query tokens exceed max_num_tokens={max_num_tokens}")
+        _check_bounds(num_reqs, max_num_reqs, num_tokens, max_num_tokens)
         table = np.full((max_num_reqs, max_blocks), NULL_BLOCK, np.int64)
         table[:num_reqs][np.arange(max_blocks) < blocks[:, None]] = block_ids
-        most = 2**31 // block_size - 1
-        if table.min() < 0 or table.max() > most:
-            raise ValueError(
-                f"block ids from {table.min()} to {table.max()} are outside [0, {most}], which "
-                f"int32 slots of blocks of {block_size} tokens can tell"
-            )
+        _check_block_ids(table, block_size)
         starts = np.full(max_num_reqs + 1, num_tokens, np.int32)
         starts[: num_reqs + 1] = np.concatenate([[0], np.cumsum(query)])
-        lens = np.zeros(max_num_reqs, np.int32)
-        lens[:num_reqs] = context
+        lens = np.pad(context, (0, max_num_reqs - num_reqs)).astype(np.int32)
         return cls(
             query_start_loc=starts,
             seq_lens=lens,
@@ -161,6 +134,45 @@ class BatchMetadata:
     def row_mask(self) -> Any:
         """bool[B], which rows are of the batch."""
         return jnp.arange(self.max_num_reqs, dtype=jnp.int32) < self.num_reqs
+
+
+def _check_requests(
+    query: np.ndarray, context: np.ndarray, blocks: np.ndarray, max_blocks: int, capacity: int
+) -> None:
+    if not len(query) == len(context) == len(blocks):
+        raise ValueError(
+            f"query_lens, seq_lens and block_table name {len(query)}, {len(context)} and "
+            f"{len(blocks)} requests"
+        )
+    rules = {
+        "0 <= query tokens <= context": (query >= 0) & (query <= context),
+        f"blocks <= max_blocks={max_blocks}": blocks <= max_blocks,
+        f"context <= blocks of {capacity} tokens": context <= blocks * capacity,
+        "context < 2**31 tokens": context < 2**31,
+    }
+    for rule, holds in rules.items():
+        if not holds.all():
+            i = int(holds.argmin())
+            raise ValueError(
+                f"request {i} has {query[i]} query tokens in a context of {context[i]} tokens "
+                f"with {blocks[i]} blocks, against the rule: {rule}"
+            )
+
+
+def _check_bounds(num_reqs: int, max_num_reqs: int, num_tokens: int, max_num_tokens: int) -> None:
+    if num_reqs > max_num_reqs:
+        raise ValueError(f"{num_reqs} requests exceed max_num_reqs={max_num_reqs}")
+    if num_tokens > max_num_tokens:
+        raise ValueError(f"{num_tokens} query tokens exceed max_num_tokens={max_num_tokens}")
+
+
+def _check_block_ids(table: np.ndarray, block_size: int) -> None:
+    most = 2**31 // block_size - 1
+    if table.min() < 0 or table.max() > most:
+        raise ValueError(
+            f"block ids from {table.min()} to {table.max()} are outside [0, {most}], which "
+            f"int32 slots of blocks of {block_size} tokens can tell"
+        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -143,11 +143,7 @@ def build(
             "1 query token"
         )
     split = split_decodes_and_prefills(batch, decode_threshold, require_uniform=True)
-    lens = batch.seq_lens
-    if dcp_world_size > 1:
-        row = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)
-        lens = jnp.where(row < split.num_decodes, lens, lens - batch.query_lens)
-        lens = dcp_local_seq_lens(lens, dcp_world_size, dcp_rank, dcp_interleave)
+    lens = _cached_lens(batch, split.num_decodes, dcp_world_size, dcp_rank, dcp_interleave)
     page_size = batch.block_size
     indptr, indices = packed_pages(batch.block_table, cdiv(lens, page_size), max_pages)
     last_page_len = jnp.where(lens > 0, (lens - 1) % page_size + 1, 0)
@@ -174,6 +170,17 @@ def build(
         decode=part(jnp.int32(0), split.num_decodes),
         prefill=part(split.num_decodes, split.num_prefills),
     )
+
+
+def _cached_lens(
+    batch: BatchMetadata, num_decodes: Any, world_size: int, rank: Any, interleave: int
+) -> Any:
+    """int32[B], tokens of each row in this rank's pages."""
+    if world_size == 1:
+        return batch.seq_lens
+    row = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)
+    lens = jnp.where(row < num_decodes, batch.seq_lens, batch.seq_lens - batch.query_lens)
+    return dcp_local_seq_lens(lens, world_size, rank, interleave)
 
 
 def build_dense(batch: BatchMetadata, *, decode_threshold: int = 1) -> DenseMetadata:

@@ -140,56 +140,67 @@ def build(
       ValueError: an unknown mode, fewer than 1 token a chunk, a number of drafts below 0, a block
         table too narrow for the drafts' states, or numbers of another shape than [B].
     """
-    if mode not in get_args(Mode):
-        raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be >= 1 token, got {chunk_size}")
-    of_rows = {
-        "is_prefilling": is_prefilling,
-        "num_accepted_tokens": num_accepted_tokens,
-        "num_draft_tokens": num_draft_tokens,
-    }
-    for name, values in of_rows.items():
-        if values is not None:
-            check_rows(name, values, batch.max_num_reqs)
+    _check_arguments(mode, chunk_size)
+    _check_rows(batch, is_prefilling, num_accepted_tokens, num_draft_tokens)
     all_states = mode == "all"
-    if all_states and chunk_size is None:
-        chunk_size = batch.block_size
+    chunk_size = chunk_size or (batch.block_size if all_states else None)
     split = _split(batch, is_prefilling, num_spec_tokens, num_accepted_tokens, num_draft_tokens)
     first, count = split.num_decodes, split.num_prefills
     states = state_indices(batch, mode=mode, num_spec_tokens=num_spec_tokens)
     of_prefills = states if all_states else states[:, 0]
-    if num_spec_tokens and num_accepted_tokens is None:
-        num_accepted_tokens = batch.query_lens
     computed = num_computed_tokens(batch)
     computed_p = rows_from(computed, first, count)
     starts_p = starts_from(batch.query_start_loc, first, count)
+    by_mode = _block_columns(batch, computed, computed_p) if all_states else _NO_COLUMNS
+    starts_d, accepted_d = None, None
+    if num_spec_tokens:
+        accepted = batch.query_lens if num_accepted_tokens is None else num_accepted_tokens
+        starts_d = starts_from(batch.query_start_loc, 0, first)
+        accepted_d = rows_from(accepted, 0, first, fill=1)
     return MambaMetadata(
-        num_prefills=count,
-        num_prefill_tokens=split.num_prefill_tokens,
-        num_decodes=split.num_decodes,
-        num_decode_tokens=split.num_decode_tokens,
+        **split._asdict(),
         seq_lens=batch.seq_lens,
         has_initial_states_p=computed_p > 0,
         prep_initial_states=jnp.any(computed_p > 0),
         query_start_loc_p=starts_p,
         num_computed_tokens_p=computed_p,
         state_indices_tensor_p=rows_from(of_prefills, first, count, fill=NULL_BLOCK),
-        state_indices_tensor_d=rows_from(states, 0, split.num_decodes, fill=NULL_BLOCK),
-        query_start_loc_d=starts_from(batch.query_start_loc, 0, first) if num_spec_tokens else None,
-        num_accepted_tokens=rows_from(num_accepted_tokens, 0, first, fill=1)
-        if num_spec_tokens
-        else None,
-        block_idx_last_computed_token=_last_block(batch, computed) if all_states else None,
-        block_idx_first_scheduled_token_p=_last_block(batch, computed_p + 1)
-        if all_states
-        else None,
-        block_idx_last_scheduled_token=_last_block(batch, batch.seq_lens) if all_states else None,
-        chunks=None
-        if chunk_size is None
-        else _chunks(chunk_size, starts_p, computed_p, batch.max_num_tokens),
+        state_indices_tensor_d=rows_from(states, 0, first, fill=NULL_BLOCK),
+        query_start_loc_d=starts_d,
+        num_accepted_tokens=accepted_d,
+        **by_mode,
+        chunks=chunk_size and _chunks(chunk_size, starts_p, computed_p, batch.max_num_tokens),
         conv1d=_conv1d(starts_p, batch.max_num_tokens),
     )
+
+
+_NO_COLUMNS: dict[str, Any] = dict.fromkeys(
+    (
+        "block_idx_last_computed_token",
+        "block_idx_first_scheduled_token_p",
+        "block_idx_last_scheduled_token",
+    )
+)
+
+
+def _block_columns(batch: BatchMetadata, computed: Any, computed_p: Any) -> dict[str, Any]:
+    """Columns of the block table, of mode "all"."""
+    ends = computed, computed_p + 1, batch.seq_lens
+    return {name: _last_block(batch, n) for name, n in zip(_NO_COLUMNS, ends, strict=True)}
+
+
+def _check_arguments(mode: str, chunk_size: int | None) -> None:
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be >= 1 token, got {chunk_size}")
+
+
+def _check_rows(batch: BatchMetadata, *of_rows: Any) -> None:
+    names = "is_prefilling", "num_accepted_tokens", "num_draft_tokens"
+    for name, values in zip(names, of_rows, strict=True):
+        if values is not None:
+            check_rows(name, values, batch.max_num_reqs)
 
 
 def state_indices(batch: BatchMetadata, *, mode: Mode = "none", num_spec_tokens: int = 0) -> Any:
