@@ -169,7 +169,7 @@ def build(
         query_start_loc_d=starts_d,
         num_accepted_tokens=accepted_d,
         **by_mode,
-        chunks=chunk_size and _chunks(chunk_size, starts_p, computed_p, batch.max_num_tokens),
+        chunks=_chunks(chunk_size, starts_p, computed_p, batch.max_num_tokens),
         conv1d=_conv1d(starts_p, batch.max_num_tokens),
     )
 
@@ -264,8 +264,12 @@ def _max_chunks(chunk_size: int, max_num_tokens: int, max_num_reqs: int) -> int:
     return max_num_reqs + min(max_num_tokens // 2, all_twice)
 
 
-def _chunks(chunk_size: int, starts: Any, computed: Any, max_num_tokens: int) -> Chunks:
+def _chunks(
+    chunk_size: int | None, starts: Any, computed: Any, max_num_tokens: int
+) -> Chunks | None:
     """Cuts rows that begin at `starts` and whose context has `computed` tokens before them."""
+    if chunk_size is None:
+        return None
     max_num_reqs = computed.shape[0]
     first_chunk = computed // chunk_size
     ends = computed + starts[1:] - starts[:-1]
