@@ -50,7 +50,7 @@ struct AlignBatch {
 // The copy of a row, in columns of the block table.
 struct AlignPlan {
   bool due = false;    // the other fields are valid
-  bool reset = false;  // the state moves to where the next step expects one accepted token
+  bool reset = false;  // the state is then in place for an accepted count of 1
   bool copies = false;
   int64_t source = 0, destination = 0, bias = 0;
 };
