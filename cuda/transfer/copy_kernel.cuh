@@ -12,11 +12,10 @@ namespace {
 constexpr int kMaxBuffers = 256;  // 4 KiB of kernel parameters ...
 constexpr int kFewBuffers = 8;    // ... whose transfer would delay a copy of one page
 constexpr int kCopyThreads = 1024;
-constexpr int kWordsInFlight = 4;  // loads per thread: PCIe latency is ~1 us
-constexpr int kIdsInFlight = 4;    // in addition to those words
-constexpr int kPlacesAtOnce = 2;   // computed together, as far as registers allow
-constexpr uint32_t kAlignedWords =
-    64;  // stretches start at multiples, to avoid partial cache lines
+constexpr int kWordsInFlight = 4;         // loads per thread: PCIe latency is ~1 us
+constexpr int kIdsInFlight = 4;           // in addition to those words
+constexpr int kPlacesAtOnce = 2;          // computed together, as far as registers allow
+constexpr uint32_t kAlignedWords = 64;    // stretches start at multiples: full cache lines
 constexpr uint32_t kMaxWords = 1u << 31;  // range of FastDivisor
 
 // Division by multiplication, for x < 2^31.
