@@ -18,7 +18,7 @@ NVCC_MINIMUM = (13, 0)
 
 
 def package_dirs(name: str) -> list[Path]:
-    """Directories of an installed package (several for a namespace package), without importing it."""
+    """Directories of an installed package (several for a namespace package); does not import it."""
     spec = importlib.util.find_spec(name)
     return [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
 

@@ -57,7 +57,7 @@ struct CudaMachine {
   static __device__ void prefetch(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
   }
-  // Bypasses the L1 cache, which may still contain the data of two LL epochs before.
+  // Bypasses the L1 cache, which may still contain earlier data of the same buffer.
   static __device__ Word load_mail(const Word* from) {
     const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from));
     return {{v.x, v.y, v.z, v.w}};

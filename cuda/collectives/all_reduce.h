@@ -13,15 +13,14 @@
 // words that could not be sent without words of this rank, and this rank sent its words after its
 // kernel of the previous epoch, with all its resets, had ended.
 //
-// one_shot writes a half of its slot buffers again two calls later. By then this rank has arrived
-// at the barrier of the call between, which it does after reading.
+// one_shot reuses a half of the slot buffers two calls later. By then the receiver has arrived at
+// the barrier of the call between, which it does after reading.
 //
 // multimem needs no double buffering. Between the two barriers of a round the switch reads and
 // writes the workspaces of all ranks; before and after that each workspace is accessed only by its
 // own rank, and each of its words always by the same thread. The words that a thread reduces were
 // staged by threads with the same index in blocks with the same index, which are the blocks that
 // the barrier synchronizes.
-// blocks of the same number: those that have met.
 #pragma once
 
 #include "collectives/tiles.h"

@@ -1,7 +1,7 @@
 // Multicast memory (NVLS): memory of several GPUs of one process that the NVLink switch reads and
 // writes at once.
 //
-// Not yet run on hardware: where GPUs are shared between hosts, a multicast object can take them
+// Not yet run on hardware: where GPUs are shared between machines, a multicast object can take them
 // out of service for all. So no multicast function or attribute of the driver is used unless the
 // user has set JAXKV_MULTICAST=1.
 #pragma once

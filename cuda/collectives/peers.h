@@ -29,8 +29,7 @@ struct Peers {
     progress().calls = at_start.calls + 1;
   }
 
-  // ---- Receive buffers of `owner` for data sent by `from`
-  // ----------------------------------------
+  // ---- Receive buffers of `owner` for data sent by `from` ---------------------------------------
 
   JAXKV_DEVICE Word* mail(int owner) const { return reinterpret_cast<Word*>(v.headers[owner] + 1); }
   JAXKV_DEVICE Word* ll_buffer(int owner, uint64_t ll_epoch, int from) const {
@@ -127,7 +126,7 @@ struct Peers {
     }
   }
 
-  // ---- Flag-in-data words (LL protocol) --------------------------------------------------------
+  // ---- Flag-in-data words (LL protocol) ---------------------------------------------------------
 
   JAXKV_DEVICE static bool is_set(const Word& w) {
     return w.part[0] != kUnset && w.part[1] != kUnset && w.part[2] != kUnset && w.part[3] != kUnset;

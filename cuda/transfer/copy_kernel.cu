@@ -22,7 +22,7 @@ void* copy_kernel(bool to_dense, bool single_run) {
                     : reinterpret_cast<void*>(copy_blocks<kBuffers, Word, false, false>);
 }
 
-// What a copy asks of a kernel.
+// Properties of a copy that select its kernel.
 struct Variant {
   int word_bytes;
   bool to_dense, single_run, few_buffers;
