@@ -1,3 +1,5 @@
+// Backend-independent part of symmetric memory: setup of communicators, their registry, and the
+// description of faults.
 #include "collectives/symmetric_memory.h"
 
 #include <algorithm>

@@ -42,7 +42,7 @@ struct AlignBatch {
   const int32_t* seq_lens = nullptr;
   const int32_t* num_reqs = nullptr;
   const int32_t* block_table = nullptr;
-  const int32_t* known = nullptr;  // before: column of the running state or -1; after: draft tokens
+  const int32_t* known = nullptr;  // before: column of the running state or -1; after: draft count
   const int32_t* num_accepted = nullptr;
   int32_t* accepted_out = nullptr;
 };
