@@ -1,15 +1,15 @@
-# `make demo` and `make test` need nothing but Python >= 3.11 and a C++ compiler: each makes .venv,
-# which holds jaxkv as an editable install, and builds it again when its native sources change.
+# `make demo` and `make test` need only Python >= 3.11 and a C++ compiler: they create .venv with an
+# editable install of jaxkv, and rebuild it when its native sources change.
 #
-#   PYTHON=python3.13    the interpreter that .venv is made from
-#   SYSTEM_PACKAGES=1    take all packages from that interpreter; nothing is downloaded
-#   JAXKV_CUDA=ON|OFF    CUDA handlers; by default where there is an nvcc >= 13.0 or a GPU
-#   TESTS=...            arguments of pytest for `make test`; by default all tests run
+#   PYTHON=python3.13    interpreter from which .venv is created
+#   SYSTEM_PACKAGES=1    use the packages of that interpreter; no downloads
+#   JAXKV_CUDA=ON|OFF    CUDA handlers; by default if there is an nvcc >= 13.0 or a GPU
+#   TESTS=...            arguments of pytest for `make test`; by default all tests
 PYTHON ?= python3
 export PYTHON
-# The clean machine runs these; see tools/fresh.py.
+# Targets of `make fresh`; see tools/fresh.py.
 FRESH_TARGETS ?= test demo
-# The oldest jax, that of the GPU machines, and the newest.
+# The oldest supported jax, the version of the GPU machines, and the newest.
 JAX_VERSIONS := 0.10.2 0.11.2 0.12.0.1
 
 comma := ,
@@ -17,19 +17,19 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
-# As INSTALLED, and made with compiler warnings as errors.
+# As INSTALLED, built with compiler warnings as errors.
 WITHOUT_WARNINGS := $(VENV)/without_warnings
 NATIVE := $(wildcard cuda/*.cc cuda/*/*) CMakeLists.txt pyproject.toml tools/build_backend.py tools/locate.py
 
-# Where there is a GPU, jax comes with its CUDA plugin, and nvcc from the package index if need be.
+# With a GPU, jax is installed with its CUDA plugin, and nvcc from the package index if needed.
 GPUS := $(wildcard /dev/nvidia[0-9]*)
 ifeq ($(or $(JAXKV_CUDA),$(GPUS),$(shell $(PYTHON) tools/locate.py nvcc)),)
 export JAXKV_CUDA := OFF
 endif
-# Processes that share one GPU need care with its memory; bench.checks.gpu_test takes it.
+# Not on GPUs: processes that share a GPU compete for its memory; see bench.checks.gpu_test.
 PYTEST_XDIST := -n auto --maxprocesses=4 --dist=worksteal
 IF_XDIST = $(if $(GPUS),,$$($(PY) -c "import xdist" 2>/dev/null && echo "$(PYTEST_XDIST)"))
-# What neither the version of jax nor a sanitizer can change runs once, in `test`.
+# Tests that depend on neither the jax version nor a sanitizer run once, in `test`.
 BRIEF := --ignore=tests/metadata --hypothesis-profile=brief
 COMPAT_TESTS := -m "not host_only and not end_to_end" $(BRIEF)
 ASAN_TESTS := -m "not host_only and not end_to_end and not pallas" $(BRIEF)
@@ -42,7 +42,7 @@ endif
 .PHONY: help demo test lint format docs asan compat fresh check gpu-test multigpu-test memcheck soak \
         bench evidence clean
 
-.DELETE_ON_ERROR:  # a .venv that could not be completed is not one
+.DELETE_ON_ERROR:  # an incomplete .venv must not count as built
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -50,7 +50,7 @@ help:  ## this list
 demo: $(INSTALLED)  ## serve conversations with and without the host pool, and compare
 	$(PY) -m examples.serving
 
-test: $(INSTALLED)  ## all tests that this machine can run
+test: $(INSTALLED)  ## all tests that can run on this machine
 	$(PY) -m pytest $(IF_XDIST) $(TESTS)
 
 lint: $(WITHOUT_WARNINGS)  ## format, types, evidence, and compilation with warnings as errors
@@ -60,7 +60,7 @@ lint: $(WITHOUT_WARNINGS)  ## format, types, evidence, and compilation with warn
 	$(PY) -m mypy
 	$(PY) -m bench.report.evidence --check
 
-format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
+format: $(INSTALLED)  ## format the sources for `make lint`
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 	$(VENV)/bin/clang-format -i $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc)
@@ -72,16 +72,16 @@ ifndef SYSTEM_PACKAGES
 endif
 	$(PY) -m sphinx -q -W --keep-going -E -b html docs build/docs/html
 
-# Without tests/metadata: that is plain JAX.
+# Without tests/metadata, which has no native code.
 asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan
 	$(call wheel,asan,cmake.build-type=Debug cmake.define.JAXKV_ASAN=ON cmake.define.JAXKV_CUDA=OFF)
 	tools/test_wheel.sh build/asan/*.whl build/asan/room "jax>=0.10.2" \
 	  env LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  python -m pytest $(PYTEST_XDIST) $(ASAN_TESTS) \
-	    --capture=sys  # or the report dies with the process
+	    --capture=sys  # otherwise the report is lost with the process
 
-# With nvcc, to load without a driver what has CUDA handlers; one architecture is enough for that.
+# With nvcc: checks that CUDA handlers load without a driver; one architecture is enough.
 compat: $(INSTALLED)  ## one stable-ABI wheel under every supported jax (PYTHON >= 3.12)
 	$(PY) -c "import sys; assert sys.version_info >= (3, 12), 'make compat needs Python >= 3.12'"
 	export JAXKV_CUDA=ON; $(call wheel,compat,cmake.define.JAXKV_CUDA_ARCHITECTURES=90a-real)
@@ -105,16 +105,16 @@ multigpu-test: $(INSTALLED)  ## the tests that need several GPUs, recorded in be
 memcheck: $(INSTALLED)  ## the CUDA handlers under compute-sanitizer, recorded in bench/results
 	$(PY) -m bench.checks.memcheck
 
-soak: $(INSTALLED)  ## ten minutes of random sums on all devices, each of them checked
+soak: $(INSTALLED)  ## ten minutes of random all-reduces on all devices, each verified
 	$(PY) -m bench.collectives.soak
 
 bench: $(INSTALLED)  ## all benchmarks, recorded in bench/results
 	$(PY) -m bench.run_all
 
-evidence: $(INSTALLED)  ## every target, wanted and measured; README tables and plots from the records
+evidence: $(INSTALLED)  ## targets and measured figures; README tables and plots from the records
 	$(PY) -m bench.report.evidence
 
-clean:  ## remove everything that make made
+clean:  ## remove all build products
 	rm -rf build $(VENV) jaxkv/_ext.pyi
 
 # $(call wheel,NAME,SETTINGS...) builds build/NAME/*.whl
@@ -127,7 +127,7 @@ $(INSTALLED): $(NATIVE) | $(PY)
 $(WITHOUT_WARNINGS): $(NATIVE) | $(PY)
 	$(call install,ON)
 
-# The stub goes beside the sources because type checkers do not follow editable installs.
+# The stub is copied to the sources because type checkers do not follow editable installs.
 define install
 	$(PIP) install --config-settings=cmake.define.JAXKV_WERROR=$(1) $(INSTALL)
 	cp $$($(PY) -c "import jaxkv._ext as e; print(e.__file__.split('_ext.')[0])")_ext.pyi jaxkv/
@@ -135,8 +135,8 @@ define install
 	touch $(INSTALLED) $(if $(filter ON,$(1)),$(WITHOUT_WARNINGS))
 endef
 
-# A .pth file, because --system-site-packages of an interpreter that is itself in a virtual
-# environment would show the packages of the one below.
+# A .pth file, because --system-site-packages of an interpreter in a virtual environment would use
+# the packages of its base interpreter.
 $(PY):
 ifdef SYSTEM_PACKAGES
 	$(PYTHON) -m venv --without-pip $(VENV)

@@ -1,4 +1,4 @@
-// The Python module: FFI handlers as capsules, and the few calls the host makes itself.
+// The Python module: FFI handlers as capsules, and the functions that Python calls on the host.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -88,7 +88,7 @@ nb::dict registrations() {
   add(cuda, "jaxkv_copy_blocks", prepare, stage("execute", CopyBlocksKernel));
   add(cuda, "jaxkv_copy_pairs", prepare, stage("execute", CopyPairsKernel));
   add(cuda, "jaxkv_copy_blocks_unordered", prepare, stage("execute", CopyBlocksUnordered));
-  // Nothing to prepare, and XLA would ask before every execution.
+  // No initialize stage: there is nothing to prepare, and XLA would call it before every execution.
   add(cuda, "jaxkv_copy_blocks_dma", stage("execute", CopyBlocksDma));
   const auto prepare_copy_streams = stage("initialize", PrepareCopyStreams);
   add(cuda, "jaxkv_start_copy", prepare_copy_streams, stage("execute", StartCopyKernel));
@@ -148,7 +148,7 @@ std::shared_ptr<collectives::Communicator> open_communicator(int64_t id) {
   return communicator;
 }
 
-// What PeerTimeoutError holds, and its text; nothing if no wait gave up.
+// The fields of PeerTimeoutError and its message; None if no wait timed out.
 std::optional<nb::tuple> peer_fault(int64_t id) {
   const auto fault = open_communicator(id)->fault();
   if (!fault) return std::nullopt;

@@ -1,4 +1,4 @@
-"""scikit-build-core, plus nvcc as a build requirement where the machine has none of its own."""
+"""scikit-build-core, plus nvcc as a build requirement if the machine has none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-# The compiler, its back end and headers, and the static runtime: no CUDA toolkit needed.
+# Compiler, back end, headers and static runtime: no CUDA toolkit needed.
 NVCC_PACKAGES = [
     f"nvidia-{part}==13.0.*"
     for part in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")

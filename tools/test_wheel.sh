@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Tests a wheel as a user has it: in a virtual environment of its own, with none of the checkout's
-# jaxkv/ on the path. Usage: tools/test_wheel.sh WHEEL ROOM JAX COMMAND...
-# ROOM is a folder to make anew, JAX a requirement such as "jax==0.10.2"; COMMAND runs in a copy of
+# Tests a wheel as users install it: in its own virtual environment, without the checkout's jaxkv/
+# on the path. Usage: tools/test_wheel.sh WHEEL ROOM JAX COMMAND...
+# ROOM is a directory to create, JAX a requirement such as "jax==0.10.2"; COMMAND runs in a copy of
 # the tests. $PYTHON is the interpreter.
 set -euo pipefail
 

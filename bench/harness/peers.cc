@@ -1,7 +1,7 @@
-// What the benchmarks compare with and how they look inside a program: copies as others make them,
-// and stamps, which note when XLA gets to a place in a program.
+// Baselines of the benchmarks, and stamps, which record when XLA reaches a point in a program.
 //
-// Compiled by bench/harness/peers.py when a benchmark starts; PEERS_CUDA says that there is a GPU.
+// Compiled by bench/harness/peers.py when a benchmark starts; PEERS_CUDA is defined if there is a
+// GPU.
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -31,7 +31,7 @@ double now() {
 #ifdef PEERS_CUDA
 enum Peer : int64_t { kBatch = 0, kLoop = 1, kShortBatch = 2 };
 
-// Drivers were seen to fail at some 50,000 descriptors in one call (vLLM issue 49276).
+// Drivers were seen to fail at about 50,000 descriptors in one call (vLLM issue 49276).
 constexpr size_t kDescriptorsPerBatch = 32768, kDescriptorsPerShortBatch = 1024;
 
 std::array<cudaEvent_t, kSlots> events;
@@ -68,7 +68,7 @@ ffi::Error stamp(cudaStream_t stream, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer
   if (event == nullptr) {
     if (const auto status = cudaEventCreate(&event); status != cudaSuccess) return failure(status);
   }
-  if (slot != 0) host_seconds.at(slot) = now();  // the event itself is not to be counted
+  if (slot != 0) host_seconds.at(slot) = now();  // excludes the host time of the event itself
   if (const auto status = cudaEventRecord(event, stream); status != cudaSuccess) {
     return failure(status);
   }
@@ -76,7 +76,7 @@ ffi::Error stamp(cudaStream_t stream, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer
   return ffi::Error::Success();
 }
 
-// The destination is aliased to the result; ids are in host memory, written by the host.
+// The destination is aliased to the result; the ids are in host memory, written by the host.
 ffi::Error copy(cudaStream_t stream, ffi::AnyBuffer source, ffi::Buffer<ffi::S32> source_ids,
                 ffi::Buffer<ffi::S32> destination_ids, ffi::AnyBuffer,
                 ffi::Result<ffi::AnyBuffer> destination, int64_t block_bytes, int64_t peer) {
@@ -131,8 +131,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 
 extern "C" {
 
-// Seconds between the last two stamps: of the host, and of the GPU (NaN where there is none). Call
-// it once the device is idle.
+// Seconds between the last two stamps, on the host and on the GPU (NaN without a GPU). Call it when
+// the device is idle.
 void stamped(double seconds[2]) {
   seconds[0] = host_seconds[1] - host_seconds[0];
   seconds[1] = std::numeric_limits<double>::quiet_NaN();
@@ -147,8 +147,8 @@ void stamped(double seconds[2]) {
 #ifdef PEERS_CUDA
 const char* peer_error(int status) { return cudaGetErrorString(static_cast<cudaError_t>(status)); }
 
-// Makes the same copies `calls` times on a stream of its own, one after the other, and waits once.
-// seconds: per call, from the first submission to the data; of it, in submissions.
+// Repeats the same copies `calls` times on a stream of its own and synchronizes once at the end.
+// seconds, per call: total time including the synchronization, and host time of the submissions.
 int peer_run(int64_t peer, void* const* to, const void* const* from, const size_t* bytes,
              size_t count, int calls, double seconds[2]) {
   static cudaStream_t stream = nullptr;

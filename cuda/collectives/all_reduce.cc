@@ -1,4 +1,4 @@
-// What both backends check of an all-reduce, and how they name a call.
+// Argument checks of an all-reduce call, shared by the CUDA and CPU handlers.
 #include "collectives/all_reduce.h"
 
 #include <cstring>
@@ -21,7 +21,7 @@ ffi::ErrorOr<Task> resolve_task(int32_t device, ffi::AnyBuffer in, ffi::Result<f
                         static_cast<Algorithm>(algorithm), in.element_type(),
                         static_cast<uint64_t>(signature) % kSignatures}};
   const Geometry& geometry = task.communicator->geometry();
-  if (!signature) {  // it would be equal to that of any other such program
+  if (!signature) {  // 0 would match any other program without a signature
     return refuse("its program has no signature: jax.monitoring's event listeners were cleared");
   }
   if (!task.rank) {

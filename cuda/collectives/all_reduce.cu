@@ -1,4 +1,4 @@
-// The all-reduce as a CUDA kernel on each rank's device.
+// The CUDA backend of the all-reduce: kernels, launch and FFI handlers.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -15,17 +15,17 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr int kThreads = 256;
-// More ranks need more registers; and fewer threads, as each sends a word to each peer. A block of
-// a tiled call needs more still, to have many loads under way, and there are few.
+// More ranks need more registers and fewer threads, since each thread sends a word to each peer. A
+// tiled call needs even more registers, to keep many loads in flight, and has few blocks.
 constexpr int blocks_per_processor(int world, Route route) {
   return route == Route::kTiled ? 1 : world <= 4 ? 4 : 2;
 }
 
-// Blocks of a call that are all resident on each of this process's devices, because they wait for
-// what others do; also while a copy beside the step holds its SMs, for as long as that takes. By
-// route and number of ranks, and known once a communicator has been created.
+// Upper limit on the blocks of a call, by route and number of ranks: all of them must be resident
+// at once on every device of this process, because they wait for their peers, also while an
+// asynchronous copy occupies its SMs. Set when a communicator is created.
 std::array<std::array<std::atomic<int>, kMaxRanks + 1>, kRoutes> resident_blocks;
-constexpr int kSpareProcessors = 4;  // what tuning tables give such a copy
+constexpr int kSpareProcessors = 4;  // SMs that tuning tables assign to an asynchronous copy
 
 struct CudaMachine {
   static __device__ uint64_t block() { return blockIdx.x; }
@@ -36,7 +36,7 @@ struct CudaMachine {
   static __device__ void publish() { __threadfence_system(); }
   static __device__ bool all(bool mine) { return __syncthreads_and(mine); }
   static __device__ void pause() {}
-  // What is not to be computed anew wherever it is used.
+  // Prevents the compiler from recomputing the address at each use.
   static __device__ Word* keep(Word* address) {
     asm volatile("" : "+l"(address));
     return address;
@@ -57,14 +57,13 @@ struct CudaMachine {
   static __device__ void prefetch(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
   }
-  // Past the L1 cache, which may still have what lay there two turns ago.
+  // Bypasses the L1 cache, which may still contain earlier data of the same buffer.
   static __device__ Word load_mail(const Word* from) {
     const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from));
     return {{v.x, v.y, v.z, v.w}};
   }
 
-  // Every part of a word is atomic, which is all that words that say themselves whether they have
-  // arrived need.
+  // Each 32-bit part is atomic, which is sufficient for flag-in-data words.
   static __device__ void send(Word* to, const Word& w) {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.part[0]),
                  "r"(w.part[1]), "r"(w.part[2]), "r"(w.part[3])
@@ -79,7 +78,8 @@ struct CudaMachine {
     return w;
   }
 
-  // By the switch: all ranks' words, each of which has two addresses.
+  // Multicast: the NVLink switch reduces or broadcasts the word of all ranks. A word has two
+  // addresses, a local one and a multicast one.
   template <class Element>
   static __device__ Word load_sum(const RankView& v, uint64_t i) {
     return Element::load_sum(v.all_staged.address + i * sizeof(Word));
@@ -116,11 +116,12 @@ struct CudaMachine {
     *reinterpret_cast<volatile uint64_t*>(to) = value;
   }
   static __device__ bool try_claim(uint32_t* word) { return atomicExch(word, 1) == 0; }
-  // How many blocks of the call did so before; the last one leaves 0.
+  // Returns the number of blocks of the call that entered before; the last block resets the counter
+  // to 0.
   static __device__ uint32_t enter(uint32_t* entered) { return atomicInc(entered, gridDim.x - 1); }
 };
 
-// Has the switch add up a word of all ranks, in f32 and in an order of its own.
+// Reduction of a word over all ranks by the NVLink switch: f32 accumulation, unspecified order.
 #if __CUDA_ARCH__ >= 900
 #define JAXKV_LOAD_SUM(type, word, at)                                                          \
   asm volatile("multimem.ld_reduce.relaxed.sys.global.add" type " {%0, %1, %2, %3}, [%4];"      \
@@ -215,12 +216,12 @@ Kernel kernel_for(int world, ffi::DataType dtype, Route route) {
 }
 
 int blocks_for(const Message& message, const Geometry& geometry, Route route) {
-  uint64_t share = message.bytes / sizeof(Word);  // words that a rank adds up
+  uint64_t share = message.bytes / sizeof(Word);  // words that a rank reduces
   if (message.algorithm == Algorithm::kTwoShot || message.algorithm == Algorithm::kMultimem) {
     share /= geometry.world;
   }
   uint64_t most = resident_blocks[static_cast<int>(route)][geometry.world];
-  uint64_t words = kThreads;  // of a block
+  uint64_t words = kThreads;  // per block
   if (route == Route::kTiled) {
     most = std::min<uint64_t>(most, kTileBlocks);
     words = geometry.tile_words;
@@ -242,7 +243,7 @@ ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ff
   return ffi::Error::Success();
 }
 
-// XLA asks before every run, also before one that replays a graph.
+// XLA calls the initialize stage before every execution, including the replay of a CUDA graph.
 ffi::Error prepare(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
   const auto communicator = attributes.get<int64_t>("communicator");
   if (!communicator.has_value()) return communicator.error();
@@ -269,7 +270,7 @@ void load_all_reduce(int32_t device) {
       int resident = kMaxBlocks;
       for (const ffi::DataType dtype : {ffi::F32, ffi::BF16, ffi::F16}) {
         const Kernel kernel = kernel_for(world, dtype, static_cast<Route>(route));
-        cudaFuncAttributes attributes;  // asking for them loads the kernel
+        cudaFuncAttributes attributes;  // the query loads the kernel
         check(cudaFuncGetAttributes(&attributes, kernel));
         int blocks = 0;
         check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));

@@ -1,31 +1,34 @@
-// An all-reduce as one rank runs it: one source for blocks of a CUDA kernel and for the CPU
-// backend. What goes in tiles is in tiles.h.
+// All-reduce as executed by one rank: one source for the thread blocks of a CUDA kernel and for the
+// CPU backend. The tiled two-shot route is in tiles.h.
 //
-// `Machine` says which of a rank's threads this is (block, num_blocks, thread, num_threads) and how
-// it reads and writes memory that peers share. `Element` adds up the values of a word in f32.
-// Ranks are always added in the order of their numbers, so results are equal bit for bit; but
-// multimem leaves the order to the switch, and is equal on all ranks because one adds up for all.
+// `Machine` provides the position of the calling thread within its rank (block, num_blocks, thread,
+// num_threads) and the accesses to memory that is shared with peers. `Element` converts the values
+// of a word to and from f32 for the reduction. Values are always added in rank order, so results
+// are bitwise identical on all ranks and in all runs. multimem leaves the order to the switch; its
+// results are identical on all ranks because each word is reduced once, for all ranks.
 //
-// low_latency, and two_shot while its parts fit into the quick boxes, know no barriers: words say
-// themselves that they have arrived. Who reads a word clears it, and it is sent anew two turns
-// later. In the turn between, the sender has got words for which this rank's were needed, and
-// those this rank sent when its kernel of the turn before, with all that it cleared, had ended.
+// low_latency, and two_shot as long as its parts fit the LL buffers, use no barriers: the data is
+// its own flag. The receiver resets each word after reading it, and the same word is sent again two
+// LL epochs later. By then the reset is complete: in the epoch between, the sender has received
+// words that could not be sent without words of this rank, and this rank sent its words after its
+// kernel of the previous epoch, with all its resets, had ended.
 //
-// one_shot writes a half of its boxes two calls later, when this rank has come to the barrier of
-// the call between, after reading.
+// one_shot reuses a half of the slot buffers two calls later. By then the receiver has arrived at
+// the barrier of the call between, which it does after reading.
 //
-// multimem needs no halves. Between the two barriers of a round the switch reads and writes the
-// workspaces of all ranks for all; before and after, each is its own rank's alone, and a word there
-// is always the same thread's. What one thread adds up, threads of the same number have staged, in
-// blocks of the same number: those that have met.
+// multimem needs no double buffering. Between the two barriers of a round the switch reads and
+// writes the workspaces of all ranks; before and after that each workspace is accessed only by its
+// own rank, and each of its words always by the same thread. The words that a thread reduces were
+// staged by threads with the same index in blocks with the same index, which are the blocks that
+// the barrier synchronizes.
 #pragma once
 
 #include "collectives/tiles.h"
 
 namespace jaxkv::collectives {
 
-// Ways of a message through this source: its algorithm, or two_shot in tiles. Each has a kernel of
-// its own, so that none takes registers from the others.
+// Code paths: one for each algorithm, and the tiled two_shot. Each is a separate kernel, so that
+// none is compiled for the register count of another.
 enum class Route { kLowLatency, kOneShot, kTwoShot, kMultimem, kTiled };
 inline constexpr int kRoutes = 5;
 
@@ -57,24 +60,25 @@ struct Call : Tiles<Machine, Element, N> {
   JAXKV_DEVICE Call(const Machine& machine, const RankView& view, const Message& message)
       : Tiles<Machine, Element, N>{machine, view, message} {}
 
-  // True if the sum is in `out`, false if a wait gave up.
+  // Returns true if the sum is in `out`, false if a wait timed out.
   template <Route kRoute>
   JAXKV_DEVICE bool run() {
     RankProgress at_start = progress();
-    // What waits for nothing goes before threads hear of the rest of their block. But a rank that
-    // gave up in a call before sends no more: a peer that comes late to that call takes what it
-    // finds in its boxes.
+    // Non-blocking sends are issued before the threads synchronize with the rest of their block.
+    // But a rank that timed out in an earlier call sends nothing: a peer that arrives late at that
+    // call would take any word in its receive buffers for a word of that call.
     const bool early = kRoute == Route::kLowLatency && first() < words();
     const Word head = early ? load_input(first()) : Word{};
     if (early && !at_start.failed) Base::send(at_start.ll_epochs, first(), without_sentinel(head));
     if (!at_start.failed) Base::post(Base::mark(at_start), at_start.calls);
     if (kRoute == Route::kTwoShot && !at_start.failed) scatter(parts(), at_start.ll_epochs);
-    // All threads of the block decide alike, although another block may give up meanwhile.
+    // All threads of the block decide alike, although another block may time out at the same time.
     if (m.all(!at_start.failed)) {
       Base::enter(at_start);
       if (reduced<kRoute>(at_start, head)) return true;
     }
-    // Rather NaN than a wrong sum. What this block missed lies anywhere.
+    // NaN rather than a wrong sum, in the entire output: the words that this block missed can be
+    // anywhere.
     for (uint64_t i = m.thread(); i < words(); i += m.num_threads()) {
       store_output(i, {{kUnset, kUnset, kUnset, kUnset}});
     }
@@ -107,12 +111,12 @@ struct Call : Tiles<Machine, Element, N> {
 
   // ---- Algorithms -------------------------------------------------------------------------------
 
-  // Every rank sends everything to all, the first words of its threads by now. `kAllFullWords`: see
-  // whole().
+  // Every rank sends all its words to all peers; the first word of each thread has already been
+  // sent by run(). `kAllFullWords`: see all_full_words().
   template <bool kAllFullWords>
   JAXKV_DEVICE bool low_latency(const RankProgress& at_start, const Word& head) {
     const uint64_t ll_epoch = at_start.ll_epochs;
-    // 32 bits are enough for what fits into a quick box.
+    // 32-bit indices are sufficient for an LL buffer.
     const uint32_t end = words(), begin = first(), stride = step();
     auto due = [this](int r) { return r != v.rank; };
     auto load = [&](uint32_t i) {
@@ -130,13 +134,14 @@ struct Call : Tiles<Machine, Element, N> {
     return finish(at_start, came, 0, 1);
   }
 
-  // Each rank adds up one part, which all have sent it by now, and sends the sum to all.
+  // Each rank reduces one part, which run() has already scattered, and sends the result to all
+  // peers.
   JAXKV_DEVICE bool two_shot(const RankProgress& at_start) {
     const bool came = reduce(parts(), at_start.ll_epochs) && gather(parts(), at_start.ll_epochs);
     return finish(at_start, came, 0, 1);
   }
 
-  // N parts of `part` words; the last ones are cut off where the message ends.
+  // N parts of `part` words; the last parts are truncated at the end of the message.
   struct Chunk {
     uint64_t base, part;
     JAXKV_DEVICE uint64_t begin(int r) const { return base + r * part; }
@@ -193,7 +198,7 @@ struct Call : Tiles<Machine, Element, N> {
     return true;
   }
 
-  // Every rank sends everything to all, and adds up when all have met.
+  // Every rank writes its message to all peers and reduces after the barrier.
   JAXKV_DEVICE bool one_shot(const RankProgress& at_start) {
     const uint64_t epoch = at_start.epoch;
     for (uint64_t i = first(); i < words(); i += step()) {
@@ -218,8 +223,8 @@ struct Call : Tiles<Machine, Element, N> {
     return finish(at_start, true, 1, 0);
   }
 
-  // Each rank has the switch add up one part of all ranks' workspaces and write the sums to all, in
-  // rounds of as much as a workspace holds.
+  // Each rank has the switch reduce one part over all workspaces and broadcast the result, in
+  // rounds of at most one workspace.
   JAXKV_DEVICE bool multimem(const RankProgress& at_start) {
     const uint64_t limit = v.geometry.multicast_words / N, share = (words() + N - 1) / N;
     const uint64_t part = share < limit ? share : limit;
@@ -242,7 +247,8 @@ struct Call : Tiles<Machine, Element, N> {
     return finish(at_start, true, 2 * rounds, 0);
   }
 
-  // What was written by way of one address is read by way of another after that.
+  // Orders accesses through one address before later accesses through the other address of the same
+  // memory.
   JAXKV_DEVICE bool multicast_barrier(uint64_t epoch) const {
     m.publish();
     m.alias();
@@ -251,7 +257,8 @@ struct Call : Tiles<Machine, Element, N> {
     return came;
   }
 
-  // `body(at, i)` for this thread's words of all parts: `at` in the chunk, `i` in the message.
+  // `body(at, i)` for this thread's words of all parts: index `at` in the chunk, `i` in the
+  // message.
   template <class Body>
   JAXKV_DEVICE void for_each_part(const Chunk& chunk, Body body) const {
     for (uint64_t i = first(); i < chunk.part; i += step()) {
@@ -262,7 +269,7 @@ struct Call : Tiles<Machine, Element, N> {
   }
 };
 
-// What a handler was asked for, once it is known to fit.
+// A validated call.
 struct Task {
   std::shared_ptr<Communicator> communicator;
   Communicator::Rank* rank;
@@ -272,10 +279,11 @@ xla::ffi::ErrorOr<Task> resolve_task(int32_t device, xla::ffi::AnyBuffer in,
                                      xla::ffi::Result<xla::ffi::AnyBuffer> out,
                                      int64_t communicator, int64_t algorithm, int64_t signature);
 
-// Loads every kernel on a CUDA device: the first call must not, beside a peer that waits.
+// Loads every kernel on a CUDA device. Loading must not happen in the first call: it can block
+// while a peer waits.
 void load_all_reduce(int32_t device);
 
-// Runs `body.template operator()<N>()` for the number of ranks.
+// Runs `body.template operator()<N>()` with the number of ranks as a constant.
 template <class Body>
 auto with_world(int world, Body body) {
   switch (world) {

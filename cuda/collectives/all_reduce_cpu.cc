@@ -1,13 +1,13 @@
-// The CPU backend's all-reduce, and what both handlers check. A rank is the thread in which XLA
-// runs a device, and it blocks until its peers have come.
+// The CPU backend of the all-reduce. A rank is the thread in which XLA runs a device; it blocks
+// until its peers have arrived.
 #include <atomic>
 #include <bit>
 #include <chrono>
 #include <cstring>
 #include <thread>
 
-// GCC can't see that every word that counts was received. To set them all before would cost the
-// kernel registers.
+// GCC cannot see that every word that is used was received. Initializing all of them would cost the
+// CUDA kernel registers.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include "collectives/all_reduce.h"
 
@@ -54,7 +54,7 @@ struct CpuMachine {
     return word;
   }
 
-  // As a switch would, but in the order of the ranks.
+  // Emulates the switch, but adds in rank order.
   template <class Element>
   static Word load_sum(const RankView& v, uint64_t i) {
     const auto words = reinterpret_cast<Word* const*>(v.all_staged.address);

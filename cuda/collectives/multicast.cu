@@ -1,4 +1,4 @@
-// What is asked of the driver. Each step that is to be taken back says at once how.
+// Multicast memory by the CUDA driver API. Each step registers its own cleanup.
 #include <cudaTypedefs.h>
 
 #include <stdexcept>
@@ -17,7 +17,7 @@ std::string error_text(CUresult status) {
   return text ? text : "error " + std::to_string(status);
 }
 
-// A function of the driver, whose failure names it and the device.
+// A driver function; failures name it and the device.
 template <class Function>
 class DriverCall {
  public:
@@ -32,7 +32,7 @@ class DriverCall {
     throw std::runtime_error(std::string("jaxkv: multicast: ") + name_ + " for device " +
                              std::to_string(device) + ": " + error_text(status));
   }
-  // For what takes back, and goes on whatever comes.
+  // For cleanup, which continues after errors.
   template <class... Arguments>
   void quietly(Arguments... arguments) const {
     (void)call_(arguments...);
@@ -52,7 +52,7 @@ CUdevice driver_device(int32_t device) {
   return found;
 }
 
-// Makes the memory, step by step, so that each can be taken back.
+// Creates multicast memory; every step that allocates registers its cleanup.
 struct Builder {
   JAXKV_DRIVER(cuMemCreate, v10020)
   JAXKV_DRIVER(cuMemRelease, v10020)
@@ -75,7 +75,7 @@ struct Builder {
     what.numDevices = static_cast<unsigned int>(devices.size());
     what.size = bytes;
     size_t granularity = 0;
-    // The recommended one may be many times what a workspace needs.
+    // Not the recommended granularity, which can be many times the size of a workspace.
     cuMulticastGetGranularity(devices[0], &granularity, &what, CU_MULTICAST_GRANULARITY_MINIMUM);
     round_up_to(granularity);
     for (const int32_t device : devices) {
@@ -88,7 +88,7 @@ struct Builder {
     CUmemGenericAllocationHandle multicast = 0;
     cuMulticastCreate(devices[0], &multicast, &what);
     undo.push([multicast, release = cuMemRelease] { release.quietly(multicast); });
-    // All of them, before memory of any is bound.
+    // All devices must be added before memory of any is bound.
     for (const int32_t device : devices) {
       cuMulticastAddDevice(device, multicast, driver_device(device));
     }
@@ -107,7 +107,7 @@ struct Builder {
     return memory;
   }
 
-  // Where `device`, and no other, addresses memory or a multicast object.
+  // Maps memory or a multicast object into the address space, accessible by `device` only.
   CUdeviceptr map(int32_t device, CUmemGenericAllocationHandle handle) {
     CUdeviceptr at = 0;
     cuMemAddressReserve(device, &at, bytes, 0, 0, 0);
@@ -143,7 +143,7 @@ MulticastMemory::MulticastMemory(const std::vector<int32_t>& devices, size_t byt
     const auto memory = builder.bind_memory(multicast, device);
     own_.push_back(reinterpret_cast<void*>(builder.map(device, memory)));
   }
-  // Once all is bound, so that no part of what the switch reads is missing.
+  // After all memory is bound, so that the multicast mapping is complete.
   for (const int32_t device : devices) all_.push_back({builder.map(device, multicast)});
 }
 

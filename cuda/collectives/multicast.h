@@ -1,8 +1,9 @@
-// Memory of several GPUs of one process that their NVLink switch reads and writes at once.
+// Multicast memory (NVLS): memory of several GPUs of one process that the NVLink switch reads and
+// writes at once.
 //
-// This has never run on hardware: where GPUs are shared between machines, a multicast object can
-// take them out of service for all. So nothing of the driver's multicast is called, or asked
-// about, unless a user has set JAXKV_MULTICAST=1.
+// Not yet run on hardware: where GPUs are shared between machines, a multicast object can take them
+// out of service for all. So no multicast function or attribute of the driver is used unless the
+// user has set JAXKV_MULTICAST=1.
 #pragma once
 
 #include <cstddef>
@@ -14,15 +15,15 @@
 
 namespace jaxkv::collectives {
 
-// The same words of all ranks, as the switch addresses them. Not a pointer, as a plain load or
-// store there is undefined: see `load_sum` and `store_all` of a `Machine`. (On the CPU backend the
+// Multicast address of the same words of all ranks. Not a pointer, because a plain load or store
+// there is undefined; see `load_sum` and `store_all` of a `Machine`. (On the CPU backend: the
 // address of an array of pointers to the ranks' words.)
 struct MulticastWords {
   uintptr_t address;
 };
 static_assert(!std::is_convertible_v<MulticastWords, const void*>);
 
-// Takes back what was done, the last first.
+// Cleanup steps, run in reverse order.
 class Undo {
  public:
   Undo() = default;
@@ -38,11 +39,11 @@ class Undo {
 
 class MulticastMemory {
  public:
-  // At least so many bytes on each device. Throws std::runtime_error that names the call of the
-  // driver and the device; nothing is left then.
+  // At least `bytes` on each device. Throws std::runtime_error that names the driver function and
+  // the device, after releasing everything that was allocated.
   MulticastMemory(const std::vector<int32_t>& devices, size_t bytes);
 
-  void* of_device(size_t i) const { return own_.at(i); }  // as that device addresses its own
+  void* of_device(size_t i) const { return own_.at(i); }  // local address on that device
   MulticastWords of_all(size_t i) const { return all_.at(i); }
 
  private:
@@ -51,7 +52,7 @@ class MulticastMemory {
   std::vector<MulticastWords> all_;
 };
 
-// Whether the driver says that a device has multicast; asks for that attribute alone. Throws as
+// Whether the driver reports multicast support for a device; queries no other attribute. Throws as
 // above.
 bool multicast_supported(int32_t device);
 

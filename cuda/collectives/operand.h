@@ -1,6 +1,5 @@
-// The words of an all-reduce's operand and result, and their sum.
-// One source for CUDA kernels and for the CPU backend; see all_reduce.h for `Machine` and
-// `Element`.
+// Words of the operand and result of an all-reduce, and their reduction. One source for CUDA
+// kernels and for the CPU backend; see all_reduce.h for `Machine` and `Element`.
 #pragma once
 
 #include "collectives/peers.h"
@@ -9,14 +8,14 @@ namespace jaxkv::collectives {
 
 enum class Algorithm : int64_t { kLowLatency, kOneShot, kTwoShot, kMultimem };
 
-// `bytes` of whole elements at any address that is aligned for one.
+// A whole number of elements, `bytes` in total, at addresses aligned for one element.
 struct Message {
   const char* in;
   char* out;
   uint64_t bytes;
   Algorithm algorithm;
   xla::ffi::DataType dtype;
-  uint64_t signature;  // of program and call, below kSignatures: the same on all ranks
+  uint64_t signature;  // of program and call, below kSignatures; equal on all ranks
 };
 
 template <class Machine, class Element, int N>
@@ -32,7 +31,7 @@ struct Operand : Peers<Machine, N> {
   JAXKV_DEVICE uint64_t mark(const RankProgress& at_start) const {
     return call_mark(message.signature, at_start.calls);
   }
-  // The end of a call: true if all threads of the block have what they waited for, of this call.
+  // End of a call: true if all waits of the block completed and all ranks made the same call.
   JAXKV_DEVICE bool finish(const RankProgress& at_start, bool came, uint64_t epochs,
                            uint64_t ll_epochs) const {
     if (!m.all(came && this->calls_match(mark(at_start), at_start.calls))) return false;
@@ -46,7 +45,7 @@ struct Operand : Peers<Machine, N> {
         reinterpret_cast<uintptr_t>(message.in) | reinterpret_cast<uintptr_t>(message.out);
     return addresses % sizeof(Word) == 0;
   }
-  // Not cut off, and at the address of a word.
+  // Not truncated, and aligned for a word.
   JAXKV_DEVICE bool is_full_word(uint64_t i) const {
     return aligned() && (i + 1) * sizeof(Word) <= message.bytes;
   }
@@ -61,7 +60,7 @@ struct Operand : Peers<Machine, N> {
     if (is_full_word(i)) return store_word<true>(i, word);
     store_values(message, i, word.part[0], word.part[1], word.part[2], word.part[3]);
   }
-  // The same, where it may be known that all words are whole.
+  // The same, with a compile-time guarantee that all words are full and aligned.
   template <bool kFullWord>
   JAXKV_DEVICE Word load_word(uint64_t i) const {
     if constexpr (!kFullWord) return load_input(i);
@@ -72,7 +71,7 @@ struct Operand : Peers<Machine, N> {
     if constexpr (!kFullWord) return store_output(i, word);
     m.store(reinterpret_cast<Word*>(message.out) + i, word);
   }
-  // Value by value, where a word is cut off or no address of a word; rare, so not inlined.
+  // Element by element, for a word that is truncated or not aligned; rare, so not inlined.
   JAXKV_NOINLINE static Word load_values(const Message& message, uint64_t i) {
     Word word{};
     const auto* in = reinterpret_cast<const Bits*>(message.in);
@@ -93,11 +92,11 @@ struct Operand : Peers<Machine, N> {
     const uint64_t end = (i + 1) * Element::kLanes, all = message.bytes / sizeof(Bits);
     return end < all ? end : all;
   }
-  // Where value k of the operand lies in its word.
+  // Position of value k of the operand within its word.
   JAXKV_DEVICE static int part_of(uint64_t k) { return k % Element::kLanes * sizeof(Bits) / 4; }
   JAXKV_DEVICE static int shift_of(uint64_t k) { return k * sizeof(Bits) % 4 * 8; }
 
-  // Of this rank's own word and those of its peers.
+  // In rank order, with this rank's own word.
   JAXKV_DEVICE Word sum(const Word& own, const Word (&from)[N]) const {
     float lanes[Element::kLanes];
     JAXKV_UNROLL()
@@ -111,7 +110,8 @@ struct Operand : Peers<Machine, N> {
     return Element::word(lanes);
   }
 
-  // Words that are sent are not those that have not arrived.
+  // Replaces the sentinel value in data to be sent, so that it is not taken for a word that has not
+  // arrived.
   JAXKV_DEVICE static Word without_sentinel(Word word) {
     JAXKV_UNROLL()
     for (uint32_t& part : word.part) part = part == kUnset ? Element::kSubstituteNan : part;

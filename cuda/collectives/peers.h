@@ -1,13 +1,13 @@
-// What a rank and its peers do for each other in a call: mailboxes, barriers, words that say
-// themselves whether they have arrived, waits that end, and the comparison of calls.
-// One source for CUDA kernels and for the CPU backend; see all_reduce.h for `Machine`.
+// Communication of a rank with its peers in a call: receive buffers, barriers, flag-in-data words,
+// waits with a timeout, and the check that all ranks made the same call. One source for CUDA
+// kernels and for the CPU backend; see all_reduce.h for `Machine`.
 #pragma once
 
 #include "collectives/symmetric_memory.h"
 
 namespace jaxkv::collectives {
 
-inline constexpr uint32_t kPollsPerClockRead = 256;  // how often a wait looks at the clock
+inline constexpr uint32_t kPollsPerClockRead = 256;  // polls between two reads of the clock
 
 template <class Machine, int N>
 struct Peers {
@@ -16,9 +16,9 @@ struct Peers {
 
   JAXKV_DEVICE RankProgress& progress() const { return v.headers[v.rank]->progress; }
 
-  // `at_start` is what all threads read before their block enters, so the last block to enter may
-  // say how far this rank is. It enters when it begins: the answer comes while words are on their
-  // way.
+  // All threads read `at_start` before their block enters, so the last block to enter may update
+  // the progress. Blocks enter at the beginning of the call, to overlap the atomic with the words
+  // in flight.
   JAXKV_DEVICE void enter(RankProgress& at_start) const {
     at_start.entered = m.thread() == 0 ? m.enter(&progress().entered) : kMaxBlocks;
   }
@@ -29,7 +29,7 @@ struct Peers {
     progress().calls = at_start.calls + 1;
   }
 
-  // ---- Boxes of `owner`, for what `from` sends --------------------------------------------------
+  // ---- Receive buffers of `owner` for data sent by `from` ---------------------------------------
 
   JAXKV_DEVICE Word* mail(int owner) const { return reinterpret_cast<Word*>(v.headers[owner] + 1); }
   JAXKV_DEVICE Word* ll_buffer(int owner, uint64_t ll_epoch, int from) const {
@@ -39,7 +39,7 @@ struct Peers {
     return mail(owner) + kStages * N * v.geometry.ll_words +
            (epoch % 2 * N + from) * v.geometry.slot_words;
   }
-  // Of this block: for words to add up, or for sums. They lie behind all slots.
+  // Tile buffers of this block, for operands or for sums; located after all slot buffers.
   JAXKV_DEVICE Word* tile(int owner, uint64_t round, bool sums, int from) const {
     const uint64_t stage = m.block() * kTileStages + round % kTileStages;
     return slot(owner, 0, 2 * N) + ((2 * stage + sums) * N + from) * v.geometry.tile_words;
@@ -47,8 +47,9 @@ struct Peers {
 
   // ---- Waiting ----------------------------------------------------------------------------------
 
-  // Until when to wait for `peer`, or 0 to give up; asked now and then while waiting, first with 0.
-  // No reference to what the waiting thread has goes in here, or it would lie in memory.
+  // Deadline of the wait for `peer`, or 0 to abort the wait. Called periodically while waiting, at
+  // first with deadline 0. Takes no reference to state of the waiting thread, which would force
+  // that state into local memory.
   JAXKV_NOINLINE static uint64_t next_deadline(const Machine& m, const RankView& v,
                                                uint64_t deadline, int peer, Phase phase,
                                                uint64_t expected, uint64_t seen) {
@@ -77,7 +78,7 @@ struct Peers {
   }
 
   JAXKV_DEVICE static void record(const Machine& m, const RankView& v, const PeerFault& fault) {
-    if (!m.try_claim(&v.headers[v.rank]->progress.failed)) return;  // the first fault says the most
+    if (!m.try_claim(&v.headers[v.rank]->progress.failed)) return;  // only the first is recorded
     v.fault->rank = fault.rank;
     v.fault->peer = fault.peer;
     v.fault->phase = fault.phase;
@@ -88,14 +89,15 @@ struct Peers {
     m.store_release(&v.fault->recorded, 1u);
   }
 
-  // Meets the same block of all peers: what they wrote before is here after. False if one did not
-  // come.
+  // Barrier with the blocks of the same index of all peers: their earlier writes are visible
+  // afterwards. False if a peer did not arrive before the timeout.
   JAXKV_DEVICE bool barrier(uint64_t epoch) const {
     arrive(epoch);
     return wait_all(epoch);
   }
 
-  // The two halves of that. The one thread that says so orders what its whole block wrote.
+  // The two halves of the barrier. sync() orders the writes of the whole block before the release
+  // store of each signaling thread.
   JAXKV_DEVICE void arrive(uint64_t epoch) const {
     m.sync();
     for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
@@ -124,14 +126,14 @@ struct Peers {
     }
   }
 
-  // ---- Words that say themselves whether they have arrived --------------------------------------
+  // ---- Flag-in-data words (LL protocol) ---------------------------------------------------------
 
   JAXKV_DEVICE static bool is_set(const Word& w) {
     return w.part[0] != kUnset && w.part[1] != kUnset && w.part[2] != kUnset && w.part[3] != kUnset;
   }
 
-  // Takes word `at` out of the boxes of all peers for which `due`; false if one did not come, which
-  // then is word `seen` of `expected`.
+  // Receives word `at` from all peers for which `due`, and resets it. False if one did not arrive
+  // before the timeout; the error then reports word `seen` of `expected`.
   template <class Due>
   JAXKV_DEVICE bool receive(uint64_t ll_epoch, uint64_t at, Phase phase, uint64_t expected,
                             uint64_t seen, Due due, Word (&from)[N]) const {
@@ -162,7 +164,7 @@ struct Peers {
     return true;
   }
 
-  // Sends to word `at` of all peers' boxes, each rank to another peer first.
+  // Sends to word `at` of the LL buffers of all peers. Each rank starts with another peer.
   JAXKV_DEVICE void send(uint64_t ll_epoch, uint64_t at, const Word& word) const {
     JAXKV_UNROLL()
     for (int shift = 1; shift < N; ++shift) {
@@ -172,12 +174,13 @@ struct Peers {
 
   // ---- Comparison of calls ----------------------------------------------------------------------
   //
-  // Ranks that make different calls at once would add up what does not belong together. So each
-  // posts the mark of its call to all when it begins, and ends it when it has seen the same mark of
-  // all. That needs no order between marks and mail: a mark has the number of its call, and as all
-  // calls before were the same on all ranks, what lies in a box of this call was sent in the call
-  // of that number. No rank is two calls ahead, because it ends none without the marks of all: so
-  // marks of two calls are kept, and none is overwritten before it was read.
+  // Ranks that make different calls at the same time would reduce unrelated data. So each rank
+  // posts the mark of its call to all peers at the beginning, and ends the call when it has seen
+  // the same mark from all. Marks and data need no mutual order: a mark contains the number of its
+  // call, and since all earlier calls were the same on all ranks, data in a receive buffer of this
+  // call was sent in the call of that number. No rank is two calls ahead, because it ends no call
+  // without the marks of all; so two marks are stored per rank, and none is overwritten before it
+  // was read.
 
   JAXKV_DEVICE static uint64_t* posted(const RankView& v, int owner, int from, uint64_t calls) {
     return &v.headers[owner]->signals.calls[calls % 2][from];
@@ -187,7 +190,7 @@ struct Peers {
       m.post(posted(v, peer, v.rank, calls), mark);
     }
   }
-  // One thread asks for each peer.
+  // One thread polls for each peer.
   JAXKV_DEVICE bool calls_match(uint64_t mark, uint64_t calls) const {
     for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
       uint64_t deadline = 0, seen;
@@ -201,7 +204,7 @@ struct Peers {
     }
     return true;
   }
-  // A peer that has posted another call than this rank, of the same number; -1 if there is none.
+  // A peer that has posted a different call with the same number; -1 if there is none.
   JAXKV_DEVICE static int find_other_call(const Machine& m, const RankView& v) {
     int found = -1;
     JAXKV_NO_UNROLL()
@@ -219,7 +222,7 @@ struct Peers {
 
   // ---- For tests --------------------------------------------------------------------------------
 
-  // Lets a thread be late now and then.
+  // Delays threads at random.
   JAXKV_DEVICE void stall() const {
     if (v.stall_ns) stall(m, v);
   }

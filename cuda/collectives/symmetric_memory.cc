@@ -1,3 +1,5 @@
+// Backend-independent part of symmetric memory: setup of communicators, their registry, and the
+// description of faults.
 #include "collectives/symmetric_memory.h"
 
 #include <algorithm>
@@ -20,7 +22,7 @@ Registry& communicators() {
   return *all;
 }
 
-// Closed here, but peers may still write to their memory.
+// Closed in this process, but peers may still write to their memory.
 Registry& closed_communicators() {
   static auto* all = new Registry;
   return *all;
@@ -122,7 +124,7 @@ std::optional<PeerFault> Communicator::fault() const {
     for (const auto& rank : group) {
       PeerFault* fault = rank->view.fault;
       if (!fault || !std::atomic_ref(fault->recorded).load(std::memory_order_acquire)) continue;
-      // The rank that waited in vain knows more than those that it told.
+      // The rank that timed out has more information than the ranks that it aborted.
       if (!found || found->phase == Phase::kAborted) found = *fault;
     }
   }
@@ -198,8 +200,8 @@ std::shared_ptr<Communicator> find_communicator(int64_t id) {
 
 void close_communicator(int64_t id) {
   auto closed = take(communicators(), id);
-  if (!closed || !closed->spans_processes()) return;  // the last call's end is that of the memory
-  // Calls that still run hold it, until their time is over at the latest; no other can begin.
+  if (!closed || !closed->spans_processes()) return;  // freed when the last call ends
+  // Running calls own a reference, until their timeout at the latest; no new call can begin.
   while (closed.use_count() > 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   closed->unmap();
   std::lock_guard lock(mutex);

@@ -1,4 +1,4 @@
-// Symmetric memory of CUDA devices: over peer access within a process, by CUDA IPC between them.
+// Symmetric memory of CUDA devices: peer access within a process, CUDA IPC between processes.
 #include <cuda_runtime.h>
 
 #include <cstring>
@@ -40,7 +40,7 @@ void enable_access(int device, int peer) {
   }
 }
 
-// Once the driver is gone, all memory is with it: the process ends.
+// At process exit the driver may already be shut down, and has then released all memory.
 template <class Body>
 void unless_shut_down(Body body) {
   try {
@@ -50,7 +50,7 @@ void unless_shut_down(Body body) {
   (void)cudaGetLastError();
 }
 
-// cudaMalloc shares blocks of this size, and a handle is that of a whole block.
+// cudaMalloc suballocates from blocks of this size, and an IPC handle refers to the entire block.
 constexpr size_t kBlockBytes = 2 << 20;
 
 class CudaCommunicator : public Communicator {
@@ -58,7 +58,7 @@ class CudaCommunicator : public Communicator {
   using Communicator::Communicator;
 
   ~CudaCommunicator() override {
-    unmap();  // and waits: peers of this process write to all
+    unmap();  // waits for the devices first: peers of this process write to all memory
     multicast_.clear();
     unless_shut_down([&] {
       for_each_local([](Rank& rank) {
@@ -73,7 +73,7 @@ class CudaCommunicator : public Communicator {
     unless_shut_down([&] {
       for_each_local([](Rank& rank) {
         DeviceGuard on(rank.device);
-        (void)cudaDeviceSynchronize();  // a device that failed writes no more either
+        (void)cudaDeviceSynchronize();  // status ignored: a failed device does not write any more
       });
       for (const auto& [device, memory] : peer_memory_) {
         DeviceGuard on(device);
@@ -87,7 +87,7 @@ class CudaCommunicator : public Communicator {
     const Header header = header_after(epoch, ahead);
     for_each_local([&](Rank& rank) {
       DeviceGuard on(rank.device);
-      // On no legacy stream, which another thread's capture forbids.
+      // Not on the legacy stream, whose use fails while another thread captures a graph.
       cudaStream_t stream = nullptr;
       check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
       check(cudaMemcpyAsync(rank.header(), &header, sizeof header, cudaMemcpyHostToDevice, stream),
@@ -106,7 +106,7 @@ class CudaCommunicator : public Communicator {
     for (const int32_t peer : peer_devices) {
       if (peer != rank.device) enable_access(rank.device, peer);
     }
-    // Mapped host memory: written only when a wait gives up, read by the host without a sync.
+    // Mapped host memory: written only when a wait times out, read by the host without a sync.
     check(cudaHostAlloc(&rank.view.fault, sizeof(PeerFault),
                         cudaHostAllocPortable | cudaHostAllocMapped),
           "host memory");
@@ -139,7 +139,7 @@ class CudaCommunicator : public Communicator {
     }
   }
 
-  // Each device maps it for itself, with access to the device where it lies.
+  // Mapped once per device, with peer access to the device that owns it.
   Header* map_memory(const Rank& rank, const Handle& bytes) override {
     DeviceGuard on(rank.device);
     cudaIpcMemHandle_t handle;
@@ -153,8 +153,8 @@ class CudaCommunicator : public Communicator {
   }
 
  private:
-  std::vector<std::pair<int32_t, void*>> peer_memory_;       // and the device that maps it
-  std::vector<std::unique_ptr<MulticastMemory>> multicast_;  // of each group
+  std::vector<std::pair<int32_t, void*>> peer_memory_;       // with the device that maps it
+  std::vector<std::unique_ptr<MulticastMemory>> multicast_;  // one per group
 };
 
 }  // namespace

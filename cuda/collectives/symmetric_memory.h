@@ -1,8 +1,9 @@
-// Memory that all ranks of a communicator address, and what they tell each other there.
+// Symmetric memory: one workspace for each rank, mapped by all ranks of a communicator, and the
+// flags and counters in it.
 //
-// A rank owns one allocation: a Header, then mailboxes that its peers write. Nothing of XLA's is a
-// target of a peer, because XLA moves its buffers. What changes from call to call (epochs, halves,
-// stages) lies in that memory and not in arguments of a kernel, so graphs may be replayed.
+// A workspace is a Header followed by receive buffers, which the peers write. Peers never write to
+// buffers of XLA, because XLA moves its buffers. All state that changes from call to call (epochs,
+// halves, stages) is in this memory and not in kernel arguments, so CUDA graphs can be replayed.
 #pragma once
 
 #include <cstdint>
@@ -20,27 +21,29 @@
 namespace jaxkv::collectives {
 
 inline constexpr int kMaxRanks = 8;
-inline constexpr int kMaxBlocks = 512;   // of a call
-inline constexpr int kStages = 2;        // of the mailboxes whose data says that it arrived
-inline constexpr int kTileBlocks = 128;  // of a call that goes in tiles
+inline constexpr int kMaxBlocks = 512;   // per call
+inline constexpr int kStages = 2;        // of the LL buffers
+inline constexpr int kTileBlocks = 128;  // per call, two_shot in tiles
 inline constexpr int kTileStages = 3;
 
 struct alignas(16) Word {
   uint32_t part[4];
 };
 
-// What a word holds until it arrives: NaN in every dtype, so also what a failed call returns.
+// Sentinel of a word that has not arrived: NaN in every dtype, and therefore also the output of a
+// failed call.
 inline constexpr uint32_t kUnset = 0xFFFFFFFF;
 
-// Epochs and flags are 64 bits wide, and compared by their difference, so a flag that was not
-// written for 2^32 barriers is no newer one.
+// Epochs and flags are 64 bits wide and are compared by their difference, so that a flag that was
+// not written for 2^32 barriers does not compare as newer.
 struct Signals {
-  uint64_t flags[kMaxBlocks][kMaxRanks];  // the last barrier that this block of a peer came to
+  uint64_t flags[kMaxBlocks][kMaxRanks];  // last barrier at which this block of a peer arrived
   uint64_t calls[2][kMaxRanks];           // the last two calls of each rank, see call_mark()
-  uint64_t aborted;                       // 1 + a peer that gave up, or 0
+  uint64_t aborted;                       // 1 + rank of a peer that timed out, or 0
 };
 
-// What a rank posts of a call: its number, from 1 on and modulo this, and above that its signature.
+// Mark of a call: its signature * kCallNumbers + its number, counted from 1 and modulo
+// kCallNumbers.
 inline constexpr uint64_t kCallNumbers = 1 << 12;
 inline constexpr uint64_t kSignatures = uint64_t{1} << 52;
 
@@ -48,16 +51,17 @@ JAXKV_HOST_DEVICE inline uint64_t call_mark(uint64_t signature, uint64_t calls_b
   return signature * kCallNumbers + (calls_before + 1) % kCallNumbers;
 }
 
-// Written by the rank itself, in a call and for the next one.
+// Written by the rank itself, during a call, for the next call.
 struct RankProgress {
   uint64_t epoch;      // barriers passed
-  uint64_t ll_epochs;  // uses of the quick mailboxes
+  uint64_t ll_epochs;  // uses of the LL buffers
   uint64_t calls;
-  uint32_t entered;  // blocks of the call that have begun
-  uint32_t failed;   // a wait gave up: this call and all later ones end at once
+  uint32_t entered;  // blocks of the current call that have begun
+  uint32_t failed;   // a wait timed out: this call and all later ones end immediately
 };
 
-// Mail follows it: a warp's words must not lie across one more of the lines that links carry.
+// The receive buffers follow. Alignment: the words of a warp must not straddle an additional
+// 128-byte line on the link.
 struct alignas(128) Header {
   Signals signals;
   RankProgress progress;
@@ -65,60 +69,60 @@ struct alignas(128) Header {
 
 enum class Phase : int32_t { kLowLatency, kBarrier, kScatter, kGather, kAborted, kCall, kMismatch };
 
-// Why a rank gave up; in memory that the host reads.
+// The first fault of a rank, in memory that the host reads.
 struct PeerFault {
   uint32_t recorded;  // written last
   int32_t rank, peer;
   Phase phase;
   uint64_t expected, seen;
-  uint64_t call = 0, peer_call = 0;  // marks of the last calls that both have posted, 0 for none
+  uint64_t call = 0, peer_call = 0;  // marks of the last calls posted by both, 0 for none
 };
 
-// Mailboxes of a rank, in words: quick[kStages][world], slot[2][world], and
+// Receive buffers of a rank, in words: ll_buffer[kStages][world], slot[2][world], and
 // tile[kTileBlocks][kTileStages][2][world].
 struct Geometry {
   int32_t world;
-  uint64_t ll_words, slot_words, tile_words;  // of one box
-  uint64_t multicast_words = 0;  // that a switch adds up at once, if there is one to use
+  uint64_t ll_words, slot_words, tile_words;  // size of one buffer
+  uint64_t multicast_words = 0;  // size of the multicast workspace, 0 without multicast
 
   uint64_t all_ll_words() const { return kStages * world * ll_words; }
   uint64_t mail_words() const {
     return all_ll_words() + 2 * world * (slot_words + kTileBlocks * kTileStages * tile_words);
   }
-  // Of a rank's part of a two_shot, which scatters to the first half of a quick box and gathers in
-  // the second; above that it goes in tiles.
+  // Size of a part of two_shot, which scatters to the first half of an LL buffer and gathers in the
+  // second half. Messages with larger parts are split into tiles.
   JAXKV_HOST_DEVICE uint64_t part_words() const { return ll_words / 2; }
 };
 
-// What a rank needs to run a call; an argument of kernels.
+// Kernel argument: the view that a rank has of its communicator.
 struct RankView {
   Geometry geometry;
   int32_t rank;
   uint64_t timeout_ns;
-  uint64_t stall_ns;           // for tests: threads are late by up to so much
-  Header* headers[kMaxRanks];  // each followed by its mail
-  Word* staged;                // what a switch adds up: this rank's words
-  MulticastWords all_staged;   // and those of all ranks
+  uint64_t stall_ns;           // for tests: maximum random delay of threads
+  Header* headers[kMaxRanks];  // each followed by the receive buffers
+  Word* staged;                // multicast workspace: this rank's words
+  MulticastWords all_staged;   // multicast address of the words of all ranks
   PeerFault* fault;
 };
 
-// What lets another process address a rank's memory.
+// Handle by which another process maps a rank's memory.
 using Handle = std::vector<uint8_t>;
 
 template <class T>
 using ByRank = std::vector<std::vector<T>>;  // [group][rank]
 
-// A set of groups of `world` ranks each; the ranks of a group add up together. Groups never meet.
+// A set of groups of `world` ranks each; ranks are reduced within their group.
 //
-// The ranks may belong to several processes. Each makes a communicator of the same shape in steps:
-// allocate(), once all have done so map() with everybody's handles, and once all have done that,
-// calls. In the end unmap(), and once all have done that, the destructor.
+// The ranks may belong to several processes. Each process creates a communicator of the same shape
+// in steps: allocate(); once all processes have done so, map() with the handles of all; once all
+// have done that, calls. At the end unmap(), and once all have done that, the destructor.
 class Communicator {
  public:
   struct Rank {
-    int32_t device;  // of this process, or -1 for a rank of another one
+    int32_t device;  // ordinal in this process, or -1 for a rank of another process
     RankView view{};
-    std::mutex calling;  // the CPU backend may run two calls of a device at once
+    std::mutex calling;  // the CPU backend may run two calls of a device concurrently
 
     bool own() const { return device >= 0; }
     Header* header() const { return view.headers[view.rank]; }
@@ -127,39 +131,38 @@ class Communicator {
   Communicator(Geometry geometry, const ByRank<int32_t>& devices, uint64_t timeout_ns);
   virtual ~Communicator() = default;
 
-  // These throw std::runtime_error if memory or access to a peer cannot be had; whatever was got
-  // goes with the communicator.
+  // These throw std::runtime_error if allocation or peer access fails; what has been allocated is
+  // released with the communicator.
   void allocate();
   ByRank<Handle> handles();  // empty for the ranks of other processes
   void map(const ByRank<Handle>& handles);
 
-  // Waits for the work of this process's ranks, then lets go of the memory of other processes.
+  // Waits for the work of this process's ranks, then unmaps the memory of other processes.
   virtual void unmap() = 0;
-  bool spans_processes() const;  // whether there can be any
+  bool spans_processes() const;  // whether a group has ranks of this and of other processes
 
   Rank* on_device(int32_t device);
   const Geometry& geometry() const { return geometry_; }
 
-  // The first fault of this process's ranks, once one is recorded. Waits for nothing.
+  // The first fault that a rank of this process has recorded, if any. Non-blocking.
   std::optional<PeerFault> fault() const;
 
-  // For tests, between calls: the ranks of this process have passed `epoch` barriers, and their
-  // peers seem to have come `ahead` barriers further, so that with ahead > 0 waits wait for
-  // nothing.
+  // For tests, between calls: sets the ranks of this process to `epoch` barriers passed, and their
+  // peers to `ahead` barriers further, so that with ahead > 0 no wait blocks.
   virtual void preset(uint64_t epoch, uint64_t ahead) = 0;
 
-  // For tests, too: threads are late by up to so much, now and then, inside of a call.
+  // For tests: maximum random delay of threads within a call.
   void set_stall(uint64_t nanoseconds);
 
  protected:
   size_t memory_bytes() const { return sizeof(Header) + geometry_.mail_words() * sizeof(Word); }
 
-  // Memory for a rank of this process, as the rank's device addresses it, and `rank.view.fault`.
+  // Allocates memory for a rank of this process, as addressed by its device, and `rank.view.fault`.
   virtual Header* allocate_memory(Rank& rank, const std::vector<int32_t>& peer_devices) = 0;
   virtual Handle handle_of(const Rank& rank) = 0;
-  // Memory that a switch adds up, for the ranks of a group, which are all of this process.
+  // Allocates the multicast workspaces of a group, whose ranks all belong to this process.
   virtual void allocate_multicast(const std::vector<std::unique_ptr<Rank>>& group) = 0;
-  // The memory of a rank of another process, as the device of `rank` addresses it.
+  // Maps the memory of a rank of another process for the device of `rank`.
   virtual Header* map_memory(const Rank& rank, const Handle& handle) = 0;
 
   template <class Body>
@@ -177,16 +180,16 @@ class Communicator {
 
 inline Word* mail_of(Header* header) { return reinterpret_cast<Word*>(header + 1); }
 
-// The header of a rank as it is after preset(epoch, ahead).
+// The header of a rank after preset(epoch, ahead).
 Header header_after(uint64_t epoch, uint64_t ahead);
 
 std::string describe(const PeerFault& fault);
 std::string describe_call(uint64_t mark);
-// What errors say of calls with this signature.
+// Registers the description of calls with this signature, for error messages.
 void name_call(uint64_t signature, std::string description);
 const char* name_of(Phase phase);
 
-// With memory for the ranks of this process.
+// With memory allocated for the ranks of this process.
 std::shared_ptr<Communicator> make_cpu_communicator(Geometry geometry,
                                                     const ByRank<int32_t>& devices,
                                                     uint64_t timeout_ns);
@@ -194,16 +197,16 @@ std::shared_ptr<Communicator> make_cuda_communicator(Geometry geometry,
                                                      const ByRank<int32_t>& devices,
                                                      uint64_t timeout_ns);
 
-// Executables name a communicator by a number above 0 that is never used again.
+// Executables refer to a communicator by an id above 0 that is never reused.
 int64_t register_communicator(std::shared_ptr<Communicator> communicator);
-std::shared_ptr<Communicator> find_communicator(int64_t id);  // null once it was closed
+std::shared_ptr<Communicator> find_communicator(int64_t id);  // null after it was closed
 
-// Ends all use of other processes' memory. One that spans processes keeps its own memory, which
-// peers may still write to, until free_communicator(). Neither minds an id that is none's.
+// Ends all use of other processes' memory. A communicator that spans processes keeps its own
+// memory, to which peers may still write, until free_communicator(). Both ignore unknown ids.
 void close_communicator(int64_t id);
 void free_communicator(int64_t id);
 
-// The communicator, unless it was closed or a wait of it gave up.
+// The communicator, or an error if it was closed or one of its waits timed out.
 xla::ffi::ErrorOr<std::shared_ptr<Communicator>> usable_communicator(int64_t id);
 
 }  // namespace jaxkv::collectives

@@ -1,4 +1,4 @@
-// Symmetric memory of the CPU backend: shared memory of the host.
+// Symmetric memory of the CPU backend: shared memory of the host, mapped by all processes.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -17,11 +17,11 @@ namespace jaxkv::collectives {
 
 namespace {
 
-// Memory that other processes can map as well. It has no name that could outlive them: they open
-// the file by way of this process's descriptor.
+// Memory that other processes can also map. It has no name that could outlive them: they open the
+// file through this process's descriptor.
 class SharedMemory {
  public:
-  // New memory, all zero.
+  // New memory, zero-filled.
   explicit SharedMemory(size_t bytes) : bytes_(bytes), file_(memfd_create("jaxkv", MFD_CLOEXEC)) {
     if (file_ < 0 || ftruncate(file_, static_cast<off_t>(bytes)) != 0) fail("memfd_create");
     map();
@@ -37,7 +37,7 @@ class SharedMemory {
     if (file_ < 0) fail(path);
     map();
     if (name_.device == name.device && name_.inode == name.inode) return;
-    errno = ESTALE;  // a process of another container has the same number
+    errno = ESTALE;  // a process in another container can have the same pid
     fail(path);
   }
   SharedMemory(const SharedMemory&) = delete;
@@ -66,7 +66,7 @@ class SharedMemory {
     if (address_ != MAP_FAILED) munmap(address_, bytes_);
     if (file_ >= 0) ::close(file_);
   }
-  // For constructors, after which no destructor runs.
+  // Cleanup for constructors: the destructor does not run if one throws.
   [[noreturn]] void fail(const std::string& what) const {
     const int code = errno;
     release();
@@ -126,7 +126,7 @@ class CpuCommunicator : public Communicator {
   std::vector<std::unique_ptr<PeerFault>> faults_;
 };
 
-// Atomic also for the other process, which has them at other addresses.
+// Atomics must also work across processes, which map the memory at different addresses.
 static_assert(std::atomic_ref<uint64_t>::is_always_lock_free);
 static_assert(std::atomic_ref<uint32_t>::is_always_lock_free);
 

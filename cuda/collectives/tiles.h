@@ -1,17 +1,16 @@
-// A two_shot whose parts are longer than the quick boxes: in tiles, with a flag for each round.
-// One source for CUDA kernels and for the CPU backend; see all_reduce.h for `Machine` and
-// `Element`.
+// two_shot with parts larger than the LL buffers: in tiles, with one flag for each round. One
+// source for CUDA kernels and for the CPU backend; see all_reduce.h for `Machine` and `Element`.
 //
-// In each round a block scatters a tile of every part, adds up the one that it got in the round
-// before, and fetches the sums of the one before that, all from boxes of its own, whatever the
-// message: what its peers' blocks of the same number tell is enough. They tell that they have ended
-// a round by one flag. Before it adds up in round k, a block knows that its peers have ended round
-// k - 1. So in round k
-// - it scatters where it did in round k - 3, which peers added up in round k - 2;
-// - it sends sums where it did in round k - 3, which peers fetched in round k - 1 at the latest;
-// - and in the next call, where it did in this call's last rounds: what was scattered there has
-//   been added up, as it knew before it ended, and sums it sends when its peers have ended a round
-//   of that call.
+// In each round a block scatters a tile of every part, reduces the tile that it received in the
+// previous round, and gathers the sums of the round before that. All its tile buffers are its own,
+// independent of the message, so it synchronizes only with the blocks of the same index of its
+// peers: one flag signals the end of a round. Before it reduces in round k, a block knows that its
+// peers have ended round k - 1. So in round k
+// - it scatters to the buffers of round k - 3, which peers reduced in round k - 2;
+// - it sends sums to the buffers of round k - 3, which peers gathered in round k - 1 at the latest;
+// - in the next call it reuses the buffers of this call's last rounds: their scattered words have
+//   been reduced, as it knew before it ended this call, and it sends sums only after its peers have
+//   ended a round of the next call.
 #pragma once
 
 #include "collectives/operand.h"
@@ -26,7 +25,8 @@ struct Tiles : Operand<Machine, Element, N> {
   JAXKV_DEVICE Tiles(const Machine& machine, const RankView& view, const Message& message)
       : Base{machine, view, message} {}
 
-  // True if the sum is in `out`, false if a wait gave up. `kAllFullWords`: see whole().
+  // Returns true if the sum is in `out`, false if a wait timed out. `kAllFullWords`: see
+  // all_full_words().
   template <bool kAllFullWords>
   JAXKV_DEVICE bool tiled(const RankProgress& at_start) {
     const uint64_t share = (words() + N - 1) / N, of_all = m.num_blocks() * v.geometry.tile_words;
@@ -44,8 +44,8 @@ struct Tiles : Operand<Machine, Element, N> {
   }
 
  private:
-  // What this block has of each rank's part in a round: nothing, before the first and after the
-  // last.
+  // Range of this block within each rank's part in a round; empty before the first round and after
+  // the last.
   struct Tile {
     uint64_t round, share, base;
     uint32_t size = 0;
@@ -57,7 +57,7 @@ struct Tiles : Operand<Machine, Element, N> {
     }
   };
 
-  // Words of the message: those of a tile in one rank's part, which may end with the message.
+  // Words of the message in one rank's part of a tile; truncated at the end of the message.
   template <bool kAllFullWords>
   struct Row {
     const Tiles& call;
@@ -117,7 +117,8 @@ struct Tiles : Operand<Machine, Element, N> {
     }
   }
 
-  // Both at once, as the words of both are here: the loads of one hide those of the other.
+  // Combined, because the words of both have arrived: the loads of one hide the latency of the
+  // other.
   template <bool kAllFullWords>
   JAXKV_DEVICE void reduce_and_gather(const Tile& due, const Tile& done) const {
     const uint32_t stride = m.num_threads(), size = due.size < done.size ? done.size : due.size;

@@ -1,4 +1,4 @@
-// Results that are to be their operands.
+// Check that XLA has placed results in their operands' buffers.
 #pragma once
 
 #include <string>
@@ -16,8 +16,9 @@ namespace ffi = xla::ffi;
                               "the call does not write would be lost");
 }
 
-// Checks that the results from `first_ret` on lie where the operands from `first_arg` on lie. XLA
-// takes it upon itself by the call's aliases; one of its passes was seen to forget that.
+// Checks that the results from `first_ret` on share the buffers of the operands from `first_arg`
+// on. XLA guarantees this for aliased operands of a custom call, but one of its passes was seen to
+// break it.
 inline ffi::Error check_aliases(ffi::RemainingArgs args, size_t first_arg, ffi::RemainingRets rets,
                                 size_t first_ret) {
   for (size_t r = first_ret; r < rets.size(); ++r) {

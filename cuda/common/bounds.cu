@@ -1,4 +1,4 @@
-// Values that a device computes, held against bounds that were fixed while tracing.
+// Comparison of values computed on the device with bounds that are fixed while tracing.
 #include <algorithm>
 
 #include "common/bounds.h"
@@ -21,7 +21,7 @@ __global__ void check_bounds(const int32_t* values, const __grid_constant__ Boun
   }
 }
 
-// Everything that may allocate or load a module happens before the first execution.
+// Everything that may allocate memory or load a module is done before the first execution.
 ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   cudaFuncAttributes attributes;
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, check_bounds));
@@ -32,7 +32,7 @@ ffi::Error check_bounds_cuda(cudaStream_t stream, int32_t device, ffi::Buffer<ff
                              ffi::AnyBuffer carry, ffi::Result<ffi::AnyBuffer> result, Int64s codes,
                              Int64s limits) {
   if (auto error = check_counts(values, codes, limits); error.failure()) return error;
-  // In a loop, of vmap's too, XLA may give a slice another place for its result.
+  // In loops, including those of vmap, XLA may place the result of a slice in another buffer.
   if (result->untyped_data() != carry.untyped_data()) {
     JAXKV_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(result->untyped_data(), carry.untyped_data(),
                                                carry.size_bytes(), cudaMemcpyDeviceToDevice,

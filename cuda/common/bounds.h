@@ -1,4 +1,4 @@
-// The check of bounds, as its handlers for CUDA and for the host share it.
+// Argument checks of the bounds handlers, shared by CUDA and CPU.
 #pragma once
 
 #include <algorithm>

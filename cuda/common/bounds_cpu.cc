@@ -1,4 +1,4 @@
-// The CPU backend's check of bounds: it fails the step at once.
+// The CPU backend's bounds check: a violation fails the step immediately.
 #include <cstring>
 
 #include "common/bounds.h"

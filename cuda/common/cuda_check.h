@@ -1,4 +1,4 @@
-// CUDA errors as FFI errors, with the call that failed.
+// CUDA errors as FFI errors that name the failed call.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +7,7 @@
 
 #include "xla/ffi/api/ffi.h"
 
-// Clears the last error, so that an innocent later check does not report it again.
+// Clears the last error, so that a later, unrelated check does not report it again.
 #define JAXKV_RETURN_IF_CUDA_ERROR(call)                                          \
   do {                                                                            \
     if (const cudaError_t status = (call); status != cudaSuccess) {               \

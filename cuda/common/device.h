@@ -1,4 +1,4 @@
-// Host calls about a CUDA device, outside any step.
+// Host calls for a CUDA device, outside of any step.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace jaxkv {
 
-// Both throw std::runtime_error with CUDA's own message.
+// Both throw std::runtime_error with CUDA's error message.
 void synchronize_device(int ordinal);
 std::string pci_address(int ordinal);
 

@@ -1,4 +1,5 @@
-// Functions of the CUDA driver, asked for at run time: the extension must load where there is none.
+// CUDA driver functions, looked up at run time: the extension must load on machines without a
+// driver.
 #pragma once
 
 #include <cuda.h>
@@ -6,7 +7,7 @@
 
 namespace jaxkv {
 
-// In the form that it has had since CUDA 12.1; null if this driver does not have it.
+// The version of the function as of CUDA 12.1; null if the driver does not provide it.
 template <class Function>
 Function driver_function(const char* name) {
   void* found = nullptr;

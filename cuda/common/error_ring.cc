@@ -31,23 +31,24 @@ std::vector<std::string>& bound_names() {
 
 ErrorEntry copy_entry(const volatile ErrorEntry& e) {
   const uint64_t sequence = e.sequence;
-  std::atomic_thread_fence(std::memory_order_acquire);  // a kernel writes it last
+  std::atomic_thread_fence(std::memory_order_acquire);  // the writer stores it last
   return {e.fault, e.position, e.id, e.limit, sequence};
 }
 
-// What was counted since `seen`, which goes up by as much.
+// Errors counted since `seen`; advances `seen` by their number.
 TakenErrors take(const volatile ErrorRing& ring, ErrorKind kind, int32_t device, uint64_t& seen) {
   TakenErrors taken{kind, device, 0, {}};
   const uint64_t written = ring.written;
   std::atomic_thread_fence(std::memory_order_acquire);
   const uint64_t count = ring.count;
-  // Where writers lap each other, the older one may be the last; nothing is to come then.
+  // When writers wrap around the ring, the older one may write last. If `complete`, no write is
+  // pending.
   const bool complete = written == count;
   const uint64_t kept = std::min<uint64_t>(count - seen, ErrorRing::kEntries);
   uint64_t slot = count - kept;
   for (; slot < count; ++slot) {
     auto entry = copy_entry(ring.entries[slot % ErrorRing::kEntries]);
-    if (!complete && entry.sequence < slot + 1) break;  // not written yet: the next call's
+    if (!complete && entry.sequence < slot + 1) break;  // not written yet: left for the next call
     if (entry.sequence == slot + 1) taken.details.push_back(entry);
   }
   taken.count = slot - seen;

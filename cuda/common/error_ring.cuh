@@ -1,4 +1,4 @@
-// How a kernel records a fault.
+// Recording of faults by kernels.
 #pragma once
 
 #include "common/error_ring.h"
@@ -8,10 +8,10 @@ namespace jaxkv {
 
 inline constexpr int kMaxDevices = 64;
 
-// Makes the rings of a device, once; refuses ordinals from kMaxDevices on.
+// Allocates the rings of a device, once; fails for ordinals from kMaxDevices on.
 xla::ffi::Error prepare_rings(int32_t device);
 
-// Where kernels of a device record faults; null before prepare_rings.
+// The rings for kernels of a device; null before prepare_rings.
 ErrorRings* device_rings(int32_t device);
 
 inline __device__ void record_error(ErrorRings* rings, ErrorCode fault, int32_t position,

@@ -1,4 +1,4 @@
-// Errors of work on a device: counted where it runs, raised by jaxkv.check_errors().
+// Errors of work on a device: recorded by kernels, raised by jaxkv.check_errors().
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,17 @@ enum class ErrorCode : int32_t {
   kSourceOutOfRange = 0,
   kDestinationOutOfRange,
   kDuplicate,
-  kCopiedBeforeWait,  // a wait got a copy of a written array: position is the segment, id the array
-  kWaitTimeout,    // a wait gave up: position is the segment, id the number wanted, limit the one
-                   // seen
-  kBoundExceeded,  // position is the code of the bound, id the value, limit the bound
-  kColumnOutOfRange,  // of a block table: position is the row, id the column, limit its columns
+  // A wait received a copy of a written array: position is the segment, id the array.
+  kCopiedBeforeWait,
+  // A wait timed out: position is the segment, id the counter wanted, limit the counter seen.
+  kWaitTimeout,
+  // position is the code of the bound, id the value, limit the bound.
+  kBoundExceeded,
+  // Of a block table: position is the row, id the column, limit the number of columns.
+  kColumnOutOfRange,
 };
 
-// What check_errors() raises for it.
+// The kind of exception that check_errors() raises.
 enum class ErrorKind : int32_t { kPageIndex = 0, kTransfer, kBound };
 inline constexpr int kErrorKinds = 3;
 
@@ -32,24 +35,25 @@ JAXKV_HOST_DEVICE constexpr ErrorKind kind_of(ErrorCode code) {
 }
 
 struct alignas(16) ErrorEntry {
-  // The first 16 bytes are written by one store, so that two writers never mix theirs.
+  // The first 16 bytes are written by one store, so that entries of two writers never mix.
   ErrorCode fault;
   int32_t position;  // in the id list
   int32_t id;
-  int32_t limit;  // blocks on that side
-  // Slot number + 1, written last: a reader trusts the entry only if it is the slot it asked for.
+  int32_t limit;  // number of blocks on that side
+  // Slot number + 1, written last: a reader accepts the entry only if this matches the slot it
+  // reads.
   unsigned long long sequence;
 };
 
-// Only ever grows, so that neither side has to reset what the other may be writing.
+// Counters only grow, so that neither side resets what the other may be writing.
 struct ErrorRing {
   static constexpr int kEntries = 64;
   unsigned long long count;    // slots claimed
-  unsigned long long written;  // slots written; equal to count once no writer is left
+  unsigned long long written;  // slots written; equal to count when no write is pending
   ErrorEntry entries[kEntries];
 };
 
-// A ring for each kind: each has a count of its own, and entries that no other kind overwrites.
+// One ring for each kind, with a count of its own and entries that other kinds do not overwrite.
 struct ErrorRings {
   ErrorRing of_kind[kErrorKinds];
 
@@ -60,9 +64,9 @@ struct ErrorRings {
 
 struct TakenErrors {
   ErrorKind kind;
-  int32_t device;                   // its ordinal; kHostChecked for what the host checked
-  uint64_t count;                   // errors since the last call
-  std::vector<ErrorEntry> details;  // those of them that are still in the ring
+  int32_t device;                   // device ordinal, or kHostChecked for checks on the host
+  uint64_t count;                   // errors since the previous take_errors()
+  std::vector<ErrorEntry> details;  // those that are still in the ring
 };
 
 inline constexpr int32_t kHostChecked = -1;
@@ -70,14 +74,14 @@ inline constexpr int32_t kHostChecked = -1;
 // Registers rings that a device (or the host) writes; they must live until the process ends.
 void register_rings(const volatile ErrorRings* rings, int32_t device);
 
-// What was counted since the last call, for each device and kind that has errors, in the order of
-// the kinds. Waits for nothing.
+// Errors counted since the previous call, for each device and kind with errors, ordered by kind.
+// Non-blocking.
 std::vector<TakenErrors> take_errors();
 
-// In the rings of copies that the host checks: the CPU backend's and those of the copy engine.
+// Records an error of a copy whose ids the host checks: the CPU backend's and the copy engine's.
 void record_host_error(ErrorCode fault, int32_t position, int32_t id, int32_t limit);
 
-// A number for the name of a bound: a device cannot record text.
+// Integer code of a bound's name: a device cannot record text.
 int32_t bound_code(const std::string& name);
 
 std::string describe(const ErrorEntry& entry);

@@ -1,4 +1,4 @@
-// What one source needs that is compiled for CUDA devices and for the CPU backend.
+// Macros for sources that are compiled for CUDA devices and for the CPU backend.
 #pragma once
 
 #ifdef __CUDACC__

@@ -7,7 +7,7 @@ namespace nb = nanobind;
 namespace jaxkv::python {
 namespace {
 
-getbufferproc g_get_buffer = nullptr;  // of the watched type, while it is watched and after
+getbufferproc g_get_buffer = nullptr;  // the original; also valid after watching ends
 PyObject* g_observe = nullptr;         // owned; null while nothing is watched
 
 int observed_get_buffer(PyObject* self, Py_buffer* view, int flags) {

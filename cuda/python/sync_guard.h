@@ -1,4 +1,4 @@
-// Watches the buffer protocol of a Python type, for jaxkv/_src/runtime/sync_guard.py.
+// Interception of the buffer protocol of a Python type, for jaxkv/_src/runtime/sync_guard.py.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,8 +9,8 @@
 
 namespace jaxkv::python {
 
-// While `observe` is not None, a buffer of an object of `type` is got by observe(get, object),
-// which must call get(object) or raise.
+// While `observe` is not None, a buffer request for an object of `type` is passed to observe(get,
+// object), which must call get(object) or raise.
 void watch_buffers(nanobind::type_object type, nanobind::object observe);
 
 }  // namespace jaxkv::python

@@ -1,4 +1,4 @@
-// What both backends decode and check of a call.
+// Decoding and checks of a call, shared by the CUDA and CPU handlers.
 #include "recurrent/align_states.h"
 
 #include <cstring>
@@ -16,7 +16,7 @@ ffi::Unexpected<ffi::Error> invalid(const std::string& message) {
 
 constexpr size_t kAlignOperands = 6;  // before the states
 
-// The int32 operands and the counts that come back, each checked against the block table.
+// The int32 operands and the result of accepted counts, each size checked against the block table.
 ffi::ErrorOr<AlignBatch> decode_batch(ffi::RemainingArgs args, ffi::RemainingRets rets) {
   if (args.size() < kAlignOperands || rets.size() < 1) return invalid("an operand is missing");
   const auto table = args.get<ffi::Buffer<ffi::S32>>(3);

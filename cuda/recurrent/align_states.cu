@@ -1,13 +1,13 @@
 // The kernel that copies recurrent states: one launch for all rows and arrays.
 //
-// Every thread block decides for all rows, from the same snapshot, and leaves if none copies. Else
-// the blocks share the copies out by their order in the list, which is the same in all of them.
+// Every thread block evaluates all rows from the same snapshot and exits if none copies. Otherwise
+// the thread blocks partition the list of copies, which is identical in all of them.
 //
-// A block of a state is cut into columns of words along the axis that slides. A thread moves whole
-// columns, each from front to back, so no two threads touch the same bytes and a state may slide
-// within its own block. Columns that are contiguous (layout DS) are mere bytes apart, and lanes
-// that walk along them waste most of what they load: between different blocks a warp moves its
-// columns as one run of bytes instead.
+// A block of a state is divided into columns of words along the axis that slides. A thread moves
+// entire columns, each from front to back, so no two threads access the same bytes and a state may
+// slide within its own block. With contiguous columns (layout DS) adjacent columns are only a few
+// bytes apart, and lanes that iterate along them waste most of each memory transaction: between
+// different blocks, a warp instead moves its columns as one run of bytes.
 #include <algorithm>
 #include <numeric>
 #include <string>
@@ -19,32 +19,32 @@
 namespace jaxkv::recurrent {
 namespace {
 
-constexpr uint32_t kThreads = 512;  // of the one thread block that an SM runs
+constexpr uint32_t kThreads = 512;  // of the one thread block per SM
 constexpr uint32_t kLanes = 32;
 constexpr uint32_t kWarps = kThreads / kLanes;
-constexpr uint32_t kBytesInFlight = 128;  // of a thread; with more, its registers spill
+constexpr uint32_t kBytesInFlight = 128;  // per thread; with more, registers spill
 constexpr size_t kMaxGroups = 16;
 
-// Arrays of one geometry. A tile is a warp's columns of one block.
+// Arrays of the same geometry. A tile is the share of one warp: some columns of one block.
 struct StateGroup {
-  uint32_t first_tile;   // among the tiles of one row
-  uint32_t first_array;  // of Params::states
-  uint32_t tiles;        // of one array
+  uint32_t first_tile;   // offset in the tiles of one row
+  uint32_t first_array;  // index in Params::states
+  uint32_t tiles;        // per array
   uint32_t columns;
-  uint32_t lane_columns;                // of a tile, for each lane
+  uint32_t lane_columns;                // per tile and lane
   uint32_t column_stride, word_stride;  // bytes between columns, and between words of a column
-  uint32_t words;                       // of a column
+  uint32_t words;                       // per column
   uint32_t block_bytes;
   uint32_t word_bytes;
   bool temporal;
-  bool contiguous;  // a column's words lie side by side, and so do the columns
+  bool contiguous;  // the words of a column are adjacent, and so are the columns
 };
 
 struct Params {
   AlignBatch batch;
   ErrorRings* errors;
   uint32_t num_groups;
-  uint32_t tiles;  // of one row, all arrays
+  uint32_t tiles;  // per row, all arrays
   StateGroup groups[kMaxGroups];
   std::byte* states[kMaxStates];
 };
@@ -56,7 +56,7 @@ struct Columns {
   const std::byte* from;
   std::byte* to;
   uint32_t count, stride;       // columns, and bytes between them
-  uint32_t words, word_stride;  // of a column that are moved, and bytes between them
+  uint32_t words, word_stride;  // per column, as far as they are moved, and bytes between them
 };
 
 template <typename Word>
@@ -83,17 +83,17 @@ __device__ void move_columns(const Columns& c) {
   }
 }
 
-// A warp's share of contiguous columns, which don't overlap where they go.
+// A warp's share of contiguous columns; source and destination do not overlap.
 struct Run {
   const std::byte* from;
   std::byte* to;
-  int32_t bytes, readable;     // of the run, and from its front to the end of the block
-  int32_t column_bytes, bias;  // the last `bias` bytes of every column stay as they are
+  int32_t bytes, readable;  // length of the run, and bytes from its front to the end of the block
+  int32_t column_bytes, bias;  // the last `bias` bytes of every column keep their contents
 };
 
-// All bytes move `bias` towards the front, but for those that would come from the next column:
-// these are read and written as they are, because to write parts of a sector of memory costs more
-// than to read it. Not inlined: its registers would make the ways of other states spill.
+// Shifts all bytes by `bias` towards the front, except those that would be taken from the next
+// column: these are read and written back unchanged, because writing part of a memory sector costs
+// more than reading it. Not inlined: its registers would make the code paths of other states spill.
 __device__ __noinline__ void move_run(const Run& r) {
   constexpr int32_t kWord = sizeof(uint32_t), kStride = kLanes * kWord;
   constexpr int32_t kInFlight = kBytesInFlight / 2 / kWord;
@@ -114,11 +114,11 @@ __device__ __noinline__ void move_run(const Run& r) {
     for (int32_t u = 0; u < kInFlight; ++u) old[u] = u * kStride < left ? to[u * kLanes] : 0;
 #pragma unroll
     for (int32_t u = 0; u < kInFlight; ++u) {
-      // The next word is that of the next lane, and after the last lane the first one's next.
+      // The next word is in the next lane; for the last lane, in the next word of lane 0.
       const uint32_t offered = lane == 0 ? held[u + 1] : held[u];
       const uint32_t next = __shfl_sync(0xffffffff, offered, (lane + 1) % kLanes);
       const uint32_t moved = __funnelshift_r(held[u], next, shift);
-      const int32_t second = in_column + kWord / 2;  // of the word's halves
+      const int32_t second = in_column + kWord / 2;  // upper half of the word
       const int32_t end = r.column_bytes - r.bias;
       const uint32_t low = in_column < end ? moved : old[u];
       const uint32_t high = (second < r.column_bytes ? second : 0) < end ? moved : old[u];
@@ -177,7 +177,7 @@ __device__ void move_tile(const Params& p, const StateCopy& move, uint32_t tile)
   }
 }
 
-// Neighbouring tiles go to different SMs, so that a few are spread over all.
+// Adjacent tiles go to different SMs, so that a small number of tiles is spread over all SMs.
 __device__ void move_states(const Params& p, const StateCopy* moves, uint32_t num_moves) {
   const uint32_t warp = threadIdx.x / kLanes * gridDim.x + blockIdx.x;
   const uint32_t warps = gridDim.x * kWarps;
@@ -192,7 +192,8 @@ __device__ void move_states(const Params& p, const StateCopy* moves, uint32_t nu
   }
 }
 
-// Writes the row's accepted count if this block has to. Returns whether its states are copied.
+// Thread block 0 also writes the row's accepted count and records faults. Returns whether the row's
+// states are copied.
 __device__ bool decide(const Params& p, int32_t row, StateCopy* move) {
   if (row >= p.batch.num_rows) return false;
   const int32_t accepted = p.batch.num_accepted[row];
@@ -205,7 +206,7 @@ __device__ bool decide(const Params& p, int32_t row, StateCopy* move) {
   return moves && plan.copies;
 }
 
-// Lists the moves of all threads in their order; returns how many there are.
+// Compacts the moves of all threads in thread order; returns their number.
 __device__ uint32_t list(bool moves, const StateCopy& move, StateCopy* listed) {
   __shared__ uint32_t counts[kWarps];
   const uint32_t warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
@@ -233,14 +234,14 @@ __global__ void __launch_bounds__(kThreads, 1) align_states(const __grid_constan
 // ---------------------------------------------------------------------------------------------
 // Launch
 
-// The columns of a geometry: words as wide as all addresses allow.
+// Column layout of a geometry, with the widest words that all addresses allow.
 StateGroup columns_of(const StateGeometry& g, uint32_t word_bytes, uint32_t alignment) {
   StateGroup group{};
   group.block_bytes = static_cast<uint32_t>(g.block_bytes());
   group.word_bytes = word_bytes;
   group.temporal = g.temporal != 0;
   if (g.temporal) {
-    // Nothing slides: any columns will do that keep enough loads on their way.
+    // No axis slides: the columns are chosen for the number of loads in flight.
     const uint32_t words = group.block_bytes / word_bytes;
     group.words = std::gcd(words, kBytesInFlight / word_bytes);
     group.columns = words / group.words;
@@ -262,14 +263,14 @@ StateGroup columns_of(const StateGeometry& g, uint32_t word_bytes, uint32_t alig
   return group;
 }
 
-// Bytes, at most 16, by which all addresses can be divided.
+// Largest power of two, at most 16, that divides all addresses.
 uint32_t alignment_of(const std::vector<std::byte*>& states) {
   uint64_t bits = 16;
   for (const std::byte* state : states) bits |= reinterpret_cast<uintptr_t>(state);
   return static_cast<uint32_t>(bits & -bits);
 }
 
-// Files the arrays by geometry.
+// Groups the arrays by geometry.
 ffi::Error fill_groups(const AlignCall& call, Params* p) {
   std::vector<StateGeometry> kinds;
   for (const auto& g : call.geometry) {
@@ -306,7 +307,7 @@ ffi::Error fill_groups(const AlignCall& call, Params* p) {
   return ffi::Error::Success();
 }
 
-// Everything that may allocate or load a module happens before the first execution.
+// Everything that may allocate memory or load a module is done before the first execution.
 ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   cudaFuncAttributes attributes;
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, align_states));

@@ -1,10 +1,10 @@
-// Copies of recurrent states where a request reaches the end of a block: which rows copy what, and
-// how a state lies in its block. The CUDA kernel and its CPU twin share all of it.
+// Copies of recurrent states at block boundaries: which rows copy what, and the layout of a state
+// in its block. Shared by the CUDA kernel and the CPU implementation.
 //
 // Semantics are those of vLLM's mamba cache mode "align". A block holds one state. The running
-// state of a request is in the block of its last token; that after k accepted drafts is k rows
-// further within a convolution's state (a window that slides over the tokens), and k columns
-// further along the block table for a temporal state, which has no such rows.
+// state of a request is in the block of its last token. The state after k accepted draft tokens is
+// found k rows further within a convolution state (a window that slides over the tokens), and k
+// columns further along the block table for a temporal state, which has no such rows.
 #pragma once
 
 #include <cstddef>
@@ -23,18 +23,18 @@ inline constexpr int32_t kNullBlock = 0;
 inline constexpr size_t kMaxStates =
     256;  // arrays of a call: their addresses are kernel parameters
 
-// One block of a state array, row-major [outer, width, inner], as align.py writes it.
+// One block of a state array, row-major [outer, width, inner], as encoded by align.py.
 struct StateGeometry {
-  int64_t temporal;  // 1: always copied whole; 0: `width` slides
+  int64_t temporal;  // 1: always copied completely; 0: slides along `width`
   int64_t outer, width, inner_bytes;
 
   int64_t block_bytes() const { return outer * width * inner_bytes; }
   bool operator==(const StateGeometry&) const = default;
 };
 
-// The batch as the step has it; all pointers are to memory of the device that runs the call.
+// The batch of a step; all pointers are to memory of the device that runs the call.
 struct AlignBatch {
-  bool before = false;  // a step: move the running state to where the step writes; else: after one
+  bool before = false;  // the call precedes the step, moving the state to where the step writes
   bool has_temporal = false;
   int32_t block_size = 0, num_blocks = 0;
   int32_t num_rows = 0, num_columns = 0;  // B and W
@@ -42,30 +42,30 @@ struct AlignBatch {
   const int32_t* seq_lens = nullptr;
   const int32_t* num_reqs = nullptr;
   const int32_t* block_table = nullptr;
-  const int32_t* known = nullptr;  // before: column of a row's running state, or -1; else: drafts
+  const int32_t* known = nullptr;  // before: column of the running state or -1; after: draft count
   const int32_t* num_accepted = nullptr;
   int32_t* accepted_out = nullptr;
 };
 
-// What a row wants, in columns of the block table.
+// The copy of a row, in columns of the block table.
 struct AlignPlan {
-  bool due = false;    // the rest counts
-  bool reset = false;  // the running state is now where the next step looks for it with one token
+  bool due = false;    // the other fields are valid
+  bool reset = false;  // the state is then in place for an accepted count of 1
   bool copies = false;
   int64_t source = 0, destination = 0, bias = 0;
 };
 
-// A copy of all states of a row, in block ids.
+// The copy of all states of a row, in block ids.
 struct StateCopy {
   int32_t source, temporal_source, destination, bias;
 };
 
-// After a step that computed `seq_len` tokens, `drafts` of them speculative: the state at the last
-// block boundary that the accepted ones reached is saved, and the host need not know where that is.
+// After a step that computed `seq_len` tokens, `drafts` of them speculative: saves the state at the
+// last block boundary that the accepted tokens reached. The host need not know the accepted count.
 // Mirrored by can_skip_align_postprocess (align.py).
 JAXKV_HOST_DEVICE inline AlignPlan plan_postprocess(int32_t seq_len, int32_t drafts,
                                                     int32_t accepted, int32_t block_size) {
-  const int64_t certain = int64_t{seq_len} - drafts;  // tokens that are valid in any case
+  const int64_t certain = int64_t{seq_len} - drafts;  // valid regardless of acceptance
   const int64_t valid = certain + accepted - 1;
   if (certain < 1 || valid < certain || valid > INT32_MAX) return {};
   const int32_t blocks = static_cast<int32_t>(valid) / block_size;
@@ -97,8 +97,8 @@ JAXKV_HOST_DEVICE inline AlignPlan plan_row(const AlignBatch& b, int32_t row, in
                   : plan_postprocess(seq_len, known, accepted, b.block_size);
 }
 
-// Looks the blocks of a plan up. Returns false if the row must be left as it is: it is padding, or
-// names what is not there, which goes to `fault`.
+// Looks up the block ids of a plan. Returns false if the row must not change: it is padding, or a
+// column or id is out of range, which is passed to `fault`.
 template <typename Fault>
 JAXKV_HOST_DEVICE bool find_blocks(const AlignBatch& b, int32_t row, const AlignPlan& plan,
                                    StateCopy* move, Fault&& fault) {
@@ -127,10 +127,10 @@ JAXKV_HOST_DEVICE bool find_blocks(const AlignBatch& b, int32_t row, const Align
 struct AlignCall {
   AlignBatch batch;
   std::vector<StateGeometry> geometry;
-  std::vector<std::byte*> states;  // block 0 of each
+  std::vector<std::byte*> states;  // base address (block 0) of each
 };
 
-// Checks every size, so that no block id in range can leave an array.
+// Checks every size, so that no block id in range addresses memory outside an array.
 //   args: int32 operands in the order of AlignBatch, then the states; rets: the counts, the states.
 ffi::ErrorOr<AlignCall> decode_align(ffi::RemainingArgs args, ffi::RemainingRets rets,
                                      ffi::Dictionary attributes);

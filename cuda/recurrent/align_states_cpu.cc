@@ -1,4 +1,4 @@
-// The CPU backend's copy of recurrent states, and what both backends check of a call.
+// The CPU backend of the recurrent state copies.
 #include <algorithm>
 #include <cstring>
 
@@ -8,7 +8,7 @@ namespace jaxkv::recurrent {
 
 namespace {
 
-// The rows that stay valid move to the front, and the last `bias` rows stay as they were.
+// For a sliding state, the valid rows move to the front; the last `bias` rows keep their contents.
 void move_state(const StateGeometry& g, std::byte* state, const StateCopy& move) {
   const int32_t source = g.temporal ? move.temporal_source : move.source;
   const int64_t bias = g.temporal ? 0 : std::min<int64_t>(move.bias, g.width);

@@ -1,4 +1,4 @@
-// Copies that run beside XLA's stream, and the waits for them.
+// Asynchronous copies on copy streams, and the kernels that wait for them.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -20,13 +20,13 @@ constexpr size_t kCopyStreamWords = 1 + kMaxSegments;
 
 struct DeviceCopyStreams {
   std::array<CopyStream, kNumCopyStreams> copy_streams;
-  uint32_t* words = nullptr;  // kCopyStreamWords for each lane
+  uint32_t* words = nullptr;  // kCopyStreamWords per copy stream
 };
 
 std::array<std::atomic<DeviceCopyStreams*>, kMaxDevices> all_copy_streams;
 
 // ---------------------------------------------------------------------------------------------
-// Writing words from a stream, without a kernel
+// Stream memory operations, looked up at run time
 
 using WriteValue32 = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
 
@@ -38,7 +38,7 @@ WriteValue32 stream_write() {
 // ---------------------------------------------------------------------------------------------
 // Kernels
 
-constexpr int kLaunchArrays = 256;  // 2 KiB of kernel parameters
+constexpr int kLaunchArrays = 256;  // 2 KiB of pointers in the kernel parameters
 constexpr int kWarp = 32;
 
 struct WriteTicketParams {
@@ -63,12 +63,12 @@ struct WaitParams {
   Ticket* next_ticket;  // null if no wait follows
   uint32_t ticket_arrays;
   const uint32_t* lane_words;
-  int32_t segment;  // -1 to wait for nothing
+  int32_t segment;  // -1: no wait
   uint64_t timeout_ns;
   ErrorRings* errors;
   uint32_t count;
   const void* arrays[kLaunchArrays];
-  uint16_t places[kLaunchArrays];  // among the written arrays
+  uint16_t places[kLaunchArrays];  // indices in the written arrays
 };
 
 __device__ uint32_t load_acquire(const uint32_t* word) {
@@ -88,7 +88,7 @@ __device__ void wait_for_segment(const WaitParams& p, uint32_t copy_stream, uint
   const uint32_t wanted = first + static_cast<uint32_t>(p.segment);
   const uint64_t deadline = nanoseconds() + p.timeout_ns;
   uint32_t seen = load_acquire(counter);
-  while (static_cast<int32_t>(seen - wanted) < 0) {  // counters wrap
+  while (static_cast<int32_t>(seen - wanted) < 0) {  // wrapping comparison
     if (nanoseconds() > deadline) {
       record_error(p.errors, ErrorCode::kWaitTimeout, p.segment, static_cast<int32_t>(wanted),
                    static_cast<int32_t>(seen));
@@ -181,7 +181,7 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
     p.next_ticket = static_cast<Ticket*>((*next)->untyped_data());
   }
   size_t i = 0;
-  do {  // once even if there are no arrays
+  do {  // also without arrays
     for (p.count = 0; p.count < kLaunchArrays && i < places->size(); ++i, ++p.count) {
       auto array = rets.get<ffi::AnyBuffer>(*first_array + i);
       if (!array.has_value()) return array.error();
@@ -207,7 +207,7 @@ ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::
 ffi::Error CopyStream::create(uint32_t index, uint32_t* words) {
   int least = 0, greatest = 0;
   JAXKV_RETURN_IF_CUDA_ERROR(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  // Before compute, which has work for all SMs at any time, while a copy takes few of them.
+  // Higher priority than compute: compute always has work for all SMs, a copy needs few of them.
   JAXKV_RETURN_IF_CUDA_ERROR(
       cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
   JAXKV_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&behind_, cudaEventDisableTiming));
@@ -228,7 +228,7 @@ ffi::Error CopyStream::start(cudaStream_t xla_stream, const TicketWrite& ticket,
   JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(stream_, behind_));
   auto error = enqueue(*this, first);
   if (error.success()) error = enqueue_ticket(xla_stream, ticket, first);
-  // A start that failed may have enqueued copies, and XLA frees their arrays now.
+  // A failed start may have enqueued copies whose arrays XLA frees now.
   auto not_recorded = record_end(xla_stream, joined || error.failure());
   return error.failure() ? error : not_recorded;
 }
@@ -242,8 +242,8 @@ ffi::Error CopyStream::record_end(cudaStream_t xla_stream, bool joined) {
   return ffi::Error::Success();
 }
 
-// Without the mutex, which a start holds for long: an event that is recorded anew meanwhile tells
-// of a later copy of the same stream.
+// Without the mutex, which a start holds for long. An event that is recorded again in the meantime
+// refers to a later copy of the same stream, which completes after the one in question.
 bool CopyStream::ended(uint64_t started) const {
   const uint64_t now = started_.load();
   const uint64_t oldest = now < kEvents ? 0 : now - kEvents;
@@ -294,7 +294,7 @@ ffi::Error prepare_copy_streams(int32_t device) {
       return error;
     }
   }
-  // On no legacy stream, which another thread's capture forbids.
+  // Not on the legacy stream, whose use fails while another thread captures a graph.
   const cudaStream_t stream = copy_streams->copy_streams[0].stream();
   JAXKV_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(copy_streams->words, 0, bytes, stream));
   JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(stream));
@@ -319,7 +319,7 @@ ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
   for (size_t i = 0; i < call.written.size(); ++i) {
     auto array = call.written.get<ffi::AnyBuffer>(i);
     if (!array.has_value()) return array.error();
-    // A joined copy has ended before XLA could copy an array: nothing for a wait to check.
+    // A joined copy completes before XLA could copy an array, so the wait has nothing to check.
     ticket.written.push_back(call.joined ? nullptr : (*array)->untyped_data());
   }
   if (arrays_of_ticket(call.ticket->size_bytes()) != ticket.written.size()) {
@@ -357,7 +357,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     PrepareCopyStreams, prepare,
     ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
 
-// No command-buffer trait: which number a copy gets is known to the host.
+// No command-buffer trait: the host assigns the number of each copy.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyKernel, start_by_kernel,
                               ffi::Ffi::Bind()
                                   .Ctx<Stream>()

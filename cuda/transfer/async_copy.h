@@ -1,10 +1,11 @@
-// Copies on streams of our own, beside XLA's: what start_load and start_store enqueue.
+// Asynchronous copies on streams of our own, concurrent with XLA's: the operations that start_load
+// and start_store enqueue.
 //
-// A lane is a stream for one direction and one engine of a device, so copies of a lane arrive in
-// the order in which they were started. Its counter says how far it is: segment s of a copy (a
-// layer) has arrived once the counter is first + s or later. The ticket holds that number, and a
-// wait is a kernel on XLA's stream that compares the two: no host takes part, so a wait may be
-// replayed in a CUDA graph. (XLA also records graphs before it has run the start.)
+// A copy stream serves one direction and one engine of a device, so its copies arrive in the order
+// in which they were started. Its counter records the progress: segment s of a copy (a layer) has
+// arrived once the counter is first + s or later. The ticket contains `first`, and a wait is a
+// kernel on XLA's stream that compares the two: the host takes no part, so a wait can be replayed
+// in a CUDA graph. (XLA also records graphs before it has run the start.)
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,8 +21,8 @@ namespace jaxkv::transfer {
 
 enum class Engine : uint32_t { kKernel = 0, kCopyEngine };
 
-// What start leaves in memory of XLA's. A wait that gets another array than was written got a copy
-// that XLA made before the bytes arrived.
+// Written by a start to memory of XLA. If a wait receives another array than the one in `written`,
+// XLA copied the array before the bytes arrived.
 struct Ticket {
   uint32_t copy_stream;
   uint32_t first;
@@ -34,28 +35,29 @@ struct TicketWrite {
 };
 
 class CopyStream;
-// Enqueues a copy on the lane; gets the number of its first segment.
+// Enqueues a copy on the copy stream; `first` is the number of its first segment.
 using Enqueue = std::function<ffi::Error(const CopyStream&, uint32_t first)>;
 
 class CopyStream {
  public:
   ffi::Error create(uint32_t index, uint32_t* words);
 
-  // Runs `enqueue(lane, first)` behind all that XLA's stream holds now; XLA's stream waits for its
-  // end if `joined`, or if it failed halfway. Segment s is to signal first + s.
+  // Runs `enqueue(*this, first)` ordered after all work that is now on XLA's stream. XLA's stream
+  // waits for the end of the copy if `joined`, or if the start failed halfway. Segment s must
+  // signal first + s.
   ffi::Error start(cudaStream_t xla_stream, const TicketWrite& ticket, size_t num_segments,
                    bool joined, const Enqueue& enqueue);
 
-  // How many copies were started, and whether the first `started` >= 1 of them have ended.
+  // Number of copies started, and whether the first `started` >= 1 of them have completed.
   uint64_t started() const { return started_.load(); }
   bool ended(uint64_t started) const;
 
-  // Enqueues that everything up to segment `value` has arrived.
+  // Enqueues a signal that all segments up to `value` have arrived.
   ffi::Error signal(uint32_t value) const;
 
   cudaStream_t stream() const { return stream_; }
   uint32_t* counter() const { return words_; }
-  uint32_t* arrived() const { return words_ + 1; }  // see Progress
+  uint32_t* arrived() const { return words_ + 1; }  // see SegmentProgress
 
  private:
   ffi::Error enqueue_ticket(cudaStream_t xla_stream, const TicketWrite& ticket,
@@ -67,15 +69,16 @@ class CopyStream {
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t behind_ = nullptr;
-  std::array<cudaEvent_t, kEvents> ended_{};  // of the copies started last
+  std::array<cudaEvent_t, kEvents> ended_{};  // of the most recent copies
   std::atomic<uint64_t> started_ = 0;
   uint32_t index_ = 0, next_ = 1;
   uint32_t* words_ = nullptr;
 };
 
-inline constexpr size_t kMaxSegments = 1023;  // of one copy
+inline constexpr size_t kMaxSegments = 1023;  // per copy
 
-// Creates the lanes of a device: everything that allocates or loads a module.
+// Creates the copy streams of a device, including everything that allocates memory or loads a
+// module.
 ffi::Error prepare_copy_streams(int32_t device);
 
 struct StartCall {
@@ -87,7 +90,7 @@ struct StartCall {
   bool joined;
 };
 
-// Enqueues a copy on the lane for its direction and `engine`, and writes its ticket.
+// Enqueues a copy on the copy stream of its direction and `engine`, and writes its ticket.
 ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine, const Enqueue& enqueue);
 
 }  // namespace jaxkv::transfer

@@ -1,4 +1,4 @@
-// The CPU backend's start and wait: a copy is done when its start returns.
+// The CPU backend's start and wait: the copy is complete when its start returns.
 #include <algorithm>
 
 #include "common/alias_check.h"

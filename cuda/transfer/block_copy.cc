@@ -15,8 +15,8 @@
 namespace jaxkv::transfer {
 namespace {
 
-// Cold, as all that makes a message should be: calls come from cold caches, where code that lies
-// between what runs costs time too.
+// Error construction is kept out of line: calls run with cold instruction caches, in which unused
+// code between hot paths costs time.
 template <class... Parts>
 [[gnu::cold, gnu::noinline]] ffi::Unexpected<ffi::Error> invalid(const Parts&... parts) {
   std::ostringstream message;
@@ -29,7 +29,7 @@ template <class... Parts>
   return ffi::Error::InvalidArgument(std::string("jaxkv HostIds of ") + name + ": " + why_not);
 }
 
-// One past the last byte of the strided side that an id in range can reach.
+// End of the byte range of the strided side that ids in range can address.
 int64_t strided_extent(const CopyGeometry& g) {
   return (g.num_strided - 1) * g.page_stride + g.run_offset(g.count0 - 1, g.count1 - 1) +
          g.run_bytes;
@@ -46,7 +46,7 @@ bool valid_geometry(const CopyGeometry& g) {
          g.num_strided <= INT32_MAX && g.block_bytes == g.run_bytes * g.count0 * g.count1;
 }
 
-// The attribute's numbers; the offsets of the buffers follow.
+// The fixed part of the attribute; the byte offsets of the buffers follow.
 struct CopyNumbers {
   int64_t to_dense, num_sms, source_header, destination_header;
   CopyGeometry geometry;
@@ -66,7 +66,7 @@ bool usable(const IdLists& ids, int32_t source, int32_t destination) {
          destination < ids.num_destinations;
 }
 
-// What a thread keeps from call to call, so that most allocate nothing.
+// Per-thread scratch memory that is reused, so that most calls do not allocate.
 struct Scratch {
   std::vector<std::byte*> dense, strided;
   std::vector<BlockPair> pairs;
@@ -79,9 +79,9 @@ Scratch& scratch() {
   return kept;
 }
 
-// A mark for each block of the destination: a hash table of thousands of ids costs more time than
-// the copy engine takes. They are kept, all false between calls, as a call of few ids should not
-// pay for every block there is. No bits, as each would have to wait for that before it in its word.
+// One mark for each destination block: a hash table of thousands of ids takes longer than the copy
+// engine. The marks are kept between calls, all false, so that a call with few ids does not pay for
+// all blocks. Not a bitmap, in which each update would depend on the previous one to the same word.
 bool* destination_marks(Scratch& kept, int32_t num_destinations) {
   if (kept.num_marks < num_destinations) {
     kept.marks = std::make_unique<bool[]>(num_destinations);
@@ -95,7 +95,7 @@ bool* destination_marks(Scratch& kept, int32_t num_destinations) {
   refused->push_back({fault, static_cast<int32_t>(position), id, limit, 0});
 }
 
-// Takes out the pairs that share a destination. Rare, so it may look at everything again.
+// Removes all pairs that share a destination. Rare, so it may scan all ids again.
 void drop_duplicates(const IdLists& ids, std::vector<BlockPair>* pairs,
                      std::vector<ErrorEntry>* refused) {
   std::unordered_map<int32_t, int> times;

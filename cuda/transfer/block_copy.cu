@@ -1,9 +1,9 @@
-// Page copies by a CUDA kernel: the handlers, and the plan as a call of its own.
+// Page copies by a CUDA kernel: the FFI handlers, and plan_pairs.
 //
-// A copy of few ids is one call, whose kernel checks them itself. Of many, or for the Pallas
-// kernels, plan_pairs checks the ids and lists the pairs that may be copied. They are two FFI calls
-// then, because XLA puts every result of a call that writes host memory into host memory, where the
-// plan's atomics would cross the link.
+// A copy of up to kInlineIds ids is one call, whose kernel checks the ids itself. For more ids, and
+// for the Pallas kernels, plan_pairs checks the ids and lists the pairs to copy. These are two FFI
+// calls because XLA places all results of a call that writes host memory in host memory, where the
+// atomics of the plan would cross the link.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -17,14 +17,14 @@ namespace {
 
 constexpr int kPlanThreads = 512;
 constexpr int kPlanReads = 8;
-constexpr uint32_t kPlanShare = 1024;  // ids that a block answers for, while that keeps SMs free
+constexpr uint32_t kPlanShare = 1024;  // ids per thread block, up to kPlanBlocks blocks
 constexpr uint32_t kPlanBlocks = 128;
 constexpr uint32_t kPlanMaxShare = ShareSize::kMaxCapacity / 2;  // fits every GPU's shared memory
 
 struct PlanParams {
   IdParams ids;
   ShareSize share;
-  int32_t* num_pairs;  // 0 before
+  int32_t* num_pairs;  // initialized to 0
   BlockPair* pairs;
 };
 
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_pairs(const __grid_constant
   share.list(span);
   if (!share.all_good()) span = share.regroup(blockIdx.x == 0, plan_share).pairs;
   for (uint32_t k = threadIdx.x; k < span.size(); k += kPlanThreads) {
-    // Order does not matter: no two pairs share a destination.
+    // Order does not matter: no two pairs have the same destination.
     const BlockPair pair = share.pairs()[k];
     if (pair.destination >= 0) p.pairs[atomicAdd(p.num_pairs, 1)] = pair;
   }
@@ -67,9 +67,9 @@ ffi::Error launch_plan(cudaStream_t stream, const IdLists& ids, const PairList& 
 // ---------------------------------------------------------------------------------------------
 // Handlers
 
-// Everything that may allocate or load a module happens before the first execution.
+// Everything that may allocate memory or load a module is done before the first execution.
 ffi::Error prepare_device(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  static std::array<std::atomic<bool>, kMaxDevices> done{};  // XLA asks before every execution
+  static std::array<std::atomic<bool>, kMaxDevices> done{};  // called before every execution
   if (auto error = prepare_copy_kernel(device); error.failure()) return error;
   if (done[device].load()) return ffi::Error::Success();
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
@@ -111,7 +111,7 @@ ffi::Error copy_pairs_by_kernel(cudaStream_t stream, ffi::Buffer<ffi::S32> plann
   return launch_copy(stream, *copy, *list);
 }
 
-// The negative control of the ordering tests: the same copy on a stream that waits for nothing.
+// Negative control of the ordering tests: the same copy on a stream without any ordering.
 ffi::Error copy_unordered(cudaStream_t, int32_t device, ffi::Buffer<ffi::S32> source_ids,
                           ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
                           ffi::RemainingRets rets, CopyAttribute attribute) {

@@ -1,8 +1,8 @@
-// One page copy as the handlers see it: operands decoded and checked, no CUDA.
+// One page copy as decoded by the handlers: checked operands, no CUDA.
 //
-// A copy has a dense side (each block contiguous: a layer of the device cache, or any array of
-// swap_blocks) and a strided side (a host layout, which strews a block over runs). Both directions
-// and all layouts are this one shape.
+// A copy has a dense side (every block contiguous: a layer of the device cache, or any array of
+// swap_blocks) and a strided side (a host layout, in which a block consists of several contiguous
+// runs). Both directions and all layouts have this form.
 #pragma once
 
 #include <cstdint>
@@ -17,16 +17,16 @@ namespace jaxkv::transfer {
 
 namespace ffi = xla::ffi;
 
-// The attribute `copy`, as block_copy.py writes it: one for all numbers, because each attribute
-// takes its time in each call.
+// The attribute `copy`, as encoded by block_copy.py. A single attribute for all values, because
+// each attribute adds host time to each call.
 using CopyAttribute = ffi::Span<const int64_t>;
 
-// In the order in which the attribute has it.
+// In the order of the attribute.
 struct CopyGeometry {
   int64_t block_bytes;
   int64_t run_bytes;
-  int64_t count0, count1;          // runs of a block, row-major
-  int64_t stride0, stride1;        // bytes between them on the strided side
+  int64_t count0, count1;          // runs per block, row-major
+  int64_t stride0, stride1;        // bytes between runs on the strided side
   int64_t page_stride;             // bytes between blocks on the strided side
   int64_t num_dense, num_strided;  // blocks on either side
 
@@ -34,7 +34,7 @@ struct CopyGeometry {
   int64_t run_offset(int64_t i0, int64_t i1) const { return i0 * stride0 + i1 * stride1; }
 };
 
-// Ids as an operand holds them; maybe device memory, so on a GPU not to be read before
+// Ids of an operand. May be device memory: on a GPU, not readable by the host before
 // check_host_ids.
 struct IdList {
   std::span<const int32_t> words;
@@ -44,20 +44,20 @@ struct IdList {
   size_t size() const { return words.size() - header; }
 };
 
-// Which block goes where, as the caller says it.
+// Source and destination ids as passed by the caller, unchecked.
 struct IdLists {
   IdList sources, destinations;
-  int32_t num_sources, num_destinations;  // blocks that an id may name
+  int32_t num_sources, num_destinations;  // number of blocks on each side
 };
 
-// So many ids at most the copy kernel checks itself; more go through plan_pairs.
+// Maximum number of ids that the copy kernel checks itself; longer lists go through plan_pairs.
 inline constexpr size_t kInlineIds = 12 * 1024;
 
 struct alignas(8) BlockPair {  // one load
   int32_t source, destination;
 };
 
-// Which block goes where, checked: what plan_pairs leaves for copy_pairs, int32[2 + 2n].
+// Checked pairs: the result of plan_pairs and operand of copy_pairs, int32[2 + 2n].
 struct PairList {
   int32_t* count;  // valid pairs
   BlockPair* pairs;
@@ -68,7 +68,7 @@ struct BlockCopy {
   bool to_dense = true;
   int num_sms = 1;
   CopyGeometry geometry{};
-  // First byte of block 0, per buffer. They last until this thread decodes another copy.
+  // Address of block 0, per buffer. Valid until this thread decodes another copy.
   std::span<std::byte* const> dense{}, strided{};
 
   int32_t dense_block(BlockPair pair) const { return to_dense ? pair.destination : pair.source; }
@@ -80,16 +80,17 @@ ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi:
 
 ffi::ErrorOr<PairList> decode_pairs(ffi::Buffer<ffi::S32> operand);
 
-// Decodes the arrays and checks every size, so that no id in range can leave a buffer.
+// Decodes the arrays and checks every size, so that no id in range addresses memory outside a
+// buffer.
 //   args: strided arrays, then dense arrays; rets: the written side.
 ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets rets,
                                     CopyAttribute attribute);
 
-// Checks that the list is HostIds that the host may read now.
+// Checks that the list is HostIds and readable by the host now.
 ffi::Error check_host_ids(const IdList& list, const char* name);
 
-// Pairs that may be copied, of ids that the host may read; `refused` gets the others, padding
-// apart. They last until this thread plans again.
+// Valid pairs of ids that the host may read; the others, except padding, are appended to `refused`.
+// Valid until the next call by this thread.
 std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEntry>* refused);
 
 // The CPU backend's copy of planned pairs.

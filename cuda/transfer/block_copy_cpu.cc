@@ -1,4 +1,4 @@
-// The CPU backend's page copy: the same call, done by memcpy before the handler returns.
+// The CPU backend's page copy: a memcpy that completes before the handler returns.
 #include <algorithm>
 #include <cstring>
 #include <span>
@@ -22,7 +22,7 @@ void copy_block(const BlockCopy& copy, size_t buffer, BlockPair pair) {
   }
 }
 
-// Fails the step on the first wrong id, before anything is copied.
+// Fails the step at the first invalid id, before anything is copied.
 ffi::ErrorOr<std::span<const BlockPair>> check_ids(ffi::Buffer<ffi::S32> source_ids,
                                                    ffi::Buffer<ffi::S32> destination_ids,
                                                    CopyAttribute attribute) {

@@ -1,4 +1,4 @@
-// Page copies by the copy engine: no SM is used, and the host reads the ids when it enqueues.
+// Page copies by the copy engine: no SM is used; the host reads the ids when the call is enqueued.
 #include <span>
 #include <string>
 #include <utility>
@@ -10,11 +10,11 @@
 namespace jaxkv::transfer {
 namespace {
 
-// Batches are bounded: drivers were seen to fail at some 50,000 descriptors (vLLM issue 49276).
+// Bounded batches: drivers were seen to fail at about 50,000 descriptors (vLLM issue 49276).
 constexpr size_t kDescriptorsPerBatch = 1024;
 
-// Kept by each thread: nothing is allocated after its first call, and on the stack they would push
-// the driver's own calls to memory that no cache holds.
+// Thread-local: allocated once per thread, and not on the stack, where the arrays would move the
+// driver's stack frames to memory that is in no cache.
 struct Descriptors {
   void* to[kDescriptorsPerBatch];
   const void* from[kDescriptorsPerBatch];
@@ -26,15 +26,15 @@ Descriptors& descriptors() {
   return kept;
 }
 
-// Descriptors on their way to the driver; a thread has one batch at a time.
+// Descriptors not yet passed to the driver; one batch per thread at a time.
 class Batch {
  public:
   bool full() const { return size_ == kDescriptorsPerBatch; }
 
-  // Copies are joined within a buffer only: neighbours in two allocations are no neighbours.
+  // Only copies within one buffer are coalesced: a descriptor must not span two allocations.
   void start_buffer() { to_end_ = nullptr; }
 
-  // Not into one that is full.
+  // The batch must not be full.
   void add(std::byte* destination, const std::byte* source, size_t bytes) {
     if (destination == to_end_ && source == from_end_) {
       kept_.bytes[size_ - 1] += bytes;
@@ -47,12 +47,12 @@ class Batch {
     from_end_ = source + bytes;
   }
 
-  // Leaves none.
+  // Passes all descriptors to the driver and leaves the batch empty.
   ffi::Error enqueue(cudaStream_t stream) {
     const size_t count = std::exchange(size_, 0);
     start_buffer();
     if (count == 0) return ffi::Error::Success();
-    if (count == 1) return enqueue_one_by_one(stream, count);  // what a batch costs is for more
+    if (count == 1) return enqueue_one_by_one(stream, count);  // cheaper than a batch
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
     size_t first_with_attributes = 0;
@@ -78,11 +78,11 @@ class Batch {
 
   Descriptors& kept_ = descriptors();
   size_t size_ = 0;
-  const std::byte* to_end_ = nullptr;  // of the last one, if another may join it
+  const std::byte* to_end_ = nullptr;  // ends of the last descriptor, if it may be extended
   const std::byte* from_end_ = nullptr;
 };
 
-// Of the buffers from `begin` up to `end`.
+// Enqueues the copies of the buffers [begin, end).
 ffi::Error enqueue_copies(cudaStream_t stream, const BlockCopy& copy,
                           std::span<const BlockPair> pairs, size_t begin, size_t end) {
   const CopyGeometry& g = copy.geometry;
@@ -106,7 +106,7 @@ ffi::Error enqueue_copies(cudaStream_t stream, const BlockCopy& copy,
   return batch.enqueue(stream);
 }
 
-// The pairs to copy, of ids that the host reads now.
+// Reads and validates the ids on the host, now.
 ffi::ErrorOr<std::span<const BlockPair>> read_pairs(ffi::Buffer<ffi::S32> source_ids,
                                                     ffi::Buffer<ffi::S32> destination_ids,
                                                     CopyAttribute attribute) {
@@ -127,7 +127,7 @@ ffi::ErrorOr<std::span<const BlockPair>> read_pairs(ffi::Buffer<ffi::S32> source
 ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
                        ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
                        ffi::RemainingRets rets, CopyAttribute attribute) {
-  // A captured copy would replay these ids for ever; and a batch under capture is lost in silence.
+  // A captured copy would replay these ids forever, and a batch under capture is dropped silently.
   cudaStreamCaptureStatus capture;
   if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
       capture != cudaStreamCaptureStatusNone) {

@@ -1,4 +1,4 @@
-// Launches the copy kernel: which variant, how many buffers and pairs at a time.
+// Launches of the copy kernel: selection of the variant, and division into launches.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -22,7 +22,7 @@ void* copy_kernel(bool to_dense, bool single_run) {
                     : reinterpret_cast<void*>(copy_blocks<kBuffers, Word, false, false>);
 }
 
-// What a copy asks of a kernel.
+// Properties of a copy that select its kernel.
 struct Variant {
   int word_bytes;
   bool to_dense, single_run, few_buffers;
@@ -57,7 +57,7 @@ std::vector<void*> all_copy_kernels() {
   return kernels;
 }
 
-// The widest word that every address of the copy is a multiple of.
+// The widest word for which all addresses and strides of the copy are aligned.
 int word_bytes(const BlockCopy& copy) {
   const CopyGeometry& g = copy.geometry;
   uint64_t bits = g.run_bytes | g.stride0 | g.stride1 | g.page_stride;
@@ -74,22 +74,24 @@ ffi::Error invalid(const std::string& message) {
   return ffi::Error::InvalidArgument("jaxkv page copy: " + message);
 }
 
-// The pairs of a launch: ids to be checked, or a list that was.
+// The pairs of a launch: unchecked ids, or a checked list.
 struct Pairs {
   IdParams ids{};
   PairList list{};
   size_t capacity;
 };
 
-// Copied ids take no more: what shared memory takes of an SM, the words in flight lack in its L1.
+// Limit for copies of ids in shared memory: what shared memory takes of an SM reduces its L1 cache,
+// which holds the loads in flight.
 constexpr uint32_t kMostSharedForIds = 160 * 1024;
 
-// Bytes that a thread block of any device that was prepared may have.
+// Dynamic shared memory per thread block that all prepared devices support.
 std::atomic<uint32_t> shared_limit{UINT32_MAX};
 
-// The thread blocks of a launch, and what each needs to check its share of the ids.
+// The thread blocks of a launch, and the shared memory that each needs to check its share of the
+// ids.
 struct Grid {
-  uint32_t blocks, most_pairs;  // of a block
+  uint32_t blocks, most_pairs;  // per block
   ShareSize share;
 };
 
@@ -101,14 +103,14 @@ Grid grid_of(uint32_t blocks, uint32_t words, const CopyParamsOf<kMaxBuffers>& p
   return {blocks, most, ShareSize(most).with_copy(p.ids.num_ids, limit)};
 }
 
-// One launch: segments of whole buffers, pairs [p.first_pair, p.last_pair).
+// One launch: segments of complete buffers, pairs [p.first_pair, p.last_pair).
 ffi::Error launch(cudaStream_t stream, const BlockCopy& copy, Variant variant,
                   CopyParamsOf<kMaxBuffers>& p) {
   const uint64_t words = uint64_t{p.last_pair - p.first_pair} * p.words_per_pair();
   const uint64_t wanted = std::max<uint64_t>(1, (words + kCopyThreads - 1) / kCopyThreads);
   Grid grid = grid_of(static_cast<uint32_t>(std::min<uint64_t>(wanted, copy.num_sms)),
                       static_cast<uint32_t>(words), p);
-  // Rather on more SMs than were asked for than not at all.
+  // More SMs than requested rather than failure, if the shares do not fit shared memory.
   while (!p.pairs && grid.share.bytes() > shared_limit.load() && grid.blocks < wanted) {
     const auto more = static_cast<uint32_t>(std::min<uint64_t>(wanted, 2 * grid.blocks));
     grid = grid_of(more, static_cast<uint32_t>(words), p);
@@ -143,11 +145,12 @@ ffi::Error launch_all(cudaStream_t stream, const BlockCopy& copy, const Pairs& p
   if (segment_buffers > most_buffers) {
     return invalid("a segment of " + std::to_string(segment_buffers) + " buffers is too large");
   }
-  // A block stages the pairs that it was given, and those of a stretch's two ends.
+  // A thread block stages the pairs of its share, and the partial pairs at both ends of its
+  // stretch.
   const size_t staged_pairs =
       pairs.list.pairs ? copy.num_sms * size_t{ShareSize::kMaxCapacity - 2 * kAlignedWords}
                        : pairs.capacity;
-  // Segments of a launch: with Progress as many as fit, unless each takes several launches.
+  // Segments per launch: with progress signals as many as fit, unless each takes several launches.
   const size_t most_segments =
       progress && pairs.capacity <= staged_pairs ? kMaxBuffers / segment_buffers : 1;
   size_t buffers = 0;
@@ -216,7 +219,7 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairLis
 }
 
 ffi::Error prepare_copy_kernel(int32_t device) {
-  static std::array<std::atomic<bool>, kMaxDevices> done{};  // XLA asks before every execution
+  static std::array<std::atomic<bool>, kMaxDevices> done{};  // called before every execution
   if (auto error = prepare_rings(device); error.failure()) return error;
   if (done[device].load()) return ffi::Error::Success();
   int most_shared = 0;

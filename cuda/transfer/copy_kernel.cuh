@@ -1,6 +1,6 @@
-// The copy kernel: moves all buffers' words in one flat index space, so that the rate does not
-// depend on the size of a page. Each thread block takes one stretch of it, and checks the ids that
-// it needs or brings the pairs that were checked to shared memory.
+// The copy kernel: moves the words of all buffers in one flat index space, so that its rate does
+// not depend on the page size. Each thread block copies one stretch of that space, and checks the
+// ids that it needs or stages the checked pairs in shared memory.
 #pragma once
 
 #include "transfer/copy_kernel.h"
@@ -9,16 +9,16 @@
 namespace jaxkv::transfer {
 namespace {
 
-constexpr int kMaxBuffers = 256;  // 4 KiB of kernel parameters, ...
-constexpr int kFewBuffers = 8;    // ... which a copy of one page would wait for
+constexpr int kMaxBuffers = 256;  // 4 KiB of kernel parameters ...
+constexpr int kFewBuffers = 8;    // ... whose transfer would delay a copy of one page
 constexpr int kCopyThreads = 1024;
-constexpr int kWordsInFlight = 4;         // loads of a thread: PCIe latency is ~1 us
-constexpr int kIdsInFlight = 4;           // beside those words, likewise
-constexpr int kPlacesAtOnce = 2;          // found side by side, as far as registers go
-constexpr uint32_t kAlignedWords = 64;    // a stretch starts at a multiple, to keep lines whole
-constexpr uint32_t kMaxWords = 1u << 31;  // FastDivisor's range
+constexpr int kWordsInFlight = 4;         // loads per thread: PCIe latency is ~1 us
+constexpr int kIdsInFlight = 4;           // in addition to those words
+constexpr int kPlacesAtOnce = 2;          // computed together, as far as registers allow
+constexpr uint32_t kAlignedWords = 64;    // stretches start at multiples: full cache lines
+constexpr uint32_t kMaxWords = 1u << 31;  // range of FastDivisor
 
-// x / divisor by a multiplication, for x < 2^31.
+// Division by multiplication, for x < 2^31.
 struct FastDivisor {
   uint32_t divisor, multiplier, shift;
 
@@ -35,15 +35,15 @@ struct FastDivisor {
 };
 
 struct CopyParams {
-  IdParams ids;  // to be checked here, or ...
+  IdParams ids;  // unchecked ids, or ...
   ShareSize share{0};
-  const BlockPair* pairs;  // ... checked before, if not null
+  const BlockPair* pairs;  // ... checked pairs if not null
   const int32_t* num_pairs;
-  uint32_t first_pair, last_pair;  // of this launch, as far as there are that many
+  uint32_t first_pair, last_pair;  // of this launch, limited by the number of pairs
   int64_t block_bytes, page_stride, stride0, stride1;
   FastDivisor words_per_block, segment_buffers, words_per_run, count1;
   uint32_t num_segments;
-  uint32_t* counter;  // of Progress; null without it
+  uint32_t* counter;  // of SegmentProgress; null without progress signals
   uint32_t* arrived;
   uint32_t first_signal;
 
@@ -59,14 +59,14 @@ struct CopyParamsOf : CopyParams {
 };
 static_assert(sizeof(CopyParamsOf<kMaxBuffers>) < 32764, "kernel parameters");
 
-// Words of a segment that each of so many thread blocks copies.
+// Words of a segment per thread block.
 __host__ __device__ uint32_t stretch_of(uint32_t words, uint32_t blocks) {
   const uint32_t unit = blocks * kAlignedWords;
   return (words + unit - 1) / unit * kAlignedWords;
 }
 
-// What a thread block copies of each segment: words of the flat index space (from pair `first_pair`
-// of the launch on), and the pairs that they belong to.
+// What a thread block copies of each segment: a range of words in the flat index space, which
+// starts at pair `first_pair` of the launch, and the pairs of those words.
 struct Work {
   Span words;
   Claim claim;
@@ -85,13 +85,13 @@ __device__ Work work_of_block(const CopyParams& p, uint32_t num_pairs) {
   return {words, {own, words.first % per_pair != 0}};
 }
 
-// A word of the flat index space: its place in the block, and once known the pair it belongs to.
+// A word of the flat index space: its position in the block, and its pair.
 struct WordPlace {
   uint32_t buffer, word;
   BlockPair pair;
 };
 
-// `pairs` points at the pair of index 0, or would if it were of this block's work.
+// `pairs` points to the pair of index 0, even if that is not part of this block's work.
 __device__ WordPlace find_word(const CopyParams& p, const BlockPair* pairs, uint32_t segment,
                                uint32_t index) {
   WordPlace place;
@@ -115,18 +115,18 @@ __device__ Word* strided_word(const auto& p, const WordPlace& place, int32_t pag
   return reinterpret_cast<Word*>(block + i0 * p.stride0 + i1 * p.stride1) + rest;
 }
 
-// The words that a thread has on their way, one of each kWordsInFlight strides of the block.
+// Sliding window of a thread's loads in flight, one word for each of kWordsInFlight strides.
 template <typename Params, typename Word, bool kToDense, bool kSingleRun>
 class Window {
  public:
   __device__ explicit Window(const Params& p) : p_(p) {}
 
-  // Starts the first words of a segment.
+  // Issues the first loads of a segment.
   __device__ void open(const Work& work, const BlockPair* pairs, uint32_t segment) {
     first_ = work.words.first + threadIdx.x;
     if (work.words.size() > 0) step<false>(work, pairs, segment);
   }
-  // Copies what open started, and the rest of the block's words of the segment.
+  // Stores the loaded words, and copies the rest of the thread block's words of the segment.
   __device__ void run(const Work& work, const BlockPair* pairs, uint32_t segment) {
     while (first_ < work.words.last) {
       first_ += kCopyThreads * kWordsInFlight;
@@ -135,8 +135,8 @@ class Window {
   }
 
  private:
-  // Starts the words at first_. Each that is here makes room for the next, so that as many loads
-  // stay on their way.
+  // Issues the loads at first_. Each word that has arrived is stored and replaced by the next load,
+  // so that the number of loads in flight stays constant.
   template <bool kStore>
   __device__ void step(const Work& work, const BlockPair* pairs, uint32_t segment) {
 #pragma unroll
@@ -156,8 +156,8 @@ class Window {
       }
     }
   }
-  // Without branches, so that several pairs are read side by side. `to` is null if there is nothing
-  // to copy.
+  // Branch-free, so that several pairs are read concurrently. `to` is null if there is nothing to
+  // copy.
   __device__ void find(const Work& work, const BlockPair* pairs, uint32_t segment, uint32_t index,
                        const Word** from, Word** to) const {
     const auto place = find_word(p_, pairs, segment, min(index, work.words.last - 1));
@@ -175,9 +175,9 @@ class Window {
   Word* to_[kWordsInFlight];
 };
 
-// Says that this block's part of a segment is copied; the last block to say so tells who waits. As
-// a block comes here only after it has told what it had to tell of the segment before, the counter
-// never goes back.
+// Signals the end of this block's part of a segment; the last block to do so advances the counter.
+// The counter never decreases, because each block arrives here only after its signal for the
+// previous segment.
 __device__ void signal(const CopyParams& p, uint32_t segment) {
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -188,7 +188,7 @@ __device__ void signal(const CopyParams& p, uint32_t segment) {
   *static_cast<volatile uint32_t*>(p.counter) = p.first_signal + segment;
 }
 
-// Brings pairs to where no load from the host is before them.
+// Stages pairs in shared memory, where reading them does not queue behind loads from the host.
 __device__ void stage(const BlockPair* pairs, Span span, BlockPair* staged) {
   for (uint32_t k = threadIdx.x; k < span.size(); k += kCopyThreads) {
     staged[k] = pairs[span.first + k];
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kCopyThreads)
     work = work_of_block(p, p.ids.num_ids);
     share.list(work.claim.pairs);
     pairs = share.pairs() + p.first_pair - work.claim.pairs.first;
-    // The first words are on their way while the ids are checked: what is read is in range.
+    // The first loads overlap the check of the ids: only addresses in range are read.
     window.open(work, pairs, 0);
     if (!share.all_good()) {
       auto claim_of = [&](uint32_t count) { return (work = work_of_block(p, count)).claim; };

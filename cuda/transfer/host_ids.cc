@@ -36,9 +36,9 @@ std::optional<Header> read_header(std::span<const int32_t> words) {
   return sealed ? std::optional(header) : std::nullopt;
 }
 
-// What an address was admitted with, in a line of its own and read without a lock: calls come from
-// cold caches, where each further line is one more miss. A call that meets an entry half written
-// refuses its ids; but nobody calls with ids that are only being made.
+// Registration of an address, in a cache line of its own and read without a lock: calls run with
+// cold caches, where every additional line is one more miss. A call that reads an entry while it is
+// written rejects its ids; but no call uses ids that are still being created.
 struct alignas(64) Registration {
   std::atomic<const int32_t*> address = nullptr;  // null in an empty chain; set once
   std::atomic<size_t> num_words = 0;
@@ -46,8 +46,9 @@ struct alignas(64) Registration {
   std::atomic<Registration*> next = nullptr;
 };
 
-// Chains by address, their first entries in place. Nothing is removed: one entry for each address
-// ever used, bounded by what the allocator of the host memory recycles.
+// Hash chains by address, with their first entries in the table. Entries are never removed: there
+// is one for each address ever used, which is bounded because the allocator of the host memory
+// recycles addresses.
 constexpr int kLogChains = 12;
 constinit Registration chains[1 << kLogChains];
 
@@ -64,7 +65,7 @@ const Registration* registration_at(const int32_t* address) {
   return found;
 }
 
-// The entry to write for `address`. One thread at a time.
+// The entry to write for `address`. Must be serialized.
 Registration& entry_for(const int32_t* address) {
   Registration* entry = &chain_of(address);
   while (entry->address && entry->address != address) {
@@ -93,11 +94,11 @@ void register_host_ids(const int32_t* address, size_t num_words) {
   Registration& entry = entry_for(address);
   entry.num_words = num_words;
   entry.serial = header->serial;
-  entry.address = address;  // last: from here on calls find the entry
+  entry.address = address;  // last: publishes the entry to concurrent calls
 }
 
 const char* host_ids_error(const int32_t* address, size_t num_words) {
-  // The address first: what was never admitted may be memory that the host can't read.
+  // Address first: an unregistered one may be memory that the host cannot read.
   const Registration* admission = registration_at(address);
   if (!admission || admission->num_words != num_words) {
     return "made or copied by a computation, or stale; build HostIds from NumPy";

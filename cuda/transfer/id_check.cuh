@@ -1,11 +1,12 @@
-// The check of the ids, which every thread block makes for itself: no launch, no scratch memory.
+// The check of the ids, which every thread block performs for itself: no extra launch, no scratch
+// memory in HBM.
 //
-// A block answers for a stretch of the pairs, its share. It lists the share in shared memory, the
-// destinations also in a hash set, and holds all ids against that set: who names a destination of
-// the share from outside is found that way, and the owner of the outside finds the other. All ids
-// are read before anything else, as loads from the host would hold up those behind them.
-// As long as every entry is good, pair i is entry i. If one is not, blocks cannot tell each other,
-// but all read the same list: pair i is then the i-th entry in range (regroup).
+// A block is responsible for a stretch of the pairs, its share. It lists the share in shared
+// memory, with the destinations also in a hash set, and looks up all ids in that set: this finds an
+// entry outside of the share with the same destination, and the owner of that entry finds the
+// duplicate likewise. All ids are read before anything else, because loads from the host would
+// delay the loads behind them. While every entry is valid, pair i is entry i. If one is not, blocks
+// do not communicate, but all read the same list: pair i is then the i-th entry in range (regroup).
 #pragma once
 
 #include <algorithm>
@@ -36,13 +37,13 @@ struct Span {
   __device__ bool has(uint32_t i) const { return first <= i && i < last; }
 };
 
-// The pairs that a block answers for.
+// The pairs that a block is responsible for.
 struct Claim {
   Span pairs;
-  bool first_is_shared;  // with the block before, which records what is wrong with it
+  bool first_is_shared;  // with the preceding block, which records its errors
 };
 
-// Shared memory of a share of up to `capacity` pairs, and of a copy of all ids where there is room.
+// Shared memory of a share of up to `capacity` pairs, and of a copy of all ids if there is room.
 struct ShareSize {
   static constexpr uint32_t kMaxCapacity = 12 * 1024;
   static constexpr uint32_t kMaxSlots = 16 * 1024;
@@ -55,7 +56,7 @@ struct ShareSize {
       : capacity(pairs),
         log2_slots(std::bit_width(std::clamp(pairs + pairs / 4, 32u, kMaxSlots) - 1)) {}
 
-  // With a copy of `ids` entries, if that takes no more than `most` bytes.
+  // Adds a copy of `ids` entries, if the total is at most `most` bytes.
   ShareSize with_copy(uint32_t ids, uint32_t most) const {
     ShareSize size = *this;
     const uint32_t whole = (ids + 3) / 4 * 4;
@@ -71,12 +72,12 @@ struct ShareSize {
 
 #ifdef __CUDACC__
 
-// What stands for an entry that is not to be copied: reading block 0 does no harm.
+// Placeholder of an entry that is not copied; reading block 0 is harmless.
 inline constexpr BlockPair kNoPair{0, -1};
 
-// Destinations by open addressing. A key that is marked was named more than once. Nearly every
-// look-up is to find nothing, which a bit for some of the keys tells: for one key only, as long as
-// the destination has no more blocks than there are bits.
+// Destinations, by open addressing. A marked key is a duplicate. Almost all look-ups are misses,
+// which a bit filter answers: exactly, as long as the destination has no more blocks than the
+// filter has bits.
 class DestinationSet {
  public:
   static constexpr uint32_t kFilterWords = ShareSize::kFilterBits / 32;
@@ -90,11 +91,11 @@ class DestinationSet {
       slots_[slot] = kEmpty;
     }
   }
-  // Whether a key may be there, once all are.
+  // Whether the set may contain a key; valid after all keys were added.
   __device__ bool may_have(uint32_t key) const {
     return filter_[key / 32 % kFilterWords] >> key % 32 & 1;
   }
-  // Adds a key, or marks it if it is there. Returns whether it was.
+  // Adds a key, or marks it if present. Returns whether it was present.
   __device__ bool add(uint32_t key) {
     atomicOr(&filter_[key / 32 % kFilterWords], 1u << key % 32);
     for (uint32_t slot = home(key);; slot = next(slot)) {
@@ -105,7 +106,7 @@ class DestinationSet {
       return true;
     }
   }
-  // Marks a key if it is there. Returns whether it was.
+  // Marks a key if present. Returns whether it was present.
   __device__ bool mark(uint32_t key) {
     for (uint32_t slot = home(key);; slot = next(slot)) {
       const uint32_t old = volatile_slot(slot);
@@ -123,7 +124,7 @@ class DestinationSet {
 
  private:
   static constexpr uint32_t kMark = 1u << 31;
-  static constexpr uint32_t kEmpty = ~0u;  // no key: a destination is below 2^31 - 1
+  static constexpr uint32_t kEmpty = ~0u;  // not a valid key: a destination is below 2^31 - 1
 
   __device__ uint32_t home(uint32_t key) const { return key * 0x9e3779b1u >> (32 - log2_slots_); }
   __device__ uint32_t next(uint32_t slot) const { return (slot + 1) & ((1u << log2_slots_) - 1); }
@@ -136,7 +137,8 @@ class DestinationSet {
   uint32_t log2_slots_;
 };
 
-// Copies of words from global to shared memory that no register waits for. `to` is 16-byte aligned.
+// Asynchronous copy of words from global to shared memory, without registers. `to` is 16-byte
+// aligned.
 inline __device__ void start_copy_to_shared(int32_t* to, const int32_t* from, uint32_t words) {
   const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   const uint32_t vectors = reinterpret_cast<uintptr_t>(from) % 16 == 0 ? words / 4 : 0;
@@ -154,8 +156,8 @@ inline __device__ void wait_for_copies_to_shared() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// A block's share of the pairs. All members are called by all threads of the block, of which each
-// reads up to kReads entries at a time.
+// A block's share of the pairs. All threads of the block must call all members; each thread reads
+// up to kReads entries at a time.
 template <int kReads>
 class Share {
  public:
@@ -163,10 +165,10 @@ class Share {
       : Share(ids, size, reinterpret_cast<int32_t*>(shared),
               reinterpret_cast<uint32_t*>(shared) + 2 * (size.copied_ids + size.capacity)) {}
 
-  // Pairs of the share; kNoPair among them are to be skipped.
+  // Pairs of the share; kNoPair entries must be skipped.
   __device__ const BlockPair* pairs() const { return pairs_; }
 
-  // Lists pairs [span.first, span.last) as if every entry were good.
+  // Lists the entries [span.first, span.last), assuming that every entry is valid.
   __device__ void list(Span span) {
     start_copying_ids();
     set_.clear();
@@ -178,15 +180,16 @@ class Share {
     __syncthreads();
   }
 
-  // Whether every entry of the whole list is good, as far as this block answers for it. If so, the
-  // pairs that were listed may be copied.
+  // Whether every entry of the entire list is valid, as far as this block is responsible. If so,
+  // the listed pairs may be copied.
   __device__ bool all_good() {
     const bool bad = mark_duplicates_of_share();
     return !__syncthreads_or(bad || duplicates_);
   }
 
-  // Lists anew, with a bad entry somewhere: pairs are now the entries in range, of which the block
-  // claims claim_of(how many there are). Records what is refused. Returns that claim.
+  // Lists the share again if there is an invalid entry anywhere: pairs are now the entries in
+  // range, of which the block claims claim_of(number of entries in range). Records the invalid
+  // entries. Returns the claim.
   template <typename ClaimOf>
   __device__ Claim regroup(bool record_out_of_range, ClaimOf claim_of) {
     if (record_out_of_range) record_range_errors();
@@ -218,7 +221,7 @@ class Share {
     return {__ldg(ids_.sources + i), __ldg(ids_.destinations + i)};
   }
   __device__ bool in_range(BlockPair pair) const {
-    // Unsigned, so that padding is too large as well.
+    // Unsigned comparison, so that negative ids (padding) are out of range as well.
     return static_cast<uint32_t>(pair.source) < static_cast<uint32_t>(ids_.num_sources) &&
            static_cast<uint32_t>(pair.destination) < static_cast<uint32_t>(ids_.num_destinations);
   }
@@ -228,7 +231,7 @@ class Share {
     if (good) duplicates_ |= set_.add(pair.destination);
   }
 
-  // Reads the entries of a span, several at a time.
+  // Reads the entries of a span, kReads at a time.
   template <typename Use>
   __device__ void for_entries(Span span, Use use) {
     for (uint32_t first = span.first + threadIdx.x; first < span.last;
@@ -246,8 +249,8 @@ class Share {
     }
   }
 
-  // Marks destinations of the share that entries outside of it name. Returns whether this thread
-  // saw one, or an entry out of range.
+  // Marks destinations of the share that also occur outside of it. Returns whether this thread
+  // found one, or an entry out of range.
   __device__ bool mark_duplicates_of_share() {
     if (copied_ids_) return mark_duplicates_of_copied_ids();
     bool bad = false;
@@ -256,7 +259,7 @@ class Share {
     });
     return bad;
   }
-  // The same with few instructions for each of four entries.
+  // The same for ids in shared memory, four entries per iteration.
   __device__ bool mark_duplicates_of_copied_ids() {
     const auto* sources = reinterpret_cast<const uint4*>(copied_sources_);
     const auto* destinations = reinterpret_cast<const uint4*>(copied_destinations_);
@@ -276,13 +279,14 @@ class Share {
     return bad || most_source >= static_cast<uint32_t>(ids_.num_sources) ||
            most_destination >= static_cast<uint32_t>(ids_.num_destinations);
   }
-  // Marks the destination of an entry outside of the share if the share names it. Returns whether.
+  // Marks the destination of an entry outside of the share if the share has it too. Returns whether
+  // it does.
   __device__ bool mark_duplicate(uint32_t i, BlockPair entry) {
     return !entries_.has(i) && in_range(entry) && set_.mark(entry.destination);
   }
 
-  // Each warp counts the entries in range of its part of the list; the sum of the warps before it
-  // is the rank of its first.
+  // Each warp counts the entries in range in its part of the list; the prefix sum over the warps is
+  // the index of its first pair.
   template <typename ClaimOf>
   __device__ Claim list_in_range(ClaimOf claim_of) {
     __shared__ uint32_t counts[32];
@@ -350,12 +354,12 @@ class Share {
   }
 
   const IdParams& ids_;
-  uint32_t copied_ids_;  // of all entries, in shared memory, if there was room
+  uint32_t copied_ids_;  // in shared memory; 0 if there was no room
   int32_t *copied_sources_, *copied_destinations_;
   BlockPair* pairs_;
   DestinationSet set_;
-  Span entries_{0, 0};       // of the list, between which the share's pairs lie
-  bool duplicates_ = false;  // this thread saw a destination of the share named by two of its pairs
+  Span entries_{0, 0};       // range of the list that contains the share's entries
+  bool duplicates_ = false;  // this thread found two pairs of the share with the same destination
 };
 
 #endif

@@ -1,4 +1,4 @@
-// Copies beside the step, as the host asks for them: no CUDA headers.
+// Counters of asynchronous copies for the host; free of CUDA headers.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 
 namespace jaxkv::transfer {
 
-// How many copies each lane of each device was given, always in the same order; and whether all
-// that such a list counts have ended.
+// The number of copies started on each copy stream of each device, in a fixed order; and whether
+// all copies counted in such a list have completed.
 std::vector<uint64_t> started_copies();
 bool copies_ended(const std::vector<uint64_t>& started);
 

@@ -1,7 +1,7 @@
-// The CPU backend's all-reduce without Python and XLA, for ThreadSanitizer: ranks as threads that
-// are late at random, all algorithms in turn, sizes that grow and shrink, epochs that wrap. What a
-// rank does that has given up, which handlers refuse to run but a graph may replay. And ranks that
-// come to different calls.
+// The CPU backend's all-reduce without Python and XLA, for ThreadSanitizer. Ranks are threads with
+// random delays; all algorithms alternate, sizes grow and shrink, epochs wrap. Also: calls of a
+// rank that has timed out, which handlers reject but a CUDA graph may replay, and ranks that make
+// different calls.
 #include <cstdio>
 #include <random>
 
@@ -12,7 +12,7 @@ namespace jaxkv::collectives {
 namespace {
 
 constexpr int kCalls = 100;
-constexpr uint64_t kEpoch = -150;  // wraps on the way
+constexpr uint64_t kEpoch = -150;  // wraps during the test
 
 bool call_rank(const std::shared_ptr<Communicator>& communicator, int32_t device,
                Algorithm algorithm, const float* in, float* out, size_t count, uint64_t signature) {
@@ -35,10 +35,10 @@ bool run_world(int32_t world) {
     std::mt19937 late(device);
     for (int call = 0; call < kCalls; ++call) {
       if (late() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(late() % 300));
-      const auto algorithm = static_cast<Algorithm>(call / 4 % 4);  // also after itself
+      const auto algorithm = static_cast<Algorithm>(call / 4 % 4);  // repeated, then changed
       const bool chunked = algorithm == Algorithm::kTwoShot || algorithm == Algorithm::kMultimem;
       const size_t limit = chunked ? 6000 : 256;
-      const size_t count = 1 + call * 7919 % limit, offset = call / 7 % 4;  // from a word's address
+      const size_t count = 1 + call * 7919 % limit, offset = call / 7 % 4;  // also unaligned
       std::vector<float> in(offset + count), out(offset + count);
       for (size_t i = 0; i < count; ++i) in[offset + i] = static_cast<float>(i + call * device);
       bool right =
@@ -56,8 +56,8 @@ bool run_world(int32_t world) {
   return wrong == 0;
 }
 
-// A rank gives up, and its stream goes on to the next call. Its peer comes late to the first one,
-// and must never take words of the next for those it waits for.
+// A rank times out, and its stream continues with the next call. Its peer arrives late at the first
+// call, and must never take words of the next call for those of the first.
 bool late_peer(Algorithm algorithm) {
   constexpr size_t kCount = 64;
   const Geometry geometry{2, 64, 64, 24, 0};
@@ -75,8 +75,8 @@ bool late_peer(Algorithm algorithm) {
   return right;
 }
 
-// All ranks make some calls together, and then the last one makes another call than its peers, of
-// the same bytes: none may have a sum, and each is to know that calls differ.
+// All ranks make some calls together; then the last rank makes a different call with the same
+// number of bytes. No rank may return a sum, and each must detect the mismatch.
 bool other_call(int32_t world, Algorithm algorithm, size_t count) {
   constexpr int kTogether = 3;
   std::vector<int32_t> devices(world);

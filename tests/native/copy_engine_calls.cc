@@ -1,12 +1,11 @@
-// The handlers of `dma` with a driver that copies on the host: what it asks for, and what is
+// The handlers of `dma` with a driver stub that copies on the host: the driver calls, and the bytes
 // written.
 //
-// Reads from stdin: whether a stream is under capture, the status of cudaMemcpyBatchAsync, bytes of
-// each strided and of each dense array, how many there are of each, buffers of a segment if the
-// copy is to be started (0: it is made), the length of the attribute and of each id list, the
-// attribute, source ids, destination ids. Prints the calls, how many ids were refused and the error
-// in a line each, then the bytes of all arrays. Byte i of array a holds 101 i
-// + 59 a at first.
+// Reads from stdin: whether the stream is under capture, the status of cudaMemcpyBatchAsync, bytes
+// of each strided and of each dense array, number of strided and of dense arrays, buffers per
+// segment for start_copy (0: synchronous copy), length of the attribute and of each id list, the
+// attribute, source ids, destination ids. Prints the calls, the number of rejected ids and the
+// error, one per line, then the bytes of all arrays. Initially byte i of array a is 101 i + 59 a.
 #include <cstdio>
 #include <cstring>
 #include <iostream>
@@ -50,7 +49,7 @@ const char* cudaGetErrorString(cudaError_t) { return "an error of the driver"; }
 
 namespace jaxkv::transfer {
 
-// Of async_copy.cu, which this program has no part of: segments count from 7 on.
+// Stub for async_copy.cu, which is not linked. Segments count from 7.
 ffi::Error CopyStream::signal(uint32_t value) const {
   std::printf("signal-%u ", value);
   return ffi::Error::Success();
@@ -68,7 +67,7 @@ std::vector<int64_t> read(size_t count) {
   return numbers;
 }
 
-// An operand that XLA would hand over.
+// An operand as passed by XLA.
 struct Operand {
   std::vector<int64_t> dims;
   XLA_FFI_Buffer buffer;
@@ -82,7 +81,7 @@ struct Ids {
   std::vector<int32_t> words;
   Operand operand;
 
-  // HostIds, as NumPy would make them.
+  // HostIds as created from NumPy.
   explicit Ids(const std::vector<int64_t>& ids)
       : words(kHostIdsHeader), operand(XLA_FFI_DataType_S32, nullptr, kHostIdsHeader + ids.size()) {
     words.insert(words.end(), ids.begin(), ids.end());
@@ -100,7 +99,7 @@ int run() {
   const auto attribute = read(setup[7]);
   Ids sources(read(setup[8])), destinations(read(setup[8]));
 
-  // One after the other, so that a copy could go on from one array into the next.
+  // Contiguous, so that copies of adjacent arrays could be coalesced by mistake.
   std::vector<uint8_t> memory(setup[2] * setup[4] + setup[3] * setup[5]);
   uint8_t* array = memory.data();
   std::vector<std::unique_ptr<Operand>> operands;

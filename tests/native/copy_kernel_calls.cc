@@ -1,9 +1,10 @@
-// What the copy kernel is launched with on a GPU of any size, with a runtime that launches nothing.
+// Launch parameters of the copy kernel for a GPU of any size, with a runtime stub that launches
+// nothing.
 //
-// Arguments: bytes of shared memory that a thread block may have, bytes of it that each kernel
-// takes by itself, then of a copy: whether it is a load, SMs, ids, whether they were checked
-// before, bytes of a block, and buffers. Prints thread blocks and dynamic shared memory of each
-// launch, and the error in the last line.
+// Arguments: shared memory limit per thread block in bytes, static shared memory of each kernel,
+// then of a copy: whether it is a load, SMs, number of ids, whether the ids are already checked,
+// bytes of a block, number of buffers. Prints the thread blocks and the dynamic shared memory of
+// each launch, and the error in the last line.
 #include <cstdio>
 #include <cstdlib>
 
@@ -17,7 +18,7 @@ int most_shared = 0, static_shared = 0;
 
 namespace jaxkv {
 
-// Of error_ring.cu, which this program has no part of.
+// Stub for error_ring.cu, which is not linked.
 xla::ffi::Error prepare_rings(int32_t) { return xla::ffi::Error::Success(); }
 
 }  // namespace jaxkv
@@ -43,7 +44,7 @@ cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheRuntime"; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the runtime"; }
 
-// What a program with kernels does before main.
+// Registration of kernels before main.
 void** __cudaRegisterFatBinary(void*) { return nullptr; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
@@ -64,7 +65,7 @@ int main(int, char** arguments) {
   const int64_t block_bytes = next();
   const size_t num_buffers = next();
 
-  // Nobody follows these addresses.
+  // Never dereferenced.
   std::vector<std::byte*> arrays(num_buffers, reinterpret_cast<std::byte*>(1 << 20));
   const BlockCopy copy{to_dense,
                        num_sms,

@@ -1,8 +1,8 @@
-// How a start orders its copy between XLA's stream and that of a lane, with a runtime that only
-// writes down what it is asked to do.
+// Ordering of an asynchronous copy between XLA's stream and the copy stream, with a runtime stub
+// that records the calls.
 //
-// Arguments: the number of the call that fails, from 1 on (0: none), and whether XLA's stream is to
-// wait for the copy. Prints a line for each call, then the error and how many copies were started.
+// Arguments: the number of the call that fails, from 1 (0: none), and whether XLA's stream must
+// wait for the copy. Prints one line per call, then the error and the number of copies started.
 #include <cstdio>
 #include <cstdlib>
 #include <utility>
@@ -12,7 +12,7 @@
 namespace {
 
 int calls = 0, failing = 0;
-bool started = false;  // calls before it are those of the creation
+bool started = false;  // set after creation, whose calls are not recorded
 uintptr_t last_event = 0;
 const auto xla_stream = reinterpret_cast<cudaStream_t>(1);
 const auto side_stream = reinterpret_cast<cudaStream_t>(2);
@@ -21,7 +21,7 @@ const char* name_of(cudaStream_t stream) {
   return stream == xla_stream ? "xla" : stream == side_stream ? "lane" : "another";
 }
 
-// Events are numbered as they are created: `behind` is the first.
+// Events are numbered in order of creation: `behind` is the first.
 template <class... Parts>
 cudaError_t call(const char* format, Parts... parts) {
   if (!started) return cudaSuccess;
@@ -57,7 +57,7 @@ cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); 
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheRuntime"; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the runtime"; }
 
-// What a program with kernels does before main, and before a launch: it then launches none.
+// Registration of kernels before main, and launches, which do nothing.
 void** __cudaRegisterFatBinary(void*) { return nullptr; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}

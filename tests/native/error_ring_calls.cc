@@ -1,10 +1,9 @@
-// The rings of errors, read while a device writes them.
+// Error rings that are read while a device writes them.
 //
-// Arguments: "claim" counts an entry, as a kernel does before it writes it; a number writes that
-// entry (0 is the first), with its own number as id; both of the kind named last: "page_index",
-// which is the first, "transfer" or "bound". "take" prints, for each kind that has errors, its
-// number, the device, how many entries were taken and the ids of those that are known, and ends the
-// line.
+// Arguments: "claim" counts an entry, as a kernel does before it writes it; a number writes the
+// entry of that index (from 0), with the index as id. Both apply to the kind named last:
+// "page_index" (initially), "transfer" or "bound". "take" prints for each kind with errors its
+// number, the device, the number of entries taken and the ids of the known ones, and ends the line.
 #include <cstdio>
 #include <cstdlib>
 #include <string>

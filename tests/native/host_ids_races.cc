@@ -1,5 +1,5 @@
-// Who admitted which ids, for ThreadSanitizer: threads that admit lists, and again others in their
-// place, while all of them look lists up. There are so many that chains of addresses grow long.
+// Registration of ids, for ThreadSanitizer: threads register lists and replace them, while all
+// threads look lists up. The number of lists is large enough for long hash chains.
 #include <algorithm>
 #include <cstdio>
 #include <random>
@@ -37,7 +37,7 @@ int wrong_answers(std::vector<List>* lists, const List& never_admitted, unsigned
     wrong += !opens(earlier);
     wrong += opens(earlier, kWords - 1);
     wrong += opens(never_admitted);
-    write_host_ids_header(earlier.words);  // so another list, of which nothing is known here
+    write_host_ids_header(earlier.words);  // now another list, which is not registered
     wrong += opens(earlier);
     admit(&earlier, -i);
     wrong += !opens(earlier);

@@ -1,7 +1,7 @@
-// The memory that a switch adds up, with a driver that only writes down what it is asked to do.
+// Multicast memory with a driver stub that records the calls.
 //
-// Prints a line for each call. The argument is the number of the call that fails, from 1 on; the
-// last line then is what was thrown.
+// Prints one line per call. The argument is the number of the call that fails, from 1; then the
+// last line is the exception.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -12,14 +12,14 @@ namespace {
 
 int calls = 0, failing = 0;
 unsigned long long last_handle = 0;
-CUdevice device_of[16];  // by the handle of its memory
+CUdevice device_of[16];  // by handle of the memory
 
 CUresult call(const char* name, long long of) {
   std::printf("%s %lld\n", name, of);
   return ++calls == failing ? CUDA_ERROR_NOT_PERMITTED : CUDA_SUCCESS;
 }
 
-// Handles are numbered as they come, and lie at addresses of a thousand times that.
+// Handles are numbered in order of creation; addresses are 1000 times that.
 template <class Number>
 CUresult make(const char* name, Number* number, Number unit) {
   const CUresult status = call(name, static_cast<long long>((last_handle + 1) * unit));

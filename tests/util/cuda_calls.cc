@@ -1,11 +1,11 @@
-// Counts the CUDA driver and runtime calls of each thread, through CUPTI's callbacks.
+// Counts the CUDA driver and runtime calls of each thread, by CUPTI callbacks.
 #include <cstdint>
 #include <map>
 #include <mutex>
 #include <string>
 #include <thread>
 
-// What is needed of cupti_callbacks.h, which not every machine with a libcupti has.
+// The declarations needed from cupti_callbacks.h, which is not installed with every libcupti.
 extern "C" {
 struct CallbackData {
   int32_t site;  // 0: entry
@@ -22,7 +22,7 @@ namespace {
 constexpr int32_t kDriverApi = 1, kRuntimeApi = 2;
 
 std::mutex g_mutex;
-std::map<std::string, int> g_calls[2];  // of other threads, of the thread that started
+std::map<std::string, int> g_calls[2];  // [0] other threads, [1] the thread that started the count
 std::thread::id g_thread;
 void* g_subscriber;
 std::string g_report;
@@ -35,7 +35,7 @@ void count(void*, int32_t, uint32_t, const CallbackData* call) {
 
 }  // namespace
 
-// 0, or CUPTI's error.
+// Returns 0 or the CUPTI error.
 extern "C" int32_t start_counting() {
   for (auto& calls : g_calls) calls.clear();
   g_thread = std::this_thread::get_id();
