@@ -48,7 +48,7 @@ class HostPool:
         mesh: jax.sharding.Mesh | None = None,
         head_axis: str | None = None,
     ) -> HostPool:
-        """Allocates zeroed pages in pinned host memory, each shard on the NUMA node of its device.
+        """Allocates zeroed pages in pinned host memory, each shard near its device (NUMA).
 
         Args:
           spec: the `KVCacheSpec`.

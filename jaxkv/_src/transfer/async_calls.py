@@ -15,12 +15,12 @@ from jaxkv._src.transfer.block_copy import START_TARGETS, BlockCopy, call_copy_h
 from jaxkv._src.transfer.buffer_lifetime import WAIT_TARGET, analysed
 from jaxkv._src.transfer.dispatch import Selection
 
-_WORDS = 2  # int32 words per entry of a ticket: its number, then the address of each array
+_WORDS = 2  # int32 words per 64-bit entry of a ticket: its number, then the address of each array
 MAX_TIMEOUT_S = 1e9  # a clock value plus the timeout in nanoseconds fits in 64 bits
 
 
 def checked_timeout_s(timeout_s: Any) -> float:
-    """`timeout_s` as a float, or a ValueError unless it is positive and at most the maximum."""
+    """`timeout_s` as a float; raises a ValueError unless 0 < timeout_s <= MAX_TIMEOUT_S."""
     seconds = float(timeout_s) if isinstance(timeout_s, numbers.Real) else 0.0
     if not 0 < seconds <= MAX_TIMEOUT_S:
         raise ValueError(
@@ -67,7 +67,7 @@ def _wait(
       operands: the ticket, the other arrays that the copy uses, and arrays to compute before.
       timeout_s: seconds until the wait times out and records an error.
       like: an array in the memory space of the next ticket.
-      segment: number of the segment to wait for, -1 for none.
+      segment: the segment to wait for, one per layer in the order of the copy; -1 for none.
       places: positions of `arrays` among the arrays that the copy writes; empty if it reads them.
       kept: number of operands after the ticket that the copy uses.
       last: number of the last segment of the copy.

@@ -91,7 +91,7 @@ class BufferAliases:
                 return [call.results[i] for call in self._calls[_symbol(parent)]]
             case "sdy.manual_computation":
                 return [_arguments(operation)[i]]
-            case "stablehlo.while":  # possibly without an iteration
+            case "stablehlo.while":  # may run zero iterations
                 return [operation.results[i], _arguments(operation, region=1)[i]]
             case "stablehlo.return" if parent.name == _LOOP:
                 in_body = operation.block.region == parent.regions[1]
@@ -162,7 +162,7 @@ def _in_scope(uses: list[Any], scope: Any, holds: Callable[[Any], bool]) -> bool
         if branch is None:
             if holds(use):
                 return True
-        elif branch.name != _LOOP:  # a loop may run no iteration
+        elif branch.name != _LOOP:  # a loop may run zero iterations
             branches[branch].append(use)
     return any(
         all(

@@ -169,7 +169,7 @@ def _unsupported_reasons(
 
 
 def _descriptors(copy: BlockCopy, ids: tuple[Any, Any]) -> int:
-    """Upper bound of the descriptors: the ids, by which adjacent copies merge, are not known."""
+    """Upper bound of the descriptors; the ids, which allow merging, are not known yet."""
     runs = copy.geometry.block_bytes // copy.geometry.run_bytes
     return num_ids_of(ids[0]) * len(copy.dense) * runs
 
