@@ -54,7 +54,7 @@ class BoundError(JaxkvError, ValueError):
 class PeerTimeoutError(JaxkvError, RuntimeError):
     """A wait for a peer timed out, or the peer entered another call.
 
-    The results of that call and of later ones are NaN. The message has the last calls of both.
+    The results of that call and of later ones are NaN. The message has the last call of each.
 
     Attributes:
       rank: the waiting rank.

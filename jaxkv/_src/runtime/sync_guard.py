@@ -1,9 +1,9 @@
-"""Host-sync guard: raises, warns or counts where the host waits for a device.
+"""Host-sync guard: raises, warns or counts when the host waits for a device.
 
 A step loop keeps the device busy only while the host runs ahead of it; one `int(token)` ends that.
 `jax.transfer_guard` detects some of these waits, but none on CPU, and never `block_until_ready`, a
-read of pinned_host memory or a second read of an array. This guard hooks the few JAX functions in
-which every host sync happens. (vLLM's `gpu_sync_allowed` does the same for PyTorch.)
+read of pinned_host memory or a second read of an array. This guard hooks the few JAX functions
+through which every host sync passes. (vLLM's `gpu_sync_allowed` does the same for PyTorch.)
 """
 
 from __future__ import annotations
@@ -181,7 +181,8 @@ def forbid_host_sync(*, mode: Mode = "raise") -> _Scope:
     Raises:
       HostSyncError: in the scope, for mode "raise".
       RuntimeError: on entry, if this version of JAX is not supported; on exit, in a thread or
-        asyncio task that has not entered the scope, which stays active where it was entered.
+        asyncio task that has not entered the scope. The scope then stays active where it was
+        entered.
       ValueError: `mode` is invalid.
     """
     if mode not in get_args(Mode):

@@ -30,8 +30,8 @@ class _CopyHandle:
     def __init__(self, pool: Any, cache: Any, ticket: Any = None, plan: Any = None) -> None:
         # None in a load returned from the jit that started it: the pool is not a leaf.
         self._pool, self._cache = pool, cache
-        # The ticket, int32[n], identifies the copy; None if no wait is pending. The plan has the
-        # validated pairs; None for the copy engine.
+        # The ticket, int32[n], identifies the copy; None if there is nothing to wait for. The plan
+        # has the validated pairs; None for the copy engine.
         self._ticket, self._plan = ticket, plan
         self._layers: tuple[int, ...] = ()  # in the order of the copy
         self._waited: frozenset[int] = frozenset()

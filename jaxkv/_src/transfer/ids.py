@@ -27,8 +27,8 @@ class HostIds:
     The FFI handler reads the ids when the call is enqueued, before the device executes it. They
     must therefore be written by the host: `HostIds` accepts only NumPy arrays and lists, and a call
     rejects ids that were not written by this constructor, such as the result of a computation. The
-    check is best effort: it accepts a copy that is not complete yet, in the memory of freed ids of
-    the same length.
+    check is best effort: it may accept a copy that is not complete yet, in the memory of freed ids
+    of the same length.
 
     Attributes:
       data: int32[header + n] in pinned host memory; opaque.

@@ -77,7 +77,7 @@ def _requeue_unless_finished(entry: _InFlightCopy) -> None:
 
 
 def check_same_trace(before: Any, after: Any) -> None:
-    """Raises a RuntimeError unless ticket `after` may replace `before` in a handle."""
+    """Raises a RuntimeError if `after`, a new leaf of a handle, has another trace than `before`."""
     if isinstance(after, jax.core.Tracer) and _trace_of(before) is not _trace_of(after):
         raise RuntimeError(
             "the transfer belongs to another trace: it was started outside of the function (of a "
