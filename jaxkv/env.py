@@ -1,4 +1,4 @@
-"""The environment report: `python -m jaxkv.env [--json]`."""
+"""Environment report: `python -m jaxkv.env [--json]`."""
 
 import sys
 

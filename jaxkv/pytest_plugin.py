@@ -1,4 +1,4 @@
-"""For pytest: `pytest_plugins = ["jaxkv.pytest_plugin"]` in a conftest.py, or `-p` on the line."""
+"""pytest plugin: `pytest_plugins = ["jaxkv.pytest_plugin"]` in conftest.py, or option `-p`."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,6 @@ from jaxkv._src.runtime.sync_guard import HostSyncReport, forbid_host_sync
 
 @pytest.fixture
 def no_host_sync() -> Iterator[HostSyncReport]:
-    """Fails a test at the line that waits for the device, outside of `jaxkv.allow_host_sync`."""
+    """Fails a test at a line with a host sync outside of `jaxkv.allow_host_sync`."""
     with forbid_host_sync() as report:
         yield report

@@ -1,4 +1,4 @@
-"""Recurrent states of hybrid models under speculative decoding."""
+"""Recurrent states (Mamba, convolution) under speculative decoding."""
 
 from jaxkv._src.public_names import set_module as _set_module
 from jaxkv._src.recurrent.advance import advance

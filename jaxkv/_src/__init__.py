@@ -1,1 +1,1 @@
-"""Implementation of jaxkv; nothing in here is public."""
+"""Implementation of jaxkv; private."""

@@ -1,4 +1,4 @@
-"""Which implementation serves a call, and why."""
+"""`jaxkv.explain`: the implementation of a call, with the reasons for its selection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxkv._src.transfer.resolve import _OPERATIONS, resolve
 
 
 def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """Says which implementation `operation(*args, **options)` takes and why not the others.
+    """Explains the dispatch of `operation(*args, **options)`.
 
     Args:
       operation: `load_pages`, `store_pages`, `swap_blocks`, `start_load`, `start_store`, or
@@ -20,8 +20,8 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
       *args, **options: its arguments; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
-      A line for the choice, one for each implementation that was not chosen, and the table that
-      the figures come from.
+      A text with the selected implementation, the reason against each of the others, and the
+      tuning table that the figures come from.
     """
     if getattr(operation, "__name__", None) == "all_reduce":
         return all_reduce.explain(*args, **options)
@@ -30,7 +30,7 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
 
 
 def selections_of(operation: Callable[..., Any], *args: Any, **options: Any) -> list[Selection]:
-    """What `operation(*args, **options)` takes for each of its copies; arguments as `explain`'s."""
+    """The selection for each copy of `operation(*args, **options)`; arguments as for `explain`."""
     name = getattr(operation, "__name__", operation)
     if name not in _OPERATIONS:
         known = ", ".join((*_OPERATIONS, "all_reduce"))

@@ -1,4 +1,4 @@
-"""Names of public objects: those of the module that users import them from."""
+"""Public module names of exported objects."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 
 def set_module(namespace: dict[str, Any]) -> None:
-    """Sets `__module__` of what a public module lists in `__all__`.
+    """Sets `__module__` of all objects in `__all__` of a public module.
 
-    Tracebacks, reprs, pickles and Sphinx then name `jaxkv.load_pages`, not the module below
-    `jaxkv._src` that defines it.
+    Tracebacks, reprs, pickles and Sphinx then use `jaxkv.load_pages`, not the defining module below
+    `jaxkv._src`.
 
     Args:
       namespace: `globals()` of the public module.
     """
     for name in namespace["__all__"]:
-        if hasattr(namespace[name], "__module__"):  # modules have none
+        if hasattr(namespace[name], "__module__"):  # modules do not have it
             namespace[name].__module__ = namespace["__name__"]

@@ -1,3 +1,3 @@
-"""The version: read by the build too (pyproject.toml)."""
+"""The version of jaxkv, also read by the build (pyproject.toml)."""
 
 __version__ = "0.1.0"

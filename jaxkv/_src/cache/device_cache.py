@@ -1,4 +1,4 @@
-"""The KV cache in HBM: layer first, one array per layer and half."""
+"""The KV cache in HBM: layer first, one array per layer and half (K, V)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DeviceCache:
       layers: for each layer (k, v), for MLA (latent,); each array is
         `dtype[num_pages, page_size, num_kv_heads, head_dim]`, inside `shard_map` with the heads of
         the shard.
-      spec: what a token is made of (all shards together).
+      spec: the `KVCacheSpec`, of all shards together.
     """
 
     layers: tuple[tuple[Any, ...], ...]
@@ -39,23 +39,26 @@ class DeviceCache:
         mesh: jax.sharding.Mesh | None = None,
         head_axis: str | None = None,
     ) -> DeviceCache:
-        """Zeroed pages in device memory.
+        """Allocates zeroed pages in device memory.
 
         Args:
-          spec: what a token is made of.
-          num_pages: pages of the cache.
-          mesh: devices to place the cache on; None for the default device.
-          head_axis: mesh axis that the KV heads are split over; None for a copy on each device.
+          spec: the `KVCacheSpec`.
+          num_pages: number of pages of the cache.
+          mesh: devices of the cache; None for the default device.
+          head_axis: mesh axis over which the KV heads are sharded; None to replicate the cache.
+
+        Returns:
+          The `DeviceCache`.
 
         Raises:
-          ValueError: fewer than one page, heads that the mesh axis does not divide, or a head_axis
-            without a mesh.
-          RuntimeError: made inside of jit.
+          ValueError: `num_pages` is less than 1, the number of heads is not a multiple of the size
+            of the mesh axis, or `head_axis` is given without a mesh.
+          RuntimeError: called inside jit.
         """
         if num_pages < 1:
             raise ValueError(f"num_pages must be >= 1, got {num_pages}")
-        # Committed to its device like the pool, so that programs do not compile a second time when
-        # they get the cache back from one that also took the pool.
+        # Committed to its device like the pool. Otherwise a program would be compiled again for a
+        # cache returned by a program that also takes the pool.
         sharding: jax.sharding.Sharding = SingleDeviceSharding(default_device())
         check_head_axis(spec.num_kv_heads, "num_kv_heads", mesh, head_axis)
         if mesh is not None:
@@ -71,10 +74,10 @@ class DeviceCache:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the cache."""
+        """Number of pages of the cache."""
         return self.layers[0][0].shape[0]
 
     @property
     def partition_spec(self) -> PartitionSpec:
-        """How each array is split over the mesh: for `in_specs` and `out_specs` of `shard_map`."""
+        """Sharding of each array over the mesh, for `in_specs` and `out_specs` of `shard_map`."""
         return getattr(self.layers[0][0].sharding, "spec", PartitionSpec())

@@ -1,11 +1,10 @@
-"""Where byte (kv, layer, page, token, head, dim) of a KV cache lives, for every layout.
+"""Host layouts: the position of (kv, layer, page, token, head, dim) in a host pool.
 
-Python and NumPy: nothing here knows of CUDA, nor of JAX more than its dtypes. The layouts are those
-of SGLang's HiCache host pools; the device cache is always layer first, one array per layer and
-half.
+Python and NumPy only: no CUDA, and of JAX only its dtypes. The layouts are those of SGLang's
+HiCache host pools; the device cache is always layer first, one array per layer and half.
 
-Symbols: L layers, P pages, s tokens a page, T = P*s tokens, H KV heads, D head dim, G head groups.
-The leading 2 is the K half, then the V half; MLA has one buffer, H = 1, and no such axis.
+Symbols: L layers, P pages, s tokens per page, T = P*s tokens, H KV heads, D head dim, G head
+groups. The leading 2 is the K half, then the V half; MLA has one buffer, H = 1, and no such axis.
 
 | layout            | shape                                            |
 |-------------------|--------------------------------------------------|
@@ -40,11 +39,11 @@ LAYOUTS = tuple(_AXES)
 
 @dataclasses.dataclass(frozen=True)
 class PageGeometry:
-    """How a contiguous block of a dense array is strewn over the other, strided side.
+    """Mapping of a contiguous block of a dense array to its runs on the strided side.
 
-    Byte b of the block is byte `b % run_bytes` of run (i0, i1), runs counted row-major over
-    `counts`, and lies at `i0 * strides_bytes[0] + i1 * strides_bytes[1] + b % run_bytes` from the
-    block's place on the strided side: `page * page_stride_bytes` past the buffer's offset.
+    Byte b of the block is byte `b % run_bytes` of run (i0, i1), with runs in row-major order over
+    `counts`. Its offset is `i0 * strides_bytes[0] + i1 * strides_bytes[1] + b % run_bytes` from the
+    start of the block, which is `page * page_stride_bytes` past the buffer's offset.
     """
 
     block_bytes: int
@@ -56,16 +55,18 @@ class PageGeometry:
 
 @dataclasses.dataclass(frozen=True)
 class HostLayout:
-    """One host layout of `num_pages` pages of `spec`.
+    """A host layout of `num_pages` pages of `spec`.
 
     Attributes:
-      spec: what a token is made of.
+      spec: the `KVCacheSpec`.
       name: one of `LAYOUTS`.
-      num_pages: pages P.
-      head_groups: G of page_unified, the number of shards that read whole head groups; else 1.
+      num_pages: number of pages P.
+      head_groups: G of page_unified, the number of shards that read entire head groups; otherwise
+        1.
 
     Raises:
-      ValueError: unknown layout, page_head with MLA, or head_groups that does not divide the heads.
+      ValueError: unknown layout, page_head with MLA, or `num_kv_heads` not a multiple of
+        `head_groups`.
     """
 
     spec: KVCacheSpec
@@ -114,7 +115,7 @@ class HostLayout:
 
     @functools.cached_property
     def axes(self) -> tuple[tuple[str, ...], ...]:
-        """The logical axes of each axis of `shape`; (page, token) together are a token axis T."""
+        """The logical axes of each axis of `shape`; (page, token) is the merged token axis T."""
         axes: list[tuple[str, ...]] = []
         for axis in _AXES[self.name]:
             if self.spec.kind == "mla" and (
@@ -134,16 +135,16 @@ class HostLayout:
 
     @functools.cached_property
     def strides_bytes(self) -> tuple[int, ...]:
-        """Bytes from one entry to the next along each axis of `shape`."""
+        """Stride in bytes along each axis of `shape`."""
         return tuple(self._strides[merged[-1]] for merged in self.axes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole host array."""
+        """Size in bytes of the entire host array."""
         return self.num_pages * self.spec.page_bytes
 
     def buffer_offset_bytes(self, kv: int, layer: int) -> int:
-        """Byte offset of page 0 of layer `layer`'s K (kv=0) or V (kv=1) half."""
+        """Byte offset of page 0 in the K (kv=0) or V (kv=1) half of a layer."""
         return kv * self._strides["kv"] + layer * self._strides["layer"]
 
     @functools.cached_property
@@ -170,5 +171,5 @@ class HostLayout:
         )
 
     def page_geometry(self) -> PageGeometry:
-        """How one page's block of a device array is strewn over this layout."""
+        """The runs in this layout of one page's block of a device array."""
         return self._geometry

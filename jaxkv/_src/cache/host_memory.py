@@ -1,4 +1,4 @@
-"""Limits of host memory, and the NUMA node that a device is attached to."""
+"""Host memory limits, and the NUMA node of a device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxkv._src.runtime.errors import HostMemoryError
 
 
 def check_host_memory(needed_bytes: int) -> None:
-    """Raises HostMemoryError if `needed_bytes` are more than the machine's limits leave.
+    """Raises HostMemoryError if `needed_bytes` exceed the available host memory.
 
-    The tightest of the memory limits of this process's control groups and of what the kernel calls
-    available memory counts. The locked-memory limit is not among them: the CUDA driver pins
-    without regard to it, and the CPU backend does not pin at all.
+    Available is the minimum of MemAvailable and of the bytes left under each memory limit of this
+    process's control groups. The locked-memory limit (RLIMIT_MEMLOCK) does not apply: the CUDA
+    driver pins memory regardless of it, and the CPU backend does not pin memory.
     """
     limits = [("available memory (MemAvailable)", _mem_available()), *_cgroup_limits()]
     limit, available = min(limits, key=lambda entry: entry[1])
@@ -29,7 +29,7 @@ def check_host_memory(needed_bytes: int) -> None:
 
 
 def _cgroup_limits() -> Iterator[tuple[str, int]]:
-    """(name, bytes left) of every finite memory limit above this process, v2 and v1."""
+    """(name, bytes left) of each finite memory limit of this process's cgroups, v2 and v1."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -73,7 +73,7 @@ def _mem_available() -> int:
 
 
 def numa_node(device: jax.Device) -> int | None:
-    """NUMA node of a GPU, or None where the machine has one node or does not say."""
+    """NUMA node of a GPU, or None if the machine has one node or does not report it."""
     nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
     if device.platform != "gpu" or len(nodes) < 2:
         return None
@@ -93,9 +93,10 @@ _MAX_NODES = 1024
 
 @contextlib.contextmanager
 def prefer_numa_node(node: int | None) -> Iterator[None]:
-    """New pages of this thread come from `node` while it has room; None changes nothing.
+    """Sets `node` as the preferred NUMA node of this thread's allocations; None has no effect.
 
-    A preference only: where the kernel refuses it, as containers often do, nothing changes.
+    A preference: other nodes are used if `node` is full. Without effect if the system call is not
+    permitted, as is common in containers.
     """
     if node is None or platform.machine() not in _MEMPOLICY_CALLS:
         yield

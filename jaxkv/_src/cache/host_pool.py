@@ -1,4 +1,4 @@
-"""KV pages in pinned host memory, as a JAX array that donated steps write in place."""
+"""KV pages in pinned host memory, as a JAX array that is updated in place if donated."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class HostPool:
 
     Attributes:
       data: `dtype[host_layout.shape]` with `memory_kind="pinned_host"`.
-      spec: what a token is made of (all shards together).
+      spec: the `KVCacheSpec`, of all shards together.
       layout: name of the layout, one of `host_layout.LAYOUTS`.
-      head_groups: G of page_unified, else 1.
+      head_groups: G of page_unified, otherwise 1.
     """
 
     data: Any
@@ -48,21 +48,24 @@ class HostPool:
         mesh: jax.sharding.Mesh | None = None,
         head_axis: str | None = None,
     ) -> HostPool:
-        """Zeroed pages, each device's shard pinned near that device.
+        """Allocates zeroed pages in pinned host memory, each shard near its device (NUMA).
 
         Args:
-          spec: what a token is made of.
-          num_pages: pages of the pool.
+          spec: the `KVCacheSpec`.
+          num_pages: number of pages of the pool.
           layout: see `host_layout`; page_first_direct suits the copy engine.
           head_groups: G of page_unified.
-          mesh: devices whose steps use the pool; None for the default device.
-          head_axis: mesh axis that the KV heads (page_unified: the head groups) are split over;
-            None for a copy of the pool for each device.
+          mesh: devices that use the pool; None for the default device.
+          head_axis: mesh axis over which the KV heads (page_unified: the head groups) are sharded;
+            None to replicate the pool.
+
+        Returns:
+          The `HostPool`.
 
         Raises:
-          RuntimeError: made inside of jit.
-          HostMemoryError: the pool does not fit what the machine leaves; nothing was allocated.
-          ValueError: a layout or sizes that do not go together, or a head_axis without a mesh.
+          RuntimeError: called inside jit.
+          HostMemoryError: the pool exceeds the available host memory; nothing is allocated.
+          ValueError: the layout and the sizes do not match, or `head_axis` is given without a mesh.
         """
         whole = HostLayout(spec, layout, num_pages, head_groups)
         sharding = _pool_sharding(whole, mesh, head_axis)
@@ -79,12 +82,12 @@ class HostPool:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool."""
+        """Number of pages of the pool."""
         return self.host_layout.num_pages
 
     @property
     def host_layout(self) -> HostLayout:
-        """The layout of `data` as it is here: inside `shard_map`, that of the shard."""
+        """The layout of `data`; inside `shard_map`, that of the shard."""
         axes = HostLayout(self.spec, self.layout, 1, self.head_groups).axes
         if self.data.ndim != len(axes):
             raise ValueError(
@@ -100,19 +103,20 @@ class HostPool:
 
     @property
     def partition_spec(self) -> PartitionSpec:
-        """How `data` is split over the mesh: for `in_specs` and `out_specs` of `shard_map`."""
+        """Sharding of `data` over the mesh, for `in_specs` and `out_specs` of `shard_map`."""
         return getattr(self.data.sharding, "spec", PartitionSpec())
 
     def close(self) -> None:
-        """Frees the host memory once all work of its devices has ended; closing again does nothing.
+        """Frees the host memory after all work of the pool's devices; idempotent.
 
-        Blocks until then. Later uses of this pool, or of a pool that shares its array, are errors.
+        Blocks until that work is complete. Later use of this pool, or of a pool that shares its
+        array, is an error.
         """
         if self.data.is_deleted():
             return
         self.data.block_until_ready()
         for device in self.data.sharding.addressable_devices:
-            # The array is ready once written, but loads that read it may still be in flight.
+            # A ready array has been written, but loads from it may still be in flight.
             if device.platform == "gpu":
                 native.extension().synchronize_device(device.local_hardware_id)
         self.data.delete()
@@ -134,12 +138,12 @@ def _allocate(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Arr
     sharding = SingleDeviceSharding(device, memory_kind="pinned_host")
     with prefer_numa_node(numa_node(device)):
         if device.platform == "cpu":
-            # Through XLA's own memory: NumPy's could be lent, and the first donation would copy it.
+            # Allocated by XLA: NumPy's memory may be used zero-copy, and a donation would copy it.
             zeros: Any = jnp.zeros(shape, dtype, device=device)
         else:
-            # Ten times faster on an H200 host than zeros that XLA writes.
+            # Ten times faster on an H200 host than zeros written by XLA.
             zeros = np.zeros(shape, dtype)
-        # device_put and not out_shardings, which forgets that the type of the array is <host>.
+        # device_put, since out_shardings loses the memory space <host> of the array's type.
         with allow_host_sync("a new pool is uploaded, after no work of the device"):
             array = jax.device_put(zeros, sharding)
             check_outside_jit(array)
@@ -147,7 +151,7 @@ def _allocate(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Arr
 
 
 def check_pair(pool: HostPool, cache: DeviceCache) -> None:
-    """Raises a TypeError or ValueError unless pages can go between the two."""
+    """Raises a TypeError or ValueError unless the pool and the cache match."""
     if not isinstance(pool, HostPool):
         raise TypeError(f"pool must be a jaxkv.HostPool, got {type(pool).__name__}")
     if not isinstance(cache, DeviceCache):

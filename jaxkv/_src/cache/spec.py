@@ -1,4 +1,4 @@
-"""The shape and dtype of a token's keys and values."""
+"""Shapes and dtype of a KV cache."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from jaxkv._src.runtime.dtypes import _element_bits, check_byte_dtype
 
 @dataclasses.dataclass(frozen=True)
 class KVCacheSpec:
-    """What one token of the cache is made of.
+    """Shapes and dtype of a KV cache.
 
     Attributes:
       num_layers: number of attention layers L.
-      page_size: tokens a page (the field also says block size).
+      page_size: tokens per page (vLLM: block size).
       num_kv_heads: KV heads H, of all shards together; 1 for MLA.
-      head_dim: elements a head D; for MLA the latent and rope elements together.
-      dtype: any whole-byte dtype, fp8 and int8 included; of 64 bits only where JAX has them on.
-      kind: "mha" (a K and a V half; GQA and MQA too) or "mla" (one latent buffer).
+      head_dim: elements per head D; for MLA the latent and RoPE elements together.
+      dtype: any byte-aligned dtype, including fp8 and int8; 64-bit only with jax_enable_x64.
+      kind: "mha" (K and V halves; also GQA and MQA) or "mla" (one latent buffer).
 
     Raises:
-      ValueError: a size below 1, an unknown kind, MLA with several heads, a dtype that
-        JAX has not or that takes no whole bytes.
+      ValueError: a size below 1, an unknown kind, MLA with several heads, or a dtype that JAX does
+        not support or that is not byte-aligned.
     """
 
     num_layers: int
@@ -51,26 +51,26 @@ class KVCacheSpec:
 
     @property
     def num_kv(self) -> int:
-        """Buffers a layer has: 2 (K and V) for MHA, 1 for MLA."""
+        """Buffers per layer: 2 (K and V) for MHA, 1 for MLA."""
         return 2 if self.kind == "mha" else 1
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
-        """Shape of one page in one layer's K or V array: (page_size, num_kv_heads, head_dim)."""
+        """Shape of a block, one page of a K or V array: (page_size, num_kv_heads, head_dim)."""
         return (self.page_size, self.num_kv_heads, self.head_dim)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one page in one layer's K or V array."""
+        """Bytes of a block, one page of one layer's K or V array."""
         return math.prod(self.block_shape) * np.dtype(self.dtype).itemsize
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page: all layers, K and V."""
+        """Bytes of one page in all layers, K and V."""
         return self.num_layers * self.num_kv * self.block_bytes
 
     def select_layers(self, layers: int | Sequence[int] | None) -> tuple[int, ...]:
-        """Layer numbers named by `layers`: all for None, one for an int, or a sequence."""
+        """Selected layer numbers: all for None, one for an int, or those of a sequence."""
         if layers is None:
             return tuple(range(self.num_layers))
         chosen: Any = (layers,) if np.ndim(layers) == 0 else layers
@@ -89,7 +89,7 @@ class KVCacheSpec:
 
 
 def _checked_dtype(given: npt.DTypeLike) -> np.dtype:
-    """`given` if arrays of JAX keep it, else a ValueError."""
+    """`given` as a dtype that JAX arrays keep; otherwise raises a ValueError."""
     dtype = np.dtype(given)
     check_byte_dtype(dtype, "dtype")
     bits = _element_bits(dtype)

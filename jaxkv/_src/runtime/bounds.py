@@ -1,4 +1,4 @@
-"""Values that only the device knows, held against bounds that were fixed while tracing."""
+"""Checks of device values against static bounds."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from jaxkv._src.runtime import native
 
 
 def check_bounds(carry: Any, **bounds: tuple[Any, int]) -> Any:
-    """`carry`, once every value was held against its bound.
+    """Checks values against their bounds; returns `carry` unchanged.
 
     A value above its bound is counted on the device and raised by `jaxkv.check_errors()`; on
-    platform cpu the step fails at once. The caller goes on with what `carry` the function returns,
-    so that XLA keeps the check.
+    platform cpu the step fails immediately. Use the returned `carry`, so that XLA does not
+    eliminate the check.
 
     Args:
-      carry: an array; comes back as it is.
-      **bounds: by name, an int32 scalar and the largest value that it may have.
+      carry: an array.
+      **bounds: by name, an int32 scalar and its maximum.
+
+    Returns:
+      `carry`, in place.
     """
     values = jnp.stack([jnp.asarray(value, jnp.int32) for value, _ in bounds.values()])
     code = native.extension().bound_code

@@ -1,4 +1,4 @@
-"""The device that new arrays go to, and arrays that must be made outside of jit."""
+"""The default device of new arrays, and a check for arrays created inside jit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import jax
 
 
 def default_device() -> jax.Device:
-    """The device that JAX puts new arrays on."""
-    # HostIds ask before each step, and to make an array and look would take a hundred times longer.
+    """The device on which JAX places new arrays."""
+    # HostIds query it in each step; creating an array to inspect takes a hundred times longer.
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(device, str):
         return jax.local_devices(backend=device)[0]
@@ -17,7 +17,7 @@ def default_device() -> jax.Device:
 
 
 def check_outside_jit(made: Any) -> None:
-    """Raises a RuntimeError if the array just made is one of a program that is being traced."""
+    """Raises a RuntimeError if a new array is a tracer."""
     if isinstance(made, jax.core.Tracer):
         raise RuntimeError(
             "pools, caches and HostIds are made outside of jit: make them before the call, and "

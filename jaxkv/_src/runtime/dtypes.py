@@ -1,4 +1,4 @@
-"""Checks of dtypes: whole bytes, and no silent conversion by JAX."""
+"""Checks of dtypes: byte-aligned, and no silent conversion by JAX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def check_byte_dtype(dtype: Any, name: str) -> None:
-    """Raises a ValueError for elements of fewer than 8 bits: XLA packs them, NumPy says 1 byte."""
+    """Raises a ValueError for sub-byte elements, which XLA packs and NumPy counts as 1 byte."""
     bits = _element_bits(dtype)
     if 0 < bits < 8:
         raise ValueError(
@@ -21,7 +21,7 @@ def check_byte_dtype(dtype: Any, name: str) -> None:
 
 
 def check_canonical_dtype(array: Any, name: str) -> None:
-    """Raises a ValueError for an array of NumPy whose elements JAX would cut to 32 bits."""
+    """Raises a ValueError for a NumPy array whose elements JAX would truncate to 32 bits."""
     dtype = array.dtype
     if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(f"{name} is {dtype} of 64 bits, the limit is 32 without jax_enable_x64")
@@ -29,7 +29,7 @@ def check_canonical_dtype(array: Any, name: str) -> None:
 
 @functools.cache
 def _element_bits(dtype: Any) -> int:
-    """Bits of a number, of a complex one's parts, or of a bool; 0 for anything else."""
+    """Bits of a number, of one part of a complex number, or of a bool; otherwise 0."""
     if getattr(dtype, "kind", "") == "b":
         return 8
     for info in (jnp.iinfo, jnp.finfo):

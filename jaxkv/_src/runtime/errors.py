@@ -1,4 +1,4 @@
-"""Errors that are not plain ValueErrors, and the ones that a device counts."""
+"""Exception classes, and `check_errors` for errors counted on devices."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from jaxkv._src.runtime import native
 
 
 class JaxkvError(Exception):
-    """An error of an operation's data, found on the host or on a device.
+    """An error in the data of an operation, detected on the host or on a device.
 
     Attributes:
       operation: name of the public function, or None if unknown.
       argument: name of its argument, or None if unknown.
-      device: its ordinal (`jax.Device.local_hardware_id`); None if several, or the host found it.
-      count: how many errors of this kind the operation, or the device, had; None if unknown.
+      device: device ordinal (`jax.Device.local_hardware_id`); None for several devices, or if the
+        host detected the error.
+      count: number of errors of this kind in the operation or on the device; None if unknown.
     """
 
     def __init__(
@@ -39,30 +40,30 @@ class JaxkvError(Exception):
 
 
 class PageIndexError(JaxkvError, IndexError):
-    """A page id outside its array, or a duplicate destination; the entry was not copied."""
+    """A page id is out of range, or a destination is a duplicate; the entry was not copied."""
 
 
 class TransferError(JaxkvError, RuntimeError):
-    """A wait for a started copy failed: its arrays lack the pages that were still in flight."""
+    """A wait for an asynchronous copy failed; its arrays lack the pages that were in flight."""
 
 
 class BoundError(JaxkvError, ValueError):
-    """A batch needed more than a static bound of its metadata allows."""
+    """A batch exceeds a static bound of its metadata."""
 
 
 class PeerTimeoutError(JaxkvError, RuntimeError):
-    """A device waited in vain for a peer, or came to another call than its peer.
+    """A wait for a peer timed out, or the peer entered another call.
 
-    The results of that call and of later ones are NaN. The text says which calls both made last.
+    The results of that call and of later ones are NaN. The message has the last call of each.
 
     Attributes:
-      rank: that waited.
-      peer: the rank that did not come, or in phase "aborted" the one that gave up first.
-      phase: "low_latency", "barrier", "scatter", "gather", "call" (the peer did not say which call
-        it makes), "aborted", or "mismatch", where the peer came to another call.
-      expected, seen: in phase "barrier" the number of the one that was waited for, and of the
-        peer's last one; otherwise the words of the message (or of a rank's part of a chunk), and
-        which of them was missing. In phase "mismatch" what was waited for meanwhile.
+      rank: the waiting rank.
+      peer: the rank that did not arrive, or in phase "aborted" the rank that timed out first.
+      phase: "low_latency", "barrier", "scatter", "gather", "call" (the peer did not announce its
+        call), "aborted", or "mismatch" (the peer entered another call).
+      expected, seen: in phase "barrier" the epoch of the pending barrier and the peer's last epoch;
+        otherwise the number of words of the message (or of a rank's part of a chunk) and the index
+        of the missing word. In phase "mismatch" those of the wait that was pending.
     """
 
     def __init__(
@@ -77,16 +78,16 @@ class PeerTimeoutError(JaxkvError, RuntimeError):
 
 
 class StaleCountsError(RuntimeError):
-    """Counts that are not those of the step, or of the requests, that the reader named."""
+    """Counts of another step, or of other requests, than the reader specified."""
 
 
 class HostMemoryError(MemoryError):
-    """Host memory that was asked for is more than the machine allows.
+    """The requested host memory exceeds the available host memory.
 
     Attributes:
-      needed_bytes: what was asked for.
-      available_bytes: what the tightest limit leaves.
-      limit: the name of that limit.
+      needed_bytes: requested bytes.
+      available_bytes: bytes available under the tightest limit.
+      limit: name of that limit.
     """
 
     def __init__(self, needed_bytes: int, available_bytes: int, limit: str) -> None:
@@ -99,24 +100,25 @@ class HostMemoryError(MemoryError):
 
 
 def check_errors(*outputs: Any) -> None:
-    """Raises if a copy refused an entry, or a wait failed, since the last check.
+    """Raises the errors that devices counted since the last check.
 
-    A CUDA kernel can't raise: it skips an entry whose id is out of range or whose destination is a
-    duplicate, and counts it, as it counts what exceeds a bound. Reading the counts neither
-    synchronises nor waits, so a step loop may call this every step; errors of work that still runs
-    show up in a later call.
+    A CUDA kernel cannot raise: it skips an entry whose id is out of range or whose destination is a
+    duplicate, and increments a counter, as it does for exceeded bounds and failed waits. Reading
+    the counters does not synchronize, so a step loop may call this in every step; errors of work in
+    flight are raised by a later call.
 
     Args:
-      *outputs: arrays or pytrees to wait for first, to be sure of the work that made them.
+      *outputs: arrays or pytrees to block on first, so that the errors of the work that produces
+        them are included.
 
     Raises:
-      PageIndexError: the last of the refused entries, and how many there were.
-      TransferError: a wait for a started copy timed out, or got a copy that XLA had made before.
-      BoundError: the bound that a batch exceeded, and by what.
+      PageIndexError: entries were rejected; the message has the last one and their number.
+      TransferError: a wait for an asynchronous copy timed out, or XLA had copied its array before.
+      BoundError: a batch exceeded a bound; the message has the bound and the value.
       ExceptionGroup: one error of each kind, if errors of several kinds are pending.
     """
     jax.block_until_ready(outputs)
-    taken = native.extension().device_errors()  # in the order of the kinds
+    taken = native.extension().device_errors()  # sorted by kind
     errors = [_error_of(*group) for group in itertools.groupby(taken, operator.itemgetter(0))]
     if len(errors) == 1:
         raise errors[0]
@@ -129,11 +131,11 @@ _KINDS: dict[str, tuple[type[JaxkvError], str]] = {
     "transfer": (TransferError, "waits failed"),
     "bound": (BoundError, "bounds were exceeded"),
 }
-_MAX_TEXTS = 4  # in a message
+_MAX_TEXTS = 4  # per message
 
 
 def _error_of(kind: str, taken: Iterable[tuple[str, int | None, int, list[str]]]) -> JaxkvError:
-    """One error for what all devices counted of a kind."""
+    """One error for the counts of one kind on all devices."""
     _, devices, counts, texts = zip(*taken, strict=True)
     error, counted = _KINDS[kind]
     first = itertools.islice(itertools.chain(*texts), _MAX_TEXTS)

@@ -1,4 +1,4 @@
-"""Optimization barriers around operands and results that are written in place."""
+"""Optimization barriers around operands and results of in-place calls."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import jax
 
 
 def fusion_barrier(arrays: Any) -> Any:
-    """A pytree of arrays, with none of which XLA fuses a slice or an update.
+    """A pytree of arrays that XLA does not fuse with slices or updates.
 
-    Every call that writes in place needs this before and after. XLA for GPUs makes one of a slice,
-    a custom call and an update (from jax 0.11 on by default), and forgets there that the result is
-    to be the operand: what the call does not write would be lost. Nothing of this is left to run.
+    Required before and after every call that writes in place. XLA:GPU fuses a slice, a custom call
+    and an update (by default since jax 0.11) and drops the aliasing of operand and result, so that
+    bytes which the call does not write would be lost. The barriers have no run-time cost.
     """
-    # One by one: together, each array would wait for what produces the others.
+    # One barrier per array: a joint one would make each array depend on all producers.
     return jax.tree.map(jax.lax.optimization_barrier, arrays)

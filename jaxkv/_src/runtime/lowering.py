@@ -1,7 +1,7 @@
-"""Work on the StableHLO module of a program once all of it has been lowered.
+"""Callbacks on the complete StableHLO module of a program.
 
-No lowering rule sees the whole program. But JAX reports to `jax.monitoring` how long the lowering
-took, right after it and in the same thread, and before the module is compiled.
+No lowering rule sees the entire program. But JAX reports the duration of the lowering to
+`jax.monitoring` directly after it, in the same thread, before the module is compiled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax.monitoring
 
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-# A lowering that fails leaves its module behind.
+# Bounded, since a failed lowering leaves its entry in the queue.
 _MAX_PENDING = 16
 
 
@@ -30,25 +30,25 @@ _listening = threading.Lock()
 
 
 def when_lowered(module: Any, work: Callable[[Any], None]) -> None:
-    """Calls `work(module)` when this thread has lowered the module; once, however often asked.
+    """Calls `work(module)` once after this thread has lowered the module.
 
-    If somebody clears JAX's event listeners, the work is never done: a module must be right
-    without it.
+    Repeated requests are ignored. If JAX's event listeners are cleared, `work` is never called: the
+    module must be correct without it.
 
     Args:
       module: the MLIR module that this thread is lowering.
-      work: a function, by whose identity calls are told apart.
+      work: a function; requests are compared by its identity.
     """
     if not any(module is pending and work is same for pending, same in _pending.work):
         _pending.work.append((module, work))
-    if _listening.acquire(blocking=False):  # never released: one listener serves the process
+    if _listening.acquire(blocking=False):  # never released: one listener per process
         jax.monitoring.register_event_duration_secs_listener(_on_event)
 
 
 def _on_event(event: str, duration_secs: float, **_: Any) -> None:
     if event != _LOWERED:
         return
-    # To lower one program may take others, which are lowered meanwhile.
+    # The lowering of a program may lower others, which complete first.
     for entry in list(_pending.work):
         module, work = entry
         if _is_complete(module):

@@ -1,4 +1,4 @@
-"""Loads the native extension and registers its FFI targets, for CUDA and cpu."""
+"""Loads the native extension and registers its FFI targets for CUDA and CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 
 @functools.cache
 def extension() -> ModuleType:
-    """The extension, its targets registered; works without a GPU and without a driver."""
+    """The extension, with registered FFI targets; requires neither a GPU nor a driver."""
     try:
         from jaxkv import _ext
     except ImportError as error:

@@ -28,9 +28,9 @@ def check_head_axis(
 
 
 def check_unsharded(leaves: Iterable[Any]) -> None:
-    """Raises if an array is known to be split over a mesh: XLA would gather it for an opaque call.
+    """Raises a ValueError for arrays known to be sharded, which XLA would all-gather for the call.
 
-    Known are concrete arrays and, while tracing, those of a mesh with explicit axes.
+    Shardings are known for concrete arrays and, while tracing, for a mesh with explicit axes.
     """
     for leaf in leaves:
         traced = isinstance(leaf, jax.core.Tracer)
@@ -43,11 +43,11 @@ def check_unsharded(leaves: Iterable[Any]) -> None:
 
 
 def match_varying_axes(array: Any, operands: Iterable[Any]) -> Any:
-    """`array`, typed as varying over each mesh axis that it or an operand varies over.
+    """`array`, typed as varying over each mesh axis over which it or an operand varies.
 
-    For an array that a call writes. The result has its type: a cache that is the same on all
-    devices would stay so in name when each device wrote other pages, and `shard_map` would take
-    one device's for all. Changes the type only, and nothing outside `shard_map`.
+    For an array that a call writes, whose type is that of the result. Otherwise a cache typed as
+    replicated would keep this type after each device wrote different pages, and `shard_map` would
+    use one device's cache for all. Changes only the type; no effect outside `shard_map`.
     """
     axes = frozenset[Any]().union(*map(_varying_axes, operands)) - _varying_axes(array)
     return jax.lax.pcast(array, tuple(sorted(axes, key=str)), to="varying") if axes else array
@@ -60,6 +60,6 @@ def _varying_axes(array: Any) -> frozenset[Any]:
 
 
 def device_groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
-    """The devices along an axis, `[num_groups, size of the axis]`."""
+    """The devices along an axis, `[num_groups, axis_size]`."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
     return devices.reshape(-1, devices.shape[-1])

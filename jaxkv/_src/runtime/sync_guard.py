@@ -1,10 +1,9 @@
-"""Forbids, reports or counts the places where the host waits for a device.
+"""Host-sync guard: raises, warns or counts when the host waits for a device.
 
-A step loop keeps the device busy only while the host runs ahead of it, and one `int(token)` ends
-that. `jax.transfer_guard` finds some of these waits, but on CPU none, and never
-`block_until_ready`, a read of pinned_host memory or a second read of the same array. This guard
-watches the few functions of JAX through which every such wait goes. (vLLM's `gpu_sync_allowed`
-does this for PyTorch.)
+A step loop keeps the device busy only while the host runs ahead of it; one `int(token)` ends that.
+`jax.transfer_guard` detects some of these waits, but none on CPU, and never `block_until_ready`, a
+read of pinned_host memory or a second read of an array. This guard hooks the few JAX functions
+through which every host sync passes. (vLLM's `gpu_sync_allowed` does the same for PyTorch.)
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from jaxkv._src.runtime import native
 
 Mode = Literal["raise", "warn", "count"]
 
-# What the host waits in, by owner. int(x), print(x), x.tolist(), device_get(x) and, wherever there
-# is no buffer protocol, np.asarray(x) all read `_value`.
+# Functions in which the host waits, by owner. int(x), print(x), x.tolist(), device_get(x) and,
+# without the buffer protocol, np.asarray(x) all read `_value`.
 _ARRAY = "jax._src.array:ArrayImpl"
 _WATCHED = {
     _ARRAY: ["_value", "block_until_ready", "__dlpack__", "__cuda_array_interface__"],
     "jax._src.lib:xla_client": ["batched_block_until_ready"],
     "jax._src.dispatch:RuntimeTokenSet": ["block_until_ready"],
 }
-if sys.version_info >= (3, 12):  # before, the buffer protocol has no name in Python
+if sys.version_info >= (3, 12):  # PEP 688: the buffer protocol in Python
     _WATCHED[_ARRAY].append("__buffer__")
 
 _LIBRARIES = {"jax", "jaxlib", "jaxkv", "numpy"}
@@ -44,11 +43,11 @@ _PLUMBING = {__name__, "jax._src.traceback_util"}
 
 
 class HostSyncError(RuntimeError):
-    """The host would have waited for a device where that is forbidden; it did not.
+    """A forbidden host sync, raised before the host waits.
 
     Attributes:
       what: the function that would have waited, such as "Array.__int__".
-      where: "file:line" of the code that called it.
+      where: "file:line" of the caller.
     """
 
     def __init__(self, what: str, where: str) -> None:
@@ -66,13 +65,13 @@ class HostSyncWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class HostSync:
-    """One wait of the host.
+    """One host sync.
 
     Attributes:
       what: the function that waited, such as "Array.__int__" or "jax.block_until_ready".
       where: "file:line" of the first frame outside JAX, NumPy and jaxkv.
-      seconds: how long it took, about 0 if the device was done.
-      allowed: the reason given to `allow_host_sync`, None outside of it.
+      seconds: duration, about 0 if the result was available.
+      allowed: the reason given to `allow_host_sync`, or None if not allowed.
     """
 
     what: str
@@ -83,18 +82,17 @@ class HostSync:
 
 @dataclasses.dataclass(frozen=True)
 class HostSyncReport:
-    """The waits of a scope, complete once it has been left.
+    """The host syncs of a scope, complete on exit from the scope.
 
     Attributes:
-      syncs: in the order in which they ended. What raised HostSyncError did not wait, and is not
-        among them.
+      syncs: in the order of completion, without those that raised HostSyncError before the wait.
     """
 
     syncs: list[HostSync] = dataclasses.field(default_factory=list)
 
     @property
     def count(self) -> int:
-        """How many no `allow_host_sync` covers."""
+        """Number of host syncs outside `allow_host_sync`."""
         return sum(sync.allowed is None for sync in self.syncs)
 
 
@@ -102,7 +100,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Scope(contextlib.ContextDecorator):
-    """A rule for a part of the program, on one thread; holds nothing of its uses."""
+    """The rule of a scope on one thread; reusable, without state of its uses."""
 
     def __init__(self, mode: Mode | None, reason: str | None = None) -> None:
         self.mode, self.reason = mode, reason  # mode None: allowed for that reason
@@ -138,52 +136,54 @@ class _Scope(contextlib.ContextDecorator):
             _hooks.stop()
         refused = uses[mine[-1]].refused
         if error_type is None and refused:
-            raise refused[0]  # the body hid it, as np.array_equal hides whatever goes wrong
+            raise refused[0]  # caught in the body, e.g. by np.array_equal
 
 
 class _Decorated:
-    """One time that a scope was entered, as other threads may have entered it too."""
+    """One use of a scope, which several threads may enter."""
 
     def __init__(self, scope: _Scope) -> None:
         self.scope = scope
         self.report = HostSyncReport()
-        self.warned: set[str] = set()  # places
+        self.warned: set[str] = set()  # as "file:line"
         self.refused: list[HostSyncError] = []
 
 
-# Outermost first. A thread starts with none, and an asyncio task with those of its creator.
+# Outermost first. A new thread has none; an asyncio task inherits those of its creator.
 _scopes: contextvars.ContextVar[tuple[_Decorated, ...]] = contextvars.ContextVar(
     "jaxkv_host_sync_scopes", default=()
 )
 
 
 def forbid_host_sync(*, mode: Mode = "raise") -> _Scope:
-    """Forbids the host to wait for a device, on this thread, in a `with` or a decorated function.
+    """Forbids host syncs of this thread, in a `with` statement or a decorated function.
 
         with jaxkv.forbid_host_sync(mode="count") as report:
             state = step(state)
         assert not report.count, report.syncs
 
-    A wait is a read of an array's value (int, bool, print, np.asarray, item, tolist, device_get,
-    dlpack and other views of its memory), `block_until_ready` or `effects_barrier`, whether or not
-    the value is there already: when it will be is a matter of luck. Uploads to a device, dispatch,
-    tracing and `copy_to_host_async` are none. See docs/sync_guard.md.
+    A host sync is a read of an array's value (int, bool, print, np.asarray, item, tolist,
+    device_get, dlpack and other views of its memory), `block_until_ready` or `effects_barrier`,
+    even if the value is already available, since that depends on timing. Uploads to a device,
+    dispatch, tracing and `copy_to_host_async` are not host syncs. See docs/sync_guard.md.
 
-    Scopes nest: the innermost decides, and each enclosing report lists the wait. Other threads run
-    as before. Nothing of JAX is patched while no thread is in such a scope.
+    Scopes nest: the innermost one decides, and the reports of all enclosing scopes include the
+    sync. Other threads are not affected. JAX is patched only while a thread is in such a scope.
 
     Args:
-      mode: "raise" raises before the wait, and on leaving the scope if the error was caught in it;
-        "warn" goes on, with a HostSyncWarning for each place in the code; "count" only lists.
+      mode: "raise" raises before the wait, and again on exit if the error was caught in the scope;
+        "warn" issues a HostSyncWarning for each source line and continues; "count" only records.
 
     Returns:
-      A context manager, which gives a `HostSyncReport`, and a decorator of functions. It may be
-      entered again, within itself and by several threads too: each time has a report of its own.
+      A context manager with a `HostSyncReport` as its value; also a decorator of functions. It is
+      reentrant and may be shared by threads: each use has its own report.
 
     Raises:
       HostSyncError: in the scope, for mode "raise".
-      RuntimeError: on entering, if this version of JAX can't be watched; on leaving, in a thread or
-        asyncio task that has not entered it. Where it was entered it then still holds.
+      RuntimeError: on entry, if this version of JAX is not supported; on exit, in a thread or
+        asyncio task that has not entered the scope. The scope then stays active where it was
+        entered.
+      ValueError: `mode` is invalid.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {get_args(Mode)}, not {mode!r}")
@@ -191,14 +191,17 @@ def forbid_host_sync(*, mode: Mode = "raise") -> _Scope:
 
 
 def allow_host_sync(reason: str) -> _Scope:
-    """Allows waits in a `with` or a decorated function within `forbid_host_sync`.
+    """Allows host syncs within `forbid_host_sync`, in a `with` or a decorated function.
 
     Args:
-      reason: why this wait is right; reports list it beside the wait.
+      reason: justification of the host sync, recorded in the reports.
 
     Returns:
-      A context manager, which gives a `HostSyncReport` as `forbid_host_sync` does, and a decorator
-      of functions. Outside of `forbid_host_sync` it need not see any wait.
+      A context manager and decorator, as for `forbid_host_sync`. Outside of `forbid_host_sync` its
+      report may be incomplete.
+
+    Raises:
+      ValueError: `reason` is empty or not a string.
     """
     if not isinstance(reason, str) or not reason:
         raise ValueError(f"reason must be a text that is not empty, not {reason!r}")
@@ -206,9 +209,9 @@ def allow_host_sync(reason: str) -> _Scope:
 
 
 def _observe(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls what waits, under the rule of the innermost scope."""
+    """Calls a function that waits, under the rule of the innermost scope."""
     uses = _scopes.get()
-    # Where __dlpack__ is given a stream, that waits instead of the host.
+    # With a stream, __dlpack__ makes that stream wait, not the host.
     if not uses or kwargs.get("stream") is not None:
         return function(*args, **kwargs)
     innermost = uses[-1]
@@ -218,7 +221,7 @@ def _observe(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
     if rule.mode == "raise":
         innermost.refused.append(HostSyncError(what, where))
         raise innermost.refused[-1]
-    token = _scopes.set(())  # what it calls in turn is the same wait
+    token = _scopes.set(())  # nested calls belong to the same host sync
     start = time.perf_counter()
     try:
         result = function(*args, **kwargs)
@@ -235,7 +238,7 @@ def _observe(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _locate(name: str) -> tuple[str, str, int]:
-    """The library function that the user's code called, and the file and line of that call."""
+    """The library function called by user code, and the file and line of the call."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         module = frame.f_globals.get("__name__", "")
@@ -251,7 +254,7 @@ def _locate(name: str) -> tuple[str, str, int]:
 
 
 class _Hooks:
-    """Patches JAX while at least one scope, of any thread, forbids waits."""
+    """Patches JAX while at least one thread is in a scope of `forbid_host_sync`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -287,7 +290,7 @@ _hooks = _Hooks()
 
 
 def _points() -> list[tuple[Any, str, Any]]:
-    """Owner, name and present value of all that is watched."""
+    """Owner, name and current value of each hooked attribute."""
     points, missing = [], []
     for path, names in _WATCHED.items():
         try:

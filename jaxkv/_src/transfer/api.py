@@ -154,7 +154,7 @@ def static_layers(layers: int | Sequence[int] | None) -> tuple[int, ...] | None:
     return None if layers is None else tuple(np.atleast_1d(layers).tolist())
 
 
-# Nothing is donated: outside jit arrays are immutable values, at the cost of a copy.
+# No donation: outside jit arrays are immutable, at the cost of a copy.
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def _eager(
     operation: str,
@@ -180,16 +180,16 @@ def _run(call: PreparedCall, implementation: str | None) -> Any:
 
 
 def _copy_all(call: PreparedCall, chosen: list[Selection]) -> list[list[Any]]:
-    """The written arrays of each copy; copies by Pallas share a launch."""
+    """The written arrays of each copy; Pallas copies share one launch."""
     together = [i for i, selection in enumerate(chosen) if selection.implementation == "pallas"]
-    # All copies have the same ids and so share one plan; the copy engine makes its own.
+    # All copies have the same ids and share one plan; the copy engine makes its own.
     not_by_dma = [selection for selection in chosen if selection.implementation != "dma"]
     planned = together or needs_plan(call.ids, len(not_by_dma))
     pairs: Any = plan_pairs(call.copies[0], call.ids) if planned else None
     written = {}
     if together:
         from jaxkv._src.transfer import (
-            pallas_copy,  # here, because Pallas takes half a second to import
+            pallas_copy,  # lazy: the import of Pallas takes half a second
         )
 
         copies = [call.copies[i] for i in together]

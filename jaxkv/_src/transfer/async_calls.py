@@ -1,4 +1,4 @@
-"""FFI calls that start an asynchronous copy and wait for it."""
+"""FFI calls of asynchronous copies: start and wait."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxkv._src.transfer.block_copy import START_TARGETS, BlockCopy, call_copy_h
 from jaxkv._src.transfer.buffer_lifetime import WAIT_TARGET, analysed
 from jaxkv._src.transfer.dispatch import Selection
 
-_WORDS = 2  # int32 words per entry of a ticket: its number, then the address of each array
-MAX_TIMEOUT_S = 1e9  # in nanoseconds, and added to a clock, it fits into 64 bits
+_WORDS = 2  # int32 words per 64-bit entry of a ticket: its number, then the address of each array
+MAX_TIMEOUT_S = 1e9  # a clock value plus the timeout in nanoseconds fits in 64 bits
 
 
 def checked_timeout_s(timeout_s: Any) -> float:
-    """`timeout_s` as a float, or a ValueError unless it is positive and at most the maximum."""
+    """`timeout_s` as a float; raises a ValueError unless 0 < timeout_s <= MAX_TIMEOUT_S."""
     seconds = float(timeout_s) if isinstance(timeout_s, numbers.Real) else 0.0
     if not 0 < seconds <= MAX_TIMEOUT_S:
         raise ValueError(
@@ -34,7 +34,7 @@ def _start(
     copy: BlockCopy, ids: tuple[Any, Any], plan: Any, selection: Selection, segment_buffers: int
 ) -> list[Any]:
     """Traces the start; returns the ticket and the written arrays."""
-    # The ticket of a store is in host memory too, as XLA puts all results of such a call there.
+    # XLA places all results of a call that writes host memory there, also the ticket of a store.
     ticket = _ticket_like(result_types(copy)[0], _WORDS * (1 + len(copy.written)))
     return call_copy_handler(
         START_TARGETS[selection.implementation],
@@ -44,7 +44,7 @@ def _start(
         selection.num_sms,
         tickets=[ticket],
         segment_buffers=np.int64(segment_buffers),
-        joined=True,  # unless its program proves to wait for it; see `in_flight`
+        joined=True,  # cleared by `buffer_lifetime` if all buffers outlive the copy
     )
 
 
@@ -64,14 +64,15 @@ def _wait(
 
     Args:
       arrays: the arrays that are complete after the wait.
-      operands: the ticket, the other arrays that the copy uses, and arrays to compute first.
-      timeout_s: seconds after which the wait ends and records an error.
+      operands: the ticket, the other arrays that the copy uses, and arrays to compute before.
+      timeout_s: seconds until the wait times out and records an error.
       like: an array in the memory space of the next ticket.
-      segment: number of the segment to wait for, -1 for none.
+      segment: the segment to wait for, one per layer in the order of the copy; -1 for none.
       places: positions of `arrays` among the arrays that the copy writes; empty if it reads them.
       kept: number of operands after the ticket that the copy uses.
       last: number of the last segment of the copy.
-      boundary: for a wait that is removed if the program waits later, the segment of each array.
+      boundary: segment of each array, for a wait that is removed if the program waits later;
+        empty for other waits.
     """
     results = [jax.typeof(array) for array in arrays]
     if like is None:
@@ -101,7 +102,7 @@ def _wait(
 
 
 def _ticket_like(result: Any, words: int) -> Any:
-    """The type of a ticket, in the memory space of `result` and varying over a mesh as it does."""
+    """The type of a ticket, with the memory space and varying mesh axes of `result`."""
     return result.update(
         shape=(words,),
         dtype=np.dtype(np.int32),

@@ -1,8 +1,8 @@
-"""Asynchronous page copies, overlapped with compute: start now, wait where the pages are needed.
+"""Asynchronous page copies, overlapped with compute layer by layer.
 
-`start_load` and `start_store` enqueue a copy on a copy stream; layer after layer arrives while the
-step computes. The handle that they return owns the arrays of the copy, so that no operation reads
-or overwrites them early: `wait` returns the arrays of a layer after its copy.
+`start_load` and `start_store` enqueue a copy on a copy stream and return a handle. The handle owns
+the arrays of the copy, so that no operation reads or overwrites them early: `wait` returns the
+arrays of a layer after its copy.
 """
 
 from __future__ import annotations

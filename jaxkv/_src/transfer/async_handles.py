@@ -28,10 +28,10 @@ class _CopyHandle:
     """An in-flight copy: a pytree that owns the arrays of the copy."""
 
     def __init__(self, pool: Any, cache: Any, ticket: Any = None, plan: Any = None) -> None:
-        # A load that leaves the jit that started it leaves its pool behind.
+        # None in a load returned from the jit that started it: the pool is not a leaf.
         self._pool, self._cache = pool, cache
         # The ticket, int32[n], identifies the copy; None if there is nothing to wait for. The plan
-        # holds the validated pairs; None for the copy engine.
+        # has the validated pairs; None for the copy engine.
         self._ticket, self._plan = ticket, plan
         self._layers: tuple[int, ...] = ()  # in the order of the copy
         self._waited: frozenset[int] = frozenset()
@@ -52,7 +52,7 @@ class _CopyHandle:
         call, traced = resolve.prepare(operation, (pool, cache), ids, layers, implementation)
         if not traced:
             layers = api.static_layers(layers)
-            with jax.disable_jit(False):  # a start needs a program
+            with jax.disable_jit(False):  # a start requires a compiled program
                 started = _begin_outside_jit(
                     cls, operation, pool, cache, call.ids, layers, implementation, timeout_s
                 )
@@ -63,7 +63,7 @@ class _CopyHandle:
         started._timeout_s = timeout_s
         if not call.copies or num_ids_of(call.ids[0]) == 0:
             return started
-        # The source as well: waits extend the lifetime of the buffer that the copy reads.
+        # Also around the source: waits extend the lifetime of the buffer that the copy reads.
         state = started._pool, started._cache = fusion_barrier((pool, cache))
         call = resolve.resolve(operation, state, call.ids, layers)
         (copy,) = call.copies
@@ -78,8 +78,8 @@ class _CopyHandle:
             started._cache = state
         else:
             started._pool = state
-            # XLA places all results of a call that writes host memory there, but waits read the
-            # ticket in device memory, and a leaf that changes its memory space can't be donated.
+            # XLA places all results of a call that writes host memory there. But waits read the
+            # ticket in device memory, and a leaf that changes its memory space cannot be donated.
             (started._ticket,) = _wait(
                 [], (started._ticket,), timeout_s=timeout_s, like=copy.dense[0]
             )
@@ -105,7 +105,7 @@ class _CopyHandle:
           ValueError: the layer is not part of the copy.
           RuntimeError: the handle belongs to another trace. Pass it to an inner jit or checkpoint
             as an argument and return it. Wait before a loop or branch: the pytree structure of a
-            handle records which layers were waited for, and a loop carry has a fixed structure.
+            handle records the completed waits, and a loop carry has a fixed structure.
         """
         layer = operator.index(layer)
         if layer not in self._layers:
@@ -142,7 +142,7 @@ class _CopyHandle:
             jax.tree.leaves(jax.tree.map(_without_gradient, after)),
             like=arrays[0],
             segment=max(segments),
-            # No check of addresses at a boundary: XLA may copy an array on the way there.
+            # No address check at a pytree boundary, where XLA may copy an array.
             places=() if boundary else self._written_positions(layers),
             boundary=tuple(s for s in segments for _ in range(self._cache.spec.num_kv))
             if boundary
@@ -165,7 +165,8 @@ class _CopyHandle:
             run = _wait_donated if options["places"] else _wait_undonated
         last = len(self._layers) - 1
         keywords = {"timeout_s": self._timeout_s, "kept": len(kept), "last": last, **options}
-        # Outside jit a wait is a program: XLA copies what an operation of its own gets.
+        # Outside jit a wait is jitted, also under `disable_jit`: XLA copies the operands of an
+        # operation executed eagerly.
         with contextlib.nullcontext() if run is _wait else jax.disable_jit(False):
             waited = run(arrays, operands, **keywords)
         check_same_trace(self._ticket, waited[0])
@@ -175,7 +176,7 @@ class _CopyHandle:
         raise NotImplementedError
 
     def _leaves_past_boundary(self) -> tuple[Any, ...]:
-        """The leaves after a wait, which is removed if the program waits for them later."""
+        """The leaves after a wait that is removed if the program waits for them later."""
         raise NotImplementedError
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
@@ -253,7 +254,7 @@ class StoreHandle(_CopyHandle):
         return self._pool
 
     def _waited_pool(self, *, boundary: bool = False) -> HostPool:
-        # Without the layers waited for: XLA would copy an array that has been overwritten since.
+        # Excludes completed layers: XLA would copy an array that was overwritten in the meantime.
         reading = [layer for layer in self._layers if layer not in self._waited]
         last = len(self._layers) - 1
         (data,) = self._wait_call(
@@ -282,7 +283,7 @@ class StoreHandle(_CopyHandle):
         return cls(pool, cache, ticket, plan)
 
 
-# Nothing is donated: outside jit arrays are immutable values, at the cost of a copy.
+# No donation: outside jit arrays are immutable, at the cost of a copy.
 @functools.partial(jax.jit, static_argnums=(0, 1, 5, 6, 7))
 def _begin_outside_jit(
     cls: type[_CopyHandle],

@@ -1,4 +1,4 @@
-"""The FFI calls under every page copy."""
+"""FFI calls of block copies."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.sharding import _varying_axes, match_varying_axes
 from jaxkv._src.transfer.ids import HostIds, num_ids_of
 
-# FFI target of each implementation. One name serves the CUDA kernel and its CPU twin, so that a
-# call that leaves the choice open lowers for either platform.
+# FFI target of each implementation. The CUDA kernel and the CPU implementation share a target, so
+# that a call without a fixed implementation lowers for either platform.
 TARGETS = {
     "kernel": "jaxkv_copy_blocks",
     "host": "jaxkv_copy_blocks",
     "dma": "jaxkv_copy_blocks_dma",
 }
-# And of those that start one.
+# FFI targets that start an asynchronous copy.
 START_TARGETS = {
     "kernel": "jaxkv_start_copy",
     "host": "jaxkv_start_copy",
     "dma": "jaxkv_start_copy_dma",
 }
 
-# Each thread block of the kernel reads all ids. From the host they cross the link as often, which
-# from so many on takes longer than a plan.
+# Each thread block of the kernel reads all ids, host ids over the host link. Above this number of
+# ids a plan is faster.
 _INLINE_HOST_IDS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockCopy:
-    """Buffers that share a geometry: one FFI call.
+    """A copy of buffers with one common geometry: one FFI call.
 
     Attributes:
       operation: name of the public function, for messages and profiles.
-      to_dense: direction; the dense arrays are written if True, else the strided ones.
-      dense: one array for each buffer, each block of it contiguous.
-      strided: one array for each buffer, or one that holds all buffers.
-      geometry: how a block lies on the strided side.
-      strided_offsets: bytes of each buffer's first block in its strided array.
-      num_dense, num_strided: blocks on either side.
+      to_dense: direction; the dense arrays are written if True, otherwise the strided ones.
+      dense: one array per buffer, with contiguous blocks.
+      strided: one array per buffer, or one array of all buffers.
+      geometry: runs of a block on the strided side.
+      strided_offsets: byte offset of each buffer's first block in its strided array.
+      num_dense, num_strided: number of blocks on each side.
     """
 
     operation: str
@@ -61,14 +61,14 @@ class BlockCopy:
 
     @property
     def written(self) -> list[Any]:
-        """Arrays that the copy writes: the results alias them."""
+        """Arrays that the copy writes; aliased by the results."""
         return self.dense if self.to_dense else self.strided
 
     def with_fusion_barriers(self, *, sources: bool) -> BlockCopy:
-        """The copy, with what it writes kept whole, and with what it reads if `sources`.
+        """The copy with fusion barriers around its destinations, and its sources if `sources`.
 
-        A kernel may read a slice where it stands. The copy engine may not, as XLA may put what it
-        fuses into a CUDA graph, and it refuses to be captured.
+        A kernel may read a fused slice. The copy engine may not: XLA may capture a fusion in a
+        CUDA graph, and the handler of the copy engine rejects capture.
         """
         dense = fusion_barrier(self.dense) if self.to_dense or sources else self.dense
         strided = self.strided if self.to_dense and not sources else fusion_barrier(self.strided)
@@ -76,17 +76,17 @@ class BlockCopy:
 
     @property
     def num_sources(self) -> int:
-        """Blocks that a source id may name."""
+        """Number of source blocks: the limit of source ids."""
         return self.num_strided if self.to_dense else self.num_dense
 
     @property
     def num_destinations(self) -> int:
-        """Blocks that a destination id may name."""
+        """Number of destination blocks: the limit of destination ids."""
         return self.num_dense if self.to_dense else self.num_strided
 
 
 def with_varying_axes(copy: BlockCopy, ids: tuple[Any, Any]) -> BlockCopy:
-    """The copy, with written arrays that vary over a mesh as what is copied into them."""
+    """The copy; written arrays are typed with the varying mesh axes of their sources and ids."""
     written, read = copy.written, copy.strided if copy.to_dense else copy.dense
     if not any(map(_varying_axes, jax.tree.leaves((ids, read)))):
         return copy
@@ -102,15 +102,15 @@ def with_varying_axes(copy: BlockCopy, ids: tuple[Any, Any]) -> BlockCopy:
 
 
 def needs_plan(ids: tuple[Any, Any], num_copies: int) -> bool:
-    """Whether so many copies by kernel or host take pairs of `plan_pairs`, or check the ids."""
+    """Whether `num_copies` copies by kernel or host use a plan instead of checking their ids."""
     if num_copies != 1:
-        return num_copies > 1  # a plan for all, so that what it refuses is counted once
+        return num_copies > 1  # one plan, so that a rejected entry is counted once
     on_host = any(isinstance(entry, HostIds) for entry in ids)
     return num_ids_of(ids[0]) > (_INLINE_HOST_IDS if on_host else native.extension().INLINE_IDS)
 
 
 def plan_pairs(copy: BlockCopy, ids: tuple[Any, Any]) -> Any:
-    """Traces the check of the ids: int32[2 + 2n], the pairs that may be copied and their number."""
+    """Traces the check of the ids; returns int32[2 + 2n]: the valid pairs and their number."""
     result = _scratch_like(jax.typeof(copy.written[0]), 2 + 2 * num_ids_of(ids[0]))
     plan = jax.ffi.ffi_call("jaxkv_plan_pairs", result)
     return plan(*_id_operands(ids), copy=_copy_attribute(copy, ids))
@@ -122,12 +122,12 @@ def copy_blocks(
     """Traces the copy; returns the written arrays.
 
     Args:
-      copy: what to copy.
+      copy: the buffers to copy.
       ids: source and destination ids.
-      pairs: what `plan_pairs` made of them, or None for a copy that checks the ids itself, as the
-        copy engine always does.
-      implementation: what serves the call.
-      num_sms: SMs that it may use; 0 if it takes none.
+      pairs: result of `plan_pairs`, or None for a copy that checks the ids itself, as the copy
+        engine always does.
+      implementation: the selected implementation.
+      num_sms: SM limit; 0 if it uses none.
     """
     planned = pairs is not None and implementation != "dma"
     target = "jaxkv_copy_pairs" if planned else TARGETS[implementation]
@@ -144,16 +144,16 @@ def call_copy_handler(
     tickets: Sequence[Any] = (),
     **attributes: Any,
 ) -> list[Any]:
-    """Traces a call of a handler that copies; returns its tickets and the written arrays.
+    """Traces a call of a copy handler; returns its tickets and the written arrays.
 
     Args:
       target: the handler's FFI target.
-      copy: what to copy.
+      copy: the buffers to copy.
       ids: source and destination ids, if `pairs` is None.
-      pairs: what `plan_pairs` made of the ids.
-      num_sms: SMs that it may use; 0 if it takes none.
+      pairs: result of `plan_pairs`.
+      num_sms: SM limit; 0 if it uses none.
       tickets: types of the results before the written arrays.
-      **attributes: what the handler is told besides.
+      **attributes: additional attributes of the FFI call.
     """
     operands = _id_operands(ids) if pairs is None else [pairs]
     written = result_types(copy)
@@ -170,13 +170,13 @@ def call_copy_handler(
 def _copy_attribute(
     copy: BlockCopy, ids: tuple[Any, Any], num_sms: int = 0
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """What a handler is told of a copy, in the order in which it reads it."""
+    """The attribute `copy` of a handler, in the order in which the handler decodes it."""
     geometry = copy.geometry
     header = native.extension().HOST_IDS_HEADER
     return np.array(
         [
             copy.to_dense,
-            num_sms or 1,  # the copy engine and the host have none
+            num_sms or 1,  # 0 for the copy engine and the host
             *(header if isinstance(entry, HostIds) else 0 for entry in ids),
             geometry.block_bytes,
             geometry.run_bytes,
@@ -196,7 +196,7 @@ def _id_operands(ids: tuple[Any, Any]) -> list[Any]:
 
 
 def result_types(copy: BlockCopy) -> list[Any]:
-    """The types of the written arrays; a pool's type may have lost its memory space on the way."""
+    """The types of the written arrays; the type of a traced pool may lack its memory space."""
     types = [jax.typeof(array) for array in copy.written]
     if copy.operation in ("store_pages", "start_store"):
         return [entry.update(memory_space=jax.memory.Space.Host) for entry in types]
@@ -204,7 +204,7 @@ def result_types(copy: BlockCopy) -> list[Any]:
 
 
 def _scratch_like(result: Any, length: int) -> jax.ShapeDtypeStruct:
-    """int32 device memory for the handler, varying over a mesh as the result does."""
+    """int32 device memory for the handler, with the varying mesh axes of the result."""
     mesh = result.sharding.mesh
     return jax.ShapeDtypeStruct(
         (length,),

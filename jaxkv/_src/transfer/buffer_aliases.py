@@ -1,4 +1,4 @@
-"""Values of a StableHLO module that are one buffer, through calls, branches, loops and barriers."""
+"""Alias analysis of a StableHLO module, through calls, branches, loops and barriers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax.extend.mlir import ir
 
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
 _LOOP = "stablehlo.while"
-# Custom calls of JAX whose result is their operand.
+# Custom calls of JAX whose result aliases the operand.
 _PASS_THROUGH = (
     "Sharding",
     "SPMDFullToShardShape",
@@ -20,11 +20,11 @@ _PASS_THROUGH = (
 
 
 class BufferAliases:
-    """The aliases in a module whose entry is `main`.
+    """The aliases in a module with the entry function `main`.
 
     Args:
       module: the module.
-      in_place_results: how many results of a custom call are its last operands, in their order.
+      in_place_results: number of results of a custom call that alias its last operands, in order.
     """
 
     def __init__(self, module: Any, in_place_results: Callable[[Any], int]) -> None:
@@ -45,12 +45,12 @@ class BufferAliases:
         return operation.name == "func.return" and _symbol(operation.parent.operation) == "main"
 
     def is_argument(self, value: Any) -> bool:
-        """Whether it is an argument of the program."""
+        """Whether the value is an argument of the program."""
         function = value.owner.owner.operation if _is_block_argument(value) else None
         return function is not None and function == self._functions["main"]
 
     def is_held_by_caller(self, value: Any) -> bool:
-        """Whether it is an argument of the program that is not donated."""
+        """Whether the value is an argument of the program that is not donated."""
         if not self.is_argument(value):
             return False
         attributes = ir.ArrayAttr(self._functions["main"].attributes["arg_attrs"])
@@ -58,11 +58,11 @@ class BufferAliases:
         return not ("tf.aliasing_output" in donation or "jax.buffer_donor" in donation)
 
     def reached(self, value: Any, until: Callable[[Any], bool] = lambda use: False) -> list[Any]:
-        """The values that may be the buffer of `value` later, itself first.
+        """The values that may later alias `value`, starting with `value`.
 
         Args:
           value: an SSA value.
-          until: whether a use is the last one of interest.
+          until: predicate of a use; a value with such a use on every path is not followed.
         """
         reached = {value: None}
         pending = collections.deque([value])
@@ -77,7 +77,7 @@ class BufferAliases:
         return list(reached)
 
     def after(self, use: Any) -> list[Any]:
-        """The values that are the operand's buffer after a use, one for each path from there."""
+        """The values that alias an operand after its use, one for each path."""
         operation, i = use.owner.operation, use.operand_number
         parent = operation.parent.operation
         match operation.name:
@@ -91,7 +91,7 @@ class BufferAliases:
                 return [call.results[i] for call in self._calls[_symbol(parent)]]
             case "sdy.manual_computation":
                 return [_arguments(operation)[i]]
-            case "stablehlo.while":  # which may run no iteration
+            case "stablehlo.while":  # may run zero iterations
                 return [operation.results[i], _arguments(operation, region=1)[i]]
             case "stablehlo.return" if parent.name == _LOOP:
                 in_body = operation.block.region == parent.regions[1]
@@ -111,7 +111,7 @@ class BufferAliases:
         )
 
     def origins(self, value: Any) -> list[Any]:
-        """Where the buffer of a value is first seen, one for each path to there."""
+        """The values that define the buffer of a value, one for each path."""
         before = self._before_argument(value) if _is_block_argument(value) else self._before(value)
         return [origin for earlier in before for origin in self.origins(earlier)] or [value]
 
@@ -142,14 +142,14 @@ class BufferAliases:
                 return [call.operands[i] for call in self._calls[_symbol(parent)]]
             case "sdy.manual_computation":
                 return [parent.operands[i]]
-            case "stablehlo.while":  # if the loop carries it unchanged
+            case "stablehlo.while":  # only a loop-invariant carry
                 unchanged = _terminator(parent, region=1).operands[i] == argument
                 return [parent.operands[i]] if unchanged else []
         return []
 
 
 def on_every_path(value: Any, holds: Callable[[Any], bool]) -> bool:
-    """Whether on each path from where a value is defined there is a use for which `holds`."""
+    """Whether every path from the definition of a value has a use that satisfies `holds`."""
     owner = value.owner
     scope = owner.owner if isinstance(owner, ir.Block) else owner.operation.parent
     return _in_scope(list(value.uses), scope.operation, holds)
@@ -162,7 +162,7 @@ def _in_scope(uses: list[Any], scope: Any, holds: Callable[[Any], bool]) -> bool
         if branch is None:
             if holds(use):
                 return True
-        elif branch.name != _LOOP:  # which may run no iteration
+        elif branch.name != _LOOP:  # a loop may run zero iterations
             branches[branch].append(use)
     return any(
         all(
@@ -174,7 +174,7 @@ def _in_scope(uses: list[Any], scope: Any, holds: Callable[[Any], bool]) -> bool
 
 
 def _outermost_branch(operation: Any, scope: Any) -> Any | None:
-    """The outermost branch or loop within `scope` that an operation is in."""
+    """The outermost branch or loop within `scope` that contains an operation."""
     found = None
     while (operation := operation.parent.operation) != scope:
         if operation.name == _LOOP or operation.name in _BRANCHES:
@@ -192,7 +192,7 @@ def _is_inside(use: Any, region: Any) -> bool:
 
 
 def target_of(operation: Any) -> str | None:
-    """The target of a custom call; None for another operation."""
+    """The target of a custom call; None for any other operation."""
     if operation.name != "stablehlo.custom_call":
         return None
     return ir.StringAttr(operation.attributes["call_target_name"]).value

@@ -1,11 +1,11 @@
-"""Started copies in a lowered program: does each of their buffers live until the copy has ended?
+"""Lifetime analysis of the buffers of asynchronous copies in a lowered program.
 
-XLA does not know that a started copy goes on reading and writing its buffers. A buffer is safe if
-it stays live until a wait for that copy, or leaves the program together with its transfer. This is
-decided on the StableHLO module once it is complete, where calls, branches, loops and barriers are
-plain to see: a start whose buffers are all safe runs beside the program, and a wait that was placed
-at a pytree boundary in case it is needed is removed. Everything is lowered in its safe form, so
-that a program which is not analysed is right, only slower.
+XLA does not know that an in-flight copy still reads and writes its buffers. A buffer is safe if it
+stays live until a wait for that copy, or is returned from the program together with the handle.
+The analysis runs on the complete StableHLO module, in which calls, branches, loops and barriers
+are explicit. A start whose buffers are all safe becomes asynchronous, and a precautionary wait at
+a pytree boundary is removed if it is redundant. The initial lowering is the safe form: a program
+that is not analysed is correct, only slower.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from jaxkv._src.runtime.lowering import when_lowered
 from jaxkv._src.transfer.buffer_aliases import BufferAliases, on_every_path, target_of
 
 WAIT_TARGET = "jaxkv_wait_copy"
-# Operands before the buffers: the pairs, or the ids, which are read before the start returns.
+# Operands before the buffers: the plan, or the ids, which are read before the start returns.
 _NUM_ID_OPERANDS: dict[str | None, int] = {"jaxkv_start_copy": 1, "jaxkv_start_copy_dma": 2}
 _CONFIG = "mhlo.backend_config"
 
 
 def analysed(results: Iterable[Any]) -> list[Any]:
-    """The results of a start or a wait, whose program is analysed once it is lowered."""
+    """The results of a start or a wait; their program is analysed once it is lowered."""
     return list(_analysed_p.bind(*results))
 
 
 def _lower_analysed(context: Any, *results: Any) -> list[Any]:
     operation = results[0].owner
     if "has_side_effect" in operation.attributes:
-        # For XLA alone: two starts are two, and a wait stays although nothing reads it. JAX would
-        # dispatch a program with effects from Python, many times as slowly.
+        # A side effect for XLA only, which must neither merge two starts nor remove an unused
+        # wait. JAX would dispatch a program with effects from Python, many times slower.
         operation.attributes["has_side_effect"] = ir.BoolAttr.get(True)
     when_lowered(context.module_context.module, _analyse)
     return list(results)
@@ -43,7 +43,7 @@ def _lower_analysed(context: Any, *results: Any) -> list[Any]:
 
 _analysed_p = Primitive("jaxkv_in_flight")
 _analysed_p.multiple_results = True
-_analysed_p.def_impl(lambda *results: list(results))  # outside jit nothing is lowered
+_analysed_p.def_impl(lambda *results: list(results))  # no lowering outside jit
 _analysed_p.def_abstract_eval(lambda *results: list(results))
 mlir.register_lowering(_analysed_p, _lower_analysed, cacheable=False)
 
@@ -53,7 +53,7 @@ def _analyse(module: Any) -> None:
 
 
 def _decide(program: _Program) -> None:
-    """Removes the waits that are not needed, and lets starts run beside the program."""
+    """Removes redundant waits and makes safe starts asynchronous."""
     for wait in reversed(program.waits.copy()):
         if _is_removable(wait) and program.is_dead(wait):
             program.remove(wait)
@@ -95,14 +95,17 @@ class _Program:
         wait.erase()
 
     def is_dead(self, wait: Any) -> bool:
-        """Whether nothing uses what a wait returns; the start of the copy then answers for it."""
+        """Whether the results of a wait are unused and its copy was started in this program.
+
+        `is_protected` of the start then covers the buffers.
+        """
         arrays = list(wait.operands)[-len(_integers(_config(wait)["boundary"])) :]
         origins = [origin for array in arrays for origin in self.aliases.origins(array)]
         started_here = not any(map(self.aliases.is_argument, origins))
         return started_here and not any(map(_is_used, wait.results))
 
     def is_protected(self, start: Any) -> bool:
-        """Whether all buffers of a start are live until the copy has ended."""
+        """Whether all buffers of a start are live until the copy is complete."""
         num_ids = _NUM_ID_OPERANDS[target_of(start)]
         operands, written = list(start.operands), list(start.results)[1:]
         to_dense = _integers(_config(start)["copy"])[0]
@@ -132,13 +135,13 @@ class _Program:
         )
 
     def keeps_its_operands(self, wait: Any) -> bool:
-        """Whether what a copy uses besides the arrays of a wait lives until the copy has ended."""
+        """Whether the `kept` operands of a wait are live until the copy is complete."""
         config = _config(wait)
         last, kept = _integer(config["last"]), _integer(config["kept"])
         return all(self._is_kept(value, last) for value in list(wait.operands)[1 : 1 + kept])
 
     def _is_kept(self, value: Any, segment: int, tickets: Any = None) -> bool:
-        """Whether a buffer that a wait does not return lives, be it because the caller holds it."""
+        """Whether a buffer that a wait does not return is live, or an argument not donated."""
         return all(
             self.aliases.is_held_by_caller(origin) or self._lives(origin, segment, tickets)
             for origin in self.aliases.origins(value)
@@ -147,13 +150,13 @@ class _Program:
     def _lives(
         self, value: Any, segment: int, tickets: Any = None, *, removable: bool = False
     ) -> bool:
-        """Whether the buffer of a value is live until a segment has ended.
+        """Whether the buffer of a value is live until a segment is complete.
 
         Args:
           value: an SSA value.
           segment: the segment of the copy.
-          tickets: if given, those that a wait for the copy takes.
-          removable: whether a removable wait is one; it answers for the arrays that it returns.
+          tickets: if given, the tickets of the copy; other waits do not count.
+          removable: whether removable waits count; their own check covers the returned arrays.
         """
 
         def ends_at(use: Any) -> bool:
@@ -173,14 +176,14 @@ class _Program:
         values = self.aliases.reached(value, until=ends_at)
         lost: set[Any] = set()
         size = -1
-        while len(lost) != size:  # the greatest fixed point: a value in a loop may meet itself
+        while len(lost) != size:  # greatest fixed point: a loop carry may alias itself
             size = len(lost)
             candidates = [value for value in reversed(values) if value not in lost]
             lost |= {value for value in candidates if not on_every_path(value, is_safe)}
         return value not in lost
 
     def _tickets(self, ticket: Any) -> set[Any]:
-        """The tickets of the waits for a copy, from that of its start."""
+        """The tickets of a copy: that of its start and those of its waits."""
         tickets, pending = set[Any](), [ticket]
         while pending:
             for value in set(self.aliases.reached(pending.pop())) - tickets:
@@ -193,14 +196,14 @@ class _Program:
 
 
 def _in_place_results(wait: Any) -> int:
-    """How many results of a custom call are its last operands."""
+    """Number of results of a custom call that alias its last operands."""
     if target_of(wait) != WAIT_TARGET:
         return 0
     return len(wait.results) - _integer(_config(wait)["first_array"])
 
 
 def _is_used(value: Any) -> bool:
-    """Whether anything but a dead barrier uses it."""
+    """Whether the value has a use other than a dead barrier."""
     return any(
         use.owner.operation.name != "stablehlo.optimization_barrier"
         or _is_used(use.owner.operation.results[use.operand_number])

@@ -1,7 +1,7 @@
-"""Which implementation serves a copy and on how many SMs, decided while tracing.
+"""Dispatch of a copy: its implementation and number of SMs, selected while tracing.
 
-Refusals come first: what can't serve a call is out. Among the others the tuning table for the
-device kind decides (`copy_table`), by direction, alignment, contiguous bytes and payload.
+Implementations that do not support the call are excluded. The tuning table of the device kind
+(`copy_table`) ranks the others by direction, alignment, contiguous bytes and payload.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from jaxkv._src.transfer.ids import HostIds, num_ids_of
 from jaxkv._src.tuning import copy_table
 from jaxkv._src.tuning.copy_table import IMPLEMENTATIONS, Candidate, CopySize
 
-# Each takes the host about half a microsecond (bench/transfer/dispatch.py), and a step should not
-# wait for
-# more than a few milliseconds of that: a kernel, hardly slower, takes the host as long for any
-# number of pages.
+# A descriptor costs about half a microsecond of host time (bench/transfer/dispatch.py). The limit
+# bounds it to a few milliseconds per step. The kernel is hardly slower, and its host time does not
+# depend on the number of pages.
 MAX_DESCRIPTORS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What serves a call.
+    """The implementation of a call.
 
     Attributes:
       implementation: one of `IMPLEMENTATIONS`.
-      num_sms: SMs that it may use; 0 for the copy engine and the host.
-      text: why this one, and why not each of the others.
+      num_sms: SM limit; 0 for the copy engine and the host.
+      text: reasons for the selection and against each of the other implementations.
     """
 
     implementation: str
@@ -51,17 +50,18 @@ def select_implementation(
     *,
     overlapped: bool = False,
 ) -> Selection:
-    """Decides while tracing.
+    """Selects the implementation of a copy while tracing.
 
     Args:
-      copy: what to copy.
+      copy: the buffers to copy.
       ids: source and destination ids.
-      implementation: what the user asked for, None for the best that serves the call.
-      overlapped: whether the copy runs beside compute, on a stream of its own.
+      implementation: the requested implementation, or None for the best supported one.
+      overlapped: whether the copy is asynchronous, on a copy stream.
 
     Raises:
-      ValueError: no implementation has that name, or the tuning table is no valid one.
-      NotImplementedError: `implementation`, or all of them, can't serve the call, and why.
+      ValueError: unknown implementation, or invalid tuning table.
+      NotImplementedError: the requested implementation, or every one, does not support the call;
+        the message has the reasons.
     """
     check_implementation_name(implementation)
     machine = _machine()
@@ -88,7 +88,7 @@ def select_implementation(
     if force_implementation and chosen.num_sms and force_implementation.num_sms != chosen.num_sms:
         chosen = Candidate(chosen.implementation, force_implementation.num_sms)
     elif chosen.implementation == "pallas" and machine.platform == "cpu":
-        chosen = Candidate("pallas", 1)  # the interpreter takes seconds for each
+        chosen = Candidate("pallas", 1)  # the interpreter takes seconds per SM
     text = _explain(copy, chosen, ranked, refusals, asked is not None)
     basis = f"  by {table.source}: {situation}, {_from_text(rule.minima)}"
     return Selection(chosen.implementation, chosen.num_sms, f"{text}\n{basis}")
@@ -105,16 +105,16 @@ def check_implementation_name(implementation: str | None) -> None:
 
 @contextlib.contextmanager
 def force_implementation(implementation: str, num_sms: int = 0) -> Iterator[None]:
-    """Within it, calls that leave the implementation open take this one: for measurements.
+    """Context in which calls with `implementation=None` use this one; for measurements.
 
-    It acts on what is traced within it, and not on programs that were compiled before.
+    Affects only calls that are traced in the context, not programs compiled before.
 
     Args:
-      implementation: one of `IMPLEMENTATIONS`; a call that it can't serve raises.
-      num_sms: SMs to give it; for "dma" and "host" it has no meaning.
+      implementation: one of `IMPLEMENTATIONS`; unsupported calls raise NotImplementedError.
+      num_sms: number of SMs; ignored for "dma" and "host".
 
     Raises:
-      ValueError: no such implementation, or fewer than 1 SM for one that runs on SMs.
+      ValueError: unknown implementation, or fewer than 1 SM for one that runs on SMs.
     """
     check_implementation_name(implementation)
     if implementation in copy_table.ON_SMS and num_sms < 1:
@@ -132,7 +132,7 @@ _forced_implementation: contextvars.ContextVar[Candidate | None] = contextvars.C
 
 
 class Machine(NamedTuple):
-    """What of this machine a choice depends on; tests put others in its place."""
+    """Properties of the machine that the dispatch depends on; replaced in tests."""
 
     platform: str
     device_kind: str
@@ -148,7 +148,7 @@ def _machine() -> Machine:
 def _unsupported_reasons(
     machine: Machine, copy: BlockCopy, ids: tuple[Any, Any], asked: str | None, overlapped: bool
 ) -> dict[str, str]:
-    """Implementations that can't serve a call, and why."""
+    """Implementations that do not support a call, with the reasons."""
     refusals = {}
     if machine.platform == "cpu":
         refusals["dma"] = refusals["kernel"] = "the platform is cpu, it needs a CUDA device"
@@ -169,7 +169,7 @@ def _unsupported_reasons(
 
 
 def _descriptors(copy: BlockCopy, ids: tuple[Any, Any]) -> int:
-    """Of the copy engine, before neighbours are joined: the ids are not known yet."""
+    """Upper bound of the descriptors; the ids, which allow merging, are not known yet."""
     runs = copy.geometry.block_bytes // copy.geometry.run_bytes
     return num_ids_of(ids[0]) * len(copy.dense) * runs
 
@@ -190,7 +190,7 @@ def _pallas_unsupported_reason(
 
 
 def _direction(copy: BlockCopy) -> str:
-    # By name where the name tells: the type of a pool may have lost its memory space on the way.
+    # By name if possible: the type of a traced pool may lack its memory space.
     for direction in ("load", "store"):
         if direction in copy.operation:
             return direction
@@ -203,7 +203,7 @@ def _direction(copy: BlockCopy) -> str:
 
 
 def _on_host(array: Any) -> bool:
-    if isinstance(array, jax.ShapeDtypeStruct):  # its type knows no memory space
+    if isinstance(array, jax.ShapeDtypeStruct):  # its type has no memory space
         return getattr(array.sharding, "memory_kind", None) == "pinned_host"
     return jax.typeof(array).memory_space == jax.memory.Space.Host
 
@@ -224,7 +224,7 @@ def _size(copy: BlockCopy, ids: tuple[Any, Any]) -> CopySize:
 
 
 def _ranked(rule: copy_table.Rule, default: copy_table.Rule) -> list[Candidate]:
-    """A rule's candidates, then those of the default table that it does not name."""
+    """The candidates of a rule, then those that only the default table has."""
     named = {candidate.implementation for candidate in rule.candidates}
     others = [entry for entry in default.candidates if entry.implementation not in named]
     return [*rule.candidates, *others]

@@ -1,4 +1,4 @@
-"""Page ids: checked as far as the host knows them, and those it may read when enqueuing."""
+"""Page ids: `HostIds`, and validation of ids whose values are known on the host."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from jaxkv._src.runtime.devices import check_outside_jit, default_device
 from jaxkv._src.runtime.errors import PageIndexError
 from jaxkv._src.runtime.sync_guard import allow_host_sync
 
-_NEW = object()  # None may be what a transformation puts in the place of `data`
+_NEW = object()  # not None, which a transformation may pass as `data`
 
 
-# So JAX takes it apart without running any Python: a call of a program does so with all its ids.
-# Slots, because each further object to look into is a miss where caches are cold.
+# A registered dataclass is flattened without Python code, in every call of a program. Slots,
+# because each additional object is a cache miss when caches are cold.
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=[])
 class HostIds:
     """Page ids for the copy engine, whose descriptors the host writes.
 
-    A handler reads them while the call is enqueued, long before the device gets there. So they
-    must be written by the host: `HostIds` takes NumPy arrays (or lists) only, and a call refuses
-    ids whose bytes did not come from this constructor, such as a copy that a computation made. That
-    is best effort: a copy that has not arrived yet, in the memory of freed ids of the same length,
-    can be taken for those.
+    The FFI handler reads the ids when the call is enqueued, before the device executes it. They
+    must therefore be written by the host: `HostIds` accepts only NumPy arrays and lists, and a call
+    rejects ids that were not written by this constructor, such as the result of a computation. The
+    check is best effort: it may accept a copy that is not complete yet, in the memory of freed ids
+    of the same length.
 
     Attributes:
       data: int32[header + n] in pinned host memory; opaque.
-      ids: the ids as given, or None for an object that came out of a transformation.
+      ids: the ids as given; None for an object rebuilt by a JAX transformation.
 
     Args:
-      ids: int[n]; entries < 0 are padding.
-      sharding: where the ids go, e.g. replicated over a mesh; None for the default device.
-      data: for JAX only, which puts an object together again after a transformation.
+      ids: int[n]; negative entries are padding.
+      sharding: placement of the ids, e.g. replicated over a mesh; None for the default device.
+      data: reserved for JAX, which rebuilds objects from their leaves.
 
     Raises:
       TypeError: `ids` is missing, a JAX array, or not of integers.
-      RuntimeError: made inside of jit.
-      ValueError: `ids` is not one-dimensional or does not fit int32, or `sharding` splits them.
+      RuntimeError: called inside jit.
+      ValueError: `ids` is not one-dimensional or exceeds int32, or `sharding` is not fully
+        replicated.
     """
 
     __slots__ = ("__weakref__", "data", "ids")
@@ -85,7 +86,7 @@ class HostIds:
 
 
 def as_host_ids(ids: npt.ArrayLike, name: str) -> np.ndarray:
-    """`ids` as int32[n], or a TypeError or ValueError that names the argument `name`."""
+    """`ids` as int32[n]; raises a TypeError or ValueError for argument `name`."""
     if isinstance(ids, jax.Array):
         raise TypeError(f"{name} must be made by the host (NumPy or a list), got a jax.Array")
     array = np.asarray(ids)
@@ -101,7 +102,7 @@ def as_host_ids(ids: npt.ArrayLike, name: str) -> np.ndarray:
 
 
 def as_ids(ids: Any, name: str) -> Any:
-    """`ids` as HostIds, int32[n] of NumPy or int32[n] of JAX, or an error that names `name`."""
+    """`ids` as HostIds or as a NumPy or JAX int32[n]; raises an error for argument `name`."""
     if isinstance(ids, HostIds):
         header = native.extension().HOST_IDS_HEADER
         if ids.data.ndim != 1 or ids.data.dtype != jnp.int32 or ids.data.shape[0] < header:
@@ -119,12 +120,12 @@ def as_ids(ids: Any, name: str) -> Any:
 
 
 def num_ids_of(ids: Any) -> int:
-    """Entries of an id list, padding included."""
+    """Length of an id list, including padding."""
     return len(ids) if isinstance(ids, HostIds) else ids.shape[0]
 
 
 def known_ids(ids: Any) -> np.ndarray | None:
-    """The values, if they can be had without waiting for a GPU."""
+    """The values, or None if reading them would wait for a GPU."""
     if isinstance(ids, HostIds):
         return ids.ids
     if isinstance(ids, jax.Array):
@@ -139,15 +140,15 @@ def check_page_ids(
     limits: tuple[int, int],
     names: tuple[str, str],
 ) -> None:
-    """Raises PageIndexError for what the handlers would refuse, if all ids are known.
+    """Raises PageIndexError for entries that the handlers would reject, if all ids are known.
 
-    Of one list alone nothing can be said: an entry may be padding by what the other says.
+    Both lists are required: an entry is padding if its counterpart is negative.
 
     Args:
       operation: name of the public function.
-      ids: source and destination ids; None where the host does not know them.
-      limits: blocks on either side.
-      names: of its arguments.
+      ids: source and destination ids; None if not known on the host.
+      limits: number of blocks on each side.
+      names: names of the two arguments.
     """
     sources, destinations = ids
     if sources is None or destinations is None:

@@ -1,6 +1,7 @@
-"""Arrays of a started copy between programs: held until it has ended, whoever drops the transfer.
+"""Lifetime of the arrays of in-flight copies between programs.
 
-Inside a program `buffer_lifetime` sees to that.
+The arrays are kept alive until the copy is complete, even if the handle is dropped. Within a
+program `buffer_lifetime` ensures this.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from jaxkv._src.runtime import native
 
 @dataclasses.dataclass(eq=False)
 class _InFlightCopy:
-    """Arrays of a copy that has left its jit; who drops them must not free them while it runs."""
+    """Arrays of a copy returned from its jit; not freed before the copy is complete."""
 
     ticket: Any
     arrays: list[Any]
-    started: list[int] | None = None  # what must have ended, known once the start has run
+    started: list[int] | None = None  # copies to check for completion; known once the start has run
 
     def ended(self) -> bool:
-        # Of those that were donated, the program that got them takes care.
+        # The program that receives a donated array ensures its lifetime.
         self.arrays = [array for array in self.arrays if not array.is_deleted()]
         if not self.arrays or not native.extension().CUDA:
             return all(array.is_ready() for array in self.arrays)
@@ -34,15 +35,15 @@ class _InFlightCopy:
         return native.extension().copies_ended(self.started)
 
 
-# Threads take entries out and put them back, one at a time, so that none is lost. There is no lock:
-# letting go of an array may run anything, this module too.
+# Threads remove and requeue entries one at a time, so that none is lost. No lock: releasing an
+# array may run arbitrary code, including this module.
 _in_flight: collections.deque[_InFlightCopy] = collections.deque()
 
 
 def keep_alive(leaves: Any, *, instead_of: Any = None) -> None:
-    """Holds the arrays of a transfer, the ticket (or None) first; tracers need no holding.
+    """Keeps the arrays of a handle alive, the ticket (or None) first; ignores tracers.
 
-    Lets go of copies that have ended, and of those that are held with the ticket `instead_of`.
+    Releases copies that are complete, and those kept with the ticket `instead_of`.
     """
     arrays = jax.tree.leaves(leaves)
     if not all(isinstance(array, jax.Array) for array in arrays):
@@ -58,7 +59,7 @@ def _release_finished(ticket: Any) -> None:
     for _ in range(len(_in_flight)):
         try:
             entry = _in_flight.popleft()
-        except IndexError:  # another thread looks at it
+        except IndexError:  # another thread holds the entry
             return
         if ticket is None or entry.ticket is not ticket:
             _requeue_unless_finished(entry)
@@ -68,7 +69,7 @@ def _requeue_unless_finished(entry: _InFlightCopy) -> None:
     ended = False
     try:
         ended = entry.ended()
-    except RuntimeError:  # another thread donated an array after we looked
+    except RuntimeError:  # another thread donated an array after the check
         pass
     finally:
         if not ended:
@@ -76,7 +77,7 @@ def _requeue_unless_finished(entry: _InFlightCopy) -> None:
 
 
 def check_same_trace(before: Any, after: Any) -> None:
-    """Raises a RuntimeError unless a transfer may hold `after` where it held `before`."""
+    """Raises a RuntimeError if `after`, a new leaf of a handle, has another trace than `before`."""
     if isinstance(after, jax.core.Tracer) and _trace_of(before) is not _trace_of(after):
         raise RuntimeError(
             "the transfer belongs to another trace: it was started outside of the function (of a "

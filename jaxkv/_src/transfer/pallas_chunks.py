@@ -1,7 +1,7 @@
-"""How the Pallas kernels divide copies among themselves, and which copies they serve.
+"""Work partition of the Pallas kernels, and the copies that they support.
 
-Blocks are cut into chunks, which pass through slots in shared memory (`pallas_copy`). Nothing here
-needs Pallas, whose import takes half a second.
+Blocks are split into chunks, which are staged in slots of shared memory (`pallas_copy`). Does not
+import Pallas, which takes half a second.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from jaxkv._src.transfer.block_copy import BlockCopy
 
 WORD_BYTES = 4
-_UNIT_BYTES = 128  # Mosaic's copies move multiples of it
-_CHUNK_BYTES = 16 * 1024  # larger blocks are cut, as the ring needs many slots to hide PCIe latency
-_SLOT_BYTES = 8 * 1024  # blocks so small that the slots would not hide it either share one
+_UNIT_BYTES = 128  # granularity of Mosaic's copies
+_CHUNK_BYTES = 16 * 1024  # larger blocks are split: hiding PCIe latency takes many slots
+_SLOT_BYTES = 8 * 1024  # small chunks share a slot, again to hide PCIe latency
 _MAX_BATCH = 8
-_SHARED_BYTES = 192 * 1024  # of the 227 KiB that a thread block may have
-_MAX_SLOTS = 32  # Mosaic's limit on the barriers of an array: one for each slot
+_SHARED_BYTES = 192 * 1024  # of at most 227 KiB per thread block
+_MAX_SLOTS = 32  # Mosaic's limit on barriers per array, with one barrier per slot
 MAX_CHUNKS = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The slots in shared memory that chunks of blocks pass through.
+    """The ring of slots in shared memory that stages chunks of blocks.
 
     Attributes:
-      chunk_words: words of the largest chunk; larger blocks are cut.
-      batch: chunks that share a slot and its barrier, the same words of as many blocks.
-      threads: warpgroups, which take turns at issuing copies, each with slots of its own.
-      depth: slots of a warpgroup.
+      chunk_words: words of the largest chunk; larger blocks are split.
+      batch: chunks per slot and barrier: the same words of `batch` blocks.
+      threads: warpgroups, which issue copies in turn, each with its own slots.
+      depth: slots per warpgroup.
     """
 
     chunk_words: int
@@ -44,7 +44,7 @@ class Ring:
 
     @classmethod
     def of(cls, *block_bytes: int) -> Ring:
-        """The ring for blocks of these sizes, multiples of 128 bytes."""
+        """The ring for the given block sizes, multiples of 128 bytes."""
         cuts = [cut(size // WORD_BYTES, _CHUNK_BYTES // WORD_BYTES) for size in block_bytes]
         chunk_words = max(words for words, _ in cuts)
         chunk_bytes = chunk_words * WORD_BYTES
@@ -55,12 +55,12 @@ class Ring:
 
     @property
     def lag(self) -> int:
-        """Slots of a warpgroup that are being stored while the others are being loaded."""
+        """Slots of a warpgroup with stores in flight, while the others are loaded."""
         return self.depth // 2
 
 
 def cut(block_words: int, most_words: int) -> tuple[int, list[int]]:
-    """Words of the equal chunks of a block and where they start; the last two may overlap."""
+    """Size and start positions, in words, of a block's chunks; the last two may overlap."""
     unit = _UNIT_BYTES // WORD_BYTES
     chunks = _ceil_div(block_words, most_words)
     words = _ceil_div(block_words // unit, chunks) * unit
@@ -69,10 +69,10 @@ def cut(block_words: int, most_words: int) -> tuple[int, list[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """One of the blocks that move for each pair of ids.
+    """One of the blocks copied for each pair of ids.
 
     Attributes:
-      arrays: which of the sources and which of the destinations it lies in.
+      arrays: index of its array among the sources and among the destinations.
       block_words: words of a block.
       first, stride: on the strided side, id i is block `first + i * stride` of the array.
     """
@@ -85,11 +85,11 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is known of the copies while tracing.
+    """Static parameters of a launch.
 
     Attributes:
       ring: the slots.
-      num_sms: thread blocks, one for each SM.
+      num_sms: number of thread blocks, one per SM.
       strided_side: 0 if the sources are the strided arrays, 1 if the destinations are.
       buffers: the blocks of a pair.
     """
@@ -109,7 +109,7 @@ class Job:
         return np.array(rows, np.int32)
 
     def chunk_words(self, side: int) -> list[int]:
-        """Words of the chunks of each array on a side, 0 for the sources."""
+        """Chunk size in words of each array on a side: 0 for sources, 1 for destinations."""
         words = {
             buffer.arrays[side]: cut(buffer.block_words, self.ring.chunk_words)[0]
             for buffer in self.buffers
@@ -118,7 +118,7 @@ class Job:
 
 
 def unsupported_reason(copy: BlockCopy, num_ids: int) -> str | None:
-    """Why Pallas does not serve a copy of up to `num_ids` pairs, or None if it does."""
+    """Why Pallas does not support a copy of up to `num_ids` pairs, or None if it does."""
     geometry = copy.geometry
     block_bytes = geometry.block_bytes
     if geometry.run_bytes != block_bytes:
@@ -139,7 +139,7 @@ def unsupported_reason(copy: BlockCopy, num_ids: int) -> str | None:
 
 
 def _has_words(dtype: Any) -> bool:
-    """Whether XLA has a bitcast between the type and words."""
+    """Whether XLA supports a bitcast between the dtype and words."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits >= 8
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 8

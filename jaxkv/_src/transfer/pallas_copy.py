@@ -1,28 +1,28 @@
 """Block copies between pinned host memory and HBM as one Pallas kernel.
 
-The kernel (Mosaic GPU, sm_90 and newer) moves each block with two bulk copies of the TMA unit,
-global -> shared -> global memory, so that a handful of SMs keeps the host link busy. One launch
-serves all arrays of a call, whatever the sizes of their blocks, if the blocks are one run on both
-sides; the CUDA kernel serves the others. Among those are bool and complex types: XLA has no bitcast
-between them and words, and any other view of them as words is a copy of the whole array. Types of
-less than a byte no implementation serves: view their packed bytes as uint8.
+The kernel (Mosaic GPU, sm_90 and newer) copies each block with two TMA bulk copies, global ->
+shared -> global memory, so that a few SMs saturate the host link. One launch supports all arrays
+of a call, with any block sizes, if each block is one run on both sides; other calls use the CUDA
+kernel. It also copies bool and complex types: XLA has no bitcast between them and words, and any
+other view as words is a copy of the entire array. No implementation supports sub-byte types: view
+their packed bytes as uint8.
 
-How host memory gets into a Mosaic kernel. An argument in host memory is refused while tracing:
-its Ref has memory space Host, and the copies want global memory. The hardware makes no difference,
-as a pinned address is a global address. Nor does XLA: in StableHLO a memory space is no part of a
-value's type, and in XLA the layout of a host parameter, memory space included, follows the value
-through bitcasts and aliases into any custom call. Only JAX's type is in the way, and `_relabel`
-changes just that: a primitive whose result has another type and that lowers to its own operand.
-  - Data dependencies hold, because the call's operand is the array itself and no view of it.
-  - Donation holds, because the written arrays are references that the call's results alias: a
-    donated array is written where it lies, and its result has the memory space it came with.
-    Without donation XLA copies what is written first, and only that, as for any update.
-  - Nothing else is copied: on row-major arrays reshapes and bitcasts to words cost nothing. The
-    optimised program is parameters, bitcasts and the call, also in loops and under `shard_map`.
-The other ways fail here. A custom call that aliases its operand and calls the result device memory
-makes XLA copy the whole pool first, unless the jit donates the pool and returns it, and a load does
-neither. An alias made outside jit through DLPack is a second array over the same bytes, whose reads
-and writes nothing orders. A table of addresses would hide the arrays from XLA altogether.
+Host memory in a Mosaic kernel: while tracing, Mosaic rejects an argument in host memory, since its
+Ref has memory space Host and the copies require global memory. The hardware does not distinguish
+the two: a pinned address is a global address. XLA does not either: StableHLO types have no memory
+space, and in XLA the layout of a host parameter, including its memory space, propagates through
+bitcasts and aliases into any custom call. Only the JAX type has to change. `_relabel` is a
+primitive that changes the type and lowers to its operand.
+  - Data dependencies are preserved: the operand of the call is the array itself, not a view.
+  - Donation is preserved: the written arrays are references aliased by the results. A donated array
+    is written in place, and the result keeps its memory space. Without donation XLA copies only
+    the written arrays first, as for any update.
+  - There is no other copy: for row-major arrays reshapes and bitcasts to words are free. The
+    optimized program has only parameters, bitcasts and the call, also in loops and `shard_map`.
+Alternatives that do not work: With a custom call that aliases its operand and declares the result
+device memory, XLA copies the entire pool first, unless the jit donates and returns the pool, and a
+load does neither. An alias created outside jit through DLPack is a second array over the same
+bytes, without ordering of reads and writes. A table of addresses would hide the arrays from XLA.
 """
 
 from __future__ import annotations
@@ -60,22 +60,21 @@ def copy_blocks_pallas(
 ) -> list[list[Any]]:
     """Traces the copies, all buffers in one kernel; only inside jit.
 
-    On platform cpu Pallas interprets the same kernel: slow, for tests, device memory only.
+    On platform cpu the kernel runs in the Pallas interpreter: slow, for tests, device memory only.
 
     Args:
-      copies: what to copy for each pair, all in one direction; `unsupported_reason` refuses none
-      of them.
-      pairs: int32[2 + 2n] of `plan_pairs`: how many blocks to copy, a word unused, then source and
-        destination of each. All are in range, and no block is a destination twice.
+      copies: copies of one direction; `unsupported_reason` is None for each.
+      pairs: int32[2 + 2n] of `plan_pairs`: the number of pairs, an unused word, then source and
+        destination of each pair. All ids are in range, and destinations are unique.
       results: types of the written arrays of each copy.
-      num_sms: SMs to run on, by default enough for the host link.
-      ring: the slots, by default what suits the sizes of the blocks.
+      num_sms: number of SMs; by default enough for the bandwidth of the host link.
+      ring: the slots; by default derived from the block sizes.
 
     Returns:
-      The written arrays of each copy, `copy.written` with the blocks in them.
+      `copy.written` of each copy, with the copied blocks.
 
     Raises:
-      NotImplementedError: the chunks of all copies are too many to count.
+      NotImplementedError: the number of chunks exceeds `MAX_CHUNKS`.
     """
     ring = ring or Ring.of(*(copy.geometry.block_bytes for copy in copies))
     job = Job(
@@ -110,7 +109,7 @@ def _has_tma() -> bool:
 
 
 def _as_blocks(array: Any, block_words: int) -> Any:
-    """An array of any type as int32[blocks, block_words] in device memory."""
+    """An array of any dtype as int32[blocks, block_words], typed as device memory."""
     array = _relabel(array)
     itemsize = array.dtype.itemsize
     if itemsize < WORD_BYTES:
@@ -119,7 +118,7 @@ def _as_blocks(array: Any, block_words: int) -> Any:
 
 
 def _from_blocks(blocks: Any, like: Any) -> Any:
-    """The array of type `like` that `_as_blocks` made blocks of."""
+    """Inverse of `_as_blocks`: the array of type `like`."""
     itemsize = like.dtype.itemsize
     if itemsize > WORD_BYTES:
         blocks = blocks.reshape(-1, itemsize // WORD_BYTES)
@@ -127,7 +126,7 @@ def _from_blocks(blocks: Any, like: Any) -> Any:
 
 
 def _relabel(array: Any, like: Any = None) -> Any:
-    """The same array with type `like`; by default in device memory and not varying over a mesh."""
+    """The same array with type `like`; by default device memory without varying mesh axes."""
     if like is None:
         like = jax.typeof(array).update(
             memory_space=jax.memory.Space.Device,

@@ -1,4 +1,4 @@
-"""The block copy as a Mosaic GPU kernel: sm_90 and newer."""
+"""Block copy as a Mosaic GPU kernel, for sm_90 and newer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORD = jnp.int32
 
 
 def _interpreter() -> Any:
-    """Parameters of Pallas' GPU interpreter on platform cpu, else False."""
+    """Parameters of the Pallas GPU interpreter on platform cpu, otherwise False."""
     if jax.default_backend() != "cpu":
         return False
     if hasattr(plgpu, "InterpretGPUParams"):  # since jax 0.11
@@ -55,7 +55,7 @@ def _run_mosaic(job: Job, pairs: Any, sources: list[Any], destinations: list[Any
         interpret=_interpreter(),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # Safe, as threads neither read nor write shared memory: only copies do.
+            # Safe: only bulk copies access shared memory, no thread does.
             unsafe_no_auto_barriers=True,
         ),
     )(pairs, jnp.array(job.parts()), *sources, *written)
@@ -63,9 +63,9 @@ def _run_mosaic(job: Job, pairs: Any, sources: list[Any], destinations: list[Any
 
 
 class _Place(NamedTuple):
-    """Where one side of a batch lies: in an array from `start` on, beginning with block `block`.
+    """Position of one side of a batch: words from `start` in the blocks of an array.
 
-    That is the block of pair `pair`; the block of id i is `first + i * stride`.
+    The first block is `block`, of pair `pair`; id i is block `first + i * stride`.
     """
 
     array: Any
@@ -77,19 +77,18 @@ class _Place(NamedTuple):
 
 
 class _Warpgroup:
-    """The kernel in one warpgroup, which passes every `workers`-th batch of chunks through.
+    """The kernel of one warpgroup, which copies every `workers`-th batch of chunks.
 
-    A batch is one part of `ring.batch` pairs. In turn t a warpgroup stores batch t - ahead, then
-    starts to load batch t into the slot of batch t - depth. The `lag` batches that were stored
-    after that one may still be leaving their slots.
+    A batch is one part of `ring.batch` pairs. In iteration (turn) t a warpgroup stores batch
+    t - ahead, then starts the load of batch t into the slot of batch t - depth. Stores of the `lag`
+    batches after t - depth may still be in flight.
 
     Args:
-      job: what is known while tracing.
+      job: static parameters of the launch.
       pairs, parts: int32 references: as for `copy_blocks_pallas`, and `job.parts()`.
-      sides: the sources and the destinations, int32[blocks, block_words] references in global
-        memory.
+      sides: sources and destinations, int32[blocks, block_words] references to global memory.
       shared: int32[slots, batch * chunk_words] reference to shared memory.
-      loaded: a barrier for each slot, which completes when its batch is there.
+      loaded: one barrier per slot, completed when its batch is loaded.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class _Warpgroup:
         self.batches = _divide(pairs[0] + (batch - 1), batch)[0] * len(self.table)
 
     def copy(self) -> None:
-        """All turns."""
+        """The main loop: all iterations."""
         turns, _ = _divide(self.batches - self.worker + (self.workers - 1), self.workers)
         places = self._locate(jnp.int32(0), 0), self._locate(jnp.int32(-self.ahead), 1)
         take_turn = functools.partial(self._take_turn, turns)
@@ -122,7 +121,7 @@ class _Warpgroup:
 
     def _take_turn(self, turns: Any, turn: Any, places: Any) -> Any:
         depth = self.ring.depth
-        # One turn early: a read of global memory takes as long as a turn.
+        # One iteration ahead: a global memory read takes as long as an iteration.
         next_places = self._locate(turn + 1, 0), self._locate(turn + 1 - self.ahead, 1)
 
         @pl.when(turn >= self.ahead)
@@ -137,8 +136,8 @@ class _Warpgroup:
         return next_places
 
     def _locate(self, turn: Any, side: int) -> _Place:
-        """The batch of a turn on side 0, the source, or 1."""
-        # Clipped, because places are found for turns that never come.
+        """The batch of an iteration, on side 0 (sources) or 1 (destinations)."""
+        # Clipped: also evaluated for iterations before the first and after the last batch.
         place = turn * self.workers + self.worker
         place = jnp.clip(place, 0, jnp.maximum(self.batches - 1, 0))
         group, part = _divide(place, len(self.table))
@@ -150,12 +149,12 @@ class _Warpgroup:
         return _Place(self._field(part, side), self._field(part, 2), first, stride, pair, block)
 
     def _field(self, part: Any, column: int) -> Any:
-        """A column of a part: a constant if it is the same in all of them."""
+        """A column of a part; a constant if it is equal in all parts."""
         values = self.table[:, column]
         return values[0] if (values == values[0]).all() else self.parts[part, column]
 
     def _block_of(self, side: int, pair: Any, first: Any, stride: Any) -> Any:
-        # The last batch may take the last pair again: the same bytes to the same place.
+        # The last batch may repeat the last pair: the same bytes to the same destination.
         return first + stride * self.pairs[2 + side + 2 * jnp.minimum(pair, self.last_pair)]
 
     def _load(self, slot: Any, place: _Place) -> None:
@@ -164,7 +163,7 @@ class _Warpgroup:
                 chunk,
                 self.shared.at[slot, piece],
                 self.loaded.at[slot],
-                # Else Mosaic takes a tensor map for each array, and boxes of 256 words.
+                # Otherwise Mosaic uses a tensor map per array, with TMA boxes of 256 words.
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 
@@ -178,7 +177,7 @@ class _Warpgroup:
         self._each_chunk(1, place, copy)
 
     def _each_chunk(self, side: int, place: _Place, use: Callable[[Any, Any], None]) -> None:
-        """Calls `use` with the chunks of a batch in global memory and their slices of the slot."""
+        """Calls `use` with each chunk of a batch in global memory and its slice of the slot."""
         use_array = functools.partial(self._each_chunk_of_array, side, place, use)
         _with_ref(place.array, self.sides[side], self.job.chunk_words(side), use_array)
 
@@ -189,7 +188,7 @@ class _Warpgroup:
             use(array.at[block, pl.ds(place.start, words)], pl.ds(i * words, words))
 
         def step(i: Any, block: Any) -> Any:
-            # Read one chunk early, as in `_take_turn`.
+            # Read one chunk ahead, as in `_take_turn`.
             following = self._block_of(side, place.pair + i + 1, place.first, place.stride)
             use_chunk(i, block)
             return following
@@ -201,14 +200,14 @@ class _Warpgroup:
 
 
 def _divide(number: Any, divisor: int) -> tuple[Any, Any]:
-    """Quotient and remainder of an int32 that is not negative, without Python's rounding."""
+    """Quotient and remainder of a non-negative int32, without Python's rounding."""
     return lax.div(number, np.int32(divisor)), lax.rem(number, np.int32(divisor))
 
 
 def _with_ref(
     index: Any, refs: Sequence[Any], words: Sequence[int], use: Callable[[Any, int], None]
 ) -> None:
-    """Calls `use` with one of the references and the words of its chunks."""
+    """Calls `use` with one of the references and its chunk size in words."""
     branches = [functools.partial(use, ref, size) for ref, size in zip(refs, words, strict=True)]
     if len(refs) == 1:
         branches[0]()

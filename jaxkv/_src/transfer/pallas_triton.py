@@ -1,4 +1,4 @@
-"""The block copy as a Pallas-Triton kernel: GPUs before sm_90."""
+"""Block copy as a Pallas-Triton kernel, for GPUs before sm_90."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _TRITON_TILE_COLUMNS = 1024
 
 
 # ---------------------------------------------------------------------------------------------
-# Pallas-Triton, deprecated since jax 0.11: before sm_90
+# Pallas-Triton is deprecated since jax 0.11; only for GPUs before sm_90
 
 
 def _run_triton(job: Job, pairs: Any, sources: list[Any], destinations: list[Any]) -> list[Any]:
-    """A launch for each buffer; a program moves a tile of words of several blocks at a time."""
+    """One launch per buffer; a program copies tiles of words of several blocks."""
     from jax.experimental.pallas import triton
 
     written = list(destinations)
@@ -43,7 +43,7 @@ def _run_triton(job: Job, pairs: Any, sources: list[Any], destinations: list[Any
 def _copy_tiles(
     job: Job, buffer: Buffer, pairs: Any, source: Any, _: Any, destination: Any
 ) -> None:
-    """The kernel for a buffer; references as for `_Warpgroup`."""
+    """The kernel of a buffer; references as for `_Warpgroup`."""
     from jax.experimental.pallas import triton
 
     words = buffer.block_words
@@ -56,7 +56,7 @@ def _copy_tiles(
 
     def move(turn: Any, _: None) -> None:
         row, column = _divide(program + turn * job.num_sms, tiles_per_row)
-        # No masks: what lies behind the last pair or word copies that one again.
+        # No masks: indices are clamped, so that the last pair or word is copied repeatedly.
         pair = jnp.minimum(row * rows + jnp.arange(rows, dtype=_WORD), count - 1)
         word = jnp.minimum(column * columns + jnp.arange(columns, dtype=_WORD), words - 1)
         blocks = [triton.load(pairs.at[2 + side + 2 * pair]) for side in (0, 1)]

@@ -1,4 +1,4 @@
-"""Arguments of a transfer checked and resolved to block copies."""
+"""Validation of the arguments of a transfer, and their resolution to block copies."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from jaxkv._src.transfer.dispatch import check_implementation_name
 from jaxkv._src.transfer.ids import HostIds, as_ids, check_page_ids, known_ids, num_ids_of
 
 Ids = Any  # int32[n] array, list of ints, or HostIds
-# Copies, blocks on either side, and what puts the written arrays of all copies back in place.
+# Copies, number of blocks on each side, and a function that builds the result from written arrays.
 _Resolved = tuple[list[BlockCopy], tuple[int, int] | None, Callable[[list[list[Any]]], Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedCall:
-    """What an operation comes to: its copies, and how their results make its own."""
+    """The copies of an operation, and the function that builds its result from theirs."""
 
     copies: list[BlockCopy]
     ids: tuple[Any, Any]
-    limits: tuple[int, int] | None  # blocks on either side; None where there are no arrays
+    limits: tuple[int, int] | None  # number of blocks on each side; None without arrays
     rebuild: Callable[[list[list[Any]]], Any]
 
 
@@ -40,7 +40,7 @@ def prepare(
     layers: int | Sequence[int] | None,
     implementation: str | None,
 ) -> tuple[PreparedCall, bool]:
-    """Checks the arguments of an operation; returns its copies, and whether it is being traced."""
+    """Checks the arguments of an operation; returns its copies and whether it is traced."""
     check_implementation_name(implementation)
     call = resolve(operation, state, ids, layers)
     leaves = jax.tree.leaves((state, call.ids))
@@ -59,7 +59,7 @@ def resolve(
     ids: tuple[Ids, Ids],
     layers: int | Sequence[int] | None,
 ) -> PreparedCall:
-    """What an operation comes to; raises where its arguments do not go together."""
+    """The copies of an operation; raises if its arguments do not match."""
     names, make_copies = _OPERATIONS[operation]
     source_ids, destination_ids = (
         as_ids(value, name) for value, name in zip(ids, names, strict=True)
@@ -160,7 +160,7 @@ def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> _Resolved
     return copies, limits, rebuild
 
 
-# For each operation the names of its id lists, source first, and what turns it into copies.
+# Per operation: names of the id arguments, source first, and the function that makes its copies.
 _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Any]]] = {
     "load_pages": (("host_pages", "device_pages"), _resolve_pages),
     "store_pages": (("device_pages", "host_pages"), _resolve_pages),
@@ -171,14 +171,14 @@ _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Any]]] = {
 
 
 def _check_host_ids_are_passed(ids: tuple[Any, Any], names: tuple[str, str]) -> None:
-    """What a program closes over, XLA copies: such HostIds are not those that the host made."""
+    """Rejects closed-over HostIds: XLA copies them, and a copy is not written by the host."""
     for entry, name in zip(ids, names, strict=True):
         if isinstance(entry, HostIds) and not isinstance(entry.data, jax.core.Tracer):
             raise ValueError(f"{name}: HostIds must be arguments of the jitted function")
 
 
 def _check_concrete(operation: str, call: PreparedCall, leaves: list[Any]) -> None:
-    """What only values show: deleted arrays, and ids that the host can read."""
+    """Checks of concrete values: deleted arrays, and ids that are known on the host."""
     for leaf in leaves:
         if not isinstance(leaf, jax.Array):
             continue
