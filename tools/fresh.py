@@ -1,9 +1,9 @@
-"""Runs make targets as a newcomer would: in a fresh clone, on a clean Debian.
+"""Runs make targets in a fresh clone on a clean Debian.
 
 `python tools/fresh.py test demo` unpacks a minimal Debian below build/fresh, with Python, a C++
 compiler, make and git, clones the current commit into it, and runs `make test`, then `make demo`
-there as an ordinary user. All it takes over from this machine is the way to the package index (name
-resolution, certificates, proxies, pip's configuration), whether this is CI, and $TESTS, the
+there as an ordinary user. Inherited from this machine are only the access to the package index
+(name resolution, certificates, proxies, pip's configuration), whether this is CI, and $TESTS, the
 arguments of pytest. Needs root and debootstrap.
 """
 
@@ -34,7 +34,7 @@ def run(*command: str | Path) -> None:
 
 
 def unpack_debian() -> None:
-    """Makes ROOT anew, from an archive that only the first run has to build."""
+    """Recreates ROOT from an archive that the first run builds."""
     archive = WORK / f"{SUITE}.tar"
     WORK.mkdir(parents=True, exist_ok=True)
     remove_root()
@@ -70,7 +70,7 @@ def pip_configuration() -> configparser.RawConfigParser:
 
 
 def local_paths(values: list[str]) -> list[Path]:
-    """Files and folders that configuration values name."""
+    """Files and folders named in configuration values."""
     words = [word for value in values for word in value.split()]
     paths = [Path(word) for word in words if word.startswith("/")]
     # The pages of an index on disk link to archives beside it.
@@ -79,7 +79,7 @@ def local_paths(values: list[str]) -> list[Path]:
 
 
 def give_network_access(environment: dict[str, str]) -> list[Path]:
-    """Copies into ROOT what the way to the package index needs; returns folders to mount there."""
+    """Copies the package index configuration into ROOT; returns folders to mount there."""
     configuration = pip_configuration()
     with open(ROOT / "etc" / "pip.conf", "w") as file:
         configuration.write(file)
@@ -113,7 +113,7 @@ def clone() -> None:
 
 
 def run_inside(commands: list[str], environment: dict[str, str], folders: list[Path]) -> None:
-    """Runs shell commands in ROOT. The mounts are in a namespace of their own and end with it."""
+    """Runs shell commands in ROOT. The mounts are in a separate namespace and end with it."""
     mounts = [f"mount -t proc proc {shlex.quote(str(ROOT / 'proc'))}"]
     for folder in folders:
         target = shlex.quote(f"{ROOT}{folder}")

@@ -1,6 +1,6 @@
-"""Prints where a part of the build lies: `python tools/locate.py nanobind|ffi-include|nvcc`.
+"""Prints the location of a build dependency: `python tools/locate.py nanobind|ffi-include|nvcc`.
 
-Nothing is imported to find it, so no package has to be importable, only installed.
+Nothing is imported to find it: a package has to be installed, but not importable.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def system_nvcc() -> str:
 
 
 def nvcc() -> str:
-    """The nvcc to build with: the machine's, else that of the package index, else ""."""
+    """The nvcc for the build: the machine's, else that of the package index, else ""."""
     return system_nvcc() or _first_good(_packaged_nvccs())
 
 

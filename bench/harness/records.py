@@ -2,10 +2,10 @@
 
 A file contains the measurements, the commit and the machine:
 
-    {commit, dirty, env, rows: [{case, metric, unit, value, roof, peers}],
+    {commit, dirty, env, rows: [{case, metric, unit, value, peak, peers}],
      targets: [{name, want: {op, value, unit}, got, met, bound}]}
 
-Peak bandwidths ("roof") and baselines ("peers") are measured in the same run as their value.
+Peak bandwidths ("peak") and baselines ("peers") are measured in the same run as their value.
 """
 
 import argparse
@@ -34,9 +34,9 @@ class Row:
     Attributes:
       case: the measured configuration, e.g. "load page_first_direct kernel 64 KiB".
       metric: the measured quantity, e.g. "bandwidth".
-      unit: unit of `value`, `roof` and `peers`, e.g. "GB/s" (1e9 bytes per second).
+      unit: unit of `value`, `peak` and `peers`, e.g. "GB/s" (1e9 bytes per second).
       value: the figure.
-      roof: peak bandwidth: {"name", "value"}.
+      peak: peak bandwidth: {"name", "value"}.
       peers: figures of the baselines, by name.
     """
 
