@@ -38,8 +38,7 @@ TRITON = "Triton, 12 programs"
 
 
 class Seconds(NamedTuple):
-    """Time of one copy by a baseline outside JAX: until the data is available, and for
-    submission."""
+    """Seconds of one copy by a baseline outside JAX: latency, and its share in submissions."""
 
     total: float
     submit: float
@@ -106,8 +105,7 @@ def copy(peer: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:
 def run(
     peer: str, src: Any, dst: Any, ids: tuple[np.ndarray, np.ndarray], *, calls: int, repeats: int
 ) -> Seconds:
-    """Times a baseline outside JAX, writing into JAX's array: requires exclusive use of both
-    arrays.
+    """Times a baseline outside JAX, writing into JAX's array; nothing else may use the two arrays.
 
     Args:
       peer: one of CODES.

@@ -63,8 +63,7 @@ class Timed(NamedTuple):
 
 
 def measure(step: Callable[[Any], Any], state: Any) -> tuple[Timed, Any]:
-    """Times a compiled program with stamps 0 and 1, `state = step(state)`; returns the last
-    state, too."""
+    """Times a compiled `state = step(state)` with stamps 0 and 1; returns the last state, too."""
     once, state = timing.single_call(step, state, repeats=1)
     calls = timing.chain_length(once.done)
     chains: list[tuple[float, float]] = []

@@ -87,8 +87,7 @@ def chain_length(seconds: float) -> int:
 
 
 def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float]:
-    """Median of the ratios of the rounds, and its standard error (assuming a normal
-    distribution)."""
+    """Median of the ratios of the rounds, and its standard error for a normal distribution."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     middle = statistics.median(ratios)
     deviation = 1.4826 * statistics.median(abs(r - middle) for r in ratios)

@@ -1,5 +1,4 @@
-"""Metadata built on the device, compared with NumPy and device_put: `python -m
-bench.metadata.build`.
+"""Metadata built on the device, and NumPy with device_put: `python -m bench.metadata.build`.
 
 - Each builder as a separate compiled program, at four batch sizes: number of kernels and GPU time
   (from a profile), and wall clock time of a call. Host baseline, where implemented here: wall clock
@@ -217,8 +216,7 @@ def step_with_build(model: Model, batch: BatchMetadata) -> tuple[Any, BatchMetad
 
 
 def measure_step(results: Results, quick: bool) -> None:
-    """Wall clock time of a step for each method; rounds alternate, so that clock changes affect
-    all."""
+    """Wall clock time of a step for each method; interleaved, so that clock changes affect all."""
     model = make_model()
     steps, rounds = (5, 2) if quick else (50, 9)
     first = make_batch(STEP_REQUESTS, STEP_REQUESTS)

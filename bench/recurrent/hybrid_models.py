@@ -37,8 +37,7 @@ class Model(NamedTuple):
         return {conv: window, StateKind.TEMPORAL: self.temporal}
 
     def moved_bytes(self, bias: int) -> int:
-        """Bytes copied per layer for a row whose state is `bias` tokens past the start of its
-        window."""
+        """Bytes copied per layer for a row whose state is `bias` tokens past its window's start."""
         return 2 * ((self.width - bias) * self.dim + math.prod(self.temporal))
 
 

@@ -135,8 +135,7 @@ class Scheduler:
         ]
 
     def can_skip(self, in_flight: int) -> bool:
-        """Whether the next step needs no copy; each step in flight accepts 1 to QUERY tokens,
-        not yet known."""
+        """Whether the next step needs no copy, for any 1 to QUERY tokens per step in flight."""
         slack, rows = DRAFTS * in_flight, np.ones_like(self.computed)
         return jaxkv.recurrent.can_skip_align_postprocess(
             self.computed + in_flight,

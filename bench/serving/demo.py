@@ -44,8 +44,7 @@ def serve(flags: Sequence[str]) -> tuple[dict[str, Any], int]:
 
 
 def record(results: Results, summary: dict[str, Any]) -> None:
-    """Rows per round of turns, and as targets the equality of all tokens with and without
-    offload."""
+    """Rows per round of turns; targets: equality of all tokens with and without offload."""
     rounds = summary["rounds"]
     others = [name for name in rounds if name != RUN]
     cases = {

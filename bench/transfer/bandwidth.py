@@ -201,8 +201,8 @@ class Bench:
         self.record_choice(made, direction, count, found)
 
     def ways(self, block_bytes: int, many: bool) -> list[Method]:
-        """Every implementation by default and, for many blocks, with the numbers of SMs in
-        targets."""
+        """Every implementation by default and, for many blocks, with the targets' numbers of
+        SMs."""
         names = IMPLEMENTATIONS[self.platform]
         sm_counts: list[int] = []
         if many:
@@ -326,8 +326,7 @@ def _many(grid: Grid, direction: str, block_bytes: int) -> Point:
 def _peak_targets(
     results: Results, grid: Grid, found: dict[Point, Row], direction: str, block_bytes: int
 ) -> None:
-    """Shares of peak bandwidth for copies that use SMs; excludes the copy engine, which uses
-    none."""
+    """Shares of peak bandwidth of copies by SMs; not of the copy engine, which uses none."""
     cell = _many(grid, direction, block_bytes)
     for most, want in ((12, 0.9),) if block_bytes < 8 * KIB else ((4, 0.9), (2, 0.85)):
         shares = [

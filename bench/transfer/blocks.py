@@ -71,8 +71,7 @@ class Blocks:
         self.fill()
 
     def fill(self) -> None:
-        """Creates missing arrays: at first both sides, later those that a failed program
-        consumed."""
+        """Creates missing arrays: at first both sides, later those consumed by a failed program."""
         shape = (self.num_blocks, self.block_bytes // np.dtype(WORD).itemsize)
         for seed, (side, kind) in enumerate((("host", "pinned_host"), ("device", "device"))):
             if side not in self.arrays:
@@ -176,8 +175,7 @@ class Program:
         return self._advance(functools.partial(timing.single_call, self.step, repeats=repeats))
 
     def _advance(self, run: Callable[[Any], Any]) -> Any:
-        """Runs `destination -> destination` or `-> (figure, destination)`; keeps the new
-        destination."""
+        """Runs `destination -> destination` or `-> (figure, destination)`; keeps the outputs."""
         arrays = self._blocks.arrays
         with self._way.taken(self.num_sms):  # for all runs, as any may compile
             result = run(arrays.pop(self._destination))

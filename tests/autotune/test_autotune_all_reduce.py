@@ -107,7 +107,7 @@ def test_equally_fast_ones_do_not_take_turns():
 
 
 def test_noise_does_not_add_up():
-    """Comparing neighbours only would keep psum: it is close to one_shot, and one_shot to
+    """A comparison of neighbours would keep psum: it is near one_shot, and one_shot near
     two_shot."""
     times = {
         1024: [{"psum": 1.0}],

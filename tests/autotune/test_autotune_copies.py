@@ -1,5 +1,4 @@
-"""`python -m jaxkv.tune`: verification before timing, and the written table's effect on
-dispatch."""
+"""`python -m jaxkv.tune`: verification before timing, and use of the written table."""
 
 import os
 import subprocess

@@ -1,5 +1,4 @@
-"""`bench.collectives.all_reduce` and `bench.collectives.tensor_parallel`: verification,
-aggregation and targets."""
+"""The all_reduce and tensor_parallel benchmarks: verification, aggregation and targets."""
 
 import functools
 import json

@@ -11,8 +11,7 @@ pytestmark = pytest.mark.host_only
 
 @pytest.fixture
 def step(monkeypatch):
-    """Makes steps of the given durations; a wait takes as long as its argument says, and returns
-    50."""
+    """Makes steps of the given durations; a wait takes as long as its argument, and returns 50."""
     passed: list[int] = []
 
     def advance(seconds, state):

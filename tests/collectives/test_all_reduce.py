@@ -236,8 +236,7 @@ def test_vmap_and_inner_jit(memories):
 
 @pytest.mark.parametrize("rows_axis", [0, 1])
 def test_rows_of_a_vmap_go_in_one_call(memories, rows_axis):
-    """By an implementation for their total bytes: rows that fit one by one may exceed a buffer
-    together."""
+    """Chosen by their total bytes: rows that fit one by one may exceed a buffer together."""
     memory = memories[2]
     rows, columns = 8, MAX_BYTES // 4 // 4
     x = operand(2, (rows, columns), "float32")

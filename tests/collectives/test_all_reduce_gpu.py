@@ -89,8 +89,7 @@ def test_large_messages(world, dtype, num_bytes):
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # the ticket and the plan
 @pytest.mark.parametrize("way, num_bytes", [("low_latency", 4 << 20), ("two_shot", 64 << 20)])
 def test_an_all_reduce_does_not_wait_for_a_copy_beside_it(way, num_bytes):
-    """All its thread blocks fit next to the SMs of a copy: one that did not would block all
-    ranks."""
+    """All its thread blocks fit next to a copy's SMs: one that did not would block all ranks."""
     spec = jaxkv.KVCacheSpec(1, 64, 8, 128, jnp.bfloat16)
     pages = jnp.arange(4096)  # 1 GiB, some 20 ms
     pool = jaxkv.HostPool.create(spec, num_pages=len(pages))

@@ -160,8 +160,7 @@ def devices(*processes):
 
 
 def test_devices_of_several_kinds_are_refused():
-    """Their kernels may have different numbers of blocks, and block b synchronizes only with
-    block b."""
+    """Numbers of thread blocks may differ, and block b synchronizes only with block b."""
     mixed: Any = SimpleNamespace(axis_names=(AXIS,), shape={AXIS: 2}, devices=devices(0, 0)[0])
     for device, mixed_kind in zip(mixed.devices, ("H200", "H100"), strict=True):
         device.device_kind = mixed_kind

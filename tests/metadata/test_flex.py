@@ -262,8 +262,7 @@ def test_bad_arguments():
 
 
 def softmax_attention(q, keys, values, mask):
-    """Attention of q [T, D] to keys, values [T, K, D] under mask [T, K]; 0 for an empty mask
-    row."""
+    """Attention of q [T, D] to keys, values [T, K, D] under mask [T, K]; 0 for empty mask rows."""
     scores = jnp.where(mask, jnp.einsum("td,tkd->tk", q, keys), -jnp.inf)
     top = jnp.max(scores, axis=1, keepdims=True, initial=-1e30)
     weights = jnp.exp(scores - top)

@@ -181,8 +181,7 @@ def test_a_single_descriptor_is_no_batch(program):
 
 
 def test_neighbours_of_two_buffers_are_not_joined(program):
-    """Two buffers in one array: the last block of the first is adjacent to the first of the
-    second."""
+    """Two buffers in one array: the first's last block is adjacent to the second's first."""
     copy = Copy(whole(), 2, 2, num_buffers=2, joint=True)
     assert copy.check(program, [0, 1], [0, 1]) == [2]
 

@@ -205,8 +205,7 @@ def test_an_implementation_that_cannot_serve_is_refused(direction, name, error, 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("direction, inside_jit", [*product(DIRECTIONS, (False, True))])
 def test_a_sharded_pool_is_refused_outside_shard_map(direction, inside_jit):
-    """XLA would gather the pool for a call that it can't partition; a mesh with explicit axes
-    shows it."""
+    """XLA would gather the pool for a call that it can't partition; visible with explicit axes."""
     case = make_case()
     mesh = jax.sharding.Mesh(
         mesh_of(2).devices, ("tp",), axis_types=(jax.sharding.AxisType.Explicit,)

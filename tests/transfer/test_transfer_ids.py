@@ -60,8 +60,7 @@ def check_ids(
 
 @st.composite
 def id_lists(draw) -> dict:
-    """Long lists, most of them with padding, out-of-range ids and duplicates in random
-    positions."""
+    """Long lists, most of them with padding, out-of-range ids and duplicates at random."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     n = draw(st.integers(1, 700))
     num_src, num_dst = draw(st.integers(1, 800)), n + draw(st.integers(0, 99))

@@ -90,8 +90,7 @@ def test_other_ids_of_the_same_length_do_not_trace_again(direction, implementati
 
 
 def test_a_step_may_load_compute_and_store(implementation):
-    """Each op must see the writes of the previous one: load, add to the cache, store, load
-    again."""
+    """Each op must see the previous writes: load, add to the cache, store, load again."""
     case = make_case("page_first_direct", dtype="int8")
     options = {"implementation": implementation}
     (loaded_host, loaded), (stored_host, stored), (_, last) = (

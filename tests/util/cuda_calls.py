@@ -16,8 +16,8 @@ SOURCE = Path(__file__).with_suffix(".cc")
 
 @contextlib.contextmanager
 def count_cuda_calls() -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """Calls within the `with` block, of this thread and of all others, by function; filled at
-    its end."""
+    """Calls in the `with` block, of this thread and of all others, by function; filled at its
+    end."""
     library = _library()
     own: Counter[str] = Counter()
     others: Counter[str] = Counter()

@@ -277,8 +277,7 @@ class Copy:
 
 
 class Interpreter:
-    """Runs a module once; `select_implementation(n)` picks one of n branches, or a loop's trip
-    count."""
+    """Runs a module once; `select_implementation(n)` picks one of n branches or a trip count."""
 
     def __init__(self, lowered: Module, select_implementation: Callable[[int], int]) -> None:
         module = lowered.module
