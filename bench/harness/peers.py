@@ -38,7 +38,8 @@ TRITON = "Triton, 12 programs"
 
 
 class Seconds(NamedTuple):
-    """Seconds of one copy by a baseline outside JAX: latency, and its share in submissions."""
+    """Seconds per copy of a baseline outside JAX: until the data is available, and in
+    submissions."""
 
     total: float
     submit: float

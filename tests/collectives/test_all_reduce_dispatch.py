@@ -136,7 +136,7 @@ def test_another_mesh_is_refused(memories):
 
 
 def test_another_order_of_devices_is_refused():
-    """A device's rank is its position in the memory's mesh: rows would be mixed up."""
+    """A device's rank is its position in the memory's mesh: the sums would be of other rows."""
     if jax.device_count() < 4:
         pytest.skip("needs 4 devices")
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
