@@ -175,7 +175,7 @@ class Program:
         return self._advance(functools.partial(timing.single_call, self.step, repeats=repeats))
 
     def _advance(self, run: Callable[[Any], Any]) -> Any:
-        """Runs `destination -> destination` or `-> (figure, destination)`; keeps the outputs."""
+        """Runs `destination -> destination` or `-> (figure, destination)`; returns the figure."""
         arrays = self._blocks.arrays
         with self._way.taken(self.num_sms):  # for all runs, as any may compile
             result = run(arrays.pop(self._destination))

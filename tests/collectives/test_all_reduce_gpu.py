@@ -26,7 +26,7 @@ from tests.util.ranks import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 
-CALLS = 6  # XLA makes a graph of five operations or more
+CALLS = 6  # XLA captures graphs of five operations or more
 ROUNDS = 24
 
 

@@ -148,7 +148,7 @@ def test_no_switch_unless_a_user_has_said_so(monkeypatch):
 
 
 def devices(*processes):
-    """Of one GPU each."""
+    """Devices of one GPU each."""
     return np.array(
         [
             [

@@ -103,7 +103,7 @@ def make_case(
     seed: int = 0,
     **spec,
 ) -> Case:
-    """Builds a case of random bytes; `spec` goes to `spec_of`."""
+    """A case of random bytes; `spec` is passed to `spec_of`."""
     rng = np.random.default_rng(seed)
     reference = ReferenceLayout(spec_of(**spec), layout, host_pages, head_groups)
     of = reference.spec
