@@ -145,7 +145,7 @@ class Scheduler:
         )
 
     def due(self, counts: np.ndarray) -> bool:
-        """Whether the step that accepted these ended in another block than it certainly would."""
+        """Whether a context reaches another block boundary with these counts."""
         block_size = self.model.block_size
         return bool(((self.computed + counts) // block_size * block_size > self.computed).any())
 
