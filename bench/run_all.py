@@ -1,6 +1,6 @@
-"""Runs every benchmark, each in a process of its own: `python -m bench.run_all [--quick]`.
+"""Runs every benchmark in a separate process: `python -m bench.run_all [--quick]`.
 
-Separate processes start with empty device memory, and one that fails does not stop the others.
+Separate processes start with empty device memory, and a failure does not stop the others.
 """
 
 import subprocess
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from bench.harness.records import REPOSITORY, arguments
 
-BENCHMARKS = {  # by the name of the record
+BENCHMARKS = {  # by record name
     "transfer": "transfer.bandwidth",
     "small_batches": "transfer.small_batches",
     "pages": "transfer.pages",

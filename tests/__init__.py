@@ -1,1 +1,1 @@
-"""Tests; the folders are those of jaxkv/_src."""
+"""Tests, in the folder structure of jaxkv/_src."""

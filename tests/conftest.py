@@ -1,4 +1,4 @@
-"""Fixtures that every test file shares: the platform, its implementations, and skips by marker."""
+"""Shared fixtures: the platform, its implementations, and skips by marker."""
 
 from collections.abc import Generator
 
@@ -9,16 +9,16 @@ import pytest
 from tests.util.implementations import IMPLEMENTATIONS
 
 jax.config.update("jax_num_cpu_devices", 8)
-# No test is about time: a slow machine or a sanitizer must not fail one.
+# No deadlines: a slow machine or a sanitizer must not fail a test.
 hypothesis.settings.register_profile("jaxkv", deadline=None)
-# For runs that repeat others: another jax, a sanitizer (`pytest --hypothesis-profile=brief`).
+# For repeated runs: another jax, a sanitizer (`pytest --hypothesis-profile=brief`).
 hypothesis.settings.register_profile("brief", deadline=None, max_examples=5)
 hypothesis.settings.load_profile("jaxkv")
 
 
 @pytest.fixture(scope="module")
 def multicast() -> Generator[None]:
-    """Lets memory stand in for a switch, which a GPU machine may share with others."""
+    """Simulates a multicast switch in memory; a GPU machine may share the real one with others."""
     with pytest.MonkeyPatch.context() as patch:
         if jax.default_backend() == "cpu":
             patch.setenv("JAXKV_MULTICAST", "1")
@@ -27,9 +27,9 @@ def multicast() -> Generator[None]:
 
 @pytest.fixture(scope="module")
 def memories(multicast):
-    """By number of ranks; used by test after test, as by a server for days."""
+    """By number of ranks; reused by many tests, as in a long-running server."""
     from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
-    from tests.util.ranks import MAX_BYTES, memory_of  # which starts the backend
+    from tests.util.ranks import MAX_BYTES, memory_of  # starts the backend
 
     made = {n: memory_of(n, max_bytes=MAX_BYTES) for n in WORLD_SIZES if n <= jax.device_count()}
     yield made
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Skips what Pallas refuses: it alone serves nothing but whole blocks of 128-byte units."""
+    """Skips calls that Pallas rejects: it supports only entire blocks of 128-byte units."""
     try:
         return (yield)
     except NotImplementedError as error:

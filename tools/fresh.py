@@ -2,9 +2,9 @@
 
 `python tools/fresh.py test demo` unpacks a minimal Debian below build/fresh, with Python, a C++
 compiler, make and git, clones the current commit into it, and runs `make test`, then `make demo`
-there as an unprivileged user. From this machine it inherits only the access to the package index
-(name resolution, certificates, proxies, pip's configuration), $CI, and $TESTS, the arguments of
-pytest. Needs root and debootstrap.
+there as an ordinary user. Inherited from this machine are only the access to the package index
+(name resolution, certificates, proxies, pip's configuration), whether this is CI, and $TESTS, the
+arguments of pytest. Needs root and debootstrap.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run(*command: str | Path) -> None:
 
 
 def unpack_debian() -> None:
-    """Recreates ROOT from an archive, which the first run builds."""
+    """Recreates ROOT from an archive that the first run builds."""
     archive = WORK / f"{SUITE}.tar"
     WORK.mkdir(parents=True, exist_ok=True)
     remove_root()
@@ -49,7 +49,7 @@ def unpack_debian() -> None:
 
 
 def remove_root() -> None:
-    # --one-file-system: a mount below ROOT may have outlived its namespace.
+    # Another file system below it would be a mount that outlived its namespace.
     run("rm", "-rf", "--one-file-system", ROOT)
 
 
@@ -70,16 +70,16 @@ def pip_configuration() -> configparser.RawConfigParser:
 
 
 def local_paths(values: list[str]) -> list[Path]:
-    """Existing files and directories in configuration values."""
+    """Files and folders named in configuration values."""
     words = [word for value in values for word in value.split()]
     paths = [Path(word) for word in words if word.startswith("/")]
-    # The pages of an index on disk link to archives in its parent directory.
+    # The pages of an index on disk link to archives beside it.
     paths += [Path(word.removeprefix("file://")).parent for word in words if "file:///" in word]
     return [path for path in dict.fromkeys(paths) if path != Path("/") and path.exists()]
 
 
 def give_network_access(environment: dict[str, str]) -> list[Path]:
-    """Copies the files that package index access needs into ROOT; returns directories to mount."""
+    """Copies the package index configuration into ROOT; returns folders to mount there."""
     configuration = pip_configuration()
     with open(ROOT / "etc" / "pip.conf", "w") as file:
         configuration.write(file)
@@ -113,7 +113,7 @@ def clone() -> None:
 
 
 def run_inside(commands: list[str], environment: dict[str, str], folders: list[Path]) -> None:
-    """Runs shell commands in ROOT, with mounts in a namespace that ends with them."""
+    """Runs shell commands in ROOT. The mounts are in a separate namespace and end with it."""
     mounts = [f"mount -t proc proc {shlex.quote(str(ROOT / 'proc'))}"]
     for folder in folders:
         target = shlex.quote(f"{ROOT}{folder}")

@@ -1,6 +1,6 @@
 """Prints the location of a build dependency: `python tools/locate.py nanobind|ffi-include|nvcc`.
 
-Packages must be installed but are not imported.
+Nothing is imported to find it: a package has to be installed, but not importable.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ NVCC_MINIMUM = (13, 0)
 
 
 def package_dirs(name: str) -> list[Path]:
-    """Directories of an installed package (several for a namespace package); does not import it."""
+    """Folders of an installed package (several for a namespace package), without importing it."""
     spec = importlib.util.find_spec(name)
     return [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
 
 
 def nanobind() -> str:
-    """CMake directory of nanobind."""
+    """CMake folder of nanobind."""
     return str(package_dirs("nanobind")[0] / "cmake")
 
 
 def ffi_include() -> str:
-    """Directory of XLA's FFI headers in jaxlib."""
+    """Folder of XLA's FFI headers, as jaxlib ships them."""
     return str(package_dirs("jaxlib")[0] / "include")
 
 
 def nvcc_version(nvcc: str) -> tuple[int, int] | None:
-    """(major, minor) of an nvcc; None if it does not run."""
+    """(major, minor) of an nvcc, None if it does not run."""
     try:
         text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     except OSError:
@@ -61,12 +61,12 @@ def _first_good(nvccs: Iterator[str]) -> str:
 
 
 def system_nvcc() -> str:
-    """The machine's nvcc if it is recent enough, else ""."""
+    """The machine's nvcc if it is new enough, else ""."""
     return _first_good(_system_nvccs())
 
 
 def nvcc() -> str:
-    """The machine's nvcc, else that of the package index, else ""."""
+    """The nvcc for the build: the machine's, else that of the package index, else ""."""
     return system_nvcc() or _first_good(_packaged_nvccs())
 
 

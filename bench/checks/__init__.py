@@ -1,1 +1,1 @@
-"""Tests on a GPU, recorded."""
+"""GPU test runs and their records."""

@@ -1,8 +1,8 @@
-"""Runs the tests on this machine's GPU and records what passed: `python -m bench.checks.gpu_test`.
+"""Runs and records the tests on this machine's GPU: `python -m bench.checks.gpu_test`.
 
-Ordinary tests run too, since most of them serve every platform, with fewer random cases than on a
-CPU; where pytest-xdist is installed, several processes share the GPU. `--multigpu` runs the tests
-that need several GPUs instead. Exits with pytest's code.
+Includes the platform-independent tests, with fewer random cases than on a CPU. With pytest-xdist,
+several processes share the GPU. `--multigpu` runs the multi-GPU tests instead. Exits with pytest's
+code.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from jaxkv._src.environment import report as environment_report
 NOT_ON_A_GPU = 2  # exit code; pytest's own for "interrupted", never for "passed"
 ANYWHERE = "not gpu and not cpu_only and not multigpu and not host_only"
 GPU_ONLY = "gpu and not cpu_only and not multigpu"
-MAX_PROCESSES = 8  # of one GPU: each takes about 1 GiB of it, and a core or two to compile
+MAX_PROCESSES = 8  # per GPU: each takes about 1 GiB of it, and a core or two to compile
 
 
 class Outcomes:
-    """A pytest plugin that counts outcomes per file."""
+    """A pytest plugin that counts outcomes by file."""
 
     def __init__(self) -> None:
         self.counts: dict[str, collections.Counter[str]] = collections.defaultdict(
@@ -34,7 +34,7 @@ class Outcomes:
         self.failures: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # Set-up and tear-down count only when they decide the outcome.
+        # Setup and teardown count only when they decide the outcome.
         if report.when == "call" or not report.passed:
             self._count(report)
 
@@ -73,19 +73,19 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def test_runs(multigpu: bool) -> list[list[str]]:
-    """Arguments of pytest, run by run."""
+    """pytest arguments of each run."""
     if multigpu:
         return [["-m", "multigpu"]]
     if importlib.util.find_spec("xdist") is None:
         return [["-m", f"({ANYWHERE}) or ({GPU_ONLY})"]]
     parallel = ["-n", "auto", f"--maxprocesses={MAX_PROCESSES}", "--dist=worksteal"]
-    parallel += ["-p", "no:benchmark"]  # where it is installed it warns, which is an error here
-    # Tests of order compare with work that is slow, and have the GPU to themselves.
+    parallel += ["-p", "no:benchmark"]  # if installed it warns, which is an error here
+    # Ordering tests rely on slow work and need the GPU to themselves.
     return [["-m", ANYWHERE, *parallel], ["-m", GPU_ONLY]]
 
 
 def run(*runs: Sequence[str]) -> tuple[Outcomes, int]:
-    """Runs pytest with these arguments, one run after another, and returns the highest code."""
+    """Runs pytest once per argument list and returns the highest exit code."""
     outcomes = Outcomes()
     codes = [pytest.main([*arguments], plugins=[outcomes]) for arguments in runs]
     return outcomes, int(max(codes))

@@ -16,12 +16,12 @@ TOOL = "compute-sanitizer"
 
 
 def record(results: Results, output: str) -> bool:
-    """Rows and targets from what compute-sanitizer and pytest printed; whether all are met."""
+    """Rows and targets from the output of compute-sanitizer and pytest; whether all are met."""
     counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed)", output)}
     errors = [int(count) for count in re.findall(r"ERROR SUMMARY: (\d+) error", output)]
     for outcome in ("passed", "failed"):
         results.row("tests marked sanitizer", outcome, "tests", counts.get(outcome, 0))
-    # Without a summary the tool itself failed: no measurement, which is not the same as no error.
+    # A missing summary means that the tool itself failed: no measurement, as opposed to no error.
     found = sum(errors) if errors else None
     targets = [
         results.target("memory errors in the CUDA handlers", found, "==", 0, "errors"),
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     command = [TOOL, "--tool", "memcheck", "--report-api-errors", "no"]
     command += [sys.executable, "-m", "pytest", "-m", "sanitizer"]
-    # One allocation for each array, or its neighbour in XLA's pool would hide an overflow.
+    # One allocation per array: in XLA's pool a neighbouring array would hide an overflow.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     run = subprocess.run(
         command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE,

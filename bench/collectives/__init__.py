@@ -1,1 +1,1 @@
-"""Benchmarks of all-reduce."""
+"""All-reduce benchmarks."""

@@ -1,32 +1,32 @@
-"""`jaxkv.all_reduce`, XLA's psum and PyTorch's all-reduces: `python -m
-bench.collectives.all_reduce`.
+"""`jaxkv.all_reduce`, XLA's psum and PyTorch's all-reduces.
 
-Messages of bfloat16, 1 KiB to 64 MiB on each device, at 2, 4 and 8 devices, as many as there are;
-all devices in one process, and a process each. Ours: what the tuning table chooses, and each
-algorithm by name. `psum`: as XLA does it by default (the kernel that ran is told), with XLA's own
-kernels off, so that it is NCCL's, and with NCCL's symmetric buffers (both at some sizes). PyTorch:
-NCCL, and the two of symmetric memory, from CUDA graphs. Everything that is timed gave right sums
-before. Each setting is a program of its own: one that fails or hangs is named in the results, and
-the others go on.
+Usage: `python -m bench.collectives.all_reduce`.
 
-Three figures, each of them taken alike of all, so that like stands against like:
+bfloat16 messages of 1 KiB to 64 MiB per device, on 2, 4 and 8 devices where available, in one
+process and with one process per device. jaxkv: the choice of the tuning table, and each algorithm
+by name. `psum`: XLA's default (the kernel that ran is recorded), NCCL (XLA's own kernels off), and
+NCCL with symmetric buffers (both at some sizes). PyTorch: NCCL and the two symmetric-memory
+all-reduces, in CUDA graphs. All results are verified before they are timed. Each setting runs as a
+separate program; failures and timeouts are recorded, and the others continue.
 
-- "GPU time": of the kernel, from a profile of calls that follow each other (an algorithm by name
-  has products between them). It begins when the first rank comes and waits for the last, so of each
-  call the shortest over the ranks counts, that of the rank which came last; then the median over
-  calls ("fastest" is the least). What lies between two kernels is not in it.
-- "call in a chain": wall clock of calls that follow each other, with what lies between: of ours and
-  psum in one jitted chain of nothing else, of PyTorch in a replayed graph, timed by events. If at
-  all, this favours PyTorch: its time has no dispatch in it.
-- "pair in a chain": wall clock of an all-reduce and a product in a jitted chain, as in a step.
+Three metrics, measured identically for all methods:
 
-A jitted chain is given what the one before it left, to write in: so addresses stay as they are, and
-XLA replays its graphs without mending them, as PyTorch does.
+- "GPU time": kernel duration, from a profile of consecutive calls (with products between them for
+  an algorithm by name). A duration starts when the rank enters the call and includes its wait for
+  the last rank, so the shortest over the ranks counts for each call, that of the last rank; then
+  the median over calls ("fastest" is the minimum). Gaps between kernels are excluded.
+- "call in a chain": wall clock time of consecutive calls, gaps included: for jaxkv and psum in one
+  jitted chain of all-reduces alone, for PyTorch in a replayed graph, timed by events. This can only
+  favour PyTorch, whose time has no dispatch in it.
+- "pair in a chain": wall clock time of an all-reduce and a product in a jitted chain, as in a step.
 
-A target holds for a range of sizes, of which the worst counts. Of ours it takes what the table
-chooses; peers are the best of PyTorch's three at each size. Not so psum, though its kernels may be
-faster than PyTorch's, NCCL's on symmetric buffers above all: docs/performance.md shows them. Copies
-into symmetric memory are in our times, and not in PyTorch's.
+A jitted chain is donated the output of the previous one: addresses stay the same, and XLA replays
+its graphs without updating them, as PyTorch does.
+
+A target covers a range of sizes, of which the worst counts. The jaxkv figure is that of the tuning
+table's choice; the baseline is the best of PyTorch's three methods at each size. psum is excluded,
+though its kernels may be faster than PyTorch's, above all NCCL's on symmetric buffers: see
+docs/performance.md. jaxkv times include the copy into symmetric memory, PyTorch's do not.
 """
 
 import os
@@ -46,20 +46,20 @@ from jaxkv._src.environment import report
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB << i for i in (0, 2, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)]
-MAIN_SIZES = (KIB, 32 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB)  # of a summary
+MAIN_SIZES = (KIB, 32 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB)  # shown in a summary
 WORLDS = (2, 4, 8)
 GPU_TIME, FASTEST = "GPU time", "GPU time, fastest"
 ALONE, PAIR = "call in a chain", "pair in a chain"
 FAILED = "not measured"
 ONE_PROCESS, MANY, TORCH = "one process", "a process each", "PyTorch"
-COPIES = "copies to the next device"  # not of a peer, but of the links
+COPIES = "copies to the next device"  # peak of the links, not a baseline
 OWN_OFF, SYMMETRIC = "psum, XLA's own kernels off", "psum, NCCL symmetric buffers"
-LINK = {"NVIDIA H200": ("NVLink4", 478e9)}  # bytes a second and direction
+LINK = {"NVIDIA H200": ("NVLink4", 478e9)}  # bytes per second and direction
 MAIN_TIMEOUT_S, PEER_TIMEOUT_S = 150.0, 75.0
 
 
 class Band(NamedTuple):
-    """Sizes from `least` to `most` bytes, and the ratio to the best peer that is wanted."""
+    """Message sizes from `least` to `most` bytes, and the target ratio to the best baseline."""
 
     least: int
     most: int
@@ -79,14 +79,14 @@ PAIR_BAND = Band(KIB, 256 * KIB, 0.5)
 
 
 class Case(NamedTuple):
-    """What a row is about; `ran` says which algorithm or kernels that was.
+    """Case of a row; `ran` names the algorithm or the kernels.
 
     Attributes:
-      world: devices.
-      setting: how they are driven.
-      num_bytes: of a message, on each device.
-      way: "chosen", an algorithm, or a peer.
-      ran: the algorithm chosen, or for a peer the kernels seen.
+      world: number of devices.
+      setting: one process for all devices, or one per device.
+      num_bytes: message size per device.
+      way: "chosen", an algorithm, or a baseline.
+      ran: the chosen algorithm, or the observed kernels of a baseline.
     """
 
     world: int
@@ -109,13 +109,13 @@ class Case(NamedTuple):
 
 CASE = re.compile(r"(\d+) devices, ([^:]+), (\d+) (KiB|MiB): (.+) \((.*)\)")
 
-# Figures in seconds by metric, by (setting, way) and bytes; and what the kernels are called.
+# Seconds by metric, by (setting, way) and bytes; and the names of the kernels.
 Times = dict[tuple[str, str], dict[int, dict[str, float]]]
 Names = dict[tuple[str, str, int], str]
 
 
 class Bench:
-    """All settings of one number of devices."""
+    """All settings for one number of devices."""
 
     def __init__(self, results: Results, platform: str, world: int, *, quick: bool):
         self.results, self.platform, self.world = results, platform, world
@@ -145,7 +145,7 @@ class Bench:
         }  # fmt: skip
 
     def _run_each(self, setting: str, module: str, request: dict[str, Any]) -> None:
-        """A process for each device."""
+        """One process per device."""
         port = processes.free_port()
         requests = [{**request, "rank": rank, "port": port} for rank in range(self.world)]
         self._run(setting, requests, PEER_TIMEOUT_S, module=module)
@@ -177,7 +177,7 @@ class Bench:
     def _tell_reasons(
         self, what: str, ranks: Sequence[Sequence[dict[str, Any]]], renamed: dict[str, str]
     ) -> None:
-        """Why a way was not measured; what several ranks say once."""
+        """Prints why a method was not measured; a reason given by several ranks once."""
         reasons: dict[str, bool] = {}
         for answer in (answer for answers in ranks for answer in answers):
             size = size_text(answer["bytes"]) if "bytes" in answer else "all sizes"
@@ -189,7 +189,7 @@ class Bench:
             self._failed(told, recorded=recorded)
 
     def _failed(self, why: str, *, recorded: bool = True) -> None:
-        """Says what was not measured; unless an algorithm does not serve a size, in a row too."""
+        """Prints what was not measured, and records it unless the size is unsupported."""
         why = report.without_directories(why)
         print(f"not measured: {why}", flush=True)
         if recorded:
@@ -207,14 +207,14 @@ class Bench:
                     self.results.row(case, metric, "us", seconds * 1e6, peak, peers)
 
     def _roof(self, num_bytes: int) -> tuple[str, float] | None:
-        """Microseconds in which the link can move what a device has to send and to get."""
+        """Microseconds that the link needs for the data a device sends and receives."""
         if link := LINK.get(jax.local_devices()[0].device_kind):
             share = 2 * (self.world - 1) / self.world
             return link[0], share * num_bytes / link[1] * 1e6
         return None
 
     def _peers(self, metric: str, num_bytes: int) -> dict[str, float]:
-        """Microseconds of PyTorch's."""
+        """PyTorch's times in microseconds."""
         return {
             way: by_size[num_bytes][metric] * 1e6
             for (setting, way), by_size in self.times.items()
@@ -227,7 +227,7 @@ class Bench:
         return None if seconds is None else seconds * 1e6
 
     def ratio(self, setting: str, metric: str, num_bytes: int) -> float | None:
-        """Of ours to the best peer: for pairs psum in the same setting, else PyTorch's."""
+        """jaxkv to the best baseline: for pairs psum in the same setting, else PyTorch's."""
         ours = self._time(setting, CHOSEN, metric, num_bytes)
         theirs: list[float | None] = [*self._peers(metric, num_bytes).values()]
         if metric == PAIR:
@@ -236,7 +236,7 @@ class Bench:
         return ours / min(known) if ours and known else None
 
     def bound(self, metric: str, num_bytes: int) -> float | None:
-        """What `ratio` would be if all links were as busy as copy engines can make them."""
+        """`ratio` if all links ran at the rate of copy engines."""
         copying = self._time(TORCH, COPIES, ALONE, num_bytes)
         peers = self._peers(metric, num_bytes).values()
         return (
@@ -264,7 +264,7 @@ class Bench:
             self.results.target(name, worst, "<=", PAIR_BAND.wanted, "times psum's")
 
     def table(self) -> str:
-        """What the table chooses, beside its peers, in words."""
+        """Text summary of the tuning table's choices and the baselines."""
         lines = []
         for setting in (ONE_PROCESS, MANY):
             for size in self.times.get((setting, CHOSEN), {}):
@@ -285,7 +285,7 @@ class Bench:
 
 
 def rows_by_case(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
-    """The rows of each case, by metric."""
+    """Rows of each case by metric."""
     found: dict[Case, dict[str, Row]] = {}
     for row in rows:
         if case := Case.parse(row.case):
@@ -294,9 +294,9 @@ def rows_by_case(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
 
 
 def xla_flags() -> dict[str, str]:
-    """Ways to compile psum, by name; flags that an XLA does not know end its process."""
+    """XLA flags for compiling psum, by name; flags unknown to an XLA version abort the process."""
     off = "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false"
-    if jax.__version_info__ >= (0, 11):  # there the other is but an older name
+    if jax.__version_info__ >= (0, 11):  # the other name is a legacy alias there
         off += " --xla_gpu_experimental_use_collective_kernels=-ALL_REDUCE"
     return {
         OWN_OFF: off,
@@ -307,7 +307,7 @@ def xla_flags() -> dict[str, str]:
 def together(
     ranks: Sequence[Sequence[dict[str, Any]]],
 ) -> list[tuple[str, int, list[dict[str, Any]]]]:
-    """(way, bytes, what each rank told of it), where all ranks did."""
+    """(way, bytes, answers of the ranks), where all ranks answered."""
     merged: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     for rank, answers in enumerate(ranks):
         for answer in answers:
@@ -322,7 +322,7 @@ def together(
 
 
 def over_ranks(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Seconds by metric: of wall clocks that of the slowest rank, of kernels as the title says."""
+    """Seconds by metric: wall clock of the slowest rank; kernels as in the module docstring."""
     found = {}
     if all(answer.get("kernels") for answer in answers):
         listed = [one for answer in answers for one in answer["kernels"]]
@@ -335,7 +335,7 @@ def over_ranks(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def short_name(kernel: str) -> str:
-    """A kernel's name without template arguments, namespaces and parameters."""
+    """A kernel name without template arguments, namespaces and parameters."""
     bare = kernel.replace("(anonymous namespace)", "").partition("(")[0].partition("<")[0]
     return bare.split("::")[-1].removeprefix("void ").strip()
 
@@ -350,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     platform = jax.default_backend()
     devices = len(jax.devices()) if platform == "gpu" else 2 if flags.quick else 4
     for world in worlds_here(flags, devices):
-        # A record each: machines of many devices are hard to come by.
+        # A record for each number of devices: machines with many devices are scarce.
         results = Results(f"all_reduce_{world}")
         bench = Bench(results, platform, world, quick=flags.quick)
         bench.measure()

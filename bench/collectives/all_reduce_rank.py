@@ -1,14 +1,13 @@
-"""Times all-reduces in chains within one program; `bench.collectives.all_reduce` runs it and says
-what for.
+"""Times chains of all-reduces within one program, for `bench.collectives.all_reduce`.
 
-`python -m bench.collectives.all_reduce_rank REQUEST` drives all devices, or one of them where
-several processes
-do the work. For each size and each way it prints a line of JSON: {"bytes", "way", "algorithm",
-"pair", "alone"}, later one with "kernels", or why not: "refused", "failed", "unprofiled". Seconds
-of a pair of an all-reduce and a product, and (of what is chosen and of psum) of an all-reduce in a
-chain of nothing else, are by wall clock over calls that follow each other. "kernels" holds a list
-for each GPU of this process: the seconds that each all-reduce took there, in the chain of nothing
-else if there is one, else in the pairs. All ranks run the same: no clock decides how much.
+`python -m bench.collectives.all_reduce_rank REQUEST` drives all devices, or one of them in a
+multi-process run. Output: a JSON line for each size and method, {"bytes", "way", "algorithm",
+"pair", "alone"}, and a later one with "kernels"; or a reason: "refused", "failed", "unprofiled".
+"pair" is the time in seconds of an all-reduce and a product, "alone" (for the table's choice and
+psum) that of an all-reduce in a chain of all-reduces only; both are wall clock times over
+consecutive calls. "kernels" is a list for each GPU of this process: the seconds of each all-reduce
+there, in the "alone" chain if there is one, else in the pairs. All ranks run the same calls: no
+clock decides how many.
 """
 
 import contextlib
@@ -36,12 +35,12 @@ from jaxkv._src.tuning import all_reduce_table
 
 AXIS = "tp"
 CHOSEN, PSUM = "chosen", "psum"
-# The largest message, all-reduces of a chain, and calls of it that follow each other: some 20 ms of
-# them, as it takes up to a millisecond until the first is under way.
+# The largest message, all-reduces per chain, and consecutive calls of a chain: about 20 ms in
+# total, as it takes up to a millisecond until the first is in flight.
 CHAINS = ((256 << 10, 128, 40), (4 << 20, 64, 40), (1 << 62, 16, 20))
-QUICK_CHAIN, ROUNDS = (4, 2), 5  # few, as the CPU backend starves where many collectives queue
+QUICK_CHAIN, ROUNDS = (4, 2), 5  # few, as many queued collectives starve the CPU backend
 PROFILED_CALLS = 4
-PAUSE_SECONDS = 0.05  # between what is profiled; far more than between kernels of one program
+PAUSE_SECONDS = 0.05  # between profiled runs; far more than between kernels of one program
 COMPILERS = min(16, os.cpu_count() or 1)
 REDUCING = re.compile("all.?reduce|nccl|shot|latency|multimem|^psum_", re.IGNORECASE)
 STAGING = re.compile("memcpy|memset", re.IGNORECASE)
@@ -50,16 +49,16 @@ TIMEOUT_S = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What one process is to do.
+    """Request to one process.
 
     Attributes:
       platform: "cpu" or "gpu".
-      world: devices that reduce together.
+      world: number of devices of the all-reduce.
       ways: "chosen" by the tuning table, an implementation's name, or None for all of them.
-      sizes: bytes of a message on each device.
+      sizes: bytes of a message per device.
       quick: chains of a few calls.
       rank: of this process, which has one device; None if it has all.
-      port: where the processes meet.
+      port: of the coordinator.
     """
 
     platform: str
@@ -73,17 +72,17 @@ class Request:
 
 @dataclasses.dataclass
 class Program:
-    """Chains of one way and size.
+    """Chains of one method and size.
 
     Attributes:
-      num_bytes, way: what is reduced, and how.
-      algorithm: the one that `way` comes to.
-      length: all-reduces of a chain.
-      calls: of a chain that follow each other.
-      chains: "pair" and, of some ways, "alone": traced, later compiled.
-      states: of each of them, which it is given to write in, as a step is.
-      expected: a row of what the pairs give.
-      samples: of each round the seconds of an all-reduce in each of the chains, by wall clock.
+      num_bytes, way: message size and method.
+      algorithm: the one that `way` resolves to.
+      length: all-reduces per chain.
+      calls: consecutive calls of a chain.
+      chains: "pair" and, for some methods, "alone": traced, later compiled.
+      states: donated argument of each chain, as in a step.
+      expected: a row of the pairs' result.
+      samples: seconds of an all-reduce in each chain, by round, by wall clock.
     """
 
     num_bytes: int
@@ -98,11 +97,11 @@ class Program:
 
     @property
     def profiled_chain(self) -> str:
-        """That of nothing else: a product would let ranks drift apart, and the last not wait."""
+        """The "alone" chain if any: products let ranks drift apart, and the last not wait."""
         return "alone" if "alone" in self.chains else "pair"
 
     def answer(self) -> dict[str, Any]:
-        """What tells its figures from others."""
+        """Keys that identify the figures."""
         return {"bytes": self.num_bytes, "way": self.way, "algorithm": self.algorithm}
 
     def verify(self) -> None:
@@ -114,7 +113,7 @@ class Program:
                 raise AssertionError("wrong sums")
 
     def sample(self) -> None:
-        """Times each of the chains once."""
+        """Times each chain once."""
         taken = {}
         for name, chain in self.chains.items():
             seconds, self.states[name] = timing.seconds_per_call(
@@ -124,7 +123,7 @@ class Program:
         self.samples.append(taken)
 
     def seconds(self) -> dict[str, float]:
-        """The median of the samples of each chain."""
+        """Median over the samples of each chain."""
         return {name: statistics.median(s[name] for s in self.samples) for name in self.chains}
 
 
@@ -141,7 +140,7 @@ class Bench:
             self._create()
 
     def _create(self) -> None:
-        """Where there is no such memory, XLA's psum is still measured."""
+        """Without symmetric memory XLA's psum is still measured."""
         try:
             self.memory = jaxkv.SymmetricMemory.create(
                 self.mesh, AXIS, max_bytes=max(self.request.sizes), timeout_s=TIMEOUT_S
@@ -165,9 +164,9 @@ class Bench:
         return told.partition(": ")[2].split(" ")[0]
 
     def states(self, num_bytes: int) -> tuple[dict[str, Any], np.ndarray]:
-        """What chains start from, and the mean of the rows that the pairs start from.
+        """Initial values of the chains, and the mean of the initial rows of the pairs.
 
-        Every sum on the way is a multiple of the number of ranks, and bfloat16 holds it exactly.
+        Every intermediate sum is a multiple of the number of ranks, exact in bfloat16.
         """
         world, count = self.request.world, num_bytes // 2
         pattern = (np.arange(8)[None] + 3 * np.arange(world)[:, None]) % 8
@@ -184,7 +183,7 @@ class Bench:
         return starts, np.resize(pattern.sum(0).astype(jnp.bfloat16), count)
 
     def lower(self, num_bytes: int, way: str) -> Program:
-        """A program whose chains are traced only; raises as `all_reduce`."""
+        """A program with traced chains; raises as `all_reduce` does."""
         _, length, calls = next(chain for chain in CHAINS if num_bytes <= chain[0])
         length, calls = QUICK_CHAIN if self.request.quick else (length, calls)
 
@@ -217,7 +216,7 @@ class Bench:
         return jax.jit(mapped, donate_argnums=0)
 
     def programs(self) -> Iterator[Program]:
-        """All that compile and give right sums; what doesn't is told."""
+        """All programs that compile and give correct sums; failures are reported."""
         lowered = []
         for num_bytes in self.request.sizes:
             for way in self.ways:
@@ -238,7 +237,7 @@ class Bench:
 
     def measure(self) -> None:
         programs = list(self.programs())
-        for done in range(ROUNDS):  # in which all take turns, as the host's pace drifts
+        for done in range(ROUNDS):  # interleaved, as the host's pace drifts
             for program in programs:
                 with _told(program):
                     program.sample()
@@ -257,7 +256,7 @@ class Bench:
 
 @contextlib.contextmanager
 def _told(program: Program) -> Iterator[None]:
-    """An error of one way is told, and the others go on."""
+    """Reports an error of one method; the others continue."""
     try:
         yield
     except Exception as error:
@@ -265,7 +264,7 @@ def _told(program: Program) -> Iterator[None]:
 
 
 def profiled(programs: Sequence[Program]) -> list[dict[str, Any]]:
-    """Of each program the seconds of all-reduces on each GPU, and the names of their kernels."""
+    """Seconds of each program's all-reduces on each GPU, and the names of their kernels."""
     if jax.default_backend() != "gpu" or not programs:
         return [{} for _ in programs]
 
@@ -279,7 +278,7 @@ def profiled(programs: Sequence[Program]) -> list[dict[str, Any]]:
 
     try:
         devices = [_between_pauses(events) for events in profiler.trace(run) if events]
-    except Exception as error:  # the wall clock's figures are worth having without it
+    except Exception as error:  # the wall clock times are useful without it
         return [{"unprofiled": f"{type(error).__name__}: {error}"}] * len(programs)
     found: list[dict[str, Any]] = []
     for number, program in enumerate(programs):
@@ -309,9 +308,9 @@ def _between_pauses(events: Sequence[profiler.Event]) -> list[list[profiler.Even
 
 
 def reductions(events: Sequence[profiler.Event], count: int) -> list[float]:
-    """Seconds of each of `count` all-reduces; none if their kernels don't divide by it.
+    """Seconds of each of `count` all-reduces; none if it does not divide the number of kernels.
 
-    Those of an all-reduce are its kernels, and copies and fills right before each.
+    An all-reduce consists of its kernels and the copies and fills right before each.
     """
     seconds: list[float] = []
     before = 0.0
@@ -330,7 +329,7 @@ def reductions(events: Sequence[profiler.Event], count: int) -> list[float]:
 
 
 def unnumbered(kernel: str) -> str:
-    """One name for what XLA calls psum_512_0_fusion_1, psum_513_0_fusion_1 and so on."""
+    """One name for XLA's psum_512_0_fusion_1, psum_513_0_fusion_1 and so on."""
     return re.sub(r"_\d+", "", kernel) if kernel.startswith("psum_") else kernel
 
 

@@ -1,9 +1,9 @@
-"""Sums for as long as you like, each of them checked: `python -m bench.collectives.soak --seconds
-600`.
+"""Soak test of all-reduce with exact checks: `python -m bench.collectives.soak --seconds 600`.
 
 Programs of random calls (two communicators, all algorithms, dtypes, sizes from one element to the
-largest) run in random order on all devices, some ranks late by a random time before any call. The
-devices compare every sum with what it must be, exactly. Ends with code 1 at the first wrong one.
+largest) run in random order on all devices; some ranks are delayed by a random time before a call.
+The devices compare every result with the expected sum, exactly. Exits with code 1 at the first
+mismatch.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
 from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
 
 AXIS = "tp"
-ROUNDS_PER_PROGRAM = 20  # before another one joins
+ROUNDS_PER_PROGRAM = 20  # before another one is added
 PROGRAMS = 64
 IN_FLIGHT = 8  # rounds that the host runs ahead
 LONGEST_DELAY = 2000  # products of small matrices
@@ -50,18 +50,18 @@ def random_call(rng: random.Random, memories: Sequence[SymmetricMemory]) -> Call
         ]
     )
     largest = min(limit, memory.max_bytes) // jnp.dtype(dtype).itemsize
-    size = int(largest ** rng.random())  # as many small ones as large ones
+    size = int(largest ** rng.random())  # log-uniform
     return Call(memory, algorithm, dtype, size)
 
 
 def operand(size: int, rank: Any, seed: Any) -> jax.Array:
-    """Whole numbers, whose sums over 8 ranks are exact in every dtype."""
+    """Integers, whose sums over 8 ranks are exact in every dtype."""
     i = jnp.arange(size, dtype=jnp.int32)
     return (i * 7 + rank * 11 + seed * 13) % 31 - 15
 
 
 def late(delay: Any) -> jax.Array:
-    """Zero, after a while."""
+    """Zero, after a delay."""
     square = jnp.full((64, 64), 1 / 64, jnp.float32)
     waste = jax.lax.fori_loop(0, delay, lambda _, y: y @ square, square)
     return (waste[0, 0] * 0).astype(jnp.int32)
@@ -70,13 +70,14 @@ def late(delay: Any) -> jax.Array:
 def program(mesh: jax.sharding.Mesh, calls: Sequence[Call]) -> Callable[..., tuple[Any, Any]]:
     """`(wrong[world], over[world], seed, delays[world, calls]) -> (wrong[world], over[world])`.
 
-    `wrong` counts wrong values, one round after another; `over` comes back as its sum.
+    `wrong` counts mismatches and is carried from round to round; `over` is returned summed over the
+    devices.
     """
     ranks = range(mesh.size)
 
     def step(wrong: Any, over: Any, seed: Any, delays: Any) -> tuple[Any, Any]:
         rank = jax.lax.axis_index(AXIS)
-        after = jnp.minimum(wrong, 0)  # zero; a round begins when the one before has ended
+        after = jnp.minimum(wrong, 0)  # zero; orders the round after the previous one
         for number, (memory, algorithm, dtype, size) in enumerate(calls):
             x = operand(size, rank, seed + number) + late(delays[rank, number]) + after
             got = jaxkv.all_reduce(memory, x.astype(dtype), AXIS, implementation=algorithm)
@@ -93,13 +94,13 @@ def program(mesh: jax.sharding.Mesh, calls: Sequence[Call]) -> Callable[..., tup
 
 
 def soak(mesh: jax.sharding.Mesh, seconds: float, *, max_bytes: int, seed: int = 0) -> int:
-    """The number of sums that were checked, all of them right.
+    """The number of checked all-reduces, all of them correct.
 
-    Where the mesh spans processes, each calls this.
+    In a multi-process run each process calls this.
 
     Raises:
-      ArithmeticError: a sum is wrong, and in which calls.
-      PeerTimeoutError: a rank did not come.
+      ArithmeticError: a wrong sum, with its calls.
+      PeerTimeoutError: a rank timed out.
     """
     rng = random.Random(seed)  # the same in all processes
     create = partial(SymmetricMemory.create, mesh, AXIS)
@@ -137,12 +138,12 @@ def by_rank(mesh: jax.sharding.Mesh, rows: np.ndarray) -> jax.Array:
 
 
 def largest(rows: jax.Array) -> float:
-    """Of this process's ranks."""
+    """Maximum over this process's ranks."""
     return max(float(shard.data[0]) for shard in rows.addressable_shards)
 
 
 def checked(calls: Sequence[Call], wrong: jax.Array) -> int:
-    """The number of sums, once they are known to be right."""
+    """The number of all-reduces, after they have been checked."""
     if values := int(largest(wrong)):
         what = [f"{call.algorithm} of {call.dtype}[{call.size}]" for call in calls]
         raise ArithmeticError(f"{values} values are wrong after {', '.join(what)}")

@@ -1,13 +1,12 @@
 """A decode step under tensor parallelism: `python -m bench.collectives.tensor_parallel`.
 
 A stack of layers with Qwen3-8B's shapes (bf16, seeded weights), sharded over 2, 4 and 8 devices of
-one process: heads and the feed-forward's columns are divided, so that each layer has two
-all-reduces of `[batch, hidden]`. Attention reads a short KV cache. The same step is timed with
-`jaxkv.all_reduce`, with `jax.lax.psum`, and without any sum: what an all-reduce that
-costs nothing would leave, which gives wrong results and bounds what can be won. The three take
-turns; calls follow each other, as in an engine that does not wait, each donated the activations
-that the one before left, in chains that are long enough to hide how long the first of them takes to
-reach the devices.
+one process by heads and feed-forward columns: two all-reduces of `[batch, hidden]` per layer.
+Attention reads a short KV cache. The step is timed with `jaxkv.all_reduce`, with `jax.lax.psum`,
+and without all-reduces: a lower bound of the step time, with wrong results. The three alternate.
+Calls follow each other without waits, as in an engine that schedules ahead; each is donated the
+activations of the previous one. Chains are long enough to hide the launch latency of the first
+step.
 """
 
 import contextlib
@@ -34,16 +33,16 @@ AXIS = "tp"
 WORLDS = (2, 4, 8)
 OURS, PSUM, NOTHING = "jaxkv", "psum", "no sums"
 WANTED = 0.85
-TOLERANCE = 0.05  # of the norm: sums in another order, rounded to bf16, layer after layer
+TOLERANCE = 0.05  # relative to the norm: different summation order, rounding to bf16 in every layer
 
 
 class Model(NamedTuple):
-    """Shapes of a stack of layers, and how it is measured.
+    """Shapes of a stack of layers, and measurement parameters.
 
     Attributes:
-      layers, hidden, heads, kv_heads, head_dim, ffn: of the whole model.
-      context: tokens of a request that lie in the cache.
-      rounds: chains of steps that are timed of each way.
+      layers, hidden, heads, kv_heads, head_dim, ffn: of the unsharded model.
+      context: tokens of a request in the cache.
+      rounds: timed chains of steps per method.
     """
 
     layers: int
@@ -89,7 +88,7 @@ def rms_norm(x: Any) -> Any:
 
 
 def layer(model: Model, reduce: Callable[[Any], Any], x: Any, weights: Any, cache: Any) -> Any:
-    """What one device does: `x` is `[batch, hidden]`, the cache's two `[batch, context, KV, D]`."""
+    """One device's part: `x` is `[batch, hidden]`, the cache's two `[batch, context, KV, D]`."""
     batch, normed = x.shape[0], rms_norm(x)
     q, k, v = (
         (normed @ weights[name]).reshape(batch, -1, model.head_dim) for name in ("q", "k", "v")
@@ -136,7 +135,7 @@ class Stack:
         return x, [tuple(cache)] * model.layers
 
     def step(self, reduce: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-        """Jitted, of activations to donate and caches; gives the next activations."""
+        """Jitted step: (donated activations, caches) -> next activations."""
         model = self.model
         one_layer = jax.jit(functools.partial(layer, model, reduce))  # traced once for all layers
 
@@ -158,7 +157,7 @@ class Stack:
 
 
 def measure(results: Results, stack: Stack, batches: Sequence[int]) -> None:
-    """All batches on one number of devices."""
+    """All batch sizes on one number of devices."""
     model = stack.model
     most = max(batches) * model.hidden * 2
     with jaxkv.SymmetricMemory.create(stack.mesh, AXIS, max_bytes=most) as memory:
@@ -180,10 +179,10 @@ def measure(results: Results, stack: Stack, batches: Sequence[int]) -> None:
 def seconds_of(
     stack: Stack, steps: dict[str, Callable[[Any, Any], Any]], batch: int
 ) -> dict[str, float]:
-    """Median seconds of a step in each way.
+    """Median seconds of a step for each method.
 
     Raises:
-      AssertionError: ours and psum give different activations.
+      AssertionError: jaxkv and psum give different activations.
     """
     first, caches = stack.state(batch)
     outputs = {
@@ -201,14 +200,14 @@ def seconds_of(
             for _ in range(calls):
                 x = step(x, caches)
             jax.block_until_ready(x)
-            if number:  # in the first, graphs are made
+            if number:  # the first captures the graphs
                 samples[name].append((time.perf_counter() - start) / calls)
     return {name: statistics.median(taken) for name, taken in samples.items()}
 
 
 def steps_of_chain(step: Callable[[], Any]) -> int:
-    """Steps for a chain; the first ones compile and make graphs."""
-    if jax.default_backend() == "cpu":  # a rank that waits there holds a thread, and they are few
+    """Steps for a chain; the first ones compile and capture graphs."""
+    if jax.default_backend() == "cpu":  # a waiting rank blocks one of a few threads
         return 2
     taken = 0.0
     for _ in range(3):
@@ -235,7 +234,7 @@ def record(results: Results, stack: Stack, batch: int, seconds: dict[str, float]
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv, worlds=WORLDS)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    with contextlib.suppress(RuntimeError):  # too late: JAX runs, with as many as it was told
+    with contextlib.suppress(RuntimeError):  # too late: JAX is initialized already
         jax.config.update("jax_num_cpu_devices", 2)
     on_gpu = jax.default_backend() == "gpu"
     for world in worlds_here(flags, jax.device_count()):
@@ -243,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             stack = Stack(MODEL if on_gpu else SMALL, world)
             measure(results, stack, (16,) if flags.quick or not on_gpu else (1, 4, 16, 64))
-        except Exception as error:  # what was measured before is worth keeping
+        except Exception as error:  # earlier measurements are worth keeping
             why = report.without_directories(f"{world} devices: {type(error).__name__}: {error}")
             print(f"not measured: {why}", flush=True)
             results.row(why, "not measured", "settings", 1)

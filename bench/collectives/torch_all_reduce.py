@@ -1,14 +1,12 @@
 """All-reduces of PyTorch, one rank of them; needs PyTorch and GPUs.
 
-`python -m bench.collectives.torch_all_reduce REQUEST` is started by
-`bench.collectives.all_reduce`, once for each GPU;
-REQUEST is JSON with "rank", "world", "port" and "sizes". Lines of JSON answer, as those of
-`bench.collectives.all_reduce_rank`: "alone" is a call's share of a CUDA graph of CALLS calls that
-is replayed,
-"kernels" the seconds that each call's kernel took in such replays. NCCL takes any array; the two of
-symmetric memory take one that lies in it, so the copy into it is not in their times. COPIES is what
-the links can do while all devices send and receive: each device's copy engine writes the array to
-the next device.
+`python -m bench.collectives.torch_all_reduce REQUEST` is started by `bench.collectives.all_reduce`,
+once per GPU; REQUEST is JSON with "rank", "world", "port" and "sizes". Output: JSON lines as those
+of `bench.collectives.all_reduce_rank`: "alone" is the time per call in a replayed CUDA graph of
+CALLS calls, "kernels" the seconds of each call's kernel in such replays. NCCL takes any array; the
+two symmetric-memory methods take one in symmetric memory, so their times exclude the copy into it.
+COPIES is the peak of the links with all devices sending and receiving: each device's copy engine
+writes the array to the next device.
 """
 
 import json
@@ -27,7 +25,7 @@ NCCL, ONE_SHOT, TWO_SHOT = "torch NCCL", "torch one_shot", "torch two_shot"
 COPIES = (
     "copies to the next device"  # as in bench/collectives/all_reduce.py, which runs without PyTorch
 )
-LEAST_COPIED = 16 << 20  # bytes; below that a copy's latency counts more than the links
+LEAST_COPIED = 16 << 20  # bytes; below that latency dominates
 
 
 class Rank:
@@ -44,7 +42,7 @@ class Rank:
         self.stream = torch.cuda.Stream()
 
     def ways(self, num_bytes: int) -> dict[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
-        """Each way to reduce, and the array that it takes."""
+        """Each method, and its operand."""
         count, operations = num_bytes // 2, torch.ops.symm_mem
         plain = torch.empty(count, dtype=torch.bfloat16, device=self.device)
         shared = symmetric_memory.empty(count, dtype=torch.bfloat16, device=self.device)
@@ -63,7 +61,7 @@ class Rank:
         return {NCCL: (plain, nccl), ONE_SHOT: (shared, one_shot), TWO_SHOT: (shared, two_shot)}
 
     def copy(self, num_bytes: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-        """The array of the next device, and its copy of this one's."""
+        """This device's array, and a copy of a local array to the next device's."""
         shape, dtype = (num_bytes // 2,), torch.bfloat16
         plain = torch.ones(shape, dtype=dtype, device=self.device)
         shared = symmetric_memory.empty(*shape, dtype=dtype, device=self.device)
@@ -72,7 +70,7 @@ class Rank:
         return shared, lambda: there.copy_(plain)
 
     def verify(self, array: torch.Tensor, call: Callable[[], torch.Tensor]) -> None:
-        """Raises AssertionError if ones don't give their number; leaves zeros."""
+        """Raises AssertionError if the sum of ones is not the number of ranks; leaves zeros."""
         array.fill_(1)
         self.wait()
         if not bool((call() == self.world).all()):
@@ -141,8 +139,8 @@ def main(request: dict) -> None:
                 rank.verify(array, call)
                 graph = rank.graph(call)
                 _tell(num_bytes, way, alone=rank.seconds(graph))
-                graphs[num_bytes, way] = graph, array  # or the array goes
-            except Exception as error:  # on all ranks alike, or the others are ended
+                graphs[num_bytes, way] = graph, array  # keeps the array alive
+            except Exception as error:  # on all ranks alike, or the others are killed
                 broken.add(way)
                 _tell(num_bytes, way, failed=f"{type(error).__name__}: {error}"[:500])
     for num_bytes in request["sizes"]:
@@ -151,7 +149,7 @@ def main(request: dict) -> None:
             _tell(num_bytes, COPIES, alone=rank.seconds(rank.graph(call)))
             rank.wait()
             assert bool((keep == 1).all())
-    for (num_bytes, way), (graph, _) in graphs.items():  # last: what a profiler does stays
+    for (num_bytes, way), (graph, _) in graphs.items():  # last: profiling has lasting effects
         rank.wait()
         try:
             _tell(num_bytes, way, kernels=[rank.kernels(graph)])

@@ -1,1 +1,1 @@
-"""Clocks, records, processes, and peak bandwidths that benchmarks share."""
+"""Timing, records, processes and peak bandwidths shared by the benchmarks."""

@@ -1,4 +1,4 @@
-"""What the hardware allows: rates of plain copies that use no code of jaxkv."""
+"""Peak bandwidth: rates of contiguous copies without jaxkv code."""
 
 import ctypes
 import functools
@@ -16,15 +16,15 @@ REPEATS = 5
 
 @functools.cache
 def contiguous_copy(direction: str, nbytes: int) -> tuple[str, float]:
-    """The rate of one contiguous copy between the two memories, best of some tries.
+    """Bandwidth of one contiguous copy between host and device memory, best of several.
 
     Args:
       direction: "load" (host to device) or "store" (device to host).
       nbytes: size of the copy.
 
     Returns:
-      What was measured, and GB/s: through the CUDA driver from and to pinned memory where there
-      is a GPU, and a NumPy copy otherwise.
+      A description of the copy, and GB/s: by the CUDA driver between pinned and device memory on a
+      GPU, otherwise a NumPy copy.
     """
     import jax
 
@@ -37,10 +37,10 @@ def contiguous_copy(direction: str, nbytes: int) -> tuple[str, float]:
 
 @functools.cache
 def device_copy(nbytes: int = 512 << 20) -> tuple[str, float]:
-    """The rate of one contiguous copy within a device's memory, best of some tries.
+    """Bandwidth of one contiguous copy within device memory, best of several.
 
     Returns:
-      What was measured, and GB/s copied, each byte counted once.
+      A description of the copy, and GB/s copied, each byte counted once.
     """
     import jax
 
@@ -88,7 +88,7 @@ def _copies(
 
 @contextmanager
 def _driver_buffers(nbytes: int) -> Iterator[tuple]:
-    """A driver, pinned and device memory of `nbytes` random bytes, and a stream, all on GPU 0."""
+    """A driver, pinned and device memory (`nbytes` random bytes), and a stream on GPU 0."""
     cuda = driver.Driver()
     ordinal = cuda.devices()[0]
     context = ctypes.c_void_p(cuda.get("cuDevicePrimaryCtxRetain", ctypes.c_void_p, ordinal))

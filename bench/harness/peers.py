@@ -1,15 +1,15 @@
-"""The peers of the benchmarks.
+"""Baselines of the copy benchmarks.
 
 They copy blocks as other systems do:
-  - cudaMemcpyBatchAsync, one descriptor a block, and a loop of cudaMemcpyAsync, between the same
-    arrays as ours and with the same ids. They are timed outside JAX (`run`: addresses prepared
-    before the clock starts, submitted from C++) and, through the same kind of FFI call as jaxkv's
-    own, inside a jitted program (`copy`). SHORT_BATCH is the first in calls of 1024 descriptors, as
-    jaxkv's own `dma` makes them: neither is always the faster.
-  - a Triton kernel with vLLM's published parameters, in a process with PyTorch, on arrays and ids
-    of its own: `triton`.
+  - cudaMemcpyBatchAsync with one descriptor per block, and a loop of cudaMemcpyAsync, between the
+    same arrays and with the same ids as jaxkv. They are timed outside JAX (`run`: addresses
+    prepared in advance, submitted from C++) and inside a jitted program through the same kind of
+    FFI call as jaxkv's (`copy`). SHORT_BATCH is the first in calls of 1024 descriptors, as in
+    jaxkv's `dma`: neither is always faster.
+  - a Triton kernel with vLLM's published parameters, in a process with PyTorch, on its own arrays
+    and ids: `triton`.
 
-The native part is bench/peers.cc, compiled when it is first needed.
+The native part is bench/peers.cc, compiled on first use.
 """
 
 import ctypes
@@ -38,7 +38,8 @@ TRITON = "Triton, 12 programs"
 
 
 class Seconds(NamedTuple):
-    """Of one copy by a peer outside JAX: until the data is there, and of it in submissions."""
+    """Seconds per copy of a baseline outside JAX: until the data is available, and in
+    submissions."""
 
     total: float
     submit: float
@@ -46,10 +47,10 @@ class Seconds(NamedTuple):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The native part, its FFI targets registered.
+    """The native part, with its FFI targets registered.
 
     Raises:
-      RuntimeError: no compiler, or what it said.
+      RuntimeError: no compiler, or its error output.
     """
     cuda = jax.default_backend() == "gpu"
     loaded = ctypes.CDLL(str(_compiled(cuda)))
@@ -77,22 +78,22 @@ def _compiled(cuda: bool) -> pathlib.Path:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = pathlib.Path(folder, path.name)
             command = [compiler, *flags, str(SOURCE), "-o", str(made)]
-            # What a sanitizer needs in this process would only disturb the compiler.
+            # Preloaded sanitizer libraries would disturb the compiler.
             clean = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
             run = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
             if run.returncode:
                 raise RuntimeError(f"{SOURCE.name} did not compile:\n{run.stderr}")
-            made.replace(path)  # at once: another benchmark may be compiling it too
+            made.replace(path)  # atomic: another benchmark may compile it concurrently
     return path
 
 
 def copy(peer: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:
-    """Traces a peer's copy of blocks, `dst[dst_ids[i]] = src[src_ids[i]]`; donate `dst`.
+    """Traces a baseline's copy of blocks, `dst[dst_ids[i]] = src[src_ids[i]]`; donate `dst`.
 
     Args:
       peer: one of CODES.
-      src, dst: `dtype[num_blocks, ...]` in either memory.
-      src_ids, dst_ids: int32[n] in pinned host memory that the host wrote.
+      src, dst: `dtype[num_blocks, ...]` in host or device memory.
+      src_ids, dst_ids: int32[n] in pinned host memory, written by the host.
     """
     library()
     block_bytes = src.size // src.shape[0] * src.dtype.itemsize
@@ -105,14 +106,14 @@ def copy(peer: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:
 def run(
     peer: str, src: Any, dst: Any, ids: tuple[np.ndarray, np.ndarray], *, calls: int, repeats: int
 ) -> Seconds:
-    """Times a peer outside JAX, writing into JAX's array: nothing else may use the two meanwhile.
+    """Times a baseline outside JAX, writing into JAX's array; nothing else may use the two arrays.
 
     Args:
       peer: one of CODES.
       src, dst: arrays on one GPU and in its pinned host memory.
       ids: source and destination, int[n].
-      calls: copies that follow each other before the one wait; 1 gives the time from call to data.
-      repeats: chains timed; the medians are over these.
+      calls: consecutive copies before one wait; 1 measures the latency.
+      repeats: timed chains; the medians are over these.
     """
     jax.block_until_ready((src, dst))
     block_bytes = src.size // src.shape[0] * src.dtype.itemsize
@@ -131,15 +132,15 @@ def run(
         if code:
             raise RuntimeError(f"{peer}: {library().peer_error(code).decode()}")
         samples.append([*seconds])
-    return Seconds(*np.median(samples[1:], axis=0))  # the first warms up
+    return Seconds(*np.median(samples[1:], axis=0))  # the first is a warm-up
 
 
 class TritonRates(NamedTuple):
-    """What the Triton kernel reached.
+    """Figures of the Triton kernel.
 
     Attributes:
-      bandwidth: GB/s by (direction, block bytes), of the count asked for.
-      latency: seconds from call to data by (direction, count), of the block asked for.
+      bandwidth: GB/s by (direction, block bytes), for the requested count.
+      latency: seconds by (direction, count), for the requested block size.
     """
 
     bandwidth: dict[tuple[str, int], float]
@@ -149,8 +150,7 @@ class TritonRates(NamedTuple):
 def triton(
     blocks: Sequence[int], count: int, *, small_block: int, small_counts: Sequence[int]
 ) -> TritonRates | None:
-    """Runs bench/harness/triton_peer.py in a process of its own; None, and why, where it does not
-    run."""
+    """Runs bench/harness/triton_peer.py in its own process; None and the reason if it fails."""
     request = {
         "blocks": [*blocks], "count": count, "small_block": small_block,
         "small_counts": [*small_counts],

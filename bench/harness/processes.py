@@ -1,7 +1,6 @@
-"""Programs that measure in processes of their own, so that one that hangs costs seconds, not a run.
+"""Measurement programs in separate processes, so that a hang costs seconds instead of the run.
 
-A program prints a line of JSON for everything that it measured, at once, so that what came before
-its end counts.
+A program prints a line of JSON for each measurement immediately: results before a failure count.
 """
 
 import contextlib
@@ -18,9 +17,9 @@ from typing import Any, NamedTuple
 
 from bench.harness.records import REPOSITORY
 
-GRACE_SECONDS = 5.0  # for the others, after one has failed
+GRACE_SECONDS = 5.0  # for the remaining processes, after one has failed
 POLL_SECONDS = 0.05
-# Where GPUs are shared between machines, multicast is not a benchmark's to use.
+# Where GPUs are shared between machines, benchmarks must not use multicast.
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -30,11 +29,11 @@ NO_MULTICAST = {
 
 
 class ProcessResult(NamedTuple):
-    """What programs that ran together said.
+    """Output of programs that ran together.
 
     Attributes:
-      answers: for each of them the objects that it printed.
-      failure: why not all came to their end, or None.
+      answers: printed objects of each program.
+      failure: why not all completed, or None.
     """
 
     answers: list[list[dict[str, Any]]]
@@ -48,13 +47,13 @@ def run(
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> ProcessResult:
-    """Runs `python -m module REQUEST` for each request, all at the same time.
+    """Runs `python -m module REQUEST` for all requests concurrently.
 
     Args:
       module: the program; its argument is the request as JSON.
       requests: one for each process.
-      timeout_s: after so many seconds they are killed.
-      environment: variables beside those of this process.
+      timeout_s: limit in seconds, after which the processes are killed.
+      environment: variables in addition to those of this process.
     """
     variables = {**os.environ, **NO_MULTICAST, **(environment or {})}
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +72,7 @@ def run(
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on."""
+    """An unused TCP port of this host."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -87,7 +86,7 @@ def _start(
 
 
 def _wait(started: list[subprocess.Popen], timeout_s: float) -> str | None:
-    """Waits for all and leaves none; the reason if one had to be killed or failed."""
+    """Waits for all processes and leaves none; the reason if one was killed or failed."""
     failure = None
     end = time.monotonic() + timeout_s
     while None in (codes := [process.poll() for process in started]):
@@ -111,7 +110,7 @@ def _answers(output: pathlib.Path) -> list[dict[str, Any]]:
     for line in output.read_text(errors="replace").splitlines():
         try:
             answer = json.loads(line)
-        except ValueError:  # what else a library prints, or half a line
+        except ValueError:  # other output of a library, or half a line
             continue
         if isinstance(answer, dict):
             answers.append(answer)
@@ -119,7 +118,7 @@ def _answers(output: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _errors(output: pathlib.Path) -> list[str]:
-    """Lines that may say why, the last being the best guess."""
+    """Lines likely to contain the error, the best guess last."""
     text = output.with_suffix(".err").read_text(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return [line for line in lines if "Error" in line or "Unknown flag" in line] or lines[-1:]

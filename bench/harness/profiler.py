@@ -1,4 +1,4 @@
-"""What a compiled program runs on the GPU, from a profile of it."""
+"""GPU work of a compiled program, from a profile."""
 
 import glob
 import statistics
@@ -14,8 +14,8 @@ class Kernels(NamedTuple):
 
     Attributes:
       number: kernels, copies and fills launched.
-      busy: seconds that they took.
-      span: seconds from the begin of the first to the end of the last, gaps included.
+      busy: their total duration in seconds.
+      span: seconds from the start of the first to the end of the last, gaps included.
     """
 
     number: int
@@ -24,7 +24,7 @@ class Kernels(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A kernel, copy or fill: begin and end in nanoseconds of the GPU's clock, and its name."""
+    """A kernel, copy or fill: start and end in nanoseconds of the GPU's clock, and its name."""
 
     start: float
     end: float
@@ -32,12 +32,12 @@ class Event(NamedTuple):
 
 
 def profile(call: Callable[[], Any], repeats: int = 20) -> Kernels | None:
-    """Medians over calls of a program that has run before; None where there is no GPU.
+    """Medians over calls of a program that has run before; None without a GPU.
 
     Calls follow each other without waiting, as steps do.
 
     Raises:
-      RuntimeError: the calls did not all run the same number of kernels.
+      RuntimeError: the number of kernels differs between calls.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -56,7 +56,7 @@ def profile(call: Callable[[], Any], repeats: int = 20) -> Kernels | None:
 
 
 def trace(run: Callable[[], Any]) -> list[list[Event]]:
-    """What `run`, which has to wait for it, let each GPU of this process do, in order."""
+    """Work of each GPU of this process during `run`, in order; `run` must wait for its results."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()

@@ -1,11 +1,11 @@
-"""What a benchmark measured: rows, targets, and the JSON file that keeps them.
+"""Records of a benchmark: rows, targets, and their JSON file.
 
-A file says what was measured, on which commit and on what machine:
+A file contains the measurements, the commit and the machine:
 
-    {commit, dirty, env, rows: [{case, metric, unit, value, roof, peers}],
+    {commit, dirty, env, rows: [{case, metric, unit, value, peak, peers}],
      targets: [{name, want: {op, value, unit}, got, met, bound}]}
 
-Roofs and peers are measured in the same run as the value that they stand beside.
+Peak bandwidths ("peak") and baselines ("peers") are measured in the same run as their value.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent.parent
 RESULTS = REPOSITORY / "bench" / "results"
-# Evidence is written after the code that it measures, so it does not make that code "dirty".
+# Records are written after the code that they measure, so they do not make that code "dirty".
 EVIDENCE = ("bench/results", "docs/plots", "docs/performance.md", "docs/targets.md", "README.md")
 
 OPERATORS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
@@ -32,12 +32,12 @@ class Row:
     """One measured figure.
 
     Attributes:
-      case: what was run, e.g. "load page_first_direct kernel 64 KiB".
-      metric: what was measured, e.g. "bandwidth".
-      unit: unit of `value`, of the roof and of the peers, e.g. "GB/s" (1e9 bytes per second).
+      case: the measured configuration, e.g. "load page_first_direct kernel 64 KiB".
+      metric: the measured quantity, e.g. "bandwidth".
+      unit: unit of `value`, `peak` and `peers`, e.g. "GB/s" (1e9 bytes per second).
       value: the figure.
-      roof: what the hardware allows: {"name", "value"}.
-      peers: the same work done in other ways, by name.
+      peak: peak bandwidth: {"name", "value"}.
+      peers: figures of the baselines, by name.
     """
 
     case: str
@@ -50,15 +50,15 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A figure that is wanted, and what was got; whether it is met follows from the two.
+    """A target and the measured figure; `met` follows from the two.
 
     Attributes:
-      name: what is compared.
-      op: one of OPERATORS; `got op want` must hold.
-      want: the figure wanted.
+      name: the compared quantities.
+      op: one of OPERATORS; the target is met if `got op want`.
+      want: the target figure.
       unit: unit of both figures.
-      got: the figure measured, None if it could not be measured.
-      bound: what a copy at the roof of the same run would get; None where no roof says.
+      got: the measured figure, None if not measured.
+      bound: figure of a copy at peak bandwidth in the same run; None without a peak.
     """
 
     name: str
@@ -74,12 +74,12 @@ class Target:
 
     @property
     def met(self) -> bool | None:
-        """None if there is no measurement."""
+        """None without a measurement."""
         return self._holds(self.got)
 
     @property
     def above_peak(self) -> bool:
-        """Whether no copy can meet it, as not even one at the roof would."""
+        """Whether a copy at peak bandwidth would miss the target."""
         return self._holds(self.bound) is False
 
     def _holds(self, value: float | None) -> bool | None:
@@ -94,7 +94,7 @@ class Target:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Target":
         want = content["want"]
-        bound = content.get("bound")  # records before it have none
+        bound = content.get("bound")  # absent in older records
         return cls(content["name"], want["op"], want["value"], want["unit"], content["got"], bound)
 
 
@@ -146,7 +146,7 @@ class Results:
     def save(
         self, out: str | os.PathLike[str] | None = None, root: pathlib.Path = RESULTS
     ) -> pathlib.Path:
-        """Writes `<root>/<device>/<name>.json`, and the same below `out` if given.
+        """Writes `<root>/<device>/<name>.json`, and a copy below `out` if given.
 
         Returns:
           The path below `root`.
@@ -174,7 +174,7 @@ class File:
 
     @property
     def bench(self) -> str:
-        """The benchmark; some leave a file for each number of devices."""
+        """The benchmark; some write a file for each number of devices."""
         return re.sub(r"_\d+$", "", self.name)
 
     @property
@@ -194,7 +194,7 @@ def read(root: pathlib.Path = RESULTS) -> list[File]:
     """All result files, sorted by device and name.
 
     Raises:
-      ValueError: a file whose "met" does not follow from its "want" and "got".
+      ValueError: "met" of a target is inconsistent with its "want" and "got".
     """
     return [_read_file(path) for path in sorted(root.glob("*/*.json"))]
 
@@ -221,7 +221,7 @@ def _read_file(path: pathlib.Path) -> File:
 
 
 def _one_line_each(content: dict[str, Any]) -> str:
-    """JSON with a line for each row and target: hundreds of them must stay readable."""
+    """JSON with one line per row and target, readable with hundreds of them."""
     parts = []
     for key, value in content.items():
         if isinstance(value, list):
@@ -245,11 +245,11 @@ class Revision(NamedTuple):
 
 
 def revision(repository: pathlib.Path = REPOSITORY) -> Revision:
-    """The commit of the code that runs here, and whether files differ from it.
+    """The commit of the running code, and whether files differ from it.
 
-    A machine that got a copy of the tree without its history takes both from the environment:
+    In a copy of the tree without git history, both are taken from the environment:
     `JAXKV_COMMIT=$(git describe --always --dirty --abbrev=40 --exclude='*')`. Both are None if
-    neither source knows.
+    neither source is available.
     """
     if told := os.environ.get("JAXKV_COMMIT"):
         return Revision(told.removesuffix("-dirty"), told.endswith("-dirty"))
@@ -272,7 +272,7 @@ def git(*arguments: str, repository: pathlib.Path = REPOSITORY) -> str:
 def arguments(
     description: str | None, argv: Sequence[str] | None, *, worlds: Sequence[int] = ()
 ) -> argparse.Namespace:
-    """Parses what the benchmarks share: --out, --quick, and with `worlds` --devices."""
+    """Parses the common arguments: --out, --quick, and with `worlds` --devices."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
@@ -285,7 +285,7 @@ def arguments(
 
 
 def worlds_here(flags: argparse.Namespace, devices: int) -> list[int]:
-    """Of the numbers of devices that --devices names those that there are; says which are not."""
+    """The available numbers of devices among those of --devices; reports the others."""
     for world in (world for world in flags.devices if world > devices):
         print(f"not measured: {world} devices, of {devices}", flush=True)
     return [world for world in flags.devices if world <= devices]

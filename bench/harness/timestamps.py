@@ -1,10 +1,10 @@
-"""How long a program spends between two of its places, on the host and on the GPU.
+"""Time between two points of a program, on the host and on the GPU.
 
-A stamp is a small FFI call that the data orders like any other: it notes the host's clock when XLA
-gets there, and records a CUDA event on XLA's stream. Between two of them lies what handlers take on
-the CPU, with what XLA takes to call them, and what their work takes on the GPU: neither contains
-the dispatch of the program by JAX. (A stamp has no side effect in JAX's sense: a program with one
-is dispatched from Python, many times as slowly.)
+A stamp is a small FFI call, ordered by its data dependencies: it records the host's clock when XLA
+reaches it, and a CUDA event on XLA's stream. The interval between two stamps contains the handlers'
+CPU time, XLA's overhead for calling them, and their GPU time, but no dispatch of the program by
+JAX. (A stamp has no side effect in JAX's sense: a program with one is dispatched from Python, at a
+multiple of the cost.)
 """
 
 import ctypes
@@ -23,14 +23,14 @@ IDLE_REPEATS = 5
 
 
 def stamp(array: Any, slot: int) -> Any:
-    """Traces a call that notes when XLA gets here, on the host and, where there is one, the GPU.
+    """Traces a timestamp at this point of the program, on the host and, if present, the GPU.
 
     Args:
-      array: what the stamp is ordered by, before and after; donate it, or XLA copies it first.
+      array: operand that orders the stamp; donate it, or XLA copies it first.
       slot: 0 or 1.
 
     Returns:
-      The array as it was.
+      The array, unchanged.
     """
     library()
     call = jax.ffi.ffi_call("bench_Stamp", jax.typeof(array), input_output_aliases={0: 0})
@@ -45,14 +45,14 @@ def stamped() -> tuple[float, float]:
 
 
 class Timed(NamedTuple):
-    """Seconds of a program.
+    """Times of a program in seconds.
 
     Attributes:
-      total: wall clock of one call in a chain of calls.
-      returns: of a call on an idle device until it is back in Python.
-      done: of a call on an idle device until its results are there.
-      handlers: of the CPU between the stamps of a call on an idle device.
-      gpu: of the GPU between the stamps of a call in a chain; NaN without one.
+      total: wall clock time per call in a chain of calls.
+      returns: host time of a call on an idle device.
+      done: latency of a call on an idle device.
+      handlers: host time between the stamps of a call on an idle device.
+      gpu: GPU time between the stamps of a call in a chain; NaN without a GPU.
     """
 
     total: float
@@ -63,7 +63,7 @@ class Timed(NamedTuple):
 
 
 def measure(step: Callable[[Any], Any], state: Any) -> tuple[Timed, Any]:
-    """Times a compiled program with stamps 0 and 1, `state = step(state)`; the last state, too."""
+    """Times a compiled `state = step(state)` with stamps 0 and 1; returns the last state, too."""
     once, state = timing.single_call(step, state, repeats=1)
     calls = timing.chain_length(once.done)
     chains: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""Times work on a device from the host's clock, honestly about what that includes."""
+"""Timing of device work by the host's clock."""
 
 import math
 import statistics
@@ -8,24 +8,24 @@ from typing import Any, NamedTuple
 
 import jax
 
-CHAIN_SECONDS = 0.12  # what begins and ends a chain takes up to a millisecond
+CHAIN_SECONDS = 0.12  # the start and end of a chain take up to a millisecond
 MAX_CALLS = 100
 
 
 def seconds_per_call(
     step: Callable[[Any], Any], state: Any, *, calls: int, repeats: int, warmup: int = 2
 ) -> tuple[float, Any]:
-    """Median seconds of one call in a chain `state = step(state)`.
+    """Median seconds per call in a chain `state = step(state)`.
 
-    Calls follow each other without waiting, so that launches overlap with device work as they do
-    in an engine; one wait ends each chain. `step` may donate its argument.
+    Calls follow each other without waiting, so that launches overlap with device work as in an
+    engine; one wait ends each chain. `step` may donate its argument.
 
     Args:
       step: a compiled function from a pytree of arrays to the same.
       state: its first argument.
       calls: length of a chain.
-      repeats: chains timed; the median is over these.
-      warmup: chains run before; two, because command buffers are captured in the second run.
+      repeats: timed chains; the median is over these.
+      warmup: untimed chains before; two, as command buffers are captured in the second run.
 
     Returns:
       Seconds per call, and the last state.
@@ -43,11 +43,11 @@ def seconds_per_call(
 
 
 class Call(NamedTuple):
-    """Median seconds of a call on an idle device, from its begin.
+    """Median seconds of a call on an idle device, from its start.
 
     Attributes:
-      returns: until it returns to Python: for so long the host is blocked.
-      done: until its results are there.
+      returns: host time, during which the host is blocked.
+      done: latency, until the results are available.
     """
 
     returns: float
@@ -61,13 +61,13 @@ def single_call(
     repeats: int,
     after: Callable[[], None] = lambda: None,
 ) -> tuple[Call, Any]:
-    """Times `state = step(state)` with a wait before and after each; the last state comes back.
+    """Times `state = step(state)` with a wait before and after each; also returns the last state.
 
     Args:
       step: a compiled function that has run before.
       state: its first argument.
-      repeats: calls timed; the medians are over these.
-      after: called after each wait, outside the times.
+      repeats: timed calls; the medians are over these.
+      after: called after each wait, outside the timed interval.
     """
     samples = []
     for _ in range(repeats):
@@ -82,12 +82,12 @@ def single_call(
 
 
 def chain_length(seconds: float) -> int:
-    """Calls for a chain that is long enough to time and no longer, where one takes `seconds`."""
+    """Shortest chain that can be timed accurately, in calls of `seconds`."""
     return max(1, min(MAX_CALLS, int(CHAIN_SECONDS / seconds)))
 
 
 def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float]:
-    """Median of the ratios of the rounds, and its standard error (for a normal spread)."""
+    """Median of the ratios of the rounds, and its standard error for a normal distribution."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     middle = statistics.median(ratios)
     deviation = 1.4826 * statistics.median(abs(r - middle) for r in ratios)

@@ -1,13 +1,12 @@
 """A Triton kernel that copies blocks with vLLM's published parameters; needs PyTorch and a GPU.
 
-`python -m bench.harness.triton_peer REQUEST` is started by `bench.harness.peers.triton`; REQUEST
-is JSON with the
-keys of that function's arguments, and the last line of output answers it.
+`python -m bench.harness.triton_peer REQUEST` is started by `bench.harness.peers.triton`; REQUEST is
+JSON with the keys of that function's arguments, and the last line of output is the result.
 
 The parameters (vLLM's swap_blocks kernel): min(12, n) programs, program p copies the jobs p, p + 12
 and so on, in words of 8 bytes and chunks of min(8 KiB, the block rounded up to a power of two). A
-job is three int64: the addresses of source and destination, and bytes. They lie in device memory
-here, which is faster than reading them over the link. The code is our own.
+job is three int64: source address, destination address, and bytes. Here they are in device memory,
+which is faster than reading them over the link. The code is our own.
 """
 
 import json
@@ -60,8 +59,8 @@ class Copy:
         _copy[grid](*self.addresses, self.sizes, self.count, self.chunk)
 
     def verify(self) -> None:
-        """Raises unless one copy gives what it must, everywhere."""
-        before = self.destination.cpu().clone()  # .cpu() of what is there is no copy
+        """Raises unless one copy gives the expected bytes everywhere."""
+        before = self.destination.cpu().clone()  # .cpu() of a tensor in host memory is no copy
         before[self.ids[1]] = self.source.cpu()[self.ids[0]]
         self()
         torch.cuda.synchronize()
@@ -69,7 +68,7 @@ class Copy:
             raise AssertionError(f"wrong bytes, {self.count} blocks, {self.nbytes} bytes")
 
     def seconds(self, calls: int) -> float:
-        """Median seconds of one of `calls` copies that follow each other, one wait at the end."""
+        """Median seconds per copy of `calls` consecutive copies with one wait at the end."""
         samples = []
         for _ in range(REPEATS if calls > 1 else 10 * REPEATS):
             torch.cuda.synchronize()

@@ -1,1 +1,1 @@
-"""Benchmarks of attention metadata."""
+"""Attention metadata benchmarks."""

@@ -1,12 +1,13 @@
-"""Metadata built on the device, beside NumPy and device_put: `python -m bench.metadata.build`.
+"""Metadata built on the device, and NumPy with device_put: `python -m bench.metadata.build`.
 
-- Each builder as a compiled program of its own, at four sizes of a batch: how many kernels it
-  launches and how long the GPU takes for them (from a profile), and the wall clock of a call.
-  The host's way, where there is one here: the wall clock until its arrays are on the device.
-- A decode step of 64 requests with all that its attention needs: alone (metadata there already),
-  with metadata built in the step, whose batch the step before left on the device, and with
-  metadata built on the host before the step. Each step ends with its tokens on the host, as in
-  an engine that does not schedule ahead. What a way adds to the step alone is its overhead.
+- Each builder as a separate compiled program, at four batch sizes: number of kernels and GPU time
+  (from a profile), and wall clock time of a call. Host baseline, where implemented here: wall clock
+  time until its arrays are on the device.
+- A decode step of 64 requests with all metadata of its attention: alone (metadata precomputed),
+  with metadata built in the step from the batch that the previous step left on the device, and with
+  metadata built on the host before the step. Each step ends with its tokens on the host, as in an
+  engine that does not schedule ahead. The overhead of a method is its time in excess of the step
+  alone.
 """
 
 import dataclasses
@@ -46,10 +47,10 @@ HOST_WAY = "NumPy, then device_put"
 
 
 def make_batch(num_reqs: int, num_tokens: int) -> BatchMetadata:
-    """A full batch on the host: half the rows decode, the others share the rest of the tokens.
+    """A full batch on the host: half the rows decode, the others share the remaining tokens.
 
-    Contexts begin with the same blocks and otherwise have blocks of their own, as many as the cache
-    has room for.
+    Contexts start with the same blocks and otherwise have blocks of their own, as far as the cache
+    has room.
     """
     rng = np.random.default_rng(0)
     query = np.ones(num_reqs, np.int64)
@@ -74,7 +75,7 @@ def make_batch(num_reqs: int, num_tokens: int) -> BatchMetadata:
 
 
 class Builder(NamedTuple):
-    """A builder, and the host's way to the same where it is written here."""
+    """A builder, and its host baseline where implemented here."""
 
     build: Callable[[BatchMetadata], Any]
     on_host: Callable[[BatchMetadata], Any] | None = None
@@ -117,7 +118,7 @@ BUILDERS = {
 
 
 def until_ready(call: Callable[[], Any], repeats: int) -> float:
-    """Median seconds of a call until its results are there, the device being idle before."""
+    """Median latency of a call on an idle device, in seconds."""
     jax.block_until_ready(call())
     samples = []
     for _ in range(repeats):
@@ -156,7 +157,7 @@ def _text(size: tuple[int, int]) -> str:
 
 
 def is_main(case: str) -> bool:
-    """Whether a row belongs into a summary: of the size with targets, or of a step."""
+    """Whether a row belongs in a summary: of the batch size with targets, or of a step."""
     return case.endswith(f", {_text(TARGET_SIZE)}") or case.startswith(STEP)
 
 
@@ -192,7 +193,7 @@ def compute(model: Model, attention: Any) -> Any:
 
 
 def on_device(batch: BatchMetadata) -> Any:
-    """Everything that the attention of a step needs."""
+    """All metadata for the attention of a step."""
     positions, _, slots = tokens(batch)
     return positions, slots, metadata.flashinfer.build(batch)
 
@@ -209,13 +210,13 @@ def step_alone(model: Model, attention: Any) -> Any:
 
 @functools.partial(jax.jit, donate_argnums=1)
 def step_with_build(model: Model, batch: BatchMetadata) -> tuple[Any, BatchMetadata]:
-    """Also the batch of the next step: one token more in each row."""
+    """Also the batch of the next step: one more token in each row."""
     tokens = compute(model, on_device(batch))
     return tokens, dataclasses.replace(batch, seq_lens=batch.seq_lens + 1)
 
 
 def measure_step(results: Results, quick: bool) -> None:
-    """Wall clock of a step in each way; rounds alternate, so that clocks meet all of them."""
+    """Wall clock time of a step for each method; interleaved, so that clock changes affect all."""
     model = make_model()
     steps, rounds = (5, 2) if quick else (50, 9)
     first = make_batch(STEP_REQUESTS, STEP_REQUESTS)

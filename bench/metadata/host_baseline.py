@@ -1,6 +1,6 @@
-"""The usual way to attention metadata: NumPy on the host, then one device_put of what it made.
+"""Host baseline of attention metadata: NumPy, then one device_put of the result.
 
-Vectorised as engines do it, without a Python loop over requests.
+Vectorized as in engines, without a Python loop over requests.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def tokens(batch: BatchMetadata) -> dict[str, np.ndarray]:
 
 
 def flashinfer(batch: BatchMetadata) -> dict[str, np.ndarray]:
-    """Page lists of all rows, one after the other, padded so that nothing compiles anew."""
+    """Concatenated page lists of all rows, padded to avoid recompilation."""
     blocks = -(-batch.seq_lens // batch.block_size)
     used = np.arange(batch.max_blocks) < blocks[:, None]
     indices = np.zeros(batch.block_table.size, np.int32)
@@ -39,7 +39,7 @@ def flashinfer(batch: BatchMetadata) -> dict[str, np.ndarray]:
 
 
 def ragged_paged(batch: BatchMetadata) -> dict[str, Any]:
-    """What the kernels for ragged batches of the JAX engines take."""
+    """Metadata of the JAX engines' kernels for ragged batches."""
     query = np.diff(batch.query_start_loc)
     decodes = int(np.argmax(np.append(query > 1, True)))
     return {
@@ -51,7 +51,7 @@ def ragged_paged(batch: BatchMetadata) -> dict[str, Any]:
 
 
 def local_attention(batch: BatchMetadata, chunk: int) -> dict[str, np.ndarray]:
-    """Rows cut at multiples of `chunk` tokens, each a row of its own."""
+    """Rows split at multiples of `chunk` tokens, each piece a row of its own."""
     query, seq = np.diff(batch.query_start_loc), batch.seq_lens
     first = np.minimum(chunk - (seq - query) % chunk, query)
     pieces = 1 + -(-(query - first) // chunk)

@@ -1,1 +1,1 @@
-"""Benchmarks of recurrent states."""
+"""Recurrent state benchmarks."""

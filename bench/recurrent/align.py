@@ -1,8 +1,9 @@
-"""What saving recurrent states costs a step: `python -m bench.recurrent.align`.
+"""Cost of saving recurrent states: `python -m bench.recurrent.align`.
 
-The call alone, on states of two hybrid models: when no row of the batch reaches a block boundary,
-which is nearly every step, and when all do. Calls are chained within one program, so a call's time
-is the GPU's and nobody's dispatch. Then whole steps, in four ways: see recurrent_steps.py.
+The call alone, on states of two hybrid models: with no row of the batch at a block boundary, as in
+nearly every step, and with all rows at one. Calls are chained within one program, so the time per
+call is GPU time without dispatch. Then entire steps, with four methods: see
+bench/recurrent/steps.py.
 """
 
 import functools
@@ -30,7 +31,7 @@ IDLE_WANTED_US, SHARE_WANTED = 5.0, 0.8
 
 
 class Case:
-    """A batch whose rows all reach a boundary, or none, and states for it."""
+    """A batch with all rows at a boundary, or none, and its states."""
 
     def __init__(self, model: Model, batch: int, conv: StateKind, *, crosses: bool):
         num_blocks = 1 + COLUMNS * (batch if crosses else 1)
@@ -43,7 +44,7 @@ class Case:
             [scrambled((num_blocks, *shape)) for shape in shapes.values()]
             for _ in range(self.layers)
         ]
-        # One token before the boundary if nothing more is accepted; or nowhere near it.
+        # One token before the boundary if nothing more is accepted; or far from it.
         certain = model.block_size - 1 if crosses else model.block_size // 2
         ids = np.random.default_rng(0).permutation(num_blocks - 1)[: COLUMNS * batch] + 1
         self.table = np.resize(ids, (batch, COLUMNS))
@@ -61,7 +62,7 @@ class Case:
         self.calls = 2 if crosses else IDLE_CALLS
 
     def seconds(self) -> float:
-        """Of one call; the GPU's, or on a machine without one the host's."""
+        """Seconds per call; on the GPU, or on the host without one."""
         rows = self.batch.max_num_reqs
         drafts = jnp.full(rows, DRAFTS, jnp.int32)
         accepted = jnp.full(rows, 2, jnp.int32)
@@ -84,7 +85,7 @@ class Case:
         return span / self.calls
 
     def check(self) -> None:
-        """Raises AssertionError if a boundary's block does not hold the state that it should."""
+        """Raises AssertionError if a boundary's block does not contain the expected state."""
         jaxkv.check_errors(self.states)
         temporal = self.states[-1][1]
         saved, source = temporal[self.table[-1, 0]], temporal[self.table[-1, 2]]
@@ -93,7 +94,7 @@ class Case:
 
 
 def idle(results: Results, model: Model, batch: int) -> None:
-    """No row reaches a boundary."""
+    """No row at a boundary."""
     case = Case(model, batch, StateKind.CONV_SD, crosses=False)
     name = f"{model.name}, {case.layers} layers, batch {batch}: nothing crosses"
     microseconds = case.seconds() * 1e6
@@ -104,7 +105,7 @@ def idle(results: Results, model: Model, batch: int) -> None:
 
 
 def crossing(results: Results, model: Model, batch: int, conv: StateKind) -> None:
-    """All rows reach a boundary."""
+    """All rows at a boundary."""
     case = Case(model, batch, conv, crosses=True)
     name = f"{model.name}, {case.layers} layers, {conv.name}, batch {batch}: all cross"
     seconds = case.seconds()

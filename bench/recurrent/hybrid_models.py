@@ -1,4 +1,4 @@
-"""Recurrent states of two hybrid models, and memory for them."""
+"""Recurrent states of two hybrid models, and their memory."""
 
 import functools
 import math
@@ -17,11 +17,11 @@ class Model(NamedTuple):
     """Recurrent states of a model, 2 bytes an element.
 
     Attributes:
-      name: what it is.
-      layers: with such states.
-      width, dim: tokens of a convolution's window, drafts among them, and their elements.
+      name: model name.
+      layers: number of layers with recurrent states.
+      width, dim: tokens of a convolution's window, including drafts, and their elements.
       temporal: shape of a temporal state.
-      block_size: tokens a block.
+      block_size: tokens per block.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Model(NamedTuple):
     block_size: int
 
     def shapes(self, conv: StateKind) -> dict[StateKind, tuple[int, ...]]:
-        """Of a block of each of the layer's two arrays."""
+        """Block shapes of the layer's two arrays."""
         window = (self.width, self.dim) if conv is StateKind.CONV_SD else (self.dim, self.width)
         return {conv: window, StateKind.TEMPORAL: self.temporal}
 
     def moved_bytes(self, bias: int) -> int:
-        """Of a layer, for a row whose state is `bias` tokens further than its window's first."""
+        """Bytes copied per layer for a row whose state is `bias` tokens past its window's start."""
         return 2 * ((self.width - bias) * self.dim + math.prod(self.temporal))
 
 
@@ -49,6 +49,6 @@ MODELS = (
 
 @functools.partial(jax.jit, static_argnums=0)
 def scrambled(shape: tuple[int, ...]) -> jax.Array:
-    """uint16 that look random, made without the scratch memory that random bits take."""
+    """Pseudorandom uint16, made without the scratch memory of random bits."""
     index = jnp.arange(math.prod(shape), dtype=jnp.uint32)
     return ((index * jnp.uint32(2654435761)) >> 16).astype(jnp.uint16).reshape(shape)

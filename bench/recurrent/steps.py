@@ -1,18 +1,18 @@
-"""Steps with drafts of a hybrid model, in four ways to save its states.
+"""Speculative decoding steps of a hybrid model, with four methods of saving its states.
 
-What upstream did, `blocking`: every step the host waits for the accepted counts, decides, and
-issues the copies that are due. `predicate` (vLLM PR 42574): a step for which the host can prove
-that no copy is due skips all that, and its counts come later. `fused` (vLLM PR 40172): the step
-program saves the states itself, always; the counts come later. `combined`: the host chooses between
-that program and one without the saving.
+`blocking` (previously upstream): in every step the host waits for the accepted counts, decides, and
+issues the required copies. `predicate` (vLLM PR 42574): a step for which the host can prove that no
+copy is required skips all that, and its counts are read later. `fused` (vLLM PR 40172): the step
+program always saves the states itself; the counts are read later. `combined`: the host chooses
+between that program and one without saving.
 
-The model is a chain of products, so long that the host's part of a step is half the GPU's at batch
-16; a step's states are really moved and saved, in all layers. Contexts are spread evenly between
-two block boundaries, so that as many rows cross one as in a long run. Rows that can't in a round
-share one block: nothing reads or writes their states. All ways run the same programs on the same
-acceptances (on average 3 tokens, as upstream), must leave the same states, and take turns. Where
-two ways are nearly alike, what tells them apart is the median of the ratios of their rounds, and
-the error of that says how well.
+The model is a chain of products, long enough that the host's part of a step is half the GPU's at
+batch 16; the states of a step are really moved and saved, in all layers. Contexts are spread evenly
+between two block boundaries, so that the share of rows that cross one is that of a long run. Rows
+that can't cross one in a round share one block: nothing reads or writes their states. All methods
+run the same programs on the same acceptances (on average 3 tokens, as upstream), must produce the
+same states, and are interleaved. Nearly equal methods are compared by the median of the ratios of
+their rounds, with its standard error.
 """
 
 import functools
@@ -38,22 +38,22 @@ BLOCKING, PREDICATE, FUSED, COMBINED = "blocking", "predicate", "fused", "combin
 WAYS = (BLOCKING, PREDICATE, FUSED, COMBINED)
 ALONE = "the GPU part alone"
 KINDS = (StateKind.CONV_SD, StateKind.TEMPORAL)
-ACCEPTED = (1, 2, 2, 3, 3, 3, 4, 4, 4, 4)  # drawn from
+ACCEPTED = (1, 2, 2, 3, 3, 3, 4, 4, 4, 4)  # uniform choice
 QUERY = 1 + DRAFTS
-COLUMNS = 3 + DRAFTS  # an unused one, two that contexts lie in, and those for drafts
+COLUMNS = 3 + DRAFTS  # an unused one, two for the context, and those for drafts
 CALIBRATION_BATCH, HOST_SHARE = 16, 0.5
 WANTED = 0.87
 MIN_ROUNDS = 7
 
 
 class Rest(NamedTuple):
-    """What goes from step to step beside the states.
+    """State carried from step to step besides the recurrent states.
 
     Attributes:
-      batch: of the step to come.
-      counts: int32[B], accepted by the last step, as its states lie.
+      batch: of the next step.
+      counts: int32[B], accepted by the last step, matching the positions of its states.
       columns: int32[B], of the running states.
-      number: int32[], of the step to come.
+      number: int32[], of the next step.
     """
 
     batch: BatchMetadata
@@ -63,7 +63,7 @@ class Rest(NamedTuple):
 
 
 def compute(x: Any, weight: Any, products: int) -> Any:
-    """The stand-in for the model; a loop, whose length XLA knows, compiles fast."""
+    """Stand-in for the model; a loop whose trip count XLA knows, as it compiles fast."""
     return jax.lax.fori_loop(0, products, lambda _, y: jnp.tanh(y @ weight), x)
 
 
@@ -71,7 +71,7 @@ def compute(x: Any, weight: Any, products: int) -> Any:
 def step(
     states: Any, rest: Rest, weight: Any, ids: Any, *, products: int, saves: bool
 ) -> tuple[Any, Rest, Any, jaxkv.recurrent.DeferredCounts]:
-    """Also returns int32[B] accepted tokens, and the same on their way to the host."""
+    """Also returns int32[B] accepted tokens, and their asynchronous copy to the host."""
     batch, kinds = rest.batch, [KINDS] * len(states)
     drafts = jnp.full(ids.shape, DRAFTS, jnp.int32)
     states, _, columns = jaxkv.recurrent.align_preprocess(
@@ -79,7 +79,7 @@ def step(
     )
     x = jnp.ones((batch.max_num_tokens, weight.shape[0]), weight.dtype)
     x = compute(x * (rest.number % 2 + 1).astype(weight.dtype), weight, products)
-    mixed = (ids * 7919 + rest.number * 104729) % 7907  # the same in every way and round
+    mixed = (ids * 7919 + rest.number * 104729) % 7907  # the same for every method and round
     never = (x[::QUERY, 0] > 2).astype(jnp.int32)
     sampled = jnp.asarray(ACCEPTED, jnp.int32)[(mixed + never) % len(ACCEPTED)]
     counts = sampled
@@ -95,14 +95,14 @@ def step(
 
 @functools.partial(jax.jit, donate_argnames="states")
 def save(states: Any, batch: BatchMetadata, sampled: Any) -> tuple[Any, Any]:
-    """What `step` does where it saves, as a program of its own."""
+    """The state saving of `step` as a separate program."""
     kinds, drafts = [KINDS] * len(states), jnp.full(sampled.shape, DRAFTS, jnp.int32)
     return jaxkv.recurrent.align_postprocess(states, batch, sampled, kinds=kinds, num_drafts=drafts)
 
 
 @jax.jit
 def fingerprint(states: Any) -> Any:
-    """uint32, which tells apart states and where they lie."""
+    """uint32 hash of states and their positions."""
 
     def mixed(state: Any) -> Any:
         index = jax.lax.iota(jnp.uint32, state.size).reshape(state.shape)
@@ -113,7 +113,7 @@ def fingerprint(states: Any) -> Any:
 
 
 class Scheduler:
-    """The host's part of a step: what an engine does for every request, and for every layer."""
+    """The host's part of a step: an engine's work for every request and every layer."""
 
     def __init__(self, model: Model, computed: np.ndarray):
         self.model, self.computed = model, computed.copy()
@@ -121,7 +121,7 @@ class Scheduler:
         self.metadata: list[dict[str, Any]] = []
 
     def take(self, counts: np.ndarray) -> None:
-        """Books what a step accepted, and prepares what every layer is told of the next."""
+        """Records what a step accepted, and prepares every layer's metadata for the next."""
         block_size = self.model.block_size
         self.computed += counts
         for request, count in zip(self.requests, counts.tolist(), strict=True):
@@ -135,7 +135,7 @@ class Scheduler:
         ]
 
     def can_skip(self, in_flight: int) -> bool:
-        """Of the step to come; those in flight accept 1 to QUERY tokens each, not yet known."""
+        """Whether the next step needs no copy, for any 1 to QUERY tokens per step in flight."""
         slack, rows = DRAFTS * in_flight, np.ones_like(self.computed)
         return jaxkv.recurrent.can_skip_align_postprocess(
             self.computed + in_flight,
@@ -145,7 +145,7 @@ class Scheduler:
         )
 
     def due(self, counts: np.ndarray) -> bool:
-        """Whether the step that accepted these ended in another block than it certainly would."""
+        """Whether a context reaches another block boundary with these counts."""
         block_size = self.model.block_size
         return bool(((self.computed + counts) // block_size * block_size > self.computed).any())
 
@@ -158,7 +158,7 @@ class Case:
         size, device = model.block_size, jax.devices()[0]
         self.computed = size + 1 + (2 * np.arange(batch) + 1) * (size - 1) // (2 * batch)
         near = np.flatnonzero(self.computed + (steps + 1) * QUERY >= 2 * size)
-        table = np.ones((batch, COLUMNS), np.int32)  # block 1 is everyone's
+        table = np.ones((batch, COLUMNS), np.int32)  # block 1 is shared by all
         self.num_blocks = 2 + 2 * len(near)
         table[near, 1:3] = 2 + np.arange(2 * len(near)).reshape(-1, 2)
         self.shapes = [(self.num_blocks, *shape) for shape in model.shapes(KINDS[0]).values()]
@@ -181,7 +181,7 @@ class Case:
         self.refill()
 
     def refill(self) -> None:
-        """States as no step has touched them; placed as steps leave them, or they compile twice."""
+        """Initial states; placed as the output of steps, which avoids a second compilation."""
         device = jax.devices()[0]
         self.states: Any = None
         self.states = [
@@ -190,7 +190,7 @@ class Case:
         ]
 
     def round(self, way: str) -> Scheduler:
-        """All steps once."""
+        """Runs all steps once."""
         host, rest = Scheduler(self.model, self.computed), self.first
         flying: deque[tuple[int, jaxkv.recurrent.DeferredCounts]] = deque()
 
@@ -227,13 +227,13 @@ class Case:
         return rest, sampled, deferred
 
     def alone(self) -> None:
-        """The steps without anything on the host."""
+        """The steps without host work."""
         rest = self.first
         for _ in range(self.steps):
             rest, *_ = self.issue(rest, saves=False)
 
     def check(self) -> int:
-        """Compiles, and raises AssertionError if not all ways leave the same; tokens of a round."""
+        """Compiles, and raises AssertionError if the methods' states differ; tokens of a round."""
         found = {}
         for way in WAYS:
             self.refill()
@@ -242,15 +242,15 @@ class Case:
             found[way] = int(fingerprint(self.states[-1])), host.computed.tobytes()
         if len(set(found.values())) > 1:
             raise AssertionError(f"the ways differ: {found}")
-        save(self.states, self.first.batch, self.first.counts)  # compiled, if it was never due
+        save(self.states, self.first.batch, self.first.counts)  # compiles it if not used so far
         self.refill()
         return int((host.computed - self.computed).sum())
 
     def samples(self, budget: float) -> dict[str, list[float]]:
-        """Seconds of a step in each way, round by round, for about `budget` seconds.
+        """Seconds of a step for each method, by round, for about `budget` seconds.
 
-        In each round the ways take turns in another order: how hot a GPU is, and so how fast,
-        depends on what ran before.
+        The order of the methods changes from round to round: the temperature of a GPU, and so its
+        clock, depends on what ran before.
         """
         taken: dict[str, list[float]] = {way: [] for way in (*WAYS, ALONE)}
         begin = time.perf_counter()
@@ -262,7 +262,7 @@ class Case:
         return taken
 
     def seconds(self, way: str) -> float:
-        """Of a step, in one round."""
+        """Seconds per step, in one round."""
         jax.block_until_ready(self.states)
         start = time.perf_counter()
         if way == ALONE:
@@ -274,10 +274,10 @@ class Case:
 
 
 def calibrate(results: Results, model: Model, weight: Any, steps: int) -> int:
-    """Products of a step, so that the host's part has its share at batch CALIBRATION_BATCH.
+    """Products per step, so that the host's part has its share at batch CALIBRATION_BATCH.
 
-    The host's part is all that it does for a step, dispatch too: as long as a step takes whose GPU
-    part is next to nothing.
+    The host's part is all its work for a step, including dispatch: the time of a step with
+    negligible GPU work.
     """
     case = Case(model, CALIBRATION_BATCH, steps, weight, products=1)
     case.check()
@@ -301,9 +301,9 @@ def measure(results: Results, *, quick: bool) -> None:
         for batch in (1, 16) if quick else (1, 16, 64, 512, 1024):
             steps = 6 if quick else max(10, min(48, 1024 // batch))
             case = Case(model, batch, steps, weight, products)
-            tokens = case.check() / steps  # of a step
+            tokens = case.check() / steps  # per step
             gc.collect()
-            gc.disable()  # a collection within a round would be one way's bad luck
+            gc.disable()  # a collection within a round would distort one method's time
             samples = case.samples(budget=0 if quick else 5)
             gc.enable()
             seconds = {way: statistics.median(taken) for way, taken in samples.items()}

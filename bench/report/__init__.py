@@ -1,1 +1,1 @@
-"""Tables and plots of the documentation, made of records."""
+"""Tables and plots of the documentation, generated from records."""

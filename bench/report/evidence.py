@@ -1,15 +1,14 @@
-"""Lists what was wanted and what was measured, and writes both into the documentation.
+"""Lists targets and measurements, and writes both into the documentation.
 
 `python -m bench.report.evidence` reads every `bench/results/<device>/<name>.json`, prints each
-target with
-the age of its measurement, and regenerates the plots and the parts of DOCUMENTS that stand between
+target with the age of its measurement, and regenerates the plots and the sections of DOCUMENTS
+between
 
     <!-- generated: NAME -->
     <!-- end -->
 
-with the table of that name in `bench.report.tables`. `--check` writes nothing, and fails if a text
-is out
-of date; plots are not compared, as every matplotlib draws a little differently.
+with the table of that name in `bench.report.tables`. `--check` writes nothing, and fails if a
+document is out of date; plots are not compared, as their bytes differ between matplotlib versions.
 """
 
 import argparse
@@ -30,7 +29,7 @@ MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 
 def age(file: File, repository: pathlib.Path = REPOSITORY) -> str:
-    """How many commits have touched the measured code since the measurement."""
+    """Number of commits that touched the measured code since the measurement."""
     if file.commit is None:
         return "unknown commit"
     try:
@@ -44,10 +43,10 @@ def age(file: File, repository: pathlib.Path = REPOSITORY) -> str:
 
 
 def regenerate(text: str, files: Sequence[File]) -> str:
-    """A text with every marked part replaced by its table.
+    """A text with every marked section replaced by its table.
 
     Raises:
-      ValueError: a marked part whose name is not in TABLES, or that does not end.
+      ValueError: a marked section whose name is not in TABLES, or without an end.
     """
     opened = text.count("<!-- generated:")
     if opened != len(MARKED.findall(text)):
@@ -63,13 +62,13 @@ def regenerate(text: str, files: Sequence[File]) -> str:
 
 
 def draw(files: Sequence[File], folder: pathlib.Path = PLOTS) -> list[pathlib.Path]:
-    """Draws what can be drawn; nothing without matplotlib."""
+    """Draws all available plots; none without matplotlib."""
     try:
         import matplotlib
     except ImportError:
         print("plots not drawn: matplotlib is not installed")
         return []
-    matplotlib.rcParams["svg.hashsalt"] = "jaxkv"  # the same figures must give the same file
+    matplotlib.rcParams["svg.hashsalt"] = "jaxkv"  # equal figures must give identical files
     drawn = []
     for (bench, device), rows in drawn_rows(files).items():
         drawn.append(folder / plot_name(bench, device))

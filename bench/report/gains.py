@@ -14,7 +14,7 @@ Gain = tuple[str, str, str, str, float, float]
 
 
 def gains(files: Sequence[File]) -> list[Gain]:
-    """All tasks that the records have."""
+    """All tasks in the records."""
     return [
         *_serving_gains(files),
         *_engine_gains(files),
@@ -35,7 +35,7 @@ def later_turns(files: Sequence[File]) -> list[tuple[File, list[Row]]]:
 
 
 def fastest_engine_rows(files: Sequence[File]) -> dict[tuple[str, str], Row]:
-    """By device and case: the fastest implementation that takes ids of the device."""
+    """Fastest implementation with device ids, by device and case."""
     best: dict[tuple[str, str], Row] = {}
     for file in (file for file in files if file.name == "engines"):
         for row in file.rows_of("time"):
@@ -47,7 +47,7 @@ def fastest_engine_rows(files: Sequence[File]) -> dict[tuple[str, str], Row]:
 
 
 def engine_time(row: Row, peer: str) -> float:
-    """Milliseconds of a baseline; stores into memory that it had before, as a pool has."""
+    """Milliseconds of a baseline; stores reuse host memory, as in a pool."""
     return row.peers.get(peer + engines.REUSED, row.peers[peer])
 
 

@@ -1,5 +1,4 @@
-"""Figures from the rows of result files; `python -m bench.report.evidence` writes them to
-docs/plots."""
+"""Plots of result files; `python -m bench.report.evidence` writes them to docs/plots."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,14 +11,14 @@ from bench.transfer.blocks import DIRECTIONS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A ladder of block sizes is drawn over its logarithm, so each size has its own tick.
+# Block sizes are on a logarithmic axis, with a tick for each size.
 OURS = {"marker": "o", "linewidth": 2}
 THEIRS = {"marker": "x", "linewidth": 1, "linestyle": "--"}
 PEAK = {"color": "black", "linestyle": ":"}
 
 
 def transfer_figure(rows: Sequence[Row]) -> "Figure":
-    """GB/s over the size of a block, one panel a direction; the roof is dotted."""
+    """GB/s over the block size, one panel per direction; dotted: peak bandwidth."""
     from matplotlib.figure import Figure
 
     points = bandwidth.main_points(rows)
@@ -43,7 +42,7 @@ def transfer_figure(rows: Sequence[Row]) -> "Figure":
 
 
 def _lines(points: dict[bandwidth.Point, Row]) -> dict[str, dict[int, float]]:
-    """{name: {block bytes: GB/s}}, ours with the SMs that they take by themselves, then peers."""
+    """{name: {block bytes: GB/s}}: jaxkv with its default numbers of SMs, then baselines."""
     ours: dict[str, dict[int, float]] = {}
     theirs: dict[str, dict[int, float]] = {}
     for point, row in points.items():
@@ -54,7 +53,7 @@ def _lines(points: dict[bandwidth.Point, Row]) -> dict[str, dict[int, float]]:
 
 
 def overlap_figure(rows: Sequence[Row]) -> "Figure":
-    """Milliseconds of a step for each way to load, one panel for each kind; dotted: no load."""
+    """Milliseconds of a step for each load method, one panel per kind of step; dotted: no load."""
     from matplotlib.figure import Figure
 
     steps = overlap_steps(rows)
@@ -66,7 +65,7 @@ def overlap_figure(rows: Sequence[Row]) -> "Figure":
         panel.barh([*bars], [row.value for row in bars.values()])
         alone = bars[overlap.ALONE].value
         panel.axvline(alone, **PEAK)
-        # Differences are a few percent of the whole.
+        # Differences are a few percent of the total.
         longest = max(row.value for row in bars.values())
         label = "ms; the axis begins at 0.9 of the step alone"
         panel.set(title=kind, xlabel=label, xlim=(0.9 * alone, 1.02 * longest))
@@ -74,12 +73,12 @@ def overlap_figure(rows: Sequence[Row]) -> "Figure":
 
 
 def overlap_steps(rows: Sequence[Row]) -> list[Row]:
-    """The rows that hold a step's time."""
+    """The rows with the time of a step."""
     return [row for row in rows if row.unit == "ms"]
 
 
 def all_reduce_figure(rows: Sequence[Row]) -> "Figure":
-    """Microseconds of a call in a chain over its bytes, one panel for each number of devices."""
+    """Microseconds per call in a chain over message size, one panel for each number of devices."""
     from matplotlib.figure import Figure
 
     lines: dict[int, dict[str, dict[int, Row]]] = {}
@@ -107,7 +106,7 @@ def all_reduce_figure(rows: Sequence[Row]) -> "Figure":
 
 
 def all_reduce_rows(rows: Sequence[Row]) -> dict[all_reduce.Case, Row]:
-    """Times of calls in chains: ours in one process and its peers."""
+    """Times of calls in chains: jaxkv in one process and its baselines."""
     return {
         case: by_metric[all_reduce.ALONE]
         for case, by_metric in all_reduce.rows_by_case(rows).items()
@@ -118,13 +117,13 @@ def all_reduce_rows(rows: Sequence[Row]) -> dict[all_reduce.Case, Row]:
 
 
 class Drawing(NamedTuple):
-    """A figure, and whether the rows hold what it shows."""
+    """A figure, and whether the rows contain its data."""
 
     figure: Callable[[Sequence[Row]], "Figure"]
     is_drawn: Callable[[Sequence[Row]], Any]
 
 
-# Name of a benchmark -> the figure of its rows.
+# Benchmark name -> the figure of its rows.
 FIGURES = {
     "all_reduce": Drawing(all_reduce_figure, all_reduce_rows),
     "overlap": Drawing(overlap_figure, overlap_steps),

@@ -1,4 +1,4 @@
-"""Tables of the documentation, each made of the result files that it gets."""
+"""Tables of the documentation, each generated from result files."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,7 +17,7 @@ ALL_REDUCE_METRICS = (all_reduce.GPU_TIME, all_reduce.ALONE, all_reduce.PAIR)
 
 
 def number(value: float) -> str:
-    """Three significant digits without an exponent; whole numbers in full."""
+    """Three significant digits without an exponent; integers in full."""
     if float(value).is_integer():
         return f"{int(value):,}"
     digits = max(0, 3 - len(str(int(abs(value))))) if abs(value) >= 1 else 3
@@ -62,7 +62,7 @@ def all_targets_table(files: Sequence[File]) -> str:
 
 
 def targets_table(files: Sequence[File]) -> str:
-    """One line for each file: how many targets are met, missed and not measured."""
+    """One row per file: number of targets met, missed and not measured."""
     lines = []
     for file in (file for file in files if file.targets):
         verdicts = [target.met for target in file.targets]
@@ -73,7 +73,7 @@ def targets_table(files: Sequence[File]) -> str:
 
 
 def unmeasured(files: Sequence[File]) -> str:
-    """For each device the records that benchmarks of several GPUs would leave, and have not."""
+    """Missing records of the multi-GPU benchmarks, by device."""
     lines = []
     for device in dict.fromkeys(file.device for file in files):
         there = {file.name for file in files if file.device == device}
@@ -84,7 +84,7 @@ def unmeasured(files: Sequence[File]) -> str:
 
 
 def targets_count(files: Sequence[File]) -> str:
-    """How many targets are met, of all records."""
+    """Number of targets met, over all records."""
     met = [target.met for file in files for target in file.targets]
     if not met:
         return NOT_MEASURED
@@ -106,7 +106,7 @@ def tests_table(files: Sequence[File]) -> str:
 
 
 def transfer_table(files: Sequence[File]) -> str:
-    """One line for each direction and size of block, with about as many blocks in each."""
+    """One row per direction and block size, with about the same number of blocks in each."""
     return _transfer_table(files, bandwidth.main_points)
 
 
@@ -125,7 +125,7 @@ def _transfer_table(
             assert row.peak
             line = lines.setdefault((file.device, point.cell), {})
             share = f"{row.value / row.peak['value']:.0%}"
-            # The first is the implementation as it comes, without a wish for its SMs.
+            # The first is the implementation with its default number of SMs.
             line.setdefault(point.name, f"{number(row.value)} ({share}; {point.num_sms})")
             line |= {name: number(value) for name, value in row.peers.items()}
             line["peak"] = number(row.peak["value"])
@@ -165,7 +165,7 @@ def plot_name(bench: str, device: str) -> str:
 
 
 def overlap_table(files: Sequence[File]) -> str:
-    """One line for each way to load during a step."""
+    """One row per method of loading during a step."""
     lines = [
         (file.device, row.case, number(row.value), number(row.value / row.peers[overlap.ALONE]))
         for file in files
@@ -175,7 +175,7 @@ def overlap_table(files: Sequence[File]) -> str:
 
 
 def metadata_table(files: Sequence[File]) -> str:
-    """One line for each builder, at one size of a batch, and one for each kind of step."""
+    """One row per builder, at one batch size, and one per kind of step."""
     lines = []
     for file in (file for file in files if file.name == "metadata"):
         cases: dict[str, dict[str, Row]] = {}
@@ -193,7 +193,7 @@ def metadata_table(files: Sequence[File]) -> str:
 
 
 def all_reduce_table(files: Sequence[File]) -> str:
-    """One line for each number of devices and some sizes: what the tuning table chooses."""
+    """One row per number of devices and some sizes: the choices of the tuning table."""
     lines = []
     for file in (file for file in files if file.bench == "all_reduce"):
         found = all_reduce.rows_by_case(file.rows)
@@ -214,7 +214,7 @@ def all_reduce_table(files: Sequence[File]) -> str:
 
 
 def all_reduce_nccl_table(files: Sequence[File]) -> str:
-    """One line for each number of devices and size at which psum ran NCCL's symmetric kernels."""
+    """One row per number of devices and size at which psum ran NCCL's symmetric kernels."""
     lines = []
     for file in (file for file in files if file.bench == "all_reduce"):
         found = all_reduce.rows_by_case(file.rows)
@@ -231,14 +231,14 @@ def all_reduce_nccl_table(files: Sequence[File]) -> str:
 
 
 def _times(ours: Row | None, psum: Row | None) -> str:
-    """Of ours, psum and the best peer."""
+    """Times of jaxkv, psum and the best baseline."""
     best = min(ours.peers.values(), default=None) if ours else None
     times = (*(row.value if row else None for row in (ours, psum)), best)
     return " / ".join("-" if time is None else number(time) for time in times)
 
 
 def tensor_parallel_table(files: Sequence[File]) -> str:
-    """One line for each number of devices and batch."""
+    """One row per number of devices and batch size."""
     lines = [
         (
             file.device, row.case, number(row.value), *map(number, row.peers.values()),
@@ -253,9 +253,9 @@ def tensor_parallel_table(files: Sequence[File]) -> str:
 
 
 def engines_table(files: Sequence[File]) -> str:
-    """One line for each case: the fastest of ours that takes ids of the device, as theirs do.
+    """One row per case: the fastest jaxkv implementation with device ids, as in the baselines.
 
-    Theirs store, as a pool does, into memory that they had before.
+    The baselines' stores reuse host memory, as in a pool.
     """
     peers = (engines.TPU_INFERENCE, engines.SGLANG, engines.WHOLE)
     lines = [
@@ -267,7 +267,7 @@ def engines_table(files: Sequence[File]) -> str:
 
 
 def gains_table(files: Sequence[File]) -> str:
-    """One line for each task of an engine and baseline: the README's table."""
+    """One row per task of an engine and baseline: the README's table."""
     header = ("task", "model, dtype", "device", "baseline", "baseline, ms", "jaxkv, ms", "speedup")
     lines = [
         (*words, number(baseline), number(ours), f"{number(baseline / ours)}x")
@@ -277,7 +277,7 @@ def gains_table(files: Sequence[File]) -> str:
 
 
 def demo_table(files: Sequence[File]) -> str:
-    """One line for each device: the turns after the first, whose prompts have a past."""
+    """One row per device: the turns after the first, whose prompts have a history."""
     header: list[str] = []
     lines = []
     for file, rows in later_turns(files):

@@ -1,1 +1,1 @@
-"""The serving example, recorded."""
+"""Records of the serving example."""

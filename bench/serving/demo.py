@@ -1,5 +1,7 @@
-"""Runs the serving example on this device and records what it shows: `python -m
-bench.serving.demo`."""
+"""Runs the serving example on this device and records its results.
+
+Usage: `python -m bench.serving.demo`.
+"""
 
 import json
 import pathlib
@@ -11,7 +13,7 @@ from typing import Any
 
 from bench.harness.records import REPOSITORY, Results, arguments
 
-RUN = "offload"  # the run that the others are compared with
+RUN = "offload"  # the baseline of the comparison
 LATER_TURNS = "turns after the first"
 UNEQUAL = "unequal tokens"
 # Column of the example's tables -> metric and unit.
@@ -24,13 +26,13 @@ MOVED = {"stored MiB": "moved to host memory", "loaded MiB": "moved back"}
 
 
 def serve(flags: Sequence[str]) -> tuple[dict[str, Any], int]:
-    """Runs the example as a user does.
+    """Runs the example from its command line.
 
     Returns:
-      What it wrote with --json, and its exit code.
+      Its --json output, and its exit code.
 
     Raises:
-      subprocess.CalledProcessError: it ended without writing anything.
+      subprocess.CalledProcessError: it ended without output.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "demo.json")
@@ -42,7 +44,7 @@ def serve(flags: Sequence[str]) -> tuple[dict[str, Any], int]:
 
 
 def record(results: Results, summary: dict[str, Any]) -> None:
-    """Rows per round of turns, and as targets that every token is the same without offload."""
+    """Rows per round of turns; targets: equality of all tokens with and without offload."""
     rounds = summary["rounds"]
     others = [name for name in rounds if name != RUN]
     cases = {
@@ -63,7 +65,7 @@ def record(results: Results, summary: dict[str, Any]) -> None:
     for name in others:
         unequal = sum(map(_unequal_tokens, answers[RUN], answers[name]))
         results.target(f"same tokens as in run '{name}'", unequal, "==", 0, UNEQUAL)
-    # Equal tokens show nothing unless pages really came back.
+    # Equal tokens prove nothing unless pages were reloaded.
     loaded = sum(row["on host"] for row in rounds[RUN])
     results.target("prompt tokens served from host memory", loaded, ">=", 1, "tokens")
 

@@ -1,1 +1,1 @@
-"""Benchmarks of block copies."""
+"""Block copy benchmarks."""

@@ -1,20 +1,20 @@
-"""Bandwidth of scattered block copies, ours and others': `python -m bench.transfer.bandwidth`.
+"""Bandwidth of scattered block copies, jaxkv and baselines: `python -m bench.transfer.bandwidth`.
 
-Blocks of 512 B to 1 MiB, 1 to 100,000 of them, at random places without repetition, in both
-directions, by each implementation. GB/s is bytes of payload (1e9) over the wall clock of a chain of
-copies (bench/transfer/blocks.py), and the peak one contiguous copy. Copies of less than five
-milliseconds come 8 in a program; a row says so. "CPU time of the handlers" is the time of a copy
-between two stamps (bench/harness/timestamps.py); "call returns after" is the time until a call of
-the program is back in Python, the device being idle.
+1 to 100,000 blocks of 512 B to 1 MiB at random positions without repetition, in both directions,
+with each implementation. GB/s is payload bytes (1e9) over the wall clock time of a chain of copies
+(bench/transfer/blocks.py); the peak is one contiguous copy. Copies shorter than five milliseconds
+are batched, 8 in a program; a row records it. "CPU time of the handlers" is the time of a copy
+between two stamps (bench/harness/timestamps.py); "call returns after" is the host time of a call of
+the program on an idle device.
 
-Peers, in the same run, between the same arrays and with the same ids (bench/harness/peers.py):
-CUDA's copy engine by one batch call, by one for each 1024 blocks, and by a loop of calls, submitted
-from C++ in a chain of their own without JAX; of the first two the faster counts. Below 10,000
-blocks the time of a call decides and not the link; there the batch call is also made inside JAX,
-through an FFI call like ours ("in JAX"), and the comparison is with that. And a Triton kernel with
-vLLM's parameters in a process of its own.
+Baselines, in the same run, between the same arrays and with the same ids (bench/harness/peers.py):
+CUDA's copy engine by one batch call, by one per 1024 blocks, and by a loop of calls, submitted from
+C++ in a chain outside JAX; the faster of the first two counts. Below 10,000 blocks the call
+overhead dominates, not the link; there the batch call is also made inside JAX, through an FFI call
+like jaxkv's ("in JAX"), and is the baseline. And a Triton kernel with vLLM's parameters in its own
+process.
 
-A target takes the fastest of ours, where it does not say "as chosen".
+A target takes the fastest jaxkv implementation unless it says "as chosen".
 """
 
 import math
@@ -37,24 +37,24 @@ KIB = 1024
 LINK_FIVE_MILLISECONDS = 250_000_000  # bytes
 COPIES_OF_SHORT = 8
 BATCH_IN_JAX = f"{peers.BATCH} in JAX"
-# What our rates are held against: the fastest of the first of these groups that was measured.
+# Baselines: the fastest of the first of these groups that was measured.
 BATCHES = ((peers.BATCH, peers.SHORT_BATCH),)
 BATCHES_AS_CALLED = ((BATCH_IN_JAX,), *BATCHES)
 ONLY_TRITON = ((peers.TRITON,),)
 CHOSEN = "chosen implementation"
 MAX_LOOP_COUNT = 10_000
-LIMIT_SECONDS = 360  # later only the main comparison is measured
+LIMIT_SECONDS = 360  # after that only the main comparison is measured
 NAMES = tuple(name for names in IMPLEMENTATIONS.values() for name in names)
 
 
 class Grid(NamedTuple):
-    """What is measured.
+    """Measured sizes and counts.
 
     Attributes:
       blocks: bytes of a block, measured with `many` of them.
       many: blocks of the main comparison.
-      counted: sizes that are measured with `counts` blocks, too.
-      max_bytes: most that one copy moves; where `many` are more, fewer are taken.
+      counted: sizes that are also measured with `counts` blocks.
+      max_bytes: limit of one copy; reduces `many` for large blocks.
       roof_bytes: size of the contiguous copy.
     """
 
@@ -85,7 +85,7 @@ QUICK_CPU = Grid((KIB, 8 * KIB), 64, (8 * KIB,), (1,), 1 << 20, 1 << 20)
 
 
 class Point(NamedTuple):
-    """A measured bandwidth, and the text that stands for it in a result file."""
+    """A measured bandwidth, and its text in a result file."""
 
     direction: str
     block_bytes: int
@@ -102,7 +102,7 @@ class Point(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Point | None":
-        """None for a case that is none of the grid's."""
+        """None for a case outside the grid."""
         match = re.fullmatch(r"(\w+), (\d+ \w+) x (\d+), (\w+), (\d+) SMs", text)
         if not match:
             return None
@@ -124,13 +124,13 @@ def size_bytes(text: str) -> int:
 
 
 def points(rows: Sequence[Row]) -> dict[Point, Row]:
-    """The bandwidths among the rows of a result file."""
+    """The bandwidths in the rows of a result file."""
     parsed = {Point.parse(row.case): row for row in rows if row.metric == "bandwidth"}
     return {point: row for point, row in parsed.items() if point}
 
 
 def main_points(rows: Sequence[Row]) -> dict[Point, Row]:
-    """Of the bandwidths of each direction and size those with about as many blocks."""
+    """Of each direction and size the bandwidths with about the same number of blocks."""
     found = points(rows)
     counts: dict[tuple[str, int], int] = {}
     for point in found:
@@ -140,7 +140,7 @@ def main_points(rows: Sequence[Row]) -> dict[Point, Row]:
 
 
 def other_points(rows: Sequence[Row]) -> dict[Point, Row]:
-    """Those with other numbers of blocks."""
+    """Bandwidths with other numbers of blocks."""
     main = main_points(rows)
     return {point: row for point, row in points(rows).items() if point not in main}
 
@@ -150,9 +150,9 @@ def _far_from_many(num_blocks: int) -> float:
 
 
 def engine_peers(count: int) -> list[str]:
-    """Ways to have the copy engine move so many blocks: a loop of more would take too long."""
+    """Copy-engine baselines for `count` blocks; a long loop would take too much time."""
     loop = [peers.LOOP] if count <= MAX_LOOP_COUNT else []
-    short = [peers.SHORT_BATCH] if count > peers.SHORT_BATCH_SIZE else []  # else one batch is that
+    short = [peers.SHORT_BATCH] if count > peers.SHORT_BATCH_SIZE else []  # else equal to BATCH
     return [peers.BATCH, *loop, *short]
 
 
@@ -183,7 +183,7 @@ class Bench:
         found: dict[tuple[str, int], float] = {}
         for way in self.ways(made.block_bytes, many):
             if (way.name, way.num_sms) in found:
-                continue  # the number that it takes by itself
+                continue  # its default number of SMs
             program = self.timed(made, way, direction, count, copies)
             if program is None:
                 continue
@@ -201,7 +201,8 @@ class Bench:
         self.record_choice(made, direction, count, found)
 
     def ways(self, block_bytes: int, many: bool) -> list[Method]:
-        """Every implementation as it is and, for many blocks, with the SMs that targets name."""
+        """Every implementation by default and, for many blocks, with the targets' numbers of
+        SMs."""
         names = IMPLEMENTATIONS[self.platform]
         sm_counts: list[int] = []
         if many:
@@ -215,13 +216,13 @@ class Bench:
     def timed(
         self, made: Blocks, way: Method, direction: str, count: int, copies: int
     ) -> tuple[Timed, int] | None:
-        """The times of a program and its SMs; None, and why, for what is not served or is wrong."""
+        """Times and SMs of a program; None and the reason if it is unsupported or incorrect."""
         try:
             program = made.program(way, direction, count, copies)
             return program.measure(), program.num_sms
         except NotImplementedError as error:
             self.say(f"{direction}, {count} x {made.block_bytes}: not served: {error}")
-        except Exception as error:  # one failure must not take the other figures with it
+        except Exception as error:  # one failure must not lose the other figures
             self.failures += 1
             self.say(f"{direction}, {count} x {made.block_bytes}, {way}: FAILED: {error!r}"[:2000])
             made.fill()
@@ -230,7 +231,7 @@ class Bench:
     def peer_rates(
         self, made: Blocks, direction: str, count: int, copies: int
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """GB/s of the peers, and microseconds that they take to submit one copy."""
+        """GB/s of the baselines, and microseconds of submission per copy."""
         nbytes = count * made.block_bytes
         rates: dict[str, float] = {}
         submits: dict[str, float] = {}
@@ -256,7 +257,7 @@ class Bench:
     def record_choice(
         self, made: Blocks, direction: str, count: int, found: dict[tuple[str, int], float]
     ) -> None:
-        """How near to the fastest the implementation is that jaxkv takes if it may choose."""
+        """Rate of the implementation that jaxkv chooses, relative to the fastest."""
         chosen = made.chosen(direction, count)
         rates = [rate for (name, _), rate in found.items() if name == chosen]
         if rates:
@@ -279,7 +280,7 @@ def text(row: Row) -> str:
 
 
 def record_targets(results: Results, grid: Grid) -> None:
-    """The targets of the grid; those of several cells take the worst of them."""
+    """The targets of the grid; with several cells the worst counts."""
     found = points(results.rows)
     for direction in DIRECTIONS:
         for block_bytes in grid.blocks:
@@ -325,7 +326,7 @@ def _many(grid: Grid, direction: str, block_bytes: int) -> Point:
 def _peak_targets(
     results: Results, grid: Grid, found: dict[Point, Row], direction: str, block_bytes: int
 ) -> None:
-    """Shares of the roof by copies that use SMs; the copy engine, which uses none, has no part."""
+    """Shares of peak bandwidth of copies by SMs; not of the copy engine, which uses none."""
     cell = _many(grid, direction, block_bytes)
     for most, want in ((12, 0.9),) if block_bytes < 8 * KIB else ((4, 0.9), (2, 0.85)):
         shares = [
@@ -347,7 +348,7 @@ def _ratio(
     groups: Sequence[Sequence[str]],
     num_sms: int | None = None,
 ) -> float | None:
-    """Our best rate over that of the peers; None if either was not measured."""
+    """Best jaxkv rate over the baselines' rate; None if either was not measured."""
     rates = [
         row.value
         for point, row in _in_cell(found, cell).items()
@@ -358,7 +359,7 @@ def _ratio(
 
 
 def _bound(found: dict[Point, Row], cell: Point, groups: Sequence[Sequence[str]]) -> float | None:
-    """The ratio to the peers of a copy at the roof."""
+    """Ratio to the baselines of a copy at peak bandwidth."""
     row = next(iter(_in_cell(found, cell).values()), None)
     peer = _peer_rate(found, cell, groups)
     return row.peak["value"] / peer if row and row.peak and peer else None
@@ -367,7 +368,7 @@ def _bound(found: dict[Point, Row], cell: Point, groups: Sequence[Sequence[str]]
 def _peer_rate(
     found: dict[Point, Row], cell: Point, groups: Sequence[Sequence[str]]
 ) -> float | None:
-    """The fastest of the first group of peers of which one was measured in the cell."""
+    """The fastest of the first group of baselines with a measurement in the cell."""
     row = next(iter(_in_cell(found, cell).values()), None)
     rates = row.peers if row else {}
     measured = ([rates[name] for name in names if name in rates] for names in groups)
@@ -376,7 +377,7 @@ def _peer_rate(
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv)
-    # The Triton kernel runs in a process of its own, and needs GPU memory too.
+    # The Triton kernel runs in a separate process, and needs GPU memory too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     triton = None
     if jax.default_backend() == "gpu":

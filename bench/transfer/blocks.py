@@ -1,8 +1,8 @@
 """Copies of scattered blocks between two arrays, verified and then timed.
 
-What is timed is one jitted program that makes several copies, each with ids of its own and each
-waiting for the one before, as the layers of a step do: XLA's cost per execution is then shared as
-it is in a step. Calls of the program follow each other in a chain with donation.
+The timed unit is one jitted program with several copies, each with its own ids and dependent on the
+previous one, as the layers of a step: this amortizes XLA's cost per execution as in a step. Calls
+of the program follow each other in a chain with donation.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ WORD = jnp.int32
 
 
 class Method(NamedTuple):
-    """A way to copy: an implementation of jaxkv, or a peer inside JAX.
+    """A copy method: an implementation of jaxkv, or a baseline inside JAX.
 
     Attributes:
-      name: the implementation's name, or the peer's.
-      num_sms: SMs that it must use, None for what the table says.
+      name: of the implementation or the baseline.
+      num_sms: number of SMs, None for that of the table.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Method(NamedTuple):
         return self.name in peers.CODES
 
     def sms_for(self, operation: Callable[..., Any], *args: Any) -> int:
-        """SMs that a call uses in this way; 0 for the copy engine, the host and peers.
+        """Number of SMs of a call; 0 for the copy engine, the host and baselines.
 
         Raises:
-          NotImplementedError: the implementation does not serve the call.
+          NotImplementedError: the implementation does not support the call.
         """
         if self.name not in copy_table.IMPLEMENTATIONS:
             return 0
@@ -54,7 +54,7 @@ class Method(NamedTuple):
         return (self.num_sms or choice.num_sms) if on_sms else 0
 
     def taken(self, num_sms: int) -> contextlib.AbstractContextManager[None]:
-        """Within it jaxkv copies in this way; nothing is changed for peers."""
+        """Context in which jaxkv uses this method; no effect for baselines."""
         if self.name not in copy_table.IMPLEMENTATIONS:
             return contextlib.nullcontext()
         return force_implementation(self.name, num_sms)
@@ -65,13 +65,13 @@ class Blocks:
 
     def __init__(self, block_bytes: int, max_count: int):
         self.block_bytes = block_bytes
-        self.num_blocks = max_count + max_count // 16 + 1  # some are never named
+        self.num_blocks = max_count + max_count // 16 + 1  # some are never copied
         self._device = jax.local_devices()[0]
         self.arrays: dict[str, jax.Array] = {}
         self.fill()
 
     def fill(self) -> None:
-        """Makes what is not there: at first both sides, later what a failed program has taken."""
+        """Creates missing arrays: at first both sides, later those consumed by a failed program."""
         shape = (self.num_blocks, self.block_bytes // np.dtype(WORD).itemsize)
         for seed, (side, kind) in enumerate((("host", "pinned_host"), ("device", "device"))):
             if side not in self.arrays:
@@ -81,21 +81,21 @@ class Blocks:
         return jax.sharding.SingleDeviceSharding(self._device, memory_kind=memory_kind)
 
     def ids(self, way: Method, count: int, seed: int) -> tuple[tuple[Any, Any], Any]:
-        """(source, destination) ids as a way wants them, and as NumPy has them."""
+        """(source, destination) ids in the form of the method, and as NumPy arrays."""
         rng = np.random.default_rng(seed)
         plain = tuple(rng.permutation(self.num_blocks)[:count].astype(np.int32) for _ in range(2))
         if way.name == "dma":
             return tuple(map(jaxkv.HostIds, plain)), plain  # type: ignore[return-value]
         kind = "pinned_host" if way.is_peer else "device"
         put = functools.partial(jax.device_put, device=self._sharding(kind))
-        # Peers read them when the call is enqueued.
+        # Baselines read them when the call is enqueued.
         return jax.block_until_ready(tuple(map(put, plain))), plain  # type: ignore[return-value]
 
     def sides(self, direction: str) -> tuple[str, str]:
         return ("host", "device") if direction == "load" else ("device", "host")
 
     def chosen(self, direction: str, count: int) -> str:
-        """The implementation that jaxkv takes if it may choose."""
+        """The implementation chosen by jaxkv's dispatch."""
         source, destination = (self.arrays[side] for side in self.sides(direction))
         ids, _ = self.ids(Method("dma"), count, 0)
         (choice,) = selections_of(jaxkv.swap_blocks, source, destination, *ids)
@@ -104,11 +104,11 @@ class Blocks:
     def program(
         self, way: Method, direction: str, count: int, copies: int, *, stamped: bool = True
     ) -> "Program":
-        """A compiled and verified program, with stamps before and after its copies or without.
+        """A compiled and verified program, with or without stamps around its copies.
 
         Raises:
-          NotImplementedError: the implementation does not serve the call.
-          AssertionError: a byte is not what it must be.
+          NotImplementedError: the implementation does not support the call.
+          AssertionError: wrong bytes.
         """
         made = [self.ids(way, count, seed) for seed in range(copies)]
         program = Program(self, way, direction, [ids for ids, _ in made], stamped)
@@ -124,7 +124,7 @@ class Blocks:
         return program
 
     def _on_device(self, side: str) -> jax.Array:
-        """A copy of its own, as the array may be donated."""
+        """A separate copy, as the array may be donated."""
         if side == "host":
             return jax.device_put(self.arrays[side], self._sharding("device"), may_alias=False)
         return jnp.copy(self.arrays[side])
@@ -134,7 +134,7 @@ class Program:
     """A jitted chain of copies, and its arrays.
 
     Attributes:
-      num_sms: SMs that a copy uses; 0 for the copy engine, the host and peers.
+      num_sms: SMs per copy; 0 for the copy engine, the host and baselines.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Program:
         return self._advance(functools.partial(timing.single_call, self.step, repeats=repeats))
 
     def _advance(self, run: Callable[[Any], Any]) -> Any:
-        """Runs `destination -> destination` or `-> (figure, destination)`; keeps what comes out."""
+        """Runs `destination -> destination` or `-> (figure, destination)`; returns the figure."""
         arrays = self._blocks.arrays
         with self._way.taken(self.num_sms):  # for all runs, as any may compile
             result = run(arrays.pop(self._destination))
@@ -193,7 +193,7 @@ def _copy(name: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:
 
 @jax.jit
 def equal(one: Any, other: Any) -> Any:
-    """Whether two pytrees hold the same, as an array."""
+    """Whether two pytrees have equal contents, as an array."""
     return jax.tree.reduce(jnp.logical_and, jax.tree.map(jnp.array_equal, one, other))
 
 
@@ -206,7 +206,7 @@ def _random(shape: tuple[int, ...], seed: int) -> jax.Array:
 
 @jax.jit
 def _mismatches(after: Any, before: Any, source: Any, ids: Any) -> Any:
-    """Words that differ from what copies with `ids`, int32[copies, 2, n], must leave."""
+    """Number of words that differ from the result of copies with `ids`, int32[copies, 2, n]."""
     for sources, destinations in ids:
         before = before.at[destinations].set(source[sources])
     return jnp.sum(after != before)

@@ -1,9 +1,11 @@
-"""How long a copy holds the host, and whether a busy stream does: `python -m
-bench.transfer.dispatch`.
+"""Host time of a copy, and its dependence on a busy stream.
 
-A program multiplies matrices for some milliseconds and then loads scattered blocks of 64 KiB that
-are named by `HostIds`: by what `jaxkv` chooses and, where that is another, by dma, for which the
-host submits a descriptor for each. The call should return long before the products are done.
+Usage: `python -m bench.transfer.dispatch`.
+
+A program multiplies matrices for some milliseconds and then loads scattered blocks of 64 KiB with
+ids in `HostIds`: by the implementation that `jaxkv` chooses and, if different, by dma, for which
+the host submits a descriptor per block. The call should return long before the products are
+complete.
 """
 
 import functools
@@ -30,7 +32,7 @@ REPEATS = 20
 
 
 class Load:
-    """So many blocks, and their ids."""
+    """A number of blocks, and their ids."""
 
     def __init__(self, count: int):
         self.count = count
@@ -42,13 +44,13 @@ class Load:
 
     @property
     def chosen(self) -> str:
-        """The implementation that jaxkv takes."""
+        """The implementation that jaxkv chooses."""
         blocks = jax.ShapeDtypeStruct(self.source.shape, jnp.int32)
         (choice,) = selections_of(jaxkv.swap_blocks, self.source, blocks, *self.ids)
         return choice.implementation
 
     def time(self, implementation: str, products: int) -> timing.Call:
-        """Of a step with so many products and then the load, whose bytes are checked."""
+        """Times a step with `products` products and then the load; verifies the bytes."""
         platform = jax.default_backend()
         width = WIDTH if platform == "gpu" else 64
         matrix = jnp.full((width, width), 1 / width, jnp.bfloat16)
@@ -59,7 +61,8 @@ class Load:
             x, blocks = state
             for _ in range(products):
                 x = x @ x
-            # The load waits for the products, as if they made the blocks that it overwrites.
+            # Data dependency: the load is ordered after the products, as if they made its
+            # destination.
             blocks, x = jax.lax.optimization_barrier((blocks, x))
             return x, jaxkv.swap_blocks(source, blocks, *ids, implementation=implementation)
 

@@ -1,23 +1,23 @@
-"""Against the ways of JAX engines, which have `device_put` only: `python -m
-bench.transfer.engines`.
+"""Comparison with `device_put`, the copy method of JAX engines: `python -m bench.transfer.engines`.
 
-32 layers with one array each, 256 pages of 64 KiB or 4096 of 8 KiB a layer, at random places.
+32 layers with one array each, 256 pages of 64 KiB or 4096 of 8 KiB per layer, at random positions.
 
-Peers, as tpu-inference and sglang-jax do it, in plain JAX:
+Baselines, as in tpu-inference and sglang-jax, in plain JAX:
   - out: a jitted gather over all layers for 64 pages at a time, stacked so that a page of all
     layers is one array, then a `device_put` to pinned memory for each page. sglang-jax waits for
     the gather first;
   - in: a `device_put` for each page (sglang-jax waits for each), a wait for all, then a jitted
     scatter into the donated arrays;
   - "whole": the same with one array, and one `device_put`, for all pages.
-What goes out takes new host memory, as in an engine whose host tier is filling up, or that of pages
-that were dropped before ("memory reused"), as in one whose tier is full.
+Stores go to new host memory, as in an engine whose host tier is filling up, or to that of
+previously dropped pages ("memory reused"), as in one whose tier is full.
 
-Both ways need HBM for a second copy of the pages; bytes are XLA's own account of its programs.
+Both methods need HBM for a second copy of the pages; bytes are from XLA's memory analysis of its
+programs.
 
-"Time" is from the call until the data is there, "host blocked" until the host may go on, both on an
-idle device; that of ours is less by what a call of the same program without the copy takes, after a
-wait of the same length.
+"Time" is the latency until the data is available, "host blocked" the time until the host can
+continue, both on an idle device; that of jaxkv is reduced by the time of the same call without the
+copy, after a wait of the same length.
 """
 
 import functools
@@ -52,15 +52,15 @@ class Size(NamedTuple):
     num_layers: int
     pages: int
     block_bytes: int
-    repeats: int  # of theirs, which take up to a second
-    repeats_of_ours: int  # more, as the time that a host is blocked scatters more than it takes
+    repeats: int  # of the baselines, which take up to a second
+    repeats_of_ours: int  # of jaxkv: more, as host time varies more than latency
 
     def __str__(self) -> str:
         return f"{self.num_layers} layers x {self.pages} pages of {self.block_bytes // 1024} KiB"
 
     @property
     def spec(self) -> jaxkv.KVCacheSpec:
-        """Latents of one array a layer; 512 elements of 2 bytes a token."""
+        """Latents of one array per layer; 512 elements of 2 bytes per token."""
         return jaxkv.KVCacheSpec(
             num_layers=self.num_layers, page_size=self.block_bytes // 1024, num_kv_heads=1,
             head_dim=512, dtype=jnp.bfloat16, kind="mla",
@@ -76,12 +76,12 @@ def sizes(platform: str, quick: bool) -> list[Size]:
 
 
 class Timing(NamedTuple):
-    """Of moving all pages once.
+    """Figures of one copy of all pages.
 
     Attributes:
-      done: seconds until the data is there.
-      blocked: seconds until the host may go on.
-      staging: bytes of HBM beside the cache.
+      done: seconds until the data is available.
+      blocked: seconds until the host can continue.
+      staging: bytes of HBM in addition to the cache.
     """
 
     done: float
@@ -90,7 +90,7 @@ class Timing(NamedTuple):
 
 
 class Engine:
-    """A cache of random pages, and what is needed to move some of them in each way."""
+    """A cache of random pages, and the state of each copy method."""
 
     def __init__(self, size: Size):
         self.size = size
@@ -103,12 +103,12 @@ class Engine:
         self.device = jax.local_devices()[0]
         self.on_host = jax.sharding.SingleDeviceSharding(self.device, memory_kind="pinned_host")
         self.on_device = jax.sharding.SingleDeviceSharding(self.device)
-        self.kept: list[Any] = []  # so that XLA has to ask for new memory
+        self.kept: list[Any] = []  # forces XLA to allocate new memory
 
-    # Ours.
+    # jaxkv.
 
     def ours(self, implementation: str) -> dict[str, Timing]:
-        """Raises NotImplementedError where the implementation does not serve the call."""
+        """Raises NotImplementedError if the implementation does not support the call."""
         as_ids = jaxkv.HostIds if implementation == "dma" else jnp.asarray
         ids = {"host_pages": as_ids(self.host_pages), "device_pages": as_ids(self.pages)}
         pool = jaxkv.HostPool.create(self.size.spec, num_pages=self.num_pages)
@@ -120,12 +120,12 @@ class Engine:
             return jaxkv.load_pages(pool, cache, **ids, implementation=implementation)
 
         def nothing(state: Any, other: Any, ids: Any) -> Any:
-            return stamp_first(state, 0)  # or JAX would not run it at all
+            return stamp_first(state, 0)  # otherwise JAX would not run it at all
 
         took = {}
         before = jax.tree.map(jnp.copy, self.cache)
         stored, took["store"] = self._time_ours(store, nothing, pool, self.cache, ids)
-        self.cache = _forget(self.cache, self.pages)  # so that it shows whether they come back
+        self.cache = _forget(self.cache, self.pages)  # so that a missing load is detected
         self.cache, took["load"] = self._time_ours(load, nothing, self.cache, stored, ids)
         self._check(before, implementation)
         stored.close()
@@ -140,7 +140,7 @@ class Engine:
         calls: dict[Any, list[timing.Call]] = {copy: [], empty: []}
         for _ in range(WARMUP + self.size.repeats_of_ours):
             for step, timed in calls.items():
-                # Both begin after a wait of the same length: a host that has slept is slower.
+                # Equal waits before both: a host thread that has slept is slower.
                 state = jax.block_until_ready(copy(state))
                 call, state = timing.single_call(step, state, repeats=1)
                 timed.append(call)
@@ -152,7 +152,7 @@ class Engine:
         staging = analysis.temp_size_in_bytes if analysis else 0
         return state, Timing(done, max(0.0, blocked - idle), staging)
 
-    # Theirs.
+    # Baselines.
 
     def theirs(self, way: str) -> dict[str, Timing]:
         chunk = self.size.pages if way == WHOLE else min(PAGES_AT_A_TIME, self.size.pages)
@@ -160,7 +160,7 @@ class Engine:
             jax.device_put(self.pages[i : i + chunk], self.on_device)
             for i in range(0, self.size.pages, chunk)
         ]
-        # 64 arrays of a page each, or one of all pages.
+        # 64 arrays of one page each, or one of all pages.
         split = (lambda pages: [pages]) if way == WHOLE else list
 
         @jax.jit
@@ -195,7 +195,8 @@ class Engine:
             jax.block_until_ready(arrived)
             for blocks, ids in zip(arrived, chunks, strict=True):
                 self.cache = scatter(self.cache, blocks, ids)
-            # Their engines wait here, before the step; then nothing says when the host may go on.
+            # The baseline engines wait here, before the step; no later point shows when the host
+            # can continue.
             return jax.block_until_ready(self.cache)
 
         before = jax.tree.map(jnp.copy, self.cache)
@@ -221,7 +222,7 @@ class Engine:
             if keep:
                 self.kept.append(result)
             del result
-        done, blocked = zip(*samples[1:], strict=True)  # the first warms up
+        done, blocked = zip(*samples[1:], strict=True)  # the first is a warm-up
         return Timing(statistics.median(done), statistics.median(blocked), staging)
 
     def _check(self, before: Any, way: str) -> None:
@@ -285,9 +286,9 @@ def record(results: Results, case: str, ours: dict[str, Timing], theirs: dict[st
 def record_targets(
     results: Results, direction: str, size: Size, ours: dict[str, Timing], theirs: dict[str, Timing]
 ) -> None:
-    """The fastest of ours that takes ids of the device, as theirs do, against theirs.
+    """The fastest jaxkv implementation with device ids, as in the baselines, against the baselines.
 
-    Beside each ratio stands what a copy at the roof would get: nothing is faster than that.
+    Each ratio is recorded with its bound, that of a copy at peak bandwidth.
     """
     on_device = [took for name, took in ours.items() if name != "dma"]
     if not on_device:

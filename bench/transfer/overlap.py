@@ -1,12 +1,11 @@
-"""64 MiB loaded layer by layer while a step computes: `python -m bench.transfer.overlap`.
+"""64 MiB loaded layer by layer, overlapped with a step: `python -m bench.transfer.overlap`.
 
 The step has 32 layers and takes about 14 ms alone. A layer computes, then needs its pages: one of
-their elements goes into the activations, so the wait is where the layer has it. Two kinds of step:
-compute-bound (a bf16 matrix product a layer) and memory-bound (a pass over an array in HBM). The
-same step is timed without any load, with `load_pages` before it ("sequential", the peer), and with
-`start_load` and a `wait` in each layer, by each implementation. The runs alternate, so that a
-change of clocks meets all of them. "Call returns after" is when the host may go on, the device
-being idle.
+their elements is added to the activations, so the wait is at that point. Two kinds of step:
+compute-bound (a bf16 matrix product per layer) and memory-bound (a pass over an array in HBM). The
+same step is timed without any load, with `load_pages` before it ("sequential", the baseline), and
+with `start_load` and a `wait` in each layer, by each implementation. The runs alternate, so that
+clock changes affect all. "Call returns after" is the host time on an idle device.
 """
 
 import functools
@@ -31,7 +30,7 @@ WANTED_RATIO = 1.02
 
 
 class Size(NamedTuple):
-    """Pages that are loaded, and how long the step and the measurement are."""
+    """Loaded pages, and the duration of the step and of the measurement."""
 
     spec: jaxkv.KVCacheSpec
     pages: int
@@ -54,12 +53,12 @@ def size(platform: str, quick: bool) -> Size:
     return Size(spec, 1 if platform == "cpu" else 8, seconds, *effort)
 
 
-# A kind of step: activations for a number of units of work, and what a layer does to them.
+# Kind of step: activations for a number of units of work, and the function of a layer.
 
 
 def compute_bound(units: int) -> tuple[Any, Callable[[Any, Any], Any]]:
     width = 8192 if jax.default_backend() == "gpu" else 128
-    # Of variance 1 / width, so that products neither grow nor fade; zeros would take less power.
+    # Of variance 1 / width, so that products neither grow nor decay; zeros would take less power.
     weight = jax.random.normal(jax.random.key(1), (width, width), jnp.bfloat16) / width**0.5
     rows = jax.random.normal(jax.random.key(2), (128 * units, width), jnp.bfloat16)
     return (rows, weight), lambda x, weight: x @ weight
@@ -75,7 +74,7 @@ KINDS = {"compute-bound": (compute_bound, 16), "memory-bound": (memory_bound, 52
 
 
 class Bench:
-    """A pool with known pages, a cache that they are loaded into, and one kind of step."""
+    """A pool with known pages, a cache as their destination, and one kind of step."""
 
     def __init__(self, what: Size, kind: str):
         self.what, self.kind = what, kind
@@ -92,7 +91,7 @@ class Bench:
         self.state, self.fixed, self.layer = self._calibrated()
 
     def _calibrated(self) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
-        """A step that takes about as long as it should: its state, constants, and layer."""
+        """A step of about the required duration: its state, constants, and layer."""
         make, units = KINDS[self.kind]
         for _ in range(2):
             (x, fixed), layer = make(units)
@@ -111,7 +110,7 @@ class Bench:
         return host_pages, device_pages
 
     def _program(self, layer: Callable, load: Callable | None) -> Callable:
-        """The step; `load` begins the load and gives what waits for a layer, and the cache."""
+        """The step; `load` starts the load and returns the wait of a layer, and the cache."""
         page = int(self.pages[1][0])
 
         @functools.partial(jax.jit, donate_argnums=0)
@@ -119,7 +118,8 @@ class Bench:
             x, cache = state
             wait, loaded = load(pool, cache, ids) if load else (_there(cache), lambda: cache)
             for number in range(self.what.spec.num_layers):
-                # Or XLA makes one pass of several layers, in the step without waits only.
+                # Keeps XLA from fusing several layers, which it can do only in the step without
+                # waits.
                 x = jax.lax.optimization_barrier(layer(x, fixed))
                 k, v = wait(number, x)
                 x = x + (k[page, 0, 0, 0] + v[page, 0, 0, 0]) * jnp.bfloat16(1e-3)
@@ -149,7 +149,7 @@ class Bench:
         return compiled
 
     def _first_calls(self, title: str, run: Callable[[Any], Any], check: bool) -> None:
-        """Compiles a step and checks what it loads."""
+        """Compiles a step and verifies the loaded bytes."""
         if check:
             self.state = (self.state[0], _forget(self.state[1]))
         for _ in range(2):

@@ -1,13 +1,13 @@
-"""Whole pages between a pool and a cache, for every host layout: `python -m bench.transfer.pages`.
+"""Pages between a pool and a cache, for every host layout: `python -m bench.transfer.pages`.
 
-The case that SGLang published for its page_first_direct layout: 32 layers, 8 heads of 128 elements,
-64 tokens a page, 100 pages, fp16. One layer's K and V are 25 MiB in 200 runs of 128 KiB. CPU time
-is that of the handlers in a program with this one copy and GPU time that between two events around
-it, the stream being busy before (bench/harness/timestamps.py). All layers at once are 800 MiB.
+SGLang's published case of its page_first_direct layout: 32 layers, 8 heads of 128 elements, 64
+tokens per page, 100 pages, fp16. One layer's K and V are 25 MiB in 200 runs of 128 KiB. CPU time is
+that of the handlers in a program with this one copy and GPU time that between two events around it
+on a busy stream (bench/harness/timestamps.py). All layers at once are 800 MiB.
 
-Then the same pages of all layers in the other layouts, which the kernel writes anew on the way.
-Every program is verified before it is timed: pages that go to the pool and come back into others
-must be the same, and all others as they were.
+Then the same pages of all layers in the other layouts, with a layout conversion by the kernel.
+Every program is verified before it is timed: pages that are stored and loaded into other pages must
+be the same, and all others unchanged.
 """
 
 import functools
@@ -28,13 +28,13 @@ from bench.transfer.blocks import DIRECTIONS, IMPLEMENTATIONS, equal
 from jaxkv._src.cache.host_layout import LAYOUTS, HostLayout
 
 DIRECT = "page_first_direct"
-# More descriptors than this in one submission say more about the host thread than about the link.
+# More descriptors per submission than this measure the host thread rather than the link.
 MAX_DMA_DESCRIPTORS = 32768
 WANTED_CPU_MS, WANTED_GPU_MS, WANTED_SHARE = 0.03, 0.52, 0.92
 
 
 class Size(NamedTuple):
-    """Pages that are copied, of how many and in which layouts; size of the contiguous copy."""
+    """Copied pages, their number and layouts; size of the contiguous copy."""
 
     spec: jaxkv.KVCacheSpec
     pages: int
@@ -101,10 +101,10 @@ class Case:
         return timed
 
     def verify(self) -> None:
-        """Raises unless pages that were stored come back, and only they.
+        """Raises unless a load restores exactly the stored pages.
 
         Raises:
-          NotImplementedError: the implementation does not serve the call.
+          NotImplementedError: the implementation does not support the call.
         """
         before = jax.tree.map(jnp.copy, self.cache)
         self.pool = self.program("store", None)(self.pool)
@@ -118,7 +118,7 @@ class Case:
 
 
 def stamp_first(state: Any, slot: int) -> Any:
-    """Stamps the first array of a pytree, so before or after copies that write this array."""
+    """Stamps the first array of a pytree: before or after the copies that write this array."""
     leaves, tree = jax.tree.flatten(state)
     return jax.tree.unflatten(tree, [timestamps.stamp(leaves[0], slot), *leaves[1:]])
 
@@ -165,7 +165,7 @@ def direct_case(results: Results, what: Size, platform: str) -> None:
         results.row(label, "CPU time of the handlers", "ms", cpu)
         if platform == "gpu":
             results.row(label, "GPU time", "ms", gpu)
-            # The implementation that is nearest to both wishes at once.
+            # The implementation that is nearest to both targets at once.
             distance = max(cpu / WANTED_CPU_MS, gpu / WANTED_GPU_MS)
             best = min(best or (distance, cpu, gpu), (distance, cpu, gpu))
         results.row(label, "wall clock in a chain", "ms", one.total * 1e3)
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     platform = jax.default_backend()
-    peers.library()  # its compilation is no part of anything
+    peers.library()  # compiles outside of any measurement
     results = Results("pages")
     what = size(platform, flags.quick)
     direct_case(results, what, platform)

@@ -1,8 +1,8 @@
-"""What holds up copies by SMs: `python -m bench.transfer.profile_copy`, with Nsight Compute.
+"""Bottleneck of copies by SMs: `python -m bench.transfer.profile_copy`, with Nsight Compute.
 
-Scattered blocks, copied by the CUDA kernel, one launch of which is profiled in a process of its
-own. Where warps spend their time waiting for memory, hardly any issue slot is used and the link
-carries little more than the payload, the rate is that of the link for requests of SMs.
+Scattered blocks, copied by the CUDA kernel; one launch is profiled in a separate process. If warps
+are mostly stalled on memory, hardly any issue slot is used and the link carries little more than
+the payload, then the rate is that of the link for requests of SMs.
 """
 
 import csv
@@ -22,7 +22,7 @@ COUNT = 10_000
 PEAK_BYTES = 1 << 30
 SIZES = ((KIB, 12), (2 * KIB, 12), (8 * KIB, 2))  # bytes of a block, SMs
 TIME = "gpu__time_duration.sum"
-# Nsight Compute's name of a metric, then ours, its unit, and what makes one of the other.
+# Nsight Compute's name of a metric, then the label, its unit, and the conversion factor.
 METRICS = {
     TIME: ("time of the kernel", "us", 1e-3),
     "pcie__read_bytes.sum": ("bytes read over the link", "MiB", 2**-20),
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
 
 def copy_once(case: Case) -> None:
-    """What is profiled."""
+    """The profiled program."""
     way = Method("kernel", case.num_sms)
     Blocks(case.block_bytes, COUNT).program(way, case.direction, COUNT, 1, stamped=False)
 
@@ -56,7 +56,7 @@ def parse(output: str) -> dict[str, float]:
     """The values of the metrics that Nsight Compute printed as CSV for one kernel.
 
     Raises:
-      ValueError: one of METRICS is not there.
+      ValueError: one of METRICS is missing.
     """
     _, header, table = output.partition('"ID"')
     values = {}
@@ -78,7 +78,7 @@ def profile(case: Case) -> dict[str, float]:
 
 def record(results: Results, case: Case, values: dict[str, float]) -> None:
     name, link = peak_bandwidth.contiguous_copy(case.direction, PEAK_BYTES)
-    rate = COUNT * case.block_bytes / values[TIME]  # bytes a nanosecond
+    rate = COUNT * case.block_bytes / values[TIME]  # bytes per nanosecond
     results.row(str(case), "bandwidth of the kernel", "GB/s", rate, (name, link))
     for metric, (label, unit, scale) in METRICS.items():
         results.row(str(case), label, unit, values[metric] * scale)

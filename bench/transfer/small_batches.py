@@ -1,19 +1,20 @@
-"""Time from call to data of a few blocks of 8 KiB: `python -m bench.transfer.small_batches`.
+"""Latency of copies of a few blocks of 8 KiB: `python -m bench.transfer.small_batches`.
 
-What a caller waits for depends on where the call is made, so each footing is compared with itself:
+The latency depends on the place of the call, so each of these is compared with itself:
 
-  - "in a step": what one more copy adds to a jitted program, (17 copies - 1) / 16, each with ids of
-    its own and waiting for the one before. Ours, and CUDA's copy engine by a batch call and by a
-    loop of calls, through an FFI call like ours.
-  - "one call": a call of a program with one copy, from before the call until the data is there. The
-    same peers. It includes what JAX takes to call any program: the row "no copy" tells that.
-  - "outside JAX": a native call and a wait for its stream; for information, as nothing that is
-    called through JAX can be compared with it. The copy engine submitted from C++ with addresses
-    prepared before, and a Triton kernel with vLLM's parameters launched from Python.
+  - "in a step": the cost of one more copy in a jitted program, (17 copies - 1) / 16, each with its
+    own ids and dependent on the previous one. jaxkv, and CUDA's copy engine by a batch call and by
+    a loop of calls, through an FFI call like jaxkv's.
+  - "one call": a call of a program with one copy, from before the call until the data is available.
+    The same baselines. It includes JAX's overhead of calling any program: the row "no copy"
+    measures that.
+  - "outside JAX": a native call and a wait for its stream; for information only, not comparable
+    with calls through JAX. The copy engine submitted from C++ with addresses prepared in advance,
+    and a Triton kernel with vLLM's parameters launched from Python.
 
-Every figure is by the host's clock, of calls on a device that is idle before each: the median of
-rounds in which all take turns, in random order. What `jaxkv` chooses is compared with the best
-peer, round by round.
+All times are by the host's clock, with an idle device before each call: the median of rounds in
+which all methods run in random order. jaxkv's choice is compared with the best baseline, round by
+round.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ BASELINES = (peers.BATCH, peers.LOOP)
 
 
 class Effort(NamedTuple):
-    """How much is done: copies of the longer program, rounds, and calls timed in a round."""
+    """Amount of work: copies of the longer program, rounds, and timed calls per round."""
 
     copies: int
     rounds: int
@@ -47,7 +48,7 @@ class Effort(NamedTuple):
 
 
 def inside_us(programs: dict[int, Program], effort: Effort) -> dict[str, float]:
-    """Microseconds of one copy on the footings inside JAX, in one round."""
+    """Microseconds of one copy inside JAX, "in a step" and "one call", in one round."""
     one, many = (program.idle_calls(effort.calls) for program in programs.values())
     seconds = {
         IN_STEP: (many.done - one.done) / effort.copies,
@@ -60,10 +61,10 @@ def inside_us(programs: dict[int, Program], effort: Effort) -> dict[str, float]:
 def rounds_of(
     made: Blocks, ways: Sequence[str], direction: str, count: int, effort: Effort
 ) -> dict[str, list[dict[str, float]]]:
-    """What each way took in each round, in which all take turns: the machine drifts."""
+    """Times of each method by round; interleaved, as the machine drifts."""
     programs = {}
     for name in ways:
-        with contextlib.suppress(NotImplementedError):  # not every implementation serves the call
+        with contextlib.suppress(NotImplementedError):  # not every implementation supports the call
             programs[name] = {
                 copies: made.program(Method(name), direction, count, copies, stamped=False)
                 for copies in (1, 1 + effort.copies)
@@ -71,13 +72,13 @@ def rounds_of(
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in programs}
     rng = random.Random(0)
     for _ in range(effort.rounds):
-        for name in rng.sample(list(programs), len(programs)):  # none always follows the same
+        for name in rng.sample(list(programs), len(programs)):  # random order within a round
             taken[name].append(inside_us(programs[name], effort))
     return taken
 
 
 def outside_us(made: Blocks, direction: str, count: int, calls: int) -> dict[str, float]:
-    """Microseconds from a native call to the data, for each peer of the copy engine."""
+    """Microseconds from a native call to the data, for each copy-engine baseline."""
     source, destination = (made.arrays[side] for side in made.sides(direction))
     _, ids = made.ids(Method(peers.BATCH), count, 0)
     return {
@@ -108,7 +109,7 @@ def measure(results: Results, platform: str, quick: bool) -> None:
 
 
 def _inside(results: Results, made: Blocks, direction: str, count: int, effort: Effort) -> None:
-    """Rows of one cell, and its targets where there are peers."""
+    """Rows of one cell, and its targets if there are baselines."""
     platform = jax.default_backend()
     case = f"{direction}, {count} x 8 KiB"
     baselines = BASELINES if platform == "gpu" else ()

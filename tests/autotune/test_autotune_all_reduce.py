@@ -1,4 +1,4 @@
-"""`python -m jaxkv.tune --all-reduce`: verifies before it times; rules follow from the times."""
+"""`python -m jaxkv.tune --all-reduce`: verification before timing; rules from the times."""
 
 import functools
 import os
@@ -95,7 +95,7 @@ def always(algorithm, num_bytes):
 def test_the_fastest_of_both_dtypes_is_chosen():
     times = {
         1024: [{"low_latency": 1.0, "one_shot": 2.0}, {"low_latency": 1.5, "one_shot": 2.0}],
-        # Of float32 the first would do, of bfloat16 not.
+        # low_latency is fastest for bfloat16 but slower for float32.
         2048: [{"low_latency": 3.0, "one_shot": 2.0}, {"low_latency": 1.0, "one_shot": 2.0}],
     }
     assert all_reduce.rules_of(times, always) == [(0, "low_latency"), (2048, "one_shot")]
@@ -107,7 +107,8 @@ def test_equally_fast_ones_do_not_take_turns():
 
 
 def test_noise_does_not_add_up():
-    """The first would stay if it were held against the second, which would do for the third."""
+    """A comparison of neighbours would keep psum: it is near one_shot, and one_shot near
+    two_shot."""
     times = {
         1024: [{"psum": 1.0}],
         2048: [{"one_shot": 0.92, "two_shot": 0.85, "psum": 1.0}],
@@ -132,10 +133,10 @@ def test_what_serves_no_more_is_left_exactly_there(limit):
     )
 )
 def test_rules_choose_nothing_slower_than_noise(times):
-    """And nothing that does not serve, at every size that was measured."""
+    """Nor an unsupported algorithm, at any measured size."""
 
     def serves(algorithm, num_bytes):
-        # Between sizes, as the next larger one.
+        # Between measured sizes: as at the next larger one.
         return algorithm in times[min(size for size in times if size >= num_bytes)][0]
 
     rules = all_reduce.rules_of(times, serves)

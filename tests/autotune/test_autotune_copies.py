@@ -1,4 +1,4 @@
-"""`python -m jaxkv.tune`: verifies before it times, and writes a table that jaxkv then follows."""
+"""`python -m jaxkv.tune`: verification before timing, and use of the written table."""
 
 import os
 import subprocess
@@ -118,7 +118,7 @@ def test_more_sms_are_tried_only_as_long_as_they_help(monkeypatch):
 
 
 def test_every_candidate_is_forced(monkeypatch):
-    """Also where the same shapes were measured for another one just before."""
+    """Also right after another candidate was measured on the same shapes."""
     seen = []
     select_implementation = dispatch.select_implementation
 

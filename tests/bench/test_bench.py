@@ -1,4 +1,4 @@
-"""The benchmarks: what they verify, how targets follow from rows, and every quick run."""
+"""The benchmarks: verification, targets derived from rows, and every quick run."""
 
 import importlib
 import types
@@ -66,7 +66,7 @@ def test_a_program_copies_in_its_way(way, monkeypatch):
     monkeypatch.setattr(api, "select_implementation", select_implementation)
     program = Blocks(KIB, 8).program(way, "load", 8, copies=2)
     assert {one.implementation for one in taken[1:]} == {NAME}
-    # The host has no SMs: what it may use makes no difference, and says nothing.
+    # The host has no SMs: the requested number has no effect and is not reported.
     assert program.num_sms == (0 if NAME == "host" else way.num_sms or taken[0].num_sms)
     if NAME != "host":
         assert {one.num_sms for one in taken[1:]} == {program.num_sms}
@@ -129,7 +129,7 @@ def test_counts_stay_within_the_bytes_of_a_copy():
 
 
 def rated(rates, peers=None):
-    """A result with a row for each {(direction, bytes, count, name, SMs): GB/s}; the roof is 50."""
+    """A result with a row for each {(direction, bytes, count, name, SMs): GB/s}; the peak is 50."""
     found = Results("transfer")
     for point, rate in rates.items():
         others = (peers or {}).get(point[:3], {})
@@ -289,13 +289,13 @@ def test_result_file_has_a_line_for_each_row():
     assert '\n  {"x": 1},\n  {"x": 2}\n' in text
 
 
-OF_DEVICES = ("all_reduce", "tensor_parallel")  # leave a file for each number of devices
+OF_DEVICES = ("all_reduce", "tensor_parallel")  # write a file for each number of devices
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("name", [name for name in run_all.BENCHMARKS if name != "demo"])
 def test_quick_run(name, tmp_path, monkeypatch):
-    """Every benchmark runs to its end on the CPU, and what it measured is positive."""
+    """Every benchmark completes on the CPU with positive figures."""
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     saved = []
@@ -312,7 +312,7 @@ def test_quick_run(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", OF_DEVICES)
 def test_numbers_of_devices_that_are_asked_for(name, monkeypatch, capsys):
-    """As many as there are, but only those; what is not there is said."""
+    """Only available numbers of devices run; the others are reported."""
     monkeypatch.setattr(jax, "devices", lambda: [None] * 4)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -1,5 +1,4 @@
-"""`bench.collectives.all_reduce` and `bench.collectives.tensor_parallel`: what they verify,
-combine and hold to targets."""
+"""The all_reduce and tensor_parallel benchmarks: verification, aggregation and targets."""
 
 import functools
 import json
@@ -39,7 +38,7 @@ pytestmark = pytest.mark.end_to_end
 
 
 def events(*named):
-    """Events of 1 us and more, each 10 us after the one before."""
+    """Events of 1 us and more, each starting 10 us after the previous one."""
     return [
         Event(10e3 * i, 10e3 * i + 1e3 * length, name) for i, (name, length) in enumerate(named)
     ]
@@ -83,10 +82,10 @@ def test_programs_are_told_apart_by_pauses():
 
 
 def profile_of(rank, monkeypatch, devices):
-    """What is read from a profile of two programs, whose devices did as told."""
+    """Results from a simulated profile of two programs."""
     programs = [rank.lower(KIB, way) for way in ("one_shot", PSUM)]
     programs[0].chains = {"pair": lambda x: x}
-    programs[1].chains = {"alone": lambda x: x}  # of two, the one that is profiled
+    programs[1].chains = {"alone": lambda x: x}  # the profiled one of the two
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(all_reduce_rank.profiler, "trace", lambda run: run() or devices)
     return all_reduce_rank.profiled(programs)
@@ -107,7 +106,7 @@ def test_a_profile_is_shared_out_among_programs_and_devices(rank, monkeypatch):
         calls_of("one_shot_kernel", count, us) + calls_of("ncclDevKernel", count, us + 1, 1e9)
         for us in (3, 4)
     ]
-    ours, psum = profile_of(rank, monkeypatch, [*devices, []])  # one GPU does not take part
+    ours, psum = profile_of(rank, monkeypatch, [*devices, []])  # one GPU is not involved
     assert [one[0] for one in ours["kernels"]] == pytest.approx([3e-6, 4e-6])
     assert {len(one) for one in ours["kernels"]} == {count}
     assert [one[-1] for one in psum["kernels"]] == pytest.approx([4e-6, 5e-6])
@@ -227,7 +226,7 @@ def test_a_range_of_which_a_size_is_missing_is_not_measured(missing):
 
 
 def test_the_links_bound_what_a_sum_can_take():
-    """Copies are no peer: of 4 devices each sends and gets 1.5 times the message."""
+    """Copies are no baseline: each of 4 devices sends and receives 1.5 times the message."""
     times = all_sizes(ONE_PROCESS, CHOSEN, 9.0) | all_sizes(TORCH, "torch NCCL", 10.0)
     times |= {(TORCH, all_reduce.COPIES, size): 5.0 for size in (16 * MIB, 64 * MIB)}
     bench = bench_with(times)
@@ -279,7 +278,7 @@ def test_one_figure_of_all_numbers_of_devices():
 
 
 # --------------------------------------------------------------------------------------------------
-# Sums
+# All-reduces
 
 
 @pytest.fixture
@@ -304,7 +303,7 @@ def test_a_rank_tells_every_way_and_size(rank, capsys):
 
 @pytest.mark.parametrize("way", ["one_shot", PSUM])
 def test_chains_are_given_what_they_start_from(rank, way):
-    """Else XLA would mend a GPU's graphs before each call."""
+    """Otherwise XLA would update a GPU's graphs before each call."""
     program = rank.lower(KIB, way)
     program.chains = {name: chain.compile() for name, chain in program.chains.items()}
     before = program.states["pair"]
@@ -349,7 +348,7 @@ def test_a_step_is_held_against_psum(monkeypatch):
 
 
 def test_a_layer_is_that_of_one_device():
-    """Heads and columns divided over two devices give what one device gives."""
+    """Heads and columns sharded over two devices give the result of one device."""
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
     model = tensor_parallel.SMALL._replace(layers=1)

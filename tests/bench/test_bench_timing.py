@@ -1,4 +1,4 @@
-"""Times by the host's clock, with a clock of our own."""
+"""Timing by the host's clock, with a simulated clock."""
 
 import types
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.host_only
 
 @pytest.fixture
 def step(monkeypatch):
-    """Makes steps of so many seconds; a wait takes as many as the state says, and says 50."""
+    """Makes steps of the given durations; a wait takes as long as its argument, and returns 50."""
     passed: list[int] = []
 
     def advance(seconds, state):
@@ -26,7 +26,7 @@ def step(monkeypatch):
 
 
 def test_a_call_takes_its_share_of_the_median_chain(step):
-    seconds = iter([99, 99, 99, 99, 1, 3, 2, 20, 20, 40])  # two chains to warm up, then three
+    seconds = iter([99, 99, 99, 99, 1, 3, 2, 20, 20, 40])  # two warm-up chains, then three
     got = timing.seconds_per_call(step(seconds), 50, calls=2, repeats=3)
     assert got == ((2 + 20 + 58) / 2, 50) and not [*seconds]
 

@@ -1,4 +1,4 @@
-"""`bench.serving.demo`: what it records of the runs of the serving example."""
+"""`bench.serving.demo`: records of the serving example's runs."""
 
 import json
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.host_only
 
 
 def demo_summary(answers, on_host=16):
-    """What the serving example writes, as far as bench.serving.demo reads it."""
+    """Output of the serving example, as far as bench.serving.demo reads it."""
     row = {"turn": 1, "recomputed": 0, "on host": on_host, "stored MiB": 2.0, "loaded MiB": 1.0}
     rounds = {
         name: [row | {"TTFT ms": 10.0 + i, "tokens/s": 100.0 - i}] for i, name in enumerate(answers)

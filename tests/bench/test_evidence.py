@@ -1,4 +1,4 @@
-"""Recorded evidence: tables and verdicts follow from the figures that the files hold."""
+"""Recorded evidence: tables and verdicts follow from the figures in the files."""
 
 import json
 import subprocess
@@ -63,7 +63,7 @@ def measured(got=0.5):
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """A folder with the files of two benchmarks, made on a known commit."""
+    """A folder with the files of two benchmarks, measured on a known commit."""
     monkeypatch.setenv("JAXKV_COMMIT", "0123456789abcdef")
     monkeypatch.setattr(records, "device_slug", lambda: "some_gpu")
     measured().save(root=tmp_path)
@@ -284,7 +284,7 @@ def test_check_fails_until_the_readme_is_regenerated(saved, tmp_path, monkeypatc
     assert "README.md is out of date" in said and "targets.md is out of date" in said
     assert evidence.main([]) == 0
     assert evidence.main(["--check"]) == 0
-    for path in (readme, targets):  # one alone
+    for path in (readme, targets):  # only one of them outdated
         new = path.read_text()
         path.write_text(README)
         assert evidence.main(["--check"]) == 1

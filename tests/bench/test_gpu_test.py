@@ -1,4 +1,4 @@
-"""`bench.checks.gpu_test`: which tests it runs, and what it records of them."""
+"""`bench.checks.gpu_test`: selection of the tests, and their record."""
 
 import importlib.util
 import itertools

@@ -1,4 +1,4 @@
-"""`bench.collectives.soak`: that it runs, and that a wrong sum ends it."""
+"""`bench.collectives.soak`: a complete run, and the exit at a wrong sum."""
 
 import subprocess
 import sys

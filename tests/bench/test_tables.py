@@ -1,4 +1,4 @@
-"""Tables of the documentation that need no file; the others are in test_evidence.py."""
+"""Tables of the documentation, without result files; the others are in test_evidence.py."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`jaxkv.DeviceCache`: where new pages lie, and what is refused."""
+"""`jaxkv.DeviceCache`: placement of new pages, and rejected arguments."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ def test_a_new_cache_is_zero_in_arrays_of_its_own(kind, halves):
 
 
 def test_a_new_cache_is_committed_to_its_device():
-    """As a pool is: what one program returns does not make the next one compile again."""
+    """Like a pool: the output of a program causes no recompilation of the next one."""
     cache = jaxkv.DeviceCache.create(spec_of(), num_pages=2)
     assert all(array.committed for array in jax.tree.leaves(cache))
 

@@ -94,7 +94,7 @@ def test_page_geometry_leads_to_every_byte(reference):
 @given(reference_layouts())
 @settings(max_examples=60, deadline=None)
 def test_runs_are_as_long_as_they_can_be(reference):
-    """`run_bytes` is the longest stretch that every page has contiguous on both sides."""
+    """`run_bytes` is the longest range that is contiguous on both sides in every page."""
     spec = reference.spec
     itemsize = np.dtype(spec.dtype).itemsize
     offsets = reference.page_offsets(0, 0, 0).reshape(-1)
@@ -103,12 +103,13 @@ def test_runs_are_as_long_as_they_can_be(reference):
     assert host_layout(reference).page_geometry().run_bytes == lengths.min() * itemsize
 
 
-# The last page of layer 0 and the first of layer 1 touch on both sides, yet are two device arrays.
+# The last page of layer 0 and the first of layer 1 are adjacent on both sides, yet are two device
+# arrays.
 ACROSS_LAYERS = ReferenceLayout(spec_of("mla"), "layer_first", 2), 2, [0, 1], [1, 0], None
 
 
 def runs_of(layout: HostLayout, host_ids, device_ids, layers) -> list[tuple[int, int, int, int]]:
-    """(buffer, device offset, host offset, bytes) of each run, as `page_geometry` has it."""
+    """(buffer, device offset, host offset, bytes) of each run, according to `page_geometry`."""
     geometry = layout.page_geometry()
     offsets = [
         i * geometry.strides_bytes[0] + j * geometry.strides_bytes[1]

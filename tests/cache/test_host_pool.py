@@ -1,4 +1,4 @@
-"""`jaxkv.HostPool`: pinned host memory as an array, its limits and its end."""
+"""`jaxkv.HostPool`: pinned host memory as an array, its limits and its release."""
 
 import dataclasses
 from functools import partial
@@ -36,7 +36,7 @@ def test_a_pool_is_a_pytree_of_one_array():
 
 
 def test_a_new_pool_is_written_in_place():
-    """From the first step on, wherever its memory happens to lie."""
+    """From the first step on, at any address."""
     cache = jaxkv.DeviceCache.create(spec_of(), num_pages=5)
     page = np.zeros(1, np.int32)
     step = jax.jit(jaxkv.store_pages, donate_argnames="pool")
@@ -112,7 +112,7 @@ def test_close_frees_and_is_idempotent():
 
 
 def test_close_waits_for_work_that_reads_the_pool():
-    """Loads in flight keep what they read: their result is right after the pool is gone."""
+    """Loads in flight keep their source: the result is correct after the pool is closed."""
     spec = spec_of(page_size=64, head_dim=64)
     pool = jaxkv.HostPool.create(spec, num_pages=64)
     ones = jax.device_put(np.ones(pool.data.shape, spec.dtype), pool.data.sharding)
@@ -150,7 +150,7 @@ def test_what_all_devices_get_must_fit(head_axis, copies, monkeypatch):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Writes a file of a machine that is not this one; `host_pool` sees no other files."""
+    """Writes a file of a simulated machine; `host_pool` sees no other files."""
     monkeypatch.setattr(host_memory, "Path", lambda path: tmp_path / str(path).lstrip("/"))
 
     def write(path: str, text: str) -> None:
@@ -163,7 +163,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def available() -> int:
-    """What the check believes to be left."""
+    """Available bytes according to the check."""
     with pytest.raises(jaxkv.HostMemoryError) as raised:
         host_memory.check_host_memory(2**60)
     left = raised.value.available_bytes
@@ -218,7 +218,7 @@ def test_an_exhausted_control_group_leaves_nothing(machine):
 
 
 class Kernel:
-    """Takes the system calls for a memory policy, which is mode 3 on node 2 before."""
+    """Simulates the system calls for a memory policy, initially mode 3 on node 2."""
 
     def __init__(self, answer: int) -> None:
         self.answer = answer

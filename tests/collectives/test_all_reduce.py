@@ -1,4 +1,4 @@
-"""`all_reduce`: sums, to the bit; order; and ranks that are not together."""
+"""`all_reduce`: bitwise results, order, and skewed ranks."""
 
 from functools import partial
 
@@ -37,7 +37,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @pytest.fixture(scope="module")
 def tiled_memories():
-    """Likewise, with boxes so small that two_shot goes in tiles."""
+    """Likewise, with LL buffers so small that two_shot is split into tiles."""
     worlds = [n for n in WORLD_SIZES if n <= jax.device_count()]
     made = {n: memory_of(n, max_bytes=MAX_BYTES, way=TILED) for n in worlds}
     yield made
@@ -52,11 +52,11 @@ def assert_same_bits(got, want: np.ndarray) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Sums
+# Results
 
 
 def sizes(itemsize: int):
-    """Numbers of elements about words, warps, blocks, boxes and rounds."""
+    """Numbers of elements near word, warp, block, buffer and round boundaries."""
     about = [0, 1, 16, 512 * 16, MAX_BYTES // 2, MAX_BYTES]
     near = st.sampled_from(about).flatmap(lambda n: st.integers(n - 18, n + 18))
     limit = MAX_BYTES // itemsize
@@ -117,7 +117,7 @@ def test_a_switch_adds_in_any_order_but_in_float32_and_once_for_all(
 @pytest.mark.parametrize("algorithm", NATIVE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros_keep_their_sign_and_any_nan_arrives(memories, dtype, algorithm):
-    """Also the NaN that stands for a word which has not arrived."""
+    """Also the NaN that marks a word as not yet arrived."""
     memory = memories[2]
     bits = np.uint32 if dtype == "float32" else np.uint16
     ones = np.iinfo(bits).max
@@ -136,7 +136,7 @@ def test_zeros_keep_their_sign_and_any_nan_arrives(memories, dtype, algorithm):
 
 
 def test_sizes_grow_and_shrink_through_one_memory(memories):
-    """A mailbox still holds what a larger message left there."""
+    """The receive buffer still contains data of a larger message."""
     for memory in memories.values():
         for round_, n in enumerate([5, 4096, 3, 1000, 4096, 1, 7, 2048, 64] * 2):
             x = operand(memory.world_size, (n,), "float32", round_)
@@ -147,7 +147,7 @@ def test_sizes_grow_and_shrink_through_one_memory(memories):
 @pytest.mark.parametrize("algorithm", ["two_shot", *BY_SWITCH])
 @pytest.mark.parametrize("world", WORLD_SIZES)
 def test_messages_of_many_chunks(world, algorithm):
-    """Each mailbox is used again in one call; the last chunk is cut off in a rank's part."""
+    """Each receive buffer is reused in one call; the last chunk ends within a rank's part."""
     num_bytes = 9 * LOW_LATENCY_BYTES // 2
     with memory_of(world, max_bytes=2 * num_bytes) as memory:
         step = sums(memory, algorithm)
@@ -159,7 +159,7 @@ def test_messages_of_many_chunks(world, algorithm):
 @pytest.mark.parametrize("max_bytes", [4, 20, 36, 48, 100, 1000])
 @pytest.mark.parametrize("world", WORLD_SIZES)
 def test_a_small_memory_serves_its_largest_message(world, max_bytes):
-    """Where a part does not fit into half a box there must be tiles."""
+    """Parts that exceed half an LL buffer require tiles."""
     with memory_of(world, max_bytes=max_bytes) as memory:
         x = operand(world, (max_bytes // 4,), "float32")
         assert_sums(sums(memory, "two_shot")(x), x)
@@ -167,7 +167,7 @@ def test_a_small_memory_serves_its_largest_message(world, max_bytes):
 
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_slices_that_begin_inside_of_words(memories, algorithm):
-    """XLA may pass the address of a slice, which then is that of a value, and not of a word."""
+    """XLA may pass the address of a slice, which is aligned to the element, not to a word."""
     memory = memories[2]
 
     def step(x):
@@ -236,7 +236,7 @@ def test_vmap_and_inner_jit(memories):
 
 @pytest.mark.parametrize("rows_axis", [0, 1])
 def test_rows_of_a_vmap_go_in_one_call(memories, rows_axis):
-    """By what serves all their bytes: rows that fit one by one may exceed a box together."""
+    """Chosen by their total bytes: rows that fit one by one may exceed a buffer together."""
     memory = memories[2]
     rows, columns = 8, MAX_BYTES // 4 // 4
     x = operand(2, (rows, columns), "float32")
@@ -291,11 +291,11 @@ def test_derivatives_are_those_of_psum(memories, check_vma):
     ids=["plain", "vmap", "jvp", "grad"],
 )
 def test_calls_of_a_step_are_ordered_by_data(memories, transform):
-    """Each takes a result of the one before, although their own operands do not depend on it."""
+    """Each takes a result of the previous one, although their own operands are independent."""
     memory = memories[2]
     all_reduce = partial(jaxkv.all_reduce, memory, axis_name=AXIS, implementation="low_latency")
 
-    def body(x):  # of the results only products are kept
+    def body(x):  # only products of the results are kept
         return [jnp.sin(all_reduce(x + i)) * 2 for i in range(4)]
 
     step = on_ranks(memory, transform(body))
@@ -314,11 +314,11 @@ def test_traces_leave_nothing_behind(memories):
 
 
 # ---------------------------------------------------------------------------------------------
-# Ranks that are not together
+# Skewed ranks
 
 
 def delayed(memory, way):
-    """Sums while now one rank is late and now another."""
+    """All-reduce in which one rank is late."""
 
     def step(x, late_rank):
         x = late(x, late_rank)
@@ -349,7 +349,7 @@ def test_late_ranks_are_waited_for(way, waits):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("waits", [True, False], ids=["wait", "no wait"])
 def test_threads_may_be_late_inside_of_a_call(way, waits):
-    """After sending and before a word is cleared, for instance."""
+    """For example after sending and before a word is reset."""
     with memory_of(2, way=way) as memory:
         step, wrong = sums(memory, way), 0
         memory.preset(0, stall_s=1e-3)
@@ -361,7 +361,7 @@ def test_threads_may_be_late_inside_of_a_call(way, waits):
     assert wrong == 0 if waits else wrong > 0
 
 
-@pytest.mark.parametrize("way", ["one_shot", *BY_SWITCH, TILED])  # which count epochs
+@pytest.mark.parametrize("way", ["one_shot", *BY_SWITCH, TILED])  # those that count epochs
 @pytest.mark.parametrize("epoch", [2**31, 2**32, 2**63, 2**64], ids="2^{0:.0f}".format)
 def test_epochs_wrap(way, epoch):
     with memory_of(2, way=way) as memory:

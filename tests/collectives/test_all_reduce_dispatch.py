@@ -1,4 +1,4 @@
-"""`all_reduce`: what it chooses, what it refuses, and what it says of both."""
+"""`all_reduce`: choice of the implementation, rejected calls, and their messages."""
 
 import dataclasses
 import re
@@ -63,7 +63,7 @@ def test_psum_serves_the_rest(memories, shape, dtype):
 
 @pytest.fixture
 def use_table(tmp_path, monkeypatch):
-    """Makes one that names this algorithm for 2 devices the table of memories to come."""
+    """Installs a table with this algorithm for 2 devices, for memories created later."""
 
     def use(algorithm):
         default = packaged_table("any")
@@ -95,7 +95,7 @@ def test_explain_takes_what_all_reduce_takes(memories, x):
 
 
 def test_a_memory_keeps_its_table(use_table):
-    """Or processes could choose differently, each by its own environment."""
+    """Otherwise processes could choose differently, each by its own environment."""
     use_table("low_latency")
     with memory_of(2) as memory:
         use_table("two_shot")
@@ -136,7 +136,7 @@ def test_another_mesh_is_refused(memories):
 
 
 def test_another_order_of_devices_is_refused():
-    """A device knows its rank by the memory's mesh, so the sums would be those of other rows."""
+    """A device's rank is its position in the memory's mesh: the sums would be of other rows."""
     if jax.device_count() < 4:
         pytest.skip("needs 4 devices")
     devices = np.array(jax.devices()[:4]).reshape(2, 2)

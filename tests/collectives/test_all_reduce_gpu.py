@@ -1,4 +1,4 @@
-"""What only GPUs show of `all_reduce`: replayed CUDA graphs, and copies beside it."""
+"""GPU-only behaviour of `all_reduce`: replayed CUDA graphs, and concurrent copies."""
 
 import time
 from functools import partial
@@ -26,7 +26,7 @@ from tests.util.ranks import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 
-CALLS = 6  # XLA makes a graph of five operations or more
+CALLS = 6  # XLA captures graphs of five operations or more
 ROUNDS = 24
 
 
@@ -42,13 +42,13 @@ def chain(memory, way):
 
 
 def expected(x: np.ndarray) -> np.ndarray:
-    """After one sum all ranks have the same, whose mean is itself."""
+    """After one all-reduce all ranks have equal values, whose mean is unchanged."""
     return np.broadcast_to(x.sum(0) / len(x) + sum(range(CALLS)), x.shape)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("n", [100, 12_345])
-@pytest.mark.parametrize("world", [2, 8])  # of which means are exact
+@pytest.mark.parametrize("world", [2, 8])  # their means are exact
 def test_replays_see_new_operands(world, way, n):
     with memory_of(world, max_bytes=1 << 20, way=way) as memory:
         step = chain(memory, way)
@@ -62,7 +62,7 @@ def test_replays_see_new_operands(world, way, n):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_replayed_step_and_others_take_turns(way):
-    """Epochs and halves go on where the other executable left them."""
+    """Epochs and buffer halves continue from the state left by the other executable."""
     with memory_of(2, max_bytes=1 << 20, way=way) as memory:
         others = [name for name in NATIVE if way != TILED or name != "low_latency"]
         steps = [chain(memory, name) for name in (way, *others)]
@@ -89,7 +89,7 @@ def test_large_messages(world, dtype, num_bytes):
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # the ticket and the plan
 @pytest.mark.parametrize("way, num_bytes", [("low_latency", 4 << 20), ("two_shot", 64 << 20)])
 def test_an_all_reduce_does_not_wait_for_a_copy_beside_it(way, num_bytes):
-    """All its blocks fit beside the SMs of a copy: one that did not would hold up all ranks."""
+    """All its thread blocks fit next to a copy's SMs: one that did not would block all ranks."""
     spec = jaxkv.KVCacheSpec(1, 64, 8, 128, jnp.bfloat16)
     pages = jnp.arange(4096)  # 1 GiB, some 20 ms
     pool = jaxkv.HostPool.create(spec, num_pages=len(pages))
@@ -99,13 +99,13 @@ def test_an_all_reduce_does_not_wait_for_a_copy_beside_it(way, num_bytes):
     x = operand(2, (num_bytes // 4,), "float32")
     with memory_of(2, max_bytes=num_bytes) as memory:
         reduce = sums(memory, way)
-        # Placed now: on its way from the host it would share the link with the copy.
+        # Placed in advance: its transfer from the host would share the link with the copy.
         rows = jax.device_put(x, NamedSharding(memory.mesh, PartitionSpec(AXIS)))
-        for _ in range(2):  # the first time compiles
+        for _ in range(2):  # the first iteration compiles
             loading = start(pool, cache, pages, pages)
             y = jax.block_until_ready(reduce(rows))
-            cache = end(loading)  # not before: what waits for y may wait for all that is enqueued
-            time.sleep(1e-3)  # if it had to wait for the copy, the cache is here now, too
+            cache = end(loading)  # only now: a wait for y may wait for everything enqueued
+            time.sleep(1e-3)  # if it had waited for the copy, the cache is ready now, too
             copying = not jax.tree.leaves(cache)[0].is_ready()
             jax.block_until_ready(cache)
     assert copying

@@ -36,14 +36,14 @@ def test_lowered_again_a_program_has_the_same(memory):
     first, second = signatures(memory, body)
     assert 0 < first < 2**52 and 0 < second < 2**52 and first != second
     assert signatures(memory, body) == [first, second]
-    with memory_of(2) as other:  # has another number, which is no part of it
+    with memory_of(2) as other:  # has another number, which is not part of it
         assert signatures(memory, lambda x: jaxkv.all_reduce(other, x, AXIS)) == signatures(
             memory, lambda x: jaxkv.all_reduce(memory, x, AXIS)
         )
 
 
 def test_a_program_that_is_lowered_within_another_does_not_end_it(memory):
-    """The one within has no call, and whether JAX lowers it depends on its caches."""
+    """The inner program has no call, and whether JAX lowers it depends on its caches."""
     inner = Primitive("lowers_another_program")
     inner.def_abstract_eval(lambda x: x)
 
@@ -62,7 +62,7 @@ def test_a_program_that_is_lowered_within_another_does_not_end_it(memory):
 
 @pytest.mark.parametrize("world", [2, 8])
 def test_threads_of_one_process_may_run_programs_at_once(world):
-    """Of one program and of two; XLA launches each on all devices before the next."""
+    """With one program and with two; XLA launches each on all devices before the next."""
     wrong = []
 
     def run(step, x):

@@ -1,7 +1,6 @@
-"""What `cuda/collectives/multicast.cu` asks of the driver: all of it is taken back, whichever call
-fails.
+"""Driver calls of `cuda/collectives/multicast.cu`: complete cleanup, whichever call fails.
 
-With a driver that only writes down what it is asked to do (`tests/native/multicast_calls.cc`).
+With a driver that only logs its calls (`tests/native/multicast_calls.cc`).
 """
 
 import subprocess
@@ -36,7 +35,7 @@ DEVICES = [3, 3, 2, *[3] * 5, *[2] * 5, *[3] * 3, *[2] * 3]  # of each step
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """`program(failing)`: the lines that it prints, each split in two."""
+    """`program(failing)`: the printed lines, each split in two."""
     built = build("multicast_calls", tmp_path_factory.mktemp("multicast"))
 
     def run(failing: int = 0) -> list[list[str]]:

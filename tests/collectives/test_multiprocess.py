@@ -1,6 +1,6 @@
 """`SymmetricMemory` over several processes.
 
-What each of them checks is in process_checks.py and thread_checks.py.
+The checks of each process are in process_checks.py and thread_checks.py.
 """
 
 import json
@@ -20,7 +20,7 @@ import pytest
 pytestmark = pytest.mark.multigpu
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-TIMEOUT_S = 120  # of all processes; what they do takes seconds
+TIMEOUT_S = 120  # of all processes; their work takes seconds
 
 ONE_EACH = {world: [[device] for device in range(world)] for world in (2, 4, 8)}
 TWO_EACH = [[0, 1], [2, 3]]
@@ -133,12 +133,12 @@ def test_creation_fails_for_all_or_none(tmp_path, world):
 
 
 def test_all_ranks_give_up_together(tmp_path):
-    """Who times out tells the others, so that none waits for the whole time again."""
+    """A rank that times out notifies the others, so that none waits for another full timeout."""
     what_all_say(tmp_path, "all_ranks_give_up_together", TWO_EACH, [2, 3, 0, 1])
 
 
 def test_threads_without_an_order_get_right_sums_or_an_error(tmp_path):
-    """Their programs may come to one rank in another order than to the other."""
+    """Their programs may reach the ranks in different orders."""
     said = what_all_say(tmp_path, "threads_run_programs_of_one_memory", ONE_EACH[2])
     for counts in said:
         for name, count in counts.items():
@@ -169,7 +169,7 @@ def test_a_killed_process_is_named(tmp_path, world):
     assert killed.code == -signal.SIGKILL
     for end in survivors:
         assert end.code == 0, end.output
-    # One at least waited for the killed one itself; it told the others.
+    # At least one timed out on the killed process itself and notified the other.
     texts = [end.said for end in survivors]
     assert any(re.search(f"waited in vain for rank {world - 1}", text) for text in texts), texts
 

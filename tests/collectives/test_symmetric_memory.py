@@ -1,4 +1,4 @@
-"""`SymmetricMemory`: what it is made of, ranks that do not come, and its end."""
+"""`SymmetricMemory`: creation, missing ranks, and closing."""
 
 import gc
 import re
@@ -60,7 +60,7 @@ def test_arguments():
 @pytest.mark.parametrize("world", WORLD_SIZES)
 @pytest.mark.parametrize("max_bytes", [130, 5000, 64 << 20])
 def test_boxes_begin_where_a_line_begins(world, max_bytes):
-    """So does a part of a two_shot, which lies in a half of a quick box."""
+    """So does a part of a two_shot, in a half of an LL buffer."""
     with memory_of(world, max_bytes=max_bytes) as memory:
         assert memory.low_latency_bytes % 256 == 0
         assert memory.slot_bytes % 128 == 0 or memory.slot_bytes < 128
@@ -88,7 +88,7 @@ def test_groups_add_up_by_themselves():
 
 
 def test_calls_of_several_memories_are_ordered_by_data():
-    """Devices that waited in calls of different memories would keep each other's threads."""
+    """Devices waiting in calls of different memories would block each other's threads."""
     with memory_of(2) as first, memory_of(2) as second:
         memories = (first, second, first)
 
@@ -108,7 +108,7 @@ def test_calls_of_several_memories_are_ordered_by_data():
 
 @pytest.mark.cpu_only
 def test_a_handle_that_is_of_something_else():
-    """Another process's number and descriptor mean something else in another container."""
+    """Process id and descriptor of another process name something else in another container."""
     native = runtime_native.extension()
     ours, theirs = (
         native.create_communicator("cpu", [devices], 1, 1, 1, 0, 10**9)
@@ -117,7 +117,7 @@ def test_a_handle_that_is_of_something_else():
     handles = [[native.communicator_handles(ours)[0][0], native.communicator_handles(theirs)[0][1]]]
     native.map_communicator(ours, handles)
     handle = handles[0][1]
-    handle[-1] ^= 1  # in the number of its file
+    handle[-1] ^= 1  # in the inode number
     with pytest.raises(
         RuntimeError, match=r"symmetric memory: /proc/\d+/fd/\d+: Stale file handle"
     ):
@@ -131,7 +131,7 @@ def test_a_handle_that_is_of_something_else():
 
 
 # ---------------------------------------------------------------------------------------------
-# The switch
+# Multicast
 
 WITHOUT_VARIABLE = "JAXKV_MULTICAST was not 1 in the environment when its memory was created"
 
@@ -148,7 +148,7 @@ def test_no_switch_unless_a_user_has_said_so(monkeypatch):
 
 
 def devices(*processes):
-    """Of one GPU each."""
+    """Devices of one GPU each."""
     return np.array(
         [
             [
@@ -160,7 +160,7 @@ def devices(*processes):
 
 
 def test_devices_of_several_kinds_are_refused():
-    """Their kernels may have other numbers of blocks, and block b meets only block b."""
+    """Numbers of thread blocks may differ, and block b synchronizes only with block b."""
     mixed: Any = SimpleNamespace(axis_names=(AXIS,), shape={AXIS: 2}, devices=devices(0, 0)[0])
     for device, mixed_kind in zip(mixed.devices, ("H200", "H100"), strict=True):
         device.device_kind = mixed_kind
@@ -193,11 +193,11 @@ def test_the_driver_is_asked_last(monkeypatch, variable, processes, asked, refus
 
 
 # ---------------------------------------------------------------------------------------------
-# Ranks that do not come
+# Missing ranks
 
 
 def run_without(memory, missing: int, algorithm: str):
-    """A step in which one rank does not call; returns what the others got, or the error's text."""
+    """A step in which one rank does not call; returns the others' results, or the error's text."""
 
     def step(x):
         return jax.lax.cond(
@@ -231,11 +231,11 @@ def test_a_rank_that_does_not_come_is_named(algorithm):
         with pytest.raises(jaxkv.PeerTimeoutError) as raised:
             memory.check_errors()
         error = raised.value
-        told = {  # a barrier, or a word of so many
+        told = {  # a barrier, or a number of words
             "low_latency": ("low_latency", 1, 0),
             "one_shot": ("barrier", 43, 42),
             "two_shot": ("scatter", 1, 0),
-            "multimem": ("barrier", 44, 43),  # of which a call has two
+            "multimem": ("barrier", 44, 43),  # a call has two
         }
         assert (error.rank, error.peer) == (0, 1)
         assert (error.phase, error.expected, error.seen) == told[algorithm]
@@ -255,13 +255,13 @@ def test_a_rank_that_does_not_come_is_named(algorithm):
 
 
 # ---------------------------------------------------------------------------------------------
-# Ranks that come with another call
+# Mismatched calls
 
 
 def run_differently(memory, *calls):
     """Rank 0 makes the first call and rank 1 the second: dicts of algorithm, size, dtype, times.
 
-    Returns the sums over the elements of what each rank got, or the error's text.
+    Returns each rank's result summed over the elements, or the error's text.
     """
 
     def branch(x, call):
@@ -289,7 +289,7 @@ def run_differently(memory, *calls):
         ({}, {"size": 2}),
         ({"dtype": "float16"}, {"dtype": "bfloat16"}),
         ({}, {"algorithm": "two_shot"}),
-        *(({"algorithm": name}, {}) for name in NATIVE),  # the same, but for the place
+        *(({"algorithm": name}, {}) for name in NATIVE),  # differ only in their position
     ],
 )
 def test_calls_that_differ_are_named(mine, theirs):
@@ -316,7 +316,7 @@ def test_calls_that_differ_are_named(mine, theirs):
 
 
 # ---------------------------------------------------------------------------------------------
-# The end
+# Closing
 
 
 def test_an_executable_that_outlives_the_memory_fails():

@@ -1,4 +1,4 @@
-"""The Python blocks of README.md and docs/ run as a reader would paste them."""
+"""The Python blocks of README.md and docs/, run as written."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ MODULE = re.compile(r"-m ((?:jaxkv|bench|examples)[\w.]*)")
 
 
 def run(page: Path, *, separately: bool) -> int:
-    """Runs the blocks in one namespace, or in a new one each; returns how many there were."""
+    """Runs the blocks in one namespace, or in a new one each; returns their number."""
     from sybil import Sybil
     from sybil.evaluators.python import PythonEvaluator
     from sybil.parsers.markdown import CodeBlockParser
@@ -35,7 +35,7 @@ def run(page: Path, *, separately: bool) -> int:
     return len(examples)
 
 
-# JAX cannot reuse the ticket and the plan of a copy, which donation of its handle includes.
+# JAX cannot reuse the ticket and the plan of a copy, which are donated with its handle.
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_of_a_page_run_in_order(page):

@@ -1,4 +1,4 @@
-"""jaxkv.env must report what it can reach, give a reason for the rest, and never fail."""
+"""jaxkv.env reports what is available, gives a reason for the rest, and never fails."""
 
 import ctypes
 import json
@@ -15,10 +15,10 @@ NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 
 
 class FakeCuda:
-    """libcuda of a machine with two GPUs of which only the first can reach the other.
+    """libcuda of a machine with two GPUs of which only the first has peer access to the other.
 
-    It has the read-only queries alone, so that a report that allocates, creates a context or
-    touches multicast objects fails here.
+    It has only the read-only queries, so that a report that allocates, creates a context or uses
+    multicast objects fails here.
     """
 
     multicast_code = 0

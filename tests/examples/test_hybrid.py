@@ -1,4 +1,4 @@
-"""The hybrid example: what it generates, what its states are, and that it waits for nothing."""
+"""The hybrid example: generated tokens, recurrent states, and the absence of host syncs."""
 
 import jax
 import numpy as np
@@ -46,7 +46,7 @@ def test_running_ahead_changes_nothing(params, start):
 
 
 def test_saved_states_are_those_of_the_accepted_tokens(params, start):
-    """As computed from them alone, as a prompt that nothing was ever rejected of."""
+    """As computed from these tokens alone, as a prompt without rejected tokens."""
     ahead = run_ahead(CONFIG, params, start)
     tokens = np.asarray(ahead.tokens)
     known = [row[:valid].tolist() for row, valid in zip(tokens, ahead.valid, strict=True)]

@@ -1,4 +1,4 @@
-"""The serving example: its bookkeeping, and its answers with and without offload."""
+"""The serving example: bookkeeping, and its answers with and without offload."""
 
 import contextlib
 import dataclasses
@@ -65,7 +65,7 @@ def test_a_page_is_named_by_all_tokens_up_to_its_end():
 
 
 class Memories:
-    """Runs the copies that a BlockManager asks for, on names in place of keys and values."""
+    """Performs the copies requested by a BlockManager on names instead of keys and values."""
 
     def __init__(self, num_hbm_pages: int, num_host_pages: int):
         self.blocks = BlockManager(num_hbm_pages, num_host_pages)

@@ -42,7 +42,7 @@ HF_CONFIG = dataclasses.asdict(CONFIG) | {"model_type": "qwen3", "hidden_act": "
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A checkpoint in two files, and the arrays that it was written from."""
+    """A checkpoint in two files, and the arrays in it."""
     arrays, rng = {}, np.random.default_rng(0)
 
     def make(name, shape):
@@ -126,7 +126,7 @@ def test_logits_match_transformers(tied, tmp_path):
     )  # fmt: skip
     reference = transformers.Qwen3ForCausalLM(reference_config).float().eval()
     with torch.no_grad():
-        for parameter in reference.parameters():  # norms start as ones, which hides mistakes
+        for parameter in reference.parameters():  # norms are initially ones, which hides mistakes
             parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
     reference.save_pretrained(tmp_path, safe_serialization=True, max_shard_size="40KB")
     config, params = load_checkpoint(tmp_path, jnp.float32)

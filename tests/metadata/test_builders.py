@@ -1,4 +1,4 @@
-"""What holds for every builder: one executable for all batches, and nothing goes over the host."""
+"""Properties of every builder: one executable for all batches, and no host round trip."""
 
 import re
 from collections.abc import Callable
@@ -48,7 +48,7 @@ BUILDERS: dict[str, Callable[[metadata.BatchMetadata], Any]] = {
 }
 every_builder = pytest.mark.parametrize("name", BUILDERS)
 
-# What may run: our check of a bound, and the sort and scan libraries that XLA calls on its own.
+# Permitted calls: the bounds check, and the sort and scan libraries that XLA calls on its own.
 ALLOWED_CALLS = re.compile(r"jaxkv_check_bounds|__cub\$\w+|__cublas\$\w+")
 
 
@@ -88,7 +88,7 @@ def test_ranges_may_be_closed_over():
 
 
 def optimised(build: Callable[[metadata.BatchMetadata], Any]) -> str:
-    """The HLO that runs."""
+    """The optimized HLO."""
     return jax.jit(build).lower(CASES[0].batch()).compile().as_text() or ""
 
 
@@ -111,7 +111,7 @@ def test_nothing_is_transferred(name):
 
 
 def test_a_callback_is_found():
-    """The negative control of `test_nothing_goes_over_the_host`."""
+    """Negative control of `test_nothing_goes_over_the_host`."""
 
     def build(batch):
         lens = jax.ShapeDtypeStruct(batch.seq_lens.shape, batch.seq_lens.dtype)

@@ -1,4 +1,4 @@
-"""metadata.cascade against its rule spelled out and rows cut one by one."""
+"""metadata.cascade against an explicit form of its rule and rows split one by one."""
 
 import functools
 import math
@@ -57,7 +57,7 @@ def test_cascade_metadata(case: Case, seed: int):
     assert_same(suffix.block_table, table)
     assert_same(suffix.num_reqs, case.num_reqs)
     assert_same(suffix.num_tokens, case.num_tokens)
-    # Tokens go to the same places from either table.
+    # Both tables give the tokens the same slots.
     assert_same(slots, want_slots)
 
 

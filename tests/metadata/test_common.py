@@ -191,7 +191,7 @@ def test_tokens(case: Case, parallel: tuple[int, int], rank: int):
         for position in range(seq - query, seq):
             rows.append(row)
             positions.append(position)
-            # Each rank fills its own blocks, with the runs that are dealt to it.
+            # Each rank fills its own blocks with the runs assigned to it.
             round_, place = divmod(position, world * run)
             block, offset = divmod(round_ * run + place % run, b.block_size)
             mine = place // run == rank
@@ -236,7 +236,7 @@ def test_slot_mapping_by_hand():
     ranks = [common.slot_mapping(batch, positions, cp_world_size=2, cp_rank=r) for r in (0, 1)]
     assert_same(ranks[0], [28, -1, 29, -1, 30, -1, 31, -1, 12, -1, -1, -1])
     assert_same(ranks[1], [-1, 28, -1, 29, -1, 30, -1, 31, -1, 12, -1, -1])
-    # Without context parallelism the table ends after 8 tokens: no other place is overwritten.
+    # Without context parallelism the table ends after 8 tokens: no other slot is overwritten.
     assert_same(common.slot_mapping(batch, positions), [28, 29, 30, 31, 12, 13, 14, 15] + [-1] * 4)
     assert_same(common.slot_mapping(batch, positions - 8)[8:], [28, 29, -1, -1])
     assert_same(common.slot_mapping(batch, positions - 8)[:8], [-1] * 8)

@@ -30,20 +30,20 @@ some_batches = hypothesis.settings(max_examples=30)
 
 
 def rows_of(starts: Any, tokens: Any) -> Any:
-    """Row of each token, and its number among the row's."""
+    """Row of each token, and its position in the row."""
     row = jnp.searchsorted(starts[1:], tokens, side="right")
     row = jnp.minimum(row, starts.shape[0] - 2)
     return row, tokens - starts[row]
 
 
 def causal(starts: Any, seq_lens: Any, tables: Any, tokens: Any) -> tuple[Any, Any]:
-    """Pages of each token's row, and how much of the context the token sees."""
+    """Pages of each token's row, and the length of the context visible to the token."""
     row, number = rows_of(starts, tokens)
     return tables[row], seq_lens[row] - (starts[row + 1] - starts[row]) + number + 1
 
 
 def pages_of(part: flashinfer.PagedPart, indices: Any, width: int, page_size: int):
-    """int32[B, W], pages of each row, and int32[B], their tokens."""
+    """Pages of each row, int32[B, W], and their number of tokens, int32[B]."""
     begin, end = part.paged_kv_indptr[:-1], part.paged_kv_indptr[1:]
     tables = indices.at[begin[:, None] + jnp.arange(width)].get(mode="clip")
     full = jnp.maximum(end - begin - 1, 0) * page_size
@@ -66,7 +66,7 @@ def tokens_of(batch: BatchMetadata) -> Any:
 
 
 def two_parts(metadata: Any, tokens: Any, attention: Any) -> Any:
-    """Decodes and prefills, each with token numbers of its own."""
+    """Decodes and prefills, each with separate token numbers."""
     decodes = metadata.num_decode_tokens
     return jnp.where(
         (tokens < decodes)[:, None, None],
@@ -111,7 +111,7 @@ WORLD, INTERLEAVE = 3, 2
 
 @functools.cache
 def of_a_rank():
-    """Attention of all tokens over what one rank holds: for prefills of earlier tokens alone."""
+    """Attention of all tokens over one rank's part; for prefills over earlier tokens only."""
 
     @jax.jit
     def attention(batch, queries, new, cache, rank):
@@ -252,7 +252,7 @@ def test_ragged_paged_attention_of_jax(case: Case):
 @functools.cache
 def paged_attention_of_jax():
     with warnings.catch_warnings():
-        # Since 0.11 its import says that it is deprecated; 0.12 still has it.
+        # Since 0.11 its import warns that it is deprecated; 0.12 still has it.
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
@@ -277,7 +277,7 @@ def paged_attention_of_jax():
 @hypothesis.settings(max_examples=10)
 @given(cases(bounds=(Bounds(8, 8, 8, 16),), min_query=1, max_query=1))
 def test_paged_attention_of_jax(case: Case):
-    """JAX's kernel for GPUs, elsewhere interpreted; it multiplies in TF32."""
+    """JAX's kernel for GPUs, interpreted elsewhere; it multiplies in TF32."""
     problem = Problem.random(case, head_dim=64)
     got = paged_attention_of_jax()(case.batch(), problem.queries, problem.new, problem.cache())
     problem.check(got, tolerance=1e-2 if jax.default_backend() == "gpu" else 2e-5)

@@ -1,4 +1,4 @@
-"""Attention through batches that were made of a batch: local attention, cascade, fast prefill."""
+"""Attention through batches derived from a batch: local attention, cascade, fast prefill."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ some_batches = hypothesis.settings(max_examples=60)
 
 
 def rows_and_seen(batch: BatchMetadata) -> tuple[Any, Any]:
-    """Row of each token, and how much of its context a causal mask lets it see."""
+    """Row of each token, and its visible context length under a causal mask."""
     row = metadata.token_to_request(batch.query_start_loc, batch.max_num_tokens)
     return row, metadata.token_positions(batch) + 1
 
@@ -70,7 +70,7 @@ def test_cascade(case: Case, num_shared: int):
 
 @functools.partial(jax.jit, static_argnames="max_tokens")
 def last_tokens(batch, queries, new, cache, max_tokens):
-    """Attention of each row's last token alone, where all the row's tokens were written."""
+    """Attention of each row's last token only, where all tokens of the row were written."""
     cache = written(cache, new, metadata.slot_mapping(batch, metadata.token_positions(batch)))
     cut = metadata.kv_sharing.build(
         batch, metadata.logits_indices(batch)[:max_tokens], batch.num_reqs

@@ -30,7 +30,7 @@ def compiled_for_ranks(world: int, interleave: int):
 
 
 def paged(case: Case, threshold: int, lens: list[int], slot_mapping: np.ndarray) -> dict:
-    """What `build` gives, with lengths of which pages are counted."""
+    """Output of `build`, with the lengths whose pages are counted."""
     size = case.bounds
     num_pages = [-(-tokens // size.block_size) for tokens in lens]
     indices = [page for table, n in zip(case.tables, num_pages, strict=True) for page in table[:n]]
@@ -110,7 +110,7 @@ def test_dense(case: Case, ordered: bool, threshold: int):
 
 
 def full_batch() -> Case:
-    """Every row has every block."""
+    """Every row uses every block."""
     tokens = FEW.max_blocks * FEW.block_size
     tables = np.arange(1, 1 + FEW.max_num_reqs * FEW.max_blocks).reshape(FEW.max_num_reqs, -1)
     return Case([1] * FEW.max_num_reqs, [tokens] * FEW.max_num_reqs, tables.tolist(), FEW)

@@ -1,7 +1,7 @@
-"""FlashInfer's own kernels, which read what `flashinfer.build` made, agree with dense attention.
+"""FlashInfer's own kernels, with metadata of `flashinfer.build`, agree with dense attention.
 
-Besides a GPU this needs `pip install flashinfer-python jax-tvm-ffi` (passed with 0.7.2.post1 and
-0.1.3) and, for the first run, nvcc: FlashInfer compiles the kernels then, and keeps them.
+In addition to a GPU this needs `pip install flashinfer-python jax-tvm-ffi` (passed with 0.7.2.post1
+and 0.1.3) and, for the first run, nvcc: FlashInfer then compiles the kernels, and caches them.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ pytestmark = pytest.mark.gpu
 LONG = Bounds(8, 64, 40, 16)
 HEAD_DIM = 64
 DECODE, PREFILL = "flashinfer.batch_decode", "flashinfer.batch_prefill"
-# For partial results, and for the plan: so many MiB FlashInfer advises.
+# Workspaces for partial results and for the plan, in MiB as FlashInfer recommends.
 WORKSPACES = tuple(jax.ShapeDtypeStruct((size << 20,), jnp.uint8) for size in (128, 8))
 
-# What FlashInfer's functions take that is the same in every call. The queries are scaled already.
+# Constant arguments of FlashInfer's functions. The queries are scaled already.
 NO_POSITIONS, NHD, CAUSAL, WHOLE_CONTEXT = 0, 0, 1, -1
 NO_CAP, SCALE, ROPE = 0.0, 1.0, (1.0, 1.0)
 NO_CUDA_GRAPH, NO_EARLY_LAUNCH = False, False
@@ -37,7 +37,7 @@ ANY_SPLIT = -1, False, 0, 0
 
 
 class HostPlan(NamedTuple):
-    """What a host must know of a part's rows, padding among them, so that FlashInfer splits it."""
+    """Host-side data of a part's rows, padding included, for FlashInfer's split."""
 
     qo_indptr: tuple[int, ...]
     kv_indptr: tuple[int, ...]
@@ -57,8 +57,8 @@ class HostPlan(NamedTuple):
 def kernels() -> None:
     """Registers FlashInfer's batch decode and batch prefill as FFI targets of the same arguments.
 
-    They run over queries float16[N, H, D], keys and values float16[num_blocks, block_size, K, D]
-    and a part's metadata; each plans first, in XLA's stream, with the `HostPlan` of its attributes.
+    Operands are queries float16[N, H, D], keys and values float16[num_blocks, block_size, K, D] and
+    a part's metadata; each plans first, in XLA's stream, with the `HostPlan` of its attributes.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about themselves
@@ -141,7 +141,7 @@ def through_kernels(batch, queries, new, cache, *, decodes: HostPlan, prefills: 
 
 
 def rounded(array: np.ndarray) -> np.ndarray:
-    """What a float16 holds of it."""
+    """The value rounded to float16."""
     return array.astype(np.float16).astype(np.float32)
 
 

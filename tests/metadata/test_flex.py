@@ -25,7 +25,7 @@ class Options:
     prefix: bool = False
 
 
-# And the bounds to try them under: each combination compiles once more.
+# And the bounds of its tests: each combination compiles once more.
 OPTIONS = {
     Options(): ALL_BOUNDS,
     Options(causal=False): (FEW, SOME),
@@ -37,7 +37,7 @@ OPTIONS = {
 
 @functools.cache
 def compiled(options: Options):
-    """Builds the metadata and asks its mask."""
+    """Builds the metadata and evaluates its mask."""
 
     def build(batch, num_blocks, ranges=None, q=0, kv=0):
         metadata = flex.build(
@@ -66,7 +66,7 @@ def shared(draw, *, bounds=None, styles=("own", "prefix", "anywhere")) -> tuple[
             row[: len(same)] = same
         if style == "anywhere":
             few = min(case.num_blocks, int(rng.integers(2, 40)))
-            row[:] = rng.integers(0, few, len(row)).tolist()  # among them the null block
+            row[:] = rng.integers(0, few, len(row)).tolist()  # including the null block
     return dataclasses.replace(case, tables=tables), options
 
 
@@ -78,7 +78,7 @@ def random_ranges(case: Case, rng: np.random.Generator) -> np.ndarray:
 
 
 class Reference:
-    """What the metadata means, one token and one slot at a time."""
+    """Meaning of the metadata, one token and one slot at a time."""
 
     def __init__(self, case: Case, options: Options, ranges: np.ndarray):
         self.case, self.options, self.ranges = case, options, ranges
@@ -111,7 +111,7 @@ class Reference:
         return place is not None and self.logical_to_logical(r, lq, place * size + kv % size)
 
     def sees(self, q: int) -> list[tuple[int, int]]:
-        """(place, block) of which the token sees a slot, in order."""
+        """(place, block) with a slot visible to the token, in order."""
         r, lq = self.tokens[q]
         size = self.case.bounds.block_size
         return sorted(
@@ -140,7 +140,7 @@ def assert_block_lists(metadata: flex.FlexMetadata, reference: Reference) -> Non
 def random_pairs(
     case: Case, reference: Reference, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and slots, some of them no such thing, many of one request."""
+    """Tokens and slots, some of them invalid, many of one request."""
     size = case.bounds.block_size
     q = rng.integers(-3, case.bounds.max_num_tokens + 3, NUM_PAIRS).astype(np.int32)
     kv = rng.integers(-3, case.num_blocks * size + 3, NUM_PAIRS).astype(np.int32)
@@ -207,7 +207,7 @@ def test_places_of_any_context_fit_their_dtype(width, dtype):
 
 
 def test_blocks_of_a_prefix_range_ahead_of_the_queries_are_listed():
-    # An image of tokens 8..40 makes the tokens of the first block see the next two.
+    # An image of tokens 8..40 makes the next two blocks visible to the tokens of the first.
     batch = batch_of([[1, 2, 3, 4]], [64], [64])
     ranges = np.array([[[8, 40]]], np.int32)
     metadata, _ = compiled(Options(prefix=True))(batch, 5, ranges)
@@ -237,12 +237,12 @@ def test_bounds_of_the_block_list(num_reqs, context, query, num_blocks, window, 
 
 
 def test_spans_reach_their_bound():
-    # Every request begins within a group: as many spans as groups and requests, less one.
+    # Every request starts within a group: the number of spans is groups plus requests, less one.
     batch = batch_of([[1, 2]] * 3, [24] * 3, [20] * 3)
     spans = flex._spans(batch, True, None, None)
     assert spans.row.tolist() == [0, 0, 1, 1, 2, 2]
     assert spans.group.tolist() == [0, 1, 1, 2, 2, 3]
-    # No more than tokens.
+    # At most the number of tokens.
     assert flex._spans(batch_of([[1]] * 3, [1] * 3, [1] * 3), True, None, None).row.shape == (3,)
 
 
@@ -262,7 +262,7 @@ def test_bad_arguments():
 
 
 def softmax_attention(q, keys, values, mask):
-    """Attention of q [T, D] to keys, values [T, K, D] under mask [T, K]; 0 for who sees nothing."""
+    """Attention of q [T, D] to keys, values [T, K, D] under mask [T, K]; 0 for empty mask rows."""
     scores = jnp.where(mask, jnp.einsum("td,tkd->tk", q, keys), -jnp.inf)
     top = jnp.max(scores, axis=1, keepdims=True, initial=-1e30)
     weights = jnp.exp(scores - top)
@@ -280,7 +280,7 @@ def attend_everywhere(metadata, q, keys, values):
 
 @jax.jit
 def attend_by_blocks(metadata, q, keys, values):
-    """Over the slots of the blocks that each group lists, as a kernel would go."""
+    """Over the slots of the blocks listed for each group, as in a kernel."""
     tokens, size = jnp.arange(q.shape[0]), metadata.block_size
     group = tokens // flex.Q_BLOCK_SIZE
     index = jnp.arange(metadata.kv_indices.shape[1])

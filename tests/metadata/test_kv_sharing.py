@@ -31,7 +31,7 @@ def test_fast_prefill(case: Case, seed: int, style: str):
         count = int(rng.integers(0, most + 1)) if style == "any" else most
         wanted += range(case.starts[row + 1] - count, case.starts[row + 1])
         counts.append(count)
-    # What lies behind the indices must not matter.
+    # Values after the indices must not matter.
     indices = rng.integers(0, b.max_num_tokens, b.max_num_tokens, dtype=np.int32)
     indices[: len(wanted)] = wanted
     batch = case.batch()
@@ -46,7 +46,7 @@ def test_fast_prefill(case: Case, seed: int, style: str):
     assert_same(got.logits_indices_padded, wanted + [wanted[-1] if wanted else 0] * padding)
     for name in ("seq_lens", "block_table", "num_reqs"):
         assert_same(getattr(got.batch, name), getattr(batch, name))
-    # A batch whose tokens are all wanted comes back as it is.
+    # A batch whose tokens are all selected is returned unchanged.
     if style == "all":
         assert_same(got.batch.query_start_loc, batch.query_start_loc)
 

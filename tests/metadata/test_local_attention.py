@@ -1,4 +1,4 @@
-"""metadata.local_attention against queries cut token by token."""
+"""metadata.local_attention against queries split token by token."""
 
 import functools
 from typing import NamedTuple
@@ -89,7 +89,7 @@ WORKED = [
         [2, 2, 1, 4, 4, 1, 4, 1], [4, 2, 4, 4, 4, 1, 4, 1],
         [[0, 1], [2, 3], [12, 13], [14, 15], [16, 17], [18, 19], [22, 23], [24, 25]],
     ),
-    (  # one column less: the sixth row's last block is clamped
+    (  # one column fewer: the sixth row's last block is clamped
         [4, 10, 5], [6, 17, 9], 4, 2, 9,
         [2, 2, 1, 4, 4, 1, 4, 1], [4, 2, 4, 4, 4, 1, 4, 1],
         [[0, 1], [2, 3], [11, 12], [13, 14], [15, 16], [17, 17], [20, 21], [22, 23]],
@@ -119,7 +119,7 @@ def test_by_hand(query, seq, chunk, block, width, q, k, table):
 
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 9))
 def test_the_bound_is_reached(rows, tokens, chunk):
-    """By queries of two tokens about a chunk's end, of which one takes what tokens are left."""
+    """By queries of two tokens across a chunk boundary, one of which takes the remaining tokens."""
     query = [min(2, max(0, tokens - 2 * row)) for row in range(rows)]
     query[0] += tokens - sum(query)
     case = Case(

@@ -24,7 +24,7 @@ class Options:
     drafts: bool = False
 
 
-# And the bounds to try them under: each combination compiles once more.
+# And the bounds of its tests: each combination compiles once more.
 OPTIONS = {
     Options(): (FEW, SOME),
     Options(chunk_size=1, num_spec_tokens=2, accepted=True): (FEW, ONE),
@@ -55,7 +55,7 @@ def compiled(options: Options):
 
 
 class Rows(NamedTuple):
-    """What else is known of the rows, each [B]."""
+    """Further properties of the rows, each [B]."""
 
     prefilling: np.ndarray
     accepted: np.ndarray
@@ -73,7 +73,7 @@ def random_rows(case: Case, options: Options, rng: np.random.Generator) -> Rows:
 
 
 def num_decodes(case: Case, options: Options, rows: Rows) -> int:
-    """Rows before the first one that is a prefill."""
+    """Rows before the first prefill."""
     threshold = 1 + options.num_spec_tokens if options.accepted else 1
     for r, (q, s) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
         verifies = options.drafts and rows.drafts[r] >= 0 and q == rows.drafts[r] + 1
@@ -104,7 +104,7 @@ def state_blocks(case: Case, options: Options, r: int) -> list[int]:
 
 
 def cut(size: int, computed: list[int], new: list[int]):
-    """Chunks of each row: one up to a multiple of the size, then whole ones, then a rest."""
+    """Chunks of each row: one up to a multiple of the size, then full ones, then the remainder."""
     starts, rows, last, position = [], [], [], 0
     for row, (before, rest) in enumerate(zip(computed, new, strict=True)):
         pieces = []
@@ -214,7 +214,7 @@ def test_build(batch: tuple[Case, Options], seed: int):
 
 
 def prefills(computed: list[int], new: list[int]) -> BatchMetadata:
-    """Bounds that this batch just fits."""
+    """Tight bounds for this batch."""
     seq_lens = [c + n for c, n in zip(computed, new, strict=True)]
     return BatchMetadata.from_host(
         new,
@@ -236,7 +236,7 @@ def build_prefills(computed: list[int], new: list[int], size: int = 4) -> mamba.
     "computed, new, starts, seq_idx, last",
     [
         ([0, 6, 8], [5, 7, 4], [0, 4, 5, 7, 11, 12, 16], [0, 0, 1, 1, 1, 2], [1, 4, 5]),
-        # Rows without tokens have the chunk before them, none, or an empty one.
+        # Rows without tokens refer to the preceding chunk, none, or an empty one.
         ([4, 0, 6, 8], [0, 5, 0, 0], [0, 4, 5, 5], [1, 1, 2], [-1, 1, 2, 2]),
     ],
 )
@@ -269,7 +269,7 @@ def test_bound_of_conv1d_programs_is_reached(new):
 
 
 def test_short_extends_with_a_state_are_decodes():
-    # One token; three of which two are drafts; a first token; three of a prompt.
+    # One token; three, including two drafts; a first token; three of a prompt.
     batch = prefills([5, 9, 0, 7], [1, 3, 1, 3])
     rows = Rows(np.ones(4, bool), np.ones(4, np.int32), np.array([-1, 2, -1, -1], np.int32))
     assert compiled(Options())(batch, rows).num_decodes == 1

@@ -1,4 +1,4 @@
-"""metadata.schedule against the rules spelled out, and upstream's cases."""
+"""metadata.schedule against an explicit form of the rules, and upstream's cases."""
 
 import itertools
 
@@ -30,7 +30,7 @@ def region_of(request: tuple[int, int, int], threshold: int) -> int:
 
 
 def swapped_into_order(regions: list[int]) -> list[int]:
-    """The rows as swaps along cycles leave them, as a scheduler moves its state."""
+    """The rows after swaps along cycles, as a scheduler moves its state."""
     target = [region for kind in range(4) for region in regions if region == kind]
     places = [i for i, region in enumerate(regions) if region != target[i]]
     by_region = sorted(places, key=lambda i: regions[i])
@@ -52,7 +52,7 @@ def test_reorder_batch(requests, threshold):
     assert order.tolist() == swapped_into_order(regions)
     assert sorted(order) == list(range(len(requests)))
     assert [regions[i] for i in order] == sorted(regions)
-    # Whoever is in place stays.
+    # Rows in their place stay.
     stays = [i for i, region in enumerate(regions) if region == sorted(regions)[i]]
     assert [order[i] for i in stays] == stays
     again = schedule.reorder_batch(*columns([requests[i] for i in order]), threshold)
@@ -111,7 +111,7 @@ def test_split_prefill_chunks(lens, workspace, offset):
     assert all(first < last for first, last in chunks)
     totals = [sum(lens[first - offset : last - offset]) for first, last in chunks]
     assert all(total <= workspace for total in totals)
-    # Each is as long as it can be: the next request would not have fitted.
+    # Each is of maximum length: the next request would not have fitted.
     for total, (following, _) in itertools.zip_longest(totals[:-1], chunks[1:]):
         assert total + lens[following - offset] > workspace
 

@@ -37,7 +37,7 @@ def split_by_hand(
     treat_short: bool,
     is_prefilling: list[bool],
 ) -> tuple[int, int, int, int]:
-    """The rules in the order in which they are tried; `num_tokens` counts padding too."""
+    """The rules in the order of evaluation; `num_tokens` includes padding."""
     all_decodes = (len(query), 0, num_tokens, 0)
     if (
         max(query, default=0) <= threshold

@@ -19,7 +19,7 @@ CHAIN = [(0,), (0, 0), (0, 0, 0)]
 
 @st.composite
 def trees(draw) -> list[tuple[int, ...]]:
-    """Choices in which each node hangs on one before it."""
+    """Choices in which the parent of each node precedes it."""
     nodes: list[tuple[int, ...]] = [()]
     children: dict[tuple[int, ...], int] = {}
     for _ in range(draw(st.integers(0, 12))):
@@ -60,7 +60,7 @@ def compiled(num_choices: int, draft_index: int | None = None):
 
 
 def assert_part(got: BatchMetadata, case: Case, rows: range) -> None:
-    """`got` is the batch that a scheduler would have made of these rows."""
+    """`got` equals the batch that a scheduler would have made of these rows."""
     part = case.reordered(rows).batch()
     for name in ("query_start_loc", "seq_lens", "block_table", "num_reqs", "num_tokens"):
         want = getattr(part, name)
@@ -135,7 +135,7 @@ def test_attention_sees_one_branch(choices):
     for r, context in enumerate(seq_lens):
         k, v = (x[tables[r]].reshape(-1, 8) for x in (keys, values))
         for i, node in enumerate(nodes):
-            # What a decode of this branch alone would have in its context.
+            # The context of a decode of this branch alone.
             branch = [context - length + nodes.index(node[:n]) for n in range(len(node) + 1)]
             seen = [*range(context - length), *branch]
             weights = np.exp(k[seen] @ q[r, i])

@@ -55,7 +55,7 @@ def test_build(case: Case, ordered: bool):
 
 
 def test_first_chunks_are_known_by_the_prefills_alone():
-    """A long decode beside a prompt that begins: the longest context is not the prompt's."""
+    """A long decode and a new prompt: the longest context is not the prompt's."""
     got = compiled()(Case([1, 5], [20, 5], [[1, 2, 3, 4, 5], [6, 7]], FEW).batch())
     assert got.max_seq_len == 20
     assert got.prefill.max_query_len == got.prefill.max_seq_len == 5

@@ -1,4 +1,4 @@
-"""Native sources under ThreadSanitizer, which knows nothing of Python's threads."""
+"""Native sources under ThreadSanitizer, which does not instrument Python's threads."""
 
 import pathlib
 import shutil

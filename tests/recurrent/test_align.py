@@ -1,4 +1,4 @@
-"""States at block boundaries against the row-by-row reference, in jit, and what is refused."""
+"""States at block boundaries against the row-by-row reference, in jit, and rejected arguments."""
 
 import functools
 
@@ -29,7 +29,7 @@ from tests.util.recurrent_reference import Rows
 
 
 def assert_post(states, kinds, rows: Rows, accepted) -> None:
-    """Runs the op and the reference, and compares all of both."""
+    """Runs the op and the reference, and compares all outputs."""
     accepted = np.asarray(accepted, np.int32)
     want = [state.copy() for state in states]
     want_counts = reference.postprocess(want, kinds, rows, accepted)
@@ -56,7 +56,7 @@ def test_every_kind_and_dtype(kind, dtype):
 
 @pytest.mark.parametrize("num_rows", [1, 2, 33, 1024, 1025, 2500])
 def test_all_kinds_in_one_call(num_rows):
-    """Geometries, widths and dtypes side by side; blocks of 16-byte words, and of odd sizes."""
+    """Different geometries, widths and dtypes; blocks of 16-byte words, and of odd sizes."""
     rng = np.random.default_rng(num_rows)
     kinds = (SD, TEMPORAL, DS, SD, TEMPORAL, TEMPORAL)
     shapes = [(6, 32), (8, 16), (12, 5), (3, 7), (8, 16), (13,)]
@@ -71,7 +71,7 @@ def test_all_kinds_in_one_call(num_rows):
 @pytest.mark.parametrize("shape", [(2, 1), (5, 2), (33, 4), (340, 6), (641, 7), (66, 65), (4, 513)])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_contiguous_columns_of_any_length(shape, dtype):
-    """Less than a warp moves at once, and more; columns of whole words, and with half a word."""
+    """Shorter and longer than one move of a warp; columns of full words, and with half a word."""
     rng = np.random.default_rng(shape[0])
     rows = random_rows(rng, 48)
     states = random_states(rng, [DS], [shape], [DTYPES[dtype]], rows.table.size + 1)
@@ -81,12 +81,12 @@ def test_contiguous_columns_of_any_length(shape, dtype):
 @pytest.mark.parametrize("aliased", [False, True], ids=["same column", "same block"])
 @pytest.mark.parametrize("bias", [1, 2, 3])
 def test_a_window_slides_within_its_block(bias, aliased):
-    """Source and destination overlap, by column or only by the block that two columns name."""
+    """Source and destination overlap, by column or only because two columns name the same block."""
     rng = np.random.default_rng(bias)
     kinds, shapes = (SD, DS, TEMPORAL), [(6, 160), (90, 6), (40,)]
     states = random_states(rng, kinds, shapes, [np.float16] * 3, 9)
     table = np.array([[3, 1, 7, 5, 8, 2]])
-    # Ends on a boundary; or past it by a token, so that the running state is a column further.
+    # Ends on a boundary; or one token past it, so that the running state is one column further.
     drafts = np.array([bias + aliased])
     if aliased:
         table[0, 1] = 3
@@ -192,7 +192,7 @@ def test_states_that_are_not_donated_stay():
 
 
 def test_shards_of_states():
-    """Each device of a mesh has its heads of every block, and takes the same decisions."""
+    """Each device of a mesh has its heads of every block, and makes the same decisions."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
     states, rows, accepted = small_call(np.random.default_rng(0), dtype=np.float16)
     want = [state.copy() for state in states]
@@ -265,7 +265,7 @@ def test_what_other_counts_make_of_replicated_states_is_not_replicated():
 
 
 # --------------------------------------------------------------------------------------------------
-# What is refused
+# Rejected arguments
 
 
 @pytest.mark.sanitizer
@@ -301,7 +301,7 @@ def test_a_column_past_the_table_is_counted_and_its_row_left():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"kinds": [SD]}, "."),  # what jax.tree.broadcast says
+        ({"kinds": [SD]}, "."),  # error of jax.tree.broadcast
         ({"kinds": ["conv", TEMPORAL]}, "leaf 0 is 'conv', not a StateKind"),
         ({"states": [jnp.zeros(25), jnp.zeros((25, 8))]}, r"leaf 0 has shape \(25,\), but CONV_SD"),
         (

@@ -1,4 +1,4 @@
-"""What only a GPU shows of recurrent states: replays, slow producers, many arrays, far offsets."""
+"""GPU-only behaviour of recurrent states: replays, slow producers, many arrays, large offsets."""
 
 import functools
 
@@ -36,7 +36,7 @@ def step(states, batch, accepted, drafts, kinds):
 
 
 def test_replayed_calls_take_new_decisions():
-    """The same arrays, so the same command buffer, with other rows each time."""
+    """Equal arrays, so the same command buffer, with different rows each time."""
     rng = np.random.default_rng(0)
     rows = random_rows(rng, 200)
     want = random_states(rng, KINDS, SHAPES, [np.float16] * 3, rows.table.size + 1)
@@ -51,7 +51,7 @@ def test_replayed_calls_take_new_decisions():
 
 
 def test_many_calls_of_one_program():
-    """Chained calls in one command buffer; each decides from the counts of the one before."""
+    """Chained calls in one command buffer; each decides by the counts of the previous one."""
     rng = np.random.default_rng(1)
     rows = random_rows(rng, 64)
     want = random_states(rng, KINDS, SHAPES, [np.float16] * 3, rows.table.size + 1)
@@ -76,7 +76,7 @@ def test_many_calls_of_one_program():
 
 
 def test_counts_are_read_when_they_are_there():
-    """Accepted counts that are known only after a long chain of products."""
+    """Accepted counts that are available only after a long chain of products."""
     rng = np.random.default_rng(2)
     rows = random_rows(rng, 64)
     want = random_states(rng, KINDS, SHAPES, [np.float16] * 3, rows.table.size + 1)
@@ -109,7 +109,7 @@ def test_as_many_arrays_as_a_call_takes():
 
 
 def test_offsets_beyond_32_bits():
-    """Blocks that lie 5 GiB into an array."""
+    """Blocks at an offset of 5 GiB in an array."""
     block, num_blocks = 1 << 20, 5200
     drafts = np.array([2])
     table = np.array([[num_blocks - 1, 7, num_blocks - 2, 9]])
@@ -127,7 +127,7 @@ def test_offsets_beyond_32_bits():
 
 
 def test_deferred_counts_do_not_hold_the_host():
-    """The step is dispatched, and its counts are not there yet."""
+    """The step is dispatched, and its counts are not available yet."""
 
     @jax.jit
     def slow_step(counts, step, ids, x):

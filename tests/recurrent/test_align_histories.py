@@ -1,4 +1,4 @@
-"""Requests that live through many steps, with states that are known from request and token."""
+"""Requests over many steps, with states determined by request and token."""
 
 import itertools
 
@@ -22,8 +22,8 @@ from tests.util.recurrent_reference import Rows
 
 
 class Histories:
-    """Requests that live through steps. The state after token t of a request is known: a temporal
-    state holds `mark(request, t)`, a row of a window the mark of its token."""
+    """Requests over many steps. The state after token t of a request is known: a temporal state
+    contains `mark(request, t)`, a row of a window the mark of its token."""
 
     BLOCK, WINDOW, DRAFTS, TOKENS = 4, 3, 3, 24
     KINDS = (SD, DS, TEMPORAL, TEMPORAL)
@@ -47,7 +47,7 @@ class Histories:
         return (self.ids[row] * 13 + token * 7) % 120 - 60
 
     def disturb(self) -> None:
-        """Preempts some requests; they resume from a boundary whose state was kept, or at 0."""
+        """Preempts some requests; they resume from a boundary with a saved state, or at 0."""
         for row in np.flatnonzero(self.rng.random(self.num_rows) < 0.12):
             self.computed[row] = self.rng.choice([0, *sorted(self.saved[row])])
             kept = self.computed[row] // self.BLOCK
@@ -74,7 +74,7 @@ class Histories:
         )
 
     def forward(self, rows: Rows) -> None:
-        """Checks the state that every row starts from, and writes those after its last tokens."""
+        """Checks the initial state of every row, and writes those after its last tokens."""
         sd, ds, *temporal = self.states
         for row in range(self.num_rows):
             if not rows.active(row):
@@ -97,7 +97,7 @@ class Histories:
                 state[self.table[row, column + ahead]] = self.mark(row, certain + ahead)
 
     def check_saved(self, rows: Rows, sampled) -> None:
-        """Every boundary that was reached, now or before, has its state in its block."""
+        """The state of every boundary reached so far is in its block."""
         for row in range(self.num_rows):
             if rows.active(row):
                 certain = rows.end(row) - rows.drafts[row]
@@ -111,7 +111,7 @@ class Histories:
                 assert (self.states[2][block] == self.mark(row, boundary)).all()
 
     def step(self) -> int:
-        """One step of all; returns how many rows copied a state."""
+        """One step of all rows; returns the number of rows that copied a state."""
         self.disturb()
         rows = self.schedule()
         batch = batch_of(rows)
@@ -145,7 +145,7 @@ class Histories:
 
 
 def test_histories():
-    """5,120 of them, with prompts in chunks, drafts, preemption, resumption and rests."""
+    """5,120 requests, with prompts in chunks, drafts, preemption, resumption and remainders."""
     copies = 0
     for seed in range(80):
         histories = Histories(np.random.default_rng(seed), 64)

@@ -1,4 +1,4 @@
-"""What is known on the host of recurrent states, and when; and the next step's batch."""
+"""Host knowledge of recurrent states, and its timing; and the next step's batch."""
 
 import itertools
 import types
@@ -16,13 +16,13 @@ from tests.util.recurrent_cases import batch_of, random_accepted, random_rows
 
 
 def can_skip(requests, block_size) -> bool:
-    """Of (computed, scheduled, drafts) for each request."""
+    """Takes (computed, scheduled, drafts) of each request."""
     computed, scheduled, drafts = np.array(requests, np.int64).reshape(-1, 3).T
     return jaxkv.recurrent.can_skip_align_postprocess(computed, scheduled, drafts, block_size)
 
 
 def test_can_skip_is_exact_for_one_request():
-    """It says False just where some count that may come makes the reference change something."""
+    """False exactly if some possible count makes the reference change something."""
     for block_size, computed, scheduled in itertools.product(range(1, 7), range(14), range(9)):
         for drafts in range(min(scheduled, 5)):
             case = computed, scheduled, drafts
@@ -41,7 +41,7 @@ def test_can_skip_of_a_batch_is_that_of_all_its_requests(requests, block_size):
 
 
 def start_counts(step, ids, counts):
-    """A jitted step that starts the copy and does nothing else."""
+    """A jitted step that only starts the copy."""
 
     @jax.jit
     def run(step, ids, counts):
@@ -117,7 +117,7 @@ def test_counts_that_are_gone(donated):
 
 
 class OfAGpu:
-    """An array as a GPU has it: the pointer must not be followed."""
+    """An array with a GPU's attributes: the pointer must not be dereferenced."""
 
     def __init__(self, memory_kind):
         self.sharding = types.SimpleNamespace(memory_kind=memory_kind)
@@ -209,7 +209,7 @@ def test_advance_holds_its_bounds(longer, message):
 @pytest.mark.parametrize("used", ["query_start_loc", "seq_lens", "num_tokens"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_the_last_token_that_there_is_room_for(rows, used):
-    """And no more, whatever of the next batch a program uses."""
+    """And no more, with any subset of the next batch in use."""
     batch = BatchMetadata.from_host(
         [1] * rows, [7] * rows, [[1, 2]] * rows,
         max_num_reqs=rows, max_num_tokens=rows, max_blocks=2, block_size=4,

@@ -1,4 +1,4 @@
-"""`bounds.check_bounds`: passes its array on, and tells which value exceeded its bound."""
+"""`bounds.check_bounds`: returns its array, and reports the value that exceeded its bound."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def test_values_within_their_bounds(values, dtype):
     ],
 )
 def test_a_value_beyond_its_bound_is_named(values, words):
-    with pytest.raises(Exception, match=words) as raised:  # on CPU the step fails, by JAX's error
+    with pytest.raises(Exception, match=words) as raised:  # on CPU the step fails, with JAX's error
         jaxkv.check_errors(checked(jnp.arange(3), *map(jnp.int32, values)))
     assert isinstance(raised.value, jaxkv.BoundError) or "BoundError" in str(raised.value)
     jaxkv.check_errors()

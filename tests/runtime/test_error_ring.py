@@ -1,6 +1,6 @@
-"""`cuda/common/error_ring.cc`: what `check_errors` takes from a ring that a device is writing.
+"""`cuda/common/error_ring.cc`: `check_errors` on a ring with concurrent device writes.
 
-By a program that plays the device (`tests/native/error_ring_calls.cc`).
+With a program that simulates the device (`tests/native/error_ring_calls.cc`).
 """
 
 import subprocess
@@ -14,13 +14,13 @@ from tests.util.native_program import build
 pytestmark = pytest.mark.cpu_only
 
 RING = 64  # entries
-DEVICE = 3  # whose rings they are
+DEVICE = 3  # owner of the rings
 PAGE_INDEX, TRANSFER, BOUND = range(3)  # kinds
 
 
 @pytest.fixture(scope="module")
 def take(take_kinds):
-    """`take(*steps)`: for each "take" among the steps, (entries taken, the ids that are known)."""
+    """`take(*steps)`: for each "take" among the steps, (entries taken, the known ids)."""
 
     def run(*steps: str | int) -> list[tuple[int, list[int]]]:
         return [taken.get(PAGE_INDEX, (0, [])) for taken in take_kinds(*steps)]
@@ -30,7 +30,7 @@ def take(take_kinds):
 
 @pytest.fixture(scope="module")
 def take_kinds(tmp_path_factory):
-    """As `take`, for each kind that has errors."""
+    """As `take`, for each kind with errors."""
     built = build("error_ring_calls", tmp_path_factory.mktemp("device_errors"))
 
     def run(*steps: str | int) -> list[dict[int, tuple[int, list[int]]]]:
@@ -73,7 +73,7 @@ def test_an_older_entry_that_is_written_last_hides_no_count(take):
 
 
 def test_each_kind_is_counted_and_kept_apart(take_kinds):
-    """However many there are of another, and even while another is not written yet."""
+    """Independent of the number of errors of another kind, even while one is not written yet."""
     many = written(0, 3 * RING)
     steps = [*written(0, 2), "bound", *many, "transfer", "claim", "take", 0, "take"]
     pages, bounds = (2, [0, 1]), (3 * RING, list(range(2 * RING, 3 * RING)))
@@ -83,7 +83,7 @@ def test_each_kind_is_counted_and_kept_apart(take_kinds):
 @settings(max_examples=100)
 @given(data=st.data())
 def test_nothing_is_lost_or_taken_twice(take, data):
-    """So few that none is overwritten: all come out in the end, each once and in order."""
+    """Few enough that none is overwritten: each is taken once and in order."""
     total = data.draw(st.integers(0, RING))
     claimed = 0
     to_write: list[int] = []

@@ -1,4 +1,4 @@
-"""`check_errors`: one error of each kind that is pending, with what is known of it."""
+"""`check_errors`: one pending error of each kind, with its attributes."""
 
 from unittest import mock
 
@@ -19,7 +19,7 @@ KINDS = {
 
 @pytest.fixture
 def pending(monkeypatch):
-    """`pending(*errors)`: the next check gets these from the native extension."""
+    """`pending(*errors)`: the native extension's result at the next check."""
 
     extension = mock.Mock()
     monkeypatch.setattr(native, "extension", lambda: extension)

@@ -1,6 +1,6 @@
-"""Calls that write in place, on arrays that are parts of others.
+"""In-place calls on arrays that are parts of others.
 
-XLA for GPUs can make one of a slice, a call and an update; what the call leaves alone must stay.
+XLA for GPUs can fuse a slice, a call and an update; bytes that the call does not write must stay.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from tests.util.recurrent_cases import TEMPORAL, batch_of, post, random_rows, ra
 from tests.util.transfer_cases import as_ids, make_case, put
 
 IDS = [3, -1, 0, 8, 5], [11, 2, -1, 0, 4]
-# How a program takes a layer off a stack, and where it puts what comes back.
+# Forms of slicing a layer from a stack and storing the result.
 FORMS = {
     "put back": lambda swap, stack: jax.lax.fori_loop(
         0, len(stack), lambda layer, stack: stack.at[layer].set(swap(stack[layer])), stack
@@ -33,7 +33,7 @@ FORMS = {
 
 
 def wanted(form: str, swapped: np.ndarray, stack: np.ndarray):
-    """What a form leaves, of a stack and of the same stack with every layer copied into."""
+    """Expected output of a form: the stack, and the same stack with every layer copied into."""
     changed = stack.copy()
     if form in ("put back", "scanned"):
         return swapped
@@ -120,7 +120,7 @@ def test_a_transfer_of_layers_of_a_stack(direction, named):
         started = start(direction, pool, cache, *ids, implementation=named)
         for layer in range(len(stack)):
             for kv, array in enumerate(started.wait(layer)):
-                # What was stored is overwritten, so that it shows if a store reads it too late.
+                # Overwrites what was stored, so that a late read by the store is detected.
                 stack = stack.at[layer, kv].set(array if direction == "load" else array + 1)
         return finish(direction, started)[0], stack
 
@@ -171,7 +171,7 @@ def test_bounds_of_a_layer_of_a_stack():
 
 
 # --------------------------------------------------------------------------------------------------
-# Without a GPU: what XLA is given, and what a call says that was taken apart all the same
+# Without a GPU: the operands of XLA, and the error of a call that was fused nevertheless
 
 
 def swap(dst, src):
@@ -189,14 +189,14 @@ def aligned(states, rows):
 
 
 def started(dst, src, direction):
-    """A cache or pool with pages copied into it; it is the first of the two."""
+    """A cache or pool with pages copied into it; it is the first argument."""
     _, ids = ids_of(make_case(), 5, "host")
     pool, cache = (src, dst) if direction == "load" else (dst, src)
     return finish(direction, start(direction, pool, cache, *ids))[direction == "load"]
 
 
 def calls():
-    """By name a function of what is written and of what else it takes, and these two."""
+    """By name: a function of the written and the other operand, and both operands."""
     rng = np.random.default_rng(0)
     case, rows = make_case(), random_rows(rng, 20)
     states = random_states(rng, [TEMPORAL], [(32,)], [np.int8], rows.table.size + 1)[0]
@@ -227,7 +227,7 @@ def test_what_is_written_comes_from_barriers_and_goes_to_barriers(name):
 
 @pytest.fixture
 def taken_apart(monkeypatch):
-    """Calls whose results are not their operands."""
+    """Calls without aliasing of results and operands."""
     call = jax.ffi.ffi_call
 
     def without_aliases(*args, input_output_aliases=None, **options):

@@ -1,4 +1,4 @@
-"""What a guard sees, and what it says of it; its scopes are in test_sync_guard_scopes.py."""
+"""Host syncs seen by a guard, and its reports; its scopes are in test_sync_guard_scopes.py."""
 
 import operator
 import pickle
@@ -17,7 +17,7 @@ import jaxkv
 from jaxkv._src.runtime.sync_guard import HostSyncWarning
 from tests.util.sync_guard_cases import double, one, three
 
-# Each waits once for an int32 array of one element: the function that the report names.
+# Each waits once for an int32 array of one element: the function named in the report.
 WAITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "int": (int, "Array.__int__"),
     "float": (float, "Array.__float__"),
@@ -46,7 +46,7 @@ WAITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "check_errors": (jaxkv.check_errors, "jaxkv.check_errors"),
 }
 
-# They ask whether the array is deleted before they wait for it.
+# They check whether the array is deleted before they wait for it.
 LOOK_FIRST = {"if", "device_get", "nonzero", "from_dlpack", "effects_barrier"}
 
 SPEC = jaxkv.KVCacheSpec(num_layers=1, page_size=2, num_kv_heads=1, head_dim=4, dtype="int8")
@@ -80,7 +80,7 @@ if jax.default_backend() == "cpu":
     }
 else:
     WAITS["cuda"] = (lambda x: x.__cuda_array_interface__, "Array.__cuda_array_interface__")
-    # A stream waits, not the host.
+    # The stream waits, not the host.
     NO_WAITS |= {
         "from_dlpack": lambda x: jnp.from_dlpack(x),
         "dlpack": lambda x: x.__dlpack__(stream=2),  # each thread's default stream
@@ -105,7 +105,7 @@ def test_raise_names_what_and_where_and_does_not_wait(name):
     function, what = WAITS[name]
     x = argument_of(name)
     if name not in LOOK_FIRST:
-        x.delete()  # whatever reads it now gets another error
+        x.delete()  # later reads raise a different error
     with pytest.raises(jaxkv.HostSyncError) as raised, jaxkv.forbid_host_sync() as report:
         line = here() + 1
         function(x)
@@ -124,7 +124,7 @@ def test_count_lists_each_wait_once_and_changes_no_result(name):
     with jaxkv.forbid_host_sync(mode="count") as report:
         line = here() + 1
         got = function(x)
-        function(x)  # a second read is a read
+        function(x)  # a second read is reported, too
     want = function(x)
     if "dlpack" not in name and not isinstance(want, memoryview):
         jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -233,6 +233,6 @@ def test_a_warning_that_is_an_error_gets_through_numpy():
 @pytest.mark.cpu_only
 def test_dlpack_for_a_stream_is_no_wait():
     x: Any = three()
-    # It gets as far as XLA, which has no streams here.
+    # It reaches XLA, which has no streams here.
     with pytest.raises(jax.errors.JaxRuntimeError, match="Stream"), jaxkv.forbid_host_sync():
         x.__dlpack__(stream=2)

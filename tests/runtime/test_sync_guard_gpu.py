@@ -1,8 +1,8 @@
-"""Below a guard, nothing waits: steps are dispatched behind work that has not run.
+"""No waits under a guard: steps are dispatched behind work that has not run.
 
 XLA's own waits make no CUDA call (the device wakes the host through a host function), so one test
-is not enough: work queued before shows any wait, CUPTI shows those of handlers, and a copy to the
-host that another thread makes shows a read. Each has its control.
+is not enough: previously queued work detects any wait, CUPTI those of handlers, and a copy to the
+host by another thread a read. Each has a negative control.
 """
 
 from collections import Counter
@@ -20,12 +20,12 @@ from tests.util.transfer_cases import as_ids, distinct_ids, make_case
 
 pytestmark = pytest.mark.gpu
 
-QUEUED = 10  # few enough: XLA itself holds the host when some tens of programs are in flight
+QUEUED = 10  # few enough: XLA blocks the host with some tens of programs in flight
 
 
 @pytest.fixture
 def step():
-    """Dispatches a step that moves pages both ways; gives its token, which it computed slowly."""
+    """Dispatches a step that copies pages both ways; returns its token, the result of slow work."""
     case = make_case("page_first_direct", dtype="int8")
     ids = [as_ids(side, None) for side in distinct_ids(case, 4)]
     state = [case.pool(), case.cache(), slow_input()]
@@ -47,12 +47,12 @@ def step():
 
 @pytest.fixture
 def queued(step) -> jax.Array:
-    """Ready only when the device has ended long work, which it has just been given."""
+    """Ready only when the device has completed the long work that was just enqueued."""
     return [step() for _ in range(QUEUED)][-1]
 
 
 def synchronisations(calls: Counter[str]) -> dict[str, int]:
-    """Calls that make their thread wait for the device."""
+    """Calls that block their thread until the device is done."""
     return {
         function: number
         for function, number in calls.items()
@@ -70,7 +70,7 @@ def test_guarded_steps_wait_for_nothing(step):
         for _ in range(QUEUED):
             tokens.append(step())
             jaxkv.check_errors()
-        behind = tokens[QUEUED // 2]  # had one of the later steps waited, it would be ready
+        behind = tokens[QUEUED // 2]  # ready if one of the later steps had waited
         assert not behind.is_ready()
     assert any("Launch" in function for function in own), "nothing was counted"
     assert not synchronisations(own)
@@ -87,5 +87,5 @@ def test_control_a_read_waits_and_copies(step, queued):
 def test_control_a_synchronisation_is_counted(queued):
     with count_cuda_calls() as (own, _):
         native.extension().synchronize_device(0)
-    queued.block_until_ready()  # JAX hears of it from a thread of its own, maybe a moment later
+    queued.block_until_ready()  # JAX is notified by a thread of its own, maybe a moment later
     assert synchronisations(own)

@@ -1,4 +1,4 @@
-"""How scopes nest, whom they bind, and that nothing of them is left behind."""
+"""Nesting of scopes, their threads, and complete removal of the hooks."""
 
 import asyncio
 import sys
@@ -69,7 +69,7 @@ class Refused(Exception):
 
 
 def expect(program, stack: list[tuple[str, list]], reports: list[list]) -> None:
-    """What `run` must list: the reason of each read, by scope, up to the first that is refused."""
+    """Expected lists of `run`: the reason of each read, by scope, up to the first rejected one."""
     if program == "read":
         rule = stack[-1][0]
         if rule == "raise":
@@ -90,7 +90,7 @@ def test_nesting_follows_the_model(program):
     x = one()
     want: list[list] = []
     got: list[HostSyncReport] = []
-    # Under a scope that counts, so that the patches are in place throughout.
+    # Within a counting scope, so that the patches are in place throughout.
     program = ("count", [program])
     refused = raised = False
     try:
@@ -204,7 +204,7 @@ def test_a_scope_is_left_where_it_was_entered():
 
 
 def test_scopes_may_be_left_out_of_order():
-    """As those in the bodies of generators are."""
+    """As in the bodies of generators."""
     x, outer, inner = one(), jaxkv.forbid_host_sync(), jaxkv.forbid_host_sync(mode="count")
     outer.__enter__()
     report = inner.__enter__()
@@ -349,7 +349,7 @@ def test_a_reason_is_needed(reason):
 
 
 def test_the_fixture_fails_a_test_at_its_wait(pytester, monkeypatch):
-    # Options and other plugins are of the run that this is part of.
+    # Options and other plugins belong to the enclosing run.
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makeconftest('pytest_plugins = ["jaxkv.pytest_plugin"]')

@@ -1,4 +1,4 @@
-"""Copies beside the step: every byte, once waited for, whatever a program does with a transfer."""
+"""Asynchronous copies: every byte after its wait, for any use of a handle in a program."""
 
 import contextlib
 import re
@@ -146,7 +146,7 @@ def test_a_wait_after_what_is_differentiated(named):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_several_transfers_in_flight(direction, named):
-    """Into caches of their own, or into one pool after the other."""
+    """Into separate caches, or into one pool sequentially."""
     case = make_case()
     sides = [ids_of(case, 5, named, seed) for seed in range(4)]
 
@@ -171,7 +171,7 @@ def test_several_transfers_in_flight(direction, named):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_more_pages_than_a_launch_stages(direction):
-    """The kernel on one SM takes several launches for a layer, of which the last one tells."""
+    """The kernel on one SM takes several launches per layer; the last one signals."""
     case = make_case(
         host_pages=26_000,
         device_pages=25_500,
@@ -199,7 +199,7 @@ def test_more_pages_than_a_launch_stages(direction):
 
 
 def test_a_store_and_then_a_load_of_its_pages(named):
-    """By data alone: nothing but the pool says that the load comes second."""
+    """Ordered by data alone: only the pool makes the load depend on the store."""
     case = make_case(host_pages=12, device_pages=12)
     numpy_ids, ids = ids_of(case, 5, named)
     numpy_other, other = ids_of(case, 5, named, seed=1)

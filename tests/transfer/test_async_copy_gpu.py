@@ -1,7 +1,7 @@
-"""What only a GPU shows of copies beside the step: order, replays, and waits that give up.
+"""GPU-only behaviour of asynchronous copies: order, replays, and timeouts of waits.
 
-As in test_transfer_gpu.py, each test of order runs a second time with a wait that waits for
-nothing, and then some round must be wrong.
+As in test_transfer_gpu.py, each ordering test runs a second time with non-blocking waits, and then
+some round must be wrong.
 """
 
 import gc
@@ -32,9 +32,9 @@ from tests.util.transfer_cases import (
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Some donated buffers")]
 
 ROUNDS = 20
-# Large enough that a copy is still under way when the next kernel runs.
+# Large enough that a copy is still in flight when the next kernel runs.
 LARGE = {"page_size": 64, "num_kv_heads": 8, "head_dim": 128, "host_pages": 64, "device_pages": 48}
-# 1 GiB in pages of 1 MiB: so few descriptors that the copy outlasts their submission by far.
+# 1 GiB in pages of 1 MiB: so few descriptors that the copy far outlasts their submission.
 SLOW = jaxkv.KVCacheSpec(num_layers=16, page_size=1024, num_kv_heads=8, head_dim=128, dtype="int8")
 SLOW_PAGES = 32
 
@@ -45,7 +45,7 @@ def named(request) -> str:
 
 
 def waits_for_nothing():
-    """The negative control: waits hand out arrays at once."""
+    """Negative control: waits return arrays immediately."""
     decide = buffer_lifetime._decide
 
     def without_waits(program):
@@ -58,7 +58,7 @@ def waits_for_nothing():
 
 
 def beside_whatever_follows():
-    """The negative control: starts run beside the program, and no pytree boundary waits."""
+    """Negative control: starts overlap with the program, and no pytree boundary waits."""
     return mock.patch.object(buffer_lifetime, "_decide", always_beside)
 
 
@@ -70,7 +70,7 @@ def test_a_layer_is_there_when_its_wait_is_over(named, control):
     @partial(jax.jit, donate_argnames="cache")
     def step(pool, cache, *ids):
         loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
-        # Computed from what is there now, not at the end of the program.
+        # Computed from the current contents, not at the end of the program.
         seen = [tuple(array + np.int8(1) for array in loading.wait(layer)) for layer in layers]
         return seen, loading.cache
 
@@ -125,7 +125,7 @@ def test_a_start_waits_for_a_slow_producer(one_program, named):
 
 
 def test_a_later_program_does_not_overtake_a_copy(named):
-    """Memory of a load that its program never waited for: the next one may write it at once."""
+    """Memory of a load without a wait in its program: the next one may write it immediately."""
     case = make_case("page_first_direct", dtype="int8", **LARGE)
     numpy_ids = distinct_ids(case, 40)
     ids = [as_ids(side, named) for side in numpy_ids]
@@ -134,7 +134,7 @@ def test_a_later_program_does_not_overtake_a_copy(named):
     def forgetful(pool, cache, *ids):
         loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
         arrays = loading.wait(0)
-        # Room for XLA to put other things where the layers were that nothing waits for.
+        # Lets XLA reuse the memory of layers without a wait.
         scratch = [jax.numpy.full(arrays[0].shape, n, "int8") for n in range(8)]
         return arrays, jax.lax.optimization_barrier(scratch)
 
@@ -149,7 +149,7 @@ def test_a_later_program_does_not_overtake_a_copy(named):
 
 @pytest.mark.parametrize("control", [False, True], ids=["analysed", "not analysed"])
 def test_memory_is_not_reused_under_a_copy_that_crossed_a_boundary(named, control):
-    """A slow load of which two layers are waited for, beyond an inner jit; and 28 new arrays."""
+    """A slow load with waits for two layers, beyond an inner jit; and 28 new arrays."""
     spec, num_pages = SLOW, SLOW_PAGES
     pool = jaxkv.HostPool.create(spec, num_pages=num_pages)
     ids = [as_ids(np.arange(num_pages), named) for _ in range(2)]
@@ -175,7 +175,7 @@ def test_memory_is_not_reused_under_a_copy_that_crossed_a_boundary(named, contro
 
 @pytest.mark.parametrize("control", [False, True], ids=["analysed", "not analysed"])
 def test_memory_of_a_transfer_that_was_given_away_is_not_reused(named, control):
-    """Two programs: the second is given a slow load, waits for one layer and drops the others."""
+    """Two programs: the second takes a slow load, waits for one layer and drops the others."""
     spec, num_pages = SLOW, SLOW_PAGES
     pool = jaxkv.HostPool.create(spec, num_pages=num_pages)
     ids = [as_ids(np.arange(num_pages), named) for _ in range(2)]
@@ -234,7 +234,7 @@ def test_a_wait_gives_up_and_says_so(named):
 
     @partial(jax.jit, donate_argnames="cache")
     def step(pool, cache, *ids):
-        for _ in range(8):  # one may be done before its wait begins, if the host is held up
+        for _ in range(8):  # one may be done before its wait begins, if the host is delayed
             loading = jaxkv.start_load(pool, cache, *ids, implementation=named, timeout_s=1e-6)
             cache = loading.cache
         return cache

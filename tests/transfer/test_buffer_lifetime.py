@@ -1,4 +1,4 @@
-"""Buffers of started copies in lowered programs: none dies while its copy may use it."""
+"""Buffers of started copies in lowered programs: each outlives its copy."""
 
 from functools import partial
 from unittest import mock
@@ -118,7 +118,7 @@ def test_a_wait_in_each_branch_counts(named):
 
 
 def test_a_pool_that_is_overwritten_after_an_inner_jit_is_read_first(named):
-    """The inner program takes no pool along, so its waits can't hold that back."""
+    """The inner program does not take the pool, so its waits can't delay the overwrite."""
 
     def step(pool, cache, x, *ids):
         loading = start(named, "load", pool, cache, ids)
@@ -133,7 +133,7 @@ def test_a_pool_that_is_overwritten_after_an_inner_jit_is_read_first(named):
 
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_a_wait_in_another_program_that_is_given_the_plan_is_for_all_layers(direction, named):
-    """A result of the plan's shape takes its memory, while the copies of other layers read it."""
+    """A result of the plan's shape reuses its memory, while the copies of other layers read it."""
     _, ids = ids_of(CASE, 4, named)
     started = jax.eval_shape(
         jax.jit(partial(start, named, direction)), CASE.pool(), CASE.cache(), ids

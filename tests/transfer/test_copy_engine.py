@@ -1,7 +1,7 @@
-"""What `cuda/transfer/copy_engine.cu` asks of the driver, and what is written: without a GPU.
+"""Driver calls of `cuda/transfer/copy_engine.cu`, and the bytes written, without a GPU.
 
-With a driver that copies on the host (`tests/native/copy_engine_calls.cc`). What the real one makes
-of it is in test_transfer_gpu.py.
+With a driver that copies on the host (`tests/native/copy_engine_calls.cc`). Tests with the real one
+are in test_transfer_gpu.py.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ def program(tmp_path_factory):
 
 @dataclasses.dataclass
 class Done:
-    """What a call did.
+    """Effects of a call.
 
     Attributes:
-      calls: descriptors of each call of the driver, 0 for one that is no batch; "signal-n" where
-        the arrival of segment n is told.
-      refused: entries that were refused.
-      error: the handler's, "" for none.
+      calls: descriptors of each driver call, 0 for one that is no batch; "signal-n" where the
+        arrival of segment n is signalled.
+      refused: number of rejected entries.
+      error: the handler's error, "" for none.
       arrays: bytes of each array afterwards, the strided ones first.
     """
 
@@ -53,7 +53,7 @@ def _call(token: str) -> int | str:
 
 @dataclasses.dataclass
 class Copy:
-    """A copy between bytes; the strided side is one array for all buffers, or one for each."""
+    """A copy of bytes; the strided side is one array for all buffers, or one for each."""
 
     geometry: PageGeometry
     num_dense: int
@@ -68,7 +68,7 @@ class Copy:
         return [b * room * self.joint for b in range(self.num_buffers)]
 
     def arrays(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """(strided, dense) arrays as the program makes them."""
+        """(strided, dense) arrays in the program's form."""
         buffers = self.num_buffers
         room = self.num_strided * self.geometry.page_stride_bytes
         strided = [room * buffers] if self.joint else [room] * buffers
@@ -135,7 +135,7 @@ class Copy:
         )
 
     def check(self, program, sources, destinations, **options) -> list[int | str]:
-        """Runs it; the bytes must be right. Returns the calls."""
+        """Runs it and checks the bytes; returns the calls."""
         done = self.run(program, sources, destinations, **options)
         assert (done.refused, done.error) == (0, "")
         for got, want in zip(done.arrays, self.expected(sources, destinations), strict=True):
@@ -149,7 +149,7 @@ def whole(block_bytes: int = 8) -> PageGeometry:
 
 @st.composite
 def geometries(draw) -> PageGeometry:
-    """Runs that may be neighbours and never overlap."""
+    """Runs that may be adjacent and never overlap."""
     run_bytes, gap = draw(st.integers(1, 5)), st.integers(0, 2)
     counts = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     inner = run_bytes + draw(gap)
@@ -175,13 +175,13 @@ def test_the_right_bytes_are_written_and_no_others(program, data, copy):
 
 def test_a_single_descriptor_is_no_batch(program):
     assert Copy(whole(), 9, 9).check(program, [4], [2]) == [0]
-    assert Copy(whole(), 9, 9).check(program, [4, 5, 6], [2, 3, 4]) == [0]  # neighbours
+    assert Copy(whole(), 9, 9).check(program, [4, 5, 6], [2, 3, 4]) == [0]  # adjacent
     assert Copy(whole(), 9, 9).check(program, [4, 5, 6], [2, 3, 5]) == [2]
     assert Copy(whole(), 9, 9).check(program, [], []) == []
 
 
 def test_neighbours_of_two_buffers_are_not_joined(program):
-    """Two buffers in one array: the last block of the first lies beside the first of the second."""
+    """Two buffers in one array: the first's last block is adjacent to the second's first."""
     copy = Copy(whole(), 2, 2, num_buffers=2, joint=True)
     assert copy.check(program, [0, 1], [0, 1]) == [2]
 
@@ -199,7 +199,7 @@ def test_batches_are_bounded(program, count, to_dense):
 
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
 def test_a_started_copy_tells_of_each_segment(program, to_dense):
-    """A segment's buffers share a batch, and its arrival is told behind it."""
+    """A segment's buffers share a batch, and its arrival is signalled after it."""
     copy = Copy(whole(), 9, 9, num_buffers=4, to_dense=to_dense)
     calls = copy.check(program, [4, 6], [2, 5], segment_buffers=2)
     assert calls == [4, "signal-7", 4, "signal-8"]

@@ -1,7 +1,6 @@
-"""How `cuda/transfer/copy_kernel.cu` launches: within the shared memory of any GPU, on the SMs
-asked for.
+"""Launches of `cuda/transfer/copy_kernel.cu`: shared memory limits of all GPUs, requested SMs.
 
-With a runtime that launches nothing (`tests/native/copy_kernel_calls.cc`). What the kernel does is
+With a runtime that launches nothing (`tests/native/copy_kernel_calls.cc`). Tests of the kernel are
 in test_transfer_gpu.py.
 """
 
@@ -17,20 +16,20 @@ from tests.util.native_program import build
 
 pytestmark = pytest.mark.cpu_only
 
-# Shared memory that a thread block may have, by compute capability (CUDA C++ Programming Guide,
+# Shared memory limit of a thread block, by compute capability (CUDA C++ Programming Guide,
 # technical specifications), in KiB.
 SHARED_KIB = {"8.6, 8.9, 12.0": 99, "8.0": 163, "9.0, 10.0": 227}
 MOST_IDS = native.extension().INLINE_IDS
 
 
 def share_bytes(pairs: int) -> int:
-    """What a thread block needs at least to check so many pairs: see `ShareSize`."""
+    """Minimum bytes for a thread block to check this number of pairs: see `ShareSize`."""
     slots = 1 << (min(max(pairs + pairs // 4, 32), 16 * 1024) - 1).bit_length()
     return 8 * 1024 + 8 * pairs + 4 * slots
 
 
 def share_of(num_ids: int, thread_blocks: int) -> int:
-    """Ids that a thread block checks at most: a stretch may begin and end within one."""
+    """Maximum number of ids checked by a thread block: a stretch may start and end within one."""
     return min(num_ids, -(-num_ids // thread_blocks) + 2)
 
 
@@ -53,7 +52,7 @@ def program(tmp_path_factory):
 )
 @example(99, 1024, True, 1, MOST_IDS, False, 16, 1)
 @example(99, 1024, True, 1, MOST_IDS, True, 16, 1)
-@example(99, 0, True, 1, 4000, False, 16, 1)  # with no room for a copy of the ids
+@example(99, 0, True, 1, 4000, False, 16, 1)  # without room for a copy of the ids
 def test_launches_fit(
     program, kib, static_bytes, to_dense, num_sms, num_ids, checked, block_bytes, num_buffers
 ):
@@ -74,7 +73,7 @@ def test_launches_fit(
     room = kib * 1024 - static_bytes
     most_blocks = num_sms
     if not checked and share_bytes(share_of(num_ids, num_sms)) > room:
-        # On more SMs: twice as many until there is room.
+        # On more SMs: doubled until there is room.
         fits = (b for b in itertools.count(1) if share_bytes(share_of(num_ids, b)) <= room)
         most_blocks = 2 * next(fits)
     for thread_blocks, shared in (map(int, launch.split()) for launch in launches):

@@ -1,7 +1,7 @@
-"""How `cuda/transfer/async_copy.cu` orders a copy between XLA's stream and its own, whichever call
-fails.
+"""Ordering of a copy between XLA's stream and its own, whichever call fails.
 
-With a runtime that only writes down what it is asked to do (`tests/native/copy_stream_calls.cc`).
+`cuda/transfer/async_copy.cu` with a runtime that only logs its calls
+(`tests/native/copy_stream_calls.cc`).
 """
 
 import subprocess
@@ -12,7 +12,7 @@ from tests.util.native_program import build
 
 pytestmark = pytest.mark.cpu_only
 
-BEHIND, END = 1, 2  # events of a lane: where XLA's stream was, and the end of the first copy
+BEHIND, END = 1, 2  # events of a copy stream: XLA's position, and the end of the first copy
 ORDERED = [f"xla records {BEHIND}", f"lane waits for {BEHIND}"]
 COPIED, HANDED_OUT = "lane copies from 1", "xla gets the ticket"
 ENDED, JOINED = f"lane records {END}", f"xla waits for {END}"
@@ -20,7 +20,7 @@ ENDED, JOINED = f"lane records {END}", f"xla waits for {END}"
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """`program(failing, joined)`: the calls, the error, and how many copies were started."""
+    """`program(failing, joined)`: the calls, the error, and the number of started copies."""
     folder = tmp_path_factory.mktemp("lanes")
     built = build("copy_stream_calls", folder, "cuda/transfer/async_copy.cu")
 
@@ -42,7 +42,7 @@ def test_a_copy_runs_behind_what_xla_enqueued(program, joined):
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("failing", [COPIED, HANDED_OUT])
 def test_after_a_start_that_failed_halfway_xla_waits(program, failing, joined):
-    """A copy may be under way, and XLA frees the arrays once the handler has failed."""
+    """A copy may be in flight, and XLA frees the arrays once the handler has failed."""
     steps = [*ORDERED, COPIED, HANDED_OUT]
     until = steps[: steps.index(failing) + 1]
     calls, error, started = program(len(until), joined)

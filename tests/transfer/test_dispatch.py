@@ -1,4 +1,4 @@
-"""`dispatch`: what serves which call, on machines that this one need not be."""
+"""`dispatch`: choice of the implementation, on simulated machines."""
 
 import json
 from functools import partial
@@ -31,14 +31,14 @@ def array(num_blocks: int, run_bytes: int, memory: str, dtype=jnp.int8) -> jax.S
 
 
 def ids_of(count: int, on_host: bool = False):
-    """HostIds, or device ids as far as tracing knows them, twice."""
+    """HostIds, or device ids as known to tracing, twice."""
     if on_host:
         return (jaxkv.HostIds(np.arange(count)),) * 2
     return (jax.ShapeDtypeStruct((count,), jnp.int32),) * 2
 
 
 def swap(direction: str, run_bytes: int, count: int, on_host: bool = False, **options):
-    """Chooses for `swap_blocks` of so many blocks."""
+    """Choice for `swap_blocks` of `count` blocks."""
     memories = MEMORIES.get(direction, ("device", "device"))
     source, destination = (array(count, run_bytes, memory) for memory in memories)
     ids = ids_of(count, on_host)
@@ -48,7 +48,7 @@ def swap(direction: str, run_bytes: int, count: int, on_host: bool = False, **op
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Puts another machine in the place of this one."""
+    """Replaces this machine by a simulated one."""
     monkeypatch.delenv(copy_table.VARIABLE, raising=False)
 
     def replace(other: Machine = H200) -> None:
@@ -89,7 +89,7 @@ def table(machine, monkeypatch, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------
-# What is chosen
+# Choice
 
 
 MIB = 1 << 20
@@ -105,7 +105,7 @@ MIB = 1 << 20
         (8192, 128, False, ("pallas", 4)),
         (8192, 128, True, ("pallas", 4)),
         (8200, 1000, False, ("kernel", 12)),  # words of 8 bytes
-        (8208, 1000, False, ("kernel", 12)),  # no multiple of 128: Pallas refuses
+        (8208, 1000, False, ("kernel", 12)),  # no multiple of 128: unsupported by Pallas
         (65408, 1000, True, ("pallas", 4)),
         (65536, 1, False, ("kernel", 8)),  # device ids
         (65536, 1, True, ("dma", 0)),
@@ -122,7 +122,7 @@ def test_a_load_goes_by_size_alignment_and_ids(table, run_bytes, count, on_host,
 
 @pytest.mark.parametrize("overlapped, otherwise", [(False, "pallas"), (True, "kernel")])
 def test_more_descriptors_than_the_host_should_write(table, overlapped, otherwise):
-    """Of blocks in one run, joined or not; who asks for dma gets it."""
+    """Of blocks in one run, joined or not; an explicit request for dma is honoured."""
 
     def chosen(count: int, **options):
         return swap("load", 65536, count, True, overlapped=overlapped, **options)
@@ -171,7 +171,7 @@ def test_beside_compute(table, run_bytes, on_host, expected):
     "layout, run_bytes", [("page_first_direct", 16 * 512), ("page_first", 512), ("page_head", 128)]
 )
 def test_pages_go_by_the_runs_of_their_layout(table, operation, layout, run_bytes):
-    """A pool's type may not tell that it is in host memory; the operation's name does."""
+    """A pool's type may not show that it is in host memory; the operation's name does."""
     case = make_case(layout, page_size=16, num_kv_heads=4, head_dim=64, num_layers=4)
     ids = ids_of(8)
     [copy] = resolve(operation, (case.pool(), case.cache()), ids, None).copies
@@ -254,7 +254,7 @@ def copies_of(layout):
 def test_what_is_refused_is_never_chosen(
     layout, scale, count, kind, operation, on_host, overlapped, asked
 ):
-    """Whatever the sizes; and what runs on SMs gets some."""
+    """For all sizes; and SM implementations get at least one SM."""
     spec = layout.spec
     larger = dict(vars(spec), head_dim=spec.head_dim * scale)
     layout = type(layout)(KVCacheSpec(**larger), layout.name, layout.num_pages, layout.head_groups)
@@ -277,7 +277,7 @@ def test_what_is_refused_is_never_chosen(
 
 
 # ---------------------------------------------------------------------------------------------
-# What is said
+# Messages
 
 
 def test_explain_says_by_how_much_and_on_whose_word(table):
@@ -296,7 +296,7 @@ def test_explain_what_was_asked_for(table):
     arrays = array(200, 8192, "device"), array(200, 8192, "pinned_host")
     text = jaxkv.explain(jaxkv.swap_blocks, *arrays, *ids_of(200), implementation="pallas")
     first, *others = text.splitlines()
-    assert first == "swap_blocks: pallas (asked for, on 12 SMs)"  # the table names none: default's
+    assert first == "swap_blocks: pallas (asked for, on 12 SMs)"  # not in the table: default's
     assert "  not kernel: another was asked for, on 6 SMs" in others
 
 
@@ -347,13 +347,13 @@ def test_forced_refuses_what_can_not_be(name, num_sms):
 
 
 # ---------------------------------------------------------------------------------------------
-# Pallas, as a user gets it
+# Pallas, through the public API
 
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
 def test_pallas_serves_blocks_in_device_memory(inside_jit):
-    """On cpu interpreted; ids with padding, checked as for any other implementation."""
+    """Interpreted on cpu; ids with padding, checked as for any other implementation."""
     rng = np.random.default_rng(0)
     source, destination = (random_array(rng, (n, 4096), "int32") for n in (4, 5))
     ids = np.array([3, -1, 0], np.int32), np.array([4, 2, 1], np.int32)

@@ -1,4 +1,4 @@
-"""`jaxkv.HostIds`: only ids that the host wrote may be read by the host."""
+"""`jaxkv.HostIds`: only ids written by the host may be read by the host."""
 
 import ctypes
 import sys
@@ -103,7 +103,7 @@ def test_one_object_serves_many_calls(direction, inside_jit):
 
 
 def test_ids_outlive_the_call_that_they_were_made_for():
-    """Nothing but the call may keep them alive, and many generations may reuse their memory."""
+    """Only the call may keep them alive, and many generations may reuse their memory."""
     case = make_case()
     step = donating("load", implementation=host_implementation())
     pool, cache = case.pool(), case.cache()
@@ -117,7 +117,7 @@ def test_ids_outlive_the_call_that_they_were_made_for():
 
 
 def made_by_a_computation(ids):
-    """The same words, the header too, but written by a device."""
+    """The same words, including the header, but written by a device."""
 
     def remake(words):
         on_device = jax.device_put(words, words.sharding.with_memory_kind("device"))
@@ -133,7 +133,7 @@ def without_a_header(ids):
 
 
 def copied(ids):
-    """A bitwise copy elsewhere: the words are right, but who wrote them is not known."""
+    """A bitwise copy elsewhere: the words are right, but their origin is not known."""
     return jax.tree.map(lambda words: jax.device_put(np.array(words), words.sharding), ids)
 
 
@@ -162,7 +162,7 @@ def address_of(ids) -> int:
 
 
 def test_memory_of_freed_ids_vouches_for_nobody_else():
-    """A computation's copy of sealed ids that lands where other, freed ids were admitted."""
+    """A computation's copy of sealed ids at an address where other, freed ids were admitted."""
     case = make_case()
     pool, cache = case.pool(), case.cache()
     original, others = jaxkv.HostIds(VALUES), jaxkv.HostIds(OTHERS)
@@ -178,7 +178,7 @@ def test_memory_of_freed_ids_vouches_for_nobody_else():
 
 
 def test_ids_that_were_overwritten_are_refused():
-    """Any changed word: either the call refuses it, or the word does not count."""
+    """Any changed word: either the call rejects it, or the word has no effect."""
     case = make_case()
     ids = jaxkv.HostIds(VALUES), jaxkv.HostIds(OTHERS)
     (words,) = jax.tree.leaves(ids[0])
@@ -205,7 +205,7 @@ def test_ids_that_were_overwritten_are_refused():
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("rebuilt", [(0,), (1,), (0, 1)], ids=["source", "destination", "both"])
 def test_host_ids_are_a_pytree(rebuilt, inside_jit):
-    """Ids that were taken apart and put together again are the same ids."""
+    """Flattened and unflattened ids are the same ids."""
     case = make_case()
     ids = [jaxkv.HostIds(VALUES), jaxkv.HostIds(OTHERS)]
     for side in rebuilt:
@@ -217,7 +217,7 @@ def test_host_ids_are_a_pytree(rebuilt, inside_jit):
 
 
 def test_a_call_takes_ids_apart_without_running_python():
-    """Where caches are cold, each Python function on the way costs a call some microseconds."""
+    """With cold caches, each Python function on the way costs a call some microseconds."""
     ids, ran = jaxkv.HostIds([1, 2]), []
 
     def note(frame, event, _):
@@ -231,12 +231,12 @@ def test_a_call_takes_ids_apart_without_running_python():
     finally:
         sys.setprofile(before)
     assert ran == []
-    assert not hasattr(ids, "__dict__")  # one object to look into, and no more
+    assert not hasattr(ids, "__dict__")  # a single object to flatten
 
 
 @pytest.mark.parametrize("leaf", [None, object()])
 def test_any_leaf_can_stand_in_for_the_data(leaf):
-    """As where `jax.tree.map` makes a tree of shardings, or of nothing."""
+    """As when `jax.tree.map` makes a tree of shardings, or of None."""
     made = jax.tree.map(lambda _: leaf, jaxkv.HostIds([1, 2]))
     assert isinstance(made, jaxkv.HostIds) and made.data is leaf and made.ids is None
 

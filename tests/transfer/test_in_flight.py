@@ -1,4 +1,4 @@
-"""Copies under way: promises seen when a program is lowered, and arrays that are held."""
+"""In-flight copies: required waits found at lowering, and array lifetimes."""
 
 import collections
 import gc
@@ -27,13 +27,13 @@ def named(request) -> str:
 
 
 def joins(step, *args) -> bool:
-    """Whether the program waits for its copy at once: it holds one start."""
+    """Whether the program waits for its copy immediately; it has one start."""
     text = step.lower(*args).as_text()
     assert text.count("jaxkv_start_copy") == 1
     return "joined = true" in text
 
 
-@pytest.mark.filterwarnings("ignore:Some donated buffers")  # those that the programs drop
+@pytest.mark.filterwarnings("ignore:Some donated buffers")  # buffers that the programs drop
 def test_what_nothing_waits_for_is_copied_before_all_that_follows(named):
     case = make_case()
     numpy_ids, ids = ids_of(case, 5, named)
@@ -121,7 +121,7 @@ def test_threads_lose_no_transfer_in_flight():
             return False
 
         def is_ready(self) -> bool:
-            time.sleep(1e-5)  # to another thread
+            time.sleep(1e-5)  # yields to another thread
             return False
 
     tickets = [Ticket() for _ in range(40)]
@@ -157,7 +157,7 @@ def test_a_transfer_of_another_trace_is_refused(inside, named):
 
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_a_transfer_without_jit(direction, named):
-    """As one looks for an error: nothing is compiled but the start itself."""
+    """As in debugging: nothing is compiled but the start itself."""
     case = make_case()
     numpy_ids, ids = ids_of(case, 5, named)
     with jax.disable_jit():
@@ -212,7 +212,7 @@ def test_a_load_without_jit_holds_its_pool(named):
 
 
 def calls_of(direction: str, use, named) -> tuple[list[str], list[str]]:
-    """The starts and the waits of a program that starts a copy and makes `use` of it."""
+    """The starts and the waits of a program that starts a copy and applies `use` to it."""
     case = make_case()
     _, ids = ids_of(case, 5, named)
 

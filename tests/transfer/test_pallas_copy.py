@@ -1,7 +1,7 @@
 """`pallas_copy`: the Pallas kernels, interpreted on cpu and compiled on a GPU, against NumPy.
 
 The interpreter takes arrays in device memory only, so that on cpu the host side of a copy is
-simulated; what becomes of host memory shows in the program, and on a GPU.
+simulated; the treatment of host memory is checked in the lowered program, and on a GPU.
 """
 
 import dataclasses
@@ -93,7 +93,7 @@ def test_several_warpgroups():
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
 @pytest.mark.parametrize("batch", [2, 3, 5], ids=lambda batch: f"{batch} of 5")
 def test_several_blocks_in_a_slot(batch, to_dense):
-    """Whether or not the batch divides the pairs, with cut blocks and several arrays."""
+    """Batches that do or do not divide the pairs, with partial blocks and several arrays."""
     ring = Ring(32, batch, threads=1, depth=3)
     check_swap([words(32), words(32)], to_dense=to_dense, num_sms=1, ring=ring)
     check_swap([words(96)], to_dense=to_dense, num_sms=2, ring=ring)
@@ -117,7 +117,7 @@ def test_a_list_of_arrays_of_any_type_and_size(batch, to_dense):
 
 @pytest.mark.cpu_only
 def test_swap_blocks_is_one_launch():
-    """Leaves of several block sizes in a pytree, and one that Pallas does not serve."""
+    """Leaves of several block sizes in a pytree, and one that Pallas does not support."""
     rng = np.random.default_rng(0)
     shapes = {"k": ((64,), "float16"), "scale": ((2, 96), "float32"), "mask": ((128,), "bool")}
     src, dst = (
@@ -157,7 +157,7 @@ WHOLE_BLOCKS = ("layer_first", "page_first_direct", "page_unified")
     "kind, layout", [entry for entry in KIND_LAYOUTS if entry[1] in WHOLE_BLOCKS]
 )
 def test_pages_of_host_layouts(kind, layout, direction, has_tma, monkeypatch):
-    """Some layers of a pool: where a page lies in it is as much arithmetic as the kernel has."""
+    """Some layers of a pool: the most address arithmetic in the kernel."""
     monkeypatch.setattr(pallas_copy, "_has_tma", lambda: has_tma)
     case = make_case(layout, kind=kind, num_layers=3, page_size=8)
     on_device = SingleDeviceSharding(jax.devices()[0], memory_kind="device")
@@ -182,7 +182,7 @@ def test_pages_of_host_layouts(kind, layout, direction, has_tma, monkeypatch):
 
 
 def count_races(batch: int, lag_error: int) -> bool:
-    """Whether the interpreter finds a race when stores are waited for `lag_error` too few."""
+    """Whether the interpreter detects a race when waits omit `lag_error` stores."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
     wait = plgpu.wait_smem_to_gmem
@@ -190,7 +190,7 @@ def count_races(batch: int, lag_error: int) -> bool:
     def late(n: int, wait_read_only: bool = False) -> None:
         wait(n + lag_error if wait_read_only else n, wait_read_only=wait_read_only)
 
-    # Two copies by one simulated TMA thread are ordered: so that none are, one for each copy.
+    # Copies by one simulated TMA thread are ordered: one thread per copy avoids that.
     params = dataclasses.replace(
         pallas_mosaic._interpreter(), detect_races=True, num_tma_threads_per_device=2 * BLOCKS[1]
     )
@@ -203,7 +203,7 @@ def count_races(batch: int, lag_error: int) -> bool:
             ring = Ring(32, batch, threads=1, depth=4)
             jax.block_until_ready(check_swap([words(32)], pairs, num_sms=1, ring=ring))
             return interpreter.get_races().races_found
-        except Exception as error:  # what jax 0.12 does
+        except Exception as error:  # behaviour of jax 0.12
             if "RACE DETECTED" not in str(error):
                 raise
             return True
@@ -230,7 +230,7 @@ def test_before_sm_90(num_words, to_dense):
 
 
 # ---------------------------------------------------------------------------------------------
-# What is refused
+# Rejected calls
 
 
 def refused(shape=(64,), dtype="float32", num_ids=5, copies=None, **geometry) -> str:
@@ -279,7 +279,7 @@ def lowered_for_cuda(direction: str) -> str:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_the_program_has_the_call_on_the_arrays_themselves(direction):
-    """Nothing but reshapes lies between the arguments and the call, in either direction."""
+    """Only reshapes between the arguments and the call, in either direction."""
     text = lowered_for_cuda(direction)
     found = re.findall(r"= \"?stablehlo\.(\w+)(?: @(\w+))?", text)
     assert set(found) <= {
@@ -300,7 +300,7 @@ def test_the_program_has_the_call_on_the_arrays_themselves(direction):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_relabelled_host_memory_is_written_in_place(direction):
-    """The compiled program: XLA follows host memory through whatever types JAX has for it."""
+    """The compiled program: XLA tracks host memory through JAX's types."""
     case = make_case("page_first_direct")
     host_pages, device_pages = distinct_ids(case, 4)
     ids = (host_pages, device_pages) if direction == "load" else (device_pages, host_pages)
@@ -350,7 +350,7 @@ def test_host_memory_on_a_gpu(kib, memories):
 @pytest.mark.parametrize("memories", [("pinned_host", "device"), ("device", "pinned_host")])
 @pytest.mark.parametrize("num_words", [(32,), (256,), (512, 64), (18432, 64, 2048)], ids=str)
 def test_slots_used_again_on_a_gpu(num_words, memories):
-    """So many pairs on one SM that each slot takes several batches; the last is not full."""
+    """Enough pairs on one SM that each slot takes several batches; the last is not full."""
     rng = np.random.default_rng(1)
     pairs = list(zip(rng.integers(0, 400, 997), rng.permutation(1000)[:997], strict=True))
     to_dense = memories[1] == "device"

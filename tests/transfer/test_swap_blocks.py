@@ -55,7 +55,7 @@ def test_every_dtype(dtype, implementation):
     with jax.enable_x64(True):
         blocks = {"x": ((5, 3), dtype)}
         src = random_tree(9, blocks)
-        if dtype == "bool":  # any other byte is no bool
+        if dtype == "bool":  # any other byte is not a valid bool
             src = {"x": src["x"].view(np.uint8) % 2 == 1}
         dst = jax.tree.map(lambda array: np.zeros((12, *array.shape[1:]), array.dtype), src)
         check_swap(src, dst, IDS, implementation)
@@ -65,7 +65,7 @@ def test_every_dtype(dtype, implementation):
 @pytest.mark.parametrize("block_bytes", [1, 2, 3, 7, 8, 15, 16, 17, 48, 4095, 4096, 4097])
 @pytest.mark.parametrize("memories", [MEMORIES, MEMORIES[::-1]], ids=["store", "load"])
 def test_every_alignment(block_bytes, memories, implementation):
-    """Blocks of any size, at any address: the words a copy uses must never spill over."""
+    """Blocks of any size, at any address: words of a copy must never exceed the block."""
     blocks = {"x": ((block_bytes,), "int8")}
     src, dst = random_tree(9, blocks), random_tree(12, blocks, seed=1)
     check_swap(src, dst, IDS, implementation, memories)
@@ -157,7 +157,7 @@ def test_trees_that_do_not_match(dst, words):
 )
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
 def test_packed_dtypes_are_refused(dtype, inside_jit):
-    """NumPy gives each element a byte; XLA packs several into one."""
+    """NumPy stores one element per byte; XLA packs several into one."""
     src, dst = (np.zeros((n, 4), getattr(ml_dtypes, dtype)) for n in (6, 5))
     run = partial(jax.eval_shape, jaxkv.swap_blocks) if inside_jit else jaxkv.swap_blocks
     ids = np.array([5], np.int32), np.array([0], np.int32)
@@ -191,7 +191,7 @@ def test_more_blocks_than_ids_can_name(side):
 
 @pytest.mark.multigpu
 def test_a_replicated_leaf_beside_one_that_is_split():
-    """Each leaf varies over a mesh as its own source, not as its neighbours."""
+    """Each leaf varies over a mesh as its own source, independent of the other leaves."""
     mesh = mesh_of(2)
     blocks = {"k": ((4, 2), "float32"), "scales": ((4,), "float32")}
     src, dst = random_tree(9, blocks), random_tree(12, blocks, seed=1)

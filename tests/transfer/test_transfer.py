@@ -2,7 +2,7 @@
 
 The first three tests are the reference system's grid of 192 cases at page granularity, with its
 names and sizes, on smaller rows and pools. Upstream draws one token for some pages of many, which
-then moves nothing; here that case moves one page.
+then copies nothing; here that case copies one page.
 """
 
 from collections.abc import Callable
@@ -39,13 +39,13 @@ KINDS = ["mha", "mla"]
 
 
 def parametrize(**values):
-    """`pytest.mark.parametrize` of one argument, each value shown with the argument's name."""
+    """`pytest.mark.parametrize` of one argument, with the argument's name in the ids."""
     (name, choices), *_ = values.items()
     return pytest.mark.parametrize(name, choices, ids=lambda value: f"{name}={value}")
 
 
 def grid_case(layout, page_size, tokens, *, kind="mha", heads=2, row, dtype) -> Case:
-    """A case of (host, device) pools of so many tokens, with rows of so many elements."""
+    """A case of (host, device) pools with these numbers of tokens and elements per row."""
     host_pages, device_pages = (count // page_size for count in tokens)
     heads = 1 if kind == "mla" else heads
     return make_case(
@@ -62,7 +62,7 @@ def grid_case(layout, page_size, tokens, *, kind="mha", heads=2, row, dtype) -> 
 
 
 def pages_of(case: Case, items: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random pages that hold so many tokens: at least one."""
+    """Random pages for this number of tokens: at least one."""
     return distinct_ids(case, max(1, items // case.spec.page_size))
 
 
@@ -239,7 +239,7 @@ def test_explain_names_what_runs_and_why_not_the_others(direction, implementatio
     first, *others = jaxkv.explain(
         operation, pool, cache, *ids, implementation=implementation
     ).splitlines()
-    default = IMPLEMENTATIONS[jax.default_backend()][0]  # what device ids get
+    default = IMPLEMENTATIONS[jax.default_backend()][0]  # the default for device ids
     assert f"{operation.__name__}: {implementation or default}" in first
     for name in {"dma", "kernel", "pallas", "host"} - {implementation or default}:
         assert any(f"not {name}: " in line for line in others), name

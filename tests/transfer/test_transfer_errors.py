@@ -1,4 +1,4 @@
-"""What a page copy refuses: each error by its key words, and nothing written."""
+"""Rejected page copies: keywords of each error, and nothing written."""
 
 import pickle
 from functools import partial
@@ -24,7 +24,7 @@ from tests.util.transfer_cases import (
     runner,
 )
 
-# (host ids, device ids), the side that is wrong, what the message says of it, the entries refused.
+# (host ids, device ids), the wrong side, its description in the message, the rejected entries.
 WRONG_IDS = {
     "host id past the end": (([3, 12, 1], [2, 4, 5]), "host", ["12", "[0, 12)"], [1]),
     "host id far past the end": (([2**31 - 1], [2]), "host", ["2147483647", "[0, 12)"], [0]),
@@ -83,7 +83,7 @@ def test_wrong_ids_inside_jit(direction, ids, side, words, bad, implementation):
 
 
 def assert_only_the_others_moved(case, direction, ids, bad, out, pool, cache):
-    """The bad entries were skipped and counted; the count is read, and gone, once."""
+    """The bad entries were skipped and counted; the count is reset by reading it."""
     good = [[-1 if i in bad else page for i, page in enumerate(pages)] for pages in ids]
     jax.block_until_ready(out)
     assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, f"{len(bad)} entries")
@@ -205,7 +205,7 @@ def test_an_implementation_that_cannot_serve_is_refused(direction, name, error, 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("direction, inside_jit", [*product(DIRECTIONS, (False, True))])
 def test_a_sharded_pool_is_refused_outside_shard_map(direction, inside_jit):
-    """XLA would gather the pool for a call that it can't split; a mesh with explicit axes shows."""
+    """XLA would gather the pool for a call that it can't partition; visible with explicit axes."""
     case = make_case()
     mesh = jax.sharding.Mesh(
         mesh_of(2).devices, ("tp",), axis_types=(jax.sharding.AxisType.Explicit,)

@@ -1,8 +1,8 @@
-"""What only a GPU shows: replayed command buffers, and copies that wait for what they must.
+"""GPU-only behaviour: replayed command buffers, and stream order of copies.
 
 Each ordering test runs twice: with the implementation, where every round must be right, and with
-the same copy on a stream that waits for nothing, where a round must be wrong. Without the second
-the first would prove nothing.
+the same copy on an unordered stream, where a round must be wrong. Without this negative control the
+first would prove nothing.
 """
 
 from functools import partial
@@ -64,7 +64,7 @@ def test_a_store_waits_for_a_slow_producer(one_program, ordering):
         settle(pool, cache)
         case = plus(case, 1)
         rights.append(is_right(case, pool, cache, **case.expected("store", *numpy_ids)))
-    check_rounds(rights[1:], ordering)  # the first round compiles: nothing runs beside it
+    check_rounds(rights[1:], ordering)  # the first round compiles: nothing overlaps with it
 
 
 def test_a_load_waits_for_a_slow_reader(ordering):
@@ -101,9 +101,9 @@ OPS = 8  # well above the number of kernels from which XLA captures a command bu
 
 
 def test_replays_follow_new_ids_and_inputs():
-    """All addresses stay the same from run to run, so the captured kernels must read the ids anew.
+    """All addresses stay the same from run to run, so the captured kernels must reread the ids.
 
-    The ids of each round come from a table on the device. One round has an id out of range.
+    The ids of each round are from a table on the device. One round has an id out of range.
     """
     case = make_case("page_head", dtype="int8", host_pages=12, device_pages=12)
     rounds = ROUNDS + 5
@@ -147,7 +147,7 @@ def test_replays_follow_new_ids_and_inputs():
 
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_dma_beside_captured_kernels_follows_new_ids(direction):
-    """XLA captures the kernels around it; a captured DMA copy would repeat the first ids."""
+    """XLA captures the surrounding kernels; a captured DMA copy would repeat the first ids."""
     case = make_case("page_first_direct", dtype="int8")
 
     @partial(jax.jit, donate_argnames=("pool", "cache"))
@@ -170,7 +170,7 @@ def test_dma_beside_captured_kernels_follows_new_ids(direction):
 
 
 def test_thousands_of_descriptors_in_one_call():
-    """page_head has a descriptor for each (head, token): more than any batch takes at once."""
+    """page_head has a descriptor for each (head, token): more than the limit of a batch."""
     case = make_case(
         "page_head", page_size=16, num_kv_heads=8, head_dim=8, host_pages=32, device_pages=32
     )
@@ -185,7 +185,7 @@ def test_thousands_of_descriptors_in_one_call():
 
 
 def test_device_made_ids_are_followed_by_the_kernel():
-    """Ids that a slow computation makes: the kernel must read them when it runs, not before."""
+    """Ids from a slow computation: the kernel must read them when it runs, not before."""
     case = make_case(dtype="int8")
     numpy_ids = distinct_ids(case, 5)
     x = slow_input()

@@ -1,4 +1,4 @@
-"""The check of long id lists: what is refused and what moves, whichever kernel makes it.
+"""Checks of long id lists: rejected and copied entries, for all kernels.
 
 A copy checks its ids itself or takes pairs that were checked before. On platform cpu one wrong
 entry fails the call; a GPU skips and counts it.
@@ -25,7 +25,7 @@ WAYS = {"checks ids": False, "takes pairs": True}
 
 
 def refused_entries(src_ids, dst_ids, num_src: int, num_dst: int) -> set[int]:
-    """The reference: entries that are no padding, out of range or with a destination twice."""
+    """The reference: non-padding entries that are out of range or have a duplicate destination."""
     used = [i for i, pair in enumerate(zip(src_ids, dst_ids, strict=True)) if min(pair) >= 0]
     outside = {i for i in used if src_ids[i] >= num_src or dst_ids[i] >= num_dst}
     named = Counter(int(dst_ids[i]) for i in used if i not in outside)
@@ -35,7 +35,7 @@ def refused_entries(src_ids, dst_ids, num_src: int, num_dst: int) -> set[int]:
 def check_ids(
     src_ids, dst_ids, *, num_src: int, num_dst: int, blocks, memory="pinned_host"
 ) -> None:
-    """Swaps inside jit, so that the host checks nothing; compares bytes and what was refused."""
+    """Swaps inside jit, so that the host checks nothing; compares bytes and rejected entries."""
     src, dst = random_tree(num_src, blocks), random_tree(num_dst, blocks, seed=1)
     args = place(src, memory), place(dst, "device"), as_ids(src_ids, None), as_ids(dst_ids, None)
     bad = refused_entries(src_ids, dst_ids, num_src, num_dst)
@@ -60,7 +60,7 @@ def check_ids(
 
 @st.composite
 def id_lists(draw) -> dict:
-    """Long lists, most of them with padding, strays and twins in random places."""
+    """Long lists, most of them with padding, out-of-range ids and duplicates at random."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     n = draw(st.integers(1, 700))
     num_src, num_dst = draw(st.integers(1, 800)), n + draw(st.integers(0, 99))
@@ -104,7 +104,7 @@ def test_a_few_wrong_ids_among_thousands(way, wrong):
 
 @pytest.mark.parametrize("unknown", ["source", "destination"])
 def test_padding_by_ids_that_only_the_device_knows(unknown):
-    """The host knows 999 to be out of range, but not that the other list leaves it out."""
+    """The host knows 999 to be out of range, but not that the other list has padding there."""
     src, dst = random_tree(9), random_tree(12, seed=1)
     known, other = np.array([0, 999, 3], np.int32), np.array([4, -1, 5], np.int32)
     rebuilt = jax.tree.map(lambda words: words, jaxkv.HostIds(other))
@@ -140,7 +140,7 @@ def test_more_ids_than_a_copy_checks_itself_are_planned(past_the_limit, on_host)
 
 @pytest.mark.parametrize("memory", ["pinned_host", "device"])
 def test_more_pairs_than_a_launch_stages(memory):
-    """The kernel on one SM takes several launches, the last of them for nothing."""
+    """The kernel on one SM takes several launches, the last of them without work."""
     n = 40_000
     rng = np.random.default_rng(0)
     ids = [rng.permutation(n).astype(np.int32) for _ in range(2)]

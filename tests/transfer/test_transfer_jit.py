@@ -52,7 +52,7 @@ def test_donation_writes_in_place(kind, layout, direction, implementation):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("kind, layout", KIND_LAYOUTS)
 def test_the_program_copies_the_destination_only_without_donation(kind, layout, direction):
-    """Without donation the copy must show up: the check would otherwise prove nothing."""
+    """Without donation the copy must appear: the check would otherwise prove nothing."""
     case = make_case(layout, kind=kind)
     _, ids = device_ids(case, 5)
     args = case.pool(), case.cache(), *ids
@@ -90,7 +90,7 @@ def test_other_ids_of_the_same_length_do_not_trace_again(direction, implementati
 
 
 def test_a_step_may_load_compute_and_store(implementation):
-    """Each op must see what the one before it wrote: load, add to the cache, store, load again."""
+    """Each op must see the previous writes: load, add to the cache, store, load again."""
     case = make_case("page_first_direct", dtype="int8")
     options = {"implementation": implementation}
     (loaded_host, loaded), (stored_host, stored), (_, last) = (
@@ -118,7 +118,7 @@ def test_a_step_may_load_compute_and_store(implementation):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_scan_over_batches_of_ids(direction):
-    """Three batches in one `lax.scan` that carries what is written."""
+    """Three batches in one `lax.scan` that carries the written arrays."""
     case = make_case("page_first", host_pages=16, device_pages=16)
     ids = [side.reshape(3, 4) for side in distinct_ids(case, 12)]
 
@@ -199,7 +199,7 @@ def check_shard_map(devices, layout, head_groups, direction, implementation, ids
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("layout, head_groups", SHARDED)
 def test_a_sharded_pool_keeps_each_head_with_its_device(devices, layout, head_groups):
-    """Device i of n holds heads `[i*H/n, (i+1)*H/n)` of the pool and of the cache alike."""
+    """Device i of n has heads `[i*H/n, (i+1)*H/n)` of the pool and of the cache alike."""
     mesh = mesh_of(devices)
     case = make_case(layout, num_kv_heads=4, head_groups=head_groups)
     pool, cache = (getattr(case, name)(mesh=mesh, head_axis="tp") for name in ("pool", "cache"))
@@ -214,7 +214,7 @@ def test_a_sharded_pool_keeps_each_head_with_its_device(devices, layout, head_gr
 
 
 def varying_step(mesh, operation, out_specs):
-    """A step on a replicated pool and cache with ids of each device's own."""
+    """A step on a replicated pool and cache with different ids on each device."""
 
     @jax.jit
     @partial(

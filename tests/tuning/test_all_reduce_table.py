@@ -1,4 +1,4 @@
-"""`all_reduce_table`: files are checked, and the last rule that is reached holds."""
+"""`all_reduce_table`: validation of files, and precedence of the last applicable rule."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`copy_table`: files are checked, the right one is found, and rules say what was measured."""
+"""`copy_table`: validation and lookup of files, and rules derived from measurements."""
 
 import json
 import pathlib
@@ -38,7 +38,7 @@ def test_packaged_tables_are_as_they_are_written(path):
 
 
 def test_the_default_table_knows_every_implementation():
-    """It is asked for what another table does not name."""
+    """It is the fallback for implementations missing in another table."""
     for situation, rules in copy_table.default_table().rules.items():
         expected = {*copy_table.IMPLEMENTATIONS} - (
             {"pallas"} if situation == "overlapped" else set()
@@ -82,7 +82,7 @@ def test_a_table_that_is_not_there(monkeypatch, tmp_path):
 
 
 def changed(path: list, value) -> dict:
-    """The default table's content with one entry replaced, or left out if `value` is `...`."""
+    """The default table's content with one entry replaced, or removed if `value` is `...`."""
     content = content_of_default()
     *outer, last = path
     entry = content
@@ -201,7 +201,7 @@ def measurements(draw):
     return found
 
 
-# In one order no list can say that the kernel goes before dma beside pallas and after it without.
+# No single list can order the kernel before dma with pallas present and after it without.
 @example(
     [
         (

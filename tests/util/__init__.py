@@ -1,1 +1,1 @@
-"""Helpers that test files share."""
+"""Shared test helpers."""

@@ -1,11 +1,11 @@
-"""Asynchronous copies of one case, and what they must have written."""
+"""Asynchronous copies of one case, and their expected results."""
 
 import jax
 
 import jaxkv
 from tests.util.transfer_cases import Case, as_ids, distinct_ids
 
-# Pallas kernels run where XLA puts them, so they can't be started.
+# Pallas kernels run at a point chosen by XLA, so they can't be started.
 OVERLAPPED = {"cpu": ("host",), "gpu": ("kernel", "dma")}[jax.default_backend()]
 
 
@@ -17,7 +17,7 @@ def start(direction: str, pool, cache, host_pages, device_pages, **options):
 
 
 def finish(direction: str, started):
-    """(pool or None, cache) once everything is there."""
+    """(pool or None, cache) after all waits."""
     return (started.pool if direction == "store" else None), started.cache
 
 

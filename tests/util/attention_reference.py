@@ -1,7 +1,7 @@
-"""Attention over a random batch: densely, and from pages that metadata names.
+"""Attention over a random batch: dense, and over pages named by metadata.
 
-The cache holds what earlier steps computed and noise everywhere else. A consumer writes the new
-tokens where `slot_mapping` says and reads pages back, so it must get both right.
+The cache contains the tokens of earlier steps and noise everywhere else. A consumer writes the new
+tokens to the slots of `slot_mapping` and reads pages back, so it must get both right.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class Problem:
     def attention(self, chunk: int | None = None) -> np.ndarray:
         """float64[num_tokens, H, D]: each query token sees its context up to itself.
 
-        With `chunk`, only what is in the same chunk of so many tokens.
+        With `chunk`, only the part in the same chunk of that number of tokens.
         """
         out = [np.zeros((0, *self.queries.shape[1:]))]
         for start, query, context in zip(
@@ -96,7 +96,7 @@ def written(cache: Any, new: Any, slot_mapping: Any) -> Any:
 
 
 def attend(queries: Any, entries: Any, seen: Any) -> tuple[Any, Any]:
-    """Attention of each token over keys and values of its own.
+    """Attention of each token over its own keys and values.
 
     Args:
       queries: float32[T, H, D].
@@ -104,7 +104,7 @@ def attend(queries: Any, entries: Any, seen: Any) -> tuple[Any, Any]:
       seen: bool[T, S].
 
     Returns:
-      float32[T, H, D], zero where nothing is seen, and float32[T, H], log of the sums.
+      float32[T, H, D], zero where nothing is seen, and float32[T, H], the log-sum-exp.
     """
     entries = jnp.repeat(entries, NUM_Q_HEADS // NUM_KV_HEADS, axis=3)
     keys, values = entries[:, :, 0], entries[:, :, 1]
@@ -116,7 +116,7 @@ def attend(queries: Any, entries: Any, seen: Any) -> tuple[Any, Any]:
 
 
 def attend_pages(queries: Any, cache: Any, pages: Any, kv_lens: Any) -> tuple[Any, Any]:
-    """Attention of each token over the first `kv_lens` tokens of pages of its own.
+    """Attention of each token over the first `kv_lens` tokens of its own pages.
 
     Args:
       queries: float32[T, H, D].
@@ -130,7 +130,7 @@ def attend_pages(queries: Any, cache: Any, pages: Any, kv_lens: Any) -> tuple[An
 
 
 def merge(*parts: tuple[Any, Any]) -> Any:
-    """float32[T, H, D]: attention over all keys from that over some of them each."""
+    """float32[T, H, D]: attention over all keys, merged from attention over subsets."""
     outputs = jnp.stack([output for output, _ in parts])
     sums = jnp.stack([part_sums for _, part_sums in parts])
     total = jax.nn.logsumexp(sums, axis=0)

@@ -1,4 +1,4 @@
-"""Random batches for the tests of metadata, under a few sets of bounds so that little compiles."""
+"""Random batches for metadata tests, under a few sets of bounds to limit compilation."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ ONE = Bounds(1, 6, 3, 2)
 FEW = Bounds(5, 24, 6, 4)
 SOME = Bounds(64, 96, 5, 8)
 MANY = Bounds(1024, 1536, 4, 16)
-# The small ones more often: they find as much, and sooner.
+# The small ones more often: equally effective, and faster.
 ALL_BOUNDS = (ONE, FEW, FEW, FEW, FEW, SOME, SOME, MANY)
 
-# Every builder is held against its reference on so many batches; see conftest.py.
+# Number of batches on which every builder is compared with its reference; see conftest.py.
 every_batch = hypothesis.settings(
     max_examples=hypothesis.settings().max_examples * 10,
     suppress_health_check=list(hypothesis.HealthCheck),
@@ -36,11 +36,11 @@ every_batch = hypothesis.settings(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A batch as a scheduler knows it: what a reference reads.
+    """A batch as known to a scheduler: the input of a reference.
 
     Attributes:
       query_lens: query tokens of each request.
-      seq_lens: tokens of each request's context, those of this step included.
+      seq_lens: tokens of each request's context, including those of this step.
       tables: blocks of each request in order; none of them is NULL_BLOCK.
       bounds: static sizes.
     """
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the cache: every id is below."""
+        """Blocks of the cache: an upper bound of all ids."""
         return num_blocks_of(self.bounds)
 
     def batch(self) -> BatchMetadata:
@@ -89,7 +89,7 @@ class Case:
 
 
 def assert_same(got, want) -> None:
-    """Equal in values and shape, and an int32 as all metadata is."""
+    """Equal in values and shape, and int32 as all metadata."""
     got, want = np.asarray(got), np.asarray(want, np.int32)
     assert got.dtype == np.int32
     np.testing.assert_array_equal(got, want, strict=True)
@@ -112,9 +112,9 @@ def cases(
 
     Args:
       bounds: one of these.
-      min_query: least query tokens of a request.
-      max_query: most query tokens of a request.
-      min_reqs: least number of requests.
+      min_query: minimum number of query tokens of a request.
+      max_query: maximum number of query tokens of a request.
+      min_reqs: minimum number of requests.
     """
     size = draw(st.sampled_from(bounds))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -151,7 +151,7 @@ def _query_lens(draw, rng, size: Bounds, num_reqs: int, least: int, most: int | 
     else:
         query = rng.integers(least, longest + 1, num_reqs)
         query[rng.random(num_reqs) < 0.3] = least
-    # Cut rows, from random ones on, until the tokens fit.
+    # Shorten rows, starting at random ones, until the tokens fit.
     excess = int(query.sum()) - size.max_num_tokens
     for row in rng.permutation(num_reqs):
         if excess <= 0:

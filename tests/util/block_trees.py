@@ -19,13 +19,13 @@ def random_tree(num_blocks: int, blocks=BLOCKS, seed: int = 0) -> dict[str, np.n
 
 
 def place(tree, memory: str):
-    """The tree as JAX arrays in one kind of memory."""
+    """The tree as JAX arrays in one memory kind."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
     return jax.tree.map(lambda array: put(array, sharding), tree)
 
 
 def swapped(src, dst, src_ids, dst_ids):
-    """The reference: `dst` with the named blocks replaced, block by block."""
+    """The reference: `dst` with the copied blocks replaced, block by block."""
     out = jax.tree.map(np.copy, dst)
     for source, destination in zip(src_ids, dst_ids, strict=True):
         if source >= 0 and destination >= 0:

@@ -1,5 +1,4 @@
-"""A program for the tests of `bench.harness.processes`: does what its request says, in this
-order."""
+"""A program for the tests of `bench.harness.processes`: executes its request in order."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Which CUDA calls a thread makes, counted by cuda_calls.cc."""
+"""CUDA calls of a thread, counted by cuda_calls.cc."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,8 @@ SOURCE = Path(__file__).with_suffix(".cc")
 
 @contextlib.contextmanager
 def count_cuda_calls() -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """Calls in the `with`, of this thread and of all others, by function; filled when it ends."""
+    """Calls in the `with` block, of this thread and of all others, by function; filled at its
+    end."""
     library = _library()
     own: Counter[str] = Counter()
     others: Counter[str] = Counter()
@@ -46,7 +47,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _libcupti() -> Path:
-    """The one that this process has loaded, else that of the CUDA packages or of the toolkit."""
+    """The library loaded in this process, else that of the CUDA packages or of the toolkit."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "libcupti.so" in line:
             return Path(line.split()[-1])

@@ -1,8 +1,8 @@
 """Slow NumPy model of the host layouts and of page copies, written from the layout table alone.
 
-Nothing here comes from `host_layout`: every copied element is looked up by its own coordinates
-`(kv, layer, page, token, head, dim)`, so a wrong stride in the library cannot hide behind the
-same wrong stride here.
+Independent of `host_layout`: every copied element is looked up by its own coordinates `(kv, layer,
+page, token, head, dim)`, so a wrong stride in the library cannot hide behind the same wrong stride
+here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ Layers = int | np.integer | range | None
 
 @dataclass(frozen=True)
 class ReferenceLayout:
-    """Where an element of the pool lives, as the table states it."""
+    """Location of an element of the pool according to the table."""
 
     spec: KVCacheSpec
     name: str
@@ -106,7 +106,7 @@ class ReferenceLayout:
 
 
 def selected_layers(spec: KVCacheSpec, layers: Layers) -> Sequence[int]:
-    """The layer numbers that a `layers` argument names."""
+    """The layer numbers selected by a `layers` argument."""
     if layers is None:
         return range(spec.num_layers)
     return [int(layers)] if isinstance(layers, int | np.integer) else layers
@@ -126,7 +126,7 @@ def load(
     device_pages: Iterable[int],
     layers: Layers = None,
 ) -> Device:
-    """Returns the device cache after a load; the arguments stay as they are."""
+    """Returns the device cache after a load; the arguments are unchanged."""
     flat = host.reshape(-1)
     out = [tuple(buffer.copy() for buffer in buffers) for buffers in device]
     for host_page, device_page in moves(host_pages, device_pages):
@@ -144,7 +144,7 @@ def store(
     device_pages: Iterable[int],
     layers: Layers = None,
 ) -> np.ndarray:
-    """Returns the pool after a store; the arguments stay as they are."""
+    """Returns the pool after a store; the arguments are unchanged."""
     out = host.copy()
     flat = out.reshape(-1)
     for host_page, device_page in moves(host_pages, device_pages):

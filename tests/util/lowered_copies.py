@@ -1,8 +1,8 @@
-"""Random programs around started copies, and an interpreter that checks when their buffers die.
+"""Random programs around started copies, and an interpreter that checks their buffer lifetimes.
 
-The interpreter knows nothing of how the library decides: it executes a lowered module with a
-buffer for each value, follows every branch that it is told to, and compares when each buffer of a
-copy was last used with when the copy was known to have ended.
+The interpreter is independent of the library's decisions: it executes a lowered module with a
+buffer for each value, takes the given branches, and compares the last use of each buffer of a copy
+with the known end of the copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Program:
 
     Attributes:
       complete: whether it waits for, or returns, everything that it starts.
-      copied: whether a transfer has gone two ways, so that one of them may end early.
+      copied: whether a handle was duplicated, so that one of the two may end early.
     """
 
     def __init__(self, case: Case, named: str, seed: int) -> None:
@@ -46,7 +46,7 @@ class Program:
         self.seed = seed
 
     def lowered(self) -> Module:
-        """The program, which starts copies."""
+        """The program with the starts of the copies."""
         _, ids = self.arguments()
         caches = self.case.cache(), self.case.cache()
         args = self.case.pool(), caches, jnp.float32(1), *ids
@@ -54,7 +54,7 @@ class Program:
         return Module(jax.jit(self.step, donate_argnums=donated).lower(*args))
 
     def continued(self) -> Module:
-        """A second program, which takes a transfer that another has started."""
+        """A second program, which takes a handle of another program."""
         _, ids = self.arguments()
         begin = jax.jit(partial(self.start, direction=self.direction()))
         started = jax.eval_shape(begin, self.case.pool(), self.case.cache(), *ids)
@@ -109,7 +109,7 @@ class Program:
 
 
 def ended(started: Any) -> bool:
-    """Whether all of a transfer was waited for."""
+    """Whether all layers of a transfer were waited for."""
     if isinstance(started, jaxkv.StoreHandle):
         return started._ticket is None
     return started._ticket is None or len(started._waited) == len(started._layers)
@@ -136,7 +136,7 @@ def _nested(choices: random.Random, started: Any, x: Any) -> Any:
 
 
 def _inner_drops(choices: random.Random, started: Any, x: Any) -> Any:
-    """The inner program waits for one layer of its copy of the transfer, and returns none."""
+    """The inner program waits for one layer of its duplicate of the handle, and returns none."""
     layer = choices.choice(started._layers)
     x = jax.jit(lambda one, x: x + one.wait(layer)[0].sum().astype(x.dtype))(started, x)
     return started, x
@@ -201,7 +201,7 @@ CROSSINGS: tuple[Callable[..., Any], ...] = (
 
 
 def always_beside(program: buffer_lifetime._Program) -> None:
-    """No analysis: every start runs beside its program, and no boundary waits."""
+    """No analysis: every start overlaps with its program, and no boundary waits."""
     for wait in program.waits.copy():
         if buffer_lifetime._is_removable(wait):
             program.remove(wait)
@@ -241,12 +241,12 @@ class Module:
 
     @property
     def boundary_waits(self) -> int:
-        """How many waits at pytree boundaries it has."""
+        """Number of waits at pytree boundaries."""
         lines = [line for line in self.text.splitlines() if f"@{WAIT}" in line]
         return sum("boundary = dense<>" not in line for line in lines)
 
     def violations(self, seed: int, runs: int = 4) -> list[str]:
-        """Buffers that die too early in some runs, each with branches of its own."""
+        """Buffers that are freed too early in some runs, each with different branches."""
         choices = random.Random(seed)
         with self.module.context:
             return [
@@ -255,7 +255,7 @@ class Module:
 
 
 def segment_of_leaf(started: Any, leaf: int) -> int | None:
-    """Of the copy that uses a leaf of a transfer; None if it does not."""
+    """Segment of the copy that uses a leaf of a transfer; None if unused."""
     last = len(started._layers) - 1
     kinds: list[int | None] = [None]  # the ticket
     kinds += [last] * (started._plan is not None)
@@ -277,8 +277,7 @@ class Copy:
 
 
 class Interpreter:
-    """Runs a module once; `select_implementation(n)` picks one of n branches, or how often a loop
-    runs."""
+    """Runs a module once; `select_implementation(n)` picks one of n branches or a trip count."""
 
     def __init__(self, lowered: Module, select_implementation: Callable[[int], int]) -> None:
         module = lowered.module
@@ -309,7 +308,7 @@ class Interpreter:
             buffer.last_use = math.inf
 
     def found(self) -> Iterator[str]:
-        """Buffers that die while a copy may still use them."""
+        """Buffers that are freed while a copy may still use them."""
         for number, copy in enumerate(self.copies):
             for place, (buffer, segment) in enumerate(copy.buffers):
                 end = min((t for s, t in copy.ended_at.items() if s >= segment), default=math.inf)
@@ -317,7 +316,7 @@ class Interpreter:
                     yield f"copy {number}, buffer {place} dies at {buffer.last_use}, {end=}"
 
     def block(self, block: Any) -> list[Buffer]:
-        """Executes a block; returns the buffers that its terminator names."""
+        """Executes a block; returns the operands of its terminator."""
         for operation in block.operations:
             operation = operation.operation
             operands = [self.buffers[operand] for operand in operation.operands]

@@ -1,4 +1,4 @@
-"""Programs that include a CUDA source of jaxkv, with a driver of their own: no GPU is needed."""
+"""Programs that include a CUDA source of jaxkv and a simulated driver: no GPU is needed."""
 
 import pathlib
 import shutil
@@ -14,8 +14,8 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 def build(name: str, folder: pathlib.Path, *sources: str) -> str:
     """Compiles `tests/native/<name>.cc` and `sources`, with AddressSanitizer; the program's path.
 
-    What they refer to and nobody has is no error: it must not be called. Kernels never run, and are
-    compiled to PTX only. Skips the test where there is no checkout, nvcc (for its headers) or g++.
+    Undefined references are permitted: they must not be called. Kernels never run, and are compiled
+    to PTX only. Skips the test without a checkout, nvcc (for its headers) or g++.
     """
     if not (ROOT / "cuda").exists():
         pytest.skip("needs a checkout")

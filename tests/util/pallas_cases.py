@@ -1,4 +1,4 @@
-"""Copies by the Pallas kernels between arrays of any size, and how they are checked."""
+"""Copies by the Pallas kernels between arrays of any size, and their checks."""
 
 import dataclasses
 from functools import partial
@@ -19,7 +19,7 @@ UNUSED = [7, 7] * 3
 
 
 def plan(pairs) -> np.ndarray:
-    """The pairs as the kernel reads them, with entries behind their end that none may follow."""
+    """The pairs in the kernel's format, with entries after their end that must be ignored."""
     words = [len(pairs), -1, *np.array(pairs, np.int32).reshape(-1), *UNUSED]
     return np.array(words, np.int32)
 
@@ -37,7 +37,7 @@ def turned(copy: BlockCopy) -> BlockCopy:
 
 
 def swap_arrays(sources, destinations, pairs, *, to_dense: bool = True, **options):
-    """The written arrays of one launch for all arrays; to be jitted."""
+    """The written arrays, with one launch for all arrays; to be jitted."""
     ids = np.zeros(1, np.int32)
     call = resolve("swap_blocks", (sources, destinations), (ids, ids), None)
     copies = call.copies if to_dense else [turned(copy) for copy in call.copies]

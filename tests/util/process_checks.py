@@ -1,4 +1,4 @@
-"""What the processes of test_multiprocess.py check, each of them; run by rank_process.py."""
+"""Checks made by each process of test_multiprocess.py; run by rank_process.py."""
 
 import dataclasses
 import os
@@ -69,13 +69,13 @@ def operand(world: int, n: int, dtype: Any = np.float32, seed: int = 0) -> np.nd
 
 
 def memory_lies_here() -> bool:
-    """Whether this process still has any symmetric memory; known of platform cpu only."""
+    """Whether this process still maps any symmetric memory; supports platform cpu only."""
     with open("/proc/self/maps") as maps:
         return "memfd:jaxkv" in maps.read()
 
 
 # ---------------------------------------------------------------------------------------------
-# Sums
+# All-reduces
 
 
 def sums_are_exact(order: list[int]) -> None:
@@ -174,7 +174,7 @@ def _some_processes_do_without_the_others(order: list[int]) -> None:
 
 
 def groups_add_up_by_themselves(order: list[int]) -> None:
-    """Also where a group is all of one process, and where it is of both."""
+    """Including groups within one process, and groups across both."""
     mesh = jax.sharding.Mesh(mesh_of(order).devices.reshape(2, 2), ("dp", "tp"))
     x = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
     spec = P("dp", "tp")
@@ -199,11 +199,11 @@ def soaks(order: list[int]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------
-# Creation that fails
+# Failed creation
 
 
 def creation_fails_for_all_or_none(order: list[int]) -> list[str]:
-    """The errors of this process, which are to be those of every process."""
+    """The errors of this process, which must be equal in all processes."""
     mesh, errors = mesh_of(order), []
     for name in ("create_communicator", "communicator_handles", "map_communicator"):
         with fails_in_the_last_process(name), raises(RuntimeError) as caught:
@@ -217,19 +217,19 @@ def creation_fails_for_all_or_none(order: list[int]) -> list[str]:
     with another_table_in_the_last_process(), raises(ValueError) as caught:
         create(mesh)
     errors.append(str(caught[0]))
-    # What one process alone refuses puts nobody out of step.
+    # An error of a single process must not desynchronize the others.
     refused: list[dict[str, Any]] = [{"max_bytes": 0}, {"timeout_s": -1.0}, {"axis_name": "dp"}]
     for arguments in refused:
         with raises(RuntimeError) as caught:
             create(mesh, **(arguments if ME == LAST else {}))
         errors.append(str(caught[0]))
-    # A process that comes too late raises what the others have raised.
+    # A process that arrives after the timeout raises the others' error.
     if ME == LAST:
         time.sleep(3.0)
     with raises(RuntimeError) as caught:
         create(mesh, timeout_s=2.0)
     errors.append(str(caught[0]))
-    with create(mesh) as memory:  # what failed left nothing behind
+    with create(mesh) as memory:  # failed attempts left no state behind
         x = operand(mesh.size, 10)
         assert_sums(sums(memory, "one_shot")(spread(memory, x)), x)
     return errors
@@ -263,11 +263,11 @@ def fails_in_the_last_process(name: str) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------
-# The end
+# Timeouts and closing
 
 
 def all_ranks_give_up_together(order: list[int]) -> None:
-    """Rank 0 never calls, and rank 1, of its process, late; the others tell rank 1 when to stop."""
+    """Rank 0 never calls, and rank 1, of the same process, calls late; the others stop rank 1."""
     mesh, timeout_s = mesh_of(order), 4.0
     with create(mesh, timeout_s=timeout_s) as memory:
 
@@ -279,7 +279,7 @@ def all_ranks_give_up_together(order: list[int]) -> None:
 
         rows = spread(memory, operand(mesh.size, 10))
         step = on_ranks(memory, without_rank_0).lower(rows).compile()
-        memory.preset(0)  # not before all have compiled it
+        memory.preset(0)  # only after all have compiled it
         begin = time.monotonic()
         late = mesh.devices[0].process_index == ME
         if late:
@@ -304,7 +304,7 @@ def closing_waits_for_the_others(order: list[int]) -> None:
     if ME == LAST:
         time.sleep(1.0)
     memory.close()
-    assert time.monotonic() - begin > 0.9  # none before the last
+    assert time.monotonic() - begin > 0.9  # none before the last process
     memory.close()
 
     memory = create(mesh, timeout_s=2.0)
@@ -317,9 +317,9 @@ def closing_waits_for_the_others(order: list[int]) -> None:
 
 
 def a_process_is_killed(order: list[int]) -> str:
-    """The last one, while all add up without a pause; returns the error of this process."""
+    """The last one, during continuous all-reduces; returns the error of this process."""
     mesh, timeout_s = mesh_of(order), 2.0
-    create(mesh).close()  # which gives all of them the time to begin
+    create(mesh).close()  # gives all processes the time to start
     memory = create(mesh, timeout_s=timeout_s)
 
     def each_algorithm(x: Any) -> list[Any]:
@@ -328,7 +328,7 @@ def a_process_is_killed(order: list[int]) -> str:
     x = operand(mesh.size, 1000)
     rows = spread(memory, x)
     step = on_ranks(memory, each_algorithm).lower(rows).compile()
-    memory.preset(0)  # not before all have compiled it
+    memory.preset(0)  # only after all have compiled it
     if ME == LAST:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
     last_good = time.monotonic()
@@ -349,7 +349,7 @@ def a_process_is_killed(order: list[int]) -> str:
     error = caught[0]
     assert isinstance(error, jaxkv.PeerTimeoutError)
     assert mesh.devices[error.rank].process_index == ME
-    if error.phase != "aborted":  # which names a peer that gave up
+    if error.phase != "aborted":  # "aborted" names a peer that timed out
         assert mesh.devices[error.peer].process_index == LAST
     begin = time.monotonic()
     with warns(rf"processes \[{LAST}\] have not closed"):
@@ -361,7 +361,7 @@ def a_process_is_killed(order: list[int]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# As pytest's, which the processes do not load
+# Replacements for pytest's, which the processes do not load
 
 
 @contextmanager

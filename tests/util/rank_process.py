@@ -1,7 +1,7 @@
 """One of several processes that share a mesh: `python rank_process.py SETUP CHECK`, SETUP in JSON.
 
-It runs a function of process_checks.py or thread_checks.py and prints what that returns, in JSON,
-on the last line.
+Runs a function of process_checks.py or thread_checks.py and prints its result, in JSON, on the last
+line.
 """
 
 import json
@@ -31,7 +31,7 @@ def main(setup: str, check: str) -> None:
     order = arguments.pop("order")
     start(**arguments)
     from tests.util import (
-        process_checks,  # which asks JAX for its devices
+        process_checks,  # initializes JAX's devices
         thread_checks,
     )
 
@@ -50,4 +50,4 @@ if __name__ == "__main__":
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(code)  # without jax.distributed's own end, which waits for killed processes
+        os._exit(code)  # without jax.distributed's shutdown, which waits for killed processes

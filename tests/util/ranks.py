@@ -1,4 +1,4 @@
-"""What the tests of symmetric memory share: meshes, steps on all ranks, and delays."""
+"""Shared parts of the symmetric memory tests: meshes, steps on all ranks, and delays."""
 
 import os
 from functools import partial
@@ -15,11 +15,11 @@ from jaxkv._src.collectives import symmetric_memory
 AXIS = "tp"
 MAX_BYTES = 1 << 14  # of the fixtures' memories
 ON_CPU = jax.default_backend() == "cpu"
-ORDERED = ("low_latency", "one_shot", "two_shot")  # by ranks
-# With the fixture `multicast`. To run this on GPUs can take them out of service.
+ORDERED = ("low_latency", "one_shot", "two_shot")  # reduce in the order of ranks
+# With the fixture `multicast`. Running this on GPUs can take them out of service.
 BY_SWITCH = ("multimem",) if ON_CPU or os.environ.get("JAXKV_MULTICAST") == "1" else ()
 NATIVE = ORDERED + BY_SWITCH
-TILED = "two_shot in tiles"  # of messages that are larger than the quick boxes
+TILED = "two_shot in tiles"  # for messages that exceed the LL buffers
 WAYS = (*NATIVE, TILED)
 
 
@@ -32,7 +32,7 @@ def mesh_of(world: int) -> jax.sharding.Mesh:
 def memory_of(
     world: int, *, max_bytes: int = 1 << 16, timeout_s: float = 30.0, way: str | None = None
 ):
-    """Symmetric memory; for TILED with boxes so small that a few words go in many tiles."""
+    """Symmetric memory; for TILED with LL buffers so small that a few words take many tiles."""
     with pytest.MonkeyPatch.context() as patch:
         if way == TILED:
             patch.setattr(symmetric_memory, "LOW_LATENCY_BYTES", 64 * world)
@@ -65,7 +65,7 @@ def sums(memory, way=None):
 
 
 def late(x, late_rank, rounds: int = 200):
-    """`x`, on rank `late_rank` only after a while: the host asks for each round."""
+    """`x`, delayed on rank `late_rank` by a loop with a host decision in each iteration."""
     here = jnp.where(jax.lax.axis_index(AXIS) == late_rank, rounds, 1)
     side = jnp.ones((128, 128), jnp.float32) / 128
     waste = jax.lax.fori_loop(0, here, lambda _, y: y @ side, side)
@@ -73,7 +73,7 @@ def late(x, late_rank, rounds: int = 200):
 
 
 def operand(world: int, shape, dtype, seed: int = 0) -> np.ndarray:
-    """Whole numbers, whose sums are exact in every dtype."""
+    """Integers, whose sums are exact in every dtype."""
     values = np.random.default_rng(seed).integers(-15, 16, (world, *shape))
     return values.astype(jnp.dtype(dtype))
 

@@ -1,4 +1,4 @@
-"""Batches with recurrent states for the tests, and the calls under test, compiled."""
+"""Batches with recurrent states for the tests, and the compiled calls under test."""
 
 import functools
 
@@ -21,7 +21,7 @@ DTYPES = {
 
 
 def random_states(rng, kinds, shapes, dtypes, num_blocks):
-    """Random bits, NaNs among them."""
+    """Random bits, including NaNs."""
     arrays = []
     for _, shape, dtype in zip(kinds, shapes, dtypes, strict=True):
         itemsize = np.dtype(dtype).itemsize
@@ -63,7 +63,7 @@ def same_bits(got, want) -> bool:
 
 
 def random_rows(rng, num_rows, *, block_size=5, columns=9, max_drafts=3, nulls=0.1) -> Rows:
-    """Rows at random places, near boundaries more often than not; blocks are of one row only."""
+    """Rows at random positions, mostly near boundaries; no block is shared by rows."""
     drafts = rng.integers(0, max_drafts + 1, num_rows)
     scheduled = np.where(rng.random(num_rows) < 0.1, 0, 1 + drafts + rng.integers(0, 4, num_rows))
     last = (columns - max_drafts) * block_size

@@ -1,4 +1,4 @@
-"""Recurrent states at block boundaries, one row at a time in NumPy, from the words of the spec."""
+"""Recurrent states at block boundaries, one row at a time in NumPy, from the text of the spec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NULL_BLOCK = 0
 
 @dataclasses.dataclass
 class Rows:
-    """A batch as the scheduler sees it; one entry a row, the first `num_reqs` are requests."""
+    """A batch as the scheduler sees it; one entry per row, the first `num_reqs` are requests."""
 
     table: np.ndarray
     computed: np.ndarray
@@ -26,7 +26,7 @@ class Rows:
         return row < self.num_reqs and self.scheduled[row] > 0
 
     def end(self, row: int) -> int:
-        """Tokens of a row's context when the step has run."""
+        """Tokens of a row's context after the step."""
         return int(self.computed[row]) + int(self.scheduled[row])
 
 
@@ -35,7 +35,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def move(states, kinds, table_row, source: int, destination: int, bias: int) -> bool:
-    """Copies all states of a row between columns of its table; whether the row is served at all."""
+    """Copies all states of a row between columns of its table; False if one is invalid."""
     needed = [source, destination]
     if StateKind.TEMPORAL in kinds:
         needed.append(source + bias)
@@ -95,7 +95,7 @@ def preprocess(states, kinds, rows: Rows, accepted: np.ndarray, state_idx: np.nd
 
 
 def changes(computed: int, scheduled: int, drafts: int, accepted: int, block_size: int) -> bool:
-    """Whether postprocess would write anything that was not there."""
+    """Whether postprocess would change any bytes."""
     if scheduled == 0:
         return False
     certain = computed + scheduled - drafts

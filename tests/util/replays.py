@@ -1,4 +1,4 @@
-"""Steps that are replayed with other inputs, and their results."""
+"""Steps that are replayed with different inputs, and their results."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ def plus(case: Case, number: int) -> Case:
 
 
 def is_right(case: Case, pool, cache, **want) -> bool:
-    """Whether every byte is as wanted."""
+    """Whether every byte is as expected."""
     try:
         case.assert_holds(pool, cache, **want)
     except AssertionError:

@@ -1,4 +1,4 @@
-"""How a batch divides into decodes and prefills, row by row, for the references of builders."""
+"""Row-by-row split of a batch into decodes and prefills, for the references of builders."""
 
 from typing import NamedTuple
 
@@ -15,17 +15,17 @@ class Part(NamedTuple):
     end: int
 
     def lens(self, of_all_rows: list[int]) -> np.ndarray:
-        """int32[B], those of this part's rows, 0 behind."""
+        """int32[B], those of this part's rows, then 0."""
         out = np.zeros(self.case.bounds.max_num_reqs, np.int32)
         out[: self.end - self.first] = of_all_rows[self.first : self.end]
         return out
 
     def starts(self, of_all_rows: list[int], *, base: int = 0) -> np.ndarray:
-        """int32[B + 1], running sums of this part's rows from `base`, the last repeated."""
+        """int32[B + 1], cumulative sums of this part's rows from `base`, the last repeated."""
         return base + np.cumsum([0, *self.lens(of_all_rows)], dtype=np.int32)
 
     def tables(self) -> np.ndarray:
-        """int32[B, W], block tables of this part's rows, 0 behind."""
+        """int32[B, W], block tables of this part's rows, then 0."""
         size = self.case.bounds
         out = np.zeros((size.max_num_reqs, size.max_blocks), np.int32)
         for i, table in enumerate(self.case.tables[self.first : self.end]):
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 def first_prefill(case: Case, threshold: int = 1, *, uniform: bool = False) -> int:
-    """The row at which decodes end."""
+    """The row at which the decodes end."""
     query = case.query_lens
     if max(query, default=0) <= threshold and (not uniform or threshold <= 1):
         return len(query)
@@ -53,7 +53,7 @@ def parts(case: Case, threshold: int = 1, *, uniform: bool = False) -> tuple[Par
 
 
 def counts(case: Case, threshold: int = 1, *, uniform: bool = False) -> dict[str, int]:
-    """Fields that say how a batch divides."""
+    """Fields with the counts of the split."""
     first = first_prefill(case, threshold, uniform=uniform)
     tokens = sum(case.query_lens[:first])
     return {
@@ -66,13 +66,13 @@ def counts(case: Case, threshold: int = 1, *, uniform: bool = False) -> dict[str
 
 
 def slots(case: Case, *, world: int = 1, rank: int = 0, interleave: int = 1) -> np.ndarray:
-    """int32[T], where each query token goes, token by token; -1 for elsewhere and padding."""
+    """int32[T], slot of each query token, token by token; -1 for other ranks and padding."""
     out = np.full(case.bounds.max_num_tokens, -1, np.int32)
     token, size = 0, case.bounds.block_size
     for query, context, table in zip(case.query_lens, case.seq_lens, case.tables, strict=True):
         for position in range(context - query, context):
             if position // interleave % world == rank:
-                # Tokens that this rank holds before this one.
+                # Tokens on this rank before this one.
                 whole_rounds, rest = divmod(position, world * interleave)
                 mine = whole_rounds * interleave + rest % interleave
                 out[token] = table[mine // size] * size + mine % size

@@ -7,7 +7,7 @@ from tests.util.layout_reference import DTYPES, KIND_LAYOUTS, Layers, ReferenceL
 
 @st.composite
 def reference_layouts(draw, max_pages: int = 5) -> ReferenceLayout:
-    """Any layout of any small spec; sizes that are no power of two on purpose."""
+    """Any layout of any small spec; sizes deliberately include non-powers of two."""
     small = st.integers(1, 4)
     kind, name = draw(st.sampled_from(KIND_LAYOUTS))
     heads, groups = 1, 1
@@ -36,7 +36,7 @@ def layer_selections(draw, num_layers: int) -> Layers:
 
 @st.composite
 def page_ids(draw, *sides: int) -> list[list[int]]:
-    """One list for each number of pages: equally long, no page twice, about a fifth padding."""
+    """One list per number of pages: equal lengths, no duplicates, about a fifth padding."""
     n = draw(st.integers(0, min(sides)))
     lists = []
     for pages in sides:

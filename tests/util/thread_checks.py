@@ -1,5 +1,7 @@
-"""What test_multiprocess.py has each process check of threads and programs; see
-process_checks.py."""
+"""Checks of threads and programs, made by each process of test_multiprocess.py.
+
+See process_checks.py.
+"""
 
 import collections
 import re
@@ -17,8 +19,8 @@ from tests.util.process_checks import FROM_HANDLER, ME, create, here, mesh_of, o
 from tests.util.ranks import AXIS, on_ranks
 
 CALLS = 2000
-OF_A_MEMORY = 100  # which serves no more after an error
-# Of each thread: number of elements, algorithm, and by what the sum is multiplied.
+OF_A_MEMORY = 100  # which is unusable after an error
+# Of each thread: number of elements, algorithm, and the factor of the result.
 PROGRAMS = {
     "shapes": [(64, "low_latency", 1), (256, "low_latency", 1)],
     "programs": [(64, "low_latency", 1), (64, "low_latency", 2)],
@@ -28,7 +30,7 @@ OTHER_CALL = r"PeerTimeoutError: rank \d has called .* but rank \d .*, all_reduc
 
 
 def threads_run_programs_of_one_memory(order: list[int]) -> dict[str, dict[str, int]]:
-    """How many results were right, wrong or refused, by what the programs differ in."""
+    """Number of correct, wrong and rejected results, by the difference between the programs."""
     counts: dict[str, dict[str, int]] = {}
     for name, programs in PROGRAMS.items():
         count = collections.Counter[str]()
@@ -80,7 +82,7 @@ def _run_threads(
         step = _program(memory, algorithm, factor).lower(rows).compile()
         arguments = number, step, rows, x.sum(0) * factor
         threads.append(threading.Thread(target=run, args=arguments))
-    memories[0].preset(0)  # not before all have compiled them
+    memories[0].preset(0)  # only after all have compiled them
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -95,11 +97,11 @@ def _program(memory: Any, algorithm: str, factor: int) -> Any:
 
 
 def signatures(order: list[int]) -> list[list[int]]:
-    """Of the calls of programs that are all different."""
+    """Signatures of the calls of programs that all differ."""
     mesh = mesh_of(order)
     mine = [device for device in mesh.devices if device.process_index == ME]
     with ExitStack() as stack:
-        if ME == 0:  # whose memories have other numbers from here on
+        if ME == 0:  # its memories have different numbers from here on
             stack.enter_context(create(jax.sharding.Mesh(np.array(mine), (AXIS,))))
         memory = stack.enter_context(create(mesh))
         reduce = [
@@ -114,13 +116,13 @@ def signatures(order: list[int]) -> list[list[int]]:
             return jax.lax.fori_loop(0, 3, lambda _, x: reduce[0](x), x)
 
         def of_a_table(x: Any) -> Any:
-            """A large constant may be another one in each process."""
+            """A large constant may differ between processes."""
             return reduce[0](x) + jnp.asarray(np.arange(1000, dtype=np.float32) + ME)[: len(x)]
 
         bodies = [
             reduce[0],
             reduce[1],
-            lambda x: reduce[0](x) * 2,  # only after the call
+            lambda x: reduce[0](x) * 2,  # differs only after the call
             lambda x: reduce[0](x) * 3,
             lambda x: reduce[0](x * 2),
             lambda x: x - reduce[0](x),

@@ -1,4 +1,4 @@
-"""One pool, one cache and their reference bytes; and what a copy between them must do."""
+"""One pool, one cache and their reference bytes; and the expected result of a copy between them."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class Case:
         return len(self.device[0][0])
 
     def pool(self, **mesh) -> jaxkv.HostPool:
-        """A new pool that holds a copy of `host`."""
+        """A new pool with a copy of `host`."""
         layout = self.layout
         pool = jaxkv.HostPool.create(
             self.spec,
@@ -55,7 +55,7 @@ class Case:
         return filled(pool, [self.host])
 
     def cache(self, **mesh) -> jaxkv.DeviceCache:
-        """A new cache that holds a copy of `device`."""
+        """A new cache with a copy of `device`."""
         cache = jaxkv.DeviceCache.create(self.spec, num_pages=self.num_device_pages, **mesh)
         return filled(cache, [buffer for buffers in self.device for buffer in buffers])
 
@@ -68,13 +68,13 @@ class Case:
                 assert_same_bytes(cache.layers[layer][kv], buffer, name)
 
     def expected(self, direction: str, host_pages, device_pages, layers=None) -> dict:
-        """What a copy changes: `{"device": ...}` for a load, `{"host": ...}` for a store."""
+        """Changes made by a copy: `{"device": ...}` for a load, `{"host": ...}` for a store."""
         args = (self.layout, self.host, self.device, host_pages, device_pages, layers)
         return {"device": load(*args)} if direction == "load" else {"host": store(*args)}
 
 
 def filled(tree, contents: Sequence[np.ndarray]):
-    """The same pytree around arrays with other contents, placed as the old ones were."""
+    """The same pytree with different contents, placed like the original."""
     leaves, structure = jax.tree.flatten(tree)
     assert [leaf.shape for leaf in leaves] == [array.shape for array in contents]
     placed = [put(array, leaf.sharding) for array, leaf in zip(contents, leaves, strict=True)]
@@ -82,10 +82,10 @@ def filled(tree, contents: Sequence[np.ndarray]):
 
 
 def put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A JAX array of its own memory with the contents of `array`.
+    """A JAX array with its own memory and the contents of `array`.
 
-    The CPU backend adopts NumPy memory at a multiple of 64 bytes whatever `may_alias` says, and
-    then copies on donation: so hand it memory that is not.
+    The CPU backend adopts NumPy memory that is aligned to 64 bytes whatever `may_alias` says, and
+    then copies on donation: so pass memory that is not.
     """
     words = np.empty(array.nbytes + 64 + 16, np.uint8)
     start = (16 - words.ctypes.data) % 64
@@ -103,7 +103,7 @@ def make_case(
     seed: int = 0,
     **spec,
 ) -> Case:
-    """Builds a case of random bytes; `spec` goes to `spec_of`."""
+    """A case of random bytes; `spec` is passed to `spec_of`."""
     rng = np.random.default_rng(seed)
     reference = ReferenceLayout(spec_of(**spec), layout, host_pages, head_groups)
     of = reference.spec
@@ -125,7 +125,7 @@ def distinct_ids(case: Case, count: int, seed: int = 0) -> tuple[np.ndarray, np.
 
 
 def as_ids(values, implementation: str | None, sharding: jax.sharding.Sharding | None = None):
-    """Page ids in the form that the implementation takes."""
+    """Page ids in the form required by the implementation."""
     ids = np.asarray(values, np.int32)
     if implementation in ("dma", "unordered"):
         return jaxkv.HostIds(ids, sharding=sharding)
@@ -133,7 +133,7 @@ def as_ids(values, implementation: str | None, sharding: jax.sharding.Sharding |
 
 
 def copy(direction: str, pool, cache, host_pages, device_pages, **options):
-    """Runs `load_pages` or `store_pages`; returns what it writes."""
+    """Runs `load_pages` or `store_pages`; returns the written pytree."""
     operation = jaxkv.load_pages if direction == "load" else jaxkv.store_pages
     return operation(pool, cache, host_pages, device_pages, **options)
 
@@ -149,7 +149,7 @@ def donating(direction: str, **options) -> jax.stages.Wrapped:
 
 
 def runner(direction: str, inside_jit: bool, **options) -> Callable:
-    """`copy` as it is, or jitted with donation."""
+    """`copy` unchanged, or jitted with donation."""
     return donating(direction, **options) if inside_jit else partial(copy, direction, **options)
 
 
@@ -172,7 +172,7 @@ def check_copy(
 
 
 def after(direction: str, out, pool, cache) -> tuple[jaxkv.HostPool, jaxkv.DeviceCache]:
-    """The pool and the cache once `out` has replaced the one that was written."""
+    """The pool and the cache after `out` has replaced the written one."""
     return (pool, out) if direction == "load" else (out, cache)
 
 
@@ -186,14 +186,14 @@ def pointers(tree) -> list[int]:
 
 
 def copied_shapes(step: jax.stages.Wrapped, *args) -> set[tuple[int, ...]]:
-    """Shapes of everything that the optimised program of a jitted `step` copies as a whole."""
+    """Shapes of all entire arrays copied by the optimized program of a jitted `step`."""
     text = step.lower(*args).compile().as_text() or ""
     found = re.findall(r"= \(?\w+\[([\d,]*)\]\S* (?:\S+ )*?copy(?:-start)?\(", text)
     return {tuple(int(n) for n in dims.split(",") if n) for dims in found}
 
 
 def assert_refused(call, error, *words):
-    """`call` raises `error`, and its message has all the words, whatever their case."""
+    """`call` raises `error`, and its message contains all the words, case-insensitively."""
     with pytest.raises(error) as raised:
         call()
     message = str(raised.value)
