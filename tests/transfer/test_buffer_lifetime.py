@@ -66,10 +66,12 @@ def start(named, direction, pool, cache, ids):
     return jaxkv.start_store(pool, cache, *ids, implementation=named)
 
 
+SAME = jax.jit(lambda t: t)
 CROSSINGS = {
     "inner jit": lambda t, x: jax.jit(lambda t: (t.wait(0), t)[1])(t),
     "inlined jit": lambda t, x: jax.jit(lambda t: (t.wait(0), t)[1], inline=True)(t),
     "tree.map": lambda t, x: jax.tree.map(lambda leaf: leaf, t),
+    "one jit, called again": lambda t, x: SAME(SAME(SAME(t))),
     "barrier": lambda t, x: jax.lax.optimization_barrier(t),
     "cond": lambda t, x: jax.lax.cond(x > 0, lambda t: t, lambda t: t, t),
     "scan": lambda t, x: jax.lax.scan(lambda t, _: (t, None), t, length=3)[0],
@@ -95,6 +97,25 @@ def test_a_transfer_that_crosses_a_boundary_is_protected_and_not_delayed(
     assert not module.violations(0)
     delayed = any(module.joined) or module.boundary_waits > 0
     assert delayed == (end == "dropped")
+
+
+def test_a_deep_model_with_an_inner_jit_for_each_layer(named):
+    """As many pytree boundaries as layers: the chain of aliases is longer than Python's stack."""
+    case = make_case(num_layers=80, kind="mla", dtype="int8")
+    _, ids = ids_of(case, 4, named)
+
+    def one(layer, loading, x):
+        return loading, x + loading.wait(layer)[0].sum()
+
+    def step(pool, cache, x, *ids):
+        loading = start(named, "load", pool, cache, ids)
+        for layer in range(case.spec.num_layers):
+            loading, x = jax.jit(partial(one, layer))(loading, x)
+        return x, loading.cache
+
+    args = case.pool(), case.cache(), jnp.int32(0), *ids
+    module = Module(jax.jit(step, donate_argnums=1).lower(*args))
+    assert not any(module.joined) and not module.boundary_waits
 
 
 def test_a_wait_in_one_branch_does_not_count(named):

@@ -131,6 +131,16 @@ def _inner_jit(choices: random.Random, started: Any, x: Any, *, inline: bool = F
     return jax.jit(inner, inline=inline)(started, x)
 
 
+_SHARED = jax.jit(lambda started, x: (started, x + 1))
+
+
+def _shared(choices: random.Random, started: Any, x: Any) -> Any:
+    """One function of the module, called again and again: its argument has many origins."""
+    for _ in range(choices.randrange(1, 4)):
+        started, x = _SHARED(started, x)
+    return started, x
+
+
 def _nested(choices: random.Random, started: Any, x: Any) -> Any:
     return jax.jit(partial(_inner_jit, random.Random(choices.random())))(started, x)
 
@@ -190,6 +200,7 @@ CROSSINGS: tuple[Callable[..., Any], ...] = (
     _inner_jit,
     partial(_inner_jit, inline=True),
     _nested,
+    _shared,
     _inner_drops,
     _tree_map,
     _barrier,

@@ -112,8 +112,16 @@ class BufferAliases:
 
     def origins(self, value: Any) -> list[Any]:
         """The values that define the buffer of a value, one for each path."""
-        before = self._before_argument(value) if _is_block_argument(value) else self._before(value)
-        return [origin for earlier in before for origin in self.origins(earlier)] or [value]
+        origins, seen, pending = [], {value}, [value]
+        while pending:
+            value = pending.pop()
+            is_argument = _is_block_argument(value)
+            before = self._before_argument(value) if is_argument else self._before(value)
+            if not before:
+                origins.append(value)
+            pending += [earlier for earlier in before if earlier not in seen]
+            seen.update(before)
+        return origins
 
     def _before(self, result: Any) -> list[Any]:
         operation, i = result.owner.operation, ir.OpResult(result).result_number

@@ -74,6 +74,7 @@ class _Program:
     def __init__(self, module: Any) -> None:
         self.starts: list[Any] = []
         self.waits: list[Any] = []
+        self._kept: dict[Any, bool] = {}
         self.aliases = BufferAliases(module, _in_place_results)
         module.operation.walk(self._note)
 
@@ -99,10 +100,11 @@ class _Program:
 
         `is_protected` of the start then covers the buffers.
         """
+        if any(map(_is_used, wait.results)):
+            return False
         arrays = list(wait.operands)[-len(_integers(_config(wait)["boundary"])) :]
-        origins = [origin for array in arrays for origin in self.aliases.origins(array)]
-        started_here = not any(map(self.aliases.is_argument, origins))
-        return started_here and not any(map(_is_used, wait.results))
+        origins = (origin for array in arrays for origin in self.aliases.origins(array))
+        return not any(map(self.aliases.is_argument, origins))
 
     def is_protected(self, start: Any) -> bool:
         """Whether all buffers of a start are live until the copy is complete."""
@@ -143,9 +145,16 @@ class _Program:
     def _is_kept(self, value: Any, segment: int, tickets: Any = None) -> bool:
         """Whether a buffer that a wait does not return is live, or an argument not donated."""
         return all(
-            self.aliases.is_held_by_caller(origin) or self._lives(origin, segment, tickets)
-            for origin in self.aliases.origins(value)
+            self._origin_is_kept(origin, segment, tickets) for origin in self.aliases.origins(value)
         )
+
+    def _origin_is_kept(self, origin: Any, segment: int, tickets: Any) -> bool:
+        key = origin, segment, None if tickets is None else frozenset(tickets)
+        if key not in self._kept:  # all waits for a copy ask for the same buffers
+            self._kept[key] = self.aliases.is_held_by_caller(origin) or self._lives(
+                origin, segment, tickets
+            )
+        return self._kept[key]
 
     def _lives(
         self, value: Any, segment: int, tickets: Any = None, *, removable: bool = False
