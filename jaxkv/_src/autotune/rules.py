@@ -8,7 +8,7 @@ from jaxkv._src.tuning.copy_table import SMALLEST, Candidate, CopySize, Rule, la
 
 SAME_RATE = 0.03  # relative to the best rate; within it, fewer SMs win
 # Sets of unsupported implementations: dma with ids on the device, pallas with blocks of an
-# unsupported shape or dtype.
+# unsupported layout, size or dtype.
 SCENARIOS: tuple[tuple[str, ...], ...] = ((), ("dma",), ("pallas",), ("dma", "pallas"))
 
 
