@@ -77,7 +77,7 @@ class Rendezvous:
         if verdict != SUCCESS:
             raise RuntimeError(verdict) from cause
         if len(heard) < len(self.processes):
-            heard = self._hear(key)  # late entries: on success all exist
+            heard = self._hear(key)  # entries missed by the timeout: on success all exist
         return {process: json.loads(text)["result"] for process, text in heard.items()}
 
     def leave(self) -> list[int]:
