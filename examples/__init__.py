@@ -1,1 +1,1 @@
-"""Programs that use jaxkv. A package, so that no installed `examples` can take its name."""
+"""Programs that use jaxkv. A package, so that no installed `examples` shadows it."""

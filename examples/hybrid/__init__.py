@@ -1,1 +1,1 @@
-"""A hybrid model with drafts, dispatched ahead of the host. Start with `run_ahead` in engine.py."""
+"""A hybrid model with speculative decoding and asynchronous scheduling; see engine.run_ahead."""

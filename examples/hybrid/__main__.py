@@ -1,7 +1,8 @@
-"""Generates with a small hybrid model, drafts and steps ahead of the host; and once with waits.
+"""Generates with a small hybrid model and draft tokens: asynchronous and synchronous scheduling.
 
-The exit code is 0 only if both runs leave the same tokens, recurrent states, keys and values, bit
-for bit, and the first one waited for nothing but counts of a step while the device had the next.
+The exit code is 0 only if both runs produce bitwise identical tokens, recurrent states, keys and
+values, and the host syncs of the asynchronous run are limited to reading the counts of one step
+while the device runs the next.
 """
 
 import argparse

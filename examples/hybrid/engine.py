@@ -1,11 +1,11 @@
-"""The same steps in two loops: one that runs ahead of the host's knowledge, one that waits.
+"""The same steps with asynchronous and with synchronous scheduling.
 
-What a step accepts, the device knows first. `run_ahead` leaves it there: the step makes the next
-step's batch itself (`jaxkv.recurrent.advance`), and the host reads the counts while that one runs.
-It then knows where this step's rows begin, and thus whether any can have reached a block boundary;
-only then does it issue the program that saves states. `run_waiting` reads the counts after every
-step, makes every batch on the host and always saves. Both run the same compiled programs, and so
-must leave the same bits.
+Accepted counts are produced on the device. In `run_ahead` they stay there: a step computes the next
+step's batch itself (`jaxkv.recurrent.advance`), and the host reads the counts while the next step
+runs. The host then knows the start of this step's rows and whether any may have reached a block
+boundary, and only in that case dispatches the program that saves states. `run_waiting` reads the
+counts after every step, builds every batch on the host and always saves. Both run the same compiled
+programs, so their results must be bitwise identical.
 """
 
 import dataclasses
@@ -24,39 +24,39 @@ from .model import Cache, Config, Params, forward, make_grid
 
 
 class Rows(NamedTuple):
-    """What a step is told of its rows."""
+    """Per-row inputs of a step."""
 
     batch: BatchMetadata
-    drafts: Any  # int32[B], among the query tokens
-    accepted: Any  # int32[B], of the last step, as its states lie
+    drafts: Any  # int32[B], draft tokens among the query tokens
+    accepted: Any  # int32[B], accepted tokens of the last step, consistent with its states
     state_idx: Any  # int32[B], column of each running state, -1 if there is none
 
 
 class Requests(NamedTuple):
-    """What never changes, int32[B] each."""
+    """Constants of the requests, int32[B] each."""
 
     ids: Any
     prompt_lens: Any
-    limits: Any  # a row rests when so many tokens are computed
+    limits: Any  # number of computed tokens at which a row becomes idle
 
 
 class Stepped(NamedTuple):
-    """What a step leaves."""
+    """Results of a step."""
 
     cache: Cache
-    tokens: Any  # int32[B, L], prompts, then what was generated and the drafts behind it
-    rows: Rows  # of the next step, before states are saved
+    tokens: Any  # int32[B, L], prompt, generated tokens, draft tokens
+    rows: Rows  # inputs of the next step, before states are saved
     sampled: Any  # int32[B], accepted tokens
     deferred: jaxkv.recurrent.DeferredCounts
 
 
 def to_device(arrays: Any) -> Any:
-    """Placed as a step's results are; what is placed otherwise takes a program of its own."""
+    """Places arrays like the results of a step; another placement would cause a recompilation."""
     return jax.device_put(arrays, jax.devices()[0])
 
 
 def plan(config: Config, valid: Any, requests: Requests) -> tuple[Any, Any]:
-    """Query tokens and drafts of each row's next step, int32[B]; of NumPy or JAX arrays."""
+    """Query and draft tokens of each row in the next step, int32[B]; for NumPy or JAX arrays."""
     left = requests.prompt_lens - valid
     decodes = (left <= 0) & (valid < requests.limits)
     query_lens = left.clip(0, 1 + config.drafts) + decodes * (1 + config.drafts)
@@ -73,7 +73,7 @@ def step(
     requests: Requests,
     number: Any,
 ) -> Stepped:
-    """Computes the query tokens of all rows and, from what they accept, the next step's."""
+    """Computes the query tokens of all rows and, from the accepted counts, the next inputs."""
     batch, drafts = rows.batch, rows.drafts
     states, accepted, state_idx = jaxkv.recurrent.align_preprocess(
         cache.states, batch, rows.accepted, kinds=config.kinds, state_idx=rows.state_idx
@@ -89,7 +89,7 @@ def step(
         tokens[row[:, None], grid.positions],
         grid,
     )
-    # Synthetic: how many drafts are right is drawn, whatever the model says of them.
+    # Synthetic acceptance: the number of accepted draft tokens is random, independent of logits.
     key = jax.random.fold_in(jax.random.key(0), number)
     drawn = 1 + jax.random.randint(key, row.shape, 0, config.drafts + 1, jnp.int32)
     active = batch.query_lens > 0
@@ -117,7 +117,7 @@ def step(
 def save(
     config: Config, cache: Cache, batch: BatchMetadata, sampled: Any, drafts: Any
 ) -> tuple[Cache, Any]:
-    """Keeps the states at block boundaries that the step reached; also the next step's counts."""
+    """Saves the states at block boundaries reached in the step; returns the updated counts too."""
     states, accepted = jaxkv.recurrent.align_postprocess(
         cache.states, batch, sampled, kinds=config.kinds, num_drafts=drafts
     )
@@ -125,7 +125,7 @@ def save(
 
 
 class Start(NamedTuple):
-    """Requests, with blocks for all that they will ever need."""
+    """Requests with all their blocks allocated in advance."""
 
     requests: Requests
     tokens: np.ndarray  # int32[B, L]
@@ -134,13 +134,13 @@ class Start(NamedTuple):
     @classmethod
     def of(cls, config: Config, prompts: Sequence[Sequence[int]], new_tokens: int) -> "Start":
         lens = np.array([len(prompt) for prompt in prompts], np.int32)
-        # The token chosen last is never computed.
+        # The last sampled token is never processed.
         requests = Requests(np.arange(len(lens), dtype=np.int32), lens, lens + new_tokens - 1)
         longest = int(requests.limits.max()) + 2 * (1 + config.drafts)
         tokens = np.zeros((len(lens), longest), np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
-        columns = -(-longest // config.block_size) + config.drafts  # drafts' states need blocks
+        columns = -(-longest // config.block_size) + config.drafts  # blocks of draft states
         table = 1 + np.arange(len(lens) * columns, dtype=np.int32).reshape(-1, columns)
         return cls(requests, tokens, table)
 
@@ -163,18 +163,18 @@ class Start(NamedTuple):
         return to_device(Rows(batch, drafts, np.ones_like(drafts), np.full_like(drafts, -1)))
 
     def outcome(self, config: Config) -> "Outcome":
-        """Of no step yet."""
+        """Initial outcome, before the first step."""
         cache, tokens = to_device((Cache.create(config, 1 + self.block_table.size), self.tokens))
         return Outcome(cache, tokens, np.zeros_like(self.requests.ids))
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run leaves, and how it went."""
+    """Results and statistics of a run."""
 
     cache: Cache
     tokens: Any  # int32[B, L]
-    valid: np.ndarray  # int32[B], computed tokens of each row
+    valid: np.ndarray  # int32[B], number of computed tokens of each row
     steps: int = 0
     saves: int = 0
 
@@ -185,7 +185,7 @@ class Outcome:
 
 
 def run_ahead(config: Config, params: Params, start: Start) -> Outcome:
-    """Every step is dispatched before the host knows what the one before accepted."""
+    """Asynchronous scheduling: dispatches each step before the previous counts are known."""
     requests, run = start.requests, start.outcome(config)
     rows, pending = start.first_rows(config), None
     while True:
@@ -193,13 +193,13 @@ def run_ahead(config: Config, params: Params, start: Start) -> Outcome:
         number = run.steps
         done = step(config, params, run.cache, run.tokens, rows, requests, np.int32(number))
         if pending is not None:
-            # The device has the step just issued to do, so it doesn't wait while the host does.
+            # The step just dispatched keeps the device busy while the host blocks.
             with jaxkv.allow_host_sync("the host is a step ahead"):
                 counts = pending.read(step=number - 1, request_ids=requests.ids)
             run.valid = run.valid + np.where(query_lens > 0, query_lens - drafts + counts - 1, 0)
             query_lens, drafts = plan(config, run.valid, requests)
         run.cache, run.tokens, pending = done.cache, done.tokens, done.deferred
-        if not query_lens.any():  # the step just issued had nothing to do
+        if not query_lens.any():  # the step just dispatched is empty
             return run
         run.steps += 1
         batch, drafts_there, rows = rows.batch, rows.drafts, done.rows
@@ -212,7 +212,7 @@ def run_ahead(config: Config, params: Params, start: Start) -> Outcome:
 
 
 def run_waiting(config: Config, params: Params, start: Start) -> Outcome:
-    """Every batch is made from counts that the host has waited for."""
+    """Synchronous scheduling: the host reads the counts of each step before building the next."""
     requests, run = start.requests, start.outcome(config)
     rows, state_idx = start.first_rows(config), np.full_like(requests.ids, -1)
     query_lens, drafts = plan(config, run.valid, requests)

@@ -1,8 +1,8 @@
-"""A small hybrid language model in plain JAX: Mamba2-style layers, with attention among them.
+"""A small hybrid language model in plain JAX: Mamba2-style layers and attention layers.
 
-One function serves prompts and verification of drafts: a step takes up to 1 + `drafts` tokens of
-each row, and leaves the recurrent states after each draft where
-`jaxkv.recurrent.align_preprocess` and `jaxkv.recurrent.align_postprocess` look for them.
+One function for prefill and draft verification: a step processes up to 1 + `drafts` tokens of each
+row and stores the recurrent state after each draft token in the layout expected by
+`jaxkv.recurrent.align_preprocess` and `jaxkv.recurrent.align_postprocess`.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ class Config:
     heads: int = 4
     head_dim: int = 16
     state_dim: int = 16
-    window: int = 3  # tokens before its own that the convolution sees
+    window: int = 3  # previous tokens seen by the convolution
     drafts: int = 3
-    block_size: int = 64  # tokens a block, of states and of keys and values
+    block_size: int = 64  # tokens per block, for states and KV
 
     @property
     def hidden(self) -> int:
@@ -40,13 +40,13 @@ class Config:
 
     @property
     def kinds(self) -> list[dict[str, StateKind]]:
-        """Of the arrays in `Cache.states`."""
+        """State kinds of the arrays in `Cache.states`."""
         kinds = {"conv": StateKind.CONV_SD, "temporal": StateKind.TEMPORAL}
         return [kinds] * self.layers.count("M")
 
 
 class Cache(NamedTuple):
-    """What steps leave to later ones, N blocks of it."""
+    """Recurrent states and KV cache, N blocks each."""
 
     states: list[dict[str, Any]]  # conv [N, window + drafts, C], temporal [N, heads, dim, state]
     kv: list[Any]  # [N, block_size, 2, heads, head_dim]
@@ -65,7 +65,7 @@ class Cache(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def init_params(config: Config, seed: int) -> Params:
-    """Random weights, and a drafter that looks a token's continuation up in a random table."""
+    """Random weights, and a draft model that is a random table of next tokens."""
     keys = iter(jax.random.split(jax.random.key(seed), 3 + 4 * len(config.layers)))
 
     def matrix(rows: int, columns: int) -> jax.Array:
@@ -95,15 +95,15 @@ def init_params(config: Config, seed: int) -> Params:
 
 
 class Grid(NamedTuple):
-    """The batch as Q = 1 + drafts places a row, and where each row reads and writes."""
+    """The batch in padded form, Q = 1 + drafts tokens per row, with its read and write indices."""
 
-    positions: Any  # int32[B, Q], of each token in its context
-    slots: Any  # int32[B, Q], for its keys and values; out of range for padding
+    positions: Any  # int32[B, Q], position of each token in its context
+    slots: Any  # int32[B, Q], KV slots; out of range for padding
     fresh: Any  # bool[B], rows whose context begins in this step
-    certain: Any  # int32[B], query tokens that are no drafts
-    ahead: Any  # int32[B], drafts of the last step that the row's state is behind
-    read: Any  # int32[B, Q], blocks of the state and of those for drafts
-    write: Any  # int32[B, Q], the same; out of range where nothing is written
+    certain: Any  # int32[B], query tokens other than draft tokens
+    ahead: Any  # int32[B], draft tokens of the last step before the row's state
+    read: Any  # int32[B, Q], blocks of the state and of the draft tokens' states
+    write: Any  # int32[B, Q], likewise; out of range for no write
 
 
 def make_grid(
@@ -172,7 +172,7 @@ def recurrent(
         after.append(h)
         y.append(einsum("bhds,bs->bhd", h, c[:, t]).reshape(rows, hidden))
 
-    # The window that ends with the last certain token, and behind it the drafts' inputs.
+    # The window up to the last non-draft token, followed by the inputs of the draft tokens.
     length = config.window + config.drafts
     kept = jnp.minimum(grid.certain[:, None] + jnp.arange(length), seen.shape[1] - 1)
     ends = jnp.clip(grid.certain[:, None] - 1 + jnp.arange(places), 0, places - 1)

@@ -1,10 +1,10 @@
-"""Serves conversations three times and compares the answers.
+"""Serves conversations in three configurations and compares the answers.
 
-  offload     few HBM pages; evicted ones go to the host pool and come back
-  recompute   as few HBM pages and no host pool: evicted pages are computed again
-  all in HBM  HBM pages for everything
+  offload     few HBM pages; evicted pages are offloaded to the host pool and reloaded
+  recompute   the same number of HBM pages, no host pool; evicted pages are recomputed
+  all in HBM  HBM pages for all tokens
 
-The exit code is 0 only if every token of the first run equals those of the other two.
+The exit code is 0 only if all tokens of the three runs are equal.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from .model import Config, Params, init_params
 from .tokenizer import ByteTokenizer, QwenTokenizer, Tokenizer
 
 TINY = Config(256, 256, 768, 4, 4, 2, 64)
-QWEN3_600M = Config(256, 1024, 3072, 28, 16, 8, 128)  # all but its vocabulary
+QWEN3_600M = Config(256, 1024, 3072, 28, 16, 8, 128)  # except for the vocabulary size
 
 Conversations = dict[str, list[str]]
 Runs = dict[str, list[Turn]]
@@ -60,7 +60,7 @@ def parse(argv: Sequence[str] | None, on_cpu: bool) -> argparse.Namespace:
 
 def positive(text: str) -> int:
     if int(text) < 1:
-        raise ValueError(text)  # argparse names the option and the value
+        raise ValueError(text)  # argparse adds option and value
     return int(text)
 
 
@@ -76,7 +76,7 @@ def read_conversations(path: Path) -> Conversations:
 
 
 def show_progress(text: str) -> None:
-    """Writes over one line of a terminal; elsewhere the headings of the runs are enough."""
+    """Progress in one line of a terminal; no output if stderr is not one."""
     if sys.stderr.isatty():
         print(f"\r{text:<79}\r", end="", file=sys.stderr, flush=True)
 
@@ -94,9 +94,9 @@ def plan_runs(
     tokenizer: Tokenizer,
     on_cpu: bool,
 ) -> tuple[Limits, dict[str, tuple[int, int]]]:
-    """Limits of all engines, and the HBM and host pages of each run."""
+    """Limits of all engines, and the numbers of HBM and host pages of each run."""
     page_size, chunk = (16, 64) if on_cpu else (64, 256)
-    pages = []  # of each conversation, if no answer stops early
+    pages = []  # for each conversation, without early stops
     for turns in conversations.values():
         prompts = [tokenizer.prompt(text, [-1] * place) for place, text in enumerate(turns)]
         length = sum(len(prompt) + args.max_new_tokens for prompt in prompts)
@@ -116,9 +116,9 @@ class Comparison(NamedTuple):
     """All runs, by name.
 
     Attributes:
-      tokens_equal: whether the answers are those of run 'offload'.
-      compared: a row for each run, without first turns where there are others.
-      rounds: a row for each turn of the conversations.
+      tokens_equal: whether the answers equal those of run 'offload'.
+      compared: one row for each run, without first turns if there are later ones.
+      rounds: one row for each turn of the conversations.
     """
 
     tokens_equal: dict[str, bool]
@@ -140,7 +140,7 @@ def compare(runs: Runs, spec: jaxkv.KVCacheSpec) -> Comparison:
 
 
 def answers(runs: Runs, spec: jaxkv.KVCacheSpec, tokenizer: Tokenizer) -> list[report.Row]:
-    """A row for each answer."""
+    """One row for each answer."""
     return [
         {"run": name, "conversation": turn.conversation, "turn": turn.index + 1}
         | report.row([turn], spec)

@@ -1,15 +1,14 @@
-"""Which page holds which tokens, in HBM and in the host pool. Host integers only: no JAX here.
+"""Page allocation and prefix caching, in HBM and in the host pool. Host integers only, no JAX.
 
-A full page is named by a hash of all tokens up to its end, so pages of one name hold the same keys
-and values. In HBM a page is in exactly one of three states:
+A full page is identified by a hash of all tokens up to its end (its name), so pages of equal name
+have equal keys and values. A page in HBM is in one of three states:
 
-    free    holds nothing worth keeping
-    in use  by one or more running turns, as counted in `_references`
-    cached  used by nobody, but known by name; the least recently used one makes room for others
+    free    without valid contents
+    in use  referenced by one or more running turns, with a count in `_references`
+    cached  unreferenced, but found by name; evicted in LRU order
 
-A cached page that makes room is stored to the host pool, unless it is there already, and loaded
-from there when its name is asked for again. The host pool is a second, larger cache with a recency
-of its own.
+An evicted page is stored to the host pool, unless it is there already, and reloaded on a later
+request of its name. The host pool is a second, larger cache with its own LRU order.
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ def page_names(tokens: Sequence[int], page_size: int) -> list[Name]:
 
 @dataclasses.dataclass
 class Placement:
-    """The pages of a turn, and the copies that come before their use: stores, then loads."""
+    """The pages of a turn, and the copies required before their use: stores, then loads."""
 
     pages: list[int] = dataclasses.field(default_factory=list)
     found_in_hbm: int = 0
@@ -43,7 +42,7 @@ class Placement:
 
 
 class BlockManager:
-    """Gives out HBM pages and decides what is stored, loaded and forgotten."""
+    """Allocates HBM pages and decides which pages to store, load and evict."""
 
     def __init__(self, num_hbm_pages: int, num_host_pages: int):
         self._free = list(range(num_hbm_pages))
@@ -55,12 +54,12 @@ class BlockManager:
         self._host_page_of: OrderedDict[Name, int] = OrderedDict()
 
     def place(self, names: Sequence[Name], num_pages: int) -> Placement:
-        """Gives a turn `num_pages` pages; the first hold the longest known prefix of `names`.
+        """Allocates `num_pages` pages; the first ones hold the longest cached prefix of `names`.
 
-        The caller issues the copies of the result before anything reads or writes these pages.
+        The caller must issue the copies of the result before any use of these pages.
 
         Raises:
-          MemoryError: the pages in use leave no room for this turn; nothing has changed then.
+          MemoryError: not enough pages that are not in use; the state is unchanged.
         """
         prefix = self._known_prefix(names)
         resident = [self._page_of[name] for name in prefix if name in self._page_of]
@@ -70,7 +69,7 @@ class BlockManager:
         placement = Placement(found_in_hbm=len(resident))
         for page in resident:
             self._take(page)
-        busy = set()  # host pages that this placement reads or writes, and so must not give away
+        busy = set()  # host pages of this placement, not to be reused
         for name in reversed(prefix):
             if name in self._host_page_of:
                 self._host_page_of.move_to_end(name)
@@ -86,13 +85,13 @@ class BlockManager:
         return placement
 
     def publish(self, pages: Sequence[int], names: Sequence[Name]) -> None:
-        """Lets others find full pages; of two with one name the second stays private."""
+        """Makes full pages available by name; the second page of a name stays private."""
         for page, name in zip(pages, names, strict=False):
             if name not in self._page_of:
                 self._page_of[name], self._name_of[page] = page, name
 
     def release(self, pages: Sequence[int]) -> None:
-        """Ends a turn's use of its pages; the last of them are to be forgotten first."""
+        """Releases the pages of a turn; its last pages are evicted first."""
         for page in reversed(pages):
             self._references[page] -= 1
             if self._references[page] == 0 and page in self._name_of:
@@ -114,7 +113,7 @@ class BlockManager:
         return page
 
     def _evict(self, placement: Placement, busy: set[int]) -> int:
-        """Takes the page unused for longest; stores it if the host has room and no copy yet."""
+        """Evicts the LRU page; stores it if the host pool has room and no copy of it."""
         page, _ = self._cached.popitem(last=False)
         name = self._name_of.pop(page)
         del self._page_of[name]

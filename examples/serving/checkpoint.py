@@ -12,13 +12,13 @@ import numpy as np
 from .model import Config, Params
 
 DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-# What the model computes; a config.json may say the same or nothing.
+# Supported configuration; a config.json must have these values or omit them.
 SUPPORTED: dict[str, Any] = {"model_type": "qwen3", "hidden_act": "silu", "rope_type": "default"}
 SUPPORTED |= {"attention_bias": False, "use_sliding_window": False}
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file, mapped from disk: header length in 8 bytes, JSON header, raw bytes."""
+    """Memory-mapped tensors of a file: 8 bytes of header length, JSON header, raw data."""
     data = np.memmap(path, np.uint8, mode="r")
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     if start > data.size:
@@ -35,7 +35,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_config(path: Path) -> Config:
-    """The sizes in a config.json; ValueError for what the model does not compute."""
+    """Model sizes from a config.json; ValueError for unsupported configurations."""
     raw = json.loads(path.read_text())
     raw |= raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     for name, value in SUPPORTED.items():
@@ -49,7 +49,7 @@ def load_checkpoint(directory: Path, dtype: Any) -> tuple[Config, Params]:
 
     Raises:
       FileNotFoundError: no config.json.
-      ValueError: a damaged file, or other tensors or another architecture than expected.
+      ValueError: a corrupt file, unexpected tensors or an unsupported architecture.
     """
     config = read_config(directory / "config.json")
     tensors: dict[str, np.ndarray] = {}

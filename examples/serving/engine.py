@@ -1,13 +1,14 @@
-"""The serving loop: decide, move pages, compute. `Engine.step` is all of it.
+"""The serving loop in `Engine.step`: schedule, copy pages, compute.
 
-Scheduling is plain Python over integers. Arrays are touched by three jitted programs only (`store`,
-`load`, `next_tokens`), whose shapes never change, so nothing is compiled while it serves.
+Scheduling is plain Python over integers. Only three jitted programs access arrays (`store`, `load`,
+`next_tokens`); their shapes are static, so nothing is compiled while serving.
 
-Why a run with a host pool gives the same bits as one whose HBM holds everything: decisions look at
-numbers of tokens and at `Limits`, never at time or at where a page lies, so both runs compute the
-same tokens in the same batches; the number of pages enters gathers and scatters only, which move
-bytes; and page copies are exact. A run that computes evicted pages again has other batches, so it
-agrees up to rounding: with float32 products far less than what parts the two best tokens.
+A run with a host pool is bitwise identical to a run with all pages in HBM: scheduling depends on
+numbers of tokens and on `Limits`, not on time or the location of pages, so both runs compute the
+same tokens in the same batches; the number of pages only affects gathers and scatters, which move
+bytes; and page copies are exact. A run that recomputes evicted pages has different batches and
+agrees up to rounding; with float32 products, the error is far below the margin between the two best
+tokens.
 """
 
 import time
@@ -26,33 +27,33 @@ from .block_manager import BlockManager, Placement, page_names
 from .model import Batch, Config, Params, next_tokens
 from .tokenizer import Tokenizer
 
-# Donation is what makes them write in place.
+# Donated, so that they write in place.
 store = jax.jit(jaxkv.store_pages, donate_argnames="pool")
 load = jax.jit(jaxkv.load_pages, donate_argnames="cache")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What scheduling looks at besides tokens; static shapes follow from it."""
+    """Limits of the scheduler, which also determine the static shapes."""
 
-    page_size: int  # tokens a page
-    batch: int  # turns that run at once
-    chunk: int  # prompt tokens computed in one step
-    pages_per_turn: int  # of the longest sequence
-    pages_in_use: int  # of all running turns together, shared ones counted each time
+    page_size: int  # tokens per page
+    batch: int  # maximum number of running turns
+    chunk: int  # prompt tokens per step (chunked prefill)
+    pages_per_turn: int  # pages of the longest sequence
+    pages_in_use: int  # of all running turns, shared pages counted once for each turn
 
 
 @dataclass(eq=False)
 class Turn:
-    """One answer: what it is asked for, and what became of it."""
+    """One turn of a conversation: prompt, progress and answer."""
 
     conversation: str
     index: int
-    prompt: list[int]  # the whole conversation up to the new question
+    prompt: list[int]  # the conversation up to the new question
     max_new_tokens: int
-    known: int = 0  # prompt tokens whose keys and values an earlier turn computed
+    known: int = 0  # prompt tokens computed in earlier turns
     answer: list[int] = field(default_factory=list)
-    computed: int = 0  # tokens whose keys and values are in HBM
+    computed: int = 0  # tokens with keys and values in HBM
     placement: Placement = field(default_factory=Placement)
     admitted_at: float = 0.0
     first_token_at: float = 0.0
@@ -64,11 +65,11 @@ class Turn:
 
     @property
     def missing(self) -> int:
-        """Tokens still to be computed before the next one can be chosen."""
+        """Tokens to compute before the next one can be sampled."""
         return len(self.prompt) + len(self.answer) - self.computed
 
     def num_pages(self, page_size: int) -> int:
-        """Pages that it can ever need."""
+        """Maximum number of pages of the turn."""
         return -(-(len(self.prompt) + self.max_new_tokens) // page_size)
 
 
@@ -109,9 +110,9 @@ class Engine:
         self.waiting.append(turn)
 
     def step(self) -> None:
-        """Lets a turn in, computes a chunk of one prompt and the next token of every answer.
+        """Admits a turn, then computes a chunk of one prompt and the next token of every answer.
 
-        The only wait for the device is for the tokens; any other would be an error.
+        The only host sync is the read of the tokens; any other would be an error.
         """
         with jaxkv.forbid_host_sync():
             self._admit()
@@ -121,7 +122,7 @@ class Engine:
                 self._compute(answers, max_turns=self.limits.batch, max_tokens=self.limits.batch)
 
     def _admit(self) -> None:
-        """Starts the turn that waits for longest, once all its pages fit beside those in use."""
+        """Starts the first queued turn if all its pages fit in addition to those in use."""
         if not self.waiting or len(self.running) == self.limits.batch:
             return
         page_size, turn = self.limits.page_size, self.waiting[0]
@@ -130,7 +131,7 @@ class Engine:
             return
         self.running.append(self.waiting.popleft())
         turn.admitted_at = time.perf_counter()
-        # Without the last prompt token: that one is computed in any case, to choose what follows.
+        # Without the last prompt token, which is always computed to obtain the next logits.
         names = page_names(turn.prompt[:-1], page_size)
         turn.placement = self.blocks.place(names, turn.num_pages(page_size))
         found = turn.placement.found_in_hbm + len(turn.placement.loads)
@@ -140,9 +141,9 @@ class Engine:
     def _move(self, placement: Placement) -> None:
         """Issues the copies of one turn: at most one store, then at most one load.
 
-        An evicted page must be read by the store before the load or a prefill writes to it. JAX
-        sees to that: they are given the cache by donation, and a donated buffer is not written
-        before the programs that read it are done. The load gets the pool that the store returned.
+        The store must read an evicted page before the load or a prefill writes it. JAX guarantees
+        the order: the writers get the cache by donation, and a donated buffer is not written before
+        the programs that read it are complete. The load takes the pool returned by the store.
         """
         if placement.stores:
             self.pool = store(self.pool, self.cache, *self._ids(placement.stores))
@@ -156,7 +157,7 @@ class Engine:
         return ids
 
     def _compute(self, turns: Sequence[Turn], max_turns: int, max_tokens: int) -> None:
-        """Computes missing tokens of each turn, in a batch of static shape."""
+        """Computes the missing tokens of each turn, in a batch of static shape."""
         each = max_tokens // max_turns
         new = [turn.tokens[turn.computed :][:each] for turn in turns]
         tokens = np.zeros(max_tokens, np.int32)
@@ -175,7 +176,7 @@ class Engine:
         for turn, part in zip(turns, new, strict=True):
             count = len(part)
             turn.computed += count
-            if turn.computed % self.limits.page_size < count:  # a page has become full
+            if turn.computed % self.limits.page_size < count:  # a page is now full
                 names = page_names(turn.tokens[: turn.computed], self.limits.page_size)
                 self.blocks.publish(turn.placement.pages, names)
         if any(turn.missing == 0 for turn in turns):
@@ -194,7 +195,7 @@ class Engine:
             self.blocks.release(turn.placement.pages)
 
     def warm_up(self) -> None:
-        """Compiles every program by running it on padding; to be called before the first turn."""
+        """Compiles all programs by running them on padding; call it before the first turn."""
         self._compute([], max_turns=1, max_tokens=self.limits.chunk)
         self._compute([], max_turns=self.limits.batch, max_tokens=self.limits.batch)
         if self.pool is not None:
@@ -210,9 +211,9 @@ def serve(
     max_new_tokens: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Turn]:
-    """Serves all first turns, then all second ones, and so on; tells its progress after every step.
+    """Serves all first turns, then all second ones, and so on; reports progress after each step.
 
-    When a conversation comes back for its next turn, others have pushed its pages out of HBM.
+    By the next turn of a conversation, its pages have been evicted from HBM by the others.
     """
     served: list[Turn] = []
     latest: dict[str, Turn] = {}

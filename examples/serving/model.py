@@ -1,6 +1,6 @@
 """The Qwen3 architecture in plain JAX, over the pages of a `jaxkv.DeviceCache`.
 
-One function serves prefill and decode: they differ only in the shape of the batch.
+One function for prefill and decode, which differ only in the shape of the batch.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from jaxkv.metadata import BatchMetadata
 
 Params = dict[str, Any]
 
-# Full float32 products (no TF32), so that a token's keys and values hardly depend on the batch
-# that they were computed in.
+# Full float32 products (no TF32), so that keys and values depend on the batch composition only up
+# to float32 rounding.
 einsum = partial(jnp.einsum, precision="highest")
 
 
@@ -39,7 +39,7 @@ class Config:
     tie_word_embeddings: bool = True
 
     def build(self, make: Callable[[str, tuple[int, ...]], jax.Array]) -> Params:
-        """The parameters, each made from its name in a checkpoint and its shape; [out, in]."""
+        """The parameters, each built from its checkpoint name and shape; matrices are [out, in]."""
         hidden, inner, head = self.hidden_size, self.intermediate_size, self.head_dim
         queries, keys = self.num_attention_heads * head, self.num_key_value_heads * head
         layer = {
@@ -69,11 +69,11 @@ class Config:
 
 
 def init_params(config: Config, seed: int, dtype: Any) -> Params:
-    """Random weights that let a token depend on all of its context.
+    """Random weights for which each token depends on its entire context.
 
-    Matrices keep the variance of their input. The embedding is small, so that the residual stream
-    is what the layers wrote rather than the token that came in, and attention is sharper than with
-    unit norms, so that it is more than an average.
+    Matrices preserve variance. The embedding is small, so that layer outputs dominate the input
+    token in the residual stream, and attention is sharper than with unit norms, so that it does not
+    degenerate to an average.
     """
 
     def make(name: str, shape: tuple[int, ...]) -> jax.Array:
@@ -87,10 +87,10 @@ def init_params(config: Config, seed: int, dtype: Any) -> Params:
 
 
 class Batch(NamedTuple):
-    """Up to T new tokens, those of one sequence after those of another."""
+    """Up to T new tokens, concatenated by sequence."""
 
     tokens: Any  # int32[T]
-    rows: BatchMetadata  # which sequences they belong to, and where those have their pages
+    rows: BatchMetadata  # sequences of the tokens, and their pages
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -112,17 +112,17 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 def extend(
     pages: jax.Array, new: jax.Array, slots: jax.Array, tables: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes new [T, H, D] to pages [P, s, H, D] and reads whole sequences, [B, S, H, D]."""
+    """Writes new [T, H, D] to pages [P, s, H, D] and gathers full sequences, [B, S, H, D]."""
     flat = pages.reshape(-1, *pages.shape[2:]).at[slots].set(new, mode="drop")
     pages = flat.reshape(pages.shape)
     return pages, pages[tables].reshape(len(tables), -1, *new.shape[1:])
 
 
 def attend(q: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Grouped-query attention of q [T, heads, D] to [B, S, H, D], where mask [T, B, S] is.
+    """Grouped-query attention of q [T, heads, D] to [B, S, H, D] with mask [T, B, S].
 
-    Every token looks at every sequence and the mask keeps its own. A kernel for paged attention
-    would not; its metadata is what `jaxkv.metadata` builds from the same batch.
+    Computes the scores of every token with every sequence and masks the other sequences. A paged
+    attention kernel would not; `jaxkv.metadata` builds its metadata from the same batch.
     """
     grouped = q.reshape(len(q), keys.shape[2], -1, q.shape[-1])
     scores = einsum("thgd,bshd->hgtbs", grouped, keys, preferred_element_type=jnp.float32)
@@ -134,7 +134,7 @@ def attend(q: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) ->
 def forward(
     config: Config, params: Params, cache: jaxkv.DeviceCache, batch: Batch
 ) -> tuple[jax.Array, jaxkv.DeviceCache]:
-    """Writes the keys and values of new tokens to their pages and attends to all that came before.
+    """Writes the keys and values of new tokens to their pages and computes causal attention.
 
     Returns:
       The logits after the last new token of each sequence, float32[B, vocab_size], and the cache.
@@ -172,6 +172,6 @@ def forward(
 def next_tokens(
     config: Config, params: Params, cache: jaxkv.DeviceCache, batch: Batch
 ) -> tuple[jax.Array, jaxkv.DeviceCache]:
-    """The greedy choice after the last new token of each sequence, int32[B]; see `forward`."""
+    """Greedy sampling after the last new token of each sequence, int32[B]; see `forward`."""
     logits, cache = forward(config, params, cache, batch)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache

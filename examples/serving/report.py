@@ -1,4 +1,4 @@
-"""What the runs did, as rows of a table and as a plot."""
+"""Results of the runs, as tables and as a plot."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ Row = dict[str, Any]
 
 
 def row(turns: Sequence[Turn], spec: jaxkv.KVCacheSpec) -> Row:
-    """Prompt tokens by where their keys and values were found, bytes moved, and times.
+    """Prompt tokens by source of their keys and values, bytes moved, and times.
 
-    TTFT is the mean time from admission to the batch, loads included, until the first token is on
-    the host; tokens/s are those of answers, from the first admission to the last token.
+    TTFT is the mean time from admission to the batch until the first token is on the host,
+    including loads. tokens/s counts answer tokens from the first admission to the last token.
     """
     placements = [turn.placement for turn in turns]
     hbm = [placement.found_in_hbm * spec.page_size for placement in placements]
@@ -45,7 +45,7 @@ def rounds(turns: Sequence[Turn], spec: jaxkv.KVCacheSpec) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Aligned text under the keys of the rows."""
+    """Aligned text with the keys of the rows as header."""
     cells = [[*rows[0]], *([*row.values()] for row in rows)]
     text = [[f"{x:.1f}" if isinstance(x, float) else str(x) for x in line] for line in cells]
     widths = [max(map(len, column)) for column in zip(*text, strict=True)]
@@ -54,7 +54,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(runs: Mapping[str, Sequence[Row]], path: Path) -> None:
-    """Time to the first token of each run, and where the first run found its prompts."""
+    """Time to first token of each run, and sources of the prompt tokens of the first run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

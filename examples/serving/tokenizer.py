@@ -1,7 +1,7 @@
-"""Text to token ids and back, and how a conversation is written down for the model.
+"""Tokenizers and chat templates.
 
-A conversation only ever grows at its end: what the model has read stays as it is, so that its
-pages can be found again. `prompt` therefore gives just the tokens that a new turn adds.
+A conversation is append-only: tokens processed by the model never change, so that its pages can be
+reused. `prompt` therefore returns only the tokens added by a new turn.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ SYSTEM = (
 
 
 class ByteTokenizer:
-    """A token a byte. Random weights know no end of an answer, so there is no stop token."""
+    """One token per byte, without a stop token, which random weights would not produce."""
 
     stop: int | None = None
 
@@ -39,7 +39,7 @@ class QwenTokenizer:
 
     def prompt(self, text: str, history: Sequence[int]) -> list[int]:
         opening = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
-        if history:  # an answer that was cut off lacks its end
+        if history:  # a truncated answer has no end token
             opening = "\n" if history[-1] == self.stop else "<|im_end|>\n"
         question = f"<|im_start|>user\n{text}<|im_end|>\n"
         answer = "<|im_start|>assistant\n<think>\n\n</think>\n\n"

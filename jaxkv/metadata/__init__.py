@@ -1,4 +1,4 @@
-"""Attention metadata with static shapes, computed on the device: one module a backend."""
+"""Attention metadata with static shapes, computed on the device: one module per backend."""
 
 from jaxkv.metadata import cascade as cascade
 from jaxkv.metadata import flashinfer as flashinfer

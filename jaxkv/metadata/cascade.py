@@ -1,9 +1,9 @@
-"""Cascade attention: a prefix that all requests share is attended once, for all their tokens.
+"""Cascade attention: attention to a prefix common to all requests, computed once for all tokens.
 
 Level 0 attends from every token to the common prefix, level 1 from each request's tokens to the
-rest of its context; a kernel merges them by their log-sum-exp. The rule when this pays is that of
-vLLM up to 0.21. There, level 1 of the FlashInfer path read the table's first blocks again; here it
-has a table without the prefix.
+rest of its context; a kernel merges the results by log-sum-exp. The heuristic for its use is that
+of vLLM up to 0.21. There, level 1 of the FlashInfer path read the first blocks of the table again;
+here its block table excludes the prefix.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import numpy as np
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
 from jaxkv.metadata.segments import cdiv, on_device
 
-# What vLLM's rule takes for granted: shorter prefixes and smaller batches do not pay.
+# Minima of vLLM's heuristic: no benefit for shorter prefixes or smaller batches.
 _MIN_PREFIX_TOKENS = 256
 _MIN_REQUESTS = 8
-_TILE = 128  # query rows and keys that one thread block of its kernels takes
+_TILE = 128  # query rows and keys per thread block of its kernels
 
 
 def common_prefix_blocks(
     num_common_blocks: int, num_computed: Sequence[int] | np.ndarray, block_size: int
 ) -> int:
-    """Blocks of the common prefix that cascade attention may use, on the host.
+    """Number of prefix blocks that cascade attention may use; computed on the host.
 
-    Only what every request has computed counts, so that each keeps a token of its own at least and
-    no token attends to a later one at level 0.
+    Limited to blocks that every request has computed, so that each request has at least one token
+    at level 1 and no token attends to a later one at level 0.
 
     Args:
-      num_common_blocks: first blocks that all requests share, as the cache manager counts them.
-      num_computed: tokens of each request that earlier steps computed.
-      block_size: tokens a block.
+      num_common_blocks: number of leading blocks shared by all requests, from the cache manager.
+      num_computed: tokens of each request computed in earlier steps.
+      block_size: tokens per block.
     """
     if not len(num_computed):
         return 0
@@ -54,16 +54,16 @@ def use_cascade(
     full_attention: bool = True,
     dcp_world_size: int = 1,
 ) -> bool:
-    """Whether cascade attention should be faster, decided on the host.
+    """Whether cascade attention is expected to be faster; computed on the host.
 
     Args:
       num_prefix_blocks: see `common_prefix_blocks`.
       query_lens: query tokens of each request.
-      block_size: tokens a block.
-      num_query_heads: of the layer, on this device.
-      num_kv_heads: of the layer, on this device.
-      num_sms: multiprocessors of the device.
-      full_attention: whether tokens attend to all earlier ones alike: no ALiBi, sliding window or
+      block_size: tokens per block.
+      num_query_heads: query heads of the layer on this device.
+      num_kv_heads: KV heads of the layer on this device.
+      num_sms: number of SMs of the device.
+      full_attention: whether the layer uses plain full attention: no ALiBi, sliding window or
         local attention.
       dcp_world_size: ranks that share each context.
     """
@@ -75,7 +75,7 @@ def use_cascade(
     group = num_query_heads // num_kv_heads
     if group == 1 or np.any(np.asarray(query_lens) != 1):
         return True
-    # Decodes could also run on a kernel that packs the heads of a group and splits the keys.
+    # Alternative for decodes: FlashDecoding, which packs the heads of a group and splits the keys.
     key_tiles = cdiv(prefix, _TILE)
     cascade = cdiv(num_query_heads * cdiv(num_reqs, _TILE), num_sms) * key_tiles
     decode = cdiv(num_reqs * num_kv_heads * cdiv(group, _TILE) * key_tiles, num_sms)
@@ -85,13 +85,13 @@ def use_cascade(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cascade:
-    """Both levels, each a batch for any backend's builder.
+    """Both levels, each a batch for the builder of any backend.
 
     Attributes:
-      prefix: level 0, without a causal mask: one row of all query tokens, whose context is the
-        common prefix, whole blocks.
-      suffix: level 1, causal: the batch's rows with the rest of their contexts, and `block_table`
-        without the prefix; its last columns hold NULL_BLOCK.
+      prefix: level 0, without a causal mask: one row with all query tokens, whose context is the
+        common prefix of full blocks.
+      suffix: level 1, causal: the rows of the batch with the rest of their contexts. Its
+        `block_table` excludes the prefix and ends with columns of NULL_BLOCK.
     """
 
     prefix: BatchMetadata
@@ -103,12 +103,12 @@ def build(batch: BatchMetadata, num_common_blocks: Any) -> Cascade:
 
     Args:
       batch: the batch.
-      num_common_blocks: int32[], blocks of the prefix, see `common_prefix_blocks`; at most W. With
-        0 level 0 has no context, and level 1 is the batch.
+      num_common_blocks: int32[], blocks of the prefix, at most W, see `common_prefix_blocks`. With
+        0, level 0 has no context and level 1 is the batch.
 
     Raises:
-      ValueError: `num_common_blocks` outside [0, W], where the host knows it; on the device it is
-        taken as it is, and level 0 would claim a context that its table does not hold.
+      ValueError: `num_common_blocks` outside [0, W], if the host knows its value. A value on the
+        device is not checked; above W the context of level 0 exceeds its block table.
     """
     on_host = isinstance(num_common_blocks, int | np.integer | np.ndarray)
     if on_host and not 0 <= num_common_blocks <= batch.max_blocks:

@@ -1,4 +1,4 @@
-"""What the host knows of the arguments of builders, held against what they must be."""
+"""Host-side validation of the arguments of builders."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 
 def check_rows(name: str, array: Any, rows: int, *others: int | str) -> None:
-    """Raises a ValueError unless `array` is [rows, *others]; a word stands for any size.
+    """Raises a ValueError unless `array` is [rows, *others]; a string matches any size.
 
-    JAX would broadcast one row to all, and read the last one for those that are not there.
+    Without the check, JAX would broadcast a single row and clamp indices of missing rows.
     """
     shape = np.shape(array)
     fixed = [(i, size) for i, size in enumerate((rows, *others)) if isinstance(size, int)]
@@ -31,7 +31,7 @@ def integers(name: str, values: Any) -> np.ndarray:
 
 
 def at_least_1(**sizes: int) -> list[int]:
-    """The sizes as Python's integers: NumPy's would make int64 of int32 under x64."""
+    """The sizes as Python integers; NumPy integers would promote int32 to int64 under x64."""
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}")

@@ -1,11 +1,11 @@
-"""What every attention backend's metadata is built from.
+"""The batch description and helpers shared by the metadata builders of all attention backends.
 
-Everything here is a pure function of a few small arrays on the device, with shapes fixed by bounds:
-B rows (requests), T tokens, W blocks a row. Numbers of rows and tokens are scalars on the device,
-so one compiled step serves every batch under its bounds, and the host waits for nothing. What lies
-past a number is padding, and every result says what its padding holds.
+All functions are pure functions of small device arrays. Shapes are static upper bounds: B rows
+(requests), T tokens, W blocks per row. The actual numbers of rows and tokens are scalars on the
+device, so one compiled step handles every batch within the bounds, without a host sync. Entries
+from the actual number on are padding; each result documents its padding values.
 
-Semantics are those of vLLM's CommonAttentionMetadata and of the helpers around it.
+Semantics follow vLLM's CommonAttentionMetadata and its helpers.
 """
 
 from __future__ import annotations
@@ -21,28 +21,26 @@ import numpy as np
 from jaxkv.metadata.checks import at_least_1, check_rows, integers
 from jaxkv.metadata.segments import count_before, on_device, row_of
 
-PAD_SLOT = -1  # of a token that has no place in this rank's cache
-NULL_BLOCK = 0  # the block that padding names; the scheduler hands it to nobody
+PAD_SLOT = -1  # slot of a token that is not stored in this rank's cache
+NULL_BLOCK = 0  # block id of padding; never allocated by the scheduler
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BatchMetadata:
-    """One batch, as all builders take it.
+    """One batch, the input of all builders.
 
     Rows from `num_reqs` on are padding: `query_start_loc` repeats its last value there, `seq_lens`
-    is 0 and `block_table` NULL_BLOCK. A row before `num_reqs` may have no query tokens.
+    is 0 and `block_table` is NULL_BLOCK. A row before `num_reqs` may have no query tokens.
 
     Attributes:
-      query_start_loc: int32[B + 1], where the query tokens of each row begin; from 0, not
-        decreasing.
-      seq_lens: int32[B], tokens of each row's context, those of this step included.
-      block_table: int32[B, W], blocks of each row in order.
-      num_reqs: int32[], rows of the batch.
-      num_tokens: int32[], query tokens of the batch; those from `query_start_loc[-1]` on are
-        padding.
-      max_num_tokens: T, the most query tokens of a batch.
-      block_size: tokens a block.
+      query_start_loc: int32[B + 1], start of the query tokens of each row; non-decreasing from 0.
+      seq_lens: int32[B], context length of each row in tokens, including this step.
+      block_table: int32[B, W], block ids of each row in order.
+      num_reqs: int32[], number of rows.
+      num_tokens: int32[], number of query tokens; those from `query_start_loc[-1]` on are padding.
+      max_num_tokens: T, upper bound of query tokens.
+      block_size: tokens per block.
     """
 
     query_start_loc: Any
@@ -66,24 +64,24 @@ class BatchMetadata:
         block_size: int,
         cp_world_size: int = 1,
     ) -> BatchMetadata:
-        """A scheduler's batch, padded to its bounds, as NumPy arrays.
+        """A batch from the lists of a scheduler, padded to its bounds, as NumPy arrays.
 
         Args:
           query_lens: query tokens of each request.
-          seq_lens: tokens of each request's context, those of this step included.
-          block_table: blocks of each request, any number up to `max_blocks`.
+          seq_lens: context length of each request in tokens, including this step.
+          block_table: block ids of each request, up to `max_blocks`.
           max_num_reqs: B.
           max_num_tokens: T.
           max_blocks: W.
-          block_size: tokens a block, of one rank.
-          cp_world_size: ranks that share a context, so that one entry of `block_table` stands for
-            a block on each.
+          block_size: tokens per block on one rank.
+          cp_world_size: ranks of the context-parallel group; an entry of `block_table` refers to
+            one block on each of them.
 
         Raises:
-          TypeError: a size that is no integer.
-          ValueError: more requests, tokens or blocks than the bounds allow, a request whose query
-            is longer than its context, or whose context has no blocks, a block whose slots no int32
-            can tell, a size below 1, or lists that are not of integers in one dimension.
+          TypeError: a size that is not an integer.
+          ValueError: more requests, tokens or blocks than the bounds, a query longer than its
+            context, a context longer than its blocks, a block whose slots exceed int32, a size
+            below 1, or lists that are not one-dimensional lists of integers.
         """
         max_num_reqs, max_num_tokens, max_blocks, block_size, cp_world_size = at_least_1(
             max_num_reqs=max_num_reqs,
@@ -117,12 +115,12 @@ class BatchMetadata:
 
     @property
     def max_num_reqs(self) -> int:
-        """B, the most rows of a batch."""
+        """B, upper bound of rows."""
         return self.seq_lens.shape[0]
 
     @property
     def max_blocks(self) -> int:
-        """W, the most blocks of a row."""
+        """W, upper bound of blocks per row."""
         return self.block_table.shape[1]
 
     @property
@@ -132,7 +130,7 @@ class BatchMetadata:
 
     @property
     def row_mask(self) -> Any:
-        """bool[B], which rows are of the batch."""
+        """bool[B], False for padding rows."""
         return jnp.arange(self.max_num_reqs, dtype=jnp.int32) < self.num_reqs
 
 
@@ -176,11 +174,11 @@ def _check_block_ids(table: np.ndarray, block_size: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Tokens and where they go
+# Tokens: rows, positions and slots
 
 
 def num_computed_tokens(batch: BatchMetadata) -> Any:
-    """int32[B], tokens of each row's context that earlier steps computed."""
+    """int32[B], tokens of each row's context computed in earlier steps."""
     return batch.seq_lens - batch.query_lens
 
 
@@ -213,19 +211,20 @@ def slot_mapping(
     cp_rank: Any = 0,
     cp_interleave: int = 1,
 ) -> Any:
-    """int32[T], where in the cache each query token goes: block * block_size + offset.
+    """int32[T], slot of each query token in the cache: block * block_size + offset.
 
-    Under context parallelism runs of `cp_interleave` tokens go round the ranks, and `block_size`
-    counts the tokens of one rank. PAD_SLOT stands for tokens of other ranks, for padding, and for
-    positions that the block table does not reach, which would overwrite another token's place.
-    A slot is an int32, enough for 2**31 tokens a rank; `BatchMetadata.from_host` sees to that.
+    Under context parallelism, groups of `cp_interleave` tokens are distributed round-robin over
+    the ranks, and `block_size` is the number of tokens on one rank. The slot is PAD_SLOT for tokens
+    of other ranks, for padding, and for positions beyond the block table, which would otherwise
+    overwrite another token. Slots are int32: up to 2**31 tokens per rank, checked by
+    `BatchMetadata.from_host`.
 
     Args:
       batch: the batch.
       positions: int32[T], see `token_positions`.
-      cp_world_size: ranks that share a context.
+      cp_world_size: ranks of the context-parallel group.
       cp_rank: this rank, an int or int32[].
-      cp_interleave: consecutive tokens that one rank holds.
+      cp_interleave: consecutive tokens on one rank.
 
     Raises:
       ValueError: `cp_interleave` does not divide the block size, or a size below 1.
@@ -251,13 +250,13 @@ def slot_mapping(
 
 
 def dcp_local_seq_lens(seq_lens: Any, world_size: int, rank: Any, interleave: int) -> Any:
-    """Tokens of each context that lie on one rank of a decode-context-parallel group.
+    """Tokens of each context stored on one rank of a decode-context-parallel (DCP) group.
 
     Args:
       seq_lens: int32[B].
       world_size: ranks of the group.
       rank: an int or int32[]; None for all ranks.
-      interleave: consecutive tokens that one rank holds.
+      interleave: consecutive tokens on one rank.
 
     Returns:
       int32[B], or for all ranks int32[B, world_size].
@@ -280,30 +279,30 @@ def _check_context_parallel(world_size: int, rank: Any, interleave: int) -> None
 
 
 def logits_indices(batch: BatchMetadata) -> Any:
-    """int32[B], the last query token of each row; padding rows repeat the last row's.
+    """int32[B], index of the last query token of each row; padding rows repeat the last one.
 
-    A row without query tokens names the token before it, or token 0.
+    A row without query tokens gets the index of the preceding token, or 0.
     """
     return jnp.maximum(batch.query_start_loc[1:] - 1, 0)
 
 
 def unique_first_occurrence(x: Any, max_value: int, *, ignored: int = 0, pad: int = -1) -> Any:
-    """The values of each row at their first occurrence, in order, packed to the left.
+    """Distinct values of each row, in order of first occurrence, packed to the left.
 
-    Takes N * (max_value + 1) * 4 bytes while it runs.
+    Temporary memory: N * (max_value + 1) * 4 bytes.
 
     Args:
-      x: int32[N, L], values in [0, max_value]. On the device they are not checked: a row with
-        others may lose values, of its own and of their like.
-      max_value: the largest value that may occur.
-      ignored: the value that is left out.
-      pad: what fills a row behind its values.
+      x: int32[N, L], values in [0, max_value]. Values on the device are not checked: in a row with
+        values out of range, others may be lost.
+      max_value: the largest possible value.
+      ignored: value to leave out.
+      pad: fill value for the rest of a row.
 
     Returns:
       int32[N, L].
 
     Raises:
-      ValueError: `max_value` is negative, or NumPy's `x` has values outside.
+      ValueError: `max_value` is negative, or a NumPy array `x` has values out of range.
     """
     if max_value < 0:
         raise ValueError(f"max_value must be >= 0, got {max_value}")
@@ -312,12 +311,12 @@ def unique_first_occurrence(x: Any, max_value: int, *, ignored: int = 0, pad: in
             f"x has values from {x.min()} to {x.max()}, outside [0, max_value={max_value}]"
         )
     rows, width = x.shape
-    # Two indices, not one of the flat array: that would not fit an int32.
+    # Two indices: an index of the flat array would overflow int32.
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), x.shape)
     first = jnp.full((rows, max_value + 1), width, jnp.int32).at[row, x].min(index)
     keep = (x != ignored) & (first[row, x] == index)
-    # What is dropped goes past the end, each to its own place, as unique_indices promises.
+    # Dropped values get distinct indices past the end, as unique_indices requires.
     target = jnp.where(keep, count_before(keep), width + index)
     return jnp.full_like(x, pad).at[row, target].set(x, mode="drop", unique_indices=True)
 
@@ -327,13 +326,13 @@ def unique_first_occurrence(x: Any, max_value: int, *, ignored: int = 0, pad: in
 
 
 class Split(NamedTuple):
-    """How a batch divides, decodes first; each an int32[].
+    """Split of a batch into decodes and prefills; each field is an int32[].
 
     Attributes:
-      num_decodes: rows of the first part.
-      num_prefills: the rest of the batch's rows.
-      num_decode_tokens: query tokens of the first part.
-      num_prefill_tokens: the rest of the batch's tokens; padding tokens are in the last part.
+      num_decodes: number of decode rows.
+      num_prefills: number of prefill rows.
+      num_decode_tokens: query tokens of the decodes.
+      num_prefill_tokens: query tokens of the prefills, including padding tokens.
     """
 
     num_decodes: Any
@@ -350,20 +349,20 @@ def split_decodes_and_prefills(
     treat_short_extends_as_decodes: bool = True,
     is_prefilling: Any = None,
 ) -> Split:
-    """Where decodes end and prefills begin in a batch that is ordered so (see `reorder_batch`).
+    """Boundary between decodes and prefills of a batch in that order (see `reorder_batch`).
 
     Args:
       batch: the batch.
-      decode_threshold: query tokens up to which a row counts as a decode.
-      require_uniform: whether all decodes must have as many query tokens as the first row;
-        rows without query tokens fit any.
-      treat_short_extends_as_decodes: whether a row that still computes its prompt counts as a
-        decode if its query is short.
-      is_prefilling: bool[B], rows that still compute their prompt; needed unless short extends
-        are decodes.
+      decode_threshold: maximum number of query tokens of a decode.
+      require_uniform: whether all decodes must have the query length of the first row; rows
+        without query tokens are exempt.
+      treat_short_extends_as_decodes: whether a row that is still prefilling counts as a decode if
+        its query is short.
+      is_prefilling: bool[B], rows that are still prefilling; required unless short extends count
+        as decodes.
 
     Raises:
-      ValueError: a threshold below 0, or `is_prefilling` is missing or of another shape.
+      ValueError: a threshold below 0, or a missing or misshaped `is_prefilling`.
     """
     if decode_threshold < 0:
         raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
@@ -378,12 +377,12 @@ def split_decodes_and_prefills(
         long = jnp.any(is_prefill)
         is_prefill = (query != query[0]) & (query != 0)
         if decode_threshold <= 1 and treat_short_extends_as_decodes:
-            is_prefill &= long  # queries of no more than one token are uniform in themselves
+            is_prefill &= long  # single-token queries are always uniform
     if not treat_short_extends_as_decodes:
         is_prefill |= is_prefilling
     is_prefill |= query[0] > decode_threshold
     index = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)
-    # No more than num_reqs, whatever padding rows say.
+    # At most num_reqs, regardless of padding rows.
     first = jnp.min(jnp.where(is_prefill, index, batch.num_reqs))
     tokens = jnp.where(first < batch.num_reqs, batch.query_start_loc[first], batch.num_tokens)
     return Split(first, batch.num_reqs - first, tokens, batch.num_tokens - tokens)

@@ -1,10 +1,10 @@
-"""What FlashInfer's wrappers and its dense (TensorRT-LLM) kernels take.
+"""Metadata for FlashInfer's paged wrappers and dense (TensorRT-LLM) kernels.
 
-Follows vLLM's FlashInfer builder of 0.33: decodes come first and are uniform, and under decode
-context parallelism pages are counted after lengths became those of this rank, not before. Cascade
-is left out, as that builder never uses it.
+Follows vLLM's FlashInfer builder of 0.33: decodes come first and have a uniform query length, and
+under decode context parallelism (DCP) pages are counted from the lengths on this rank, not from the
+full lengths. Cascade attention is omitted, because that builder never uses it.
 
-Rows from a part's number of rows on are padding: start arrays repeat their last value there, and
+Rows of a part past its number of rows are padding: start arrays repeat their last value there, and
 lengths are 0.
 """
 
@@ -31,13 +31,13 @@ from .segments import cdiv, prefix_sum, rows_from, starts_from
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedPart:
-    """The decodes or the prefills of a batch, as a paged wrapper takes them.
+    """The decodes or the prefills of a batch, for a paged wrapper.
 
     Attributes:
-      qo_indptr: int32[B + 1], where each row's query tokens begin, from the part's first on.
-      paged_kv_indptr: int32[B + 1], where each row's pages begin in the `paged_kv_indices` of the
-        whole batch.
-      paged_kv_last_page_len: int32[B], tokens in each row's last page; 0 if it has none.
+      qo_indptr: int32[B + 1], start of each row's query tokens, relative to the part.
+      paged_kv_indptr: int32[B + 1], start of each row's pages in the `paged_kv_indices` of the
+        entire batch.
+      paged_kv_last_page_len: int32[B], tokens in each row's last page; 0 without pages.
     """
 
     qo_indptr: Any
@@ -52,14 +52,14 @@ class PagedMetadata:
 
     Attributes:
       num_actual_tokens: int32[], query tokens of the batch.
-      num_decodes: int32[], rows of the first part.
-      num_prefills: int32[], the other rows.
-      num_decode_tokens: int32[], query tokens of the first part.
-      num_prefill_tokens: int32[], the others.
-      slot_mapping: int32[T], where each token goes on this rank; PAD_SLOT for none.
-      paged_kv_indices: int32[max_pages], pages of all rows one after the other; NULL_BLOCK behind.
-      decode: the first part.
-      prefill: the second part.
+      num_decodes: int32[], number of decode rows.
+      num_prefills: int32[], number of prefill rows.
+      num_decode_tokens: int32[], query tokens of the decodes.
+      num_prefill_tokens: int32[], query tokens of the prefills.
+      slot_mapping: int32[T], slot of each token on this rank, or PAD_SLOT.
+      paged_kv_indices: int32[max_pages], concatenated page ids of all rows, padded with NULL_BLOCK.
+      decode: the decodes.
+      prefill: the prefills.
     """
 
     num_actual_tokens: Any
@@ -76,15 +76,15 @@ class PagedMetadata:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DensePart:
-    """The decodes or the prefills of a batch, as a kernel that reads block tables takes them.
+    """The decodes or the prefills of a batch, for a kernel that reads block tables.
 
     Attributes:
-      block_tables: int32[B, W], blocks of each row; NULL_BLOCK for padding rows.
-      seq_lens: int32[B], tokens of each row's context.
-      cum_seq_lens_q: int32[B + 1], where each row's query tokens begin, from the part's first on.
-      cum_seq_lens_kv: int32[B + 1], pages (not tokens) of the part's rows before each.
-      max_q_len: int32[], most query tokens of a row of this part.
-      max_seq_len: int32[], tokens of the longest context of the whole batch.
+      block_tables: int32[B, W], block ids of each row; NULL_BLOCK for padding rows.
+      seq_lens: int32[B], context length of each row in tokens.
+      cum_seq_lens_q: int32[B + 1], start of each row's query tokens, relative to the part.
+      cum_seq_lens_kv: int32[B + 1], exclusive prefix sum of pages (not tokens) of the rows.
+      max_q_len: int32[], longest query of this part in tokens.
+      max_seq_len: int32[], longest context of the entire batch in tokens.
     """
 
     block_tables: Any
@@ -98,7 +98,7 @@ class DensePart:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseMetadata:
-    """See `build_dense`; what the fields hold is in `PagedMetadata`."""
+    """See `build_dense`; the fields are those of `PagedMetadata`."""
 
     num_actual_tokens: Any
     num_decodes: Any
@@ -119,23 +119,23 @@ def build(
     dcp_rank: Any = 0,
     dcp_interleave: int = 1,
 ) -> PagedMetadata:
-    """What paged wrappers take: lists of pages.
+    """Metadata for the paged wrappers, with packed page lists.
 
-    Under decode context parallelism a prefill's pages are those of its earlier tokens alone: the
-    new ones are attended to as they come, and the two results merged.
+    Under decode context parallelism, the pages of a prefill contain only its earlier tokens:
+    attention to the new tokens is computed separately, and the results are merged.
 
     Args:
       batch: the batch, decodes first.
-      decode_threshold: query tokens up to which a row counts as a decode.
-      max_pages: the most pages of a batch; None for what every row can have. A batch with more is
-        an error (`jaxkv.BoundError`), and its last pages are missing.
-      dcp_world_size: ranks that share a context.
+      decode_threshold: maximum number of query tokens of a decode.
+      max_pages: upper bound of pages of a batch; None for B * W. A batch with more is a
+        `jaxkv.BoundError`, and its page list is truncated.
+      dcp_world_size: ranks of the decode-context-parallel group.
       dcp_rank: this rank, an int or int32[].
-      dcp_interleave: consecutive tokens that one rank holds.
+      dcp_interleave: consecutive tokens on one rank.
 
     Raises:
-      ValueError: `decode_threshold` above 1 with several ranks, or what `slot_mapping` and
-        `packed_pages` refuse.
+      ValueError: `decode_threshold` above 1 with several ranks, or arguments rejected by
+        `slot_mapping` or `packed_pages`.
     """
     if dcp_world_size > 1 and decode_threshold > 1:
         raise ValueError(
@@ -175,7 +175,7 @@ def build(
 def _cached_lens(
     batch: BatchMetadata, num_decodes: Any, world_size: int, rank: Any, interleave: int
 ) -> Any:
-    """int32[B], tokens of each row in this rank's pages."""
+    """int32[B], tokens of each row in the pages of this rank."""
     if world_size == 1:
         return batch.seq_lens
     row = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)
@@ -184,12 +184,12 @@ def _cached_lens(
 
 
 def build_dense(batch: BatchMetadata, *, decode_threshold: int = 1) -> DenseMetadata:
-    """What kernels take that read block tables.
+    """Metadata for kernels that read block tables.
 
     Args:
       batch: the batch, decodes first.
-      decode_threshold: query tokens up to which a row counts as a decode; all decodes have as many
-        as the first, or none.
+      decode_threshold: maximum number of query tokens of a decode; all decodes have the query
+        length of the first one, or none.
     """
     split = split_decodes_and_prefills(batch, decode_threshold, require_uniform=True)
     return DenseMetadata(

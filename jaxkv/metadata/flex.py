@@ -1,10 +1,10 @@
-"""Metadata for attention with a mask function and a list of the blocks worth visiting.
+"""Metadata for FlexAttention: a mask function and a sparse block list.
 
-Follows vLLM's FlexAttention builder, direct block list. Where that lists a superset, this lists
-exactly the blocks of which the mask lets some query token of a group see a slot, each once: a
-kernel that visits a block twice counts its keys twice. In particular blocks ahead of the queries
-stay listed where a prefix-LM range asks for them. Nothing here multiplies a block by a stride in a
-type that could not hold it: the slots of the cache must fit an int32, and `build` says so.
+Follows vLLM's FlexAttention builder with direct block lists. vLLM lists a superset of the blocks;
+this builder lists exactly those with a slot visible to some query token of a group, each once (a
+kernel that visits a block twice would count its keys twice). Blocks after the queries are listed
+too if a prefix-LM range includes them. Slot computations cannot overflow: `build` requires the
+slots of the cache to fit int32.
 
 Attention without a cache (encoders) needs no builder: see `encoder_mask`.
 """
@@ -34,24 +34,24 @@ _WORD = 32  # bits
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FlexMetadata:
-    """What the mask closes over, and the blocks to visit for each group of Q_BLOCK_SIZE tokens.
+    """Operands of the mask, and the block list of each group of Q_BLOCK_SIZE query tokens.
 
     Attributes:
       doc_ids: int32[T], the request of each query token; -1 for padding.
       query_start_loc: int32[B + 1].
       seq_lens: int32[B].
       decode_offset: int32[B], position of each request's first query token.
-      physical_to_logical: int16[B, num_blocks], or int32 where a table has more than 2**15 columns;
-        where in each request's context a block of the cache stands, in blocks; the last place of
-        several. -1 for blocks that are not the request's, and for NULL_BLOCK.
-      mm_prefix_range: int32[B, R, 2], first and last position of the ranges that see all of
-        themselves, those of more than one token; or None.
-      kv_indices: int32[ceil(T / Q_BLOCK_SIZE), N], blocks of which some token of the group sees a
-        slot: each once, by request, then in the order of the context. -1 behind them.
-      kv_num_blocks: int32[ceil(T / Q_BLOCK_SIZE)], how many blocks each group lists.
-      block_size: tokens a block.
-      causal: whether a token sees none of those after it.
-      sliding_window: a token sees those less than so many tokens away; None for all.
+      physical_to_logical: int16[B, num_blocks], or int32 for block tables with more than 2**15
+        columns: logical index of each physical block in each request's context, the last one if
+        there are several. -1 for blocks of other requests and for NULL_BLOCK.
+      mm_prefix_range: int32[B, R, 2], first and last position of ranges with bidirectional
+        attention, of more than one token each; or None.
+      kv_indices: int32[ceil(T / Q_BLOCK_SIZE), N], blocks with a slot visible to some token of the
+        group: each once, sorted by request, then by position. Padded with -1.
+      kv_num_blocks: int32[ceil(T / Q_BLOCK_SIZE)], number of blocks in the list of each group.
+      block_size: tokens per block.
+      causal: whether attention is causal.
+      sliding_window: a token sees tokens at a distance below this; None for no window.
     """
 
     doc_ids: Any
@@ -67,32 +67,32 @@ class FlexMetadata:
     sliding_window: int | None = dataclasses.field(metadata={"static": True})
 
     def to_logical(self, q: Any, physical_kv: Any) -> tuple[Any, Any, Any]:
-        """Positions in the context of the query's request: for the mask, and for score functions.
+        """Logical positions of a query token and a slot, for the mask and score functions.
 
         Args:
-          q: int32[...], a query token of the batch; any value.
-          physical_kv: int32[...], a slot of the cache, block * block_size + offset; any value.
+          q: int32[...], index of a query token of the batch; any value.
+          physical_kv: int32[...], slot of the cache, block * block_size + offset; any value.
 
         Returns:
-          bool[...], whether both are of the same request's context, and int32[...] position of the
-          query and of the key; these mean something only where they are.
+          bool[...], whether the slot belongs to the context of the query's request, and int32[...]
+          positions of query and key, which are only valid where it does.
         """
         num_blocks = self.physical_to_logical.shape[1]
         doc, row = self._request(q)
         block = physical_kv // self.block_size
         logical_block = self.physical_to_logical[row, jnp.clip(block, 0, num_blocks - 1)]
-        logical_block = logical_block.astype(jnp.int32)  # before it is multiplied
+        logical_block = logical_block.astype(jnp.int32)  # before the multiplication
         logical_q = q - self.query_start_loc[row] + self.decode_offset[row]
         logical_kv = logical_block * self.block_size + physical_kv % self.block_size
         exists = (doc >= 0) & (block >= 0) & (block < num_blocks) & (logical_block >= 0)
         return exists & (logical_kv < self.seq_lens[row]), logical_q, logical_kv
 
     def mask(self, q: Any, physical_kv: Any) -> Any:
-        """bool[...], whether the query token sees the slot of the cache. Arguments broadcast.
+        """bool[...], whether the slot is visible to the query token. Arguments broadcast.
 
         Args:
-          q: int32[...], a query token of the batch; any value, False for what is no token.
-          physical_kv: int32[...], a slot of the cache; any value, False for what is no slot.
+          q: int32[...], index of a query token of the batch; False for other values.
+          physical_kv: int32[...], slot of the cache; False for other values.
         """
         valid, logical_q, logical_kv = self.to_logical(q, physical_kv)
         allowed = logical_q >= logical_kv if self.causal else valid
@@ -107,7 +107,7 @@ class FlexMetadata:
         return valid & allowed
 
     def _request(self, q: Any) -> tuple[Any, Any]:
-        """The request of a query token, -1 for what is no token; and a row to read in any case."""
+        """Request of a query token, -1 if out of range; and the same clamped to a valid row."""
         last = self.doc_ids.shape[0] - 1
         doc = jnp.where((q >= 0) & (q <= last), self.doc_ids[jnp.clip(q, 0, last)], -1)
         return doc, jnp.maximum(doc, 0)
@@ -121,19 +121,19 @@ def build(
     sliding_window: int | None = None,
     mm_prefix_range: Any = None,
 ) -> FlexMetadata:
-    """The metadata of a batch, for a cache that all requests share.
+    """Metadata of a batch over a paged cache.
 
     Args:
-      batch: the batch; ids of its blocks are below `num_blocks`. Requests may share blocks.
-      num_blocks: blocks of the cache.
-      causal: whether a token sees none of those after it.
-      sliding_window: a token sees those less than so many tokens away; None for all.
-      mm_prefix_range: int32[B, R, 2], ranges of positions, first and last, in which tokens see each
-        other regardless of direction and window; those with first >= last are padding.
+      batch: the batch, with block ids below `num_blocks`. Requests may share blocks.
+      num_blocks: number of blocks of the cache.
+      causal: whether attention is causal.
+      sliding_window: a token sees tokens at a distance below this; None for no window.
+      mm_prefix_range: int32[B, R, 2], first and last position of ranges with bidirectional
+        attention regardless of the window; ranges with first >= last are padding.
 
     Raises:
-      ValueError: a window below 1 token, a cache without blocks, more slots in the cache than an
-        int32 can tell, or ranges of another shape.
+      ValueError: a window below 1 token, a cache without blocks, more slots than int32 can
+        represent, or ranges of the wrong shape.
     """
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be >= 1 token, got {sliding_window}")
@@ -176,13 +176,13 @@ def document_ids(batch: BatchMetadata) -> Any:
 
 
 def encoder_mask(doc_ids: Any, q: Any, kv: Any, *, sliding_window: int | None = None) -> Any:
-    """bool[...], whether a token sees another where no cache is: both are of one document.
+    """bool[...], mask of attention without a cache: both tokens belong to the same document.
 
     Args:
       doc_ids: int32[T], see `document_ids`.
-      q: int32[...], a token of the batch; any value, False for what is no token.
+      q: int32[...], index of a token of the batch; False for other values.
       kv: int32[...], likewise.
-      sliding_window: a token sees those less than so many tokens away; None for all.
+      sliding_window: a token sees tokens at a distance below this; None for no window.
     """
     last = doc_ids.shape[0] - 1
     exists = (q >= 0) & (q <= last) & (kv >= 0) & (kv <= last)
@@ -192,12 +192,12 @@ def encoder_mask(doc_ids: Any, q: Any, kv: Any, *, sliding_window: int | None = 
 
 
 def physical_to_logical(batch: BatchMetadata, num_blocks: int) -> Any:
-    """Where in each request's context a block stands, in blocks: see FlexMetadata.
+    """Logical index of each physical block in each request's context, see FlexMetadata.
 
-    Entries of the table past the context count for nothing.
+    Block table entries past the context are ignored.
     """
     rows, width = batch.block_table.shape
-    # To fill the map takes most of a build's time, so its numbers are as narrow as they can be.
+    # Filling the map dominates the time of a build, hence the narrowest possible dtype.
     dtype = jnp.int16 if width <= 2**15 else jnp.int32
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     column = jnp.arange(width, dtype=jnp.int32)
@@ -209,30 +209,30 @@ def physical_to_logical(batch: BatchMetadata, num_blocks: int) -> Any:
 
 
 def _nowhere(shape: tuple[int, int], dtype: Any) -> Any:
-    """-1 everywhere."""
+    """An array filled with -1."""
     if dtype == jnp.int32:
         return jnp.full(shape, -1, dtype)
-    # XLA takes as long to fill an array of two bytes an element as one of four, so fill with pairs,
-    # and keep it from seeing that their halves are alike.
+    # XLA fills 16-bit and 32-bit elements at the same rate per element, so fill with pairs, behind
+    # a barrier that hides their equal halves from XLA's simplification.
     size = math.prod(shape)
     pairs = jax.lax.optimization_barrier(jnp.full(cdiv(size, 2), -1, jnp.int32))
     return jax.lax.bitcast_convert_type(pairs, dtype).reshape(-1)[:size].reshape(shape)
 
 
 # --------------------------------------------------------------------------------------------------
-# The block list. Query tokens of one request within one group are a span: what they see is one run
-# of columns of the request's table, so that spans, not tokens, are all that there is to look at.
+# The block list. A span consists of the query tokens of one request within one group. The blocks
+# visible to a span are contiguous columns of its block table, so spans replace single tokens below.
 
 
 class _Spans(NamedTuple):
-    """Spans in the order of their tokens; int32[S] but for the first, and empty behind the last.
+    """Spans in token order; fields are int32[S] except for `starts`. Padding spans are empty.
 
     Attributes:
-      starts: int32[B + 1], the first span of each request.
-      row: the request.
-      group: the group of query tokens; the number of groups behind the last span.
-      first: the first column of the request's table that the span sees.
-      end: the column behind the last one.
+      starts: int32[B + 1], first span of each request.
+      row: request of the span.
+      group: group of query tokens; the number of groups for padding.
+      first: first visible column of the request's block table.
+      end: one past the last visible column.
     """
 
     starts: Any
@@ -243,18 +243,18 @@ class _Spans(NamedTuple):
 
 
 def _max_spans(batch: BatchMetadata) -> int:
-    # A span starts at a token, and that is the first of a group or of a request; the first token of
-    # all is both.
+    # A span starts at the first token of a group or of a request; the first token of the batch is
+    # both.
     groups = cdiv(batch.max_num_tokens, Q_BLOCK_SIZE)
     return min(batch.max_num_tokens, groups + batch.max_num_reqs - 1)
 
 
 def _max_columns(batch: BatchMetadata, causal: bool, window: int | None) -> int:
-    """Most columns that a span sees."""
+    """Upper bound of the visible columns of a span."""
     if window is None:
         return batch.max_blocks
-    # From the first token's oldest key to the last token's, or as far on as back; a run of n + 1
-    # tokens touches at most ceil(n / block_size) + 1 blocks.
+    # From the oldest key of the first token to the last token (causal) or one window beyond it.
+    # n + 1 consecutive tokens touch at most ceil(n / block_size) + 1 blocks.
     others = Q_BLOCK_SIZE - 1 + (window - 1) * (1 if causal else 2)
     return min(batch.max_blocks, cdiv(others, batch.block_size) + 1)
 
@@ -290,9 +290,9 @@ def _spans(batch: BatchMetadata, causal: bool, window: int | None, ranges: Any) 
 def _visible(
     first: Any, last: Any, causal: bool, window: int | None, ranges: Any
 ) -> tuple[Any, Any]:
-    """Positions [low, high) that tokens at first..last see between them, in a context without end.
+    """Union of the positions visible to tokens at first..last, as [low, high), without clipping.
 
-    They are one run: what a token sees is one, with the token itself in it.
+    The union is contiguous: the positions visible to one token are contiguous and include it.
     """
     everything = jnp.iinfo(jnp.int32).max
     low, high = jnp.zeros_like(first), jnp.full_like(last, everything)
@@ -312,8 +312,8 @@ def _block_list(batch: BatchMetadata, logical: Any, spans: _Spans, columns: int)
     """`kv_indices` and `kv_num_blocks`, see FlexMetadata."""
     num_spans, num_blocks = spans.row.shape[0], logical.shape[1]
     num_groups = cdiv(batch.max_num_tokens, Q_BLOCK_SIZE)
-    # One bit for each column of a span, whether its block is listed there. A word of them is found
-    # by one reduction; ranks are then counted in the words, without a scan.
+    # One bit for each column of a span: whether the span lists its block. One reduction packs the
+    # bits into words; positions in the list are popcounts of the words, without a scan.
     shape = (num_spans, cdiv(columns, _WORD), _WORD)
     bit = jnp.arange(_WORD, dtype=jnp.uint32)
     span = jnp.arange(num_spans, dtype=jnp.int32)
@@ -337,7 +337,7 @@ def _block_list(batch: BatchMetadata, logical: Any, spans: _Spans, columns: int)
     bits_before = words[:, :, None] & ((jnp.uint32(1) << bit) - 1)
     position = base[:, :, None] + jax.lax.population_count(bits_before).astype(jnp.int32)
 
-    # A group holds at most so many requests, and lists each block but NULL_BLOCK at most once.
+    # Upper bound of requests per group; a group lists each block except NULL_BLOCK at most once.
     requests = min(Q_BLOCK_SIZE, batch.max_num_tokens, batch.max_num_reqs)
     width = min(requests * columns, num_blocks - 1)
     is_listed = (words[:, :, None] >> bit) & 1 == 1
@@ -358,30 +358,30 @@ def _per_row(x: Any) -> Any:
 def _columns(
     batch: BatchMetadata, spans: _Spans, span: Any, row: Any, shape: tuple[int, ...]
 ) -> tuple[Any, Any]:
-    """int32[n, *shape], as many columns as a span sees, from its first on, and the blocks there."""
+    """int32[n, *shape]: columns of each span from its first one on, and their blocks."""
     index = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
     column = _per_row(spans.first[span]) + index
     return column, batch.block_table[_per_row(row), jnp.minimum(column, batch.max_blocks - 1)]
 
 
 def _taken(batch: BatchMetadata, logical: Any, spans: _Spans, shape: tuple[int, ...]) -> Any:
-    """bool[B, *shape], whether a request's first span sees a block that its group lists before it.
+    """bool[B, *shape]: blocks of a request's first span listed by an earlier span of its group.
 
-    Only such spans have others before them in their group: all others begin with their group. In
-    place of rows without a query token stands anything.
+    Only the first span of a request can have earlier spans in its group; later spans start their
+    group. Rows without query tokens have arbitrary values.
     """
     row = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)
     span = jnp.minimum(spans.starts[:-1], spans.row.shape[0] - 1)
     _, block = _columns(batch, spans, span, row, shape)
     taken = jnp.zeros(block.shape, bool)
-    # Spans of one group stand side by side: one for each request, and a token at least for each.
-    # A loop unrolled, because as one more axis of an array they would go through memory.
+    # Spans of one group are adjacent: one for each request, with at least one token each.
+    # Unrolled loop: as an additional array axis, intermediates would go through memory.
     for back in range(1, min(Q_BLOCK_SIZE, spans.row.shape[0])):
         other = jnp.maximum(span - back, 0)
         rival = (span >= back) & (spans.group[other] == spans.group[span])
-        # Who has no rival asks for NULL_BLOCK, which costs next to nothing.
+        # Without an earlier span look up NULL_BLOCK, at negligible cost.
         asked = jnp.where(_per_row(rival), block, NULL_BLOCK)
         place = logical[_per_row(spans.row[other]), asked]
         taken |= (place >= _per_row(spans.first[other])) & (place < _per_row(spans.end[other]))
-    # A kernel of its own: within the one that uses it, it would be done again for every span.
+    # Fusion barrier: fused into its consumer, this would be recomputed for every span.
     return jax.lax.optimization_barrier(taken)

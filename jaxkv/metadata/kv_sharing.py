@@ -1,8 +1,8 @@
-"""Fast prefill for layers that share an earlier layer's cache.
+"""Fast prefill for layers that share the KV cache of an earlier layer.
 
-Such layers write no keys, so they need to compute only the tokens whose logits are wanted. Follows
-vLLM's make_kv_sharing_fast_prefill_common_attn_metadata, but counts on the device: nothing is read
-back, and no builder reads a host copy that is still on its way.
+Such layers write no keys, so they only compute the tokens whose logits are needed. Follows vLLM's
+make_kv_sharing_fast_prefill_common_attn_metadata, but computes all counts on the device: no host
+sync, and no host copy that a builder could read before it is complete.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from jaxkv.metadata.segments import on_device
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FastPrefill:
-    """A batch of only the tokens whose logits are wanted.
+    """A batch reduced to the tokens whose logits are needed.
 
     Attributes:
-      batch: the same rows and contexts with fewer query tokens, at most N. Each row's have to be
-        the last of its context, as causal attention counts them from its end.
-      logits_indices_padded: int32[N], the batch's tokens among those of the batch it came from,
-        whose hidden states, positions and slots are to be gathered; the last repeats behind them.
-      num_logits_indices: int32[], how many.
+      batch: the same rows and contexts with at most N query tokens. The tokens of each row must be
+        the last ones of its context, because causal masks are aligned to the end.
+      logits_indices_padded: int32[N], indices of the tokens in the original batch, to gather hidden
+        states, positions and slots; padded with the last index.
+      num_logits_indices: int32[], number of valid indices.
     """
 
     batch: BatchMetadata
@@ -36,18 +36,18 @@ class FastPrefill:
 
 
 def build(batch: BatchMetadata, logits_indices: Any, num_logits: Any) -> FastPrefill:
-    """The batch cut down to the tokens whose logits are wanted.
+    """The batch reduced to the tokens whose logits are needed.
 
-    vLLM leaves a batch of one token a row as it is; as each of them has its logits, it also comes
-    back unchanged here, but for its bound.
+    A batch with one token per row is unchanged except for its bound, since every token needs its
+    logits. (vLLM returns such a batch as it is.)
 
     Args:
       batch: the batch.
-      logits_indices: int32[N], tokens of the batch, increasing; see `common.logits_indices`.
-      num_logits: int32[], how many of them count.
+      logits_indices: int32[N], token indices in increasing order; see `common.logits_indices`.
+      num_logits: int32[], number of valid indices.
 
     Raises:
-      ValueError: `logits_indices` is not one row of N >= 1 tokens.
+      ValueError: `logits_indices` is not of shape [N] with N >= 1.
     """
     if logits_indices.ndim != 1 or not logits_indices.size:
         raise ValueError(
@@ -56,7 +56,7 @@ def build(batch: BatchMetadata, logits_indices: Any, num_logits: Any) -> FastPre
     logits_indices = on_device(logits_indices)
     size, num_logits = logits_indices.shape[0], jnp.asarray(num_logits, jnp.int32)
     wanted = jnp.arange(size, dtype=jnp.int32) < num_logits
-    # A masked reduction, as in `prefix_sum`: tokens wanted before each row's first.
+    # Masked reduction as in `prefix_sum`: needed tokens before the first one of each row.
     before = wanted & (logits_indices < batch.query_start_loc[:, None])
     last = logits_indices[jnp.maximum(num_logits - 1, 0)]
     return FastPrefill(

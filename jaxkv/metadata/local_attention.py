@@ -1,10 +1,10 @@
-"""Chunked local attention: each request's query, cut where chunks of the context end.
+"""Chunked local attention: queries are split at chunk boundaries of the context.
 
-A token attends within its chunk of `chunk_size` tokens alone. Every piece of a query that lies in
-one chunk becomes a row of a batch of its own, so that any causal kernel serves. Follows vLLM's
-make_local_attention_virtual_batches, which reads the lengths back to the host and leaves columns
-before the table's start to wrap; here the number of rows has a static bound, and columns stay
-within the table on both sides.
+A token attends only to tokens of its own chunk of `chunk_size` tokens. Each part of a query in one
+chunk becomes a row of a virtual batch, which any causal kernel supports. Follows vLLM's
+make_local_attention_virtual_batches, which copies the lengths to the host and lets negative
+columns wrap around. Here the number of rows has a static bound, and columns are clamped to the
+block table on both sides.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from jaxkv.metadata.segments import cdiv, on_device, prefix_sum, row_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LocalAttention:
-    """A batch of pieces of queries, in the order of their tokens.
+    """A virtual batch with one row for each chunk of a query, in token order.
 
     Attributes:
-      batch: the V rows, at most one a chunk of each query; `seq_lens` counts from the start of a
-        row's chunk, and `block_table` is int32[V, chunk_size / block_size]. Tokens and their slots
-        are those of the batch it came from.
-      request: int32[V], the row that each row is a piece of; 0 in padding rows.
-      chunk: int32[V], which chunk of its context that is; 0 in padding rows.
-      num_rows: B, rows of the batch it came from.
+      batch: the V rows; `seq_lens` counts from the start of the row's chunk, and `block_table` is
+        int32[V, chunk_size / block_size]. Tokens and slots are those of the original batch.
+      request: int32[V], row of the original batch; 0 in padding rows.
+      chunk: int32[V], chunk index in the context; 0 in padding rows.
+      num_rows: B, rows of the original batch.
     """
 
     batch: BatchMetadata
@@ -40,16 +39,16 @@ class LocalAttention:
     num_rows: int = dataclasses.field(metadata={"static": True})
 
     def gather(self, block_table: Any) -> Any:
-        """int32[V, chunk_size / block_size], the blocks of each row in another block table.
+        """int32[V, chunk_size / block_size], blocks of each row from another block table.
 
-        Columns past the table's end repeat its last, which lies behind the row's context; padding
-        rows hold NULL_BLOCK.
+        Columns past the end of the table repeat its last column, which is past the row's context.
+        Padding rows are NULL_BLOCK.
 
         Args:
-          block_table: int32[B, W'] of the same requests, such as another cache group's.
+          block_table: int32[B, W'] of the same requests, for example of another KV cache group.
 
         Raises:
-          ValueError: `block_table` of another number of rows.
+          ValueError: the number of rows of `block_table` differs.
         """
         check_rows("block_table", block_table, self.num_rows, "blocks")
         return _gather(
@@ -58,16 +57,16 @@ class LocalAttention:
 
 
 def build(batch: BatchMetadata, chunk_size: int) -> LocalAttention:
-    """The batch of all pieces into which chunks of the context cut the queries.
+    """The virtual batch of all queries, split at chunk boundaries.
 
-    A row without query tokens has no piece (vLLM gives it one without tokens, which no query uses).
+    A row without query tokens yields no row (in vLLM, an unused row without tokens).
 
     Args:
       batch: the batch.
-      chunk_size: tokens a chunk.
+      chunk_size: tokens per chunk.
 
     Returns:
-      V = `max_pieces(...)` rows, those past the batch's pieces padding.
+      V = `max_pieces(...)` rows, including padding.
 
     Raises:
       ValueError: `chunk_size` is not a positive multiple of the block size.
@@ -83,13 +82,13 @@ def build(batch: BatchMetadata, chunk_size: int) -> LocalAttention:
     pieces = jnp.where(batch.query_lens > 0, cdiv(batch.seq_lens, chunk_size) - first_chunk, 0)
     first_piece = prefix_sum(pieces)
 
-    # One more than V: where the last row ends.
+    # V + 1, including the end of the last row.
     ends = 1 + max_pieces(batch.max_num_reqs, batch.max_num_tokens, chunk_size)
     piece = jnp.arange(ends, dtype=jnp.int32)
     used = piece < first_piece[-1]
     request = jnp.where(used, row_of(first_piece, piece), 0)
     chunk = jnp.where(used, first_chunk[request] + piece - first_piece[request], 0)
-    # A row starts with its chunk, but a request's first with its query.
+    # A row starts at its chunk boundary, except for the first of a request: at the query's start.
     start = jnp.maximum(computed[request], chunk * chunk_size)
     token = batch.query_start_loc[request] + start - computed[request]
     seq_lens = jnp.minimum(batch.seq_lens[request] - chunk * chunk_size, chunk_size)
@@ -112,13 +111,14 @@ def build(batch: BatchMetadata, chunk_size: int) -> LocalAttention:
 
 
 def max_pieces(max_num_reqs: int, max_num_tokens: int, chunk_size: int) -> int:
-    """V, the most pieces of a batch of B rows and T query tokens.
+    """V, tight upper bound of the rows (pieces of queries) for B rows and T query tokens.
 
-    A piece has a token at least, so V <= T. And a query of q >= 1 tokens, wherever it starts, lies
-    in at most 1 + ceil((q - 1) / C) = 1 + floor((q + C - 2) / C) chunks of C tokens. Floors add up
-    to no more than the floor of the sum, so all queries lie in B + floor((T + B (C - 2)) / C). Two
-    tokens on both sides of a chunk's end are two pieces, and each C further tokens one more: with
-    T >= 2 B some batch has as many, with less some batch has a piece a token.
+    Each piece has at least one token, so V <= T. A query of q >= 1 tokens spans at most
+    1 + ceil((q - 1) / C) = 1 + floor((q + C - 2) / C) chunks of C tokens. A sum of floors does not
+    exceed the floor of the sum, so all queries span at most B + floor((T + B (C - 2)) / C) chunks.
+    The bound is tight: two tokens across a chunk boundary form two pieces, and each C further
+    tokens add one. For T >= 2 B some batch reaches the second bound; for fewer tokens, some batch
+    has one piece per token.
     """
     most = max_num_reqs + (max_num_tokens + max_num_reqs * (chunk_size - 2)) // chunk_size
     return min(max_num_tokens, most)

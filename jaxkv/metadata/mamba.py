@@ -1,12 +1,13 @@
-"""Metadata for Mamba and Mamba2 layers: which states to read and write, and how to cut prefills.
+"""Metadata for Mamba and Mamba2 layers: state indices, and the chunks of prefills.
 
-Follows vLLM's Mamba builders: modes none and align as they are, mode all as long as they had it.
-They cut prefills into chunks on the host, from an upper bound of the context lengths; here the
-lengths are exact and nothing leaves the device. A row of a prompt that already has a state and
-brings one token, or as many as a verification of drafts, is a decode, as it is there.
+Follows vLLM's Mamba builders: modes none and align in their current form, mode all in its last form
+before removal. vLLM computes the chunks of prefills on the host, from an upper bound of the context
+lengths; here they are computed on the device from the exact lengths. As in vLLM, a row that is
+still prefilling, has a state, and has a query of one token, or of the length of a draft
+verification, counts as a decode.
 
-The batch is ordered: decodes, then prefills (see `split_decodes_and_prefills`). Attributes that end
-in _d are of the decodes, in _p of the prefills; both have room for all rows.
+The batch has decodes first, then prefills (see `split_decodes_and_prefills`). The suffix _d denotes
+attributes of the decodes, _p those of the prefills; both are padded to B rows.
 """
 
 from __future__ import annotations
@@ -29,37 +30,37 @@ from jaxkv.metadata.segments import cdiv, on_device, prefix_sum, row_of, rows_fr
 
 Mode = Literal["none", "align", "all"]
 
-CONV_BLOCK_M = 8  # tokens that one program of the causal convolution takes
+CONV_BLOCK_M = 8  # tokens per program of the causal convolution
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MambaMetadata:
-    """What the kernels of a Mamba layer take.
+    """Operands of the kernels of a Mamba layer.
 
     Attributes:
       num_prefills: int32[].
       num_prefill_tokens: int32[].
       num_decodes: int32[].
       num_decode_tokens: int32[].
-      seq_lens: int32[B], of all rows.
-      has_initial_states_p: bool[B], whether earlier steps computed a part of the context.
+      seq_lens: int32[B], context lengths of all rows.
+      has_initial_states_p: bool[B], whether a part of the context was computed in earlier steps.
       prep_initial_states: bool[], whether any prefill has an initial state.
-      query_start_loc_p: int32[B + 1], counted from the first prefill's token; padding rows are
-        empty.
+      query_start_loc_p: int32[B + 1], relative to the first prefill token; padding rows are empty.
       num_computed_tokens_p: int32[B].
-      state_indices_tensor_p: int32[B], the block of each prefill's state; in mode all int32[B, W],
-        those of all its blocks. NULL_BLOCK for padding.
-      state_indices_tensor_d: int32[B, 1 + num_spec_tokens], the block of each decode's state and
-        those for its drafts; in mode all int32[B, W]. NULL_BLOCK for padding.
+      state_indices_tensor_p: int32[B], block of each prefill's state; in mode all int32[B, W], all
+        its blocks. NULL_BLOCK for padding.
+      state_indices_tensor_d: int32[B, 1 + num_spec_tokens], blocks of each decode's state and of
+        the states of its draft tokens; in mode all int32[B, W]. NULL_BLOCK for padding.
       query_start_loc_d: int32[B + 1]; None without speculative decoding.
-      num_accepted_tokens: int32[B], of the decodes, 1 for padding; None without speculative
-        decoding.
-      block_idx_last_computed_token: int32[B], in mode all: of all rows, the column of the block
-        that holds the last computed token; 0 if there is none.
-      block_idx_first_scheduled_token_p: int32[B], likewise of the first token of this step.
-      block_idx_last_scheduled_token: int32[B], of all rows, likewise of the last token.
-      chunks: how to cut the prefills; None for Mamba without mode all.
+      num_accepted_tokens: int32[B], accepted tokens of the decodes, 1 for padding; None without
+        speculative decoding.
+      block_idx_last_computed_token: int32[B], mode all only: block table column of the last
+        computed token of each row; 0 if there is none.
+      block_idx_first_scheduled_token_p: int32[B], mode all only: column of each prefill's first
+        token of this step.
+      block_idx_last_scheduled_token: int32[B], mode all only: column of each row's last token.
+      chunks: chunks of the prefills; None for Mamba without mode all.
       conv1d: programs of the causal convolution.
     """
 
@@ -84,14 +85,14 @@ class MambaMetadata:
 
 
 class Chunks(NamedTuple):
-    """Prefills cut where their positions are multiples of the chunk size, N chunks at most.
+    """Prefills split at positions that are multiples of the chunk size; up to N chunks.
 
     Attributes:
-      cu_chunk_seqlen_p: int32[N + 1], the prefill token at which each chunk begins; the number of
-        prefill tokens behind the last chunk.
-      seq_idx_p: int32[N], the prefill that each chunk is of; -1 behind the last one.
-      last_chunk_indices_p: int32[B], the last chunk of each prefill, or that before it if it has
-        none (-1 for the first); padding rows repeat the last row's.
+      cu_chunk_seqlen_p: int32[N + 1], first prefill token of each chunk; padded with the number of
+        prefill tokens.
+      seq_idx_p: int32[N], prefill of each chunk; padded with -1.
+      last_chunk_indices_p: int32[B], last chunk of each prefill, or the preceding chunk if it has
+        none (-1 for the first prefill); padding rows repeat the last row's.
     """
 
     cu_chunk_seqlen_p: Any
@@ -100,12 +101,12 @@ class Chunks(NamedTuple):
 
 
 class CausalConv1d(NamedTuple):
-    """Which tokens each program of the causal convolution takes: CONV_BLOCK_M of one prefill.
+    """Programs of the causal convolution, each for up to CONV_BLOCK_M tokens of one prefill.
 
     Attributes:
-      batch_ptr: int32[N], the prefill; -1 for programs without work.
-      token_chunk_offset_ptr: int32[N], how many programs before it are of the same prefill; -1 for
-        programs without work.
+      batch_ptr: int32[N], prefill of each program; -1 for idle programs.
+      token_chunk_offset_ptr: int32[N], index of the program within its prefill; -1 for idle
+        programs.
     """
 
     batch_ptr: Any
@@ -125,20 +126,20 @@ def build(
     """The metadata of a batch.
 
     Args:
-      batch: the batch; its block table and block size are those of the states' cache.
-      is_prefilling: bool[B], rows that still compute their prompt.
-      mode: what of the states is cached. none: the last; align: that at the last end of a block,
-        in the column of the block; all: that at every end of a block.
-      chunk_size: tokens a chunk, of Mamba2; None for Mamba.
-      num_spec_tokens: most drafts of a row.
-      num_accepted_tokens: int32[B], how many tokens of the last step each row kept, at least 1;
-        None if there were no drafts yet: then a decode kept all its tokens.
-      num_draft_tokens: int32[B], drafts of each row, -1 for rows that none were made for; None if
-        no prompt is padded by drafts.
+      batch: the batch, with the block table and block size of the state cache.
+      is_prefilling: bool[B], rows that are still prefilling.
+      mode: caching of states. none: the last state; align: the state at the last block boundary, in
+        the column of that block; all: the states at all block boundaries.
+      chunk_size: tokens per chunk, for Mamba2; None for Mamba.
+      num_spec_tokens: upper bound of draft tokens per row.
+      num_accepted_tokens: int32[B], accepted tokens of each row in the last step, at least 1; None
+        before the first draft tokens, when decodes keep all their tokens.
+      num_draft_tokens: int32[B], draft tokens of each row, -1 for rows without drafting; None if
+        no prompt is padded with draft tokens.
 
     Raises:
-      ValueError: an unknown mode, fewer than 1 token a chunk, a number of drafts below 0, a block
-        table too narrow for the drafts' states, or numbers of another shape than [B].
+      ValueError: an unknown mode, a chunk size below 1, a negative number of draft tokens, a block
+        table too narrow for the states of draft tokens, or operands not of shape [B].
     """
     _check_arguments(mode, chunk_size)
     _check_rows(batch, is_prefilling, num_accepted_tokens, num_draft_tokens)
@@ -184,7 +185,7 @@ _NO_COLUMNS: dict[str, Any] = dict.fromkeys(
 
 
 def _block_columns(batch: BatchMetadata, computed: Any, computed_p: Any) -> dict[str, Any]:
-    """Columns of the block table, of mode "all"."""
+    """Block table columns for mode "all"."""
     ends = computed, computed_p + 1, batch.seq_lens
     return {name: _last_block(batch, n) for name, n in zip(_NO_COLUMNS, ends, strict=True)}
 
@@ -204,13 +205,13 @@ def _check_rows(batch: BatchMetadata, *of_rows: Any) -> None:
 
 
 def state_indices(batch: BatchMetadata, *, mode: Mode = "none", num_spec_tokens: int = 0) -> Any:
-    """int32[B, 1 + num_spec_tokens], the block of each row's state and those for its drafts.
+    """int32[B, 1 + num_spec_tokens], blocks of each row's state and of its draft tokens' states.
 
-    In mode none they are the row's first blocks, in mode align those from its last token's on.
-    In mode all it is the block table as it is, int32[B, W].
+    Mode none: the first blocks of the row. Mode align: the blocks from that of the last token on.
+    Mode all: the entire block table, int32[B, W].
 
     Raises:
-      ValueError: a number of drafts below 0, or a block table too narrow for their states.
+      ValueError: a negative number of draft tokens, or a block table too narrow for their states.
     """
     if not 0 <= num_spec_tokens < batch.max_blocks:
         raise ValueError(
@@ -225,7 +226,7 @@ def state_indices(batch: BatchMetadata, *, mode: Mode = "none", num_spec_tokens:
     column = first[:, None] + jnp.arange(1 + num_spec_tokens, dtype=jnp.int32)
     row = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)[:, None]
     block = on_device(batch.block_table)[row, jnp.minimum(column, batch.max_blocks - 1)]
-    # What lies past the table must not stand for a block that another state is in.
+    # Columns past the table must not alias the block of another state.
     return jnp.where(column < batch.max_blocks, block, NULL_BLOCK)
 
 
@@ -250,16 +251,16 @@ def _split(
 
 
 def _last_block(batch: BatchMetadata, tokens: Any) -> Any:
-    """The column of the block with the last of so many tokens; 0 if there is none."""
+    """Column of the block with the last of `tokens` tokens; 0 if there are none."""
     return jnp.maximum(cdiv(tokens, batch.block_size) - 1, 0)
 
 
 def _max_chunks(chunk_size: int, max_num_tokens: int, max_num_reqs: int) -> int:
     if chunk_size == 1:
         return max_num_tokens
-    # A row that stopped within a chunk has one chunk at no cost, even without tokens; two tokens
-    # make it two chunks, the first ending the one that it stopped in; each further chunk costs all
-    # of its tokens.
+    # A row that stopped inside a chunk has one chunk for free, even without tokens. Two tokens make
+    # two chunks: one completes the unfinished chunk, one starts the next. Each further chunk takes
+    # a full chunk of tokens.
     all_twice = max_num_reqs + (max_num_tokens - 2 * max_num_reqs) // chunk_size
     return max_num_reqs + min(max_num_tokens // 2, all_twice)
 
@@ -267,7 +268,7 @@ def _max_chunks(chunk_size: int, max_num_tokens: int, max_num_reqs: int) -> int:
 def _chunks(
     chunk_size: int | None, starts: Any, computed: Any, max_num_tokens: int
 ) -> Chunks | None:
-    """Cuts rows that begin at `starts` and whose context has `computed` tokens before them."""
+    """Chunks of rows that begin at `starts`, after `computed` tokens of their contexts."""
     if chunk_size is None:
         return None
     max_num_reqs = computed.shape[0]
@@ -289,7 +290,7 @@ def _chunks(
 def _conv1d(starts: Any, max_num_tokens: int) -> CausalConv1d:
     max_num_reqs = starts.shape[0] - 1
     program_starts = prefix_sum(cdiv(starts[1:] - starts[:-1], CONV_BLOCK_M))
-    # A program has a token at least, and of each row the last alone fewer than CONV_BLOCK_M.
+    # Each program has at least one token; only the last of a row has fewer than CONV_BLOCK_M.
     programs = (max_num_tokens + (CONV_BLOCK_M - 1) * max_num_reqs) // CONV_BLOCK_M
     program = jnp.arange(min(max_num_tokens, programs), dtype=jnp.int32)
     row = jnp.minimum(row_of(program_starts, program), max_num_reqs - 1)

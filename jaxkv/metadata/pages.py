@@ -1,4 +1,4 @@
-"""The pages of all rows one after the other, without what a block table holds behind them."""
+"""Packed page lists: the pages of all rows, concatenated without padding."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from .segments import on_device, prefix_sum, row_of
 
 
 def packed_pages(block_table: Any, num_pages: Any, max_pages: int | None) -> tuple[Any, Any]:
-    """The first pages of each row of a block table, packed.
+    """Concatenates the first pages of each row of a block table.
 
-    More pages than `max_pages` are an error, counted on the device. Both results then end there, so
-    that nobody who follows them reads past the array.
+    More than `max_pages` pages are an error, counted on the device. Both results are then truncated
+    to `max_pages`, so that consumers do not read out of bounds.
 
     Args:
       block_table: int32[B, W].
       num_pages: int32[B], pages of each row, at most W.
-      max_pages: the most pages of a batch; None for B * W, which no batch exceeds.
+      max_pages: upper bound of pages of a batch; None for B * W, which no batch exceeds.
 
     Returns:
-      int32[B + 1], where each row's pages begin, and int32[max_pages], the pages with NULL_BLOCK
-      behind them.
+      int32[B + 1], start of each row's pages, and int32[max_pages], page ids padded with
+      NULL_BLOCK.
 
     Raises:
       ValueError: `max_pages` below 1.
     """
     max_rows, width = block_table.shape
-    # A row has W pages at most, and B rows with W pages each reach the bound.
+    # At most W pages per row.
     limit = max_rows * width if max_pages is None else max_pages
     if limit < 1:
         raise ValueError(f"max_pages must be >= 1 page, got {limit}")

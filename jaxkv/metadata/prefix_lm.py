@@ -1,8 +1,8 @@
-"""Prefix-LM ranges: tokens of an image or video that attend to each other in both directions.
+"""Prefix-LM ranges: bidirectional attention among the tokens of an image or video.
 
-The host knows from a request's features where its ranges lie; the device finds the range of each
-query token. Follows vLLM's compute_mm_prefix_ranges, compute_mm_prefix_range_tensor and
-fill_mm_prefix_query_ranges, with a static number of ranges a request.
+The host computes the ranges of a request from its multimodal features; the device finds the range
+of each query token. Follows vLLM's compute_mm_prefix_ranges, compute_mm_prefix_range_tensor and
+fill_mm_prefix_query_ranges, with a static number of ranges per request.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from jaxkv.metadata.checks import check_rows
 from jaxkv.metadata.common import BatchMetadata, token_positions, token_to_request
 from jaxkv.metadata.segments import on_device
 
-NO_RANGE = -1  # start and end for a token that lies in no range
+NO_RANGE = -1  # first and last position for a token outside all ranges
 
 
 class Feature(NamedTuple):
-    """A multimodal input's place in its request.
+    """Position of a multimodal input in its request.
 
     Attributes:
-      modality: what it is; an "image" or "video" has ranges.
+      modality: type of the input; "image" and "video" have ranges.
       offset: position of its first token.
-      length: tokens.
-      is_embed: bool[length], tokens that stand for its embeddings, others separate them; None if
-        all do.
+      length: number of tokens.
+      is_embed: bool[length], True for placeholders of embeddings, False for separators; None if
+        all tokens are placeholders.
     """
 
     modality: str
@@ -45,22 +45,22 @@ def prefix_ranges(
     max_ranges: int,
     sliding_window: int | None = None,
 ) -> np.ndarray:
-    """The ranges of each request, on the host: runs of embeddings in its images and videos.
+    """Ranges of each request: consecutive embeddings of its images and videos; on the host.
 
     Args:
-      features: of each request; they must not overlap.
+      features: multimodal features of each request; they must not overlap.
       max_num_reqs: B.
-      max_ranges: R, the most ranges of a request.
-      sliding_window: tokens of the layers' window; longer ranges are left out, as their first
-        tokens would see past it. None keeps them, for full attention and for kernels that clamp.
+      max_ranges: R, upper bound of ranges per request.
+      sliding_window: window of the layers in tokens; longer ranges are omitted, because their first
+        tokens would see past the window. None for full attention and for kernels that clamp.
 
     Returns:
-      int32[B, R, 2], first and last position of each range; (0, 0) behind them and in padding rows.
-      A range with its first position at its last holds no pair of tokens, and counts as none.
+      int32[B, R, 2], first and last position of each range, padded with (0, 0). A range of a single
+      position (first == last) has no effect.
 
     Raises:
-      ValueError: more requests than B, more ranges than R, features that overlap, or an `is_embed`
-        that does not say of each of its feature's tokens True or False (1 or 0).
+      ValueError: more requests than B, more ranges than R, overlapping features, or an `is_embed`
+        that is not one boolean (or 0 or 1) for each token of its feature.
     """
     if len(features) > max_num_reqs:
         raise ValueError(f"{len(features)} requests exceed max_num_reqs={max_num_reqs}")
@@ -92,7 +92,7 @@ def _refuse_overlap(request: int, features: Sequence[Feature]) -> None:
 
 
 def _embed_ranges(request: int, feature: Feature) -> list[tuple[int, int]]:
-    """First and last position of each run of embeddings."""
+    """First and last position of each sequence of consecutive embeddings."""
     embeds = np.ones(feature.length) if feature.is_embed is None else np.asarray(feature.is_embed)
     what = f"request {request} has a feature {feature.modality} at {feature.offset} with"
     if embeds.shape != (feature.length,):
@@ -110,17 +110,17 @@ def _embed_ranges(request: int, feature: Feature) -> list[tuple[int, int]]:
 
 
 def build(batch: BatchMetadata, ranges: Any) -> Any:
-    """The range that holds each query token.
+    """The range of each query token.
 
     Args:
       batch: the batch.
-      ranges: int32[B, R, 2], see `prefix_ranges`; those of a request do not overlap.
+      ranges: int32[B, R, 2], see `prefix_ranges`; ranges of one request must not overlap.
 
     Returns:
-      int32[T, 2], first and last position; NO_RANGE twice for tokens outside and for padding.
+      int32[T, 2], first and last position; NO_RANGE for both outside all ranges and for padding.
 
     Raises:
-      ValueError: `ranges` of another shape.
+      ValueError: `ranges` of the wrong shape.
     """
     check_rows("ranges", ranges, batch.max_num_reqs, "ranges", 2)
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
@@ -130,5 +130,5 @@ def build(batch: BatchMetadata, ranges: Any) -> Any:
     first, last = own[..., 0], own[..., 1]
     holds = (first < last) & (first <= position) & (position <= last)
     holds &= (token < batch.query_start_loc[-1])[:, None]
-    # At most one range holds a token, so that the largest entry is that range's.
+    # A token is in at most one range, so the maximum selects its entry.
     return jnp.max(jnp.where(holds[..., None], own, NO_RANGE), axis=1, initial=NO_RANGE)

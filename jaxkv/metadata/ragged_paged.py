@@ -1,16 +1,16 @@
-"""What the ragged paged attention kernels of JAX take, in the three shapes that they read pages in.
+"""Metadata for the ragged paged attention kernels of JAX, with their three formats of page lists.
 
-| kernel | `pages` | beside `kv_lens`, `page_indices` and `cu_q_lens` |
+| kernel | `pages` | operands in addition to `kv_lens`, `page_indices` and `cu_q_lens` |
 |---|---|---|
 | JAX's own (Pallas, TPU) | "table" | `num_seqs` |
 | tpu-inference, v3 and MLA | "flat" | `distribution` |
 | sglang-jax, v3 and MLA | "packed" | `cu_kv_lens`, `distribution` |
 
-Under `jit` XLA drops what a kernel does not take. A table serves JAX's paged attention for GPUs,
-too: `page_indices` are its block tables, and `kv_lens` its lengths.
+Under `jit`, XLA eliminates unused operands. The format "table" also fits JAX's paged attention for
+GPUs: `page_indices` are its block tables and `kv_lens` its lengths.
 
-These kernels want a query token in every row of the batch; `cu_q_lens`, `kv_lens` and pages of
-rows behind it are not read.
+These kernels require at least one query token in every row of the batch; `cu_q_lens`, `kv_lens` and
+pages of padding rows are not read.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ class RaggedPagedMetadata:
     """See `build`.
 
     Attributes:
-      input_positions: int32[T], the position of each token in its context; 0 for padding.
-      slot_mapping: int32[T], where each token goes; PAD_SLOT for padding.
-      kv_lens: int32[B], tokens of each row's context; 0 for padding rows.
-      page_indices: "table": int32[B, W], the batch's block table; "flat": int32[B * W], the same;
-        "packed": int32[max_pages], pages of all contexts without gaps, NULL_BLOCK behind them.
-      cu_q_lens: int32[B + 1], where each row's query tokens begin; the last value repeated for
-        padding rows.
-      cu_kv_lens: int32[B + 1], tokens of the pages of all rows before each, the empty ends of last
-        pages among them: by page size, where a row's pages begin in packed `page_indices`.
-      num_seqs: int32[1], rows of the batch.
-      distribution: int32[3], where decodes, prefills of one static length, and the other rows end.
-        Rows with one query token up to the first other row are decodes; prefills are none, as in
-        both engines.
+      input_positions: int32[T], position of each token in its context; 0 for padding.
+      slot_mapping: int32[T], slot of each token; PAD_SLOT for padding.
+      kv_lens: int32[B], context length of each row in tokens; 0 for padding rows.
+      page_indices: "table": int32[B, W], the block table; "flat": int32[B * W], the same flattened;
+        "packed": int32[max_pages], concatenated pages of all contexts, padded with NULL_BLOCK.
+      cu_q_lens: int32[B + 1], start of each row's query tokens; padding rows repeat the last value.
+      cu_kv_lens: int32[B + 1], exclusive prefix sum of the context lengths rounded up to full
+        pages; divided by the page size, start of each row's pages in packed `page_indices`.
+      num_seqs: int32[1], number of rows.
+      distribution: int32[3], end of the decodes, of the prefills of one static length, and of the
+        other rows. Leading rows with one query token are decodes; there are no static-length
+        prefills, as in both engines.
     """
 
     input_positions: Any
@@ -63,17 +62,17 @@ def build(
     pages: Literal["table", "flat", "packed"] = "table",
     max_pages: int | None = None,
 ) -> RaggedPagedMetadata:
-    """A batch for a ragged paged attention kernel.
+    """Metadata of a batch for a ragged paged attention kernel.
 
     Args:
-      batch: the batch; with decodes first the kernels' fast path takes them all.
-      pages: the shape of `page_indices`, see above.
-      max_pages: the most packed pages of a batch; None for what every row can have. A batch with
-        more is an error (`jaxkv.BoundError`), and its last pages are missing.
+      batch: the batch; with decodes first, all of them take the fast path of the kernels.
+      pages: format of `page_indices`, see above.
+      max_pages: upper bound of packed pages of a batch; None for B * W. A batch with more is a
+        `jaxkv.BoundError`, and its page list is truncated.
 
     Raises:
-      ValueError: another shape, `max_pages` for one that is not packed or below 1, or bounds under
-        which a batch may have pages whose tokens no int32 can count.
+      ValueError: an unknown format, `max_pages` below 1 or without packing, or bounds for which
+        the tokens of all pages may exceed int32.
     """
     if pages not in ("table", "flat", "packed"):
         raise ValueError(f'pages must be "table", "flat" or "packed", got {pages!r}')
@@ -107,6 +106,6 @@ def build(
 
 
 def _leading(flags: Any) -> Any:
-    """int32[], how many of the first entries are set."""
+    """int32[], number of leading entries that are set."""
     others = jnp.where(flags, flags.shape[0], jnp.arange(flags.shape[0], dtype=jnp.int32))
     return jnp.min(others)

@@ -1,7 +1,7 @@
-"""The host's side of a batch: its order, bounds of its lengths, and its prefills in chunks.
+"""Scheduler helpers on the host: batch order, bounds of context lengths, chunks of prefills.
 
-For a scheduler, in NumPy: nothing here waits for the device or reads from it. Semantics are those
-of vLLM's batch reordering and of its helpers for chunked prefills.
+NumPy only, without access to the device. Semantics follow vLLM's batch reordering and its helpers
+for chunked prefills.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Regions of a batch, in their order.
+# Regions of a batch, in order.
 _DECODE, _SHORT_EXTEND, _LONG_EXTEND, _PREFILL = range(4)
 
 
@@ -20,25 +20,24 @@ def reorder_batch(
     num_prompt: Sequence[int] | np.ndarray,
     decode_threshold: int,
 ) -> np.ndarray:
-    """The order that puts decodes first, then short extends, long extends and prefills.
+    """Order of a batch with decodes first, then short extends, long extends and prefills.
 
-    A request without computed tokens is a prefill, one that is to compute more than
-    `decode_threshold` tokens a long extend, one that is still in its prompt a short extend, and any
-    other a decode. Requests that lie in the region of their kind stay where they are, and the
-    others take each other's places, so that as few rows of persistent state as possible move.
-    The result is therefore not a stable sort.
+    A request without computed tokens is a prefill; one with more than `decode_threshold` scheduled
+    tokens a long extend; one that is still in its prompt a short extend; any other a decode.
+    Requests already in their region stay in place and the others are permuted, which minimizes
+    moves of persistent row state. The sort is therefore not stable.
 
     Args:
       num_scheduled: query tokens of each request in this step.
-      num_computed: tokens of each request that earlier steps computed.
-      num_prompt: tokens of each request's prompt.
-      decode_threshold: the most query tokens of a decode.
+      num_computed: tokens of each request computed in earlier steps.
+      num_prompt: prompt length of each request in tokens.
+      decode_threshold: maximum number of query tokens of a decode.
 
     Returns:
-      int64[requests]: `order[i]` is the request that comes to place i. `np.arange` if all stay.
+      int64[requests]: `order[i]` is the request to place in row i; `np.arange` for no change.
 
     Raises:
-      ValueError: the arguments name different numbers of requests.
+      ValueError: arguments of different lengths.
     """
     scheduled, computed, prompt = map(np.asarray, (num_scheduled, num_computed, num_prompt))
     if not len(scheduled) == len(computed) == len(prompt):
@@ -63,23 +62,23 @@ def seq_lens_upper_bound(
     *,
     max_num_reqs: int,
 ) -> np.ndarray:
-    """What the host can say of `BatchMetadata.seq_lens` without asking the device.
+    """Upper bound of `BatchMetadata.seq_lens` on the host, without a host sync.
 
-    Exact for requests in their prompt, and for all when nothing is drafted. While the device still
-    decides how many drafted tokens it accepts, the host counts them all, and a decode's context may
-    be shorter: use it for bounds and sizes, never in place of `seq_lens`.
+    Exact for prefills, and for all requests without speculative decoding. The host counts all draft
+    tokens as accepted until it knows the result, so the context of a decode may be shorter: use the
+    bound for shapes and sizes, not instead of `seq_lens`.
 
     Args:
       num_scheduled: query tokens of each request in this step.
-      num_computed: tokens of each request that earlier steps computed, as the host counts them.
+      num_computed: tokens of each request computed in earlier steps, as counted by the host.
       max_num_reqs: B.
 
     Returns:
       int32[B], 0 in padding rows.
 
     Raises:
-      ValueError: more requests than B, the arguments name different numbers of requests, or a
-        context of 2**31 tokens or more.
+      ValueError: more requests than B, arguments of different lengths, or a context of 2**31
+        tokens or more.
     """
     scheduled, computed = np.asarray(num_scheduled, np.int64), np.asarray(num_computed, np.int64)
     if not len(scheduled) == len(computed) <= max_num_reqs:
@@ -102,18 +101,18 @@ def seq_lens_upper_bound(
 def split_prefill_chunks(
     seq_lens: Sequence[int] | np.ndarray, workspace: int, offset: int = 0
 ) -> list[tuple[int, int]]:
-    """Consecutive requests in as few chunks as fit a workspace each.
+    """Splits consecutive requests into the minimum number of chunks that fit a workspace.
 
     Args:
-      seq_lens: tokens of each request's context.
-      workspace: tokens that a chunk may have in all.
-      offset: the first request's row in its batch.
+      seq_lens: context length of each request in tokens.
+      workspace: capacity of the workspace in tokens.
+      offset: row of the first request in its batch.
 
     Returns:
-      The rows [first, last) of each chunk, left to right, each as long as it can be.
+      The rows [first, last) of each chunk, filled greedily from the left.
 
     Raises:
-      ValueError: one request alone exceeds the workspace.
+      ValueError: a single request exceeds the workspace.
     """
     chunks: list[tuple[int, int]] = []
     first, used = 0, 0

@@ -1,7 +1,7 @@
-"""Rows of different lengths, one after the other: the operations that builders share.
+"""Ragged rows (segments): operations shared by the builders.
 
-Each is a few element-wise operations and at most one reduction, which XLA makes one kernel of; its
-own scans and searches take several.
+Each consists of a few element-wise operations and at most one reduction, which XLA fuses into one
+kernel; XLA's scans and searches take several kernels.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_TILE = 128  # flags that one product of `count_before` counts
+_TILE = 128  # flags per matrix product in `count_before`
 
 
 def on_device(tree: Any) -> Any:
-    """The same with JAX's arrays in place of NumPy's, which no tracer can index.
+    """The tree with JAX arrays instead of NumPy arrays, which cannot be indexed by a tracer.
 
-    A traced function meets NumPy's arrays where it closes over a batch from the host.
+    NumPy arrays occur when a traced function closes over a batch from the host.
     """
     return jax.tree.map(jnp.asarray, tree)
 
@@ -28,10 +28,10 @@ def cdiv(numerator: Any, denominator: int) -> Any:
 
 
 def prefix_sum(x: Any) -> Any:
-    """int32[n + 1], the sums of all first entries: 0, x[0], x[0] + x[1], ...
+    """int32[n + 1], prefix sum with a leading zero: 0, x[0], x[0] + x[1], ...
 
-    A masked reduction: for the number of rows of a batch far cheaper on a GPU than a scan, which is
-    a chain of kernels.
+    Implemented as a masked reduction: at the number of rows of a batch, far cheaper on a GPU than a
+    scan, which takes several kernels.
     """
     n = x.shape[0]
     before = jnp.arange(n + 1, dtype=jnp.int32)[:, None] > jnp.arange(n, dtype=jnp.int32)
@@ -41,7 +41,7 @@ def prefix_sum(x: Any) -> Any:
 def row_of(starts: Any, positions: Any) -> Any:
     """The row r with starts[r] <= position < starts[r + 1], for each of `positions`.
 
-    Rows without entries are passed over. A position past the end gets the number of rows.
+    Empty rows are skipped. A position past the end yields the number of rows.
 
     Args:
       starts: int32[B + 1], not decreasing, from 0.
@@ -52,13 +52,13 @@ def row_of(starts: Any, positions: Any) -> Any:
 
 
 def rows_from(x: Any, first: Any, count: Any, *, fill: Any = 0) -> Any:
-    """`x[first : first + count]` in the shape of `x`, with `fill` behind it.
+    """`x[first : first + count]`, padded with `fill` to the shape of `x`.
 
     Args:
       x: [B, ...].
-      first: int32[], the first row wanted.
-      count: int32[], how many.
-      fill: what the other rows hold.
+      first: int32[], first row of the slice.
+      count: int32[], number of rows.
+      fill: value of the other rows.
     """
     x = on_device(x)
     index = jnp.arange(x.shape[0], dtype=jnp.int32)
@@ -68,12 +68,12 @@ def rows_from(x: Any, first: Any, count: Any, *, fill: Any = 0) -> Any:
 
 
 def starts_from(starts: Any, first: Any, count: Any) -> Any:
-    """`starts[first : first + count + 1]` counted from 0, its last value repeated behind it.
+    """`starts[first : first + count + 1]` relative to its first value, padded with its last value.
 
     Args:
       starts: int32[B + 1], such as `query_start_loc`.
-      first: int32[], the first row wanted.
-      count: int32[], how many rows.
+      first: int32[], first row of the slice.
+      count: int32[], number of rows.
     """
     starts = on_device(starts)
     index = jnp.arange(starts.shape[0], dtype=jnp.int32)
@@ -85,10 +85,10 @@ def starts_from(starts: Any, first: Any, count: Any) -> Any:
 
 
 def count_before(flags: Any) -> Any:
-    """int32[N, L], how many of bool[N, L] are set before each in its row.
+    """int32[N, L], exclusive count of set flags in each row of bool[N, L].
 
-    Within a tile by a product with a triangular matrix: XLA's scan of a long row is a chain of
-    kernels. Zeros, ones and sums up to a tile are exact in every precision of a product.
+    Within a tile, by a product with a triangular matrix, because XLA's scan of a long row takes
+    several kernels. Zeros, ones and sums up to the tile size are exact in any matmul precision.
     """
     rows, width = flags.shape
     tiles = jnp.pad(flags, ((0, 0), (0, -width % _TILE))).reshape(rows, -1, _TILE)

@@ -1,8 +1,8 @@
-"""Metadata for verifying a tree of drafts: a bias that lets each draft see its own branch.
+"""Metadata for tree verification: an attention bias that limits each draft token to its branch.
 
-Follows vLLM's tree attention, as long as it had it. A tree is a list of choices: (0,) is the first
-child of the root, (0, 1) the second child of that. The root is the last accepted token; it and the
-drafts, in the order of the list, are the query tokens of a decode.
+Follows vLLM's former tree attention backend. A tree is a list of paths: (0,) is the first child of
+the root, (0, 1) the second child of that node. The root is the last accepted token. The query
+tokens of a decode are the root and the draft tokens, in the order of the list.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jaxkv.metadata.segments import rows_from, starts_from
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TreeMetadata:
-    """A batch in two parts, tokens of the decodes first.
+    """A batch in two parts, decodes first.
 
     Attributes:
-      decode: the rows that verify a tree, up to L query tokens each.
-      prefill: the other rows; its tokens count from the first of them.
-      tree_attn_bias: float32[L, L], what to add to the scores of the last L tokens of a decode's
-        context, for each of its query tokens; earlier tokens of the context get nothing added.
+      decode: the rows that verify a tree, with up to L query tokens each.
+      prefill: the other rows; token indices are relative to their first token.
+      tree_attn_bias: float32[L, L], bias of each query token of a decode for the attention scores
+        of the last L tokens of the context; the bias of earlier tokens is 0.
     """
 
     decode: BatchMetadata
@@ -36,13 +36,13 @@ class TreeMetadata:
 
 
 def tree_attn_bias(selections: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """float32[L, L] of a tree of L - 1 drafts: 0 where a token sees another, -inf elsewhere.
+    """float32[L, L] for a tree of L - 1 draft tokens: 0 for visible tokens, -inf otherwise.
 
     Args:
-      choices: the drafts, parents before their children.
+      selections: paths of the draft tokens, parents before their children.
 
     Raises:
-      ValueError: a draft that is there twice, or whose parent is not before it.
+      ValueError: a duplicate draft token, or one not preceded by its parent.
     """
     index: dict[tuple[int, ...], int] = {(): 0}
     bias = np.full((len(selections) + 1, len(selections) + 1), -np.inf, np.float32)
@@ -58,7 +58,7 @@ def tree_attn_bias(selections: Sequence[tuple[int, ...]]) -> np.ndarray:
 
 
 def build(batch: BatchMetadata, bias: Any) -> TreeMetadata:
-    """The metadata of a batch: rows with up to L query tokens, from the first on, are decodes.
+    """Metadata of a batch; leading rows with up to L query tokens are decodes.
 
     Args:
       batch: the batch, decodes first (see `reorder_batch`).
@@ -75,19 +75,19 @@ def build(batch: BatchMetadata, bias: Any) -> TreeMetadata:
 def build_for_drafting(
     batch: BatchMetadata, bias: Any, *, draft_index: int, query_len: int
 ) -> TreeMetadata:
-    """The metadata of a step that drafts a level of the tree.
+    """Metadata of a step that drafts one level of the tree.
 
-    The first one goes on from the last accepted tokens, all of it prefill. Later ones take the
-    `query_len` drafts that there are so far, without the root.
+    Level 0 continues from the last accepted tokens and treats all rows as prefills. Later levels
+    process the `query_len` draft tokens so far, without the root.
 
     Args:
       batch: the batch.
       bias: float32[L, L], `tree_attn_bias`.
-      draft_index: which level, from 0.
-      query_len: query tokens of a row; no matter at level 0.
+      draft_index: level of the tree, from 0.
+      query_len: query tokens per row; ignored at level 0.
 
     Raises:
-      ValueError: a level below 0, or more query tokens than the tree has drafts.
+      ValueError: a negative level, or more query tokens than draft tokens of the tree.
     """
     if draft_index < 0:
         raise ValueError(f"draft_index must be >= 0, got {draft_index}")

@@ -1,7 +1,7 @@
-"""What Triton's unified attention takes.
+"""Metadata for Triton's unified attention.
 
-Follows vLLM's Triton builder of 0.33. What PyTorch keeps as scratch tensors is here the shapes of
-outputs that the kernel's call asks XLA for. Cascade is in `cascade.py`.
+Follows vLLM's Triton builder of 0.33. Instead of scratch tensors, the metadata has the shapes of
+scratch outputs of the kernel call, which XLA allocates. Cascade attention is in `cascade.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .checks import check_rows
 from .common import BatchMetadata, slot_mapping, token_positions
 
-_PROGRAMS_2D = 128  # with fewer the kernel without segments leaves SMs idle
+_PROGRAMS_2D = 128  # with fewer programs, the kernel without segments leaves SMs idle
 
 
 @jax.tree_util.register_dataclass
@@ -25,16 +25,16 @@ class TritonMetadata:
 
     Attributes:
       num_actual_tokens: int32[], query tokens of the batch.
-      max_query_len: int32[], most query tokens of a row.
+      max_query_len: int32[], longest query in tokens.
       query_start_loc: int32[B + 1], as in the batch.
-      max_seq_len: int32[], tokens of the longest context.
+      max_seq_len: int32[], longest context in tokens.
       seq_lens: int32[B], as in the batch.
       block_table: int32[B, W], as in the batch.
-      slot_mapping: int32[T], where each token goes; PAD_SLOT for padding.
-      mm_prefix_range: int32[B, R, 2], positions (first, last) of a row that see each other both
-        ways; of no effect unless first < last. None for none.
-      seq_threshold_3D: rows up to which decodes take the kernel with segments.
-      num_par_softmax_segments: segments that a context is divided into there.
+      slot_mapping: int32[T], slot of each token; PAD_SLOT for padding.
+      mm_prefix_range: int32[B, R, 2], first and last position of ranges with bidirectional
+        attention; no effect unless first < last. None for no ranges.
+      seq_threshold_3D: maximum number of rows for which decodes use the kernel with segments.
+      num_par_softmax_segments: segments per context in that kernel.
       softmax_segm_output: float32[rows, query heads, segments, head size up to a power of two].
       softmax_segm_max: float32[rows, query heads, segments].
       softmax_segm_expsum: float32[rows, query heads, segments].
@@ -64,18 +64,18 @@ def build(
     num_softmax_segments: int = 16,
     mm_prefix_range: Any = None,
 ) -> TritonMetadata:
-    """A batch for Triton's unified attention.
+    """Metadata of a batch for Triton's unified attention.
 
     Args:
       batch: the batch.
-      num_q_heads: query heads of this device.
-      num_kv_heads: KV heads of this device.
-      head_dim: elements of a head.
-      num_softmax_segments: vLLM takes 64 on consumer Blackwell (sm_120).
+      num_q_heads: query heads on this device.
+      num_kv_heads: KV heads on this device.
+      head_dim: elements per head.
+      num_softmax_segments: segments per context; vLLM uses 64 on consumer Blackwell (sm_120).
       mm_prefix_range: int32[B, R, 2], see `TritonMetadata`.
 
     Raises:
-      ValueError: a size below 1, or ranges of another shape.
+      ValueError: a size below 1, or ranges of the wrong shape.
     """
     sizes = {
         "num_q_heads": num_q_heads,

@@ -1,12 +1,12 @@
-"""What attention over a TurboQuant cache takes.
+"""Metadata for attention over a TurboQuant cache.
 
-Follows vLLM's TurboQuant builder of 0.33: decodes come first, and the prefills' longest query and
-context are their own, not the batch's, so that prompts which begin in this step are known by
-`max_query_len == max_seq_len`. A prompt that goes on may take each of its tokens as a decode; what
-that needs is here for all tokens.
+Follows vLLM's TurboQuant builder of 0.33: decodes come first, and the longest query and context of
+the prefills exclude the decodes, so that `max_query_len == max_seq_len` identifies prompts that
+begin in this step. A continued prompt may process each of its tokens as a decode; the operands for
+that are included for all tokens.
 
-Rows from a part's number of rows on are padding: start arrays repeat their last value there,
-lengths are 0 and tables NULL_BLOCK.
+Rows of a part past its number of rows are padding: start arrays repeat their last value there,
+lengths are 0 and block tables NULL_BLOCK.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Part:
     """The decodes or the prefills of a batch.
 
     Attributes:
-      query_start_loc: int32[B + 1], where each row's query tokens begin, from the part's first on.
-      seq_lens: int32[B], tokens of each row's context.
-      block_table: int32[B, W], blocks of each row.
-      max_query_len: int32[], most query tokens of a row of this part.
-      max_seq_len: int32[], tokens of the longest context of this part.
+      query_start_loc: int32[B + 1], start of each row's query tokens, relative to the part.
+      seq_lens: int32[B], context length of each row in tokens.
+      block_table: int32[B, W], block ids of each row.
+      max_query_len: int32[], longest query of this part in tokens.
+      max_seq_len: int32[], longest context of this part in tokens.
     """
 
     query_start_loc: Any
@@ -55,20 +55,20 @@ class TurboQuantMetadata:
 
     Attributes:
       num_actual_tokens: int32[], query tokens of the batch.
-      num_decodes: int32[], rows of the first part.
-      num_decode_tokens: int32[], query tokens of the first part.
+      num_decodes: int32[], number of decode rows.
+      num_decode_tokens: int32[], query tokens of the decodes.
       is_prefill: bool[], whether any row has several query tokens.
       query_start_loc: int32[B + 1], as in the batch.
       seq_lens: int32[B], as in the batch.
       block_table: int32[B, W], as in the batch.
-      max_query_len: int32[], most query tokens of a row.
-      max_seq_len: int32[], tokens of the longest context.
-      slot_mapping: int32[T], where each token goes; PAD_SLOT for padding.
-      token_to_req: int32[T], the row whose table each token reads as a decode of its own; 0 for
+      max_query_len: int32[], longest query in tokens.
+      max_seq_len: int32[], longest context in tokens.
+      slot_mapping: int32[T], slot of each token; PAD_SLOT for padding.
+      token_to_req: int32[T], row of the block table for each token as a single-token decode; 0 for
         padding.
-      token_seq_lens: int32[T], tokens of the context of such a decode; 0 for padding.
-      decode: the first part.
-      prefill: the second part.
+      token_seq_lens: int32[T], context length of that decode in tokens; 0 for padding.
+      decode: the decodes.
+      prefill: the prefills.
     """
 
     num_actual_tokens: Any
@@ -88,7 +88,7 @@ class TurboQuantMetadata:
 
 
 def build(batch: BatchMetadata) -> TurboQuantMetadata:
-    """A batch for attention over a TurboQuant cache.
+    """Metadata of a batch for attention over a TurboQuant cache.
 
     Args:
       batch: the batch, decodes first.

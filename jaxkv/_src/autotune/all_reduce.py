@@ -1,13 +1,13 @@
 """Measures the algorithms of `jaxkv.all_reduce`: `python -m jaxkv.tune --all-reduce`.
 
-Writes a table for this device kind (`all_reduce_table` says what one is), for each number of
-devices that the machine has; for others the packaged rules stay. What is timed is a jitted chain of
-all-reduces with a product after each, as in a step: that is also what XLA's psum, which is one of
-the candidates, costs beside its kernel. Sums are compared with NumPy's before.
+Writes a tuning table for this device kind (format: `all_reduce_table`), for each number of devices
+available on this machine; the packaged rules apply to other numbers. The timed program is a jitted
+chain of all-reduces, each followed by a multiplication, as in a step; this includes the cost of
+XLA's psum, one of the candidates, outside its kernel. Results are checked against NumPy first.
 
-A rule holds for bfloat16 and float32 alike, float16 moving and adding as bfloat16 does: time goes
-into bytes that cross the link, not into sums, so a table by bytes is a table for all dtypes. Both
-are measured, and the slower counts; where they would choose otherwise it is said.
+Rules apply to bfloat16 and float32 alike, and float16 behaves as bfloat16: the link transfer
+dominates, not the arithmetic, so a table by bytes covers all dtypes. Both dtypes are measured and
+the slower time is used; sizes at which their choices differ are reported.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ AXIS = "devices"
 DTYPES = ("bfloat16", "float32")
 LEAST_BYTES = 1 << 10
 MOST_BYTES = {"cpu": 64 << 10, "gpu": 64 << 20}
-LONG_BYTES = 8 << 20  # from here on a few calls are long enough
+LONG_BYTES = 8 << 20  # from this size on, fewer calls suffice
 CALLS, CALLS_OF_LONG = 32, 8
-NOISE = 0.1  # as a share: of short calls the host's part scatters by so much
+NOISE = 0.1  # relative; variation of the host time of short calls
 
 
 class Cell(NamedTuple):
@@ -55,7 +55,7 @@ class Cell(NamedTuple):
         return f"{self.world_size} devices, {self.num_bytes} bytes of {self.dtype}"
 
 
-# Seconds by algorithm; what does not serve the cell is not in it.
+# Seconds by algorithm, for those that support the cell.
 Seconds = dict[str, float]
 
 
@@ -63,9 +63,9 @@ def cells(platform: str, num_devices: int, *, quick: bool) -> list[Cell]:
     """All cells, by number of devices and size.
 
     Args:
-      platform: JAX's; a CPU measures small messages only.
-      num_devices: that there are.
-      quick: every other size, and of one dtype.
+      platform: JAX's platform; only small messages on CPU.
+      num_devices: number of available devices.
+      quick: every other size, one dtype.
     """
     first, last = LEAST_BYTES.bit_length() - 1, MOST_BYTES[platform].bit_length()
     return [
@@ -85,11 +85,11 @@ def _memory(world_size: int) -> SymmetricMemory:
 
 
 def measure(cell: Cell) -> Seconds:
-    """Seconds of an all-reduce by each algorithm that serves the cell.
+    """Seconds of an all-reduce by each algorithm that supports the cell.
 
     Raises:
-      RuntimeError: wrong sums.
-      PeerTimeoutError: a device waited in vain.
+      RuntimeError: an incorrect result.
+      PeerTimeoutError: a device timed out waiting for a peer.
     """
     memory, found = _memory(cell.world_size), {}
     operand, expected = (
@@ -100,7 +100,7 @@ def measure(cell: Cell) -> Seconds:
         if not serves(memory, cell.dtype, algorithm, cell.num_bytes):
             continue
         step, calls = _chain(memory, cell, algorithm)
-        summed = step(jnp.copy(operand))  # which it takes
+        summed = step(jnp.copy(operand))  # the operand is donated
         memory.check_errors(summed)
         if not (summed == expected).all():
             raise RuntimeError(f"{cell}: {algorithm} gave wrong sums")
@@ -109,7 +109,7 @@ def measure(cell: Cell) -> Seconds:
 
 
 def serves(memory: SymmetricMemory, dtype: str, algorithm: str, num_bytes: int) -> bool:
-    """Whether an algorithm takes messages of so many bytes."""
+    """Whether an algorithm supports messages of `num_bytes` bytes."""
     count = num_bytes // jnp.dtype(dtype).itemsize
     message = jax.ShapeDtypeStruct((count,), dtype)
     try:
@@ -120,7 +120,7 @@ def serves(memory: SymmetricMemory, dtype: str, algorithm: str, num_bytes: int) 
 
 
 def _operand(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
-    """A row for each device, and their mean; every sum on the way is exact in each dtype."""
+    """One row for each device, and their mean; all partial sums are exact in each dtype."""
     count = cell.num_bytes // jnp.dtype(cell.dtype).itemsize
     noise = np.random.default_rng(0).integers(0, 8, (cell.world_size, count), np.int8)
     return (noise * np.int8(cell.world_size)).astype(cell.dtype), noise.sum(0).astype(cell.dtype)
@@ -129,7 +129,7 @@ def _operand(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
 def _chain(
     memory: SymmetricMemory, cell: Cell, algorithm: str
 ) -> tuple[Callable[[jax.Array], jax.Array], int]:
-    """Means over the devices, one after the other in one program, and how many."""
+    """A program with a chain of means over the devices, and the length of the chain."""
     calls = CALLS_OF_LONG if cell.num_bytes >= LONG_BYTES else CALLS
 
     @jax.jit
@@ -143,8 +143,8 @@ def _chain(
 
     spec = PartitionSpec(AXIS)
     mapped = jax.shard_map(chain, mesh=memory.mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    program = jax.jit(mapped, donate_argnums=0)  # else the host mends graphs before each call
-    if jax.default_backend() == "cpu":  # calls that queue there take threads from those that run
+    program = jax.jit(mapped, donate_argnums=0)  # else every call updates its CUDA graph
+    if jax.default_backend() == "cpu":  # queued calls take threads from running ones
         return lambda x: program(x).block_until_ready(), calls
     return program, calls
 
@@ -158,11 +158,11 @@ def rules_of(
 ) -> list[tuple[int, str]]:
     """(min_bytes, algorithm), ascending from 0.
 
-    An algorithm stays until another is faster by more than noise, or until it serves no more.
+    An algorithm is kept until another is faster by more than noise, or until its size limit.
 
     Args:
-      measured: for each size in bytes the seconds of each dtype.
-      serves: whether an algorithm takes messages of so many bytes.
+      measured: seconds of each dtype, by size in bytes.
+      serves: whether an algorithm supports messages of a given number of bytes.
     """
     first, *others = sorted(measured)
     rules = [(0, _fastest(measured[first]))]
@@ -170,7 +170,7 @@ def rules_of(
     for num_bytes in others:
         worst, (_, last) = slowest(measured[num_bytes]), rules[-1]
         best = _fastest(measured[num_bytes])
-        if last not in worst:  # psum would take what lies between, if this began at `num_bytes`
+        if last not in worst:  # a rule from `num_bytes` on would leave the gap to psum
             rules.append((_first_unserved(last, before, num_bytes, serves), best))
         elif worst[last] * (1 - NOISE) > min(worst.values()):
             rules.append((num_bytes, best))
@@ -179,14 +179,14 @@ def rules_of(
 
 
 def _fastest(of_dtypes: Sequence[Seconds]) -> str:
-    """The first in ALGORITHMS, which have the least to wait for, of those as fast as any."""
+    """The first of the fastest within noise; ALGORITHMS is sorted by synchronization cost."""
     worst = slowest(of_dtypes)
     best = min(worst.values())
     return next(name for name in worst if worst[name] * (1 - NOISE) <= best)
 
 
 def slowest(of_dtypes: Sequence[Seconds]) -> Seconds:
-    """The seconds of the slower dtype, of algorithms that serve all."""
+    """Seconds of the slower dtype, for algorithms that support all dtypes."""
     common = set.intersection(*({*seconds} for seconds in of_dtypes))
     return {
         name: max(seconds[name] for seconds in of_dtypes) for name in ALGORITHMS if name in common
@@ -203,7 +203,7 @@ def _first_unserved(
 
 
 def table_of(measured: Mapping[Cell, Seconds], how: str) -> Table:
-    """The table for this device kind; packaged rules for numbers of devices not measured."""
+    """The table for this device kind, with packaged rules for unmeasured numbers of devices."""
     kind = jax.local_devices()[0].device_kind
     rules = dict(packaged_table(kind).rules)
     worlds = sorted({cell.world_size for cell in measured})
@@ -225,7 +225,7 @@ def table_of(measured: Mapping[Cell, Seconds], how: str) -> Table:
 
 
 def differences(measured: Mapping[Cell, Seconds]) -> list[str]:
-    """Sizes at which the dtypes would choose otherwise, by more than noise."""
+    """Sizes at which the best algorithm differs between dtypes by more than noise."""
     lines = []
     for cell, seconds in measured.items():
         other = measured.get(cell._replace(dtype=DTYPES[0]), seconds)
@@ -239,11 +239,11 @@ def run(out: str | None, *, quick: bool) -> None:
     """Measures, prints and writes the table.
 
     Args:
-      out: the file to write, by default `all_reduce_<device kind>.json`.
+      out: output file, by default `all_reduce_<device kind>.json`.
       quick: fewer sizes.
 
     Raises:
-      RuntimeError: there is one device only, or wrong sums.
+      RuntimeError: only one device, or an incorrect result.
     """
     devices = jax.local_devices()
     found = cells(devices[0].platform, len(devices), quick=quick)

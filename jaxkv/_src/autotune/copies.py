@@ -1,11 +1,11 @@
-"""Measures the implementations of a page copy here: `python -m jaxkv.tune [--out FILE] [--quick]`.
+"""Measures the implementations of page copies: `python -m jaxkv.tune [--out FILE] [--quick]`.
 
-With `--all-reduce` the algorithms of that instead: see tune_all_reduce.py.
+With `--all-reduce`, measures the algorithms of `jaxkv.all_reduce` instead (autotune/all_reduce.py).
 
-Writes a tuning table for this device kind (`copy_table` says what one is). Blocks are scattered
-on both sides, so that none are neighbours by chance. Before a candidate is timed, every byte of its
-destination is compared with what NumPy makes of the same copy. GB/s is payload (1e9 bytes) by wall
-clock, over copies that follow each other on the device.
+Writes a tuning table for this device kind (format: `copy_table`). Source and destination blocks
+are in random order. Before a candidate is timed, every byte of the destination is compared with
+the same copy by NumPy. GB/s is payload (1e9 bytes) per second of wall time, over back-to-back
+copies on the device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEMORIES = {
 KIB, MIB = 1 << 10, 1 << 20
 MAX_PAYLOAD = 64 * MIB
 MAX_IDS = 10_000
-SHORT_PAYLOAD = 32 * MIB  # a smaller copy is not much longer than what a program costs
+SHORT_PAYLOAD = 32 * MIB  # below this, program overhead is significant
 COPIES_OF_SHORT = 16
 
 
@@ -49,8 +49,8 @@ class Cell(NamedTuple):
     Attributes:
       direction: "load", "store" or "device".
       run_bytes: bytes of a block.
-      num_ids: blocks to copy.
-      candidates: to measure; of one implementation those with more SMs come later.
+      num_ids: number of blocks to copy.
+      candidates: candidates to measure; those of one implementation by ascending number of SMs.
     """
 
     direction: str
@@ -75,16 +75,16 @@ def cells(platform: str, num_sms: int, quick: bool) -> list[Cell]:
     """All cells, by direction and size.
 
     Args:
-      platform: JAX's; on cpu there is only the host's implementation.
+      platform: JAX's platform; cpu only has the implementation "host".
       num_sms: SMs of the device.
-      quick: fewer of them.
+      quick: fewer cells.
     """
     if platform == "cpu":
         counts, runs = ((16,), (4 * KIB,)) if quick else ((1, 64), (512, 4 * KIB, 64 * KIB))
         host = (Candidate("host", 0),)
         return [Cell(d, run, n, host) for d in MEMORIES for run in runs for n in counts]
     all_runs = [KIB // 2 << i for i in range(12)]  # 512 B to 1 MiB
-    cliff = [20 * KIB, 24 * KIB, 28 * KIB]  # somewhere here the copy engine becomes fast
+    cliff = [20 * KIB, 24 * KIB, 28 * KIB]  # the copy engine's rate jumps in this range
     few_runs, few_sms = all_runs[::3], [4, 12]
     odd_runs = [even + odd for even in (KIB, 64 * KIB) for odd in (2, 8)]
     found = _grid("device", [KIB, 64 * KIB], [16, MAX_IDS], [num_sms // 4, num_sms // 2, num_sms])
@@ -97,7 +97,7 @@ def cells(platform: str, num_sms: int, quick: bool) -> list[Cell]:
             found += _grid(direction, few_runs, [1, 16, 256, 2048], few_sms)
             found += _grid(direction, [8 * KIB], [1, 4, 16, 64], few_sms)
             found += _grid(direction, [*all_runs, *cliff], [MAX_IDS], [1, 2, 4, 8, 12, 24])
-    by_size = {(cell.direction, cell.size): cell for cell in found}  # of equal ones the last
+    by_size = {(cell.direction, cell.size): cell for cell in found}  # last one wins
     return sorted(by_size.values())
 
 
@@ -120,12 +120,12 @@ def _grid(
 
 
 def measure(cell: Cell) -> list[Candidate]:
-    """Rates of a cell's candidates, without those that can't serve it.
+    """Rates of the candidates that support a cell.
 
-    Of an implementation, more SMs are tried only as long as they help.
+    The number of SMs of an implementation is increased only while the rate improves.
 
     Raises:
-      RuntimeError: a candidate moved wrong bytes.
+      RuntimeError: a candidate produced an incorrect destination.
     """
     data = _Data.of(cell)
     measured: list[Candidate] = []
@@ -145,7 +145,7 @@ def measure(cell: Cell) -> list[Candidate]:
 
 @dataclasses.dataclass(frozen=True)
 class _Data:
-    """Blocks on both sides, their ids, and what a right copy makes of the destination."""
+    """Source and destination blocks, ids, and the expected destination."""
 
     source: jax.Array
     destination: np.ndarray
@@ -154,7 +154,7 @@ class _Data:
 
     @classmethod
     def of(cls, cell: Cell) -> _Data:
-        num_blocks = cell.num_ids + cell.num_ids // 8 + 1  # some stay as they are
+        num_blocks = cell.num_ids + cell.num_ids // 8 + 1  # some stay unchanged
         dtype = {1: np.int8, 2: np.int16, 4: np.int32}[math.gcd(4, cell.run_bytes)]
         nbytes = num_blocks * cell.run_bytes
         source = _noise(1 << (nbytes - 1).bit_length())[:nbytes].view(dtype)
@@ -178,7 +178,7 @@ def _noise(nbytes: int) -> np.ndarray:
 
 
 def _rounded(rate: float) -> float:
-    return float(f"{rate:.4g}")  # more is noise to read
+    return float(f"{rate:.4g}")  # further digits are noise
 
 
 def _put(array: np.ndarray, memory: str) -> jax.Array:
@@ -191,10 +191,10 @@ def _rate(cell: Cell, data: _Data, candidate: Candidate) -> float:
     short = cell.direction == "device" or cell.size.total_bytes < SHORT_PAYLOAD
     copies = COPIES_OF_SHORT if short else 1
     as_ids = jaxkv.HostIds if candidate.implementation == "dma" else jnp.asarray
-    # Each copy has arrays of its own, or XLA would have several copies share one check of the ids.
+    # Separate id arrays for each copy; otherwise XLA merges the checks of the ids (CSE).
     all_ids = [[as_ids(side) for side in data.ids] for _ in range(copies)]
 
-    # A function of its own for each candidate: JAX would find the program of the one before.
+    # A new function for each candidate, to bypass JAX's jit cache.
     def copy(destination: jax.Array, source: jax.Array, *ids: Any) -> jax.Array:
         return jaxkv.swap_blocks(source, destination, *ids)
 
@@ -225,14 +225,14 @@ def _verify(cell: Cell, candidate: Candidate, got: jax.Array, expected: jax.Arra
 
 
 # ---------------------------------------------------------------------------------------------
-# The table, and what it changes
+# The table, and its differences from another
 
 
 Rates = list[tuple[Cell, list[Candidate]]]
 
 
 def table_of(rates: Rates, peak_gb_per_s: dict[str, float], how: str) -> Table:
-    """The table for this device kind; what runs beside compute is not measured, and stays."""
+    """The table for this device kind; "overlapped" rules are not measured, but packaged ones."""
     kind = jax.local_devices()[0].device_kind
     rules = {
         direction: rules_of([(cell.size, m) for cell, m in rates if cell.direction == direction])
@@ -251,7 +251,7 @@ def table_of(rates: Rates, peak_gb_per_s: dict[str, float], how: str) -> Table:
 
 
 def changes(rates: Rates, before: Table, after: Table) -> list[str]:
-    """What another table decides otherwise, of the cells that were measured."""
+    """Measured cells for which the choices of two tables differ."""
     lines = []
     for cell, measured in rates:
         for ids, refused in (("HostIds", ()), ("device ids", ("dma",))):

@@ -1,4 +1,4 @@
-"""What the measurements of tuning tables share: clocks, progress, and where a table came from."""
+"""Shared by the measurements of tuning tables: timing, progress, and provenance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS_OF_SAMPLE = 0.03
 
 
 def seconds_per_step(step: Callable[[jax.Array], jax.Array], state: jax.Array) -> float:
-    """Median seconds of a step in chains of steps that are waited for once."""
+    """Median seconds per step, over chains of steps with one host sync at the end."""
 
     def chain(length: int) -> float:
         nonlocal state
@@ -43,7 +43,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of this code; a copy without its history is told in JAXKV_COMMIT."""
+    """The commit of this code: JAXKV_COMMIT, if set, or the state of the git checkout."""
     if told := os.environ.get("JAXKV_COMMIT"):
         return told
     checkout = pathlib.Path(__file__).resolve().parent.parent.parent.parent

@@ -1,4 +1,4 @@
-"""From measured rates to the rules of a table."""
+"""Conversion of measured rates to the rules of a table."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 from jaxkv._src.tuning.copy_table import SMALLEST, Candidate, CopySize, Rule, last_matching_rule
 
-SAME_RATE = 0.03  # of the best rate: candidates that near are equally fast, and SMs decide
-# What may be refused, and so decides between the others: the ids are on the device, or blocks are
-# not what Pallas copies.
+SAME_RATE = 0.03  # relative to the best rate; within it, fewer SMs win
+# Sets of unsupported implementations: dma with ids on the device, pallas with blocks of an
+# unsupported layout, size or dtype.
 SCENARIOS: tuple[tuple[str, ...], ...] = ((), ("dma",), ("pallas",), ("dma", "pallas"))
 
 
 def pick(measured: Sequence[Candidate]) -> Candidate:
-    """Of the candidates that are as good as the fastest the one with the fewest SMs."""
+    """The candidate with the fewest SMs among those within SAME_RATE of the fastest."""
     enough = (1 - SAME_RATE) * max(map(_rate_of, measured))
     fast = [candidate for candidate in measured if _rate_of(candidate) >= enough]
     return min(fast, key=lambda candidate: (candidate.num_sms, -_rate_of(candidate)))
 
 
 def rank(measured: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Each implementation once: what to pick, what to pick where that can't serve, and so on."""
+    """Each implementation once: the best candidate, then its fallbacks in order."""
     ranked: list[Candidate] = []
     while left := _without(measured, [candidate.implementation for candidate in ranked]):
         ranked.append(pick(left))
@@ -28,14 +28,14 @@ def rank(measured: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def rules_of(rates: Sequence[tuple[CopySize, Sequence[Candidate]]]) -> tuple[Rule, ...]:
-    """Rules for one direction: of the measured sizes those from which on to decide anew.
+    """Rules for one direction; a rule begins at each measured size where the choice changes.
 
-    The rates of a rule are those of the largest size that it holds for.
+    The rates of a rule are those of the largest measured size to which it applies.
     """
     rules: list[Rule] = []
     words: set[int] = set()
     for size, measured in sorted(rates, key=lambda entry: entry[0]):
-        if size.word_bytes not in words:  # the first of its alignment: holds for what is smaller
+        if size.word_bytes not in words:  # first of its alignment: applies to smaller copies too
             minima = SMALLEST._replace(word_bytes=size.word_bytes if words else 1)
             rules.append(Rule(minima, rank(measured)))
             words.add(size.word_bytes)
@@ -51,7 +51,7 @@ def rules_of(rates: Sequence[tuple[CopySize, Sequence[Candidate]]]) -> tuple[Rul
 
 
 def _still_good(rule: Rule, measured: Sequence[Candidate]) -> bool:
-    """Whether what a rule takes is fast enough here, on no more SMs than it has to be."""
+    """Whether a rule's choice is within SAME_RATE of the best here, without excess SMs."""
     for refused in SCENARIOS:
         possible = _without(measured, refused)
         if not possible:

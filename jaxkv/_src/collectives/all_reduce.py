@@ -1,33 +1,34 @@
-"""Sums over the devices of a mesh axis by one kernel each: `jax.lax.psum` over symmetric memory.
+"""All-reduce over a mesh axis in one kernel: `jax.lax.psum` over symmetric memory.
 
-| algorithm | what a device does | largest message |
+| algorithm | method | largest message |
 |---|---|---|
-| low_latency | sends all to all; words say themselves that they arrived | `low_latency_bytes` |
-| one_shot | sends all to all, one barrier, adds up | `slot_bytes` |
-| two_shot | adds up one part, sends the sum to all; larger ones in tiles | `max_bytes` |
-| multimem | has the NVLink switch add up one part and send the sum to all | `max_bytes` |
+| low_latency | one-shot, LL protocol: flag-in-data words, no barrier | `low_latency_bytes` |
+| one_shot | each rank sends its message to all peers, one barrier, reduction | `slot_bytes` |
+| two_shot | reduce-scatter, then all-gather; larger messages in tiles | `max_bytes` |
+| multimem | reduction and broadcast by the NVLink switch, one part for each rank | `max_bytes` |
 | psum | `jax.lax.psum`, by XLA | any |
 
-The first three take bfloat16, float16 and float32, add in float32 in the order of the ranks, and so
-give the same bits on every device and in every run. (vLLM's custom all-reduce has the second and
-the third, TensorRT-LLM's the first.)
+The first three support bfloat16, float16 and float32 and accumulate in float32 in rank order, so
+the result is bitwise identical on all devices and in all runs. (vLLM's custom all-reduce has the
+second and the third, TensorRT-LLM's the first.)
 
-multimem takes the same dtypes and adds in float32 too, in an order that is the switch's own: all
-devices get the same bits, but not those of the others, nor surely those of another run. **It has
-never run on hardware.** No table chooses it: it serves who asks for it, with JAXKV_MULTICAST=1 in
-the environment when the `SymmetricMemory` is created, for devices of one process for which the
-driver reports multicast. Don't set that where machines share the GPUs of a host: a multicast object
-may take them out of service for all. (PyTorch's symmetric memory has such an algorithm.)
+multimem supports the same dtypes and also accumulates in float32, but the switch determines the
+order: the result is bitwise identical on all devices, but differs from the other algorithms and
+may differ between runs. **It has never run on hardware.** No tuning table selects it. It must be
+requested explicitly, and requires JAXKV_MULTICAST=1 in the environment when the `SymmetricMemory`
+is created, devices of a single process, and multicast support reported by the driver. Don't set
+the variable where several machines share the GPUs of a host: a multicast object may take the GPUs
+out of service for all of them. (PyTorch's symmetric memory has such an algorithm.)
 
-What keeps the devices together: all run one program, in which each call takes a token of the call
-before. How far a device is (epochs) lies in its own memory, so a CUDA graph of a step can be
-replayed. Derivatives are those of `psum`.
+Ordering: all devices run the same program, and each call takes a token from the previous one. The
+epochs of a device are stored in its own memory, so a CUDA graph of a step can be replayed.
+Derivatives are those of `psum`.
 
-In each call devices compare its number and its signature (`call_signatures`): of the program,
-the call's place in it, algorithm, shape and dtype. A call that differs fails like one that nobody
-came to, and the error names both (as NCCL's and PyTorch's debug modes do). So it is an error if
-processes run the programs of a memory in different orders, and no wrong sum: see docs/all_reduce.md
-for what several threads may do.
+In each call the ranks compare the call number and the signature (`call_signatures`), which covers
+the program, the position of the call in it, algorithm, shape and dtype. On a mismatch the call
+fails like a timeout, and the error names both calls (as in the debug modes of NCCL and PyTorch).
+Processes that run the programs of a memory in different orders therefore get an error, not a wrong
+sum. docs/all_reduce.md has the rules for multithreaded programs.
 """
 
 from __future__ import annotations
@@ -60,35 +61,34 @@ _TARGET = "jaxkv_all_reduce"
 def all_reduce(
     memory: SymmetricMemory, x: Any, axis_name: str, *, implementation: str | None = None
 ) -> Any:
-    """The sum of `x` over the devices along a mesh axis, on each of them.
+    """All-reduce: the sum of `x` over the devices of a mesh axis, on each of them.
 
-    To be called inside `jax.shard_map`, as `jax.lax.psum`; works there too in loops, under `vmap`,
-    which makes one call of all rows, and where derivatives are taken.
+    Call it inside `jax.shard_map`, like `jax.lax.psum`. Loops, `vmap` (one batched call) and
+    differentiation are supported.
 
-    Calls of one program follow each other in the order in which it makes them, of whatever memory.
-    The body of a `shard_map`, of a loop, of an inner `jit` or of `jax.checkpoint` is a program of
-    its own, and so is a branch of `cond`: calls in there and calls beside it, also those of two
-    `shard_map`s in one `jit`, must depend on each other (`jax.lax.optimization_barrier` makes
-    them), or a device may come to them in another order than its peers.
+    The calls of one program, on any memory, run in program order. The body of a `shard_map`, a
+    loop, an inner `jit` or `jax.checkpoint`, and a branch of `cond`, each count as a program of
+    their own. There must be a data dependence between calls inside such a body and calls outside
+    it, and between the calls of two `shard_map`s in one `jit` (for example by
+    `jax.lax.optimization_barrier`); otherwise devices may run them in different orders.
 
     Args:
-      memory: of the mesh that `shard_map` runs on.
+      memory: symmetric memory of the mesh that `shard_map` runs on.
       x: array or pytree of arrays of any shape.
       axis_name: the axis of `memory`.
-      implementation: "low_latency", "one_shot", "two_shot", "multimem", "psum", or None for what
-        the tuning table of `memory` names for the array's size, and psum for what that cannot
-        serve.
+      implementation: "low_latency", "one_shot", "two_shot", "multimem" or "psum"; None for the
+        choice of the tuning table of `memory` for the array's size, with psum as the fallback.
 
     Returns:
       Arrays of the shapes and dtypes of `x`.
 
     Raises:
-      ValueError: the axis or the mesh is not that of `memory`, or the name of an implementation is
-        unknown. Devices in another order are seen when the program is lowered, but not where JAX
-        knows an abstract mesh only.
-      NotImplementedError: `implementation` does not serve this call, and why.
-      PeerTimeoutError: while tracing, a device waited in vain in a call before, or its peers made
-        another call. A compiled call raises `jax.errors.JaxRuntimeError` for that, with this name
+      ValueError: the axis or the mesh is not that of `memory`, or the implementation is unknown.
+        A different device order is detected at lowering, except where JAX only knows an abstract
+        mesh.
+      NotImplementedError: `implementation` does not support this call; the text has the reason.
+      PeerTimeoutError: while tracing, if a device timed out in an earlier call or its peers made a
+        different call. A compiled call raises `jax.errors.JaxRuntimeError` instead, with this name
         in its text.
     """
     _check_axis_name(memory, axis_name)
@@ -102,7 +102,7 @@ def all_reduce(
 def select_implementation(
     memory: SymmetricMemory, x: Any, implementation: str | None
 ) -> tuple[str, str]:
-    """The implementation that serves an array, and why it is that one.
+    """The implementation for an array, and the reason for the choice.
 
     Raises:
       As `all_reduce`.
@@ -126,7 +126,7 @@ def select_implementation(
 def explain(
     memory: SymmetricMemory, x: Any, axis_name: str, *, implementation: str | None = None
 ) -> str:
-    """Says which implementation each array of `x` takes, and why; outside of `shard_map` too."""
+    """Implementation of each array of `x`, with the reason; also works outside `shard_map`."""
     _check_axis_name(memory, axis_name)
     lines = []
     for leaf in jax.tree.leaves(x):
@@ -172,7 +172,7 @@ def _check_mesh(memory: SymmetricMemory) -> None:
 
 
 def _check_devices(expected: jax.sharding.Mesh, axis_context: Any, axis_name: str) -> None:
-    """Raises unless the same devices stand along the axis, where a lowered program knows any."""
+    """Raises if the devices along the axis differ; no check if the mesh is abstract."""
     here = getattr(axis_context, "mesh", None)
     if not isinstance(here, jax.sharding.Mesh):
         return
@@ -189,7 +189,7 @@ def _check_devices(expected: jax.sharding.Mesh, axis_context: Any, axis_name: st
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What of a call is static. No reference to the memory: programs may outlive it."""
+    """Static parameters of a call. Weak reference to the memory: programs may outlive it."""
 
     memory: weakref.ref[SymmetricMemory]
     communicator: int
@@ -212,9 +212,9 @@ def _all_reduce_array(memory: SymmetricMemory, x: Any, *, implementation: str | 
 
 
 def _result_type(x: Any, *, call: _Call) -> Any:
-    """The same on all devices along the axis, as psum's."""
+    """Invariant along the axis, as the result of psum."""
     summed = jax.eval_shape(lambda x: jax.lax.psum(x, call.axis_name), x)
-    varying = summed.manual_axis_type  # None where shard_map does not check it
+    varying = summed.manual_axis_type  # None with check_vma=False
     return x if varying is None else x.update(manual_axis_type=varying)
 
 
@@ -227,7 +227,7 @@ def _jvp(primals: Any, tangents: Any, *, call: _Call) -> tuple[Any, Any]:
 
 
 def _batched(args: Sequence[Any], dims: Sequence[Any], *, call: _Call) -> tuple[Any, int]:
-    """One call of all rows, by what serves so many bytes."""
+    """One call for all rows; the implementation is selected by the total size."""
     memory = call.memory()
     if memory is None:
         raise RuntimeError("all_reduce under vmap: its SymmetricMemory is gone")
@@ -259,16 +259,16 @@ def _sign(module: Any) -> None:
 
 
 def _previous_token() -> Any | None:
-    """What the call before returned, if there is one in this program.
+    """Token returned by the previous call in this program, or None.
 
-    That is a block of MLIR: calls in the body of a loop, of an inner `jit`, of `jax.checkpoint`, in
-    a branch of `cond` or in another `shard_map` are not seen from here.
+    A program is one MLIR block: calls in the body of a loop, an inner `jit`, `jax.checkpoint`, a
+    branch of `cond` or another `shard_map` are not visible.
 
-    All devices run one program, but only data keeps its calls in one order: the CPU backend runs
-    what does not depend on each other at the same time, and so may a CUDA graph. The calls of all
-    memories are in one order, or devices that wait in calls of different ones could keep each
-    other's threads. Only here, where a program is lowered, are they seen as one list, whatever
-    transformed the functions that made them.
+    All devices run the same program, but only data dependences order its calls: the CPU backend
+    runs independent operations concurrently, and so may a CUDA graph. The order covers the calls
+    of all memories; otherwise devices that wait in calls on different memories could starve each
+    other of threads. Lowering is the only stage at which all calls appear in one list, regardless
+    of the transformations applied to the functions.
     """
     operations = mlir.ir.InsertionPoint.current.block.operations
     for i in reversed(range(len(operations))):
@@ -282,5 +282,5 @@ def _previous_token() -> Any | None:
 _reduce_p = Primitive("jaxkv_all_reduce")
 _reduce_p.def_abstract_eval(_result_type)
 mlir.register_lowering(_reduce_p, _lower, cacheable=False)
-ad.primitive_jvps[_reduce_p] = _jvp  # no custom_jvp, whose body is a program of its own
+ad.primitive_jvps[_reduce_p] = _jvp  # not custom_jvp: its body would be a separate program
 batching.primitive_batchers[_reduce_p] = _batched

@@ -1,13 +1,13 @@
-"""Signatures: what tells a call of a program from all others, the same in all processes.
+"""Call signatures: identify a call of a program consistently across processes.
 
-Ranks compare the signatures of their calls, so that they never add up what different programs, or
-different calls of one, have sent. A signature is a hash of the lowered program, of the algorithms
-that its calls take, and of the call's number among them. JAX lowers a program to the same text in
-every process (the keys of its compilation cache rely on that), but for what custom calls are
-configured with: numbers of host objects, for instance. These are left out, and so are the values of
-large constants.
+Ranks compare the signatures of their calls, so that data of different programs, or of different
+calls of one program, is never reduced together. A signature is a hash of the lowered program, the
+algorithms of its calls, and the index of the call. JAX lowers a program to the same text in every
+process (the keys of its compilation cache rely on that), except for the backend configuration of
+custom calls, for example ids of host objects. The hash excludes these configurations and the
+values of large constants.
 
-A call gets its signature when its program has been lowered (`jaxkv._src.runtime.lowering`).
+Signatures are set after a program has been lowered (`jaxkv._src.runtime.lowering`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jax.interpreters import mlir
 
 from jaxkv._src.runtime import native
 
-UNKNOWN = np.int64(0)  # until then; a handler refuses it
-LARGEST_CONSTANT = 64  # in elements, of those whose values count
+UNKNOWN = np.int64(0)  # before lowering is complete; handlers reject it
+LARGEST_CONSTANT = 64  # elements; the values of larger constants are not hashed
 _BITS = 52  # kSignatures in symmetric_memory.h
 _CONFIGURATION = "mhlo.backend_config"
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
@@ -30,12 +30,12 @@ ir = mlir.ir
 
 
 def sign(module: Any, target: str, algorithms: tuple[str, ...]) -> None:
-    """Signs the calls of `target` in a module of MLIR that has been lowered.
+    """Sets the signatures of the calls of `target` in a lowered MLIR module.
 
     Args:
       module: the module.
-      target: of FFI calls with the attributes `signature` and `algorithm`.
-      algorithms: their names, by number.
+      target: name of an FFI target with the attributes `signature` and `algorithm`.
+      algorithms: names of the algorithms, by index.
     """
     with module.context:
         calls = [
@@ -61,7 +61,7 @@ def _type_of(value: Any) -> str:
 
 
 def _text(module: Any) -> str:
-    """Of the program without what may differ between processes that run it."""
+    """Text of the program without the parts that may differ between processes."""
     copy = module.operation.clone()
     for call in _custom_calls(copy):
         for name in ("backend_config", _CONFIGURATION):

@@ -1,9 +1,9 @@
-"""Steps that several processes take together: all succeed, or all raise the same error.
+"""Rendezvous of several processes: each step succeeds in all of them or raises the same error.
 
-What a process has to say travels through the key-value store of `jax.distributed`. A step ends by
-one key that is written once, by whoever knows first how it went, so nobody can succeed where
-another failed, whoever came too late. (torch's rendezvous and NCCL's bootstrap have no verdict: a
-rank that fails leaves its peers to their time-outs.)
+Processes exchange results through the key-value store of `jax.distributed`. The outcome of a step
+is a write-once key, set by the first process that knows it. A step therefore cannot succeed in one
+process and fail in another, even if some are late. (torch's rendezvous and NCCL's bootstrap have
+no such consensus: if a rank fails, its peers run into their timeouts.)
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import jax
 
 SUCCESS = "success"
 
-_meetings: collections.Counter[tuple[int, ...]] = collections.Counter()  # by who meets
+_meetings: collections.Counter[tuple[int, ...]] = collections.Counter()  # by process group
 
 
 class Rendezvous:
-    """The processes that own something together, and the steps that they take.
+    """A group of processes that share a resource, and their collective steps.
 
-    Every process makes its own, in the same order as the others; a process alone exchanges nothing.
+    Every process creates its own instance, in the same order as the others. A single process
+    exchanges nothing.
 
     Attributes:
-      processes: their `jax.process_index()`, in ascending order.
-      timeout_s: how long a process waits for the others in each step, in seconds.
+      processes: `jax.process_index()` of each process, in ascending order.
+      timeout_s: limit of the wait for the other processes in each step, in seconds.
     """
 
     def __init__(self, processes: Iterable[int], timeout_s: float) -> None:
@@ -50,15 +51,15 @@ class Rendezvous:
         """Runs `work` in every process.
 
         Args:
-          name: of the step, for errors.
-          work: returns what JSON can hold.
+          name: name of the step, for error messages.
+          work: function with a JSON-serializable result.
 
         Returns:
-          By process what `work` returned there.
+          The result of `work` in each process, by process index.
 
         Raises:
-          RuntimeError: a process failed, or did not come in time: the same text in all processes.
-          Exception: whatever `work` raised, in a process alone.
+          RuntimeError: a process failed or timed out; the text is the same in all processes.
+          Exception: for a single process, the exception of `work`.
         """
         if self.alone:
             return {self.processes[0]: work()}
@@ -76,14 +77,14 @@ class Rendezvous:
         if verdict != SUCCESS:
             raise RuntimeError(verdict) from cause
         if len(heard) < len(self.processes):
-            heard = self._hear(key)  # all came after all, or nobody had seen a success
+            heard = self._hear(key)  # entries missed by the timeout: on success all exist
         return {process: json.loads(text)["result"] for process, text in heard.items()}
 
     def leave(self) -> list[int]:
-        """Says that this process needs the others no more, and waits until they say so too.
+        """Signals that this process no longer needs the others, and waits for their signals.
 
         Returns:
-          The processes that did not within `timeout_s`, or that can't be asked any more.
+          The processes that did not signal within `timeout_s` or are no longer reachable.
         """
         if self.alone:
             return []
@@ -91,12 +92,12 @@ class Rendezvous:
         try:
             self._store.key_value_set(f"{key}/{jax.process_index()}", SUCCESS)
             heard = self._hear(key)
-        except jax.errors.JaxRuntimeError:  # the coordinator is gone
+        except jax.errors.JaxRuntimeError:  # the coordinator has shut down
             heard = {jax.process_index(): SUCCESS}
         return [process for process in self.processes if process not in heard]
 
     def _hear(self, key: str) -> dict[int, str]:
-        """What the processes wrote, by process; without those whose time was over."""
+        """Entries of the processes, by process index, except for those that timed out."""
         deadline = time.monotonic() + self.timeout_s
         heard = {}
         for process in self.processes:
@@ -109,7 +110,7 @@ class Rendezvous:
         return heard
 
     def _agree(self, key: str, verdict: str) -> str:
-        """The verdict of the process that was the first to give one."""
+        """The verdict of the first process that wrote one."""
         try:
             self._store.key_value_set(f"{key}/verdict", verdict)
         except jax.errors.JaxRuntimeError as error:
@@ -118,7 +119,7 @@ class Rendezvous:
         return self._store.blocking_key_value_get(f"{key}/verdict", 1 + int(self.timeout_s * 1e3))
 
     def _failure(self, step: str, heard: dict[int, str]) -> str:
-        """What went wrong by what the processes wrote, or `SUCCESS`."""
+        """Failures found in the entries of the processes, or `SUCCESS`."""
         failures = []
         for process in self.processes:
             if process not in heard:
@@ -129,7 +130,7 @@ class Rendezvous:
 
 
 def _key_value_store() -> Any:
-    # Private, but the one way between processes that needs no collective.
+    # Private API, but the only channel between processes that needs no collective.
     from jax._src.distributed import global_state
 
     if global_state.client is None:

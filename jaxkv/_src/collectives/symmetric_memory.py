@@ -1,19 +1,19 @@
-"""Memory that all devices along a mesh axis address, for collectives inside one kernel each.
+"""Symmetric memory: one workspace for each device of a mesh axis, mapped into all peers.
 
-Everything is allocated, mapped into the peers and loaded when a `SymmetricMemory` is created, so a
-collective only launches a kernel. Peers write to this memory alone, never to XLA's buffers. (The
-design of vLLM's custom all-reduce and of torch's symmetric memory.)
+Creation of a `SymmetricMemory` allocates the workspaces, maps them into all peers and loads the
+kernels, so a collective is a single kernel launch. Peers write to the workspaces only, never to
+XLA's buffers. (The design of vLLM's custom all-reduce and of torch's symmetric memory.)
 
-The devices may belong to one process or to several of one host, any number to each. Memory of
-another process comes by a CUDA IPC handle or, on the CPU backend, by a file descriptor of shared
-memory; `rendezvous` carries the handles and sees to it that creation succeeds for all or
-fails for all.
+The devices belong to one process or to several processes of one host, any number each. Memory of
+another process is mapped through a CUDA IPC handle or, on the CPU backend, a file descriptor of
+shared memory; `rendezvous` exchanges the handles, and creation succeeds or fails in all processes.
 
-With JAXKV_MULTICAST=1 in the environment there is one more workspace for each device, bound to an
-NVLink multicast object, so that the switch can add up (`implementation="multimem"`); if all devices
-belong to one process and the driver reports multicast for them. This has never run on hardware, and
-where machines share the GPUs of a host a multicast object may take them out of service: without the
-variable nothing of the driver's multicast is called. On the CPU backend memory stands in for it.
+With JAXKV_MULTICAST=1 in the environment, each device has an additional workspace bound to an
+NVLink multicast object, for reductions in the switch (`implementation="multimem"`). Requirements:
+all devices belong to one process, and the driver reports multicast support. This has never run on
+hardware. Where several machines share the GPUs of a host, a multicast object may take the GPUs out
+of service, so no multicast function of the driver is called unless the variable is set. The CPU
+backend emulates multicast in ordinary memory.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ from jaxkv._src.tuning.all_reduce_table import VARIABLE, WORLD_SIZES, table_for
 from jaxkv._src.version import __version__
 
 WORD_BYTES = 16
-LINE_BYTES = 128  # which links carry at once
+LINE_BYTES = 128  # cache line, the unit of link transactions
 TIMEOUT_S = 30.0
-MAX_TIMEOUT_S = 1e9  # in nanoseconds, and added to a clock, it fits into 64 bits
+MAX_TIMEOUT_S = 1e9  # in nanoseconds and added to a clock, fits into 64 bits
 MULTICAST_VARIABLE = "JAXKV_MULTICAST"
-# Of the mailboxes of all peers, in bytes:
-LOW_LATENCY_BYTES = 8 << 20  # twice; their data says itself that it arrived
-SLOT_BYTES = 8 << 20  # twice; before a barrier
-TILE_BYTES = 32 << 10  # 128 * 3 * 2 times; of a two_shot that does not fit into the first
-MULTICAST_BYTES = 8 << 20  # of what a switch adds up at once
+# Receive buffers for all peers of a device, in bytes:
+LOW_LATENCY_BYTES = 8 << 20  # LL buffers (flag-in-data), two stages
+SLOT_BYTES = 8 << 20  # slots read after a barrier, two stages
+TILE_BYTES = 32 << 10  # tiles, 128 * 3 * 2 of them; for a two_shot too large for the LL buffers
+MULTICAST_BYTES = 8 << 20  # one reduction in the switch
 
 
 class SymmetricMemory:
-    """A workspace per device along one axis of a mesh, and the collectives that use it.
+    """One workspace for each device of a mesh axis, for collectives.
 
-    Devices that differ in the mesh's other axes are other groups, which never meet. It lives until
-    `close()`, or as a context manager until the end of the block; executables that use it after
-    that fail with an error.
+    Devices at different positions along the other axes of the mesh form independent groups. The
+    memory is released by `close()` or at the end of a `with` block; executables that use it
+    afterwards fail with an error.
 
-    Where the mesh spans several processes, all of them create the same memories in the same order
-    (as they run the same programs), and close them.
+    If the mesh spans several processes, all of them must create the same memories in the same
+    order (just as they run the same programs) and close them.
 
     Attributes:
-      mesh: as given.
-      axis_name: as given.
-      world_size: devices along the axis.
-      max_bytes: the largest array, in bytes, that collectives serve with this memory.
-      low_latency_bytes, slot_bytes: of a mailbox, see `all_reduce`.
+      mesh: the mesh.
+      axis_name: the axis of the collectives.
+      world_size: number of devices along the axis.
+      max_bytes: the largest array, in bytes, that collectives support with this memory.
+      low_latency_bytes, slot_bytes: size of the receive buffer for one peer, see `all_reduce`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SymmetricMemory:
         self.mesh = mesh
         self.axis_name = axis_name
         seconds = _seconds_of(timeout_s)
-        # Refusals come later, in a step of all: processes meet by the number of their meetings.
+        # Arguments are validated later, in a step: processes match rendezvous by sequence number.
         self._rendezvous = Rendezvous(_processes(mesh), seconds or TIMEOUT_S)
 
         def arguments() -> list[Any]:
@@ -100,65 +100,66 @@ class SymmetricMemory:
         """Allocates the workspaces, maps them into all peers and loads all kernels.
 
         Args:
-          mesh: of devices of one host, CUDA devices with peer access or the CPU backend's. With
-            those of other processes, `jax.distributed` must have been initialised. A rank is a
-            place along the axis, whatever the order of devices and processes.
-          axis_name: the axis along which devices work together; 2, 4, 6 or 8 of them.
-          max_bytes: the largest array, in bytes, to serve. A device gives up to
-            58 MiB for it, and 8 MiB more with JAXKV_MULTICAST=1.
-          timeout_s: how long a device waits for its peers, in seconds, up to 1e9; and a process
-            for the others, in each step of creation and in `close`.
+          mesh: mesh of devices of one host, either CUDA devices with peer access or devices of
+            the CPU backend. With several processes, `jax.distributed` must be initialized. The
+            rank is the position along the axis, independent of the order of devices and processes.
+          axis_name: the axis of the collectives, with 2, 4, 6 or 8 devices.
+          max_bytes: the largest array to support, in bytes. The workspace takes up to 58 MiB of
+            each device, and 8 MiB more with JAXKV_MULTICAST=1.
+          timeout_s: limit, in seconds up to 1e9, of the wait of a device for its peers, and of a
+            process for the others in each step of creation and in `close`.
 
         Raises:
-          ValueError: the mesh, a number or the tuning table does not fit, or not to those of
-            another process, and why.
-          OSError: the tuning table that the environment names can't be read.
-          RuntimeError: no memory, no peer access, or with JAXKV_MULTICAST=1 a call of the driver
-            for multicast that failed; or a process did not come. With several processes all raise
-            this instead of what one of them found, with its text and the process's number, and all
-            free what they had.
+          ValueError: an invalid mesh, size, timeout or tuning table, or arguments that differ
+            between processes.
+          OSError: the tuning table named by the environment can't be read.
+          RuntimeError: out of memory, no peer access, a failed multicast call of the driver (with
+            JAXKV_MULTICAST=1), or a process that timed out. With several processes, all of them
+            raise this error with the text and index of the failed process, and free their memory.
         """
         return cls(mesh, axis_name, max_bytes, timeout_s)
 
     def check_errors(self, *outputs: Any) -> None:
-        """Raises if a device waited in vain for a peer.
+        """Raises if a device timed out waiting for a peer.
 
-        Waits for nothing but `outputs`, so a step loop may call this every step. After an error the
-        results of that call and of all later ones are NaN: close this memory and create another.
+        Blocks for `outputs` only, so a step loop may call this every step. After an error, the
+        results of the failed call and of all later calls are NaN: close this memory and create
+        a new one.
 
         Args:
-          *outputs: arrays or pytrees to wait for first, to be sure of the work that made them.
+          *outputs: arrays or pytrees to block for first, so that errors of their computation are
+            included.
 
         Raises:
-          PeerTimeoutError: which rank waited for which, where.
-          RuntimeError: it was closed.
+          PeerTimeoutError: the waiting rank, the missing rank and the phase of the call.
+          RuntimeError: the memory is closed.
         """
         jax.block_until_ready(outputs)
         if fault := runtime_native.extension().peer_fault(self._id):
             raise PeerTimeoutError(*fault)
 
     def preset(self, epoch: int, *, ahead: int = 0, stall_s: float = 0.0) -> None:
-        """For tests, while no call runs: sets how many barriers all ranks have passed, modulo 2^64.
+        """For tests, while no call is in flight: sets the epoch of all ranks, modulo 2^64.
 
-        With `ahead` > 0 all peers seem to have come so many barriers further, so that no wait
-        waits: a control for what waits are good for. With `stall_s` > 0 threads are late inside
-        of a call now and then, by up to so many seconds (in steps that no graph holds yet). Of
-        several processes, all must call this.
+        With `ahead` > 0 all peers appear to be that number of barriers ahead, so that no wait
+        blocks: a negative control for the waits. With `stall_s` > 0 threads occasionally stall in
+        a call, by up to that number of seconds (in steps not yet captured in a CUDA graph). All
+        processes must call this.
         """
         preset = runtime_native.extension().set_test_state
         numbers = epoch % 2**64, ahead, int(stall_s * 1e9)
         self._rendezvous.step("preset", lambda: preset(self._id, *numbers))
 
     def close(self) -> None:
-        """Frees the memory; closing again does nothing.
+        """Frees the memory; idempotent.
 
-        Wait for the results of the last step first: a device that comes later fails, and its peers
-        wait for it until their time is over. No other thread may dispatch a step meanwhile: on GPUs
-        of one process a call that is just being launched would use memory that is freed.
+        Block for the results of the last step first: a device that enters a call later fails, and
+        its peers time out. No other thread may dispatch a step concurrently: on GPUs of a single
+        process, a call during launch would use freed memory.
 
-        Of several processes, each waits until the others no longer address its memory, up to
-        `timeout_s`. What others may still address then, or if this was not called, stays allocated
-        until the process ends; a `RuntimeWarning` names them.
+        With several processes, each waits up to `timeout_s` until the others no longer address its
+        memory. Memory that others may still address then stays allocated until the process ends,
+        and a `RuntimeWarning` names those processes. Without `close` it stays allocated as well.
         """
         if not self._close.alive:
             return
@@ -180,7 +181,7 @@ class SymmetricMemory:
         self.close()
 
     def _tile_bytes(self) -> int:
-        """Of a box of a larger two_shot; 0 if each part of the largest one fits into half a box."""
+        """Tile size for a large two_shot; 0 if parts of `max_bytes` fit into half an LL buffer."""
         part = -(-self.max_bytes // self.world_size)
         fits = _whole_words(part) <= self.low_latency_bytes // WORD_BYTES // 2 * WORD_BYTES
         return 0 if fits else _box_bytes(TILE_BYTES // self.world_size)
@@ -196,17 +197,17 @@ class SymmetricMemory:
         )
         self.low_latency_bytes = _box_bytes(
             low_latency_bytes, halves=2
-        )  # where two_shot has its parts
+        )  # two_shot uses one half for each phase
         self.slot_bytes = _box_bytes(min(max_bytes, SLOT_BYTES // self.world_size))
         self._multicast_unsupported_reason = _multicast_unsupported_reason(groups)
-        # Kept, or ranks could go different ways after a change of the environment in one process.
+        # Read once: a later change of the environment in one process must not separate the ranks.
         self._table = table_for(groups.flat[0].device_kind)
 
     def _arguments(self) -> dict[str, Any]:
-        """What must be the same in all processes."""
+        """Arguments that must be equal in all processes."""
         return {
             "jaxkv.__version__": __version__,
-            "jax.__version__": jax.__version__,  # signatures of calls are of what it lowers
+            "jax.__version__": jax.__version__,  # signatures hash the lowered program
             "devices": [device.id for device in self.mesh.devices.flat],
             "mesh": list(self.mesh.shape.items()),
             "axis_name": self.axis_name,
@@ -216,7 +217,7 @@ class SymmetricMemory:
         }
 
     def _agree(self, said: dict[int, Any]) -> None:
-        """Raises the same error in all processes unless they ask for the same thing."""
+        """Raises the same error in all processes if their arguments differ."""
         rendezvous = self._rendezvous
         if len({host for _, host in said.values()}) > 1:
             hosts = {process: host for process, (_, host) in said.items()}
@@ -249,12 +250,12 @@ class SymmetricMemory:
             )
             return native.communicator_handles(self._id)
 
-        self._id = 0  # which is none's
+        self._id = 0  # no communicator has this id
         try:
             said = self._rendezvous.step("memory", allocate)
         except BaseException:
             native.close_communicator(self._id)
-            native.free_communicator(self._id)  # which no other process has mapped
+            native.free_communicator(self._id)  # not mapped by any other process yet
             raise
         self._close = weakref.finalize(self, native.close_communicator, self._id)
         handles = [
@@ -287,7 +288,7 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
     if not platforms <= {"cpu"} and not platforms <= {"gpu"}:
         raise ValueError(f"all devices must be of platform cpu or all of gpu, got {platforms}")
     kinds = {device.device_kind for device in groups.flat}
-    if len(kinds) > 1:  # block b of a kernel meets only block b of its peers
+    if len(kinds) > 1:  # thread block b waits for block b of its peers only
         raise ValueError(f"all devices must be of one kind, got {', '.join(sorted(kinds))}")
     return groups
 
@@ -310,13 +311,13 @@ def _bytes_of(max_bytes: Any) -> int:
 
 
 def _seconds_of(timeout_s: Any) -> float | None:
-    """None if nothing can wait for so long."""
+    """The timeout in seconds; None if out of range."""
     seconds = float(timeout_s) if isinstance(timeout_s, numbers.Real) else 0.0
     return seconds if 0 < seconds <= MAX_TIMEOUT_S else None
 
 
 def _multicast_unsupported_reason(groups: np.ndarray) -> str | None:
-    """Why no switch is to add up for these devices; asks the driver last, and only if told to."""
+    """Reason against multimem, or None; queries the driver last, and only if enabled."""
     if os.environ.get(MULTICAST_VARIABLE) != "1":
         return f"{MULTICAST_VARIABLE} was not 1 in the environment when its memory was created"
     processes = sorted({device.process_index for device in groups.flat})
@@ -330,7 +331,7 @@ def _multicast_unsupported_reason(groups: np.ndarray) -> str | None:
 
 
 def _ordinal(device: jax.Device) -> int:
-    """What XLA calls a device of this process in handlers."""
+    """Device ordinal that XLA passes to handlers, for a device of this process."""
     return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
@@ -339,9 +340,9 @@ def _whole_words(num_bytes: int) -> int:
 
 
 def _box_bytes(num_bytes: int, *, halves: int = 1) -> int:
-    """Of a mailbox: whole words or, above a line, as many whole lines in each of its halves.
+    """Size of a receive buffer: a multiple of words or, above one line, of lines in each half.
 
-    A warp's words would lie across one more line if a box began inside of one.
+    An unaligned buffer would spread the words of a warp over one more line.
     """
     unit = WORD_BYTES if num_bytes <= LINE_BYTES else halves * LINE_BYTES
     return -(-num_bytes // unit) * unit
@@ -349,5 +350,5 @@ def _box_bytes(num_bytes: int, *, halves: int = 1) -> int:
 
 @functools.cache
 def _host() -> str:
-    """The same in all processes of a host, until it boots again."""
+    """Id of the host, equal in all its processes until a reboot."""
     return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()

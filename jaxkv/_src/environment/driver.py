@@ -1,15 +1,15 @@
-"""The CUDA driver, asked through ctypes."""
+"""CUDA driver queries through ctypes."""
 
 import ctypes
 from typing import Any
 
 
 class Driver:
-    """The CUDA driver; its methods with names of their own create no context and allocate nothing.
+    """CUDA driver API; the named queries create no context and allocate nothing.
 
     Raises:
       OSError: there is no driver library.
-      RuntimeError: a query failed; the text names the call and the CUDA error.
+      RuntimeError: a query failed; the text has the function and the CUDA error.
     """
 
     def __init__(self, library: Any = None):

@@ -1,8 +1,8 @@
-"""What jaxkv finds on this machine: `python -m jaxkv.env [--json]`.
+"""Probes of the environment report: `python -m jaxkv.env [--json]`.
 
-Paste the output into a bug report: it names versions, GPUs, memory limits and the implementation
-that each operation would choose here, and leaves out host names, user names and directories. A
-probe that fails prints its reason and does not stop the others.
+The output is meant for bug reports: versions, GPUs, memory limits and the implementation that each
+operation selects on this machine, without host names, user names and directories. A failed probe
+reports its reason and does not stop the others.
 """
 
 import datetime
@@ -21,7 +21,7 @@ from jaxkv._src.environment.driver import Driver
 
 PROBE_BYTES = 1 << 20
 ENVIRONMENT_PREFIXES = ("JAX_", "JAXKV_", "XLA_", "CUDA_", "NCCL_", "TF_GPU_", "LD_LIBRARY_PATH")
-ADDRESSES = re.compile("ADDRESS|COMM_ID")  # they name hosts
+ADDRESSES = re.compile("ADDRESS|COMM_ID")  # values with host names
 CUDA_LIBRARY = re.compile(
     r"lib(cuda|cudart|nccl|cublas\w*|cudnn\w*|cufft|cusolver|cusparse|cupti|nvrtc|nvJitLink|nvshmem\w*)"
     r"\.so[.\d]*$"
@@ -34,7 +34,7 @@ MULTIPROCESSOR_COUNT, MULTICAST_SUPPORTED, HOST_NUMA_ID = 16, 132, 134
 def _attempt(probe: Callable[[], Any]) -> Any:
     try:
         return probe()
-    except Exception as error:  # the report must survive whatever is broken on this machine
+    except Exception as error:  # a broken component must not prevent the report
         return f"unavailable: {type(error).__name__}: {error}"
 
 
@@ -57,7 +57,7 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> dict[str, Any]:
-    """JAX's own view; starts its backend, so that the libraries that it loads can be seen later."""
+    """Devices as JAX reports them; initializes the backend, which loads its CUDA libraries."""
     import jax
 
     found = jax.local_devices()
@@ -79,7 +79,7 @@ def driver() -> dict[str, str]:
 
 
 def pcie_links() -> dict[str, dict[str, str]]:
-    """PCIe generation and width by PCI address, now and at most; an idle link slows down."""
+    """Current and maximum PCIe generation and width by PCI address; idle links downshift."""
     fields = ["pci.bus_id"] + [
         f"pcie.link.{what}.{when}" for what in ("gen", "width") for when in ("current", "max")
     ]
@@ -130,7 +130,7 @@ def peer_access(cuda: Driver | None = None) -> list[list[bool]]:
 
 
 def cuda_libraries() -> dict[str, Any]:
-    """Libraries this process has loaded, beside the packages that could have provided them."""
+    """CUDA libraries loaded in this process, and the installed packages that may provide them."""
     mapped = {line.split()[-1] for line in _read("/proc/self/maps").splitlines()}
     paths = [pathlib.PurePath(path) for path in sorted(mapped) if CUDA_LIBRARY.search(path)]
     packages = {
@@ -154,7 +154,7 @@ def _origin(path: pathlib.PurePath) -> str:
 
 
 def memory() -> dict[str, Any]:
-    """What limits a host pool, in bytes; None where there is no limit."""
+    """Memory limits of a host pool in bytes; None for unlimited."""
     from jaxkv._src.cache import host_memory
 
     left = [available for _, available in host_memory._cgroup_limits()]
@@ -170,7 +170,7 @@ def memory() -> dict[str, Any]:
 
 
 def pinned_host() -> dict[str, Any]:
-    """Allocates a little pinned memory through JAX and reads it back."""
+    """Allocates a small pinned host buffer through JAX and reads it back."""
     import jax
     import numpy as np
 
@@ -206,7 +206,7 @@ def environment() -> dict[str, str]:
 
 
 def native() -> dict[str, Any]:
-    """The extension: whether it has CUDA handlers, and the FFI targets that it registers."""
+    """The native extension: CUDA support and registered FFI targets."""
     import jax
 
     from jaxkv._src.runtime import native as runtime_native
@@ -219,10 +219,10 @@ def native() -> dict[str, Any]:
 
 
 def implementations() -> dict[str, str]:
-    """What each operation would choose here, and why not the faster ones, for an example cache.
+    """Implementation of each operation for an example cache, with reasons against faster ones.
 
-    The two layouts stand for long and for short contiguous runs, the two counts for small and for
-    large payloads.
+    The two layouts represent long and short contiguous runs, the two counts small and large
+    payloads.
     """
     import jax
     import jax.numpy as jnp
@@ -246,7 +246,7 @@ def implementations() -> dict[str, str]:
         calls[f"store_pages, {layout}"] = jaxkv.store_pages, pool, cache
     calls["swap_blocks, host to device"] = jaxkv.swap_blocks, host_block, block
     calls["swap_blocks, within the device"] = jaxkv.swap_blocks, block, block
-    names: dict[str, list[str]] = {}  # by explanation, because many calls share one
+    names: dict[str, list[str]] = {}  # by explanation, which many calls share
     for name, (operation, source, destination) in calls.items():
         for count in (8, pages):
             ids: dict[str, Any] = {
@@ -260,7 +260,7 @@ def implementations() -> dict[str, str]:
 
 
 def tuning() -> dict[str, Any]:
-    """The tables that implementations are chosen by, and what they were measured with."""
+    """Tuning tables in use, with the provenance of their measurements."""
     import jax
 
     from jaxkv._src.tuning import all_reduce_table

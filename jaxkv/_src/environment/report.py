@@ -1,4 +1,4 @@
-"""What jaxkv finds on this machine: `python -m jaxkv.env [--json]`."""
+"""Environment report of this machine: `python -m jaxkv.env [--json]`."""
 
 import argparse
 import json
@@ -46,14 +46,14 @@ def report() -> dict[str, Any]:
     """Runs every probe.
 
     Returns:
-      A JSON-serialisable dictionary, one entry per probe; the entry of a failed probe is a string
-      that begins with "unavailable:" and gives the reason.
+      A JSON-serializable dictionary with one entry per probe. The entry of a failed probe is a
+      string that begins with "unavailable:" and states the reason.
     """
     return {name: without_directories(_attempt(probe)) for name, probe in PROBES.items()}
 
 
 def without_directories(value: Any) -> Any:
-    """Keeps the last part of every absolute path in `value`, so that a report can be published."""
+    """Reduces absolute paths in `value` to their last component, so that reports can be shared."""
     if isinstance(value, str):
         return re.sub(r"(?<![\w.~/])~?/(?:[^\s/:;=,'\"]+/)+", ".../", value)
     if isinstance(value, dict):

@@ -19,22 +19,22 @@ from jaxkv.metadata.segments import prefix_sum
 def advance(
     batch: BatchMetadata, num_accepted: Any, *, num_drafts: Any, next_query_lens: Any
 ) -> BatchMetadata:
-    """The next step's batch of the same requests, before the host knows what was accepted.
+    """Batch of the next step of the same requests, before the host knows the accepted counts.
 
-    A row goes on behind the tokens that are valid now: `seq_len - num_drafts + num_accepted - 1`.
-    Positions and slots follow from the batch: `metadata.token_positions`, `metadata.slot_mapping`.
-    More query tokens, or longer contexts, than the batch has room for are a `BoundError`.
+    Each row continues after its valid tokens: `seq_len - num_drafts + num_accepted - 1` of them.
+    `metadata.token_positions` and `metadata.slot_mapping` derive positions and slots from the
+    batch. Exceeding the batch's bounds of query tokens or context length is a `BoundError`.
 
     Args:
-      batch: the step that ran.
-      num_accepted: int32[B], tokens that each row accepted, in [1, num_drafts + 1], as sampled:
-        not the counts that `align_postprocess` returns.
-      num_drafts: int32[B], speculative tokens among each row's query tokens.
-      next_query_lens: int32[B], query tokens of each row's next step: 1 and its drafts, or a chunk
-        of its prompt; 0 for a row that rests, which keeps its place.
+      batch: batch of the completed step.
+      num_accepted: int32[B], accepted tokens of each row, in [1, num_drafts + 1], as sampled; not
+        the counts returned by `align_postprocess`.
+      num_drafts: int32[B], draft tokens among each row's query tokens.
+      next_query_lens: int32[B], query tokens of each row in the next step: 1 plus its draft
+        tokens, or a chunk of its prompt; 0 for an idle row, which keeps its place in the batch.
 
     Raises:
-      ValueError: counts of another shape or type, or that do not fit int32.
+      ValueError: counts of the wrong shape or dtype, or outside int32.
     """
     rows = batch.max_num_reqs
     num_accepted = _counts("num_accepted", num_accepted, rows)
@@ -47,7 +47,7 @@ def advance(
     query_lens = jnp.where(batch.row_mask, next_query_lens, 0)
     seq_lens = jnp.where(batch.row_mask, valid + query_lens, 0)
     starts = prefix_sum(query_lens)
-    # Both, or XLA would drop the check from a program that uses but one.
+    # Check both together: otherwise a program that uses only one of them loses the check to DCE.
     checked = check_bounds(
         jnp.concatenate([starts, seq_lens]),
         num_tokens=(starts[-1], batch.max_num_tokens),

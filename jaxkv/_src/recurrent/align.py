@@ -1,16 +1,16 @@
-"""Recurrent states of hybrid models under speculative decoding, without a wait for the host.
+"""Recurrent states of hybrid models under speculative decoding, without a host sync.
 
-A state array holds one state a block, `[num_blocks, ...]`, and a request finds its states by a
-block table, as it does its KV pages. A step with drafts leaves the states after each of them: in
-further rows of a convolution's state, in further blocks for a temporal one. Which of them is right
-follows from how many drafts were accepted, a number that the device has first.
+A state array has one state per block, `[num_blocks, ...]`, addressed by a block table like KV
+pages. A step with draft tokens produces the state after each of them: in additional rows of a
+convolution state, or in additional blocks of a temporal state. The valid one depends on the number
+of accepted draft tokens, which only the device knows at that point.
 
-Semantics are those of vLLM's mamba cache mode "align": states at block boundaries are kept, for
-prefixes to be found again. `align_postprocess` saves them after a step and `align_preprocess` moves
-the running state before one, both by one kernel that takes the counts from the device.
+Semantics follow vLLM's mamba cache mode "align": states at block boundaries are retained for prefix
+caching. `align_postprocess` saves them after a step, and `align_preprocess` moves the running state
+before a step. Each is a single kernel that reads the counts on the device.
 
-The host reads the counts a step later, by `DeferredCounts`; `advance` makes the next step's batch
-without it.
+The host reads the counts one step later through `DeferredCounts`; `advance` computes the next
+step's batch on the device.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _OPERANDS = 6  # int32 operands of the FFI call, before the states
 
 
 class StateKind(enum.Enum):
-    """What a state array holds in each block.
+    """Kind and layout of a state array.
 
     Attributes:
-      CONV_SD: a convolution's window of tokens, `[num_blocks, width, dim...]`.
-      CONV_DS: the same, tokens last: `[num_blocks, dim..., width]`.
-      TEMPORAL: a state of one token, `[num_blocks, ...]`.
+      CONV_SD: window of a convolution, `[num_blocks, width, dim...]`.
+      CONV_DS: window of a convolution, tokens last: `[num_blocks, dim..., width]`.
+      TEMPORAL: state after one token, `[num_blocks, ...]`.
     """
 
     CONV_SD = enum.auto()
@@ -55,31 +55,30 @@ class StateKind(enum.Enum):
 def align_postprocess(
     states: Any, batch: BatchMetadata, num_accepted: Any, *, kinds: Any, num_drafts: Any
 ) -> tuple[Any, Any]:
-    """Saves the states of rows that reached a block boundary in the step that just ran.
+    """Saves the states of rows that reached a block boundary in the completed step.
 
-    Of a row that now has `valid = seq_len - num_drafts + num_accepted - 1` tokens, the state after
-    the last whole block goes into that block's column of the table, if the step computed it. If the
-    step wrote its state there already, the row's accepted count becomes 1: what later calls take as
-    the running state was moved to the front.
+    A row now has `valid = seq_len - num_drafts + num_accepted - 1` tokens. The state after its
+    last full block is copied to the block in that column of the block table, if the step computed
+    it. If the step wrote this state in that block already, the accepted count of the row becomes 1:
+    the running state of later calls was moved to the front.
 
-    One launch for all arrays. Rows past `batch.num_reqs`, rows without query tokens and rows that
-    name NULL_BLOCK are left as they are. So are rows with a block out of range, which are counted
-    for `jaxkv.check_errors()`. No block that is written may be one of another row.
+    One kernel launch for all arrays. Rows from `batch.num_reqs` on, rows without query tokens and
+    rows that refer to NULL_BLOCK are unchanged. Rows with a block id out of range are unchanged and
+    counted for `jaxkv.check_errors()`. A block that is written must belong to one row only.
 
     Args:
-      states: pytree of arrays `[num_blocks, ...]` of whole-byte dtypes, written in place where the
-        jit donates them.
-      batch: the step that ran, with the block table and the block size of these states.
-      num_accepted: int32[B], tokens that each row accepted, in [1, num_drafts + 1].
-      kinds: pytree of `StateKind`, like `states` or a prefix of it.
-      num_drafts: int32[B], speculative tokens among each row's query tokens.
+      states: pytree of arrays `[num_blocks, ...]` of byte-aligned dtypes, written in place if
+        donated to the jit.
+      batch: batch of the completed step, with the block table and block size of these states.
+      num_accepted: int32[B], accepted tokens of each row, in [1, num_drafts + 1].
+      kinds: pytree of `StateKind`, with the structure of `states` or a prefix of it.
+      num_drafts: int32[B], draft tokens among each row's query tokens.
 
     Returns:
       The states, and int32[B] accepted counts for the next step.
 
     Raises:
-      ValueError: arrays, kinds or counts that do not go together, or arrays that are known to be
-        split over a mesh.
+      ValueError: inconsistent arrays, kinds or counts, or arrays known to be sharded over a mesh.
     """
     return _align(states, batch, num_accepted, kinds, num_drafts, "num_drafts", before=False)
 
@@ -87,26 +86,26 @@ def align_postprocess(
 def align_preprocess(
     states: Any, batch: BatchMetadata, num_accepted: Any, *, kinds: Any, state_idx: Any
 ) -> tuple[Any, Any, Any]:
-    """Moves running states to the blocks in which the coming step looks for them.
+    """Copies running states to the blocks in which the next step reads them.
 
-    A row whose step ends in another block than its running state is in gets that state copied
-    there, at the token that the last step accepted; its accepted count becomes 1. Which rows are
-    left as they are says `align_postprocess`.
+    If the next step of a row ends in a different block than that of its running state, the state
+    after the last accepted token is copied to that block, and the accepted count becomes 1. Rows
+    that `align_postprocess` leaves unchanged are unchanged here too.
 
     Args:
       states: as for `align_postprocess`.
-      batch: the step to come.
-      num_accepted: int32[B], tokens that each row accepted in its last step, 1 if that is new.
+      batch: batch of the next step.
+      num_accepted: int32[B], accepted tokens of each row in its last step; 1 for a new request.
       kinds: as for `align_postprocess`.
-      state_idx: int32[B], the column of each row's running state as the last call returned it; -1
-        for a request that is new, was preempted or resumed, whose last computed token tells it.
+      state_idx: int32[B], block table column of each row's running state, as returned by the
+        previous call; -1 for a new, preempted or resumed request, to derive it from the last
+        computed token.
 
     Returns:
       The states, int32[B] accepted counts, and int32[B] columns for the next call.
 
     Raises:
-      ValueError: arrays, kinds or counts that do not go together, or arrays that are known to be
-        split over a mesh.
+      ValueError: inconsistent arrays, kinds or counts, or arrays known to be sharded over a mesh.
     """
     states, counts = _align(states, batch, num_accepted, kinds, state_idx, "state_idx", before=True)
     current = cdiv(batch.seq_lens, batch.block_size) - 1
@@ -124,7 +123,7 @@ def _align(
     *,
     before: bool,
 ) -> tuple[Any, Any]:
-    """Traces the call under both copies; `known` is what else it is told of each row."""
+    """Traces the FFI call of both operations; `known` is `num_drafts` or `state_idx`."""
     leaves, treedef = jax.tree.flatten(states)
     leaf_kinds = jax.tree.leaves(jax.tree.broadcast(kinds, states))
     num_blocks = _check_states(leaves, leaf_kinds)
@@ -169,10 +168,10 @@ def _geometry(kind: StateKind, state: Any) -> list[int]:
 
 
 def _check_states(leaves: Sequence[Any], kinds: Sequence[Any]) -> int:
-    """Blocks of every array.
+    """Number of blocks of the arrays.
 
     Raises:
-      ValueError: arrays that one call cannot serve.
+      ValueError: arrays that a call does not support.
     """
     limit = native.extension().MAX_STATES
     if not 1 <= len(leaves) <= limit:
@@ -203,7 +202,7 @@ def _counts(name: str, values: Any, rows: int) -> Any:
 
 
 def _fitting(name: str, values: Any) -> Any:
-    """`values`; what the host made must fit int32, as JAX would cut NumPy's int64 silently."""
+    """`values`, after a range check of host arrays: JAX truncates NumPy's int64 silently."""
     if any(isinstance(value, jax.Array) for value in jax.tree.leaves(values)):
         return values
     array = np.asarray(values)
@@ -217,19 +216,18 @@ def _fitting(name: str, values: Any) -> Any:
 def can_skip_align_postprocess(
     num_computed: Any, num_scheduled: Any, num_drafts: Any, block_size: int
 ) -> bool:
-    """Whether `align_postprocess` changes nothing, whatever the step accepts; on the host.
+    """Whether `align_postprocess` is a no-op for all possible accepted counts; on the host.
 
-    It mirrors plan_after (cuda/recurrent/align_states.h): change both or none. The answer is
-    exact: False means
-    that some counts in [1, num_drafts + 1] would copy a state or change a count. (vLLM PR 42574,
-    from which it is, also says False for a row without drafts that ends on a boundary. Its state is
-    where it belongs, and its count is 1 already.)
+    Mirrors plan_after (cuda/recurrent/align_states.h); the two must be changed together. The result
+    is exact: False means that some counts in [1, num_drafts + 1] would copy a state or change a
+    count. (The original, vLLM PR 42574, also returns False for a row without draft tokens that ends
+    on a boundary. Its state is already in the right block, and its count is 1.)
 
     Args:
-      num_computed: int[n], tokens of each request before the step.
-      num_scheduled: int[n], tokens of the step, drafts among them; 0 for a request that rests.
-      num_drafts: int[n], speculative tokens among them.
-      block_size: tokens a block.
+      num_computed: int[n], computed tokens of each request before the step.
+      num_scheduled: int[n], tokens of the step, including draft tokens; 0 for an idle request.
+      num_drafts: int[n], draft tokens among them.
+      block_size: tokens per block.
     """
     computed, scheduled, drafts = (
         np.asarray(values, np.int64) for values in (num_computed, num_scheduled, num_drafts)

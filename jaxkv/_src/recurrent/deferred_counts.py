@@ -1,4 +1,4 @@
-"""Accepted token counts that reach the host one step later."""
+"""Accepted token counts, read by the host one step later."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from jaxkv._src.runtime.errors import StaleCountsError
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeferredCounts:
-    """Accepted counts on their way to pinned host memory, with what they belong to.
+    """In-flight copy of accepted counts to pinned host memory, tagged with step and requests.
 
-    A step starts the copy and returns it with its other results; the host reads it while the next
-    step runs. The step's number and the rows' requests travel in the same array as the counts, so
-    counts of another step, or of rows that changed places, cannot be taken for those wanted.
+    A step starts the copy and returns this object with its other results; the host reads it while
+    the next step runs. Step number, request ids and counts share one array, so counts of another
+    step or of reordered rows are detected.
 
     Attributes:
-      packed: int32[1 + 2B] in pinned host memory: the step, the requests, the counts.
+      packed: int32[1 + 2B] in pinned host memory: step number, request ids, counts.
     """
 
     packed: Any
 
     @classmethod
     def start(cls, num_accepted: Any, *, step: Any, request_ids: Any) -> DeferredCounts:
-        """Traces the copy, within the jitted step.
+        """Traces the copy to the host, inside the jitted step.
 
         Args:
-          num_accepted: int32[B].
-          step: int32[], the step's number.
-          request_ids: int32[B], the caller's number of each row's request.
+          num_accepted: int32[B], accepted tokens of each row.
+          step: int32[], step number.
+          request_ids: int32[B], request id of each row, chosen by the caller.
 
         Raises:
-          ValueError: operands of another shape or type, or that do not fit int32.
+          ValueError: operands of the wrong shape or dtype, or outside int32.
         """
         rows = jnp.shape(num_accepted)[0]
         parts = [
@@ -50,7 +50,7 @@ class DeferredCounts:
         return cls(jax.device_put(jnp.concatenate(parts), jax.memory.Space.Host))
 
     def is_ready(self) -> bool:
-        """Whether `read` would return without a wait.
+        """Whether `read` would return without blocking.
 
         Raises:
           RuntimeError: the counts were donated or deleted.
@@ -60,15 +60,15 @@ class DeferredCounts:
         return self.packed.is_ready()
 
     def read(self, *, step: int, request_ids: Any) -> np.ndarray:
-        """int32[B], the counts; waits only if the step that made them still runs.
+        """The counts, int32[n]; blocks only while the step that produced them is running.
 
         Args:
-          step: the number of the step whose counts are wanted.
-          request_ids: int[n], the requests whose counts are wanted, for the first n rows.
+          step: expected step number.
+          request_ids: int[n], expected request ids of the first n rows.
 
         Raises:
           RuntimeError: the counts were donated or deleted.
-          StaleCountsError: the counts are of another step, or of other requests.
+          StaleCountsError: the counts belong to another step or to other requests.
           ValueError: the counts were moved out of host memory.
         """
         if not self.is_ready():
@@ -90,7 +90,7 @@ class DeferredCounts:
 
 
 def _host_words(ready: jax.Array) -> np.ndarray:
-    """A copy of an int32[n] in host memory, which NumPy's own way would fetch through a stream."""
+    """Copy of an int32[n] in host memory; `np.asarray` would enqueue a device-to-host copy."""
     shard = ready.addressable_data(0)
     platforms, kind = {device.platform for device in shard.devices()}, shard.sharding.memory_kind
     if kind == "device" and platforms != {"cpu"}:

@@ -1,11 +1,12 @@
-"""Which algorithm an all-reduce takes: one JSON file for each device kind.
+"""Tuning tables of all-reduce: algorithm by message size, one JSON file for each device kind.
 
-For each number of devices a file lists rules, ascending by the least bytes that they hold for; the
-last one that a message reaches names the algorithm. Dtypes share the rules: all that serve add in
-float32, so bytes decide. `python -m jaxkv.tune --all-reduce` writes such a file.
+For each number of devices a file lists rules, sorted by minimum message size; the last rule whose
+minimum a message reaches determines the algorithm. The rules apply to all dtypes: every algorithm
+accumulates in float32, so only the number of bytes matters. `python -m jaxkv.tune --all-reduce`
+writes a file.
 
-Which file: the one named by the environment variable JAXKV_TUNING_ALL_REDUCE, else the packaged one
-for the device kind, else `default.json`.
+File selection, in this order: the environment variable JAXKV_TUNING_ALL_REDUCE, the packaged file
+for the device kind, `default.json`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from jaxkv._src.tuning import table_files
 
 WORLD_SIZES = (2, 4, 6, 8)  # numbers of devices that have kernels
-# Those to choose from; not multimem, which serves only who asks for it.
+# Candidates of the dispatch; multimem is only used on request.
 ALGORITHMS = ("low_latency", "one_shot", "two_shot", "psum")
 VARIABLE = "JAXKV_TUNING_ALL_REDUCE"
 PACKAGED = pathlib.Path(__file__).parent / "data" / "all_reduce"
@@ -30,14 +31,14 @@ _HEAD = ("device_kind", "how", "commit", "date", "versions")
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rules, and where they come from.
+    """Rules and their provenance.
 
     Attributes:
-      name: of the file, without its directory.
-      device_kind: JAX's name of the device, or "any".
-      how: what made the rules.
-      commit, date, versions: of the measurement, or None and empty.
-      rules: by number of devices, (min_bytes, algorithm) ascending.
+      name: file name without the directory.
+      device_kind: JAX's device kind, or "any".
+      how: command or method that produced the rules.
+      commit, date, versions: provenance of the measurement; None and empty if there is none.
+      rules: (min_bytes, algorithm) in ascending order, by number of devices.
     """
 
     name: str
@@ -57,16 +58,16 @@ class Table:
         """The file's content: JSON, one line for each number of devices."""
         head = {name: getattr(self, name) for name in _HEAD}
         rules = ",\n".join(f'  "{size}": {json.dumps(r)}' for size, r in self.rules.items())
-        beginning = json.dumps(head, indent=1)[:-2]  # without the brace that ends it
+        beginning = json.dumps(head, indent=1)[:-2]  # without the closing brace
         return f'{beginning},\n "rules": {{\n{rules}\n }}\n}}\n'
 
 
 def table_for(device_kind: str) -> Table:
-    """The table that holds for a device kind; see the module's text for which that is.
+    """The table for a device kind; see the module docstring for the file selection.
 
     Raises:
-      ValueError: the file is no valid table, or the variable names one for another device kind.
-      OSError: the file that the variable names can't be read.
+      ValueError: the file is not a valid table, or the variable names one for another device kind.
+      OSError: the file named by the variable can't be read.
     """
     return _table_for(device_kind, os.environ.get(VARIABLE))
 
@@ -86,13 +87,13 @@ def _table_for(device_kind: str, chosen: str | None) -> Table:
 
 @functools.cache
 def packaged_table(device_kind: str) -> Table:
-    """The table that comes with jaxkv: that of the device kind, or else the default one."""
+    """The packaged table of the device kind, or the default table."""
     path = PACKAGED / f"{table_files.slug(device_kind)}.json"
     return load(path if path.exists() else PACKAGED / table_files.DEFAULT)
 
 
 def load(path: str | os.PathLike[str]) -> Table:
-    """Reads and checks a file; raises as `read`."""
+    """Reads and validates a file; raises the errors of `table_files.read`."""
     return table_files.read(path, _parse)
 
 

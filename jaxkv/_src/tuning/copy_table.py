@@ -1,13 +1,13 @@
-"""Tables of measured rates, one JSON file for each device kind, that `dispatch` decides by.
+"""Tuning tables of copies: measured rates for `dispatch`, one JSON file for each device kind.
 
-A table lists rules for each situation: "load" (from host memory), "store" (to host memory),
-"device" (neither), and "overlapped" (transfers beside compute). Rules are sorted by their minima,
-and the last one whose minima a copy reaches holds for it. Its candidates are implementations in
-order of preference, each with the SMs to give it and its rate: the first that can serve the call
-does. `python -m jaxkv.tune` writes a table; people review it.
+A table lists rules for each kind of copy: "load" (from host memory), "store" (to host memory),
+"device" (neither), and "overlapped" (transfers concurrent with compute). Rules are sorted by their
+minima; the last rule whose minima a copy reaches applies. Its candidates are implementations in
+order of preference, each with a number of SMs and a measured rate; dispatch selects the first one
+that supports the call. `python -m jaxkv.tune` writes a table, to be reviewed by hand.
 
-Which table: the file named by the environment variable JAXKV_TUNING, else the packaged one for the
-device kind, else `default.json`, which prefers what works everywhere.
+File selection, in this order: the environment variable JAXKV_TUNING, the packaged file for the
+device kind, `default.json`, which prefers the most portable implementations.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from jaxkv._src.tuning.table_files import ANY_DEVICE, DEFAULT, _check_int, _obje
 
 VARIABLE = "JAXKV_TUNING"
 IMPLEMENTATIONS = ("dma", "kernel", "pallas", "host")
-ON_SMS = ("kernel", "pallas")  # the others take no SM: their num_sms is 0
+ON_SMS = ("kernel", "pallas")  # the others use no SMs: num_sms is 0
 COPY_KINDS = ("load", "store", "device", "overlapped")
 PACKAGED = pathlib.Path(__file__).parent / "data" / "copy"
 
 
 class CopySize(NamedTuple):
-    """What a rule looks at; as the minima of a rule, the least that it holds for.
+    """Size of a copy, as the input of a rule; also the minima of a rule.
 
     Attributes:
-      word_bytes: the widest power of two, up to 16, that all addresses are a multiple of.
-      run_bytes: bytes that lie together on both sides.
+      word_bytes: common alignment of all addresses, a power of two up to 16.
+      run_bytes: bytes that are contiguous in both source and destination.
       total_bytes: payload of the call.
     """
 
@@ -45,11 +45,11 @@ class CopySize(NamedTuple):
         return all(value >= least for value, least in zip(self, minima, strict=True))
 
 
-SMALLEST = CopySize(1, 1, 0)  # minima of each situation's first rule, so that one always holds
+SMALLEST = CopySize(1, 1, 0)  # minima of the first rule of each kind: some rule always applies
 
 
 class Candidate(NamedTuple):
-    """An implementation, the SMs to give it, and its rate in GB/s (1e9) or None if not measured."""
+    """An implementation, its number of SMs, and its rate in GB/s (1e9), None if not measured."""
 
     implementation: str
     num_sms: int
@@ -57,14 +57,14 @@ class Candidate(NamedTuple):
 
     @property
     def figures(self) -> str:
-        """Rate and SMs in words, as far as there are any."""
+        """Rate and SMs as text; empty for a candidate without either."""
         rate = [] if self.gb_per_s is None else [f"{self.gb_per_s:.4g} GB/s"]
         sms = [f"on {self.num_sms} SM{'s' if self.num_sms > 1 else ''}"] if self.num_sms else []
         return " ".join(rate + sms)
 
 
 class Rule(NamedTuple):
-    """Candidates, best first, for copies from `minima` on."""
+    """Candidates, best first, for copies that reach `minima`."""
 
     minima: CopySize
     candidates: tuple[Candidate, ...]
@@ -72,17 +72,17 @@ class Rule(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rules, and where they come from.
+    """Rules and their provenance.
 
     Attributes:
-      name: of the file, without its directory.
-      device_kind: JAX's name of the device, or "any".
-      how: what made the figures.
-      commit: of jaxkv when they were measured, or None.
-      date: ISO 8601, or None.
-      versions: of the software that they were measured with.
+      name: file name without the directory.
+      device_kind: JAX's device kind, or "any".
+      how: command or method that produced the figures.
+      commit: commit of jaxkv at the measurement, or None.
+      date: date of the measurement (ISO 8601), or None.
+      versions: software versions of the measurement.
       peak_gb_per_s: rate of one contiguous copy by direction, measured in the same run.
-      rules: for each of `COPY_KINDS`, ascending.
+      rules: rules in ascending order, for each of `COPY_KINDS`.
     """
 
     name: str
@@ -96,14 +96,14 @@ class Table:
 
     @property
     def source(self) -> str:
-        """The file, and what vouches for its figures."""
+        """The file name, and the commit or method behind its figures."""
         if self.commit is None:
             return f"{self.name} ({self.how})"
         dirty = "-dirty" if self.commit.endswith("-dirty") else ""
         return f"{self.name} (commit {self.commit[:9]}{dirty})"
 
     def rule(self, situation: str, size: CopySize) -> Rule:
-        """The rule that holds for a copy."""
+        """The rule that applies to a copy."""
         return last_matching_rule(self.rules[situation], size)
 
     def to_text(self) -> str:
@@ -117,7 +117,7 @@ class Table:
         for situation, rules in self.rules.items():
             lines = ",\n".join(f"   {_rule_text(rule)}" for rule in rules)
             lists.append(f'  "{situation}": [\n{lines}\n  ]')
-        beginning = json.dumps(head, indent=1)[:-2]  # without the brace that ends it
+        beginning = json.dumps(head, indent=1)[:-2]  # without the closing brace
         return f'{beginning},\n "rules": {{\n' + ",\n".join(lists) + "\n }\n}\n"
 
 
@@ -127,11 +127,11 @@ def last_matching_rule(rules: tuple[Rule, ...] | list[Rule], size: CopySize) -> 
 
 
 def table_for(device_kind: str) -> Table:
-    """The table that holds for a device kind; see the module's text for which that is.
+    """The table for a device kind; see the module docstring for the file selection.
 
     Raises:
-      ValueError: the file is no valid table, or JAXKV_TUNING names one for another device kind.
-      OSError: the file that JAXKV_TUNING names can't be read.
+      ValueError: the file is not a valid table, or JAXKV_TUNING names one for another device kind.
+      OSError: the file named by JAXKV_TUNING can't be read.
     """
     return _table_for(device_kind, os.environ.get(VARIABLE))
 
@@ -151,24 +151,24 @@ def _table_for(device_kind: str, chosen: str | None) -> Table:
 
 @functools.cache
 def packaged_table(device_kind: str) -> Table:
-    """The table that comes with jaxkv: that of the device kind, or else the default one."""
+    """The packaged table of the device kind, or the default table."""
     path = PACKAGED / f"{slug(device_kind)}.json"
     return load(path) if path.exists() else default_table()
 
 
 @functools.cache
 def default_table() -> Table:
-    """The table for device kinds that nobody has measured."""
+    """The table for device kinds without measurements."""
     return load(PACKAGED / DEFAULT)
 
 
 def load(path: str | os.PathLike[str]) -> Table:
-    """Reads and checks a file; raises as `read`."""
+    """Reads and validates a file; raises the errors of `read`."""
     return read(path, _parse_table)
 
 
 # ---------------------------------------------------------------------------------------------
-# Between JSON and Table
+# Conversion between JSON and Table
 
 _MINIMA = ("min_word_bytes", "min_run_bytes", "min_total_bytes")
 

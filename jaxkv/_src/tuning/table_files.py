@@ -1,4 +1,4 @@
-"""Tuning tables as JSON files: names, reading, and checks."""
+"""JSON files of tuning tables: names, parsing and validation."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def slug(device_kind: str) -> str:
 
 
 def read(path: str | os.PathLike[str], parse: Callable[[str, Any], T]) -> T:
-    """What `parse` makes of a file's name and its JSON.
+    """Result of `parse`, called with the name of a file and its JSON content.
 
     Raises:
-      ValueError: what is wrong: file, key and value.
+      ValueError: an invalid file; the text has file, key and value.
       OSError: the file can't be read.
     """
     path = pathlib.Path(path)
     try:
         return parse(path.name, json.loads(path.read_text()))
-    except ValueError as error:  # JSONDecodeError is one
+    except ValueError as error:  # includes JSONDecodeError
         raise ValueError(f"tuning table {path}: {error}") from None
 
 
