@@ -52,7 +52,7 @@ def waits_for_nothing():
         decide(program)
         for wait in program.waits:
             integer = ir.IntegerType.get_signless(64)
-            buffer_lifetime._configure(wait, segment=ir.IntegerAttr.get(integer, -1))
+            buffer_lifetime.configure(wait, segment=ir.IntegerAttr.get(integer, -1))
 
     return mock.patch.object(buffer_lifetime, "_decide", without_waits)
 

@@ -217,7 +217,7 @@ def always_beside(program: buffer_lifetime._Program) -> None:
         if buffer_lifetime._is_removable(wait):
             program.remove(wait)
     for start in program.starts:
-        buffer_lifetime._configure(start, joined=ir.BoolAttr.get(False))
+        buffer_lifetime.configure(start, joined=ir.BoolAttr.get(False))
 
 
 # --------------------------------------------------------------------------------------------------

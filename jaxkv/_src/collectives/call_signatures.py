@@ -16,17 +16,23 @@ import hashlib
 from typing import Any
 
 import numpy as np
+from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jaxkv._src.runtime import native
+from jaxkv._src.runtime.custom_calls import (
+    CONFIG,
+    config_of,
+    configure,
+    custom_calls,
+    integer,
+    target_of,
+)
 
 UNKNOWN = np.int64(0)  # before lowering is complete; handlers reject it
 LARGEST_CONSTANT = 64  # elements; the values of larger constants are not hashed
 _BITS = 52  # kSignatures in symmetric_memory.h
-_CONFIGURATION = "mhlo.backend_config"
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-
-ir = mlir.ir
 
 
 def sign(module: Any, target: str, algorithms: tuple[str, ...]) -> None:
@@ -38,18 +44,14 @@ def sign(module: Any, target: str, algorithms: tuple[str, ...]) -> None:
       algorithms: names of the algorithms, by index.
     """
     with module.context:
-        calls = [
-            (call, {entry.name: entry.attr for entry in call.attributes[_CONFIGURATION]})
-            for call in _custom_calls(module, target)
-        ]
-        names = [algorithms[ir.IntegerAttr(attrs["algorithm"]).value] for _, attrs in calls]
+        calls = [call for call in custom_calls(module) if target_of(call) == target]
+        names = [algorithms[integer(config_of(call)["algorithm"])] for call in calls]
         program = hashlib.sha256(" ".join([*names, _text(module)]).encode()).hexdigest()
         of_program = f"{ir.StringAttr(module.operation.attributes['sym_name']).value}-{program[:6]}"
-        for number, ((call, attributes), name) in enumerate(zip(calls, names, strict=True), 1):
+        for number, (call, name) in enumerate(zip(calls, names, strict=True), 1):
             digest = hashlib.sha256(f"{program} {number}".encode()).digest()
             signature = max(1, int.from_bytes(digest[:8], "little") % 2**_BITS)
-            attributes["signature"] = mlir.i64_attr(signature)
-            call.attributes[_CONFIGURATION] = ir.DictAttr.get(attributes)
+            configure(call, signature=mlir.i64_attr(signature))
             operand = f"{name} of {_type_of(call.operands[0])}"
             description = f"{operand}, all_reduce {number} of {of_program}"
             native.extension().name_call(signature, description)
@@ -63,22 +65,8 @@ def _type_of(value: Any) -> str:
 def _text(module: Any) -> str:
     """Text of the program without the parts that may differ between processes."""
     copy = module.operation.clone()
-    for call in _custom_calls(copy):
-        for name in ("backend_config", _CONFIGURATION):
+    for call in custom_calls(copy):
+        for name in ("backend_config", CONFIG):
             if name in call.attributes:
                 del call.attributes[name]
     return copy.operation.get_asm(large_elements_limit=LARGEST_CONSTANT)
-
-
-def _custom_calls(root: Any, target: str | None = None) -> list[Any]:
-    found = []
-
-    def visit(operation: Any) -> Any:
-        if operation.name == "stablehlo.custom_call":
-            its_target = ir.StringAttr(operation.attributes["call_target_name"]).value
-            if target in (None, its_target):
-                found.append(operation)
-        return ir.WalkResult.ADVANCE
-
-    root.operation.walk(visit)
-    return found

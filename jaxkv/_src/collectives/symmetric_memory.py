@@ -18,8 +18,8 @@ backend emulates multicast in ordinary memory.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import numbers
 import operator
 import os
 import pathlib
@@ -34,13 +34,13 @@ from jaxkv._src.collectives.rendezvous import Rendezvous
 from jaxkv._src.runtime import native as runtime_native
 from jaxkv._src.runtime.errors import PeerTimeoutError
 from jaxkv._src.runtime.sharding import device_groups
+from jaxkv._src.runtime.timeouts import checked_timeout_s
 from jaxkv._src.tuning.all_reduce_table import VARIABLE, WORLD_SIZES, table_for
 from jaxkv._src.version import __version__
 
 WORD_BYTES = 16
 LINE_BYTES = 128  # cache line, the unit of link transactions
 TIMEOUT_S = 30.0
-MAX_TIMEOUT_S = 1e9  # in nanoseconds and added to a clock, fits into 64 bits
 MULTICAST_VARIABLE = "JAXKV_MULTICAST"
 # Receive buffers for all peers of a device, in bytes:
 LOW_LATENCY_BYTES = 8 << 20  # LL buffers (flag-in-data), two stages
@@ -72,16 +72,14 @@ class SymmetricMemory:
     ) -> None:
         self.mesh = mesh
         self.axis_name = axis_name
-        seconds = _seconds_of(timeout_s)
+        seconds = TIMEOUT_S
         # Arguments are validated later, in a step: processes match rendezvous by sequence number.
-        self._rendezvous = Rendezvous(_processes(mesh), seconds or TIMEOUT_S)
+        with contextlib.suppress(ValueError):
+            seconds = checked_timeout_s(timeout_s)
+        self._rendezvous = Rendezvous(_processes(mesh), seconds)
 
         def arguments() -> list[Any]:
-            if seconds is None:
-                raise ValueError(
-                    f"timeout_s must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds, "
-                    f"got {timeout_s!r}"
-                )
+            checked_timeout_s(timeout_s)
             self._take(_groups(mesh, axis_name), _bytes_of(max_bytes))
             return [self._arguments(), _host()]
 
@@ -308,12 +306,6 @@ def _bytes_of(max_bytes: Any) -> int:
     if number < 1:
         raise ValueError(f"max_bytes must be an integer of at least 1 byte, got {max_bytes!r}")
     return number
-
-
-def _seconds_of(timeout_s: Any) -> float | None:
-    """The timeout in seconds; None if out of range."""
-    seconds = float(timeout_s) if isinstance(timeout_s, numbers.Real) else 0.0
-    return seconds if 0 < seconds <= MAX_TIMEOUT_S else None
 
 
 def _multicast_unsupported_reason(groups: np.ndarray) -> str | None:

@@ -112,7 +112,7 @@ def check_errors(*outputs: Any) -> None:
         them are included.
 
     Raises:
-      PageIndexError: entries were rejected; the message has the last one and their number.
+      PageIndexError: entries were rejected; the message has their number and some of them.
       TransferError: a wait for an asynchronous copy timed out, or XLA had copied its array before.
       BoundError: a batch exceeded a bound; the message has the bound and the value.
       ExceptionGroup: one error of each kind, if errors of several kinds are pending.

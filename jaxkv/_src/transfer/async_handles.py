@@ -15,8 +15,9 @@ from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.sharding import check_unsharded
+from jaxkv._src.runtime.timeouts import checked_timeout_s
 from jaxkv._src.transfer import api, resolve
-from jaxkv._src.transfer.async_calls import _start, _wait, checked_timeout_s
+from jaxkv._src.transfer.async_calls import _start, _wait
 from jaxkv._src.transfer.block_copy import plan_pairs
 from jaxkv._src.transfer.buffer_lifetime import analysed
 from jaxkv._src.transfer.dispatch import select_implementation
@@ -127,8 +128,8 @@ class _CopyHandle:
         self._ticket, self._cache = self._wait_for_layers(layers, after)
         self._waited |= frozenset(layers)
         if not isinstance(before, jax.core.Tracer):
-            under_way = len(self._waited) < len(self._layers)
-            keep_alive(self._leaves() if under_way else None, instead_of=before)
+            in_flight = len(self._waited) < len(self._layers)
+            keep_alive(self._leaves() if in_flight else None, instead_of=before)
 
     def _wait_for_layers(
         self, layers: Sequence[int], after: Any = None, *, boundary: bool = False

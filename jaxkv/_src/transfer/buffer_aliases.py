@@ -8,6 +8,8 @@ from typing import Any
 
 from jax.extend.mlir import ir
 
+from jaxkv._src.runtime.custom_calls import target_of
+
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
 _LOOP = "stablehlo.while"
 # Custom calls of JAX whose result aliases the operand.
@@ -197,13 +199,6 @@ def _is_inside(use: Any, region: Any) -> bool:
             return True
         operation = operation.parent.operation
     return False
-
-
-def target_of(operation: Any) -> str | None:
-    """The target of a custom call; None for any other operation."""
-    if operation.name != "stablehlo.custom_call":
-        return None
-    return ir.StringAttr(operation.attributes["call_target_name"]).value
 
 
 def _is_block_argument(value: Any) -> bool:

@@ -17,13 +17,20 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from jaxkv._src.runtime.custom_calls import (
+    config_of,
+    configure,
+    custom_calls,
+    integer,
+    integers,
+    target_of,
+)
 from jaxkv._src.runtime.lowering import when_lowered
-from jaxkv._src.transfer.buffer_aliases import BufferAliases, on_every_path, target_of
+from jaxkv._src.transfer.buffer_aliases import BufferAliases, on_every_path
 
 WAIT_TARGET = "jaxkv_wait_copy"
 # Operands before the buffers: the plan, or the ids, which are read before the start returns.
 _NUM_ID_OPERANDS: dict[str | None, int] = {"jaxkv_start_copy": 1, "jaxkv_start_copy_dma": 2}
-_CONFIG = "mhlo.backend_config"
 
 
 def analysed(results: Iterable[Any]) -> list[Any]:
@@ -60,35 +67,27 @@ def _decide(program: _Program) -> None:
     needless = [wait for wait in program.waits if _is_removable(wait) and program.is_needless(wait)]
     for wait in program.waits:
         if not _is_removable(wait) and not program.keeps_its_operands(wait):
-            _configure(wait, segment=_config(wait)["last"])
+            configure(wait, segment=config_of(wait)["last"])
     alone = [start for start in program.starts if program.is_protected(start)]
     for wait in needless:
         program.remove(wait)
     for start in alone:
-        _configure(start, joined=ir.BoolAttr.get(False))
+        configure(start, joined=ir.BoolAttr.get(False))
 
 
 class _Program:
     """A module with its starts and waits."""
 
     def __init__(self, module: Any) -> None:
-        self.starts: list[Any] = []
-        self.waits: list[Any] = []
+        calls = custom_calls(module)
+        self.starts = [call for call in calls if target_of(call) in _NUM_ID_OPERANDS]
+        self.waits = [call for call in calls if target_of(call) == WAIT_TARGET]
         self._kept: dict[Any, bool] = {}
         self.aliases = BufferAliases(module, _in_place_results)
-        module.operation.walk(self._note)
-
-    def _note(self, operation: Any) -> Any:
-        operation = operation.operation
-        if target_of(operation) in _NUM_ID_OPERANDS:
-            self.starts.append(operation)
-        elif target_of(operation) == WAIT_TARGET:
-            self.waits.append(operation)
-        return ir.WalkResult.ADVANCE
 
     def remove(self, wait: Any) -> None:
         operands = list(wait.operands)
-        first_array = _integer(_config(wait)["first_array"])
+        first_array = integer(config_of(wait)["first_array"])
         arrays = operands[len(operands) - (len(wait.results) - first_array) :]
         for result, operand in zip(wait.results, operands[:first_array] + arrays, strict=True):
             result.replace_all_uses_with(operand)
@@ -102,7 +101,7 @@ class _Program:
         """
         if any(map(_is_used, wait.results)):
             return False
-        arrays = list(wait.operands)[-len(_integers(_config(wait)["boundary"])) :]
+        arrays = list(wait.operands)[-len(integers(config_of(wait)["boundary"])) :]
         origins = (origin for array in arrays for origin in self.aliases.origins(array))
         return not any(map(self.aliases.is_argument, origins))
 
@@ -110,13 +109,13 @@ class _Program:
         """Whether all buffers of a start are live until the copy is complete."""
         num_ids = _NUM_ID_OPERANDS[target_of(start)]
         operands, written = list(start.operands), list(start.results)[1:]
-        to_dense = _integers(_config(start)["copy"])[0]
+        to_dense = integers(config_of(start)["copy"])[0]
         boundary = len(operands) - len(written) if to_dense else num_ids + len(written)
         layers = written if to_dense else operands[boundary:]
         rest = operands[num_ids:boundary] if to_dense else written
         if num_ids == 1:
             rest = [operands[0], *rest]
-        per_segment = _integer(_config(start)["segment_buffers"])
+        per_segment = integer(config_of(start)["segment_buffers"])
         segments = [(value, i // per_segment) for i, value in enumerate(layers)]
         segments += [(value, len(layers) // per_segment - 1) for value in rest]
         tickets = self._tickets(start.results[0])
@@ -129,8 +128,8 @@ class _Program:
 
     def is_needless(self, wait: Any) -> bool:
         """Whether the buffers of a removable wait are safe without it."""
-        arrays = list(wait.results)[_integer(_config(wait)["first_array"]) :]
-        segments = _integers(_config(wait)["boundary"])
+        arrays = list(wait.results)[integer(config_of(wait)["first_array"]) :]
+        segments = integers(config_of(wait)["boundary"])
         return self.keeps_its_operands(wait) and all(
             self._lives(array, segment, removable=True)
             for array, segment in zip(arrays, segments, strict=True)
@@ -138,8 +137,8 @@ class _Program:
 
     def keeps_its_operands(self, wait: Any) -> bool:
         """Whether the `kept` operands of a wait are live until the copy is complete."""
-        config = _config(wait)
-        last, kept = _integer(config["last"]), _integer(config["kept"])
+        config = config_of(wait)
+        last, kept = integer(config["last"]), integer(config["kept"])
         return all(self._is_kept(value, last) for value in list(wait.operands)[1 : 1 + kept])
 
     def _is_kept(self, value: Any, segment: int, tickets: Any = None) -> bool:
@@ -176,7 +175,7 @@ class _Program:
                 return False
             if tickets and operation.operands[0] not in tickets:
                 return False
-            return _integer(_config(operation)["segment"]) >= segment
+            return integer(config_of(operation)["segment"]) >= segment
 
         def is_safe(use: Any) -> bool:
             aliases = self.aliases.after(use)
@@ -200,7 +199,7 @@ class _Program:
                 for use in value.uses:
                     wait = use.owner.operation
                     if target_of(wait) == WAIT_TARGET and use.operand_number == 0:
-                        pending += list(wait.results)[: _integer(_config(wait)["first_array"])]
+                        pending += list(wait.results)[: integer(config_of(wait)["first_array"])]
         return tickets
 
 
@@ -208,7 +207,7 @@ def _in_place_results(wait: Any) -> int:
     """Number of results of a custom call that alias its last operands."""
     if target_of(wait) != WAIT_TARGET:
         return 0
-    return len(wait.results) - _integer(_config(wait)["first_array"])
+    return len(wait.results) - integer(config_of(wait)["first_array"])
 
 
 def _is_used(value: Any) -> bool:
@@ -221,23 +220,4 @@ def _is_used(value: Any) -> bool:
 
 
 def _is_removable(wait: Any) -> bool:
-    return bool(_integers(_config(wait)["boundary"]))
-
-
-def _config(operation: Any) -> Any:
-    return ir.DictAttr(operation.attributes[_CONFIG])
-
-
-def _configure(operation: Any, **changes: Any) -> None:
-    config = _config(operation)
-    entries = {config[i].name: config[i].attr for i in range(len(config))}
-    operation.attributes[_CONFIG] = ir.DictAttr.get(entries | changes)
-
-
-def _integer(attribute: Any) -> int:
-    return ir.IntegerAttr(attribute).value
-
-
-def _integers(attribute: Any) -> list[int]:
-    elements = ir.DenseIntElementsAttr(attribute)
-    return [elements[i] for i in range(len(elements))]
+    return bool(integers(config_of(wait)["boundary"]))
