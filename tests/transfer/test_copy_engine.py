@@ -230,7 +230,7 @@ def test_nothing_is_enqueued_under_capture(program):
 @pytest.mark.parametrize(
     ("sources", "destinations", "good"),
     [([9, 1], [0, 1], [1]), ([0, 1], [2, 9], [0]), ([3, 4, 5], [7, 7, 6], [2])],
-    ids=["source", "destination", "twins"],
+    ids=["source", "destination", "duplicates"],
 )
 def test_ids_that_are_refused_are_counted_and_the_others_copied(
     program, sources, destinations, good

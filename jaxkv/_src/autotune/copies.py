@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     roof_bytes = MIB if platform == "cpu" else MAX_PAYLOAD
     whole = [Cell(direction, roof_bytes, 1, (link,)) for direction in MEMORIES]
     peak = {cell.direction: _rate(cell, _Data.of(cell), link) for cell in whole}
-    print("roof, one block:", ", ".join(f"{d} {rate:.4g} GB/s" for d, rate in peak.items()))
+    print("peak, one block:", ", ".join(f"{d} {rate:.4g} GB/s" for d, rate in peak.items()))
     found = cells(platform, getattr(device, "core_count", 0), flags.quick)
     rates = [
         (cell, measured) for cell in measurement.progress(found) if (measured := measure(cell))
