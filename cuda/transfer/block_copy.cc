@@ -18,11 +18,15 @@ namespace {
 // Error construction is kept out of line: calls run with cold instruction caches, in which unused
 // code between hot paths costs time.
 template <class... Parts>
-[[gnu::cold, gnu::noinline]] ffi::Unexpected<ffi::Error> invalid(const Parts&... parts) {
+[[gnu::cold, gnu::noinline]] ffi::Error invalid_argument(const Parts&... parts) {
   std::ostringstream message;
   message << "jaxkv page copy: ";
   (message << ... << parts);
-  return ffi::Unexpected(ffi::Error::InvalidArgument(message.str()));
+  return ffi::Error::InvalidArgument(message.str());
+}
+template <class... Parts>
+[[gnu::cold, gnu::noinline]] ffi::Unexpected<ffi::Error> invalid(const Parts&... parts) {
+  return ffi::Unexpected(invalid_argument(parts...));
 }
 
 [[gnu::cold, gnu::noinline]] ffi::Error unreadable(const char* name, const char* why_not) {
@@ -35,6 +39,10 @@ int64_t strided_extent(const CopyGeometry& g) {
          g.run_bytes;
 }
 
+int64_t dense_extent(const CopyGeometry& g) {
+  return (g.num_dense - 1) * g.dense_stride + g.block_bytes;
+}
+
 IdList id_list(ffi::Buffer<ffi::S32> operand, int64_t header) {
   const size_t length = operand.element_count();
   return {{operand.typed_data(), length}, std::min(static_cast<size_t>(header), length)};
@@ -42,13 +50,13 @@ IdList id_list(ffi::Buffer<ffi::S32> operand, int64_t header) {
 
 bool valid_geometry(const CopyGeometry& g) {
   return g.run_bytes > 0 && g.count0 > 0 && g.count1 > 0 && g.stride0 >= 0 && g.stride1 >= 0 &&
-         g.page_stride >= 0 && g.num_dense > 0 && g.num_strided > 0 && g.num_dense <= INT32_MAX &&
+         g.page_stride >= 0 && g.dense_stride >= g.block_bytes && g.num_dense > 0 && g.num_strided > 0 && g.num_dense <= INT32_MAX &&
          g.num_strided <= INT32_MAX && g.block_bytes == g.run_bytes * g.count0 * g.count1;
 }
 
-// The fixed part of the attribute; the byte offsets of the buffers follow.
+// The fixed part of the attribute; the byte offsets of the buffers follow, strided then dense.
 struct CopyNumbers {
-  int64_t to_dense, num_sms, source_header, destination_header;
+  int64_t to_dense, num_sms, source_header, destination_header, num_dense_arrays;
   CopyGeometry geometry;
 };
 constexpr size_t kNumbers = sizeof(CopyNumbers) / sizeof(int64_t);
@@ -138,14 +146,16 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
   if (!n) return invalid(kInvalidAttribute);
   const bool to_dense = n->to_dense;
   const CopyGeometry& g = n->geometry;
-  const std::span<const int64_t> strided_offsets(attribute.begin() + kNumbers, attribute.end());
-  const size_t num_buffers = strided_offsets.size();
-  if (num_buffers == 0 || args.size() <= num_buffers) return invalid("no buffers to copy");
-  const size_t num_strided_arrays = args.size() - num_buffers;
-  if (num_strided_arrays != 1 && num_strided_arrays != num_buffers) {
-    return invalid(num_strided_arrays, " strided arrays for ", num_buffers, " buffers");
+  const std::span<const int64_t> offsets(attribute.begin() + kNumbers, attribute.end());
+  const size_t num_buffers = offsets.size() / 2;
+  const auto num_dense_arrays = static_cast<size_t>(n->num_dense_arrays);
+  if (num_buffers == 0 || offsets.size() % 2) return invalid("no buffers to copy");
+  if (n->num_dense_arrays < 1 || args.size() <= num_dense_arrays) return invalid("no arrays");
+  const size_t num_strided_arrays = args.size() - num_dense_arrays;
+  for (const size_t num_arrays : {num_strided_arrays, num_dense_arrays}) {
+    if (num_buffers % num_arrays) return invalid(num_arrays, " arrays for ", num_buffers, " buffers");
   }
-  const size_t num_written = to_dense ? num_buffers : num_strided_arrays;
+  const size_t num_written = to_dense ? num_dense_arrays : num_strided_arrays;
   if (rets.size() != num_written) return invalid("wrong number of results");
   if (n->num_sms < 1) return invalid("num_sms is below 1");
 
@@ -156,23 +166,31 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
   if (auto error = check_aliases(args, first_written, rets, 0); error.failure()) {
     return ffi::Unexpected(error);
   }
-  const int64_t extent = strided_extent(g), dense_bytes = g.num_dense * g.block_bytes;
-  for (size_t b = 0; b < num_buffers; ++b) {
-    const auto strided = args.get<ffi::AnyBuffer>(num_strided_arrays == 1 ? 0 : b);
-    const auto dense = args.get<ffi::AnyBuffer>(num_strided_arrays + b);
-    if (!strided.has_value()) return ffi::Unexpected(strided.error());
-    if (!dense.has_value()) return ffi::Unexpected(dense.error());
-    const int64_t offset = strided_offsets[b];
-    if (offset < 0 || offset + extent > static_cast<int64_t>(strided->size_bytes())) {
-      return invalid("buffer ", b, " ends past its strided array of ", strided->size_bytes(),
-                     " bytes");
+  // Of each side: its first operand, number of arrays, extent and offsets.
+  const auto locate = [&](size_t first, size_t num_arrays, int64_t extent, const int64_t* offset,
+                          std::vector<std::byte*>& blocks) -> ffi::Error {
+    for (size_t b = 0; b < num_buffers; ++b) {
+      const auto array = args.get<ffi::AnyBuffer>(first + b % num_arrays);
+      if (!array.has_value()) return array.error();
+      const auto size = static_cast<int64_t>(array->size_bytes());
+      if (offset[b] < 0 || offset[b] + extent > size) {
+        return invalid_argument("buffer ", b, " at byte ", offset[b], " has ", extent,
+                                " bytes and ends past its array of ", size, " bytes");
+      }
+      blocks[b] = static_cast<std::byte*>(array->untyped_data()) + offset[b];
     }
-    if (dense_bytes > static_cast<int64_t>(dense->size_bytes())) {
-      return invalid("dense array ", b, " has ", dense->size_bytes(), " bytes, needs ",
-                     dense_bytes);
-    }
-    kept.strided[b] = static_cast<std::byte*>(strided->untyped_data()) + offset;
-    kept.dense[b] = static_cast<std::byte*>(dense->untyped_data());
+    return ffi::Error::Success();
+  };
+  const int64_t* const strided_offsets = offsets.data();
+  if (auto error =
+          locate(0, num_strided_arrays, strided_extent(g), strided_offsets, kept.strided);
+      error.failure()) {
+    return ffi::Unexpected(error);
+  }
+  if (auto error = locate(num_strided_arrays, num_dense_arrays, dense_extent(g),
+                          strided_offsets + num_buffers, kept.dense);
+      error.failure()) {
+    return ffi::Unexpected(error);
   }
   return BlockCopy{to_dense, static_cast<int>(n->num_sms), g, kept.dense, kept.strided};
 }

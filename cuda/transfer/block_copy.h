@@ -2,7 +2,9 @@
 //
 // A copy has a dense side (every block contiguous: a layer of the device cache, or any array of
 // swap_blocks) and a strided side (a host layout, in which a block consists of several contiguous
-// runs). Both directions and all layouts have this form.
+// runs). Both directions and all layouts have this form. A buffer is one array's blocks of one
+// layer; on either side, buffer b belongs to array b modulo the number of arrays, which is one for
+// a host pool, and one of all layers for a stacked cache.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +26,7 @@ using CopyAttribute = ffi::Span<const int64_t>;
 // In the order of the attribute.
 struct CopyGeometry {
   int64_t block_bytes;
+  int64_t dense_stride;            // bytes between blocks on the dense side
   int64_t run_bytes;
   int64_t count0, count1;          // runs per block, row-major
   int64_t stride0, stride1;        // bytes between runs on the strided side

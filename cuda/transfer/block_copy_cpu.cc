@@ -12,7 +12,7 @@ namespace {
 
 void copy_block(const BlockCopy& copy, size_t buffer, BlockPair pair) {
   const CopyGeometry& g = copy.geometry;
-  std::byte* dense = copy.dense[buffer] + copy.dense_block(pair) * g.block_bytes;
+  std::byte* dense = copy.dense[buffer] + copy.dense_block(pair) * g.dense_stride;
   std::byte* strided = copy.strided[buffer] + copy.strided_block(pair) * g.page_stride;
   for (int64_t i0 = 0; i0 < g.count0; ++i0) {
     for (int64_t i1 = 0; i1 < g.count1; ++i1, dense += g.run_bytes) {

@@ -90,7 +90,7 @@ ffi::Error enqueue_copies(cudaStream_t stream, const BlockCopy& copy,
   for (size_t b = begin; b < end; ++b) {
     batch.start_buffer();
     for (const BlockPair pair : pairs) {
-      std::byte* dense = copy.dense[b] + copy.dense_block(pair) * g.block_bytes;
+      std::byte* dense = copy.dense[b] + copy.dense_block(pair) * g.dense_stride;
       std::byte* strided = copy.strided[b] + copy.strided_block(pair) * g.page_stride;
       for (int64_t i0 = 0; i0 < g.count0; ++i0) {
         for (int64_t i1 = 0; i1 < g.count1; ++i1, dense += g.run_bytes) {

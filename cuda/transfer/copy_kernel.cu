@@ -60,7 +60,7 @@ std::vector<void*> all_copy_kernels() {
 // The widest word for which all addresses and strides of the copy are aligned.
 int word_bytes(const BlockCopy& copy) {
   const CopyGeometry& g = copy.geometry;
-  uint64_t bits = g.run_bytes | g.stride0 | g.stride1 | g.page_stride;
+  uint64_t bits = g.run_bytes | g.stride0 | g.stride1 | g.page_stride | g.dense_stride;
   for (size_t b = 0; b < copy.dense.size(); ++b) {
     bits |= reinterpret_cast<uintptr_t>(copy.dense[b]);
     bits |= reinterpret_cast<uintptr_t>(copy.strided[b]);
@@ -166,7 +166,7 @@ ffi::Error launch_all(cudaStream_t stream, const BlockCopy& copy, const Pairs& p
             .num_pairs = pairs.list.count,
             .first_pair = 0,
             .last_pair = 0,
-            .block_bytes = g.block_bytes,
+            .dense_stride = g.dense_stride,
             .page_stride = g.page_stride,
             .stride0 = g.stride0,
             .stride1 = g.stride1,

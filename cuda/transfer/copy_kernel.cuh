@@ -40,7 +40,7 @@ struct CopyParams {
   const BlockPair* pairs;  // ... checked pairs if not null
   const int32_t* num_pairs;
   uint32_t first_pair, last_pair;  // of this launch, limited by the number of pairs
-  int64_t block_bytes, page_stride, stride0, stride1;
+  int64_t dense_stride, page_stride, stride0, stride1;
   FastDivisor words_per_block, segment_buffers, words_per_run, count1;
   uint32_t num_segments;
   uint32_t* counter;  // of SegmentProgress; null without progress signals
@@ -103,7 +103,7 @@ __device__ WordPlace find_word(const CopyParams& p, const BlockPair* pairs, uint
 
 template <typename Word>
 __device__ Word* dense_word(const auto& p, const WordPlace& place, int32_t block) {
-  return reinterpret_cast<Word*>(p.dense[place.buffer] + block * p.block_bytes) + place.word;
+  return reinterpret_cast<Word*>(p.dense[place.buffer] + block * p.dense_stride) + place.word;
 }
 
 template <typename Word, bool kSingleRun>

@@ -116,6 +116,7 @@ class Copy:
             dense,
             strided,
             self.geometry,
+            [0] * len(dense),
             self.offsets,
             self.num_dense,
             self.num_strided,
@@ -144,7 +145,7 @@ class Copy:
 
 
 def whole(block_bytes: int = 8) -> PageGeometry:
-    return PageGeometry(block_bytes, block_bytes, (1, 1), (0, 0), block_bytes)
+    return PageGeometry.contiguous(block_bytes, block_bytes)
 
 
 @st.composite
@@ -155,7 +156,8 @@ def geometries(draw) -> PageGeometry:
     inner = run_bytes + draw(gap)
     outer = counts[1] * inner + draw(gap)
     page = counts[0] * outer + draw(gap)
-    return PageGeometry(run_bytes * counts[0] * counts[1], run_bytes, counts, (outer, inner), page)
+    block_bytes = run_bytes * counts[0] * counts[1]
+    return PageGeometry(block_bytes, block_bytes, run_bytes, counts, (outer, inner), page)
 
 
 @st.composite

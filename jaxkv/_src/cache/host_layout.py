@@ -41,16 +41,25 @@ LAYOUTS = tuple(_AXES)
 class PageGeometry:
     """Mapping of a contiguous block of a dense array to its runs on the strided side.
 
+    Block i of the dense array starts at `i * dense_stride_bytes`, which is `block_bytes` unless
+    only a part of each block is copied.
+
     Byte b of the block is byte `b % run_bytes` of run (i0, i1), with runs in row-major order over
     `counts`. Its offset is `i0 * strides_bytes[0] + i1 * strides_bytes[1] + b % run_bytes` from the
     start of the block, which is `page * page_stride_bytes` past the buffer's offset.
     """
 
     block_bytes: int
+    dense_stride_bytes: int
     run_bytes: int
     counts: tuple[int, int]
     strides_bytes: tuple[int, int]
     page_stride_bytes: int
+
+    @classmethod
+    def contiguous(cls, block_bytes: int, page_stride_bytes: int) -> PageGeometry:
+        """Blocks that are one run on both sides."""
+        return cls(block_bytes, block_bytes, block_bytes, (1, 1), (0, 0), page_stride_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +173,7 @@ class HostLayout:
         inner, outer = [*levels, (1, 0), (1, 0)][:2]
         return PageGeometry(
             block_bytes=self.spec.block_bytes,
+            dense_stride_bytes=self.spec.block_bytes,
             run_bytes=run,
             counts=(outer[0], inner[0]),
             strides_bytes=(outer[1], inner[1]),

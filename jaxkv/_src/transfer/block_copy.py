@@ -43,10 +43,10 @@ class BlockCopy:
     Attributes:
       operation: name of the public function, for messages and profiles.
       to_dense: direction; the dense arrays are written if True, otherwise the strided ones.
-      dense: one array per buffer, with contiguous blocks.
-      strided: one array per buffer, or one array of all buffers.
-      geometry: runs of a block on the strided side.
-      strided_offsets: byte offset of each buffer's first block in its strided array.
+      dense: arrays with contiguous blocks; buffer b is in array b modulo their number.
+      strided: arrays of the strided side, in the same order.
+      geometry: the block on each side.
+      dense_offsets, strided_offsets: byte offset of each buffer's first block in its array.
       num_dense, num_strided: number of blocks on each side.
     """
 
@@ -55,6 +55,7 @@ class BlockCopy:
     dense: list[Any]
     strided: list[Any]
     geometry: PageGeometry
+    dense_offsets: list[int]
     strided_offsets: list[int]
     num_dense: int
     num_strided: int
@@ -73,6 +74,11 @@ class BlockCopy:
         dense = fusion_barrier(self.dense) if self.to_dense or sources else self.dense
         strided = self.strided if self.to_dense and not sources else fusion_barrier(self.strided)
         return dataclasses.replace(self, dense=dense, strided=strided)
+
+    @property
+    def num_buffers(self) -> int:
+        """Number of buffers: blocks that are copied for each pair of ids."""
+        return len(self.strided_offsets)
 
     @property
     def num_sources(self) -> int:
@@ -178,7 +184,9 @@ def _copy_attribute(
             copy.to_dense,
             num_sms or 1,  # 0 for the copy engine and the host
             *(header if isinstance(entry, HostIds) else 0 for entry in ids),
+            len(copy.dense),
             geometry.block_bytes,
+            geometry.dense_stride_bytes,
             geometry.run_bytes,
             *geometry.counts,
             *geometry.strides_bytes,
@@ -186,6 +194,7 @@ def _copy_attribute(
             copy.num_dense,
             copy.num_strided,
             *copy.strided_offsets,
+            *copy.dense_offsets,
         ],
         np.int64,
     )

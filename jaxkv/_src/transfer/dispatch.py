@@ -171,7 +171,7 @@ def _unsupported_reasons(
 def _descriptors(copy: BlockCopy, ids: tuple[Any, Any]) -> int:
     """Upper bound of the descriptors; the ids, which allow merging, are not known yet."""
     runs = copy.geometry.block_bytes // copy.geometry.run_bytes
-    return num_ids_of(ids[0]) * len(copy.dense) * runs
+    return num_ids_of(ids[0]) * copy.num_buffers * runs
 
 
 def _pallas_unsupported_reason(
@@ -216,10 +216,12 @@ def _size(copy: BlockCopy, ids: tuple[Any, Any]) -> CopySize:
             geometry.run_bytes,
             *geometry.strides_bytes,
             geometry.page_stride_bytes,
+            geometry.dense_stride_bytes,
             *copy.strided_offsets,
+            *copy.dense_offsets,
         ),
         run_bytes=geometry.run_bytes,
-        total_bytes=num_ids_of(ids[0]) * len(copy.dense) * geometry.block_bytes,
+        total_bytes=num_ids_of(ids[0]) * copy.num_buffers * geometry.block_bytes,
     )
 
 

@@ -125,6 +125,8 @@ def unsupported_reason(copy: BlockCopy, num_ids: int) -> str | None:
         return f"blocks lie in runs of {geometry.run_bytes} bytes on the host, it copies whole ones"
     if block_bytes % _UNIT_BYTES:
         return f"blocks of {block_bytes} bytes are no multiple of {_UNIT_BYTES}"
+    if geometry.dense_stride_bytes != block_bytes or any(copy.dense_offsets):
+        return "the arrays of the device are stacked, or only a part of each page is copied"
     if any(at % block_bytes for at in (geometry.page_stride_bytes, *copy.strided_offsets)):
         return f"blocks do not start at multiples of their size, {block_bytes} bytes"
     for array in (*copy.strided, *copy.dense):
@@ -132,7 +134,7 @@ def unsupported_reason(copy: BlockCopy, num_ids: int) -> str | None:
             return f"{array.dtype} has no view as words"
         if array.size * array.dtype.itemsize % block_bytes:
             return f"an array of shape {tuple(array.shape)} is no whole number of blocks"
-    chunks = num_ids * len(copy.dense) * _ceil_div(block_bytes, _CHUNK_BYTES)
+    chunks = num_ids * copy.num_buffers * _ceil_div(block_bytes, _CHUNK_BYTES)
     if chunks >= MAX_CHUNKS:
         return f"{chunks} chunks are too many to count in 32 bits"
     return None
