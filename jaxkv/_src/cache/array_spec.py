@@ -9,17 +9,21 @@ pass them as a dict, with a dict of pools and of ids.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxkv._src.runtime.dtypes import check_byte_dtype, check_canonical_dtype
+from jaxkv._src.cache.spec import select_layers
+from jaxkv._src.runtime.dtypes import check_byte_dtype
 
-# Blocks start at multiples of the widest word of the copy kernel.
-BLOCK_ALIGNMENT = 16
+# Blocks in a host pool start at multiples of the widest word of the copy kernel.
+_ALIGNMENT_BYTES = 16
 
 AxisNames = tuple[str, ...]
 
@@ -85,31 +89,33 @@ class ArrayCacheSpec:
             elements, or shardings over different meshes or a sharded layer axis.
         """
         leaves, structure = jax.tree.flatten(arrays)
-        _check_leaves(leaves, 2 if stacked else 1)
+        _check_leaves(leaves, stacked)
         mesh, partitions = _partitions(leaves)
+        first = 2 if stacked else 1  # of the dimensions of a page
+        _common("number of pages", [leaf.shape[first - 1] for leaf in leaves])
+        page_axes = _common("sharding of the pages", [entry[first - 1] for entry in partitions])
+        pages = tuple(
+            PageArray(tuple(leaf.shape[first:]), np.dtype(leaf.dtype), partition[first:])
+            for leaf, partition in zip(leaves, partitions, strict=True)
+        )
         if stacked:
             num_layers = _common("number of layers", [leaf.shape[0] for leaf in leaves])
             if any(partition[0] for partition in partitions):
-                raise ValueError("arrays: the layer axis of a stacked cache must not be sharded")
-            partitions = [partition[1:] for partition in partitions]
-        else:
-            children = structure.children()
-            num_layers = len(children)
-            _common("pytree structure of a layer", children)
-        first = 2 if stacked else 1
-        pages = [
-            PageArray(tuple(leaf.shape[first:]), np.dtype(leaf.dtype), partition[1:])
-            for leaf, partition in zip(leaves, partitions, strict=True)
-        ]
-        page_axes = _common("sharding of the pages", [partition[0] for partition in partitions])
-        _common("number of pages", [leaf.shape[first - 1] for leaf in leaves])
-        per_layer = len(pages) if stacked else len(pages) // num_layers
-        for layer in range(len(pages) // per_layer):
-            _common(
-                "arrays of a layer",
-                [tuple(pages[:per_layer]), tuple(pages[layer * per_layer :][:per_layer])],
+                raise ValueError("the layer axis of stacked arrays must not be sharded")
+            return cls(num_layers, pages, structure, True, page_axes, mesh)
+        if not isinstance(arrays, list | tuple):
+            raise TypeError(
+                f"arrays must be a list or tuple of layers, got a {type(arrays).__name__}; set "
+                "stacked=True if each array has all layers"
             )
-        return cls(num_layers, tuple(pages[:per_layer]), structure, stacked, page_axes, mesh)
+        layers = structure.children()
+        _common("pytree structure of a layer", layers)
+        of_layer = layers[0].num_leaves
+        _common(
+            "shapes, dtypes and shardings in each layer",
+            [pages[i : i + of_layer] for i in range(0, len(pages), of_layer)],
+        )
+        return cls(len(layers), pages[:of_layer], structure, False, page_axes, mesh)
 
     @property
     def block_axes(self) -> AxisNames:
@@ -128,25 +134,103 @@ class ArrayCacheSpec:
         return _size(self.mesh, self.block_axes)
 
     @property
+    def blocks(self) -> BlockRecord:
+        """The blocks of a page and layer of one shard."""
+        shapes = []
+        for array in self.arrays:
+            sizes = (_size(self.mesh, axes) for axes in array.sharding)
+            shapes.append(tuple(n // size for n, size in zip(array.shape, sizes, strict=True)))
+        return BlockRecord(tuple(shapes), tuple(array.dtype for array in self.arrays))
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page of all layers and shards in a host pool."""
-        local = record_bytes(
-            tuple(self._local_shape(array) for array in self.arrays),
-            tuple(array.dtype for array in self.arrays),
+        return self.num_layers * self.num_block_shards * self.blocks.nbytes
+
+    def select_layers(self, layers: int | Sequence[int] | None) -> tuple[int, ...]:
+        """Selected layer numbers: all for None, one for an int, or those of a sequence."""
+        return select_layers(self.num_layers, layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockRecord:
+    """The blocks of all arrays of a layer, one after the other.
+
+    Attributes:
+      shapes: shape of each block.
+      dtypes: dtype of each block.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype, ...]
+
+    @functools.cached_property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of each block."""
+        return tuple(
+            math.prod(shape) * dtype.itemsize
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
-        return self.num_layers * self.num_block_shards * local[-1]
 
-    def _local_shape(self, array: PageArray) -> tuple[int, ...]:
-        sizes = (_size(self.mesh, axes) for axes in array.sharding)
-        return tuple(n // size for n, size in zip(array.shape, sizes, strict=True))
+    @functools.cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Byte offset of each block, then the size of the record."""
+        padded = (-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in self.block_bytes)
+        return (0, *itertools.accumulate(padded))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the record."""
+        return self.offsets[-1]
 
 
-def record_bytes(
-    shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype, ...]
-) -> tuple[int, ...]:
-    """Byte offset of each block in the record of a layer, then the size of the record."""
-    offsets = [0]
-    for shape, dtype in zip(shapes, dtypes, strict=True):
-        size = math.prod(shape) * dtype.itemsize
-        offsets.append(offsets[-1] + -(-size // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT)
-    return tuple(offsets)
+def _check_leaves(leaves: Sequence[Any], stacked: bool) -> None:
+    if not leaves:
+        raise TypeError("arrays must have at least one layer with an array")
+    dims = "[num_layers, num_pages, ...]" if stacked else "[num_pages, ...]"
+    for leaf in leaves:
+        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+            raise TypeError(f"arrays must be a pytree of arrays, got a {type(leaf).__name__}")
+        if len(leaf.shape) < (3 if stacked else 2) or 0 in leaf.shape:
+            raise ValueError(
+                f"each array must be {dims} without empty dimensions, got {list(leaf.shape)}"
+            )
+        check_byte_dtype(leaf.dtype, "dtype of an array")
+
+
+def _partitions(leaves: Sequence[Any]) -> tuple[Mesh | None, list[tuple[AxisNames, ...]]]:
+    """The common mesh, and for each array and dimension the mesh axes that shard it."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    named = [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]
+    if named and len(named) < len(leaves):
+        raise ValueError("arrays must all have a NamedSharding, or none of them")
+    mesh = _common("mesh", [sharding.mesh for sharding in named]) if named else None
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        raise TypeError("arrays must be concrete, or ShapeDtypeStructs with a concrete mesh")
+    partitions = []
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        entries = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
+        entries += [None] * (len(leaf.shape) - len(entries))
+        partitions.append(tuple(_axis_names(entry) for entry in entries))
+    return mesh, partitions
+
+
+def _axis_names(entry: Any) -> AxisNames:
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def _common(what: str, values: Sequence[Any]) -> Any:
+    """The value that all `values` have; otherwise raises a ValueError."""
+    for value in values:
+        if value != values[0]:
+            raise ValueError(
+                f"arrays must all have the same {what}, got {values[0]} and {value}; make a cache "
+                "of each kind of layer, and pass them as a dict"
+            )
+    return values[0]
+
+
+def _size(mesh: Mesh | None, axes: AxisNames) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes) if mesh else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -10,6 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxkv._src.cache.array_cache import (
+    ArrayHostLayout,
+    check_arrays,
+    layout_of_shape,
+    pool_sharding,
+)
+from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_layout import HostLayout
 from jaxkv._src.cache.host_memory import check_host_memory, numa_node, prefer_numa_node
@@ -27,20 +35,20 @@ class HostPool:
 
     Attributes:
       data: `dtype[host_layout.shape]` with `memory_kind="pinned_host"`.
-      spec: the `KVCacheSpec`, of all shards together.
+      spec: the `KVCacheSpec` or `ArrayCacheSpec`, of all shards together.
       layout: name of the layout, one of `host_layout.LAYOUTS`.
       head_groups: G of page_unified, otherwise 1.
     """
 
     data: Any
-    spec: KVCacheSpec = dataclasses.field(metadata={"static": True})
+    spec: KVCacheSpec | ArrayCacheSpec = dataclasses.field(metadata={"static": True})
     layout: str = dataclasses.field(metadata={"static": True})
     head_groups: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def create(
         cls,
-        spec: KVCacheSpec,
+        spec: KVCacheSpec | ArrayCacheSpec,
         *,
         num_pages: int,
         layout: str = "page_first_direct",
@@ -51,9 +59,11 @@ class HostPool:
         """Allocates zeroed pages in pinned host memory, each shard near its device (NUMA).
 
         Args:
-          spec: the `KVCacheSpec`.
+          spec: the `KVCacheSpec`, or the `ArrayCacheSpec` of an engine's own arrays, whose devices
+            and shardings the pool has.
           num_pages: number of pages of the pool.
-          layout: see `host_layout`; page_first_direct suits the copy engine.
+          layout: see `host_layout`; page_first_direct suits the copy engine. An `ArrayCacheSpec`
+            supports page_first_direct and layer_first.
           head_groups: G of page_unified.
           mesh: devices that use the pool; None for the default device.
           head_axis: mesh axis over which the KV heads (page_unified: the head groups) are sharded;
@@ -67,17 +77,20 @@ class HostPool:
           HostMemoryError: the pool exceeds the available host memory; nothing is allocated.
           ValueError: the layout and the sizes do not match, or `head_axis` is given without a mesh.
         """
-        whole = HostLayout(spec, layout, num_pages, head_groups)
-        sharding = _pool_sharding(whole, mesh, head_axis)
-        shards = sharding.addressable_devices_indices_map(whole.shape)
-        local_shape = sharding.shard_shape(whole.shape)
-        local_bytes = int(np.prod(local_shape)) * np.dtype(spec.dtype).itemsize
-        check_host_memory(local_bytes * len(shards))
-        arrays = [_allocate(local_shape, spec.dtype, device) for device in shards]
-        if mesh is None:
-            (data,) = arrays
+        sharding: jax.sharding.Sharding
+        if isinstance(spec, ArrayCacheSpec):
+            if (mesh, head_axis, head_groups) != (None, None, 1):
+                raise ValueError(
+                    "mesh, head_axis and head_groups are for a KVCacheSpec: an ArrayCacheSpec has "
+                    "the shardings of its arrays"
+                )
+            sharding = pool_sharding(spec, layout)
+            arrays_layout = ArrayHostLayout(spec, layout, num_pages, spec.num_block_shards)
+            data = _allocate_sharded(arrays_layout.shape, np.uint8, sharding)
         else:
-            data = jax.make_array_from_single_device_arrays(whole.shape, sharding, arrays)
+            whole = HostLayout(spec, layout, num_pages, head_groups)
+            sharding = _pool_sharding(whole, mesh, head_axis)
+            data = _allocate_sharded(whole.shape, spec.dtype, sharding)
         return cls(data=data, spec=spec, layout=layout, head_groups=head_groups)
 
     @property
@@ -86,8 +99,13 @@ class HostPool:
         return self.host_layout.num_pages
 
     @property
-    def host_layout(self) -> HostLayout:
-        """The layout of `data`; inside `shard_map`, that of the shard."""
+    def host_layout(self) -> Any:
+        """The `HostLayout` of `data`; inside `shard_map`, that of the shard.
+
+        Of an `ArrayCacheSpec`, the layout of one shard.
+        """
+        if isinstance(self.spec, ArrayCacheSpec):
+            return layout_of_shape(self.spec, self.layout, self.data.shape)
         axes = HostLayout(self.spec, self.layout, 1, self.head_groups).axes
         if self.data.ndim != len(axes):
             raise ValueError(
@@ -134,6 +152,19 @@ def _pool_sharding(
     return NamedSharding(mesh, PartitionSpec(*axes), memory_kind="pinned_host")
 
 
+def _allocate_sharded(
+    shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    devices = sharding.addressable_devices_indices_map(shape)
+    local_shape = sharding.shard_shape(shape)
+    local_bytes = math.prod(local_shape) * np.dtype(dtype).itemsize
+    check_host_memory(local_bytes * len(devices))
+    arrays = [_allocate(local_shape, dtype, device) for device in devices]
+    if isinstance(sharding, SingleDeviceSharding):
+        return arrays[0]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
 def _allocate(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Array:
     sharding = SingleDeviceSharding(device, memory_kind="pinned_host")
     with prefer_numa_node(numa_node(device)):
@@ -150,12 +181,24 @@ def _allocate(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Arr
             return array.block_until_ready()
 
 
+def _check_memory_kind(data: Any) -> None:
+    concrete = isinstance(data, jax.Array) and not isinstance(data, jax.core.Tracer)
+    if concrete and (kind := data.sharding.memory_kind) != "pinned_host":
+        raise ValueError(f"pool.data must have memory kind pinned_host, got {kind}")
+
+
 def check_pair(pool: HostPool, cache: DeviceCache) -> None:
     """Raises a TypeError or ValueError unless the pool and the cache match."""
     if not isinstance(pool, HostPool):
         raise TypeError(f"pool must be a jaxkv.HostPool, got {type(pool).__name__}")
     if not isinstance(cache, DeviceCache):
         raise TypeError(f"cache must be a jaxkv.DeviceCache, got {type(cache).__name__}")
+    _check_memory_kind(pool.data)
+    if isinstance(pool.spec, ArrayCacheSpec):
+        if cache.spec != pool.spec:
+            raise ValueError("pool and cache must have the same spec")
+        check_arrays(pool, cache)
+        return
     for field in dataclasses.fields(pool.spec):
         in_pool, in_cache = (getattr(owner.spec, field.name) for owner in (pool, cache))
         if in_pool != in_cache:
@@ -168,9 +211,6 @@ def check_pair(pool: HostPool, cache: DeviceCache) -> None:
             f"pool.data must be {layout.spec.dtype}{list(layout.shape)} for layout {pool.layout}, "
             f"got {pool.data.dtype}{list(pool.data.shape)}"
         )
-    concrete = isinstance(pool.data, jax.Array) and not isinstance(pool.data, jax.core.Tracer)
-    if concrete and (kind := pool.data.sharding.memory_kind) != "pinned_host":
-        raise ValueError(f"pool.data must have memory kind pinned_host, got {kind}")
     wanted = (cache.num_pages, *layout.spec.block_shape)
     for layer, halves in enumerate(cache.layers):
         for array in halves:

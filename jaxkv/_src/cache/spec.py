@@ -71,21 +71,24 @@ class KVCacheSpec:
 
     def select_layers(self, layers: int | Sequence[int] | None) -> tuple[int, ...]:
         """Selected layer numbers: all for None, one for an int, or those of a sequence."""
-        if layers is None:
-            return tuple(range(self.num_layers))
-        chosen: Any = (layers,) if np.ndim(layers) == 0 else layers
-        chosen = tuple(chosen)
-        for layer in chosen:
-            if isinstance(layer, bool) or not hasattr(layer, "__index__"):
-                raise ValueError(f"layers must be integers, got {layer!r}")
-            if not 0 <= layer < self.num_layers:
-                raise ValueError(
-                    f"layers must be in [0, num_layers={self.num_layers}), got {layer}"
-                )
-        numbers = tuple(int(layer) for layer in chosen)
-        if len(set(numbers)) != len(numbers):
-            raise ValueError(f"layers must not have duplicates, got {numbers}")
-        return numbers
+        return select_layers(self.num_layers, layers)
+
+
+def select_layers(num_layers: int, layers: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Selected layer numbers of `num_layers`: all, one for an int, or those of a sequence."""
+    if layers is None:
+        return tuple(range(num_layers))
+    chosen: Any = (layers,) if np.ndim(layers) == 0 else layers
+    chosen = tuple(chosen)
+    for layer in chosen:
+        if isinstance(layer, bool) or not hasattr(layer, "__index__"):
+            raise ValueError(f"layers must be integers, got {layer!r}")
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"layers must be in [0, num_layers={num_layers}), got {layer}")
+    numbers = tuple(int(layer) for layer in chosen)
+    if len(set(numbers)) != len(numbers):
+        raise ValueError(f"layers must not have duplicates, got {numbers}")
+    return numbers
 
 
 def _checked_dtype(given: npt.DTypeLike) -> np.dtype:

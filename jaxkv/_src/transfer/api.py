@@ -18,7 +18,13 @@ import numpy as np
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
-from jaxkv._src.transfer.block_copy import copy_blocks, needs_plan, plan_pairs, result_types
+from jaxkv._src.transfer.block_copy import (
+    BlockCopy,
+    copy_blocks,
+    needs_plan,
+    plan_pairs,
+    result_types,
+)
 from jaxkv._src.transfer.dispatch import Selection, select_implementation
 from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.resolve import prepare, resolve
@@ -180,25 +186,48 @@ def _run(call: PreparedCall, implementation: str | None) -> Any:
 
 
 def _copy_all(call: PreparedCall, chosen: list[Selection]) -> list[list[Any]]:
-    """The written arrays of each copy; Pallas copies share one launch."""
-    together = [i for i, selection in enumerate(chosen) if selection.implementation == "pallas"]
+    """The written arrays of each copy."""
     # All copies have the same ids and share one plan; the copy engine makes its own.
-    not_by_dma = [selection for selection in chosen if selection.implementation != "dma"]
-    planned = together or needs_plan(call.ids, len(not_by_dma))
+    names = [selection.implementation for selection in chosen]
+    planned = "pallas" in names or needs_plan(call.ids, len(names) - names.count("dma"))
     pairs: Any = plan_pairs(call.copies[0], call.ids) if planned else None
-    written = {}
-    if together:
-        from jaxkv._src.transfer import (
-            pallas_copy,  # lazy: the import of Pallas takes half a second
-        )
-
-        copies = [call.copies[i] for i in together]
-        results = [result_types(copy) for copy in copies]
-        num_sms = max(chosen[i].num_sms for i in together)
-        arrays = pallas_copy.copy_blocks_pallas(copies, pairs, results, num_sms=num_sms)
-        written = dict(zip(together, arrays, strict=True))
+    if _share_destination(call.copies):
+        return _copy_in_sequence(call, chosen, pairs)
+    together = [i for i, name in enumerate(names) if name == "pallas"]
+    written = dict(zip(together, _copy_by_pallas(call, chosen, together, pairs), strict=True))
     for i, (copy, selection) in enumerate(zip(call.copies, chosen, strict=True)):
         if i not in written:
-            name, num_sms = selection.implementation, selection.num_sms
-            written[i] = copy_blocks(copy, call.ids, pairs, name, num_sms)
+            written[i] = copy_blocks(copy, call.ids, pairs, names[i], selection.num_sms)
     return [written[i] for i in range(len(chosen))]
+
+
+def _share_destination(copies: Sequence[BlockCopy]) -> bool:
+    """Whether several copies write the same array: arrays of a layer with different block sizes."""
+    return len(copies) > 1 and not copies[0].to_dense and copies[0].operation == "store_pages"
+
+
+def _copy_in_sequence(call: PreparedCall, chosen: list[Selection], pairs: Any) -> list[list[Any]]:
+    written = [call.copies[0].strided]
+    for i, selection in enumerate(chosen):
+        copy = dataclasses.replace(call.copies[i], strided=written[-1])
+        if selection.implementation == "pallas":
+            call.copies[i] = copy
+            written += _copy_by_pallas(call, chosen, [i], pairs)
+        else:
+            name, num_sms = selection.implementation, selection.num_sms
+            written.append(copy_blocks(copy, call.ids, pairs, name, num_sms))
+    return written[1:]
+
+
+def _copy_by_pallas(
+    call: PreparedCall, chosen: list[Selection], which: list[int], pairs: Any
+) -> list[list[Any]]:
+    """The written arrays of some copies, which share one launch."""
+    if not which:
+        return []
+    from jaxkv._src.transfer import pallas_copy  # lazy: importing Pallas takes half a second
+
+    copies = [call.copies[i] for i in which]
+    results = [result_types(copy) for copy in copies]
+    num_sms = max(chosen[i].num_sms for i in which)
+    return pallas_copy.copy_blocks_pallas(copies, pairs, results, num_sms=num_sms)

@@ -9,18 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_layout import PageGeometry
-from jaxkv._src.cache.host_pool import HostPool, check_pair
 from jaxkv._src.runtime.dtypes import check_byte_dtype, check_canonical_dtype
 from jaxkv._src.runtime.sharding import check_unsharded
 from jaxkv._src.transfer.block_copy import BlockCopy, with_varying_axes
 from jaxkv._src.transfer.dispatch import check_implementation_name
 from jaxkv._src.transfer.ids import HostIds, as_ids, check_page_ids, known_ids, num_ids_of
+from jaxkv._src.transfer.page_copies import Resolved, resolve_pages
 
 Ids = Any  # int32[n] array, list of ints, or HostIds
-# Copies, number of blocks on each side, and a function that builds the result from written arrays.
-_Resolved = tuple[list[BlockCopy], tuple[int, int] | None, Callable[[list[list[Any]]], Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,43 +71,7 @@ def resolve(
     return PreparedCall(copies, (source_ids, destination_ids), limits, rebuild)
 
 
-def _resolve_pages(
-    operation: str, pool: HostPool, cache: DeviceCache, layers: int | Sequence[int] | None
-) -> _Resolved:
-    check_pair(pool, cache)
-    to_dense = operation in ("load_pages", "start_load")
-    layout = pool.host_layout
-    chosen = layout.spec.select_layers(layers)
-    buffers = [(layer, kv) for layer in chosen for kv in range(layout.spec.num_kv)]
-    copy = BlockCopy(
-        operation=operation,
-        to_dense=to_dense,
-        dense=[cache.layers[layer][kv] for layer, kv in buffers],
-        strided=[pool.data],
-        geometry=layout.page_geometry(),
-        dense_offsets=[0] * len(buffers),
-        strided_offsets=[layout.buffer_offset_bytes(kv, layer) for layer, kv in buffers],
-        num_dense=cache.num_pages,
-        num_strided=layout.num_pages,
-    )
-
-    def rebuild(written: list[list[Any]]) -> HostPool | DeviceCache:
-        if not to_dense:
-            return dataclasses.replace(pool, data=written[0][0])
-        arrays = {buffer: array for buffer, array in zip(buffers, written[0], strict=True)}
-        layers = tuple(
-            tuple(arrays.get((layer, kv), old) for kv, old in enumerate(halves))
-            for layer, halves in enumerate(cache.layers)
-        )
-        return dataclasses.replace(cache, layers=layers)
-
-    limits = copy.num_sources, copy.num_destinations
-    if not buffers:
-        return [], limits, lambda _: cache if to_dense else pool
-    return [copy], limits, rebuild
-
-
-def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> _Resolved:
+def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> Resolved:
     sources, source_tree = jax.tree.flatten(src)
     destinations, destination_tree = jax.tree.flatten(dst)
     if source_tree != destination_tree:  # type: ignore[operator]
@@ -174,10 +135,10 @@ def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> _Resolved
 
 # Per operation: names of the id arguments, source first, and the function that makes its copies.
 _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Any]]] = {
-    "load_pages": (("host_pages", "device_pages"), _resolve_pages),
-    "store_pages": (("device_pages", "host_pages"), _resolve_pages),
-    "start_load": (("host_pages", "device_pages"), _resolve_pages),
-    "start_store": (("device_pages", "host_pages"), _resolve_pages),
+    "load_pages": (("host_pages", "device_pages"), resolve_pages),
+    "store_pages": (("device_pages", "host_pages"), resolve_pages),
+    "start_load": (("host_pages", "device_pages"), resolve_pages),
+    "start_store": (("device_pages", "host_pages"), resolve_pages),
     "swap_blocks": (("src_ids", "dst_ids"), _resolve_swap),
 }
 

@@ -1,0 +1,167 @@
+"""Host layouts of an engine's own arrays, and their view as a device cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxkv._src.cache.array_spec import ArrayCacheSpec
+from jaxkv._src.cache.device_cache import DeviceCache
+from jaxkv._src.cache.host_layout import PageGeometry
+from jaxkv._src.runtime.devices import default_device
+
+if TYPE_CHECKING:
+    from jaxkv._src.cache.host_pool import HostPool
+
+# The axes of a host pool; a record is the blocks of one page and layer.
+_AXES = {
+    "page_first_direct": ("page", "layer", "record"),
+    "layer_first": ("layer", "page", "record"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayHostLayout:
+    """A host layout of `num_pages` pages of an `ArrayCacheSpec`: bytes of one shard or of all.
+
+    The blocks of one page and layer are contiguous, each padded to a multiple of 16 bytes. Shards
+    of a page follow one another in the last axis.
+
+    | layout            | shape                   |
+    |-------------------|-------------------------|
+    | page_first_direct | uint8[P, L, record]     |
+    | layer_first       | uint8[L, P, record]     |
+
+    Attributes:
+      spec: the `ArrayCacheSpec`.
+      name: "page_first_direct" or "layer_first".
+      num_pages: number of pages P.
+      num_shards: number of shards of a page; 1 inside `shard_map`.
+
+    Raises:
+      ValueError: unknown layout, or `num_pages` is less than 1.
+    """
+
+    spec: ArrayCacheSpec
+    name: str
+    num_pages: int
+    num_shards: int = 1
+
+    def __post_init__(self) -> None:
+        if self.name not in _AXES:
+            raise ValueError(
+                f"layout of an ArrayCacheSpec must be one of {', '.join(_AXES)}, got {self.name!r}"
+            )
+        if self.num_pages < 1:
+            raise ValueError(f"num_pages must be >= 1, got {self.num_pages}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the host array, uint8."""
+        sizes = {
+            "page": self.num_pages,
+            "layer": self.spec.num_layers,
+            "record": self.spec.blocks.nbytes * self.num_shards,
+        }
+        return tuple(sizes[axis] for axis in _AXES[self.name])
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of the host array."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def page_geometry(self, array: int) -> PageGeometry:
+        """The block of an array of a layer."""
+        record = self.spec.blocks.nbytes
+        records = self.spec.num_layers if self.name == "page_first_direct" else 1
+        return PageGeometry.contiguous(self.spec.blocks.block_bytes[array], records * record)
+
+    def buffer_offset_bytes(self, array: int, layer: int) -> int:
+        """Byte offset of page 0 of an array of a layer."""
+        records = 1 if self.name == "page_first_direct" else self.num_pages
+        return layer * records * self.spec.blocks.nbytes + self.spec.blocks.offsets[array]
+
+
+def layout_of_shape(spec: ArrayCacheSpec, name: str, shape: tuple[int, ...]) -> ArrayHostLayout:
+    """The layout of one shard whose host array has this shape."""
+    axes = _AXES[name]
+    if len(shape) != len(axes):
+        raise ValueError(
+            f"data of a pool with layout {name} must have {len(axes)} dimensions, got shape {shape}"
+        )
+    return ArrayHostLayout(spec, name, shape[axes.index("page")])
+
+
+def pool_sharding(spec: ArrayCacheSpec, name: str) -> jax.sharding.Sharding:
+    """The sharding of a pool, near the shards of the arrays."""
+    if name not in _AXES:
+        raise ValueError(
+            f"layout of an ArrayCacheSpec must be one of {', '.join(_AXES)}, got {name!r}"
+        )
+    if spec.mesh is None:
+        return SingleDeviceSharding(default_device(), memory_kind="pinned_host")
+    sharded = {"page": spec.page_axes, "layer": (), "record": spec.block_axes}
+    entries = (sharded[axis] or None for axis in _AXES[name])
+    return NamedSharding(spec.mesh, PartitionSpec(*entries), memory_kind="pinned_host")
+
+
+def as_device_cache(spec: ArrayCacheSpec, arrays: Any) -> DeviceCache:
+    """An engine's arrays as a device cache; a stacked cache is one layer of stacked arrays.
+
+    Raises:
+      ValueError: structure, shapes or dtypes are not those of the spec.
+    """
+    leaves, structure = jax.tree.flatten(arrays)
+    if structure != spec.structure:
+        raise ValueError(
+            f"cache must have the pytree structure of its spec, {spec.structure}, got {structure}"
+        )
+    per_layer = len(spec.arrays)
+    layers = (tuple(leaves[i : i + per_layer]) for i in range(0, len(leaves), per_layer))
+    return DeviceCache(tuple(layers), spec)
+
+
+def engine_arrays(cache: DeviceCache) -> Any:
+    """The engine's pytree of a cache made by `as_device_cache`."""
+    leaves = [array for layer in cache.layers for array in layer]
+    return jax.tree.unflatten(cache.spec.structure, leaves)
+
+
+def layer_arrays(cache: DeviceCache, layer: int) -> Any:
+    """The pytree of a layer; of a stacked cache, the arrays of all layers."""
+    if cache.spec.stacked:
+        return engine_arrays(cache)
+    return jax.tree.unflatten(cache.spec.structure.children()[layer], cache.layers[layer])
+
+
+def check_arrays(pool: HostPool, cache: DeviceCache) -> None:
+    """Raises a ValueError unless the pool and the arrays, of one shard, match their spec."""
+    spec: ArrayCacheSpec = pool.spec
+    layout = pool.host_layout
+    if tuple(pool.data.shape) != layout.shape or pool.data.dtype != np.uint8:
+        sharded = (*spec.page_axes, *spec.block_axes)
+        if sharded:
+            raise ValueError(
+                f"pool is sharded over mesh axes {', '.join(sharded)}: call this inside "
+                f"jax.shard_map, where pool.data is uint8{list(layout.shape)}, got "
+                f"{pool.data.dtype}{list(pool.data.shape)}"
+            )
+        raise ValueError(
+            f"pool.data must be uint8{list(layout.shape)} for layout {pool.layout}, got "
+            f"{pool.data.dtype}{list(pool.data.shape)}"
+        )
+    num_pages = cache.num_pages
+    leading = (spec.num_layers, num_pages) if spec.stacked else (num_pages,)
+    for layer, arrays in enumerate(cache.layers):
+        for index, array in enumerate(arrays):
+            shape = (*leading, *spec.blocks.shapes[index])
+            if tuple(array.shape) != shape or array.dtype != spec.blocks.dtypes[index]:
+                where = f"array {index}" if spec.stacked else f"array {index} of layer {layer}"
+                raise ValueError(
+                    f"cache: {where} must be {spec.blocks.dtypes[index]}{list(shape)} (of one "
+                    f"shard), got {array.dtype}{list(array.shape)}"
+                )

@@ -1,0 +1,109 @@
+"""The block copies between a pool and a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxkv._src.cache.array_cache import as_device_cache, engine_arrays
+from jaxkv._src.cache.array_spec import ArrayCacheSpec
+from jaxkv._src.cache.device_cache import DeviceCache
+from jaxkv._src.cache.host_layout import PageGeometry
+from jaxkv._src.cache.host_pool import HostPool, check_pair
+from jaxkv._src.transfer.block_copy import BlockCopy
+
+# Copies, number of blocks on each side, and a function that builds the result from written arrays.
+Resolved = tuple[list[BlockCopy], tuple[int, int] | None, Callable[[list[list[Any]]], Any]]
+
+
+def resolve_pages(
+    operation: str, pool: HostPool, cache: Any, layers: int | Sequence[int] | None
+) -> Resolved:
+    """One copy for each block size of a layer: one, unless the arrays of a layer differ."""
+    device_cache = with_spec(pool, cache)
+    check_pair(pool, device_cache)
+    to_dense = operation in ("load_pages", "start_load")
+    chosen = pool.spec.select_layers(layers)
+    num_pages = device_cache.num_pages, pool.host_layout.num_pages
+    limits = num_pages[::-1] if to_dense else num_pages
+    if not chosen:
+        return [], limits, lambda _: cache if to_dense else pool
+    copies, places = [], []
+    for geometry, arrays in _arrays_of_geometry(pool).items():
+        copies.append(
+            _copy_of_arrays(operation, to_dense, pool, device_cache, chosen, geometry, arrays)
+        )
+        rows = [0] if _is_stacked(device_cache) else chosen
+        places.append([(row, array) for row in rows for array in arrays])
+
+    def rebuild(written: list[list[Any]]) -> Any:
+        if not to_dense:
+            return dataclasses.replace(pool, data=written[-1][0])
+        new = {
+            place: array
+            for copied, arrays in zip(places, written, strict=True)
+            for place, array in zip(copied, arrays, strict=True)
+        }
+        loaded = tuple(
+            tuple(new.get((row, index), array) for index, array in enumerate(arrays))
+            for row, arrays in enumerate(device_cache.layers)
+        )
+        result = dataclasses.replace(device_cache, layers=loaded)
+        return result if isinstance(cache, DeviceCache) else engine_arrays(result)
+
+    return copies, limits, rebuild
+
+
+def with_spec(pool: HostPool, cache: Any) -> Any:
+    """`cache`, or an engine's arrays as a device cache if the pool is for them."""
+    is_for_arrays = isinstance(pool, HostPool) and isinstance(pool.spec, ArrayCacheSpec)
+    if is_for_arrays and not isinstance(cache, DeviceCache):
+        return as_device_cache(pool.spec, cache)
+    return cache
+
+
+def _is_stacked(cache: DeviceCache) -> bool:
+    return isinstance(cache.spec, ArrayCacheSpec) and cache.spec.stacked
+
+
+def _arrays_of_geometry(pool: HostPool) -> dict[PageGeometry, list[int]]:
+    """The arrays of a layer, by the geometry of their blocks."""
+    layout = pool.host_layout
+    if not isinstance(pool.spec, ArrayCacheSpec):
+        return {layout.page_geometry(): list(range(pool.spec.num_kv))}
+    arrays: dict[PageGeometry, list[int]] = {}
+    for index in range(len(pool.spec.arrays)):
+        arrays.setdefault(layout.page_geometry(index), []).append(index)
+    return arrays
+
+
+def _copy_of_arrays(
+    operation: str,
+    to_dense: bool,
+    pool: HostPool,
+    cache: DeviceCache,
+    layers: Sequence[int],
+    geometry: PageGeometry,
+    arrays: Sequence[int],
+) -> BlockCopy:
+    layout = pool.host_layout
+    buffers = [(layer, array) for layer in layers for array in arrays]
+    if _is_stacked(cache):
+        dense = [cache.layers[0][array] for array in arrays]
+        layer_bytes = cache.num_pages * geometry.dense_stride_bytes
+        dense_offsets = [layer * layer_bytes for layer, _ in buffers]
+    else:
+        dense = [cache.layers[layer][array] for layer, array in buffers]
+        dense_offsets = [0] * len(buffers)
+    return BlockCopy(
+        operation=operation,
+        to_dense=to_dense,
+        dense=dense,
+        strided=[pool.data],
+        geometry=geometry,
+        dense_offsets=dense_offsets,
+        strided_offsets=[layout.buffer_offset_bytes(array, layer) for layer, array in buffers],
+        num_dense=cache.num_pages,
+        num_strided=layout.num_pages,
+    )
