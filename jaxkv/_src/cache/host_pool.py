@@ -141,14 +141,16 @@ class HostPool:
 
 
 def _pool_sharding(
-    whole: HostLayout, mesh: jax.sharding.Mesh | None, head_axis: str | None
+    host_layout: HostLayout, mesh: jax.sharding.Mesh | None, head_axis: str | None
 ) -> jax.sharding.Sharding:
-    split = "group" if whole.name == "page_unified" else "head"
-    parts = whole.head_groups if split == "group" else whole.spec.num_kv_heads
-    check_head_axis(parts, "head_groups" if split == "group" else "num_kv_heads", mesh, head_axis)
+    sharded_axis = "group" if host_layout.name == "page_unified" else "head"
+    if sharded_axis == "group":
+        check_head_axis(host_layout.head_groups, "head_groups", mesh, head_axis)
+    else:
+        check_head_axis(host_layout.spec.num_kv_heads, "num_kv_heads", mesh, head_axis)
     if mesh is None:
         return SingleDeviceSharding(default_device(), memory_kind="pinned_host")
-    axes = (head_axis if merged == (split,) else None for merged in whole.axes)
+    axes = (head_axis if merged == (sharded_axis,) else None for merged in host_layout.axes)
     return NamedSharding(mesh, PartitionSpec(*axes), memory_kind="pinned_host")
 
 
@@ -211,11 +213,11 @@ def check_pair(pool: HostPool, cache: DeviceCache) -> None:
             f"pool.data must be {layout.spec.dtype}{list(layout.shape)} for layout {pool.layout}, "
             f"got {pool.data.dtype}{list(pool.data.shape)}"
         )
-    wanted = (cache.num_pages, *layout.spec.block_shape)
+    expected = (cache.num_pages, *layout.spec.block_shape)
     for layer, halves in enumerate(cache.layers):
         for array in halves:
-            if tuple(array.shape) != wanted or array.dtype != layout.spec.dtype:
+            if tuple(array.shape) != expected or array.dtype != layout.spec.dtype:
                 raise ValueError(
-                    f"cache.layers[{layer}] must be {layout.spec.dtype}{list(wanted)} to match the "
-                    f"pool, got {array.dtype}{list(array.shape)}"
+                    f"cache.layers[{layer}] must be {layout.spec.dtype}{list(expected)} to match "
+                    f"the pool, got {array.dtype}{list(array.shape)}"
                 )
