@@ -63,7 +63,9 @@ struct WaitParams {
   Ticket* next_ticket;  // null if no wait follows
   uint32_t ticket_arrays;
   const uint32_t* lane_words;
-  int32_t segment;  // -1: no wait
+  int32_t segment;                // -1: no wait, or ...
+  const int32_t* traced_segment;  // ... a segment known on the device, if not null,
+  int32_t last_segment;           // clamped to [0, last_segment], as XLA clamps indices
   uint64_t timeout_ns;
   ErrorRings* errors;
   uint32_t count;
@@ -83,14 +85,15 @@ __device__ uint64_t nanoseconds() {
   return now;
 }
 
-__device__ void wait_for_segment(const WaitParams& p, uint32_t copy_stream, uint32_t first) {
+__device__ void wait_for_segment(const WaitParams& p, int32_t segment, uint32_t copy_stream,
+                                 uint32_t first) {
   const uint32_t* counter = p.lane_words + (copy_stream % kNumCopyStreams) * kCopyStreamWords;
-  const uint32_t wanted = first + static_cast<uint32_t>(p.segment);
+  const uint32_t wanted = first + static_cast<uint32_t>(segment);
   const uint64_t deadline = nanoseconds() + p.timeout_ns;
   uint32_t seen = load_acquire(counter);
   while (static_cast<int32_t>(seen - wanted) < 0) {  // wrapping comparison
     if (nanoseconds() > deadline) {
-      record_error(p.errors, ErrorCode::kWaitTimeout, p.segment, static_cast<int32_t>(wanted),
+      record_error(p.errors, ErrorCode::kWaitTimeout, segment, static_cast<int32_t>(wanted),
                    static_cast<int32_t>(seen));
       return;
     }
@@ -117,7 +120,9 @@ __global__ void wait_for_copy(const __grid_constant__ WaitParams p) {
     p.next_ticket->copy_stream = copy_stream;
     p.next_ticket->first = first;
   }
-  if (p.segment >= 0) wait_for_segment(p, copy_stream, first);
+  const int32_t segment =
+      p.traced_segment ? max(0, min(*p.traced_segment, p.last_segment)) : p.segment;
+  if (segment >= 0) wait_for_segment(p, segment, copy_stream, first);
 }
 
 size_t arrays_of_ticket(size_t bytes) {
@@ -150,8 +155,10 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
   const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
   const auto first_array = attributes.get<int64_t>("first_array");
   const auto places = attributes.get<ffi::Span<const int64_t>>("places");
+  const auto has_traced_segment = attributes.get<bool>("has_traced_segment");
+  const auto last = attributes.get<int64_t>("last");
   if (!segment.has_value() || !timeout_ns.has_value() || !first_array.has_value() ||
-      !places.has_value() || *first_array < 0 || *first_array > 1 ||
+      !places.has_value() || !has_traced_segment.has_value() || !last.has_value() || *first_array < 0 || *first_array > 1 ||
       args.size() + *first_array < rets.size() ||
       (places->size() && places->size() + *first_array != rets.size())) {
     return ffi::Error::InvalidArgument("jaxkv wait: an attribute is missing or of another type");
@@ -166,6 +173,8 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
       .ticket_arrays = static_cast<uint32_t>(arrays_of_ticket(ticket.size_bytes())),
       .lane_words = all_copy_streams[device].load()->words,
       .segment = static_cast<int32_t>(*segment),
+      .traced_segment = nullptr,
+      .last_segment = 0,
       .timeout_ns = static_cast<uint64_t>(*timeout_ns),
       .errors = device_rings(device),
       .count = 0,
@@ -179,6 +188,13 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
       return ffi::Error::InvalidArgument("jaxkv wait: tickets of two sizes");
     }
     p.next_ticket = static_cast<Ticket*>((*next)->untyped_data());
+  }
+  // A segment >= 0 replaces the traced one if the wait has to cover more.
+  if (*has_traced_segment && *segment < 0) {
+    auto traced = args.get<ffi::Buffer<ffi::S32>>(first_operand - 1);
+    if (!traced.has_value()) return traced.error();
+    p.traced_segment = traced->typed_data();
+    p.last_segment = static_cast<int32_t>(*last);
   }
   size_t i = 0;
   do {  // also without arrays

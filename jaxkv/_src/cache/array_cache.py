@@ -131,6 +131,11 @@ def engine_arrays(cache: DeviceCache) -> Any:
     return jax.tree.unflatten(cache.spec.structure, leaves)
 
 
+def is_stacked(cache: DeviceCache) -> bool:
+    """Whether the arrays of the cache have all layers."""
+    return isinstance(cache.spec, ArrayCacheSpec) and cache.spec.stacked
+
+
 def layer_arrays(cache: DeviceCache, layer: int) -> Any:
     """The pytree of a layer; of a stacked cache, the arrays of all layers."""
     if cache.spec.stacked:

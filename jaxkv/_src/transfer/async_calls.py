@@ -46,6 +46,7 @@ def _wait(
     retained: int = 0,
     last: int = -1,
     boundary: tuple[int, ...] = (),
+    traced_segment: jax.Array | None = None,
 ) -> list[Any]:
     """Traces a wait; returns the next ticket, unless `like` is None, and the arrays.
 
@@ -60,7 +61,11 @@ def _wait(
       last: number of the last segment of the copy.
       boundary: segment of each array, for a wait that is removed if the program waits later;
         empty for other waits.
+      traced_segment: int32 scalar on the device, the segment to wait for instead of `segment`.
     """
+    if traced_segment is not None:
+        operands = (*operands, traced_segment.astype(np.int32).reshape(1))
+        segment = -1  # unknown: for the lifetime analysis this wait covers nothing
     results = [jax.typeof(array) for array in arrays]
     if like is None:
         tickets = []
@@ -82,6 +87,7 @@ def _wait(
             places=np.array(places, np.int64),
             retained=np.int64(retained),
             last=np.int64(last),
+            has_traced_segment=traced_segment is not None,
             boundary=np.array(boundary, np.int64),
         )
     waited = analysed(waited)

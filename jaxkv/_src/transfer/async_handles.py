@@ -11,6 +11,8 @@ from typing import Any, Self
 
 import jax
 
+from jaxkv._src.cache.array_cache import engine_arrays, is_stacked, layer_arrays
+from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
@@ -18,11 +20,12 @@ from jaxkv._src.runtime.sharding import check_unsharded
 from jaxkv._src.runtime.timeouts import checked_timeout_s
 from jaxkv._src.transfer import api, resolve
 from jaxkv._src.transfer.async_calls import _start, _wait
-from jaxkv._src.transfer.block_copy import plan_pairs
+from jaxkv._src.transfer.block_copy import BlockCopy, plan_pairs
 from jaxkv._src.transfer.buffer_lifetime import analysed
 from jaxkv._src.transfer.dispatch import select_implementation
 from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.in_flight import check_same_trace, keep_alive
+from jaxkv._src.transfer.page_copies import with_spec
 
 
 class _CopyHandle:
@@ -50,6 +53,7 @@ class _CopyHandle:
         timeout_s: float,
     ) -> Self:
         timeout_s = checked_timeout_s(timeout_s)
+        cache = with_spec(pool, cache)
         call, traced = resolve.prepare(operation, (pool, cache), ids, layers, implementation)
         if not traced:
             layers = api.static_layers(layers)
@@ -67,12 +71,12 @@ class _CopyHandle:
         # Also around the source: waits extend the lifetime of the buffer that the copy reads.
         state = started._pool, started._cache = fusion_barrier((pool, cache))
         call = resolve.resolve(operation, state, call.ids, layers)
-        (copy,) = call.copies
+        copy = _only_copy(operation, call.copies)
         selection = select_implementation(copy, call.ids, implementation, overlapped=True)
         with jax.named_scope(f"jaxkv.{operation}"):
             if selection.implementation != "dma":
                 started._plan = plan_pairs(copy, call.ids)
-            results = _start(copy, call.ids, started._plan, selection, cache.spec.num_kv)
+            results = _start(copy, call.ids, started._plan, selection, len(cache.layers[0]))
         started._ticket, *written = analysed(results)
         state = call.rebuild([fusion_barrier(written)])
         if copy.to_dense:
@@ -108,16 +112,41 @@ class _CopyHandle:
             as an argument and return it. Wait before a loop or branch: the pytree structure of a
             handle records the completed waits, and a loop carry has a fixed structure.
         """
+        if isinstance(layer, jax.core.Tracer):
+            return self._wait_for_traced(layer, after)
         layer = operator.index(layer)
         if layer not in self._layers:
             raise ValueError(f"layer must be one of the copied layers {self._layers}, got {layer}")
         self._wait_for([layer], after)
+        if isinstance(self._cache.spec, ArrayCacheSpec):
+            return layer_arrays(self._cache, layer)
         return self._cache.layers[layer]
 
+    def _wait_for_traced(self, layer: jax.Array, after: Any) -> Any:
+        """The stacked arrays after a wait for a layer whose number is on the device."""
+        spec = self._cache.spec
+        if not getattr(spec, "stacked", False):
+            raise TypeError(
+                "layer must be a static integer: only stacked arrays (ArrayCacheSpec.from_arrays("
+                "..., stacked=True)) can be indexed by a traced layer"
+            )
+        if self._layers != tuple(range(spec.num_layers)):
+            raise ValueError(
+                f"a traced layer requires a copy of all {spec.num_layers} layers in order, got "
+                f"layers {self._layers}"
+            )
+        if self._ticket is not None and len(self._waited) < len(self._layers):
+            self._ticket, self._cache = self._wait_for_layers(
+                [spec.num_layers - 1], after, traced_layer=layer
+            )
+        return layer_arrays(self._cache, 0)
+
     @property
-    def cache(self) -> DeviceCache:
-        """The `DeviceCache`, after a wait for all layers."""
+    def cache(self) -> Any:
+        """The `DeviceCache`, or the engine's arrays, after a wait for all layers."""
         self._wait_for([layer for layer in self._layers if layer not in self._waited], None)
+        if isinstance(self._cache.spec, ArrayCacheSpec):
+            return engine_arrays(self._cache)
         return self._cache
 
     def _wait_for(self, layers: Sequence[int], after: Any) -> None:
@@ -132,26 +161,34 @@ class _CopyHandle:
             keep_alive(self._leaves() if in_flight else None, instead_of=before)
 
     def _wait_for_layers(
-        self, layers: Sequence[int], after: Any = None, *, boundary: bool = False
+        self,
+        layers: Sequence[int],
+        after: Any = None,
+        *,
+        boundary: bool = False,
+        traced_layer: jax.Array | None = None,
     ) -> tuple[Any, DeviceCache]:
         """The ticket and the cache after a wait for some layers."""
-        arrays = [array for layer in layers for array in self._cache.layers[layer]]
+        stacked = is_stacked(self._cache)
+        rows = [0] if stacked else layers
+        arrays = [array for row in rows for array in self._cache.layers[row]]
         segments = [self._layers.index(layer) for layer in layers]
+        if stacked:
+            segments = [max(segments)]
         ticket, *arrays = self._wait_call(
             arrays,
             [self._pool.data] if self._pool else [],
             jax.tree.leaves(jax.tree.map(_without_gradient, after)),
+            traced_segment=traced_layer,
             like=arrays[0],
             segment=max(segments),
             # No address check at a pytree boundary, where XLA may copy an array.
             places=() if boundary else self._written_positions(layers),
-            boundary=tuple(s for s in segments for _ in range(self._cache.spec.num_kv))
-            if boundary
-            else (),
+            boundary=tuple(s for s in segments for _ in self._cache.layers[0]) if boundary else (),
         )
         rest = iter(arrays)
-        new = {layer: tuple(next(rest) for _ in self._cache.layers[layer]) for layer in layers}
-        halves = tuple(new.get(layer, old) for layer, old in enumerate(self._cache.layers))
+        new = {row: tuple(next(rest) for _ in self._cache.layers[row]) for row in rows}
+        halves = tuple(new.get(row, old) for row, old in enumerate(self._cache.layers))
         return ticket, dataclasses.replace(self._cache, layers=halves)
 
     def _wait_call(
@@ -216,7 +253,9 @@ class LoadHandle(_CopyHandle):
     """
 
     def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:
-        halves = self._cache.spec.num_kv
+        halves = len(self._cache.layers[0])
+        if is_stacked(self._cache):
+            return tuple(range(halves))
         starts = (self._layers.index(layer) * halves for layer in layers)
         return tuple(start + half for start in starts for half in range(halves))
 
@@ -262,10 +301,11 @@ class StoreHandle(_CopyHandle):
     def _waited_pool(self, *, boundary: bool = False) -> HostPool:
         # Excludes completed layers: XLA would copy an array that was overwritten in the meantime.
         reading = [layer for layer in self._layers if layer not in self._waited]
+        rows = [0] if reading and is_stacked(self._cache) else reading
         last = len(self._layers) - 1
         (data,) = self._wait_call(
             [self._pool.data],
-            [array for layer in reading for array in self._cache.layers[layer]],
+            [array for row in rows for array in self._cache.layers[row]],
             [],
             like=None,
             segment=last,
@@ -302,6 +342,16 @@ def _begin_outside_jit(
     timeout_s: float,
 ) -> Any:
     return cls._begin(operation, pool, cache, ids, layers, implementation, timeout_s)
+
+
+def _only_copy(operation: str, copies: list[BlockCopy]) -> BlockCopy:
+    if len(copies) > 1:
+        sizes = ", ".join(str(copy.geometry.block_bytes) for copy in copies)
+        raise NotImplementedError(
+            f"{operation}: the arrays of a layer must have the same block size, got blocks of "
+            f"{sizes} bytes; make a cache and a pool of each, and pass them as a dict"
+        )
+    return copies[0]
 
 
 _STATIC = ("timeout_s", "segment", "places", "retained", "last", "boundary")

@@ -173,6 +173,9 @@ def call_copy_handler(
     return list(call(*operands, *copy.strided, *copy.dense, **attributes))
 
 
+_HEADER_NUMBERS = 15
+
+
 def _copy_attribute(
     copy: BlockCopy, ids: tuple[Any, Any], num_sms: int = 0
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -198,6 +201,11 @@ def _copy_attribute(
         ],
         np.int64,
     )
+
+
+def num_buffers_of(attribute: Sequence[int]) -> int:
+    """Number of buffers of a copy, from its attribute: two offsets each after the header."""
+    return (len(attribute) - _HEADER_NUMBERS) // 2
 
 
 def _id_operands(ids: tuple[Any, Any]) -> list[Any]:

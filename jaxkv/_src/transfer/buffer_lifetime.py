@@ -26,6 +26,7 @@ from jaxkv._src.runtime.custom_calls import (
     target_of,
 )
 from jaxkv._src.runtime.lowering import when_lowered
+from jaxkv._src.transfer.block_copy import num_buffers_of
 from jaxkv._src.transfer.buffer_aliases import BufferAliases, on_every_path
 
 WAIT_TARGET = "jaxkv_wait_copy"
@@ -118,8 +119,13 @@ class _Program:
         if num_ids == 1:
             rest = [operands[0], *rest]
         per_segment = integer(config_of(start)["segment_buffers"])
-        segments = [(value, i // per_segment) for i, value in enumerate(layers)]
-        segments += [(value, len(layers) // per_segment - 1) for value in rest]
+        num_buffers = num_buffers_of(integers(config_of(start)["copy"]))
+        last = num_buffers // per_segment - 1
+        stacked = len(layers) < num_buffers
+        segments = [
+            (value, last if stacked else i // per_segment) for i, value in enumerate(layers)
+        ]
+        segments += [(value, last) for value in rest]
         tickets = self._tickets(start.results[0])
         return all(
             self._is_live(value, segment, tickets, removable=True)

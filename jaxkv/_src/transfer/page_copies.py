@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxkv._src.cache.array_cache import as_device_cache, engine_arrays
+from jaxkv._src.cache.array_cache import as_device_cache, engine_arrays, is_stacked
 from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_layout import PageGeometry
@@ -34,7 +34,7 @@ def resolve_pages(
         copies.append(
             _copy_of_arrays(operation, to_dense, pool, device_cache, chosen, geometry, arrays)
         )
-        rows = [0] if _is_stacked(device_cache) else chosen
+        rows = [0] if is_stacked(device_cache) else chosen
         places.append([(row, array) for row in rows for array in arrays])
 
     def rebuild(written: list[list[Any]]) -> Any:
@@ -63,10 +63,6 @@ def with_spec(pool: HostPool, cache: Any) -> Any:
     return cache
 
 
-def _is_stacked(cache: DeviceCache) -> bool:
-    return isinstance(cache.spec, ArrayCacheSpec) and cache.spec.stacked
-
-
 def _arrays_of_geometry(pool: HostPool) -> dict[PageGeometry, list[int]]:
     """The arrays of a layer, by the geometry of their blocks."""
     layout = pool.host_layout
@@ -89,7 +85,7 @@ def _copy_of_arrays(
 ) -> BlockCopy:
     layout = pool.host_layout
     buffers = [(layer, array) for layer in layers for array in arrays]
-    if _is_stacked(cache):
+    if is_stacked(cache):
         dense = [cache.layers[0][array] for array in arrays]
         layer_bytes = cache.num_pages * geometry.dense_stride_bytes
         dense_offsets = [layer * layer_bytes for layer, _ in buffers]
