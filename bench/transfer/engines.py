@@ -4,10 +4,11 @@
 
 Baselines, as in tpu-inference and sglang-jax, in plain JAX:
   - out: a jitted gather over all layers for 64 pages at a time, stacked so that a page of all
-    layers is one array, then a `device_put` to pinned memory for each page. sglang-jax waits for
-    the gather first;
-  - in: a `device_put` for each page (sglang-jax waits for each), a wait for all, then a jitted
-    scatter into the donated arrays;
+    layers is one array, then a `device_put` to pinned memory for each page. sglang-jax waits once
+    for all gathers before its first `device_put`;
+  - in: a `device_put` for each page, one wait for all, then a jitted scatter into the donated
+    arrays. The two engines differ in the thread that copies, not in the calls: sglang-jax can copy
+    on a worker thread, here the caller's thread copies;
   - "whole": the same with one array, and one `device_put`, for all pages.
 Stores go to new host memory, as in an engine whose host tier is filling up, or to that of
 previously dropped pages ("memory reused"), as in one whose tier is full.
@@ -175,23 +176,17 @@ class Engine:
             return jax.tree.unflatten(tree, written)
 
         def store() -> list[Any]:
-            stored = []
-            for ids in chunks:
-                blocks = gather(self.cache, ids)
-                if way == SGLANG:
-                    jax.block_until_ready(blocks)
-                stored.append([jax.device_put(block, self.on_host) for block in blocks])
-            return stored
+            gathered = (gather(self.cache, ids) for ids in chunks)
+            if way == SGLANG:  # the others copy the first chunk while the next is gathered
+                gathered = iter(jax.block_until_ready([*gathered]))
+            return [
+                [jax.device_put(block, self.on_host) for block in blocks] for blocks in gathered
+            ]
 
         def load() -> Any:
-            arrived = []
-            for blocks in stored:
-                put = []
-                for block in blocks:
-                    put.append(jax.device_put(block, self.on_device))
-                    if way == SGLANG:
-                        jax.block_until_ready(put[-1])
-                arrived.append(put)
+            arrived = [
+                [jax.device_put(block, self.on_device) for block in blocks] for blocks in stored
+            ]
             jax.block_until_ready(arrived)
             for blocks, ids in zip(arrived, chunks, strict=True):
                 self.cache = scatter(self.cache, blocks, ids)

@@ -2,6 +2,7 @@
 
 import importlib
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -339,6 +340,21 @@ def test_engines_move_the_same_pages_in_every_way():
         took = engine.theirs(way)
         assert took["load"].staging >= 6 * 2 * 2 * KIB
     assert engine.ours("host")["load"].staging < 1024
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("way", [engines.TPU_INFERENCE, engines.SGLANG, engines.WHOLE])
+def test_engine_baseline_waits_do_not_grow_with_the_number_of_pages(way, monkeypatch):
+    monkeypatch.setattr(engines, "PAGES_AT_A_TIME", 2)
+    waits = []
+    for num_pages in (2, 8):
+        engine = engines.Engine(engines.Size(1, num_pages, KIB, repeats=1, repeats_of_ours=1))
+        wait = mock.Mock(wraps=jax.block_until_ready)
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "block_until_ready", wait)
+            engine.theirs(way)
+        waits.append(wait.call_count)
+    assert waits[0] == waits[1]
 
 
 @pytest.mark.cpu_only
