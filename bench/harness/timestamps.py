@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from bench.harness import timing
-from bench.harness.peers import library
+from bench.harness.copy_baselines import library
 
 REPEATS = 3
 IDLE_REPEATS = 5
