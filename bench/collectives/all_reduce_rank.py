@@ -91,7 +91,7 @@ class Program:
     length: int
     calls: int
     chains: dict[str, Any]
-    states: dict[str, Any]
+    states: dict[str, jax.Array]
     expected: np.ndarray
     samples: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
@@ -151,7 +151,7 @@ class Bench:
                     _emit({"method": method, "unsupported": f"{type(error).__name__}: {error}"})
             self.methods = [PSUM]
 
-    def reduce(self, x: Any, method: str) -> Any:
+    def reduce(self, x: jax.Array, method: str) -> jax.Array:
         if method == PSUM or self.memory is None:
             return jax.lax.psum(x, AXIS)
         return jaxkv.all_reduce(
@@ -165,7 +165,7 @@ class Bench:
         explanation = jaxkv.explain(jaxkv.all_reduce, self.memory, message, AXIS)
         return explanation.partition(": ")[2].split(" ")[0]
 
-    def states(self, num_bytes: int) -> tuple[dict[str, Any], np.ndarray]:
+    def states(self, num_bytes: int) -> tuple[dict[str, jax.Array], np.ndarray]:
         """Initial values of the chains, and the mean of the initial rows of the pairs.
 
         Every intermediate sum is a multiple of the number of ranks, exact in bfloat16.
@@ -181,7 +181,10 @@ class Bench:
             return rows[index[0].start or 0][None]
 
         # Without products, values grow; zeros do not.
-        starts = {"pair": put(row_of), "call": put(lambda _: np.zeros((1, count), jnp.bfloat16))}
+        starts: dict[str, jax.Array] = {
+            "pair": put(row_of),
+            "call": put(lambda _: np.zeros((1, count), jnp.bfloat16)),
+        }
         return starts, np.resize(pattern.sum(0).astype(jnp.bfloat16), count)
 
     def lower(self, num_bytes: int, method: str) -> Program:
@@ -190,11 +193,11 @@ class Bench:
         length, calls = QUICK_CHAIN if self.request.quick else (length, calls)
 
         @jax.jit
-        def call(x: Any) -> Any:
+        def call(x: jax.Array) -> jax.Array:
             return self.reduce(x, method)
 
         @jax.jit
-        def pair(x: Any) -> Any:
+        def pair(x: jax.Array) -> jax.Array:
             return self.reduce(x, method) * (1 / self.request.world)
 
         bodies = {"pair": pair, "call": call} if method in (CHOSEN, PSUM) else {"pair": pair}
@@ -205,8 +208,8 @@ class Bench:
         algorithm = self.algorithm(num_bytes, method)
         return Program(num_bytes, method, algorithm, length, calls, chains, states, expected)
 
-    def _chain(self, body: Callable[[Any], Any], length: int) -> Any:
-        def chain(x: Any) -> Any:
+    def _chain(self, body: Callable[[jax.Array], jax.Array], length: int) -> Any:
+        def chain(x: jax.Array) -> jax.Array:
             for _ in range(length):
                 x = body(x)
             return x

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,20 +54,22 @@ def random_call(rng: random.Random, memories: Sequence[SymmetricMemory]) -> Call
     return Call(memory, algorithm, dtype, size)
 
 
-def operand(size: int, rank: Any, seed: Any) -> jax.Array:
+def operand(size: int, rank: jax.Array | int, seed: jax.Array) -> jax.Array:
     """Integers, whose sums over 8 ranks are exact in every dtype."""
     i = jnp.arange(size, dtype=jnp.int32)
     return (i * 7 + rank * 11 + seed * 13) % 31 - 15
 
 
-def delayed_zero(delay: Any) -> jax.Array:
+def delayed_zero(delay: jax.Array) -> jax.Array:
     """Zero, after a delay."""
     square = jnp.full((64, 64), 1 / 64, jnp.float32)
     waste = jax.lax.fori_loop(0, delay, lambda _, y: y @ square, square)
     return (waste[0, 0] * 0).astype(jnp.int32)
 
 
-def program(mesh: jax.sharding.Mesh, calls: Sequence[Call]) -> Callable[..., tuple[Any, Any]]:
+def program(
+    mesh: jax.sharding.Mesh, calls: Sequence[Call]
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """`(wrong[world], over[world], seed, delays[world, calls]) -> (wrong[world], over[world])`.
 
     `wrong` counts mismatches and is carried from round to round; `over` is returned summed over the
@@ -75,7 +77,9 @@ def program(mesh: jax.sharding.Mesh, calls: Sequence[Call]) -> Callable[..., tup
     """
     ranks = range(mesh.size)
 
-    def step(wrong: Any, over: Any, seed: Any, delays: Any) -> tuple[Any, Any]:
+    def step(
+        wrong: jax.Array, over: jax.Array, seed: jax.Array, delays: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         rank = jax.lax.axis_index(AXIS)
         after = jnp.minimum(wrong, 0)  # zero; orders the round after the previous one
         for number, (memory, algorithm, dtype, size) in enumerate(calls):
@@ -104,8 +108,8 @@ def soak(mesh: jax.sharding.Mesh, seconds: float, *, max_bytes: int, seed: int =
     """
     rng = random.Random(seed)  # the same in all processes
     create = partial(SymmetricMemory.create, mesh, AXIS)
-    programs: list[tuple[list[Call], Callable[..., tuple[Any, Any]]]] = []
-    running: collections.deque[tuple[list[Call], Any, Any]] = collections.deque()
+    programs: list[tuple[list[Call], Callable[..., tuple[jax.Array, jax.Array]]]] = []
+    running: collections.deque[tuple[list[Call], jax.Array, jax.Array]] = collections.deque()
     reductions, begin = 0, time.monotonic()
     with create(max_bytes=max_bytes) as large, create(max_bytes=max_bytes // 64) as small:
         wrong = by_rank(mesh, np.zeros(mesh.size, np.int32))

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -87,7 +87,9 @@ def _compiled(cuda: bool) -> pathlib.Path:
     return path
 
 
-def copy(baseline: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:
+def copy(
+    baseline: str, src: jax.Array, dst: jax.Array, src_ids: jax.Array, dst_ids: jax.Array
+) -> jax.Array:
     """Traces a baseline's copy of blocks, `dst[dst_ids[i]] = src[src_ids[i]]`; donate `dst`.
 
     Args:
@@ -110,8 +112,8 @@ def copy(baseline: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:
 
 def run(
     baseline: str,
-    src: Any,
-    dst: Any,
+    src: jax.Array,
+    dst: jax.Array,
     ids: tuple[np.ndarray, np.ndarray],
     *,
     calls: int,

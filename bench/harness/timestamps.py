@@ -22,7 +22,7 @@ REPEATS = 3
 IDLE_REPEATS = 5
 
 
-def stamp(array: Any, slot: int) -> Any:
+def stamp(array: jax.Array, slot: int) -> jax.Array:
     """Traces a timestamp at this point of the program, on the host and, if present, the GPU.
 
     Args:

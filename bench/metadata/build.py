@@ -173,8 +173,8 @@ def _put(build: Callable[[BatchMetadata], Any], batch: BatchMetadata) -> Any:
 class Model(NamedTuple):
     """Weights of a decode step, and its activations."""
 
-    weights: list[Any]
-    x: Any
+    weights: list[jax.Array]
+    x: jax.Array
 
 
 def make_model() -> Model:
@@ -184,7 +184,7 @@ def make_model() -> Model:
     return Model(weights, jax.random.normal(keys[0], (STEP_REQUESTS, width), jnp.bfloat16))
 
 
-def compute(model: Model, attention: Any) -> Any:
+def compute(model: Model, attention: Any) -> jax.Array:
     """Tokens, int32[STEP_REQUESTS], of a step that reads all of its metadata once."""
     read = jax.lax.optimization_barrier(jax.tree.leaves(attention))
     x = model.x + sum(jnp.sum(leaf).astype(jnp.bfloat16) for leaf in read)
@@ -205,12 +205,12 @@ def on_host(batch: BatchMetadata) -> Any:
 
 
 @jax.jit
-def step_precomputed(model: Model, attention: Any) -> Any:
+def step_precomputed(model: Model, attention: Any) -> jax.Array:
     return compute(model, attention)
 
 
 @functools.partial(jax.jit, donate_argnums=1)
-def step_with_build(model: Model, batch: BatchMetadata) -> tuple[Any, BatchMetadata]:
+def step_with_build(model: Model, batch: BatchMetadata) -> tuple[jax.Array, BatchMetadata]:
     """Also the batch of the next step: one more token in each row."""
     tokens = compute(model, on_device(batch))
     return tokens, dataclasses.replace(batch, seq_lens=batch.seq_lens + 1)
@@ -228,12 +228,12 @@ def measure_step(results: Results, quick: bool) -> None:
         np.asarray(step_precomputed(model, attention))
         return attention
 
-    def built_in_step(batch: Any) -> Any:
+    def built_in_step(batch: BatchMetadata) -> BatchMetadata:
         tokens, batch = step_with_build(model, batch)
         np.asarray(tokens)
         return batch
 
-    def built_on_host(batch: Any) -> Any:
+    def built_on_host(batch: BatchMetadata) -> BatchMetadata:
         np.asarray(step_precomputed(model, jax.device_put(on_host(batch))))
         return dataclasses.replace(batch, seq_lens=batch.seq_lens + 1)
 

@@ -68,7 +68,7 @@ class Case:
         accepted = jnp.full(rows, 2, jnp.int32)
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def program(state: Any, batch: Any, drafts: Any) -> Any:
+        def program(state: Any, batch: BatchMetadata, drafts: jax.Array) -> Any:
             states, counts = state
             counts = timestamps.stamp(counts, 0)
             for _ in range(self.calls):

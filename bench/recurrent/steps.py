@@ -57,20 +57,20 @@ class StepState(NamedTuple):
     """
 
     batch: BatchMetadata
-    counts: Any
-    columns: Any
-    number: Any
+    counts: jax.Array | np.ndarray
+    columns: jax.Array | np.ndarray
+    number: jax.Array | np.int32
 
 
-def compute(x: Any, weight: Any, products: int) -> Any:
+def compute(x: jax.Array, weight: jax.Array, products: int) -> jax.Array:
     """Stand-in for the model; a loop whose trip count XLA knows, as it compiles fast."""
     return jax.lax.fori_loop(0, products, lambda _, y: jnp.tanh(y @ weight), x)
 
 
 @functools.partial(jax.jit, static_argnames=("products", "saves"), donate_argnames="states")
 def step(
-    states: Any, rest: StepState, weight: Any, ids: Any, *, products: int, saves: bool
-) -> tuple[Any, StepState, Any, jaxkv.recurrent.DeferredCounts]:
+    states: Any, rest: StepState, weight: jax.Array, ids: jax.Array, *, products: int, saves: bool
+) -> tuple[Any, StepState, jax.Array, jaxkv.recurrent.DeferredCounts]:
     """Also returns int32[B] accepted tokens, and their asynchronous copy to the host."""
     batch, kinds = rest.batch, [KINDS] * len(states)
     drafts = jnp.full(ids.shape, DRAFTS, jnp.int32)
@@ -94,22 +94,22 @@ def step(
 
 
 @functools.partial(jax.jit, donate_argnames="states")
-def save(states: Any, batch: BatchMetadata, sampled: Any) -> tuple[Any, Any]:
+def save(states: Any, batch: BatchMetadata, sampled: jax.Array) -> tuple[Any, jax.Array]:
     """The state saving of `step` as a separate program."""
     kinds, drafts = [KINDS] * len(states), jnp.full(sampled.shape, DRAFTS, jnp.int32)
     return jaxkv.recurrent.align_postprocess(states, batch, sampled, kinds=kinds, num_drafts=drafts)
 
 
 @jax.jit
-def fingerprint(states: Any) -> Any:
+def fingerprint(states: Any) -> jax.Array:
     """uint32 hash of states and their positions."""
 
-    def mixed(state: Any) -> Any:
+    def mixed(state: jax.Array) -> jax.Array:
         index = jax.lax.iota(jnp.uint32, state.size).reshape(state.shape)
         weights = (index * jnp.uint32(2654435761)) >> 16
         return jnp.sum(state.astype(jnp.uint32) * weights, dtype=jnp.uint32)
 
-    return sum(mixed(state) for state in states)
+    return jnp.stack([mixed(state) for state in states]).sum(dtype=jnp.uint32)
 
 
 class Scheduler:
@@ -153,7 +153,7 @@ class Scheduler:
 class Case:
     """A batch of a model, and its states."""
 
-    def __init__(self, model: Model, batch: int, steps: int, weight: Any, products: int):
+    def __init__(self, model: Model, batch: int, steps: int, weight: jax.Array, products: int):
         self.model, self.steps, self.weight, self.products = model, steps, weight, products
         size, device = model.block_size, jax.devices()[0]
         self.computed = size + 1 + (2 * np.arange(batch) + 1) * (size - 1) // (2 * batch)
@@ -222,7 +222,7 @@ class Case:
 
     def issue(
         self, rest: StepState, *, saves: bool
-    ) -> tuple[StepState, Any, jaxkv.recurrent.DeferredCounts]:
+    ) -> tuple[StepState, jax.Array, jaxkv.recurrent.DeferredCounts]:
         self.states, rest, sampled, deferred = step(
             self.states, rest, self.weight, self.device_ids, products=self.products, saves=saves
         )
@@ -275,7 +275,7 @@ class Case:
         return (time.perf_counter() - start) / self.steps
 
 
-def calibrate(results: Results, model: Model, weight: Any, steps: int) -> int:
+def calibrate(results: Results, model: Model, weight: jax.Array, steps: int) -> int:
     """Products per step, so that host time has its share at batch CALIBRATION_BATCH.
 
     Host time is that of all host work of a step, including dispatch: the time of a step with

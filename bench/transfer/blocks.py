@@ -153,7 +153,7 @@ class Program:
         self.num_sms = method.sms_for(jaxkv.swap_blocks, *arrays, *ids[0]) if ids else 0
 
         @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
-        def step(dst: Any, src: Any, ids: Any) -> Any:
+        def step(dst: jax.Array, src: jax.Array, ids: Any) -> jax.Array:
             dst = timestamps.stamp(dst, 0) if stamped else dst
             for sources, destinations in ids:
                 dst = _copy(method.name, src, dst, sources, destinations)
@@ -161,7 +161,7 @@ class Program:
 
         self._jitted = step
 
-    def step(self, destination: Any) -> Any:
+    def step(self, destination: jax.Array) -> jax.Array:
         return self._jitted(destination, self._blocks.arrays[self._source], self._ids)
 
     def run_once(self) -> None:
@@ -187,14 +187,14 @@ class Program:
         return figure
 
 
-def _copy(name: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:
+def _copy(name: str, src: jax.Array, dst: jax.Array, src_ids: Any, dst_ids: Any) -> jax.Array:
     if name in copy_baselines.CODES:
         return copy_baselines.copy(name, src, dst, src_ids, dst_ids)
     return jaxkv.swap_blocks(src, dst, src_ids, dst_ids)
 
 
 @jax.jit
-def equal(one: Any, other: Any) -> Any:
+def equal(one: Any, other: Any) -> jax.Array:
     """Whether two pytrees have equal contents, as an array."""
     return jax.tree.reduce(jnp.logical_and, jax.tree.map(jnp.array_equal, one, other))
 
@@ -207,7 +207,9 @@ def _random(shape: tuple[int, ...], seed: int) -> jax.Array:
 
 
 @jax.jit
-def _mismatches(after: Any, before: Any, source: Any, ids: Any) -> Any:
+def _mismatches(
+    after: jax.Array, before: jax.Array, source: jax.Array, ids: jax.Array
+) -> jax.Array:
     """Number of words that differ from the result of copies with `ids`, int32[copies, 2, n]."""
     for sources, destinations in ids:
         before = before.at[destinations].set(source[sources])

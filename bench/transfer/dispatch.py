@@ -30,6 +30,8 @@ WIDTH = 8192
 WANTED_SHARE = 0.5
 REPEATS = 20
 
+State = tuple[jax.Array, jax.Array]  # activations, and the destination of the load
+
 
 class Load:
     """A number of blocks, and their ids."""
@@ -57,7 +59,7 @@ class Load:
         state = matrix, jnp.zeros(self.source.shape, jnp.int32)
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def step(state: Any, source: Any, ids: Any) -> Any:
+        def step(state: State, source: jax.Array, ids: Any) -> State:
             x, blocks = state
             for _ in range(products):
                 x = x @ x
@@ -66,7 +68,7 @@ class Load:
             blocks, x = jax.lax.optimization_barrier((blocks, x))
             return x, jaxkv.swap_blocks(source, blocks, *ids, implementation=implementation)
 
-        def run(state: Any) -> Any:
+        def run(state: State) -> State:
             return step(state, self.source, self.ids)
 
         call, state = timing.single_call(run, run(run(state)), repeats=REPEATS)

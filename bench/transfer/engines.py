@@ -116,10 +116,10 @@ class Engine:
         ids = {"host_pages": as_ids(self.host_pages), "device_pages": as_ids(self.pages)}
         pool = jaxkv.HostPool.create(self.size.spec, num_pages=self.num_pages)
 
-        def store(pool: Any, cache: Any, ids: Any) -> Any:
+        def store(pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, ids: Any) -> jaxkv.HostPool:
             return jaxkv.store_pages(pool, cache, **ids, implementation=implementation)
 
-        def load(cache: Any, pool: Any, ids: Any) -> Any:
+        def load(cache: jaxkv.DeviceCache, pool: jaxkv.HostPool, ids: Any) -> jaxkv.DeviceCache:
             return jaxkv.load_pages(pool, cache, **ids, implementation=implementation)
 
         def no_copy(state: Any, other: Any, ids: Any) -> Any:
@@ -167,17 +167,19 @@ class Engine:
         split = (lambda pages: [pages]) if method == ALL_PAGES else list
 
         @jax.jit
-        def gather(cache: Any, ids: jax.Array) -> list[jax.Array]:
+        def gather(cache: jaxkv.DeviceCache, ids: jax.Array) -> list[jax.Array]:
             return split(jnp.stack([leaf[ids] for leaf in jax.tree.leaves(cache)], axis=1))
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def scatter(cache: Any, staged: list[jax.Array], ids: jax.Array) -> Any:
+        def scatter(
+            cache: jaxkv.DeviceCache, staged: list[jax.Array], ids: jax.Array
+        ) -> jaxkv.DeviceCache:
             pages = staged[0] if method == ALL_PAGES else jnp.stack(staged)
             leaves, tree = jax.tree.flatten(cache)
             written = [leaf.at[ids].set(pages[:, layer]) for layer, leaf in enumerate(leaves)]
             return jax.tree.unflatten(tree, written)
 
-        def store() -> list[Any]:
+        def store() -> list[list[jax.Array]]:
             gathered = (gather(self.cache, ids) for ids in chunks)
             if method == SGLANG:  # the others copy the first chunk while the next is gathered
                 gathered = iter(jax.block_until_ready([*gathered]))
@@ -185,7 +187,7 @@ class Engine:
                 [jax.device_put(block, self.on_host) for block in blocks] for blocks in gathered
             ]
 
-        def load() -> Any:
+        def load() -> jaxkv.DeviceCache:
             arrived = [
                 [jax.device_put(block, self.on_device) for block in blocks] for blocks in stored
             ]
@@ -222,7 +224,7 @@ class Engine:
         done, blocked = zip(*samples[1:], strict=True)  # the first is a warm-up
         return Timing(statistics.median(done), statistics.median(blocked), staging)
 
-    def _check(self, before: Any, method: str) -> None:
+    def _check(self, before: jaxkv.DeviceCache, method: str) -> None:
         if not equal(self.cache, before):
             raise AssertionError(f"{method}: pages differ after a store and a load")
 
@@ -232,7 +234,7 @@ def _swapped(jitted: Callable, other: Any, ids: Any, state: Any) -> Any:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _randomize(cache: Any) -> Any:
+def _randomize(cache: jaxkv.DeviceCache) -> jaxkv.DeviceCache:
     leaves, tree = jax.tree.flatten(cache)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     fresh = [
@@ -243,7 +245,7 @@ def _randomize(cache: Any) -> Any:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _forget(cache: Any, pages: Any) -> Any:
+def _forget(cache: jaxkv.DeviceCache, pages: np.ndarray) -> jaxkv.DeviceCache:
     return jax.tree.map(lambda leaf: leaf.at[pages].set(0), cache)
 
 

@@ -115,7 +115,7 @@ class Bench:
         page = int(self.pages[1][0])
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def step(state: Any, pool: Any, fixed: Any, ids: Any) -> Any:
+        def step(state: Any, pool: jaxkv.HostPool, fixed: Any, ids: Any) -> Any:
             x, cache = state
             wait, loaded = load(pool, cache, ids) if load else (_loaded(cache), lambda: cache)
             for number in range(self.what.spec.num_layers):
@@ -204,31 +204,35 @@ class Bench:
             results.target(name, best, "<=", WANTED_RATIO, RATIO_UNIT)
 
 
-def _call(step: Callable, pool: Any, fixed: Any, ids: Any, state: Any) -> Any:
+def _call(step: Callable, pool: jaxkv.HostPool, fixed: Any, ids: Any, state: Any) -> Any:
     return step(state, pool, fixed, ids)
 
 
-def _loaded(cache: Any) -> Callable[[int, Any], Any]:
+def _loaded(cache: jaxkv.DeviceCache) -> Callable[[int, Any], Any]:
     return lambda layer, _: cache.layers[layer]
 
 
-def _sequential(pool: Any, cache: Any, ids: Any) -> tuple[Callable[[int, Any], Any], Any]:
+def _sequential(
+    pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, ids: Any
+) -> tuple[Callable[[int, Any], Any], Any]:
     cache = jaxkv.load_pages(pool, cache, *ids)
     return _loaded(cache), lambda: cache
 
 
-def _started(pool: Any, cache: Any, ids: Any) -> tuple[Callable[[int, Any], Any], Any]:
+def _started(
+    pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, ids: Any
+) -> tuple[Callable[[int, Any], Any], Any]:
     loading = jaxkv.start_load(pool, cache, *ids)
     return lambda layer, x: loading.wait(layer, after=x), lambda: loading.cache
 
 
 @jax.jit
-def _random_like(x: Any) -> Any:
+def _random_like(x: jax.Array) -> jax.Array:
     return x + jax.random.normal(jax.random.key(0), x.shape, x.dtype)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _forget(cache: Any) -> Any:
+def _forget(cache: jaxkv.DeviceCache) -> jaxkv.DeviceCache:
     return jax.tree.map(jnp.zeros_like, cache)
 
 

@@ -75,13 +75,17 @@ class Case:
         options: dict[str, Any] = {"layers": layers, "implementation": self.implementation}
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def load(cache: Any, pool: Any, host_pages: Any, device_pages: Any) -> Any:
+        def load(
+            cache: jaxkv.DeviceCache, pool: jaxkv.HostPool, host_pages: Any, device_pages: Any
+        ) -> jaxkv.DeviceCache:
             cache = stamp_first(cache, 0)
             cache = jaxkv.load_pages(pool, cache, host_pages, device_pages, **options)
             return stamp_first(cache, 1)
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def store(pool: Any, cache: Any, host_pages: Any, device_pages: Any) -> Any:
+        def store(
+            pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, host_pages: Any, device_pages: Any
+        ) -> jaxkv.HostPool:
             pool = stamp_first(pool, 0)
             pool = jaxkv.store_pages(pool, cache, host_pages, device_pages, **options)
             return stamp_first(pool, 1)
@@ -127,7 +131,7 @@ def _groups(layout: str) -> int:
     return 2 if layout == "page_unified" else 1
 
 
-def _random_cache(what: Size) -> Any:
+def _random_cache(what: Size) -> jaxkv.DeviceCache:
     cache = jaxkv.DeviceCache.create(what.spec, num_pages=what.num_pages)
     leaves, tree = jax.tree.flatten(cache)
     keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -139,11 +143,13 @@ def _random_cache(what: Size) -> Any:
 
 
 @jax.jit
-def _mismatches(after: Any, before: Any, sources: Any, destinations: Any) -> Any:
-    def differ(after: Any, before: Any) -> Any:
+def _mismatches(
+    after: jaxkv.DeviceCache, before: jaxkv.DeviceCache, sources: jax.Array, destinations: jax.Array
+) -> jax.Array:
+    def differ(after: jax.Array, before: jax.Array) -> jax.Array:
         return jnp.sum(after != before.at[destinations].set(before[sources]))
 
-    return sum(jax.tree.leaves(jax.tree.map(differ, after, before)))
+    return jax.tree.reduce(jnp.add, jax.tree.map(differ, after, before))
 
 
 def direct_case(results: Results, what: Size, platform: str) -> None:
