@@ -58,11 +58,11 @@ class Outcomes:
             for outcome in ("passed", "failed", "skipped"):
                 results.row(file, outcome, "tests", count[outcome])
         for (file, reason), number in sorted(self.skips.items()):
-            results.row(f"{file}: {reason}", "skipped because", "tests", number)
+            results.row(f"{file}: {reason}", "skip reason", "tests", number)
         for nodeid in self.failures:
             results.row(nodeid, "failed", "tests", 1)
-        results.target("no test fails", self.total("failed"), "==", 0, "failed tests")
-        results.target("tests ran", self.total("passed"), ">=", 1, "passed tests")
+        results.target("failed tests", self.total("failed"), "==", 0, "tests")
+        results.target("passed tests", self.total("passed"), ">=", 1, "tests")
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -25,8 +25,8 @@ def record(results: Results, output: str) -> bool:
     found = sum(errors) if errors else None
     targets = [
         results.target("memory errors in the CUDA handlers", found, "==", 0, "errors"),
-        results.target("no test fails", counts.get("failed", 0), "==", 0, "failed tests"),
-        results.target("tests ran", counts.get("passed", 0), ">=", 1, "passed tests"),
+        results.target("failed tests", counts.get("failed", 0), "==", 0, "tests"),
+        results.target("passed tests", counts.get("passed", 0), ">=", 1, "tests"),
     ]
     return all(target.met for target in targets)
 
@@ -34,7 +34,7 @@ def record(results: Results, output: str) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(__doc__, argv)
     if not shutil.which(TOOL):
-        print(f"{TOOL} is not on PATH; it comes with the CUDA toolkit", file=sys.stderr)
+        print(f"{TOOL} is not on PATH; it is part of the CUDA toolkit", file=sys.stderr)
         return 2
     command = [TOOL, "--tool", "memcheck", "--report-api-errors", "no"]
     command += [sys.executable, "-m", "pytest", "-m", "sanitizer"]

@@ -4,7 +4,7 @@ Usage: `python -m bench.collectives.all_reduce`.
 
 bfloat16 messages of 1 KiB to 64 MiB per device, on 2, 4 and 8 devices where available, in one
 process and with one process per device. jaxkv: the choice of the tuning table, and each algorithm
-by name. `psum`: XLA's default (the kernel that ran is recorded), NCCL (XLA's own kernels off), and
+by name. `psum`: XLA's default (the kernel that ran is recorded), NCCL (XLA's kernels disabled), and
 NCCL with symmetric buffers (both at some sizes). PyTorch: NCCL and the two symmetric-memory
 all-reduces, in CUDA graphs. All results are verified before they are timed. Each setting runs as a
 separate program; failures and timeouts are recorded, and the others continue.
@@ -14,19 +14,20 @@ Three metrics, measured identically for all methods:
 - "GPU time": kernel duration, from a profile of consecutive calls (with products between them for
   an algorithm by name). A duration starts when the rank enters the call and includes its wait for
   the last rank, so the shortest over the ranks counts for each call, that of the last rank; then
-  the median over calls ("fastest" is the minimum). Gaps between kernels are excluded.
-- "call in a chain": wall clock time of consecutive calls, gaps included: for jaxkv and psum in one
-  jitted chain of all-reduces alone, for PyTorch in a replayed graph, timed by events. This can only
-  favour PyTorch, whose time has no dispatch in it.
-- "pair in a chain": wall clock time of an all-reduce and a product in a jitted chain, as in a step.
+  the median over calls, and the minimum. Gaps between kernels are excluded.
+- "time per call (chained)": wall clock time of consecutive calls, gaps included: for jaxkv and psum
+  in one jitted chain of all-reduces only, for PyTorch in a replayed graph, timed by events. This
+  can only favour PyTorch, whose time includes no dispatch.
+- "time per pair (chained)": wall clock time of an all-reduce and a product in a jitted chain, as in
+  a step.
 
 A jitted chain is donated the output of the previous one: addresses stay the same, and XLA replays
 its graphs without updating them, as PyTorch does.
 
-A target covers a range of sizes, of which the worst counts. The jaxkv figure is that of the tuning
-table's choice; the baseline is the best of PyTorch's three methods at each size. psum is excluded,
-though its kernels may be faster than PyTorch's, above all NCCL's on symmetric buffers: see
-docs/performance.md. jaxkv times include the copy into symmetric memory, PyTorch's do not.
+A target covers a range of sizes; its figure is the maximum ratio. The jaxkv figure is that of the
+tuning table's choice; the baseline is the best of PyTorch's three methods at each size. psum is
+excluded, though its kernels may be faster than PyTorch's, above all NCCL's on symmetric buffers:
+see docs/performance.md. jaxkv times include the copy into symmetric memory, PyTorch's do not.
 """
 
 import os
@@ -48,25 +49,25 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB << i for i in (0, 2, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)]
 MAIN_SIZES = (KIB, 32 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB)  # shown in a summary
 WORLDS = (2, 4, 8)
-GPU_TIME, FASTEST = "GPU time", "GPU time, fastest"
-ALONE, PAIR = "call in a chain", "pair in a chain"
+GPU_TIME, FASTEST = "GPU time", "GPU time (minimum)"
+CHAINED_CALL, CHAINED_PAIR = "time per call (chained)", "time per pair (chained)"
 FAILED = "not measured"
-ONE_PROCESS, MANY, TORCH = "one process", "a process each", "PyTorch"
-COPIES = "copies to the next device"  # peak of the links, not a baseline
-OWN_OFF, SYMMETRIC = "psum, XLA's own kernels off", "psum, NCCL symmetric buffers"
+ONE_PROCESS, PROCESS_PER_DEVICE, TORCH = "one process", "one process per device", "PyTorch"
+COPIES = "copy to the next device"  # peak of the links, not a baseline
+XLA_KERNELS_OFF, SYMMETRIC = "psum, XLA kernels disabled", "psum, NCCL symmetric buffers"
 LINK = {"NVIDIA H200": ("NVLink4", 478e9)}  # bytes per second and direction
-MAIN_TIMEOUT_S, PEER_TIMEOUT_S = 150.0, 75.0
+MAIN_TIMEOUT_S, BASELINE_TIMEOUT_S = 150.0, 75.0
 
 
 class Band(NamedTuple):
-    """Message sizes from `least` to `most` bytes, and the target ratio to the best baseline."""
+    """Range of message sizes in bytes, and the target ratio to the best baseline."""
 
-    least: int
-    most: int
+    min_bytes: int
+    max_bytes: int
     wanted: float
 
     def __str__(self) -> str:
-        return f"{size_text(self.least)} to {size_text(self.most)}"
+        return f"{size_text(self.min_bytes)} to {size_text(self.max_bytes)}"
 
 
 BANDS = (
@@ -85,31 +86,31 @@ class Case(NamedTuple):
       world: number of devices.
       setting: one process for all devices, or one per device.
       num_bytes: message size per device.
-      way: "chosen", an algorithm, or a baseline.
+      method: "chosen", an algorithm, or a baseline.
       ran: the chosen algorithm, or the observed kernels of a baseline.
     """
 
     world: int
     setting: str
     num_bytes: int
-    way: str
+    method: str
     ran: str
 
     def __str__(self) -> str:
         size = size_text(self.num_bytes)
-        return f"{self.world} devices, {self.setting}, {size}: {self.way} ({self.ran})"
+        return f"{self.world} devices, {self.setting}, {size}: {self.method} ({self.ran})"
 
     @classmethod
     def parse(cls, text: str) -> "Case | None":
         if not (found := CASE.fullmatch(text)):
             return None
-        world, setting, size, unit, way, ran = found.groups()
-        return cls(int(world), setting, int(size) * {"KiB": KIB, "MiB": MIB}[unit], way, ran)
+        world, setting, size, unit, method, ran = found.groups()
+        return cls(int(world), setting, int(size) * {"KiB": KIB, "MiB": MIB}[unit], method, ran)
 
 
 CASE = re.compile(r"(\d+) devices, ([^:]+), (\d+) (KiB|MiB): (.+) \((.*)\)")
 
-# Seconds by metric, by (setting, way) and bytes; and the names of the kernels.
+# Seconds by metric, by (setting, method) and bytes; and the names of the kernels.
 Times = dict[tuple[str, str], dict[int, dict[str, float]]]
 Names = dict[tuple[str, str, int], str]
 
@@ -125,7 +126,9 @@ class Bench:
 
     def measure(self) -> None:
         self._run(ONE_PROCESS, [self._request(None)], MAIN_TIMEOUT_S)
-        self._run_each(MANY, "bench.collectives.all_reduce_rank", self._request([CHOSEN, PSUM]))
+        self._run_each(
+            PROCESS_PER_DEVICE, "bench.collectives.all_reduce_rank", self._request([CHOSEN, PSUM])
+        )
         self._run_each(
             TORCH, "bench.collectives.torch_all_reduce", {"sizes": self.sizes, "world": self.world}
         )
@@ -133,14 +136,14 @@ class Bench:
             xla = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
             sizes = [size for size in self.sizes if size in MAIN_SIZES]
             request = {**self._request([PSUM]), "sizes": sizes}
-            self._run(ONE_PROCESS, [request], PEER_TIMEOUT_S, xla, {PSUM: name})
+            self._run(ONE_PROCESS, [request], BASELINE_TIMEOUT_S, xla, {PSUM: name})
         self._record()
         if self.platform == "gpu":
             self._record_targets()
 
-    def _request(self, ways: list[str] | None) -> dict[str, Any]:
+    def _request(self, methods: list[str] | None) -> dict[str, Any]:
         return {
-            "platform": self.platform, "world": self.world, "ways": ways, "sizes": self.sizes,
+            "platform": self.platform, "world": self.world, "methods": methods, "sizes": self.sizes,
             "quick": self.platform == "cpu",
         }  # fmt: skip
 
@@ -148,7 +151,7 @@ class Bench:
         """One process per device."""
         port = processes.free_port()
         requests = [{**request, "rank": rank, "port": port} for rank in range(self.world)]
-        self._run(setting, requests, PEER_TIMEOUT_S, module=module)
+        self._run(setting, requests, BASELINE_TIMEOUT_S, module=module)
 
     def _run(
         self,
@@ -164,29 +167,29 @@ class Bench:
         if ran.failure:
             self._failed(f"{what}: {ran.failure}")
         renamed = renamed or {}
-        self._tell_reasons(what, ran.answers, renamed)
-        for way, num_bytes, answers in together(ran.answers):
+        self._print_reasons(what, ran.answers, renamed)
+        for method, num_bytes, answers in together(ran.answers):
             if times := over_ranks(answers):
-                name, told = renamed.get(way, way), answers[0]
+                name, first = renamed.get(method, method), answers[0]
                 self.times.setdefault((setting, name), {})[num_bytes] = times
-                ran_here = [told.get("algorithm", way)]
-                if way == PSUM and "names" in told:
-                    ran_here = [*map(short_name, told["names"])]
+                ran_here = [first.get("algorithm", method)]
+                if method == PSUM and "names" in first:
+                    ran_here = [*map(short_name, first["names"])]
                 self.names[setting, name, num_bytes] = " + ".join(ran_here)
 
-    def _tell_reasons(
+    def _print_reasons(
         self, what: str, ranks: Sequence[Sequence[dict[str, Any]]], renamed: dict[str, str]
     ) -> None:
-        """Prints why a method was not measured; a reason given by several ranks once."""
+        """Prints why a method was not measured; equal reasons of several ranks once."""
         reasons: dict[str, bool] = {}
         for answer in (answer for answers in ranks for answer in answers):
             size = size_text(answer["bytes"]) if "bytes" in answer else "all sizes"
-            for reason in {"refused", "failed", "unprofiled"} & {*answer}:
-                name = renamed.get(answer["way"], answer["way"])
-                told = f"{what}, {size}: {name}: {reason}: {answer[reason]}"
-                reasons[told] = reason != "refused" or "bytes" not in answer
-        for told, recorded in reasons.items():
-            self._failed(told, recorded=recorded)
+            for reason in {"unsupported", "failed", "unprofiled"} & {*answer}:
+                name = renamed.get(answer["method"], answer["method"])
+                text = f"{what}, {size}: {name}: {reason}: {answer[reason]}"
+                reasons[text] = reason != "unsupported" or "bytes" not in answer
+        for text, recorded in reasons.items():
+            self._failed(text, recorded=recorded)
 
     def _failed(self, why: str, *, recorded: bool = True) -> None:
         """Prints what was not measured, and records it unless the size is unsupported."""
@@ -196,92 +199,97 @@ class Bench:
             self.results.row(why, FAILED, "settings", 1)
 
     def _record(self) -> None:
-        for (setting, way), by_size in self.times.items():
+        for (setting, method), by_size in self.times.items():
             for num_bytes, times in by_size.items():
-                kernel = self.names[setting, way, num_bytes]
-                case = str(Case(self.world, setting, num_bytes, way, kernel))
+                kernel = self.names[setting, method, num_bytes]
+                case = str(Case(self.world, setting, num_bytes, method, kernel))
                 for metric, seconds in times.items():
-                    summing = metric in (GPU_TIME, ALONE) and way != COPIES
-                    peak = self._roof(num_bytes) if summing else None
-                    peers = {} if setting == TORCH else self._peers(metric, num_bytes)
-                    self.results.row(case, metric, "us", seconds * 1e6, peak, peers)
+                    reduces = metric in (GPU_TIME, CHAINED_CALL) and method != COPIES
+                    peak = self._link_time(num_bytes) if reduces else None
+                    baselines = {} if setting == TORCH else self._baselines(metric, num_bytes)
+                    self.results.row(case, metric, "us", seconds * 1e6, peak, baselines)
 
-    def _roof(self, num_bytes: int) -> tuple[str, float] | None:
+    def _link_time(self, num_bytes: int) -> tuple[str, float] | None:
         """Microseconds that the link needs for the data a device sends and receives."""
         if link := LINK.get(jax.local_devices()[0].device_kind):
             share = 2 * (self.world - 1) / self.world
             return link[0], share * num_bytes / link[1] * 1e6
         return None
 
-    def _peers(self, metric: str, num_bytes: int) -> dict[str, float]:
+    def _baselines(self, metric: str, num_bytes: int) -> dict[str, float]:
         """PyTorch's times in microseconds."""
         return {
-            way: by_size[num_bytes][metric] * 1e6
-            for (setting, way), by_size in self.times.items()
-            if setting == TORCH and way != COPIES and metric in by_size.get(num_bytes, {})
+            method: by_size[num_bytes][metric] * 1e6
+            for (setting, method), by_size in self.times.items()
+            if setting == TORCH and method != COPIES and metric in by_size.get(num_bytes, {})
         }
 
-    def _time(self, setting: str, way: str, metric: str, num_bytes: int) -> float | None:
+    def _time(self, setting: str, method: str, metric: str, num_bytes: int) -> float | None:
         """Microseconds."""
-        seconds = self.times.get((setting, way), {}).get(num_bytes, {}).get(metric)
+        seconds = self.times.get((setting, method), {}).get(num_bytes, {}).get(metric)
         return None if seconds is None else seconds * 1e6
 
     def ratio(self, setting: str, metric: str, num_bytes: int) -> float | None:
         """jaxkv to the best baseline: for pairs psum in the same setting, else PyTorch's."""
-        ours = self._time(setting, CHOSEN, metric, num_bytes)
-        theirs: list[float | None] = [*self._peers(metric, num_bytes).values()]
-        if metric == PAIR:
-            theirs = [self._time(setting, PSUM, metric, num_bytes)]
-        known = [time for time in theirs if time]
-        return ours / min(known) if ours and known else None
+        time = self._time(setting, CHOSEN, metric, num_bytes)
+        baselines: list[float | None] = [*self._baselines(metric, num_bytes).values()]
+        if metric == CHAINED_PAIR:
+            baselines = [self._time(setting, PSUM, metric, num_bytes)]
+        known = [baseline for baseline in baselines if baseline]
+        return time / min(known) if time and known else None
 
     def bound(self, metric: str, num_bytes: int) -> float | None:
         """`ratio` if all links ran at the rate of copy engines."""
-        copying = self._time(TORCH, COPIES, ALONE, num_bytes)
-        peers = self._peers(metric, num_bytes).values()
+        copying = self._time(TORCH, COPIES, CHAINED_CALL, num_bytes)
+        baselines = self._baselines(metric, num_bytes).values()
         return (
-            2 * (self.world - 1) / self.world * copying / min(peers) if copying and peers else None
+            2 * (self.world - 1) / self.world * copying / min(baselines)
+            if copying and baselines
+            else None
         )
 
-    def _worst(self, ratio: Callable[[int], float | None], band: Band) -> float | None:
-        sizes = [size for size in self.sizes if band.least <= size <= band.most]
+    def _max_ratio(self, ratio: Callable[[int], float | None], band: Band) -> float | None:
+        sizes = [size for size in self.sizes if band.min_bytes <= size <= band.max_bytes]
         known = [found for found in map(ratio, sizes) if found is not None]
         return max(known) if sizes and len(known) == len(sizes) else None
 
     def _record_targets(self) -> None:
-        for setting in (ONE_PROCESS, MANY):
+        for setting in (ONE_PROCESS, PROCESS_PER_DEVICE):
             where = f"{self.world} devices, {setting}"
-            for metric in (GPU_TIME, ALONE):
+            for metric in (GPU_TIME, CHAINED_CALL):
                 for band in BANDS:
-                    worst = self._worst(partial(self.ratio, setting, metric), band)
-                    bound = self._worst(partial(self.bound, metric), band)
+                    highest = self._max_ratio(partial(self.ratio, setting, metric), band)
+                    bound = self._max_ratio(partial(self.bound, metric), band)
                     self.results.target(
-                        f"{where}, {band}: {metric}", worst, "<=", band.wanted,
-                        "times the best of PyTorch's", bound,
+                        f"{where}, {band}: {metric}", highest, "<=", band.wanted,
+                        "x best PyTorch all-reduce", bound,
                     )  # fmt: skip
-            worst = self._worst(partial(self.ratio, setting, PAIR), PAIR_BAND)
-            name = f"{where}, {PAIR_BAND}: {PAIR}"
-            self.results.target(name, worst, "<=", PAIR_BAND.wanted, "times psum's")
+            highest = self._max_ratio(partial(self.ratio, setting, CHAINED_PAIR), PAIR_BAND)
+            name = f"{where}, {PAIR_BAND}: {CHAINED_PAIR}"
+            self.results.target(name, highest, "<=", PAIR_BAND.wanted, "x psum")
 
     def table(self) -> str:
         """Text summary of the tuning table's choices and the baselines."""
         lines = []
-        for setting in (ONE_PROCESS, MANY):
+        for setting in (ONE_PROCESS, PROCESS_PER_DEVICE):
             for size in self.times.get((setting, CHOSEN), {}):
                 ran = self.names[setting, CHOSEN, size]
                 cells = [f"{setting:15} {size_text(size):>8} {ran:12}"]
-                for metric in (GPU_TIME, ALONE, PAIR):
-                    ours = self._time(setting, CHOSEN, metric, size)
+                for metric in (GPU_TIME, CHAINED_CALL, CHAINED_PAIR):
+                    time = self._time(setting, CHOSEN, metric, size)
                     psum = self._time(setting, PSUM, metric, size)
-                    best = min(self._peers(metric, size).values(), default=None)
-                    times = "/".join("-" if t is None else f"{t:.1f}" for t in (ours, psum, best))
+                    best = min(self._baselines(metric, size).values(), default=None)
+                    times = "/".join("-" if t is None else f"{t:.1f}" for t in (time, psum, best))
                     ratio = self.ratio(setting, metric, size)
                     cells.append(f"{times:>18} {'' if ratio is None else f'{ratio:.2f}':>5}")
-                ours, peak = self._time(setting, CHOSEN, GPU_TIME, size), self._roof(size)
-                cells.append(f"{peak[1] / ours:.0%} of the link" if ours and peak else "")
+                time, peak = self._time(setting, CHOSEN, GPU_TIME, size), self._link_time(size)
+                cells.append(f"{peak[1] / time:.0%} of the link" if time and peak else "")
                 lines.append("  ".join(cells))
-        title = "ours/psum/best of PyTorch, us, and the ratio that a target is about: "
-        return f"{self.world} devices, {title}{GPU_TIME}, {ALONE}, {PAIR}\n" + "\n".join(lines)
+        title = "jaxkv/psum/best of PyTorch, us, and the ratio of the target: "
+        return (
+            f"{self.world} devices, {title}{GPU_TIME}, {CHAINED_CALL}, {CHAINED_PAIR}\n"
+            + "\n".join(lines)
+        )
 
 
 def rows_by_case(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
@@ -299,7 +307,7 @@ def xla_flags() -> dict[str, str]:
     if jax.__version_info__ >= (0, 11):  # the other name is a legacy alias there
         off += " --xla_gpu_experimental_use_collective_kernels=-ALL_REDUCE"
     return {
-        OWN_OFF: off,
+        XLA_KERNELS_OFF: off,
         SYMMETRIC: f"{off} --xla_gpu_experimental_enable_nccl_symmetric_buffers=true",
     }
 
@@ -307,17 +315,17 @@ def xla_flags() -> dict[str, str]:
 def together(
     ranks: Sequence[Sequence[dict[str, Any]]],
 ) -> list[tuple[str, int, list[dict[str, Any]]]]:
-    """(way, bytes, answers of the ranks), where all ranks answered."""
+    """(method, bytes, answers of the ranks), where all ranks answered."""
     merged: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     for rank, answers in enumerate(ranks):
         for answer in answers:
             if "bytes" in answer:
-                key = answer["way"], answer["bytes"]
+                key = answer["method"], answer["bytes"]
                 merged.setdefault(key, {}).setdefault(rank, {}).update(answer)
     return [
-        (way, num_bytes, [told[rank] for rank in sorted(told)])
-        for (way, num_bytes), told in merged.items()
-        if len(told) == len(ranks)
+        (method, num_bytes, [by_rank[rank] for rank in sorted(by_rank)])
+        for (method, num_bytes), by_rank in merged.items()
+        if len(by_rank) == len(ranks)
     ]
 
 
@@ -328,7 +336,7 @@ def over_ranks(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
         listed = [one for answer in answers for one in answer["kernels"]]
         shortest = [min(call) for call in zip(*listed, strict=False)]
         found[GPU_TIME], found[FASTEST] = statistics.median(shortest), min(shortest)
-    for metric, key in ((ALONE, "alone"), (PAIR, "pair")):
+    for metric, key in ((CHAINED_CALL, "call"), (CHAINED_PAIR, "pair")):
         if all(key in answer for answer in answers):
             found[metric] = max(answer[key] for answer in answers)
     return found

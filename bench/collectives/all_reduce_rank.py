@@ -1,12 +1,12 @@
 """Times chains of all-reduces within one program, for `bench.collectives.all_reduce`.
 
 `python -m bench.collectives.all_reduce_rank REQUEST` drives all devices, or one of them in a
-multi-process run. Output: a JSON line for each size and method, {"bytes", "way", "algorithm",
-"pair", "alone"}, and a later one with "kernels"; or a reason: "refused", "failed", "unprofiled".
-"pair" is the time in seconds of an all-reduce and a product, "alone" (for the table's choice and
+multi-process run. Output: a JSON line for each size and method, {"bytes", "method", "algorithm",
+"pair", "call"}, and a later one with "kernels"; or a reason: "unsupported", "failed", "unprofiled".
+"pair" is the time in seconds of an all-reduce and a product, "call" (for the table's choice and
 psum) that of an all-reduce in a chain of all-reduces only; both are wall clock times over
 consecutive calls. "kernels" is a list for each GPU of this process: the seconds of each all-reduce
-there, in the "alone" chain if there is one, else in the pairs. All ranks run the same calls: no
+there, in the "call" chain if there is one, else in the pairs. All ranks run the same calls: no
 clock decides how many.
 """
 
@@ -54,7 +54,7 @@ class Request:
     Attributes:
       platform: "cpu" or "gpu".
       world: number of devices of the all-reduce.
-      ways: "chosen" by the tuning table, an implementation's name, or None for all of them.
+      methods: "chosen" by the tuning table, an implementation's name, or None for all of them.
       sizes: bytes of a message per device.
       quick: chains of a few calls.
       rank: of this process, which has one device; None if it has all.
@@ -63,7 +63,7 @@ class Request:
 
     platform: str
     world: int
-    ways: list[str] | None
+    methods: list[str] | None
     sizes: list[int]
     quick: bool = False
     rank: int | None = None
@@ -75,42 +75,42 @@ class Program:
     """Chains of one method and size.
 
     Attributes:
-      num_bytes, way: message size and method.
-      algorithm: the one that `way` resolves to.
+      num_bytes, method: message size and method.
+      algorithm: the one that `method` resolves to.
       length: all-reduces per chain.
       calls: consecutive calls of a chain.
-      chains: "pair" and, for some methods, "alone": traced, later compiled.
+      chains: "pair" and, for some methods, "call": traced, later compiled.
       states: donated argument of each chain, as in a step.
       expected: a row of the pairs' result.
       samples: seconds of an all-reduce in each chain, by round, by wall clock.
     """
 
     num_bytes: int
-    way: str
+    method: str
     algorithm: str
     length: int
     calls: int
     chains: dict[str, Any]
-    states: dict[str, Any]
+    states: dict[str, jax.Array]
     expected: np.ndarray
     samples: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
     @property
     def profiled_chain(self) -> str:
-        """The "alone" chain if any: products let ranks drift apart, and the last not wait."""
-        return "alone" if "alone" in self.chains else "pair"
+        """The "call" chain if any: with products, ranks drift apart and the last does not wait."""
+        return "call" if "call" in self.chains else "pair"
 
     def answer(self) -> dict[str, Any]:
         """Keys that identify the figures."""
-        return {"bytes": self.num_bytes, "way": self.way, "algorithm": self.algorithm}
+        return {"bytes": self.num_bytes, "method": self.method, "algorithm": self.algorithm}
 
     def verify(self) -> None:
-        """Raises AssertionError if the pairs give wrong sums."""
+        """Raises AssertionError if the pairs give wrong values."""
         self.states["pair"] = self.chains["pair"](self.states["pair"])
         for shard in self.states["pair"].addressable_shards:
             found = np.asarray(shard.data)[0]
             if not np.array_equal(found.view(np.uint16), self.expected.view(np.uint16)):
-                raise AssertionError("wrong sums")
+                raise AssertionError("wrong values")
 
     def sample(self) -> None:
         """Times each chain once."""
@@ -134,9 +134,9 @@ class Bench:
         self.request = request
         self.mesh = jax.sharding.Mesh(np.array(_devices(request)), (AXIS,))
         self.sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
-        self.ways = request.ways or [CHOSEN, *all_reduce_table.ALGORITHMS]
+        self.methods = request.methods or [CHOSEN, *all_reduce_table.ALGORITHMS]
         self.memory: jaxkv.SymmetricMemory | None = None
-        if self.ways != [PSUM]:
+        if self.methods != [PSUM]:
             self._create()
 
     def _create(self) -> None:
@@ -146,24 +146,26 @@ class Bench:
                 self.mesh, AXIS, max_bytes=max(self.request.sizes), timeout_s=TIMEOUT_S
             )
         except (NotImplementedError, RuntimeError) as error:
-            for way in self.ways:
-                if way != PSUM:
-                    _tell({"way": way, "refused": f"{type(error).__name__}: {error}"})
-            self.ways = [PSUM]
+            for method in self.methods:
+                if method != PSUM:
+                    _emit({"method": method, "unsupported": f"{type(error).__name__}: {error}"})
+            self.methods = [PSUM]
 
-    def reduce(self, x: Any, way: str) -> Any:
-        if way == PSUM or self.memory is None:
+    def reduce(self, x: jax.Array, method: str) -> jax.Array:
+        if method == PSUM or self.memory is None:
             return jax.lax.psum(x, AXIS)
-        return jaxkv.all_reduce(self.memory, x, AXIS, implementation=None if way == CHOSEN else way)
+        return jaxkv.all_reduce(
+            self.memory, x, AXIS, implementation=None if method == CHOSEN else method
+        )
 
-    def algorithm(self, num_bytes: int, way: str) -> str:
-        if way != CHOSEN or self.memory is None:
-            return way
+    def algorithm(self, num_bytes: int, method: str) -> str:
+        if method != CHOSEN or self.memory is None:
+            return method
         message = jax.ShapeDtypeStruct((num_bytes // 2,), jnp.bfloat16)
-        told = jaxkv.explain(jaxkv.all_reduce, self.memory, message, AXIS)
-        return told.partition(": ")[2].split(" ")[0]
+        explanation = jaxkv.explain(jaxkv.all_reduce, self.memory, message, AXIS)
+        return explanation.partition(": ")[2].split(" ")[0]
 
-    def states(self, num_bytes: int) -> tuple[dict[str, Any], np.ndarray]:
+    def states(self, num_bytes: int) -> tuple[dict[str, jax.Array], np.ndarray]:
         """Initial values of the chains, and the mean of the initial rows of the pairs.
 
         Every intermediate sum is a multiple of the number of ranks, exact in bfloat16.
@@ -178,33 +180,36 @@ class Bench:
         def row_of(index: Any) -> np.ndarray:
             return rows[index[0].start or 0][None]
 
-        # Without products sums grow; zeros don't.
-        starts = {"pair": put(row_of), "alone": put(lambda _: np.zeros((1, count), jnp.bfloat16))}
+        # Without products, values grow; zeros do not.
+        starts: dict[str, jax.Array] = {
+            "pair": put(row_of),
+            "call": put(lambda _: np.zeros((1, count), jnp.bfloat16)),
+        }
         return starts, np.resize(pattern.sum(0).astype(jnp.bfloat16), count)
 
-    def lower(self, num_bytes: int, way: str) -> Program:
+    def lower(self, num_bytes: int, method: str) -> Program:
         """A program with traced chains; raises as `all_reduce` does."""
         _, length, calls = next(chain for chain in CHAINS if num_bytes <= chain[0])
         length, calls = QUICK_CHAIN if self.request.quick else (length, calls)
 
         @jax.jit
-        def alone(x: Any) -> Any:
-            return self.reduce(x, way)
+        def call(x: jax.Array) -> jax.Array:
+            return self.reduce(x, method)
 
         @jax.jit
-        def pair(x: Any) -> Any:
-            return self.reduce(x, way) * (1 / self.request.world)
+        def pair(x: jax.Array) -> jax.Array:
+            return self.reduce(x, method) * (1 / self.request.world)
 
-        bodies = {"pair": pair, "alone": alone} if way in (CHOSEN, PSUM) else {"pair": pair}
+        bodies = {"pair": pair, "call": call} if method in (CHOSEN, PSUM) else {"pair": pair}
         states, expected = self.states(num_bytes)
         chains = {
             name: self._chain(body, length).lower(states[name]) for name, body in bodies.items()
         }
-        algorithm = self.algorithm(num_bytes, way)
-        return Program(num_bytes, way, algorithm, length, calls, chains, states, expected)
+        algorithm = self.algorithm(num_bytes, method)
+        return Program(num_bytes, method, algorithm, length, calls, chains, states, expected)
 
-    def _chain(self, body: Callable[[Any], Any], length: int) -> Any:
-        def chain(x: Any) -> Any:
+    def _chain(self, body: Callable[[jax.Array], jax.Array], length: int) -> Any:
+        def chain(x: jax.Array) -> jax.Array:
             for _ in range(length):
                 x = body(x)
             return x
@@ -216,21 +221,21 @@ class Bench:
         return jax.jit(mapped, donate_argnums=0)
 
     def programs(self) -> Iterator[Program]:
-        """All programs that compile and give correct sums; failures are reported."""
+        """All programs that compile and give correct values; failures are reported."""
         lowered = []
         for num_bytes in self.request.sizes:
-            for way in self.ways:
+            for method in self.methods:
                 try:
-                    lowered.append(self.lower(num_bytes, way))
+                    lowered.append(self.lower(num_bytes, method))
                 except NotImplementedError as error:
-                    _tell({"bytes": num_bytes, "way": way, "refused": str(error)})
+                    _emit({"bytes": num_bytes, "method": method, "unsupported": str(error)})
         with ThreadPoolExecutor(COMPILERS) as pool:
             waiting = [
                 {name: pool.submit(chain.compile) for name, chain in program.chains.items()}
                 for program in lowered
             ]
             for program, compiling in zip(lowered, waiting, strict=True):
-                with _told(program):
+                with _reporting_errors(program):
                     program.chains = {name: one.result() for name, one in compiling.items()}
                     program.verify()
                     yield program
@@ -239,15 +244,15 @@ class Bench:
         programs = list(self.programs())
         for done in range(ROUNDS):  # interleaved, as the host's pace drifts
             for program in programs:
-                with _told(program):
+                with _reporting_errors(program):
                     program.sample()
             programs = [program for program in programs if len(program.samples) > done]
         for num_bytes in self.request.sizes:
             here = [program for program in programs if program.num_bytes == num_bytes]
             for program in here:
-                _tell({**program.answer(), **program.seconds()})
+                _emit({**program.answer(), **program.seconds()})
             for program, traced in zip(here, profiled(here), strict=True):
-                _tell({**program.answer(), **traced})
+                _emit({**program.answer(), **traced})
             if self.memory:
                 self.memory.check_errors()
         if self.memory:
@@ -255,12 +260,12 @@ class Bench:
 
 
 @contextlib.contextmanager
-def _told(program: Program) -> Iterator[None]:
+def _reporting_errors(program: Program) -> Iterator[None]:
     """Reports an error of one method; the others continue."""
     try:
         yield
     except Exception as error:
-        _tell({**program.answer(), "failed": f"{type(error).__name__}: {error}"[:500]})
+        _emit({**program.answer(), "failed": f"{type(error).__name__}: {error}"[:500]})
 
 
 def profiled(programs: Sequence[Program]) -> list[dict[str, Any]]:
@@ -291,8 +296,8 @@ def profiled(programs: Sequence[Program]) -> list[dict[str, Any]]:
             found.append({"kernels": seconds, "names": sorted(names)})
         else:
             ran = dict(Counter(event.name for events in here for event in events))
-            told = f"{wanted} all-reduces on {len(shards)} devices can't be told in {ran}"
-            found.append({"unprofiled": f"{told}; programs: {[*map(len, devices)]}"})
+            reason = f"{wanted} all-reduces on {len(shards)} devices can't be identified in {ran}"
+            found.append({"unprofiled": f"{reason}; programs: {[*map(len, devices)]}"})
     return found
 
 
@@ -345,7 +350,7 @@ def _devices(request: Request) -> list[jax.Device]:
     return jax.devices()[: request.world]
 
 
-def _tell(answer: dict[str, Any]) -> None:
+def _emit(answer: dict[str, Any]) -> None:
     print(json.dumps(answer), flush=True)
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,20 +54,22 @@ def random_call(rng: random.Random, memories: Sequence[SymmetricMemory]) -> Call
     return Call(memory, algorithm, dtype, size)
 
 
-def operand(size: int, rank: Any, seed: Any) -> jax.Array:
+def operand(size: int, rank: jax.Array | int, seed: jax.Array) -> jax.Array:
     """Integers, whose sums over 8 ranks are exact in every dtype."""
     i = jnp.arange(size, dtype=jnp.int32)
     return (i * 7 + rank * 11 + seed * 13) % 31 - 15
 
 
-def late(delay: Any) -> jax.Array:
+def delayed_zero(delay: jax.Array) -> jax.Array:
     """Zero, after a delay."""
     square = jnp.full((64, 64), 1 / 64, jnp.float32)
     waste = jax.lax.fori_loop(0, delay, lambda _, y: y @ square, square)
     return (waste[0, 0] * 0).astype(jnp.int32)
 
 
-def program(mesh: jax.sharding.Mesh, calls: Sequence[Call]) -> Callable[..., tuple[Any, Any]]:
+def program(
+    mesh: jax.sharding.Mesh, calls: Sequence[Call]
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """`(wrong[world], over[world], seed, delays[world, calls]) -> (wrong[world], over[world])`.
 
     `wrong` counts mismatches and is carried from round to round; `over` is returned summed over the
@@ -75,11 +77,13 @@ def program(mesh: jax.sharding.Mesh, calls: Sequence[Call]) -> Callable[..., tup
     """
     ranks = range(mesh.size)
 
-    def step(wrong: Any, over: Any, seed: Any, delays: Any) -> tuple[Any, Any]:
+    def step(
+        wrong: jax.Array, over: jax.Array, seed: jax.Array, delays: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         rank = jax.lax.axis_index(AXIS)
         after = jnp.minimum(wrong, 0)  # zero; orders the round after the previous one
         for number, (memory, algorithm, dtype, size) in enumerate(calls):
-            x = operand(size, rank, seed + number) + late(delays[rank, number]) + after
+            x = operand(size, rank, seed + number) + delayed_zero(delays[rank, number]) + after
             got = jaxkv.all_reduce(memory, x.astype(dtype), AXIS, implementation=algorithm)
             want = sum(operand(size, r, seed + number) for r in ranks)
             wrong += (got.astype(jnp.float32) != want).sum(dtype=jnp.int32)
@@ -99,14 +103,14 @@ def soak(mesh: jax.sharding.Mesh, seconds: float, *, max_bytes: int, seed: int =
     In a multi-process run each process calls this.
 
     Raises:
-      ArithmeticError: a wrong sum, with its calls.
+      ArithmeticError: a wrong value, with its calls.
       PeerTimeoutError: a rank timed out.
     """
     rng = random.Random(seed)  # the same in all processes
     create = partial(SymmetricMemory.create, mesh, AXIS)
-    programs: list[tuple[list[Call], Callable[..., tuple[Any, Any]]]] = []
-    running: collections.deque[tuple[list[Call], Any, Any]] = collections.deque()
-    sums, begin = 0, time.monotonic()
+    programs: list[tuple[list[Call], Callable[..., tuple[jax.Array, jax.Array]]]] = []
+    running: collections.deque[tuple[list[Call], jax.Array, jax.Array]] = collections.deque()
+    reductions, begin = 0, time.monotonic()
     with create(max_bytes=max_bytes) as large, create(max_bytes=max_bytes // 64) as small:
         wrong = by_rank(mesh, np.zeros(mesh.size, np.int32))
         for round_ in range(sys.maxsize):
@@ -114,8 +118,8 @@ def soak(mesh: jax.sharding.Mesh, seconds: float, *, max_bytes: int, seed: int =
                 calls = [random_call(rng, (large, small)) for _ in range(rng.randint(1, 6))]
                 programs.append((calls, program(mesh, calls)))
             calls, step = rng.choice(programs)
-            time_is_over = time.monotonic() - begin > seconds  # by this process's clock
-            over = by_rank(mesh, np.full(mesh.size, time_is_over, np.float32))
+            expired = time.monotonic() - begin > seconds  # by this process's clock
+            over = by_rank(mesh, np.full(mesh.size, expired, np.float32))
             delays = np.zeros((mesh.size, len(calls)), np.int32)
             late_rank, late_call = rng.randrange(mesh.size), rng.randrange(len(calls))
             delays[late_rank, late_call] = rng.randint(0, LONGEST_DELAY)
@@ -123,13 +127,13 @@ def soak(mesh: jax.sharding.Mesh, seconds: float, *, max_bytes: int, seed: int =
             running.append((calls, wrong, over))
             if len(running) < IN_FLIGHT:
                 continue
-            sums += checked(*running[0][:2])
+            reductions += checked(*running[0][:2])
             if largest(running.popleft()[2]) > 0:  # the same in all processes
                 break
-        sums += sum(checked(calls, wrong) for calls, wrong, _ in running)
+        reductions += sum(checked(calls, wrong) for calls, wrong, _ in running)
         large.check_errors()
         small.check_errors()
-    return sums
+    return reductions
 
 
 def by_rank(mesh: jax.sharding.Mesh, rows: np.ndarray) -> jax.Array:
@@ -156,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0, help="of sizes, algorithms and delays")
-    asked = parser.parse_args(argv)
+    flags = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", 4)
     world = max((n for n in WORLD_SIZES if n <= jax.device_count()), default=0)
     if not world:
@@ -165,12 +169,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:world]), (AXIS,))
     max_bytes = MAX_BYTES[jax.default_backend()]
     try:
-        sums = soak(mesh, asked.seconds, max_bytes=max_bytes, seed=asked.seed)
+        reductions = soak(mesh, flags.seconds, max_bytes=max_bytes, seed=flags.seed)
     except ArithmeticError as error:
         print(error, file=sys.stderr)
         return 1
     device = mesh.devices.flat[0].device_kind
-    print(f"{sums} sums in {asked.seconds:g} s on {world} x {device}, all of them exact")
+    print(f"{reductions} all-reduces in {flags.seconds:g} s on {world} x {device}, all exact")
     return 0
 
 

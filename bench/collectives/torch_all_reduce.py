@@ -2,7 +2,7 @@
 
 `python -m bench.collectives.torch_all_reduce REQUEST` is started by `bench.collectives.all_reduce`,
 once per GPU; REQUEST is JSON with "rank", "world", "port" and "sizes". Output: JSON lines as those
-of `bench.collectives.all_reduce_rank`: "alone" is the time per call in a replayed CUDA graph of
+of `bench.collectives.all_reduce_rank`: "call" is the time per call in a replayed CUDA graph of
 CALLS calls, "kernels" the seconds of each call's kernel in such replays. NCCL takes any array; the
 two symmetric-memory methods take one in symmetric memory, so their times exclude the copy into it.
 COPIES is the peak of the links with all devices sending and receiving: each device's copy engine
@@ -22,10 +22,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 CALLS, REPLAYS, PROFILED_REPLAYS = 20, 12, 6
 REDUCING = re.compile("all.?reduce|nccl|shot", re.IGNORECASE)
 NCCL, ONE_SHOT, TWO_SHOT = "torch NCCL", "torch one_shot", "torch two_shot"
-COPIES = (
-    "copies to the next device"  # as in bench/collectives/all_reduce.py, which runs without PyTorch
-)
-LEAST_COPIED = 16 << 20  # bytes; below that latency dominates
+COPIES = "copy to the next device"  # as in all_reduce.py, which runs without PyTorch
+MIN_COPY_BYTES = 16 << 20  # below that latency dominates
 
 
 class Rank:
@@ -41,7 +39,7 @@ class Rank:
         self.world, self.group = world, dist.group.WORLD.group_name
         self.stream = torch.cuda.Stream()
 
-    def ways(self, num_bytes: int) -> dict[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
+    def methods(self, num_bytes: int) -> dict[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
         """Each method, and its operand."""
         count, operations = num_bytes // 2, torch.ops.symm_mem
         plain = torch.empty(count, dtype=torch.bfloat16, device=self.device)
@@ -74,7 +72,7 @@ class Rank:
         array.fill_(1)
         self.wait()
         if not bool((call() == self.world).all()):
-            raise AssertionError("wrong sums")
+            raise AssertionError("wrong values")
         self.wait()
         array.zero_()
         self.wait()
@@ -132,36 +130,36 @@ def main(request: dict) -> None:
     graphs = {}
     broken = set()
     for num_bytes in request["sizes"]:
-        for way, (array, call) in rank.ways(num_bytes).items():
-            if way in broken:
+        for method, (array, call) in rank.methods(num_bytes).items():
+            if method in broken:
                 continue
             try:
                 rank.verify(array, call)
                 graph = rank.graph(call)
-                _tell(num_bytes, way, alone=rank.seconds(graph))
-                graphs[num_bytes, way] = graph, array  # keeps the array alive
+                _emit(num_bytes, method, call=rank.seconds(graph))
+                graphs[num_bytes, method] = graph, array  # keeps the array alive
             except Exception as error:  # on all ranks alike, or the others are killed
-                broken.add(way)
-                _tell(num_bytes, way, failed=f"{type(error).__name__}: {error}"[:500])
+                broken.add(method)
+                _emit(num_bytes, method, failed=f"{type(error).__name__}: {error}"[:500])
     for num_bytes in request["sizes"]:
-        if num_bytes >= LEAST_COPIED:
+        if num_bytes >= MIN_COPY_BYTES:
             keep, call = rank.copy(num_bytes)
-            _tell(num_bytes, COPIES, alone=rank.seconds(rank.graph(call)))
+            _emit(num_bytes, COPIES, call=rank.seconds(rank.graph(call)))
             rank.wait()
             assert bool((keep == 1).all())
-    for (num_bytes, way), (graph, _) in graphs.items():  # last: profiling has lasting effects
+    for (num_bytes, method), (graph, _) in graphs.items():  # last: profiling has lasting effects
         rank.wait()
         try:
-            _tell(num_bytes, way, kernels=[rank.kernels(graph)])
+            _emit(num_bytes, method, kernels=[rank.kernels(graph)])
         except RuntimeError as error:
-            _tell(num_bytes, way, unprofiled=str(error))
+            _emit(num_bytes, method, unprofiled=str(error))
     rank.wait()
     graphs.clear()
     dist.destroy_process_group()
 
 
-def _tell(num_bytes: int, way: str, **figures: object) -> None:
-    print(json.dumps({"bytes": num_bytes, "way": way, **figures}), flush=True)
+def _emit(num_bytes: int, method: str, **figures: object) -> None:
+    print(json.dumps({"bytes": num_bytes, "method": method, **figures}), flush=True)
 
 
 if __name__ == "__main__":

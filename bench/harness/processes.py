@@ -65,9 +65,9 @@ def run(
         failure = _wait(started, timeout_s)
         if failure is None:
             return ProcessResult([_answers(output) for output in outputs], None)
-        said = [line for output in outputs for line in _errors(output)]
+        errors = [line for output in outputs for line in _errors(output)]
         return ProcessResult(
-            [_answers(output) for output in outputs], ": ".join([failure, *said[-1:]])
+            [_answers(output) for output in outputs], ": ".join([failure, *errors[-1:]])
         )
 
 

@@ -2,10 +2,10 @@
 
 A file contains the measurements, the commit and the machine:
 
-    {commit, dirty, env, rows: [{case, metric, unit, value, peak, peers}],
+    {commit, dirty, env, rows: [{case, metric, unit, value, peak, baselines}],
      targets: [{name, want: {op, value, unit}, got, met, bound}]}
 
-Peak bandwidths ("peak") and baselines ("peers") are measured in the same run as their value.
+Peak bandwidths and baselines are measured in the same run as their value.
 """
 
 import argparse
@@ -34,10 +34,10 @@ class Row:
     Attributes:
       case: the measured configuration, e.g. "load page_first_direct kernel 64 KiB".
       metric: the measured quantity, e.g. "bandwidth".
-      unit: unit of `value`, `peak` and `peers`, e.g. "GB/s" (1e9 bytes per second).
+      unit: unit of `value`, `peak` and `baselines`, e.g. "GB/s" (1e9 bytes per second).
       value: the figure.
       peak: peak bandwidth: {"name", "value"}.
-      peers: figures of the baselines, by name.
+      baselines: figures of the baselines, by name.
     """
 
     case: str
@@ -45,7 +45,7 @@ class Row:
     unit: str
     value: float
     peak: dict[str, Any] | None = None
-    peers: dict[str, float] = dataclasses.field(default_factory=dict)
+    baselines: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Target:
     """A target and the measured figure; `met` follows from the two.
 
     Attributes:
-      name: the compared quantities.
+      name: the measured quantity.
       op: one of OPERATORS; the target is met if `got op want`.
       want: the target figure.
       unit: unit of both figures.
@@ -113,10 +113,10 @@ class Results:
         unit: str,
         value: float,
         peak: tuple[str, float] | None = None,
-        peers: dict[str, float] | None = None,
+        baselines: dict[str, float] | None = None,
     ) -> Row:
         named = {"name": peak[0], "value": peak[1]} if peak else None
-        self.rows.append(Row(case, metric, unit, value, named, peers or {}))
+        self.rows.append(Row(case, metric, unit, value, named, baselines or {}))
         return self.rows[-1]
 
     def target(
@@ -205,8 +205,8 @@ def _read_file(path: pathlib.Path) -> File:
     for target, stored in zip(targets, content["targets"], strict=True):
         if target.met != stored["met"]:
             raise ValueError(
-                f"{path}: target {target.name!r} says met={stored['met']}, but its figures say "
-                f"{target.met}"
+                f"{path}: target {target.name!r} has met={stored['met']}, but its figures give "
+                f"met={target.met}"
             )
     rows = [Row(**row) for row in content["rows"]]
     return File(
@@ -251,8 +251,8 @@ def revision(repository: pathlib.Path = REPOSITORY) -> Revision:
     `JAXKV_COMMIT=$(git describe --always --dirty --abbrev=40 --exclude='*')`. Both are None if
     neither source is available.
     """
-    if told := os.environ.get("JAXKV_COMMIT"):
-        return Revision(told.removesuffix("-dirty"), told.endswith("-dirty"))
+    if stated := os.environ.get("JAXKV_COMMIT"):
+        return Revision(stated.removesuffix("-dirty"), stated.endswith("-dirty"))
     try:
         commit = git("rev-parse", "HEAD", repository=repository)
         others = [f":(exclude){path}" for path in EVIDENCE]
@@ -279,7 +279,7 @@ def arguments(
     if worlds:
         parser.add_argument(
             "--devices", type=int, nargs="+", choices=worlds, default=worlds,
-            help="only with so many devices; without, all that the machine has",
+            help="numbers of devices; default: all that the machine has",
         )  # fmt: skip
     return parser.parse_args(argv)
 

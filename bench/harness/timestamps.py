@@ -16,13 +16,13 @@ import jax
 import numpy as np
 
 from bench.harness import timing
-from bench.harness.peers import library
+from bench.harness.copy_baselines import library
 
 REPEATS = 3
 IDLE_REPEATS = 5
 
 
-def stamp(array: Any, slot: int) -> Any:
+def stamp(array: jax.Array, slot: int) -> jax.Array:
     """Traces a timestamp at this point of the program, on the host and, if present, the GPU.
 
     Args:

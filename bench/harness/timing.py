@@ -10,6 +10,8 @@ import jax
 
 CHAIN_SECONDS = 0.12  # the start and end of a chain take up to a millisecond
 MAX_CALLS = 100
+# Labels of a ratio with its error: the row of the error, and the target.
+TWO_ERRORS, WITHIN = "2 standard errors of the ratio", "within 2 standard errors"
 
 
 def seconds_per_call(
@@ -86,9 +88,9 @@ def chain_length(seconds: float) -> int:
     return max(1, min(MAX_CALLS, int(CHAIN_SECONDS / seconds)))
 
 
-def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float]:
+def ratio(times: list[float], baseline: list[float]) -> tuple[float, float]:
     """Median of the ratios of the rounds, and its standard error for a normal distribution."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    middle = statistics.median(ratios)
-    deviation = 1.4826 * statistics.median(abs(r - middle) for r in ratios)
-    return middle, 1.2533 * deviation / math.sqrt(len(ratios))
+    ratios = [a / b for a, b in zip(times, baseline, strict=True)]
+    median = statistics.median(ratios)
+    deviation = 1.4826 * statistics.median(abs(r - median) for r in ratios)
+    return median, 1.2533 * deviation / math.sqrt(len(ratios))

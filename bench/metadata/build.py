@@ -3,11 +3,11 @@
 - Each builder as a separate compiled program, at four batch sizes: number of kernels and GPU time
   (from a profile), and wall clock time of a call. Host baseline, where implemented here: wall clock
   time until its arrays are on the device.
-- A decode step of 64 requests with all metadata of its attention: alone (metadata precomputed),
+- A decode step of 64 requests with all metadata of its attention: with precomputed metadata,
   with metadata built in the step from the batch that the previous step left on the device, and with
   metadata built on the host before the step. Each step ends with its tokens on the host, as in an
   engine that does not schedule ahead. The overhead of a method is its time in excess of the step
-  alone.
+  with precomputed metadata.
 """
 
 import dataclasses
@@ -41,9 +41,10 @@ STEP_REQUESTS = 64
 WANTED_SHARE = 0.2
 
 STEP = f"decode step of {STEP_REQUESTS} requests"
+PRECOMPUTED = "metadata precomputed"
 IN_STEP, ON_HOST = "metadata built in the step", "metadata built on the host"
-UNTIL_THERE, KERNELS, GPU_TIME = "until it is there", "kernels", "GPU time"
-HOST_WAY = "NumPy, then device_put"
+LATENCY, KERNELS, GPU_TIME = "latency (data available)", "kernels", "GPU time"
+HOST_BASELINE = "NumPy + device_put"
 
 
 def make_batch(num_reqs: int, num_tokens: int) -> BatchMetadata:
@@ -134,22 +135,22 @@ def measure_builders(results: Results, quick: bool) -> None:
         batch = jax.device_put(on_host)
         for name, builder in BUILDERS.items():
             build = functools.partial(jax.jit(builder.build), batch)
-            ours = until_ready(build, repeats=20) * 1e6
-            peers = {}
+            latency = until_ready(build, repeats=20) * 1e6
+            baselines = {}
             if host := builder.on_host:
-                way = functools.partial(_put, host, on_host)
-                peers[HOST_WAY] = until_ready(way, repeats=20) * 1e6
+                put = functools.partial(_put, host, on_host)
+                baselines[HOST_BASELINE] = until_ready(put, repeats=20) * 1e6
             case = f"{name}, {_text(size)}"
-            results.row(case, UNTIL_THERE, "us", ours, None, peers)
+            results.row(case, LATENCY, "us", latency, None, baselines)
             ran = profiler.profile(build)
             if ran:
                 results.row(case, KERNELS, "kernels", ran.number)
                 results.row(case, GPU_TIME, "us", ran.busy * 1e6)
-                results.row(case, "GPU time with gaps, profiled", "us", ran.span * 1e6)
+                results.row(case, "GPU time (gaps included)", "us", ran.span * 1e6)
             if ran and size == TARGET_SIZE:
                 results.target(f"{case}: GPU time", ran.busy * 1e6, "<=", WANTED_US, "us")
-            told = f"{ran.number} kernels, {ran.busy * 1e6:.1f} us" if ran else "no GPU"
-            print(f"{case:48} {ours:8.1f} us  [{told}; {peers}]", flush=True)
+            kernels = f"{ran.number} kernels, {ran.busy * 1e6:.1f} us" if ran else "no GPU"
+            print(f"{case:48} {latency:8.1f} us  [{kernels}; {baselines}]", flush=True)
 
 
 def _text(size: tuple[int, int]) -> str:
@@ -161,8 +162,8 @@ def is_main(case: str) -> bool:
     return case.endswith(f", {_text(TARGET_SIZE)}") or case.startswith(STEP)
 
 
-def _put(way: Callable[[BatchMetadata], Any], batch: BatchMetadata) -> Any:
-    return jax.device_put(way(batch))
+def _put(build: Callable[[BatchMetadata], Any], batch: BatchMetadata) -> Any:
+    return jax.device_put(build(batch))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -172,8 +173,8 @@ def _put(way: Callable[[BatchMetadata], Any], batch: BatchMetadata) -> Any:
 class Model(NamedTuple):
     """Weights of a decode step, and its activations."""
 
-    weights: list[Any]
-    x: Any
+    weights: list[jax.Array]
+    x: jax.Array
 
 
 def make_model() -> Model:
@@ -183,7 +184,7 @@ def make_model() -> Model:
     return Model(weights, jax.random.normal(keys[0], (STEP_REQUESTS, width), jnp.bfloat16))
 
 
-def compute(model: Model, attention: Any) -> Any:
+def compute(model: Model, attention: Any) -> jax.Array:
     """Tokens, int32[STEP_REQUESTS], of a step that reads all of its metadata once."""
     read = jax.lax.optimization_barrier(jax.tree.leaves(attention))
     x = model.x + sum(jnp.sum(leaf).astype(jnp.bfloat16) for leaf in read)
@@ -204,12 +205,12 @@ def on_host(batch: BatchMetadata) -> Any:
 
 
 @jax.jit
-def step_alone(model: Model, attention: Any) -> Any:
+def step_precomputed(model: Model, attention: Any) -> jax.Array:
     return compute(model, attention)
 
 
 @functools.partial(jax.jit, donate_argnums=1)
-def step_with_build(model: Model, batch: BatchMetadata) -> tuple[Any, BatchMetadata]:
+def step_with_build(model: Model, batch: BatchMetadata) -> tuple[jax.Array, BatchMetadata]:
     """Also the batch of the next step: one more token in each row."""
     tokens = compute(model, on_device(batch))
     return tokens, dataclasses.replace(batch, seq_lens=batch.seq_lens + 1)
@@ -223,45 +224,45 @@ def measure_step(results: Results, quick: bool) -> None:
     room = MAX_BLOCKS * BLOCK_SIZE - steps
     first = dataclasses.replace(first, seq_lens=np.minimum(first.seq_lens, room))
 
-    def alone(attention: Any) -> Any:
-        np.asarray(step_alone(model, attention))
+    def precomputed(attention: Any) -> Any:
+        np.asarray(step_precomputed(model, attention))
         return attention
 
-    def built_in_step(batch: Any) -> Any:
+    def built_in_step(batch: BatchMetadata) -> BatchMetadata:
         tokens, batch = step_with_build(model, batch)
         np.asarray(tokens)
         return batch
 
-    def built_on_host(batch: Any) -> Any:
-        np.asarray(step_alone(model, jax.device_put(on_host(batch))))
+    def built_on_host(batch: BatchMetadata) -> BatchMetadata:
+        np.asarray(step_precomputed(model, jax.device_put(on_host(batch))))
         return dataclasses.replace(batch, seq_lens=batch.seq_lens + 1)
 
-    ways: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
-        "alone": (alone, lambda: jax.device_put(on_host(first))),
+    methods: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
+        PRECOMPUTED: (precomputed, lambda: jax.device_put(on_host(first))),
         IN_STEP: (built_in_step, lambda: jax.device_put(first)),
         ON_HOST: (built_on_host, lambda: first),
     }
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(1 + rounds):
-        for name, (way, begin) in ways.items():
+    samples: dict[str, list[float]] = {name: [] for name in methods}
+    for round_ in range(1 + rounds):
+        for name, (run, begin) in methods.items():
             state = jax.block_until_ready(begin())
             start = time.perf_counter()
             for _ in range(steps):
-                state = way(state)
-            if turn:
+                state = run(state)
+            if round_:
                 samples[name].append((time.perf_counter() - start) / steps)
     us = {name: statistics.median(values) * 1e6 for name, values in samples.items()}
     for name, value in us.items():
-        results.row(f"{STEP}, {name}", UNTIL_THERE, "us", value)
+        results.row(f"{STEP}, {name}", LATENCY, "us", value)
         print(f"{STEP}, {name:32} {value:8.1f} us", flush=True)
-    ours, theirs = (us[name] - us["alone"] for name in list(ways)[1:])
+    overhead, baseline = (us[name] - us[PRECOMPUTED] for name in (IN_STEP, ON_HOST))
     if jax.default_backend() == "gpu":
         results.target(
-            f"{STEP}: what metadata adds",
-            ours / theirs,
+            f"{STEP}: metadata overhead",
+            overhead / baseline,
             "<=",
             WANTED_SHARE,
-            "of what the host's way adds",
+            "of the overhead on the host",
         )
 
 

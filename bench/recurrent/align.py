@@ -68,7 +68,7 @@ class Case:
         accepted = jnp.full(rows, 2, jnp.int32)
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def program(state: Any, batch: Any, drafts: Any) -> Any:
+        def program(state: Any, batch: BatchMetadata, drafts: jax.Array) -> Any:
             states, counts = state
             counts = timestamps.stamp(counts, 0)
             for _ in range(self.calls):
@@ -96,9 +96,9 @@ class Case:
 def idle(results: Results, model: Model, batch: int) -> None:
     """No row at a boundary."""
     case = Case(model, batch, StateKind.CONV_SD, crosses=False)
-    name = f"{model.name}, {case.layers} layers, batch {batch}: nothing crosses"
+    name = f"{model.name}, {case.layers} layers, batch {batch}: no row at a block boundary"
     microseconds = case.seconds() * 1e6
-    results.row(name, "time of a call", "us", microseconds)
+    results.row(name, "time per call", "us", microseconds)
     print(f"{name}: {microseconds:.2f} us")
     if batch == 1024 and jax.default_backend() == "gpu":
         results.target(name, microseconds, "<=", IDLE_WANTED_US, "us")
@@ -107,15 +107,16 @@ def idle(results: Results, model: Model, batch: int) -> None:
 def crossing(results: Results, model: Model, batch: int, conv: StateKind) -> None:
     """All rows at a boundary."""
     case = Case(model, batch, conv, crosses=True)
-    name = f"{model.name}, {case.layers} layers, {conv.name}, batch {batch}: all cross"
+    states = f"{model.name}, {case.layers} layers, {conv.name}"
+    name = f"{states}, batch {batch}: all rows at a block boundary"
     seconds = case.seconds()
     rate = case.bytes / seconds / 1e9
     limit = peak_bandwidth.device_copy()
-    results.row(name, "time of a call", "us", seconds * 1e6)
-    results.row(name, "bytes copied a second", "GB/s", rate, peak=limit)
+    results.row(name, "time per call", "us", seconds * 1e6)
+    results.row(name, "copy throughput", "GB/s", rate, peak=limit)
     print(f"{name}: {seconds * 1e6:.1f} us, {rate:.0f} GB/s, {rate / limit[1]:.2f} of {limit[0]}")
     if batch == 1024 and jax.default_backend() == "gpu":
-        results.target(name, rate / limit[1], ">=", SHARE_WANTED, "of the rate of a device copy")
+        results.target(name, rate / limit[1], ">=", SHARE_WANTED, "of device copy bandwidth")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

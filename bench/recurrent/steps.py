@@ -6,8 +6,8 @@ copy is required skips all that, and its counts are read later. `fused` (vLLM PR
 program always saves the states itself; the counts are read later. `combined`: the host chooses
 between that program and one without saving.
 
-The model is a chain of products, long enough that the host's part of a step is half the GPU's at
-batch 16; the states of a step are really moved and saved, in all layers. Contexts are spread evenly
+The model is a chain of matrix products, long enough that the host time of a step is half its GPU
+time at batch 16; the states of a step are moved and saved in all layers. Contexts are spread evenly
 between two block boundaries, so that the share of rows that cross one is that of a long run. Rows
 that can't cross one in a round share one block: nothing reads or writes their states. All methods
 run the same programs on the same acceptances (on average 3 tokens, as upstream), must produce the
@@ -35,8 +35,8 @@ from jaxkv.metadata import BatchMetadata
 from jaxkv.recurrent import StateKind
 
 BLOCKING, PREDICATE, FUSED, COMBINED = "blocking", "predicate", "fused", "combined"
-WAYS = (BLOCKING, PREDICATE, FUSED, COMBINED)
-ALONE = "the GPU part alone"
+METHODS = (BLOCKING, PREDICATE, FUSED, COMBINED)
+GPU_WORK = "GPU work only"
 KINDS = (StateKind.CONV_SD, StateKind.TEMPORAL)
 ACCEPTED = (1, 2, 2, 3, 3, 3, 4, 4, 4, 4)  # uniform choice
 QUERY = 1 + DRAFTS
@@ -46,8 +46,8 @@ WANTED = 0.87
 MIN_ROUNDS = 7
 
 
-class Rest(NamedTuple):
-    """State carried from step to step besides the recurrent states.
+class StepState(NamedTuple):
+    """State carried from step to step in addition to the recurrent states.
 
     Attributes:
       batch: of the next step.
@@ -57,20 +57,20 @@ class Rest(NamedTuple):
     """
 
     batch: BatchMetadata
-    counts: Any
-    columns: Any
-    number: Any
+    counts: jax.Array | np.ndarray
+    columns: jax.Array | np.ndarray
+    number: jax.Array | np.int32
 
 
-def compute(x: Any, weight: Any, products: int) -> Any:
+def compute(x: jax.Array, weight: jax.Array, products: int) -> jax.Array:
     """Stand-in for the model; a loop whose trip count XLA knows, as it compiles fast."""
     return jax.lax.fori_loop(0, products, lambda _, y: jnp.tanh(y @ weight), x)
 
 
 @functools.partial(jax.jit, static_argnames=("products", "saves"), donate_argnames="states")
 def step(
-    states: Any, rest: Rest, weight: Any, ids: Any, *, products: int, saves: bool
-) -> tuple[Any, Rest, Any, jaxkv.recurrent.DeferredCounts]:
+    states: Any, rest: StepState, weight: jax.Array, ids: jax.Array, *, products: int, saves: bool
+) -> tuple[Any, StepState, jax.Array, jaxkv.recurrent.DeferredCounts]:
     """Also returns int32[B] accepted tokens, and their asynchronous copy to the host."""
     batch, kinds = rest.batch, [KINDS] * len(states)
     drafts = jnp.full(ids.shape, DRAFTS, jnp.int32)
@@ -90,37 +90,37 @@ def step(
     deferred = jaxkv.recurrent.DeferredCounts.start(sampled, step=rest.number, request_ids=ids)
     query_lens = jnp.full(ids.shape, QUERY, jnp.int32)
     batch = jaxkv.recurrent.advance(batch, sampled, num_drafts=drafts, next_query_lens=query_lens)
-    return states, Rest(batch, counts, columns, rest.number + 1), sampled, deferred
+    return states, StepState(batch, counts, columns, rest.number + 1), sampled, deferred
 
 
 @functools.partial(jax.jit, donate_argnames="states")
-def save(states: Any, batch: BatchMetadata, sampled: Any) -> tuple[Any, Any]:
+def save(states: Any, batch: BatchMetadata, sampled: jax.Array) -> tuple[Any, jax.Array]:
     """The state saving of `step` as a separate program."""
     kinds, drafts = [KINDS] * len(states), jnp.full(sampled.shape, DRAFTS, jnp.int32)
     return jaxkv.recurrent.align_postprocess(states, batch, sampled, kinds=kinds, num_drafts=drafts)
 
 
 @jax.jit
-def fingerprint(states: Any) -> Any:
+def fingerprint(states: Any) -> jax.Array:
     """uint32 hash of states and their positions."""
 
-    def mixed(state: Any) -> Any:
+    def mixed(state: jax.Array) -> jax.Array:
         index = jax.lax.iota(jnp.uint32, state.size).reshape(state.shape)
         weights = (index * jnp.uint32(2654435761)) >> 16
         return jnp.sum(state.astype(jnp.uint32) * weights, dtype=jnp.uint32)
 
-    return sum(mixed(state) for state in states)
+    return jnp.stack([mixed(state) for state in states]).sum(dtype=jnp.uint32)
 
 
 class Scheduler:
-    """The host's part of a step: an engine's work for every request and every layer."""
+    """Host work of a step: an engine's work for every request and every layer."""
 
     def __init__(self, model: Model, computed: np.ndarray):
         self.model, self.computed = model, computed.copy()
         self.requests = [{"tokens": int(n), "blocks": 0, "done": False} for n in computed]
         self.metadata: list[dict[str, Any]] = []
 
-    def take(self, counts: np.ndarray) -> None:
+    def accept(self, counts: np.ndarray) -> None:
         """Records what a step accepted, and prepares every layer's metadata for the next."""
         block_size = self.model.block_size
         self.computed += counts
@@ -144,7 +144,7 @@ class Scheduler:
             self.model.block_size,
         )
 
-    def due(self, counts: np.ndarray) -> bool:
+    def needs_copy(self, counts: np.ndarray) -> bool:
         """Whether a context reaches another block boundary with these counts."""
         block_size = self.model.block_size
         return bool(((self.computed + counts) // block_size * block_size > self.computed).any())
@@ -153,7 +153,7 @@ class Scheduler:
 class Case:
     """A batch of a model, and its states."""
 
-    def __init__(self, model: Model, batch: int, steps: int, weight: Any, products: int):
+    def __init__(self, model: Model, batch: int, steps: int, weight: jax.Array, products: int):
         self.model, self.steps, self.weight, self.products = model, steps, weight, products
         size, device = model.block_size, jax.devices()[0]
         self.computed = size + 1 + (2 * np.arange(batch) + 1) * (size - 1) // (2 * batch)
@@ -163,10 +163,10 @@ class Case:
         table[near, 1:3] = 2 + np.arange(2 * len(near)).reshape(-1, 2)
         self.shapes = [(self.num_blocks, *shape) for shape in model.shapes(KINDS[0]).values()]
         per_layer = sum(2 * int(np.prod(shape)) for shape in self.shapes)
-        most = MAX_BYTES[jax.default_backend()] // per_layer
-        self.layers = max(1, min(model.layers, most))
+        max_layers = MAX_BYTES[jax.default_backend()] // per_layer
+        self.layers = max(1, min(model.layers, max_layers))
         self.ids = np.arange(batch, dtype=np.int32)
-        self.ids_there = jax.device_put(self.ids, device)
+        self.device_ids = jax.device_put(self.ids, device)
         first = BatchMetadata.from_host(
             [QUERY] * batch,
             self.computed + QUERY,
@@ -177,7 +177,7 @@ class Case:
             block_size=size,
         )
         ones = np.ones(batch, np.int32)
-        self.first = jax.device_put(Rest(first, ones, ones, np.int32(0)), device)
+        self.first = jax.device_put(StepState(first, ones, ones, np.int32(0)), device)
         self.refill()
 
     def refill(self) -> None:
@@ -189,45 +189,47 @@ class Case:
             for _ in range(self.layers)
         ]
 
-    def round(self, way: str) -> Scheduler:
+    def round(self, method: str) -> Scheduler:
         """Runs all steps once."""
         host, rest = Scheduler(self.model, self.computed), self.first
-        flying: deque[tuple[int, jaxkv.recurrent.DeferredCounts]] = deque()
+        in_flight: deque[tuple[int, jaxkv.recurrent.DeferredCounts]] = deque()
 
-        def land() -> None:
-            number, deferred = flying.popleft()
-            host.take(deferred.read(step=number, request_ids=self.ids))
+        def complete() -> None:
+            number, deferred = in_flight.popleft()
+            host.accept(deferred.read(step=number, request_ids=self.ids))
 
         for number in range(self.steps):
-            if len(flying) == 2:
-                land()
-            skips = way in (PREDICATE, COMBINED) and host.can_skip(len(flying))
-            waits = way == BLOCKING or (way == PREDICATE and not skips)
-            saves = way == FUSED or (way == COMBINED and not skips)
+            if len(in_flight) == 2:
+                complete()
+            skips = method in (PREDICATE, COMBINED) and host.can_skip(len(in_flight))
+            waits = method == BLOCKING or (method == PREDICATE and not skips)
+            saves = method == FUSED or (method == COMBINED and not skips)
             batch = rest.batch
             rest, sampled, deferred = self.issue(rest, saves=saves)
             if not waits:
-                flying.append((number, deferred))
+                in_flight.append((number, deferred))
                 continue
             counts = np.asarray(sampled)
-            while flying:
-                land()
-            if host.due(counts):
+            while in_flight:
+                complete()
+            if host.needs_copy(counts):
                 self.states, after = save(self.states, batch, sampled)
                 rest = rest._replace(counts=after)
-            host.take(counts)
-        while flying:
-            land()
+            host.accept(counts)
+        while in_flight:
+            complete()
         return host
 
-    def issue(self, rest: Rest, *, saves: bool) -> tuple[Rest, Any, jaxkv.recurrent.DeferredCounts]:
+    def issue(
+        self, rest: StepState, *, saves: bool
+    ) -> tuple[StepState, jax.Array, jaxkv.recurrent.DeferredCounts]:
         self.states, rest, sampled, deferred = step(
-            self.states, rest, self.weight, self.ids_there, products=self.products, saves=saves
+            self.states, rest, self.weight, self.device_ids, products=self.products, saves=saves
         )
         return rest, sampled, deferred
 
-    def alone(self) -> None:
-        """The steps without host work."""
+    def gpu_work(self) -> None:
+        """Steps without host work."""
         rest = self.first
         for _ in range(self.steps):
             rest, *_ = self.issue(rest, saves=False)
@@ -235,13 +237,13 @@ class Case:
     def check(self) -> int:
         """Compiles, and raises AssertionError if the methods' states differ; tokens of a round."""
         found = {}
-        for way in WAYS:
+        for method in METHODS:
             self.refill()
-            host = self.round(way)
+            host = self.round(method)
             jaxkv.check_errors(self.states)
-            found[way] = int(fingerprint(self.states[-1])), host.computed.tobytes()
+            found[method] = int(fingerprint(self.states[-1])), host.computed.tobytes()
         if len(set(found.values())) > 1:
-            raise AssertionError(f"the ways differ: {found}")
+            raise AssertionError(f"the methods differ: {found}")
         save(self.states, self.first.batch, self.first.counts)  # compiles it if not used so far
         self.refill()
         return int((host.computed - self.computed).sum())
@@ -252,43 +254,45 @@ class Case:
         The order of the methods changes from round to round: the temperature of a GPU, and so its
         clock, depends on what ran before.
         """
-        taken: dict[str, list[float]] = {way: [] for way in (*WAYS, ALONE)}
+        taken: dict[str, list[float]] = {method: [] for method in (*METHODS, GPU_WORK)}
         begin = time.perf_counter()
-        ways, shuffle = list(taken), random.Random(0).shuffle
-        while len(taken[ALONE]) < MIN_ROUNDS or time.perf_counter() - begin < budget:
-            shuffle(ways)
-            for way in ways:
-                taken[way].append(self.seconds(way))
+        methods, shuffle = list(taken), random.Random(0).shuffle
+        while len(taken[GPU_WORK]) < MIN_ROUNDS or time.perf_counter() - begin < budget:
+            shuffle(methods)
+            for method in methods:
+                taken[method].append(self.seconds(method))
         return taken
 
-    def seconds(self, way: str) -> float:
+    def seconds(self, method: str) -> float:
         """Seconds per step, in one round."""
         jax.block_until_ready(self.states)
         start = time.perf_counter()
-        if way == ALONE:
-            self.alone()
+        if method == GPU_WORK:
+            self.gpu_work()
         else:
-            self.round(way)
+            self.round(method)
         jax.block_until_ready(self.states)
         return (time.perf_counter() - start) / self.steps
 
 
-def calibrate(results: Results, model: Model, weight: Any, steps: int) -> int:
-    """Products per step, so that the host's part has its share at batch CALIBRATION_BATCH.
+def calibrate(results: Results, model: Model, weight: jax.Array, steps: int) -> int:
+    """Products per step, so that host time has its share at batch CALIBRATION_BATCH.
 
-    The host's part is all its work for a step, including dispatch: the time of a step with
+    Host time is that of all host work of a step, including dispatch: the time of a step with
     negligible GPU work.
     """
     case = Case(model, CALIBRATION_BATCH, steps, weight, products=1)
     case.check()
-    of_host = statistics.median(case.seconds(COMBINED) for _ in range(3))
-    results.row(f"{model.name}, batch {CALIBRATION_BATCH}", "host part", "ms", of_host * 1e3)
+    host_time = statistics.median(case.seconds(COMBINED) for _ in range(3))
+    results.row(
+        f"{model.name}, batch {CALIBRATION_BATCH}", "host time per step", "ms", host_time * 1e3
+    )
     chain = jax.jit(compute, static_argnames="products")
     x = jnp.ones((CALIBRATION_BATCH * QUERY, weight.shape[0]), weight.dtype)
     seconds, _ = timing.seconds_per_call(
         lambda x: chain(x, weight, products=100), x, calls=3, repeats=3
     )
-    return max(1, round(of_host / HOST_SHARE / (seconds / 100)))
+    return max(1, round(host_time / HOST_SHARE / (seconds / 100)))
 
 
 def measure(results: Results, *, quick: bool) -> None:
@@ -306,14 +310,18 @@ def measure(results: Results, *, quick: bool) -> None:
             gc.disable()  # a collection within a round would distort one method's time
             samples = case.samples(budget=0 if quick else 5)
             gc.enable()
-            seconds = {way: statistics.median(taken) for way, taken in samples.items()}
+            seconds = {method: statistics.median(taken) for method, taken in samples.items()}
             name = f"{model.name}, {case.layers} layers, batch {batch}"
-            alone = (ALONE, seconds[ALONE] * 1e3)
-            for way in WAYS:
-                results.row(f"{name}: {way}", "step", "ms", seconds[way] * 1e3, alone)
-                results.row(f"{name}: {way}", "tokens", "tokens/s", tokens / seconds[way])
-            told = ", ".join(f"{way} {value * 1e3:.3f}" for way, value in seconds.items())
-            print(f"{name}, ms a step: {told}", flush=True)
+            gpu_work = (GPU_WORK, seconds[GPU_WORK] * 1e3)
+            for method in METHODS:
+                results.row(
+                    f"{name}: {method}", "time per step", "ms", seconds[method] * 1e3, gpu_work
+                )
+                results.row(
+                    f"{name}: {method}", "token throughput", "tokens/s", tokens / seconds[method]
+                )
+            times = ", ".join(f"{method} {value * 1e3:.3f}" for method, value in seconds.items())
+            print(f"{name}, ms per step: {times}", flush=True)
             if on_gpu:
                 record_targets(results, name, batch, samples)
             del case
@@ -324,9 +332,9 @@ def record_targets(
 ) -> None:
     if batch == CALIBRATION_BATCH:
         got, _ = timing.ratio(samples[COMBINED], samples[BLOCKING])
-        results.target(f"{name}: a step, combined against blocking", got, "<=", WANTED, "x")
-    better = min(PREDICATE, FUSED, key=lambda way: statistics.median(samples[way]))
-    got, error = timing.ratio(samples[COMBINED], samples[better])
-    case = f"{name}: a step, combined against {better}, the better of the two"
-    results.row(f"{case}: twice the standard error", "of a ratio", "x", 2 * error)
-    results.target(f"{case}, to within the error", got, "<=", 1 + 2 * error, "x")
+        results.target(f"{name}: time per step, combined vs. blocking", got, "<=", WANTED, "x")
+    faster = min(PREDICATE, FUSED, key=lambda method: statistics.median(samples[method]))
+    got, error = timing.ratio(samples[COMBINED], samples[faster])
+    case = f"{name}: time per step, combined vs. {faster}, the faster alternative"
+    results.row(case, timing.TWO_ERRORS, "x", 2 * error)
+    results.target(f"{case}, {timing.WITHIN}", got, "<=", 1 + 2 * error, "x")

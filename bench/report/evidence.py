@@ -50,12 +50,12 @@ def regenerate(text: str, files: Sequence[File]) -> str:
     """
     opened = text.count("<!-- generated:")
     if opened != len(MARKED.findall(text)):
-        raise ValueError("a part begins with <!-- generated: NAME --> but has no <!-- end -->")
+        raise ValueError("a section starts with <!-- generated: NAME --> but has no <!-- end -->")
 
     def replace(match: re.Match[str]) -> str:
         name = match[2]
         if name not in TABLES:
-            raise ValueError(f"no table is called {name!r}; there are {', '.join(TABLES)}")
+            raise ValueError(f"no table {name!r}; tables: {', '.join(TABLES)}")
         return match[1] + TABLES[name](files) + match[3]
 
     return MARKED.sub(replace, text)
@@ -83,7 +83,7 @@ def listing(files: Sequence[File]) -> str:
         lines.append(f"{file.device}/{file.name}: {file.revision}, {file.date}, {age(file)}")
         for target in file.targets:
             want, got = figures(target)
-            lines.append(f"  {verdict(target):12} {target.name}: wanted {want}, got {got}")
+            lines.append(f"  {verdict(target):12} {target.name}: target {want}, measured {got}")
     return "\n".join(lines) or "no result files"
 
 

@@ -38,7 +38,7 @@ def fastest_engine_rows(files: Sequence[File]) -> dict[tuple[str, str], Row]:
     """Fastest implementation with device ids, by device and case."""
     best: dict[tuple[str, str], Row] = {}
     for file in (file for file in files if file.name == "engines"):
-        for row in file.rows_of("time"):
+        for row in file.rows_of(engines.LATENCY):
             case, _, implementation = row.case.rpartition(", ")
             key = file.device, case
             if implementation != "dma":
@@ -46,31 +46,31 @@ def fastest_engine_rows(files: Sequence[File]) -> dict[tuple[str, str], Row]:
     return best
 
 
-def engine_time(row: Row, peer: str) -> float:
+def engine_time(row: Row, baseline: str) -> float:
     """Milliseconds of a baseline; stores reuse host memory, as in a pool."""
-    return row.peers.get(peer + engines.REUSED, row.peers[peer])
+    return row.baselines.get(baseline + engines.REUSED, row.baselines[baseline])
 
 
 def _serving_gains(files: Sequence[File]) -> list[Gain]:
     task, model = "time to first token, later turns", "Qwen3-0.6B shapes, float32"
     baseline = "recompute"
     return [
-        (task, model, file.device, "recomputation", first.peers[baseline], first.value)
+        (task, model, file.device, "recomputation", first.baselines[baseline], first.value)
         for file, (first, *_) in later_turns(files)
-        if baseline in first.peers
+        if baseline in first.baselines
     ]
 
 
 def _engine_gains(files: Sequence[File]) -> list[Gain]:
     baselines = {
         engines.TPU_INFERENCE: "one `device_put` per page (tpu-inference)",
-        engines.WHOLE: "one `device_put` of all pages, staged in HBM",
+        engines.ALL_PAGES: "one `device_put` of all pages, staged in HBM",
     }
     return [
-        (case, "MLA, latent of 512, bfloat16", device, words, engine_time(row, peer), row.value)
+        (case, "MLA, latent of 512, bfloat16", device, words, engine_time(row, baseline), row.value)
         for (device, case), row in fastest_engine_rows(files).items()
         if case.endswith("8 KiB")
-        for peer, words in baselines.items()
+        for baseline, words in baselines.items()
     ]
 
 
@@ -79,12 +79,12 @@ def _overlap_gains(files: Sequence[File]) -> list[Gain]:
     for file in (file for file in files if file.name == "overlap"):
         steps = [row for row in plots.overlap_steps(file.rows) if "memory" in row.case]
         overlapped = [
-            row for row in steps if not row.case.endswith((overlap.ALONE, overlap.SEQUENTIAL))
+            row for row in steps if not row.case.endswith((overlap.NO_LOAD, overlap.SEQUENTIAL))
         ]
         if overlapped:
             best = min(overlapped, key=lambda row: row.value)
             task = f"{best.case.partition(':')[0]} loaded in it"
-            baseline = best.peers[overlap.SEQUENTIAL]
+            baseline = best.baselines[overlap.SEQUENTIAL]
             model = "32 layers, bfloat16"
             gains.append((task, model, file.device, "load before the step", baseline, best.value))
     return gains
@@ -93,13 +93,15 @@ def _overlap_gains(files: Sequence[File]) -> list[Gain]:
 def _metadata_gains(files: Sequence[File]) -> list[Gain]:
     gains = []
     for file in (file for file in files if file.name == "metadata"):
-        times = {row.case: row.value / 1e3 for row in file.rows_of(build.UNTIL_THERE)}
-        ours, baseline = (
-            times.get(f"{build.STEP}, {way}") for way in (build.IN_STEP, build.ON_HOST)
+        times = {row.case: row.value / 1e3 for row in file.rows_of(build.LATENCY)}
+        in_step, baseline = (
+            times.get(f"{build.STEP}, {method}") for method in (build.IN_STEP, build.ON_HOST)
         )
-        if ours and baseline:
+        if in_step and baseline:
             model = "16 matrices of 4096, bfloat16"
-            gains.append((build.STEP, model, file.device, "metadata on the host", baseline, ours))
+            gains.append(
+                (build.STEP, model, file.device, "metadata on the host", baseline, in_step)
+            )
     return gains
 
 
@@ -108,9 +110,9 @@ def _tensor_parallel_gains(files: Sequence[File]) -> list[Gain]:
         (
             f"decode step, {row.case.rpartition(', ')[2]}", "Qwen3-8B shapes, 12 layers, bfloat16",
             f"{row.case.partition(' ')[0]} x {file.device}", "`psum`",
-            row.peers[tensor_parallel.PSUM], row.value,
+            row.baselines[tensor_parallel.PSUM], row.value,
         )
         for file in files
-        for row in (file.rows_of("step") if file.bench == "tensor_parallel" else ())
+        for row in (file.rows_of("time per step") if file.bench == "tensor_parallel" else ())
         if row.case.endswith("batch 16")
     ]  # fmt: skip

@@ -8,12 +8,12 @@ from bench.metadata import build
 from bench.report import plots as report_plots
 from bench.report.gains import engine_time, fastest_engine_rows, gains, later_turns
 from bench.serving import demo
-from bench.transfer import bandwidth, engines, overlap
+from bench.transfer import bandwidth_rows, engines, overlap
 
 NOT_MEASURED = "Not measured yet.\n"
-CHOSEN_SHARE = "chosen, of the fastest"
+CHOSEN_SHARE = "chosen / fastest"
 SEVERAL_GPUS = ("all_reduce", "multigpu_test", "tensor_parallel")
-ALL_REDUCE_METRICS = (all_reduce.GPU_TIME, all_reduce.ALONE, all_reduce.PAIR)
+ALL_REDUCE_METRICS = (all_reduce.GPU_TIME, all_reduce.CHAINED_CALL, all_reduce.CHAINED_PAIR)
 
 
 def number(value: float) -> str:
@@ -51,7 +51,8 @@ def figures(target: Target) -> tuple[str, str]:
 
 def all_targets_table(files: Sequence[File]) -> str:
     header = (
-        "device", "measured by", "target", "wanted", "got", "at peak", "", "commit", "date",
+        "device", "benchmark", "quantity", "target", "measured", "at peak", "result", "commit",
+        "date",
     )  # fmt: skip
     lines = [
         (f.device, f.name, t.name, *figures(t), at_peak(t), verdict(t), f.revision, f.date)
@@ -68,7 +69,7 @@ def targets_table(files: Sequence[File]) -> str:
         verdicts = [target.met for target in file.targets]
         counts = [number(verdicts.count(met)) for met in (True, False, None)]
         lines.append((file.device, file.name, *counts, file.revision, file.date))
-    header = ("device", "measured by", "met", "missed", "not measured", "commit", "date")
+    header = ("device", "benchmark", "met", "missed", "not measured", "commit", "date")
     return table(header, lines)
 
 
@@ -76,10 +77,10 @@ def unmeasured(files: Sequence[File]) -> str:
     """Missing records of the multi-GPU benchmarks, by device."""
     lines = []
     for device in dict.fromkeys(file.device for file in files):
-        there = {file.name for file in files if file.device == device}
+        measured = {file.name for file in files if file.device == device}
         wanted = [f"{bench}_{n}" for bench in SEVERAL_GPUS for n in all_reduce.WORLDS]
-        if missing := [name for name in wanted if name not in there]:
-            lines.append(f"Not measured at all on {device}: {', '.join(missing)}.\n")
+        if missing := [name for name in wanted if name not in measured]:
+            lines.append(f"Not measured on {device}: {', '.join(missing)}.\n")
     return "".join(lines) or NOT_MEASURED
 
 
@@ -107,33 +108,33 @@ def tests_table(files: Sequence[File]) -> str:
 
 def transfer_table(files: Sequence[File]) -> str:
     """One row per direction and block size, with about the same number of blocks in each."""
-    return _transfer_table(files, bandwidth.main_points)
+    return _transfer_table(files, bandwidth_rows.main_points)
 
 
 def transfer_counts_table(files: Sequence[File]) -> str:
     """The same for other numbers of blocks."""
-    return _transfer_table(files, bandwidth.other_points)
+    return _transfer_table(files, bandwidth_rows.other_points)
 
 
 def _transfer_table(
-    files: Sequence[File], select: Callable[[Sequence[Row]], dict[bandwidth.Point, Row]]
+    files: Sequence[File], select: Callable[[Sequence[Row]], dict[bandwidth_rows.Point, Row]]
 ) -> str:
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for file in (file for file in files if file.name == "transfer"):
-        shares = {row.case: f"{row.value:.0%}" for row in file.rows_of(bandwidth.CHOSEN)}
+        shares = {row.case: f"{row.value:.0%}" for row in file.rows_of(bandwidth_rows.CHOSEN)}
         for point, row in select(file.rows).items():
             assert row.peak
             line = lines.setdefault((file.device, point.cell), {})
             share = f"{row.value / row.peak['value']:.0%}"
             # The first is the implementation with its default number of SMs.
             line.setdefault(point.name, f"{number(row.value)} ({share}; {point.num_sms})")
-            line |= {name: number(value) for name, value in row.peers.items()}
+            line |= {name: number(value) for name, value in row.baselines.items()}
             line["peak"] = number(row.peak["value"])
             if point.cell in shares:
                 line[CHOSEN_SHARE] = shares[point.cell]
     names = list(dict.fromkeys(name for line in lines.values() for name in line))
     ends = {CHOSEN_SHARE: 2, "peak": 3}
-    names.sort(key=lambda name: ends.get(name, name not in bandwidth.NAMES))
+    names.sort(key=lambda name: ends.get(name, name not in bandwidth_rows.NAMES))
     return table(
         ("device", "blocks, GB/s (share of peak; SMs)", *names),
         [(*key, *(line.get(name, "-") for name in names)) for key, line in lines.items()],
@@ -167,11 +168,16 @@ def plot_name(bench: str, device: str) -> str:
 def overlap_table(files: Sequence[File]) -> str:
     """One row per method of loading during a step."""
     lines = [
-        (file.device, row.case, number(row.value), number(row.value / row.peers[overlap.ALONE]))
+        (
+            file.device,
+            row.case,
+            number(row.value),
+            number(row.value / row.baselines[overlap.NO_LOAD]),
+        )
         for file in files
         for row in (report_plots.overlap_steps(file.rows) if file.name == "overlap" else ())
     ]
-    return table(("device", "step", "ms", "of the step alone"), lines)
+    return table(("device", "step", "ms", overlap.RATIO_UNIT), lines)
 
 
 def metadata_table(files: Sequence[File]) -> str:
@@ -183,13 +189,13 @@ def metadata_table(files: Sequence[File]) -> str:
             if build.is_main(row.case):
                 cases.setdefault(row.case, {})[row.metric] = row
         for case, rows in cases.items():
-            there = rows[build.UNTIL_THERE]
-            host = there.peers.get(build.HOST_WAY)
+            latency = rows[build.LATENCY]
+            host = latency.baselines.get(build.HOST_BASELINE)
             gpu = [rows.get(metric) for metric in (build.KERNELS, build.GPU_TIME)]
-            cells = [number(row.value) if row else "-" for row in (*gpu, there)]
+            cells = [number(row.value) if row else "-" for row in (*gpu, latency)]
             lines.append((file.device, case, *cells, number(host) if host else "-"))
-    header = ("device", "what", "kernels", "GPU time, us", "until it is there, us")
-    return table((*header, f"{build.HOST_WAY}, us"), lines)
+    header = ("device", "case", "kernels", "GPU time, us", f"{build.LATENCY}, us")
+    return table((*header, f"{build.HOST_BASELINE}, us"), lines)
 
 
 def all_reduce_table(files: Sequence[File]) -> str:
@@ -197,19 +203,27 @@ def all_reduce_table(files: Sequence[File]) -> str:
     lines = []
     for file in (file for file in files if file.bench == "all_reduce"):
         found = all_reduce.rows_by_case(file.rows)
-        psums = {case[:3]: case for case in found if case.way == all_reduce.PSUM}
-        for case, ours in found.items():
-            if case.way != all_reduce.CHOSEN or case.num_bytes not in all_reduce.MAIN_SIZES:
+        psums = {case[:3]: case for case in found if case.method == all_reduce.PSUM}
+        for case, rows in found.items():
+            if case.method != all_reduce.CHOSEN or case.num_bytes not in all_reduce.MAIN_SIZES:
                 continue
             psum = psums.get(case[:3])
             cells = [
-                _times(ours.get(m), found[psum].get(m) if psum else None)
+                _times(rows.get(m), found[psum].get(m) if psum else None)
                 for m in ALL_REDUCE_METRICS
             ]
             size = all_reduce.size_text(case.num_bytes)
             head = (file.device, str(case.world), case.setting, size, case.ran)
             lines.append((*head, *cells, psum.ran if psum else "-"))
-    header = ("device", "GPUs", "driven by", "bytes", "algorithm", *ALL_REDUCE_METRICS, "psum ran")
+    header = (
+        "device",
+        "GPUs",
+        "processes",
+        "bytes",
+        "algorithm",
+        *ALL_REDUCE_METRICS,
+        "psum kernel",
+    )
     return table(header, lines)
 
 
@@ -218,22 +232,24 @@ def all_reduce_nccl_table(files: Sequence[File]) -> str:
     lines = []
     for file in (file for file in files if file.bench == "all_reduce"):
         found = all_reduce.rows_by_case(file.rows)
-        chosen = {case[:3]: rows for case, rows in found.items() if case.way == all_reduce.CHOSEN}
+        chosen = {
+            case[:3]: rows for case, rows in found.items() if case.method == all_reduce.CHOSEN
+        }
         for case, rows in found.items():
-            if case.way == all_reduce.SYMMETRIC and case[:3] in chosen:
+            if case.method == all_reduce.SYMMETRIC and case[:3] in chosen:
                 pairs = [(chosen[case[:3]].get(m), rows.get(m)) for m in ALL_REDUCE_METRICS]
                 cells = [
                     " / ".join(number(row.value) if row else "-" for row in both) for both in pairs
                 ]
                 size = all_reduce.size_text(case.num_bytes)
                 lines.append((file.device, str(case.world), size, *cells, case.ran))
-    return table(("device", "GPUs", "bytes", *ALL_REDUCE_METRICS, "psum ran"), lines)
+    return table(("device", "GPUs", "bytes", *ALL_REDUCE_METRICS, "psum kernel"), lines)
 
 
-def _times(ours: Row | None, psum: Row | None) -> str:
+def _times(chosen: Row | None, psum: Row | None) -> str:
     """Times of jaxkv, psum and the best baseline."""
-    best = min(ours.peers.values(), default=None) if ours else None
-    times = (*(row.value if row else None for row in (ours, psum)), best)
+    best = min(chosen.baselines.values(), default=None) if chosen else None
+    times = (*(row.value if row else None for row in (chosen, psum)), best)
     return " / ".join("-" if time is None else number(time) for time in times)
 
 
@@ -241,14 +257,14 @@ def tensor_parallel_table(files: Sequence[File]) -> str:
     """One row per number of devices and batch size."""
     lines = [
         (
-            file.device, row.case, number(row.value), *map(number, row.peers.values()),
-            number(row.value / row.peers[tensor_parallel.PSUM]),
+            file.device, row.case, number(row.value), *map(number, row.baselines.values()),
+            number(row.value / row.baselines[tensor_parallel.PSUM]),
         )
         for file in files
-        for row in (file.rows_of("step") if file.bench == "tensor_parallel" else ())
+        for row in (file.rows_of("time per step") if file.bench == "tensor_parallel" else ())
     ]  # fmt: skip
-    others = (tensor_parallel.PSUM, tensor_parallel.NOTHING)
-    header = ("device", "step", "jaxkv, ms", *(f"{name}, ms" for name in others), "of psum's")
+    others = (tensor_parallel.PSUM, tensor_parallel.NO_ALL_REDUCE)
+    header = ("device", "step", "jaxkv, ms", *(f"{name}, ms" for name in others), "x psum")
     return table(header, lines)
 
 
@@ -257,21 +273,22 @@ def engines_table(files: Sequence[File]) -> str:
 
     The baselines' stores reuse host memory, as in a pool.
     """
-    peers = (engines.TPU_INFERENCE, engines.SGLANG, engines.WHOLE)
+    baselines = (engines.TPU_INFERENCE, engines.SGLANG, engines.ALL_PAGES)
     lines = [
-        (*key, number(row.value), *(number(engine_time(row, peer)) for peer in peers))
+        (*key, number(row.value), *(number(engine_time(row, baseline)) for baseline in baselines))
         for key, row in fastest_engine_rows(files).items()
     ]
-    ways = (f"a device_put for each page, as {peers[0]}", f"as {peers[1]}", peers[2])
-    return table(("device", "pages", "jaxkv, ms", *(f"{way}, ms" for way in ways)), lines)
+    per_page = [f"{engines.PER_PAGE} ({engine})" for engine in baselines[:2]]
+    headings = ("jaxkv", *per_page, engines.ALL_PAGES)
+    return table(("device", "pages", *(f"{heading}, ms" for heading in headings)), lines)
 
 
 def gains_table(files: Sequence[File]) -> str:
     """One row per task of an engine and baseline: the README's table."""
     header = ("task", "model, dtype", "device", "baseline", "baseline, ms", "jaxkv, ms", "speedup")
     lines = [
-        (*words, number(baseline), number(ours), f"{number(baseline / ours)}x")
-        for *words, baseline, ours in gains(files)
+        (*words, number(baseline), number(time), f"{number(baseline / time)}x")
+        for *words, baseline, time in gains(files)
     ]
     return table(header, lines)
 
@@ -283,13 +300,13 @@ def demo_table(files: Sequence[File]) -> str:
     for file, rows in later_turns(files):
         unequal = [target.got or 0 for target in file.targets if target.unit == demo.UNEQUAL]
         header = ["device", *map(_demo_heading, rows), demo.UNEQUAL]
-        cells = [" / ".join(map(number, (row.value, *row.peers.values()))) for row in rows]
+        cells = [" / ".join(map(number, (row.value, *row.baselines.values()))) for row in rows]
         lines.append([file.device, *cells, " / ".join(map(number, unequal))])
     return table(header, lines)
 
 
 def _demo_heading(row: Row) -> str:
-    runs = f" ({' / '.join((demo.RUN, *row.peers))})" if row.peers else ""
+    runs = f" ({' / '.join((demo.RUN, *row.baselines))})" if row.baselines else ""
     return f"{row.metric}, {row.unit}{runs}"
 
 

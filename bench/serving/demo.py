@@ -13,16 +13,16 @@ from typing import Any
 
 from bench.harness.records import REPOSITORY, Results, arguments
 
-RUN = "offload"  # the baseline of the comparison
-LATER_TURNS = "turns after the first"
+RUN = "offload"  # the other runs are its baselines
+LATER_TURNS = "later turns"
 UNEQUAL = "unequal tokens"
 # Column of the example's tables -> metric and unit.
 COMPARED = {
     "TTFT ms": ("time to first token", "ms"),
-    "tokens/s": ("answers", "tokens/s"),
-    "recomputed": ("prompt tokens computed again", "tokens"),
+    "tokens/s": ("output throughput", "tokens/s"),
+    "recomputed": ("recomputed prompt tokens", "tokens"),
 }
-MOVED = {"stored MiB": "moved to host memory", "loaded MiB": "moved back"}
+MOVED = {"stored MiB": "stored to host memory", "loaded MiB": "loaded from host memory"}
 
 
 def serve(flags: Sequence[str]) -> tuple[dict[str, Any], int]:
@@ -54,8 +54,8 @@ def record(results: Results, summary: dict[str, Any]) -> None:
     cases[LATER_TURNS] = {row["run"]: row for row in summary["compared"]}
     for case, rows in cases.items():
         for column, (metric, unit) in COMPARED.items():
-            peers = {name: rows[name][column] for name in others}
-            results.row(case, metric, unit, rows[RUN][column], peers=peers)
+            baselines = {name: rows[name][column] for name in others}
+            results.row(case, metric, unit, rows[RUN][column], baselines=baselines)
         for column, metric in MOVED.items():
             results.row(case, metric, "MiB", rows[RUN][column])
     answers = {
@@ -64,15 +64,15 @@ def record(results: Results, summary: dict[str, Any]) -> None:
     }
     for name in others:
         unequal = sum(map(_unequal_tokens, answers[RUN], answers[name]))
-        results.target(f"same tokens as in run '{name}'", unequal, "==", 0, UNEQUAL)
+        results.target(f"tokens equal to run '{name}'", unequal, "==", 0, UNEQUAL)
     # Equal tokens prove nothing unless pages were reloaded.
     loaded = sum(row["on host"] for row in rounds[RUN])
-    results.target("prompt tokens served from host memory", loaded, ">=", 1, "tokens")
+    results.target("prompt tokens loaded from host memory", loaded, ">=", 1, "tokens")
 
 
-def _unequal_tokens(mine: Sequence[int], theirs: Sequence[int]) -> int:
-    differing = sum(a != b for a, b in zip(mine, theirs, strict=False))
-    return differing + abs(len(mine) - len(theirs))
+def _unequal_tokens(tokens: Sequence[int], others: Sequence[int]) -> int:
+    differing = sum(a != b for a, b in zip(tokens, others, strict=False))
+    return differing + abs(len(tokens) - len(others))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

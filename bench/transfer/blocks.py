@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from bench.harness import peers, timestamps, timing
+from bench.harness import copy_baselines, timestamps, timing
 from jaxkv._src.explain import selections_of
 from jaxkv._src.transfer.dispatch import force_implementation
 from jaxkv._src.tuning import copy_table
@@ -38,8 +38,8 @@ class Method(NamedTuple):
     num_sms: int | None = None
 
     @property
-    def is_peer(self) -> bool:
-        return self.name in peers.CODES
+    def is_baseline(self) -> bool:
+        return self.name in copy_baselines.CODES
 
     def sms_for(self, operation: Callable[..., Any], *args: Any) -> int:
         """Number of SMs of a call; 0 for the copy engine, the host and baselines.
@@ -80,13 +80,13 @@ class Blocks:
     def _sharding(self, memory_kind: str) -> jax.sharding.Sharding:
         return jax.sharding.SingleDeviceSharding(self._device, memory_kind=memory_kind)
 
-    def ids(self, way: Method, count: int, seed: int) -> tuple[tuple[Any, Any], Any]:
+    def ids(self, method: Method, count: int, seed: int) -> tuple[tuple[Any, Any], Any]:
         """(source, destination) ids in the form of the method, and as NumPy arrays."""
         rng = np.random.default_rng(seed)
         plain = tuple(rng.permutation(self.num_blocks)[:count].astype(np.int32) for _ in range(2))
-        if way.name == "dma":
+        if method.name == "dma":
             return tuple(map(jaxkv.HostIds, plain)), plain  # type: ignore[return-value]
-        kind = "pinned_host" if way.is_peer else "device"
+        kind = "pinned_host" if method.is_baseline else "device"
         put = functools.partial(jax.device_put, device=self._sharding(kind))
         # Baselines read them when the call is enqueued.
         return jax.block_until_ready(tuple(map(put, plain))), plain  # type: ignore[return-value]
@@ -102,7 +102,7 @@ class Blocks:
         return choice.implementation
 
     def program(
-        self, way: Method, direction: str, count: int, copies: int, *, stamped: bool = True
+        self, method: Method, direction: str, count: int, copies: int, *, stamped: bool = True
     ) -> "Program":
         """A compiled and verified program, with or without stamps around its copies.
 
@@ -110,8 +110,8 @@ class Blocks:
           NotImplementedError: the implementation does not support the call.
           AssertionError: wrong bytes.
         """
-        made = [self.ids(way, count, seed) for seed in range(copies)]
-        program = Program(self, way, direction, [ids for ids, _ in made], stamped)
+        made = [self.ids(method, count, seed) for seed in range(copies)]
+        program = Program(self, method, direction, [ids for ids, _ in made], stamped)
         source, destination = self.sides(direction)
         before = self._on_device(destination)
         program.run_once()
@@ -120,7 +120,9 @@ class Blocks:
             self._on_device(destination), before, self._on_device(source), jnp.asarray(plain)
         )
         if wrong:
-            raise AssertionError(f"{way} {direction} {count} x {self.block_bytes}: {wrong} words")
+            raise AssertionError(
+                f"{method} {direction} {count} x {self.block_bytes}: {wrong} words"
+            )
         return program
 
     def _on_device(self, side: str) -> jax.Array:
@@ -140,26 +142,26 @@ class Program:
     def __init__(
         self,
         blocks: Blocks,
-        way: Method,
+        method: Method,
         direction: str,
         ids: list[tuple[Any, Any]],
         stamped: bool,
     ):
-        self._blocks, self._way, self._ids = blocks, way, ids
+        self._blocks, self._method, self._ids = blocks, method, ids
         self._source, self._destination = blocks.sides(direction)
         arrays = (blocks.arrays[side] for side in (self._source, self._destination))
-        self.num_sms = way.sms_for(jaxkv.swap_blocks, *arrays, *ids[0]) if ids else 0
+        self.num_sms = method.sms_for(jaxkv.swap_blocks, *arrays, *ids[0]) if ids else 0
 
         @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
-        def step(dst: Any, src: Any, ids: Any) -> Any:
+        def step(dst: jax.Array, src: jax.Array, ids: Any) -> jax.Array:
             dst = timestamps.stamp(dst, 0) if stamped else dst
             for sources, destinations in ids:
-                dst = _copy(way.name, src, dst, sources, destinations)
+                dst = _copy(method.name, src, dst, sources, destinations)
             return timestamps.stamp(dst, 1) if stamped else dst
 
         self._jitted = step
 
-    def step(self, destination: Any) -> Any:
+    def step(self, destination: jax.Array) -> jax.Array:
         return self._jitted(destination, self._blocks.arrays[self._source], self._ids)
 
     def run_once(self) -> None:
@@ -177,7 +179,7 @@ class Program:
     def _advance(self, run: Callable[[Any], Any]) -> Any:
         """Runs `destination -> destination` or `-> (figure, destination)`; returns the figure."""
         arrays = self._blocks.arrays
-        with self._way.taken(self.num_sms):  # for all runs, as any may compile
+        with self._method.taken(self.num_sms):  # for all runs, as any may compile
             result = run(arrays.pop(self._destination))
         figure, array = result if isinstance(result, tuple) else (None, result)
         arrays[self._destination] = jax.block_until_ready(array)
@@ -185,14 +187,14 @@ class Program:
         return figure
 
 
-def _copy(name: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:
-    if name in peers.CODES:
-        return peers.copy(name, src, dst, src_ids, dst_ids)
+def _copy(name: str, src: jax.Array, dst: jax.Array, src_ids: Any, dst_ids: Any) -> jax.Array:
+    if name in copy_baselines.CODES:
+        return copy_baselines.copy(name, src, dst, src_ids, dst_ids)
     return jaxkv.swap_blocks(src, dst, src_ids, dst_ids)
 
 
 @jax.jit
-def equal(one: Any, other: Any) -> Any:
+def equal(one: Any, other: Any) -> jax.Array:
     """Whether two pytrees have equal contents, as an array."""
     return jax.tree.reduce(jnp.logical_and, jax.tree.map(jnp.array_equal, one, other))
 
@@ -205,7 +207,9 @@ def _random(shape: tuple[int, ...], seed: int) -> jax.Array:
 
 
 @jax.jit
-def _mismatches(after: Any, before: Any, source: Any, ids: Any) -> Any:
+def _mismatches(
+    after: jax.Array, before: jax.Array, source: jax.Array, ids: jax.Array
+) -> jax.Array:
     """Number of words that differ from the result of copies with `ids`, int32[copies, 2, n]."""
     for sources, destinations in ids:
         before = before.at[destinations].set(source[sources])

@@ -5,7 +5,7 @@ their elements is added to the activations, so the wait is at that point. Two ki
 compute-bound (a bf16 matrix product per layer) and memory-bound (a pass over an array in HBM). The
 same step is timed without any load, with `load_pages` before it ("sequential", the baseline), and
 with `start_load` and a `wait` in each layer, by each implementation. The runs alternate, so that
-clock changes affect all. "Call returns after" is the host time on an idle device.
+clock changes affect all. Host time per call is measured on an idle device.
 """
 
 import functools
@@ -25,7 +25,8 @@ from bench.harness import timing
 from bench.harness.records import Results, arguments
 from bench.transfer.blocks import IMPLEMENTATIONS, SM_IMPLEMENTATIONS, Method, equal
 
-ALONE, SEQUENTIAL = "without a load", "sequential"
+NO_LOAD, SEQUENTIAL = "without a load", "sequential"
+RATIO_UNIT = f"x step {NO_LOAD}"
 WANTED_RATIO = 1.02
 
 
@@ -97,7 +98,7 @@ class Bench:
             (x, fixed), layer = make(units)
             state = (x, jax.tree.map(jnp.copy, self.cache))
             step = self._program(layer, None)
-            ids = self._ids(ALONE)
+            ids = self._ids(NO_LOAD)
             run = functools.partial(_call, step, self.pool, fixed, ids)
             state = run(run(state))
             call, state = timing.single_call(run, state, repeats=5)
@@ -114,9 +115,9 @@ class Bench:
         page = int(self.pages[1][0])
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def step(state: Any, pool: Any, fixed: Any, ids: Any) -> Any:
+        def step(state: Any, pool: jaxkv.HostPool, fixed: Any, ids: Any) -> Any:
             x, cache = state
-            wait, loaded = load(pool, cache, ids) if load else (_there(cache), lambda: cache)
+            wait, loaded = load(pool, cache, ids) if load else (_loaded(cache), lambda: cache)
             for number in range(self.what.spec.num_layers):
                 # Keeps XLA from fusing several layers, which it can do only in the step without
                 # waits.
@@ -133,7 +134,7 @@ class Bench:
         names = [name for name in IMPLEMENTATIONS[platform] if name != "pallas"]
         compiled: dict[str, Callable[[Any], Any]] = {}
         for title, load in (
-            (ALONE, None),
+            (NO_LOAD, None),
             (SEQUENTIAL, _sequential),
             *((name, _started) for name in names),
         ):
@@ -141,9 +142,9 @@ class Bench:
                 step = self._program(self.layer, load)
                 ids = self._ids(title)
                 run = functools.partial(_call, step, self.pool, self.fixed, ids)
-                way = Method(title, sms)
-                num_sms = way.sms_for(jaxkv.start_load, self.pool, self.cache, *ids)
-                with way.taken(num_sms):
+                method = Method(title, sms)
+                num_sms = method.sms_for(jaxkv.start_load, self.pool, self.cache, *ids)
+                with method.taken(num_sms):
                     self._first_calls(title, run, check=load is not None)
                 compiled.setdefault(f"{title}, {num_sms} SMs" if num_sms else title, run)
         return compiled
@@ -182,50 +183,56 @@ class Bench:
     def _record(
         self, results: Results, seconds: dict[str, float], returns: dict[str, float]
     ) -> None:
-        ratios = {name: value / seconds[ALONE] for name, value in seconds.items()}
+        ratios = {name: value / seconds[NO_LOAD] for name, value in seconds.items()}
         for name, value in seconds.items():
             case = f"{self.kind} step, {self.what.label}: {name}"
-            peers = {other: seconds[other] * 1e3 for other in (ALONE, SEQUENTIAL)}
-            results.row(case, "step", "ms", value * 1e3, None, peers)
-            results.row(case, "call returns after", "us", returns[name] * 1e6)
-            if name != ALONE:
-                results.row(case, "step", "of the step alone", ratios[name])
+            baselines = {other: seconds[other] * 1e3 for other in (NO_LOAD, SEQUENTIAL)}
+            results.row(case, "time per step", "ms", value * 1e3, None, baselines)
+            results.row(case, "host time per call", "us", returns[name] * 1e6)
+            if name != NO_LOAD:
+                results.row(case, "time per step", RATIO_UNIT, ratios[name])
             print(
-                f"{case:60} {value * 1e3:8.3f} ms, {ratios[name]:.4f} of the step alone, "
-                f"call returns after {returns[name] * 1e6:.0f} us",
+                f"{case:60} {value * 1e3:8.3f} ms, {ratios[name]:.4f} {RATIO_UNIT}, "
+                f"host time {returns[name] * 1e6:.0f} us",
                 flush=True,
             )
         if jax.default_backend() == "gpu":
-            best = min((r for n, r in ratios.items() if n not in (ALONE, SEQUENTIAL)), default=None)
+            best = min(
+                (r for n, r in ratios.items() if n not in (NO_LOAD, SEQUENTIAL)), default=None
+            )
             name = f"{self.kind} step with {self.what.label} loaded, best implementation"
-            results.target(name, best, "<=", WANTED_RATIO, "of the step alone")
+            results.target(name, best, "<=", WANTED_RATIO, RATIO_UNIT)
 
 
-def _call(step: Callable, pool: Any, fixed: Any, ids: Any, state: Any) -> Any:
+def _call(step: Callable, pool: jaxkv.HostPool, fixed: Any, ids: Any, state: Any) -> Any:
     return step(state, pool, fixed, ids)
 
 
-def _there(cache: Any) -> Callable[[int, Any], Any]:
+def _loaded(cache: jaxkv.DeviceCache) -> Callable[[int, Any], Any]:
     return lambda layer, _: cache.layers[layer]
 
 
-def _sequential(pool: Any, cache: Any, ids: Any) -> tuple[Callable[[int, Any], Any], Any]:
+def _sequential(
+    pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, ids: Any
+) -> tuple[Callable[[int, Any], Any], Any]:
     cache = jaxkv.load_pages(pool, cache, *ids)
-    return _there(cache), lambda: cache
+    return _loaded(cache), lambda: cache
 
 
-def _started(pool: Any, cache: Any, ids: Any) -> tuple[Callable[[int, Any], Any], Any]:
+def _started(
+    pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, ids: Any
+) -> tuple[Callable[[int, Any], Any], Any]:
     loading = jaxkv.start_load(pool, cache, *ids)
     return lambda layer, x: loading.wait(layer, after=x), lambda: loading.cache
 
 
 @jax.jit
-def _random_like(x: Any) -> Any:
+def _random_like(x: jax.Array) -> jax.Array:
     return x + jax.random.normal(jax.random.key(0), x.shape, x.dtype)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _forget(cache: Any) -> Any:
+def _forget(cache: jaxkv.DeviceCache) -> jaxkv.DeviceCache:
     return jax.tree.map(jnp.zeros_like, cache)
 
 

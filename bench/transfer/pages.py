@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from bench.harness import peak_bandwidth, peers, timestamps
+from bench.harness import copy_baselines, peak_bandwidth, timestamps
 from bench.harness.records import Results, arguments
 from bench.transfer.blocks import DIRECTIONS, IMPLEMENTATIONS, equal
 from jaxkv._src.cache.host_layout import LAYOUTS, HostLayout
@@ -40,7 +40,7 @@ class Size(NamedTuple):
     pages: int
     num_pages: int
     layouts: tuple[str, ...]
-    roof_bytes: int
+    peak_bytes: int
 
 
 def size(platform: str, quick: bool) -> Size:
@@ -51,8 +51,8 @@ def size(platform: str, quick: bool) -> Size:
     )  # fmt: skip
     pages = 4 if small else 20 if quick else 100
     layouts = ("page_first",) if quick else LAYOUTS
-    roof_bytes = 1 << (20 if small else 30)
-    return Size(spec, pages, pages + pages // 4 + 1, layouts, roof_bytes)
+    peak_bytes = 1 << (20 if small else 30)
+    return Size(spec, pages, pages + pages // 4 + 1, layouts, peak_bytes)
 
 
 class Case:
@@ -75,13 +75,17 @@ class Case:
         options: dict[str, Any] = {"layers": layers, "implementation": self.implementation}
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def load(cache: Any, pool: Any, host_pages: Any, device_pages: Any) -> Any:
+        def load(
+            cache: jaxkv.DeviceCache, pool: jaxkv.HostPool, host_pages: Any, device_pages: Any
+        ) -> jaxkv.DeviceCache:
             cache = stamp_first(cache, 0)
             cache = jaxkv.load_pages(pool, cache, host_pages, device_pages, **options)
             return stamp_first(cache, 1)
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def store(pool: Any, cache: Any, host_pages: Any, device_pages: Any) -> Any:
+        def store(
+            pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, host_pages: Any, device_pages: Any
+        ) -> jaxkv.HostPool:
             pool = stamp_first(pool, 0)
             pool = jaxkv.store_pages(pool, cache, host_pages, device_pages, **options)
             return stamp_first(pool, 1)
@@ -127,7 +131,7 @@ def _groups(layout: str) -> int:
     return 2 if layout == "page_unified" else 1
 
 
-def _random_cache(what: Size) -> Any:
+def _random_cache(what: Size) -> jaxkv.DeviceCache:
     cache = jaxkv.DeviceCache.create(what.spec, num_pages=what.num_pages)
     leaves, tree = jax.tree.flatten(cache)
     keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -139,17 +143,19 @@ def _random_cache(what: Size) -> Any:
 
 
 @jax.jit
-def _mismatches(after: Any, before: Any, sources: Any, destinations: Any) -> Any:
-    def differ(after: Any, before: Any) -> Any:
+def _mismatches(
+    after: jaxkv.DeviceCache, before: jaxkv.DeviceCache, sources: jax.Array, destinations: jax.Array
+) -> jax.Array:
+    def differ(after: jax.Array, before: jax.Array) -> jax.Array:
         return jnp.sum(after != before.at[destinations].set(before[sources]))
 
-    return sum(jax.tree.leaves(jax.tree.map(differ, after, before)))
+    return jax.tree.reduce(jnp.add, jax.tree.map(differ, after, before))
 
 
 def direct_case(results: Results, what: Size, platform: str) -> None:
     """Rows and targets of SGLang's case, from host to device."""
     layer_bytes = what.pages * what.spec.page_bytes // what.spec.num_layers
-    link = peak_bandwidth.contiguous_copy("load", what.roof_bytes)
+    link = peak_bandwidth.contiguous_copy("load", what.peak_bytes)
     best: tuple[float, float, float] | None = None
     shares = []
     for name in IMPLEMENTATIONS[platform]:
@@ -157,9 +163,9 @@ def direct_case(results: Results, what: Size, platform: str) -> None:
         try:
             case.verify()
         except NotImplementedError as error:
-            print(f"{DIRECT}, {name}: not served: {error}", flush=True)
+            print(f"{DIRECT}, {name}: unsupported: {error}", flush=True)
             continue
-        one, whole = case.time("load", layers=0), case.time("load")
+        one, all_layers = case.time("load", layers=0), case.time("load")
         cpu, gpu = one.handlers * 1e3, one.gpu * 1e3
         label = f"load, {DIRECT}, one layer of {layer_bytes / 2**20:g} MiB, {name}"
         results.row(label, "CPU time of the handlers", "ms", cpu)
@@ -168,12 +174,12 @@ def direct_case(results: Results, what: Size, platform: str) -> None:
             # The implementation that is nearest to both targets at once.
             distance = max(cpu / WANTED_CPU_MS, gpu / WANTED_GPU_MS)
             best = min(best or (distance, cpu, gpu), (distance, cpu, gpu))
-        results.row(label, "wall clock in a chain", "ms", one.total * 1e3)
-        rate = what.pages * what.spec.page_bytes / whole.total / 1e9
+        results.row(label, "time per call (chained)", "ms", one.total * 1e3)
+        rate = what.pages * what.spec.page_bytes / all_layers.total / 1e9
         results.row(f"load, {DIRECT}, all layers, {name}", "bandwidth", "GB/s", rate, link)
         shares.append(rate / link[1])
         print(
-            f"{label}: CPU {cpu:.4f} ms, GPU {gpu:.4f} ms, chain {one.total * 1e3:.4f} ms; "
+            f"{label}: CPU {cpu:.4f} ms, GPU {gpu:.4f} ms, per call {one.total * 1e3:.4f} ms; "
             f"all layers {rate:.1f} GB/s, {shares[-1]:.1%} of {link[1]:.1f}",
             flush=True,
         )
@@ -200,11 +206,11 @@ def layouts(results: Results, what: Size, platform: str) -> None:
             try:
                 case.verify()
             except NotImplementedError as error:
-                print(f"{layout}, {name}: not served: {error}", flush=True)
+                print(f"{layout}, {name}: unsupported: {error}", flush=True)
                 continue
             for direction in DIRECTIONS:
                 nbytes = what.pages * what.spec.page_bytes
-                link = peak_bandwidth.contiguous_copy(direction, what.roof_bytes)
+                link = peak_bandwidth.contiguous_copy(direction, what.peak_bytes)
                 rate = nbytes / case.time(direction).total / 1e9
                 label = f"{direction}, {layout}, {name}"
                 results.row(label, "bandwidth", "GB/s", rate, link)
@@ -224,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     platform = jax.default_backend()
-    peers.library()  # compiles outside of any measurement
+    copy_baselines.library()  # compiles outside of any measurement
     results = Results("pages")
     what = size(platform, flags.quick)
     direct_case(results, what, platform)

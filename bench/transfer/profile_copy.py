@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from bench.harness import peak_bandwidth
 from bench.harness.records import REPOSITORY, Results, arguments
-from bench.transfer.bandwidth import KIB, size_text
+from bench.transfer.bandwidth_rows import KIB, size_text
 from bench.transfer.blocks import DIRECTIONS, Blocks, Method
 
 TOOL = "ncu"
@@ -24,13 +24,13 @@ SIZES = ((KIB, 12), (2 * KIB, 12), (8 * KIB, 2))  # bytes of a block, SMs
 TIME = "gpu__time_duration.sum"
 # Nsight Compute's name of a metric, then the label, its unit, and the conversion factor.
 METRICS = {
-    TIME: ("time of the kernel", "us", 1e-3),
-    "pcie__read_bytes.sum": ("bytes read over the link", "MiB", 2**-20),
-    "pcie__write_bytes.sum": ("bytes written over the link", "MiB", 2**-20),
+    TIME: ("kernel time", "us", 1e-3),
+    "pcie__read_bytes.sum": ("bytes read (link)", "MiB", 2**-20),
+    "pcie__write_bytes.sum": ("bytes written (link)", "MiB", 2**-20),
     "smsp__warp_issue_stalled_long_scoreboard_per_warp_active.pct": (
-        "warps that wait for memory", "%", 1.0,
+        "warps stalled on memory", "%", 1.0,
     ),
-    "smsp__issue_active.avg.pct_of_peak_sustained_active": ("issue slots used", "%", 1.0),
+    "smsp__issue_active.avg.pct_of_peak_sustained_active": ("issue slot utilization", "%", 1.0),
 }  # fmt: skip
 
 
@@ -48,8 +48,8 @@ class Case(NamedTuple):
 
 def copy_once(case: Case) -> None:
     """The profiled program."""
-    way = Method("kernel", case.num_sms)
-    Blocks(case.block_bytes, COUNT).program(way, case.direction, COUNT, 1, stamped=False)
+    method = Method("kernel", case.num_sms)
+    Blocks(case.block_bytes, COUNT).program(method, case.direction, COUNT, 1, stamped=False)
 
 
 def parse(output: str) -> dict[str, float]:
@@ -79,7 +79,7 @@ def profile(case: Case) -> dict[str, float]:
 def record(results: Results, case: Case, values: dict[str, float]) -> None:
     name, link = peak_bandwidth.contiguous_copy(case.direction, PEAK_BYTES)
     rate = COUNT * case.block_bytes / values[TIME]  # bytes per nanosecond
-    results.row(str(case), "bandwidth of the kernel", "GB/s", rate, (name, link))
+    results.row(str(case), "kernel bandwidth", "GB/s", rate, (name, link))
     for metric, (label, unit, scale) in METRICS.items():
         results.row(str(case), label, unit, values[metric] * scale)
     print(f"{case}: {rate:.1f} GB/s of {link:.1f}, {values}", flush=True)
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     flags = arguments(__doc__, argv)
     if not shutil.which(TOOL):
-        print(f"{TOOL} is not on PATH; it comes with the CUDA toolkit", file=sys.stderr)
+        print(f"{TOOL} is not on PATH; it is part of the CUDA toolkit", file=sys.stderr)
         return 2
     results = Results("profile")
     for direction in DIRECTIONS:

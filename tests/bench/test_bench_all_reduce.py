@@ -10,16 +10,16 @@ import pytest
 import jaxkv
 from bench.collectives import all_reduce, all_reduce_rank, tensor_parallel
 from bench.collectives.all_reduce import (
-    ALONE,
     BANDS,
+    CHAINED_CALL,
+    CHAINED_PAIR,
     CHOSEN,
     FASTEST,
     GPU_TIME,
     KIB,
-    MANY,
     MIB,
     ONE_PROCESS,
-    PAIR,
+    PROCESS_PER_DEVICE,
     PSUM,
     TORCH,
     Bench,
@@ -54,26 +54,26 @@ def events(*named):
         ([("psum_512_0_fusion_1", 4)], 4e-6),
     ],
 )
-def test_an_all_reduce_is_its_kernels_and_what_was_copied_before(product, kernels, seconds):
+def test_all_reduce_duration_includes_its_kernels_and_the_copies_before(product, kernels, seconds):
     ran = events(*(kernels + product) * 3, ("MemcpyD2D", 7))
     assert all_reduce_rank.reductions(ran, 3) == pytest.approx([seconds] * 3)
     count = sum(name != "MemcpyD2D" for name, _ in kernels)
     assert all_reduce_rank.reductions(ran, 3 * count + 1) == []
 
 
-def test_a_copy_before_a_product_is_none_of_an_all_reduce():
+def test_all_reduce_duration_excludes_a_copy_before_a_product():
     ran = events(("MemcpyD2D", 7), ("wrapped_multiply", 1), ("psum_1_fusion", 4))
     assert all_reduce_rank.reductions(ran, 1) == pytest.approx([4e-6])
     assert all_reduce_rank.reductions(events(("MemcpyD2D", 7)), 1) == []
 
 
-def test_kernels_that_xla_numbers_have_one_name():
+def test_kernels_numbered_by_xla_have_one_name():
     names = {all_reduce_rank.unnumbered(f"psum_{512 + i}_0_fusion_1") for i in range(3)}
     assert names == {"psum_fusion"}
     assert all_reduce_rank.unnumbered("ncclDevKernel_2_RING_LL") == "ncclDevKernel_2_RING_LL"
 
 
-def test_programs_are_told_apart_by_pauses():
+def test_profile_is_split_at_pauses_between_programs():
     pause = all_reduce_rank.PAUSE_SECONDS * 1e9
     first, second = events(("a", 1), ("b", 2)), events(("c", 1))
     later = [Event(e.start + pause, e.end + pause, e.name) for e in second]
@@ -83,9 +83,9 @@ def test_programs_are_told_apart_by_pauses():
 
 def profile_of(rank, monkeypatch, devices):
     """Results from a simulated profile of two programs."""
-    programs = [rank.lower(KIB, way) for way in ("one_shot", PSUM)]
+    programs = [rank.lower(KIB, method) for method in ("one_shot", PSUM)]
     programs[0].chains = {"pair": lambda x: x}
-    programs[1].chains = {"alone": lambda x: x}  # the profiled one of the two
+    programs[1].chains = {"call": lambda x: x}  # the profiled one of the two
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(all_reduce_rank.profiler, "trace", lambda run: run() or devices)
     return all_reduce_rank.profiled(programs)
@@ -100,38 +100,38 @@ def calls_of(name, count, microseconds, start=0.0):
     ]
 
 
-def test_a_profile_is_shared_out_among_programs_and_devices(rank, monkeypatch):
+def test_profile_is_assigned_to_programs_and_devices(rank, monkeypatch):
     count = all_reduce_rank.PROFILED_CALLS * all_reduce_rank.QUICK_CHAIN[0]
     devices = [
         calls_of("one_shot_kernel", count, us) + calls_of("ncclDevKernel", count, us + 1, 1e9)
         for us in (3, 4)
     ]
-    ours, psum = profile_of(rank, monkeypatch, [*devices, []])  # one GPU is not involved
-    assert [one[0] for one in ours["kernels"]] == pytest.approx([3e-6, 4e-6])
-    assert {len(one) for one in ours["kernels"]} == {count}
+    jaxkv_times, psum = profile_of(rank, monkeypatch, [*devices, []])  # one GPU is not involved
+    assert [one[0] for one in jaxkv_times["kernels"]] == pytest.approx([3e-6, 4e-6])
+    assert {len(one) for one in jaxkv_times["kernels"]} == {count}
     assert [one[-1] for one in psum["kernels"]] == pytest.approx([4e-6, 5e-6])
     assert psum["names"] == ["ncclDevKernel"]
-    ours, psum = profile_of(rank, monkeypatch, [one[:-2] for one in devices])
-    assert ours["kernels"] and "ncclDevKernel" in psum["unprofiled"]
+    jaxkv_times, psum = profile_of(rank, monkeypatch, [one[:-2] for one in devices])
+    assert jaxkv_times["kernels"] and "ncclDevKernel" in psum["unprofiled"]
     for devices in ([], [calls_of("fusion", 4, 1)] * 2):
         assert all("unprofiled" in one for one in profile_of(rank, monkeypatch, devices))
 
 
-def test_the_rank_that_came_last_counts():
+def test_gpu_time_over_ranks_is_that_of_the_last_rank_to_enter():
     answers = [
-        {"kernels": [[9e-6, 3e-6, 3e-6]], "alone": 4e-6, "pair": 6e-6},
-        {"kernels": [[2e-6, 8e-6, 5e-6]], "alone": 5e-6},
+        {"kernels": [[9e-6, 3e-6, 3e-6]], "call": 4e-6, "pair": 6e-6},
+        {"kernels": [[2e-6, 8e-6, 5e-6]], "call": 5e-6},
     ]
     found = all_reduce.over_ranks(answers)
-    assert found == {GPU_TIME: 3e-6, FASTEST: 2e-6, ALONE: 5e-6}
+    assert found == {GPU_TIME: 3e-6, FASTEST: 2e-6, CHAINED_CALL: 5e-6}
     assert all_reduce.over_ranks([{"kernels": [[1.0]]}, {"unprofiled": "why"}]) == {}
 
 
-def test_what_not_all_ranks_told_is_left_out():
-    one, two = {"way": "a", "bytes": 8, "alone": 1.0}, {"way": "b", "bytes": 8, "alone": 2.0}
-    more = {"way": "a", "bytes": 8, "kernels": [[1.0]]}
-    [(way, num_bytes, told)] = all_reduce.together([[one, more, two], [one]])
-    assert (way, num_bytes, told) == ("a", 8, [{**one, **more}, one])
+def test_answers_missing_on_a_rank_are_dropped():
+    one, two = {"method": "a", "bytes": 8, "call": 1.0}, {"method": "b", "bytes": 8, "call": 2.0}
+    more = {"method": "a", "bytes": 8, "kernels": [[1.0]]}
+    [(method, num_bytes, answers)] = all_reduce.together([[one, more, two], [one]])
+    assert (method, num_bytes, answers) == ("a", 8, [{**one, **more}, one])
 
 
 @pytest.mark.parametrize(
@@ -142,14 +142,14 @@ def test_what_not_all_ranks_told_is_left_out():
         ("all_reduce_start_1", "all_reduce_start_1"),
     ],
 )
-def test_kernels_have_short_names(kernel, name):
+def test_short_kernel_name_has_no_namespace_and_arguments(kernel, name):
     assert all_reduce.short_name(kernel) == name
 
 
 @pytest.mark.parametrize("num_bytes", [KIB, 512 * KIB, MIB, 64 * MIB])
-@pytest.mark.parametrize("way", [CHOSEN, all_reduce.OWN_OFF])
-def test_cases_are_read_back_from_their_text(num_bytes, way):
-    case = Case(4, MANY, num_bytes, way, "two_shot + other")
+@pytest.mark.parametrize("method", [CHOSEN, all_reduce.XLA_KERNELS_OFF])
+def test_case_formatted_as_text_parses_back(num_bytes, method):
+    case = Case(4, PROCESS_PER_DEVICE, num_bytes, method, "two_shot + other")
     assert Case.parse(str(case)) == case
     assert Case.parse("2 devices, PyTorch: exit code 1") is None
 
@@ -159,12 +159,12 @@ def test_cases_are_read_back_from_their_text(num_bytes, way):
 
 
 def bench_with(times):
-    """A bench of 2 devices with {(setting, way, bytes): us of every metric}."""
+    """A bench of 2 devices with {(setting, method, bytes): us of every metric}."""
     bench = Bench(Results("all_reduce"), "gpu", 2, quick=False)
-    for (setting, way, num_bytes), microseconds in times.items():
-        seconds = {metric: microseconds * 1e-6 for metric in (GPU_TIME, ALONE, PAIR)}
-        bench.times.setdefault((setting, way), {})[num_bytes] = seconds
-        bench.names[setting, way, num_bytes] = "low_latency"
+    for (setting, method, num_bytes), microseconds in times.items():
+        seconds = {metric: microseconds * 1e-6 for metric in (GPU_TIME, CHAINED_CALL, CHAINED_PAIR)}
+        bench.times.setdefault((setting, method), {})[num_bytes] = seconds
+        bench.names[setting, method, num_bytes] = "low_latency"
     return bench
 
 
@@ -173,59 +173,61 @@ def targets(bench):
     return {target.name: target.got for target in bench.results.targets}
 
 
-def all_sizes(setting, way, microseconds):
-    return {(setting, way, size): microseconds for size in all_reduce.SIZES}
+def all_sizes(setting, method, microseconds):
+    return {(setting, method, size): microseconds for size in all_reduce.SIZES}
 
 
-def test_a_setting_that_fails_half_way_leaves_what_it_measured(monkeypatch, capsys):
+def test_setting_that_fails_keeps_completed_measurements(monkeypatch, capsys):
     ranks = [
-        [{"way": PSUM, "bytes": KIB, "alone": 2e-6, "pair": 3e-6, "kernels": [[1e-6]]}],
+        [{"method": PSUM, "bytes": KIB, "call": 2e-6, "pair": 3e-6, "kernels": [[1e-6]]}],
         [
-            {"way": PSUM, "bytes": KIB, "alone": 2e-6, "pair": 4e-6},
-            {"way": PSUM, "bytes": KIB, "unprofiled": "no profile"},
-            {"way": CHOSEN, "bytes": MIB, "refused": "too large"},
-            {"way": CHOSEN, "bytes": KIB, "failed": "AssertionError: wrong sums"},
+            {"method": PSUM, "bytes": KIB, "call": 2e-6, "pair": 4e-6},
+            {"method": PSUM, "bytes": KIB, "unprofiled": "no profile"},
+            {"method": CHOSEN, "bytes": MIB, "unsupported": "too large"},
+            {"method": CHOSEN, "bytes": KIB, "failed": "AssertionError: wrong values"},
         ],
     ]
     monkeypatch.setattr(
         processes, "run", lambda *_, **__: processes.ProcessResult(ranks, "exit code 1")
     )
     bench = bench_with({})
-    bench._run_each(MANY, "a program", {})
-    assert bench.times == {(MANY, PSUM): {KIB: {ALONE: 2e-6, PAIR: 4e-6}}}
+    bench._run_each(PROCESS_PER_DEVICE, "a program", {})
+    assert bench.times == {
+        (PROCESS_PER_DEVICE, PSUM): {KIB: {CHAINED_CALL: 2e-6, CHAINED_PAIR: 4e-6}}
+    }
     assert [row.case for row in bench.results.rows] == [
-        "2 devices, a process each: exit code 1",
-        "2 devices, a process each, 1 KiB: psum: unprofiled: no profile",
-        "2 devices, a process each, 1 KiB: chosen: failed: AssertionError: wrong sums",
+        "2 devices, one process per device: exit code 1",
+        "2 devices, one process per device, 1 KiB: psum: unprofiled: no profile",
+        "2 devices, one process per device, 1 KiB: chosen: failed: AssertionError: wrong values",
     ]
-    assert "1 MiB: chosen: refused: too large" in capsys.readouterr().out
+    assert "1 MiB: chosen: unsupported: too large" in capsys.readouterr().out
 
 
-def test_the_worst_size_of_a_range_counts_and_the_best_peer():
+def test_target_is_the_maximum_ratio_of_a_range_to_the_best_baseline():
     times = all_sizes(ONE_PROCESS, CHOSEN, 3.0) | all_sizes(TORCH, "torch NCCL", 10.0)
     times |= all_sizes(TORCH, "torch one_shot", 6.0) | all_sizes(ONE_PROCESS, PSUM, 12.0)
     times[ONE_PROCESS, CHOSEN, 16 * KIB] = 4.5
     found = targets(bench_with(times))
     first, second, *_ = BANDS
-    for metric in (GPU_TIME, ALONE):
+    for metric in (GPU_TIME, CHAINED_CALL):
         assert found[f"2 devices, one process, {first}: {metric}"] == pytest.approx(0.75)
         assert found[f"2 devices, one process, {second}: {metric}"] == pytest.approx(0.5)
-        assert found[f"2 devices, a process each, {first}: {metric}"] is None
-    pairs = f"{all_reduce.PAIR_BAND}: {PAIR}"
+        assert found[f"2 devices, one process per device, {first}: {metric}"] is None
+    pairs = f"{all_reduce.PAIR_BAND}: {CHAINED_PAIR}"
     assert found[f"2 devices, one process, {pairs}"] == pytest.approx(0.375)
-    assert found[f"2 devices, a process each, {pairs}"] is None
+    assert found[f"2 devices, one process per device, {pairs}"] is None
 
 
 @pytest.mark.parametrize("missing", [(ONE_PROCESS, CHOSEN), (TORCH, "torch NCCL")])
-def test_a_range_of_which_a_size_is_missing_is_not_measured(missing):
+def test_target_of_a_range_with_a_missing_size_is_not_measured(missing):
     times = all_sizes(ONE_PROCESS, CHOSEN, 3.0) | all_sizes(TORCH, "torch NCCL", 10.0)
     del times[(*missing, 4 * KIB)]
     found = targets(bench_with(times))
-    assert found[f"2 devices, one process, {BANDS[0]}: {ALONE}"] is None
-    assert found[f"2 devices, one process, {BANDS[1]}: {ALONE}"] == pytest.approx(0.3)
+    assert found[f"2 devices, one process, {BANDS[0]}: {CHAINED_CALL}"] is None
+    assert found[f"2 devices, one process, {BANDS[1]}: {CHAINED_CALL}"] == pytest.approx(0.3)
 
 
-def test_the_links_bound_what_a_sum_can_take():
+def test_target_bound_is_the_time_of_copies_over_the_links():
     """Copies are no baseline: each of 4 devices sends and receives 1.5 times the message."""
     times = all_sizes(ONE_PROCESS, CHOSEN, 9.0) | all_sizes(TORCH, "torch NCCL", 10.0)
     times |= {(TORCH, all_reduce.COPIES, size): 5.0 for size in (16 * MIB, 64 * MIB)}
@@ -239,12 +241,12 @@ def test_the_links_bound_what_a_sum_can_take():
     assert (target.got, target.bound) == (pytest.approx(0.9), pytest.approx(0.75))
 
 
-def test_every_size_belongs_to_one_range():
+def test_ranges_of_targets_cover_every_size_once():
     for size in all_reduce.SIZES:
-        assert sum(band.least <= size <= band.most for band in BANDS) == 1
+        assert sum(band.min_bytes <= size <= band.max_bytes for band in BANDS) == 1
 
 
-def test_figures_and_tables_of_what_was_measured():
+def test_figure_and_tables_have_the_measured_times():
     times = all_sizes(ONE_PROCESS, CHOSEN, 3.0) | all_sizes(TORCH, "torch NCCL", 10.0)
     times |= all_sizes(ONE_PROCESS, PSUM, 12.0) | all_sizes(ONE_PROCESS, "one_shot", 5.0)
     bench = bench_with(times)
@@ -261,7 +263,7 @@ def test_figures_and_tables_of_what_was_measured():
     assert [line.get_label() for line in panel.get_lines()][:3] == ["jaxkv", "torch NCCL", PSUM]
 
 
-def test_one_figure_of_all_numbers_of_devices():
+def test_figure_of_two_records_has_one_panel_per_number_of_devices():
     pytest.importorskip("matplotlib")
     files = []
     for world in (2, 4):
@@ -290,21 +292,21 @@ def rank(monkeypatch):
     return all_reduce_rank.Bench(request)
 
 
-def told(capsys):
+def printed(capsys):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_rank_tells_every_way_and_size(rank, capsys):
+def test_rank_reports_every_method_and_size(rank, capsys):
     rank.measure()
-    timed = {(a["way"], a["bytes"]) for a in told(capsys) if a.get("pair", 0) > 0}
-    ways = (CHOSEN, *all_reduce_table.ALGORITHMS)
-    assert timed >= {(way, size) for way in ways for size in (KIB, 8 * KIB)}
+    timed = {(a["method"], a["bytes"]) for a in printed(capsys) if a.get("pair", 0) > 0}
+    methods = (CHOSEN, *all_reduce_table.ALGORITHMS)
+    assert timed >= {(method, size) for method in methods for size in (KIB, 8 * KIB)}
 
 
-@pytest.mark.parametrize("way", ["one_shot", PSUM])
-def test_chains_are_given_what_they_start_from(rank, way):
+@pytest.mark.parametrize("method", ["one_shot", PSUM])
+def test_chains_donate_their_initial_value(rank, method):
     """Otherwise XLA would update a GPU's graphs before each call."""
-    program = rank.lower(KIB, way)
+    program = rank.lower(KIB, method)
     program.chains = {name: chain.compile() for name, chain in program.chains.items()}
     before = program.states["pair"]
     program.verify()
@@ -313,16 +315,18 @@ def test_chains_are_given_what_they_start_from(rank, way):
     assert not program.states["pair"].is_deleted()
 
 
-def test_wrong_sums_are_told_and_not_timed(rank, capsys, monkeypatch):
+def test_wrong_values_are_reported_and_not_timed(rank, capsys, monkeypatch):
     right = rank.reduce
-    monkeypatch.setattr(rank, "reduce", lambda x, way: x if way == "one_shot" else right(x, way))
+    monkeypatch.setattr(
+        rank, "reduce", lambda x, method: x if method == "one_shot" else right(x, method)
+    )
     rank.measure()
-    of_way = [answer for answer in told(capsys) if answer["way"] == "one_shot"]
-    assert [answer["failed"] for answer in of_way] == ["AssertionError: wrong sums"] * 2
+    of_method = [answer for answer in printed(capsys) if answer["method"] == "one_shot"]
+    assert [answer["failed"] for answer in of_method] == ["AssertionError: wrong values"] * 2
 
 
 @pytest.mark.cpu_only
-def test_a_step_with_wrong_sums_is_found(monkeypatch):
+def test_tensor_parallel_step_with_wrong_values_raises(monkeypatch):
     stack = tensor_parallel.Stack(tensor_parallel.SMALL._replace(layers=1), 2)
     unsummed = functools.wraps(jaxkv.all_reduce)(lambda memory, x, axis_name: x)
     monkeypatch.setattr(jaxkv, "all_reduce", unsummed)
@@ -330,15 +334,15 @@ def test_a_step_with_wrong_sums_is_found(monkeypatch):
         tensor_parallel.measure(Results("tensor_parallel"), stack, (2,))
 
 
-def test_a_step_is_held_against_psum(monkeypatch):
+def test_tensor_parallel_target_is_the_ratio_to_psum(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     found = Results("tensor_parallel")
     stack = tensor_parallel.Stack.__new__(tensor_parallel.Stack)
     stack.world, stack.model = 2, tensor_parallel.SMALL
     seconds = {
-        tensor_parallel.OURS: 8e-3,
+        tensor_parallel.JAXKV: 8e-3,
         tensor_parallel.PSUM: 1e-2,
-        tensor_parallel.NOTHING: 6e-3,
+        tensor_parallel.NO_ALL_REDUCE: 6e-3,
     }
     tensor_parallel.record(found, stack, 4, seconds)
     [target] = found.targets
@@ -347,7 +351,7 @@ def test_a_step_is_held_against_psum(monkeypatch):
     assert "| 8 | 10 | 6 | 0.800 |" in tables.tensor_parallel_table([file])
 
 
-def test_a_layer_is_that_of_one_device():
+def test_tensor_parallel_layer_equals_that_of_one_device():
     """Heads and columns sharded over two devices give the result of one device."""
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
@@ -357,6 +361,8 @@ def test_a_layer_is_that_of_one_device():
     step = stack.step(lambda x: jax.lax.psum(x, tensor_parallel.AXIS))
     got = step(jnp.copy(x), caches)  # donated
     x, [cache], [weights] = jax.device_put((x, caches, stack.weights), jax.devices()[0])
-    alone = tensor_parallel.rms_norm(tensor_parallel.layer(model, lambda x: x, x, weights, cache))
-    apart = jnp.linalg.norm((jax.device_put(got, jax.devices()[0]) - alone).astype(jnp.float32))
-    assert apart <= 0.02 * jnp.linalg.norm(alone.astype(jnp.float32))
+    expected = tensor_parallel.rms_norm(
+        tensor_parallel.layer(model, lambda x: x, x, weights, cache)
+    )
+    error = jnp.linalg.norm((jax.device_put(got, jax.devices()[0]) - expected).astype(jnp.float32))
+    assert error <= 0.02 * jnp.linalg.norm(expected.astype(jnp.float32))

@@ -29,12 +29,12 @@ def recorded_demo(summary):
     return found
 
 
-def test_demo_records_the_other_runs_as_peers():
+def test_demo_record_has_the_other_runs_as_baselines():
     answers = {"offload": [[1, 2]], "recompute": [[1, 2]], "all in HBM": [[1, 2]]}
     found = recorded_demo(demo_summary(answers))
-    peers = {"recompute": 11.0, "all in HBM": 12.0}
-    assert Row("turn 1", "time to first token", "ms", 10.0, None, peers) in found.rows
-    assert Row("turn 1", "moved back", "MiB", 1.0) in found.rows
+    baselines = {"recompute": 11.0, "all in HBM": 12.0}
+    assert Row("turn 1", "time to first token", "ms", 10.0, None, baselines) in found.rows
+    assert Row("turn 1", "loaded from host memory", "MiB", 1.0) in found.rows
     assert all(target.met for target in found.targets)
 
 
@@ -47,19 +47,19 @@ def test_demo_records_the_other_runs_as_peers():
         ([[9, 9], [3, 4]], 3),
     ],
 )
-def test_demo_counts_unequal_tokens(other, unequal):
+def test_demo_target_counts_unequal_tokens(other, unequal):
     found = recorded_demo(demo_summary({"offload": [[1, 2], [3]], "recompute": other}))
-    assert found.targets[0].name == "same tokens as in run 'recompute'"
+    assert found.targets[0].name == "tokens equal to run 'recompute'"
     assert (found.targets[0].got, found.targets[0].met) == (unequal, unequal == 0)
 
 
-def test_demo_that_never_used_host_memory_misses_its_target():
+def test_demo_without_pages_from_host_memory_misses_its_target():
     found = recorded_demo(demo_summary({"offload": [[1]], "recompute": [[1]]}, on_host=0))
     assert [target.met for target in found.targets] == [True, False]
 
 
 @pytest.mark.cpu_only
-def test_demo_reads_what_the_example_writes(tmp_path):
+def test_demo_run_of_the_example_is_recorded(tmp_path):
     conversations = [{"id": name, "turns": ["How are you?", "And now?"]} for name in "abc"]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(map(json.dumps, conversations)))
@@ -67,11 +67,11 @@ def test_demo_reads_what_the_example_writes(tmp_path):
     found = recorded_demo(summary)
     assert code == 0
     assert {row.case for row in found.rows} == {"turn 1", "turn 2", demo.LATER_TURNS}
-    same = [target for target in found.targets if target.name.startswith("same tokens")]
+    same = [target for target in found.targets if target.name.startswith("tokens equal")]
     assert len(same) == 2 and all(target.met for target in same)
 
 
-def test_demo_table_has_a_line_for_each_device(tmp_path):
+def test_demo_table_has_one_row_per_device(tmp_path):
     found = recorded_demo(demo_summary({"offload": [[1, 2]], "recompute": [[1, 3]]}))
     found.save(root=tmp_path)
     files = records.read(tmp_path)

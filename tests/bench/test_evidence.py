@@ -9,7 +9,7 @@ from bench.checks import memcheck
 from bench.harness import peak_bandwidth, records
 from bench.harness.records import Results, Row, Target
 from bench.report import evidence, tables
-from bench.transfer import bandwidth
+from bench.transfer import blocks
 
 pytestmark = pytest.mark.host_only
 
@@ -56,7 +56,9 @@ def measured(got=0.5):
     found = Results("transfer")
     for name, rate in (("kernel, 12 SMs", 25.0), ("kernel, 4 SMs", 20.0), ("dma, 0 SMs", 10.0)):
         case = f"load, 4 KiB x 10000, {name}"
-        found.row(case, "bandwidth", "GB/s", rate, peak=("one copy", 50.0), peers={"plain": 4.0})
+        found.row(
+            case, "bandwidth", "GB/s", rate, peak=("one copy", 50.0), baselines={"plain": 4.0}
+        )
     found.target("load is near peak", got, ">=", 0.9, "of peak")
     return found
 
@@ -70,11 +72,11 @@ def saved(tmp_path, monkeypatch):
     tests = Results("multigpu_test_2")
     tests.row("tests/test_a.py", "passed", "tests", 3)
     tests.row("tests/test_a.py", "skipped", "tests", 1)
-    tests.row("tests/test_a.py: no reason", "skipped because", "tests", 1)
+    tests.row("tests/test_a.py: no reason", "skip reason", "tests", 1)
     tests.row("tests/test_b.py", "passed", "tests", 4)
     tests.row("tests/test_b.py", "failed", "tests", 2)
     tests.row("tests/test_b.py::test_x", "failed", "tests", 1)
-    tests.target("no test fails", 2, "==", 0, "failed tests")
+    tests.target("failed tests", 2, "==", 0, "tests")
     tests.save(root=tmp_path)
     return tmp_path
 
@@ -91,16 +93,16 @@ def saved(tmp_path, monkeypatch):
         ("==", 0, None, None),
     ],
 )
-def test_target_is_met_by_its_figures(op, want, got, met):
+def test_target_verdict_follows_from_its_figures(op, want, got, met):
     assert Target("t", op, want, "unit", got).met is met
 
 
-def test_target_rejects_an_unknown_comparison():
+def test_target_with_an_unknown_operator_raises():
     with pytest.raises(ValueError, match="op '~' of target 't' is not one of"):
         Target("t", "~", 1, "unit", 1)
 
 
-def test_file_holds_the_documented_keys(tmp_path, monkeypatch):
+def test_saved_record_has_the_documented_keys(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXKV_COMMIT", "abc-dirty")
     path = measured().save(root=tmp_path)
     content = json.loads(path.read_text())
@@ -116,7 +118,7 @@ def test_file_holds_the_documented_keys(tmp_path, monkeypatch):
             "unit": "GB/s",
             "value": 25.0,
             "peak": {"name": "one copy", "value": 50.0},
-            "peers": {"plain": 4.0},
+            "baselines": {"plain": 4.0},
         }
     ]
     want = {"op": ">=", "value": 0.9, "unit": "of peak"}
@@ -126,7 +128,7 @@ def test_file_holds_the_documented_keys(tmp_path, monkeypatch):
     ]
 
 
-def test_file_is_also_written_below_out(tmp_path):
+def test_saved_record_with_out_is_written_twice(tmp_path):
     path = measured().save(tmp_path / "carried", root=tmp_path / "kept")
     copy = tmp_path / "carried" / path.relative_to(tmp_path / "kept")
     assert copy.read_text() == path.read_text()
@@ -141,14 +143,14 @@ def test_file_is_also_written_below_out(tmp_path):
         ("README.md", False),
     ],
 )
-def test_revision_is_dirty_by_code_and_not_by_evidence(repository, changed, dirty):
+def test_revision_is_dirty_after_changes_of_code_only(repository, changed, dirty):
     assert records.revision(repository) == (git(repository, "rev-parse", "HEAD"), False)
     (repository / changed).parent.mkdir(parents=True, exist_ok=True)
     (repository / changed).write_text("changed\n")
     assert records.revision(repository).dirty is dirty
 
 
-def test_revision_without_history_comes_from_the_environment(tmp_path, monkeypatch):
+def test_revision_without_history_is_read_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.delenv("JAXKV_COMMIT", raising=False)
     assert records.revision(tmp_path) == (None, None)
@@ -159,11 +161,11 @@ def test_revision_without_history_comes_from_the_environment(tmp_path, monkeypat
 @pytest.mark.parametrize(
     "dirty, mark", [(True, " + changes"), (False, ""), (None, " (unverified)")]
 )
-def test_a_revision_says_whether_files_differed(dirty, mark):
+def test_revision_text_marks_changed_and_unverified_files(dirty, mark):
     assert records.File("gpu", "x", "c0ffee" * 6, dirty, {}, [], []).revision == "c0ffeec0f" + mark
 
 
-def test_age_counts_commits_that_touch_measured_code(repository):
+def test_age_counts_commits_of_measured_code(repository):
     def age(commit):
         file = records.File("gpu", "x", commit, False, {}, [], [])
         return evidence.age(file, repository)
@@ -179,7 +181,7 @@ def test_age_counts_commits_that_touch_measured_code(repository):
     assert age(None) == "unknown commit"
 
 
-def test_read_returns_what_was_saved(saved):
+def test_read_returns_saved_rows_and_targets(saved):
     tests, transfer = records.read(saved)
     assert (tests.name, transfer.name) == ("multigpu_test_2", "transfer")
     assert (transfer.device, transfer.commit) == ("some_gpu", "0123456789abcdef")
@@ -188,27 +190,27 @@ def test_read_returns_what_was_saved(saved):
     assert transfer.targets == measured().targets
 
 
-def test_read_refuses_a_typed_verdict(saved):
+def test_read_with_an_inconsistent_verdict_raises(saved):
     path = saved / "some_gpu" / "transfer.json"
     path.write_text(path.read_text().replace('"met": false', '"met": true'))
-    with pytest.raises(ValueError, match="says met=True, but its figures say False"):
+    with pytest.raises(ValueError, match="has met=True, but its figures give met=False"):
         records.read(saved)
 
 
-def test_listing_shows_wanted_got_and_verdict(saved):
+def test_listing_has_target_measurement_and_verdict(saved):
     text = evidence.listing(records.read(saved))
     assert "some_gpu/transfer: 012345678" in text
-    assert "**missed**   load is near peak: wanted >= 0.900 of peak, got 0.500 of peak" in text
-    assert "**missed**   no test fails: wanted == 0 failed tests, got 2 failed tests" in text
+    assert "**missed**   load is near peak: target >= 0.900 of peak, measured 0.500 of peak" in text
+    assert "**missed**   failed tests: target == 0 tests, measured 2 tests" in text
 
 
 def test_unmeasured_target_is_neither_met_nor_missed(tmp_path):
     measured(got=None).save(root=tmp_path)
     text = evidence.listing(records.read(tmp_path))
-    assert "not measured load is near peak: wanted >= 0.900 of peak, got -" in text
+    assert "not measured load is near peak: target >= 0.900 of peak, measured -" in text
 
 
-def test_tables(saved):
+def test_tables_of_saved_records_have_their_figures(saved):
     files = records.read(saved)
     date = files[0].date
     assert tables.tests_table(files).splitlines()[2:] == [
@@ -241,16 +243,16 @@ def test_tables(saved):
 )
 def test_target_above_peak_is_marked(got, bound, verdict, tmp_path):
     found = Results("transfer")
-    found.target("against a peer", got, ">=", 10.0, "times", bound)
+    found.target("speedup over a baseline", got, ">=", 10.0, "x", bound)
     found.save(root=tmp_path)
     (target,) = records.read(tmp_path)[0].targets
     assert target.bound == bound
     assert tables.verdict(target) == verdict
-    peak = "-" if bound is None else f"{tables.number(bound)} times"
+    peak = "-" if bound is None else f"{tables.number(bound)} x"
     assert f" | {peak} | {verdict} | " in tables.all_targets_table(records.read(tmp_path))
 
 
-def test_regenerate_replaces_marked_parts_only(saved):
+def test_regenerate_replaces_marked_sections_only(saved):
     files = records.read(saved)
     text = evidence.regenerate(README, files)
     assert "stale" not in text
@@ -260,17 +262,17 @@ def test_regenerate_replaces_marked_parts_only(saved):
     assert evidence.regenerate(text, files) == text
 
 
-def test_regenerate_names_an_unknown_table():
-    with pytest.raises(ValueError, match="no table is called 'tabel'; there are all_reduce, "):
+def test_regenerate_with_an_unknown_table_raises():
+    with pytest.raises(ValueError, match="no table 'tabel'; tables: all_reduce, "):
         evidence.regenerate("<!-- generated: tabel -->\n<!-- end -->", [])
 
 
-def test_regenerate_refuses_a_part_without_end():
+def test_regenerate_with_a_section_without_end_raises():
     with pytest.raises(ValueError, match="has no <!-- end -->"):
         evidence.regenerate("<!-- generated: tests -->\ntext\n", [])
 
 
-def test_check_fails_until_the_readme_is_regenerated(saved, tmp_path, monkeypatch, capsys):
+def test_check_fails_until_documents_are_regenerated(saved, tmp_path, monkeypatch, capsys):
     readme, targets = tmp_path / "README.md", tmp_path / "targets.md"
     for path in (readme, targets):
         path.write_text(README)
@@ -280,8 +282,8 @@ def test_check_fails_until_the_readme_is_regenerated(saved, tmp_path, monkeypatc
     monkeypatch.setattr(evidence, "read", lambda: files)
     assert evidence.main(["--check"]) == 1
     assert readme.read_text() == README
-    said = capsys.readouterr().out
-    assert "README.md is out of date" in said and "targets.md is out of date" in said
+    output = capsys.readouterr().out
+    assert "README.md is out of date" in output and "targets.md is out of date" in output
     assert evidence.main([]) == 0
     assert evidence.main(["--check"]) == 0
     for path in (readme, targets):  # only one of them outdated
@@ -291,7 +293,7 @@ def test_check_fails_until_the_readme_is_regenerated(saved, tmp_path, monkeypatc
         path.write_text(new)
 
 
-def test_plots_are_reproducible(saved, tmp_path):
+def test_plots_of_equal_figures_are_identical(saved, tmp_path):
     pytest.importorskip("matplotlib")
     files = records.read(saved)
     (first,) = evidence.draw(files, tmp_path / "first")
@@ -300,7 +302,7 @@ def test_plots_are_reproducible(saved, tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_rows_without_roof_or_peers_can_be_read_back(tmp_path):
+def test_row_without_peak_and_baselines_is_read_back(tmp_path):
     found = Results("x")
     found.row("case", "metric", "unit", 1)
     found.save(root=tmp_path)
@@ -309,8 +311,8 @@ def test_rows_without_roof_or_peers_can_be_read_back(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("direction", bandwidth.DIRECTIONS)
-def test_roof_is_a_copy_by_the_driver(direction):
+@pytest.mark.parametrize("direction", blocks.DIRECTIONS)
+def test_peak_bandwidth_on_a_gpu_is_a_driver_copy(direction):
     name, rate = peak_bandwidth.contiguous_copy(direction, 1 << 20)
     assert name.startswith("1 MiB cuMemcpy")
     assert rate > 0
@@ -327,5 +329,5 @@ def test_roof_is_a_copy_by_the_driver(direction):
     ],
     ids=["clean", "memory error", "failed test", "no test", "no summary"],
 )
-def test_memcheck_is_met_only_by_a_clean_run(output, met):
+def test_memcheck_targets_are_met_by_a_clean_run_only(output, met):
     assert memcheck.record(Results("memcheck"), output) == met

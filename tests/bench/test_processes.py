@@ -12,13 +12,13 @@ pytestmark = pytest.mark.end_to_end
 PROGRAM = "tests.util.child_program"
 
 
-def test_what_programs_print_comes_back():
+def test_run_returns_printed_objects_of_all_programs():
     lines = [json.dumps({"a": 1}), "some library's word", "[3]", json.dumps({"a": 2}), '{"a":']
     ran = processes.run(PROGRAM, [{"prints": lines}, {"prints": lines[:1]}], timeout_s=30)
     assert ran == ([[{"a": 1}, {"a": 2}], [{"a": 1}]], None)
 
 
-def test_a_program_that_hangs_is_ended_and_what_it_said_counts():
+def test_run_with_a_hanging_program_kills_it_and_keeps_its_output():
     start = time.monotonic()
     ran = processes.run(PROGRAM, [{"prints": ['{"a": 1}'], "sleeps": 60}], timeout_s=2)
     assert time.monotonic() - start < 30
@@ -26,15 +26,15 @@ def test_a_program_that_hangs_is_ended_and_what_it_said_counts():
     assert ran.failure and ran.failure.startswith("not done after 2 s")
 
 
-def test_one_that_fails_ends_the_others_and_says_why(monkeypatch):
+def test_run_with_a_failing_program_kills_the_others_and_returns_the_reason(monkeypatch):
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
     start = time.monotonic()
-    ran = processes.run(PROGRAM, [{"sleeps": 60}, {"raises": "no peer"}], timeout_s=60)
+    ran = processes.run(PROGRAM, [{"sleeps": 60}, {"raises": "no baseline"}], timeout_s=60)
     assert time.monotonic() - start < 30
-    assert ran.failure == "exit code 1: RuntimeError: no peer"
+    assert ran.failure == "exit code 1: RuntimeError: no baseline"
 
 
-def test_no_program_uses_multicast(monkeypatch):
+def test_run_disables_multicast_in_all_programs(monkeypatch):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     monkeypatch.setenv("JAXKV_MULTICAST", "1")
     seen = {}

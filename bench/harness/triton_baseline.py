@@ -1,7 +1,8 @@
 """A Triton kernel that copies blocks with vLLM's published parameters; needs PyTorch and a GPU.
 
-`python -m bench.harness.triton_peer REQUEST` is started by `bench.harness.peers.triton`; REQUEST is
-JSON with the keys of that function's arguments, and the last line of output is the result.
+`python -m bench.harness.triton_baseline REQUEST` is started by
+`bench.harness.copy_baselines.triton`; REQUEST is JSON with the keys of that function's arguments,
+and the last line of output is the result.
 
 The parameters (vLLM's swap_blocks kernel): min(12, n) programs, program p copies the jobs p, p + 12
 and so on, in words of 8 bytes and chunks of min(8 KiB, the block rounded up to a power of two). A

@@ -1,6 +1,6 @@
 """Baselines of the copy benchmarks.
 
-They copy blocks as other systems do:
+Copies of blocks as in other systems:
   - cudaMemcpyBatchAsync with one descriptor per block, and a loop of cudaMemcpyAsync, between the
     same arrays and with the same ids as jaxkv. They are timed outside JAX (`run`: addresses
     prepared in advance, submitted from C++) and inside a jitted program through the same kind of
@@ -9,7 +9,7 @@ They copy blocks as other systems do:
   - a Triton kernel with vLLM's published parameters, in a process with PyTorch, on its own arrays
     and ids: `triton`.
 
-The native part is bench/peers.cc, compiled on first use.
+The native part is bench/harness/copy_baselines.cc, compiled on first use.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -32,8 +32,8 @@ from bench.harness.records import REPOSITORY
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 BATCH, LOOP = "cudaMemcpyBatchAsync", "cudaMemcpyAsync loop"
-SHORT_BATCH, SHORT_BATCH_SIZE = f"{BATCH}, 1024 a call", 1024
-CODES = {BATCH: 0, LOOP: 1, SHORT_BATCH: 2}  # the enum of peers.cc
+SHORT_BATCH, SHORT_BATCH_SIZE = f"{BATCH}, 1024 per call", 1024
+CODES = {BATCH: 0, LOOP: 1, SHORT_BATCH: 2}  # the enum of bench/harness/copy_baselines.cc
 TRITON = "Triton, 12 programs"
 
 
@@ -55,11 +55,11 @@ def library() -> ctypes.CDLL:
     cuda = jax.default_backend() == "gpu"
     loaded = ctypes.CDLL(str(_compiled(cuda)))
     platform = "CUDA" if cuda else "cpu"
-    for name in ("Stamp", "PeerCopy") if cuda else ("Stamp",):
+    for name in ("Stamp", "BaselineCopy") if cuda else ("Stamp",):
         target = jax.ffi.pycapsule(getattr(loaded, name))
         jax.ffi.register_ffi_target(f"bench_{name}", target, platform=platform)
     if cuda:
-        loaded.peer_error.restype = ctypes.c_char_p
+        loaded.baseline_error.restype = ctypes.c_char_p
     return loaded
 
 
@@ -67,12 +67,12 @@ def _compiled(cuda: bool) -> pathlib.Path:
     flags = ["-std=c++20", "-O2", "-shared", "-isystem", jax.ffi.include_dir()]
     if cuda:
         compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-        flags += ["-DPEERS_CUDA", "-Xcompiler", "-fPIC"]
+        flags += ["-DBENCH_CUDA", "-Xcompiler", "-fPIC"]
     else:
         compiler = os.environ.get("CXX", "c++")
         flags += ["-fPIC"]
     key = hashlib.sha256(" ".join([compiler, *flags]).encode() + SOURCE.read_bytes())
-    path = REPOSITORY / "build" / f"peers_{key.hexdigest()[:16]}.so"
+    path = REPOSITORY / "build" / f"copy_baselines_{key.hexdigest()[:16]}.so"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -87,29 +87,42 @@ def _compiled(cuda: bool) -> pathlib.Path:
     return path
 
 
-def copy(peer: str, src: Any, dst: Any, src_ids: Any, dst_ids: Any) -> Any:
+def copy(
+    baseline: str, src: jax.Array, dst: jax.Array, src_ids: jax.Array, dst_ids: jax.Array
+) -> jax.Array:
     """Traces a baseline's copy of blocks, `dst[dst_ids[i]] = src[src_ids[i]]`; donate `dst`.
 
     Args:
-      peer: one of CODES.
+      baseline: one of CODES.
       src, dst: `dtype[num_blocks, ...]` in host or device memory.
       src_ids, dst_ids: int32[n] in pinned host memory, written by the host.
     """
     library()
     block_bytes = src.size // src.shape[0] * src.dtype.itemsize
-    call = jax.ffi.ffi_call("bench_PeerCopy", jax.typeof(dst), input_output_aliases={3: 0})
+    call = jax.ffi.ffi_call("bench_BaselineCopy", jax.typeof(dst), input_output_aliases={3: 0})
     return call(
-        src, src_ids, dst_ids, dst, block_bytes=np.int64(block_bytes), peer=np.int64(CODES[peer])
+        src,
+        src_ids,
+        dst_ids,
+        dst,
+        block_bytes=np.int64(block_bytes),
+        baseline=np.int64(CODES[baseline]),
     )
 
 
 def run(
-    peer: str, src: Any, dst: Any, ids: tuple[np.ndarray, np.ndarray], *, calls: int, repeats: int
+    baseline: str,
+    src: jax.Array,
+    dst: jax.Array,
+    ids: tuple[np.ndarray, np.ndarray],
+    *,
+    calls: int,
+    repeats: int,
 ) -> Seconds:
     """Times a baseline outside JAX, writing into JAX's array; nothing else may use the two arrays.
 
     Args:
-      peer: one of CODES.
+      baseline: one of CODES.
       src, dst: arrays on one GPU and in its pinned host memory.
       ids: source and destination, int[n].
       calls: consecutive copies before one wait; 1 measures the latency.
@@ -126,11 +139,11 @@ def run(
     samples = []
     for _ in range(repeats + 1):
         seconds = (ctypes.c_double * 2)()
-        code = library().peer_run(
-            ctypes.c_int64(CODES[peer]), *lists, ctypes.c_size_t(len(sizes)), calls, seconds
+        code = library().baseline_run(
+            ctypes.c_int64(CODES[baseline]), *lists, ctypes.c_size_t(len(sizes)), calls, seconds
         )
         if code:
-            raise RuntimeError(f"{peer}: {library().peer_error(code).decode()}")
+            raise RuntimeError(f"{baseline}: {library().baseline_error(code).decode()}")
         samples.append([*seconds])
     return Seconds(*np.median(samples[1:], axis=0))  # the first is a warm-up
 
@@ -150,12 +163,12 @@ class TritonRates(NamedTuple):
 def triton(
     blocks: Sequence[int], count: int, *, small_block: int, small_counts: Sequence[int]
 ) -> TritonRates | None:
-    """Runs bench/harness/triton_peer.py in its own process; None and the reason if it fails."""
+    """Runs bench/harness/triton_baseline.py in its own process; None and the reason if it fails."""
     request = {
         "blocks": [*blocks], "count": count, "small_block": small_block,
         "small_counts": [*small_counts],
     }  # fmt: skip
-    command = [sys.executable, "-m", "bench.harness.triton_peer", json.dumps(request)]
+    command = [sys.executable, "-m", "bench.harness.triton_baseline", json.dumps(request)]
     ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if ran.returncode:
         last = ran.stderr.strip().splitlines()[-1:] or ["no message"]
@@ -163,5 +176,8 @@ def triton(
         return None
     answer = json.loads(ran.stdout.splitlines()[-1])
     return TritonRates(
-        *({(way, key): value for way, key, value in answer[part]} for part in TritonRates._fields)
+        *(
+            {(method, key): value for method, key, value in answer[part]}
+            for part in TritonRates._fields
+        )
     )

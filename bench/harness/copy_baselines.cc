@@ -1,7 +1,7 @@
 // Baselines of the benchmarks, and stamps, which record when XLA reaches a point in a program.
 //
-// Compiled by bench/harness/peers.py when a benchmark starts; PEERS_CUDA is defined if there is a
-// GPU.
+// Compiled by bench/harness/copy_baselines.py when a benchmark starts; BENCH_CUDA is defined if
+// there is a GPU.
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
-#ifdef PEERS_CUDA
+#ifdef BENCH_CUDA
 #include <cuda_runtime.h>
 #endif
 
@@ -28,39 +28,39 @@ double now() {
   return std::chrono::duration<double>(since).count();
 }
 
-#ifdef PEERS_CUDA
-enum Peer : int64_t { kBatch = 0, kLoop = 1, kShortBatch = 2 };
+#ifdef BENCH_CUDA
+enum Baseline : int64_t { kBatch = 0, kLoop = 1, kShortBatch = 2 };
 
 // Drivers were seen to fail at about 50,000 descriptors in one call (vLLM issue 49276).
 constexpr size_t kDescriptorsPerBatch = 32768, kDescriptorsPerShortBatch = 1024;
 
 std::array<cudaEvent_t, kSlots> events;
 
-#define PEERS_TRY(expression) \
+#define CUDA_TRY(expression) \
   if (const cudaError_t status = (expression); status != cudaSuccess) return status
 
-cudaError_t submit(int64_t peer, void* const* to, const void* const* from, const size_t* bytes,
+cudaError_t submit(int64_t baseline, void* const* to, const void* const* from, const size_t* bytes,
                    size_t count, cudaStream_t stream) {
-  if (peer == kLoop) {
+  if (baseline == kLoop) {
     for (size_t i = 0; i < count; ++i) {
-      PEERS_TRY(cudaMemcpyAsync(to[i], from[i], bytes[i], cudaMemcpyDefault, stream));
+      CUDA_TRY(cudaMemcpyAsync(to[i], from[i], bytes[i], cudaMemcpyDefault, stream));
     }
     return cudaSuccess;
   }
   cudaMemcpyAttributes attributes{};
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
   size_t first_with_attributes = 0;
-  const size_t most = peer == kShortBatch ? kDescriptorsPerShortBatch : kDescriptorsPerBatch;
-  for (size_t begin = 0; begin < count; begin += most) {
-    const size_t size = std::min(most, count - begin);
-    PEERS_TRY(cudaMemcpyBatchAsync(to + begin, from + begin, bytes + begin, size, &attributes,
-                                   &first_with_attributes, 1, stream));
+  const size_t batch = baseline == kShortBatch ? kDescriptorsPerShortBatch : kDescriptorsPerBatch;
+  for (size_t begin = 0; begin < count; begin += batch) {
+    const size_t size = std::min(batch, count - begin);
+    CUDA_TRY(cudaMemcpyBatchAsync(to + begin, from + begin, bytes + begin, size, &attributes,
+                                  &first_with_attributes, 1, stream));
   }
   return cudaSuccess;
 }
 
 ffi::Error failure(cudaError_t status) {
-  return ffi::Error::Internal(std::string("peer: ") + cudaGetErrorString(status));
+  return ffi::Error::Internal(std::string("baseline: ") + cudaGetErrorString(status));
 }
 
 ffi::Error stamp(cudaStream_t stream, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>, int64_t slot) {
@@ -79,7 +79,7 @@ ffi::Error stamp(cudaStream_t stream, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer
 // The destination is aliased to the result; the ids are in host memory, written by the host.
 ffi::Error copy(cudaStream_t stream, ffi::AnyBuffer source, ffi::Buffer<ffi::S32> source_ids,
                 ffi::Buffer<ffi::S32> destination_ids, ffi::AnyBuffer,
-                ffi::Result<ffi::AnyBuffer> destination, int64_t block_bytes, int64_t peer) {
+                ffi::Result<ffi::AnyBuffer> destination, int64_t block_bytes, int64_t baseline) {
   static thread_local std::vector<void*> to;
   static thread_local std::vector<const void*> from;
   static thread_local std::vector<size_t> bytes;
@@ -93,7 +93,7 @@ ffi::Error copy(cudaStream_t stream, ffi::AnyBuffer source, ffi::Buffer<ffi::S32
     to[i] = static_cast<std::byte*>(destination->untyped_data()) +
             destination_ids.typed_data()[i] * block_bytes;
   }
-  const auto status = submit(peer, to.data(), from.data(), bytes.data(), count, stream);
+  const auto status = submit(baseline, to.data(), from.data(), bytes.data(), count, stream);
   return status == cudaSuccess ? ffi::Error::Success() : failure(status);
 }
 #else
@@ -105,7 +105,7 @@ ffi::Error stamp(ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>, int64_t slot) {
 
 }  // namespace
 
-#ifdef PEERS_CUDA
+#ifdef BENCH_CUDA
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Stamp, stamp,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -113,7 +113,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Stamp, stamp,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("slot"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PeerCopy, copy,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(BaselineCopy, copy,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()
@@ -122,7 +122,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PeerCopy, copy,
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("block_bytes")
-                                  .Attr<int64_t>("peer"));
+                                  .Attr<int64_t>("baseline"));
 #else
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     Stamp, stamp,
@@ -136,7 +136,7 @@ extern "C" {
 void stamped(double seconds[2]) {
   seconds[0] = host_seconds[1] - host_seconds[0];
   seconds[1] = std::numeric_limits<double>::quiet_NaN();
-#ifdef PEERS_CUDA
+#ifdef BENCH_CUDA
   float ms;
   if (events[1] && cudaEventElapsedTime(&ms, events[0], events[1]) == cudaSuccess) {
     seconds[1] = ms * 1e-3;
@@ -144,21 +144,23 @@ void stamped(double seconds[2]) {
 #endif
 }
 
-#ifdef PEERS_CUDA
-const char* peer_error(int status) { return cudaGetErrorString(static_cast<cudaError_t>(status)); }
+#ifdef BENCH_CUDA
+const char* baseline_error(int status) {
+  return cudaGetErrorString(static_cast<cudaError_t>(status));
+}
 
 // Repeats the same copies `calls` times on a stream of its own and synchronizes once at the end.
 // seconds, per call: total time including the synchronization, and host time of the submissions.
-int peer_run(int64_t peer, void* const* to, const void* const* from, const size_t* bytes,
-             size_t count, int calls, double seconds[2]) {
+int baseline_run(int64_t baseline, void* const* to, const void* const* from, const size_t* bytes,
+                 size_t count, int calls, double seconds[2]) {
   static cudaStream_t stream = nullptr;
-  if (!stream) PEERS_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  if (!stream) CUDA_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   const double start = now();
   for (int call = 0; call < calls; ++call) {
-    PEERS_TRY(submit(peer, to, from, bytes, count, stream));
+    CUDA_TRY(submit(baseline, to, from, bytes, count, stream));
   }
   seconds[1] = (now() - start) / calls;
-  PEERS_TRY(cudaStreamSynchronize(stream));
+  CUDA_TRY(cudaStreamSynchronize(stream));
   seconds[0] = (now() - start) / calls;
   return cudaSuccess;
 }
