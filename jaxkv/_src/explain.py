@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxkv._src.collectives import all_reduce
 from jaxkv._src.transfer.dispatch import Selection, select_implementation
+from jaxkv._src.transfer.groups import for_each_group
 from jaxkv._src.transfer.resolve import _OPERATIONS, resolve
 
 
@@ -25,23 +26,42 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
     """
     if getattr(operation, "__name__", None) == "all_reduce":
         return all_reduce.explain(*args, **options)
-    lines = [selection.text for selection in selections_of(operation, *args, **options)]
+    lines = [
+        f"{group}: {selection.text}" if group else selection.text
+        for group, selections in selections_of_groups(operation, *args, **options).items()
+        for selection in selections
+    ]
     return "\n".join(lines) or f"{operation.__name__}: nothing to copy"
 
 
 def selections_of(operation: Callable[..., Any], *args: Any, **options: Any) -> list[Selection]:
     """The selection for each copy of `operation(*args, **options)`; arguments as for `explain`."""
+    groups = selections_of_groups(operation, *args, **options)
+    return [selection for selections in groups.values() for selection in selections]
+
+
+def selections_of_groups(
+    operation: Callable[..., Any], *args: Any, **options: Any
+) -> dict[str, list[Selection]]:
+    """The selections by group; the only key is "" without groups."""
     name = getattr(operation, "__name__", operation)
     if name not in _OPERATIONS:
         known = ", ".join((*_OPERATIONS, "all_reduce"))
         raise ValueError(f"operation must be one of {known}, got {name!r}")
     given = inspect.signature(operation).bind(*args, **options).arguments
-    source_ids, destination_ids = (given.pop(argument) for argument in _OPERATIONS[name][0])
+    ids = {argument: given.pop(argument) for argument in _OPERATIONS[name][0]}
     layers, implementation = given.pop("layers", None), given.pop("implementation", None)
-    first, second = list(given.values())[:2]  # in the order declared
-    call = resolve(name, (first, second), (source_ids, destination_ids), layers)
-    overlapped = name in ("start_load", "start_store")
-    return [
-        select_implementation(copy, call.ids, implementation, overlapped=overlapped)
-        for copy in call.copies
-    ]
+    state = dict(list(given.items())[:2])  # in the order declared
+
+    def select(state: dict[str, Any], ids: dict[str, Any], layers: Any) -> list[Selection]:
+        first, second = state.values()
+        source_ids, destination_ids = ids.values()
+        call = resolve(name, (first, second), (source_ids, destination_ids), layers)
+        overlapped = name in ("start_load", "start_store")
+        return [
+            select_implementation(copy, call.ids, implementation, overlapped=overlapped)
+            for copy in call.copies
+        ]
+
+    groups = for_each_group(name, state, ids, layers, select)
+    return {"": select(state, ids, layers)} if groups is None else groups

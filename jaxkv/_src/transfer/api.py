@@ -26,6 +26,7 @@ from jaxkv._src.transfer.block_copy import (
     result_types,
 )
 from jaxkv._src.transfer.dispatch import Selection, select_implementation
+from jaxkv._src.transfer.groups import for_each_group
 from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.resolve import prepare, resolve
 
@@ -75,9 +76,9 @@ def load_pages(
       PageIndexError: an id is out of range or a destination is a duplicate, if both lists are
         known on the host. Otherwise the kernel skips these entries and `check_errors` raises.
     """
-    return _dispatch(
-        "load_pages", (pool, cache), (host_pages, device_pages), layers, implementation
-    )
+    state = {"pool": pool, "cache": cache}
+    ids = {"host_pages": host_pages, "device_pages": device_pages}
+    return _dispatch("load_pages", state, ids, layers, implementation)
 
 
 def store_pages(
@@ -109,9 +110,9 @@ def store_pages(
     Raises:
       ValueError, TypeError, NotImplementedError, PageIndexError: as for `load_pages`.
     """
-    return _dispatch(
-        "store_pages", (pool, cache), (device_pages, host_pages), layers, implementation
-    )
+    state = {"pool": pool, "cache": cache}
+    ids = {"device_pages": device_pages, "host_pages": host_pages}
+    return _dispatch("store_pages", state, ids, layers, implementation)
 
 
 def swap_blocks(
@@ -139,20 +140,27 @@ def swap_blocks(
     Raises:
       ValueError, TypeError, NotImplementedError, PageIndexError: as for `load_pages`.
     """
-    return _dispatch("swap_blocks", (src, dst), (src_ids, dst_ids), None, implementation)
+    state, ids = {"src": src, "dst": dst}, {"src_ids": src_ids, "dst_ids": dst_ids}
+    return _dispatch("swap_blocks", state, ids, None, implementation)
 
 
 def _dispatch(
-    operation: str,
-    state: tuple[Any, Any],
-    ids: tuple[Ids, Ids],
-    layers: int | Sequence[int] | None,
-    implementation: str | None,
+    operation: str, state: dict[str, Any], ids: dict[str, Ids], layers: Any, implementation: Any
 ) -> Any:
-    call, traced = prepare(operation, state, ids, layers, implementation)
-    if traced:
-        return _run(call, implementation)
-    return _eager(operation, state, call.ids, static_layers(layers), implementation)
+    """The result of an operation; `ids` are the source ids, then the destination ids."""
+
+    def copy_group(state: dict[str, Any], ids: dict[str, Ids], layers: Any) -> Any:
+        source_ids, destination_ids = ids.values()
+        first, second = state.values()
+        call, traced = prepare(
+            operation, (first, second), (source_ids, destination_ids), layers, implementation
+        )
+        if traced:
+            return _run(call, implementation)
+        return _eager(operation, (first, second), call.ids, static_layers(layers), implementation)
+
+    groups = for_each_group(operation, state, ids, layers, copy_group)
+    return copy_group(state, ids, layers) if groups is None else groups
 
 
 def static_layers(layers: int | Sequence[int] | None) -> tuple[int, ...] | None:

@@ -8,11 +8,13 @@ arrays of a layer after its copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
 from jaxkv._src.transfer import resolve
 from jaxkv._src.transfer.async_handles import LoadHandle, StoreHandle
+from jaxkv._src.transfer.groups import for_each_group
 
 
 def start_load(
@@ -60,9 +62,9 @@ def start_load(
       ValueError: `timeout_s` is out of range, or as for `load_pages`.
       TypeError, NotImplementedError, PageIndexError: as for `load_pages`.
     """
-    return LoadHandle._begin(
-        "start_load", pool, cache, (host_pages, device_pages), layers, implementation, timeout_s
-    )
+    ids = {"host_pages": host_pages, "device_pages": device_pages}
+    state = {"pool": pool, "cache": cache}
+    return _start(LoadHandle, "start_load", state, ids, layers, implementation, timeout_s)
 
 
 def start_store(
@@ -97,6 +99,33 @@ def start_store(
     Raises:
       ValueError, TypeError, NotImplementedError, PageIndexError: as for `start_load`.
     """
-    return StoreHandle._begin(
-        "start_store", pool, cache, (device_pages, host_pages), layers, implementation, timeout_s
-    )
+    ids = {"device_pages": device_pages, "host_pages": host_pages}
+    state = {"pool": pool, "cache": cache}
+    return _start(StoreHandle, "start_store", state, ids, layers, implementation, timeout_s)
+
+
+def _start(
+    handle: type[LoadHandle] | type[StoreHandle],
+    operation: str,
+    state: dict[str, Any],
+    ids: dict[str, Any],
+    layers: Any,
+    implementation: str | None,
+    timeout_s: float,
+) -> Any:
+    """The handle of a copy, or a dict of the handles of groups."""
+
+    def start_group(state: dict[str, Any], ids: dict[str, Any], layers: Any) -> Any:
+        source_ids, destination_ids = ids.values()
+        return handle._begin(
+            operation,
+            state["pool"],
+            state["cache"],
+            (source_ids, destination_ids),
+            layers,
+            implementation,
+            timeout_s,
+        )
+
+    groups = for_each_group(operation, state, ids, layers, start_group)
+    return start_group(state, ids, layers) if groups is None else groups

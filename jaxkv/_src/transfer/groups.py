@@ -1,0 +1,64 @@
+"""Calls for several caches at once: dicts of pools, caches and ids with the same keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def for_each_group(
+    operation: str,
+    state: dict[str, Any],
+    ids: dict[str, Any],
+    layers: Any,
+    call: Callable[[dict[str, Any], dict[str, Any], Any], Any],
+) -> dict[str, Any] | None:
+    """The result of `call` for each group, or None if the ids are not dicts.
+
+    Args:
+      operation: name of the public function.
+      state: the arguments with arrays, by name.
+      ids: the id lists, by name.
+      layers: a dict of the layers of groups, or None for all layers.
+      call: the operation on the arguments of one group.
+
+    Raises:
+      TypeError: an argument is not a dict.
+      ValueError: the keys of two arguments differ.
+    """
+    if not any(isinstance(value, dict) for value in ids.values()):
+        return None
+    arguments = {**ids, **state}
+    for name, value in arguments.items():
+        if not isinstance(value, dict):
+            raise TypeError(
+                f"{operation}: {name} must be a dict of groups like the ids, got a "
+                f"{type(value).__name__}"
+            )
+    first, *others = arguments.items()
+    for name, value in others:
+        if set(value) != set(first[1]):
+            raise ValueError(
+                f"{operation}: {name} must have the groups of {first[0]}, {sorted(first[1])}, "
+                f"got {sorted(value)}"
+            )
+    chosen = _layers_of_groups(operation, layers, first[1])
+    return {
+        group: call(
+            {name: value[group] for name, value in state.items()},
+            {name: value[group] for name, value in ids.items()},
+            chosen.get(group),
+        )
+        for group in first[1]
+    }
+
+
+def _layers_of_groups(operation: str, layers: Any, groups: dict[str, Any]) -> dict[str, Any]:
+    if layers is None:
+        return {}
+    if not isinstance(layers, dict) or not set(layers) <= set(groups):
+        raise ValueError(
+            f"{operation}: layers must be a dict of some of the groups {sorted(groups)}, got "
+            f"{layers!r}"
+        )
+    return layers
