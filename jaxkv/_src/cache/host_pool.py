@@ -40,7 +40,7 @@ class HostPool:
       head_groups: G of page_unified, otherwise 1.
     """
 
-    data: Any
+    data: jax.Array
     spec: KVCacheSpec | ArrayCacheSpec = dataclasses.field(metadata={"static": True})
     layout: str = dataclasses.field(metadata={"static": True})
     head_groups: int = dataclasses.field(metadata={"static": True})
@@ -133,7 +133,8 @@ class HostPool:
         if self.data.is_deleted():
             return
         self.data.block_until_ready()
-        for device in self.data.sharding.addressable_devices:
+        devices: set[jax.Device] = self.data.sharding.addressable_devices
+        for device in devices:
             # A ready array has been written, but loads from it may still be in flight.
             if device.platform == "gpu":
                 native.extension().synchronize_device(device.local_hardware_id)
@@ -161,18 +162,18 @@ def _allocate_sharded(
     local_shape = sharding.shard_shape(shape)
     local_bytes = math.prod(local_shape) * np.dtype(dtype).itemsize
     check_host_memory(local_bytes * len(devices))
-    arrays = [_allocate(local_shape, dtype, device) for device in devices]
+    arrays = [_allocate(local_shape, np.dtype(dtype), device) for device in devices]
     if isinstance(sharding, SingleDeviceSharding):
         return arrays[0]
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _allocate(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Array:
+def _allocate(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> jax.Array:
     sharding = SingleDeviceSharding(device, memory_kind="pinned_host")
     with prefer_numa_node(numa_node(device)):
         if device.platform == "cpu":
             # Allocated by XLA: NumPy's memory may be used zero-copy, and a donation would copy it.
-            zeros: Any = jnp.zeros(shape, dtype, device=device)
+            zeros: jax.Array | np.ndarray = jnp.zeros(shape, dtype, device=device)
         else:
             # Ten times faster on an H200 host than zeros written by XLA.
             zeros = np.zeros(shape, dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -78,8 +77,7 @@ def select_layers(num_layers: int, layers: int | Sequence[int] | None) -> tuple[
     """Selected layer numbers of `num_layers`: all, one for an int, or those of a sequence."""
     if layers is None:
         return tuple(range(num_layers))
-    chosen: Any = (layers,) if np.ndim(layers) == 0 else layers
-    chosen = tuple(chosen)
+    chosen = layers if isinstance(layers, Sequence) else np.asarray(layers, object).reshape(-1)
     for layer in chosen:
         if isinstance(layer, bool) or not hasattr(layer, "__index__"):
             raise ValueError(f"layers must be integers, got {layer!r}")
