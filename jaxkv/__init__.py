@@ -1,6 +1,7 @@
 """KV-cache data plane for LLM serving code written in JAX."""
 
 from jaxkv import metadata, recurrent
+from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_layout import HostLayout
 from jaxkv._src.cache.host_pool import HostPool
@@ -33,6 +34,7 @@ from jaxkv._src.transfer.ids import HostIds
 from jaxkv._src.version import __version__ as __version__
 
 __all__ = [
+    "ArrayCacheSpec",
     "BoundError",
     "DeviceCache",
     "HostIds",

@@ -10,11 +10,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkv._src.cache.array_spec import ArrayCacheSpec
-from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_layout import PageGeometry
 from jaxkv._src.runtime.devices import default_device
 
 if TYPE_CHECKING:
+    from jaxkv._src.cache.device_cache import DeviceCache
     from jaxkv._src.cache.host_pool import HostPool
 
 # The axes of a host pool; a record is the blocks of one page and layer.
@@ -109,11 +109,30 @@ def pool_sharding(spec: ArrayCacheSpec, name: str) -> jax.sharding.Sharding:
     return NamedSharding(spec.mesh, PartitionSpec(*entries), memory_kind="pinned_host")
 
 
-def as_device_cache(spec: ArrayCacheSpec, arrays: Any) -> DeviceCache:
-    """An engine's arrays as a device cache; a stacked cache is one layer of stacked arrays.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ArrayCache:
+    """An engine's arrays by layer; stacked arrays are one layer.
+
+    Attributes:
+      layers: the arrays of each layer.
+      spec: the `ArrayCacheSpec`.
+    """
+
+    layers: tuple[tuple[jax.Array, ...], ...]
+    spec: ArrayCacheSpec = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages of the cache."""
+        return self.layers[0][0].shape[1 if self.spec.stacked else 0]
+
+
+def as_array_cache(spec: ArrayCacheSpec, arrays: Any) -> ArrayCache:
+    """An engine's arrays by layer.
 
     Raises:
-      ValueError: structure, shapes or dtypes are not those of the spec.
+      ValueError: the pytree structure is not that of the spec.
     """
     leaves, structure = jax.tree.flatten(arrays)
     if structure != spec.structure:
@@ -122,30 +141,31 @@ def as_device_cache(spec: ArrayCacheSpec, arrays: Any) -> DeviceCache:
         )
     per_layer = len(spec.arrays)
     layers = (tuple(leaves[i : i + per_layer]) for i in range(0, len(leaves), per_layer))
-    return DeviceCache(tuple(layers), spec)
+    return ArrayCache(tuple(layers), spec)
 
 
-def engine_arrays(cache: DeviceCache) -> Any:
-    """The engine's pytree of a cache made by `as_device_cache`."""
+def engine_arrays(cache: ArrayCache) -> Any:
+    """The engine's pytree."""
     leaves = [array for layer in cache.layers for array in layer]
     return jax.tree.unflatten(cache.spec.structure, leaves)
 
 
-def is_stacked(cache: DeviceCache) -> bool:
-    """Whether the arrays of the cache have all layers."""
-    return isinstance(cache.spec, ArrayCacheSpec) and cache.spec.stacked
+def is_stacked(cache: DeviceCache | ArrayCache) -> bool:
+    """Whether each array of the cache has all layers."""
+    return isinstance(cache, ArrayCache) and cache.spec.stacked
 
 
-def layer_arrays(cache: DeviceCache, layer: int) -> Any:
+def layer_arrays(cache: ArrayCache, layer: int) -> Any:
     """The pytree of a layer; of a stacked cache, the arrays of all layers."""
     if cache.spec.stacked:
         return engine_arrays(cache)
-    return jax.tree.unflatten(cache.spec.structure.children()[layer], cache.layers[layer])
+    structures = jax.tree_util.treedef_children(cache.spec.structure)
+    return jax.tree.unflatten(structures[layer], cache.layers[layer])
 
 
-def check_arrays(pool: HostPool, cache: DeviceCache) -> None:
+def check_arrays(pool: HostPool, cache: ArrayCache) -> None:
     """Raises a ValueError unless the pool and the arrays, of one shard, match their spec."""
-    spec: ArrayCacheSpec = pool.spec
+    spec = cache.spec
     layout = pool.host_layout
     if tuple(pool.data.shape) != layout.shape or pool.data.dtype != np.uint8:
         sharded = (*spec.page_axes, *spec.block_axes)

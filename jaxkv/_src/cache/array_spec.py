@@ -108,9 +108,9 @@ class ArrayCacheSpec:
                 f"arrays must be a list or tuple of layers, got a {type(arrays).__name__}; set "
                 "stacked=True if each array has all layers"
             )
-        layers = structure.children()
+        layers = jax.tree_util.treedef_children(structure)
         _common("pytree structure of a layer", layers)
-        of_layer = layers[0].num_leaves
+        of_layer = len(leaves) // len(layers)
         _common(
             "shapes, dtypes and shardings in each layer",
             [pages[i : i + of_layer] for i in range(0, len(pages), of_layer)],

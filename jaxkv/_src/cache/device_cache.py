@@ -74,7 +74,7 @@ class DeviceCache:
     @property
     def num_pages(self) -> int:
         """Number of pages of the cache."""
-        return self.layers[0][0].shape[1 if getattr(self.spec, "stacked", False) else 0]
+        return self.layers[0][0].shape[0]
 
     @property
     def partition_spec(self) -> PartitionSpec:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkv._src.cache.array_cache import (
+    ArrayCache,
     ArrayHostLayout,
     check_arrays,
     layout_of_shape,
@@ -190,18 +191,16 @@ def _check_memory_kind(data: Any) -> None:
         raise ValueError(f"pool.data must have memory kind pinned_host, got {kind}")
 
 
-def check_pair(pool: HostPool, cache: DeviceCache) -> None:
+def check_pair(pool: HostPool, cache: DeviceCache | ArrayCache) -> None:
     """Raises a TypeError or ValueError unless the pool and the cache match."""
     if not isinstance(pool, HostPool):
         raise TypeError(f"pool must be a jaxkv.HostPool, got {type(pool).__name__}")
-    if not isinstance(cache, DeviceCache):
-        raise TypeError(f"cache must be a jaxkv.DeviceCache, got {type(cache).__name__}")
     _check_memory_kind(pool.data)
-    if isinstance(pool.spec, ArrayCacheSpec):
-        if cache.spec != pool.spec:
-            raise ValueError("pool and cache must have the same spec")
+    if isinstance(cache, ArrayCache):
         check_arrays(pool, cache)
         return
+    if not isinstance(cache, DeviceCache):
+        raise TypeError(f"cache must be a jaxkv.DeviceCache, got {type(cache).__name__}")
     for field in dataclasses.fields(pool.spec):
         in_pool, in_cache = (getattr(owner.spec, field.name) for owner in (pool, cache))
         if in_pool != in_cache:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.transfer.block_copy import (
@@ -36,13 +35,13 @@ if TYPE_CHECKING:
 
 def load_pages(
     pool: HostPool,
-    cache: DeviceCache,
+    cache: Any,
     host_pages: Ids,
     device_pages: Ids,
     *,
     layers: int | Sequence[int] | None = None,
     implementation: str | None = None,
-) -> DeviceCache:
+) -> Any:
     """Copies pages from host memory into the device cache.
 
     Page `host_pages[i]` of the pool is copied to page `device_pages[i]` of the cache, in the
@@ -55,8 +54,10 @@ def load_pages(
     This is the load direction of SGLang's HiCache and of vLLM's offloading connector.
 
     Args:
-      pool: `HostPool` in any layout.
-      cache: `DeviceCache` of the same `KVCacheSpec`; donate it.
+      pool: `HostPool` in any layout. To copy several caches in one call, pass dicts with the same
+        keys as `pool`, `cache`, `host_pages` and `device_pages`; the result is a dict.
+      cache: `DeviceCache` of the same `KVCacheSpec`, or the arrays that the pool's
+        `ArrayCacheSpec` describes; donate it.
       host_pages: int32[n], page ids in the pool. A list, a NumPy array, a device array, or
         `HostIds`, which "dma" requires.
       device_pages: int32[n], page ids in the cache, in the same forms. Pair i is padding if
@@ -66,7 +67,7 @@ def load_pages(
         or None for dispatch by the tuning table.
 
     Returns:
-      The `DeviceCache` with the loaded pages.
+      `cache` with the loaded pages.
 
     Raises:
       ValueError: the arguments do not match, for example in spec or length; the message has the
@@ -83,7 +84,7 @@ def load_pages(
 
 def store_pages(
     pool: HostPool,
-    cache: DeviceCache,
+    cache: Any,
     host_pages: Ids,
     device_pages: Ids,
     *,
@@ -101,8 +102,7 @@ def store_pages(
 
     Args:
       pool: `HostPool` in any layout; donate it.
-      cache: `DeviceCache` of the same `KVCacheSpec`.
-      host_pages, device_pages, layers, implementation: as for `load_pages`.
+      cache, host_pages, device_pages, layers, implementation: as for `load_pages`.
 
     Returns:
       The `HostPool` with the stored pages.

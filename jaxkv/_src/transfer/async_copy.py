@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
 from jaxkv._src.transfer import resolve
 from jaxkv._src.transfer.async_handles import LoadHandle, StoreHandle
@@ -19,14 +18,14 @@ from jaxkv._src.transfer.groups import for_each_group
 
 def start_load(
     pool: HostPool,
-    cache: DeviceCache,
+    cache: Any,
     host_pages: resolve.Ids,
     device_pages: resolve.Ids,
     *,
     layers: int | Sequence[int] | None = None,
     implementation: str | None = None,
     timeout_s: float = 30.0,
-) -> LoadHandle:
+) -> Any:
     """Starts an asynchronous copy of pages from host memory into the device cache.
 
     Like `load_pages`, but on a copy stream and layer by layer in the order of `layers`. Wait for a
@@ -56,7 +55,7 @@ def start_load(
         arrays may lack pages, and `check_errors` raises TransferError.
 
     Returns:
-      A `LoadHandle`; the host does not block.
+      A `LoadHandle`, or a dict of them; the host does not block.
 
     Raises:
       ValueError: `timeout_s` is out of range, or as for `load_pages`.
@@ -69,14 +68,14 @@ def start_load(
 
 def start_store(
     pool: HostPool,
-    cache: DeviceCache,
+    cache: Any,
     host_pages: resolve.Ids,
     device_pages: resolve.Ids,
     *,
     layers: int | Sequence[int] | None = None,
     implementation: str | None = None,
     timeout_s: float = 30.0,
-) -> StoreHandle:
+) -> Any:
     """Starts an asynchronous copy of pages from the device cache into host memory.
 
     Like `store_pages`, but on a copy stream. Take the arrays of a layer from `wait` before they
@@ -94,7 +93,7 @@ def start_store(
       implementation, timeout_s: as for `start_load`.
 
     Returns:
-      A `StoreHandle`; the host does not block.
+      A `StoreHandle`, or a dict of them; the host does not block.
 
     Raises:
       ValueError, TypeError, NotImplementedError, PageIndexError: as for `start_load`.

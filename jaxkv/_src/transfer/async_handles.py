@@ -11,8 +11,7 @@ from typing import Any, Self
 
 import jax
 
-from jaxkv._src.cache.array_cache import engine_arrays, is_stacked, layer_arrays
-from jaxkv._src.cache.array_spec import ArrayCacheSpec
+from jaxkv._src.cache.array_cache import ArrayCache, engine_arrays, is_stacked, layer_arrays
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
@@ -25,7 +24,7 @@ from jaxkv._src.transfer.buffer_lifetime import analysed
 from jaxkv._src.transfer.dispatch import select_implementation
 from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.in_flight import check_same_trace, keep_alive
-from jaxkv._src.transfer.page_copies import with_spec
+from jaxkv._src.transfer.page_copies import by_layer
 
 
 class _CopyHandle:
@@ -46,14 +45,14 @@ class _CopyHandle:
         cls,
         operation: str,
         pool: HostPool,
-        cache: DeviceCache,
+        engine_cache: Any,
         ids: tuple[resolve.Ids, resolve.Ids],
         layers: int | Sequence[int] | None,
         implementation: str | None,
         timeout_s: float,
     ) -> Self:
         timeout_s = checked_timeout_s(timeout_s)
-        cache = with_spec(pool, cache)
+        cache: DeviceCache | ArrayCache = by_layer(pool, engine_cache)
         call, traced = resolve.prepare(operation, (pool, cache), ids, layers, implementation)
         if not traced:
             layers = api.static_layers(layers)
@@ -94,23 +93,25 @@ class _CopyHandle:
         """Positions of the arrays of `layers` among the arrays that the copy writes."""
         raise NotImplementedError
 
-    def wait(self, layer: int, *, after: Any = None) -> tuple[Any, ...]:
+    def wait(self, layer: int | jax.Array, *, after: Any = None) -> Any:
         """Waits on the device for the copy of a layer; the host does not block.
 
         Args:
-          layer: number of a layer of the copy.
+          layer: number of a layer of the copy. For stacked arrays also a traced int32 scalar, as
+            in the body of `lax.scan` over layers, with the handle in its carry; it is clamped.
           after: pytree of arrays to compute before the wait, such as the input of the layer.
             Without it XLA may schedule the wait before compute that does not need the layer.
 
         Returns:
-          The arrays of the layer, (k, v) or (latent,) as in `DeviceCache.layers`: after a load with
-          the loaded pages, after a store free to be overwritten.
+          The arrays of the layer, (k, v) or (latent,) as in `DeviceCache.layers`, or the pytree of
+          an engine's layer; of stacked arrays, those of all layers. After a load they have the
+          loaded pages of the layer, after a store they may be overwritten.
 
         Raises:
           ValueError: the layer is not part of the copy.
           RuntimeError: the handle belongs to another trace. Pass it to an inner jit or checkpoint
-            as an argument and return it. Wait before a loop or branch: the pytree structure of a
-            handle records the completed waits, and a loop carry has a fixed structure.
+            as an argument and return it. Wait for a static layer before a loop or branch: the
+            pytree structure of a handle records these waits, and a loop carry has a fixed one.
         """
         if isinstance(layer, jax.core.Tracer):
             return self._wait_for_traced(layer, after)
@@ -118,7 +119,7 @@ class _CopyHandle:
         if layer not in self._layers:
             raise ValueError(f"layer must be one of the copied layers {self._layers}, got {layer}")
         self._wait_for([layer], after)
-        if isinstance(self._cache.spec, ArrayCacheSpec):
+        if isinstance(self._cache, ArrayCache):
             return layer_arrays(self._cache, layer)
         return self._cache.layers[layer]
 
@@ -145,7 +146,7 @@ class _CopyHandle:
     def cache(self) -> Any:
         """The `DeviceCache`, or the engine's arrays, after a wait for all layers."""
         self._wait_for([layer for layer in self._layers if layer not in self._waited], None)
-        if isinstance(self._cache.spec, ArrayCacheSpec):
+        if isinstance(self._cache, ArrayCache):
             return engine_arrays(self._cache)
         return self._cache
 

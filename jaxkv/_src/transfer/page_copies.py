@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxkv._src.cache.array_cache import as_device_cache, engine_arrays, is_stacked
+from jaxkv._src.cache.array_cache import ArrayCache, as_array_cache, engine_arrays, is_stacked
 from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_layout import PageGeometry
@@ -21,7 +21,7 @@ def resolve_pages(
     operation: str, pool: HostPool, cache: Any, layers: int | Sequence[int] | None
 ) -> Resolved:
     """One copy for each block size of a layer: one, unless the arrays of a layer differ."""
-    device_cache = with_spec(pool, cache)
+    device_cache = by_layer(pool, cache)
     check_pair(pool, device_cache)
     to_dense = operation in ("load_pages", "start_load")
     chosen = pool.spec.select_layers(layers)
@@ -50,16 +50,18 @@ def resolve_pages(
             for row, arrays in enumerate(device_cache.layers)
         )
         result = dataclasses.replace(device_cache, layers=loaded)
-        return result if isinstance(cache, DeviceCache) else engine_arrays(result)
+        if isinstance(result, ArrayCache) and not isinstance(cache, ArrayCache):
+            return engine_arrays(result)
+        return result
 
     return copies, limits, rebuild
 
 
-def with_spec(pool: HostPool, cache: Any) -> Any:
-    """`cache`, or an engine's arrays as a device cache if the pool is for them."""
-    is_for_arrays = isinstance(pool, HostPool) and isinstance(pool.spec, ArrayCacheSpec)
-    if is_for_arrays and not isinstance(cache, DeviceCache):
-        return as_device_cache(pool.spec, cache)
+def by_layer(pool: HostPool, cache: Any) -> DeviceCache | ArrayCache:
+    """`cache`, or an engine's arrays by layer if the pool is for them."""
+    spec = getattr(pool, "spec", None)
+    if isinstance(spec, ArrayCacheSpec) and not isinstance(cache, ArrayCache):
+        return as_array_cache(spec, cache)
     return cache
 
 
@@ -78,7 +80,7 @@ def _copy_of_arrays(
     operation: str,
     to_dense: bool,
     pool: HostPool,
-    cache: DeviceCache,
+    cache: DeviceCache | ArrayCache,
     layers: Sequence[int],
     geometry: PageGeometry,
     arrays: Sequence[int],
