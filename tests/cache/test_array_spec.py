@@ -1,0 +1,91 @@
+"""Specs of engines' own arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_spec_has_pages_and_blocks():
+    layers = [{"k": array(5, 16, 8), "s": array(5, 3, dtype=jnp.int8)} for _ in range(4)]
+    spec = jaxkv.ArrayCacheSpec.from_arrays(layers)
+    assert (spec.num_layers, spec.stacked, spec.mesh) == (4, False, None)
+    assert [page.shape for page in spec.arrays] == [(16, 8), (3,)]
+    # A block of 3 bytes is padded to 16.
+    assert spec.page_bytes == 4 * (16 * 8 * 4 + 16)
+    stacked = jax.tree.map(
+        lambda *leaves: array(4, *leaves[0].shape, dtype=leaves[0].dtype), *layers
+    )
+    assert jaxkv.ArrayCacheSpec.from_arrays(stacked, stacked=True).arrays == spec.arrays
+
+
+@pytest.mark.parametrize("layout", ["page_first_direct", "layer_first"])
+def test_layout_has_the_bytes_of_the_pages(layout):
+    spec = jaxkv.ArrayCacheSpec.from_arrays([array(5, 16, 8), array(5, 16, 8)])
+    pool = jaxkv.HostPool.create(spec, num_pages=6, layout=layout)
+    assert pool.host_layout.shape == pool.data.shape
+    assert pool.host_layout.nbytes == 6 * spec.page_bytes == pool.data.nbytes
+    assert pool.num_pages == 6
+
+
+def test_spec_is_static():
+    spec = jaxkv.ArrayCacheSpec.from_arrays([array(5, 16, 8)])
+    assert hash(spec) == hash(jaxkv.ArrayCacheSpec.from_arrays([array(9, 16, 8)]))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "error", "message"),
+    [
+        ([], {}, TypeError, "at least one layer"),
+        ([3], {}, TypeError, "pytree of arrays, got a int"),
+        ({"k": [array(5, 2)]}, {}, TypeError, "list or tuple of layers, got a dict"),
+        ([array(5)], {}, ValueError, r"\[num_pages, ...\]"),
+        ([array(5, 0)], {}, ValueError, "without empty dimensions"),
+        (array(3, 5), {"stacked": True}, ValueError, r"\[num_layers, num_pages, ...\]"),
+        ([array(5, 2), array(6, 2)], {}, ValueError, "same number of pages, got 5 and 6"),
+        ([array(5, 2), array(5, 3)], {}, ValueError, "shapes, dtypes and shardings"),
+        ([array(5, 2), (array(5, 2),)], {}, ValueError, "pytree structure of a layer"),
+        ([array(5, 2, dtype=jnp.int4)], {}, ValueError, "int4"),
+    ],
+)
+def test_invalid_arrays_raise(arrays, options, error, message):
+    with pytest.raises(error, match=message):
+        jaxkv.ArrayCacheSpec.from_arrays(arrays, **options)
+
+
+@pytest.mark.cpu_only
+def test_shardings_follow_the_arrays():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tp"))
+    zeros = np.zeros((8, 16, 4, 32), np.float32)
+    arrays = [jax.device_put(zeros, NamedSharding(mesh, P("data", None, "tp")))]
+    spec = jaxkv.ArrayCacheSpec.from_arrays(arrays)
+    assert (spec.page_axes, spec.block_axes) == (("data",), ("tp",))
+    pool = jaxkv.HostPool.create(spec, num_pages=6)
+    assert pool.data.sharding.spec == P("data", None, "tp")
+    assert pool.data.nbytes == 6 * spec.page_bytes == 6 * zeros[0].nbytes
+    with pytest.raises(ValueError, match="has the shardings of its arrays"):
+        jaxkv.HostPool.create(spec, num_pages=6, mesh=mesh)
+
+
+@pytest.mark.cpu_only
+def test_sharded_layers_of_stacked_arrays_raise():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("pp",))
+    arrays = jax.device_put(np.zeros((2, 8, 16), np.float32), NamedSharding(mesh, P("pp")))
+    with pytest.raises(ValueError, match="layer axis"):
+        jaxkv.ArrayCacheSpec.from_arrays(arrays, stacked=True)
+
+
+def test_unknown_layout_raises():
+    spec = jaxkv.ArrayCacheSpec.from_arrays([array(5, 16, 8)])
+    with pytest.raises(ValueError, match="page_first_direct, layer_first, got 'page_head'"):
+        jaxkv.HostPool.create(spec, num_pages=4, layout="page_head")
+    with pytest.raises(ValueError, match="num_pages"):
+        jaxkv.HostPool.create(spec, num_pages=0)
