@@ -8,6 +8,7 @@
 
 #include "collectives/all_reduce.h"
 #include "common/cuda_check.h"
+#include "common/ptx.cuh"
 
 namespace jaxkv::collectives {
 namespace {
@@ -27,6 +28,11 @@ constexpr int blocks_per_processor(int world, Route route) {
 std::array<std::array<std::atomic<int>, kMaxRanks + 1>, kRoutes> resident_blocks;
 constexpr int kSpareProcessors = 4;  // SMs that tuning tables assign to an asynchronous copy
 
+__device__ uint4* vector_at(Word* word) { return reinterpret_cast<uint4*>(word); }
+__device__ const uint4* vector_at(const Word* word) { return reinterpret_cast<const uint4*>(word); }
+__device__ uint4 vector_of(const Word& w) { return {w.part[0], w.part[1], w.part[2], w.part[3]}; }
+__device__ Word word_of(const uint4& v) { return {{v.x, v.y, v.z, v.w}}; }
+
 struct CudaMachine {
   static __device__ uint64_t block() { return blockIdx.x; }
   static __device__ uint64_t num_blocks() { return gridDim.x; }
@@ -37,76 +43,40 @@ struct CudaMachine {
   static __device__ bool all(bool mine) { return __syncthreads_and(mine); }
   static __device__ void pause() {}
   // Prevents the compiler from recomputing the address at each use.
-  static __device__ Word* keep(Word* address) {
-    asm volatile("" : "+l"(address));
-    return address;
-  }
-  static __device__ uint64_t nanoseconds() {
-    uint64_t now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    return now;
-  }
+  static __device__ Word* keep(Word* address) { return ptx::opaque(address); }
+  static __device__ uint64_t nanoseconds() { return ptx::globaltimer_ns(); }
 
-  static __device__ Word load(const Word* from) {
-    const uint4 v = *reinterpret_cast<const uint4*>(from);
-    return {{v.x, v.y, v.z, v.w}};
-  }
-  static __device__ void store(Word* to, const Word& w) {
-    *reinterpret_cast<uint4*>(to) = {w.part[0], w.part[1], w.part[2], w.part[3]};
-  }
-  static __device__ void prefetch(const void* from) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-  }
+  static __device__ Word load(const Word* from) { return word_of(*vector_at(from)); }
+  static __device__ void store(Word* to, const Word& w) { *vector_at(to) = vector_of(w); }
+  static __device__ void prefetch(const void* from) { ptx::prefetch_l2(from); }
   // Bypasses the L1 cache, which may still contain earlier data of the same buffer.
-  static __device__ Word load_mail(const Word* from) {
-    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from));
-    return {{v.x, v.y, v.z, v.w}};
-  }
+  static __device__ Word load_mail(const Word* from) { return word_of(__ldcg(vector_at(from))); }
 
   // Each 32-bit part is atomic, which is sufficient for flag-in-data words.
   static __device__ void send(Word* to, const Word& w) {
-    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.part[0]),
-                 "r"(w.part[1]), "r"(w.part[2]), "r"(w.part[3])
-                 : "memory");
+    ptx::store_volatile(vector_at(to), vector_of(w));
   }
   static __device__ Word receive(const Word* from) {
-    Word w;
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w.part[0]), "=r"(w.part[1]), "=r"(w.part[2]), "=r"(w.part[3])
-                 : "l"(from)
-                 : "memory");
-    return w;
+    return word_of(ptx::load_volatile(vector_at(from)));
   }
 
   // Multicast: the NVLink switch reduces or broadcasts the word of all ranks. A word has two
   // addresses, a local one and a multicast one.
   template <class Element>
   static __device__ Word load_sum(const RankView& v, uint64_t i) {
-    return Element::load_sum(v.all_staged.address + i * sizeof(Word));
+    return word_of(Element::load_sum(v.all_staged.address + i * sizeof(Word)));
   }
   static __device__ void store_all(const RankView& v, uint64_t i, const Word& w) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(
-                     v.all_staged.address + i * sizeof(Word)),
-                 "f"(__uint_as_float(w.part[0])), "f"(__uint_as_float(w.part[1])),
-                 "f"(__uint_as_float(w.part[2])), "f"(__uint_as_float(w.part[3]))
-                 : "memory");
-#else
-    __trap();  // no such device has multicast
-#endif
+    ptx::multimem_store(v.all_staged.address + i * sizeof(Word), vector_of(w));
   }
-  static __device__ void alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+  static __device__ void alias() { ptx::fence_proxy_alias(); }
 
-  static __device__ void store_release(uint64_t* to, uint64_t value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
-  }
-  static __device__ void store_release(uint32_t* to, uint32_t value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+  template <class T>
+  static __device__ void store_release(T* to, T value) {
+    ptx::store_release_sys(to, value);
   }
   static __device__ uint64_t load_acquire(const uint64_t* from) {
-    uint64_t value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-    return value;
+    return ptx::load_acquire_sys(from);
   }
   template <class T>
   static __device__ T peek(const T* from) {
@@ -121,17 +91,6 @@ struct CudaMachine {
   static __device__ uint32_t enter(uint32_t* entered) { return atomicInc(entered, gridDim.x - 1); }
 };
 
-// Reduction of a word over all ranks by the NVLink switch: f32 accumulation, unspecified order.
-#if __CUDA_ARCH__ >= 900
-#define JAXKV_LOAD_SUM(type, word, at)                                                          \
-  asm volatile("multimem.ld_reduce.relaxed.sys.global.add" type " {%0, %1, %2, %3}, [%4];"      \
-               : "=r"(word.part[0]), "=r"(word.part[1]), "=r"(word.part[2]), "=r"(word.part[3]) \
-               : "l"(at)                                                                        \
-               : "memory")
-#else
-#define JAXKV_LOAD_SUM(type, word, at) __trap()
-#endif
-
 struct Float32 {
   using Bits = uint32_t;
   static constexpr int kLanes = 4;
@@ -142,11 +101,7 @@ struct Float32 {
     for (int k = 0; k < kLanes; ++k) w.part[k] = __float_as_uint(lanes[k]);
     return w;
   }
-  static __device__ Word load_sum(uintptr_t at) {
-    Word w{};
-    JAXKV_LOAD_SUM(".v4.f32", w, at);
-    return w;
-  }
+  static __device__ uint4 load_sum(uintptr_t from) { return ptx::multimem_load_add_f32(from); }
 };
 
 template <class Half>
@@ -171,11 +126,7 @@ struct Bfloat16 : TwoByte<Bfloat16> {
   static __device__ uint16_t narrow(float value) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(value));
   }
-  static __device__ Word load_sum(uintptr_t at) {
-    Word w{};
-    JAXKV_LOAD_SUM(".acc::f32.v4.bf16x2", w, at);
-    return w;
-  }
+  static __device__ uint4 load_sum(uintptr_t from) { return ptx::multimem_load_add_bf16(from); }
 };
 
 struct Float16 : TwoByte<Float16> {
@@ -183,11 +134,7 @@ struct Float16 : TwoByte<Float16> {
   static __device__ uint16_t narrow(float value) {
     return __half_as_ushort(__float2half_rn(value));
   }
-  static __device__ Word load_sum(uintptr_t at) {
-    Word w{};
-    JAXKV_LOAD_SUM(".acc::f32.v4.f16x2", w, at);
-    return w;
-  }
+  static __device__ uint4 load_sum(uintptr_t from) { return ptx::multimem_load_add_f16(from); }
 };
 
 template <class Element, int N, Route kRoute>

@@ -8,6 +8,7 @@
 #include "common/cuda_check.h"
 #include "common/driver.h"
 #include "common/error_ring.cuh"
+#include "common/ptx.cuh"
 #include "transfer/async_copy.h"
 #include "transfer/copy_kernel.h"
 #include "transfer/started_copies.h"
@@ -71,31 +72,19 @@ struct WaitParams {
   uint16_t places[kLaunchArrays];  // indices in the written arrays
 };
 
-__device__ uint32_t load_acquire(const uint32_t* word) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-
-__device__ uint64_t nanoseconds() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-
 __device__ void wait_for_segment(const WaitParams& p, uint32_t copy_stream, uint32_t first) {
   const uint32_t* counter = p.lane_words + (copy_stream % kNumCopyStreams) * kCopyStreamWords;
   const uint32_t wanted = first + static_cast<uint32_t>(p.segment);
-  const uint64_t deadline = nanoseconds() + p.timeout_ns;
-  uint32_t seen = load_acquire(counter);
+  const uint64_t deadline = ptx::globaltimer_ns() + p.timeout_ns;
+  uint32_t seen = ptx::load_acquire_sys(counter);
   while (static_cast<int32_t>(seen - wanted) < 0) {  // wrapping comparison
-    if (nanoseconds() > deadline) {
+    if (ptx::globaltimer_ns() > deadline) {
       record_error(p.errors, ErrorCode::kWaitTimeout, p.segment, static_cast<int32_t>(wanted),
                    static_cast<int32_t>(seen));
       return;
     }
     __nanosleep(100);
-    seen = load_acquire(counter);
+    seen = ptx::load_acquire_sys(counter);
   }
 }
 

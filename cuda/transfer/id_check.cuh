@@ -13,6 +13,7 @@
 #include <bit>
 
 #include "common/error_ring.cuh"
+#include "common/ptx.cuh"
 #include "transfer/block_copy.h"
 
 namespace jaxkv::transfer {
@@ -69,8 +70,6 @@ struct ShareSize {
            slots() * sizeof(uint32_t);
   }
 };
-
-#ifdef __CUDACC__
 
 // Placeholder of an entry that is not copied; reading block 0 is harmless.
 inline constexpr BlockPair kNoPair{0, -1};
@@ -143,17 +142,11 @@ inline __device__ void start_copy_to_shared(int32_t* to, const int32_t* from, ui
   const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   const uint32_t vectors = reinterpret_cast<uintptr_t>(from) % 16 == 0 ? words / 4 : 0;
   for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(start + i * 16),
-                 "l"(from + i * 4)
-                 : "memory");
+    ptx::cp_async_16(start + i * 16, from + i * 4);
   }
   for (uint32_t i = vectors * 4 + threadIdx.x; i < words; i += blockDim.x) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(start + i * 4), "l"(from + i)
-                 : "memory");
+    ptx::cp_async_4(start + i * 4, from + i);
   }
-}
-inline __device__ void wait_for_copies_to_shared() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // A block's share of the pairs. All threads of the block must call all members; each thread reads
@@ -174,7 +167,7 @@ class Share {
     set_.clear();
     entries_ = span;
     duplicates_ = false;
-    wait_for_copies_to_shared();
+    ptx::cp_async_wait_all();
     __syncthreads();
     for_entries(span, [&](uint32_t i, BlockPair entry) { put(i - span.first, entry); });
     __syncthreads();
@@ -361,7 +354,5 @@ class Share {
   Span entries_{0, 0};       // range of the list that contains the share's entries
   bool duplicates_ = false;  // this thread found two pairs of the share with the same destination
 };
-
-#endif
 
 }  // namespace jaxkv::transfer
