@@ -8,6 +8,7 @@
 
 #include "collectives/all_reduce.h"
 #include "common/cuda_check.h"
+#include "common/device.h"
 #include "common/ptx.cuh"
 
 namespace jaxkv::collectives {
@@ -201,33 +202,25 @@ ffi::Error prepare(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attri
 }  // namespace
 
 void load_all_reduce(int32_t device) {
-  auto check = [](cudaError_t status) {
-    if (status != cudaSuccess) {
-      (void)cudaGetLastError();
-      throw std::runtime_error(std::string("jaxkv: all_reduce: ") + cudaGetErrorString(status));
-    }
-  };
-  int before = 0;
-  check(cudaGetDevice(&before));
-  check(cudaSetDevice(device));
+  const DeviceGuard current(device);
   int processors = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  JAXKV_CHECK_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   for (int route = 0; route < kRoutes; ++route) {
     for (const int world : {2, 4, 6, 8}) {
       int resident = kMaxBlocks;
       for (const ffi::DataType dtype : {ffi::F32, ffi::BF16, ffi::F16}) {
         const Kernel kernel = kernel_for(world, dtype, static_cast<Route>(route));
         cudaFuncAttributes attributes;  // the query loads the kernel
-        check(cudaFuncGetAttributes(&attributes, kernel));
+        JAXKV_CHECK_CUDA(cudaFuncGetAttributes(&attributes, kernel));
         int blocks = 0;
-        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));
+        JAXKV_CHECK_CUDA(
+            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));
         resident = std::min(resident, blocks * (processors - kSpareProcessors));
       }
       auto& known = resident_blocks[route][world];
       known = known ? std::min<int>(known, resident) : resident;
     }
   }
-  check(cudaSetDevice(before));
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PrepareAllReduce, prepare,

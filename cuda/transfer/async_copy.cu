@@ -255,11 +255,10 @@ ffi::Error CopyStream::enqueue_ticket(cudaStream_t xla_stream, const TicketWrite
 }
 
 ffi::Error CopyStream::signal(uint32_t value) const {
-  const CUresult status =
-      stream_write()(stream_, reinterpret_cast<CUdeviceptr>(counter()), value, 0);
-  if (status == CUDA_SUCCESS) return ffi::Error::Success();
-  return ffi::Error::Internal("jaxkv: cuStreamWriteValue32 failed: CUresult " +
-                              std::to_string(status));
+  const WriteValue32 cuStreamWriteValue32 = stream_write();
+  JAXKV_RETURN_IF_CUDA_ERROR(
+      cuStreamWriteValue32(stream_, reinterpret_cast<CUdeviceptr>(counter()), value, 0));
+  return ffi::Error::Success();
 }
 
 ffi::Error prepare_copy_streams(int32_t device) {

@@ -59,12 +59,12 @@ class Batch {
     const cudaError_t status = cudaMemcpyBatchAsync(kept_.to, kept_.from, kept_.bytes, count,
                                                     &attributes, &first_with_attributes, 1, stream);
     if (status == cudaSuccess) return ffi::Error::Success();
-    (void)cudaGetLastError();
-    if (status != cudaErrorNotSupported && status != cudaErrorCallRequiresNewerDriver) {
-      return ffi::Error::Internal(std::string("jaxkv: cudaMemcpyBatchAsync failed: ") +
-                                  cudaGetErrorString(status));
+    if (status == cudaErrorNotSupported || status == cudaErrorCallRequiresNewerDriver) {
+      (void)cudaGetLastError();
+      return enqueue_one_by_one(stream, count);
     }
-    return enqueue_one_by_one(stream, count);
+    return ffi::Error::Internal(cuda_failure("cudaMemcpyBatchAsync", __FILE__, __LINE__, status,
+                                             std::to_string(count) + " descriptors"));
   }
 
  private:
@@ -129,8 +129,8 @@ ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
                        ffi::RemainingRets rets, CopyAttribute attribute) {
   // A captured copy would replay these ids forever, and a batch under capture is dropped silently.
   cudaStreamCaptureStatus capture;
-  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
-      capture != cudaStreamCaptureStatusNone) {
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamIsCapturing(stream, &capture));
+  if (capture != cudaStreamCaptureStatusNone) {
     return ffi::Error::Internal("jaxkv: dma cannot be captured in a CUDA graph; use kernel");
   }
   const auto copy = decode_copy(args, rets, attribute);

@@ -27,8 +27,8 @@ CUresult make(const char* name, Number* number, Number unit) {
   return status;
 }
 
-CUresult get_error_string(CUresult, const char** text) {
-  *text = "not permitted";
+CUresult get_error_name(CUresult, const char** name) {
+  *name = "CUDA_ERROR_NOT_PERMITTED";
   return CUDA_SUCCESS;
 }
 CUresult device_get(CUdevice* device, int ordinal) {
@@ -89,7 +89,7 @@ extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void**
                                                         unsigned int, unsigned long long,
                                                         cudaDriverEntryPointQueryResult* result) {
   const std::pair<const char*, void*> known[] = {
-      {"cuGetErrorString", reinterpret_cast<void*>(get_error_string)},
+      {"cuGetErrorName", reinterpret_cast<void*>(get_error_name)},
       {"cuDeviceGet", reinterpret_cast<void*>(device_get)},
       {"cuDeviceGetAttribute", reinterpret_cast<void*>(device_attribute)},
       {"cuMemGetAllocationGranularity", reinterpret_cast<void*>(granularity_of_memory)},
