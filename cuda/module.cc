@@ -19,6 +19,9 @@
 #include "common/device.h"
 #include "transfer/started_copies.h"
 #endif
+#ifdef JAXKV_TEST_HOOKS
+#include "testing/communicator_state.h"
+#endif
 
 namespace nb = nanobind;
 
@@ -38,7 +41,6 @@ XLA_FFI_Error* PrepareDevice(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PlanPairsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyPairsKernel(XLA_FFI_CallFrame*);
-XLA_FFI_Error* CopyBlocksUnordered(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareCopyStreams(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyKernel(XLA_FFI_CallFrame*);
@@ -50,6 +52,9 @@ XLA_FFI_Error* PrepareAllReduce(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AllReduceKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareAlign(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AlignStatesKernel(XLA_FFI_CallFrame*);
+#ifdef JAXKV_TEST_HOOKS
+XLA_FFI_Error* CopyBlocksUnordered(XLA_FFI_CallFrame*);
+#endif
 #endif
 }
 
@@ -87,7 +92,6 @@ nb::dict registrations() {
   add(cuda, "jaxkv_plan_pairs", prepare, stage("execute", PlanPairsKernel));
   add(cuda, "jaxkv_copy_blocks", prepare, stage("execute", CopyBlocksKernel));
   add(cuda, "jaxkv_copy_pairs", prepare, stage("execute", CopyPairsKernel));
-  add(cuda, "jaxkv_copy_blocks_unordered", prepare, stage("execute", CopyBlocksUnordered));
   // No initialize stage: there is nothing to prepare, and XLA would call it before every execution.
   add(cuda, "jaxkv_copy_blocks_dma", stage("execute", CopyBlocksDma));
   const auto prepare_copy_streams = stage("initialize", PrepareCopyStreams);
@@ -100,6 +104,9 @@ nb::dict registrations() {
       stage("execute", AllReduceKernel));
   add(cuda, "jaxkv_align_states", stage("initialize", PrepareAlign),
       stage("execute", AlignStatesKernel));
+#ifdef JAXKV_TEST_HOOKS
+  add(cuda, "jaxkv_copy_blocks_unordered", prepare, stage("execute", CopyBlocksUnordered));
+#endif
   all["CUDA"] = cuda;
 #endif
   return all;
@@ -181,14 +188,6 @@ void bind_communicators(nb::module_& m) {
         "What errors say of calls with this signature.");
   m.def("peer_fault", &peer_fault, nb::arg("id"),
         "(rank, peer, phase, expected, seen, description) of a wait that gave up, or None.");
-  m.def(
-      "set_test_state",
-      [](int64_t id, uint64_t epoch, uint64_t ahead, uint64_t stall_ns) {
-        open_communicator(id)->preset(epoch, ahead);
-        open_communicator(id)->set_stall(stall_ns);
-      },
-      nb::arg("id"), nb::arg("epoch"), nb::arg("ahead"), nb::arg("stall_ns"),
-      "Sets all epochs, and how late threads may be; for tests.");
 }
 
 void bind_devices(nb::module_& m) {
@@ -207,6 +206,19 @@ void bind_devices(nb::module_& m) {
   m.attr("CUDA") = false;
 #endif
 }
+
+#ifdef JAXKV_TEST_HOOKS
+void bind_test_hooks(nb::module_& m) {
+  m.def(
+      "set_test_state",
+      [](int64_t id, uint64_t epoch, uint64_t ahead, uint64_t stall_ns) {
+        testing::set_epoch(*open_communicator(id), epoch, ahead);
+        testing::set_stall(*open_communicator(id), stall_ns);
+      },
+      nb::arg("id"), nb::arg("epoch"), nb::arg("ahead"), nb::arg("stall_ns"),
+      "Sets the epochs of all ranks, and the maximum delay of threads.");
+}
+#endif
 
 }  // namespace
 
@@ -239,6 +251,9 @@ NB_MODULE(_ext, m) {
         "Has the buffers of a type got by observe(get, object); None ends that.");
 #endif
   bind_devices(m);
+#ifdef JAXKV_TEST_HOOKS
+  bind_test_hooks(m);
+#endif
 }
 
 }  // namespace jaxkv

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "collectives/symmetric_memory.h"
+#include "testing/stall.h"
 
 namespace jaxkv::collectives {
 
@@ -220,18 +221,7 @@ struct Peers {
     return (a - b) % kCallNumbers < kCallNumbers / 2 ? a : b;
   }
 
-  // ---- For tests --------------------------------------------------------------------------------
-
-  // Delays threads at random.
-  JAXKV_DEVICE void stall() const {
-    if (v.stall_ns) stall(m, v);
-  }
-  JAXKV_NOINLINE static void stall(const Machine& m, const RankView& v) {
-    const uint64_t begin = m.nanoseconds();
-    const uint64_t dice = (begin + 977 * v.rank + 31 * m.block()) * 0x9E3779B97F4A7C15;
-    if (dice >> 62) return;
-    while (m.nanoseconds() - begin < (dice >> 20) % v.stall_ns) m.pause();
-  }
+  JAXKV_DEVICE void stall() const { testing::stall(m, v); }  // in test builds only
 };
 
 }  // namespace jaxkv::collectives

@@ -74,7 +74,7 @@ void Communicator::allocate() {
     }
     if (geometry_.multicast_words) allocate_multicast(group);
   }
-  preset(0, 0);
+  initialize(Header{}, kUnset);
 }
 
 ByRank<Handle> Communicator::handles() {
@@ -112,12 +112,6 @@ Communicator::Rank* Communicator::on_device(int32_t device) {
   return nullptr;
 }
 
-void Communicator::set_stall(uint64_t nanoseconds) {
-  for (auto& group : groups_) {
-    for (auto& rank : group) rank->view.stall_ns = nanoseconds;
-  }
-}
-
 std::optional<PeerFault> Communicator::fault() const {
   std::optional<PeerFault> found;
   for (const auto& group : groups_) {
@@ -129,15 +123,6 @@ std::optional<PeerFault> Communicator::fault() const {
     }
   }
   return found;
-}
-
-Header header_after(uint64_t epoch, uint64_t ahead) {
-  Header header{};
-  header.progress.epoch = epoch;
-  for (auto& of_block : header.signals.flags) {
-    for (auto& flag : of_block) flag = epoch + ahead;
-  }
-  return header;
 }
 
 const char* name_of(Phase phase) {

@@ -74,8 +74,8 @@ class CudaCommunicator : public Communicator {
     peer_memory_.clear();
   }
 
-  void preset(uint64_t epoch, uint64_t ahead) override {
-    const Header header = header_after(epoch, ahead);
+  void initialize(const Header& header, uint32_t ll_value) override {
+    const int byte = static_cast<uint8_t>(ll_value);  // all four are equal
     for_each_local([&](Rank& rank) {
       const DeviceGuard current(rank.device);
       // Not on the legacy stream, whose use fails while another thread captures a graph.
@@ -83,7 +83,7 @@ class CudaCommunicator : public Communicator {
       JAXKV_CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
       JAXKV_CHECK_CUDA(
           cudaMemcpyAsync(rank.header(), &header, sizeof header, cudaMemcpyHostToDevice, stream));
-      JAXKV_CHECK_CUDA(cudaMemsetAsync(mail_of(rank.header()), ahead ? 0 : 0xFF,
+      JAXKV_CHECK_CUDA(cudaMemsetAsync(mail_of(rank.header()), byte,
                                        geometry_.all_ll_words() * sizeof(Word), stream));
       JAXKV_CHECK_CUDA(cudaStreamSynchronize(stream));
       JAXKV_CHECK_CUDA(cudaStreamDestroy(stream));

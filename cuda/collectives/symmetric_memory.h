@@ -99,7 +99,9 @@ struct RankView {
   Geometry geometry;
   int32_t rank;
   uint64_t timeout_ns;
-  uint64_t stall_ns;           // for tests: maximum random delay of threads
+#ifdef JAXKV_TEST_HOOKS
+  uint64_t stall_ns;  // maximum random delay of threads
+#endif
   Header* headers[kMaxRanks];  // each followed by the receive buffers
   Word* staged;                // multicast workspace: this rank's words
   MulticastWords all_staged;   // multicast address of the words of all ranks
@@ -147,12 +149,18 @@ class Communicator {
   // The first fault that a rank of this process has recorded, if any. Non-blocking.
   std::optional<PeerFault> fault() const;
 
-  // For tests, between calls: sets the ranks of this process to `epoch` barriers passed, and their
-  // peers to `ahead` barriers further, so that with ahead > 0 no wait blocks.
-  virtual void preset(uint64_t epoch, uint64_t ahead) = 0;
+  // Writes this header to the ranks of this process, and `ll_value` to all 32-bit parts of their LL
+  // buffers. Not concurrent with calls.
+  virtual void initialize(const Header& header, uint32_t ll_value) = 0;
 
-  // For tests: maximum random delay of threads within a call.
-  void set_stall(uint64_t nanoseconds);
+  template <class Body>
+  void for_each_local(Body body) {
+    for (auto& group : groups_) {
+      for (auto& rank : group) {
+        if (rank->own()) body(*rank);
+      }
+    }
+  }
 
  protected:
   size_t memory_bytes() const { return sizeof(Header) + geometry_.mail_words() * sizeof(Word); }
@@ -165,23 +173,11 @@ class Communicator {
   // Maps the memory of a rank of another process for the device of `rank`.
   virtual Header* map_memory(const Rank& rank, const Handle& handle) = 0;
 
-  template <class Body>
-  void for_each_local(Body body) {
-    for (auto& group : groups_) {
-      for (auto& rank : group) {
-        if (rank->own()) body(*rank);
-      }
-    }
-  }
-
   Geometry geometry_;
   ByRank<std::unique_ptr<Rank>> groups_;
 };
 
 inline Word* mail_of(Header* header) { return reinterpret_cast<Word*>(header + 1); }
-
-// The header of a rank after preset(epoch, ahead).
-Header header_after(uint64_t epoch, uint64_t ahead);
 
 std::string describe(const PeerFault& fault);
 std::string describe_call(uint64_t mark);

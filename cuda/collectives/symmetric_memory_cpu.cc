@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -87,11 +88,11 @@ class CpuCommunicator : public Communicator {
 
   void unmap() override { peer_memory_.clear(); }
 
-  void preset(uint64_t epoch, uint64_t ahead) override {
-    const size_t ll_bytes = geometry_.all_ll_words() * sizeof(Word);
+  void initialize(const Header& header, uint32_t ll_value) override {
+    const Word word{{ll_value, ll_value, ll_value, ll_value}};
     for_each_local([&](Rank& rank) {
-      *rank.header() = header_after(epoch, ahead);
-      std::memset(static_cast<void*>(mail_of(rank.header())), ahead ? 0 : 0xFF, ll_bytes);
+      *rank.header() = header;
+      std::fill_n(mail_of(rank.header()), geometry_.all_ll_words(), word);
     });
   }
 

@@ -111,17 +111,6 @@ ffi::Error copy_pairs_by_kernel(cudaStream_t stream, ffi::Buffer<ffi::S32> plann
   return launch_copy(stream, *copy, *list);
 }
 
-// Negative control of the ordering tests: the same copy on a stream without any ordering.
-ffi::Error copy_unordered(cudaStream_t, int32_t device, ffi::Buffer<ffi::S32> source_ids,
-                          ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
-                          ffi::RemainingRets rets, CopyAttribute attribute) {
-  static std::array<cudaStream_t, kMaxDevices> streams{};
-  cudaStream_t& stream = streams[device];
-  if (!stream)
-    JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  return copy_by_kernel(stream, device, source_ids, destination_ids, args, rets, attribute);
-}
-
 }  // namespace
 
 using Stream = ffi::PlatformStream<cudaStream_t>;
@@ -160,15 +149,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyPairsKernel, copy_pairs_by_kernel,
                                   .RemainingRets()
                                   .Attr<CopyAttribute>("copy"),
                               {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksUnordered, copy_unordered,
-                              ffi::Ffi::Bind()
-                                  .Ctx<Stream>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<Int32s>()
-                                  .Arg<Int32s>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<CopyAttribute>("copy"));
 
 }  // namespace jaxkv::transfer

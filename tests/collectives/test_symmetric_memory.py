@@ -14,6 +14,7 @@ import jaxkv
 from jaxkv._src.collectives import symmetric_memory
 from jaxkv._src.runtime import native as runtime_native
 from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
+from tests.util import hooks
 from tests.util.ranks import AXIS, NATIVE, ON_CPU, memory_of, mesh_of, on_ranks, sums
 
 pytestmark = [pytest.mark.multigpu, pytest.mark.usefixtures("multicast")]
@@ -217,7 +218,7 @@ def run_without(memory, missing: int, algorithm: str):
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_a_rank_that_does_not_come_is_named(algorithm):
     with memory_of(2, timeout_s=0.3) as memory:
-        memory.preset(41)
+        hooks.preset(memory, 41)
         good = sums(memory, algorithm)
         good(X)
         memory.check_errors()

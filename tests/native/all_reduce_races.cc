@@ -1,12 +1,13 @@
-// The CPU backend's all-reduce without Python and XLA, for ThreadSanitizer. Ranks are threads with
-// random delays; all algorithms alternate, sizes grow and shrink, epochs wrap. Also: calls of a
-// rank that has timed out, which handlers reject but a CUDA graph may replay, and ranks that make
-// different calls.
+// The CPU backend's all-reduce without Python and XLA, for ThreadSanitizer, with test hooks. Ranks
+// are threads with random delays; all algorithms alternate, sizes grow and shrink, epochs wrap.
+// Also: calls of a rank that has timed out, which handlers reject but a CUDA graph may replay, and
+// ranks that make different calls.
 #include <cstdio>
 #include <random>
 
 #include "collectives/all_reduce.cc"
 #include "collectives/all_reduce_cpu.cc"
+#include "testing/communicator_state.h"
 
 namespace jaxkv::collectives {
 namespace {
@@ -28,8 +29,8 @@ bool run_world(int32_t world) {
   for (int32_t i = 0; i < world; ++i) devices[i] = i;
   const Geometry geometry{world, 64, 64, 24, 64};
   auto communicator = make_cpu_communicator(geometry, {devices}, 60'000'000'000);
-  communicator->preset(kEpoch, 0);
-  communicator->set_stall(100'000);
+  testing::set_epoch(*communicator, kEpoch, 0);
+  testing::set_stall(*communicator, 100'000);
   std::atomic<int> wrong = 0;
   auto rank = [&](int32_t device) {
     std::mt19937 late(device);
@@ -83,7 +84,7 @@ bool other_call(int32_t world, Algorithm algorithm, size_t count) {
   for (int32_t i = 0; i < world; ++i) devices[i] = i;
   const Geometry geometry{world, 64, 64, 24, 64};
   auto communicator = make_cpu_communicator(geometry, {devices}, 60'000'000'000);
-  communicator->set_stall(100'000);
+  testing::set_stall(*communicator, 100'000);
   std::atomic<int> wrong = 0, different = 0;
   auto rank = [&](int32_t device) {
     const std::vector<float> in(count, 1);
