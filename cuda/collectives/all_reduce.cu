@@ -19,8 +19,8 @@ namespace ffi = xla::ffi;
 constexpr int kThreads = 256;
 // More ranks need more registers and fewer threads, since each thread sends a word to each peer. A
 // tiled call needs even more registers, to keep many loads in flight, and has few blocks.
-constexpr int blocks_per_processor(int world, Route route) {
-  return route == Route::kTiled ? 1 : world <= 4 ? 4 : 2;
+constexpr int blocks_per_processor(int world_size, Route route) {
+  return route == Route::kTiled ? 1 : world_size <= 4 ? 4 : 2;
 }
 
 // Upper limit on the blocks of a call, by route and number of ranks: all of them must be resident
@@ -51,7 +51,9 @@ struct CudaMachine {
   static __device__ void store(Word* to, const Word& w) { *vector_at(to) = vector_of(w); }
   static __device__ void prefetch(const void* from) { ptx::prefetch_l2(from); }
   // Bypasses the L1 cache, which may still contain earlier data of the same buffer.
-  static __device__ Word load_mail(const Word* from) { return word_of(__ldcg(vector_at(from))); }
+  static __device__ Word load_received(const Word* from) {
+    return word_of(__ldcg(vector_at(from)));
+  }
 
   // Each 32-bit part is atomic, which is sufficient for flag-in-data words.
   static __device__ void send(Word* to, const Word& w) {
@@ -64,11 +66,11 @@ struct CudaMachine {
   // Multicast: the NVLink switch reduces or broadcasts the word of all ranks. A word has two
   // addresses, a local one and a multicast one.
   template <class Element>
-  static __device__ Word load_sum(const RankView& v, uint64_t i) {
-    return word_of(Element::load_sum(v.all_staged.address + i * sizeof(Word)));
+  static __device__ Word load_multicast_sum(const RankView& v, uint64_t i) {
+    return word_of(Element::load_multicast_sum(v.multicast_staged.address + i * sizeof(Word)));
   }
-  static __device__ void store_all(const RankView& v, uint64_t i, const Word& w) {
-    ptx::multimem_store(v.all_staged.address + i * sizeof(Word), vector_of(w));
+  static __device__ void store_multicast(const RankView& v, uint64_t i, const Word& w) {
+    ptx::multimem_store(v.multicast_staged.address + i * sizeof(Word), vector_of(w));
   }
   static __device__ void alias() { ptx::fence_proxy_alias(); }
 
@@ -102,7 +104,9 @@ struct Float32 {
     for (int k = 0; k < kLanes; ++k) w.part[k] = __float_as_uint(lanes[k]);
     return w;
   }
-  static __device__ uint4 load_sum(uintptr_t from) { return ptx::multimem_load_add_f32(from); }
+  static __device__ uint4 load_multicast_sum(uintptr_t from) {
+    return ptx::multimem_load_add_f32(from);
+  }
 };
 
 template <class Half>
@@ -127,7 +131,9 @@ struct Bfloat16 : TwoByte<Bfloat16> {
   static __device__ uint16_t narrow(float value) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(value));
   }
-  static __device__ uint4 load_sum(uintptr_t from) { return ptx::multimem_load_add_bf16(from); }
+  static __device__ uint4 load_multicast_sum(uintptr_t from) {
+    return ptx::multimem_load_add_bf16(from);
+  }
 };
 
 struct Float16 : TwoByte<Float16> {
@@ -135,7 +141,9 @@ struct Float16 : TwoByte<Float16> {
   static __device__ uint16_t narrow(float value) {
     return __half_as_ushort(__float2half_rn(value));
   }
-  static __device__ uint4 load_sum(uintptr_t from) { return ptx::multimem_load_add_f16(from); }
+  static __device__ uint4 load_multicast_sum(uintptr_t from) {
+    return ptx::multimem_load_add_f16(from);
+  }
 };
 
 template <class Element, int N, Route kRoute>
@@ -149,32 +157,32 @@ __global__ void __launch_bounds__(kThreads, blocks_per_processor(N, kRoute))
 using Kernel = void (*)(RankView, Message);
 
 template <class Element>
-Kernel kernel_for(int world, Route route) {
+Kernel kernel_for(int world_size, Route route) {
   Kernel kernel = nullptr;
-  with_world(world, [&]<int N>() {
+  with_world_size(world_size, [&]<int N>() {
     with_route(route, [&]<Route kRoute>() { kernel = all_reduce_kernel<Element, N, kRoute>; });
   });
   return kernel;
 }
 
-Kernel kernel_for(int world, ffi::DataType dtype, Route route) {
-  return dtype == ffi::F32    ? kernel_for<Float32>(world, route)
-         : dtype == ffi::BF16 ? kernel_for<Bfloat16>(world, route)
-                              : kernel_for<Float16>(world, route);
+Kernel kernel_for(int world_size, ffi::DataType dtype, Route route) {
+  return dtype == ffi::F32    ? kernel_for<Float32>(world_size, route)
+         : dtype == ffi::BF16 ? kernel_for<Bfloat16>(world_size, route)
+                              : kernel_for<Float16>(world_size, route);
 }
 
 int blocks_for(const Message& message, const Geometry& geometry, Route route) {
   uint64_t share = message.bytes / sizeof(Word);  // words that a rank reduces
   if (message.algorithm == Algorithm::kTwoShot || message.algorithm == Algorithm::kMultimem) {
-    share /= geometry.world;
+    share /= geometry.world_size;
   }
-  uint64_t most = resident_blocks[static_cast<int>(route)][geometry.world];
+  uint64_t max_blocks = resident_blocks[static_cast<int>(route)][geometry.world_size];
   uint64_t words = kThreads;  // per block
   if (route == Route::kTiled) {
-    most = std::min<uint64_t>(most, kTileBlocks);
+    max_blocks = std::min<uint64_t>(max_blocks, kTileBlocks);
     words = geometry.tile_words;
   }
-  return static_cast<int>(std::clamp<uint64_t>((share + words - 1) / words, 1, most));
+  return static_cast<int>(std::clamp<uint64_t>((share + words - 1) / words, 1, max_blocks));
 }
 
 ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
@@ -184,7 +192,7 @@ ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ff
   if (!task.has_value()) return task.error();
   const Geometry& geometry = task->communicator->geometry();
   const Route route = route_of(task->message, geometry);
-  const Kernel kernel = kernel_for(geometry.world, task->message.dtype, route);
+  const Kernel kernel = kernel_for(geometry.world_size, task->message.dtype, route);
   const int blocks = blocks_for(task->message, geometry, route);
   kernel<<<blocks, kThreads, 0, stream>>>(task->rank->view, task->message);
   JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
@@ -206,10 +214,10 @@ void load_all_reduce(int32_t device) {
   int processors = 0;
   JAXKV_CHECK_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   for (int route = 0; route < kRoutes; ++route) {
-    for (const int world : {2, 4, 6, 8}) {
+    for (const int world_size : {2, 4, 6, 8}) {
       int resident = kMaxBlocks;
       for (const ffi::DataType dtype : {ffi::F32, ffi::BF16, ffi::F16}) {
-        const Kernel kernel = kernel_for(world, dtype, static_cast<Route>(route));
+        const Kernel kernel = kernel_for(world_size, dtype, static_cast<Route>(route));
         cudaFuncAttributes attributes;  // the query loads the kernel
         JAXKV_CHECK_CUDA(cudaFuncGetAttributes(&attributes, kernel));
         int blocks = 0;
@@ -217,7 +225,7 @@ void load_all_reduce(int32_t device) {
             cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));
         resident = std::min(resident, blocks * (processors - kSpareProcessors));
       }
-      auto& known = resident_blocks[route][world];
+      auto& known = resident_blocks[route][world_size];
       known = known ? std::min<int>(known, resident) : resident;
     }
   }

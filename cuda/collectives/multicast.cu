@@ -43,13 +43,13 @@ struct Builder {
   size_t bytes;
 
   CUmemGenericAllocationHandle create_multicast(const std::vector<int32_t>& devices) {
-    CUmulticastObjectProp what{};
-    what.numDevices = static_cast<unsigned int>(devices.size());
-    what.size = bytes;
+    CUmulticastObjectProp properties{};
+    properties.numDevices = static_cast<unsigned int>(devices.size());
+    properties.size = bytes;
     size_t granularity = 0;
     // Not the recommended granularity, which can be many times the size of a workspace.
     JAXKV_CHECK_CUDA(
-        cuMulticastGetGranularity(&granularity, &what, CU_MULTICAST_GRANULARITY_MINIMUM),
+        cuMulticastGetGranularity(&granularity, &properties, CU_MULTICAST_GRANULARITY_MINIMUM),
         multicast_on(devices[0]));
     round_up_to(granularity);
     for (const int32_t device : devices) {
@@ -59,9 +59,9 @@ struct Builder {
           multicast_on(device));
       round_up_to(granularity);
     }
-    what.size = bytes;
+    properties.size = bytes;
     CUmemGenericAllocationHandle multicast = 0;
-    JAXKV_CHECK_CUDA(cuMulticastCreate(&multicast, &what), multicast_on(devices[0]));
+    JAXKV_CHECK_CUDA(cuMulticastCreate(&multicast, &properties), multicast_on(devices[0]));
     undo.push([multicast, release = cuMemRelease] { (void)release(multicast); });
     // All devices must be added before memory of any is bound.
     for (const int32_t device : devices) {
@@ -72,9 +72,9 @@ struct Builder {
   }
 
   CUmemGenericAllocationHandle bind_memory(CUmemGenericAllocationHandle multicast, int32_t device) {
-    const auto what = memory_on(device);
+    const auto properties = memory_on(device);
     CUmemGenericAllocationHandle memory = 0;
-    JAXKV_CHECK_CUDA(cuMemCreate(&memory, bytes, &what, 0), multicast_on(device));
+    JAXKV_CHECK_CUDA(cuMemCreate(&memory, bytes, &properties, 0), multicast_on(device));
     undo.push([memory, release = cuMemRelease] { (void)release(memory); });
     JAXKV_CHECK_CUDA(cuMulticastBindMem(multicast, 0, memory, 0, bytes, 0), multicast_on(device));
     undo.push([multicast, on = driver_device(device), size = bytes, unbind = cuMulticastUnbind] {
@@ -98,11 +98,11 @@ struct Builder {
   }
 
   static CUmemAllocationProp memory_on(int32_t device) {
-    CUmemAllocationProp what{};
-    what.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    what.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    what.location.id = driver_device(device);
-    return what;
+    CUmemAllocationProp properties{};
+    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    properties.location.id = driver_device(device);
+    return properties;
   }
 
   void round_up_to(size_t granularity) {

@@ -148,12 +148,13 @@ const char* name_of(Phase phase) {
 std::string describe(const PeerFault& fault) {
   const std::string rank = "rank " + std::to_string(fault.rank);
   const std::string peer = "rank " + std::to_string(fault.peer);
-  if (fault.phase == Phase::kAborted) return rank + " stopped, because " + peer + " gave up";
+  if (fault.phase == Phase::kAborted) return rank + " aborted, because " + peer + " timed out";
   const std::string called = " has called " + describe_call(fault.call) + ", but " + peer;
-  if (fault.phase == Phase::kMismatch) return rank + called + " " + describe_call(fault.peer_call);
-  return rank + " waited in vain for " + peer + " in phase " + name_of(fault.phase) +
+  if (fault.phase == Phase::kMismatch)
+    return rank + called + " has called " + describe_call(fault.peer_call);
+  return rank + " timed out waiting for " + peer + " in phase " + name_of(fault.phase) +
          ": expected " + std::to_string(fault.expected) + ", seen " + std::to_string(fault.seen) +
-         "; " + rank + called + " last " + describe_call(fault.peer_call);
+         "; " + rank + called + " last called " + describe_call(fault.peer_call);
 }
 
 void name_call(uint64_t signature, std::string description) {
@@ -166,7 +167,8 @@ std::string describe_call(uint64_t mark) {
   const std::string number = " (call " + std::to_string(mark % kCallNumbers) + ")";
   std::lock_guard lock(mutex);
   const auto found = call_names().find(mark / kCallNumbers);
-  return (found == call_names().end() ? "what this process has not lowered" : found->second) +
+  return (found == call_names().end() ? "a call that this process has not lowered"
+                                      : found->second) +
          number;
 }
 
@@ -198,8 +200,9 @@ void free_communicator(int64_t id) { take(closed_communicators(), id); }
 xla::ffi::ErrorOr<std::shared_ptr<Communicator>> usable_communicator(int64_t id) {
   auto communicator = find_communicator(id);
   if (!communicator) {
-    return xla::ffi::Unexpected(xla::ffi::Error::InvalidArgument(
-        "jaxkv: this executable's SymmetricMemory was closed: compile it with a new one"));
+    return xla::ffi::Unexpected(
+        xla::ffi::Error::InvalidArgument("jaxkv all_reduce: the executable's SymmetricMemory was "
+                                         "closed; trace the program again with a new one"));
   }
   if (const auto fault = communicator->fault()) {
     return xla::ffi::Unexpected(xla::ffi::Error::Internal("PeerTimeoutError: " + describe(*fault)));

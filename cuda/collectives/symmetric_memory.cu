@@ -83,7 +83,7 @@ class CudaCommunicator : public Communicator {
       JAXKV_CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
       JAXKV_CHECK_CUDA(
           cudaMemcpyAsync(rank.header(), &header, sizeof header, cudaMemcpyHostToDevice, stream));
-      JAXKV_CHECK_CUDA(cudaMemsetAsync(mail_of(rank.header()), byte,
+      JAXKV_CHECK_CUDA(cudaMemsetAsync(receive_buffers_of(rank.header()), byte,
                                        geometry_.all_ll_words() * sizeof(Word), stream));
       JAXKV_CHECK_CUDA(cudaStreamSynchronize(stream));
       JAXKV_CHECK_CUDA(cudaStreamDestroy(stream));
@@ -123,8 +123,8 @@ class CudaCommunicator : public Communicator {
     const auto& memory = multicast_.emplace_back(
         std::make_unique<MulticastMemory>(devices, geometry_.multicast_words * sizeof(Word)));
     for (size_t i = 0; i < group.size(); ++i) {
-      group[i]->view.staged = static_cast<Word*>(memory->of_device(i));
-      group[i]->view.all_staged = memory->of_all(i);
+      group[i]->view.staged = static_cast<Word*>(memory->local_address(i));
+      group[i]->view.multicast_staged = memory->multicast_address(i);
     }
   }
 
@@ -132,7 +132,11 @@ class CudaCommunicator : public Communicator {
   Header* map_memory(const Rank& rank, const Handle& bytes) override {
     const DeviceGuard current(rank.device);
     cudaIpcMemHandle_t handle;
-    if (bytes.size() != sizeof handle) throw std::runtime_error("jaxkv: not a handle of memory");
+    if (bytes.size() != sizeof handle) {
+      throw std::runtime_error("jaxkv: symmetric memory: handle of " +
+                               std::to_string(bytes.size()) + " bytes, expected " +
+                               std::to_string(sizeof handle));
+    }
     std::memcpy(&handle, bytes.data(), sizeof handle);
     void* memory = nullptr;
     JAXKV_CHECK_CUDA(cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess),

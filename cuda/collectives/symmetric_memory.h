@@ -78,16 +78,16 @@ struct PeerFault {
   uint64_t call = 0, peer_call = 0;  // marks of the last calls posted by both, 0 for none
 };
 
-// Receive buffers of a rank, in words: ll_buffer[kStages][world], slot[2][world], and
-// tile[kTileBlocks][kTileStages][2][world].
+// Receive buffers of a rank, in words: ll_buffer[kStages][world_size], slot[2][world_size], and
+// tile[kTileBlocks][kTileStages][2][world_size].
 struct Geometry {
-  int32_t world;
+  int32_t world_size;
   uint64_t ll_words, slot_words, tile_words;  // size of one buffer
   uint64_t multicast_words = 0;  // size of the multicast workspace, 0 without multicast
 
-  uint64_t all_ll_words() const { return kStages * world * ll_words; }
-  uint64_t mail_words() const {
-    return all_ll_words() + 2 * world * (slot_words + kTileBlocks * kTileStages * tile_words);
+  uint64_t all_ll_words() const { return kStages * world_size * ll_words; }
+  uint64_t receive_words() const {
+    return all_ll_words() + 2 * world_size * (slot_words + kTileBlocks * kTileStages * tile_words);
   }
   // Size of a part of two_shot, which scatters to the first half of an LL buffer and gathers in the
   // second half. Messages with larger parts are split into tiles.
@@ -102,9 +102,9 @@ struct RankView {
 #ifdef JAXKV_TEST_HOOKS
   uint64_t stall_ns;  // maximum random delay of threads
 #endif
-  Header* headers[kMaxRanks];  // each followed by the receive buffers
-  Word* staged;                // multicast workspace: this rank's words
-  MulticastWords all_staged;   // multicast address of the words of all ranks
+  Header* headers[kMaxRanks];       // each followed by the receive buffers
+  Word* staged;                     // multicast workspace: this rank's words
+  MulticastWords multicast_staged;  // multicast address of the words of all ranks
   PeerFault* fault;
 };
 
@@ -114,7 +114,7 @@ using Handle = std::vector<uint8_t>;
 template <class T>
 using ByRank = std::vector<std::vector<T>>;  // [group][rank]
 
-// A set of groups of `world` ranks each; ranks are reduced within their group.
+// A set of groups of `world_size` ranks each; ranks are reduced within their group.
 //
 // The ranks may belong to several processes. Each process creates a communicator of the same shape
 // in steps: allocate(); once all processes have done so, map() with the handles of all; once all
@@ -163,7 +163,7 @@ class Communicator {
   }
 
  protected:
-  size_t memory_bytes() const { return sizeof(Header) + geometry_.mail_words() * sizeof(Word); }
+  size_t memory_bytes() const { return sizeof(Header) + geometry_.receive_words() * sizeof(Word); }
 
   // Allocates memory for a rank of this process, as addressed by its device, and `rank.view.fault`.
   virtual Header* allocate_memory(Rank& rank, const std::vector<int32_t>& peer_devices) = 0;
@@ -177,7 +177,7 @@ class Communicator {
   ByRank<std::unique_ptr<Rank>> groups_;
 };
 
-inline Word* mail_of(Header* header) { return reinterpret_cast<Word*>(header + 1); }
+inline Word* receive_buffers_of(Header* header) { return reinterpret_cast<Word*>(header + 1); }
 
 std::string describe(const PeerFault& fault);
 std::string describe_call(uint64_t mark);

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_pairs(const __grid_constant
   Share<kPlanReads> share(p.ids, p.share, shared);
   Span span = plan_share(p.ids.num_ids).pairs;
   share.list(span);
-  if (!share.all_good()) span = share.regroup(blockIdx.x == 0, plan_share).pairs;
+  if (!share.all_valid()) span = share.regroup(blockIdx.x == 0, plan_share).pairs;
   for (uint32_t k = threadIdx.x; k < span.size(); k += kPlanThreads) {
     // Order does not matter: no two pairs have the same destination.
     const BlockPair pair = share.pairs()[k];
@@ -86,7 +86,9 @@ ffi::Error plan_pairs_cuda(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
   const auto list = decode_pairs(*planned);
   if (!list.has_value()) return list.error();
   if (list->capacity < ids->sources.size()) {
-    return ffi::Error::InvalidArgument("jaxkv page copy: the plan's result is too small");
+    return ffi::Error::InvalidArgument("jaxkv plan_pairs: " + std::to_string(ids->sources.size()) +
+                                       " ids exceed the plan's capacity of " +
+                                       std::to_string(list->capacity));
   }
   return launch_plan(stream, *ids, *list, device_rings(device));
 }

@@ -89,9 +89,9 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
 // Checks that the list is HostIds and readable by the host now.
 ffi::Error check_host_ids(const IdList& list, const char* name);
 
-// Valid pairs of ids that the host may read; the others, except padding, are appended to `refused`.
-// Valid until the next call by this thread.
-std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEntry>* refused);
+// Valid pairs of ids that the host may read; the others, except padding, are appended to
+// `rejected`. Valid until the next call by this thread.
+std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEntry>* rejected);
 
 // The CPU backend's copy of planned pairs.
 ffi::Error copy_pairs_cpu(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,

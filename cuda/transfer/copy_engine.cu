@@ -118,9 +118,9 @@ ffi::ErrorOr<std::span<const BlockPair>> read_pairs(ffi::Buffer<ffi::S32> source
   if (auto error = check_host_ids(ids->destinations, "the destination"); error.failure()) {
     return ffi::Unexpected(error);
   }
-  std::vector<ErrorEntry> refused;
-  const auto pairs = select_pairs(*ids, &refused);
-  for (const auto& e : refused) record_host_error(e.fault, e.position, e.id, e.limit);
+  std::vector<ErrorEntry> rejected;
+  const auto pairs = select_pairs(*ids, &rejected);
+  for (const auto& e : rejected) record_host_error(e.fault, e.position, e.id, e.limit);
   return pairs;
 }
 
@@ -131,7 +131,8 @@ ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
   cudaStreamCaptureStatus capture;
   JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamIsCapturing(stream, &capture));
   if (capture != cudaStreamCaptureStatusNone) {
-    return ffi::Error::Internal("jaxkv: dma cannot be captured in a CUDA graph; use kernel");
+    return ffi::Error::Internal(
+        "jaxkv page copy: implementation 'dma' cannot be captured in a CUDA graph; use 'kernel'");
   }
   const auto copy = decode_copy(args, rets, attribute);
   if (!copy.has_value()) return copy.error();

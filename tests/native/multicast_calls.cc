@@ -120,8 +120,8 @@ int main(int argc, char** argv) {
   failing = argc > 1 ? std::atoi(argv[1]) : 0;
   try {
     const jaxkv::collectives::MulticastMemory memory({3, 2}, 4097);
-    std::printf("have %zu %zu\n", reinterpret_cast<uintptr_t>(memory.of_device(1)),
-                memory.of_all(1).address);
+    std::printf("have %zu %zu\n", reinterpret_cast<uintptr_t>(memory.local_address(1)),
+                memory.multicast_address(1).address);
   } catch (const std::runtime_error& error) {
     std::printf("%s\n", error.what());
   }
