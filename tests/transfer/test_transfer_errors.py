@@ -31,8 +31,8 @@ WRONG_IDS = {
     "device id past the end": (([3, 2, 1], [2, 4, 9]), "device", ["9", "[0, 9)"], [2]),
 }
 EQUAL_DESTINATIONS = {
-    "load": (([3, 2, 1, 0], [2, 4, 2, 5]), "device", ["2", "name"], [0, 2]),
-    "store": (([3, 2, 3, 0], [2, 4, 1, 5]), "host", ["3", "name"], [0, 2]),
+    "load": (([3, 2, 1, 0], [2, 4, 2, 5]), "device", ["2", "destination"], [0, 2]),
+    "store": (([3, 2, 3, 0], [2, 4, 1, 5]), "host", ["3", "destination"], [0, 2]),
 }
 SOURCE = {"load": "host", "store": "device"}
 every_wrong_id = pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def all_ranks_give_up_together(order: list[int]) -> None:
         with suppress(*FROM_HANDLER):
             jax.block_until_ready(step(rows))
         assert time.monotonic() - begin < 1.5 * timeout_s
-        expected = "rank 1 aborted, because rank [23] timed out" if late else "waiting for rank 0"
+        expected = r"^rank 1 .* rank [23]\b" if late else r"^rank [23] .* for rank 0\b"
         with raises(jaxkv.PeerTimeoutError, expected) as caught:
             memory.check_errors()
         error = caught[0]
