@@ -29,6 +29,13 @@ constexpr int blocks_per_processor(int world_size, Route route) {
 std::array<std::array<std::atomic<int>, kMaxRanks + 1>, kRoutes> resident_blocks;
 constexpr int kSpareProcessors = 4;  // SMs that tuning tables assign to an asynchronous copy
 
+// At least one block, also on a GPU without SMs to spare.
+constexpr int resident_limit(int blocks_per_processor, int processors) {
+  return std::clamp(blocks_per_processor * (processors - kSpareProcessors), 1, kMaxBlocks);
+}
+static_assert(resident_limit(4, 132) == 512 && resident_limit(1, 5) == 1);
+static_assert(resident_limit(4, kSpareProcessors) == 1 && resident_limit(4, 2) == 1);
+
 __device__ uint4* vector_at(Word* word) { return reinterpret_cast<uint4*>(word); }
 __device__ const uint4* vector_at(const Word* word) { return reinterpret_cast<const uint4*>(word); }
 __device__ uint4 vector_of(const Word& w) { return {w.part[0], w.part[1], w.part[2], w.part[3]}; }
@@ -223,7 +230,7 @@ void load_all_reduce(int32_t device) {
         int blocks = 0;
         JAXKV_CHECK_CUDA(
             cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));
-        resident = std::min(resident, blocks * (processors - kSpareProcessors));
+        resident = std::min(resident, resident_limit(blocks, processors));
       }
       auto& known = resident_blocks[route][world_size];
       known = known ? std::min<int>(known, resident) : resident;

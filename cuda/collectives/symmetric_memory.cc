@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <stdexcept>
 #include <thread>
 #include <unordered_map>
 
@@ -47,6 +48,14 @@ std::shared_ptr<Communicator> take(Registry& from, int64_t id) {
 
 Communicator::Communicator(Geometry geometry, const ByRank<int32_t>& devices, uint64_t timeout_ns)
     : geometry_(geometry) {
+  const auto size = static_cast<size_t>(geometry.world_size);
+  if (size < 2 || size > kMaxRanks || size % 2 != 0 ||
+      !std::ranges::all_of(devices, [=](const auto& group) { return group.size() == size; })) {
+    throw std::invalid_argument(
+        "jaxkv: symmetric memory: groups must have 2, 4, 6 or 8 devices "
+        "each, got a first group of " +
+        std::to_string(size));
+  }
   for (const auto& ordinals : devices) {
     auto& group = groups_.emplace_back();
     for (size_t rank = 0; rank < ordinals.size(); ++rank) {
