@@ -39,6 +39,9 @@ else
 INSTALL := -e ".[test,bench,dev$(if $(GPUS),$(comma)cuda13)]"
 endif
 
+# In every build here; `pip install .` and released wheels are without.
+TEST_HOOKS := cmake.define.JAXKV_TEST_HOOKS=ON
+
 .PHONY: help demo test lint format docs asan compat fresh check gpu-test multigpu-test memcheck soak \
         bench evidence clean
 
@@ -119,7 +122,7 @@ clean:  ## remove all build products
 
 # $(call wheel,NAME,SETTINGS...) builds build/NAME/*.whl
 wheel = rm -rf build/$(1) && $(PIP) wheel -q --no-deps -w build/$(1) \
-	$(addprefix --config-settings=,build-dir=build/$(1)/cmake $(2)) .
+	$(addprefix --config-settings=,build-dir=build/$(1)/cmake $(TEST_HOOKS) $(2)) .
 
 $(INSTALLED): $(NATIVE) | $(PY)
 	$(call install,$(if $(wildcard $(WITHOUT_WARNINGS)),ON,OFF))
@@ -129,7 +132,7 @@ $(WITHOUT_WARNINGS): $(NATIVE) | $(PY)
 
 # The stub is copied to the sources because type checkers do not follow editable installs.
 define install
-	$(PIP) install --config-settings=cmake.define.JAXKV_WERROR=$(1) $(INSTALL)
+	$(PIP) install $(addprefix --config-settings=,cmake.define.JAXKV_WERROR=$(1) $(TEST_HOOKS)) $(INSTALL)
 	cp $$($(PY) -c "import jaxkv._ext as e; print(e.__file__.split('_ext.')[0])")_ext.pyi jaxkv/
 	@$(PY) -c "import jaxkv._ext as e; print('CUDA handlers:', 'built' if e.CUDA else 'NOT built')"
 	touch $(INSTALLED) $(if $(filter ON,$(1)),$(WITHOUT_WARNINGS))

@@ -19,6 +19,9 @@
 #include "common/device.h"
 #include "transfer/started_copies.h"
 #endif
+#ifdef JAXKV_TEST_HOOKS
+#include "testing/communicator_state.h"
+#endif
 
 namespace nb = nanobind;
 
@@ -38,7 +41,6 @@ XLA_FFI_Error* PrepareDevice(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PlanPairsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyPairsKernel(XLA_FFI_CallFrame*);
-XLA_FFI_Error* CopyBlocksUnordered(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareCopyStreams(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyKernel(XLA_FFI_CallFrame*);
@@ -50,6 +52,9 @@ XLA_FFI_Error* PrepareAllReduce(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AllReduceKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareAlign(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AlignStatesKernel(XLA_FFI_CallFrame*);
+#ifdef JAXKV_TEST_HOOKS
+XLA_FFI_Error* CopyBlocksUnordered(XLA_FFI_CallFrame*);
+#endif
 #endif
 }
 
@@ -87,7 +92,6 @@ nb::dict registrations() {
   add(cuda, "jaxkv_plan_pairs", prepare, stage("execute", PlanPairsKernel));
   add(cuda, "jaxkv_copy_blocks", prepare, stage("execute", CopyBlocksKernel));
   add(cuda, "jaxkv_copy_pairs", prepare, stage("execute", CopyPairsKernel));
-  add(cuda, "jaxkv_copy_blocks_unordered", prepare, stage("execute", CopyBlocksUnordered));
   // No initialize stage: there is nothing to prepare, and XLA would call it before every execution.
   add(cuda, "jaxkv_copy_blocks_dma", stage("execute", CopyBlocksDma));
   const auto prepare_copy_streams = stage("initialize", PrepareCopyStreams);
@@ -100,6 +104,9 @@ nb::dict registrations() {
       stage("execute", AllReduceKernel));
   add(cuda, "jaxkv_align_states", stage("initialize", PrepareAlign),
       stage("execute", AlignStatesKernel));
+#ifdef JAXKV_TEST_HOOKS
+  add(cuda, "jaxkv_copy_blocks_unordered", prepare, stage("execute", CopyBlocksUnordered));
+#endif
   all["CUDA"] = cuda;
 #endif
   return all;
@@ -138,13 +145,15 @@ int64_t create_communicator(const std::string& platform,
   return collectives::register_communicator(
       collectives::make_cuda_communicator(geometry, devices, timeout_ns));
 #else
-  throw std::runtime_error("jaxkv was built without CUDA");
+  throw std::runtime_error("jaxkv: symmetric memory on platform '" + platform +
+                           "' requires a build with JAXKV_CUDA=ON");
 #endif
 }
 
 std::shared_ptr<collectives::Communicator> open_communicator(int64_t id) {
   auto communicator = collectives::find_communicator(id);
-  if (!communicator) throw std::runtime_error("jaxkv: this SymmetricMemory was closed");
+  if (!communicator)
+    throw std::runtime_error("jaxkv: the SymmetricMemory was closed; create a new one");
   return communicator;
 }
 
@@ -161,45 +170,40 @@ void bind_communicators(nb::module_& m) {
   m.def("create_communicator", &create_communicator, nb::arg("platform"), nb::arg("devices"),
         nb::arg("ll_words"), nb::arg("slot_words"), nb::arg("tile_words"),
         nb::arg("multicast_words"), nb::arg("timeout_ns"), without_gil,
-        "Symmetric memory of groups of devices, -1 for those of other processes; returns the "
-        "number of the communicator.");
+        "Allocates symmetric memory for groups of devices (ordinals, -1 for devices of other "
+        "processes); returns the id of the communicator.");
   m.def(
       "communicator_handles", [](int64_t id) { return open_communicator(id)->handles(); },
-      nb::arg("id"), "[group][rank] -> bytes by which another process maps this one's memory.");
+      nb::arg("id"),
+      "Memory handles for other processes, [group][rank]; empty for ranks of other processes.");
   m.def(
       "map_communicator",
       [](int64_t id, const collectives::ByRank<collectives::Handle>& handles) {
         open_communicator(id)->map(handles);
       },
-      nb::arg("id"), nb::arg("handles"), without_gil, "Maps the memory of other processes.");
+      nb::arg("id"), nb::arg("handles"), without_gil,
+      "Maps the memory of the ranks of other processes.");
   m.def("close_communicator", &collectives::close_communicator, nb::arg("id"), without_gil,
-        "Ends calls and lets go of other processes' memory when its work has ended; again is no "
-        "error. Frees its own too, unless other processes have mapped that.");
+        "Rejects new calls, waits for running ones and unmaps the memory of other processes. Frees "
+        "the own memory, unless other processes have mapped it. Idempotent.");
   m.def("free_communicator", &collectives::free_communicator, nb::arg("id"), without_gil,
-        "Frees what a closed communicator has kept for other processes.");
+        "Frees the memory of a closed communicator that other processes had mapped. Idempotent.");
   m.def("name_call", &collectives::name_call, nb::arg("signature"), nb::arg("description"),
-        "What errors say of calls with this signature.");
+        "Registers the description of calls with this signature, for error messages.");
   m.def("peer_fault", &peer_fault, nb::arg("id"),
-        "(rank, peer, phase, expected, seen, description) of a wait that gave up, or None.");
-  m.def(
-      "set_test_state",
-      [](int64_t id, uint64_t epoch, uint64_t ahead, uint64_t stall_ns) {
-        open_communicator(id)->preset(epoch, ahead);
-        open_communicator(id)->set_stall(stall_ns);
-      },
-      nb::arg("id"), nb::arg("epoch"), nb::arg("ahead"), nb::arg("stall_ns"),
-      "Sets all epochs, and how late threads may be; for tests.");
+        "(rank, peer, phase, expected, seen, description) of a wait that timed out, or None.");
 }
 
 void bind_devices(nb::module_& m) {
 #ifdef JAXKV_CUDA
   m.attr("CUDA") = true;
   m.def("synchronize_device", &synchronize_device, nb::arg("ordinal"),
-        nb::call_guard<nb::gil_scoped_release>(), "Waits for all work of a CUDA device.");
+        nb::call_guard<nb::gil_scoped_release>(),
+        "Blocks until all work of a CUDA device is complete.");
   m.def("started_copies", &transfer::started_copies,
-        "How many copies beside the step were started, for each stream of each device.");
+        "Numbers of asynchronous copies started, by device and copy stream.");
   m.def("copies_ended", &transfer::copies_ended, nb::arg("started"),
-        "Whether all copies have ended that an earlier started_copies() counts.");
+        "Whether all copies counted by an earlier started_copies() are complete; non-blocking.");
   m.def("pci_address", &pci_address, nb::arg("ordinal"), "PCI address of a CUDA device.");
   m.def("multicast_supported", &collectives::multicast_supported, nb::arg("ordinal"),
         "Whether the driver reports NVLink multicast for a CUDA device.");
@@ -208,16 +212,29 @@ void bind_devices(nb::module_& m) {
 #endif
 }
 
+#ifdef JAXKV_TEST_HOOKS
+void bind_test_hooks(nb::module_& m) {
+  m.def(
+      "set_test_state",
+      [](int64_t id, uint64_t epoch, uint64_t ahead, uint64_t stall_ns) {
+        testing::set_epoch(*open_communicator(id), epoch, ahead);
+        testing::set_stall(*open_communicator(id), stall_ns);
+      },
+      nb::arg("id"), nb::arg("epoch"), nb::arg("ahead"), nb::arg("stall_ns"),
+      "Sets the epochs of all ranks, and the maximum delay of threads.");
+}
+#endif
+
 }  // namespace
 
 NB_MODULE(_ext, m) {
-  m.doc() = "Native part of jaxkv: FFI handlers and the host calls beside them.";
+  m.doc() = "Native part of jaxkv: FFI handlers and host functions.";
   m.def("registrations", &registrations,
         "FFI handlers as capsules: {platform: {target: {stage: capsule}}}.");
   m.def("device_errors", &device_errors,
-        "(kind, device ordinal or None, number of errors since the last call, descriptions of the "
-        "last of them), for each kind and device that has errors.");
-  m.def("bound_code", &bound_code, nb::arg("name"), "The number of a named bound.");
+        "Errors since the previous call, for each kind and device with errors: (kind, device "
+        "ordinal or None for the host, count, descriptions of the most recent ones).");
+  m.def("bound_code", &bound_code, nb::arg("name"), "Integer code of a named bound.");
   bind_communicators(m);
   m.attr("HOST_IDS_HEADER") = transfer::kHostIdsHeader;
   m.attr("INLINE_IDS") = transfer::kInlineIds;
@@ -227,18 +244,25 @@ NB_MODULE(_ext, m) {
       [](uintptr_t address, size_t num_words) {
         transfer::write_host_ids_header({reinterpret_cast<int32_t*>(address), num_words});
       },
-      nb::arg("address"), nb::arg("num_words"), "Writes the header over sealed ids.");
+      nb::arg("address"), nb::arg("num_words"),
+      "Writes the HostIds header to the first words of an id list.");
   m.def(
       "register_host_ids",
       [](uintptr_t address, size_t num_words) {
         transfer::register_host_ids(reinterpret_cast<const int32_t*>(address), num_words);
       },
-      nb::arg("address"), nb::arg("num_words"), "Says that sealed ids lie at `address`.");
+      nb::arg("address"), nb::arg("num_words"),
+      "Registers the HostIds at this address as readable by the host.");
 #ifdef JAXKV_WATCH_BUFFERS
-  m.def("watch_buffers", &python::watch_buffers, nb::arg("type"), nb::arg("observe").none(),
-        "Has the buffers of a type got by observe(get, object); None ends that.");
+  m.def(
+      "watch_buffers", &python::watch_buffers, nb::arg("type"), nb::arg("observe").none(),
+      "Intercepts buffer requests for a type: observe(get, object) must call get(object) or raise. "
+      "None restores the original.");
 #endif
   bind_devices(m);
+#ifdef JAXKV_TEST_HOOKS
+  bind_test_hooks(m);
+#endif
 }
 
 }  // namespace jaxkv

@@ -8,6 +8,8 @@
 
 #include "collectives/all_reduce.h"
 #include "common/cuda_check.h"
+#include "common/device.h"
+#include "common/ptx.cuh"
 
 namespace jaxkv::collectives {
 namespace {
@@ -17,8 +19,8 @@ namespace ffi = xla::ffi;
 constexpr int kThreads = 256;
 // More ranks need more registers and fewer threads, since each thread sends a word to each peer. A
 // tiled call needs even more registers, to keep many loads in flight, and has few blocks.
-constexpr int blocks_per_processor(int world, Route route) {
-  return route == Route::kTiled ? 1 : world <= 4 ? 4 : 2;
+constexpr int blocks_per_processor(int world_size, Route route) {
+  return route == Route::kTiled ? 1 : world_size <= 4 ? 4 : 2;
 }
 
 // Upper limit on the blocks of a call, by route and number of ranks: all of them must be resident
@@ -26,6 +28,18 @@ constexpr int blocks_per_processor(int world, Route route) {
 // asynchronous copy occupies its SMs. Set when a communicator is created.
 std::array<std::array<std::atomic<int>, kMaxRanks + 1>, kRoutes> resident_blocks;
 constexpr int kSpareProcessors = 4;  // SMs that tuning tables assign to an asynchronous copy
+
+// At least one block, also on a GPU without SMs to spare.
+constexpr int resident_limit(int blocks_per_processor, int processors) {
+  return std::clamp(blocks_per_processor * (processors - kSpareProcessors), 1, kMaxBlocks);
+}
+static_assert(resident_limit(4, 132) == 512 && resident_limit(1, 5) == 1);
+static_assert(resident_limit(4, kSpareProcessors) == 1 && resident_limit(4, 2) == 1);
+
+__device__ uint4* vector_at(Word* word) { return reinterpret_cast<uint4*>(word); }
+__device__ const uint4* vector_at(const Word* word) { return reinterpret_cast<const uint4*>(word); }
+__device__ uint4 vector_of(const Word& w) { return {w.part[0], w.part[1], w.part[2], w.part[3]}; }
+__device__ Word word_of(const uint4& v) { return {{v.x, v.y, v.z, v.w}}; }
 
 struct CudaMachine {
   static __device__ uint64_t block() { return blockIdx.x; }
@@ -37,76 +51,42 @@ struct CudaMachine {
   static __device__ bool all(bool mine) { return __syncthreads_and(mine); }
   static __device__ void pause() {}
   // Prevents the compiler from recomputing the address at each use.
-  static __device__ Word* keep(Word* address) {
-    asm volatile("" : "+l"(address));
-    return address;
-  }
-  static __device__ uint64_t nanoseconds() {
-    uint64_t now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    return now;
-  }
+  static __device__ Word* keep(Word* address) { return ptx::opaque(address); }
+  static __device__ uint64_t nanoseconds() { return ptx::globaltimer_ns(); }
 
-  static __device__ Word load(const Word* from) {
-    const uint4 v = *reinterpret_cast<const uint4*>(from);
-    return {{v.x, v.y, v.z, v.w}};
-  }
-  static __device__ void store(Word* to, const Word& w) {
-    *reinterpret_cast<uint4*>(to) = {w.part[0], w.part[1], w.part[2], w.part[3]};
-  }
-  static __device__ void prefetch(const void* from) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-  }
+  static __device__ Word load(const Word* from) { return word_of(*vector_at(from)); }
+  static __device__ void store(Word* to, const Word& w) { *vector_at(to) = vector_of(w); }
+  static __device__ void prefetch(const void* from) { ptx::prefetch_l2(from); }
   // Bypasses the L1 cache, which may still contain earlier data of the same buffer.
-  static __device__ Word load_mail(const Word* from) {
-    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from));
-    return {{v.x, v.y, v.z, v.w}};
+  static __device__ Word load_received(const Word* from) {
+    return word_of(__ldcg(vector_at(from)));
   }
 
   // Each 32-bit part is atomic, which is sufficient for flag-in-data words.
   static __device__ void send(Word* to, const Word& w) {
-    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.part[0]),
-                 "r"(w.part[1]), "r"(w.part[2]), "r"(w.part[3])
-                 : "memory");
+    ptx::store_volatile(vector_at(to), vector_of(w));
   }
   static __device__ Word receive(const Word* from) {
-    Word w;
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w.part[0]), "=r"(w.part[1]), "=r"(w.part[2]), "=r"(w.part[3])
-                 : "l"(from)
-                 : "memory");
-    return w;
+    return word_of(ptx::load_volatile(vector_at(from)));
   }
 
   // Multicast: the NVLink switch reduces or broadcasts the word of all ranks. A word has two
   // addresses, a local one and a multicast one.
   template <class Element>
-  static __device__ Word load_sum(const RankView& v, uint64_t i) {
-    return Element::load_sum(v.all_staged.address + i * sizeof(Word));
+  static __device__ Word load_multicast_sum(const RankView& v, uint64_t i) {
+    return word_of(Element::load_multicast_sum(v.multicast_staged.address + i * sizeof(Word)));
   }
-  static __device__ void store_all(const RankView& v, uint64_t i, const Word& w) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(
-                     v.all_staged.address + i * sizeof(Word)),
-                 "f"(__uint_as_float(w.part[0])), "f"(__uint_as_float(w.part[1])),
-                 "f"(__uint_as_float(w.part[2])), "f"(__uint_as_float(w.part[3]))
-                 : "memory");
-#else
-    __trap();  // no such device has multicast
-#endif
+  static __device__ void store_multicast(const RankView& v, uint64_t i, const Word& w) {
+    ptx::multimem_store(v.multicast_staged.address + i * sizeof(Word), vector_of(w));
   }
-  static __device__ void alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+  static __device__ void alias() { ptx::fence_proxy_alias(); }
 
-  static __device__ void store_release(uint64_t* to, uint64_t value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
-  }
-  static __device__ void store_release(uint32_t* to, uint32_t value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+  template <class T>
+  static __device__ void store_release(T* to, T value) {
+    ptx::store_release_sys(to, value);
   }
   static __device__ uint64_t load_acquire(const uint64_t* from) {
-    uint64_t value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-    return value;
+    return ptx::load_acquire_sys(from);
   }
   template <class T>
   static __device__ T peek(const T* from) {
@@ -121,17 +101,6 @@ struct CudaMachine {
   static __device__ uint32_t enter(uint32_t* entered) { return atomicInc(entered, gridDim.x - 1); }
 };
 
-// Reduction of a word over all ranks by the NVLink switch: f32 accumulation, unspecified order.
-#if __CUDA_ARCH__ >= 900
-#define JAXKV_LOAD_SUM(type, word, at)                                                          \
-  asm volatile("multimem.ld_reduce.relaxed.sys.global.add" type " {%0, %1, %2, %3}, [%4];"      \
-               : "=r"(word.part[0]), "=r"(word.part[1]), "=r"(word.part[2]), "=r"(word.part[3]) \
-               : "l"(at)                                                                        \
-               : "memory")
-#else
-#define JAXKV_LOAD_SUM(type, word, at) __trap()
-#endif
-
 struct Float32 {
   using Bits = uint32_t;
   static constexpr int kLanes = 4;
@@ -142,10 +111,8 @@ struct Float32 {
     for (int k = 0; k < kLanes; ++k) w.part[k] = __float_as_uint(lanes[k]);
     return w;
   }
-  static __device__ Word load_sum(uintptr_t at) {
-    Word w{};
-    JAXKV_LOAD_SUM(".v4.f32", w, at);
-    return w;
+  static __device__ uint4 load_multicast_sum(uintptr_t from) {
+    return ptx::multimem_load_add_f32(from);
   }
 };
 
@@ -171,10 +138,8 @@ struct Bfloat16 : TwoByte<Bfloat16> {
   static __device__ uint16_t narrow(float value) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(value));
   }
-  static __device__ Word load_sum(uintptr_t at) {
-    Word w{};
-    JAXKV_LOAD_SUM(".acc::f32.v4.bf16x2", w, at);
-    return w;
+  static __device__ uint4 load_multicast_sum(uintptr_t from) {
+    return ptx::multimem_load_add_bf16(from);
   }
 };
 
@@ -183,10 +148,8 @@ struct Float16 : TwoByte<Float16> {
   static __device__ uint16_t narrow(float value) {
     return __half_as_ushort(__float2half_rn(value));
   }
-  static __device__ Word load_sum(uintptr_t at) {
-    Word w{};
-    JAXKV_LOAD_SUM(".acc::f32.v4.f16x2", w, at);
-    return w;
+  static __device__ uint4 load_multicast_sum(uintptr_t from) {
+    return ptx::multimem_load_add_f16(from);
   }
 };
 
@@ -201,32 +164,32 @@ __global__ void __launch_bounds__(kThreads, blocks_per_processor(N, kRoute))
 using Kernel = void (*)(RankView, Message);
 
 template <class Element>
-Kernel kernel_for(int world, Route route) {
+Kernel kernel_for(int world_size, Route route) {
   Kernel kernel = nullptr;
-  with_world(world, [&]<int N>() {
+  with_world_size(world_size, [&]<int N>() {
     with_route(route, [&]<Route kRoute>() { kernel = all_reduce_kernel<Element, N, kRoute>; });
   });
   return kernel;
 }
 
-Kernel kernel_for(int world, ffi::DataType dtype, Route route) {
-  return dtype == ffi::F32    ? kernel_for<Float32>(world, route)
-         : dtype == ffi::BF16 ? kernel_for<Bfloat16>(world, route)
-                              : kernel_for<Float16>(world, route);
+Kernel kernel_for(int world_size, ffi::DataType dtype, Route route) {
+  return dtype == ffi::F32    ? kernel_for<Float32>(world_size, route)
+         : dtype == ffi::BF16 ? kernel_for<Bfloat16>(world_size, route)
+                              : kernel_for<Float16>(world_size, route);
 }
 
 int blocks_for(const Message& message, const Geometry& geometry, Route route) {
   uint64_t share = message.bytes / sizeof(Word);  // words that a rank reduces
   if (message.algorithm == Algorithm::kTwoShot || message.algorithm == Algorithm::kMultimem) {
-    share /= geometry.world;
+    share /= geometry.world_size;
   }
-  uint64_t most = resident_blocks[static_cast<int>(route)][geometry.world];
+  uint64_t max_blocks = resident_blocks[static_cast<int>(route)][geometry.world_size];
   uint64_t words = kThreads;  // per block
   if (route == Route::kTiled) {
-    most = std::min<uint64_t>(most, kTileBlocks);
+    max_blocks = std::min<uint64_t>(max_blocks, kTileBlocks);
     words = geometry.tile_words;
   }
-  return static_cast<int>(std::clamp<uint64_t>((share + words - 1) / words, 1, most));
+  return static_cast<int>(std::clamp<uint64_t>((share + words - 1) / words, 1, max_blocks));
 }
 
 ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
@@ -236,7 +199,7 @@ ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ff
   if (!task.has_value()) return task.error();
   const Geometry& geometry = task->communicator->geometry();
   const Route route = route_of(task->message, geometry);
-  const Kernel kernel = kernel_for(geometry.world, task->message.dtype, route);
+  const Kernel kernel = kernel_for(geometry.world_size, task->message.dtype, route);
   const int blocks = blocks_for(task->message, geometry, route);
   kernel<<<blocks, kThreads, 0, stream>>>(task->rank->view, task->message);
   JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
@@ -254,33 +217,25 @@ ffi::Error prepare(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attri
 }  // namespace
 
 void load_all_reduce(int32_t device) {
-  auto check = [](cudaError_t status) {
-    if (status != cudaSuccess) {
-      (void)cudaGetLastError();
-      throw std::runtime_error(std::string("jaxkv: all_reduce: ") + cudaGetErrorString(status));
-    }
-  };
-  int before = 0;
-  check(cudaGetDevice(&before));
-  check(cudaSetDevice(device));
+  const DeviceGuard current(device);
   int processors = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  JAXKV_CHECK_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   for (int route = 0; route < kRoutes; ++route) {
-    for (const int world : {2, 4, 6, 8}) {
+    for (const int world_size : {2, 4, 6, 8}) {
       int resident = kMaxBlocks;
       for (const ffi::DataType dtype : {ffi::F32, ffi::BF16, ffi::F16}) {
-        const Kernel kernel = kernel_for(world, dtype, static_cast<Route>(route));
+        const Kernel kernel = kernel_for(world_size, dtype, static_cast<Route>(route));
         cudaFuncAttributes attributes;  // the query loads the kernel
-        check(cudaFuncGetAttributes(&attributes, kernel));
+        JAXKV_CHECK_CUDA(cudaFuncGetAttributes(&attributes, kernel));
         int blocks = 0;
-        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));
-        resident = std::min(resident, blocks * (processors - kSpareProcessors));
+        JAXKV_CHECK_CUDA(
+            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));
+        resident = std::min(resident, resident_limit(blocks, processors));
       }
-      auto& known = resident_blocks[route][world];
+      auto& known = resident_blocks[route][world_size];
       known = known ? std::min<int>(known, resident) : resident;
     }
   }
-  check(cudaSetDevice(before));
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PrepareAllReduce, prepare,

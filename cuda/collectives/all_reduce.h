@@ -33,7 +33,7 @@ enum class Route { kLowLatency, kOneShot, kTwoShot, kMultimem, kTiled };
 inline constexpr int kRoutes = 5;
 
 inline Route route_of(const Message& message, const Geometry& geometry) {
-  const uint64_t in_parts = geometry.part_words() * geometry.world * sizeof(Word);
+  const uint64_t in_parts = geometry.part_words() * geometry.world_size * sizeof(Word);
   const bool tiled = message.algorithm == Algorithm::kTwoShot && message.bytes > in_parts;
   return tiled ? Route::kTiled : static_cast<Route>(message.algorithm);
 }
@@ -118,27 +118,28 @@ struct Call : Tiles<Machine, Element, N> {
     const uint64_t ll_epoch = at_start.ll_epochs;
     // 32-bit indices are sufficient for an LL buffer.
     const uint32_t end = words(), begin = first(), stride = step();
-    auto due = [this](int r) { return r != v.rank; };
+    auto pending = [this](int r) { return r != v.rank; };
     auto load = [&](uint32_t i) {
       return without_sentinel(i == begin ? head : Base::template load_word<kAllFullWords>(i));
     };
     for (uint32_t i = begin + stride; i < end; i += stride) Base::send(ll_epoch, i, load(i));
     stall();
-    bool came = true;
-    for (uint32_t i = begin; came && i < end; i += stride) {
+    bool complete = true;
+    for (uint32_t i = begin; complete && i < end; i += stride) {
       const Word own = load(i);
       Word from[N];
-      came = Base::receive(ll_epoch, i, Phase::kLowLatency, end, i, due, from);
-      if (came) Base::template store_word<kAllFullWords>(i, sum(own, from));
+      complete = Base::receive(ll_epoch, i, Phase::kLowLatency, end, i, pending, from);
+      if (complete) Base::template store_word<kAllFullWords>(i, sum(own, from));
     }
-    return finish(at_start, came, 0, 1);
+    return finish(at_start, complete, 0, 1);
   }
 
   // Each rank reduces one part, which run() has already scattered, and sends the result to all
   // peers.
   JAXKV_DEVICE bool two_shot(const RankProgress& at_start) {
-    const bool came = reduce(parts(), at_start.ll_epochs) && gather(parts(), at_start.ll_epochs);
-    return finish(at_start, came, 0, 1);
+    const bool complete =
+        reduce(parts(), at_start.ll_epochs) && gather(parts(), at_start.ll_epochs);
+    return finish(at_start, complete, 0, 1);
   }
 
   // N parts of `part` words; the last parts are truncated at the end of the message.
@@ -170,11 +171,11 @@ struct Call : Tiles<Machine, Element, N> {
 
   JAXKV_DEVICE bool reduce(const Chunk& parts, uint64_t ll_epoch) const {
     const uint64_t begin = parts.begin(v.rank);
-    auto due = [this](int r) { return r != v.rank; };
+    auto pending = [this](int r) { return r != v.rank; };
     for (uint64_t i = first(); i < parts.part && has(parts, v.rank, i); i += step()) {
       const Word own = without_sentinel(load_input(begin + i));
       Word from[N];
-      if (!Base::receive(ll_epoch, i, Phase::kScatter, parts.part, i, due, from)) return false;
+      if (!Base::receive(ll_epoch, i, Phase::kScatter, parts.part, i, pending, from)) return false;
       const Word total = without_sentinel(sum(own, from));
       Base::send(ll_epoch, v.geometry.part_words() + i, total);
       store_output(begin + i, total);
@@ -184,15 +185,15 @@ struct Call : Tiles<Machine, Element, N> {
 
   JAXKV_DEVICE bool gather(const Chunk& parts, uint64_t ll_epoch) const {
     for (uint64_t i = first(); i < parts.part; i += step()) {
-      auto due = [&](int r) { return r != v.rank && has(parts, r, i); };
+      auto pending = [&](int r) { return r != v.rank && has(parts, r, i); };
       Word from[N];
-      if (!Base::receive(ll_epoch, v.geometry.part_words() + i, Phase::kGather, parts.part, i, due,
-                         from)) {
+      if (!Base::receive(ll_epoch, v.geometry.part_words() + i, Phase::kGather, parts.part, i,
+                         pending, from)) {
         return false;
       }
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
-        if (due(r)) store_output(parts.begin(r) + i, from[r]);
+        if (pending(r)) store_output(parts.begin(r) + i, from[r]);
       }
     }
     return true;
@@ -216,7 +217,7 @@ struct Call : Tiles<Machine, Element, N> {
       Word from[N];
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
-        if (r != v.rank) from[r] = m.load_mail(slot(v.rank, epoch, r) + i);
+        if (r != v.rank) from[r] = m.load_received(slot(v.rank, epoch, r) + i);
       }
       store_output(i, sum(own, from));
     }
@@ -238,11 +239,11 @@ struct Call : Tiles<Machine, Element, N> {
       stall();
       const uint64_t begin = v.rank * part;
       for (uint64_t i = first(); i < part && has(chunk, v.rank, i); i += step()) {
-        m.store_all(v, begin + i, m.template load_sum<Element>(v, begin + i));
+        m.store_multicast(v, begin + i, m.template load_multicast_sum<Element>(v, begin + i));
       }
       if (!multicast_barrier(epoch + 2)) return false;
-      for_each_part(chunk,
-                    [&](uint64_t at, uint64_t i) { store_output(i, m.load_mail(v.staged + at)); });
+      for_each_part(
+          chunk, [&](uint64_t at, uint64_t i) { store_output(i, m.load_received(v.staged + at)); });
     }
     return finish(at_start, true, 2 * rounds, 0);
   }
@@ -252,9 +253,9 @@ struct Call : Tiles<Machine, Element, N> {
   JAXKV_DEVICE bool multicast_barrier(uint64_t epoch) const {
     m.publish();
     m.alias();
-    const bool came = barrier(epoch);
+    const bool complete = barrier(epoch);
     m.alias();
-    return came;
+    return complete;
   }
 
   // `body(at, i)` for this thread's words of all parts: index `at` in the chunk, `i` in the
@@ -285,8 +286,8 @@ void load_all_reduce(int32_t device);
 
 // Runs `body.template operator()<N>()` with the number of ranks as a constant.
 template <class Body>
-auto with_world(int world, Body body) {
-  switch (world) {
+auto with_world_size(int world_size, Body body) {
+  switch (world_size) {
     case 2:
       return body.template operator()<2>();
     case 4:

@@ -39,7 +39,7 @@ struct CpuMachine {
   }
   static void store(void* to, Word word) { std::memcpy(to, &word, sizeof word); }
   static void prefetch(const void*) {}
-  static Word load_mail(const Word* from) { return *from; }
+  static Word load_received(const Word* from) { return *from; }
 
   static void send(Word* to, Word word) {
     for (int k = 0; k < 4; ++k) {
@@ -56,18 +56,18 @@ struct CpuMachine {
 
   // Emulates the switch, but adds in rank order.
   template <class Element>
-  static Word load_sum(const RankView& v, uint64_t i) {
-    const auto words = reinterpret_cast<Word* const*>(v.all_staged.address);
+  static Word load_multicast_sum(const RankView& v, uint64_t i) {
+    const auto words = reinterpret_cast<Word* const*>(v.multicast_staged.address);
     float lanes[Element::kLanes];
     for (int k = 0; k < Element::kLanes; ++k) {
       lanes[k] = Element::lane(words[0][i], k);
-      for (int r = 1; r < v.geometry.world; ++r) lanes[k] += Element::lane(words[r][i], k);
+      for (int r = 1; r < v.geometry.world_size; ++r) lanes[k] += Element::lane(words[r][i], k);
     }
     return Element::word(lanes);
   }
-  static void store_all(const RankView& v, uint64_t i, const Word& word) {
-    const auto words = reinterpret_cast<Word* const*>(v.all_staged.address);
-    for (int r = 0; r < v.geometry.world; ++r) words[r][i] = word;
+  static void store_multicast(const RankView& v, uint64_t i, const Word& word) {
+    const auto words = reinterpret_cast<Word* const*>(v.multicast_staged.address);
+    for (int r = 0; r < v.geometry.world_size; ++r) words[r][i] = word;
   }
   static void alias() {}
 
@@ -133,7 +133,7 @@ template <class Element>
 bool run(const Task& task) {
   const CpuMachine machine;
   const RankView& view = task.rank->view;
-  return with_world(view.geometry.world, [&]<int N>() {
+  return with_world_size(view.geometry.world_size, [&]<int N>() {
     Call<CpuMachine, Element, N> call(machine, view, task.message);
     return with_route(route_of(task.message, view.geometry),
                       [&]<Route kRoute>() { return call.template run<kRoute>(); });

@@ -1,54 +1,26 @@
 // Multicast memory by the CUDA driver API. Each step registers its own cleanup.
 #include <cudaTypedefs.h>
 
-#include <stdexcept>
 #include <string>
 
 #include "collectives/multicast.h"
+#include "common/cuda_check.h"
 #include "common/driver.h"
 
 namespace jaxkv::collectives {
 namespace {
 
-std::string error_text(CUresult status) {
-  const auto get = driver_function<PFN_cuGetErrorString_v6000>("cuGetErrorString");
-  const char* text = nullptr;
-  if (get) (void)get(status, &text);
-  return text ? text : "error " + std::to_string(status);
+#define JAXKV_DRIVER(name, version) \
+  const PFN_##name##_##version name = require_driver_function<PFN_##name##_##version>(#name);
+
+std::string multicast_on(int32_t device) {
+  return "multicast memory of device " + std::to_string(device);
 }
-
-// A driver function; failures name it and the device.
-template <class Function>
-class DriverCall {
- public:
-  explicit DriverCall(const char* name) : name_(name), call_(driver_function<Function>(name)) {
-    if (!call_)
-      throw std::runtime_error(std::string("jaxkv: multicast: the driver has no ") + name);
-  }
-  template <class... Arguments>
-  void operator()(int32_t device, Arguments... arguments) const {
-    const CUresult status = call_(arguments...);
-    if (status == CUDA_SUCCESS) return;
-    throw std::runtime_error(std::string("jaxkv: multicast: ") + name_ + " for device " +
-                             std::to_string(device) + ": " + error_text(status));
-  }
-  // For cleanup, which continues after errors.
-  template <class... Arguments>
-  void quietly(Arguments... arguments) const {
-    (void)call_(arguments...);
-  }
-
- private:
-  const char* name_;
-  Function call_;
-};
-
-#define JAXKV_DRIVER(name, version) const DriverCall<PFN_##name##_##version> name{#name};
 
 CUdevice driver_device(int32_t device) {
   JAXKV_DRIVER(cuDeviceGet, v2000)
   CUdevice found = 0;
-  cuDeviceGet(device, &found, device);
+  JAXKV_CHECK_CUDA(cuDeviceGet(&found, device), multicast_on(device));
   return found;
 }
 
@@ -71,38 +43,42 @@ struct Builder {
   size_t bytes;
 
   CUmemGenericAllocationHandle create_multicast(const std::vector<int32_t>& devices) {
-    CUmulticastObjectProp what{};
-    what.numDevices = static_cast<unsigned int>(devices.size());
-    what.size = bytes;
+    CUmulticastObjectProp properties{};
+    properties.numDevices = static_cast<unsigned int>(devices.size());
+    properties.size = bytes;
     size_t granularity = 0;
     // Not the recommended granularity, which can be many times the size of a workspace.
-    cuMulticastGetGranularity(devices[0], &granularity, &what, CU_MULTICAST_GRANULARITY_MINIMUM);
+    JAXKV_CHECK_CUDA(
+        cuMulticastGetGranularity(&granularity, &properties, CU_MULTICAST_GRANULARITY_MINIMUM),
+        multicast_on(devices[0]));
     round_up_to(granularity);
     for (const int32_t device : devices) {
       const auto memory = memory_on(device);
-      cuMemGetAllocationGranularity(device, &granularity, &memory,
-                                    CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+      JAXKV_CHECK_CUDA(
+          cuMemGetAllocationGranularity(&granularity, &memory, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
+          multicast_on(device));
       round_up_to(granularity);
     }
-    what.size = bytes;
+    properties.size = bytes;
     CUmemGenericAllocationHandle multicast = 0;
-    cuMulticastCreate(devices[0], &multicast, &what);
-    undo.push([multicast, release = cuMemRelease] { release.quietly(multicast); });
+    JAXKV_CHECK_CUDA(cuMulticastCreate(&multicast, &properties), multicast_on(devices[0]));
+    undo.push([multicast, release = cuMemRelease] { (void)release(multicast); });
     // All devices must be added before memory of any is bound.
     for (const int32_t device : devices) {
-      cuMulticastAddDevice(device, multicast, driver_device(device));
+      JAXKV_CHECK_CUDA(cuMulticastAddDevice(multicast, driver_device(device)),
+                       multicast_on(device));
     }
     return multicast;
   }
 
   CUmemGenericAllocationHandle bind_memory(CUmemGenericAllocationHandle multicast, int32_t device) {
-    const auto what = memory_on(device);
+    const auto properties = memory_on(device);
     CUmemGenericAllocationHandle memory = 0;
-    cuMemCreate(device, &memory, bytes, &what, 0);
-    undo.push([memory, release = cuMemRelease] { release.quietly(memory); });
-    cuMulticastBindMem(device, multicast, 0, memory, 0, bytes, 0);
+    JAXKV_CHECK_CUDA(cuMemCreate(&memory, bytes, &properties, 0), multicast_on(device));
+    undo.push([memory, release = cuMemRelease] { (void)release(memory); });
+    JAXKV_CHECK_CUDA(cuMulticastBindMem(multicast, 0, memory, 0, bytes, 0), multicast_on(device));
     undo.push([multicast, on = driver_device(device), size = bytes, unbind = cuMulticastUnbind] {
-      unbind.quietly(multicast, on, 0, size);
+      (void)unbind(multicast, on, 0, size);
     });
     return memory;
   }
@@ -110,23 +86,23 @@ struct Builder {
   // Maps memory or a multicast object into the address space, accessible by `device` only.
   CUdeviceptr map(int32_t device, CUmemGenericAllocationHandle handle) {
     CUdeviceptr at = 0;
-    cuMemAddressReserve(device, &at, bytes, 0, 0, 0);
-    undo.push([at, size = bytes, free = cuMemAddressFree] { free.quietly(at, size); });
-    cuMemMap(device, at, bytes, 0, handle, 0);
-    undo.push([at, size = bytes, unmap = cuMemUnmap] { unmap.quietly(at, size); });
+    JAXKV_CHECK_CUDA(cuMemAddressReserve(&at, bytes, 0, 0, 0), multicast_on(device));
+    undo.push([at, size = bytes, free = cuMemAddressFree] { (void)free(at, size); });
+    JAXKV_CHECK_CUDA(cuMemMap(at, bytes, 0, handle, 0), multicast_on(device));
+    undo.push([at, size = bytes, unmap = cuMemUnmap] { (void)unmap(at, size); });
     CUmemAccessDesc access{};
     access.location = memory_on(device).location;
     access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    cuMemSetAccess(device, at, bytes, &access, 1);
+    JAXKV_CHECK_CUDA(cuMemSetAccess(at, bytes, &access, 1), multicast_on(device));
     return at;
   }
 
   static CUmemAllocationProp memory_on(int32_t device) {
-    CUmemAllocationProp what{};
-    what.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    what.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    what.location.id = driver_device(device);
-    return what;
+    CUmemAllocationProp properties{};
+    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    properties.location.id = driver_device(device);
+    return properties;
   }
 
   void round_up_to(size_t granularity) {
@@ -150,8 +126,9 @@ MulticastMemory::MulticastMemory(const std::vector<int32_t>& devices, size_t byt
 bool multicast_supported(int32_t device) {
   JAXKV_DRIVER(cuDeviceGetAttribute, v2000)
   int supported = 0;
-  cuDeviceGetAttribute(device, &supported, CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED,
-                       driver_device(device));
+  JAXKV_CHECK_CUDA(cuDeviceGetAttribute(&supported, CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED,
+                                        driver_device(device)),
+                   multicast_on(device));
   return supported != 0;
 }
 

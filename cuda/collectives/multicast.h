@@ -16,8 +16,8 @@
 namespace jaxkv::collectives {
 
 // Multicast address of the same words of all ranks. Not a pointer, because a plain load or store
-// there is undefined; see `load_sum` and `store_all` of a `Machine`. (On the CPU backend: the
-// address of an array of pointers to the ranks' words.)
+// there is undefined; see `load_multicast_sum` and `store_multicast` of a `Machine`. (On the CPU
+// backend: the address of an array of pointers to the ranks' words.)
 struct MulticastWords {
   uintptr_t address;
 };
@@ -43,8 +43,9 @@ class MulticastMemory {
   // the device, after releasing everything that was allocated.
   MulticastMemory(const std::vector<int32_t>& devices, size_t bytes);
 
-  void* of_device(size_t i) const { return own_.at(i); }  // local address on that device
-  MulticastWords of_all(size_t i) const { return all_.at(i); }
+  // Addresses on device i: local, and of all devices at once.
+  void* local_address(size_t i) const { return own_.at(i); }
+  MulticastWords multicast_address(size_t i) const { return all_.at(i); }
 
  private:
   Undo undo_;

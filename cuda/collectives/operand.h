@@ -8,7 +8,7 @@ namespace jaxkv::collectives {
 
 enum class Algorithm : int64_t { kLowLatency, kOneShot, kTwoShot, kMultimem };
 
-// A whole number of elements, `bytes` in total, at addresses aligned for one element.
+// An integral number of elements, `bytes` in total, at addresses aligned for one element.
 struct Message {
   const char* in;
   char* out;
@@ -32,9 +32,9 @@ struct Operand : Peers<Machine, N> {
     return call_mark(message.signature, at_start.calls);
   }
   // End of a call: true if all waits of the block completed and all ranks made the same call.
-  JAXKV_DEVICE bool finish(const RankProgress& at_start, bool came, uint64_t epochs,
+  JAXKV_DEVICE bool finish(const RankProgress& at_start, bool complete, uint64_t epochs,
                            uint64_t ll_epochs) const {
-    if (!m.all(came && this->calls_match(mark(at_start), at_start.calls))) return false;
+    if (!m.all(complete && this->calls_match(mark(at_start), at_start.calls))) return false;
     this->end(at_start, epochs, ll_epochs);
     return true;
   }
@@ -89,8 +89,8 @@ struct Operand : Peers<Machine, N> {
     }
   }
   JAXKV_DEVICE static uint64_t end_of(const Message& message, uint64_t i) {
-    const uint64_t end = (i + 1) * Element::kLanes, all = message.bytes / sizeof(Bits);
-    return end < all ? end : all;
+    const uint64_t end = (i + 1) * Element::kLanes, values = message.bytes / sizeof(Bits);
+    return end < values ? end : values;
   }
   // Position of value k of the operand within its word.
   JAXKV_DEVICE static int part_of(uint64_t k) { return k % Element::kLanes * sizeof(Bits) / 4; }

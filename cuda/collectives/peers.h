@@ -4,6 +4,7 @@
 #pragma once
 
 #include "collectives/symmetric_memory.h"
+#include "testing/stall.h"
 
 namespace jaxkv::collectives {
 
@@ -31,12 +32,14 @@ struct Peers {
 
   // ---- Receive buffers of `owner` for data sent by `from` ---------------------------------------
 
-  JAXKV_DEVICE Word* mail(int owner) const { return reinterpret_cast<Word*>(v.headers[owner] + 1); }
+  JAXKV_DEVICE Word* receive_buffers(int owner) const {
+    return reinterpret_cast<Word*>(v.headers[owner] + 1);
+  }
   JAXKV_DEVICE Word* ll_buffer(int owner, uint64_t ll_epoch, int from) const {
-    return mail(owner) + (ll_epoch % kStages * N + from) * v.geometry.ll_words;
+    return receive_buffers(owner) + (ll_epoch % kStages * N + from) * v.geometry.ll_words;
   }
   JAXKV_DEVICE Word* slot(int owner, uint64_t epoch, int from) const {
-    return mail(owner) + kStages * N * v.geometry.ll_words +
+    return receive_buffers(owner) + kStages * N * v.geometry.ll_words +
            (epoch % 2 * N + from) * v.geometry.slot_words;
   }
   // Tile buffers of this block, for operands or for sums; located after all slot buffers.
@@ -55,7 +58,7 @@ struct Peers {
                                                uint64_t expected, uint64_t seen) {
     Header& own = *v.headers[v.rank];
     if (m.peek(&own.progress.failed)) return 0;
-    const int other = find_other_call(m, v);
+    const int other = find_mismatch(m, v);
     const uint64_t aborted = m.load_acquire(&own.signals.aborted);
     if (other < 0 && !aborted) {
       const uint64_t now = m.nanoseconds();
@@ -65,8 +68,8 @@ struct Peers {
     if (other >= 0) {
       record(m, v, {0, v.rank, other, Phase::kMismatch, expected, seen});
     } else if (aborted) {
-      const auto culprit = static_cast<int32_t>(aborted - 1);
-      record(m, v, {0, v.rank, culprit, Phase::kAborted, expected, seen});
+      const auto aborting_rank = static_cast<int32_t>(aborted - 1);
+      record(m, v, {0, v.rank, aborting_rank, Phase::kAborted, expected, seen});
     } else {
       record(m, v, {0, v.rank, peer, phase, expected, seen});
       JAXKV_NO_UNROLL()
@@ -96,7 +99,7 @@ struct Peers {
     return wait_all(epoch);
   }
 
-  // The two halves of the barrier. sync() orders the writes of the whole block before the release
+  // The two halves of the barrier. sync() orders the writes of the entire block before the release
   // store of each signaling thread.
   JAXKV_DEVICE void arrive(uint64_t epoch) const {
     m.sync();
@@ -105,12 +108,12 @@ struct Peers {
     }
   }
   JAXKV_DEVICE bool wait_all(uint64_t epoch) const {
-    bool came = true;
+    bool complete = true;
     for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
       const uint64_t* flag = &v.headers[v.rank]->signals.flags[m.block()][peer];
-      came &= wait_flag(flag, peer, epoch);
+      complete &= wait_flag(flag, peer, epoch);
     }
-    return m.all(came);
+    return m.all(complete);
   }
 
   JAXKV_DEVICE bool wait_flag(const uint64_t* flag, int peer, uint64_t epoch) const {
@@ -132,23 +135,23 @@ struct Peers {
     return w.part[0] != kUnset && w.part[1] != kUnset && w.part[2] != kUnset && w.part[3] != kUnset;
   }
 
-  // Receives word `at` from all peers for which `due`, and resets it. False if one did not arrive
-  // before the timeout; the error then reports word `seen` of `expected`.
-  template <class Due>
+  // Receives word `at` from all peers for which `pending`, and resets it. False if one did not
+  // arrive before the timeout; the error then reports word `seen` of `expected`.
+  template <class Pending>
   JAXKV_DEVICE bool receive(uint64_t ll_epoch, uint64_t at, Phase phase, uint64_t expected,
-                            uint64_t seen, Due due, Word (&from)[N]) const {
-    Word* boxes[N];
+                            uint64_t seen, Pending pending, Word (&from)[N]) const {
+    Word* buffers[N];
     JAXKV_UNROLL()
-    for (int r = 0; r < N; ++r) boxes[r] = m.keep(ll_buffer(v.rank, ll_epoch, r) + at);
+    for (int r = 0; r < N; ++r) buffers[r] = m.keep(ll_buffer(v.rank, ll_epoch, r) + at);
     uint64_t deadline = 0;
     for (uint32_t polls = 1;; ++polls) {
       int missing = -1;
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
-        if (due(r)) from[r] = m.receive(boxes[r]);
+        if (pending(r)) from[r] = m.receive(buffers[r]);
       }
       JAXKV_UNROLL()
-      for (int r = 0; r < N; ++r) missing = due(r) && !is_set(from[r]) ? r : missing;
+      for (int r = 0; r < N; ++r) missing = pending(r) && !is_set(from[r]) ? r : missing;
       if (missing < 0) break;
       if (polls % kPollsPerClockRead == 0) {
         deadline = next_deadline(m, v, deadline, missing, phase, expected, seen);
@@ -159,7 +162,7 @@ struct Peers {
     stall();
     JAXKV_UNROLL()
     for (int r = 0; r < N; ++r) {
-      if (due(r)) m.send(boxes[r], {{kUnset, kUnset, kUnset, kUnset}});
+      if (pending(r)) m.send(buffers[r], {{kUnset, kUnset, kUnset, kUnset}});
     }
     return true;
   }
@@ -205,7 +208,7 @@ struct Peers {
     return true;
   }
   // A peer that has posted a different call with the same number; -1 if there is none.
-  JAXKV_DEVICE static int find_other_call(const Machine& m, const RankView& v) {
+  JAXKV_DEVICE static int find_mismatch(const Machine& m, const RankView& v) {
     int found = -1;
     JAXKV_NO_UNROLL()
     for (int i = 0; i < 2 * N; ++i) {
@@ -220,18 +223,7 @@ struct Peers {
     return (a - b) % kCallNumbers < kCallNumbers / 2 ? a : b;
   }
 
-  // ---- For tests --------------------------------------------------------------------------------
-
-  // Delays threads at random.
-  JAXKV_DEVICE void stall() const {
-    if (v.stall_ns) stall(m, v);
-  }
-  JAXKV_NOINLINE static void stall(const Machine& m, const RankView& v) {
-    const uint64_t begin = m.nanoseconds();
-    const uint64_t dice = (begin + 977 * v.rank + 31 * m.block()) * 0x9E3779B97F4A7C15;
-    if (dice >> 62) return;
-    while (m.nanoseconds() - begin < (dice >> 20) % v.stall_ns) m.pause();
-  }
+  JAXKV_DEVICE void stall() const { testing::stall(m, v); }  // in test builds only
 };
 
 }  // namespace jaxkv::collectives

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <stdexcept>
 #include <thread>
 #include <unordered_map>
 
@@ -47,6 +48,14 @@ std::shared_ptr<Communicator> take(Registry& from, int64_t id) {
 
 Communicator::Communicator(Geometry geometry, const ByRank<int32_t>& devices, uint64_t timeout_ns)
     : geometry_(geometry) {
+  const auto size = static_cast<size_t>(geometry.world_size);
+  if (size < 2 || size > kMaxRanks || size % 2 != 0 ||
+      !std::ranges::all_of(devices, [=](const auto& group) { return group.size() == size; })) {
+    throw std::invalid_argument(
+        "jaxkv: symmetric memory: groups must have 2, 4, 6 or 8 devices "
+        "each, got a first group of " +
+        std::to_string(size));
+  }
   for (const auto& ordinals : devices) {
     auto& group = groups_.emplace_back();
     for (size_t rank = 0; rank < ordinals.size(); ++rank) {
@@ -74,7 +83,7 @@ void Communicator::allocate() {
     }
     if (geometry_.multicast_words) allocate_multicast(group);
   }
-  preset(0, 0);
+  initialize(Header{}, kUnset);
 }
 
 ByRank<Handle> Communicator::handles() {
@@ -112,12 +121,6 @@ Communicator::Rank* Communicator::on_device(int32_t device) {
   return nullptr;
 }
 
-void Communicator::set_stall(uint64_t nanoseconds) {
-  for (auto& group : groups_) {
-    for (auto& rank : group) rank->view.stall_ns = nanoseconds;
-  }
-}
-
 std::optional<PeerFault> Communicator::fault() const {
   std::optional<PeerFault> found;
   for (const auto& group : groups_) {
@@ -129,15 +132,6 @@ std::optional<PeerFault> Communicator::fault() const {
     }
   }
   return found;
-}
-
-Header header_after(uint64_t epoch, uint64_t ahead) {
-  Header header{};
-  header.progress.epoch = epoch;
-  for (auto& of_block : header.signals.flags) {
-    for (auto& flag : of_block) flag = epoch + ahead;
-  }
-  return header;
 }
 
 const char* name_of(Phase phase) {
@@ -163,12 +157,13 @@ const char* name_of(Phase phase) {
 std::string describe(const PeerFault& fault) {
   const std::string rank = "rank " + std::to_string(fault.rank);
   const std::string peer = "rank " + std::to_string(fault.peer);
-  if (fault.phase == Phase::kAborted) return rank + " stopped, because " + peer + " gave up";
+  if (fault.phase == Phase::kAborted) return rank + " aborted, because " + peer + " timed out";
   const std::string called = " has called " + describe_call(fault.call) + ", but " + peer;
-  if (fault.phase == Phase::kMismatch) return rank + called + " " + describe_call(fault.peer_call);
-  return rank + " waited in vain for " + peer + " in phase " + name_of(fault.phase) +
+  if (fault.phase == Phase::kMismatch)
+    return rank + called + " has called " + describe_call(fault.peer_call);
+  return rank + " timed out waiting for " + peer + " in phase " + name_of(fault.phase) +
          ": expected " + std::to_string(fault.expected) + ", seen " + std::to_string(fault.seen) +
-         "; " + rank + called + " last " + describe_call(fault.peer_call);
+         "; " + rank + called + " last called " + describe_call(fault.peer_call);
 }
 
 void name_call(uint64_t signature, std::string description) {
@@ -181,7 +176,8 @@ std::string describe_call(uint64_t mark) {
   const std::string number = " (call " + std::to_string(mark % kCallNumbers) + ")";
   std::lock_guard lock(mutex);
   const auto found = call_names().find(mark / kCallNumbers);
-  return (found == call_names().end() ? "what this process has not lowered" : found->second) +
+  return (found == call_names().end() ? "a call that this process has not lowered"
+                                      : found->second) +
          number;
 }
 
@@ -213,8 +209,9 @@ void free_communicator(int64_t id) { take(closed_communicators(), id); }
 xla::ffi::ErrorOr<std::shared_ptr<Communicator>> usable_communicator(int64_t id) {
   auto communicator = find_communicator(id);
   if (!communicator) {
-    return xla::ffi::Unexpected(xla::ffi::Error::InvalidArgument(
-        "jaxkv: this executable's SymmetricMemory was closed: compile it with a new one"));
+    return xla::ffi::Unexpected(
+        xla::ffi::Error::InvalidArgument("jaxkv all_reduce: the executable's SymmetricMemory was "
+                                         "closed; trace the program again with a new one"));
   }
   if (const auto fault = communicator->fault()) {
     return xla::ffi::Unexpected(xla::ffi::Error::Internal("PeerTimeoutError: " + describe(*fault)));

@@ -5,40 +5,31 @@
 #include <stdexcept>
 
 #include "collectives/symmetric_memory.h"
+#include "common/cuda_check.h"
+#include "common/device.h"
 
 namespace jaxkv::collectives {
 namespace {
 
-void check(cudaError_t status, const std::string& what) {
-  if (status == cudaSuccess) return;
+// Idempotent.
+cudaError_t enable_peer_access(int peer) {
+  const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
+  if (status != cudaErrorPeerAccessAlreadyEnabled) return status;
   (void)cudaGetLastError();
-  throw std::runtime_error("jaxkv: symmetric memory: " + what + ": " + cudaGetErrorString(status));
+  return cudaSuccess;
 }
-
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    check(cudaSetDevice(device), "device " + std::to_string(device));
-  }
-  ~DeviceGuard() { (void)cudaSetDevice(before_); }
-
- private:
-  int before_ = 0;
-};
 
 void enable_access(int device, int peer) {
-  const std::string pair = "device " + std::to_string(device) + " to " + std::to_string(peer);
+  const std::string pair = std::to_string(device) + " to device " + std::to_string(peer);
+  const std::string context = "symmetric memory: peer access from device " + pair;
   int possible = 0;
-  check(cudaDeviceCanAccessPeer(&possible, device, peer), pair);
-  if (!possible) throw std::runtime_error("jaxkv: symmetric memory: no peer access from " + pair);
-  const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
-  if (status == cudaErrorPeerAccessAlreadyEnabled) {
-    (void)cudaGetLastError();
-  } else {
-    check(status, "peer access from " + pair);
-  }
+  JAXKV_CHECK_CUDA(cudaDeviceCanAccessPeer(&possible, device, peer), context);
+  if (!possible)
+    throw std::runtime_error("jaxkv: symmetric memory: no peer access from device " + pair);
+  JAXKV_CHECK_CUDA(enable_peer_access(peer), context);
 }
+
+std::string memory_of(int device) { return "symmetric memory of device " + std::to_string(device); }
 
 // At process exit the driver may already be shut down, and has then released all memory.
 template <class Body>
@@ -62,7 +53,7 @@ class CudaCommunicator : public Communicator {
     multicast_.clear();
     unless_shut_down([&] {
       for_each_local([](Rank& rank) {
-        DeviceGuard on(rank.device);
+        const DeviceGuard current(rank.device);
         (void)cudaFree(rank.header());
         (void)cudaFreeHost(rank.view.fault);
       });
@@ -72,58 +63,56 @@ class CudaCommunicator : public Communicator {
   void unmap() override {
     unless_shut_down([&] {
       for_each_local([](Rank& rank) {
-        DeviceGuard on(rank.device);
+        const DeviceGuard current(rank.device);
         (void)cudaDeviceSynchronize();  // status ignored: a failed device does not write any more
       });
       for (const auto& [device, memory] : peer_memory_) {
-        DeviceGuard on(device);
+        const DeviceGuard current(device);
         (void)cudaIpcCloseMemHandle(memory);
       }
     });
     peer_memory_.clear();
   }
 
-  void preset(uint64_t epoch, uint64_t ahead) override {
-    const Header header = header_after(epoch, ahead);
+  void initialize(const Header& header, uint32_t ll_value) override {
+    const int byte = static_cast<uint8_t>(ll_value);  // all four are equal
     for_each_local([&](Rank& rank) {
-      DeviceGuard on(rank.device);
+      const DeviceGuard current(rank.device);
       // Not on the legacy stream, whose use fails while another thread captures a graph.
       cudaStream_t stream = nullptr;
-      check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-      check(cudaMemcpyAsync(rank.header(), &header, sizeof header, cudaMemcpyHostToDevice, stream),
-            "preset");
-      check(cudaMemsetAsync(mail_of(rank.header()), ahead ? 0 : 0xFF,
-                            geometry_.all_ll_words() * sizeof(Word), stream),
-            "preset");
-      check(cudaStreamSynchronize(stream), "preset");
-      check(cudaStreamDestroy(stream), "cudaStreamDestroy");
+      JAXKV_CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+      JAXKV_CHECK_CUDA(
+          cudaMemcpyAsync(rank.header(), &header, sizeof header, cudaMemcpyHostToDevice, stream));
+      JAXKV_CHECK_CUDA(cudaMemsetAsync(receive_buffers_of(rank.header()), byte,
+                                       geometry_.all_ll_words() * sizeof(Word), stream));
+      JAXKV_CHECK_CUDA(cudaStreamSynchronize(stream));
+      JAXKV_CHECK_CUDA(cudaStreamDestroy(stream));
     });
   }
 
  protected:
   Header* allocate_memory(Rank& rank, const std::vector<int32_t>& peer_devices) override {
-    DeviceGuard on(rank.device);
+    const DeviceGuard current(rank.device);
     for (const int32_t peer : peer_devices) {
       if (peer != rank.device) enable_access(rank.device, peer);
     }
     // Mapped host memory: written only when a wait times out, read by the host without a sync.
-    check(cudaHostAlloc(&rank.view.fault, sizeof(PeerFault),
-                        cudaHostAllocPortable | cudaHostAllocMapped),
-          "host memory");
+    JAXKV_CHECK_CUDA(cudaHostAlloc(&rank.view.fault, sizeof(PeerFault),
+                                   cudaHostAllocPortable | cudaHostAllocMapped),
+                     memory_of(rank.device));
     *rank.view.fault = {};
     const size_t bytes = (memory_bytes() + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
     void* memory = nullptr;
-    check(cudaMalloc(&memory, bytes),
-          std::to_string(bytes) + " bytes on device " + std::to_string(rank.device));
+    JAXKV_CHECK_CUDA(cudaMalloc(&memory, bytes),
+                     memory_of(rank.device) + ", " + std::to_string(bytes) + " bytes");
     return static_cast<Header*>(memory);
   }
 
   Handle handle_of(const Rank& rank) override {
     if (!spans_processes()) return {};
-    DeviceGuard on(rank.device);
+    const DeviceGuard current(rank.device);
     cudaIpcMemHandle_t handle;
-    check(cudaIpcGetMemHandle(&handle, rank.header()),
-          "handle of the memory of device " + std::to_string(rank.device));
+    JAXKV_CHECK_CUDA(cudaIpcGetMemHandle(&handle, rank.header()), memory_of(rank.device));
     const auto* bytes = reinterpret_cast<const uint8_t*>(&handle);
     return Handle(bytes, bytes + sizeof handle);
   }
@@ -134,20 +123,24 @@ class CudaCommunicator : public Communicator {
     const auto& memory = multicast_.emplace_back(
         std::make_unique<MulticastMemory>(devices, geometry_.multicast_words * sizeof(Word)));
     for (size_t i = 0; i < group.size(); ++i) {
-      group[i]->view.staged = static_cast<Word*>(memory->of_device(i));
-      group[i]->view.all_staged = memory->of_all(i);
+      group[i]->view.staged = static_cast<Word*>(memory->local_address(i));
+      group[i]->view.multicast_staged = memory->multicast_address(i);
     }
   }
 
   // Mapped once per device, with peer access to the device that owns it.
   Header* map_memory(const Rank& rank, const Handle& bytes) override {
-    DeviceGuard on(rank.device);
+    const DeviceGuard current(rank.device);
     cudaIpcMemHandle_t handle;
-    if (bytes.size() != sizeof handle) throw std::runtime_error("jaxkv: not a handle of memory");
+    if (bytes.size() != sizeof handle) {
+      throw std::runtime_error("jaxkv: symmetric memory: handle of " +
+                               std::to_string(bytes.size()) + " bytes, expected " +
+                               std::to_string(sizeof handle));
+    }
     std::memcpy(&handle, bytes.data(), sizeof handle);
     void* memory = nullptr;
-    check(cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess),
-          "memory of another process on device " + std::to_string(rank.device));
+    JAXKV_CHECK_CUDA(cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess),
+                     memory_of(rank.device) + ", mapping of a peer in another process");
     peer_memory_.emplace_back(rank.device, memory);
     return static_cast<Header*>(memory);
   }

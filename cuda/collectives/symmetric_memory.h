@@ -78,16 +78,16 @@ struct PeerFault {
   uint64_t call = 0, peer_call = 0;  // marks of the last calls posted by both, 0 for none
 };
 
-// Receive buffers of a rank, in words: ll_buffer[kStages][world], slot[2][world], and
-// tile[kTileBlocks][kTileStages][2][world].
+// Receive buffers of a rank, in words: ll_buffer[kStages][world_size], slot[2][world_size], and
+// tile[kTileBlocks][kTileStages][2][world_size].
 struct Geometry {
-  int32_t world;
+  int32_t world_size;
   uint64_t ll_words, slot_words, tile_words;  // size of one buffer
   uint64_t multicast_words = 0;  // size of the multicast workspace, 0 without multicast
 
-  uint64_t all_ll_words() const { return kStages * world * ll_words; }
-  uint64_t mail_words() const {
-    return all_ll_words() + 2 * world * (slot_words + kTileBlocks * kTileStages * tile_words);
+  uint64_t all_ll_words() const { return kStages * world_size * ll_words; }
+  uint64_t receive_words() const {
+    return all_ll_words() + 2 * world_size * (slot_words + kTileBlocks * kTileStages * tile_words);
   }
   // Size of a part of two_shot, which scatters to the first half of an LL buffer and gathers in the
   // second half. Messages with larger parts are split into tiles.
@@ -99,10 +99,12 @@ struct RankView {
   Geometry geometry;
   int32_t rank;
   uint64_t timeout_ns;
-  uint64_t stall_ns;           // for tests: maximum random delay of threads
-  Header* headers[kMaxRanks];  // each followed by the receive buffers
-  Word* staged;                // multicast workspace: this rank's words
-  MulticastWords all_staged;   // multicast address of the words of all ranks
+#ifdef JAXKV_TEST_HOOKS
+  uint64_t stall_ns;  // maximum random delay of threads
+#endif
+  Header* headers[kMaxRanks];       // each followed by the receive buffers
+  Word* staged;                     // multicast workspace: this rank's words
+  MulticastWords multicast_staged;  // multicast address of the words of all ranks
   PeerFault* fault;
 };
 
@@ -112,7 +114,7 @@ using Handle = std::vector<uint8_t>;
 template <class T>
 using ByRank = std::vector<std::vector<T>>;  // [group][rank]
 
-// A set of groups of `world` ranks each; ranks are reduced within their group.
+// A set of groups of `world_size` ranks each; ranks are reduced within their group.
 //
 // The ranks may belong to several processes. Each process creates a communicator of the same shape
 // in steps: allocate(); once all processes have done so, map() with the handles of all; once all
@@ -147,23 +149,9 @@ class Communicator {
   // The first fault that a rank of this process has recorded, if any. Non-blocking.
   std::optional<PeerFault> fault() const;
 
-  // For tests, between calls: sets the ranks of this process to `epoch` barriers passed, and their
-  // peers to `ahead` barriers further, so that with ahead > 0 no wait blocks.
-  virtual void preset(uint64_t epoch, uint64_t ahead) = 0;
-
-  // For tests: maximum random delay of threads within a call.
-  void set_stall(uint64_t nanoseconds);
-
- protected:
-  size_t memory_bytes() const { return sizeof(Header) + geometry_.mail_words() * sizeof(Word); }
-
-  // Allocates memory for a rank of this process, as addressed by its device, and `rank.view.fault`.
-  virtual Header* allocate_memory(Rank& rank, const std::vector<int32_t>& peer_devices) = 0;
-  virtual Handle handle_of(const Rank& rank) = 0;
-  // Allocates the multicast workspaces of a group, whose ranks all belong to this process.
-  virtual void allocate_multicast(const std::vector<std::unique_ptr<Rank>>& group) = 0;
-  // Maps the memory of a rank of another process for the device of `rank`.
-  virtual Header* map_memory(const Rank& rank, const Handle& handle) = 0;
+  // Writes this header to the ranks of this process, and `ll_value` to all 32-bit parts of their LL
+  // buffers. Not concurrent with calls.
+  virtual void initialize(const Header& header, uint32_t ll_value) = 0;
 
   template <class Body>
   void for_each_local(Body body) {
@@ -174,14 +162,22 @@ class Communicator {
     }
   }
 
+ protected:
+  size_t memory_bytes() const { return sizeof(Header) + geometry_.receive_words() * sizeof(Word); }
+
+  // Allocates memory for a rank of this process, as addressed by its device, and `rank.view.fault`.
+  virtual Header* allocate_memory(Rank& rank, const std::vector<int32_t>& peer_devices) = 0;
+  virtual Handle handle_of(const Rank& rank) = 0;
+  // Allocates the multicast workspaces of a group, whose ranks all belong to this process.
+  virtual void allocate_multicast(const std::vector<std::unique_ptr<Rank>>& group) = 0;
+  // Maps the memory of a rank of another process for the device of `rank`.
+  virtual Header* map_memory(const Rank& rank, const Handle& handle) = 0;
+
   Geometry geometry_;
   ByRank<std::unique_ptr<Rank>> groups_;
 };
 
-inline Word* mail_of(Header* header) { return reinterpret_cast<Word*>(header + 1); }
-
-// The header of a rank after preset(epoch, ahead).
-Header header_after(uint64_t epoch, uint64_t ahead);
+inline Word* receive_buffers_of(Header* header) { return reinterpret_cast<Word*>(header + 1); }
 
 std::string describe(const PeerFault& fault);
 std::string describe_call(uint64_t mark);

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -29,7 +30,11 @@ class SharedMemory {
   // The memory of another process.
   SharedMemory(size_t bytes, const Handle& handle) : bytes_(bytes) {
     Name name{};
-    if (handle.size() != sizeof name) throw std::runtime_error("jaxkv: not a handle of memory");
+    if (handle.size() != sizeof name) {
+      throw std::runtime_error("jaxkv: symmetric memory: handle of " +
+                               std::to_string(handle.size()) + " bytes, expected " +
+                               std::to_string(sizeof name));
+    }
     std::memcpy(&name, handle.data(), sizeof name);
     const std::string path =
         "/proc/" + std::to_string(name.process) + "/fd/" + std::to_string(name.file);
@@ -60,7 +65,7 @@ class SharedMemory {
     if (fstat(file_, &status) != 0) fail("fstat");
     name_ = {getpid(), file_, status.st_dev, status.st_ino};
     address_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
-    if (address_ == MAP_FAILED) fail(std::to_string(bytes_) + " bytes");
+    if (address_ == MAP_FAILED) fail("mmap of " + std::to_string(bytes_) + " bytes");
   }
   void release() const {
     if (address_ != MAP_FAILED) munmap(address_, bytes_);
@@ -87,11 +92,11 @@ class CpuCommunicator : public Communicator {
 
   void unmap() override { peer_memory_.clear(); }
 
-  void preset(uint64_t epoch, uint64_t ahead) override {
-    const size_t ll_bytes = geometry_.all_ll_words() * sizeof(Word);
+  void initialize(const Header& header, uint32_t ll_value) override {
+    const Word word{{ll_value, ll_value, ll_value, ll_value}};
     for_each_local([&](Rank& rank) {
-      *rank.header() = header_after(epoch, ahead);
-      std::memset(static_cast<void*>(mail_of(rank.header())), ahead ? 0 : 0xFF, ll_bytes);
+      *rank.header() = header;
+      std::fill_n(receive_buffers_of(rank.header()), geometry_.all_ll_words(), word);
     });
   }
 
@@ -102,11 +107,11 @@ class CpuCommunicator : public Communicator {
   }
   Handle handle_of(const Rank& rank) override { return own_.at(&rank)->handle(); }
   void allocate_multicast(const std::vector<std::unique_ptr<Rank>>& group) override {
-    auto& all = switches_.emplace_back(std::make_unique<Switch>());
+    auto& emulated = switches_.emplace_back(std::make_unique<Switch>());
     for (size_t i = 0; i < group.size(); ++i) {
-      all->memory[i].resize(geometry_.multicast_words);
-      all->words[i] = group[i]->view.staged = all->memory[i].data();
-      group[i]->view.all_staged = {reinterpret_cast<uintptr_t>(all->words)};
+      emulated->memory[i].resize(geometry_.multicast_words);
+      emulated->words[i] = group[i]->view.staged = emulated->memory[i].data();
+      group[i]->view.multicast_staged = {reinterpret_cast<uintptr_t>(emulated->words)};
     }
   }
   Header* map_memory(const Rank&, const Handle& handle) override {

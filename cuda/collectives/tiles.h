@@ -29,8 +29,9 @@ struct Tiles : Operand<Machine, Element, N> {
   // all_full_words().
   template <bool kAllFullWords>
   JAXKV_DEVICE bool tiled(const RankProgress& at_start) {
-    const uint64_t share = (words() + N - 1) / N, of_all = m.num_blocks() * v.geometry.tile_words;
-    const uint64_t rounds = (share + of_all - 1) / of_all;
+    const uint64_t share = (words() + N - 1) / N,
+                   words_per_round = m.num_blocks() * v.geometry.tile_words;
+    const uint64_t rounds = (share + words_per_round - 1) / words_per_round;
     auto of_round = [&](uint64_t k) { return Tile(*this, share, k, k < rounds); };
     for (uint64_t k = 0; k < rounds + 2; ++k) {
       scatter_tile<kAllFullWords>(of_round(k));
@@ -107,7 +108,7 @@ struct Tiles : Operand<Machine, Element, N> {
       for (int shift = 1; shift < N; ++shift) {
         const int r = (v.rank + shift) % N;
         const Row<kAllFullWords> row(*this, tile, r);
-        Word* const to = box(r, tile, false, v.rank);
+        Word* const to = tile_buffer(r, tile, false, v.rank);
         JAXKV_UNROLL()
         for (int b = 0; b < kBatch; ++b) {
           const uint32_t at = i + b * stride;
@@ -120,44 +121,45 @@ struct Tiles : Operand<Machine, Element, N> {
   // Combined, because the words of both have arrived: the loads of one hide the latency of the
   // other.
   template <bool kAllFullWords>
-  JAXKV_DEVICE void reduce_and_gather(const Tile& due, const Tile& done) const {
-    const uint32_t stride = m.num_threads(), size = due.size < done.size ? done.size : due.size;
-    const Row<kAllFullWords> mine(*this, due, v.rank);
+  JAXKV_DEVICE void reduce_and_gather(const Tile& to_reduce, const Tile& to_gather) const {
+    const uint32_t stride = m.num_threads(),
+                   size = to_reduce.size < to_gather.size ? to_gather.size : to_reduce.size;
+    const Row<kAllFullWords> own_row(*this, to_reduce, v.rank);
     for (uint32_t i = m.thread(); i < size; i += kBatch * stride) {
       Word own[kBatch], from[kBatch][N], sums[kBatch][N];
       JAXKV_UNROLL()
       for (int b = 0; b < kBatch; ++b) {
         const uint32_t at = i + b * stride;
-        if (mine.has(at)) own[b] = mine.load(at);
+        if (own_row.has(at)) own[b] = own_row.load(at);
       }
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
         if (r == v.rank) continue;
-        const Row<kAllFullWords> row(*this, done, r);
-        const Word* const words = box(v.rank, due, false, r);
-        const Word* const totals = box(v.rank, done, true, r);
+        const Row<kAllFullWords> row(*this, to_gather, r);
+        const Word* const words = tile_buffer(v.rank, to_reduce, false, r);
+        const Word* const totals = tile_buffer(v.rank, to_gather, true, r);
         JAXKV_UNROLL()
         for (int b = 0; b < kBatch; ++b) {
           const uint32_t at = i + b * stride;
-          if (mine.has(at)) from[b][r] = m.load_mail(words + at);
-          if (row.has(at)) sums[b][r] = m.load_mail(totals + at);
+          if (own_row.has(at)) from[b][r] = m.load_received(words + at);
+          if (row.has(at)) sums[b][r] = m.load_received(totals + at);
         }
       }
       JAXKV_UNROLL()
       for (int b = 0; b < kBatch; ++b) {
         const uint32_t at = i + b * stride;
-        if (!mine.has(at)) continue;
+        if (!own_row.has(at)) continue;
         const Word total = sum(own[b], from[b]);
         JAXKV_UNROLL()
         for (int shift = 1; shift < N; ++shift) {
-          m.store(box((v.rank + shift) % N, due, true, v.rank) + at, total);
+          m.store(tile_buffer((v.rank + shift) % N, to_reduce, true, v.rank) + at, total);
         }
-        mine.store(at, total);
+        own_row.store(at, total);
       }
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) {
         if (r == v.rank) continue;
-        const Row<kAllFullWords> row(*this, done, r);
+        const Row<kAllFullWords> row(*this, to_gather, r);
         JAXKV_UNROLL()
         for (int b = 0; b < kBatch; ++b) {
           const uint32_t at = i + b * stride;
@@ -166,7 +168,7 @@ struct Tiles : Operand<Machine, Element, N> {
       }
     }
   }
-  JAXKV_DEVICE Word* box(int owner, const Tile& of, bool sums, int from) const {
+  JAXKV_DEVICE Word* tile_buffer(int owner, const Tile& of, bool sums, int from) const {
     return Base::tile(owner, of.round, sums, from);
   }
 };

@@ -12,8 +12,8 @@ namespace ffi = xla::ffi;
 [[gnu::cold, gnu::noinline]] inline ffi::Error not_aliased(size_t operand, size_t result) {
   return ffi::Error::Internal("jaxkv: operand " + std::to_string(operand) + " and result " +
                               std::to_string(result) +
-                              " should be one array, but XLA has put them into two places: what "
-                              "the call does not write would be lost");
+                              " must share a buffer, but XLA has allocated two: bytes that the "
+                              "call does not write would be lost");
 }
 
 // Checks that the results from `first_ret` on share the buffers of the operands from `first_arg`

@@ -20,9 +20,10 @@ inline ffi::Error check_counts(ffi::Buffer<ffi::S32> values, Int64s codes, Int64
   if (count && count <= kMaxBounds && codes.size() == count && limits.size() == count) {
     return ffi::Error::Success();
   }
-  return ffi::Error::InvalidArgument("jaxkv bounds: " + std::to_string(count) + " values for " +
-                                     std::to_string(codes.size()) + " bounds, at most " +
-                                     std::to_string(kMaxBounds));
+  return ffi::Error::InvalidArgument(
+      "jaxkv check_bounds: " + std::to_string(count) + " values, " + std::to_string(codes.size()) +
+      " codes, " + std::to_string(limits.size()) + " limits: must be equal numbers from 1 to " +
+      std::to_string(kMaxBounds));
 }
 
 }  // namespace jaxkv

@@ -1,33 +1,30 @@
-#include <cuda_runtime.h>
-
-#include <stdexcept>
-
+#include "common/cuda_check.h"
 #include "common/device.h"
 
 namespace jaxkv {
 namespace {
 
-void check(cudaError_t status, const char* call) {
-  if (status == cudaSuccess) return;
-  (void)cudaGetLastError();
-  throw std::runtime_error(std::string("jaxkv: ") + call +
-                           " failed: " + cudaGetErrorString(status));
-}
+std::string device_text(int ordinal) { return "CUDA device " + std::to_string(ordinal); }
 
 }  // namespace
 
+DeviceGuard::DeviceGuard(int ordinal) {
+  JAXKV_CHECK_CUDA(cudaGetDevice(&previous_));
+  JAXKV_CHECK_CUDA(cudaSetDevice(ordinal), device_text(ordinal));
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (cudaSetDevice(previous_) != cudaSuccess) (void)cudaGetLastError();
+}
+
 void synchronize_device(int ordinal) {
-  int before = 0;
-  check(cudaGetDevice(&before), "cudaGetDevice");
-  check(cudaSetDevice(ordinal), "cudaSetDevice");
-  const cudaError_t status = cudaDeviceSynchronize();
-  check(cudaSetDevice(before), "cudaSetDevice");
-  check(status, "cudaDeviceSynchronize");
+  const DeviceGuard current(ordinal);
+  JAXKV_CHECK_CUDA(cudaDeviceSynchronize(), device_text(ordinal));
 }
 
 std::string pci_address(int ordinal) {
   char address[32];
-  check(cudaDeviceGetPCIBusId(address, sizeof address, ordinal), "cudaDeviceGetPCIBusId");
+  JAXKV_CHECK_CUDA(cudaDeviceGetPCIBusId(address, sizeof address, ordinal), device_text(ordinal));
   return address;
 }
 

@@ -64,8 +64,8 @@ void register_rings(const volatile ErrorRings* rings, int32_t device) {
 }
 
 void record_host_error(ErrorCode fault, int32_t position, int32_t id, int32_t limit) {
-  static std::once_flag watched;
-  std::call_once(watched, [] { register_rings(&host_rings, kHostChecked); });
+  static std::once_flag registered_once;
+  std::call_once(registered_once, [] { register_rings(&host_rings, kHostChecked); });
   std::lock_guard lock(mutex);
   ErrorRing& ring = host_rings.of(fault);
   auto slot = ring.count++;
@@ -103,15 +103,15 @@ std::string describe(const ErrorEntry& e) {
       return "destination id " + std::to_string(e.id) + where + " is outside [0, " +
              std::to_string(e.limit) + ") pages";
     case ErrorCode::kDuplicate:
-      return "destination id " + std::to_string(e.id) + where + " is named more than once";
+      return "destination id " + std::to_string(e.id) + where + " is a duplicate";
     case ErrorCode::kCopiedBeforeWait:
-      return "array " + std::to_string(e.id) + " of a started copy was copied by XLA before its " +
-             "wait for segment " + std::to_string(e.position) +
-             ": donate the transfer to the jit that waits for it";
+      return "XLA copied array " + std::to_string(e.id) +
+             " of an asynchronous copy before the wait for segment " + std::to_string(e.position) +
+             "; donate the handle to the jitted function that waits for it";
     case ErrorCode::kWaitTimeout:
-      return "segment " + std::to_string(e.position) +
-             " of a started copy did not arrive in time: " + "number " + std::to_string(e.id) +
-             " was wanted, " + std::to_string(e.limit) + " was reached";
+      return "wait for segment " + std::to_string(e.position) +
+             " of an asynchronous copy timed out: progress counter is " + std::to_string(e.limit) +
+             ", expected " + std::to_string(e.id);
     case ErrorCode::kColumnOutOfRange:
       return "row " + std::to_string(e.position) + " needs column " + std::to_string(e.id) +
              " of a block table of " + std::to_string(e.limit) + " columns";
@@ -121,7 +121,7 @@ std::string describe(const ErrorEntry& e) {
              " exceeds its bound of " + std::to_string(e.limit);
     }
   }
-  return "unknown fault";
+  return "unknown error code";
 }
 
 }  // namespace jaxkv

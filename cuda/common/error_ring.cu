@@ -9,7 +9,7 @@
 namespace jaxkv {
 namespace {
 
-std::array<std::atomic<ErrorRings*>, kMaxDevices> made;
+std::array<std::atomic<ErrorRings*>, kMaxDevices> all_rings;
 
 }  // namespace
 
@@ -18,20 +18,20 @@ xla::ffi::Error prepare_rings(int32_t device) {
     return xla::ffi::Error::Internal("jaxkv: device ordinal " + std::to_string(device) +
                                      " is outside [0, " + std::to_string(kMaxDevices) + ")");
   }
-  if (made[device].load()) return xla::ffi::Error::Success();
+  if (all_rings[device].load()) return xla::ffi::Error::Success();
   static std::mutex mutex;
   std::lock_guard lock(mutex);
-  if (made[device].load()) return xla::ffi::Error::Success();
+  if (all_rings[device].load()) return xla::ffi::Error::Success();
   // Mapped host memory: written only when a fault is found, read by the host without a sync.
   ErrorRings* rings = nullptr;
   JAXKV_RETURN_IF_CUDA_ERROR(
       cudaHostAlloc(&rings, sizeof *rings, cudaHostAllocPortable | cudaHostAllocMapped));
   *rings = {};
   register_rings(rings, device);
-  made[device].store(rings);
+  all_rings[device].store(rings);
   return xla::ffi::Error::Success();
 }
 
-ErrorRings* device_rings(int32_t device) { return made[device].load(); }
+ErrorRings* device_rings(int32_t device) { return all_rings[device].load(); }
 
 }  // namespace jaxkv

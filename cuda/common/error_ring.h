@@ -15,7 +15,7 @@ enum class ErrorCode : int32_t {
   kDuplicate,
   // A wait received a copy of a written array: position is the segment, id the array.
   kCopiedBeforeWait,
-  // A wait timed out: position is the segment, id the counter wanted, limit the counter seen.
+  // A wait timed out: position is the segment, id the expected counter, limit the last one.
   kWaitTimeout,
   // position is the code of the bound, id the value, limit the bound.
   kBoundExceeded,

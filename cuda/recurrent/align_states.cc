@@ -18,7 +18,10 @@ constexpr size_t kAlignOperands = 6;  // before the states
 
 // The int32 operands and the result of accepted counts, each size checked against the block table.
 ffi::ErrorOr<AlignBatch> decode_batch(ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  if (args.size() < kAlignOperands || rets.size() < 1) return invalid("an operand is missing");
+  if (args.size() < kAlignOperands || rets.size() < 1) {
+    return invalid(std::to_string(args.size()) + " operands and " + std::to_string(rets.size()) +
+                   " results, expected at least " + std::to_string(kAlignOperands) + " and 1");
+  }
   const auto table = args.get<ffi::Buffer<ffi::S32>>(3);
   if (!table.has_value() || table->dimensions().size() != 2 || table->element_count() > INT32_MAX) {
     return invalid("block_table is not int32[B, W]");
@@ -27,10 +30,10 @@ ffi::ErrorOr<AlignBatch> decode_batch(ffi::RemainingArgs args, ffi::RemainingRet
   const int32_t* operands[kAlignOperands];
   for (size_t i = 0; i < kAlignOperands; ++i) {
     const auto operand = args.get<ffi::Buffer<ffi::S32>>(i);
-    const size_t wanted[] = {rows + 1, rows, 1, table->element_count(), rows, rows};
-    if (!operand.has_value() || operand->element_count() != wanted[i]) {
-      return invalid("operand " + std::to_string(i) + " is not int32[" + std::to_string(wanted[i]) +
-                     "]");
+    const size_t expected[] = {rows + 1, rows, 1, table->element_count(), rows, rows};
+    if (!operand.has_value() || operand->element_count() != expected[i]) {
+      return invalid("operand " + std::to_string(i) + " is not int32[" +
+                     std::to_string(expected[i]) + "]");
     }
     operands[i] = operand->typed_data();
   }
@@ -65,17 +68,19 @@ ffi::ErrorOr<AlignCall> decode_align(ffi::RemainingArgs args, ffi::RemainingRets
   const auto geometry = attributes.get<ffi::Span<const int64_t>>("geometry");
   if (!before.has_value() || !block_size.has_value() || !num_blocks.has_value() ||
       !geometry.has_value()) {
-    return invalid("an attribute is missing or of another type");
+    return invalid("missing or invalid attribute");
   }
   if (*block_size < 1 || *block_size > INT32_MAX || *num_blocks < 1 || *num_blocks > INT32_MAX) {
-    return invalid("block_size or num_blocks is not an int32 above 0");
+    return invalid("block_size = " + std::to_string(*block_size) + ", num_blocks = " +
+                   std::to_string(*num_blocks) + ": must be from 1 to 2^31 - 1");
   }
   const auto batch = decode_batch(args, rets);
   if (!batch.has_value()) return ffi::Unexpected(batch.error());
   const size_t num_states = rets.size() - 1;
   if (num_states < 1 || num_states > kMaxStates || geometry->size() != 4 * num_states) {
-    return invalid(std::to_string(num_states) + " arrays, of at most " +
-                   std::to_string(kMaxStates));
+    return invalid(std::to_string(num_states) + " state arrays, " +
+                   std::to_string(geometry->size()) + " geometry values: must be 1 to " +
+                   std::to_string(kMaxStates) + " arrays with 4 values each");
   }
   if (auto error = check_aliases(args, kAlignOperands, rets, 1); error.failure()) {
     return ffi::Unexpected(error);

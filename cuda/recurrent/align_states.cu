@@ -65,12 +65,12 @@ __device__ void move_columns(const Columns& c) {
       sizeof(Word) * 8 < kBytesInFlight ? 8 : kBytesInFlight / sizeof(Word);
   uint32_t column = 0, word = 0;
   for (uint32_t left = c.count * c.words; left > 0; left -= min(left, kInFlight)) {
-    Word held[kInFlight];
+    Word loaded[kInFlight];
     uint32_t offsets[kInFlight];
 #pragma unroll
     for (uint32_t u = 0; u < kInFlight; ++u) {
       offsets[u] = column * c.stride + word * c.word_stride;
-      if (u < left) held[u] = __ldcs(reinterpret_cast<const Word*>(c.from + offsets[u]));
+      if (u < left) loaded[u] = __ldcs(reinterpret_cast<const Word*>(c.from + offsets[u]));
       if (++word == c.words) {
         word = 0;
         ++column;
@@ -78,7 +78,7 @@ __device__ void move_columns(const Columns& c) {
     }
 #pragma unroll
     for (uint32_t u = 0; u < kInFlight; ++u) {
-      if (u < left) __stcs(reinterpret_cast<Word*>(c.to + offsets[u]), held[u]);
+      if (u < left) __stcs(reinterpret_cast<Word*>(c.to + offsets[u]), loaded[u]);
     }
   }
 }
@@ -102,22 +102,22 @@ __device__ __noinline__ void move_run(const Run& r) {
   int32_t in_column = lane * kWord % r.column_bytes;
   for (int32_t first = 0; first < r.bytes; first += kInFlight * kStride) {
     const int32_t at = first + lane * kWord, left = r.bytes - at;
-    const int32_t there = min(left + 1, r.readable - words - at);
+    const int32_t readable = min(left + 1, r.readable - words - at);
     const auto* from = reinterpret_cast<const uint32_t*>(r.from + at + words);
     auto* to = reinterpret_cast<uint32_t*>(r.to + at);
-    uint32_t held[kInFlight + 1], old[kInFlight];
+    uint32_t loaded[kInFlight + 1], old[kInFlight];
 #pragma unroll
     for (int32_t u = 0; u <= kInFlight; ++u) {
-      held[u] = u * kStride < there ? __ldcs(from + u * kLanes) : 0;
+      loaded[u] = u * kStride < readable ? __ldcs(from + u * kLanes) : 0;
     }
 #pragma unroll
     for (int32_t u = 0; u < kInFlight; ++u) old[u] = u * kStride < left ? to[u * kLanes] : 0;
 #pragma unroll
     for (int32_t u = 0; u < kInFlight; ++u) {
       // The next word is in the next lane; for the last lane, in the next word of lane 0.
-      const uint32_t offered = lane == 0 ? held[u + 1] : held[u];
+      const uint32_t offered = lane == 0 ? loaded[u + 1] : loaded[u];
       const uint32_t next = __shfl_sync(0xffffffff, offered, (lane + 1) % kLanes);
-      const uint32_t moved = __funnelshift_r(held[u], next, shift);
+      const uint32_t moved = __funnelshift_r(loaded[u], next, shift);
       const int32_t second = in_column + kWord / 2;  // upper half of the word
       const int32_t end = r.column_bytes - r.bias;
       const uint32_t low = in_column < end ? moved : old[u];
@@ -199,7 +199,7 @@ __device__ bool decide(const Params& p, int32_t row, StateCopy* move) {
   const int32_t accepted = p.batch.num_accepted[row];
   const AlignPlan plan = plan_row(p.batch, row, *p.batch.num_reqs, accepted);
   const bool reports = blockIdx.x == 0;
-  const bool moves = plan.due && find_blocks(p.batch, row, plan, move, [&](auto... fault) {
+  const bool moves = plan.valid && find_blocks(p.batch, row, plan, move, [&](auto... fault) {
                        if (reports) record_error(p.errors, fault...);
                      });
   if (reports) p.batch.accepted_out[row] = moves && plan.reset ? 1 : accepted;
@@ -272,27 +272,30 @@ uint32_t alignment_of(const std::vector<std::byte*>& states) {
 
 // Groups the arrays by geometry.
 ffi::Error fill_groups(const AlignCall& call, Params* p) {
-  std::vector<StateGeometry> kinds;
+  std::vector<StateGeometry> geometries;
   for (const auto& g : call.geometry) {
-    if (std::ranges::find(kinds, g) == kinds.end()) kinds.push_back(g);
+    if (std::ranges::find(geometries, g) == geometries.end()) geometries.push_back(g);
   }
-  if (kinds.size() > kMaxGroups) {
-    return ffi::Error::InvalidArgument("jaxkv recurrent states: " + std::to_string(kinds.size()) +
-                                       " geometries, at most " + std::to_string(kMaxGroups));
+  if (geometries.size() > kMaxGroups) {
+    return ffi::Error::InvalidArgument(
+        "jaxkv recurrent states: " + std::to_string(geometries.size()) +
+        " different geometries, at most " + std::to_string(kMaxGroups));
   }
   uint64_t arrays = 0, tiles = 0;
-  for (const auto& kind : kinds) {
+  for (const auto& geometry : geometries) {
     std::vector<std::byte*> states;
     for (size_t s = 0; s < call.states.size(); ++s) {
-      if (call.geometry[s] == kind) states.push_back(call.states[s]);
+      if (call.geometry[s] == geometry) states.push_back(call.states[s]);
     }
     const uint32_t alignment = alignment_of(states);
-    const auto unit = static_cast<uint64_t>(kind.temporal ? kind.block_bytes() : kind.inner_bytes);
+    const auto unit =
+        static_cast<uint64_t>(geometry.temporal ? geometry.block_bytes() : geometry.inner_bytes);
     const auto width = static_cast<uint32_t>(std::gcd<uint64_t>(unit, alignment));
-    if (!kind.temporal && kind.outer > 1 && width != kind.inner_bytes) {
-      return ffi::Error::InvalidArgument("jaxkv recurrent states: elements that are not aligned");
+    if (!geometry.temporal && geometry.outer > 1 && width != geometry.inner_bytes) {
+      return ffi::Error::InvalidArgument(
+          "jaxkv recurrent states: an array is not aligned for its elements");
     }
-    StateGroup group = columns_of(kind, width, alignment);
+    StateGroup group = columns_of(geometry, width, alignment);
     group.first_tile = static_cast<uint32_t>(tiles);
     group.first_array = static_cast<uint32_t>(arrays);
     std::ranges::copy(states, p->states + arrays);
@@ -301,7 +304,8 @@ ffi::Error fill_groups(const AlignCall& call, Params* p) {
     tiles += uint64_t{group.tiles} * states.size();
   }
   if (tiles > INT32_MAX) {
-    return ffi::Error::InvalidArgument("jaxkv recurrent states: a row of states is too large");
+    return ffi::Error::InvalidArgument("jaxkv recurrent states: " + std::to_string(tiles) +
+                                       " tiles in a row, at most " + std::to_string(INT32_MAX));
   }
   p->tiles = static_cast<uint32_t>(tiles);
   return ffi::Error::Success();
@@ -324,9 +328,9 @@ ffi::Error align_states_cuda(cudaStream_t stream, int32_t device, ffi::Remaining
   if (auto error = fill_groups(*call, &p); error.failure()) return error;
   int sms = 0;
   JAXKV_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-  const uint64_t most_tiles = uint64_t{p.tiles} * p.batch.num_rows;
+  const uint64_t max_tiles = uint64_t{p.tiles} * p.batch.num_rows;
   const auto blocks =
-      static_cast<uint32_t>(std::clamp<uint64_t>((most_tiles + kWarps - 1) / kWarps, 1, sms));
+      static_cast<uint32_t>(std::clamp<uint64_t>((max_tiles + kWarps - 1) / kWarps, 1, sms));
   align_states<<<blocks, kThreads, 0, stream>>>(p);
   JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   return ffi::Error::Success();

@@ -1,7 +1,7 @@
 // Copies of recurrent states at block boundaries: which rows copy what, and the layout of a state
 // in its block. Shared by the CUDA kernel and the CPU implementation.
 //
-// Semantics are those of vLLM's mamba cache mode "align". A block holds one state. The running
+// Semantics are those of vLLM's mamba cache mode "align". A block stores one state. The running
 // state of a request is in the block of its last token. The state after k accepted draft tokens is
 // found k rows further within a convolution state (a window that slides over the tokens), and k
 // columns further along the block table for a temporal state, which has no such rows.
@@ -49,7 +49,7 @@ struct AlignBatch {
 
 // The copy of a row, in columns of the block table.
 struct AlignPlan {
-  bool due = false;    // the other fields are valid
+  bool valid = false;  // the other fields are set
   bool reset = false;  // the state is then in place for an accepted count of 1
   bool copies = false;
   int64_t source = 0, destination = 0, bias = 0;

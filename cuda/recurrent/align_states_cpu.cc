@@ -29,7 +29,7 @@ ffi::Error align_states_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets,
     const int32_t accepted = b.num_accepted[row];
     const auto plan = plan_row(b, row, *b.num_reqs, accepted);
     StateCopy move;
-    const bool moves = plan.due && find_blocks(b, row, plan, &move, record_host_error);
+    const bool moves = plan.valid && find_blocks(b, row, plan, &move, record_host_error);
     b.accepted_out[row] = moves && plan.reset ? 1 : accepted;
     for (size_t s = 0; moves && plan.copies && s < call->states.size(); ++s) {
       move_state(call->geometry[s], call->states[s], move);

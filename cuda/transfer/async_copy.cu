@@ -8,6 +8,7 @@
 #include "common/cuda_check.h"
 #include "common/driver.h"
 #include "common/error_ring.cuh"
+#include "common/ptx.cuh"
 #include "transfer/async_copy.h"
 #include "transfer/copy_kernel.h"
 #include "transfer/started_copies.h"
@@ -62,7 +63,7 @@ struct WaitParams {
   const Ticket* ticket;
   Ticket* next_ticket;  // null if no wait follows
   uint32_t ticket_arrays;
-  const uint32_t* lane_words;
+  const uint32_t* copy_stream_words;
   int32_t segment;                // -1: no wait, or ...
   const int32_t* traced_segment;  // ... a segment known on the device, if not null,
   int32_t last_segment;           // clamped to [0, last_segment], as XLA clamps indices
@@ -73,32 +74,21 @@ struct WaitParams {
   uint16_t places[kLaunchArrays];  // indices in the written arrays
 };
 
-__device__ uint32_t load_acquire(const uint32_t* word) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-
-__device__ uint64_t nanoseconds() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-
 __device__ void wait_for_segment(const WaitParams& p, int32_t segment, uint32_t copy_stream,
                                  uint32_t first) {
-  const uint32_t* counter = p.lane_words + (copy_stream % kNumCopyStreams) * kCopyStreamWords;
-  const uint32_t wanted = first + static_cast<uint32_t>(segment);
-  const uint64_t deadline = nanoseconds() + p.timeout_ns;
-  uint32_t seen = load_acquire(counter);
-  while (static_cast<int32_t>(seen - wanted) < 0) {  // wrapping comparison
-    if (nanoseconds() > deadline) {
-      record_error(p.errors, ErrorCode::kWaitTimeout, segment, static_cast<int32_t>(wanted),
+  const uint32_t* counter =
+      p.copy_stream_words + (copy_stream % kNumCopyStreams) * kCopyStreamWords;
+  const uint32_t expected = first + static_cast<uint32_t>(segment);
+  const uint64_t deadline = ptx::globaltimer_ns() + p.timeout_ns;
+  uint32_t seen = ptx::load_acquire_sys(counter);
+  while (static_cast<int32_t>(seen - expected) < 0) {  // wrapping comparison
+    if (ptx::globaltimer_ns() > deadline) {
+      record_error(p.errors, ErrorCode::kWaitTimeout, segment, static_cast<int32_t>(expected),
                    static_cast<int32_t>(seen));
       return;
     }
     __nanosleep(100);
-    seen = load_acquire(counter);
+    seen = ptx::load_acquire_sys(counter);
   }
 }
 
@@ -158,10 +148,10 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
   const auto has_traced_segment = attributes.get<bool>("has_traced_segment");
   const auto last = attributes.get<int64_t>("last");
   if (!segment.has_value() || !timeout_ns.has_value() || !first_array.has_value() ||
-      !places.has_value() || !has_traced_segment.has_value() || !last.has_value() || *first_array < 0 || *first_array > 1 ||
-      args.size() + *first_array < rets.size() ||
+      !places.has_value() || !has_traced_segment.has_value() || !last.has_value() ||
+      *first_array < 0 || *first_array > 1 || args.size() + *first_array < rets.size() ||
       (places->size() && places->size() + *first_array != rets.size())) {
-    return ffi::Error::InvalidArgument("jaxkv wait: an attribute is missing or of another type");
+    return ffi::Error::InvalidArgument("jaxkv wait_copy: missing or invalid attribute");
   }
   const size_t first_operand = args.size() + *first_array - rets.size();
   if (auto error = check_aliases(args, first_operand, rets, *first_array); error.failure()) {
@@ -171,7 +161,7 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
       .ticket = static_cast<const Ticket*>(ticket.untyped_data()),
       .next_ticket = nullptr,
       .ticket_arrays = static_cast<uint32_t>(arrays_of_ticket(ticket.size_bytes())),
-      .lane_words = all_copy_streams[device].load()->words,
+      .copy_stream_words = all_copy_streams[device].load()->words,
       .segment = static_cast<int32_t>(*segment),
       .traced_segment = nullptr,
       .last_segment = 0,
@@ -185,7 +175,9 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
     auto next = rets.get<ffi::AnyBuffer>(0);
     if (!next.has_value()) return next.error();
     if ((*next)->size_bytes() != ticket.size_bytes()) {
-      return ffi::Error::InvalidArgument("jaxkv wait: tickets of two sizes");
+      return ffi::Error::InvalidArgument(
+          "jaxkv wait_copy: ticket of " + std::to_string(ticket.size_bytes()) +
+          " bytes, but the next ticket has " + std::to_string((*next)->size_bytes()));
     }
     p.next_ticket = static_cast<Ticket*>((*next)->untyped_data());
   }
@@ -203,7 +195,9 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
       if (!array.has_value()) return array.error();
       const int64_t place = places->begin()[i];
       if (place < 0 || place >= p.ticket_arrays) {
-        return ffi::Error::InvalidArgument("jaxkv wait: an array that the ticket does not name");
+        return ffi::Error::InvalidArgument("jaxkv wait_copy: array index " + std::to_string(place) +
+                                           " is outside [0, " + std::to_string(p.ticket_arrays) +
+                                           ") of the ticket");
       }
       p.arrays[p.count] = (*array)->untyped_data();
       p.places[p.count] = static_cast<uint16_t>(place);
@@ -221,12 +215,12 @@ ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::
 }  // namespace
 
 ffi::Error CopyStream::create(uint32_t index, uint32_t* words) {
-  int least = 0, greatest = 0;
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  int lowest = 0, highest = 0;
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
   // Higher priority than compute: compute always has work for all SMs, a copy needs few of them.
   JAXKV_RETURN_IF_CUDA_ERROR(
-      cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&behind_, cudaEventDisableTiming));
+      cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&xla_work_, cudaEventDisableTiming));
   for (cudaEvent_t& event : ended_) {
     JAXKV_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
   }
@@ -240,8 +234,8 @@ ffi::Error CopyStream::start(cudaStream_t xla_stream, const TicketWrite& ticket,
   std::lock_guard lock(mutex_);
   const uint32_t first = next_;
   next_ += static_cast<uint32_t>(num_segments);
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaEventRecord(behind_, xla_stream));
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(stream_, behind_));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaEventRecord(xla_work_, xla_stream));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(stream_, xla_work_));
   auto error = enqueue(*this, first);
   if (error.success()) error = enqueue_ticket(xla_stream, ticket, first);
   // A failed start may have enqueued copies whose arrays XLA frees now.
@@ -258,7 +252,7 @@ ffi::Error CopyStream::record_end(cudaStream_t xla_stream, bool joined) {
   return ffi::Error::Success();
 }
 
-// Without the mutex, which a start holds for long. An event that is recorded again in the meantime
+// Without the mutex, which a start owns for long. An event that is recorded again in the meantime
 // refers to a later copy of the same stream, which completes after the one in question.
 bool CopyStream::ended(uint64_t started) const {
   const uint64_t now = started_.load();
@@ -282,11 +276,10 @@ ffi::Error CopyStream::enqueue_ticket(cudaStream_t xla_stream, const TicketWrite
 }
 
 ffi::Error CopyStream::signal(uint32_t value) const {
-  const CUresult status =
-      stream_write()(stream_, reinterpret_cast<CUdeviceptr>(counter()), value, 0);
-  if (status == CUDA_SUCCESS) return ffi::Error::Success();
-  return ffi::Error::Internal("jaxkv: cuStreamWriteValue32 failed: CUresult " +
-                              std::to_string(status));
+  const WriteValue32 cuStreamWriteValue32 = stream_write();
+  JAXKV_RETURN_IF_CUDA_ERROR(
+      cuStreamWriteValue32(stream_, reinterpret_cast<CUdeviceptr>(counter()), value, 0));
+  return ffi::Error::Success();
 }
 
 ffi::Error prepare_copy_streams(int32_t device) {
@@ -295,7 +288,9 @@ ffi::Error prepare_copy_streams(int32_t device) {
   std::lock_guard lock(mutex);
   if (all_copy_streams[device].load()) return ffi::Error::Success();
   if (!stream_write()) {
-    return ffi::Error::Internal("jaxkv: the driver has no cuStreamWriteValue32");
+    return ffi::Error::Internal(
+        "jaxkv start_copy: the CUDA driver does not provide cuStreamWriteValue32; driver 580 or "
+        "later is required");
   }
   cudaFuncAttributes attributes;
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, write_ticket));
@@ -323,13 +318,15 @@ ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
   const auto num_buffers = static_cast<int64_t>(copy.dense.size());
   const int64_t step = call.segment_buffers;
   if (step < 1 || num_buffers % step || num_buffers / step > static_cast<int64_t>(kMaxSegments)) {
-    return ffi::Error::InvalidArgument("jaxkv start: " + std::to_string(num_buffers) +
-                                       " buffers in segments of " + std::to_string(step));
+    return ffi::Error::InvalidArgument("jaxkv start_copy: " + std::to_string(num_buffers) +
+                                       " buffers in segments of " + std::to_string(step) +
+                                       ": must be a divisor, with at most " +
+                                       std::to_string(kMaxSegments) + " segments");
   }
   cudaStreamCaptureStatus capture;
   JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamIsCapturing(call.stream, &capture));
   if (capture != cudaStreamCaptureStatusNone) {
-    return ffi::Error::Internal("jaxkv: a start cannot be captured in a CUDA graph");
+    return ffi::Error::Internal("jaxkv start_copy: cannot be captured in a CUDA graph");
   }
   TicketWrite ticket{static_cast<Ticket*>(call.ticket->untyped_data()), {}};
   for (size_t i = 0; i < call.written.size(); ++i) {
@@ -339,7 +336,10 @@ ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
     ticket.written.push_back(call.joined ? nullptr : (*array)->untyped_data());
   }
   if (arrays_of_ticket(call.ticket->size_bytes()) != ticket.written.size()) {
-    return ffi::Error::InvalidArgument("jaxkv start: a ticket of another size");
+    return ffi::Error::InvalidArgument("jaxkv start_copy: ticket for " +
+                                       std::to_string(arrays_of_ticket(call.ticket->size_bytes())) +
+                                       " arrays, expected " +
+                                       std::to_string(ticket.written.size()));
   }
   const auto index = (copy.to_dense ? 0 : 2) + static_cast<uint32_t>(engine);
   CopyStream& copy_stream = all_copy_streams[call.device].load()->copy_streams[index];

@@ -68,7 +68,7 @@ class CopyStream {
 
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
-  cudaEvent_t behind_ = nullptr;
+  cudaEvent_t xla_work_ = nullptr;            // enqueued before a start
   std::array<cudaEvent_t, kEvents> ended_{};  // of the most recent copies
   std::atomic<uint64_t> started_ = 0;
   uint32_t index_ = 0, next_ = 1;

@@ -29,8 +29,9 @@ template <class... Parts>
   return ffi::Unexpected(invalid_argument(parts...));
 }
 
-[[gnu::cold, gnu::noinline]] ffi::Error unreadable(const char* name, const char* why_not) {
-  return ffi::Error::InvalidArgument(std::string("jaxkv HostIds of ") + name + ": " + why_not);
+[[gnu::cold, gnu::noinline]] ffi::Error unreadable(const char* name, const char* reason) {
+  return ffi::Error::InvalidArgument(std::string("jaxkv page copy: HostIds of ") + name + ": " +
+                                     reason);
 }
 
 // End of the byte range of the strided side that ids in range can address.
@@ -50,8 +51,9 @@ IdList id_list(ffi::Buffer<ffi::S32> operand, int64_t header) {
 
 bool valid_geometry(const CopyGeometry& g) {
   return g.run_bytes > 0 && g.count0 > 0 && g.count1 > 0 && g.stride0 >= 0 && g.stride1 >= 0 &&
-         g.page_stride >= 0 && g.dense_stride >= g.block_bytes && g.num_dense > 0 && g.num_strided > 0 && g.num_dense <= INT32_MAX &&
-         g.num_strided <= INT32_MAX && g.block_bytes == g.run_bytes * g.count0 * g.count1;
+         g.page_stride >= 0 && g.dense_stride >= g.block_bytes && g.num_dense > 0 &&
+         g.num_strided > 0 && g.num_dense <= INT32_MAX && g.num_strided <= INT32_MAX &&
+         g.block_bytes == g.run_bytes * g.count0 * g.count1;
 }
 
 // The fixed part of the attribute; the byte offsets of the buffers follow, strided then dense.
@@ -67,7 +69,23 @@ std::optional<CopyNumbers> read_numbers(CopyAttribute attribute) {
   std::memcpy(&numbers, attribute.begin(), sizeof numbers);
   return valid_geometry(numbers.geometry) ? std::optional(numbers) : std::nullopt;
 }
-constexpr char kInvalidAttribute[] = "the attribute copy is not sound";
+constexpr char kInvalidAttribute[] = "attribute 'copy' is invalid";
+
+// The address of block 0 of each buffer of one side, whose arrays start at operand `first`.
+ffi::Error locate_buffers(ffi::RemainingArgs args, size_t first, size_t num_arrays, int64_t extent,
+                          std::span<const int64_t> offsets, std::vector<std::byte*>& buffers) {
+  for (size_t b = 0; b < offsets.size(); ++b) {
+    const auto array = args.get<ffi::AnyBuffer>(first + b % num_arrays);
+    if (!array.has_value()) return array.error();
+    const int64_t offset = offsets[b];
+    if (offset < 0 || offset + extent > static_cast<int64_t>(array->size_bytes())) {
+      return invalid_argument("buffer ", b, ": bytes [", offset, ", ", offset + extent,
+                              ") exceed the array of ", array->size_bytes(), " bytes");
+    }
+    buffers[b] = static_cast<std::byte*>(array->untyped_data()) + offset;
+  }
+  return ffi::Error::Success();
+}
 
 bool usable(const IdLists& ids, int32_t source, int32_t destination) {
   return source >= 0 && destination >= 0 && source < ids.num_sources &&
@@ -98,21 +116,21 @@ bool* destination_marks(Scratch& kept, int32_t num_destinations) {
   return kept.marks.get();
 }
 
-[[gnu::cold, gnu::noinline]] void refuse(std::vector<ErrorEntry>* refused, ErrorCode fault,
+[[gnu::cold, gnu::noinline]] void reject(std::vector<ErrorEntry>* rejected, ErrorCode fault,
                                          size_t position, int32_t id, int32_t limit) {
-  refused->push_back({fault, static_cast<int32_t>(position), id, limit, 0});
+  rejected->push_back({fault, static_cast<int32_t>(position), id, limit, 0});
 }
 
 // Removes all pairs that share a destination. Rare, so it may scan all ids again.
 void drop_duplicates(const IdLists& ids, std::vector<BlockPair>* pairs,
-                     std::vector<ErrorEntry>* refused) {
-  std::unordered_map<int32_t, int> times;
-  for (const BlockPair pair : *pairs) ++times[pair.destination];
-  std::erase_if(*pairs, [&](BlockPair pair) { return times[pair.destination] > 1; });
+                     std::vector<ErrorEntry>* rejected) {
+  std::unordered_map<int32_t, int> counts;
+  for (const BlockPair pair : *pairs) ++counts[pair.destination];
+  std::erase_if(*pairs, [&](BlockPair pair) { return counts[pair.destination] > 1; });
   for (size_t i = 0; i < ids.sources.size(); ++i) {
     const int32_t d = ids.destinations.ids()[i];
-    if (usable(ids, ids.sources.ids()[i], d) && times[d] > 1) {
-      refuse(refused, ErrorCode::kDuplicate, i, d, ids.num_destinations);
+    if (usable(ids, ids.sources.ids()[i], d) && counts[d] > 1) {
+      reject(rejected, ErrorCode::kDuplicate, i, d, ids.num_destinations);
     }
   }
 }
@@ -129,13 +147,15 @@ ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi:
                     id_list(destinations, n->destination_header),
                     n->to_dense ? num_strided : num_dense, n->to_dense ? num_dense : num_strided};
   if (ids.sources.size() != ids.destinations.size() || ids.sources.size() > INT32_MAX / 2) {
-    return invalid("id lists of unequal length, or too long");
+    return invalid(ids.sources.size(), " source ids, ", ids.destinations.size(),
+                   " destination ids: must be equal numbers up to ", INT32_MAX / 2);
   }
   return ids;
 }
 
 ffi::ErrorOr<PairList> decode_pairs(ffi::Buffer<ffi::S32> operand) {
-  if (operand.element_count() < 2) return invalid("no pairs");
+  if (operand.element_count() < 2)
+    return invalid("plan of ", operand.element_count(), " words, expected at least 2");
   int32_t* words = operand.typed_data();
   return PairList{words, reinterpret_cast<BlockPair*>(words + 2), operand.element_count() / 2 - 1};
 }
@@ -153,11 +173,13 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
   if (n->num_dense_arrays < 1 || args.size() <= num_dense_arrays) return invalid("no arrays");
   const size_t num_strided_arrays = args.size() - num_dense_arrays;
   for (const size_t num_arrays : {num_strided_arrays, num_dense_arrays}) {
-    if (num_buffers % num_arrays) return invalid(num_arrays, " arrays for ", num_buffers, " buffers");
+    if (num_buffers % num_arrays) {
+      return invalid(num_arrays, " arrays, expected a divisor of the ", num_buffers, " buffers");
+    }
   }
   const size_t num_written = to_dense ? num_dense_arrays : num_strided_arrays;
-  if (rets.size() != num_written) return invalid("wrong number of results");
-  if (n->num_sms < 1) return invalid("num_sms is below 1");
+  if (rets.size() != num_written) return invalid(rets.size(), " results, expected ", num_written);
+  if (n->num_sms < 1) return invalid("num_sms = ", n->num_sms, ", expected at least 1");
 
   Scratch& kept = scratch();
   kept.dense.resize(num_buffers);
@@ -166,36 +188,20 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
   if (auto error = check_aliases(args, first_written, rets, 0); error.failure()) {
     return ffi::Unexpected(error);
   }
-  // Of each side: its first operand, number of arrays, extent and offsets.
-  const auto locate = [&](size_t first, size_t num_arrays, int64_t extent, const int64_t* offset,
-                          std::vector<std::byte*>& blocks) -> ffi::Error {
-    for (size_t b = 0; b < num_buffers; ++b) {
-      const auto array = args.get<ffi::AnyBuffer>(first + b % num_arrays);
-      if (!array.has_value()) return array.error();
-      const auto size = static_cast<int64_t>(array->size_bytes());
-      if (offset[b] < 0 || offset[b] + extent > size) {
-        return invalid_argument("buffer ", b, " at byte ", offset[b], " has ", extent,
-                                " bytes and ends past its array of ", size, " bytes");
-      }
-      blocks[b] = static_cast<std::byte*>(array->untyped_data()) + offset[b];
-    }
-    return ffi::Error::Success();
-  };
-  const int64_t* const strided_offsets = offsets.data();
-  if (auto error =
-          locate(0, num_strided_arrays, strided_extent(g), strided_offsets, kept.strided);
+  if (auto error = locate_buffers(args, 0, num_strided_arrays, strided_extent(g),
+                                  offsets.first(num_buffers), kept.strided);
       error.failure()) {
     return ffi::Unexpected(error);
   }
-  if (auto error = locate(num_strided_arrays, num_dense_arrays, dense_extent(g),
-                          strided_offsets + num_buffers, kept.dense);
+  if (auto error = locate_buffers(args, num_strided_arrays, num_dense_arrays, dense_extent(g),
+                                  offsets.last(num_buffers), kept.dense);
       error.failure()) {
     return ffi::Unexpected(error);
   }
   return BlockCopy{to_dense, static_cast<int>(n->num_sms), g, kept.dense, kept.strided};
 }
 
-std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEntry>* refused) {
+std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEntry>* rejected) {
   Scratch& kept = scratch();
   std::vector<BlockPair>& planned = kept.pairs;
   planned.resize(ids.sources.size());
@@ -209,9 +215,9 @@ std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEnt
     const int32_t s = sources[i], d = destinations[i];
     if (s < 0 || d < 0) continue;
     if (s >= num_sources) {
-      refuse(refused, ErrorCode::kSourceOutOfRange, i, s, num_sources);
+      reject(rejected, ErrorCode::kSourceOutOfRange, i, s, num_sources);
     } else if (d >= num_destinations) {
-      refuse(refused, ErrorCode::kDestinationOutOfRange, i, d, num_destinations);
+      reject(rejected, ErrorCode::kDestinationOutOfRange, i, d, num_destinations);
     } else {
       duplicates |= std::exchange(marks[d], true);
       pairs[num_pairs++] = {s, d};
@@ -219,14 +225,15 @@ std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEnt
   }
   planned.resize(num_pairs);
   for (const BlockPair pair : planned) marks[pair.destination] = false;
-  if (duplicates) drop_duplicates(ids, &planned, refused);
+  if (duplicates) drop_duplicates(ids, &planned, rejected);
   return planned;
 }
 
 ffi::Error check_host_ids(const IdList& list, const char* name) {
-  const char* why_not = list.header ? host_ids_error(list.words.data(), list.words.size())
-                                    : "they are none, and the host must read them";
-  return why_not ? unreadable(name, why_not) : ffi::Error::Success();
+  const char* reason = list.header
+                           ? host_ids_error(list.words.data(), list.words.size())
+                           : "expected HostIds: implementation 'dma' reads the ids on the host";
+  return reason ? unreadable(name, reason) : ffi::Error::Success();
 }
 
 }  // namespace jaxkv::transfer

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_pairs(const __grid_constant
   Share<kPlanReads> share(p.ids, p.share, shared);
   Span span = plan_share(p.ids.num_ids).pairs;
   share.list(span);
-  if (!share.all_good()) span = share.regroup(blockIdx.x == 0, plan_share).pairs;
+  if (!share.all_valid()) span = share.regroup(blockIdx.x == 0, plan_share).pairs;
   for (uint32_t k = threadIdx.x; k < span.size(); k += kPlanThreads) {
     // Order does not matter: no two pairs have the same destination.
     const BlockPair pair = share.pairs()[k];
@@ -86,7 +86,9 @@ ffi::Error plan_pairs_cuda(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
   const auto list = decode_pairs(*planned);
   if (!list.has_value()) return list.error();
   if (list->capacity < ids->sources.size()) {
-    return ffi::Error::InvalidArgument("jaxkv page copy: the plan's result is too small");
+    return ffi::Error::InvalidArgument("jaxkv plan_pairs: " + std::to_string(ids->sources.size()) +
+                                       " ids exceed the plan's capacity of " +
+                                       std::to_string(list->capacity));
   }
   return launch_plan(stream, *ids, *list, device_rings(device));
 }
@@ -109,17 +111,6 @@ ffi::Error copy_pairs_by_kernel(cudaStream_t stream, ffi::Buffer<ffi::S32> plann
   const auto list = decode_pairs(planned);
   if (!list.has_value()) return list.error();
   return launch_copy(stream, *copy, *list);
-}
-
-// Negative control of the ordering tests: the same copy on a stream without any ordering.
-ffi::Error copy_unordered(cudaStream_t, int32_t device, ffi::Buffer<ffi::S32> source_ids,
-                          ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
-                          ffi::RemainingRets rets, CopyAttribute attribute) {
-  static std::array<cudaStream_t, kMaxDevices> streams{};
-  cudaStream_t& stream = streams[device];
-  if (!stream)
-    JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  return copy_by_kernel(stream, device, source_ids, destination_ids, args, rets, attribute);
 }
 
 }  // namespace
@@ -160,15 +151,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyPairsKernel, copy_pairs_by_kernel,
                                   .RemainingRets()
                                   .Attr<CopyAttribute>("copy"),
                               {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksUnordered, copy_unordered,
-                              ffi::Ffi::Bind()
-                                  .Ctx<Stream>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<Int32s>()
-                                  .Arg<Int32s>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<CopyAttribute>("copy"));
 
 }  // namespace jaxkv::transfer

@@ -26,7 +26,7 @@ using CopyAttribute = ffi::Span<const int64_t>;
 // In the order of the attribute.
 struct CopyGeometry {
   int64_t block_bytes;
-  int64_t dense_stride;            // bytes between blocks on the dense side
+  int64_t dense_stride;  // bytes between blocks on the dense side
   int64_t run_bytes;
   int64_t count0, count1;          // runs per block, row-major
   int64_t stride0, stride1;        // bytes between runs on the strided side
@@ -92,9 +92,9 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
 // Checks that the list is HostIds and readable by the host now.
 ffi::Error check_host_ids(const IdList& list, const char* name);
 
-// Valid pairs of ids that the host may read; the others, except padding, are appended to `refused`.
-// Valid until the next call by this thread.
-std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEntry>* refused);
+// Valid pairs of ids that the host may read; the others, except padding, are appended to
+// `rejected`. Valid until the next call by this thread.
+std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEntry>* rejected);
 
 // The CPU backend's copy of planned pairs.
 ffi::Error copy_pairs_cpu(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,

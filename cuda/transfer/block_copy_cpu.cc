@@ -33,12 +33,12 @@ ffi::ErrorOr<std::span<const BlockPair>> check_ids(ffi::Buffer<ffi::S32> source_
     if (list.header == 0) continue;  // any list is host memory here
     if (auto error = check_host_ids(list, name); error.failure()) return ffi::Unexpected(error);
   }
-  std::vector<ErrorEntry> refused;
-  const auto pairs = select_pairs(*ids, &refused);
-  if (refused.empty()) return pairs;
+  std::vector<ErrorEntry> rejected;
+  const auto pairs = select_pairs(*ids, &rejected);
+  if (rejected.empty()) return pairs;
   return ffi::Unexpected(ffi::Error::InvalidArgument(
-      "PageIndexError: " + describe(refused.front()) + " (" + std::to_string(refused.size()) +
-      " entries refused, nothing copied)"));
+      "PageIndexError: " + describe(rejected.front()) + " (" + std::to_string(rejected.size()) +
+      " entries rejected, nothing copied)"));
 }
 
 ffi::Error plan_pairs(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> destination_ids,
@@ -47,7 +47,11 @@ ffi::Error plan_pairs(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> de
   if (!list.has_value()) return list.error();
   const auto pairs = check_ids(source_ids, destination_ids, attribute);
   if (!pairs.has_value()) return pairs.error();
-  if (pairs->size() > list->capacity) return ffi::Error::Internal("jaxkv: too many pairs");
+  if (pairs->size() > list->capacity) {
+    return ffi::Error::Internal("jaxkv plan_pairs: " + std::to_string(pairs->size()) +
+                                " pairs exceed the plan's capacity of " +
+                                std::to_string(list->capacity));
+  }
   *list->count = static_cast<int32_t>(pairs->size());
   std::copy(pairs->begin(), pairs->end(), list->pairs);
   return ffi::Error::Success();

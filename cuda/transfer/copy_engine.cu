@@ -59,12 +59,12 @@ class Batch {
     const cudaError_t status = cudaMemcpyBatchAsync(kept_.to, kept_.from, kept_.bytes, count,
                                                     &attributes, &first_with_attributes, 1, stream);
     if (status == cudaSuccess) return ffi::Error::Success();
-    (void)cudaGetLastError();
-    if (status != cudaErrorNotSupported && status != cudaErrorCallRequiresNewerDriver) {
-      return ffi::Error::Internal(std::string("jaxkv: cudaMemcpyBatchAsync failed: ") +
-                                  cudaGetErrorString(status));
+    if (status == cudaErrorNotSupported || status == cudaErrorCallRequiresNewerDriver) {
+      (void)cudaGetLastError();
+      return enqueue_one_by_one(stream, count);
     }
-    return enqueue_one_by_one(stream, count);
+    return ffi::Error::Internal(cuda_failure("cudaMemcpyBatchAsync", __FILE__, __LINE__, status,
+                                             std::to_string(count) + " descriptors"));
   }
 
  private:
@@ -118,9 +118,9 @@ ffi::ErrorOr<std::span<const BlockPair>> read_pairs(ffi::Buffer<ffi::S32> source
   if (auto error = check_host_ids(ids->destinations, "the destination"); error.failure()) {
     return ffi::Unexpected(error);
   }
-  std::vector<ErrorEntry> refused;
-  const auto pairs = select_pairs(*ids, &refused);
-  for (const auto& e : refused) record_host_error(e.fault, e.position, e.id, e.limit);
+  std::vector<ErrorEntry> rejected;
+  const auto pairs = select_pairs(*ids, &rejected);
+  for (const auto& e : rejected) record_host_error(e.fault, e.position, e.id, e.limit);
   return pairs;
 }
 
@@ -129,9 +129,10 @@ ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
                        ffi::RemainingRets rets, CopyAttribute attribute) {
   // A captured copy would replay these ids forever, and a batch under capture is dropped silently.
   cudaStreamCaptureStatus capture;
-  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
-      capture != cudaStreamCaptureStatusNone) {
-    return ffi::Error::Internal("jaxkv: dma cannot be captured in a CUDA graph; use kernel");
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamIsCapturing(stream, &capture));
+  if (capture != cudaStreamCaptureStatusNone) {
+    return ffi::Error::Internal(
+        "jaxkv page copy: implementation 'dma' cannot be captured in a CUDA graph; use 'kernel'");
   }
   const auto copy = decode_copy(args, rets, attribute);
   if (!copy.has_value()) return copy.error();

@@ -82,8 +82,8 @@ struct Pairs {
 };
 
 // Limit for copies of ids in shared memory: what shared memory takes of an SM reduces its L1 cache,
-// which holds the loads in flight.
-constexpr uint32_t kMostSharedForIds = 160 * 1024;
+// which buffers the loads in flight.
+constexpr uint32_t kMaxSharedForIds = 160 * 1024;
 
 // Dynamic shared memory per thread block that all prepared devices support.
 std::atomic<uint32_t> shared_limit{UINT32_MAX};
@@ -91,16 +91,16 @@ std::atomic<uint32_t> shared_limit{UINT32_MAX};
 // The thread blocks of a launch, and the shared memory that each needs to check its share of the
 // ids.
 struct Grid {
-  uint32_t blocks, most_pairs;  // per block
+  uint32_t blocks, max_pairs;  // per block
   ShareSize share;
 };
 
 Grid grid_of(uint32_t blocks, uint32_t words, const CopyParamsOf<kMaxBuffers>& p) {
   const uint32_t stretch = stretch_of(words, blocks);
   // A stretch may begin and end within a pair.
-  const uint32_t most = std::min(p.last_pair - p.first_pair, stretch / p.words_per_pair() + 2);
-  const uint32_t limit = std::min(kMostSharedForIds, shared_limit.load());
-  return {blocks, most, ShareSize(most).with_copy(p.ids.num_ids, limit)};
+  const uint32_t max_pairs = std::min(p.last_pair - p.first_pair, stretch / p.words_per_pair() + 2);
+  const uint32_t limit = std::min(kMaxSharedForIds, shared_limit.load());
+  return {blocks, max_pairs, ShareSize(max_pairs).with_copy(p.ids.num_ids, limit)};
 }
 
 // One launch: segments of complete buffers, pairs [p.first_pair, p.last_pair).
@@ -117,7 +117,7 @@ ffi::Error launch(cudaStream_t stream, const BlockCopy& copy, Variant variant,
   }
   p.share = grid.share;
   const uint32_t shared_bytes =
-      p.pairs ? grid.most_pairs * static_cast<uint32_t>(sizeof(BlockPair)) : p.share.bytes();
+      p.pairs ? grid.max_pairs * static_cast<uint32_t>(sizeof(BlockPair)) : p.share.bytes();
   CopyParamsOf<kFewBuffers> few{p, {}, {}};
   if (variant.few_buffers) {
     std::copy_n(p.dense, kFewBuffers, few.dense);
@@ -135,15 +135,17 @@ ffi::Error launch_all(cudaStream_t stream, const BlockCopy& copy, const Pairs& p
   const int width = word_bytes(copy);
   const int64_t block_words = g.block_bytes / width;
   if (block_words >= kMaxWords) {
-    return invalid("a block of " + std::to_string(g.block_bytes) + " bytes is too large");
+    return invalid("block of " + std::to_string(g.block_bytes) + " bytes, must be below " +
+                   std::to_string(int64_t{kMaxWords} * width));
   }
-  const auto most_buffers =
+  const auto max_buffers =
       std::min<size_t>(kMaxBuffers, std::max<int64_t>(1, (kMaxWords - 1) / block_words));
   const size_t num_buffers = copy.dense.size();
   const size_t segment_buffers =
-      progress ? progress->segment_buffers : std::min(most_buffers, num_buffers);
-  if (segment_buffers > most_buffers) {
-    return invalid("a segment of " + std::to_string(segment_buffers) + " buffers is too large");
+      progress ? progress->segment_buffers : std::min(max_buffers, num_buffers);
+  if (segment_buffers > max_buffers) {
+    return invalid("segment of " + std::to_string(segment_buffers) + " buffers, at most " +
+                   std::to_string(max_buffers));
   }
   // A thread block stages the pairs of its share, and the partial pairs at both ends of its
   // stretch.
@@ -151,11 +153,11 @@ ffi::Error launch_all(cudaStream_t stream, const BlockCopy& copy, const Pairs& p
       pairs.list.pairs ? copy.num_sms * size_t{ShareSize::kMaxCapacity - 2 * kAlignedWords}
                        : pairs.capacity;
   // Segments per launch: with progress signals as many as fit, unless each takes several launches.
-  const size_t most_segments =
+  const size_t max_segments =
       progress && pairs.capacity <= staged_pairs ? kMaxBuffers / segment_buffers : 1;
   size_t buffers = 0;
   for (size_t b = 0; b < num_buffers; b += buffers) {
-    buffers = std::min(most_segments * segment_buffers, num_buffers - b);
+    buffers = std::min(max_segments * segment_buffers, num_buffers - b);
     const size_t of_segment = std::min(buffers, segment_buffers);
     const Variant variant{width, copy.to_dense, g.single_run(),
                           width == 16 && buffers <= kFewBuffers};
@@ -222,17 +224,17 @@ ffi::Error prepare_copy_kernel(int32_t device) {
   static std::array<std::atomic<bool>, kMaxDevices> done{};  // called before every execution
   if (auto error = prepare_rings(device); error.failure()) return error;
   if (done[device].load()) return ffi::Error::Success();
-  int most_shared = 0;
+  int max_shared = 0;
   uint32_t limit = UINT32_MAX;
   JAXKV_RETURN_IF_CUDA_ERROR(
-      cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+      cudaDeviceGetAttribute(&max_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   for (void* kernel : all_copy_kernels()) {
     cudaFuncAttributes attributes;
     JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, kernel));
-    const int most = most_shared - static_cast<int>(attributes.sharedSizeBytes);
+    const int max_bytes = max_shared - static_cast<int>(attributes.sharedSizeBytes);
     JAXKV_RETURN_IF_CUDA_ERROR(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
-    limit = std::min(limit, static_cast<uint32_t>(most));
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_bytes));
+    limit = std::min(limit, static_cast<uint32_t>(max_bytes));
   }
   for (uint32_t seen = shared_limit; limit < seen;) {
     if (shared_limit.compare_exchange_weak(seen, limit)) break;

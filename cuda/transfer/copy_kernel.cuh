@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kCopyThreads)
     pairs = share.pairs() + p.first_pair - work.claim.pairs.first;
     // The first loads overlap the check of the ids: only addresses in range are read.
     window.open(work, pairs, 0);
-    if (!share.all_good()) {
+    if (!share.all_valid()) {
       auto claim_of = [&](uint32_t count) { return (work = work_of_block(p, count)).claim; };
       share.regroup(blockIdx.x == 0 && p.first_pair == 0, claim_of);
       pairs = share.pairs() + p.first_pair - work.claim.pairs.first;

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <string>
 
 namespace jaxkv::transfer {
 namespace {
@@ -79,7 +80,10 @@ Registration& entry_for(const int32_t* address) {
 
 void write_host_ids_header(std::span<int32_t> words) {
   static std::atomic<uint64_t> next_serial{1};
-  if (words.size() < kHostIdsHeader) throw std::invalid_argument("no room for the header");
+  if (words.size() < kHostIdsHeader) {
+    throw std::invalid_argument("HostIds: " + std::to_string(words.size()) +
+                                " words, the header needs " + std::to_string(kHostIdsHeader));
+  }
   const auto ids = words.subspan(kHostIdsHeader);
   Header header{kMagic, static_cast<int32_t>(ids.size()), next_serial++, 0, 0};
   header.checksum = checksum(header.serial, ids);
@@ -88,7 +92,7 @@ void write_host_ids_header(std::span<int32_t> words) {
 
 void register_host_ids(const int32_t* address, size_t num_words) {
   const auto header = read_header({address, num_words});
-  if (!header) throw std::invalid_argument("no sealed ids at this address");
+  if (!header) throw std::invalid_argument("HostIds: no valid header at this address");
   static std::mutex mutex;
   std::lock_guard lock(mutex);
   Registration& entry = entry_for(address);
@@ -99,14 +103,14 @@ void register_host_ids(const int32_t* address, size_t num_words) {
 
 const char* host_ids_error(const int32_t* address, size_t num_words) {
   // Address first: an unregistered one may be memory that the host cannot read.
-  const Registration* admission = registration_at(address);
-  if (!admission || admission->num_words != num_words) {
-    return "made or copied by a computation, or stale; build HostIds from NumPy";
+  const Registration* registration = registration_at(address);
+  if (!registration || registration->num_words != num_words) {
+    return "created or copied by a computation, or stale; create HostIds from NumPy arrays";
   }
   const auto header = read_header({address, num_words});
-  if (!header) return "no valid header any more, so overwritten; build HostIds from NumPy";
-  if (header->serial != admission->serial) {
-    return "other ids, whose copy by a computation is stale here; build HostIds from NumPy";
+  if (!header) return "overwritten (invalid header); create HostIds from NumPy arrays";
+  if (header->serial != registration->serial) {
+    return "stale copy of other ids by a computation; create HostIds from NumPy arrays";
   }
   return nullptr;
 }

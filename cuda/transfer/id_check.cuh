@@ -13,6 +13,7 @@
 #include <bit>
 
 #include "common/error_ring.cuh"
+#include "common/ptx.cuh"
 #include "transfer/block_copy.h"
 
 namespace jaxkv::transfer {
@@ -56,11 +57,11 @@ struct ShareSize {
       : capacity(pairs),
         log2_slots(std::bit_width(std::clamp(pairs + pairs / 4, 32u, kMaxSlots) - 1)) {}
 
-  // Adds a copy of `ids` entries, if the total is at most `most` bytes.
-  ShareSize with_copy(uint32_t ids, uint32_t most) const {
+  // Adds a copy of `ids` entries, if the total is at most `max_bytes` bytes.
+  ShareSize with_copy(uint32_t ids, uint32_t max_bytes) const {
     ShareSize size = *this;
-    const uint32_t whole = (ids + 3) / 4 * 4;
-    if (bytes() + whole * sizeof(BlockPair) <= most) size.copied_ids = whole;
+    const uint32_t rounded = (ids + 3) / 4 * 4;
+    if (bytes() + rounded * sizeof(BlockPair) <= max_bytes) size.copied_ids = rounded;
     return size;
   }
   __host__ __device__ uint32_t slots() const { return 1u << log2_slots; }
@@ -69,8 +70,6 @@ struct ShareSize {
            slots() * sizeof(uint32_t);
   }
 };
-
-#ifdef __CUDACC__
 
 // Placeholder of an entry that is not copied; reading block 0 is harmless.
 inline constexpr BlockPair kNoPair{0, -1};
@@ -143,17 +142,11 @@ inline __device__ void start_copy_to_shared(int32_t* to, const int32_t* from, ui
   const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   const uint32_t vectors = reinterpret_cast<uintptr_t>(from) % 16 == 0 ? words / 4 : 0;
   for (uint32_t i = threadIdx.x; i < vectors; i += blockDim.x) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(start + i * 16),
-                 "l"(from + i * 4)
-                 : "memory");
+    ptx::cp_async_16(start + i * 16, from + i * 4);
   }
   for (uint32_t i = vectors * 4 + threadIdx.x; i < words; i += blockDim.x) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(start + i * 4), "l"(from + i)
-                 : "memory");
+    ptx::cp_async_4(start + i * 4, from + i);
   }
-}
-inline __device__ void wait_for_copies_to_shared() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // A block's share of the pairs. All threads of the block must call all members; each thread reads
@@ -174,7 +167,7 @@ class Share {
     set_.clear();
     entries_ = span;
     duplicates_ = false;
-    wait_for_copies_to_shared();
+    ptx::cp_async_wait_all();
     __syncthreads();
     for_entries(span, [&](uint32_t i, BlockPair entry) { put(i - span.first, entry); });
     __syncthreads();
@@ -182,9 +175,9 @@ class Share {
 
   // Whether every entry of the entire list is valid, as far as this block is responsible. If so,
   // the listed pairs may be copied.
-  __device__ bool all_good() {
-    const bool bad = mark_duplicates_of_share();
-    return !__syncthreads_or(bad || duplicates_);
+  __device__ bool all_valid() {
+    const bool invalid = mark_duplicates_of_share();
+    return !__syncthreads_or(invalid || duplicates_);
   }
 
   // Lists the share again if there is an invalid entry anywhere: pairs are now the entries in
@@ -226,9 +219,9 @@ class Share {
            static_cast<uint32_t>(pair.destination) < static_cast<uint32_t>(ids_.num_destinations);
   }
   __device__ void put(uint32_t place, BlockPair pair) {
-    const bool good = in_range(pair);
-    pairs_[place] = good ? pair : kNoPair;
-    if (good) duplicates_ |= set_.add(pair.destination);
+    const bool valid = in_range(pair);
+    pairs_[place] = valid ? pair : kNoPair;
+    if (valid) duplicates_ |= set_.add(pair.destination);
   }
 
   // Reads the entries of a span, kReads at a time.
@@ -253,31 +246,31 @@ class Share {
   // found one, or an entry out of range.
   __device__ bool mark_duplicates_of_share() {
     if (copied_ids_) return mark_duplicates_of_copied_ids();
-    bool bad = false;
+    bool invalid = false;
     for_entries({0, ids_.num_ids}, [&](uint32_t i, BlockPair entry) {
-      bad |= !in_range(entry) || (set_.may_have(entry.destination) && mark_duplicate(i, entry));
+      invalid |= !in_range(entry) || (set_.may_have(entry.destination) && mark_duplicate(i, entry));
     });
-    return bad;
+    return invalid;
   }
   // The same for ids in shared memory, four entries per iteration.
   __device__ bool mark_duplicates_of_copied_ids() {
     const auto* sources = reinterpret_cast<const uint4*>(copied_sources_);
     const auto* destinations = reinterpret_cast<const uint4*>(copied_destinations_);
-    uint32_t most_source = 0, most_destination = 0;
-    bool bad = false;
+    uint32_t max_source = 0, max_destination = 0;
+    bool invalid = false;
     for (uint32_t four = threadIdx.x; four < copied_ids_ / 4; four += blockDim.x) {
       const uint4 s = sources[four], d = destinations[four];
-      most_source = max(max(max(s.x, s.y), max(s.z, s.w)), most_source);
-      most_destination = max(max(max(d.x, d.y), max(d.z, d.w)), most_destination);
+      max_source = max(max(max(s.x, s.y), max(s.z, s.w)), max_source);
+      max_destination = max(max(max(d.x, d.y), max(d.z, d.w)), max_destination);
       const bool suspect =
           set_.may_have(d.x) | set_.may_have(d.y) | set_.may_have(d.z) | set_.may_have(d.w);
       if (!suspect) continue;
       for (uint32_t i = four * 4; i < min(four * 4 + 4, ids_.num_ids); ++i) {
-        bad |= mark_duplicate(i, entry(i));
+        invalid |= mark_duplicate(i, entry(i));
       }
     }
-    return bad || most_source >= static_cast<uint32_t>(ids_.num_sources) ||
-           most_destination >= static_cast<uint32_t>(ids_.num_destinations);
+    return invalid || max_source >= static_cast<uint32_t>(ids_.num_sources) ||
+           max_destination >= static_cast<uint32_t>(ids_.num_destinations);
   }
   // Marks the destination of an entry outside of the share if the share has it too. Returns whether
   // it does.
@@ -308,13 +301,13 @@ class Share {
     const Claim claim = claim_of(total);
     const Span span = claim.pairs;
     for (uint32_t i = begin; i < end; i += 32) {
-      const uint32_t good = in_range_in_warp(i + lane, end);
-      const uint32_t mine = rank + __popc(good & ((1u << lane) - 1));
-      rank += __popc(good);
-      if (!(good >> lane & 1) || !span.has(mine)) continue;
-      put(mine - span.first, entry(i + lane));
-      if (mine == span.first) entries.first = i + lane;
-      if (mine == span.last - 1) entries.last = i + lane + 1;
+      const uint32_t valid = in_range_in_warp(i + lane, end);
+      const uint32_t pair_index = rank + __popc(valid & ((1u << lane) - 1));
+      rank += __popc(valid);
+      if (!(valid >> lane & 1) || !span.has(pair_index)) continue;
+      put(pair_index - span.first, entry(i + lane));
+      if (pair_index == span.first) entries.first = i + lane;
+      if (pair_index == span.last - 1) entries.last = i + lane + 1;
     }
     __syncthreads();
     entries_ = entries;
@@ -327,9 +320,9 @@ class Share {
   __device__ void drop_duplicates(Claim claim) {
     for (uint32_t i = entries_.first + claim.first_is_shared + threadIdx.x; i < entries_.last;
          i += blockDim.x) {
-      const BlockPair named = entry(i);
-      if (in_range(named) && set_.is_marked(named.destination)) {
-        record(ErrorCode::kDuplicate, i, named.destination, ids_.num_destinations);
+      const BlockPair pair = entry(i);
+      if (in_range(pair) && set_.is_marked(pair.destination)) {
+        record(ErrorCode::kDuplicate, i, pair.destination, ids_.num_destinations);
       }
     }
     for (uint32_t k = threadIdx.x; k < claim.pairs.size(); k += blockDim.x) {
@@ -361,7 +354,5 @@ class Share {
   Span entries_{0, 0};       // range of the list that contains the share's entries
   bool duplicates_ = false;  // this thread found two pairs of the share with the same destination
 };
-
-#endif
 
 }  // namespace jaxkv::transfer

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import jaxkv
 from jaxkv._src.collectives.symmetric_memory import LOW_LATENCY_BYTES
 from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
+from tests.util import hooks
 from tests.util.ranks import (
     AXIS,
     BY_SWITCH,
@@ -331,7 +332,7 @@ def wrong_rounds(memory, way, *, waits: bool = True, rounds: int = 12) -> int:
     step, wrong = delayed(memory, way), 0
     for round_ in range(rounds):
         if not waits:
-            memory.preset(0, ahead=1 << 20)
+            hooks.preset(memory, 0, ahead=1 << 20)
         x = operand(memory.world_size, (500,), "float32", round_)
         late_rank = np.full(memory.world_size, round_ % memory.world_size, np.int32)
         wrong += not (np.asarray(step(x, late_rank)) == x.sum(0)).all()
@@ -352,10 +353,10 @@ def test_threads_may_be_late_inside_of_a_call(way, waits):
     """For example after sending and before a word is reset."""
     with memory_of(2, way=way) as memory:
         step, wrong = sums(memory, way), 0
-        memory.preset(0, stall_s=1e-3)
+        hooks.preset(memory, 0, stall_s=1e-3)
         for round_ in range(12):
             if not waits:
-                memory.preset(0, ahead=1 << 20, stall_s=1e-3)
+                hooks.preset(memory, 0, ahead=1 << 20, stall_s=1e-3)
             x = operand(2, ((1, 9000, 500)[round_ % 3],), "float32", round_)
             wrong += not (np.asarray(step(x)) == x.sum(0)).all()
     assert wrong == 0 if waits else wrong > 0
@@ -365,5 +366,5 @@ def test_threads_may_be_late_inside_of_a_call(way, waits):
 @pytest.mark.parametrize("epoch", [2**31, 2**32, 2**63, 2**64], ids="2^{0:.0f}".format)
 def test_epochs_wrap(way, epoch):
     with memory_of(2, way=way) as memory:
-        memory.preset(epoch - 9)
+        hooks.preset(memory, epoch - 9)
         assert wrong_rounds(memory, way) == 0

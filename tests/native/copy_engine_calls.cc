@@ -1,11 +1,12 @@
 // The handlers of `dma` with a driver stub that copies on the host: the driver calls, and the bytes
 // written.
 //
-// Reads from stdin: whether the stream is under capture, the status of cudaMemcpyBatchAsync, bytes
-// of each strided and of each dense array, number of strided and of dense arrays, buffers per
-// segment for start_copy (0: synchronous copy), length of the attribute and of each id list, the
-// attribute, source ids, destination ids. Prints the calls, the number of rejected ids and the
-// error, one per line, then the bytes of all arrays. Initially byte i of array a is 101 i + 59 a.
+// Reads from stdin: whether the stream is under capture (2: the query fails), the status of
+// cudaMemcpyBatchAsync, bytes of each strided and of each dense array, number of strided and of
+// dense arrays, buffers per segment for start_copy (0: synchronous copy), length of the attribute
+// and of each id list, the attribute, source ids, destination ids. Prints the calls, the number of
+// rejected ids, the runtime's last error and the handler's error, one per line, then the bytes of
+// all arrays. Initially byte i of array a is 101 i + 59 a.
 #include <cstdio>
 #include <cstring>
 #include <iostream>
@@ -18,14 +19,14 @@
 namespace {
 
 int capturing = 0;
-cudaError_t batch_status = cudaSuccess;
+cudaError_t batch_status = cudaSuccess, last_error = cudaSuccess;
 
 }  // namespace
 
 extern "C" {
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  return cudaSuccess;
+  *status = capturing == 1 ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return last_error = capturing == 2 ? cudaErrorStreamCaptureImplicit : cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                             cudaStream_t) {
@@ -40,9 +41,9 @@ cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const
   for (size_t i = 0; i < count && batch_status == cudaSuccess; ++i) {
     std::memcpy(to[i], from[i], bytes[i]);
   }
-  return batch_status;
+  return last_error = batch_status;
 }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheDriver"; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the driver"; }
 }
@@ -131,7 +132,7 @@ int run() {
                                         written, copy, setup[6], false);
   unsigned long long refused = 0;
   for (const TakenErrors& taken : take_errors()) refused += taken.count;
-  std::printf("\n%llu\n%s\n", refused, error.message().c_str());
+  std::printf("\n%llu\n%d\n%s\n", refused, last_error, error.message().c_str());
   std::fwrite(memory.data(), 1, memory.size(), stdout);
   return 0;
 }

@@ -12,7 +12,7 @@
 
 namespace {
 
-int most_shared = 0, static_shared = 0;
+int max_shared = 0, static_shared = 0;
 
 }  // namespace
 
@@ -26,7 +26,7 @@ xla::ffi::Error prepare_rings(int32_t) { return xla::ffi::Error::Success(); }
 extern "C" {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   if (attribute != cudaDevAttrMaxSharedMemoryPerBlockOptin) return cudaErrorInvalidValue;
-  *value = most_shared;
+  *value = max_shared;
   return cudaSuccess;
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
@@ -34,7 +34,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int value) {
-  return value <= most_shared - static_shared ? cudaSuccess : cudaErrorInvalidValue;
+  return value <= max_shared - static_shared ? cudaSuccess : cudaErrorInvalidValue;
 }
 cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3, void**, size_t shared, cudaStream_t) {
   std::printf("%u %zu\n", grid.x, shared);
@@ -56,7 +56,7 @@ int main(int, char** arguments) {
   using namespace jaxkv;
   using namespace jaxkv::transfer;
   auto next = [&] { return std::atoi(*++arguments); };
-  most_shared = next();
+  max_shared = next();
   static_shared = next();
   const bool to_dense = next();
   const int num_sms = next();

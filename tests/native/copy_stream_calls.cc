@@ -15,13 +15,13 @@ int calls = 0, failing = 0;
 bool started = false;  // set after creation, whose calls are not recorded
 uintptr_t last_event = 0;
 const auto xla_stream = reinterpret_cast<cudaStream_t>(1);
-const auto side_stream = reinterpret_cast<cudaStream_t>(2);
+const auto copy_stream_handle = reinterpret_cast<cudaStream_t>(2);
 
 const char* name_of(cudaStream_t stream) {
-  return stream == xla_stream ? "xla" : stream == side_stream ? "lane" : "another";
+  return stream == xla_stream ? "xla" : stream == copy_stream_handle ? "copy" : "another";
 }
 
-// Events are numbered in order of creation: `behind` is the first.
+// Events are numbered in order of creation: `xla_work_` is the first.
 template <class... Parts>
 cudaError_t call(const char* format, Parts... parts) {
   if (!started) return cudaSuccess;
@@ -39,7 +39,7 @@ int number_of(cudaEvent_t event) { return static_cast<int>(reinterpret_cast<uint
 extern "C" {
 cudaError_t cudaDeviceGetStreamPriorityRange(int*, int*) { return cudaSuccess; }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int) {
-  *stream = side_stream;
+  *stream = copy_stream_handle;
   return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {

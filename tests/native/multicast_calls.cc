@@ -27,8 +27,8 @@ CUresult make(const char* name, Number* number, Number unit) {
   return status;
 }
 
-CUresult get_error_string(CUresult, const char** text) {
-  *text = "not permitted";
+CUresult get_error_name(CUresult, const char** name) {
+  *name = "CUDA_ERROR_NOT_PERMITTED";
   return CUDA_SUCCESS;
 }
 CUresult device_get(CUdevice* device, int ordinal) {
@@ -89,7 +89,7 @@ extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void**
                                                         unsigned int, unsigned long long,
                                                         cudaDriverEntryPointQueryResult* result) {
   const std::pair<const char*, void*> known[] = {
-      {"cuGetErrorString", reinterpret_cast<void*>(get_error_string)},
+      {"cuGetErrorName", reinterpret_cast<void*>(get_error_name)},
       {"cuDeviceGet", reinterpret_cast<void*>(device_get)},
       {"cuDeviceGetAttribute", reinterpret_cast<void*>(device_attribute)},
       {"cuMemGetAllocationGranularity", reinterpret_cast<void*>(granularity_of_memory)},
@@ -120,8 +120,8 @@ int main(int argc, char** argv) {
   failing = argc > 1 ? std::atoi(argv[1]) : 0;
   try {
     const jaxkv::collectives::MulticastMemory memory({3, 2}, 4097);
-    std::printf("have %zu %zu\n", reinterpret_cast<uintptr_t>(memory.of_device(1)),
-                memory.of_all(1).address);
+    std::printf("have %zu %zu\n", reinterpret_cast<uintptr_t>(memory.local_address(1)),
+                memory.multicast_address(1).address);
   } catch (const std::runtime_error& error) {
     std::printf("%s\n", error.what());
   }

@@ -25,7 +25,15 @@ def test_threads_do_not_race(program, sources, tmp_path):
     if not shutil.which("g++") or not (ROOT / "cuda").exists():
         pytest.skip("needs g++ and a checkout")
     files = [ROOT / f"tests/native/{program}.cc", *(ROOT / "cuda" / name for name in sources)]
-    options = ["-std=c++20", "-g", "-I", str(ROOT / "cuda"), "-isystem", jax.ffi.include_dir()]
+    options = [
+        "-std=c++20",
+        "-g",
+        "-DJAXKV_TEST_HOOKS",
+        "-I",
+        str(ROOT / "cuda"),
+        "-isystem",
+        jax.ffi.include_dir(),
+    ]
     built = tmp_path / program
     subprocess.run(["g++", "-fsanitize=thread", *options, *files, "-o", built], check=True)
     subprocess.run([built], check=True, timeout=300)

@@ -5,6 +5,7 @@ are in test_transfer_gpu.py.
 """
 
 import dataclasses
+import re
 import subprocess
 
 import numpy as np
@@ -37,12 +38,14 @@ class Done:
       calls: descriptors of each driver call, 0 for one that is no batch; "signal-n" where the
         arrival of segment n is signalled.
       refused: number of rejected entries.
+      last_error: the CUDA runtime's last error, 0 if it was cleared.
       error: the handler's error, "" for none.
       arrays: bytes of each array afterwards, the strided ones first.
     """
 
     calls: list[int | str]
     refused: int
+    last_error: int
     error: str
     arrays: list[np.ndarray]
 
@@ -105,7 +108,7 @@ class Copy:
         sources,
         destinations,
         *,
-        capturing: bool = False,
+        capturing: int = 0,
         batch_status: int = 0,
         segment_buffers: int = 0,
     ) -> Done:
@@ -126,11 +129,12 @@ class Copy:
         numbers += [len(dense), segment_buffers, len(attribute), len(sources)]
         given = " ".join(str(int(n)) for n in (*numbers, *attribute, *sources, *destinations))
         ran = subprocess.run([program], input=given.encode(), check=True, capture_output=True)
-        calls, refused, error, written = ran.stdout.split(b"\n", 3)
+        calls, refused, last_error, error, written = ran.stdout.split(b"\n", 4)
         ends = np.cumsum([len(array) for array in (*strided, *dense)])
         return Done(
             [_call(token) for token in calls.decode().split()],
             int(refused),
+            int(last_error),
             error.decode(),
             np.split(np.frombuffer(written, np.uint8), ends[:-1]),
         )
@@ -138,7 +142,7 @@ class Copy:
     def check(self, program, sources, destinations, **options) -> list[int | str]:
         """Runs it and checks the bytes; returns the calls."""
         done = self.run(program, sources, destinations, **options)
-        assert (done.refused, done.error) == (0, "")
+        assert (done.refused, done.last_error, done.error) == (0, 0, "")
         for got, want in zip(done.arrays, self.expected(sources, destinations), strict=True):
             np.testing.assert_array_equal(got, want)
         return done.calls
@@ -216,10 +220,15 @@ def test_without_batches_each_is_copied_by_itself(program):
     assert calls == [3, 0, 0, 0]
 
 
-def test_a_failed_batch_is_named_and_nothing_is_written(program):
+def test_failed_batch_is_reported_and_its_error_cleared(program):
     copy = Copy(whole(), 9, 9)
     done = copy.run(program, [0, 2], [1, 3], batch_status=INVALID)
-    assert "cudaMemcpyBatchAsync" in done.error and "an error of the driver" in done.error
+    assert re.fullmatch(
+        r"jaxkv: 2 descriptors: cudaMemcpyBatchAsync failed at "
+        r"\S*cuda/transfer/copy_engine\.cu:\d+: cudaErrorOfTheDriver: an error of the driver",
+        done.error,
+    )
+    assert done.last_error == 0
     for got, before in zip(done.arrays, copy.expected([], []), strict=True):
         np.testing.assert_array_equal(got, before)
 
@@ -227,6 +236,12 @@ def test_a_failed_batch_is_named_and_nothing_is_written(program):
 def test_nothing_is_enqueued_under_capture(program):
     done = Copy(whole(), 9, 9).run(program, [0, 2], [1, 3], capturing=True)
     assert done.calls == [] and "captured" in done.error and "kernel" in done.error
+
+
+def test_failed_capture_query_is_reported_and_its_error_cleared(program):
+    done = Copy(whole(), 9, 9).run(program, [0, 2], [1, 3], capturing=2)
+    assert done.calls == [] and "cudaStreamIsCapturing" in done.error
+    assert done.last_error == 0
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,15 @@ from tests.util.native_program import build
 pytestmark = pytest.mark.cpu_only
 
 BEHIND, END = 1, 2  # events of a copy stream: XLA's position, and the end of the first copy
-ORDERED = [f"xla records {BEHIND}", f"lane waits for {BEHIND}"]
-COPIED, HANDED_OUT = "lane copies from 1", "xla gets the ticket"
-ENDED, JOINED = f"lane records {END}", f"xla waits for {END}"
+ORDERED = [f"xla records {BEHIND}", f"copy waits for {BEHIND}"]
+COPIED, HANDED_OUT = "copy copies from 1", "xla gets the ticket"
+ENDED, JOINED = f"copy records {END}", f"xla waits for {END}"
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     """`program(failing, joined)`: the calls, the error, and the number of started copies."""
-    folder = tmp_path_factory.mktemp("lanes")
+    folder = tmp_path_factory.mktemp("copy_streams")
     built = build("copy_stream_calls", folder, "cuda/transfer/async_copy.cu")
 
     def run(failing: int, joined: bool) -> tuple[list[str], str, int]:

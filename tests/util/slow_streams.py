@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jaxkv
 from jaxkv._src.runtime import native
 from jaxkv._src.transfer import block_copy
+from tests.util import hooks
 
 SLOW_SIZE = 4096
 SLOW_MATMULS = 40  # about 10 ms on a data-centre GPU: an unordered copy is done long before
@@ -15,6 +16,7 @@ SLOW_MATMULS = 40  # about 10 ms on a data-centre GPU: an unordered copy is done
 
 def unordered_copy(direction: str, pool, cache, host_pages, device_pages):
     """`load_pages` or `store_pages` on a stream without order to any other."""
+    hooks.require()
     operation = getattr(jaxkv, f"{direction}_pages")
     with mock.patch.dict(block_copy.TARGETS, dma="jaxkv_copy_blocks_unordered"):
         return operation(pool, cache, host_pages, device_pages, implementation="dma")

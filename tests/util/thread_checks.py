@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from tests.util import hooks
 from tests.util.process_checks import FROM_HANDLER, ME, create, here, mesh_of, operand, spread
 from tests.util.ranks import AXIS, on_ranks
 
@@ -82,7 +83,7 @@ def _run_threads(
         step = _program(memory, algorithm, factor).lower(rows).compile()
         arguments = number, step, rows, x.sum(0) * factor
         threads.append(threading.Thread(target=run, args=arguments))
-    memories[0].preset(0)  # only after all have compiled them
+    hooks.barrier(memories[0])  # only after all have compiled them
     for thread in threads:
         thread.start()
     for thread in threads:

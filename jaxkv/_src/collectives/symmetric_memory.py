@@ -136,18 +136,6 @@ class SymmetricMemory:
         if fault := runtime_native.extension().peer_fault(self._id):
             raise PeerTimeoutError(*fault)
 
-    def preset(self, epoch: int, *, ahead: int = 0, stall_s: float = 0.0) -> None:
-        """For tests, while no call is in flight: sets the epoch of all ranks, modulo 2^64.
-
-        With `ahead` > 0 all peers appear to be that number of barriers ahead, so that no wait
-        blocks: a negative control for the waits. With `stall_s` > 0 threads occasionally stall in
-        a call, by up to that number of seconds (in steps not yet captured in a CUDA graph). All
-        processes must call this.
-        """
-        preset = runtime_native.extension().set_test_state
-        numbers = epoch % 2**64, ahead, int(stall_s * 1e9)
-        self._rendezvous.step("preset", lambda: preset(self._id, *numbers))
-
     def close(self) -> None:
         """Frees the memory; idempotent.
 
