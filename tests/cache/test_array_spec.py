@@ -69,7 +69,7 @@ def test_shardings_follow_the_arrays():
     spec = jaxkv.ArrayCacheSpec.from_arrays(arrays)
     assert (spec.page_axes, spec.block_axes) == (("data",), ("tp",))
     pool = jaxkv.HostPool.create(spec, num_pages=6)
-    assert pool.data.sharding.spec == P("data", None, "tp")
+    assert pool.partition_spec == P("data", None, "tp")
     assert pool.data.nbytes == 6 * spec.page_bytes == 6 * zeros[0].nbytes
     with pytest.raises(ValueError, match="has the shardings of its arrays"):
         jaxkv.HostPool.create(spec, num_pages=6, mesh=mesh)

@@ -1,5 +1,7 @@
 """Page copies of engines' own arrays, compared with NumPy."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,10 @@ def page_ids(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return host, device
 
 
+def same_structure(tree, other) -> bool:
+    return bool(jax.tree.structure(tree) == jax.tree.structure(other))  # type: ignore[operator]
+
+
 def layer_of(tree, layer: int, stacked: bool):
     return jax.tree.map(lambda array: array[layer], tree) if stacked else tree[layer]
 
@@ -58,7 +64,7 @@ def test_pages_survive_store_and_load(form, layout, stacked, implementation):
     ids = [as_ids(entry, implementation) for entry in (host, device)]
     got = jaxkv.load_pages(pool, jax.device_put(cache), *ids, implementation=implementation)
     jaxkv.check_errors(got)
-    assert jax.tree.structure(got) == jax.tree.structure(cache)
+    assert same_structure(got, cache)
     assert_pages(got, loaded(host, device), cache, stored, stacked=stacked)
     # Store other pages, read them back, and check that all others are as before.
     back = jaxkv.store_pages(pool, jax.device_put(cache), *ids, implementation=implementation)
@@ -112,7 +118,7 @@ def test_started_copies_match_reference(form, stacked, named):
     jaxkv.check_errors(got)
     assert_pages(got, loaded(host, device), cache, stored, stacked=stacked)
     np.testing.assert_array_equal(np.asarray(new_pool.data), np.asarray(pool.data))
-    assert jax.tree.structure(layers[0]) == jax.tree.structure(cache if stacked else cache[0])
+    assert same_structure(layers[0], cache if stacked else cache[0])
 
 
 @pytest.mark.parametrize("named", OVERLAPPED)
@@ -194,8 +200,8 @@ def test_shards_are_copied_inside_shard_map(heads, stacked):
     pages, host_pages = 8, 12  # of both data shards
     rng = np.random.default_rng(0)
     shape = (pages, 16, 4, 32)
-    cache = [rng.random(shape, np.float32) for _ in range(LAYERS)]
-    cache = np.stack(cache) if stacked else cache
+    layers = [rng.random(shape, np.float32) for _ in range(LAYERS)]
+    cache: Any = np.stack(layers) if stacked else layers
     sharding = NamedSharding(mesh, spec_of_array)
     arrays = jax.device_put(cache, sharding)
     spec = jaxkv.ArrayCacheSpec.from_arrays(arrays, stacked=stacked)

@@ -116,8 +116,8 @@ class Copy:
         copy = BlockCopy(
             "swap_blocks",
             self.to_dense,
-            dense,
-            strided,
+            [],
+            [],
             self.geometry,
             [0] * len(dense),
             self.offsets,

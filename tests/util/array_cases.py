@@ -70,7 +70,7 @@ def assert_pages(
         np.testing.assert_array_equal(pages[0], want(*pages[1:]))
 
 
-def stored_pool(form: str, layout: str, stacked: bool, seed: int = 1) -> tuple[Any, Any]:
+def stored_pool(form: str, layout: Any, stacked: bool, seed: int = 1) -> tuple[Any, Any]:
     """A pool filled by `store_pages`, and the arrays of its pages."""
     arrays = random_arrays(form, stacked=stacked, pages=HOST_PAGES, seed=seed)
     spec = jaxkv.ArrayCacheSpec.from_arrays(jax.device_put(arrays), stacked=stacked)

@@ -20,7 +20,7 @@ from jaxkv._src.cache.array_cache import (
 )
 from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.device_cache import DeviceCache
-from jaxkv._src.cache.host_layout import HostLayout
+from jaxkv._src.cache.host_layout import HostLayout, Layout
 from jaxkv._src.cache.host_memory import check_host_memory, numa_node, prefer_numa_node
 from jaxkv._src.cache.spec import KVCacheSpec
 from jaxkv._src.runtime import native
@@ -43,7 +43,7 @@ class HostPool:
 
     data: jax.Array
     spec: KVCacheSpec | ArrayCacheSpec = dataclasses.field(metadata={"static": True})
-    layout: str = dataclasses.field(metadata={"static": True})
+    layout: Layout = dataclasses.field(metadata={"static": True})
     head_groups: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -52,7 +52,7 @@ class HostPool:
         spec: KVCacheSpec | ArrayCacheSpec,
         *,
         num_pages: int,
-        layout: str = "page_first_direct",
+        layout: Layout = "page_first_direct",
         head_groups: int = 1,
         mesh: jax.sharding.Mesh | None = None,
         head_axis: str | None = None,

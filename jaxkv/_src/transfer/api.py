@@ -25,23 +25,25 @@ from jaxkv._src.transfer.block_copy import (
     result_types,
 )
 from jaxkv._src.transfer.dispatch import Selection, select_implementation
-from jaxkv._src.transfer.groups import for_each_group
+from jaxkv._src.transfer.groups import IdsOrGroups, LayersOrGroups, PoolOrGroups, for_each_group
 from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.resolve import prepare, resolve
+from jaxkv._src.tuning.copy_table import Implementation
 
 if TYPE_CHECKING:
-    from jaxkv._src.transfer.resolve import Ids, PreparedCall
+    from jaxkv._src.transfer.ids import Ids
+    from jaxkv._src.transfer.resolve import PreparedCall, PyTree
 
 
 def load_pages(
-    pool: HostPool,
-    cache: Any,
-    host_pages: Ids,
-    device_pages: Ids,
+    pool: PoolOrGroups,
+    cache: PyTree,
+    host_pages: IdsOrGroups,
+    device_pages: IdsOrGroups,
     *,
-    layers: int | Sequence[int] | None = None,
-    implementation: str | None = None,
-) -> Any:
+    layers: LayersOrGroups = None,
+    implementation: Implementation | None = None,
+) -> PyTree:
     """Copies pages from host memory into the device cache.
 
     Page `host_pages[i]` of the pool is copied to page `device_pages[i]` of the cache, in the
@@ -83,13 +85,13 @@ def load_pages(
 
 
 def store_pages(
-    pool: HostPool,
-    cache: Any,
-    host_pages: Ids,
-    device_pages: Ids,
+    pool: PoolOrGroups,
+    cache: PyTree,
+    host_pages: IdsOrGroups,
+    device_pages: IdsOrGroups,
     *,
-    layers: int | Sequence[int] | None = None,
-    implementation: str | None = None,
+    layers: LayersOrGroups = None,
+    implementation: Implementation | None = None,
 ) -> HostPool:
     """Copies pages from the device cache into host memory.
 
@@ -116,8 +118,13 @@ def store_pages(
 
 
 def swap_blocks(
-    src: Any, dst: Any, src_ids: Ids, dst_ids: Ids, *, implementation: str | None = None
-) -> Any:
+    src: PyTree,
+    dst: PyTree,
+    src_ids: IdsOrGroups,
+    dst_ids: IdsOrGroups,
+    *,
+    implementation: Implementation | None = None,
+) -> PyTree:
     """Copies blocks between arrays: `dst[dst_ids[i]] = src[src_ids[i]]` in every leaf.
 
     The primitive below `load_pages` for engines with their own arrays, which may be in host or
@@ -145,11 +152,15 @@ def swap_blocks(
 
 
 def _dispatch(
-    operation: str, state: dict[str, Any], ids: dict[str, Ids], layers: Any, implementation: Any
-) -> Any:
+    operation: str,
+    state: dict[str, PyTree],
+    ids: dict[str, Any],
+    layers: Any,
+    implementation: Implementation | None,
+) -> PyTree:
     """The result of an operation; `ids` are the source ids, then the destination ids."""
 
-    def copy_group(state: dict[str, Any], ids: dict[str, Ids], layers: Any) -> Any:
+    def copy_group(state: dict[str, PyTree], ids: dict[str, Ids], layers: Any) -> PyTree:
         source_ids, destination_ids = ids.values()
         first, second = state.values()
         call, traced = prepare(
@@ -172,15 +183,15 @@ def static_layers(layers: int | Sequence[int] | None) -> tuple[int, ...] | None:
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def _eager(
     operation: str,
-    state: tuple[Any, Any],
+    state: tuple[PyTree, PyTree],
     ids: tuple[Ids, Ids],
     layers: tuple[int, ...] | None,
-    implementation: str | None,
-) -> Any:
+    implementation: Implementation | None,
+) -> PyTree:
     return _run(resolve(operation, state, ids, layers), implementation)
 
 
-def _run(call: PreparedCall, implementation: str | None) -> Any:
+def _run(call: PreparedCall, implementation: Implementation | None) -> PyTree:
     if not call.copies or num_ids_of(call.ids[0]) == 0:
         return call.rebuild([list(copy.written) for copy in call.copies])
     chosen = [select_implementation(copy, call.ids, implementation) for copy in call.copies]
@@ -193,12 +204,12 @@ def _run(call: PreparedCall, implementation: str | None) -> Any:
         return call.rebuild(fusion_barrier(written))
 
 
-def _copy_all(call: PreparedCall, chosen: list[Selection]) -> list[list[Any]]:
+def _copy_all(call: PreparedCall, chosen: list[Selection]) -> list[list[jax.Array]]:
     """The written arrays of each copy."""
     # All copies have the same ids and share one plan; the copy engine makes its own.
     names = [selection.implementation for selection in chosen]
     planned = "pallas" in names or needs_plan(call.ids, len(names) - names.count("dma"))
-    pairs: Any = plan_pairs(call.copies[0], call.ids) if planned else None
+    pairs = plan_pairs(call.copies[0], call.ids) if planned else None
     if _share_destination(call.copies):
         return _copy_in_sequence(call, chosen, pairs)
     together = [i for i, name in enumerate(names) if name == "pallas"]
@@ -214,7 +225,9 @@ def _share_destination(copies: Sequence[BlockCopy]) -> bool:
     return len(copies) > 1 and not copies[0].to_dense and copies[0].operation == "store_pages"
 
 
-def _copy_in_sequence(call: PreparedCall, chosen: list[Selection], pairs: Any) -> list[list[Any]]:
+def _copy_in_sequence(
+    call: PreparedCall, chosen: list[Selection], pairs: jax.Array | None
+) -> list[list[jax.Array]]:
     written = [call.copies[0].strided]
     for i, selection in enumerate(chosen):
         copy = dataclasses.replace(call.copies[i], strided=written[-1])
@@ -228,13 +241,14 @@ def _copy_in_sequence(call: PreparedCall, chosen: list[Selection], pairs: Any) -
 
 
 def _copy_by_pallas(
-    call: PreparedCall, chosen: list[Selection], which: list[int], pairs: Any
-) -> list[list[Any]]:
+    call: PreparedCall, chosen: list[Selection], which: list[int], pairs: jax.Array | None
+) -> list[list[jax.Array]]:
     """The written arrays of some copies, which share one launch."""
     if not which:
         return []
     from jaxkv._src.transfer import pallas_copy  # lazy: importing Pallas takes half a second
 
+    assert pairs is not None
     copies = [call.copies[i] for i in which]
     results = [result_types(copy) for copy in copies]
     num_sms = max(chosen[i].num_sms for i in which)

@@ -7,23 +7,21 @@ arrays of a layer after its copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from jaxkv._src.cache.host_pool import HostPool
-from jaxkv._src.transfer import resolve
 from jaxkv._src.transfer.async_handles import LoadHandle, StoreHandle
-from jaxkv._src.transfer.groups import for_each_group
+from jaxkv._src.transfer.groups import IdsOrGroups, LayersOrGroups, PoolOrGroups, for_each_group
+from jaxkv._src.tuning.copy_table import Implementation
 
 
 def start_load(
-    pool: HostPool,
+    pool: PoolOrGroups,
     cache: Any,
-    host_pages: resolve.Ids,
-    device_pages: resolve.Ids,
+    host_pages: IdsOrGroups,
+    device_pages: IdsOrGroups,
     *,
-    layers: int | Sequence[int] | None = None,
-    implementation: str | None = None,
+    layers: LayersOrGroups = None,
+    implementation: Implementation | None = None,
     timeout_s: float = 30.0,
 ) -> Any:
     """Starts an asynchronous copy of pages from host memory into the device cache.
@@ -67,13 +65,13 @@ def start_load(
 
 
 def start_store(
-    pool: HostPool,
+    pool: PoolOrGroups,
     cache: Any,
-    host_pages: resolve.Ids,
-    device_pages: resolve.Ids,
+    host_pages: IdsOrGroups,
+    device_pages: IdsOrGroups,
     *,
-    layers: int | Sequence[int] | None = None,
-    implementation: str | None = None,
+    layers: LayersOrGroups = None,
+    implementation: Implementation | None = None,
     timeout_s: float = 30.0,
 ) -> Any:
     """Starts an asynchronous copy of pages from the device cache into host memory.
@@ -109,7 +107,7 @@ def _start(
     state: dict[str, Any],
     ids: dict[str, Any],
     layers: Any,
-    implementation: str | None,
+    implementation: Implementation | None,
     timeout_s: float,
 ) -> Any:
     """The handle of a copy, or a dict of the handles of groups."""

@@ -7,9 +7,10 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import jax
+from jax.typing import ArrayLike
 
 from jaxkv._src.cache.array_cache import ArrayCache, engine_arrays, is_stacked, layer_arrays
 from jaxkv._src.cache.device_cache import DeviceCache
@@ -22,15 +23,25 @@ from jaxkv._src.transfer.async_calls import _start, _wait
 from jaxkv._src.transfer.block_copy import BlockCopy, plan_pairs
 from jaxkv._src.transfer.buffer_lifetime import analysed
 from jaxkv._src.transfer.dispatch import select_implementation
-from jaxkv._src.transfer.ids import num_ids_of
+from jaxkv._src.transfer.ids import Ids, num_ids_of
 from jaxkv._src.transfer.in_flight import check_same_trace, keep_alive
 from jaxkv._src.transfer.page_copies import by_layer
+from jaxkv._src.tuning.copy_table import Implementation
+
+_Leaves: TypeAlias = tuple[Any, ...]  # arrays, or placeholders of a JAX transformation
+_Static: TypeAlias = tuple[tuple[int, ...], frozenset[int], float]  # layers, waited, timeout_s
 
 
 class _CopyHandle:
     """An in-flight copy: a pytree that owns the arrays of the copy."""
 
-    def __init__(self, pool: Any, cache: Any, ticket: Any = None, plan: Any = None) -> None:
+    def __init__(
+        self,
+        pool: HostPool | None,
+        cache: DeviceCache | ArrayCache,
+        ticket: jax.Array | None = None,
+        plan: jax.Array | None = None,
+    ) -> None:
         # None in a load returned from the jit that started it: the pool is not a leaf.
         self._pool, self._cache = pool, cache
         # The ticket, int32[n], identifies the copy; None if there is nothing to wait for. The plan
@@ -45,14 +56,14 @@ class _CopyHandle:
         cls,
         operation: str,
         pool: HostPool,
-        engine_cache: Any,
-        ids: tuple[resolve.Ids, resolve.Ids],
+        engine_cache: resolve.PyTree,
+        ids: tuple[Ids, Ids],
         layers: int | Sequence[int] | None,
-        implementation: str | None,
+        implementation: Implementation | None,
         timeout_s: float,
     ) -> Self:
         timeout_s = checked_timeout_s(timeout_s)
-        cache: DeviceCache | ArrayCache = by_layer(pool, engine_cache)
+        cache = by_layer(pool, engine_cache)
         call, traced = resolve.prepare(operation, (pool, cache), ids, layers, implementation)
         if not traced:
             layers = api.static_layers(layers)
@@ -93,7 +104,7 @@ class _CopyHandle:
         """Positions of the arrays of `layers` among the arrays that the copy writes."""
         raise NotImplementedError
 
-    def wait(self, layer: int | jax.Array, *, after: Any = None) -> Any:
+    def wait(self, layer: int | jax.Array, *, after: resolve.PyTree = None) -> resolve.PyTree:
         """Waits on the device for the copy of a layer; the host does not block.
 
         Args:
@@ -119,28 +130,31 @@ class _CopyHandle:
         if layer not in self._layers:
             raise ValueError(f"layer must be one of the copied layers {self._layers}, got {layer}")
         self._wait_for([layer], after)
+        return self._layer_arrays(layer)
+
+    def _layer_arrays(self, layer: int) -> resolve.PyTree:
         if isinstance(self._cache, ArrayCache):
             return layer_arrays(self._cache, layer)
         return self._cache.layers[layer]
 
     def _wait_for_traced(self, layer: jax.Array, after: Any) -> Any:
         """The stacked arrays after a wait for a layer whose number is on the device."""
-        spec = self._cache.spec
-        if not getattr(spec, "stacked", False):
+        cache = self._cache
+        if not isinstance(cache, ArrayCache) or not cache.spec.stacked:
             raise TypeError(
                 "layer must be a static integer: only stacked arrays (ArrayCacheSpec.from_arrays("
                 "..., stacked=True)) can be indexed by a traced layer"
             )
-        if self._layers != tuple(range(spec.num_layers)):
+        if self._layers != tuple(range(cache.spec.num_layers)):
             raise ValueError(
-                f"a traced layer requires a copy of all {spec.num_layers} layers in order, got "
+                f"a traced layer requires a copy of all {cache.spec.num_layers} layers in order, got "
                 f"layers {self._layers}"
             )
         if self._ticket is not None and len(self._waited) < len(self._layers):
             self._ticket, self._cache = self._wait_for_layers(
-                [spec.num_layers - 1], after, traced_layer=layer
+                [cache.spec.num_layers - 1], after, traced_layer=layer
             )
-        return layer_arrays(self._cache, 0)
+        return self._layer_arrays(0)
 
     @property
     def cache(self) -> Any:
@@ -150,7 +164,7 @@ class _CopyHandle:
             return engine_arrays(self._cache)
         return self._cache
 
-    def _wait_for(self, layers: Sequence[int], after: Any) -> None:
+    def _wait_for(self, layers: Sequence[int], after: resolve.PyTree) -> None:
         layers = [layer for layer in layers if layer not in self._waited]
         if self._ticket is None or not layers:
             return
@@ -164,11 +178,11 @@ class _CopyHandle:
     def _wait_for_layers(
         self,
         layers: Sequence[int],
-        after: Any = None,
+        after: resolve.PyTree = None,
         *,
         boundary: bool = False,
         traced_layer: jax.Array | None = None,
-    ) -> tuple[Any, DeviceCache]:
+    ) -> tuple[jax.Array, DeviceCache | ArrayCache]:
         """The ticket and the cache after a wait for some layers."""
         stacked = is_stacked(self._cache)
         rows = [0] if stacked else layers
@@ -193,9 +207,14 @@ class _CopyHandle:
         return ticket, dataclasses.replace(self._cache, layers=halves)
 
     def _wait_call(
-        self, arrays: list[Any], retained: list[Any], after: list[Any], **options: Any
-    ) -> list[Any]:
+        self,
+        arrays: list[jax.Array],
+        retained: list[jax.Array],
+        after: list[jax.Array],
+        **options: Any,
+    ) -> list[jax.Array]:
         """Waits; returns the next ticket, if any, and the arrays."""
+        assert self._ticket is not None
         retained = retained if self._plan is None else [self._plan, *retained]
         operands = (self._ticket, *retained, *after)
         check_unsharded((*operands, *arrays))
@@ -216,20 +235,20 @@ class _CopyHandle:
         check_same_trace(self._ticket, waited[0])
         return waited
 
-    def _leaves(self) -> tuple[Any, ...]:
+    def _leaves(self) -> _Leaves:
         raise NotImplementedError
 
-    def _leaves_past_boundary(self) -> tuple[Any, ...]:
+    def _leaves_past_boundary(self) -> _Leaves:
         """The leaves after a wait that is removed if the program waits for them later."""
         raise NotImplementedError
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+    def tree_flatten(self) -> tuple[_Leaves, _Static]:
         traced = isinstance(self._ticket, jax.core.Tracer)
         leaves = self._leaves_past_boundary() if traced else self._leaves()
         return leaves, (self._layers, self._waited, self._timeout_s)
 
     @classmethod
-    def tree_unflatten(cls, static: Any, leaves: tuple[Any, ...]) -> Self:
+    def tree_unflatten(cls, static: _Static, leaves: _Leaves) -> Self:
         started = cls._of_leaves(*leaves)
         started._layers, started._waited, started._timeout_s = static
         keep_alive(leaves)
@@ -260,10 +279,10 @@ class LoadHandle(_CopyHandle):
         starts = (self._layers.index(layer) * halves for layer in layers)
         return tuple(start + half for start in starts for half in range(halves))
 
-    def _leaves(self) -> tuple[Any, ...]:
+    def _leaves(self) -> _Leaves:
         return self._ticket, self._plan, self._cache
 
-    def _leaves_past_boundary(self) -> tuple[Any, ...]:
+    def _leaves_past_boundary(self) -> _Leaves:
         rest = [layer for layer in self._layers if layer not in self._waited]
         if not rest:
             return self._leaves()
@@ -288,6 +307,8 @@ class StoreHandle(_CopyHandle):
         storing = start(pool, cache, host_pages, device_pages)
         pool, cache = finish(storing)
     """
+
+    _pool: HostPool
 
     @property
     def pool(self) -> HostPool:
@@ -318,10 +339,10 @@ class StoreHandle(_CopyHandle):
     def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:
         return ()
 
-    def _leaves(self) -> tuple[Any, ...]:
+    def _leaves(self) -> _Leaves:
         return self._ticket, self._plan, self._cache, self._pool
 
-    def _leaves_past_boundary(self) -> tuple[Any, ...]:
+    def _leaves_past_boundary(self) -> _Leaves:
         return self._ticket, self._plan, self._cache, self._waited_pool(boundary=True)
 
     @classmethod
@@ -336,12 +357,12 @@ def _begin_outside_jit(
     cls: type[_CopyHandle],
     operation: str,
     pool: HostPool,
-    cache: DeviceCache,
-    ids: tuple[resolve.Ids, resolve.Ids],
+    cache: DeviceCache | ArrayCache,
+    ids: tuple[Ids, Ids],
     layers: tuple[int, ...] | None,
-    implementation: str | None,
+    implementation: Implementation | None,
     timeout_s: float,
-) -> Any:
+) -> _CopyHandle:
     return cls._begin(operation, pool, cache, ids, layers, implementation, timeout_s)
 
 
@@ -360,5 +381,5 @@ _wait_undonated = jax.jit(_wait, static_argnames=_STATIC)
 _wait_donated = jax.jit(_wait, static_argnames=_STATIC, donate_argnums=0)
 
 
-def _without_gradient(leaf: Any) -> Any:
+def _without_gradient(leaf: ArrayLike) -> ArrayLike:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.core.Tracer) else leaf

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from jaxkv._src.cache.host_pool import HostPool
+from jaxkv._src.transfer.ids import Ids
+
+PoolOrGroups: TypeAlias = HostPool | Mapping[str, HostPool]
+IdsOrGroups: TypeAlias = Ids | Mapping[str, Ids]
+Layers: TypeAlias = int | Sequence[int] | None
+LayersOrGroups: TypeAlias = Layers | Mapping[str, Layers]
 
 
 def for_each_group(

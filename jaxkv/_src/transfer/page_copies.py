@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
+
+import jax
 
 from jaxkv._src.cache.array_cache import ArrayCache, as_array_cache, engine_arrays, is_stacked
 from jaxkv._src.cache.array_spec import ArrayCacheSpec
@@ -13,12 +15,14 @@ from jaxkv._src.cache.host_layout import PageGeometry
 from jaxkv._src.cache.host_pool import HostPool, check_pair
 from jaxkv._src.transfer.block_copy import BlockCopy
 
+PyTree: TypeAlias = Any  # of arrays
 # Copies, number of blocks on each side, and a function that builds the result from written arrays.
-Resolved = tuple[list[BlockCopy], tuple[int, int] | None, Callable[[list[list[Any]]], Any]]
+Rebuild: TypeAlias = Callable[[list[list[jax.Array]]], PyTree]
+Resolved: TypeAlias = tuple[list[BlockCopy], tuple[int, int] | None, Rebuild]
 
 
 def resolve_pages(
-    operation: str, pool: HostPool, cache: Any, layers: int | Sequence[int] | None
+    operation: str, pool: HostPool, cache: PyTree, layers: int | Sequence[int] | None
 ) -> Resolved:
     """One copy for each block size of a layer: one, unless the arrays of a layer differ."""
     device_cache = by_layer(pool, cache)
@@ -37,7 +41,7 @@ def resolve_pages(
         rows = [0] if is_stacked(device_cache) else chosen
         places.append([(row, array) for row in rows for array in arrays])
 
-    def rebuild(written: list[list[Any]]) -> Any:
+    def rebuild(written: list[list[jax.Array]]) -> PyTree:
         if not to_dense:
             return dataclasses.replace(pool, data=written[-1][0])
         new = {
@@ -57,7 +61,7 @@ def resolve_pages(
     return copies, limits, rebuild
 
 
-def by_layer(pool: HostPool, cache: Any) -> DeviceCache | ArrayCache:
+def by_layer(pool: HostPool, cache: PyTree) -> DeviceCache | ArrayCache:
     """`cache`, or an engine's arrays by layer if the pool is for them."""
     spec = getattr(pool, "spec", None)
     if isinstance(spec, ArrayCacheSpec) and not isinstance(cache, ArrayCache):

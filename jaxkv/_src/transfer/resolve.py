@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,10 +13,17 @@ from jaxkv._src.runtime.dtypes import check_byte_dtype, check_canonical_dtype
 from jaxkv._src.runtime.sharding import check_unsharded
 from jaxkv._src.transfer.block_copy import BlockCopy, with_varying_axes
 from jaxkv._src.transfer.dispatch import check_implementation_name
-from jaxkv._src.transfer.ids import HostIds, as_ids, check_page_ids, known_ids, num_ids_of
-from jaxkv._src.transfer.page_copies import Resolved, resolve_pages
-
-Ids = Any  # int32[n] array, list of ints, or HostIds
+from jaxkv._src.transfer.ids import (
+    HostIds,
+    IdPair,
+    Ids,
+    as_ids,
+    check_page_ids,
+    known_ids,
+    num_ids_of,
+)
+from jaxkv._src.transfer.page_copies import PyTree, Rebuild, Resolved, resolve_pages
+from jaxkv._src.tuning.copy_table import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +31,17 @@ class PreparedCall:
     """The copies of an operation, and the function that builds its result from theirs."""
 
     copies: list[BlockCopy]
-    ids: tuple[Any, Any]
+    ids: IdPair
     limits: tuple[int, int] | None  # number of blocks on each side; None without arrays
-    rebuild: Callable[[list[list[Any]]], Any]
+    rebuild: Rebuild
 
 
 def prepare(
     operation: str,
-    state: tuple[Any, Any],
+    state: tuple[PyTree, PyTree],
     ids: tuple[Ids, Ids],
     layers: int | Sequence[int] | None,
-    implementation: str | None,
+    implementation: Implementation | None,
 ) -> tuple[PreparedCall, bool]:
     """Checks the arguments of an operation; returns its copies and whether it is traced."""
     check_implementation_name(implementation)
@@ -52,7 +58,7 @@ def prepare(
 
 def resolve(
     operation: str,
-    state: tuple[Any, Any],
+    state: tuple[PyTree, PyTree],
     ids: tuple[Ids, Ids],
     layers: int | Sequence[int] | None,
 ) -> PreparedCall:
@@ -71,7 +77,7 @@ def resolve(
     return PreparedCall(copies, (source_ids, destination_ids), limits, rebuild)
 
 
-def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> Resolved:
+def _resolve_swap(operation: str, src: PyTree, dst: PyTree, layers: None) -> Resolved:
     sources, source_tree = jax.tree.flatten(src)
     destinations, destination_tree = jax.tree.flatten(dst)
     if source_tree != destination_tree:  # type: ignore[operator]
@@ -122,7 +128,7 @@ def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> Resolved:
         for block_bytes, leaves in groups.items()
     ]
 
-    def rebuild(written: list[list[Any]]) -> Any:
+    def rebuild(written: list[list[jax.Array]]) -> PyTree:
         result = list(destinations)
         for leaves, arrays in zip(groups.values(), written, strict=True):
             for leaf, array in zip(leaves, arrays, strict=True):
@@ -134,7 +140,7 @@ def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> Resolved:
 
 
 # Per operation: names of the id arguments, source first, and the function that makes its copies.
-_OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Any]]] = {
+_OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Resolved]]] = {
     "load_pages": (("host_pages", "device_pages"), resolve_pages),
     "store_pages": (("device_pages", "host_pages"), resolve_pages),
     "start_load": (("host_pages", "device_pages"), resolve_pages),
@@ -143,7 +149,7 @@ _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Any]]] = {
 }
 
 
-def _check_host_ids_are_passed(ids: tuple[Any, Any], names: tuple[str, str]) -> None:
+def _check_host_ids_are_passed(ids: IdPair, names: tuple[str, str]) -> None:
     """Rejects closed-over HostIds: XLA copies them, and a copy is not written by the host."""
     for entry, name in zip(ids, names, strict=True):
         if isinstance(entry, HostIds) and not isinstance(entry.data, jax.core.Tracer):
@@ -152,7 +158,7 @@ def _check_host_ids_are_passed(ids: tuple[Any, Any], names: tuple[str, str]) -> 
             )
 
 
-def _check_concrete(operation: str, call: PreparedCall, leaves: list[Any]) -> None:
+def _check_concrete(operation: str, call: PreparedCall, leaves: Sequence[object]) -> None:
     """Checks of concrete values: deleted arrays, and ids that are known on the host."""
     for leaf in leaves:
         if not isinstance(leaf, jax.Array):
