@@ -147,8 +147,8 @@ class _CopyHandle:
             )
         if self._layers != tuple(range(cache.spec.num_layers)):
             raise ValueError(
-                f"a traced layer requires a copy of all {cache.spec.num_layers} layers in order, got "
-                f"layers {self._layers}"
+                f"a traced layer requires a copy of all {cache.spec.num_layers} layers in order, "
+                f"got layers {self._layers}"
             )
         if self._ticket is not None and len(self._waited) < len(self._layers):
             self._ticket, self._cache = self._wait_for_layers(
