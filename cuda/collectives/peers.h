@@ -3,8 +3,8 @@
 // kernels and for the CPU backend; see all_reduce.h for `Machine`.
 #pragma once
 
+#include "collectives/stall.h"
 #include "collectives/symmetric_memory.h"
-#include "testing/stall.h"
 
 namespace jaxkv::collectives {
 
@@ -223,7 +223,7 @@ struct Peers {
     return (a - b) % kCallNumbers < kCallNumbers / 2 ? a : b;
   }
 
-  JAXKV_DEVICE void stall() const { testing::stall(m, v); }  // in test builds only
+  JAXKV_DEVICE void stall() const { collectives::stall(m, v); }  // in test builds only
 };
 
 }  // namespace jaxkv::collectives

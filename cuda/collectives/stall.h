@@ -6,7 +6,7 @@
 
 #include "common/host_device.h"
 
-namespace jaxkv::testing {
+namespace jaxkv::collectives {
 
 #ifdef JAXKV_TEST_HOOKS
 
@@ -30,4 +30,4 @@ JAXKV_DEVICE void stall(const Machine&, const View&) {}
 
 #endif
 
-}  // namespace jaxkv::testing
+}  // namespace jaxkv::collectives
