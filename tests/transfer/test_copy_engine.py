@@ -8,6 +8,7 @@ import dataclasses
 import re
 import subprocess
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -116,7 +117,7 @@ class Copy:
         copy = BlockCopy(
             "swap_blocks",
             self.to_dense,
-            [],
+            [jnp.empty(0)] * len(dense),  # counted, not read
             [],
             self.geometry,
             [0] * len(dense),
