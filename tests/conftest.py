@@ -58,7 +58,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     except NotImplementedError as error:
         callspec = getattr(pyfuncitem, "callspec", None)
         asked = callspec and "pallas" in callspec.params.values()
-        if asked and "'pallas' does not serve this call" in str(error):
+        if asked and "'pallas' does not support this call" in str(error):
             pytest.skip(str(error))
         raise
 

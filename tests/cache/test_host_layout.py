@@ -243,7 +243,7 @@ def test_layers_in_any_sequence(layers):
 
 @pytest.mark.parametrize("layers", [[1, 1], np.array([2, 0, 2])], ids=str)
 def test_a_layer_is_selected_once(layers):
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="duplicates"):
         spec_of(num_layers=3).select_layers(layers)
 
 

@@ -232,7 +232,7 @@ def test_split_states_outside_shard_map_are_refused(traced):
     call = functools.partial(
         jaxkv.recurrent.align_preprocess, kinds=[SD, TEMPORAL], state_idx=accepted
     )
-    with pytest.raises(ValueError, match=r"call this inside jax\.shard_map"):
+    with pytest.raises(ValueError, match=r"inside jax\.shard_map"):
         (jax.jit(call) if traced else call)(split, batch_of(rows), accepted)
 
 
@@ -310,11 +310,11 @@ def test_a_column_past_the_table_is_counted_and_its_row_left():
         ),
         (
             {"states": [jnp.zeros((25, 4, 8), "int4"), jnp.zeros((25, 8))]},
-            "dtype of leaf 0 must take whole bytes, got int4 of 4 bits",
+            "dtype of leaf 0 must be byte-aligned, got int4 of 4 bits",
         ),
         (
             {"states": [np.zeros((25, 4, 8)), np.zeros((25, 8))]},
-            "leaf 0 is float64 of 64 bits, the limit is 32 without jax_enable_x64",
+            "leaf 0 is float64 of 64 bits, the limit is 32 bits unless jax_enable_x64",
         ),
         (
             {"states": [jnp.zeros((25, 4, 8)), np.zeros((25, 8), np.int64)]},

@@ -218,7 +218,7 @@ def test_warns_once_for_each_place():
             assert int(x) == 4
         np.asarray(x)
     assert [(w.filename, w.lineno) for w in caught] == [(__file__, line + 2), (__file__, line + 3)]
-    assert "Array.__int__ waited" in str(caught[0].message)
+    assert "Array.__int__ blocked the host" in str(caught[0].message)
     assert report.count == 4
 
 

@@ -130,7 +130,7 @@ def test_more_descriptors_than_the_host_should_write(table, overlapped, otherwis
     assert chosen(4096).implementation == "dma"
     more = chosen(4097)
     assert more.implementation == otherwise
-    assert "not dma: up to 4097 descriptors hold the host too long: above 4096" in more.text
+    assert "not dma: up to 4097 descriptors written by the host, the limit is 4096" in more.text
     assert chosen(4097, implementation="dma").implementation == "dma"
     with force_implementation("dma"):
         assert chosen(4097).implementation == "dma"
@@ -161,8 +161,8 @@ def test_each_direction_has_rules_of_its_own(table):
 def test_beside_compute(table, run_bytes, on_host, expected):
     chosen = swap("load", run_bytes, 1000, on_host, overlapped=True)
     assert (chosen.implementation, chosen.num_sms) == expected
-    assert "not pallas: XLA runs it on its own stream" in chosen.text
-    with pytest.raises(NotImplementedError, match="'pallas' does not serve this call: XLA runs"):
+    assert "not pallas: XLA runs Pallas kernels on its own stream" in chosen.text
+    with pytest.raises(NotImplementedError, match="'pallas' does not support this call: XLA runs"):
         swap("load", run_bytes, 1000, implementation="pallas", overlapped=True)
 
 
@@ -205,7 +205,7 @@ def test_an_unknown_device_kind_gets_what_works_everywhere(machine):
 def test_without_cuda_handlers_nothing_serves_a_gpu(machine):
     machine(Machine("gpu", "NVIDIA H200", False))
     for on_host in (False, True):
-        with pytest.raises(NotImplementedError, match=r"nothing serves this call.*without CUDA"):
+        with pytest.raises(NotImplementedError, match=r"no implementation supports .*without CUDA"):
             swap("load", 8192, 100, on_host)
 
 
@@ -220,7 +220,7 @@ def test_on_cpu_the_host_serves_everything(machine):
 @pytest.mark.parametrize("direction, word", [("load", "device memory"), ("device", None)])
 def test_on_cpu_pallas_is_interpreted_if_asked_for(machine, direction, word):
     machine(Machine("cpu", "cpu", False))
-    assert "not pallas: the platform is cpu" in swap(direction, 8192, 100).text
+    assert "not pallas: interpreted on platform cpu" in swap(direction, 8192, 100).text
     call = partial(swap, direction, 8192, 100, implementation="pallas")
     if word:
         assert_refused(call, NotImplementedError, "pallas", word)
@@ -265,7 +265,7 @@ def test_what_is_refused_is_never_chosen(
         patch.setattr(dispatch, "_machine", lambda: machine)
         refusals = dispatch._unsupported_reasons(machine, copy, ids, asked, overlapped)
         if asked in refusals:
-            with pytest.raises(NotImplementedError, match=f"'{asked}' does not serve this call"):
+            with pytest.raises(NotImplementedError, match=f"'{asked}' does not support this call"):
                 select_implementation(copy, ids, asked, overlapped=overlapped)
             return
         chosen = select_implementation(copy, ids, asked, overlapped=overlapped)
@@ -283,10 +283,10 @@ def test_what_is_refused_is_never_chosen(
 def test_explain_says_by_how_much_and_on_whose_word(table):
     arrays = array(200, 8192, "pinned_host"), array(200, 8192, "device")
     assert jaxkv.explain(jaxkv.swap_blocks, *arrays, *ids_of(200, True)).splitlines() == [
-        "swap_blocks: pallas (the best that serves the call, 49 GB/s on 4 SMs)",
-        "  not dma: no faster, 20 GB/s",
-        "  not kernel: hardly faster, on more SMs, 50 GB/s on 12 SMs",
-        "  not host: the platform is gpu, it copies on the CPU backend only",
+        "swap_blocks: pallas (best supported, 49 GB/s on 4 SMs)",
+        "  not dma: not faster, 20 GB/s",
+        "  not kernel: similar throughput on more SMs, 50 GB/s on 12 SMs",
+        "  not host: CPU backend only, the platform is gpu",
         "  by measured.json (commit c0ffeec0f): load, words of 16 bytes or more, "
         "runs of 8192 bytes or more, payload of 1048576 bytes or more",
     ]
@@ -296,8 +296,8 @@ def test_explain_what_was_asked_for(table):
     arrays = array(200, 8192, "device"), array(200, 8192, "pinned_host")
     text = jaxkv.explain(jaxkv.swap_blocks, *arrays, *ids_of(200), implementation="pallas")
     first, *others = text.splitlines()
-    assert first == "swap_blocks: pallas (asked for, on 12 SMs)"  # not in the table: default's
-    assert "  not kernel: another was asked for, on 6 SMs" in others
+    assert first == "swap_blocks: pallas (requested, on 12 SMs)"  # not in the table: default's
+    assert "  not kernel: another implementation was requested, on 6 SMs" in others
 
 
 @pytest.mark.parametrize("name, sms", [("start_load", 3), ("start_store", 3), ("load_pages", 12)])
@@ -308,7 +308,10 @@ def test_explain_knows_what_runs_beside_compute(table, name, sms):
 
 
 def test_explain_where_nothing_was_measured(table):
-    assert "  not dma: ranked behind it" in swap("store", 8192, 1, on_host=True).text.splitlines()
+    assert (
+        "  not dma: lower rank in the table"
+        in swap("store", 8192, 1, on_host=True).text.splitlines()
+    )
 
 
 @pytest.mark.parametrize("operation", [jaxkv.swap_blocks, select_implementation])
@@ -340,7 +343,7 @@ def test_forced_holds_within_the_block_and_where_the_choice_is_open(table):
 @pytest.mark.parametrize("name, num_sms", [("memcpy", 1), ("kernel", 0), ("pallas", -1)])
 def test_forced_refuses_what_can_not_be(name, num_sms):
     with (
-        pytest.raises(ValueError, match=name if num_sms == 1 else "at least 1"),
+        pytest.raises(ValueError, match=name if num_sms == 1 else "num_sms must be >= 1"),
         force_implementation(name, num_sms),
     ):
         pass

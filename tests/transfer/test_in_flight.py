@@ -197,7 +197,7 @@ def test_a_split_transfer_is_waited_for_by_each_device(named):
         in_specs=(pool.partition_spec, cache.partition_spec, jax.P(), jax.P()),
     )  # fmt: skip
     loading = jax.jit(begin, donate_argnums=1)(pool, cache, *ids)
-    assert_refused(lambda: loading.cache, ValueError, "split", "shard_map")
+    assert_refused(lambda: loading.cache, ValueError, "sharded", "shard_map")
 
 
 def test_a_load_without_jit_holds_its_pool(named):

@@ -140,7 +140,7 @@ def with_leaf(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     "dst, words",
     [
         ({"k": random_tree(12)["k"]}, ["structure"]),
-        (with_leaf("k", np.zeros((12, 4, 2, 8), "bfloat16")), ["block", "(4, 2, 16)", "(4, 2, 8)"]),
+        (with_leaf("k", np.zeros((12, 4, 2, 8), "bfloat16")), ["block", "[4, 2, 16]", "[4, 2, 8]"]),
         (with_leaf("scales", np.zeros((12, 3), "float16")), ["dtype", "float32", "float16"]),
         (with_leaf("bits", np.zeros((11,), "int8")), ["blocks", "12", "11"]),
     ],
@@ -161,7 +161,9 @@ def test_packed_dtypes_are_refused(dtype, inside_jit):
     src, dst = (np.zeros((n, 4), getattr(ml_dtypes, dtype)) for n in (6, 5))
     run = partial(jax.eval_shape, jaxkv.swap_blocks) if inside_jit else jaxkv.swap_blocks
     ids = np.array([5], np.int32), np.array([0], np.int32)
-    assert_refused(lambda: run(src, dst, *ids), ValueError, "leaf 0", dtype, "whole bytes", "uint8")
+    assert_refused(
+        lambda: run(src, dst, *ids), ValueError, "leaf 0", dtype, "byte-aligned", "uint8"
+    )
 
 
 @pytest.mark.parametrize("form", [np.asarray, jaxkv.HostIds], ids=["NumPy", "HostIds"])
@@ -170,10 +172,10 @@ def test_packed_dtypes_are_refused(dtype, inside_jit):
     [
         ((0, 4), (3, 4), ([0], [0]), ["src_ids[0]", "[0, 0)"]),
         ((3, 4), (0, 4), ([0], [7]), ["dst_ids[0]", "7", "[0, 0)"]),
-        ((3, 0), (3, 0), ([2, 0], [1, 1]), ["dst_ids", "1", "twice"]),
+        ((3, 0), (3, 0), ([2, 0], [1, 1]), ["dst_ids", "1", "duplicate"]),
         ((3, 0), (3, 0), ([99], [1]), ["src_ids[0]", "99", "[0, 3)"]),
     ],
-    ids=["no sources", "no destinations", "twice", "out of range"],
+    ids=["no sources", "no destinations", "duplicate", "out of range"],
 )
 def test_ids_of_an_empty_copy_are_checked(src_shape, dst_shape, ids, words, form):
     src, dst = (place({"k": np.zeros(s, np.float32)}, "device") for s in (src_shape, dst_shape))
@@ -249,9 +251,9 @@ def test_ids_of_a_wrong_type(src_ids, dst_ids, error, words):
     [
         (([3, 9, 1], [2, 4, 5]), ["src_ids", "9"], [1]),
         (([3, 2, 1], [2, 4, 12]), ["dst_ids", "12"], [2]),
-        (([3, 2, 1], [2, 4, 2]), ["dst_ids", "2", "name"], [0, 2]),
+        (([3, 2, 1], [2, 4, 2]), ["dst_ids", "2", "duplicate"], [0, 2]),
     ],
-    ids=["source", "destination", "twice"],
+    ids=["source", "destination", "duplicate"],
 )
 def test_wrong_ids(ids, words, bad, implementation):
     src, dst = random_tree(9), random_tree(12, seed=1)

@@ -31,8 +31,8 @@ WRONG_IDS = {
     "device id past the end": (([3, 2, 1], [2, 4, 9]), "device", ["9", "[0, 9)"], [2]),
 }
 EQUAL_DESTINATIONS = {
-    "load": (([3, 2, 1, 0], [2, 4, 2, 5]), "device", ["2", "name"], [0, 2]),
-    "store": (([3, 2, 3, 0], [2, 4, 1, 5]), "host", ["3", "name"], [0, 2]),
+    "load": (([3, 2, 1, 0], [2, 4, 2, 5]), "device", ["2", "destination"], [0, 2]),
+    "store": (([3, 2, 3, 0], [2, 4, 1, 5]), "host", ["3", "destination"], [0, 2]),
 }
 SOURCE = {"load": "host", "store": "device"}
 every_wrong_id = pytest.mark.parametrize(
@@ -40,7 +40,7 @@ every_wrong_id = pytest.mark.parametrize(
     [
         pytest.param(direction, *wrong, id=f"{direction}-{name}")
         for direction in DIRECTIONS
-        for name, wrong in {**WRONG_IDS, "twice": EQUAL_DESTINATIONS[direction]}.items()
+        for name, wrong in {**WRONG_IDS, "duplicate": EQUAL_DESTINATIONS[direction]}.items()
     ],
 )
 
@@ -146,11 +146,13 @@ def test_layers_that_are_no_numbers_of_layers(direction, layers):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("ids", [([99, 0], [1, 2]), ([1, 1], [3, 3])], ids=["outside", "twice"])
+@pytest.mark.parametrize(
+    "ids", [([99, 0], [1, 2]), ([1, 1], [3, 3])], ids=["out of range", "duplicate"]
+)
 def test_wrong_ids_of_no_layers(direction, ids):
     case = make_case()
     pool, cache = case.pool(), case.cache()
-    word = "outside" if 99 in ids[0] else "twice"
+    word = "out of range" if 99 in ids[0] else "duplicate"
     assert_refused(
         lambda: copy(direction, pool, cache, *ids, layers=[]), jaxkv.PageIndexError, word
     )
@@ -277,7 +279,7 @@ def test_a_pool_that_lost_its_memory(direction):
     case = make_case()
     pool = pickle.loads(pickle.dumps(case.pool()))
     call = partial(copy, direction, pool, case.cache(), [1], [2])
-    assert_refused(call, ValueError, "pool.data", "pinned_host", "is in device")
+    assert_refused(call, ValueError, "pool.data", "pinned_host", "got device")
 
 
 @pytest.mark.parametrize("layers", [np.int32(1), np.array(1), np.array([1])], ids=repr)
@@ -315,13 +317,13 @@ def test_a_refused_id_is_named_with_its_position(operation, names):
     for name, other in (names, names[::-1]):
         ids = {name: outside, other: good}
         assert_refused(partial(call, **ids), jaxkv.PageIndexError, f"{name}[2] is 50")
-    twice = f"{names[1]} names page 5 twice, at positions 1 and 3"
+    duplicate = f"{names[1]} has duplicate destination 5, at positions 1 and 3"
     ids = dict(zip(names, ([0, 1, 2, 3, -1], [4, 5, 6, 5, 5]), strict=True))
     refused = partial(call, **ids)
-    assert_refused(refused, jaxkv.PageIndexError, twice)
+    assert_refused(refused, jaxkv.PageIndexError, duplicate)
 
 
 def test_a_list_of_ids_that_jit_took_apart():
     array = jnp.arange(5)
     call = partial(jax.jit(jaxkv.swap_blocks), array, array, [1], [2])
-    assert_refused(call, TypeError, "src_ids", "list", "jit took apart")
+    assert_refused(call, TypeError, "src_ids", "list of tracers")

@@ -80,10 +80,10 @@ class HostLayout:
         if self.num_pages < 1:
             raise ValueError(f"num_pages must be >= 1, got {self.num_pages}")
         if self.name == "page_head" and self.spec.kind == "mla":
-            raise ValueError("layout page_head needs kind='mha': MLA has no heads to put first")
+            raise ValueError("layout page_head requires kind='mha': MLA has no head axis")
         if self.head_groups != 1 and self.name != "page_unified":
             raise ValueError(
-                f"head_groups={self.head_groups} needs layout page_unified, got {self.name}"
+                f"head_groups={self.head_groups} requires layout page_unified, got {self.name}"
             )
         if self.head_groups < 1 or self.spec.num_kv_heads % self.head_groups:
             raise ValueError(

@@ -157,9 +157,11 @@ def check_pair(pool: HostPool, cache: DeviceCache) -> None:
     if not isinstance(cache, DeviceCache):
         raise TypeError(f"cache must be a jaxkv.DeviceCache, got {type(cache).__name__}")
     for field in dataclasses.fields(pool.spec):
-        ours, theirs = (getattr(owner.spec, field.name) for owner in (pool, cache))
-        if ours != theirs:
-            raise ValueError(f"{field.name} of the pool is {ours}, of the cache {theirs}")
+        in_pool, in_cache = (getattr(owner.spec, field.name) for owner in (pool, cache))
+        if in_pool != in_cache:
+            raise ValueError(
+                f"pool and cache must have the same {field.name}, got {in_pool} and {in_cache}"
+            )
     layout = pool.host_layout
     if tuple(pool.data.shape) != layout.shape or pool.data.dtype != layout.spec.dtype:
         raise ValueError(
@@ -168,7 +170,7 @@ def check_pair(pool: HostPool, cache: DeviceCache) -> None:
         )
     concrete = isinstance(pool.data, jax.Array) and not isinstance(pool.data, jax.core.Tracer)
     if concrete and (kind := pool.data.sharding.memory_kind) != "pinned_host":
-        raise ValueError(f"pool.data must be in pinned_host memory, is in {kind}")
+        raise ValueError(f"pool.data must have memory kind pinned_host, got {kind}")
     wanted = (cache.num_pages, *layout.spec.block_shape)
     for layer, halves in enumerate(cache.layers):
         for array in halves:

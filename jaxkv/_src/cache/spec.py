@@ -80,11 +80,11 @@ class KVCacheSpec:
                 raise ValueError(f"layers must be integers, got {layer!r}")
             if not 0 <= layer < self.num_layers:
                 raise ValueError(
-                    f"layers must lie in [0, num_layers={self.num_layers}), got {layer}"
+                    f"layers must be in [0, num_layers={self.num_layers}), got {layer}"
                 )
         numbers = tuple(int(layer) for layer in chosen)
         if len(set(numbers)) != len(numbers):
-            raise ValueError(f"layers must not name a layer twice, got {numbers}")
+            raise ValueError(f"layers must not have duplicates, got {numbers}")
         return numbers
 
 
@@ -94,7 +94,9 @@ def _checked_dtype(given: npt.DTypeLike) -> np.dtype:
     check_byte_dtype(dtype, "dtype")
     bits = _element_bits(dtype)
     if given is None or bits == 0:
-        raise ValueError(f"dtype must be one of JAX's numbers or bool, got {given!r}")
+        raise ValueError(f"dtype must be a numeric dtype of JAX or bool, got {given!r}")
     if bits > 32 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        raise ValueError(f"dtype {dtype} has {bits} bits, the limit is 32 without jax_enable_x64")
+        raise ValueError(
+            f"dtype {dtype} has {bits} bits, the limit is 32 bits unless jax_enable_x64 is set"
+        )
     return dtype

@@ -20,6 +20,6 @@ def check_outside_jit(made: Any) -> None:
     """Raises a RuntimeError if a new array is a tracer."""
     if isinstance(made, jax.core.Tracer):
         raise RuntimeError(
-            "pools, caches and HostIds are made outside of jit: make them before the call, and "
-            "pass them to the function"
+            "pools, caches and HostIds must be created outside of jit: create them before the "
+            "call and pass them as arguments"
         )

@@ -15,7 +15,7 @@ def check_byte_dtype(dtype: Any, name: str) -> None:
     bits = _element_bits(dtype)
     if 0 < bits < 8:
         raise ValueError(
-            f"{name} must take whole bytes, got {dtype} of {bits} bits: "
+            f"{name} must be byte-aligned, got {dtype} of {bits} bits: "
             "pack the elements and view them as uint8"
         )
 
@@ -24,7 +24,9 @@ def check_canonical_dtype(array: Any, name: str) -> None:
     """Raises a ValueError for a NumPy array whose elements JAX would truncate to 32 bits."""
     dtype = array.dtype
     if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(f"{name} is {dtype} of 64 bits, the limit is 32 without jax_enable_x64")
+        raise ValueError(
+            f"{name} is {dtype} of 64 bits, the limit is 32 bits unless jax_enable_x64 is set"
+        )
 
 
 @functools.cache

@@ -15,7 +15,7 @@ def extension() -> ModuleType:
         from jaxkv import _ext
     except ImportError as error:
         raise ImportError(
-            f"jaxkv's native extension is missing or does not load ({error}); "
+            f"jaxkv's native extension is missing or failed to load ({error}): "
             "build it with `pip install .` in a checkout of jaxkv"
         ) from error
     for platform, targets in _ext.registrations().items():

@@ -17,9 +17,11 @@ def check_head_axis(
     if head_axis is None:
         return
     if mesh is None:
-        raise ValueError(f"head_axis is {head_axis!r}, but mesh is None: give the mesh it is of")
+        raise ValueError(f"head_axis={head_axis!r} requires a mesh, got mesh=None")
     if head_axis not in mesh.shape:
-        raise ValueError(f"head_axis {head_axis!r} is not an axis of the mesh {dict(mesh.shape)}")
+        raise ValueError(
+            f"head_axis must be an axis of the mesh {dict(mesh.shape)}, got {head_axis!r}"
+        )
     if num_parts % mesh.shape[head_axis]:
         raise ValueError(
             f"{name}={num_parts} must be a multiple of mesh axis {head_axis!r} "
@@ -37,8 +39,8 @@ def check_unsharded(leaves: Iterable[Any]) -> None:
         sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
             raise ValueError(
-                f"an array is split over its mesh as {sharding.spec}: "
-                "call this inside jax.shard_map, on the shard of each device"
+                f"an argument array is sharded over its mesh, {sharding.spec}: call the operation "
+                "inside jax.shard_map, on the shard of each device"
             )
 
 

@@ -54,8 +54,8 @@ class HostSyncError(RuntimeError):
         self.what = what
         self.where = where
         super().__init__(
-            f"{where}: {what} waits for the device; if it must, "
-            "put it into `with jaxkv.allow_host_sync(reason):`"
+            f"{where}: {what} is a host sync; remove it, or allow it by "
+            "`with jaxkv.allow_host_sync(reason):`"
         )
 
 
@@ -112,8 +112,8 @@ class _Scope(contextlib.ContextDecorator):
         kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction)
         if any(is_kind(function) for is_kind in (*kinds, inspect.isasyncgenfunction)):
             raise TypeError(
-                f"{function.__qualname__} is no plain function: its body runs after the call that "
-                "a decorator covers; use `with` in the body"
+                f"{function.__qualname__} is a generator or coroutine function, whose body runs "
+                "after the decorated call: use `with` in the body"
             )
         return super().__call__(function)
 
@@ -129,7 +129,7 @@ class _Scope(contextlib.ContextDecorator):
         mine = [i for i, use in enumerate(uses) if use.scope is self]
         if not mine:
             raise RuntimeError(
-                "a host sync scope is left in a thread or asyncio task that has not entered it"
+                "a host sync scope was exited in a thread or asyncio task that did not enter it"
             )
         _scopes.set(uses[: mine[-1]] + uses[mine[-1] + 1 :])
         if self.mode is not None:
@@ -186,7 +186,7 @@ def forbid_host_sync(*, mode: Mode = "raise") -> _Scope:
       ValueError: `mode` is invalid.
     """
     if mode not in get_args(Mode):
-        raise ValueError(f"mode must be one of {get_args(Mode)}, not {mode!r}")
+        raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
     return _Scope(mode)
 
 
@@ -204,7 +204,7 @@ def allow_host_sync(reason: str) -> _Scope:
       ValueError: `reason` is empty or not a string.
     """
     if not isinstance(reason, str) or not reason:
-        raise ValueError(f"reason must be a text that is not empty, not {reason!r}")
+        raise ValueError(f"reason must be a non-empty string, got {reason!r}")
     return _Scope(None, reason)
 
 
@@ -229,7 +229,7 @@ def _observe(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
         seconds = time.perf_counter() - start
         _scopes.reset(token)
     if rule.mode == "warn" and where not in innermost.warned:
-        text = f"{what} waited {seconds:.6f} s for the device"
+        text = f"{what} blocked the host for {seconds:.6f} s"
         warnings.warn_explicit(text, HostSyncWarning, file, line)
         innermost.warned.add(where)
     for use in uses:
@@ -304,8 +304,8 @@ def _points() -> list[tuple[Any, str, Any]]:
                 missing.append(f"{path}.{name}")
     if missing:
         raise RuntimeError(
-            f"forbid_host_sync can't see all waits in jax {jax.__version__}, which has no "
-            f"{', '.join(missing)}: use another version of jax, or of jaxkv"
+            f"forbid_host_sync does not support jax {jax.__version__}, which lacks "
+            f"{', '.join(missing)}: use another version of jax or of jaxkv"
         )
     return points
 

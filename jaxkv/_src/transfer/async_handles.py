@@ -110,7 +110,7 @@ class _CopyHandle:
         """
         layer = operator.index(layer)
         if layer not in self._layers:
-            raise ValueError(f"layer must be one that was started, {self._layers}, got {layer}")
+            raise ValueError(f"layer must be one of the copied layers {self._layers}, got {layer}")
         self._wait_for([layer], after)
         return self._cache.layers[layer]
 

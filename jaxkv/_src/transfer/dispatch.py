@@ -70,7 +70,7 @@ def select_implementation(
     refusals = _unsupported_reasons(machine, copy, ids, asked, overlapped)
     if asked in refusals:
         raise NotImplementedError(
-            f"{copy.operation}: implementation {asked!r} does not serve this call: "
+            f"{copy.operation}: implementation {asked!r} does not support this call: "
             f"{refusals[asked]}"
         )
     table = copy_table.table_for(machine.device_kind)
@@ -84,7 +84,9 @@ def select_implementation(
         chosen = serving[0]
     else:
         reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
-        raise NotImplementedError(f"{copy.operation}: nothing serves this call: {reasons}")
+        raise NotImplementedError(
+            f"{copy.operation}: no implementation supports this call: {reasons}"
+        )
     if force_implementation and chosen.num_sms and force_implementation.num_sms != chosen.num_sms:
         chosen = Candidate(chosen.implementation, force_implementation.num_sms)
     elif chosen.implementation == "pallas" and machine.platform == "cpu":
@@ -118,7 +120,7 @@ def force_implementation(implementation: str, num_sms: int = 0) -> Iterator[None
     """
     check_implementation_name(implementation)
     if implementation in copy_table.ON_SMS and num_sms < 1:
-        raise ValueError(f"num_sms must be at least 1 for {implementation!r}, got {num_sms}")
+        raise ValueError(f"num_sms must be >= 1 for {implementation!r}, got {num_sms}")
     token = _forced_implementation.set(Candidate(implementation, num_sms))
     try:
         yield
@@ -151,17 +153,17 @@ def _unsupported_reasons(
     """Implementations that do not support a call, with the reasons."""
     refusals = {}
     if machine.platform == "cpu":
-        refusals["dma"] = refusals["kernel"] = "the platform is cpu, it needs a CUDA device"
+        refusals["dma"] = refusals["kernel"] = "requires a CUDA device, the platform is cpu"
     else:
-        refusals["host"] = f"the platform is {machine.platform}, it copies on the CPU backend only"
+        refusals["host"] = f"CPU backend only, the platform is {machine.platform}"
         if not machine.has_cuda_handlers:
             refusals["dma"] = refusals["kernel"] = "jaxkv was built without CUDA"
         elif not all(isinstance(entry, HostIds) for entry in ids):
-            refusals["dma"] = "the host writes its descriptors, so both id lists must be HostIds"
+            refusals["dma"] = "requires HostIds for both id lists: the host writes the descriptors"
         elif asked != "dma" and (count := _descriptors(copy, ids)) > MAX_DESCRIPTORS:
             refusals["dma"] = (
-                f"up to {count} descriptors hold the host too long: above {MAX_DESCRIPTORS} only "
-                "when asked for"
+                f"up to {count} descriptors written by the host, the limit is {MAX_DESCRIPTORS} "
+                "unless requested"
             )
     if reason := _pallas_unsupported_reason(machine, copy, ids, asked, overlapped):
         refusals["pallas"] = reason
@@ -178,14 +180,14 @@ def _pallas_unsupported_reason(
     machine: Machine, copy: BlockCopy, ids: tuple[Any, Any], asked: str | None, overlapped: bool
 ) -> str | None:
     if overlapped:
-        return "XLA runs it on its own stream, so nothing overlaps it"
+        return "XLA runs Pallas kernels on its own stream, without overlap"
     if machine.platform == "cpu":
         if asked != "pallas":
-            return "the platform is cpu, where it is interpreted, slowly: only when asked for"
+            return "interpreted on platform cpu, which is slow: only if requested"
         if _direction(copy) != "device":
-            return "the platform is cpu, where its interpreter takes device memory only"
+            return "its interpreter on platform cpu supports device memory only"
     elif not machine.has_cuda_handlers:
-        return "jaxkv was built without CUDA, which checks its ids"
+        return "jaxkv was built without CUDA, which the id check requires"
     return pallas_chunks.unsupported_reason(copy, num_ids_of(ids[0]))
 
 
@@ -237,7 +239,7 @@ def _explain(
     refusals: dict[str, str],
     asked: bool,
 ) -> str:
-    why = "asked for" if asked else "the best that serves the call"
+    why = "requested" if asked else "best supported"
     details = ", ".join(filter(None, (why, chosen.figures)))
     lines = [f"{copy.operation}: {chosen.implementation} ({details})"]
     by_name = {candidate.implementation: candidate for candidate in ranked}
@@ -250,13 +252,13 @@ def _explain(
 
 def _comparison(chosen: Candidate, other: Candidate, asked: bool) -> str:
     if asked:
-        reason = "another was asked for"
+        reason = "another implementation was requested"
     elif other.gb_per_s is None or chosen.gb_per_s is None:
-        reason = "ranked behind it"
+        reason = "lower rank in the table"
     elif other.gb_per_s <= chosen.gb_per_s:
-        reason = "no faster"
+        reason = "not faster"
     else:
-        reason = "hardly faster, on more SMs"
+        reason = "similar throughput on more SMs"
     return ", ".join(filter(None, (reason, other.figures)))
 
 

@@ -61,7 +61,7 @@ class HostIds:
             self.data, self.ids = data, None
             return
         if ids is None:
-            raise TypeError("ids must be given: a NumPy array or a list of integers")
+            raise TypeError("ids is required: a NumPy array or a list of integers")
         host_ids = as_host_ids(ids, "ids")
         extension = native.extension()
         header = extension.HOST_IDS_HEADER
@@ -88,16 +88,16 @@ class HostIds:
 def as_host_ids(ids: npt.ArrayLike, name: str) -> np.ndarray:
     """`ids` as int32[n]; raises a TypeError or ValueError for argument `name`."""
     if isinstance(ids, jax.Array):
-        raise TypeError(f"{name} must be made by the host (NumPy or a list), got a jax.Array")
+        raise TypeError(f"{name} must be a NumPy array or a list, got a jax.Array")
     array = np.asarray(ids)
     if array.ndim != 1:
-        raise ValueError(f"{name} must have one dimension, got shape {array.shape}")
+        raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
     if array.size == 0:
         return array.astype(np.int32)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be integers, got dtype {array.dtype}")
+        raise TypeError(f"{name} must have an integer dtype, got {array.dtype}")
     if array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min:
-        raise ValueError(f"{name} must fit int32, got {array.min()} .. {array.max()}")
+        raise ValueError(f"{name} must fit int32, got values in [{array.min()}, {array.max()}]")
     return array.astype(np.int32)
 
 
@@ -106,16 +106,19 @@ def as_ids(ids: Any, name: str) -> Any:
     if isinstance(ids, HostIds):
         header = native.extension().HOST_IDS_HEADER
         if ids.data.ndim != 1 or ids.data.dtype != jnp.int32 or ids.data.shape[0] < header:
-            raise ValueError(f"{name} holds no HostIds any more: build them from NumPy")
+            raise ValueError(
+                f"{name}: the array of HostIds was replaced by {ids.data.dtype}"
+                f"{list(ids.data.shape)}; create HostIds from a NumPy array"
+            )
         return ids
     if isinstance(ids, list | tuple) and any(isinstance(i, jax.core.Tracer) for i in ids):
-        raise TypeError(f"{name} is a list that jit took apart; pass it an array of int32")
+        raise TypeError(f"{name} is a list of tracers: jit flattens lists; pass an int32 array")
     if not hasattr(ids, "dtype") or isinstance(ids, np.ndarray):
         return as_host_ids(ids, name)
     if ids.dtype != jnp.int32:
         raise TypeError(f"{name} must be int32, got {ids.dtype}")
     if ids.ndim != 1:
-        raise ValueError(f"{name} must have one dimension, got shape {ids.shape}")
+        raise ValueError(f"{name} must be one-dimensional, got shape {ids.shape}")
     return ids
 
 
@@ -158,8 +161,8 @@ def check_page_ids(
         outside = np.flatnonzero(used & (entry >= limit))
         if len(outside):
             raise PageIndexError(
-                f"{operation}: {name}[{outside[0]}] is {entry[outside[0]]}, outside "
-                f"[0, {limit}) pages",
+                f"{operation}: {name}[{outside[0]}] is {entry[outside[0]]}, out of range "
+                f"[0, {limit})",
                 operation=operation,
                 argument=name,
                 count=len(outside),
@@ -169,8 +172,8 @@ def check_page_ids(
         repeated = named[times > 1][0]
         first, second = np.flatnonzero(used & (destinations == repeated))[:2]
         raise PageIndexError(
-            f"{operation}: {names[1]} names page {repeated} twice, at positions {first} and "
-            f"{second}",
+            f"{operation}: {names[1]} has duplicate destination {repeated}, at positions {first} "
+            f"and {second}",
             operation=operation,
             argument=names[1],
             count=int(times[times > 1].sum()),

@@ -80,9 +80,9 @@ def check_same_trace(before: Any, after: Any) -> None:
     """Raises a RuntimeError if `after`, a new leaf of a handle, has another trace than `before`."""
     if isinstance(after, jax.core.Tracer) and _trace_of(before) is not _trace_of(after):
         raise RuntimeError(
-            "the transfer belongs to another trace: it was started outside of the function (of a "
-            "jit, checkpoint or loop) that waits for it; make it an argument and a result of a jit "
-            "or checkpoint, and wait before a loop"
+            "wait: the copy was started in another trace, outside the jit, checkpoint or loop that "
+            "contains the wait: make its handle an argument and a result of a jit or checkpoint; "
+            "wait before a loop"
         )
 
 

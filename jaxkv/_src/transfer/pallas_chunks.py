@@ -122,19 +122,25 @@ def unsupported_reason(copy: BlockCopy, num_ids: int) -> str | None:
     geometry = copy.geometry
     block_bytes = geometry.block_bytes
     if geometry.run_bytes != block_bytes:
-        return f"blocks lie in runs of {geometry.run_bytes} bytes on the host, it copies whole ones"
+        return (
+            f"blocks are split into runs of {geometry.run_bytes} bytes in the host layout; "
+            "only contiguous blocks are supported"
+        )
     if block_bytes % _UNIT_BYTES:
-        return f"blocks of {block_bytes} bytes are no multiple of {_UNIT_BYTES}"
+        return f"the block size, {block_bytes} bytes, is not a multiple of {_UNIT_BYTES} bytes"
     if any(at % block_bytes for at in (geometry.page_stride_bytes, *copy.strided_offsets)):
-        return f"blocks do not start at multiples of their size, {block_bytes} bytes"
+        return f"block offsets are not multiples of the block size, {block_bytes} bytes"
     for array in (*copy.strided, *copy.dense):
         if not _has_words(array.dtype):
-            return f"{array.dtype} has no view as words"
+            return f"dtype {array.dtype} has no bitcast to 32-bit words"
         if array.size * array.dtype.itemsize % block_bytes:
-            return f"an array of shape {tuple(array.shape)} is no whole number of blocks"
+            return (
+                f"the size of {array.dtype}{list(array.shape)} is not a multiple of the block "
+                f"size, {block_bytes} bytes"
+            )
     chunks = num_ids * len(copy.dense) * _ceil_div(block_bytes, _CHUNK_BYTES)
     if chunks >= MAX_CHUNKS:
-        return f"{chunks} chunks are too many to count in 32 bits"
+        return f"{chunks} chunks, the limit is {MAX_CHUNKS - 1}"
     return None
 
 

@@ -74,7 +74,7 @@ def copy_blocks_pallas(
       `copy.written` of each copy, with the copied blocks.
 
     Raises:
-      NotImplementedError: the number of chunks exceeds `MAX_CHUNKS`.
+      NotImplementedError: the number of chunks is `MAX_CHUNKS` or more.
     """
     ring = ring or Ring.of(*(copy.geometry.block_bytes for copy in copies))
     job = Job(
@@ -85,7 +85,9 @@ def copy_blocks_pallas(
     )
     chunks = pairs.size // 2 * len(job.parts())
     if chunks >= MAX_CHUNKS:
-        raise NotImplementedError(f"{chunks} chunks in one launch, the limit is {MAX_CHUNKS}")
+        raise NotImplementedError(
+            f"pallas: {chunks} chunks in one launch, the limit is {MAX_CHUNKS - 1}: split the call"
+        )
     sources, destinations = (
         [
             _as_blocks(array, copy.geometry.block_bytes // WORD_BYTES)

@@ -66,8 +66,8 @@ def resolve(
     )
     if num_ids_of(source_ids) != num_ids_of(destination_ids):
         raise ValueError(
-            f"{names[0]} has {num_ids_of(source_ids)} entries, "
-            f"{names[1]} has {num_ids_of(destination_ids)}"
+            f"{operation}: {names[0]} and {names[1]} must have the same length, got "
+            f"{num_ids_of(source_ids)} and {num_ids_of(destination_ids)}"
         )
     copies, limits, rebuild = make_copies(operation, *state, layers)
     copies = [with_varying_axes(copy, (source_ids, destination_ids)) for copy in copies]
@@ -113,24 +113,34 @@ def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> _Resolved
     sources, source_tree = jax.tree.flatten(src)
     destinations, destination_tree = jax.tree.flatten(dst)
     if source_tree != destination_tree:  # type: ignore[operator]
-        raise ValueError(f"src has structure {source_tree}, dst {destination_tree}")
+        raise ValueError(
+            f"{operation}: src and dst must have the same pytree structure, got {source_tree} and "
+            f"{destination_tree}"
+        )
     for side, arrays in (("src", sources), ("dst", destinations)):
         for array in arrays:
             if not hasattr(array, "dtype"):
-                raise TypeError(f"{side} must be a pytree of arrays, got {type(array).__name__}")
+                raise TypeError(f"{side} must be a pytree of arrays, got a {type(array).__name__}")
             if array.ndim < 1:
-                raise ValueError(f"each array of {side} must be [num_blocks, ...], got a scalar")
+                raise ValueError(f"each array of {side} must have shape [num_blocks, ...], got []")
             check_canonical_dtype(array, f"an array of {side}")
         if len({array.shape[0] for array in arrays}) > 1:
             sizes = [array.shape[0] for array in arrays]
-            raise ValueError(f"all arrays of {side} must have as many blocks, got {sizes}")
-        if arrays and arrays[0].shape[0] > (most := np.iinfo(np.int32).max):
-            raise ValueError(f"{side} has {arrays[0].shape[0]} blocks, ids can name {most}")
+            raise ValueError(
+                f"all arrays of {side} must have the same number of blocks, got {sizes}"
+            )
+        if arrays and arrays[0].shape[0] > (limit := np.iinfo(np.int32).max):
+            raise ValueError(
+                f"{side} has {arrays[0].shape[0]} blocks, the limit of int32 ids is {limit}"
+            )
     groups: dict[int, list[int]] = {}
     for leaf, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
-        ours, theirs = ((tuple(a.shape[1:]), a.dtype) for a in (source, destination))
-        if ours != theirs:
-            raise ValueError(f"leaf {leaf}: a block of src is {ours}, of dst {theirs}")
+        in_src, in_dst = (f"{a.dtype}{list(a.shape[1:])}" for a in (source, destination))
+        if in_src != in_dst:
+            raise ValueError(
+                f"leaf {leaf}: blocks of src and dst must have the same dtype and shape, got "
+                f"{in_src} and {in_dst}"
+            )
         check_byte_dtype(source.dtype, f"dtype of leaf {leaf}")
         block_bytes = int(np.prod(source.shape[1:], dtype=np.int64)) * source.dtype.itemsize
         if block_bytes and source.shape[0] and destination.shape[0]:
@@ -174,7 +184,9 @@ def _check_host_ids_are_passed(ids: tuple[Any, Any], names: tuple[str, str]) -> 
     """Rejects closed-over HostIds: XLA copies them, and a copy is not written by the host."""
     for entry, name in zip(ids, names, strict=True):
         if isinstance(entry, HostIds) and not isinstance(entry.data, jax.core.Tracer):
-            raise ValueError(f"{name}: HostIds must be arguments of the jitted function")
+            raise ValueError(
+                f"{name}: HostIds must be arguments of the jitted function, not closed over"
+            )
 
 
 def _check_concrete(operation: str, call: PreparedCall, leaves: list[Any]) -> None:
@@ -183,7 +195,7 @@ def _check_concrete(operation: str, call: PreparedCall, leaves: list[Any]) -> No
         if not isinstance(leaf, jax.Array):
             continue
         if leaf.is_deleted():
-            raise ValueError("an array among the arguments was closed, deleted or donated")
+            raise ValueError(f"{operation}: an argument array was closed, deleted or donated")
     if call.limits is not None:
         sources, destinations = (known_ids(entry) for entry in call.ids)
         names, _ = _OPERATIONS[operation]
