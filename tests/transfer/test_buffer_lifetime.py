@@ -174,7 +174,7 @@ def test_a_program_that_is_not_analysed_waits_at_its_start(named):
         module = lowered(
             lambda pool, cache, x, *ids: start(named, "load", pool, cache, ids).cache, named
         )
-    lowering._pending.work.clear()
+    lowering._pending.entries.clear()
     assert all(module.joined)
 
 

@@ -60,7 +60,7 @@ SMALL = dict(batch=1, threads=1, depth=3)
 def test_ring_holds_any_blocks(sizes):
     ring = Ring.of(*sizes)
     for size in sizes:
-        chunk, starts = pallas_chunks.cut(size // 4, ring.chunk_words)
+        chunk, starts = pallas_chunks.split_block(size // 4, ring.chunk_words)
         assert chunk <= ring.chunk_words and chunk % 32 == 0
         covered = {start + i for start in starts for i in range(0, chunk, 32)}
         assert covered == set(range(0, size // 4, 32))

@@ -103,15 +103,15 @@ def prefer_numa_node(node: int | None) -> Iterator[None]:
         return
     get_policy, set_policy = map(ctypes.c_long, _MEMPOLICY_CALLS[platform.machine()])
     node_mask = ctypes.c_ulong * (_MAX_NODES // 64)
-    mode, nodes, wanted = ctypes.c_int(), node_mask(), node_mask()
-    wanted[node // 64] = 1 << (node % 64)
-    size, nothing = ctypes.c_ulong(_MAX_NODES), ctypes.c_ulong(0)
+    mode, nodes, preferred = ctypes.c_int(), node_mask(), node_mask()
+    preferred[node // 64] = 1 << (node % 64)
+    size, null = ctypes.c_ulong(_MAX_NODES), ctypes.c_ulong(0)
     syscall = ctypes.CDLL(None, use_errno=True).syscall
-    known = syscall(get_policy, ctypes.byref(mode), nodes, size, nothing, nothing) == 0
-    if known:
-        syscall(set_policy, ctypes.c_int(_MPOL_PREFERRED), wanted, size)
+    supported = syscall(get_policy, ctypes.byref(mode), nodes, size, null, null) == 0
+    if supported:
+        syscall(set_policy, ctypes.c_int(_MPOL_PREFERRED), preferred, size)
     try:
         yield
     finally:
-        if known:
+        if supported:
             syscall(set_policy, mode, nodes, size)

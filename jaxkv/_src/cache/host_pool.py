@@ -67,17 +67,17 @@ class HostPool:
           HostMemoryError: the pool exceeds the available host memory; nothing is allocated.
           ValueError: the layout and the sizes do not match, or `head_axis` is given without a mesh.
         """
-        whole = HostLayout(spec, layout, num_pages, head_groups)
-        sharding = _pool_sharding(whole, mesh, head_axis)
-        shards = sharding.addressable_devices_indices_map(whole.shape)
-        local_shape = sharding.shard_shape(whole.shape)
+        host_layout = HostLayout(spec, layout, num_pages, head_groups)
+        sharding = _pool_sharding(host_layout, mesh, head_axis)
+        shards = sharding.addressable_devices_indices_map(host_layout.shape)
+        local_shape = sharding.shard_shape(host_layout.shape)
         local_bytes = int(np.prod(local_shape)) * np.dtype(spec.dtype).itemsize
         check_host_memory(local_bytes * len(shards))
         arrays = [_allocate(local_shape, spec.dtype, device) for device in shards]
         if mesh is None:
             (data,) = arrays
         else:
-            data = jax.make_array_from_single_device_arrays(whole.shape, sharding, arrays)
+            data = jax.make_array_from_single_device_arrays(host_layout.shape, sharding, arrays)
         return cls(data=data, spec=spec, layout=layout, head_groups=head_groups)
 
     @property
@@ -123,14 +123,16 @@ class HostPool:
 
 
 def _pool_sharding(
-    whole: HostLayout, mesh: jax.sharding.Mesh | None, head_axis: str | None
+    host_layout: HostLayout, mesh: jax.sharding.Mesh | None, head_axis: str | None
 ) -> jax.sharding.Sharding:
-    split = "group" if whole.name == "page_unified" else "head"
-    parts = whole.head_groups if split == "group" else whole.spec.num_kv_heads
-    check_head_axis(parts, "head_groups" if split == "group" else "num_kv_heads", mesh, head_axis)
+    sharded_axis = "group" if host_layout.name == "page_unified" else "head"
+    if sharded_axis == "group":
+        check_head_axis(host_layout.head_groups, "head_groups", mesh, head_axis)
+    else:
+        check_head_axis(host_layout.spec.num_kv_heads, "num_kv_heads", mesh, head_axis)
     if mesh is None:
         return SingleDeviceSharding(default_device(), memory_kind="pinned_host")
-    axes = (head_axis if merged == (split,) else None for merged in whole.axes)
+    axes = (head_axis if merged == (sharded_axis,) else None for merged in host_layout.axes)
     return NamedSharding(mesh, PartitionSpec(*axes), memory_kind="pinned_host")
 
 
@@ -171,11 +173,11 @@ def check_pair(pool: HostPool, cache: DeviceCache) -> None:
     concrete = isinstance(pool.data, jax.Array) and not isinstance(pool.data, jax.core.Tracer)
     if concrete and (kind := pool.data.sharding.memory_kind) != "pinned_host":
         raise ValueError(f"pool.data must have memory kind pinned_host, got {kind}")
-    wanted = (cache.num_pages, *layout.spec.block_shape)
+    expected = (cache.num_pages, *layout.spec.block_shape)
     for layer, halves in enumerate(cache.layers):
         for array in halves:
-            if tuple(array.shape) != wanted or array.dtype != layout.spec.dtype:
+            if tuple(array.shape) != expected or array.dtype != layout.spec.dtype:
                 raise ValueError(
-                    f"cache.layers[{layer}] must be {layout.spec.dtype}{list(wanted)} to match the "
-                    f"pool, got {array.dtype}{list(array.shape)}"
+                    f"cache.layers[{layer}] must be {layout.spec.dtype}{list(expected)} to match "
+                    f"the pool, got {array.dtype}{list(array.shape)}"
                 )

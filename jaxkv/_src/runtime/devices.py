@@ -16,9 +16,9 @@ def default_device() -> jax.Device:
     return device or jax.local_devices()[0]
 
 
-def check_outside_jit(made: Any) -> None:
+def check_outside_jit(array: Any) -> None:
     """Raises a RuntimeError if a new array is a tracer."""
-    if isinstance(made, jax.core.Tracer):
+    if isinstance(array, jax.core.Tracer):
         raise RuntimeError(
             "pools, caches and HostIds must be created outside of jit: create them before the "
             "call and pass them as arguments"

@@ -20,7 +20,7 @@ _MAX_PENDING = 16
 
 class _Pending(threading.local):
     def __init__(self) -> None:
-        self.work: collections.deque[tuple[Any, Callable[[Any], None]]] = collections.deque(
+        self.entries: collections.deque[tuple[Any, Callable[[Any], None]]] = collections.deque(
             maxlen=_MAX_PENDING
         )
 
@@ -29,18 +29,18 @@ _pending = _Pending()
 _listening = threading.Lock()
 
 
-def when_lowered(module: Any, work: Callable[[Any], None]) -> None:
-    """Calls `work(module)` once after this thread has lowered the module.
+def when_lowered(module: Any, callback: Callable[[Any], None]) -> None:
+    """Calls `callback(module)` once after this thread has lowered the module.
 
-    Repeated requests are ignored. If JAX's event listeners are cleared, `work` is never called: the
-    module must be correct without it.
+    Repeated requests are ignored. If JAX's event listeners are cleared, `callback` is never called:
+    the module must be correct without it.
 
     Args:
       module: the MLIR module that this thread is lowering.
-      work: a function; requests are compared by its identity.
+      callback: a function; requests are compared by its identity.
     """
-    if not any(module is pending and work is same for pending, same in _pending.work):
-        _pending.work.append((module, work))
+    if not any(module is pending and callback is same for pending, same in _pending.entries):
+        _pending.entries.append((module, callback))
     if _listening.acquire(blocking=False):  # never released: one listener per process
         jax.monitoring.register_event_duration_secs_listener(_on_event)
 
@@ -49,12 +49,12 @@ def _on_event(event: str, duration_secs: float, **_: Any) -> None:
     if event != _LOWERED:
         return
     # The lowering of a program may lower others, which complete first.
-    for entry in list(_pending.work):
-        module, work = entry
+    for entry in list(_pending.entries):
+        module, callback = entry
         if _is_complete(module):
-            _pending.work.remove(entry)
+            _pending.entries.remove(entry)
             with module.context:
-                work(module)
+                callback(module)
 
 
 def _is_complete(module: Any) -> bool:

@@ -100,7 +100,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Scope(contextlib.ContextDecorator):
-    """The rule of a scope on one thread; reusable, without state of its uses."""
+    """The rule of a scope on one thread; reusable, without state of its entries."""
 
     def __init__(self, mode: Mode | None, reason: str | None = None) -> None:
         self.mode, self.reason = mode, reason  # mode None: allowed for that reason
@@ -120,37 +120,37 @@ class _Scope(contextlib.ContextDecorator):
     def __enter__(self) -> HostSyncReport:
         if self.mode is not None:
             _hooks.start()
-        use = _Decorated(self)
-        _scopes.set((*_scopes.get(), use))
-        return use.report
+        entry = _Entry(self)
+        _scopes.set((*_scopes.get(), entry))
+        return entry.report
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        uses = _scopes.get()
-        mine = [i for i, use in enumerate(uses) if use.scope is self]
-        if not mine:
+        entries = _scopes.get()
+        own = [i for i, entry in enumerate(entries) if entry.scope is self]
+        if not own:
             raise RuntimeError(
                 "a host sync scope was exited in a thread or asyncio task that did not enter it"
             )
-        _scopes.set(uses[: mine[-1]] + uses[mine[-1] + 1 :])
+        _scopes.set(entries[: own[-1]] + entries[own[-1] + 1 :])
         if self.mode is not None:
             _hooks.stop()
-        refused = uses[mine[-1]].refused
-        if error_type is None and refused:
-            raise refused[0]  # caught in the body, e.g. by np.array_equal
+        errors = entries[own[-1]].errors
+        if error_type is None and errors:
+            raise errors[0]  # caught in the body, e.g. by np.array_equal
 
 
-class _Decorated:
-    """One use of a scope, which several threads may enter."""
+class _Entry:
+    """One entry of a scope, which several threads may enter."""
 
     def __init__(self, scope: _Scope) -> None:
         self.scope = scope
         self.report = HostSyncReport()
         self.warned: set[str] = set()  # as "file:line"
-        self.refused: list[HostSyncError] = []
+        self.errors: list[HostSyncError] = []
 
 
 # Outermost first. A new thread has none; an asyncio task inherits those of its creator.
-_scopes: contextvars.ContextVar[tuple[_Decorated, ...]] = contextvars.ContextVar(
+_scopes: contextvars.ContextVar[tuple[_Entry, ...]] = contextvars.ContextVar(
     "jaxkv_host_sync_scopes", default=()
 )
 
@@ -210,17 +210,17 @@ def allow_host_sync(reason: str) -> _Scope:
 
 def _observe(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function that waits, under the rule of the innermost scope."""
-    uses = _scopes.get()
+    entries = _scopes.get()
     # With a stream, __dlpack__ makes that stream wait, not the host.
-    if not uses or kwargs.get("stream") is not None:
+    if not entries or kwargs.get("stream") is not None:
         return function(*args, **kwargs)
-    innermost = uses[-1]
+    innermost = entries[-1]
     rule = innermost.scope
     what, file, line = _locate(name)
     where = f"{file}:{line}"
     if rule.mode == "raise":
-        innermost.refused.append(HostSyncError(what, where))
-        raise innermost.refused[-1]
+        innermost.errors.append(HostSyncError(what, where))
+        raise innermost.errors[-1]
     token = _scopes.set(())  # nested calls belong to the same host sync
     start = time.perf_counter()
     try:
@@ -232,8 +232,8 @@ def _observe(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
         text = f"{what} blocked the host for {seconds:.6f} s"
         warnings.warn_explicit(text, HostSyncWarning, file, line)
         innermost.warned.add(where)
-    for use in uses:
-        use.report.syncs.append(HostSync(what, where, seconds, rule.reason))
+    for entry in entries:
+        entry.report.syncs.append(HostSync(what, where, seconds, rule.reason))
     return result
 
 

@@ -181,22 +181,22 @@ def _run(call: PreparedCall, implementation: str | None) -> Any:
 
 def _copy_all(call: PreparedCall, chosen: list[Selection]) -> list[list[Any]]:
     """The written arrays of each copy; Pallas copies share one launch."""
-    together = [i for i, selection in enumerate(chosen) if selection.implementation == "pallas"]
+    by_pallas = [i for i, selection in enumerate(chosen) if selection.implementation == "pallas"]
     # All copies have the same ids and share one plan; the copy engine makes its own.
     not_by_dma = [selection for selection in chosen if selection.implementation != "dma"]
-    planned = together or needs_plan(call.ids, len(not_by_dma))
+    planned = by_pallas or needs_plan(call.ids, len(not_by_dma))
     pairs: Any = plan_pairs(call.copies[0], call.ids) if planned else None
     written = {}
-    if together:
+    if by_pallas:
         from jaxkv._src.transfer import (
             pallas_copy,  # lazy: the import of Pallas takes half a second
         )
 
-        copies = [call.copies[i] for i in together]
+        copies = [call.copies[i] for i in by_pallas]
         results = [result_types(copy) for copy in copies]
-        num_sms = max(chosen[i].num_sms for i in together)
+        num_sms = max(chosen[i].num_sms for i in by_pallas)
         arrays = pallas_copy.copy_blocks_pallas(copies, pairs, results, num_sms=num_sms)
-        written = dict(zip(together, arrays, strict=True))
+        written = dict(zip(by_pallas, arrays, strict=True))
     for i, (copy, selection) in enumerate(zip(call.copies, chosen, strict=True)):
         if i not in written:
             name, num_sms = selection.implementation, selection.num_sms

@@ -43,7 +43,7 @@ def _wait(
     like: Any,
     segment: int = -1,
     places: tuple[int, ...] = (),
-    kept: int = 0,
+    retained: int = 0,
     last: int = -1,
     boundary: tuple[int, ...] = (),
 ) -> list[Any]:
@@ -56,7 +56,7 @@ def _wait(
       like: an array in the memory space of the next ticket.
       segment: the segment to wait for, one per layer in the order of the copy; -1 for none.
       places: positions of `arrays` among the arrays that the copy writes; empty if it reads them.
-      kept: number of operands after the ticket that the copy uses.
+      retained: number of operands after the ticket that the copy uses.
       last: number of the last segment of the copy.
       boundary: segment of each array, for a wait that is removed if the program waits later;
         empty for other waits.
@@ -80,7 +80,7 @@ def _wait(
             timeout_ns=np.int64(math.ceil(timeout_s * 1e9)),
             first_array=np.int64(len(tickets)),
             places=np.array(places, np.int64),
-            kept=np.int64(kept),
+            retained=np.int64(retained),
             last=np.int64(last),
             boundary=np.array(boundary, np.int64),
         )

@@ -155,17 +155,22 @@ class _CopyHandle:
         return ticket, dataclasses.replace(self._cache, layers=halves)
 
     def _wait_call(
-        self, arrays: list[Any], kept: list[Any], after: list[Any], **options: Any
+        self, arrays: list[Any], retained: list[Any], after: list[Any], **options: Any
     ) -> list[Any]:
         """Waits; returns the next ticket, if any, and the arrays."""
-        kept = kept if self._plan is None else [self._plan, *kept]
-        operands = (self._ticket, *kept, *after)
+        retained = retained if self._plan is None else [self._plan, *retained]
+        operands = (self._ticket, *retained, *after)
         check_unsharded((*operands, *arrays))
         run = _wait
         if not any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
             run = _wait_donated if options["places"] else _wait_undonated
         last = len(self._layers) - 1
-        keywords = {"timeout_s": self._timeout_s, "kept": len(kept), "last": last, **options}
+        keywords = {
+            "timeout_s": self._timeout_s,
+            "retained": len(retained),
+            "last": last,
+            **options,
+        }
         # Outside jit a wait is jitted, also under `disable_jit`: XLA copies the operands of an
         # operation executed eagerly.
         with contextlib.nullcontext() if run is _wait else jax.disable_jit(False):
@@ -299,7 +304,7 @@ def _begin_outside_jit(
     return cls._begin(operation, pool, cache, ids, layers, implementation, timeout_s)
 
 
-_STATIC = ("timeout_s", "segment", "places", "kept", "last", "boundary")
+_STATIC = ("timeout_s", "segment", "places", "retained", "last", "boundary")
 _wait_undonated = jax.jit(_wait, static_argnames=_STATIC)
 _wait_donated = jax.jit(_wait, static_argnames=_STATIC, donate_argnums=0)
 

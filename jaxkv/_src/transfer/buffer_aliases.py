@@ -33,9 +33,9 @@ class BufferAliases:
         self._in_place_results = in_place_results
         self._functions: dict[str, Any] = {}
         self._calls: dict[str, list[Any]] = collections.defaultdict(list)
-        module.operation.walk(self._note)
+        module.operation.walk(self._register)
 
-    def _note(self, operation: Any) -> Any:
+    def _register(self, operation: Any) -> Any:
         operation = operation.operation
         if operation.name == "func.func":
             self._functions[_symbol(operation)] = operation
@@ -158,25 +158,25 @@ class BufferAliases:
         return []
 
 
-def on_every_path(value: Any, holds: Callable[[Any], bool]) -> bool:
-    """Whether every path from the definition of a value has a use that satisfies `holds`."""
+def on_every_path(value: Any, predicate: Callable[[Any], bool]) -> bool:
+    """Whether every path from the definition of a value has a use that satisfies `predicate`."""
     owner = value.owner
     scope = owner.owner if isinstance(owner, ir.Block) else owner.operation.parent
-    return _in_scope(list(value.uses), scope.operation, holds)
+    return _in_scope(list(value.uses), scope.operation, predicate)
 
 
-def _in_scope(uses: list[Any], scope: Any, holds: Callable[[Any], bool]) -> bool:
+def _in_scope(uses: list[Any], scope: Any, predicate: Callable[[Any], bool]) -> bool:
     branches: dict[Any, list[Any]] = collections.defaultdict(list)
     for use in uses:
         branch = _outermost_branch(use.owner.operation, scope)
         if branch is None:
-            if holds(use):
+            if predicate(use):
                 return True
         elif branch.name != _LOOP:  # a loop may run zero iterations
             branches[branch].append(use)
     return any(
         all(
-            _in_scope([use for use in found if _is_inside(use, region)], branch, holds)
+            _in_scope([use for use in found if _is_inside(use, region)], branch, predicate)
             for region in branch.regions
         )
         for branch, found in branches.items()

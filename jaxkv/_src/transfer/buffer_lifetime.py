@@ -64,14 +64,16 @@ def _decide(program: _Program) -> None:
     for wait in reversed(program.waits.copy()):
         if _is_removable(wait) and program.is_dead(wait):
             program.remove(wait)
-    needless = [wait for wait in program.waits if _is_removable(wait) and program.is_needless(wait)]
+    redundant = [
+        wait for wait in program.waits if _is_removable(wait) and program.is_redundant(wait)
+    ]
     for wait in program.waits:
-        if not _is_removable(wait) and not program.keeps_its_operands(wait):
+        if not _is_removable(wait) and not program.retains_operands(wait):
             configure(wait, segment=config_of(wait)["last"])
-    alone = [start for start in program.starts if program.is_protected(start)]
-    for wait in needless:
+    protected = [start for start in program.starts if program.is_protected(start)]
+    for wait in redundant:
         program.remove(wait)
-    for start in alone:
+    for start in protected:
         configure(start, joined=ir.BoolAttr.get(False))
 
 
@@ -82,7 +84,7 @@ class _Program:
         calls = custom_calls(module)
         self.starts = [call for call in calls if target_of(call) in _NUM_ID_OPERANDS]
         self.waits = [call for call in calls if target_of(call) == WAIT_TARGET]
-        self._kept: dict[Any, bool] = {}
+        self._retained: dict[Any, bool] = {}
         self.aliases = BufferAliases(module, _in_place_results)
 
     def remove(self, wait: Any) -> None:
@@ -120,42 +122,45 @@ class _Program:
         segments += [(value, len(layers) // per_segment - 1) for value in rest]
         tickets = self._tickets(start.results[0])
         return all(
-            self._lives(value, segment, tickets, removable=True)
+            self._is_live(value, segment, tickets, removable=True)
             if value in written
-            else self._is_kept(value, segment, tickets)
+            else self._is_retained(value, segment, tickets)
             for value, segment in segments
         )
 
-    def is_needless(self, wait: Any) -> bool:
+    def is_redundant(self, wait: Any) -> bool:
         """Whether the buffers of a removable wait are safe without it."""
         arrays = list(wait.results)[integer(config_of(wait)["first_array"]) :]
         segments = integers(config_of(wait)["boundary"])
-        return self.keeps_its_operands(wait) and all(
-            self._lives(array, segment, removable=True)
+        return self.retains_operands(wait) and all(
+            self._is_live(array, segment, removable=True)
             for array, segment in zip(arrays, segments, strict=True)
         )
 
-    def keeps_its_operands(self, wait: Any) -> bool:
-        """Whether the `kept` operands of a wait are live until the copy is complete."""
+    def retains_operands(self, wait: Any) -> bool:
+        """Whether the `retained` operands of a wait are live until the copy is complete."""
         config = config_of(wait)
-        last, kept = integer(config["last"]), integer(config["kept"])
-        return all(self._is_kept(value, last) for value in list(wait.operands)[1 : 1 + kept])
-
-    def _is_kept(self, value: Any, segment: int, tickets: Any = None) -> bool:
-        """Whether a buffer that a wait does not return is live, or an argument not donated."""
+        last, retained = integer(config["last"]), integer(config["retained"])
         return all(
-            self._origin_is_kept(origin, segment, tickets) for origin in self.aliases.origins(value)
+            self._is_retained(value, last) for value in list(wait.operands)[1 : 1 + retained]
         )
 
-    def _origin_is_kept(self, origin: Any, segment: int, tickets: Any) -> bool:
+    def _is_retained(self, value: Any, segment: int, tickets: Any = None) -> bool:
+        """Whether a buffer that a wait does not return is live, or an argument not donated."""
+        return all(
+            self._origin_is_retained(origin, segment, tickets)
+            for origin in self.aliases.origins(value)
+        )
+
+    def _origin_is_retained(self, origin: Any, segment: int, tickets: Any) -> bool:
         key = origin, segment, None if tickets is None else frozenset(tickets)
-        if key not in self._kept:  # all waits for a copy ask for the same buffers
-            self._kept[key] = self.aliases.is_held_by_caller(origin) or self._lives(
+        if key not in self._retained:  # all waits for a copy query the same buffers
+            self._retained[key] = self.aliases.is_held_by_caller(origin) or self._is_live(
                 origin, segment, tickets
             )
-        return self._kept[key]
+        return self._retained[key]
 
-    def _lives(
+    def _is_live(
         self, value: Any, segment: int, tickets: Any = None, *, removable: bool = False
     ) -> bool:
         """Whether the buffer of a value is live until a segment is complete.

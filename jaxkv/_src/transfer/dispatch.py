@@ -65,33 +65,33 @@ def select_implementation(
     """
     check_implementation_name(implementation)
     machine = _machine()
-    force_implementation = _forced_implementation.get() if implementation is None else None
-    asked = force_implementation.implementation if force_implementation else implementation
-    refusals = _unsupported_reasons(machine, copy, ids, asked, overlapped)
-    if asked in refusals:
+    forced = _forced_implementation.get() if implementation is None else None
+    requested = forced.implementation if forced else implementation
+    unsupported = _unsupported_reasons(machine, copy, ids, requested, overlapped)
+    if requested in unsupported:
         raise NotImplementedError(
-            f"{copy.operation}: implementation {asked!r} does not support this call: "
-            f"{refusals[asked]}"
+            f"{copy.operation}: implementation {requested!r} does not support this call: "
+            f"{unsupported[requested]}"
         )
     table = copy_table.table_for(machine.device_kind)
     situation = "overlapped" if overlapped else _direction(copy)
     rule = table.rule(situation, _size(copy, ids))
     ranked = _ranked(rule, copy_table.default_table().rule(situation, rule.minima))
-    serving = [candidate for candidate in ranked if candidate.implementation not in refusals]
-    if asked:
-        chosen = next(candidate for candidate in ranked if candidate.implementation == asked)
-    elif serving:
-        chosen = serving[0]
+    supported = [candidate for candidate in ranked if candidate.implementation not in unsupported]
+    if requested:
+        chosen = next(candidate for candidate in ranked if candidate.implementation == requested)
+    elif supported:
+        chosen = supported[0]
     else:
-        reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in unsupported.items())
         raise NotImplementedError(
             f"{copy.operation}: no implementation supports this call: {reasons}"
         )
-    if force_implementation and chosen.num_sms and force_implementation.num_sms != chosen.num_sms:
-        chosen = Candidate(chosen.implementation, force_implementation.num_sms)
+    if forced and chosen.num_sms and forced.num_sms != chosen.num_sms:
+        chosen = Candidate(chosen.implementation, forced.num_sms)
     elif chosen.implementation == "pallas" and machine.platform == "cpu":
         chosen = Candidate("pallas", 1)  # the interpreter takes seconds per SM
-    text = _explain(copy, chosen, ranked, refusals, asked is not None)
+    text = _explain(copy, chosen, ranked, unsupported, requested is not None)
     basis = f"  by {table.source}: {situation}, {_from_text(rule.minima)}"
     return Selection(chosen.implementation, chosen.num_sms, f"{text}\n{basis}")
 
@@ -148,26 +148,28 @@ def _machine() -> Machine:
 
 
 def _unsupported_reasons(
-    machine: Machine, copy: BlockCopy, ids: tuple[Any, Any], asked: str | None, overlapped: bool
+    machine: Machine, copy: BlockCopy, ids: tuple[Any, Any], requested: str | None, overlapped: bool
 ) -> dict[str, str]:
     """Implementations that do not support a call, with the reasons."""
-    refusals = {}
+    unsupported = {}
     if machine.platform == "cpu":
-        refusals["dma"] = refusals["kernel"] = "requires a CUDA device, the platform is cpu"
+        unsupported["dma"] = unsupported["kernel"] = "requires a CUDA device, the platform is cpu"
     else:
-        refusals["host"] = f"CPU backend only, the platform is {machine.platform}"
+        unsupported["host"] = f"CPU backend only, the platform is {machine.platform}"
         if not machine.has_cuda_handlers:
-            refusals["dma"] = refusals["kernel"] = "jaxkv was built without CUDA"
+            unsupported["dma"] = unsupported["kernel"] = "jaxkv was built without CUDA"
         elif not all(isinstance(entry, HostIds) for entry in ids):
-            refusals["dma"] = "requires HostIds for both id lists: the host writes the descriptors"
-        elif asked != "dma" and (count := _descriptors(copy, ids)) > MAX_DESCRIPTORS:
-            refusals["dma"] = (
+            unsupported["dma"] = (
+                "requires HostIds for both id lists: the host writes the descriptors"
+            )
+        elif requested != "dma" and (count := _descriptors(copy, ids)) > MAX_DESCRIPTORS:
+            unsupported["dma"] = (
                 f"up to {count} descriptors written by the host, the limit is {MAX_DESCRIPTORS} "
                 "unless requested"
             )
-    if reason := _pallas_unsupported_reason(machine, copy, ids, asked, overlapped):
-        refusals["pallas"] = reason
-    return refusals
+    if reason := _pallas_unsupported_reason(machine, copy, ids, requested, overlapped):
+        unsupported["pallas"] = reason
+    return unsupported
 
 
 def _descriptors(copy: BlockCopy, ids: tuple[Any, Any]) -> int:
@@ -177,12 +179,12 @@ def _descriptors(copy: BlockCopy, ids: tuple[Any, Any]) -> int:
 
 
 def _pallas_unsupported_reason(
-    machine: Machine, copy: BlockCopy, ids: tuple[Any, Any], asked: str | None, overlapped: bool
+    machine: Machine, copy: BlockCopy, ids: tuple[Any, Any], requested: str | None, overlapped: bool
 ) -> str | None:
     if overlapped:
         return "XLA runs Pallas kernels on its own stream, without overlap"
     if machine.platform == "cpu":
-        if asked != "pallas":
+        if requested != "pallas":
             return "interpreted on platform cpu, which is slow: only if requested"
         if _direction(copy) != "device":
             return "its interpreter on platform cpu supports device memory only"
@@ -236,22 +238,22 @@ def _explain(
     copy: BlockCopy,
     chosen: Candidate,
     ranked: list[Candidate],
-    refusals: dict[str, str],
-    asked: bool,
+    unsupported: dict[str, str],
+    requested: bool,
 ) -> str:
-    why = "requested" if asked else "best supported"
-    details = ", ".join(filter(None, (why, chosen.figures)))
+    reason = "requested" if requested else "best supported"
+    details = ", ".join(filter(None, (reason, chosen.figures)))
     lines = [f"{copy.operation}: {chosen.implementation} ({details})"]
     by_name = {candidate.implementation: candidate for candidate in ranked}
     for name in IMPLEMENTATIONS:
         if name != chosen.implementation:
-            reason = refusals.get(name) or _comparison(chosen, by_name[name], asked)
+            reason = unsupported.get(name) or _comparison(chosen, by_name[name], requested)
             lines.append(f"  not {name}: {reason}")
     return "\n".join(lines)
 
 
-def _comparison(chosen: Candidate, other: Candidate, asked: bool) -> str:
-    if asked:
+def _comparison(chosen: Candidate, other: Candidate, requested: bool) -> str:
+    if requested:
         reason = "another implementation was requested"
     elif other.gb_per_s is None or chosen.gb_per_s is None:
         reason = "lower rank in the table"
@@ -265,8 +267,8 @@ def _comparison(chosen: Candidate, other: Candidate, asked: bool) -> str:
 def _from_text(minima: CopySize) -> str:
     names = ("words", "runs", "payload")
     parts = [
-        f"{name} of {least} bytes or more"
-        for least, smallest, name in zip(minima, copy_table.SMALLEST, names, strict=True)
-        if least > smallest
+        f"{name} of {minimum} bytes or more"
+        for minimum, smallest, name in zip(minima, copy_table.SMALLEST, names, strict=True)
+        if minimum > smallest
     ]
     return ", ".join(parts) or "any size"

@@ -167,14 +167,14 @@ def check_page_ids(
                 argument=name,
                 count=len(outside),
             )
-    named, times = np.unique(destinations[used], return_counts=True)
-    if (times > 1).any():
-        repeated = named[times > 1][0]
+    values, counts = np.unique(destinations[used], return_counts=True)
+    if (counts > 1).any():
+        repeated = values[counts > 1][0]
         first, second = np.flatnonzero(used & (destinations == repeated))[:2]
         raise PageIndexError(
             f"{operation}: {names[1]} has duplicate destination {repeated}, at positions {first} "
             f"and {second}",
             operation=operation,
             argument=names[1],
-            count=int(times[times > 1].sum()),
+            count=int(counts[counts > 1].sum()),
         )

@@ -45,8 +45,10 @@ class Ring:
     @classmethod
     def of(cls, *block_bytes: int) -> Ring:
         """The ring for the given block sizes, multiples of 128 bytes."""
-        cuts = [cut(size // WORD_BYTES, _CHUNK_BYTES // WORD_BYTES) for size in block_bytes]
-        chunk_words = max(words for words, _ in cuts)
+        splits = [
+            split_block(size // WORD_BYTES, _CHUNK_BYTES // WORD_BYTES) for size in block_bytes
+        ]
+        chunk_words = max(words for words, _ in splits)
         chunk_bytes = chunk_words * WORD_BYTES
         batch = 1 if chunk_bytes > 2048 else min(_MAX_BATCH, _SLOT_BYTES // chunk_bytes)
         slots = min(_MAX_SLOTS, _SHARED_BYTES // (batch * chunk_bytes))
@@ -59,10 +61,10 @@ class Ring:
         return self.depth // 2
 
 
-def cut(block_words: int, most_words: int) -> tuple[int, list[int]]:
+def split_block(block_words: int, max_words: int) -> tuple[int, list[int]]:
     """Size and start positions, in words, of a block's chunks; the last two may overlap."""
     unit = _UNIT_BYTES // WORD_BYTES
-    chunks = _ceil_div(block_words, most_words)
+    chunks = _ceil_div(block_words, max_words)
     words = _ceil_div(block_words // unit, chunks) * unit
     return words, [min(chunk * words, block_words - words) for chunk in range(chunks)]
 
@@ -104,14 +106,14 @@ class Job:
         rows = [
             (*buffer.arrays, start, buffer.first, buffer.stride)
             for buffer in self.buffers
-            for start in cut(buffer.block_words, self.ring.chunk_words)[1]
+            for start in split_block(buffer.block_words, self.ring.chunk_words)[1]
         ]
         return np.array(rows, np.int32)
 
     def chunk_words(self, side: int) -> list[int]:
         """Chunk size in words of each array on a side: 0 for sources, 1 for destinations."""
         words = {
-            buffer.arrays[side]: cut(buffer.block_words, self.ring.chunk_words)[0]
+            buffer.arrays[side]: split_block(buffer.block_words, self.ring.chunk_words)[0]
             for buffer in self.buffers
         }
         return [words[array] for array in range(len(words))]

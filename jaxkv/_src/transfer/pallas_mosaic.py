@@ -62,7 +62,7 @@ def _run_mosaic(job: Job, pairs: Any, sources: list[Any], destinations: list[Any
     return [jax.freeze(blocks) for blocks in written]
 
 
-class _Place(NamedTuple):
+class _BatchPosition(NamedTuple):
     """Position of one side of a batch: words from `start` in the blocks of an array.
 
     The first block is `block`, of pair `pair`; id i is block `first + i * stride`.
@@ -79,7 +79,7 @@ class _Place(NamedTuple):
 class _Warpgroup:
     """The kernel of one warpgroup, which copies every `workers`-th batch of chunks.
 
-    A batch is one part of `ring.batch` pairs. In iteration (turn) t a warpgroup stores batch
+    A batch is one part of `ring.batch` pairs. In iteration t a warpgroup stores batch
     t - ahead, then starts the load of batch t into the slot of batch t - depth. Stores of the `lag`
     batches after t - depth may still be in flight.
 
@@ -113,40 +113,44 @@ class _Warpgroup:
 
     def copy(self) -> None:
         """The main loop: all iterations."""
-        turns, _ = _divide(self.batches - self.worker + (self.workers - 1), self.workers)
-        places = self._locate(jnp.int32(0), 0), self._locate(jnp.int32(-self.ahead), 1)
-        take_turn = functools.partial(self._take_turn, turns)
-        lax.fori_loop(jnp.int32(0), turns + self.ahead, take_turn, places)
+        iterations, _ = _divide(self.batches - self.worker + (self.workers - 1), self.workers)
+        positions = self._locate(jnp.int32(0), 0), self._locate(jnp.int32(-self.ahead), 1)
+        iterate = functools.partial(self._iterate, iterations)
+        lax.fori_loop(jnp.int32(0), iterations + self.ahead, iterate, positions)
         plgpu.wait_smem_to_gmem(0)
 
-    def _take_turn(self, turns: Any, turn: Any, places: Any) -> Any:
+    def _iterate(self, iterations: Any, iteration: Any, positions: Any) -> Any:
         depth = self.ring.depth
         # One iteration ahead: a global memory read takes as long as an iteration.
-        next_places = self._locate(turn + 1, 0), self._locate(turn + 1 - self.ahead, 1)
+        next_positions = self._locate(iteration + 1, 0), self._locate(iteration + 1 - self.ahead, 1)
 
-        @pl.when(turn >= self.ahead)
+        @pl.when(iteration >= self.ahead)
         def _() -> None:
-            self._store(self.thread * depth + _divide(turn - self.ahead, depth)[1], places[1])
+            self._store(
+                self.thread * depth + _divide(iteration - self.ahead, depth)[1], positions[1]
+            )
 
-        @pl.when(turn < turns)
+        @pl.when(iteration < iterations)
         def _() -> None:
             plgpu.wait_smem_to_gmem(self.ring.lag * self.ring.batch, wait_read_only=True)
-            self._load(self.thread * depth + _divide(turn, depth)[1], places[0])
+            self._load(self.thread * depth + _divide(iteration, depth)[1], positions[0])
 
-        return next_places
+        return next_positions
 
-    def _locate(self, turn: Any, side: int) -> _Place:
+    def _locate(self, iteration: Any, side: int) -> _BatchPosition:
         """The batch of an iteration, on side 0 (sources) or 1 (destinations)."""
         # Clipped: also evaluated for iterations before the first and after the last batch.
-        place = turn * self.workers + self.worker
-        place = jnp.clip(place, 0, jnp.maximum(self.batches - 1, 0))
-        group, part = _divide(place, len(self.table))
+        index = iteration * self.workers + self.worker
+        index = jnp.clip(index, 0, jnp.maximum(self.batches - 1, 0))
+        group, part = _divide(index, len(self.table))
         first, stride = np.int32(0), np.int32(1)
         if side == self.job.strided_side:
             first, stride = self._field(part, 3), self._field(part, 4)
         pair = group * self.ring.batch
         block = self._block_of(side, pair, first, stride)
-        return _Place(self._field(part, side), self._field(part, 2), first, stride, pair, block)
+        return _BatchPosition(
+            self._field(part, side), self._field(part, 2), first, stride, pair, block
+        )
 
     def _field(self, part: Any, column: int) -> Any:
         """A column of a part; a constant if it is equal in all parts."""
@@ -157,46 +161,53 @@ class _Warpgroup:
         # The last batch may repeat the last pair: the same bytes to the same destination.
         return first + stride * self.pairs[2 + side + 2 * jnp.minimum(pair, self.last_pair)]
 
-    def _load(self, slot: Any, place: _Place) -> None:
-        def copy(chunk: Any, piece: Any) -> None:
+    def _load(self, slot: Any, position: _BatchPosition) -> None:
+        def copy(chunk: Any, words: Any) -> None:
             plgpu.copy_gmem_to_smem(
                 chunk,
-                self.shared.at[slot, piece],
+                self.shared.at[slot, words],
                 self.loaded.at[slot],
                 # Otherwise Mosaic uses a tensor map per array, with TMA boxes of 256 words.
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 
-        self._each_chunk(0, place, copy)
+        self._each_chunk(0, position, copy)
 
-    def _store(self, slot: Any, place: _Place) -> None:
-        def copy(chunk: Any, piece: Any) -> None:
-            plgpu.copy_smem_to_gmem(self.shared.at[slot, piece], chunk)
+    def _store(self, slot: Any, position: _BatchPosition) -> None:
+        def copy(chunk: Any, words: Any) -> None:
+            plgpu.copy_smem_to_gmem(self.shared.at[slot, words], chunk)
 
         plgpu.barrier_wait(self.loaded.at[slot])
-        self._each_chunk(1, place, copy)
+        self._each_chunk(1, position, copy)
 
-    def _each_chunk(self, side: int, place: _Place, use: Callable[[Any, Any], None]) -> None:
+    def _each_chunk(
+        self, side: int, position: _BatchPosition, use: Callable[[Any, Any], None]
+    ) -> None:
         """Calls `use` with each chunk of a batch in global memory and its slice of the slot."""
-        use_array = functools.partial(self._each_chunk_of_array, side, place, use)
-        _with_ref(place.array, self.sides[side], self.job.chunk_words(side), use_array)
+        use_array = functools.partial(self._each_chunk_of_array, side, position, use)
+        _with_ref(position.array, self.sides[side], self.job.chunk_words(side), use_array)
 
     def _each_chunk_of_array(
-        self, side: int, place: _Place, use: Callable[[Any, Any], None], array: Any, words: int
+        self,
+        side: int,
+        position: _BatchPosition,
+        use: Callable[[Any, Any], None],
+        array: Any,
+        words: int,
     ) -> None:
         def use_chunk(i: Any, block: Any) -> None:
-            use(array.at[block, pl.ds(place.start, words)], pl.ds(i * words, words))
+            use(array.at[block, pl.ds(position.start, words)], pl.ds(i * words, words))
 
         def step(i: Any, block: Any) -> Any:
-            # Read one chunk ahead, as in `_take_turn`.
-            following = self._block_of(side, place.pair + i + 1, place.first, place.stride)
+            # Read one chunk ahead, as in `_iterate`.
+            following = self._block_of(side, position.pair + i + 1, position.first, position.stride)
             use_chunk(i, block)
             return following
 
         if self.ring.batch == 1:
-            use_chunk(0, place.block)
+            use_chunk(0, position.block)
         else:
-            lax.fori_loop(np.int32(0), np.int32(self.ring.batch), step, place.block)
+            lax.fori_loop(np.int32(0), np.int32(self.ring.batch), step, position.block)
 
 
 def _divide(number: Any, divisor: int) -> tuple[Any, Any]:

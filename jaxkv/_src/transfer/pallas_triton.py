@@ -54,15 +54,15 @@ def _copy_tiles(
     tiles = _divide(count + (rows - 1), rows)[0] * tiles_per_row
     program = pl.program_id(0)
 
-    def move(turn: Any, _: None) -> None:
-        row, column = _divide(program + turn * job.num_sms, tiles_per_row)
+    def copy_tile(iteration: Any, _: None) -> None:
+        row, column = _divide(program + iteration * job.num_sms, tiles_per_row)
         # No masks: indices are clamped, so that the last pair or word is copied repeatedly.
         pair = jnp.minimum(row * rows + jnp.arange(rows, dtype=_WORD), count - 1)
         word = jnp.minimum(column * columns + jnp.arange(columns, dtype=_WORD), words - 1)
         blocks = [triton.load(pairs.at[2 + side + 2 * pair]) for side in (0, 1)]
         blocks[job.strided_side] = buffer.first + blocks[job.strided_side] * buffer.stride
-        moved = triton.load(source.at[blocks[0][:, None], word[None, :]])
-        triton.store(destination.at[blocks[1][:, None], word[None, :]], moved)
+        tile = triton.load(source.at[blocks[0][:, None], word[None, :]])
+        triton.store(destination.at[blocks[1][:, None], word[None, :]], tile)
 
-    turns, _ = _divide(tiles - program + (job.num_sms - 1), job.num_sms)
-    lax.fori_loop(jnp.int32(0), turns, move, None)
+    iterations, _ = _divide(tiles - program + (job.num_sms - 1), job.num_sms)
+    lax.fori_loop(jnp.int32(0), iterations, copy_tile, None)
