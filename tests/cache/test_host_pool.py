@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -56,6 +57,7 @@ def test_a_mesh_of_one_device(layout):
         pool = jaxkv.HostPool.create(spec_of(), head_axis=head_axis, **arguments)
         assert pool.num_pages == 5
         assert pool.data.sharding.memory_kind == "pinned_host"
+        assert isinstance(pool.data.sharding, jax.NamedSharding)
         assert pool.data.sharding.spec == pool.partition_spec
 
 
@@ -98,7 +100,7 @@ def test_made_inside_of_jit(owner, on_mesh):
 
 def test_an_array_of_another_rank():
     pool = jaxkv.HostPool.create(spec_of(), num_pages=5, layout="layer_first")
-    flat = dataclasses.replace(pool, data=np.zeros(pool.data.size, pool.data.dtype))
+    flat = dataclasses.replace(pool, data=jnp.zeros(pool.data.size, pool.data.dtype))
     words = "layer_first", f"{pool.data.ndim} dimensions", f"({pool.data.size},)"
     assert_refused(lambda: flat.num_pages, ValueError, *words)
 

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -231,7 +232,7 @@ def test_on_cpu_pallas_is_interpreted_if_asked_for(machine, direction, word):
 def copies_of(layout):
     spec = layout.spec
     pool = jaxkv.HostPool(
-        data=jax.ShapeDtypeStruct(layout.shape, spec.dtype),
+        data=cast(jax.Array, jax.ShapeDtypeStruct(layout.shape, spec.dtype)),
         spec=spec,
         layout=layout.name,
         head_groups=layout.head_groups,

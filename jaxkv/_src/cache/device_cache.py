@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ class DeviceCache:
       spec: the `KVCacheSpec`, of all shards together.
     """
 
-    layers: tuple[tuple[Any, ...], ...]
+    layers: tuple[tuple[jax.Array, ...], ...]
     spec: KVCacheSpec = dataclasses.field(metadata={"static": True})
 
     @classmethod

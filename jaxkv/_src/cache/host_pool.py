@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ class HostPool:
       head_groups: G of page_unified, otherwise 1.
     """
 
-    data: Any
+    data: jax.Array
     spec: KVCacheSpec = dataclasses.field(metadata={"static": True})
     layout: str = dataclasses.field(metadata={"static": True})
     head_groups: int = dataclasses.field(metadata={"static": True})
@@ -73,7 +72,7 @@ class HostPool:
         local_shape = sharding.shard_shape(host_layout.shape)
         local_bytes = int(np.prod(local_shape)) * np.dtype(spec.dtype).itemsize
         check_host_memory(local_bytes * len(shards))
-        arrays = [_allocate(local_shape, spec.dtype, device) for device in shards]
+        arrays = [_allocate(local_shape, np.dtype(spec.dtype), device) for device in shards]
         if mesh is None:
             (data,) = arrays
         else:
@@ -115,7 +114,8 @@ class HostPool:
         if self.data.is_deleted():
             return
         self.data.block_until_ready()
-        for device in self.data.sharding.addressable_devices:
+        devices: set[jax.Device] = self.data.sharding.addressable_devices
+        for device in devices:
             # A ready array has been written, but loads from it may still be in flight.
             if device.platform == "gpu":
                 native.extension().synchronize_device(device.local_hardware_id)
@@ -136,12 +136,12 @@ def _pool_sharding(
     return NamedSharding(mesh, PartitionSpec(*axes), memory_kind="pinned_host")
 
 
-def _allocate(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Array:
+def _allocate(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> jax.Array:
     sharding = SingleDeviceSharding(device, memory_kind="pinned_host")
     with prefer_numa_node(numa_node(device)):
         if device.platform == "cpu":
             # Allocated by XLA: NumPy's memory may be used zero-copy, and a donation would copy it.
-            zeros: Any = jnp.zeros(shape, dtype, device=device)
+            zeros: jax.Array | np.ndarray = jnp.zeros(shape, dtype, device=device)
         else:
             # Ten times faster on an H200 host than zeros written by XLA.
             zeros = np.zeros(shape, dtype)

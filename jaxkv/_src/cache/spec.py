@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -73,8 +72,7 @@ class KVCacheSpec:
         """Selected layer numbers: all for None, one for an int, or those of a sequence."""
         if layers is None:
             return tuple(range(self.num_layers))
-        chosen: Any = (layers,) if np.ndim(layers) == 0 else layers
-        chosen = tuple(chosen)
+        chosen = layers if isinstance(layers, Sequence) else np.asarray(layers, object).reshape(-1)
         for layer in chosen:
             if isinstance(layer, bool) or not hasattr(layer, "__index__"):
                 raise ValueError(f"layers must be integers, got {layer!r}")

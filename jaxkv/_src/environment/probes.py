@@ -15,7 +15,7 @@ import resource
 import subprocess
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from jaxkv._src.environment.driver import Driver
 
@@ -234,14 +234,14 @@ def implementations() -> dict[str, str]:
     spec = jaxkv.KVCacheSpec(
         num_layers=2, page_size=64, num_kv_heads=8, head_dim=128, dtype=jnp.bfloat16
     )
-    block = jax.ShapeDtypeStruct((pages, *spec.block_shape), spec.dtype)
+    block = cast(jax.Array, jax.ShapeDtypeStruct((pages, *spec.block_shape), spec.dtype))
     on_host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
     host_block = jax.ShapeDtypeStruct(block.shape, block.dtype, sharding=on_host)
     cache = jaxkv.DeviceCache(layers=((block, block),) * 2, spec=spec)
     calls: dict[str, tuple[Callable[..., Any], Any, Any]] = {}
     for layout in ("page_first_direct", "page_first"):
         data = jax.ShapeDtypeStruct(HostLayout(spec, layout, pages).shape, spec.dtype)
-        pool = jaxkv.HostPool(data=data, spec=spec, layout=layout, head_groups=1)
+        pool = jaxkv.HostPool(data=cast(jax.Array, data), spec=spec, layout=layout, head_groups=1)
         calls[f"load_pages, {layout}"] = jaxkv.load_pages, pool, cache
         calls[f"store_pages, {layout}"] = jaxkv.store_pages, pool, cache
     calls["swap_blocks, host to device"] = jaxkv.swap_blocks, host_block, block

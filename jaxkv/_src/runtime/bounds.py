@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxkv._src.runtime import native
 
 
-def check_bounds(carry: Any, **bounds: tuple[Any, int]) -> Any:
+def check_bounds(carry: jax.Array, **bounds: tuple[ArrayLike, int]) -> jax.Array:
     """Checks values against their bounds; returns `carry` unchanged.
 
     A value above its bound is counted on the device and raised by `jaxkv.check_errors()`; on

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 
@@ -16,7 +14,7 @@ def default_device() -> jax.Device:
     return device or jax.local_devices()[0]
 
 
-def check_outside_jit(array: Any) -> None:
+def check_outside_jit(array: jax.Array) -> None:
     """Raises a RuntimeError if a new array is a tracer."""
     if isinstance(array, jax.core.Tracer):
         raise RuntimeError(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 
-def check_byte_dtype(dtype: Any, name: str) -> None:
+def check_byte_dtype(dtype: np.dtype, name: str) -> None:
     """Raises a ValueError for sub-byte elements, which XLA packs and NumPy counts as 1 byte."""
     bits = _element_bits(dtype)
     if 0 < bits < 8:
@@ -20,7 +19,7 @@ def check_byte_dtype(dtype: Any, name: str) -> None:
         )
 
 
-def check_canonical_dtype(array: Any, name: str) -> None:
+def check_canonical_dtype(array: jax.Array | np.ndarray, name: str) -> None:
     """Raises a ValueError for a NumPy array whose elements JAX would truncate to 32 bits."""
     dtype = array.dtype
     if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
@@ -30,7 +29,7 @@ def check_canonical_dtype(array: Any, name: str) -> None:
 
 
 @functools.cache
-def _element_bits(dtype: Any) -> int:
+def _element_bits(dtype: np.dtype) -> int:
     """Bits of a number, of one part of a complex number, or of a bool; otherwise 0."""
     if getattr(dtype, "kind", "") == "b":
         return 8

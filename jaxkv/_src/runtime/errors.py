@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 
@@ -100,7 +99,7 @@ class HostMemoryError(MemoryError):
         )
 
 
-def check_errors(*outputs: Any) -> None:
+def check_errors(*outputs: object) -> None:
     """Raises the errors that devices counted since the last check.
 
     A CUDA kernel cannot raise: it skips an entry whose id is out of range or whose destination is a

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 
+_Tree = TypeVar("_Tree")
 
-def fusion_barrier(arrays: Any) -> Any:
+
+def fusion_barrier(arrays: _Tree) -> _Tree:
     """A pytree of arrays that XLA does not fuse with slices or updates.
 
     Required before and after every call that writes in place. XLA:GPU fuses a slice, a custom call

@@ -9,27 +9,29 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import jax.monitoring
+from jax.extend.mlir import ir
 
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 # Bounded, since a failed lowering leaves its entry in the queue.
 _MAX_PENDING = 16
 
+_Callback: TypeAlias = Callable[[ir.Module], None]
+
 
 class _Pending(threading.local):
     def __init__(self) -> None:
-        self.entries: collections.deque[tuple[Any, Callable[[Any], None]]] = collections.deque(
-            maxlen=_MAX_PENDING
-        )
+        self.entries: collections.deque[tuple[ir.Module, _Callback]]
+        self.entries = collections.deque(maxlen=_MAX_PENDING)
 
 
 _pending = _Pending()
 _listening = threading.Lock()
 
 
-def when_lowered(module: Any, callback: Callable[[Any], None]) -> None:
+def when_lowered(module: ir.Module, callback: _Callback) -> None:
     """Calls `callback(module)` once after this thread has lowered the module.
 
     Repeated requests are ignored. If JAX's event listeners are cleared, `callback` is never called:
@@ -45,7 +47,7 @@ def when_lowered(module: Any, callback: Callable[[Any], None]) -> None:
         jax.monitoring.register_event_duration_secs_listener(_on_event)
 
 
-def _on_event(event: str, duration_secs: float, **_: Any) -> None:
+def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
     if event != _LOWERED:
         return
     # The lowering of a program may lower others, which complete first.
@@ -57,7 +59,7 @@ def _on_event(event: str, duration_secs: float, **_: Any) -> None:
                 callback(module)
 
 
-def _is_complete(module: Any) -> bool:
+def _is_complete(module: ir.Module) -> bool:
     for function in module.body.operations:
         blocks = function.regions[0].blocks if function.operation.name == "func.func" else ()
         for block in blocks:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Hashable, Iterable
+from typing import TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
+
+AxisName: TypeAlias = Hashable
 
 
 def check_head_axis(
@@ -29,7 +32,7 @@ def check_head_axis(
         )
 
 
-def check_unsharded(leaves: Iterable[Any]) -> None:
+def check_unsharded(leaves: Iterable[object]) -> None:
     """Raises a ValueError for arrays known to be sharded, which XLA would all-gather for the call.
 
     Shardings are known for concrete arrays and, while tracing, for a mesh with explicit axes.
@@ -44,18 +47,18 @@ def check_unsharded(leaves: Iterable[Any]) -> None:
             )
 
 
-def match_varying_axes(array: Any, operands: Iterable[Any]) -> Any:
+def match_varying_axes(array: jax.Array, operands: Iterable[ArrayLike]) -> jax.Array:
     """`array`, typed as varying over each mesh axis over which it or an operand varies.
 
     For an array that a call writes, whose type is that of the result. Otherwise a cache typed as
     replicated would keep this type after each device wrote different pages, and `shard_map` would
     use one device's cache for all. Changes only the type; no effect outside `shard_map`.
     """
-    axes = frozenset[Any]().union(*map(_varying_axes, operands)) - _varying_axes(array)
+    axes = frozenset[AxisName]().union(*map(_varying_axes, operands)) - _varying_axes(array)
     return jax.lax.pcast(array, tuple(sorted(axes, key=str)), to="varying") if axes else array
 
 
-def _varying_axes(array: Any) -> frozenset[Any]:
+def _varying_axes(array: ArrayLike) -> frozenset[AxisName]:
     if not isinstance(array, jax.core.Tracer):
         return frozenset()
     return jax.typeof(array).manual_axis_type.varying

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from typing import Any
 
 from jax.extend.mlir import ir
 
@@ -29,13 +28,13 @@ class BufferAliases:
       in_place_results: number of results of a custom call that alias its last operands, in order.
     """
 
-    def __init__(self, module: Any, in_place_results: Callable[[Any], int]) -> None:
+    def __init__(self, module: ir.Module, in_place_results: Callable[[ir.Operation], int]) -> None:
         self._in_place_results = in_place_results
-        self._functions: dict[str, Any] = {}
-        self._calls: dict[str, list[Any]] = collections.defaultdict(list)
+        self._functions: dict[str, ir.Operation] = {}
+        self._calls: dict[str, list[ir.Operation]] = collections.defaultdict(list)
         module.operation.walk(self._register)
 
-    def _register(self, operation: Any) -> Any:
+    def _register(self, operation: ir.Operation) -> ir.WalkResult:
         operation = operation.operation
         if operation.name == "func.func":
             self._functions[_symbol(operation)] = operation
@@ -43,15 +42,14 @@ class BufferAliases:
             self._calls[_callee(operation)].append(operation)
         return ir.WalkResult.ADVANCE
 
-    def returns_from_program(self, operation: Any) -> bool:
-        return operation.name == "func.return" and _symbol(operation.parent.operation) == "main"
+    def returns_from_program(self, operation: ir.Operation) -> bool:
+        return operation.name == "func.return" and _symbol(_parent(operation)) == "main"
 
-    def is_argument(self, value: Any) -> bool:
+    def is_argument(self, value: ir.Value) -> bool:
         """Whether the value is an argument of the program."""
-        function = value.owner.owner.operation if _is_block_argument(value) else None
-        return function is not None and function == self._functions["main"]
+        return _is_block_argument(value) and _parent_of(value) == self._functions["main"]
 
-    def is_held_by_caller(self, value: Any) -> bool:
+    def is_held_by_caller(self, value: ir.Value) -> bool:
         """Whether the value is an argument of the program that is not donated."""
         if not self.is_argument(value):
             return False
@@ -59,7 +57,9 @@ class BufferAliases:
         donation = ir.DictAttr(attributes[ir.BlockArgument(value).arg_number])
         return not ("tf.aliasing_output" in donation or "jax.buffer_donor" in donation)
 
-    def reached(self, value: Any, until: Callable[[Any], bool] = lambda use: False) -> list[Any]:
+    def reached(
+        self, value: ir.Value, until: Callable[[ir.OpOperand], bool] = lambda use: False
+    ) -> list[ir.Value]:
         """The values that may later alias `value`, starting with `value`.
 
         Args:
@@ -78,10 +78,10 @@ class BufferAliases:
                     pending.append(alias)
         return list(reached)
 
-    def after(self, use: Any) -> list[Any]:
+    def after(self, use: ir.OpOperand) -> list[ir.Value]:
         """The values that alias an operand after its use, one for each path."""
         operation, i = use.owner.operation, use.operand_number
-        parent = operation.parent.operation
+        parent = _parent(operation)
         match operation.name:
             case "stablehlo.optimization_barrier":
                 return [operation.results[i]]
@@ -104,7 +104,7 @@ class BufferAliases:
                 return [parent.results[i]]
         return []
 
-    def _result_in_place(self, call: Any, i: int) -> list[Any]:
+    def _result_in_place(self, call: ir.Operation, i: int) -> list[ir.Value]:
         if target_of(call) in _PASS_THROUGH:
             return list(call.results)
         result = i - len(call.operands) + len(call.results)
@@ -112,7 +112,7 @@ class BufferAliases:
             [call.results[result]] if i >= len(call.operands) - self._in_place_results(call) else []
         )
 
-    def origins(self, value: Any) -> list[Any]:
+    def origins(self, value: ir.Value) -> list[ir.Value]:
         """The values that define the buffer of a value, one for each path."""
         origins, seen, pending = [], {value}, [value]
         while pending:
@@ -125,8 +125,8 @@ class BufferAliases:
             seen.update(before)
         return origins
 
-    def _before(self, result: Any) -> list[Any]:
-        operation, i = result.owner.operation, ir.OpResult(result).result_number
+    def _before(self, result: ir.Value) -> list[ir.Value]:
+        operation, i = ir.OpResult(result).owner.operation, ir.OpResult(result).result_number
         match operation.name:
             case "stablehlo.optimization_barrier":
                 return [operation.operands[i]]
@@ -145,8 +145,8 @@ class BufferAliases:
                 return self._before_argument(_arguments(operation, region=1)[i])
         return []
 
-    def _before_argument(self, argument: Any) -> list[Any]:
-        i, parent = ir.BlockArgument(argument).arg_number, argument.owner.owner.operation
+    def _before_argument(self, argument: ir.Value) -> list[ir.Value]:
+        i, parent = ir.BlockArgument(argument).arg_number, _parent_of(argument)
         match parent.name:
             case "func.func":
                 return [call.operands[i] for call in self._calls[_symbol(parent)]]
@@ -158,15 +158,17 @@ class BufferAliases:
         return []
 
 
-def on_every_path(value: Any, predicate: Callable[[Any], bool]) -> bool:
+def on_every_path(value: ir.Value, predicate: Callable[[ir.OpOperand], bool]) -> bool:
     """Whether every path from the definition of a value has a use that satisfies `predicate`."""
-    owner = value.owner
-    scope = owner.owner if isinstance(owner, ir.Block) else owner.operation.parent
-    return _in_scope(list(value.uses), scope.operation, predicate)
+    is_argument = _is_block_argument(value)
+    scope = _parent_of(value) if is_argument else _parent(ir.OpResult(value).owner.operation)
+    return _in_scope(list(value.uses), scope, predicate)
 
 
-def _in_scope(uses: list[Any], scope: Any, predicate: Callable[[Any], bool]) -> bool:
-    branches: dict[Any, list[Any]] = collections.defaultdict(list)
+def _in_scope(
+    uses: list[ir.OpOperand], scope: ir.Operation, predicate: Callable[[ir.OpOperand], bool]
+) -> bool:
+    branches: dict[ir.Operation, list[ir.OpOperand]] = collections.defaultdict(list)
     for use in uses:
         branch = _outermost_branch(use.owner.operation, scope)
         if branch is None:
@@ -183,16 +185,16 @@ def _in_scope(uses: list[Any], scope: Any, predicate: Callable[[Any], bool]) -> 
     )
 
 
-def _outermost_branch(operation: Any, scope: Any) -> Any | None:
+def _outermost_branch(operation: ir.Operation, scope: ir.Operation) -> ir.Operation | None:
     """The outermost branch or loop within `scope` that contains an operation."""
     found = None
-    while (operation := operation.parent.operation) != scope:
+    while (operation := _parent(operation)) != scope:
         if operation.name == _LOOP or operation.name in _BRANCHES:
             found = operation
     return found
 
 
-def _is_inside(use: Any, region: Any) -> bool:
+def _is_inside(use: ir.OpOperand, region: ir.Region) -> bool:
     operation = use.owner.operation
     while operation.parent is not None:
         if operation.block.region == region:
@@ -201,21 +203,31 @@ def _is_inside(use: Any, region: Any) -> bool:
     return False
 
 
-def _is_block_argument(value: Any) -> bool:
+def _is_block_argument(value: ir.Value) -> bool:
     return isinstance(value.owner, ir.Block)
 
 
-def _arguments(operation: Any, region: int = 0) -> Any:
+def _parent(operation: ir.Operation) -> ir.Operation:
+    assert operation.parent is not None  # only the module has none
+    return operation.parent.operation
+
+
+def _parent_of(argument: ir.Value) -> ir.Operation:
+    """The operation with the block of a block argument."""
+    return ir.BlockArgument(argument).owner.owner.operation
+
+
+def _arguments(operation: ir.Operation, region: int = 0) -> ir.BlockArgumentList:
     return operation.regions[region].blocks[0].arguments
 
 
-def _terminator(operation: Any, region: int = 0) -> Any:
+def _terminator(operation: ir.Operation, region: int = 0) -> ir.Operation:
     return list(operation.regions[region].blocks[0].operations)[-1].operation
 
 
-def _symbol(function: Any) -> str:
+def _symbol(function: ir.Operation) -> str:
     return ir.StringAttr(function.attributes["sym_name"]).value
 
 
-def _callee(call: Any) -> str:
+def _callee(call: ir.Operation) -> str:
     return ir.FlatSymbolRefAttr(call.attributes["callee"]).value

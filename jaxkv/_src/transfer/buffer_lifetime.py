@@ -11,8 +11,8 @@ that is not analysed is correct, only slower.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
+import jax
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
@@ -33,13 +33,13 @@ WAIT_TARGET = "jaxkv_wait_copy"
 _NUM_ID_OPERANDS: dict[str | None, int] = {"jaxkv_start_copy": 1, "jaxkv_start_copy_dma": 2}
 
 
-def analysed(results: Iterable[Any]) -> list[Any]:
+def analysed(results: Iterable[jax.Array]) -> list[jax.Array]:
     """The results of a start or a wait; their program is analysed once it is lowered."""
     return list(_analysed_p.bind(*results))
 
 
-def _lower_analysed(context: Any, *results: Any) -> list[Any]:
-    operation = results[0].owner
+def _lower_analysed(context: mlir.LoweringRuleContext, *results: ir.Value) -> list[ir.Value]:
+    operation = ir.OpResult(results[0]).owner.operation
     if "has_side_effect" in operation.attributes:
         # A side effect for XLA only, which must neither merge two starts nor remove an unused
         # wait. JAX would dispatch a program with effects from Python, many times slower.
@@ -55,7 +55,7 @@ _analysed_p.def_abstract_eval(lambda *results: list(results))
 mlir.register_lowering(_analysed_p, _lower_analysed, cacheable=False)
 
 
-def _analyse(module: Any) -> None:
+def _analyse(module: ir.Module) -> None:
     _decide(_Program(module))
 
 
@@ -80,14 +80,14 @@ def _decide(program: _Program) -> None:
 class _Program:
     """A module with its starts and waits."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: ir.Module) -> None:
         calls = custom_calls(module)
         self.starts = [call for call in calls if target_of(call) in _NUM_ID_OPERANDS]
         self.waits = [call for call in calls if target_of(call) == WAIT_TARGET]
-        self._retained: dict[Any, bool] = {}
+        self._retained: dict[tuple[ir.Value, int, frozenset[ir.Value] | None], bool] = {}
         self.aliases = BufferAliases(module, _in_place_results)
 
-    def remove(self, wait: Any) -> None:
+    def remove(self, wait: ir.Operation) -> None:
         operands = list(wait.operands)
         first_array = integer(config_of(wait)["first_array"])
         arrays = operands[len(operands) - (len(wait.results) - first_array) :]
@@ -96,7 +96,7 @@ class _Program:
         self.waits.remove(wait)
         wait.erase()
 
-    def is_dead(self, wait: Any) -> bool:
+    def is_dead(self, wait: ir.Operation) -> bool:
         """Whether the results of a wait are unused and its copy was started in this program.
 
         `is_protected` of the start then covers the buffers.
@@ -107,7 +107,7 @@ class _Program:
         origins = (origin for array in arrays for origin in self.aliases.origins(array))
         return not any(map(self.aliases.is_argument, origins))
 
-    def is_protected(self, start: Any) -> bool:
+    def is_protected(self, start: ir.Operation) -> bool:
         """Whether all buffers of a start are live until the copy is complete."""
         num_ids = _NUM_ID_OPERANDS[target_of(start)]
         operands, written = list(start.operands), list(start.results)[1:]
@@ -128,7 +128,7 @@ class _Program:
             for value, segment in segments
         )
 
-    def is_redundant(self, wait: Any) -> bool:
+    def is_redundant(self, wait: ir.Operation) -> bool:
         """Whether the buffers of a removable wait are safe without it."""
         arrays = list(wait.results)[integer(config_of(wait)["first_array"]) :]
         segments = integers(config_of(wait)["boundary"])
@@ -137,7 +137,7 @@ class _Program:
             for array, segment in zip(arrays, segments, strict=True)
         )
 
-    def retains_operands(self, wait: Any) -> bool:
+    def retains_operands(self, wait: ir.Operation) -> bool:
         """Whether the `retained` operands of a wait are live until the copy is complete."""
         config = config_of(wait)
         last, retained = integer(config["last"]), integer(config["retained"])
@@ -145,14 +145,18 @@ class _Program:
             self._is_retained(value, last) for value in list(wait.operands)[1 : 1 + retained]
         )
 
-    def _is_retained(self, value: Any, segment: int, tickets: Any = None) -> bool:
+    def _is_retained(
+        self, value: ir.Value, segment: int, tickets: set[ir.Value] | None = None
+    ) -> bool:
         """Whether a buffer that a wait does not return is live, or an argument not donated."""
         return all(
             self._origin_is_retained(origin, segment, tickets)
             for origin in self.aliases.origins(value)
         )
 
-    def _origin_is_retained(self, origin: Any, segment: int, tickets: Any) -> bool:
+    def _origin_is_retained(
+        self, origin: ir.Value, segment: int, tickets: set[ir.Value] | None
+    ) -> bool:
         key = origin, segment, None if tickets is None else frozenset(tickets)
         if key not in self._retained:  # all waits for a copy query the same buffers
             self._retained[key] = self.aliases.is_held_by_caller(origin) or self._is_live(
@@ -161,7 +165,12 @@ class _Program:
         return self._retained[key]
 
     def _is_live(
-        self, value: Any, segment: int, tickets: Any = None, *, removable: bool = False
+        self,
+        value: ir.Value,
+        segment: int,
+        tickets: set[ir.Value] | None = None,
+        *,
+        removable: bool = False,
     ) -> bool:
         """Whether the buffer of a value is live until a segment is complete.
 
@@ -172,7 +181,7 @@ class _Program:
           removable: whether removable waits count; their own check covers the returned arrays.
         """
 
-        def ends_at(use: Any) -> bool:
+        def ends_at(use: ir.OpOperand) -> bool:
             operation = use.owner.operation
             if target_of(operation) != WAIT_TARGET:
                 return self.aliases.returns_from_program(operation)
@@ -182,12 +191,12 @@ class _Program:
                 return False
             return integer(config_of(operation)["segment"]) >= segment
 
-        def is_safe(use: Any) -> bool:
+        def is_safe(use: ir.OpOperand) -> bool:
             aliases = self.aliases.after(use)
             return ends_at(use) or (bool(aliases) and not any(map(lost.__contains__, aliases)))
 
         values = self.aliases.reached(value, until=ends_at)
-        lost: set[Any] = set()
+        lost: set[ir.Value] = set()
         size = -1
         while len(lost) != size:  # greatest fixed point: a loop carry may alias itself
             size = len(lost)
@@ -195,9 +204,9 @@ class _Program:
             lost |= {value for value in candidates if not on_every_path(value, is_safe)}
         return value not in lost
 
-    def _tickets(self, ticket: Any) -> set[Any]:
+    def _tickets(self, ticket: ir.Value) -> set[ir.Value]:
         """The tickets of a copy: that of its start and those of its waits."""
-        tickets, pending = set[Any](), [ticket]
+        tickets, pending = set[ir.Value](), [ticket]
         while pending:
             for value in set(self.aliases.reached(pending.pop())) - tickets:
                 tickets.add(value)
@@ -208,14 +217,14 @@ class _Program:
         return tickets
 
 
-def _in_place_results(wait: Any) -> int:
+def _in_place_results(wait: ir.Operation) -> int:
     """Number of results of a custom call that alias its last operands."""
     if target_of(wait) != WAIT_TARGET:
         return 0
     return len(wait.results) - integer(config_of(wait)["first_array"])
 
 
-def _is_used(value: Any) -> bool:
+def _is_used(value: ir.Value) -> bool:
     """Whether the value has a use other than a dead barrier."""
     return any(
         use.owner.operation.name != "stablehlo.optimization_barrier"
@@ -224,5 +233,5 @@ def _is_used(value: Any) -> bool:
     )
 
 
-def _is_removable(wait: Any) -> bool:
+def _is_removable(wait: ir.Operation) -> bool:
     return bool(integers(config_of(wait)["boundary"]))

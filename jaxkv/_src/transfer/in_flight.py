@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 
 from jaxkv._src.runtime import native
 
 
+class _Buffer(Protocol):
+    """Methods of `jax.Array`, whose type lacks `is_ready`."""
+
+    def is_deleted(self) -> bool: ...
+    def is_ready(self) -> bool: ...
+
+
 @dataclasses.dataclass(eq=False)
 class _InFlightCopy:
     """Arrays of a copy returned from its jit; not freed before the copy is complete."""
 
-    ticket: Any
-    arrays: list[Any]
+    ticket: object
+    arrays: list[_Buffer]
     started: list[int] | None = None  # copies to check for completion; known once the start has run
 
     def ended(self) -> bool:
@@ -40,7 +48,7 @@ class _InFlightCopy:
 _in_flight: collections.deque[_InFlightCopy] = collections.deque()
 
 
-def keep_alive(leaves: Any, *, instead_of: Any = None) -> None:
+def keep_alive(leaves: Sequence[Any] | None, *, instead_of: jax.Array | None = None) -> None:
     """Keeps the arrays of a handle alive, the ticket (or None) first; ignores tracers.
 
     Releases copies that are complete, and those kept with the ticket `instead_of`.
@@ -51,11 +59,11 @@ def keep_alive(leaves: Any, *, instead_of: Any = None) -> None:
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         return
     _release_finished(instead_of)
-    if arrays and leaves[0] is not None:
+    if leaves and arrays and leaves[0] is not None:
         _in_flight.append(_InFlightCopy(leaves[0], arrays))
 
 
-def _release_finished(ticket: Any) -> None:
+def _release_finished(ticket: jax.Array | None) -> None:
     for _ in range(len(_in_flight)):
         try:
             entry = _in_flight.popleft()
@@ -76,7 +84,7 @@ def _requeue_unless_finished(entry: _InFlightCopy) -> None:
             _in_flight.append(entry)
 
 
-def check_same_trace(before: Any, after: Any) -> None:
+def check_same_trace(before: jax.Array, after: jax.Array) -> None:
     """Raises a RuntimeError if `after`, a new leaf of a handle, has another trace than `before`."""
     if isinstance(after, jax.core.Tracer) and _trace_of(before) is not _trace_of(after):
         raise RuntimeError(
@@ -86,5 +94,5 @@ def check_same_trace(before: Any, after: Any) -> None:
         )
 
 
-def _trace_of(array: Any) -> Any:
+def _trace_of(array: jax.Array) -> object:
     return array._trace if isinstance(array, jax.core.Tracer) else None
