@@ -113,8 +113,8 @@ class Copy:
         copy = BlockCopy(
             "swap_blocks",
             self.to_dense,
-            dense,
-            strided,
+            [],
+            [],
             self.geometry,
             self.offsets,
             self.num_dense,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -24,7 +24,8 @@ from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.resolve import prepare, resolve
 
 if TYPE_CHECKING:
-    from jaxkv._src.transfer.resolve import Ids, PreparedCall
+    from jaxkv._src.transfer.ids import Ids
+    from jaxkv._src.transfer.resolve import PreparedCall, PyTree
 
 
 def load_pages(
@@ -109,8 +110,8 @@ def store_pages(
 
 
 def swap_blocks(
-    src: Any, dst: Any, src_ids: Ids, dst_ids: Ids, *, implementation: str | None = None
-) -> Any:
+    src: PyTree, dst: PyTree, src_ids: Ids, dst_ids: Ids, *, implementation: str | None = None
+) -> PyTree:
     """Copies blocks between arrays: `dst[dst_ids[i]] = src[src_ids[i]]` in every leaf.
 
     The primitive below `load_pages` for engines with their own arrays, which may be in host or
@@ -138,11 +139,11 @@ def swap_blocks(
 
 def _dispatch(
     operation: str,
-    state: tuple[Any, Any],
+    state: tuple[PyTree, PyTree],
     ids: tuple[Ids, Ids],
     layers: int | Sequence[int] | None,
     implementation: str | None,
-) -> Any:
+) -> PyTree:
     call, traced = prepare(operation, state, ids, layers, implementation)
     if traced:
         return _run(call, implementation)
@@ -158,15 +159,15 @@ def static_layers(layers: int | Sequence[int] | None) -> tuple[int, ...] | None:
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def _eager(
     operation: str,
-    state: tuple[Any, Any],
+    state: tuple[PyTree, PyTree],
     ids: tuple[Ids, Ids],
     layers: tuple[int, ...] | None,
     implementation: str | None,
-) -> Any:
+) -> PyTree:
     return _run(resolve(operation, state, ids, layers), implementation)
 
 
-def _run(call: PreparedCall, implementation: str | None) -> Any:
+def _run(call: PreparedCall, implementation: str | None) -> PyTree:
     if not call.copies or num_ids_of(call.ids[0]) == 0:
         return call.rebuild([list(copy.written) for copy in call.copies])
     chosen = [select_implementation(copy, call.ids, implementation) for copy in call.copies]
@@ -179,15 +180,16 @@ def _run(call: PreparedCall, implementation: str | None) -> Any:
         return call.rebuild(fusion_barrier(written))
 
 
-def _copy_all(call: PreparedCall, chosen: list[Selection]) -> list[list[Any]]:
+def _copy_all(call: PreparedCall, chosen: list[Selection]) -> list[list[jax.Array]]:
     """The written arrays of each copy; Pallas copies share one launch."""
     by_pallas = [i for i, selection in enumerate(chosen) if selection.implementation == "pallas"]
     # All copies have the same ids and share one plan; the copy engine makes its own.
     not_by_dma = [selection for selection in chosen if selection.implementation != "dma"]
     planned = by_pallas or needs_plan(call.ids, len(not_by_dma))
-    pairs: Any = plan_pairs(call.copies[0], call.ids) if planned else None
+    pairs = plan_pairs(call.copies[0], call.ids) if planned else None
     written = {}
     if by_pallas:
+        assert pairs is not None
         from jaxkv._src.transfer import (
             pallas_copy,  # lazy: the import of Pallas takes half a second
         )

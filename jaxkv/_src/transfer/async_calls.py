@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -13,13 +13,17 @@ from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.transfer.block_copy import START_TARGETS, BlockCopy, call_copy_handler, result_types
 from jaxkv._src.transfer.buffer_lifetime import WAIT_TARGET, analysed
 from jaxkv._src.transfer.dispatch import Selection
+from jaxkv._src.transfer.ids import IdPair
+
+if TYPE_CHECKING:
+    from jax.core import ShapedArray
 
 _WORDS = 2  # int32 words per 64-bit entry of a ticket: its number, then the address of each array
 
 
 def _start(
-    copy: BlockCopy, ids: tuple[Any, Any], plan: Any, selection: Selection, segment_buffers: int
-) -> list[Any]:
+    copy: BlockCopy, ids: IdPair, plan: jax.Array | None, selection: Selection, segment_buffers: int
+) -> list[jax.Array]:
     """Traces the start; returns the ticket and the written arrays."""
     # XLA places all results of a call that writes host memory there, also the ticket of a store.
     ticket = _ticket_like(result_types(copy)[0], _WORDS * (1 + len(copy.written)))
@@ -36,17 +40,17 @@ def _start(
 
 
 def _wait(
-    arrays: list[Any],
-    operands: tuple[Any, ...],
+    arrays: list[jax.Array],
+    operands: tuple[jax.Array, ...],
     *,
     timeout_s: float,
-    like: Any,
+    like: jax.Array | None,
     segment: int = -1,
     places: tuple[int, ...] = (),
     retained: int = 0,
     last: int = -1,
     boundary: tuple[int, ...] = (),
-) -> list[Any]:
+) -> list[jax.Array]:
     """Traces a wait; returns the next ticket, unless `like` is None, and the arrays.
 
     Args:
@@ -88,7 +92,7 @@ def _wait(
     return waited[: len(tickets)] + fusion_barrier(waited[len(tickets) :])
 
 
-def _ticket_like(result: Any, words: int) -> Any:
+def _ticket_like(result: ShapedArray, words: int) -> ShapedArray:
     """The type of a ticket, with the memory space and varying mesh axes of `result`."""
     return result.update(
         shape=(words,),

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
-from jaxkv._src.transfer import resolve
 from jaxkv._src.transfer.async_handles import LoadHandle, StoreHandle
+from jaxkv._src.transfer.ids import Ids
 
 
 def start_load(
     pool: HostPool,
     cache: DeviceCache,
-    host_pages: resolve.Ids,
-    device_pages: resolve.Ids,
+    host_pages: Ids,
+    device_pages: Ids,
     *,
     layers: int | Sequence[int] | None = None,
     implementation: str | None = None,
@@ -68,8 +68,8 @@ def start_load(
 def start_store(
     pool: HostPool,
     cache: DeviceCache,
-    host_pages: resolve.Ids,
-    device_pages: resolve.Ids,
+    host_pages: Ids,
+    device_pages: Ids,
     *,
     layers: int | Sequence[int] | None = None,
     implementation: str | None = None,

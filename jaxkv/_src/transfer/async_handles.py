@@ -7,9 +7,10 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import jax
+from jax.typing import ArrayLike
 
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
@@ -21,14 +22,23 @@ from jaxkv._src.transfer.async_calls import _start, _wait
 from jaxkv._src.transfer.block_copy import plan_pairs
 from jaxkv._src.transfer.buffer_lifetime import analysed
 from jaxkv._src.transfer.dispatch import select_implementation
-from jaxkv._src.transfer.ids import num_ids_of
+from jaxkv._src.transfer.ids import Ids, num_ids_of
 from jaxkv._src.transfer.in_flight import check_same_trace, keep_alive
+
+_Leaves: TypeAlias = tuple[Any, ...]  # arrays, or placeholders of a JAX transformation
+_Static: TypeAlias = tuple[tuple[int, ...], frozenset[int], float]  # layers, waited, timeout_s
 
 
 class _CopyHandle:
     """An in-flight copy: a pytree that owns the arrays of the copy."""
 
-    def __init__(self, pool: Any, cache: Any, ticket: Any = None, plan: Any = None) -> None:
+    def __init__(
+        self,
+        pool: HostPool | None,
+        cache: DeviceCache,
+        ticket: jax.Array | None = None,
+        plan: jax.Array | None = None,
+    ) -> None:
         # None in a load returned from the jit that started it: the pool is not a leaf.
         self._pool, self._cache = pool, cache
         # The ticket, int32[n], identifies the copy; None if there is nothing to wait for. The plan
@@ -44,7 +54,7 @@ class _CopyHandle:
         operation: str,
         pool: HostPool,
         cache: DeviceCache,
-        ids: tuple[resolve.Ids, resolve.Ids],
+        ids: tuple[Ids, Ids],
         layers: int | Sequence[int] | None,
         implementation: str | None,
         timeout_s: float,
@@ -90,7 +100,7 @@ class _CopyHandle:
         """Positions of the arrays of `layers` among the arrays that the copy writes."""
         raise NotImplementedError
 
-    def wait(self, layer: int, *, after: Any = None) -> tuple[Any, ...]:
+    def wait(self, layer: int, *, after: resolve.PyTree = None) -> tuple[jax.Array, ...]:
         """Waits on the device for the copy of a layer; the host does not block.
 
         Args:
@@ -120,7 +130,7 @@ class _CopyHandle:
         self._wait_for([layer for layer in self._layers if layer not in self._waited], None)
         return self._cache
 
-    def _wait_for(self, layers: Sequence[int], after: Any) -> None:
+    def _wait_for(self, layers: Sequence[int], after: resolve.PyTree) -> None:
         layers = [layer for layer in layers if layer not in self._waited]
         if self._ticket is None or not layers:
             return
@@ -132,8 +142,8 @@ class _CopyHandle:
             keep_alive(self._leaves() if in_flight else None, instead_of=before)
 
     def _wait_for_layers(
-        self, layers: Sequence[int], after: Any = None, *, boundary: bool = False
-    ) -> tuple[Any, DeviceCache]:
+        self, layers: Sequence[int], after: resolve.PyTree = None, *, boundary: bool = False
+    ) -> tuple[jax.Array, DeviceCache]:
         """The ticket and the cache after a wait for some layers."""
         arrays = [array for layer in layers for array in self._cache.layers[layer]]
         segments = [self._layers.index(layer) for layer in layers]
@@ -155,9 +165,14 @@ class _CopyHandle:
         return ticket, dataclasses.replace(self._cache, layers=halves)
 
     def _wait_call(
-        self, arrays: list[Any], retained: list[Any], after: list[Any], **options: Any
-    ) -> list[Any]:
+        self,
+        arrays: list[jax.Array],
+        retained: list[jax.Array],
+        after: list[jax.Array],
+        **options: Any,
+    ) -> list[jax.Array]:
         """Waits; returns the next ticket, if any, and the arrays."""
+        assert self._ticket is not None
         retained = retained if self._plan is None else [self._plan, *retained]
         operands = (self._ticket, *retained, *after)
         check_unsharded((*operands, *arrays))
@@ -178,20 +193,20 @@ class _CopyHandle:
         check_same_trace(self._ticket, waited[0])
         return waited
 
-    def _leaves(self) -> tuple[Any, ...]:
+    def _leaves(self) -> _Leaves:
         raise NotImplementedError
 
-    def _leaves_past_boundary(self) -> tuple[Any, ...]:
+    def _leaves_past_boundary(self) -> _Leaves:
         """The leaves after a wait that is removed if the program waits for them later."""
         raise NotImplementedError
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+    def tree_flatten(self) -> tuple[_Leaves, _Static]:
         traced = isinstance(self._ticket, jax.core.Tracer)
         leaves = self._leaves_past_boundary() if traced else self._leaves()
         return leaves, (self._layers, self._waited, self._timeout_s)
 
     @classmethod
-    def tree_unflatten(cls, static: Any, leaves: tuple[Any, ...]) -> Self:
+    def tree_unflatten(cls, static: _Static, leaves: _Leaves) -> Self:
         started = cls._of_leaves(*leaves)
         started._layers, started._waited, started._timeout_s = static
         keep_alive(leaves)
@@ -220,10 +235,10 @@ class LoadHandle(_CopyHandle):
         starts = (self._layers.index(layer) * halves for layer in layers)
         return tuple(start + half for start in starts for half in range(halves))
 
-    def _leaves(self) -> tuple[Any, ...]:
+    def _leaves(self) -> _Leaves:
         return self._ticket, self._plan, self._cache
 
-    def _leaves_past_boundary(self) -> tuple[Any, ...]:
+    def _leaves_past_boundary(self) -> _Leaves:
         rest = [layer for layer in self._layers if layer not in self._waited]
         if not rest:
             return self._leaves()
@@ -248,6 +263,8 @@ class StoreHandle(_CopyHandle):
         storing = start(pool, cache, host_pages, device_pages)
         pool, cache = finish(storing)
     """
+
+    _pool: HostPool
 
     @property
     def pool(self) -> HostPool:
@@ -277,10 +294,10 @@ class StoreHandle(_CopyHandle):
     def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:
         return ()
 
-    def _leaves(self) -> tuple[Any, ...]:
+    def _leaves(self) -> _Leaves:
         return self._ticket, self._plan, self._cache, self._pool
 
-    def _leaves_past_boundary(self) -> tuple[Any, ...]:
+    def _leaves_past_boundary(self) -> _Leaves:
         return self._ticket, self._plan, self._cache, self._waited_pool(boundary=True)
 
     @classmethod
@@ -296,11 +313,11 @@ def _begin_outside_jit(
     operation: str,
     pool: HostPool,
     cache: DeviceCache,
-    ids: tuple[resolve.Ids, resolve.Ids],
+    ids: tuple[Ids, Ids],
     layers: tuple[int, ...] | None,
     implementation: str | None,
     timeout_s: float,
-) -> Any:
+) -> _CopyHandle:
     return cls._begin(operation, pool, cache, ids, layers, implementation, timeout_s)
 
 
@@ -309,5 +326,5 @@ _wait_undonated = jax.jit(_wait, static_argnames=_STATIC)
 _wait_donated = jax.jit(_wait, static_argnames=_STATIC, donate_argnums=0)
 
 
-def _without_gradient(leaf: Any) -> Any:
+def _without_gradient(leaf: ArrayLike) -> ArrayLike:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.core.Tracer) else leaf

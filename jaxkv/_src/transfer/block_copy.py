@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,12 @@ from jaxkv._src.cache.host_layout import PageGeometry
 from jaxkv._src.runtime import native
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.sharding import _varying_axes, match_varying_axes
-from jaxkv._src.transfer.ids import HostIds, num_ids_of
+from jaxkv._src.transfer.ids import HostIds, IdPair, num_ids_of
+
+if TYPE_CHECKING:
+    from jax.core import ShapedArray
+
+FfiAttribute: TypeAlias = np.ndarray | np.generic | bool
 
 # FFI target of each implementation. The CUDA kernel and the CPU implementation share a target, so
 # that a call without a fixed implementation lowers for either platform.
@@ -52,15 +57,15 @@ class BlockCopy:
 
     operation: str
     to_dense: bool
-    dense: list[Any]
-    strided: list[Any]
+    dense: list[jax.Array]
+    strided: list[jax.Array]
     geometry: PageGeometry
     strided_offsets: list[int]
     num_dense: int
     num_strided: int
 
     @property
-    def written(self) -> list[Any]:
+    def written(self) -> list[jax.Array]:
         """Arrays that the copy writes; aliased by the results."""
         return self.dense if self.to_dense else self.strided
 
@@ -85,7 +90,7 @@ class BlockCopy:
         return self.num_dense if self.to_dense else self.num_strided
 
 
-def with_varying_axes(copy: BlockCopy, ids: tuple[Any, Any]) -> BlockCopy:
+def with_varying_axes(copy: BlockCopy, ids: IdPair) -> BlockCopy:
     """The copy; written arrays are typed with the varying mesh axes of their sources and ids."""
     written, read = copy.written, copy.strided if copy.to_dense else copy.dense
     if not any(map(_varying_axes, jax.tree.leaves((ids, read)))):
@@ -101,7 +106,7 @@ def with_varying_axes(copy: BlockCopy, ids: tuple[Any, Any]) -> BlockCopy:
     return dataclasses.replace(copy, strided=typed)
 
 
-def needs_plan(ids: tuple[Any, Any], num_copies: int) -> bool:
+def needs_plan(ids: IdPair, num_copies: int) -> bool:
     """Whether `num_copies` copies by kernel or host use a plan instead of checking their ids."""
     if num_copies != 1:
         return num_copies > 1  # one plan, so that a rejected entry is counted once
@@ -109,7 +114,7 @@ def needs_plan(ids: tuple[Any, Any], num_copies: int) -> bool:
     return num_ids_of(ids[0]) > (_INLINE_HOST_IDS if on_host else native.extension().INLINE_IDS)
 
 
-def plan_pairs(copy: BlockCopy, ids: tuple[Any, Any]) -> Any:
+def plan_pairs(copy: BlockCopy, ids: IdPair) -> jax.Array:
     """Traces the check of the ids; returns int32[2 + 2n]: the valid pairs and their number."""
     result = _scratch_like(jax.typeof(copy.written[0]), 2 + 2 * num_ids_of(ids[0]))
     plan = jax.ffi.ffi_call("jaxkv_plan_pairs", result)
@@ -117,8 +122,8 @@ def plan_pairs(copy: BlockCopy, ids: tuple[Any, Any]) -> Any:
 
 
 def copy_blocks(
-    copy: BlockCopy, ids: tuple[Any, Any], pairs: Any, implementation: str, num_sms: int
-) -> list[Any]:
+    copy: BlockCopy, ids: IdPair, pairs: jax.Array | None, implementation: str, num_sms: int
+) -> list[jax.Array]:
     """Traces the copy; returns the written arrays.
 
     Args:
@@ -137,13 +142,13 @@ def copy_blocks(
 def call_copy_handler(
     target: str,
     copy: BlockCopy,
-    ids: tuple[Any, Any],
-    pairs: Any,
+    ids: IdPair,
+    pairs: jax.Array | None,
     num_sms: int,
     *,
-    tickets: Sequence[Any] = (),
-    **attributes: Any,
-) -> list[Any]:
+    tickets: Sequence[ShapedArray] = (),
+    **attributes: FfiAttribute,
+) -> list[jax.Array]:
     """Traces a call of a copy handler; returns its tickets and the written arrays.
 
     Args:
@@ -167,9 +172,7 @@ def call_copy_handler(
     return list(call(*operands, *copy.strided, *copy.dense, **attributes))
 
 
-def _copy_attribute(
-    copy: BlockCopy, ids: tuple[Any, Any], num_sms: int = 0
-) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _copy_attribute(copy: BlockCopy, ids: IdPair, num_sms: int = 0) -> np.ndarray:
     """The attribute `copy` of a handler, in the order in which the handler decodes it."""
     geometry = copy.geometry
     header = native.extension().HOST_IDS_HEADER
@@ -191,11 +194,11 @@ def _copy_attribute(
     )
 
 
-def _id_operands(ids: tuple[Any, Any]) -> list[Any]:
+def _id_operands(ids: IdPair) -> list[jax.Array]:
     return [entry.data if isinstance(entry, HostIds) else jnp.asarray(entry) for entry in ids]
 
 
-def result_types(copy: BlockCopy) -> list[Any]:
+def result_types(copy: BlockCopy) -> list[ShapedArray]:
     """The types of the written arrays; the type of a traced pool may lack its memory space."""
     types = [jax.typeof(array) for array in copy.written]
     if copy.operation in ("store_pages", "start_store"):
@@ -203,7 +206,7 @@ def result_types(copy: BlockCopy) -> list[Any]:
     return types
 
 
-def _scratch_like(result: Any, length: int) -> jax.ShapeDtypeStruct:
+def _scratch_like(result: ShapedArray, length: int) -> jax.ShapeDtypeStruct:
     """int32 device memory for the handler, with the varying mesh axes of the result."""
     mesh = result.sharding.mesh
     return jax.ShapeDtypeStruct(

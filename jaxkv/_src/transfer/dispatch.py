@@ -11,14 +11,14 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jaxkv._src.runtime import native
 from jaxkv._src.transfer import pallas_chunks
 from jaxkv._src.transfer.block_copy import BlockCopy
-from jaxkv._src.transfer.ids import HostIds, num_ids_of
+from jaxkv._src.transfer.ids import HostIds, IdPair, num_ids_of
 from jaxkv._src.tuning import copy_table
 from jaxkv._src.tuning.copy_table import IMPLEMENTATIONS, Candidate, CopySize
 
@@ -45,7 +45,7 @@ class Selection:
 
 def select_implementation(
     copy: BlockCopy,
-    ids: tuple[Any, Any],
+    ids: IdPair,
     implementation: str | None = None,
     *,
     overlapped: bool = False,
@@ -148,7 +148,7 @@ def _machine() -> Machine:
 
 
 def _unsupported_reasons(
-    machine: Machine, copy: BlockCopy, ids: tuple[Any, Any], requested: str | None, overlapped: bool
+    machine: Machine, copy: BlockCopy, ids: IdPair, requested: str | None, overlapped: bool
 ) -> dict[str, str]:
     """Implementations that do not support a call, with the reasons."""
     unsupported = {}
@@ -172,14 +172,14 @@ def _unsupported_reasons(
     return unsupported
 
 
-def _descriptors(copy: BlockCopy, ids: tuple[Any, Any]) -> int:
+def _descriptors(copy: BlockCopy, ids: IdPair) -> int:
     """Upper bound of the descriptors; the ids, which allow merging, are not known yet."""
     runs = copy.geometry.block_bytes // copy.geometry.run_bytes
     return num_ids_of(ids[0]) * len(copy.dense) * runs
 
 
 def _pallas_unsupported_reason(
-    machine: Machine, copy: BlockCopy, ids: tuple[Any, Any], requested: str | None, overlapped: bool
+    machine: Machine, copy: BlockCopy, ids: IdPair, requested: str | None, overlapped: bool
 ) -> str | None:
     if overlapped:
         return "XLA runs Pallas kernels on its own stream, without overlap"
@@ -206,13 +206,13 @@ def _direction(copy: BlockCopy) -> str:
     return "load" if any(map(_on_host, sources)) else "device"
 
 
-def _on_host(array: Any) -> bool:
+def _on_host(array: jax.Array | jax.ShapeDtypeStruct) -> bool:
     if isinstance(array, jax.ShapeDtypeStruct):  # its type has no memory space
         return getattr(array.sharding, "memory_kind", None) == "pinned_host"
     return jax.typeof(array).memory_space == jax.memory.Space.Host
 
 
-def _size(copy: BlockCopy, ids: tuple[Any, Any]) -> CopySize:
+def _size(copy: BlockCopy, ids: IdPair) -> CopySize:
     geometry = copy.geometry
     return CopySize(
         word_bytes=math.gcd(

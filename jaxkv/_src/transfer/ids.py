@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ class HostIds:
     """
 
     __slots__ = ("__weakref__", "data", "ids")
-    data: Any
+    data: jax.Array
     ids: np.ndarray | None
 
     def __init__(
@@ -55,10 +56,10 @@ class HostIds:
         ids: npt.ArrayLike | None = None,
         *,
         sharding: jax.sharding.Sharding | None = None,
-        data: Any = _NEW,
+        data: object = _NEW,
     ):
         if data is not _NEW:
-            self.data, self.ids = data, None
+            self.data, self.ids = cast(jax.Array, data), None
             return
         if ids is None:
             raise TypeError("ids is required: a NumPy array or a list of integers")
@@ -72,17 +73,22 @@ class HostIds:
             sharding = jax.sharding.SingleDeviceSharding(default_device())
         if not sharding.is_fully_replicated:
             raise ValueError(f"sharding must be fully replicated, got {sharding}")
-        data = jax.device_put(words, sharding.with_memory_kind("pinned_host"))
-        check_outside_jit(data)
+        array = jax.device_put(words, sharding.with_memory_kind("pinned_host"))
+        check_outside_jit(array)
         with allow_host_sync("HostIds are uploaded, after no work of the device"):
-            data.block_until_ready()
-        for shard in data.addressable_shards:
+            array.block_until_ready()
+        for shard in array.addressable_shards:
             extension.register_host_ids(shard.data.unsafe_buffer_pointer(), len(words))
-        self.data = data
+        self.data = array
         self.ids = host_ids
 
     def __len__(self) -> int:
         return self.data.shape[0] - native.extension().HOST_IDS_HEADER
+
+
+Ids: TypeAlias = HostIds | jax.Array | np.ndarray | Sequence[int]
+CheckedIds: TypeAlias = HostIds | jax.Array | np.ndarray  # int32[n]
+IdPair: TypeAlias = tuple[CheckedIds, CheckedIds]  # source and destination ids
 
 
 def as_host_ids(ids: npt.ArrayLike, name: str) -> np.ndarray:
@@ -101,7 +107,7 @@ def as_host_ids(ids: npt.ArrayLike, name: str) -> np.ndarray:
     return array.astype(np.int32)
 
 
-def as_ids(ids: Any, name: str) -> Any:
+def as_ids(ids: Ids, name: str) -> CheckedIds:
     """`ids` as HostIds or as a NumPy or JAX int32[n]; raises an error for argument `name`."""
     if isinstance(ids, HostIds):
         header = native.extension().HOST_IDS_HEADER
@@ -115,19 +121,20 @@ def as_ids(ids: Any, name: str) -> Any:
         raise TypeError(f"{name} is a list of tracers: jit flattens lists; pass an int32 array")
     if not hasattr(ids, "dtype") or isinstance(ids, np.ndarray):
         return as_host_ids(ids, name)
-    if ids.dtype != jnp.int32:
-        raise TypeError(f"{name} must be int32, got {ids.dtype}")
-    if ids.ndim != 1:
-        raise ValueError(f"{name} must be one-dimensional, got shape {ids.shape}")
-    return ids
+    array = cast(jax.Array, ids)
+    if array.dtype != jnp.int32:
+        raise TypeError(f"{name} must be int32, got {array.dtype}")
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
+    return array
 
 
-def num_ids_of(ids: Any) -> int:
+def num_ids_of(ids: CheckedIds) -> int:
     """Length of an id list, including padding."""
     return len(ids) if isinstance(ids, HostIds) else ids.shape[0]
 
 
-def known_ids(ids: Any) -> np.ndarray | None:
+def known_ids(ids: CheckedIds) -> np.ndarray | None:
     """The values, or None if reading them would wait for a GPU."""
     if isinstance(ids, HostIds):
         return ids.ids

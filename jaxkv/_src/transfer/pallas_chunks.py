@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -146,14 +147,14 @@ def unsupported_reason(copy: BlockCopy, num_ids: int) -> str | None:
     return None
 
 
-def _has_words(dtype: Any) -> bool:
+def _has_words(dtype: np.dtype) -> bool:
     """Whether XLA supports a bitcast between the dtype and words."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits >= 8
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 8
 
 
-def sides_of(copy: BlockCopy) -> tuple[list[Any], list[Any]]:
+def sides_of(copy: BlockCopy) -> tuple[list[jax.Array], list[jax.Array]]:
     """Sources and destinations."""
     return (copy.strided, copy.dense) if copy.to_dense else (copy.dense, copy.strided)
 

@@ -28,7 +28,7 @@ bytes, without ordering of reads and writes. A table of addresses would hide the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax import lax
@@ -45,6 +45,8 @@ from jaxkv._src.transfer.pallas_chunks import (
 )
 
 if TYPE_CHECKING:
+    from jax.core import ShapedArray
+
     from jaxkv._src.transfer.block_copy import BlockCopy
 from jaxkv._src.transfer.pallas_mosaic import _WORD, _run_mosaic
 from jaxkv._src.transfer.pallas_triton import _run_triton
@@ -53,11 +55,11 @@ from jaxkv._src.transfer.pallas_triton import _run_triton
 def copy_blocks_pallas(
     copies: Sequence[BlockCopy],
     pairs: jax.Array,
-    results: Sequence[Sequence[Any]],
+    results: Sequence[Sequence[ShapedArray]],
     *,
     num_sms: int | None = None,
     ring: Ring | None = None,
-) -> list[list[Any]]:
+) -> list[list[jax.Array]]:
     """Traces the copies, all buffers in one kernel; only inside jit.
 
     On platform cpu the kernel runs in the Pallas interpreter: slow, for tests, device memory only.
@@ -110,7 +112,7 @@ def _has_tma() -> bool:
 # Arrays as blocks of words in global memory, and back
 
 
-def _as_blocks(array: Any, block_words: int) -> Any:
+def _as_blocks(array: jax.Array, block_words: int) -> jax.Array:
     """An array of any dtype as int32[blocks, block_words], typed as device memory."""
     array = _relabel(array)
     itemsize = array.dtype.itemsize
@@ -119,7 +121,7 @@ def _as_blocks(array: Any, block_words: int) -> Any:
     return lax.bitcast_convert_type(array, _WORD).reshape(-1, block_words)
 
 
-def _from_blocks(blocks: Any, like: Any) -> Any:
+def _from_blocks(blocks: jax.Array, like: ShapedArray) -> jax.Array:
     """Inverse of `_as_blocks`: the array of type `like`."""
     itemsize = like.dtype.itemsize
     if itemsize > WORD_BYTES:
@@ -127,7 +129,7 @@ def _from_blocks(blocks: Any, like: Any) -> Any:
     return _relabel(lax.bitcast_convert_type(blocks, like.dtype).reshape(like.shape), like)
 
 
-def _relabel(array: Any, like: Any = None) -> Any:
+def _relabel(array: jax.Array, like: ShapedArray | None = None) -> jax.Array:
     """The same array with type `like`; by default device memory without varying mesh axes."""
     if like is None:
         like = jax.typeof(array).update(

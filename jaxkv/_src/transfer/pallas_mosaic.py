@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv._src.transfer.pallas_chunks import Job
 
 _WORD = jnp.int32
+_Ref: TypeAlias = Any  # a reference of Pallas, or a part of one
+_Int32: TypeAlias = jax.Array | np.int32  # traced scalar, or a constant
+_UseChunk: TypeAlias = "Callable[[_Ref, slice | pl.Slice], None]"
 
 
 def _interpreter() -> Any:
@@ -29,11 +32,13 @@ def _interpreter() -> Any:
     return InterpretGPUParams()
 
 
-def _run_mosaic(job: Job, pairs: Any, sources: list[Any], destinations: list[Any]) -> list[Any]:
+def _run_mosaic(
+    job: Job, pairs: jax.Array, sources: list[jax.Array], destinations: list[jax.Array]
+) -> list[jax.Array]:
     ring = job.ring
     slots = ring.threads * ring.depth
 
-    def jaxkv_copy_blocks(pairs: Any, parts: Any, *arrays: Any) -> None:
+    def jaxkv_copy_blocks(pairs: _Ref, parts: _Ref, *arrays: _Ref) -> None:
         sides = arrays[: len(sources)], arrays[len(sources) :]
         pl.run_scoped(
             lambda shared, loaded: _Warpgroup(job, pairs, parts, sides, shared, loaded).copy(),
@@ -68,12 +73,15 @@ class _BatchPosition(NamedTuple):
     The first block is `block`, of pair `pair`; id i is block `first + i * stride`.
     """
 
-    array: Any
-    start: Any
-    first: Any
-    stride: Any
-    pair: Any
-    block: Any
+    array: jax.Array
+    start: jax.Array
+    first: _Int32
+    stride: _Int32
+    pair: jax.Array
+    block: jax.Array
+
+
+_Positions: TypeAlias = tuple[_BatchPosition, _BatchPosition]  # of the load, of the store
 
 
 class _Warpgroup:
@@ -94,11 +102,11 @@ class _Warpgroup:
     def __init__(
         self,
         job: Job,
-        pairs: Any,
-        parts: Any,
-        sides: tuple[Sequence[Any], Sequence[Any]],
-        shared: Any,
-        loaded: Any,
+        pairs: _Ref,
+        parts: _Ref,
+        sides: tuple[Sequence[_Ref], Sequence[_Ref]],
+        shared: _Ref,
+        loaded: _Ref,
     ) -> None:
         self.job, self.ring, self.table = job, job.ring, job.parts()
         self.pairs, self.parts, self.sides = pairs, parts, sides
@@ -119,7 +127,9 @@ class _Warpgroup:
         lax.fori_loop(jnp.int32(0), iterations + self.ahead, iterate, positions)
         plgpu.wait_smem_to_gmem(0)
 
-    def _iterate(self, iterations: Any, iteration: Any, positions: Any) -> Any:
+    def _iterate(
+        self, iterations: jax.Array, iteration: jax.Array, positions: _Positions
+    ) -> _Positions:
         depth = self.ring.depth
         # One iteration ahead: a global memory read takes as long as an iteration.
         next_positions = self._locate(iteration + 1, 0), self._locate(iteration + 1 - self.ahead, 1)
@@ -137,13 +147,14 @@ class _Warpgroup:
 
         return next_positions
 
-    def _locate(self, iteration: Any, side: int) -> _BatchPosition:
+    def _locate(self, iteration: jax.Array, side: int) -> _BatchPosition:
         """The batch of an iteration, on side 0 (sources) or 1 (destinations)."""
         # Clipped: also evaluated for iterations before the first and after the last batch.
         index = iteration * self.workers + self.worker
         index = jnp.clip(index, 0, jnp.maximum(self.batches - 1, 0))
         group, part = _divide(index, len(self.table))
-        first, stride = np.int32(0), np.int32(1)
+        first: _Int32 = np.int32(0)
+        stride: _Int32 = np.int32(1)
         if side == self.job.strided_side:
             first, stride = self._field(part, 3), self._field(part, 4)
         pair = group * self.ring.batch
@@ -152,17 +163,17 @@ class _Warpgroup:
             self._field(part, side), self._field(part, 2), first, stride, pair, block
         )
 
-    def _field(self, part: Any, column: int) -> Any:
+    def _field(self, part: jax.Array, column: int) -> jax.Array:
         """A column of a part; a constant if it is equal in all parts."""
         values = self.table[:, column]
         return values[0] if (values == values[0]).all() else self.parts[part, column]
 
-    def _block_of(self, side: int, pair: Any, first: Any, stride: Any) -> Any:
+    def _block_of(self, side: int, pair: jax.Array, first: _Int32, stride: _Int32) -> jax.Array:
         # The last batch may repeat the last pair: the same bytes to the same destination.
         return first + stride * self.pairs[2 + side + 2 * jnp.minimum(pair, self.last_pair)]
 
-    def _load(self, slot: Any, position: _BatchPosition) -> None:
-        def copy(chunk: Any, words: Any) -> None:
+    def _load(self, slot: jax.Array, position: _BatchPosition) -> None:
+        def copy(chunk: _Ref, words: slice | pl.Slice) -> None:
             plgpu.copy_gmem_to_smem(
                 chunk,
                 self.shared.at[slot, words],
@@ -173,16 +184,14 @@ class _Warpgroup:
 
         self._each_chunk(0, position, copy)
 
-    def _store(self, slot: Any, position: _BatchPosition) -> None:
-        def copy(chunk: Any, words: Any) -> None:
+    def _store(self, slot: jax.Array, position: _BatchPosition) -> None:
+        def copy(chunk: _Ref, words: slice | pl.Slice) -> None:
             plgpu.copy_smem_to_gmem(self.shared.at[slot, words], chunk)
 
         plgpu.barrier_wait(self.loaded.at[slot])
         self._each_chunk(1, position, copy)
 
-    def _each_chunk(
-        self, side: int, position: _BatchPosition, use: Callable[[Any, Any], None]
-    ) -> None:
+    def _each_chunk(self, side: int, position: _BatchPosition, use: _UseChunk) -> None:
         """Calls `use` with each chunk of a batch in global memory and its slice of the slot."""
         use_array = functools.partial(self._each_chunk_of_array, side, position, use)
         _with_ref(position.array, self.sides[side], self.job.chunk_words(side), use_array)
@@ -191,14 +200,14 @@ class _Warpgroup:
         self,
         side: int,
         position: _BatchPosition,
-        use: Callable[[Any, Any], None],
-        array: Any,
+        use: _UseChunk,
+        array: _Ref,
         words: int,
     ) -> None:
-        def use_chunk(i: Any, block: Any) -> None:
+        def use_chunk(i: jax.Array | int, block: jax.Array) -> None:
             use(array.at[block, pl.ds(position.start, words)], pl.ds(i * words, words))
 
-        def step(i: Any, block: Any) -> Any:
+        def step(i: jax.Array, block: jax.Array) -> jax.Array:
             # Read one chunk ahead, as in `_iterate`.
             following = self._block_of(side, position.pair + i + 1, position.first, position.stride)
             use_chunk(i, block)
@@ -210,13 +219,16 @@ class _Warpgroup:
             lax.fori_loop(np.int32(0), np.int32(self.ring.batch), step, position.block)
 
 
-def _divide(number: Any, divisor: int) -> tuple[Any, Any]:
+def _divide(number: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
     """Quotient and remainder of a non-negative int32, without Python's rounding."""
     return lax.div(number, np.int32(divisor)), lax.rem(number, np.int32(divisor))
 
 
 def _with_ref(
-    index: Any, refs: Sequence[Any], words: Sequence[int], use: Callable[[Any, int], None]
+    index: jax.Array,
+    refs: Sequence[_Ref],
+    words: Sequence[int],
+    use: Callable[[_Ref, int], None],
 ) -> None:
     """Calls `use` with one of the references and its chunk size in words."""
     branches = [functools.partial(use, ref, size) for ref, size in zip(refs, words, strict=True)]

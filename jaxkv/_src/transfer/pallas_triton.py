@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxkv._src.transfer.pallas_chunks import Buffer, Job
-from jaxkv._src.transfer.pallas_mosaic import _WORD, _divide, _interpreter
+from jaxkv._src.transfer.pallas_mosaic import _WORD, _divide, _interpreter, _Ref
 
 _TRITON_TILE_WORDS = 8192
 _TRITON_TILE_COLUMNS = 1024
@@ -21,7 +20,9 @@ _TRITON_TILE_COLUMNS = 1024
 # Pallas-Triton is deprecated since jax 0.11; only for GPUs before sm_90
 
 
-def _run_triton(job: Job, pairs: Any, sources: list[Any], destinations: list[Any]) -> list[Any]:
+def _run_triton(
+    job: Job, pairs: jax.Array, sources: list[jax.Array], destinations: list[jax.Array]
+) -> list[jax.Array]:
     """One launch per buffer; a program copies tiles of words of several blocks."""
     from jax.experimental.pallas import triton
 
@@ -41,7 +42,7 @@ def _run_triton(job: Job, pairs: Any, sources: list[Any], destinations: list[Any
 
 
 def _copy_tiles(
-    job: Job, buffer: Buffer, pairs: Any, source: Any, _: Any, destination: Any
+    job: Job, buffer: Buffer, pairs: _Ref, source: _Ref, _: _Ref, destination: _Ref
 ) -> None:
     """The kernel of a buffer; references as for `_Warpgroup`."""
     from jax.experimental.pallas import triton
@@ -54,7 +55,7 @@ def _copy_tiles(
     tiles = _divide(count + (rows - 1), rows)[0] * tiles_per_row
     program = pl.program_id(0)
 
-    def copy_tile(iteration: Any, _: None) -> None:
+    def copy_tile(iteration: jax.Array, _: None) -> None:
         row, column = _divide(program + iteration * job.num_sms, tiles_per_row)
         # No masks: indices are clamped, so that the last pair or word is copied repeatedly.
         pair = jnp.minimum(row * rows + jnp.arange(rows, dtype=_WORD), count - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -16,11 +16,20 @@ from jaxkv._src.runtime.dtypes import check_byte_dtype, check_canonical_dtype
 from jaxkv._src.runtime.sharding import check_unsharded
 from jaxkv._src.transfer.block_copy import BlockCopy, with_varying_axes
 from jaxkv._src.transfer.dispatch import check_implementation_name
-from jaxkv._src.transfer.ids import HostIds, as_ids, check_page_ids, known_ids, num_ids_of
+from jaxkv._src.transfer.ids import (
+    HostIds,
+    IdPair,
+    Ids,
+    as_ids,
+    check_page_ids,
+    known_ids,
+    num_ids_of,
+)
 
-Ids = Any  # int32[n] array, list of ints, or HostIds
+PyTree: TypeAlias = Any  # of arrays
 # Copies, number of blocks on each side, and a function that builds the result from written arrays.
-_Resolved = tuple[list[BlockCopy], tuple[int, int] | None, Callable[[list[list[Any]]], Any]]
+_Rebuild: TypeAlias = Callable[[list[list[jax.Array]]], PyTree]
+_Resolved: TypeAlias = tuple[list[BlockCopy], tuple[int, int] | None, _Rebuild]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +37,14 @@ class PreparedCall:
     """The copies of an operation, and the function that builds its result from theirs."""
 
     copies: list[BlockCopy]
-    ids: tuple[Any, Any]
+    ids: IdPair
     limits: tuple[int, int] | None  # number of blocks on each side; None without arrays
-    rebuild: Callable[[list[list[Any]]], Any]
+    rebuild: _Rebuild
 
 
 def prepare(
     operation: str,
-    state: tuple[Any, Any],
+    state: tuple[PyTree, PyTree],
     ids: tuple[Ids, Ids],
     layers: int | Sequence[int] | None,
     implementation: str | None,
@@ -55,7 +64,7 @@ def prepare(
 
 def resolve(
     operation: str,
-    state: tuple[Any, Any],
+    state: tuple[PyTree, PyTree],
     ids: tuple[Ids, Ids],
     layers: int | Sequence[int] | None,
 ) -> PreparedCall:
@@ -93,7 +102,7 @@ def _resolve_pages(
         num_strided=layout.num_pages,
     )
 
-    def rebuild(written: list[list[Any]]) -> HostPool | DeviceCache:
+    def rebuild(written: list[list[jax.Array]]) -> HostPool | DeviceCache:
         if not to_dense:
             return dataclasses.replace(pool, data=written[0][0])
         arrays = {buffer: array for buffer, array in zip(buffers, written[0], strict=True)}
@@ -109,7 +118,7 @@ def _resolve_pages(
     return [copy], limits, rebuild
 
 
-def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> _Resolved:
+def _resolve_swap(operation: str, src: PyTree, dst: PyTree, layers: None) -> _Resolved:
     sources, source_tree = jax.tree.flatten(src)
     destinations, destination_tree = jax.tree.flatten(dst)
     if source_tree != destination_tree:  # type: ignore[operator]
@@ -159,7 +168,7 @@ def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> _Resolved
         for block_bytes, leaves in groups.items()
     ]
 
-    def rebuild(written: list[list[Any]]) -> Any:
+    def rebuild(written: list[list[jax.Array]]) -> PyTree:
         result = list(destinations)
         for leaves, arrays in zip(groups.values(), written, strict=True):
             for leaf, array in zip(leaves, arrays, strict=True):
@@ -171,7 +180,7 @@ def _resolve_swap(operation: str, src: Any, dst: Any, layers: None) -> _Resolved
 
 
 # Per operation: names of the id arguments, source first, and the function that makes its copies.
-_OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Any]]] = {
+_OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., _Resolved]]] = {
     "load_pages": (("host_pages", "device_pages"), _resolve_pages),
     "store_pages": (("device_pages", "host_pages"), _resolve_pages),
     "start_load": (("host_pages", "device_pages"), _resolve_pages),
@@ -180,7 +189,7 @@ _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Any]]] = {
 }
 
 
-def _check_host_ids_are_passed(ids: tuple[Any, Any], names: tuple[str, str]) -> None:
+def _check_host_ids_are_passed(ids: IdPair, names: tuple[str, str]) -> None:
     """Rejects closed-over HostIds: XLA copies them, and a copy is not written by the host."""
     for entry, name in zip(ids, names, strict=True):
         if isinstance(entry, HostIds) and not isinstance(entry.data, jax.core.Tracer):
@@ -189,7 +198,7 @@ def _check_host_ids_are_passed(ids: tuple[Any, Any], names: tuple[str, str]) -> 
             )
 
 
-def _check_concrete(operation: str, call: PreparedCall, leaves: list[Any]) -> None:
+def _check_concrete(operation: str, call: PreparedCall, leaves: Sequence[object]) -> None:
     """Checks of concrete values: deleted arrays, and ids that are known on the host."""
     for leaf in leaves:
         if not isinstance(leaf, jax.Array):
