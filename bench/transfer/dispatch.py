@@ -23,6 +23,7 @@ import jaxkv
 from bench.harness import timing
 from bench.harness.records import Results, arguments
 from jaxkv._src.explain import selections_of
+from jaxkv._src.tuning.copy_table import Implementation
 
 BLOCK_BYTES = 65536
 COUNTS = (1, 64, 1024, 4096, 16384)
@@ -45,13 +46,13 @@ class Load:
         self.ids = tuple(jaxkv.HostIds(rng.permutation(count)) for _ in range(2))
 
     @property
-    def chosen(self) -> str:
+    def chosen(self) -> Implementation:
         """The implementation that jaxkv chooses."""
         blocks = jax.ShapeDtypeStruct(self.source.shape, jnp.int32)
         (choice,) = selections_of(jaxkv.swap_blocks, self.source, blocks, *self.ids)
         return choice.implementation
 
-    def time(self, implementation: str, products: int) -> timing.Call:
+    def time(self, implementation: Implementation, products: int) -> timing.Call:
         """Times a step with `products` products and then the load; verifies the bytes."""
         platform = jax.default_backend()
         width = WIDTH if platform == "gpu" else 64
@@ -82,7 +83,8 @@ def measure(results: Results, count: int) -> None:
     load = Load(count)
     chosen = load.chosen
     on_gpu = jax.default_backend() == "gpu"
-    for name in dict.fromkeys((chosen, "dma") if on_gpu else (chosen,)):
+    names: tuple[Implementation, ...] = (chosen, "dma") if on_gpu else (chosen,)
+    for name in dict.fromkeys(names):
         for products in (0, 8):
             call = load.time(name, products)
             case = f"{name}, {count} x 64 KiB after {products} matrix products"

@@ -110,7 +110,7 @@ class Engine:
 
     # jaxkv.
 
-    def time_jaxkv(self, implementation: str) -> dict[str, Timing]:
+    def time_jaxkv(self, implementation: Any) -> dict[str, Timing]:
         """Raises NotImplementedError if the implementation does not support the call."""
         as_ids = jaxkv.HostIds if implementation == "dma" else jnp.asarray
         ids = {"host_pages": as_ids(self.host_pages), "device_pages": as_ids(self.pages)}

@@ -25,9 +25,9 @@ import jaxkv
 from bench.harness import copy_baselines, peak_bandwidth, timestamps
 from bench.harness.records import Results, arguments
 from bench.transfer.blocks import DIRECTIONS, IMPLEMENTATIONS, equal
-from jaxkv._src.cache.host_layout import LAYOUTS, HostLayout
+from jaxkv._src.cache.host_layout import LAYOUTS, HostLayout, Layout
 
-DIRECT = "page_first_direct"
+DIRECT: Layout = "page_first_direct"
 # More descriptors per submission than this measure the host thread rather than the link.
 MAX_DMA_DESCRIPTORS = 32768
 WANTED_CPU_MS, WANTED_GPU_MS, WANTED_SHARE = 0.03, 0.52, 0.92
@@ -39,7 +39,7 @@ class Size(NamedTuple):
     spec: jaxkv.KVCacheSpec
     pages: int
     num_pages: int
-    layouts: tuple[str, ...]
+    layouts: tuple[Layout, ...]
     peak_bytes: int
 
 
@@ -58,7 +58,7 @@ def size(platform: str, quick: bool) -> Size:
 class Case:
     """A pool and a cache of random pages, and the ids of those that are copied."""
 
-    def __init__(self, what: Size, layout: str, implementation: str):
+    def __init__(self, what: Size, layout: Layout, implementation: str):
         self.what, self.implementation = what, implementation
         self.pool = jaxkv.HostPool.create(
             what.spec, num_pages=what.num_pages, layout=layout, head_groups=_groups(layout)
@@ -220,7 +220,7 @@ def layouts(results: Results, what: Size, platform: str) -> None:
             case.pool.close()
 
 
-def _descriptors(what: Size, layout: str) -> int:
+def _descriptors(what: Size, layout: Layout) -> int:
     host = HostLayout(what.spec, layout, what.num_pages, _groups(layout))
     runs = math.prod(host.page_geometry().counts)
     return what.pages * what.spec.num_layers * what.spec.num_kv * runs

@@ -83,7 +83,7 @@ class Engine:
         limits: Limits,
         num_hbm_pages: int,
         num_host_pages: int = 0,
-        layout: str = "page_first_direct",
+        layout: Any = "page_first_direct",
         stop: int | None = None,
     ):
         if not limits.pages_per_turn <= limits.pages_in_use <= num_hbm_pages:

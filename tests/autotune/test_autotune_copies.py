@@ -13,7 +13,7 @@ from jaxkv._src.autotune import measurement
 from jaxkv._src.autotune.copies import Cell
 from jaxkv._src.transfer import dispatch
 from jaxkv._src.tuning import copy_table
-from jaxkv._src.tuning.copy_table import Candidate, CopySize
+from jaxkv._src.tuning.copy_table import Candidate, CopySize, Implementation
 
 HOST = (Candidate("host", 0),)
 
@@ -129,7 +129,7 @@ def test_every_candidate_is_forced(monkeypatch):
 
     monkeypatch.setattr("jaxkv._src.transfer.api.select_implementation", note)
     monkeypatch.setattr(dispatch, "_machine", lambda: dispatch.Machine("gpu", "Some GPU", True))
-    names = [("dma", 0), ("kernel", 4), ("pallas", 2)]
+    names: list[tuple[Implementation, int]] = [("dma", 0), ("kernel", 4), ("pallas", 2)]
     autotune_copies.measure(Cell("load", 128, 5, tuple(Candidate(*name) for name in names)))
     assert seen == names
 

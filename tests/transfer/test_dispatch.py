@@ -2,7 +2,7 @@
 
 import json
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -317,11 +317,12 @@ def test_explain_where_nothing_was_measured(table):
 
 @pytest.mark.parametrize("operation", [jaxkv.swap_blocks, select_implementation])
 def test_unknown_names(operation):
+    name: Any = "memcpy"
     with pytest.raises(ValueError, match="one of dma, kernel, pallas, host, got 'memcpy'"):
         if operation is select_implementation:
-            swap("device", 64, 1, implementation="memcpy")
+            swap("device", 64, 1, implementation=name)
         else:
-            jaxkv.swap_blocks((), (), [], [], implementation="memcpy")
+            jaxkv.swap_blocks((), (), [], [], implementation=name)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -10,15 +10,16 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxkv
+from jaxkv._src.tuning.copy_table import Implementation
 from tests.util.transfer_cases import after, assert_refused, donating, make_case, mesh_of, runner
 
 VALUES = np.array([3, -1, 0, 5], np.int32)
 OTHERS = np.array([8, 2, -1, 1], np.int32)
 
 
-def host_implementation() -> str:
+def host_implementation() -> Implementation:
     """The implementation that reads its ids on the host."""
-    return {"cpu": "host", "gpu": "dma"}[jax.default_backend()]
+    return "dma" if jax.default_backend() == "gpu" else "host"
 
 
 def run_load(pool, cache, ids, inside_jit: bool):

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
+from jaxkv._src.cache.host_layout import Layout
 from tests.util.implementations import IMPLEMENTATIONS
 from tests.util.layout_reference import (
     DTYPES,
@@ -222,9 +223,10 @@ def test_what_was_stored_comes_back(implementation, args):
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_pools_of_one_cache_do_not_mix(kind, implementation):
     """Two calls of one shape but different layouts must not share a plan."""
+    layouts: list[Layout] = ["page_first", "page_first_direct", "page_first"]
     cases = [
         make_case(layout, kind=kind, page_size=2, num_layers=2, host_pages=9, seed=seed)
-        for seed, layout in enumerate(["page_first", "page_first_direct", "page_first"])
+        for seed, layout in enumerate(layouts)
     ]
     for case in cases:
         check_copy(case, "load", *distinct_ids(case, 4), implementation)

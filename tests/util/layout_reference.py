@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxkv._src.cache.host_layout import Layout
 from jaxkv._src.cache.spec import KVCacheSpec
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "mha": ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified"),
     "mla": ("layer_first", "page_first", "page_first_direct", "page_unified"),
 }
@@ -40,7 +41,7 @@ class ReferenceLayout:
     """Location of an element of the pool according to the table."""
 
     spec: KVCacheSpec
-    name: str
+    name: Layout
     num_pages: int
     head_groups: int = 1
 

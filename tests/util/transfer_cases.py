@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxkv
+from jaxkv._src.cache.host_layout import Layout
 from tests.util.layout_reference import (
     Device,
     Layers,
@@ -95,7 +96,7 @@ def put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def make_case(
-    layout: str = "page_first_direct",
+    layout: Layout = "page_first_direct",
     *,
     host_pages: int = 12,
     device_pages: int = 9,

@@ -20,21 +20,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 
 if TYPE_CHECKING:
     from jaxkv._src.cache.spec import KVCacheSpec
 
-_AXES = {
+Layout: TypeAlias = Literal[
+    "layer_first", "page_first", "page_first_direct", "page_head", "page_unified"
+]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+_AXES: dict[Layout, tuple[str, ...]] = {
     "layer_first": ("kv", "layer", "page", "token", "head", "dim"),
     "page_first": ("kv", "page", "token", "layer", "head", "dim"),
     "page_first_direct": ("kv", "page", "layer", "token", "head", "dim"),
     "page_head": ("kv", "page", "head", "token", "layer", "dim"),
     "page_unified": ("page", "group", "layer", "kv", "token", "head", "dim"),
 }
-LAYOUTS = tuple(_AXES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,7 @@ class HostLayout:
     """
 
     spec: KVCacheSpec
-    name: str
+    name: Layout
     num_pages: int
     head_groups: int = 1
 

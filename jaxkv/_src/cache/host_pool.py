@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkv._src.cache.device_cache import DeviceCache
-from jaxkv._src.cache.host_layout import HostLayout
+from jaxkv._src.cache.host_layout import HostLayout, Layout
 from jaxkv._src.cache.host_memory import check_host_memory, numa_node, prefer_numa_node
 from jaxkv._src.cache.spec import KVCacheSpec
 from jaxkv._src.runtime import native
@@ -33,7 +33,7 @@ class HostPool:
 
     data: jax.Array
     spec: KVCacheSpec = dataclasses.field(metadata={"static": True})
-    layout: str = dataclasses.field(metadata={"static": True})
+    layout: Layout = dataclasses.field(metadata={"static": True})
     head_groups: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -42,7 +42,7 @@ class HostPool:
         spec: KVCacheSpec,
         *,
         num_pages: int,
-        layout: str = "page_first_direct",
+        layout: Layout = "page_first_direct",
         head_groups: int = 1,
         mesh: jax.sharding.Mesh | None = None,
         head_axis: str | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import numpy as np
@@ -35,7 +36,7 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: npt.DTypeLike
-    kind: str = "mha"
+    kind: Literal["mha", "mla"] = "mha"
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "page_size", "num_kv_heads", "head_dim"):

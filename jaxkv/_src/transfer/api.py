@@ -22,6 +22,7 @@ from jaxkv._src.transfer.block_copy import copy_blocks, needs_plan, plan_pairs, 
 from jaxkv._src.transfer.dispatch import Selection, select_implementation
 from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.resolve import prepare, resolve
+from jaxkv._src.tuning.copy_table import Implementation
 
 if TYPE_CHECKING:
     from jaxkv._src.transfer.ids import Ids
@@ -35,7 +36,7 @@ def load_pages(
     device_pages: Ids,
     *,
     layers: int | Sequence[int] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> DeviceCache:
     """Copies pages from host memory into the device cache.
 
@@ -82,7 +83,7 @@ def store_pages(
     device_pages: Ids,
     *,
     layers: int | Sequence[int] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> HostPool:
     """Copies pages from the device cache into host memory.
 
@@ -110,7 +111,12 @@ def store_pages(
 
 
 def swap_blocks(
-    src: PyTree, dst: PyTree, src_ids: Ids, dst_ids: Ids, *, implementation: str | None = None
+    src: PyTree,
+    dst: PyTree,
+    src_ids: Ids,
+    dst_ids: Ids,
+    *,
+    implementation: Implementation | None = None,
 ) -> PyTree:
     """Copies blocks between arrays: `dst[dst_ids[i]] = src[src_ids[i]]` in every leaf.
 
@@ -142,7 +148,7 @@ def _dispatch(
     state: tuple[PyTree, PyTree],
     ids: tuple[Ids, Ids],
     layers: int | Sequence[int] | None,
-    implementation: str | None,
+    implementation: Implementation | None,
 ) -> PyTree:
     call, traced = prepare(operation, state, ids, layers, implementation)
     if traced:
@@ -162,12 +168,12 @@ def _eager(
     state: tuple[PyTree, PyTree],
     ids: tuple[Ids, Ids],
     layers: tuple[int, ...] | None,
-    implementation: str | None,
+    implementation: Implementation | None,
 ) -> PyTree:
     return _run(resolve(operation, state, ids, layers), implementation)
 
 
-def _run(call: PreparedCall, implementation: str | None) -> PyTree:
+def _run(call: PreparedCall, implementation: Implementation | None) -> PyTree:
     if not call.copies or num_ids_of(call.ids[0]) == 0:
         return call.rebuild([list(copy.written) for copy in call.copies])
     chosen = [select_implementation(copy, call.ids, implementation) for copy in call.copies]

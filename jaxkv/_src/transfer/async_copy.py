@@ -13,6 +13,7 @@ from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
 from jaxkv._src.transfer.async_handles import LoadHandle, StoreHandle
 from jaxkv._src.transfer.ids import Ids
+from jaxkv._src.tuning.copy_table import Implementation
 
 
 def start_load(
@@ -22,7 +23,7 @@ def start_load(
     device_pages: Ids,
     *,
     layers: int | Sequence[int] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     timeout_s: float = 30.0,
 ) -> LoadHandle:
     """Starts an asynchronous copy of pages from host memory into the device cache.
@@ -72,7 +73,7 @@ def start_store(
     device_pages: Ids,
     *,
     layers: int | Sequence[int] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     timeout_s: float = 30.0,
 ) -> StoreHandle:
     """Starts an asynchronous copy of pages from the device cache into host memory.

@@ -24,6 +24,7 @@ from jaxkv._src.transfer.buffer_lifetime import analysed
 from jaxkv._src.transfer.dispatch import select_implementation
 from jaxkv._src.transfer.ids import Ids, num_ids_of
 from jaxkv._src.transfer.in_flight import check_same_trace, keep_alive
+from jaxkv._src.tuning.copy_table import Implementation
 
 _Leaves: TypeAlias = tuple[Any, ...]  # arrays, or placeholders of a JAX transformation
 _Static: TypeAlias = tuple[tuple[int, ...], frozenset[int], float]  # layers, waited, timeout_s
@@ -56,7 +57,7 @@ class _CopyHandle:
         cache: DeviceCache,
         ids: tuple[Ids, Ids],
         layers: int | Sequence[int] | None,
-        implementation: str | None,
+        implementation: Implementation | None,
         timeout_s: float,
     ) -> Self:
         timeout_s = checked_timeout_s(timeout_s)
@@ -315,7 +316,7 @@ def _begin_outside_jit(
     cache: DeviceCache,
     ids: tuple[Ids, Ids],
     layers: tuple[int, ...] | None,
-    implementation: str | None,
+    implementation: Implementation | None,
     timeout_s: float,
 ) -> _CopyHandle:
     return cls._begin(operation, pool, cache, ids, layers, implementation, timeout_s)

@@ -16,6 +16,7 @@ from jaxkv._src.runtime import native
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.sharding import _varying_axes, match_varying_axes
 from jaxkv._src.transfer.ids import HostIds, IdPair, num_ids_of
+from jaxkv._src.tuning.copy_table import Implementation
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray
@@ -122,7 +123,11 @@ def plan_pairs(copy: BlockCopy, ids: IdPair) -> jax.Array:
 
 
 def copy_blocks(
-    copy: BlockCopy, ids: IdPair, pairs: jax.Array | None, implementation: str, num_sms: int
+    copy: BlockCopy,
+    ids: IdPair,
+    pairs: jax.Array | None,
+    implementation: Implementation,
+    num_sms: int,
 ) -> list[jax.Array]:
     """Traces the copy; returns the written arrays.
 

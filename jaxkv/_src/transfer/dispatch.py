@@ -20,7 +20,7 @@ from jaxkv._src.transfer import pallas_chunks
 from jaxkv._src.transfer.block_copy import BlockCopy
 from jaxkv._src.transfer.ids import HostIds, IdPair, num_ids_of
 from jaxkv._src.tuning import copy_table
-from jaxkv._src.tuning.copy_table import IMPLEMENTATIONS, Candidate, CopySize
+from jaxkv._src.tuning.copy_table import IMPLEMENTATIONS, Candidate, CopySize, Implementation
 
 # A descriptor costs about half a microsecond of host time (bench/transfer/dispatch.py). The limit
 # bounds it to a few milliseconds per step. The kernel is hardly slower, and its host time does not
@@ -38,7 +38,7 @@ class Selection:
       text: reasons for the selection and against each of the other implementations.
     """
 
-    implementation: str
+    implementation: Implementation
     num_sms: int
     text: str
 
@@ -46,7 +46,7 @@ class Selection:
 def select_implementation(
     copy: BlockCopy,
     ids: IdPair,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     *,
     overlapped: bool = False,
 ) -> Selection:
@@ -96,7 +96,7 @@ def select_implementation(
     return Selection(chosen.implementation, chosen.num_sms, f"{text}\n{basis}")
 
 
-def check_implementation_name(implementation: str | None) -> None:
+def check_implementation_name(implementation: Implementation | None) -> None:
     """Raises ValueError unless it is None or one of `IMPLEMENTATIONS`."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
@@ -106,7 +106,7 @@ def check_implementation_name(implementation: str | None) -> None:
 
 
 @contextlib.contextmanager
-def force_implementation(implementation: str, num_sms: int = 0) -> Iterator[None]:
+def force_implementation(implementation: Implementation, num_sms: int = 0) -> Iterator[None]:
     """Context in which calls with `implementation=None` use this one; for measurements.
 
     Affects only calls that are traced in the context, not programs compiled before.
@@ -148,10 +148,14 @@ def _machine() -> Machine:
 
 
 def _unsupported_reasons(
-    machine: Machine, copy: BlockCopy, ids: IdPair, requested: str | None, overlapped: bool
-) -> dict[str, str]:
+    machine: Machine,
+    copy: BlockCopy,
+    ids: IdPair,
+    requested: Implementation | None,
+    overlapped: bool,
+) -> dict[Implementation, str]:
     """Implementations that do not support a call, with the reasons."""
-    unsupported = {}
+    unsupported: dict[Implementation, str] = {}
     if machine.platform == "cpu":
         unsupported["dma"] = unsupported["kernel"] = "requires a CUDA device, the platform is cpu"
     else:
@@ -179,7 +183,11 @@ def _descriptors(copy: BlockCopy, ids: IdPair) -> int:
 
 
 def _pallas_unsupported_reason(
-    machine: Machine, copy: BlockCopy, ids: IdPair, requested: str | None, overlapped: bool
+    machine: Machine,
+    copy: BlockCopy,
+    ids: IdPair,
+    requested: Implementation | None,
+    overlapped: bool,
 ) -> str | None:
     if overlapped:
         return "XLA runs Pallas kernels on its own stream, without overlap"
@@ -238,7 +246,7 @@ def _explain(
     copy: BlockCopy,
     chosen: Candidate,
     ranked: list[Candidate],
-    unsupported: dict[str, str],
+    unsupported: dict[Implementation, str],
     requested: bool,
 ) -> str:
     reason = "requested" if requested else "best supported"

@@ -25,6 +25,7 @@ from jaxkv._src.transfer.ids import (
     known_ids,
     num_ids_of,
 )
+from jaxkv._src.tuning.copy_table import Implementation
 
 PyTree: TypeAlias = Any  # of arrays
 # Copies, number of blocks on each side, and a function that builds the result from written arrays.
@@ -47,7 +48,7 @@ def prepare(
     state: tuple[PyTree, PyTree],
     ids: tuple[Ids, Ids],
     layers: int | Sequence[int] | None,
-    implementation: str | None,
+    implementation: Implementation | None,
 ) -> tuple[PreparedCall, bool]:
     """Checks the arguments of an operation; returns its copies and whether it is traced."""
     check_implementation_name(implementation)

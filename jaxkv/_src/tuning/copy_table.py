@@ -17,13 +17,14 @@ import functools
 import json
 import os
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from jaxkv._src.tuning.table_files import ANY_DEVICE, DEFAULT, _check_int, _object, read, slug
 
 VARIABLE = "JAXKV_TUNING"
-IMPLEMENTATIONS = ("dma", "kernel", "pallas", "host")
-ON_SMS = ("kernel", "pallas")  # the others use no SMs: num_sms is 0
+Implementation: TypeAlias = Literal["dma", "kernel", "pallas", "host"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+ON_SMS: tuple[Implementation, ...] = ("kernel", "pallas")  # the others use no SMs: num_sms is 0
 COPY_KINDS = ("load", "store", "device", "overlapped")
 PACKAGED = pathlib.Path(__file__).parent / "data" / "copy"
 
@@ -51,7 +52,7 @@ SMALLEST = CopySize(1, 1, 0)  # minima of the first rule of each kind: some rule
 class Candidate(NamedTuple):
     """An implementation, its number of SMs, and its rate in GB/s (1e9), None if not measured."""
 
-    implementation: str
+    implementation: Implementation
     num_sms: int
     gb_per_s: float | None = None
 
