@@ -37,7 +37,7 @@ def test_all_lists_the_public_attributes(module):
 
 
 @pytest.mark.parametrize("module, name", OBJECTS)
-def test_objects_are_named_as_they_are_imported(module, name):
+def test_public_objects_have_their_import_name(module, name):
     value = getattr(module, name)
     assert (value.__module__, value.__qualname__) == (module.__name__, name)
     assert pickle.loads(pickle.dumps(value)) is value

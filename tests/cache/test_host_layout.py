@@ -55,7 +55,7 @@ def coordinates(reference: ReferenceLayout):
 
 
 @pytest.mark.parametrize("kind, name", KIND_LAYOUTS)
-def test_the_reference_itself_names_every_element_once(kind, name):
+def test_reference_maps_every_element_once(kind, name):
     reference = ReferenceLayout(spec_of(kind, head_dim=3), name, num_pages=5)
     offsets = sorted(reference.offset(*at) for at in coordinates(reference))
     assert offsets == list(range(int(np.prod(reference.shape))))
@@ -71,7 +71,7 @@ def test_shape_and_strides(reference):
 
 @given(reference_layouts())
 @settings(max_examples=60, deadline=None)
-def test_page_geometry_leads_to_every_byte(reference):
+def test_page_geometry_locates_every_byte(reference):
     """Byte b of a device block is where the geometry says, for every (kv, layer, page)."""
     layout, spec = host_layout(reference), reference.spec
     itemsize = np.dtype(spec.dtype).itemsize
@@ -93,7 +93,7 @@ def test_page_geometry_leads_to_every_byte(reference):
 
 @given(reference_layouts())
 @settings(max_examples=60, deadline=None)
-def test_runs_are_as_long_as_they_can_be(reference):
+def test_runs_are_maximal(reference):
     """`run_bytes` is the longest range that is contiguous on both sides in every page."""
     spec = reference.spec
     itemsize = np.dtype(spec.dtype).itemsize
@@ -134,7 +134,7 @@ def runs_of(layout: HostLayout, host_ids, device_ids, layers) -> list[tuple[int,
 @given(copies())
 @example(ACROSS_LAYERS)
 @settings(max_examples=80, deadline=None)
-def test_the_geometry_moves_what_the_reference_moves(args):
+def test_geometry_copy_equals_reference_copy(args):
     reference, device_pages, host_ids, device_ids, layers = args
     spec = reference.spec
     rng = np.random.default_rng(0)
@@ -166,7 +166,7 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def test_a_layout_is_hashable_and_equal_by_value():
+def test_layouts_compare_and_hash_by_value():
     one, two = (HostLayout(spec_of(), "page_head", 4) for _ in range(2))
     assert one == two and hash(one) == hash(two)
     assert one != HostLayout(spec_of(), "page_head", 5)
@@ -184,7 +184,7 @@ def test_a_layout_is_hashable_and_equal_by_value():
         ("mha", "layer_first", 0, 1, ["num_pages", "0"]),
     ],
 )
-def test_a_wrong_layout_is_refused_by_name(kind, name, pages, groups, words):
+def test_invalid_layout_is_rejected(kind, name, pages, groups, words):
     with pytest.raises(ValueError) as error:
         HostLayout(spec_of(kind), name, pages, head_groups=groups)
     for word in words:
@@ -209,19 +209,19 @@ def test_a_wrong_layout_is_refused_by_name(kind, name, pages, groups, words):
         ("dtype", "S3"),
     ],
 )
-def test_a_wrong_spec_is_refused_by_name(field, value):
+def test_invalid_spec_is_rejected(field, value):
     fields = {"kind": "mha", field: value}
     with pytest.raises(ValueError) as error:
         spec_of(**fields)
     assert field in str(error.value) and str(value) in str(error.value)
 
 
-def test_mla_has_one_head():
+def test_mla_with_several_heads_is_rejected():
     with pytest.raises(ValueError, match="num_kv_heads"):
         spec_of("mla", num_kv_heads=2)
 
 
-def test_a_dtype_of_64_bits_where_jax_has_them():
+def test_64_bit_dtype_with_x64_enabled():
     jax.config.update("jax_enable_x64", True)
     try:
         assert spec_of(dtype="float64").dtype == np.float64
@@ -230,25 +230,25 @@ def test_a_dtype_of_64_bits_where_jax_has_them():
 
 
 @pytest.mark.parametrize("layers", [[0.5, 1.7], [True, False], True, 1.0, [None], "01"])
-def test_layers_are_integers(layers):
+def test_non_integer_layers_are_rejected(layers):
     with pytest.raises(ValueError, match="layers must be integers"):
         spec_of(num_layers=3).select_layers(layers)
 
 
 @pytest.mark.parametrize("layers", [[2, 0], (2, 0), np.array([2, 0]), range(2, -1, -2)])
-def test_layers_in_any_sequence(layers):
+def test_layers_from_any_sequence(layers):
     chosen = spec_of(num_layers=3).select_layers(layers)
     assert chosen == (2, 0) and all(type(layer) is int for layer in chosen)
 
 
 @pytest.mark.parametrize("layers", [[1, 1], np.array([2, 0, 2])], ids=str)
-def test_a_layer_is_selected_once(layers):
+def test_duplicate_layers_are_rejected(layers):
     with pytest.raises(ValueError, match="duplicates"):
         spec_of(num_layers=3).select_layers(layers)
 
 
 @pytest.mark.parametrize("kind, name", KIND_LAYOUTS)
-def test_a_page_has_the_bytes_of_all_its_layers(kind, name):
+def test_page_bytes_cover_all_layers(kind, name):
     for dtype in ("bfloat16", "int8"):
         reference = ReferenceLayout(spec_of(kind, dtype=dtype), name, num_pages=1)
         spec = reference.spec

@@ -12,11 +12,11 @@ import pytest
 import jaxkv
 from jaxkv._src.cache import host_memory, host_pool
 from tests.util.layout_reference import KIND_LAYOUTS, ReferenceLayout, assert_same_bytes, spec_of
-from tests.util.transfer_cases import assert_refused, mesh_of
+from tests.util.transfer_cases import assert_rejected, mesh_of
 
 
 @pytest.mark.parametrize("kind, layout", KIND_LAYOUTS)
-def test_a_new_pool_is_zero_in_pinned_memory(kind, layout):
+def test_new_pool_is_zero_in_pinned_memory(kind, layout):
     spec = spec_of(kind)
     pool = jaxkv.HostPool.create(spec, num_pages=5, layout=layout)
     shape = ReferenceLayout(spec, layout, 5).shape
@@ -25,7 +25,7 @@ def test_a_new_pool_is_zero_in_pinned_memory(kind, layout):
     assert_same_bytes(pool.data, np.zeros(shape, spec.dtype), "new pool")
 
 
-def test_a_pool_is_a_pytree_of_one_array():
+def test_pool_is_a_pytree_of_one_array():
     pool = jaxkv.HostPool.create(spec_of(), num_pages=5, layout="page_head")
     leaves, structure = jax.tree.leaves(pool), jax.tree.structure(pool)
     assert len(leaves) == 1 and leaves[0] is pool.data
@@ -36,7 +36,7 @@ def test_a_pool_is_a_pytree_of_one_array():
     assert jax.tree.structure(other) not in {structure}
 
 
-def test_a_new_pool_is_written_in_place():
+def test_new_pool_is_written_in_place():
     """From the first step on, at any address."""
     cache = jaxkv.DeviceCache.create(spec_of(), num_pages=5)
     page = np.zeros(1, np.int32)
@@ -50,7 +50,7 @@ def test_a_new_pool_is_written_in_place():
 
 
 @pytest.mark.parametrize("layout", ["page_first_direct", "page_unified"])
-def test_a_mesh_of_one_device(layout):
+def test_pool_on_mesh_of_one_device(layout):
     mesh = mesh_of(1)
     arguments = {"num_pages": 5, "layout": layout, "mesh": mesh}
     for head_axis in (None, "tp"):
@@ -62,7 +62,7 @@ def test_a_mesh_of_one_device(layout):
 
 
 @pytest.mark.multigpu
-def test_without_a_head_axis_each_device_has_the_whole_pool():
+def test_pool_without_head_axis_is_replicated():
     mesh = mesh_of(2)
     pool = jaxkv.HostPool.create(spec_of("mla"), num_pages=5, mesh=mesh)
     assert [shard.data.shape for shard in pool.data.addressable_shards] == [pool.data.shape] * 2
@@ -78,31 +78,31 @@ def test_without_a_head_axis_each_device_has_the_whole_pool():
         ({}, {"layout": "page_first", "head_axis": "heads"}, ["head_axis", "heads", "tp"]),
     ],
 )
-def test_heads_that_do_not_split(spec, arguments, words):
+def test_indivisible_heads_are_rejected(spec, arguments, words):
     mesh = mesh_of(2)
     arguments = {"num_pages": 4, "mesh": mesh, "head_axis": "tp", **arguments}
-    assert_refused(lambda: jaxkv.HostPool.create(spec_of(**spec), **arguments), ValueError, *words)
+    assert_rejected(lambda: jaxkv.HostPool.create(spec_of(**spec), **arguments), ValueError, *words)
 
 
 @pytest.mark.parametrize("owner", [jaxkv.HostPool, jaxkv.DeviceCache])
-def test_a_head_axis_without_a_mesh(owner):
+def test_head_axis_without_mesh_is_rejected(owner):
     call = partial(owner.create, spec_of(), num_pages=4, head_axis="tp")
-    assert_refused(call, ValueError, "head_axis", "tp", "mesh", "None")
+    assert_rejected(call, ValueError, "head_axis", "tp", "mesh", "None")
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
 @pytest.mark.parametrize("owner", [jaxkv.HostPool, jaxkv.DeviceCache], ids=lambda t: t.__name__)
-def test_made_inside_of_jit(owner, on_mesh):
+def test_creation_inside_jit_is_rejected(owner, on_mesh):
     mesh = mesh_of(1) if on_mesh else None
     make = jax.jit(lambda x: (owner.create(spec_of(), num_pages=5, mesh=mesh), x)[1])
-    assert_refused(lambda: make(1.0), RuntimeError, "pools", "caches", "outside of jit")
+    assert_rejected(lambda: make(1.0), RuntimeError, "pools", "caches", "outside of jit")
 
 
-def test_an_array_of_another_rank():
+def test_data_of_another_rank_is_rejected():
     pool = jaxkv.HostPool.create(spec_of(), num_pages=5, layout="layer_first")
     flat = dataclasses.replace(pool, data=jnp.zeros(pool.data.size, pool.data.dtype))
     words = "layer_first", f"{pool.data.ndim} dimensions", f"({pool.data.size},)"
-    assert_refused(lambda: flat.num_pages, ValueError, *words)
+    assert_rejected(lambda: flat.num_pages, ValueError, *words)
 
 
 def test_close_frees_and_is_idempotent():
@@ -113,7 +113,7 @@ def test_close_frees_and_is_idempotent():
     pool.close()
 
 
-def test_close_waits_for_work_that_reads_the_pool():
+def test_close_waits_for_in_flight_loads():
     """Loads in flight keep their source: the result is correct after the pool is closed."""
     spec = spec_of(page_size=64, head_dim=64)
     pool = jaxkv.HostPool.create(spec, num_pages=64)
@@ -129,7 +129,7 @@ def test_close_waits_for_work_that_reads_the_pool():
             assert_same_bytes(buffer, want, "loaded page")
 
 
-def test_a_pool_beyond_the_machine_is_refused_before_anything_is_allocated():
+def test_oversized_pool_is_rejected_before_allocation():
     spec = spec_of()
     pages = 2**40
     with pytest.raises(jaxkv.HostMemoryError) as raised:
@@ -143,7 +143,7 @@ def test_a_pool_beyond_the_machine_is_refused_before_anything_is_allocated():
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("head_axis, copies", [(None, 2), ("tp", 1)], ids=["copies", "shards"])
-def test_what_all_devices_get_must_fit(head_axis, copies, monkeypatch):
+def test_memory_check_counts_all_shards(head_axis, copies, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(host_pool, "check_host_memory", asked.append)
     pool = jaxkv.HostPool.create(spec_of(), num_pages=5, mesh=mesh_of(2), head_axis=head_axis)
@@ -185,13 +185,13 @@ def test_available_memory_without_control_groups(machine):
     assert available() == 5000 * 1024
 
 
-def test_the_limit_of_the_control_group(machine):
+def test_limit_of_a_control_group(machine):
     machine("/proc/self/cgroup", "0::/job/step")
     write_group(machine, "/sys/fs/cgroup/job/step", "100000", 40000, cached=1000)
     assert available() == 61000
 
 
-def test_the_tightest_of_nested_control_groups(machine):
+def test_tightest_limit_of_nested_control_groups(machine):
     machine("/proc/self/cgroup", "0::/job/step")
     write_group(machine, "/sys/fs/cgroup/job/step", "max", 40000)
     write_group(machine, "/sys/fs/cgroup/job", "90000", 50000)
@@ -207,16 +207,16 @@ def test_control_groups_version_1(machine):
     assert available() == 70500
 
 
-def test_a_control_group_wider_than_the_machine_does_not_count(machine):
+def test_control_group_limit_above_available_memory_is_ignored(machine):
     machine("/proc/self/cgroup", "0::/")
     write_group(machine, "/sys/fs/cgroup", str(2**50), 40000)
     assert available() == 5000 * 1024
 
 
-def test_an_exhausted_control_group_leaves_nothing(machine):
+def test_exhausted_control_group_reports_zero_bytes(machine):
     machine("/proc/self/cgroup", "0::/")
     write_group(machine, "/sys/fs/cgroup", "1000", 4000)
-    assert_refused(lambda: host_memory.check_host_memory(1), jaxkv.HostMemoryError, " 0 bytes")
+    assert_rejected(lambda: host_memory.check_host_memory(1), jaxkv.HostMemoryError, " 0 bytes")
 
 
 class Kernel:
@@ -239,7 +239,7 @@ class Kernel:
 
 @pytest.mark.parametrize("answer", [0, -1], ids=["kernel agrees", "kernel refuses"])
 @pytest.mark.parametrize("node", [0, 65, None])
-def test_memory_is_preferred_of_a_node_and_then_as_before(node, answer, monkeypatch):
+def test_numa_preference_is_restored(node, answer, monkeypatch):
     """Containers often forbid the call: a pool on another NUMA node beats no pool."""
     kernel, preferred = Kernel(answer), 1
     monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda *_, **__: kernel)

@@ -38,11 +38,11 @@ def run(page: Path, *, separately: bool) -> int:
 # JAX cannot reuse the ticket and the plan of a copy, which are donated with its handle.
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_blocks_of_a_page_run_in_order(page):
+def test_page_blocks_run_in_order(page):
     assert run(page, separately=False) == page.read_text().count("```python\n")
 
 
-def test_blocks_of_the_readme_run_each_by_itself():
+def test_readme_blocks_run_independently():
     assert run(README, separately=True) == README.read_text().count("```python\n")
 
 

@@ -16,7 +16,7 @@ def checked(carry, rows, pages):
 
 @pytest.mark.parametrize("dtype", ["int8", "float16", "int32"])
 @pytest.mark.parametrize("values", [(0, 0), (5, 7), (-1, 2)])
-def test_values_within_their_bounds(values, dtype):
+def test_values_within_bounds_pass(values, dtype):
     carry = jnp.arange(9).astype(dtype)
     np.testing.assert_array_equal(checked(carry, *map(jnp.int32, values)), carry)
     jaxkv.check_errors()
@@ -29,14 +29,14 @@ def test_values_within_their_bounds(values, dtype):
         ((5, 8), "pages = 8 exceeds its bound of 7"),
     ],
 )
-def test_a_value_beyond_its_bound_is_named(values, words):
+def test_exceeded_bound_is_reported(values, words):
     with pytest.raises(Exception, match=words) as raised:  # on CPU the step fails, with JAX's error
         jaxkv.check_errors(checked(jnp.arange(3), *map(jnp.int32, values)))
     assert isinstance(raised.value, jaxkv.BoundError) or "BoundError" in str(raised.value)
     jaxkv.check_errors()
 
 
-def test_more_bounds_than_a_call_takes():
+def test_too_many_bounds_are_rejected():
     bounds = {f"bound {i}": (jnp.int32(0), 1) for i in range(17)}
     with pytest.raises(Exception, match="17 values for 17 bounds, at most 16"):
         jax.block_until_ready(jax.jit(lambda carry: check_bounds(carry, **bounds))(jnp.arange(3)))

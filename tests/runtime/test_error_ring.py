@@ -51,28 +51,28 @@ def written(first: int, last: int) -> list[str | int]:
     return [step for slot in range(first, last) for step in ("claim", slot)]
 
 
-def test_an_entry_is_taken_once(take):
+def test_entry_is_read_once(take):
     assert take("take", *written(0, 3), "take", "take") == [(0, []), (3, [0, 1, 2]), (0, [])]
 
 
-def test_an_entry_that_is_counted_but_not_written_is_left_for_later(take):
+def test_counted_but_unwritten_entry_is_deferred(take):
     steps = "claim", "claim", 1, "take", 0, "take"
     assert take(*steps) == [(0, []), (2, [0, 1])]
 
 
 @pytest.mark.parametrize("more", [0, 1, RING, 10 * RING + 5])
-def test_of_more_than_the_ring_holds_the_last_are_known(take, more):
+def test_overflowing_ring_keeps_the_last_entries(take, more):
     taken = take(*written(0, RING + more), "take")
     assert taken == [(RING + more, list(range(more, RING + more)))]
 
 
-def test_an_older_entry_that_is_written_last_hides_no_count(take):
+def test_late_write_of_an_older_entry_loses_no_count(take):
     """Threads of one kernel that are a ring apart write the same entry, in any order."""
     steps = ["claim"] * (RING + 1) + [*range(1, RING + 1), 0]
     assert take(*steps, "take", "take") == [(RING + 1, list(range(1, RING))), (0, [])]
 
 
-def test_each_kind_is_counted_and_kept_apart(take_kinds):
+def test_kinds_are_counted_separately(take_kinds):
     """Independent of the number of errors of another kind, even while one is not written yet."""
     many = written(0, 3 * RING)
     steps = [*written(0, 2), "bound", *many, "transfer", "claim", "take", 0, "take"]
@@ -82,7 +82,7 @@ def test_each_kind_is_counted_and_kept_apart(take_kinds):
 
 @settings(max_examples=100)
 @given(data=st.data())
-def test_nothing_is_lost_or_taken_twice(take, data):
+def test_entries_are_neither_lost_nor_read_twice(take, data):
     """Few enough that none is overwritten: each is taken once and in order."""
     total = data.draw(st.integers(0, RING))
     claimed = 0

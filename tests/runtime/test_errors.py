@@ -32,7 +32,7 @@ def pending(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", [None, 3])
-def test_an_error_of_one_kind(kind, device, pending):
+def test_pending_error_of_one_kind_is_raised(kind, device, pending):
     pending((kind, device, 70, [f"text {i}" for i in range(64)]))
     with pytest.raises(jaxkv.JaxkvError) as raised:
         jaxkv.check_errors()
@@ -46,7 +46,7 @@ def test_an_error_of_one_kind(kind, device, pending):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_of_several_devices_is_one(kind, pending):
+def test_errors_of_several_devices_are_merged(kind, pending):
     pending((kind, 0, 2, ["a", "b"]), (kind, 5, 1, ["c"]))
     with pytest.raises(jaxkv.JaxkvError, match=r"^3 .*: a; b; c \(device 0, 5\)$") as raised:
         jaxkv.check_errors()
@@ -55,7 +55,7 @@ def test_an_error_of_several_devices_is_one(kind, pending):
     assert (error.operation, error.argument, error.device, error.count) == (None, None, None, 3)
 
 
-def test_errors_of_several_kinds_are_all_raised(pending):
+def test_errors_of_several_kinds_are_raised_as_a_group(pending):
     pending(*((kind, i, i + 1, [kind]) for i, kind in enumerate(KINDS)))
     with pytest.raises(ExceptionGroup) as raised:
         jaxkv.check_errors()
@@ -74,7 +74,7 @@ def test_errors_of_several_kinds_are_all_raised(pending):
         (jaxkv.PeerTimeoutError, RuntimeError),
     ],
 )
-def test_the_family(error, builtin):
+def test_errors_derive_from_jaxkv_error(error, builtin):
     assert issubclass(error, jaxkv.JaxkvError) and issubclass(error, builtin)
 
 
@@ -86,7 +86,7 @@ def test_the_family(error, builtin):
         (([0, 1, 2], [3, 1, 3]), "dst_ids", 2),
     ],
 )
-def test_what_the_host_refuses_says_of_which_argument(ids, argument, count):
+def test_host_check_reports_the_argument(ids, argument, count):
     array = jnp.zeros((4, 8))
     with pytest.raises(jaxkv.PageIndexError, match=f"^swap_blocks: {argument}") as raised:
         jaxkv.swap_blocks(array, array, *ids)
@@ -96,7 +96,7 @@ def test_what_the_host_refuses_says_of_which_argument(ids, argument, count):
 
 
 @pytest.mark.gpu
-def test_a_device_counts_each_kind():
+def test_device_counts_each_kind():
     @jax.jit
     def step(src, dst, ids):
         carry = check_bounds(jnp.arange(3), rows=(ids[0] + 9, 5))

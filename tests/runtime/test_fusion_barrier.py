@@ -49,7 +49,7 @@ def wanted(form: str, swapped: np.ndarray, stack: np.ndarray):
 @pytest.mark.parametrize("fuse", [None, True], ids=["by default", "fused"])
 @pytest.mark.parametrize("memories", [("pinned_host", "device"), ("device", "device")])
 @pytest.mark.parametrize("form", FORMS)
-def test_blocks_of_a_layer_of_a_stack(form, memories, fuse, implementation):
+def test_swap_into_a_layer_of_a_stacked_array(form, memories, fuse, implementation):
     rng = np.random.default_rng(0)
     src = random_array(rng, (9, 256), "int32")
     stack = random_array(rng, (3, 12, 256), "int32")
@@ -77,7 +77,7 @@ def test_blocks_of_a_layer_of_a_stack(form, memories, fuse, implementation):
 
 
 @pytest.mark.parametrize("fuse", [None, True], ids=["by default", "fused"])
-def test_blocks_from_layers_of_a_stack(fuse, implementation):
+def test_swap_from_layers_of_a_stacked_array(fuse, implementation):
     rng = np.random.default_rng(0)
     stack = random_array(rng, (3, 9, 256), "int32")
     dst = random_array(rng, (12, 256), "int32")
@@ -105,7 +105,7 @@ def test_blocks_from_layers_of_a_stack(fuse, implementation):
 
 @pytest.mark.parametrize("named", OVERLAPPED)
 @pytest.mark.parametrize("direction", ["load", "store"])
-def test_a_transfer_of_layers_of_a_stack(direction, named):
+def test_async_copy_of_layers_of_a_stacked_array(direction, named):
     case = make_case(head_dim=64, dtype="int8")
     (host_pages, device_pages), ids = ids_of(case, 5, named)
     halves = case.layout.num_kv
@@ -135,7 +135,7 @@ def test_a_transfer_of_layers_of_a_stack(direction, named):
         assert_same_bytes(out, stack + np.int8(1), "stack")
 
 
-def test_states_that_are_layers_of_a_stack():
+def test_states_in_layers_of_a_stacked_array():
     rng = np.random.default_rng(3)
     rows = random_rows(rng, 20)
     states = random_states(rng, [TEMPORAL] * 3, [(32,)] * 3, [np.int8] * 3, rows.table.size + 1)
@@ -158,7 +158,7 @@ def test_states_that_are_layers_of_a_stack():
     assert_same_bytes(out, np.stack(want), "states")
 
 
-def test_bounds_of_a_layer_of_a_stack():
+def test_bounds_check_of_a_layer_of_a_stacked_array():
     stack = np.arange(3 * 64, dtype=np.int32).reshape(3, 64)
 
     def check(row):
@@ -211,7 +211,7 @@ def calls():
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("name", ["copy", "align", "load", "store"])
-def test_what_is_written_comes_from_barriers_and_goes_to_barriers(name):
+def test_written_operands_are_between_fusion_barriers(name):
     call, written, other = calls()[name]
     others = () if other is None else (other,)
     jaxpr = jax.make_jaxpr(call)(written, *others).jaxpr
@@ -238,14 +238,14 @@ def taken_apart(monkeypatch):
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("name", ["copy", "align", "load", "store"])
-def test_a_call_whose_result_lies_elsewhere_says_so(name, taken_apart):
+def test_call_without_aliasing_raises(name, taken_apart):
     call, written, other = calls()[name]
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"should be one array.* would be lost"):
         jax.block_until_ready(jax.jit(partial(call))(written, *([] if other is None else [other])))
 
 
 @pytest.mark.cpu_only
-def test_a_wait_whose_result_lies_elsewhere_says_so(request):
+def test_wait_without_aliasing_raises(request):
     case = make_case()
     loading = jaxkv.start_load(case.pool(), case.cache(), *ids_of(case, 5, "host")[1])
     request.getfixturevalue("taken_apart")
@@ -254,7 +254,7 @@ def test_a_wait_whose_result_lies_elsewhere_says_so(request):
 
 
 @pytest.mark.cpu_only
-def test_bounds_whose_result_lies_elsewhere_come_through(taken_apart):
+def test_bounds_check_without_aliasing_passes(taken_apart):
     carry = np.arange(1000, dtype=np.int32)
     out = jax.jit(lambda carry: check_bounds(carry, rows=(jnp.int32(1), 5)))(carry)
     np.testing.assert_array_equal(out, carry)

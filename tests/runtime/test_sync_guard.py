@@ -101,7 +101,7 @@ def here() -> int:
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_raise_names_what_and_where_and_does_not_wait(name):
+def test_raise_mode_reports_function_and_line_without_waiting(name):
     function, what = WAITS[name]
     x = argument_of(name)
     if name not in LOOK_FIRST:
@@ -118,7 +118,7 @@ def test_raise_names_what_and_where_and_does_not_wait(name):
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_count_lists_each_wait_once_and_changes_no_result(name):
+def test_count_mode_records_each_sync_once(name):
     function, what = WAITS[name]
     x = argument_of(name)
     with jaxkv.forbid_host_sync(mode="count") as report:
@@ -137,7 +137,7 @@ def test_count_lists_each_wait_once_and_changes_no_result(name):
 
 
 @pytest.mark.parametrize("name", NO_WAITS)
-def test_what_does_not_wait_is_free(name):
+def test_operations_without_host_sync_pass(name):
     x = three()
     with jaxkv.forbid_host_sync():
         NO_WAITS[name](x)
@@ -145,7 +145,7 @@ def test_what_does_not_wait_is_free(name):
 
 @pytest.mark.parametrize("dtype", ["int8", "float32", "bfloat16", "float8_e4m3fn", "bool"])
 @pytest.mark.parametrize("place", ["device", "pinned_host", "sharded"])
-def test_reads_from_every_memory_are_seen(dtype, place):
+def test_reads_from_every_memory_are_detected(dtype, place):
     x = jnp.ones(4, dtype)
     if place == "pinned_host":
         x = jax.device_put(x, pinned())
@@ -161,7 +161,7 @@ def test_reads_from_every_memory_are_seen(dtype, place):
         np.asarray(x)
 
 
-def test_seconds_are_those_of_the_wait():
+def test_seconds_are_the_duration_of_the_sync():
     @jax.jit
     def slow(x):
         return jax.lax.fori_loop(0, 20_000, lambda _, y: jnp.sin(y), x)
@@ -176,7 +176,7 @@ def test_seconds_are_those_of_the_wait():
     assert first.seconds > second.seconds
 
 
-def test_a_wait_inside_a_wait_is_one():
+def test_nested_syncs_are_recorded_once():
     effect = jax.jit(lambda x: jax.debug.callback(lambda _: None, x, ordered=True))
     effect(one())  # its token is an array
     with jaxkv.forbid_host_sync(mode="count") as report:
@@ -184,13 +184,13 @@ def test_a_wait_inside_a_wait_is_one():
     assert [sync.what for sync in report.syncs] == ["jax.effects_barrier"]
 
 
-def test_an_error_that_the_body_hides_is_raised_at_its_end():
+def test_suppressed_error_is_raised_on_exit():
     x = three()
     with pytest.raises(jaxkv.HostSyncError, match="test_sync_guard"), jaxkv.forbid_host_sync():
         np.array_equal(x, x)
 
 
-def test_errors_of_the_wait_itself_are_as_without_a_guard():
+def test_errors_of_the_sync_itself_propagate():
     x = three()
     x.delete()
     with jaxkv.forbid_host_sync(mode="count") as report:
@@ -201,7 +201,7 @@ def test_errors_of_the_wait_itself_are_as_without_a_guard():
     assert report.syncs == []
 
 
-def test_tracers_are_none_of_its_business():
+def test_tracers_are_ignored():
     with (
         pytest.raises(jax.errors.ConcretizationTypeError),
         jaxkv.forbid_host_sync() as report,
@@ -210,7 +210,7 @@ def test_tracers_are_none_of_its_business():
     assert report.syncs == []
 
 
-def test_warns_once_for_each_place():
+def test_warn_mode_warns_once_per_line():
     x = one()
     with pytest.warns(HostSyncWarning) as caught, jaxkv.forbid_host_sync(mode="warn") as report:
         line = here()
@@ -222,7 +222,7 @@ def test_warns_once_for_each_place():
     assert report.count == 4
 
 
-def test_a_warning_that_is_an_error_gets_through_numpy():
+def test_warning_as_error_propagates_through_numpy():
     with warnings.catch_warnings(), jaxkv.forbid_host_sync(mode="warn") as report:
         warnings.simplefilter("error")
         with pytest.raises(HostSyncWarning):
@@ -231,7 +231,7 @@ def test_a_warning_that_is_an_error_gets_through_numpy():
 
 
 @pytest.mark.cpu_only
-def test_dlpack_for_a_stream_is_no_wait():
+def test_dlpack_with_a_stream_is_not_a_host_sync():
     x: Any = three()
     # It reaches XLA, which has no streams here.
     with pytest.raises(jax.errors.JaxRuntimeError, match="Stream"), jaxkv.forbid_host_sync():

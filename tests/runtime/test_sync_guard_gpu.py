@@ -64,7 +64,7 @@ def copies_to_host(calls: Counter[str]) -> int:
     return sum(number for function, number in calls.items() if "DtoH" in function)
 
 
-def test_guarded_steps_wait_for_nothing(step):
+def test_steps_have_no_host_sync(step):
     with jaxkv.forbid_host_sync(), count_cuda_calls() as (own, others):
         tokens = []
         for _ in range(QUEUED):
@@ -77,14 +77,14 @@ def test_guarded_steps_wait_for_nothing(step):
     assert not copies_to_host(own + others)
 
 
-def test_control_a_read_waits_and_copies(step, queued):
+def test_negative_control_read_synchronizes(step, queued):
     with count_cuda_calls() as (_, others):
         np.asarray(step())
     assert queued.is_ready()
     assert copies_to_host(others)
 
 
-def test_control_a_synchronisation_is_counted(queued):
+def test_negative_control_synchronization_is_counted(queued):
     with count_cuda_calls() as (own, _):
         native.extension().synchronize_device(0)
     queued.block_until_ready()  # JAX is notified by a thread of its own, maybe a moment later

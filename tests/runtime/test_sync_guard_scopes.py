@@ -22,7 +22,7 @@ __all__ = ["no_hooks_left"]  # a fixture that every test here uses
 pytest_plugins = ("pytester", "jaxkv.pytest_plugin")
 
 
-def test_allowed_waits_are_listed_with_their_reason():
+def test_allowed_syncs_are_recorded_with_their_reason():
     x = one()
     with jaxkv.forbid_host_sync() as outer:
         with jaxkv.allow_host_sync("the counts of the last step") as inner:
@@ -34,7 +34,7 @@ def test_allowed_waits_are_listed_with_their_reason():
     assert inner == outer
 
 
-def test_the_innermost_scope_decides():
+def test_innermost_scope_decides():
     with (
         jaxkv.forbid_host_sync() as outer,
         jaxkv.allow_host_sync("why not") as allowed,
@@ -86,7 +86,7 @@ def expect(program, stack: list[tuple[str, list]], reports: list[list]) -> None:
 
 @given(programs)
 @pytest.mark.filterwarnings("ignore::jaxkv._src.runtime.sync_guard.HostSyncWarning")
-def test_nesting_follows_the_model(program):
+def test_nested_scopes_match_the_model(program):
     x = one()
     want: list[list] = []
     got: list[HostSyncReport] = []
@@ -106,7 +106,7 @@ def test_nesting_follows_the_model(program):
     assert sync_guard._hooks._scopes == 0
 
 
-def test_decorators_make_a_scope_for_each_call():
+def test_decorator_enters_a_scope_per_call():
     @jaxkv.forbid_host_sync()
     def step(read, depth):
         """Reads."""
@@ -120,7 +120,7 @@ def test_decorators_make_a_scope_for_each_call():
     assert step.__doc__ == "Reads."
 
 
-def test_decorating_what_runs_later_is_refused():
+def test_decorating_generators_and_coroutines_is_rejected():
     async def coroutine():
         pass
 
@@ -135,7 +135,7 @@ def test_decorating_what_runs_later_is_refused():
             jaxkv.forbid_host_sync()(function)
 
 
-def test_a_scope_entered_again_starts_anew():
+def test_reentered_scope_has_a_new_report():
     guard = jaxkv.forbid_host_sync()
     with pytest.raises(jaxkv.HostSyncError), guard:
         int(one())
@@ -158,7 +158,7 @@ def test_a_scope_entered_again_starts_anew():
             int(one())
 
 
-def test_a_scope_of_two_threads():
+def test_scope_shared_by_two_threads():
     x, guard = one(), jaxkv.forbid_host_sync(mode="count")
     entered, read = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
     reports: list[HostSyncReport] = []
@@ -183,7 +183,7 @@ def test_a_scope_of_two_threads():
     assert sync_guard._hooks._scopes == 0
 
 
-def test_a_scope_is_left_where_it_was_entered():
+def test_exit_in_another_thread_raises():
     guard, errors = jaxkv.forbid_host_sync(), []
 
     def leave():
@@ -203,7 +203,7 @@ def test_a_scope_is_left_where_it_was_entered():
     ]
 
 
-def test_scopes_may_be_left_out_of_order():
+def test_scopes_may_exit_out_of_order():
     """As in the bodies of generators."""
     x, outer, inner = one(), jaxkv.forbid_host_sync(), jaxkv.forbid_host_sync(mode="count")
     outer.__enter__()
@@ -216,7 +216,7 @@ def test_scopes_may_be_left_out_of_order():
     assert sync_guard._hooks._scopes == 0
 
 
-def test_other_threads_do_not_notice():
+def test_other_threads_are_unaffected():
     x = three()
     entered, read = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
     seen: list[Any] = []
@@ -241,7 +241,7 @@ def test_other_threads_do_not_notice():
     assert len(report.syncs) == 1
 
 
-def test_many_threads_enter_and_leave():
+def test_many_threads_enter_and_exit():
     x = one()
     reports: list[HostSyncReport] = []
     start = threading.Barrier(8, timeout=60)
@@ -261,7 +261,7 @@ def test_many_threads_enter_and_leave():
     assert [report.count for report in reports] == [1] * 400
 
 
-def test_other_tasks_do_not_notice():
+def test_other_tasks_are_unaffected():
     x = one()
 
     async def guarded():
@@ -283,13 +283,13 @@ def test_other_tasks_do_not_notice():
 
 
 @pytest.mark.parametrize("scope", [jaxkv.forbid_host_sync, lambda: jaxkv.allow_host_sync("x")])
-def test_scopes_end_with_exceptions(scope):
+def test_scopes_exit_on_exceptions(scope):
     with pytest.raises(ZeroDivisionError), scope():
         raise ZeroDivisionError
     assert int(one()) == 4
 
 
-def test_dispatch_stays_off_python():
+def test_dispatch_uses_the_cpp_path():
     """A compiled function is called as without a guard: no Python frame is entered."""
     x = three()
     double(x)
@@ -315,7 +315,7 @@ def test_dispatch_stays_off_python():
     assert double._cache_size() == compiled
 
 
-def test_a_jax_without_a_watched_function_is_refused(monkeypatch):
+def test_jax_without_a_hooked_function_is_rejected(monkeypatch):
     lacking = {"jax._src.array:ArrayImpl": ["_read"], "jax._src.nowhere:Thing": ["wait"]}
     monkeypatch.setattr(sync_guard, "_WATCHED", {**sync_guard._WATCHED, **lacking})
     words = r"ArrayImpl\._read, jax\._src\.nowhere:Thing\.wait"
@@ -324,7 +324,7 @@ def test_a_jax_without_a_watched_function_is_refused(monkeypatch):
     monkeypatch.undo()
 
 
-def test_patching_that_fails_is_undone(monkeypatch):
+def test_failed_patch_is_rolled_back(monkeypatch):
     def fail(original, name):
         if name == "Array.__dlpack__":
             raise ZeroDivisionError
@@ -337,18 +337,18 @@ def test_patching_that_fails_is_undone(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["ignore", "allow", None])
-def test_unknown_modes_are_refused(mode):
+def test_unknown_mode_is_rejected(mode):
     with pytest.raises(ValueError, match=f"mode must be one of .*got {mode!r}"):
         jaxkv.forbid_host_sync(mode=mode)
 
 
 @pytest.mark.parametrize("reason", ["", None, print])
-def test_a_reason_is_needed(reason):
+def test_missing_reason_is_rejected(reason):
     with pytest.raises(ValueError, match="reason must be a non-empty string"):
         jaxkv.allow_host_sync(reason)
 
 
-def test_the_fixture_fails_a_test_at_its_wait(pytester, monkeypatch):
+def test_fixture_fails_a_test_at_its_host_sync(pytester, monkeypatch):
     # Options and other plugins belong to the enclosing run.
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
@@ -377,7 +377,7 @@ def test_the_fixture_fails_a_test_at_its_wait(pytester, monkeypatch):
     )
 
 
-def test_the_fixture_guards(no_host_sync):
+def test_fixture_forbids_host_syncs(no_host_sync):
     with jaxkv.allow_host_sync("to see the guard at work"):
         int(one())
     assert [type(sync) for sync in no_host_sync.syncs] == [HostSync]

@@ -20,7 +20,7 @@ from tests.util.transfer_cases import (
     DIRECTIONS,
     Case,
     as_ids,
-    assert_refused,
+    assert_rejected,
     copied_shapes,
     make_case,
     mesh_of,
@@ -41,7 +41,7 @@ def named(request) -> str:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("kind, layout", KIND_LAYOUTS)
 @pytest.mark.parametrize("layers", [None, 1, (2, 0)], ids=["all", "one", "backwards"])
-def test_layer_by_layer_in_one_program(kind, layout, direction, layers, started_by):
+def test_layerwise_waits_in_one_program(kind, layout, direction, layers, started_by):
     case = make_case(layout, kind=kind)
     numpy_ids, ids = ids_of(case, 5, started_by)
     pool, cache = case.pool(), case.cache()
@@ -63,7 +63,7 @@ def test_layer_by_layer_in_one_program(kind, layout, direction, layers, started_
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_nothing_is_copied_apart_from_the_pages(direction, named):
+def test_program_has_no_copy_of_entire_arrays(direction, named):
     case = make_case()
     _, ids = ids_of(case, 5, named)
 
@@ -81,7 +81,7 @@ def test_nothing_is_copied_apart_from_the_pages(direction, named):
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # the ticket and the plan
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_started_in_one_program_and_waited_for_in_others(direction, started_by):
+def test_wait_in_another_program(direction, started_by):
     case = make_case()
     numpy_ids, ids = ids_of(case, 5, started_by)
     pool, cache = case.pool(), case.cache()
@@ -102,7 +102,7 @@ def test_started_in_one_program_and_waited_for_in_others(direction, started_by):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_outside_jit_arguments_stay_as_they_were(direction, started_by):
+def test_start_outside_jit_preserves_arguments(direction, started_by):
     case = make_case()
     numpy_ids, ids = ids_of(case, 5, started_by)
     pool, cache = case.pool(), case.cache()
@@ -114,7 +114,7 @@ def test_outside_jit_arguments_stay_as_they_were(direction, started_by):
     case.assert_holds(pool, cache)
 
 
-def test_a_transfer_that_was_not_donated_is_an_error_not_old_bytes(named):
+def test_handle_without_donation_raises(named):
     """XLA copies what it may not alias, before the wait: on a GPU those bytes have not arrived."""
     case = make_case()
     numpy_ids, ids = ids_of(case, 5, named)
@@ -124,10 +124,10 @@ def test_a_transfer_that_was_not_donated_is_an_error_not_old_bytes(named):
     if jax.default_backend() == "cpu":
         case.assert_holds(case.pool(), cache, **case.expected("load", *numpy_ids))
     else:
-        assert_refused(lambda: jaxkv.check_errors(cache), jaxkv.TransferError, "donate")
+        assert_rejected(lambda: jaxkv.check_errors(cache), jaxkv.TransferError, "donate")
 
 
-def test_a_wait_after_what_is_differentiated(named):
+def test_wait_after_a_differentiated_value(named):
     case = make_case()
     _, ids = ids_of(case, 5, named)
 
@@ -145,7 +145,7 @@ def test_a_wait_after_what_is_differentiated(named):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_several_transfers_in_flight(direction, named):
+def test_several_copies_in_flight(direction, named):
     """Into separate caches, or into one pool sequentially."""
     case = make_case()
     sides = [ids_of(case, 5, named, seed) for seed in range(4)]
@@ -170,7 +170,7 @@ def test_several_transfers_in_flight(direction, named):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_more_pages_than_a_launch_stages(direction):
+def test_more_pages_than_one_launch(direction):
     """The kernel on one SM takes several launches per layer; the last one signals."""
     case = make_case(
         host_pages=26_000,
@@ -198,7 +198,7 @@ def test_more_pages_than_a_launch_stages(direction):
     check(case, direction, numpy_ids, out, None)
 
 
-def test_a_store_and_then_a_load_of_its_pages(named):
+def test_load_of_pages_just_stored(named):
     """Ordered by data alone: only the pool makes the load depend on the store."""
     case = make_case(host_pages=12, device_pages=12)
     numpy_ids, ids = ids_of(case, 5, named)
@@ -221,7 +221,7 @@ def test_a_store_and_then_a_load_of_its_pages(named):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_layer_may_be_overwritten_once_it_was_waited_for(direction, named):
+def test_layer_may_be_overwritten_after_its_wait(direction, named):
     case = make_case(dtype="int8")
     numpy_ids, ids = ids_of(case, 5, named)
 
@@ -244,7 +244,7 @@ def test_a_layer_may_be_overwritten_once_it_was_waited_for(direction, named):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_layer_that_was_waited_for_is_overwritten_in_place(direction, named):
+def test_layer_is_overwritten_in_place_after_its_wait(direction, named):
     case = make_case(dtype="int8")
     _, ids = ids_of(case, 5, named)
 
@@ -263,7 +263,7 @@ def test_a_layer_that_was_waited_for_is_overwritten_in_place(direction, named):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_each_device_copies_its_own_heads(direction, named):
+def test_each_device_copies_its_heads(direction, named):
     case = make_case("page_first_direct", num_kv_heads=4)
     numpy_ids, ids = ids_of(case, 5, None)
     mesh = mesh_of(2)
@@ -292,7 +292,7 @@ def test_each_device_copies_its_own_heads(direction, named):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("host, device", [([], []), ([-1, -2], [3, 4])], ids=["empty", "padding"])
-def test_nothing_to_copy(direction, host, device, named):
+def test_empty_copy(direction, host, device, named):
     case = make_case()
     pool, cache = case.pool(), case.cache()
     sides = (np.array(side, np.int32) for side in (host, device))
@@ -303,14 +303,14 @@ def test_nothing_to_copy(direction, host, device, named):
     case.assert_holds(pool if out[0] is None else out[0], out[1])
 
 
-def test_a_layer_that_was_not_started_is_refused():
+def test_wait_for_another_layer_is_rejected():
     case = make_case()
     loading = jaxkv.start_load(case.pool(), case.cache(), [1], [2], layers=(0, 2))
-    assert_refused(lambda: loading.wait(1), ValueError, "1", "0, 2")
+    assert_rejected(lambda: loading.wait(1), ValueError, "1", "0, 2")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_every_wait_has_the_timeout_of_its_start(direction, named):
+def test_waits_have_the_timeout_of_their_start(direction, named):
     """Within the program of the start, past a pytree boundary, and in another program."""
     case = make_case()
     _, ids = ids_of(case, 5, named)
@@ -332,23 +332,23 @@ def test_every_wait_has_the_timeout_of_its_start(direction, named):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), "1", None], ids=repr)
-def test_timeout_must_be_positive_seconds(direction, timeout_s):
+def test_invalid_timeout_is_rejected(direction, timeout_s):
     case = make_case()
     call = partial(start, direction, case.pool(), case.cache(), [0], [0], timeout_s=timeout_s)
-    assert_refused(call, ValueError, "timeout_s", "seconds", repr(timeout_s))
+    assert_rejected(call, ValueError, "timeout_s", "seconds", repr(timeout_s))
 
 
-def test_pallas_can_not_be_started():
+def test_asynchronous_pallas_is_rejected():
     case = make_case()
     ids = np.array([1], np.int32)
     call = partial(jaxkv.start_load, case.pool(), case.cache(), ids, ids, implementation="pallas")
-    assert_refused(call, NotImplementedError, "pallas")
+    assert_rejected(call, NotImplementedError, "pallas")
     assert "pallas" in jaxkv.explain(jaxkv.start_load, case.pool(), case.cache(), ids, ids)
 
 
 @given(data=st.data())
 @settings(max_examples=30)
-def test_any_layout_layers_and_ids(data):
+def test_random_layouts_layers_and_ids(data):
     layout = data.draw(reference_layouts())
     device_pages = data.draw(st.integers(1, 4))
     case = make_case(

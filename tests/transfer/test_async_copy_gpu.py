@@ -23,7 +23,7 @@ from tests.util.slow_streams import settle, slow_input, slow_zero
 from tests.util.transfer_cases import (
     Case,
     as_ids,
-    assert_refused,
+    assert_rejected,
     distinct_ids,
     make_case,
     pointers,
@@ -63,7 +63,7 @@ def beside_whatever_follows():
 
 
 @pytest.mark.parametrize("control", [False, True], ids=["wait", "no wait"])
-def test_a_layer_is_there_when_its_wait_is_over(named, control):
+def test_layer_is_complete_after_its_wait(named, control):
     case = make_case("page_first_direct", dtype="int8", **LARGE)
     layers = range(case.spec.num_layers)
 
@@ -95,7 +95,7 @@ def test_a_layer_is_there_when_its_wait_is_over(named, control):
 
 
 @pytest.mark.parametrize("one_program", [True, False], ids=["one jit", "two jits"])
-def test_a_start_waits_for_a_slow_producer(one_program, named):
+def test_start_waits_for_a_slow_producer(one_program, named):
     case = make_case("page_first_direct", dtype="int8")
     numpy_ids = distinct_ids(case, 5)
     ids = [as_ids(side, named) for side in numpy_ids]
@@ -124,7 +124,7 @@ def test_a_start_waits_for_a_slow_producer(one_program, named):
         assert is_right(case, pool, cache, **case.expected("store", *numpy_ids))
 
 
-def test_a_later_program_does_not_overtake_a_copy(named):
+def test_later_program_is_ordered_after_the_copy(named):
     """Memory of a load without a wait in its program: the next one may write it immediately."""
     case = make_case("page_first_direct", dtype="int8", **LARGE)
     numpy_ids = distinct_ids(case, 40)
@@ -148,7 +148,7 @@ def test_a_later_program_does_not_overtake_a_copy(named):
 
 
 @pytest.mark.parametrize("control", [False, True], ids=["analysed", "not analysed"])
-def test_memory_is_not_reused_under_a_copy_that_crossed_a_boundary(named, control):
+def test_memory_is_not_reused_during_a_copy_across_programs(named, control):
     """A slow load with waits for two layers, beyond an inner jit; and 28 new arrays."""
     spec, num_pages = SLOW, SLOW_PAGES
     pool = jaxkv.HostPool.create(spec, num_pages=num_pages)
@@ -174,7 +174,7 @@ def test_memory_is_not_reused_under_a_copy_that_crossed_a_boundary(named, contro
 
 
 @pytest.mark.parametrize("control", [False, True], ids=["analysed", "not analysed"])
-def test_memory_of_a_transfer_that_was_given_away_is_not_reused(named, control):
+def test_memory_of_a_donated_handle_is_not_reused(named, control):
     """Two programs: the second takes a slow load, waits for one layer and drops the others."""
     spec, num_pages = SLOW, SLOW_PAGES
     pool = jaxkv.HostPool.create(spec, num_pages=num_pages)
@@ -228,7 +228,7 @@ def test_replayed_waits_follow_their_copies(named):
     jaxkv.check_errors()
 
 
-def test_a_wait_gives_up_and_says_so(named):
+def test_wait_timeout_raises(named):
     case = make_case("page_first_direct", dtype="int8", **LARGE)
     ids = [as_ids(side, named) for side in distinct_ids(case, 40)]
 
@@ -241,11 +241,11 @@ def test_a_wait_gives_up_and_says_so(named):
 
     cache = step(case.pool(), case.cache(), *ids)
     settle(cache)
-    assert_refused(jaxkv.check_errors, jaxkv.TransferError, "segment")
+    assert_rejected(jaxkv.check_errors, jaxkv.TransferError, "segment")
     jaxkv.check_errors()
 
 
-def test_refused_ids_do_not_hold_up_a_wait(named):
+def test_rejected_ids_do_not_block_a_wait(named):
     case = make_case()
     host_pages, device_pages = np.array([1, 99], np.int32), np.array([2, 3], np.int32)
     step = jax.jit(
@@ -255,12 +255,12 @@ def test_refused_ids_do_not_hold_up_a_wait(named):
     pool = case.pool()
     cache = step(pool, case.cache(), *(as_ids(side, named) for side in (host_pages, device_pages)))
     settle(cache)
-    assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, "99")
+    assert_rejected(jaxkv.check_errors, jaxkv.PageIndexError, "99")
     case.assert_holds(pool, cache, **case.expected("load", host_pages[:1], device_pages[:1]))
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])
-def test_what_is_dropped_is_kept_while_its_copy_runs(direction, named):
+def test_dropped_handle_keeps_buffers_until_the_copy_ends(direction, named):
     case = make_case("page_first_direct", dtype="int8", **LARGE)
     ids = [as_ids(side, named) for side in distinct_ids(case, 40)]
     native = runtime_native.extension()

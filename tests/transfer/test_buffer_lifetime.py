@@ -28,7 +28,7 @@ def named(request) -> str:
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1))
-def test_no_buffer_dies_while_a_copy_uses_it(seed):
+def test_buffers_outlive_their_copies(seed):
     program = Program(CASE, OVERLAPPED[seed % len(OVERLAPPED)], seed)
     module = program.lowered()
     assert not module.violations(seed)
@@ -38,7 +38,7 @@ def test_no_buffer_dies_while_a_copy_uses_it(seed):
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1))
-def test_no_buffer_dies_in_a_program_that_takes_a_transfer(seed):
+def test_buffers_outlive_the_copy_of_a_handle_argument(seed):
     program = Program(CASE, OVERLAPPED[seed % len(OVERLAPPED)], seed)
     module = program.continued()
     assert not module.violations(seed)
@@ -46,7 +46,7 @@ def test_no_buffer_dies_in_a_program_that_takes_a_transfer(seed):
         assert not module.boundary_waits
 
 
-def test_the_interpreter_finds_the_buffers_that_die_without_the_analysis():
+def test_negative_control_lifetime_violation_is_detected():
     with mock.patch.object(buffer_lifetime, "_decide", always_beside):
         programs = [(seed, Program(CASE, OVERLAPPED[0], seed)) for seed in range(60)]
         started = sum(bool(program.lowered().violations(seed)) for seed, program in programs)
@@ -82,9 +82,7 @@ CROSSINGS = {
 @pytest.mark.parametrize("direction", ["load", "store"])
 @pytest.mark.parametrize("crossing", CROSSINGS.values(), ids=CROSSINGS)
 @pytest.mark.parametrize("end", ["dropped", "finished", "returned"])
-def test_a_transfer_that_crosses_a_boundary_is_protected_and_not_delayed(
-    direction, crossing, end, named
-):
+def test_copy_across_a_boundary_is_protected_and_asynchronous(direction, crossing, end, named):
     def step(pool, cache, x, *ids):
         started = crossing(start(named, direction, pool, cache, ids), x)
         if end == "dropped":
@@ -99,7 +97,7 @@ def test_a_transfer_that_crosses_a_boundary_is_protected_and_not_delayed(
     assert delayed == (end == "dropped")
 
 
-def test_a_deep_model_with_an_inner_jit_for_each_layer(named):
+def test_deep_model_with_an_inner_jit_per_layer(named):
     """As many pytree boundaries as layers: the chain of aliases is longer than Python's stack."""
     case = make_case(num_layers=80, kind="mla", dtype="int8")
     _, ids = ids_of(case, 4, named)
@@ -118,7 +116,7 @@ def test_a_deep_model_with_an_inner_jit_for_each_layer(named):
     assert not any(module.joined) and not module.boundary_waits
 
 
-def test_a_wait_in_one_branch_does_not_count(named):
+def test_wait_in_one_branch_does_not_protect(named):
     def step(pool, cache, x, *ids):
         loading = start(named, "load", pool, cache, ids)
         done = jax.lax.cond(x > 0, lambda t: t.cache, lambda t: cache, loading)
@@ -129,7 +127,7 @@ def test_a_wait_in_one_branch_does_not_count(named):
     assert not module.violations(0)
 
 
-def test_a_wait_in_each_branch_counts(named):
+def test_wait_in_each_branch_protects(named):
     def step(pool, cache, x, *ids):
         loading = start(named, "load", pool, cache, ids)
         return jax.lax.cond(x > 0, lambda t: t.cache, lambda t: t.cache, loading)
@@ -138,7 +136,7 @@ def test_a_wait_in_each_branch_counts(named):
     assert not any(module.joined) and not module.boundary_waits
 
 
-def test_a_pool_that_is_overwritten_after_an_inner_jit_is_read_first(named):
+def test_pool_overwritten_after_an_inner_jit_is_read_first(named):
     """The inner program does not take the pool, so its waits can't delay the overwrite."""
 
     def step(pool, cache, x, *ids):
@@ -153,7 +151,7 @@ def test_a_pool_that_is_overwritten_after_an_inner_jit_is_read_first(named):
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])
-def test_a_wait_in_another_program_that_is_given_the_plan_is_for_all_layers(direction, named):
+def test_wait_in_another_program_with_a_plan_covers_all_layers(direction, named):
     """A result of the plan's shape reuses its memory, while the copies of other layers read it."""
     _, ids = ids_of(CASE, 4, named)
     started = jax.eval_shape(
@@ -169,7 +167,7 @@ def test_a_wait_in_another_program_that_is_given_the_plan_is_for_all_layers(dire
     assert ("segment = 2 " in module.text) == (plan is not None)
 
 
-def test_a_program_that_is_not_analysed_waits_at_its_start(named):
+def test_program_without_analysis_waits_at_its_start(named):
     with mock.patch.object(lowering, "_LOWERED", "another"):
         module = lowered(
             lambda pool, cache, x, *ids: start(named, "load", pool, cache, ids).cache, named
@@ -178,7 +176,7 @@ def test_a_program_that_is_not_analysed_waits_at_its_start(named):
     assert all(module.joined)
 
 
-def test_a_program_after_one_whose_lowering_failed(named):
+def test_program_after_a_failed_lowering_is_analysed(named):
     refused = Primitive("without_lowering")
     refused.def_abstract_eval(lambda x: x)
 

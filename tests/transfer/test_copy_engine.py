@@ -167,20 +167,20 @@ def copies(draw) -> Copy:
 
 @settings(max_examples=60)
 @given(data=st.data(), copy=copies())
-def test_the_right_bytes_are_written_and_no_others(program, data, copy):
+def test_only_the_requested_bytes_are_written(program, data, copy):
     sides = (copy.num_strided, copy.num_dense)
     ids = data.draw(page_ids(*(sides if copy.to_dense else sides[::-1])))
     copy.check(program, *ids)
 
 
-def test_a_single_descriptor_is_no_batch(program):
+def test_single_descriptor_is_not_batched(program):
     assert Copy(whole(), 9, 9).check(program, [4], [2]) == [0]
     assert Copy(whole(), 9, 9).check(program, [4, 5, 6], [2, 3, 4]) == [0]  # adjacent
     assert Copy(whole(), 9, 9).check(program, [4, 5, 6], [2, 3, 5]) == [2]
     assert Copy(whole(), 9, 9).check(program, [], []) == []
 
 
-def test_neighbours_of_two_buffers_are_not_joined(program):
+def test_adjacent_runs_of_two_buffers_are_not_merged(program):
     """Two buffers in one array: the first's last block is adjacent to the second's first."""
     copy = Copy(whole(), 2, 2, num_buffers=2, joint=True)
     assert copy.check(program, [0, 1], [0, 1]) == [2]
@@ -188,7 +188,7 @@ def test_neighbours_of_two_buffers_are_not_joined(program):
 
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
 @pytest.mark.parametrize("count", [BATCH - 1, BATCH, BATCH + 1, 2 * BATCH + 452])
-def test_batches_are_bounded(program, count, to_dense):
+def test_batch_size_is_bounded(program, count, to_dense):
     copy = Copy(whole(3), 2 * count, count, to_dense=to_dense)
     apart, beside = range(0, 2 * count, 2), range(count)
     ids = (beside, apart) if to_dense else (apart, beside)
@@ -198,7 +198,7 @@ def test_batches_are_bounded(program, count, to_dense):
 
 
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
-def test_a_started_copy_tells_of_each_segment(program, to_dense):
+def test_asynchronous_copy_signals_each_segment(program, to_dense):
     """A segment's buffers share a batch, and its arrival is signalled after it."""
     copy = Copy(whole(), 9, 9, num_buffers=4, to_dense=to_dense)
     calls = copy.check(program, [4, 6], [2, 5], segment_buffers=2)
@@ -209,12 +209,12 @@ def test_a_started_copy_tells_of_each_segment(program, to_dense):
     assert calls == ["signal-7", "signal-8", "signal-9", "signal-10"]
 
 
-def test_without_batches_each_is_copied_by_itself(program):
+def test_descriptors_are_copied_singly_without_batches(program):
     calls = Copy(whole(), 9, 9).check(program, [0, 2, 4], [1, 3, 5], batch_status=NOT_SUPPORTED)
     assert calls == [3, 0, 0, 0]
 
 
-def test_a_failed_batch_is_named_and_nothing_is_written(program):
+def test_failed_batch_raises_without_writes(program):
     copy = Copy(whole(), 9, 9)
     done = copy.run(program, [0, 2], [1, 3], batch_status=INVALID)
     assert "cudaMemcpyBatchAsync" in done.error and "an error of the driver" in done.error
@@ -222,7 +222,7 @@ def test_a_failed_batch_is_named_and_nothing_is_written(program):
         np.testing.assert_array_equal(got, before)
 
 
-def test_nothing_is_enqueued_under_capture(program):
+def test_capture_is_rejected(program):
     done = Copy(whole(), 9, 9).run(program, [0, 2], [1, 3], capturing=True)
     assert done.calls == [] and "captured" in done.error and "kernel" in done.error
 
@@ -232,9 +232,7 @@ def test_nothing_is_enqueued_under_capture(program):
     [([9, 1], [0, 1], [1]), ([0, 1], [2, 9], [0]), ([3, 4, 5], [7, 7, 6], [2])],
     ids=["source", "destination", "duplicates"],
 )
-def test_ids_that_are_refused_are_counted_and_the_others_copied(
-    program, sources, destinations, good
-):
+def test_rejected_ids_are_counted_and_others_copied(program, sources, destinations, good):
     copy = Copy(whole(), 9, 9)
     done = copy.run(program, sources, destinations)
     assert (done.refused, done.error) == (len(sources) - len(good), "")

@@ -53,7 +53,7 @@ def program(tmp_path_factory):
 @example(99, 1024, True, 1, MOST_IDS, False, 16, 1)
 @example(99, 1024, True, 1, MOST_IDS, True, 16, 1)
 @example(99, 0, True, 1, 4000, False, 16, 1)  # without room for a copy of the ids
-def test_launches_fit(
+def test_launch_configurations_fit(
     program, kib, static_bytes, to_dense, num_sms, num_ids, checked, block_bytes, num_buffers
 ):
     numbers = (

@@ -34,14 +34,14 @@ def program(tmp_path_factory):
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_copy_runs_behind_what_xla_enqueued(program, joined):
+def test_copy_is_ordered_after_the_xla_stream(program, joined):
     calls = [*ORDERED, COPIED, HANDED_OUT, ENDED, *[JOINED] * joined]
     assert program(0, joined) == (calls, "", 1)
 
 
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("failing", [COPIED, HANDED_OUT])
-def test_after_a_start_that_failed_halfway_xla_waits(program, failing, joined):
+def test_xla_waits_after_a_failed_start(program, failing, joined):
     """A copy may be in flight, and XLA frees the arrays once the handler has failed."""
     steps = [*ORDERED, COPIED, HANDED_OUT]
     until = steps[: steps.index(failing) + 1]
@@ -52,7 +52,7 @@ def test_after_a_start_that_failed_halfway_xla_waits(program, failing, joined):
 
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("failing", [1, 2])
-def test_nothing_is_copied_if_the_streams_cannot_be_ordered(program, failing, joined):
+def test_failed_stream_ordering_prevents_the_copy(program, failing, joined):
     calls, error, started = program(failing, joined)
     assert calls == ORDERED[:failing]
     assert "an error of the runtime" in error and started == 0
@@ -61,7 +61,7 @@ def test_nothing_is_copied_if_the_streams_cannot_be_ordered(program, failing, jo
 @pytest.mark.parametrize(
     ("failing", "what", "started"), [(5, "cudaEventRecord", 0), (6, "cudaStreamWaitEvent", 1)]
 )
-def test_an_end_that_xla_does_not_learn_of_is_an_error(program, failing, what, started):
+def test_failed_completion_signal_raises(program, failing, what, started):
     calls, error, counted = program(failing, True)
     assert calls == [*ORDERED, COPIED, HANDED_OUT, ENDED, JOINED][:failing]
     assert what in error and counted == started

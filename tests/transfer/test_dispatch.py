@@ -19,7 +19,7 @@ from jaxkv._src.transfer.resolve import resolve
 from jaxkv._src.tuning import copy_table, table_files
 from tests.util.layout_reference import assert_same_bytes, random_array
 from tests.util.strategies import reference_layouts
-from tests.util.transfer_cases import assert_refused, make_case, put
+from tests.util.transfer_cases import assert_rejected, make_case, put
 
 H200 = Machine("gpu", "NVIDIA H200", True)
 MEMORIES = {"load": ("pinned_host", "device"), "store": ("device", "pinned_host")}
@@ -116,13 +116,13 @@ MIB = 1 << 20
         (65544, 100, False, ("kernel", 8)),
     ],
 )
-def test_a_load_goes_by_size_alignment_and_ids(table, run_bytes, count, on_host, expected):
+def test_load_is_selected_by_size_alignment_and_ids(table, run_bytes, count, on_host, expected):
     chosen = swap("load", run_bytes, count, on_host)
     assert (chosen.implementation, chosen.num_sms) == expected
 
 
 @pytest.mark.parametrize("overlapped, otherwise", [(False, "pallas"), (True, "kernel")])
-def test_more_descriptors_than_the_host_should_write(table, overlapped, otherwise):
+def test_descriptor_limit_excludes_dma(table, overlapped, otherwise):
     """Of blocks in one run, joined or not; an explicit request for dma is honoured."""
 
     def chosen(count: int, **options):
@@ -138,14 +138,14 @@ def test_more_descriptors_than_the_host_should_write(table, overlapped, otherwis
 
 
 @pytest.mark.parametrize("layout, runs", [("page_first_direct", 1), ("page_first", 16)])
-def test_descriptors_are_counted_for_each_run_and_buffer(layout, runs):
+def test_descriptors_are_counted_per_run_and_buffer(layout, runs):
     case = make_case(layout, page_size=16, num_kv_heads=4, head_dim=64, num_layers=3)
     ids = ids_of(7)
     [copy] = resolve("load_pages", (case.pool(), case.cache()), ids, None).copies
     assert dispatch._descriptors(copy, ids) == 7 * 2 * 3 * runs
 
 
-def test_each_direction_has_rules_of_its_own(table):
+def test_each_direction_has_its_own_rules(table):
     sms = [swap(d, 1024, 8).num_sms for d in ("load", "store", "device")]
     assert sms == [12, 6, 100]
 
@@ -159,7 +159,7 @@ def test_each_direction_has_rules_of_its_own(table):
         (8192, False, ("kernel", 3)),
     ],
 )
-def test_beside_compute(table, run_bytes, on_host, expected):
+def test_overlapped_rules(table, run_bytes, on_host, expected):
     chosen = swap("load", run_bytes, 1000, on_host, overlapped=True)
     assert (chosen.implementation, chosen.num_sms) == expected
     assert "not pallas: XLA runs Pallas kernels on its own stream" in chosen.text
@@ -171,7 +171,7 @@ def test_beside_compute(table, run_bytes, on_host, expected):
 @pytest.mark.parametrize(
     "layout, run_bytes", [("page_first_direct", 16 * 512), ("page_first", 512), ("page_head", 128)]
 )
-def test_pages_go_by_the_runs_of_their_layout(table, operation, layout, run_bytes):
+def test_pages_are_selected_by_the_runs_of_their_layout(table, operation, layout, run_bytes):
     """A pool's type may not show that it is in host memory; the operation's name does."""
     case = make_case(layout, page_size=16, num_kv_heads=4, head_dim=64, num_layers=4)
     ids = ids_of(8)
@@ -196,21 +196,21 @@ def test_word_width(head_dim, word_bytes):
 # Machines
 
 
-def test_an_unknown_device_kind_gets_what_works_everywhere(machine):
+def test_unknown_device_kind_uses_the_default_table(machine):
     machine(Machine("gpu", "Some GPU", True))
     small, large = swap("load", 8192, 10_000), swap("load", 65536, 10, on_host=True)
     assert (small.implementation, large.implementation) == ("kernel", "dma")
     assert "default.json (not measured: python -m jaxkv.tune" in small.text
 
 
-def test_without_cuda_handlers_nothing_serves_a_gpu(machine):
+def test_gpu_without_cuda_handlers_is_unsupported(machine):
     machine(Machine("gpu", "NVIDIA H200", False))
     for on_host in (False, True):
         with pytest.raises(NotImplementedError, match=r"no implementation supports .*without CUDA"):
             swap("load", 8192, 100, on_host)
 
 
-def test_on_cpu_the_host_serves_everything(machine):
+def test_cpu_platform_selects_host(machine):
     machine(Machine("cpu", "cpu", False))
     for direction in ("load", "store", "device"):
         for overlapped in (False, True):
@@ -219,12 +219,12 @@ def test_on_cpu_the_host_serves_everything(machine):
 
 
 @pytest.mark.parametrize("direction, word", [("load", "device memory"), ("device", None)])
-def test_on_cpu_pallas_is_interpreted_if_asked_for(machine, direction, word):
+def test_cpu_platform_interprets_pallas_only_if_requested(machine, direction, word):
     machine(Machine("cpu", "cpu", False))
     assert "not pallas: interpreted on platform cpu" in swap(direction, 8192, 100).text
     call = partial(swap, direction, 8192, 100, implementation="pallas")
     if word:
-        assert_refused(call, NotImplementedError, "pallas", word)
+        assert_rejected(call, NotImplementedError, "pallas", word)
     else:
         assert call().implementation == "pallas"
 
@@ -252,7 +252,7 @@ def copies_of(layout):
     overlapped=st.booleans(),
     asked=st.sampled_from([None, *copy_table.IMPLEMENTATIONS]),
 )
-def test_what_is_refused_is_never_chosen(
+def test_unsupported_implementations_are_never_selected(
     layout, scale, count, kind, operation, on_host, overlapped, asked
 ):
     """For all sizes; and SM implementations get at least one SM."""
@@ -281,7 +281,7 @@ def test_what_is_refused_is_never_chosen(
 # Messages
 
 
-def test_explain_says_by_how_much_and_on_whose_word(table):
+def test_explain_reports_rates_and_source(table):
     arrays = array(200, 8192, "pinned_host"), array(200, 8192, "device")
     assert jaxkv.explain(jaxkv.swap_blocks, *arrays, *ids_of(200, True)).splitlines() == [
         "swap_blocks: pallas (best supported, 49 GB/s on 4 SMs)",
@@ -293,7 +293,7 @@ def test_explain_says_by_how_much_and_on_whose_word(table):
     ]
 
 
-def test_explain_what_was_asked_for(table):
+def test_explain_of_a_requested_implementation(table):
     arrays = array(200, 8192, "device"), array(200, 8192, "pinned_host")
     text = jaxkv.explain(jaxkv.swap_blocks, *arrays, *ids_of(200), implementation="pallas")
     first, *others = text.splitlines()
@@ -302,13 +302,13 @@ def test_explain_what_was_asked_for(table):
 
 
 @pytest.mark.parametrize("name, sms", [("start_load", 3), ("start_store", 3), ("load_pages", 12)])
-def test_explain_knows_what_runs_beside_compute(table, name, sms):
+def test_explain_uses_overlapped_rules_for_starts(table, name, sms):
     case = make_case()
     text = jaxkv.explain(getattr(jaxkv, name), case.pool(), case.cache(), *ids_of(5))
     assert text.startswith(f"{name}: kernel (") and f"on {sms} SMs" in text
 
 
-def test_explain_where_nothing_was_measured(table):
+def test_explain_without_measurements_reports_rank(table):
     assert (
         "  not dma: lower rank in the table"
         in swap("store", 8192, 1, on_host=True).text.splitlines()
@@ -316,7 +316,7 @@ def test_explain_where_nothing_was_measured(table):
 
 
 @pytest.mark.parametrize("operation", [jaxkv.swap_blocks, select_implementation])
-def test_unknown_names(operation):
+def test_unknown_implementation_is_rejected(operation):
     name: Any = "memcpy"
     with pytest.raises(ValueError, match="one of dma, kernel, pallas, host, got 'memcpy'"):
         if operation is select_implementation:
@@ -329,7 +329,7 @@ def test_unknown_names(operation):
 # Forced
 
 
-def test_forced_holds_within_the_block_and_where_the_choice_is_open(table):
+def test_forced_implementation_applies_to_open_calls_in_the_context(table):
     with force_implementation("kernel", 7):
         chosen = swap("load", 8192, 1000)
         assert (chosen.implementation, chosen.num_sms) == ("kernel", 7)
@@ -343,7 +343,7 @@ def test_forced_holds_within_the_block_and_where_the_choice_is_open(table):
 
 
 @pytest.mark.parametrize("name, num_sms", [("memcpy", 1), ("kernel", 0), ("pallas", -1)])
-def test_forced_refuses_what_can_not_be(name, num_sms):
+def test_invalid_forced_implementation_is_rejected(name, num_sms):
     with (
         pytest.raises(ValueError, match=name if num_sms == 1 else "num_sms must be >= 1"),
         force_implementation(name, num_sms),
@@ -357,7 +357,7 @@ def test_forced_refuses_what_can_not_be(name, num_sms):
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
-def test_pallas_serves_blocks_in_device_memory(inside_jit):
+def test_pallas_copies_blocks_in_device_memory(inside_jit):
     """Interpreted on cpu; ids with padding, checked as for any other implementation."""
     rng = np.random.default_rng(0)
     source, destination = (random_array(rng, (n, 4096), "int32") for n in (4, 5))
@@ -383,7 +383,7 @@ def test_pallas_serves_blocks_in_device_memory(inside_jit):
         ("device", "device", "device"),
     ],
 )
-def test_the_direction_of_a_swap_is_that_of_its_memories(src, dst, direction):
+def test_swap_direction_follows_memory_kinds(src, dst, direction):
     of = partial(jax.sharding.SingleDeviceSharding, jax.devices()[0])
     source, destination = (
         put(np.zeros((3, 8), np.int8), of(memory_kind=memory)) for memory in (src, dst)

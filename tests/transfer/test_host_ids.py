@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxkv
 from jaxkv._src.tuning.copy_table import Implementation
-from tests.util.transfer_cases import after, assert_refused, donating, make_case, mesh_of, runner
+from tests.util.transfer_cases import after, assert_rejected, donating, make_case, mesh_of, runner
 
 VALUES = np.array([3, -1, 0, 5], np.int32)
 OTHERS = np.array([8, 2, -1, 1], np.int32)
@@ -28,7 +28,7 @@ def run_load(pool, cache, ids, inside_jit: bool):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint32"])
-def test_any_integer_array_that_fits(dtype):
+def test_any_integer_dtype_is_accepted(dtype):
     ids = np.array([3, 0, 5], dtype)
     case = make_case()
     pool, cache = case.pool(), case.cache()
@@ -53,20 +53,20 @@ def test_length(n):
     ],
     ids=["float", "bool", "rank 2", "scalar", "too large", "too small"],
 )
-def test_what_is_no_list_of_ids(ids, error, words):
-    assert_refused(lambda: jaxkv.HostIds(ids), error, *words)
+def test_invalid_ids_are_rejected(ids, error, words):
+    assert_rejected(lambda: jaxkv.HostIds(ids), error, *words)
 
 
-def test_no_ids_are_refused():
-    assert_refused(jaxkv.HostIds, TypeError, "ids")
+def test_missing_ids_are_rejected():
+    assert_rejected(jaxkv.HostIds, TypeError, "ids")
 
 
-def test_a_device_array_is_refused():
-    assert_refused(lambda: jaxkv.HostIds(jax.numpy.arange(3)), TypeError, "ids", "jax.Array")
+def test_device_array_is_rejected():
+    assert_rejected(lambda: jaxkv.HostIds(jax.numpy.arange(3)), TypeError, "ids", "jax.Array")
 
 
 @pytest.mark.parametrize("name", [False, True], ids=["device", "platform"])
-def test_they_are_put_where_jax_puts_new_arrays(name):
+def test_ids_are_on_the_default_device(name):
     assert jaxkv.HostIds([1]).data.devices() == jax.numpy.zeros(1).devices()
     device = jax.local_devices()[-1]
     with jax.default_device(device.platform if name else device):
@@ -74,13 +74,13 @@ def test_they_are_put_where_jax_puts_new_arrays(name):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_made_inside_of_jit(sharded):
+def test_creation_inside_jit_is_rejected(sharded):
     sharding = SingleDeviceSharding(jax.devices()[0]) if sharded else None
     make = jax.jit(lambda x: (jaxkv.HostIds([1, 2], sharding=sharding), x)[1])
-    assert_refused(lambda: make(1.0), RuntimeError, "HostIds", "outside of jit")
+    assert_rejected(lambda: make(1.0), RuntimeError, "HostIds", "outside of jit")
 
 
-def test_later_writes_to_the_array_do_not_reach_the_ids():
+def test_ids_are_a_copy_of_the_array():
     case = make_case()
     ids = VALUES.copy()
     host_ids, device_ids = jaxkv.HostIds(ids), jaxkv.HostIds(OTHERS)
@@ -92,7 +92,7 @@ def test_later_writes_to_the_array_do_not_reach_the_ids():
 
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("direction", ["load", "store"])
-def test_one_object_serves_many_calls(direction, inside_jit):
+def test_ids_are_reusable(direction, inside_jit):
     case = make_case()
     ids = jaxkv.HostIds(VALUES), jaxkv.HostIds(OTHERS)
     run = runner(direction, inside_jit, implementation=host_implementation())
@@ -103,7 +103,7 @@ def test_one_object_serves_many_calls(direction, inside_jit):
         case.assert_holds(*after(direction, out, pool, cache), **want)
 
 
-def test_ids_outlive_the_call_that_they_were_made_for():
+def test_ids_may_be_released_after_dispatch():
     """Only the call may keep them alive, and many generations may reuse their memory."""
     case = make_case()
     step = donating("load", implementation=host_implementation())
@@ -141,12 +141,12 @@ def copied(ids):
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("forge", [made_by_a_computation, without_a_header, copied])
 @pytest.mark.parametrize("side", ["host_pages", "device_pages"])
-def test_ids_that_the_host_did_not_write_are_refused(forge, side, inside_jit):
+def test_ids_not_written_by_the_host_are_rejected(forge, side, inside_jit):
     case = make_case()
     pool, cache = case.pool(), case.cache()
     ids = {"host_pages": jaxkv.HostIds(VALUES), "device_pages": jaxkv.HostIds(OTHERS)}
     ids[side] = forge(kept := ids[side])
-    assert_refused(
+    assert_rejected(
         lambda: run_load(pool, cache, ids.values(), inside_jit),
         (ValueError, RuntimeError),
         "HostIds",
@@ -162,7 +162,7 @@ def address_of(ids) -> int:
     return words.unsafe_buffer_pointer()
 
 
-def test_memory_of_freed_ids_vouches_for_nobody_else():
+def test_freed_ids_do_not_validate_other_arrays():
     """A computation's copy of sealed ids at an address where other, freed ids were admitted."""
     case = make_case()
     pool, cache = case.pool(), case.cache()
@@ -175,10 +175,10 @@ def test_memory_of_freed_ids_vouches_for_nobody_else():
     if stale is None:
         pytest.skip("the allocator gave none of 200 copies the memory of 100 freed ids")
     words = (ValueError, RuntimeError), "HostIds", "stale"
-    assert_refused(lambda: run_load(pool, cache, [stale, others], inside_jit=True), *words)
+    assert_rejected(lambda: run_load(pool, cache, [stale, others], inside_jit=True), *words)
 
 
-def test_ids_that_were_overwritten_are_refused():
+def test_overwritten_ids_are_rejected():
     """Any changed word: either the call rejects it, or the word has no effect."""
     case = make_case()
     ids = jaxkv.HostIds(VALUES), jaxkv.HostIds(OTHERS)
@@ -217,7 +217,7 @@ def test_host_ids_are_a_pytree(rebuilt, inside_jit):
     case.assert_holds(pool, out, **case.expected("load", VALUES, OTHERS))
 
 
-def test_a_call_takes_ids_apart_without_running_python():
+def test_flattening_ids_runs_no_python():
     """With cold caches, each Python function on the way costs a call some microseconds."""
     ids, ran = jaxkv.HostIds([1, 2]), []
 
@@ -236,22 +236,22 @@ def test_a_call_takes_ids_apart_without_running_python():
 
 
 @pytest.mark.parametrize("leaf", [None, object()])
-def test_any_leaf_can_stand_in_for_the_data(leaf):
+def test_pytree_accepts_any_leaf(leaf):
     """As when `jax.tree.map` makes a tree of shardings, or of None."""
     made = jax.tree.map(lambda _: leaf, jaxkv.HostIds([1, 2]))
     assert isinstance(made, jaxkv.HostIds) and made.data is leaf and made.ids is None
 
 
-def test_ids_can_not_be_split():
+def test_sharded_ids_are_rejected():
     sharding = jax.NamedSharding(mesh_of(2), jax.P("tp"))
-    assert_refused(lambda: jaxkv.HostIds([1, 2], sharding=sharding), ValueError, "sharding", "tp")
+    assert_rejected(lambda: jaxkv.HostIds([1, 2], sharding=sharding), ValueError, "sharding", "tp")
 
 
-def test_they_are_in_pinned_memory():
+def test_ids_are_in_pinned_memory():
     assert jaxkv.HostIds([1]).data.sharding.memory_kind == "pinned_host"
 
 
-def test_thousands_of_ids_may_live_at_a_time():
+def test_thousands_of_live_ids():
     many = [jaxkv.HostIds([i % 5]) for i in range(3000)]
     src, dst = jax.numpy.arange(5), jax.numpy.zeros(5, int)
     step = jax.jit(lambda *args: jaxkv.swap_blocks(*args, implementation=host_implementation()))
@@ -262,7 +262,7 @@ def test_thousands_of_ids_may_live_at_a_time():
 @pytest.mark.parametrize(
     "change", [lambda words: words.astype("float32"), lambda words: words[:3]], ids=["dtype", "cut"]
 )
-def test_what_holds_no_ids_any_more(change):
+def test_transformed_ids_are_rejected(change):
     ids, array = jax.tree.map(change, jaxkv.HostIds([1, 2])), jax.numpy.arange(5)
     call = partial(jaxkv.swap_blocks, array, array, ids, ids)
-    assert_refused(call, ValueError, "src_ids", "HostIds was replaced")
+    assert_rejected(call, ValueError, "src_ids", "HostIds was replaced")

@@ -18,7 +18,7 @@ import jaxkv
 from jaxkv._src.runtime import native
 from jaxkv._src.transfer import in_flight
 from tests.util.async_cases import OVERLAPPED, check, finish, ids_of, start
-from tests.util.transfer_cases import assert_refused, make_case, mesh_of, pointers
+from tests.util.transfer_cases import assert_rejected, make_case, mesh_of, pointers
 
 
 @pytest.fixture(params=OVERLAPPED)
@@ -34,7 +34,7 @@ def joins(step, *args) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # buffers that the programs drop
-def test_what_nothing_waits_for_is_copied_before_all_that_follows(named):
+def test_unwaited_start_is_synchronous(named):
     case = make_case()
     numpy_ids, ids = ids_of(case, 5, named)
 
@@ -64,7 +64,7 @@ def test_what_nothing_waits_for_is_copied_before_all_that_follows(named):
         assert np.asarray(array).tobytes() == want.tobytes()
 
 
-def test_a_program_that_uses_nothing_of_a_transfer_has_none(named):
+def test_unused_copy_is_eliminated(named):
     case = make_case()
     _, ids = ids_of(case, 5, named)
 
@@ -82,7 +82,7 @@ def is_kept(addresses: set) -> bool:
 
 
 @pytest.mark.parametrize("direction, waited", [("load", 0), ("load", 1), ("store", 0)])
-def test_a_dropped_transfer_keeps_its_memory_until_it_has_ended(direction, waited, named):
+def test_dropped_handle_keeps_memory_until_the_copy_ends(direction, waited, named):
     case = make_case()
     _, ids = ids_of(case, 5, named)
     donated = (1,) if direction == "load" else (0, 1)
@@ -105,7 +105,7 @@ def test_a_dropped_transfer_keeps_its_memory_until_it_has_ended(direction, waite
     assert not is_kept(addresses)
 
 
-def test_a_transfer_that_was_waited_for_is_not_kept(named):
+def test_completed_copy_is_released(named):
     case = make_case()
     _, ids = ids_of(case, 5, named)
     storing = jaxkv.start_store(case.pool(), case.cache(), *ids, implementation=named)
@@ -115,7 +115,7 @@ def test_a_transfer_that_was_waited_for_is_not_kept(named):
     assert not is_kept(addresses)
 
 
-def test_threads_lose_no_transfer_in_flight():
+def test_threads_lose_no_in_flight_copy():
     class Ticket:
         def is_deleted(self) -> bool:
             return False
@@ -133,7 +133,7 @@ def test_threads_lose_no_transfer_in_flight():
 
 
 @pytest.mark.parametrize("inside", ["jit", "checkpoint", "scan", "argument of a jit in scan"])
-def test_a_transfer_of_another_trace_is_refused(inside, named):
+def test_handle_of_another_trace_is_rejected(inside, named):
     case = make_case()
     _, ids = ids_of(case, 5, named)
 
@@ -152,11 +152,11 @@ def test_a_transfer_of_another_trace_is_refused(inside, named):
         return loading.cache
 
     call = partial(step, case.pool(), case.cache(), *ids)
-    assert_refused(call, RuntimeError, "another trace", "argument")
+    assert_rejected(call, RuntimeError, "another trace", "argument")
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])
-def test_a_transfer_without_jit(direction, named):
+def test_copy_without_jit(direction, named):
     """As in debugging: nothing is compiled but the start itself."""
     case = make_case()
     numpy_ids, ids = ids_of(case, 5, named)
@@ -166,7 +166,7 @@ def test_a_transfer_without_jit(direction, named):
     check(case, direction, numpy_ids, (pool, cache), case.pool())
 
 
-def test_a_transfer_in_a_checkpoint_outside_of_jit(named):
+def test_copy_in_a_checkpoint_outside_jit(named):
     case = make_case()
     numpy_ids, ids = ids_of(case, 5, named)
 
@@ -178,14 +178,14 @@ def test_a_transfer_in_a_checkpoint_outside_of_jit(named):
     check(case, "load", numpy_ids, (None, step(pool, case.cache(), *ids)), pool)
 
 
-def test_a_layer_that_is_no_number(named):
+def test_non_integer_layer_is_rejected(named):
     case = make_case()
     loading = start("load", case.pool(), case.cache(), *ids_of(case, 2, named)[1])
-    assert_refused(lambda: loading.wait(1.0), TypeError, "float", "integer")
+    assert_rejected(lambda: loading.wait(1.0), TypeError, "float", "integer")
 
 
 @pytest.mark.multigpu
-def test_a_split_transfer_is_waited_for_by_each_device(named):
+def test_wait_for_a_sharded_handle_requires_shard_map(named):
     case, mesh = make_case(), mesh_of(2)
     placed = {"mesh": mesh, "head_axis": "tp"}
     pool, cache = case.pool(**placed), case.cache(**placed)
@@ -197,10 +197,10 @@ def test_a_split_transfer_is_waited_for_by_each_device(named):
         in_specs=(pool.partition_spec, cache.partition_spec, jax.P(), jax.P()),
     )  # fmt: skip
     loading = jax.jit(begin, donate_argnums=1)(pool, cache, *ids)
-    assert_refused(lambda: loading.cache, ValueError, "sharded", "shard_map")
+    assert_rejected(lambda: loading.cache, ValueError, "sharded", "shard_map")
 
 
-def test_a_load_without_jit_holds_its_pool(named):
+def test_load_without_jit_keeps_its_pool(named):
     case = make_case()
     pool = case.pool()
     data = weakref.ref(pool.data)
@@ -243,7 +243,7 @@ def operand_types(call: str) -> list[str]:
     ],
     ids=["a layer", "the last layer", "the cache"],
 )
-def test_a_wait_of_a_load_says_what_for(use, segment, places, named):
+def test_wait_of_a_load_has_segment_and_places(use, segment, places, named):
     [begun], [wait, *_] = calls_of("load", use, named)
     assert "segment_buffers = 2 " in begun
     assert f"segment = {segment} " in wait
@@ -259,14 +259,14 @@ def test_a_wait_of_a_load_says_what_for(use, segment, places, named):
     ],
     ids=["a layer", "the cache", "the pool"],
 )
-def test_a_wait_of_a_store_says_what_for(use, segment, named):
+def test_wait_of_a_store_has_segment(use, segment, named):
     [begun], [of_ticket, wait, *_] = calls_of("store", use, named)
     assert "segment_buffers = 2 " in begun
     assert "segment = -1 " in of_ticket
     assert f"segment = {segment} " in wait
 
 
-def test_a_wait_holds_what_the_copy_reads(named):
+def test_wait_retains_the_sources(named):
     pages, pool = "tensor<9x4x2x16xbf16>", "tensor<2x12x3x4x2x16xbf16>"
     _, [wait, *_] = calls_of("load", lambda loading, x: (loading.wait(0), loading.cache), named)
     types = operand_types(wait)
@@ -277,7 +277,7 @@ def test_a_wait_holds_what_the_copy_reads(named):
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_a_wait_comes_after_what_it_is_given(given, named):
+def test_wait_depends_on_after(given, named):
     def use(loading, x):
         return loading.wait(0, after={"x": x} if given else None)
 
@@ -286,7 +286,7 @@ def test_a_wait_comes_after_what_it_is_given(given, named):
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])
-def test_xla_may_neither_join_nor_drop_starts_and_waits(direction, named):
+def test_xla_neither_merges_nor_eliminates_starts_and_waits(direction, named):
     starts, waits = calls_of(
         direction, lambda started, x: (started.wait(0), finish(direction, started)), named
     )

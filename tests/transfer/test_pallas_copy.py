@@ -57,7 +57,7 @@ SMALL = dict(batch=1, threads=1, depth=3)
 
 
 @given(st.lists(st.integers(1, 2**13).map(lambda units: 128 * units), min_size=1, max_size=4))
-def test_ring_holds_any_blocks(sizes):
+def test_ring_fits_any_block_size(sizes):
     ring = Ring.of(*sizes)
     for size in sizes:
         chunk, starts = pallas_chunks.split_block(size // 4, ring.chunk_words)
@@ -101,7 +101,7 @@ def test_several_blocks_in_a_slot(batch, to_dense):
 
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_list_of_arrays_of_any_type_and_size(batch, to_dense):
+def test_arrays_of_any_dtype_and_size(batch, to_dense):
     """All share a launch; 64 words are one chunk, 160 are three that overlap."""
     shapes = [
         ((4, 2, 16), "bfloat16"),
@@ -215,7 +215,7 @@ def count_races(batch: int, lag_error: int) -> bool:
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="its interpreter sees no such race")
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("lag_error", [0, 1])
-def test_slots_are_taken_over_no_sooner_than_they_are_free(lag_error, batch):
+def test_slots_are_reused_only_after_their_stores(lag_error, batch):
     """And no later: with one more store in flight there is a race."""
     assert count_races(batch, lag_error) == bool(lag_error)
 
@@ -223,7 +223,7 @@ def test_slots_are_taken_over_no_sooner_than_they_are_free(lag_error, batch):
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
 @pytest.mark.parametrize("num_words", [32, 96, 1056], ids=str)
-def test_before_sm_90(num_words, to_dense):
+def test_triton_kernel_before_sm_90(num_words, to_dense):
     shapes = [words(num_words), ((2 * num_words,), "bfloat16"), words(64)]
     with mock.patch.object(pallas_copy, "_has_tma", lambda: False):
         check_swap(shapes, to_dense=to_dense, num_sms=2)
@@ -233,7 +233,7 @@ def test_before_sm_90(num_words, to_dense):
 # Rejected calls
 
 
-def refused(shape=(64,), dtype="float32", num_ids=5, copies=None, **geometry) -> str:
+def reason_of(shape=(64,), dtype="float32", num_ids=5, copies=None, **geometry) -> str:
     source, destination = (jax.ShapeDtypeStruct((n, *shape), dtype) for n in BLOCKS)
     ids = np.zeros(1, np.int32)
     [copy] = resolve("swap_blocks", (source, destination), (ids, ids), None).copies
@@ -242,15 +242,15 @@ def refused(shape=(64,), dtype="float32", num_ids=5, copies=None, **geometry) ->
     return pallas_chunks.unsupported_reason(copy, num_ids) or ""
 
 
-def test_what_is_refused():
-    assert refused() == ""
-    assert "100 bytes" in refused((25,)) and "128" in refused((25,))
-    assert "runs of 64 bytes" in refused(run_bytes=64, counts=(4, 1))
-    assert "multiples" in refused(page_stride_bytes=384)
-    assert "multiples" in refused(copies=dict(strided_offsets=[128]))
+def test_unsupported_reasons():
+    assert reason_of() == ""
+    assert "100 bytes" in reason_of((25,)) and "128" in reason_of((25,))
+    assert "runs of 64 bytes" in reason_of(run_bytes=64, counts=(4, 1))
+    assert "multiples" in reason_of(page_stride_bytes=384)
+    assert "multiples" in reason_of(copies=dict(strided_offsets=[128]))
     for dtype in ("bool", "complex64"):
-        assert dtype in refused((1024,), dtype)
-    assert f"the limit is {2**30 - 1}" in refused(num_ids=2**30)
+        assert dtype in reason_of((1024,), dtype)
+    assert f"the limit is {2**30 - 1}" in reason_of(num_ids=2**30)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def lowered_for_cuda(direction: str) -> str:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_program_has_the_call_on_the_arrays_themselves(direction):
+def test_program_calls_the_kernel_on_the_arrays_themselves(direction):
     """Only reshapes between the arguments and the call, in either direction."""
     text = lowered_for_cuda(direction)
     found = re.findall(r"= \"?stablehlo\.(\w+)(?: @(\w+))?", text)
@@ -349,7 +349,7 @@ def test_host_memory_on_a_gpu(kib, memories):
 @pytest.mark.gpu
 @pytest.mark.parametrize("memories", [("pinned_host", "device"), ("device", "pinned_host")])
 @pytest.mark.parametrize("num_words", [(32,), (256,), (512, 64), (18432, 64, 2048)], ids=str)
-def test_slots_used_again_on_a_gpu(num_words, memories):
+def test_slot_reuse_on_a_gpu(num_words, memories):
     """Enough pairs on one SM that each slot takes several batches; the last is not full."""
     rng = np.random.default_rng(1)
     pairs = list(zip(rng.integers(0, 400, 997), rng.permutation(1000)[:997], strict=True))
@@ -360,7 +360,7 @@ def test_slots_used_again_on_a_gpu(num_words, memories):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("memories", [("pinned_host", "device"), ("device", "pinned_host")])
-def test_the_program_copies_no_host_memory(memories):
+def test_program_copies_no_host_memory(memories):
     arrays = [
         [jax.device_put(np.zeros((n, 256), np.int32), host_sharding().with_memory_kind(memory))]
         for n, memory in zip(BLOCKS, memories, strict=True)
@@ -370,7 +370,7 @@ def test_the_program_copies_no_host_memory(memories):
 
 
 @pytest.mark.gpu
-def test_a_loop_carries_host_memory():
+def test_host_memory_as_loop_carry():
     """A pool that is read and written in each step of a scan: every block moves up by one."""
     rng = np.random.default_rng(0)
     pool, cache = (random_array(rng, (n, 256), "int32") for n in BLOCKS)

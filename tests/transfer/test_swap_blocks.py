@@ -14,7 +14,7 @@ from tests.util.block_trees import place, random_tree, swapped
 from tests.util.layout_reference import DTYPES, assert_same_bytes
 from tests.util.transfer_cases import (
     as_ids,
-    assert_refused,
+    assert_rejected,
     copied_shapes,
     fails_at_once,
     mesh_of,
@@ -113,7 +113,7 @@ def test_donation_writes_in_place(dst_memory, implementation):
     assert_trees_equal(placed_src, src)
 
 
-def test_chained_swaps_see_each_other(implementation):
+def test_chained_swaps_are_ordered(implementation):
     """Device to host and back within one program, and one array as source and destination."""
     tree, host = random_tree(9), random_tree(12, seed=1)
     ids = [as_ids(side, implementation) for side in ([0, 1, 2], [9, 10, 11], [5, 6, 7], [1, 2, 3])]
@@ -146,22 +146,22 @@ def with_leaf(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     ],
     ids=["structure", "block shape", "dtype", "number of blocks"],
 )
-def test_trees_that_do_not_match(dst, words):
+def test_mismatched_trees_are_rejected(dst, words):
     src, dst = place(random_tree(9), "device"), place(dst, "pinned_host")
     ids = [np.zeros(1, np.int32)] * 2
-    assert_refused(lambda: jaxkv.swap_blocks(src, dst, *ids), (TypeError, ValueError), *words)
+    assert_rejected(lambda: jaxkv.swap_blocks(src, dst, *ids), (TypeError, ValueError), *words)
 
 
 @pytest.mark.parametrize(
     "dtype", ["int1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float6_e2m3fn"]
 )
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
-def test_packed_dtypes_are_refused(dtype, inside_jit):
+def test_sub_byte_dtypes_are_rejected(dtype, inside_jit):
     """NumPy stores one element per byte; XLA packs several into one."""
     src, dst = (np.zeros((n, 4), getattr(ml_dtypes, dtype)) for n in (6, 5))
     run = partial(jax.eval_shape, jaxkv.swap_blocks) if inside_jit else jaxkv.swap_blocks
     ids = np.array([5], np.int32), np.array([0], np.int32)
-    assert_refused(
+    assert_rejected(
         lambda: run(src, dst, *ids), ValueError, "leaf 0", dtype, "byte-aligned", "uint8"
     )
 
@@ -180,19 +180,19 @@ def test_packed_dtypes_are_refused(dtype, inside_jit):
 def test_ids_of_an_empty_copy_are_checked(src_shape, dst_shape, ids, words, form):
     src, dst = (place({"k": np.zeros(s, np.float32)}, "device") for s in (src_shape, dst_shape))
     ids = [form(np.array(side, np.int32)) for side in ids]
-    assert_refused(lambda: jaxkv.swap_blocks(src, dst, *ids), jaxkv.PageIndexError, *words)
+    assert_rejected(lambda: jaxkv.swap_blocks(src, dst, *ids), jaxkv.PageIndexError, *words)
 
 
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_more_blocks_than_ids_can_name(side):
+def test_more_blocks_than_int32_ids_is_rejected(side):
     few, many = (jax.ShapeDtypeStruct((n, 1), np.int8) for n in (9, 2**31))
     arrays = (many, few) if side == "src" else (few, many)
     call = partial(jax.eval_shape, jaxkv.swap_blocks, *arrays, *map(np.array, IDS))
-    assert_refused(call, ValueError, side, 2**31, 2**31 - 1, "blocks")
+    assert_rejected(call, ValueError, side, 2**31, 2**31 - 1, "blocks")
 
 
 @pytest.mark.multigpu
-def test_a_replicated_leaf_beside_one_that_is_split():
+def test_replicated_leaf_next_to_a_sharded_leaf():
     """Each leaf varies over a mesh as its own source, independent of the other leaves."""
     mesh = mesh_of(2)
     blocks = {"k": ((4, 2), "float32"), "scales": ((4,), "float32")}
@@ -208,7 +208,7 @@ def test_a_replicated_leaf_beside_one_that_is_split():
 
 
 @pytest.mark.multigpu
-def test_what_other_ids_make_of_a_replicated_array_is_not_replicated():
+def test_array_written_with_varying_ids_is_not_replicated():
     mesh = mesh_of(2)
     src, dst = np.arange(6, dtype=np.int32), np.zeros(4, np.int32)
     ids = np.array([1, 2], np.int32)
@@ -222,13 +222,13 @@ def test_what_other_ids_make_of_a_replicated_array_is_not_replicated():
 
 @pytest.mark.parametrize("form", [np.asarray, jaxkv.HostIds], ids=["NumPy", "HostIds"])
 @pytest.mark.parametrize("sizes, ids", [((0, 3), ([-1], [0])), ((3, 0), ([0], [-1]))], ids=str)
-def test_padding_of_an_empty_array_names_nothing(sizes, ids, form):
+def test_padding_of_an_empty_array_is_accepted(sizes, ids, form):
     src, dst = (np.ones((size, 4), np.float32) for size in sizes)
     ids = [form(np.array(side, np.int32)) for side in ids]
     np.testing.assert_array_equal(jaxkv.swap_blocks(src, dst, *ids), dst)
 
 
-def test_nothing_is_known_of_a_tree_without_arrays():
+def test_tree_without_arrays_is_unchanged():
     assert jaxkv.swap_blocks({}, {}, [5], [7]) == {}
 
 
@@ -240,9 +240,9 @@ def test_nothing_is_known_of_a_tree_without_arrays():
         (np.zeros(2, np.int32), np.zeros(3, np.int32), ValueError, ["src_ids", "2", "3"]),
     ],
 )
-def test_ids_of_a_wrong_type(src_ids, dst_ids, error, words):
+def test_ids_of_a_wrong_type_are_rejected(src_ids, dst_ids, error, words):
     src, dst = place(random_tree(9), "device"), place(random_tree(12), "pinned_host")
-    assert_refused(lambda: jaxkv.swap_blocks(src, dst, src_ids, dst_ids), error, *words)
+    assert_rejected(lambda: jaxkv.swap_blocks(src, dst, src_ids, dst_ids), error, *words)
 
 
 @pytest.mark.sanitizer
@@ -255,7 +255,7 @@ def test_ids_of_a_wrong_type(src_ids, dst_ids, error, words):
     ],
     ids=["source", "destination", "duplicate"],
 )
-def test_wrong_ids(ids, words, bad, implementation):
+def test_invalid_ids_are_rejected(ids, words, bad, implementation):
     src, dst = random_tree(9), random_tree(12, seed=1)
     placed = place(src, "pinned_host"), place(dst, "device")
     args = [as_ids(side, implementation) for side in ids]
@@ -266,10 +266,10 @@ def test_wrong_ids(ids, words, bad, implementation):
         )
 
     if fails_at_once(implementation, inside_jit=False):
-        assert_refused(call, jaxkv.PageIndexError, *words)
+        assert_rejected(call, jaxkv.PageIndexError, *words)
     else:
         out = call()
-        assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, f"{len(bad)} entries")
+        assert_rejected(jaxkv.check_errors, jaxkv.PageIndexError, f"{len(bad)} entries")
         good = [[-1 if i in bad else block for i, block in enumerate(side)] for side in ids]
         assert_trees_equal(out, swapped(src, dst, *good))
     assert_trees_equal(placed[1], dst)

@@ -116,7 +116,7 @@ def test_every_layout_and_layer_range(kind, layout, direction, layers, implement
     check_copy(case, direction, *distinct_ids(case, 5), implementation, layers)
 
 
-def test_a_layer_may_be_a_numpy_integer(implementation):
+def test_layer_as_numpy_integer(implementation):
     case = make_case()
     check_copy(case, "load", *distinct_ids(case, 5), implementation, np.int64(1))
 
@@ -146,7 +146,7 @@ def test_page_ids(layout, direction, pattern, implementation):
 @pytest.mark.parametrize(
     "direction, ids", [("load", ([4, 4], [1, 7])), ("store", ([1, 7], [4, 4]))]
 )
-def test_one_source_may_go_to_two_destinations(direction, ids, implementation):
+def test_one_source_to_two_destinations(direction, ids, implementation):
     host_pages, device_pages = ids
     check_copy(make_case(), direction, host_pages, device_pages, implementation)
 
@@ -176,7 +176,7 @@ ID_FORMS: dict[str, Callable] = {
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("device_form", ID_FORMS)
 @pytest.mark.parametrize("host_form", ID_FORMS)
-def test_ids_may_be_numpy_device_or_host_ids(direction, host_form, device_form):
+def test_ids_as_numpy_device_or_host_ids(direction, host_form, device_form):
     case = make_case()
     ids = np.array([3, -1, 0, 5], np.int32), np.array([8, 2, -1, 1], np.int32)
     pool, cache = case.pool(), case.cache()
@@ -202,7 +202,7 @@ def round_trips(draw):
 
 @given(round_trips())
 @settings(max_examples=30, deadline=None)
-def test_what_was_stored_comes_back(implementation, args):
+def test_store_and_load_round_trip(implementation, args):
     """Store, then load to other pages: identity where all three ids name a page."""
     case, source, on_host, target, layers = args
     options = {"layers": layers, "implementation": implementation}
@@ -221,7 +221,7 @@ def test_what_was_stored_comes_back(implementation, args):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_pools_of_one_cache_do_not_mix(kind, implementation):
+def test_two_pools_of_one_cache_are_independent(kind, implementation):
     """Two calls of one shape but different layouts must not share a plan."""
     layouts: list[Layout] = ["page_first", "page_first_direct", "page_first"]
     cases = [
@@ -233,7 +233,7 @@ def test_two_pools_of_one_cache_do_not_mix(kind, implementation):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_explain_names_what_runs_and_why_not_the_others(direction, implementation):
+def test_explain_reports_selection_and_reasons(direction, implementation):
     case = make_case()
     ids = [as_ids(side, implementation) for side in distinct_ids(case, 5)]
     pool, cache = case.pool(), case.cache()
@@ -248,7 +248,7 @@ def test_explain_names_what_runs_and_why_not_the_others(direction, implementatio
 
 
 @pytest.mark.parametrize("name", ["load_pages", "store_pages", "start_load", "start_store"])
-def test_explain_takes_any_argument_by_its_name(name):
+def test_explain_accepts_keyword_arguments(name):
     case = make_case()
     operation, state = getattr(jaxkv, name), {"pool": case.pool(), "cache": case.cache()}
     ids = dict(zip(("host_pages", "device_pages"), distinct_ids(case, 5), strict=True))
@@ -259,7 +259,7 @@ def test_explain_takes_any_argument_by_its_name(name):
         jaxkv.explain(operation, **state, host_pages=ids["host_pages"])
 
 
-def test_an_empty_cache_is_zero():
+def test_new_cache_is_zero():
     spec = spec_of()
     cache = jaxkv.DeviceCache.create(spec, num_pages=3)
     zeros = np.zeros((3, spec.page_size, spec.num_kv_heads, spec.head_dim), spec.dtype)
@@ -269,7 +269,7 @@ def test_an_empty_cache_is_zero():
             assert_same_bytes(buffer, zeros, "new cache")
 
 
-def test_the_comparison_itself_sees_one_wrong_bit():
+def test_negative_control_one_wrong_bit_is_detected():
     want = random_array(np.random.default_rng(0), (3, 4), "bfloat16")
     got = want.copy()
     got.view(np.uint16)[2, 1] ^= 1

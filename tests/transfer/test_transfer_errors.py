@@ -15,7 +15,7 @@ from tests.util.transfer_cases import (
     DIRECTIONS,
     after,
     as_ids,
-    assert_refused,
+    assert_rejected,
     copy,
     donating,
     fails_at_once,
@@ -47,7 +47,7 @@ every_wrong_id = pytest.mark.parametrize(
 
 @pytest.mark.sanitizer
 @every_wrong_id
-def test_wrong_ids_outside_jit(direction, ids, side, words, bad, implementation):
+def test_invalid_ids_outside_jit_are_rejected(direction, ids, side, words, bad, implementation):
     case = make_case()
     pool, cache = case.pool(), case.cache()
     args = [as_ids(pages, implementation) for pages in ids]
@@ -56,7 +56,7 @@ def test_wrong_ids_outside_jit(direction, ids, side, words, bad, implementation)
         return copy(direction, pool, cache, *args, implementation=implementation)
 
     if fails_at_once(implementation, inside_jit=False):
-        assert_refused(call, jaxkv.PageIndexError, f"{side}_pages", *words)
+        assert_rejected(call, jaxkv.PageIndexError, f"{side}_pages", *words)
         jaxkv.check_errors()
     else:
         assert_only_the_others_moved(case, direction, ids, bad, call(), pool, cache)
@@ -65,7 +65,7 @@ def test_wrong_ids_outside_jit(direction, ids, side, words, bad, implementation)
 
 @pytest.mark.sanitizer
 @every_wrong_id
-def test_wrong_ids_inside_jit(direction, ids, side, words, bad, implementation):
+def test_invalid_ids_inside_jit_are_rejected(direction, ids, side, words, bad, implementation):
     case = make_case()
     pool, cache = case.pool(), case.cache()
     args = [as_ids(pages, implementation) for pages in ids]
@@ -76,7 +76,7 @@ def test_wrong_ids_inside_jit(direction, ids, side, words, bad, implementation):
 
     if fails_at_once(implementation, inside_jit=True):
         role = "source" if side == SOURCE[direction] else "destination"
-        assert_refused(call, jax.errors.JaxRuntimeError, "PageIndexError", role, *words)
+        assert_rejected(call, jax.errors.JaxRuntimeError, "PageIndexError", role, *words)
         jaxkv.check_errors()
     else:
         assert_only_the_others_moved(case, direction, ids, bad, call(), pool, cache)
@@ -86,7 +86,7 @@ def assert_only_the_others_moved(case, direction, ids, bad, out, pool, cache):
     """The bad entries were skipped and counted; the count is reset by reading it."""
     good = [[-1 if i in bad else page for i, page in enumerate(pages)] for pages in ids]
     jax.block_until_ready(out)
-    assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, f"{len(bad)} entries")
+    assert_rejected(jaxkv.check_errors, jaxkv.PageIndexError, f"{len(bad)} entries")
     jaxkv.check_errors()
     case.assert_holds(*after(direction, out, pool, cache), **case.expected(direction, *good))
 
@@ -108,21 +108,21 @@ THREE = np.arange(3, dtype=np.int32)
     ids=["float", "int8", "uint32", "rank 2", "scalar", "unequal lengths"],
 )
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
-def test_ids_of_a_wrong_type(direction, host_ids, device_ids, error, words, inside_jit):
+def test_malformed_ids_are_rejected(direction, host_ids, device_ids, error, words, inside_jit):
     case = make_case()
     pool, cache = case.pool(), case.cache()
     run = runner(direction, inside_jit)
-    assert_refused(lambda: run(pool, cache, host_ids, device_ids), error, *words)
+    assert_rejected(lambda: run(pool, cache, host_ids, device_ids), error, *words)
     case.assert_holds(pool, cache)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("layers, word", [(3, "3"), (range(1, 4), "3"), (-1, "-1")])
-def test_layers_out_of_range(direction, layers, word):
+def test_layers_out_of_range_are_rejected(direction, layers, word):
     case = make_case()
     pool, cache = case.pool(), case.cache()
     ids = [np.zeros(1, np.int32)] * 2
-    assert_refused(
+    assert_rejected(
         lambda: copy(direction, pool, cache, *ids, layers=layers),
         ValueError,
         "layers",
@@ -134,10 +134,10 @@ def test_layers_out_of_range(direction, layers, word):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("layers", [[0.5, 1.7], [True, False], True, 1.0, np.array([True, False])])
-def test_layers_that_are_no_numbers_of_layers(direction, layers):
+def test_non_integer_layers_are_rejected(direction, layers):
     case = make_case()
     pool, cache = case.pool(), case.cache()
-    assert_refused(
+    assert_rejected(
         lambda: copy(direction, pool, cache, [0], [0], layers=layers),
         ValueError,
         "layers",
@@ -149,11 +149,11 @@ def test_layers_that_are_no_numbers_of_layers(direction, layers):
 @pytest.mark.parametrize(
     "ids", [([99, 0], [1, 2]), ([1, 1], [3, 3])], ids=["out of range", "duplicate"]
 )
-def test_wrong_ids_of_no_layers(direction, ids):
+def test_invalid_ids_without_layers_are_rejected(direction, ids):
     case = make_case()
     pool, cache = case.pool(), case.cache()
     word = "out of range" if 99 in ids[0] else "duplicate"
-    assert_refused(
+    assert_rejected(
         lambda: copy(direction, pool, cache, *ids, layers=[]), jaxkv.PageIndexError, word
     )
 
@@ -170,13 +170,13 @@ def test_wrong_ids_of_no_layers(direction, ids):
         ("kind", "mla"),
     ],
 )
-def test_pool_and_cache_of_different_specs(direction, field, of_cache):
+def test_pool_and_cache_of_different_specs_are_rejected(direction, field, of_cache):
     case = make_case(num_kv_heads=1)
     other = make_case("layer_first", **{"num_kv_heads": 1, field: of_cache})
     pool, cache = case.pool(), other.cache()
     ids = [np.zeros(1, np.int32)] * 2
     values = (np.dtype(of_cache).name if field == "dtype" else of_cache, getattr(case.spec, field))
-    assert_refused(lambda: copy(direction, pool, cache, *ids), ValueError, field, *values)
+    assert_rejected(lambda: copy(direction, pool, cache, *ids), ValueError, field, *values)
     case.assert_holds(pool, case.cache())
     other.assert_holds(other.pool(), cache)
 
@@ -195,18 +195,18 @@ ON_CPU = jax.default_backend() == "cpu"
     ids=["unknown", "dma", "other platform"],
 )
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
-def test_an_implementation_that_cannot_serve_is_refused(direction, name, error, words, inside_jit):
+def test_unsupported_implementation_is_rejected(direction, name, error, words, inside_jit):
     case = make_case()
     pool, cache = case.pool(), case.cache()
     ids = [jnp.zeros(1, jnp.int32)] * 2
     run = runner(direction, inside_jit, implementation=name)
-    assert_refused(lambda: run(pool, cache, *ids), error, *words)
+    assert_rejected(lambda: run(pool, cache, *ids), error, *words)
     case.assert_holds(pool, cache)
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("direction, inside_jit", [*product(DIRECTIONS, (False, True))])
-def test_a_sharded_pool_is_refused_outside_shard_map(direction, inside_jit):
+def test_sharded_pool_outside_shard_map_is_rejected(direction, inside_jit):
     """XLA would gather the pool for a call that it can't partition; visible with explicit axes."""
     case = make_case()
     mesh = jax.sharding.Mesh(
@@ -215,7 +215,7 @@ def test_a_sharded_pool_is_refused_outside_shard_map(direction, inside_jit):
     pool, cache = (getattr(case, name)(mesh=mesh, head_axis="tp") for name in ("pool", "cache"))
     ids = [np.zeros(1, np.int32)] * 2
     run = runner(direction, inside_jit)
-    assert_refused(lambda: run(pool, cache, *ids), ValueError, "shard_map", "tp")
+    assert_rejected(lambda: run(pool, cache, *ids), ValueError, "shard_map", "tp")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -224,7 +224,7 @@ def test_closed_pool_is_rejected(direction):
     pool, cache = case.pool(), case.cache()
     pool.close()
     ids = [np.zeros(1, np.int32)] * 2
-    assert_refused(lambda: copy(direction, pool, cache, *ids), ValueError, "closed")
+    assert_rejected(lambda: copy(direction, pool, cache, *ids), ValueError, "closed")
 
 
 @pytest.mark.parametrize(
@@ -236,12 +236,12 @@ def test_closed_pool_is_rejected(direction):
         ({"layout": "page_first", "num_pages": 0}, ["num_pages", "0"]),
     ],
 )
-def test_a_wrong_pool_is_refused(arguments, words):
+def test_invalid_pool_is_rejected(arguments, words):
     arguments = {"num_pages": 4, **arguments}
-    assert_refused(lambda: jaxkv.HostPool.create(spec_of(), **arguments), ValueError, *words)
+    assert_rejected(lambda: jaxkv.HostPool.create(spec_of(), **arguments), ValueError, *words)
 
 
-def test_errors_are_what_their_names_promise():
+def test_errors_derive_from_builtins():
     assert issubclass(jaxkv.PageIndexError, IndexError)
     assert issubclass(jaxkv.HostMemoryError, MemoryError)
 
@@ -249,48 +249,48 @@ def test_errors_are_what_their_names_promise():
 @pytest.mark.parametrize("dtype", ["int64", "float64"])
 @pytest.mark.parametrize("ids", [[], [0]], ids=["no ids", "an id"])
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_64_bit_arrays_of_numpy_are_not_cut(side, ids, dtype):
+def test_64_bit_numpy_arrays_are_rejected(side, ids, dtype):
     wide, array = np.zeros((2, 2), dtype), np.zeros((2, 2), np.int32)
     src, dst = (wide, array) if side == "src" else (array, wide)
-    assert_refused(
+    assert_rejected(
         lambda: jaxkv.swap_blocks(src, dst, ids, ids), ValueError, side, dtype, "64 bits", "32"
     )
 
 
-def test_what_are_no_arrays():
+def test_non_array_leaves_are_rejected():
     array = jnp.zeros((2, 2))
-    assert_refused(
+    assert_rejected(
         lambda: jaxkv.swap_blocks([[1.0]], [[array]], [0], [0]), TypeError, "src", "float"
     )
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_host_ids_that_a_program_closes_over(direction):
+def test_closed_over_host_ids_are_rejected(direction):
     case = make_case()
     pool, cache = case.pool(), case.cache()
     ids = [jaxkv.HostIds([1, 2]), jaxkv.HostIds([0, 1])]
     call = jax.jit(lambda pool, cache: copy(direction, pool, cache, *ids), donate_argnums=(0, 1))
-    assert_refused(lambda: call(pool, cache), ValueError, "HostIds", "arguments of the jitted")
+    assert_rejected(lambda: call(pool, cache), ValueError, "HostIds", "arguments of the jitted")
     case.assert_holds(pool, cache)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_pool_that_lost_its_memory(direction):
+def test_pool_in_device_memory_is_rejected(direction):
     case = make_case()
     pool = pickle.loads(pickle.dumps(case.pool()))
     call = partial(copy, direction, pool, case.cache(), [1], [2])
-    assert_refused(call, ValueError, "pool.data", "pinned_host", "got device")
+    assert_rejected(call, ValueError, "pool.data", "pinned_host", "got device")
 
 
 @pytest.mark.parametrize("layers", [np.int32(1), np.array(1), np.array([1])], ids=repr)
-def test_layers_may_be_numbers_of_numpy(layers):
+def test_layers_as_numpy_integers(layers):
     case = make_case()
     out = jaxkv.load_pages(case.pool(), case.cache(), [1], [2], layers=layers)
     case.assert_holds(case.pool(), out, **case.expected("load", [1], [2], 1))
 
 
 @pytest.mark.parametrize("side, name", [("pool", "pool.data"), ("cache", "cache.layers[0]")])
-def test_arrays_of_another_dtype_than_their_spec(side, name):
+def test_arrays_of_another_dtype_are_rejected(side, name):
     case = make_case(dtype="bfloat16")
     pool, cache = case.pool(), case.cache()
     if side == "pool":
@@ -298,7 +298,7 @@ def test_arrays_of_another_dtype_than_their_spec(side, name):
     else:
         cache = jax.tree.map(lambda array: array.view(jnp.float16), cache)
     call = partial(jaxkv.load_pages, pool, cache, [1], [2])
-    assert_refused(call, ValueError, f"{name} must be bfloat16[", "got float16[")
+    assert_rejected(call, ValueError, f"{name} must be bfloat16[", "got float16[")
 
 
 @pytest.mark.parametrize(
@@ -310,20 +310,20 @@ def test_arrays_of_another_dtype_than_their_spec(side, name):
         ("start_store", ("device_pages", "host_pages")),
     ],
 )
-def test_a_refused_id_is_named_with_its_position(operation, names):
+def test_rejected_id_is_reported_with_its_position(operation, names):
     case = make_case()
     call = partial(getattr(jaxkv, operation), case.pool(), case.cache())
     good, outside = [99, 1, 2, 3, 4], [-1, 0, 50, 60, 5]  # the first is padding
     for name, other in (names, names[::-1]):
         ids = {name: outside, other: good}
-        assert_refused(partial(call, **ids), jaxkv.PageIndexError, f"{name}[2] is 50")
+        assert_rejected(partial(call, **ids), jaxkv.PageIndexError, f"{name}[2] is 50")
     duplicate = f"{names[1]} has duplicate destination 5, at positions 1 and 3"
     ids = dict(zip(names, ([0, 1, 2, 3, -1], [4, 5, 6, 5, 5]), strict=True))
     refused = partial(call, **ids)
-    assert_refused(refused, jaxkv.PageIndexError, duplicate)
+    assert_rejected(refused, jaxkv.PageIndexError, duplicate)
 
 
-def test_a_list_of_ids_that_jit_took_apart():
+def test_list_of_tracers_is_rejected():
     array = jnp.arange(5)
     call = partial(jax.jit(jaxkv.swap_blocks), array, array, [1], [2])
-    assert_refused(call, TypeError, "src_ids", "list of tracers")
+    assert_rejected(call, TypeError, "src_ids", "list of tracers")

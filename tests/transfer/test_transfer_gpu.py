@@ -14,7 +14,7 @@ import pytest
 import jaxkv
 from tests.util.replays import check_rounds, is_right, plus
 from tests.util.slow_streams import settle, slow_input, slow_zero, unordered_copy
-from tests.util.transfer_cases import Case, as_ids, assert_refused, copy, distinct_ids, make_case
+from tests.util.transfer_cases import Case, as_ids, assert_rejected, copy, distinct_ids, make_case
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +35,7 @@ def ordering(request) -> str:
 
 
 @pytest.mark.parametrize("one_program", [True, False], ids=["one jit", "two jits"])
-def test_a_store_waits_for_a_slow_producer(one_program, ordering):
+def test_store_waits_for_a_slow_producer(one_program, ordering):
     """A page that is written at the end of a long chain, a new payload each round."""
     case = make_case("page_first_direct", dtype="int8")
     numpy_ids = distinct_ids(case, 5)
@@ -67,7 +67,7 @@ def test_a_store_waits_for_a_slow_producer(one_program, ordering):
     check_rounds(rights[1:], ordering)  # the first round compiles: nothing overlaps with it
 
 
-def test_a_load_waits_for_a_slow_reader(ordering):
+def test_load_waits_for_a_slow_reader(ordering):
     """A program that reads pages at the end of a long chain, while the next one overwrites them."""
     case = make_case("page_first_direct", dtype="int8")
     load = jax.jit(copies(ordering, "load"), donate_argnums=1)
@@ -131,7 +131,7 @@ def test_replays_follow_new_ids_and_inputs():
         pool, cache, number = step(pool, cache, number, on_device)
         if now == bad_round:
             jax.block_until_ready(cache)
-            assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, "1", "12")
+            assert_rejected(jaxkv.check_errors, jaxkv.PageIndexError, "1", "12")
         for op in range(OPS):
             host_ids, device_ids = np.where(table[now, op] < 12, table[now, op], -1)
             if op % 2:
@@ -146,7 +146,7 @@ def test_replays_follow_new_ids_and_inputs():
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])
-def test_dma_beside_captured_kernels_follows_new_ids(direction):
+def test_dma_with_captured_kernels_follows_new_ids(direction):
     """XLA captures the surrounding kernels; a captured DMA copy would repeat the first ids."""
     case = make_case("page_first_direct", dtype="int8")
 
@@ -184,7 +184,7 @@ def test_thousands_of_descriptors_in_one_call():
         case.assert_holds(*after, **case.expected(direction, *ids))
 
 
-def test_device_made_ids_are_followed_by_the_kernel():
+def test_kernel_follows_ids_computed_on_the_device():
     """Ids from a slow computation: the kernel must read them when it runs, not before."""
     case = make_case(dtype="int8")
     numpy_ids = distinct_ids(case, 5)

@@ -19,7 +19,7 @@ from jaxkv._src.runtime import native
 from jaxkv._src.transfer import block_copy, dispatch
 from tests.util.block_trees import place, random_tree, swapped
 from tests.util.layout_reference import assert_same_bytes
-from tests.util.transfer_cases import as_ids, assert_refused
+from tests.util.transfer_cases import as_ids, assert_rejected
 
 WAYS = {"checks ids": False, "takes pairs": True}
 
@@ -42,13 +42,13 @@ def check_ids(
     step = jax.jit(lambda *args: jaxkv.swap_blocks(*args), donate_argnums=1)
     if bad and jax.default_backend() == "cpu":
         words = "PageIndexError", f"{len(bad)} entries refused"
-        assert_refused(
+        assert_rejected(
             lambda: jax.block_until_ready(step(*args)), jax.errors.JaxRuntimeError, *words
         )
         return
     out = jax.block_until_ready(step(*args))
     if bad:
-        assert_refused(jaxkv.check_errors, jaxkv.PageIndexError, f"{len(bad)} entries")
+        assert_rejected(jaxkv.check_errors, jaxkv.PageIndexError, f"{len(bad)} entries")
     jaxkv.check_errors()
     good = [
         np.where(np.isin(np.arange(len(side)), [*bad]), -1, side) for side in (src_ids, dst_ids)
@@ -81,7 +81,7 @@ def id_lists(draw) -> dict:
 @pytest.mark.parametrize("way", WAYS)
 @given(id_lists(), st.integers(1, 40), st.sampled_from(["pinned_host", "device"]))
 @settings(max_examples=25, deadline=None)
-def test_any_ids(way, ids, block_bytes, memory):
+def test_random_ids(way, ids, block_bytes, memory):
     with mock.patch("jaxkv._src.transfer.api.needs_plan", return_value=WAYS[way]):
         check_ids(**ids, blocks={"x": ((block_bytes,), "int8")}, memory=memory)
 
@@ -91,7 +91,7 @@ def test_any_ids(way, ids, block_bytes, memory):
 @pytest.mark.parametrize(
     "wrong", [{}, {0: -1}, {7: -1, 2999: 3}, {2999: 4000}, {1: 2, 1500: 2998}], ids=str
 )
-def test_a_few_wrong_ids_among_thousands(way, wrong):
+def test_few_invalid_ids_among_thousands(way, wrong):
     """Wrong entries in the shares of different thread blocks, with work for each of them."""
     n = 3000
     dst_ids = np.random.default_rng(0).permutation(n).astype(np.int32)
@@ -103,7 +103,7 @@ def test_a_few_wrong_ids_among_thousands(way, wrong):
 
 
 @pytest.mark.parametrize("unknown", ["source", "destination"])
-def test_padding_by_ids_that_only_the_device_knows(unknown):
+def test_padding_in_device_ids(unknown):
     """The host knows 999 to be out of range, but not that the other list has padding there."""
     src, dst = random_tree(9), random_tree(12, seed=1)
     known, other = np.array([0, 999, 3], np.int32), np.array([4, -1, 5], np.int32)
@@ -123,7 +123,7 @@ def test_padding_by_ids_that_only_the_device_knows(unknown):
 
 @pytest.mark.parametrize("past_the_limit", [0, 1])
 @pytest.mark.parametrize("on_host", [False, True], ids=["device ids", "HostIds"])
-def test_more_ids_than_a_copy_checks_itself_are_planned(past_the_limit, on_host):
+def test_ids_above_the_inline_limit_use_a_plan(past_the_limit, on_host):
     most = block_copy._INLINE_HOST_IDS if on_host else native.extension().INLINE_IDS
     n = most + past_the_limit
     src, dst = ({"x": np.arange(n, dtype=np.int16) * sign} for sign in (1, -1))
@@ -139,7 +139,7 @@ def test_more_ids_than_a_copy_checks_itself_are_planned(past_the_limit, on_host)
 
 
 @pytest.mark.parametrize("memory", ["pinned_host", "device"])
-def test_more_pairs_than_a_launch_stages(memory):
+def test_more_pairs_than_one_launch(memory):
     """The kernel on one SM takes several launches, the last of them without work."""
     n = 40_000
     rng = np.random.default_rng(0)
@@ -151,7 +151,7 @@ def test_more_pairs_than_a_launch_stages(memory):
 
 
 @pytest.mark.parametrize("geometries", [1, 2])
-def test_what_many_arrays_refuse_is_counted_once(geometries):
+def test_entry_rejected_for_many_arrays_is_counted_once(geometries):
     """So many arrays that the kernel is launched twice; two geometries are two calls."""
     blocks = {str(i): ((3 + i % geometries,), "int8") for i in range(300)}
     ids = {"src_ids": [0, 1, 2, 3], "dst_ids": [4, 5, 4, 1]}

@@ -51,7 +51,7 @@ def test_donation_writes_in_place(kind, layout, direction, implementation):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("kind, layout", KIND_LAYOUTS)
-def test_the_program_copies_the_destination_only_without_donation(kind, layout, direction):
+def test_program_copies_the_destination_only_without_donation(kind, layout, direction):
     """Without donation the copy must appear: the check would otherwise prove nothing."""
     case = make_case(layout, kind=kind)
     _, ids = device_ids(case, 5)
@@ -62,7 +62,7 @@ def test_the_program_copies_the_destination_only_without_donation(kind, layout, 
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_without_donation_the_input_lives_on(direction, implementation):
+def test_input_survives_without_donation(direction, implementation):
     case = make_case("page_head")
     ids, args = device_ids(case, 5, implementation)
     pool, cache = case.pool(), case.cache()
@@ -72,7 +72,7 @@ def test_without_donation_the_input_lives_on(direction, implementation):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_other_ids_of_the_same_length_do_not_trace_again(direction, implementation):
+def test_ids_of_equal_length_do_not_retrace(direction, implementation):
     case = make_case()
     traced = []
 
@@ -89,7 +89,7 @@ def test_other_ids_of_the_same_length_do_not_trace_again(direction, implementati
     assert len(traced) == 1
 
 
-def test_a_step_may_load_compute_and_store(implementation):
+def test_step_with_load_compute_and_store(implementation):
     """Each op must see the previous writes: load, add to the cache, store, load again."""
     case = make_case("page_first_direct", dtype="int8")
     options = {"implementation": implementation}
@@ -138,7 +138,7 @@ def test_scan_over_batches_of_ids(direction):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_vmap_over_ids_is_refused_by_name(direction):
+def test_vmap_over_ids_is_rejected(direction):
     case = make_case()
     pool, cache = case.pool(), case.cache()
     ids = [np.zeros((2, 3), np.int32)] * 2
@@ -154,7 +154,7 @@ SHARDED = [(layout, 4 if layout == "page_unified" else 1) for layout in LAYOUTS[
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("layout, head_groups", SHARDED)
 @pytest.mark.parametrize("devices", [2, 4])
-def test_under_shard_map_each_device_copies_its_heads(
+def test_shard_map_copies_the_heads_of_each_device(
     devices, layout, head_groups, direction, named_implementation
 ):
     check_shard_map(devices, layout, head_groups, direction, named_implementation)
@@ -162,7 +162,7 @@ def test_under_shard_map_each_device_copies_its_heads(
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_under_shard_map_with_host_ids_on_each_device(direction):
+def test_shard_map_with_host_ids_per_device(direction):
     check_shard_map(2, "page_first_direct", 1, direction, None, ids_for="dma")
 
 
@@ -198,7 +198,7 @@ def check_shard_map(devices, layout, head_groups, direction, implementation, ids
 @pytest.mark.multigpu
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("layout, head_groups", SHARDED)
-def test_a_sharded_pool_keeps_each_head_with_its_device(devices, layout, head_groups):
+def test_sharded_pool_keeps_heads_on_their_device(devices, layout, head_groups):
     """Device i of n has heads `[i*H/n, (i+1)*H/n)` of the pool and of the cache alike."""
     mesh = mesh_of(devices)
     case = make_case(layout, num_kv_heads=4, head_groups=head_groups)
@@ -236,7 +236,7 @@ def varying_step(mesh, operation, out_specs):
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("operation", ["load_pages", "store_pages", "start_load", "start_store"])
-def test_what_other_ids_make_of_a_replicated_state_is_not_replicated(operation):
+def test_state_written_with_varying_ids_is_not_replicated(operation):
     mesh, case = mesh_of(2), make_case()
     pool, cache = case.pool(mesh=mesh), case.cache(mesh=mesh)
     split = NamedSharding(mesh, PartitionSpec("tp"))
@@ -262,7 +262,7 @@ def test_what_other_ids_make_of_a_replicated_state_is_not_replicated(operation):
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_mesh_axis_of_one_device_splits_nothing(direction, axis_type, inside_jit):
+def test_mesh_axis_of_one_device_is_unsharded(direction, axis_type, inside_jit):
     axis_types = (getattr(jax.sharding.AxisType, axis_type),)
     mesh = jax.sharding.Mesh(mesh_of(1).devices, ("tp",), axis_types=axis_types)
     case = make_case()

@@ -193,7 +193,7 @@ def copied_shapes(step: jax.stages.Wrapped, *args) -> set[tuple[int, ...]]:
     return {tuple(int(n) for n in dims.split(",") if n) for dims in found}
 
 
-def assert_refused(call, error, *words):
+def assert_rejected(call, error, *words):
     """`call` raises `error`, and its message contains all the words, case-insensitively."""
     with pytest.raises(error) as raised:
         call()
