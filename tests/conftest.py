@@ -57,8 +57,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         return (yield)
     except NotImplementedError as error:
         callspec = getattr(pyfuncitem, "callspec", None)
-        asked = callspec and "pallas" in callspec.params.values()
-        if asked and "'pallas' does not support this call" in str(error):
+        requested = callspec and "pallas" in callspec.params.values()
+        if requested and "'pallas' does not support this call" in str(error):
             pytest.skip(str(error))
         raise
 

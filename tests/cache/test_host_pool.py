@@ -144,10 +144,10 @@ def test_oversized_pool_is_rejected_before_allocation():
 @pytest.mark.multigpu
 @pytest.mark.parametrize("head_axis, copies", [(None, 2), ("tp", 1)], ids=["copies", "shards"])
 def test_memory_check_counts_all_shards(head_axis, copies, monkeypatch):
-    asked: list[int] = []
-    monkeypatch.setattr(host_pool, "check_host_memory", asked.append)
+    checked_bytes: list[int] = []
+    monkeypatch.setattr(host_pool, "check_host_memory", checked_bytes.append)
     pool = jaxkv.HostPool.create(spec_of(), num_pages=5, mesh=mesh_of(2), head_axis=head_axis)
-    assert asked == [copies * pool.data.nbytes]
+    assert checked_bytes == [copies * pool.data.nbytes]
 
 
 @pytest.fixture
@@ -244,8 +244,8 @@ def test_numa_preference_is_restored(node, answer, monkeypatch):
     kernel, preferred = Kernel(answer), 1
     monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda *_, **__: kernel)
     monkeypatch.setattr(host_memory.platform, "machine", lambda: "x86_64")
-    asked = [] if node is None else [("get", 1024)]
+    queries = [] if node is None else [("get", 1024)]
     changed = node is not None and answer == 0
     with host_memory.prefer_numa_node(node):
-        assert kernel.calls == asked + [("set", preferred, [node])] * changed
-    assert kernel.calls == asked + [("set", preferred, [node]), ("set", 3, [2])] * changed
+        assert kernel.calls == queries + [("set", preferred, [node])] * changed
+    assert kernel.calls == queries + [("set", preferred, [node]), ("set", 3, [2])] * changed

@@ -92,16 +92,16 @@ def test_nested_scopes_match_the_model(program):
     got: list[HostSyncReport] = []
     # Within a counting scope, so that the patches are in place throughout.
     program = ("count", [program])
-    refused = raised = False
+    forbidden = raised = False
     try:
         expect(program, [], want)
     except Refused:
-        refused = True
+        forbidden = True
     try:
         run(program, x, got)
     except jaxkv.HostSyncError:
         raised = True
-    assert raised == refused
+    assert raised == forbidden
     assert [[sync.allowed for sync in report.syncs] for report in got] == want
     assert sync_guard._hooks._scopes == 0
 

@@ -75,8 +75,8 @@ def test_program_has_no_copy_of_entire_arrays(direction, named):
         return finish(direction, started)
 
     pool, cache = case.pool(), case.cache()
-    whole = {leaf.shape for leaf in jax.tree.leaves((pool, cache))}
-    assert not whole & copied_shapes(step, pool, cache, *ids)
+    entire_shapes = {leaf.shape for leaf in jax.tree.leaves((pool, cache))}
+    assert not entire_shapes & copied_shapes(step, pool, cache, *ids)
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # the ticket and the plan

@@ -280,7 +280,7 @@ def test_dropped_handle_keeps_buffers_until_the_copy_ends(direction, named):
         gc.collect()
         transfer_in_flight.keep_alive(None)
         arrays = [array for entry in transfer_in_flight._in_flight for array in entry.arrays]
-        kept = set(pointers([array for array in arrays if not array.is_deleted()]))
-        assert addresses <= kept or native.copies_ended(counts)
+        alive = set(pointers([array for array in arrays if not array.is_deleted()]))
+        assert addresses <= alive or native.copies_ended(counts)
         native.synchronize_device(0)
         assert native.copies_ended(counts)

@@ -145,9 +145,9 @@ def test_pool_overwritten_after_an_inner_jit_is_read_first(named):
         pool = jaxkv.store_pages(pool, CASE.cache() if x is None else arrays, *ids)
         return pool, arrays
 
-    donated, kept = (lowered(step, named, donate=donate) for donate in ((0, 1), (1,)))
+    donated, not_donated = (lowered(step, named, donate=donate) for donate in ((0, 1), (1,)))
     assert any(donated.joined) or donated.boundary_waits
-    assert not any(kept.joined) and not kept.boundary_waits
+    assert not any(not_donated.joined) and not not_donated.boundary_waits
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])
@@ -177,12 +177,12 @@ def test_program_without_analysis_waits_at_its_start(named):
 
 
 def test_program_after_a_failed_lowering_is_analysed(named):
-    refused = Primitive("without_lowering")
-    refused.def_abstract_eval(lambda x: x)
+    without_lowering = Primitive("without_lowering")
+    without_lowering.def_abstract_eval(lambda x: x)
 
     def step(pool, cache, x, *ids, fails=True):
         cache = start(named, "load", pool, cache, ids).cache
-        return cache, refused.bind(x) if fails else x
+        return cache, without_lowering.bind(x) if fails else x
 
     with pytest.raises(NotImplementedError):
         lowered(step, named)

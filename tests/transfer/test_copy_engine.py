@@ -36,13 +36,13 @@ class Done:
     Attributes:
       calls: descriptors of each driver call, 0 for one that is no batch; "signal-n" where the
         arrival of segment n is signalled.
-      refused: number of rejected entries.
+      rejected: number of rejected entries.
       error: the handler's error, "" for none.
       arrays: bytes of each array afterwards, the strided ones first.
     """
 
     calls: list[int | str]
-    refused: int
+    rejected: int
     error: str
     arrays: list[np.ndarray]
 
@@ -125,11 +125,11 @@ class Copy:
         numbers += [len(dense), segment_buffers, len(attribute), len(sources)]
         given = " ".join(str(int(n)) for n in (*numbers, *attribute, *sources, *destinations))
         ran = subprocess.run([program], input=given.encode(), check=True, capture_output=True)
-        calls, refused, error, written = ran.stdout.split(b"\n", 3)
+        calls, rejected, error, written = ran.stdout.split(b"\n", 3)
         ends = np.cumsum([len(array) for array in (*strided, *dense)])
         return Done(
             [_call(token) for token in calls.decode().split()],
-            int(refused),
+            int(rejected),
             error.decode(),
             np.split(np.frombuffer(written, np.uint8), ends[:-1]),
         )
@@ -137,13 +137,13 @@ class Copy:
     def check(self, program, sources, destinations, **options) -> list[int | str]:
         """Runs it and checks the bytes; returns the calls."""
         done = self.run(program, sources, destinations, **options)
-        assert (done.refused, done.error) == (0, "")
+        assert (done.rejected, done.error) == (0, "")
         for got, want in zip(done.arrays, self.expected(sources, destinations), strict=True):
             np.testing.assert_array_equal(got, want)
         return done.calls
 
 
-def whole(block_bytes: int = 8) -> PageGeometry:
+def single_run(block_bytes: int = 8) -> PageGeometry:
     return PageGeometry(block_bytes, block_bytes, (1, 1), (0, 0), block_bytes)
 
 
@@ -174,24 +174,24 @@ def test_only_the_requested_bytes_are_written(program, data, copy):
 
 
 def test_single_descriptor_is_not_batched(program):
-    assert Copy(whole(), 9, 9).check(program, [4], [2]) == [0]
-    assert Copy(whole(), 9, 9).check(program, [4, 5, 6], [2, 3, 4]) == [0]  # adjacent
-    assert Copy(whole(), 9, 9).check(program, [4, 5, 6], [2, 3, 5]) == [2]
-    assert Copy(whole(), 9, 9).check(program, [], []) == []
+    assert Copy(single_run(), 9, 9).check(program, [4], [2]) == [0]
+    assert Copy(single_run(), 9, 9).check(program, [4, 5, 6], [2, 3, 4]) == [0]  # adjacent
+    assert Copy(single_run(), 9, 9).check(program, [4, 5, 6], [2, 3, 5]) == [2]
+    assert Copy(single_run(), 9, 9).check(program, [], []) == []
 
 
 def test_adjacent_runs_of_two_buffers_are_not_merged(program):
     """Two buffers in one array: the first's last block is adjacent to the second's first."""
-    copy = Copy(whole(), 2, 2, num_buffers=2, joint=True)
+    copy = Copy(single_run(), 2, 2, num_buffers=2, joint=True)
     assert copy.check(program, [0, 1], [0, 1]) == [2]
 
 
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
 @pytest.mark.parametrize("count", [BATCH - 1, BATCH, BATCH + 1, 2 * BATCH + 452])
 def test_batch_size_is_bounded(program, count, to_dense):
-    copy = Copy(whole(3), 2 * count, count, to_dense=to_dense)
-    apart, beside = range(0, 2 * count, 2), range(count)
-    ids = (beside, apart) if to_dense else (apart, beside)
+    copy = Copy(single_run(3), 2 * count, count, to_dense=to_dense)
+    strided, adjacent = range(0, 2 * count, 2), range(count)
+    ids = (adjacent, strided) if to_dense else (strided, adjacent)
     full, rest = divmod(count, BATCH)
     want = [BATCH] * full + [rest if rest > 1 else 0] * (rest > 0)
     assert copy.check(program, *ids) == want
@@ -200,7 +200,7 @@ def test_batch_size_is_bounded(program, count, to_dense):
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
 def test_asynchronous_copy_signals_each_segment(program, to_dense):
     """A segment's buffers share a batch, and its arrival is signalled after it."""
-    copy = Copy(whole(), 9, 9, num_buffers=4, to_dense=to_dense)
+    copy = Copy(single_run(), 9, 9, num_buffers=4, to_dense=to_dense)
     calls = copy.check(program, [4, 6], [2, 5], segment_buffers=2)
     assert calls == [4, "signal-7", 4, "signal-8"]
     calls = copy.check(program, [4, -1], [2, 5], segment_buffers=4)
@@ -210,12 +210,14 @@ def test_asynchronous_copy_signals_each_segment(program, to_dense):
 
 
 def test_descriptors_are_copied_singly_without_batches(program):
-    calls = Copy(whole(), 9, 9).check(program, [0, 2, 4], [1, 3, 5], batch_status=NOT_SUPPORTED)
+    calls = Copy(single_run(), 9, 9).check(
+        program, [0, 2, 4], [1, 3, 5], batch_status=NOT_SUPPORTED
+    )
     assert calls == [3, 0, 0, 0]
 
 
 def test_failed_batch_raises_without_writes(program):
-    copy = Copy(whole(), 9, 9)
+    copy = Copy(single_run(), 9, 9)
     done = copy.run(program, [0, 2], [1, 3], batch_status=INVALID)
     assert "cudaMemcpyBatchAsync" in done.error and "an error of the driver" in done.error
     for got, before in zip(done.arrays, copy.expected([], []), strict=True):
@@ -223,7 +225,7 @@ def test_failed_batch_raises_without_writes(program):
 
 
 def test_capture_is_rejected(program):
-    done = Copy(whole(), 9, 9).run(program, [0, 2], [1, 3], capturing=True)
+    done = Copy(single_run(), 9, 9).run(program, [0, 2], [1, 3], capturing=True)
     assert done.calls == [] and "captured" in done.error and "kernel" in done.error
 
 
@@ -233,9 +235,9 @@ def test_capture_is_rejected(program):
     ids=["source", "destination", "duplicates"],
 )
 def test_rejected_ids_are_counted_and_others_copied(program, sources, destinations, good):
-    copy = Copy(whole(), 9, 9)
+    copy = Copy(single_run(), 9, 9)
     done = copy.run(program, sources, destinations)
-    assert (done.refused, done.error) == (len(sources) - len(good), "")
+    assert (done.rejected, done.error) == (len(sources) - len(good), "")
     want = copy.expected([sources[i] for i in good], [destinations[i] for i in good])
     for got, wanted in zip(done.arrays, want, strict=True):
         np.testing.assert_array_equal(got, wanted)

@@ -250,10 +250,10 @@ def copies_of(layout):
     operation=st.sampled_from(["load_pages", "store_pages"]),
     on_host=st.booleans(),
     overlapped=st.booleans(),
-    asked=st.sampled_from([None, *copy_table.IMPLEMENTATIONS]),
+    requested=st.sampled_from([None, *copy_table.IMPLEMENTATIONS]),
 )
 def test_unsupported_implementations_are_never_selected(
-    layout, scale, count, kind, operation, on_host, overlapped, asked
+    layout, scale, count, kind, operation, on_host, overlapped, requested
 ):
     """For all sizes; and SM implementations get at least one SM."""
     spec = layout.spec
@@ -264,16 +264,18 @@ def test_unsupported_implementations_are_never_selected(
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(copy_table.VARIABLE, raising=False)
         patch.setattr(dispatch, "_machine", lambda: machine)
-        refusals = dispatch._unsupported_reasons(machine, copy, ids, asked, overlapped)
-        if asked in refusals:
-            with pytest.raises(NotImplementedError, match=f"'{asked}' does not support this call"):
-                select_implementation(copy, ids, asked, overlapped=overlapped)
+        unsupported = dispatch._unsupported_reasons(machine, copy, ids, requested, overlapped)
+        if requested in unsupported:
+            with pytest.raises(
+                NotImplementedError, match=f"'{requested}' does not support this call"
+            ):
+                select_implementation(copy, ids, requested, overlapped=overlapped)
             return
-        chosen = select_implementation(copy, ids, asked, overlapped=overlapped)
-    assert chosen.implementation not in refusals
-    assert asked in (None, chosen.implementation)
+        chosen = select_implementation(copy, ids, requested, overlapped=overlapped)
+    assert chosen.implementation not in unsupported
+    assert requested in (None, chosen.implementation)
     assert (chosen.num_sms >= 1) == (chosen.implementation in copy_table.ON_SMS)
-    for name, reason in refusals.items():
+    for name, reason in unsupported.items():
         assert f"\n  not {name}: {reason}" in chosen.text
 
 

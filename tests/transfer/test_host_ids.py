@@ -145,7 +145,7 @@ def test_ids_not_written_by_the_host_are_rejected(forge, side, inside_jit):
     case = make_case()
     pool, cache = case.pool(), case.cache()
     ids = {"host_pages": jaxkv.HostIds(VALUES), "device_pages": jaxkv.HostIds(OTHERS)}
-    ids[side] = forge(kept := ids[side])
+    ids[side] = forge(original := ids[side])
     assert_rejected(
         lambda: run_load(pool, cache, ids.values(), inside_jit),
         (ValueError, RuntimeError),
@@ -154,7 +154,7 @@ def test_ids_not_written_by_the_host_are_rejected(forge, side, inside_jit):
     )
     if not inside_jit:
         case.assert_holds(pool, cache)
-    assert len(kept) == len(VALUES)
+    assert len(original) == len(VALUES)
 
 
 def address_of(ids) -> int:
@@ -183,7 +183,7 @@ def test_overwritten_ids_are_rejected():
     case = make_case()
     ids = jaxkv.HostIds(VALUES), jaxkv.HostIds(OTHERS)
     (words,) = jax.tree.leaves(ids[0])
-    refused = set()
+    rejected = set()
     for number in range(words.size):
         word = ctypes.c_int32.from_address(address_of(ids[0]) + 4 * number)
         pool, cache = case.pool(), case.cache()
@@ -192,12 +192,12 @@ def test_overwritten_ids_are_rejected():
             out = run_load(pool, cache, ids, inside_jit=True)
         except (ValueError, RuntimeError) as error:
             assert "HostIds" in str(error)
-            refused.add(number)
+            rejected.add(number)
         else:
             case.assert_holds(pool, out, **case.expected("load", VALUES, OTHERS))
         word.value ^= 1 << (number % 31)
     header = words.size - len(VALUES)
-    assert refused >= {0, 1, *range(header, words.size)}  # magic, length and every id
+    assert rejected >= {0, 1, *range(header, words.size)}  # magic, length and every id
     pool, cache = case.pool(), case.cache()
     out = run_load(pool, cache, ids, inside_jit=True)
     case.assert_holds(pool, out, **case.expected("load", VALUES, OTHERS))

@@ -50,13 +50,13 @@ def test_unwaited_start_is_synchronous(named):
         return first
 
     @partial(jax.jit, donate_argnames="cache")
-    def whole(pool, cache, *ids):
+    def all_layers(pool, cache, *ids):
         return jaxkv.start_load(pool, cache, *ids, implementation=named).cache
 
     args = case.pool(), case.cache(), *ids
     assert joins(one_layer, *args)
     assert joins(first_layer, *args)
-    assert not joins(whole, *args)
+    assert not joins(all_layers, *args)
     assert not joins(jax.jit(partial(start, "load", implementation=named)), *args)
     arrays = one_layer(*args)
     jaxkv.check_errors(arrays)
@@ -76,7 +76,7 @@ def test_unused_copy_is_eliminated(named):
     assert "jaxkv" not in step.lower(case.pool(), case.cache(), *ids).as_text()
 
 
-def is_kept(addresses: set) -> bool:
+def is_kept_alive(addresses: set) -> bool:
     arrays = [array for entry in in_flight._in_flight for array in entry.arrays]
     return addresses <= set(pointers([one for one in arrays if not one.is_deleted()]))
 
@@ -95,14 +95,14 @@ def test_dropped_handle_keeps_memory_until_the_copy_ends(direction, waited, name
 
     del started
     gc.collect()
-    assert is_kept(addresses)
+    assert is_kept_alive(addresses)
     if jax.default_backend() == "gpu":
         native.extension().synchronize_device(0)
     held = [array for entry in in_flight._in_flight for array in entry.arrays]
     jax.block_until_ready([array for array in held if not array.is_deleted()])
     del held
     in_flight.keep_alive(None)  # as each start and wait does
-    assert not is_kept(addresses)
+    assert not is_kept_alive(addresses)
 
 
 def test_completed_copy_is_released(named):
@@ -110,9 +110,9 @@ def test_completed_copy_is_released(named):
     _, ids = ids_of(case, 5, named)
     storing = jaxkv.start_store(case.pool(), case.cache(), *ids, implementation=named)
     addresses = set(pointers(storing._cache))
-    assert is_kept(addresses)
+    assert is_kept_alive(addresses)
     _ = storing.pool
-    assert not is_kept(addresses)
+    assert not is_kept_alive(addresses)
 
 
 def test_threads_lose_no_in_flight_copy():

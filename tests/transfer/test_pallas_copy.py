@@ -73,7 +73,7 @@ def test_ring_fits_any_block_size(sizes):
 @pytest.mark.parametrize(
     "block, chunk, depth",
     [(32, 32, 2), (96, 32, 3), (160, 64, 4), (256, 256, 1)],
-    ids=["whole", "cut", "overlapping", "one slot"],
+    ids=["one chunk", "three chunks", "overlapping", "one slot"],
 )
 def test_blocks_in_chunks(block, chunk, depth, to_dense):
     ring = Ring(chunk, batch=1, threads=1, depth=depth)
@@ -126,8 +126,8 @@ def test_swap_blocks_is_one_launch():
     )
 
     def choose_here(copy, ids, implementation):
-        refused = pallas_chunks.unsupported_reason(copy, num_ids_of(ids[0]))
-        return Selection("host" if refused else "pallas", 2, "")
+        reason = pallas_chunks.unsupported_reason(copy, num_ids_of(ids[0]))
+        return Selection("host" if reason else "pallas", 2, "")
 
     with (
         mock.patch.object(api, "select_implementation", choose_here),

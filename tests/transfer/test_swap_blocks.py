@@ -203,8 +203,8 @@ def test_replicated_leaf_next_to_a_sharded_leaf():
     dst_of_shard = {"k": dst["k"][..., :1], "scales": dst["scales"]}
     step = jax.shard_map(jaxkv.swap_blocks, mesh=mesh, in_specs=in_specs, out_specs=specs)
     out = jax.jit(step)(src, dst_of_shard, *ids)
-    whole = {"k": np.repeat(dst_of_shard["k"], 2, axis=2), "scales": dst["scales"]}
-    assert_trees_equal(out, swapped(src, whole, *IDS))
+    unsharded = {"k": np.repeat(dst_of_shard["k"], 2, axis=2), "scales": dst["scales"]}
+    assert_trees_equal(out, swapped(src, unsharded, *IDS))
 
 
 @pytest.mark.multigpu

@@ -319,8 +319,8 @@ def test_rejected_id_is_reported_with_its_position(operation, names):
         assert_rejected(partial(call, **ids), jaxkv.PageIndexError, f"{name}[2] is 50")
     duplicate = f"{names[1]} has duplicate destination 5, at positions 1 and 3"
     ids = dict(zip(names, ([0, 1, 2, 3, -1], [4, 5, 6, 5, 5]), strict=True))
-    refused = partial(call, **ids)
-    assert_rejected(refused, jaxkv.PageIndexError, duplicate)
+    with_duplicate = partial(call, **ids)
+    assert_rejected(with_duplicate, jaxkv.PageIndexError, duplicate)
 
 
 def test_list_of_tracers_is_rejected():

@@ -21,7 +21,7 @@ from tests.util.block_trees import place, random_tree, swapped
 from tests.util.layout_reference import assert_same_bytes
 from tests.util.transfer_cases import as_ids, assert_rejected
 
-WAYS = {"checks ids": False, "takes pairs": True}
+ID_CHECKS = {"checks ids": False, "takes pairs": True}
 
 
 def refused_entries(src_ids, dst_ids, num_src: int, num_dst: int) -> set[int]:
@@ -78,26 +78,26 @@ def id_lists(draw) -> dict:
     return {"src_ids": src_ids, "dst_ids": dst_ids, "num_src": num_src, "num_dst": num_dst}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("id_check", ID_CHECKS)
 @given(id_lists(), st.integers(1, 40), st.sampled_from(["pinned_host", "device"]))
 @settings(max_examples=25, deadline=None)
-def test_random_ids(way, ids, block_bytes, memory):
-    with mock.patch("jaxkv._src.transfer.api.needs_plan", return_value=WAYS[way]):
+def test_random_ids(id_check, ids, block_bytes, memory):
+    with mock.patch("jaxkv._src.transfer.api.needs_plan", return_value=ID_CHECKS[id_check]):
         check_ids(**ids, blocks={"x": ((block_bytes,), "int8")}, memory=memory)
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("id_check", ID_CHECKS)
 @pytest.mark.parametrize(
     "wrong", [{}, {0: -1}, {7: -1, 2999: 3}, {2999: 4000}, {1: 2, 1500: 2998}], ids=str
 )
-def test_few_invalid_ids_among_thousands(way, wrong):
+def test_few_invalid_ids_among_thousands(id_check, wrong):
     """Wrong entries in the shares of different thread blocks, with work for each of them."""
     n = 3000
     dst_ids = np.random.default_rng(0).permutation(n).astype(np.int32)
     for i, what in wrong.items():
         dst_ids[i] = dst_ids[what] if 0 <= what < n else what
-    with mock.patch("jaxkv._src.transfer.api.needs_plan", return_value=WAYS[way]):
+    with mock.patch("jaxkv._src.transfer.api.needs_plan", return_value=ID_CHECKS[id_check]):
         blocks = {"x": ((64,), "int32")}
         check_ids(np.arange(n), dst_ids, num_src=n, num_dst=n, blocks=blocks)
 
