@@ -373,7 +373,7 @@ def test_fixture_fails_a_test_at_its_host_sync(pytester, monkeypatch):
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=2, failed=1, errors=1)
     result.stdout.fnmatch_lines(
-        ["*HostSyncError: *test_the_fixture*.py:13: Array.__float__ is a host sync*"]
+        ["*HostSyncError: *test_fixture*.py:13: Array.__float__ is a host sync*"]
     )
 
 
