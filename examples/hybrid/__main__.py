@@ -47,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{sum(map(len, answers))} tokens of {len(answers)} requests in {ahead.steps} steps")
     print(f"states saved after {ahead.saves} steps, skipped after {ahead.steps - ahead.saves}")
     print(
-        f"tokens, states, keys and values {'equal' if equal else 'DIFFER from'} the waiting run's"
+        f"tokens, states, keys and values {'equal' if equal else 'DIFFER from'} those of the "
+        "synchronous run"
     )
-    print(f"host syncs: {report.count}; waits for a step with the next one queued: {allowed}")
+    print(f"host syncs: {report.count}; reads of counts while the next step runs: {allowed}")
     return 0 if equal and not report.count else 1
 
 

@@ -194,7 +194,7 @@ def run_ahead(config: Config, params: Params, start: Start) -> Outcome:
         done = step(config, params, run.cache, run.tokens, rows, requests, np.int32(number))
         if pending is not None:
             # The step just dispatched keeps the device busy while the host blocks.
-            with jaxkv.allow_host_sync("the host is a step ahead"):
+            with jaxkv.allow_host_sync("counts are read while the next step runs"):
                 counts = pending.read(step=number - 1, request_ids=requests.ids)
             run.valid = run.valid + np.where(query_lens > 0, query_lens - drafts + counts - 1, 0)
             query_lens, drafts = plan(config, run.valid, requests)

@@ -22,12 +22,14 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     data = np.memmap(path, np.uint8, mode="r")
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     if start > data.size:
-        raise ValueError(f"{path}: a header of {start - 8} bytes in a file of {data.size} bytes")
+        raise ValueError(f"{path}: header of {start - 8} bytes exceeds file of {data.size} bytes")
     tensors = {}
     for name, entry in json.loads(data[8:start].tobytes()).items():
         if name != "__metadata__":
             if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{path}: {name} is {entry['dtype']}, not one of {[*DTYPES]}")
+                raise ValueError(
+                    f"{path}: dtype of {name} must be in {[*DTYPES]}, got {entry['dtype']}"
+                )
             begin, end = (start + offset for offset in entry["data_offsets"])
             values = data[begin:end].view(DTYPES[entry["dtype"]])
             tensors[name] = values.reshape(entry["shape"])

@@ -113,8 +113,8 @@ def build(batch: BatchMetadata, num_common_blocks: Any) -> Cascade:
     on_host = isinstance(num_common_blocks, int | np.integer | np.ndarray)
     if on_host and not 0 <= num_common_blocks <= batch.max_blocks:
         raise ValueError(
-            f"num_common_blocks={num_common_blocks} is outside [0, {batch.max_blocks}], the "
-            "columns of block_table"
+            f"num_common_blocks must be in [0, {batch.max_blocks}], the columns of block_table, "
+            f"got {num_common_blocks}"
         )
     batch = on_device(batch)
     column = jnp.arange(batch.max_blocks, dtype=jnp.int32)

@@ -139,8 +139,8 @@ def _check_requests(
 ) -> None:
     if not len(query) == len(context) == len(blocks):
         raise ValueError(
-            f"query_lens, seq_lens and block_table name {len(query)}, {len(context)} and "
-            f"{len(blocks)} requests"
+            "query_lens, seq_lens and block_table must have equal lengths, got "
+            f"{len(query)}, {len(context)} and {len(blocks)} requests"
         )
     rules = {
         "0 <= query tokens <= context": (query >= 0) & (query <= context),
@@ -152,8 +152,8 @@ def _check_requests(
         if not holds.all():
             i = int(holds.argmin())
             raise ValueError(
-                f"request {i} has {query[i]} query tokens in a context of {context[i]} tokens "
-                f"with {blocks[i]} blocks, against the rule: {rule}"
+                f"request {i} with {query[i]} query tokens, a context of {context[i]} tokens and "
+                f"{blocks[i]} blocks violates {rule}"
             )
 
 
@@ -168,8 +168,8 @@ def _check_block_ids(table: np.ndarray, block_size: int) -> None:
     most = 2**31 // block_size - 1
     if table.min() < 0 or table.max() > most:
         raise ValueError(
-            f"block ids from {table.min()} to {table.max()} are outside [0, {most}], which "
-            f"int32 slots of blocks of {block_size} tokens can tell"
+            f"block ids must be in [0, {most}] for int32 slots of blocks of {block_size} tokens, "
+            f"got {table.min()} to {table.max()}"
         )
 
 
@@ -275,7 +275,7 @@ def dcp_local_seq_lens(seq_lens: Any, world_size: int, rank: Any, interleave: in
 def _check_context_parallel(world_size: int, rank: Any, interleave: int) -> None:
     at_least_1(cp_world_size=world_size, cp_interleave=interleave)
     if isinstance(rank, int | np.integer) and not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is outside [0, {world_size}) ranks")
+        raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
 
 
 def logits_indices(batch: BatchMetadata) -> Any:
@@ -308,7 +308,7 @@ def unique_first_occurrence(x: Any, max_value: int, *, ignored: int = 0, pad: in
         raise ValueError(f"max_value must be >= 0, got {max_value}")
     if isinstance(x, np.ndarray) and x.size and not 0 <= x.min() <= x.max() <= max_value:
         raise ValueError(
-            f"x has values from {x.min()} to {x.max()}, outside [0, max_value={max_value}]"
+            f"x must be in [0, max_value={max_value}], got values from {x.min()} to {x.max()}"
         )
     rows, width = x.shape
     # Two indices: an index of the flat array would overflow int32.
@@ -367,7 +367,7 @@ def split_decodes_and_prefills(
     if decode_threshold < 0:
         raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
     if not treat_short_extends_as_decodes and is_prefilling is None:
-        raise ValueError("treat_short_extends_as_decodes=False needs is_prefilling, bool[B]")
+        raise ValueError("treat_short_extends_as_decodes=False requires is_prefilling, bool[B]")
     if is_prefilling is not None:
         check_rows("is_prefilling", is_prefilling, batch.max_num_reqs)
     batch = on_device(batch)

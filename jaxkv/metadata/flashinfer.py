@@ -139,8 +139,8 @@ def build(
     """
     if dcp_world_size > 1 and decode_threshold > 1:
         raise ValueError(
-            f"decode_threshold={decode_threshold} tokens: with {dcp_world_size} ranks a decode has "
-            "1 query token"
+            f"decode_threshold must be 1 with dcp_world_size={dcp_world_size}, "
+            f"got {decode_threshold}"
         )
     split = split_decodes_and_prefills(batch, decode_threshold, require_uniform=True)
     lens = _cached_lens(batch, split.num_decodes, dcp_world_size, dcp_rank, dcp_interleave)

@@ -138,10 +138,10 @@ def build(
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be >= 1 token, got {sliding_window}")
     if num_blocks < 1:
-        raise ValueError(f"num_blocks must be >= 1, with block {NULL_BLOCK}, got {num_blocks}")
+        raise ValueError(f"num_blocks must be >= 1 (including NULL_BLOCK), got {num_blocks}")
     if num_blocks * batch.block_size > 2**31:
         raise ValueError(
-            f"num_blocks={num_blocks} of {batch.block_size} tokens are more than 2**31 slots"
+            f"num_blocks={num_blocks} blocks of {batch.block_size} tokens exceed 2**31 slots"
         )
     if mm_prefix_range is not None:
         check_rows("mm_prefix_range", mm_prefix_range, batch.max_num_reqs, "ranges", 2)

@@ -215,8 +215,8 @@ def state_indices(batch: BatchMetadata, *, mode: Mode = "none", num_spec_tokens:
     """
     if not 0 <= num_spec_tokens < batch.max_blocks:
         raise ValueError(
-            f"num_spec_tokens={num_spec_tokens} tokens are outside [0, {batch.max_blocks}): each "
-            f"needs a block, and the block table has {batch.max_blocks} blocks a row"
+            f"num_spec_tokens must be in [0, {batch.max_blocks}), got {num_spec_tokens}: each "
+            f"draft token requires a block for its state, of {batch.max_blocks} blocks per row"
         )
     if mode == "all":
         return batch.block_table

@@ -75,7 +75,7 @@ def prefix_ranges(
             if sliding_window is None or last - first + 1 <= sliding_window
         ]
         if len(ranges) > max_ranges:
-            raise ValueError(f"request {i} has {len(ranges)} ranges, max_ranges={max_ranges}")
+            raise ValueError(f"request {i}: {len(ranges)} ranges exceed max_ranges={max_ranges}")
         if ranges:
             out[i, : len(ranges)] = ranges
     return out
@@ -94,16 +94,13 @@ def _refuse_overlap(request: int, features: Sequence[Feature]) -> None:
 def _embed_ranges(request: int, feature: Feature) -> list[tuple[int, int]]:
     """First and last position of each sequence of consecutive embeddings."""
     embeds = np.ones(feature.length) if feature.is_embed is None else np.asarray(feature.is_embed)
-    what = f"request {request} has a feature {feature.modality} at {feature.offset} with"
+    what = f"request {request}: is_embed of feature {feature.modality} at {feature.offset}"
     if embeds.shape != (feature.length,):
         raise ValueError(
-            f"{what} is_embed of shape {embeds.shape}, not one entry for each of "
-            f"length={feature.length} tokens"
+            f"{what} must have shape ({feature.length},), one entry a token, got {embeds.shape}"
         )
     if not np.isin(embeds, (0, 1)).all():
-        raise ValueError(
-            f"{what} is_embed={embeds.tolist()}, whose entries must be bool, or 0 or 1"
-        )
+        raise ValueError(f"{what} must have entries False, True, 0 or 1, got {embeds.tolist()}")
     steps = np.diff(np.concatenate([[0], embeds.astype(np.int8), [0]]))
     first, behind = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
     return list(zip(feature.offset + first, feature.offset + behind - 1, strict=True))

@@ -77,13 +77,13 @@ def build(
     if pages not in ("table", "flat", "packed"):
         raise ValueError(f'pages must be "table", "flat" or "packed", got {pages!r}')
     if max_pages is not None and pages != "packed":
-        raise ValueError(f'max_pages={max_pages} pages: only of pages="packed", not {pages!r}')
+        raise ValueError(f'max_pages={max_pages} requires pages="packed", got {pages!r}')
     most = batch.block_table.size if max_pages is None else max_pages
     if most * batch.block_size >= 2**31:
-        smaller = "max_pages" if pages == "packed" else "block table, or pack the pages"
+        remedy = "reduce max_pages" if pages == "packed" else 'use pages="packed" with max_pages'
         raise ValueError(
-            f"{most} pages of {batch.block_size} tokens: cu_kv_lens counts up to 2**31 - 1 tokens; "
-            f"give a smaller {smaller}"
+            f"{most} pages of {batch.block_size} tokens exceed the 2**31 - 1 tokens of cu_kv_lens "
+            f"(int32); {remedy}"
         )
     page_indices, num_pages = batch.block_table, cdiv(batch.seq_lens, batch.block_size)
     starts = prefix_sum(num_pages)

@@ -50,7 +50,9 @@ def tree_attn_bias(selections: Sequence[tuple[int, ...]]) -> np.ndarray:
     for i, selection in enumerate(map(tuple, selections), start=1):
         parent = index.get(selection[:-1])
         if selection in index or parent is None:
-            raise ValueError(f"choices[{i - 1}]={selection}: twice, or not after its parent")
+            raise ValueError(
+                f"selections[{i - 1}]={selection} must be unique and preceded by its parent"
+            )
         bias[i] = bias[parent]
         bias[i, i] = 0
         index[selection] = i
@@ -93,8 +95,8 @@ def build_for_drafting(
         raise ValueError(f"draft_index must be >= 0, got {draft_index}")
     if draft_index and not 1 <= query_len < bias.shape[0]:
         raise ValueError(
-            f"query_len={query_len} tokens are outside [1, {bias.shape[0]}): the tree has "
-            f"{bias.shape[0] - 1} drafts"
+            f"query_len must be in [1, {bias.shape[0] - 1}], the draft tokens of the tree, "
+            f"got {query_len}"
         )
     drafts = slice(1, 1 + query_len) if draft_index else slice(0)
     return build(batch, bias[drafts, drafts])

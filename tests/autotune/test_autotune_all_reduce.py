@@ -46,7 +46,7 @@ def test_one_device_is_no_group():
     command = [sys.executable, "-m", "jaxkv.tune", "--all-reduce", "--quick"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert ran.returncode and "needs at least 2 devices, here is one" in ran.stderr
+    assert ran.returncode and "requires at least 2 devices, found 1" in ran.stderr
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_wrong_sums_are_not_timed(cell, dtype, monkeypatch):
     timed = mock.Mock(return_value=1.0)
     monkeypatch.setattr(jaxkv, "all_reduce", wrong)
     monkeypatch.setattr(measurement, "seconds_per_step", timed)
-    with pytest.raises(RuntimeError, match=r"1024 bytes of .*: one_shot gave wrong sums"):
+    with pytest.raises(RuntimeError, match=r"1024 bytes of .*: incorrect result of one_shot"):
         all_reduce.measure(cell._replace(dtype=dtype))
     assert timed.call_count == tables.ALGORITHMS.index("one_shot")
 

@@ -80,9 +80,9 @@ def test_explain(use_table):
     x = {"a": np.ones(3, np.float32), "b": np.ones(3, np.int32)}
     with memory_of(2) as memory:
         first, second = jaxkv.explain(jaxkv.all_reduce, memory, x, AXIS).splitlines()
-    assert first == "all_reduce of float32[3]: low_latency (best by low_latency.json)"
-    assert second.startswith("all_reduce of int32[3]: psum (low_latency is best by ")
-    assert second.endswith("but its dtype must be one of bfloat16, float16, float32, got int32)")
+    assert first == "all_reduce of float32[3]: low_latency (selected by low_latency.json)"
+    assert second.startswith("all_reduce of int32[3]: psum (fallback from low_latency of ")
+    assert second.endswith(": dtype must be one of bfloat16, float16, float32, got int32)")
 
 
 @pytest.mark.parametrize("x", [1.0, np.float64(1), np.zeros((), np.float32)], ids=repr)
@@ -100,10 +100,10 @@ def test_a_memory_keeps_its_table(use_table):
     with memory_of(2) as memory:
         use_table("two_shot")
         text = jaxkv.explain(jaxkv.all_reduce, memory, np.ones(3, np.float32), AXIS)
-        assert "low_latency (best by low_latency.json)" in text
+        assert "low_latency (selected by low_latency.json)" in text
     with memory_of(2) as memory:
         text = jaxkv.explain(jaxkv.all_reduce, memory, np.ones(3, np.float32), AXIS)
-        assert "two_shot (best by two_shot.json)" in text
+        assert "two_shot (selected by two_shot.json)" in text
 
 
 def test_a_table_that_is_none_is_said_at_creation(monkeypatch):
@@ -119,7 +119,7 @@ def test_what_is_wrong_is_said_while_tracing(memories):
         ValueError, match="one of low_latency, one_shot, two_shot, multimem, psum, got 'nccl'"
     ):
         sums(memory, "nccl")(x)
-    with pytest.raises(NotImplementedError, match=r"'one_shot' does not serve.*got int32"):
+    with pytest.raises(NotImplementedError, match=r"'one_shot' does not support.*got int32"):
         sums(memory, "one_shot")(x.astype(np.int32))
     with pytest.raises(ValueError, match=r"axis_name must be 'tp'.*got 'dp'"):
         on_ranks(memory, lambda x: jaxkv.all_reduce(memory, x, "dp"))(x)

@@ -30,7 +30,7 @@ def test_only_some_numbers_of_ranks():
     for world in (1, 3, 5, 7, 16):
         mesh = jax.sharding.Mesh(np.repeat(device, world), (AXIS,)) if world > 1 else None
         mesh = mesh or jax.sharding.Mesh(device, (AXIS,))
-        with pytest.raises(ValueError, match=f"'tp' must have 2, 4, 6, 8 devices, got {world}"):
+        with pytest.raises(ValueError, match=f"'tp' must have 2, 4, 6 or 8 devices, got {world}"):
             jaxkv.SymmetricMemory.create(mesh, AXIS)
 
 
@@ -133,7 +133,7 @@ def test_a_handle_that_is_of_something_else():
 # ---------------------------------------------------------------------------------------------
 # Multicast
 
-WITHOUT_VARIABLE = "JAXKV_MULTICAST was not 1 in the environment when its memory was created"
+WITHOUT_VARIABLE = "JAXKV_MULTICAST=1 was not set when its SymmetricMemory was created"
 
 
 def test_no_switch_unless_a_user_has_said_so(monkeypatch):
@@ -142,7 +142,7 @@ def test_no_switch_unless_a_user_has_said_so(monkeypatch):
         monkeypatch.setenv("JAXKV_MULTICAST", "1")  # later
         with pytest.raises(
             NotImplementedError,
-            match=f"'multimem' does not serve this call: {WITHOUT_VARIABLE}",
+            match=f"'multimem' does not support this call: {WITHOUT_VARIABLE}",
         ):
             sums(memory, "multimem")(X)
 
@@ -172,8 +172,8 @@ def test_devices_of_several_kinds_are_refused():
     "variable, processes, asked, refusal",
     [
         ("0", [0, 0], [], WITHOUT_VARIABLE),
-        ("1", [0, 1], [], "its devices must belong to one process, got those of processes [0, 1]"),
-        ("1", [0, 0, 0], [0, 1, 2], "the driver reports no multicast for devices [11, 12]"),
+        ("1", [0, 1], [], "devices must belong to one process, got processes [0, 1]"),
+        ("1", [0, 0, 0], [0, 1, 2], "the driver reports no multicast support for devices [11, 12]"),
         ("1", [0], [0], None),
     ],
 )
@@ -225,7 +225,7 @@ def test_a_rank_that_does_not_come_is_named(algorithm):
         outcome = run_without(memory, 1, algorithm)
         assert time.monotonic() - begin > 0.3
         if ON_CPU:
-            assert "PeerTimeoutError: rank 0 waited in vain for rank 1" in outcome
+            assert re.search("PeerTimeoutError: rank 0 .* for rank 1 ", outcome)
         else:  # the kernel can't raise
             assert np.isnan(outcome[0]).all()
         with pytest.raises(jaxkv.PeerTimeoutError) as raised:
@@ -247,7 +247,9 @@ def test_a_rank_that_does_not_come_is_named(algorithm):
         )
         # Later calls fail at once, compiled before or not.
         begin = time.monotonic()
-        with pytest.raises(jax.errors.JaxRuntimeError, match="PeerTimeoutError: rank 0 waited"):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=r"PeerTimeoutError: rank 0 .* for rank 1"
+        ):
             jax.block_until_ready(good(X))
         with pytest.raises(jaxkv.PeerTimeoutError):
             sums(memory, algorithm)(X)

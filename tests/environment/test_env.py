@@ -130,8 +130,8 @@ def test_pcie_links_are_matched_by_address(cuda, monkeypatch, tmp_path):
         "00000000:1C:00.0, 1, 5, 16, 16\n00000000:1B:00.0, 4, 5, 8, 16",
     )
     first, second = probes.gpus(cuda)
-    assert first["pcie_link"] == {"now": "gen 4 x8", "max": "gen 5 x16"}
-    assert second["pcie_link"] == {"now": "gen 1 x16", "max": "gen 5 x16"}
+    assert first["pcie_link"] == {"current": "gen 4 x8", "max": "gen 5 x16"}
+    assert second["pcie_link"] == {"current": "gen 1 x16", "max": "gen 5 x16"}
 
 
 def test_unexpected_nvidia_smi_output_hides_no_gpu(cuda, monkeypatch, tmp_path):
@@ -180,9 +180,9 @@ def test_memory_limits_are_those_that_a_pool_checks(monkeypatch):
     from jaxkv._src.cache import host_memory
 
     monkeypatch.setattr(host_memory, "_cgroup_limits", lambda: [("outer", 300), ("inner", 200)])
-    assert probes.memory()["cgroup_left_bytes"] == 200
+    assert probes.memory()["cgroup_available_bytes"] == 200
     monkeypatch.setattr(host_memory, "_cgroup_limits", lambda: [])
-    assert probes.memory()["cgroup_left_bytes"] is None
+    assert probes.memory()["cgroup_available_bytes"] is None
 
 
 def test_native_lists_the_targets_of_the_cpu_backend():
@@ -229,7 +229,7 @@ def test_environment_reports_only_what_concerns_gpus(monkeypatch):
         monkeypatch.setenv(name, "node17.cluster.example:1234")
     assert probes.environment()["XLA_FLAGS"] == "--xla_something=true"
     assert "SECRET_TOKEN" not in probes.environment()
-    assert {probes.environment()[name] for name in addresses} == {"(an address, left out)"}
+    assert {probes.environment()[name] for name in addresses} == {"(address omitted)"}
 
 
 def test_text_is_readable():
@@ -238,7 +238,7 @@ def test_text_is_readable():
             "kinds": ["a", "b"],
             "none": [],
             "limit": None,
-            "gpus": [{"name": "x", "link": {"now": "gen 5"}}],
+            "gpus": [{"name": "x", "link": {"current": "gen 5"}}],
             "matrix": [[True, False]],
             "long": "one\ntwo",
         }
@@ -251,7 +251,7 @@ def test_text_is_readable():
         "  0:",
         "    name: x",
         "    link:",
-        "      now: gen 5",
+        "      current: gen 5",
         "matrix:",
         "  0: True, False",
         "long:",

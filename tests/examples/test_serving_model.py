@@ -86,10 +86,10 @@ def test_a_checkpoint_of_something_else_is_refused(checkpoint, change, message):
 def test_a_damaged_file_is_refused(tmp_path):
     path = tmp_path / "x.safetensors"
     write_safetensors(path, {"ids": np.zeros(3, np.int64)})
-    with pytest.raises(ValueError, match="ids is I64"):
+    with pytest.raises(ValueError, match=r"dtype of ids must be .* got I64"):
         read_safetensors(path)
     path.write_bytes(b"<!doctype html>")
-    with pytest.raises(ValueError, match="in a file of 15 bytes"):
+    with pytest.raises(ValueError, match="exceeds file of 15 bytes"):
         read_safetensors(path)
 
 

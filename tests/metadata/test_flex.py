@@ -251,9 +251,9 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="sliding_window must be >= 1 token, got 0"):
         flex.build(batch, num_blocks=2, sliding_window=0)
     for num_blocks in (0, -1):
-        with pytest.raises(ValueError, match=f"num_blocks must be >= 1, .* got {num_blocks}"):
+        with pytest.raises(ValueError, match=rf"num_blocks must be >= 1 .*, got {num_blocks}"):
             flex.build(batch, num_blocks=num_blocks)
-    with pytest.raises(ValueError, match="num_blocks=134217729 of 16 tokens are more"):
+    with pytest.raises(ValueError, match="num_blocks=134217729 blocks of 16 tokens exceed"):
         flex.build(batch, num_blocks=2**27 + 1)
 
 

@@ -292,7 +292,7 @@ def test_bad_arguments():
         mamba.build(batch, is_prefilling=prompt, mode="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="chunk_size must be >= 1 token, got 0"):
         mamba.build(batch, is_prefilling=prompt, chunk_size=0)
-    with pytest.raises(ValueError, match=r"num_spec_tokens=8 tokens are outside \[0, 8\)"):
+    with pytest.raises(ValueError, match=r"num_spec_tokens must be in \[0, 8\), got 8"):
         mamba.build(batch, is_prefilling=prompt, num_spec_tokens=8)
 
 

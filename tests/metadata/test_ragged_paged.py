@@ -70,7 +70,7 @@ def test_a_chosen_bound_that_is_exceeded():
     "options, message",
     [
         ({"pages": "ragged"}, '"table", "flat" or "packed", got \'ragged\''),
-        ({"pages": "flat", "max_pages": 4}, 'only of pages="packed"'),
+        ({"pages": "flat", "max_pages": 4}, 'requires pages="packed"'),
         ({"pages": "packed", "max_pages": 0}, "max_pages must be >= 1 page, got 0"),
         ({"pages": "packed", "max_pages": 2**29}, "536870912 pages of 4 tokens"),
     ],
@@ -97,5 +97,5 @@ def long_rows(num_reqs: int, max_blocks: int) -> BatchMetadata:
 def test_tokens_of_pages_fit_an_int32(pages: Literal["table", "flat", "packed"]):
     got = ragged_paged.build(long_rows(1, 31), pages=pages)
     assert got.cu_kv_lens.tolist() == [0, 31 * 2**26]
-    with pytest.raises(ValueError, match=r"48 pages of 67108864 tokens: .* give a smaller"):
+    with pytest.raises(ValueError, match="48 pages of 67108864 tokens exceed"):
         ragged_paged.build(long_rows(3, 16), pages=pages)

@@ -75,7 +75,7 @@ def test_reorder_batch_by_hand(requests, threshold, order):
 
 
 def test_reorder_batch_refuses():
-    with pytest.raises(ValueError, match="name 2, 1 and 1 requests"):
+    with pytest.raises(ValueError, match="got 2, 1 and 1 requests"):
         schedule.reorder_batch([1, 1], [1], [1], 1)
 
 
@@ -89,11 +89,11 @@ def test_seq_lens_upper_bound(requests):
 
 
 def test_seq_lens_upper_bound_refuses():
-    with pytest.raises(ValueError, match="2 and 2 requests, max_num_reqs=1"):
+    with pytest.raises(ValueError, match="max_num_reqs=1, got 2 and 2 requests"):
         schedule.seq_lens_upper_bound([1, 1], [2, 2], max_num_reqs=1)
     with pytest.raises(ValueError, match="2 and 1 requests"):
         schedule.seq_lens_upper_bound([1, 1], [2], max_num_reqs=4)
-    message = "request 1 has num_scheduled=5 and num_computed=2147483643 tokens"
+    message = "request 1: num_scheduled=5 and num_computed=2147483643 tokens"
     for dtype in (np.int32, np.int64):
         scheduled, computed = np.array([[5, 5], [2**31 - 6, 2**31 - 5]], dtype)
         with pytest.raises(ValueError, match=message):
@@ -130,5 +130,5 @@ def test_split_prefill_chunks_by_hand(lens, workspace, offset, chunks):
 
 
 def test_split_prefill_chunks_refuses():
-    with pytest.raises(ValueError, match="request 1 has 6 tokens, the workspace 5"):
+    with pytest.raises(ValueError, match="request 1: 6 tokens exceed workspace=5 tokens"):
         schedule.split_prefill_chunks([1, 6], 5, 0)

@@ -135,5 +135,5 @@ def test_split_refuses():
         common.split_decodes_and_prefills(batch, -1)
     with pytest.raises(ValueError, match=r"is_prefilling must be \[2 rows\], got \(1,\)"):
         common.split_decodes_and_prefills(batch, is_prefilling=np.ones(1, bool))
-    with pytest.raises(ValueError, match="needs is_prefilling"):
+    with pytest.raises(ValueError, match="requires is_prefilling"):
         common.split_decodes_and_prefills(batch, treat_short_extends_as_decodes=False)

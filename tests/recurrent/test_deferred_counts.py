@@ -62,11 +62,11 @@ def test_deferred_counts_arrive_in_pinned_memory():
 @pytest.mark.parametrize(
     "step, ids, message",
     [
-        (8, [30, 10], "counts of step 8 were wanted, these are of step 7"),
-        (6, [30, 10], "counts of step 6 were wanted, these are of step 7"),
-        (7, [10, 30], "row 0 of step 7 is of request 30, not of 10"),
-        (7, [30, 11], "row 1 of step 7 is of request 10, not of 11"),
-        (7, [30, 10, 20], "3 rows were wanted, step 7 had 2"),
+        (8, [30, 10], "expected counts of step 8, got step 7"),
+        (6, [30, 10], "expected counts of step 6, got step 7"),
+        (7, [10, 30], "expected request 10 in row 0 of step 7, got request 30"),
+        (7, [30, 11], "expected request 11 in row 1 of step 7, got request 10"),
+        (7, [30, 10, 20], "request_ids has 3 rows, but step 7 has 2"),
     ],
 )
 def test_stale_or_permuted_counts_are_an_error(step, ids, message):
@@ -112,7 +112,7 @@ def test_counts_that_are_gone(donated):
         deferred.packed.delete()
     assert deferred.packed.is_deleted()
     for ask in (deferred.is_ready, lambda: deferred.read(step=7, request_ids=[30])):
-        with pytest.raises(RuntimeError, match="these counts were donated or deleted"):
+        with pytest.raises(RuntimeError, match="the counts were donated or deleted"):
             ask()
 
 
@@ -136,7 +136,7 @@ class OfAGpu:
 
 
 def test_counts_in_memory_of_a_device_are_not_read():
-    with pytest.raises(ValueError, match="memory of kind 'device', which the host cannot read"):
+    with pytest.raises(ValueError, match="the host cannot read counts in memory of kind 'device'"):
         jaxkv.recurrent.DeferredCounts(OfAGpu("device")).read(step=7, request_ids=[30])
     moved = jaxkv.recurrent.DeferredCounts(
         jax.device_put(np.array([7, 30, 4], np.int32), jax.devices()[0])

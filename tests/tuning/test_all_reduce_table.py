@@ -52,7 +52,7 @@ def with_rules(rules) -> dict:
     "content, message",
     [
         ([], "the file must be an object of device_kind, how, commit, date, versions and rules"),
-        ({**content_of_default(), "rules": {}}, r"rules must be those of \(2, 4, 6, 8\) devices"),
+        ({**content_of_default(), "rules": {}}, r"rules must have the keys \(2, 4, 6, 8\)"),
         (with_rules({}), r"rules.2 must be a list of \[min_bytes, algorithm\], got \{\}"),
         (with_rules([]), r"rules.2: min_bytes must ascend from 0, got \[\]"),
         (with_rules([[1, "psum"]]), r"rules.2: min_bytes must ascend from 0, got \[1\]"),

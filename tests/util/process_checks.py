@@ -190,7 +190,7 @@ def groups_add_up_by_themselves(order: list[int]) -> None:
             for shard in got.addressable_shards:
                 assert np.array_equal(np.asarray(shard.data), want[shard.index])
     of_others = [i for i, d in enumerate(mesh_of([0, 1, 2, 3]).devices) if d.process_index != ME]
-    with raises(ValueError, f"has no device of this process, number {ME}"):
+    with raises(ValueError, f"has no device of this process, process index {ME}"):
         create(mesh_of(of_others))
 
 
@@ -287,7 +287,7 @@ def all_ranks_give_up_together(order: list[int]) -> None:
         with suppress(*FROM_HANDLER):
             jax.block_until_ready(step(rows))
         assert time.monotonic() - begin < 1.5 * timeout_s
-        expected = "rank 1 stopped, because rank [23] gave up" if late else "in vain for rank 0"
+        expected = r"^rank 1 .* rank [23]\b" if late else r"^rank [23] .* for rank 0\b"
         with raises(jaxkv.PeerTimeoutError, expected) as caught:
             memory.check_errors()
         error = caught[0]
@@ -311,7 +311,7 @@ def closing_waits_for_the_others(order: list[int]) -> None:
     if ME == LAST:
         return time.sleep(3.0)  # and never closes
     begin = time.monotonic()
-    with warns(rf"processes \[{LAST}\] have not closed their symmetric memory within 2 s"):
+    with warns(rf"timed out after 2 s waiting for processes \[{LAST}\] to close"):
         memory.close()
     assert 1.9 < time.monotonic() - begin < 10
 
@@ -352,7 +352,7 @@ def a_process_is_killed(order: list[int]) -> str:
     if error.phase != "aborted":  # "aborted" names a peer that timed out
         assert mesh.devices[error.peer].process_index == LAST
     begin = time.monotonic()
-    with warns(rf"processes \[{LAST}\] have not closed"):
+    with warns(rf"waiting for processes \[{LAST}\] to close"):
         memory.close()
     assert time.monotonic() - begin < timeout_s + 4
     with raises(FROM_HANDLER, "SymmetricMemory was closed"):

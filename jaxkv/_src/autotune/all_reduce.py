@@ -103,7 +103,7 @@ def measure(cell: Cell) -> Seconds:
         summed = step(jnp.copy(operand))  # the operand is donated
         memory.check_errors(summed)
         if not (summed == expected).all():
-            raise RuntimeError(f"{cell}: {algorithm} gave wrong sums")
+            raise RuntimeError(f"{cell}: incorrect result of {algorithm}")
         found[algorithm] = measurement.seconds_per_step(step, summed) / calls
     return found
 
@@ -248,15 +248,15 @@ def run(out: str | None, *, quick: bool) -> None:
     devices = jax.local_devices()
     found = cells(devices[0].platform, len(devices), quick=quick)
     if not found:
-        raise RuntimeError(f"an all-reduce needs at least {WORLD_SIZES[0]} devices, here is one")
+        raise RuntimeError(f"all_reduce requires at least {WORLD_SIZES[0]} devices, found 1")
     measured = {}
     for cell in measurement.progress(found):
         measured[cell] = measure(cell)
     for cell, seconds in measured.items():
         print(f"{cell}:", ", ".join(f"{name} {t * 1e6:.4g} us" for name, t in seconds.items()))
-    print("dtypes differ:", *differences(measured) or ["nowhere"], sep="\n  ")
+    print("choices that differ by dtype:", *differences(measured) or ["none"], sep="\n  ")
     table = table_of(measured, f"python -m jaxkv.tune --all-reduce{' --quick' if quick else ''}")
     path = pathlib.Path(out or f"all_reduce_{table.name}")
     path.write_text(table.to_text())
     print(table.to_text())
-    print(f"wrote {path}; {VARIABLE}={path} makes jaxkv use it")
+    print(f"wrote {path}; set {VARIABLE}={path} to use it")

@@ -220,7 +220,7 @@ def _verify(cell: Cell, candidate: Candidate, got: jax.Array, expected: jax.Arra
     jaxkv.check_errors(got)
     if not jnp.array_equal(jax.device_put(got, expected.sharding), expected):
         raise RuntimeError(
-            f"{cell}: {candidate.implementation} {candidate.figures} moved wrong bytes"
+            f"{cell}: incorrect destination of {candidate.implementation} {candidate.figures}"
         )
 
 
@@ -269,7 +269,7 @@ def changes(rates: Rates, before: Table, after: Table) -> list[str]:
 
 
 def _text(candidate: Candidate | None) -> str:
-    return f"{candidate.implementation} {candidate.figures}" if candidate else "nothing"
+    return f"{candidate.implementation} {candidate.figures}" if candidate else "none"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -286,7 +286,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     roof_bytes = MIB if platform == "cpu" else MAX_PAYLOAD
     whole = [Cell(direction, roof_bytes, 1, (link,)) for direction in MEMORIES]
     peak = {cell.direction: _rate(cell, _Data.of(cell), link) for cell in whole}
-    print("peak, one block:", ", ".join(f"{d} {rate:.4g} GB/s" for d, rate in peak.items()))
+    print(
+        "peak bandwidth, one block:", ", ".join(f"{d} {rate:.4g} GB/s" for d, rate in peak.items())
+    )
     found = cells(platform, getattr(device, "core_count", 0), flags.quick)
     rates = [
         (cell, measured) for cell in measurement.progress(found) if (measured := measure(cell))
@@ -299,6 +301,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     packaged = copy_table.packaged_table(table.device_kind)
     different = changes(rates, packaged, copy_table.load(out))
     print(table.to_text())
-    print(f"decides otherwise than {packaged.source}:", *different or ["nothing"], sep="\n  ")
-    print(f"wrote {out}; {copy_table.VARIABLE}={out} makes jaxkv use it")
+    print(f"choices that differ from {packaged.source}:", *different or ["none"], sep="\n  ")
+    print(f"wrote {out}; set {copy_table.VARIABLE}={out} to use it")
     return 0

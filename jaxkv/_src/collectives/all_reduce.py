@@ -109,18 +109,21 @@ def select_implementation(
     """
     if implementation not in (None, *IMPLEMENTATIONS):
         known = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"implementation must be one of {known}, got {implementation!r}")
+        raise ValueError(
+            f"all_reduce: implementation must be one of {known}, got {implementation!r}"
+        )
     num_bytes = int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize
     table = memory._table
     wanted = implementation or table.algorithm(memory.world_size, num_bytes)
     unsupported_reason = _unsupported_reason(memory, wanted, num_bytes, x.dtype)
     if unsupported_reason and implementation:
         raise NotImplementedError(
-            f"{implementation!r} does not serve this call: {unsupported_reason}"
+            f"all_reduce: implementation {implementation!r} does not support this call: "
+            f"{unsupported_reason}"
         )
     if unsupported_reason:
-        return "psum", f"{wanted} is best by {table.name}, but {unsupported_reason}"
-    return wanted, "asked for" if implementation else f"best by {table.name}"
+        return "psum", f"fallback from {wanted} of {table.name}: {unsupported_reason}"
+    return wanted, "requested" if implementation else f"selected by {table.name}"
 
 
 def explain(
@@ -142,21 +145,21 @@ def _unsupported_reason(
     if algorithm == "psum":
         return None
     if str(dtype) not in DTYPES:
-        return f"its dtype must be one of {', '.join(DTYPES)}, got {dtype}"
+        return f"dtype must be one of {', '.join(DTYPES)}, got {dtype}"
     if algorithm == "multimem" and memory._multicast_unsupported_reason:
         return memory._multicast_unsupported_reason
     boxes = {"low_latency": "low_latency_bytes", "one_shot": "slot_bytes"}
     names = boxes.get(algorithm, "max_bytes"), "max_bytes"
     limit, name = min(((getattr(memory, name), name) for name in names), key=lambda entry: entry[0])
     if num_bytes > limit:
-        return f"its {num_bytes} bytes exceed {name} = {limit} bytes"
+        return f"{num_bytes} bytes exceed {name} = {limit} bytes"
     return None
 
 
 def _check_axis_name(memory: SymmetricMemory, axis_name: str) -> None:
     if axis_name != memory.axis_name:
         raise ValueError(
-            f"axis_name must be {memory.axis_name!r}, the axis of the symmetric memory, "
+            f"all_reduce: axis_name must be {memory.axis_name!r}, as in the SymmetricMemory, "
             f"got {axis_name!r}"
         )
 
@@ -230,7 +233,7 @@ def _batched(args: Sequence[Any], dims: Sequence[Any], *, call: _Call) -> tuple[
     """One call for all rows; the implementation is selected by the total size."""
     memory = call.memory()
     if memory is None:
-        raise RuntimeError("all_reduce under vmap: its SymmetricMemory is gone")
+        raise RuntimeError("all_reduce under vmap: the SymmetricMemory of the call was deleted")
     rows = jnp.moveaxis(args[0], dims[0], 0)
     return _all_reduce_array(memory, rows, implementation=call.asked), 0
 

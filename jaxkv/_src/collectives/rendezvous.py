@@ -123,7 +123,9 @@ class Rendezvous:
         failures = []
         for process in self.processes:
             if process not in heard:
-                failures.append(f"process {process} did not come within {self.timeout_s:g} s")
+                failures.append(
+                    f"timed out after {self.timeout_s:g} s waiting for process {process}"
+                )
             elif error := json.loads(heard[process]).get("error"):
                 failures.append(f"process {process} failed: {error}")
         return f"{step}: {'; '.join(failures)}" if failures else SUCCESS
@@ -135,7 +137,7 @@ def _key_value_store() -> Any:
 
     if global_state.client is None:
         raise RuntimeError(
-            "the mesh has devices of several processes, which meet by way of jax.distributed: "
+            "SymmetricMemory.create: a mesh over several processes requires jax.distributed; "
             "call jax.distributed.initialize() first"
         )
     return global_state.client

@@ -83,7 +83,7 @@ class SymmetricMemory:
             self._take(_groups(mesh, axis_name), _bytes_of(max_bytes))
             return [self._arguments(), _host()]
 
-        self._agree(self._rendezvous.step("arguments of symmetric memory", arguments))
+        self._agree(self._rendezvous.step("SymmetricMemory.create, arguments", arguments))
         self._allocate_and_map(device_groups(mesh, axis_name))
 
     @classmethod
@@ -164,8 +164,9 @@ class SymmetricMemory:
         self._close()
         if missing := self._rendezvous.leave():
             warnings.warn(
-                f"processes {missing} have not closed their symmetric memory within "
-                f"{self._rendezvous.timeout_s:g} s: what they may still address stays allocated",
+                f"SymmetricMemory.close: timed out after {self._rendezvous.timeout_s:g} s waiting "
+                f"for processes {missing} to close; memory that they may still access stays "
+                "allocated until this process ends",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -219,15 +220,15 @@ class SymmetricMemory:
         rendezvous = self._rendezvous
         if len({host for _, host in said.values()}) > 1:
             hosts = {process: host for process, (_, host) in said.items()}
-            raise ValueError(f"symmetric memory serves the processes of one host, got {hosts}")
+            raise ValueError(f"SymmetricMemory.create supports processes of one host, got {hosts}")
         of_first, _ = said[rendezvous.processes[0]]
         for process, (of_process, _) in said.items():
             for name, value in of_process.items():
                 if value != of_first[name]:
                     raise ValueError(
-                        f"all processes must create the same symmetric memory, but {name} is "
-                        f"{of_first[name]} in process {rendezvous.processes[0]} and {value} in "
-                        f"process {process}"
+                        "SymmetricMemory.create: arguments must be equal in all processes, but "
+                        f"{name} is {of_first[name]} in process {rendezvous.processes[0]} and "
+                        f"{value} in process {process}"
                     )
 
     def _allocate_and_map(self, groups: np.ndarray) -> None:
@@ -250,7 +251,7 @@ class SymmetricMemory:
 
         self._id = 0  # no communicator has this id
         try:
-            said = self._rendezvous.step("memory", allocate)
+            said = self._rendezvous.step("SymmetricMemory.create, allocation", allocate)
         except BaseException:
             native.close_communicator(self._id)
             native.free_communicator(self._id)  # not mapped by any other process yet
@@ -262,7 +263,8 @@ class SymmetricMemory:
         ]
         try:
             self._rendezvous.step(
-                "access to peers", lambda: native.map_communicator(self._id, handles)
+                "SymmetricMemory.create, mapping",
+                lambda: native.map_communicator(self._id, handles),
             )
         except BaseException:
             self.close()
@@ -277,9 +279,9 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
         )
     world_size = mesh.shape[axis_name]
     if world_size not in WORLD_SIZES:
+        numbers = ", ".join(map(str, WORLD_SIZES[:-1]))
         raise ValueError(
-            f"axis {axis_name!r} must have {', '.join(map(str, WORLD_SIZES))} devices, "
-            f"got {world_size}"
+            f"axis {axis_name!r} must have {numbers} or {WORLD_SIZES[-1]} devices, got {world_size}"
         )
     groups = device_groups(mesh, axis_name)
     platforms = {device.platform for device in groups.flat}
@@ -294,7 +296,7 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
 def _processes(mesh: jax.sharding.Mesh) -> set[int]:
     processes = {device.process_index for device in mesh.devices.flat}
     if jax.process_index() not in processes:
-        raise ValueError(f"the mesh has no device of this process, number {jax.process_index()}")
+        raise ValueError(f"mesh has no device of this process, process index {jax.process_index()}")
     return processes
 
 
@@ -311,15 +313,15 @@ def _bytes_of(max_bytes: Any) -> int:
 def _multicast_unsupported_reason(groups: np.ndarray) -> str | None:
     """Reason against multimem, or None; queries the driver last, and only if enabled."""
     if os.environ.get(MULTICAST_VARIABLE) != "1":
-        return f"{MULTICAST_VARIABLE} was not 1 in the environment when its memory was created"
+        return f"{MULTICAST_VARIABLE}=1 was not set when its SymmetricMemory was created"
     processes = sorted({device.process_index for device in groups.flat})
     if len(processes) > 1:
-        return f"its devices must belong to one process, got those of processes {processes}"
+        return f"devices must belong to one process, got processes {processes}"
     if groups.flat[0].platform == "cpu":
         return None
     supported = runtime_native.extension().multicast_supported
     without = [device.id for device in groups.flat if not supported(_ordinal(device))]
-    return f"the driver reports no multicast for devices {without}" if without else None
+    return f"the driver reports no multicast support for devices {without}" if without else None
 
 
 def _ordinal(device: jax.Device) -> int:

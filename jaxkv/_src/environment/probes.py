@@ -73,7 +73,11 @@ def devices() -> dict[str, Any]:
 def driver() -> dict[str, str]:
     def module() -> str:
         found = re.search(r"\d+(\.\d+)+", _read("/proc/driver/nvidia/version"))
-        return found.group() if found else "unavailable: no version in the module's own text"
+        return (
+            found.group()
+            if found
+            else "unavailable: no version number in the driver's version file"
+        )
 
     return {"cuda": Driver().version(), "kernel_module": _attempt(module)}
 
@@ -89,7 +93,7 @@ def pcie_links() -> dict[str, dict[str, str]]:
     for line in output.splitlines():
         address, gen, gen_max, width, width_max = (field.strip() for field in line.split(","))
         links[address.lower()[-12:]] = {
-            "now": f"gen {gen} x{width}",
+            "current": f"gen {gen} x{width}",
             "max": f"gen {gen_max} x{width_max}",
         }
     return links
@@ -157,13 +161,13 @@ def memory() -> dict[str, Any]:
     """Memory limits of a host pool in bytes; None for unlimited."""
     from jaxkv._src.cache import host_memory
 
-    left = [available for _, available in host_memory._cgroup_limits()]
+    available = [left for _, left in host_memory._cgroup_limits()]
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     meminfo = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
     return {
         "locked_limit_bytes": None if soft == resource.RLIM_INFINITY else soft,
         "locked_hard_limit_bytes": None if hard == resource.RLIM_INFINITY else hard,
-        "cgroup_left_bytes": min(left, default=None),
+        "cgroup_available_bytes": min(available, default=None),
         "total_bytes": int(meminfo["MemTotal"].split()[0]) * 1024,
         "available_bytes": int(meminfo["MemAvailable"].split()[0]) * 1024,
     }
@@ -199,7 +203,7 @@ def numa() -> dict[str, dict[str, str]]:
 
 def environment() -> dict[str, str]:
     return {
-        name: "(an address, left out)" if ADDRESSES.search(name) else value
+        name: "(address omitted)" if ADDRESSES.search(name) else value
         for name, value in sorted(os.environ.items())
         if name.startswith(ENVIRONMENT_PREFIXES)
     }

@@ -175,21 +175,22 @@ def _check_states(leaves: Sequence[Any], kinds: Sequence[Any]) -> int:
     """
     limit = native.extension().MAX_STATES
     if not 1 <= len(leaves) <= limit:
-        raise ValueError(f"states has {len(leaves)} arrays, must have 1 to {limit}")
+        raise ValueError(f"states must have 1 to {limit} arrays, got {len(leaves)}")
     for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
         if not isinstance(kind, StateKind):
-            raise ValueError(f"kinds: leaf {i} is {kind!r}, not a StateKind")
+            raise ValueError(f"kinds: leaf {i} must be a StateKind, got {kind!r}")
         check_byte_dtype(leaf.dtype, f"states: dtype of leaf {i}")
         check_canonical_dtype(leaf, f"states: leaf {i}")
         axes = 1 if kind is StateKind.TEMPORAL else 2
         if leaf.ndim < axes or leaf.size == 0:
             raise ValueError(
-                f"states: leaf {i} has shape {leaf.shape}, but {kind.name} needs at least {axes} "
-                "axes, none of them empty"
+                f"states: leaf {i} of kind {kind.name} must have at least {axes} axes and no empty "
+                f"ones, got shape {leaf.shape}"
             )
         if leaf.shape[0] != leaves[0].shape[0]:
             raise ValueError(
-                f"states: leaf {i} has {leaf.shape[0]} blocks, leaf 0 {leaves[0].shape[0]} blocks"
+                "states: all leaves must have the same number of blocks, got "
+                f"{leaf.shape[0]} in leaf {i} and {leaves[0].shape[0]} in leaf 0"
             )
     return leaves[0].shape[0]
 

@@ -102,7 +102,7 @@ def _parse(name: str, content: Any) -> Table:
         raise ValueError(f"the file must be an object of {', '.join(_HEAD)} and rules")
     rules = content["rules"]
     if not isinstance(rules, dict) or [*rules] != [*map(str, WORLD_SIZES)]:
-        raise ValueError(f"rules must be those of {WORLD_SIZES} devices, got {rules!r}")
+        raise ValueError(f"rules must have the keys {WORLD_SIZES} (devices), got {rules!r}")
     parsed = {int(size): _parse_rules(listed, f"rules.{size}") for size, listed in rules.items()}
     return Table(name=name, **{**content, "rules": parsed})
 

@@ -203,10 +203,10 @@ def _parse_rules(entries: Any, where: str) -> tuple[Rule, ...]:
     rules = [_parse_rule(entry, f"{where}[{i}]") for i, entry in enumerate(entries)]
     if rules[0].minima != SMALLEST:
         wanted = ", ".join(f"{key} {least}" for key, least in zip(_MINIMA, SMALLEST, strict=True))
-        raise ValueError(f"{where}[0] must hold for every copy ({wanted}), got {entries[0]!r}")
+        raise ValueError(f"{where}[0] must apply to every copy ({wanted}), got {entries[0]!r}")
     for i in range(1, len(rules)):
         if rules[i].minima <= rules[i - 1].minima:
-            raise ValueError(f"{where}[{i}] must come before {where}[{i - 1}]: minima ascend")
+            raise ValueError(f"{where}[{i}] must precede {where}[{i - 1}]: minima must ascend")
     return tuple(rules)
 
 
@@ -220,7 +220,7 @@ def _parse_rule(entry: Any, where: str) -> Rule:
     candidates = [_parse_candidate(c, f"{where}.candidates[{i}]") for i, c in enumerate(listed)]
     names = [candidate.implementation for candidate in candidates]
     if len({*names}) < len(names):
-        raise ValueError(f"{where}.candidates must name an implementation once, got {names}")
+        raise ValueError(f"{where}.candidates: duplicate implementation in {names}")
     return Rule(CopySize(*(entry[key] for key in _MINIMA)), tuple(candidates))
 
 

@@ -37,9 +37,9 @@ def _object(entry: Any, keys: Any, where: str) -> dict[str, Any]:
     if not isinstance(entry, dict):
         raise ValueError(f"{where} must be an object, got {entry!r}")
     if missing := [key for key in keys if key not in entry]:
-        raise ValueError(f"{where} lacks {', '.join(missing)}")
+        raise ValueError(f"{where}: missing keys {', '.join(missing)}")
     if unknown := [key for key in entry if key not in keys]:
-        raise ValueError(f"{where} has unknown keys {', '.join(unknown)}")
+        raise ValueError(f"{where}: unknown keys {', '.join(unknown)}")
     return entry
 
 
