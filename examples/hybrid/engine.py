@@ -1,9 +1,9 @@
 """The same steps with asynchronous and with synchronous scheduling.
 
-Accepted counts are produced on the device. In `run_ahead` they stay there: a step computes the next
+Accepted counts are produced on the device. In `run_async` they stay there: a step computes the next
 step's batch itself (`jaxkv.recurrent.advance`), and the host reads the counts while the next step
 runs. The host then knows the start of this step's rows and whether any may have reached a block
-boundary, and only in that case dispatches the program that saves states. `run_waiting` reads the
+boundary, and only in that case dispatches the program that saves states. `run_sync` reads the
 counts after every step, builds every batch on the host and always saves. Both run the same compiled
 programs, so their results must be bitwise identical.
 """
@@ -184,7 +184,7 @@ class Outcome:
         return [row[first : last + 1] for row, (first, last) in zip(rows, lens, strict=True)]
 
 
-def run_ahead(config: Config, params: Params, start: Start) -> Outcome:
+def run_async(config: Config, params: Params, start: Start) -> Outcome:
     """Asynchronous scheduling: dispatches each step before the previous counts are known."""
     requests, run = start.requests, start.outcome(config)
     rows, pending = start.first_rows(config), None
@@ -202,16 +202,16 @@ def run_ahead(config: Config, params: Params, start: Start) -> Outcome:
         if not query_lens.any():  # the step just dispatched is empty
             return run
         run.steps += 1
-        batch, drafts_there, rows = rows.batch, rows.drafts, done.rows
+        batch, device_drafts, rows = rows.batch, rows.drafts, done.rows
         if not jaxkv.recurrent.can_skip_align_postprocess(
             run.valid, query_lens, drafts, config.block_size
         ):
             run.saves += 1
-            run.cache, accepted = save(config, run.cache, batch, done.sampled, drafts_there)
+            run.cache, accepted = save(config, run.cache, batch, done.sampled, device_drafts)
             rows = rows._replace(accepted=accepted)
 
 
-def run_waiting(config: Config, params: Params, start: Start) -> Outcome:
+def run_sync(config: Config, params: Params, start: Start) -> Outcome:
     """Synchronous scheduling: the host reads the counts of each step before building the next."""
     requests, run = start.requests, start.outcome(config)
     rows, state_idx = start.first_rows(config), np.full_like(requests.ids, -1)

@@ -174,9 +174,9 @@ def recurrent(
 
     # The window up to the last non-draft token, followed by the inputs of the draft tokens.
     length = config.window + config.drafts
-    kept = jnp.minimum(grid.certain[:, None] + jnp.arange(length), seen.shape[1] - 1)
+    indices = jnp.minimum(grid.certain[:, None] + jnp.arange(length), seen.shape[1] - 1)
     ends = jnp.clip(grid.certain[:, None] - 1 + jnp.arange(places), 0, places - 1)
-    windows, temporal = seen[row[:, None], kept], jnp.stack(after, axis=1)[row[:, None], ends]
+    windows, temporal = seen[row[:, None], indices], jnp.stack(after, axis=1)[row[:, None], ends]
     return jnp.stack(y, axis=1) * jax.nn.silu(gate), {
         "conv": state["conv"].at[grid.write[:, 0]].set(windows, mode="drop"),
         "temporal": state["temporal"].at[grid.write].set(temporal, mode="drop"),

@@ -148,9 +148,9 @@ def _check_requests(
         f"context <= blocks of {capacity} tokens": context <= blocks * capacity,
         "context < 2**31 tokens": context < 2**31,
     }
-    for rule, holds in rules.items():
-        if not holds.all():
-            i = int(holds.argmin())
+    for rule, satisfied in rules.items():
+        if not satisfied.all():
+            i = int(satisfied.argmin())
             raise ValueError(
                 f"request {i} with {query[i]} query tokens, a context of {context[i]} tokens and "
                 f"{blocks[i]} blocks violates {rule}"
@@ -165,10 +165,10 @@ def _check_bounds(num_reqs: int, max_num_reqs: int, num_tokens: int, max_num_tok
 
 
 def _check_block_ids(table: np.ndarray, block_size: int) -> None:
-    most = 2**31 // block_size - 1
-    if table.min() < 0 or table.max() > most:
+    max_id = 2**31 // block_size - 1
+    if table.min() < 0 or table.max() > max_id:
         raise ValueError(
-            f"block ids must be in [0, {most}] for int32 slots of blocks of {block_size} tokens, "
+            f"block ids must be in [0, {max_id}] for int32 slots of blocks of {block_size} tokens, "
             f"got {table.min()} to {table.max()}"
         )
 
@@ -241,10 +241,10 @@ def slot_mapping(
     within_block = positions % virtual_size
     round_size = cp_world_size * cp_interleave
     offset = within_block // round_size * cp_interleave + within_block % cp_interleave
-    mine = within_block // cp_interleave % cp_world_size == cp_rank
+    on_this_rank = within_block // cp_interleave % cp_world_size == cp_rank
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
-    reached = (column >= 0) & (column < batch.max_blocks)
-    used = mine & reached & (token < batch.query_start_loc[-1])
+    in_table = (column >= 0) & (column < batch.max_blocks)
+    used = on_this_rank & in_table & (token < batch.query_start_loc[-1])
     block = batch.block_table[row, jnp.clip(column, 0, batch.max_blocks - 1)]
     return jnp.where(used, block * batch.block_size + offset, PAD_SLOT)
 

@@ -204,11 +204,13 @@ def physical_to_logical(batch: BatchMetadata, num_blocks: int) -> Any:
     used = column < cdiv(batch.seq_lens, batch.block_size)[:, None]
     used &= batch.block_table != NULL_BLOCK
     block = jnp.where(used, batch.block_table, num_blocks)
-    places = jnp.broadcast_to(column.astype(dtype), block.shape)
-    return _nowhere((rows, num_blocks), dtype).at[row, block].max(places, mode="drop")
+    columns = jnp.broadcast_to(column.astype(dtype), block.shape)
+    return (
+        _filled_with_minus_one((rows, num_blocks), dtype).at[row, block].max(columns, mode="drop")
+    )
 
 
-def _nowhere(shape: tuple[int, int], dtype: Any) -> Any:
+def _filled_with_minus_one(shape: tuple[int, int], dtype: Any) -> Any:
     """An array filled with -1."""
     if dtype == jnp.int32:
         return jnp.full(shape, -1, dtype)
@@ -318,9 +320,9 @@ def _block_list(batch: BatchMetadata, logical: Any, spans: _Spans, columns: int)
     bit = jnp.arange(_WORD, dtype=jnp.uint32)
     span = jnp.arange(num_spans, dtype=jnp.int32)
     column, block = _columns(batch, spans, span, spans.row, shape[1:])
-    stands = (logical[_per_row(spans.row), block] == column) & (column < _per_row(spans.end))
+    is_entry = (logical[_per_row(spans.row), block] == column) & (column < _per_row(spans.end))
     taken = _taken(batch, logical, spans, shape[1:])[spans.row]
-    listed = stands & ~(taken & _per_row(span == spans.starts[spans.row]))
+    listed = is_entry & ~(taken & _per_row(span == spans.starts[spans.row]))
     words = jnp.sum(
         jnp.where(listed, jnp.uint32(1) << bit, jnp.uint32(0)), axis=2, dtype=jnp.uint32
     )
@@ -378,10 +380,10 @@ def _taken(batch: BatchMetadata, logical: Any, spans: _Spans, shape: tuple[int, 
     # Unrolled loop: as an additional array axis, intermediates would go through memory.
     for back in range(1, min(Q_BLOCK_SIZE, spans.row.shape[0])):
         other = jnp.maximum(span - back, 0)
-        rival = (span >= back) & (spans.group[other] == spans.group[span])
+        has_other = (span >= back) & (spans.group[other] == spans.group[span])
         # Without an earlier span look up NULL_BLOCK, at negligible cost.
-        asked = jnp.where(_per_row(rival), block, NULL_BLOCK)
-        place = logical[_per_row(spans.row[other]), asked]
-        taken |= (place >= _per_row(spans.first[other])) & (place < _per_row(spans.end[other]))
+        looked_up = jnp.where(_per_row(has_other), block, NULL_BLOCK)
+        column = logical[_per_row(spans.row[other]), looked_up]
+        taken |= (column >= _per_row(spans.first[other])) & (column < _per_row(spans.end[other]))
     # Fusion barrier: fused into its consumer, this would be recomputed for every span.
     return jax.lax.optimization_barrier(taken)

@@ -120,8 +120,8 @@ def max_pieces(max_num_reqs: int, max_num_tokens: int, chunk_size: int) -> int:
     tokens add one. For T >= 2 B some batch reaches the second bound; for fewer tokens, some batch
     has one piece per token.
     """
-    most = max_num_reqs + (max_num_tokens + max_num_reqs * (chunk_size - 2)) // chunk_size
-    return min(max_num_tokens, most)
+    limit = max_num_reqs + (max_num_tokens + max_num_reqs * (chunk_size - 2)) // chunk_size
+    return min(max_num_tokens, limit)
 
 
 def _gather(block_table: Any, used: Any, request: Any, chunk: Any, width: int) -> Any:

@@ -66,7 +66,7 @@ def prefix_ranges(
         raise ValueError(f"{len(features)} requests exceed max_num_reqs={max_num_reqs}")
     out = np.zeros((max_num_reqs, max_ranges, 2), np.int32)
     for i, own in enumerate(features):
-        _refuse_overlap(i, own)
+        _check_no_overlap(i, own)
         ranges = [
             (first, last)
             for feature in own
@@ -81,7 +81,7 @@ def prefix_ranges(
     return out
 
 
-def _refuse_overlap(request: int, features: Sequence[Feature]) -> None:
+def _check_no_overlap(request: int, features: Sequence[Feature]) -> None:
     placed = sorted(features, key=lambda feature: feature.offset)
     for one, following in itertools.pairwise(placed):
         if one.offset + one.length > following.offset:
@@ -94,16 +94,16 @@ def _refuse_overlap(request: int, features: Sequence[Feature]) -> None:
 def _embed_ranges(request: int, feature: Feature) -> list[tuple[int, int]]:
     """First and last position of each sequence of consecutive embeddings."""
     embeds = np.ones(feature.length) if feature.is_embed is None else np.asarray(feature.is_embed)
-    what = f"request {request}: is_embed of feature {feature.modality} at {feature.offset}"
+    argument = f"request {request}: is_embed of feature {feature.modality} at {feature.offset}"
     if embeds.shape != (feature.length,):
         raise ValueError(
-            f"{what} must have shape ({feature.length},), one entry a token, got {embeds.shape}"
+            f"{argument} must have shape ({feature.length},), one entry a token, got {embeds.shape}"
         )
     if not np.isin(embeds, (0, 1)).all():
-        raise ValueError(f"{what} must have entries False, True, 0 or 1, got {embeds.tolist()}")
+        raise ValueError(f"{argument} must have entries False, True, 0 or 1, got {embeds.tolist()}")
     steps = np.diff(np.concatenate([[0], embeds.astype(np.int8), [0]]))
-    first, behind = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
-    return list(zip(feature.offset + first, feature.offset + behind - 1, strict=True))
+    first, end = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
+    return list(zip(feature.offset + first, feature.offset + end - 1, strict=True))
 
 
 def build(batch: BatchMetadata, ranges: Any) -> Any:
@@ -125,7 +125,7 @@ def build(batch: BatchMetadata, ranges: Any) -> Any:
     position = token_positions(batch)[:, None]
     own = on_device(ranges)[row]
     first, last = own[..., 0], own[..., 1]
-    holds = (first < last) & (first <= position) & (position <= last)
-    holds &= (token < batch.query_start_loc[-1])[:, None]
+    inside = (first < last) & (first <= position) & (position <= last)
+    inside &= (token < batch.query_start_loc[-1])[:, None]
     # A token is in at most one range, so the maximum selects its entry.
-    return jnp.max(jnp.where(holds[..., None], own, NO_RANGE), axis=1, initial=NO_RANGE)
+    return jnp.max(jnp.where(inside[..., None], own, NO_RANGE), axis=1, initial=NO_RANGE)

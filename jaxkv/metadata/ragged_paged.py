@@ -78,11 +78,11 @@ def build(
         raise ValueError(f'pages must be "table", "flat" or "packed", got {pages!r}')
     if max_pages is not None and pages != "packed":
         raise ValueError(f'max_pages={max_pages} requires pages="packed", got {pages!r}')
-    most = batch.block_table.size if max_pages is None else max_pages
-    if most * batch.block_size >= 2**31:
+    limit = batch.block_table.size if max_pages is None else max_pages
+    if limit * batch.block_size >= 2**31:
         remedy = "reduce max_pages" if pages == "packed" else 'use pages="packed" with max_pages'
         raise ValueError(
-            f"{most} pages of {batch.block_size} tokens exceed the 2**31 - 1 tokens of cu_kv_lens "
+            f"{limit} pages of {batch.block_size} tokens exceed the 2**31 - 1 tokens of cu_kv_lens "
             f"(int32); {remedy}"
         )
     page_indices, num_pages = batch.block_table, cdiv(batch.seq_lens, batch.block_size)

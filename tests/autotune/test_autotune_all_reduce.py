@@ -135,11 +135,11 @@ def test_what_serves_no_more_is_left_exactly_there(limit):
 def test_rules_choose_nothing_slower_than_noise(times):
     """Nor an unsupported algorithm, at any measured size."""
 
-    def serves(algorithm, num_bytes):
+    def supports(algorithm, num_bytes):
         # Between measured sizes: as at the next larger one.
         return algorithm in times[min(size for size in times if size >= num_bytes)][0]
 
-    rules = all_reduce.rules_of(times, serves)
+    rules = all_reduce.rules_of(times, supports)
     minima = [least for least, _ in rules]
     assert minima[0] == 0 and minima == sorted({*minima})
     for size, [found] in times.items():

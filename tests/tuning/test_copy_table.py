@@ -39,9 +39,9 @@ def test_packaged_tables_are_as_they_are_written(path):
 
 def test_the_default_table_knows_every_implementation():
     """It is the fallback for implementations missing in another table."""
-    for situation, rules in copy_table.default_table().rules.items():
+    for copy_kind, rules in copy_table.default_table().rules.items():
         expected = {*copy_table.IMPLEMENTATIONS} - (
-            {"pallas"} if situation == "overlapped" else set()
+            {"pallas"} if copy_kind == "overlapped" else set()
         )
         for rule in rules:
             assert {candidate.implementation for candidate in rule.candidates} == expected

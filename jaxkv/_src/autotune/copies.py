@@ -254,11 +254,15 @@ def changes(rates: Rates, before: Table, after: Table) -> list[str]:
     """Measured cells for which the choices of two tables differ."""
     lines = []
     for cell, measured in rates:
-        for ids, refused in (("HostIds", ()), ("device ids", ("dma",))):
-            served = {candidate.implementation for candidate in measured} - {*refused}
+        for ids, unsupported in (("HostIds", ()), ("device ids", ("dma",))):
+            supported = {candidate.implementation for candidate in measured} - {*unsupported}
             old, new = (
                 next(
-                    (c for c in table.rule(cell.direction, cell.size).candidates if c[0] in served),
+                    (
+                        c
+                        for c in table.rule(cell.direction, cell.size).candidates
+                        if c[0] in supported
+                    ),
                     None,
                 )
                 for table in (before, after)
@@ -283,9 +287,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     platform, device = jax.default_backend(), jax.local_devices()[0]
     link = Candidate("host" if platform == "cpu" else "dma", 0)
-    roof_bytes = MIB if platform == "cpu" else MAX_PAYLOAD
-    whole = [Cell(direction, roof_bytes, 1, (link,)) for direction in MEMORIES]
-    peak = {cell.direction: _rate(cell, _Data.of(cell), link) for cell in whole}
+    peak_bytes = MIB if platform == "cpu" else MAX_PAYLOAD
+    peak_cells = [Cell(direction, peak_bytes, 1, (link,)) for direction in MEMORIES]
+    peak = {cell.direction: _rate(cell, _Data.of(cell), link) for cell in peak_cells}
     print(
         "peak bandwidth, one block:", ", ".join(f"{d} {rate:.4g} GB/s" for d, rate in peak.items())
     )

@@ -148,8 +148,8 @@ def _unsupported_reason(
         return f"dtype must be one of {', '.join(DTYPES)}, got {dtype}"
     if algorithm == "multimem" and memory._multicast_unsupported_reason:
         return memory._multicast_unsupported_reason
-    boxes = {"low_latency": "low_latency_bytes", "one_shot": "slot_bytes"}
-    names = boxes.get(algorithm, "max_bytes"), "max_bytes"
+    buffers = {"low_latency": "low_latency_bytes", "one_shot": "slot_bytes"}
+    names = buffers.get(algorithm, "max_bytes"), "max_bytes"
     limit, name = min(((getattr(memory, name), name) for name in names), key=lambda entry: entry[0])
     if num_bytes > limit:
         return f"{num_bytes} bytes exceed {name} = {limit} bytes"
@@ -165,28 +165,28 @@ def _check_axis_name(memory: SymmetricMemory, axis_name: str) -> None:
 
 
 def _check_mesh(memory: SymmetricMemory) -> None:
-    here = dict(jax.sharding.get_abstract_mesh().shape)
+    shape = dict(jax.sharding.get_abstract_mesh().shape)
     expected = dict(memory.mesh.shape)
-    if here != expected:
+    if shape != expected:
         raise ValueError(
             f"all_reduce must run in a shard_map over the symmetric memory's mesh {expected}, "
-            f"got {here or 'none'}"
+            f"got {shape or 'none'}"
         )
 
 
 def _check_devices(expected: jax.sharding.Mesh, axis_context: Any, axis_name: str) -> None:
     """Raises if the devices along the axis differ; no check if the mesh is abstract."""
-    here = getattr(axis_context, "mesh", None)
-    if not isinstance(here, jax.sharding.Mesh):
+    mesh = getattr(axis_context, "mesh", None)
+    if not isinstance(mesh, jax.sharding.Mesh):
         return
-    ours, theirs = (
-        [[device.id for device in group] for group in device_groups(mesh, axis_name)]
-        for mesh in (expected, here)
+    expected_ids, ids = (
+        [[device.id for device in group] for group in device_groups(each, axis_name)]
+        for each in (expected, mesh)
     )
-    if sorted(ours) != sorted(theirs):
+    if sorted(expected_ids) != sorted(ids):
         raise ValueError(
             f"all_reduce must run in a shard_map over the symmetric memory's mesh, whose devices "
-            f"along {axis_name!r} are {ours}, got a mesh of the same shape with {theirs}"
+            f"along {axis_name!r} are {expected_ids}, got a mesh of the same shape with {ids}"
         )
 
 
@@ -198,7 +198,7 @@ class _Call:
     communicator: int
     mesh: jax.sharding.Mesh
     axis_name: str
-    asked: str | None
+    requested: str | None
     algorithm: str
 
 
@@ -209,8 +209,14 @@ def _all_reduce_array(memory: SymmetricMemory, x: Any, *, implementation: str | 
         if name == "psum" or x.size == 0:
             return jax.lax.psum(x, memory.axis_name)
         native.extension()
-        whose = weakref.ref(memory), memory._id, memory.mesh, memory.axis_name
-        call = _Call(*whose, implementation, name)
+        call = _Call(
+            memory=weakref.ref(memory),
+            communicator=memory._id,
+            mesh=memory.mesh,
+            axis_name=memory.axis_name,
+            requested=implementation,
+            algorithm=name,
+        )
         return _reduce_p.bind(x, call=call)
 
 
@@ -235,7 +241,7 @@ def _batched(args: Sequence[Any], dims: Sequence[Any], *, call: _Call) -> tuple[
     if memory is None:
         raise RuntimeError("all_reduce under vmap: the SymmetricMemory of the call was deleted")
     rows = jnp.moveaxis(args[0], dims[0], 0)
-    return _all_reduce_array(memory, rows, implementation=call.asked), 0
+    return _all_reduce_array(memory, rows, implementation=call.requested), 0
 
 
 def _lower(context: Any, x: Any, *, call: _Call) -> Sequence[Any]:

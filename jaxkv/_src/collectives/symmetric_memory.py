@@ -80,10 +80,10 @@ class SymmetricMemory:
 
         def arguments() -> list[Any]:
             checked_timeout_s(timeout_s)
-            self._take(_groups(mesh, axis_name), _bytes_of(max_bytes))
+            self._configure(_groups(mesh, axis_name), _bytes_of(max_bytes))
             return [self._arguments(), _host()]
 
-        self._agree(self._rendezvous.step("SymmetricMemory.create, arguments", arguments))
+        self._check_arguments(self._rendezvous.step("SymmetricMemory.create, arguments", arguments))
         self._allocate_and_map(device_groups(mesh, axis_name))
 
     @classmethod
@@ -182,22 +182,23 @@ class SymmetricMemory:
     def _tile_bytes(self) -> int:
         """Tile size for a large two_shot; 0 if parts of `max_bytes` fit into half an LL buffer."""
         part = -(-self.max_bytes // self.world_size)
-        fits = _whole_words(part) <= self.low_latency_bytes // WORD_BYTES // 2 * WORD_BYTES
-        return 0 if fits else _box_bytes(TILE_BYTES // self.world_size)
+        fits = _round_up_to_words(part) <= self.low_latency_bytes // WORD_BYTES // 2 * WORD_BYTES
+        return 0 if fits else _buffer_bytes(TILE_BYTES // self.world_size)
 
     def _multicast_bytes(self) -> int:
-        return _whole_words(min(max(self.max_bytes, self.world_size * WORD_BYTES), MULTICAST_BYTES))
+        return _round_up_to_words(
+            min(max(self.max_bytes, self.world_size * WORD_BYTES), MULTICAST_BYTES)
+        )
 
-    def _take(self, groups: np.ndarray, max_bytes: int) -> None:
+    def _configure(self, groups: np.ndarray, max_bytes: int) -> None:
         self.world_size = groups.shape[1]
         self.max_bytes = max_bytes
         low_latency_bytes = min(
             max(max_bytes, 2 * WORD_BYTES), LOW_LATENCY_BYTES // self.world_size
         )
-        self.low_latency_bytes = _box_bytes(
-            low_latency_bytes, halves=2
-        )  # two_shot uses one half for each phase
-        self.slot_bytes = _box_bytes(min(max_bytes, SLOT_BYTES // self.world_size))
+        # two_shot uses one half for each phase.
+        self.low_latency_bytes = _buffer_bytes(low_latency_bytes, halves=2)
+        self.slot_bytes = _buffer_bytes(min(max_bytes, SLOT_BYTES // self.world_size))
         self._multicast_unsupported_reason = _multicast_unsupported_reason(groups)
         # Read once: a later change of the environment in one process must not separate the ranks.
         self._table = table_for(groups.flat[0].device_kind)
@@ -215,14 +216,14 @@ class SymmetricMemory:
             f"tuning table ({VARIABLE})": self._table.rules[self.world_size],
         }
 
-    def _agree(self, said: dict[int, Any]) -> None:
+    def _check_arguments(self, arguments: dict[int, Any]) -> None:
         """Raises the same error in all processes if their arguments differ."""
         rendezvous = self._rendezvous
-        if len({host for _, host in said.values()}) > 1:
-            hosts = {process: host for process, (_, host) in said.items()}
+        if len({host for _, host in arguments.values()}) > 1:
+            hosts = {process: host for process, (_, host) in arguments.items()}
             raise ValueError(f"SymmetricMemory.create supports processes of one host, got {hosts}")
-        of_first, _ = said[rendezvous.processes[0]]
-        for process, (of_process, _) in said.items():
+        of_first, _ = arguments[rendezvous.processes[0]]
+        for process, (of_process, _) in arguments.items():
             for name, value in of_process.items():
                 if value != of_first[name]:
                     raise ValueError(
@@ -232,9 +233,10 @@ class SymmetricMemory:
                     )
 
     def _allocate_and_map(self, groups: np.ndarray) -> None:
-        native, me = runtime_native.extension(), jax.process_index()
+        native, process_index = runtime_native.extension(), jax.process_index()
         ordinals = [
-            [_ordinal(d) if d.process_index == me else -1 for d in group] for group in groups
+            [_ordinal(d) if d.process_index == process_index else -1 for d in group]
+            for group in groups
         ]
 
         def allocate() -> list[list[list[int]]]:
@@ -251,14 +253,16 @@ class SymmetricMemory:
 
         self._id = 0  # no communicator has this id
         try:
-            said = self._rendezvous.step("SymmetricMemory.create, allocation", allocate)
+            handles_by_process = self._rendezvous.step(
+                "SymmetricMemory.create, allocation", allocate
+            )
         except BaseException:
             native.close_communicator(self._id)
             native.free_communicator(self._id)  # not mapped by any other process yet
             raise
         self._close = weakref.finalize(self, native.close_communicator, self._id)
         handles = [
-            [said[device.process_index][g][rank] for rank, device in enumerate(group)]
+            [handles_by_process[device.process_index][g][rank] for rank, device in enumerate(group)]
             for g, group in enumerate(groups)
         ]
         try:
@@ -329,11 +333,11 @@ def _ordinal(device: jax.Device) -> int:
     return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
-def _whole_words(num_bytes: int) -> int:
+def _round_up_to_words(num_bytes: int) -> int:
     return -(-num_bytes // WORD_BYTES) * WORD_BYTES
 
 
-def _box_bytes(num_bytes: int, *, halves: int = 1) -> int:
+def _buffer_bytes(num_bytes: int, *, halves: int = 1) -> int:
     """Size of a receive buffer: a multiple of words or, above one line, of lines in each half.
 
     An unaligned buffer would spread the words of a warp over one more line.

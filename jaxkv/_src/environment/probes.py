@@ -276,7 +276,7 @@ def tuning() -> dict[str, Any]:
     for head in found.values():
         del head["rules"]
     found["all_reduce"]["rules"] = {
-        f"{size} devices": [f"{name} from {least} bytes" for least, name in rules]
+        f"{size} devices": [f"{name} from {min_bytes} bytes" for min_bytes, name in rules]
         for size, rules in sums.rules.items()
     }
     return found

@@ -119,4 +119,4 @@ def _parse_rules(listed: Any, where: str) -> tuple[tuple[int, str], ...]:
         if algorithm not in ALGORITHMS:
             known = ", ".join(ALGORITHMS)
             raise ValueError(f"{where}: algorithm must be one of {known}, got {algorithm!r}")
-    return tuple((least, algorithm) for least, algorithm in listed)
+    return tuple((min_bytes, algorithm) for min_bytes, algorithm in listed)

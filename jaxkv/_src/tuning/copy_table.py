@@ -42,7 +42,7 @@ class CopySize(NamedTuple):
     total_bytes: int
 
     def reaches(self, minima: CopySize) -> bool:
-        return all(value >= least for value, least in zip(self, minima, strict=True))
+        return all(value >= minimum for value, minimum in zip(self, minima, strict=True))
 
 
 SMALLEST = CopySize(1, 1, 0)  # minima of the first rule of each kind: some rule always applies
@@ -102,9 +102,9 @@ class Table:
         dirty = "-dirty" if self.commit.endswith("-dirty") else ""
         return f"{self.name} (commit {self.commit[:9]}{dirty})"
 
-    def rule(self, situation: str, size: CopySize) -> Rule:
+    def rule(self, copy_kind: str, size: CopySize) -> Rule:
         """The rule that applies to a copy."""
-        return last_matching_rule(self.rules[situation], size)
+        return last_matching_rule(self.rules[copy_kind], size)
 
     def to_text(self) -> str:
         """The file's content: JSON, one line for each rule."""
@@ -114,9 +114,9 @@ class Table:
             if field.name not in ("name", "rules")
         }
         lists = []
-        for situation, rules in self.rules.items():
+        for copy_kind, rules in self.rules.items():
             lines = ",\n".join(f"   {_rule_text(rule)}" for rule in rules)
-            lists.append(f'  "{situation}": [\n{lines}\n  ]')
+            lists.append(f'  "{copy_kind}": [\n{lines}\n  ]')
         beginning = json.dumps(head, indent=1)[:-2]  # without the closing brace
         return f'{beginning},\n "rules": {{\n' + ",\n".join(lists) + "\n }\n}\n"
 
@@ -202,7 +202,9 @@ def _parse_rules(entries: Any, where: str) -> tuple[Rule, ...]:
         raise ValueError(f"{where} must be a list of at least one rule, got {entries!r}")
     rules = [_parse_rule(entry, f"{where}[{i}]") for i, entry in enumerate(entries)]
     if rules[0].minima != SMALLEST:
-        wanted = ", ".join(f"{key} {least}" for key, least in zip(_MINIMA, SMALLEST, strict=True))
+        wanted = ", ".join(
+            f"{key} {minimum}" for key, minimum in zip(_MINIMA, SMALLEST, strict=True)
+        )
         raise ValueError(f"{where}[0] must apply to every copy ({wanted}), got {entries[0]!r}")
     for i in range(1, len(rules)):
         if rules[i].minima <= rules[i - 1].minima:
@@ -212,8 +214,8 @@ def _parse_rules(entries: Any, where: str) -> tuple[Rule, ...]:
 
 def _parse_rule(entry: Any, where: str) -> Rule:
     entry = _object(entry, (*_MINIMA, "candidates"), where)
-    for key, least in zip(_MINIMA, SMALLEST, strict=True):
-        _check_int(entry[key], least, f"{where}.{key}")
+    for key, minimum in zip(_MINIMA, SMALLEST, strict=True):
+        _check_int(entry[key], minimum, f"{where}.{key}")
     listed = entry["candidates"]
     if not isinstance(listed, list) or not listed:
         raise ValueError(f"{where}.candidates must be a list of at least one, got {listed!r}")

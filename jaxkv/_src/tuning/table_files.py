@@ -43,6 +43,6 @@ def _object(entry: Any, keys: Any, where: str) -> dict[str, Any]:
     return entry
 
 
-def _check_int(value: Any, least: int, where: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{where} must be an integer >= {least}, got {value!r}")
+def _check_int(value: Any, minimum: int, where: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{where} must be an integer >= {minimum}, got {value!r}")
