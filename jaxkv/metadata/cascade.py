@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
-from jaxkv.metadata.segments import cdiv, on_device
+from jaxkv.metadata.segments import Array, cdiv, on_device
 
 # Minima of vLLM's heuristic: no benefit for shorter prefixes or smaller batches.
 _MIN_PREFIX_TOKENS = 256
@@ -98,7 +97,7 @@ class Cascade:
     suffix: BatchMetadata
 
 
-def build(batch: BatchMetadata, num_common_blocks: Any) -> Cascade:
+def build(batch: BatchMetadata, num_common_blocks: int | Array) -> Cascade:
     """Both levels of cascade attention over one batch.
 
     Args:

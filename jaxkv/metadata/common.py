@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.metadata.checks import at_least_1, check_rows, integers
-from jaxkv.metadata.segments import count_before, on_device, row_of
+from jaxkv.metadata.segments import Array, count_before, on_device, row_of
 
 PAD_SLOT = -1  # slot of a token that is not stored in this rank's cache
 NULL_BLOCK = 0  # block id of padding; never allocated by the scheduler
@@ -43,11 +43,11 @@ class BatchMetadata:
       block_size: tokens per block.
     """
 
-    query_start_loc: Any
-    seq_lens: Any
-    block_table: Any
-    num_reqs: Any
-    num_tokens: Any
+    query_start_loc: jax.Array
+    seq_lens: jax.Array
+    block_table: jax.Array
+    num_reqs: jax.Array
+    num_tokens: jax.Array
     max_num_tokens: int = dataclasses.field(metadata={"static": True})
     block_size: int = dataclasses.field(metadata={"static": True})
 
@@ -103,15 +103,14 @@ class BatchMetadata:
         starts = np.full(max_num_reqs + 1, num_tokens, np.int32)
         starts[: num_reqs + 1] = np.concatenate([[0], np.cumsum(query)])
         lens = np.pad(context, (0, max_num_reqs - num_reqs)).astype(np.int32)
-        return cls(
-            query_start_loc=starts,
-            seq_lens=lens,
-            block_table=table.astype(np.int32),
-            num_reqs=np.int32(num_reqs),
-            num_tokens=np.int32(num_tokens),
-            max_num_tokens=max_num_tokens,
-            block_size=block_size,
-        )
+        arrays: dict[str, Any] = {  # NumPy's, which JAX accepts as its own
+            "query_start_loc": starts,
+            "seq_lens": lens,
+            "block_table": table.astype(np.int32),
+            "num_reqs": np.int32(num_reqs),
+            "num_tokens": np.int32(num_tokens),
+        }
+        return cls(**arrays, max_num_tokens=max_num_tokens, block_size=block_size)
 
     @property
     def max_num_reqs(self) -> int:
@@ -124,12 +123,12 @@ class BatchMetadata:
         return self.block_table.shape[1]
 
     @property
-    def query_lens(self) -> Any:
+    def query_lens(self) -> jax.Array:
         """int32[B], query tokens of each row."""
         return self.query_start_loc[1:] - self.query_start_loc[:-1]
 
     @property
-    def row_mask(self) -> Any:
+    def row_mask(self) -> jax.Array:
         """bool[B], False for padding rows."""
         return jnp.arange(self.max_num_reqs, dtype=jnp.int32) < self.num_reqs
 
@@ -177,12 +176,12 @@ def _check_block_ids(table: np.ndarray, block_size: int) -> None:
 # Tokens: rows, positions and slots
 
 
-def num_computed_tokens(batch: BatchMetadata) -> Any:
+def num_computed_tokens(batch: BatchMetadata) -> jax.Array:
     """int32[B], tokens of each row's context computed in earlier steps."""
     return batch.seq_lens - batch.query_lens
 
 
-def token_to_request(query_start_loc: Any, max_num_tokens: int) -> Any:
+def token_to_request(query_start_loc: jax.Array, max_num_tokens: int) -> jax.Array:
     """int32[T], the row of each query token; 0 for tokens past the last row's.
 
     Args:
@@ -194,7 +193,7 @@ def token_to_request(query_start_loc: Any, max_num_tokens: int) -> Any:
     return jnp.where(token < query_start_loc[-1], row, 0)
 
 
-def token_positions(batch: BatchMetadata) -> Any:
+def token_positions(batch: BatchMetadata) -> jax.Array:
     """int32[T], the position of each query token in its context; 0 for padding."""
     batch = on_device(batch)
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
@@ -205,12 +204,12 @@ def token_positions(batch: BatchMetadata) -> Any:
 
 def slot_mapping(
     batch: BatchMetadata,
-    positions: Any,
+    positions: Array,
     *,
     cp_world_size: int = 1,
-    cp_rank: Any = 0,
+    cp_rank: int | jax.Array = 0,
     cp_interleave: int = 1,
-) -> Any:
+) -> jax.Array:
     """int32[T], slot of each query token in the cache: block * block_size + offset.
 
     Under context parallelism, groups of `cp_interleave` tokens are distributed round-robin over
@@ -249,7 +248,9 @@ def slot_mapping(
     return jnp.where(used, block * batch.block_size + offset, PAD_SLOT)
 
 
-def dcp_local_seq_lens(seq_lens: Any, world_size: int, rank: Any, interleave: int) -> Any:
+def dcp_local_seq_lens(
+    seq_lens: jax.Array, world_size: int, rank: int | jax.Array | None, interleave: int
+) -> jax.Array:
     """Tokens of each context stored on one rank of a decode-context-parallel (DCP) group.
 
     Args:
@@ -272,13 +273,13 @@ def dcp_local_seq_lens(seq_lens: Any, world_size: int, rank: Any, interleave: in
     return base + jnp.clip(rest, 0, interleave)
 
 
-def _check_context_parallel(world_size: int, rank: Any, interleave: int) -> None:
+def _check_context_parallel(world_size: int, rank: int | jax.Array, interleave: int) -> None:
     at_least_1(cp_world_size=world_size, cp_interleave=interleave)
     if isinstance(rank, int | np.integer) and not 0 <= rank < world_size:
         raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
 
 
-def logits_indices(batch: BatchMetadata) -> Any:
+def logits_indices(batch: BatchMetadata) -> jax.Array:
     """int32[B], index of the last query token of each row; padding rows repeat the last one.
 
     A row without query tokens gets the index of the preceding token, or 0.
@@ -286,7 +287,9 @@ def logits_indices(batch: BatchMetadata) -> Any:
     return jnp.maximum(batch.query_start_loc[1:] - 1, 0)
 
 
-def unique_first_occurrence(x: Any, max_value: int, *, ignored: int = 0, pad: int = -1) -> Any:
+def unique_first_occurrence(
+    x: Array, max_value: int, *, ignored: int = 0, pad: int = -1
+) -> jax.Array:
     """Distinct values of each row, in order of first occurrence, packed to the left.
 
     Temporary memory: N * (max_value + 1) * 4 bytes.
@@ -335,10 +338,10 @@ class Split(NamedTuple):
       num_prefill_tokens: query tokens of the prefills, including padding tokens.
     """
 
-    num_decodes: Any
-    num_prefills: Any
-    num_decode_tokens: Any
-    num_prefill_tokens: Any
+    num_decodes: jax.Array
+    num_prefills: jax.Array
+    num_decode_tokens: jax.Array
+    num_prefill_tokens: jax.Array
 
 
 def split_decodes_and_prefills(
@@ -347,7 +350,7 @@ def split_decodes_and_prefills(
     *,
     require_uniform: bool = False,
     treat_short_extends_as_decodes: bool = True,
-    is_prefilling: Any = None,
+    is_prefilling: Array | None = None,
 ) -> Split:
     """Boundary between decodes and prefills of a batch in that order (see `reorder_batch`).
 
@@ -378,7 +381,7 @@ def split_decodes_and_prefills(
         is_prefill = (query != query[0]) & (query != 0)
         if decode_threshold <= 1 and treat_short_extends_as_decodes:
             is_prefill &= long  # single-token queries are always uniform
-    if not treat_short_extends_as_decodes:
+    if not treat_short_extends_as_decodes and is_prefilling is not None:
         is_prefill |= is_prefilling
     is_prefill |= query[0] > decode_threshold
     index = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)

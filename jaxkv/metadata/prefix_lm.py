@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.metadata.checks import check_rows
 from jaxkv.metadata.common import BatchMetadata, token_positions, token_to_request
-from jaxkv.metadata.segments import on_device
+from jaxkv.metadata.segments import Array, on_device
 
 NO_RANGE = -1  # first and last position for a token outside all ranges
 
@@ -106,7 +107,7 @@ def _embed_ranges(request: int, feature: Feature) -> list[tuple[int, int]]:
     return list(zip(feature.offset + first, feature.offset + end - 1, strict=True))
 
 
-def build(batch: BatchMetadata, ranges: Any) -> Any:
+def build(batch: BatchMetadata, ranges: Array) -> jax.Array:
     """The range of each query token.
 
     Args:

@@ -16,7 +16,7 @@ pages of padding rows are not read.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,14 +46,14 @@ class RaggedPagedMetadata:
         prefills, as in both engines.
     """
 
-    input_positions: Any
-    slot_mapping: Any
-    kv_lens: Any
-    page_indices: Any
-    cu_q_lens: Any
-    cu_kv_lens: Any
-    num_seqs: Any
-    distribution: Any
+    input_positions: jax.Array
+    slot_mapping: jax.Array
+    kv_lens: jax.Array
+    page_indices: jax.Array
+    cu_q_lens: jax.Array
+    cu_kv_lens: jax.Array
+    num_seqs: jax.Array
+    distribution: jax.Array
 
 
 def build(
@@ -105,7 +105,7 @@ def build(
     )
 
 
-def _leading(flags: Any) -> Any:
+def _leading(flags: jax.Array) -> jax.Array:
     """int32[], number of leading entries that are set."""
     others = jnp.where(flags, flags.shape[0], jnp.arange(flags.shape[0], dtype=jnp.int32))
     return jnp.min(others)

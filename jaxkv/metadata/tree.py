@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, split_decodes_and_prefills
-from jaxkv.metadata.segments import rows_from, starts_from
+from jaxkv.metadata.segments import Array, rows_from, starts_from
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +31,7 @@ class TreeMetadata:
 
     decode: BatchMetadata
     prefill: BatchMetadata
-    tree_attn_bias: Any
+    tree_attn_bias: Array
 
 
 def tree_attn_bias(selections: Sequence[tuple[int, ...]]) -> np.ndarray:
@@ -59,7 +58,7 @@ def tree_attn_bias(selections: Sequence[tuple[int, ...]]) -> np.ndarray:
     return bias
 
 
-def build(batch: BatchMetadata, bias: Any) -> TreeMetadata:
+def build(batch: BatchMetadata, bias: Array) -> TreeMetadata:
     """Metadata of a batch; leading rows with up to L query tokens are decodes.
 
     Args:
@@ -75,7 +74,7 @@ def build(batch: BatchMetadata, bias: Any) -> TreeMetadata:
 
 
 def build_for_drafting(
-    batch: BatchMetadata, bias: Any, *, draft_index: int, query_len: int
+    batch: BatchMetadata, bias: Array, *, draft_index: int, query_len: int
 ) -> TreeMetadata:
     """Metadata of a step that drafts one level of the tree.
 
@@ -102,7 +101,9 @@ def build_for_drafting(
     return build(batch, bias[drafts, drafts])
 
 
-def _part(batch: BatchMetadata, first: Any, count: Any, num_tokens: Any) -> BatchMetadata:
+def _part(
+    batch: BatchMetadata, first: int | jax.Array, count: jax.Array, num_tokens: jax.Array
+) -> BatchMetadata:
     return dataclasses.replace(
         batch,
         query_start_loc=starts_from(batch.query_start_loc, first, count),

@@ -173,12 +173,13 @@ def assert_chunks(chunks: mamba.Chunks, size: int, computed, new, num_reqs: int)
     starts, rows, last = cut(size, computed, new)
     limit = chunks.seq_idx_p.shape[0]
     assert len(rows) <= limit
-    want = mamba.Chunks(
-        padded(starts, (limit + 1,), starts[-1]),
-        padded(rows, (limit,), -1),
-        padded(last, (num_reqs,), len(rows) - 1),
-    )
-    for name, value in want._asdict().items():
+    want = {
+        "cu_chunk_seqlen_p": padded(starts, (limit + 1,), starts[-1]),
+        "seq_idx_p": padded(rows, (limit,), -1),
+        "last_chunk_indices_p": padded(last, (num_reqs,), len(rows) - 1),
+    }
+    assert [*want] == [*mamba.Chunks._fields]
+    for name, value in want.items():
         np.testing.assert_array_equal(getattr(chunks, name), value, err_msg=name, strict=True)
 
 

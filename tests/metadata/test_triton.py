@@ -1,6 +1,7 @@
 """metadata.triton against slow Python on random batches."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,5 +58,6 @@ def test_ranges_of_prefixes_come_through():
 
 @pytest.mark.parametrize("name", HEADS)
 def test_refuses_sizes_below_one(name: str):
+    sizes: Any = HEADS | {name: 0}
     with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
-        triton.build(Case([1], [3], [[2, 1]], ONE).batch(), **HEADS | {name: 0})
+        triton.build(Case([1], [3], [[2, 1]], ONE).batch(), **sizes)
