@@ -35,7 +35,7 @@ MAX_BYTES = {"cpu": 1 << 20, "gpu": 64 << 20}
 
 class Call(NamedTuple):
     memory: SymmetricMemory
-    algorithm: str
+    algorithm: Any
     dtype: str
     size: int  # elements
 

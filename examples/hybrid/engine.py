@@ -22,31 +22,33 @@ from jaxkv.metadata import BatchMetadata, num_computed_tokens
 
 from .model import Cache, Config, Params, forward, make_grid
 
+Array = jax.Array | np.ndarray
+
 
 class Rows(NamedTuple):
     """Per-row inputs of a step."""
 
     batch: BatchMetadata
-    drafts: Any  # int32[B], draft tokens among the query tokens
-    accepted: Any  # int32[B], accepted tokens of the last step, consistent with its states
-    state_idx: Any  # int32[B], column of each running state, -1 if there is none
+    drafts: Array  # int32[B], draft tokens among the query tokens
+    accepted: Array  # int32[B], accepted tokens of the last step, consistent with its states
+    state_idx: Array  # int32[B], column of each running state, -1 if there is none
 
 
 class Requests(NamedTuple):
     """Constants of the requests, int32[B] each."""
 
-    ids: Any
-    prompt_lens: Any
-    limits: Any  # number of computed tokens at which a row becomes idle
+    ids: Array
+    prompt_lens: Array
+    limits: Array  # number of computed tokens at which a row becomes idle
 
 
 class Stepped(NamedTuple):
     """Results of a step."""
 
     cache: Cache
-    tokens: Any  # int32[B, L], prompt, generated tokens, draft tokens
+    tokens: jax.Array  # int32[B, L], prompt, generated tokens, draft tokens
     rows: Rows  # inputs of the next step, before states are saved
-    sampled: Any  # int32[B], accepted tokens
+    sampled: jax.Array  # int32[B], accepted tokens
     deferred: jaxkv.recurrent.DeferredCounts
 
 
@@ -55,7 +57,7 @@ def to_device(arrays: Any) -> Any:
     return jax.device_put(arrays, jax.devices()[0])
 
 
-def plan(config: Config, valid: Any, requests: Requests) -> tuple[Any, Any]:
+def plan(config: Config, valid: Array, requests: Requests) -> tuple[Any, Any]:
     """Query and draft tokens of each row in the next step, int32[B]; for NumPy or JAX arrays."""
     left = requests.prompt_lens - valid
     decodes = (left <= 0) & (valid < requests.limits)
@@ -68,10 +70,10 @@ def step(
     config: Config,
     params: Params,
     cache: Cache,
-    tokens: Any,
+    tokens: jax.Array,
     rows: Rows,
     requests: Requests,
-    number: Any,
+    number: np.int32,
 ) -> Stepped:
     """Computes the query tokens of all rows and, from the accepted counts, the next inputs."""
     batch, drafts = rows.batch, rows.drafts
@@ -115,8 +117,8 @@ def step(
 
 @partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def save(
-    config: Config, cache: Cache, batch: BatchMetadata, sampled: Any, drafts: Any
-) -> tuple[Cache, Any]:
+    config: Config, cache: Cache, batch: BatchMetadata, sampled: jax.Array, drafts: jax.Array
+) -> tuple[Cache, jax.Array]:
     """Saves the states at block boundaries reached in the step; returns the updated counts too."""
     states, accepted = jaxkv.recurrent.align_postprocess(
         cache.states, batch, sampled, kinds=config.kinds, num_drafts=drafts
@@ -173,7 +175,7 @@ class Outcome:
     """Results and statistics of a run."""
 
     cache: Cache
-    tokens: Any  # int32[B, L]
+    tokens: jax.Array  # int32[B, L]
     valid: np.ndarray  # int32[B], number of computed tokens of each row
     steps: int = 0
     saves: int = 0

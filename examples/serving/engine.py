@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
@@ -100,7 +99,7 @@ class Engine:
             dtype=params["norm"].dtype,
         )
         self.cache = jaxkv.DeviceCache.create(self.spec, num_pages=num_hbm_pages)
-        self.pool: Any = None
+        self.pool: jaxkv.HostPool | None = None
         if num_host_pages:
             self.pool = jaxkv.HostPool.create(self.spec, num_pages=num_host_pages, layout=layout)
         self.blocks = BlockManager(num_hbm_pages, num_host_pages)

@@ -12,6 +12,7 @@ import pytest
 
 import jaxkv
 from jaxkv._src.collectives import symmetric_memory
+from jaxkv._src.collectives.all_reduce import Implementation
 from jaxkv._src.runtime import native as runtime_native
 from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
 from tests.util.ranks import AXIS, NATIVE, ON_CPU, memory_of, mesh_of, on_ranks, sums
@@ -196,7 +197,7 @@ def test_the_driver_is_asked_last(monkeypatch, variable, processes, asked, refus
 # Missing ranks
 
 
-def run_without(memory, missing: int, algorithm: str):
+def run_without(memory, missing: int, algorithm: Implementation):
     """A step in which one rank does not call; returns the others' results, or the error's text."""
 
     def step(x):

@@ -2,6 +2,7 @@
 
 import itertools
 import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -136,8 +137,9 @@ class OfAGpu:
 
 
 def test_counts_in_memory_of_a_device_are_not_read():
+    array: Any = OfAGpu("device")
     with pytest.raises(ValueError, match="the host cannot read counts in memory of kind 'device'"):
-        jaxkv.recurrent.DeferredCounts(OfAGpu("device")).read(step=7, request_ids=[30])
+        jaxkv.recurrent.DeferredCounts(array).read(step=7, request_ids=[30])
     moved = jaxkv.recurrent.DeferredCounts(
         jax.device_put(np.array([7, 30, 4], np.int32), jax.devices()[0])
     )

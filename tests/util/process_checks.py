@@ -20,11 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from bench.collectives.soak import soak
+from jaxkv._src.collectives.all_reduce import Implementation
 from jaxkv._src.runtime import native as runtime_native
 from jaxkv._src.tuning.all_reduce_table import VARIABLE, WORLD_SIZES, packaged_table
 from tests.util.ranks import AXIS, late, on_ranks, sums
 
-NATIVE = ("low_latency", "one_shot", "two_shot")
+NATIVE: tuple[Implementation, ...] = ("low_latency", "one_shot", "two_shot")
 RULES = ((0, "low_latency"), (999, "one_shot"))
 ME = jax.process_index()
 LAST = jax.process_count() - 1

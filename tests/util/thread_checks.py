@@ -90,7 +90,7 @@ def _run_threads(
     return counts
 
 
-def _program(memory: Any, algorithm: str, factor: int) -> Any:
+def _program(memory: Any, algorithm: Any, factor: int) -> Any:
     return on_ranks(
         memory, lambda x: jaxkv.all_reduce(memory, x, AXIS, implementation=algorithm) * factor
     )

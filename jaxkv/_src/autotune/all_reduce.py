@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from jaxkv._src.tuning.all_reduce_table import (
     ALGORITHMS,
     VARIABLE,
     WORLD_SIZES,
+    Algorithm,
     Table,
     packaged_table,
 )
@@ -91,7 +92,8 @@ def measure(cell: Cell) -> Seconds:
       RuntimeError: an incorrect result.
       PeerTimeoutError: a device timed out waiting for a peer.
     """
-    memory, found = _memory(cell.world_size), {}
+    memory = _memory(cell.world_size)
+    found: Seconds = {}
     operand, expected = (
         jax.device_put(array, NamedSharding(memory.mesh, spec))
         for array, spec in zip(_operand(cell), (PartitionSpec(AXIS), PartitionSpec()), strict=True)
@@ -127,16 +129,16 @@ def _operand(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _chain(
-    memory: SymmetricMemory, cell: Cell, algorithm: str
+    memory: SymmetricMemory, cell: Cell, algorithm: Algorithm
 ) -> tuple[Callable[[jax.Array], jax.Array], int]:
     """A program with a chain of means over the devices, and the length of the chain."""
     calls = CALLS_OF_LONG if cell.num_bytes >= LONG_BYTES else CALLS
 
     @jax.jit
-    def mean(x: Any) -> Any:
+    def mean(x: jax.Array) -> jax.Array:
         return jaxkv.all_reduce(memory, x, AXIS, implementation=algorithm) / cell.world_size
 
-    def chain(x: Any) -> Any:
+    def chain(x: jax.Array) -> jax.Array:
         for _ in range(calls):
             x = mean(x)
         return x
@@ -194,7 +196,10 @@ def slowest(of_dtypes: Sequence[Seconds]) -> Seconds:
 
 
 def _first_unsupported(
-    algorithm: str, supported: int, unsupported: int, supports: Callable[[str, int], bool]
+    algorithm: str,
+    supported: int,
+    unsupported: int,
+    supports: Callable[[str, int], bool],
 ) -> int:
     while unsupported - supported > 1:
         middle = (supported + unsupported) // 2

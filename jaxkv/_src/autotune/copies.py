@@ -17,7 +17,7 @@ import math
 import pathlib
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,9 @@ MAX_PAYLOAD = 64 * MIB
 MAX_IDS = 10_000
 SHORT_PAYLOAD = 32 * MIB  # below this, program overhead is significant
 COPIES_OF_SHORT = 16
+
+
+Ids = jaxkv.HostIds | jax.Array
 
 
 class Cell(NamedTuple):
@@ -195,13 +198,13 @@ def _rate(cell: Cell, data: _Data, candidate: Candidate) -> float:
     all_ids = [[as_ids(side) for side in data.ids] for _ in range(copies)]
 
     # A new function for each candidate, to bypass JAX's jit cache.
-    def copy(destination: jax.Array, source: jax.Array, *ids: Any) -> jax.Array:
+    def copy(destination: jax.Array, source: jax.Array, *ids: Ids) -> jax.Array:
         return jaxkv.swap_blocks(source, destination, *ids)
 
     once = jax.jit(copy)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def several(destination: jax.Array, source: jax.Array, all_ids: Any) -> jax.Array:
+    def several(destination: jax.Array, source: jax.Array, all_ids: list[list[Ids]]) -> jax.Array:
         for ids in all_ids:
             destination = once(destination, source, *ids)
         return destination

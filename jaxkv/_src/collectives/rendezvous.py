@@ -12,9 +12,11 @@ import collections
 import json
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+
+T = TypeVar("T")
 
 SUCCESS = "success"
 
@@ -47,7 +49,7 @@ class Rendezvous:
     def is_single_process(self) -> bool:
         return len(self.processes) == 1
 
-    def step(self, name: str, work: Callable[[], Any]) -> dict[int, Any]:
+    def step(self, name: str, work: Callable[[], T]) -> dict[int, T]:
         """Runs `work` in every process.
 
         Args:

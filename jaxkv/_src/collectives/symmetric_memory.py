@@ -78,10 +78,10 @@ class SymmetricMemory:
             seconds = checked_timeout_s(timeout_s)
         self._rendezvous = Rendezvous(_processes(mesh), seconds)
 
-        def arguments() -> list[Any]:
+        def arguments() -> tuple[dict[str, Any], str]:
             checked_timeout_s(timeout_s)
             self._configure(_groups(mesh, axis_name), _bytes_of(max_bytes))
-            return [self._arguments(), _host()]
+            return self._arguments(), _host()
 
         self._check_arguments(self._rendezvous.step("SymmetricMemory.create, arguments", arguments))
         self._allocate_and_map(device_groups(mesh, axis_name))
@@ -216,7 +216,7 @@ class SymmetricMemory:
             f"tuning table ({VARIABLE})": self._table.rules[self.world_size],
         }
 
-    def _check_arguments(self, arguments: dict[int, Any]) -> None:
+    def _check_arguments(self, arguments: dict[int, tuple[dict[str, Any], str]]) -> None:
         """Raises the same error in all processes if their arguments differ."""
         rendezvous = self._rendezvous
         if len({host for _, host in arguments.values()}) > 1:
@@ -304,7 +304,7 @@ def _processes(mesh: jax.sharding.Mesh) -> set[int]:
     return processes
 
 
-def _bytes_of(max_bytes: Any) -> int:
+def _bytes_of(max_bytes: int) -> int:
     try:
         number = operator.index(max_bytes)
     except TypeError:

@@ -15,9 +15,11 @@ import resource
 import subprocess
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxkv._src.environment.driver import Driver
+
+T = TypeVar("T")
 
 PROBE_BYTES = 1 << 20
 ENVIRONMENT_PREFIXES = ("JAX_", "JAXKV_", "XLA_", "CUDA_", "NCCL_", "TF_GPU_", "LD_LIBRARY_PATH")
@@ -31,7 +33,7 @@ COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
 MULTIPROCESSOR_COUNT, MULTICAST_SUPPORTED, HOST_NUMA_ID = 16, 132, 134
 
 
-def _attempt(probe: Callable[[], Any]) -> Any:
+def _attempt(probe: Callable[[], T]) -> T | str:
     try:
         return probe()
     except Exception as error:  # a broken component must not prevent the report
@@ -105,7 +107,7 @@ def gpus(cuda: Driver | None = None) -> list[dict[str, Any]]:
     return [_gpu(cuda, device, links) for device in cuda.devices()]
 
 
-def _gpu(cuda: Driver, device: int, links: Any) -> dict[str, Any]:
+def _gpu(cuda: Driver, device: int, links: dict[str, dict[str, str]] | str) -> dict[str, Any]:
     address = cuda.pci_address(device)
     major = cuda.attribute(device, COMPUTE_CAPABILITY_MAJOR)
     minor = cuda.attribute(device, COMPUTE_CAPABILITY_MINOR)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
+from jax.typing import ArrayLike
 
 from jaxkv._src.recurrent.align import _counts, _fitting
 from jaxkv._src.runtime.errors import StaleCountsError
+from jaxkv.metadata.segments import Array
 
 
 @jax.tree_util.register_dataclass
@@ -27,10 +29,10 @@ class DeferredCounts:
       packed: int32[1 + 2B] in pinned host memory: step number, request ids, counts.
     """
 
-    packed: Any
+    packed: jax.Array
 
     @classmethod
-    def start(cls, num_accepted: Any, *, step: Any, request_ids: Any) -> DeferredCounts:
+    def start(cls, num_accepted: Array, *, step: ArrayLike, request_ids: Array) -> DeferredCounts:
         """Traces the copy to the host, inside the jitted step.
 
         Args:
@@ -57,9 +59,9 @@ class DeferredCounts:
         """
         if self.packed.is_deleted():  # JAX would read freed memory
             raise RuntimeError("DeferredCounts: the counts were donated or deleted")
-        return self.packed.is_ready()
+        return self.packed.is_ready()  # type: ignore[attr-defined]  # not in JAX's stub
 
-    def read(self, *, step: int, request_ids: Any) -> np.ndarray:
+    def read(self, *, step: int, request_ids: npt.ArrayLike) -> np.ndarray:
         """The counts, int32[n]; blocks only while the step that produced them is running.
 
         Args:

@@ -17,7 +17,7 @@ import functools
 import json
 import os
 import pathlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxkv._src.tuning.table_files import ANY_DEVICE, DEFAULT, _check_int, _object, read, slug
 
@@ -178,7 +178,7 @@ def _rule_text(rule: Rule) -> str:
     return json.dumps({**minima, "candidates": rule.candidates})
 
 
-def _parse_table(name: str, content: Any) -> Table:
+def _parse_table(name: str, content: object) -> Table:
     keys = [field.name for field in dataclasses.fields(Table) if field.name != "name"]
     content = _object(content, keys, "the file")
     for key, kinds in (
@@ -197,7 +197,7 @@ def _parse_table(name: str, content: Any) -> Table:
     return Table(name=name, **{**content, "rules": parsed})
 
 
-def _parse_rules(entries: Any, where: str) -> tuple[Rule, ...]:
+def _parse_rules(entries: object, where: str) -> tuple[Rule, ...]:
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{where} must be a list of at least one rule, got {entries!r}")
     rules = [_parse_rule(entry, f"{where}[{i}]") for i, entry in enumerate(entries)]
@@ -212,7 +212,7 @@ def _parse_rules(entries: Any, where: str) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _parse_rule(entry: Any, where: str) -> Rule:
+def _parse_rule(entry: object, where: str) -> Rule:
     entry = _object(entry, (*_MINIMA, "candidates"), where)
     for key, minimum in zip(_MINIMA, SMALLEST, strict=True):
         _check_int(entry[key], minimum, f"{where}.{key}")
@@ -226,7 +226,7 @@ def _parse_rule(entry: Any, where: str) -> Rule:
     return Rule(CopySize(*(entry[key] for key in _MINIMA)), tuple(candidates))
 
 
-def _parse_candidate(entry: Any, where: str) -> Candidate:
+def _parse_candidate(entry: object, where: str) -> Candidate:
     if not isinstance(entry, list) or len(entry) != 3:
         raise ValueError(f"{where} must be [implementation, num_sms, gb_per_s], got {entry!r}")
     implementation, num_sms, rate = entry
