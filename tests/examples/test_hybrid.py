@@ -33,7 +33,7 @@ def same_bits(a, b):
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
-def test_running_ahead_changes_nothing(params, start):
+def test_async_scheduling_is_bitwise_identical(params, start):
     waiting = run_sync(CONFIG, params, start)
     with jaxkv.forbid_host_sync():
         ahead = run_async(CONFIG, params, start)
@@ -45,7 +45,7 @@ def test_running_ahead_changes_nothing(params, start):
     assert 0 < ahead.saves < ahead.steps == waiting.steps
 
 
-def test_saved_states_are_those_of_the_accepted_tokens(params, start):
+def test_saved_states_match_accepted_tokens(params, start):
     """As computed from these tokens alone, as a prompt without rejected tokens."""
     ahead = run_async(CONFIG, params, start)
     tokens = np.asarray(ahead.tokens)
@@ -66,7 +66,7 @@ def test_saved_states_are_those_of_the_accepted_tokens(params, start):
             np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_skipping_a_save_that_was_due_is_found(params, start, monkeypatch):
+def test_negative_control_skipped_save_changes_states(params, start, monkeypatch):
     monkeypatch.setattr(engine.jaxkv.recurrent, "can_skip_align_postprocess", lambda *args: True)
     assert not same_bits(
         run_async(CONFIG, params, start).cache, run_sync(CONFIG, params, start).cache

@@ -55,7 +55,7 @@ def all_in_hbm():
 # --- Pages and names.
 
 
-def test_a_page_is_named_by_all_tokens_up_to_its_end():
+def test_page_name_covers_all_previous_tokens():
     tokens = list(range(20))
     names = page_names(tokens, 4)
     assert len(names) == len(set(names)) == 5
@@ -124,7 +124,7 @@ class Memories:
 
 @hypothesis.settings(deadline=None)
 @hypothesis.given(st.data())
-def test_pages_hold_what_their_names_say(data):
+def test_page_contents_match_names(data):
     memories = Memories(data.draw(st.integers(1, 9), "HBM"), data.draw(st.integers(0, 9), "host"))
     for _ in range(data.draw(st.integers(1, 25), "steps")):
         if memories.running and data.draw(st.booleans(), "finish"):
@@ -135,11 +135,11 @@ def test_pages_hold_what_their_names_say(data):
         memories.check()
 
 
-def test_an_evicted_page_comes_back_from_the_host_without_a_second_store():
+def test_evicted_page_is_reloaded_and_stored_once():
     blocks = BlockManager(num_hbm_pages=2, num_host_pages=4)
-    ours, theirs = page_names([1, 2], 1), page_names([3, 4], 1)
+    first, second = page_names([1, 2], 1), page_names([3, 4], 1)
     counts = []
-    for names in (ours, theirs, ours, theirs):
+    for names in (first, second, first, second):
         placement = blocks.place(names, 2)
         blocks.publish(placement.pages, names)
         blocks.release(placement.pages)
@@ -147,7 +147,7 @@ def test_an_evicted_page_comes_back_from_the_host_without_a_second_store():
     assert counts == [(0, 0), (2, 0), (2, 2), (0, 2)]
 
 
-def test_a_shared_page_stays_until_its_last_user_is_done():
+def test_shared_page_is_released_by_last_user():
     blocks = BlockManager(num_hbm_pages=3, num_host_pages=0)
     (name,) = page_names([7], 1)
     first = blocks.place([name], 1)
@@ -165,7 +165,7 @@ def test_a_shared_page_stays_until_its_last_user_is_done():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_answers_with_offload_equal_those_without(layout, all_in_hbm):
+def test_offload_does_not_change_answers(layout, all_in_hbm):
     engine = make_engine(num_host_pages=PLENTY, layout=layout)
     turns = served(engine)
     assert answers(turns) == answers(all_in_hbm)
@@ -176,7 +176,7 @@ def test_answers_with_offload_equal_those_without(layout, all_in_hbm):
     assert last["recomputed"] < len(CONVERSATIONS) * LIMITS.page_size, "parts of pages at most"
 
 
-def test_answers_with_recomputation_equal_those_without(all_in_hbm):
+def test_recomputation_does_not_change_answers(all_in_hbm):
     engine = make_engine()
     turns = served(engine)
     assert answers(turns) == answers(all_in_hbm)
@@ -184,7 +184,7 @@ def test_answers_with_recomputation_equal_those_without(all_in_hbm):
     assert last["recomputed"] > last["prompt"] / 4 and last["on host"] == 0
 
 
-def test_a_host_pool_that_overflows_changes_no_answer(all_in_hbm):
+def test_host_pool_overflow_does_not_change_answers(all_in_hbm):
     engine = make_engine(num_host_pages=24)
     turns = served(engine)
     assert answers(turns) == answers(all_in_hbm)
@@ -192,13 +192,13 @@ def test_a_host_pool_that_overflows_changes_no_answer(all_in_hbm):
     assert total["on host"] > 0 and total["recomputed"] > total["on host"]
 
 
-def test_runs_with_and_without_offload_compute_the_same_tokens(all_in_hbm):
+def test_offload_does_not_change_the_computed_tokens(all_in_hbm):
     turns = served(make_engine(num_host_pages=PLENTY))
     found = [turn.placement.found_in_hbm + len(turn.placement.loads) for turn in turns]
     assert found == [turn.placement.found_in_hbm for turn in all_in_hbm]
 
 
-def test_answers_depend_on_the_pages_that_were_loaded(all_in_hbm):
+def test_negative_control_corrupt_loads_change_answers(all_in_hbm):
     engine = make_engine(num_host_pages=PLENTY)
 
     def corrupt(text: str) -> None:
@@ -228,7 +228,7 @@ def counted_compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_nothing_is_compiled_while_serving():
+def test_serving_does_not_compile():
     engine = make_engine(num_host_pages=PLENTY)
     jax.clear_caches()
     with counted_compilations() as compilations:
@@ -241,7 +241,7 @@ def test_nothing_is_compiled_while_serving():
         assert not compilations
 
 
-def test_a_step_copies_at_most_once_in_each_direction(monkeypatch):
+def test_step_copies_at_most_once_per_direction(monkeypatch):
     engine = make_engine(num_host_pages=PLENTY)
     module = importlib.import_module(Engine.__module__)
     calls: list[str] = []
@@ -269,13 +269,13 @@ def test_a_step_copies_at_most_once_in_each_direction(monkeypatch):
     assert order in steps
 
 
-def test_an_answer_ends_at_the_stop_token(all_in_hbm):
+def test_answer_ends_at_stop_token(all_in_hbm):
     stop = all_in_hbm[0].answer[3]
     turns = served(make_engine(PLENTY, stop=stop), {"rain": CONVERSATIONS["rain"][:1]})
     assert turns[0].answer == all_in_hbm[0].answer[: all_in_hbm[0].answer.index(stop) + 1]
 
 
-def test_what_does_not_fit_is_refused():
+def test_exceeded_limits_raise():
     with pytest.raises(ValueError, match=r"num_hbm_pages must hold, got .* and 79"):
         make_engine(num_hbm_pages=79)
     with pytest.raises(ValueError, match=r"turn 2 of long: .* exceed pages_per_turn="):
@@ -293,7 +293,7 @@ def prompts(tmp_path):
     return str(path)
 
 
-def test_the_command_succeeds_and_writes_what_it_did(prompts, tmp_path):
+def test_command_writes_results(prompts, tmp_path):
     json_path, plot_path = tmp_path / "out.json", tmp_path / "out.png"
     command = [sys.executable, "-m", "examples.serving", "--prompts", prompts]
     command += ["--max-new-tokens", "4", "--json", str(json_path)]
@@ -312,7 +312,7 @@ def test_the_command_succeeds_and_writes_what_it_did(prompts, tmp_path):
     assert plot_path.exists() == ("--plot" in command)
 
 
-def test_the_command_fails_if_a_single_token_differs(prompts, monkeypatch, capsys):
+def test_command_fails_on_token_mismatch(prompts, monkeypatch, capsys):
     command = importlib.import_module("examples.serving.__main__")
     runs = []
 
@@ -337,14 +337,14 @@ def test_the_command_fails_if_a_single_token_differs(prompts, monkeypatch, capsy
         ("--num-hbm-pages=2", "--num-hbm-pages: the longest conversation needs"),
     ],
 )
-def test_the_command_names_a_bad_option(option, message, prompts, capsys):
+def test_command_rejects_invalid_option(option, message, prompts, capsys):
     command = importlib.import_module("examples.serving.__main__")
     with pytest.raises(SystemExit) as error:
         command.main(["--prompts", prompts, option])
     assert message in f"{error.value} {capsys.readouterr().err}"
 
 
-def test_the_command_names_a_bad_prompts_file(tmp_path):
+def test_command_rejects_invalid_prompts_file(tmp_path):
     command = importlib.import_module("examples.serving.__main__")
     path = tmp_path / "bad.jsonl"
     line = '{"id": "a", "turns": ["b"]}\n'

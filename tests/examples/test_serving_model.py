@@ -57,7 +57,7 @@ def checkpoint(tmp_path):
     return tmp_path, arrays
 
 
-def test_a_checkpoint_in_shards_is_read_bit_for_bit(checkpoint):
+def test_sharded_checkpoint_is_read_bitwise(checkpoint):
     directory, arrays = checkpoint
     config, params = load_checkpoint(directory, jnp.bfloat16)
     assert config == CONFIG
@@ -76,14 +76,14 @@ def test_a_checkpoint_in_shards_is_read_bit_for_bit(checkpoint):
         ({"tie_word_embeddings": False}, "lm_head.weight has shape None"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused(checkpoint, change, message):
+def test_unsupported_checkpoint_raises(checkpoint, change, message):
     directory, _ = checkpoint
     (directory / "config.json").write_text(json.dumps(HF_CONFIG | change))
     with pytest.raises(ValueError, match=message):
         load_checkpoint(directory, jnp.float32)
 
 
-def test_a_damaged_file_is_refused(tmp_path):
+def test_corrupt_file_raises(tmp_path):
     path = tmp_path / "x.safetensors"
     write_safetensors(path, {"ids": np.zeros(3, np.int64)})
     with pytest.raises(ValueError, match=r"dtype of ids must be .* got I64"):
@@ -93,14 +93,14 @@ def test_a_damaged_file_is_refused(tmp_path):
         read_safetensors(path)
 
 
-def test_bytes_come_back():
+def test_byte_tokenizer_round_trip():
     tokenizer = ByteTokenizer()
     first = tokenizer.prompt("Grüße", [])
     assert "Grüße" in tokenizer.decode(first)
     assert len(tokenizer.prompt("Grüße", first)) < len(first)
 
 
-def test_the_chat_format_closes_an_answer_that_was_cut_off(tmp_path):
+def test_chat_format_closes_truncated_answer(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     words = ["<unk>", "<|im_start|>", "<|im_end|>"]
     model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")

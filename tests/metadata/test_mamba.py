@@ -286,7 +286,7 @@ def test_states_past_the_table_are_null():
     assert states.tolist() == [[4, 0], [0, 0]]
 
 
-def test_bad_arguments():
+def test_invalid_arguments_raise():
     batch = prefills([0], [1])
     prompt = np.ones(1, bool)
     with pytest.raises(ValueError, match=r"mode must be one of .* got 'some'"):
@@ -299,7 +299,7 @@ def test_bad_arguments():
 
 @pytest.mark.parametrize("name", ["is_prefilling", "num_accepted_tokens", "num_draft_tokens"])
 @pytest.mark.parametrize("shape", [(), (1,), (2,), (4, 1)])
-def test_refuses_another_number_of_rows(name, shape):
+def test_different_number_of_rows_raises(name, shape):
     rows = {"is_prefilling": np.zeros(4, bool), "num_accepted_tokens": np.ones(4, np.int32)}
     arguments = rows | {name: np.ones(shape, rows["is_prefilling"].dtype)}
     with pytest.raises(ValueError, match=rf"{name} must be \[4 rows\], got \{str(shape)[:-1]}"):
