@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from typing import Any
 
 from locate import system_nvcc
 from scikit_build_core import build as backend
@@ -29,6 +28,8 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
+Settings = dict[str, list[str] | str] | None
+
 # Compiler, back end, headers and static runtime: no CUDA toolkit needed.
 NVCC_PACKAGES = [
     f"nvidia-{part}==13.0.*"
@@ -42,11 +43,15 @@ def _nvcc_requirements() -> list[str]:
     return NVCC_PACKAGES if packaged and wanted and not system_nvcc() else []
 
 
-def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+def get_requires_for_build_wheel(
+    config_settings: Settings = None,
+) -> list[str]:
     """Build requirements of a wheel (PEP 517)."""
     return backend.get_requires_for_build_wheel(config_settings) + _nvcc_requirements()
 
 
-def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+def get_requires_for_build_editable(
+    config_settings: Settings = None,
+) -> list[str]:
     """Build requirements of an editable install (PEP 660)."""
     return backend.get_requires_for_build_editable(config_settings) + _nvcc_requirements()

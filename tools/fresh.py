@@ -78,7 +78,7 @@ def local_paths(values: list[str]) -> list[Path]:
     return [path for path in dict.fromkeys(paths) if path != Path("/") and path.exists()]
 
 
-def give_network_access(environment: dict[str, str]) -> list[Path]:
+def copy_network_access(environment: dict[str, str]) -> list[Path]:
     """Copies the package index configuration into ROOT; returns folders to mount there."""
     configuration = pip_configuration()
     with open(ROOT / "etc" / "pip.conf", "w") as file:
@@ -141,7 +141,7 @@ def main(targets: list[str]) -> None:
         sys.exit("make fresh needs debootstrap: apt-get install debootstrap")
     unpack_debian()
     environment = inherited_environment()
-    folders = give_network_access(environment)
+    folders = copy_network_access(environment)
     clone()
     try:
         run_inside([f"make {target}" for target in targets], environment, folders)

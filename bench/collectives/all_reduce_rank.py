@@ -154,9 +154,8 @@ class Bench:
     def reduce(self, x: jax.Array, method: str) -> jax.Array:
         if method == PSUM or self.memory is None:
             return jax.lax.psum(x, AXIS)
-        return jaxkv.all_reduce(
-            self.memory, x, AXIS, implementation=None if method == CHOSEN else method
-        )
+        implementation: Any = None if method == CHOSEN else method
+        return jaxkv.all_reduce(self.memory, x, AXIS, implementation=implementation)
 
     def algorithm(self, num_bytes: int, method: str) -> str:
         if method != CHOSEN or self.memory is None:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxkv
-from jaxkv._src.collectives.all_reduce import DTYPES
+from jaxkv._src.collectives.all_reduce import DTYPES, Implementation
 from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
 from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
 
@@ -35,20 +35,19 @@ MAX_BYTES = {"cpu": 1 << 20, "gpu": 64 << 20}
 
 class Call(NamedTuple):
     memory: SymmetricMemory
-    algorithm: str
+    algorithm: Implementation
     dtype: str
     size: int  # elements
 
 
 def random_call(rng: random.Random, memories: Sequence[SymmetricMemory]) -> Call:
     memory, dtype = rng.choice(memories), rng.choice(DTYPES)
-    algorithm, limit = rng.choice(
-        [
-            ("low_latency", memory.low_latency_bytes),
-            ("one_shot", memory.slot_bytes),
-            ("two_shot", memory.max_bytes),
-        ]
-    )
+    limits: list[tuple[Implementation, int]] = [
+        ("low_latency", memory.low_latency_bytes),
+        ("one_shot", memory.slot_bytes),
+        ("two_shot", memory.max_bytes),
+    ]
+    algorithm, limit = rng.choice(limits)
     largest = min(limit, memory.max_bytes) // jnp.dtype(dtype).itemsize
     size = int(largest ** rng.random())  # log-uniform
     return Call(memory, algorithm, dtype, size)

@@ -222,7 +222,8 @@ def measure_step(results: Results, quick: bool) -> None:
     steps, rounds = (5, 2) if quick else (50, 9)
     first = make_batch(STEP_REQUESTS, STEP_REQUESTS)
     room = MAX_BLOCKS * BLOCK_SIZE - steps
-    first = dataclasses.replace(first, seq_lens=np.minimum(first.seq_lens, room))
+    seq_lens: Any = np.minimum(first.seq_lens, room)
+    first = dataclasses.replace(first, seq_lens=seq_lens)
 
     def precomputed(attention: Any) -> Any:
         np.asarray(step_precomputed(model, attention))

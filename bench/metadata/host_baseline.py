@@ -10,7 +10,7 @@ import numpy as np
 from jaxkv.metadata import BatchMetadata
 
 
-def tokens(batch: BatchMetadata) -> dict[str, np.ndarray]:
+def tokens(batch: BatchMetadata) -> dict[str, Any]:
     """Positions, rows and slots of all query tokens."""
     query = np.diff(batch.query_start_loc)
     count = int(batch.query_start_loc[-1])
@@ -23,7 +23,7 @@ def tokens(batch: BatchMetadata) -> dict[str, np.ndarray]:
     return {"positions": position, "rows": row, "slot_mapping": slots}
 
 
-def flashinfer(batch: BatchMetadata) -> dict[str, np.ndarray]:
+def flashinfer(batch: BatchMetadata) -> dict[str, Any]:
     """Concatenated page lists of all rows, padded to avoid recompilation."""
     blocks = -(-batch.seq_lens // batch.block_size)
     used = np.arange(batch.max_blocks) < blocks[:, None]
@@ -50,7 +50,7 @@ def ragged_paged(batch: BatchMetadata) -> dict[str, Any]:
     }
 
 
-def local_attention(batch: BatchMetadata, chunk: int) -> dict[str, np.ndarray]:
+def local_attention(batch: BatchMetadata, chunk: int) -> dict[str, Any]:
     """Rows split at multiples of `chunk` tokens, each piece a row of its own."""
     query, seq = np.diff(batch.query_start_loc), batch.seq_lens
     first = np.minimum(chunk - (seq - query) % chunk, query)

@@ -1,1 +1,1 @@
-"""A hybrid model with speculative decoding and asynchronous scheduling; see engine.run_ahead."""
+"""A hybrid model with speculative decoding and asynchronous scheduling; see engine.run_async."""

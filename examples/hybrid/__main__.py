@@ -14,7 +14,7 @@ import numpy as np
 
 import jaxkv
 
-from .engine import Start, run_ahead, run_waiting
+from .engine import Start, run_async, run_sync
 from .model import Config, init_params
 
 
@@ -32,24 +32,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = Start.of(config, prompts, args.new_tokens)
 
     with jaxkv.forbid_host_sync(mode="count") as report:
-        ahead = run_ahead(config, params, start)
-    waiting = run_waiting(config, params, start)
-    jaxkv.check_errors(ahead.cache, waiting.cache)
+        asynchronous = run_async(config, params, start)
+    synchronous = run_sync(config, params, start)
+    jaxkv.check_errors(asynchronous.cache, synchronous.cache)
 
-    answers = ahead.answers(start.requests)
+    answers = asynchronous.answers(start.requests)
     for request, answer in enumerate(answers[:3]):
         print(f"request {request}: {' '.join(map(str, answer[:16]))} ...")
-    equal = answers == waiting.answers(start.requests) and all(
+    equal = answers == synchronous.answers(start.requests) and all(
         np.asarray(a).tobytes() == np.asarray(b).tobytes()
-        for a, b in zip(jax.tree.leaves(ahead.cache), jax.tree.leaves(waiting.cache), strict=True)
+        for a, b in zip(
+            jax.tree.leaves(asynchronous.cache), jax.tree.leaves(synchronous.cache), strict=True
+        )
     )
     allowed = len(report.syncs) - report.count
-    print(f"{sum(map(len, answers))} tokens of {len(answers)} requests in {ahead.steps} steps")
-    print(f"states saved after {ahead.saves} steps, skipped after {ahead.steps - ahead.saves}")
+    steps, saves = asynchronous.steps, asynchronous.saves
+    print(f"{sum(map(len, answers))} tokens of {len(answers)} requests in {steps} steps")
+    print(f"states saved after {saves} steps, skipped after {steps - saves}")
     print(
-        f"tokens, states, keys and values {'equal' if equal else 'DIFFER from'} the waiting run's"
+        f"tokens, states, keys and values {'equal' if equal else 'DIFFER from'} those of the "
+        "synchronous run"
     )
-    print(f"host syncs: {report.count}; waits for a step with the next one queued: {allowed}")
+    print(f"host syncs: {report.count}; reads of counts while the next step runs: {allowed}")
     return 0 if equal and not report.count else 1
 
 

@@ -1,9 +1,9 @@
 """The same steps with asynchronous and with synchronous scheduling.
 
-Accepted counts are produced on the device. In `run_ahead` they stay there: a step computes the next
+Accepted counts are produced on the device. In `run_async` they stay there: a step computes the next
 step's batch itself (`jaxkv.recurrent.advance`), and the host reads the counts while the next step
 runs. The host then knows the start of this step's rows and whether any may have reached a block
-boundary, and only in that case dispatches the program that saves states. `run_waiting` reads the
+boundary, and only in that case dispatches the program that saves states. `run_sync` reads the
 counts after every step, builds every batch on the host and always saves. Both run the same compiled
 programs, so their results must be bitwise identical.
 """
@@ -22,31 +22,33 @@ from jaxkv.metadata import BatchMetadata, num_computed_tokens
 
 from .model import Cache, Config, Params, forward, make_grid
 
+Array = jax.Array | np.ndarray
+
 
 class Rows(NamedTuple):
     """Per-row inputs of a step."""
 
     batch: BatchMetadata
-    drafts: Any  # int32[B], draft tokens among the query tokens
-    accepted: Any  # int32[B], accepted tokens of the last step, consistent with its states
-    state_idx: Any  # int32[B], column of each running state, -1 if there is none
+    drafts: Array  # int32[B], draft tokens among the query tokens
+    accepted: Array  # int32[B], accepted tokens of the last step, consistent with its states
+    state_idx: Array  # int32[B], column of each running state, -1 if there is none
 
 
 class Requests(NamedTuple):
     """Constants of the requests, int32[B] each."""
 
-    ids: Any
-    prompt_lens: Any
-    limits: Any  # number of computed tokens at which a row becomes idle
+    ids: Array
+    prompt_lens: Array
+    limits: Array  # number of computed tokens at which a row becomes idle
 
 
 class Stepped(NamedTuple):
     """Results of a step."""
 
     cache: Cache
-    tokens: Any  # int32[B, L], prompt, generated tokens, draft tokens
+    tokens: jax.Array  # int32[B, L], prompt, generated tokens, draft tokens
     rows: Rows  # inputs of the next step, before states are saved
-    sampled: Any  # int32[B], accepted tokens
+    sampled: jax.Array  # int32[B], accepted tokens
     deferred: jaxkv.recurrent.DeferredCounts
 
 
@@ -55,7 +57,7 @@ def to_device(arrays: Any) -> Any:
     return jax.device_put(arrays, jax.devices()[0])
 
 
-def plan(config: Config, valid: Any, requests: Requests) -> tuple[Any, Any]:
+def plan(config: Config, valid: Array, requests: Requests) -> tuple[Any, Any]:
     """Query and draft tokens of each row in the next step, int32[B]; for NumPy or JAX arrays."""
     left = requests.prompt_lens - valid
     decodes = (left <= 0) & (valid < requests.limits)
@@ -68,10 +70,10 @@ def step(
     config: Config,
     params: Params,
     cache: Cache,
-    tokens: Any,
+    tokens: jax.Array,
     rows: Rows,
     requests: Requests,
-    number: Any,
+    number: np.int32,
 ) -> Stepped:
     """Computes the query tokens of all rows and, from the accepted counts, the next inputs."""
     batch, drafts = rows.batch, rows.drafts
@@ -115,8 +117,8 @@ def step(
 
 @partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def save(
-    config: Config, cache: Cache, batch: BatchMetadata, sampled: Any, drafts: Any
-) -> tuple[Cache, Any]:
+    config: Config, cache: Cache, batch: BatchMetadata, sampled: jax.Array, drafts: jax.Array
+) -> tuple[Cache, jax.Array]:
     """Saves the states at block boundaries reached in the step; returns the updated counts too."""
     states, accepted = jaxkv.recurrent.align_postprocess(
         cache.states, batch, sampled, kinds=config.kinds, num_drafts=drafts
@@ -173,7 +175,7 @@ class Outcome:
     """Results and statistics of a run."""
 
     cache: Cache
-    tokens: Any  # int32[B, L]
+    tokens: jax.Array  # int32[B, L]
     valid: np.ndarray  # int32[B], number of computed tokens of each row
     steps: int = 0
     saves: int = 0
@@ -184,7 +186,7 @@ class Outcome:
         return [row[first : last + 1] for row, (first, last) in zip(rows, lens, strict=True)]
 
 
-def run_ahead(config: Config, params: Params, start: Start) -> Outcome:
+def run_async(config: Config, params: Params, start: Start) -> Outcome:
     """Asynchronous scheduling: dispatches each step before the previous counts are known."""
     requests, run = start.requests, start.outcome(config)
     rows, pending = start.first_rows(config), None
@@ -194,7 +196,7 @@ def run_ahead(config: Config, params: Params, start: Start) -> Outcome:
         done = step(config, params, run.cache, run.tokens, rows, requests, np.int32(number))
         if pending is not None:
             # The step just dispatched keeps the device busy while the host blocks.
-            with jaxkv.allow_host_sync("the host is a step ahead"):
+            with jaxkv.allow_host_sync("counts are read while the next step runs"):
                 counts = pending.read(step=number - 1, request_ids=requests.ids)
             run.valid = run.valid + np.where(query_lens > 0, query_lens - drafts + counts - 1, 0)
             query_lens, drafts = plan(config, run.valid, requests)
@@ -202,16 +204,16 @@ def run_ahead(config: Config, params: Params, start: Start) -> Outcome:
         if not query_lens.any():  # the step just dispatched is empty
             return run
         run.steps += 1
-        batch, drafts_there, rows = rows.batch, rows.drafts, done.rows
+        batch, device_drafts, rows = rows.batch, rows.drafts, done.rows
         if not jaxkv.recurrent.can_skip_align_postprocess(
             run.valid, query_lens, drafts, config.block_size
         ):
             run.saves += 1
-            run.cache, accepted = save(config, run.cache, batch, done.sampled, drafts_there)
+            run.cache, accepted = save(config, run.cache, batch, done.sampled, device_drafts)
             rows = rows._replace(accepted=accepted)
 
 
-def run_waiting(config: Config, params: Params, start: Start) -> Outcome:
+def run_sync(config: Config, params: Params, start: Start) -> Outcome:
     """Synchronous scheduling: the host reads the counts of each step before building the next."""
     requests, run = start.requests, start.outcome(config)
     rows, state_idx = start.first_rows(config), np.full_like(requests.ids, -1)

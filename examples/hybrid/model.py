@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.metadata import BatchMetadata, num_computed_tokens, slot_mapping, token_positions
 from jaxkv.metadata.mamba import state_indices
@@ -48,8 +49,9 @@ class Config:
 class Cache(NamedTuple):
     """Recurrent states and KV cache, N blocks each."""
 
-    states: list[dict[str, Any]]  # conv [N, window + drafts, C], temporal [N, heads, dim, state]
-    kv: list[Any]  # [N, block_size, 2, heads, head_dim]
+    # conv [N, window + drafts, C], temporal [N, heads, dim, state]
+    states: list[dict[str, jax.Array]]
+    kv: list[jax.Array]  # [N, block_size, 2, heads, head_dim]
 
     @classmethod
     def create(cls, config: Config, num_blocks: int) -> "Cache":
@@ -97,17 +99,21 @@ def init_params(config: Config, seed: int) -> Params:
 class Grid(NamedTuple):
     """The batch in padded form, Q = 1 + drafts tokens per row, with its read and write indices."""
 
-    positions: Any  # int32[B, Q], position of each token in its context
-    slots: Any  # int32[B, Q], KV slots; out of range for padding
-    fresh: Any  # bool[B], rows whose context begins in this step
-    certain: Any  # int32[B], query tokens other than draft tokens
-    ahead: Any  # int32[B], draft tokens of the last step before the row's state
-    read: Any  # int32[B, Q], blocks of the state and of the draft tokens' states
-    write: Any  # int32[B, Q], likewise; out of range for no write
+    positions: jax.Array  # int32[B, Q], position of each token in its context
+    slots: jax.Array  # int32[B, Q], KV slots; out of range for padding
+    fresh: jax.Array  # bool[B], rows whose context begins in this step
+    certain: jax.Array  # int32[B], query tokens other than draft tokens
+    ahead: jax.Array  # int32[B], draft tokens of the last step before the row's state
+    read: jax.Array  # int32[B, Q], blocks of the state and of the draft tokens' states
+    write: jax.Array  # int32[B, Q], likewise; out of range for no write
 
 
 def make_grid(
-    config: Config, batch: BatchMetadata, drafts: Any, accepted: Any, num_blocks: int
+    config: Config,
+    batch: BatchMetadata,
+    drafts: jax.Array | np.ndarray,
+    accepted: jax.Array,
+    num_blocks: int,
 ) -> Grid:
     place = jnp.arange(1 + config.drafts, dtype=jnp.int32)
     token = jnp.minimum(batch.query_start_loc[:-1, None] + place, batch.max_num_tokens - 1)
@@ -128,7 +134,12 @@ def make_grid(
 
 
 def forward(
-    config: Config, params: Params, cache: Cache, batch: BatchMetadata, tokens: Any, grid: Grid
+    config: Config,
+    params: Params,
+    cache: Cache,
+    batch: BatchMetadata,
+    tokens: jax.Array,
+    grid: Grid,
 ) -> tuple[jax.Array, Cache]:
     """Logits [B, Q, vocab] of tokens int32[B, Q]."""
     states, kv = list(cache.states), list(cache.kv)
@@ -145,8 +156,8 @@ def forward(
 
 
 def recurrent(
-    config: Config, weights: Params, state: dict[str, Any], x: Any, grid: Grid
-) -> tuple[Any, dict[str, Any]]:
+    config: Config, weights: Params, state: dict[str, jax.Array], x: jax.Array, grid: Grid
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A short causal convolution, then h = decay * h + dt * x B, y = h C, head by head."""
     rows, places, hidden = x.shape
     row = jnp.arange(rows, dtype=jnp.int32)
@@ -174,9 +185,9 @@ def recurrent(
 
     # The window up to the last non-draft token, followed by the inputs of the draft tokens.
     length = config.window + config.drafts
-    kept = jnp.minimum(grid.certain[:, None] + jnp.arange(length), seen.shape[1] - 1)
+    indices = jnp.minimum(grid.certain[:, None] + jnp.arange(length), seen.shape[1] - 1)
     ends = jnp.clip(grid.certain[:, None] - 1 + jnp.arange(places), 0, places - 1)
-    windows, temporal = seen[row[:, None], kept], jnp.stack(after, axis=1)[row[:, None], ends]
+    windows, temporal = seen[row[:, None], indices], jnp.stack(after, axis=1)[row[:, None], ends]
     return jnp.stack(y, axis=1) * jax.nn.silu(gate), {
         "conv": state["conv"].at[grid.write[:, 0]].set(windows, mode="drop"),
         "temporal": state["temporal"].at[grid.write].set(temporal, mode="drop"),
@@ -184,8 +195,8 @@ def recurrent(
 
 
 def attention(
-    config: Config, weights: Params, kv: Any, x: Any, block_table: Any, grid: Grid
-) -> tuple[Any, Any]:
+    config: Config, weights: Params, kv: jax.Array, x: jax.Array, block_table: jax.Array, grid: Grid
+) -> tuple[jax.Array, jax.Array]:
     """Causal attention over the pages of each row."""
     rows, places, hidden = x.shape
     made = einsum("bqi,io->bqo", x, weights["in"])

@@ -53,7 +53,9 @@ def parse(argv: Sequence[str] | None, on_cpu: bool) -> argparse.Namespace:
     add("--layout", default="page_first_direct", help="of the host pool")
     add("--max-new-tokens", type=positive, metavar="N", default=24 if on_cpu else 64)
     add("--seed", type=int, default=0, help="of the random weights")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the comparison (needs matplotlib)")
+    add(
+        "--plot", type=Path, metavar="FILE.png", help="plot of the comparison (requires matplotlib)"
+    )
     add("--json", type=Path, metavar="FILE", help="write all figures and answers")
     return parser.parse_args(argv)
 
@@ -69,10 +71,10 @@ def read_conversations(path: Path) -> Conversations:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         conversations = {line["id"]: line["turns"] for line in lines}
         if not lines or len(conversations) < len(lines) or not all(conversations.values()):
-            raise ValueError("nothing there, or an id that is not unique, or no turns")
+            raise ValueError("empty file, duplicate id, or empty turns")
         return conversations
     except (KeyError, TypeError, ValueError) as error:
-        raise SystemExit(f"{path}: each line needs an id and turns: {error!r}") from error
+        raise SystemExit(f"{path}: each line must have id and turns: {error!r}") from error
 
 
 def show_progress(text: str) -> None:
@@ -170,12 +172,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     found = compare(runs, engine.spec)
     print(
-        f"Prompt tokens of run 'offload' by where their keys and values were, {device.device_kind}"
+        f"Prompt tokens of run 'offload' by source of their keys and values, {device.device_kind}"
     )
     print(report.table(found.rounds["offload"]))
     print("\nAll runs, without first turns")
     print(report.table(found.compared))
-    print("TTFT: mean time from entering the batch, loads included, to a first token on the host")
+    print("TTFT: mean time from admission to the first token on the host, including loads")
     if args.plot:
         report.plot(found.rounds, args.plot)
     if args.json:

@@ -65,7 +65,7 @@ class BlockManager:
         resident = [self._page_of[name] for name in prefix if name in self._page_of]
         room = len(self._free) + len(self._cached.keys() - set(resident))
         if num_pages - len(resident) > room:
-            raise MemoryError(f"{num_pages - len(resident)} HBM pages asked for, {room} to be had")
+            raise MemoryError(f"requested {num_pages - len(resident)} HBM pages, {room} available")
         placement = Placement(found_in_hbm=len(resident))
         for page in resident:
             self._take(page)

@@ -3,18 +3,23 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
 from .model import Config, Params
 
-DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+DTYPES: dict[str, type] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 # Supported configuration; a config.json must have these values or omit them.
-SUPPORTED: dict[str, Any] = {"model_type": "qwen3", "hidden_act": "silu", "rope_type": "default"}
-SUPPORTED |= {"attention_bias": False, "use_sliding_window": False}
+SUPPORTED: dict[str, str | bool] = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "rope_type": "default",
+    "attention_bias": False,
+    "use_sliding_window": False,
+}
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
@@ -22,14 +27,16 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     data = np.memmap(path, np.uint8, mode="r")
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     if start > data.size:
-        raise ValueError(f"{path}: a header of {start - 8} bytes in a file of {data.size} bytes")
+        raise ValueError(f"{path}: header of {start - 8} bytes exceeds file of {data.size} bytes")
     tensors = {}
     for name, entry in json.loads(data[8:start].tobytes()).items():
         if name != "__metadata__":
             if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{path}: {name} is {entry['dtype']}, not one of {[*DTYPES]}")
+                raise ValueError(
+                    f"{path}: dtype of {name} must be in {[*DTYPES]}, got {entry['dtype']}"
+                )
             begin, end = (start + offset for offset in entry["data_offsets"])
-            values = data[begin:end].view(DTYPES[entry["dtype"]])
+            values: np.ndarray = data[begin:end].view(DTYPES[entry["dtype"]])
             tensors[name] = values.reshape(entry["shape"])
     return tensors
 
@@ -44,7 +51,7 @@ def read_config(path: Path) -> Config:
     return Config(**{field.name: raw[field.name] for field in dataclasses.fields(Config)})
 
 
-def load_checkpoint(directory: Path, dtype: Any) -> tuple[Config, Params]:
+def load_checkpoint(directory: Path, dtype: DTypeLike) -> tuple[Config, Params]:
     """Config and weights, as `dtype` on the default device, of a checkpoint directory.
 
     Raises:

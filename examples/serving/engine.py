@@ -87,7 +87,10 @@ class Engine:
         stop: int | None = None,
     ):
         if not limits.pages_per_turn <= limits.pages_in_use <= num_hbm_pages:
-            raise ValueError(f"{num_hbm_pages} HBM pages are too few for {limits}")
+            raise ValueError(
+                "pages_per_turn <= pages_in_use <= num_hbm_pages must hold, got "
+                f"{limits.pages_per_turn}, {limits.pages_in_use} and {num_hbm_pages}"
+            )
         self.config, self.params, self.limits, self.stop = config, params, limits, stop
         self.spec = jaxkv.KVCacheSpec(
             num_layers=config.num_hidden_layers,
@@ -97,7 +100,7 @@ class Engine:
             dtype=params["norm"].dtype,
         )
         self.cache = jaxkv.DeviceCache.create(self.spec, num_pages=num_hbm_pages)
-        self.pool: Any = None
+        self.pool: jaxkv.HostPool | None = None
         if num_host_pages:
             self.pool = jaxkv.HostPool.create(self.spec, num_pages=num_host_pages, layout=layout)
         self.blocks = BlockManager(num_hbm_pages, num_host_pages)
@@ -105,8 +108,12 @@ class Engine:
         self.running: list[Turn] = []
 
     def submit(self, turn: Turn) -> None:
-        if turn.num_pages(self.limits.page_size) > self.limits.pages_per_turn:
-            raise ValueError(f"turn {turn.index} of {turn.conversation} exceeds {self.limits}")
+        pages, limit = turn.num_pages(self.limits.page_size), self.limits.pages_per_turn
+        if pages > limit:
+            raise ValueError(
+                f"turn {turn.index} of {turn.conversation}: {pages} pages exceed "
+                f"pages_per_turn={limit}"
+            )
         self.waiting.append(turn)
 
     def step(self) -> None:
@@ -180,7 +187,7 @@ class Engine:
                 names = page_names(turn.tokens[: turn.computed], self.limits.page_size)
                 self.blocks.publish(turn.placement.pages, names)
         if any(turn.missing == 0 for turn in turns):
-            with jaxkv.allow_host_sync("tokens name pages and end answers"):
+            with jaxkv.allow_host_sync("sampled tokens name pages and stop answers"):
                 tokens = np.asarray(chosen)
             for turn, token in zip(turns, tokens.tolist(), strict=False):
                 if turn.missing == 0:
@@ -230,6 +237,6 @@ def serve(
         while engine.waiting or engine.running:
             engine.step()
             left = len(engine.waiting) + len(engine.running)
-            progress(f"turn {index + 1}, {left} conversations to go")
+            progress(f"turn {index + 1}, {left} conversations left")
         jaxkv.check_errors(engine.cache, engine.pool)
     return served

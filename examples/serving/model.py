@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 import jaxkv
 from jaxkv import metadata
@@ -68,7 +70,7 @@ class Config:
         }
 
 
-def init_params(config: Config, seed: int, dtype: Any) -> Params:
+def init_params(config: Config, seed: int, dtype: DTypeLike) -> Params:
     """Random weights for which each token depends on its entire context.
 
     Matrices preserve variance. The embedding is small, so that layer outputs dominate the input
@@ -89,7 +91,7 @@ def init_params(config: Config, seed: int, dtype: Any) -> Params:
 class Batch(NamedTuple):
     """Up to T new tokens, concatenated by sequence."""
 
-    tokens: Any  # int32[T]
+    tokens: jax.Array | np.ndarray  # int32[T]
     rows: BatchMetadata  # sequences of the tokens, and their pages
 
 

@@ -33,7 +33,7 @@ class QwenTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise SystemExit("--model needs a tokenizer: pip install tokenizers") from error
+            raise SystemExit("--model requires a tokenizer: pip install tokenizers") from error
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self.stop = self._tokenizer.token_to_id("<|im_end|>")
 

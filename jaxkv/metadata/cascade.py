@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
-from jaxkv.metadata.segments import cdiv, on_device
+from jaxkv.metadata.segments import Array, cdiv, on_device
 
 # Minima of vLLM's heuristic: no benefit for shorter prefixes or smaller batches.
 _MIN_PREFIX_TOKENS = 256
@@ -98,7 +97,7 @@ class Cascade:
     suffix: BatchMetadata
 
 
-def build(batch: BatchMetadata, num_common_blocks: Any) -> Cascade:
+def build(batch: BatchMetadata, num_common_blocks: int | Array) -> Cascade:
     """Both levels of cascade attention over one batch.
 
     Args:
@@ -113,8 +112,8 @@ def build(batch: BatchMetadata, num_common_blocks: Any) -> Cascade:
     on_host = isinstance(num_common_blocks, int | np.integer | np.ndarray)
     if on_host and not 0 <= num_common_blocks <= batch.max_blocks:
         raise ValueError(
-            f"num_common_blocks={num_common_blocks} is outside [0, {batch.max_blocks}], the "
-            "columns of block_table"
+            f"num_common_blocks must be in [0, {batch.max_blocks}], the columns of block_table, "
+            f"got {num_common_blocks}"
         )
     batch = on_device(batch)
     column = jnp.arange(batch.max_blocks, dtype=jnp.int32)

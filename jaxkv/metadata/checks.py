@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from jax.typing import ArrayLike
 
 
-def check_rows(name: str, array: Any, rows: int, *others: int | str) -> None:
+def check_rows(name: str, array: ArrayLike, rows: int, *others: int | str) -> None:
     """Raises a ValueError unless `array` is [rows, *others]; a string matches any size.
 
     Without the check, JAX would broadcast a single row and clamp indices of missing rows.
@@ -20,7 +21,7 @@ def check_rows(name: str, array: Any, rows: int, *others: int | str) -> None:
         raise ValueError(f"{name} must be [{wanted}], got {shape}")
 
 
-def integers(name: str, values: Any) -> np.ndarray:
+def integers(name: str, values: npt.ArrayLike) -> np.ndarray:
     """`values` as int64[n]."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

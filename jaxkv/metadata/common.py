@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.metadata.checks import at_least_1, check_rows, integers
-from jaxkv.metadata.segments import count_before, on_device, row_of
+from jaxkv.metadata.segments import Array, count_before, on_device, row_of
 
 PAD_SLOT = -1  # slot of a token that is not stored in this rank's cache
 NULL_BLOCK = 0  # block id of padding; never allocated by the scheduler
@@ -43,11 +43,11 @@ class BatchMetadata:
       block_size: tokens per block.
     """
 
-    query_start_loc: Any
-    seq_lens: Any
-    block_table: Any
-    num_reqs: Any
-    num_tokens: Any
+    query_start_loc: jax.Array
+    seq_lens: jax.Array
+    block_table: jax.Array
+    num_reqs: jax.Array
+    num_tokens: jax.Array
     max_num_tokens: int = dataclasses.field(metadata={"static": True})
     block_size: int = dataclasses.field(metadata={"static": True})
 
@@ -103,15 +103,14 @@ class BatchMetadata:
         starts = np.full(max_num_reqs + 1, num_tokens, np.int32)
         starts[: num_reqs + 1] = np.concatenate([[0], np.cumsum(query)])
         lens = np.pad(context, (0, max_num_reqs - num_reqs)).astype(np.int32)
-        return cls(
-            query_start_loc=starts,
-            seq_lens=lens,
-            block_table=table.astype(np.int32),
-            num_reqs=np.int32(num_reqs),
-            num_tokens=np.int32(num_tokens),
-            max_num_tokens=max_num_tokens,
-            block_size=block_size,
-        )
+        arrays: dict[str, Any] = {  # NumPy's, which JAX accepts as its own
+            "query_start_loc": starts,
+            "seq_lens": lens,
+            "block_table": table.astype(np.int32),
+            "num_reqs": np.int32(num_reqs),
+            "num_tokens": np.int32(num_tokens),
+        }
+        return cls(**arrays, max_num_tokens=max_num_tokens, block_size=block_size)
 
     @property
     def max_num_reqs(self) -> int:
@@ -124,12 +123,12 @@ class BatchMetadata:
         return self.block_table.shape[1]
 
     @property
-    def query_lens(self) -> Any:
+    def query_lens(self) -> jax.Array:
         """int32[B], query tokens of each row."""
         return self.query_start_loc[1:] - self.query_start_loc[:-1]
 
     @property
-    def row_mask(self) -> Any:
+    def row_mask(self) -> jax.Array:
         """bool[B], False for padding rows."""
         return jnp.arange(self.max_num_reqs, dtype=jnp.int32) < self.num_reqs
 
@@ -139,8 +138,8 @@ def _check_requests(
 ) -> None:
     if not len(query) == len(context) == len(blocks):
         raise ValueError(
-            f"query_lens, seq_lens and block_table name {len(query)}, {len(context)} and "
-            f"{len(blocks)} requests"
+            "query_lens, seq_lens and block_table must have equal lengths, got "
+            f"{len(query)}, {len(context)} and {len(blocks)} requests"
         )
     rules = {
         "0 <= query tokens <= context": (query >= 0) & (query <= context),
@@ -148,12 +147,12 @@ def _check_requests(
         f"context <= blocks of {capacity} tokens": context <= blocks * capacity,
         "context < 2**31 tokens": context < 2**31,
     }
-    for rule, holds in rules.items():
-        if not holds.all():
-            i = int(holds.argmin())
+    for rule, satisfied in rules.items():
+        if not satisfied.all():
+            i = int(satisfied.argmin())
             raise ValueError(
-                f"request {i} has {query[i]} query tokens in a context of {context[i]} tokens "
-                f"with {blocks[i]} blocks, against the rule: {rule}"
+                f"request {i} with {query[i]} query tokens, a context of {context[i]} tokens and "
+                f"{blocks[i]} blocks violates {rule}"
             )
 
 
@@ -165,11 +164,11 @@ def _check_bounds(num_reqs: int, max_num_reqs: int, num_tokens: int, max_num_tok
 
 
 def _check_block_ids(table: np.ndarray, block_size: int) -> None:
-    most = 2**31 // block_size - 1
-    if table.min() < 0 or table.max() > most:
+    max_id = 2**31 // block_size - 1
+    if table.min() < 0 or table.max() > max_id:
         raise ValueError(
-            f"block ids from {table.min()} to {table.max()} are outside [0, {most}], which "
-            f"int32 slots of blocks of {block_size} tokens can tell"
+            f"block ids must be in [0, {max_id}] for int32 slots of blocks of {block_size} tokens, "
+            f"got {table.min()} to {table.max()}"
         )
 
 
@@ -177,12 +176,12 @@ def _check_block_ids(table: np.ndarray, block_size: int) -> None:
 # Tokens: rows, positions and slots
 
 
-def num_computed_tokens(batch: BatchMetadata) -> Any:
+def num_computed_tokens(batch: BatchMetadata) -> jax.Array:
     """int32[B], tokens of each row's context computed in earlier steps."""
     return batch.seq_lens - batch.query_lens
 
 
-def token_to_request(query_start_loc: Any, max_num_tokens: int) -> Any:
+def token_to_request(query_start_loc: jax.Array, max_num_tokens: int) -> jax.Array:
     """int32[T], the row of each query token; 0 for tokens past the last row's.
 
     Args:
@@ -194,7 +193,7 @@ def token_to_request(query_start_loc: Any, max_num_tokens: int) -> Any:
     return jnp.where(token < query_start_loc[-1], row, 0)
 
 
-def token_positions(batch: BatchMetadata) -> Any:
+def token_positions(batch: BatchMetadata) -> jax.Array:
     """int32[T], the position of each query token in its context; 0 for padding."""
     batch = on_device(batch)
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
@@ -205,12 +204,12 @@ def token_positions(batch: BatchMetadata) -> Any:
 
 def slot_mapping(
     batch: BatchMetadata,
-    positions: Any,
+    positions: Array,
     *,
     cp_world_size: int = 1,
-    cp_rank: Any = 0,
+    cp_rank: int | jax.Array = 0,
     cp_interleave: int = 1,
-) -> Any:
+) -> jax.Array:
     """int32[T], slot of each query token in the cache: block * block_size + offset.
 
     Under context parallelism, groups of `cp_interleave` tokens are distributed round-robin over
@@ -241,15 +240,17 @@ def slot_mapping(
     within_block = positions % virtual_size
     round_size = cp_world_size * cp_interleave
     offset = within_block // round_size * cp_interleave + within_block % cp_interleave
-    mine = within_block // cp_interleave % cp_world_size == cp_rank
+    on_this_rank = within_block // cp_interleave % cp_world_size == cp_rank
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
-    reached = (column >= 0) & (column < batch.max_blocks)
-    used = mine & reached & (token < batch.query_start_loc[-1])
+    in_table = (column >= 0) & (column < batch.max_blocks)
+    used = on_this_rank & in_table & (token < batch.query_start_loc[-1])
     block = batch.block_table[row, jnp.clip(column, 0, batch.max_blocks - 1)]
     return jnp.where(used, block * batch.block_size + offset, PAD_SLOT)
 
 
-def dcp_local_seq_lens(seq_lens: Any, world_size: int, rank: Any, interleave: int) -> Any:
+def dcp_local_seq_lens(
+    seq_lens: jax.Array, world_size: int, rank: int | jax.Array | None, interleave: int
+) -> jax.Array:
     """Tokens of each context stored on one rank of a decode-context-parallel (DCP) group.
 
     Args:
@@ -272,13 +273,13 @@ def dcp_local_seq_lens(seq_lens: Any, world_size: int, rank: Any, interleave: in
     return base + jnp.clip(rest, 0, interleave)
 
 
-def _check_context_parallel(world_size: int, rank: Any, interleave: int) -> None:
+def _check_context_parallel(world_size: int, rank: int | jax.Array, interleave: int) -> None:
     at_least_1(cp_world_size=world_size, cp_interleave=interleave)
     if isinstance(rank, int | np.integer) and not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is outside [0, {world_size}) ranks")
+        raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
 
 
-def logits_indices(batch: BatchMetadata) -> Any:
+def logits_indices(batch: BatchMetadata) -> jax.Array:
     """int32[B], index of the last query token of each row; padding rows repeat the last one.
 
     A row without query tokens gets the index of the preceding token, or 0.
@@ -286,7 +287,9 @@ def logits_indices(batch: BatchMetadata) -> Any:
     return jnp.maximum(batch.query_start_loc[1:] - 1, 0)
 
 
-def unique_first_occurrence(x: Any, max_value: int, *, ignored: int = 0, pad: int = -1) -> Any:
+def unique_first_occurrence(
+    x: Array, max_value: int, *, ignored: int = 0, pad: int = -1
+) -> jax.Array:
     """Distinct values of each row, in order of first occurrence, packed to the left.
 
     Temporary memory: N * (max_value + 1) * 4 bytes.
@@ -308,7 +311,7 @@ def unique_first_occurrence(x: Any, max_value: int, *, ignored: int = 0, pad: in
         raise ValueError(f"max_value must be >= 0, got {max_value}")
     if isinstance(x, np.ndarray) and x.size and not 0 <= x.min() <= x.max() <= max_value:
         raise ValueError(
-            f"x has values from {x.min()} to {x.max()}, outside [0, max_value={max_value}]"
+            f"x must be in [0, max_value={max_value}], got values from {x.min()} to {x.max()}"
         )
     rows, width = x.shape
     # Two indices: an index of the flat array would overflow int32.
@@ -335,10 +338,10 @@ class Split(NamedTuple):
       num_prefill_tokens: query tokens of the prefills, including padding tokens.
     """
 
-    num_decodes: Any
-    num_prefills: Any
-    num_decode_tokens: Any
-    num_prefill_tokens: Any
+    num_decodes: jax.Array
+    num_prefills: jax.Array
+    num_decode_tokens: jax.Array
+    num_prefill_tokens: jax.Array
 
 
 def split_decodes_and_prefills(
@@ -347,7 +350,7 @@ def split_decodes_and_prefills(
     *,
     require_uniform: bool = False,
     treat_short_extends_as_decodes: bool = True,
-    is_prefilling: Any = None,
+    is_prefilling: Array | None = None,
 ) -> Split:
     """Boundary between decodes and prefills of a batch in that order (see `reorder_batch`).
 
@@ -367,7 +370,7 @@ def split_decodes_and_prefills(
     if decode_threshold < 0:
         raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
     if not treat_short_extends_as_decodes and is_prefilling is None:
-        raise ValueError("treat_short_extends_as_decodes=False needs is_prefilling, bool[B]")
+        raise ValueError("treat_short_extends_as_decodes=False requires is_prefilling, bool[B]")
     if is_prefilling is not None:
         check_rows("is_prefilling", is_prefilling, batch.max_num_reqs)
     batch = on_device(batch)
@@ -378,7 +381,7 @@ def split_decodes_and_prefills(
         is_prefill = (query != query[0]) & (query != 0)
         if decode_threshold <= 1 and treat_short_extends_as_decodes:
             is_prefill &= long  # single-token queries are always uniform
-    if not treat_short_extends_as_decodes:
+    if not treat_short_extends_as_decodes and is_prefilling is not None:
         is_prefill |= is_prefilling
     is_prefill |= query[0] > decode_threshold
     index = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)

@@ -11,7 +11,6 @@ lengths are 0.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +39,9 @@ class PagedPart:
       paged_kv_last_page_len: int32[B], tokens in each row's last page; 0 without pages.
     """
 
-    qo_indptr: Any
-    paged_kv_indptr: Any
-    paged_kv_last_page_len: Any
+    qo_indptr: jax.Array
+    paged_kv_indptr: jax.Array
+    paged_kv_last_page_len: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -62,13 +61,13 @@ class PagedMetadata:
       prefill: the prefills.
     """
 
-    num_actual_tokens: Any
-    num_decodes: Any
-    num_prefills: Any
-    num_decode_tokens: Any
-    num_prefill_tokens: Any
-    slot_mapping: Any
-    paged_kv_indices: Any
+    num_actual_tokens: jax.Array
+    num_decodes: jax.Array
+    num_prefills: jax.Array
+    num_decode_tokens: jax.Array
+    num_prefill_tokens: jax.Array
+    slot_mapping: jax.Array
+    paged_kv_indices: jax.Array
     decode: PagedPart
     prefill: PagedPart
 
@@ -87,12 +86,12 @@ class DensePart:
       max_seq_len: int32[], longest context of the entire batch in tokens.
     """
 
-    block_tables: Any
-    seq_lens: Any
-    cum_seq_lens_q: Any
-    cum_seq_lens_kv: Any
-    max_q_len: Any
-    max_seq_len: Any
+    block_tables: jax.Array
+    seq_lens: jax.Array
+    cum_seq_lens_q: jax.Array
+    cum_seq_lens_kv: jax.Array
+    max_q_len: jax.Array
+    max_seq_len: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -100,12 +99,12 @@ class DensePart:
 class DenseMetadata:
     """See `build_dense`; the fields are those of `PagedMetadata`."""
 
-    num_actual_tokens: Any
-    num_decodes: Any
-    num_prefills: Any
-    num_decode_tokens: Any
-    num_prefill_tokens: Any
-    slot_mapping: Any
+    num_actual_tokens: jax.Array
+    num_decodes: jax.Array
+    num_prefills: jax.Array
+    num_decode_tokens: jax.Array
+    num_prefill_tokens: jax.Array
+    slot_mapping: jax.Array
     decode: DensePart
     prefill: DensePart
 
@@ -116,7 +115,7 @@ def build(
     decode_threshold: int = 1,
     max_pages: int | None = None,
     dcp_world_size: int = 1,
-    dcp_rank: Any = 0,
+    dcp_rank: int | jax.Array = 0,
     dcp_interleave: int = 1,
 ) -> PagedMetadata:
     """Metadata for the paged wrappers, with packed page lists.
@@ -139,8 +138,8 @@ def build(
     """
     if dcp_world_size > 1 and decode_threshold > 1:
         raise ValueError(
-            f"decode_threshold={decode_threshold} tokens: with {dcp_world_size} ranks a decode has "
-            "1 query token"
+            f"decode_threshold must be 1 with dcp_world_size={dcp_world_size}, "
+            f"got {decode_threshold}"
         )
     split = split_decodes_and_prefills(batch, decode_threshold, require_uniform=True)
     lens = _cached_lens(batch, split.num_decodes, dcp_world_size, dcp_rank, dcp_interleave)
@@ -148,7 +147,7 @@ def build(
     indptr, indices = packed_pages(batch.block_table, cdiv(lens, page_size), max_pages)
     last_page_len = jnp.where(lens > 0, (lens - 1) % page_size + 1, 0)
 
-    def part(first: Any, count: Any) -> PagedPart:
+    def part(first: jax.Array, count: jax.Array) -> PagedPart:
         return PagedPart(
             qo_indptr=starts_from(batch.query_start_loc, first, count),
             paged_kv_indptr=indptr[first] + starts_from(indptr, first, count),
@@ -173,8 +172,12 @@ def build(
 
 
 def _cached_lens(
-    batch: BatchMetadata, num_decodes: Any, world_size: int, rank: Any, interleave: int
-) -> Any:
+    batch: BatchMetadata,
+    num_decodes: jax.Array,
+    world_size: int,
+    rank: int | jax.Array,
+    interleave: int,
+) -> jax.Array:
     """int32[B], tokens of each row in the pages of this rank."""
     if world_size == 1:
         return batch.seq_lens
@@ -201,7 +204,7 @@ def build_dense(batch: BatchMetadata, *, decode_threshold: int = 1) -> DenseMeta
     )
 
 
-def _dense_part(batch: BatchMetadata, first: Any, count: Any) -> DensePart:
+def _dense_part(batch: BatchMetadata, first: jax.Array, count: jax.Array) -> DensePart:
     seq_lens = rows_from(batch.seq_lens, first, count)
     return DensePart(
         block_tables=rows_from(batch.block_table, first, count, fill=NULL_BLOCK),

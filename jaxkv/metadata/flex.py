@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxkv.metadata.checks import check_rows
 from jaxkv.metadata.common import (
@@ -25,7 +26,7 @@ from jaxkv.metadata.common import (
     num_computed_tokens,
     token_to_request,
 )
-from jaxkv.metadata.segments import cdiv, on_device, prefix_sum, row_of
+from jaxkv.metadata.segments import Array, cdiv, on_device, prefix_sum, row_of
 
 Q_BLOCK_SIZE = 16  # query tokens that share a list of blocks
 _WORD = 32  # bits
@@ -54,19 +55,21 @@ class FlexMetadata:
       sliding_window: a token sees tokens at a distance below this; None for no window.
     """
 
-    doc_ids: Any
-    query_start_loc: Any
-    seq_lens: Any
-    decode_offset: Any
-    physical_to_logical: Any
-    mm_prefix_range: Any
-    kv_indices: Any
-    kv_num_blocks: Any
+    doc_ids: jax.Array
+    query_start_loc: jax.Array
+    seq_lens: jax.Array
+    decode_offset: jax.Array
+    physical_to_logical: jax.Array
+    mm_prefix_range: jax.Array | None
+    kv_indices: jax.Array
+    kv_num_blocks: jax.Array
     block_size: int = dataclasses.field(metadata={"static": True})
     causal: bool = dataclasses.field(metadata={"static": True})
     sliding_window: int | None = dataclasses.field(metadata={"static": True})
 
-    def to_logical(self, q: Any, physical_kv: Any) -> tuple[Any, Any, Any]:
+    def to_logical(
+        self, q: int | Array, physical_kv: int | Array
+    ) -> tuple[jax.Array, Array, Array]:
         """Logical positions of a query token and a slot, for the mask and score functions.
 
         Args:
@@ -87,7 +90,7 @@ class FlexMetadata:
         exists = (doc >= 0) & (block >= 0) & (block < num_blocks) & (logical_block >= 0)
         return exists & (logical_kv < self.seq_lens[row]), logical_q, logical_kv
 
-    def mask(self, q: Any, physical_kv: Any) -> Any:
+    def mask(self, q: int | Array, physical_kv: int | Array) -> jax.Array:
         """bool[...], whether the slot is visible to the query token. Arguments broadcast.
 
         Args:
@@ -106,7 +109,7 @@ class FlexMetadata:
             allowed |= jnp.any((start < end) & both, axis=-1)
         return valid & allowed
 
-    def _request(self, q: Any) -> tuple[Any, Any]:
+    def _request(self, q: int | Array) -> tuple[jax.Array, jax.Array]:
         """Request of a query token, -1 if out of range; and the same clamped to a valid row."""
         last = self.doc_ids.shape[0] - 1
         doc = jnp.where((q >= 0) & (q <= last), self.doc_ids[jnp.clip(q, 0, last)], -1)
@@ -119,7 +122,7 @@ def build(
     num_blocks: int,
     causal: bool = True,
     sliding_window: int | None = None,
-    mm_prefix_range: Any = None,
+    mm_prefix_range: Array | None = None,
 ) -> FlexMetadata:
     """Metadata of a batch over a paged cache.
 
@@ -138,16 +141,16 @@ def build(
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be >= 1 token, got {sliding_window}")
     if num_blocks < 1:
-        raise ValueError(f"num_blocks must be >= 1, with block {NULL_BLOCK}, got {num_blocks}")
+        raise ValueError(f"num_blocks must be >= 1 (including NULL_BLOCK), got {num_blocks}")
     if num_blocks * batch.block_size > 2**31:
         raise ValueError(
-            f"num_blocks={num_blocks} of {batch.block_size} tokens are more than 2**31 slots"
+            f"num_blocks={num_blocks} blocks of {batch.block_size} tokens exceed 2**31 slots"
         )
     if mm_prefix_range is not None:
         check_rows("mm_prefix_range", mm_prefix_range, batch.max_num_reqs, "ranges", 2)
-    batch, mm_prefix_range = on_device((batch, mm_prefix_range))
+    batch, ranges = on_device(batch), on_device(mm_prefix_range)
     logical = physical_to_logical(batch, num_blocks)
-    spans = _spans(batch, causal, sliding_window, mm_prefix_range)
+    spans = _spans(batch, causal, sliding_window, ranges)
     if mm_prefix_range is None:
         columns = _max_columns(batch, causal, sliding_window)
     else:
@@ -159,7 +162,7 @@ def build(
         seq_lens=batch.seq_lens,
         decode_offset=num_computed_tokens(batch),
         physical_to_logical=logical,
-        mm_prefix_range=mm_prefix_range,
+        mm_prefix_range=ranges,
         kv_indices=kv_indices,
         kv_num_blocks=kv_num_blocks,
         block_size=batch.block_size,
@@ -168,14 +171,16 @@ def build(
     )
 
 
-def document_ids(batch: BatchMetadata) -> Any:
+def document_ids(batch: BatchMetadata) -> jax.Array:
     """int32[T], the request of each query token; -1 for padding."""
     row = token_to_request(batch.query_start_loc, batch.max_num_tokens)
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
     return jnp.where(token < batch.query_start_loc[-1], row, -1)
 
 
-def encoder_mask(doc_ids: Any, q: Any, kv: Any, *, sliding_window: int | None = None) -> Any:
+def encoder_mask(
+    doc_ids: jax.Array, q: int | Array, kv: int | Array, *, sliding_window: int | None = None
+) -> jax.Array:
     """bool[...], mask of attention without a cache: both tokens belong to the same document.
 
     Args:
@@ -187,11 +192,11 @@ def encoder_mask(doc_ids: Any, q: Any, kv: Any, *, sliding_window: int | None = 
     last = doc_ids.shape[0] - 1
     exists = (q >= 0) & (q <= last) & (kv >= 0) & (kv <= last)
     doc = doc_ids[jnp.clip(q, 0, last)]
-    allowed = exists & (doc >= 0) & (doc == doc_ids[jnp.clip(kv, 0, last)])
+    allowed = (doc >= 0) & (doc == doc_ids[jnp.clip(kv, 0, last)]) & exists
     return allowed if sliding_window is None else allowed & (jnp.abs(q - kv) < sliding_window)
 
 
-def physical_to_logical(batch: BatchMetadata, num_blocks: int) -> Any:
+def physical_to_logical(batch: BatchMetadata, num_blocks: int) -> jax.Array:
     """Logical index of each physical block in each request's context, see FlexMetadata.
 
     Block table entries past the context are ignored.
@@ -204,11 +209,13 @@ def physical_to_logical(batch: BatchMetadata, num_blocks: int) -> Any:
     used = column < cdiv(batch.seq_lens, batch.block_size)[:, None]
     used &= batch.block_table != NULL_BLOCK
     block = jnp.where(used, batch.block_table, num_blocks)
-    places = jnp.broadcast_to(column.astype(dtype), block.shape)
-    return _nowhere((rows, num_blocks), dtype).at[row, block].max(places, mode="drop")
+    columns = jnp.broadcast_to(column.astype(dtype), block.shape)
+    return (
+        _filled_with_minus_one((rows, num_blocks), dtype).at[row, block].max(columns, mode="drop")
+    )
 
 
-def _nowhere(shape: tuple[int, int], dtype: Any) -> Any:
+def _filled_with_minus_one(shape: tuple[int, int], dtype: DTypeLike) -> jax.Array:
     """An array filled with -1."""
     if dtype == jnp.int32:
         return jnp.full(shape, -1, dtype)
@@ -235,11 +242,11 @@ class _Spans(NamedTuple):
       end: one past the last visible column.
     """
 
-    starts: Any
-    row: Any
-    group: Any
-    first: Any
-    end: Any
+    starts: jax.Array
+    row: jax.Array
+    group: jax.Array
+    first: jax.Array
+    end: jax.Array
 
 
 def _max_spans(batch: BatchMetadata) -> int:
@@ -259,7 +266,9 @@ def _max_columns(batch: BatchMetadata, causal: bool, window: int | None) -> int:
     return min(batch.max_blocks, cdiv(others, batch.block_size) + 1)
 
 
-def _spans(batch: BatchMetadata, causal: bool, window: int | None, ranges: Any) -> _Spans:
+def _spans(
+    batch: BatchMetadata, causal: bool, window: int | None, ranges: jax.Array | None
+) -> _Spans:
     starts, ends = batch.query_start_loc[:-1], batch.query_start_loc[1:]
     groups = jnp.where(ends > starts, (ends - 1) // Q_BLOCK_SIZE - starts // Q_BLOCK_SIZE + 1, 0)
     span_starts = prefix_sum(groups)
@@ -288,8 +297,8 @@ def _spans(batch: BatchMetadata, causal: bool, window: int | None, ranges: Any) 
 
 
 def _visible(
-    first: Any, last: Any, causal: bool, window: int | None, ranges: Any
-) -> tuple[Any, Any]:
+    first: jax.Array, last: jax.Array, causal: bool, window: int | None, ranges: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """Union of the positions visible to tokens at first..last, as [low, high), without clipping.
 
     The union is contiguous: the positions visible to one token are contiguous and include it.
@@ -308,7 +317,9 @@ def _visible(
     return low, high
 
 
-def _block_list(batch: BatchMetadata, logical: Any, spans: _Spans, columns: int) -> tuple[Any, Any]:
+def _block_list(
+    batch: BatchMetadata, logical: jax.Array, spans: _Spans, columns: int
+) -> tuple[jax.Array, jax.Array]:
     """`kv_indices` and `kv_num_blocks`, see FlexMetadata."""
     num_spans, num_blocks = spans.row.shape[0], logical.shape[1]
     num_groups = cdiv(batch.max_num_tokens, Q_BLOCK_SIZE)
@@ -318,9 +329,9 @@ def _block_list(batch: BatchMetadata, logical: Any, spans: _Spans, columns: int)
     bit = jnp.arange(_WORD, dtype=jnp.uint32)
     span = jnp.arange(num_spans, dtype=jnp.int32)
     column, block = _columns(batch, spans, span, spans.row, shape[1:])
-    stands = (logical[_per_row(spans.row), block] == column) & (column < _per_row(spans.end))
+    is_entry = (logical[_per_row(spans.row), block] == column) & (column < _per_row(spans.end))
     taken = _taken(batch, logical, spans, shape[1:])[spans.row]
-    listed = stands & ~(taken & _per_row(span == spans.starts[spans.row]))
+    listed = is_entry & ~(taken & _per_row(span == spans.starts[spans.row]))
     words = jnp.sum(
         jnp.where(listed, jnp.uint32(1) << bit, jnp.uint32(0)), axis=2, dtype=jnp.uint32
     )
@@ -351,20 +362,22 @@ def _block_list(batch: BatchMetadata, logical: Any, spans: _Spans, columns: int)
     return kv_indices, jnp.sum(jnp.where(of_group, totals, 0), axis=1, dtype=jnp.int32)
 
 
-def _per_row(x: Any) -> Any:
+def _per_row(x: jax.Array) -> jax.Array:
     return x[:, None, None]
 
 
 def _columns(
-    batch: BatchMetadata, spans: _Spans, span: Any, row: Any, shape: tuple[int, ...]
-) -> tuple[Any, Any]:
+    batch: BatchMetadata, spans: _Spans, span: jax.Array, row: jax.Array, shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
     """int32[n, *shape]: columns of each span from its first one on, and their blocks."""
     index = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
     column = _per_row(spans.first[span]) + index
     return column, batch.block_table[_per_row(row), jnp.minimum(column, batch.max_blocks - 1)]
 
 
-def _taken(batch: BatchMetadata, logical: Any, spans: _Spans, shape: tuple[int, ...]) -> Any:
+def _taken(
+    batch: BatchMetadata, logical: jax.Array, spans: _Spans, shape: tuple[int, ...]
+) -> jax.Array:
     """bool[B, *shape]: blocks of a request's first span listed by an earlier span of its group.
 
     Only the first span of a request can have earlier spans in its group; later spans start their
@@ -378,10 +391,10 @@ def _taken(batch: BatchMetadata, logical: Any, spans: _Spans, shape: tuple[int, 
     # Unrolled loop: as an additional array axis, intermediates would go through memory.
     for back in range(1, min(Q_BLOCK_SIZE, spans.row.shape[0])):
         other = jnp.maximum(span - back, 0)
-        rival = (span >= back) & (spans.group[other] == spans.group[span])
+        has_other = (span >= back) & (spans.group[other] == spans.group[span])
         # Without an earlier span look up NULL_BLOCK, at negligible cost.
-        asked = jnp.where(_per_row(rival), block, NULL_BLOCK)
-        place = logical[_per_row(spans.row[other]), asked]
-        taken |= (place >= _per_row(spans.first[other])) & (place < _per_row(spans.end[other]))
+        looked_up = jnp.where(_per_row(has_other), block, NULL_BLOCK)
+        column = logical[_per_row(spans.row[other]), looked_up]
+        taken |= (column >= _per_row(spans.first[other])) & (column < _per_row(spans.end[other]))
     # Fusion barrier: fused into its consumer, this would be recomputed for every span.
     return jax.lax.optimization_barrier(taken)

@@ -8,13 +8,12 @@ sync, and no host copy that a builder could read before it is complete.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.metadata.common import BatchMetadata
-from jaxkv.metadata.segments import on_device
+from jaxkv.metadata.segments import Array, on_device
 
 
 @jax.tree_util.register_dataclass
@@ -31,11 +30,11 @@ class FastPrefill:
     """
 
     batch: BatchMetadata
-    logits_indices_padded: Any
-    num_logits_indices: Any
+    logits_indices_padded: jax.Array
+    num_logits_indices: jax.Array
 
 
-def build(batch: BatchMetadata, logits_indices: Any, num_logits: Any) -> FastPrefill:
+def build(batch: BatchMetadata, logits_indices: Array, num_logits: int | Array) -> FastPrefill:
     """The batch reduced to the tokens whose logits are needed.
 
     A batch with one token per row is unchanged except for its bound, since every token needs its

@@ -10,14 +10,13 @@ block table on both sides.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.metadata.checks import check_rows
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
-from jaxkv.metadata.segments import cdiv, on_device, prefix_sum, row_of
+from jaxkv.metadata.segments import Array, cdiv, on_device, prefix_sum, row_of
 
 
 @jax.tree_util.register_dataclass
@@ -34,11 +33,11 @@ class LocalAttention:
     """
 
     batch: BatchMetadata
-    request: Any
-    chunk: Any
+    request: jax.Array
+    chunk: jax.Array
     num_rows: int = dataclasses.field(metadata={"static": True})
 
-    def gather(self, block_table: Any) -> Any:
+    def gather(self, block_table: Array) -> jax.Array:
         """int32[V, chunk_size / block_size], blocks of each row from another block table.
 
         Columns past the end of the table repeat its last column, which is past the row's context.
@@ -120,11 +119,13 @@ def max_pieces(max_num_reqs: int, max_num_tokens: int, chunk_size: int) -> int:
     tokens add one. For T >= 2 B some batch reaches the second bound; for fewer tokens, some batch
     has one piece per token.
     """
-    most = max_num_reqs + (max_num_tokens + max_num_reqs * (chunk_size - 2)) // chunk_size
-    return min(max_num_tokens, most)
+    limit = max_num_reqs + (max_num_tokens + max_num_reqs * (chunk_size - 2)) // chunk_size
+    return min(max_num_tokens, limit)
 
 
-def _gather(block_table: Any, used: Any, request: Any, chunk: Any, width: int) -> Any:
+def _gather(
+    block_table: Array, used: jax.Array, request: jax.Array, chunk: jax.Array, width: int
+) -> jax.Array:
     column = chunk[:, None] * width + jnp.arange(width, dtype=jnp.int32)
     column = jnp.clip(column, 0, block_table.shape[1] - 1)
     return jnp.where(used[:, None], on_device(block_table)[request[:, None], column], NULL_BLOCK)

@@ -26,7 +26,15 @@ from jaxkv.metadata.common import (
     num_computed_tokens,
     split_decodes_and_prefills,
 )
-from jaxkv.metadata.segments import cdiv, on_device, prefix_sum, row_of, rows_from, starts_from
+from jaxkv.metadata.segments import (
+    Array,
+    cdiv,
+    on_device,
+    prefix_sum,
+    row_of,
+    rows_from,
+    starts_from,
+)
 
 Mode = Literal["none", "align", "all"]
 
@@ -64,22 +72,22 @@ class MambaMetadata:
       conv1d: programs of the causal convolution.
     """
 
-    num_prefills: Any
-    num_prefill_tokens: Any
-    num_decodes: Any
-    num_decode_tokens: Any
-    seq_lens: Any
-    has_initial_states_p: Any
-    prep_initial_states: Any
-    query_start_loc_p: Any
-    num_computed_tokens_p: Any
-    state_indices_tensor_p: Any
-    state_indices_tensor_d: Any
-    query_start_loc_d: Any
-    num_accepted_tokens: Any
-    block_idx_last_computed_token: Any
-    block_idx_first_scheduled_token_p: Any
-    block_idx_last_scheduled_token: Any
+    num_prefills: jax.Array
+    num_prefill_tokens: jax.Array
+    num_decodes: jax.Array
+    num_decode_tokens: jax.Array
+    seq_lens: jax.Array
+    has_initial_states_p: jax.Array
+    prep_initial_states: jax.Array
+    query_start_loc_p: jax.Array
+    num_computed_tokens_p: jax.Array
+    state_indices_tensor_p: jax.Array
+    state_indices_tensor_d: jax.Array
+    query_start_loc_d: jax.Array | None
+    num_accepted_tokens: jax.Array | None
+    block_idx_last_computed_token: jax.Array | None
+    block_idx_first_scheduled_token_p: jax.Array | None
+    block_idx_last_scheduled_token: jax.Array | None
     chunks: Chunks | None
     conv1d: CausalConv1d
 
@@ -95,9 +103,9 @@ class Chunks(NamedTuple):
         none (-1 for the first prefill); padding rows repeat the last row's.
     """
 
-    cu_chunk_seqlen_p: Any
-    seq_idx_p: Any
-    last_chunk_indices_p: Any
+    cu_chunk_seqlen_p: jax.Array
+    seq_idx_p: jax.Array
+    last_chunk_indices_p: jax.Array
 
 
 class CausalConv1d(NamedTuple):
@@ -109,19 +117,19 @@ class CausalConv1d(NamedTuple):
         programs.
     """
 
-    batch_ptr: Any
-    token_chunk_offset_ptr: Any
+    batch_ptr: jax.Array
+    token_chunk_offset_ptr: jax.Array
 
 
 def build(
     batch: BatchMetadata,
     *,
-    is_prefilling: Any,
+    is_prefilling: Array,
     mode: Mode = "none",
     chunk_size: int | None = None,
     num_spec_tokens: int = 0,
-    num_accepted_tokens: Any = None,
-    num_draft_tokens: Any = None,
+    num_accepted_tokens: Array | None = None,
+    num_draft_tokens: Array | None = None,
 ) -> MambaMetadata:
     """The metadata of a batch.
 
@@ -184,7 +192,9 @@ _NO_COLUMNS: dict[str, Any] = dict.fromkeys(
 )
 
 
-def _block_columns(batch: BatchMetadata, computed: Any, computed_p: Any) -> dict[str, Any]:
+def _block_columns(
+    batch: BatchMetadata, computed: jax.Array, computed_p: jax.Array
+) -> dict[str, jax.Array]:
     """Block table columns for mode "all"."""
     ends = computed, computed_p + 1, batch.seq_lens
     return {name: _last_block(batch, n) for name, n in zip(_NO_COLUMNS, ends, strict=True)}
@@ -197,14 +207,16 @@ def _check_arguments(mode: str, chunk_size: int | None) -> None:
         raise ValueError(f"chunk_size must be >= 1 token, got {chunk_size}")
 
 
-def _check_rows(batch: BatchMetadata, *of_rows: Any) -> None:
+def _check_rows(batch: BatchMetadata, *of_rows: Array | None) -> None:
     names = "is_prefilling", "num_accepted_tokens", "num_draft_tokens"
     for name, values in zip(names, of_rows, strict=True):
         if values is not None:
             check_rows(name, values, batch.max_num_reqs)
 
 
-def state_indices(batch: BatchMetadata, *, mode: Mode = "none", num_spec_tokens: int = 0) -> Any:
+def state_indices(
+    batch: BatchMetadata, *, mode: Mode = "none", num_spec_tokens: int = 0
+) -> jax.Array:
     """int32[B, 1 + num_spec_tokens], blocks of each row's state and of its draft tokens' states.
 
     Mode none: the first blocks of the row. Mode align: the blocks from that of the last token on.
@@ -215,8 +227,8 @@ def state_indices(batch: BatchMetadata, *, mode: Mode = "none", num_spec_tokens:
     """
     if not 0 <= num_spec_tokens < batch.max_blocks:
         raise ValueError(
-            f"num_spec_tokens={num_spec_tokens} tokens are outside [0, {batch.max_blocks}): each "
-            f"needs a block, and the block table has {batch.max_blocks} blocks a row"
+            f"num_spec_tokens must be in [0, {batch.max_blocks}), got {num_spec_tokens}: each "
+            f"draft token requires a block for its state, of {batch.max_blocks} blocks per row"
         )
     if mode == "all":
         return batch.block_table
@@ -232,10 +244,10 @@ def state_indices(batch: BatchMetadata, *, mode: Mode = "none", num_spec_tokens:
 
 def _split(
     batch: BatchMetadata,
-    is_prefilling: Any,
+    is_prefilling: Array,
     num_spec_tokens: int,
-    num_accepted_tokens: Any,
-    num_draft_tokens: Any,
+    num_accepted_tokens: Array | None,
+    num_draft_tokens: Array | None,
 ) -> Split:
     query = batch.query_lens
     short = query == 1
@@ -250,7 +262,7 @@ def _split(
     )
 
 
-def _last_block(batch: BatchMetadata, tokens: Any) -> Any:
+def _last_block(batch: BatchMetadata, tokens: jax.Array) -> jax.Array:
     """Column of the block with the last of `tokens` tokens; 0 if there are none."""
     return jnp.maximum(cdiv(tokens, batch.block_size) - 1, 0)
 
@@ -266,7 +278,7 @@ def _max_chunks(chunk_size: int, max_num_tokens: int, max_num_reqs: int) -> int:
 
 
 def _chunks(
-    chunk_size: int | None, starts: Any, computed: Any, max_num_tokens: int
+    chunk_size: int | None, starts: jax.Array, computed: jax.Array, max_num_tokens: int
 ) -> Chunks | None:
     """Chunks of rows that begin at `starts`, after `computed` tokens of their contexts."""
     if chunk_size is None:
@@ -287,7 +299,7 @@ def _chunks(
     )
 
 
-def _conv1d(starts: Any, max_num_tokens: int) -> CausalConv1d:
+def _conv1d(starts: jax.Array, max_num_tokens: int) -> CausalConv1d:
     max_num_reqs = starts.shape[0] - 1
     program_starts = prefix_sum(cdiv(starts[1:] - starts[:-1], CONV_BLOCK_M))
     # Each program has at least one token; only the last of a row has fewer than CONV_BLOCK_M.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 
 from jaxkv._src.runtime.bounds import check_bounds
 
 from .common import NULL_BLOCK
-from .segments import on_device, prefix_sum, row_of
+from .segments import Array, on_device, prefix_sum, row_of
 
 
-def packed_pages(block_table: Any, num_pages: Any, max_pages: int | None) -> tuple[Any, Any]:
+def packed_pages(
+    block_table: Array, num_pages: jax.Array, max_pages: int | None
+) -> tuple[jax.Array, jax.Array]:
     """Concatenates the first pages of each row of a block table.
 
     More than `max_pages` pages are an error, counted on the device. Both results are then truncated

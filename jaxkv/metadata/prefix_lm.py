@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.metadata.checks import check_rows
 from jaxkv.metadata.common import BatchMetadata, token_positions, token_to_request
-from jaxkv.metadata.segments import on_device
+from jaxkv.metadata.segments import Array, on_device
 
 NO_RANGE = -1  # first and last position for a token outside all ranges
 
@@ -66,7 +67,7 @@ def prefix_ranges(
         raise ValueError(f"{len(features)} requests exceed max_num_reqs={max_num_reqs}")
     out = np.zeros((max_num_reqs, max_ranges, 2), np.int32)
     for i, own in enumerate(features):
-        _refuse_overlap(i, own)
+        _check_no_overlap(i, own)
         ranges = [
             (first, last)
             for feature in own
@@ -75,13 +76,13 @@ def prefix_ranges(
             if sliding_window is None or last - first + 1 <= sliding_window
         ]
         if len(ranges) > max_ranges:
-            raise ValueError(f"request {i} has {len(ranges)} ranges, max_ranges={max_ranges}")
+            raise ValueError(f"request {i}: {len(ranges)} ranges exceed max_ranges={max_ranges}")
         if ranges:
             out[i, : len(ranges)] = ranges
     return out
 
 
-def _refuse_overlap(request: int, features: Sequence[Feature]) -> None:
+def _check_no_overlap(request: int, features: Sequence[Feature]) -> None:
     placed = sorted(features, key=lambda feature: feature.offset)
     for one, following in itertools.pairwise(placed):
         if one.offset + one.length > following.offset:
@@ -94,22 +95,19 @@ def _refuse_overlap(request: int, features: Sequence[Feature]) -> None:
 def _embed_ranges(request: int, feature: Feature) -> list[tuple[int, int]]:
     """First and last position of each sequence of consecutive embeddings."""
     embeds = np.ones(feature.length) if feature.is_embed is None else np.asarray(feature.is_embed)
-    what = f"request {request} has a feature {feature.modality} at {feature.offset} with"
+    argument = f"request {request}: is_embed of feature {feature.modality} at {feature.offset}"
     if embeds.shape != (feature.length,):
         raise ValueError(
-            f"{what} is_embed of shape {embeds.shape}, not one entry for each of "
-            f"length={feature.length} tokens"
+            f"{argument} must have shape ({feature.length},), one entry a token, got {embeds.shape}"
         )
     if not np.isin(embeds, (0, 1)).all():
-        raise ValueError(
-            f"{what} is_embed={embeds.tolist()}, whose entries must be bool, or 0 or 1"
-        )
+        raise ValueError(f"{argument} must have entries False, True, 0 or 1, got {embeds.tolist()}")
     steps = np.diff(np.concatenate([[0], embeds.astype(np.int8), [0]]))
-    first, behind = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
-    return list(zip(feature.offset + first, feature.offset + behind - 1, strict=True))
+    first, end = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
+    return list(zip(feature.offset + first, feature.offset + end - 1, strict=True))
 
 
-def build(batch: BatchMetadata, ranges: Any) -> Any:
+def build(batch: BatchMetadata, ranges: Array) -> jax.Array:
     """The range of each query token.
 
     Args:
@@ -128,7 +126,7 @@ def build(batch: BatchMetadata, ranges: Any) -> Any:
     position = token_positions(batch)[:, None]
     own = on_device(ranges)[row]
     first, last = own[..., 0], own[..., 1]
-    holds = (first < last) & (first <= position) & (position <= last)
-    holds &= (token < batch.query_start_loc[-1])[:, None]
+    inside = (first < last) & (first <= position) & (position <= last)
+    inside &= (token < batch.query_start_loc[-1])[:, None]
     # A token is in at most one range, so the maximum selects its entry.
-    return jnp.max(jnp.where(holds[..., None], own, NO_RANGE), axis=1, initial=NO_RANGE)
+    return jnp.max(jnp.where(inside[..., None], own, NO_RANGE), axis=1, initial=NO_RANGE)

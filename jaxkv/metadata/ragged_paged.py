@@ -16,7 +16,7 @@ pages of padding rows are not read.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,14 +46,14 @@ class RaggedPagedMetadata:
         prefills, as in both engines.
     """
 
-    input_positions: Any
-    slot_mapping: Any
-    kv_lens: Any
-    page_indices: Any
-    cu_q_lens: Any
-    cu_kv_lens: Any
-    num_seqs: Any
-    distribution: Any
+    input_positions: jax.Array
+    slot_mapping: jax.Array
+    kv_lens: jax.Array
+    page_indices: jax.Array
+    cu_q_lens: jax.Array
+    cu_kv_lens: jax.Array
+    num_seqs: jax.Array
+    distribution: jax.Array
 
 
 def build(
@@ -77,13 +77,13 @@ def build(
     if pages not in ("table", "flat", "packed"):
         raise ValueError(f'pages must be "table", "flat" or "packed", got {pages!r}')
     if max_pages is not None and pages != "packed":
-        raise ValueError(f'max_pages={max_pages} pages: only of pages="packed", not {pages!r}')
-    most = batch.block_table.size if max_pages is None else max_pages
-    if most * batch.block_size >= 2**31:
-        smaller = "max_pages" if pages == "packed" else "block table, or pack the pages"
+        raise ValueError(f'max_pages={max_pages} requires pages="packed", got {pages!r}')
+    limit = batch.block_table.size if max_pages is None else max_pages
+    if limit * batch.block_size >= 2**31:
+        remedy = "reduce max_pages" if pages == "packed" else 'use pages="packed" with max_pages'
         raise ValueError(
-            f"{most} pages of {batch.block_size} tokens: cu_kv_lens counts up to 2**31 - 1 tokens; "
-            f"give a smaller {smaller}"
+            f"{limit} pages of {batch.block_size} tokens exceed the 2**31 - 1 tokens of cu_kv_lens "
+            f"(int32); {remedy}"
         )
     page_indices, num_pages = batch.block_table, cdiv(batch.seq_lens, batch.block_size)
     starts = prefix_sum(num_pages)
@@ -105,7 +105,7 @@ def build(
     )
 
 
-def _leading(flags: Any) -> Any:
+def _leading(flags: jax.Array) -> jax.Array:
     """int32[], number of leading entries that are set."""
     others = jnp.where(flags, flags.shape[0], jnp.arange(flags.shape[0], dtype=jnp.int32))
     return jnp.min(others)

@@ -42,8 +42,8 @@ def reorder_batch(
     scheduled, computed, prompt = map(np.asarray, (num_scheduled, num_computed, num_prompt))
     if not len(scheduled) == len(computed) == len(prompt):
         raise ValueError(
-            f"num_scheduled, num_computed and num_prompt name {len(scheduled)}, {len(computed)} "
-            f"and {len(prompt)} requests"
+            "num_scheduled, num_computed and num_prompt must have equal lengths, got "
+            f"{len(scheduled)}, {len(computed)} and {len(prompt)} requests"
         )
     region = np.select(
         [computed == 0, scheduled > decode_threshold, computed < prompt],
@@ -83,15 +83,15 @@ def seq_lens_upper_bound(
     scheduled, computed = np.asarray(num_scheduled, np.int64), np.asarray(num_computed, np.int64)
     if not len(scheduled) == len(computed) <= max_num_reqs:
         raise ValueError(
-            f"num_scheduled and num_computed name {len(scheduled)} and {len(computed)} requests, "
-            f"max_num_reqs={max_num_reqs}"
+            f"num_scheduled and num_computed must have equal lengths of at most {max_num_reqs=}, "
+            f"got {len(scheduled)} and {len(computed)} requests"
         )
     total = scheduled + computed
     if np.any(total >= 2**31):
         i = int(total.argmax())
         raise ValueError(
-            f"request {i} has num_scheduled={scheduled[i]} and num_computed={computed[i]} tokens, "
-            "together more than 2**31 - 1, the most of a context"
+            f"request {i}: num_scheduled={scheduled[i]} and num_computed={computed[i]} tokens "
+            "exceed a context of 2**31 - 1 tokens"
         )
     bound = np.zeros(max_num_reqs, np.int32)
     bound[: len(total)] = total
@@ -118,7 +118,7 @@ def split_prefill_chunks(
     first, used = 0, 0
     for i, length in enumerate(np.asarray(seq_lens).tolist()):
         if length > workspace:
-            raise ValueError(f"request {i} has {length} tokens, the workspace {workspace}")
+            raise ValueError(f"request {i}: {length} tokens exceed workspace={workspace} tokens")
         if used + length > workspace:
             chunks.append((first + offset, i + offset))
             first, used = i, 0

@@ -6,14 +6,23 @@ kernel; XLA's scans and searches take several kernels.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+Array: TypeAlias = jax.Array | np.ndarray  # on the device, or on the host until it is traced
+T = TypeVar("T")
+IntOrArray = TypeVar("IntOrArray", int, jax.Array)
 
 _TILE = 128  # flags per matrix product in `count_before`
 
 
+@overload
+def on_device(tree: Array) -> jax.Array: ...
+@overload
+def on_device(tree: T) -> T: ...
 def on_device(tree: Any) -> Any:
     """The tree with JAX arrays instead of NumPy arrays, which cannot be indexed by a tracer.
 
@@ -22,12 +31,12 @@ def on_device(tree: Any) -> Any:
     return jax.tree.map(jnp.asarray, tree)
 
 
-def cdiv(numerator: Any, denominator: int) -> Any:
+def cdiv(numerator: IntOrArray, denominator: int) -> IntOrArray:
     """Ceil division of values >= 0."""
     return -(-numerator // denominator)
 
 
-def prefix_sum(x: Any) -> Any:
+def prefix_sum(x: jax.Array) -> jax.Array:
     """int32[n + 1], prefix sum with a leading zero: 0, x[0], x[0] + x[1], ...
 
     Implemented as a masked reduction: at the number of rows of a batch, far cheaper on a GPU than a
@@ -38,7 +47,7 @@ def prefix_sum(x: Any) -> Any:
     return jnp.sum(jnp.where(before, x.astype(jnp.int32), 0), axis=1, dtype=jnp.int32)
 
 
-def row_of(starts: Any, positions: Any) -> Any:
+def row_of(starts: jax.Array, positions: jax.Array) -> jax.Array:
     """The row r with starts[r] <= position < starts[r + 1], for each of `positions`.
 
     Empty rows are skipped. A position past the end yields the number of rows.
@@ -51,7 +60,7 @@ def row_of(starts: Any, positions: Any) -> Any:
     return row.astype(jnp.int32)
 
 
-def rows_from(x: Any, first: Any, count: Any, *, fill: Any = 0) -> Any:
+def rows_from(x: Array, first: int | jax.Array, count: jax.Array, *, fill: int = 0) -> jax.Array:
     """`x[first : first + count]`, padded with `fill` to the shape of `x`.
 
     Args:
@@ -67,7 +76,7 @@ def rows_from(x: Any, first: Any, count: Any, *, fill: Any = 0) -> Any:
     return jnp.where(wanted, rows, jnp.asarray(fill, x.dtype))
 
 
-def starts_from(starts: Any, first: Any, count: Any) -> Any:
+def starts_from(starts: Array, first: int | jax.Array, count: jax.Array) -> jax.Array:
     """`starts[first : first + count + 1]` relative to its first value, padded with its last value.
 
     Args:
@@ -84,7 +93,7 @@ def starts_from(starts: Any, first: Any, count: Any) -> Any:
     )
 
 
-def count_before(flags: Any) -> Any:
+def count_before(flags: jax.Array) -> jax.Array:
     """int32[N, L], exclusive count of set flags in each row of bool[N, L].
 
     Within a tile, by a product with a triangular matrix, because XLA's scan of a long row takes

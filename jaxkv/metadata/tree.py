@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, split_decodes_and_prefills
-from jaxkv.metadata.segments import rows_from, starts_from
+from jaxkv.metadata.segments import Array, rows_from, starts_from
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +31,7 @@ class TreeMetadata:
 
     decode: BatchMetadata
     prefill: BatchMetadata
-    tree_attn_bias: Any
+    tree_attn_bias: Array
 
 
 def tree_attn_bias(selections: Sequence[tuple[int, ...]]) -> np.ndarray:
@@ -50,14 +49,16 @@ def tree_attn_bias(selections: Sequence[tuple[int, ...]]) -> np.ndarray:
     for i, selection in enumerate(map(tuple, selections), start=1):
         parent = index.get(selection[:-1])
         if selection in index or parent is None:
-            raise ValueError(f"choices[{i - 1}]={selection}: twice, or not after its parent")
+            raise ValueError(
+                f"selections[{i - 1}]={selection} must be unique and preceded by its parent"
+            )
         bias[i] = bias[parent]
         bias[i, i] = 0
         index[selection] = i
     return bias
 
 
-def build(batch: BatchMetadata, bias: Any) -> TreeMetadata:
+def build(batch: BatchMetadata, bias: Array) -> TreeMetadata:
     """Metadata of a batch; leading rows with up to L query tokens are decodes.
 
     Args:
@@ -73,7 +74,7 @@ def build(batch: BatchMetadata, bias: Any) -> TreeMetadata:
 
 
 def build_for_drafting(
-    batch: BatchMetadata, bias: Any, *, draft_index: int, query_len: int
+    batch: BatchMetadata, bias: Array, *, draft_index: int, query_len: int
 ) -> TreeMetadata:
     """Metadata of a step that drafts one level of the tree.
 
@@ -93,14 +94,16 @@ def build_for_drafting(
         raise ValueError(f"draft_index must be >= 0, got {draft_index}")
     if draft_index and not 1 <= query_len < bias.shape[0]:
         raise ValueError(
-            f"query_len={query_len} tokens are outside [1, {bias.shape[0]}): the tree has "
-            f"{bias.shape[0] - 1} drafts"
+            f"query_len must be in [1, {bias.shape[0] - 1}], the draft tokens of the tree, "
+            f"got {query_len}"
         )
     drafts = slice(1, 1 + query_len) if draft_index else slice(0)
     return build(batch, bias[drafts, drafts])
 
 
-def _part(batch: BatchMetadata, first: Any, count: Any, num_tokens: Any) -> BatchMetadata:
+def _part(
+    batch: BatchMetadata, first: int | jax.Array, count: jax.Array, num_tokens: jax.Array
+) -> BatchMetadata:
     return dataclasses.replace(
         batch,
         query_start_loc=starts_from(batch.query_start_loc, first, count),

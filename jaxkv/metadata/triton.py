@@ -7,13 +7,13 @@ scratch outputs of the kernel call, which XLA allocates. Cascade attention is in
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .checks import check_rows
 from .common import BatchMetadata, slot_mapping, token_positions
+from .segments import Array
 
 _PROGRAMS_2D = 128  # with fewer programs, the kernel without segments leaves SMs idle
 
@@ -40,14 +40,14 @@ class TritonMetadata:
       softmax_segm_expsum: float32[rows, query heads, segments].
     """
 
-    num_actual_tokens: Any
-    max_query_len: Any
-    query_start_loc: Any
-    max_seq_len: Any
-    seq_lens: Any
-    block_table: Any
-    slot_mapping: Any
-    mm_prefix_range: Any
+    num_actual_tokens: jax.Array
+    max_query_len: jax.Array
+    query_start_loc: jax.Array
+    max_seq_len: jax.Array
+    seq_lens: jax.Array
+    block_table: jax.Array
+    slot_mapping: jax.Array
+    mm_prefix_range: Array | None
     seq_threshold_3D: int = dataclasses.field(metadata={"static": True})
     num_par_softmax_segments: int = dataclasses.field(metadata={"static": True})
     softmax_segm_output: jax.ShapeDtypeStruct = dataclasses.field(metadata={"static": True})
@@ -62,7 +62,7 @@ def build(
     num_kv_heads: int,
     head_dim: int,
     num_softmax_segments: int = 16,
-    mm_prefix_range: Any = None,
+    mm_prefix_range: Array | None = None,
 ) -> TritonMetadata:
     """Metadata of a batch for Triton's unified attention.
 

@@ -12,7 +12,6 @@ lengths are 0 and block tables NULL_BLOCK.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +40,11 @@ class Part:
       max_seq_len: int32[], longest context of this part in tokens.
     """
 
-    query_start_loc: Any
-    seq_lens: Any
-    block_table: Any
-    max_query_len: Any
-    max_seq_len: Any
+    query_start_loc: jax.Array
+    seq_lens: jax.Array
+    block_table: jax.Array
+    max_query_len: jax.Array
+    max_seq_len: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -71,18 +70,18 @@ class TurboQuantMetadata:
       prefill: the prefills.
     """
 
-    num_actual_tokens: Any
-    num_decodes: Any
-    num_decode_tokens: Any
-    is_prefill: Any
-    query_start_loc: Any
-    seq_lens: Any
-    block_table: Any
-    max_query_len: Any
-    max_seq_len: Any
-    slot_mapping: Any
-    token_to_req: Any
-    token_seq_lens: Any
+    num_actual_tokens: jax.Array
+    num_decodes: jax.Array
+    num_decode_tokens: jax.Array
+    is_prefill: jax.Array
+    query_start_loc: jax.Array
+    seq_lens: jax.Array
+    block_table: jax.Array
+    max_query_len: jax.Array
+    max_seq_len: jax.Array
+    slot_mapping: jax.Array
+    token_to_req: jax.Array
+    token_seq_lens: jax.Array
     decode: Part
     prefill: Part
 
@@ -115,7 +114,7 @@ def build(batch: BatchMetadata) -> TurboQuantMetadata:
     )
 
 
-def _part(batch: BatchMetadata, first: Any, count: Any) -> Part:
+def _part(batch: BatchMetadata, first: jax.Array, count: jax.Array) -> Part:
     seq_lens = rows_from(batch.seq_lens, first, count)
     return Part(
         query_start_loc=starts_from(batch.query_start_loc, first, count),

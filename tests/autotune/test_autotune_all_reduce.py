@@ -20,11 +20,11 @@ NAMES = ("low_latency", "one_shot", "two_shot", "psum")
 
 
 @pytest.mark.cpu_only
-def test_the_command_writes_a_table_that_is_followed(tmp_path):
+def test_command_writes_valid_table(tmp_path):
     out = tmp_path / "cpu.json"
     command = [sys.executable, "-m", "jaxkv.tune", "--all-reduce", "--quick", "--out", str(out)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-    told = subprocess.run(
+    output = subprocess.run(
         command,
         check=True,
         capture_output=True,
@@ -37,16 +37,16 @@ def test_the_command_writes_a_table_that_is_followed(tmp_path):
     assert table.date and table.versions["jax"] == jax.__version__
     packaged = tables.packaged_table("cpu")
     assert {n: table.rules[n] for n in (4, 6, 8)} == {n: packaged.rules[n] for n in (4, 6, 8)}
-    assert out.read_text() in told and f"{tables.VARIABLE}={out}" in told
-    assert "2 devices, 1024 bytes of bfloat16: low_latency " in told
+    assert out.read_text() in output and f"{tables.VARIABLE}={out}" in output
+    assert "2 devices, 1024 bytes of bfloat16: low_latency " in output
 
 
 @pytest.mark.cpu_only
-def test_one_device_is_no_group():
+def test_command_with_one_device_fails():
     command = [sys.executable, "-m", "jaxkv.tune", "--all-reduce", "--quick"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert ran.returncode and "needs at least 2 devices, here is one" in ran.stderr
+    assert ran.returncode and "requires at least 2 devices, found 1" in ran.stderr
 
 
 @pytest.fixture
@@ -56,14 +56,14 @@ def cell():
     return Cell(2, 1 << 10, "float32")
 
 
-def test_all_that_serve_are_measured(cell, monkeypatch):
+def test_supported_algorithms_are_measured(cell, monkeypatch):
     monkeypatch.setattr(measurement, "seconds_per_step", lambda *_: 32.0)
     found = all_reduce.measure(cell)
     assert {*found} >= {*NAMES} and {*found.values()} == {1.0}
 
 
 @pytest.mark.parametrize("dtype", all_reduce.DTYPES)
-def test_wrong_sums_are_not_timed(cell, dtype, monkeypatch):
+def test_incorrect_result_raises(cell, dtype, monkeypatch):
     right = jaxkv.all_reduce
 
     @functools.wraps(right)
@@ -74,13 +74,13 @@ def test_wrong_sums_are_not_timed(cell, dtype, monkeypatch):
     timed = mock.Mock(return_value=1.0)
     monkeypatch.setattr(jaxkv, "all_reduce", wrong)
     monkeypatch.setattr(measurement, "seconds_per_step", timed)
-    with pytest.raises(RuntimeError, match=r"1024 bytes of .*: one_shot gave wrong sums"):
+    with pytest.raises(RuntimeError, match=r"1024 bytes of .*: incorrect result of one_shot"):
         all_reduce.measure(cell._replace(dtype=dtype))
     assert timed.call_count == tables.ALGORITHMS.index("one_shot")
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_cells_of_a_gpu(quick):
+def test_gpu_cells(quick):
     cells = all_reduce.cells("gpu", 4, quick=quick)
     assert len({*cells}) == len(cells)
     assert {cell.world_size for cell in cells} == {2, 4}
@@ -92,7 +92,7 @@ def always(algorithm, num_bytes):
     return True
 
 
-def test_the_fastest_of_both_dtypes_is_chosen():
+def test_slower_dtype_determines_the_algorithm():
     times = {
         1024: [{"low_latency": 1.0, "one_shot": 2.0}, {"low_latency": 1.5, "one_shot": 2.0}],
         # low_latency is fastest for bfloat16 but slower for float32.
@@ -101,12 +101,12 @@ def test_the_fastest_of_both_dtypes_is_chosen():
     assert all_reduce.rules_of(times, always) == [(0, "low_latency"), (2048, "one_shot")]
 
 
-def test_equally_fast_ones_do_not_take_turns():
+def test_equal_times_yield_one_rule():
     times = {1 << i: [{"one_shot": 1.0, "two_shot": 1.0 - 0.02 * (i % 2)}] for i in range(10, 20)}
     assert all_reduce.rules_of(times, always) == [(0, "one_shot")]
 
 
-def test_noise_does_not_add_up():
+def test_noise_does_not_accumulate():
     """A comparison of neighbours would keep psum: it is near one_shot, and one_shot near
     two_shot."""
     times = {
@@ -117,7 +117,7 @@ def test_noise_does_not_add_up():
 
 
 @pytest.mark.parametrize("limit", [1024, 1500, 2046, 2047])
-def test_what_serves_no_more_is_left_exactly_there(limit):
+def test_rule_ends_at_exact_size_limit(limit):
     times = {1024: [{"low_latency": 1.0, "one_shot": 2.0}], 2048: [{"one_shot": 2.0}]}
     rules = all_reduce.rules_of(times, lambda name, size: name == "one_shot" or size <= limit)
     assert rules == [(0, "low_latency"), (limit + 1, "one_shot")]
@@ -132,14 +132,14 @@ def test_what_serves_no_more_is_left_exactly_there(limit):
         min_size=1,
     )
 )
-def test_rules_choose_nothing_slower_than_noise(times):
+def test_rules_are_optimal_up_to_noise(times):
     """Nor an unsupported algorithm, at any measured size."""
 
-    def serves(algorithm, num_bytes):
+    def supports(algorithm, num_bytes):
         # Between measured sizes: as at the next larger one.
         return algorithm in times[min(size for size in times if size >= num_bytes)][0]
 
-    rules = all_reduce.rules_of(times, serves)
+    rules = all_reduce.rules_of(times, supports)
     minima = [least for least, _ in rules]
     assert minima[0] == 0 and minima == sorted({*minima})
     for size, [found] in times.items():
@@ -147,7 +147,7 @@ def test_rules_choose_nothing_slower_than_noise(times):
         assert found[chosen] <= min(found.values()) / (1 - all_reduce.NOISE) * (1 + 1e-9)
 
 
-def test_differences_between_dtypes_are_told():
+def test_dtype_differences_are_reported():
     here = Cell(2, 1024, "bfloat16")
     other = here._replace(dtype="float32")
     fast, slow = {"one_shot": 1.0, "psum": 2.0}, {"one_shot": 2.0, "psum": 1.0}
@@ -163,14 +163,14 @@ def test_differences_between_dtypes_are_told():
 
 
 @pytest.mark.parametrize("path", sorted(tables.PACKAGED.glob("*.json")), ids=lambda path: path.name)
-def test_a_table_is_written_as_it_was_read(path, tmp_path):
+def test_table_round_trip(path, tmp_path):
     assert tables.load(path).to_text() == path.read_text()
     assert {*tables.load(path).rules} == {*tables.WORLD_SIZES}
 
 
-def test_the_variable_names_a_table(tmp_path, monkeypatch):
+def test_environment_variable_selects_table(tmp_path, monkeypatch):
     packaged = tables.packaged_table("cpu")
-    path = tmp_path / "mine.json"
+    path = tmp_path / "table.json"
     path.write_text(packaged.to_text().replace("low_latency", "two_shot"))
     monkeypatch.setenv(tables.VARIABLE, str(path))
     assert tables.table_for("cpu").algorithm(2, 0) == "two_shot"

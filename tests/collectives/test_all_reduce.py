@@ -15,12 +15,12 @@ from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
 from tests.util import hooks
 from tests.util.ranks import (
     AXIS,
-    BY_SWITCH,
     MAX_BYTES,
+    METHODS,
+    MULTICAST,
     NATIVE,
     ORDERED,
     TILED,
-    WAYS,
     assert_sums,
     implementation_of,
     late,
@@ -39,8 +39,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 @pytest.fixture(scope="module")
 def tiled_memories():
     """Likewise, with LL buffers so small that two_shot is split into tiles."""
-    worlds = [n for n in WORLD_SIZES if n <= jax.device_count()]
-    made = {n: memory_of(n, max_bytes=MAX_BYTES, way=TILED) for n in worlds}
+    world_sizes = [n for n in WORLD_SIZES if n <= jax.device_count()]
+    made = {n: memory_of(n, max_bytes=MAX_BYTES, method=TILED) for n in world_sizes}
     yield made
     for memory in made.values():
         memory.check_errors()
@@ -65,48 +65,48 @@ def sizes(itemsize: int):
 
 
 @settings(max_examples=100)
-@given(st.data(), st.sampled_from(WORLD_SIZES), st.sampled_from(DTYPES), st.sampled_from(WAYS))
-def test_sums_of_any_size_are_exact(memories, tiled_memories, data, world, dtype, way):
-    if world not in memories:
+@given(st.data(), st.sampled_from(WORLD_SIZES), st.sampled_from(DTYPES), st.sampled_from(METHODS))
+def test_integer_sums_of_any_size_are_exact(
+    memories, tiled_memories, data, world_size, dtype, method
+):
+    if world_size not in memories:
         return
-    memory = (tiled_memories if way == TILED else memories)[world]
+    memory = (tiled_memories if method == TILED else memories)[world_size]
     n = data.draw(sizes(jnp.dtype(dtype).itemsize))
-    x = operand(world, (n,), dtype, seed=n)
-    assert_sums(sums(memory, way)(x), x)
+    x = operand(world_size, (n,), dtype, seed=n)
+    assert_sums(sums(memory, method)(x), x)
 
 
-def rounded(world: int, dtype: str) -> np.ndarray:
+def rounded(world_size: int, dtype: str) -> np.ndarray:
     """Values whose sum depends on the order."""
     rng = np.random.default_rng(1)
-    scale = 10.0 ** rng.integers(-2, 4, (world, 777))
-    return (rng.normal(size=(world, 777)) * scale).astype(jnp.dtype(dtype))
+    scale = 10.0 ** rng.integers(-2, 4, (world_size, 777))
+    return (rng.normal(size=(world_size, 777)) * scale).astype(jnp.dtype(dtype))
 
 
-@pytest.mark.parametrize("way", [*ORDERED, TILED])
+@pytest.mark.parametrize("method", [*ORDERED, TILED])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", WORLD_SIZES)
-def test_values_are_added_in_float32_in_the_order_of_ranks(
-    memories, tiled_memories, world, dtype, way
-):
-    mesh_of(world)
-    x = rounded(world, dtype)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_accumulation_is_float32_in_rank_order(memories, tiled_memories, world_size, dtype, method):
+    mesh_of(world_size)
+    x = rounded(world_size, dtype)
     want = x[0].astype(np.float32)
     for row in x[1:]:
         want = want + row.astype(np.float32)
-    step = sums((tiled_memories if way == TILED else memories)[world], way)
+    step = sums((tiled_memories if method == TILED else memories)[world_size], method)
     for _ in range(3):
         assert_same_bits(step(x), want.astype(x.dtype))
 
 
-@pytest.mark.parametrize("algorithm", BY_SWITCH)
+@pytest.mark.parametrize("algorithm", MULTICAST)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", WORLD_SIZES)
-def test_a_switch_adds_in_any_order_but_in_float32_and_once_for_all(
-    memories, world, dtype, algorithm
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_multimem_accumulates_in_float32_and_is_identical_on_all_ranks(
+    memories, world_size, dtype, algorithm
 ):
-    mesh_of(world)
-    x = rounded(world, dtype)
-    got = np.asarray(sums(memories[world], algorithm)(x))
+    mesh_of(world_size)
+    x = rounded(world_size, dtype)
+    got = np.asarray(sums(memories[world_size], algorithm)(x))
     assert_same_bits(got, got[0])
     exact = x.astype(np.float64).sum(0)
     largest = np.abs(x.astype(np.float64)).sum(0)
@@ -117,7 +117,7 @@ def test_a_switch_adds_in_any_order_but_in_float32_and_once_for_all(
 
 @pytest.mark.parametrize("algorithm", NATIVE)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros_keep_their_sign_and_any_nan_arrives(memories, dtype, algorithm):
+def test_signed_zeros_and_nans_are_preserved(memories, dtype, algorithm):
     """Also the NaN that marks a word as not yet arrived."""
     memory = memories[2]
     bits = np.uint32 if dtype == "float32" else np.uint16
@@ -136,7 +136,7 @@ def test_zeros_keep_their_sign_and_any_nan_arrives(memories, dtype, algorithm):
     assert [str(v) for v in first.astype(np.float32)] == ["-0.0", "0.0", "nan", "inf", "nan", "nan"]
 
 
-def test_sizes_grow_and_shrink_through_one_memory(memories):
+def test_varying_sizes_share_one_memory(memories):
     """The receive buffer still contains data of a larger message."""
     for memory in memories.values():
         for round_, n in enumerate([5, 4096, 3, 1000, 4096, 1, 7, 2048, 64] * 2):
@@ -145,29 +145,29 @@ def test_sizes_grow_and_shrink_through_one_memory(memories):
             assert_sums(sums(memory, "low_latency")(x), x)
 
 
-@pytest.mark.parametrize("algorithm", ["two_shot", *BY_SWITCH])
-@pytest.mark.parametrize("world", WORLD_SIZES)
-def test_messages_of_many_chunks(world, algorithm):
+@pytest.mark.parametrize("algorithm", ["two_shot", *MULTICAST])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_messages_of_many_chunks(world_size, algorithm):
     """Each receive buffer is reused in one call; the last chunk ends within a rank's part."""
     num_bytes = 9 * LOW_LATENCY_BYTES // 2
-    with memory_of(world, max_bytes=2 * num_bytes) as memory:
+    with memory_of(world_size, max_bytes=2 * num_bytes) as memory:
         step = sums(memory, algorithm)
         for round_, n in enumerate([num_bytes // 4 + 5, 7, num_bytes // 4 - 100_000]):
-            x = operand(world, (n,), "float32", round_)
+            x = operand(world_size, (n,), "float32", round_)
             assert_sums(step(x), x)
 
 
 @pytest.mark.parametrize("max_bytes", [4, 20, 36, 48, 100, 1000])
-@pytest.mark.parametrize("world", WORLD_SIZES)
-def test_a_small_memory_serves_its_largest_message(world, max_bytes):
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_small_memory_supports_its_max_bytes(world_size, max_bytes):
     """Parts that exceed half an LL buffer require tiles."""
-    with memory_of(world, max_bytes=max_bytes) as memory:
-        x = operand(world, (max_bytes // 4,), "float32")
+    with memory_of(world_size, max_bytes=max_bytes) as memory:
+        x = operand(world_size, (max_bytes // 4,), "float32")
         assert_sums(sums(memory, "two_shot")(x), x)
 
 
 @pytest.mark.parametrize("algorithm", NATIVE)
-def test_slices_that_begin_inside_of_words(memories, algorithm):
+def test_unaligned_slices(memories, algorithm):
     """XLA may pass the address of a slice, which is aligned to the element, not to a word."""
     memory = memories[2]
 
@@ -186,7 +186,7 @@ def test_slices_that_begin_inside_of_words(memories, algorithm):
 # In a step
 
 
-def test_pytrees_and_several_calls_of_several_memories(memories):
+def test_pytrees_and_multiple_memories(memories):
     memory = memories[2]
 
     def step(x):
@@ -206,7 +206,7 @@ def test_pytrees_and_several_calls_of_several_memories(memories):
 
 
 @pytest.mark.parametrize("algorithm", NATIVE)
-def test_in_a_scan(memories, algorithm):
+def test_scan(memories, algorithm):
     memory = memories[2]
 
     def step(x):
@@ -236,7 +236,7 @@ def test_vmap_and_inner_jit(memories):
 
 
 @pytest.mark.parametrize("rows_axis", [0, 1])
-def test_rows_of_a_vmap_go_in_one_call(memories, rows_axis):
+def test_vmap_is_one_batched_call(memories, rows_axis):
     """Chosen by their total bytes: rows that fit one by one may exceed a buffer together."""
     memory = memories[2]
     rows, columns = 8, MAX_BYTES // 4 // 4
@@ -256,7 +256,7 @@ def test_rows_of_a_vmap_go_in_one_call(memories, rows_axis):
     assert text.count("custom_call @jaxkv_all_reduce") == 1
 
 
-def test_empty_arrays_are_the_same_on_all_devices(memories):
+def test_empty_arrays_are_replicated(memories):
     memory = memories[2]
     step = jax.shard_map(
         lambda x: jaxkv.all_reduce(memory, x[:, :0], AXIS),
@@ -266,7 +266,7 @@ def test_empty_arrays_are_the_same_on_all_devices(memories):
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_derivatives_are_those_of_psum(memories, check_vma):
+def test_derivatives_equal_psum(memories, check_vma):
     memory = memories[2]
     x, tangent = (operand(2, (10,), "float32", seed) for seed in (1, 2))
 
@@ -275,9 +275,9 @@ def test_derivatives_are_those_of_psum(memories, check_vma):
         value, forward = jax.jvp(step, (x,), (tangent,))
         return value, forward, jax.grad(lambda x: step(x).sum())(x)
 
-    ours = derivatives(lambda x: jaxkv.all_reduce(memory, x, AXIS))
-    theirs = derivatives(lambda x: jax.lax.psum(x, AXIS))
-    for got, want in zip(ours, theirs, strict=True):
+    actual = derivatives(lambda x: jaxkv.all_reduce(memory, x, AXIS))
+    expected = derivatives(lambda x: jax.lax.psum(x, AXIS))
+    for got, want in zip(actual, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
@@ -291,7 +291,7 @@ def test_derivatives_are_those_of_psum(memories, check_vma):
     ],
     ids=["plain", "vmap", "jvp", "grad"],
 )
-def test_calls_of_a_step_are_ordered_by_data(memories, transform):
+def test_calls_of_a_step_have_data_dependences(memories, transform):
     """Each takes a result of the previous one, although their own operands are independent."""
     memory = memories[2]
     all_reduce = partial(jaxkv.all_reduce, memory, axis_name=AXIS, implementation="low_latency")
@@ -308,7 +308,7 @@ def test_calls_of_a_step_are_ordered_by_data(memories, transform):
         assert f"{before}#1" in call
 
 
-def test_traces_leave_nothing_behind(memories):
+def test_repeated_traces_do_not_leak(memories):
     memory = memories[2]
     with jax.checking_leaks():
         sums(memory, "low_latency")(operand(2, (8,), "float32"))
@@ -318,18 +318,18 @@ def test_traces_leave_nothing_behind(memories):
 # Skewed ranks
 
 
-def delayed(memory, way):
+def delayed(memory, method):
     """All-reduce in which one rank is late."""
 
     def step(x, late_rank):
         x = late(x, late_rank)
-        return jaxkv.all_reduce(memory, x, AXIS, implementation=implementation_of(way))
+        return jaxkv.all_reduce(memory, x, AXIS, implementation=implementation_of(method))
 
     return on_ranks(memory, step)
 
 
-def wrong_rounds(memory, way, *, waits: bool = True, rounds: int = 12) -> int:
-    step, wrong = delayed(memory, way), 0
+def wrong_rounds(memory, method, *, waits: bool = True, rounds: int = 12) -> int:
+    step, wrong = delayed(memory, method), 0
     for round_ in range(rounds):
         if not waits:
             hooks.preset(memory, 0, ahead=1 << 20)
@@ -339,20 +339,20 @@ def wrong_rounds(memory, way, *, waits: bool = True, rounds: int = 12) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("waits", [True, False], ids=["wait", "no wait"])
-def test_late_ranks_are_waited_for(way, waits):
-    with memory_of(2, way=way) as memory:
-        wrong = wrong_rounds(memory, way, waits=waits)
+def test_delayed_rank_does_not_change_results(method, waits):
+    with memory_of(2, method=method) as memory:
+        wrong = wrong_rounds(memory, method, waits=waits)
     assert wrong == 0 if waits else wrong > 0
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("waits", [True, False], ids=["wait", "no wait"])
-def test_threads_may_be_late_inside_of_a_call(way, waits):
+def test_delayed_threads_do_not_change_results(method, waits):
     """For example after sending and before a word is reset."""
-    with memory_of(2, way=way) as memory:
-        step, wrong = sums(memory, way), 0
+    with memory_of(2, method=method) as memory:
+        step, wrong = sums(memory, method), 0
         hooks.preset(memory, 0, stall_s=1e-3)
         for round_ in range(12):
             if not waits:
@@ -362,9 +362,9 @@ def test_threads_may_be_late_inside_of_a_call(way, waits):
     assert wrong == 0 if waits else wrong > 0
 
 
-@pytest.mark.parametrize("way", ["one_shot", *BY_SWITCH, TILED])  # those that count epochs
+@pytest.mark.parametrize("method", ["one_shot", *MULTICAST, TILED])  # those that count epochs
 @pytest.mark.parametrize("epoch", [2**31, 2**32, 2**63, 2**64], ids="2^{0:.0f}".format)
-def test_epochs_wrap(way, epoch):
-    with memory_of(2, way=way) as memory:
+def test_epoch_overflow_wraps(method, epoch):
+    with memory_of(2, method=method) as memory:
         hooks.preset(memory, epoch - 9)
-        assert wrong_rounds(memory, way) == 0
+        assert wrong_rounds(memory, method) == 0

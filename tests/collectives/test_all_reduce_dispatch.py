@@ -12,8 +12,8 @@ from jaxkv._src.collectives import all_reduce
 from jaxkv._src.tuning.all_reduce_table import VARIABLE, packaged_table, table_for
 from tests.util.ranks import (
     AXIS,
-    BY_SWITCH,
     MAX_BYTES,
+    MULTICAST,
     assert_sums,
     memory_of,
     on_ranks,
@@ -24,7 +24,7 @@ from tests.util.ranks import (
 pytestmark = [pytest.mark.multigpu, pytest.mark.usefixtures("multicast")]
 
 
-def test_the_table_decides_either_side_of_its_bounds(memories):
+def test_table_selects_at_rule_boundaries(memories):
     memory = memory_of(2, max_bytes=8 << 20)
     table = table_for(memory.mesh.devices.flat[0].device_kind)
     for least, algorithm in table.rules[2]:
@@ -41,10 +41,10 @@ def test_the_table_decides_either_side_of_its_bounds(memories):
     [
         ("low_latency", "low_latency_bytes"),
         ("one_shot", "slot_bytes"),
-        *((name, "max_bytes") for name in ("two_shot", *BY_SWITCH)),
+        *((name, "max_bytes") for name in ("two_shot", *MULTICAST)),
     ],
 )
-def test_the_largest_message(memories, algorithm, limit):
+def test_message_size_limit(memories, algorithm, limit):
     memory = memories[2]
     n = getattr(memory, limit) // 4
     x = operand(2, (n,), "float32")
@@ -54,7 +54,7 @@ def test_the_largest_message(memories, algorithm, limit):
 
 
 @pytest.mark.parametrize("shape, dtype", [((MAX_BYTES,), "float32"), ((10,), "int32")])
-def test_psum_serves_the_rest(memories, shape, dtype):
+def test_unsupported_call_falls_back_to_psum(memories, shape, dtype):
     memory = memories[2]
     x = operand(2, shape, dtype)
     assert all_reduce.select_implementation(memory, x[0], None)[0] == "psum"
@@ -75,18 +75,18 @@ def use_table(tmp_path, monkeypatch):
     return use
 
 
-def test_explain(use_table):
+def test_explain_reports_each_array(use_table):
     use_table("low_latency")
     x = {"a": np.ones(3, np.float32), "b": np.ones(3, np.int32)}
     with memory_of(2) as memory:
         first, second = jaxkv.explain(jaxkv.all_reduce, memory, x, AXIS).splitlines()
-    assert first == "all_reduce of float32[3]: low_latency (best by low_latency.json)"
-    assert second.startswith("all_reduce of int32[3]: psum (low_latency is best by ")
-    assert second.endswith("but its dtype must be one of bfloat16, float16, float32, got int32)")
+    assert first == "all_reduce of float32[3]: low_latency (selected by low_latency.json)"
+    assert second.startswith("all_reduce of int32[3]: psum (fallback from low_latency of ")
+    assert second.endswith(": dtype must be one of bfloat16, float16, float32, got int32)")
 
 
 @pytest.mark.parametrize("x", [1.0, np.float64(1), np.zeros((), np.float32)], ids=repr)
-def test_explain_takes_what_all_reduce_takes(memories, x):
+def test_explain_accepts_scalars(memories, x):
     memory = memories[2]
     text = jaxkv.explain(jaxkv.all_reduce, memory, x, AXIS)
     assert text.startswith("all_reduce of float32[]: ")
@@ -94,32 +94,32 @@ def test_explain_takes_what_all_reduce_takes(memories, x):
     assert (np.asarray(step(np.zeros(2))) == 2 * x).all()
 
 
-def test_a_memory_keeps_its_table(use_table):
+def test_table_is_fixed_at_creation(use_table):
     """Otherwise processes could choose differently, each by its own environment."""
     use_table("low_latency")
     with memory_of(2) as memory:
         use_table("two_shot")
         text = jaxkv.explain(jaxkv.all_reduce, memory, np.ones(3, np.float32), AXIS)
-        assert "low_latency (best by low_latency.json)" in text
+        assert "low_latency (selected by low_latency.json)" in text
     with memory_of(2) as memory:
         text = jaxkv.explain(jaxkv.all_reduce, memory, np.ones(3, np.float32), AXIS)
-        assert "two_shot (best by two_shot.json)" in text
+        assert "two_shot (selected by two_shot.json)" in text
 
 
-def test_a_table_that_is_none_is_said_at_creation(monkeypatch):
+def test_invalid_table_raises_at_creation(monkeypatch):
     monkeypatch.setenv(VARIABLE, __file__)
     with pytest.raises(ValueError, match=f"tuning table {re.escape(__file__)}: "):
         memory_of(2)
 
 
-def test_what_is_wrong_is_said_while_tracing(memories):
+def test_invalid_arguments_raise_while_tracing(memories):
     memory = memories[2]
     x = operand(2, (4,), "float32")
     with pytest.raises(
         ValueError, match="one of low_latency, one_shot, two_shot, multimem, psum, got 'nccl'"
     ):
         sums(memory, "nccl")(x)
-    with pytest.raises(NotImplementedError, match=r"'one_shot' does not serve.*got int32"):
+    with pytest.raises(NotImplementedError, match=r"'one_shot' does not support.*got int32"):
         sums(memory, "one_shot")(x.astype(np.int32))
     with pytest.raises(ValueError, match=r"axis_name must be 'tp'.*got 'dp'"):
         on_ranks(memory, lambda x: jaxkv.all_reduce(memory, x, "dp"))(x)
@@ -127,7 +127,7 @@ def test_what_is_wrong_is_said_while_tracing(memories):
         jaxkv.all_reduce(memory, x, AXIS)
 
 
-def test_another_mesh_is_refused(memories):
+def test_different_mesh_raises(memories):
     if 4 not in memories:
         pytest.skip("needs 4 devices")
     x = operand(4, (4,), "float32")
@@ -135,7 +135,7 @@ def test_another_mesh_is_refused(memories):
         on_ranks(memories[4], lambda x: jaxkv.all_reduce(memories[2], x, AXIS))(x)
 
 
-def test_another_order_of_devices_is_refused():
+def test_different_device_order_raises():
     """A device's rank is its position in the memory's mesh: the sums would be of other rows."""
     if jax.device_count() < 4:
         pytest.skip("needs 4 devices")

@@ -13,9 +13,9 @@ import jaxkv
 from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
 from tests.util.ranks import (
     AXIS,
+    METHODS,
     NATIVE,
     TILED,
-    WAYS,
     assert_sums,
     implementation_of,
     memory_of,
@@ -30,12 +30,16 @@ CALLS = 6  # XLA captures graphs of five operations or more
 ROUNDS = 24
 
 
-def chain(memory, way):
-    world = memory.world_size
+def chain(memory, method):
+    world_size = memory.world_size
 
     def step(x):
         for i in range(CALLS):
-            x = jaxkv.all_reduce(memory, x, AXIS, implementation=implementation_of(way)) / world + i
+            x = (
+                jaxkv.all_reduce(memory, x, AXIS, implementation=implementation_of(method))
+                / world_size
+                + i
+            )
         return x
 
     return on_ranks(memory, step)
@@ -46,26 +50,26 @@ def expected(x: np.ndarray) -> np.ndarray:
     return np.broadcast_to(x.sum(0) / len(x) + sum(range(CALLS)), x.shape)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("n", [100, 12_345])
-@pytest.mark.parametrize("world", [2, 8])  # their means are exact
-def test_replays_see_new_operands(world, way, n):
-    with memory_of(world, max_bytes=1 << 20, way=way) as memory:
-        step = chain(memory, way)
+@pytest.mark.parametrize("world_size", [2, 8])  # their means are exact
+def test_graph_replay_reads_new_operands(world_size, method, n):
+    with memory_of(world_size, max_bytes=1 << 20, method=method) as memory:
+        step = chain(memory, method)
         for round_ in range(ROUNDS):
-            x = operand(world, (n,), "float32", round_)
+            x = operand(world_size, (n,), "float32", round_)
             assert np.array_equal(np.asarray(step(x)), expected(x)), round_
         memory.check_errors()
     with pytest.raises(jax.errors.JaxRuntimeError, match="SymmetricMemory was closed"):
         jax.block_until_ready(step(x))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_replayed_step_and_others_take_turns(way):
+@pytest.mark.parametrize("method", METHODS)
+def test_graph_replays_alternate_with_other_steps(method):
     """Epochs and buffer halves continue from the state left by the other executable."""
-    with memory_of(2, max_bytes=1 << 20, way=way) as memory:
-        others = [name for name in NATIVE if way != TILED or name != "low_latency"]
-        steps = [chain(memory, name) for name in (way, *others)]
+    with memory_of(2, max_bytes=1 << 20, method=method) as memory:
+        others = [name for name in NATIVE if method != TILED or name != "low_latency"]
+        steps = [chain(memory, name) for name in (method, *others)]
         for round_ in range(ROUNDS):
             x = operand(2, (1 + 997 * (round_ % 5),), "float32", round_)
             outputs = [step(x) for step in steps]
@@ -75,10 +79,10 @@ def test_a_replayed_step_and_others_take_turns(way):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("num_bytes", [1 << 20, (8 << 20) + 6, 64 << 20])
-@pytest.mark.parametrize("world", WORLD_SIZES)
-def test_large_messages(world, dtype, num_bytes):
-    with memory_of(world, max_bytes=64 << 20) as memory:
-        x = operand(world, (num_bytes // np.dtype(jax.numpy.dtype(dtype)).itemsize,), dtype)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_large_messages(world_size, dtype, num_bytes):
+    with memory_of(world_size, max_bytes=64 << 20) as memory:
+        x = operand(world_size, (num_bytes // np.dtype(jax.numpy.dtype(dtype)).itemsize,), dtype)
         reduce = on_ranks(
             memory, lambda x: jaxkv.all_reduce(memory, x, AXIS, implementation="two_shot")
         )
@@ -87,8 +91,8 @@ def test_large_messages(world, dtype, num_bytes):
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # the ticket and the plan
-@pytest.mark.parametrize("way, num_bytes", [("low_latency", 4 << 20), ("two_shot", 64 << 20)])
-def test_an_all_reduce_does_not_wait_for_a_copy_beside_it(way, num_bytes):
+@pytest.mark.parametrize("method, num_bytes", [("low_latency", 4 << 20), ("two_shot", 64 << 20)])
+def test_all_reduce_overlaps_concurrent_copy(method, num_bytes):
     """All its thread blocks fit next to a copy's SMs: one that did not would block all ranks."""
     spec = jaxkv.KVCacheSpec(1, 64, 8, 128, jnp.bfloat16)
     pages = jnp.arange(4096)  # 1 GiB, some 20 ms
@@ -98,7 +102,7 @@ def test_an_all_reduce_does_not_wait_for_a_copy_beside_it(way, num_bytes):
     end = jax.jit(lambda loading: loading.cache, donate_argnums=0)
     x = operand(2, (num_bytes // 4,), "float32")
     with memory_of(2, max_bytes=num_bytes) as memory:
-        reduce = sums(memory, way)
+        reduce = sums(memory, method)
         # Placed in advance: its transfer from the host would share the link with the copy.
         rows = jax.device_put(x, NamedSharding(memory.mesh, PartitionSpec(AXIS)))
         for _ in range(2):  # the first iteration compiles

@@ -29,7 +29,7 @@ def signatures(memory, body) -> list[int]:
     return [int(number) for number in re.findall(r"signature = (\d+)", text)]
 
 
-def test_lowered_again_a_program_has_the_same(memory):
+def test_signature_is_stable_across_lowerings(memory):
     def body(x):
         return jaxkv.all_reduce(memory, jaxkv.all_reduce(memory, x, AXIS) * 2, AXIS)
 
@@ -42,7 +42,7 @@ def test_lowered_again_a_program_has_the_same(memory):
         )
 
 
-def test_a_program_that_is_lowered_within_another_does_not_end_it(memory):
+def test_nested_lowering_does_not_end_the_outer_one(memory):
     """The inner program has no call, and whether JAX lowers it depends on its caches."""
     inner = Primitive("lowers_another_program")
     inner.def_abstract_eval(lambda x: x)
@@ -60,8 +60,8 @@ def test_a_program_that_is_lowered_within_another_does_not_end_it(memory):
     assert twice == signatures(memory, body(2)) != signatures(memory, body(3))
 
 
-@pytest.mark.parametrize("world", [2, 8])
-def test_threads_of_one_process_may_run_programs_at_once(world):
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_concurrent_programs_of_threads(world_size):
     """With one program and with two; XLA launches each on all devices before the next."""
     wrong = []
 
@@ -72,10 +72,10 @@ def test_threads_of_one_process_may_run_programs_at_once(world):
             except (AssertionError, jax.errors.JaxRuntimeError) as error:
                 wrong.append(error)
 
-    with memory_of(world) as memory:
+    with memory_of(world_size) as memory:
         steps = [sums(memory, name) for name in ("low_latency", "low_latency", "one_shot")]
         steps[1] = steps[0]
-        operands = [operand(world, (64,), "float32", seed) for seed in range(3)]
+        operands = [operand(world_size, (64,), "float32", seed) for seed in range(3)]
         threads = [
             threading.Thread(target=run, args=arguments)
             for arguments in zip(steps, operands, strict=True)

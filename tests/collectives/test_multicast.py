@@ -52,7 +52,7 @@ def taken_back(done: list[list[str]]) -> list[list[str]]:
     return [[TAKEN_BACK_BY[step], of] for step, of in reversed(done) if step in TAKEN_BACK_BY]
 
 
-def test_all_is_taken_back_in_the_end(program):
+def test_close_releases_all_resources(program):
     lines = program()
     done, have, undone = lines[: len(STEPS)], lines[len(STEPS)], lines[len(STEPS) + 1 :]
     assert [step for step, _ in done] == STEPS
@@ -62,7 +62,7 @@ def test_all_is_taken_back_in_the_end(program):
 
 
 @pytest.mark.parametrize("failing", range(1, len(STEPS) + 1))
-def test_a_call_that_fails_is_named_and_the_others_are_taken_back(program, failing):
+def test_failed_driver_call_is_reported_and_undone(program, failing):
     *lines, error = program(failing)
     step, device = STEPS[failing - 1], DEVICES[failing - 1]
     assert re.fullmatch(

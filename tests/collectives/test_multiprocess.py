@@ -22,14 +22,14 @@ pytestmark = pytest.mark.multigpu
 ROOT = pathlib.Path(__file__).parent.parent.parent
 TIMEOUT_S = 120  # of all processes; their work takes seconds
 
-ONE_EACH = {world: [[device] for device in range(world)] for world in (2, 4, 8)}
+ONE_EACH = {world_size: [[device] for device in range(world_size)] for world_size in (2, 4, 8)}
 TWO_EACH = [[0, 1], [2, 3]]
 MIXED = [[0], [1, 2, 3], [4, 5], [6, 7]]
 
 
 class Ended(NamedTuple):
     code: int
-    said: Any
+    result: Any
     output: str
 
 
@@ -37,9 +37,9 @@ def run(
     folder: pathlib.Path, check: str, devices: list[list[int]], order: list[int] | None = None
 ) -> list[Ended]:
     """Runs a check in processes with these devices each, and a mesh of the devices in `order`."""
-    platform, world = jax.default_backend(), sum(map(len, devices))
-    if platform == "gpu" and jax.device_count() < world:
-        pytest.skip(f"needs {world} devices, has {jax.device_count()}")
+    platform, world_size = jax.default_backend(), sum(map(len, devices))
+    if platform == "gpu" and jax.device_count() < world_size:
+        pytest.skip(f"needs {world_size} devices, has {jax.device_count()}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
@@ -53,7 +53,7 @@ def run(
     with ExitStack() as stack:
         for process, local_devices in enumerate(devices):
             setup = common | {"process": process, "local_devices": local_devices}
-            setup |= {"order": order or list(range(world))}
+            setup |= {"order": order or list(range(world_size))}
             child = subprocess.Popen(
                 [sys.executable, "-m", "tests.util.rank_process", json.dumps(setup), check],
                 stdin=subprocess.PIPE,
@@ -75,11 +75,11 @@ def ended(code: int, output: pathlib.Path) -> Ended:
     return Ended(code, json.loads(text.splitlines()[-1]) if code == 0 else None, text)
 
 
-def what_all_say(*arguments: Any) -> list[Any]:
+def results_of_all(*arguments: Any) -> list[Any]:
     all_ended = run(*arguments)
     for process, end in enumerate(all_ended):
         assert end.code == 0, f"process {process}:\n{end.output}"
-    return [end.said for end in all_ended]
+    return [end.result for end in all_ended]
 
 
 @pytest.mark.parametrize(
@@ -94,87 +94,89 @@ def what_all_say(*arguments: Any) -> list[Any]:
     ids=["2x1", "4x1", "2x2", "8x1", "1+3+2+2"],
 )
 def test_sums_are_exact(tmp_path, devices, order):
-    what_all_say(tmp_path, "sums_are_exact", devices, order)
+    results_of_all(tmp_path, "sums_are_exact", devices, order)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 2, 3, 1]], ids=str)
-def test_groups_add_up_by_themselves(tmp_path, order):
-    what_all_say(tmp_path, "groups_add_up_by_themselves", TWO_EACH, order)
+def test_groups_are_independent(tmp_path, order):
+    results_of_all(tmp_path, "groups_are_independent", TWO_EACH, order)
 
 
-def test_a_short_soak(tmp_path):
-    counts = what_all_say(tmp_path, "soaks", TWO_EACH, [1, 3, 0, 2])
+def test_short_soak(tmp_path):
+    counts = results_of_all(tmp_path, "short_soak", TWO_EACH, [1, 3, 0, 2])
     assert counts[0] == counts[1] > 20
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_creation_fails_for_all_or_none(tmp_path, world):
-    first, *others = what_all_say(tmp_path, "creation_fails_for_all_or_none", ONE_EACH[world])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_creation_failure_raises_in_all_processes(tmp_path, world_size):
+    first, *others = results_of_all(
+        tmp_path, "creation_failure_raises_in_all_processes", ONE_EACH[world_size]
+    )
     assert all(errors == first for errors in others)
-    last = world - 1
+    last, create = world_size - 1, "SymmetricMemory.create"
     for error, expected in zip(
         first,
         [
-            f"memory: process {last} failed: RuntimeError: create_communicator was made to fail",
-            f"memory: process {last} failed: RuntimeError: communicator_handles was made to fail",
-            f"access to peers: process {last} failed: RuntimeError: map_communicator was made to",
-            "all processes must create the same symmetric memory, but max_bytes is 1024 in "
+            f"{create}, allocation: process {last} failed: RuntimeError: create_communicator was",
+            f"{create}, allocation: process {last} failed: RuntimeError: communicator_handles was",
+            f"{create}, mapping: process {last} failed: RuntimeError: map_communicator was",
+            f"{create}: arguments must be equal in all processes, but max_bytes is 1024 in "
             "process 0 and 2048 in process 1",
-            "all processes must create the same symmetric memory, but tuning table "
+            f"{create}: arguments must be equal in all processes, but tuning table "
             "(JAXKV_TUNING_ALL_REDUCE) is",
-            f"arguments of symmetric memory: process {last} failed: ValueError: max_bytes must be",
-            f"arguments of symmetric memory: process {last} failed: ValueError: timeout_s must be",
-            f"arguments of symmetric memory: process {last} failed: ValueError: axis_name must be",
-            f"arguments of symmetric memory: process {last} did not come within 2 s",
+            f"{create}, arguments: process {last} failed: ValueError: max_bytes must be",
+            f"{create}, arguments: process {last} failed: ValueError: timeout_s must be",
+            f"{create}, arguments: process {last} failed: ValueError: axis_name must be",
+            f"{create}, arguments: timed out after 2 s waiting for process {last}",
         ],
         strict=True,
     ):
         assert error.startswith(expected)
 
 
-def test_all_ranks_give_up_together(tmp_path):
+def test_timeout_aborts_all_ranks(tmp_path):
     """A rank that times out notifies the others, so that none waits for another full timeout."""
-    what_all_say(tmp_path, "all_ranks_give_up_together", TWO_EACH, [2, 3, 0, 1])
+    results_of_all(tmp_path, "timeout_aborts_all_ranks", TWO_EACH, [2, 3, 0, 1])
 
 
-def test_threads_without_an_order_get_right_sums_or_an_error(tmp_path):
+def test_unordered_threads_get_correct_results_or_errors(tmp_path):
     """Their programs may reach the ranks in different orders."""
-    said = what_all_say(tmp_path, "threads_run_programs_of_one_memory", ONE_EACH[2])
-    for counts in said:
+    results = results_of_all(tmp_path, "unordered_threads", ONE_EACH[2])
+    for counts in results:
         for name, count in counts.items():
-            assert count.get("right", 0) + count.get("refused", 0) == 2000, (name, count)
-            assert count.get("refused", 0) > 0, "no control: all came in one order"
+            assert count.get("correct", 0) + count.get("rejected", 0) == 2000, (name, count)
+            assert count.get("rejected", 0) > 0, "no negative control: all calls were in one order"
 
 
-@pytest.mark.parametrize("check", ["threads_take_turns", "threads_have_a_memory_each"])
-def test_threads_with_an_order_get_right_sums(tmp_path, check):
-    for counts in what_all_say(tmp_path, check, ONE_EACH[2]):
-        assert all(count == {"right": 2000} for count in counts.values()), counts
+@pytest.mark.parametrize("check", ["ordered_threads", "threads_with_own_memory"])
+def test_ordered_threads_get_correct_results(tmp_path, check):
+    for counts in results_of_all(tmp_path, check, ONE_EACH[2]):
+        assert all(count == {"correct": 2000} for count in counts.values()), counts
 
 
-def test_signatures_are_those_of_program_and_call_in_all_processes(tmp_path):
-    first, second = what_all_say(tmp_path, "signatures", TWO_EACH)
+def test_signatures_are_equal_in_all_processes(tmp_path):
+    first, second = results_of_all(tmp_path, "signatures", TWO_EACH)
     assert first == second
     every = [signature for program in first for signature in program]
     assert all(every) and len(set(every)) == len(every) > len(first)
 
 
-def test_closing_waits_for_the_others(tmp_path):
-    what_all_say(tmp_path, "closing_waits_for_the_others", ONE_EACH[2])
+def test_close_waits_for_other_processes(tmp_path):
+    results_of_all(tmp_path, "close_waits_for_other_processes", ONE_EACH[2])
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_killed_process_is_named(tmp_path, world):
-    *survivors, killed = run(tmp_path, "a_process_is_killed", ONE_EACH[world])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_timeout_names_killed_process(tmp_path, world_size):
+    *survivors, killed = run(tmp_path, "killed_process", ONE_EACH[world_size])
     assert killed.code == -signal.SIGKILL
     for end in survivors:
         assert end.code == 0, end.output
     # At least one timed out on the killed process itself and notified the other.
-    texts = [end.said for end in survivors]
-    assert any(re.search(f" for rank {world - 1} in phase", text) for text in texts), texts
+    texts = [end.result for end in survivors]
+    assert any(re.search(f" for rank {world_size - 1} in phase", text) for text in texts), texts
 
 
-def test_devices_of_several_processes_need_jax_distributed():
+def test_multiprocess_mesh_requires_jax_distributed():
     from jaxkv._src.collectives.rendezvous import Rendezvous
 
     with pytest.raises(RuntimeError, match=r"call jax\.distributed\.initialize\(\) first"):

@@ -12,6 +12,7 @@ import pytest
 
 import jaxkv
 from jaxkv._src.collectives import symmetric_memory
+from jaxkv._src.collectives.all_reduce import Implementation
 from jaxkv._src.runtime import native as runtime_native
 from jaxkv._src.tuning.all_reduce_table import WORLD_SIZES
 from tests.util import hooks
@@ -26,16 +27,18 @@ X = np.arange(8, dtype=np.float32).reshape(2, 4)
 # Creation
 
 
-def test_only_some_numbers_of_ranks():
+def test_unsupported_world_size_raises():
     device = np.array(jax.devices()[:1])
-    for world in (1, 3, 5, 7, 16):
-        mesh = jax.sharding.Mesh(np.repeat(device, world), (AXIS,)) if world > 1 else None
+    for world_size in (1, 3, 5, 7, 16):
+        mesh = jax.sharding.Mesh(np.repeat(device, world_size), (AXIS,)) if world_size > 1 else None
         mesh = mesh or jax.sharding.Mesh(device, (AXIS,))
-        with pytest.raises(ValueError, match=f"'tp' must have 2, 4, 6, 8 devices, got {world}"):
+        with pytest.raises(
+            ValueError, match=f"'tp' must have 2, 4, 6 or 8 devices, got {world_size}"
+        ):
             jaxkv.SymmetricMemory.create(mesh, AXIS)
 
 
-def test_arguments():
+def test_arguments_are_validated():
     mesh = mesh_of(2)
     with pytest.raises(
         ValueError, match=r"axis_name must be one of the mesh's \('tp',\), got 'dp'"
@@ -43,12 +46,12 @@ def test_arguments():
         jaxkv.SymmetricMemory.create(mesh, "dp")
     wrong: Any
     for wrong in (0, 1e6, "1", None):
-        refusal = f"max_bytes must be an integer of at least 1 byte, got {wrong!r}"
-        with pytest.raises(ValueError, match=re.escape(refusal)):
+        message = f"max_bytes must be an integer of at least 1 byte, got {wrong!r}"
+        with pytest.raises(ValueError, match=re.escape(message)):
             jaxkv.SymmetricMemory.create(mesh, AXIS, max_bytes=wrong)
     for wrong in (0, -1.0, float("inf"), float("nan"), 2e9, "1"):
-        refusal = f"timeout_s must be more than 0 and at most 1e+09 seconds, got {wrong!r}"
-        with pytest.raises(ValueError, match=re.escape(refusal)):
+        message = f"timeout_s must be more than 0 and at most 1e+09 seconds, got {wrong!r}"
+        with pytest.raises(ValueError, match=re.escape(message)):
             jaxkv.SymmetricMemory.create(mesh, AXIS, timeout_s=wrong)
     numbers: Any = {"max_bytes": np.int32(64), "timeout_s": np.float32(30)}
     with jaxkv.SymmetricMemory.create(mesh, AXIS, **numbers) as memory:
@@ -58,18 +61,18 @@ def test_arguments():
         memory.check_errors()
 
 
-@pytest.mark.parametrize("world", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("max_bytes", [130, 5000, 64 << 20])
-def test_boxes_begin_where_a_line_begins(world, max_bytes):
+def test_buffers_are_aligned_to_cache_lines(world_size, max_bytes):
     """So does a part of a two_shot, in a half of an LL buffer."""
-    with memory_of(world, max_bytes=max_bytes) as memory:
+    with memory_of(world_size, max_bytes=max_bytes) as memory:
         assert memory.low_latency_bytes % 256 == 0
         assert memory.slot_bytes % 128 == 0 or memory.slot_bytes < 128
         assert memory._tile_bytes() % 128 == 0
-        assert min(max_bytes, (8 << 20) // world) <= memory.slot_bytes
+        assert min(max_bytes, (8 << 20) // world_size) <= memory.slot_bytes
 
 
-def test_groups_add_up_by_themselves():
+def test_groups_are_independent():
     if jax.device_count() < 4:
         pytest.skip("needs 4 devices")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
@@ -88,7 +91,7 @@ def test_groups_add_up_by_themselves():
             assert np.array_equal(jax.jit(step)(x), want)
 
 
-def test_calls_of_several_memories_are_ordered_by_data():
+def test_calls_of_several_memories_have_data_dependences():
     """Devices waiting in calls of different memories would block each other's threads."""
     with memory_of(2) as first, memory_of(2) as second:
         memories = (first, second, first)
@@ -108,25 +111,27 @@ def test_calls_of_several_memories_are_ordered_by_data():
 
 
 @pytest.mark.cpu_only
-def test_a_handle_that_is_of_something_else():
+def test_invalid_handle_raises():
     """Process id and descriptor of another process name something else in another container."""
     native = runtime_native.extension()
-    ours, theirs = (
+    local, remote = (
         native.create_communicator("cpu", [devices], 1, 1, 1, 0, 10**9)
         for devices in ([0, -1], [-1, 0])
     )
-    handles = [[native.communicator_handles(ours)[0][0], native.communicator_handles(theirs)[0][1]]]
-    native.map_communicator(ours, handles)
+    handles = [
+        [native.communicator_handles(local)[0][0], native.communicator_handles(remote)[0][1]]
+    ]
+    native.map_communicator(local, handles)
     handle = handles[0][1]
     handle[-1] ^= 1  # in the inode number
     with pytest.raises(
         RuntimeError, match=r"symmetric memory: /proc/\d+/fd/\d+: Stale file handle"
     ):
-        native.map_communicator(ours, handles)
+        native.map_communicator(local, handles)
     handle.pop()
     with pytest.raises(RuntimeError, match=r"handle of \d+ bytes, expected"):
-        native.map_communicator(ours, handles)
-    for communicator in (ours, theirs):
+        native.map_communicator(local, handles)
+    for communicator in (local, remote):
         native.close_communicator(communicator)
         native.free_communicator(communicator)
 
@@ -134,16 +139,16 @@ def test_a_handle_that_is_of_something_else():
 # ---------------------------------------------------------------------------------------------
 # Multicast
 
-WITHOUT_VARIABLE = "JAXKV_MULTICAST was not 1 in the environment when its memory was created"
+WITHOUT_VARIABLE = "JAXKV_MULTICAST=1 was not set when its SymmetricMemory was created"
 
 
-def test_no_switch_unless_a_user_has_said_so(monkeypatch):
+def test_multicast_requires_environment_variable(monkeypatch):
     monkeypatch.setenv("JAXKV_MULTICAST", "0")
     with memory_of(2) as memory:
         monkeypatch.setenv("JAXKV_MULTICAST", "1")  # later
         with pytest.raises(
             NotImplementedError,
-            match=f"'multimem' does not serve this call: {WITHOUT_VARIABLE}",
+            match=f"'multimem' does not support this call: {WITHOUT_VARIABLE}",
         ):
             sums(memory, "multimem")(X)
 
@@ -160,7 +165,7 @@ def devices(*processes):
     )
 
 
-def test_devices_of_several_kinds_are_refused():
+def test_mixed_device_kinds_raise():
     """Numbers of thread blocks may differ, and block b synchronizes only with block b."""
     mixed: Any = SimpleNamespace(axis_names=(AXIS,), shape={AXIS: 2}, devices=devices(0, 0)[0])
     for device, mixed_kind in zip(mixed.devices, ("H200", "H100"), strict=True):
@@ -170,27 +175,27 @@ def test_devices_of_several_kinds_are_refused():
 
 
 @pytest.mark.parametrize(
-    "variable, processes, asked, refusal",
+    "variable, processes, expected_queries, message",
     [
         ("0", [0, 0], [], WITHOUT_VARIABLE),
-        ("1", [0, 1], [], "its devices must belong to one process, got those of processes [0, 1]"),
-        ("1", [0, 0, 0], [0, 1, 2], "the driver reports no multicast for devices [11, 12]"),
+        ("1", [0, 1], [], "devices must belong to one process, got processes [0, 1]"),
+        ("1", [0, 0, 0], [0, 1, 2], "the driver reports no multicast support for devices [11, 12]"),
         ("1", [0], [0], None),
     ],
 )
-def test_the_driver_is_asked_last(monkeypatch, variable, processes, asked, refusal):
+def test_driver_is_queried_last(monkeypatch, variable, processes, expected_queries, message):
     monkeypatch.setenv("JAXKV_MULTICAST", variable)
-    asked_for = []
+    queried = []
 
     def supported(ordinal):
-        asked_for.append(ordinal)
+        queried.append(ordinal)
         return ordinal == 0
 
     driver = SimpleNamespace(multicast_supported=supported)
     monkeypatch.setattr(runtime_native, "extension", lambda: driver)
     got = symmetric_memory._multicast_unsupported_reason(devices(*processes))
-    assert asked_for == asked
-    assert got == refusal
+    assert queried == expected_queries
+    assert got == message
 
 
 @pytest.mark.cpu_only
@@ -205,7 +210,7 @@ def test_native_communicators_check_the_group_sizes(sizes):
 # Missing ranks
 
 
-def run_without(memory, missing: int, algorithm: str):
+def run_without(memory, missing: int, algorithm: Implementation):
     """A step in which one rank does not call; returns the others' results, or the error's text."""
 
     def step(x):
@@ -224,7 +229,7 @@ def run_without(memory, missing: int, algorithm: str):
 
 
 @pytest.mark.parametrize("algorithm", NATIVE)
-def test_a_rank_that_does_not_come_is_named(algorithm):
+def test_timeout_names_the_missing_rank(algorithm):
     with memory_of(2, timeout_s=0.3) as memory:
         hooks.preset(memory, 41)
         good = sums(memory, algorithm)
@@ -240,14 +245,14 @@ def test_a_rank_that_does_not_come_is_named(algorithm):
         with pytest.raises(jaxkv.PeerTimeoutError) as raised:
             memory.check_errors()
         error = raised.value
-        told = {  # a barrier, or a number of words
+        expected = {  # a barrier, or a number of words
             "low_latency": ("low_latency", 1, 0),
             "one_shot": ("barrier", 43, 42),
             "two_shot": ("scatter", 1, 0),
             "multimem": ("barrier", 44, 43),  # a call has two
         }
         assert (error.rank, error.peer) == (0, 1)
-        assert (error.phase, error.expected, error.seen) == told[algorithm]
+        assert (error.phase, error.expected, error.seen) == expected[algorithm]
         of_program = rf"{algorithm} of float32\[4\], all_reduce 1 of jit__lambda-\w{{6}}"
         assert re.search(
             rf"; rank 0 has called {of_program} \(call 2\), "
@@ -295,7 +300,7 @@ def run_differently(memory, *calls):
 
 
 @pytest.mark.parametrize(
-    "mine, theirs",
+    "first, second",
     [
         ({}, {"size": 2}),
         ({"dtype": "float16"}, {"dtype": "bfloat16"}),
@@ -303,9 +308,9 @@ def run_differently(memory, *calls):
         *(({"algorithm": name}, {}) for name in NATIVE),  # differ only in their position
     ],
 )
-def test_calls_that_differ_are_named(mine, theirs):
+def test_mismatched_calls_are_reported(first, second):
     default = {"algorithm": "low_latency", "size": 4, "dtype": "float32"}
-    calls = [default | mine, default | mine | theirs]
+    calls = [default | first, default | first | second]
     with memory_of(2, timeout_s=20.0) as memory:
         sums(memory, "one_shot")(X)
         outcome = run_differently(memory, *calls)
@@ -316,11 +321,12 @@ def test_calls_that_differ_are_named(mine, theirs):
     error = raised.value
     assert error.phase == "mismatch"
     texts = [f"{c['algorithm']} of {c['dtype']}[{c['size']}], all_reduce" for c in calls]
-    mine, theirs = texts if error.rank == 0 else texts[::-1]
-    mine, theirs = (
-        rf"{re.escape(text)} [12] of jit__lambda-\w{{6}} \(call 2\)" for text in (mine, theirs)
+    texts = [re.escape(text) for text in texts]
+    called, peer_called = texts if error.rank == 0 else texts[::-1]
+    expected = (
+        rf"rank {error.rank} has called {called} [12] of jit__lambda-\w{{6}} \(call 2\), "
+        rf"but rank {error.peer} has called {peer_called} [12] of jit__lambda-\w{{6}} \(call 2\)"
     )
-    expected = rf"rank {error.rank} has called {mine}, but rank {error.peer} has called {theirs}"
     assert re.fullmatch(expected, str(error))
     if ON_CPU:
         assert "PeerTimeoutError: rank" in outcome
@@ -330,7 +336,7 @@ def test_calls_that_differ_are_named(mine, theirs):
 # Closing
 
 
-def test_an_executable_that_outlives_the_memory_fails():
+def test_executable_after_close_raises():
     with memory_of(2) as memory:
         step = sums(memory, "one_shot")
         step(X)
@@ -343,7 +349,7 @@ def test_an_executable_that_outlives_the_memory_fails():
     memory.close()
 
 
-def test_memory_that_nobody_holds_is_freed():
+def test_unreferenced_memory_is_closed():
     memory = memory_of(2)
     close = memory._close
     del memory

@@ -86,13 +86,13 @@ def with_nvidia_smi(monkeypatch, tmp_path, output):
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
-def test_report_covers_every_probe_and_is_json():
+def test_report_has_all_probes_and_is_json():
     report = environment_report.report()
     assert list(report) == list(environment_report.PROBES)
     assert json.loads(json.dumps(report)) == report
 
 
-def test_report_reads_pinned_memory_back():
+def test_report_reads_back_pinned_memory():
     pinned = environment_report.report()["pinned_host"]
     assert pinned == {
         "bytes": probes.PROBE_BYTES,
@@ -101,7 +101,7 @@ def test_report_reads_pinned_memory_back():
     }
 
 
-def test_failed_probe_gives_its_reason_and_the_others_still_run(monkeypatch):
+def test_failed_probe_reports_reason_and_others_run(monkeypatch):
     def broken():
         raise RuntimeError("the fan is on fire")
 
@@ -112,7 +112,7 @@ def test_failed_probe_gives_its_reason_and_the_others_still_run(monkeypatch):
     }
 
 
-def test_gpus_are_described(cuda, no_nvidia_smi):
+def test_gpu_attributes_are_reported(cuda, no_nvidia_smi):
     first, second = probes.gpus(cuda)
     assert first["name"] == "Fake GPU"
     assert first["compute_capability"] == "9.0"
@@ -130,18 +130,18 @@ def test_pcie_links_are_matched_by_address(cuda, monkeypatch, tmp_path):
         "00000000:1C:00.0, 1, 5, 16, 16\n00000000:1B:00.0, 4, 5, 8, 16",
     )
     first, second = probes.gpus(cuda)
-    assert first["pcie_link"] == {"now": "gen 4 x8", "max": "gen 5 x16"}
-    assert second["pcie_link"] == {"now": "gen 1 x16", "max": "gen 5 x16"}
+    assert first["pcie_link"] == {"current": "gen 4 x8", "max": "gen 5 x16"}
+    assert second["pcie_link"] == {"current": "gen 1 x16", "max": "gen 5 x16"}
 
 
-def test_unexpected_nvidia_smi_output_hides_no_gpu(cuda, monkeypatch, tmp_path):
+def test_unexpected_nvidia_smi_output_keeps_gpus(cuda, monkeypatch, tmp_path):
     with_nvidia_smi(monkeypatch, tmp_path, "NVIDIA-SMI has failed")
     first, _ = probes.gpus(cuda)
     assert first["name"] == "Fake GPU"
     assert first["pcie_link"].startswith("unavailable: ValueError")
 
 
-def test_refused_query_names_call_and_error(no_nvidia_smi):
+def test_failed_query_names_call_and_error(no_nvidia_smi):
     library = FakeCuda()
     library.multicast_code = NOT_SUPPORTED
     first, _ = probes.gpus(driver.Driver(library))
@@ -176,13 +176,13 @@ def test_loaded_cuda_libraries_are_found():
     assert any(name.startswith("libcuda.so") for name in probes.cuda_libraries()["loaded"])
 
 
-def test_memory_limits_are_those_that_a_pool_checks(monkeypatch):
+def test_memory_limits_equal_those_of_host_pool(monkeypatch):
     from jaxkv._src.cache import host_memory
 
     monkeypatch.setattr(host_memory, "_cgroup_limits", lambda: [("outer", 300), ("inner", 200)])
-    assert probes.memory()["cgroup_left_bytes"] == 200
+    assert probes.memory()["cgroup_available_bytes"] == 200
     monkeypatch.setattr(host_memory, "_cgroup_limits", lambda: [])
-    assert probes.memory()["cgroup_left_bytes"] is None
+    assert probes.memory()["cgroup_available_bytes"] is None
 
 
 def test_native_lists_the_targets_of_the_cpu_backend():
@@ -206,7 +206,7 @@ def test_tuning_names_the_tables_in_use():
         assert rules[0].endswith(" from 0 bytes")
 
 
-def test_directories_are_left_out():
+def test_directories_are_omitted():
     value = {
         "error": "OSError: cannot open '/home/someone/lib/libcuda.so.1': no such file",
         "variables": ["/opt/a/b:/opt/c", "--xla_dump_to=/home/someone/dump --other=1/2"],
@@ -221,7 +221,7 @@ def test_directories_are_left_out():
     }
 
 
-def test_environment_reports_only_what_concerns_gpus(monkeypatch):
+def test_environment_reports_only_relevant_variables(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_something=true")
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     addresses = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "NCCL_COMM_ID"
@@ -229,7 +229,7 @@ def test_environment_reports_only_what_concerns_gpus(monkeypatch):
         monkeypatch.setenv(name, "node17.cluster.example:1234")
     assert probes.environment()["XLA_FLAGS"] == "--xla_something=true"
     assert "SECRET_TOKEN" not in probes.environment()
-    assert {probes.environment()[name] for name in addresses} == {"(an address, left out)"}
+    assert {probes.environment()[name] for name in addresses} == {"(address omitted)"}
 
 
 def test_text_is_readable():
@@ -238,7 +238,7 @@ def test_text_is_readable():
             "kinds": ["a", "b"],
             "none": [],
             "limit": None,
-            "gpus": [{"name": "x", "link": {"now": "gen 5"}}],
+            "gpus": [{"name": "x", "link": {"current": "gen 5"}}],
             "matrix": [[True, False]],
             "long": "one\ntwo",
         }
@@ -251,7 +251,7 @@ def test_text_is_readable():
         "  0:",
         "    name: x",
         "    link:",
-        "      now: gen 5",
+        "      current: gen 5",
         "matrix:",
         "  0: True, False",
         "long:",

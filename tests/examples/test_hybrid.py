@@ -7,7 +7,7 @@ import pytest
 import jaxkv
 from examples.hybrid import __main__ as command
 from examples.hybrid import engine
-from examples.hybrid.engine import Start, run_ahead, run_waiting
+from examples.hybrid.engine import Start, run_async, run_sync
 from examples.hybrid.model import Config, init_params
 
 pytestmark = pytest.mark.end_to_end
@@ -33,10 +33,10 @@ def same_bits(a, b):
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
-def test_run_ahead_gives_equal_tokens(params, start):
-    waiting = run_waiting(CONFIG, params, start)
+def test_async_scheduling_is_bitwise_identical(params, start):
+    waiting = run_sync(CONFIG, params, start)
     with jaxkv.forbid_host_sync():
-        ahead = run_ahead(CONFIG, params, start)
+        ahead = run_async(CONFIG, params, start)
     jaxkv.check_errors(ahead.cache)
     answers = ahead.answers(start.requests)
     assert answers == waiting.answers(start.requests)
@@ -47,11 +47,11 @@ def test_run_ahead_gives_equal_tokens(params, start):
 
 def test_saved_states_match_accepted_tokens(params, start):
     """As computed from these tokens alone, as a prompt without rejected tokens."""
-    ahead = run_ahead(CONFIG, params, start)
+    ahead = run_async(CONFIG, params, start)
     tokens = np.asarray(ahead.tokens)
     known = [row[:valid].tolist() for row, valid in zip(tokens, ahead.valid, strict=True)]
     alone_start = Start.of(CONFIG, known, 1)
-    alone = run_waiting(CONFIG, params, alone_start)
+    alone = run_sync(CONFIG, params, alone_start)
     assert (alone.valid == ahead.valid).all()
     full = [valid // CONFIG.block_size for valid in ahead.valid]
     ids, alone_ids = (
@@ -60,16 +60,16 @@ def test_saved_states_match_accepted_tokens(params, start):
     )
     for got, want in zip(ahead.cache.states, alone.cache.states, strict=True):
         for name, length in (("conv", CONFIG.window), ("temporal", None)):
-            ours, theirs = np.asarray(got[name])[ids], np.asarray(want[name])[alone_ids]
+            actual, expected = np.asarray(got[name])[ids], np.asarray(want[name])[alone_ids]
             if length:
-                ours, theirs = ours[:, :length], theirs[:, :length]
-            np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+                actual, expected = actual[:, :length], expected[:, :length]
+            np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_negative_control_skipped_save_is_detected(params, start, monkeypatch):
+def test_negative_control_skipped_save_changes_states(params, start, monkeypatch):
     monkeypatch.setattr(engine.jaxkv.recurrent, "can_skip_align_postprocess", lambda *args: True)
     assert not same_bits(
-        run_ahead(CONFIG, params, start).cache, run_waiting(CONFIG, params, start).cache
+        run_async(CONFIG, params, start).cache, run_sync(CONFIG, params, start).cache
     )
 
 

@@ -55,7 +55,7 @@ def all_in_hbm():
 # --- Pages and names.
 
 
-def test_page_hash_covers_all_preceding_tokens():
+def test_page_name_covers_all_previous_tokens():
     tokens = list(range(20))
     names = page_names(tokens, 4)
     assert len(names) == len(set(names)) == 5
@@ -124,7 +124,7 @@ class Memories:
 
 @hypothesis.settings(deadline=None)
 @hypothesis.given(st.data())
-def test_page_contents_match_their_hash(data):
+def test_page_contents_match_names(data):
     memories = Memories(data.draw(st.integers(1, 9), "HBM"), data.draw(st.integers(0, 9), "host"))
     for _ in range(data.draw(st.integers(1, 25), "steps")):
         if memories.running and data.draw(st.booleans(), "finish"):
@@ -135,11 +135,11 @@ def test_page_contents_match_their_hash(data):
         memories.check()
 
 
-def test_evicted_page_is_reloaded_without_a_second_store():
+def test_evicted_page_is_reloaded_and_stored_once():
     blocks = BlockManager(num_hbm_pages=2, num_host_pages=4)
-    ours, theirs = page_names([1, 2], 1), page_names([3, 4], 1)
+    first, second = page_names([1, 2], 1), page_names([3, 4], 1)
     counts = []
-    for names in (ours, theirs, ours, theirs):
+    for names in (first, second, first, second):
         placement = blocks.place(names, 2)
         blocks.publish(placement.pages, names)
         blocks.release(placement.pages)
@@ -147,7 +147,7 @@ def test_evicted_page_is_reloaded_without_a_second_store():
     assert counts == [(0, 0), (2, 0), (2, 2), (0, 2)]
 
 
-def test_shared_page_is_retained_until_its_last_user_finishes():
+def test_shared_page_is_released_by_last_user():
     blocks = BlockManager(num_hbm_pages=3, num_host_pages=0)
     (name,) = page_names([7], 1)
     first = blocks.place([name], 1)
@@ -157,7 +157,7 @@ def test_shared_page_is_retained_until_its_last_user_finishes():
     blocks.release(first.pages)
     others = blocks.place([], 2)
     assert not set(others.pages) & set(second.pages)
-    with pytest.raises(MemoryError, match="1 HBM pages asked for, 0 to be had"):
+    with pytest.raises(MemoryError, match="requested 1 HBM pages, 0 available"):
         blocks.place([], 1)
 
 
@@ -165,7 +165,7 @@ def test_shared_page_is_retained_until_its_last_user_finishes():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_offload_gives_equal_answers(layout, all_in_hbm):
+def test_offload_does_not_change_answers(layout, all_in_hbm):
     engine = make_engine(num_host_pages=PLENTY, layout=layout)
     turns = served(engine)
     assert answers(turns) == answers(all_in_hbm)
@@ -176,7 +176,7 @@ def test_offload_gives_equal_answers(layout, all_in_hbm):
     assert last["recomputed"] < len(CONVERSATIONS) * LIMITS.page_size, "parts of pages at most"
 
 
-def test_recomputation_gives_equal_answers(all_in_hbm):
+def test_recomputation_does_not_change_answers(all_in_hbm):
     engine = make_engine()
     turns = served(engine)
     assert answers(turns) == answers(all_in_hbm)
@@ -184,7 +184,7 @@ def test_recomputation_gives_equal_answers(all_in_hbm):
     assert last["recomputed"] > last["prompt"] / 4 and last["on host"] == 0
 
 
-def test_full_host_pool_gives_equal_answers(all_in_hbm):
+def test_host_pool_overflow_does_not_change_answers(all_in_hbm):
     engine = make_engine(num_host_pages=24)
     turns = served(engine)
     assert answers(turns) == answers(all_in_hbm)
@@ -192,13 +192,13 @@ def test_full_host_pool_gives_equal_answers(all_in_hbm):
     assert total["on host"] > 0 and total["recomputed"] > total["on host"]
 
 
-def test_offload_computes_the_same_tokens(all_in_hbm):
+def test_offload_does_not_change_the_computed_tokens(all_in_hbm):
     turns = served(make_engine(num_host_pages=PLENTY))
     found = [turn.placement.found_in_hbm + len(turn.placement.loads) for turn in turns]
     assert found == [turn.placement.found_in_hbm for turn in all_in_hbm]
 
 
-def test_negative_control_corrupt_pages_change_answers(all_in_hbm):
+def test_negative_control_corrupt_loads_change_answers(all_in_hbm):
     engine = make_engine(num_host_pages=PLENTY)
 
     def corrupt(text: str) -> None:
@@ -269,16 +269,16 @@ def test_step_copies_at_most_once_per_direction(monkeypatch):
     assert order in steps
 
 
-def test_answer_ends_at_the_stop_token(all_in_hbm):
+def test_answer_ends_at_stop_token(all_in_hbm):
     stop = all_in_hbm[0].answer[3]
     turns = served(make_engine(PLENTY, stop=stop), {"rain": CONVERSATIONS["rain"][:1]})
     assert turns[0].answer == all_in_hbm[0].answer[: all_in_hbm[0].answer.index(stop) + 1]
 
 
-def test_oversized_conversations_are_rejected():
-    with pytest.raises(ValueError, match="79 HBM pages are too few"):
+def test_exceeded_limits_raise():
+    with pytest.raises(ValueError, match=r"num_hbm_pages must hold, got .* and 79"):
         make_engine(num_hbm_pages=79)
-    with pytest.raises(ValueError, match="turn 2 of long exceeds"):
+    with pytest.raises(ValueError, match=r"turn 2 of long: .* exceed pages_per_turn="):
         make_engine().submit(Turn("long", 2, [0] * 48 * 8, 1))
 
 
@@ -293,7 +293,7 @@ def prompts(tmp_path):
     return str(path)
 
 
-def test_command_succeeds_and_writes_a_report(prompts, tmp_path):
+def test_command_writes_results(prompts, tmp_path):
     json_path, plot_path = tmp_path / "out.json", tmp_path / "out.png"
     command = [sys.executable, "-m", "examples.serving", "--prompts", prompts]
     command += ["--max-new-tokens", "4", "--json", str(json_path)]
@@ -312,7 +312,7 @@ def test_command_succeeds_and_writes_a_report(prompts, tmp_path):
     assert plot_path.exists() == ("--plot" in command)
 
 
-def test_command_fails_on_one_wrong_token(prompts, monkeypatch, capsys):
+def test_command_fails_on_token_mismatch(prompts, monkeypatch, capsys):
     command = importlib.import_module("examples.serving.__main__")
     runs = []
 
@@ -337,18 +337,18 @@ def test_command_fails_on_one_wrong_token(prompts, monkeypatch, capsys):
         ("--num-hbm-pages=2", "--num-hbm-pages: the longest conversation needs"),
     ],
 )
-def test_command_reports_an_invalid_option(option, message, prompts, capsys):
+def test_command_rejects_invalid_option(option, message, prompts, capsys):
     command = importlib.import_module("examples.serving.__main__")
     with pytest.raises(SystemExit) as error:
         command.main(["--prompts", prompts, option])
     assert message in f"{error.value} {capsys.readouterr().err}"
 
 
-def test_command_reports_an_invalid_prompts_file(tmp_path):
+def test_command_rejects_invalid_prompts_file(tmp_path):
     command = importlib.import_module("examples.serving.__main__")
     path = tmp_path / "bad.jsonl"
     line = '{"id": "a", "turns": ["b"]}\n'
     for text in ('{"id": "a"}', '{"id": "a", "turns": []}', "no JSON", "[]", "", line * 2):
         path.write_text(text)
-        with pytest.raises(SystemExit, match=r"bad\.jsonl: each line needs an id and turns"):
+        with pytest.raises(SystemExit, match=r"bad\.jsonl: each line must have id and turns"):
             command.main(["--prompts", str(path)])

@@ -57,7 +57,7 @@ def checkpoint(tmp_path):
     return tmp_path, arrays
 
 
-def test_sharded_checkpoint_is_read_bit_for_bit(checkpoint):
+def test_sharded_checkpoint_is_read_bitwise(checkpoint):
     directory, arrays = checkpoint
     config, params = load_checkpoint(directory, jnp.bfloat16)
     assert config == CONFIG
@@ -76,31 +76,31 @@ def test_sharded_checkpoint_is_read_bit_for_bit(checkpoint):
         ({"tie_word_embeddings": False}, "lm_head.weight has shape None"),
     ],
 )
-def test_unsupported_checkpoint_is_rejected(checkpoint, change, message):
+def test_unsupported_checkpoint_raises(checkpoint, change, message):
     directory, _ = checkpoint
     (directory / "config.json").write_text(json.dumps(HF_CONFIG | change))
     with pytest.raises(ValueError, match=message):
         load_checkpoint(directory, jnp.float32)
 
 
-def test_corrupt_file_is_rejected(tmp_path):
+def test_corrupt_file_raises(tmp_path):
     path = tmp_path / "x.safetensors"
     write_safetensors(path, {"ids": np.zeros(3, np.int64)})
-    with pytest.raises(ValueError, match="ids is I64"):
+    with pytest.raises(ValueError, match=r"dtype of ids must be .* got I64"):
         read_safetensors(path)
     path.write_bytes(b"<!doctype html>")
-    with pytest.raises(ValueError, match="in a file of 15 bytes"):
+    with pytest.raises(ValueError, match="exceeds file of 15 bytes"):
         read_safetensors(path)
 
 
-def test_bytes_round_trip():
+def test_byte_tokenizer_round_trip():
     tokenizer = ByteTokenizer()
     first = tokenizer.prompt("Grüße", [])
     assert "Grüße" in tokenizer.decode(first)
     assert len(tokenizer.prompt("Grüße", first)) < len(first)
 
 
-def test_chat_format_closes_a_truncated_answer(tmp_path):
+def test_chat_format_closes_truncated_answer(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     words = ["<unk>", "<|im_start|>", "<|im_end|>"]
     model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")

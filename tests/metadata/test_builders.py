@@ -53,7 +53,7 @@ ALLOWED_CALLS = re.compile(r"jaxkv_check_bounds|__cub\$\w+|__cublas\$\w+")
 
 
 @every_builder
-def test_one_executable_serves_all_batches(name):
+def test_all_batches_share_one_executable(name):
     traced = []
 
     @jax.jit
@@ -67,14 +67,14 @@ def test_one_executable_serves_all_batches(name):
 
 
 @every_builder
-def test_a_batch_may_be_closed_over(name):
+def test_batch_in_closure(name):
     batch, build = CASES[0].batch(), BUILDERS[name]
     want, got = jax.jit(build)(batch), jax.jit(lambda: build(batch))()
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b, strict=True)
 
 
-def test_ranges_may_be_closed_over():
+def test_ranges_in_closure():
     batch, ranges = CASES[0].batch(), np.array([[[0, 1]]] * FEW.max_num_reqs, np.int32)
 
     @jax.jit
@@ -93,7 +93,7 @@ def optimised(build: Callable[[metadata.BatchMetadata], Any]) -> str:
 
 
 @every_builder
-def test_nothing_goes_over_the_host(name):
+def test_builders_have_no_host_round_trip(name):
     text = optimised(BUILDERS[name])
     assert not re.search(r"\b(infeed|outfeed|send|recv|copy-start)\(|callback|S\(5\)", text)
     called = re.findall(r'custom_call_target="([^"]+)"', text)
@@ -102,7 +102,7 @@ def test_nothing_goes_over_the_host(name):
 
 @pytest.mark.gpu
 @every_builder
-def test_nothing_is_transferred(name):
+def test_builders_have_no_transfers(name):
     batch = jax.device_put(CASES[0].batch())
     with jax.transfer_guard("disallow_explicit"):
         built = jax.jit(BUILDERS[name])(batch)
@@ -110,8 +110,8 @@ def test_nothing_is_transferred(name):
     assert on_cpu
 
 
-def test_a_callback_is_found():
-    """Negative control of `test_nothing_goes_over_the_host`."""
+def test_negative_control_callback_is_detected():
+    """Negative control of `test_builders_have_no_host_round_trip`."""
 
     def build(batch):
         lens = jax.ShapeDtypeStruct(batch.seq_lens.shape, batch.seq_lens.dtype)

@@ -46,19 +46,19 @@ def from_host(query=(1,), seq=(1,), table=((1,),), **sizes) -> BatchMetadata:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"query": (1, 1)}, "name 2, 1 and 1 requests"),
-        ({"table": ()}, "name 1, 1 and 0 requests"),
-        ({"query": (-1,)}, "request 0 has -1 query tokens"),
+        ({"query": (1, 1)}, "got 2, 1 and 1 requests"),
+        ({"table": ()}, "got 1, 1 and 0 requests"),
+        ({"query": (-1,)}, "request 0 with -1 query tokens"),
         ({"query": (2,)}, "query tokens <= context"),
         ({"seq": (5,)}, "context <= blocks of 4 tokens"),
         ({"seq": (9,), "cp_world_size": 2}, "context <= blocks of 8 tokens"),
         ({"table": ((1, 2, 3, 4),)}, "blocks <= max_blocks=3"),
-        ({"query": (0, 0), "seq": (0, 1), "table": ((), ())}, "request 1 has 0 query tokens"),
+        ({"query": (0, 0), "seq": (0, 1), "table": ((), ())}, "request 1 with 0 query tokens"),
         ({"query": (0,) * 3, "seq": (0,) * 3, "table": ((),) * 3}, "3 requests exceed"),
         ({"query": (5,), "seq": (5,), "table": ((1, 2),)}, "5 query tokens exceed"),
-        ({"table": ((-1,),)}, r"-1 to 0 are outside \[0, 536870911\]"),
-        ({"table": ((2**29,),)}, r"outside \[0, 536870911\]"),
-        ({"table": ((2**32,),)}, r"outside \[0, 536870911\]"),
+        ({"table": ((-1,),)}, r"\[0, 536870911\] .* got -1 to 0"),
+        ({"table": ((2**29,),)}, r"must be in \[0, 536870911\]"),
+        ({"table": ((2**32,),)}, r"must be in \[0, 536870911\]"),
         ({"seq": (2**31,), "block_size": 2**31}, "context < 2"),
         ({"max_num_reqs": 0}, "max_num_reqs must be >= 1"),
         ({"max_num_tokens": 0}, "max_num_tokens must be >= 1"),
@@ -72,20 +72,20 @@ def from_host(query=(1,), seq=(1,), table=((1,),), **sizes) -> BatchMetadata:
         ({"table": ([[1]],)}, r"rows of block_table must be integers .* got int64\[1, 1\]"),
     ],
 )
-def test_from_host_refuses(arguments, message):
+def test_from_host_rejects_invalid_arguments(arguments, message):
     from_host()
     with pytest.raises(ValueError, match=message):
         from_host(**arguments)
 
 
-def test_from_host_up_to_its_limits():
+def test_from_host_accepts_limits():
     batch = from_host((4, 0), (12, 0), ((2**29 - 1, 1, 2), ()))
     assert batch.block_table[0, 0] * 4 + 3 == 2**31 - 1
     assert from_host((), (), ()).num_reqs == 0
     assert from_host(seq=(8,), cp_world_size=2).seq_lens[0] == 8
 
 
-def test_sizes_of_numpy_leave_int32_as_it_is():
+def test_numpy_sizes_do_not_promote_int32():
     sizes = {"max_num_reqs": 2, "max_num_tokens": 4, "max_blocks": 3, "block_size": 4}
     with jax.enable_x64(True):
         batch = from_host(**{name: np.int64(size) for name, size in sizes.items()})
@@ -139,9 +139,9 @@ def test_unique_first_occurrence_of_long_rows():
 
 
 @pytest.mark.parametrize("values", [[3, -1, 2, 3], [3, 4, 0, 3]])
-def test_unique_first_occurrence_refuses_values_of_the_host(values):
+def test_unique_first_occurrence_rejects_host_values_out_of_range(values):
     x = np.array([values], np.int32)
-    with pytest.raises(ValueError, match=rf"from {x.min()} to {x.max()}, outside \[0, max_value=3"):
+    with pytest.raises(ValueError, match=rf"max_value=3\], got values from {x.min()} to {x.max()}"):
         common.unique_first_occurrence(x, 3)
     assert common.unique_first_occurrence(x[:, :0], 3).shape == (1, 0)
 
@@ -180,9 +180,9 @@ def compiled_tokens(cp_world_size: int, cp_interleave: int):
 
 @every_batch
 @given(cases(), st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 2)]), st.integers(0, 2))
-def test_tokens(case: Case, parallel: tuple[int, int], rank: int):
-    world, run = parallel
-    rank %= world
+def test_token_positions_and_slots(case: Case, parallel: tuple[int, int], rank: int):
+    world_size, run = parallel
+    rank %= world_size
     b = case.bounds
     got = compiled_tokens(*parallel)(case.batch(), np.int32(rank))
 
@@ -192,10 +192,10 @@ def test_tokens(case: Case, parallel: tuple[int, int], rank: int):
             rows.append(row)
             positions.append(position)
             # Each rank fills its own blocks with the runs assigned to it.
-            round_, place = divmod(position, world * run)
+            round_, place = divmod(position, world_size * run)
             block, offset = divmod(round_ * run + place % run, b.block_size)
-            mine = place // run == rank
-            slots.append(case.tables[row][block] * b.block_size + offset if mine else -1)
+            on_this_rank = place // run == rank
+            slots.append(case.tables[row][block] * b.block_size + offset if on_this_rank else -1)
     assert_same(got["token_to_request"], padded(rows, b.max_num_tokens))
     assert_same(got["token_positions"], padded(positions, b.max_num_tokens))
     assert_same(got["slot_mapping"], padded(slots, b.max_num_tokens, common.PAD_SLOT))
@@ -205,14 +205,14 @@ def test_tokens(case: Case, parallel: tuple[int, int], rank: int):
     last = [max(end - 1, 0) for end in case.starts[1:]]
     assert_same(got["logits_indices"], padded(last, b.max_num_reqs, max(case.num_tokens - 1, 0)))
 
-    owner = np.arange(b.max_blocks * b.block_size) // run % world
-    held = np.array([np.bincount(owner[:n], minlength=world) for n in range(len(owner) + 1)])
+    owner = np.arange(b.max_blocks * b.block_size) // run % world_size
+    held = np.array([np.bincount(owner[:n], minlength=world_size) for n in range(len(owner) + 1)])
     local = held[padded(case.seq_lens, b.max_num_reqs)]
     assert_same(got["all_local"], local)
     assert_same(got["local"], local[:, rank])
 
 
-def test_one_executable_for_all_batches():
+def test_all_batches_share_one_executable():
     traced = []
 
     def tokens(batch: BatchMetadata):
@@ -227,7 +227,7 @@ def test_one_executable_for_all_batches():
     assert len(traced) == 1
 
 
-def test_slot_mapping_by_hand():
+def test_slot_mapping_examples():
     batch = BatchMetadata.from_host(
         [10], [10], [[7, 3]],
         max_num_reqs=1, max_num_tokens=12, max_blocks=2, block_size=4, cp_world_size=2,
@@ -242,7 +242,7 @@ def test_slot_mapping_by_hand():
     assert_same(common.slot_mapping(batch, positions - 8)[:8], [-1] * 8)
 
 
-def test_the_largest_slot():
+def test_largest_slot():
     batch = from_host((1,), (4,), ((2**29 - 1,),))
     positions = common.token_positions(batch)
     assert_same(common.slot_mapping(batch, positions), [2**31 - 1, -1, -1, -1])
@@ -254,21 +254,21 @@ def test_the_largest_slot():
         ({"cp_world_size": 0}, "cp_world_size must be >= 1, got 0"),
         ({"cp_interleave": 0}, "cp_interleave must be >= 1, got 0"),
         ({"cp_interleave": 3}, "cp_interleave=3 tokens must divide block_size=4 tokens"),
-        ({"cp_world_size": 2, "cp_rank": 2}, r"rank 2 is outside \[0, 2\)"),
-        ({"cp_rank": -1}, r"rank -1 is outside \[0, 1\)"),
+        ({"cp_world_size": 2, "cp_rank": 2}, r"rank must be in \[0, 2\), got 2"),
+        ({"cp_rank": -1}, r"rank must be in \[0, 1\), got -1"),
     ],
 )
-def test_slot_mapping_refuses(arguments, message):
+def test_slot_mapping_rejects_invalid_arguments(arguments, message):
     batch = from_host()
     with pytest.raises(ValueError, match=message):
         common.slot_mapping(batch, common.token_positions(batch), **arguments)
 
 
-def test_dcp_local_seq_lens_refuses():
+def test_dcp_local_seq_lens_rejects_invalid_arguments():
     lens = jnp.array([3], jnp.int32)
     with pytest.raises(ValueError, match="cp_world_size must be >= 1"):
         common.dcp_local_seq_lens(lens, 0, None, 1)
     with pytest.raises(ValueError, match="cp_interleave must be >= 1"):
         common.dcp_local_seq_lens(lens, 2, None, 0)
-    with pytest.raises(ValueError, match="rank 3 is outside"):
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 3"):
         common.dcp_local_seq_lens(lens, 2, 3, 1)

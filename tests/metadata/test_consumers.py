@@ -106,7 +106,7 @@ def test_flashinfer(attention, threshold: int, case: Case):
     check(attention, case.decodes_first(threshold), threshold=threshold)
 
 
-WORLD, INTERLEAVE = 3, 2
+WORLD_SIZE, INTERLEAVE = 3, 2
 
 
 @functools.cache
@@ -116,7 +116,7 @@ def of_a_rank():
     @jax.jit
     def attention(batch, queries, new, cache, rank):
         meta = flashinfer.build(
-            batch, dcp_world_size=WORLD, dcp_rank=rank, dcp_interleave=INTERLEAVE
+            batch, dcp_world_size=WORLD_SIZE, dcp_rank=rank, dcp_interleave=INTERLEAVE
         )
         cache = written(cache, new, meta.slot_mapping)
         results = []
@@ -140,7 +140,7 @@ def of_new_tokens():
 
     @jax.jit
     def attention(batch, queries, new):
-        meta = flashinfer.build(batch, dcp_world_size=WORLD, dcp_interleave=INTERLEAVE)
+        meta = flashinfer.build(batch, dcp_world_size=WORLD_SIZE, dcp_interleave=INTERLEAVE)
         tokens = tokens_of(batch) - meta.num_decode_tokens
         row, _ = rows_of(meta.prefill.qo_indptr, jnp.maximum(tokens, 0))
         is_prefill = (tokens >= 0)[:, None]
@@ -161,10 +161,10 @@ def test_flashinfer_under_context_parallelism(case: Case):
             case.batch(),
             problem.queries,
             problem.new,
-            problem.cache(world=WORLD, rank=rank, interleave=INTERLEAVE),
+            problem.cache(world_size=WORLD_SIZE, rank=rank, interleave=INTERLEAVE),
             rank,
         )
-        for rank in range(WORLD)
+        for rank in range(WORLD_SIZE)
     ]
     parts.append(of_new_tokens()(case.batch(), problem.queries, problem.new))
     problem.check(merge(*parts))

@@ -20,10 +20,10 @@ def compiled(build, **options):
 
 
 @functools.cache
-def compiled_for_ranks(world: int, interleave: int):
+def compiled_for_ranks(world_size: int, interleave: int):
     def build(batch: BatchMetadata, rank: jax.Array):
         return flashinfer.build(
-            batch, dcp_world_size=world, dcp_rank=rank, dcp_interleave=interleave
+            batch, dcp_world_size=world_size, dcp_rank=rank, dcp_interleave=interleave
         )
 
     return jax.jit(build)
@@ -74,18 +74,21 @@ def test_pages(case: Case, ordered: bool, threshold: int):
 
 @every_batch
 @given(cases(bounds=(ONE, FEW, FEW, SOME)), st.sampled_from([(2, 1), (3, 2), (1, 2)]), st.data())
-def test_pages_of_a_rank(case: Case, group: tuple[int, int], data):
+def test_pages_of_one_rank(case: Case, group: tuple[int, int], data):
     case = case.decodes_first()
-    world, interleave = group
-    rank = data.draw(st.integers(0, world - 1))
+    world_size, interleave = group
+    rank = data.draw(st.integers(0, world_size - 1))
     decode, _ = parts(case, uniform=True)
     context = [
-        seq if row < decode.end or world == 1 else seq - query
+        seq if row < decode.end or world_size == 1 else seq - query
         for row, (seq, query) in enumerate(zip(case.seq_lens, case.query_lens, strict=True))
     ]
-    local = [sum(p // interleave % world == rank for p in range(tokens)) for tokens in context]
-    got = compiled_for_ranks(world, interleave)(case.batch(), np.int32(rank))
-    check(got, paged(case, 1, local, slots(case, world=world, rank=rank, interleave=interleave)))
+    local = [sum(p // interleave % world_size == rank for p in range(tokens)) for tokens in context]
+    got = compiled_for_ranks(world_size, interleave)(case.batch(), np.int32(rank))
+    check(
+        got,
+        paged(case, 1, local, slots(case, world_size=world_size, rank=rank, interleave=interleave)),
+    )
 
 
 @every_batch
@@ -116,7 +119,7 @@ def full_batch() -> Case:
     return Case([1] * FEW.max_num_reqs, [tokens] * FEW.max_num_reqs, tables.tolist(), FEW)
 
 
-def test_a_full_batch_reaches_the_bound():
+def test_full_batch_reaches_the_bound():
     case = full_batch()
     got = flashinfer.build(case.batch())
     np.testing.assert_array_equal(got.paged_kv_indices, np.ravel(case.tables))
@@ -124,7 +127,7 @@ def test_a_full_batch_reaches_the_bound():
 
 
 @pytest.mark.parametrize("spare", [0, 1])
-def test_a_chosen_bound_that_fits(spare: int):
+def test_sufficient_max_pages(spare: int):
     case = Case([1, 2], [9, 6], [[5, 6, 7], [8, 9]], FEW)
     got = compiled(flashinfer.build, max_pages=5 + spare)(case.batch())
     np.testing.assert_array_equal(got.paged_kv_indices, [5, 6, 7, 8, 9] + [0] * spare)
@@ -132,13 +135,13 @@ def test_a_chosen_bound_that_fits(spare: int):
 
 
 @pytest.mark.cpu_only
-def test_a_chosen_bound_that_is_exceeded():
+def test_exceeded_max_pages_raises():
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"max_pages = 30 exceeds .* 29"):
         jax.block_until_ready(compiled(flashinfer.build, max_pages=29)(full_batch().batch()))
 
 
 @pytest.mark.gpu
-def test_a_chosen_bound_that_is_exceeded_on_the_device():
+def test_exceeded_max_pages_raises_bound_error_on_gpu():
     import jaxkv
 
     got = jax.block_until_ready(compiled(flashinfer.build, max_pages=29)(full_batch().batch()))
@@ -147,11 +150,11 @@ def test_a_chosen_bound_that_is_exceeded_on_the_device():
         jaxkv.check_errors()
 
 
-def test_refuses_drafts_under_context_parallelism():
-    with pytest.raises(ValueError, match="decode_threshold=2 tokens: with 4 ranks"):
+def test_draft_tokens_under_context_parallelism_raise():
+    with pytest.raises(ValueError, match="decode_threshold must be 1 with dcp_world_size=4, got 2"):
         flashinfer.build(full_batch().batch(), decode_threshold=2, dcp_world_size=4)
 
 
-def test_refuses_an_empty_bound():
+def test_max_pages_below_one_raises():
     with pytest.raises(ValueError, match="max_pages must be >= 1 page, got 0"):
         flashinfer.build(full_batch().batch(), max_pages=0)

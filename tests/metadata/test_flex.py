@@ -186,7 +186,7 @@ def batch_of(tables, seq_lens, query_lens, *, block_size=16, max_num_reqs=None) 
     )
 
 
-def test_reused_blocks_keep_the_last_place():
+def test_duplicate_blocks_map_to_last_column():
     one = flex.physical_to_logical(batch_of([[6, 0, 0, 0]], [16], [16]), 8)
     assert one[0].tolist() == [-1, -1, -1, -1, -1, -1, 0, -1]
     several = flex.physical_to_logical(batch_of([[2, 2, 5]], [48], [1]), 6)
@@ -194,7 +194,7 @@ def test_reused_blocks_keep_the_last_place():
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(2**15, np.int16), (2**15 + 1, np.int32)])
-def test_places_of_any_context_fit_their_dtype(width, dtype):
+def test_columns_fit_the_dtype_of_the_map(width, dtype):
     block_size = 16
     batch = batch_of([[*range(1, width + 1)]], [width * block_size], [1])
     metadata = flex.build(batch, num_blocks=width + 1)
@@ -206,7 +206,7 @@ def test_places_of_any_context_fit_their_dtype(width, dtype):
     assert q.dtype == kv.dtype == np.int32
 
 
-def test_blocks_of_a_prefix_range_ahead_of_the_queries_are_listed():
+def test_blocks_of_prefix_range_after_queries_are_listed():
     # An image of tokens 8..40 makes the next two blocks visible to the tokens of the first.
     batch = batch_of([[1, 2, 3, 4]], [64], [64])
     ranges = np.array([[[8, 40]]], np.int32)
@@ -246,14 +246,14 @@ def test_spans_reach_their_bound():
     assert flex._spans(batch_of([[1]] * 3, [1] * 3, [1] * 3), True, None, None).row.shape == (3,)
 
 
-def test_bad_arguments():
+def test_invalid_arguments_raise():
     batch = batch_of([[1]], [1], [1])
     with pytest.raises(ValueError, match="sliding_window must be >= 1 token, got 0"):
         flex.build(batch, num_blocks=2, sliding_window=0)
     for num_blocks in (0, -1):
-        with pytest.raises(ValueError, match=f"num_blocks must be >= 1, .* got {num_blocks}"):
+        with pytest.raises(ValueError, match=rf"num_blocks must be >= 1 .*, got {num_blocks}"):
             flex.build(batch, num_blocks=num_blocks)
-    with pytest.raises(ValueError, match="num_blocks=134217729 of 16 tokens are more"):
+    with pytest.raises(ValueError, match="num_blocks=134217729 blocks of 16 tokens exceed"):
         flex.build(batch, num_blocks=2**27 + 1)
 
 
@@ -337,7 +337,7 @@ def test_encoder_mask(case: Case, window: int | None):
     np.testing.assert_array_equal(got, want)
 
 
-def test_a_window_to_both_sides_has_all_its_blocks():
+def test_bidirectional_window_lists_all_blocks():
     batch = BatchMetadata.from_host(
         [48], [48], [range(1, 49)],
         max_num_reqs=1, max_num_tokens=48, max_blocks=48, block_size=1,

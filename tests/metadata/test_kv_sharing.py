@@ -58,7 +58,7 @@ def batch_of(query: list[int]) -> BatchMetadata:
     )  # fmt: skip
 
 
-def test_by_hand():
+def test_examples():
     got = kv_sharing.build(batch_of([15, 5, 8]), jnp.array([14, 18, 19, 27, 0, 0], jnp.int32), 4)
     assert_same(got.batch.query_start_loc, [0, 1, 3, 4, 4])
     assert_same(got.batch.query_lens, [1, 2, 1, 0])
@@ -67,7 +67,7 @@ def test_by_hand():
     assert_same(got.logits_indices_padded, [14, 18, 19, 27, 27, 27])
 
 
-def test_decodes_come_back_as_they_are():
+def test_decodes_are_unchanged():
     batch = batch_of([1, 1, 1])
     got = kv_sharing.build(batch, common.logits_indices(batch), batch.num_reqs)
     assert_same(got.batch.query_start_loc, batch.query_start_loc)
@@ -75,7 +75,7 @@ def test_decodes_come_back_as_they_are():
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 2), ()])
-def test_refuses(shape):
+def test_invalid_logits_indices_raise(shape):
     with pytest.raises(
         ValueError, match=r"logits_indices must be int32\[N\] with N >= 1, got shape"
     ):

@@ -104,7 +104,7 @@ WORKED = [
 
 
 @pytest.mark.parametrize(("query", "seq", "chunk", "block", "width", "q", "k", "table"), WORKED)
-def test_by_hand(query, seq, chunk, block, width, q, k, table):
+def test_examples(query, seq, chunk, block, width, q, k, table):
     blocks = np.arange(len(query) * width).reshape(len(query), width)
     batch = BatchMetadata.from_host(
         query, seq, blocks,
@@ -137,7 +137,7 @@ def test_full_batch_of_decodes():
 
 
 @pytest.mark.parametrize("shape", [(2, 6), (6, 6), (5,)])
-def test_another_table_must_be_of_the_same_requests(shape):
+def test_gather_rejects_different_number_of_rows(shape):
     local = local_attention.build(Case([1], [1], [[1]], FEW).batch(), FEW.block_size)
     local.gather(np.zeros((5, 9), np.int32))
     with pytest.raises(ValueError, match=r"block_table must be \[5 rows, blocks\], got \("):
@@ -145,7 +145,7 @@ def test_another_table_must_be_of_the_same_requests(shape):
 
 
 @pytest.mark.parametrize("bounds", [ONE, FEW])
-def test_chunk_size_must_be_of_blocks(bounds):
+def test_chunk_size_not_multiple_of_block_size_raises(bounds):
     batch = Case([1], [1], [[1]], bounds).batch()
     for chunk_size in (0, -bounds.block_size, bounds.block_size + 1):
         with pytest.raises(ValueError, match=f"chunk_size={chunk_size} tokens must be a positive"):

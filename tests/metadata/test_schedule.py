@@ -70,12 +70,12 @@ def test_reorder_batch(requests, threshold):
         ([], 1, []),
     ],
 )
-def test_reorder_batch_by_hand(requests, threshold, order):
+def test_reorder_batch_examples(requests, threshold, order):
     assert schedule.reorder_batch(*columns(requests), threshold).tolist() == order
 
 
-def test_reorder_batch_refuses():
-    with pytest.raises(ValueError, match="name 2, 1 and 1 requests"):
+def test_reorder_batch_rejects_unequal_lengths():
+    with pytest.raises(ValueError, match="got 2, 1 and 1 requests"):
         schedule.reorder_batch([1, 1], [1], [1], 1)
 
 
@@ -88,12 +88,12 @@ def test_seq_lens_upper_bound(requests):
     assert got.tolist() == want + [0] * (40 - len(want))
 
 
-def test_seq_lens_upper_bound_refuses():
-    with pytest.raises(ValueError, match="2 and 2 requests, max_num_reqs=1"):
+def test_seq_lens_upper_bound_rejects_invalid_arguments():
+    with pytest.raises(ValueError, match="max_num_reqs=1, got 2 and 2 requests"):
         schedule.seq_lens_upper_bound([1, 1], [2, 2], max_num_reqs=1)
     with pytest.raises(ValueError, match="2 and 1 requests"):
         schedule.seq_lens_upper_bound([1, 1], [2], max_num_reqs=4)
-    message = "request 1 has num_scheduled=5 and num_computed=2147483643 tokens"
+    message = "request 1: num_scheduled=5 and num_computed=2147483643 tokens"
     for dtype in (np.int32, np.int64):
         scheduled, computed = np.array([[5, 5], [2**31 - 6, 2**31 - 5]], dtype)
         with pytest.raises(ValueError, match=message):
@@ -125,10 +125,10 @@ def test_split_prefill_chunks(lens, workspace, offset):
         ([], 5, 3, []),
     ],
 )
-def test_split_prefill_chunks_by_hand(lens, workspace, offset, chunks):
+def test_split_prefill_chunks_examples(lens, workspace, offset, chunks):
     assert schedule.split_prefill_chunks(lens, workspace, offset) == chunks
 
 
-def test_split_prefill_chunks_refuses():
-    with pytest.raises(ValueError, match="request 1 has 6 tokens, the workspace 5"):
+def test_split_prefill_chunks_rejects_long_request():
+    with pytest.raises(ValueError, match="request 1: 6 tokens exceed workspace=5 tokens"):
         schedule.split_prefill_chunks([1, 6], 5, 0)

@@ -54,6 +54,6 @@ def test_rows_and_starts_from(case: Case, seed: int):
     assert_same(jitted(segments.rows_from)(batch.block_table, *device, fill=7), table)
 
     starts = [start - batch.query_start_loc[first] for start in batch.query_start_loc[wanted]]
-    end = batch.query_start_loc[first + count] - batch.query_start_loc[first]
+    end = int(batch.query_start_loc[first + count] - batch.query_start_loc[first])
     got = jitted(segments.starts_from)(batch.query_start_loc, *device)
     assert_same(got, padded(starts, rows + 1, end))

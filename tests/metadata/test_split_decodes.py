@@ -121,7 +121,7 @@ def test_split_decodes_and_prefills(case, threshold, require_uniform, treat_shor
         ([], 1, {}, (0, 0, 0, 0)),
     ],
 )
-def test_split_by_hand(query, threshold, options, want):
+def test_split_examples(query, threshold, options, want):
     bounds = Bounds(4, 16, 2, 8)
     batch = BatchMetadata.from_host(query, query, [[1, 2]] * len(query), **bounds._asdict())
     if "is_prefilling" in options:
@@ -129,11 +129,11 @@ def test_split_by_hand(query, threshold, options, want):
     assert common.split_decodes_and_prefills(batch, threshold, **options) == want
 
 
-def test_split_refuses():
+def test_split_rejects_invalid_arguments():
     batch = BatchMetadata.from_host([1], [1], [[1]], **Bounds(2, 4, 3, 4)._asdict())
     with pytest.raises(ValueError, match="decode_threshold must be >= 0 tokens, got -1"):
         common.split_decodes_and_prefills(batch, -1)
     with pytest.raises(ValueError, match=r"is_prefilling must be \[2 rows\], got \(1,\)"):
         common.split_decodes_and_prefills(batch, is_prefilling=np.ones(1, bool))
-    with pytest.raises(ValueError, match="needs is_prefilling"):
+    with pytest.raises(ValueError, match="requires is_prefilling"):
         common.split_decodes_and_prefills(batch, treat_short_extends_as_decodes=False)

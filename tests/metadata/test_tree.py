@@ -38,14 +38,14 @@ def test_bias(choices):
     )
 
 
-def test_bias_by_hand():
+def test_bias_examples():
     see = tree.tree_attn_bias([(0,), (1,), (0, 0)]) == 0
     assert see.astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
 
 
 @pytest.mark.parametrize("choices", [[(0,), (0,)], [(0, 0), (0,)], [(0,), (1, 0)], [()]])
-def test_choices_that_are_no_tree(choices):
-    with pytest.raises(ValueError, match="twice, or not after its parent"):
+def test_invalid_tree_raises(choices):
+    with pytest.raises(ValueError, match="must be unique and preceded by its parent"):
         tree.tree_attn_bias(choices)
 
 
@@ -87,11 +87,11 @@ def test_build(case: Case, step: tuple[int, int | None], ordered: bool):
 
 
 @pytest.mark.parametrize("draft_index, query_len", [(-1, 1), (1, 0), (2, 4)])
-def test_bad_levels(draft_index, query_len):
+def test_invalid_levels_raise(draft_index, query_len):
     batch = BatchMetadata.from_host(
         [1], [1], [[1]], max_num_reqs=1, max_num_tokens=4, max_blocks=1, block_size=4
     )
-    with pytest.raises(ValueError, match=r"draft_index must be|query_len="):
+    with pytest.raises(ValueError, match=r"draft_index must be|query_len must be"):
         tree.build_for_drafting(
             batch, tree.tree_attn_bias(CHAIN), draft_index=draft_index, query_len=query_len
         )

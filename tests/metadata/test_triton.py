@@ -1,6 +1,7 @@
 """metadata.triton against slow Python on random batches."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,7 +48,7 @@ def test_shapes_of_segments():
     ).softmax_segm_output.shape == (64, 8, 16, 128)
 
 
-def test_ranges_of_prefixes_come_through():
+def test_prefix_ranges_are_passed_through():
     batch = Case([1], [3], [[2, 1]], ONE).batch()
     ranges = np.array([[[0, 2], [0, 0]]], np.int32)
     got = compiled(**HEADS)(batch, mm_prefix_range=ranges)
@@ -56,6 +57,7 @@ def test_ranges_of_prefixes_come_through():
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_refuses_sizes_below_one(name: str):
+def test_size_below_one_raises(name: str):
+    sizes: Any = HEADS | {name: 0}
     with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
-        triton.build(Case([1], [3], [[2, 1]], ONE).batch(), **HEADS | {name: 0})
+        triton.build(Case([1], [3], [[2, 1]], ONE).batch(), **sizes)

@@ -54,7 +54,7 @@ def test_build(case: Case, ordered: bool):
         equal(view, want)
 
 
-def test_first_chunks_are_known_by_the_prefills_alone():
+def test_first_chunks_are_identified_by_prefill_lengths():
     """A long decode and a new prompt: the longest context is not the prompt's."""
     got = compiled()(Case([1, 5], [20, 5], [[1, 2, 3, 4, 5], [6, 7]], FEW).batch())
     assert got.max_seq_len == 20

@@ -35,7 +35,7 @@ def step(states, batch, accepted, drafts, kinds):
     )
 
 
-def test_replayed_calls_take_new_decisions():
+def test_graph_replay_reads_new_counts():
     """Equal arrays, so the same command buffer, with different rows each time."""
     rng = np.random.default_rng(0)
     rows = random_rows(rng, 200)
@@ -75,7 +75,7 @@ def test_many_calls_of_one_program():
         assert all(map(same_bits, states, want))
 
 
-def test_counts_are_read_when_they_are_there():
+def test_counts_are_read_when_ready():
     """Accepted counts that are available only after a long chain of products."""
     rng = np.random.default_rng(2)
     rows = random_rows(rng, 64)
@@ -94,7 +94,7 @@ def test_counts_are_read_when_they_are_there():
         assert all(map(same_bits, states, want))
 
 
-def test_as_many_arrays_as_a_call_takes():
+def test_maximum_number_of_arrays():
     rng = np.random.default_rng(3)
     rows = random_rows(rng, 16)
     kinds = tuple(KINDS[i % 3] for i in range(256))
@@ -126,7 +126,7 @@ def test_offsets_beyond_32_bits():
     assert (np.asarray(state.max(axis=1)) == want).all()
 
 
-def test_deferred_counts_do_not_hold_the_host():
+def test_deferred_counts_do_not_block_the_host():
     """The step is dispatched, and its counts are not available yet."""
 
     @jax.jit

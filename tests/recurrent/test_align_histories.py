@@ -140,8 +140,8 @@ class Histories:
     def compare(self, got, want) -> None:
         states, *numbers = got
         assert all(map(same_bits, states, self.states))
-        for ours, theirs in zip(numbers, want, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+        for actual, expected in zip(numbers, want, strict=True):
+            np.testing.assert_array_equal(actual, expected)
 
 
 def test_histories():

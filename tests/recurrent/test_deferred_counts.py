@@ -2,6 +2,7 @@
 
 import itertools
 import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,7 +35,7 @@ def test_can_skip_is_exact_for_one_request():
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 50)] * 3)), st.integers(1, 20))
-def test_can_skip_of_a_batch_is_that_of_all_its_requests(requests, block_size):
+def test_can_skip_batch_requires_all_requests(requests, block_size):
     requests = [(c, q, min(d, max(q - 1, 0))) for c, q, d in requests]
     alone = [can_skip([case], block_size) for case in requests]
     assert can_skip(requests, block_size) is all(alone)
@@ -50,7 +51,7 @@ def start_counts(step, ids, counts):
     return run(np.int32(step), np.array(ids, np.int32), np.array(counts, np.int32))
 
 
-def test_deferred_counts_arrive_in_pinned_memory():
+def test_deferred_counts_are_in_pinned_memory():
     deferred = start_counts(7, [30, 10, 20, -1], [1, 4, 2, 1])
     assert deferred.packed.sharding.memory_kind == "pinned_host"
     np.testing.assert_array_equal(deferred.read(step=7, request_ids=[30, 10, 20, -1]), [1, 4, 2, 1])
@@ -62,14 +63,14 @@ def test_deferred_counts_arrive_in_pinned_memory():
 @pytest.mark.parametrize(
     "step, ids, message",
     [
-        (8, [30, 10], "counts of step 8 were wanted, these are of step 7"),
-        (6, [30, 10], "counts of step 6 were wanted, these are of step 7"),
-        (7, [10, 30], "row 0 of step 7 is of request 30, not of 10"),
-        (7, [30, 11], "row 1 of step 7 is of request 10, not of 11"),
-        (7, [30, 10, 20], "3 rows were wanted, step 7 had 2"),
+        (8, [30, 10], "expected counts of step 8, got step 7"),
+        (6, [30, 10], "expected counts of step 6, got step 7"),
+        (7, [10, 30], "expected request 10 in row 0 of step 7, got request 30"),
+        (7, [30, 11], "expected request 11 in row 1 of step 7, got request 10"),
+        (7, [30, 10, 20], "request_ids has 3 rows, but step 7 has 2"),
     ],
 )
-def test_stale_or_permuted_counts_are_an_error(step, ids, message):
+def test_stale_or_permuted_counts_raise(step, ids, message):
     deferred = start_counts(7, [30, 10], [1, 4])
     with pytest.raises(jaxkv.StaleCountsError, match=message):
         deferred.read(step=step, request_ids=ids)
@@ -87,7 +88,7 @@ OPERANDS = {"num_accepted": np.ones(2), "step": np.array(7), "request_ids": np.a
 
 @pytest.mark.parametrize("name", OPERANDS)
 @pytest.mark.parametrize("value", [2**32 + 5, -(2**31) - 1])
-def test_what_does_not_fit_int32_is_not_cut(name, value):
+def test_start_rejects_values_outside_int32(name, value):
     given = {key: operand.astype(np.int64) for key, operand in OPERANDS.items()}
     jaxkv.recurrent.DeferredCounts.start(**given)
     given[name][...] = value
@@ -96,7 +97,7 @@ def test_what_does_not_fit_int32_is_not_cut(name, value):
 
 
 @pytest.mark.parametrize("name", ["num_accepted", "num_drafts", "next_query_lens"])
-def test_advance_does_not_cut_what_does_not_fit_int32(name):
+def test_advance_rejects_values_outside_int32(name):
     _, batch, accepted, query_lens = next_call(np.random.default_rng(0))
     counts = {"num_drafts": accepted, "next_query_lens": query_lens, "num_accepted": accepted}
     with pytest.raises(ValueError, match=f"{name} must fit int32, got 4294967297"):
@@ -104,7 +105,7 @@ def test_advance_does_not_cut_what_does_not_fit_int32(name):
 
 
 @pytest.mark.parametrize("donated", [False, True])
-def test_counts_that_are_gone(donated):
+def test_deleted_counts_raise(donated):
     deferred = start_counts(7, [30], [1])
     if donated:
         jax.jit(lambda words: words + 1, donate_argnums=0)(deferred.packed)
@@ -112,7 +113,7 @@ def test_counts_that_are_gone(donated):
         deferred.packed.delete()
     assert deferred.packed.is_deleted()
     for ask in (deferred.is_ready, lambda: deferred.read(step=7, request_ids=[30])):
-        with pytest.raises(RuntimeError, match="these counts were donated or deleted"):
+        with pytest.raises(RuntimeError, match="the counts were donated or deleted"):
             ask()
 
 
@@ -135,9 +136,10 @@ class OfAGpu:
         return True
 
 
-def test_counts_in_memory_of_a_device_are_not_read():
-    with pytest.raises(ValueError, match="memory of kind 'device', which the host cannot read"):
-        jaxkv.recurrent.DeferredCounts(OfAGpu("device")).read(step=7, request_ids=[30])
+def test_counts_in_device_memory_raise():
+    array: Any = OfAGpu("device")
+    with pytest.raises(ValueError, match="the host cannot read counts in memory of kind 'device'"):
+        jaxkv.recurrent.DeferredCounts(array).read(step=7, request_ids=[30])
     moved = jaxkv.recurrent.DeferredCounts(
         jax.device_put(np.array([7, 30, 4], np.int32), jax.devices()[0])
     )
@@ -194,7 +196,7 @@ def test_advance(seed):
 @pytest.mark.parametrize(
     "longer, message", [(False, "num_tokens = 30 exceeds"), (True, "seq_len = ")]
 )
-def test_advance_holds_its_bounds(longer, message):
+def test_advance_beyond_bounds_raises(longer, message):
     rows, batch, accepted, query_lens = next_call(np.random.default_rng(0), 100 if longer else 20)
     query_lens[:] = 3
     rows.num_reqs = 10
@@ -208,7 +210,7 @@ def test_advance_holds_its_bounds(longer, message):
 
 @pytest.mark.parametrize("used", ["query_start_loc", "seq_lens", "num_tokens"])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_last_token_that_there_is_room_for(rows, used):
+def test_advance_to_the_last_token_of_the_bound(rows, used):
     """And no more, with any subset of the next batch in use."""
     batch = BatchMetadata.from_host(
         [1] * rows, [7] * rows, [[1, 2]] * rows,

@@ -21,11 +21,11 @@ def test_packaged_tables_are_valid(path):
     assert path.name in (f"{table_files.slug(table.device_kind)}.json", table_files.DEFAULT)
 
 
-def test_other_device_kinds_get_the_default():
+def test_unknown_device_kind_uses_default():
     assert table_for("Some GPU").device_kind == table_files.ANY_DEVICE
 
 
-def test_the_last_rule_that_is_reached_holds(tmp_path):
+def test_last_matching_rule_applies(tmp_path):
     rules = [[0, "one_shot"], [100, "two_shot"], [5000, "psum"]]
     content = content_of_default()
     content["rules"]["6"] = rules
@@ -52,7 +52,7 @@ def with_rules(rules) -> dict:
     "content, message",
     [
         ([], "the file must be an object of device_kind, how, commit, date, versions and rules"),
-        ({**content_of_default(), "rules": {}}, r"rules must be those of \(2, 4, 6, 8\) devices"),
+        ({**content_of_default(), "rules": {}}, r"rules must have the keys \(2, 4, 6, 8\)"),
         (with_rules({}), r"rules.2 must be a list of \[min_bytes, algorithm\], got \{\}"),
         (with_rules([]), r"rules.2: min_bytes must ascend from 0, got \[\]"),
         (with_rules([[1, "psum"]]), r"rules.2: min_bytes must ascend from 0, got \[1\]"),
@@ -61,7 +61,7 @@ def with_rules(rules) -> dict:
         (with_rules([[0, "multimem"]]), "two_shot, psum, got 'multimem'"),
     ],
 )
-def test_what_is_wrong_is_said(content, message, tmp_path):
+def test_invalid_tables_are_rejected(content, message, tmp_path):
     path = tmp_path / "table.json"
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message) as raised:

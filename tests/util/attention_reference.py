@@ -44,7 +44,7 @@ class Problem:
             new[start : start + query] = context[len(context) - query :]
         return cls(case, queries, new, contexts)
 
-    def cache(self, *, world: int = 1, rank: int = 0, interleave: int = 1) -> np.ndarray:
+    def cache(self, *, world_size: int = 1, rank: int = 0, interleave: int = 1) -> np.ndarray:
         """float32[num_blocks, block_size, 2, K, D] of one rank, before this step."""
         size = self.case.bounds.block_size
         rng = np.random.default_rng(rank)
@@ -55,7 +55,7 @@ class Problem:
             self.case.query_lens, self.contexts, self.case.tables, strict=True
         ):
             earlier = np.arange(len(context) - query)
-            mine = context[earlier[earlier // interleave % world == rank]]
+            mine = context[earlier[earlier // interleave % world_size == rank]]
             for i, entry in enumerate(mine):
                 cache[table[i // size], i % size] = entry
         return cache
@@ -90,8 +90,8 @@ class Problem:
 def written(cache: Any, new: Any, slot_mapping: Any) -> Any:
     """`cache` with the new tokens in their slots."""
     slots = cache.reshape(-1, *cache.shape[2:])
-    nowhere = slots.shape[0]
-    at = jnp.where(slot_mapping < 0, nowhere, slot_mapping)
+    out_of_range = slots.shape[0]
+    at = jnp.where(slot_mapping < 0, out_of_range, slot_mapping)
     return slots.at[at].set(new, mode="drop").reshape(cache.shape)
 
 

@@ -20,12 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from bench.collectives.soak import soak
+from jaxkv._src.collectives.all_reduce import Implementation
 from jaxkv._src.runtime import native as runtime_native
 from jaxkv._src.tuning.all_reduce_table import VARIABLE, WORLD_SIZES, packaged_table
 from tests.util import hooks
 from tests.util.ranks import AXIS, late, on_ranks, sums
 
-NATIVE = ("low_latency", "one_shot", "two_shot")
+NATIVE: tuple[Implementation, ...] = ("low_latency", "one_shot", "two_shot")
 RULES = ((0, "low_latency"), (999, "one_shot"))
 ME = jax.process_index()
 LAST = jax.process_count() - 1
@@ -48,7 +49,7 @@ def create(
 
 
 def spread(memory: Any, x: np.ndarray, spec: P | None = None) -> jax.Array:
-    """`x[world, ...]`, a row on each rank."""
+    """`x[world_size, ...]`, a row on each rank."""
     sharding = NamedSharding(memory.mesh, P(AXIS) if spec is None else spec)
     return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
@@ -65,11 +66,13 @@ def assert_sums(y: jax.Array, x: np.ndarray) -> None:
         assert np.array_equal(row.astype(np.float64), x.astype(np.float64).sum(0))
 
 
-def operand(world: int, n: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([n, seed]).integers(-15, 16, (world, n)).astype(jnp.dtype(dtype))
+def operand(world_size: int, n: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
+    return (
+        np.random.default_rng([n, seed]).integers(-15, 16, (world_size, n)).astype(jnp.dtype(dtype))
+    )
 
 
-def memory_lies_here() -> bool:
+def maps_symmetric_memory() -> bool:
     """Whether this process still maps any symmetric memory; supports platform cpu only."""
     with open("/proc/self/maps") as maps:
         return "memfd:jaxkv" in maps.read()
@@ -81,26 +84,26 @@ def memory_lies_here() -> bool:
 
 def sums_are_exact(order: list[int]) -> None:
     mesh = mesh_of(order)
-    world = mesh.size
+    world_size = mesh.size
     with create(mesh) as memory:
         for algorithm in NATIVE:
             step = sums(memory, algorithm)
             for round_, n in enumerate([1, 4096, 7, 1000, 4096, 5, 64]):
                 dtype = "bfloat16" if n in (7, 64) else "float32"
-                x = operand(world, n, dtype, round_)
+                x = operand(world_size, n, dtype, round_)
                 assert_sums(step(spread(memory, x)), x)
-        _ranks_are_added_in_the_order_of_the_mesh(memory)
-        _late_ranks_are_waited_for(memory)
-        _epochs_wrap(memory)
+        _accumulation_is_in_rank_order(memory)
+        _delayed_rank_does_not_change_results(memory)
+        _epoch_overflow_wraps(memory)
         memory.check_errors()
-    _two_memories_and_one_that_takes_the_place_of_another(mesh)
+    _several_memories_and_a_successor(mesh)
     if jax.process_count() == 4:
-        _some_processes_do_without_the_others(order)
+        _subset_of_processes(order)
     if jax.default_backend() == "cpu":
-        assert not memory_lies_here()
+        assert not maps_symmetric_memory()
 
 
-def _ranks_are_added_in_the_order_of_the_mesh(memory: Any) -> None:
+def _accumulation_is_in_rank_order(memory: Any) -> None:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(memory.world_size, 777)) * 10.0 ** rng.integers(-4, 5, (1, 777))
     x = x.astype(np.float32)
@@ -116,24 +119,24 @@ def _ranks_are_added_in_the_order_of_the_mesh(memory: Any) -> None:
             assert row.tobytes() == want.tobytes()
     rank_of = on_ranks(memory, lambda x: x + jax.lax.axis_index(AXIS))
     ranks = sorted(int(row) for row in here(rank_of(spread(memory, np.zeros(len(x), np.int32)))))
-    mine = [i for i, device in enumerate(memory.mesh.devices) if device.process_index == ME]
-    assert ranks == mine
+    local_ranks = [i for i, device in enumerate(memory.mesh.devices) if device.process_index == ME]
+    assert ranks == local_ranks
 
 
-def _late_ranks_are_waited_for(memory: Any) -> None:
-    world = memory.world_size
+def _delayed_rank_does_not_change_results(memory: Any) -> None:
+    world_size = memory.world_size
 
     def one_shot(x: Any, late_rank: Any) -> Any:
         return jaxkv.all_reduce(memory, late(x, late_rank), AXIS, implementation="one_shot")
 
     step = on_ranks(memory, one_shot)
-    for round_ in range(2 * world):
-        x = operand(world, 500, seed=round_)
-        late_rank = np.full(world, round_ % world, np.int32)
+    for round_ in range(2 * world_size):
+        x = operand(world_size, 500, seed=round_)
+        late_rank = np.full(world_size, round_ % world_size, np.int32)
         assert_sums(step(spread(memory, x), spread(memory, late_rank)), x)
 
 
-def _epochs_wrap(memory: Any) -> None:
+def _epoch_overflow_wraps(memory: Any) -> None:
     if not hooks.available():
         return
     for epoch in (2**32, 2**64):
@@ -144,7 +147,7 @@ def _epochs_wrap(memory: Any) -> None:
                 assert_sums(sums(memory, algorithm)(spread(memory, x)), x)
 
 
-def _two_memories_and_one_that_takes_the_place_of_another(mesh: jax.sharding.Mesh) -> None:
+def _several_memories_and_a_successor(mesh: jax.sharding.Mesh) -> None:
     with create(mesh) as first:
         with create(mesh, max_bytes=512) as second:
 
@@ -169,14 +172,14 @@ def _two_memories_and_one_that_takes_the_place_of_another(mesh: jax.sharding.Mes
         assert_sums(sums(first, "one_shot")(spread(first, x)), x)
 
 
-def _some_processes_do_without_the_others(order: list[int]) -> None:
+def _subset_of_processes(order: list[int]) -> None:
     half = order[:2] if ME in order[:2] else order[2:]  # one device each
     with create(mesh_of(half)) as memory:
         x = operand(2, 10, seed=half[0])
         assert_sums(sums(memory, "one_shot")(spread(memory, x)), x)
 
 
-def groups_add_up_by_themselves(order: list[int]) -> None:
+def groups_are_independent(order: list[int]) -> None:
     """Including groups within one process, and groups across both."""
     mesh = jax.sharding.Mesh(mesh_of(order).devices.reshape(2, 2), ("dp", "tp"))
     x = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
@@ -193,11 +196,11 @@ def groups_add_up_by_themselves(order: list[int]) -> None:
             for shard in got.addressable_shards:
                 assert np.array_equal(np.asarray(shard.data), want[shard.index])
     of_others = [i for i, d in enumerate(mesh_of([0, 1, 2, 3]).devices) if d.process_index != ME]
-    with raises(ValueError, f"has no device of this process, number {ME}"):
+    with raises(ValueError, f"has no device of this process, process index {ME}"):
         create(mesh_of(of_others))
 
 
-def soaks(order: list[int]) -> int:
+def short_soak(order: list[int]) -> int:
     return soak(mesh_of(order), 2.0, max_bytes=1 << 16)
 
 
@@ -205,24 +208,24 @@ def soaks(order: list[int]) -> int:
 # Failed creation
 
 
-def creation_fails_for_all_or_none(order: list[int]) -> list[str]:
+def creation_failure_raises_in_all_processes(order: list[int]) -> list[str]:
     """The errors of this process, which must be equal in all processes."""
     mesh, errors = mesh_of(order), []
     for name in ("create_communicator", "communicator_handles", "map_communicator"):
-        with fails_in_the_last_process(name), raises(RuntimeError) as caught:
+        with fails_in_last_process(name), raises(RuntimeError) as caught:
             create(mesh, timeout_s=20.0)
         errors.append(str(caught[0]))
         if jax.default_backend() == "cpu":
-            assert not memory_lies_here()
+            assert not maps_symmetric_memory()
     with raises(ValueError) as caught:
         create(mesh, max_bytes=1024 * (1 + ME))
     errors.append(str(caught[0]))
-    with another_table_in_the_last_process(), raises(ValueError) as caught:
+    with different_table_in_last_process(), raises(ValueError) as caught:
         create(mesh)
     errors.append(str(caught[0]))
     # An error of a single process must not desynchronize the others.
-    refused: list[dict[str, Any]] = [{"max_bytes": 0}, {"timeout_s": -1.0}, {"axis_name": "dp"}]
-    for arguments in refused:
+    invalid: list[dict[str, Any]] = [{"max_bytes": 0}, {"timeout_s": -1.0}, {"axis_name": "dp"}]
+    for arguments in invalid:
         with raises(RuntimeError) as caught:
             create(mesh, **(arguments if ME == LAST else {}))
         errors.append(str(caught[0]))
@@ -239,7 +242,7 @@ def creation_fails_for_all_or_none(order: list[int]) -> list[str]:
 
 
 @contextmanager
-def another_table_in_the_last_process() -> Iterator[None]:
+def different_table_in_last_process() -> Iterator[None]:
     table = packaged_table("any")
     table = dataclasses.replace(table, rules=table.rules | dict.fromkeys(WORLD_SIZES, RULES))
     with tempfile.NamedTemporaryFile("w") as file:
@@ -252,7 +255,7 @@ def another_table_in_the_last_process() -> Iterator[None]:
 
 
 @contextmanager
-def fails_in_the_last_process(name: str) -> Iterator[None]:
+def fails_in_last_process(name: str) -> Iterator[None]:
     native = runtime_native.extension()
     real = getattr(native, name)
 
@@ -269,7 +272,7 @@ def fails_in_the_last_process(name: str) -> Iterator[None]:
 # Timeouts and closing
 
 
-def all_ranks_give_up_together(order: list[int]) -> None:
+def timeout_aborts_all_ranks(order: list[int]) -> None:
     """Rank 0 never calls, and rank 1, of the same process, calls late; the others stop rank 1."""
     mesh, timeout_s = mesh_of(order), 4.0
     with create(mesh, timeout_s=timeout_s) as memory:
@@ -298,7 +301,7 @@ def all_ranks_give_up_together(order: list[int]) -> None:
         assert (error.phase == "aborted") == late
 
 
-def closing_waits_for_the_others(order: list[int]) -> None:
+def close_waits_for_other_processes(order: list[int]) -> None:
     mesh = mesh_of(order)
     x = operand(mesh.size, 10)
     memory = create(mesh, timeout_s=20.0)
@@ -314,12 +317,12 @@ def closing_waits_for_the_others(order: list[int]) -> None:
     if ME == LAST:
         return time.sleep(3.0)  # and never closes
     begin = time.monotonic()
-    with warns(rf"processes \[{LAST}\] have not closed their symmetric memory within 2 s"):
+    with warns(rf"timed out after 2 s waiting for processes \[{LAST}\] to close"):
         memory.close()
     assert 1.9 < time.monotonic() - begin < 10
 
 
-def a_process_is_killed(order: list[int]) -> str:
+def killed_process(order: list[int]) -> str:
     """The last one, during continuous all-reduces; returns the error of this process."""
     mesh, timeout_s = mesh_of(order), 2.0
     create(mesh).close()  # gives all processes the time to start
@@ -355,7 +358,7 @@ def a_process_is_killed(order: list[int]) -> str:
     if error.phase != "aborted":  # "aborted" names a peer that timed out
         assert mesh.devices[error.peer].process_index == LAST
     begin = time.monotonic()
-    with warns(rf"processes \[{LAST}\] have not closed"):
+    with warns(rf"waiting for processes \[{LAST}\] to close"):
         memory.close()
     assert time.monotonic() - begin < timeout_s + 4
     with raises(FROM_HANDLER, "SymmetricMemory was closed"):

@@ -1,6 +1,7 @@
 """Batches with recurrent states for the tests, and the compiled calls under test."""
 
 import functools
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -32,15 +33,14 @@ def random_states(rng, kinds, shapes, dtypes, num_blocks):
 
 def batch_of(rows: Rows) -> BatchMetadata:
     starts = np.concatenate([[0], np.cumsum(rows.scheduled)]).astype(np.int32)
-    return BatchMetadata(
-        query_start_loc=starts,
-        seq_lens=(rows.computed + rows.scheduled).astype(np.int32),
-        block_table=rows.table.astype(np.int32),
-        num_reqs=np.int32(rows.num_reqs),
-        num_tokens=starts[-1],
-        max_num_tokens=1 << 20,
-        block_size=rows.block_size,
-    )
+    arrays: dict[str, Any] = {
+        "query_start_loc": starts,
+        "seq_lens": (rows.computed + rows.scheduled).astype(np.int32),
+        "block_table": rows.table.astype(np.int32),
+        "num_reqs": np.int32(rows.num_reqs),
+        "num_tokens": starts[-1],
+    }
+    return BatchMetadata(**arrays, max_num_tokens=1 << 20, block_size=rows.block_size)
 
 
 @functools.partial(jax.jit, static_argnames="kinds")

@@ -65,15 +65,15 @@ def counts(case: Case, threshold: int = 1, *, uniform: bool = False) -> dict[str
     }
 
 
-def slots(case: Case, *, world: int = 1, rank: int = 0, interleave: int = 1) -> np.ndarray:
+def slots(case: Case, *, world_size: int = 1, rank: int = 0, interleave: int = 1) -> np.ndarray:
     """int32[T], slot of each query token, token by token; -1 for other ranks and padding."""
     out = np.full(case.bounds.max_num_tokens, -1, np.int32)
     token, size = 0, case.bounds.block_size
     for query, context, table in zip(case.query_lens, case.seq_lens, case.tables, strict=True):
         for position in range(context - query, context):
-            if position // interleave % world == rank:
+            if position // interleave % world_size == rank:
                 # Tokens on this rank before this one.
-                whole_rounds, rest = divmod(position, world * interleave)
+                whole_rounds, rest = divmod(position, world_size * interleave)
                 mine = whole_rounds * interleave + rest % interleave
                 out[token] = table[mine // size] * size + mine % size
             token += 1

@@ -30,7 +30,7 @@ PROGRAMS = {
 OTHER_CALL = r"PeerTimeoutError: rank \d has called .* but rank \d .*, all_reduce 1 of jit_"
 
 
-def threads_run_programs_of_one_memory(order: list[int]) -> dict[str, dict[str, int]]:
+def unordered_threads(order: list[int]) -> dict[str, dict[str, int]]:
     """Number of correct, wrong and rejected results, by the difference between the programs."""
     counts: dict[str, dict[str, int]] = {}
     for name, programs in PROGRAMS.items():
@@ -42,7 +42,7 @@ def threads_run_programs_of_one_memory(order: list[int]) -> dict[str, dict[str, 
     return counts
 
 
-def threads_take_turns(order: list[int]) -> dict[str, dict[str, int]]:
+def ordered_threads(order: list[int]) -> dict[str, dict[str, int]]:
     """In an order that both processes know; the last program is the same for both threads."""
     counts: dict[str, dict[str, int]] = {}
     for name, programs in (PROGRAMS | {"operands": PROGRAMS["shapes"][:1] * 2}).items():
@@ -51,7 +51,7 @@ def threads_take_turns(order: list[int]) -> dict[str, dict[str, int]]:
     return counts
 
 
-def threads_have_a_memory_each(order: list[int]) -> dict[str, dict[str, int]]:
+def threads_with_own_memory(order: list[int]) -> dict[str, dict[str, int]]:
     mesh, programs = mesh_of(order), PROGRAMS["shapes"][:1] * 2
     with create(mesh) as first, create(mesh) as second:
         return {"operands": _run_threads([first, second], programs, CALLS)}
@@ -70,9 +70,9 @@ def _run_threads(
             try:
                 got = here(jax.block_until_ready(step(rows)))
             except FROM_HANDLER as error:
-                counts["refused" if re.search(OTHER_CALL, str(error)) else str(error)] += 1
+                counts["rejected" if re.search(OTHER_CALL, str(error)) else str(error)] += 1
             else:
-                counts["right" if np.array_equal(got, [want]) else "wrong"] += 1
+                counts["correct" if np.array_equal(got, [want]) else "wrong"] += 1
             turns[1 - thread].release()
 
     threads: list[threading.Thread] = []
@@ -91,7 +91,7 @@ def _run_threads(
     return counts
 
 
-def _program(memory: Any, algorithm: str, factor: int) -> Any:
+def _program(memory: Any, algorithm: Any, factor: int) -> Any:
     return on_ranks(
         memory, lambda x: jaxkv.all_reduce(memory, x, AXIS, implementation=algorithm) * factor
     )
@@ -100,10 +100,10 @@ def _program(memory: Any, algorithm: str, factor: int) -> Any:
 def signatures(order: list[int]) -> list[list[int]]:
     """Signatures of the calls of programs that all differ."""
     mesh = mesh_of(order)
-    mine = [device for device in mesh.devices if device.process_index == ME]
+    local_devices = [device for device in mesh.devices if device.process_index == ME]
     with ExitStack() as stack:
         if ME == 0:  # its memories have different numbers from here on
-            stack.enter_context(create(jax.sharding.Mesh(np.array(mine), (AXIS,))))
+            stack.enter_context(create(jax.sharding.Mesh(np.array(local_devices), (AXIS,))))
         memory = stack.enter_context(create(mesh))
         reduce = [
             lambda x, name=name: jaxkv.all_reduce(memory, x, AXIS, implementation=name)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +31,15 @@ from jaxkv._src.tuning.all_reduce_table import (
     ALGORITHMS,
     VARIABLE,
     WORLD_SIZES,
+    Algorithm,
     Table,
     packaged_table,
 )
 
 AXIS = "devices"
 DTYPES = ("bfloat16", "float32")
-LEAST_BYTES = 1 << 10
-MOST_BYTES = {"cpu": 64 << 10, "gpu": 64 << 20}
+MIN_BYTES = 1 << 10
+MAX_BYTES = {"cpu": 64 << 10, "gpu": 64 << 20}
 LONG_BYTES = 8 << 20  # from this size on, fewer calls suffice
 CALLS, CALLS_OF_LONG = 32, 8
 NOISE = 0.1  # relative; variation of the host time of short calls
@@ -67,11 +68,11 @@ def cells(platform: str, num_devices: int, *, quick: bool) -> list[Cell]:
       num_devices: number of available devices.
       quick: every other size, one dtype.
     """
-    first, last = LEAST_BYTES.bit_length() - 1, MOST_BYTES[platform].bit_length()
+    first, last = MIN_BYTES.bit_length() - 1, MAX_BYTES[platform].bit_length()
     return [
-        Cell(world, 1 << power, dtype)
-        for world in WORLD_SIZES
-        if world <= num_devices
+        Cell(world_size, 1 << power, dtype)
+        for world_size in WORLD_SIZES
+        if world_size <= num_devices
         for power in range(first, last, 2 if quick else 1)
         for dtype in DTYPES[: 1 if quick else None]
     ]
@@ -81,7 +82,7 @@ def cells(platform: str, num_devices: int, *, quick: bool) -> list[Cell]:
 def _memory(world_size: int) -> SymmetricMemory:
     devices = jax.local_devices()[:world_size]
     mesh = Mesh(np.array(devices), (AXIS,))
-    return SymmetricMemory.create(mesh, AXIS, max_bytes=MOST_BYTES[devices[0].platform])
+    return SymmetricMemory.create(mesh, AXIS, max_bytes=MAX_BYTES[devices[0].platform])
 
 
 def measure(cell: Cell) -> Seconds:
@@ -91,24 +92,25 @@ def measure(cell: Cell) -> Seconds:
       RuntimeError: an incorrect result.
       PeerTimeoutError: a device timed out waiting for a peer.
     """
-    memory, found = _memory(cell.world_size), {}
+    memory = _memory(cell.world_size)
+    found: Seconds = {}
     operand, expected = (
         jax.device_put(array, NamedSharding(memory.mesh, spec))
         for array, spec in zip(_operand(cell), (PartitionSpec(AXIS), PartitionSpec()), strict=True)
     )
     for algorithm in ALGORITHMS:
-        if not serves(memory, cell.dtype, algorithm, cell.num_bytes):
+        if not supports(memory, cell.dtype, algorithm, cell.num_bytes):
             continue
         step, calls = _chain(memory, cell, algorithm)
         summed = step(jnp.copy(operand))  # the operand is donated
         memory.check_errors(summed)
         if not (summed == expected).all():
-            raise RuntimeError(f"{cell}: {algorithm} gave wrong sums")
+            raise RuntimeError(f"{cell}: incorrect result of {algorithm}")
         found[algorithm] = measurement.seconds_per_step(step, summed) / calls
     return found
 
 
-def serves(memory: SymmetricMemory, dtype: str, algorithm: str, num_bytes: int) -> bool:
+def supports(memory: SymmetricMemory, dtype: str, algorithm: str, num_bytes: int) -> bool:
     """Whether an algorithm supports messages of `num_bytes` bytes."""
     count = num_bytes // jnp.dtype(dtype).itemsize
     message = jax.ShapeDtypeStruct((count,), dtype)
@@ -127,16 +129,16 @@ def _operand(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _chain(
-    memory: SymmetricMemory, cell: Cell, algorithm: str
+    memory: SymmetricMemory, cell: Cell, algorithm: Algorithm
 ) -> tuple[Callable[[jax.Array], jax.Array], int]:
     """A program with a chain of means over the devices, and the length of the chain."""
     calls = CALLS_OF_LONG if cell.num_bytes >= LONG_BYTES else CALLS
 
     @jax.jit
-    def mean(x: Any) -> Any:
+    def mean(x: jax.Array) -> jax.Array:
         return jaxkv.all_reduce(memory, x, AXIS, implementation=algorithm) / cell.world_size
 
-    def chain(x: Any) -> Any:
+    def chain(x: jax.Array) -> jax.Array:
         for _ in range(calls):
             x = mean(x)
         return x
@@ -154,7 +156,7 @@ def _chain(
 
 
 def rules_of(
-    measured: Mapping[int, Sequence[Seconds]], serves: Callable[[str, int], bool]
+    measured: Mapping[int, Sequence[Seconds]], supports: Callable[[str, int], bool]
 ) -> list[tuple[int, str]]:
     """(min_bytes, algorithm), ascending from 0.
 
@@ -162,7 +164,7 @@ def rules_of(
 
     Args:
       measured: seconds of each dtype, by size in bytes.
-      serves: whether an algorithm supports messages of a given number of bytes.
+      supports: whether an algorithm supports messages of a given number of bytes.
     """
     first, *others = sorted(measured)
     rules = [(0, _fastest(measured[first]))]
@@ -171,7 +173,7 @@ def rules_of(
         worst, (_, last) = slowest(measured[num_bytes]), rules[-1]
         best = _fastest(measured[num_bytes])
         if last not in worst:  # a rule from `num_bytes` on would leave the gap to psum
-            rules.append((_first_unserved(last, before, num_bytes, serves), best))
+            rules.append((_first_unsupported(last, before, num_bytes, supports), best))
         elif worst[last] * (1 - NOISE) > min(worst.values()):
             rules.append((num_bytes, best))
         before = num_bytes
@@ -193,30 +195,37 @@ def slowest(of_dtypes: Sequence[Seconds]) -> Seconds:
     }
 
 
-def _first_unserved(
-    algorithm: str, served: int, unserved: int, serves: Callable[[str, int], bool]
+def _first_unsupported(
+    algorithm: str,
+    supported: int,
+    unsupported: int,
+    supports: Callable[[str, int], bool],
 ) -> int:
-    while unserved - served > 1:
-        middle = (served + unserved) // 2
-        served, unserved = (middle, unserved) if serves(algorithm, middle) else (served, middle)
-    return unserved
+    while unsupported - supported > 1:
+        middle = (supported + unsupported) // 2
+        supported, unsupported = (
+            (middle, unsupported) if supports(algorithm, middle) else (supported, middle)
+        )
+    return unsupported
 
 
 def table_of(measured: Mapping[Cell, Seconds], how: str) -> Table:
     """The table for this device kind, with packaged rules for unmeasured numbers of devices."""
     kind = jax.local_devices()[0].device_kind
     rules = dict(packaged_table(kind).rules)
-    worlds = sorted({cell.world_size for cell in measured})
-    for world in worlds:
+    world_sizes = sorted({cell.world_size for cell in measured})
+    for world_size in world_sizes:
         sizes: dict[int, list[Seconds]] = {}
         for cell, seconds in measured.items():
-            if cell.world_size == world:
+            if cell.world_size == world_size:
                 sizes.setdefault(cell.num_bytes, []).append(seconds)
-        rules[world] = tuple(rules_of(sizes, functools.partial(serves, _memory(world), DTYPES[0])))
+        rules[world_size] = tuple(
+            rules_of(sizes, functools.partial(supports, _memory(world_size), DTYPES[0]))
+        )
     return Table(
         name=f"{table_files.slug(kind)}.json",
         device_kind=kind,
-        how=f"{how}, on {', '.join(map(str, worlds))} devices",
+        how=f"{how}, on {', '.join(map(str, world_sizes))} devices",
         commit=measurement.commit(),
         date=probes.date(),
         versions=measurement.versions(),
@@ -229,9 +238,9 @@ def differences(measured: Mapping[Cell, Seconds]) -> list[str]:
     lines = []
     for cell, seconds in measured.items():
         other = measured.get(cell._replace(dtype=DTYPES[0]), seconds)
-        mine, theirs = (min(one, key=lambda name: one[name]) for one in (seconds, other))
-        if theirs in seconds and seconds[theirs] * (1 - NOISE) > seconds[mine]:
-            lines.append(f"{cell}: {mine}, and {theirs} of {DTYPES[0]}")
+        best, other_best = (min(one, key=lambda name: one[name]) for one in (seconds, other))
+        if other_best in seconds and seconds[other_best] * (1 - NOISE) > seconds[best]:
+            lines.append(f"{cell}: {best}, and {other_best} of {DTYPES[0]}")
     return lines
 
 
@@ -248,15 +257,15 @@ def run(out: str | None, *, quick: bool) -> None:
     devices = jax.local_devices()
     found = cells(devices[0].platform, len(devices), quick=quick)
     if not found:
-        raise RuntimeError(f"an all-reduce needs at least {WORLD_SIZES[0]} devices, here is one")
+        raise RuntimeError(f"all_reduce requires at least {WORLD_SIZES[0]} devices, found 1")
     measured = {}
     for cell in measurement.progress(found):
         measured[cell] = measure(cell)
     for cell, seconds in measured.items():
         print(f"{cell}:", ", ".join(f"{name} {t * 1e6:.4g} us" for name, t in seconds.items()))
-    print("dtypes differ:", *differences(measured) or ["nowhere"], sep="\n  ")
+    print("choices that differ by dtype:", *differences(measured) or ["none"], sep="\n  ")
     table = table_of(measured, f"python -m jaxkv.tune --all-reduce{' --quick' if quick else ''}")
     path = pathlib.Path(out or f"all_reduce_{table.name}")
     path.write_text(table.to_text())
     print(table.to_text())
-    print(f"wrote {path}; {VARIABLE}={path} makes jaxkv use it")
+    print(f"wrote {path}; set {VARIABLE}={path} to use it")

@@ -17,7 +17,7 @@ import math
 import pathlib
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,9 @@ MAX_PAYLOAD = 64 * MIB
 MAX_IDS = 10_000
 SHORT_PAYLOAD = 32 * MIB  # below this, program overhead is significant
 COPIES_OF_SHORT = 16
+
+
+Ids = jaxkv.HostIds | jax.Array
 
 
 class Cell(NamedTuple):
@@ -195,13 +198,13 @@ def _rate(cell: Cell, data: _Data, candidate: Candidate) -> float:
     all_ids = [[as_ids(side) for side in data.ids] for _ in range(copies)]
 
     # A new function for each candidate, to bypass JAX's jit cache.
-    def copy(destination: jax.Array, source: jax.Array, *ids: Any) -> jax.Array:
+    def copy(destination: jax.Array, source: jax.Array, *ids: Ids) -> jax.Array:
         return jaxkv.swap_blocks(source, destination, *ids)
 
     once = jax.jit(copy)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def several(destination: jax.Array, source: jax.Array, all_ids: Any) -> jax.Array:
+    def several(destination: jax.Array, source: jax.Array, all_ids: list[list[Ids]]) -> jax.Array:
         for ids in all_ids:
             destination = once(destination, source, *ids)
         return destination
@@ -220,7 +223,7 @@ def _verify(cell: Cell, candidate: Candidate, got: jax.Array, expected: jax.Arra
     jaxkv.check_errors(got)
     if not jnp.array_equal(jax.device_put(got, expected.sharding), expected):
         raise RuntimeError(
-            f"{cell}: {candidate.implementation} {candidate.figures} moved wrong bytes"
+            f"{cell}: incorrect destination of {candidate.implementation} {candidate.figures}"
         )
 
 
@@ -254,11 +257,15 @@ def changes(rates: Rates, before: Table, after: Table) -> list[str]:
     """Measured cells for which the choices of two tables differ."""
     lines = []
     for cell, measured in rates:
-        for ids, refused in (("HostIds", ()), ("device ids", ("dma",))):
-            served = {candidate.implementation for candidate in measured} - {*refused}
+        for ids, unsupported in (("HostIds", ()), ("device ids", ("dma",))):
+            supported = {candidate.implementation for candidate in measured} - {*unsupported}
             old, new = (
                 next(
-                    (c for c in table.rule(cell.direction, cell.size).candidates if c[0] in served),
+                    (
+                        c
+                        for c in table.rule(cell.direction, cell.size).candidates
+                        if c[0] in supported
+                    ),
                     None,
                 )
                 for table in (before, after)
@@ -269,7 +276,7 @@ def changes(rates: Rates, before: Table, after: Table) -> list[str]:
 
 
 def _text(candidate: Candidate | None) -> str:
-    return f"{candidate.implementation} {candidate.figures}" if candidate else "nothing"
+    return f"{candidate.implementation} {candidate.figures}" if candidate else "none"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -283,10 +290,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     platform, device = jax.default_backend(), jax.local_devices()[0]
     link = Candidate("host" if platform == "cpu" else "dma", 0)
-    roof_bytes = MIB if platform == "cpu" else MAX_PAYLOAD
-    whole = [Cell(direction, roof_bytes, 1, (link,)) for direction in MEMORIES]
-    peak = {cell.direction: _rate(cell, _Data.of(cell), link) for cell in whole}
-    print("peak, one block:", ", ".join(f"{d} {rate:.4g} GB/s" for d, rate in peak.items()))
+    peak_bytes = MIB if platform == "cpu" else MAX_PAYLOAD
+    peak_cells = [Cell(direction, peak_bytes, 1, (link,)) for direction in MEMORIES]
+    peak = {cell.direction: _rate(cell, _Data.of(cell), link) for cell in peak_cells}
+    print(
+        "peak bandwidth, one block:", ", ".join(f"{d} {rate:.4g} GB/s" for d, rate in peak.items())
+    )
     found = cells(platform, getattr(device, "core_count", 0), flags.quick)
     rates = [
         (cell, measured) for cell in measurement.progress(found) if (measured := measure(cell))
@@ -299,6 +308,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     packaged = copy_table.packaged_table(table.device_kind)
     different = changes(rates, packaged, copy_table.load(out))
     print(table.to_text())
-    print(f"decides otherwise than {packaged.source}:", *different or ["nothing"], sep="\n  ")
-    print(f"wrote {out}; {copy_table.VARIABLE}={out} makes jaxkv use it")
+    print(f"choices that differ from {packaged.source}:", *different or ["none"], sep="\n  ")
+    print(f"wrote {out}; set {copy_table.VARIABLE}={out} to use it")
     return 0

@@ -44,8 +44,8 @@ def versions() -> dict[str, str]:
 
 def commit() -> str | None:
     """The commit of this code: JAXKV_COMMIT, if set, or the state of the git checkout."""
-    if told := os.environ.get("JAXKV_COMMIT"):
-        return told
+    if from_environment := os.environ.get("JAXKV_COMMIT"):
+        return from_environment
     checkout = pathlib.Path(__file__).resolve().parent.parent.parent.parent
     if not (checkout / ".git").exists():
         return None

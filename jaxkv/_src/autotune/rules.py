@@ -51,16 +51,16 @@ def rules_of(rates: Sequence[tuple[CopySize, Sequence[Candidate]]]) -> tuple[Rul
 
 
 def _still_good(rule: Rule, measured: Sequence[Candidate]) -> bool:
-    """Whether a rule's choice is within SAME_RATE of the best here, without excess SMs."""
-    for refused in SCENARIOS:
-        possible = _without(measured, refused)
+    """Whether a rule's choice is within SAME_RATE of the best one, without excess SMs."""
+    for unsupported in SCENARIOS:
+        possible = _without(measured, unsupported)
         if not possible:
             continue
-        taken = [candidate[:2] for candidate in _without(rule.candidates, refused)][:1]
-        here = [candidate for candidate in possible if candidate[:2] in taken]
-        if not here or here[0].num_sms > pick(possible).num_sms:
+        selected_keys = [candidate[:2] for candidate in _without(rule.candidates, unsupported)][:1]
+        selected = [candidate for candidate in possible if candidate[:2] in selected_keys]
+        if not selected or selected[0].num_sms > pick(possible).num_sms:
             return False
-        if _rate_of(here[0]) < (1 - SAME_RATE) * max(map(_rate_of, possible)):
+        if _rate_of(selected[0]) < (1 - SAME_RATE) * max(map(_rate_of, possible)):
             return False
     return True
 

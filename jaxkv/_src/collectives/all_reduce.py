@@ -37,13 +37,15 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
+from jax.typing import ArrayLike
 
 from jaxkv._src.collectives import call_signatures
 from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
@@ -51,16 +53,23 @@ from jaxkv._src.runtime import native
 from jaxkv._src.runtime.lowering import when_lowered
 from jaxkv._src.runtime.sharding import device_groups
 
+Implementation = Literal["low_latency", "one_shot", "two_shot", "multimem", "psum"]
+Tree = TypeVar("Tree")  # an array or a pytree of arrays
+
 DTYPES = ("bfloat16", "float16", "float32")
-NATIVE = ("low_latency", "one_shot", "two_shot", "multimem")  # by their numbers in operand.h
-IMPLEMENTATIONS = (*NATIVE, "psum")
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+NATIVE = IMPLEMENTATIONS[:-1]  # by their numbers in operand.h
 
 _TARGET = "jaxkv_all_reduce"
 
 
 def all_reduce(
-    memory: SymmetricMemory, x: Any, axis_name: str, *, implementation: str | None = None
-) -> Any:
+    memory: SymmetricMemory,
+    x: Tree,
+    axis_name: str,
+    *,
+    implementation: Implementation | None = None,
+) -> Tree:
     """All-reduce: the sum of `x` over the devices of a mesh axis, on each of them.
 
     Call it inside `jax.shard_map`, like `jax.lax.psum`. Loops, `vmap` (one batched call) and
@@ -100,7 +109,7 @@ def all_reduce(
 
 
 def select_implementation(
-    memory: SymmetricMemory, x: Any, implementation: str | None
+    memory: SymmetricMemory, x: jax.Array | jax.ShapeDtypeStruct, implementation: str | None
 ) -> tuple[str, str]:
     """The implementation for an array, and the reason for the choice.
 
@@ -109,22 +118,29 @@ def select_implementation(
     """
     if implementation not in (None, *IMPLEMENTATIONS):
         known = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"implementation must be one of {known}, got {implementation!r}")
+        raise ValueError(
+            f"all_reduce: implementation must be one of {known}, got {implementation!r}"
+        )
     num_bytes = int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize
     table = memory._table
     wanted = implementation or table.algorithm(memory.world_size, num_bytes)
     unsupported_reason = _unsupported_reason(memory, wanted, num_bytes, x.dtype)
     if unsupported_reason and implementation:
         raise NotImplementedError(
-            f"{implementation!r} does not serve this call: {unsupported_reason}"
+            f"all_reduce: implementation {implementation!r} does not support this call: "
+            f"{unsupported_reason}"
         )
     if unsupported_reason:
-        return "psum", f"{wanted} is best by {table.name}, but {unsupported_reason}"
-    return wanted, "asked for" if implementation else f"best by {table.name}"
+        return "psum", f"fallback from {wanted} of {table.name}: {unsupported_reason}"
+    return wanted, "requested" if implementation else f"selected by {table.name}"
 
 
 def explain(
-    memory: SymmetricMemory, x: Any, axis_name: str, *, implementation: str | None = None
+    memory: SymmetricMemory,
+    x: Any,
+    axis_name: str,
+    *,
+    implementation: Implementation | None = None,
 ) -> str:
     """Implementation of each array of `x`, with the reason; also works outside `shard_map`."""
     _check_axis_name(memory, axis_name)
@@ -137,53 +153,53 @@ def explain(
 
 
 def _unsupported_reason(
-    memory: SymmetricMemory, algorithm: str, num_bytes: int, dtype: Any
+    memory: SymmetricMemory, algorithm: str, num_bytes: int, dtype: np.dtype
 ) -> str | None:
     if algorithm == "psum":
         return None
     if str(dtype) not in DTYPES:
-        return f"its dtype must be one of {', '.join(DTYPES)}, got {dtype}"
+        return f"dtype must be one of {', '.join(DTYPES)}, got {dtype}"
     if algorithm == "multimem" and memory._multicast_unsupported_reason:
         return memory._multicast_unsupported_reason
-    boxes = {"low_latency": "low_latency_bytes", "one_shot": "slot_bytes"}
-    names = boxes.get(algorithm, "max_bytes"), "max_bytes"
+    buffers = {"low_latency": "low_latency_bytes", "one_shot": "slot_bytes"}
+    names = buffers.get(algorithm, "max_bytes"), "max_bytes"
     limit, name = min(((getattr(memory, name), name) for name in names), key=lambda entry: entry[0])
     if num_bytes > limit:
-        return f"its {num_bytes} bytes exceed {name} = {limit} bytes"
+        return f"{num_bytes} bytes exceed {name} = {limit} bytes"
     return None
 
 
 def _check_axis_name(memory: SymmetricMemory, axis_name: str) -> None:
     if axis_name != memory.axis_name:
         raise ValueError(
-            f"axis_name must be {memory.axis_name!r}, the axis of the symmetric memory, "
+            f"all_reduce: axis_name must be {memory.axis_name!r}, as in the SymmetricMemory, "
             f"got {axis_name!r}"
         )
 
 
 def _check_mesh(memory: SymmetricMemory) -> None:
-    here = dict(jax.sharding.get_abstract_mesh().shape)
+    shape = dict(jax.sharding.get_abstract_mesh().shape)
     expected = dict(memory.mesh.shape)
-    if here != expected:
+    if shape != expected:
         raise ValueError(
             f"all_reduce must run in a shard_map over the symmetric memory's mesh {expected}, "
-            f"got {here or 'none'}"
+            f"got {shape or 'none'}"
         )
 
 
-def _check_devices(expected: jax.sharding.Mesh, axis_context: Any, axis_name: str) -> None:
+def _check_devices(expected: jax.sharding.Mesh, axis_context: object, axis_name: str) -> None:
     """Raises if the devices along the axis differ; no check if the mesh is abstract."""
-    here = getattr(axis_context, "mesh", None)
-    if not isinstance(here, jax.sharding.Mesh):
+    mesh = getattr(axis_context, "mesh", None)
+    if not isinstance(mesh, jax.sharding.Mesh):
         return
-    ours, theirs = (
-        [[device.id for device in group] for group in device_groups(mesh, axis_name)]
-        for mesh in (expected, here)
+    expected_ids, ids = (
+        [[device.id for device in group] for group in device_groups(each, axis_name)]
+        for each in (expected, mesh)
     )
-    if sorted(ours) != sorted(theirs):
+    if sorted(expected_ids) != sorted(ids):
         raise ValueError(
             f"all_reduce must run in a shard_map over the symmetric memory's mesh, whose devices "
-            f"along {axis_name!r} are {ours}, got a mesh of the same shape with {theirs}"
+            f"along {axis_name!r} are {expected_ids}, got a mesh of the same shape with {ids}"
         )
 
 
@@ -195,19 +211,27 @@ class _Call:
     communicator: int
     mesh: jax.sharding.Mesh
     axis_name: str
-    asked: str | None
+    requested: str | None
     algorithm: str
 
 
-def _all_reduce_array(memory: SymmetricMemory, x: Any, *, implementation: str | None) -> Any:
+def _all_reduce_array(
+    memory: SymmetricMemory, x: ArrayLike, *, implementation: str | None
+) -> jax.Array:
     x = jnp.asarray(x)
     name, _ = select_implementation(memory, x, implementation)
     with jax.named_scope(f"jaxkv.all_reduce.{name}"):
         if name == "psum" or x.size == 0:
             return jax.lax.psum(x, memory.axis_name)
         native.extension()
-        whose = weakref.ref(memory), memory._id, memory.mesh, memory.axis_name
-        call = _Call(*whose, implementation, name)
+        call = _Call(
+            memory=weakref.ref(memory),
+            communicator=memory._id,
+            mesh=memory.mesh,
+            axis_name=memory.axis_name,
+            requested=implementation,
+            algorithm=name,
+        )
         return _reduce_p.bind(x, call=call)
 
 
@@ -218,7 +242,9 @@ def _result_type(x: Any, *, call: _Call) -> Any:
     return x if varying is None else x.update(manual_axis_type=varying)
 
 
-def _jvp(primals: Any, tangents: Any, *, call: _Call) -> tuple[Any, Any]:
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array | ad.Zero], *, call: _Call
+) -> tuple[jax.Array, jax.Array | ad.Zero]:
     result = _reduce_p.bind(*primals, call=call)
     (tangent,) = tangents
     if isinstance(tangent, ad.Zero):
@@ -226,16 +252,20 @@ def _jvp(primals: Any, tangents: Any, *, call: _Call) -> tuple[Any, Any]:
     return result, jax.lax.psum(tangent, call.axis_name)
 
 
-def _batched(args: Sequence[Any], dims: Sequence[Any], *, call: _Call) -> tuple[Any, int]:
+def _batched(
+    args: Sequence[jax.Array], dims: Sequence[int], *, call: _Call
+) -> tuple[jax.Array, int]:
     """One call for all rows; the implementation is selected by the total size."""
     memory = call.memory()
     if memory is None:
-        raise RuntimeError("all_reduce under vmap: its SymmetricMemory is gone")
+        raise RuntimeError("all_reduce under vmap: the SymmetricMemory of the call was deleted")
     rows = jnp.moveaxis(args[0], dims[0], 0)
-    return _all_reduce_array(memory, rows, implementation=call.asked), 0
+    return _all_reduce_array(memory, rows, implementation=call.requested), 0
 
 
-def _lower(context: Any, x: Any, *, call: _Call) -> Sequence[Any]:
+def _lower(
+    context: mlir.LoweringRuleContext, x: ir.Value, *, call: _Call
+) -> list[ir.Value | Sequence[ir.Value]]:
     _check_devices(call.mesh, context.module_context.axis_context, call.axis_name)
     token_type = jax.typeof(np.zeros(1, np.int32))
     token = _previous_token() or mlir.ir_constant(np.zeros(1, np.int32))
@@ -254,11 +284,11 @@ def _lower(context: Any, x: Any, *, call: _Call) -> Sequence[Any]:
     return [result]
 
 
-def _sign(module: Any) -> None:
+def _sign(module: ir.Module) -> None:
     call_signatures.sign(module, _TARGET, NATIVE)
 
 
-def _previous_token() -> Any | None:
+def _previous_token() -> ir.Value | None:
     """Token returned by the previous call in this program, or None.
 
     A program is one MLIR block: calls in the body of a loop, an inner `jit`, `jax.checkpoint`, a
@@ -270,11 +300,11 @@ def _previous_token() -> Any | None:
     other of threads. Lowering is the only stage at which all calls appear in one list, regardless
     of the transformations applied to the functions.
     """
-    operations = mlir.ir.InsertionPoint.current.block.operations
+    operations = ir.InsertionPoint.current.block.operations
     for i in reversed(range(len(operations))):
         operation = operations[i].operation
         target = operation.attributes.get("call_target_name")
-        if target is not None and mlir.ir.StringAttr(target).value == _TARGET:
+        if target is not None and ir.StringAttr(target).value == _TARGET:
             return operation.results[1]
     return None
 

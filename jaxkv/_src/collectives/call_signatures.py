@@ -13,7 +13,6 @@ Signatures are set after a program has been lowered (`jaxkv._src.runtime.lowerin
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 from jax.extend.mlir import ir
@@ -35,7 +34,7 @@ _BITS = 52  # kSignatures in symmetric_memory.h
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
-def sign(module: Any, target: str, algorithms: tuple[str, ...]) -> None:
+def sign(module: ir.Module, target: str, algorithms: tuple[str, ...]) -> None:
     """Sets the signatures of the calls of `target` in a lowered MLIR module.
 
     Args:
@@ -57,16 +56,16 @@ def sign(module: Any, target: str, algorithms: tuple[str, ...]) -> None:
             native.extension().name_call(signature, description)
 
 
-def _type_of(value: Any) -> str:
+def _type_of(value: ir.Value) -> str:
     kind = ir.RankedTensorType(value.type)
     return f"{_DTYPES[str(kind.element_type)]}{list(kind.shape)}"
 
 
-def _text(module: Any) -> str:
+def _text(module: ir.Module) -> str:
     """Text of the program without the parts that may differ between processes."""
     copy = module.operation.clone()
     for call in custom_calls(copy):
         for name in ("backend_config", CONFIG):
             if name in call.attributes:
                 del call.attributes[name]
-    return copy.operation.get_asm(large_elements_limit=LARGEST_CONSTANT)
+    return str(copy.operation.get_asm(large_elements_limit=LARGEST_CONSTANT))

@@ -12,13 +12,15 @@ import collections
 import json
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
+T = TypeVar("T")
+
 SUCCESS = "success"
 
-_meetings: collections.Counter[tuple[int, ...]] = collections.Counter()  # by process group
+_instances: collections.Counter[tuple[int, ...]] = collections.Counter()  # by process group
 
 
 class Rendezvous:
@@ -36,18 +38,18 @@ class Rendezvous:
         self.processes = tuple(sorted(processes))
         self.timeout_s = timeout_s
         self._steps = 0
-        if self.alone:
+        if self.is_single_process:
             return
         self._store = _key_value_store()
-        _meetings[self.processes] += 1
+        _instances[self.processes] += 1
         names = "_".join(map(str, self.processes))
-        self._prefix = f"jaxkv/{names}/{_meetings[self.processes]}"
+        self._prefix = f"jaxkv/{names}/{_instances[self.processes]}"
 
     @property
-    def alone(self) -> bool:
+    def is_single_process(self) -> bool:
         return len(self.processes) == 1
 
-    def step(self, name: str, work: Callable[[], Any]) -> dict[int, Any]:
+    def step(self, name: str, work: Callable[[], T]) -> dict[int, T]:
         """Runs `work` in every process.
 
         Args:
@@ -61,24 +63,24 @@ class Rendezvous:
           RuntimeError: a process failed or timed out; the text is the same in all processes.
           Exception: for a single process, the exception of `work`.
         """
-        if self.alone:
+        if self.is_single_process:
             return {self.processes[0]: work()}
         self._steps += 1
         key = f"{self._prefix}/{self._steps}"
         cause = None
         try:
-            said = json.dumps({"result": work()})
+            entry = json.dumps({"result": work()})
         except Exception as error:
             cause = error
-            said = json.dumps({"error": f"{type(error).__name__}: {error}"})
-        self._store.key_value_set(f"{key}/{jax.process_index()}", said)
-        heard = self._hear(key)
-        verdict = self._agree(key, self._failure(name, heard))
-        if verdict != SUCCESS:
-            raise RuntimeError(verdict) from cause
-        if len(heard) < len(self.processes):
-            heard = self._hear(key)  # entries missed by the timeout: on success all exist
-        return {process: json.loads(text)["result"] for process, text in heard.items()}
+            entry = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        self._store.key_value_set(f"{key}/{jax.process_index()}", entry)
+        entries = self._read_entries(key)
+        outcome = self._decide(key, self._failure(name, entries))
+        if outcome != SUCCESS:
+            raise RuntimeError(outcome) from cause
+        if len(entries) < len(self.processes):
+            entries = self._read_entries(key)  # entries missed by the timeout: on success all exist
+        return {process: json.loads(text)["result"] for process, text in entries.items()}
 
     def leave(self) -> list[int]:
         """Signals that this process no longer needs the others, and waits for their signals.
@@ -86,45 +88,47 @@ class Rendezvous:
         Returns:
           The processes that did not signal within `timeout_s` or are no longer reachable.
         """
-        if self.alone:
+        if self.is_single_process:
             return []
         key = f"{self._prefix}/leave"
         try:
             self._store.key_value_set(f"{key}/{jax.process_index()}", SUCCESS)
-            heard = self._hear(key)
+            entries = self._read_entries(key)
         except jax.errors.JaxRuntimeError:  # the coordinator has shut down
-            heard = {jax.process_index(): SUCCESS}
-        return [process for process in self.processes if process not in heard]
+            entries = {jax.process_index(): SUCCESS}
+        return [process for process in self.processes if process not in entries]
 
-    def _hear(self, key: str) -> dict[int, str]:
+    def _read_entries(self, key: str) -> dict[int, str]:
         """Entries of the processes, by process index, except for those that timed out."""
         deadline = time.monotonic() + self.timeout_s
-        heard = {}
+        entries = {}
         for process in self.processes:
             left_ms = max(1, int((deadline - time.monotonic()) * 1e3))
             try:
-                heard[process] = self._store.blocking_key_value_get(f"{key}/{process}", left_ms)
+                entries[process] = self._store.blocking_key_value_get(f"{key}/{process}", left_ms)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-        return heard
+        return entries
 
-    def _agree(self, key: str, verdict: str) -> str:
-        """The verdict of the first process that wrote one."""
+    def _decide(self, key: str, outcome: str) -> str:
+        """The outcome of the first process that wrote one."""
         try:
-            self._store.key_value_set(f"{key}/verdict", verdict)
+            self._store.key_value_set(f"{key}/outcome", outcome)
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
-        return self._store.blocking_key_value_get(f"{key}/verdict", 1 + int(self.timeout_s * 1e3))
+        return self._store.blocking_key_value_get(f"{key}/outcome", 1 + int(self.timeout_s * 1e3))
 
-    def _failure(self, step: str, heard: dict[int, str]) -> str:
+    def _failure(self, step: str, entries: dict[int, str]) -> str:
         """Failures found in the entries of the processes, or `SUCCESS`."""
         failures = []
         for process in self.processes:
-            if process not in heard:
-                failures.append(f"process {process} did not come within {self.timeout_s:g} s")
-            elif error := json.loads(heard[process]).get("error"):
+            if process not in entries:
+                failures.append(
+                    f"timed out after {self.timeout_s:g} s waiting for process {process}"
+                )
+            elif error := json.loads(entries[process]).get("error"):
                 failures.append(f"process {process} failed: {error}")
         return f"{step}: {'; '.join(failures)}" if failures else SUCCESS
 
@@ -135,7 +139,7 @@ def _key_value_store() -> Any:
 
     if global_state.client is None:
         raise RuntimeError(
-            "the mesh has devices of several processes, which meet by way of jax.distributed: "
+            "SymmetricMemory.create: a mesh over several processes requires jax.distributed; "
             "call jax.distributed.initialize() first"
         )
     return global_state.client

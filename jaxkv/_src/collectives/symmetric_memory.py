@@ -78,12 +78,12 @@ class SymmetricMemory:
             seconds = checked_timeout_s(timeout_s)
         self._rendezvous = Rendezvous(_processes(mesh), seconds)
 
-        def arguments() -> list[Any]:
+        def arguments() -> tuple[dict[str, Any], str]:
             checked_timeout_s(timeout_s)
-            self._take(_groups(mesh, axis_name), _bytes_of(max_bytes))
-            return [self._arguments(), _host()]
+            self._configure(_groups(mesh, axis_name), _bytes_of(max_bytes))
+            return self._arguments(), _host()
 
-        self._agree(self._rendezvous.step("arguments of symmetric memory", arguments))
+        self._check_arguments(self._rendezvous.step("SymmetricMemory.create, arguments", arguments))
         self._allocate_and_map(device_groups(mesh, axis_name))
 
     @classmethod
@@ -152,8 +152,9 @@ class SymmetricMemory:
         self._close()
         if missing := self._rendezvous.leave():
             warnings.warn(
-                f"processes {missing} have not closed their symmetric memory within "
-                f"{self._rendezvous.timeout_s:g} s: what they may still address stays allocated",
+                f"SymmetricMemory.close: timed out after {self._rendezvous.timeout_s:g} s waiting "
+                f"for processes {missing} to close; memory that they may still access stays "
+                "allocated until this process ends",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -169,22 +170,23 @@ class SymmetricMemory:
     def _tile_bytes(self) -> int:
         """Tile size for a large two_shot; 0 if parts of `max_bytes` fit into half an LL buffer."""
         part = -(-self.max_bytes // self.world_size)
-        fits = _whole_words(part) <= self.low_latency_bytes // WORD_BYTES // 2 * WORD_BYTES
-        return 0 if fits else _box_bytes(TILE_BYTES // self.world_size)
+        fits = _round_up_to_words(part) <= self.low_latency_bytes // WORD_BYTES // 2 * WORD_BYTES
+        return 0 if fits else _buffer_bytes(TILE_BYTES // self.world_size)
 
     def _multicast_bytes(self) -> int:
-        return _whole_words(min(max(self.max_bytes, self.world_size * WORD_BYTES), MULTICAST_BYTES))
+        return _round_up_to_words(
+            min(max(self.max_bytes, self.world_size * WORD_BYTES), MULTICAST_BYTES)
+        )
 
-    def _take(self, groups: np.ndarray, max_bytes: int) -> None:
+    def _configure(self, groups: np.ndarray, max_bytes: int) -> None:
         self.world_size = groups.shape[1]
         self.max_bytes = max_bytes
         low_latency_bytes = min(
             max(max_bytes, 2 * WORD_BYTES), LOW_LATENCY_BYTES // self.world_size
         )
-        self.low_latency_bytes = _box_bytes(
-            low_latency_bytes, halves=2
-        )  # two_shot uses one half for each phase
-        self.slot_bytes = _box_bytes(min(max_bytes, SLOT_BYTES // self.world_size))
+        # two_shot uses one half for each phase.
+        self.low_latency_bytes = _buffer_bytes(low_latency_bytes, halves=2)
+        self.slot_bytes = _buffer_bytes(min(max_bytes, SLOT_BYTES // self.world_size))
         self._multicast_unsupported_reason = _multicast_unsupported_reason(groups)
         # Read once: a later change of the environment in one process must not separate the ranks.
         self._table = table_for(groups.flat[0].device_kind)
@@ -202,26 +204,27 @@ class SymmetricMemory:
             f"tuning table ({VARIABLE})": self._table.rules[self.world_size],
         }
 
-    def _agree(self, said: dict[int, Any]) -> None:
+    def _check_arguments(self, arguments: dict[int, tuple[dict[str, Any], str]]) -> None:
         """Raises the same error in all processes if their arguments differ."""
         rendezvous = self._rendezvous
-        if len({host for _, host in said.values()}) > 1:
-            hosts = {process: host for process, (_, host) in said.items()}
-            raise ValueError(f"symmetric memory serves the processes of one host, got {hosts}")
-        of_first, _ = said[rendezvous.processes[0]]
-        for process, (of_process, _) in said.items():
+        if len({host for _, host in arguments.values()}) > 1:
+            hosts = {process: host for process, (_, host) in arguments.items()}
+            raise ValueError(f"SymmetricMemory.create supports processes of one host, got {hosts}")
+        of_first, _ = arguments[rendezvous.processes[0]]
+        for process, (of_process, _) in arguments.items():
             for name, value in of_process.items():
                 if value != of_first[name]:
                     raise ValueError(
-                        f"all processes must create the same symmetric memory, but {name} is "
-                        f"{of_first[name]} in process {rendezvous.processes[0]} and {value} in "
-                        f"process {process}"
+                        "SymmetricMemory.create: arguments must be equal in all processes, but "
+                        f"{name} is {of_first[name]} in process {rendezvous.processes[0]} and "
+                        f"{value} in process {process}"
                     )
 
     def _allocate_and_map(self, groups: np.ndarray) -> None:
-        native, me = runtime_native.extension(), jax.process_index()
+        native, process_index = runtime_native.extension(), jax.process_index()
         ordinals = [
-            [_ordinal(d) if d.process_index == me else -1 for d in group] for group in groups
+            [_ordinal(d) if d.process_index == process_index else -1 for d in group]
+            for group in groups
         ]
 
         def allocate() -> list[list[list[int]]]:
@@ -238,19 +241,22 @@ class SymmetricMemory:
 
         self._id = 0  # no communicator has this id
         try:
-            said = self._rendezvous.step("memory", allocate)
+            handles_by_process = self._rendezvous.step(
+                "SymmetricMemory.create, allocation", allocate
+            )
         except BaseException:
             native.close_communicator(self._id)
             native.free_communicator(self._id)  # not mapped by any other process yet
             raise
         self._close = weakref.finalize(self, native.close_communicator, self._id)
         handles = [
-            [said[device.process_index][g][rank] for rank, device in enumerate(group)]
+            [handles_by_process[device.process_index][g][rank] for rank, device in enumerate(group)]
             for g, group in enumerate(groups)
         ]
         try:
             self._rendezvous.step(
-                "access to peers", lambda: native.map_communicator(self._id, handles)
+                "SymmetricMemory.create, mapping",
+                lambda: native.map_communicator(self._id, handles),
             )
         except BaseException:
             self.close()
@@ -265,9 +271,9 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
         )
     world_size = mesh.shape[axis_name]
     if world_size not in WORLD_SIZES:
+        numbers = ", ".join(map(str, WORLD_SIZES[:-1]))
         raise ValueError(
-            f"axis {axis_name!r} must have {', '.join(map(str, WORLD_SIZES))} devices, "
-            f"got {world_size}"
+            f"axis {axis_name!r} must have {numbers} or {WORLD_SIZES[-1]} devices, got {world_size}"
         )
     groups = device_groups(mesh, axis_name)
     platforms = {device.platform for device in groups.flat}
@@ -282,11 +288,11 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
 def _processes(mesh: jax.sharding.Mesh) -> set[int]:
     processes = {device.process_index for device in mesh.devices.flat}
     if jax.process_index() not in processes:
-        raise ValueError(f"the mesh has no device of this process, number {jax.process_index()}")
+        raise ValueError(f"mesh has no device of this process, process index {jax.process_index()}")
     return processes
 
 
-def _bytes_of(max_bytes: Any) -> int:
+def _bytes_of(max_bytes: int) -> int:
     try:
         number = operator.index(max_bytes)
     except TypeError:
@@ -299,15 +305,15 @@ def _bytes_of(max_bytes: Any) -> int:
 def _multicast_unsupported_reason(groups: np.ndarray) -> str | None:
     """Reason against multimem, or None; queries the driver last, and only if enabled."""
     if os.environ.get(MULTICAST_VARIABLE) != "1":
-        return f"{MULTICAST_VARIABLE} was not 1 in the environment when its memory was created"
+        return f"{MULTICAST_VARIABLE}=1 was not set when its SymmetricMemory was created"
     processes = sorted({device.process_index for device in groups.flat})
     if len(processes) > 1:
-        return f"its devices must belong to one process, got those of processes {processes}"
+        return f"devices must belong to one process, got processes {processes}"
     if groups.flat[0].platform == "cpu":
         return None
     supported = runtime_native.extension().multicast_supported
     without = [device.id for device in groups.flat if not supported(_ordinal(device))]
-    return f"the driver reports no multicast for devices {without}" if without else None
+    return f"the driver reports no multicast support for devices {without}" if without else None
 
 
 def _ordinal(device: jax.Device) -> int:
@@ -315,11 +321,11 @@ def _ordinal(device: jax.Device) -> int:
     return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
-def _whole_words(num_bytes: int) -> int:
+def _round_up_to_words(num_bytes: int) -> int:
     return -(-num_bytes // WORD_BYTES) * WORD_BYTES
 
 
-def _box_bytes(num_bytes: int, *, halves: int = 1) -> int:
+def _buffer_bytes(num_bytes: int, *, halves: int = 1) -> int:
     """Size of a receive buffer: a multiple of words or, above one line, of lines in each half.
 
     An unaligned buffer would spread the words of a warp over one more line.

@@ -12,18 +12,18 @@ class Driver:
       RuntimeError: a query failed; the text has the function and the CUDA error.
     """
 
-    def __init__(self, library: Any = None):
+    def __init__(self, library: Any = None) -> None:
         self._library = library or ctypes.CDLL("libcuda.so.1")
         self.call("cuInit", 0)
 
-    def call(self, function: str, *arguments: Any) -> None:
+    def call(self, function: str, *arguments: object) -> None:
         code = getattr(self._library, function)(*arguments)
         if code != 0:
             name = ctypes.c_char_p()
             self._library.cuGetErrorName(code, ctypes.byref(name))
             raise RuntimeError(f"{function}: {(name.value or b'unknown error').decode()} ({code})")
 
-    def get(self, function: str, kind: Any, *arguments: Any) -> int:
+    def get(self, function: str, kind: type[ctypes._SimpleCData], *arguments: object) -> int:
         result = kind()
         self.call(function, ctypes.byref(result), *arguments)
         return result.value

@@ -15,9 +15,11 @@ import resource
 import subprocess
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from jaxkv._src.environment.driver import Driver
+
+T = TypeVar("T")
 
 PROBE_BYTES = 1 << 20
 ENVIRONMENT_PREFIXES = ("JAX_", "JAXKV_", "XLA_", "CUDA_", "NCCL_", "TF_GPU_", "LD_LIBRARY_PATH")
@@ -31,7 +33,7 @@ COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
 MULTIPROCESSOR_COUNT, MULTICAST_SUPPORTED, HOST_NUMA_ID = 16, 132, 134
 
 
-def _attempt(probe: Callable[[], Any]) -> Any:
+def _attempt(probe: Callable[[], T]) -> T | str:
     try:
         return probe()
     except Exception as error:  # a broken component must not prevent the report
@@ -73,7 +75,11 @@ def devices() -> dict[str, Any]:
 def driver() -> dict[str, str]:
     def module() -> str:
         found = re.search(r"\d+(\.\d+)+", _read("/proc/driver/nvidia/version"))
-        return found.group() if found else "unavailable: no version in the module's own text"
+        return (
+            found.group()
+            if found
+            else "unavailable: no version number in the driver's version file"
+        )
 
     return {"cuda": Driver().version(), "kernel_module": _attempt(module)}
 
@@ -89,7 +95,7 @@ def pcie_links() -> dict[str, dict[str, str]]:
     for line in output.splitlines():
         address, gen, gen_max, width, width_max = (field.strip() for field in line.split(","))
         links[address.lower()[-12:]] = {
-            "now": f"gen {gen} x{width}",
+            "current": f"gen {gen} x{width}",
             "max": f"gen {gen_max} x{width_max}",
         }
     return links
@@ -101,7 +107,7 @@ def gpus(cuda: Driver | None = None) -> list[dict[str, Any]]:
     return [_gpu(cuda, device, links) for device in cuda.devices()]
 
 
-def _gpu(cuda: Driver, device: int, links: Any) -> dict[str, Any]:
+def _gpu(cuda: Driver, device: int, links: dict[str, dict[str, str]] | str) -> dict[str, Any]:
     address = cuda.pci_address(device)
     major = cuda.attribute(device, COMPUTE_CAPABILITY_MAJOR)
     minor = cuda.attribute(device, COMPUTE_CAPABILITY_MINOR)
@@ -157,13 +163,13 @@ def memory() -> dict[str, Any]:
     """Memory limits of a host pool in bytes; None for unlimited."""
     from jaxkv._src.cache import host_memory
 
-    left = [available for _, available in host_memory._cgroup_limits()]
+    available = [left for _, left in host_memory._cgroup_limits()]
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     meminfo = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
     return {
         "locked_limit_bytes": None if soft == resource.RLIM_INFINITY else soft,
         "locked_hard_limit_bytes": None if hard == resource.RLIM_INFINITY else hard,
-        "cgroup_left_bytes": min(left, default=None),
+        "cgroup_available_bytes": min(available, default=None),
         "total_bytes": int(meminfo["MemTotal"].split()[0]) * 1024,
         "available_bytes": int(meminfo["MemAvailable"].split()[0]) * 1024,
     }
@@ -199,7 +205,7 @@ def numa() -> dict[str, dict[str, str]]:
 
 def environment() -> dict[str, str]:
     return {
-        name: "(an address, left out)" if ADDRESSES.search(name) else value
+        name: "(address omitted)" if ADDRESSES.search(name) else value
         for name, value in sorted(os.environ.items())
         if name.startswith(ENVIRONMENT_PREFIXES)
     }
@@ -272,7 +278,7 @@ def tuning() -> dict[str, Any]:
     for head in found.values():
         del head["rules"]
     found["all_reduce"]["rules"] = {
-        f"{size} devices": [f"{name} from {least} bytes" for least, name in rules]
+        f"{size} devices": [f"{name} from {min_bytes} bytes" for min_bytes, name in rules]
         for size, rules in sums.rules.items()
     }
     return found

@@ -24,7 +24,7 @@ from jaxkv._src.environment.probes import (
     versions,
 )
 
-PROBES: dict[str, Callable[[], Any]] = {
+PROBES: dict[str, Callable[[], object]] = {
     "date": date,
     "versions": versions,
     "devices": devices,
@@ -63,7 +63,7 @@ def without_directories(value: Any) -> Any:
     return value
 
 
-def to_text(value: Any, indent: str = "") -> str:
+def to_text(value: object, indent: str = "") -> str:
     """Renders a report, or a part of one, as indented lines."""
     if isinstance(value, dict):
         return "\n".join(_entry(str(key), item, indent) for key, item in value.items())
@@ -72,7 +72,7 @@ def to_text(value: Any, indent: str = "") -> str:
     return "\n".join(indent + line for line in str(value).splitlines())
 
 
-def _entry(name: str, value: Any, indent: str) -> str:
+def _entry(name: str, value: object, indent: str) -> str:
     if isinstance(value, list) and all(not isinstance(item, dict | list) for item in value):
         value = ", ".join(map(str, value)) or "none"
     nested = (isinstance(value, dict | list) and value) or "\n" in str(value)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
 from jaxkv._src.recurrent.align import _counts
 from jaxkv._src.runtime.bounds import check_bounds
 from jaxkv.metadata.common import BatchMetadata, num_computed_tokens
-from jaxkv.metadata.segments import prefix_sum
+from jaxkv.metadata.segments import Array, prefix_sum
 
 # --------------------------------------------------------------------------------------------------
 # The next step
 
 
 def advance(
-    batch: BatchMetadata, num_accepted: Any, *, num_drafts: Any, next_query_lens: Any
+    batch: BatchMetadata, num_accepted: Array, *, num_drafts: Array, next_query_lens: Array
 ) -> BatchMetadata:
     """Batch of the next step of the same requests, before the host knows the accepted counts.
 

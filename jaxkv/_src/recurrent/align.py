@@ -18,18 +18,22 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
+from jax.typing import ArrayLike
 
 from jaxkv._src.runtime import native
 from jaxkv._src.runtime.dtypes import check_byte_dtype, check_canonical_dtype
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.sharding import check_unsharded, match_varying_axes
 from jaxkv.metadata.common import BatchMetadata
-from jaxkv.metadata.segments import cdiv
+from jaxkv.metadata.segments import Array, cdiv
+
+Tree = TypeVar("Tree")  # a pytree of arrays
 
 _OPERANDS = 6  # int32 operands of the FFI call, before the states
 
@@ -53,8 +57,8 @@ class StateKind(enum.Enum):
 
 
 def align_postprocess(
-    states: Any, batch: BatchMetadata, num_accepted: Any, *, kinds: Any, num_drafts: Any
-) -> tuple[Any, Any]:
+    states: Tree, batch: BatchMetadata, num_accepted: Array, *, kinds: Any, num_drafts: Array
+) -> tuple[Tree, jax.Array]:
     """Saves the states of rows that reached a block boundary in the completed step.
 
     A row now has `valid = seq_len - num_drafts + num_accepted - 1` tokens. The state after its
@@ -84,8 +88,8 @@ def align_postprocess(
 
 
 def align_preprocess(
-    states: Any, batch: BatchMetadata, num_accepted: Any, *, kinds: Any, state_idx: Any
-) -> tuple[Any, Any, Any]:
+    states: Tree, batch: BatchMetadata, num_accepted: Array, *, kinds: Any, state_idx: Array
+) -> tuple[Tree, jax.Array, jax.Array]:
     """Copies running states to the blocks in which the next step reads them.
 
     If the next step of a row ends in a different block than that of its running state, the state
@@ -114,15 +118,15 @@ def align_preprocess(
 
 
 def _align(
-    states: Any,
+    states: Tree,
     batch: BatchMetadata,
-    num_accepted: Any,
+    num_accepted: Array,
     kinds: Any,
-    known: Any,
+    known: Array,
     known_name: str,
     *,
     before: bool,
-) -> tuple[Any, Any]:
+) -> tuple[Tree, jax.Array]:
     """Traces the FFI call of both operations; `known` is `num_drafts` or `state_idx`."""
     leaves, treedef = jax.tree.flatten(states)
     leaf_kinds = jax.tree.leaves(jax.tree.broadcast(kinds, states))
@@ -157,7 +161,7 @@ def _align(
     return jax.tree.unflatten(treedef, fusion_barrier(moved)), counts
 
 
-def _geometry(kind: StateKind, state: Any) -> list[int]:
+def _geometry(kind: StateKind, state: jax.Array) -> list[int]:
     """[temporal, outer, width, inner bytes] of a block; see cuda/recurrent/align_states.h."""
     shape, itemsize = state.shape[1:], np.dtype(state.dtype).itemsize
     if kind is StateKind.TEMPORAL:
@@ -167,7 +171,7 @@ def _geometry(kind: StateKind, state: Any) -> list[int]:
     return [0, math.prod(shape[:-1]), shape[-1], itemsize]
 
 
-def _check_states(leaves: Sequence[Any], kinds: Sequence[Any]) -> int:
+def _check_states(leaves: Sequence[jax.Array], kinds: Sequence[object]) -> int:
     """Number of blocks of the arrays.
 
     Raises:
@@ -175,33 +179,34 @@ def _check_states(leaves: Sequence[Any], kinds: Sequence[Any]) -> int:
     """
     limit = native.extension().MAX_STATES
     if not 1 <= len(leaves) <= limit:
-        raise ValueError(f"states has {len(leaves)} arrays, must have 1 to {limit}")
+        raise ValueError(f"states must have 1 to {limit} arrays, got {len(leaves)}")
     for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
         if not isinstance(kind, StateKind):
-            raise ValueError(f"kinds: leaf {i} is {kind!r}, not a StateKind")
+            raise ValueError(f"kinds: leaf {i} must be a StateKind, got {kind!r}")
         check_byte_dtype(leaf.dtype, f"states: dtype of leaf {i}")
         check_canonical_dtype(leaf, f"states: leaf {i}")
         axes = 1 if kind is StateKind.TEMPORAL else 2
         if leaf.ndim < axes or leaf.size == 0:
             raise ValueError(
-                f"states: leaf {i} has shape {leaf.shape}, but {kind.name} needs at least {axes} "
-                "axes, none of them empty"
+                f"states: leaf {i} of kind {kind.name} must have at least {axes} axes and no empty "
+                f"ones, got shape {leaf.shape}"
             )
         if leaf.shape[0] != leaves[0].shape[0]:
             raise ValueError(
-                f"states: leaf {i} has {leaf.shape[0]} blocks, leaf 0 {leaves[0].shape[0]} blocks"
+                "states: all leaves must have the same number of blocks, got "
+                f"{leaf.shape[0]} in leaf {i} and {leaves[0].shape[0]} in leaf 0"
             )
     return leaves[0].shape[0]
 
 
-def _counts(name: str, values: Any, rows: int) -> Any:
+def _counts(name: str, values: ArrayLike, rows: int) -> jax.Array:
     values = jnp.asarray(_fitting(name, values))
     if values.shape != (rows,) or values.dtype != jnp.int32:
         raise ValueError(f"{name} must be int32[{rows}], got {values.dtype}{[*values.shape]}")
     return values
 
 
-def _fitting(name: str, values: Any) -> Any:
+def _fitting(name: str, values: ArrayLike) -> ArrayLike:
     """`values`, after a range check of host arrays: JAX truncates NumPy's int64 silently."""
     if any(isinstance(value, jax.Array) for value in jax.tree.leaves(values)):
         return values
@@ -214,7 +219,10 @@ def _fitting(name: str, values: Any) -> Any:
 
 
 def can_skip_align_postprocess(
-    num_computed: Any, num_scheduled: Any, num_drafts: Any, block_size: int
+    num_computed: npt.ArrayLike,
+    num_scheduled: npt.ArrayLike,
+    num_drafts: npt.ArrayLike,
+    block_size: int,
 ) -> bool:
     """Whether `align_postprocess` is a no-op for all possible accepted counts; on the host.
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
+from jax.typing import ArrayLike
 
 from jaxkv._src.recurrent.align import _counts, _fitting
 from jaxkv._src.runtime.errors import StaleCountsError
+from jaxkv.metadata.segments import Array
 
 
 @jax.tree_util.register_dataclass
@@ -27,10 +29,10 @@ class DeferredCounts:
       packed: int32[1 + 2B] in pinned host memory: step number, request ids, counts.
     """
 
-    packed: Any
+    packed: jax.Array
 
     @classmethod
-    def start(cls, num_accepted: Any, *, step: Any, request_ids: Any) -> DeferredCounts:
+    def start(cls, num_accepted: Array, *, step: ArrayLike, request_ids: Array) -> DeferredCounts:
         """Traces the copy to the host, inside the jitted step.
 
         Args:
@@ -56,10 +58,10 @@ class DeferredCounts:
           RuntimeError: the counts were donated or deleted.
         """
         if self.packed.is_deleted():  # JAX would read freed memory
-            raise RuntimeError("these counts were donated or deleted")
-        return self.packed.is_ready()
+            raise RuntimeError("DeferredCounts: the counts were donated or deleted")
+        return self.packed.is_ready()  # type: ignore[attr-defined]  # not in JAX's stub
 
-    def read(self, *, step: int, request_ids: Any) -> np.ndarray:
+    def read(self, *, step: int, request_ids: npt.ArrayLike) -> np.ndarray:
         """The counts, int32[n]; blocks only while the step that produced them is running.
 
         Args:
@@ -78,13 +80,17 @@ class DeferredCounts:
         wanted = np.asarray(request_ids)
         if words[0] != step:
             raise StaleCountsError(
-                f"counts of step {step} were wanted, these are of step {words[0]}"
+                f"DeferredCounts.read: expected counts of step {step}, got step {words[0]}"
             )
         if len(wanted) > len(ids):
-            raise StaleCountsError(f"{len(wanted)} rows were wanted, step {step} had {len(ids)}")
+            raise StaleCountsError(
+                f"DeferredCounts.read: request_ids has {len(wanted)} rows, but step {step} has "
+                f"{len(ids)}"
+            )
         for row in np.flatnonzero(wanted != ids[: len(wanted)]):
             raise StaleCountsError(
-                f"row {row} of step {step} is of request {ids[row]}, not of {wanted[row]}"
+                f"DeferredCounts.read: expected request {wanted[row]} in row {row} of step {step}, "
+                f"got request {ids[row]}"
             )
         return counts[: len(wanted)]
 
@@ -95,8 +101,8 @@ def _host_words(ready: jax.Array) -> np.ndarray:
     platforms, kind = {device.platform for device in shard.devices()}, shard.sharding.memory_kind
     if kind == "device" and platforms != {"cpu"}:
         raise ValueError(
-            f"these counts lie in memory of kind {kind!r}, which the host cannot read: leave them "
-            "in pinned host memory, where DeferredCounts.start put them"
+            f"DeferredCounts.read: the host cannot read counts in memory of kind {kind!r}; keep "
+            "them in the pinned host memory to which DeferredCounts.start copied them"
         )
     words = (ctypes.c_int32 * shard.size).from_address(shard.unsafe_buffer_pointer())
     return np.array(words, np.int32)

@@ -17,13 +17,14 @@ import functools
 import json
 import os
 import pathlib
-from typing import Any
+from typing import Literal, get_args
 
 from jaxkv._src.tuning import table_files
 
 WORLD_SIZES = (2, 4, 6, 8)  # numbers of devices that have kernels
 # Candidates of the dispatch; multimem is only used on request.
-ALGORITHMS = ("low_latency", "one_shot", "two_shot", "psum")
+Algorithm = Literal["low_latency", "one_shot", "two_shot", "psum"]
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 VARIABLE = "JAXKV_TUNING_ALL_REDUCE"
 PACKAGED = pathlib.Path(__file__).parent / "data" / "all_reduce"
 _HEAD = ("device_kind", "how", "commit", "date", "versions")
@@ -97,17 +98,17 @@ def load(path: str | os.PathLike[str]) -> Table:
     return table_files.read(path, _parse)
 
 
-def _parse(name: str, content: Any) -> Table:
+def _parse(name: str, content: object) -> Table:
     if not isinstance(content, dict) or {*content} != {*_HEAD, "rules"}:
         raise ValueError(f"the file must be an object of {', '.join(_HEAD)} and rules")
     rules = content["rules"]
     if not isinstance(rules, dict) or [*rules] != [*map(str, WORLD_SIZES)]:
-        raise ValueError(f"rules must be those of {WORLD_SIZES} devices, got {rules!r}")
+        raise ValueError(f"rules must have the keys {WORLD_SIZES} (devices), got {rules!r}")
     parsed = {int(size): _parse_rules(listed, f"rules.{size}") for size, listed in rules.items()}
     return Table(name=name, **{**content, "rules": parsed})
 
 
-def _parse_rules(listed: Any, where: str) -> tuple[tuple[int, str], ...]:
+def _parse_rules(listed: object, where: str) -> tuple[tuple[int, str], ...]:
     if not isinstance(listed, list) or not all(
         isinstance(rule, list) and len(rule) == 2 and type(rule[0]) is int for rule in listed
     ):
@@ -119,4 +120,4 @@ def _parse_rules(listed: Any, where: str) -> tuple[tuple[int, str], ...]:
         if algorithm not in ALGORITHMS:
             known = ", ".join(ALGORITHMS)
             raise ValueError(f"{where}: algorithm must be one of {known}, got {algorithm!r}")
-    return tuple((least, algorithm) for least, algorithm in listed)
+    return tuple((min_bytes, algorithm) for min_bytes, algorithm in listed)

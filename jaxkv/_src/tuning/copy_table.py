@@ -17,7 +17,7 @@ import functools
 import json
 import os
 import pathlib
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from jaxkv._src.tuning.table_files import ANY_DEVICE, DEFAULT, _check_int, _object, read, slug
 
@@ -43,7 +43,7 @@ class CopySize(NamedTuple):
     total_bytes: int
 
     def reaches(self, minima: CopySize) -> bool:
-        return all(value >= least for value, least in zip(self, minima, strict=True))
+        return all(value >= minimum for value, minimum in zip(self, minima, strict=True))
 
 
 SMALLEST = CopySize(1, 1, 0)  # minima of the first rule of each kind: some rule always applies
@@ -103,9 +103,9 @@ class Table:
         dirty = "-dirty" if self.commit.endswith("-dirty") else ""
         return f"{self.name} (commit {self.commit[:9]}{dirty})"
 
-    def rule(self, situation: str, size: CopySize) -> Rule:
+    def rule(self, copy_kind: str, size: CopySize) -> Rule:
         """The rule that applies to a copy."""
-        return last_matching_rule(self.rules[situation], size)
+        return last_matching_rule(self.rules[copy_kind], size)
 
     def to_text(self) -> str:
         """The file's content: JSON, one line for each rule."""
@@ -115,9 +115,9 @@ class Table:
             if field.name not in ("name", "rules")
         }
         lists = []
-        for situation, rules in self.rules.items():
+        for copy_kind, rules in self.rules.items():
             lines = ",\n".join(f"   {_rule_text(rule)}" for rule in rules)
-            lists.append(f'  "{situation}": [\n{lines}\n  ]')
+            lists.append(f'  "{copy_kind}": [\n{lines}\n  ]')
         beginning = json.dumps(head, indent=1)[:-2]  # without the closing brace
         return f'{beginning},\n "rules": {{\n' + ",\n".join(lists) + "\n }\n}\n"
 
@@ -179,7 +179,7 @@ def _rule_text(rule: Rule) -> str:
     return json.dumps({**minima, "candidates": rule.candidates})
 
 
-def _parse_table(name: str, content: Any) -> Table:
+def _parse_table(name: str, content: object) -> Table:
     keys = [field.name for field in dataclasses.fields(Table) if field.name != "name"]
     content = _object(content, keys, "the file")
     for key, kinds in (
@@ -198,34 +198,36 @@ def _parse_table(name: str, content: Any) -> Table:
     return Table(name=name, **{**content, "rules": parsed})
 
 
-def _parse_rules(entries: Any, where: str) -> tuple[Rule, ...]:
+def _parse_rules(entries: object, where: str) -> tuple[Rule, ...]:
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{where} must be a list of at least one rule, got {entries!r}")
     rules = [_parse_rule(entry, f"{where}[{i}]") for i, entry in enumerate(entries)]
     if rules[0].minima != SMALLEST:
-        wanted = ", ".join(f"{key} {least}" for key, least in zip(_MINIMA, SMALLEST, strict=True))
-        raise ValueError(f"{where}[0] must hold for every copy ({wanted}), got {entries[0]!r}")
+        wanted = ", ".join(
+            f"{key} {minimum}" for key, minimum in zip(_MINIMA, SMALLEST, strict=True)
+        )
+        raise ValueError(f"{where}[0] must apply to every copy ({wanted}), got {entries[0]!r}")
     for i in range(1, len(rules)):
         if rules[i].minima <= rules[i - 1].minima:
-            raise ValueError(f"{where}[{i}] must come before {where}[{i - 1}]: minima ascend")
+            raise ValueError(f"{where}[{i}] must precede {where}[{i - 1}]: minima must ascend")
     return tuple(rules)
 
 
-def _parse_rule(entry: Any, where: str) -> Rule:
+def _parse_rule(entry: object, where: str) -> Rule:
     entry = _object(entry, (*_MINIMA, "candidates"), where)
-    for key, least in zip(_MINIMA, SMALLEST, strict=True):
-        _check_int(entry[key], least, f"{where}.{key}")
+    for key, minimum in zip(_MINIMA, SMALLEST, strict=True):
+        _check_int(entry[key], minimum, f"{where}.{key}")
     listed = entry["candidates"]
     if not isinstance(listed, list) or not listed:
         raise ValueError(f"{where}.candidates must be a list of at least one, got {listed!r}")
     candidates = [_parse_candidate(c, f"{where}.candidates[{i}]") for i, c in enumerate(listed)]
     names = [candidate.implementation for candidate in candidates]
     if len({*names}) < len(names):
-        raise ValueError(f"{where}.candidates must name an implementation once, got {names}")
+        raise ValueError(f"{where}.candidates: duplicate implementation in {names}")
     return Rule(CopySize(*(entry[key] for key in _MINIMA)), tuple(candidates))
 
 
-def _parse_candidate(entry: Any, where: str) -> Candidate:
+def _parse_candidate(entry: object, where: str) -> Candidate:
     if not isinstance(entry, list) or len(entry) != 3:
         raise ValueError(f"{where} must be [implementation, num_sms, gb_per_s], got {entry!r}")
     implementation, num_sms, rate = entry

@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -19,7 +19,7 @@ def slug(device_kind: str) -> str:
     return re.sub(r"\W+", "_", device_kind).strip("_").lower()
 
 
-def read(path: str | os.PathLike[str], parse: Callable[[str, Any], T]) -> T:
+def read(path: str | os.PathLike[str], parse: Callable[[str, object], T]) -> T:
     """Result of `parse`, called with the name of a file and its JSON content.
 
     Raises:
@@ -33,16 +33,16 @@ def read(path: str | os.PathLike[str], parse: Callable[[str, Any], T]) -> T:
         raise ValueError(f"tuning table {path}: {error}") from None
 
 
-def _object(entry: Any, keys: Any, where: str) -> dict[str, Any]:
+def _object(entry: object, keys: Collection[str], where: str) -> dict[str, Any]:
     if not isinstance(entry, dict):
         raise ValueError(f"{where} must be an object, got {entry!r}")
     if missing := [key for key in keys if key not in entry]:
-        raise ValueError(f"{where} lacks {', '.join(missing)}")
+        raise ValueError(f"{where}: missing keys {', '.join(missing)}")
     if unknown := [key for key in entry if key not in keys]:
-        raise ValueError(f"{where} has unknown keys {', '.join(unknown)}")
+        raise ValueError(f"{where}: unknown keys {', '.join(unknown)}")
     return entry
 
 
-def _check_int(value: Any, least: int, where: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{where} must be an integer >= {least}, got {value!r}")
+def _check_int(value: object, minimum: int, where: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{where} must be an integer >= {minimum}, got {value!r}")
