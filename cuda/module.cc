@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cache/bind_pinned_memory.h"
 #include "collectives/all_reduce.h"
 #include "collectives/symmetric_memory.h"
 #include "common/bounds.h"
@@ -239,6 +240,7 @@ NB_MODULE(_ext, m) {
         "Has the buffers of a type got by observe(get, object); None ends that.");
 #endif
   bind_devices(m);
+  cache::bind_pinned_memory(m);
 }
 
 }  // namespace jaxkv
