@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv._src.cache import host_memory, host_pool
+from jaxkv._src.cache import host_memory, pinned_memory
 from tests.util.layout_reference import KIND_LAYOUTS, ReferenceLayout, assert_same_bytes, spec_of
 from tests.util.transfer_cases import assert_refused, mesh_of
 
@@ -143,7 +143,7 @@ def test_a_pool_beyond_the_machine_is_refused_before_anything_is_allocated():
 @pytest.mark.parametrize("head_axis, copies", [(None, 2), ("tp", 1)], ids=["copies", "shards"])
 def test_what_all_devices_get_must_fit(head_axis, copies, monkeypatch):
     asked: list[int] = []
-    monkeypatch.setattr(host_pool, "check_host_memory", asked.append)
+    monkeypatch.setattr(pinned_memory, "check_host_memory", asked.append)
     pool = jaxkv.HostPool.create(spec_of(), num_pages=5, mesh=mesh_of(2), head_axis=head_axis)
     assert asked == [copies * pool.data.nbytes]
 
@@ -215,35 +215,3 @@ def test_an_exhausted_control_group_leaves_nothing(machine):
     machine("/proc/self/cgroup", "0::/")
     write_group(machine, "/sys/fs/cgroup", "1000", 4000)
     assert_refused(lambda: host_memory.check_host_memory(1), jaxkv.HostMemoryError, " 0 bytes")
-
-
-class Kernel:
-    """Simulates the system calls for a memory policy, initially mode 3 on node 2."""
-
-    def __init__(self, answer: int) -> None:
-        self.answer = answer
-        self.calls: list[tuple] = []
-
-    def syscall(self, number, mode, nodes, size, *_) -> int:
-        if number.value == 239:  # get_mempolicy
-            mode._obj.value, nodes[0] = 3, 1 << 2
-            self.calls.append(("get", size.value))
-        else:
-            assert number.value == 238  # set_mempolicy
-            named = [n for n in range(size.value) if nodes[n // 64] >> (n % 64) & 1]
-            self.calls.append(("set", mode.value, named))
-        return self.answer
-
-
-@pytest.mark.parametrize("answer", [0, -1], ids=["kernel agrees", "kernel refuses"])
-@pytest.mark.parametrize("node", [0, 65, None])
-def test_memory_is_preferred_of_a_node_and_then_as_before(node, answer, monkeypatch):
-    """Containers often forbid the call: a pool on another NUMA node beats no pool."""
-    kernel, preferred = Kernel(answer), 1
-    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda *_, **__: kernel)
-    monkeypatch.setattr(host_memory.platform, "machine", lambda: "x86_64")
-    asked = [] if node is None else [("get", 1024)]
-    changed = node is not None and answer == 0
-    with host_memory.prefer_numa_node(node):
-        assert kernel.calls == asked + [("set", preferred, [node])] * changed
-    assert kernel.calls == asked + [("set", preferred, [node]), ("set", 3, [2])] * changed

@@ -72,6 +72,7 @@ def pinned_zeros(
     sharding = sharding.with_memory_kind(PINNED)
     devices = sharding.addressable_devices_indices_map(shape)
     local_shape = sharding.shard_shape(shape)
+    native.extension().wait_for_frees()  # of memory that is counted as in use until then
     check_host_memory(math.prod(local_shape) * dtype.itemsize * len(devices))
     with allow_host_sync("new pinned memory is not used by any work yet"):
         check_outside_jit(jax.device_put(np.int8(0), next(iter(devices))))
