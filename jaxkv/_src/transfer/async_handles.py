@@ -22,7 +22,7 @@ from jaxkv._src.transfer.block_copy import plan_pairs
 from jaxkv._src.transfer.buffer_lifetime import analysed
 from jaxkv._src.transfer.dispatch import select_implementation
 from jaxkv._src.transfer.ids import num_ids_of
-from jaxkv._src.transfer.in_flight import check_same_trace, keep_alive
+from jaxkv._src.transfer.in_flight import Completion, check_same_trace, keep_alive
 
 
 class _CopyHandle:
@@ -37,6 +37,7 @@ class _CopyHandle:
         self._layers: tuple[int, ...] = ()  # in the order of the copy
         self._waited: frozenset[int] = frozenset()
         self._timeout_s = 0.0  # set by `_begin` or `tree_unflatten`
+        self._completion = Completion()
 
     @classmethod
     def _begin(
@@ -113,6 +114,18 @@ class _CopyHandle:
             raise ValueError(f"layer must be one that was started, {self._layers}, got {layer}")
         self._wait_for([layer], after)
         return self._cache.layers[layer]
+
+    def done(self) -> bool:
+        """Whether the entire copy is complete; the host does not block.
+
+        Outside jit only, in any thread; requires no wait, and replaces none: JAX knows that the
+        arrays are complete only after `wait`. True at the latest when all copies have completed
+        that were started before the first query.
+
+        Raises:
+          RuntimeError: the handle is traced, or was donated to a program.
+        """
+        return self._completion.is_complete(self._ticket, jax.tree.leaves(self._leaves()))
 
     @property
     def cache(self) -> DeviceCache:

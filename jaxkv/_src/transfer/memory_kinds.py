@@ -57,7 +57,7 @@ def _check(module: Any) -> None:
                 raise ValueError(
                     f"swap_blocks: an array of dst, {argument.type}, is in pinned_host memory, but "
                     "its type says device memory; make it with jaxkv.pinned_zeros or "
-                    "jax.device_put, not with out_shardings"
+                    "jax.device_put, not by a jit with out_shardings"
                 )
 
 
