@@ -203,6 +203,13 @@ def test_each_shard_is_asked_of_the_node_of_its_device(monkeypatch):
     assert asked == [([2, 3], 32, 7), ([3], 8, -1)]
 
 
+def test_a_new_array_that_jax_copies_is_an_error(monkeypatch):
+    """Silent, it would take twice the memory, and end at XLA's limit."""
+    real = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, *_: real(x + 0) if x.ndim else real(x))
+    assert_refused(lambda: jaxkv.pinned_zeros(4, np.int8), RuntimeError, "copied", jax.__version__)
+
+
 def test_a_process_ends_with_arrays_and_views_alive():
     program = (
         "import jax, numpy as np, jaxkv\n"

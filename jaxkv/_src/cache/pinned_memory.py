@@ -78,8 +78,11 @@ def pinned_zeros(
         check_outside_jit(jax.device_put(np.int8(0), next(iter(devices))))
         shards = [_allocate(local_shape, dtype, device) for device in devices]
         if isinstance(sharding, SingleDeviceSharding):
-            return _with_sharding(shards[0], sharding)
-        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+            array = _with_sharding(shards[0], sharding)
+        else:
+            array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
+        _check_not_copied(array)
+        return array
 
 
 def _allocate(shape: tuple[int, ...], dtype: np.dtype[Any], device: jax.Device) -> jax.Array:
@@ -94,12 +97,23 @@ def _allocate(shape: tuple[int, ...], dtype: np.dtype[Any], device: jax.Device) 
         ordinal,
     )
     if ordinal >= 0:
-        return jax.dlpack.from_dlpack(_Tensor(capsule, ordinal))
+        return jax.dlpack.from_dlpack(_Tensor(capsule, ordinal), copy=False)
     # No public function places memory in pinned_host of the CPU backend. copy=True has XLA take
     # the memory over; otherwise it would copy the array when donated.
     from jax._src.lib import _jax
 
     return _jax.dlpack_managed_tensor_to_buffer(capsule, device, None, True, _CUDA_HOST)
+
+
+def _check_not_copied(array: jax.Array) -> None:
+    """Raises a RuntimeError if JAX has copied a new array to memory of its own."""
+    find = native.extension().pinned_view
+    found = [find(shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards]
+    if array.size and any(view is None for view in found):
+        raise RuntimeError(
+            f"pinned memory: jax {jax.__version__} copied a new array instead of using its memory; "
+            "jaxkv does not support this version of jax"
+        )
 
 
 class _Tensor:

@@ -95,7 +95,8 @@ class HostMemoryError(MemoryError):
         self.available_bytes = available_bytes
         self.limit = limit
         super().__init__(
-            f"host pool needs {needed_bytes} bytes, but {limit} leaves {available_bytes} bytes"
+            f"pinned host memory: {needed_bytes} bytes needed, but {limit} leaves "
+            f"{available_bytes} bytes"
         )
 
 
