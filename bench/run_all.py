@@ -14,6 +14,7 @@ BENCHMARKS = {  # by record name
     "small_batches": "transfer.small_batches",
     "pages": "transfer.pages",
     "engines": "transfer.engines",
+    "host_pool": "cache.host_pool",
     "overlap": "transfer.overlap",
     "dispatch": "transfer.dispatch",
     "metadata": "metadata.build",

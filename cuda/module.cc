@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cache/bind_pinned_memory.h"
 #include "collectives/all_reduce.h"
 #include "collectives/symmetric_memory.h"
 #include "common/bounds.h"
@@ -263,6 +264,7 @@ NB_MODULE(_ext, m) {
 #ifdef JAXKV_TEST_HOOKS
   bind_test_hooks(m);
 #endif
+  cache::bind_pinned_memory(m);
 }
 
 }  // namespace jaxkv

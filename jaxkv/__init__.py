@@ -5,6 +5,7 @@ from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_layout import HostLayout
 from jaxkv._src.cache.host_pool import HostPool
+from jaxkv._src.cache.pinned_memory import pinned_zeros
 from jaxkv._src.cache.spec import KVCacheSpec
 from jaxkv._src.collectives.all_reduce import all_reduce
 from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
@@ -60,6 +61,7 @@ __all__ = [
     "forbid_host_sync",
     "load_pages",
     "metadata",
+    "pinned_zeros",
     "recurrent",
     "start_load",
     "start_store",

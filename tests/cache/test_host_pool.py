@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv._src.cache import host_memory, host_pool
+from jaxkv._src.cache import host_memory, pinned_memory
 from tests.util.layout_reference import KIND_LAYOUTS, ReferenceLayout, assert_same_bytes, spec_of
 from tests.util.transfer_cases import assert_rejected, mesh_of
 
@@ -145,7 +145,7 @@ def test_oversized_pool_is_rejected_before_allocation():
 @pytest.mark.parametrize("head_axis, copies", [(None, 2), ("tp", 1)], ids=["copies", "shards"])
 def test_memory_check_counts_all_shards(head_axis, copies, monkeypatch):
     checked_bytes: list[int] = []
-    monkeypatch.setattr(host_pool, "check_host_memory", checked_bytes.append)
+    monkeypatch.setattr(pinned_memory, "check_host_memory", checked_bytes.append)
     pool = jaxkv.HostPool.create(spec_of(), num_pages=5, mesh=mesh_of(2), head_axis=head_axis)
     assert checked_bytes == [copies * pool.data.nbytes]
 
@@ -217,35 +217,3 @@ def test_exhausted_control_group_reports_zero_bytes(machine):
     machine("/proc/self/cgroup", "0::/")
     write_group(machine, "/sys/fs/cgroup", "1000", 4000)
     assert_rejected(lambda: host_memory.check_host_memory(1), jaxkv.HostMemoryError, " 0 bytes")
-
-
-class Kernel:
-    """Simulates the system calls for a memory policy, initially mode 3 on node 2."""
-
-    def __init__(self, answer: int) -> None:
-        self.answer = answer
-        self.calls: list[tuple] = []
-
-    def syscall(self, number, mode, nodes, size, *_) -> int:
-        if number.value == 239:  # get_mempolicy
-            mode._obj.value, nodes[0] = 3, 1 << 2
-            self.calls.append(("get", size.value))
-        else:
-            assert number.value == 238  # set_mempolicy
-            named = [n for n in range(size.value) if nodes[n // 64] >> (n % 64) & 1]
-            self.calls.append(("set", mode.value, named))
-        return self.answer
-
-
-@pytest.mark.parametrize("answer", [0, -1], ids=["kernel agrees", "kernel refuses"])
-@pytest.mark.parametrize("node", [0, 65, None])
-def test_numa_preference_is_restored(node, answer, monkeypatch):
-    """Containers often forbid the call: a pool on another NUMA node beats no pool."""
-    kernel, preferred = Kernel(answer), 1
-    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda *_, **__: kernel)
-    monkeypatch.setattr(host_memory.platform, "machine", lambda: "x86_64")
-    queries = [] if node is None else [("get", 1024)]
-    changed = node is not None and answer == 0
-    with host_memory.prefer_numa_node(node):
-        assert kernel.calls == queries + [("set", preferred, [node])] * changed
-    assert kernel.calls == queries + [("set", preferred, [node]), ("set", 3, [2])] * changed

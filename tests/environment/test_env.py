@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jaxkv._src.environment import driver, probes
@@ -98,7 +99,11 @@ def test_report_reads_back_pinned_memory():
         "bytes": probes.PROBE_BYTES,
         "memory_kind": "pinned_host",
         "read_back_equal": True,
+        "numa_nodes": pinned["numa_nodes"],
     }
+    assert list(pinned["numa_nodes"]) == list(map(str, jax.local_devices()))
+    for nodes in pinned["numa_nodes"].values():
+        assert isinstance(nodes["of_pages"], dict) or nodes["of_pages"].startswith("unavailable")
 
 
 def test_failed_probe_reports_reason_and_others_run(monkeypatch):

@@ -106,7 +106,9 @@ def test_started_copies_match_reference(form, stacked, named):
     @jax.jit
     def step(pool, cache, ids):
         loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
-        layers = [loading.wait(layer) for layer in range(LAYERS)]
+        waited = [loading.wait(layer) for layer in range(LAYERS)]
+        # Stacked arrays are one buffer: returning more than the last of them would copy it.
+        layers = waited[-1:] if stacked else waited
         cache = loading.cache
         storing = jaxkv.start_store(pool, cache, *ids, implementation=named)
         storing.wait(1)

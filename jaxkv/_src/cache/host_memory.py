@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,35 +80,3 @@ def numa_node(device: jax.Device) -> int | None:
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None
-
-
-# System call numbers of (get_mempolicy, set_mempolicy).
-_MEMPOLICY_CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}
-_MPOL_PREFERRED = 1
-_MAX_NODES = 1024
-
-
-@contextlib.contextmanager
-def prefer_numa_node(node: int | None) -> Iterator[None]:
-    """Sets `node` as the preferred NUMA node of this thread's allocations; None has no effect.
-
-    A preference: other nodes are used if `node` is full. Without effect if the system call is not
-    permitted, as is common in containers.
-    """
-    if node is None or platform.machine() not in _MEMPOLICY_CALLS:
-        yield
-        return
-    get_policy, set_policy = map(ctypes.c_long, _MEMPOLICY_CALLS[platform.machine()])
-    node_mask = ctypes.c_ulong * (_MAX_NODES // 64)
-    mode, nodes, preferred = ctypes.c_int(), node_mask(), node_mask()
-    preferred[node // 64] = 1 << (node % 64)
-    size, null = ctypes.c_ulong(_MAX_NODES), ctypes.c_ulong(0)
-    syscall = ctypes.CDLL(None, use_errno=True).syscall
-    supported = syscall(get_policy, ctypes.byref(mode), nodes, size, null, null) == 0
-    if supported:
-        syscall(set_policy, ctypes.c_int(_MPOL_PREFERRED), preferred, size)
-    try:
-        yield
-    finally:
-        if supported:
-            syscall(set_policy, mode, nodes, size)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -21,12 +19,11 @@ from jaxkv._src.cache.array_cache import (
 from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_layout import HostLayout, Layout
-from jaxkv._src.cache.host_memory import check_host_memory, numa_node, prefer_numa_node
+from jaxkv._src.cache.pinned_memory import PINNED, pinned_zeros, view_of
 from jaxkv._src.cache.spec import KVCacheSpec
 from jaxkv._src.runtime import native
-from jaxkv._src.runtime.devices import check_outside_jit, default_device
+from jaxkv._src.runtime.devices import default_device
 from jaxkv._src.runtime.sharding import check_head_axis
-from jaxkv._src.runtime.sync_guard import allow_host_sync
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +71,7 @@ class HostPool:
           The `HostPool`.
 
         Raises:
-          RuntimeError: called inside jit.
+          RuntimeError: called inside jit, or the memory could not be allocated or page-locked.
           HostMemoryError: the pool exceeds the available host memory; nothing is allocated.
           ValueError: the layout and the sizes do not match, or `head_axis` is given without a mesh.
         """
@@ -87,11 +84,11 @@ class HostPool:
                 )
             sharding = pool_sharding(spec, layout)
             arrays_layout = ArrayHostLayout(spec, layout, num_pages, spec.num_block_shards)
-            data = _allocate_sharded(arrays_layout.shape, np.uint8, sharding)
+            data = pinned_zeros(arrays_layout.shape, np.uint8, sharding)
         else:
-            whole = HostLayout(spec, layout, num_pages, head_groups)
-            sharding = _pool_sharding(whole, mesh, head_axis)
-            data = _allocate_sharded(whole.shape, spec.dtype, sharding)
+            host_layout = HostLayout(spec, layout, num_pages, head_groups)
+            sharding = _pool_sharding(host_layout, mesh, head_axis)
+            data = pinned_zeros(host_layout.shape, spec.dtype, sharding)
         return cls(data=data, spec=spec, layout=layout, head_groups=head_groups)
 
     @property
@@ -125,11 +122,31 @@ class HostPool:
         """Sharding of `data` over the mesh, for `in_specs` and `out_specs` of `shard_map`."""
         return getattr(self.data.sharding, "spec", PartitionSpec())
 
+    def view(self, device: jax.Device | None = None) -> np.ndarray[Any, Any]:
+        """The bytes of the pool as a read-only NumPy array, without a copy.
+
+        A view of the pinned memory itself: it shows later stores too, as long as the pool is
+        donated to them, and keeps the memory allocated, also after `close`. Read it between
+        `jax.block_until_ready` of the pool returned by a store (after `start_store`, of
+        `StoreHandle.pool`) and the call of the next store; otherwise pages may be incomplete.
+
+        Args:
+          device: the device of the shard; None for a pool on one device.
+
+        Returns:
+          `dtype[host_layout.shape]`, of the shard if the pool is sharded.
+
+        Raises:
+          RuntimeError: called inside jit, or the pool was closed or donated.
+          ValueError: no such shard, or the array is a copy that XLA made of a pool not donated.
+        """
+        return view_of(self.data, device)
+
     def close(self) -> None:
         """Frees the host memory after all work of the pool's devices; idempotent.
 
         Blocks until that work is complete. Later use of this pool, or of a pool that shares its
-        array, is an error.
+        array, is an error. Memory of a `view` is freed with the view.
         """
         if self.data.is_deleted():
             return
@@ -140,6 +157,7 @@ class HostPool:
             if device.platform == "gpu":
                 native.extension().synchronize_device(device.local_hardware_id)
         self.data.delete()
+        native.extension().wait_for_frees()
 
 
 def _pool_sharding(
@@ -151,38 +169,9 @@ def _pool_sharding(
     else:
         check_head_axis(host_layout.spec.num_kv_heads, "num_kv_heads", mesh, head_axis)
     if mesh is None:
-        return SingleDeviceSharding(default_device(), memory_kind="pinned_host")
+        return SingleDeviceSharding(default_device(), memory_kind=PINNED)
     axes = (head_axis if merged == (sharded_axis,) else None for merged in host_layout.axes)
-    return NamedSharding(mesh, PartitionSpec(*axes), memory_kind="pinned_host")
-
-
-def _allocate_sharded(
-    shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
-) -> jax.Array:
-    devices = sharding.addressable_devices_indices_map(shape)
-    local_shape = sharding.shard_shape(shape)
-    local_bytes = math.prod(local_shape) * np.dtype(dtype).itemsize
-    check_host_memory(local_bytes * len(devices))
-    arrays = [_allocate(local_shape, np.dtype(dtype), device) for device in devices]
-    if isinstance(sharding, SingleDeviceSharding):
-        return arrays[0]
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-
-
-def _allocate(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> jax.Array:
-    sharding = SingleDeviceSharding(device, memory_kind="pinned_host")
-    with prefer_numa_node(numa_node(device)):
-        if device.platform == "cpu":
-            # Allocated by XLA: NumPy's memory may be used zero-copy, and a donation would copy it.
-            zeros: jax.Array | np.ndarray = jnp.zeros(shape, dtype, device=device)
-        else:
-            # Ten times faster on an H200 host than zeros written by XLA.
-            zeros = np.zeros(shape, dtype)
-        # device_put, since out_shardings loses the memory space <host> of the array's type.
-        with allow_host_sync("a new pool is uploaded, after no work of the device"):
-            array = jax.device_put(zeros, sharding)
-            check_outside_jit(array)
-            return array.block_until_ready()
+    return NamedSharding(mesh, PartitionSpec(*axes), memory_kind=PINNED)
 
 
 def _check_memory_kind(data: Any) -> None:

@@ -176,9 +176,11 @@ def memory() -> dict[str, Any]:
 
 
 def pinned_host() -> dict[str, Any]:
-    """Allocates a small pinned host buffer through JAX and reads it back."""
+    """Reads back a small pinned host buffer of JAX, and the NUMA nodes of one of the library."""
     import jax
     import numpy as np
+
+    from jaxkv._src.cache.host_memory import numa_node
 
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
     expected = np.arange(PROBE_BYTES, dtype=np.uint8)
@@ -187,7 +189,25 @@ def pinned_host() -> dict[str, Any]:
         "bytes": array.nbytes,
         "memory_kind": array.sharding.memory_kind,
         "read_back_equal": bool(np.array_equal(np.asarray(array), expected)),
+        "numa_nodes": {
+            str(device): {
+                "of_device": numa_node(device),
+                "of_pages": _attempt(partial(_page_nodes, device)),
+            }
+            for device in jax.local_devices()
+        },
     }
+
+
+def _page_nodes(device: Any) -> dict[str, int]:
+    """Number of pages on each NUMA node, of pinned memory for a device."""
+    import jax
+    import numpy as np
+
+    from jaxkv._src.cache.pinned_memory import nodes_of, pinned_zeros
+
+    array = pinned_zeros(PROBE_BYTES, np.uint8, jax.sharding.SingleDeviceSharding(device))
+    return {str(node): pages for node, pages in nodes_of(array)[device].items()}
 
 
 def numa() -> dict[str, dict[str, str]]:

@@ -94,8 +94,8 @@ class HostMemoryError(MemoryError):
         self.available_bytes = available_bytes
         self.limit = limit
         super().__init__(
-            f"host pool of {needed_bytes} bytes exceeds the available host memory, "
-            f"{available_bytes} bytes by {limit}: reduce num_pages"
+            f"pinned host memory of {needed_bytes} bytes exceeds the available host memory, "
+            f"{available_bytes} bytes by {limit}: reduce num_pages or the shape"
         )
 
 

@@ -27,6 +27,7 @@ from jaxkv._src.transfer.block_copy import (
 from jaxkv._src.transfer.dispatch import Selection, select_implementation
 from jaxkv._src.transfer.groups import IdsOrGroups, LayersOrGroups, PoolOrGroups, for_each_group
 from jaxkv._src.transfer.ids import num_ids_of
+from jaxkv._src.transfer.memory_kinds import check_memory_kinds
 from jaxkv._src.transfer.resolve import prepare, resolve
 from jaxkv._src.tuning.copy_table import Implementation
 
@@ -195,11 +196,16 @@ def _run(call: PreparedCall, implementation: Implementation | None) -> PyTree:
     if not call.copies or num_ids_of(call.ids[0]) == 0:
         return call.rebuild([list(copy.written) for copy in call.copies])
     chosen = [select_implementation(copy, call.ids, implementation) for copy in call.copies]
-    with jax.named_scope(f"jaxkv.{call.copies[0].operation}"):
+    operation = call.copies[0].operation
+    with jax.named_scope(f"jaxkv.{operation}"):
         copies = [
             copy.with_fusion_barriers(sources=selection.implementation == "dma")
             for copy, selection in zip(call.copies, chosen, strict=True)
         ]
+        if operation == "swap_blocks":
+            copies = [
+                dataclasses.replace(copy, dense=check_memory_kinds(copy.dense)) for copy in copies
+            ]
         written = _copy_all(dataclasses.replace(call, copies=copies), chosen)
         return call.rebuild(fusion_barrier(written))
 

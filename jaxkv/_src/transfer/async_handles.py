@@ -24,7 +24,7 @@ from jaxkv._src.transfer.block_copy import BlockCopy, plan_pairs
 from jaxkv._src.transfer.buffer_lifetime import analysed
 from jaxkv._src.transfer.dispatch import select_implementation
 from jaxkv._src.transfer.ids import Ids, num_ids_of
-from jaxkv._src.transfer.in_flight import check_same_trace, keep_alive
+from jaxkv._src.transfer.in_flight import Completion, check_same_trace, keep_alive
 from jaxkv._src.transfer.page_copies import by_layer
 from jaxkv._src.tuning.copy_table import Implementation
 
@@ -50,6 +50,7 @@ class _CopyHandle:
         self._layers: tuple[int, ...] = ()  # in the order of the copy
         self._waited: frozenset[int] = frozenset()
         self._timeout_s = 0.0  # set by `_begin` or `tree_unflatten`
+        self._completion = Completion()
 
     @classmethod
     def _begin(
@@ -155,6 +156,18 @@ class _CopyHandle:
                 [cache.spec.num_layers - 1], after, traced_layer=layer
             )
         return self._layer_arrays(0)
+
+    def done(self) -> bool:
+        """Whether the entire copy is complete; the host does not block.
+
+        Outside jit only, in any thread; requires no wait, and replaces none: JAX knows that the
+        arrays are complete only after `wait`. True at the latest when all copies have completed
+        that were started before the first query.
+
+        Raises:
+          RuntimeError: the handle is traced, or was donated to a program.
+        """
+        return self._completion.is_complete(self._ticket, jax.tree.leaves(self._leaves()))
 
     @property
     def cache(self) -> Any:

@@ -53,9 +53,18 @@ class BufferAliases:
         """Whether the value is an argument of the program that is not donated."""
         if not self.is_argument(value):
             return False
-        attributes = ir.ArrayAttr(self._functions["main"].attributes["arg_attrs"])
-        donation = ir.DictAttr(attributes[ir.BlockArgument(value).arg_number])
+        donation = self._attributes(value)
         return not ("tf.aliasing_output" in donation or "jax.buffer_donor" in donation)
+
+    def memory_kind(self, value: ir.Value) -> str | None:
+        """The memory kind of an argument of the program; None for other values."""
+        if not self.is_argument(value) or "mhlo.memory_kind" not in self._attributes(value):
+            return None
+        return ir.StringAttr(self._attributes(value)["mhlo.memory_kind"]).value
+
+    def _attributes(self, argument: ir.Value) -> ir.DictAttr:
+        attributes = ir.ArrayAttr(self._functions["main"].attributes["arg_attrs"])
+        return ir.DictAttr(attributes[ir.BlockArgument(argument).arg_number])
 
     def reached(
         self, value: ir.Value, until: Callable[[ir.OpOperand], bool] = lambda use: False

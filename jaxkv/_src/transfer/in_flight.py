@@ -43,6 +43,40 @@ class _InFlightCopy:
         return native.extension().copies_ended(self.started)
 
 
+class Completion:
+    """Queries whether the copy of a handle is complete; keeps no array alive."""
+
+    def __init__(self) -> None:
+        self._started: list[int] | None = None
+
+    def is_complete(self, ticket: Any, arrays: list[Any]) -> bool:
+        """Whether the copy is complete; never blocks, and may run in any thread.
+
+        Args:
+          ticket: the ticket of the handle, None if it has nothing to wait for.
+          arrays: all arrays of the handle.
+
+        Raises:
+          RuntimeError: the handle is traced, or an array of it was donated or deleted.
+        """
+        if any(isinstance(array, jax.core.Tracer) for array in arrays):
+            raise RuntimeError("done: the handle is traced; query it outside of jit")
+        try:
+            if any(array.is_deleted() for array in arrays):
+                raise RuntimeError
+            copy = _InFlightCopy(ticket, arrays, self._started)
+            if ticket is None:
+                return all(array.is_ready() for array in arrays)
+            ended = copy.ended()
+        except RuntimeError as error:  # also if another thread donates an array now
+            raise RuntimeError(
+                "done: the handle was donated to a program; its copy is complete when the results "
+                "of the program that waits for it are ready"
+            ) from error
+        self._started = copy.started
+        return ended
+
+
 # Threads remove and requeue entries one at a time, so that none is lost. No lock: releasing an
 # array may run arbitrary code, including this module.
 _in_flight: collections.deque[_InFlightCopy] = collections.deque()

@@ -1,0 +1,116 @@
+// Python functions for pinned host memory: DLPack tensors for JAX, and views for NumPy.
+#include "cache/bind_pinned_memory.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cache/pinned_memory.h"
+
+namespace nb = nanobind;
+
+namespace jaxkv::cache {
+namespace {
+
+// The C interface of DLPack, version 0.8.
+struct DLDevice {
+  int32_t type, id;
+};
+struct DLDataType {
+  uint8_t code, bits;
+  uint16_t lanes;
+};
+struct DLTensor {
+  void* data;
+  DLDevice device;
+  int32_t ndim;
+  DLDataType dtype;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+};
+struct DLManagedTensor {
+  DLTensor tensor;
+  void* context;
+  void (*deleter)(DLManagedTensor*);
+};
+constexpr const char* kUnused = "dltensor";  // the name of a capsule that nobody has consumed
+constexpr int32_t kCpu = 1, kCudaHost = 3;
+
+struct Tensor {
+  DLManagedTensor managed;
+  std::vector<int64_t> shape;
+  std::shared_ptr<PinnedMemory> memory;
+};
+
+// XLA calls it in any of its threads: without Python.
+void delete_tensor(DLManagedTensor* managed) { delete static_cast<Tensor*>(managed->context); }
+
+void delete_unused(PyObject* capsule) {
+  if (PyCapsule_IsValid(capsule, kUnused)) {
+    delete_tensor(static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, kUnused)));
+  }
+}
+
+nb::object pinned_tensor(std::vector<int64_t> shape, uint8_t code, uint8_t bits, int node,
+                         int device) {
+  size_t num_bytes = bits / 8;
+  for (const int64_t size : shape) num_bytes *= static_cast<size_t>(size);
+  std::shared_ptr<PinnedMemory> memory;
+  {
+    nb::gil_scoped_release without_gil;
+    memory = PinnedMemory::create(num_bytes, node, device);
+  }
+  auto tensor = std::make_unique<Tensor>(Tensor{{}, std::move(shape), std::move(memory)});
+  tensor->managed = {
+      .tensor = {.data = tensor->memory->data(),
+                 .device = {device < 0 ? kCpu : kCudaHost, std::max(device, 0)},
+                 .ndim = static_cast<int32_t>(tensor->shape.size()),
+                 .dtype = {code, bits, 1},
+                 .shape = tensor->shape.data(),
+                 .strides = nullptr,  // row-major
+                 .byte_offset = 0},
+      .context = tensor.get(),
+      .deleter = delete_tensor,
+  };
+  PyObject* const capsule = PyCapsule_New(&tensor->managed, kUnused, delete_unused);
+  if (!capsule) nb::raise_python_error();
+  (void)tensor.release();
+  return nb::steal(capsule);
+}
+
+using Bytes = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>, nb::c_contig>;
+
+nb::object pinned_view(uintptr_t address) {
+  auto memory = PinnedMemory::find(reinterpret_cast<const void*>(address));
+  if (!memory) return nb::none();
+  auto owner = std::make_unique<std::shared_ptr<PinnedMemory>>(memory);
+  const nb::capsule held(
+      owner.get(), [](void* p) noexcept { delete static_cast<std::shared_ptr<PinnedMemory>*>(p); });
+  (void)owner.release();
+  return nb::cast(Bytes(memory->data(), {memory->num_bytes()}, held));
+}
+
+}  // namespace
+
+void bind_pinned_memory(nb::module_& m) {
+  const nb::call_guard<nb::gil_scoped_release> without_gil;
+  m.def("pinned_tensor", &pinned_tensor, nb::arg("shape"), nb::arg("code"), nb::arg("bits"),
+        nb::arg("node"), nb::arg("device"),
+        "A DLPack capsule of zeroed host memory on a NUMA node (-1: any), page-locked for a CUDA "
+        "device (-1: not page-locked); the consumer owns the memory.");
+  m.def("pinned_view", &pinned_view, nb::arg("address"),
+        "The bytes of the pinned tensor that begins at an address, read-only, without a copy; "
+        "None if there is no such tensor. The view owns the memory too.");
+  m.def("nodes_of_pages", &nodes_of_pages, nb::arg("address"), nb::arg("num_bytes"), without_gil,
+        "The NUMA node of each page of a sample, or a negative errno.");
+  m.def("wait_for_frees", &wait_for_frees, without_gil,
+        "Waits until all pinned memory without an owner is free.");
+  m.def("stop_freeing", &stop_freeing, without_gil,
+        "Leaves all pinned memory to the end of the process.");
+}
+
+}  // namespace jaxkv::cache

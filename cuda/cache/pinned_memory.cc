@@ -1,0 +1,217 @@
+#include "cache/pinned_memory.h"
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
+
+namespace jaxkv::cache {
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kChunk = size_t{64} << 20;  // that one thread populates at a time
+constexpr unsigned kMaxThreads = 16;
+constexpr size_t kMaxSample = 4096;  // pages whose node is read back
+
+// Of the kernel's headers, which may be older than the kernel.
+constexpr int kPopulateWrite = 23;
+constexpr int kPolicyPreferred = 1;
+constexpr size_t kMaxNodes = 1024;
+
+struct Registry {
+  std::mutex mutex;
+  std::condition_variable freed;
+  std::map<const void*, std::weak_ptr<PinnedMemory>> by_address;
+  size_t freeing = 0;
+  bool stopped = false;
+};
+
+// Never destroyed: arrays may outlive static variables.
+Registry& registry() {
+  static auto* const instance = new Registry;
+  return *instance;
+}
+
+size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
+std::runtime_error failure(size_t num_bytes, const std::string& reason) {
+  return std::runtime_error("jaxkv: " + std::to_string(num_bytes) +
+                            " bytes of pinned host memory: " + reason);
+}
+
+// Aligned to huge pages, of which one is populated and pinned faster than 512 small ones.
+void* map(size_t num_bytes) {
+  const size_t reserved = num_bytes + (num_bytes >= kHugePage ? kHugePage : 0);
+  void* const begin =
+      mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (begin == MAP_FAILED) {
+    throw failure(num_bytes, std::string("mmap failed: ") + std::strerror(errno));
+  }
+  if (reserved == num_bytes) return begin;
+  auto* const first = static_cast<std::byte*>(begin);
+  const size_t head = -reinterpret_cast<uintptr_t>(begin) % kHugePage;
+  if (head) munmap(first, head);
+  const size_t tail = reserved - head - num_bytes;
+  if (tail) munmap(first + head + num_bytes, tail);
+  madvise(first + head, num_bytes, MADV_HUGEPAGE);  // without effect if switched off
+  return first + head;
+}
+
+// A preference: other nodes are used if `node` is full. Not permitted in some containers.
+void prefer_node(void* data, size_t num_bytes, int node) {
+  std::array<unsigned long, kMaxNodes / (8 * sizeof(unsigned long))> mask{};
+  if (node < 0 || node >= static_cast<int>(kMaxNodes)) return;
+  const size_t bits = 8 * sizeof(unsigned long);
+  mask[node / bits] = 1UL << (node % bits);
+  (void)syscall(SYS_mbind, data, num_bytes, kPolicyPreferred, mask.data(), kMaxNodes, 0);
+}
+
+// Returns 0 or an errno.
+int populate(std::byte* data, size_t num_bytes) {
+  while (madvise(data, num_bytes, kPopulateWrite) != 0) {
+    if (errno == EINTR || errno == EAGAIN) continue;
+    if (errno != EINVAL) return errno;
+    // Linux before 5.14
+    for (size_t i = 0; i < num_bytes; i += page_bytes()) {
+      *const_cast<volatile std::byte*>(data + i) = std::byte{0};
+    }
+    return 0;
+  }
+  return 0;
+}
+
+// The kernel zeroes pages in the thread that touches them: one thread would take a second per few
+// GiB.
+int populate_with_threads(std::byte* data, size_t num_bytes) {
+  const size_t num_chunks = (num_bytes + kChunk - 1) / kChunk;
+  std::atomic<size_t> next{0};
+  std::atomic<int> error{0};
+  auto work = [&] {
+    for (size_t i; !error.load() && (i = next.fetch_add(1)) < num_chunks;) {
+      const size_t begin = i * kChunk;
+      if (const int failed = populate(data + begin, std::min(kChunk, num_bytes - begin))) {
+        error.store(failed);
+      }
+    }
+  };
+  const size_t num_threads = std::min<size_t>(
+      {num_chunks, kMaxThreads, std::max(1U, std::thread::hardware_concurrency())});
+  std::vector<std::thread> threads;
+  for (size_t i = 1; i < num_threads; ++i) threads.emplace_back(work);
+  work();
+  for (auto& thread : threads) thread.join();
+  return error.load();
+}
+
+// Memory that cannot be unpinned stays mapped: the device could still write it.
+void free_pages(void* data, size_t num_bytes, [[maybe_unused]] int device) {
+#ifdef JAXKV_CUDA
+  if (device >= 0 && !unpin(data, device).empty()) return;
+#endif
+  munmap(data, num_bytes);
+}
+
+}  // namespace
+
+PinnedMemory::PinnedMemory(void* data, size_t num_bytes, int device)
+    : data_(data), num_bytes_(num_bytes), device_(device) {}
+
+std::shared_ptr<PinnedMemory> PinnedMemory::create(size_t num_bytes, int node, int device) {
+  const size_t rounded = (std::max<size_t>(num_bytes, 1) + page_bytes() - 1) & -page_bytes();
+  void* const data = map(rounded);
+  // A child process needs no copy of the pages, and must not make this one copy pages it writes.
+  madvise(data, rounded, MADV_DONTFORK);
+  prefer_node(data, rounded, node);
+  std::string error;
+  if (const int code = populate_with_threads(static_cast<std::byte*>(data), rounded)) {
+    error = std::strerror(code);
+  } else if (device >= 0) {
+#ifdef JAXKV_CUDA
+    error = pin(data, rounded, device);
+#else
+    error = "built without CUDA";
+#endif
+  }
+  if (!error.empty()) {
+    munmap(data, rounded);
+    throw failure(rounded, error);
+  }
+  std::shared_ptr<PinnedMemory> memory(new PinnedMemory(data, rounded, device));
+  std::lock_guard lock(registry().mutex);
+  registry().by_address[data] = memory;
+  return memory;
+}
+
+std::shared_ptr<PinnedMemory> PinnedMemory::find(const void* address) {
+  std::lock_guard lock(registry().mutex);
+  const auto entry = registry().by_address.find(address);
+  return entry == registry().by_address.end() ? nullptr : entry->second.lock();
+}
+
+PinnedMemory::~PinnedMemory() {
+  Registry& all = registry();
+  {
+    std::lock_guard lock(all.mutex);
+    if (all.stopped) return;
+    all.by_address.erase(data_);
+    if (device_ >= 0) ++all.freeing;
+  }
+  if (device_ < 0) {
+    free_pages(data_, num_bytes_, device_);
+    return;
+  }
+  auto free_and_count = [&all, data = data_, num_bytes = num_bytes_, device = device_] {
+    free_pages(data, num_bytes, device);
+    std::lock_guard lock(all.mutex);
+    --all.freeing;
+    all.freed.notify_all();
+  };
+  try {
+    std::thread(free_and_count).detach();
+  } catch (const std::system_error&) {  // no thread left
+    free_and_count();
+  }
+}
+
+void wait_for_frees() {
+  std::unique_lock lock(registry().mutex);
+  registry().freed.wait(lock, [] { return registry().freeing == 0; });
+}
+
+void stop_freeing() {
+  {
+    std::lock_guard lock(registry().mutex);
+    registry().stopped = true;
+  }
+  wait_for_frees();
+}
+
+std::vector<int> nodes_of_pages(uintptr_t address, size_t num_bytes) {
+  const size_t num_pages = std::max<size_t>(num_bytes / page_bytes(), 1);
+  const size_t count = std::min(num_pages, kMaxSample);
+  const uintptr_t first = address & -page_bytes();
+  std::vector<void*> pages(count);
+  for (size_t i = 0; i < count; ++i) {
+    // The first and the last page, and the others between them at equal distances.
+    const size_t page = count == 1 ? 0 : i * (num_pages - 1) / (count - 1);
+    pages[i] = reinterpret_cast<void*>(first + page * page_bytes());
+  }
+  std::vector<int> nodes(count);
+  if (syscall(SYS_move_pages, 0, count, pages.data(), nullptr, nodes.data(), 0) != 0) {
+    throw std::runtime_error(std::string("jaxkv: move_pages failed: ") + std::strerror(errno));
+  }
+  return nodes;
+}
+
+}  // namespace jaxkv::cache

@@ -1,0 +1,54 @@
+// Page-locked host memory on a NUMA node, owned by the arrays and views that use it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace jaxkv::cache {
+
+// Neither XLA's allocator of pinned memory, which rounds up to a power of two, ends at a limit set
+// when the backend starts, and serves all devices from the NUMA node of the first, nor
+// cudaHostAlloc, whose pages the kernel reports on no node.
+class PinnedMemory {
+ public:
+  // Zeroed memory on `node` (-1: any), page-locked for a CUDA device (-1: not page-locked). Throws
+  // std::runtime_error.
+  static std::shared_ptr<PinnedMemory> create(size_t num_bytes, int node, int device);
+  // The memory that begins at an address, or null.
+  static std::shared_ptr<PinnedMemory> find(const void* address);
+
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+  // May run in any thread. Memory of a device is freed by a thread of its own, after the work of
+  // the device: work in flight may still use it, and the caller may be what that work waits for.
+  ~PinnedMemory();
+
+  void* data() const { return data_; }
+  size_t num_bytes() const { return num_bytes_; }
+
+ private:
+  PinnedMemory(void* data, size_t num_bytes, int device);
+
+  void* data_;
+  size_t num_bytes_;
+  int device_;
+};
+
+// Waits until all memory without an owner is free.
+void wait_for_frees();
+// Leaves all memory to the end of the process: its threads must not call CUDA from now on.
+void stop_freeing();
+
+// The NUMA node of each page of a sample, or a negative errno.
+std::vector<int> nodes_of_pages(uintptr_t address, size_t num_bytes);
+
+#ifdef JAXKV_CUDA
+// Both return the error, empty for success. `unpin` waits for the work of the device first.
+std::string pin(void* data, size_t num_bytes, int device);
+std::string unpin(void* data, int device);
+#endif
+
+}  // namespace jaxkv::cache

@@ -1,0 +1,191 @@
+"""Zeroed arrays in pinned host memory, and NumPy views of their bytes.
+
+The memory is allocated here and handed to JAX by DLPack. XLA's own allocator rounds up to a power
+of two, ends at XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB (64 GiB unless set), keeps what is freed, takes
+the NUMA node of the first device for all, and has one thread fill the pages.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jaxkv._src.cache.host_memory import check_host_memory, numa_node
+from jaxkv._src.runtime import native
+from jaxkv._src.runtime.devices import check_outside_jit, default_device
+from jaxkv._src.runtime.dtypes import check_byte_dtype
+from jaxkv._src.runtime.sync_guard import allow_host_sync
+
+PINNED = "pinned_host"
+
+# Type codes of DLPack: by the kind of a NumPy dtype, and by the name of other dtypes.
+_KINDS = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
+_NAMES = {
+    "bfloat16": 4,
+    "float8_e3m4": 7,
+    "float8_e4m3": 8,
+    "float8_e4m3b11fnuz": 9,
+    "float8_e4m3fn": 10,
+    "float8_e4m3fnuz": 11,
+    "float8_e5m2": 12,
+    "float8_e5m2fnuz": 13,
+    "float8_e8m0fnu": 14,
+}
+_CUDA_HOST = 3  # the device type of DLPack for pinned memory
+
+
+def pinned_zeros(
+    shape: int | Sequence[int], dtype: npt.DTypeLike, sharding: Sharding | None = None
+) -> jax.Array:
+    """Allocates a zeroed array in pinned host memory, each shard near its device (NUMA).
+
+    For arrays of `swap_blocks`; `HostPool.create` allocates in the same way. The pages are exactly
+    as large as the array, and are returned to the system when the array is deleted.
+
+    Args:
+      shape: shape of the array.
+      dtype: any byte-aligned dtype; 64-bit only with jax_enable_x64.
+      sharding: devices that use the array; None for the default device. Its memory kind is
+        replaced by "pinned_host".
+
+    Returns:
+      The array, committed, with `memory_kind="pinned_host"`.
+
+    Raises:
+      RuntimeError: called inside jit, or the memory could not be allocated or page-locked.
+      HostMemoryError: the array exceeds the available host memory; nothing is allocated.
+      ValueError: the dtype is not byte-aligned, or the sharding does not divide the shape.
+    """
+    shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    check_byte_dtype(dtype, "dtype")
+    if sharding is None:
+        sharding = SingleDeviceSharding(default_device())
+    sharding = sharding.with_memory_kind(PINNED)
+    devices = sharding.addressable_devices_indices_map(shape)
+    local_shape = sharding.shard_shape(shape)
+    native.extension().wait_for_frees()  # of memory that is counted as in use until then
+    check_host_memory(math.prod(local_shape) * dtype.itemsize * len(devices))
+    with allow_host_sync("new pinned memory is not used by any work yet"):
+        check_outside_jit(jax.device_put(np.int8(0), next(iter(devices))))
+        shards = [_allocate(local_shape, dtype, device) for device in devices]
+        if isinstance(sharding, SingleDeviceSharding):
+            array = _with_sharding(shards[0], sharding)
+        else:
+            array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
+        _check_not_copied(array)
+        return array
+
+
+def _allocate(shape: tuple[int, ...], dtype: np.dtype[Any], device: jax.Device) -> jax.Array:
+    _leave_memory_to_exit()
+    node = numa_node(device)
+    ordinal = device.local_hardware_id if device.platform == "gpu" else -1
+    capsule = native.extension().pinned_tensor(
+        list(shape),
+        _NAMES[dtype.name] if dtype.name in _NAMES else _KINDS[dtype.kind],
+        8 * dtype.itemsize,
+        -1 if node is None else node,
+        ordinal,
+    )
+    if ordinal >= 0:
+        return jax.dlpack.from_dlpack(_Tensor(capsule, ordinal), copy=False)
+    # No public function places memory in pinned_host of the CPU backend. copy=True has XLA take
+    # the memory over; otherwise it would copy the array when donated.
+    from jax._src.lib import _jax
+
+    return _jax.dlpack_managed_tensor_to_buffer(capsule, device, None, True, _CUDA_HOST)
+
+
+def _check_not_copied(array: jax.Array) -> None:
+    """Raises a RuntimeError if JAX has copied a new array to memory of its own."""
+    find = native.extension().pinned_view
+    found = [find(shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards]
+    if array.size and any(view is None for view in found):
+        raise RuntimeError(
+            f"pinned memory: jax {jax.__version__} copied a new array instead of using its memory; "
+            "jaxkv does not support this version of jax"
+        )
+
+
+class _Tensor:
+    """A DLPack capsule as an argument of `from_dlpack`."""
+
+    def __init__(self, capsule: Any, ordinal: int) -> None:
+        self._capsule, self._ordinal = capsule, ordinal
+
+    def __dlpack__(self, *, stream: Any = None) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CUDA_HOST, self._ordinal
+
+
+def _with_sharding(array: jax.Array, sharding: SingleDeviceSharding) -> jax.Array:
+    """The array, typed as in host memory.
+
+    A type that differs from the memory kind of the sharding aborts the process when the array is
+    donated. Assembled arrays have the right type, and `device_put` of one does not copy it.
+    """
+    (device,) = sharding.device_set
+    named = NamedSharding(Mesh(np.array([device]), "x"), PartitionSpec(), memory_kind=PINNED)
+    assembled = jax.make_array_from_single_device_arrays(array.shape, named, [array])
+    return jax.device_put(assembled, sharding)
+
+
+@functools.cache
+def _leave_memory_to_exit() -> None:
+    # Registered after JAX's own function, which deletes arrays, and thus called before it.
+    atexit.register(native.extension().stop_freeing)
+
+
+def view_of(array: jax.Array, device: jax.Device | None) -> np.ndarray:
+    """The bytes of a shard as a read-only NumPy array, without a copy.
+
+    Args:
+      array: an array of `pinned_zeros`, or one that replaced it by donation.
+      device: the device of the shard; None if the array has one.
+
+    Raises:
+      RuntimeError: the array is traced, deleted or donated.
+      ValueError: no such shard, or the array is not in memory of `pinned_zeros`.
+    """
+    if isinstance(array, jax.core.Tracer):
+        raise RuntimeError("view: the pool is traced; call it outside of jit")
+    if array.is_deleted():
+        raise RuntimeError("view: the pool was closed or donated; use the pool that replaced it")
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    if device is None and len(shards) > 1:
+        raise ValueError(f"view: the pool has shards on {len(shards)} devices, name one as device")
+    if device is not None and device not in shards:
+        raise ValueError(f"view: device must be one of {list(shards)}, got {device}")
+    shard = shards[device] if device is not None else next(iter(shards.values()))
+    found = native.extension().pinned_view(shard.unsafe_buffer_pointer())
+    if found is None:
+        raise ValueError(
+            "view: the array is a copy in XLA's memory, made by a store to which the pool was not "
+            "donated; donate the pool (donate_argnames='pool')"
+        )
+    return found[: shard.nbytes].view(shard.dtype).reshape(shard.shape)
+
+
+def nodes_of(array: jax.Array) -> dict[jax.Device, dict[int, int]]:
+    """Number of pages of each shard on each NUMA node, of a sample of its pages.
+
+    A negative node is an errno: -2 (ENOENT) for a page that is not present, -14 (EFAULT) for one
+    that the kernel does not know.
+    """
+    nodes = {}
+    for shard in array.addressable_shards:
+        address, size = shard.data.unsafe_buffer_pointer(), shard.data.nbytes
+        found = native.extension().nodes_of_pages(address, size)
+        nodes[shard.device] = {node: found.count(node) for node in sorted(set(found))}
+    return nodes

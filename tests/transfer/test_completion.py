@@ -1,0 +1,132 @@
+"""`LoadHandle.done` and `StoreHandle.done`."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.util.async_cases import OVERLAPPED, check, finish, ids_of, start
+from tests.util.transfer_cases import assert_rejected, make_case
+
+SLOW_SIZE, SLOW_PRODUCTS = {"cpu": (1024, 32), "gpu": (4096, 400)}[jax.default_backend()]
+
+
+@pytest.fixture(params=OVERLAPPED)
+def named(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["load", "store"])
+def direction(request) -> str:
+    return request.param
+
+
+def started_by_jit(direction: str, named: str, **options):
+    case = make_case(**options)
+    numpy_ids, ids = ids_of(case, 5, named)
+    pool = case.pool()
+    donated = (1,) if direction == "load" else (0, 1)
+    begin = jax.jit(partial(start, direction, implementation=named), donate_argnums=donated)
+    return case, numpy_ids, ids, pool, begin
+
+
+def wait_until_done(handle) -> None:
+    deadline = time.monotonic() + 60
+    while not handle.done():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def slow_zero(x: jax.Array) -> jax.Array:
+    for _ in range(SLOW_PRODUCTS):
+        x = x @ x
+    return x[0, 0] * 0
+
+
+def test_done_is_false_before_the_copy_and_true_after_it(direction, named):
+    # An addition of 0 changes some NaNs of other dtypes.
+    case, numpy_ids, ids, pool, begin = started_by_jit(direction, named, dtype="int8")
+    x = jnp.full((SLOW_SIZE, SLOW_SIZE), 1 / SLOW_SIZE)
+    add = jax.jit(
+        lambda cache, zero: jax.tree.map(lambda a: a + zero.astype(a.dtype), cache),
+        donate_argnums=0,
+    )
+    slow = jax.jit(slow_zero)
+    for _ in range(3):  # in the end, compiled
+        pool = case.pool()
+        handle = begin(pool, add(case.cache(), slow(x)), *ids)
+        early = handle.done()
+    assert early is False
+    with ThreadPoolExecutor(1) as worker:
+        worker.submit(wait_until_done, handle).result()
+    assert handle.done() is True
+    check(case, direction, numpy_ids, finish(direction, handle), pool)
+
+
+def test_done_remains_true_with_waits(direction, named):
+    case, numpy_ids, ids, pool, begin = started_by_jit(direction, named)
+    handle = begin(pool, case.cache(), *ids)
+    handle.wait(1)
+    wait_until_done(handle)
+    out = finish(direction, handle)
+    jax.block_until_ready(out)
+    wait_until_done(handle)
+    check(case, direction, numpy_ids, out, pool)
+
+
+def test_done_of_a_copy_of_nothing(direction, named):
+    case = make_case()
+    _, ids = ids_of(case, 0, named)
+    wait_until_done(start(direction, case.pool(), case.cache(), *ids, implementation=named))
+
+
+def test_done_of_a_start_outside_of_jit(direction, named):
+    case = make_case()
+    numpy_ids, ids = ids_of(case, 5, named)
+    pool = case.pool()
+    handle = start(direction, pool, case.cache(), *ids, implementation=named)
+    wait_until_done(handle)
+    check(case, direction, numpy_ids, finish(direction, handle), pool)
+
+
+def test_done_inside_of_jit_is_refused(direction, named):
+    case = make_case()
+    _, ids = ids_of(case, 5, named)
+
+    @jax.jit
+    def step(pool, cache, *ids):
+        return start(direction, pool, cache, *ids, implementation=named).done()
+
+    call = partial(step, case.pool(), case.cache(), *ids)
+    assert_rejected(call, RuntimeError, "done", "traced", "outside of jit")
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+def test_done_of_a_donated_handle_is_refused(direction, named):
+    case, numpy_ids, ids, pool, begin = started_by_jit(direction, named)
+    handle = begin(pool, case.cache(), *ids)
+    out = jax.jit(partial(finish, direction), donate_argnums=0)(handle)
+    assert_rejected(handle.done, RuntimeError, "done", "donated", "results")
+    check(case, direction, numpy_ids, out, pool)
+
+
+def test_done_does_not_keep_the_arrays_of_a_copy():
+    class Array:
+        def is_deleted(self) -> bool:
+            return False
+
+        def is_ready(self) -> bool:
+            return False
+
+    import weakref
+
+    from jaxkv._src.transfer.in_flight import Completion
+
+    completion, array = Completion(), Array()
+    gone = weakref.ref(array)
+    assert completion.is_complete(array, [array]) is False
+    del array
+    assert gone() is None

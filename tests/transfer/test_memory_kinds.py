@@ -1,0 +1,78 @@
+"""Destinations of `swap_blocks` in host memory that are typed as in device memory."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from tests.util.transfer_cases import assert_rejected, mesh_of
+
+IDS = np.array([1, 2], np.int32)
+WORDS = "swap_blocks", "dst", "8x16", "pinned_host", "device memory", "pinned_zeros"
+
+
+def mistyped() -> jax.Array:
+    pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    array = jax.jit(lambda: jnp.ones((8, 16), jnp.float32), out_shardings=pinned)()
+    assert array.sharding.memory_kind == "pinned_host"
+    assert jax.typeof(array).memory_space == jax.memory.Space.Device
+    return array
+
+
+def on_device() -> jax.Array:
+    return jnp.full((4, 16), 3.0)
+
+
+@pytest.mark.parametrize("donated", [True, False])
+def test_a_mistyped_destination_is_refused_while_lowering(donated):
+    """Donated, it aborts the process; otherwise the result is in device memory."""
+    swap = jax.jit(jaxkv.swap_blocks, donate_argnames="dst" if donated else None)
+    assert_rejected(lambda: swap(on_device(), mistyped(), IDS, IDS), ValueError, *WORDS)
+
+
+def test_a_mistyped_destination_is_refused_outside_of_jit():
+    call = partial(jaxkv.swap_blocks, on_device(), mistyped(), IDS, IDS)
+    assert_rejected(call, ValueError, *WORDS)
+
+
+def test_a_mistyped_destination_is_refused_behind_calls_and_in_a_tree():
+    @jax.jit
+    def inner(src, dst):
+        return jaxkv.swap_blocks(src, dst, IDS, IDS)
+
+    swap = jax.jit(lambda src, dst: inner({"a": src, "b": src}, dst))
+    right = jaxkv.pinned_zeros((8, 16), np.float32)
+    call = partial(swap, on_device(), {"a": right, "b": mistyped()})
+    assert_rejected(call, ValueError, *WORDS)
+
+
+def test_an_array_on_a_mesh_is_not_refused():
+    mesh = mesh_of(1)
+    pinned = jax.NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
+    swap = jax.shard_map(
+        lambda src, dst: jaxkv.swap_blocks(src, dst, IDS, IDS),
+        mesh=mesh, in_specs=jax.P(), out_specs=jax.P(),
+    )  # fmt: skip
+    src = jax.device_put(on_device(), jax.NamedSharding(mesh, jax.P()))
+    for dst in (
+        jaxkv.pinned_zeros((8, 16), np.float32, pinned),
+        jax.jit(lambda: jnp.ones((8, 16), jnp.float32), out_shardings=pinned)(),
+    ):
+        out = jax.jit(swap, donate_argnums=1)(src, dst)
+        assert out.sharding.memory_kind == "pinned_host"
+
+
+def test_a_mistyped_source_is_read():
+    swap = jax.jit(jaxkv.swap_blocks, donate_argnames="dst")
+    out = swap(mistyped(), on_device(), IDS, IDS)
+    jaxkv.check_errors(out)
+    assert np.asarray(out)[:, 0].tolist() == [3, 1, 1, 3]
+
+
+def test_the_checked_program_has_no_mark_left():
+    swap = jax.jit(jaxkv.swap_blocks, donate_argnames="dst")
+    text = swap.lower(on_device(), jnp.ones((8, 16)), IDS, IDS).as_text()
+    assert "jaxkv_typed_on_device" not in text
