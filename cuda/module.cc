@@ -33,6 +33,7 @@ XLA_FFI_Error* PlanPairsCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyPairsCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyCpu(XLA_FFI_CallFrame*);
+XLA_FFI_Error* MoveTicketCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CheckBoundsCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AllReduceCpu(XLA_FFI_CallFrame*);
@@ -46,6 +47,7 @@ XLA_FFI_Error* CopyBlocksDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareCopyStreams(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyDma(XLA_FFI_CallFrame*);
+XLA_FFI_Error* MoveTicketKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareBounds(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CheckBoundsKernel(XLA_FFI_CallFrame*);
@@ -82,6 +84,7 @@ nb::dict registrations() {
   add(cpu, "jaxkv_copy_blocks", stage("execute", CopyBlocksCpu));
   add(cpu, "jaxkv_copy_pairs", stage("execute", CopyPairsCpu));
   add(cpu, "jaxkv_start_copy", stage("execute", StartCopyCpu));
+  add(cpu, "jaxkv_move_ticket", stage("execute", MoveTicketCpu));
   add(cpu, "jaxkv_wait_copy", stage("execute", WaitCopyCpu));
   add(cpu, "jaxkv_check_bounds", stage("execute", CheckBoundsCpu));
   add(cpu, "jaxkv_all_reduce", stage("execute", AllReduceCpu));
@@ -98,6 +101,7 @@ nb::dict registrations() {
   const auto prepare_copy_streams = stage("initialize", PrepareCopyStreams);
   add(cuda, "jaxkv_start_copy", prepare_copy_streams, stage("execute", StartCopyKernel));
   add(cuda, "jaxkv_start_copy_dma", prepare_copy_streams, stage("execute", StartCopyDma));
+  add(cuda, "jaxkv_move_ticket", prepare_copy_streams, stage("execute", MoveTicketKernel));
   add(cuda, "jaxkv_wait_copy", prepare_copy_streams, stage("execute", WaitCopyKernel));
   add(cuda, "jaxkv_check_bounds", stage("initialize", PrepareBounds),
       stage("execute", CheckBoundsKernel));

@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <span>
 
 #include "common/alias_check.h"
 #include "common/cuda_check.h"
@@ -115,6 +116,19 @@ __global__ void wait_for_copy(const __grid_constant__ WaitParams p) {
   if (segment >= 0) wait_for_segment(p, segment, copy_stream, first);
 }
 
+ffi::Error enqueue_ticket_write(cudaStream_t stream, Ticket* ticket, uint32_t copy_stream,
+                                uint32_t first, std::span<const void* const> written) {
+  WriteTicketParams p{ticket, copy_stream, first, 0, 0, {}};
+  for (size_t i = 0; i < written.size(); i += p.count) {
+    p.begin = static_cast<uint32_t>(i);
+    p.count = static_cast<uint32_t>(std::min<size_t>(kLaunchArrays, written.size() - i));
+    std::copy_n(written.begin() + i, p.count, p.written);
+    write_ticket<<<1, kWarp, 0, stream>>>(p);
+    JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+  }
+  return ffi::Error::Success();
+}
+
 size_t arrays_of_ticket(size_t bytes) {
   return bytes < sizeof(Ticket) ? 0 : (bytes - sizeof(Ticket)) / sizeof(void*);
 }
@@ -208,6 +222,18 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
   return ffi::Error::Success();
 }
 
+// Moves the ticket of a store to device memory, where waits read it.
+ffi::Error move_ticket(cudaStream_t stream, ffi::Buffer<ffi::S32> on_host,
+                       ffi::ResultBuffer<ffi::S32> on_device) {
+  const size_t arrays = arrays_of_ticket(on_host.size_bytes());
+  if (arrays == 0 || on_host.size_bytes() != on_device->size_bytes()) {
+    return ffi::Error::InvalidArgument("jaxkv move_ticket: tickets of unequal size");
+  }
+  const auto* ticket = static_cast<const Ticket*>(on_host.untyped_data());
+  return enqueue_ticket_write(stream, static_cast<Ticket*>(on_device->untyped_data()),
+                              ticket->copy_stream, ticket->first, {ticket->written, arrays});
+}
+
 ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   return prepare_copy_streams(device);
 }
@@ -264,14 +290,12 @@ bool CopyStream::ended(uint64_t started) const {
 
 ffi::Error CopyStream::enqueue_ticket(cudaStream_t xla_stream, const TicketWrite& ticket,
                                       uint32_t first) const {
-  WriteTicketParams p{ticket.ticket, index_, first, 0, 0, {}};
-  for (size_t i = 0; i < ticket.written.size(); i += p.count) {
-    p.begin = static_cast<uint32_t>(i);
-    p.count = static_cast<uint32_t>(std::min<size_t>(kLaunchArrays, ticket.written.size() - i));
-    std::copy_n(ticket.written.begin() + i, p.count, p.written);
-    write_ticket<<<1, kWarp, 0, xla_stream>>>(p);
-    JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+  if (!ticket.on_host) {
+    return enqueue_ticket_write(xla_stream, ticket.ticket, index_, first, ticket.written);
   }
+  ticket.ticket->copy_stream = index_;
+  ticket.ticket->first = first;
+  std::ranges::copy(ticket.written, ticket.ticket->written);
   return ffi::Error::Success();
 }
 
@@ -328,7 +352,7 @@ ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
   if (capture != cudaStreamCaptureStatusNone) {
     return ffi::Error::Internal("jaxkv start_copy: cannot be captured in a CUDA graph");
   }
-  TicketWrite ticket{static_cast<Ticket*>(call.ticket->untyped_data()), {}};
+  TicketWrite ticket{static_cast<Ticket*>(call.ticket->untyped_data()), {}, !copy.to_dense};
   for (size_t i = 0; i < call.written.size(); ++i) {
     auto array = call.written.get<ffi::AnyBuffer>(i);
     if (!array.has_value()) return array.error();
@@ -385,6 +409,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyKernel, start_by_kernel,
                                   .Attr<CopyAttribute>("copy")
                                   .Attr<int64_t>("segment_buffers")
                                   .Attr<bool>("joined"));
+
+// No command-buffer trait: the host reads the ticket when the call is enqueued.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MoveTicketKernel, move_ticket,
+                              ffi::Ffi::Bind().Ctx<Stream>().Arg<Int32s>().Ret<Int32s>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(WaitCopyKernel, wait,
                               ffi::Ffi::Bind()

@@ -32,6 +32,9 @@ struct Ticket {
 struct TicketWrite {
   Ticket* ticket;
   std::vector<const void*> written;
+  // XLA places the results of a call that writes host memory there, and frees host memory of a
+  // program once the program is enqueued: the host writes such a ticket, and reads it, meanwhile.
+  bool on_host;
 };
 
 class CopyStream;

@@ -30,7 +30,17 @@ ffi::Error wait_for_copy(ffi::Buffer<ffi::S32> ticket, ffi::RemainingArgs args,
   return ffi::Error::Success();
 }
 
+ffi::Error move_ticket(ffi::Buffer<ffi::S32> from, ffi::ResultBuffer<ffi::S32> to) {
+  std::copy_n(from.typed_data(), std::min(from.element_count(), to->element_count()),
+              to->typed_data());
+  return ffi::Error::Success();
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    MoveTicketCpu, move_ticket,
+    ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::S32>>().Ret<ffi::Buffer<ffi::S32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyCpu, start_copy,
                               ffi::Ffi::Bind()

@@ -124,6 +124,31 @@ def test_start_waits_for_a_slow_producer(one_program, named):
         assert is_right(case, pool, cache, **case.expected("store", *numpy_ids))
 
 
+def test_store_behind_a_slow_producer_leaves_later_host_arrays_intact(named):
+    """XLA frees host memory of a program once it is enqueued: its ticket must not be written later.
+
+    The arrays have the size of the ticket, and are allocated from the same memory of XLA.
+    """
+    case = make_case("page_first_direct", dtype="int8")
+    ids = [as_ids(side, named) for side in distinct_ids(case, 5)]
+    x = slow_input()
+    pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(pool, cache, x, *ids):
+        late_one = (slow_zero(x) + 1).astype("int8")
+        cache = jax.tree.map(lambda buffer: buffer + late_one, cache)
+        storing = jaxkv.start_store(pool, cache, *ids, implementation=named)
+        return storing.pool, storing.cache
+
+    pool, cache = case.pool(), case.cache()
+    for _ in range(ROUNDS):
+        pool, cache = step(pool, cache, x, *ids)
+        later = [jax.device_put(np.full(4, 7, np.int32), pinned) for _ in range(64)]
+        settle(pool, cache)
+        assert all((np.asarray(array) == 7).all() for array in later)
+
+
 def test_later_program_is_ordered_after_the_copy(named):
     """Memory of a load without a wait in its program: the next one may write it immediately."""
     case = make_case("page_first_direct", dtype="int8", **LARGE)

@@ -260,9 +260,8 @@ def test_wait_of_a_load_has_segment_and_places(use, segment, places, named):
     ids=["a layer", "the cache", "the pool"],
 )
 def test_wait_of_a_store_has_segment(use, segment, named):
-    [begun], [of_ticket, wait, *_] = calls_of("store", use, named)
+    [begun], [wait, *_] = calls_of("store", use, named)
     assert "segment_buffers = 2 " in begun
-    assert "segment = -1 " in of_ticket
     assert f"segment = {segment} " in wait
 
 

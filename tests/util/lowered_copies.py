@@ -23,6 +23,7 @@ from tests.util.transfer_cases import Case, as_ids, distinct_ids
 
 START = ("jaxkv_start_copy", "jaxkv_start_copy_dma")
 WAIT = "jaxkv_wait_copy"
+MOVE_TICKET = "jaxkv_move_ticket"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -288,11 +289,11 @@ class Copy:
 
 
 class Interpreter:
-    """Runs a module once; `select_implementation(n)` picks one of n branches or a trip count."""
+    """Runs a module once; `choose(n)` picks one of n branches or a trip count."""
 
-    def __init__(self, lowered: Module, select_implementation: Callable[[int], int]) -> None:
+    def __init__(self, lowered: Module, choose: Callable[[int], int]) -> None:
         module = lowered.module
-        self.select_implementation, self.time = select_implementation, 0
+        self.choose, self.time = choose, 0
         self.buffers: dict[Any, Buffer] = {}
         self.copies: list[Copy] = []
         self.copy_of: dict[Buffer, Copy] = {}  # by ticket
@@ -348,11 +349,9 @@ class Interpreter:
                 callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
                 return self.region(self.functions[callee].regions[0], operands)
             case "stablehlo.case" | "stablehlo.if":
-                return self.region(
-                    operation.regions[self.select_implementation(len(operation.regions))], []
-                )
+                return self.region(operation.regions[self.choose(len(operation.regions))], [])
             case "stablehlo.while":
-                for _ in range(self.select_implementation(3)):
+                for _ in range(self.choose(3)):
                     operands = self.region(operation.regions[1], operands)
                 return operands
             case "stablehlo.custom_call":
@@ -361,6 +360,10 @@ class Interpreter:
                     return self.start(operation, operands, num_ids=1 + START.index(target))
                 if target == WAIT:
                     return self.wait(operation, operands)
+                if target == MOVE_TICKET:
+                    ticket = Buffer()
+                    self.copy_of[ticket] = self.copy_of[operands[0]]
+                    return [ticket]
         return [Buffer() for _ in operation.results]
 
     def region(self, region: Any, operands: list[Buffer]) -> list[Buffer]:

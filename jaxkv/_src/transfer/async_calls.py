@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.transfer.block_copy import START_TARGETS, BlockCopy, call_copy_handler, result_types
-from jaxkv._src.transfer.buffer_lifetime import WAIT_TARGET, analysed
+from jaxkv._src.transfer.buffer_lifetime import MOVE_TICKET_TARGET, WAIT_TARGET, analysed
 from jaxkv._src.transfer.dispatch import Selection
 from jaxkv._src.transfer.ids import IdPair
 
@@ -37,6 +37,13 @@ def _start(
         segment_buffers=np.int64(segment_buffers),
         joined=True,  # cleared by `buffer_lifetime` if all buffers outlive the copy
     )
+
+
+def _move_ticket(ticket: jax.Array, like: jax.Array) -> jax.Array:
+    """Traces the move of the ticket of a store to the memory space of `like`."""
+    call = jax.ffi.ffi_call(MOVE_TICKET_TARGET, _ticket_like(jax.typeof(like), ticket.shape[0]))
+    (ticket,) = analysed([call(ticket)])
+    return ticket
 
 
 def _wait(

@@ -19,7 +19,7 @@ from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.sharding import check_unsharded
 from jaxkv._src.runtime.timeouts import checked_timeout_s
 from jaxkv._src.transfer import api, resolve
-from jaxkv._src.transfer.async_calls import _start, _wait
+from jaxkv._src.transfer.async_calls import _move_ticket, _start, _wait
 from jaxkv._src.transfer.block_copy import BlockCopy, plan_pairs
 from jaxkv._src.transfer.buffer_lifetime import analysed
 from jaxkv._src.transfer.dispatch import select_implementation
@@ -96,9 +96,7 @@ class _CopyHandle:
             started._pool = state
             # XLA places all results of a call that writes host memory there. But waits read the
             # ticket in device memory, and a leaf that changes its memory space cannot be donated.
-            (started._ticket,) = _wait(
-                [], (started._ticket,), timeout_s=timeout_s, like=copy.dense[0]
-            )
+            started._ticket = _move_ticket(started._ticket, copy.dense[0])
         return started
 
     def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from jaxkv._src.transfer.block_copy import num_buffers_of
 from jaxkv._src.transfer.buffer_aliases import BufferAliases, on_every_path
 
 WAIT_TARGET = "jaxkv_wait_copy"
+MOVE_TICKET_TARGET = "jaxkv_move_ticket"
 # Operands before the buffers: the plan, or the ids, which are read before the start returns.
 _NUM_ID_OPERANDS: dict[str | None, int] = {"jaxkv_start_copy": 1, "jaxkv_start_copy_dma": 2}
 
@@ -217,9 +218,11 @@ class _Program:
             for value in set(self.aliases.reached(pending.pop())) - tickets:
                 tickets.add(value)
                 for use in value.uses:
-                    wait = use.owner.operation
-                    if target_of(wait) == WAIT_TARGET and use.operand_number == 0:
-                        pending += list(wait.results)[: integer(config_of(wait)["first_array"])]
+                    call = use.owner.operation
+                    if use.operand_number == 0 and target_of(call) == WAIT_TARGET:
+                        pending += list(call.results)[: integer(config_of(call)["first_array"])]
+                    elif target_of(call) == MOVE_TICKET_TARGET:
+                        pending += list(call.results)
         return tickets
 
 
