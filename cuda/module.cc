@@ -121,12 +121,15 @@ nb::list device_errors() {
   constexpr const char* kNames[kErrorKinds] = {"page_index", "transfer", "bound"};  // of ErrorKind
   nb::list errors;
   for (const auto& taken : take_errors()) {
-    nb::list texts;
-    for (const auto& entry : taken.details) texts.append(describe(entry));
+    nb::list entries;
+    for (const auto& entry : taken.details) {
+      entries.append(
+          nb::make_tuple(operation_of(entry).operation, argument_of(entry), describe(entry)));
+    }
     const auto device =
         taken.device == kHostChecked ? std::nullopt : std::optional<int32_t>(taken.device);
     errors.append(
-        nb::make_tuple(kNames[static_cast<int32_t>(taken.kind)], device, taken.count, texts));
+        nb::make_tuple(kNames[static_cast<int32_t>(taken.kind)], device, taken.count, entries));
   }
   return errors;
 }
@@ -238,9 +241,13 @@ NB_MODULE(_ext, m) {
         "FFI handlers as capsules: {platform: {target: {stage: capsule}}}.");
   m.def("device_errors", &device_errors,
         "Errors since the previous call, for each kind and device with errors: (kind, device "
-        "ordinal or None for the host, count, descriptions of the most recent ones).");
+        "ordinal or None for the host, count, the most recent ones as (operation, argument, "
+        "description), with empty names if unknown).");
   m.def("bound_code", &bound_code, nb::arg("name"), "Integer code of a named bound.");
   bind_communicators(m);
+  nb::list operations;
+  for (const OperationNames& names : kOperationNames) operations.append(names.operation);
+  m.attr("OPERATIONS") = nb::tuple(operations);
   m.attr("HOST_IDS_HEADER") = transfer::kHostIdsHeader;
   m.attr("INLINE_IDS") = transfer::kInlineIds;
   m.attr("MAX_STATES") = recurrent::kMaxStates;

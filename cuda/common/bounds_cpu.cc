@@ -17,7 +17,7 @@ ffi::Error check_bounds_cpu(ffi::Buffer<ffi::S32> values, ffi::AnyBuffer carry,
     const int32_t value = values.typed_data()[i];
     if (value <= limits[i]) continue;
     return ffi::Error::InvalidArgument("BoundError: " +
-                                       describe({.fault = ErrorCode::kBoundExceeded,
+                                       describe({.fault = Fault(ErrorCode::kBoundExceeded).word,
                                                  .position = static_cast<int32_t>(codes[i]),
                                                  .id = value,
                                                  .limit = static_cast<int32_t>(limits[i]),

@@ -63,13 +63,13 @@ void register_rings(const volatile ErrorRings* rings, int32_t device) {
   registered().push_back({rings, device, {}});
 }
 
-void record_host_error(ErrorCode fault, int32_t position, int32_t id, int32_t limit) {
+void record_host_error(Fault fault, int32_t position, int32_t id, int32_t limit) {
   static std::once_flag registered_once;
   std::call_once(registered_once, [] { register_rings(&host_rings, kHostChecked); });
   std::lock_guard lock(mutex);
-  ErrorRing& ring = host_rings.of(fault);
+  ErrorRing& ring = host_rings.of(fault.code());
   auto slot = ring.count++;
-  ring.entries[slot % ErrorRing::kEntries] = {fault, position, id, limit, slot + 1};
+  ring.entries[slot % ErrorRing::kEntries] = {fault.word, position, id, limit, slot + 1};
   ++ring.written;
 }
 
@@ -93,23 +93,44 @@ int32_t bound_code(const std::string& name) {
   return static_cast<int32_t>(std::ranges::find(names, name) - names.begin());
 }
 
+ErrorCode code_of(const ErrorEntry& e) { return static_cast<ErrorCode>(e.fault & 0xff); }
+
+const OperationNames& operation_of(const ErrorEntry& e) {
+  const int32_t operation = e.fault >> 8;
+  return kOperationNames[operation >= 0 && operation < kOperations ? operation : 0];
+}
+
+std::string argument_of(const ErrorEntry& e) {
+  if (kind_of(code_of(e)) != ErrorKind::kPageIndex) return "";
+  const bool source = code_of(e) == ErrorCode::kSourceOutOfRange;
+  return source ? operation_of(e).source_ids : operation_of(e).destination_ids;
+}
+
 std::string describe(const ErrorEntry& e) {
-  const std::string where = " at position " + std::to_string(e.position);
-  switch (e.fault) {
+  // "load_pages: host_pages[3]" if the operation is known.
+  const std::string operation = operation_of(e).operation;
+  const std::string prefix = operation.empty() ? "" : operation + ": ";
+  const std::string position = std::to_string(e.position);
+  const auto entry = [&](const char* side) {
+    const std::string id = std::to_string(e.id);
+    return operation.empty()
+               ? std::string(side) + " id " + id + " at position " + position
+               : prefix + side + " id " + argument_of(e) + "[" + position + "] = " + id;
+  };
+  const std::string range = " is outside [0, " + std::to_string(e.limit) + ") pages";
+  switch (code_of(e)) {
     case ErrorCode::kSourceOutOfRange:
-      return "source id " + std::to_string(e.id) + where + " is outside [0, " +
-             std::to_string(e.limit) + ") pages";
+      return entry("source") + range;
     case ErrorCode::kDestinationOutOfRange:
-      return "destination id " + std::to_string(e.id) + where + " is outside [0, " +
-             std::to_string(e.limit) + ") pages";
+      return entry("destination") + range;
     case ErrorCode::kDuplicate:
-      return "destination id " + std::to_string(e.id) + where + " is a duplicate";
+      return entry("destination") + " is a duplicate";
     case ErrorCode::kCopiedBeforeWait:
-      return "XLA copied array " + std::to_string(e.id) +
+      return prefix + "XLA copied array " + std::to_string(e.id) +
              " of an asynchronous copy before the wait for segment " + std::to_string(e.position) +
              "; donate the handle to the jitted function that waits for it";
     case ErrorCode::kWaitTimeout:
-      return "wait for segment " + std::to_string(e.position) +
+      return prefix + "wait for segment " + std::to_string(e.position) +
              " of an asynchronous copy timed out: progress counter is " + std::to_string(e.limit) +
              ", expected " + std::to_string(e.id);
     case ErrorCode::kColumnOutOfRange:

@@ -14,12 +14,12 @@ xla::ffi::Error prepare_rings(int32_t device);
 // The rings for kernels of a device; null before prepare_rings.
 ErrorRings* device_rings(int32_t device);
 
-inline __device__ void record_error(ErrorRings* rings, ErrorCode fault, int32_t position,
-                                    int32_t id, int32_t limit) {
-  ErrorRing* ring = &rings->of(fault);
+inline __device__ void record_error(ErrorRings* rings, Fault fault, int32_t position, int32_t id,
+                                    int32_t limit) {
+  ErrorRing* ring = &rings->of(fault.code());
   const unsigned long long slot = atomicAdd(&ring->count, 1ull);
   auto* entry = &ring->entries[slot % ErrorRing::kEntries];
-  *reinterpret_cast<int4*>(entry) = make_int4(static_cast<int32_t>(fault), position, id, limit);
+  *reinterpret_cast<int4*>(entry) = make_int4(fault.word, position, id, limit);
   __threadfence_system();
   *reinterpret_cast<volatile unsigned long long*>(&entry->sequence) = slot + 1;
   __threadfence_system();

@@ -23,6 +23,29 @@ enum class ErrorCode : int32_t {
   kColumnOutOfRange,
 };
 
+// The public function whose work recorded an error.
+enum class Operation : int32_t {
+  kUnknown = 0,
+  kLoadPages,
+  kStorePages,
+  kStartLoad,
+  kStartStore,
+  kSwapBlocks,
+};
+inline constexpr int32_t kOperations = 6;
+
+struct OperationNames {
+  const char *operation, *source_ids, *destination_ids;
+};
+inline constexpr OperationNames kOperationNames[kOperations] = {
+    {"", "", ""},
+    {"load_pages", "host_pages", "device_pages"},
+    {"store_pages", "device_pages", "host_pages"},
+    {"start_load", "host_pages", "device_pages"},
+    {"start_store", "device_pages", "host_pages"},
+    {"swap_blocks", "src_ids", "dst_ids"},
+};
+
 // The kind of exception that check_errors() raises.
 enum class ErrorKind : int32_t { kPageIndex = 0, kTransfer, kBound };
 inline constexpr int kErrorKinds = 3;
@@ -34,9 +57,19 @@ JAXKV_HOST_DEVICE constexpr ErrorKind kind_of(ErrorCode code) {
              : ErrorKind::kPageIndex;
 }
 
+// What an entry records, in one word: the code and the operation.
+struct Fault {
+  int32_t word;
+
+  JAXKV_HOST_DEVICE Fault(ErrorCode code, Operation operation = Operation::kUnknown)
+      : word(static_cast<int32_t>(code) | static_cast<int32_t>(operation) << 8) {}
+  JAXKV_HOST_DEVICE ErrorCode code() const { return static_cast<ErrorCode>(word & 0xff); }
+  JAXKV_HOST_DEVICE Operation operation() const { return static_cast<Operation>(word >> 8); }
+};
+
 struct alignas(16) ErrorEntry {
   // The first 16 bytes are written by one store, so that entries of two writers never mix.
-  ErrorCode fault;
+  int32_t fault;     // Fault::word
   int32_t position;  // in the id list
   int32_t id;
   int32_t limit;  // number of blocks on that side
@@ -79,10 +112,15 @@ void register_rings(const volatile ErrorRings* rings, int32_t device);
 std::vector<TakenErrors> take_errors();
 
 // Records an error of a copy whose ids the host checks: the CPU backend's and the copy engine's.
-void record_host_error(ErrorCode fault, int32_t position, int32_t id, int32_t limit);
+void record_host_error(Fault fault, int32_t position, int32_t id, int32_t limit);
 
 // Integer code of a bound's name: a device cannot record text.
 int32_t bound_code(const std::string& name);
+
+// The code of an entry, and the names of its operation and argument; empty if unknown.
+ErrorCode code_of(const ErrorEntry& entry);
+const OperationNames& operation_of(const ErrorEntry& entry);
+std::string argument_of(const ErrorEntry& entry);
 
 std::string describe(const ErrorEntry& entry);
 

@@ -75,6 +75,11 @@ struct WaitParams {
   uint16_t places[kLaunchArrays];  // indices in the written arrays
 };
 
+__device__ Operation operation_of(uint32_t copy_stream) {
+  return copy_stream % kNumCopyStreams < kNumCopyStreams / 2 ? Operation::kStartLoad
+                                                             : Operation::kStartStore;
+}
+
 __device__ void wait_for_segment(const WaitParams& p, int32_t segment, uint32_t copy_stream,
                                  uint32_t first) {
   const uint32_t* counter =
@@ -84,8 +89,8 @@ __device__ void wait_for_segment(const WaitParams& p, int32_t segment, uint32_t 
   uint32_t seen = ptx::load_acquire_sys(counter);
   while (static_cast<int32_t>(seen - expected) < 0) {  // wrapping comparison
     if (ptx::globaltimer_ns() > deadline) {
-      record_error(p.errors, ErrorCode::kWaitTimeout, segment, static_cast<int32_t>(expected),
-                   static_cast<int32_t>(seen));
+      record_error(p.errors, {ErrorCode::kWaitTimeout, operation_of(copy_stream)}, segment,
+                   static_cast<int32_t>(expected), static_cast<int32_t>(seen));
       return;
     }
     __nanosleep(100);
@@ -98,7 +103,8 @@ __global__ void wait_for_copy(const __grid_constant__ WaitParams p) {
   for (uint32_t i = threadIdx.x; i < p.count; i += kWarp) {
     const void* written = p.ticket->written[p.places[i]];
     if (written && written != p.arrays[i]) {
-      record_error(p.errors, ErrorCode::kCopiedBeforeWait, p.segment, p.places[i], 0);
+      record_error(p.errors, {ErrorCode::kCopiedBeforeWait, operation_of(copy_stream)}, p.segment,
+                   p.places[i], 0);
     }
   }
   if (p.next_ticket) {

@@ -58,7 +58,7 @@ bool valid_geometry(const CopyGeometry& g) {
 
 // The fixed part of the attribute; the byte offsets of the buffers follow, strided then dense.
 struct CopyNumbers {
-  int64_t to_dense, num_sms, source_header, destination_header, num_dense_arrays;
+  int64_t operation, to_dense, num_sms, source_header, destination_header, num_dense_arrays;
   CopyGeometry geometry;
 };
 constexpr size_t kNumbers = sizeof(CopyNumbers) / sizeof(int64_t);
@@ -116,9 +116,9 @@ bool* destination_marks(Scratch& kept, int32_t num_destinations) {
   return kept.marks.get();
 }
 
-[[gnu::cold, gnu::noinline]] void reject(std::vector<ErrorEntry>* rejected, ErrorCode fault,
+[[gnu::cold, gnu::noinline]] void reject(std::vector<ErrorEntry>* rejected, Fault fault,
                                          size_t position, int32_t id, int32_t limit) {
-  rejected->push_back({fault, static_cast<int32_t>(position), id, limit, 0});
+  rejected->push_back({fault.word, static_cast<int32_t>(position), id, limit, 0});
 }
 
 // Removes all pairs that share a destination. Rare, so it may scan all ids again.
@@ -130,7 +130,7 @@ void drop_duplicates(const IdLists& ids, std::vector<BlockPair>* pairs,
   for (size_t i = 0; i < ids.sources.size(); ++i) {
     const int32_t d = ids.destinations.ids()[i];
     if (usable(ids, ids.sources.ids()[i], d) && counts[d] > 1) {
-      reject(rejected, ErrorCode::kDuplicate, i, d, ids.num_destinations);
+      reject(rejected, {ErrorCode::kDuplicate, ids.operation}, i, d, ids.num_destinations);
     }
   }
 }
@@ -145,7 +145,8 @@ ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi:
   const auto num_strided = static_cast<int32_t>(n->geometry.num_strided);
   const IdLists ids{id_list(sources, n->source_header),
                     id_list(destinations, n->destination_header),
-                    n->to_dense ? num_strided : num_dense, n->to_dense ? num_dense : num_strided};
+                    n->to_dense ? num_strided : num_dense, n->to_dense ? num_dense : num_strided,
+                    static_cast<Operation>(n->operation)};
   if (ids.sources.size() != ids.destinations.size() || ids.sources.size() > INT32_MAX / 2) {
     return invalid(ids.sources.size(), " source ids, ", ids.destinations.size(),
                    " destination ids: must be equal numbers up to ", INT32_MAX / 2);
@@ -215,9 +216,9 @@ std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEnt
     const int32_t s = sources[i], d = destinations[i];
     if (s < 0 || d < 0) continue;
     if (s >= num_sources) {
-      reject(rejected, ErrorCode::kSourceOutOfRange, i, s, num_sources);
+      reject(rejected, {ErrorCode::kSourceOutOfRange, ids.operation}, i, s, num_sources);
     } else if (d >= num_destinations) {
-      reject(rejected, ErrorCode::kDestinationOutOfRange, i, d, num_destinations);
+      reject(rejected, {ErrorCode::kDestinationOutOfRange, ids.operation}, i, d, num_destinations);
     } else {
       duplicates |= std::exchange(marks[d], true);
       pairs[num_pairs++] = {s, d};

@@ -51,6 +51,7 @@ struct IdList {
 struct IdLists {
   IdList sources, destinations;
   int32_t num_sources, num_destinations;  // number of blocks on each side
+  Operation operation;
 };
 
 // Maximum number of ids that the copy kernel checks itself; longer lists go through plan_pairs.

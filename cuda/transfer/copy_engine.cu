@@ -120,7 +120,8 @@ ffi::ErrorOr<std::span<const BlockPair>> read_pairs(ffi::Buffer<ffi::S32> source
   }
   std::vector<ErrorEntry> rejected;
   const auto pairs = select_pairs(*ids, &rejected);
-  for (const auto& e : rejected) record_host_error(e.fault, e.position, e.id, e.limit);
+  for (const auto& e : rejected)
+    record_host_error({code_of(e), ids->operation}, e.position, e.id, e.limit);
   return pairs;
 }
 

@@ -23,12 +23,18 @@ struct IdParams {
   const int32_t* destinations;
   uint32_t num_ids;
   int32_t num_sources, num_destinations;
+  Operation operation;
   ErrorRings* errors;  // null where another launch records them
 };
 
 inline IdParams id_params(const IdLists& ids, ErrorRings* errors) {
-  return {ids.sources.ids(), ids.destinations.ids(), static_cast<uint32_t>(ids.sources.size()),
-          ids.num_sources,   ids.num_destinations,   errors};
+  return {ids.sources.ids(),
+          ids.destinations.ids(),
+          static_cast<uint32_t>(ids.sources.size()),
+          ids.num_sources,
+          ids.num_destinations,
+          ids.operation,
+          errors};
 }
 
 struct Span {
@@ -343,7 +349,8 @@ class Share {
     }
   }
   __device__ void record(ErrorCode fault, uint32_t i, int32_t id, int32_t limit) {
-    if (ids_.errors) record_error(ids_.errors, fault, static_cast<int32_t>(i), id, limit);
+    if (ids_.errors)
+      record_error(ids_.errors, {fault, ids_.operation}, static_cast<int32_t>(i), id, limit);
   }
 
   const IdParams& ids_;

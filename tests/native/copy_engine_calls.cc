@@ -112,7 +112,7 @@ int run() {
     operands.push_back(std::make_unique<Operand>(XLA_FFI_DataType_U8, array, bytes));
     array += bytes;
     args.push_back(&operands.back()->buffer);
-    const bool to_dense = attribute[0];
+    const bool to_dense = attribute[1];
     if (strided != to_dense) rets.push_back(&operands.back()->buffer);
   }
   std::vector<XLA_FFI_ArgType> arg_types(args.size(), XLA_FFI_ArgType_BUFFER);

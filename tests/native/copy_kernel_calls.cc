@@ -67,11 +67,12 @@ int main(int, char** arguments) {
 
   // Never dereferenced.
   std::vector<std::byte*> arrays(num_buffers, reinterpret_cast<std::byte*>(1 << 20));
-  const BlockCopy copy{to_dense,
-                       num_sms,
-                       {block_bytes, block_bytes, block_bytes, 1, 1, 0, 0, block_bytes, 1 << 20, 1 << 20},
-                       arrays,
-                       arrays};
+  const BlockCopy copy{
+      to_dense,
+      num_sms,
+      {block_bytes, block_bytes, block_bytes, 1, 1, 0, 0, block_bytes, 1 << 20, 1 << 20},
+      arrays,
+      arrays};
   std::vector<int32_t> ids(num_ids);
   std::vector<BlockPair> pairs(num_ids);
   const IdLists lists{{ids, 0}, {ids, 0}, 1 << 20, 1 << 20};

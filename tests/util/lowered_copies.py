@@ -372,7 +372,7 @@ class Interpreter:
 
     def start(self, operation: Any, operands: list[Buffer], num_ids: int) -> list[Buffer]:
         config = ir.DictAttr(operation.attributes["mhlo.backend_config"])
-        to_dense = ir.DenseIntElementsAttr(config["copy"])[0]
+        to_dense = ir.DenseIntElementsAttr(config["copy"])[1]
         step = ir.IntegerAttr(config["segment_buffers"]).value
         num_written = len(operation.results) - 1
         written = operands[-num_written:] if to_dense else operands[num_ids:][:num_written]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias, TypeVar
 
 import jax
 
@@ -134,12 +135,30 @@ _KINDS: dict[str, tuple[type[JaxkvError], str]] = {
 _MAX_TEXTS = 4  # per message
 
 
-def _error_of(kind: str, taken: Iterable[tuple[str, int | None, int, list[str]]]) -> JaxkvError:
+_Entry: TypeAlias = tuple[str, str, str]  # operation, argument, description
+
+
+def _error_of(kind: str, taken: Iterable[tuple[str, int | None, int, list[_Entry]]]) -> JaxkvError:
     """One error for the counts of one kind on all devices."""
-    _, devices, counts, texts = zip(*taken, strict=True)
+    _, devices, counts, entries = zip(*taken, strict=True)
     error, counted = _KINDS[kind]
-    first = itertools.islice(itertools.chain(*texts), _MAX_TEXTS)
-    message = f"{sum(counts)} {counted}: {'; '.join(first)}"
+    recent = list(itertools.chain(*entries))
+    operations, arguments, texts = zip(*recent, strict=True) if recent else ((), (), ())
+    message = f"{sum(counts)} {counted}: {'; '.join(texts[:_MAX_TEXTS])}"
     if known := [str(device) for device in devices if device is not None]:
         message += f" (device {', '.join(known)})"
-    return error(message, device=devices[0] if len(devices) == 1 else None, count=sum(counts))
+    return error(
+        message,
+        operation=_only(operations) or None,
+        argument=_only(arguments) or None,
+        device=_only(devices),
+        count=sum(counts),
+    )
+
+
+_Value = TypeVar("_Value")
+
+
+def _only(values: Sequence[_Value]) -> _Value | None:
+    """The value that all have, or None if they differ."""
+    return values[0] if len(set(values)) == 1 else None

@@ -183,7 +183,7 @@ def call_copy_handler(
     return list(call(*operands, *copy.strided, *copy.dense, **attributes))
 
 
-_HEADER_NUMBERS = 15
+_HEADER_NUMBERS = 16
 
 
 def _copy_attribute(copy: BlockCopy, ids: IdPair, num_sms: int = 0) -> np.ndarray:
@@ -192,6 +192,7 @@ def _copy_attribute(copy: BlockCopy, ids: IdPair, num_sms: int = 0) -> np.ndarra
     header = native.extension().HOST_IDS_HEADER
     return np.array(
         [
+            native.extension().OPERATIONS.index(copy.operation),
             copy.to_dense,
             num_sms or 1,  # 0 for the copy engine and the host
             *(header if isinstance(entry, HostIds) else 0 for entry in ids),
@@ -209,6 +210,11 @@ def _copy_attribute(copy: BlockCopy, ids: IdPair, num_sms: int = 0) -> np.ndarra
         ],
         np.int64,
     )
+
+
+def is_to_dense(attribute: Sequence[int]) -> bool:
+    """Whether a copy writes its dense arrays, from its attribute."""
+    return bool(attribute[1])
 
 
 def num_buffers_of(attribute: Sequence[int]) -> int:

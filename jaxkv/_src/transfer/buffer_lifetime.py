@@ -26,7 +26,7 @@ from jaxkv._src.runtime.custom_calls import (
     target_of,
 )
 from jaxkv._src.runtime.lowering import when_lowered
-from jaxkv._src.transfer.block_copy import num_buffers_of
+from jaxkv._src.transfer.block_copy import is_to_dense, num_buffers_of
 from jaxkv._src.transfer.buffer_aliases import BufferAliases, on_every_path
 
 WAIT_TARGET = "jaxkv_wait_copy"
@@ -113,7 +113,7 @@ class _Program:
         """Whether all buffers of a start are live until the copy is complete."""
         num_ids = _NUM_ID_OPERANDS[target_of(start)]
         operands, written = list(start.operands), list(start.results)[1:]
-        to_dense = integers(config_of(start)["copy"])[0]
+        to_dense = is_to_dense(integers(config_of(start)["copy"]))
         boundary = len(operands) - len(written) if to_dense else num_ids + len(written)
         layers = written if to_dense else operands[boundary:]
         rest = operands[num_ids:boundary] if to_dense else written
