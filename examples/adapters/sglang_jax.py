@@ -14,10 +14,8 @@ which overlaps the next step; `stage_load` starts the load, which overlaps the s
 
 from typing import Any
 
-import jax
-
 import jaxkv
-from examples.adapters.staged_copies import StagedCopies, padded, scatter_program
+from examples.adapters.staged_copies import StagedCopies, padded
 
 
 class JaxkvTransfers:
@@ -25,18 +23,16 @@ class JaxkvTransfers:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # As upstream, staged pages are replicated over the mesh axis that shards the cache's pages.
-        sharding, layer = self._batched_layer_sharding, self._device_pool.kv_buffer[0]
-        page = jax.ShapeDtypeStruct((1, *layer.shape[1:]), layer.dtype, sharding=sharding)
-        self._copies = StagedCopies(page, self._layer_num, self._pool_size)
-        self._scatter = scatter_program(self._mesh, sharding.spec, self._partition_spec)
+        self._copies = StagedCopies(
+            self._device_pool.kv_buffer[0], self._layer_num, self._pool_size
+        )
 
     def stage_backup(self: Any, device_indices: list[int], host_buffer_ids: list[int]) -> None:
         """Gathers device pages, which may then be overwritten, and starts their store."""
         epochs = self._checked_epochs(host_buffer_ids, device_indices)
         if not epochs:
             return
-        pages, sharding = padded(device_indices, 0), self._batched_layer_sharding
+        pages, sharding = padded(device_indices, 0), self._copies.sharding
         cache = self._device_pool.kv_buffer
         staged = [self._jit_gather_one_layer(layer, pages, sharding) for layer in cache]
         self._copies.store(staged, padded(host_buffer_ids))
@@ -59,7 +55,7 @@ class JaxkvTransfers:
 
     def flush_load(self: Any, host_buffer_ids: list[int], device_indices: list[int]) -> None:
         """Scatters loaded pages into the cache, except those freed since `stage_load`."""
-        self._checked_epochs((), device_indices)
+        self._checked_epochs(host_buffer_ids, device_indices)
         epochs, rows = self._pop(self._pending_load, host_buffer_ids)
         batches: dict[Any, list[tuple[int, int]]] = {}
         for slot, page in zip(host_buffer_ids, device_indices, strict=True):
@@ -68,11 +64,12 @@ class JaxkvTransfers:
                 batches.setdefault(wait, []).append((row, page))
         cache = self._device_pool.kv_buffer
         for wait, pairs in batches.items():
-            cache[:] = self._scatter(wait(), cache, *map(padded, zip(*pairs, strict=True)))
+            rows_of_batch, pages = map(padded, zip(*pairs, strict=True))
+            cache[:] = self._copies.scatter(wait(), cache, rows_of_batch, pages)
         jaxkv.check_errors()
 
     def _checked_epochs(self: Any, slots: Any, device_pages: Any = None) -> dict[int, int]:
-        if device_pages is not None and slots and len(slots) != len(device_pages):
+        if device_pages is not None and len(slots) != len(device_pages):
             raise ValueError(f"{len(slots)} host pages, but {len(device_pages)} device pages")
         self._require_device_pages(device_pages or ())
         with self._lock:

@@ -19,33 +19,64 @@ import jaxkv
 
 
 class StagedCopies:
-    """A host pool for pages of one shape and dtype; `page` has one page, with its sharding.
+    """A host pool, and its copies to and from the caches of `num_layers` layers of one shape.
 
-    Staging arrays are `[n, *page.shape[1:]]`, one for each layer. Callable from several threads.
+    Staging arrays are `[n, *page]` for each layer, replicated over the mesh axis that shards the
+    pages of the caches, if any; so are the pages of the pool. Callable from several threads.
     """
 
-    def __init__(self, page: jax.ShapeDtypeStruct, num_layers: int, num_pages: int) -> None:
-        spec = jaxkv.ArrayCacheSpec.from_arrays([page] * num_layers)
-        self._pool = jaxkv.HostPool.create(spec, num_pages=num_pages)
+    def __init__(self, cache: jax.Array, num_layers: int, num_pages: int) -> None:
+        placement: Any = cache.sharding
+        mesh, spec = placement.mesh, placement.spec
+        self.sharding = NamedSharding(mesh, P(None, *spec[1:]))
+        page = jax.ShapeDtypeStruct((1, *cache.shape[1:]), cache.dtype, sharding=self.sharding)
         self._page, self._num_layers, self._lock = page, num_layers, threading.Lock()
+        arrays = jaxkv.ArrayCacheSpec.from_arrays([page] * num_layers)
+        self._pool = jaxkv.HostPool.create(arrays, num_pages=num_pages)
         self._storing: Any = None  # the store in flight, which owns the pool
-        pool = self._pool.partition_spec
-        self._store = TwoPrograms(jaxkv.start_store, "pool", page.sharding, pool, (0, 1))
-        self._load = TwoPrograms(jaxkv.start_load, "cache", page.sharding, pool, 1)
+        pool, staged = self._pool.partition_spec, self.sharding.spec
+        self._store = TwoPrograms(jaxkv.start_store, "pool", mesh, (pool, staged), pool, (0, 1))
+        self._load = TwoPrograms(jaxkv.start_load, "cache", mesh, (pool, staged), staged, 1)
+        axis = spec[0] if spec else None
 
-    def store(self, staged: list[jax.Array], host_pages: Sequence[int]) -> None:
+        def to_own_pages(copy: Any, source: Any, cache: Any, ids: Any, pages: Any) -> Any:
+            shard = jax.lax.axis_index(axis) if axis else 0
+            pages = pages - shard * len(cache[0])
+            own = jnp.where(pages < len(cache[0]), pages, -1)  # below 0: padding
+            return copy(source, cache, ids, own)
+
+        self._programs = {
+            copy: jax.jit(
+                over_shards(
+                    functools.partial(to_own_pages, copy), mesh, (source, spec, P(), P()), spec
+                ),
+                donate_argnums=1,
+            )
+            for copy, source in ((jaxkv.load_pages, pool), (jaxkv.swap_blocks, staged))
+        }
+
+    def store(self, staged: list[jax.Array], host_pages: np.ndarray) -> None:
         """Starts a store of row i as page `host_pages[i]`; owns the staging arrays."""
         with self._lock:
-            self._storing = self._store.start(self._idle_pool(), staged, np.int32(host_pages))
+            self._storing = self._store.start(self._idle_pool(), staged, host_pages)
 
-    def load(self, host_pages: Sequence[int]) -> Callable[[], list[jax.Array]]:
-        """Starts a load of page `host_pages[i]` into row i; returns the wait for the rows."""
+    def load(self, host_pages: np.ndarray) -> Callable[[], list[jax.Array]]:
+        """Starts a load of page `host_pages[i]` as row i; returns the wait for the rows."""
         shape = len(host_pages), *self._page.shape[1:]
-        zeros = functools.partial(jnp.zeros, shape, self._page.dtype, device=self._page.sharding)
+        zeros = functools.partial(jnp.zeros, shape, self._page.dtype, device=self.sharding)
         with self._lock:
             staged = [zeros() for _ in range(self._num_layers)]
-            loading = self._load.start(self._idle_pool(), staged, np.int32(host_pages))
+            loading = self._load.start(self._idle_pool(), staged, host_pages)
         return functools.cache(lambda: self._load.end(loading))
+
+    def scatter(self, staged: Any, caches: Any, rows: np.ndarray, pages: np.ndarray) -> Any:
+        """Copies row `rows[i]` to page `pages[i]` of the caches, in place."""
+        return self._programs[jaxkv.swap_blocks](staged, caches, rows, pages)
+
+    def load_into(self, caches: Any, host_pages: np.ndarray, pages: np.ndarray) -> Any:
+        """Loads page `host_pages[i]` into page `pages[i]` of the caches, in place."""
+        with self._lock:
+            return self._programs[jaxkv.load_pages](self._idle_pool(), caches, host_pages, pages)
 
     def _idle_pool(self) -> jaxkv.HostPool:
         if self._storing is not None:
@@ -54,28 +85,25 @@ class StagedCopies:
 
 
 class TwoPrograms:
-    """A copy between a pool and staging arrays: one program starts it, another one waits."""
+    """An asynchronous copy: one program starts it, another one waits."""
 
     def __init__(
-        self, operation: Any, result: str, sharding: NamedSharding, pool: P, donate: Any
+        self, operation: Any, result: str, mesh: Mesh, in_specs: Any, out_specs: P, donate: Any
     ) -> None:
-        mesh, staged = sharding.mesh, sharding.spec
-        leaves = P(mesh.axis_names)  # of any leaf: the shards, one after the other
-
         def start(pool: jaxkv.HostPool, staged: Any, host_pages: jax.Array) -> Any:
             rows = jnp.arange(len(host_pages), dtype=jnp.int32)
             handle = operation(pool, staged, host_pages, rows)
-            # Over explicit axes, the leaves can leave shard_map, the handle cannot.
-            values, self.structure = jax.tree.flatten(handle)
-            return values
+            # Over explicit axes the leaves can leave shard_map, the handle cannot.
+            leaves, self._structure = jax.tree.flatten(handle)
+            return leaves
 
-        def end(values: Any) -> Any:
-            return getattr(jax.tree.unflatten(self.structure, values), result)
+        def end(leaves: Any) -> Any:
+            return getattr(jax.tree.unflatten(self._structure, leaves), result)
 
-        out = pool if result == "pool" else staged
-        start = over_shards(start, mesh, (pool, staged, P()), leaves)
+        concatenated = P(mesh.axis_names)  # the shards of a leaf, whatever its sharding
+        start = over_shards(start, mesh, (*in_specs, P()), concatenated)
         self.start = jax.jit(start, donate_argnums=donate)
-        self.end = jax.jit(over_shards(end, mesh, (leaves,), out), donate_argnums=0)
+        self.end = jax.jit(over_shards(end, mesh, (concatenated,), out_specs), donate_argnums=0)
 
 
 def over_shards(function: Any, mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:
@@ -89,17 +117,3 @@ def padded(ids: Sequence[int], padding: int = -1) -> np.ndarray:
     """`ids` up to a power of two, which limits the number of compiled programs."""
     length = 1 << (len(ids) - 1).bit_length()
     return np.array([*ids, *[padding] * (length - len(ids))], np.int32)
-
-
-def scatter_program(mesh: Mesh, staged: P, cache: P) -> Any:
-    """The jitted scatter `cache[pages[i]] = staged[rows[i]]`, in place, of pages over a mesh axis."""
-
-    def scatter(staged: Any, cache: Any, rows: jax.Array, pages: jax.Array) -> Any:
-        shard = jax.lax.axis_index(axis) if axis else 0
-        pages = pages - shard * len(cache[0])
-        own = (pages >= 0) & (pages < len(cache[0]))  # the others are padding
-        return jaxkv.swap_blocks(staged, cache, rows, jnp.where(own, pages, -1))
-
-    axis = cache[0] if cache else None
-    mapped = over_shards(scatter, mesh, (staged, cache, P(), P()), cache)
-    return jax.jit(mapped, donate_argnums=1)

@@ -6,8 +6,9 @@ before a step, `start_save_kv` after it. There a chunk is an array in `LocalCPUB
 `device_put` of its own; here all chunks are pages of one pool for each shape of layer, and the
 chunks of all requests of a step are one asynchronous copy.
 
-A save gathers blocks in HBM, so that the scheduler may reuse them at once, and overlaps the next
-step. A load is in the cache before the step, as upstream; neither blocks the host.
+A save gathers blocks in HBM, so that the scheduler may reuse them at once, and its copy overlaps
+the next step. A load writes the cache in place before the step, which takes complete caches. The
+host never blocks.
 """
 
 import collections
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 
 import jaxkv
-from examples.adapters.staged_copies import StagedCopies, padded, scatter_program
+from examples.adapters.staged_copies import StagedCopies, padded
 
 
 class JaxkvOffloadWorker:
@@ -30,49 +31,74 @@ class JaxkvOffloadWorker:
         self._processed_save_for_step = False
 
     def register_runner(self, runner: Any) -> None:
-        """Allocates the pools for the caches of the runner."""
+        """Allocates a pool for each shape of the runner's caches."""
         self._runner = runner
-        self._groups: list[tuple[list[int], StagedCopies, Any, Any]] = []
         layers = collections.defaultdict(list)
         for index, cache in enumerate(runner.kv_caches):
-            layers[cache.shape[1:], cache.dtype, cache.sharding].append(index)
-        for (shape, dtype, sharding), indices in layers.items():
-            staged = jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:]))
-            page = jax.ShapeDtypeStruct((1, *shape), dtype, sharding=staged)
-            copies = StagedCopies(page, len(indices), self._num_chunks)
-            gather = jax.jit(lambda caches, ids: [c[ids] for c in caches], out_shardings=staged)
-            scatter = scatter_program(sharding.mesh, staged.spec, sharding.spec)
-            self._groups.append((indices, copies, gather, scatter))
-
-    def start_save_kv(self) -> None:
-        """Starts the saves of this step."""
-        specs = {} if self._processed_save_for_step else self._specs("save_spec")
-        self._processed_save_for_step = True
-        self._finished_saves |= {r for r, s in specs.items() if s.skip_save and s.is_final_save}
-        specs = {request: spec for request, spec in specs.items() if not spec.skip_save}
-        blocks, chunks = self._ids(specs, "src_blocks", "dst_chunks")
-        if len(blocks):
-            for indices, copies, gather, _ in self._groups:
-                caches = [self._runner.kv_caches[i] for i in indices]
-                copies.store(gather(caches, padded(blocks, 0)), padded(chunks))
-        self._saved |= set(chunks)
-        self._record("finished_save_chunks", specs, "dst_chunks")
+            layers[cache.shape[1:], cache.dtype].append(index)
+        self._groups = []
+        for indices in layers.values():
+            copies = StagedCopies(runner.kv_caches[indices[0]], len(indices), self._num_chunks)
+            gather = jax.jit(
+                lambda caches, blocks: [cache[blocks] for cache in caches],
+                out_shardings=copies.sharding,
+            )
+            self._groups.append((indices, copies, gather))
 
     def start_load_kv(self, fwd_ctx: Any, **kwargs: Any) -> None:
         """Loads the chunks of this step into the caches of the runner."""
         self._processed_save_for_step = False
-        specs = self._specs("load_spec")
-        specs = {request: spec for request, spec in specs.items() if spec.can_load}
+        specs = {request: spec for request, spec in self._specs("load_spec") if spec.can_load}
         chunks, blocks = self._ids(specs, "src_chunks", "dst_blocks")
         if missing := set(chunks) - self._saved:
             raise ValueError(f"chunks {sorted(missing)} have not been saved")
-        if not chunks:
-            return
-        loads = [copies.load(padded(chunks)) for _, copies, _, _ in self._groups]
-        for wait, (indices, _, _, scatter) in zip(loads, self._groups, strict=True):
-            caches, rows = [self._runner.kv_caches[i] for i in indices], padded(range(len(chunks)))
-            loaded = scatter(wait(), caches, rows, padded(blocks))
+        for indices, copies, _ in self._groups if chunks else ():
+            caches = [self._runner.kv_caches[i] for i in indices]
+            loaded = copies.load_into(caches, padded(chunks), padded(blocks))
             for i, cache in zip(indices, loaded, strict=True):
                 self._runner.kv_caches[i] = cache
         self._record("finished_load_chunks", specs, "src_chunks")
+
+    def start_save_kv(self) -> None:
+        """Starts the saves of this step, once."""
+        specs = {} if self._processed_save_for_step else dict(self._specs("save_spec"))
+        self._processed_save_for_step = True
+        self._finished_saves |= {r for r, s in specs.items() if s.skip_save and s.is_final_save}
+        specs = {request: spec for request, spec in specs.items() if not spec.skip_save}
+        blocks, chunks = self._ids(specs, "src_blocks", "dst_chunks")
+        for indices, copies, gather in self._groups if chunks else ():
+            caches = [self._runner.kv_caches[i] for i in indices]
+            copies.store(gather(caches, padded(blocks, 0)), padded(chunks))
+        self._saved |= set(chunks)
+        self._record("finished_save_chunks", specs, "dst_chunks")
+
+    def get_kv_connector_stats(self) -> dict[str, dict[str, list[list[int]]]] | None:
+        """The chunks of each request that were copied since the last call, with the process."""
         jaxkv.check_errors()
+        stats, self._stats = self._stats, {}
+        return stats or None
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        """The requests whose last save needs no copy, and none for loads, as upstream."""
+        self.start_save_kv()
+        finished, self._finished_saves = self._finished_saves, set()
+        return finished, set()
+
+    def _specs(self, name: str) -> list[tuple[str, Any]]:
+        requests = self._connector._get_connector_metadata().requests_meta
+        return [(meta.req_id, getattr(meta, name)) for meta in requests if getattr(meta, name)]
+
+    def _ids(self, specs: dict[str, Any], *names: str) -> list[list[int]]:
+        """The source and destination ids of all requests; a negative one would be padding."""
+        ids = [[i for spec in specs.values() for i in getattr(spec, name)] for name in names]
+        limits = {"chunks": self._num_chunks, "blocks": len(self._runner.kv_caches[0])}
+        for name, values in zip(names, ids, strict=True):
+            limit = limits[name.partition("_")[2]]
+            if bad := [i for i in values if not 0 <= i < limit]:
+                raise ValueError(f"{name} must be at least 0 and less than {limit}, got {bad}")
+        return ids
+
+    def _record(self, name: str, specs: dict[str, Any], chunks: str) -> None:
+        for request, spec in specs.items():
+            entries = self._stats.setdefault(name, {}).setdefault(request, [])
+            entries += [[chunk, jax.process_index()] for chunk in getattr(spec, chunks)]
