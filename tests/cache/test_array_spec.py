@@ -75,6 +75,11 @@ def test_shardings_follow_the_arrays():
         jaxkv.HostPool.create(spec, num_pages=6, mesh=mesh)
 
 
+def test_traced_arrays_raise():
+    with pytest.raises(TypeError, match="must be called outside jit"):
+        jax.jit(jaxkv.ArrayCacheSpec.from_arrays)([jax.numpy.zeros((8, 16))])
+
+
 @pytest.mark.cpu_only
 def test_sharded_layers_of_stacked_arrays_raise():
     mesh = Mesh(np.array(jax.devices()[:2]), ("pp",))

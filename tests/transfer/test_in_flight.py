@@ -200,6 +200,34 @@ def test_wait_for_a_sharded_handle_requires_shard_map(named):
     assert_rejected(lambda: loading.cache, ValueError, "sharded", "shard_map")
 
 
+@pytest.mark.multigpu
+@pytest.mark.parametrize("kept", [True, False], ids=["same sharding", "other sharding"])
+@pytest.mark.filterwarnings("ignore:Some donated buffers")  # those that are resharded
+def test_sharding_constraint_is_transparent_unless_xla_reshards(kept, named):
+    """jax 0.11 constrains the results of a `shard_map` over explicit axes to their shardings."""
+    case, mesh = make_case(), mesh_of(2)
+    placed = {"mesh": mesh, "head_axis": "tp"}
+    pool, cache = case.pool(**placed), case.cache(**placed)
+    sharding = jax.NamedSharding(mesh, jax.P())
+    make = partial(jaxkv.HostIds, sharding=sharding) if named == "dma" else np.asarray
+    ids = [make(side) for side in ids_of(case, 5, None)[0]]
+
+    def start_on_shards(*args):
+        return jax.tree.leaves(jaxkv.start_load(*args, implementation=named))
+
+    begin = jax.shard_map(
+        start_on_shards, mesh=mesh, out_specs=jax.P("tp"),
+        in_specs=(pool.partition_spec, cache.partition_spec, jax.P(), jax.P()),
+    )  # fmt: skip
+
+    @partial(jax.jit, donate_argnums=1)
+    def step(*args):
+        to = jax.NamedSharding(mesh, jax.P("tp") if kept else jax.P())
+        return jax.lax.with_sharding_constraint(begin(*args), to)
+
+    assert joins(step, pool, cache, *ids) == (not kept)
+
+
 def test_load_without_jit_keeps_its_pool(named):
     case = make_case()
     pool = case.pool()

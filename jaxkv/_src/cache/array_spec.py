@@ -191,6 +191,11 @@ def _check_leaves(leaves: Sequence[Any], stacked: bool) -> None:
     for leaf in leaves:
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
             raise TypeError(f"arrays must be a pytree of arrays, got a {type(leaf).__name__}")
+        if isinstance(leaf, jax.core.Tracer):  # its sharding would be lost
+            raise TypeError(
+                "ArrayCacheSpec.from_arrays must be called outside jit: the sharding of a traced "
+                "array is not known"
+            )
         if len(leaf.shape) < (3 if stacked else 2) or 0 in leaf.shape:
             raise ValueError(
                 f"each array must be {dims} without empty dimensions, got {list(leaf.shape)}"

@@ -6,6 +6,7 @@ import collections
 from collections.abc import Callable
 
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
 
 from jaxkv._src.runtime.custom_calls import target_of
 
@@ -102,6 +103,8 @@ class BufferAliases:
                 return [call.results[i] for call in self._calls[_symbol(parent)]]
             case "sdy.manual_computation":
                 return [_arguments(operation)[i]]
+            case "sdy.sharding_constraint" if _keeps_sharding(operation):
+                return [operation.results[0]]
             case "stablehlo.while":  # may run zero iterations
                 return [operation.results[i], _arguments(operation, region=1)[i]]
             case "stablehlo.return" if parent.name == _LOOP:
@@ -165,6 +168,21 @@ class BufferAliases:
                 unchanged = _terminator(parent, region=1).operands[i] == argument
                 return [parent.operands[i]] if unchanged else []
         return []
+
+
+def _keeps_sharding(constraint: ir.Operation) -> bool:
+    """Whether the operand leaves a `shard_map` with this sharding, so that XLA does not copy it.
+
+    JAX states the shardings of results over explicit axes in this way, from 0.11 on.
+    """
+    operand = constraint.operands[0]
+    if _is_block_argument(operand):
+        return False
+    computation, i = ir.OpResult(operand).owner.operation, ir.OpResult(operand).result_number
+    if computation.name != "sdy.manual_computation":
+        return False
+    shardings = sdy.TensorShardingPerValueAttr(computation.attributes["out_shardings"]).shardings
+    return bool(shardings[i] == constraint.attributes["sharding"])
 
 
 def on_every_path(value: ir.Value, predicate: Callable[[ir.OpOperand], bool]) -> bool:

@@ -1,0 +1,1 @@
+"""Host tiers of two serving engines written in JAX, on jaxkv."""
