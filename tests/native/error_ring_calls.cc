@@ -36,7 +36,7 @@ int main(int count, char** arguments) {
     } else {
       const int slot = std::atoi(argument.c_str());
       ErrorRing& ring = rings.of(code);
-      ring.entries[slot % ErrorRing::kEntries] = {code, 0, slot, 0,
+      ring.entries[slot % ErrorRing::kEntries] = {Fault(code).word, 0, slot, 0,
                                                   static_cast<unsigned long long>(slot) + 1};
       ++ring.written;
     }

@@ -30,10 +30,33 @@ def pending(monkeypatch):
     return set_errors
 
 
+def entry(text: str, operation: str = "", argument: str = "") -> tuple[str, str, str]:
+    return operation, argument, text
+
+
+def test_operation_and_argument_are_those_of_all_entries(pending):
+    loads = [entry(text, "load_pages", "host_pages") for text in "ab"]
+    pending(("page_index", 0, 2, loads))
+    with pytest.raises(jaxkv.PageIndexError) as raised:
+        jaxkv.check_errors()
+    assert (raised.value.operation, raised.value.argument) == ("load_pages", "host_pages")
+    pending(("page_index", 0, 3, [*loads, entry("c", "load_pages", "device_pages")]))
+    with pytest.raises(jaxkv.PageIndexError) as raised:
+        jaxkv.check_errors()
+    assert (raised.value.operation, raised.value.argument) == ("load_pages", None)
+
+
+def test_entries_that_were_overwritten_are_counted(pending):
+    pending(("page_index", 0, 2, []))
+    with pytest.raises(jaxkv.PageIndexError, match="^2 entries were not copied") as raised:
+        jaxkv.check_errors()
+    assert (raised.value.operation, raised.value.count) == (None, 2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", [None, 3])
 def test_pending_error_of_one_kind_is_raised(kind, device, pending):
-    pending((kind, device, 70, [f"text {i}" for i in range(64)]))
+    pending((kind, device, 70, [entry(f"text {i}") for i in range(64)]))
     with pytest.raises(jaxkv.JaxkvError) as raised:
         jaxkv.check_errors()
     error = raised.value
@@ -47,7 +70,7 @@ def test_pending_error_of_one_kind_is_raised(kind, device, pending):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_of_several_devices_are_merged(kind, pending):
-    pending((kind, 0, 2, ["a", "b"]), (kind, 5, 1, ["c"]))
+    pending((kind, 0, 2, [entry("a"), entry("b")]), (kind, 5, 1, [entry("c")]))
     with pytest.raises(jaxkv.JaxkvError, match=r"^3 .*: a; b; c \(device 0, 5\)$") as raised:
         jaxkv.check_errors()
     error = raised.value
@@ -56,7 +79,7 @@ def test_errors_of_several_devices_are_merged(kind, pending):
 
 
 def test_errors_of_several_kinds_are_raised_as_a_group(pending):
-    pending(*((kind, i, i + 1, [kind]) for i, kind in enumerate(KINDS)))
+    pending(*((kind, i, i + 1, [entry(kind)]) for i, kind in enumerate(KINDS)))
     with pytest.raises(ExceptionGroup) as raised:
         jaxkv.check_errors()
     errors = [error for error in raised.value.exceptions if isinstance(error, jaxkv.JaxkvError)]

@@ -202,3 +202,23 @@ def test_kernel_follows_ids_computed_on_the_device():
         cache = step(pool, case.cache(), x, *numpy_ids)
         jaxkv.check_errors(cache)
         case.assert_holds(pool, cache, **case.expected("load", *numpy_ids))
+
+
+@pytest.mark.parametrize("named", ["kernel", "dma"])
+@pytest.mark.parametrize(
+    "operation, names",
+    [
+        ("load_pages", ("host_pages", "device_pages")),
+        ("store_pages", ("device_pages", "host_pages")),
+    ],
+)
+def test_errors_counted_on_the_device_have_operation_and_argument(operation, names, named):
+    case = make_case(dtype="int8")
+    call = jax.jit(partial(getattr(jaxkv, operation), implementation=named))
+    for argument, (source, destination) in zip(names, [(99, 1), (1, 99)], strict=True):
+        ids = dict(zip(names, (as_ids([source], named), as_ids([destination], named)), strict=True))
+        out = call(case.pool(), case.cache(), **ids)
+        with pytest.raises(jaxkv.PageIndexError, match=rf"{argument}\[0\] = 99") as raised:
+            jaxkv.check_errors(out)
+        error = raised.value
+        assert (error.operation, error.argument, error.count) == (operation, argument, 1)
