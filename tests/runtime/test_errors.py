@@ -48,7 +48,7 @@ def test_operation_and_argument_are_those_of_all_entries(pending):
 
 def test_entries_that_were_overwritten_are_counted(pending):
     pending(("page_index", 0, 2, []))
-    with pytest.raises(jaxkv.PageIndexError, match="^2 entries were not copied") as raised:
+    with pytest.raises(jaxkv.PageIndexError, match=r"^2 entries were not copied") as raised:
         jaxkv.check_errors()
     assert (raised.value.operation, raised.value.count) == (None, 2)
 
