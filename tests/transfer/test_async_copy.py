@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jaxkv
 from jaxkv._src.transfer.dispatch import force_implementation
-from tests.util.async_cases import OVERLAPPED, check, finish, ids_of, start
+from tests.util.async_cases import OVERLAPPED, STARTED, check, finish, ids_of, start
 from tests.util.layout_reference import KIND_LAYOUTS
 from tests.util.strategies import layer_selections, page_ids, reference_layouts
 from tests.util.transfer_cases import (
@@ -28,7 +28,7 @@ from tests.util.transfer_cases import (
 )
 
 
-@pytest.fixture(params=[None, *OVERLAPPED], ids=lambda name: name or "default")
+@pytest.fixture(params=[None, *STARTED], ids=lambda name: name or "default")
 def started_by(request) -> str | None:
     return request.param
 
@@ -360,7 +360,7 @@ def test_random_layouts_layers_and_ids(data):
     )
     layers = data.draw(layer_selections(layout.spec.num_layers))
     direction = data.draw(st.sampled_from(DIRECTIONS))
-    implementation = data.draw(st.sampled_from(OVERLAPPED))
+    implementation = data.draw(st.sampled_from(STARTED))
     ids = [
         np.array(side, np.int32)
         for side in data.draw(page_ids(layout.num_pages, case.num_device_pages))

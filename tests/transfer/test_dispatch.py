@@ -290,6 +290,7 @@ def test_explain_reports_rates_and_source(table):
         "  not dma: not faster, 20 GB/s",
         "  not kernel: similar throughput on more SMs, 50 GB/s on 12 SMs",
         "  not host: CPU backend only, the platform is gpu",
+        "  not xla: slower than the handlers of jaxkv: only if requested",
         "  by measured.json (commit c0ffeec0f): load, words of 16 bytes or more, "
         "runs of 8192 bytes or more, payload of 1048576 bytes or more",
     ]
@@ -320,7 +321,7 @@ def test_explain_without_measurements_reports_rank(table):
 @pytest.mark.parametrize("operation", [jaxkv.swap_blocks, select_implementation])
 def test_unknown_implementation_is_rejected(operation):
     name: Any = "memcpy"
-    with pytest.raises(ValueError, match="one of dma, kernel, pallas, host, got 'memcpy'"):
+    with pytest.raises(ValueError, match="one of dma, kernel, pallas, host, xla, got 'memcpy'"):
         if operation is select_implementation:
             swap("device", 64, 1, implementation=name)
         else:

@@ -269,7 +269,8 @@ def test_invalid_ids_are_rejected(ids, words, bad, implementation):
         assert_rejected(call, jaxkv.PageIndexError, *words)
     else:
         out = call()
-        assert_rejected(jaxkv.check_errors, jaxkv.PageIndexError, f"{len(bad)} entries")
+        if implementation != "xla":  # which counts no errors
+            assert_rejected(jaxkv.check_errors, jaxkv.PageIndexError, f"{len(bad)} entries")
         good = [[-1 if i in bad else block for i, block in enumerate(side)] for side in ids]
         assert_trees_equal(out, swapped(src, dst, *good))
     assert_trees_equal(placed[1], dst)

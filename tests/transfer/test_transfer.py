@@ -243,7 +243,7 @@ def test_explain_reports_selection_and_reasons(direction, implementation):
     ).splitlines()
     default = IMPLEMENTATIONS[jax.default_backend()][0]  # the default for device ids
     assert f"{operation.__name__}: {implementation or default}" in first
-    for name in {"dma", "kernel", "pallas", "host"} - {implementation or default}:
+    for name in {"dma", "kernel", "pallas", "host", "xla"} - {implementation or default}:
         assert any(f"not {name}: " in line for line in others), name
 
 

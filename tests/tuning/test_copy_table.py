@@ -120,13 +120,13 @@ FIRST = [*RULE, "candidates", 0]
         (changed([*RULE, "min_word_bytes"], True), r"\[1\].min_word_bytes.*got True"),
         (changed([*RULE, "candidates"], []), r"\[1\].candidates must be a list of at least one"),
         (changed(FIRST, ["dma", 0]), r"candidates\[0\] must be \[implementation, num_sms, gb_per"),
-        (changed(FIRST, ["cpu", 0, 1]), "one of dma, kernel, pallas, host, got 'cpu'"),
+        (changed(FIRST, ["cpu", 0, 1]), "one of dma, kernel, pallas, host, xla, got 'cpu'"),
         (changed(FIRST, ["dma", 1, 1]), "num_sms of dma must be 0, got 1"),
         (changed(FIRST, ["kernel", 0, 1]), "num_sms of kernel must be an integer >= 1, got 0"),
         (changed(FIRST, ["dma", 0, 0]), "gb_per_s must be null or a number above 0, got 0"),
         (
             changed(FIRST, ["kernel", 4, 1]),
-            r"duplicate .* \['kernel', 'kernel', 'pallas', 'host'\]",
+            r"duplicate .* \['kernel', 'kernel', 'pallas', 'host', 'xla'\]",
         ),
     ],
 )

@@ -7,6 +7,7 @@ from tests.util.transfer_cases import Case, as_ids, distinct_ids
 
 # Pallas kernels run at a point chosen by XLA, so they can't be started.
 OVERLAPPED = {"cpu": ("host",), "gpu": ("kernel", "dma")}[jax.default_backend()]
+STARTED = (*OVERLAPPED, "xla")
 
 
 def start(direction: str, pool, cache, host_pages, device_pages, **options):

@@ -1,3 +1,3 @@
 """Names of implementations by platform."""
 
-IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "dma", "pallas")}
+IMPLEMENTATIONS = {"cpu": ("host", "xla"), "gpu": ("kernel", "dma", "pallas", "xla")}

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 from jaxkv._src.runtime import native
+from jaxkv._src.runtime.devices import platform_of
 from jaxkv._src.runtime.errors import HostMemoryError
 
 
@@ -72,7 +73,7 @@ def _mem_available() -> int:
 def numa_node(device: jax.Device) -> int | None:
     """NUMA node of a GPU, or None if the machine has one node or does not report it."""
     nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
-    if device.platform != "gpu" or len(nodes) < 2:
+    if platform_of(device) != "gpu" or len(nodes) < 2:
         return None
     address = native.extension().pci_address(device.local_hardware_id).lower()
     try:

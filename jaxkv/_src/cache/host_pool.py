@@ -22,7 +22,7 @@ from jaxkv._src.cache.host_layout import HostLayout, Layout
 from jaxkv._src.cache.pinned_memory import PINNED, pinned_zeros, view_of
 from jaxkv._src.cache.spec import KVCacheSpec
 from jaxkv._src.runtime import native
-from jaxkv._src.runtime.devices import default_device
+from jaxkv._src.runtime.devices import default_device, platform_of
 from jaxkv._src.runtime.sharding import check_head_axis
 
 
@@ -154,7 +154,7 @@ class HostPool:
         devices: set[jax.Device] = self.data.sharding.addressable_devices
         for device in devices:
             # A ready array has been written, but loads from it may still be in flight.
-            if device.platform == "gpu":
+            if platform_of(device) == "gpu":
                 native.extension().synchronize_device(device.local_hardware_id)
         self.data.delete()
         native.extension().wait_for_frees()

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxkv._src.cache.host_memory import check_host_memory, numa_node
 from jaxkv._src.runtime import native
-from jaxkv._src.runtime.devices import check_outside_jit, default_device
+from jaxkv._src.runtime.devices import check_outside_jit, default_device, has_native_memory
 from jaxkv._src.runtime.dtypes import check_byte_dtype
 from jaxkv._src.runtime.sync_guard import allow_host_sync
 
@@ -62,13 +62,15 @@ def pinned_zeros(
     Raises:
       RuntimeError: called inside jit, or the memory could not be allocated or page-locked.
       HostMemoryError: the array exceeds the available host memory; nothing is allocated.
-      ValueError: the dtype is not byte-aligned, or the sharding does not divide the shape.
+      ValueError: the dtype is not byte-aligned, the sharding does not divide the shape, or a
+        device has no memory kind pinned_host.
     """
     shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     check_byte_dtype(dtype, "dtype")
     if sharding is None:
         sharding = SingleDeviceSharding(default_device())
+    _check_has_pinned_memory(sharding)
     sharding = sharding.with_memory_kind(PINNED)
     devices = sharding.addressable_devices_indices_map(shape)
     local_shape = sharding.shard_shape(shape)
@@ -76,6 +78,8 @@ def pinned_zeros(
     check_host_memory(math.prod(local_shape) * dtype.itemsize * len(devices))
     with allow_host_sync("new pinned memory is not used by any work yet"):
         check_outside_jit(jax.device_put(np.int8(0), next(iter(devices))))
+        if not all(map(has_native_memory, devices)):
+            return jax.device_put(np.zeros(shape, dtype), sharding)
         shards = [_allocate(local_shape, dtype, device) for device in devices]
         if isinstance(sharding, SingleDeviceSharding):
             array = _with_sharding(shards[0], sharding)
@@ -83,6 +87,18 @@ def pinned_zeros(
             array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
         _check_not_copied(array)
         return array
+
+
+def _check_has_pinned_memory(sharding: Sharding) -> None:
+    """Raises a ValueError if the devices of a platform have no pinned host memory."""
+    devices: set[Any] = sharding.addressable_devices
+    for device in devices:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if PINNED not in kinds:
+            raise ValueError(
+                f"pinned memory: device {device} has no memory kind {PINNED}, only "
+                f"{', '.join(kinds)}: jaxkv keeps pages in host memory on platforms that have it"
+            )
 
 
 def _allocate(shape: tuple[int, ...], dtype: np.dtype[Any], device: jax.Device) -> jax.Array:
@@ -167,6 +183,8 @@ def view_of(array: jax.Array, device: jax.Device | None) -> np.ndarray:
         raise ValueError(f"view: the pool has shards on {len(shards)} devices, name one as device")
     if device is not None and device not in shards:
         raise ValueError(f"view: device must be one of {list(shards)}, got {device}")
+    if not all(map(has_native_memory, shards)):
+        raise ValueError("view: supported on CPUs and CUDA devices only; copy with np.asarray")
     shard = shards[device] if device is not None else next(iter(shards.values()))
     found = native.extension().pinned_view(shard.unsafe_buffer_pointer())
     if found is None:

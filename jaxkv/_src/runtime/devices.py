@@ -1,4 +1,4 @@
-"""The default device of new arrays, and a check for arrays created inside jit."""
+"""The default device of new arrays, its platform, and a check for arrays created inside jit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ def default_device() -> jax.Device:
     if isinstance(device, str):
         return jax.local_devices(backend=device)[0]
     return device or jax.local_devices()[0]
+
+
+def platform_of(device: jax.Device) -> str:
+    """The platform of a device: JAX's name, but "rocm" for the GPUs of AMD."""
+    if device.platform == "gpu" and "rocm" in device.client.platform_version.lower():
+        return "rocm"
+    return device.platform
+
+
+def has_native_memory(device: jax.Device) -> bool:
+    """Whether the extension allocates and addresses the pinned host memory of a device."""
+    return platform_of(device) in ("cpu", "gpu")
 
 
 def check_outside_jit(array: jax.Array) -> None:

@@ -28,7 +28,7 @@ from jaxkv._src.transfer.dispatch import Selection, select_implementation
 from jaxkv._src.transfer.groups import IdsOrGroups, LayersOrGroups, PoolOrGroups, for_each_group
 from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.memory_kinds import check_memory_kinds
-from jaxkv._src.transfer.resolve import prepare, resolve
+from jaxkv._src.transfer.resolve import check_known_ids, prepare, resolve
 from jaxkv._src.tuning.copy_table import Implementation
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def load_pages(
         either id is negative.
       layers: a layer number, a sequence such as `range(4, 8)`, or None for all layers.
       implementation: "dma" (copy engine), "kernel" (SMs), "pallas" (SMs), "host" (CPU backend),
-        or None for dispatch by the tuning table.
+        "xla" (plain JAX, on any platform), or None for dispatch by the tuning table.
 
     Returns:
       `cache` with the loaded pages.
@@ -78,7 +78,8 @@ def load_pages(
       TypeError: an argument has another type, or a device array of ids another dtype than int32.
       NotImplementedError: `implementation` does not support this call; the message has the reason.
       PageIndexError: an id is out of range or a destination is a duplicate, if both lists are
-        known on the host. Otherwise the kernel skips these entries and `check_errors` raises.
+        known on the host. Otherwise these entries are skipped and `check_errors` raises, except
+        for "xla", which counts none.
     """
     state = {"pool": pool, "cache": cache}
     ids = {"host_pages": host_pages, "device_pages": device_pages}
@@ -197,6 +198,8 @@ def _run(call: PreparedCall, implementation: Implementation | None) -> PyTree:
         return call.rebuild([list(copy.written) for copy in call.copies])
     chosen = [select_implementation(copy, call.ids, implementation) for copy in call.copies]
     operation = call.copies[0].operation
+    if chosen[0].implementation == "xla":
+        check_known_ids(operation, call)
     with jax.named_scope(f"jaxkv.{operation}"):
         copies = [
             copy.with_fusion_barriers(sources=selection.implementation == "dma")
@@ -212,9 +215,10 @@ def _run(call: PreparedCall, implementation: Implementation | None) -> PyTree:
 
 def _copy_all(call: PreparedCall, chosen: list[Selection]) -> list[list[jax.Array]]:
     """The written arrays of each copy."""
-    # All copies have the same ids and share one plan; the copy engine makes its own.
+    # All copies have the same ids and share one plan; "dma" and "xla" check the ids themselves.
     names = [selection.implementation for selection in chosen]
-    planned = "pallas" in names or needs_plan(call.ids, len(names) - names.count("dma"))
+    own_checks = names.count("dma") + names.count("xla")
+    planned = "pallas" in names or needs_plan(call.ids, len(names) - own_checks)
     pairs = plan_pairs(call.copies[0], call.ids) if planned else None
     if _share_destination(call.copies):
         return _copy_in_sequence(call, chosen, pairs)

@@ -47,8 +47,9 @@ def start_load(
     Args:
       pool, host_pages, device_pages, layers: as for `load_pages`.
       cache: as for `load_pages`; donate it.
-      implementation: "dma" (copy engine), "kernel" (SMs), "host" (CPU backend), or None for
-        dispatch by the tuning table.
+      implementation: "dma" (copy engine), "kernel" (SMs), "host" (CPU backend), "xla" (plain
+        JAX, on any platform: not overlapped, complete at the start), or None for dispatch by the
+        tuning table.
       timeout_s: limit of each wait in seconds, more than 0 and at most 1e9. After a timeout the
         arrays may lack pages, and `check_errors` raises TransferError.
 

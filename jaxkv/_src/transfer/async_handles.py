@@ -20,12 +20,13 @@ from jaxkv._src.runtime.sharding import check_unsharded
 from jaxkv._src.runtime.timeouts import checked_timeout_s
 from jaxkv._src.transfer import api, resolve
 from jaxkv._src.transfer.async_calls import _move_ticket, _start, _wait
-from jaxkv._src.transfer.block_copy import BlockCopy, plan_pairs
+from jaxkv._src.transfer.block_copy import plan_pairs
 from jaxkv._src.transfer.buffer_lifetime import analysed
 from jaxkv._src.transfer.dispatch import select_implementation
 from jaxkv._src.transfer.ids import Ids, num_ids_of
 from jaxkv._src.transfer.in_flight import Completion, check_same_trace, keep_alive
-from jaxkv._src.transfer.page_copies import by_layer
+from jaxkv._src.transfer.page_copies import by_layer, only_copy
+from jaxkv._src.transfer.xla_copy import copy_blocks_xla
 from jaxkv._src.tuning.copy_table import Implementation
 
 _Leaves: TypeAlias = tuple[Any, ...]  # arrays, or placeholders of a JAX transformation
@@ -82,22 +83,32 @@ class _CopyHandle:
         # Also around the source: waits extend the lifetime of the buffer that the copy reads.
         state = started._pool, started._cache = fusion_barrier((pool, cache))
         call = resolve.resolve(operation, state, call.ids, layers)
-        copy = _only_copy(operation, call.copies)
+        copy = only_copy(operation, call.copies)
         selection = select_implementation(copy, call.ids, implementation, overlapped=True)
+        if selection.implementation == "xla":
+            resolve.check_known_ids(operation, call)
+            with jax.named_scope(f"jaxkv.{operation}"):
+                state = call.rebuild([copy_blocks_xla(copy, call.ids)])
+            return started._with(state)  # complete: nothing to wait for
         with jax.named_scope(f"jaxkv.{operation}"):
             if selection.implementation != "dma":
                 started._plan = plan_pairs(copy, call.ids)
             results = _start(copy, call.ids, started._plan, selection, len(cache.layers[0]))
         started._ticket, *written = analysed(results)
-        state = call.rebuild([fusion_barrier(written)])
-        if copy.to_dense:
-            started._cache = state
-        else:
-            started._pool = state
+        started._with(call.rebuild([fusion_barrier(written)]))
+        if not copy.to_dense:
             # XLA places all results of a call that writes host memory there. But waits read the
             # ticket in device memory, and a leaf that changes its memory space cannot be donated.
             started._ticket = _move_ticket(started._ticket, copy.dense[0])
         return started
+
+    def _with(self, written: HostPool | DeviceCache | ArrayCache) -> Self:
+        """The handle with the written pool or cache."""
+        if isinstance(written, HostPool):
+            self._pool = written
+        else:
+            self._cache = written
+        return self
 
     def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:
         """Positions of the arrays of `layers` among the arrays that the copy writes."""
@@ -375,16 +386,6 @@ def _begin_outside_jit(
     timeout_s: float,
 ) -> _CopyHandle:
     return cls._begin(operation, pool, cache, ids, layers, implementation, timeout_s)
-
-
-def _only_copy(operation: str, copies: list[BlockCopy]) -> BlockCopy:
-    if len(copies) > 1:
-        sizes = ", ".join(str(copy.geometry.block_bytes) for copy in copies)
-        raise NotImplementedError(
-            f"{operation}: the arrays of a layer must have the same block size, got blocks of "
-            f"{sizes} bytes; make a cache and a pool of each, and pass them as a dict"
-        )
-    return copies[0]
 
 
 _STATIC = ("timeout_s", "segment", "places", "retained", "last", "boundary")

@@ -16,6 +16,7 @@ from jaxkv._src.runtime import native
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.sharding import _varying_axes, match_varying_axes
 from jaxkv._src.transfer.ids import HostIds, IdPair, num_ids_of
+from jaxkv._src.transfer.xla_copy import copy_blocks_xla
 from jaxkv._src.tuning.copy_table import Implementation
 
 if TYPE_CHECKING:
@@ -145,6 +146,8 @@ def copy_blocks(
       implementation: the selected implementation.
       num_sms: SM limit; 0 if it uses none.
     """
+    if implementation == "xla":
+        return copy_blocks_xla(copy, ids)
     planned = pairs is not None and implementation != "dma"
     target = "jaxkv_copy_pairs" if planned else TARGETS[implementation]
     return call_copy_handler(target, copy, ids, pairs if planned else None, num_sms)

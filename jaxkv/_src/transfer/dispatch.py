@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
-from jaxkv._src.runtime import native
+from jaxkv._src.runtime import devices, native
 from jaxkv._src.transfer import pallas_chunks
 from jaxkv._src.transfer.block_copy import BlockCopy
 from jaxkv._src.transfer.ids import HostIds, IdPair, num_ids_of
@@ -34,7 +35,7 @@ class Selection:
 
     Attributes:
       implementation: one of `IMPLEMENTATIONS`.
-      num_sms: SM limit; 0 for the copy engine and the host.
+      num_sms: SM limit; 0 for implementations without a kernel.
       text: reasons for the selection and against each of the other implementations.
     """
 
@@ -91,7 +92,13 @@ def select_implementation(
         chosen = Candidate(chosen.implementation, forced.num_sms)
     elif chosen.implementation == "pallas" and machine.platform == "cpu":
         chosen = Candidate("pallas", 1)  # the interpreter takes seconds per SM
-    text = _explain(copy, chosen, ranked, unsupported, requested is not None)
+    reason = "requested" if requested else "best supported"
+    if chosen.implementation == "xla":
+        if not requested:
+            reason = f"fallback: the platform is {machine.platform}, which has no CUDA handlers"
+        if overlapped:
+            reason += "; not overlapped: the copy is complete at its start"
+    text = _explain(copy, chosen, ranked, unsupported, reason)
     basis = f"  by {table.source}: {situation}, {_from_text(rule.minima)}"
     return Selection(chosen.implementation, chosen.num_sms, f"{text}\n{basis}")
 
@@ -113,7 +120,7 @@ def force_implementation(implementation: Implementation, num_sms: int = 0) -> It
 
     Args:
       implementation: one of `IMPLEMENTATIONS`; unsupported calls raise NotImplementedError.
-      num_sms: number of SMs; ignored for "dma" and "host".
+      num_sms: number of SMs; ignored for "dma", "host" and "xla".
 
     Raises:
       ValueError: unknown implementation, or fewer than 1 SM for one that runs on SMs.
@@ -142,9 +149,8 @@ class Machine(NamedTuple):
 
 
 def _machine() -> Machine:
-    return Machine(
-        jax.default_backend(), jax.local_devices()[0].device_kind, native.extension().CUDA
-    )
+    device = jax.local_devices()[0]
+    return Machine(devices.platform_of(device), device.device_kind, native.extension().CUDA)
 
 
 def _unsupported_reasons(
@@ -156,10 +162,14 @@ def _unsupported_reasons(
 ) -> dict[Implementation, str]:
     """Implementations that do not support a call, with the reasons."""
     unsupported: dict[Implementation, str] = {}
-    if machine.platform == "cpu":
-        unsupported["dma"] = unsupported["kernel"] = "requires a CUDA device, the platform is cpu"
-    else:
+    if reason := _xla_unsupported_reason(machine, copy, requested):
+        unsupported["xla"] = reason
+    if machine.platform != "cpu":
         unsupported["host"] = f"CPU backend only, the platform is {machine.platform}"
+    if machine.platform != "gpu":
+        reason = f"requires a CUDA device, the platform is {machine.platform}"
+        unsupported["dma"] = unsupported["kernel"] = reason
+    else:
         if not machine.has_cuda_handlers:
             unsupported["dma"] = unsupported["kernel"] = "jaxkv was built without CUDA"
         elif not all(isinstance(entry, HostIds) for entry in ids):
@@ -174,6 +184,17 @@ def _unsupported_reasons(
     if reason := _pallas_unsupported_reason(machine, copy, ids, requested, overlapped):
         unsupported["pallas"] = reason
     return unsupported
+
+
+def _xla_unsupported_reason(
+    machine: Machine, copy: BlockCopy, requested: Implementation | None
+) -> str | None:
+    if machine.platform in ("cpu", "gpu") and requested != "xla":
+        return "slower than the handlers of jaxkv: only if requested"
+    largest = max(max(array.shape) for array in (*copy.dense, *copy.strided))
+    if largest > (limit := np.iinfo(np.int32).max):
+        return f"an array has an axis of {largest} elements, the limit of int32 indices is {limit}"
+    return None
 
 
 def _descriptors(copy: BlockCopy, ids: IdPair) -> int:
@@ -196,6 +217,8 @@ def _pallas_unsupported_reason(
             return "interpreted on platform cpu, which is slow: only if requested"
         if _direction(copy) != "device":
             return "its interpreter on platform cpu supports device memory only"
+    elif machine.platform != "gpu":
+        return f"requires a CUDA device, the platform is {machine.platform}"
     elif not machine.has_cuda_handlers:
         return "jaxkv was built without CUDA, which the id check requires"
     return pallas_chunks.unsupported_reason(copy, num_ids_of(ids[0]))
@@ -249,16 +272,17 @@ def _explain(
     chosen: Candidate,
     ranked: list[Candidate],
     unsupported: dict[Implementation, str],
-    requested: bool,
+    reason: str,
 ) -> str:
-    reason = "requested" if requested else "best supported"
     details = ", ".join(filter(None, (reason, chosen.figures)))
     lines = [f"{copy.operation}: {chosen.implementation} ({details})"]
     by_name = {candidate.implementation: candidate for candidate in ranked}
     for name in IMPLEMENTATIONS:
         if name != chosen.implementation:
-            reason = unsupported.get(name) or _comparison(chosen, by_name[name], requested)
-            lines.append(f"  not {name}: {reason}")
+            against = unsupported.get(name) or _comparison(
+                chosen, by_name[name], reason.startswith("requested")
+            )
+            lines.append(f"  not {name}: {against}")
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxkv._src.runtime import native
-from jaxkv._src.runtime.devices import check_outside_jit, default_device
+from jaxkv._src.runtime.devices import check_outside_jit, default_device, has_native_memory
 from jaxkv._src.runtime.errors import PageIndexError
 from jaxkv._src.runtime.sync_guard import allow_host_sync
 
@@ -73,17 +73,26 @@ class HostIds:
             sharding = jax.sharding.SingleDeviceSharding(default_device())
         if not sharding.is_fully_replicated:
             raise ValueError(f"sharding must be fully replicated, got {sharding}")
-        array = jax.device_put(words, sharding.with_memory_kind("pinned_host"))
+        native_memory = all(map(has_native_memory, sharding.addressable_devices))
+        if native_memory:
+            sharding = sharding.with_memory_kind("pinned_host")
+        array = jax.device_put(words, sharding)
         check_outside_jit(array)
         with allow_host_sync("HostIds are uploaded, after no work of the device"):
             array.block_until_ready()
-        for shard in array.addressable_shards:
+        for shard in array.addressable_shards if native_memory else ():
             extension.register_host_ids(shard.data.unsafe_buffer_pointer(), len(words))
         self.data = array
         self.ids = host_ids
 
     def __len__(self) -> int:
         return self.data.shape[0] - native.extension().HOST_IDS_HEADER
+
+
+def values_on_device(ids: HostIds) -> jax.Array:
+    """The ids in device memory, int32[n]; traced."""
+    words = jax.device_put(ids.data, jax.memory.Space.Device)
+    return words[native.extension().HOST_IDS_HEADER :]
 
 
 Ids: TypeAlias = HostIds | jax.Array | np.ndarray | Sequence[int]
@@ -135,9 +144,11 @@ def num_ids_of(ids: CheckedIds) -> int:
 
 
 def known_ids(ids: CheckedIds) -> np.ndarray | None:
-    """The values, or None if reading them would wait for a GPU."""
+    """The values, or None if traced or if reading them would wait for a device."""
     if isinstance(ids, HostIds):
         return ids.ids
+    if isinstance(ids, jax.core.Tracer):
+        return None
     if isinstance(ids, jax.Array):
         on_cpu = all(device.platform == "cpu" for device in ids.devices())
         return np.asarray(ids) if on_cpu else None

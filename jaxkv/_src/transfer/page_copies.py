@@ -69,6 +69,17 @@ def by_layer(pool: HostPool, cache: PyTree) -> DeviceCache | ArrayCache:
     return cache
 
 
+def only_copy(operation: str, copies: list[BlockCopy]) -> BlockCopy:
+    """The copy of a start; raises a NotImplementedError for several block sizes."""
+    if len(copies) > 1:
+        sizes = ", ".join(str(copy.geometry.block_bytes) for copy in copies)
+        raise NotImplementedError(
+            f"{operation}: the arrays of a layer must have the same block size, got blocks of "
+            f"{sizes} bytes; make a cache and a pool of each, and pass them as a dict"
+        )
+    return copies[0]
+
+
 def _arrays_of_geometry(pool: HostPool) -> dict[PageGeometry, list[int]]:
     """The arrays of a layer, by the geometry of their blocks."""
     layout = pool.host_layout

@@ -165,6 +165,11 @@ def _check_concrete(operation: str, call: PreparedCall, leaves: Sequence[object]
             continue
         if leaf.is_deleted():
             raise ValueError(f"{operation}: an argument array was closed, deleted or donated")
+    check_known_ids(operation, call)
+
+
+def check_known_ids(operation: str, call: PreparedCall) -> None:
+    """Raises PageIndexError for invalid entries if all ids are known on the host."""
     if call.limits is not None:
         sources, destinations = (known_ids(entry) for entry in call.ids)
         names, _ = _OPERATIONS[operation]

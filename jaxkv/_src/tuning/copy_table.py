@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from jaxkv._src.tuning.table_files import ANY_DEVICE, DEFAULT, _check_int, _object, read, slug
 
 VARIABLE = "JAXKV_TUNING"
-Implementation: TypeAlias = Literal["dma", "kernel", "pallas", "host"]
+Implementation: TypeAlias = Literal["dma", "kernel", "pallas", "host", "xla"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 ON_SMS: tuple[Implementation, ...] = ("kernel", "pallas")  # the others use no SMs: num_sms is 0
 COPY_KINDS = ("load", "store", "device", "overlapped")
