@@ -26,6 +26,7 @@ from jaxkv._src.transfer.dispatch import select_implementation
 from jaxkv._src.transfer.ids import Ids, num_ids_of
 from jaxkv._src.transfer.in_flight import Completion, check_same_trace, keep_alive
 from jaxkv._src.transfer.page_copies import by_layer
+from jaxkv._src.transfer.sharded_arguments import check_sharded_arguments
 from jaxkv._src.tuning.copy_table import Implementation
 
 _Leaves: TypeAlias = tuple[Any, ...]  # arrays, or placeholders of a JAX transformation
@@ -88,7 +89,7 @@ class _CopyHandle:
             if selection.implementation != "dma":
                 started._plan = plan_pairs(copy, call.ids)
             results = _start(copy, call.ids, started._plan, selection, len(cache.layers[0]))
-        started._ticket, *written = analysed(results)
+        started._ticket, *written = analysed(check_sharded_arguments(operation, results))
         state = call.rebuild([fusion_barrier(written)])
         if copy.to_dense:
             started._cache = state
