@@ -271,11 +271,11 @@ class TestErrors:
         pool, cache = case
 
         @jax.jit
-        def step(layer):
+        def step(pool, cache, layer):
             return jaxkv.start_load(pool, cache, [0], [1]).wait(layer)
 
         with pytest.raises(TypeError, match="static integer"):
-            step(1)
+            step(pool, cache, 1)
 
     def test_groups_must_have_equal_keys(self, case):
         pool, cache = case

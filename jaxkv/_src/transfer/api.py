@@ -29,6 +29,7 @@ from jaxkv._src.transfer.groups import IdsOrGroups, LayersOrGroups, PoolOrGroups
 from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.memory_kinds import check_memory_kinds
 from jaxkv._src.transfer.resolve import check_known_ids, prepare, resolve
+from jaxkv._src.transfer.sharded_arguments import check_sharded_arguments
 from jaxkv._src.tuning.copy_table import Implementation
 
 if TYPE_CHECKING:
@@ -209,7 +210,10 @@ def _run(call: PreparedCall, implementation: Implementation | None) -> PyTree:
             copies = [
                 dataclasses.replace(copy, dense=check_memory_kinds(copy.dense)) for copy in copies
             ]
-        written = _copy_all(dataclasses.replace(call, copies=copies), chosen)
+        written = [
+            check_sharded_arguments(operation, arrays)
+            for arrays in _copy_all(dataclasses.replace(call, copies=copies), chosen)
+        ]
         return call.rebuild(fusion_barrier(written))
 
 

@@ -26,6 +26,7 @@ from jaxkv._src.transfer.dispatch import select_implementation
 from jaxkv._src.transfer.ids import Ids, num_ids_of
 from jaxkv._src.transfer.in_flight import Completion, check_same_trace, keep_alive
 from jaxkv._src.transfer.page_copies import by_layer, only_copy
+from jaxkv._src.transfer.sharded_arguments import check_sharded_arguments
 from jaxkv._src.transfer.xla_copy import copy_blocks_xla
 from jaxkv._src.tuning.copy_table import Implementation
 
@@ -94,7 +95,7 @@ class _CopyHandle:
             if selection.implementation != "dma":
                 started._plan = plan_pairs(copy, call.ids)
             results = _start(copy, call.ids, started._plan, selection, len(cache.layers[0]))
-        started._ticket, *written = analysed(results)
+        started._ticket, *written = analysed(check_sharded_arguments(operation, results))
         started._with(call.rebuild([fusion_barrier(written)]))
         if not copy.to_dense:
             # XLA places all results of a call that writes host memory there. But waits read the

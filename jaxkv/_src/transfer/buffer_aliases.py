@@ -63,6 +63,13 @@ class BufferAliases:
             return None
         return ir.StringAttr(self._attributes(value)["mhlo.memory_kind"]).value
 
+    def sharding(self, argument: ir.Value) -> str | None:
+        """The sharding of an argument of the program, as text; None if it has none."""
+        for name in ("sdy.sharding", "mhlo.sharding"):
+            if name in self._attributes(argument):
+                return str(self._attributes(argument)[name])
+        return None
+
     def _attributes(self, argument: ir.Value) -> ir.DictAttr:
         attributes = ir.ArrayAttr(self._functions["main"].attributes["arg_attrs"])
         return ir.DictAttr(attributes[ir.BlockArgument(argument).arg_number])

@@ -11,6 +11,7 @@ import numpy as np
 from jaxkv._src.cache.host_layout import PageGeometry
 from jaxkv._src.runtime.dtypes import check_byte_dtype, check_canonical_dtype
 from jaxkv._src.runtime.sharding import check_unsharded
+from jaxkv._src.runtime.tracing import is_traced
 from jaxkv._src.transfer.block_copy import BlockCopy, with_varying_axes
 from jaxkv._src.transfer.dispatch import check_implementation_name
 from jaxkv._src.transfer.ids import (
@@ -48,6 +49,7 @@ def prepare(
     call = resolve(operation, state, ids, layers)
     leaves = jax.tree.leaves((state, call.ids))
     check_unsharded(leaves)
+    _check_not_closed_over(operation, state)
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     if traced:
         _check_host_ids_are_passed(call.ids, _OPERATIONS[operation][0])
@@ -147,6 +149,22 @@ _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Resolved]]] = {
     "start_store": (("device_pages", "host_pages"), resolve_pages),
     "swap_blocks": (("src_ids", "dst_ids"), _resolve_swap),
 }
+
+
+def _check_not_closed_over(operation: str, state: tuple[PyTree, PyTree]) -> None:
+    """Rejects concrete pools, caches and arrays inside a trace, which stores them as constants."""
+    names = ("src", "dst") if operation == "swap_blocks" else ("pool", "cache")
+    for argument, name in zip(state, names, strict=True):
+        concrete = any(
+            isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+            for leaf in jax.tree.leaves(argument)
+        )
+        if concrete and is_traced():
+            raise ValueError(
+                f"{operation}: {name} is closed over by a traced function, whose program would "
+                "keep a copy of its present contents and never see a later donated update: pass "
+                f"{name} as an argument of the jitted function"
+            )
 
 
 def _check_host_ids_are_passed(ids: IdPair, names: tuple[str, str]) -> None:

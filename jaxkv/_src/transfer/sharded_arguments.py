@@ -1,0 +1,140 @@
+"""Check of a lowered program for sharded arguments that XLA would gather for a page copy.
+
+XLA cannot partition a copy. Outside `jax.shard_map` it gathers sharded operands on every device.
+With automatic mesh axes the type of a traced array has no sharding; but the complete module has the
+shardings of the program's arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+
+import jax
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+
+from jaxkv._src.runtime.custom_calls import target_of
+from jaxkv._src.runtime.lowering import when_lowered
+from jaxkv._src.transfer.buffer_aliases import BufferAliases
+
+_MARK = "jaxkv.operation"
+_VIEWS = ("stablehlo.reshape", "stablehlo.bitcast_convert")
+
+
+def check_sharded_arguments(operation: str, written: Iterable[jax.Array]) -> list[jax.Array]:
+    """The results of copies, with a check when the program is lowered.
+
+    It raises a ValueError if an operand of a copy is a sharded argument of the program, and the
+    copy is not inside `shard_map`.
+    """
+    return list(_checked_p.bind(*written, operation=operation))
+
+
+def _lower_checked(
+    context: mlir.LoweringRuleContext, *results: ir.Value, operation: str
+) -> list[ir.Value]:
+    for result in results:
+        if not isinstance(result.owner, ir.Block):
+            result.owner.attributes[_MARK] = ir.StringAttr.get(operation)
+    when_lowered(context.module_context.module, _check)
+    return list(results)
+
+
+_checked_p = Primitive("jaxkv_sharded_arguments")
+_checked_p.multiple_results = True
+_checked_p.def_impl(lambda *results, operation: list(results))
+_checked_p.def_abstract_eval(lambda *results, operation: list(results))
+mlir.register_lowering(_checked_p, _lower_checked, cacheable=False)
+
+
+def _check(module: ir.Module) -> None:
+    marked = list(_marked(module))
+    operations = [ir.StringAttr(call.attributes[_MARK]).value for call in marked]
+    for call in marked:
+        del call.attributes[_MARK]
+    if _num_partitions(module) == 1:
+        return
+    aliases = _Arguments(module, lambda call: 0)
+    for operation, call in zip(operations, marked, strict=True):
+        for argument in aliases.of(call):
+            sharding = aliases.sharding(argument)
+            if sharding and _num_shards(module, sharding) > 1:
+                raise ValueError(
+                    f"{operation}: an argument of the program, {argument.type}, has the sharding "
+                    f"{sharding}, and XLA would gather it on every device: call the operation "
+                    "inside jax.shard_map, on the shard of each device"
+                )
+
+
+class _Arguments(BufferAliases):
+    """The arguments of a program that reach an operation outside `shard_map`."""
+
+    def of(self, call: ir.Operation) -> Iterator[ir.Value]:
+        """The arguments that are operands of a custom call or, for views, of the calls behind."""
+        for operand in call.operands:
+            for origin in self.origins(operand):
+                if self.is_argument(origin):
+                    yield origin
+                elif call.name in _VIEWS and _is_custom_call(origin.owner):
+                    yield from self.of(origin.owner.operation)
+
+    def _before(self, result: ir.Value) -> list[ir.Value]:
+        operation = ir.OpResult(result).owner.operation
+        if operation.name in _VIEWS:
+            return [operation.operands[0]]
+        return super()._before(result)
+
+    def _before_argument(self, argument: ir.Value) -> list[ir.Value]:
+        parent = ir.BlockArgument(argument).owner.owner.operation
+        if parent.name == "sdy.manual_computation":
+            return []  # the shard of a device
+        if parent.name == "stablehlo.while":  # a carry has the sharding of its initial value
+            return [parent.operands[ir.BlockArgument(argument).arg_number]]
+        return super()._before_argument(argument)
+
+
+def _is_custom_call(owner: ir.Operation | ir.Block) -> bool:
+    return not isinstance(owner, ir.Block) and target_of(owner.operation) is not None
+
+
+def _marked(module: ir.Module) -> Iterator[ir.Operation]:
+    found: list[ir.Operation] = []
+
+    def visit(operation: ir.Operation) -> ir.WalkResult:
+        if _MARK in operation.operation.attributes:
+            found.append(operation.operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    yield from found
+
+
+def _num_partitions(module: ir.Module) -> int:
+    return ir.IntegerAttr(module.operation.attributes["mhlo.num_partitions"]).value
+
+
+def _num_shards(module: ir.Module, sharding: str) -> int:
+    """Number of different shards, from the text of a sharding of Shardy or GSPMD."""
+    if "sdy" in sharding:
+        sizes = _axis_sizes(module, sharding)
+        dimensions = re.search(r", \[(.*?)\][,>]", sharding)
+        axes = re.findall(r'"([^"]+)"', dimensions[1]) if dimensions else []
+        return math.prod(sizes.get(axis, 1) for axis in axes)
+    tiles = re.search(r"devices=\[([\d,]+)\]", sharding)
+    if not tiles:  # replicated, maximal or manual
+        return 1
+    counts = [int(count) for count in tiles[1].split(",")]
+    return math.prod(counts[:-1] if "last_tile_dim_replicate" in sharding else counts)
+
+
+def _axis_sizes(module: ir.Module, sharding: str) -> dict[str, int]:
+    """Sizes of the mesh axes: of the mesh in the sharding, or of the module's."""
+    meshes = [str(op) for op in module.body.operations if op.operation.name == "sdy.mesh"]
+    return {
+        axis: int(size)
+        for text in (*meshes, sharding)
+        for axis, size in re.findall(r'"([^"]+)"=(\d+)', text)
+    }

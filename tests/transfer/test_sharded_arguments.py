@@ -1,0 +1,98 @@
+"""Sharded arguments with automatic mesh axes: XLA would gather them for a copy."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxkv
+from tests.util.transfer_cases import assert_rejected, make_case, mesh_of
+
+pytestmark = pytest.mark.multigpu
+IDS = np.array([1, 2], np.int32)
+OPERATIONS = ["load_pages", "store_pages", "start_load", "start_store"]
+
+
+@pytest.fixture(params=[True, False], ids=["shardy", "gspmd"])
+def partitioner(request):
+    name = "jax_use_shardy_partitioner"
+    if not hasattr(jax.config, name):
+        if not request.param:
+            pytest.skip("this JAX has Shardy only")
+        yield
+        return
+    before = getattr(jax.config, name)
+    jax.config.update(name, request.param)
+    yield
+    jax.config.update(name, before)
+
+
+def state_on(mesh, pool_axis, cache_axis):
+    case = make_case(num_kv_heads=4)
+    return case.pool(mesh=mesh, head_axis=pool_axis), case.cache(mesh=mesh, head_axis=cache_axis)
+
+
+def result_of(operation, *args):
+    result = getattr(jaxkv, operation)(*args)
+    return result.cache if operation == "start_load" else result
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    "pool_axis, cache_axis",
+    [("tp", "tp"), ("tp", None), (None, "tp")],
+    ids=["both sharded", "pool sharded", "cache sharded"],
+)
+def test_sharded_argument_is_rejected(operation, pool_axis, cache_axis, partitioner):
+    pool, cache = state_on(mesh_of(2), pool_axis, cache_axis)
+    step = jax.jit(lambda pool, cache: result_of(operation, pool, cache, IDS, IDS))
+    assert_rejected(lambda: step(pool, cache), ValueError, operation, "sharding", "jax.shard_map")
+
+
+def test_sharded_blocks_are_rejected(partitioner):
+    blocks = jax.device_put(jnp.zeros((4, 8)), NamedSharding(mesh_of(2), PartitionSpec(None, "tp")))
+    swap = jax.jit(jaxkv.swap_blocks)
+    words = ("swap_blocks", "tensor<4x8xf32>", "jax.shard_map")
+    assert_rejected(lambda: swap(blocks, blocks, IDS, IDS), ValueError, *words)
+
+
+def test_sharded_argument_of_a_loop_in_an_inner_jit_is_rejected(partitioner):
+    pool, cache = state_on(mesh_of(2), None, "tp")
+
+    @jax.jit
+    def inner(pool, cache):
+        def body(_, cache):
+            return jaxkv.load_pages(pool, cache, IDS, IDS)
+
+        return jax.lax.fori_loop(0, 2, body, cache)
+
+    step = jax.jit(lambda pool, cache: inner(pool, cache))
+    assert_rejected(lambda: step(pool, cache), ValueError, "load_pages", "jax.shard_map")
+
+
+def test_arguments_replicated_or_on_an_axis_of_one_device_are_accepted(partitioner):
+    mesh = jax.sharding.Mesh(mesh_of(2).devices.reshape(2, 1), ("dp", "tp"))
+    pool, cache = state_on(mesh, "tp", "tp")
+    other = jax.device_put(np.zeros(4, np.float32), NamedSharding(mesh, PartitionSpec("dp")))
+    step = jax.jit(lambda pool, cache, x: (jaxkv.load_pages(pool, cache, IDS, IDS), x + 1))
+    loaded, _ = step(pool, cache, other)
+    case = make_case(num_kv_heads=4)
+    case.assert_holds(pool, loaded, **case.expected("load", IDS, IDS))
+
+
+def test_copy_in_shard_map_of_a_larger_program_is_accepted(partitioner):
+    mesh = mesh_of(2)
+    pool, cache = state_on(mesh, "tp", "tp")
+    specs = pool.partition_spec, cache.partition_spec
+    load = partial(jaxkv.load_pages, host_pages=IDS, device_pages=IDS)
+
+    @jax.jit
+    def step(pool, cache):
+        flipped = jax.tree.map(lambda array: array[:, ::-1][:, ::-1], cache)
+        return jax.shard_map(load, mesh=mesh, in_specs=specs, out_specs=specs[1])(pool, flipped)
+
+    case = make_case(num_kv_heads=4)
+    case.assert_holds(pool, step(pool, cache), **case.expected("load", IDS, IDS))
