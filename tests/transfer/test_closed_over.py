@@ -54,7 +54,7 @@ def test_closed_over_blocks_are_rejected(closed):
     @jax.jit
     def step(passed):
         arrays = {"src": passed, "dst": passed, closed: blocks}
-        return jaxkv.swap_blocks(*arrays.values(), IDS, IDS)
+        return jaxkv.swap_blocks(arrays["src"], arrays["dst"], IDS, IDS)
 
     assert_rejected(lambda: step(blocks), ValueError, f"swap_blocks: {closed} is closed over")
 
