@@ -78,8 +78,8 @@ class _Arguments(BufferAliases):
             for origin in self.origins(operand):
                 if self.is_argument(origin):
                     yield origin
-                elif call.name in _VIEWS and _is_custom_call(origin.owner):
-                    yield from self.of(origin.owner.operation)
+                elif call.name in _VIEWS and (behind := _custom_call(origin)):
+                    yield from self.of(behind)
 
     def _before(self, result: ir.Value) -> list[ir.Value]:
         operation = ir.OpResult(result).owner.operation
@@ -96,8 +96,12 @@ class _Arguments(BufferAliases):
         return super()._before_argument(argument)
 
 
-def _is_custom_call(owner: ir.Operation | ir.Block) -> bool:
-    return not isinstance(owner, ir.Block) and target_of(owner.operation) is not None
+def _custom_call(value: ir.Value) -> ir.Operation | None:
+    """The custom call with this result, if any."""
+    if isinstance(value.owner, ir.Block):
+        return None
+    operation = ir.OpResult(value).owner.operation
+    return None if target_of(operation) is None else operation
 
 
 def _marked(module: ir.Module) -> Iterator[ir.Operation]:
