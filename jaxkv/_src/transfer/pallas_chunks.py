@@ -7,6 +7,7 @@ import Pallas, which takes half a second.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ _MAX_BATCH = 8
 _SHARED_BYTES = 192 * 1024  # of at most 227 KiB per thread block
 _MAX_SLOTS = 32  # Mosaic's limit on barriers per array, with one barrier per slot
 MAX_CHUNKS = 2**30
+MAX_BLOCKS = 2**31 - 1  # of an array: the kernels compute block numbers in int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +140,13 @@ def unsupported_reason(copy: BlockCopy, num_ids: int) -> str | None:
     for array in (*copy.strided, *copy.dense):
         if not _has_words(array.dtype):
             return f"dtype {array.dtype} has no bitcast to 32-bit words"
-        if array.size * array.dtype.itemsize % block_bytes:
+        array_bytes = math.prod(array.shape) * array.dtype.itemsize
+        if array_bytes // block_bytes > MAX_BLOCKS:
+            return (
+                f"{array.dtype}{list(array.shape)} has {array_bytes // block_bytes} blocks of "
+                f"{block_bytes} bytes, the limit of int32 block numbers is {MAX_BLOCKS}"
+            )
+        if array_bytes % block_bytes:
             return (
                 f"the size of {array.dtype}{list(array.shape)} is not a multiple of the block "
                 f"size, {block_bytes} bytes"

@@ -78,7 +78,7 @@ class _Arguments(BufferAliases):
             for origin in self.origins(operand):
                 if self.is_argument(origin):
                     yield origin
-                elif call.name in _VIEWS and (behind := _custom_call(origin.owner)):
+                elif call.name in _VIEWS and (behind := _custom_call(origin)):
                     yield from self.of(behind)
 
     def _before(self, result: ir.Value) -> list[ir.Value]:
@@ -96,10 +96,12 @@ class _Arguments(BufferAliases):
         return super()._before_argument(argument)
 
 
-def _custom_call(owner: ir.OpView | ir.Operation | ir.Block) -> ir.Operation | None:
-    if isinstance(owner, ir.Block) or target_of(owner.operation) is None:
+def _custom_call(value: ir.Value) -> ir.Operation | None:
+    """The custom call with this result, if any."""
+    if isinstance(value.owner, ir.Block):
         return None
-    return owner.operation
+    operation = ir.OpResult(value).owner.operation
+    return None if target_of(operation) is None else operation
 
 
 def _marked(module: ir.Module) -> Iterator[ir.Operation]:
