@@ -1,5 +1,7 @@
 """Arrays of more than 2 GiB and more than 2^31 blocks."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +21,9 @@ def described(num_pages: int, page_size: int) -> tuple[jaxkv.HostPool, jaxkv.Dev
     """A pool and a cache of shapes only, with 128 bytes per token and layer."""
     spec = jaxkv.KVCacheSpec(LAYERS, page_size, 1, 128, jnp.int8)
     layout = HostLayout(spec, "page_first_direct", num_pages)
-    data = jax.ShapeDtypeStruct(layout.shape, spec.dtype)
+    data: Any = jax.ShapeDtypeStruct(layout.shape, spec.dtype)
     pool = jaxkv.HostPool(data, spec, "page_first_direct", 1)
-    block = jax.ShapeDtypeStruct((8, *spec.block_shape), spec.dtype)
+    block: Any = jax.ShapeDtypeStruct((8, *spec.block_shape), spec.dtype)
     return pool, jaxkv.DeviceCache(((block, block),) * LAYERS, spec)
 
 
