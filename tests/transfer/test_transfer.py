@@ -72,10 +72,10 @@ def pages_of(case: Case, items: int) -> tuple[np.ndarray, np.ndarray]:
 @parametrize(page_size=[1, 16, 64])
 @parametrize(kind=KINDS)
 @parametrize(all_layers=[False, True])
-def test_transfer_kv(dtype, items, page_size, kind, all_layers, named_implementation):
+def test_transfer_kv(dtype, items, page_size, kind, all_layers, native_implementation):
     case = grid_case("layer_first", page_size, (4096, 2048), kind=kind, row=64, dtype=dtype)
     layers = None if all_layers else 0
-    check_copy(case, "load", *pages_of(case, items), named_implementation, layers)
+    check_copy(case, "load", *pages_of(case, items), native_implementation, layers)
 
 
 @parametrize(dtype=HALF_DTYPES)
@@ -83,10 +83,10 @@ def test_transfer_kv(dtype, items, page_size, kind, all_layers, named_implementa
 @parametrize(page_size=[16, 64, 128])
 @parametrize(kind=KINDS)
 @parametrize(lf_to_pf=[False, True])
-def test_pf_direct(dtype, items, page_size, kind, lf_to_pf, named_implementation):
+def test_pf_direct(dtype, items, page_size, kind, lf_to_pf, native_implementation):
     case = grid_case("page_first_direct", page_size, (10240, 9216), kind=kind, row=64, dtype=dtype)
     direction, layers = ("store", None) if lf_to_pf else ("load", 0)
-    check_copy(case, direction, *pages_of(case, items), named_implementation, layers)
+    check_copy(case, direction, *pages_of(case, items), native_implementation, layers)
 
 
 @parametrize(dtype=HALF_DTYPES)
@@ -94,10 +94,10 @@ def test_pf_direct(dtype, items, page_size, kind, lf_to_pf, named_implementation
 @parametrize(page_size=[16, 64, 128])
 @parametrize(heads=[8, 16])
 @parametrize(lf_to_ph=[False, True])
-def test_page_head(dtype, items, page_size, heads, lf_to_ph, named_implementation):
+def test_page_head(dtype, items, page_size, heads, lf_to_ph, native_implementation):
     case = grid_case("page_head", page_size, (2048, 1536), heads=heads, row=128, dtype=dtype)
     direction, layers = ("store", None) if lf_to_ph else ("load", 0)
-    check_copy(case, direction, *pages_of(case, items), named_implementation, layers)
+    check_copy(case, direction, *pages_of(case, items), native_implementation, layers)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
