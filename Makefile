@@ -32,7 +32,7 @@ IF_XDIST = $(if $(GPUS),,$$($(PY) -c "import xdist" 2>/dev/null && echo "$(PYTES
 # Tests that depend on neither the jax version nor a sanitizer run once, in `test`.
 BRIEF := --ignore=tests/metadata --hypothesis-profile=brief
 COMPAT_TESTS := -m "not host_only and not end_to_end" $(BRIEF)
-ASAN_TESTS := -m "not host_only and not end_to_end and not pallas" $(BRIEF)
+ASAN_TESTS := -m "not host_only and not end_to_end and not pallas and not xla" $(BRIEF)
 ifdef SYSTEM_PACKAGES
 INSTALL := --no-build-isolation --no-deps --no-index -e .
 else

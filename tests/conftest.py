@@ -44,6 +44,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # Most programs run once: LLVM would take longer to optimize them than they take to run.
         jax.config.update("jax_disable_most_optimizations", True)
     for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec and "xla" in map(str, callspec.params.values()):
+            item.add_marker(pytest.mark.xla)
         if item.get_closest_marker("gpu") and platform != "gpu":
             item.add_marker(pytest.mark.skip(reason=f"no CUDA device: JAX runs on {platform}"))
         if item.get_closest_marker("cpu_only") and platform != "cpu":
