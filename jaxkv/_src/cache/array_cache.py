@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.host_layout import PageGeometry
+from jaxkv._src.cache.spec import check_size
 from jaxkv._src.runtime.devices import default_device
 
 if TYPE_CHECKING:
@@ -56,8 +57,7 @@ class ArrayHostLayout:
             raise ValueError(
                 f"layout of an ArrayCacheSpec must be one of {', '.join(_AXES)}, got {self.name!r}"
             )
-        if self.num_pages < 1:
-            raise ValueError(f"num_pages must be >= 1, got {self.num_pages}")
+        check_size(self.num_pages, "num_pages")
 
     @property
     def shape(self) -> tuple[int, ...]:

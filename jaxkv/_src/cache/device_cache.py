@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxkv._src.cache.spec import KVCacheSpec
+from jaxkv._src.cache.spec import KVCacheSpec, check_size
 from jaxkv._src.runtime.devices import check_outside_jit, default_device
 from jaxkv._src.runtime.sharding import check_head_axis
 
@@ -54,8 +54,7 @@ class DeviceCache:
             of the mesh axis, or `head_axis` is given without a mesh.
           RuntimeError: called inside jit.
         """
-        if num_pages < 1:
-            raise ValueError(f"num_pages must be >= 1, got {num_pages}")
+        check_size(num_pages, "num_pages")
         # Committed to its device like the pool. Otherwise a program would be compiled again for a
         # cache returned by a program that also takes the pool.
         sharding: jax.sharding.Sharding = SingleDeviceSharding(default_device())

@@ -20,12 +20,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from jaxkv._src.cache.spec import KVCacheSpec
+from jaxkv._src.cache.spec import KVCacheSpec, check_size
 
 Layout: TypeAlias = Literal[
     "layer_first", "page_first", "page_first_direct", "page_head", "page_unified"
@@ -89,15 +88,15 @@ class HostLayout:
     def __post_init__(self) -> None:
         if self.name not in _AXES:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.name!r}")
-        if self.num_pages < 1:
-            raise ValueError(f"num_pages must be >= 1, got {self.num_pages}")
+        check_size(self.num_pages, "num_pages")
+        check_size(self.head_groups, "head_groups")
         if self.name == "page_head" and self.spec.kind == "mla":
             raise ValueError("layout page_head requires kind='mha': MLA has no head axis")
         if self.head_groups != 1 and self.name != "page_unified":
             raise ValueError(
                 f"head_groups={self.head_groups} requires layout page_unified, got {self.name}"
             )
-        if self.head_groups < 1 or self.spec.num_kv_heads % self.head_groups:
+        if self.spec.num_kv_heads % self.head_groups:
             raise ValueError(
                 f"head_groups must divide num_kv_heads={self.spec.num_kv_heads}, "
                 f"got {self.head_groups}"

@@ -158,6 +158,24 @@ class HostPool:
                 native.extension().synchronize_device(device.local_hardware_id)
         self.data.delete()
         native.extension().wait_for_frees()
+        object.__setattr__(self, "data", _ClosedData(self.data))
+
+
+class _ClosedData:
+    """The deleted array of a closed pool; as an argument of jit an error that names the pool."""
+
+    def __init__(self, data: jax.Array) -> None:
+        self._data = data
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__jax_array__":  # looked up by jit, before it rejects objects with it
+            raise RuntimeError(
+                "pool was closed, its host memory is freed: pass the pool that replaced it, or "
+                "create a new one with HostPool.create"
+            )
+        if name.startswith("__"):  # also of copy and pickle, before `_data` is set
+            raise AttributeError(name)
+        return getattr(self._data, name)
 
 
 def _pool_sharding(

@@ -65,7 +65,9 @@ def pinned_zeros(
       ValueError: the dtype is not byte-aligned, the sharding does not divide the shape, or a
         device has no memory kind pinned_host.
     """
-    shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    shape = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
+        raise ValueError(f"shape must consist of integers >= 0, got {shape}")
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     check_byte_dtype(dtype, "dtype")
     if sharding is None:

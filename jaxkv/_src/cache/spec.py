@@ -40,9 +40,7 @@ class KVCacheSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "page_size", "num_kv_heads", "head_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, int | np.integer) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+            check_size(getattr(self, name), name)
         if self.kind not in ("mha", "mla"):
             raise ValueError(f'kind must be "mha" or "mla", got {self.kind!r}')
         if self.kind == "mla" and self.num_kv_heads != 1:
@@ -78,6 +76,12 @@ def select_layers(num_layers: int, layers: int | Sequence[int] | None) -> tuple[
     """Selected layer numbers of `num_layers`: all, one for an int, or those of a sequence."""
     if layers is None:
         return tuple(range(num_layers))
+    if any(isinstance(layer, jax.core.Tracer) for layer in jax.tree.leaves(layers)):
+        raise TypeError(
+            "layers must be static integers, got a traced array: pass a Python int or range, or "
+            "mark the argument with static_argnames; for a traced layer use start_load on stacked "
+            "arrays and wait(layer)"
+        )
     chosen = layers if isinstance(layers, Sequence) else np.asarray(layers, object).reshape(-1)
     for layer in chosen:
         if isinstance(layer, bool) or not hasattr(layer, "__index__"):
@@ -88,6 +92,12 @@ def select_layers(num_layers: int, layers: int | Sequence[int] | None) -> tuple[
     if len(set(numbers)) != len(numbers):
         raise ValueError(f"layers must not have duplicates, got {numbers}")
     return numbers
+
+
+def check_size(value: object, name: str) -> None:
+    """Raises a ValueError unless `value` is an integer >= 1."""
+    if not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
 
 
 def _checked_dtype(given: npt.DTypeLike) -> np.dtype:

@@ -82,7 +82,7 @@ class _CopyHandle:
         if not call.copies or num_ids_of(call.ids[0]) == 0:
             return started
         # Also around the source: waits extend the lifetime of the buffer that the copy reads.
-        state = started._pool, started._cache = fusion_barrier((pool, cache))
+        state = started._pool, started._cache = fusion_barrier(call.state)
         call = resolve.resolve(operation, state, call.ids, layers)
         copy = only_copy(operation, call.copies)
         selection = select_implementation(copy, call.ids, implementation, overlapped=True)

@@ -1,12 +1,15 @@
-"""Check of destinations in host memory that are typed as in device memory.
+"""Checks of memory kinds that the types of traced arrays do not have.
 
-`jax.jit(jnp.zeros, out_shardings=...)` returns an array in pinned_host memory whose type says
-device memory. The result of a copy into it has this type: XLA copies the array to the device, or
-aborts the process if it is donated.
+A pool whose type says device memory has left pinned memory, or has only lost its memory space: the
+memory kinds of the program's arguments tell the two apart. In the same way for destinations of
+`swap_blocks`: `jax.jit(jnp.zeros, out_shardings=...)` returns an array in pinned_host memory whose
+type says device memory. The result of a copy into it has this type: XLA copies the array to the
+device, or aborts the process if it is donated.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +18,12 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.lowering import when_lowered
 from jaxkv._src.transfer.buffer_aliases import BufferAliases
 
 _ATTRIBUTES = "mhlo.frontend_attributes"
-_MARK = "jaxkv_typed_on_device"
+_MARK = "jaxkv_typed_on_device"  # its value is the operation
 
 
 def check_memory_kinds(arrays: Sequence[Any]) -> list[Any]:
@@ -28,14 +32,28 @@ def check_memory_kinds(arrays: Sequence[Any]) -> list[Any]:
     It raises a ValueError if an array is an argument in pinned_host memory, but typed as in device
     memory.
     """
-    return list(_checked_p.bind(*arrays)) if arrays else []
+    return list(_checked_p.bind(*arrays, operation="swap_blocks")) if arrays else []
 
 
-def _lower_checked(context: Any, *values: Any) -> list[Any]:
+def with_checked_pool(operation: str, pool: Any, cache: Any) -> tuple[Any, Any]:
+    """Pool and cache; a pool typed as in device memory is checked when the program is lowered.
+
+    It raises a ValueError if the pool is an argument that is not in pinned_host memory.
+    """
+    data = getattr(pool, "data", None)
+    if not isinstance(data, jax.core.Tracer):
+        return pool, cache
+    if jax.typeof(data).memory_space == jax.memory.Space.Host:
+        return pool, cache
+    (data,) = _checked_p.bind(fusion_barrier(data), operation=operation)
+    return dataclasses.replace(pool, data=data), cache
+
+
+def _lower_checked(context: Any, *values: Any, operation: str) -> list[Any]:
     for value, aval in zip(values, context.avals_in, strict=True):
         if aval.memory_space == jax.memory.Space.Device:
             # Later than this, an operation may be replaced, with its attributes.
-            mark = ir.DictAttr.get({_MARK: ir.StringAttr.get("true")})
+            mark = ir.DictAttr.get({_MARK: ir.StringAttr.get(operation)})
             value.owner.attributes[_ATTRIBUTES] = mark
             # Only the complete module has the memory kinds of the arguments.
             when_lowered(context.module_context.module, _check)
@@ -44,16 +62,28 @@ def _lower_checked(context: Any, *values: Any) -> list[Any]:
 
 _checked_p = Primitive("jaxkv_memory_kinds")
 _checked_p.multiple_results = True
-_checked_p.def_abstract_eval(lambda *arrays: list(arrays))
+_checked_p.def_abstract_eval(lambda *arrays, operation: list(arrays))
 mlir.register_lowering(_checked_p, _lower_checked, cacheable=False)
 
 
 def _check(module: Any) -> None:
     aliases = BufferAliases(module, lambda call: 0)
     for barrier in _marked_barriers(module):
+        operation = ir.StringAttr(ir.DictAttr(barrier.attributes[_ATTRIBUTES])[_MARK]).value
         del barrier.attributes[_ATTRIBUTES]
         for argument in aliases.origins(barrier.operands[0]):
-            if aliases.memory_kind(argument) == "pinned_host":
+            kind = aliases.memory_kind(argument)  # None if all arguments are in default memory
+            if (
+                operation != "swap_blocks"
+                and kind != "pinned_host"
+                and aliases.is_argument(argument)
+            ):
+                raise ValueError(
+                    f"{operation}: pool.data, {argument.type}, must have memory kind pinned_host, "
+                    f"got {kind or 'device'}: the pool has left pinned memory; pass one that "
+                    "HostPool.create or a store has returned"
+                )
+            if operation == "swap_blocks" and kind == "pinned_host":
                 raise ValueError(
                     f"swap_blocks: an array of dst, {argument.type}, is in pinned_host memory, but "
                     "its type says device memory; make it with jaxkv.pinned_zeros or "

@@ -23,7 +23,9 @@ from jaxkv._src.transfer.ids import (
     known_ids,
     num_ids_of,
 )
+from jaxkv._src.transfer.memory_kinds import with_checked_pool
 from jaxkv._src.transfer.page_copies import PyTree, Rebuild, Resolved, resolve_pages
+from jaxkv._src.transfer.transformations import reject_transformations
 from jaxkv._src.tuning.copy_table import Implementation
 
 
@@ -32,6 +34,7 @@ class PreparedCall:
     """The copies of an operation, and the function that builds its result from theirs."""
 
     copies: list[BlockCopy]
+    state: tuple[PyTree, PyTree]  # pool and cache, or src and dst
     ids: IdPair
     limits: tuple[int, int] | None  # number of blocks on each side; None without arrays
     rebuild: Rebuild
@@ -46,11 +49,16 @@ def prepare(
 ) -> tuple[PreparedCall, bool]:
     """Checks the arguments of an operation; returns its copies and whether it is traced."""
     check_implementation_name(implementation)
+    _check_not_closed_over(operation, state)
+    leaves = jax.tree.leaves((state, ids))
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if traced:
+        state, ids = reject_transformations(operation, (state, ids))
+        if operation != "swap_blocks":
+            state = with_checked_pool(operation, *state)
     call = resolve(operation, state, ids, layers)
     leaves = jax.tree.leaves((state, call.ids))
     check_unsharded(leaves)
-    _check_not_closed_over(operation, state)
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     if traced:
         _check_host_ids_are_passed(call.ids, _OPERATIONS[operation][0])
     else:
@@ -76,7 +84,7 @@ def resolve(
         )
     copies, limits, rebuild = make_copies(operation, *state, layers)
     copies = [with_varying_axes(copy, (source_ids, destination_ids)) for copy in copies]
-    return PreparedCall(copies, (source_ids, destination_ids), limits, rebuild)
+    return PreparedCall(copies, state, (source_ids, destination_ids), limits, rebuild)
 
 
 def _resolve_swap(operation: str, src: PyTree, dst: PyTree, layers: None) -> Resolved:
@@ -179,9 +187,7 @@ def _check_host_ids_are_passed(ids: IdPair, names: tuple[str, str]) -> None:
 def _check_concrete(operation: str, call: PreparedCall, leaves: Sequence[object]) -> None:
     """Checks of concrete values: deleted arrays, and ids that are known on the host."""
     for leaf in leaves:
-        if not isinstance(leaf, jax.Array):
-            continue
-        if leaf.is_deleted():
+        if hasattr(leaf, "is_deleted") and leaf.is_deleted():
             raise ValueError(f"{operation}: an argument array was closed, deleted or donated")
     check_known_ids(operation, call)
 
