@@ -16,18 +16,11 @@
 #include <mutex>
 
 #include "transfer/block_copy.h"
+#include "transfer/ticket.h"
 
 namespace jaxkv::transfer {
 
 enum class Engine : uint32_t { kKernel = 0, kCopyEngine };
-
-// Written by a start to memory of XLA. If a wait receives another array than the one in `written`,
-// XLA copied the array before the bytes arrived.
-struct Ticket {
-  uint32_t copy_stream;
-  uint32_t first;
-  const void* written[];
-};
 
 struct TicketWrite {
   Ticket* ticket;
