@@ -5,7 +5,7 @@
 #include <span>
 
 #include "common/cuda_check.h"
-#include "transfer/async_copy.h"
+#include "transfer/ticket.h"
 
 namespace jaxkv::transfer {
 namespace {
@@ -41,11 +41,6 @@ ffi::Error enqueue_ticket_write(cudaStream_t stream, Ticket* ticket, uint32_t co
     JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   }
   return ffi::Error::Success();
-}
-
-// Arrays of a ticket of this size.
-size_t arrays_of_ticket(size_t bytes) {
-  return bytes < sizeof(Ticket) ? 0 : (bytes - sizeof(Ticket)) / sizeof(void*);
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.metadata.checks import check_has_rows
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
 from jaxkv.metadata.segments import Array, cdiv, on_device
 
@@ -109,6 +110,7 @@ def build(batch: BatchMetadata, num_common_blocks: int | Array) -> Cascade:
       ValueError: `num_common_blocks` outside [0, W], if the host knows its value. A value on the
         device is not checked; above W the context of level 0 exceeds its block table.
     """
+    check_has_rows(batch.max_num_reqs)
     on_host = isinstance(num_common_blocks, int | np.integer | np.ndarray)
     if on_host and not 0 <= num_common_blocks <= batch.max_blocks:
         raise ValueError(

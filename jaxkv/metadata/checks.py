@@ -21,6 +21,15 @@ def check_rows(name: str, array: ArrayLike, rows: int, *others: int | str) -> No
         raise ValueError(f"{name} must be [{wanted}], got {shape}")
 
 
+def check_has_rows(rows: int) -> None:
+    """Raises a ValueError for a batch without rows, which builders cannot index."""
+    if rows < 1:
+        raise ValueError(
+            "batch: seq_lens has 0 rows, at least 1 is required; pad an empty batch, with "
+            "num_reqs=0, or use BatchMetadata.from_host"
+        )
+
+
 def integers(name: str, values: npt.ArrayLike) -> np.ndarray:
     """`values` as int64[n]."""
     array = np.asarray(values)

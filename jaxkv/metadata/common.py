@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.metadata.checks import at_least_1, check_rows, integers
+from jaxkv.metadata.checks import at_least_1, check_has_rows, check_rows, integers
 from jaxkv.metadata.segments import Array, count_before, on_device, row_of
 
 PAD_SLOT = -1  # slot of a token that is not stored in this rank's cache
@@ -367,6 +367,7 @@ def split_decodes_and_prefills(
     Raises:
       ValueError: a threshold below 0, or a missing or misshaped `is_prefilling`.
     """
+    check_has_rows(batch.max_num_reqs)
     if decode_threshold < 0:
         raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
     if not treat_short_extends_as_decodes and is_prefilling is None:

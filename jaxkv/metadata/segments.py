@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.metadata.checks import check_has_rows
+
 Array: TypeAlias = jax.Array | np.ndarray  # on the device, or on the host until it is traced
 T = TypeVar("T")
 IntOrArray = TypeVar("IntOrArray", int, jax.Array)
@@ -56,6 +58,7 @@ def row_of(starts: jax.Array, positions: jax.Array) -> jax.Array:
       starts: int32[B + 1], not decreasing, from 0.
       positions: int32[...], not negative.
     """
+    check_has_rows(starts.shape[0] - 1)
     row = jnp.searchsorted(starts[1:], positions, side="right", method="scan_unrolled")
     return row.astype(jnp.int32)
 

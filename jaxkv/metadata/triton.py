@@ -11,7 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from .checks import check_rows
+from .checks import check_has_rows, check_rows
 from .common import BatchMetadata, slot_mapping, token_positions
 from .segments import Array
 
@@ -88,6 +88,7 @@ def build(
             raise ValueError(f"{name} must be >= 1, got {size}")
     if mm_prefix_range is not None:
         check_rows("mm_prefix_range", mm_prefix_range, batch.max_num_reqs, "ranges", 2)
+    check_has_rows(batch.max_num_reqs)
     threshold = _PROGRAMS_2D // num_kv_heads
     scratch = (threshold, num_q_heads, num_softmax_segments)
     padded_head = 1 << (head_dim - 1).bit_length()
