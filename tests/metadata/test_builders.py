@@ -124,10 +124,9 @@ def test_negative_control_callback_is_detected():
 def test_batch_without_rows_is_rejected(name):
     """Rows of padding are indexed too."""
     shapes = {"query_start_loc": (1,), "seq_lens": (0,), "block_table": (0, 3)}
-    arrays = {field: np.zeros(shape, np.int32) for field, shape in shapes.items()}
-    batch = metadata.BatchMetadata(
-        **arrays, num_reqs=np.int32(0), num_tokens=np.int32(0), max_num_tokens=8, block_size=4
-    )
+    arrays: dict[str, Any] = {field: np.zeros(shape, np.int32) for field, shape in shapes.items()}
+    arrays |= {"num_reqs": np.int32(0), "num_tokens": np.int32(0)}
+    batch = metadata.BatchMetadata(**arrays, max_num_tokens=8, block_size=4)
     message = "logits_indices" if name == "kv_sharing" else "seq_lens has 0 rows"
     for build in (BUILDERS[name], jax.jit(BUILDERS[name])):
         with pytest.raises(ValueError, match=message):
