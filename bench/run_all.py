@@ -13,6 +13,7 @@ BENCHMARKS = {  # by record name
     "transfer": "transfer.bandwidth",
     "small_batches": "transfer.small_batches",
     "pages": "transfer.pages",
+    "array_caches": "transfer.array_caches",
     "engines": "transfer.engines",
     "host_pool": "cache.host_pool",
     "overlap": "transfer.overlap",
