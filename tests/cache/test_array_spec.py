@@ -51,8 +51,9 @@ def test_spec_is_static():
         ([array(5, 0)], {}, ValueError, "without empty dimensions"),
         (array(3, 5), {"stacked": True}, ValueError, r"\[num_layers, num_pages, ...\]"),
         ([array(5, 2), array(6, 2)], {}, ValueError, "same number of pages, got 5 and 6"),
-        ([array(5, 2), array(5, 3)], {}, ValueError, "shapes, dtypes and shardings"),
-        ([array(5, 2), (array(5, 2),)], {}, ValueError, "pytree structure of a layer"),
+        ([array(5, 2), array(5, 3)], {}, ValueError, r"float32\[num_pages, 2\] and float32"),
+        ([array(5, 2), (array(5, 2),)], {}, ValueError, r"of a layer, got an array and \[0\];"),
+        ([array(3, 5, 2)], {"stacked": True}, TypeError, "got a list, which is a list of layers"),
         ([array(5, 2, dtype=jnp.int4)], {}, ValueError, "int4"),
     ],
 )

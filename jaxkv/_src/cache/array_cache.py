@@ -13,6 +13,7 @@ from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.host_layout import PageGeometry
 from jaxkv._src.cache.spec import check_size
 from jaxkv._src.runtime.devices import default_device
+from jaxkv._src.runtime.pytrees import structure_difference
 
 if TYPE_CHECKING:
     from jaxkv._src.cache.device_cache import DeviceCache
@@ -137,7 +138,8 @@ def as_array_cache(spec: ArrayCacheSpec, arrays: Any) -> ArrayCache:
     leaves, structure = jax.tree.flatten(arrays)
     if structure != spec.structure:
         raise ValueError(
-            f"cache must have the pytree structure of its spec, {spec.structure}, got {structure}"
+            "cache must have the pytree structure of its spec: "
+            + structure_difference(spec.structure, structure)
         )
     per_layer = len(spec.arrays)
     layers = (tuple(leaves[i : i + per_layer]) for i in range(0, len(leaves), per_layer))

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxkv._src.cache.spec import select_layers
 from jaxkv._src.runtime.dtypes import check_byte_dtype
+from jaxkv._src.runtime.pytrees import leaf_paths
 
 # Blocks in a host pool start at multiples of the widest word of the copy kernel.
 _ALIGNMENT_BYTES = 16
@@ -78,13 +79,14 @@ class ArrayCacheSpec:
         Args:
           arrays: a sequence of layers, each a pytree of `dtype[num_pages, ...]` arrays or
             `jax.ShapeDtypeStruct`s of byte-aligned dtypes. All layers are alike.
-          stacked: `arrays` is instead one pytree of `dtype[num_layers, num_pages, ...]` arrays.
+          stacked: `arrays` is instead an array, a tuple or a dict of
+            `dtype[num_layers, num_pages, ...]` arrays.
 
         Returns:
           The `ArrayCacheSpec`.
 
         Raises:
-          TypeError: a leaf is not an array, or `arrays` has no layers.
+          TypeError: a leaf is not an array, `arrays` has no layers, or a list is stacked.
           ValueError: layers that differ, arrays with different numbers of pages, pages without
             elements, or shardings over different meshes or a sharded layer axis.
         """
@@ -99,6 +101,11 @@ class ArrayCacheSpec:
             for leaf, partition in zip(leaves, partitions, strict=True)
         )
         if stacked:
+            if isinstance(arrays, list):
+                raise TypeError(
+                    "stacked arrays must be an array, a tuple or a dict, got a list, which is a "
+                    "list of layers: leave out stacked=True"
+                )
             num_layers = _common("number of layers", [leaf.shape[0] for leaf in leaves])
             if any(partition[0] for partition in partitions):
                 raise ValueError("the layer axis of stacked arrays must not be sharded")
@@ -109,11 +116,12 @@ class ArrayCacheSpec:
                 "stacked=True if each array has all layers"
             )
         layers = jax.tree_util.treedef_children(structure)
-        _common("pytree structure of a layer", layers)
+        _common("pytree structure of a layer", layers, show=_show_leaves)
         of_layer = len(leaves) // len(layers)
         _common(
             "shapes, dtypes and shardings in each layer",
             [pages[i : i + of_layer] for i in range(0, len(pages), of_layer)],
+            show=_show_pages,
         )
         return cls(len(layers), pages[:of_layer], structure, False, page_axes, mesh)
 
@@ -226,13 +234,25 @@ def _axis_names(entry: Any) -> AxisNames:
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
-def _common(what: str, values: Sequence[Any]) -> Any:
+def _show_leaves(structure: Any) -> str:
+    return ", ".join(path or "an array" for path in leaf_paths(structure))
+
+
+def _show_pages(pages: Sequence[PageArray]) -> str:
+    return ", ".join(
+        f"{page.dtype}[num_pages, {', '.join(map(str, page.shape))}]"
+        + (f" sharded over {page.sharding}" if any(page.sharding) else "")
+        for page in pages
+    )
+
+
+def _common(what: str, values: Sequence[Any], show: Callable[[Any], str] = str) -> Any:
     """The value that all `values` have; otherwise raises a ValueError."""
     for value in values:
         if value != values[0]:
             raise ValueError(
-                f"arrays must all have the same {what}, got {values[0]} and {value}; make a cache "
-                "of each kind of layer, and pass them as a dict"
+                f"arrays must all have the same {what}, got {show(values[0])} and {show(value)}; "
+                "make a cache of each kind of layer, and pass them as a dict"
             )
     return values[0]
 

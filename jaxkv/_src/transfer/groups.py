@@ -21,7 +21,7 @@ def for_each_group(
     layers: Any,
     call: Callable[[dict[str, Any], dict[str, Any], Any], Any],
 ) -> dict[str, Any] | None:
-    """The result of `call` for each group, or None if the ids are not dicts.
+    """The result of `call` for each group, or None if ids and pool are not dicts.
 
     Args:
       operation: name of the public function.
@@ -34,13 +34,16 @@ def for_each_group(
       TypeError: an argument is not a dict.
       ValueError: the keys of two arguments differ.
     """
-    if not any(isinstance(value, dict) for value in ids.values()):
-        return None
     arguments = {**ids, **state}
+    dicts = [name for name, value in arguments.items() if isinstance(value, dict)]
+    # Only a cache, or src and dst, may be a dict of arrays.
+    grouped = [name for name in dicts if name in ids or name == "pool"]
+    if not grouped:
+        return None
     for name, value in arguments.items():
         if not isinstance(value, dict):
             raise TypeError(
-                f"{operation}: {name} must be a dict of groups like the ids, got a "
+                f"{operation}: {name} must be a dict of groups like {grouped[0]}, got a "
                 f"{type(value).__name__}"
             )
     first, *others = arguments.items()

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv._src.cache.host_layout import PageGeometry
 from jaxkv._src.runtime.dtypes import check_byte_dtype, check_canonical_dtype
+from jaxkv._src.runtime.pytrees import structure_difference
 from jaxkv._src.runtime.sharding import check_unsharded
 from jaxkv._src.runtime.tracing import is_traced
 from jaxkv._src.transfer.block_copy import BlockCopy, with_varying_axes
@@ -92,8 +93,8 @@ def _resolve_swap(operation: str, src: PyTree, dst: PyTree, layers: None) -> Res
     destinations, destination_tree = jax.tree.flatten(dst)
     if source_tree != destination_tree:  # type: ignore[operator]
         raise ValueError(
-            f"{operation}: src and dst must have the same pytree structure, got {source_tree} and "
-            f"{destination_tree}"
+            f"{operation}: dst must have the pytree structure of src: "
+            + structure_difference(source_tree, destination_tree)
         )
     for side, arrays in (("src", sources), ("dst", destinations)):
         for array in arrays:
