@@ -70,10 +70,17 @@ def read_conversations(path: Path) -> Conversations:
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         conversations = {line["id"]: line["turns"] for line in lines}
-        if not lines or len(conversations) < len(lines) or not all(conversations.values()):
-            raise ValueError("empty file, duplicate id, or empty turns")
+        if not lines or len(conversations) < len(lines):
+            raise ValueError("empty file, or duplicate id")
+        for turns in conversations.values():
+            if (
+                not isinstance(turns, list)
+                or not turns
+                or not all(isinstance(t, str) for t in turns)
+            ):
+                raise ValueError(f"turns must be a list of at least one string, got {turns!r}")
         return conversations
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise SystemExit(f"{path}: each line must have id and turns: {error!r}") from error
 
 

@@ -74,6 +74,9 @@ def test_sharded_checkpoint_is_read_bitwise(checkpoint):
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
         ({"hidden_size": 65}, r"embed_tokens.weight has shape \(256, 64\), expected \(256, 65\)"),
         ({"tie_word_embeddings": False}, "lm_head.weight has shape None"),
+        ({"rope_scaling": [1]}, r"rope_parameters must be an object, got \[1\]"),
+        ({"hidden_size": "64"}, "hidden_size must be a number >= 0, got '64'"),
+        ({"hidden_size": None}, "hidden_size must be a number >= 0, got None"),
     ],
 )
 def test_unsupported_checkpoint_raises(checkpoint, change, message):
@@ -86,10 +89,42 @@ def test_unsupported_checkpoint_raises(checkpoint, change, message):
 def test_corrupt_file_raises(tmp_path):
     path = tmp_path / "x.safetensors"
     write_safetensors(path, {"ids": np.zeros(3, np.int64)})
-    with pytest.raises(ValueError, match=r"dtype of ids must be .* got I64"):
+    with pytest.raises(ValueError, match=r"tensor ids: dtype must be .* got 'I64'"):
         read_safetensors(path)
     path.write_bytes(b"<!doctype html>")
     with pytest.raises(ValueError, match="exceeds file of 15 bytes"):
+        read_safetensors(path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="0 bytes, expected at least 8"):
+        read_safetensors(path)
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ([], "expected a JSON object, got a list"),
+        ("[" * 100_000, "invalid JSON"),
+        ("{", "invalid JSON"),
+        ({"w": 3}, "tensor w must be an object with dtype, shape, data_offsets, got 3"),
+        ({"w": {"dtype": "F32"}}, "tensor w must be an object with"),
+        ({"w": ENTRY | {"dtype": ["F32"]}}, r"dtype must be in .* got \['F32'\]"),
+        ({"w": ENTRY | {"shape": 2}}, "shape must be a list of integers >= 0, got 2"),
+        ({"w": ENTRY | {"shape": [-1]}}, r"shape must be .* got \[-1\]"),
+        ({"w": ENTRY | {"shape": [True]}}, r"shape must be .* got \[True\]"),
+        ({"w": ENTRY | {"data_offsets": [-8, 0]}}, r"data_offsets must be .* got \[-8, 0\]"),
+        ({"w": ENTRY | {"data_offsets": [0]}}, "must be the bounds of 8 bytes within 8"),
+        ({"w": ENTRY | {"data_offsets": [4, 12]}}, "must be the bounds of 8 bytes within 8"),
+        ({"w": ENTRY | {"data_offsets": [0, 4]}}, "must be the bounds of 8 bytes within 8"),
+    ],
+)
+def test_damaged_header_raises(header, message, tmp_path):
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(ValueError, match=message):
         read_safetensors(path)
 
 

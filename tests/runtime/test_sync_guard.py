@@ -2,6 +2,7 @@
 
 import operator
 import pickle
+import struct
 import sys
 import warnings
 from collections.abc import Callable
@@ -188,6 +189,14 @@ def test_suppressed_error_is_raised_on_exit():
     x = three()
     with pytest.raises(jaxkv.HostSyncError, match="test_sync_guard"), jaxkv.forbid_host_sync():
         np.array_equal(x, x)
+
+
+def test_error_in_place_of_the_host_sync_is_its_cause():
+    """struct.pack replaces every error of `__float__`."""
+    x = three()
+    with pytest.raises(jaxkv.HostSyncError, match="__float__") as raised, jaxkv.forbid_host_sync():
+        struct.pack("f", x[0])
+    assert isinstance(raised.value.__cause__, struct.error)
 
 
 def test_errors_of_the_sync_itself_propagate():

@@ -1,6 +1,8 @@
 """`copy_table`: validation and lookup of files, and rules derived from measurements."""
 
 import json
+import math
+import os
 import pathlib
 
 import pytest
@@ -115,15 +117,29 @@ FIRST = [*RULE, "candidates", 0]
         ),
         (changed([*RULE[:2], 0, "min_run_bytes"], 2), r"rules.load\[0\] must apply to every copy"),
         (changed([*RULE, "min_run_bytes"], 1), r"rules.load\[1\] must precede rules.load\[0\]"),
-        (changed([*RULE, "min_run_bytes"], "1"), r"rules.load\[1\].min_run_bytes.*>= 1, got '1'"),
-        (changed([*RULE, "min_total_bytes"], -1), r"\[1\].min_total_bytes.*>= 0, got -1"),
+        (
+            changed([*RULE, "min_run_bytes"], "1"),
+            r"rules.load\[1\].min_run_bytes.* in \[1, .*got '1'",
+        ),
+        (changed([*RULE, "min_total_bytes"], -1), r"\[1\].min_total_bytes.* in \[0, .*got -1"),
         (changed([*RULE, "min_word_bytes"], True), r"\[1\].min_word_bytes.*got True"),
         (changed([*RULE, "candidates"], []), r"\[1\].candidates must be a list of at least one"),
         (changed(FIRST, ["dma", 0]), r"candidates\[0\] must be \[implementation, num_sms, gb_per"),
         (changed(FIRST, ["cpu", 0, 1]), "one of dma, kernel, pallas, host, xla, got 'cpu'"),
         (changed(FIRST, ["dma", 1, 1]), "num_sms of dma must be 0, got 1"),
-        (changed(FIRST, ["kernel", 0, 1]), "num_sms of kernel must be an integer >= 1, got 0"),
-        (changed(FIRST, ["dma", 0, 0]), "gb_per_s must be null or a number above 0, got 0"),
+        (
+            changed(FIRST, ["kernel", 0, 1]),
+            r"num_sms of kernel must be an integer in \[1, 4096\], got 0",
+        ),
+        (changed(FIRST, ["kernel", 2**32, 1]), "num_sms of kernel .*4294967296"),
+        (changed(FIRST, ["kernel", 10**30, 1]), "num_sms of kernel .*got 1000000"),
+        (changed(FIRST, ["dma", False, 1]), "num_sms of dma must be 0, got False"),
+        (changed(FIRST, ["dma", 0, 0]), "gb_per_s, if not null, must be a finite number above 0"),
+        (changed(FIRST, ["dma", 0, math.inf]), "gb_per_s.* finite number above 0, got inf"),
+        (changed([*RULE, "min_total_bytes"], 2**64), r"min_total_bytes.*got 18446744073709551616"),
+        (changed(["peak_gb_per_s"], {"load": "fast"}), "peak_gb_per_s.load .*got 'fast'"),
+        ("[" * 100_000, "recursion"),
+        (" " * 2**21, "2097152 bytes exceed the limit of 1048576 bytes"),
         (
             changed(FIRST, ["kernel", 4, 1]),
             r"duplicate .* \['kernel', 'kernel', 'pallas', 'host', 'xla'\]",
@@ -135,6 +151,13 @@ def test_invalid_tables_are_rejected(content, message, tmp_path):
     with pytest.raises(ValueError, match=message) as raised:
         copy_table.load(path)
     assert str(path) in str(raised.value)
+
+
+def test_fifo_is_rejected(tmp_path):
+    path = tmp_path / "table.json"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="must be a regular file"):
+        copy_table.load(path)
 
 
 def test_slug():

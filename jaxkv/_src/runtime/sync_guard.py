@@ -124,7 +124,7 @@ class _Scope(contextlib.ContextDecorator):
         _scopes.set((*_scopes.get(), entry))
         return entry.report
 
-    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         entries = _scopes.get()
         own = [i for i, entry in enumerate(entries) if entry.scope is self]
         if not own:
@@ -135,8 +135,9 @@ class _Scope(contextlib.ContextDecorator):
         if self.mode is not None:
             _hooks.stop()
         errors = entries[own[-1]].errors
-        if error_type is None and errors:
-            raise errors[0]  # caught in the body, e.g. by np.array_equal
+        replaced = isinstance(error, Exception) and not isinstance(error, HostSyncError)
+        if errors and (error is None or replaced):
+            raise errors[0] from error  # caught in the body, e.g. by np.array_equal or struct.pack
 
 
 class _Entry:
@@ -165,7 +166,8 @@ def forbid_host_sync(*, mode: Mode = "raise") -> _Scope:
     A host sync is a read of an array's value (int, bool, print, np.asarray, item, tolist,
     device_get, dlpack and other views of its memory), `block_until_ready` or `effects_barrier`,
     even if the value is already available, since that depends on timing. Uploads to a device,
-    dispatch, tracing and `copy_to_host_async` are not host syncs. See docs/sync_guard.md.
+    dispatch, tracing, `copy_to_host_async` and `is_ready` are not host syncs; a loop until
+    `is_ready()` is not detected. See docs/sync_guard.md.
 
     Scopes nest: the innermost one decides, and the reports of all enclosing scopes include the
     sync. Other threads are not affected. JAX is patched only while a thread is in such a scope.

@@ -101,6 +101,7 @@ def load(path: str | os.PathLike[str]) -> Table:
 def _parse(name: str, content: object) -> Table:
     if not isinstance(content, dict) or {*content} != {*_HEAD, "rules"}:
         raise ValueError(f"the file must be an object of {', '.join(_HEAD)} and rules")
+    table_files._check_provenance(content)
     rules = content["rules"]
     if not isinstance(rules, dict) or [*rules] != [*map(str, WORLD_SIZES)]:
         raise ValueError(f"rules must have the keys {WORLD_SIZES} (devices), got {rules!r}")
@@ -114,6 +115,8 @@ def _parse_rules(listed: object, where: str) -> tuple[tuple[int, str], ...]:
     ):
         raise ValueError(f"{where} must be a list of [min_bytes, algorithm], got {listed!r}")
     minima = [rule[0] for rule in listed]
+    for i, minimum in enumerate(minima):
+        table_files._check_int(minimum, 0, f"{where}[{i}]: min_bytes")
     if minima[:1] != [0] or sorted({*minima}) != minima:
         raise ValueError(f"{where}: min_bytes must ascend from 0, got {minima}")
     for _, algorithm in listed:

@@ -19,12 +19,22 @@ import os
 import pathlib
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from jaxkv._src.tuning.table_files import ANY_DEVICE, DEFAULT, _check_int, _object, read, slug
+from jaxkv._src.tuning.table_files import (
+    ANY_DEVICE,
+    DEFAULT,
+    _check_int,
+    _check_provenance,
+    _check_rate,
+    _object,
+    read,
+    slug,
+)
 
 VARIABLE = "JAXKV_TUNING"
 Implementation: TypeAlias = Literal["dma", "kernel", "pallas", "host", "xla"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 ON_SMS: tuple[Implementation, ...] = ("kernel", "pallas")  # the others use no SMs: num_sms is 0
+MOST_SMS = 4096  # of a rule; no GPU has as many
 COPY_KINDS = ("load", "store", "device", "overlapped")
 PACKAGED = pathlib.Path(__file__).parent / "data" / "copy"
 
@@ -182,17 +192,12 @@ def _rule_text(rule: Rule) -> str:
 def _parse_table(name: str, content: object) -> Table:
     keys = [field.name for field in dataclasses.fields(Table) if field.name != "name"]
     content = _object(content, keys, "the file")
-    for key, kinds in (
-        ("device_kind", (str,)),
-        ("how", (str,)),
-        ("commit", (str, type(None))),
-        ("date", (str, type(None))),
-        ("versions", (dict,)),
-        ("peak_gb_per_s", (dict,)),
-    ):
-        if not isinstance(content[key], kinds):
-            wanted = " or ".join(kind.__name__ for kind in kinds)
-            raise ValueError(f"{key} must be {wanted}, got {content[key]!r}")
+    _check_provenance(content)
+    peaks = content["peak_gb_per_s"]
+    if not isinstance(peaks, dict):
+        raise ValueError(f"peak_gb_per_s must be an object, got {peaks!r}")
+    for direction, rate in peaks.items():
+        _check_rate(rate, f"peak_gb_per_s.{direction}")
     rules = _object(content["rules"], COPY_KINDS, "rules")
     parsed = {name: _parse_rules(rules[name], f"rules.{name}") for name in COPY_KINDS}
     return Table(name=name, **{**content, "rules": parsed})
@@ -235,10 +240,9 @@ def _parse_candidate(entry: object, where: str) -> Candidate:
         known = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"{where}: implementation must be one of {known}, got {implementation!r}")
     if implementation in ON_SMS:
-        _check_int(num_sms, 1, f"{where}: num_sms of {implementation}")
-    elif num_sms != 0:
+        _check_int(num_sms, 1, f"{where}: num_sms of {implementation}", MOST_SMS)
+    elif type(num_sms) is not int or num_sms != 0:
         raise ValueError(f"{where}: num_sms of {implementation} must be 0, got {num_sms!r}")
-    number = isinstance(rate, int | float) and not isinstance(rate, bool)
-    if rate is not None and not (number and rate > 0):
-        raise ValueError(f"{where}: gb_per_s must be null or a number above 0, got {rate!r}")
+    if rate is not None:
+        _check_rate(rate, f"{where}: gb_per_s, if not null,")
     return Candidate(implementation, num_sms, rate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import re
@@ -10,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+MOST_BYTES = 1 << 20  # of a file
 DEFAULT = "default.json"
 ANY_DEVICE = "any"
 
@@ -28,8 +30,12 @@ def read(path: str | os.PathLike[str], parse: Callable[[str, object], T]) -> T:
     """
     path = pathlib.Path(path)
     try:
+        if path.exists() and not path.is_file():  # reading a FIFO would block
+            raise ValueError("must be a regular file")
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"{path.stat().st_size} bytes exceed the limit of {MOST_BYTES} bytes")
         return parse(path.name, json.loads(path.read_text()))
-    except ValueError as error:  # includes JSONDecodeError
+    except (ValueError, RecursionError) as error:  # includes JSONDecodeError
         raise ValueError(f"tuning table {path}: {error}") from None
 
 
@@ -43,6 +49,25 @@ def _object(entry: object, keys: Collection[str], where: str) -> dict[str, Any]:
     return entry
 
 
-def _check_int(value: object, minimum: int, where: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{where} must be an integer >= {minimum}, got {value!r}")
+def _check_int(value: object, minimum: int, where: str, maximum: int = 2**63 - 1) -> None:
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise ValueError(f"{where} must be an integer in [{minimum}, {maximum}], got {value!r}")
+
+
+def _check_rate(value: object, where: str) -> None:
+    if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
+        raise ValueError(f"{where} must be a finite number above 0, got {value!r}")
+
+
+def _check_provenance(content: dict[str, Any]) -> None:
+    """Checks the entries of a file other than its rules."""
+    for key, kinds in (
+        ("device_kind", (str,)),
+        ("how", (str,)),
+        ("commit", (str, type(None))),
+        ("date", (str, type(None))),
+        ("versions", (dict,)),
+    ):
+        if not isinstance(content[key], kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"{key} must be {wanted}, got {content[key]!r}")

@@ -1,0 +1,29 @@
+"""Conversation files of the serving example."""
+
+import pytest
+
+from examples.serving.__main__ import read_conversations
+
+pytestmark = pytest.mark.host_only
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "3",
+        '{"id": 1}',
+        '{"id": [], "turns": ["a"]}',
+        '{"id": 1, "turns": []}',
+        '{"id": 1, "turns": "abc"}',
+        '{"id": 1, "turns": ["a", 2]}',
+        '{"id": 1, "turns": {"a": 1}}',
+        '{"id": 1, "turns": ["a"]}\n{"id": 1, "turns": ["b"]}',
+        "[" * 100_000,
+    ],
+)
+def test_invalid_conversations_exit_with_the_file(text, tmp_path):
+    path = tmp_path / "conversations.jsonl"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match=str(path)):
+        read_conversations(path)
