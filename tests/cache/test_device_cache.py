@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -31,3 +32,21 @@ def test_new_cache_is_committed_to_its_device():
 def test_cache_without_pages_is_rejected(num_pages):
     make = partial(jaxkv.DeviceCache.create, spec_of(), num_pages=num_pages)
     assert_rejected(make, ValueError, "num_pages", str(num_pages))
+
+
+@pytest.mark.parametrize("num_pages", [2**31, 2**47, 2**70])
+def test_num_pages_beyond_int32_raises(num_pages):
+    spec = jaxkv.KVCacheSpec(
+        num_layers=1, page_size=64, num_kv_heads=8, head_dim=128, dtype=jnp.bfloat16
+    )
+    for create in (jaxkv.DeviceCache.create, jaxkv.HostPool.create):
+        with pytest.raises(ValueError, match=rf"num_pages .*2147483647\], got {num_pages}"):
+            create(spec, num_pages=num_pages)
+
+
+def test_array_beyond_the_address_space_raises():
+    spec = jaxkv.KVCacheSpec(
+        num_layers=1, page_size=2**20, num_kv_heads=2**10, head_dim=2**20, dtype=jnp.bfloat16
+    )
+    with pytest.raises(ValueError, match=r"shape \[2048, .*\]: 2\^60 elements or more"):
+        jaxkv.DeviceCache.create(spec, num_pages=2048)

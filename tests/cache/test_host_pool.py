@@ -131,7 +131,7 @@ def test_close_waits_for_in_flight_loads():
 
 def test_oversized_pool_is_rejected_before_allocation():
     spec = spec_of()
-    pages = 2**40
+    pages = 2**31 - 1
     with pytest.raises(jaxkv.HostMemoryError) as raised:
         jaxkv.HostPool.create(spec, num_pages=pages)
     error = raised.value

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxkv._src.cache.spec import KVCacheSpec, check_size
+from jaxkv._src.cache.spec import KVCacheSpec, check_num_elements, check_size
 from jaxkv._src.runtime.devices import check_outside_jit, default_device
 from jaxkv._src.runtime.sharding import check_head_axis
 
@@ -50,8 +50,8 @@ class DeviceCache:
           The `DeviceCache`.
 
         Raises:
-          ValueError: `num_pages` is less than 1, the number of heads is not a multiple of the size
-            of the mesh axis, or `head_axis` is given without a mesh.
+          ValueError: `num_pages` is less than 1 or exceeds int32, the number of heads is not a
+            multiple of the size of the mesh axis, or `head_axis` is given without a mesh.
           RuntimeError: called inside jit.
         """
         check_size(num_pages, "num_pages")
@@ -63,6 +63,7 @@ class DeviceCache:
             sharding = NamedSharding(mesh, PartitionSpec(None, None, head_axis))
         dtype = np.dtype(spec.dtype)
         shape = (num_pages, *spec.block_shape)
+        check_num_elements(shape, "an array of the cache")
         layers = tuple(
             tuple(jnp.zeros(shape, dtype, device=sharding) for _ in range(spec.num_kv))
             for _ in range(spec.num_layers)

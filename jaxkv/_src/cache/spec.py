@@ -94,10 +94,19 @@ def select_layers(num_layers: int, layers: int | Sequence[int] | None) -> tuple[
     return numbers
 
 
+MOST = 2**31 - 1  # page ids are int32, and XLA aborts the process where a product overflows
+
+
 def check_size(value: object, name: str) -> None:
-    """Raises a ValueError unless `value` is an integer >= 1."""
-    if not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    """Raises a ValueError unless `value` is an integer in [1, 2^31)."""
+    if not isinstance(value, int | np.integer) or not 1 <= value <= MOST:
+        raise ValueError(f"{name} must be an integer in [1, {MOST}], got {value!r}")
+
+
+def check_num_elements(shape: Sequence[int], name: str) -> None:
+    """Raises a ValueError if an array of this shape has 2^63 bytes or more, of any dtype."""
+    if math.prod(map(int, shape)) >= 2**60:
+        raise ValueError(f"{name} has shape {list(map(int, shape))}: 2^60 elements or more")
 
 
 def _checked_dtype(given: npt.DTypeLike) -> np.dtype:
