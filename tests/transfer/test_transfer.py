@@ -154,9 +154,15 @@ def test_one_source_to_two_destinations(direction, ids, implementation):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("kind, layout", [("mha", "page_head"), ("mla", "page_first")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(dtype, kind, layout, direction, implementation):
+def test_every_dtype(dtype, kind, layout, direction, native_implementation):
     case = make_case(layout, kind=kind, dtype=dtype)
-    check_copy(case, direction, *distinct_ids(case, 5), implementation)
+    check_copy(case, direction, *distinct_ids(case, 5), native_implementation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_in_plain_jax(dtype):
+    case = make_case("page_head", kind="mha", dtype=dtype)
+    check_copy(case, "store", *distinct_ids(case, 5), "xla")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
