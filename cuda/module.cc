@@ -117,10 +117,10 @@ nb::dict registrations() {
   return all;
 }
 
-nb::list device_errors() {
+nb::list device_errors(uint32_t scope) {
   constexpr const char* kNames[kErrorKinds] = {"page_index", "transfer", "bound"};  // of ErrorKind
   nb::list errors;
-  for (const auto& taken : take_errors()) {
+  for (const auto& taken : take_errors(static_cast<Scope>(scope))) {
     nb::list entries;
     for (const auto& entry : taken.details) {
       entries.append(
@@ -239,11 +239,15 @@ NB_MODULE(_ext, m) {
   m.doc() = "Native part of jaxkv: FFI handlers and host functions.";
   m.def("registrations", &registrations,
         "FFI handlers as capsules: {platform: {target: {stage: capsule}}}.");
-  m.def("device_errors", &device_errors,
-        "Errors since the previous call, for each kind and device with errors: (kind, device "
-        "ordinal or None for the host, count, the most recent ones as (operation, argument, "
+  m.def("device_errors", &device_errors, nb::arg("scope"),
+        "Errors of a scope since the previous call, for each kind and device with errors: (kind, "
+        "device ordinal or None for the host, count, the most recent ones as (operation, argument, "
         "description), with empty names if unknown).");
   m.def("bound_code", &bound_code, nb::arg("name"), "Integer code of a named bound.");
+  m.def(
+      "register_scope",
+      [](const std::string& name) { return static_cast<uint32_t>(register_scope(name)); },
+      nb::arg("name"), "Number of the error scope of this name; 0 is the default scope.");
   bind_communicators(m);
   nb::list operations;
   for (const OperationNames& names : kOperationNames) operations.append(names.operation);

@@ -13,6 +13,7 @@ from jaxkv._src.explain import explain
 from jaxkv._src.public_names import set_module as _set_module
 from jaxkv._src.runtime.errors import (
     BoundError,
+    ErrorScope,
     HostMemoryError,
     JaxkvError,
     PageIndexError,
@@ -38,6 +39,7 @@ __all__ = [
     "ArrayCacheSpec",
     "BoundError",
     "DeviceCache",
+    "ErrorScope",
     "HostIds",
     "HostLayout",
     "HostMemoryError",

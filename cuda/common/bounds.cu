@@ -22,10 +22,12 @@ __global__ void check_bounds(const int32_t* values, const __grid_constant__ Boun
 }
 
 // Everything that may allocate memory or load a module is done before the first execution.
-ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  cudaFuncAttributes attributes;
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, check_bounds));
-  return prepare_rings(device);
+ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
+                   ffi::Dictionary attributes) {
+  cudaFuncAttributes loaded;
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&loaded, check_bounds));
+  const auto codes = attributes.get<Int64s>("codes");
+  return prepare_rings(device, codes.has_value() ? scope_of_bounds(*codes) : Scope::kDefault);
 }
 
 ffi::Error check_bounds_cuda(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> values,
@@ -39,11 +41,12 @@ ffi::Error check_bounds_cuda(cudaStream_t stream, int32_t device, ffi::Buffer<ff
                                                stream));
   }
   Bounds bounds;
-  std::copy(codes.begin(), codes.end(), bounds.codes);
+  std::transform(codes.begin(), codes.end(), bounds.codes, bound_of);
   std::transform(limits.begin(), limits.end(), bounds.limits, [](int64_t limit) {
     return static_cast<int32_t>(std::clamp<int64_t>(limit, INT32_MIN, INT32_MAX));
   });
-  check_bounds<<<1, codes.size(), 0, stream>>>(values.typed_data(), bounds, device_rings(device));
+  check_bounds<<<1, codes.size(), 0, stream>>>(values.typed_data(), bounds,
+                                               device_rings(device, scope_of_bounds(codes)));
   JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   return ffi::Error::Success();
 }

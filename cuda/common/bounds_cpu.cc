@@ -2,7 +2,6 @@
 #include <cstring>
 
 #include "common/bounds.h"
-#include "common/error_ring.h"
 
 namespace jaxkv {
 namespace {
@@ -18,7 +17,7 @@ ffi::Error check_bounds_cpu(ffi::Buffer<ffi::S32> values, ffi::AnyBuffer carry,
     if (value <= limits[i]) continue;
     return ffi::Error::InvalidArgument("BoundError: " +
                                        describe({.fault = Fault(ErrorCode::kBoundExceeded).word,
-                                                 .position = static_cast<int32_t>(codes[i]),
+                                                 .position = bound_of(codes[i]),
                                                  .id = value,
                                                  .limit = static_cast<int32_t>(limits[i]),
                                                  .sequence = 0}));

@@ -1,8 +1,12 @@
 #include "common/error_ring.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <map>
 #include <mutex>
+#include <stdexcept>
+#include <unordered_map>
 #include <utility>
 
 namespace jaxkv {
@@ -11,22 +15,49 @@ namespace {
 struct RegisteredRings {
   const volatile ErrorRings* rings;
   int32_t device;
+  Scope scope;
   uint64_t seen[kErrorKinds];
 };
 
+using Names = std::unordered_map<int32_t, std::string>;
+
 std::mutex mutex;
 
+// The following are leaked: handlers may outlive static objects.
+
 std::vector<RegisteredRings>& registered() {
-  static auto* all =
-      new std::vector<RegisteredRings>;  // leaked: handlers may outlive static objects
+  static auto* all = new std::vector<RegisteredRings>;
   return *all;
 }
 
-ErrorRings host_rings;
-
-std::vector<std::string>& bound_names() {
-  static auto* all = new std::vector<std::string>;
+std::map<Scope, ErrorRings>& host_rings() {
+  static auto* all = new std::map<Scope, ErrorRings>;
   return *all;
+}
+
+Names& bound_names() {
+  static auto* all = new Names;
+  return *all;
+}
+
+Names& scope_names() {
+  static auto* all = new Names;
+  return *all;
+}
+
+// Written once each, in order, then counted: read without a lock by every call.
+std::array<std::atomic<Scope>, kMaxScopes> scopes{};
+std::atomic<size_t> num_scopes = 1;  // with the default scope
+
+// Adds a name; returns its number.
+int32_t add_name(const std::string& name, Names& names) {
+  uint32_t hash = 0x811c9dc5;  // FNV-1a
+  for (const char byte : name) hash = (hash ^ static_cast<uint8_t>(byte)) * 0x01000193;
+  const auto code = static_cast<int32_t>(std::max(hash & INT32_MAX, 1u));
+  const std::string& known = names.emplace(code, name).first->second;
+  if (known == name) return code;
+  throw std::invalid_argument("the names '" + known + "' and '" + name +
+                              "' have the same hash; choose another name");
 }
 
 ErrorEntry copy_entry(const volatile ErrorEntry& e) {
@@ -58,26 +89,28 @@ TakenErrors take(const volatile ErrorRing& ring, ErrorKind kind, int32_t device,
 
 }  // namespace
 
-void register_rings(const volatile ErrorRings* rings, int32_t device) {
+void register_rings(const volatile ErrorRings* rings, int32_t device, Scope scope) {
   std::lock_guard lock(mutex);
-  registered().push_back({rings, device, {}});
+  registered().push_back({rings, device, scope, {}});
 }
 
-void record_host_error(Fault fault, int32_t position, int32_t id, int32_t limit) {
-  static std::once_flag registered_once;
-  std::call_once(registered_once, [] { register_rings(&host_rings, kHostChecked); });
+void record_host_error(Scope scope, Fault fault, int32_t position, int32_t id, int32_t limit) {
+  if (scope_index(scope) == 0) scope = Scope::kDefault;
   std::lock_guard lock(mutex);
-  ErrorRing& ring = host_rings.of(fault.code());
+  const auto [entry, added] = host_rings().try_emplace(scope);
+  if (added) registered().push_back({&entry->second, kHostChecked, scope, {}});
+  ErrorRing& ring = entry->second.of(fault.code());
   auto slot = ring.count++;
   ring.entries[slot % ErrorRing::kEntries] = {fault.word, position, id, limit, slot + 1};
   ++ring.written;
 }
 
-std::vector<TakenErrors> take_errors() {
+std::vector<TakenErrors> take_errors(Scope scope) {
   std::lock_guard lock(mutex);
   std::vector<TakenErrors> all;
   for (int kind = 0; kind < kErrorKinds; ++kind) {
-    for (auto& [rings, device, seen] : registered()) {
+    for (auto& [rings, device, of, seen] : registered()) {
+      if (of != scope) continue;
       auto taken = take(rings->of_kind[kind], static_cast<ErrorKind>(kind), device, seen[kind]);
       if (taken.count) all.push_back(std::move(taken));
     }
@@ -87,10 +120,30 @@ std::vector<TakenErrors> take_errors() {
 
 int32_t bound_code(const std::string& name) {
   std::lock_guard lock(mutex);
-  auto& names = bound_names();
-  const auto found = std::ranges::find(names, name);
-  if (found == names.end()) names.push_back(name);
-  return static_cast<int32_t>(std::ranges::find(names, name) - names.begin());
+  return add_name(name, bound_names());
+}
+
+Scope register_scope(const std::string& name) {
+  std::lock_guard lock(mutex);
+  const auto scope = static_cast<Scope>(add_name(name, scope_names()));
+  if (scope_index(scope)) return scope;
+  const size_t index = num_scopes.load();
+  if (index == kMaxScopes) {
+    scope_names().erase(static_cast<int32_t>(scope));
+    throw std::invalid_argument("'" + name + "' would be scope " + std::to_string(index) +
+                                " of this process, the limit is " + std::to_string(kMaxScopes - 1) +
+                                "; reuse the names");
+  }
+  scopes[index].store(scope);
+  num_scopes.store(index + 1);
+  return scope;
+}
+
+size_t scope_index(Scope scope) {
+  if (scope == Scope::kDefault) return 0;
+  size_t index = num_scopes.load() - 1;
+  while (index && scopes[index].load() != scope) --index;
+  return index;
 }
 
 ErrorCode code_of(const ErrorEntry& e) { return static_cast<ErrorCode>(e.fault & 0xff); }
@@ -138,8 +191,9 @@ std::string describe(const ErrorEntry& e) {
              " of a block table of " + std::to_string(e.limit) + " columns";
     case ErrorCode::kBoundExceeded: {
       std::lock_guard lock(mutex);
-      return bound_names().at(e.position) + " = " + std::to_string(e.id) +
-             " exceeds its bound of " + std::to_string(e.limit);
+      const auto name = bound_names().find(e.position);
+      return (name == bound_names().end() ? "unknown bound" : name->second) + " = " +
+             std::to_string(e.id) + " exceeds its bound of " + std::to_string(e.limit);
     }
   }
   return "unknown error code";

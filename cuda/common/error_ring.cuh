@@ -8,11 +8,13 @@ namespace jaxkv {
 
 inline constexpr int kMaxDevices = 64;
 
-// Allocates the rings of a device, once; fails for ordinals from kMaxDevices on.
-xla::ffi::Error prepare_rings(int32_t device);
+// Allocates the rings of a device for a scope and for the default scope, once; fails for ordinals
+// from kMaxDevices on.
+xla::ffi::Error prepare_rings(int32_t device, Scope scope = Scope::kDefault);
 
-// The rings for kernels of a device; null before prepare_rings.
-ErrorRings* device_rings(int32_t device);
+// The rings for kernels of a device; null before prepare_rings. Those of the default scope if the
+// scope was registered after prepare_rings.
+ErrorRings* device_rings(int32_t device, Scope scope);
 
 inline __device__ void record_error(ErrorRings* rings, Fault fault, int32_t position, int32_t id,
                                     int32_t limit) {

@@ -67,6 +67,12 @@ struct Fault {
   JAXKV_HOST_DEVICE Operation operation() const { return static_cast<Operation>(word >> 8); }
 };
 
+// Where the errors of a call are counted: a number of the scope's name. Chosen on the host: the
+// kernels receive the rings of their scope.
+enum class Scope : uint32_t { kDefault = 0 };
+
+inline constexpr size_t kMaxScopes = 256;  // of a process, including the default
+
 struct alignas(16) ErrorEntry {
   // The first 16 bytes are written by one store, so that entries of two writers never mix.
   int32_t fault;     // Fault::word
@@ -105,17 +111,26 @@ struct TakenErrors {
 inline constexpr int32_t kHostChecked = -1;
 
 // Registers rings that a device (or the host) writes; they must live until the process ends.
-void register_rings(const volatile ErrorRings* rings, int32_t device);
+void register_rings(const volatile ErrorRings* rings, int32_t device,
+                    Scope scope = Scope::kDefault);
 
-// Errors counted since the previous call, for each device and kind with errors, ordered by kind.
-// Non-blocking.
-std::vector<TakenErrors> take_errors();
+// Errors of a scope counted since the previous call, for each device and kind with errors, ordered
+// by kind. Non-blocking.
+std::vector<TakenErrors> take_errors(Scope scope = Scope::kDefault);
 
 // Records an error of a copy whose ids the host checks: the CPU backend's and the copy engine's.
-void record_host_error(Fault fault, int32_t position, int32_t id, int32_t limit);
+void record_host_error(Scope scope, Fault fault, int32_t position, int32_t id, int32_t limit);
 
-// Integer code of a bound's name: a device cannot record text.
+// Numbers of names, for programs and devices, which cannot record text. They are hashes, positive
+// and below 2^31: the order in which a process uses its names changes neither its programs nor the
+// meaning of the programs in a compilation cache.
+//   Throws std::invalid_argument if another name has the same hash, or beyond kMaxScopes.
 int32_t bound_code(const std::string& name);
+Scope register_scope(const std::string& name);
+
+// Position of a scope among the registered ones, below kMaxScopes. 0, the default scope, for one of
+// an executable that another process has serialized.
+size_t scope_index(Scope scope);
 
 // The code of an entry, and the names of its operation and argument; empty if unknown.
 ErrorCode code_of(const ErrorEntry& entry);

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "common/alias_check.h"
+#include "common/error_scope.h"
 
 namespace jaxkv::recurrent {
 
@@ -85,7 +86,7 @@ ffi::ErrorOr<AlignCall> decode_align(ffi::RemainingArgs args, ffi::RemainingRets
   if (auto error = check_aliases(args, kAlignOperands, rets, 1); error.failure()) {
     return ffi::Unexpected(error);
   }
-  AlignCall call{*batch, {}, {}};
+  AlignCall call{*batch, scope_of_call(attributes), {}, {}};
   call.batch.before = *before;
   call.batch.block_size = static_cast<int32_t>(*block_size);
   call.batch.num_blocks = static_cast<int32_t>(*num_blocks);

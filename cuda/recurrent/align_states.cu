@@ -14,6 +14,7 @@
 
 #include "common/cuda_check.h"
 #include "common/error_ring.cuh"
+#include "common/error_scope.h"
 #include "recurrent/align_states.h"
 
 namespace jaxkv::recurrent {
@@ -312,10 +313,11 @@ ffi::Error fill_groups(const AlignCall& call, Params* p) {
 }
 
 // Everything that may allocate memory or load a module is done before the first execution.
-ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  cudaFuncAttributes attributes;
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, align_states));
-  return prepare_rings(device);
+ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
+                   ffi::Dictionary attributes) {
+  cudaFuncAttributes loaded;
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&loaded, align_states));
+  return prepare_rings(device, scope_of_call(attributes));
 }
 
 ffi::Error align_states_cuda(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
@@ -324,7 +326,7 @@ ffi::Error align_states_cuda(cudaStream_t stream, int32_t device, ffi::Remaining
   if (!call.has_value()) return call.error();
   Params p{};
   p.batch = call->batch;
-  p.errors = device_rings(device);
+  p.errors = device_rings(device, call->scope);
   if (auto error = fill_groups(*call, &p); error.failure()) return error;
   int sms = 0;
   JAXKV_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));

@@ -126,6 +126,7 @@ JAXKV_HOST_DEVICE bool find_blocks(const AlignBatch& b, int32_t row, const Align
 
 struct AlignCall {
   AlignBatch batch;
+  Scope scope;
   std::vector<StateGeometry> geometry;
   std::vector<std::byte*> states;  // base address (block 0) of each
 };

@@ -25,11 +25,14 @@ ffi::Error align_states_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets,
   const auto call = decode_align(args, rets, attributes);
   if (!call.has_value()) return call.error();
   const AlignBatch& b = call->batch;
+  const auto record = [&](ErrorCode code, int32_t position, int32_t id, int32_t limit) {
+    record_host_error(call->scope, code, position, id, limit);
+  };
   for (int32_t row = 0; row < b.num_rows; ++row) {
     const int32_t accepted = b.num_accepted[row];
     const auto plan = plan_row(b, row, *b.num_reqs, accepted);
     StateCopy move;
-    const bool moves = plan.valid && find_blocks(b, row, plan, &move, record_host_error);
+    const bool moves = plan.valid && find_blocks(b, row, plan, &move, record);
     b.accepted_out[row] = moves && plan.reset ? 1 : accepted;
     for (size_t s = 0; moves && plan.copies && s < call->states.size(); ++s) {
       move_state(call->geometry[s], call->states[s], move);

@@ -24,7 +24,7 @@ ffi::Error copy_unordered(int32_t device, ffi::Buffer<ffi::S32> source_ids,
   if (!copy.has_value()) return copy.error();
   const auto ids = transfer::decode_ids(source_ids, destination_ids, attribute);
   if (!ids.has_value()) return ids.error();
-  return transfer::launch_copy(stream, *copy, *ids, device_rings(device));
+  return transfer::launch_copy(stream, *copy, *ids, device_rings(device, ids->scope));
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "common/cuda_check.h"
 #include "common/driver.h"
 #include "common/error_ring.cuh"
+#include "common/error_scope.h"
 #include "common/ptx.cuh"
 #include "transfer/async_copy.h"
 #include "transfer/copy_kernel.h"
@@ -149,7 +150,7 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
       .traced_segment = nullptr,
       .last_segment = 0,
       .timeout_ns = static_cast<uint64_t>(*timeout_ns),
-      .errors = device_rings(device),
+      .errors = device_rings(device, scope_of_call(attributes)),
       .count = 0,
       .arrays = {},
       .places = {},
@@ -203,8 +204,10 @@ ffi::Error move_ticket(cudaStream_t stream, ffi::Buffer<ffi::S32> on_host,
                               ticket->copy_stream, ticket->first, {ticket->written, arrays});
 }
 
-ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  return prepare_copy_streams(device);
+ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
+                   ffi::Dictionary attributes) {
+  if (auto error = prepare_copy_streams(device); error.failure()) return error;
+  return prepare_rings(device, scope_of_call(attributes));
 }
 
 }  // namespace

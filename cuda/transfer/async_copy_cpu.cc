@@ -6,6 +6,7 @@
 
 #include "common/alias_check.h"
 #include "common/error_ring.h"
+#include "common/error_scope.h"
 #include "transfer/block_copy.h"
 #include "transfer/ticket.h"
 
@@ -32,7 +33,7 @@ ffi::Error start_copy(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
 
 // Records an error for each array that is not the one that the copy wrote.
 ffi::Error check_written(ffi::Buffer<ffi::S32> ticket, ffi::RemainingRets rets, size_t first_array,
-                         ffi::Span<const int64_t> places, int64_t segment) {
+                         ffi::Span<const int64_t> places, int64_t segment, Scope scope) {
   const auto* written = static_cast<const Ticket*>(ticket.untyped_data())->written;
   const auto num_written = static_cast<int64_t>(arrays_of_ticket(ticket.size_bytes()));
   for (size_t i = 0; i < places.size(); ++i) {
@@ -45,7 +46,7 @@ ffi::Error check_written(ffi::Buffer<ffi::S32> ticket, ffi::RemainingRets rets, 
                                          ") of the ticket");
     }
     if (written[place] && written[place] != (*array)->untyped_data()) {
-      record_host_error(ErrorCode::kCopiedBeforeWait, static_cast<int32_t>(segment),
+      record_host_error(scope, ErrorCode::kCopiedBeforeWait, static_cast<int32_t>(segment),
                         static_cast<int32_t>(place), 0);
     }
   }
@@ -64,7 +65,9 @@ ffi::Error wait_for_copy(ffi::Buffer<ffi::S32> ticket, ffi::RemainingArgs args,
   if (auto error = check_aliases(args, first_operand, rets, *first_array); error.failure()) {
     return error;
   }
-  if (auto error = check_written(ticket, rets, *first_array, *places, *segment); error.failure()) {
+  if (auto error =
+          check_written(ticket, rets, *first_array, *places, *segment, scope_of_call(attributes));
+      error.failure()) {
     return error;
   }
   if (*first_array == 0) return ffi::Error::Success();

@@ -58,7 +58,8 @@ bool valid_geometry(const CopyGeometry& g) {
 
 // The fixed part of the attribute; the byte offsets of the buffers follow, strided then dense.
 struct CopyNumbers {
-  int64_t operation, to_dense, num_sms, source_header, destination_header, num_dense_arrays;
+  int64_t caller;  // the operation; from bit 8 on, the scope
+  int64_t to_dense, num_sms, source_header, destination_header, num_dense_arrays;
   CopyGeometry geometry;
 };
 constexpr size_t kNumbers = sizeof(CopyNumbers) / sizeof(int64_t);
@@ -137,16 +138,20 @@ void drop_duplicates(const IdLists& ids, std::vector<BlockPair>* pairs,
 
 }  // namespace
 
+Scope scope_of_copy(CopyAttribute attribute) {
+  return attribute.size() ? static_cast<Scope>(attribute.begin()[0] >> 8) : Scope::kDefault;
+}
+
 ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi::S32> destinations,
                                  CopyAttribute attribute) {
   const auto n = read_numbers(attribute);
   if (!n) return invalid(kInvalidAttribute);
   const auto num_dense = static_cast<int32_t>(n->geometry.num_dense);
   const auto num_strided = static_cast<int32_t>(n->geometry.num_strided);
-  const IdLists ids{id_list(sources, n->source_header),
-                    id_list(destinations, n->destination_header),
-                    n->to_dense ? num_strided : num_dense, n->to_dense ? num_dense : num_strided,
-                    static_cast<Operation>(n->operation)};
+  const IdLists ids{
+      id_list(sources, n->source_header),       id_list(destinations, n->destination_header),
+      n->to_dense ? num_strided : num_dense,    n->to_dense ? num_dense : num_strided,
+      static_cast<Operation>(n->caller & 0xff), scope_of_copy(attribute)};
   if (ids.sources.size() != ids.destinations.size() || ids.sources.size() > INT32_MAX / 2) {
     return invalid(ids.sources.size(), " source ids, ", ids.destinations.size(),
                    " destination ids: must be equal numbers up to ", INT32_MAX / 2);

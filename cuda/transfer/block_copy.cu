@@ -68,9 +68,14 @@ ffi::Error launch_plan(cudaStream_t stream, const IdLists& ids, const PairList& 
 // Handlers
 
 // Everything that may allocate memory or load a module is done before the first execution.
-ffi::Error prepare_device(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+ffi::Error prepare_device(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
+                          ffi::Dictionary attributes) {
   static std::array<std::atomic<bool>, kMaxDevices> done{};  // called before every execution
   if (auto error = prepare_copy_kernel(device); error.failure()) return error;
+  if (const auto attribute = attributes.get<CopyAttribute>("copy"); attribute.has_value()) {
+    if (auto error = prepare_rings(device, scope_of_copy(*attribute)); error.failure())
+      return error;
+  }
   if (done[device].load()) return ffi::Error::Success();
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
       plan_pairs, cudaFuncAttributeMaxDynamicSharedMemorySize, ShareSize(kPlanMaxShare).bytes()));
@@ -90,7 +95,7 @@ ffi::Error plan_pairs_cuda(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
                                        " ids exceed the plan's capacity of " +
                                        std::to_string(list->capacity));
   }
-  return launch_plan(stream, *ids, *list, device_rings(device));
+  return launch_plan(stream, *ids, *list, device_rings(device, ids->scope));
 }
 
 ffi::Error copy_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
@@ -100,7 +105,7 @@ ffi::Error copy_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::
   if (!copy.has_value()) return copy.error();
   const auto ids = decode_ids(source_ids, destination_ids, attribute);
   if (!ids.has_value()) return ids.error();
-  return launch_copy(stream, *copy, *ids, device_rings(device));
+  return launch_copy(stream, *copy, *ids, device_rings(device, ids->scope));
 }
 
 ffi::Error copy_pairs_by_kernel(cudaStream_t stream, ffi::Buffer<ffi::S32> planned,

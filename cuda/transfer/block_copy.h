@@ -52,6 +52,7 @@ struct IdLists {
   IdList sources, destinations;
   int32_t num_sources, num_destinations;  // number of blocks on each side
   Operation operation;
+  Scope scope;
 };
 
 // Maximum number of ids that the copy kernel checks itself; longer lists go through plan_pairs.
@@ -78,6 +79,9 @@ struct BlockCopy {
   int32_t dense_block(BlockPair pair) const { return to_dense ? pair.destination : pair.source; }
   int32_t strided_block(BlockPair pair) const { return to_dense ? pair.source : pair.destination; }
 };
+
+// The scope in which a copy was traced.
+Scope scope_of_copy(CopyAttribute attribute);
 
 ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi::S32> destinations,
                                  CopyAttribute attribute);

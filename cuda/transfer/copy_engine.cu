@@ -121,7 +121,7 @@ ffi::ErrorOr<std::span<const BlockPair>> read_pairs(ffi::Buffer<ffi::S32> source
   std::vector<ErrorEntry> rejected;
   const auto pairs = select_pairs(*ids, &rejected);
   for (const auto& e : rejected)
-    record_host_error({code_of(e), ids->operation}, e.position, e.id, e.limit);
+    record_host_error(ids->scope, {code_of(e), ids->operation}, e.position, e.id, e.limit);
   return pairs;
 }
 

@@ -19,7 +19,7 @@ int max_shared = 0, static_shared = 0;
 namespace jaxkv {
 
 // Stub for error_ring.cu, which is not linked.
-xla::ffi::Error prepare_rings(int32_t) { return xla::ffi::Error::Success(); }
+xla::ffi::Error prepare_rings(int32_t, Scope) { return xla::ffi::Error::Success(); }
 
 }  // namespace jaxkv
 

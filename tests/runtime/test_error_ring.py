@@ -80,6 +80,11 @@ def test_kinds_are_counted_separately(take_kinds):
     assert take_kinds(*steps) == [{PAGE_INDEX: pages, BOUND: bounds}, {TRANSFER: (1, [0])}]
 
 
+def test_scopes_are_counted_separately(take):
+    steps = [*written(0, 2), "other", "take", *written(0, 5), "default", "take", "other", "take"]
+    assert take(*steps) == [(0, []), (2, [0, 1]), (5, list(range(5)))]
+
+
 @settings(max_examples=100)
 @given(data=st.data())
 def test_entries_are_neither_lost_nor_read_twice(take, data):

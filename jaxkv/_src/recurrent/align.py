@@ -28,6 +28,7 @@ from jax.typing import ArrayLike
 
 from jaxkv._src.runtime import native
 from jaxkv._src.runtime.dtypes import check_byte_dtype, check_canonical_dtype
+from jaxkv._src.runtime.errors import scope_attribute
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.sharding import check_unsharded, match_varying_axes
 from jaxkv.metadata.common import BatchMetadata
@@ -157,6 +158,7 @@ def _align(
         block_size=np.int64(batch.block_size),
         num_blocks=np.int64(num_blocks),
         geometry=np.array(geometry, np.int64).ravel(),
+        **scope_attribute(),
     )
     return jax.tree.unflatten(treedef, fusion_barrier(moved)), counts
 

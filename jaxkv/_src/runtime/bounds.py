@@ -8,6 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxkv._src.runtime import native
+from jaxkv._src.runtime.errors import scope_number
 
 
 def check_bounds(carry: jax.Array, **bounds: tuple[ArrayLike, int]) -> jax.Array:
@@ -26,6 +27,7 @@ def check_bounds(carry: jax.Array, **bounds: tuple[ArrayLike, int]) -> jax.Array
     """
     values = jnp.stack([jnp.asarray(value, jnp.int32) for value, _ in bounds.values()])
     code = native.extension().bound_code
+    scope = scope_number() << 32
     check = jax.ffi.ffi_call(
         "jaxkv_check_bounds",
         jax.typeof(carry),
@@ -35,6 +37,6 @@ def check_bounds(carry: jax.Array, **bounds: tuple[ArrayLike, int]) -> jax.Array
     return check(
         values,
         carry,
-        codes=np.array([code(name) for name in bounds], np.int64),
+        codes=np.array([scope | code(name) for name in bounds], np.int64),
         limits=np.array([limit for _, limit in bounds.values()], np.int64),
     )

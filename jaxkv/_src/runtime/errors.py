@@ -1,15 +1,22 @@
-"""Exception classes, and `check_errors` for errors counted on devices."""
+"""Exception classes; `check_errors` and `ErrorScope` for errors counted on devices."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
+import threading
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeAlias, TypeVar
 
 import jax
+import numpy as np
 
 from jaxkv._src.runtime import native
+
+# The entered ErrorScope. Part of jit's cache key, since a traced call contains its scope.
+_scope = jax.make_user_context(default_value=None)
 
 
 class JaxkvError(Exception):
@@ -21,6 +28,7 @@ class JaxkvError(Exception):
       device: device ordinal (`jax.Device.local_hardware_id`); None for several devices, or if the
         host detected the error.
       count: number of errors of this kind in the operation or on the device; None if unknown.
+      scope: name of the `ErrorScope` in which the error was raised; None outside any.
     """
 
     def __init__(
@@ -36,6 +44,7 @@ class JaxkvError(Exception):
         self.argument = argument
         self.device = device
         self.count = count
+        self.scope = _scope.value and _scope.value.name
         super().__init__(message)
 
 
@@ -103,6 +112,9 @@ class HostMemoryError(MemoryError):
 def check_errors(*outputs: object) -> None:
     """Raises the errors that devices counted since the last check.
 
+    Under `with scope:` for an `ErrorScope` those of the calls traced in this scope, otherwise those
+    of the calls traced in none.
+
     A CUDA kernel cannot raise: it skips an entry whose id is out of range or whose destination is a
     duplicate, and increments a counter, as it does for exceeded bounds and failed waits. Reading
     the counters does not synchronize, so a step loop may call this in every step; errors of work in
@@ -119,12 +131,84 @@ def check_errors(*outputs: object) -> None:
       ExceptionGroup: one error of each kind, if errors of several kinds are pending.
     """
     jax.block_until_ready(outputs)
-    taken = native.extension().device_errors()  # sorted by kind
+    taken = native.extension().device_errors(scope_number())  # sorted by kind
     errors = [_error_of(*group) for group in itertools.groupby(taken, operator.itemgetter(0))]
     if len(errors) == 1:
         raise errors[0]
     if errors:
         raise ExceptionGroup("jaxkv.check_errors", errors)
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorScope:
+    """Separate errors for an engine, if several share a process.
+
+    An error that a device counts belongs to the scope in which the call was traced: an operation
+    on pages or recurrent states, a wait, a metadata builder. Programs are compiled for each scope
+    in which they are called. A scope applies to the current thread, also during an `await`; the
+    innermost one counts.
+
+        scope = jaxkv.ErrorScope("engine-a")
+        with scope:
+            out = step(pool, cache)
+        scope.check_errors(out)
+
+    Args:
+      name: named in messages and `JaxkvError.scope`. Equal names are one scope, up to 255 different
+        ones in a process.
+
+    Raises:
+      TypeError: `name` is not a string.
+      ValueError: `name` is empty, one too many, or has the same hash as another scope's.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"ErrorScope: name must be a string, got {self.name!r}")
+        if not self.name:
+            raise ValueError("ErrorScope: name must not be empty")
+        self._register()
+
+    def __enter__(self) -> None:
+        entered = _scope(self)
+        entered.__enter__()
+        _entered.contexts.append(entered)
+
+    def __exit__(self, *exception: object) -> None:
+        _entered.contexts.pop().__exit__(None, None, None)
+
+    def check_errors(self, *outputs: object) -> None:
+        """Raises the errors of this scope; see `jaxkv.check_errors`."""
+        with self:
+            check_errors(*outputs)
+
+    def _register(self) -> int:
+        try:
+            return native.extension().register_scope(self.name)
+        except ValueError as error:
+            raise ValueError(f"ErrorScope: {error}") from None
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.contexts: list[AbstractContextManager[None]] = []
+
+
+_entered = _Entered()
+
+
+def scope_number() -> int:
+    """Number of the entered scope, for the native extension; 0 outside any."""
+    scope: ErrorScope | None = _scope.value
+    return scope._register() if scope else 0
+
+
+def scope_attribute() -> dict[str, np.int64]:
+    """The FFI attribute of a call that has no other number to contain its scope."""
+    number = scope_number()
+    return {"scope": np.int64(number)} if number else {}
 
 
 _KINDS: dict[str, tuple[type[JaxkvError], str]] = {
@@ -145,8 +229,12 @@ def _error_of(kind: str, taken: Iterable[tuple[str, int | None, int, list[_Entry
     recent = list(itertools.chain(*entries))
     operations, arguments, texts = zip(*recent, strict=True) if recent else ((), (), ())
     message = f"{sum(counts)} {counted}: {'; '.join(texts[:_MAX_TEXTS])}"
-    if known := [str(device) for device in devices if device is not None]:
-        message += f" (device {', '.join(known)})"
+    known = [str(device) for device in devices if device is not None]
+    origin = [f"device {', '.join(known)}"] if known else []
+    if scope := _scope.value:
+        origin.append(f"scope {scope.name}")
+    if origin:
+        message += f" ({', '.join(origin)})"
     return error(
         message,
         operation=_only(operations) or None,

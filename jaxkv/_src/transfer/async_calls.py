@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxkv._src.runtime.errors import scope_attribute
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.transfer.block_copy import START_TARGETS, BlockCopy, call_copy_handler, result_types
 from jaxkv._src.transfer.buffer_lifetime import MOVE_TICKET_TARGET, WAIT_TARGET, analysed
@@ -100,6 +101,7 @@ def _wait(
             last=np.int64(last),
             has_traced_segment=traced_segment is not None,
             boundary=np.array(boundary, np.int64),
+            **scope_attribute(),
         )
     waited = analysed(waited)
     return waited[: len(tickets)] + fusion_barrier(waited[len(tickets) :])

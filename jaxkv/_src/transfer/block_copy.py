@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv._src.cache.host_layout import PageGeometry
 from jaxkv._src.runtime import native
+from jaxkv._src.runtime.errors import scope_number
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.sharding import _varying_axes, match_varying_axes
 from jaxkv._src.transfer.ids import HostIds, IdPair, num_ids_of
@@ -195,7 +196,7 @@ def _copy_attribute(copy: BlockCopy, ids: IdPair, num_sms: int = 0) -> np.ndarra
     header = native.extension().HOST_IDS_HEADER
     return np.array(
         [
-            native.extension().OPERATIONS.index(copy.operation),
+            native.extension().OPERATIONS.index(copy.operation) | scope_number() << 8,
             copy.to_dense,
             num_sms or 1,  # 0 for the copy engine and the host
             *(header if isinstance(entry, HostIds) else 0 for entry in ids),
