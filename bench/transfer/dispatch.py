@@ -9,6 +9,8 @@ complete.
 
 Then `load_pages` of one page in 80 layers: host time per call, relative to the same program without
 the copy. The two take turns.
+
+Creating the two `HostIds` of a call is host time of a step, too. It is timed apart from calls.
 """
 
 import functools
@@ -37,6 +39,9 @@ WANTED_SHARE = 0.5
 REPEATS = 20
 LAYERS, MOST_DISPATCH = 80, 1.1
 ROUNDS, CALLS = 50, 40
+NUM_IDS = 256
+CREATIONS = 2000
+WANTED_CREATION_US = 40
 
 State = tuple[jax.Array, jax.Array]  # activations, and the destination of the load
 
@@ -146,6 +151,32 @@ def measure_program(results: Results) -> None:
     print(f"{name}: {ratio:.3f} +- {2 * error:.3f}")
 
 
+def measure_creation(results: Results) -> None:
+    """Host time of creating the two `HostIds` of a call; the median of `CREATIONS`."""
+    rng = np.random.default_rng(0)
+    permutations = [rng.permutation(NUM_IDS) for _ in range(2)]
+    host = SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+    for form in ("int32", "int64", "list"):
+        ids = [p.tolist() if form == "list" else p.astype(form) for p in permutations]
+
+        def create(_: Any, ids: list[Any] = ids) -> Any:
+            return tuple(map(jaxkv.HostIds, ids))
+
+        def put(_: Any, ids: list[Any] = ids) -> Any:
+            return tuple(jax.device_put(np.asarray(entry, np.int32), host) for entry in ids)
+
+        made = [
+            timing.single_call(make, make(None), repeats=CREATIONS)[0] for make in (create, put)
+        ]
+        microseconds, device_put = (call.returns * 1e6 for call in made)
+        case = f"both HostIds of a call, {NUM_IDS} ids as {form}"
+        baselines = {"jax.device_put": device_put}
+        results.row(case, "host time", "us", microseconds, baselines=baselines)
+        print(f"{case}: host time {microseconds:.1f} us, of jax.device_put {device_put:.1f} us")
+        if form != "list":  # NumPy takes 4 us to convert each
+            results.target(f"{case}: host time", microseconds, "<=", WANTED_CREATION_US, "us")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -153,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for count in COUNTS[:2] if flags.quick else COUNTS:
         measure(results, count)
     measure_program(results)
+    measure_creation(results)
     results.save(flags.out)
     return 0
 

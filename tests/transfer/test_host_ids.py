@@ -27,7 +27,7 @@ def run_load(pool, cache, ids, inside_jit: bool):
     return jax.block_until_ready(run(pool, cache, *ids))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint32"])
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "int64", "uint32", "uint64"])
 def test_any_integer_dtype_is_accepted(dtype):
     ids = np.array([3, 0, 5], dtype)
     case = make_case()
@@ -50,8 +50,11 @@ def test_length(n):
         (np.int32(3), ValueError, ["ids", "()"]),
         (np.array([2**31]), ValueError, ["ids", "2147483648", "int32"]),
         (np.array([-(2**31) - 1]), ValueError, ["ids", "-2147483649", "int32"]),
+        (np.array([2**31], np.uint32), ValueError, ["ids", "2147483648", "int32"]),
+        (np.array([2**63], np.uint64), ValueError, ["ids", str(2**63), "int32"]),
+        ([0, 2**32 + 1], ValueError, ["ids", "4294967297", "int32"]),
     ],
-    ids=["float", "bool", "rank 2", "scalar", "too large", "too small"],
+    ids=["float", "bool", "rank 2", "scalar", "too large", "too small", "uint32", "uint64", "list"],
 )
 def test_invalid_ids_are_rejected(ids, error, words):
     assert_rejected(lambda: jaxkv.HostIds(ids), error, *words)
@@ -76,6 +79,7 @@ def test_ids_are_on_the_default_device(name):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_creation_inside_jit_is_rejected(sharded):
     sharding = SingleDeviceSharding(jax.devices()[0]) if sharded else None
+    jaxkv.HostIds([1, 2], sharding=sharding)  # the same, outside of jit
     make = jax.jit(lambda x: (jaxkv.HostIds([1, 2], sharding=sharding), x)[1])
     assert_rejected(lambda: make(1.0), RuntimeError, "HostIds", "outside of jit")
 
@@ -88,6 +92,18 @@ def test_ids_are_a_copy_of_the_array():
     pool, cache = case.pool(), case.cache()
     out = run_load(pool, cache, [host_ids, device_ids], inside_jit=False)
     case.assert_holds(pool, out, **case.expected("load", VALUES, OTHERS))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_later_ids_do_not_pass_through_device_put(number, monkeypatch):
+    """Its Python code took most of the host time."""
+    sharding = jax.NamedSharding(mesh_of(number), jax.P()) if number > 1 else None
+    jaxkv.HostIds(VALUES, sharding=sharding)
+    monkeypatch.setattr(jax, "device_put", None)
+    for values in (OTHERS, VALUES):
+        ids = jaxkv.HostIds(values, sharding=sharding)
+        for shard in ids.data.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data)[-len(values) :], values)
 
 
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])

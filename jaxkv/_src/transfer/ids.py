@@ -15,8 +15,10 @@ from jaxkv._src.runtime import native
 from jaxkv._src.runtime.devices import check_outside_jit, default_device, has_native_memory
 from jaxkv._src.runtime.errors import PageIndexError
 from jaxkv._src.runtime.sync_guard import allow_host_sync
+from jaxkv._src.runtime.upload import upload_replicated
 
 _NEW = object()  # not None, which a transformation may pass as `data`
+_INT32 = np.iinfo(np.int32)
 
 
 # A registered dataclass is flattened without Python code, in every call of a program. Slots,
@@ -76,17 +78,26 @@ class HostIds:
         native_memory = all(map(has_native_memory, sharding.addressable_devices))
         if native_memory:
             sharding = sharding.with_memory_kind("pinned_host")
-        array = jax.device_put(words, sharding)
+        array = upload_replicated(words, sharding)
         check_outside_jit(array)
-        with allow_host_sync("HostIds are uploaded, after no work of the device"):
-            array.block_until_ready()
-        for shard in array.addressable_shards if native_memory else ():
-            extension.register_host_ids(shard.data.unsafe_buffer_pointer(), len(words))
+        if not array.is_ready():  # type: ignore[attr-defined]
+            with allow_host_sync("HostIds are uploaded, after no work of the device"):
+                array.block_until_ready()
+        if native_memory:
+            for address in _addresses(array):
+                extension.register_host_ids(address, len(words))
         self.data = array
         self.ids = host_ids
 
     def __len__(self) -> int:
         return self.data.shape[0] - native.extension().HOST_IDS_HEADER
+
+
+def _addresses(array: jax.Array) -> list[int]:
+    """Address of each device's copy."""
+    if isinstance(array.sharding, jax.sharding.SingleDeviceSharding):
+        return [array.unsafe_buffer_pointer()]
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 
 def values_on_device(ids: HostIds) -> jax.Array:
@@ -111,7 +122,8 @@ def as_host_ids(ids: npt.ArrayLike, name: str) -> np.ndarray:
         return array.astype(np.int32)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} must have an integer dtype, got {array.dtype}")
-    if array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min:
+    may_exceed = not np.can_cast(array.dtype, np.int32)
+    if may_exceed and (array.max() > _INT32.max or array.min() < _INT32.min):
         raise ValueError(f"{name} must fit int32, got values in [{array.min()}, {array.max()}]")
     return array.astype(np.int32)
 
