@@ -1,6 +1,8 @@
 """`upload_replicated`: the array of `jax.device_put`, without its Python code."""
 
 import contextlib
+import unittest.mock
+from typing import Any
 
 import jax
 import numpy as np
@@ -62,7 +64,7 @@ def test_array_is_that_of_device_put(name, in_mesh):
 @pytest.mark.parametrize("name", shardings())
 def test_programs_compile_once(name):
     values, sharding = np.arange(3, dtype=np.int32), shardings()[name]
-    double = jax.jit(lambda x: 2 * jax.device_put(x, jax.memory.Space.Device))
+    double: Any = jax.jit(lambda x: 2 * jax.device_put(x, jax.memory.Space.Device))
     for array in (jax.device_put(values, sharding), upload_replicated(values, sharding)):
         np.testing.assert_array_equal(double(array), 2 * values)
     assert double._cache_size() == 1
@@ -78,14 +80,13 @@ def test_later_arrays_do_not_pass_through_device_put(monkeypatch):
     """Unless JAX lacks the function, which then is a matter of speed only."""
     values, sharding = np.arange(3, dtype=np.int32), shardings()["pinned"]
     first = upload_replicated(values, sharding)
-    put = jax.device_put
-    calls = []
-    monkeypatch.setattr(jax, "device_put", lambda *args: calls.append(args) or put(*args))
+    device_put = unittest.mock.Mock(wraps=jax.device_put)
+    monkeypatch.setattr(jax, "device_put", device_put)
     assert_equal_arrays(upload_replicated(values, sharding), first)
-    assert not calls
+    assert not device_put.called
     monkeypatch.setattr(upload, "batched_device_put", None)
     assert_equal_arrays(upload_replicated(values, sharding), first)
-    assert len(calls) == 1
+    assert device_put.call_count == 1
 
 
 def test_upload_inside_jit_is_traced():
