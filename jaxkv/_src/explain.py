@@ -50,18 +50,21 @@ def selections_of_groups(
         raise ValueError(f"operation must be one of {known}, got {name!r}")
     given = inspect.signature(operation).bind(*args, **options).arguments
     ids = {argument: given.pop(argument) for argument in _OPERATIONS[name][0]}
-    layers, implementation = given.pop("layers", None), given.pop("implementation", None)
+    layers, tokens = given.pop("layers", None), given.pop("tokens", None)
+    implementation = given.pop("implementation", None)
     state = dict(list(given.items())[:2])  # in the order declared
 
-    def select(state: dict[str, Any], ids: dict[str, Any], layers: Any) -> list[Selection]:
+    def select(
+        state: dict[str, Any], ids: dict[str, Any], layers: Any, tokens: Any
+    ) -> list[Selection]:
         first, second = state.values()
         source_ids, destination_ids = ids.values()
-        call = resolve(name, (first, second), (source_ids, destination_ids), layers)
+        call = resolve(name, (first, second), (source_ids, destination_ids), layers, tokens)
         overlapped = name in ("start_load", "start_store")
         return [
             select_implementation(copy, call.ids, implementation, overlapped=overlapped)
             for copy in call.copies
         ]
 
-    groups = for_each_group(name, state, ids, layers, select)
-    return {"": select(state, ids, layers)} if groups is None else groups
+    groups = for_each_group(name, state, ids, layers, tokens, select)
+    return {"": select(state, ids, layers, tokens)} if groups is None else groups

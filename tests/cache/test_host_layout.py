@@ -21,7 +21,7 @@ from tests.util.layout_reference import (
     spec_of,
     store,
 )
-from tests.util.strategies import layer_selections, page_ids, reference_layouts
+from tests.util.strategies import layer_selections, page_ids, reference_layouts, token_ranges
 
 pytestmark = pytest.mark.host_only
 
@@ -69,25 +69,28 @@ def test_shape_and_strides(reference):
     assert layout.strides_bytes == np.empty(reference.shape, reference.spec.dtype).strides
 
 
-@given(reference_layouts())
+@given(reference_layouts(), st.data())
 @settings(max_examples=60, deadline=None)
-def test_page_geometry_locates_every_byte(reference):
-    """Byte b of a device block is where the geometry says, for every (kv, layer, page)."""
+def test_page_geometry_locates_every_byte(reference, data):
+    """Byte b of a device block, or some tokens of it, is where the geometry says."""
     layout, spec = host_layout(reference), reference.spec
     itemsize = np.dtype(spec.dtype).itemsize
-    geometry = layout.page_geometry()
+    tokens = data.draw(st.none() | token_ranges(spec.page_size))
+    geometry = layout.page_geometry(tokens)
+    first, last = (tokens.start, tokens.stop) if tokens else (0, spec.page_size)
     (n0, n1), (s0, s1) = geometry.counts, geometry.strides_bytes
-    page_bytes = spec.page_size * spec.num_kv_heads * spec.head_dim * itemsize
-    assert geometry.block_bytes == n0 * n1 * geometry.run_bytes == page_bytes
+    block_bytes = (last - first) * spec.num_kv_heads * spec.head_dim * itemsize
+    assert geometry.block_bytes == n0 * n1 * geometry.run_bytes == block_bytes
+    assert geometry.dense_stride_bytes == spec.block_bytes
     i0, i1, byte = np.ogrid[:n0, :n1, : geometry.run_bytes]
     within = (i0 * s0 + i1 * s1 + byte).reshape(-1)
     places = itertools.product(
         range(reference.num_kv), range(spec.num_layers), range(reference.num_pages)
     )
     for kv, layer, page in places:
-        elements = reference.page_offsets(kv, layer, page).reshape(-1, 1)
+        elements = reference.page_offsets(kv, layer, page)[first:last].reshape(-1, 1)
         want = (elements * itemsize + np.arange(itemsize)).reshape(-1)
-        start = layout.buffer_offset_bytes(kv, layer) + page * geometry.page_stride_bytes
+        start = layout.buffer_offset_bytes(kv, layer, first) + page * geometry.page_stride_bytes
         np.testing.assert_array_equal(start + within, want)
 
 

@@ -27,9 +27,9 @@ def ids_of(case: Case, count: int, implementation: str | None, seed: int = 0):
     return numpy_ids, [as_ids(side, implementation) for side in numpy_ids]
 
 
-def check(case: Case, direction: str, ids, out, pool, layers=None) -> None:
+def check(case: Case, direction: str, ids, out, pool, layers=None, tokens=None) -> None:
     jaxkv.check_errors(out)
     new_pool, cache = out
     host_pages, device_pages = ids
-    want = case.expected(direction, host_pages, device_pages, layers)
+    want = case.expected(direction, host_pages, device_pages, layers, tokens)
     case.assert_holds(pool if new_pool is None else new_pool, cache, **want)

@@ -119,6 +119,10 @@ def moves(host_pages: Iterable[int], device_pages: Iterable[int]) -> list[tuple[
     return [(int(h), int(d)) for h, d in pairs if h >= 0 and d >= 0]
 
 
+def _slice_of(tokens: range | None) -> slice:
+    return slice(None) if tokens is None else slice(tokens.start, tokens.stop)
+
+
 def load(
     layout: ReferenceLayout,
     host: np.ndarray,
@@ -126,14 +130,16 @@ def load(
     host_pages: Iterable[int],
     device_pages: Iterable[int],
     layers: Layers = None,
+    tokens: range | None = None,
 ) -> Device:
     """Returns the device cache after a load; the arguments are unchanged."""
-    flat = host.reshape(-1)
+    flat, chosen = host.reshape(-1), _slice_of(tokens)
     out = [tuple(buffer.copy() for buffer in buffers) for buffers in device]
     for host_page, device_page in moves(host_pages, device_pages):
         for layer in selected_layers(layout.spec, layers):
             for kv in range(layout.num_kv):
-                out[layer][kv][device_page] = flat[layout.page_offsets(kv, layer, host_page)]
+                page = flat[layout.page_offsets(kv, layer, host_page)]
+                out[layer][kv][device_page][chosen] = page[chosen]
     return out
 
 
@@ -144,14 +150,16 @@ def store(
     host_pages: Iterable[int],
     device_pages: Iterable[int],
     layers: Layers = None,
+    tokens: range | None = None,
 ) -> np.ndarray:
     """Returns the pool after a store; the arguments are unchanged."""
     out = host.copy()
-    flat = out.reshape(-1)
+    flat, chosen = out.reshape(-1), _slice_of(tokens)
     for host_page, device_page in moves(host_pages, device_pages):
         for layer in selected_layers(layout.spec, layers):
             for kv in range(layout.num_kv):
-                flat[layout.page_offsets(kv, layer, host_page)] = device[layer][kv][device_page]
+                offsets = layout.page_offsets(kv, layer, host_page)[chosen]
+                flat[offsets] = device[layer][kv][device_page][chosen]
     return out
 
 

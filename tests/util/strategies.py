@@ -35,6 +35,13 @@ def layer_selections(draw, num_layers: int) -> Layers:
 
 
 @st.composite
+def token_ranges(draw, page_size: int) -> range:
+    """Some tokens of a page, or all."""
+    first = draw(st.integers(0, page_size - 1))
+    return range(first, draw(st.integers(first + 1, page_size)))
+
+
+@st.composite
 def page_ids(draw, *sides: int) -> list[list[int]]:
     """One list per number of pages: equal lengths, no duplicates, about a fifth padding."""
     n = draw(st.integers(0, min(sides)))

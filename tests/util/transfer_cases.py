@@ -68,9 +68,9 @@ class Case:
                 name = f"cache.layers[{layer}][{kv}]"
                 assert_same_bytes(cache.layers[layer][kv], buffer, name)
 
-    def expected(self, direction: str, host_pages, device_pages, layers=None) -> dict:
+    def expected(self, direction: str, host_pages, device_pages, layers=None, tokens=None) -> dict:
         """Changes made by a copy: `{"device": ...}` for a load, `{"host": ...}` for a store."""
-        args = (self.layout, self.host, self.device, host_pages, device_pages, layers)
+        args = (self.layout, self.host, self.device, host_pages, device_pages, layers, tokens)
         return {"device": load(*args)} if direction == "load" else {"host": store(*args)}
 
 
@@ -161,13 +161,15 @@ def check_copy(
     device_pages,
     implementation: str | None = None,
     layers: Layers = None,
+    tokens: range | None = None,
 ) -> None:
     """Copies outside jit; compares every byte of both sides, and of the inputs afterwards."""
     pool, cache = case.pool(), case.cache()
     ids = [as_ids(pages, implementation) for pages in (host_pages, device_pages)]
-    out = copy(direction, pool, cache, *ids, layers=layers, implementation=implementation)
+    options = {"layers": layers, "tokens": tokens, "implementation": implementation}
+    out = copy(direction, pool, cache, *ids, **options)
     jaxkv.check_errors()
-    want = case.expected(direction, host_pages, device_pages, layers)
+    want = case.expected(direction, host_pages, device_pages, layers, tokens)
     case.assert_holds(*after(direction, out, pool, cache), **want)
     case.assert_holds(pool, cache)
 

@@ -75,16 +75,22 @@ class ArrayHostLayout:
         """Size in bytes of the host array."""
         return int(np.prod(self.shape, dtype=np.int64))
 
-    def page_geometry(self, array: int) -> PageGeometry:
-        """The block of an array of a layer."""
-        record = self.spec.blocks.nbytes
+    def page_geometry(self, array: int, tokens: range | None = None) -> PageGeometry:
+        """The block of an array of a layer, or some tokens of it."""
+        blocks = self.spec.blocks
         records = self.spec.num_layers if self.name == "page_first_direct" else 1
-        return PageGeometry.contiguous(self.spec.blocks.block_bytes[array], records * record)
+        whole = PageGeometry.contiguous(blocks.block_bytes[array], records * blocks.nbytes)
+        if tokens is None:
+            return whole
+        part = len(tokens) * blocks.row_bytes(array)
+        return dataclasses.replace(whole, block_bytes=part, run_bytes=part)
 
-    def buffer_offset_bytes(self, array: int, layer: int) -> int:
-        """Byte offset of page 0 of an array of a layer."""
+    def buffer_offset_bytes(self, array: int, layer: int, token: int = 0) -> int:
+        """Byte offset of a token of page 0 of an array of a layer."""
+        blocks = self.spec.blocks
         records = 1 if self.name == "page_first_direct" else self.num_pages
-        return layer * records * self.spec.blocks.nbytes + self.spec.blocks.offsets[array]
+        start = layer * records * blocks.nbytes + blocks.offsets[array]
+        return start + token * blocks.row_bytes(array)
 
 
 def layout_of_shape(spec: ArrayCacheSpec, name: str, shape: tuple[int, ...]) -> ArrayHostLayout:

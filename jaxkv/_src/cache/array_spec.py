@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxkv._src.cache.spec import select_layers
+from jaxkv._src.cache.spec import check_size, select_layers, select_tokens
 from jaxkv._src.runtime.dtypes import check_byte_dtype
 from jaxkv._src.runtime.pytrees import leaf_paths
 
@@ -55,6 +55,7 @@ class ArrayCacheSpec:
       stacked: whether each array has all layers, `[L, num_pages, ...]`.
       page_axes: mesh axes over which the pages are sharded.
       mesh: the devices of the cache, or None for one device.
+      page_size: tokens per page, the first dimension of a page; None if not known.
     """
 
     num_layers: int
@@ -63,9 +64,12 @@ class ArrayCacheSpec:
     stacked: bool
     page_axes: AxisNames
     mesh: Mesh | None
+    page_size: int | None = None
 
     @classmethod
-    def from_arrays(cls, arrays: Any, *, stacked: bool = False) -> ArrayCacheSpec:
+    def from_arrays(
+        cls, arrays: Any, *, stacked: bool = False, page_size: int | None = None
+    ) -> ArrayCacheSpec:
         """Describes a cache by its arrays, which keep their shapes, dtypes and shardings.
 
             caches = [jnp.zeros((num_pages, 16, 2 * heads, 128), jnp.bfloat16) for _ in range(32)]
@@ -81,6 +85,8 @@ class ArrayCacheSpec:
             `jax.ShapeDtypeStruct`s of byte-aligned dtypes. All layers are alike.
           stacked: `arrays` is instead an array, a tuple or a dict of
             `dtype[num_layers, num_pages, ...]` arrays.
+          page_size: tokens per page, which copies with `tokens` require: those of arrays
+            `[num_pages, page_size, ...]`.
 
         Returns:
           The `ArrayCacheSpec`.
@@ -90,6 +96,8 @@ class ArrayCacheSpec:
           ValueError: layers that differ, arrays with different numbers of pages, pages without
             elements, or shardings over different meshes or a sharded layer axis.
         """
+        if page_size is not None:
+            check_size(page_size, "page_size")
         leaves, structure = jax.tree.flatten(arrays)
         _check_leaves(leaves, stacked)
         mesh, partitions = _partitions(leaves)
@@ -109,7 +117,7 @@ class ArrayCacheSpec:
             num_layers = _common("number of layers", [leaf.shape[0] for leaf in leaves])
             if any(partition[0] for partition in partitions):
                 raise ValueError("the layer axis of stacked arrays must not be sharded")
-            return cls(num_layers, pages, structure, True, page_axes, mesh)
+            return cls(num_layers, pages, structure, True, page_axes, mesh, page_size)
         if not isinstance(arrays, list | tuple):
             raise TypeError(
                 f"arrays must be a list or tuple of layers, got a {type(arrays).__name__}; set "
@@ -123,7 +131,7 @@ class ArrayCacheSpec:
             [pages[i : i + of_layer] for i in range(0, len(pages), of_layer)],
             show=_show_pages,
         )
-        return cls(len(layers), pages[:of_layer], structure, False, page_axes, mesh)
+        return cls(len(layers), pages[:of_layer], structure, False, page_axes, mesh, page_size)
 
     @property
     def block_axes(self) -> AxisNames:
@@ -159,6 +167,30 @@ class ArrayCacheSpec:
         """Selected layer numbers: all for None, one for an int, or those of a sequence."""
         return select_layers(self.num_layers, layers)
 
+    def select_tokens(self, tokens: range | None) -> range | None:
+        """Selected token positions of each page; None for all.
+
+        Raises:
+          ValueError: the tokens of an array are not the first dimension of its pages.
+        """
+        if tokens is None:
+            return None
+        if self.page_size is None:
+            raise ValueError(
+                "tokens requires the page size of the cache: pass page_size to "
+                "ArrayCacheSpec.from_arrays"
+            )
+        for index, array in enumerate(self.arrays):
+            if array.shape[0] != self.page_size or array.sharding[0]:
+                sharded = f", sharded over {array.sharding[0]}" if array.sharding[0] else ""
+                raise ValueError(
+                    f"tokens requires pages of shape [page_size={self.page_size}, ...], not "
+                    f"sharded over tokens: array {index} of a layer has pages of {array.dtype}"
+                    f"{list(array.shape)}{sharded}; make a cache of the arrays without tokens, "
+                    "and pass both as a dict"
+                )
+        return select_tokens(self.page_size, tokens)
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockRecord:
@@ -179,6 +211,10 @@ class BlockRecord:
             math.prod(shape) * dtype.itemsize
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
+
+    def row_bytes(self, array: int) -> int:
+        """Bytes of one row of a block, a token if the first dimension is the tokens of a page."""
+        return self.block_bytes[array] // self.shapes[array][0]
 
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:

@@ -154,16 +154,21 @@ class HostLayout:
         """Size in bytes of the entire host array."""
         return self.num_pages * self.spec.page_bytes
 
-    def buffer_offset_bytes(self, kv: int, layer: int) -> int:
-        """Byte offset of page 0 in the K (kv=0) or V (kv=1) half of a layer."""
-        return kv * self._strides["kv"] + layer * self._strides["layer"]
+    def buffer_offset_bytes(self, kv: int, layer: int, token: int = 0) -> int:
+        """Byte offset of a token of page 0 in the K (kv=0) or V (kv=1) half of a layer."""
+        strides = self._strides
+        return kv * strides["kv"] + layer * strides["layer"] + token * strides["token"]
 
     @functools.cached_property
     def _geometry(self) -> PageGeometry:
+        return self._geometry_of(self.spec.page_size)
+
+    def _geometry_of(self, num_tokens: int) -> PageGeometry:
+        sizes = {**self._sizes, "token": num_tokens}
         run = np.dtype(self.spec.dtype).itemsize
         levels: list[tuple[int, int]] = []  # (count, stride), innermost first
         for axis in ("dim", "head", "group", "token"):
-            count, stride = self._sizes[axis], self._strides[axis]
+            count, stride = sizes[axis], self._strides[axis]
             if count == 1:
                 continue
             if not levels and stride == run:
@@ -174,7 +179,7 @@ class HostLayout:
                 levels.append((count, stride))
         inner, outer = [*levels, (1, 0), (1, 0)][:2]
         return PageGeometry(
-            block_bytes=self.spec.block_bytes,
+            block_bytes=self.spec.block_bytes // self.spec.page_size * num_tokens,
             dense_stride_bytes=self.spec.block_bytes,
             run_bytes=run,
             counts=(outer[0], inner[0]),
@@ -182,6 +187,9 @@ class HostLayout:
             page_stride_bytes=self._strides["page"],
         )
 
-    def page_geometry(self) -> PageGeometry:
-        """The runs in this layout of one page's block of a device array."""
-        return self._geometry
+    def page_geometry(self, tokens: range | None = None) -> PageGeometry:
+        """The runs in this layout of one page's block of a device array, or of some tokens of it.
+
+        The block of `tokens` starts at the first of them on both sides.
+        """
+        return self._geometry if tokens is None else self._geometry_of(len(tokens))

@@ -71,6 +71,10 @@ class KVCacheSpec:
         """Selected layer numbers: all for None, one for an int, or those of a sequence."""
         return select_layers(self.num_layers, layers)
 
+    def select_tokens(self, tokens: range | None) -> range | None:
+        """Selected token positions of each page; None for all."""
+        return select_tokens(self.page_size, tokens)
+
 
 def select_layers(num_layers: int, layers: int | Sequence[int] | None) -> tuple[int, ...]:
     """Selected layer numbers of `num_layers`: all, one for an int, or those of a sequence."""
@@ -92,6 +96,32 @@ def select_layers(num_layers: int, layers: int | Sequence[int] | None) -> tuple[
     if len(set(numbers)) != len(numbers):
         raise ValueError(f"layers must not have duplicates, got {numbers}")
     return numbers
+
+
+def select_tokens(page_size: int, tokens: range | None) -> range | None:
+    """Selected token positions of pages of `page_size` tokens; None for all."""
+    if tokens is None:
+        return None
+    if any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(tokens)):
+        raise TypeError(
+            "tokens must be a static range, got a traced value: pass a Python range, or mark the "
+            "argument with static_argnames"
+        )
+    if not isinstance(tokens, range):
+        raise TypeError(
+            f"tokens must be a range of token positions, such as range(0, 5), or None, got a "
+            f"{type(tokens).__name__}"
+        )
+    if tokens.step != 1:
+        raise ValueError(f"tokens must have step 1, got {tokens}")
+    if not tokens:
+        raise ValueError(
+            f"tokens must have at least one position, got {tokens}; pass empty id lists to copy "
+            "nothing"
+        )
+    if tokens.start < 0 or tokens.stop > page_size:
+        raise ValueError(f"tokens must be in [0, page_size={page_size}), got {tokens}")
+    return None if len(tokens) == page_size else tokens
 
 
 MOST = 2**31 - 1  # page ids are int32, and XLA aborts the process where a product overflows

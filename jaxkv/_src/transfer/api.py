@@ -25,7 +25,13 @@ from jaxkv._src.transfer.block_copy import (
     result_types,
 )
 from jaxkv._src.transfer.dispatch import Selection, select_implementation
-from jaxkv._src.transfer.groups import IdsOrGroups, LayersOrGroups, PoolOrGroups, for_each_group
+from jaxkv._src.transfer.groups import (
+    IdsOrGroups,
+    LayersOrGroups,
+    PoolOrGroups,
+    TokensOrGroups,
+    for_each_group,
+)
 from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.memory_kinds import check_memory_kinds
 from jaxkv._src.transfer.resolve import check_known_ids, prepare, resolve
@@ -44,6 +50,7 @@ def load_pages(
     device_pages: IdsOrGroups,
     *,
     layers: LayersOrGroups = None,
+    tokens: TokensOrGroups = None,
     implementation: Implementation | None = None,
 ) -> PyTree:
     """Copies pages from host memory into the device cache.
@@ -67,6 +74,10 @@ def load_pages(
       device_pages: int32[n], page ids in the cache, in the same forms. Pair i is padding if
         either id is negative.
       layers: a layer number, a sequence such as `range(4, 8)`, or None for all layers.
+      tokens: positions in each page, such as `range(0, 5)`, or None for whole pages. Only these
+        tokens are copied, so that an engine can store a page that is not full yet; the others
+        keep their bytes on both sides. Static: each range compiles once, so round up to a few. An
+        `ArrayCacheSpec` requires its `page_size`. With groups: of all, or a dict for some.
       implementation: "dma" (copy engine), "kernel" (SMs), "pallas" (SMs), "host" (CPU backend),
         "xla" (plain JAX, on any platform), or None for dispatch by the tuning table.
 
@@ -84,7 +95,7 @@ def load_pages(
     """
     state = {"pool": pool, "cache": cache}
     ids = {"host_pages": host_pages, "device_pages": device_pages}
-    return _dispatch("load_pages", state, ids, layers, implementation)
+    return _dispatch("load_pages", state, ids, layers, tokens, implementation)
 
 
 def store_pages(
@@ -94,6 +105,7 @@ def store_pages(
     device_pages: IdsOrGroups,
     *,
     layers: LayersOrGroups = None,
+    tokens: TokensOrGroups = None,
     implementation: Implementation | None = None,
 ) -> HostPool:
     """Copies pages from the device cache into host memory.
@@ -107,7 +119,7 @@ def store_pages(
 
     Args:
       pool: `HostPool` in any layout; donate it.
-      cache, host_pages, device_pages, layers, implementation: as for `load_pages`.
+      cache, host_pages, device_pages, layers, tokens, implementation: as for `load_pages`.
 
     Returns:
       The `HostPool` with the stored pages.
@@ -117,7 +129,7 @@ def store_pages(
     """
     state = {"pool": pool, "cache": cache}
     ids = {"device_pages": device_pages, "host_pages": host_pages}
-    return _dispatch("store_pages", state, ids, layers, implementation)
+    return _dispatch("store_pages", state, ids, layers, tokens, implementation)
 
 
 def swap_blocks(
@@ -151,7 +163,7 @@ def swap_blocks(
       ValueError, TypeError, NotImplementedError, PageIndexError: as for `load_pages`.
     """
     state, ids = {"src": src, "dst": dst}, {"src_ids": src_ids, "dst_ids": dst_ids}
-    return _dispatch("swap_blocks", state, ids, None, implementation)
+    return _dispatch("swap_blocks", state, ids, None, None, implementation)
 
 
 def _dispatch(
@@ -159,22 +171,25 @@ def _dispatch(
     state: dict[str, PyTree],
     ids: dict[str, Any],
     layers: Any,
+    tokens: Any,
     implementation: Implementation | None,
 ) -> PyTree:
     """The result of an operation; `ids` are the source ids, then the destination ids."""
 
-    def copy_group(state: dict[str, PyTree], ids: dict[str, Ids], layers: Any) -> PyTree:
+    def copy_group(
+        state: dict[str, PyTree], ids: dict[str, Ids], layers: Any, tokens: Any
+    ) -> PyTree:
         source_ids, destination_ids = ids.values()
         first, second = state.values()
-        call, traced = prepare(
-            operation, (first, second), (source_ids, destination_ids), layers, implementation
-        )
+        given = source_ids, destination_ids
+        call, traced = prepare(operation, (first, second), given, layers, tokens, implementation)
         if traced:
             return _run(call, implementation)
-        return _eager(operation, (first, second), call.ids, static_layers(layers), implementation)
+        layers = static_layers(layers)
+        return _eager(operation, (first, second), call.ids, layers, tokens, implementation)
 
-    groups = for_each_group(operation, state, ids, layers, copy_group)
-    return copy_group(state, ids, layers) if groups is None else groups
+    groups = for_each_group(operation, state, ids, layers, tokens, copy_group)
+    return copy_group(state, ids, layers, tokens) if groups is None else groups
 
 
 def static_layers(layers: int | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -183,15 +198,16 @@ def static_layers(layers: int | Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 # No donation: outside jit arrays are immutable, at the cost of a copy.
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
 def _eager(
     operation: str,
     state: tuple[PyTree, PyTree],
     ids: tuple[Ids, Ids],
     layers: tuple[int, ...] | None,
+    tokens: range | None,
     implementation: Implementation | None,
 ) -> PyTree:
-    return _run(resolve(operation, state, ids, layers), implementation)
+    return _run(resolve(operation, state, ids, layers, tokens), implementation)
 
 
 def _run(call: PreparedCall, implementation: Implementation | None) -> PyTree:

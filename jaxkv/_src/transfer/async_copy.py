@@ -10,7 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from jaxkv._src.transfer.async_handles import LoadHandle, StoreHandle
-from jaxkv._src.transfer.groups import IdsOrGroups, LayersOrGroups, PoolOrGroups, for_each_group
+from jaxkv._src.transfer.groups import (
+    IdsOrGroups,
+    LayersOrGroups,
+    PoolOrGroups,
+    TokensOrGroups,
+    for_each_group,
+)
 from jaxkv._src.tuning.copy_table import Implementation
 
 
@@ -21,6 +27,7 @@ def start_load(
     device_pages: IdsOrGroups,
     *,
     layers: LayersOrGroups = None,
+    tokens: TokensOrGroups = None,
     implementation: Implementation | None = None,
     timeout_s: float = 30.0,
 ) -> Any:
@@ -45,7 +52,7 @@ def start_load(
     This is the layer-wise overlap of SGLang's HiCache, which has one event per layer.
 
     Args:
-      pool, host_pages, device_pages, layers: as for `load_pages`.
+      pool, host_pages, device_pages, layers, tokens: as for `load_pages`.
       cache: as for `load_pages`; donate it.
       implementation: "dma" (copy engine), "kernel" (SMs), "host" (CPU backend), "xla" (plain
         JAX, on any platform: not overlapped, complete at the start), or None for dispatch by the
@@ -62,7 +69,7 @@ def start_load(
     """
     ids = {"host_pages": host_pages, "device_pages": device_pages}
     state = {"pool": pool, "cache": cache}
-    return _start(LoadHandle, "start_load", state, ids, layers, implementation, timeout_s)
+    return _start(LoadHandle, "start_load", state, ids, layers, tokens, implementation, timeout_s)
 
 
 def start_store(
@@ -72,6 +79,7 @@ def start_store(
     device_pages: IdsOrGroups,
     *,
     layers: LayersOrGroups = None,
+    tokens: TokensOrGroups = None,
     implementation: Implementation | None = None,
     timeout_s: float = 30.0,
 ) -> Any:
@@ -88,7 +96,7 @@ def start_store(
 
     Args:
       pool, cache: as for `store_pages`; donate both, otherwise XLA copies them first.
-      host_pages, device_pages, layers: as for `load_pages`.
+      host_pages, device_pages, layers, tokens: as for `load_pages`.
       implementation, timeout_s: as for `start_load`.
 
     Returns:
@@ -99,7 +107,7 @@ def start_store(
     """
     ids = {"device_pages": device_pages, "host_pages": host_pages}
     state = {"pool": pool, "cache": cache}
-    return _start(StoreHandle, "start_store", state, ids, layers, implementation, timeout_s)
+    return _start(StoreHandle, "start_store", state, ids, layers, tokens, implementation, timeout_s)
 
 
 def _start(
@@ -108,12 +116,13 @@ def _start(
     state: dict[str, Any],
     ids: dict[str, Any],
     layers: Any,
+    tokens: Any,
     implementation: Implementation | None,
     timeout_s: float,
 ) -> Any:
     """The handle of a copy, or a dict of the handles of groups."""
 
-    def start_group(state: dict[str, Any], ids: dict[str, Any], layers: Any) -> Any:
+    def start_group(state: dict[str, Any], ids: dict[str, Any], layers: Any, tokens: Any) -> Any:
         source_ids, destination_ids = ids.values()
         return handle._begin(
             operation,
@@ -121,9 +130,10 @@ def _start(
             state["cache"],
             (source_ids, destination_ids),
             layers,
+            tokens,
             implementation,
             timeout_s,
         )
 
-    groups = for_each_group(operation, state, ids, layers, start_group)
-    return start_group(state, ids, layers) if groups is None else groups
+    groups = for_each_group(operation, state, ids, layers, tokens, start_group)
+    return start_group(state, ids, layers, tokens) if groups is None else groups

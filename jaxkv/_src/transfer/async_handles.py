@@ -62,17 +62,20 @@ class _CopyHandle:
         engine_cache: resolve.PyTree,
         ids: tuple[Ids, Ids],
         layers: int | Sequence[int] | None,
+        tokens: range | None,
         implementation: Implementation | None,
         timeout_s: float,
     ) -> Self:
         timeout_s = checked_timeout_s(timeout_s)
         cache = by_layer(pool, engine_cache)
-        call, traced = resolve.prepare(operation, (pool, cache), ids, layers, implementation)
+        call, traced = resolve.prepare(
+            operation, (pool, cache), ids, layers, tokens, implementation
+        )
         if not traced:
             layers = api.static_layers(layers)
             with jax.disable_jit(False):  # a start requires a compiled program
                 started = _begin_outside_jit(
-                    cls, operation, pool, cache, call.ids, layers, implementation, timeout_s
+                    cls, operation, pool, cache, call.ids, layers, tokens, implementation, timeout_s
                 )
             started._pool = started._pool or pool
             return started
@@ -83,7 +86,7 @@ class _CopyHandle:
             return started
         # Also around the source: waits extend the lifetime of the buffer that the copy reads.
         state = started._pool, started._cache = fusion_barrier(call.state)
-        call = resolve.resolve(operation, state, call.ids, layers)
+        call = resolve.resolve(operation, state, call.ids, layers, tokens)
         copy = only_copy(operation, call.copies)
         selection = select_implementation(copy, call.ids, implementation, overlapped=True)
         if selection.implementation == "xla":
@@ -375,7 +378,7 @@ class StoreHandle(_CopyHandle):
 
 
 # No donation: outside jit arrays are immutable, at the cost of a copy.
-@functools.partial(jax.jit, static_argnums=(0, 1, 5, 6, 7))
+@functools.partial(jax.jit, static_argnums=(0, 1, 5, 6, 7, 8))
 def _begin_outside_jit(
     cls: type[_CopyHandle],
     operation: str,
@@ -383,10 +386,11 @@ def _begin_outside_jit(
     cache: DeviceCache | ArrayCache,
     ids: tuple[Ids, Ids],
     layers: tuple[int, ...] | None,
+    tokens: range | None,
     implementation: Implementation | None,
     timeout_s: float,
 ) -> _CopyHandle:
-    return cls._begin(operation, pool, cache, ids, layers, implementation, timeout_s)
+    return cls._begin(operation, pool, cache, ids, layers, tokens, implementation, timeout_s)
 
 
 _STATIC = ("timeout_s", "segment", "places", "retained", "last", "boundary")

@@ -12,6 +12,7 @@ PoolOrGroups: TypeAlias = HostPool | Mapping[str, HostPool]
 IdsOrGroups: TypeAlias = Ids | Mapping[str, Ids]
 Layers: TypeAlias = int | Sequence[int] | None
 LayersOrGroups: TypeAlias = Layers | Mapping[str, Layers]
+TokensOrGroups: TypeAlias = range | Mapping[str, range | None] | None
 
 
 def for_each_group(
@@ -19,7 +20,8 @@ def for_each_group(
     state: dict[str, Any],
     ids: dict[str, Any],
     layers: Any,
-    call: Callable[[dict[str, Any], dict[str, Any], Any], Any],
+    tokens: Any,
+    call: Callable[[dict[str, Any], dict[str, Any], Any, Any], Any],
 ) -> dict[str, Any] | None:
     """The result of `call` for each group, or None if ids and pool are not dicts.
 
@@ -28,6 +30,7 @@ def for_each_group(
       state: the arguments with arrays, by name.
       ids: the id lists, by name.
       layers: a dict of the layers of groups, or None for all layers.
+      tokens: a dict of the tokens of groups, or the tokens of all groups.
       call: the operation on the arguments of one group.
 
     Raises:
@@ -53,23 +56,25 @@ def for_each_group(
                 f"{operation}: {name} must have the groups of {first[0]}, {sorted(first[1])}, "
                 f"got {sorted(value)}"
             )
-    chosen = _layers_of_groups(operation, layers, first[1])
+    chosen = {} if layers is None else _of_groups(operation, "layers", layers, first[1])
+    if not isinstance(tokens, dict):
+        tokens = dict.fromkeys(first[1], tokens)
+    tokens = _of_groups(operation, "tokens", tokens, first[1])
     return {
         group: call(
             {name: value[group] for name, value in state.items()},
             {name: value[group] for name, value in ids.items()},
             chosen.get(group),
+            tokens.get(group),
         )
         for group in first[1]
     }
 
 
-def _layers_of_groups(operation: str, layers: Any, groups: dict[str, Any]) -> dict[str, Any]:
-    if layers is None:
-        return {}
-    if not isinstance(layers, dict) or not set(layers) <= set(groups):
+def _of_groups(operation: str, name: str, value: Any, groups: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(value, dict) or not set(value) <= set(groups):
         raise ValueError(
-            f"{operation}: layers must be a dict of some of the groups {sorted(groups)}, got "
-            f"{layers!r}"
+            f"{operation}: {name} must be a dict of some of the groups {sorted(groups)}, got "
+            f"{value!r}"
         )
-    return layers
+    return value

@@ -22,21 +22,29 @@ Resolved: TypeAlias = tuple[list[BlockCopy], tuple[int, int] | None, Rebuild]
 
 
 def resolve_pages(
-    operation: str, pool: HostPool, cache: PyTree, layers: int | Sequence[int] | None
+    operation: str,
+    pool: HostPool,
+    cache: PyTree,
+    layers: int | Sequence[int] | None,
+    tokens: range | None = None,
 ) -> Resolved:
     """One copy for each block size of a layer: one, unless the arrays of a layer differ."""
     device_cache = by_layer(pool, cache)
     check_pair(pool, device_cache)
     to_dense = operation in ("load_pages", "start_load")
     chosen = pool.spec.select_layers(layers)
+    tokens = pool.spec.select_tokens(tokens)
     num_pages = device_cache.num_pages, pool.host_layout.num_pages
     limits = num_pages[::-1] if to_dense else num_pages
     if not chosen:
         return [], limits, lambda _: cache if to_dense else pool
     copies, places = [], []
-    for geometry, arrays in _arrays_of_geometry(pool).items():
+    first_token = tokens.start if tokens else 0
+    for geometry, arrays in _arrays_of_geometry(pool, tokens).items():
         copies.append(
-            _copy_of_arrays(operation, to_dense, pool, device_cache, chosen, geometry, arrays)
+            _copy_of_arrays(
+                operation, to_dense, pool, device_cache, chosen, first_token, geometry, arrays
+            )
         )
         rows = [0] if is_stacked(device_cache) else chosen
         places.append([(row, array) for row in rows for array in arrays])
@@ -80,14 +88,14 @@ def only_copy(operation: str, copies: list[BlockCopy]) -> BlockCopy:
     return copies[0]
 
 
-def _arrays_of_geometry(pool: HostPool) -> dict[PageGeometry, list[int]]:
-    """The arrays of a layer, by the geometry of their blocks."""
+def _arrays_of_geometry(pool: HostPool, tokens: range | None) -> dict[PageGeometry, list[int]]:
+    """The arrays of a layer, by the geometry of these tokens of their blocks."""
     layout = pool.host_layout
     if not isinstance(pool.spec, ArrayCacheSpec):
-        return {layout.page_geometry(): list(range(pool.spec.num_kv))}
+        return {layout.page_geometry(tokens): list(range(pool.spec.num_kv))}
     arrays: dict[PageGeometry, list[int]] = {}
     for index in range(len(pool.spec.arrays)):
-        arrays.setdefault(layout.page_geometry(index), []).append(index)
+        arrays.setdefault(layout.page_geometry(index, tokens), []).append(index)
     return arrays
 
 
@@ -97,18 +105,23 @@ def _copy_of_arrays(
     pool: HostPool,
     cache: DeviceCache | ArrayCache,
     layers: Sequence[int],
+    first_token: int,
     geometry: PageGeometry,
     arrays: Sequence[int],
 ) -> BlockCopy:
     layout = pool.host_layout
     buffers = [(layer, array) for layer in layers for array in arrays]
+    skipped = 0
+    if first_token:
+        assert pool.spec.page_size
+        skipped = first_token * (geometry.dense_stride_bytes // pool.spec.page_size)
     if is_stacked(cache):
         dense = [cache.layers[0][array] for array in arrays]
         layer_bytes = cache.num_pages * geometry.dense_stride_bytes
-        dense_offsets = [layer * layer_bytes for layer, _ in buffers]
+        dense_offsets = [layer * layer_bytes + skipped for layer, _ in buffers]
     else:
         dense = [cache.layers[layer][array] for layer, array in buffers]
-        dense_offsets = [0] * len(buffers)
+        dense_offsets = [skipped] * len(buffers)
     return BlockCopy(
         operation=operation,
         to_dense=to_dense,
@@ -116,7 +129,9 @@ def _copy_of_arrays(
         strided=[pool.data],
         geometry=geometry,
         dense_offsets=dense_offsets,
-        strided_offsets=[layout.buffer_offset_bytes(array, layer) for layer, array in buffers],
+        strided_offsets=[
+            layout.buffer_offset_bytes(array, layer, first_token) for layer, array in buffers
+        ],
         num_dense=cache.num_pages,
         num_strided=layout.num_pages,
     )

@@ -46,6 +46,7 @@ def prepare(
     state: tuple[PyTree, PyTree],
     ids: tuple[Ids, Ids],
     layers: int | Sequence[int] | None,
+    tokens: range | None,
     implementation: Implementation | None,
 ) -> tuple[PreparedCall, bool]:
     """Checks the arguments of an operation; returns its copies and whether it is traced."""
@@ -57,7 +58,7 @@ def prepare(
         state, ids = reject_transformations(operation, (state, ids))
         if operation != "swap_blocks":
             state = with_checked_pool(operation, *state)
-    call = resolve(operation, state, ids, layers)
+    call = resolve(operation, state, ids, layers, tokens)
     leaves = jax.tree.leaves((state, call.ids))
     check_unsharded(leaves)
     if traced:
@@ -72,6 +73,7 @@ def resolve(
     state: tuple[PyTree, PyTree],
     ids: tuple[Ids, Ids],
     layers: int | Sequence[int] | None,
+    tokens: range | None = None,
 ) -> PreparedCall:
     """The copies of an operation; raises if its arguments do not match."""
     names, make_copies = _OPERATIONS[operation]
@@ -83,12 +85,12 @@ def resolve(
             f"{operation}: {names[0]} and {names[1]} must have the same length, got "
             f"{num_ids_of(source_ids)} and {num_ids_of(destination_ids)}"
         )
-    copies, limits, rebuild = make_copies(operation, *state, layers)
+    copies, limits, rebuild = make_copies(operation, *state, layers, tokens)
     copies = [with_varying_axes(copy, (source_ids, destination_ids)) for copy in copies]
     return PreparedCall(copies, state, (source_ids, destination_ids), limits, rebuild)
 
 
-def _resolve_swap(operation: str, src: PyTree, dst: PyTree, layers: None) -> Resolved:
+def _resolve_swap(operation: str, src: PyTree, dst: PyTree, layers: None, tokens: None) -> Resolved:
     sources, source_tree = jax.tree.flatten(src)
     destinations, destination_tree = jax.tree.flatten(dst)
     if source_tree != destination_tree:  # type: ignore[operator]
