@@ -30,9 +30,10 @@ from jaxkv._src.runtime.sync_guard import (
     forbid_host_sync,
 )
 from jaxkv._src.transfer.api import load_pages, store_pages, swap_blocks
-from jaxkv._src.transfer.async_copy import start_load, start_store
+from jaxkv._src.transfer.async_copy import start_load, start_store, start_swap
 from jaxkv._src.transfer.async_handles import LoadHandle, StoreHandle
 from jaxkv._src.transfer.ids import HostIds
+from jaxkv._src.transfer.swap_handle import SwapHandle
 from jaxkv._src.version import __version__ as __version__
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "PeerTimeoutError",
     "StaleCountsError",
     "StoreHandle",
+    "SwapHandle",
     "SymmetricMemory",
     "TransferError",
     "all_reduce",
@@ -67,6 +69,7 @@ __all__ = [
     "recurrent",
     "start_load",
     "start_store",
+    "start_swap",
     "store_pages",
     "swap_blocks",
 ]

@@ -31,8 +31,9 @@ enum class Operation : int32_t {
   kStartLoad,
   kStartStore,
   kSwapBlocks,
+  kStartSwap,
 };
-inline constexpr int32_t kOperations = 6;
+inline constexpr int32_t kOperations = 7;
 
 struct OperationNames {
   const char *operation, *source_ids, *destination_ids;
@@ -44,6 +45,7 @@ inline constexpr OperationNames kOperationNames[kOperations] = {
     {"start_load", "host_pages", "device_pages"},
     {"start_store", "device_pages", "host_pages"},
     {"swap_blocks", "src_ids", "dst_ids"},
+    {"start_swap", "src_ids", "dst_ids"},
 };
 
 // The kind of exception that check_errors() raises.

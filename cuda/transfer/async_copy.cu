@@ -56,21 +56,22 @@ struct WaitParams {
   uint16_t places[kLaunchArrays];  // indices in the written arrays
 };
 
-__device__ Operation operation_of(uint32_t copy_stream) {
-  return copy_stream % kNumCopyStreams < kNumCopyStreams / 2 ? Operation::kStartLoad
-                                                             : Operation::kStartStore;
-}
+// The values of a ticket other than its arrays, by value: the next ticket may replace it.
+struct TicketValues {
+  uint16_t copy_stream;
+  Operation operation;
+  uint32_t first;
+};
 
-__device__ void wait_for_segment(const WaitParams& p, int32_t segment, uint32_t copy_stream,
-                                 uint32_t first) {
+__device__ void wait_for_segment(const WaitParams& p, int32_t segment, const TicketValues& ticket) {
   const uint32_t* counter =
-      p.copy_stream_words + (copy_stream % kNumCopyStreams) * kCopyStreamWords;
-  const uint32_t expected = first + static_cast<uint32_t>(segment);
+      p.copy_stream_words + (ticket.copy_stream % kNumCopyStreams) * kCopyStreamWords;
+  const uint32_t expected = ticket.first + static_cast<uint32_t>(segment);
   const uint64_t deadline = ptx::globaltimer_ns() + p.timeout_ns;
   uint32_t seen = ptx::load_acquire_sys(counter);
   while (static_cast<int32_t>(seen - expected) < 0) {  // wrapping comparison
     if (ptx::globaltimer_ns() > deadline) {
-      record_error(p.errors, {ErrorCode::kWaitTimeout, operation_of(copy_stream)}, segment,
+      record_error(p.errors, {ErrorCode::kWaitTimeout, ticket.operation}, segment,
                    static_cast<int32_t>(expected), static_cast<int32_t>(seen));
       return;
     }
@@ -80,11 +81,12 @@ __device__ void wait_for_segment(const WaitParams& p, int32_t segment, uint32_t 
 }
 
 __global__ void wait_for_copy(const __grid_constant__ WaitParams p) {
-  const uint32_t copy_stream = p.ticket->copy_stream, first = p.ticket->first;
+  const TicketValues ticket{p.ticket->copy_stream, static_cast<Operation>(p.ticket->operation),
+                            p.ticket->first};
   for (uint32_t i = threadIdx.x; i < p.count; i += kWarp) {
     const void* written = p.ticket->written[p.places[i]];
     if (written && written != p.arrays[i]) {
-      record_error(p.errors, {ErrorCode::kCopiedBeforeWait, operation_of(copy_stream)}, p.segment,
+      record_error(p.errors, {ErrorCode::kCopiedBeforeWait, ticket.operation}, p.segment,
                    p.places[i], 0);
     }
   }
@@ -95,12 +97,13 @@ __global__ void wait_for_copy(const __grid_constant__ WaitParams p) {
   }
   if (threadIdx.x != 0) return;
   if (p.next_ticket) {
-    p.next_ticket->copy_stream = copy_stream;
-    p.next_ticket->first = first;
+    p.next_ticket->copy_stream = ticket.copy_stream;
+    p.next_ticket->operation = static_cast<uint16_t>(ticket.operation);
+    p.next_ticket->first = ticket.first;
   }
   const int32_t segment =
       p.traced_segment ? max(0, min(*p.traced_segment, p.last_segment)) : p.segment;
-  if (segment >= 0) wait_for_segment(p, segment, copy_stream, first);
+  if (segment >= 0) wait_for_segment(p, segment, ticket);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -119,8 +122,9 @@ ffi::Error start_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
                                    static_cast<size_t>(segment_buffers)};
     return launch_copy(copy_stream.stream(), *copy, *list, &progress);
   };
-  return start_copy({stream, device, ticket, rets, segment_buffers, joined}, *copy, Engine::kKernel,
-                    enqueue);
+  const Operation operation = operation_of(attribute);
+  return start_copy({stream, device, operation, ticket, rets, segment_buffers, joined}, *copy,
+                    Engine::kKernel, enqueue);
 }
 
 ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticket,
@@ -200,8 +204,8 @@ ffi::Error move_ticket(cudaStream_t stream, ffi::Buffer<ffi::S32> on_host,
     return ffi::Error::InvalidArgument("jaxkv move_ticket: tickets of unequal size");
   }
   const auto* ticket = static_cast<const Ticket*>(on_host.untyped_data());
-  return enqueue_ticket_write(stream, static_cast<Ticket*>(on_device->untyped_data()),
-                              ticket->copy_stream, ticket->first, {ticket->written, arrays});
+  return enqueue_ticket_write(stream, static_cast<Ticket*>(on_device->untyped_data()), *ticket,
+                              {ticket->written, arrays});
 }
 
 ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
@@ -262,11 +266,14 @@ bool CopyStream::ended(uint64_t started) const {
 
 ffi::Error CopyStream::enqueue_ticket(cudaStream_t xla_stream, const TicketWrite& ticket,
                                       uint32_t first) const {
+  const Ticket values{static_cast<uint16_t>(index_), static_cast<uint16_t>(ticket.operation),
+                      first};
   if (!ticket.on_host) {
-    return enqueue_ticket_write(xla_stream, ticket.ticket, index_, first, ticket.written);
+    return enqueue_ticket_write(xla_stream, ticket.ticket, values, ticket.written);
   }
-  ticket.ticket->copy_stream = index_;
-  ticket.ticket->first = first;
+  ticket.ticket->copy_stream = values.copy_stream;
+  ticket.ticket->operation = values.operation;
+  ticket.ticket->first = values.first;
   std::ranges::copy(ticket.written, ticket.ticket->written);
   return ffi::Error::Success();
 }
@@ -324,7 +331,8 @@ ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
   if (capture != cudaStreamCaptureStatusNone) {
     return ffi::Error::Internal("jaxkv start_copy: cannot be captured in a CUDA graph");
   }
-  TicketWrite ticket{static_cast<Ticket*>(call.ticket->untyped_data()), {}, !copy.to_dense};
+  TicketWrite ticket{
+      static_cast<Ticket*>(call.ticket->untyped_data()), call.operation, {}, !copy.to_dense};
   for (size_t i = 0; i < call.written.size(); ++i) {
     auto array = call.written.get<ffi::AnyBuffer>(i);
     if (!array.has_value()) return array.error();

@@ -1,5 +1,5 @@
-// Asynchronous copies on streams of our own, concurrent with XLA's: the operations that start_load
-// and start_store enqueue.
+// Asynchronous copies on streams of our own, concurrent with XLA's: the operations that start_load,
+// start_store and start_swap enqueue.
 //
 // A copy stream serves one direction and one engine of a device, so its copies arrive in the order
 // in which they were started. Its counter records the progress: segment s of a copy (a layer) has
@@ -24,6 +24,7 @@ enum class Engine : uint32_t { kKernel = 0, kCopyEngine };
 
 struct TicketWrite {
   Ticket* ticket;
+  Operation operation;
   std::vector<const void*> written;
   // XLA places the results of a call that writes host memory there, and frees host memory of a
   // program once the program is enqueued: the host writes such a ticket, and reads it, meanwhile.
@@ -80,6 +81,7 @@ ffi::Error prepare_copy_streams(int32_t device);
 struct StartCall {
   cudaStream_t stream;
   int32_t device;
+  Operation operation;
   ffi::ResultBuffer<ffi::S32> ticket;
   ffi::RemainingRets written;
   int64_t segment_buffers;

@@ -22,7 +22,9 @@ ffi::Error start_copy(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
                                        std::to_string(arrays_of_ticket(ticket->size_bytes())) +
                                        " arrays, expected " + std::to_string(rets.size()));
   }
-  auto* written = static_cast<Ticket*>(ticket->untyped_data())->written;
+  auto* values = static_cast<Ticket*>(ticket->untyped_data());
+  values->operation = static_cast<uint16_t>(operation_of(attribute));
+  auto* written = values->written;
   for (size_t i = 0; i < rets.size() && !joined; ++i) {
     auto array = rets.get<ffi::AnyBuffer>(i);
     if (!array.has_value()) return array.error();
@@ -34,7 +36,8 @@ ffi::Error start_copy(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
 // Records an error for each array that is not the one that the copy wrote.
 ffi::Error check_written(ffi::Buffer<ffi::S32> ticket, ffi::RemainingRets rets, size_t first_array,
                          ffi::Span<const int64_t> places, int64_t segment, Scope scope) {
-  const auto* written = static_cast<const Ticket*>(ticket.untyped_data())->written;
+  const auto* values = static_cast<const Ticket*>(ticket.untyped_data());
+  const auto* written = values->written;
   const auto num_written = static_cast<int64_t>(arrays_of_ticket(ticket.size_bytes()));
   for (size_t i = 0; i < places.size(); ++i) {
     auto array = rets.get<ffi::AnyBuffer>(first_array + i);
@@ -46,8 +49,9 @@ ffi::Error check_written(ffi::Buffer<ffi::S32> ticket, ffi::RemainingRets rets, 
                                          ") of the ticket");
     }
     if (written[place] && written[place] != (*array)->untyped_data()) {
-      record_host_error(scope, ErrorCode::kCopiedBeforeWait, static_cast<int32_t>(segment),
-                        static_cast<int32_t>(place), 0);
+      const Fault fault{ErrorCode::kCopiedBeforeWait, static_cast<Operation>(values->operation)};
+      record_host_error(scope, fault, static_cast<int32_t>(segment), static_cast<int32_t>(place),
+                        0);
     }
   }
   return ffi::Error::Success();

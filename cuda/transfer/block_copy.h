@@ -23,6 +23,11 @@ namespace ffi = xla::ffi;
 // each attribute adds host time to each call.
 using CopyAttribute = ffi::Span<const int64_t>;
 
+// The public function of a copy: the first number of the attribute.
+inline Operation operation_of(CopyAttribute attribute) {
+  return attribute.size() ? static_cast<Operation>(attribute[0]) : Operation::kUnknown;
+}
+
 // In the order of the attribute.
 struct CopyGeometry {
   int64_t block_bytes;

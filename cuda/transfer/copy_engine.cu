@@ -158,7 +158,8 @@ ffi::Error start_by_dma(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S3
     }
     return error;
   };
-  return start_copy({stream, device, ticket, rets, segment_buffers, joined}, *copy,
+  const Operation operation = operation_of(attribute);
+  return start_copy({stream, device, operation, ticket, rets, segment_buffers, joined}, *copy,
                     Engine::kCopyEngine, enqueue);
 }
 

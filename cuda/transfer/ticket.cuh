@@ -15,7 +15,8 @@ constexpr int kWarp = 32;
 
 struct WriteTicketParams {
   Ticket* ticket;
-  uint32_t copy_stream, first;
+  uint16_t copy_stream, operation;
+  uint32_t first;
   uint32_t begin, count;  // of the written arrays
   const void* written[kLaunchArrays];
 };
@@ -23,6 +24,7 @@ struct WriteTicketParams {
 __global__ void write_ticket(const __grid_constant__ WriteTicketParams p) {
   if (threadIdx.x == 0) {
     p.ticket->copy_stream = p.copy_stream;
+    p.ticket->operation = p.operation;
     p.ticket->first = p.first;
   }
   for (uint32_t i = threadIdx.x; i < p.count; i += kWarp) {
@@ -30,9 +32,9 @@ __global__ void write_ticket(const __grid_constant__ WriteTicketParams p) {
   }
 }
 
-ffi::Error enqueue_ticket_write(cudaStream_t stream, Ticket* ticket, uint32_t copy_stream,
-                                uint32_t first, std::span<const void* const> written) {
-  WriteTicketParams p{ticket, copy_stream, first, 0, 0, {}};
+ffi::Error enqueue_ticket_write(cudaStream_t stream, Ticket* ticket, const Ticket& values,
+                                std::span<const void* const> written) {
+  WriteTicketParams p{ticket, values.copy_stream, values.operation, values.first, 0, 0, {}};
   for (size_t i = 0; i < written.size(); i += p.count) {
     p.begin = static_cast<uint32_t>(i);
     p.count = static_cast<uint32_t>(std::min<size_t>(kLaunchArrays, written.size() - i));

@@ -9,7 +9,8 @@ namespace jaxkv::transfer {
 // Written by a start to memory of XLA. If a wait receives another array than the one in `written`,
 // XLA copied the array before the bytes arrived.
 struct Ticket {
-  uint32_t copy_stream;
+  uint16_t copy_stream;
+  uint16_t operation;  // of the start, for errors
   uint32_t first;
   const void* written[];
 };

@@ -16,8 +16,8 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
     """Explains the dispatch of `operation(*args, **options)`.
 
     Args:
-      operation: `load_pages`, `store_pages`, `swap_blocks`, `start_load`, `start_store`, or
-        `all_reduce`.
+      operation: `load_pages`, `store_pages`, `swap_blocks`, `start_load`, `start_store`,
+        `start_swap`, or `all_reduce`.
       *args, **options: its arguments; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
@@ -60,7 +60,7 @@ def selections_of_groups(
         first, second = state.values()
         source_ids, destination_ids = ids.values()
         call = resolve(name, (first, second), (source_ids, destination_ids), layers, tokens)
-        overlapped = name in ("start_load", "start_store")
+        overlapped = name.startswith("start_")
         return [
             select_implementation(copy, call.ids, implementation, overlapped=overlapped)
             for copy in call.copies

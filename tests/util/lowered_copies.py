@@ -113,16 +113,16 @@ def ended(started: Any) -> bool:
     """Whether all layers of a transfer were waited for."""
     if isinstance(started, jaxkv.StoreHandle):
         return started._ticket is None
-    return started._ticket is None or len(started._waited) == len(started._layers)
+    return started._ticket is None or len(started._waited) == len(started._segments)
 
 
 def wait(choices: random.Random, started: Any, x: Any) -> Any:
-    layer = choices.choice(started._layers)
+    layer = choices.choice(started._segments)
     return started.wait(layer, after=x if choices.random() < 0.5 else None)
 
 
 def _inner_jit(choices: random.Random, started: Any, x: Any, *, inline: bool = False) -> Any:
-    layer = choices.choice([None, *started._layers])
+    layer = choices.choice([None, *started._segments])
 
     def inner(started: Any, x: Any) -> Any:
         if layer is not None:
@@ -148,7 +148,7 @@ def _nested(choices: random.Random, started: Any, x: Any) -> Any:
 
 def _inner_drops(choices: random.Random, started: Any, x: Any) -> Any:
     """The inner program waits for one layer of its duplicate of the handle, and returns none."""
-    layer = choices.choice(started._layers)
+    layer = choices.choice(started._segments)
     x = jax.jit(lambda one, x: x + one.wait(layer)[0].sum().astype(x.dtype))(started, x)
     return started, x
 
@@ -162,7 +162,7 @@ def _barrier(choices: random.Random, started: Any, x: Any) -> Any:
 
 
 def _cond(choices: random.Random, started: Any, x: Any) -> Any:
-    layer = choices.choice([None, *started._layers])
+    layer = choices.choice([None, *started._segments])
 
     def branch(started: Any, x: Any) -> Any:
         if layer is not None:
@@ -189,7 +189,7 @@ def _scan(choices: random.Random, started: Any, x: Any) -> Any:
 
 
 def _checkpoint(choices: random.Random, started: Any, x: Any) -> Any:
-    layer = choices.choice(started._layers)
+    layer = choices.choice(started._segments)
 
     def inner(started: Any, x: Any) -> Any:
         return started, x + started.wait(layer)[0].sum().astype(x.dtype)
@@ -268,12 +268,12 @@ class Module:
 
 def segment_of_leaf(started: Any, leaf: int) -> int | None:
     """Segment of the copy that uses a leaf of a transfer; None if unused."""
-    last = len(started._layers) - 1
+    last = len(started._segments) - 1
     kinds: list[int | None] = [None]  # the ticket
     kinds += [last] * (started._plan is not None)
     for layer, buffers in enumerate(started._cache.layers):
-        used = layer in started._layers
-        kinds += [started._layers.index(layer) if used else None] * len(buffers)
+        used = layer in started._segments
+        kinds += [started._segments.index(layer) if used else None] * len(buffers)
     return [*kinds, last][leaf]
 
 

@@ -224,7 +224,8 @@ def _run(call: PreparedCall, implementation: Implementation | None) -> PyTree:
         ]
         if operation == "swap_blocks":
             copies = [
-                dataclasses.replace(copy, dense=check_memory_kinds(copy.dense)) for copy in copies
+                dataclasses.replace(copy, dense=check_memory_kinds(operation, copy.dense))
+                for copy in copies
             ]
         written = [
             check_sharded_arguments(operation, arrays)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -11,15 +11,70 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv._src.runtime.errors import scope_attribute
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
-from jaxkv._src.transfer.block_copy import START_TARGETS, BlockCopy, call_copy_handler, result_types
+from jaxkv._src.transfer.block_copy import (
+    START_TARGETS,
+    BlockCopy,
+    call_copy_handler,
+    plan_pairs,
+    result_types,
+)
 from jaxkv._src.transfer.buffer_lifetime import MOVE_TICKET_TARGET, WAIT_TARGET, analysed
-from jaxkv._src.transfer.dispatch import Selection
+from jaxkv._src.transfer.dispatch import Selection, select_implementation
 from jaxkv._src.transfer.ids import IdPair
+from jaxkv._src.transfer.page_copies import only_copy
+from jaxkv._src.transfer.resolve import PreparedCall, check_known_ids
+from jaxkv._src.transfer.sharded_arguments import check_sharded_arguments
+from jaxkv._src.transfer.xla_copy import copy_blocks_xla
+from jaxkv._src.tuning.copy_table import Implementation
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray
 
 _WORDS = 2  # int32 words per 64-bit entry of a ticket: its number, then the address of each array
+
+
+class StartedCopy(NamedTuple):
+    """The results of a start.
+
+    Attributes:
+      ticket: identifies the copy; None if it is complete.
+      plan: the validated pairs, if the copy reads them.
+      written: the arrays that it writes.
+    """
+
+    ticket: jax.Array | None
+    plan: jax.Array | None
+    written: list[jax.Array]
+
+
+def start_copy(
+    call: PreparedCall, implementation: Implementation | None, segment_buffers: int
+) -> StartedCopy:
+    """Traces the start of the only copy of a call, whose arrays have fusion barriers.
+
+    Args:
+      call: the call.
+      implementation: the requested implementation, if any.
+      segment_buffers: number of buffers of a segment.
+    """
+    operation = call.copies[0].operation
+    copy = only_copy(operation, call.copies)
+    selection = select_implementation(copy, call.ids, implementation, overlapped=True)
+    if selection.implementation == "xla":
+        check_known_ids(operation, call)
+        with jax.named_scope(f"jaxkv.{operation}"):
+            return StartedCopy(None, None, copy_blocks_xla(copy, call.ids))
+    plan = None
+    with jax.named_scope(f"jaxkv.{operation}"):
+        if selection.implementation != "dma":
+            plan = plan_pairs(copy, call.ids)
+        results = _start(copy, call.ids, plan, selection, segment_buffers)
+    ticket, *written = analysed(check_sharded_arguments(operation, results))
+    if not copy.to_dense:
+        # XLA places all results of a call that writes host memory there. But waits read the
+        # ticket in device memory, and a leaf that changes its memory space cannot be donated.
+        ticket = _move_ticket(ticket, copy.dense[0])
+    return StartedCopy(ticket, plan, fusion_barrier(written))
 
 
 def _start(
@@ -41,8 +96,9 @@ def _start(
 
 
 def _move_ticket(ticket: jax.Array, like: jax.Array) -> jax.Array:
-    """Traces the move of the ticket of a store to the memory space of `like`."""
-    call = jax.ffi.ffi_call(MOVE_TICKET_TARGET, _ticket_like(jax.typeof(like), ticket.shape[0]))
+    """Traces the move of a ticket to device memory, with the varying mesh axes of `like`."""
+    on_device = jax.typeof(like).update(memory_space=jax.memory.Space.Device)
+    call = jax.ffi.ffi_call(MOVE_TICKET_TARGET, _ticket_like(on_device, ticket.shape[0]))
     (ticket,) = analysed([call(ticket)])
     return ticket
 

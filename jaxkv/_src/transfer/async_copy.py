@@ -1,8 +1,8 @@
-"""Asynchronous page copies, overlapped with compute layer by layer.
+"""Asynchronous copies, overlapped with compute layer by layer.
 
-`start_load` and `start_store` enqueue a copy on a copy stream and return a handle. The handle owns
-the arrays of the copy, so that no operation reads or overwrites them early: `wait` returns the
-arrays of a layer after its copy.
+`start_load`, `start_store` and `start_swap` enqueue a copy on a copy stream and return a handle.
+The handle owns the arrays of the copy, so that no operation reads or overwrites them early: `wait`
+returns the arrays of a layer after its copy.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jaxkv._src.transfer.groups import (
     TokensOrGroups,
     for_each_group,
 )
+from jaxkv._src.transfer.swap_handle import SwapHandle
 from jaxkv._src.tuning.copy_table import Implementation
 
 
@@ -108,6 +109,54 @@ def start_store(
     ids = {"device_pages": device_pages, "host_pages": host_pages}
     state = {"pool": pool, "cache": cache}
     return _start(StoreHandle, "start_store", state, ids, layers, tokens, implementation, timeout_s)
+
+
+def start_swap(
+    src: Any,
+    dst: Any,
+    src_ids: IdsOrGroups,
+    dst_ids: IdsOrGroups,
+    *,
+    implementation: Implementation | None = None,
+    timeout_s: float = 30.0,
+) -> Any:
+    """Starts an asynchronous copy of blocks: `dst[dst_ids[i]] = src[src_ids[i]]` in every leaf.
+
+    Like `swap_blocks`, but on a copy stream and array by array. Wait for an array where it is first
+    used, so that its copy overlaps the compute before it:
+
+        swapping = jaxkv.start_swap(on_host, on_device, host_blocks, device_blocks)
+        for layer in range(num_layers):
+            x = attention(x, swapping.wait(layer, after=x))
+        on_device = swapping.wait()
+
+    A swap to the device follows the rules of `start_load`: keep `src` unchanged until the wait. A
+    swap into pinned host memory follows those of `start_store`: the handle owns `src` too, and
+    `.src` returns it.
+
+    Args:
+      src: as for `swap_blocks`; donate it if `dst` is in pinned host memory, otherwise XLA copies
+        what the program returns of it.
+      dst: as for `swap_blocks`, with blocks of one size and in one memory kind; donate it.
+      src_ids, dst_ids: as for `swap_blocks`.
+      implementation, timeout_s: as for `start_load`.
+
+    Returns:
+      A `SwapHandle`, or a dict of them for groups; the host does not block.
+
+    Raises:
+      ValueError: arrays of `dst` in several memory kinds, or as for `start_load`.
+      NotImplementedError: blocks of several sizes, or as for `swap_blocks`.
+      TypeError, PageIndexError: as for `swap_blocks`.
+    """
+    state, ids = {"src": src, "dst": dst}, {"src_ids": src_ids, "dst_ids": dst_ids}
+
+    def start_group(state: dict[str, Any], ids: dict[str, Any], *_: None) -> SwapHandle:
+        given = ids["src_ids"], ids["dst_ids"]
+        return SwapHandle._begin(state["src"], state["dst"], given, implementation, timeout_s)
+
+    groups = for_each_group("start_swap", state, ids, None, None, start_group)
+    return start_group(state, ids) if groups is None else groups
 
 
 def _start(

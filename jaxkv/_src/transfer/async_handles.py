@@ -1,41 +1,31 @@
-"""Handles of in-flight copies: pytrees whose waits return the arrays of the copy."""
+"""Handles of in-flight page copies: their waits return the arrays of a layer."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import jax
-from jax.typing import ArrayLike
 
 from jaxkv._src.cache.array_cache import ArrayCache, engine_arrays, is_stacked, layer_arrays
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
-from jaxkv._src.runtime.sharding import check_unsharded
 from jaxkv._src.runtime.timeouts import checked_timeout_s
 from jaxkv._src.transfer import api, resolve
-from jaxkv._src.transfer.async_calls import _move_ticket, _start, _wait
-from jaxkv._src.transfer.block_copy import plan_pairs
-from jaxkv._src.transfer.buffer_lifetime import analysed
-from jaxkv._src.transfer.dispatch import select_implementation
+from jaxkv._src.transfer.async_calls import start_copy
+from jaxkv._src.transfer.copy_handle import CopyHandle, Leaves, leaves_to_compute
 from jaxkv._src.transfer.ids import Ids, num_ids_of
-from jaxkv._src.transfer.in_flight import Completion, check_same_trace, keep_alive
-from jaxkv._src.transfer.page_copies import by_layer, only_copy
-from jaxkv._src.transfer.sharded_arguments import check_sharded_arguments
-from jaxkv._src.transfer.xla_copy import copy_blocks_xla
+from jaxkv._src.transfer.in_flight import keep_alive
+from jaxkv._src.transfer.page_copies import by_layer
 from jaxkv._src.tuning.copy_table import Implementation
 
-_Leaves: TypeAlias = tuple[Any, ...]  # arrays, or placeholders of a JAX transformation
-_Static: TypeAlias = tuple[tuple[int, ...], frozenset[int], float]  # layers, waited, timeout_s
 
-
-class _CopyHandle:
-    """An in-flight copy: a pytree that owns the arrays of the copy."""
+class _PageCopyHandle(CopyHandle):
+    """An in-flight copy of pages; its segments are layers."""
 
     def __init__(
         self,
@@ -44,15 +34,9 @@ class _CopyHandle:
         ticket: jax.Array | None = None,
         plan: jax.Array | None = None,
     ) -> None:
+        super().__init__(ticket, plan)
         # None in a load returned from the jit that started it: the pool is not a leaf.
         self._pool, self._cache = pool, cache
-        # The ticket, int32[n], identifies the copy; None if there is nothing to wait for. The plan
-        # has the validated pairs; None for the copy engine.
-        self._ticket, self._plan = ticket, plan
-        self._layers: tuple[int, ...] = ()  # in the order of the copy
-        self._waited: frozenset[int] = frozenset()
-        self._timeout_s = 0.0  # set by `_begin` or `tree_unflatten`
-        self._completion = Completion()
 
     @classmethod
     def _begin(
@@ -80,31 +64,16 @@ class _CopyHandle:
             started._pool = started._pool or pool
             return started
         started = cls(pool, cache)
-        started._layers = cache.spec.select_layers(layers)
+        started._segments = cache.spec.select_layers(layers)
         started._timeout_s = timeout_s
         if not call.copies or num_ids_of(call.ids[0]) == 0:
             return started
         # Also around the source: waits extend the lifetime of the buffer that the copy reads.
         state = started._pool, started._cache = fusion_barrier(call.state)
         call = resolve.resolve(operation, state, call.ids, layers, tokens)
-        copy = only_copy(operation, call.copies)
-        selection = select_implementation(copy, call.ids, implementation, overlapped=True)
-        if selection.implementation == "xla":
-            resolve.check_known_ids(operation, call)
-            with jax.named_scope(f"jaxkv.{operation}"):
-                state = call.rebuild([copy_blocks_xla(copy, call.ids)])
-            return started._with(state)  # complete: nothing to wait for
-        with jax.named_scope(f"jaxkv.{operation}"):
-            if selection.implementation != "dma":
-                started._plan = plan_pairs(copy, call.ids)
-            results = _start(copy, call.ids, started._plan, selection, len(cache.layers[0]))
-        started._ticket, *written = analysed(check_sharded_arguments(operation, results))
-        started._with(call.rebuild([fusion_barrier(written)]))
-        if not copy.to_dense:
-            # XLA places all results of a call that writes host memory there. But waits read the
-            # ticket in device memory, and a leaf that changes its memory space cannot be donated.
-            started._ticket = _move_ticket(started._ticket, copy.dense[0])
-        return started
+        begun = start_copy(call, implementation, segment_buffers=len(cache.layers[0]))
+        started._ticket, started._plan = begun.ticket, begun.plan
+        return started._with(call.rebuild([begun.written]))
 
     def _with(self, written: HostPool | DeviceCache | ArrayCache) -> Self:
         """The handle with the written pool or cache."""
@@ -141,8 +110,10 @@ class _CopyHandle:
         if isinstance(layer, jax.core.Tracer):
             return self._wait_for_traced(layer, after)
         layer = operator.index(layer)
-        if layer not in self._layers:
-            raise ValueError(f"layer must be one of the copied layers {self._layers}, got {layer}")
+        if layer not in self._segments:
+            raise ValueError(
+                f"layer must be one of the copied layers {self._segments}, got {layer}"
+            )
         self._wait_for([layer], after)
         return self._layer_arrays(layer)
 
@@ -159,33 +130,21 @@ class _CopyHandle:
                 "layer must be a static integer: only stacked arrays (ArrayCacheSpec.from_arrays("
                 "..., stacked=True)) can be indexed by a traced layer"
             )
-        if self._layers != tuple(range(cache.spec.num_layers)):
+        if self._segments != tuple(range(cache.spec.num_layers)):
             raise ValueError(
                 f"a traced layer requires a copy of all {cache.spec.num_layers} layers in order, "
-                f"got layers {self._layers}"
+                f"got layers {self._segments}"
             )
-        if self._ticket is not None and len(self._waited) < len(self._layers):
+        if self._ticket is not None and len(self._waited) < len(self._segments):
             self._ticket, self._cache = self._wait_for_layers(
                 [cache.spec.num_layers - 1], after, traced_layer=layer
             )
         return self._layer_arrays(0)
 
-    def done(self) -> bool:
-        """Whether the entire copy is complete; the host does not block.
-
-        Outside jit only, in any thread; requires no wait, and replaces none: JAX knows that the
-        arrays are complete only after `wait`. True at the latest when all copies have completed
-        that were started before the first query.
-
-        Raises:
-          RuntimeError: the handle is traced, or was donated to a program.
-        """
-        return self._completion.is_complete(self._ticket, jax.tree.leaves(self._leaves()))
-
     @property
     def cache(self) -> Any:
         """The `DeviceCache`, or the engine's arrays, after a wait for all layers."""
-        self._wait_for([layer for layer in self._layers if layer not in self._waited], None)
+        self._wait_for([layer for layer in self._segments if layer not in self._waited], None)
         if isinstance(self._cache, ArrayCache):
             return engine_arrays(self._cache)
         return self._cache
@@ -198,7 +157,7 @@ class _CopyHandle:
         self._ticket, self._cache = self._wait_for_layers(layers, after)
         self._waited |= frozenset(layers)
         if not isinstance(before, jax.core.Tracer):
-            in_flight = len(self._waited) < len(self._layers)
+            in_flight = len(self._waited) < len(self._segments)
             keep_alive(self._leaves() if in_flight else None, instead_of=before)
 
     def _wait_for_layers(
@@ -213,13 +172,13 @@ class _CopyHandle:
         stacked = is_stacked(self._cache)
         rows = [0] if stacked else layers
         arrays = [array for row in rows for array in self._cache.layers[row]]
-        segments = [self._layers.index(layer) for layer in layers]
+        segments = [self._segments.index(layer) for layer in layers]
         if stacked:
             segments = [max(segments)]
         ticket, *arrays = self._wait_call(
             arrays,
             [self._pool.data] if self._pool else [],
-            jax.tree.leaves(jax.tree.map(_without_gradient, after)),
+            leaves_to_compute(after),
             traced_segment=traced_layer,
             like=arrays[0],
             segment=max(segments),
@@ -232,61 +191,9 @@ class _CopyHandle:
         halves = tuple(new.get(row, old) for row, old in enumerate(self._cache.layers))
         return ticket, dataclasses.replace(self._cache, layers=halves)
 
-    def _wait_call(
-        self,
-        arrays: list[jax.Array],
-        retained: list[jax.Array],
-        after: list[jax.Array],
-        **options: Any,
-    ) -> list[jax.Array]:
-        """Waits; returns the next ticket, if any, and the arrays."""
-        assert self._ticket is not None
-        retained = retained if self._plan is None else [self._plan, *retained]
-        operands = (self._ticket, *retained, *after)
-        check_unsharded((*operands, *arrays))
-        run = _wait
-        if not any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
-            run = _wait_donated if options["places"] else _wait_undonated
-        last = len(self._layers) - 1
-        keywords = {
-            "timeout_s": self._timeout_s,
-            "retained": len(retained),
-            "last": last,
-            **options,
-        }
-        # Outside jit a wait is jitted, also under `disable_jit`: XLA copies the operands of an
-        # operation executed eagerly.
-        with contextlib.nullcontext() if run is _wait else jax.disable_jit(False):
-            waited = run(arrays, operands, **keywords)
-        check_same_trace(self._ticket, waited[0])
-        return waited
-
-    def _leaves(self) -> _Leaves:
-        raise NotImplementedError
-
-    def _leaves_past_boundary(self) -> _Leaves:
-        """The leaves after a wait that is removed if the program waits for them later."""
-        raise NotImplementedError
-
-    def tree_flatten(self) -> tuple[_Leaves, _Static]:
-        traced = isinstance(self._ticket, jax.core.Tracer)
-        leaves = self._leaves_past_boundary() if traced else self._leaves()
-        return leaves, (self._layers, self._waited, self._timeout_s)
-
-    @classmethod
-    def tree_unflatten(cls, static: _Static, leaves: _Leaves) -> Self:
-        started = cls._of_leaves(*leaves)
-        started._layers, started._waited, started._timeout_s = static
-        keep_alive(leaves)
-        return started
-
-    @classmethod
-    def _of_leaves(cls, *leaves: Any) -> Self:
-        raise NotImplementedError
-
 
 @jax.tree_util.register_pytree_node_class
-class LoadHandle(_CopyHandle):
+class LoadHandle(_PageCopyHandle):
     """An asynchronous load in flight, returned by `start_load`.
 
     A pytree. To wait in another program, pass it as a donated argument (JAX warns that the int32
@@ -302,14 +209,14 @@ class LoadHandle(_CopyHandle):
         halves = len(self._cache.layers[0])
         if is_stacked(self._cache):
             return tuple(range(halves))
-        starts = (self._layers.index(layer) * halves for layer in layers)
+        starts = (self._segments.index(layer) * halves for layer in layers)
         return tuple(start + half for start in starts for half in range(halves))
 
-    def _leaves(self) -> _Leaves:
+    def _leaves(self) -> Leaves:
         return self._ticket, self._plan, self._cache
 
-    def _leaves_past_boundary(self) -> _Leaves:
-        rest = [layer for layer in self._layers if layer not in self._waited]
+    def _leaves_past_boundary(self) -> Leaves:
+        rest = [layer for layer in self._segments if layer not in self._waited]
         if not rest:
             return self._leaves()
         ticket, cache = self._wait_for_layers(rest, boundary=True)
@@ -322,7 +229,7 @@ class LoadHandle(_CopyHandle):
 
 
 @jax.tree_util.register_pytree_node_class
-class StoreHandle(_CopyHandle):
+class StoreHandle(_PageCopyHandle):
     """An asynchronous store in flight, returned by `start_store`.
 
     A pytree. To wait in another program, pass it as a donated argument (JAX warns that the int32
@@ -348,9 +255,9 @@ class StoreHandle(_CopyHandle):
 
     def _waited_pool(self, *, boundary: bool = False) -> HostPool:
         # Excludes completed layers: XLA would copy an array that was overwritten in the meantime.
-        reading = [layer for layer in self._layers if layer not in self._waited]
+        reading = [layer for layer in self._segments if layer not in self._waited]
         rows = [0] if reading and is_stacked(self._cache) else reading
-        last = len(self._layers) - 1
+        last = len(self._segments) - 1
         (data,) = self._wait_call(
             [self._pool.data],
             [array for row in rows for array in self._cache.layers[row]],
@@ -365,10 +272,10 @@ class StoreHandle(_CopyHandle):
     def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:
         return ()
 
-    def _leaves(self) -> _Leaves:
+    def _leaves(self) -> Leaves:
         return self._ticket, self._plan, self._cache, self._pool
 
-    def _leaves_past_boundary(self) -> _Leaves:
+    def _leaves_past_boundary(self) -> Leaves:
         return self._ticket, self._plan, self._cache, self._waited_pool(boundary=True)
 
     @classmethod
@@ -380,7 +287,7 @@ class StoreHandle(_CopyHandle):
 # No donation: outside jit arrays are immutable, at the cost of a copy.
 @functools.partial(jax.jit, static_argnums=(0, 1, 5, 6, 7, 8))
 def _begin_outside_jit(
-    cls: type[_CopyHandle],
+    cls: type[_PageCopyHandle],
     operation: str,
     pool: HostPool,
     cache: DeviceCache | ArrayCache,
@@ -389,14 +296,5 @@ def _begin_outside_jit(
     tokens: range | None,
     implementation: Implementation | None,
     timeout_s: float,
-) -> _CopyHandle:
+) -> _PageCopyHandle:
     return cls._begin(operation, pool, cache, ids, layers, tokens, implementation, timeout_s)
-
-
-_STATIC = ("timeout_s", "segment", "places", "retained", "last", "boundary")
-_wait_undonated = jax.jit(_wait, static_argnames=_STATIC)
-_wait_donated = jax.jit(_wait, static_argnames=_STATIC, donate_argnums=0)
-
-
-def _without_gradient(leaf: ArrayLike) -> ArrayLike:
-    return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.core.Tracer) else leaf

@@ -114,19 +114,14 @@ class _Program:
         num_ids = _NUM_ID_OPERANDS[target_of(start)]
         operands, written = list(start.operands), list(start.results)[1:]
         to_dense = is_to_dense(integers(config_of(start)["copy"]))
-        boundary = len(operands) - len(written) if to_dense else num_ids + len(written)
-        layers = written if to_dense else operands[boundary:]
-        rest = operands[num_ids:boundary] if to_dense else written
-        if num_ids == 1:
-            rest = [operands[0], *rest]
+        read = operands[num_ids : -len(written)] if to_dense else operands[num_ids + len(written) :]
         per_segment = integer(config_of(start)["segment_buffers"])
         num_buffers = num_buffers_of(integers(config_of(start)["copy"]))
         last = num_buffers // per_segment - 1
-        stacked = len(layers) < num_buffers
-        segments = [
-            (value, last if stacked else i // per_segment) for i, value in enumerate(layers)
-        ]
-        segments += [(value, last) for value in rest]
+        segments = [(operands[0], last)] if num_ids == 1 else []
+        for side in (read, written):
+            of_all = len(side) < num_buffers  # a pool, or stacked arrays
+            segments += [(v, last if of_all else i // per_segment) for i, v in enumerate(side)]
         tickets = self._tickets(start.results[0])
         return all(
             self._is_live(value, segment, tickets, removable=True)

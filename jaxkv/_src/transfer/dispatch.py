@@ -232,12 +232,13 @@ def _direction(copy: BlockCopy) -> str:
     sources, destinations = copy.strided, copy.dense
     if not copy.to_dense:
         sources, destinations = destinations, sources
-    if any(map(_on_host, destinations)):
+    if any(map(on_host, destinations)):
         return "store"
-    return "load" if any(map(_on_host, sources)) else "device"
+    return "load" if any(map(on_host, sources)) else "device"
 
 
-def _on_host(array: jax.Array | jax.ShapeDtypeStruct) -> bool:
+def on_host(array: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether an array is in host memory, according to its type."""
     if isinstance(array, jax.ShapeDtypeStruct):  # its type has no memory space
         return getattr(array.sharding, "memory_kind", None) == "pinned_host"
     return jax.typeof(array).memory_space == jax.memory.Space.Host

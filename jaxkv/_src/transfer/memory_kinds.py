@@ -2,9 +2,9 @@
 
 A pool whose type says device memory has left pinned memory, or has only lost its memory space: the
 memory kinds of the program's arguments tell the two apart. In the same way for destinations of
-`swap_blocks`: `jax.jit(jnp.zeros, out_shardings=...)` returns an array in pinned_host memory whose
-type says device memory. The result of a copy into it has this type: XLA copies the array to the
-device, or aborts the process if it is donated.
+`swap_blocks` and `start_swap`: `jax.jit(jnp.zeros, out_shardings=...)` returns an array in
+pinned_host memory whose type says device memory. The result of a copy into it has this type: XLA
+copies the array to the device, or aborts the process if it is donated.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.lowering import when_lowered
 from jaxkv._src.transfer.buffer_aliases import BufferAliases
 
+SWAPS = ("swap_blocks", "start_swap")  # operations on an engine's own arrays
 _ATTRIBUTES = "mhlo.frontend_attributes"
 _MARK = "jaxkv_typed_on_device"  # its value is the operation
 
 
-def check_memory_kinds(arrays: Sequence[Any]) -> list[Any]:
+def check_memory_kinds(operation: str, arrays: Sequence[Any]) -> list[Any]:
     """The arrays, results of fusion barriers, with a check when the program is lowered.
 
     It raises a ValueError if an array is an argument in pinned_host memory, but typed as in device
     memory.
     """
-    return list(_checked_p.bind(*arrays, operation="swap_blocks")) if arrays else []
+    return list(_checked_p.bind(*arrays, operation=operation)) if arrays else []
 
 
 def with_checked_pool(operation: str, pool: Any, cache: Any) -> tuple[Any, Any]:
@@ -73,19 +74,15 @@ def _check(module: Any) -> None:
         del barrier.attributes[_ATTRIBUTES]
         for argument in aliases.origins(barrier.operands[0]):
             kind = aliases.memory_kind(argument)  # None if all arguments are in default memory
-            if (
-                operation != "swap_blocks"
-                and kind != "pinned_host"
-                and aliases.is_argument(argument)
-            ):
+            if operation not in SWAPS and kind != "pinned_host" and aliases.is_argument(argument):
                 raise ValueError(
                     f"{operation}: pool.data, {argument.type}, must have memory kind pinned_host, "
                     f"got {kind or 'device'}: the pool has left pinned memory; pass one that "
                     "HostPool.create or a store has returned"
                 )
-            if operation == "swap_blocks" and kind == "pinned_host":
+            if operation in SWAPS and kind == "pinned_host":
                 raise ValueError(
-                    f"swap_blocks: an array of dst, {argument.type}, is in pinned_host memory, but "
+                    f"{operation}: an array of dst, {argument.type}, is in pinned_host memory, but "
                     "its type says device memory; make it with jaxkv.pinned_zeros or "
                     "jax.device_put, not by a jit with out_shardings"
                 )

@@ -81,9 +81,12 @@ def only_copy(operation: str, copies: list[BlockCopy]) -> BlockCopy:
     """The copy of a start; raises a NotImplementedError for several block sizes."""
     if len(copies) > 1:
         sizes = ", ".join(str(copy.geometry.block_bytes) for copy in copies)
+        arrays, split = "the arrays of a layer", "make a cache and a pool of each"
+        if operation == "start_swap":
+            arrays, split = "the arrays of dst", "make a pytree of those of each size"
         raise NotImplementedError(
-            f"{operation}: the arrays of a layer must have the same block size, got blocks of "
-            f"{sizes} bytes; make a cache and a pool of each, and pass them as a dict"
+            f"{operation}: {arrays} must have the same block size, got blocks of {sizes} bytes; "
+            f"{split}, and pass them as a dict, with dicts of ids"
         )
     return copies[0]
 

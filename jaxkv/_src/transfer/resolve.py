@@ -14,7 +14,7 @@ from jaxkv._src.runtime.pytrees import structure_difference
 from jaxkv._src.runtime.sharding import check_unsharded
 from jaxkv._src.runtime.tracing import is_traced
 from jaxkv._src.transfer.block_copy import BlockCopy, with_varying_axes
-from jaxkv._src.transfer.dispatch import check_implementation_name
+from jaxkv._src.transfer.dispatch import check_implementation_name, on_host
 from jaxkv._src.transfer.ids import (
     HostIds,
     IdPair,
@@ -24,7 +24,7 @@ from jaxkv._src.transfer.ids import (
     known_ids,
     num_ids_of,
 )
-from jaxkv._src.transfer.memory_kinds import with_checked_pool
+from jaxkv._src.transfer.memory_kinds import SWAPS, with_checked_pool
 from jaxkv._src.transfer.page_copies import PyTree, Rebuild, Resolved, resolve_pages
 from jaxkv._src.transfer.transformations import reject_transformations
 from jaxkv._src.tuning.copy_table import Implementation
@@ -56,7 +56,7 @@ def prepare(
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     if traced:
         state, ids = reject_transformations(operation, (state, ids))
-        if operation != "swap_blocks":
+        if operation not in SWAPS:
             state = with_checked_pool(operation, *state)
     call = resolve(operation, state, ids, layers, tokens)
     leaves = jax.tree.leaves((state, call.ids))
@@ -126,17 +126,20 @@ def _resolve_swap(operation: str, src: PyTree, dst: PyTree, layers: None, tokens
         block_bytes = int(np.prod(source.shape[1:], dtype=np.int64)) * source.dtype.itemsize
         if block_bytes and source.shape[0] and destination.shape[0]:
             groups.setdefault(block_bytes, []).append(leaf)
+    # The form of a store for asynchronous copies into host memory: its ticket is written there.
+    to_dense = operation != "start_swap" or not in_host_memory(operation, "dst", destinations)
+    dense, strided = (destinations, sources) if to_dense else (sources, destinations)
     copies = [
         BlockCopy(
             operation=operation,
-            to_dense=True,
-            dense=[destinations[leaf] for leaf in leaves],
-            strided=[sources[leaf] for leaf in leaves],
+            to_dense=to_dense,
+            dense=[dense[leaf] for leaf in leaves],
+            strided=[strided[leaf] for leaf in leaves],
             geometry=PageGeometry.contiguous(block_bytes, block_bytes),
             dense_offsets=[0] * len(leaves),
             strided_offsets=[0] * len(leaves),
-            num_dense=destinations[0].shape[0],
-            num_strided=sources[0].shape[0],
+            num_dense=dense[0].shape[0],
+            num_strided=strided[0].shape[0],
         )
         for block_bytes, leaves in groups.items()
     ]
@@ -152,6 +155,18 @@ def _resolve_swap(operation: str, src: PyTree, dst: PyTree, layers: None, tokens
     return copies, limits, rebuild
 
 
+def in_host_memory(operation: str, side: str, arrays: Sequence[jax.Array]) -> bool:
+    """Whether the arrays of a side are in host memory; raises a ValueError if only some are."""
+    kinds = [on_host(array) for array in arrays]
+    if any(kinds) and not all(kinds):
+        raise ValueError(
+            f"{operation}: all arrays of {side} must have the same memory kind, got array "
+            f"{kinds.index(True)} in pinned_host and array {kinds.index(False)} in device memory; "
+            "start one swap for each"
+        )
+    return any(kinds)
+
+
 # Per operation: names of the id arguments, source first, and the function that makes its copies.
 _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Resolved]]] = {
     "load_pages": (("host_pages", "device_pages"), resolve_pages),
@@ -159,12 +174,13 @@ _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Resolved]]] = {
     "start_load": (("host_pages", "device_pages"), resolve_pages),
     "start_store": (("device_pages", "host_pages"), resolve_pages),
     "swap_blocks": (("src_ids", "dst_ids"), _resolve_swap),
+    "start_swap": (("src_ids", "dst_ids"), _resolve_swap),
 }
 
 
 def _check_not_closed_over(operation: str, state: tuple[PyTree, PyTree]) -> None:
     """Rejects concrete pools, caches and arrays inside a trace, which stores them as constants."""
-    names = ("src", "dst") if operation == "swap_blocks" else ("pool", "cache")
+    names = ("src", "dst") if operation in SWAPS else ("pool", "cache")
     for argument, name in zip(state, names, strict=True):
         concrete = any(
             isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
