@@ -17,9 +17,12 @@ import jaxkv
 from jaxkv._src.runtime import native as runtime_native
 from jaxkv._src.transfer import buffer_lifetime
 from jaxkv._src.transfer import in_flight as transfer_in_flight
+from tests.util.block_trees import swapped
 from tests.util.lowered_copies import always_beside
 from tests.util.replays import check_rounds, is_right, plus
 from tests.util.slow_streams import settle, slow_input, slow_zero
+from tests.util.swap_cases import IDS as SWAP_IDS
+from tests.util.swap_cases import SwapCase, ids_for
 from tests.util.transfer_cases import (
     Case,
     as_ids,
@@ -92,6 +95,53 @@ def test_layer_is_complete_after_its_wait(named, control):
         )
         case.assert_holds(pool, cache)
     check_rounds(rights[1:], "unordered" if control else named)
+
+
+@pytest.mark.parametrize("control", [False, True], ids=["wait", "no wait"])
+def test_array_of_a_swap_is_complete_after_its_wait(named, control):
+    blocks = {"shape": (64, 8, 128), "src_blocks": 64, "dst_blocks": 48}
+    case = SwapCase("pinned_host", "device", "int8", **blocks)
+
+    @partial(jax.jit, donate_argnums=1)
+    def step(src, dst, *ids):
+        swapping = jaxkv.start_swap(src, dst, *ids, implementation=named)
+        # Computed from the current contents, not at the end of the program.
+        seen = [swapping.wait(array) + np.int8(1) for array in range(3)]
+        return seen, swapping.wait()
+
+    src, dst = case.arrays()
+    rights = []
+    for seed in range(ROUNDS):
+        rng = np.random.default_rng(seed)
+        ids = [rng.permutation(count)[:40] for count in (64, 48)]
+        with waits_for_nothing() if control else mock.MagicMock():
+            seen, dst = step(src, dst, *ids_for(named, ids))
+        settle(seen, dst)
+        case.dst = swapped(case.src, case.dst, *ids)
+        want = [array + np.int8(1) for array in case.dst.values()]
+        rights.append(all(map(np.array_equal, seen, want)))
+        case.check((src, dst), ([], []))
+    check_rounds(rights[1:], "unordered" if control else named)
+
+
+def test_swap_into_host_memory_waits_for_a_slow_producer(named):
+    case = SwapCase("device", "pinned_host", "int8")
+    x = slow_input()
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(src, dst, x, *ids):
+        late_one = (slow_zero(x) + 1).astype("int8")
+        src = jax.tree.map(lambda array: array + late_one, src)
+        swapping = jaxkv.start_swap(src, dst, *ids, implementation=named)
+        return swapping.src, swapping.wait()
+
+    src, dst = case.arrays()
+    for _ in range(ROUNDS):
+        src, dst = step(src, dst, x, *ids_for(named))
+        settle(src, dst)
+        case.src = {name: array + np.int8(1) for name, array in case.src.items()}
+        case.dst = swapped(case.src, case.dst, *SWAP_IDS)
+        case.check((src, dst), ([], []))
 
 
 @pytest.mark.parametrize("one_program", [True, False], ids=["one jit", "two jits"])
@@ -267,6 +317,24 @@ def test_wait_timeout_raises(named):
     cache = step(case.pool(), case.cache(), *ids)
     settle(cache)
     assert_rejected(jaxkv.check_errors, jaxkv.TransferError, "segment")
+    jaxkv.check_errors()
+
+
+@pytest.mark.parametrize("dst_memory", ["device", "pinned_host"])
+def test_wait_timeout_of_a_swap_names_the_operation(dst_memory, named):
+    blocks = {"shape": (64, 8, 128), "src_blocks": 64, "dst_blocks": 48}
+    case = SwapCase("device", dst_memory, "int8", **blocks)
+    ids = [np.arange(48), np.arange(48)]
+
+    @partial(jax.jit, donate_argnums=1)
+    def step(src, dst, *ids):
+        for _ in range(8):  # one may be done before its wait begins, if the host is delayed
+            swapping = jaxkv.start_swap(src, dst, *ids, implementation=named, timeout_s=1e-6)
+            dst = swapping.wait()
+        return dst
+
+    settle(step(*case.arrays(), *ids_for(named, ids)))
+    assert_rejected(jaxkv.check_errors, jaxkv.TransferError, "start_swap: wait for segment")
     jaxkv.check_errors()
 
 

@@ -47,16 +47,17 @@ def test_closed_over_groups_are_rejected(operation):
     assert_rejected(lambda: step({"a": case.cache()}), ValueError, "pool is closed over")
 
 
+@pytest.mark.parametrize("operation", ["swap_blocks", "start_swap"])
 @pytest.mark.parametrize("closed", ["src", "dst"])
-def test_closed_over_blocks_are_rejected(closed):
+def test_closed_over_blocks_are_rejected(closed, operation):
     blocks = jnp.zeros((3, 8))
 
     @jax.jit
     def step(passed):
         arrays = {"src": passed, "dst": passed, closed: blocks}
-        return jaxkv.swap_blocks(arrays["src"], arrays["dst"], IDS, IDS)
+        return getattr(jaxkv, operation)(arrays["src"], arrays["dst"], IDS, IDS)
 
-    assert_rejected(lambda: step(blocks), ValueError, f"swap_blocks: {closed} is closed over")
+    assert_rejected(lambda: step(blocks), ValueError, f"{operation}: {closed} is closed over")
 
 
 def test_closed_over_pool_in_a_loop_body_is_rejected():

@@ -5,7 +5,6 @@ import time
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +16,14 @@ from jaxkv._src.transfer import in_flight
 from tests.util.async_cases import OVERLAPPED, STARTED
 from tests.util.block_trees import place, random_tree, swapped
 from tests.util.lowered_copies import Module
-from tests.util.swap_cases import IDS, MEMORIES, NAMES, SwapCase, assert_trees_equal, ids_for
+from tests.util.swap_cases import (
+    IDS,
+    MEMORIES,
+    NAMES,
+    SwapCase,
+    assert_trees_equal,
+    ids_for,
+)
 from tests.util.transfer_cases import assert_rejected, copied_shapes, mesh_of, pointers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers")
@@ -274,37 +280,6 @@ def test_dropped_handle_keeps_memory_until_the_copy_ends(case, eager, named):
     assert not is_kept_alive(addresses)
 
 
-CROSSINGS = {
-    "inner jit": lambda t: jax.jit(lambda t: (t.wait(0), t)[1])(t),
-    "tree.map": lambda t: jax.tree.map(lambda leaf: leaf, t),
-    "barrier": jax.lax.optimization_barrier,
-    "scan": lambda t: jax.lax.scan(lambda t, _: (t, None), t, length=3)[0],
-    "checkpoint": lambda t: jax.checkpoint(lambda t: (t.wait(0), t)[1])(t),
-}
-
-
-@pytest.mark.parametrize("crossing", CROSSINGS.values(), ids=CROSSINGS)
-@pytest.mark.parametrize("end", ["dropped", "finished", "returned"])
-def test_copy_across_a_boundary_is_protected(case, crossing, end, named):
-    @partial(jax.jit, donate_argnums=case.donated)
-    def step(src, dst, *ids):
-        swapping = crossing(jaxkv.start_swap(src, dst, *ids, implementation=named))
-        if end == "dropped":
-            return swapping.wait(1)
-        return case.finish(swapping) if end == "finished" else swapping
-
-    args = *case.arrays(), *ids_for(named)
-    module = Module(step.lower(*args))
-    assert not module.violations(0)
-    delayed = any(module.joined) or module.boundary_waits > 0
-    assert delayed == (end == "dropped")
-    out = step(*args)
-    if end == "finished":
-        case.check(out)
-    elif end == "returned":
-        case.check(jax.jit(case.finish, donate_argnums=0)(out))
-
-
 def test_handle_of_another_trace_is_rejected(case, named):
     @jax.jit
     def step(src, dst, *ids):
@@ -385,66 +360,3 @@ def test_each_device_copies_its_shard(named):
     got = step(placed, jax.device_put(dst, sharding), *map(make, numpy_ids))
     jaxkv.check_errors(got)
     assert_trees_equal({"": got}, swapped({"": src}, {"": dst}, *IDS))
-
-
-# --------------------------------------------------------------------------------------------------
-# Rejected arguments
-
-
-def test_src_of_a_swap_to_the_device_is_rejected():
-    swapping = SwapCase("pinned_host", "device").start()
-    assert_rejected(lambda: swapping.src, RuntimeError, "src", "pinned host", "start_swap")
-
-
-@pytest.mark.parametrize("array", [3, -1])
-def test_wait_for_another_array_is_rejected(array, case):
-    swapping = case.start()
-    assert_rejected(lambda: swapping.wait(array), ValueError, "array", "[0, 3)", array)
-    assert_rejected(lambda: swapping.wait(1.0), TypeError, "float", "integer")
-
-
-@pytest.mark.parametrize("side", ["src", "dst"])
-def test_several_memory_kinds_are_rejected(side):
-    trees = {"src": random_tree(9, {"a": ((4,), "int8"), "b": ((4,), "int8")})}
-    trees["dst"] = trees["src"]
-    placed = {name: place(tree, "pinned_host") for name, tree in trees.items()}
-    placed[side]["a"] = jnp.asarray(trees[side]["a"])
-    call = partial(jaxkv.start_swap, placed["src"], placed["dst"], [0], [1])
-    assert_rejected(call, ValueError, f"start_swap: all arrays of {side}", "memory kind")
-
-
-def test_several_block_sizes_are_rejected():
-    src, dst = place(random_tree(9), "device"), place(random_tree(12), "device")
-    call = partial(jaxkv.start_swap, src, dst, *IDS)
-    assert_rejected(call, NotImplementedError, "start_swap: the arrays of dst", "256, 12", "dict")
-
-
-def test_mistyped_destination_is_rejected():
-    pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    dst = jax.jit(lambda: jnp.ones((8, 16)), out_shardings=pinned)()
-    call = partial(jaxkv.start_swap, jnp.ones((4, 16)), dst, [1], [2])
-    assert_rejected(call, ValueError, "start_swap: an array of dst", "pinned_host", "pinned_zeros")
-
-
-@pytest.mark.parametrize("timeout_s", [0, float("nan"), None], ids=repr)
-def test_invalid_timeout_is_rejected(timeout_s, case):
-    call = partial(case.start, timeout_s=timeout_s)
-    assert_rejected(call, ValueError, "timeout_s", "seconds", repr(timeout_s))
-
-
-def test_closed_over_arrays_are_rejected(case):
-    src, dst = case.arrays()
-    step = jax.jit(lambda dst: jaxkv.start_swap(src, dst, *IDS).wait())
-    assert_rejected(lambda: step(dst), ValueError, "start_swap: src is closed over")
-
-
-def test_pallas_is_rejected(case):
-    call = partial(case.start, implementation="pallas")
-    assert_rejected(call, NotImplementedError, "start_swap: ", "pallas")
-
-
-@pytest.mark.cpu_only
-def test_explain(case):
-    text = jaxkv.explain(jaxkv.start_swap, *case.arrays(), *IDS)
-    assert text.startswith("start_swap: host")
-    assert "overlapped" in text

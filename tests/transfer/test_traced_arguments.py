@@ -49,15 +49,17 @@ def test_grad_is_rejected(operation, inner_jit):
     assert_rejected(lambda: jax.grad(loss)(cache), NotImplementedError, *words)
 
 
+@pytest.mark.parametrize("operation", ["swap_blocks", "start_swap"])
 @pytest.mark.parametrize("transform", [jax.vmap, jax.grad], ids=["vmap", "grad"])
-def test_transformed_swap_is_rejected(transform):
+def test_transformed_swap_is_rejected(transform, operation):
     array = jnp.zeros((2, 3, 4))
 
     def swapped(src):
-        return jaxkv.swap_blocks(src, jnp.zeros((3, 4)), IDS, IDS).sum()
+        swap = getattr(jaxkv, operation)
+        return jax.tree.leaves(swap(src, jnp.zeros((3, 4)), IDS, IDS))[-1].sum()
 
     src = array if transform is jax.vmap else array[0]
-    assert_rejected(lambda: transform(swapped)(src), NotImplementedError, "swap_blocks: jax.")
+    assert_rejected(lambda: transform(swapped)(src), NotImplementedError, f"{operation}: jax.")
 
 
 def test_gradient_of_other_arguments_is_unaffected():

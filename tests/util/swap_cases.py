@@ -1,5 +1,6 @@
 """Started swaps of one pair of trees, and their expected results."""
 
+import random
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import jaxkv
 from tests.util.block_trees import place, random_tree, swapped
 from tests.util.layout_reference import assert_same_bytes
+from tests.util.lowered_copies import Module
 from tests.util.transfer_cases import as_ids
 
 MEMORIES = ("device", "pinned_host")
@@ -64,3 +66,60 @@ def assert_trees_equal(got, want) -> None:
     assert got.keys() == want.keys()
     for name in want:
         assert_same_bytes(got[name], want[name], name)
+
+
+CROSSINGS: dict[str, Any] = {
+    "inner jit": lambda t: jax.jit(lambda t: (t.wait(0), t)[1])(t),
+    "tree.map": lambda t: jax.tree.map(lambda leaf: leaf, t),
+    "barrier": jax.lax.optimization_barrier,
+    "scan": lambda t: jax.lax.scan(lambda t, _: (t, None), t, length=3)[0],
+    "checkpoint": lambda t: jax.checkpoint(lambda t: (t.wait(0), t)[1])(t),
+}
+
+
+class SwapProgram:
+    """A random program that starts a swap, and one that takes the handle of another program."""
+
+    def __init__(self, case: SwapCase, named: Any, seed: int) -> None:
+        self.case, self.named, self.random = case, named, random.Random(seed)
+        self.overwrites_src = self.random.random() < 0.3
+        self.donated = self.random.choice([(), (0,), (1,), (0, 1)])
+        self.ops = [self.random.choice(("wait", "src", *CROSSINGS)) for _ in range(4)]
+        self.arrays = [self.random.choice((None, 0, 1, 2)) for _ in self.ops]
+        self.end = self.random.choice(("finish", "return", "drop"))
+
+    def lowered(self) -> Module:
+        def step(src: Any, dst: Any, *ids: Any) -> Any:
+            swapping = jaxkv.start_swap(src, dst, *ids, implementation=self.named)
+            rest = jax.tree.map(lambda a: a.at[:].set(0), src) if self.overwrites_src else None
+            return self.use(swapping), rest
+
+        args = *self.case.arrays(), *ids_for(self.named)
+        return Module(jax.jit(step, donate_argnums=self.donated).lower(*args))
+
+    def continued(self) -> Module:
+        args = *self.case.arrays(), *ids_for(self.named)
+        swapping = jax.eval_shape(self.case.begin(self.named), *args)
+        lowered = jax.jit(self.use, donate_argnums=0).lower(swapping)
+        module = Module(lowered)
+        arrays = [*range(len(NAMES))] * (2 if self.case.to_host else 1)
+        segments = [None, *([len(NAMES) - 1] if swapping._plan is not None else []), *arrays]
+        kept = sorted(lowered._lowering.compile_args["kept_var_idx"])  # type: ignore[attr-defined]
+        module.ticket = kept.index(0) if 0 in kept else None
+        module.in_flight = [
+            (i, s) for i, leaf in enumerate(kept) if (s := segments[leaf]) is not None
+        ]
+        return module
+
+    def use(self, swapping: jaxkv.SwapHandle) -> Any:
+        results: list[Any] = []
+        for op, array in zip(self.ops, self.arrays, strict=True):
+            if op in CROSSINGS:
+                swapping = CROSSINGS[op](swapping)
+            elif op == "wait":
+                results.append(swapping.wait(array))
+            elif self.case.to_host:
+                results.append(swapping.src)
+        if self.end == "finish":
+            results.append(self.case.finish(swapping))
+        return results, swapping if self.end == "return" else None

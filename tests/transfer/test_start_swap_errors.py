@@ -1,0 +1,70 @@
+"""Arguments that `jaxkv.start_swap` and its handle reject."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from tests.util.block_trees import place, random_tree
+from tests.util.swap_cases import IDS, MEMORIES, SwapCase
+from tests.util.transfer_cases import assert_rejected
+
+
+@pytest.fixture(params=[(a, b) for a in MEMORIES for b in MEMORIES], ids=" to ".join)
+def case(request) -> SwapCase:
+    return SwapCase(*request.param)
+
+
+def test_src_of_a_swap_to_the_device_is_rejected():
+    swapping = SwapCase("pinned_host", "device").start()
+    assert_rejected(lambda: swapping.src, RuntimeError, "src", "pinned host", "start_swap")
+
+
+@pytest.mark.parametrize("array", [3, -1])
+def test_wait_for_another_array_is_rejected(array, case):
+    swapping = case.start()
+    assert_rejected(lambda: swapping.wait(array), ValueError, "array", "[0, 3)", array)
+    assert_rejected(lambda: swapping.wait(1.0), TypeError, "float", "integer")
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_several_memory_kinds_are_rejected(side):
+    trees = {"src": random_tree(9, {"a": ((4,), "int8"), "b": ((4,), "int8")})}
+    trees["dst"] = trees["src"]
+    placed = {name: place(tree, "pinned_host") for name, tree in trees.items()}
+    placed[side]["a"] = jnp.asarray(trees[side]["a"])
+    call = partial(jaxkv.start_swap, placed["src"], placed["dst"], [0], [1])
+    assert_rejected(call, ValueError, f"start_swap: all arrays of {side}", "memory kind")
+
+
+def test_several_block_sizes_are_rejected():
+    src, dst = place(random_tree(9), "device"), place(random_tree(12), "device")
+    call = partial(jaxkv.start_swap, src, dst, *IDS)
+    assert_rejected(call, NotImplementedError, "start_swap: the arrays of dst", "256, 12", "dict")
+
+
+def test_mistyped_destination_is_rejected():
+    pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    dst = jax.jit(lambda: jnp.ones((8, 16)), out_shardings=pinned)()
+    call = partial(jaxkv.start_swap, jnp.ones((4, 16)), dst, [1], [2])
+    assert_rejected(call, ValueError, "start_swap: an array of dst", "pinned_host", "pinned_zeros")
+
+
+@pytest.mark.parametrize("timeout_s", [0, float("nan"), None], ids=repr)
+def test_invalid_timeout_is_rejected(timeout_s, case):
+    call = partial(case.start, timeout_s=timeout_s)
+    assert_rejected(call, ValueError, "timeout_s", "seconds", repr(timeout_s))
+
+
+def test_pallas_is_rejected(case):
+    call = partial(case.start, implementation="pallas")
+    assert_rejected(call, NotImplementedError, "start_swap: ", "pallas")
+
+
+@pytest.mark.cpu_only
+def test_explain(case):
+    text = jaxkv.explain(jaxkv.start_swap, *case.arrays(), *IDS)
+    assert text.startswith("start_swap: host")
+    assert "overlapped" in text
