@@ -4,6 +4,7 @@ from functools import partial
 from unittest import mock
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ import jaxkv
 from jaxkv._src.transfer import buffer_lifetime
 from tests.util.async_cases import OVERLAPPED
 from tests.util.lowered_copies import Module, always_beside
-from tests.util.swap_cases import CROSSINGS, MEMORIES, SwapCase, SwapProgram, ids_for
+from tests.util.swap_cases import CROSSINGS, MEMORIES, NAMES, SwapCase, SwapProgram, ids_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers")
 
@@ -65,3 +66,22 @@ def test_negative_control_lifetime_violation_is_detected():
             programs = [(seed, SwapProgram(case, OVERLAPPED[0], seed)) for seed in range(60)]
             assert any(program.lowered().violations(seed) for seed, program in programs)
             assert any(program.continued().violations(seed) for seed, program in programs)
+
+
+@pytest.mark.parametrize("dst_memory", MEMORIES)
+def test_source_of_the_program_is_needed_until_the_wait_for_its_array(dst_memory, named):
+    """Not until the end of the copy: the waits for the arrays are its last uses."""
+    case = SwapCase("device", dst_memory, "int8")
+
+    @partial(jax.jit, donate_argnums=1)
+    def step(src, dst, *ids):
+        src = jax.tree.map(lambda array: array + 1, src)
+        swapping = jaxkv.start_swap(src, dst, *ids, implementation=named)
+        return [swapping.wait(array) for array in range(3)]
+
+    args = *case.arrays(), *ids_for(named)
+    module = Module(step.lower(*args))
+    assert module.joined == [False] and not module.violations(0)
+    got = step(*args)
+    src = {name: array + np.int8(1) for name, array in case.src.items()}
+    case.check((None, dict(zip(NAMES, got, strict=True))), src=src)

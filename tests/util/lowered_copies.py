@@ -377,12 +377,14 @@ class Interpreter:
         num_written = len(operation.results) - 1
         written = operands[-num_written:] if to_dense else operands[num_ids:][:num_written]
         layers = written if to_dense else operands[num_ids + num_written :]
-        last = len(layers) // step - 1
         copy, ticket = Copy(), Buffer()
         read = operands[0 if num_ids == 1 else num_ids :]
-        copy.buffers = [(b, layers.index(b) // step if b in layers else last) for b in read]
+        of_layers = [i // step for i in range(len(layers))]
+        is_swap = len(operands) == num_ids + 2 * len(layers)
+        rest = [of_layers[-1]] * (len(read) - len(layers) * (1 + is_swap)) + of_layers * is_swap
+        copy.buffers = list(zip(read, rest + of_layers, strict=True))
         if ir.BoolAttr(config["joined"]).value:
-            copy.ended_at[last] = self.time
+            copy.ended_at[of_layers[-1]] = self.time
         self.copies.append(copy)
         self.copy_of[ticket] = copy
         return [ticket, *written]
@@ -390,10 +392,8 @@ class Interpreter:
     def wait(self, operation: Any, operands: list[Buffer]) -> list[Buffer]:
         config = ir.DictAttr(operation.attributes["mhlo.backend_config"])
         tickets = ir.IntegerAttr(config["first_array"]).value
-        segment = ir.IntegerAttr(config["segment"]).value
-        arrays = operands[len(operands) - (len(operation.results) - tickets) :]
         copy = self.copy_of[operands[0]]
-        copy.ended_at.setdefault(segment, self.time)
+        copy.ended_at.setdefault(ir.IntegerAttr(config["segment"]).value, self.time)
         next_tickets = [Buffer() for _ in range(tickets)]
         self.copy_of |= dict.fromkeys(next_tickets, copy)
-        return [*next_tickets, *arrays]
+        return [*next_tickets, *operands[tickets - len(operation.results) :]]

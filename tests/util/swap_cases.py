@@ -48,10 +48,12 @@ class SwapCase:
         """(src or None, dst) after all waits."""
         return (swapping.src if self.to_host else None), swapping.wait()
 
-    def check(self, out, ids=IDS) -> None:
+    def check(self, out, ids=IDS, src=None) -> None:
+        """Compares the results of `finish`; `src` replaces the case's own source."""
         jaxkv.check_errors(out)
+        want = swapped(self.src if src is None else src, self.dst, *ids)
         src, dst = out
-        assert_trees_equal(dst, swapped(self.src, self.dst, *ids))
+        assert_trees_equal(dst, want)
         assert {leaf.sharding.memory_kind for leaf in dst.values()} == {self.memories[1]}
         if src is not None:
             assert_trees_equal(src, self.src)
