@@ -170,10 +170,10 @@ def measure_parts(results: Results, unit: int) -> None:
     """The creation without page-locking, and XLA's creation of the same array."""
     size = BASELINE_GIB * 4 * unit
     begin = time.perf_counter()
-    capsule = native.extension().pinned_tensor([size], 1, 8, -1, -1)
+    memory = native.extension().PinnedMemory(size, -1, [])
     seconds = time.perf_counter() - begin
     row(results, f"{4 * BASELINE_GIB} GiB", "pages, not page-locked", "GiB/s", size / seconds / GIB)
-    del capsule
+    del memory
     begin = time.perf_counter()
     array = jaxkv.pinned_zeros(size, np.uint8)
     ours = size / (time.perf_counter() - begin) / GIB

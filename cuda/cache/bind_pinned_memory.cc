@@ -2,6 +2,7 @@
 #include "cache/bind_pinned_memory.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -55,15 +56,11 @@ void delete_unused(PyObject* capsule) {
   }
 }
 
-nb::object pinned_tensor(std::vector<int64_t> shape, uint8_t code, uint8_t bits, int node,
-                         int device) {
+nb::object pinned_tensor(std::shared_ptr<PinnedMemory> memory, std::vector<int64_t> shape,
+                         uint8_t code, uint8_t bits, int device) {
   size_t num_bytes = bits / 8;
   for (const int64_t size : shape) num_bytes *= static_cast<size_t>(size);
-  std::shared_ptr<PinnedMemory> memory;
-  {
-    nb::gil_scoped_release without_gil;
-    memory = PinnedMemory::create(num_bytes, node, device);
-  }
+  if (num_bytes > memory->num_bytes()) throw nb::value_error("the tensor exceeds its memory");
   auto tensor = std::make_unique<Tensor>(Tensor{{}, std::move(shape), std::move(memory)});
   tensor->managed = {
       .tensor = {.data = tensor->memory->data(),
@@ -98,10 +95,17 @@ nb::object pinned_view(uintptr_t address) {
 
 void bind_pinned_memory(nb::module_& m) {
   const nb::call_guard<nb::gil_scoped_release> without_gil;
-  m.def("pinned_tensor", &pinned_tensor, nb::arg("shape"), nb::arg("code"), nb::arg("bits"),
-        nb::arg("node"), nb::arg("device"),
-        "A DLPack capsule of zeroed host memory on a NUMA node (-1: any), page-locked for a CUDA "
-        "device (-1: not page-locked); the consumer owns the memory.");
+  nb::class_<PinnedMemory>(
+      m, "PinnedMemory",
+      "Host memory on a NUMA node (-1: any), page-locked for CUDA devices (none: not page-locked): "
+      "zeroed, or that of a file of shared memory, after its header (-1: zeroed).")
+      .def(nb::new_(&PinnedMemory::create), nb::arg("num_bytes"), nb::arg("node"),
+           nb::arg("devices"), nb::arg("fd") = -1, without_gil)
+      .def("tensor", &pinned_tensor, nb::arg("shape"), nb::arg("code"), nb::arg("bits"),
+           nb::arg("device"),
+           "A DLPack capsule of the memory, for a CUDA device or the CPU (-1); the consumer owns "
+           "the memory too.");
+  m.attr("FILE_OFFSET") = kFileOffset;
   m.def("pinned_view", &pinned_view, nb::arg("address"),
         "The bytes of the pinned tensor that begins at an address, read-only, without a copy; "
         "None if there is no such tensor. The view owns the memory too.");

@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 namespace jaxkv::cache {
 namespace {
@@ -51,21 +52,29 @@ std::runtime_error failure(size_t num_bytes, const std::string& reason) {
 }
 
 // Aligned to huge pages, of which one is populated and pinned faster than 512 small ones.
-void* map(size_t num_bytes) {
+void* map(size_t num_bytes, int fd) {
   const size_t reserved = num_bytes + (num_bytes >= kHugePage ? kHugePage : 0);
   void* const begin =
       mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (begin == MAP_FAILED) {
     throw failure(num_bytes, std::string("mmap failed: ") + std::strerror(errno));
   }
-  if (reserved == num_bytes) return begin;
-  auto* const first = static_cast<std::byte*>(begin);
-  const size_t head = -reinterpret_cast<uintptr_t>(begin) % kHugePage;
-  if (head) munmap(first, head);
-  const size_t tail = reserved - head - num_bytes;
-  if (tail) munmap(first + head + num_bytes, tail);
-  madvise(first + head, num_bytes, MADV_HUGEPAGE);  // without effect if switched off
-  return first + head;
+  auto* data = static_cast<std::byte*>(begin);
+  if (reserved > num_bytes) {
+    const size_t head = -reinterpret_cast<uintptr_t>(begin) % kHugePage;
+    if (head) munmap(data, head);
+    data += head;
+    const size_t tail = reserved - head - num_bytes;
+    if (tail) munmap(data + num_bytes, tail);
+  }
+  if (fd >= 0 && mmap(data, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd,
+                      kFileOffset) == MAP_FAILED) {
+    const int error = errno;
+    munmap(data, num_bytes);
+    throw failure(num_bytes, std::string("mmap of a file failed: ") + std::strerror(error));
+  }
+  if (num_bytes >= kHugePage) madvise(data, num_bytes, MADV_HUGEPAGE);  // no effect if disabled
+  return data;
 }
 
 // A preference: other nodes are used if `node` is full. Not permitted in some containers.
@@ -82,9 +91,9 @@ int populate(std::byte* data, size_t num_bytes) {
   while (madvise(data, num_bytes, kPopulateWrite) != 0) {
     if (errno == EINTR || errno == EAGAIN) continue;
     if (errno != EINVAL) return errno;
-    // Linux before 5.14
+    // Linux before 5.14. An atomic operation: others may write the pages of a file meanwhile.
     for (size_t i = 0; i < num_bytes; i += page_bytes()) {
-      *const_cast<volatile std::byte*>(data + i) = std::byte{0};
+      __atomic_fetch_or(reinterpret_cast<unsigned char*>(data + i), 0, __ATOMIC_RELAXED);
     }
     return 0;
   }
@@ -115,30 +124,32 @@ int populate_with_threads(std::byte* data, size_t num_bytes) {
 }
 
 // Memory that cannot be unpinned stays mapped: the device could still write it.
-void free_pages(void* data, size_t num_bytes, [[maybe_unused]] int device) {
+void free_pages(void* data, size_t num_bytes, [[maybe_unused]] const std::vector<int>& devices) {
 #ifdef JAXKV_CUDA
-  if (device >= 0 && !unpin(data, device).empty()) return;
+  if (!devices.empty() && !unpin(data, devices).empty()) return;
 #endif
   munmap(data, num_bytes);
 }
 
 }  // namespace
 
-PinnedMemory::PinnedMemory(void* data, size_t num_bytes, int device)
-    : data_(data), num_bytes_(num_bytes), device_(device) {}
+PinnedMemory::PinnedMemory(void* data, size_t num_bytes, std::vector<int> devices)
+    : data_(data), num_bytes_(num_bytes), devices_(std::move(devices)) {}
 
-std::shared_ptr<PinnedMemory> PinnedMemory::create(size_t num_bytes, int node, int device) {
+std::shared_ptr<PinnedMemory> PinnedMemory::create(size_t num_bytes, int node,
+                                                   std::vector<int> devices, int fd) {
   const size_t rounded = (std::max<size_t>(num_bytes, 1) + page_bytes() - 1) & -page_bytes();
-  void* const data = map(rounded);
+  void* const data = map(rounded, fd);
   // A child process needs no copy of the pages, and must not make this one copy pages it writes.
   madvise(data, rounded, MADV_DONTFORK);
   prefer_node(data, rounded, node);
   std::string error;
   if (const int code = populate_with_threads(static_cast<std::byte*>(data), rounded)) {
-    error = std::strerror(code);
-  } else if (device >= 0) {
+    // EFAULT: a write would raise SIGBUS.
+    error = fd >= 0 && code == EFAULT ? "its file system is full" : std::strerror(code);
+  } else if (!devices.empty()) {
 #ifdef JAXKV_CUDA
-    error = pin(data, rounded, device);
+    error = pin(data, rounded, devices.front());
 #else
     error = "built without CUDA";
 #endif
@@ -147,7 +158,7 @@ std::shared_ptr<PinnedMemory> PinnedMemory::create(size_t num_bytes, int node, i
     munmap(data, rounded);
     throw failure(rounded, error);
   }
-  std::shared_ptr<PinnedMemory> memory(new PinnedMemory(data, rounded, device));
+  std::shared_ptr<PinnedMemory> memory(new PinnedMemory(data, rounded, std::move(devices)));
   std::lock_guard lock(registry().mutex);
   registry().by_address[data] = memory;
   return memory;
@@ -165,14 +176,14 @@ PinnedMemory::~PinnedMemory() {
     std::lock_guard lock(all.mutex);
     if (all.stopped) return;
     all.by_address.erase(data_);
-    if (device_ >= 0) ++all.freeing;
+    if (!devices_.empty()) ++all.freeing;
   }
-  if (device_ < 0) {
-    free_pages(data_, num_bytes_, device_);
+  if (devices_.empty()) {
+    free_pages(data_, num_bytes_, devices_);
     return;
   }
-  auto free_and_count = [&all, data = data_, num_bytes = num_bytes_, device = device_] {
-    free_pages(data, num_bytes, device);
+  auto free_and_count = [&all, data = data_, num_bytes = num_bytes_, devices = devices_] {
+    free_pages(data, num_bytes, devices);
     std::lock_guard lock(all.mutex);
     --all.freeing;
     all.freed.notify_all();

@@ -32,11 +32,14 @@ std::string pin(void* data, size_t num_bytes, int device) {
   });
 }
 
-std::string unpin(void* data, int device) {
-  return on_device(device, [=] {
-    auto error = error_of("cudaDeviceSynchronize", cudaDeviceSynchronize());
-    return error.empty() ? error_of("cudaHostUnregister", cudaHostUnregister(data)) : error;
-  });
+std::string unpin(void* data, const std::vector<int>& devices) {
+  for (const int device : devices) {
+    auto error = on_device(
+        device, [] { return error_of("cudaDeviceSynchronize", cudaDeviceSynchronize()); });
+    if (!error.empty()) return error;
+  }
+  return on_device(devices.front(),
+                   [=] { return error_of("cudaHostUnregister", cudaHostUnregister(data)); });
 }
 
 }  // namespace jaxkv::cache

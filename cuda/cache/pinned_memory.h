@@ -9,32 +9,37 @@
 
 namespace jaxkv::cache {
 
+// Of the data in a file: a huge page, so that the data can consist of huge pages. The first page is
+// a header, the others between them are never allocated.
+constexpr size_t kFileOffset = size_t{2} << 20;
+
 // Neither XLA's allocator of pinned memory, which rounds up to a power of two, ends at a limit set
 // when the backend starts, and serves all devices from the NUMA node of the first, nor
 // cudaHostAlloc, whose pages the kernel reports on no node.
 class PinnedMemory {
  public:
-  // Zeroed memory on `node` (-1: any), page-locked for a CUDA device (-1: not page-locked). Throws
-  // std::runtime_error.
-  static std::shared_ptr<PinnedMemory> create(size_t num_bytes, int node, int device);
+  // Memory on `node` (-1: any), page-locked if there are CUDA devices that use it: zeroed, or with
+  // fd >= 0 that of a file, from kFileOffset on, with its contents. Throws std::runtime_error.
+  static std::shared_ptr<PinnedMemory> create(size_t num_bytes, int node, std::vector<int> devices,
+                                              int fd = -1);
   // The memory that begins at an address, or null.
   static std::shared_ptr<PinnedMemory> find(const void* address);
 
   PinnedMemory(const PinnedMemory&) = delete;
   PinnedMemory& operator=(const PinnedMemory&) = delete;
-  // May run in any thread. Memory of a device is freed by a thread of its own, after the work of
-  // the device: work in flight may still use it, and the caller may be what that work waits for.
+  // May run in any thread. Memory of devices is freed by a thread of its own, after their work:
+  // work in flight may still use it, and the caller may be what that work waits for.
   ~PinnedMemory();
 
   void* data() const { return data_; }
   size_t num_bytes() const { return num_bytes_; }
 
  private:
-  PinnedMemory(void* data, size_t num_bytes, int device);
+  PinnedMemory(void* data, size_t num_bytes, std::vector<int> devices);
 
   void* data_;
   size_t num_bytes_;
-  int device_;
+  std::vector<int> devices_;
 };
 
 // Waits until all memory without an owner is free.
@@ -46,9 +51,9 @@ void stop_freeing();
 std::vector<int> nodes_of_pages(uintptr_t address, size_t num_bytes);
 
 #ifdef JAXKV_CUDA
-// Both return the error, empty for success. `unpin` waits for the work of the device first.
+// Both return the error, empty for success. `unpin` waits for the work of the devices first.
 std::string pin(void* data, size_t num_bytes, int device);
-std::string unpin(void* data, int device);
+std::string unpin(void* data, const std::vector<int>& devices);
 #endif
 
 }  // namespace jaxkv::cache

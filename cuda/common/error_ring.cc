@@ -170,7 +170,7 @@ std::string describe(const ErrorEntry& e) {
                ? std::string(side) + " id " + id + " at position " + position
                : prefix + side + " id " + argument_of(e) + "[" + position + "] = " + id;
   };
-  const std::string range = " is outside [0, " + std::to_string(e.limit) + ") pages";
+  const std::string range = " is outside [0, " + std::to_string(e.limit) + ") pages of this device";
   switch (code_of(e)) {
     case ErrorCode::kSourceOutOfRange:
       return entry("source") + range;

@@ -142,12 +142,12 @@ def test_oversized_pool_is_rejected_before_allocation():
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("head_axis, copies", [(None, 2), ("tp", 1)], ids=["copies", "shards"])
-def test_memory_check_counts_all_shards(head_axis, copies, monkeypatch):
+@pytest.mark.parametrize("head_axis", [None, "tp"], ids=["replicated", "shards"])
+def test_memory_check_counts_every_part_once(head_axis, monkeypatch):
     checked_bytes: list[int] = []
     monkeypatch.setattr(pinned_memory, "check_host_memory", checked_bytes.append)
     pool = jaxkv.HostPool.create(spec_of(), num_pages=5, mesh=mesh_of(2), head_axis=head_axis)
-    assert checked_bytes == [copies * pool.data.nbytes]
+    assert checked_bytes == [pool.data.nbytes]
 
 
 @pytest.fixture

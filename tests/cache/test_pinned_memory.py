@@ -148,7 +148,7 @@ def test_memory_is_returned_when_its_array_is_gone():
 def test_a_tensor_that_jax_does_not_take_is_freed():
     before = resident_bytes()
     for _ in range(20):
-        native.extension().pinned_tensor([16 << 20], 1, 8, -1, -1)
+        native.extension().PinnedMemory(16 << 20, -1, []).tensor([16 << 20], 1, 8, -1)
     assert resident_bytes() - before < 64 << 20
 
 
@@ -185,22 +185,22 @@ def test_the_node_of_a_page_that_is_not_present_is_an_errno():
 def test_each_shard_is_asked_of_the_node_of_its_device(monkeypatch):
     asked = []
     extension = native.extension()
-    real = extension.pinned_tensor
+    real = extension.PinnedMemory
 
     class Extension:
         def __getattr__(self, name):
             return getattr(extension, name)
 
-        def pinned_tensor(self, shape, code, bits, node, device):
-            asked.append((shape, bits, node))
-            return real(shape, code, bits, 0, device)
+        def PinnedMemory(self, num_bytes, node, devices, fd):
+            asked.append((num_bytes, node))
+            return real(num_bytes, 0, devices, fd)
 
     monkeypatch.setattr(pinned_memory.native, "extension", Extension)
     monkeypatch.setattr(pinned_memory, "numa_node", lambda device: 7)
     jaxkv.pinned_zeros((2, 3), np.float32)
     monkeypatch.setattr(pinned_memory, "numa_node", lambda device: None)
     jaxkv.pinned_zeros(3, np.int8)
-    assert asked == [([2, 3], 32, 7), ([3], 8, -1)]
+    assert asked == [(24, 7), (3, -1)]
 
 
 def test_a_new_array_that_jax_copies_is_an_error(monkeypatch):

@@ -159,6 +159,15 @@ class ArrayCacheSpec:
         return BlockRecord(tuple(shapes), tuple(array.dtype for array in self.arrays))
 
     @property
+    def array_names(self) -> tuple[str, ...]:
+        """Names of the arrays of one layer in its pytree, empty for a layer of one array."""
+        layer = self.structure
+        if not self.stacked:
+            layer = jax.tree_util.treedef_children(layer)[0]
+        paths, _ = jax.tree_util.tree_flatten_with_path(layer.unflatten(self.arrays))
+        return tuple(jax.tree_util.keystr(path) for path, _ in paths)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page of all layers and shards in a host pool."""
         return self.num_layers * self.num_block_shards * self.blocks.nbytes

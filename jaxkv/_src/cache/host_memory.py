@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,14 +13,17 @@ from jaxkv._src.runtime.devices import platform_of
 from jaxkv._src.runtime.errors import HostMemoryError
 
 
-def check_host_memory(needed_bytes: int) -> None:
+def check_host_memory(needed_bytes: int, *, shared: bool = False) -> None:
     """Raises HostMemoryError if `needed_bytes` exceed the available host memory.
 
     Available is the minimum of MemAvailable and of the bytes left under each memory limit of this
-    process's control groups. The locked-memory limit (RLIMIT_MEMLOCK) does not apply: the CUDA
-    driver pins memory regardless of it, and the CPU backend does not pin memory.
+    process's control groups; of shared memory, also of the bytes left in /dev/shm. The
+    locked-memory limit (RLIMIT_MEMLOCK) does not apply: the CUDA driver pins memory regardless of
+    it, and the CPU backend does not pin memory.
     """
     limits = [("available memory (MemAvailable)", _mem_available()), *_cgroup_limits()]
+    if shared:
+        limits += _shared_memory_left()
     limit, available = min(limits, key=lambda entry: entry[1])
     available = max(available, 0)
     if needed_bytes > available:
@@ -61,6 +65,13 @@ def _cgroup_bytes_left(directory: Path, files: tuple[str, str], cache_field: str
         return int(limit) - int(usage) + int(fields.get(cache_field, 0))
     except (OSError, ValueError):
         return None
+
+
+def _shared_memory_left() -> Iterator[tuple[str, int]]:
+    status = os.statvfs("/dev/shm")
+    if status.f_blocks:  # otherwise without a limit
+        name = "the free space of /dev/shm (mount option size; of a container --shm-size)"
+        yield name, status.f_bavail * status.f_frsize
 
 
 def _mem_available() -> int:

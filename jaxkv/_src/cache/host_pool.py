@@ -19,7 +19,8 @@ from jaxkv._src.cache.array_cache import (
 from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_layout import HostLayout, Layout
-from jaxkv._src.cache.pinned_memory import PINNED, pinned_zeros, view_of
+from jaxkv._src.cache.pinned_memory import PINNED, allocate, view_of
+from jaxkv._src.cache.shared_memory import SharedPool, identity, unlink
 from jaxkv._src.cache.spec import KVCacheSpec
 from jaxkv._src.runtime import native
 from jaxkv._src.runtime.devices import default_device, platform_of
@@ -53,29 +54,57 @@ class HostPool:
         head_groups: int = 1,
         mesh: jax.sharding.Mesh | None = None,
         head_axis: str | None = None,
+        shared: str | None = None,
     ) -> HostPool:
         """Allocates zeroed pages in pinned host memory, each shard near its device (NUMA).
+
+        Devices of this process that have the same part of the pool, by a mesh axis over which it is
+        replicated, share one copy of it in host memory (near the first of them). Donate such a pool
+        to every store: XLA would copy it for each device. All of these devices store the same
+        bytes, or one of them does and the others have -1 as page ids; stores of different devices
+        are not ordered, see `docs/usage.md`.
+
+        With `shared` the pages are in POSIX shared memory: they outlive the process, also if it is
+        killed, until `HostPool.unlink` or a restart of the machine. If a pool of this name exists,
+        it is attached with its contents, at the same time as by other processes:
+
+            pool = jaxkv.HostPool.create(spec, num_pages=4096, shared="kv")
+            valid = index.pages if index.pool_id == jaxkv.HostPool.shared_id("kv") else []
+
+        Which pages are valid is the engine's own index: a page is valid if its store was waited for
+        before the index recorded it. A process that is killed may leave parts of later stores.
+        tpu-inference and SGLang's HiCache lose their host tier with the process.
 
         Args:
           spec: the `KVCacheSpec`, or the `ArrayCacheSpec` of an engine's own arrays, whose devices
             and shardings the pool has.
-          num_pages: number of pages of the pool.
+          num_pages: number of pages of the pool; if the pages are sharded (`ArrayCacheSpec` over a
+            data axis), of all shards together. Page ids of a copy are those of one shard, below
+            `num_pages` divided by the number of page shards.
           layout: see `host_layout`; page_first_direct suits the copy engine. An `ArrayCacheSpec`
             supports page_first_direct and layer_first.
           head_groups: G of page_unified.
           mesh: devices that use the pool; None for the default device.
           head_axis: mesh axis over which the KV heads (page_unified: the head groups) are sharded;
             None to replicate the pool.
+          shared: name of the pool in shared memory, of letters, digits, "_", "-" and "."; None for
+            memory of this process. A process for each shard or replica passes the same name.
 
         Returns:
           The `HostPool`.
 
         Raises:
           RuntimeError: called inside jit, or the memory could not be allocated or page-locked.
-          HostMemoryError: the pool exceeds the available host memory; nothing is allocated.
-          ValueError: the layout and the sizes do not match, or `head_axis` is given without a mesh.
+          HostMemoryError: the pool exceeds the available host memory, or the size of /dev/shm;
+            nothing is allocated.
+          ValueError: the layout and the sizes do not match, `head_axis` is given without a mesh, or
+            the pool `shared` has another spec, layout, sharding, number of pages or size.
+          PermissionError: the pool `shared` is not a file of this user with mode 0600.
+          TimeoutError: another process has been creating the pool `shared` for too long.
+          NotImplementedError: `shared` on a platform other than CPU and CUDA.
         """
         sharding: jax.sharding.Sharding
+        dtype: np.dtype[Any]
         if isinstance(spec, ArrayCacheSpec):
             if (mesh, head_axis, head_groups) != (None, None, 1):
                 raise ValueError(
@@ -83,17 +112,57 @@ class HostPool:
                     "the shardings of its arrays"
                 )
             sharding = pool_sharding(spec, layout)
+            if isinstance(num_pages, int | np.integer) and num_pages % spec.num_page_shards:
+                raise ValueError(
+                    f"num_pages={num_pages} must be a multiple of {spec.num_page_shards}, the page "
+                    f"shards over mesh axes {', '.join(spec.page_axes)}"
+                )
             arrays_layout = ArrayHostLayout(spec, layout, num_pages, spec.num_block_shards)
-            data = pinned_zeros(arrays_layout.shape, np.uint8, sharding)
+            shape, dtype = arrays_layout.shape, np.dtype(np.uint8)
         else:
             host_layout = HostLayout(spec, layout, num_pages, head_groups)
             sharding = _pool_sharding(host_layout, mesh, head_axis)
-            data = pinned_zeros(host_layout.shape, spec.dtype, sharding)
+            shape, dtype = host_layout.shape, np.dtype(spec.dtype)
+        objects = None
+        if shared is not None:
+            layouts = {"layout": layout, "head_groups": str(head_groups)}
+            pages = {"num_pages": str(num_pages)}
+            objects = SharedPool(shared, pages | layouts | _description(spec))
+        data = allocate(shape, dtype, sharding, objects)
         return cls(data=data, spec=spec, layout=layout, head_groups=head_groups)
+
+    @staticmethod
+    def unlink(name: str) -> None:
+        """Removes a shared pool of this machine; processes that use it keep its memory.
+
+            jaxkv.HostPool.unlink("kv")
+
+        Raises:
+          ValueError: not the name of a pool.
+          FileNotFoundError: there is no pool of this name.
+        """
+        unlink(name)
+
+    @staticmethod
+    def shared_id(name: str) -> str:
+        """Identity of the contents of a shared pool: random, chosen when it was created.
+
+        An engine records it with its index of pages, once all processes have created or attached
+        the pool. Another identity later means new pages, for example after a restart of the
+        machine.
+
+        Returns:
+          32 hexadecimal digits.
+
+        Raises:
+          ValueError: not the name of a pool, or it is still being created.
+          FileNotFoundError: there is no pool of this name.
+        """
+        return identity(name)
 
     @property
     def num_pages(self) -> int:
-        """Number of pages of the pool."""
+        """Number of pages of the pool, of all page shards; inside `shard_map` of the shard."""
         return self.host_layout.num_pages
 
     @property
@@ -146,7 +215,8 @@ class HostPool:
         """Frees the host memory after all work of the pool's devices; idempotent.
 
         Blocks until that work is complete. Later use of this pool, or of a pool that shares its
-        array, is an error. Memory of a `view` is freed with the view.
+        array, is an error. Memory of a `view` is freed with the view. A shared pool keeps its
+        pages, for the next process.
         """
         if self.data.is_deleted():
             return
@@ -176,6 +246,22 @@ class _ClosedData:
         if name.startswith("__"):  # also of copy and pickle, before `_data` is set
             raise AttributeError(name)
         return getattr(self._data, name)
+
+
+def _description(spec: KVCacheSpec | ArrayCacheSpec) -> dict[str, str]:
+    """What decides the meaning of the bytes of a page, in any version of JAX."""
+    if isinstance(spec, KVCacheSpec):
+        return {
+            field.name: str(getattr(spec, field.name)) for field in dataclasses.fields(KVCacheSpec)
+        }
+    arrays = zip(spec.array_names, spec.arrays, spec.blocks.shapes, strict=True)
+    return {
+        "num_layers": str(spec.num_layers),
+        "arrays of a layer": ", ".join(
+            f"{name}{array.dtype}{list(array.shape)} in blocks of {list(block)}"
+            for name, array, block in arrays
+        ),
+    }
 
 
 def _pool_sharding(

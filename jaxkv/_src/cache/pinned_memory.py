@@ -8,6 +8,7 @@ the NUMA node of the first device for all, and has one thread fill the pages.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxkv._src.cache.host_memory import check_host_memory, numa_node
+from jaxkv._src.cache.shared_memory import SharedPool
 from jaxkv._src.runtime import native
 from jaxkv._src.runtime.devices import check_outside_jit, default_device, has_native_memory
 from jaxkv._src.runtime.dtypes import check_byte_dtype
@@ -48,7 +50,8 @@ def pinned_zeros(
     """Allocates a zeroed array in pinned host memory, each shard near its device (NUMA).
 
     For arrays of `swap_blocks`; `HostPool.create` allocates in the same way. The pages are exactly
-    as large as the array, and are returned to the system when the array is deleted.
+    as large as the array, and are returned to the system when the array is deleted. Devices of this
+    process to which the array is replicated share the memory.
 
     Args:
       shape: shape of the array.
@@ -65,6 +68,16 @@ def pinned_zeros(
       ValueError: the dtype is not byte-aligned, the sharding does not divide the shape, or a
         device has no memory kind pinned_host.
     """
+    return allocate(shape, dtype, sharding, None)
+
+
+def allocate(
+    shape: int | Sequence[int],
+    dtype: npt.DTypeLike,
+    sharding: Sharding | None,
+    shared: SharedPool | None,
+) -> jax.Array:
+    """`pinned_zeros`, or with `shared` an array in shared memory, with its contents."""
     shape = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
         raise ValueError(f"shape must consist of integers >= 0, got {shape}")
@@ -75,14 +88,25 @@ def pinned_zeros(
     _check_has_pinned_memory(sharding)
     sharding = sharding.with_memory_kind(PINNED)
     devices = sharding.addressable_devices_indices_map(shape)
-    local_shape = sharding.shard_shape(shape)
+    is_native = all(map(has_native_memory, devices))
+    parts = _parts(sharding, shape)
+    local_parts = {parts[device] for device in devices}
+    part_bytes = math.prod(sharding.shard_shape(shape)) * dtype.itemsize
     native.extension().wait_for_frees()  # of memory that is counted as in use until then
-    check_host_memory(math.prod(local_shape) * dtype.itemsize * len(devices))
+    if shared:
+        if not is_native:
+            raise NotImplementedError(
+                f"HostPool.create: shared={shared.name!r} is supported on CPUs and CUDA devices, "
+                f"not on these devices: {', '.join(map(str, devices))}; omit it"
+            )
+        check_host_memory(shared.missing_bytes(sorted(local_parts), part_bytes), shared=True)
+    else:
+        check_host_memory(part_bytes * len(local_parts if is_native else devices))
     with allow_host_sync("new pinned memory is not used by any work yet"):
         check_outside_jit(jax.device_put(np.int8(0), next(iter(devices))))
-        if not all(map(has_native_memory, devices)):
+        if not is_native:
             return jax.device_put(np.zeros(shape, dtype), sharding)
-        shards = [_allocate(local_shape, dtype, device) for device in devices]
+        shards = _shards(shape, dtype, sharding, parts, shared)
         if isinstance(sharding, SingleDeviceSharding):
             array = _with_sharding(shards[0], sharding)
         else:
@@ -103,17 +127,52 @@ def _check_has_pinned_memory(sharding: Sharding) -> None:
             )
 
 
-def _allocate(shape: tuple[int, ...], dtype: np.dtype[Any], device: jax.Device) -> jax.Array:
+def _parts(sharding: Sharding, shape: tuple[int, ...]) -> dict[jax.Device, int]:
+    """For each device, also of other processes, the number of its part of the array."""
+    indices = {
+        device: tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
+    numbers = {index: number for number, index in enumerate(sorted(set(indices.values())))}
+    return {device: numbers[index] for device, index in indices.items()}
+
+
+def _shards(
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    sharding: Sharding,
+    parts: dict[jax.Device, int],
+    shared: SharedPool | None,
+) -> list[jax.Array]:
+    """The shards of this process's devices; those with the same part share its memory."""
     _leave_memory_to_exit()
-    node = numa_node(device)
+    local_shape = sharding.shard_shape(shape)
+    part_bytes = math.prod(local_shape) * dtype.itemsize
+    users: dict[int, list[jax.Device]] = {}
+    for device in sharding.addressable_devices_indices_map(shape):
+        users.setdefault(parts[device], []).append(device)
+    shards: dict[jax.Device, jax.Array] = {}
+    for part, devices in users.items():
+        node = numa_node(devices[0])
+        ordinals = [device.local_hardware_id for device in devices if device.platform == "gpu"]
+        with contextlib.ExitStack() as stack:
+            fd = -1
+            if shared:
+                where = {"shard": f"{part} of {len(set(parts.values()))}, {list(local_shape)}"}
+                fd = stack.enter_context(shared.opened(part, part_bytes, where))
+            memory = native.extension().PinnedMemory(
+                part_bytes, -1 if node is None else node, ordinals, fd
+            )
+        shards |= {device: _as_array(memory, local_shape, dtype, device) for device in devices}
+    return [shards[device] for device in sharding.addressable_devices_indices_map(shape)]
+
+
+def _as_array(
+    memory: Any, shape: tuple[int, ...], dtype: np.dtype[Any], device: jax.Device
+) -> jax.Array:
     ordinal = device.local_hardware_id if device.platform == "gpu" else -1
-    capsule = native.extension().pinned_tensor(
-        list(shape),
-        _NAMES[dtype.name] if dtype.name in _NAMES else _KINDS[dtype.kind],
-        8 * dtype.itemsize,
-        -1 if node is None else node,
-        ordinal,
-    )
+    code = _NAMES[dtype.name] if dtype.name in _NAMES else _KINDS[dtype.kind]
+    capsule = memory.tensor(list(shape), code, 8 * dtype.itemsize, ordinal)
     if ordinal >= 0:
         return jax.dlpack.from_dlpack(_Tensor(capsule, ordinal), copy=False)
     # No public function places memory in pinned_host of the CPU backend. copy=True has XLA take

@@ -192,7 +192,7 @@ def check_page_ids(
         if len(outside):
             raise PageIndexError(
                 f"{operation}: {name}[{outside[0]}] is {entry[outside[0]]}, out of range "
-                f"[0, {limit})",
+                f"[0, {limit}) of a device",
                 operation=operation,
                 argument=name,
                 count=len(outside),
