@@ -270,12 +270,18 @@ def git(*arguments: str, repository: pathlib.Path = REPOSITORY) -> str:
 
 
 def arguments(
-    description: str | None, argv: Sequence[str] | None, *, worlds: Sequence[int] = ()
+    description: str | None,
+    argv: Sequence[str] | None,
+    *,
+    worlds: Sequence[int] = (),
+    gib: int | None = None,
 ) -> argparse.Namespace:
-    """Parses the common arguments: --out, --quick, and with `worlds` --devices."""
+    """Parses the common arguments: --out, --quick, with `worlds` --devices, with `gib` --gib."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
+    if gib is not None:
+        parser.add_argument("--gib", type=int, default=gib, help="host memory of the pool, GiB")
     if worlds:
         parser.add_argument(
             "--devices", type=int, nargs="+", choices=worlds, default=worlds,
