@@ -98,9 +98,11 @@ void bind_pinned_memory(nb::module_& m) {
   nb::class_<PinnedMemory>(
       m, "PinnedMemory",
       "Host memory on a NUMA node (-1: any), page-locked for CUDA devices (none: not page-locked): "
-      "zeroed, or that of a file of shared memory, after its header (-1: zeroed).")
+      "zeroed, or that of a file of shared memory, after its header (-1: zeroed), which may have "
+      "its "
+      "pages already.")
       .def(nb::new_(&PinnedMemory::create), nb::arg("num_bytes"), nb::arg("node"),
-           nb::arg("devices"), nb::arg("fd") = -1, without_gil)
+           nb::arg("devices"), nb::arg("fd") = -1, nb::arg("allocated") = false, without_gil)
       .def("tensor", &pinned_tensor, nb::arg("shape"), nb::arg("code"), nb::arg("bits"),
            nb::arg("device"),
            "A DLPack capsule of the memory, for a CUDA device or the CPU (-1); the consumer owns "

@@ -26,7 +26,7 @@ constexpr unsigned kMaxThreads = 16;
 constexpr size_t kMaxSample = 4096;  // pages whose node is read back
 
 // Of the kernel's headers, which may be older than the kernel.
-constexpr int kPopulateWrite = 23;
+constexpr int kPopulateRead = 22, kPopulateWrite = 23;
 constexpr int kPolicyPreferred = 1;
 constexpr size_t kMaxNodes = 1024;
 
@@ -86,9 +86,10 @@ void prefer_node(void* data, size_t num_bytes, int node) {
   (void)syscall(SYS_mbind, data, num_bytes, kPolicyPreferred, mask.data(), kMaxNodes, 0);
 }
 
-// Returns 0 or an errno.
-int populate(std::byte* data, size_t num_bytes) {
-  while (madvise(data, num_bytes, kPopulateWrite) != 0) {
+// Returns 0 or an errno. The kernel maps allocated pages of a file, writable too, three times as
+// fast by reads, of which one maps several pages.
+int populate(std::byte* data, size_t num_bytes, bool allocated) {
+  while (madvise(data, num_bytes, allocated ? kPopulateRead : kPopulateWrite) != 0) {
     if (errno == EINTR || errno == EAGAIN) continue;
     if (errno != EINVAL) return errno;
     // Linux before 5.14. An atomic operation: others may write the pages of a file meanwhile.
@@ -102,14 +103,15 @@ int populate(std::byte* data, size_t num_bytes) {
 
 // The kernel zeroes pages in the thread that touches them: one thread would take a second per few
 // GiB.
-int populate_with_threads(std::byte* data, size_t num_bytes) {
+int populate_with_threads(std::byte* data, size_t num_bytes, bool allocated) {
   const size_t num_chunks = (num_bytes + kChunk - 1) / kChunk;
   std::atomic<size_t> next{0};
   std::atomic<int> error{0};
   auto work = [&] {
     for (size_t i; !error.load() && (i = next.fetch_add(1)) < num_chunks;) {
       const size_t begin = i * kChunk;
-      if (const int failed = populate(data + begin, std::min(kChunk, num_bytes - begin))) {
+      if (const int failed =
+              populate(data + begin, std::min(kChunk, num_bytes - begin), allocated)) {
         error.store(failed);
       }
     }
@@ -137,14 +139,15 @@ PinnedMemory::PinnedMemory(void* data, size_t num_bytes, std::vector<int> device
     : data_(data), num_bytes_(num_bytes), devices_(std::move(devices)) {}
 
 std::shared_ptr<PinnedMemory> PinnedMemory::create(size_t num_bytes, int node,
-                                                   std::vector<int> devices, int fd) {
+                                                   std::vector<int> devices, int fd,
+                                                   bool allocated) {
   const size_t rounded = (std::max<size_t>(num_bytes, 1) + page_bytes() - 1) & -page_bytes();
   void* const data = map(rounded, fd);
   // A child process needs no copy of the pages, and must not make this one copy pages it writes.
   madvise(data, rounded, MADV_DONTFORK);
   prefer_node(data, rounded, node);
   std::string error;
-  if (const int code = populate_with_threads(static_cast<std::byte*>(data), rounded)) {
+  if (const int code = populate_with_threads(static_cast<std::byte*>(data), rounded, allocated)) {
     // EFAULT: a write would raise SIGBUS.
     error = fd >= 0 && code == EFAULT ? "its file system is full" : std::strerror(code);
   } else if (!devices.empty()) {

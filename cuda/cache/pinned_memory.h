@@ -19,9 +19,10 @@ constexpr size_t kFileOffset = size_t{2} << 20;
 class PinnedMemory {
  public:
   // Memory on `node` (-1: any), page-locked if there are CUDA devices that use it: zeroed, or with
-  // fd >= 0 that of a file, from kFileOffset on, with its contents. Throws std::runtime_error.
+  // fd >= 0 that of a file, from kFileOffset on; `allocated` if the file has its pages already.
+  // Throws std::runtime_error.
   static std::shared_ptr<PinnedMemory> create(size_t num_bytes, int node, std::vector<int> devices,
-                                              int fd = -1);
+                                              int fd = -1, bool allocated = false);
   // The memory that begins at an address, or null.
   static std::shared_ptr<PinnedMemory> find(const void* address);
 

@@ -191,9 +191,9 @@ def test_each_shard_is_asked_of_the_node_of_its_device(monkeypatch):
         def __getattr__(self, name):
             return getattr(extension, name)
 
-        def PinnedMemory(self, num_bytes, node, devices, fd):
+        def PinnedMemory(self, num_bytes, node, *others):
             asked.append((num_bytes, node))
-            return real(num_bytes, 0, devices, fd)
+            return real(num_bytes, 0, *others)
 
     monkeypatch.setattr(pinned_memory.native, "extension", Extension)
     monkeypatch.setattr(pinned_memory, "numa_node", lambda device: 7)

@@ -156,12 +156,12 @@ def _shards(
         node = numa_node(devices[0])
         ordinals = [device.local_hardware_id for device in devices if device.platform == "gpu"]
         with contextlib.ExitStack() as stack:
-            fd = -1
+            file = -1, False
             if shared:
                 where = {"shard": f"{part} of {len(set(parts.values()))}, {list(local_shape)}"}
-                fd = stack.enter_context(shared.opened(part, part_bytes, where))
+                file = stack.enter_context(shared.opened(part, part_bytes, where))
             memory = native.extension().PinnedMemory(
-                part_bytes, -1 if node is None else node, ordinals, fd
+                part_bytes, -1 if node is None else node, ordinals, *file
             )
         shards |= {device: _as_array(memory, local_shape, dtype, device) for device in devices}
     return [shards[device] for device in sharding.addressable_devices_indices_map(shape)]

@@ -57,8 +57,10 @@ class SharedPool:
         return sum(max(_size(part_bytes) - _kept(_path(self.name, part)), 0) for part in parts)
 
     @contextlib.contextmanager
-    def opened(self, part: int, part_bytes: int, description: dict[str, str]) -> Iterator[int]:
-        """The file descriptor of a part, created if it does not exist.
+    def opened(
+        self, part: int, part_bytes: int, description: dict[str, str]
+    ) -> Iterator[tuple[int, bool]]:
+        """The file descriptor of a part, and whether it existed; otherwise it is created.
 
         A new part is complete, hence attachable, once the context ends without an exception.
         """
@@ -69,12 +71,12 @@ class SharedPool:
             if os.pread(fd, len(_MAGIC), 0).strip(b"\0"):
                 fcntl.flock(fd, fcntl.LOCK_UN)  # several processes attach at the same time
                 self._check(fd, path, part_bytes, expected)
-                yield fd
+                yield fd, True
                 return
             try:
                 os.ftruncate(fd, 0)  # of a process that was killed
                 os.ftruncate(fd, _size(part_bytes))
-                yield fd
+                yield fd, False
                 _write_header(fd, expected)
             except BaseException:
                 path.unlink(missing_ok=True)
