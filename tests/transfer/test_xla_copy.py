@@ -51,7 +51,7 @@ def platform(request, monkeypatch) -> Generator[str]:
                 value = name if function == "platform_of" else False
                 monkeypatch.setattr(module, function, lambda device, value=value: value)
     monkeypatch.setattr(jax.ffi, "ffi_call", None)
-    monkeypatch.setattr(pinned_memory, "_allocate", None)
+    monkeypatch.setattr(pinned_memory, "_shards", None)
     jax.clear_caches()  # of programs outside jit, traced for this platform
     yield name
     jax.clear_caches()
@@ -263,3 +263,9 @@ def test_scan_waits_for_traced_layer():
         return before
 
     assert_pages(got, loaded, cache, stored, stacked=True)
+
+
+def test_shared_pools_on_other_platforms_are_rejected(platform):
+    spec = make_case().spec
+    call = partial(jaxkv.HostPool.create, spec, num_pages=3, shared="test-other-platform")
+    assert_rejected(call, NotImplementedError, "shared='test-other-platform'", "CUDA", "omit it")
