@@ -32,6 +32,7 @@ extern "C" {
 XLA_FFI_Error* PlanPairsCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyPairsCpu(XLA_FFI_CallFrame*);
+XLA_FFI_Error* CopyGroupsCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* MoveTicketCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyCpu(XLA_FFI_CallFrame*);
@@ -43,6 +44,7 @@ XLA_FFI_Error* PrepareDevice(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PlanPairsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyPairsKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* CopyGroupsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareCopyStreams(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyKernel(XLA_FFI_CallFrame*);
@@ -83,6 +85,7 @@ nb::dict registrations() {
   add(cpu, "jaxkv_plan_pairs", stage("execute", PlanPairsCpu));
   add(cpu, "jaxkv_copy_blocks", stage("execute", CopyBlocksCpu));
   add(cpu, "jaxkv_copy_pairs", stage("execute", CopyPairsCpu));
+  add(cpu, "jaxkv_copy_groups", stage("execute", CopyGroupsCpu));
   add(cpu, "jaxkv_start_copy", stage("execute", StartCopyCpu));
   add(cpu, "jaxkv_move_ticket", stage("execute", MoveTicketCpu));
   add(cpu, "jaxkv_wait_copy", stage("execute", WaitCopyCpu));
@@ -96,6 +99,7 @@ nb::dict registrations() {
   add(cuda, "jaxkv_plan_pairs", prepare, stage("execute", PlanPairsKernel));
   add(cuda, "jaxkv_copy_blocks", prepare, stage("execute", CopyBlocksKernel));
   add(cuda, "jaxkv_copy_pairs", prepare, stage("execute", CopyPairsKernel));
+  add(cuda, "jaxkv_copy_groups", prepare, stage("execute", CopyGroupsKernel));
   // No initialize stage: there is nothing to prepare, and XLA would call it before every execution.
   add(cuda, "jaxkv_copy_blocks_dma", stage("execute", CopyBlocksDma));
   const auto prepare_copy_streams = stage("initialize", PrepareCopyStreams);

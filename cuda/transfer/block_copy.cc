@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <sstream>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
@@ -74,7 +75,7 @@ constexpr char kInvalidAttribute[] = "attribute 'copy' is invalid";
 
 // The address of block 0 of each buffer of one side, whose arrays start at operand `first`.
 ffi::Error locate_buffers(ffi::RemainingArgs args, size_t first, size_t num_arrays, int64_t extent,
-                          std::span<const int64_t> offsets, std::vector<std::byte*>& buffers) {
+                          std::span<const int64_t> offsets, std::span<std::byte*> buffers) {
   for (size_t b = 0; b < offsets.size(); ++b) {
     const auto array = args.get<ffi::AnyBuffer>(first + b % num_arrays);
     if (!array.has_value()) return array.error();
@@ -96,6 +97,7 @@ bool usable(const IdLists& ids, int32_t source, int32_t destination) {
 // Per-thread scratch memory that is reused, so that most calls do not allocate.
 struct Scratch {
   std::vector<std::byte*> dense, strided;
+  std::vector<GroupCopy> copies;
   std::vector<BlockPair> pairs;
   std::unique_ptr<bool[]> marks;
   int32_t num_marks = 0;
@@ -136,6 +138,46 @@ void drop_duplicates(const IdLists& ids, std::vector<BlockPair>* pairs,
   }
 }
 
+// Precedes the attribute of each copy of a call of several, in the order of its encoding.
+struct GroupNumbers {
+  int64_t length;                 // of the attribute that follows
+  int64_t sources, destinations;  // operands; no destinations: sources are checked pairs
+  int64_t new_ids;
+  int64_t first_strided, num_strided_arrays, first_dense;
+};
+constexpr size_t kGroupNumbers = sizeof(GroupNumbers) / sizeof(int64_t);
+
+size_t num_buffers_of(CopyAttribute attribute) { return (attribute.size() - kNumbers) / 2; }
+
+// Operands that are the arrays of one side.
+struct Operands {
+  size_t first, count;
+};
+
+// Decodes the arrays of a copy, and checks every size.
+ffi::ErrorOr<BlockCopy> locate_copy(ffi::RemainingArgs args, const CopyNumbers& n,
+                                    CopyAttribute attribute, Operands strided_arrays,
+                                    Operands dense_arrays, std::span<std::byte*> strided,
+                                    std::span<std::byte*> dense) {
+  const std::span<const int64_t> offsets(attribute.begin() + kNumbers, attribute.end());
+  const size_t num_buffers = offsets.size() / 2;
+  if (num_buffers == 0 || offsets.size() % 2) return invalid("no buffers to copy");
+  if (n.num_sms < 1) return invalid("num_sms = ", n.num_sms, ", expected at least 1");
+  for (const auto& [arrays, side, extent, where] :
+       {std::tuple(strided_arrays, strided, strided_extent(n.geometry), offsets.first(num_buffers)),
+        std::tuple(dense_arrays, dense, dense_extent(n.geometry), offsets.last(num_buffers))}) {
+    if (arrays.count == 0 || arrays.count > args.size() ||
+        arrays.first > args.size() - arrays.count || num_buffers % arrays.count) {
+      return invalid(arrays.count, " arrays, expected a divisor of the ", num_buffers, " buffers");
+    }
+    if (auto error = locate_buffers(args, arrays.first, arrays.count, extent, where, side);
+        error.failure()) {
+      return ffi::Unexpected(error);
+    }
+  }
+  return BlockCopy{n.to_dense != 0, static_cast<int>(n.num_sms), n.geometry, dense, strided};
+}
+
 }  // namespace
 
 Scope scope_of_copy(CopyAttribute attribute) {
@@ -170,41 +212,76 @@ ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets 
                                     CopyAttribute attribute) {
   const auto n = read_numbers(attribute);
   if (!n) return invalid(kInvalidAttribute);
-  const bool to_dense = n->to_dense;
-  const CopyGeometry& g = n->geometry;
-  const std::span<const int64_t> offsets(attribute.begin() + kNumbers, attribute.end());
-  const size_t num_buffers = offsets.size() / 2;
-  const auto num_dense_arrays = static_cast<size_t>(n->num_dense_arrays);
-  if (num_buffers == 0 || offsets.size() % 2) return invalid("no buffers to copy");
-  if (n->num_dense_arrays < 1 || args.size() <= num_dense_arrays) return invalid("no arrays");
-  const size_t num_strided_arrays = args.size() - num_dense_arrays;
-  for (const size_t num_arrays : {num_strided_arrays, num_dense_arrays}) {
-    if (num_buffers % num_arrays) {
-      return invalid(num_arrays, " arrays, expected a divisor of the ", num_buffers, " buffers");
-    }
-  }
-  const size_t num_written = to_dense ? num_dense_arrays : num_strided_arrays;
+  const auto num_dense = static_cast<size_t>(n->num_dense_arrays);
+  if (n->num_dense_arrays < 1 || args.size() <= num_dense) return invalid("no arrays");
+  const size_t num_strided = args.size() - num_dense;
+  const size_t num_written = n->to_dense ? num_dense : num_strided;
   if (rets.size() != num_written) return invalid(rets.size(), " results, expected ", num_written);
-  if (n->num_sms < 1) return invalid("num_sms = ", n->num_sms, ", expected at least 1");
-
+  if (auto error = check_aliases(args, n->to_dense ? num_strided : 0, rets, 0); error.failure()) {
+    return ffi::Unexpected(error);
+  }
   Scratch& kept = scratch();
+  const size_t num_buffers = num_buffers_of(attribute);
   kept.dense.resize(num_buffers);
   kept.strided.resize(num_buffers);
-  const size_t first_written = to_dense ? num_strided_arrays : 0;
+  return locate_copy(args, *n, attribute, {0, num_strided}, {num_strided, num_dense}, kept.strided,
+                     kept.dense);
+}
+
+ffi::ErrorOr<std::span<const GroupCopy>> decode_copies(ffi::RemainingArgs args,
+                                                       ffi::RemainingRets rets,
+                                                       CopyAttribute attribute) {
+  if (rets.size() > args.size()) return invalid("more results than operands");
+  const size_t first_written = args.size() - rets.size();
   if (auto error = check_aliases(args, first_written, rets, 0); error.failure()) {
     return ffi::Unexpected(error);
   }
-  if (auto error = locate_buffers(args, 0, num_strided_arrays, strided_extent(g),
-                                  offsets.first(num_buffers), kept.strided);
-      error.failure()) {
-    return ffi::Unexpected(error);
+  Scratch& kept = scratch();
+  // All entries of the attribute bound the number of buffers, so that no vector reallocates.
+  kept.dense.resize(attribute.size());
+  kept.strided.resize(attribute.size());
+  kept.copies.clear();
+  size_t first_buffer = 0;
+  for (const int64_t* at = attribute.begin(); at != attribute.end();) {
+    GroupNumbers group;
+    if (static_cast<size_t>(attribute.end() - at) < kGroupNumbers)
+      return invalid(kInvalidAttribute);
+    std::memcpy(&group, at, sizeof group);
+    at += kGroupNumbers;
+    if (group.length < 0 || attribute.end() - at < group.length) return invalid(kInvalidAttribute);
+    const CopyAttribute of_copy(at, group.length);
+    at += group.length;
+    const auto n = read_numbers(of_copy);
+    if (!n) return invalid(kInvalidAttribute);
+    const int64_t written = n->to_dense ? group.first_dense : group.first_strided;
+    if (written < static_cast<int64_t>(first_written))
+      return invalid("a written array is no result");
+    const size_t num_buffers = num_buffers_of(of_copy);
+    const auto copy = locate_copy(
+        args, *n, of_copy,
+        {static_cast<size_t>(group.first_strided), static_cast<size_t>(group.num_strided_arrays)},
+        {static_cast<size_t>(group.first_dense), static_cast<size_t>(n->num_dense_arrays)},
+        std::span(kept.strided).subspan(first_buffer, num_buffers),
+        std::span(kept.dense).subspan(first_buffer, num_buffers));
+    if (!copy.has_value()) return ffi::Unexpected(copy.error());
+    first_buffer += num_buffers;
+    GroupCopy entry{*copy, {}, {}, group.new_ids != 0};
+    const auto first_ids = args.get<ffi::Buffer<ffi::S32>>(group.sources);
+    if (!first_ids.has_value()) return ffi::Unexpected(first_ids.error());
+    if (group.destinations < 0) {
+      const auto pairs = decode_pairs(*first_ids);
+      if (!pairs.has_value()) return ffi::Unexpected(pairs.error());
+      entry.pairs = *pairs;
+    } else {
+      const auto destinations = args.get<ffi::Buffer<ffi::S32>>(group.destinations);
+      if (!destinations.has_value()) return ffi::Unexpected(destinations.error());
+      const auto ids = decode_ids(*first_ids, *destinations, of_copy);
+      if (!ids.has_value()) return ffi::Unexpected(ids.error());
+      entry.ids = *ids;
+    }
+    kept.copies.push_back(entry);
   }
-  if (auto error = locate_buffers(args, num_strided_arrays, num_dense_arrays, dense_extent(g),
-                                  offsets.last(num_buffers), kept.dense);
-      error.failure()) {
-    return ffi::Unexpected(error);
-  }
-  return BlockCopy{to_dense, static_cast<int>(n->num_sms), g, kept.dense, kept.strided};
+  return std::span<const GroupCopy>(kept.copies);
 }
 
 std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEntry>* rejected) {

@@ -118,6 +118,13 @@ ffi::Error copy_pairs_by_kernel(cudaStream_t stream, ffi::Buffer<ffi::S32> plann
   return launch_copy(stream, *copy, *list);
 }
 
+ffi::Error copy_groups_by_kernel(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
+                                 ffi::RemainingRets rets, CopyAttribute attribute) {
+  const auto copies = decode_copies(args, rets, attribute);
+  if (!copies.has_value()) return copies.error();
+  return launch_copies(stream, *copies, device_rings(device));
+}
+
 }  // namespace
 
 using Stream = ffi::PlatformStream<cudaStream_t>;
@@ -155,6 +162,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyPairsKernel, copy_pairs_by_kernel,
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<CopyAttribute>("copy"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyGroupsKernel, copy_groups_by_kernel,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<CopyAttribute>("copies"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxkv::transfer

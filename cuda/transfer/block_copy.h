@@ -85,6 +85,14 @@ struct BlockCopy {
   int32_t strided_block(BlockPair pair) const { return to_dense ? pair.source : pair.destination; }
 };
 
+// One of several copies of a call: one for each block size of each group.
+struct GroupCopy {
+  BlockCopy copy;
+  IdLists ids;     // unchecked ids, or ...
+  PairList pairs;  // ... checked pairs if `pairs.pairs` is not null
+  bool new_ids;    // of the first copy of a group: its ids are not those of the preceding copy
+};
+
 // The scope in which a copy was traced.
 Scope scope_of_copy(CopyAttribute attribute);
 
@@ -98,6 +106,13 @@ ffi::ErrorOr<PairList> decode_pairs(ffi::Buffer<ffi::S32> operand);
 //   args: strided arrays, then dense arrays; rets: the written side.
 ffi::ErrorOr<BlockCopy> decode_copy(ffi::RemainingArgs args, ffi::RemainingRets rets,
                                     CopyAttribute attribute);
+
+// Decodes the copies of a call of several. Valid until this thread decodes another copy.
+//   args: id lists, then the arrays that the copies read, then those that they write; rets: the
+//   written arrays. Each copy has the positions of its operands. Copies may write the same array.
+ffi::ErrorOr<std::span<const GroupCopy>> decode_copies(ffi::RemainingArgs args,
+                                                       ffi::RemainingRets rets,
+                                                       CopyAttribute attribute);
 
 // Checks that the list is HostIds and readable by the host now.
 ffi::Error check_host_ids(const IdList& list, const char* name);

@@ -23,22 +23,26 @@ void copy_block(const BlockCopy& copy, size_t buffer, BlockPair pair) {
 }
 
 // Fails the step at the first invalid id, before anything is copied.
+ffi::ErrorOr<std::span<const BlockPair>> check_ids(const IdLists& ids) {
+  for (const auto& [list, name] :
+       {std::pair(ids.sources, "the source"), std::pair(ids.destinations, "the destination")}) {
+    if (list.header == 0) continue;  // any list is host memory here
+    if (auto error = check_host_ids(list, name); error.failure()) return ffi::Unexpected(error);
+  }
+  std::vector<ErrorEntry> rejected;
+  const auto pairs = select_pairs(ids, &rejected);
+  if (rejected.empty()) return pairs;
+  return ffi::Unexpected(ffi::Error::InvalidArgument(
+      "PageIndexError: " + describe(rejected.front()) + " (" + std::to_string(rejected.size()) +
+      " entries rejected, nothing copied)"));
+}
+
 ffi::ErrorOr<std::span<const BlockPair>> check_ids(ffi::Buffer<ffi::S32> source_ids,
                                                    ffi::Buffer<ffi::S32> destination_ids,
                                                    CopyAttribute attribute) {
   const auto ids = decode_ids(source_ids, destination_ids, attribute);
   if (!ids.has_value()) return ffi::Unexpected(ids.error());
-  for (const auto& [list, name] :
-       {std::pair(ids->sources, "the source"), std::pair(ids->destinations, "the destination")}) {
-    if (list.header == 0) continue;  // any list is host memory here
-    if (auto error = check_host_ids(list, name); error.failure()) return ffi::Unexpected(error);
-  }
-  std::vector<ErrorEntry> rejected;
-  const auto pairs = select_pairs(*ids, &rejected);
-  if (rejected.empty()) return pairs;
-  return ffi::Unexpected(ffi::Error::InvalidArgument(
-      "PageIndexError: " + describe(rejected.front()) + " (" + std::to_string(rejected.size()) +
-      " entries rejected, nothing copied)"));
+  return check_ids(*ids);
 }
 
 ffi::Error plan_pairs(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> destination_ids,
@@ -73,6 +77,30 @@ ffi::Error copy_blocks(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> d
   return ffi::Error::Success();
 }
 
+// Checks the ids of all groups before anything is copied.
+ffi::Error copy_groups(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyAttribute attribute) {
+  const auto copies = decode_copies(args, rets, attribute);
+  if (!copies.has_value()) return copies.error();
+  std::vector<std::vector<BlockPair>> pairs_of_groups;
+  for (const GroupCopy& entry : *copies) {
+    if (!entry.new_ids || entry.pairs.pairs) continue;
+    const auto pairs = check_ids(entry.ids);
+    if (!pairs.has_value()) return pairs.error();
+    pairs_of_groups.emplace_back(pairs->begin(), pairs->end());
+  }
+  auto next = pairs_of_groups.begin();
+  std::span<const BlockPair> pairs;
+  for (const GroupCopy& entry : *copies) {
+    if (entry.pairs.pairs) {
+      pairs = {entry.pairs.pairs, static_cast<size_t>(*entry.pairs.count)};
+    } else if (entry.new_ids) {
+      pairs = *next++;
+    }
+    copy_all(entry.copy, pairs);
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 ffi::Error copy_pairs_cpu(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,
@@ -102,5 +130,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksCpu, copy_blocks,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CopyPairsCpu, copy_pairs_cpu,
     ffi::Ffi::Bind().Arg<Int32s>().RemainingArgs().RemainingRets().Attr<CopyAttribute>("copy"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CopyGroupsCpu, copy_groups,
+    ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<CopyAttribute>("copies"));
 
 }  // namespace jaxkv::transfer

@@ -57,33 +57,9 @@ std::vector<void*> all_copy_kernels() {
   return kernels;
 }
 
-// The widest word for which all addresses and strides of the copy are aligned.
-int word_bytes(const BlockCopy& copy) {
-  const CopyGeometry& g = copy.geometry;
-  uint64_t bits = g.run_bytes | g.stride0 | g.stride1 | g.page_stride | g.dense_stride;
-  for (size_t b = 0; b < copy.dense.size(); ++b) {
-    bits |= reinterpret_cast<uintptr_t>(copy.dense[b]);
-    bits |= reinterpret_cast<uintptr_t>(copy.strided[b]);
-  }
-  int width = 16;
-  while (bits % width) width /= 2;
-  return width;
-}
-
 ffi::Error invalid(const std::string& message) {
   return ffi::Error::InvalidArgument("jaxkv page copy: " + message);
 }
-
-// The pairs of a launch: unchecked ids, or a checked list.
-struct Pairs {
-  IdParams ids{};
-  PairList list{};
-  size_t capacity;
-};
-
-// Limit for copies of ids in shared memory: what shared memory takes of an SM reduces its L1 cache,
-// which buffers the loads in flight.
-constexpr uint32_t kMaxSharedForIds = 160 * 1024;
 
 // Dynamic shared memory per thread block that all prepared devices support.
 std::atomic<uint32_t> shared_limit{UINT32_MAX};
@@ -161,28 +137,8 @@ ffi::Error launch_all(cudaStream_t stream, const BlockCopy& copy, const Pairs& p
     const size_t of_segment = std::min(buffers, segment_buffers);
     const Variant variant{width, copy.to_dense, g.single_run(),
                           width == 16 && buffers <= kFewBuffers};
-    CopyParamsOf<kMaxBuffers> p{
-        {
-            .ids = pairs.ids,
-            .pairs = pairs.list.pairs,
-            .num_pairs = pairs.list.count,
-            .first_pair = 0,
-            .last_pair = 0,
-            .dense_stride = g.dense_stride,
-            .page_stride = g.page_stride,
-            .stride0 = g.stride0,
-            .stride1 = g.stride1,
-            .words_per_block = FastDivisor(static_cast<uint32_t>(block_words)),
-            .segment_buffers = FastDivisor(static_cast<uint32_t>(of_segment)),
-            .words_per_run = FastDivisor(static_cast<uint32_t>(g.run_bytes / width)),
-            .count1 = FastDivisor(static_cast<uint32_t>(g.count1)),
-            .num_segments = static_cast<uint32_t>(buffers / of_segment),
-            .counter = nullptr,
-            .arrived = nullptr,
-            .first_signal = 0,
-        },
-        {},
-        {}};
+    CopyParamsOf<kMaxBuffers> p{copy_params(g, pairs, width, of_segment), {}, {}};
+    p.num_segments = static_cast<uint32_t>(buffers / of_segment);
     if (b > 0) p.ids.errors = nullptr;
     std::copy_n(copy.dense.begin() + b, buffers, p.dense);
     std::copy_n(copy.strided.begin() + b, buffers, p.strided);
@@ -220,6 +176,8 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairLis
   return launch_all(stream, copy, {{}, list, list.capacity}, progress);
 }
 
+uint32_t max_shared_bytes() { return shared_limit.load(); }
+
 ffi::Error prepare_copy_kernel(int32_t device) {
   static std::array<std::atomic<bool>, kMaxDevices> done{};  // called before every execution
   if (auto error = prepare_rings(device); error.failure()) return error;
@@ -228,7 +186,9 @@ ffi::Error prepare_copy_kernel(int32_t device) {
   uint32_t limit = UINT32_MAX;
   JAXKV_RETURN_IF_CUDA_ERROR(
       cudaDeviceGetAttribute(&max_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  for (void* kernel : all_copy_kernels()) {
+  std::vector<void*> kernels = all_copy_kernels();
+  for (void* kernel : group_kernels()) kernels.push_back(kernel);
+  for (void* kernel : kernels) {
     cudaFuncAttributes attributes;
     JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, kernel));
     const int max_bytes = max_shared - static_cast<int>(attributes.sharedSizeBytes);

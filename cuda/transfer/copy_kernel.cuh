@@ -12,9 +12,7 @@ namespace {
 constexpr int kMaxBuffers = 256;  // 4 KiB of kernel parameters ...
 constexpr int kFewBuffers = 8;    // ... whose transfer would delay a copy of one page
 constexpr int kCopyThreads = 1024;
-constexpr int kWordsInFlight = 4;         // loads per thread: PCIe latency is ~1 us
-constexpr int kIdsInFlight = 4;           // in addition to those words
-constexpr int kPlacesAtOnce = 2;          // computed together, as far as registers allow
+constexpr int kIdsInFlight = 4;           // in addition to the words of a Window
 constexpr uint32_t kAlignedWords = 64;    // stretches start at multiples: full cache lines
 constexpr uint32_t kMaxWords = 1u << 31;  // range of FastDivisor
 
@@ -22,6 +20,7 @@ constexpr uint32_t kMaxWords = 1u << 31;  // range of FastDivisor
 struct FastDivisor {
   uint32_t divisor, multiplier, shift;
 
+  FastDivisor() = default;
   explicit FastDivisor(uint32_t d) : divisor(d), shift(0) {
     while ((uint64_t{1} << shift) < d) ++shift;
     multiplier =
@@ -33,6 +32,10 @@ struct FastDivisor {
     return quotient;
   }
 };
+
+// Limit for copies of ids in shared memory: what shared memory takes of an SM reduces its L1 cache,
+// which buffers the loads in flight.
+constexpr uint32_t kMaxSharedForIds = 160 * 1024;
 
 struct CopyParams {
   IdParams ids;  // unchecked ids, or ...
@@ -52,10 +55,62 @@ struct CopyParams {
   }
 };
 
+// The widest word for which all addresses and strides of the copy are aligned.
+inline int word_bytes(const BlockCopy& copy) {
+  const CopyGeometry& g = copy.geometry;
+  uint64_t bits = g.run_bytes | g.stride0 | g.stride1 | g.page_stride | g.dense_stride;
+  for (size_t b = 0; b < copy.dense.size(); ++b) {
+    bits |= reinterpret_cast<uintptr_t>(copy.dense[b]);
+    bits |= reinterpret_cast<uintptr_t>(copy.strided[b]);
+  }
+  int width = 16;
+  while (bits % width) width /= 2;
+  return width;
+}
+
+// The pairs of a launch: unchecked ids, or a checked list.
+struct Pairs {
+  IdParams ids{};
+  PairList list{};
+  size_t capacity;
+};
+
+// The parameters of a copy of `buffers` buffers of one segment, and of all pairs.
+inline CopyParams copy_params(const CopyGeometry& g, const Pairs& pairs, int width,
+                              size_t buffers) {
+  return {
+      .ids = pairs.ids,
+      .pairs = pairs.list.pairs,
+      .num_pairs = pairs.list.count,
+      .first_pair = 0,
+      .last_pair = static_cast<uint32_t>(pairs.capacity),
+      .dense_stride = g.dense_stride,
+      .page_stride = g.page_stride,
+      .stride0 = g.stride0,
+      .stride1 = g.stride1,
+      .words_per_block = FastDivisor(static_cast<uint32_t>(g.block_bytes / width)),
+      .segment_buffers = FastDivisor(static_cast<uint32_t>(buffers)),
+      .words_per_run = FastDivisor(static_cast<uint32_t>(g.run_bytes / width)),
+      .count1 = FastDivisor(static_cast<uint32_t>(g.count1)),
+      .num_segments = 1,
+      .counter = nullptr,
+      .arrived = nullptr,
+      .first_signal = 0,
+  };
+}
+
 template <int kBuffers>
 struct CopyParamsOf : CopyParams {
   std::byte* dense[kBuffers];
   std::byte* strided[kBuffers];
+
+  static constexpr int kWordsInFlight = 4;  // loads per thread: PCIe latency is ~1 us
+  static constexpr int kPlacesAtOnce = 2;   // computed together, as far as registers allow
+
+  __device__ const CopyParamsOf& reloaded() const { return *this; }
+  __device__ const CopyParams& params() const { return *this; }
+  __device__ std::byte* dense_buffer(uint32_t buffer) const { return dense[buffer]; }
+  __device__ std::byte* strided_buffer(uint32_t buffer) const { return strided[buffer]; }
 };
 static_assert(sizeof(CopyParamsOf<kMaxBuffers>) < 32764, "kernel parameters");
 
@@ -103,12 +158,14 @@ __device__ WordPlace find_word(const CopyParams& p, const BlockPair* pairs, uint
 
 template <typename Word>
 __device__ Word* dense_word(const auto& p, const WordPlace& place, int32_t block) {
-  return reinterpret_cast<Word*>(p.dense[place.buffer] + block * p.dense_stride) + place.word;
+  std::byte* first = p.dense_buffer(place.buffer);
+  return reinterpret_cast<Word*>(first + block * p.params().dense_stride) + place.word;
 }
 
 template <typename Word, bool kSingleRun>
-__device__ Word* strided_word(const auto& p, const WordPlace& place, int32_t page) {
-  std::byte* block = p.strided[place.buffer] + page * p.page_stride;
+__device__ Word* strided_word(const auto& source, const WordPlace& place, int32_t page) {
+  const CopyParams& p = source.params();
+  std::byte* block = source.strided_buffer(place.buffer) + page * p.page_stride;
   if constexpr (kSingleRun) return reinterpret_cast<Word*>(block) + place.word;
   uint32_t rest, i1;
   const uint32_t i0 = p.count1.divide(p.words_per_run.divide(place.word, &rest), &i1);
@@ -116,6 +173,7 @@ __device__ Word* strided_word(const auto& p, const WordPlace& place, int32_t pag
 }
 
 // Sliding window of a thread's loads in flight, one word for each of kWordsInFlight strides.
+// `Params` are the parameters and buffers of the copy.
 template <typename Params, typename Word, bool kToDense, bool kSingleRun>
 class Window {
  public:
@@ -135,18 +193,22 @@ class Window {
   }
 
  private:
+  static constexpr int kWordsInFlight = Params::kWordsInFlight;
+  static constexpr int kPlacesAtOnce = Params::kPlacesAtOnce;
+
   // Issues the loads at first_. Each word that has arrived is stored and replaced by the next load,
   // so that the number of loads in flight stays constant.
   template <bool kStore>
   __device__ void step(const Work& work, const BlockPair* pairs, uint32_t segment) {
 #pragma unroll
     for (int group = 0; group < kWordsInFlight; group += kPlacesAtOnce) {
+      const auto& p = p_.reloaded();
       const Word* from[kPlacesAtOnce];
       Word* to[kPlacesAtOnce];
 #pragma unroll
       for (int u = 0; u < kPlacesAtOnce; ++u) {
         const uint32_t index = first_ + (group + u) * kCopyThreads;
-        find(work, pairs, segment, index, &from[u], &to[u]);
+        find(p, work, pairs, segment, index, &from[u], &to[u]);
       }
 #pragma unroll
       for (int u = 0; u < kPlacesAtOnce; ++u) {
@@ -158,12 +220,12 @@ class Window {
   }
   // Branch-free, so that several pairs are read concurrently. `to` is null if there is nothing to
   // copy.
-  __device__ void find(const Work& work, const BlockPair* pairs, uint32_t segment, uint32_t index,
-                       const Word** from, Word** to) const {
-    const auto place = find_word(p_, pairs, segment, min(index, work.words.last - 1));
+  __device__ static void find(const auto& p, const Work& work, const BlockPair* pairs,
+                              uint32_t segment, uint32_t index, const Word** from, Word** to) {
+    const auto place = find_word(p.params(), pairs, segment, min(index, work.words.last - 1));
     const auto [source, destination] = place.pair;
-    Word* dense = dense_word<Word>(p_, place, kToDense ? destination : source);
-    Word* strided = strided_word<Word, kSingleRun>(p_, place, kToDense ? source : destination);
+    Word* dense = dense_word<Word>(p, place, kToDense ? destination : source);
+    Word* strided = strided_word<Word, kSingleRun>(p, place, kToDense ? source : destination);
     const bool wanted = index < work.words.last && destination >= 0;
     *from = kToDense ? strided : dense;
     *to = wanted ? (kToDense ? dense : strided) : nullptr;
@@ -196,33 +258,44 @@ __device__ void stage(const BlockPair* pairs, Span span, BlockPair* staged) {
   __syncthreads();
 }
 
-template <int kBuffers, typename Word, bool kToDense, bool kSingleRun>
-__global__ void __launch_bounds__(kCopyThreads)
-    copy_blocks(const __grid_constant__ CopyParamsOf<kBuffers> p) {
-  extern __shared__ __align__(16) std::byte shared[];
-  Window<CopyParamsOf<kBuffers>, Word, kToDense, kSingleRun> window(p);
-  Work work;
+// Lists this thread block's pairs in shared memory and issues its first loads. `work_of(count)` is
+// its work if there are `count` pairs. Returns a pointer to the pair of index 0.
+template <typename WorkOf>
+__device__ const BlockPair* open(const CopyParams& p, auto is_first, WorkOf work_of, auto& window,
+                                 Work& work, std::byte* shared) {
   const BlockPair* pairs;
   if (p.pairs) {
-    work = work_of_block(p, static_cast<uint32_t>(*p.num_pairs));
+    work = work_of(static_cast<uint32_t>(*p.num_pairs));
     auto* staged = reinterpret_cast<BlockPair*>(shared);
     stage(p.pairs, work.claim.pairs, staged);
     pairs = staged + p.first_pair - work.claim.pairs.first;
     window.open(work, pairs, 0);
   } else {
     Share<kIdsInFlight> share(p.ids, p.share, shared);
-    work = work_of_block(p, p.ids.num_ids);
+    work = work_of(p.ids.num_ids);
     share.list(work.claim.pairs);
     pairs = share.pairs() + p.first_pair - work.claim.pairs.first;
     // The first loads overlap the check of the ids: only addresses in range are read.
     window.open(work, pairs, 0);
     if (!share.all_valid()) {
-      auto claim_of = [&](uint32_t count) { return (work = work_of_block(p, count)).claim; };
-      share.regroup(blockIdx.x == 0 && p.first_pair == 0, claim_of);
+      auto claim_of = [&](uint32_t count) { return (work = work_of(count)).claim; };
+      share.regroup(is_first(), claim_of);
       pairs = share.pairs() + p.first_pair - work.claim.pairs.first;
       window.open(work, pairs, 0);
     }
   }
+  return pairs;
+}
+
+template <int kBuffers, typename Word, bool kToDense, bool kSingleRun>
+__global__ void __launch_bounds__(kCopyThreads)
+    copy_blocks(const __grid_constant__ CopyParamsOf<kBuffers> p) {
+  extern __shared__ __align__(16) std::byte shared[];
+  Window<CopyParamsOf<kBuffers>, Word, kToDense, kSingleRun> window(p);
+  Work work;
+  auto work_of = [&](uint32_t num_pairs) { return work_of_block(p, num_pairs); };
+  auto is_first = [&] { return blockIdx.x == 0 && p.first_pair == 0; };
+  const BlockPair* pairs = open(p, is_first, work_of, window, work, shared);
   for (uint32_t segment = 0; segment < p.num_segments; ++segment) {
     window.run(work, pairs, segment);
     if (segment + 1 < p.num_segments) window.open(work, pairs, segment + 1);

@@ -5,6 +5,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
+#include <vector>
 
 #include "transfer/block_copy.h"
 
@@ -26,6 +28,17 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const IdLists
 // Enqueues the copy of pairs that plan_pairs checked.
 ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairList& list,
                        const SegmentProgress* progress = nullptr);
+
+// Enqueues the copies of a call, in one launch if possible: copies whose addresses have the same
+// alignment share a launch. Its thread blocks divide the words of all copies evenly.
+ffi::Error launch_copies(cudaStream_t stream, std::span<const GroupCopy> copies,
+                         ErrorRings* errors);
+
+// Dynamic shared memory per thread block that every copy kernel may use on all prepared devices.
+uint32_t max_shared_bytes();
+
+// The kernels of launch_copies.
+std::vector<void*> group_kernels();
 
 // Everything that may allocate memory or load a module, for the current device. Idempotent, and
 // cheap when repeated.

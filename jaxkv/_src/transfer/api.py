@@ -34,6 +34,7 @@ from jaxkv._src.transfer.groups import (
 )
 from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.memory_kinds import check_memory_kinds
+from jaxkv._src.transfer.merged_copies import MERGED, GroupCopy, copy_merged
 from jaxkv._src.transfer.resolve import check_known_ids, prepare, resolve
 from jaxkv._src.transfer.sharded_arguments import check_sharded_arguments
 from jaxkv._src.tuning.copy_table import Implementation
@@ -176,20 +177,24 @@ def _dispatch(
 ) -> PyTree:
     """The result of an operation; `ids` are the source ids, then the destination ids."""
 
-    def copy_group(
+    def prepare_group(
         state: dict[str, PyTree], ids: dict[str, Ids], layers: Any, tokens: Any
-    ) -> PyTree:
+    ) -> Any:
         source_ids, destination_ids = ids.values()
         first, second = state.values()
         given = source_ids, destination_ids
         call, traced = prepare(operation, (first, second), given, layers, tokens, implementation)
-        if traced:
-            return _run(call, implementation)
-        layers = static_layers(layers)
-        return _eager(operation, (first, second), call.ids, layers, tokens, implementation)
+        return call, traced, (static_layers(layers), tokens)
 
-    groups = for_each_group(operation, state, ids, layers, tokens, copy_group)
-    return copy_group(state, ids, layers, tokens) if groups is None else groups
+    groups = for_each_group(operation, state, ids, layers, tokens, prepare_group)
+    prepared = {"": prepare_group(state, ids, layers, tokens)} if groups is None else groups
+    if any(traced for _, traced, _ in prepared.values()):
+        results = _run([call for call, _, _ in prepared.values()], implementation)
+    else:
+        arguments = [(call.state, call.ids) for call, _, _ in prepared.values()]
+        selected = tuple(selection for _, _, selection in prepared.values())
+        results = _eager(operation, arguments, selected, implementation)
+    return results[0] if groups is None else dict(zip(prepared, results, strict=True))
 
 
 def static_layers(layers: int | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -198,56 +203,104 @@ def static_layers(layers: int | Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 # No donation: outside jit arrays are immutable, at the cost of a copy.
-@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _eager(
     operation: str,
-    state: tuple[PyTree, PyTree],
-    ids: tuple[Ids, Ids],
-    layers: tuple[int, ...] | None,
-    tokens: range | None,
+    arguments: list[tuple[tuple[PyTree, PyTree], tuple[Ids, Ids]]],
+    selected: tuple[tuple[tuple[int, ...] | None, range | None], ...],
     implementation: Implementation | None,
-) -> PyTree:
-    return _run(resolve(operation, state, ids, layers, tokens), implementation)
+) -> list[PyTree]:
+    calls = [
+        resolve(operation, state, ids, layers, tokens)
+        for (state, ids), (layers, tokens) in zip(arguments, selected, strict=True)
+    ]
+    return _run(calls, implementation)
 
 
-def _run(call: PreparedCall, implementation: Implementation | None) -> PyTree:
-    if not call.copies or num_ids_of(call.ids[0]) == 0:
-        return call.rebuild([list(copy.written) for copy in call.copies])
-    chosen = [select_implementation(copy, call.ids, implementation) for copy in call.copies]
-    operation = call.copies[0].operation
+def _run(calls: list[PreparedCall], implementation: Implementation | None) -> list[PyTree]:
+    """The result of each group."""
+    groups = {
+        i: (call, [select_implementation(copy, call.ids, implementation) for copy in call.copies])
+        for i, call in enumerate(calls)
+        if call.copies and num_ids_of(call.ids[0])
+    }
+    written = [[list(copy.written) for copy in call.copies] for call in calls]
+    if groups:
+        operation = next(iter(groups.values()))[0].copies[0].operation
+        with jax.named_scope(f"jaxkv.{operation}"):
+            copied = _copy_all(
+                {
+                    i: (_with_barriers(operation, call, chosen), chosen)
+                    for i, (call, chosen) in groups.items()
+                }
+            )
+            for i, of_group in copied.items():
+                checked = [check_sharded_arguments(operation, arrays) for arrays in of_group]
+                written[i] = fusion_barrier(checked)
+    return [call.rebuild(arrays) for call, arrays in zip(calls, written, strict=True)]
+
+
+def _with_barriers(operation: str, call: PreparedCall, chosen: list[Selection]) -> PreparedCall:
     if chosen[0].implementation == "xla":
         check_known_ids(operation, call)
-    with jax.named_scope(f"jaxkv.{operation}"):
+    copies = [
+        copy.with_fusion_barriers(sources=selection.implementation == "dma")
+        for copy, selection in zip(call.copies, chosen, strict=True)
+    ]
+    if operation == "swap_blocks":
         copies = [
-            copy.with_fusion_barriers(sources=selection.implementation == "dma")
-            for copy, selection in zip(call.copies, chosen, strict=True)
+            dataclasses.replace(copy, dense=check_memory_kinds(operation, copy.dense))
+            for copy in copies
         ]
-        if operation == "swap_blocks":
-            copies = [
-                dataclasses.replace(copy, dense=check_memory_kinds(operation, copy.dense))
-                for copy in copies
-            ]
-        written = [
-            check_sharded_arguments(operation, arrays)
-            for arrays in _copy_all(dataclasses.replace(call, copies=copies), chosen)
-        ]
-        return call.rebuild(fusion_barrier(written))
+    if _share_destination(copies):
+        copies = [dataclasses.replace(copy, strided=copies[0].strided) for copy in copies]
+    return dataclasses.replace(call, copies=copies)
 
 
-def _copy_all(call: PreparedCall, chosen: list[Selection]) -> list[list[jax.Array]]:
-    """The written arrays of each copy."""
-    # All copies have the same ids and share one plan; "dma" and "xla" check the ids themselves.
-    names = [selection.implementation for selection in chosen]
-    own_checks = names.count("dma") + names.count("xla")
-    planned = "pallas" in names or needs_plan(call.ids, len(names) - own_checks)
-    pairs = plan_pairs(call.copies[0], call.ids) if planned else None
+def _copy_all(
+    groups: dict[int, tuple[PreparedCall, list[Selection]]],
+) -> dict[int, list[list[jax.Array]]]:
+    """The written arrays of each copy of each group; copies by kernel or host are one call."""
+    plans: dict[int, jax.Array | None] = {}
+    merged: list[GroupCopy] = []
+    for i, (call, chosen) in groups.items():
+        names = [selection.implementation for selection in chosen]
+        by_kernel = any(name in MERGED for name in names)
+        # "dma" and "xla" check the ids themselves.
+        planned = "pallas" in names or (by_kernel and needs_plan(call.ids))
+        plans[i] = plan_pairs(call.copies[0], call.ids) if planned else None
+        merged += [
+            GroupCopy(copy, i, call.ids, plans[i], name, selection.num_sms)
+            for copy, name, selection in zip(call.copies, names, chosen, strict=True)
+            if name in MERGED
+        ]
+    results = iter(copy_merged(merged) if merged else [])
+    return {
+        i: _copy_group(
+            call,
+            chosen,
+            plans[i],
+            {k: next(results) for k, entry in enumerate(chosen) if entry.implementation in MERGED},
+        )
+        for i, (call, chosen) in groups.items()
+    }
+
+
+def _copy_group(
+    call: PreparedCall,
+    chosen: list[Selection],
+    pairs: jax.Array | None,
+    written: dict[int, list[jax.Array]],
+) -> list[list[jax.Array]]:
+    """The written arrays of each copy of a group; `written` are those of copies already made."""
     if _share_destination(call.copies):
-        return _copy_in_sequence(call, chosen, pairs)
-    together = [i for i, name in enumerate(names) if name == "pallas"]
-    written = dict(zip(together, _copy_by_pallas(call, chosen, together, pairs), strict=True))
+        return _copy_in_sequence(call, chosen, pairs, written)
+    together = [i for i, entry in enumerate(chosen) if entry.implementation == "pallas"]
+    written |= zip(together, _copy_by_pallas(call, chosen, together, pairs), strict=True)
     for i, (copy, selection) in enumerate(zip(call.copies, chosen, strict=True)):
         if i not in written:
-            written[i] = copy_blocks(copy, call.ids, pairs, names[i], selection.num_sms)
+            name, num_sms = selection.implementation, selection.num_sms
+            written[i] = copy_blocks(copy, call.ids, pairs, name, num_sms)
     return [written[i] for i in range(len(chosen))]
 
 
@@ -257,18 +310,23 @@ def _share_destination(copies: Sequence[BlockCopy]) -> bool:
 
 
 def _copy_in_sequence(
-    call: PreparedCall, chosen: list[Selection], pairs: jax.Array | None
+    call: PreparedCall,
+    chosen: list[Selection],
+    pairs: jax.Array | None,
+    written: dict[int, list[jax.Array]],
 ) -> list[list[jax.Array]]:
-    written = [call.copies[0].strided]
+    last = next(iter(written.values()), call.copies[0].strided)
     for i, selection in enumerate(chosen):
-        copy = dataclasses.replace(call.copies[i], strided=written[-1])
+        if i in written:
+            continue
+        copy = dataclasses.replace(call.copies[i], strided=last)
         if selection.implementation == "pallas":
             call.copies[i] = copy
-            written += _copy_by_pallas(call, chosen, [i], pairs)
+            (last,) = _copy_by_pallas(call, chosen, [i], pairs)
         else:
             name, num_sms = selection.implementation, selection.num_sms
-            written.append(copy_blocks(copy, call.ids, pairs, name, num_sms))
-    return written[1:]
+            last = copy_blocks(copy, call.ids, pairs, name, num_sms)
+    return [last] * len(chosen)
 
 
 def _copy_by_pallas(

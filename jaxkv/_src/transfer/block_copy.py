@@ -115,10 +115,8 @@ def with_varying_axes(copy: BlockCopy, ids: IdPair) -> BlockCopy:
     return dataclasses.replace(copy, strided=typed)
 
 
-def needs_plan(ids: IdPair, num_copies: int) -> bool:
-    """Whether `num_copies` copies by kernel or host use a plan instead of checking their ids."""
-    if num_copies != 1:
-        return num_copies > 1  # one plan, so that a rejected entry is counted once
+def needs_plan(ids: IdPair) -> bool:
+    """Whether copies by kernel or host use a plan instead of checking their ids."""
     on_host = any(isinstance(entry, HostIds) for entry in ids)
     return num_ids_of(ids[0]) > (_INLINE_HOST_IDS if on_host else native.extension().INLINE_IDS)
 
