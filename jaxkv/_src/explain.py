@@ -9,7 +9,10 @@ from typing import Any
 from jaxkv._src.collectives import all_reduce
 from jaxkv._src.transfer.dispatch import Selection, select_implementation
 from jaxkv._src.transfer.groups import for_each_group
+from jaxkv._src.transfer.merged_copies import MERGED
 from jaxkv._src.transfer.resolve import _OPERATIONS, resolve
+
+_STARTS = ("start_load", "start_store")
 
 
 def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
@@ -26,11 +29,20 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
     """
     if getattr(operation, "__name__", None) == "all_reduce":
         return all_reduce.explain(*args, **options)
+    groups = selections_of_groups(operation, *args, **options)
     lines = [
         f"{group}: {selection.text}" if group else selection.text
-        for group, selections in selections_of_groups(operation, *args, **options).items()
+        for group, selections in groups.items()
         for selection in selections
     ]
+    merged = [
+        selection.implementation
+        for selections in groups.values()
+        for selection in selections
+        if selection.implementation in MERGED
+    ]
+    if len(merged) > 1 and operation.__name__ not in _STARTS:
+        lines.append(f"{operation.__name__}: {len(merged)} copies by {merged[0]} in one call")
     return "\n".join(lines) or f"{operation.__name__}: nothing to copy"
 
 
@@ -60,7 +72,7 @@ def selections_of_groups(
         first, second = state.values()
         source_ids, destination_ids = ids.values()
         call = resolve(name, (first, second), (source_ids, destination_ids), layers, tokens)
-        overlapped = name.startswith("start_")
+        overlapped = name in _STARTS
         return [
             select_implementation(copy, call.ids, implementation, overlapped=overlapped)
             for copy in call.copies

@@ -152,7 +152,7 @@ def test_more_pairs_than_one_launch(memory):
 
 @pytest.mark.parametrize("geometries", [1, 2])
 def test_entry_rejected_for_many_arrays_is_counted_once(geometries):
-    """So many arrays that the kernel is launched twice; two geometries are two calls."""
+    """So many arrays that the kernel is launched twice; two geometries are two copies of a call."""
     blocks = {str(i): ((3 + i % geometries,), "int8") for i in range(300)}
     ids = {"src_ids": [0, 1, 2, 3], "dst_ids": [4, 5, 4, 1]}
     check_ids(**ids, num_src=5, num_dst=6, blocks=blocks)

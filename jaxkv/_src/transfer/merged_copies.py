@@ -51,7 +51,7 @@ def copy_merged(copies: Sequence[GroupCopy]) -> list[list[jax.Array]]:
         name, num_sms = only.implementation, only.num_sms
         return [copy_blocks(only.copy, only.ids, only.pairs, name, num_sms)]
     ids, read, written = _Operands(), _Operands(), _Operands()
-    places = []
+    places: list[tuple[GroupCopy, bool, int, int, int]] = []
     for entry in copies:
         copy = entry.copy
         sources = copy.strided if copy.to_dense else copy.dense
