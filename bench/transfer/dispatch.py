@@ -147,7 +147,8 @@ def measure_program(results: Results) -> None:
     results.row(case, "host time relative to the program without the copy", "ratio", ratio)
     results.row(case, timing.TWO_ERRORS, "ratio", 2 * error)
     name = f"{case}: host time relative to the program without the copy"
-    results.target(name, ratio, "<=", MOST_DISPATCH, "ratio")
+    if jax.default_backend() == "gpu":
+        results.target(name, ratio, "<=", MOST_DISPATCH, "ratio")
     print(f"{name}: {ratio:.3f} +- {2 * error:.3f}")
 
 
@@ -173,7 +174,7 @@ def measure_creation(results: Results) -> None:
         baselines = {"jax.device_put": device_put}
         results.row(case, "host time", "us", microseconds, baselines=baselines)
         print(f"{case}: host time {microseconds:.1f} us, of jax.device_put {device_put:.1f} us")
-        if form != "list":  # NumPy takes 4 us to convert each
+        if form != "list" and jax.default_backend() == "gpu":  # NumPy takes 4 us to convert a list
             results.target(f"{case}: host time", microseconds, "<=", WANTED_CREATION_US, "us")
 
 

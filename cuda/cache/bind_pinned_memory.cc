@@ -2,6 +2,7 @@
 #include "cache/bind_pinned_memory.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -99,10 +100,10 @@ void bind_pinned_memory(nb::module_& m) {
       m, "PinnedMemory",
       "Host memory on a NUMA node (-1: any), page-locked for CUDA devices (none: not page-locked): "
       "zeroed, or that of a file of shared memory, after its header (-1: zeroed), which may have "
-      "its "
-      "pages already.")
+      "its pages already. `progress` is called with the number of bytes populated.")
       .def(nb::new_(&PinnedMemory::create), nb::arg("num_bytes"), nb::arg("node"),
-           nb::arg("devices"), nb::arg("fd") = -1, nb::arg("allocated") = false, without_gil)
+           nb::arg("devices"), nb::arg("fd") = -1, nb::arg("allocated") = false,
+           nb::arg("progress").none() = nb::none(), without_gil)
       .def("tensor", &pinned_tensor, nb::arg("shape"), nb::arg("code"), nb::arg("bits"),
            nb::arg("device"),
            "A DLPack capsule of the memory, for a CUDA device or the CPU (-1); the consumer owns "

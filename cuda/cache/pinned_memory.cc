@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <condition_variable>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -103,25 +104,33 @@ int populate(std::byte* data, size_t num_bytes, bool allocated) {
 
 // The kernel zeroes pages in the thread that touches them: one thread would take a second per few
 // GiB.
-int populate_with_threads(std::byte* data, size_t num_bytes, bool allocated) {
+int populate_with_threads(std::byte* data, size_t num_bytes, bool allocated,
+                          const Progress& progress) {
   const size_t num_chunks = (num_bytes + kChunk - 1) / kChunk;
-  std::atomic<size_t> next{0};
+  std::atomic<size_t> next{0}, populated{0};
   std::atomic<int> error{0};
-  auto work = [&] {
+  auto work = [&](const Progress& report) {
     for (size_t i; !error.load() && (i = next.fetch_add(1)) < num_chunks;) {
-      const size_t begin = i * kChunk;
-      if (const int failed =
-              populate(data + begin, std::min(kChunk, num_bytes - begin), allocated)) {
-        error.store(failed);
-      }
+      const size_t begin = i * kChunk, size = std::min(kChunk, num_bytes - begin);
+      if (const int failed = populate(data + begin, size, allocated)) error.store(failed);
+      populated += size;
+      if (report) report(populated.load());
     }
   };
   const size_t num_threads = std::min<size_t>(
       {num_chunks, kMaxThreads, std::max(1U, std::thread::hardware_concurrency())});
   std::vector<std::thread> threads;
-  for (size_t i = 1; i < num_threads; ++i) threads.emplace_back(work);
-  work();
+  for (size_t i = 1; i < num_threads; ++i) threads.emplace_back(work, nullptr);
+  std::exception_ptr thrown;
+  try {
+    work(progress);
+  } catch (...) {  // of `progress`
+    thrown = std::current_exception();
+    error.store(ECANCELED);
+  }
   for (auto& thread : threads) thread.join();
+  if (thrown) std::rethrow_exception(thrown);
+  if (progress && !error.load()) progress(num_bytes);  // the other threads may have ended later
   return error.load();
 }
 
@@ -139,15 +148,18 @@ PinnedMemory::PinnedMemory(void* data, size_t num_bytes, std::vector<int> device
     : data_(data), num_bytes_(num_bytes), devices_(std::move(devices)) {}
 
 std::shared_ptr<PinnedMemory> PinnedMemory::create(size_t num_bytes, int node,
-                                                   std::vector<int> devices, int fd,
-                                                   bool allocated) {
+                                                   std::vector<int> devices, int fd, bool allocated,
+                                                   const Progress& progress) {
   const size_t rounded = (std::max<size_t>(num_bytes, 1) + page_bytes() - 1) & -page_bytes();
-  void* const data = map(rounded, fd);
+  auto unmap = [rounded](void* pages) { munmap(pages, rounded); };
+  std::unique_ptr<void, decltype(unmap)> pages(map(rounded, fd), unmap);
+  void* const data = pages.get();
   // A child process needs no copy of the pages, and must not make this one copy pages it writes.
   madvise(data, rounded, MADV_DONTFORK);
   prefer_node(data, rounded, node);
   std::string error;
-  if (const int code = populate_with_threads(static_cast<std::byte*>(data), rounded, allocated)) {
+  if (const int code =
+          populate_with_threads(static_cast<std::byte*>(data), rounded, allocated, progress)) {
     // EFAULT: a write would raise SIGBUS.
     error = fd >= 0 && code == EFAULT ? "its file system is full" : std::strerror(code);
   } else if (!devices.empty()) {
@@ -157,11 +169,9 @@ std::shared_ptr<PinnedMemory> PinnedMemory::create(size_t num_bytes, int node,
     error = "built without CUDA";
 #endif
   }
-  if (!error.empty()) {
-    munmap(data, rounded);
-    throw failure(rounded, error);
-  }
+  if (!error.empty()) throw failure(rounded, error);
   std::shared_ptr<PinnedMemory> memory(new PinnedMemory(data, rounded, std::move(devices)));
+  (void)pages.release();
   std::lock_guard lock(registry().mutex);
   registry().by_address[data] = memory;
   return memory;

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,6 +14,10 @@ namespace jaxkv::cache {
 // a header, the others between them are never allocated.
 constexpr size_t kFileOffset = size_t{2} << 20;
 
+// Called in the thread that creates memory, with the number of its bytes that are populated. An
+// exception ends the creation.
+using Progress = std::function<void(size_t num_bytes)>;
+
 // Neither XLA's allocator of pinned memory, which rounds up to a power of two, ends at a limit set
 // when the backend starts, and serves all devices from the NUMA node of the first, nor
 // cudaHostAlloc, whose pages the kernel reports on no node.
@@ -22,7 +27,8 @@ class PinnedMemory {
   // fd >= 0 that of a file, from kFileOffset on; `allocated` if the file has its pages already.
   // Throws std::runtime_error.
   static std::shared_ptr<PinnedMemory> create(size_t num_bytes, int node, std::vector<int> devices,
-                                              int fd = -1, bool allocated = false);
+                                              int fd = -1, bool allocated = false,
+                                              const Progress& progress = nullptr);
   // The memory that begins at an address, or null.
   static std::shared_ptr<PinnedMemory> find(const void* address);
 

@@ -1,15 +1,13 @@
-// Asynchronous copies on copy streams, and the kernels that wait for them.
+// Asynchronous copies on copy streams.
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <memory>
 
-#include "common/alias_check.h"
 #include "common/cuda_check.h"
 #include "common/driver.h"
 #include "common/error_ring.cuh"
 #include "common/error_scope.h"
-#include "common/ptx.cuh"
 #include "transfer/async_copy.h"
 #include "transfer/copy_kernel.h"
 #include "transfer/started_copies.h"
@@ -18,9 +16,6 @@
 namespace jaxkv::transfer {
 namespace {
 
-constexpr uint32_t kNumCopyStreams = 4;  // load and store, kernel and copy engine
-constexpr size_t kCopyStreamWords = 1 + kMaxSegments;
-
 struct DeviceCopyStreams {
   std::array<CopyStream, kNumCopyStreams> copy_streams;
   uint32_t* words = nullptr;  // kCopyStreamWords per copy stream
@@ -28,86 +23,13 @@ struct DeviceCopyStreams {
 
 std::array<std::atomic<DeviceCopyStreams*>, kMaxDevices> all_copy_streams;
 
-// ---------------------------------------------------------------------------------------------
-// Stream memory operations, looked up at run time
-
+// Looked up at run time.
 using WriteValue32 = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
 
 WriteValue32 stream_write() {
   static const auto write = driver_function<WriteValue32>("cuStreamWriteValue32");
   return write;
 }
-
-// ---------------------------------------------------------------------------------------------
-// Kernels
-
-struct WaitParams {
-  const Ticket* ticket;
-  Ticket* next_ticket;  // null if no wait follows
-  uint32_t ticket_arrays;
-  const uint32_t* copy_stream_words;
-  int32_t segment;                // -1: no wait, or ...
-  const int32_t* traced_segment;  // ... a segment known on the device, if not null,
-  int32_t last_segment;           // clamped to [0, last_segment], as XLA clamps indices
-  uint64_t timeout_ns;
-  ErrorRings* errors;
-  uint32_t count;
-  const void* arrays[kLaunchArrays];
-  uint16_t places[kLaunchArrays];  // indices in the written arrays
-};
-
-// The values of a ticket other than its arrays, by value: the next ticket may replace it.
-struct TicketValues {
-  uint16_t copy_stream;
-  Operation operation;
-  uint32_t first;
-};
-
-__device__ void wait_for_segment(const WaitParams& p, int32_t segment, const TicketValues& ticket) {
-  const uint32_t* counter =
-      p.copy_stream_words + (ticket.copy_stream % kNumCopyStreams) * kCopyStreamWords;
-  const uint32_t expected = ticket.first + static_cast<uint32_t>(segment);
-  const uint64_t deadline = ptx::globaltimer_ns() + p.timeout_ns;
-  uint32_t seen = ptx::load_acquire_sys(counter);
-  while (static_cast<int32_t>(seen - expected) < 0) {  // wrapping comparison
-    if (ptx::globaltimer_ns() > deadline) {
-      record_error(p.errors, {ErrorCode::kWaitTimeout, ticket.operation}, segment,
-                   static_cast<int32_t>(expected), static_cast<int32_t>(seen));
-      return;
-    }
-    __nanosleep(100);
-    seen = ptx::load_acquire_sys(counter);
-  }
-}
-
-__global__ void wait_for_copy(const __grid_constant__ WaitParams p) {
-  const TicketValues ticket{p.ticket->copy_stream, static_cast<Operation>(p.ticket->operation),
-                            p.ticket->first};
-  for (uint32_t i = threadIdx.x; i < p.count; i += kWarp) {
-    const void* written = p.ticket->written[p.places[i]];
-    if (written && written != p.arrays[i]) {
-      record_error(p.errors, {ErrorCode::kCopiedBeforeWait, ticket.operation}, p.segment,
-                   p.places[i], 0);
-    }
-  }
-  if (p.next_ticket) {
-    for (uint32_t i = threadIdx.x; i < p.ticket_arrays; i += kWarp) {
-      p.next_ticket->written[i] = p.ticket->written[i];
-    }
-  }
-  if (threadIdx.x != 0) return;
-  if (p.next_ticket) {
-    p.next_ticket->copy_stream = ticket.copy_stream;
-    p.next_ticket->operation = static_cast<uint16_t>(ticket.operation);
-    p.next_ticket->first = ticket.first;
-  }
-  const int32_t segment =
-      p.traced_segment ? max(0, min(*p.traced_segment, p.last_segment)) : p.segment;
-  if (segment >= 0) wait_for_segment(p, segment, ticket);
-}
-
-// ---------------------------------------------------------------------------------------------
-// Handlers
 
 ffi::Error start_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> planned,
                            ffi::RemainingArgs args, ffi::ResultBuffer<ffi::S32> ticket,
@@ -125,75 +47,6 @@ ffi::Error start_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
   const Operation operation = operation_of(attribute);
   return start_copy({stream, device, operation, ticket, rets, segment_buffers, joined}, *copy,
                     Engine::kKernel, enqueue);
-}
-
-ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticket,
-                ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
-  const auto segment = attributes.get<int64_t>("segment");
-  const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
-  const auto first_array = attributes.get<int64_t>("first_array");
-  const auto places = attributes.get<ffi::Span<const int64_t>>("places");
-  const auto has_traced_segment = attributes.get<bool>("has_traced_segment");
-  const auto last = attributes.get<int64_t>("last");
-  if (!segment.has_value() || !timeout_ns.has_value() || !first_array.has_value() ||
-      !places.has_value() || !has_traced_segment.has_value() || !last.has_value() ||
-      *first_array < 0 || *first_array > 1 || args.size() + *first_array < rets.size() ||
-      (places->size() && places->size() + *first_array != rets.size())) {
-    return ffi::Error::InvalidArgument("jaxkv wait_copy: missing or invalid attribute");
-  }
-  const size_t first_operand = args.size() + *first_array - rets.size();
-  if (auto error = check_aliases(args, first_operand, rets, *first_array); error.failure()) {
-    return error;
-  }
-  WaitParams p{
-      .ticket = static_cast<const Ticket*>(ticket.untyped_data()),
-      .next_ticket = nullptr,
-      .ticket_arrays = static_cast<uint32_t>(arrays_of_ticket(ticket.size_bytes())),
-      .copy_stream_words = all_copy_streams[device].load()->words,
-      .segment = static_cast<int32_t>(*segment),
-      .traced_segment = nullptr,
-      .last_segment = 0,
-      .timeout_ns = static_cast<uint64_t>(*timeout_ns),
-      .errors = device_rings(device, scope_of_call(attributes)),
-      .count = 0,
-      .arrays = {},
-      .places = {},
-  };
-  if (*first_array == 1) {
-    auto next = rets.get<ffi::AnyBuffer>(0);
-    if (!next.has_value()) return next.error();
-    if ((*next)->size_bytes() != ticket.size_bytes()) {
-      return ffi::Error::InvalidArgument(
-          "jaxkv wait_copy: ticket of " + std::to_string(ticket.size_bytes()) +
-          " bytes, but the next ticket has " + std::to_string((*next)->size_bytes()));
-    }
-    p.next_ticket = static_cast<Ticket*>((*next)->untyped_data());
-  }
-  // A segment >= 0 replaces the traced one if the wait has to cover more.
-  if (*has_traced_segment && *segment < 0) {
-    auto traced = args.get<ffi::Buffer<ffi::S32>>(first_operand - 1);
-    if (!traced.has_value()) return traced.error();
-    p.traced_segment = traced->typed_data();
-    p.last_segment = static_cast<int32_t>(*last);
-  }
-  size_t i = 0;
-  do {  // also without arrays
-    for (p.count = 0; p.count < kLaunchArrays && i < places->size(); ++i, ++p.count) {
-      auto array = rets.get<ffi::AnyBuffer>(*first_array + i);
-      if (!array.has_value()) return array.error();
-      const int64_t place = places->begin()[i];
-      if (place < 0 || place >= p.ticket_arrays) {
-        return ffi::Error::InvalidArgument("jaxkv wait_copy: array index " + std::to_string(place) +
-                                           " is outside [0, " + std::to_string(p.ticket_arrays) +
-                                           ") of the ticket");
-      }
-      p.arrays[p.count] = (*array)->untyped_data();
-      p.places[p.count] = static_cast<uint16_t>(place);
-    }
-    wait_for_copy<<<1, kWarp, 0, stream>>>(p);
-    JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
-  } while (i < places->size());
-  return ffi::Error::Success();
 }
 
 // Moves the ticket of a store to device memory, where waits read it.
@@ -297,7 +150,7 @@ ffi::Error prepare_copy_streams(int32_t device) {
   }
   cudaFuncAttributes attributes;
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, write_ticket));
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, wait_for_copy));
+  if (auto error = prepare_wait_kernel(); error.failure()) return error;
   auto copy_streams = std::make_unique<DeviceCopyStreams>();
   const size_t bytes = kNumCopyStreams * kCopyStreamWords * sizeof(uint32_t);
   JAXKV_RETURN_IF_CUDA_ERROR(cudaMalloc(&copy_streams->words, bytes));
@@ -350,6 +203,8 @@ ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
   return copy_stream.start(call.stream, ticket, num_buffers / step, call.joined, enqueue);
 }
 
+const uint32_t* copy_stream_words(int32_t device) { return all_copy_streams[device].load()->words; }
+
 std::vector<uint64_t> started_copies() {
   std::vector<uint64_t> started;
   for (const auto& device : all_copy_streams) {
@@ -393,15 +248,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyKernel, start_by_kernel,
 // No command-buffer trait: the host reads the ticket when the call is enqueued.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MoveTicketKernel, move_ticket,
                               ffi::Ffi::Bind().Ctx<Stream>().Arg<Int32s>().Ret<Int32s>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(WaitCopyKernel, wait,
-                              ffi::Ffi::Bind()
-                                  .Ctx<Stream>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<Int32s>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs(),
-                              {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxkv::transfer

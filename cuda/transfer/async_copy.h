@@ -72,11 +72,17 @@ class CopyStream {
   uint32_t* words_ = nullptr;
 };
 
-inline constexpr size_t kMaxSegments = 1023;  // per copy
+inline constexpr size_t kMaxSegments = 1023;    // per copy
+inline constexpr uint32_t kNumCopyStreams = 4;  // load and store, kernel and copy engine
+inline constexpr size_t kCopyStreamWords = 1 + kMaxSegments;
 
 // Creates the copy streams of a device, including everything that allocates memory or loads a
 // module.
 ffi::Error prepare_copy_streams(int32_t device);
+ffi::Error prepare_wait_kernel();
+
+// kCopyStreamWords per copy stream of a prepared device.
+const uint32_t* copy_stream_words(int32_t device);
 
 struct StartCall {
   cudaStream_t stream;

@@ -10,7 +10,6 @@
 namespace jaxkv::transfer {
 namespace {
 
-constexpr int kLaunchArrays = 256;  // 2 KiB of pointers in the kernel parameters
 constexpr int kWarp = 32;
 
 struct WriteTicketParams {

@@ -15,6 +15,9 @@ struct Ticket {
   const void* written[];
 };
 
+// Arrays per launch of a kernel that reads or writes a ticket: 2 KiB of pointers as parameters.
+inline constexpr int kLaunchArrays = 256;
+
 // Number of addresses in a ticket of this size.
 inline size_t arrays_of_ticket(size_t bytes) {
   return bytes < sizeof(Ticket) ? 0 : (bytes - sizeof(Ticket)) / sizeof(void*);

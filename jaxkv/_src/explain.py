@@ -12,7 +12,7 @@ from jaxkv._src.transfer.groups import for_each_group
 from jaxkv._src.transfer.merged_copies import MERGED
 from jaxkv._src.transfer.resolve import _OPERATIONS, resolve
 
-_STARTS = ("start_load", "start_store")
+_STARTS = ("start_load", "start_store", "start_swap")
 
 
 def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:

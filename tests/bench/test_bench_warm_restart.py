@@ -40,5 +40,5 @@ def test_wrong_bytes_are_found():
 def test_a_failed_process_is_an_error(capfd):
     name = f"test-{uuid.uuid4().hex}"
     with pytest.raises(RuntimeError, match="create_and_fill failed: exit status 1"):
-        warm_restart.start("create_and_fill", name, 1 << 40, True)
+        warm_restart.start("create_and_fill", name, 1 << 20, True)  # a PiB
     assert "HostMemoryError" in capfd.readouterr().err

@@ -1,6 +1,7 @@
 """`jaxkv.HostPool`: pinned host memory as an array, its limits and its release."""
 
 import dataclasses
+import mmap
 from functools import partial
 from pathlib import Path
 
@@ -47,6 +48,42 @@ def test_new_pool_is_written_in_place():
         out = step(pool, cache, page, page)
         assert out.data.unsafe_buffer_pointer() == address
         assert out.data.sharding.memory_kind == "pinned_host"
+
+
+def large_pool(**arguments):
+    """200 MiB, three times what is allocated at once."""
+    spec = dataclasses.replace(spec_of(), num_layers=1, page_size=64, num_kv_heads=8, head_dim=128)
+    return jaxkv.HostPool.create(spec, num_pages=800, **arguments)
+
+
+def test_progress_increases_to_the_size_of_the_pool():
+    calls = []
+    pool = large_pool(progress=lambda *call: calls.append(call))
+    done, totals = zip(*calls, strict=True)
+    assert set(totals) == {pool.data.nbytes} and list(done) == sorted(done)
+    assert len(calls) >= 2 and 0 < done[0] < done[-1] == pool.data.nbytes
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
+def test_progress_covers_all_shards():
+    calls = []
+    pool = large_pool(mesh=mesh_of(2), head_axis="tp", progress=lambda *call: calls.append(call))
+    done, totals = zip(*calls, strict=True)
+    assert set(totals) == {pool.data.nbytes} and list(done) == sorted(done)
+    assert pool.data.nbytes // 2 in done and done[-1] == pool.data.nbytes
+
+
+def test_exception_of_progress_cancels_the_creation():
+    def resident_bytes():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    def cancel(done, total):
+        raise KeyboardInterrupt(f"{0 < done <= total}")
+
+    before = resident_bytes()
+    with pytest.raises(KeyboardInterrupt, match="True"):
+        large_pool(progress=cancel)
+    assert resident_bytes() - before < 50 << 20
 
 
 @pytest.mark.parametrize("layout", ["page_first_direct", "page_unified"])

@@ -21,6 +21,11 @@ namespace jaxkv {
 // Stub for error_ring.cu, which is not linked.
 xla::ffi::Error prepare_rings(int32_t, Scope) { return xla::ffi::Error::Success(); }
 
+namespace transfer {
+// Stub for copy_group.cu, which is not linked.
+std::vector<void*> group_kernels() { return {}; }
+}  // namespace transfer
+
 }  // namespace jaxkv
 
 extern "C" {

@@ -82,7 +82,8 @@ int main(int, char** arguments) {
     const cudaError_t status = call("%s copies from %u", name_of(on.stream()), first);
     return status == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal("no copy");
   };
-  const auto error = copy_stream.start(xla_stream, {nullptr, {&word}}, 3, joined, enqueue);
+  const auto error =
+      copy_stream.start(xla_stream, {nullptr, {}, {&word}, false}, 3, joined, enqueue);
   std::printf("%s\n%llu\n", error.message().c_str(),
               static_cast<unsigned long long>(copy_stream.started()));
 }

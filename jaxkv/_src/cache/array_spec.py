@@ -109,29 +109,11 @@ class ArrayCacheSpec:
             for leaf, partition in zip(leaves, partitions, strict=True)
         )
         if stacked:
-            if isinstance(arrays, list):
-                raise TypeError(
-                    "stacked arrays must be an array, a tuple or a dict, got a list, which is a "
-                    "list of layers: leave out stacked=True"
-                )
-            num_layers = _common("number of layers", [leaf.shape[0] for leaf in leaves])
-            if any(partition[0] for partition in partitions):
-                raise ValueError("the layer axis of stacked arrays must not be sharded")
-            return cls(num_layers, pages, structure, True, page_axes, mesh, page_size)
-        if not isinstance(arrays, list | tuple):
-            raise TypeError(
-                f"arrays must be a list or tuple of layers, got a {type(arrays).__name__}; set "
-                "stacked=True if each array has all layers"
-            )
-        layers = jax.tree_util.treedef_children(structure)
-        _common("pytree structure of a layer", layers, show=_show_leaves)
-        of_layer = len(leaves) // len(layers)
-        _common(
-            "shapes, dtypes and shardings in each layer",
-            [pages[i : i + of_layer] for i in range(0, len(pages), of_layer)],
-            show=_show_pages,
-        )
-        return cls(len(layers), pages[:of_layer], structure, False, page_axes, mesh, page_size)
+            num_layers, of_layer = _num_stacked_layers(arrays, leaves, partitions), len(pages)
+        else:
+            num_layers, of_layer = _num_equal_layers(arrays, structure, pages)
+        layer = pages[:of_layer]
+        return cls(num_layers, layer, structure, stacked, page_axes, mesh, page_size)
 
     @property
     def block_axes(self) -> AxisNames:
@@ -271,6 +253,35 @@ def _partitions(leaves: Sequence[Any]) -> tuple[Mesh | None, list[tuple[AxisName
         entries += [None] * (len(leaf.shape) - len(entries))
         partitions.append(tuple(_axis_names(entry) for entry in entries))
     return mesh, partitions
+
+
+def _num_stacked_layers(
+    arrays: Any, leaves: Sequence[Any], partitions: Sequence[tuple[AxisNames, ...]]
+) -> int:
+    if isinstance(arrays, list):
+        raise TypeError(
+            "stacked arrays must be an array, a tuple or a dict, got a list, which is a list of "
+            "layers: leave out stacked=True"
+        )
+    num_layers = _common("number of layers", [leaf.shape[0] for leaf in leaves])
+    if any(partition[0] for partition in partitions):
+        raise ValueError("the layer axis of stacked arrays must not be sharded")
+    return int(num_layers)
+
+
+def _num_equal_layers(arrays: Any, structure: Any, pages: Sequence[PageArray]) -> tuple[int, int]:
+    """Number of layers, and of arrays in each."""
+    if not isinstance(arrays, list | tuple):
+        raise TypeError(
+            f"arrays must be a list or tuple of layers, got a {type(arrays).__name__}; set "
+            "stacked=True if each array has all layers"
+        )
+    layers = jax.tree_util.treedef_children(structure)
+    _common("pytree structure of a layer", layers, show=_show_leaves)
+    of_layer = len(pages) // len(layers)
+    of_layers = [pages[i : i + of_layer] for i in range(0, len(pages), of_layer)]
+    _common("shapes, dtypes and shardings in each layer", of_layers, show=_show_pages)
+    return len(layers), of_layer
 
 
 def _axis_names(entry: Any) -> AxisNames:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,14 +56,13 @@ class HostPool:
         mesh: jax.sharding.Mesh | None = None,
         head_axis: str | None = None,
         shared: str | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> HostPool:
         """Allocates zeroed pages in pinned host memory, each shard near its device (NUMA).
 
-        Devices of this process that have the same part of the pool, by a mesh axis over which it is
-        replicated, share one copy of it in host memory (near the first of them). Donate such a pool
-        to every store: XLA would copy it for each device. All of these devices store the same
-        bytes, or one of them does and the others have -1 as page ids; stores of different devices
-        are not ordered, see `docs/usage.md`.
+        Devices of this process with the same part of a replicated pool share one copy of it in host
+        memory (near the first of them). Donate such a pool to every store: XLA would copy it for
+        each device. Stores of different devices are not ordered, see `docs/usage.md`.
 
         With `shared` the pages are in POSIX shared memory: they outlive the process, also if it is
         killed, until `HostPool.unlink` or a restart of the machine. If a pool of this name exists,
@@ -71,27 +71,23 @@ class HostPool:
             pool = jaxkv.HostPool.create(spec, num_pages=4096, shared="kv")
             valid = index.pages if index.pool_id == jaxkv.HostPool.shared_id("kv") else []
 
-        Which pages are valid is the engine's own index: a page is valid if its store was waited for
-        before the index recorded it. A process that is killed may leave parts of later stores.
-        tpu-inference and SGLang's HiCache lose their host tier with the process.
+        A page is valid if its store was waited for before the engine's own index recorded it; later
+        stores of a killed process may be incomplete.
 
         Args:
           spec: the `KVCacheSpec`, or the `ArrayCacheSpec` of an engine's own arrays, whose devices
             and shardings the pool has.
-          num_pages: number of pages of the pool; if the pages are sharded (`ArrayCacheSpec` over a
-            data axis), of all shards together. Page ids of a copy are those of one shard, below
-            `num_pages` divided by the number of page shards.
-          layout: see `host_layout`; page_first_direct suits the copy engine. An `ArrayCacheSpec`
-            supports page_first_direct and layer_first.
+          num_pages: number of pages, of all page shards together (`ArrayCacheSpec` over a data
+            axis); page ids are below `num_pages` divided by the number of page shards.
+          layout: see `host_layout`; an `ArrayCacheSpec` supports page_first_direct and layer_first.
           head_groups: G of page_unified.
           mesh: devices that use the pool; None for the default device.
           head_axis: mesh axis over which the KV heads (page_unified: the head groups) are sharded;
             None to replicate the pool.
-          shared: name of the pool in shared memory, of letters, digits, "_", "-" and "."; None for
-            memory of this process. A process for each shard or replica passes the same name.
-
-        Returns:
-          The `HostPool`.
+          shared: name of the pool in shared memory, of letters, digits, "_", "-" and "."; the same
+            name in the processes of all shards and replicas.
+          progress: called as `progress(num_bytes, total_bytes)` while the pages of this process are
+            allocated, before they are page-locked. An exception cancels the creation.
 
         Raises:
           RuntimeError: called inside jit, or the memory could not be allocated or page-locked.
@@ -103,32 +99,12 @@ class HostPool:
           TimeoutError: another process has been creating the pool `shared` for too long.
           NotImplementedError: `shared` on a platform other than CPU and CUDA.
         """
-        sharding: jax.sharding.Sharding
-        dtype: np.dtype[Any]
-        if isinstance(spec, ArrayCacheSpec):
-            if (mesh, head_axis, head_groups) != (None, None, 1):
-                raise ValueError(
-                    "mesh, head_axis and head_groups are for a KVCacheSpec: an ArrayCacheSpec has "
-                    "the shardings of its arrays"
-                )
-            sharding = pool_sharding(spec, layout)
-            if isinstance(num_pages, int | np.integer) and num_pages % spec.num_page_shards:
-                raise ValueError(
-                    f"num_pages={num_pages} must be a multiple of {spec.num_page_shards}, the page "
-                    f"shards over mesh axes {', '.join(spec.page_axes)}"
-                )
-            arrays_layout = ArrayHostLayout(spec, layout, num_pages, spec.num_block_shards)
-            shape, dtype = arrays_layout.shape, np.dtype(np.uint8)
-        else:
-            host_layout = HostLayout(spec, layout, num_pages, head_groups)
-            sharding = _pool_sharding(host_layout, mesh, head_axis)
-            shape, dtype = host_layout.shape, np.dtype(spec.dtype)
+        array = _array_of_pool(spec, num_pages, layout, head_groups, mesh, head_axis)
         objects = None
         if shared is not None:
-            layouts = {"layout": layout, "head_groups": str(head_groups)}
-            pages = {"num_pages": str(num_pages)}
-            objects = SharedPool(shared, pages | layouts | _description(spec))
-        data = allocate(shape, dtype, sharding, objects)
+            sizes = {"num_pages": str(num_pages), "layout": layout, "head_groups": str(head_groups)}
+            objects = SharedPool(shared, sizes | _description(spec))
+        data = allocate(*array, objects, progress)
         return cls(data=data, spec=spec, layout=layout, head_groups=head_groups)
 
     @staticmethod
@@ -246,6 +222,34 @@ class _ClosedData:
         if name.startswith("__"):  # also of copy and pickle, before `_data` is set
             raise AttributeError(name)
         return getattr(self._data, name)
+
+
+def _array_of_pool(
+    spec: KVCacheSpec | ArrayCacheSpec,
+    num_pages: int,
+    layout: Layout,
+    head_groups: int,
+    mesh: jax.sharding.Mesh | None,
+    head_axis: str | None,
+) -> tuple[tuple[int, ...], np.dtype[Any], jax.sharding.Sharding]:
+    """Shape, dtype and sharding; arguments of `HostPool.create`."""
+    if isinstance(spec, KVCacheSpec):
+        host_layout = HostLayout(spec, layout, num_pages, head_groups)
+        sharding = _pool_sharding(host_layout, mesh, head_axis)
+        return host_layout.shape, np.dtype(spec.dtype), sharding
+    if (mesh, head_axis, head_groups) != (None, None, 1):
+        raise ValueError(
+            "mesh, head_axis and head_groups are for a KVCacheSpec: an ArrayCacheSpec has the "
+            "shardings of its arrays"
+        )
+    sharding = pool_sharding(spec, layout)
+    if isinstance(num_pages, int | np.integer) and num_pages % spec.num_page_shards:
+        raise ValueError(
+            f"num_pages={num_pages} must be a multiple of {spec.num_page_shards}, the page shards "
+            f"over mesh axes {', '.join(spec.page_axes)}"
+        )
+    arrays_layout = ArrayHostLayout(spec, layout, num_pages, spec.num_block_shards)
+    return arrays_layout.shape, np.dtype(np.uint8), sharding
 
 
 def _description(spec: KVCacheSpec | ArrayCacheSpec) -> dict[str, str]:

@@ -11,7 +11,7 @@ import atexit
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jaxkv._src.runtime.dtypes import check_byte_dtype
 from jaxkv._src.runtime.sync_guard import allow_host_sync
 
 PINNED = "pinned_host"
+Progress = Callable[[int, int], None]  # bytes so far, and of the whole array
 
 # Type codes of DLPack: by the kind of a NumPy dtype, and by the name of other dtypes.
 _KINDS = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
@@ -68,14 +69,15 @@ def pinned_zeros(
       ValueError: the dtype is not byte-aligned, the sharding does not divide the shape, or a
         device has no memory kind pinned_host.
     """
-    return allocate(shape, dtype, sharding, None)
+    return allocate(shape, dtype, sharding)
 
 
 def allocate(
     shape: int | Sequence[int],
     dtype: npt.DTypeLike,
     sharding: Sharding | None,
-    shared: SharedPool | None,
+    shared: SharedPool | None = None,
+    progress: Progress | None = None,
 ) -> jax.Array:
     """`pinned_zeros`, or with `shared` an array in shared memory, with its contents."""
     shape = tuple(shape) if isinstance(shape, Sequence) else (shape,)
@@ -106,7 +108,7 @@ def allocate(
         check_outside_jit(jax.device_put(np.int8(0), next(iter(devices))))
         if not is_native:
             return jax.device_put(np.zeros(shape, dtype), sharding)
-        shards = _shards(shape, dtype, sharding, parts, shared)
+        shards = _shards(shape, dtype, sharding, parts, shared, progress)
         if isinstance(sharding, SingleDeviceSharding):
             array = _with_sharding(shards[0], sharding)
         else:
@@ -143,6 +145,7 @@ def _shards(
     sharding: Sharding,
     parts: dict[jax.Device, int],
     shared: SharedPool | None,
+    progress: Progress | None,
 ) -> list[jax.Array]:
     """The shards of this process's devices; those with the same part share its memory."""
     _leave_memory_to_exit()
@@ -152,7 +155,7 @@ def _shards(
     for device in sharding.addressable_devices_indices_map(shape):
         users.setdefault(parts[device], []).append(device)
     shards: dict[jax.Device, jax.Array] = {}
-    for part, devices in users.items():
+    for created, (part, devices) in enumerate(users.items()):
         node = numa_node(devices[0])
         ordinals = [device.local_hardware_id for device in devices if device.platform == "gpu"]
         with contextlib.ExitStack() as stack:
@@ -161,10 +164,20 @@ def _shards(
                 where = {"shard": f"{part} of {len(set(parts.values()))}, {list(local_shape)}"}
                 file = stack.enter_context(shared.opened(part, part_bytes, where))
             memory = native.extension().PinnedMemory(
-                part_bytes, -1 if node is None else node, ordinals, *file
-            )
+                part_bytes, -1 if node is None else node, ordinals, *file,
+                progress and _progress_of_part(progress, created, part_bytes, len(users)),
+            )  # fmt: skip
         shards |= {device: _as_array(memory, local_shape, dtype, device) for device in devices}
     return [shards[device] for device in sharding.addressable_devices_indices_map(shape)]
+
+
+def _progress_of_part(
+    progress: Progress, number: int, part_bytes: int, num_parts: int
+) -> Callable[[int], None]:
+    def report(num_bytes: int) -> None:  # of pages, which may be more than the part
+        progress(number * part_bytes + min(num_bytes, part_bytes), num_parts * part_bytes)
+
+    return report
 
 
 def _as_array(

@@ -98,22 +98,8 @@ def _resolve_swap(operation: str, src: PyTree, dst: PyTree, layers: None, tokens
             f"{operation}: dst must have the pytree structure of src: "
             + structure_difference(source_tree, destination_tree)
         )
-    for side, arrays in (("src", sources), ("dst", destinations)):
-        for array in arrays:
-            if not hasattr(array, "dtype"):
-                raise TypeError(f"{side} must be a pytree of arrays, got a {type(array).__name__}")
-            if array.ndim < 1:
-                raise ValueError(f"each array of {side} must have shape [num_blocks, ...], got []")
-            check_canonical_dtype(array, f"an array of {side}")
-        if len({array.shape[0] for array in arrays}) > 1:
-            sizes = [array.shape[0] for array in arrays]
-            raise ValueError(
-                f"all arrays of {side} must have the same number of blocks, got {sizes}"
-            )
-        if arrays and arrays[0].shape[0] > (limit := np.iinfo(np.int32).max):
-            raise ValueError(
-                f"{side} has {arrays[0].shape[0]} blocks, the limit of int32 ids is {limit}"
-            )
+    _check_blocks("src", sources)
+    _check_blocks("dst", destinations)
     groups: dict[int, list[int]] = {}
     for leaf, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
         in_src, in_dst = (f"{a.dtype}{list(a.shape[1:])}" for a in (source, destination))
@@ -153,6 +139,23 @@ def _resolve_swap(operation: str, src: PyTree, dst: PyTree, layers: None, tokens
 
     limits = (sources[0].shape[0], destinations[0].shape[0]) if sources else None
     return copies, limits, rebuild
+
+
+def _check_blocks(side: str, arrays: Sequence[jax.Array]) -> None:
+    """Raises a TypeError or ValueError unless these are arrays of equally many blocks."""
+    for array in arrays:
+        if not hasattr(array, "dtype"):
+            raise TypeError(f"{side} must be a pytree of arrays, got a {type(array).__name__}")
+        if array.ndim < 1:
+            raise ValueError(f"each array of {side} must have shape [num_blocks, ...], got []")
+        check_canonical_dtype(array, f"an array of {side}")
+    if len({array.shape[0] for array in arrays}) > 1:
+        sizes = [array.shape[0] for array in arrays]
+        raise ValueError(f"all arrays of {side} must have the same number of blocks, got {sizes}")
+    if arrays and arrays[0].shape[0] > (limit := np.iinfo(np.int32).max):
+        raise ValueError(
+            f"{side} has {arrays[0].shape[0]} blocks, the limit of int32 ids is {limit}"
+        )
 
 
 def in_host_memory(operation: str, side: str, arrays: Sequence[jax.Array]) -> bool:
