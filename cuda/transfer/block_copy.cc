@@ -184,6 +184,11 @@ Scope scope_of_copy(CopyAttribute attribute) {
   return attribute.size() ? static_cast<Scope>(attribute.begin()[0] >> 8) : Scope::kDefault;
 }
 
+Scope scope_of_copies(CopyAttribute attribute) {
+  const size_t first = std::min(kGroupNumbers, attribute.size());
+  return scope_of_copy({attribute.begin() + first, attribute.size() - first});
+}
+
 ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi::S32> destinations,
                                  CopyAttribute attribute) {
   const auto n = read_numbers(attribute);

@@ -72,10 +72,13 @@ ffi::Error prepare_device(int32_t device, ffi::RemainingArgs, ffi::RemainingRets
                           ffi::Dictionary attributes) {
   static std::array<std::atomic<bool>, kMaxDevices> done{};  // called before every execution
   if (auto error = prepare_copy_kernel(device); error.failure()) return error;
-  if (const auto attribute = attributes.get<CopyAttribute>("copy"); attribute.has_value()) {
-    if (auto error = prepare_rings(device, scope_of_copy(*attribute)); error.failure())
-      return error;
+  Scope scope = Scope::kDefault;
+  if (const auto copy = attributes.get<CopyAttribute>("copy"); copy.has_value()) {
+    scope = scope_of_copy(*copy);
+  } else if (const auto copies = attributes.get<CopyAttribute>("copies"); copies.has_value()) {
+    scope = scope_of_copies(*copies);
   }
+  if (auto error = prepare_rings(device, scope); error.failure()) return error;
   if (done[device].load()) return ffi::Error::Success();
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
       plan_pairs, cudaFuncAttributeMaxDynamicSharedMemorySize, ShareSize(kPlanMaxShare).bytes()));
@@ -122,7 +125,7 @@ ffi::Error copy_groups_by_kernel(cudaStream_t stream, int32_t device, ffi::Remai
                                  ffi::RemainingRets rets, CopyAttribute attribute) {
   const auto copies = decode_copies(args, rets, attribute);
   if (!copies.has_value()) return copies.error();
-  return launch_copies(stream, *copies, device_rings(device));
+  return launch_copies(stream, *copies, device_rings(device, scope_of_copies(attribute)));
 }
 
 }  // namespace

@@ -93,8 +93,9 @@ struct GroupCopy {
   bool new_ids;    // of the first copy of a group: its ids are not those of the preceding copy
 };
 
-// The scope in which a copy was traced.
+// The scope in which a copy was traced, or the copies of a call.
 Scope scope_of_copy(CopyAttribute attribute);
+Scope scope_of_copies(CopyAttribute attribute);
 
 ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi::S32> destinations,
                                  CopyAttribute attribute);
