@@ -235,6 +235,11 @@ def test_names_of_equal_hash_are_rejected():
         jaxkv.ErrorScope("drwouw")
 
 
+def test_with_statement_names_the_scope():
+    with jaxkv.ErrorScope("a") as a, jaxkv.ErrorScope("b") as b:
+        assert (a.name, b.name) == ("a", "b")
+
+
 def test_equal_names_are_one_scope():
     a, same = jaxkv.ErrorScope("equal"), jaxkv.ErrorScope("equal")
     assert a == same and hash(a) == hash(same) and a != jaxkv.ErrorScope("unequal")

@@ -322,7 +322,7 @@ def test_wait_timeout_raises(named):
 
 @pytest.mark.parametrize("dst_memory", ["device", "pinned_host"])
 def test_wait_timeout_of_a_swap_names_the_operation(dst_memory, named):
-    blocks = {"shape": (64, 8, 128), "src_blocks": 64, "dst_blocks": 48}
+    blocks = {"shape": (128, 64, 128), "src_blocks": 64, "dst_blocks": 48}  # 48 MiB: 24 us in HBM
     case = SwapCase("device", dst_memory, "int8", **blocks)
     ids = [np.arange(48), np.arange(48)]
 

@@ -171,10 +171,11 @@ class ErrorScope:
             raise ValueError("ErrorScope: name must not be empty")
         self._register()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> ErrorScope:
         entered = _scope(self)
         entered.__enter__()
         _entered.contexts.append(entered)
+        return self
 
     def __exit__(self, *exception: object) -> None:
         _entered.contexts.pop().__exit__(None, None, None)
