@@ -129,11 +129,12 @@ void* group_kernel(int word_bytes, bool to_dense, bool single_run, bool few_buff
   }
 }
 
-// SMs with as many bytes in flight as `num_sms` of a single copy, which saturate the link.
-uint32_t with_equal_words_in_flight(int num_sms) {
+// SMs with as many bytes in flight as `sms` of a single copy, which may just saturate the link.
+uint32_t with_equal_words_in_flight(uint32_t sms) {
   constexpr int kOfGroup = ParamsOfCopy<kMaxGroupBuffers>::kWordsInFlight;
   constexpr int kOfCopy = CopyParamsOf<kMaxBuffers>::kWordsInFlight;
-  return static_cast<uint32_t>((num_sms * kOfCopy + kOfGroup - 1) / kOfGroup);
+  const uint32_t equal = (sms * kOfCopy + kOfGroup - 1) / kOfGroup;
+  return std::max(sms, std::min(equal, max_sms()));
 }
 
 ffi::Error launch_alone(cudaStream_t stream, const GroupCopy& entry, ErrorRings* errors) {
@@ -208,7 +209,8 @@ class GroupLaunch {
       num_sms = std::max(num_sms, copy.num_sms);
     }
     const uint32_t wanted = std::max(1u, (units + kUnitsPerStep - 1) / kUnitsPerStep);
-    const auto blocks = std::min(wanted, with_equal_words_in_flight(num_sms));
+    const auto blocks =
+        std::min(wanted, with_equal_words_in_flight(static_cast<uint32_t>(num_sms)));
     p.stretch = (units + blocks - 1) / blocks;
     const uint32_t shared_bytes = divide_shared_memory(p);
     if (shared_bytes > max_shared_bytes()) return run_one_by_one();

@@ -63,6 +63,14 @@ ffi::Error invalid(const std::string& message) {
 
 // Dynamic shared memory per thread block that all prepared devices support.
 std::atomic<uint32_t> shared_limit{UINT32_MAX};
+// SMs of the smallest prepared device.
+std::atomic<uint32_t> sm_limit{UINT32_MAX};
+
+void lower(std::atomic<uint32_t>& limit, uint32_t value) {
+  for (uint32_t seen = limit; value < seen;) {
+    if (limit.compare_exchange_weak(seen, value)) break;
+  }
+}
 
 // The thread blocks of a launch, and the shared memory that each needs to check its share of the
 // ids.
@@ -177,15 +185,18 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairLis
 }
 
 uint32_t max_shared_bytes() { return shared_limit.load(); }
+uint32_t max_sms() { return sm_limit.load(); }
 
 ffi::Error prepare_copy_kernel(int32_t device) {
   static std::array<std::atomic<bool>, kMaxDevices> done{};  // called before every execution
   if (auto error = prepare_rings(device); error.failure()) return error;
   if (done[device].load()) return ffi::Error::Success();
-  int max_shared = 0;
+  int max_shared = 0, num_sms = 0;
   uint32_t limit = UINT32_MAX;
   JAXKV_RETURN_IF_CUDA_ERROR(
       cudaDeviceGetAttribute(&max_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  JAXKV_RETURN_IF_CUDA_ERROR(
+      cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
   std::vector<void*> kernels = all_copy_kernels();
   for (void* kernel : group_kernels()) kernels.push_back(kernel);
   for (void* kernel : kernels) {
@@ -196,9 +207,8 @@ ffi::Error prepare_copy_kernel(int32_t device) {
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_bytes));
     limit = std::min(limit, static_cast<uint32_t>(max_bytes));
   }
-  for (uint32_t seen = shared_limit; limit < seen;) {
-    if (shared_limit.compare_exchange_weak(seen, limit)) break;
-  }
+  lower(shared_limit, limit);
+  lower(sm_limit, static_cast<uint32_t>(num_sms));
   done[device].store(true);
   return ffi::Error::Success();
 }

@@ -36,6 +36,8 @@ ffi::Error launch_copies(cudaStream_t stream, std::span<const GroupCopy> copies,
 
 // Dynamic shared memory per thread block that every copy kernel may use on all prepared devices.
 uint32_t max_shared_bytes();
+// SMs that all prepared devices have.
+uint32_t max_sms();
 
 // The kernels of launch_copies.
 std::vector<void*> group_kernels();

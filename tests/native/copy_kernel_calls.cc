@@ -30,8 +30,13 @@ std::vector<void*> group_kernels() { return {}; }
 
 extern "C" {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  if (attribute != cudaDevAttrMaxSharedMemoryPerBlockOptin) return cudaErrorInvalidValue;
-  *value = max_shared;
+  if (attribute == cudaDevAttrMultiProcessorCount) {
+    *value = 132;
+  } else if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) {
+    *value = max_shared;
+  } else {
+    return cudaErrorInvalidValue;
+  }
   return cudaSuccess;
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
