@@ -57,8 +57,11 @@ void delete_unused(PyObject* capsule) {
   }
 }
 
-nb::object pinned_tensor(std::shared_ptr<PinnedMemory> memory, std::vector<int64_t> shape,
-                         uint8_t code, uint8_t bits, int device) {
+nb::object pinned_tensor(const PinnedMemory& found, std::vector<int64_t> shape, uint8_t code,
+                         uint8_t bits, int device) {
+  // As an argument, a shared pointer would own the Python object: freed in a thread of XLA, it
+  // would wait for the interpreter, which may have ended.
+  auto memory = PinnedMemory::find(found.data());
   size_t num_bytes = bits / 8;
   for (const int64_t size : shape) num_bytes *= static_cast<size_t>(size);
   if (num_bytes > memory->num_bytes()) throw nb::value_error("the tensor exceeds its memory");

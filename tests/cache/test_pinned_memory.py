@@ -210,6 +210,15 @@ def test_a_new_array_that_jax_copies_is_an_error(monkeypatch):
     assert_rejected(lambda: jaxkv.pinned_zeros(4, np.int8), RuntimeError, "copied", jax.__version__)
 
 
+def test_a_tensor_owns_no_python_object():
+    """Threads of XLA delete tensors, also while the interpreter ends: without Python."""
+    memory = native.extension().PinnedMemory(4096, -1, [])
+    before = sys.getrefcount(memory)
+    tensor = memory.tensor([4096], 1, 8, -1)
+    assert sys.getrefcount(memory) == before
+    del memory, tensor
+
+
 def test_a_process_ends_with_arrays_and_views_alive():
     program = (
         "import jax, numpy as np, jaxkv\n"
