@@ -1,7 +1,7 @@
 """Mutation tests: `python tools/mutants.py [name ...]`.
 
 Each entry of `tests/mutations.toml` removes one prevention of a failure from the sources, and names
-the tests that must then fail. The entries are applied one at a time to a copy of the checkout, whose
+the tests that must then fail. The entries are applied one at a time to a copy of the checkout; its
 native extension is built again where necessary. An entry with `survives` states why no test on a
 machine without GPUs can fail.
 """

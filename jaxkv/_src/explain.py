@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxkv._src.collectives import all_reduce
+from jaxkv._src.transfer.async_calls import overlapped_copy
 from jaxkv._src.transfer.dispatch import Selection, select_implementation
 from jaxkv._src.transfer.groups import for_each_group
 from jaxkv._src.transfer.merged_copies import MERGED
@@ -72,10 +73,10 @@ def selections_of_groups(
         first, second = state.values()
         source_ids, destination_ids = ids.values()
         call = resolve(name, (first, second), (source_ids, destination_ids), layers, tokens)
-        overlapped = name in _STARTS
+        in_flight = overlapped_copy(call.copies) if name in _STARTS and call.copies else None
         return [
-            select_implementation(copy, call.ids, implementation, overlapped=overlapped)
-            for copy in call.copies
+            select_implementation(copy, call.ids, implementation, overlapped=i == in_flight)
+            for i, copy in enumerate(call.copies)
         ]
 
     groups = for_each_group(name, state, ids, layers, tokens, select)

@@ -45,7 +45,7 @@ def run(
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     common = {"platform": platform, "coordinator": coordinator, "processes": len(devices)}
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     outputs = [folder / f"process_{process}.txt" for process in range(len(devices))]

@@ -1,5 +1,6 @@
 """Page copies of engines' own arrays, compared with NumPy."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,7 +28,6 @@ from tests.util.transfer_cases import as_ids
 
 LAYOUTS = ("page_first_direct", "layer_first")
 FORMS = tuple(LAYER_ARRAYS)
-ONE_BLOCK_SIZE = ("fused", "separate")
 
 
 def page_ids(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -96,7 +96,7 @@ def test_padding_and_layers_match_reference(form, stacked, device, layers):
 
 @pytest.mark.parametrize("named", OVERLAPPED)
 @pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacked"])
-@pytest.mark.parametrize("form", ONE_BLOCK_SIZE)
+@pytest.mark.parametrize("form", FORMS)
 def test_started_copies_match_reference(form, stacked, named):
     pool, stored = stored_pool(form, "page_first_direct", stacked)
     cache = random_arrays(form, stacked=stacked)
@@ -150,6 +150,61 @@ def test_scan_waits_for_traced_layer(named):
     assert_pages(got, loaded(host, device), cache, stored, stacked=True)
     pages = by_page(stored, True)[host].view(np.uint16).astype(np.uint32)
     assert int(checksum) == int(pages.sum(dtype=np.uint64)) % 2**32
+
+
+@pytest.mark.parametrize("named", OVERLAPPED)
+@pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacked"])
+@pytest.mark.parametrize("form", ["latent", "quantized"])
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+def test_handles_of_several_block_sizes_cross_programs(form, stacked, named):
+    pool, stored = stored_pool(form, "page_first_direct", stacked)
+    cache = random_arrays(form, stacked=stacked)
+    host, device = page_ids(4)
+    ids = [as_ids(entry, named) for entry in (host, device)]
+    start = partial(jaxkv.start_load, implementation=named)
+    loading = jax.jit(start, donate_argnames="cache")(pool, jax.device_put(cache), *ids)
+    loading.wait(1)
+    got = jax.jit(lambda loading: loading.cache, donate_argnums=0)(loading)
+    jaxkv.check_errors(got)
+    assert_pages(got, loaded(host, device), cache, stored, stacked=stacked)
+
+    start = partial(jaxkv.start_store, implementation=named)
+    begin = jax.jit(start, donate_argnames=("pool", "cache"))
+    storing = begin(pool, jax.device_put(cache), *ids)
+    finish = jax.jit(lambda storing: (storing.pool, storing.cache), donate_argnums=0)
+    pool, same = finish(storing)
+    assert_pages(same, loaded([], []), cache, cache, stacked=stacked)
+    every = np.arange(HOST_PAGES, dtype=np.int32)
+    read = jaxkv.load_pages(pool, jax.device_put(stored), every, every)
+    assert_pages(read, loaded(device, host), stored, cache, stacked=stacked)
+
+
+def test_largest_block_size_is_in_flight():
+    """K of 2,048 bytes in flight, V of 256 bytes complete at the start."""
+    pool, _ = stored_pool("latent", "page_first_direct", False)
+    cache = jax.device_put(random_arrays("latent", stacked=False))
+    step = jax.jit(lambda pool, cache, ids: jaxkv.start_load(pool, cache, ids, ids).cache)
+    lowered = step.lower(pool, cache, jnp.arange(3)).as_text()
+    assert lowered.count("@jaxkv_start_copy") == lowered.count("@jaxkv_copy_blocks") == 1
+    text = jaxkv.explain(jaxkv.start_load, pool, cache, jnp.arange(3), jnp.arange(3))
+    assert len([line for line in text.splitlines() if line.startswith("start_load: ")]) == 2
+
+
+def test_wrong_id_of_a_start_with_several_block_sizes(named_implementation):
+    if named_implementation not in OVERLAPPED:
+        pytest.skip("not asynchronous")
+    pool, _ = stored_pool("latent", "page_first_direct", False)
+    cache = jax.device_put(random_arrays("latent", stacked=False))
+    ids = [as_ids(entry, named_implementation) for entry in ([0, HOST_PAGES], [1, 2])]
+    start = partial(jaxkv.start_load, implementation=named_implementation)
+    step = jax.jit(lambda pool, cache, ids: start(pool, cache, *ids).cache)
+    if jax.default_backend() == "cpu":
+        with pytest.raises(jax.errors.JaxRuntimeError, match="PageIndexError"):
+            jax.block_until_ready(step(pool, cache, ids))
+    else:
+        got = step(pool, cache, ids)
+        with pytest.raises(jaxkv.PageIndexError, match=str(HOST_PAGES)):
+            jaxkv.check_errors(got)
 
 
 def test_groups_have_their_own_ids():
@@ -260,12 +315,6 @@ class TestErrors:
         cache[2] = cache[2][..., :16]
         with pytest.raises(ValueError, match="array 0 of layer 2 must be bfloat16"):
             jaxkv.load_pages(pool, cache, [0], [1])
-
-    def test_different_block_sizes_cannot_be_started(self):
-        pool, _ = stored_pool("latent", "page_first_direct", False)
-        cache = jax.device_put(random_arrays("latent", stacked=False))
-        with pytest.raises(NotImplementedError, match=r"blocks of 2048, 256 bytes.*as a dict"):
-            jaxkv.start_load(pool, cache, [0], [1])
 
     def test_traced_layer_requires_stacked_arrays(self, case):
         pool, cache = case

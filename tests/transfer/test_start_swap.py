@@ -64,6 +64,27 @@ def test_waits_in_one_program(case, wait_each, started_by):
         assert_trees_equal(src, case.src)
 
 
+@pytest.mark.parametrize("wait_each", [False, True], ids=["wait for all", "wait for each"])
+@pytest.mark.parametrize("memories", [(a, b) for a in MEMORIES for b in MEMORIES], ids=" to ".join)
+def test_blocks_of_several_sizes(memories, wait_each, named):
+    trees = random_tree(9), random_tree(12, seed=1)
+    src, dst = (place(tree, kind) for tree, kind in zip(trees, memories, strict=True))
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(src, dst, *ids):
+        swapping = jaxkv.start_swap(src, dst, *ids, implementation=named)
+        if wait_each:
+            for array in reversed(range(len(dst))):
+                swapping.wait(array)
+        return (swapping.src if memories[1] == "pinned_host" else None), swapping.wait()
+
+    src, got = step(src, dst, *ids_for(named))
+    jaxkv.check_errors(got)
+    assert_trees_equal(got, swapped(*trees, *IDS))
+    if src is not None:
+        assert_trees_equal(src, trees[0])
+
+
 def test_array_of_a_wait(case, named):
     @partial(jax.jit, donate_argnums=case.donated)
     def step(src, dst, *ids):

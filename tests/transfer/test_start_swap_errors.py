@@ -39,12 +39,6 @@ def test_several_memory_kinds_are_rejected(side):
     assert_rejected(call, ValueError, f"start_swap: all arrays of {side}", "memory kind")
 
 
-def test_several_block_sizes_are_rejected():
-    src, dst = place(random_tree(9), "device"), place(random_tree(12), "device")
-    call = partial(jaxkv.start_swap, src, dst, *IDS)
-    assert_rejected(call, NotImplementedError, "start_swap: the arrays of dst", "256, 12", "dict")
-
-
 def test_mistyped_destination_is_rejected():
     pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     dst = jax.jit(lambda: jnp.ones((8, 16)), out_shardings=pinned)()

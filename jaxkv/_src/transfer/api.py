@@ -217,6 +217,12 @@ def _eager(
     return _run(calls, implementation)
 
 
+def copy_now(call: PreparedCall, implementation: Implementation | None) -> list[list[jax.Array]]:
+    """Traces the copies of a call; returns the written arrays of each."""
+    (written,) = _run([dataclasses.replace(call, rebuild=lambda arrays: arrays)], implementation)
+    return written
+
+
 def _run(calls: list[PreparedCall], implementation: Implementation | None) -> list[PyTree]:
     """The result of each group."""
     groups = {
@@ -252,7 +258,7 @@ def _with_barriers(operation: str, call: PreparedCall, chosen: list[Selection]) 
             dataclasses.replace(copy, dense=check_memory_kinds(operation, copy.dense))
             for copy in copies
         ]
-    if _share_destination(copies):
+    if share_destination(copies):
         copies = [dataclasses.replace(copy, strided=copies[0].strided) for copy in copies]
     return dataclasses.replace(call, copies=copies)
 
@@ -293,7 +299,7 @@ def _copy_group(
     written: dict[int, list[jax.Array]],
 ) -> list[list[jax.Array]]:
     """The written arrays of each copy of a group; `written` are those of copies already made."""
-    if _share_destination(call.copies):
+    if share_destination(call.copies):
         return _copy_in_sequence(call, chosen, pairs, written)
     together = [i for i, entry in enumerate(chosen) if entry.implementation == "pallas"]
     written |= zip(together, _copy_by_pallas(call, chosen, together, pairs), strict=True)
@@ -304,9 +310,9 @@ def _copy_group(
     return [written[i] for i in range(len(chosen))]
 
 
-def _share_destination(copies: Sequence[BlockCopy]) -> bool:
+def share_destination(copies: Sequence[BlockCopy]) -> bool:
     """Whether several copies write the same array: arrays of a layer with different block sizes."""
-    return len(copies) > 1 and not copies[0].to_dense and copies[0].operation == "store_pages"
+    return len(copies) > 1 and copies[0].operation in ("store_pages", "start_store")
 
 
 def _copy_in_sequence(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -11,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv._src.runtime.errors import scope_attribute
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
+from jaxkv._src.transfer.api import copy_now, share_destination
 from jaxkv._src.transfer.block_copy import (
     START_TARGETS,
     BlockCopy,
@@ -21,7 +24,6 @@ from jaxkv._src.transfer.block_copy import (
 from jaxkv._src.transfer.buffer_lifetime import MOVE_TICKET_TARGET, WAIT_TARGET, analysed
 from jaxkv._src.transfer.dispatch import Selection, select_implementation
 from jaxkv._src.transfer.ids import IdPair
-from jaxkv._src.transfer.page_copies import only_copy
 from jaxkv._src.transfer.resolve import PreparedCall, check_known_ids
 from jaxkv._src.transfer.sharded_arguments import check_sharded_arguments
 from jaxkv._src.transfer.xla_copy import copy_blocks_xla
@@ -37,44 +39,76 @@ class StartedCopy(NamedTuple):
     """The results of a start.
 
     Attributes:
-      ticket: identifies the copy; None if it is complete.
-      plan: the validated pairs, if the copy reads them.
-      written: the arrays that it writes.
+      ticket: identifies the copy in flight; None if all are complete.
+      plan: the validated pairs, if the copy in flight reads them.
+      written: the arrays that each copy of the call writes.
     """
 
     ticket: jax.Array | None
     plan: jax.Array | None
-    written: list[jax.Array]
+    written: list[list[jax.Array]]
+
+
+def overlapped_copy(copies: Sequence[BlockCopy]) -> int:
+    """Number of the copy that a start leaves in flight, the one with the most bytes.
+
+    The others, with blocks of other sizes, are complete when compute continues: scales of quantized
+    pages are a few percent of the bytes, and a wait for each size would cost more than they do.
+    """
+    sizes = [copy.geometry.block_bytes * len(copy.dense_offsets) for copy in copies]
+    return sizes.index(max(sizes))
 
 
 def start_copy(
-    call: PreparedCall, implementation: Implementation | None, segment_buffers: int
+    call: PreparedCall, implementation: Implementation | None, num_segments: int
 ) -> StartedCopy:
-    """Traces the start of the only copy of a call, whose arrays have fusion barriers.
+    """Traces the start of a call whose arrays have fusion barriers.
 
     Args:
       call: the call.
       implementation: the requested implementation, if any.
-      segment_buffers: number of buffers of a segment.
+      num_segments: number of segments of the copy that remains in flight.
     """
-    operation = call.copies[0].operation
-    copy = only_copy(operation, call.copies)
+    chosen = overlapped_copy(call.copies)
+    copy, others = call.copies[chosen], call.copies[:chosen] + call.copies[chosen + 1 :]
+    shared = share_destination(call.copies)
+    written: list[list[jax.Array]] = []
+    if others:
+        written = copy_now(dataclasses.replace(call, copies=others), implementation)
+        if shared:
+            copy = dataclasses.replace(copy, strided=written[-1])
+    ticket, plan, arrays = _start_one(copy, call, implementation, num_segments)
+    written = [arrays] * len(call.copies) if shared else written
+    if not shared:
+        written.insert(chosen, arrays)
+    return StartedCopy(ticket, plan, written)
+
+
+def _start_one(
+    copy: BlockCopy,
+    call: PreparedCall,
+    implementation: Implementation | None,
+    num_segments: int,
+) -> tuple[jax.Array | None, jax.Array | None, list[jax.Array]]:
+    """The ticket, the plan, and the written arrays of a start."""
+    operation = copy.operation
     selection = select_implementation(copy, call.ids, implementation, overlapped=True)
     if selection.implementation == "xla":
         check_known_ids(operation, call)
         with jax.named_scope(f"jaxkv.{operation}"):
-            return StartedCopy(None, None, copy_blocks_xla(copy, call.ids))
+            return None, None, copy_blocks_xla(copy, call.ids)
     plan = None
     with jax.named_scope(f"jaxkv.{operation}"):
         if selection.implementation != "dma":
             plan = plan_pairs(copy, call.ids)
+        segment_buffers = len(copy.dense_offsets) // num_segments
         results = _start(copy, call.ids, plan, selection, segment_buffers)
     ticket, *written = analysed(check_sharded_arguments(operation, results))
     if not copy.to_dense:
         # XLA places all results of a call that writes host memory there. But waits read the
         # ticket in device memory, and a leaf that changes its memory space cannot be donated.
         ticket = _move_ticket(ticket, copy.dense[0])
-    return StartedCopy(ticket, plan, fusion_barrier(written))
+    return ticket, plan, fusion_barrier(written)
 
 
 def _start(

@@ -47,6 +47,9 @@ def start_load(
     program, return the handle from the program that starts it and pass it, donated, to the one
     that waits; do not overwrite the pool before that wait. Within one program XLA orders both.
 
+    If the arrays of a layer have several block sizes (pages and their scales), those of the size
+    with the most bytes are copied in this way, and the others before the compute that follows.
+
     A layer without a wait is correct but not overlapped: the program then waits for the entire
     copy at its start, since XLA could otherwise reuse the memory of that layer during the copy.
 
@@ -137,7 +140,8 @@ def start_swap(
     Args:
       src: as for `swap_blocks`; donate it if `dst` is in pinned host memory, otherwise XLA copies
         what the program returns of it.
-      dst: as for `swap_blocks`, with blocks of one size and in one memory kind; donate it.
+      dst: as for `swap_blocks`, in one memory kind; donate it. Of several block sizes, the one with
+        the most bytes is copied asynchronously.
       src_ids, dst_ids: as for `swap_blocks`.
       implementation, timeout_s: as for `start_load`.
 
@@ -146,8 +150,7 @@ def start_swap(
 
     Raises:
       ValueError: arrays of `dst` in several memory kinds, or as for `start_load`.
-      NotImplementedError: blocks of several sizes, or as for `swap_blocks`.
-      TypeError, PageIndexError: as for `swap_blocks`.
+      TypeError, NotImplementedError, PageIndexError: as for `swap_blocks`.
     """
     state, ids = {"src": src, "dst": dst}, {"src_ids": src_ids, "dst_ids": dst_ids}
 

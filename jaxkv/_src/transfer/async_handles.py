@@ -16,11 +16,11 @@ from jaxkv._src.cache.host_pool import HostPool
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.timeouts import checked_timeout_s
 from jaxkv._src.transfer import api, resolve
-from jaxkv._src.transfer.async_calls import start_copy
+from jaxkv._src.transfer.async_calls import overlapped_copy, start_copy
 from jaxkv._src.transfer.copy_handle import CopyHandle, Leaves, leaves_to_compute
 from jaxkv._src.transfer.ids import Ids, num_ids_of
 from jaxkv._src.transfer.in_flight import keep_alive
-from jaxkv._src.transfer.page_copies import by_layer
+from jaxkv._src.transfer.page_copies import arrays_of_copies, by_layer
 from jaxkv._src.tuning.copy_table import Implementation
 
 
@@ -37,6 +37,7 @@ class _PageCopyHandle(CopyHandle):
         super().__init__(ticket, plan)
         # None in a load returned from the jit that started it: the pool is not a leaf.
         self._pool, self._cache = pool, cache
+        self._arrays: tuple[int, ...] = ()  # of a layer, that are in flight
 
     @classmethod
     def _begin(
@@ -71,9 +72,10 @@ class _PageCopyHandle(CopyHandle):
         # Also around the source: waits extend the lifetime of the buffer that the copy reads.
         state = started._pool, started._cache = fusion_barrier(call.state)
         call = resolve.resolve(operation, state, call.ids, layers, tokens)
-        begun = start_copy(call, implementation, segment_buffers=len(cache.layers[0]))
+        started._arrays = arrays_of_copies(pool, tokens)[overlapped_copy(call.copies)]
+        begun = start_copy(call, implementation, num_segments=len(started._segments))
         started._ticket, started._plan = begun.ticket, begun.plan
-        return started._with(call.rebuild([begun.written]))
+        return started._with(call.rebuild(begun.written))
 
     def _with(self, written: HostPool | DeviceCache | ArrayCache) -> Self:
         """The handle with the written pool or cache."""
@@ -171,25 +173,35 @@ class _PageCopyHandle(CopyHandle):
         """The ticket and the cache after a wait for some layers."""
         stacked = is_stacked(self._cache)
         rows = [0] if stacked else layers
-        arrays = [array for row in rows for array in self._cache.layers[row]]
+        places = [(row, array) for row in rows for array in self._arrays]
         segments = [self._segments.index(layer) for layer in layers]
         if stacked:
             segments = [max(segments)]
+        in_flight = [self._cache.layers[row][array] for row, array in places]
         ticket, *arrays = self._wait_call(
-            arrays,
+            in_flight,
             [self._pool.data] if self._pool else [],
             leaves_to_compute(after),
             traced_segment=traced_layer,
-            like=arrays[0],
+            like=in_flight[0],
             segment=max(segments),
             # No address check at a pytree boundary, where XLA may copy an array.
             places=() if boundary else self._written_positions(layers),
-            boundary=tuple(s for s in segments for _ in self._cache.layers[0]) if boundary else (),
+            boundary=tuple(s for s in segments for _ in self._arrays) if boundary else (),
         )
-        rest = iter(arrays)
-        new = {row: tuple(next(rest) for _ in self._cache.layers[row]) for row in rows}
-        halves = tuple(new.get(row, old) for row, old in enumerate(self._cache.layers))
-        return ticket, dataclasses.replace(self._cache, layers=halves)
+        new = dict(zip(places, arrays, strict=True))
+        waited = tuple(
+            tuple(new.get((row, index), array) for index, array in enumerate(old))
+            for row, old in enumerate(self._cache.layers)
+        )
+        return ticket, dataclasses.replace(self._cache, layers=waited)
+
+    def _static(self) -> tuple[Any, ...]:
+        return *super()._static(), self._arrays
+
+    def _with_static(self, static: tuple[Any, ...]) -> Self:
+        *shared, self._arrays = static
+        return super()._with_static(tuple(shared))
 
 
 @jax.tree_util.register_pytree_node_class
@@ -206,11 +218,11 @@ class LoadHandle(_PageCopyHandle):
     """
 
     def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:
-        halves = len(self._cache.layers[0])
+        count = len(self._arrays)
         if is_stacked(self._cache):
-            return tuple(range(halves))
-        starts = (self._segments.index(layer) * halves for layer in layers)
-        return tuple(start + half for start in starts for half in range(halves))
+            return tuple(range(count))
+        starts = (self._segments.index(layer) * count for layer in layers)
+        return tuple(start + array for start in starts for array in range(count))
 
     def _leaves(self) -> Leaves:
         return self._ticket, self._plan, self._cache
@@ -260,7 +272,7 @@ class StoreHandle(_PageCopyHandle):
         last = len(self._segments) - 1
         (data,) = self._wait_call(
             [self._pool.data],
-            [array for row in rows for array in self._cache.layers[row]],
+            [self._cache.layers[row][array] for row in rows for array in self._arrays],
             [],
             like=None,
             segment=last,

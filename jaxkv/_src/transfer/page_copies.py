@@ -77,18 +77,10 @@ def by_layer(pool: HostPool, cache: PyTree) -> DeviceCache | ArrayCache:
     return cache
 
 
-def only_copy(operation: str, copies: list[BlockCopy]) -> BlockCopy:
-    """The copy of a start; raises a NotImplementedError for several block sizes."""
-    if len(copies) > 1:
-        sizes = ", ".join(str(copy.geometry.block_bytes) for copy in copies)
-        arrays, split = "the arrays of a layer", "make a cache and a pool of each"
-        if operation == "start_swap":
-            arrays, split = "the arrays of dst", "make a pytree of those of each size"
-        raise NotImplementedError(
-            f"{operation}: {arrays} must have the same block size, got blocks of {sizes} bytes; "
-            f"{split}, and pass them as a dict, with dicts of ids"
-        )
-    return copies[0]
+def arrays_of_copies(pool: HostPool, tokens: range | None) -> list[tuple[int, ...]]:
+    """For each copy of `resolve_pages`, the arrays of a layer that it covers."""
+    arrays = _arrays_of_geometry(pool, pool.spec.select_tokens(tokens)).values()
+    return [tuple(indices) for indices in arrays]
 
 
 def _arrays_of_geometry(pool: HostPool, tokens: range | None) -> dict[PageGeometry, list[int]]:

@@ -11,7 +11,7 @@ import jax
 
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.timeouts import checked_timeout_s
-from jaxkv._src.transfer.async_calls import start_copy
+from jaxkv._src.transfer.async_calls import overlapped_copy, start_copy
 from jaxkv._src.transfer.copy_handle import CopyHandle, Leaves, leaves_to_compute
 from jaxkv._src.transfer.dispatch import on_host
 from jaxkv._src.transfer.ids import Ids, num_ids_of
@@ -75,8 +75,6 @@ class SwapHandle(CopyHandle):
         if to_host:  # `.src` is the result of one call
             in_host_memory(operation, "src", sources)
         started = cls(src, dst, to_host=to_host)
-        pairs = enumerate(zip(sources, destinations, strict=True))
-        started._segments = tuple(i for i, (a, b) in pairs if a.size and b.size)
         started._timeout_s = timeout_s
         if not call.copies or num_ids_of(call.ids[0]) == 0:
             return started
@@ -85,9 +83,15 @@ class SwapHandle(CopyHandle):
         arrays, structure = jax.tree.flatten(dst)
         dst = jax.tree.unflatten(structure, check_memory_kinds(operation, arrays))
         call = resolve(operation, (src, dst), call.ids, None)
-        begun = start_copy(call, implementation, segment_buffers=1)
+        block_bytes = call.copies[overlapped_copy(call.copies)].geometry.block_bytes
+        started._segments = tuple(
+            leaf
+            for leaf, (a, b) in enumerate(zip(sources, destinations, strict=True))
+            if a.size and b.size and b.nbytes == block_bytes * b.shape[0]
+        )
+        begun = start_copy(call, implementation, num_segments=len(started._segments))
         started._ticket, started._plan = begun.ticket, begun.plan
-        started._src, started._dst = src, call.rebuild([begun.written])
+        started._src, started._dst = src, call.rebuild(begun.written)
         return started
 
     def wait(self, array: int | None = None, *, after: PyTree = None) -> PyTree:
