@@ -1,6 +1,6 @@
 """KV-cache data plane for LLM serving code written in JAX."""
 
-from jaxkv import metadata, recurrent
+from jaxkv import metadata, offload, recurrent
 from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_layout import HostLayout
@@ -65,6 +65,7 @@ __all__ = [
     "forbid_host_sync",
     "load_pages",
     "metadata",
+    "offload",
     "pinned_zeros",
     "recurrent",
     "start_load",

@@ -1,0 +1,1 @@
+"""Which block is where: keys, policies and the offload manager. Python only, without JAX."""

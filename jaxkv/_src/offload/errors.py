@@ -1,0 +1,13 @@
+"""Exceptions of the offload manager."""
+
+
+class OffloadError(Exception):
+    """A call that the state of an `OffloadManager` does not allow; it has changed nothing."""
+
+
+class BlockNotReadyError(OffloadError, LookupError):
+    """A block to load is not stored, or its store is not complete."""
+
+
+class StaleSpecError(OffloadError, RuntimeError):
+    """A spec that is not in flight any more, or whose pages have been discarded meanwhile."""

@@ -1,0 +1,136 @@
+"""Block keys: chained hashes of token blocks, and the keys of a group."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+
+_VERSION = b"jaxkv.offload/1"  # to be changed with the bytes that are hashed
+_GROUP_BYTES = 4
+_TOKEN_BYTES = 8
+
+
+class BlockHasher:
+    """Chained hashes of the full token blocks of a sequence.
+
+    Hash i identifies the tokens of blocks 0 to i, the model and the adapter, hence the keys and
+    values of block i. Hashes are SHA-256 over bytes of fixed order and width: equal in all
+    processes, machines and Python versions.
+
+    Tokens are hashed as int64. For content that is not text, such as an image, replace the
+    placeholder tokens by integers derived from a hash of the content: otherwise prompts that differ
+    in their images only have equal keys.
+
+        hasher = jaxkv.offload.BlockHasher(16, model="Qwen/Qwen3-8B@4f8a bfloat16")
+        chain = hasher.hashes(prompt)                         # one hash for each full block
+        chain += hasher.hashes(generated, parent=chain[-1])   # the blocks that follow
+
+    Args:
+      block_size: tokens of a block.
+      model: everything besides tokens and adapter that keys and values depend on: the weights with
+        their revision, the dtype of the cache, and what else of the engine's configuration.
+      adapter: name and revision of a LoRA adapter, or another salt, such as a tenant's.
+
+    Raises:
+      ValueError: `block_size` is not positive.
+    """
+
+    def __init__(self, block_size: int, *, model: str, adapter: str = "") -> None:
+        if block_size < 1:
+            raise ValueError(f"BlockHasher: block_size={block_size}; at least 1 token")
+        self.block_size = block_size
+        root = hashlib.sha256(_VERSION)
+        for field in (str(block_size), model, adapter):
+            content = field.encode()
+            root.update(len(content).to_bytes(8, "little") + content)
+        self._root = root.digest()
+
+    def hashes(self, tokens: Sequence[int], parent: bytes | None = None) -> list[bytes]:
+        """Hashes of all full blocks of `tokens`; tokens after the last full block are ignored.
+
+        Args:
+          tokens: token ids, int64; a list, `array.array` or NumPy array. They begin at a block
+            boundary.
+          parent: hash of the block before; None at the begin of a sequence.
+
+        Returns:
+          Hashes of 32 bytes.
+
+        Raises:
+          ValueError: a token does not fit int64.
+          TypeError: a token is not an integer.
+        """
+        if hasattr(tokens, "tolist"):
+            tokens = tokens.tolist()
+        try:
+            numbers = array("q", tokens)
+        except OverflowError:
+            raise ValueError("BlockHasher.hashes: tokens contains an id beyond int64") from None
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        content = memoryview(numbers).cast("B")
+        last = self._root if parent is None else parent
+        block_bytes = _TOKEN_BYTES * self.block_size
+        found = []
+        for end in range(block_bytes, len(content) + 1, block_bytes):
+            last = hashlib.sha256(last + content[end - block_bytes : end]).digest()
+            found.append(last)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockGroup:
+    """A kind of layer with its own blocks, and which of them a prefix needs.
+
+    All groups have the same number of tokens in a block.
+
+    A draft layer of EAGLE or MTP computes the last position of a block from the first token of the
+    next one. With `lookahead=1` its block i has the key of chain position i + 1, which covers this
+    token. Hence the last block of a request, not yet determined, has no key: it can be neither
+    stored nor found, and the same rule serves stores and lookups.
+
+        full = jaxkv.offload.BlockGroup(0)
+        window = jaxkv.offload.BlockGroup(1, window=8)        # 128 tokens, of 16 in a block
+        state = jaxkv.offload.BlockGroup(2, window=1)         # Mamba: the last state
+        draft = jaxkv.offload.BlockGroup(3, lookahead=1)      # EAGLE, MTP
+
+    Attributes:
+      id: 0 to 2**32 - 1, part of the keys.
+      window: number of blocks before the end of a prefix that attention reads:
+        `ceil((window_tokens - 1) / block_size)`; None for all of them.
+      lookahead: number of following blocks that the contents of a block depend on.
+
+    Raises:
+      ValueError: a number is out of range.
+    """
+
+    id: int = 0
+    window: int | None = None
+    lookahead: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.id < 1 << (8 * _GROUP_BYTES):
+            raise ValueError(f"BlockGroup: id={self.id} is outside 0..2**{8 * _GROUP_BYTES} - 1")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"BlockGroup: window={self.window}; at least 1 block, or None for all")
+        if self.lookahead < 0:
+            raise ValueError(f"BlockGroup: lookahead={self.lookahead}; at least 0 blocks")
+
+    def keys(self, chain: Sequence[bytes]) -> list[bytes]:
+        """Keys of the blocks of a sequence: `keys(chain)[i]` is that of block i.
+
+        Args:
+          chain: hashes of the sequence, from its begin; see `BlockHasher.hashes`.
+
+        Returns:
+          `len(chain) - lookahead` keys of 36 bytes, or none.
+        """
+        suffix = self.id.to_bytes(_GROUP_BYTES, "big")
+        return [digest + suffix for digest in chain[self.lookahead :]]
+
+    def needed(self, num_blocks: int) -> range:
+        """Blocks of this group that a prefix of `num_blocks` blocks needs."""
+        return range(0 if self.window is None else max(0, num_blocks - self.window), num_blocks)

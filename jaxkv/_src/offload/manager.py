@@ -1,0 +1,363 @@
+"""The offload manager: which block is in which page of the host pool, and in which state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from jaxkv._src.offload.blocks import Block, BlockTable
+from jaxkv._src.offload.errors import BlockNotReadyError, StaleSpecError
+from jaxkv._src.offload.lookup import longest_prefix
+from jaxkv._src.offload.policies import POLICIES
+from jaxkv._src.offload.specs import (
+    BlockRemoved,
+    BlockState,
+    BlockStored,
+    Event,
+    LoadSpec,
+    Lookup,
+    StoreSpec,
+)
+from jaxkv._src.offload.writes import WRITE_POLICIES
+
+
+class _Copy:
+    """A spec that is neither complete nor aborted."""
+
+    __slots__ = ("blocks", "spec", "started")
+
+    def __init__(self, spec: LoadSpec | StoreSpec, blocks: list[Block]) -> None:
+        self.spec = spec
+        self.blocks = blocks
+        self.started = False
+
+
+class OffloadManager:
+    """Decides which blocks the pages of a host pool hold. Makes no copies and holds no bytes.
+
+    Per request: `lookup`, `touch`, `prepare_load`; for computed blocks: `prepare_store`. A spec is
+    prepared, started when its copy is issued, and completed when the copy is complete:
+
+        prepare_store          start              complete
+            reserved   ->     writing     ->       ready        and found by `lookup`
+
+    `abort` ends a spec instead: before `start`, or after it once the copy is over. A page is in
+    use until then, never before, so no copy in flight reads or writes a page of another block.
+
+    Decisions depend on the calls and their order alone, not on time, hashes or addresses: ranks
+    that make the same calls decide alike. Methods are not thread-safe, except `metrics`.
+
+        manager = jaxkv.offload.OffloadManager(pool.num_pages)
+        found = manager.lookup(keys)
+        manager.touch(keys)                                   # once for each request
+        load = manager.prepare_load(keys[:found.num_blocks])  # load.pages: ids in the pool
+        manager.start(load)                                   # with jaxkv.start_load
+        manager.complete(load)                                # once the copy is complete
+
+    The interface follows vLLM's `OffloadingManager`.
+
+    Args:
+      num_pages: pages of the host pool.
+      policy: "lru", or "arc" (adaptive replacement cache).
+      write: "through": blocks are stored when computed; "second_use": when computed, if an earlier
+        request has used them too; "back": when the device cache evicts them.
+      events: whether to collect events for `take_events`, which then must be called.
+
+    Raises:
+      ValueError: `num_pages` is not positive, or a policy is unknown.
+    """
+
+    def __init__(
+        self, num_pages: int, *, policy: str = "lru", write: str = "through", events: bool = False
+    ) -> None:
+        if num_pages < 1:
+            raise ValueError(f"OffloadManager: num_pages={num_pages}; at least 1 page")
+        self.num_pages = num_pages
+        self._policy = _chosen("policy", policy, POLICIES)(num_pages)
+        self._write = _chosen("write", write, WRITE_POLICIES)(num_pages)
+        self._blocks = BlockTable(num_pages)
+        self._copies: dict[int, _Copy] = {}
+        self._next_ticket = 0
+        self._events: list[Event] | None = [] if events else None
+        self._counts = dict.fromkeys(COUNTERS, 0)
+
+    def lookup(self, keys: Sequence[bytes], window: int | None = None) -> Lookup:
+        """Length of the longest prefix that can be loaded. Changes nothing but metrics.
+
+        Args:
+          keys: keys of a request's blocks, from its head.
+          window: for sliding windows: a prefix of n blocks needs only the last `window` of them;
+            None: it needs all.
+
+        Returns:
+          The number of blocks, and how many more once the stores in flight are complete.
+
+        Raises:
+          ValueError: `window` is not positive.
+        """
+        if window is not None and window < 1:
+            raise ValueError(f"OffloadManager.lookup: window={window}; at least 1 block, or None")
+        blocks = self._blocks
+        n = now = longest_prefix(blocks.ready, keys, len(keys), window)
+        if blocks.pending and now < len(keys):
+            n = longest_prefix(blocks, keys, len(keys), window)
+        self._count_lookup(len(keys), now)
+        return Lookup(now, n - now)
+
+    def state(self, key: bytes) -> BlockState | None:
+        """State of a block; None if it is not in the host tier."""
+        block = self._blocks.get(key)
+        return None if block is None else block.state
+
+    def generation(self, page: int) -> int:
+        """Number of times that the contents of a page became invalid.
+
+        A reader without a pin, such as a network server, compares it before and after its read.
+        """
+        return self._blocks.generations[page]
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Notes that a request uses these blocks: once for each request, before its copies.
+
+        Pass all blocks of the request from its head, in the host tier or not: eviction takes the
+        tail of a request before its head, and `write="second_use"` counts uses here.
+        """
+        recent_last = tuple(keys)[::-1]
+        self._write.touch(recent_last)
+        self._policy.touch(recent_last)
+
+    def prepare_load(self, keys: Sequence[bytes]) -> LoadSpec:
+        """Pins ready blocks and returns their pages; they cannot be evicted until the end.
+
+        Args:
+          keys: blocks found by `lookup`, without those that the device cache has.
+
+        Raises:
+          BlockNotReadyError: a block is not stored, or its store is not complete.
+        """
+        keys = tuple(keys)
+        found = [self._blocks.ready.get(key) for key in keys]
+        blocks = [block for block in found if block is not None]
+        if len(blocks) != len(keys):
+            missing = found.index(None)
+            state = self.state(keys[missing])
+            raise BlockNotReadyError(
+                f"prepare_load: keys[{missing}]={keys[missing].hex()} is "
+                f"{state.value if state else 'not in the host tier'}; load the blocks that lookup "
+                "has found, in the same step"
+            )
+        self._blocks.pin(blocks)
+        spec = LoadSpec(self._ticket(), keys, *self._pages_of(blocks))
+        self._copies[spec.ticket] = _Copy(spec, blocks)
+        return spec
+
+    def prepare_store(self, keys: Sequence[bytes], *, evicted: bool = False) -> StoreSpec:
+        """Reserves pages for the blocks to store, and evicts others if necessary.
+
+        If there is no room for all, since the other pages are in use, the first blocks are stored;
+        none is not an error. A call that raises has changed nothing.
+
+        Args:
+          keys: computed blocks of one request from its head. Those in the host tier are skipped;
+            they are not evicted in favour of the others, and remain more recent than its tail.
+          evicted: whether the device cache evicts these blocks, for `write="back"`; otherwise they
+            have just been computed.
+
+        Raises:
+          ValueError: a key occurs twice.
+        """
+        keys = tuple(keys)
+        protected = set(keys)
+        if len(protected) != len(keys):
+            raise ValueError("prepare_store: keys has duplicates; pass each block once")
+        table = self._blocks
+        missing = [i for i, key in enumerate(keys) if key not in table]
+        wanted = [i for i in missing if self._write.wants(keys[i], evicted=evicted)]
+        indices = tuple(wanted[: table.room(protected)])
+        stored = tuple(keys[i] for i in indices)
+
+        def evictable(key: bytes) -> bool:
+            block = table.ready.get(key)
+            return block is not None and not block.pins and key not in protected
+
+        plan = self._policy.plan(stored[::-1], table.num_free, evictable)
+        # From here on nothing can fail.
+        self._policy.apply(plan)
+        self._policy.refresh(reversed(keys))
+        table.evict(plan.victims)
+        self._emit(BlockRemoved, plan.victims)
+        blocks = table.reserve(stored)
+        refused = len(wanted) - len(indices)
+        self._counts["kv_offload_evicted_blocks"] += len(plan.victims)
+        self._counts["kv_offload_refused_blocks"] += refused
+        self._counts["kv_offload_skipped_blocks"] += len(missing) - len(wanted)
+        pages, generations = self._pages_of(blocks)
+        spec = StoreSpec(
+            self._ticket(), stored, pages, generations, indices, tuple(plan.victims), refused
+        )
+        self._copies[spec.ticket] = _Copy(spec, blocks)
+        return spec
+
+    def start(self, spec: LoadSpec | StoreSpec) -> None:
+        """Notes that the copy of a spec is issued.
+
+        Raises:
+          StaleSpecError: the spec is over, has been started, or is not of this manager; or a block
+            to load has been discarded: abort the spec.
+        """
+        copy = self._copy_of(spec, "start")
+        if copy.started:
+            raise StaleSpecError(f"start: spec {spec.ticket} has been started already")
+        self._check_pages(copy, "start")
+        copy.started = True
+        if isinstance(spec, StoreSpec):
+            for block in copy.blocks:
+                block.state = BlockState.WRITING
+
+    def complete(self, spec: LoadSpec | StoreSpec) -> None:
+        """Ends a spec whose copy is complete: stored blocks become ready, loaded ones unpinned.
+
+        Blocks discarded during their store do not become ready.
+
+        Raises:
+          StaleSpecError: the spec is over, has not been started, or is not of this manager; or a
+            loaded block has been discarded meanwhile: abort the spec, do not use the loaded blocks.
+        """
+        copy = self._copy_of(spec, "complete")
+        if not copy.started:
+            raise StaleSpecError(f"complete: spec {spec.ticket} has not been started; call start")
+        self._check_pages(copy, "complete")
+        del self._copies[spec.ticket]
+        if isinstance(spec, LoadSpec):
+            self._blocks.unpin(copy.blocks)
+            self._counts["kv_offload_loaded_blocks"] += len(copy.blocks)
+            return
+        stored = self._blocks.publish(copy.blocks)
+        self._emit(BlockStored, stored)
+        self._counts["kv_offload_stored_blocks"] += len(stored)
+
+    def abort(self, spec: LoadSpec | StoreSpec) -> None:
+        """Ends a spec without its copy: blocks to store are forgotten, blocks to load unpinned.
+
+        The pages can be reused at once. Hence call it only if the copy was not issued or is over,
+        successfully or not; wait for a copy in flight first.
+
+        Raises:
+          StaleSpecError: the spec is over, or is not of this manager.
+        """
+        copy = self._copy_of(spec, "abort")
+        del self._copies[spec.ticket]
+        self._counts["kv_offload_aborted_blocks"] += len(copy.blocks)
+        if isinstance(spec, LoadSpec):
+            self._blocks.unpin(copy.blocks)
+            return
+        for key in self._blocks.forget(copy.blocks):
+            self._policy.remove(key)
+
+    def discard(self, keys: Iterable[bytes] | None = None) -> None:
+        """Removes blocks, such as those whose load failed a checksum; all of them by default.
+
+        Discarded blocks are not found any more. The pages of those in flight are reused once their
+        specs have ended; loads of them cannot be completed, only aborted. Ignores unknown keys.
+
+        Args:
+          keys: the blocks; None: all, for example after an update of the weights.
+        """
+        table = self._blocks
+        removed = []
+        for key in [*table.ready, *table.pending] if keys is None else tuple(keys):
+            block = table.discard(key)
+            if block is not None:
+                self._policy.remove(key)
+                if block.state is BlockState.READY:
+                    removed.append(key)
+        self._emit(BlockRemoved, removed)
+        self._counts["kv_offload_discarded_blocks"] += len(removed)
+
+    def take_events(self) -> list[Event]:
+        """Events since the last call, in order; requires `events=True`.
+
+        Raises:
+          ValueError: the manager was created without events.
+        """
+        if self._events is None:
+            raise ValueError("take_events: create the manager with events=True")
+        taken, self._events = self._events, []
+        return taken
+
+    def metrics(self) -> dict[str, float]:
+        """Counters since creation, and gauges.
+
+        Counters: blocks looked up (`external_prefix_cache_queries`) and found in every call of
+        `lookup` (`external_prefix_cache_hits`); `kv_offload_*_blocks` loaded, stored, evicted,
+        aborted, discarded, refused for lack of room, and skipped by the write policy. Gauges:
+        `kv_offload_usage_perc` (0 to 1), ready, pending, pinned and total blocks, and copies in
+        flight.
+        """
+        return {
+            **self._counts,
+            "kv_offload_usage_perc": 1 - self._blocks.num_free / self.num_pages,
+            "kv_offload_ready_blocks": len(self._blocks.ready),
+            "kv_offload_pending_blocks": len(self._blocks.pending),
+            "kv_offload_pinned_blocks": self._blocks.num_pinned,
+            "kv_offload_num_blocks": self.num_pages,
+            "kv_offload_num_copies": len(self._copies),
+        }
+
+    def _count_lookup(self, num_blocks: int, num_found: int) -> None:
+        self._counts["external_prefix_cache_queries"] += num_blocks
+        self._counts["external_prefix_cache_hits"] += num_found
+
+    def _ticket(self) -> int:
+        self._next_ticket += 1
+        return self._next_ticket
+
+    def _pages_of(self, blocks: Sequence[Block]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Page of each block, and its generation."""
+        pages = tuple(block.page for block in blocks)
+        return pages, tuple(map(self._blocks.generations.__getitem__, pages))
+
+    def _copy_of(self, spec: LoadSpec | StoreSpec, operation: str) -> _Copy:
+        """By value: a spec may return from another process."""
+        copy = self._copies.get(spec.ticket)
+        if copy is None or (copy.spec is not spec and copy.spec != spec):
+            raise StaleSpecError(
+                f"{operation}: spec {spec.ticket} of {len(spec.keys)} blocks is not in flight; it "
+                "has been completed or aborted, or belongs to another manager"
+            )
+        return copy
+
+    def _check_pages(self, copy: _Copy, operation: str) -> None:
+        """A load must read the generation that it was prepared for."""
+        spec = copy.spec
+        if isinstance(spec, StoreSpec):
+            return
+        for page, generation in zip(spec.pages, spec.generations, strict=True):
+            now = self._blocks.generations[page]
+            if now != generation:
+                raise StaleSpecError(
+                    f"{operation}: spec {spec.ticket} loads generation {generation} of page "
+                    f"{page}, which is at {now}: its block has been discarded; abort the spec"
+                )
+
+    def _emit(self, event: Callable[[tuple[bytes, ...]], Event], keys: Sequence[bytes]) -> None:
+        if self._events is not None and keys:
+            self._events.append(event(tuple(keys)))
+
+
+COUNTERS = (
+    "external_prefix_cache_queries",
+    "external_prefix_cache_hits",
+    "kv_offload_loaded_blocks",
+    "kv_offload_stored_blocks",
+    "kv_offload_evicted_blocks",
+    "kv_offload_aborted_blocks",
+    "kv_offload_discarded_blocks",
+    "kv_offload_refused_blocks",
+    "kv_offload_skipped_blocks",
+)
+
+
+def _chosen(argument: str, name: str, choices: dict[str, Callable]) -> Callable:
+    if name not in choices:
+        raise ValueError(f"OffloadManager: {argument}={name!r} is not one of {[*choices]}")
+    return choices[name]

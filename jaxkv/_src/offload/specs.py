@@ -1,0 +1,120 @@
+"""Results of the offload manager: lookups, specs of copies, states, events."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import NamedTuple, TypeAlias
+
+
+class LookupStatus(enum.Enum):
+    """Result of a lookup.
+
+    Attributes:
+      MISS: no block can be loaded.
+      HIT: blocks can be loaded.
+      PENDING: more blocks can be loaded once the stores in flight are complete.
+    """
+
+    MISS = "miss"
+    HIT = "hit"
+    PENDING = "pending"
+
+
+class Lookup(NamedTuple):
+    """Length of the longest prefix in the host tier.
+
+    An engine need not wait for pending blocks: it can load the first `num_blocks` and compute the
+    others.
+
+    Attributes:
+      num_blocks: blocks of the prefix that can be loaded now.
+      num_pending: further blocks of it once the stores in flight are complete.
+    """
+
+    num_blocks: int
+    num_pending: int = 0
+
+    @property
+    def status(self) -> LookupStatus:
+        if self.num_pending:
+            return LookupStatus.PENDING
+        return LookupStatus.HIT if self.num_blocks else LookupStatus.MISS
+
+
+class BlockState(enum.Enum):
+    """State of a block in the host tier. Only ready blocks can be loaded.
+
+    Attributes:
+      RESERVED: has a page; its store is not issued.
+      WRITING: its store is in flight.
+      READY: stored.
+    """
+
+    RESERVED = "reserved"
+    WRITING = "writing"
+    READY = "ready"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadSpec:
+    """Blocks to load, pinned until `complete` or `abort`.
+
+    Attributes:
+      ticket: number of the spec, unique in its manager.
+      keys: the blocks.
+      pages: page id of each block in the host pool.
+      generations: generation of each page.
+    """
+
+    ticket: int
+    keys: tuple[bytes, ...]
+    pages: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreSpec:
+    """Blocks to store, with their reserved pages.
+
+    Attributes:
+      ticket: number of the spec, unique in its manager.
+      keys: the blocks; those of the call that are neither stored, nor refused, nor left out by the
+        write policy.
+      pages: page id of each block in the host pool.
+      generations: generation of each page.
+      indices: position of each block in the `keys` of the call.
+      evicted: blocks removed for the pages.
+      num_refused: number of blocks without room, since all other pages are in use.
+    """
+
+    ticket: int
+    keys: tuple[bytes, ...]
+    pages: tuple[int, ...]
+    generations: tuple[int, ...]
+    indices: tuple[int, ...]
+    evicted: tuple[bytes, ...]
+    num_refused: int
+
+
+class BlockStored(NamedTuple):
+    """Event: blocks can be loaded from now on.
+
+    Attributes:
+      keys: the blocks.
+    """
+
+    keys: tuple[bytes, ...]
+
+
+class BlockRemoved(NamedTuple):
+    """Event: blocks were evicted or discarded.
+
+    Attributes:
+      keys: the blocks.
+    """
+
+    keys: tuple[bytes, ...]
+
+
+Event: TypeAlias = BlockStored | BlockRemoved

@@ -1,0 +1,37 @@
+"""The host tier: which block is where. Python only: no JAX arrays, no copies."""
+
+from jaxkv._src.offload.errors import BlockNotReadyError, OffloadError, StaleSpecError
+from jaxkv._src.offload.keys import BlockGroup, BlockHasher
+from jaxkv._src.offload.lookup import lookup_groups
+from jaxkv._src.offload.manager import OffloadManager
+from jaxkv._src.offload.prometheus import register_prometheus
+from jaxkv._src.offload.specs import (
+    BlockRemoved,
+    BlockState,
+    BlockStored,
+    LoadSpec,
+    Lookup,
+    LookupStatus,
+    StoreSpec,
+)
+from jaxkv._src.public_names import set_module as _set_module
+
+__all__ = [
+    "BlockGroup",
+    "BlockHasher",
+    "BlockNotReadyError",
+    "BlockRemoved",
+    "BlockState",
+    "BlockStored",
+    "LoadSpec",
+    "Lookup",
+    "LookupStatus",
+    "OffloadError",
+    "OffloadManager",
+    "StaleSpecError",
+    "StoreSpec",
+    "lookup_groups",
+    "register_prometheus",
+]
+
+_set_module(globals())
