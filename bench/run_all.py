@@ -22,6 +22,7 @@ BENCHMARKS = {  # by record name
     "recurrent": "recurrent.align",
     "all_reduce": "collectives.all_reduce",
     "tensor_parallel": "collectives.tensor_parallel",
+    "offload_manager": "offload.manager",
     "demo": "serving.demo",
 }
 

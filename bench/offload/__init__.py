@@ -1,0 +1,1 @@
+"""Benchmarks of the offload manager; both run on a CPU."""

@@ -1,0 +1,135 @@
+"""Hit rates and writes of the offload manager on a trace: `python -m bench.offload.trace TRACE`.
+
+TRACE is a file in the format of Mooncake's traces: one JSON object for each request, with its
+`hash_ids`, one for each block of 512 tokens; equal ids are equal prefixes. Published with the paper
+(FAST 2025): https://github.com/kvcache-ai/Mooncake, FAST25-release/traces, Apache-2.0.
+
+Requests run one after the other, in the order of the trace, and each copy completes before the next
+one. For each capacity, eviction policy and write policy:
+
+- hit rate: share of the blocks found in a prefix, in the host tier or the device cache;
+- blocks written: share of the blocks stored to the host tier.
+
+Without a device cache, each hit is a load from the host tier. With an LRU device cache of
+`DEVICE_BLOCKS`, without which write-back would be write-through, its hits count too.
+"""
+
+import argparse
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.harness.records import Results
+from jaxkv.offload import LoadSpec, OffloadManager, StoreSpec
+
+CAPACITIES = (3_000, 10_000, 30_000)
+POLICIES = ("lru", "arc")
+WRITES = ("through", "second_use")
+DEVICE_BLOCKS = 1_000
+WANTED_CAPACITY, WANTED_SHARE = 10_000, 20.0
+
+Requests = Sequence[Sequence[bytes]]
+
+
+class Replay(NamedTuple):
+    """Blocks of a trace: all, found in a prefix, and stored to the host tier."""
+
+    blocks: int
+    hits: int
+    written: int
+
+    @property
+    def hit_rate(self) -> float:
+        return 100 * self.hits / self.blocks
+
+    @property
+    def share_written(self) -> float:
+        return 100 * self.written / self.blocks
+
+
+def read(path: Path) -> list[list[bytes]]:
+    """Keys of the blocks of each request."""
+    lines = path.read_text().splitlines()
+    return [[i.to_bytes(36, "big") for i in json.loads(line)["hash_ids"]] for line in lines]
+
+
+class DeviceCache:
+    """Keys of an LRU device cache."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._order: OrderedDict[bytes, None] = OrderedDict()
+
+    def prefix(self, keys: Iterable[bytes]) -> int:
+        n = 0
+        for key in keys:
+            if key not in self._order:
+                break
+            n += 1
+        return n
+
+    def use(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Puts a request into the cache; returns the evicted blocks, the oldest last."""
+        for key in reversed(keys):
+            self._order[key] = None
+            self._order.move_to_end(key)
+        excess = max(0, len(self._order) - self._num_blocks)
+        return [self._order.popitem(last=False)[0] for _ in range(excess)][::-1]
+
+
+def run(manager: OffloadManager, spec: LoadSpec | StoreSpec) -> None:
+    manager.start(spec)
+    manager.complete(spec)
+
+
+def replay(requests: Requests, manager: OffloadManager, device_blocks: int = 0) -> Replay:
+    device = DeviceCache(device_blocks)
+    blocks = hits = 0
+    for keys in requests:
+        on_device = device.prefix(keys)
+        found = manager.lookup(keys[on_device:]).num_blocks
+        manager.touch(keys)
+        run(manager, manager.prepare_load(keys[on_device : on_device + found]))
+        run(manager, manager.prepare_store(keys))
+        run(manager, manager.prepare_store(device.use(keys), evicted=True))
+        blocks += len(keys)
+        hits += on_device + found
+    return Replay(blocks, hits, int(manager.metrics()["kv_offload_stored_blocks"]))
+
+
+def measure(results: Results, requests: Requests) -> None:
+    for num_pages in CAPACITIES:
+        for device_blocks, writes in ((0, WRITES), (DEVICE_BLOCKS, (*WRITES, "back"))):
+            for policy in POLICIES:
+                for write in writes:
+                    manager = OffloadManager(num_pages, policy=policy, write=write)
+                    found = replay(requests, manager, device_blocks)
+                    case = f"{num_pages:,} blocks {policy} {write}"
+                    case += f", device cache of {device_blocks:,}" if device_blocks else ""
+                    print(f"{case:52} {found.hit_rate:5.2f} % {found.share_written:6.2f} %")
+                    results.row(case, "hit rate", "%", found.hit_rate)
+                    results.row(case, "blocks written", "%", found.share_written)
+                    if case == f"{WANTED_CAPACITY:,} blocks lru second_use":
+                        name = f"blocks written, {case}"
+                        results.target(name, found.share_written, "<=", WANTED_SHARE, "%")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("trace", type=Path, help="file with one request in each line")
+    parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
+    flags = parser.parse_args(argv)
+    results = Results("offload_trace")
+    print(f"{'':52} {'hits':>7} {'written':>8}")
+    measure(results, read(flags.trace))
+    results.save(flags.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

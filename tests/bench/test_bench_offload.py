@@ -1,0 +1,76 @@
+"""Replay of a trace through the offload manager, compared with independent simulators."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.harness import records
+from bench.offload import trace
+from jaxkv.offload import OffloadManager
+
+pytestmark = pytest.mark.host_only
+
+
+def simulate(requests, capacity, second_use):
+    """LRU lists as plain Python lists, least recently used first."""
+    cache, used, hits, written = [], set(), 0, 0
+    for request in requests:
+        missing = [i for i, block in enumerate(request) if block not in cache]
+        hits += missing[0] if missing else len(request)
+        new = [request[i] for i in missing if not second_use or request[i] in used]
+        used.update(request)
+        resident = [block for block in request if block in cache]
+        new = new[: capacity - len(resident)]
+        cache = [block for block in cache if block not in request]
+        cache = cache[max(0, len(cache) + len(resident) + len(new) - capacity) :]
+        cache += [block for block in reversed(request) if block in new or block in resident]
+        written += len(new)
+    return hits, written
+
+
+@st.composite
+def traces(draw):
+    """Requests that continue a prefix of an earlier one, as turns of a conversation do."""
+    requests, blocks = [], iter(range(10**6))
+    for _ in range(draw(st.integers(1, 30))):
+        earlier = draw(st.sampled_from(requests)) if requests else []
+        shared = earlier[: draw(st.integers(0, 8))]
+        requests.append([*shared, *(next(blocks) for _ in range(draw(st.integers(0, 4))))])
+    return requests
+
+
+@given(traces(), st.integers(1, 12), st.booleans())
+def test_hits_and_writes_are_those_of_an_lru_simulator(requests, capacity, second_use):
+    manager = OffloadManager(capacity, write="second_use" if second_use else "through")
+    keys = [[block.to_bytes(36, "big") for block in request] for request in requests]
+    found = trace.replay(keys, manager)
+    assert (found.hits, found.written) == simulate(requests, capacity, second_use)
+    assert found.blocks == sum(map(len, requests))
+
+
+def test_write_back_stores_evicted_blocks_and_serves_them():
+    keys = [[b"a", b"b"], [b"c"], [b"a", b"b"]]
+    manager = OffloadManager(4, write="back")
+    found = trace.replay(keys, manager, device_blocks=2)
+    # b is evicted for c, and stored; a is still in the device cache.
+    assert (found.hits, found.written) == (2, 2)
+    assert trace.replay(keys, OffloadManager(4), device_blocks=3).written == 3
+
+
+def test_replay_of_a_file_is_recorded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps({"hash_ids": ids}) + "\n" for ids in ([0, 1], [0, 1, 2])))
+    saved = []
+    monkeypatch.setattr(records.Results, "save", lambda self, out: saved.append(self))
+    assert trace.main([str(path)]) == 0
+    (found,) = saved
+    values = {(row.case, row.metric): row.value for row in found.rows}
+    assert values["3,000 blocks lru through", "hit rate"] == pytest.approx(100 * 2 / 5)
+    assert values["3,000 blocks lru through", "blocks written"] == pytest.approx(100 * 3 / 5)
+    assert "10,000 blocks arc second_use" in capsys.readouterr().out
+    assert [target.name for target in found.targets] == [
+        "blocks written, 10,000 blocks lru second_use"
+    ]
