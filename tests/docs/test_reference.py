@@ -17,10 +17,14 @@ SETTING = re.compile(r"""["'](JAXKV_[A-Z_]+)["']""")
 CMAKE_SETTING = re.compile(r"^(?:option\(|set\((?=\w+ \S+ CACHE))(JAXKV_\w+)", re.MULTILINE)
 
 
-def test_api_page_lists_every_public_name():
-    listed = set(re.findall(r"jaxkv\.([A-Za-z_]+)", (ROOT / "docs" / "api.md").read_text()))
+@pytest.mark.parametrize(
+    "module", [jaxkv, jaxkv.offload, jaxkv.recurrent], ids=lambda module: module.__name__
+)
+def test_api_page_lists_every_public_name(module):
+    text = (ROOT / "docs" / "api.md").read_text()
+    listed = set(re.findall(rf"{module.__name__}\.([A-Za-z_]+)", text))
     public = {
-        name for name in jaxkv.__all__ if not isinstance(getattr(jaxkv, name), types.ModuleType)
+        name for name in module.__all__ if not isinstance(getattr(module, name), types.ModuleType)
     }
     assert public - listed == set()
 

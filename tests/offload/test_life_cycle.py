@@ -30,7 +30,8 @@ REQUESTS = [
     for text in ("a0 a1 a2 a3 a4", "a0 a1 b2 b3", "c0 c1 c2 c3 c4 c5 c6 c7")
 ]
 KEYS = sorted({key for request in REQUESTS for key in request})
-ranges = st.tuples(st.integers(0, 8), st.integers(0, 8)).map(sorted)
+steps = st.integers(0, 3)  # of a new copy: none, started, moved, completed
+parts = st.tuples(st.integers(0, 4), st.integers(1, 8))
 
 
 def snapshot(manager):
@@ -98,6 +99,12 @@ class LifeCycle(RuleBasedStateMachine):
             return not evicted and self.uses.get(key, 0) > 1
         return evicted == (self.write == "back")
 
+    def add(self, copy, steps):
+        """A new copy, after its first steps; all of an empty one."""
+        self.copies.append(copy)
+        for _ in range(steps if copy.spec.keys else 3):
+            self.proceed(copy)
+
     def unchanged_by(self, error, call, *args, **kwargs):
         before = snapshot(self.manager)
         with pytest.raises(error) as caught:
@@ -106,6 +113,13 @@ class LifeCycle(RuleBasedStateMachine):
         return str(caught.value)
 
     # Calls.
+
+    @rule(request=st.sampled_from(REQUESTS), load_steps=steps, store_steps=steps)
+    def serve(self, request, load_steps, store_steps):
+        """A request as an engine serves it; its copies stay in flight, or not."""
+        self.touch(request)
+        self.prepare_load(request, [0, self.manager.lookup(request).num_blocks], load_steps)
+        self.prepare_store(request, [0, 8], self.write == "back", store_steps)
 
     @rule(request=st.sampled_from(REQUESTS), window=st.one_of(st.none(), st.integers(1, 3)))
     def lookup(self, request, window):
@@ -121,15 +135,14 @@ class LifeCycle(RuleBasedStateMachine):
         status = LookupStatus.PENDING if later > now else LookupStatus.HIT
         assert found.status is (status if later else LookupStatus.MISS)
 
-    @rule(request=st.sampled_from(REQUESTS))
     def touch(self, request):
         self.manager.touch(request)
         self.use(request)
         for key in request:
             self.uses[key] = self.uses.get(key, 0) + 1
 
-    @rule(request=st.sampled_from(REQUESTS), part=ranges)
-    def prepare_load(self, request, part):
+    @rule(request=st.sampled_from(REQUESTS), part=parts, steps=steps)
+    def prepare_load(self, request, part, steps):
         keys = request[slice(*part)]
         if not {*keys} <= {*self.ready}:
             text = self.unchanged_by(BlockNotReadyError, self.manager.prepare_load, keys)
@@ -138,10 +151,12 @@ class LifeCycle(RuleBasedStateMachine):
         spec = self.manager.prepare_load(keys)
         assert list(spec.pages) == [self.ready[key] for key in keys]
         assert list(spec.generations) == [self.manager.generation(page) for page in spec.pages]
-        self.copies.append(SimulatedCopy(spec, False, []))
+        self.add(SimulatedCopy(spec, False, []), steps)
 
-    @rule(request=st.sampled_from(REQUESTS), part=ranges, evicted=st.booleans())
-    def prepare_store(self, request, part, evicted):
+    @rule(
+        request=st.sampled_from(REQUESTS), part=parts, evicted=st.booleans(), steps=steps
+    )  # fmt: skip
+    def prepare_store(self, request, part, evicted, steps):
         keys = request[slice(*part)]
         wanted = [
             key for key in keys
@@ -165,10 +180,10 @@ class LifeCycle(RuleBasedStateMachine):
         assert len({*spec.pages}) == len(stored)
         assert not {*spec.pages} & (busy | {*self.ready.values()})
         copy = SimulatedCopy(spec, True, [(key, self.epoch[key]) for key in stored])
-        self.copies.append(copy)
         self.pending |= dict.fromkeys(stored, copy)
         self.order += reversed(stored)
         self.use(keys)
+        self.add(copy, steps)
 
     @rule(request=st.sampled_from(REQUESTS), number=st.integers(1, 4))
     def fail_in_eviction(self, request, number):
@@ -193,60 +208,62 @@ class LifeCycle(RuleBasedStateMachine):
             del self.manager._policy.plan
         self.unchanged_by(ValueError, self.manager.prepare_store, [*request, request[0]])
 
-    @precondition(lambda self: self.copies)
-    @rule(data=st.data())
-    def start(self, data):
-        copy = data.draw(st.sampled_from(self.copies))
-        if copy.over or copy.started or self.is_stale_load(copy):
-            self.unchanged_by(StaleSpecError, self.manager.start, copy.spec)
-            return
-        self.manager.start(copy.spec)
-        copy.started = True
+    @precondition(lambda self: self.in_flight())
+    @rule(data=st.data(), steps=st.integers(1, 3), moves_again=st.booleans())
+    def continue_copy(self, data, steps, moves_again):
+        copy = data.draw(st.sampled_from(self.in_flight()))
+        for _ in range(steps):
+            self.proceed(copy, moves_again)
 
-    @precondition(lambda self: self.copies)
-    @rule(data=st.data())
-    def move_bytes(self, data):
-        """Any time between start and end, perhaps more than once."""
-        running = [copy for copy in self.copies if copy.started and not copy.over]
-        if not running:
+    def proceed(self, copy, moves_again=False):
+        """The next step of a copy: start, the copy itself, perhaps in parts, completion."""
+        if copy.over:
             return
-        copy = data.draw(st.sampled_from(running))
-        copy.moved = True
-        if copy.is_store:
-            for page, content in zip(copy.spec.pages, copy.contents, strict=True):
-                self.host[page] = content
+        if not copy.started:
+            if self.is_stale_load(copy):
+                self.unchanged_by(StaleSpecError, self.manager.start, copy.spec)
+                return
+            self.manager.start(copy.spec)
+            copy.started = True
+        elif not copy.moved or moves_again:
+            copy.moved = True
+            if copy.is_store:
+                for page, content in zip(copy.spec.pages, copy.contents, strict=True):
+                    self.host[page] = content
+            else:
+                copy.contents = [self.host[page] for page in copy.spec.pages]
+        elif self.is_stale_load(copy):
+            assert "discarded" in self.unchanged_by(
+                StaleSpecError, self.manager.complete, copy.spec
+            )
         else:
-            copy.contents = [self.host[page] for page in copy.spec.pages]
+            self.manager.complete(copy.spec)
+            copy.over = True
+            if not copy.is_store:
+                assert copy.contents == [(key, self.epoch[key]) for key in copy.spec.keys]
+                return
+            for key, page in zip(copy.spec.keys, copy.spec.pages, strict=True):
+                if self.pending.get(key) is copy:
+                    del self.pending[key]
+                    self.ready[key] = page
 
     @precondition(lambda self: self.copies)
     @rule(data=st.data())
-    def complete(self, data):
-        copy = data.draw(st.sampled_from(self.copies))
-        if copy.over or not copy.started or self.is_stale_load(copy):
-            text = self.unchanged_by(StaleSpecError, self.manager.complete, copy.spec)
-            assert "start" in text or "discarded" in text or "aborted" in text
-            return
+    def misuse(self, data):
+        copy = data.draw(st.sampled_from([*self.in_flight(), *self.copies[-1:]]))
+        calls = [self.manager.start if copy.started else self.manager.complete]
+        if copy.over:
+            calls = [self.manager.start, self.manager.complete, self.manager.abort]
+        for call in calls:
+            self.unchanged_by(StaleSpecError, call, copy.spec)
         forged = dataclasses.replace(copy.spec, generations=(-1, *copy.spec.generations[1:]))
-        self.unchanged_by(StaleSpecError, self.manager.complete, forged)
-        if not copy.moved:
-            return
-        self.manager.complete(copy.spec)
-        copy.over = True
-        if not copy.is_store:
-            assert copy.contents == [(key, self.epoch[key]) for key in copy.spec.keys]
-            return
-        for key, page in zip(copy.spec.keys, copy.spec.pages, strict=True):
-            if self.pending.get(key) is copy:
-                del self.pending[key]
-                self.ready[key] = page
+        for call in (self.manager.start, self.manager.complete, self.manager.abort):
+            self.unchanged_by(StaleSpecError, call, forged)
 
-    @precondition(lambda self: self.copies)
+    @precondition(lambda self: self.in_flight())
     @rule(data=st.data())
     def abort(self, data):
-        copy = data.draw(st.sampled_from(self.copies))
-        if copy.over:
-            self.unchanged_by(StaleSpecError, self.manager.abort, copy.spec)
-            return
+        copy = data.draw(st.sampled_from(self.in_flight()))
         self.manager.abort(copy.spec)
         copy.over = True
         for key in copy.spec.keys:

@@ -109,6 +109,15 @@ def test_load_of_a_discarded_block_cannot_be_completed():
     assert manager.prepare_store(keys("b")).pages == (0,)
 
 
+def test_load_of_a_discarded_block_cannot_be_started():
+    manager = OffloadManager(2)
+    end(manager, manager.prepare_store(keys("a")))
+    load = manager.prepare_load(keys("a"))
+    manager.discard(keys("a"))
+    with pytest.raises(StaleSpecError, match="start: spec 2 loads generation 0 of page 0"):
+        manager.start(load)
+
+
 def test_specs_of_another_manager_and_forged_specs_are_errors():
     first, second = OffloadManager(2), OffloadManager(2)
     spec = first.prepare_store(keys("a"))
