@@ -15,7 +15,9 @@ pytestmark = pytest.mark.host_only
 
 def simulate(requests, capacity, second_use):
     """LRU lists as plain Python lists, least recently used first."""
-    cache, used, hits, written = [], set(), 0, 0
+    cache: list[int] = []
+    used: set[int] = set()
+    hits = written = 0
     for request in requests:
         missing = [i for i, block in enumerate(request) if block not in cache]
         hits += missing[0] if missing else len(request)
@@ -33,7 +35,8 @@ def simulate(requests, capacity, second_use):
 @st.composite
 def traces(draw):
     """Requests that continue a prefix of an earlier one, as turns of a conversation do."""
-    requests, blocks = [], iter(range(10**6))
+    blocks = iter(range(10**6))
+    requests: list[list[int]] = []
     for _ in range(draw(st.integers(1, 30))):
         earlier = draw(st.sampled_from(requests)) if requests else []
         shared = earlier[: draw(st.integers(0, 8))]

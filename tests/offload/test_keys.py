@@ -77,7 +77,7 @@ def test_wrong_tokens_raise():
     with pytest.raises(ValueError, match="beyond int64"):
         HASHER.hashes([0, 0, 0, 2**63])
     with pytest.raises(TypeError):
-        HASHER.hashes([0.5] * 4)
+        HASHER.hashes([0.5] * 4)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="block_size=0"):
         BlockHasher(0, model="m")
 

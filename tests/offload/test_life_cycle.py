@@ -5,6 +5,7 @@ read must be the contents of its blocks when the load is completed.
 """
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -335,7 +336,8 @@ class LifeCycle(RuleBasedStateMachine):
 
 
 def case(name, **attributes):
-    made = type(name, (LifeCycle,), attributes).TestCase
+    machine: Any = type(name, (LifeCycle,), attributes)
+    made = machine.TestCase
     made.settings = settings(stateful_step_count=60, deadline=None)
     return made
 

@@ -32,7 +32,8 @@ def test_longest_common_prefix_of_groups(shapes, shared, data):
     managers = [OffloadManager(64) for _ in groups]
     if shared:
         managers = managers[:1] * len(groups)
-    ready, later = set(), set()
+    ready: set[bytes] = set()
+    later: set[bytes] = set()
     for manager, group in zip(managers, groups, strict=True):
         for key in group.keys(CHAIN):
             state = data.draw(st.sampled_from(["ready", "ready", "ready", "pending", "absent"]))

@@ -48,7 +48,7 @@ def test_arc_is_that_of_the_paper(capacity, requests):
 @pytest.mark.parametrize("capacity", [7, 50])
 def test_arc_is_that_of_the_paper_for_scans_and_loops(capacity):
     draw = random.Random(capacity)
-    requests = []
+    requests: list[int] = []
     for _ in range(60):
         first = draw.randrange(8 * capacity)
         requests += (

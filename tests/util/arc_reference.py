@@ -6,7 +6,7 @@ A plain transcription of figure 4, one request at a time; lists begin with the L
 
 class ReferenceArc:
     def __init__(self, c):
-        self.c, self.p = c, 0
+        self.c, self.p = c, 0.0
         self.t1, self.t2, self.b1, self.b2 = [], [], [], []
 
     def request(self, x):
