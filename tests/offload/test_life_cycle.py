@@ -52,7 +52,7 @@ def snapshot(manager):
 
 @dataclasses.dataclass
 class SimulatedCopy:
-    spec: object
+    spec: Any
     is_store: bool
     contents: list  # of the blocks when it was prepared; for a load, what it has read
     started: bool = False
@@ -73,6 +73,7 @@ class LifeCycle(RuleBasedStateMachine):
         self.uses: dict[bytes, int] = {}
         self.epoch = dict.fromkeys(KEYS, 0)  # contents of a block: (key, epoch)
         self.host = [None] * NUM_PAGES  # contents of each page
+        self.generations = [0] * NUM_PAGES
         self.router: set[bytes] = set()
 
     # The model.
@@ -176,7 +177,7 @@ class LifeCycle(RuleBasedStateMachine):
             oldest = [key for key in self.order if key in evictable]
             assert list(spec.evicted) == oldest[: len(spec.evicted)]
         for key in spec.evicted:
-            del self.ready[key]
+            self.generations[self.ready.pop(key)] += 1
             self.order.remove(key)
         assert len({*spec.pages}) == len(stored)
         assert not {*spec.pages} & (busy | {*self.ready.values()})
@@ -267,18 +268,22 @@ class LifeCycle(RuleBasedStateMachine):
         copy = data.draw(st.sampled_from(self.in_flight()))
         self.manager.abort(copy.spec)
         copy.over = True
-        for key in copy.spec.keys:
+        for key, page in zip(copy.spec.keys, copy.spec.pages, strict=True):
             if self.pending.get(key) is copy:
                 del self.pending[key]
                 self.order.remove(key)
+                self.generations[page] += 1
 
     @rule(keys=st.one_of(st.none(), st.lists(st.sampled_from(KEYS), max_size=3)))
     def discard(self, keys):
         self.manager.discard(keys)
         for key in KEYS if keys is None else keys:
             self.epoch[key] += 1
-            self.ready.pop(key, None)
-            self.pending.pop(key, None)
+            page = self.ready.pop(key, None)
+            if writer := self.pending.pop(key, None):
+                page = writer.spec.pages[writer.spec.keys.index(key)]
+            if page is not None:
+                self.generations[page] += 1
             if key in self.order:
                 self.order.remove(key)
 
@@ -299,6 +304,7 @@ class LifeCycle(RuleBasedStateMachine):
                 started = self.pending[key].started
                 expected = BlockState.WRITING if started else BlockState.RESERVED
             assert self.manager.state(key) is expected
+        assert [*map(self.manager.generation, range(NUM_PAGES))] == self.generations
         metrics = self.manager.metrics()
         assert metrics["kv_offload_pinned_blocks"] == len(self.pinned())
         assert metrics["kv_offload_num_copies"] == len(self.in_flight())

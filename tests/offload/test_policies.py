@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxkv._src.offload.policies import Arc, Lru
@@ -40,6 +40,7 @@ def run_arc(capacity, requests):
         assert_equal(manager._policy, reference)
 
 
+@example(3, [7, 3, 4, 1, 3, 2, 1, 7, 4, 0, 2, 4, 5, 7])  # a target beyond the capacity
 @given(st.integers(1, 5), st.lists(st.integers(0, 12), max_size=80))
 def test_arc_is_that_of_the_paper(capacity, requests):
     run_arc(capacity, requests)
