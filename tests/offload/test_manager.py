@@ -156,6 +156,10 @@ def test_second_use_remembers_a_bounded_number_of_blocks(monkeypatch):
     assert manager.prepare_store(keys("d")).keys == ()
     assert manager.prepare_store(keys("a")).keys == (b"a",)
     assert len(manager._write._used_again) == 3
+    for request in ("b", "c", "b", "d", "x"):  # of these and a, c is the least recently used
+        manager.touch(keys(request))
+    assert manager.prepare_store(keys("c")).keys == ()
+    assert [*manager._write._used_again.items()] == [(b"b", True), (b"d", True), (b"x", False)]
 
 
 def test_events():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import sys
-from array import array
+import struct
 from collections.abc import Sequence
 
 _VERSION = b"jaxkv.offload/1"  # to be changed with the bytes that are hashed
@@ -60,18 +59,14 @@ class BlockHasher:
           Hashes of 32 bytes.
 
         Raises:
-          ValueError: a token does not fit int64.
-          TypeError: a token is not an integer.
+          ValueError: a token is not an integer, or does not fit int64.
         """
         if hasattr(tokens, "tolist"):
             tokens = tokens.tolist()
         try:
-            numbers = array("q", tokens)
-        except OverflowError:
-            raise ValueError("BlockHasher.hashes: tokens contains an id beyond int64") from None
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        content = memoryview(numbers).cast("B")
+            content = memoryview(struct.pack(f"<{len(tokens)}q", *tokens))
+        except struct.error as error:
+            raise ValueError(f"BlockHasher.hashes: tokens must be int64: {error}") from None
         last = self._root if parent is None else parent
         block_bytes = _TOKEN_BYTES * self.block_size
         found = []
