@@ -179,10 +179,10 @@ class OffloadManager:
             block = table.ready.get(key)
             return block is not None and not block.pins and key not in protected
 
-        plan = self._policy.plan(stored[::-1], table.num_free, evictable)
+        plan = self._policy.plan(stored, table.num_free, evictable)
         # From here on nothing can fail.
         self._policy.apply(plan)
-        self._policy.refresh(reversed(keys))
+        self._policy.refresh(reversed(keys))  # the head is the most recent
         table.evict(plan.victims)
         self._emit(BlockRemoved, plan.victims)
         blocks = table.reserve(stored)
