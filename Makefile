@@ -43,7 +43,7 @@ endif
 TEST_HOOKS := cmake.define.JAXKV_TEST_HOOKS=ON
 
 .PHONY: help demo test lint format docs asan compat fresh check gpu-test multigpu-test memcheck soak \
-        bench evidence clean
+        mutants bench evidence clean
 
 .DELETE_ON_ERROR:  # an incomplete .venv must not count as built
 
@@ -110,6 +110,9 @@ memcheck: $(INSTALLED)  ## the CUDA handlers under compute-sanitizer, recorded i
 
 soak: $(INSTALLED)  ## ten minutes of random all-reduces on all devices, each verified
 	$(PY) -m bench.collectives.soak
+
+mutants: $(INSTALLED)  ## remove each prevention of a failure in turn: its tests must fail
+	$(PY) tools/mutants.py $(MUTANTS)
 
 bench: $(INSTALLED)  ## all benchmarks, recorded in bench/results
 	$(PY) -m bench.run_all

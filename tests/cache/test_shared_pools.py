@@ -312,16 +312,6 @@ def test_an_incomplete_object_of_a_killed_process_is_initialized_again(name):
     jaxkv.HostPool.shared_id(name)
 
 
-def test_an_object_is_incomplete_until_its_creation_ends(name):
-    shared = shared_memory.SharedPool(name, {"layout": "page_first"})
-    path = shared_memory.DIRECTORY / f"jaxkv.{name}.0"
-    with shared.opened(0, 4096, {}) as (fd, existed):
-        assert not existed and os.pread(fd, 64, 0) == bytes(64)
-        with pytest.raises(ValueError, match="not a complete pool"):
-            jaxkv.HostPool.shared_id(name)
-    assert path.exists() and jaxkv.HostPool.shared_id(name)
-
-
 def test_an_object_that_another_process_creates_is_waited_for(name, monkeypatch):
     with process(name, "SIGSTOP", program=KILLED) as child:
         monkeypatch.setattr(shared_memory, "_SECONDS", 0.5)

@@ -1,0 +1,25 @@
+"""The list of mutations fits the sources; `make mutants` applies them."""
+
+import pathlib
+import tomllib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+pytestmark = pytest.mark.host_only
+if not (ROOT / "cuda").exists():
+    pytest.skip("needs a checkout", allow_module_level=True)
+MUTATIONS = tomllib.loads((ROOT / "tests/mutations.toml").read_text())["mutation"]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation["name"])
+def test_mutation_applies_to_one_place(mutation):
+    assert (ROOT / mutation["file"]).read_text().count(mutation["old"]) == 1
+    assert mutation["old"] != mutation["new"]
+    for test in mutation["tests"]:
+        assert (ROOT / test).exists()
+
+
+def test_names_of_mutations_are_unique():
+    names = [mutation["name"] for mutation in MUTATIONS]
+    assert len(set(names)) == len(names)
