@@ -20,6 +20,13 @@ def test_mutation_applies_to_one_place(mutation):
         assert (ROOT / test).exists()
 
 
+def test_reliability_page_names_mutations():
+    rows = (ROOT / "docs/reliability.md").read_text().splitlines()
+    named = [row.rsplit("|", 2)[1].strip() for row in rows if row.startswith("| ")]
+    listed = {name.strip() for cell in named for name in cell.split(",")} - {"mutation", "-"}
+    assert listed and listed <= {mutation["name"] for mutation in MUTATIONS}
+
+
 def test_names_of_mutations_are_unique():
     names = [mutation["name"] for mutation in MUTATIONS]
     assert len(set(names)) == len(names)
