@@ -114,7 +114,12 @@ def clone() -> None:
 
 def run_inside(commands: list[str], environment: dict[str, str], folders: list[Path]) -> None:
     """Runs shell commands in ROOT. The mounts are in a separate namespace and end with it."""
-    mounts = [f"mount -t proc proc {shlex.quote(str(ROOT / 'proc'))}"]
+    shared_memory = shlex.quote(str(ROOT / "dev/shm"))
+    mounts = [
+        f"mount -t proc proc {shlex.quote(str(ROOT / 'proc'))}",
+        f"mkdir -p {shared_memory}",
+        f"mount -t tmpfs -o mode=1777 shm {shared_memory}",
+    ]
     for folder in folders:
         target = shlex.quote(f"{ROOT}{folder}")
         mounts += [

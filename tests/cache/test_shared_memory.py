@@ -7,6 +7,10 @@ import pytest
 
 from jaxkv._src.cache import shared_memory
 
+pytestmark = pytest.mark.skipif(
+    not os.access(shared_memory.DIRECTORY, os.W_OK), reason="needs write access to /dev/shm"
+)
+
 
 def test_object_is_incomplete_until_its_creation_ends():
     name = f"test-{uuid.uuid4().hex}"

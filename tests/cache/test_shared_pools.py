@@ -23,6 +23,9 @@ from jaxkv._src.runtime import native
 from tests.util.layout_reference import spec_of
 from tests.util.transfer_cases import assert_rejected, mesh_of
 
+pytestmark = pytest.mark.skipif(
+    not os.access(shared_memory.DIRECTORY, os.W_OK), reason="needs write access to /dev/shm"
+)
 PAGES = 6
 IDS = np.array([4, 1], np.int32), np.array([0, 2], np.int32)
 # Of a process that creates or attaches a pool, stores pages whose bytes are `seed`, and waits.
