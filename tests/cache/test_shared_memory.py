@@ -6,10 +6,9 @@ import uuid
 import pytest
 
 from jaxkv._src.cache import shared_memory
+from tests.util.shared_memory import needs_shared_memory
 
-pytestmark = pytest.mark.skipif(
-    not os.access(shared_memory.DIRECTORY, os.W_OK), reason="needs write access to /dev/shm"
-)
+pytestmark = needs_shared_memory
 
 
 def test_object_is_incomplete_until_its_creation_ends():

@@ -21,11 +21,10 @@ import jaxkv
 from jaxkv._src.cache import host_memory, shared_memory
 from jaxkv._src.runtime import native
 from tests.util.layout_reference import spec_of
+from tests.util.shared_memory import needs_shared_memory
 from tests.util.transfer_cases import assert_rejected, mesh_of
 
-pytestmark = pytest.mark.skipif(
-    not os.access(shared_memory.DIRECTORY, os.W_OK), reason="needs write access to /dev/shm"
-)
+pytestmark = needs_shared_memory
 PAGES = 6
 IDS = np.array([4, 1], np.int32), np.array([0, 2], np.int32)
 # Of a process that creates or attaches a pool, stores pages whose bytes are `seed`, and waits.
@@ -388,12 +387,9 @@ def test_names_that_are_rejected(bad):
         assert_rejected(lambda call=call: call(bad), ValueError, "name", repr(bad), "200")
 
 
-def test_the_longest_name(name):
-    create(name.ljust(200, "x")).close()
-
-
 def test_pages_are_aligned_in_memory_and_file(name):
-    """Huge pages need both."""
+    """Huge pages need both. The name is the longest one."""
+    name = name.ljust(200, "x")
     pool = create(name, num_pages=4000)
     line = next(x for x in Path("/proc/self/maps").read_text().splitlines() if name in x)
     addresses, _, offset = line.split()[:3]
