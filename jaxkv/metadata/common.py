@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.metadata.checks import at_least_1, check_has_rows, check_rows, integers
+from jaxkv.metadata.checks import at_least_1, integers
 from jaxkv.metadata.segments import Array, count_before, on_device, row_of
 
 PAD_SLOT = -1  # slot of a token that is not stored in this rank's cache
@@ -322,71 +322,3 @@ def unique_first_occurrence(
     # Dropped values get distinct indices past the end, as unique_indices requires.
     target = jnp.where(keep, count_before(keep), width + index)
     return jnp.full_like(x, pad).at[row, target].set(x, mode="drop", unique_indices=True)
-
-
-# --------------------------------------------------------------------------------------------------
-# Order of a batch
-
-
-class Split(NamedTuple):
-    """Split of a batch into decodes and prefills; each field is an int32[].
-
-    Attributes:
-      num_decodes: number of decode rows.
-      num_prefills: number of prefill rows.
-      num_decode_tokens: query tokens of the decodes.
-      num_prefill_tokens: query tokens of the prefills, including padding tokens.
-    """
-
-    num_decodes: jax.Array
-    num_prefills: jax.Array
-    num_decode_tokens: jax.Array
-    num_prefill_tokens: jax.Array
-
-
-def split_decodes_and_prefills(
-    batch: BatchMetadata,
-    decode_threshold: int = 1,
-    *,
-    require_uniform: bool = False,
-    treat_short_extends_as_decodes: bool = True,
-    is_prefilling: Array | None = None,
-) -> Split:
-    """Boundary between decodes and prefills of a batch in that order (see `reorder_batch`).
-
-    Args:
-      batch: the batch.
-      decode_threshold: maximum number of query tokens of a decode.
-      require_uniform: whether all decodes must have the query length of the first row; rows
-        without query tokens are exempt.
-      treat_short_extends_as_decodes: whether a row that is still prefilling counts as a decode if
-        its query is short.
-      is_prefilling: bool[B], rows that are still prefilling; required unless short extends count
-        as decodes.
-
-    Raises:
-      ValueError: a threshold below 0, or a missing or misshaped `is_prefilling`.
-    """
-    check_has_rows(batch.max_num_reqs)
-    if decode_threshold < 0:
-        raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
-    if not treat_short_extends_as_decodes and is_prefilling is None:
-        raise ValueError("treat_short_extends_as_decodes=False requires is_prefilling, bool[B]")
-    if is_prefilling is not None:
-        check_rows("is_prefilling", is_prefilling, batch.max_num_reqs)
-    batch = on_device(batch)
-    query = batch.query_lens
-    is_prefill = query > decode_threshold
-    if require_uniform:
-        long = jnp.any(is_prefill)
-        is_prefill = (query != query[0]) & (query != 0)
-        if decode_threshold <= 1 and treat_short_extends_as_decodes:
-            is_prefill &= long  # single-token queries are always uniform
-    if not treat_short_extends_as_decodes and is_prefilling is not None:
-        is_prefill |= is_prefilling
-    is_prefill |= query[0] > decode_threshold
-    index = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)
-    # At most num_reqs, regardless of padding rows.
-    first = jnp.min(jnp.where(is_prefill, index, batch.num_reqs))
-    tokens = jnp.where(first < batch.num_reqs, batch.query_start_loc[first], batch.num_tokens)
-    return Split(first, batch.num_reqs - first, tokens, batch.num_tokens - tokens)

@@ -22,9 +22,7 @@ from jaxkv.metadata.checks import check_rows
 from jaxkv.metadata.common import (
     NULL_BLOCK,
     BatchMetadata,
-    Split,
     num_computed_tokens,
-    split_decodes_and_prefills,
 )
 from jaxkv.metadata.segments import (
     Array,
@@ -35,6 +33,7 @@ from jaxkv.metadata.segments import (
     rows_from,
     starts_from,
 )
+from jaxkv.metadata.splits import Split, split_decodes_and_prefills
 
 Mode = Literal["none", "align", "all"]
 

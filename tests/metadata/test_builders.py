@@ -23,6 +23,11 @@ CASES = [
 BUILDERS: dict[str, Callable[[metadata.BatchMetadata], Any]] = {
     "slot_mapping": lambda batch: metadata.slot_mapping(batch, metadata.token_positions(batch)),
     "split": metadata.split_decodes_and_prefills,
+    "split, extends": metadata.split_decodes_prefills_and_extends,
+    "sections": lambda batch: metadata.sections(
+        batch, metadata.split_decodes_prefills_and_extends(batch)
+    ),
+    "reorder": lambda batch: metadata.reorder_batch_on_device(batch, batch.seq_lens),
     "flashinfer": metadata.flashinfer.build,
     "flashinfer dense": metadata.flashinfer.build_dense,
     "ragged_paged": metadata.ragged_paged.build,
