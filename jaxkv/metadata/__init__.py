@@ -1,6 +1,7 @@
 """Attention metadata with static shapes, computed on the device: one module per backend."""
 
 from jaxkv.metadata import cascade as cascade
+from jaxkv.metadata import flash_attention as flash_attention
 from jaxkv.metadata import flashinfer as flashinfer
 from jaxkv.metadata import flex as flex
 from jaxkv.metadata import kv_sharing as kv_sharing
