@@ -4,6 +4,7 @@ from jaxkv.metadata import cascade as cascade
 from jaxkv.metadata import flash_attention as flash_attention
 from jaxkv.metadata import flashinfer as flashinfer
 from jaxkv.metadata import flex as flex
+from jaxkv.metadata import gdn as gdn
 from jaxkv.metadata import kv_sharing as kv_sharing
 from jaxkv.metadata import local_attention as local_attention
 from jaxkv.metadata import mamba as mamba

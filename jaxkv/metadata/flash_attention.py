@@ -65,66 +65,49 @@ def build(
     local: bool = False,
     bytes_per_element: int = 2,
 ) -> SchedulerMetadata:
-    """Scheduler metadata of a batch for a call with `cu_seqlens_q` and `seqused_k`.
+    """Scheduler metadata for a call with `cu_seqlens_q` and `seqused_k`.
 
     Args:
       batch: the batch. Padding rows are sorted with the others, as by the kernel.
       num_q_heads: query heads on this device.
       num_kv_heads: KV heads on this device.
       head_dim: elements per head of Q and K.
-      block_m: query rows per tile of the attention kernel; rows are tokens times query heads per
-        KV head with `pack_gqa`.
+      block_m: query rows per tile of the kernel; with `pack_gqa`, a row per token and head.
       block_n: context tokens per tile of the attention kernel.
       num_splits: upper bound of parts of a context; 1 for no splits.
       num_sms: SMs the kernel may use.
       head_dim_v: elements per head of V; None for `head_dim`.
-      pack_gqa: whether the query heads of a KV head share tiles. FlashAttention always packs if
-        `num_splits` > 1, and if pages are not read by TMA.
-      causal: as the kernel sees it: FlashAttention resets it for queries of one token, except with
-        pages and a head size in (64, 128].
+      pack_gqa: whether the query heads of a KV head share tiles: always with `num_splits` > 1.
+      causal: for queries of one token False, except with pages and a head size in (64, 128].
       local: whether attention has a window or chunks; not together with `causal`.
       bytes_per_element: of K and V.
 
     Raises:
-      ValueError: a size below 1, query heads that are no multiple of KV heads, more than
-        `MAX_SORTED_BATCH` rows (the prepare kernel then sorts thread blocks separately), or both
-        `causal` and `local`.
+      ValueError: a size below 1, more rows than `MAX_SORTED_BATCH`, or conflicting arguments.
 
-    Example:
-      `build(batch, num_q_heads=32, num_kv_heads=8, head_dim=128, block_m=128, block_n=128,
-      num_splits=16, num_sms=132)`.
+    Example: on an H200, `num_sms=132`; for a head size of 128, `block_m=128, block_n=128`.
     """
     _check_arguments(batch.max_num_reqs, num_q_heads, num_kv_heads, causal, local)
-    sizes = at_least_1(
-        head_dim=head_dim,
-        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
-        block_m=block_m,
-        block_n=block_n,
-        num_splits=num_splits,
-        num_sms=num_sms,
-        bytes_per_element=bytes_per_element,
+    v_dim = head_dim if head_dim_v is None else head_dim_v
+    at_least_1(head_dim=head_dim, head_dim_v=v_dim, bytes_per_element=bytes_per_element)
+    block_m, block_n, num_splits, num_sms = at_least_1(
+        block_m=block_m, block_n=block_n, num_splits=num_splits, num_sms=num_sms
     )
-    head_dim, head_dim_v, block_m, block_n, num_splits, num_sms, bytes_per_element = sizes
-    batch = on_device(batch)
     group = num_q_heads // num_kv_heads
-    heads = num_kv_heads if pack_gqa else num_q_heads
-    m_blocks = cdiv(batch.query_lens * (group if pack_gqa else 1), block_m)
+    heads, packed, spread = (num_kv_heads, group, 1) if pack_gqa else (num_q_heads, 1, group)
+    batch = on_device(batch)
+    m_blocks = cdiv(batch.query_lens * packed, block_m)
     n_blocks = cdiv(batch.seq_lens, block_n)
     splits = _splits(m_blocks, n_blocks, heads, num_splits, num_sms)
     n_blocks = (n_blocks + splits - 1) // splits
-    order = None
-    if not local:
-        order = jnp.argsort(
-            n_blocks * block_n - m_blocks * block_m if causal else n_blocks,
-            stable=True,
-            descending=True,
-        ).astype(jnp.int32)
+    length = n_blocks * block_n - m_blocks * block_m if causal else n_blocks
+    order = None if local else _longest_first(length)
+    if order is not None:
         m_blocks, n_blocks, splits = m_blocks[order], n_blocks[order], splits[order]
-    kv_block_bytes = block_n * (head_dim + head_dim_v) * bytes_per_element
     in_l2 = None
     if causal or local:
-        in_l2 = _heads_in_l2(n_blocks, _L2_BYTES // kv_block_bytes)
-        in_l2 = jnp.minimum(in_l2 * (1 if pack_gqa else group), heads)
+        tile_bytes = block_n * (head_dim + v_dim) * bytes_per_element
+        in_l2 = jnp.minimum(_heads_in_l2(n_blocks, tile_bytes) * spread, heads)
     return SchedulerMetadata(splits, m_blocks, order, in_l2, _pack(splits, m_blocks, order, in_l2))
 
 
@@ -162,8 +145,14 @@ def _splits(
     return jnp.where(total > 0, splits, 1)
 
 
-def _heads_in_l2(n_blocks: jax.Array, capacity: int) -> jax.Array:
-    """int32[B], KV heads, a power of two up to 16, whose tiles fit a capacity in tiles."""
+def _longest_first(length: jax.Array) -> jax.Array:
+    """int32[B], rows in descending order of length; equal ones in the order of the batch."""
+    return jnp.argsort(length, stable=True, descending=True).astype(jnp.int32)
+
+
+def _heads_in_l2(n_blocks: jax.Array, tile_bytes: int) -> jax.Array:
+    """int32[B], KV heads, a power of two up to 16, whose tiles fit the L2 cache."""
+    capacity = _L2_BYTES // tile_bytes
     n_blocks = jnp.maximum(n_blocks, 1)
     fit = [jnp.where(n_blocks * heads <= capacity, heads, 1) for heads in (2, 4, 8, 16)]
     return jnp.max(jnp.stack(fit), axis=0).astype(jnp.int32)

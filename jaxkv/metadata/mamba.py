@@ -178,7 +178,7 @@ def build(
         num_accepted_tokens=accepted_d,
         **by_mode,
         chunks=_chunks(chunk_size, starts_p, computed_p, batch.max_num_tokens),
-        conv1d=_conv1d(starts_p, batch.max_num_tokens),
+        conv1d=causal_conv1d(starts_p, batch.max_num_tokens),
     )
 
 
@@ -298,7 +298,8 @@ def _chunks(
     )
 
 
-def _conv1d(starts: jax.Array, max_num_tokens: int) -> CausalConv1d:
+def causal_conv1d(starts: jax.Array, max_num_tokens: int) -> CausalConv1d:
+    """Programs for rows that begin at `starts`, int32[B + 1], of up to `max_num_tokens` tokens."""
     max_num_reqs = starts.shape[0] - 1
     program_starts = prefix_sum(cdiv(starts[1:] - starts[:-1], CONV_BLOCK_M))
     # Each program has at least one token; only the last of a row has fewer than CONV_BLOCK_M.

@@ -51,6 +51,13 @@ BUILDERS: dict[str, Callable[[metadata.BatchMetadata], Any]] = {
     "mamba2, all": lambda batch: metadata.mamba.build(
         batch, is_prefilling=batch.query_lens > 1, mode="all", chunk_size=4
     ),
+    "gdn": lambda batch: metadata.gdn.build(
+        batch,
+        num_draft_tokens=batch.query_lens - 1,
+        num_accepted_tokens=batch.query_lens,
+        num_spec_tokens=2,
+    ),
+    "linear attention": metadata.gdn.build_linear,
     "tree": partial(metadata.tree.build, bias=metadata.tree.tree_attn_bias([(0,), (0, 0)])),
     "local_attention": partial(metadata.local_attention.build, chunk_size=8),
     "cascade": partial(metadata.cascade.build, num_common_blocks=1),
