@@ -89,6 +89,13 @@ def tokens(batch: BatchMetadata) -> Any:
     return positions, rows, metadata.slot_mapping(batch, positions)
 
 
+def reordered_sections(batch: BatchMetadata) -> Any:
+    """Decodes, extends and prefills of the batch, put in order first."""
+    batch, _, moved = metadata.reorder_batch_on_device(batch, batch.seq_lens)
+    split = metadata.split_decodes_prefills_and_extends(batch)
+    return metadata.sections(batch, split), moved
+
+
 BUILDERS = {
     "tokens": Builder(tokens, host_baseline.tokens),
     "flashinfer": Builder(metadata.flashinfer.build, host_baseline.flashinfer),
@@ -104,6 +111,15 @@ BUILDERS = {
             batch, is_prefilling=batch.query_lens > 1, mode="align", chunk_size=256
         )
     ),
+    "gdn": Builder(
+        lambda batch: metadata.gdn.build(
+            batch,
+            num_draft_tokens=jnp.where(batch.query_lens > 1, -1, 1),
+            num_accepted_tokens=jnp.ones_like(batch.seq_lens),
+            num_spec_tokens=1,
+        )
+    ),
+    "reorder and sections": Builder(reordered_sections),
     "tree": Builder(functools.partial(metadata.tree.build, bias=TREE)),
     "cascade": Builder(functools.partial(metadata.cascade.build, num_common_blocks=16)),
     "fast_prefill": Builder(

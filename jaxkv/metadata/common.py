@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.metadata.checks import at_least_1, check_has_rows, check_rows, integers
+from jaxkv.metadata.checks import at_least_1, integers
 from jaxkv.metadata.segments import Array, count_before, on_device, row_of
 
 PAD_SLOT = -1  # slot of a token that is not stored in this rank's cache
@@ -69,7 +69,9 @@ class BatchMetadata:
         Args:
           query_lens: query tokens of each request.
           seq_lens: context length of each request in tokens, including this step.
-          block_table: block ids of each request, up to `max_blocks`.
+          block_table: block ids of each request, up to `max_blocks`. Fastest as integers [requests,
+            columns], for example a scheduler's int32 table padded with `NULL_BLOCK`; the array is
+            copied.
           max_num_reqs: B.
           max_num_tokens: T.
           max_blocks: W.
@@ -91,22 +93,19 @@ class BatchMetadata:
             cp_world_size=cp_world_size,
         )
         query, context = integers("query_lens", query_lens), integers("seq_lens", seq_lens)
-        blocks = np.array([len(row) for row in block_table], np.int64)
-        rows = [row for row in block_table if len(row)]
-        block_ids = integers("rows of block_table", np.concatenate(rows) if rows else ())
+        blocks, block_ids = _blocks(block_table)
         _check_requests(query, context, blocks, max_blocks, block_size * cp_world_size)
         num_reqs, num_tokens = len(query), int(query.sum())
         _check_bounds(num_reqs, max_num_reqs, num_tokens, max_num_tokens)
-        table = np.full((max_num_reqs, max_blocks), NULL_BLOCK, np.int64)
-        table[:num_reqs][np.arange(max_blocks) < blocks[:, None]] = block_ids
-        _check_block_ids(table, block_size)
+        _check_block_ids(block_ids, block_size)
+        table = _padded_table(blocks, block_ids, max_num_reqs, max_blocks)
         starts = np.full(max_num_reqs + 1, num_tokens, np.int32)
         starts[: num_reqs + 1] = np.concatenate([[0], np.cumsum(query)])
         lens = np.pad(context, (0, max_num_reqs - num_reqs)).astype(np.int32)
         arrays: dict[str, Any] = {  # NumPy's, which JAX accepts as its own
             "query_start_loc": starts,
             "seq_lens": lens,
-            "block_table": table.astype(np.int32),
+            "block_table": table,
             "num_reqs": np.int32(num_reqs),
             "num_tokens": np.int32(num_tokens),
         }
@@ -131,6 +130,45 @@ class BatchMetadata:
     def row_mask(self) -> jax.Array:
         """bool[B], False for padding rows."""
         return jnp.arange(self.max_num_reqs, dtype=jnp.int32) < self.num_reqs
+
+
+def _blocks(block_table: Sequence[Sequence[int]] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The number of blocks of each request; and the ids of all, as a table if given as one."""
+    if isinstance(block_table, np.ndarray) and block_table.dtype != object:
+        if block_table.ndim != 2 or (block_table.size and block_table.dtype.kind not in "iu"):
+            raise ValueError(
+                "block_table must be integers in two dimensions, got "
+                f"{block_table.dtype}{[*block_table.shape]}"
+            )
+        return np.full(len(block_table), block_table.shape[1], np.int64), block_table
+    blocks = np.array([len(row) for row in block_table], np.int64)
+    rows = [row for row in block_table if len(row)]
+    joined = np.concatenate(rows) if rows else np.empty(0, np.int64)
+    if joined.ndim != 1 or joined.dtype.kind not in "iu":
+        raise ValueError(
+            "rows of block_table must be integers in one dimension, got "
+            f"{joined.dtype}{[*joined.shape]}"
+        )
+    return blocks, joined
+
+
+def _padded_table(
+    blocks: np.ndarray, block_ids: np.ndarray, max_num_reqs: int, max_blocks: int
+) -> np.ndarray:
+    """int32[max_num_reqs, max_blocks]; padding is written once, because pages are fresh."""
+    table = np.empty((max_num_reqs, max_blocks), np.int32)
+    num_reqs = len(blocks)
+    table[num_reqs:] = NULL_BLOCK
+    if block_ids.ndim == 2:
+        columns = block_ids.shape[1]
+        table[:num_reqs, :columns] = block_ids
+        table[:num_reqs, columns:] = NULL_BLOCK
+        return table
+    ends = np.cumsum(blocks).tolist()
+    for row, end, count in zip(table, ends, blocks.tolist(), strict=False):
+        row[:count] = block_ids[end - count : end]
+        row[count:] = NULL_BLOCK
+    return table
 
 
 def _check_requests(
@@ -163,12 +201,15 @@ def _check_bounds(num_reqs: int, max_num_reqs: int, num_tokens: int, max_num_tok
         raise ValueError(f"{num_tokens} query tokens exceed max_num_tokens={max_num_tokens}")
 
 
-def _check_block_ids(table: np.ndarray, block_size: int) -> None:
+def _check_block_ids(block_ids: np.ndarray, block_size: int) -> None:
     max_id = 2**31 // block_size - 1
-    if table.min() < 0 or table.max() > max_id:
+    if not block_ids.size:
+        return
+    low, high = int(block_ids.min()), int(block_ids.max())
+    if low < 0 or high > max_id:
         raise ValueError(
             f"block ids must be in [0, {max_id}] for int32 slots of blocks of {block_size} tokens, "
-            f"got {table.min()} to {table.max()}"
+            f"got {low} to {high}"
         )
 
 
@@ -322,71 +363,3 @@ def unique_first_occurrence(
     # Dropped values get distinct indices past the end, as unique_indices requires.
     target = jnp.where(keep, count_before(keep), width + index)
     return jnp.full_like(x, pad).at[row, target].set(x, mode="drop", unique_indices=True)
-
-
-# --------------------------------------------------------------------------------------------------
-# Order of a batch
-
-
-class Split(NamedTuple):
-    """Split of a batch into decodes and prefills; each field is an int32[].
-
-    Attributes:
-      num_decodes: number of decode rows.
-      num_prefills: number of prefill rows.
-      num_decode_tokens: query tokens of the decodes.
-      num_prefill_tokens: query tokens of the prefills, including padding tokens.
-    """
-
-    num_decodes: jax.Array
-    num_prefills: jax.Array
-    num_decode_tokens: jax.Array
-    num_prefill_tokens: jax.Array
-
-
-def split_decodes_and_prefills(
-    batch: BatchMetadata,
-    decode_threshold: int = 1,
-    *,
-    require_uniform: bool = False,
-    treat_short_extends_as_decodes: bool = True,
-    is_prefilling: Array | None = None,
-) -> Split:
-    """Boundary between decodes and prefills of a batch in that order (see `reorder_batch`).
-
-    Args:
-      batch: the batch.
-      decode_threshold: maximum number of query tokens of a decode.
-      require_uniform: whether all decodes must have the query length of the first row; rows
-        without query tokens are exempt.
-      treat_short_extends_as_decodes: whether a row that is still prefilling counts as a decode if
-        its query is short.
-      is_prefilling: bool[B], rows that are still prefilling; required unless short extends count
-        as decodes.
-
-    Raises:
-      ValueError: a threshold below 0, or a missing or misshaped `is_prefilling`.
-    """
-    check_has_rows(batch.max_num_reqs)
-    if decode_threshold < 0:
-        raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
-    if not treat_short_extends_as_decodes and is_prefilling is None:
-        raise ValueError("treat_short_extends_as_decodes=False requires is_prefilling, bool[B]")
-    if is_prefilling is not None:
-        check_rows("is_prefilling", is_prefilling, batch.max_num_reqs)
-    batch = on_device(batch)
-    query = batch.query_lens
-    is_prefill = query > decode_threshold
-    if require_uniform:
-        long = jnp.any(is_prefill)
-        is_prefill = (query != query[0]) & (query != 0)
-        if decode_threshold <= 1 and treat_short_extends_as_decodes:
-            is_prefill &= long  # single-token queries are always uniform
-    if not treat_short_extends_as_decodes and is_prefilling is not None:
-        is_prefill |= is_prefilling
-    is_prefill |= query[0] > decode_threshold
-    index = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)
-    # At most num_reqs, regardless of padding rows.
-    first = jnp.min(jnp.where(is_prefill, index, batch.num_reqs))
-    tokens = jnp.where(first < batch.num_reqs, batch.query_start_loc[first], batch.num_tokens)
-    return Split(first, batch.num_reqs - first, tokens, batch.num_tokens - tokens)

@@ -20,11 +20,11 @@ from .common import (
     BatchMetadata,
     dcp_local_seq_lens,
     slot_mapping,
-    split_decodes_and_prefills,
     token_positions,
 )
 from .pages import packed_pages
 from .segments import cdiv, prefix_sum, rows_from, starts_from
+from .splits import split_decodes_and_prefills
 
 
 @jax.tree_util.register_dataclass

@@ -22,9 +22,7 @@ from jaxkv.metadata.checks import check_rows
 from jaxkv.metadata.common import (
     NULL_BLOCK,
     BatchMetadata,
-    Split,
     num_computed_tokens,
-    split_decodes_and_prefills,
 )
 from jaxkv.metadata.segments import (
     Array,
@@ -35,6 +33,7 @@ from jaxkv.metadata.segments import (
     rows_from,
     starts_from,
 )
+from jaxkv.metadata.splits import Split, split_decodes_and_prefills
 
 Mode = Literal["none", "align", "all"]
 
@@ -179,7 +178,7 @@ def build(
         num_accepted_tokens=accepted_d,
         **by_mode,
         chunks=_chunks(chunk_size, starts_p, computed_p, batch.max_num_tokens),
-        conv1d=_conv1d(starts_p, batch.max_num_tokens),
+        conv1d=causal_conv1d(starts_p, batch.max_num_tokens),
     )
 
 
@@ -299,7 +298,8 @@ def _chunks(
     )
 
 
-def _conv1d(starts: jax.Array, max_num_tokens: int) -> CausalConv1d:
+def causal_conv1d(starts: jax.Array, max_num_tokens: int) -> CausalConv1d:
+    """Programs for rows that begin at `starts`, int32[B + 1], of up to `max_num_tokens` tokens."""
     max_num_reqs = starts.shape[0] - 1
     program_starts = prefix_sum(cdiv(starts[1:] - starts[:-1], CONV_BLOCK_M))
     # Each program has at least one token; only the last of a row has fewer than CONV_BLOCK_M.

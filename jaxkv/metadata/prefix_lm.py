@@ -45,6 +45,8 @@ def prefix_ranges(
     max_num_reqs: int,
     max_ranges: int,
     sliding_window: int | None = None,
+    clamp_sliding_window: bool = False,
+    span_leading_pad_modulus: int = 0,
 ) -> np.ndarray:
     """Ranges of each request: consecutive embeddings of its images and videos; on the host.
 
@@ -53,16 +55,29 @@ def prefix_ranges(
       max_num_reqs: B.
       max_ranges: R, upper bound of ranges per request.
       sliding_window: window of the layers in tokens; longer ranges are omitted, because their first
-        tokens would see past the window. None for full attention and for kernels that clamp.
+        tokens would see past the window. None for full attention.
+      clamp_sliding_window: whether the kernel limits ranges to the window itself; longer ranges are
+        then kept, as by vLLM's `mm_prefix_clamp_sliding_window`.
+      span_leading_pad_modulus: M for models whose features begin with M - 1 - offset % M tokens of
+        padding, which align the rest for a compressor; each feature then has one range, from its
+        first token after the padding to its last, separators included. 0 for no padding. As vLLM's
+        `mm_prefix_span_leading_pad_modulus`: 4 for DeepSeek-V4, 2 for V4.1.
 
     Returns:
       int32[B, R, 2], first and last position of each range, padded with (0, 0). A range of a single
       position (first == last) has no effect.
 
     Raises:
-      ValueError: more requests than B, more ranges than R, overlapping features, or an `is_embed`
-        that is not one boolean (or 0 or 1) for each token of its feature.
+      ValueError: more requests than B, more ranges than R, overlapping features, a negative
+        modulus, or an `is_embed` that is not one boolean (or 0 or 1) for each token of its feature.
+
+    Example: with a modulus of 4, an image of 384 tokens at position 5 has the range (7, 388).
     """
+    if span_leading_pad_modulus < 0:
+        raise ValueError(
+            f"span_leading_pad_modulus must be >= 0 tokens, got {span_leading_pad_modulus}"
+        )
+    limit = None if clamp_sliding_window else sliding_window
     if len(features) > max_num_reqs:
         raise ValueError(f"{len(features)} requests exceed max_num_reqs={max_num_reqs}")
     out = np.zeros((max_num_reqs, max_ranges, 2), np.int32)
@@ -72,8 +87,8 @@ def prefix_ranges(
             (first, last)
             for feature in own
             if feature.modality in ("image", "video")
-            for first, last in _embed_ranges(i, feature)
-            if sliding_window is None or last - first + 1 <= sliding_window
+            for first, last in _ranges(i, feature, span_leading_pad_modulus)
+            if limit is None or last - first + 1 <= limit
         ]
         if len(ranges) > max_ranges:
             raise ValueError(f"request {i}: {len(ranges)} ranges exceed max_ranges={max_ranges}")
@@ -90,6 +105,16 @@ def _check_no_overlap(request: int, features: Sequence[Feature]) -> None:
                 f"request {request} has {one.modality} and {following.modality} features that "
                 f"overlap at position {following.offset}"
             )
+
+
+def _ranges(request: int, feature: Feature, modulus: int) -> list[tuple[int, int]]:
+    """Ranges of one feature; none if it ends within its leading padding."""
+    embeds = _embed_ranges(request, feature)
+    if not modulus:
+        return embeds
+    first = feature.offset // modulus * modulus + modulus - 1
+    last = feature.offset + feature.length - 1
+    return [(first, last)] if first <= last else []
 
 
 def _embed_ranges(request: int, feature: Feature) -> list[tuple[int, int]]:

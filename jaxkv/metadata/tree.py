@@ -11,10 +11,12 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, split_decodes_and_prefills
-from jaxkv.metadata.segments import Array, rows_from, starts_from
+from jaxkv.metadata.common import BatchMetadata
+from jaxkv.metadata.segments import Array
+from jaxkv.metadata.splits import sections, split_decodes_and_prefills
 
 
 @jax.tree_util.register_dataclass
@@ -25,12 +27,20 @@ class TreeMetadata:
     Attributes:
       decode: the rows that verify a tree, with up to L query tokens each.
       prefill: the other rows; token indices are relative to their first token.
+      decode_max_query_len: int32[], longest query of the decodes in tokens; 0 without decodes.
+      decode_max_seq_len: int32[], longest context of the decodes in tokens; 0 without decodes.
+      prefill_max_query_len: int32[], the same of the prefills.
+      prefill_max_seq_len: int32[], the same of the prefills.
       tree_attn_bias: float32[L, L], bias of each query token of a decode for the attention scores
         of the last L tokens of the context; the bias of earlier tokens is 0.
     """
 
     decode: BatchMetadata
     prefill: BatchMetadata
+    decode_max_query_len: jax.Array
+    decode_max_seq_len: jax.Array
+    prefill_max_query_len: jax.Array
+    prefill_max_seq_len: jax.Array
     tree_attn_bias: Array
 
 
@@ -65,10 +75,14 @@ def build(batch: BatchMetadata, bias: Array) -> TreeMetadata:
       batch: the batch, decodes first (see `reorder_batch`).
       bias: float32[L, L], `tree_attn_bias`.
     """
-    split = split_decodes_and_prefills(batch, bias.shape[0])
+    decode, prefill = sections(batch, split_decodes_and_prefills(batch, bias.shape[0]))
     return TreeMetadata(
-        decode=_part(batch, 0, split.num_decodes, split.num_decode_tokens),
-        prefill=_part(batch, split.num_decodes, split.num_prefills, split.num_prefill_tokens),
+        decode=decode,
+        prefill=prefill,
+        decode_max_query_len=jnp.max(decode.query_lens),
+        decode_max_seq_len=jnp.max(decode.seq_lens),
+        prefill_max_query_len=jnp.max(prefill.query_lens),
+        prefill_max_seq_len=jnp.max(prefill.seq_lens),
         tree_attn_bias=bias,
     )
 
@@ -99,16 +113,3 @@ def build_for_drafting(
         )
     drafts = slice(1, 1 + query_len) if draft_index else slice(0)
     return build(batch, bias[drafts, drafts])
-
-
-def _part(
-    batch: BatchMetadata, first: int | jax.Array, count: jax.Array, num_tokens: jax.Array
-) -> BatchMetadata:
-    return dataclasses.replace(
-        batch,
-        query_start_loc=starts_from(batch.query_start_loc, first, count),
-        seq_lens=rows_from(batch.seq_lens, first, count),
-        block_table=rows_from(batch.block_table, first, count, fill=NULL_BLOCK),
-        num_reqs=count,
-        num_tokens=num_tokens,
-    )

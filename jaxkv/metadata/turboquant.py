@@ -20,11 +20,11 @@ from .common import (
     NULL_BLOCK,
     BatchMetadata,
     slot_mapping,
-    split_decodes_and_prefills,
     token_positions,
     token_to_request,
 )
 from .segments import rows_from, starts_from
+from .splits import split_decodes_and_prefills
 
 
 @jax.tree_util.register_dataclass

@@ -23,8 +23,23 @@ CASES = [
 BUILDERS: dict[str, Callable[[metadata.BatchMetadata], Any]] = {
     "slot_mapping": lambda batch: metadata.slot_mapping(batch, metadata.token_positions(batch)),
     "split": metadata.split_decodes_and_prefills,
+    "split, extends": metadata.split_decodes_prefills_and_extends,
+    "sections": lambda batch: metadata.sections(
+        batch, metadata.split_decodes_prefills_and_extends(batch)
+    ),
+    "reorder": lambda batch: metadata.reorder_batch_on_device(batch, batch.seq_lens),
     "flashinfer": metadata.flashinfer.build,
     "flashinfer dense": metadata.flashinfer.build_dense,
+    "flash_attention": partial(
+        metadata.flash_attention.build,
+        num_q_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        block_m=64,
+        block_n=64,
+        num_splits=4,
+        num_sms=132,
+    ),
     "ragged_paged": metadata.ragged_paged.build,
     "triton": partial(metadata.triton.build, num_q_heads=8, num_kv_heads=2, head_dim=64),
     "turboquant": metadata.turboquant.build,
@@ -36,6 +51,13 @@ BUILDERS: dict[str, Callable[[metadata.BatchMetadata], Any]] = {
     "mamba2, all": lambda batch: metadata.mamba.build(
         batch, is_prefilling=batch.query_lens > 1, mode="all", chunk_size=4
     ),
+    "gdn": lambda batch: metadata.gdn.build(
+        batch,
+        num_draft_tokens=batch.query_lens - 1,
+        num_accepted_tokens=batch.query_lens,
+        num_spec_tokens=2,
+    ),
+    "linear attention": metadata.gdn.build_linear,
     "tree": partial(metadata.tree.build, bias=metadata.tree.tree_attn_bias([(0,), (0, 0)])),
     "local_attention": partial(metadata.local_attention.build, chunk_size=8),
     "cascade": partial(metadata.cascade.build, num_common_blocks=1),

@@ -38,9 +38,23 @@ def test_from_host_pads(case: Case):
     )
 
 
+@given(cases(), st.sampled_from([np.int32, np.uint16, np.int64]))
+def test_from_host_of_a_table_equals_that_of_lists(case: Case, dtype):
+    lists, b = case.batch(), case.bounds
+    columns = max(map(len, case.tables), default=0)
+    table = np.array(lists.block_table)[: case.num_reqs, :columns].astype(dtype)
+    of_table = BatchMetadata.from_host(case.query_lens, case.seq_lens, table, **b._asdict())
+    for one, other in zip(jax.tree.leaves(of_table), jax.tree.leaves(lists), strict=True):
+        assert_same(one, other)
+    before = np.array(of_table.block_table)
+    table[...] = 0
+    assert_same(of_table.block_table, before)  # a copy: the scheduler may overwrite its table
+
+
 def from_host(query=(1,), seq=(1,), table=((1,),), **sizes) -> BatchMetadata:
     bounds = {"max_num_reqs": 2, "max_num_tokens": 4, "max_blocks": 3, "block_size": 4}
-    return BatchMetadata.from_host(list(query), list(seq), list(table), **(bounds | sizes))
+    table = table if isinstance(table, np.ndarray) else list(table)
+    return BatchMetadata.from_host(list(query), list(seq), table, **(bounds | sizes))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +70,7 @@ def from_host(query=(1,), seq=(1,), table=((1,),), **sizes) -> BatchMetadata:
         ({"query": (0, 0), "seq": (0, 1), "table": ((), ())}, "request 1 with 0 query tokens"),
         ({"query": (0,) * 3, "seq": (0,) * 3, "table": ((),) * 3}, "3 requests exceed"),
         ({"query": (5,), "seq": (5,), "table": ((1, 2),)}, "5 query tokens exceed"),
-        ({"table": ((-1,),)}, r"\[0, 536870911\] .* got -1 to 0"),
+        ({"table": ((-1,),)}, r"\[0, 536870911\] .* got -1 to -1"),
         ({"table": ((2**29,),)}, r"must be in \[0, 536870911\]"),
         ({"table": ((2**32,),)}, r"must be in \[0, 536870911\]"),
         ({"seq": (2**31,), "block_size": 2**31}, "context < 2"),
@@ -69,6 +83,11 @@ def from_host(query=(1,), seq=(1,), table=((1,),), **sizes) -> BatchMetadata:
         ({"seq": (1.9,)}, r"seq_lens must be integers .* got float64\[1\]"),
         ({"query": ([1],)}, r"query_lens must be integers .* got int64\[1, 1\]"),
         ({"table": ((1, 2.2),)}, r"rows of block_table must be integers .* got float64\[2\]"),
+        ({"table": np.array([[1.5]])}, r"two dimensions, got float64\[1, 1\]"),
+        ({"table": np.array([1])}, r"two dimensions, got int64\[1\]"),
+        ({"table": np.array([[-1]])}, r"\[0, 536870911\] .* got -1 to -1"),
+        ({"table": np.array([[2**31]])}, r"got 2147483648 to 2147483648"),
+        ({"table": np.ones((1, 4), np.int32)}, "blocks <= max_blocks=3"),
         ({"table": ([[1]],)}, r"rows of block_table must be integers .* got int64\[1, 1\]"),
     ],
 )

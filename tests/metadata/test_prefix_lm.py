@@ -39,10 +39,17 @@ def random_features(rng: np.random.Generator, seq_len: int) -> list[Feature]:
     return features
 
 
-def ranges_by_hand(features: list[Feature], window: int | None) -> list[tuple[int, int]]:
+def ranges_by_hand(
+    features: list[Feature], window: int | None, modulus: int
+) -> list[tuple[int, int]]:
     ranges = []
     for modality, offset, length, is_embed in features:
         if modality == "audio":
+            continue
+        if modulus:
+            tokens = list(range(offset, offset + length))[modulus - 1 - offset % modulus :]
+            if tokens and (window is None or len(tokens) <= window):
+                ranges.append((tokens[0], tokens[-1]))
             continue
         start = None
         for i in range(length + 1):
@@ -57,15 +64,26 @@ def ranges_by_hand(features: list[Feature], window: int | None) -> list[tuple[in
 
 
 @every_batch
-@given(cases(), st.sampled_from([None, 1, 3]), st.integers(0, 2**32 - 1))
-def test_ranges(case: Case, window: int | None, seed: int):
+@given(
+    cases(),
+    st.sampled_from([None, 1, 3]),
+    st.booleans(),
+    st.sampled_from([0, 0, 1, 4]),
+    st.integers(0, 2**32 - 1),
+)
+def test_ranges(case: Case, window: int | None, clamp: bool, modulus: int, seed: int):
     rng = np.random.default_rng(seed)
     b = case.bounds
     features = [random_features(rng, seq) for seq in case.seq_lens]
     ranges = prefix_ranges(
-        features, max_num_reqs=b.max_num_reqs, max_ranges=MAX_RANGES, sliding_window=window
+        features,
+        max_num_reqs=b.max_num_reqs,
+        max_ranges=MAX_RANGES,
+        sliding_window=window,
+        clamp_sliding_window=clamp,
+        span_leading_pad_modulus=modulus,
     )
-    by_hand = [ranges_by_hand(own, window) for own in features]
+    by_hand = [ranges_by_hand(own, None if clamp else window, modulus) for own in features]
     want = np.zeros((b.max_num_reqs, MAX_RANGES, 2), np.int32)
     for row, own in enumerate(by_hand):
         for i, bounds in enumerate(own):
@@ -107,6 +125,25 @@ def test_sliding_window_omits_longer_ranges():
     features = [[Feature("image", 0, 4), Feature("image", 4, 5)]]
     ranges = prefix_ranges(features, max_num_reqs=1, max_ranges=2, sliding_window=4)
     assert_same(ranges, [[(0, 3), (0, 0)]])
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_range_of_a_padded_span_includes_separators(offset):
+    embeds = np.pad(np.ones(368, bool), 8)
+    ranges = prefix_ranges(
+        [[Feature("image", offset, 384, embeds)]],
+        max_num_reqs=1,
+        max_ranges=1,
+        sliding_window=128,
+        clamp_sliding_window=True,
+        span_leading_pad_modulus=4,
+    )
+    assert_same(ranges, [[(3, offset + 383)]])
+
+
+def test_negative_modulus_raises():
+    with pytest.raises(ValueError, match="span_leading_pad_modulus must be >= 0 tokens, got -1"):
+        prefix_ranges([[]], max_num_reqs=1, max_ranges=1, span_leading_pad_modulus=-1)
 
 
 def test_zero_ranges():

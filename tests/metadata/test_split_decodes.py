@@ -1,4 +1,4 @@
-"""metadata.common.split_decodes_and_prefills against slow Python on random batches."""
+"""metadata.splits.split_decodes_and_prefills against slow Python on random batches."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxkv.metadata import common
+from jaxkv.metadata import splits
 from jaxkv.metadata.common import BatchMetadata
 from tests.util.batches import Bounds, assert_same, cases, every_batch
 
@@ -18,7 +18,7 @@ from tests.util.batches import Bounds, assert_same, cases, every_batch
 @functools.cache
 def compiled_split(threshold: int, require_uniform: bool, treat_short: bool):
     def split(batch, is_prefilling):
-        return common.split_decodes_and_prefills(
+        return splits.split_decodes_and_prefills(
             batch,
             threshold,
             require_uniform=require_uniform,
@@ -126,14 +126,14 @@ def test_split_examples(query, threshold, options, want):
     batch = BatchMetadata.from_host(query, query, [[1, 2]] * len(query), **bounds._asdict())
     if "is_prefilling" in options:
         options = options | {"is_prefilling": jnp.array([*options["is_prefilling"], False])}
-    assert common.split_decodes_and_prefills(batch, threshold, **options) == want
+    assert splits.split_decodes_and_prefills(batch, threshold, **options) == want
 
 
 def test_split_rejects_invalid_arguments():
     batch = BatchMetadata.from_host([1], [1], [[1]], **Bounds(2, 4, 3, 4)._asdict())
     with pytest.raises(ValueError, match="decode_threshold must be >= 0 tokens, got -1"):
-        common.split_decodes_and_prefills(batch, -1)
+        splits.split_decodes_and_prefills(batch, -1)
     with pytest.raises(ValueError, match=r"is_prefilling must be \[2 rows\], got \(1,\)"):
-        common.split_decodes_and_prefills(batch, is_prefilling=np.ones(1, bool))
+        splits.split_decodes_and_prefills(batch, is_prefilling=np.ones(1, bool))
     with pytest.raises(ValueError, match="requires is_prefilling"):
-        common.split_decodes_and_prefills(batch, treat_short_extends_as_decodes=False)
+        splits.split_decodes_and_prefills(batch, treat_short_extends_as_decodes=False)

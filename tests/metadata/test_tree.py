@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxkv.metadata import tree
 from jaxkv.metadata.common import BatchMetadata
-from tests.util.batches import Case, cases, every_batch
+from tests.util.batches import Case, assert_same, cases, every_batch
 
 CHOICES = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]
 CHAIN = [(0,), (0, 0), (0, 0, 0)]
@@ -80,6 +80,11 @@ def test_build(case: Case, step: tuple[int, int | None], ordered: bool):
     num_decodes = min(long, default=case.num_reqs)
     assert_part(metadata.decode, case, range(num_decodes))
     assert_part(metadata.prefill, case, range(num_decodes, case.num_reqs))
+    for part, rows in (("decode", slice(num_decodes)), ("prefill", slice(num_decodes, None))):
+        longest = getattr(metadata, f"{part}_max_query_len")
+        assert_same(longest, max(case.query_lens[rows], default=0))
+        longest = getattr(metadata, f"{part}_max_seq_len")
+        assert_same(longest, max(case.seq_lens[rows], default=0))
     bias = tree.tree_attn_bias(CHOICES[:num_choices])
     if draft_index is not None:
         bias = bias[1 : 1 + threshold, 1 : 1 + threshold]
