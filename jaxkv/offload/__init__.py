@@ -14,6 +14,7 @@ from jaxkv._src.offload.specs import (
     LookupStatus,
     StoreSpec,
 )
+from jaxkv._src.offload.tiers.tier import Tier
 from jaxkv._src.public_names import set_module as _set_module
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "OffloadManager",
     "StaleSpecError",
     "StoreSpec",
+    "Tier",
     "lookup_groups",
     "register_prometheus",
 ]
