@@ -14,6 +14,7 @@ from jaxkv._src.offload.specs import (
     LookupStatus,
     StoreSpec,
 )
+from jaxkv._src.offload.tiers.files import FileTier
 from jaxkv._src.offload.tiers.tier import Tier
 from jaxkv._src.public_names import set_module as _set_module
 
@@ -24,6 +25,7 @@ __all__ = [
     "BlockRemoved",
     "BlockState",
     "BlockStored",
+    "FileTier",
     "LoadSpec",
     "Lookup",
     "LookupStatus",

@@ -89,7 +89,7 @@ TIER_COUNTERS = (
     "kv_offload_tier_read_bytes",
     "kv_offload_tier_read_time",
     "kv_offload_tier_written_blocks",
-    "kv_offload_tier_written_bytes",
+    "kv_offload_tier_write_bytes",
     "kv_offload_tier_write_time",
     "kv_offload_tier_write_failures",
     "kv_offload_tier_evicted_blocks",
