@@ -15,6 +15,7 @@ from jaxkv._src.offload.specs import (
     StoreSpec,
 )
 from jaxkv._src.offload.tiers.files import FileTier
+from jaxkv._src.offload.tiers.store import TieredStore
 from jaxkv._src.offload.tiers.tier import Tier
 from jaxkv._src.public_names import set_module as _set_module
 
@@ -34,6 +35,7 @@ __all__ = [
     "StaleSpecError",
     "StoreSpec",
     "Tier",
+    "TieredStore",
     "lookup_groups",
     "register_prometheus",
 ]
