@@ -22,7 +22,16 @@ from typing import Any, NamedTuple
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent.parent
 RESULTS = REPOSITORY / "bench" / "results"
 # Records are written after the code that they measure, so they do not make that code "dirty".
-EVIDENCE = ("bench/results", "docs/plots", "docs/performance.md", "docs/targets.md", "README.md")
+EVIDENCE = (
+    "bench/results",
+    "docs/plots",
+    "docs/performance.md",
+    "docs/targets.md",
+    "docs/offload.md",
+    "README.md",
+)
+
+HOST = "host"  # the folder of records that need no device
 
 OPERATORS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
 
@@ -144,15 +153,23 @@ class Results:
         }
 
     def save(
-        self, out: str | os.PathLike[str] | None = None, root: pathlib.Path = RESULTS
+        self,
+        out: str | os.PathLike[str] | None = None,
+        root: pathlib.Path = RESULTS,
+        device: str | None = None,
     ) -> pathlib.Path:
         """Writes `<root>/<device>/<name>.json`, and a copy below `out` if given.
+
+        Args:
+          out: folder of the copy.
+          root: folder of the records.
+          device: `HOST` for figures that do not depend on the device; by default, that in use.
 
         Returns:
           The path below `root`.
         """
         text = _one_line_each(self.to_json())
-        path = pathlib.PurePath(device_slug(), f"{self.name}.json")
+        path = pathlib.PurePath(device or device_slug(), f"{self.name}.json")
         for folder in [root] if out is None else [root, pathlib.Path(out)]:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)

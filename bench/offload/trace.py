@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.harness.records import Results
+from bench.harness.records import HOST, Results
 from jaxkv.offload import LoadSpec, OffloadManager, StoreSpec
 
 CAPACITIES = (3_000, 10_000, 30_000)
@@ -54,6 +54,10 @@ def read(path: Path) -> list[list[bytes]]:
     """Keys of the blocks of each request."""
     lines = path.read_text().splitlines()
     return [[i.to_bytes(36, "big") for i in json.loads(line)["hash_ids"]] for line in lines]
+
+
+def device_cache_text() -> str:
+    return f", device cache of {DEVICE_BLOCKS:,}"
 
 
 class DeviceCache:
@@ -108,7 +112,7 @@ def measure(results: Results, requests: Requests) -> None:
                     manager = OffloadManager(num_pages, policy=policy, write=write)
                     found = replay(requests, manager, device_blocks)
                     case = f"{num_pages:,} blocks {policy} {write}"
-                    case += f", device cache of {device_blocks:,}" if device_blocks else ""
+                    case += device_cache_text() if device_blocks else ""
                     print(f"{case:52} {found.hit_rate:5.2f} % {found.share_written:6.2f} %")
                     results.row(case, "hit rate", "%", found.hit_rate)
                     results.row(case, "blocks written", "%", found.share_written)
@@ -127,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results("offload_trace")
     print(f"{'':52} {'hits':>7} {'written':>8}")
     measure(results, read(flags.trace))
-    results.save(flags.out)
+    results.save(flags.out, device=HOST)
     return 0
 
 

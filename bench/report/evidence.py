@@ -22,7 +22,10 @@ from bench.harness.records import REPOSITORY, File, git, read
 from bench.report import plots
 from bench.report.tables import TABLES, drawn_rows, figures, plot_name, verdict
 
-DOCUMENTS = [REPOSITORY / name for name in ("README.md", "docs/performance.md", "docs/targets.md")]
+DOCUMENTS = [
+    REPOSITORY / name
+    for name in ("README.md", "docs/offload.md", "docs/performance.md", "docs/targets.md")
+]
 PLOTS = REPOSITORY / "docs" / "plots"
 MEASURED_CODE = ("jaxkv", "cuda")
 MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from bench.collectives import all_reduce, tensor_parallel
-from bench.harness.records import File, Row, Target
+from bench.harness.records import HOST, File, Row, Target
 from bench.metadata import build
+from bench.offload import trace
 from bench.report import plots as report_plots
 from bench.report.gains import engine_time, fastest_engine_rows, gains, later_turns
 from bench.serving import demo
@@ -76,7 +77,7 @@ def targets_table(files: Sequence[File]) -> str:
 def unmeasured(files: Sequence[File]) -> str:
     """Missing records of the multi-GPU benchmarks, by device."""
     lines = []
-    for device in dict.fromkeys(file.device for file in files):
+    for device in dict.fromkeys(file.device for file in files if file.device != HOST):
         measured = {file.name for file in files if file.device == device}
         wanted = [f"{bench}_{n}" for bench in SEVERAL_GPUS for n in all_reduce.WORLDS]
         if missing := [name for name in wanted if name not in measured]:
@@ -310,6 +311,21 @@ def _demo_heading(row: Row) -> str:
     return f"{row.metric}, {row.unit}{runs}"
 
 
+def offload_trace_table(files: Sequence[File]) -> str:
+    """One row per capacity and eviction policy: share of blocks found and written."""
+    kinds = (*((w, "") for w in trace.WRITES), ("back", trace.device_cache_text()))
+    lines = []
+    for file in (file for file in files if file.name == "offload_trace"):
+        shares = {(row.case, row.metric): f"{row.value:.1f} %" for row in file.rows}
+        for capacity in trace.CAPACITIES:
+            for policy in trace.POLICIES:
+                cases = [f"{capacity:,} blocks {policy} {write}{cache}" for write, cache in kinds]
+                cells = [f"{shares[c, 'hit rate']}, {shares[c, 'blocks written']}" for c in cases]
+                lines.append((f"{capacity:,}", policy.upper(), *cells))
+    headings = [f"{write}{cache}: hits, written" for write, cache in kinds]
+    return table(("host blocks", "policy", *headings), lines)
+
+
 TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "all_reduce": all_reduce_table,
     "all_reduce_nccl": all_reduce_nccl_table,
@@ -318,6 +334,7 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "engines": engines_table,
     "gains": gains_table,
     "metadata": metadata_table,
+    "offload_trace": offload_trace_table,
     "overlap": overlap_table,
     "plots": plots,
     "targets": targets_table,

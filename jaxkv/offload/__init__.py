@@ -14,6 +14,9 @@ from jaxkv._src.offload.specs import (
     LookupStatus,
     StoreSpec,
 )
+from jaxkv._src.offload.tiers.files import FileTier
+from jaxkv._src.offload.tiers.store import TieredStore
+from jaxkv._src.offload.tiers.tier import Tier
 from jaxkv._src.public_names import set_module as _set_module
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
     "BlockRemoved",
     "BlockState",
     "BlockStored",
+    "FileTier",
     "LoadSpec",
     "Lookup",
     "LookupStatus",
@@ -30,6 +34,8 @@ __all__ = [
     "OffloadManager",
     "StaleSpecError",
     "StoreSpec",
+    "Tier",
+    "TieredStore",
     "lookup_groups",
     "register_prometheus",
 ]

@@ -1,0 +1,1 @@
+"""Tiers below host memory: local files. Python only, without JAX."""

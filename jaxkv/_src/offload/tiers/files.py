@@ -1,0 +1,199 @@
+"""A tier of local files."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from jaxkv._src.offload.tiers import block_file
+from jaxkv._src.offload.tiers.file_index import FileIndex
+from jaxkv._src.offload.tiers.queued import LOGGER, Copy, QueuedTier
+
+_MAX_BLOCK_BYTES = 1 << 30  # of one preadv or pwritev: 2 GiB - 4 KiB
+_REFRESH_EVERY_S = 10.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+_T = TypeVar("_T")
+
+
+class FileTier(QueuedTier):
+    """Blocks in files of a local directory, one file for each; a `Tier`.
+
+    A file has a header with key, size and CRC-32 of the block; it is written under a temporary name
+    and renamed. A file that is truncated, torn or changed is a miss and is removed. Files outlive
+    the process, and several processes may share a directory. I/O bypasses the page cache (O_DIRECT)
+    where the file system allows, without a copy if `block_bytes` and the buffers are multiples of
+    4 KiB. Nothing is synced: a power failure may lose blocks, never change them.
+
+        tier = jaxkv.offload.FileTier("/var/cache/kv", block_bytes=1 << 20, capacity_bytes=1 << 40)
+
+    Args:
+      directory: is created if necessary, with mode 0700; tiers of another `block_bytes` in the same
+        directory use other files.
+      block_bytes: size of every block, at most 1 GiB.
+      capacity_bytes: limit for the size of all files; the least recently used ones are evicted.
+        A process notices the files of others every 10 s.
+      num_threads: number of copies that run at the same time.
+
+    Raises:
+      ValueError: a number is out of range.
+      OSError: the directory cannot be created or read; `PermissionError` if others can write to it.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        block_bytes: int,
+        capacity_bytes: int,
+        *,
+        num_threads: int = 8,
+    ) -> None:
+        if not 0 < block_bytes <= _MAX_BLOCK_BYTES:
+            raise ValueError(
+                f"FileTier: block_bytes={block_bytes} is outside 1..{_MAX_BLOCK_BYTES}"
+            )
+        file_bytes = block_file.file_bytes(block_bytes)
+        if capacity_bytes < file_bytes:
+            raise ValueError(
+                f"FileTier: capacity_bytes={capacity_bytes}; a file has {file_bytes} bytes"
+            )
+        if num_threads < 1:
+            raise ValueError(f"FileTier: num_threads={num_threads}; at least 1 thread")
+        super().__init__("FileTier", block_bytes, num_threads)
+        self.capacity_blocks = capacity_bytes // file_bytes
+        self._index = FileIndex(os.path.join(directory, f"v1-{block_bytes}"), file_bytes)
+        self._flags = os.O_DIRECT
+        self._scratch = threading.local()
+        self._temporary_names = itertools.count()
+        self._process = secrets.token_hex(8)  # process ids repeat among containers
+        self._being_written = 0
+        self._room = threading.Lock()
+        block_file.remove_abandoned(self._index.temporary)
+        self._index.refresh()
+        self._evict(0)
+        self._start()
+        self._stop = threading.Event()
+        self._refresher = threading.Thread(
+            target=self._refresh, name="jaxkv-FileTier-refresh", daemon=True
+        )
+        self._refresher.start()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Tier`; reads the index in memory."""
+        index = self._index
+        found = [key in index for key in keys]
+        self._count("queries", len(found))
+        self._count("hits", sum(found))
+        return found
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """See `Tier`; removes the files in the caller's thread."""
+        keys = tuple(keys)
+        self._check_keys("remove", keys)
+        for key in keys:
+            self._index.drop(key)
+            block_file.remove(self._index.path(key))
+
+    def close(self) -> None:
+        """See `Tier`."""
+        super().close()
+        self._stop.set()
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "kv_offload_tier_blocks": len(self._index),
+            "kv_offload_tier_usage_perc": len(self._index) / self.capacity_blocks,
+        }
+
+    def _read(self, copies: Sequence[Copy]) -> list[bool]:
+        return [self._read_block(copy) for copy in copies]
+
+    def _write(self, copies: Sequence[Copy]) -> list[bool]:
+        return [self._write_block(copy) for copy in copies]
+
+    def _read_block(self, copy: Copy) -> bool:
+        index, path = self._index, self._index.path(copy.key)
+        try:
+            intact = self._direct(block_file.read, path, copy.key, copy.buffer)
+        except FileNotFoundError:  # evicted, perhaps by another process
+            index.drop(copy.key)
+            return False
+        except OSError as error:
+            index.drop(copy.key)
+            self._failed("read", error)
+            return False
+        if intact:
+            index.use(copy.key)
+            return True
+        index.drop(copy.key)
+        block_file.remove(path)
+        self._count("corrupt_blocks")
+        self._warn("corrupt", f"{path!r} was truncated or changed: removed, as a miss")
+        return False
+
+    def _write_block(self, copy: Copy) -> bool:
+        index, path = self._index, self._index.path(copy.key)
+        if copy.key in index:
+            try:
+                os.utime(path)
+                index.use(copy.key)
+                return True
+            except OSError:
+                index.drop(copy.key)
+        with self._room:
+            self._being_written += 1
+            being_written = self._being_written
+        try:
+            self._evict(being_written)
+            name = f"{self._process}-{next(self._temporary_names)}"
+            temporary = os.path.join(index.temporary, name)
+            self._direct(block_file.write, path, temporary, copy.key, copy.buffer)
+            index.use(copy.key)
+        except OSError as error:
+            self._failed("write", error)
+            if error.errno in _FULL:
+                self._evict_one()  # the disk has less room than the capacity
+            return False
+        finally:
+            with self._room:
+                self._being_written -= 1
+        return True
+
+    def _direct(self, operation: Callable[..., _T], *arguments: Any) -> _T:
+        """With O_DIRECT, until the file system refuses it."""
+        scratch = getattr(self._scratch, "memory", None)
+        if scratch is None:
+            scratch = self._scratch.memory = block_file.Scratch(self._block_bytes)
+        try:
+            return operation(*arguments, scratch, self._flags)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT or not self._flags:
+                raise
+            self._flags = 0
+            LOGGER.info("FileTier: %r without O_DIRECT", self._index.directory)
+            return operation(*arguments, scratch, 0)
+
+    def _evict(self, num_incoming: int) -> None:
+        while len(self._index) + num_incoming > self.capacity_blocks and self._evict_one():
+            pass
+
+    def _evict_one(self) -> bool:
+        key = self._index.take_oldest()
+        if key is None:
+            return False
+        if block_file.remove(self._index.path(key)):
+            self._count("evicted_blocks")
+        return True
+
+    def _refresh(self) -> None:
+        while not self._stop.wait(_REFRESH_EVERY_S):
+            try:
+                self._index.refresh()
+                self._evict(0)
+            except OSError as error:
+                self._failed("refresh", error)

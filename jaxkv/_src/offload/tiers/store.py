@@ -1,0 +1,105 @@
+"""Several tiers as one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+
+from jaxkv._src.offload.tiers.tier import Tier
+
+
+class TieredStore:
+    """Tiers in the order in which they are read; a `Tier` itself.
+
+    A read asks the first tier that has the block, then those after it; a write goes to all, and
+    succeeds if one has stored it. A block read from a later tier is not written to earlier ones.
+
+        store = jaxkv.offload.TieredStore([fast, large])
+
+    Args:
+      tiers: at least one; `close` closes them.
+
+    Raises:
+      ValueError: there is no tier, or they have different `block_bytes`.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        sizes = {tier.block_bytes for tier in tiers}
+        if len(sizes) != 1:
+            raise ValueError(f"TieredStore: {len(tiers)} tiers with block_bytes {sorted(sizes)}")
+        self._tiers = tuple(tiers)
+
+    @property
+    def block_bytes(self) -> int:
+        return self._tiers[0].block_bytes
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Tier`; asks each tier for those that the earlier ones have not."""
+        found = [False] * len(keys)
+        for tier in self._tiers:
+            missing = [i for i, there in enumerate(found) if not there]
+            if missing:
+                answers = tier.contains([keys[i] for i in missing])
+                for i, there in zip(missing, answers, strict=True):
+                    found[i] = there
+        return found
+
+    def read(self, key: bytes, into: memoryview) -> Future[bool]:
+        """See `Tier`."""
+        result: Future[bool] = Future()
+        result.set_running_or_notify_cancel()
+        tiers = iter(self._tiers)
+
+        def ask(tier: Tier) -> None:
+            tier.read(key, into).add_done_callback(answer)
+
+        def answer(done: Future[bool]) -> None:
+            following = None if done.result() else next(tiers, None)
+            if following is None:
+                result.set_result(done.result())
+                return
+            try:
+                ask(following)
+            except ValueError:  # closed meanwhile
+                result.set_result(False)
+
+        ask(next(tiers))
+        return result
+
+    def write(self, key: bytes, block: memoryview) -> Future[bool]:
+        """See `Tier`; the future is done when all tiers are."""
+        result: Future[bool] = Future()
+        result.set_running_or_notify_cancel()
+        lock = threading.Lock()
+        stored: list[bool] = []
+
+        def answer(done: Future[bool]) -> None:
+            with lock:
+                stored.append(done.result())
+                last = len(stored) == len(self._tiers)
+            if last:
+                result.set_result(any(stored))
+
+        for tier in self._tiers:
+            tier.write(key, block).add_done_callback(answer)
+        return result
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """See `Tier`."""
+        keys = tuple(keys)
+        for tier in self._tiers:
+            tier.remove(keys)
+
+    def metrics(self) -> dict[str, float]:
+        """Those of tier i with the suffix `_i`."""
+        return {
+            f"{name}_{i}": value
+            for i, tier in enumerate(self._tiers)
+            for name, value in tier.metrics().items()
+        }
+
+    def close(self) -> None:
+        """See `Tier`."""
+        for tier in self._tiers:
+            tier.close()

@@ -1,0 +1,110 @@
+"""`TieredStore`, and the queue that tiers share."""
+
+import threading
+
+import pytest
+
+from jaxkv._src.offload.tiers import queued
+from jaxkv.offload import FileTier, Tier, TieredStore
+from tests.util.tier_blocks import TIMEOUT_S, all_there, key, read, write
+
+pytestmark = pytest.mark.host_only
+
+
+class SlowTier(queued.QueuedTier):
+    """One thread, which waits for `go`; reads of `key(1)` fail."""
+
+    def __init__(self):
+        super().__init__("SlowTier", 4, 1)
+        self.go, self.done = threading.Event(), []
+        self._start()
+
+    def contains(self, keys):
+        return [False] * len(keys)
+
+    def remove(self, keys):
+        pass
+
+    def _read(self, copies):
+        return self._run_copies("read", copies)
+
+    def _write(self, copies):
+        return self._run_copies("write", copies)
+
+    def _run_copies(self, name, copies):
+        assert self.go.wait(TIMEOUT_S)
+        self.done.append(name)
+        if name == "read" and copies[0].key == key(1):
+            raise RuntimeError("injected")
+        return [True]
+
+
+def test_reads_run_before_writes_and_failures_are_misses(monkeypatch, caplog):
+    monkeypatch.setattr(queued, "MAX_QUEUED", 2)
+    tier, buffer = SlowTier(), memoryview(bytearray(4))
+    futures = [tier.write(key(0), buffer)]
+    while tier.metrics()["kv_offload_tier_queued_writes"]:
+        pass  # taken by the thread
+    futures += [tier.write(key(i), buffer) for i in range(2)]
+    futures += [tier.read(key(i), buffer) for i in range(2)]
+    refused = tier.write(key(3), buffer)
+    assert refused.done() and not refused.result()
+    assert not any(future.done() or future.cancel() for future in futures)
+    tier.go.set()
+    results = [future.result(TIMEOUT_S) for future in futures]
+    assert results == [True, True, True, True, False]
+    assert tier.done == ["write", "read", "read", "write", "write"]
+    assert "injected" in caplog.text and "2 writes are waiting" in caplog.text
+    metrics = tier.metrics()
+    assert metrics["kv_offload_tier_refused"] == metrics["kv_offload_tier_errors"] == 1
+    assert metrics["kv_offload_tier_write_bytes"] == 12
+    tier.close()
+
+
+def test_close_ends_queued_copies_as_misses():
+    tier, buffer = SlowTier(), memoryview(bytearray(4))
+    futures = [tier.read(key(0), buffer) for _ in range(3)]
+    while tier.metrics()["kv_offload_tier_queued_reads"] == 3:
+        pass
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    assert [future.result(TIMEOUT_S) for future in futures[1:]] == [False, False]
+    tier.go.set()
+    closing.join(TIMEOUT_S)
+    assert futures[0].result(TIMEOUT_S)
+    with pytest.raises(ValueError, match="closed"):
+        tier.read(key(0), buffer)
+
+
+def test_buffers_are_validated():
+    tier = SlowTier()
+    with pytest.raises(ValueError, match="has 5 bytes; blocks have 4"):
+        tier.write(key(0), memoryview(bytes(5)))
+    with pytest.raises(ValueError, match="read-only"):
+        tier.read(key(0), memoryview(bytes(4)))
+    with pytest.raises(ValueError, match="not contiguous"):
+        tier.write(key(0), memoryview(bytes(8))[::2])
+    tier.close()
+
+
+def test_a_store_reads_from_the_first_tier_that_has_the_block(tmp_path):
+    tiers = [FileTier(tmp_path / str(i), 100, 1 << 20) for i in range(2)]
+    store: Tier = TieredStore(tiers)
+    assert write(store, key(0)) and write(tiers[1], key(1))
+    assert store.contains([key(0), key(1), key(2)]) == [True, True, False]
+    assert all_there(store, [key(0), key(1)]) and not read(store, key(2))
+    metrics = store.metrics()
+    assert metrics["kv_offload_tier_read_blocks_0"] == 1
+    assert metrics["kv_offload_tier_read_blocks_1"] == 1
+    store.remove([key(0)])
+    assert not any(tier.contains([key(0)])[0] for tier in tiers)
+    store.close()
+
+
+def test_tiers_of_a_store_have_blocks_of_one_size(tmp_path):
+    tiers = [FileTier(tmp_path, size, 1 << 20) for size in (100, 200)]
+    for wrong in (tiers, []):
+        with pytest.raises(ValueError, match="TieredStore"):
+            TieredStore(wrong)
+    for tier in tiers:
+        tier.close()
