@@ -42,6 +42,7 @@ __device__ uint4 vector_of(const Word& w) { return {w.part[0], w.part[1], w.part
 __device__ Word word_of(const uint4& v) { return {{v.x, v.y, v.z, v.w}}; }
 
 struct CudaMachine {
+  static constexpr uint32_t kPollsPerCheck = 256;
   static __device__ uint64_t block() { return blockIdx.x; }
   static __device__ uint64_t num_blocks() { return gridDim.x; }
   static __device__ int thread() { return threadIdx.x; }

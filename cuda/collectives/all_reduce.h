@@ -2,10 +2,11 @@
 // CPU backend. The tiled two-shot route is in tiles.h.
 //
 // `Machine` provides the position of the calling thread within its rank (block, num_blocks, thread,
-// num_threads) and the accesses to memory that is shared with peers. `Element` converts the values
-// of a word to and from f32 for the reduction. Values are always added in rank order, so results
-// are bitwise identical on all ranks and in all runs. multimem leaves the order to the switch; its
-// results are identical on all ranks because each word is reduced once, for all ranks.
+// num_threads), the accesses to memory that is shared with peers, and the number of polls between
+// two checks of a timeout. `Element` converts the values of a word to and from f32. Values are
+// always added in rank order, so results are bitwise identical on all ranks and in all runs.
+// multimem leaves the order to the switch; its results are identical on all ranks because each word
+// is reduced once, for all ranks.
 //
 // low_latency, and two_shot as long as its parts fit the LL buffers, use no barriers: the data is
 // its own flag. The receiver resets each word after reading it, and the same word is sent again two
@@ -77,6 +78,7 @@ struct Call : Tiles<Machine, Element, N> {
       Base::enter(at_start);
       if (reduced<kRoute>(at_start, head)) return true;
     }
+    Base::report(m, v);
     // NaN rather than a wrong sum, in the entire output: the words that this block missed can be
     // anywhere.
     for (uint64_t i = m.thread(); i < words(); i += m.num_threads()) {

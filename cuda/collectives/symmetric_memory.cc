@@ -157,7 +157,11 @@ const char* name_of(Phase phase) {
 std::string describe(const PeerFault& fault) {
   const std::string rank = "rank " + std::to_string(fault.rank);
   const std::string peer = "rank " + std::to_string(fault.peer);
-  if (fault.phase == Phase::kAborted) return rank + " aborted, because " + peer + " timed out";
+  if (fault.phase == Phase::kAborted) {
+    const std::string first = "rank " + std::to_string(fault.timed_out);
+    return rank + " aborted, because " + first + " timed out" +
+           (fault.peer == fault.timed_out ? "" : " waiting for " + peer);
+  }
   const std::string called = " has called " + describe_call(fault.call) + ", but " + peer;
   if (fault.phase == Phase::kMismatch)
     return rank + called + " has called " + describe_call(fault.peer_call);

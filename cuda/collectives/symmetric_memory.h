@@ -40,6 +40,7 @@ struct Signals {
   uint64_t flags[kMaxBlocks][kMaxRanks];  // last barrier at which this block of a peer arrived
   uint64_t calls[2][kMaxRanks];           // the last two calls of each rank, see call_mark()
   uint64_t aborted;                       // 1 + rank of a peer that timed out, or 0
+  uint64_t waits[kMaxRanks][kMaxRanks];   // [rank][peer]: 1 if a wait of rank for peer has failed
 };
 
 // Mark of a call: its signature * kCallNumbers + its number, counted from 1 and modulo
@@ -56,8 +57,9 @@ struct RankProgress {
   uint64_t epoch;      // barriers passed
   uint64_t ll_epochs;  // uses of the LL buffers
   uint64_t calls;
-  uint32_t entered;  // blocks of the current call that have begun
-  uint32_t failed;   // a wait timed out: this call and all later ones end immediately
+  uint32_t entered;   // blocks of the current call that have begun
+  uint32_t failed;    // a wait timed out: this call and all later ones end immediately
+  uint64_t reporter;  // 1 + the block that completes the record of the fault, or 0
 };
 
 // The receive buffers follow. Alignment: the words of a warp must not straddle an additional
@@ -75,6 +77,7 @@ struct PeerFault {
   int32_t rank, peer;
   Phase phase;
   uint64_t expected, seen;
+  int32_t timed_out;                 // the rank whose timeout ended the wait; often this one
   uint64_t call = 0, peer_call = 0;  // marks of the last calls posted by both, 0 for none
 };
 

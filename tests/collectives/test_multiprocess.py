@@ -171,9 +171,8 @@ def test_timeout_names_killed_process(tmp_path, world_size):
     assert killed.code == -signal.SIGKILL
     for end in survivors:
         assert end.code == 0, end.output
-    # At least one timed out on the killed process itself and notified the other.
-    texts = [end.result for end in survivors]
-    assert any(re.search(f" for rank {world_size - 1} in phase", text) for text in texts), texts
+        # Also a rank that waited for another survivor.
+        assert re.search(rf" for rank {world_size - 1}\b", end.result), end.result
 
 
 def test_multiprocess_mesh_requires_jax_distributed():
