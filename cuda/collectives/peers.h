@@ -62,7 +62,7 @@ struct Peers {
     const uint64_t aborted = m.load_acquire(&own.signals.aborted);
     if (other < 0 && !aborted && !m.peek(&own.progress.failed)) {
       const uint64_t now = m.nanoseconds();
-      if (!deadline) return now + v.timeout_ns;
+      if (!deadline) return now + (own.progress.calls ? v.timeout_ns : v.first_timeout_ns);
       if (now < deadline) return deadline;
     }
     if (other >= 0) {

@@ -66,6 +66,9 @@ Communicator::Communicator(Geometry geometry, const ByRank<int32_t>& devices, ui
       entry->view.timeout_ns = timeout_ns;
     }
   }
+  // Several processes compile the program of the first call at different speeds.
+  const uint64_t first = spans_processes() ? kFirstCallTimeouts * timeout_ns : timeout_ns;
+  for_each_local([=](Rank& rank) { rank.view.first_timeout_ns = first; });
 }
 
 void Communicator::allocate() {

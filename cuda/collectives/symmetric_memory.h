@@ -25,6 +25,7 @@ inline constexpr int kMaxBlocks = 512;   // per call
 inline constexpr int kStages = 2;        // of the LL buffers
 inline constexpr int kTileBlocks = 128;  // per call, two_shot in tiles
 inline constexpr int kTileStages = 3;
+inline constexpr uint64_t kFirstCallTimeouts = 10;  // if there are several processes
 
 struct alignas(16) Word {
   uint32_t part[4];
@@ -101,7 +102,7 @@ struct Geometry {
 struct RankView {
   Geometry geometry;
   int32_t rank;
-  uint64_t timeout_ns;
+  uint64_t timeout_ns, first_timeout_ns;  // the latter in the first call
 #ifdef JAXKV_TEST_HOOKS
   uint64_t stall_ns;  // maximum random delay of threads
 #endif

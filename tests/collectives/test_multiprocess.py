@@ -134,6 +134,11 @@ def test_creation_failure_raises_in_all_processes(tmp_path, world_size):
         assert error.startswith(expected)
 
 
+def test_creation_can_be_interrupted(tmp_path):
+    """By Ctrl-C, while it waits for a process that does not come."""
+    results_of_all(tmp_path, "creation_can_be_interrupted", [[0]])
+
+
 def test_timeout_aborts_all_ranks(tmp_path):
     """A rank that times out notifies the others, so that none waits for another full timeout."""
     results_of_all(tmp_path, "timeout_aborts_all_ranks", TWO_EACH, [2, 3, 0, 1])

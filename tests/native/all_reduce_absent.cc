@@ -104,11 +104,43 @@ int killed_in_call(int32_t world_size) {
   return wrong;
 }
 
+bool called(const std::shared_ptr<Communicator>& communicator, int32_t device) {
+  const float in = 1;
+  float out = 0;
+  const Task task{.communicator = communicator,
+                  .rank = communicator->on_device(device),
+                  .message = {reinterpret_cast<const char*>(&in), reinterpret_cast<char*>(&out),
+                              sizeof in, Algorithm::kTwoShot, ffi::F32, kCall}};
+  return run<Float32>(task) && out == 2;
+}
+
+// Two ranks, as of two processes. In the first call one may be late by several timeouts.
+int first_call_waits_longer() {
+  const Geometry geometry{2, 64, 64, 24, 0};
+  const auto first = make_cpu_communicator(geometry, {{0, -1}}, kTimeoutNs);
+  const auto second = make_cpu_communicator(geometry, {{-1, 1}}, kTimeoutNs);
+  const ByRank<Handle> handles{{first->handles()[0][0], second->handles()[0][1]}};
+  first->map(handles);
+  second->map(handles);
+  bool right = true;
+  std::thread late([&] {
+    std::this_thread::sleep_for(std::chrono::nanoseconds(3 * kTimeoutNs));
+    right &= called(second, 1);
+  });
+  const bool waited = called(first, 0);
+  late.join();
+  const uint64_t begin = CpuMachine::nanoseconds();
+  const bool alone = called(first, 0);
+  const bool in_time = CpuMachine::nanoseconds() - begin < kFirstCallTimeouts * kTimeoutNs;
+  std::printf("first call %d %d, then alone %d, in time %d\n", right, waited, alone, in_time);
+  return !(right && waited && !alone && in_time);
+}
+
 }  // namespace
 }  // namespace jaxkv::collectives
 
 int main() {
-  int wrong = 0;
+  int wrong = jaxkv::collectives::first_call_waits_longer();
   for (const int32_t world_size : {2, 4, 6, 8}) {
     wrong += jaxkv::collectives::never_calls(world_size);
     wrong += jaxkv::collectives::killed_in_call(world_size);

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from bench.collectives.soak import soak
 from jaxkv._src.collectives.all_reduce import Implementation
+from jaxkv._src.collectives.rendezvous import Rendezvous
 from jaxkv._src.runtime import native as runtime_native
 from jaxkv._src.tuning.all_reduce_table import VARIABLE, WORLD_SIZES, packaged_table
 from tests.util import hooks
@@ -268,6 +269,17 @@ def fails_in_last_process(name: str) -> Iterator[None]:
     setattr(native, name, real)
 
 
+def creation_can_be_interrupted(order: list[int]) -> None:
+    rendezvous = Rendezvous([0, 1], timeout_s=20.0)
+    for waits in (lambda: rendezvous.step("creation", lambda: None), rendezvous.leave):
+        interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        interrupt.start()
+        begin = time.monotonic()
+        with raises(KeyboardInterrupt):
+            waits()
+        assert time.monotonic() - begin < 5
+
+
 # ---------------------------------------------------------------------------------------------
 # Timeouts and closing
 
@@ -284,6 +296,7 @@ def timeout_aborts_all_ranks(order: list[int]) -> None:
             return jax.lax.cond(jax.lax.axis_index(AXIS) == 0, lambda x: x, call, x)
 
         rows = spread(memory, operand(mesh.size, 10))
+        jax.block_until_ready(sums(memory, "one_shot")(rows))  # the first call waits longer
         step = on_ranks(memory, without_rank_0).lower(rows).compile()
         hooks.barrier(memory)  # only after all have compiled it
         begin = time.monotonic()

@@ -105,7 +105,9 @@ class SymmetricMemory:
           max_bytes: the largest array to support, in bytes. The workspace takes up to 58 MiB of
             each device, and 8 MiB more with JAXKV_MULTICAST=1.
           timeout_s: limit, in seconds up to 1e9, of the wait of a device for its peers, and of a
-            process for the others in each step of creation and in `close`.
+            process for the others in each step of creation and in `close`. With several processes,
+            the limit in the first call is ten times as long: each compiles the program at its own
+            speed. (Before the first call of a later program, compile it and synchronize.)
 
         Raises:
           ValueError: an invalid mesh, size, timeout or tuning table, or arguments that differ
