@@ -31,7 +31,6 @@ namespace jaxkv::collectives {
 // Code paths: one for each algorithm, and the tiled two_shot. Each is a separate kernel, so that
 // none is compiled for the register count of another.
 enum class Route { kLowLatency, kOneShot, kTwoShot, kMultimem, kTiled };
-inline constexpr int kRoutes = 5;
 
 inline Route route_of(const Message& message, const Geometry& geometry) {
   const uint64_t in_parts = geometry.part_words() * geometry.world_size * sizeof(Word);
@@ -282,9 +281,9 @@ xla::ffi::ErrorOr<Task> resolve_task(int32_t device, xla::ffi::AnyBuffer in,
                                      xla::ffi::Result<xla::ffi::AnyBuffer> out,
                                      int64_t communicator, int64_t algorithm, int64_t signature);
 
-// Loads every kernel on a CUDA device. Loading must not happen in the first call: it can block
-// while a peer waits.
-void load_all_reduce(int32_t device);
+// Loads all kernels on a CUDA device: in the first call, loading could block while a peer waits.
+// Returns how many blocks of those for `world_size` ranks the device holds at once.
+BlockLimits load_all_reduce(int32_t device, int world_size);
 
 // Runs `body.template operator()<N>()` with the number of ranks as a constant.
 template <class Body>

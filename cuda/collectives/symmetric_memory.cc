@@ -124,6 +124,15 @@ Communicator::Rank* Communicator::on_device(int32_t device) {
   return nullptr;
 }
 
+void Communicator::limit_blocks(const BlockLimits& limits) {
+  if (limits.size() != block_limits_.size() || std::ranges::min(limits) < 1) {
+    throw std::invalid_argument("jaxkv: symmetric memory: needs a limit of blocks of each kernel");
+  }
+  for (size_t i = 0; i < limits.size(); ++i) {
+    block_limits_[i] = std::min(block_limits_[i], limits[i]);
+  }
+}
+
 std::optional<PeerFault> Communicator::fault() const {
   std::optional<PeerFault> found;
   for (const auto& group : groups_) {

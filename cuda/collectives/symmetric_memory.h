@@ -22,6 +22,7 @@ namespace jaxkv::collectives {
 
 inline constexpr int kMaxRanks = 8;
 inline constexpr int kMaxBlocks = 512;   // per call
+inline constexpr int kRoutes = 5;        // of Route
 inline constexpr int kStages = 2;        // of the LL buffers
 inline constexpr int kTileBlocks = 128;  // per call, two_shot in tiles
 inline constexpr int kTileStages = 3;
@@ -118,6 +119,9 @@ using Handle = std::vector<uint8_t>;
 template <class T>
 using ByRank = std::vector<std::vector<T>>;  // [group][rank]
 
+// Upper limits on the thread blocks of a call, by Route.
+using BlockLimits = std::vector<int32_t>;
+
 // A set of groups of `world_size` ranks each; ranks are reduced within their group.
 //
 // The ranks may belong to several processes. Each process creates a communicator of the same shape
@@ -150,6 +154,11 @@ class Communicator {
   Rank* on_device(int32_t device);
   const Geometry& geometry() const { return geometry_; }
 
+  // Of this process until limit_blocks() was called with those of all: block b of a rank waits for
+  // block b of its peers, so all ranks must launch equal numbers.
+  const BlockLimits& block_limits() const { return block_limits_; }
+  void limit_blocks(const BlockLimits& limits);  // keeps the smaller of each; before any call
+
   // The first fault that a rank of this process has recorded, if any. Non-blocking.
   std::optional<PeerFault> fault() const;
 
@@ -178,6 +187,7 @@ class Communicator {
   virtual Header* map_memory(const Rank& rank, const Handle& handle) = 0;
 
   Geometry geometry_;
+  BlockLimits block_limits_ = BlockLimits(kRoutes, kMaxBlocks);
   ByRank<std::unique_ptr<Rank>> groups_;
 };
 

@@ -134,6 +134,10 @@ def test_creation_failure_raises_in_all_processes(tmp_path, world_size):
         assert error.startswith(expected)
 
 
+def test_processes_launch_equal_numbers_of_blocks(tmp_path):
+    results_of_all(tmp_path, "block_limits_are_equal", ONE_EACH[2])
+
+
 def test_creation_can_be_interrupted(tmp_path):
     """By Ctrl-C, while it waits for a process that does not come."""
     results_of_all(tmp_path, "creation_can_be_interrupted", [[0]])

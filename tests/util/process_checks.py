@@ -269,6 +269,17 @@ def fails_in_last_process(name: str) -> Iterator[None]:
     setattr(native, name, real)
 
 
+def block_limits_are_equal(order: list[int]) -> None:
+    """The least of all processes: block b of a rank waits for block b of its peers."""
+    native: Any = runtime_native.extension()
+    real = native.block_limits
+    mine = [3, 9, 2, 8, 1 + ME] if ME == 0 else [4, 7, 5, 6, 1 + ME]
+    native.block_limits = lambda id: mine
+    with create(mesh_of(order)) as memory:
+        assert real(memory._id) == [3, 7, 2, 6, 1]
+    native.block_limits = real
+
+
 def creation_can_be_interrupted(order: list[int]) -> None:
     rendezvous = Rendezvous([0, 1], timeout_s=20.0)
     for waits in (lambda: rendezvous.step("creation", lambda: None), rendezvous.leave):
