@@ -149,13 +149,11 @@ int64_t create_communicator(const std::string& platform,
         collectives::make_cpu_communicator(geometry, devices, timeout_ns));
   }
 #ifdef JAXKV_CUDA
-  for (const auto& group : devices) {
-    for (const int32_t device : group) {
-      if (device >= 0) collectives::load_all_reduce(device);
-    }
-  }
-  return collectives::register_communicator(
-      collectives::make_cuda_communicator(geometry, devices, timeout_ns));
+  auto communicator = collectives::make_cuda_communicator(geometry, devices, timeout_ns);
+  communicator->for_each_local([&](const auto& rank) {
+    communicator->limit_blocks(collectives::load_all_reduce(rank.device, geometry.world_size));
+  });
+  return collectives::register_communicator(std::move(communicator));
 #else
   throw std::runtime_error("jaxkv: symmetric memory on platform '" + platform +
                            "' requires a build with JAXKV_CUDA=ON");
@@ -188,6 +186,15 @@ void bind_communicators(nb::module_& m) {
       "communicator_handles", [](int64_t id) { return open_communicator(id)->handles(); },
       nb::arg("id"),
       "Memory handles for other processes, [group][rank]; empty for ranks of other processes.");
+  m.def(
+      "block_limits", [](int64_t id) { return open_communicator(id)->block_limits(); },
+      nb::arg("id"), "Upper limits on the thread blocks of a call, by kernel.");
+  m.def(
+      "limit_blocks",
+      [](int64_t id, const collectives::BlockLimits& limits) {
+        open_communicator(id)->limit_blocks(limits);
+      },
+      nb::arg("id"), nb::arg("limits"), "Lowers the limits to those of another process.");
   m.def(
       "map_communicator",
       [](int64_t id, const collectives::ByRank<collectives::Handle>& handles) {

@@ -3,10 +3,8 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 
-#include "collectives/all_reduce.h"
+#include "collectives/grid.h"
 #include "common/cuda_check.h"
 #include "common/device.h"
 #include "common/ptx.cuh"
@@ -16,25 +14,11 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kThreads = 256;
 // More ranks need more registers and fewer threads, since each thread sends a word to each peer. A
 // tiled call needs even more registers, to keep many loads in flight, and has few blocks.
 constexpr int blocks_per_processor(int world_size, Route route) {
   return route == Route::kTiled ? 1 : world_size <= 4 ? 4 : 2;
 }
-
-// Upper limit on the blocks of a call, by route and number of ranks: all of them must be resident
-// at once on every device of this process, because they wait for their peers, also while an
-// asynchronous copy occupies its SMs. Set when a communicator is created.
-std::array<std::array<std::atomic<int>, kMaxRanks + 1>, kRoutes> resident_blocks;
-constexpr int kSpareProcessors = 4;  // SMs that tuning tables assign to an asynchronous copy
-
-// At least one block, also on a GPU without SMs to spare.
-constexpr int resident_limit(int blocks_per_processor, int processors) {
-  return std::clamp(blocks_per_processor * (processors - kSpareProcessors), 1, kMaxBlocks);
-}
-static_assert(resident_limit(4, 132) == 512 && resident_limit(1, 5) == 1);
-static_assert(resident_limit(4, kSpareProcessors) == 1 && resident_limit(4, 2) == 1);
 
 __device__ uint4* vector_at(Word* word) { return reinterpret_cast<uint4*>(word); }
 __device__ const uint4* vector_at(const Word* word) { return reinterpret_cast<const uint4*>(word); }
@@ -42,6 +26,7 @@ __device__ uint4 vector_of(const Word& w) { return {w.part[0], w.part[1], w.part
 __device__ Word word_of(const uint4& v) { return {{v.x, v.y, v.z, v.w}}; }
 
 struct CudaMachine {
+  static constexpr uint32_t kPollsPerCheck = 256;
   static __device__ uint64_t block() { return blockIdx.x; }
   static __device__ uint64_t num_blocks() { return gridDim.x; }
   static __device__ int thread() { return threadIdx.x; }
@@ -178,18 +163,13 @@ Kernel kernel_for(int world_size, ffi::DataType dtype, Route route) {
                               : kernel_for<Float16>(world_size, route);
 }
 
-int blocks_for(const Message& message, const Geometry& geometry, Route route) {
-  uint64_t share = message.bytes / sizeof(Word);  // words that a rank reduces
-  if (message.algorithm == Algorithm::kTwoShot || message.algorithm == Algorithm::kMultimem) {
-    share /= geometry.world_size;
-  }
-  uint64_t max_blocks = resident_blocks[static_cast<int>(route)][geometry.world_size];
-  uint64_t words = kThreads;  // per block
-  if (route == Route::kTiled) {
-    max_blocks = std::min<uint64_t>(max_blocks, kTileBlocks);
-    words = geometry.tile_words;
-  }
-  return static_cast<int>(std::clamp<uint64_t>((share + words - 1) / words, 1, max_blocks));
+cudaError_t launch(cudaStream_t stream, const Task& task) {
+  const Geometry& geometry = task.communicator->geometry();
+  const Kernel kernel =
+      kernel_for(geometry.world_size, task.message.dtype, route_of(task.message, geometry));
+  const int blocks = blocks_for(task.message, geometry, task.communicator->block_limits());
+  kernel<<<blocks, kThreads, 0, stream>>>(task.rank->view, task.message);
+  return cudaGetLastError();
 }
 
 ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ffi::AnyBuffer,
@@ -197,12 +177,7 @@ ffi::Error all_reduce(cudaStream_t stream, int32_t device, ffi::AnyBuffer in, ff
                       int64_t communicator, int64_t algorithm, int64_t signature) {
   const auto task = resolve_task(device, in, out, communicator, algorithm, signature);
   if (!task.has_value()) return task.error();
-  const Geometry& geometry = task->communicator->geometry();
-  const Route route = route_of(task->message, geometry);
-  const Kernel kernel = kernel_for(geometry.world_size, task->message.dtype, route);
-  const int blocks = blocks_for(task->message, geometry, route);
-  kernel<<<blocks, kThreads, 0, stream>>>(task->rank->view, task->message);
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+  JAXKV_RETURN_IF_CUDA_ERROR(launch(stream, *task));
   return ffi::Error::Success();
 }
 
@@ -216,26 +191,26 @@ ffi::Error prepare(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attri
 
 }  // namespace
 
-void load_all_reduce(int32_t device) {
+BlockLimits load_all_reduce(int32_t device, int world_size) {
   const DeviceGuard current(device);
   int processors = 0;
   JAXKV_CHECK_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  BlockLimits limits(kRoutes, kMaxBlocks);
   for (int route = 0; route < kRoutes; ++route) {
-    for (const int world_size : {2, 4, 6, 8}) {
-      int resident = kMaxBlocks;
+    for (const int ranks : {2, 4, 6, 8}) {
       for (const ffi::DataType dtype : {ffi::F32, ffi::BF16, ffi::F16}) {
-        const Kernel kernel = kernel_for(world_size, dtype, static_cast<Route>(route));
+        const Kernel kernel = kernel_for(ranks, dtype, static_cast<Route>(route));
         cudaFuncAttributes attributes;  // the query loads the kernel
         JAXKV_CHECK_CUDA(cudaFuncGetAttributes(&attributes, kernel));
+        if (ranks != world_size) continue;
         int blocks = 0;
         JAXKV_CHECK_CUDA(
             cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0));
-        resident = std::min(resident, resident_limit(blocks, processors));
+        limits[route] = std::min(limits[route], resident_limit(blocks, processors));
       }
-      auto& known = resident_blocks[route][world_size];
-      known = known ? std::min<int>(known, resident) : resident;
     }
   }
+  return limits;
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PrepareAllReduce, prepare,

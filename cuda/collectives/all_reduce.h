@@ -2,10 +2,11 @@
 // CPU backend. The tiled two-shot route is in tiles.h.
 //
 // `Machine` provides the position of the calling thread within its rank (block, num_blocks, thread,
-// num_threads) and the accesses to memory that is shared with peers. `Element` converts the values
-// of a word to and from f32 for the reduction. Values are always added in rank order, so results
-// are bitwise identical on all ranks and in all runs. multimem leaves the order to the switch; its
-// results are identical on all ranks because each word is reduced once, for all ranks.
+// num_threads), the accesses to memory that is shared with peers, and the number of polls between
+// two checks of a timeout. `Element` converts the values of a word to and from f32. Values are
+// always added in rank order, so results are bitwise identical on all ranks and in all runs.
+// multimem leaves the order to the switch; its results are identical on all ranks because each word
+// is reduced once, for all ranks.
 //
 // low_latency, and two_shot as long as its parts fit the LL buffers, use no barriers: the data is
 // its own flag. The receiver resets each word after reading it, and the same word is sent again two
@@ -30,7 +31,6 @@ namespace jaxkv::collectives {
 // Code paths: one for each algorithm, and the tiled two_shot. Each is a separate kernel, so that
 // none is compiled for the register count of another.
 enum class Route { kLowLatency, kOneShot, kTwoShot, kMultimem, kTiled };
-inline constexpr int kRoutes = 5;
 
 inline Route route_of(const Message& message, const Geometry& geometry) {
   const uint64_t in_parts = geometry.part_words() * geometry.world_size * sizeof(Word);
@@ -77,6 +77,7 @@ struct Call : Tiles<Machine, Element, N> {
       Base::enter(at_start);
       if (reduced<kRoute>(at_start, head)) return true;
     }
+    Base::report(m, v);
     // NaN rather than a wrong sum, in the entire output: the words that this block missed can be
     // anywhere.
     for (uint64_t i = m.thread(); i < words(); i += m.num_threads()) {
@@ -280,9 +281,9 @@ xla::ffi::ErrorOr<Task> resolve_task(int32_t device, xla::ffi::AnyBuffer in,
                                      xla::ffi::Result<xla::ffi::AnyBuffer> out,
                                      int64_t communicator, int64_t algorithm, int64_t signature);
 
-// Loads every kernel on a CUDA device. Loading must not happen in the first call: it can block
-// while a peer waits.
-void load_all_reduce(int32_t device);
+// Loads all kernels on a CUDA device: in the first call, loading could block while a peer waits.
+// Returns how many blocks of those for `world_size` ranks the device holds at once.
+BlockLimits load_all_reduce(int32_t device, int world_size);
 
 // Runs `body.template operator()<N>()` with the number of ranks as a constant.
 template <class Body>

@@ -18,6 +18,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 struct CpuMachine {
+  static constexpr uint32_t kPollsPerCheck = 16;  // a pause can last for a time slice
   static uint64_t block() { return 0; }
   static uint64_t num_blocks() { return 1; }
   static int thread() { return 0; }

@@ -8,7 +8,8 @@
 
 namespace jaxkv::collectives {
 
-inline constexpr uint32_t kPollsPerClockRead = 256;  // polls between two reads of the clock
+// How long a rank whose call has failed waits for the others to tell whom they wait for.
+inline constexpr uint64_t kAnswerLimitNs = 1'000'000'000;
 
 template <class Machine, int N>
 struct Peers {
@@ -52,44 +53,98 @@ struct Peers {
 
   // Deadline of the wait for `peer`, or 0 to abort the wait. Called periodically while waiting, at
   // first with deadline 0. Takes no reference to state of the waiting thread, which would force
-  // that state into local memory.
+  // that state into local memory; for the same reason everything that can be left to report() is.
   JAXKV_NOINLINE static uint64_t next_deadline(const Machine& m, const RankView& v,
                                                uint64_t deadline, int peer, Phase phase,
                                                uint64_t expected, uint64_t seen) {
     Header& own = *v.headers[v.rank];
-    if (m.peek(&own.progress.failed)) return 0;
     const int other = find_mismatch(m, v);
     const uint64_t aborted = m.load_acquire(&own.signals.aborted);
-    if (other < 0 && !aborted) {
+    if (other < 0 && !aborted && !m.peek(&own.progress.failed)) {
       const uint64_t now = m.nanoseconds();
-      if (!deadline) return now + v.timeout_ns;
+      if (!deadline) return now + (own.progress.calls ? v.timeout_ns : v.first_timeout_ns);
       if (now < deadline) return deadline;
     }
     if (other >= 0) {
-      record(m, v, {0, v.rank, other, Phase::kMismatch, expected, seen});
-    } else if (aborted) {
-      const auto aborting_rank = static_cast<int32_t>(aborted - 1);
-      record(m, v, {0, v.rank, aborting_rank, Phase::kAborted, expected, seen});
+      claim(m, v, {0, v.rank, other, Phase::kMismatch, expected, seen, v.rank});
     } else {
-      record(m, v, {0, v.rank, peer, phase, expected, seen});
-      JAXKV_NO_UNROLL()
-      for (int r = 0; r < N; ++r) {
-        if (r != v.rank) m.store_release(&v.headers[r]->signals.aborted, uint64_t(v.rank) + 1);
-      }
+      const auto first = static_cast<int32_t>(aborted - 1);
+      claim(m, v,
+            {0, v.rank, peer, aborted ? Phase::kAborted : phase, expected, seen,
+             aborted ? first : v.rank});
+      publish_wait(m, v, peer, !aborted);
     }
     return 0;
   }
 
-  JAXKV_DEVICE static void record(const Machine& m, const RankView& v, const PeerFault& fault) {
-    if (!m.try_claim(&v.headers[v.rank]->progress.failed)) return;  // only the first is recorded
+  // Only the first fault of a rank is recorded; its block completes the record in report().
+  JAXKV_DEVICE static void claim(const Machine& m, const RankView& v, const PeerFault& fault) {
+    RankProgress& progress = v.headers[v.rank]->progress;
+    if (!m.try_claim(&progress.failed)) return;
     v.fault->rank = fault.rank;
     v.fault->peer = fault.peer;
     v.fault->phase = fault.phase;
     v.fault->expected = fault.expected;
     v.fault->seen = fault.seen;
-    v.fault->call = last_call(m, v, v.rank);
-    v.fault->peer_call = last_call(m, v, fault.peer);
-    m.store_release(&v.fault->recorded, 1u);
+    v.fault->timed_out = fault.timed_out;
+    progress.reporter = m.block() + 1;
+  }
+  // The peer that a thread waits for may itself be waiting for the rank that is missing. So the
+  // first rank that times out ends the waits of all, and all tell all others whom they wait for. No
+  // call on this memory can succeed any more, so this state is never reset.
+  JAXKV_DEVICE static void publish_wait(const Machine& m, const RankView& v, int peer,
+                                        bool is_first) {
+    if (m.peek(&v.headers[v.rank]->signals.waits[v.rank][peer])) return;  // this store is the last
+    JAXKV_NO_UNROLL()
+    for (int shift = 1; shift <= N; ++shift) {
+      Signals& signals = v.headers[(v.rank + shift) % N]->signals;
+      m.store_release(&signals.waits[v.rank][peer], uint64_t{1});
+      if (is_first && shift < N) m.store_release(&signals.aborted, uint64_t(v.rank) + 1);
+    }
+  }
+
+  // At the end of a failed call, after all threads of the block have ended their waits.
+  JAXKV_NOINLINE static void report(const Machine& m, const RankView& v) {
+    RankProgress& progress = v.headers[v.rank]->progress;
+    if (m.thread() != 0 || m.peek(&progress.reporter) != m.block() + 1) return;
+    PeerFault& fault = *v.fault;
+    if (fault.phase != Phase::kMismatch) {
+      const int absent = find_absent(m, v, fault.peer);
+      if (absent >= 0) fault.peer = absent;
+      if (absent < 0 && fault.phase == Phase::kAborted) fault.peer = fault.timed_out;
+    }
+    fault.call = last_call(m, v, v.rank);
+    fault.peer_call = last_call(m, v, fault.peer);
+    progress.reporter = 0;
+    m.store_release(&fault.recorded, 1u);
+  }
+  // The rank that this rank waits for, directly or through others, and that waits for none; -1 if
+  // there is none. Gives the others time to answer, unless all but one have.
+  JAXKV_DEVICE static int find_absent(const Machine& m, const RankView& v, int peer) {
+    const uint64_t begin = m.nanoseconds();
+    uint32_t waiting, awaited;
+    do {
+      m.pause();
+      waiting = 0, awaited = 1u << v.rank;
+      JAXKV_NO_UNROLL()
+      for (int i = 0; i < N * N * N; ++i) {  // N passes
+        const int from = i / N % N, to = i % N;
+        if (!m.load_acquire(&v.headers[v.rank]->signals.waits[from][to])) continue;
+        waiting |= 1u << from;
+        if (awaited >> from & 1) awaited |= 1u << to;
+      }
+      const uint32_t silent = ~waiting & ((1u << N) - 1);
+      if ((silent & (silent - 1)) == 0) {  // one at most
+        awaited = silent;
+        break;
+      }
+    } while (m.nanoseconds() - begin < kAnswerLimitNs);
+    awaited &= ~waiting;
+    if (awaited >> peer & 1) return peer;
+    for (int r = 0; r < N; ++r) {
+      if (awaited >> r & 1) return r;
+    }
+    return -1;
   }
 
   // Barrier with the blocks of the same index of all peers: their earlier writes are visible
@@ -121,7 +176,7 @@ struct Peers {
     for (uint32_t polls = 1;; ++polls) {
       const uint64_t seen = m.load_acquire(flag);
       if (static_cast<int64_t>(seen - epoch) >= 0) return true;  // epochs wrap
-      if (polls % kPollsPerClockRead == 0) {
+      if (polls % Machine::kPollsPerCheck == 0) {
         deadline = next_deadline(m, v, deadline, peer, Phase::kBarrier, epoch, seen);
         if (!deadline) return false;
       }
@@ -153,7 +208,7 @@ struct Peers {
       JAXKV_UNROLL()
       for (int r = 0; r < N; ++r) missing = pending(r) && !is_set(from[r]) ? r : missing;
       if (missing < 0) break;
-      if (polls % kPollsPerClockRead == 0) {
+      if (polls % Machine::kPollsPerCheck == 0) {
         deadline = next_deadline(m, v, deadline, missing, phase, expected, seen);
         if (!deadline) return false;
       }
@@ -198,7 +253,7 @@ struct Peers {
     for (int peer = m.thread(); peer < N; peer += m.num_threads()) {
       uint64_t deadline = 0, seen;
       for (uint32_t polls = 1; (seen = m.peek(posted(v, v.rank, peer, calls))) != mark; ++polls) {
-        if (polls % kPollsPerClockRead == 0) {
+        if (polls % Machine::kPollsPerCheck == 0) {
           deadline = next_deadline(m, v, deadline, peer, Phase::kCall, mark, seen);
           if (!deadline) return false;
         }

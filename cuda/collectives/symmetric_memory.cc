@@ -66,6 +66,9 @@ Communicator::Communicator(Geometry geometry, const ByRank<int32_t>& devices, ui
       entry->view.timeout_ns = timeout_ns;
     }
   }
+  // Several processes compile the program of the first call at different speeds.
+  const uint64_t first = spans_processes() ? kFirstCallTimeouts * timeout_ns : timeout_ns;
+  for_each_local([=](Rank& rank) { rank.view.first_timeout_ns = first; });
 }
 
 void Communicator::allocate() {
@@ -121,6 +124,15 @@ Communicator::Rank* Communicator::on_device(int32_t device) {
   return nullptr;
 }
 
+void Communicator::limit_blocks(const BlockLimits& limits) {
+  if (limits.size() != block_limits_.size() || std::ranges::min(limits) < 1) {
+    throw std::invalid_argument("jaxkv: symmetric memory: needs a limit of blocks of each kernel");
+  }
+  for (size_t i = 0; i < limits.size(); ++i) {
+    block_limits_[i] = std::min(block_limits_[i], limits[i]);
+  }
+}
+
 std::optional<PeerFault> Communicator::fault() const {
   std::optional<PeerFault> found;
   for (const auto& group : groups_) {
@@ -157,7 +169,11 @@ const char* name_of(Phase phase) {
 std::string describe(const PeerFault& fault) {
   const std::string rank = "rank " + std::to_string(fault.rank);
   const std::string peer = "rank " + std::to_string(fault.peer);
-  if (fault.phase == Phase::kAborted) return rank + " aborted, because " + peer + " timed out";
+  if (fault.phase == Phase::kAborted) {
+    const std::string first = "rank " + std::to_string(fault.timed_out);
+    return rank + " aborted, because " + first + " timed out" +
+           (fault.peer == fault.timed_out ? "" : " waiting for " + peer);
+  }
   const std::string called = " has called " + describe_call(fault.call) + ", but " + peer;
   if (fault.phase == Phase::kMismatch)
     return rank + called + " has called " + describe_call(fault.peer_call);

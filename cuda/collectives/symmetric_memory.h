@@ -22,9 +22,11 @@ namespace jaxkv::collectives {
 
 inline constexpr int kMaxRanks = 8;
 inline constexpr int kMaxBlocks = 512;   // per call
+inline constexpr int kRoutes = 5;        // of Route
 inline constexpr int kStages = 2;        // of the LL buffers
 inline constexpr int kTileBlocks = 128;  // per call, two_shot in tiles
 inline constexpr int kTileStages = 3;
+inline constexpr uint64_t kFirstCallTimeouts = 10;  // if there are several processes
 
 struct alignas(16) Word {
   uint32_t part[4];
@@ -40,6 +42,7 @@ struct Signals {
   uint64_t flags[kMaxBlocks][kMaxRanks];  // last barrier at which this block of a peer arrived
   uint64_t calls[2][kMaxRanks];           // the last two calls of each rank, see call_mark()
   uint64_t aborted;                       // 1 + rank of a peer that timed out, or 0
+  uint64_t waits[kMaxRanks][kMaxRanks];   // [rank][peer]: 1 if a wait of rank for peer has failed
 };
 
 // Mark of a call: its signature * kCallNumbers + its number, counted from 1 and modulo
@@ -56,8 +59,9 @@ struct RankProgress {
   uint64_t epoch;      // barriers passed
   uint64_t ll_epochs;  // uses of the LL buffers
   uint64_t calls;
-  uint32_t entered;  // blocks of the current call that have begun
-  uint32_t failed;   // a wait timed out: this call and all later ones end immediately
+  uint32_t entered;   // blocks of the current call that have begun
+  uint32_t failed;    // a wait timed out: this call and all later ones end immediately
+  uint64_t reporter;  // 1 + the block that completes the record of the fault, or 0
 };
 
 // The receive buffers follow. Alignment: the words of a warp must not straddle an additional
@@ -75,6 +79,7 @@ struct PeerFault {
   int32_t rank, peer;
   Phase phase;
   uint64_t expected, seen;
+  int32_t timed_out;                 // the rank whose timeout ended the wait; often this one
   uint64_t call = 0, peer_call = 0;  // marks of the last calls posted by both, 0 for none
 };
 
@@ -98,7 +103,7 @@ struct Geometry {
 struct RankView {
   Geometry geometry;
   int32_t rank;
-  uint64_t timeout_ns;
+  uint64_t timeout_ns, first_timeout_ns;  // the latter in the first call
 #ifdef JAXKV_TEST_HOOKS
   uint64_t stall_ns;  // maximum random delay of threads
 #endif
@@ -113,6 +118,9 @@ using Handle = std::vector<uint8_t>;
 
 template <class T>
 using ByRank = std::vector<std::vector<T>>;  // [group][rank]
+
+// Upper limits on the thread blocks of a call, by Route.
+using BlockLimits = std::vector<int32_t>;
 
 // A set of groups of `world_size` ranks each; ranks are reduced within their group.
 //
@@ -146,6 +154,11 @@ class Communicator {
   Rank* on_device(int32_t device);
   const Geometry& geometry() const { return geometry_; }
 
+  // Of this process until limit_blocks() was called with those of all: block b of a rank waits for
+  // block b of its peers, so all ranks must launch equal numbers.
+  const BlockLimits& block_limits() const { return block_limits_; }
+  void limit_blocks(const BlockLimits& limits);  // keeps the smaller of each; before any call
+
   // The first fault that a rank of this process has recorded, if any. Non-blocking.
   std::optional<PeerFault> fault() const;
 
@@ -174,6 +187,7 @@ class Communicator {
   virtual Header* map_memory(const Rank& rank, const Handle& handle) = 0;
 
   Geometry geometry_;
+  BlockLimits block_limits_ = BlockLimits(kRoutes, kMaxBlocks);
   ByRank<std::unique_ptr<Rank>> groups_;
 };
 

@@ -41,9 +41,10 @@ class SharedMemory {
     file_ = open(path.c_str(), O_RDWR | O_CLOEXEC);
     if (file_ < 0) fail(path);
     map();
-    if (name_.device == name.device && name_.inode == name.inode) return;
-    errno = ESTALE;  // a process in another container can have the same pid
-    fail(path);
+    if (name_.device != name.device || name_.inode != name.inode) {
+      errno = ESTALE;  // a process in another container can have the same pid
+      fail(path);
+    }
   }
   SharedMemory(const SharedMemory&) = delete;
   ~SharedMemory() { release(); }
@@ -64,6 +65,12 @@ class SharedMemory {
     struct stat status{};
     if (fstat(file_, &status) != 0) fail("fstat");
     name_ = {getpid(), file_, status.st_dev, status.st_ino};
+    if (static_cast<uint64_t>(status.st_size) < bytes_) {  // an access beyond it would be a SIGBUS
+      release();
+      throw std::runtime_error("jaxkv: symmetric memory: that of a peer has " +
+                               std::to_string(status.st_size) + " bytes, expected " +
+                               std::to_string(bytes_) + ": create it with equal arguments");
+    }
     address_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
     if (address_ == MAP_FAILED) fail("mmap of " + std::to_string(bytes_) + " bytes");
   }

@@ -111,6 +111,25 @@ def test_calls_of_several_memories_have_data_dependences():
 
 
 @pytest.mark.cpu_only
+def test_handle_of_a_smaller_memory_raises():
+    """An access beyond its end would kill the process."""
+    native = runtime_native.extension()
+    local, remote = (
+        native.create_communicator("cpu", [devices], words, 1, 1, 0, 10**9)
+        for devices, words in (([0, -1], 4096), ([-1, 0], 1))
+    )
+    handles = [
+        [native.communicator_handles(local)[0][0], native.communicator_handles(remote)[0][1]]
+    ]
+    with pytest.raises(RuntimeError, match=r"that of a peer has \d+ bytes, expected \d{6}: create"):
+        native.map_communicator(local, handles)
+    native.map_communicator(remote, handles)  # a larger one
+    for communicator in (local, remote):
+        native.close_communicator(communicator)
+        native.free_communicator(communicator)
+
+
+@pytest.mark.cpu_only
 def test_invalid_handle_raises():
     """Process id and descriptor of another process name something else in another container."""
     native = runtime_native.extension()

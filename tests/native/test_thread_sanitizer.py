@@ -1,13 +1,10 @@
 """Native sources under ThreadSanitizer, which does not instrument Python's threads."""
 
-import pathlib
-import shutil
 import subprocess
 
-import jax
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+from tests.util.native_program import build_for_cpu
 
 
 @pytest.mark.cpu_only
@@ -16,24 +13,12 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
     [
         (
             "all_reduce_races",
-            ["collectives/symmetric_memory.cc", "collectives/symmetric_memory_cpu.cc"],
+            ["cuda/collectives/symmetric_memory.cc", "cuda/collectives/symmetric_memory_cpu.cc"],
         ),
         ("host_ids_races", []),
     ],
 )
 def test_threads_do_not_race(program, sources, tmp_path):
-    if not shutil.which("g++") or not (ROOT / "cuda").exists():
-        pytest.skip("needs g++ and a checkout")
-    files = [ROOT / f"tests/native/{program}.cc", *(ROOT / "cuda" / name for name in sources)]
-    options = [
-        "-std=c++20",
-        "-g",
-        "-DJAXKV_TEST_HOOKS",
-        "-I",
-        str(ROOT / "cuda"),
-        "-isystem",
-        jax.ffi.include_dir(),
-    ]
-    built = tmp_path / program
-    subprocess.run(["g++", "-fsanitize=thread", *options, *files, "-o", built], check=True)
+    options = ["-fsanitize=thread", "-g", "-DJAXKV_TEST_HOOKS"]
+    built = build_for_cpu(program, tmp_path, *sources, options=options)
     subprocess.run([built], check=True, timeout=300)

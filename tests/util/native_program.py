@@ -1,9 +1,10 @@
-"""Programs that include a CUDA source of jaxkv and a simulated driver: no GPU is needed."""
+"""Programs that include a source of jaxkv: CUDA with a simulated driver, or the CPU backend."""
 
 import pathlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import jax
 import pytest
@@ -29,4 +30,19 @@ def build(name: str, folder: pathlib.Path, *sources: str) -> str:
     options += ["-Xcompiler=-fsanitize=address,-no-pie", "-Xlinker=--unresolved-symbols=ignore-all"]
     built = str(folder / name)
     subprocess.run([nvcc, *options, *files, "-o", built], check=True)
+    return built
+
+
+def build_for_cpu(name: str, folder: pathlib.Path, *sources: str, options: Sequence[str]) -> str:
+    """Compiles `tests/native/<name>.cc` and `sources`, without nvcc; the program's path.
+
+    Skips the test without a checkout or g++.
+    """
+    if not shutil.which("g++") or not (ROOT / "cuda").exists():
+        pytest.skip("needs g++ and a checkout")
+    files = [str(ROOT / file) for file in (f"tests/native/{name}.cc", *sources)]
+    include = ["-I", str(ROOT / "cuda"), "-isystem", jax.ffi.include_dir()]
+    built = str(folder / name)
+    command = ["g++", "-std=c++20", "-pthread", *options, *include, *files, "-o", built]
+    subprocess.run(command, check=True)
     return built

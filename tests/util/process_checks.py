@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from bench.collectives.soak import soak
 from jaxkv._src.collectives.all_reduce import Implementation
+from jaxkv._src.collectives.rendezvous import Rendezvous
 from jaxkv._src.runtime import native as runtime_native
 from jaxkv._src.tuning.all_reduce_table import VARIABLE, WORLD_SIZES, packaged_table
 from tests.util import hooks
@@ -268,6 +269,28 @@ def fails_in_last_process(name: str) -> Iterator[None]:
     setattr(native, name, real)
 
 
+def block_limits_are_equal(order: list[int]) -> None:
+    """The least of all processes: block b of a rank waits for block b of its peers."""
+    native: Any = runtime_native.extension()
+    real = native.block_limits
+    mine = [3, 9, 2, 8, 1 + ME] if ME == 0 else [4, 7, 5, 6, 1 + ME]
+    native.block_limits = lambda id: mine
+    with create(mesh_of(order)) as memory:
+        assert real(memory._id) == [3, 7, 2, 6, 1]
+    native.block_limits = real
+
+
+def creation_can_be_interrupted(order: list[int]) -> None:
+    rendezvous = Rendezvous([0, 1], timeout_s=20.0)
+    for waits in (lambda: rendezvous.step("creation", lambda: None), rendezvous.leave):
+        interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        interrupt.start()
+        begin = time.monotonic()
+        with raises(KeyboardInterrupt):
+            waits()
+        assert time.monotonic() - begin < 5
+
+
 # ---------------------------------------------------------------------------------------------
 # Timeouts and closing
 
@@ -284,6 +307,7 @@ def timeout_aborts_all_ranks(order: list[int]) -> None:
             return jax.lax.cond(jax.lax.axis_index(AXIS) == 0, lambda x: x, call, x)
 
         rows = spread(memory, operand(mesh.size, 10))
+        jax.block_until_ready(sums(memory, "one_shot")(rows))  # the first call waits longer
         step = on_ranks(memory, without_rank_0).lower(rows).compile()
         hooks.barrier(memory)  # only after all have compiled it
         begin = time.monotonic()
@@ -293,7 +317,10 @@ def timeout_aborts_all_ranks(order: list[int]) -> None:
         with suppress(*FROM_HANDLER):
             jax.block_until_ready(step(rows))
         assert time.monotonic() - begin < 1.5 * timeout_s
-        expected = r"^rank 1 .* rank [23]\b" if late else r"^rank [23] .* for rank 0\b"
+        first = (
+            r"^rank 1 aborted, because rank [23] timed out waiting" if late else r"^rank [23] .*"
+        )
+        expected = rf"{first} for rank 0\b"
         with raises(jaxkv.PeerTimeoutError, expected) as caught:
             memory.check_errors()
         error = caught[0]
@@ -355,8 +382,7 @@ def killed_process(order: list[int]) -> str:
     error = caught[0]
     assert isinstance(error, jaxkv.PeerTimeoutError)
     assert mesh.devices[error.rank].process_index == ME
-    if error.phase != "aborted":  # "aborted" names a peer that timed out
-        assert mesh.devices[error.peer].process_index == LAST
+    assert mesh.devices[error.peer].process_index == LAST
     begin = time.monotonic()
     with warns(rf"waiting for processes \[{LAST}\] to close"):
         memory.close()

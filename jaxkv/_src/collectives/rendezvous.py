@@ -19,6 +19,7 @@ import jax
 T = TypeVar("T")
 
 SUCCESS = "success"
+SLICE_S = 0.2  # the longest wait without a check for signals
 
 _instances: collections.Counter[tuple[int, ...]] = collections.Counter()  # by process group
 
@@ -103,13 +104,25 @@ class Rendezvous:
         deadline = time.monotonic() + self.timeout_s
         entries = {}
         for process in self.processes:
-            left_ms = max(1, int((deadline - time.monotonic()) * 1e3))
+            if (entry := self._read(f"{key}/{process}", deadline)) is not None:
+                entries[process] = entry
+        return entries
+
+    def _read(self, key: str, deadline: float) -> str | None:
+        """The value of a key, or None if it does not exist by the deadline.
+
+        In slices: Python handles no signal during a read.
+        """
+        while True:
+            left_s = deadline - time.monotonic()
+            wait_ms = max(1, int(min(left_s, SLICE_S) * 1e3))
             try:
-                entries[process] = self._store.blocking_key_value_get(f"{key}/{process}", left_ms)
+                return self._store.blocking_key_value_get(key, wait_ms)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-        return entries
+            if left_s <= SLICE_S:
+                return None
 
     def _decide(self, key: str, outcome: str) -> str:
         """The outcome of the first process that wrote one."""
@@ -118,7 +131,9 @@ class Rendezvous:
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
-        return self._store.blocking_key_value_get(f"{key}/outcome", 1 + int(self.timeout_s * 1e3))
+        if (decided := self._read(f"{key}/outcome", time.monotonic() + self.timeout_s)) is None:
+            raise RuntimeError(f"no outcome of {key} after {self.timeout_s:g} s")
+        return decided
 
     def _failure(self, step: str, entries: dict[int, str]) -> str:
         """Failures found in the entries of the processes, or `SUCCESS`."""

@@ -105,7 +105,9 @@ class SymmetricMemory:
           max_bytes: the largest array to support, in bytes. The workspace takes up to 58 MiB of
             each device, and 8 MiB more with JAXKV_MULTICAST=1.
           timeout_s: limit, in seconds up to 1e9, of the wait of a device for its peers, and of a
-            process for the others in each step of creation and in `close`.
+            process for the others in each step of creation and in `close`. With several processes,
+            the limit in the first call is ten times as long: each compiles the program at its own
+            speed. (Before the first call of a later program, compile it and synchronize.)
 
         Raises:
           ValueError: an invalid mesh, size, timeout or tuning table, or arguments that differ
@@ -227,7 +229,7 @@ class SymmetricMemory:
             for group in groups
         ]
 
-        def allocate() -> list[list[list[int]]]:
+        def allocate() -> tuple[list[list[list[int]]], list[int]]:
             self._id = native.create_communicator(
                 groups.flat[0].platform,
                 ordinals,
@@ -237,27 +239,28 @@ class SymmetricMemory:
                 0 if self._multicast_unsupported_reason else self._multicast_bytes() // WORD_BYTES,
                 int(self._rendezvous.timeout_s * 1e9),
             )
-            return native.communicator_handles(self._id)
+            return native.communicator_handles(self._id), native.block_limits(self._id)
 
         self._id = 0  # no communicator has this id
         try:
-            handles_by_process = self._rendezvous.step(
-                "SymmetricMemory.create, allocation", allocate
-            )
+            allocated = self._rendezvous.step("SymmetricMemory.create, allocation", allocate)
         except BaseException:
             native.close_communicator(self._id)
             native.free_communicator(self._id)  # not mapped by any other process yet
             raise
         self._close = weakref.finalize(self, native.close_communicator, self._id)
         handles = [
-            [handles_by_process[device.process_index][g][rank] for rank, device in enumerate(group)]
+            [allocated[device.process_index][0][g][rank] for rank, device in enumerate(group)]
             for g, group in enumerate(groups)
         ]
+
+        def map_memory() -> None:
+            native.map_communicator(self._id, handles)
+            for _, limits in allocated.values():
+                native.limit_blocks(self._id, limits)
+
         try:
-            self._rendezvous.step(
-                "SymmetricMemory.create, mapping",
-                lambda: native.map_communicator(self._id, handles),
-            )
+            self._rendezvous.step("SymmetricMemory.create, mapping", map_memory)
         except BaseException:
             self.close()
             raise

@@ -67,7 +67,8 @@ class PeerTimeoutError(JaxkvError, RuntimeError):
 
     Attributes:
       rank: the waiting rank.
-      peer: the rank that did not arrive, or in phase "aborted" the rank that timed out first.
+      peer: the rank that did not arrive. `rank` may have waited for another rank, which waits for
+        this one. If all ranks wait for each other, the one that timed out first.
       phase: "low_latency", "barrier", "scatter", "gather", "call" (the peer did not announce its
         call), "aborted", or "mismatch" (the peer entered another call).
       expected, seen: in phase "barrier" the epoch of the pending barrier and the peer's last epoch;
