@@ -4,7 +4,8 @@
   recompute   the same number of HBM pages, no host pool; evicted pages are recomputed
   all in HBM  HBM pages for all tokens
 
-The exit code is 0 only if all tokens of the three runs are equal.
+In float32 the tokens of the three runs must be equal, otherwise the exit code is 1. In bfloat16,
+the default on GPUs, tokens are equal where batches are, which differ between the runs.
 """
 
 import argparse
@@ -41,10 +42,11 @@ def parse(argv: Sequence[str] | None, on_cpu: bool) -> argparse.Namespace:
     add = parser.add_argument
     add("--prompts", type=Path, metavar="FILE", default=prompts, help='JSONL of {"id", "turns"}')
     add("--model", type=Path, metavar="DIR", help="Qwen3 checkpoint (default: random weights)")
+    dtype = "float32" if on_cpu else "bfloat16"
     preset = "tiny" if on_cpu else "qwen3-0.6b"
     add("--preset", choices=[*PRESETS], default=preset, help="sizes of a model of random weights")
     add("--attention", choices=IMPLEMENTATIONS, help="default: the fastest for this device")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help=rounding)
+    add("--dtype", choices=("float32", "bfloat16"), default=dtype, help=rounding)
     add(
         "--num-hbm-pages",
         type=positive,
@@ -203,6 +205,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     all_equal = all(found.tokens_equal.values())
     verdict = "equal those" if all_equal else "DIFFER from those"
     print(f"\nThe {count} tokens {verdict} of the runs without offload.")
+    if args.dtype == "bfloat16":
+        print("Equality is not claimed in bfloat16: batches differ, and so does their rounding.")
+        return 0
     return 0 if all_equal else 1
 
 

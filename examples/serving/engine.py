@@ -90,7 +90,7 @@ class Engine:
                 f"{limits.pages_per_request}, {num_hbm_pages}, {limits.batch} and "
                 f"{limits.token_budget}"
             )
-        self.limits, dtype = limits, params["norm"].dtype
+        self.config, self.limits, dtype = config, limits, params["norm"].dtype
         self.spec = jaxkv.KVCacheSpec(
             num_layers=config.num_hidden_layers,
             page_size=limits.page_size,
@@ -130,11 +130,13 @@ class Engine:
         return bool(self.waiting or self.running or self._previous)
 
     def submit(self, request: Request) -> None:
-        """Queues a request.
+        """Queues a request; ValueError as in `check`."""
+        self.check(request)
+        request.submitted_at = time.perf_counter()
+        self.waiting.append(request)
 
-        Raises:
-          ValueError: an empty prompt, or more tokens than `pages_per_request` pages hold.
-        """
+    def check(self, request: Request) -> None:
+        """ValueError: an empty prompt, or more tokens than `pages_per_request` pages hold."""
         size, limit = self.limits.page_size, self.limits.pages_per_request
         length = len(request.prompt) + request.max_new_tokens
         if not request.prompt or request.max_new_tokens < 1 or length > size * limit:
@@ -143,8 +145,6 @@ class Engine:
                 f"{request.max_new_tokens} new ones; at least 1 each, and {size * limit} in all "
                 f"(pages_per_request={limit} of {size} tokens)"
             )
-        request.submitted_at = time.perf_counter()
-        self.waiting.append(request)
 
     def step(self) -> None:
         """Dispatches a step and reads the tokens of the one before, the only host sync."""
