@@ -43,9 +43,27 @@ class Limits:
 
     page_size: int  # tokens per page
     batch: int  # maximum number of running requests
-    token_budget: int  # tokens of a step with prompts; must exceed `batch`
+    token_budget: int  # tokens of a step with prompts
     pages_per_request: int  # pages of the longest sequence
     copy_pages: int = 64  # pages loaded or stored beside one step
+    # Smaller batches run programs of smaller bounds, each compiled by `warm_up`.
+    row_buckets: tuple[int, ...] = ()  # rows of steps without prompts
+    token_buckets: tuple[int, ...] = ()  # tokens of steps with prompts
+
+    def __post_init__(self) -> None:
+        if min(self.token_sizes) <= self.batch or max(self.row_sizes) > self.batch:
+            raise ValueError(
+                "row_buckets <= batch < token_buckets and token_budget must hold, got "
+                f"{self.row_sizes}, {self.batch} and {self.token_sizes}"
+            )
+
+    @property
+    def row_sizes(self) -> list[int]:
+        return sorted({*self.row_buckets, self.batch})
+
+    @property
+    def token_sizes(self) -> list[int]:
+        return sorted({*self.token_buckets, self.token_budget})
 
 
 Row = tuple[Request, int]  # and its number of tokens in a step
@@ -84,11 +102,10 @@ class Engine:
         memory: jaxkv.SymmetricMemory | None = None,
         write: str = "through",
     ):
-        if not limits.pages_per_request <= num_hbm_pages or limits.token_budget <= limits.batch:
+        if limits.pages_per_request > num_hbm_pages:
             raise ValueError(
-                "pages_per_request <= num_hbm_pages and batch < token_budget must hold, got "
-                f"{limits.pages_per_request}, {num_hbm_pages}, {limits.batch} and "
-                f"{limits.token_budget}"
+                f"num_hbm_pages={num_hbm_pages}: a request may need "
+                f"pages_per_request={limits.pages_per_request}"
             )
         self.config, self.limits, dtype = config, limits, params["norm"].dtype
         self.spec = jaxkv.KVCacheSpec(
@@ -240,9 +257,13 @@ class Engine:
         specs: list[Spec],
     ) -> Dispatched:
         """Dispatches a step and does the account of what it computes."""
-        prompts = any(count > 1 for _, count in rows)
-        max_tokens = self.limits.token_budget if prompts else self.limits.batch
-        inputs = self._inputs(rows, pages, max_tokens)
+        total = sum(count for _, count in rows)
+        if total > len(rows):
+            num_rows = self.limits.batch
+            num_tokens = next(size for size in self.limits.token_sizes if size >= total)
+        else:
+            num_rows = num_tokens = next(s for s in self.limits.row_sizes if s >= len(rows))
+        inputs = self._inputs(rows, pages, num_rows, num_tokens)
         sampled = [request if request.missing == count else None for request, count in rows]
         sampling = any(request.sampling.temperature > 0 for request, _ in rows)
         chosen = self._run(inputs, copy, sampling)
@@ -253,11 +274,12 @@ class Engine:
         return Dispatched(chosen, sampled, specs)
 
     def _inputs(
-        self, rows: Sequence[Row], pages: Sequence[tuple[int, int]], max_tokens: int
+        self, rows: Sequence[Row], pages: Sequence[tuple[int, int]], num_rows: int, num_tokens: int
     ) -> Inputs:
+        """The arrays of a step, padded to `num_rows` and `num_tokens`."""
         limits = self.limits
-        tokens, source = np.zeros(max_tokens, np.int32), np.full(max_tokens, -1, np.int32)
-        slots = np.full(limits.batch, limits.batch, np.int32)
+        tokens, source = np.zeros(num_tokens, np.int32), np.full(num_tokens, -1, np.int32)
+        slots = np.full(num_rows, limits.batch, np.int32)
         start = 0
         for row, (request, count) in enumerate(rows):
             new = request.tokens[request.computed :][:count]
@@ -273,12 +295,12 @@ class Engine:
             [count for _, count in rows],
             [request.computed + count for request, count in rows],
             [request.placement.pages for request, _ in rows if request.placement],
-            max_num_reqs=limits.batch,
-            max_num_tokens=max_tokens,
+            max_num_reqs=num_rows,
+            max_num_tokens=num_tokens,
             max_blocks=limits.pages_per_request,
             block_size=limits.page_size,
         )
-        sampling = SamplingRows.of([request.sampling for request, _ in rows], limits.batch)
+        sampling = SamplingRows.of([request.sampling for request, _ in rows], num_rows)
         return Inputs(tokens, source, batch, slots, sampling, copies)
 
     def _run(self, inputs: Inputs, copy: str, sampling: bool) -> jax.Array:
@@ -318,10 +340,12 @@ class Engine:
 
     def warm_up(self, sampling: bool = False) -> None:
         """Compiles all programs by running them on padding; call it before the first request."""
+        sizes = [(rows, rows) for rows in self.limits.row_sizes]
+        sizes += [(self.limits.batch, tokens) for tokens in self.limits.token_sizes]
         for copy in ("none", "load", "store") if self.pool else ("none",):
-            for max_tokens in (self.limits.batch, self.limits.token_budget):
+            for num_rows, num_tokens in sizes:
                 for kind in (False, True)[: 1 + sampling]:
-                    self._run(self._inputs([], [], max_tokens), copy, kind)
+                    self._run(self._inputs([], [], num_rows, num_tokens), copy, kind)
         jax.block_until_ready(self.state)
 
 

@@ -96,6 +96,23 @@ def test_answers_equal_those_of_a_dense_model(token_budget):
     assert run(make_engine(token_budget=token_budget), requests()) == expected()
 
 
+def test_answers_in_bucketed_batches(monkeypatch):
+    limits = Limits(4, 4, 60, 24, row_buckets=(1, 2), token_buckets=(9, 30))
+    engine, sizes = Engine(CONFIG, params(), limits, 80), set()
+    inputs = engine._inputs
+
+    def noted(rows, pages, num_rows, num_tokens):
+        sizes.add((num_rows, num_tokens))
+        return inputs(rows, pages, num_rows, num_tokens)
+
+    monkeypatch.setattr(engine, "_inputs", noted)
+    assert run(engine, requests()) == expected()
+    assert run(engine, requests()[1:2]) == expected()[1:2]
+    assert sizes == {(1, 1), (2, 2), (4, 4), (4, 9), (4, 30), (4, 60)}
+    with pytest.raises(ValueError, match=r"must hold, got \[4\], 4 and \[4, 60\]"):
+        Limits(4, 4, 60, 24, token_buckets=(4,))
+
+
 def test_answers_after_preemption():
     engine, batch = make_engine(num_hbm_pages=30), requests()
     assert run(engine, batch) == expected()
@@ -171,7 +188,7 @@ def test_cancelled_request_frees_its_row_and_pages():
     assert sorted(engine._slots) == list(range(4))
 
 
-def test_prompts_and_answers_share_steps():
+def test_prompts_and_answers_share_steps(monkeypatch):
     engine, mixed = make_engine(), 0
     for request in requests():
         engine.submit(request)
@@ -185,7 +202,7 @@ def test_prompts_and_answers_share_steps():
         mixed += 1 in counts and max(counts) > 1
         return rows
 
-    engine._schedule = counted
+    monkeypatch.setattr(engine, "_schedule", counted)
     while engine.busy:
         engine.step()
     assert mixed >= 3
