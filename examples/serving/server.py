@@ -14,18 +14,22 @@ import math
 import queue
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+import jaxkv
 
 from .checkpoint import load_checkpoint
 from .engine import Engine, Limits
@@ -67,11 +71,14 @@ class EngineThread:
                     active.add(request)
                 self.engine.step()
                 active = {request for request in active if not request.finished}
-        except BaseException as error:
+        except Exception as error:
+            traceback.print_exc()
             self.error = error
             for request in active:  # wakes their clients
                 request.on_token(request)
-            raise
+            while (message := self._inbox.get()) is not None:
+                if message[0] == "submit":
+                    message[1].on_token(message[1])
 
 
 class Server:
@@ -249,6 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--num-host-pages", type=int, default=4096)
     add("--max-requests", type=int, default=8 if on_cpu else 64, help="running at a time")
     add("--token-budget", type=int, default=128 if on_cpu else 2048, help="tokens of a step")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="devices")
     add("--max-length", type=int, default=4096, help="tokens of prompt and answer")
     args = parser.parse_args(argv)
     tokenizer: Tokenizer = ByteTokenizer()
@@ -260,7 +268,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         params = init_params(config, 0, args.dtype)
     pages = -(-args.max_length // args.page_size)
     limits = Limits(args.page_size, args.max_requests, args.token_budget, pages)
-    engine = Engine(config, params, limits, args.num_hbm_pages, args.num_host_pages)
+    memory = None
+    if args.tensor_parallel > 1:
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[: args.tensor_parallel]), ("tp",))
+        memory = jaxkv.SymmetricMemory.create(mesh, "tp")
+    sizes = (args.num_hbm_pages, args.num_host_pages)
+    engine = Engine(config, params, limits, *sizes, memory=memory)
     engine.warm_up(sampling=True)
     server = Server(engine, tokenizer, args.model.name if args.model else args.preset)
     uvicorn.run(server.app, host=args.host, port=args.port)

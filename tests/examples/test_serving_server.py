@@ -126,6 +126,27 @@ def test_request_of_a_client_that_is_gone_ends(served):
     assert not server.thread.engine.busy
 
 
+def test_clients_of_a_failed_engine_get_an_error(monkeypatch, capsys):
+    from starlette.testclient import TestClient
+
+    from examples.serving.server import Server
+
+    engine = make_engine()
+    server = Server(engine, ByteTokenizer(), "tiny")
+
+    def fail():
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(engine, "step", fail)
+    client = TestClient(server.app, raise_server_exceptions=False)
+    assert client.get("/health").status_code == 200
+    for _ in range(2):  # while it fails, and afterwards
+        assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 500
+    assert client.get("/health").status_code == 500
+    server.thread.stop()
+    assert "no more" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "options",
     [
