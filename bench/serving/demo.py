@@ -77,7 +77,8 @@ def _unequal_tokens(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv)
-    summary, code = serve(["--max-new-tokens", "8"] if flags.quick else [])
+    short = ["--max-new-tokens", "8"] if flags.quick else []
+    summary, code = serve(["--dtype", "float32", *short])
     results = Results("demo")
     record(results, summary)
     results.save(flags.out)

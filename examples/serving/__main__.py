@@ -4,7 +4,8 @@
   recompute   the same number of HBM pages, no host pool; evicted pages are recomputed
   all in HBM  HBM pages for all tokens
 
-The exit code is 0 only if all tokens of the three runs are equal.
+In float32 the tokens of the three runs must be equal, otherwise the exit code is 1. In bfloat16,
+the default on GPUs, tokens are equal where batches are, which differ between the runs.
 """
 
 import argparse
@@ -19,16 +20,15 @@ import jax
 import jaxkv
 
 from . import report
+from .attention import IMPLEMENTATIONS
 from .checkpoint import load_checkpoint
-from .engine import Engine, Limits, Turn, serve
-from .model import Config, Params, init_params
+from .engine import Engine, Limits, serve
+from .model import PRESETS, Config, Params, init_params
+from .request import Request
 from .tokenizer import ByteTokenizer, QwenTokenizer, Tokenizer
 
-TINY = Config(256, 256, 768, 4, 4, 2, 64)
-QWEN3_600M = Config(256, 1024, 3072, 28, 16, 8, 128)  # except for the vocabulary size
-
 Conversations = dict[str, list[str]]
-Runs = dict[str, list[Turn]]
+Runs = dict[str, list[Request]]
 
 
 def parse(argv: Sequence[str] | None, on_cpu: bool) -> argparse.Namespace:
@@ -38,11 +38,15 @@ def parse(argv: Sequence[str] | None, on_cpu: bool) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     prompts = Path(__file__).with_name("conversations.jsonl")
-    rounding = "in bfloat16 recomputed pages round differently, which may change tokens"
+    rounding = "in bfloat16 batches that differ round differently, which may change tokens"
     add = parser.add_argument
     add("--prompts", type=Path, metavar="FILE", default=prompts, help='JSONL of {"id", "turns"}')
     add("--model", type=Path, metavar="DIR", help="Qwen3 checkpoint (default: random weights)")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help=rounding)
+    dtype = "float32" if on_cpu else "bfloat16"
+    preset = "tiny" if on_cpu else "qwen3-0.6b"
+    add("--preset", choices=[*PRESETS], default=preset, help="sizes of a model of random weights")
+    add("--attention", choices=IMPLEMENTATIONS, help="default: the fastest for this device")
+    add("--dtype", choices=("float32", "bfloat16"), default=dtype, help=rounding)
     add(
         "--num-hbm-pages",
         type=positive,
@@ -93,7 +97,7 @@ def show_progress(text: str) -> None:
 def load_model(args: argparse.Namespace, on_cpu: bool) -> tuple[Config, Params]:
     if args.model:
         return load_checkpoint(args.model, args.dtype)
-    config = TINY if on_cpu else QWEN3_600M
+    config = PRESETS[args.preset]
     return config, init_params(config, args.seed, args.dtype)
 
 
@@ -113,7 +117,7 @@ def plan_runs(
     few = args.num_hbm_pages or 2 * max(pages)
     if few < max(pages):
         raise SystemExit(f"--num-hbm-pages: the longest conversation needs {max(pages)} pages")
-    limits = Limits(page_size, 4, chunk, pages_per_turn=max(pages), pages_in_use=few)
+    limits = Limits(page_size, 4, chunk + 4, pages_per_request=max(pages))
     return limits, {
         "offload": (few, args.num_host_pages or sum(pages)),
         "recompute": (few, 0),
@@ -151,7 +155,7 @@ def compare(runs: Runs, spec: jaxkv.KVCacheSpec) -> Comparison:
 def answers(runs: Runs, spec: jaxkv.KVCacheSpec, tokenizer: Tokenizer) -> list[report.Row]:
     """One row for each answer."""
     return [
-        {"run": name, "conversation": turn.conversation, "turn": turn.index + 1}
+        {"run": name, "conversation": turn.name, "turn": turn.index + 1}
         | report.row([turn], spec)
         | {"tokens": turn.answer, "text": tokenizer.decode(turn.answer)}
         for name, turns in runs.items()
@@ -172,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (num_hbm_pages, num_host_pages) in sizes.items():
         print(f"{name}: {num_hbm_pages} HBM pages, {num_host_pages} host pages", file=sys.stderr)
         engine = Engine(
-            config, params, limits, num_hbm_pages, num_host_pages, args.layout, tokenizer.stop
+            config, params, limits, num_hbm_pages, num_host_pages, args.layout, args.attention
         )
         engine.warm_up()
         runs[name] = serve(engine, tokenizer, conversations, args.max_new_tokens, show_progress)
@@ -201,6 +205,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     all_equal = all(found.tokens_equal.values())
     verdict = "equal those" if all_equal else "DIFFER from those"
     print(f"\nThe {count} tokens {verdict} of the runs without offload.")
+    if args.dtype == "bfloat16":
+        print("Equality is not claimed in bfloat16: batches differ, and so does their rounding.")
+        return 0
     return 0 if all_equal else 1
 
 

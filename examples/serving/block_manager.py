@@ -1,135 +1,185 @@
-"""Page allocation and prefix caching, in HBM and in the host pool. Host integers only, no JAX.
+"""Pages in HBM, prefix caching, and the copies from and to the host tier. No JAX.
 
-A full page is identified by a hash of all tokens up to its end (its name), so pages of equal name
-have equal keys and values. A page in HBM is in one of three states:
+A full page is identified by its block key, a hash of all tokens up to its end, so pages of equal
+keys have equal keys and values. States of a page in HBM:
 
-    free    without valid contents
-    in use  referenced by one or more running turns, with a count in `_references`
-    cached  unreferenced, but found by name; evicted in LRU order
+    free      without valid contents
+    loading   reserved for a load that has not been issued; not found by others
+    in use    referenced by running requests and stores to issue, with a count in `_references`
+    cached    unreferenced, but found by its key; evicted in LRU order
 
-An evicted page is stored to the host pool, unless it is there already, and reloaded on a later
-request of its name. The host pool is a second, larger cache with its own LRU order.
+`jaxkv.offload.OffloadManager` keeps the same account for the host pool. A page is published once
+the program that writes it is dispatched: later programs run after it on the device.
 """
 
 import dataclasses
-import hashlib
-import itertools
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-import numpy as np
+from jaxkv import offload
 
-Name = bytes
+Spec = offload.LoadSpec | offload.StoreSpec
 
 
-def page_names(tokens: Sequence[int], page_size: int) -> list[Name]:
-    """Names of all full pages of a sequence."""
-    content, names = hashlib.sha256(), []
-    for end in range(page_size, len(tokens) + 1, page_size):
-        content.update(np.asarray(tokens[end - page_size : end], np.int32).tobytes())
-        names.append(content.digest())
-    return names
+@dataclasses.dataclass(eq=False)
+class Copy:
+    """A load or store: entries are (page in the host pool, page in HBM)."""
+
+    spec: Spec
+    pages: list[tuple[int, int]]
+    issued: int = 0
+
+    @property
+    def done(self) -> bool:
+        return self.issued == len(self.pages)
 
 
 @dataclasses.dataclass
 class Placement:
-    """The pages of a turn, and the copies required before their use: stores, then loads."""
+    """The pages of an admitted request; those of `load` may be used once it is issued."""
 
-    pages: list[int] = dataclasses.field(default_factory=list)
-    found_in_hbm: int = 0
-    stores: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (host, HBM) page
-    loads: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (host, HBM) page
+    pages: list[int]
+    found_in_hbm: int
+    load: Copy | None = None
+
+    @property
+    def loaded(self) -> int:
+        return len(self.load.pages) if self.load else 0
 
 
 class BlockManager:
-    """Allocates HBM pages and decides which pages to store, load and evict."""
+    """Allocates HBM pages, finds prefixes in both memories and queues copies between them."""
 
-    def __init__(self, num_hbm_pages: int, num_host_pages: int):
+    def __init__(self, num_hbm_pages: int, num_host_pages: int, write: str = "through"):
         self._free = list(range(num_hbm_pages))
         self._references = [0] * num_hbm_pages
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._page_of: dict[Name, int] = {}
-        self._name_of: dict[int, Name] = {}
-        self._host_free = list(range(num_host_pages))
-        self._host_page_of: OrderedDict[Name, int] = OrderedDict()
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._loading: set[bytes] = set()
+        self.loads: deque[Copy] = deque()
+        self.stores: deque[Copy] = deque()
+        self.host = offload.OffloadManager(num_host_pages, write=write) if num_host_pages else None
 
-    def place(self, names: Sequence[Name], num_pages: int) -> Placement:
-        """Allocates `num_pages` pages; the first ones hold the longest cached prefix of `names`.
+    def admit(self, keys: Sequence[bytes], num_pages: int) -> Placement | None:
+        """Allocates `num_pages` pages; the first ones hold the longest prefix of `keys` found.
 
-        The caller must issue the copies of the result before any use of these pages.
-
-        Raises:
-          MemoryError: not enough pages that are not in use; the state is unchanged.
+        Returns None, without a change, if there is no room, or if a page of the prefix is about to
+        be loaded for another request: try again in the next step.
         """
-        prefix = self._known_prefix(names)
-        resident = [self._page_of[name] for name in prefix if name in self._page_of]
-        room = len(self._free) + len(self._cached.keys() - set(resident))
-        if num_pages - len(resident) > room:
-            raise MemoryError(f"requested {num_pages - len(resident)} HBM pages, {room} available")
-        placement = Placement(found_in_hbm=len(resident))
+        prefix: list[int | None] = []  # page in HBM; None: in the host tier
+        on_host: Sequence[bytes] = ()
+        for place, key in enumerate(keys):
+            if key in self._loading:
+                return None
+            if key not in self._page_of and not on_host and self.host:
+                on_host = keys[place : place + self.host.lookup(keys[place:]).num_blocks]
+                end = place + len(on_host)
+            if key not in self._page_of and (not on_host or place >= end):
+                break
+            prefix.append(self._page_of.get(key))
+        resident = {page for page in prefix if page is not None}
+        if num_pages - len(resident) > len(self._free) + len(self._cached.keys() - resident):
+            return None
+        if self.host:
+            self.host.touch(keys)
         for page in resident:
             self._take(page)
-        busy = set()  # host pages of this placement, not to be reused
-        for name in reversed(prefix):
-            if name in self._host_page_of:
-                self._host_page_of.move_to_end(name)
-                busy.add(self._host_page_of[name])
-        for name in prefix:
-            if name not in self._page_of:
-                page = self._new_page(placement, busy)
-                placement.loads.append((self._host_page_of[name], page))
-                self.publish([page], [name])
-            placement.pages.append(self._page_of[name])
-        while len(placement.pages) < num_pages:
-            placement.pages.append(self._new_page(placement, busy))
+        pages = [self._new_page() if page is None else page for page in prefix]
+        placement = Placement(pages, len(resident))
+        absent = [place for place, page in enumerate(prefix) if page is None]
+        if absent and self.host:
+            spec = self.host.prepare_load([keys[place] for place in absent])
+            on_device = [pages[place] for place in absent]
+            placement.load = Copy(spec, list(zip(spec.pages, on_device, strict=True)))
+            self._queue(self.loads, placement.load)
+            self._loading.update(spec.keys)
+        pages += [self._new_page() for _ in range(num_pages - len(pages))]
         return placement
 
-    def publish(self, pages: Sequence[int], names: Sequence[Name]) -> None:
-        """Makes full pages available by name; the second page of a name stays private."""
-        for page, name in zip(pages, names, strict=False):
-            if name not in self._page_of:
-                self._page_of[name], self._name_of[page] = page, name
+    def grow(self, placement: Placement) -> bool:
+        """Adds a page for the next tokens; False if all pages are in use."""
+        if not self._free and not self._cached:
+            return False
+        placement.pages.append(self._new_page())
+        return True
+
+    def publish(self, pages: Sequence[int], keys: Sequence[bytes], first: int) -> int:
+        """Makes full pages from number `first` on found by their keys, and queues their stores.
+
+        Returns the number of pages to store.
+        """
+        self._name(pages[first:], keys[first:])
+        if not self.host or first >= len(keys):
+            return 0
+        spec = self.host.prepare_store(keys)
+        on_device = [pages[index] for index in spec.indices]
+        if not on_device:
+            self.host.abort(spec)
+            return 0
+        self._queue(self.stores, Copy(spec, list(zip(spec.pages, on_device, strict=True))))
+        return len(on_device)
+
+    def take_copies(self, limit: int) -> tuple[str, list[tuple[int, int]], list[Spec]]:
+        """The copies of the next step: up to `limit` pages of loads, otherwise of stores.
+
+        Returns their direction, their pages, and the specs to complete after that step.
+        """
+        kind, queue = ("load", self.loads) if self.loads else ("store", self.stores)
+        taken: list[tuple[int, int]] = []
+        over = []
+        while queue and self.host and len(taken) < limit:
+            copy = queue[0]
+            if not copy.issued:
+                self.host.start(copy.spec)
+            part = copy.pages[copy.issued :][: limit - len(taken)]
+            taken += part
+            copy.issued += len(part)
+            if copy.done:
+                over.append(queue.popleft())
+        for copy in over:
+            on_device = [page for _, page in copy.pages]
+            if kind == "load":
+                self._loading.difference_update(copy.spec.keys)
+                self._name(on_device, copy.spec.keys)
+            self.release(on_device)
+        return kind if taken else "none", taken, [copy.spec for copy in over]
+
+    def complete(self, specs: Sequence[Spec]) -> None:
+        """Ends copies: the step that made them is over."""
+        for spec in specs:
+            assert self.host is not None
+            self.host.complete(spec)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Releases the pages of a turn; its last pages are evicted first."""
+        """Releases the pages of a request; its last pages are evicted first."""
         for page in reversed(pages):
             self._references[page] -= 1
-            if self._references[page] == 0 and page in self._name_of:
+            if self._references[page] == 0 and page in self._key_of:
                 self._cached[page] = None
             elif self._references[page] == 0:
                 self._free.append(page)
 
-    def _known_prefix(self, names: Sequence[Name]) -> list[Name]:
-        known = self._page_of.keys() | self._host_page_of.keys()
-        return list(itertools.takewhile(known.__contains__, names))
+    def _name(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
+        for page, key in zip(pages, keys, strict=False):
+            if key not in self._page_of:  # the second page of a key stays private
+                self._page_of[key], self._key_of[page] = page, key
+
+    def _queue(self, queue: deque[Copy], copy: Copy) -> None:
+        """Queued copies hold their pages, even if their request ends before they are issued."""
+        for _, page in copy.pages:
+            self._take(page)
+        queue.append(copy)
 
     def _take(self, page: int) -> None:
         self._cached.pop(page, None)
         self._references[page] += 1
 
-    def _new_page(self, placement: Placement, busy: set[int]) -> int:
-        page = self._free.pop() if self._free else self._evict(placement, busy)
+    def _new_page(self) -> int:
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._cached.popitem(last=False)
+            del self._page_of[self._key_of.pop(page)]
         self._take(page)
         return page
-
-    def _evict(self, placement: Placement, busy: set[int]) -> int:
-        """Evicts the LRU page; stores it if the host pool has room and no copy of it."""
-        page, _ = self._cached.popitem(last=False)
-        name = self._name_of.pop(page)
-        del self._page_of[name]
-        if name in self._host_page_of:
-            self._host_page_of.move_to_end(name)
-        elif (host_page := self._host_room(busy)) is not None:
-            self._host_page_of[name] = host_page
-            placement.stores.append((host_page, page))
-            busy.add(host_page)
-        return page
-
-    def _host_room(self, busy: set[int]) -> int | None:
-        if self._host_free:
-            return self._host_free.pop()
-        for name, page in self._host_page_of.items():
-            if page not in busy:
-                del self._host_page_of[name]
-                return page
-        return None

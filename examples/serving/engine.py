@@ -1,35 +1,40 @@
-"""The serving loop in `Engine.step`: schedule, copy pages, compute.
+"""The serving loop in `Engine.step`: schedule, dispatch, read the tokens of the step before.
 
-Scheduling is plain Python over integers. Only three jitted programs access arrays (`store`, `load`,
-`next_tokens`); their shapes are static, so nothing is compiled while serving.
+The host is one step ahead of the device. Sampled tokens stay there and are the next step's input;
+the host reads them while the next step runs, so a stop token is noticed a step late and the token
+after it is dropped. Prompt chunks and single tokens of answers share a batch, up to a token budget.
 
-A run with a host pool is bitwise identical to a run with all pages in HBM: scheduling depends on
-numbers of tokens and on `Limits`, not on time or the location of pages, so both runs compute the
-same tokens in the same batches; the number of pages only affects gathers and scatters, which move
-bytes; and page copies are exact. A run that recomputes evicted pages has different batches and
-agrees up to rounding; with float32 products, the error is far below the margin between the two best
-tokens.
+Scheduling is plain Python over integers, and the shapes of all programs are static, so nothing is
+compiled while serving. A page is in use until the step that reads or writes it was dispatched, not
+until it is over: the device runs steps in order.
+
+With float32 products, answers do not depend on where the pages of a prefix come from: batches may
+differ, but the error is far below the margin between the two best tokens. In bfloat16 tokens are
+equal only where batches are.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
 from jaxkv.metadata import BatchMetadata
+from jaxkv.offload import BlockHasher
 
-from .block_manager import BlockManager, Placement, page_names
-from .model import Batch, Config, Params, next_tokens
+from . import attention as attention_module
+from .block_manager import BlockManager, Spec
+from .model import Config, Params, partition
+from .request import Request
+from .sampling import SamplingRows
+from .step import Inputs, Program, State, run
 from .tokenizer import Tokenizer
-
-# Donated, so that they write in place.
-store = jax.jit(jaxkv.store_pages, donate_argnames="pool")
-load = jax.jit(jaxkv.load_pages, donate_argnames="cache")
 
 
 @dataclass(frozen=True)
@@ -37,44 +42,53 @@ class Limits:
     """Limits of the scheduler, which also determine the static shapes."""
 
     page_size: int  # tokens per page
-    batch: int  # maximum number of running turns
-    chunk: int  # prompt tokens per step (chunked prefill)
-    pages_per_turn: int  # pages of the longest sequence
-    pages_in_use: int  # of all running turns, shared pages counted once for each turn
+    batch: int  # maximum number of running requests
+    token_budget: int  # tokens of a step with prompts
+    pages_per_request: int  # pages of the longest sequence
+    copy_pages: int = 64  # pages loaded or stored beside one step
+    # Smaller batches run programs of smaller bounds, each compiled by `warm_up`.
+    row_buckets: tuple[int, ...] = ()  # rows of steps without prompts
+    token_buckets: tuple[int, ...] = ()  # tokens of steps with prompts
 
-
-@dataclass(eq=False)
-class Turn:
-    """One turn of a conversation: prompt, progress and answer."""
-
-    conversation: str
-    index: int
-    prompt: list[int]  # the conversation up to the new question
-    max_new_tokens: int
-    known: int = 0  # prompt tokens computed in earlier turns
-    answer: list[int] = field(default_factory=list)
-    computed: int = 0  # tokens with keys and values in HBM
-    placement: Placement = field(default_factory=Placement)
-    admitted_at: float = 0.0
-    first_token_at: float = 0.0
-    finished_at: float = 0.0
+    def __post_init__(self) -> None:
+        if min(self.token_sizes) <= self.batch or max(self.row_sizes) > self.batch:
+            raise ValueError(
+                "row_buckets <= batch < token_buckets and token_budget must hold, got "
+                f"{self.row_sizes}, {self.batch} and {self.token_sizes}"
+            )
 
     @property
-    def tokens(self) -> list[int]:
-        return self.prompt + self.answer
+    def row_sizes(self) -> list[int]:
+        return sorted({*self.row_buckets, self.batch})
 
     @property
-    def missing(self) -> int:
-        """Tokens to compute before the next one can be sampled."""
-        return len(self.prompt) + len(self.answer) - self.computed
+    def token_sizes(self) -> list[int]:
+        return sorted({*self.token_buckets, self.token_budget})
 
-    def num_pages(self, page_size: int) -> int:
-        """Maximum number of pages of the turn."""
-        return -(-(len(self.prompt) + self.max_new_tokens) // page_size)
+
+Row = tuple[Request, int]  # and its number of tokens in a step
+
+
+class Dispatched(NamedTuple):
+    """A step whose tokens have not been read."""
+
+    tokens: jax.Array
+    rows: list[Request | None]  # None: nothing was sampled for the row
+    copies: list[Spec]
 
 
 class Engine:
-    """Continuous batching over a DeviceCache and, unless `num_host_pages` is 0, a HostPool."""
+    """Continuous batching over a DeviceCache and, unless `num_host_pages` is 0, a HostPool.
+
+    Args:
+      config, params: the model; the dtype of the cache is that of the parameters.
+      limits: of the scheduler.
+      num_hbm_pages, num_host_pages: sizes of both memories.
+      layout: of the host pool.
+      attention: implementation, see attention.py.
+      memory: symmetric memory of a mesh axis "tp" for tensor parallelism.
+      write: when pages are stored, see `jaxkv.offload.OffloadManager`.
+    """
 
     def __init__(
         self,
@@ -84,131 +98,255 @@ class Engine:
         num_hbm_pages: int,
         num_host_pages: int = 0,
         layout: Any = "page_first_direct",
-        stop: int | None = None,
+        attention: str | None = None,
+        memory: jaxkv.SymmetricMemory | None = None,
+        write: str = "through",
     ):
-        if not limits.pages_per_turn <= limits.pages_in_use <= num_hbm_pages:
+        if limits.pages_per_request > num_hbm_pages:
             raise ValueError(
-                "pages_per_turn <= pages_in_use <= num_hbm_pages must hold, got "
-                f"{limits.pages_per_turn}, {limits.pages_in_use} and {num_hbm_pages}"
+                f"num_hbm_pages={num_hbm_pages}: a request may need "
+                f"pages_per_request={limits.pages_per_request}"
             )
-        self.config, self.params, self.limits, self.stop = config, params, limits, stop
+        self.config, self.limits, dtype = config, limits, params["norm"].dtype
         self.spec = jaxkv.KVCacheSpec(
             num_layers=config.num_hidden_layers,
             page_size=limits.page_size,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            dtype=params["norm"].dtype,
+            dtype=dtype,
         )
-        self.cache = jaxkv.DeviceCache.create(self.spec, num_pages=num_hbm_pages)
+        mesh, axis = (memory.mesh, "tp") if memory else (None, None)
+        if mesh:
+            specs = config.build(partition)
+            params = jax.device_put(params, jax.tree.map(partial(jax.NamedSharding, mesh), specs))
+        self.params = params
+        cache = jaxkv.DeviceCache.create(
+            self.spec, num_pages=num_hbm_pages, mesh=mesh, head_axis=axis
+        )
+        sharding = jax.NamedSharding(mesh, jax.P()) if mesh else cache.layers[0][0].sharding
+        self.state = State(cache, jnp.zeros(limits.batch, jnp.int32, device=sharding))
         self.pool: jaxkv.HostPool | None = None
         if num_host_pages:
-            self.pool = jaxkv.HostPool.create(self.spec, num_pages=num_host_pages, layout=layout)
-        self.blocks = BlockManager(num_hbm_pages, num_host_pages)
-        self.waiting: deque[Turn] = deque()
-        self.running: list[Turn] = []
-
-    def submit(self, turn: Turn) -> None:
-        pages, limit = turn.num_pages(self.limits.page_size), self.limits.pages_per_turn
-        if pages > limit:
-            raise ValueError(
-                f"turn {turn.index} of {turn.conversation}: {pages} pages exceed "
-                f"pages_per_turn={limit}"
+            self.pool = jaxkv.HostPool.create(
+                self.spec, num_pages=num_host_pages, layout=layout, mesh=mesh, head_axis=axis
             )
-        self.waiting.append(turn)
+        self.attention = attention_module.select(attention, dtype, config.head_dim)
+        self._program: dict[str, Any] = dict(config=config, attention=self.attention, memory=memory)
+        if self.pool and memory:
+            self._program["pool"] = self.pool.partition_spec
+        self.blocks = BlockManager(num_hbm_pages, num_host_pages, write)
+        self._hasher = BlockHasher(limits.page_size, model=f"{config} {dtype}")
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._slots = list(range(limits.batch))
+        self._previous: Dispatched | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self.waiting or self.running or self._previous)
+
+    def submit(self, request: Request) -> None:
+        """Queues a request; ValueError as in `check`."""
+        self.check(request)
+        request.submitted_at = time.perf_counter()
+        self.waiting.append(request)
+
+    def check(self, request: Request) -> None:
+        """ValueError: an empty prompt, or more tokens than `pages_per_request` pages hold."""
+        size, limit = self.limits.page_size, self.limits.pages_per_request
+        length = len(request.prompt) + request.max_new_tokens
+        if not request.prompt or request.max_new_tokens < 1 or length > size * limit:
+            raise ValueError(
+                f"request {request.name}: {len(request.prompt)} prompt tokens and "
+                f"{request.max_new_tokens} new ones; at least 1 each, and {size * limit} in all "
+                f"(pages_per_request={limit} of {size} tokens)"
+            )
 
     def step(self) -> None:
-        """Admits a turn, then computes a chunk of one prompt and the next token of every answer.
-
-        The only host sync is the read of the tokens; any other would be an error.
-        """
+        """Dispatches a step and reads the tokens of the one before, the only host sync."""
         with jaxkv.forbid_host_sync():
             self._admit()
-            if prompts := [turn for turn in self.running if turn.missing > 1]:
-                self._compute(prompts[:1], max_turns=1, max_tokens=self.limits.chunk)
-            if answers := [turn for turn in self.running if turn.missing == 1]:
-                self._compute(answers, max_turns=self.limits.batch, max_tokens=self.limits.batch)
+            copies = self.blocks.take_copies(self.limits.copy_pages)
+            rows = self._schedule()
+            previous, self._previous = self._previous, None
+            if rows or copies[1]:
+                self._previous = self._dispatch(rows, *copies)
+            if previous:
+                with jaxkv.allow_host_sync("tokens of the previous step, while this one runs"):
+                    tokens = np.asarray(previous.tokens).tolist()
+                self.blocks.complete(previous.copies)
+                for request, token in zip(previous.rows, tokens, strict=False):
+                    if request:
+                        self._append(request, token)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request, for example when its client is gone."""
+        if not request.finished:
+            self._remove(request)
+            request.finished = True
 
     def _admit(self) -> None:
-        """Starts the first queued turn if all its pages fit in addition to those in use."""
-        if not self.waiting or len(self.running) == self.limits.batch:
+        """Starts waiting requests, in order, while there are rows, and pages for their tokens."""
+        while self.waiting and self._slots:
+            request, size = self.waiting[0], self.limits.page_size
+            tokens = request.tokens
+            self._extend_keys(request)
+            # The last token is always computed, to obtain the next logits.
+            keys = request.keys[: (len(tokens) - 1) // size]
+            placement = self.blocks.admit(keys, -(-len(tokens) // size))
+            if placement is None:
+                return
+            self.running.append(self.waiting.popleft())
+            request.slot, request.placement = self._slots.pop(), placement
+            request.published = placement.found_in_hbm + placement.loaded
+            request.computed = request.published * size
+            request.first_placement = request.first_placement or placement
+            request.admitted_at = request.admitted_at or time.perf_counter()
+
+    def _schedule(self) -> list[Row]:
+        """Requests of the next step and their numbers of tokens: answers first, then prompts."""
+        rows: list[Row] = []
+        for request in [r for r in self.running if r.missing == 1]:
+            if request.placement and request.ready and self._ensure_page(request):
+                rows.append((request, 1))
+        # A later request may have been preempted for an earlier one.
+        rows = [row for row in rows if row[0].placement]
+        budget = self.limits.token_budget - len(rows)
+        for request in self.running:
+            if request.missing > 1 and request.ready and budget > 0:
+                rows.append((request, min(request.missing, budget)))
+                budget -= rows[-1][1]
+        return rows
+
+    def _ensure_page(self, request: Request) -> bool:
+        """Allocates the page of the next token; preempts the latest requests if there is none."""
+        assert request.placement
+        while request.computed >= len(request.placement.pages) * self.limits.page_size:
+            if self.blocks.grow(request.placement):
+                return True
+            victim = self.running[-1]
+            if victim is request:  # its own pages may be in use by stores, or by no one else
+                if len(self.running) > 1:
+                    self._preempt(victim)
+                return False
+            self._preempt(victim)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Its pages are released and recomputed, or loaded, when it is admitted again."""
+        self._remove(request)
+        request.computed = request.published = 0
+        request.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _remove(self, request: Request) -> None:
+        if request.placement is None:
+            self.waiting.remove(request)
             return
-        page_size, turn = self.limits.page_size, self.waiting[0]
-        pages = sum(turn.num_pages(page_size) for turn in (*self.running, turn))
-        if pages > self.limits.pages_in_use:
-            return
-        self.running.append(self.waiting.popleft())
-        turn.admitted_at = time.perf_counter()
-        # Without the last prompt token, which is always computed to obtain the next logits.
-        names = page_names(turn.prompt[:-1], page_size)
-        turn.placement = self.blocks.place(names, turn.num_pages(page_size))
-        found = turn.placement.found_in_hbm + len(turn.placement.loads)
-        turn.computed = found * page_size
-        self._move(turn.placement)
+        self.running.remove(request)
+        self.blocks.release(request.placement.pages)
+        self._slots.append(request.slot)
+        request.placement = None
 
-    def _move(self, placement: Placement) -> None:
-        """Issues the copies of one turn: at most one store, then at most one load.
+    def _dispatch(
+        self,
+        rows: Sequence[Row],
+        copy: str,
+        pages: Sequence[tuple[int, int]],
+        specs: list[Spec],
+    ) -> Dispatched:
+        """Dispatches a step and does the account of what it computes."""
+        total = sum(count for _, count in rows)
+        if total > len(rows):
+            num_rows = self.limits.batch
+            num_tokens = next(size for size in self.limits.token_sizes if size >= total)
+        else:
+            num_rows = num_tokens = next(s for s in self.limits.row_sizes if s >= len(rows))
+        inputs = self._inputs(rows, pages, num_rows, num_tokens)
+        sampled = [request if request.missing == count else None for request, count in rows]
+        sampling = any(request.sampling.temperature > 0 for request, _ in rows)
+        chosen = self._run(inputs, copy, sampling)
+        for request, count in rows:
+            request.computed += count
+            request.in_flight += request.missing == 0
+            self._publish(request)
+        return Dispatched(chosen, sampled, specs)
 
-        The store must read an evicted page before the load or a prefill writes it. JAX guarantees
-        the order: the writers get the cache by donation, and a donated buffer is not written before
-        the programs that read it are complete. The load takes the pool returned by the store.
-        """
-        if placement.stores:
-            self.pool = store(self.pool, self.cache, *self._ids(placement.stores))
-        if placement.loads:
-            self.cache = load(self.pool, self.cache, *self._ids(placement.loads))
-
-    def _ids(self, copies: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Host and device pages, int32[2, pages_per_turn], padded with -1."""
-        ids = np.full((2, self.limits.pages_per_turn), -1, np.int32)
-        ids[:, : len(copies)] = np.reshape(copies, (-1, 2)).T
-        return ids
-
-    def _compute(self, turns: Sequence[Turn], max_turns: int, max_tokens: int) -> None:
-        """Computes the missing tokens of each turn, in a batch of static shape."""
-        each = max_tokens // max_turns
-        new = [turn.tokens[turn.computed :][:each] for turn in turns]
-        tokens = np.zeros(max_tokens, np.int32)
-        tokens[: sum(map(len, new))] = [token for part in new for token in part]
-        rows = BatchMetadata.from_host(
-            query_lens=[len(part) for part in new],
-            seq_lens=[turn.computed + len(part) for turn, part in zip(turns, new, strict=True)],
-            block_table=[turn.placement.pages for turn in turns],
-            max_num_reqs=max_turns,
-            max_num_tokens=max_tokens,
-            max_blocks=self.limits.pages_per_turn,
-            block_size=self.limits.page_size,
+    def _inputs(
+        self, rows: Sequence[Row], pages: Sequence[tuple[int, int]], num_rows: int, num_tokens: int
+    ) -> Inputs:
+        """The arrays of a step, padded to `num_rows` and `num_tokens`."""
+        limits = self.limits
+        tokens, source = np.zeros(num_tokens, np.int32), np.full(num_tokens, -1, np.int32)
+        slots = np.full(num_rows, limits.batch, np.int32)
+        start = 0
+        for row, (request, count) in enumerate(rows):
+            new = request.tokens[request.computed :][:count]
+            tokens[start : start + len(new)] = new
+            if len(new) < count:  # sampled by the previous step
+                source[start] = request.slot
+            if request.missing == count:
+                slots[row] = request.slot
+            start += count
+        copies = np.full((2, limits.copy_pages), -1, np.int32)
+        copies[:, : len(pages)] = np.reshape(pages, (-1, 2)).T
+        batch = BatchMetadata.from_host(
+            [count for _, count in rows],
+            [request.computed + count for request, count in rows],
+            [request.placement.pages for request, _ in rows if request.placement],
+            max_num_reqs=num_rows,
+            max_num_tokens=num_tokens,
+            max_blocks=limits.pages_per_request,
+            block_size=limits.page_size,
         )
-        batch = Batch(tokens, rows)
-        chosen, self.cache = next_tokens(self.config, self.params, self.cache, batch)
-        for turn, part in zip(turns, new, strict=True):
-            count = len(part)
-            turn.computed += count
-            if turn.computed % self.limits.page_size < count:  # a page is now full
-                names = page_names(turn.tokens[: turn.computed], self.limits.page_size)
-                self.blocks.publish(turn.placement.pages, names)
-        if any(turn.missing == 0 for turn in turns):
-            with jaxkv.allow_host_sync("sampled tokens name pages and stop answers"):
-                tokens = np.asarray(chosen)
-            for turn, token in zip(turns, tokens.tolist(), strict=False):
-                if turn.missing == 0:
-                    self._append(turn, token)
+        sampling = SamplingRows.of([request.sampling for request, _ in rows], num_rows)
+        return Inputs(tokens, source, batch, slots, sampling, copies)
 
-    def _append(self, turn: Turn, token: int) -> None:
-        turn.answer.append(token)
-        turn.finished_at = time.perf_counter()
-        turn.first_token_at = turn.first_token_at or turn.finished_at
-        if len(turn.answer) == turn.max_new_tokens or token == self.stop:
-            self.running.remove(turn)
-            self.blocks.release(turn.placement.pages)
+    def _run(self, inputs: Inputs, copy: str, sampling: bool) -> jax.Array:
+        program = Program(copy=copy, sampling=sampling, **self._program)
+        self.state, chosen, self.pool = run(program, self.params, self.state, self.pool, inputs)
+        chosen.copy_to_host_async()
+        return chosen
 
-    def warm_up(self) -> None:
-        """Compiles all programs by running them on padding; call it before the first turn."""
-        self._compute([], max_turns=1, max_tokens=self.limits.chunk)
-        self._compute([], max_turns=self.limits.batch, max_tokens=self.limits.batch)
-        if self.pool is not None:
-            self.pool = store(self.pool, self.cache, *self._ids([]))
-            self.cache = load(self.pool, self.cache, *self._ids([]))
-        jax.block_until_ready(self.cache)
+    def _append(self, request: Request, token: int) -> None:
+        if request.finished:  # sampled after the stop token
+            return
+        request.in_flight = 0
+        request.tokens.append(token)
+        request.token_times.append(time.perf_counter())
+        if request.placement:
+            self._publish(request)
+        length = len(request.tokens) - len(request.prompt)
+        if length == request.max_new_tokens or request.stop(request):
+            self.cancel(request)
+        request.on_token(request)
+
+    def _extend_keys(self, request: Request) -> None:
+        start, size = len(request.keys) * self.limits.page_size, self.limits.page_size
+        if len(request.tokens) >= start + size:
+            parent = request.keys[-1] if request.keys else None
+            request.keys += self._hasher.hashes(request.tokens[start:], parent)
+
+    def _publish(self, request: Request) -> None:
+        """Publishes pages that are full and whose tokens are known, and stores them."""
+        full = min(request.computed, len(request.tokens)) // self.limits.page_size
+        if request.placement and full > request.published:
+            self._extend_keys(request)
+            request.stored += self.blocks.publish(
+                request.placement.pages, request.keys[:full], request.published
+            )
+            request.published = full
+
+    def warm_up(self, sampling: bool = False) -> None:
+        """Compiles all programs by running them on padding; call it before the first request."""
+        sizes = [(rows, rows) for rows in self.limits.row_sizes]
+        sizes += [(self.limits.batch, tokens) for tokens in self.limits.token_sizes]
+        for copy in ("none", "load", "store") if self.pool else ("none",):
+            for num_rows, num_tokens in sizes:
+                for kind in (False, True)[: 1 + sampling]:
+                    self._run(self._inputs([], [], num_rows, num_tokens), copy, kind)
+        jax.block_until_ready(self.state)
 
 
 def serve(
@@ -217,26 +355,31 @@ def serve(
     conversations: Mapping[str, Sequence[str]],
     max_new_tokens: int,
     progress: Callable[[str], None] = lambda text: None,
-) -> list[Turn]:
+) -> list[Request]:
     """Serves all first turns, then all second ones, and so on; reports progress after each step.
 
     By the next turn of a conversation, its pages have been evicted from HBM by the others.
     """
-    served: list[Turn] = []
-    latest: dict[str, Turn] = {}
+    served: list[Request] = []
+    latest: dict[str, Request] = {}
     for index in range(max(map(len, conversations.values()))):
         for name, turns in conversations.items():
             if index < len(turns):
                 before = latest.get(name)
                 history = before.tokens if before else []
-                prompt = history + tokenizer.prompt(turns[index], history)
-                known = before.computed if before else 0
-                latest[name] = Turn(name, index, prompt, max_new_tokens, known)
+                latest[name] = Request(
+                    history + tokenizer.prompt(turns[index], history),
+                    max_new_tokens,
+                    stop=lambda request: request.tokens[-1] == tokenizer.stop,
+                    name=name,
+                    index=index,
+                    known=before.computed if before else 0,
+                )
                 engine.submit(latest[name])
                 served.append(latest[name])
-        while engine.waiting or engine.running:
+        while engine.busy:
             engine.step()
             left = len(engine.waiting) + len(engine.running)
             progress(f"turn {index + 1}, {left} conversations left")
-        jaxkv.check_errors(engine.cache, engine.pool)
+        jaxkv.check_errors(engine.state, engine.pool)
     return served

@@ -1,4 +1,4 @@
-"""The Qwen3 architecture in plain JAX, over the pages of a `jaxkv.DeviceCache`.
+"""The Qwen3 architecture in JAX, over the pages of a `jaxkv.DeviceCache`.
 
 One function for prefill and decode, which differ only in the shape of the batch.
 """
@@ -6,23 +6,18 @@ One function for prefill and decode, which differ only in the shape of the batch
 import dataclasses
 import zlib
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-import jaxkv
 from jaxkv import metadata
 from jaxkv.metadata import BatchMetadata
 
-Params = dict[str, Any]
+from .attention import attend, einsum
 
-# Full float32 products (no TF32), so that keys and values depend on the batch composition only up
-# to float32 rounding.
-einsum = partial(jnp.einsum, precision="highest")
+Params = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Config:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
 
-    def build(self, make: Callable[[str, tuple[int, ...]], jax.Array]) -> Params:
+    def build(self, make: Callable[[str, tuple[int, ...]], Any]) -> Params:
         """The parameters, each built from its checkpoint name and shape; matrices are [out, in]."""
         hidden, inner, head = self.hidden_size, self.intermediate_size, self.head_dim
         queries, keys = self.num_attention_heads * head, self.num_key_value_heads * head
@@ -70,6 +65,23 @@ class Config:
         }
 
 
+TINY = Config(256, 256, 768, 4, 4, 2, 64)
+PRESETS = {
+    "tiny": TINY,
+    "qwen3-0.6b": Config(151_936, 1024, 3072, 28, 16, 8, 128),
+    "qwen3-8b": Config(151_936, 4096, 12_288, 36, 32, 8, 128, tie_word_embeddings=False),
+}
+
+
+def partition(name: str, shape: tuple[int, ...]) -> jax.P:
+    """Tensor-parallel sharding of a parameter: heads and MLP columns over the axis "tp"."""
+    if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+        return jax.P("tp", None)
+    if name.endswith(("gate_proj.weight", "up_proj.weight")):
+        return jax.P("tp", None)
+    return jax.P(None, "tp") if name.endswith(("o_proj.weight", "down_proj.weight")) else jax.P()
+
+
 def init_params(config: Config, seed: int, dtype: DTypeLike) -> Params:
     """Random weights for which each token depends on its entire context.
 
@@ -88,13 +100,6 @@ def init_params(config: Config, seed: int, dtype: DTypeLike) -> Params:
     return config.build(make)
 
 
-class Batch(NamedTuple):
-    """Up to T new tokens, concatenated by sequence."""
-
-    tokens: jax.Array | np.ndarray  # int32[T]
-    rows: BatchMetadata  # sequences of the tokens, and their pages
-
-
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
@@ -111,69 +116,56 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return turned.astype(x.dtype)
 
 
-def extend(
-    pages: jax.Array, new: jax.Array, slots: jax.Array, tables: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Writes new [T, H, D] to pages [P, s, H, D] and gathers full sequences, [B, S, H, D]."""
-    flat = pages.reshape(-1, *pages.shape[2:]).at[slots].set(new, mode="drop")
-    pages = flat.reshape(pages.shape)
-    return pages, pages[tables].reshape(len(tables), -1, *new.shape[1:])
-
-
-def attend(q: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Grouped-query attention of q [T, heads, D] to [B, S, H, D] with mask [T, B, S].
-
-    Computes the scores of every token with every sequence and masks the other sequences. A paged
-    attention kernel would not; `jaxkv.metadata` builds its metadata from the same batch.
-    """
-    grouped = q.reshape(len(q), keys.shape[2], -1, q.shape[-1])
-    scores = einsum("thgd,bshd->hgtbs", grouped, keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask, scores * q.shape[-1] ** -0.5, -1e30)
-    weights = jax.nn.softmax(scores, axis=(-2, -1)).astype(values.dtype)
-    return einsum("hgtbs,bshd->thgd", weights, values).reshape(len(q), -1)
+def write(pages: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    """Writes new [T, heads, head_dim] to slots of pages [pages, page_size, heads, head_dim]."""
+    return pages.reshape(-1, *pages.shape[2:]).at[slots].set(new, mode="drop").reshape(pages.shape)
 
 
 def forward(
-    config: Config, params: Params, cache: jaxkv.DeviceCache, batch: Batch
-) -> tuple[jax.Array, jaxkv.DeviceCache]:
+    config: Config,
+    params: Params,
+    layer_pages: Callable[[int, jax.Array], tuple[jax.Array, ...]],
+    tokens: jax.Array,
+    rows: BatchMetadata,
+    attention: str = "xla",
+    reduce: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array], ...]]:
     """Writes the keys and values of new tokens to their pages and computes causal attention.
 
+    Args:
+      config, params: the model; under tensor parallelism the shards of this device.
+      layer_pages: returns (k, v) pages of a layer, `[pages, page_size, kv_heads, head_dim]`, given
+        its number and its input, which is computed before a wait for a load.
+      tokens: int32[T], concatenated by sequence.
+      rows: sequences of the tokens, and their pages.
+      attention: implementation, see attention.py.
+      reduce: sum over the tensor-parallel devices.
+
     Returns:
-      The logits after the last new token of each sequence, float32[B, vocab_size], and the cache.
+      The logits after the last new token of each sequence, float32[B, vocab_size], and the pages of
+      all layers.
     """
-    rows, eps = batch.rows, config.rms_norm_eps
+    eps, theta = config.rms_norm_eps, config.rope_theta
     positions = metadata.token_positions(rows)
     slots = metadata.slot_mapping(rows, positions)
-    slots = jnp.where(slots < 0, cache.num_pages * rows.block_size, slots)  # past the end: dropped
-    row = metadata.token_to_request(rows.query_start_loc, rows.max_num_tokens)
-    own = row[:, None] == jnp.arange(rows.max_num_reqs)
-    past = jnp.arange(rows.max_blocks * rows.block_size) <= positions[:, None]
-    mask = own[:, :, None] & past[:, None, :]
+    slots = jnp.where(slots < 0, jnp.iinfo(jnp.int32).max, slots)  # past the end: dropped
     heads = (*positions.shape, -1, config.head_dim)
-    x, layers = params["embed_tokens"][batch.tokens], []
-    for layer, (k_pages, v_pages) in zip(params["layers"], cache.layers, strict=True):
+    x, layers = params["embed_tokens"][tokens], []
+    for i, layer in enumerate(params["layers"]):
         h = rms_norm(x, layer["input_layernorm"], eps)
         q, k, v = (
             einsum("ti,oi->to", h, layer[f"self_attn.{name}_proj"]).reshape(heads) for name in "qkv"
         )
-        q = rotate(rms_norm(q, layer["self_attn.q_norm"], eps), positions, config.rope_theta)
-        k = rotate(rms_norm(k, layer["self_attn.k_norm"], eps), positions, config.rope_theta)
-        k_pages, keys = extend(k_pages, k, slots, rows.block_table)
-        v_pages, values = extend(v_pages, v, slots, rows.block_table)
+        q = rotate(rms_norm(q, layer["self_attn.q_norm"], eps), positions, theta)
+        k = rotate(rms_norm(k, layer["self_attn.k_norm"], eps), positions, theta)
+        k_pages, v_pages = layer_pages(i, x)
+        k_pages, v_pages = write(k_pages, k, slots), write(v_pages, v, slots)
         layers.append((k_pages, v_pages))
-        x += einsum("ti,oi->to", attend(q, keys, values, mask), layer["self_attn.o_proj"])
+        h = attend(attention, q, k_pages, v_pages, rows).reshape(len(x), -1)
+        x += reduce(einsum("ti,oi->to", h, layer["self_attn.o_proj"]))
         h = rms_norm(x, layer["post_attention_layernorm"], eps)
         gate, up = (einsum("ti,oi->to", h, layer[f"mlp.{n}_proj"]) for n in ("gate", "up"))
-        x += einsum("ti,oi->to", jax.nn.silu(gate) * up, layer["mlp.down_proj"])
+        x += reduce(einsum("ti,oi->to", jax.nn.silu(gate) * up, layer["mlp.down_proj"]))
     x = rms_norm(x[metadata.logits_indices(rows)], params["norm"], eps)
     logits = einsum("bi,oi->bo", x, params["lm_head"], preferred_element_type=jnp.float32)
-    return logits, dataclasses.replace(cache, layers=tuple(layers))
-
-
-@partial(jax.jit, static_argnames="config", donate_argnames="cache")
-def next_tokens(
-    config: Config, params: Params, cache: jaxkv.DeviceCache, batch: Batch
-) -> tuple[jax.Array, jaxkv.DeviceCache]:
-    """Greedy sampling after the last new token of each sequence, int32[B]; see `forward`."""
-    logits, cache = forward(config, params, cache, batch)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+    return logits, tuple(layers)

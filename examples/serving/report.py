@@ -7,37 +7,37 @@ from typing import Any
 
 import jaxkv
 
-from .engine import Turn
+from .request import Request
 
 Row = dict[str, Any]
 
 
-def row(turns: Sequence[Turn], spec: jaxkv.KVCacheSpec) -> Row:
+def row(turns: Sequence[Request], spec: jaxkv.KVCacheSpec) -> Row:
     """Prompt tokens by source of their keys and values, bytes moved, and times.
 
     TTFT is the mean time from admission to the batch until the first token is on the host,
     including loads. tokens/s counts answer tokens from the first admission to the last token.
     """
-    placements = [turn.placement for turn in turns]
+    placements = [turn.first_placement for turn in turns if turn.first_placement]
     hbm = [placement.found_in_hbm * spec.page_size for placement in placements]
-    host = [len(placement.loads) * spec.page_size for placement in placements]
+    host = [placement.loaded * spec.page_size for placement in placements]
     lost = [max(0, turn.known - a - b) for turn, a, b in zip(turns, hbm, host, strict=True)]
     prompt, answer = (sum(len(getattr(t, part)) for t in turns) for part in ("prompt", "answer"))
-    seconds = max(turn.finished_at for turn in turns) - min(turn.admitted_at for turn in turns)
+    seconds = max(turn.token_times[-1] for turn in turns) - min(turn.admitted_at for turn in turns)
     return {
         "prompt": prompt,
         "in HBM": sum(hbm),
         "on host": sum(host),
         "recomputed": sum(lost),
         "new": prompt - sum(hbm + host + lost),
-        "TTFT ms": 1e3 * mean(turn.first_token_at - turn.admitted_at for turn in turns),
+        "TTFT ms": 1e3 * mean(turn.token_times[0] - turn.admitted_at for turn in turns),
         "tokens/s": answer / seconds,
-        "stored MiB": sum(len(p.stores) for p in placements) * spec.page_bytes / 2**20,
-        "loaded MiB": sum(len(p.loads) for p in placements) * spec.page_bytes / 2**20,
+        "stored MiB": sum(turn.stored for turn in turns) * spec.page_bytes / 2**20,
+        "loaded MiB": sum(placement.loaded for placement in placements) * spec.page_bytes / 2**20,
     }
 
 
-def rounds(turns: Sequence[Turn], spec: jaxkv.KVCacheSpec) -> list[Row]:
+def rounds(turns: Sequence[Request], spec: jaxkv.KVCacheSpec) -> list[Row]:
     """One row for all first turns, one for all second ones, and so on."""
     indices = sorted({turn.index for turn in turns})
     groups = [[turn for turn in turns if turn.index == index] for index in indices]

@@ -4,7 +4,7 @@ A conversation is append-only: tokens processed by the model never change, so th
 reused. `prompt` therefore returns only the tokens added by a new turn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SYSTEM = (
@@ -22,8 +22,16 @@ class ByteTokenizer:
         opening = "" if history else SYSTEM
         return list(f"{opening}\n\nUser: {text}\n\nAssistant: ".encode())
 
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        turns = [f"{message['role'].title()}: {message['content']}" for message in messages]
+        return self.encode("\n\n".join([*turns, "Assistant: "]))
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
+        """Of random weights with a larger vocabulary, the last byte of each token."""
+        return bytes(token % 256 for token in tokens).decode(errors="replace")
 
 
 class QwenTokenizer:
@@ -43,7 +51,15 @@ class QwenTokenizer:
             opening = "\n" if history[-1] == self.stop else "<|im_end|>\n"
         question = f"<|im_start|>user\n{text}<|im_end|>\n"
         answer = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-        return self._tokenizer.encode(opening + question + answer, add_special_tokens=False).ids
+        return self.encode(opening + question + answer)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
+        return self.encode("".join(turns) + "<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)

@@ -1,0 +1,211 @@
+"""Causal grouped-query attention over paged keys and values, for prefill chunks and decodes.
+
+flash  FlashAttention-3 (`pip install 'jaxkv[flash]'`); GPUs of compute capability 9.0 only
+xla    plain JAX on any device: online softmax over blocks of a sequence's own pages
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.metadata import BatchMetadata
+
+# Full float32 products (no TF32), so that results depend on the batch composition only up to
+# float32 rounding.
+einsum = partial(jnp.einsum, precision="highest")
+
+IMPLEMENTATIONS = ("flash", "xla")
+QUERY_TILE = 16  # query tokens of one sequence that share a gather of keys and values
+KEY_BLOCK = 64  # minimum number of keys in an iteration
+NUM_SMS = 132  # of an H100 or H200
+
+
+def select(implementation: str | None, dtype: np.dtype, head_dim: int) -> str:
+    """The implementation for this device, or the requested one.
+
+    Raises:
+      ValueError: unknown implementation.
+      NotImplementedError: FlashAttention-3 was requested, but does not support the device or model.
+    """
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"attention: {implementation!r}; one of {IMPLEMENTATIONS}, or None")
+    if implementation == "xla":
+        return "xla"
+    reason = _missing_for_flash(dtype, head_dim)
+    if implementation == "flash" and reason:
+        raise NotImplementedError(f"attention 'flash': {reason}; use 'xla'")
+    return "xla" if reason else "flash"
+
+
+def _missing_for_flash(dtype: np.dtype, head_dim: int) -> str | None:
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or capability != "9.0":
+        return f"needs a GPU of compute capability 9.0, got {device.device_kind}"
+    if dtype.name not in ("bfloat16", "float16") or head_dim != 128:
+        return f"needs bfloat16 or float16 and head_dim 128, got {dtype.name} and {head_dim}"
+    try:
+        import flash_attn3_jax  # noqa: F401
+    except ImportError as error:
+        return f"pip install 'jaxkv[flash]': {error}"
+    return None
+
+
+def attend(
+    implementation: str,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    rows: BatchMetadata,
+) -> jax.Array:
+    """Attention of new tokens to all tokens of their own sequence up to themselves.
+
+    Args:
+      implementation: see `select`.
+      q: [T, heads, head_dim], concatenated by sequence.
+      k_pages, v_pages: [pages, page_size, kv_heads, head_dim], including the new tokens.
+      rows: sequences of the tokens, and their pages. If T equals the number of rows, each row has
+        one token (a decode batch).
+
+    Returns:
+      [T, heads, head_dim]; arbitrary for padding tokens.
+    """
+    if implementation == "xla":
+        return _attend_xla(q, k_pages, v_pages, rows)
+    if len(q) == rows.max_num_reqs:
+        return _decode_flash(q, k_pages, v_pages, rows)
+    return _attend_flash(q, k_pages, v_pages, rows)
+
+
+def num_splits(num_rows: int, kv_heads: int, max_tokens: int) -> int:
+    """Parts of each sequence that FlashAttention-3 computes in parallel: enough to use all SMs.
+
+    A thread block computes one KV head of one row: 8 heads and one row use 8 of 132 SMs.
+    """
+    return max(1, min(NUM_SMS // (num_rows * kv_heads), max_tokens // 256, 32))
+
+
+def _decode_flash(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: BatchMetadata
+) -> jax.Array:
+    from flash_attn3_jax import flash_mha_with_kvcache
+
+    max_tokens = rows.max_blocks * rows.block_size
+    out: jax.Array = flash_mha_with_kvcache(
+        q[:, None],
+        k_pages,
+        v_pages,
+        cache_seqlens=rows.seq_lens,
+        page_table=rows.block_table,
+        is_causal=True,
+        num_splits=num_splits(len(q), k_pages.shape[2], max_tokens),
+    )
+    return out[:, 0]
+
+
+def _attend_flash(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: BatchMetadata
+) -> jax.Array:
+    """One call for rows of any number of tokens.
+
+    The package has no function with both `cu_seqlens_q` and a page table, but its FFI target has.
+    """
+    import flash_attn3_jax  # noqa: F401  registers the FFI target
+
+    num_tokens, heads, head_dim = q.shape
+    none = jnp.zeros(0, jnp.int32)
+    no_floats, like_q = jnp.zeros(0, jnp.float32), jnp.zeros(0, q.dtype)
+    call = jax.ffi.ffi_call(
+        "flash_mha_fwd",
+        (
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((heads, num_tokens), jnp.float32),  # log-sum-exp
+            jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32),  # of splits; unused
+            jax.ShapeDtypeStruct((1, 1, 1), jnp.float32),
+        ),
+    )
+    operands = [
+        *(q, k_pages, v_pages, like_q, like_q, like_q),  # k_new, v_new, q_v
+        *(rows.query_start_loc, none, none),  # cu_seqlens_q, _k, _k_new
+        *(none, rows.seq_lens, rows.block_table),  # seqused_q, seqused_k, page_table
+        *(none, none, like_q, like_q, none),  # batch indices, left padding, rotary
+        *(no_floats, no_floats, no_floats, none),  # descaling, scheduler metadata
+    ]
+    out, *_ = call(
+        *operands,
+        max_seqlen_q=num_tokens,
+        max_seqlen_q_has_value=True,
+        max_seqlen_k=0,
+        max_seqlen_k_has_value=False,
+        softmax_scale_val=head_dim**-0.5,
+        softmax_scale_has_value=True,
+        pack_gqa_val=False,
+        pack_gqa_has_value=False,
+        is_causal=True,
+        window_size_left=-1,
+        window_size_right=-1,
+        attention_chunk=0,
+        softcap=0.0,
+        num_splits=1,
+        sm_margin=0,
+        is_rotary_interleaved=True,
+    )
+    return out
+
+
+def _attend_xla(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: BatchMetadata
+) -> jax.Array:
+    """Query tokens in tiles of one sequence each, which visit only the pages of that sequence."""
+    num_tokens, heads, head_dim = q.shape
+    kv_heads, page_size = k_pages.shape[2], rows.block_size
+    index, row = _query_tiles(num_tokens, rows)  # [tiles, tile], [tiles]
+    start, context = rows.query_start_loc[row], rows.seq_lens[row]
+    position = (context - rows.query_lens[row] - start)[:, None] + index
+    tiles = q.at[index].get(mode="clip").reshape(*index.shape, kv_heads, -1, head_dim)
+    tiles = jnp.moveaxis(tiles, 1, 3)  # [tiles, kv_heads, group, tile, head_dim]
+    width = -(-KEY_BLOCK // page_size)  # pages in an iteration
+    table = jnp.pad(rows.block_table, ((0, 0), (0, -rows.max_blocks % width)))[row]
+
+    def visit(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        highest, total, out = carry
+        pages = jax.lax.dynamic_slice_in_dim(table, i * width, width, axis=1)
+        k, v = (
+            x[pages].reshape(len(pages), width * page_size, kv_heads, head_dim)
+            for x in (k_pages, v_pages)
+        )
+        key = i * width * page_size + jnp.arange(width * page_size)
+        seen = (key <= position[:, :, None])[:, None, None]
+        scores = einsum("nhgqd,nkhd->nhgqk", tiles, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(seen, scores * head_dim**-0.5, -1e30)
+        new_highest = jnp.maximum(highest, scores.max(-1))
+        weights = jnp.where(seen, jnp.exp(scores - new_highest[..., None]), 0)
+        keep = jnp.exp(highest - new_highest)
+        added = einsum(
+            "nhgqk,nkhd->nhgqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )
+        return new_highest, keep * total + weights.sum(-1), keep[..., None] * out + added
+
+    empty = jnp.zeros(tiles.shape[:-1], jnp.float32)
+    longest = jnp.max(jnp.where(index[:, 0] < num_tokens, context, 0))
+    bound = -(-longest // (width * page_size))
+    init = (empty - 1e30, empty, jnp.zeros(tiles.shape, jnp.float32))
+    _, total, out = jax.lax.fori_loop(0, bound, visit, init)
+    out = out / jnp.where(total > 0, total, 1)[..., None]
+    out = jnp.moveaxis(out, 3, 1).reshape(*index.shape, heads, head_dim)
+    return jnp.zeros_like(q).at[index].set(out.astype(q.dtype), mode="drop")
+
+
+def _query_tiles(num_tokens: int, rows: BatchMetadata) -> tuple[jax.Array, jax.Array]:
+    """Token indices of each tile, `num_tokens` for padding, and the row of each tile."""
+    size = 1 if num_tokens == rows.max_num_reqs else QUERY_TILE
+    ends = jnp.cumsum(-(-rows.query_lens // size))
+    tile = jnp.arange(num_tokens // size + (rows.max_num_reqs if size > 1 else 0))
+    row = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), rows.max_num_reqs - 1)
+    before = ends[row] - -(-rows.query_lens[row] // size)
+    first = rows.query_start_loc[row] + (tile - before) * size
+    index = first[:, None] + jnp.arange(size)
+    valid = (index < rows.query_start_loc[row + 1][:, None]) & (tile < ends[-1])[:, None]
+    return jnp.where(valid, index, num_tokens), row

@@ -1,0 +1,64 @@
+"""A request of the engine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .block_manager import Placement
+from .sampling import GREEDY, Sampling
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, its progress and its answer.
+
+    Attributes:
+      prompt: at least one token.
+      max_new_tokens: length of the answer, unless it stops earlier.
+      sampling: how tokens are chosen.
+      stop: whether the answer ends with its last token; called once for each token.
+      on_token: called after each token and at the end, in the thread of the engine.
+      name, index, known: of reports: conversation, turn, prompt tokens of earlier turns.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    stop: Callable[["Request"], bool] = lambda request: False
+    on_token: Callable[["Request"], None] = lambda request: None
+    name: str = ""
+    index: int = 0
+    known: int = 0
+
+    tokens: list[int] = field(init=False)  # prompt and answer
+    finished: bool = field(default=False, init=False)
+    in_flight: int = field(default=0, init=False)  # sampled, not yet read by the host: 0 or 1
+    computed: int = field(default=0, init=False)  # tokens with keys and values, once all steps ran
+    keys: list[bytes] = field(default_factory=list, init=False)  # of full pages
+    published: int = field(default=0, init=False)  # pages
+    slot: int = field(default=-1, init=False)
+    placement: Placement | None = field(default=None, init=False)  # None: not running
+    first_placement: Placement | None = field(default=None, init=False)
+    stored: int = field(default=0, init=False)  # pages
+    preemptions: int = field(default=0, init=False)
+    submitted_at: float = field(default=0.0, init=False)  # seconds, as the times below
+    admitted_at: float = field(default=0.0, init=False)
+    token_times: list[float] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def missing(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.tokens) + self.in_flight - self.computed
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step may compute more of the request."""
+        load = self.placement.load if self.placement else None
+        left = len(self.prompt) + self.max_new_tokens - len(self.tokens) - self.in_flight
+        return (load is None or load.done) and left > 0

@@ -1,0 +1,351 @@
+"""The serving engine against a dense model without pages, and its scheduling."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from examples.serving.attention import attend, num_splits, select
+from examples.serving.engine import Engine, Limits
+from examples.serving.model import Config, init_params, rms_norm, rotate
+from examples.serving.request import Request
+from examples.serving.sampling import Sampling, SamplingRows, sample
+from jaxkv.metadata import BatchMetadata
+
+pytestmark = pytest.mark.end_to_end
+
+CONFIG = Config(256, 64, 96, 2, 8, 4, 16)
+LENGTHS = (37, 3, 70, 18, 1, 52)
+NEW_TOKENS = 12
+
+
+@functools.cache
+def params():
+    return init_params(CONFIG, 1, "float32")
+
+
+def prompts():
+    """With a common prefix of 24 tokens among the long ones."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, (len(LENGTHS), max(LENGTHS)))
+    tokens[:, :24] = tokens[0, :24]
+    return [row[:length].tolist() for row, length in zip(tokens, LENGTHS, strict=True)]
+
+
+@jax.jit
+def dense_logits(tokens):
+    """Logits after each token of a sequence; every token attends to all before it."""
+    eps, positions = CONFIG.rms_norm_eps, jnp.arange(len(tokens))
+    x = params()["embed_tokens"][tokens]
+    for layer in params()["layers"]:
+        h = rms_norm(x, layer["input_layernorm"], eps)
+        q, k, v = ((h @ layer[f"self_attn.{n}_proj"].T).reshape(len(tokens), -1, 16) for n in "qkv")
+        q = rotate(rms_norm(q, layer["self_attn.q_norm"], eps), positions, CONFIG.rope_theta)
+        k = rotate(rms_norm(k, layer["self_attn.k_norm"], eps), positions, CONFIG.rope_theta)
+        k, v = jnp.repeat(k, 2, axis=1), jnp.repeat(v, 2, axis=1)
+        scores = jnp.einsum("qhd,khd->hqk", q, k) / 4
+        scores = jnp.where(positions[:, None] >= positions, scores, -jnp.inf)
+        out = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v).reshape(len(tokens), -1)
+        x += out @ layer["self_attn.o_proj"].T
+        h = rms_norm(x, layer["post_attention_layernorm"], eps)
+        gate, up = h @ layer["mlp.gate_proj"].T, h @ layer["mlp.up_proj"].T
+        x += (jax.nn.silu(gate) * up) @ layer["mlp.down_proj"].T
+    return rms_norm(x, params()["norm"], eps) @ params()["lm_head"].T
+
+
+@functools.cache
+def expected():
+    """Greedy answers, each token by a full recomputation."""
+    answers = []
+    for prompt in prompts():
+        tokens = np.zeros(max(LENGTHS) + NEW_TOKENS, np.int32)
+        tokens[: len(prompt)] = prompt
+        for end in range(len(prompt), len(prompt) + NEW_TOKENS):
+            tokens[end] = np.asarray(dense_logits(tokens))[end - 1].argmax()
+        answers.append(tokens[len(prompt) :][:NEW_TOKENS].tolist())
+    return answers
+
+
+def make_engine(num_hbm_pages=80, num_host_pages=0, *, batch=4, token_budget=24, **options):
+    limits = Limits(4, batch, token_budget, pages_per_request=24, copy_pages=8)
+    return Engine(CONFIG, params(), limits, num_hbm_pages, num_host_pages, **options)
+
+
+def run(engine, requests, max_steps=2000):
+    for request in requests:
+        engine.submit(request)
+    for _ in range(max_steps):
+        if not engine.busy:
+            break
+        engine.step()
+    jaxkv.check_errors(engine.state)
+    assert all(request.finished for request in requests)
+    return [request.answer for request in requests]
+
+
+def requests(**options):
+    return [Request(prompt, NEW_TOKENS, **options) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("token_budget", [7, 24, 200])
+def test_answers_equal_those_of_a_dense_model(token_budget):
+    assert run(make_engine(token_budget=token_budget), requests()) == expected()
+
+
+def test_answers_in_bucketed_batches(monkeypatch):
+    limits = Limits(4, 4, 60, 24, row_buckets=(1, 2), token_buckets=(9, 30))
+    engine, sizes = Engine(CONFIG, params(), limits, 80), set()
+    inputs = engine._inputs
+
+    def noted(rows, pages, num_rows, num_tokens):
+        sizes.add((num_rows, num_tokens))
+        return inputs(rows, pages, num_rows, num_tokens)
+
+    monkeypatch.setattr(engine, "_inputs", noted)
+    assert run(engine, requests()) == expected()
+    assert run(engine, requests()[1:2]) == expected()[1:2]
+    assert sizes == {(1, 1), (2, 2), (4, 4), (4, 9), (4, 30), (4, 60)}
+    with pytest.raises(ValueError, match=r"must hold, got \[4\], 4 and \[4, 60\]"):
+        Limits(4, 4, 60, 24, token_buckets=(4,))
+
+
+def test_answers_after_preemption():
+    engine, batch = make_engine(num_hbm_pages=30), requests()
+    assert run(engine, batch) == expected()
+    assert any(request.preemptions for request in batch)
+    assert engine.blocks._references == [0] * 30
+
+
+@pytest.mark.parametrize("write", ["through", "second_use"])
+def test_answers_with_the_host_tier(write):
+    """The same prompts again, in few pages: their pages are loaded from host memory."""
+    engine = make_engine(num_hbm_pages=30, num_host_pages=120, write=write)
+    turns = [requests() for _ in range(3)]
+    assert [run(engine, turn) for turn in turns] == [expected()] * 3
+    assert sum(request.first_placement.loaded for request in turns[-1]) >= 8
+    assert {len(engine.blocks.loads), len(engine.blocks._loading)} == {0}
+    assert engine.blocks.host.metrics()["kv_offload_pinned_blocks"] == 0
+
+
+def test_host_is_a_step_ahead_and_waits_for_nothing_else(monkeypatch):
+    """The only sync of a step is the read of the tokens of the step before, after its dispatch."""
+    engine = make_engine(num_host_pages=80)
+    engine.warm_up()
+    order: list[str] = []
+
+    def record(name, method):
+        def recorded(*args):
+            order.append(name)
+            return method(*args)
+
+        monkeypatch.setattr(engine, method.__name__, recorded)
+
+    record("dispatch", engine._dispatch)
+    record("read", engine._append)
+    batch = requests()
+    for request in batch:
+        engine.submit(request)
+    with jaxkv.forbid_host_sync() as report:
+        while engine.busy:
+            order.append("step")
+            engine.step()
+    assert {sync.allowed for sync in report.syncs} == {
+        "tokens of the previous step, while this one runs"
+    }
+    assert len(report.syncs) <= order.count("dispatch")
+    steps = " ".join(order).split("step")
+    assert all(step.find("dispatch") < step.find("read") for step in steps if "dispatch" in step
+               and "read" in step)  # fmt: skip
+    assert sum("dispatch read" in step for step in steps) > 10
+    assert [request.answer for request in batch] == expected()
+
+
+def test_stop_drops_the_token_computed_ahead():
+    stop = expected()[0][4]
+    length = expected()[0].index(stop) + 1
+    batch = requests(stop=lambda request: request.tokens[-1] == stop)
+    answers = run(make_engine(), batch)
+    assert answers[0] == expected()[0][:length]
+    for answer, full in zip(answers, expected(), strict=True):
+        assert answer == full[: len(answer)]
+
+
+def test_cancelled_request_frees_its_row_and_pages():
+    engine, batch = make_engine(num_host_pages=40), requests()
+    for request in batch:
+        engine.submit(request)
+    for _ in range(4):
+        engine.step()
+    engine.cancel(batch[0])
+    engine.cancel(batch[-1])
+    while engine.busy:
+        engine.step()
+    assert [request.answer for request in batch[1:-1]] == expected()[1:-1]
+    assert sorted(engine._slots) == list(range(4))
+
+
+def test_prompts_and_answers_share_steps(monkeypatch):
+    engine, mixed = make_engine(), 0
+    for request in requests():
+        engine.submit(request)
+    schedule = engine._schedule
+
+    def counted():
+        nonlocal mixed
+        rows = schedule()
+        counts = [count for _, count in rows]
+        assert sum(counts) <= 24
+        mixed += 1 in counts and max(counts) > 1
+        return rows
+
+    monkeypatch.setattr(engine, "_schedule", counted)
+    while engine.busy:
+        engine.step()
+    assert mixed >= 3
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_tensor_parallel_answers_are_equal(devices):
+    if len(jax.devices()) < devices:
+        pytest.skip(f"needs {devices} devices")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("tp",))
+    with jaxkv.SymmetricMemory.create(mesh, "tp", max_bytes=1 << 20) as memory:
+        engine = make_engine(num_hbm_pages=30, num_host_pages=60, memory=memory)
+        turns = [requests(), requests()]
+        assert [run(engine, turn) for turn in turns] == [expected()] * 2
+        assert sum(request.first_placement.loaded for request in turns[-1]) > 0
+
+
+# --- Sampling.
+
+
+def test_seeds_make_answers_independent_of_the_batch():
+    def sampled(seed):
+        return Sampling(temperature=1.0, top_p=0.9, seed=seed)
+
+    together = [Request(prompt, NEW_TOKENS, sampled(seed)) for seed, prompt in enumerate(prompts())]
+    answers = run(make_engine(), together)
+    for seed in (0, 3):
+        alone = Request(prompts()[seed], NEW_TOKENS, sampled(seed))
+        assert run(make_engine(token_budget=9), [alone]) == [answers[seed]]
+    other = Request(prompts()[0], NEW_TOKENS, sampled(77))
+    assert run(make_engine(), [other]) != [answers[0]]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "allowed"),
+    [
+        (Sampling(temperature=2.0, top_k=2), {0, 1}),
+        (Sampling(temperature=1.0, top_p=0.75), {0, 1}),  # 0.5, 0.3, 0.15, 0.05
+        (Sampling(temperature=1.0, top_p=0.81), {0, 1, 2}),
+        (Sampling(temperature=1.0), {0, 1, 2, 3}),
+        (Sampling(), {0}),
+    ],
+)
+def test_sampled_tokens_have_the_distribution(sampling, allowed):
+    probabilities = np.array([0.5, 0.3, 0.15, 0.05])
+    logits = np.tile(np.log(probabilities).astype(np.float32), (2000, 1))
+    rows = SamplingRows.of([sampling] * 2000, 2000)
+    chosen = np.asarray(jax.jit(sample)(logits, rows, np.arange(2000, dtype=np.int32)))
+    assert set(chosen.tolist()) == allowed
+    share = (probabilities ** (1 / (sampling.temperature or 1e-3)))[sorted(allowed)]
+    counts = np.bincount(chosen, minlength=4)[sorted(allowed)] / 2000
+    np.testing.assert_allclose(counts, share / share.sum(), atol=0.05)
+
+
+def test_invalid_sampling_raises():
+    for invalid in ({"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}):
+        with pytest.raises(ValueError, match="temperature must be >= 0, top_p in"):
+            Sampling(**invalid)
+
+
+# --- Attention.
+
+
+def attention_case(query_lens, seq_lens, page_size, heads, kv_heads, head_dim, dtype, max_tokens):
+    rng = np.random.default_rng(sum(seq_lens))
+    max_blocks = -(-max(seq_lens) // page_size) + 1
+    ids = iter(rng.permutation(len(seq_lens) * max_blocks + 1))
+    table = [list(itertools.islice(ids, -(-length // page_size))) for length in seq_lens]
+    rows = BatchMetadata.from_host(
+        query_lens, seq_lens, table, max_num_reqs=len(seq_lens) + 1, max_num_tokens=max_tokens,
+        max_blocks=max_blocks, block_size=page_size,
+    )  # fmt: skip
+    pages = (len(seq_lens) * max_blocks + 1, page_size, kv_heads, head_dim)
+    k, v, q = (
+        jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+        for shape in (pages, pages, (max_tokens, heads, head_dim))
+    )
+    return q, k, v, rows, table
+
+
+def dense_attention(q, k, v, query_lens, seq_lens, table):
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out, start = [], 0
+    group = q.shape[1] // k.shape[2]
+    for count, length, pages in zip(query_lens, seq_lens, table, strict=True):
+        keys = np.repeat(k[pages].reshape(-1, *k.shape[2:])[:length], group, axis=1)
+        values = np.repeat(v[pages].reshape(-1, *v.shape[2:])[:length], group, axis=1)
+        for i in range(count):
+            seen = length - count + i + 1
+            scores = np.einsum("hd,khd->hk", q[start + i], keys[:seen]) / q.shape[2] ** 0.5
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            weights /= weights.sum(1, keepdims=True)
+            out.append(np.einsum("hk,khd->hd", weights, values[:seen]))
+        start += count
+    return np.array(out)
+
+
+BATCHES = [
+    ([1, 1, 1], [5, 200, 64], 4),
+    ([1, 40, 3, 17], [90, 40, 33, 150], 80),
+    ([0, 16, 1], [0, 16, 1], 20),
+    ([33], [300], 64),
+]
+
+
+@pytest.mark.parametrize(("query_lens", "seq_lens", "max_tokens"), BATCHES)
+@pytest.mark.parametrize("page_size", [4, 16, 128])
+def test_xla_attention(query_lens, seq_lens, max_tokens, page_size):
+    q, k, v, rows, table = attention_case(
+        query_lens, seq_lens, page_size, 6, 2, 8, jnp.float32, max_tokens
+    )
+    out = np.asarray(jax.jit(attend, static_argnums=0)("xla", q, k, v, rows))
+    wanted = dense_attention(q, k, v, query_lens, seq_lens, table)
+    np.testing.assert_allclose(out[: len(wanted)], wanted, atol=2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("query_lens", "seq_lens", "max_tokens"), BATCHES)
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_flash_attention(query_lens, seq_lens, max_tokens, page_size):
+    try:
+        select("flash", np.dtype(jnp.bfloat16), 128)
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
+    q, k, v, rows, table = attention_case(
+        query_lens, seq_lens, page_size, 32, 8, 128, jnp.bfloat16, max_tokens
+    )
+    out = np.asarray(jax.jit(attend, static_argnums=0)("flash", q, k, v, rows), np.float64)
+    wanted = dense_attention(q, k, v, query_lens, seq_lens, table)
+    error = np.linalg.norm(out[: len(wanted)] - wanted) / np.linalg.norm(wanted)
+    assert error < 1e-2
+
+
+def test_splits_use_all_multiprocessors():
+    assert num_splits(1, 8, 32_768) == 16
+    assert num_splits(8, 8, 8192) == 2
+    assert num_splits(64, 8, 4096) == num_splits(1, 8, 64) == 1
+
+
+@pytest.mark.cpu_only
+def test_flash_is_rejected_with_the_reason():
+    with pytest.raises(NotImplementedError, match=r"needs a GPU of compute capability 9.0, got"):
+        select("flash", np.dtype(jnp.bfloat16), 128)
+    with pytest.raises(ValueError, match="one of"):
+        select("fastest", np.dtype(jnp.bfloat16), 128)
+    assert select(None, np.dtype(np.float32), 64) == "xla"

@@ -1,0 +1,165 @@
+"""The HTTP server of the serving example, driven by the `openai` client on loopback."""
+
+import concurrent.futures
+import socket
+import threading
+import time
+
+import pytest
+
+from examples.serving.engine import Engine, Limits
+from examples.serving.model import Config, init_params
+from examples.serving.request import Request
+from examples.serving.tokenizer import ByteTokenizer
+
+pytestmark = pytest.mark.end_to_end
+
+openai = pytest.importorskip("openai")
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+CONFIG = Config(256, 64, 96, 2, 4, 2, 16)
+LIMITS = Limits(page_size=8, batch=4, token_budget=40, pages_per_request=40, copy_pages=8)
+PROMPT = "The quick brown fox"
+
+
+def make_engine():
+    return Engine(CONFIG, init_params(CONFIG, 0, "float32"), LIMITS, 100, 100)
+
+
+@pytest.fixture(scope="module")
+def served():
+    """A client, and the server that it talks to."""
+    from examples.serving.server import Server
+
+    engine = make_engine()
+    engine.warm_up(sampling=True)
+    server = Server(engine, ByteTokenizer(), "tiny")
+    http = uvicorn.Server(uvicorn.Config(server.app, log_level="error", lifespan="off"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]})
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            while not http.started:
+                time.sleep(0.01)
+            yield client, server
+        http.should_exit = True
+        thread.join()
+    server.thread.stop()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The greedy answer of an engine without a server."""
+    engine, request = make_engine(), Request(ByteTokenizer().encode(PROMPT), 20)
+    engine.submit(request)
+    while engine.busy:
+        engine.step()
+    return ByteTokenizer().decode(request.answer)
+
+
+def complete(client, **options):
+    options = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, **options}
+    return client.completions.create(model="tiny", **options)
+
+
+def test_completion(served, expected):
+    client, _ = served
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    done = complete(client)
+    assert done.choices[0].text == expected
+    assert done.choices[0].finish_reason == "length"
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(PROMPT), 20)
+    assert complete(client, prompt=list(PROMPT.encode())).choices[0].text == expected
+
+
+def test_streamed_completion(served, expected):
+    client, _ = served
+    chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
+    texts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert "".join(texts) == expected and sum(map(bool, texts)) > 3
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == 20
+
+
+def test_stop_string(served, expected):
+    client, _ = served
+    stop = expected[6:8]
+    cut = expected[: expected.index(stop)]
+    done = complete(client, stop=[stop])
+    assert (done.choices[0].text, done.choices[0].finish_reason) == (cut, "stop")
+    chunks = complete(client, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == cut
+
+
+def test_chat_and_its_stream_are_equal(served):
+    client, _ = served
+    options = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Who are you?"}],
+        "max_completion_tokens": 12,
+        "temperature": 0.8,
+        "seed": 5,
+    }
+    whole = client.chat.completions.create(**options).choices[0].message
+    assert whole.role == "assistant" and whole.content
+    chunks = client.chat.completions.create(**options, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.content
+
+
+def test_concurrent_requests(served, expected):
+    client, _ = served
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: complete(client).choices[0].text, range(12)))
+    assert answers == [expected] * 12
+
+
+def test_request_of_a_client_that_is_gone_ends(served):
+    client, server = served
+    stream = complete(client, max_tokens=280, stream=True)
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 30
+    while server.thread.engine.busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not server.thread.engine.busy
+
+
+def test_clients_of_a_failed_engine_get_an_error(monkeypatch, capsys):
+    from starlette.testclient import TestClient
+
+    from examples.serving.server import Server
+
+    engine = make_engine()
+    server = Server(engine, ByteTokenizer(), "tiny")
+
+    def fail():
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(engine, "step", fail)
+    client = TestClient(server.app, raise_server_exceptions=False)
+    assert client.get("/health").status_code == 200
+    for _ in range(2):  # while it fails, and afterwards
+        assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 500
+    assert client.get("/health").status_code == 500
+    server.thread.stop()
+    assert "no more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 1000},
+        {"prompt": ""},
+        {"prompt": ["a", "b"]},
+        {"prompt": [256]},
+        {"temperature": -1},
+        {"n": 2},
+        {"stop": [""]},
+    ],
+)
+def test_invalid_requests_are_rejected(served, options):
+    client, _ = served
+    with pytest.raises(openai.BadRequestError):
+        complete(client, **options)
