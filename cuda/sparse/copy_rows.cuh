@@ -21,9 +21,8 @@ struct CopyParams {
   uint32_t num_requests, num_ids, slots, row_words;
 };
 
-// prefix[r]: number of moves of the requests before r.
-inline __device__ void sum_counts(const CopyParams& p, uint32_t* prefix) {
-  __shared__ uint32_t of_warps[kCopyThreads / 32];
+// prefix[r]: number of moves of the requests before r. `of_warps` is shared memory.
+inline __device__ void sum_counts(const CopyParams& p, uint32_t* prefix, uint32_t* of_warps) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t before = 0;  // moves of the requests of earlier iterations
   for (uint32_t first = 0; first < p.num_requests; first += blockDim.x) {
@@ -69,9 +68,9 @@ inline __device__ uint32_t first_tile() {
 }
 inline __device__ uint32_t tile_stride() { return gridDim.x * blockDim.x / 32 * kTileWords; }
 
-__global__ void __launch_bounds__(kCopyThreads) copy_missing(const __grid_constant__ CopyParams p) {
-  extern __shared__ uint32_t prefix[];  // num_requests + 1
-  sum_counts(p, prefix);
+inline __device__ void copy_missing_rows(const CopyParams& p, uint32_t* prefix,
+                                         uint32_t* of_warps) {
+  sum_counts(p, prefix, of_warps);
   const uint32_t words = prefix[p.num_requests] * p.row_words, lane = threadIdx.x % 32;
   for (uint32_t tile = first_tile(); tile < words; tile += tile_stride()) {
     uint32_t request = request_of(prefix, p.num_requests, tile / p.row_words);
@@ -96,7 +95,7 @@ __global__ void __launch_bounds__(kCopyThreads) copy_missing(const __grid_consta
   }
 }
 
-__global__ void __launch_bounds__(kCopyThreads) copy_added(const __grid_constant__ CopyParams p) {
+inline __device__ void copy_added_rows(const CopyParams& p) {
   const uint32_t words = p.num_requests * p.num_ids * p.row_words;
   for (uint32_t word = blockIdx.x * blockDim.x + threadIdx.x; word < words;
        word += gridDim.x * blockDim.x) {
@@ -108,6 +107,16 @@ __global__ void __launch_bounds__(kCopyThreads) copy_added(const __grid_constant
     reinterpret_cast<uint4*>(p.addresses.of_slot(row))[offset] = value;
     reinterpret_cast<uint4*>(p.addresses.of_token(token))[offset] = value;
   }
+}
+
+__global__ void __launch_bounds__(kCopyThreads) copy_missing(const __grid_constant__ CopyParams p) {
+  extern __shared__ uint32_t prefix[];  // num_requests + 1
+  __shared__ uint32_t of_warps[kCopyThreads / 32];
+  copy_missing_rows(p, prefix, of_warps);
+}
+
+__global__ void __launch_bounds__(kCopyThreads) copy_added(const __grid_constant__ CopyParams p) {
+  copy_added_rows(p);
 }
 
 }  // namespace jaxkv::sparse

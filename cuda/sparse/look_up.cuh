@@ -258,17 +258,16 @@ class LookUp {
 
   // The largest age that at least `missing` rows have or exceed: the age of the youngest victim.
   __device__ uint32_t smallest_age(uint32_t missing) {
-    uint32_t youngest = kFreeAge, oldest = 0, free = 0;
+    uint32_t oldest = 0, free = 0;
     for (uint32_t s = threadIdx.x; s < p_.size.slots; s += blockDim.x) {
       const bool is_free = positions_[s] < 0;
       const uint32_t age = is_free ? kFreeAge : now_ - static_cast<uint32_t>(used_[s]);
       ages_[s] = age;
-      if (age) youngest = min(youngest, age);
       if (!is_free) oldest = max(oldest, age);
       free += is_free;
     }
     if (sums_.total(__reduce_add_sync(kAllLanes, free)) >= missing) return kFreeAge;
-    uint32_t low = ~sums_.maximum(~__reduce_min_sync(kAllLanes, youngest));
+    uint32_t low = 1;  // rows of this call have age 0
     uint32_t high = sums_.maximum(__reduce_max_sync(kAllLanes, oldest));
     while (low < high) {
       const uint32_t middle = low + (high - low + 1) / 2;
