@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from bench.harness import peak_bandwidth
 from bench.harness.records import Results, arguments
 from bench.sparse import cases
+from examples.sparse import engine, model
 
 ROWS = (656, 1152)
 REUSE = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
@@ -141,12 +143,25 @@ def record_targets(
     results.target(f"{main}: speedup over {XLA}, every reuse", worst, ">=", OVER_XLA, "x")
 
 
+def example_reuse(results: Results) -> None:
+    """Share of the chosen rows that are in the hot buffer of examples/sparse, random weights."""
+    config, sizes, rng = model.Config(), engine.Sizes(), np.random.default_rng(0)
+    prompts = [rng.integers(0, config.vocab, length).tolist() for length in (128, 64, 100, 17)]
+    params = model.init_params(config, 0)
+    ran = engine.Engine(config, sizes, params, engine.InHostMemory(config, sizes))
+    ran.generate(prompts, 16)
+    share = 1 - ran.missing / ran.chosen
+    results.row(f"examples/sparse, {sizes.slots} slots, top {config.top_k}", "reuse", "", share)
+    print(f"examples/sparse: reuse {share:.0%}", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     results = Results("sparse")
     on_gpu = jax.default_backend() == "gpu"
     size = FULL if on_gpu else SMALL
+    example_reuse(results)
     for row_bytes in ROWS[:1] if flags.quick else ROWS:
         cache = cases.Cache(row_bytes, size.pool_bytes)
         quick = flags.quick or not on_gpu
