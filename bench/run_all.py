@@ -21,6 +21,7 @@ BENCHMARKS = {  # by record name
     "metadata": "metadata.build",
     "recurrent": "recurrent.align",
     "sparse": "sparse.fetch",
+    "sparse_decode": "sparse.decode",
     "all_reduce": "collectives.all_reduce",
     "tensor_parallel": "collectives.tensor_parallel",
     "offload_manager": "offload.manager",
