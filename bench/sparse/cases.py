@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compute_on import compute_on
 
 import jaxkv
-from bench.harness import copy_baselines, timestamps, timing
+from bench.harness import copy_baselines, timestamps
 from bench.sparse.traces import Trace
 from jaxkv import sparse
 
@@ -57,10 +56,9 @@ class Case:
         k: int,
         slots: int,
         calls: int,
-        num_sms: int = 16,
     ):
         self.cache, self.batch, self.context, self.k = cache, batch, context, k
-        self.slots, self.calls, self.num_sms = slots, calls, num_sms
+        self.slots, self.calls = slots, calls
         self.trace = Trace(batch=batch, context=context, k=k, reuse=reuse, calls=calls)
         self.table = cache.table(batch, context)
         self.missing_bytes = batch * self.trace.fresh * cache.row_bytes  # of a call
@@ -110,7 +108,7 @@ class Case:
         def fetch(state: Any, ids: jax.Array, pool: Any, table: Any, lengths: Any) -> Any:
             rows, new = sparse.fetch(
                 sparse.SparseState(*state), pool, ids, layer=0, lengths=lengths,
-                block_table=table, num_sms=self.num_sms,
+                block_table=table,
             )  # fmt: skip
             return rows, (new.hot, new.positions, new.used, new.slot_of, new.clock)
 
@@ -192,23 +190,3 @@ def read_back_seconds(case: Case) -> float:
         return reading
     copied = copy_baselines.run(copy_baselines.BATCH, rows, hot, pairs, calls=1, repeats=3)
     return reading + copied.total
-
-
-def xla_seconds(case: Case) -> float:
-    """Seconds of XLA's gather of all rows of a call, by the host, and their transfer."""
-    tokens = case.trace.next()[0]
-    pages = jnp.asarray(case.table)[jnp.arange(case.batch)[:, None], tokens // PAGE_SIZE]
-    wanted = jax.device_put(
-        (pages * PAGE_SIZE + tokens % PAGE_SIZE).reshape(-1), jax.memory.Space.Host
-    )
-
-    @jax.jit
-    def gather(data: jax.Array, wanted: jax.Array) -> jax.Array:
-        with compute_on("device_host"):
-            rows = data.reshape(-1, case.cache.row_bytes)[wanted]
-        return jax.device_put(rows, jax.memory.Space.Device)
-
-    seconds, _ = timing.seconds_per_call(
-        lambda _: gather(case.cache.pool.data, wanted), None, calls=1, repeats=3
-    )
-    return seconds
