@@ -20,7 +20,7 @@ namespace jaxkv::sparse {
 namespace ffi = xla::ffi;
 
 inline constexpr int32_t kMaxIds = 4096;  // of a request: they have 4 KiB entries in shared memory
-inline constexpr int32_t kMaxSlots = 16384;  // of a request: their ages are in shared memory
+inline constexpr int32_t kMaxSlots = 12288;  // of a request: their ages are in shared memory
 inline constexpr int32_t kMaxBatch = 4096;   // a prefix sum over it is in shared memory
 inline constexpr int32_t kWordBytes = 16;    // rows consist of whole words
 inline constexpr int32_t kPadding = -1;

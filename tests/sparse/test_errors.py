@@ -145,10 +145,10 @@ def test_states_of_another_cache_raise():
     [
         ({"kind": "mha"}, {}, "require kind='mla'"),
         ({"head_dim": 24}, {}, "multiple of 16 bytes, got 24: 24 elements of uint8"),
-        ({}, {"slots": 16385}, "slots must be at most 16384, got 16385"),
+        ({}, {"slots": 12289}, "slots must be at most 12288, got 12289"),
         ({}, {"batch": 4097}, "batch must be at most 4096, got 4097"),
         ({}, {"max_length": 0}, "max_length must be an integer"),
-        ({"num_layers": 64}, {"batch": 4096, "slots": 16384}, "must be below 2"),
+        ({"num_layers": 64}, {"batch": 4096, "slots": 12288}, "must be below 2"),
     ],
 )
 def test_buffers_that_are_not_supported(spec, sizes, message):

@@ -51,7 +51,7 @@ class SparseState:
             scales, 128 of bf16) are `head_dim=656, dtype="uint8"`.
           batch: requests of a step, at most 4,096.
           slots: rows per request and layer, at least the number of ids of a `fetch`, at most
-            16,384.
+            12,288.
           max_length: tokens of the longest request.
 
         Raises:
