@@ -33,6 +33,11 @@ def test_layouts_and_rows(layout, width):
     steps(pair, 6, k=6, spread=9)
 
 
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+def test_arrays_of_an_engine(layout):
+    steps(Pair(layout=layout, of_arrays=True), 8, k=6, spread=9)
+
+
 def test_distinct_misses_in_each_step():
     """As many ids as slots: every call replaces all rows of the previous one."""
     pair = Pair()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -27,14 +29,18 @@ class Pair:
 
     def __init__(
         self, *, batch=3, slots=8, max_length=24, page_size=4, width=32, layers=2, layer=1,
-        layout="page_first_direct", seed=0,
+        layout="page_first_direct", seed=0, of_arrays=False,
     ):  # fmt: skip
         self.rng = np.random.default_rng(seed)
         self.layer, self.layers = layer, layers
         self.shape = batch, slots
         columns = -(-max_length // page_size)
         num_pages = batch * columns + 2
-        self.spec = jaxkv.KVCacheSpec(layers, page_size, 1, width, np.uint8, kind="mla")
+        self.spec: Any = jaxkv.KVCacheSpec(layers, page_size, 1, width, np.uint8, kind="mla")
+        self.width = width
+        if of_arrays:
+            array = jax.ShapeDtypeStruct((1, page_size, 2, width // 2), np.uint8)
+            self.spec = jaxkv.ArrayCacheSpec.from_arrays([array] * layers, page_size=page_size)
         pool = jaxkv.HostPool.create(self.spec, num_pages=num_pages, layout=layout)
         contents = random_rows(self.rng, layers, num_pages, page_size, width)
         axes = {"layer_first": (0, 1, 2, 3), "page_first": (1, 2, 0, 3)}.get(layout, (1, 0, 2, 3))
@@ -65,7 +71,7 @@ class Pair:
     def append(self, positions, rows=None) -> None:
         positions = np.asarray(positions, np.int32)
         if rows is None:
-            rows = random_rows(self.rng, *positions.shape, self.spec.head_dim)
+            rows = random_rows(self.rng, *positions.shape, self.width)
         self.reference.append(rows, positions, self.table)
         self.state, self.pool = append(
             self.state, self.pool, rows, positions, layer=self.layer, block_table=self.table

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxkv._src.cache.host_layout import HostLayout
+from jaxkv._src.cache.array_cache import ArrayHostLayout
 from jaxkv._src.cache.host_pool import HostPool, check_memory_kind
 from jaxkv._src.runtime import native
 from jaxkv._src.runtime.errors import scope_attribute
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.sharding import check_unsharded, match_varying_axes
 from jaxkv._src.runtime.tracing import is_traced
-from jaxkv._src.sparse.state import SparseState, check_rows
+from jaxkv._src.sparse.state import SparseState, rows_of
 from jaxkv._src.transfer.block_copy import _scratch_like
 from jaxkv._src.transfer.memory_kinds import with_checked_pool
 from jaxkv._src.transfer.transformations import reject_transformations
@@ -54,7 +54,7 @@ def fetch(
 
     Args:
       state: the hot buffer; donate it to the surrounding jit.
-      pool: `HostPool` of a `KVCacheSpec` with `kind="mla"`, in any layout. Not written.
+      pool: `HostPool` of the state's cache, in any layout. Not written.
       topk_ids: int32[batch, ...], token positions of each request, such as [batch, k] or
         [batch, heads, k]; -1 is padding. A position may occur several times. At most 4,096 of a
         request, and at most `slots`.
@@ -108,7 +108,7 @@ def append(
 
     Args:
       state, pool: as for `fetch`; donate both.
-      rows: `dtype[batch, n, head_dim]`, of the dtype of the cache.
+      rows: `dtype[batch, n, width]`, of the dtype of the cache.
       positions: int32[batch, n], position of each row in its request, -1 for padding. n is at most
         `slots` and at most 4,096.
       layer, block_table, num_sms: as for `fetch`.
@@ -185,12 +185,12 @@ def _check_state(operation: str, state: Any, pool: Any) -> None:
         raise TypeError(f"{operation}: state must be a SparseState, got {type(state).__name__}")
     if not isinstance(pool, HostPool):
         raise TypeError(f"{operation}: pool must be a jaxkv.HostPool, got {type(pool).__name__}")
-    spec = check_rows(pool.spec)
+    spec = rows_of(pool.spec)
     check_memory_kind(pool.data)
     layers, batch, slots, _ = state.hot.shape
     cells = layers, batch, slots
     expected = {
-        "hot": ((*cells, spec.head_dim), spec.dtype),
+        "hot": ((*cells, spec.width), spec.dtype),
         "positions": (cells, jnp.int32),
         "used": (cells, jnp.int32),
         "slot_of": ((layers, batch, state.slot_of.shape[-1]), jnp.int16),
@@ -304,7 +304,9 @@ def _geometry(
     state: SparseState, pool: HostPool, ids: jax.Array, block_table: jax.Array, static: _Static
 ) -> np.ndarray:
     """The attribute `geometry`, in the order of cuda/sparse/rows.cc."""
-    layout: HostLayout = pool.host_layout
+    layout = pool.host_layout
+    of_arrays = isinstance(layout, ArrayHostLayout)
+    pages = layout.page_geometry(0) if of_arrays else layout.page_geometry()
     num_layers, batch, slots, width = state.hot.shape
     columns = _table(static.operation, block_table, batch)
     first = layout.buffer_offset_bytes(0, static.layer)
@@ -321,7 +323,7 @@ def _geometry(
         layout.spec.page_size,
         width * state.hot.dtype.itemsize,
         first,
-        layout.page_geometry().page_stride_bytes,
+        pages.page_stride_bytes,
         layout.buffer_offset_bytes(0, static.layer, 1) - first,
     ]
     return np.array(numbers, np.int64)
