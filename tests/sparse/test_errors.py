@@ -1,4 +1,4 @@
-"""Ids, pages and arguments that are rejected; sharded batches."""
+"""Ids, pages and arguments that are rejected."""
 
 import dataclasses
 from typing import Any
@@ -193,57 +193,3 @@ def test_vmap_is_rejected():
     call: dict[str, Any] = {"lengths": lengths, "block_table": pair.table, "layer": 0}
     with pytest.raises(NotImplementedError, match=r"sparse.fetch: jax.vmap"):
         jax.vmap(lambda i: sparse.fetch(pair.state, pair.pool, i, **call)[0])(ids)
-
-
-@pytest.mark.multigpu
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
-def test_batch_is_sharded_by_shard_map():
-    """Each device has some requests; the pool is replicated, one memory."""
-    pair = Pair(batch=4, layers=1, layer=0)
-    mesh = jax.make_mesh(
-        (2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
-    )
-    pool = jaxkv.HostPool.create(pair.spec, num_pages=pair.pool.num_pages, mesh=mesh)
-    pool = dataclasses.replace(
-        pool, data=jax.device_put(np.asarray(pair.pool.data), pool.data.sharding)
-    )
-    of_batch = jax.P(None, "x")
-    state = jax.device_put(pair.state, jax.NamedSharding(mesh, of_batch))
-    ids = np.array([[1, 2, 2], [5, -1, 0], [9, 1, 2], [23, 22, 23]], np.int32)
-    lengths = np.full(4, 24, np.int32)
-
-    def step(state, pool, ids, lengths, table):
-        return sparse.fetch(state, pool, ids, layer=0, lengths=lengths, block_table=table)
-
-    specs = (of_batch, jax.P(), jax.P("x"), jax.P("x"), jax.P("x"))
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(jax.P("x"), of_batch))
-    rows, state = jax.jit(mapped, donate_argnums=0)(state, pool, ids, lengths, pair.table)
-    want = pair.reference.fetch(ids, lengths, pair.table)
-    pair.state = state
-    pair.check_buffer()
-    request = np.arange(4)[:, None] % 2  # rows are numbered on each device
-    np.testing.assert_array_equal(rows, np.where(want < 0, -1, request * 8 + want))
-    with pytest.raises(ValueError, match=r"inside jax\.shard_map"):
-        sparse.fetch(state, pool, ids, layer=0, lengths=lengths, block_table=pair.table)
-
-
-def test_jit_keeps_layers_apart():
-    """Several layers in one program, each with its own ids."""
-    pairs = [Pair(layer=layer, seed=7) for layer in (0, 1)]
-    table, lengths = pairs[0].table, np.full(3, 24, np.int32)
-
-    @jax.jit
-    def step(state, pool, ids):
-        found = []
-        for layer in (0, 1):
-            rows, state = sparse.fetch(
-                state, pool, ids[layer], layer=layer, lengths=lengths, block_table=table
-            )
-            found.append(state.rows[rows])
-        return found, state
-
-    ids = np.array([[[1, 2]] * 3, [[7, 7]] * 3], np.int32)
-    found, _ = step(pairs[0].state, pairs[0].pool, ids)
-    for layer, rows in enumerate(found):
-        pages = table[np.arange(3)[:, None], ids[layer] // 4]
-        np.testing.assert_array_equal(rows, pairs[0].contents[layer][pages, ids[layer] % 4])
