@@ -20,6 +20,8 @@ BENCHMARKS = {  # by record name
     "dispatch": "transfer.dispatch",
     "metadata": "metadata.build",
     "recurrent": "recurrent.align",
+    "sparse": "sparse.fetch",
+    "sparse_decode": "sparse.decode",
     "all_reduce": "collectives.all_reduce",
     "tensor_parallel": "collectives.tensor_parallel",
     "offload_manager": "offload.manager",

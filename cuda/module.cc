@@ -13,6 +13,7 @@
 #include "common/error_ring.h"
 #include "python/sync_guard.h"
 #include "recurrent/align_states.h"
+#include "sparse/rows.h"
 #include "transfer/block_copy.h"
 #include "transfer/host_ids.h"
 #include "xla/ffi/api/ffi.h"
@@ -39,6 +40,8 @@ XLA_FFI_Error* WaitCopyCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CheckBoundsCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AllReduceCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AlignStatesCpu(XLA_FFI_CallFrame*);
+XLA_FFI_Error* SparseFetchCpu(XLA_FFI_CallFrame*);
+XLA_FFI_Error* SparseAppendCpu(XLA_FFI_CallFrame*);
 #ifdef JAXKV_CUDA
 XLA_FFI_Error* PrepareDevice(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PlanPairsKernel(XLA_FFI_CallFrame*);
@@ -57,6 +60,9 @@ XLA_FFI_Error* PrepareAllReduce(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AllReduceKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareAlign(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AlignStatesKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* PrepareSparse(XLA_FFI_CallFrame*);
+XLA_FFI_Error* SparseFetchKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* SparseAppendKernel(XLA_FFI_CallFrame*);
 #ifdef JAXKV_TEST_HOOKS
 XLA_FFI_Error* CopyBlocksUnordered(XLA_FFI_CallFrame*);
 #endif
@@ -92,6 +98,8 @@ nb::dict registrations() {
   add(cpu, "jaxkv_check_bounds", stage("execute", CheckBoundsCpu));
   add(cpu, "jaxkv_all_reduce", stage("execute", AllReduceCpu));
   add(cpu, "jaxkv_align_states", stage("execute", AlignStatesCpu));
+  add(cpu, "jaxkv_sparse_fetch", stage("execute", SparseFetchCpu));
+  add(cpu, "jaxkv_sparse_append", stage("execute", SparseAppendCpu));
   all["cpu"] = cpu;
 #ifdef JAXKV_CUDA
   nb::dict cuda;
@@ -113,6 +121,9 @@ nb::dict registrations() {
       stage("execute", AllReduceKernel));
   add(cuda, "jaxkv_align_states", stage("initialize", PrepareAlign),
       stage("execute", AlignStatesKernel));
+  const auto prepare_sparse = stage("initialize", PrepareSparse);
+  add(cuda, "jaxkv_sparse_fetch", prepare_sparse, stage("execute", SparseFetchKernel));
+  add(cuda, "jaxkv_sparse_append", prepare_sparse, stage("execute", SparseAppendKernel));
 #ifdef JAXKV_TEST_HOOKS
   add(cuda, "jaxkv_copy_blocks_unordered", prepare, stage("execute", CopyBlocksUnordered));
 #endif
@@ -266,6 +277,9 @@ NB_MODULE(_ext, m) {
   m.attr("HOST_IDS_HEADER") = transfer::kHostIdsHeader;
   m.attr("INLINE_IDS") = transfer::kInlineIds;
   m.attr("MAX_STATES") = recurrent::kMaxStates;
+  m.attr("MAX_SPARSE_IDS") = sparse::kMaxIds;
+  m.attr("MAX_SPARSE_SLOTS") = sparse::kMaxSlots;
+  m.attr("MAX_SPARSE_BATCH") = sparse::kMaxBatch;
   m.def(
       "write_host_ids_header",
       [](uintptr_t address, size_t num_words) {

@@ -1,6 +1,6 @@
 """KV-cache data plane for LLM serving code written in JAX."""
 
-from jaxkv import metadata, offload, recurrent
+from jaxkv import metadata, offload, recurrent, sparse
 from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_layout import HostLayout
@@ -68,6 +68,7 @@ __all__ = [
     "offload",
     "pinned_zeros",
     "recurrent",
+    "sparse",
     "start_load",
     "start_store",
     "start_swap",

@@ -14,7 +14,7 @@ import jaxkv
 
 pytestmark = pytest.mark.host_only
 
-MODULES = (jaxkv, jaxkv.offload, jaxkv.recurrent)
+MODULES = (jaxkv, jaxkv.offload, jaxkv.recurrent, jaxkv.sparse)
 OBJECTS = [
     pytest.param(module, name, id=f"{module.__name__}.{name}")
     for module in MODULES

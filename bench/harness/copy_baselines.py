@@ -53,7 +53,7 @@ def library() -> ctypes.CDLL:
       RuntimeError: no compiler, or its error output.
     """
     cuda = jax.default_backend() == "gpu"
-    loaded = ctypes.CDLL(str(_compiled(cuda)))
+    loaded = ctypes.CDLL(str(compiled(SOURCE, cuda=cuda)))
     platform = "CUDA" if cuda else "cpu"
     for name in ("Stamp", "BaselineCopy") if cuda else ("Stamp",):
         target = jax.ffi.pycapsule(getattr(loaded, name))
@@ -63,26 +63,32 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def _compiled(cuda: bool) -> pathlib.Path:
+def compiled(source: pathlib.Path, *, cuda: bool) -> pathlib.Path:
+    """The shared library of a native source, compiled if it has changed.
+
+    Raises:
+      RuntimeError: no compiler, or its error output.
+    """
     flags = ["-std=c++20", "-O2", "-shared", "-isystem", jax.ffi.include_dir()]
     if cuda:
         compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
         flags += ["-DBENCH_CUDA", "-Xcompiler", "-fPIC"]
+        flags += ["-arch=native"] if source.suffix == ".cu" else []
     else:
         compiler = os.environ.get("CXX", "c++")
         flags += ["-fPIC"]
-    key = hashlib.sha256(" ".join([compiler, *flags]).encode() + SOURCE.read_bytes())
-    path = REPOSITORY / "build" / f"copy_baselines_{key.hexdigest()[:16]}.so"
+    key = hashlib.sha256(" ".join([compiler, *flags]).encode() + source.read_bytes())
+    path = REPOSITORY / "build" / f"{source.stem}_{key.hexdigest()[:16]}.so"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = pathlib.Path(folder, path.name)
-            command = [compiler, *flags, str(SOURCE), "-o", str(made)]
+            command = [compiler, *flags, str(source), "-o", str(made)]
             # Preloaded sanitizer libraries would disturb the compiler.
             clean = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
             run = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
             if run.returncode:
-                raise RuntimeError(f"{SOURCE.name} did not compile:\n{run.stderr}")
+                raise RuntimeError(f"{source.name} did not compile:\n{run.stderr}")
             made.replace(path)  # atomic: another benchmark may compile it concurrently
     return path
 

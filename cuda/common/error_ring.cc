@@ -60,6 +60,12 @@ int32_t add_name(const std::string& name, Names& names) {
                               "' have the same hash; choose another name");
 }
 
+// Whether the source ids are positions of tokens, and the destination ids pages of the pool.
+bool has_positions(const ErrorEntry& e) {
+  const auto operation = static_cast<Operation>(e.fault >> 8);
+  return operation == Operation::kSparseFetch || operation == Operation::kSparseAppend;
+}
+
 ErrorEntry copy_entry(const volatile ErrorEntry& e) {
   const uint64_t sequence = e.sequence;
   std::atomic_thread_fence(std::memory_order_acquire);  // the writer stores it last
@@ -155,7 +161,8 @@ const OperationNames& operation_of(const ErrorEntry& e) {
 
 std::string argument_of(const ErrorEntry& e) {
   if (kind_of(code_of(e)) != ErrorKind::kPageIndex) return "";
-  const bool source = code_of(e) == ErrorCode::kSourceOutOfRange;
+  const bool source = code_of(e) == ErrorCode::kSourceOutOfRange ||
+                      (code_of(e) == ErrorCode::kDuplicate && has_positions(e));
   return source ? operation_of(e).source_ids : operation_of(e).destination_ids;
 }
 
@@ -166,11 +173,14 @@ std::string describe(const ErrorEntry& e) {
   const std::string position = std::to_string(e.position);
   const auto entry = [&](const char* side) {
     const std::string id = std::to_string(e.id);
+    if (has_positions(e)) return prefix + argument_of(e) + "[" + position + "] = " + id;
     return operation.empty()
                ? std::string(side) + " id " + id + " at position " + position
                : prefix + side + " id " + argument_of(e) + "[" + position + "] = " + id;
   };
-  const std::string range = " is outside [0, " + std::to_string(e.limit) + ") pages of this device";
+  const bool tokens = has_positions(e) && code_of(e) == ErrorCode::kSourceOutOfRange;
+  const std::string range = " is outside [0, " + std::to_string(e.limit) + ") " +
+                            (tokens ? "tokens of the request" : "pages of this device");
   switch (code_of(e)) {
     case ErrorCode::kSourceOutOfRange:
       return entry("source") + range;

@@ -32,8 +32,10 @@ enum class Operation : int32_t {
   kStartStore,
   kSwapBlocks,
   kStartSwap,
+  kSparseFetch,
+  kSparseAppend,
 };
-inline constexpr int32_t kOperations = 7;
+inline constexpr int32_t kOperations = 9;
 
 struct OperationNames {
   const char *operation, *source_ids, *destination_ids;
@@ -46,6 +48,8 @@ inline constexpr OperationNames kOperationNames[kOperations] = {
     {"start_store", "device_pages", "host_pages"},
     {"swap_blocks", "src_ids", "dst_ids"},
     {"start_swap", "src_ids", "dst_ids"},
+    {"sparse.fetch", "topk_ids", "block_table"},
+    {"sparse.append", "positions", "block_table"},
 };
 
 // The kind of exception that check_errors() raises.

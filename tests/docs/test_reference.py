@@ -18,7 +18,9 @@ CMAKE_SETTING = re.compile(r"^(?:option\(|set\((?=\w+ \S+ CACHE))(JAXKV_\w+)", r
 
 
 @pytest.mark.parametrize(
-    "module", [jaxkv, jaxkv.offload, jaxkv.recurrent], ids=lambda module: module.__name__
+    "module",
+    [jaxkv, jaxkv.offload, jaxkv.recurrent, jaxkv.sparse],
+    ids=lambda module: module.__name__,
 )
 def test_api_page_lists_every_public_name(module):
     text = (ROOT / "docs" / "api.md").read_text()

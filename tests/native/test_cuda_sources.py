@@ -21,6 +21,8 @@ CAPTURED = {
     "CopyGroupsKernel",
     "CopyPairsKernel",
     "PlanPairsKernel",
+    "SparseAppendKernel",
+    "SparseFetchKernel",
     "WaitCopyKernel",
 }
 # They allocate nothing and load no module when they are called for the first time.

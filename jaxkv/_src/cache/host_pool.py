@@ -282,7 +282,8 @@ def _pool_sharding(
     return NamedSharding(mesh, PartitionSpec(*axes), memory_kind=PINNED)
 
 
-def _check_memory_kind(data: Any) -> None:
+def check_memory_kind(data: Any) -> None:
+    """Raises a ValueError for a concrete array that is not in pinned host memory."""
     concrete = isinstance(data, jax.Array) and not isinstance(data, jax.core.Tracer)
     if concrete and (kind := data.sharding.memory_kind) != "pinned_host":
         raise ValueError(f"pool.data must have memory kind pinned_host, got {kind}")
@@ -292,7 +293,7 @@ def check_pair(pool: HostPool, cache: DeviceCache | ArrayCache) -> None:
     """Raises a TypeError or ValueError unless the pool and the cache match."""
     if not isinstance(pool, HostPool):
         raise TypeError(f"pool must be a jaxkv.HostPool, got {type(pool).__name__}")
-    _check_memory_kind(pool.data)
+    check_memory_kind(pool.data)
     if isinstance(cache, ArrayCache):
         check_arrays(pool, cache)
         return

@@ -1,0 +1,349 @@
+// Which slot holds each id of a request, and which rows must move: one thread block per request.
+//
+// A request without missing ids ends after two dependent loads. Otherwise a hash table in shared
+// memory collapses equal ids to the first of them, and the victims are found by a binary search
+// for the smallest age among them, which is exact and needs no sorted list between calls.
+//
+// Every order that decides a slot is by index (of an entry or slot), never by arrival, so that the
+// result equals the CPU implementation's.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+
+#include "common/error_ring.cuh"
+#include "sparse/rows.h"
+
+namespace jaxkv::sparse {
+
+inline constexpr uint32_t kLookUpThreads = 1024;
+inline constexpr uint32_t kLanes = 32;
+inline constexpr uint32_t kAllLanes = ~0u;
+inline constexpr int kIdsPerThread = kMaxIds / kLookUpThreads;
+inline constexpr uint16_t kNoRank = 0xffff;
+
+// Shared memory of a request, in the order of its parts.
+struct LookUpSize {
+  uint32_t slots, ids, table;
+
+  LookUpSize(int32_t num_slots, int32_t num_ids)
+      : slots(num_slots), ids(num_ids), table(std::bit_ceil(2u * std::max(num_ids, 32))) {}
+  uint32_t bytes() const { return 4 * slots + 4 * table + 2 * 2 * ids; }
+};
+
+struct LookUpParams {
+  RowBatch batch;
+  LookUpSize size;
+  ErrorRings* errors;
+};
+
+// Sums over the warps of a block. The two sets of counters alternate, so that a sum needs one
+// barrier: a warp cannot reach the next but one before all have read this one.
+class WarpSums {
+ public:
+  __device__ explicit WarpSums(uint32_t (*sums)[kLanes]) : sums_(sums) {}
+
+  // `value` is that of the warp. Returns the sum of the preceding warps, and of all in `total`.
+  __device__ uint32_t exclusive(uint32_t value, uint32_t* total) {
+    const uint32_t of_lane = exchange(value);
+    *total = __reduce_add_sync(kAllLanes, of_lane);
+    const bool precedes = threadIdx.x % kLanes < threadIdx.x / kLanes;
+    return __reduce_add_sync(kAllLanes, precedes ? of_lane : 0);
+  }
+  __device__ uint32_t total(uint32_t value) {
+    return __reduce_add_sync(kAllLanes, exchange(value));
+  }
+  __device__ uint32_t maximum(uint32_t value) {
+    return __reduce_max_sync(kAllLanes, exchange(value));
+  }
+
+ private:
+  // Lane i gets the value of warp i, or 0.
+  __device__ uint32_t exchange(uint32_t value) {
+    const uint32_t warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    turn_ ^= 1;
+    if (lane == 0) sums_[turn_][warp] = value;
+    __syncthreads();
+    return lane < blockDim.x / kLanes ? sums_[turn_][lane] : 0;
+  }
+
+  uint32_t (*sums_)[kLanes];
+  uint32_t turn_ = 0;
+};
+
+template <bool kAppend>
+class LookUp {
+ public:
+  __device__ LookUp(const LookUpParams& p, uint32_t* shared, uint32_t (*sums)[kLanes])
+      : p_(p),
+        b_(p.batch),
+        request_(blockIdx.x),
+        ages_(shared),
+        table_(shared + p.size.slots),
+        victims_(reinterpret_cast<uint16_t*>(table_ + p.size.table)),
+        ranks_(victims_ + p.size.ids),
+        sums_(sums),
+        ids_(b_.ids + int64_t{request_} * b_.num_ids),
+        positions_(b_.positions + int64_t{request_} * b_.slots),
+        used_(b_.used + int64_t{request_} * b_.slots),
+        slot_of_(b_.slot_of + int64_t{request_} * b_.max_length) {}
+
+  __device__ void run() {
+    now_ = b_.clock[request_] + 1u;
+    read_ids();
+    find_resident();
+    const bool pending = __syncthreads_or(has_pending());
+    if (threadIdx.x == 0) b_.clock[request_] = static_cast<int32_t>(now_);
+    uint32_t missing = 0;
+    if (pending) {
+      collapse_equal_ids();
+      missing = rank_missing();
+      if (missing) {
+        find_victims(missing);
+        place_missing();
+      }
+    }
+    write_results(missing);
+  }
+
+ private:
+  enum class Kind : uint8_t { kNone, kResident, kPending, kMissing };
+
+  __device__ int32_t entry_of(int u) const { return threadIdx.x * per_thread() + u; }
+  __device__ int32_t per_thread() const { return (b_.num_ids + blockDim.x - 1) / blockDim.x; }
+  __device__ bool owns(int u) const { return u < per_thread() && entry_of(u) < b_.num_ids; }
+
+  __device__ auto fault() const {
+    return [this](ErrorCode code, int32_t position, int32_t id, int32_t limit) {
+      record_error(p_.errors, {code, b_.operation}, position, id, limit);
+    };
+  }
+
+  __device__ void read_ids() {
+    const int32_t limit = limit_of(b_, request_);
+#pragma unroll
+    for (int u = 0; u < kIdsPerThread; ++u) id_[u] = owns(u) ? __ldg(ids_ + entry_of(u)) : kPadding;
+#pragma unroll
+    for (int u = 0; u < kIdsPerThread; ++u) {
+      const bool valid = is_position(b_, request_, entry_of(u), id_[u], limit, fault());
+      kind_[u] = valid ? Kind::kPending : Kind::kNone;
+      slot_[u] = kNoRow;
+    }
+  }
+
+  // All loads of a kind are issued before the first is used.
+  __device__ void find_resident() {
+    int32_t slots[kIdsPerThread], positions[kIdsPerThread];
+#pragma unroll
+    for (int u = 0; u < kIdsPerThread; ++u) {
+      slots[u] = kind_[u] == Kind::kPending ? slot_of_[id_[u]] : kNoRow;
+      if (slots[u] >= b_.slots) slots[u] = kNoRow;
+    }
+#pragma unroll
+    for (int u = 0; u < kIdsPerThread; ++u) {
+      positions[u] = slots[u] >= 0 ? positions_[slots[u]] : kNoRow;
+    }
+#pragma unroll
+    for (int u = 0; u < kIdsPerThread; ++u) {
+      if (slots[u] < 0 || positions[u] != id_[u]) continue;
+      slot_[u] = slots[u];
+      if (kAppend) continue;  // resident, but to be written if it is the first of its position
+      kind_[u] = Kind::kResident;
+      used_[slots[u]] = static_cast<int32_t>(now_);
+    }
+  }
+
+  __device__ bool has_pending() const {
+    bool pending = false;
+#pragma unroll
+    for (int u = 0; u < kIdsPerThread; ++u) pending |= kind_[u] == Kind::kPending;
+    return pending;
+  }
+
+  // Leaves in each place of the table the lowest entry with its id.
+  __device__ void collapse_equal_ids() {
+    for (uint32_t i = threadIdx.x; i < p_.size.table; i += blockDim.x) table_[i] = kEmpty;
+    __syncthreads();
+#pragma unroll
+    for (int u = 0; u < kIdsPerThread; ++u) {
+      if (kind_[u] == Kind::kPending) place_[u] = insert(entry_of(u), id_[u]);
+    }
+    __syncthreads();
+  }
+  __device__ uint32_t insert(uint32_t entry, int32_t id) {
+    const uint32_t mask = p_.size.table - 1;
+    uint32_t place = (static_cast<uint32_t>(id) * 0x9e3779b1u >> 16) & mask;
+    for (;; place = (place + 1) & mask) {
+      const uint32_t old = atomicCAS(&table_[place], kEmpty, entry);
+      if (old == kEmpty) return place;
+      if (__ldg(ids_ + old) != id) continue;
+      atomicMin(&table_[place], entry);
+      return place;
+    }
+  }
+
+  // Numbers the missing ids by their first entries. Returns how many there are.
+  __device__ uint32_t rank_missing() {
+    uint32_t missing = 0;
+#pragma unroll
+    for (int u = 0; u < kIdsPerThread; ++u) {
+      token_[u] = kNoRow;
+      if (kind_[u] != Kind::kPending) continue;
+      if (table_[place_[u]] != static_cast<uint32_t>(entry_of(u))) {
+        if (kAppend) {
+          fault()(ErrorCode::kDuplicate, request_ * b_.num_ids + entry_of(u), id_[u], 0);
+        }
+        continue;
+      }
+      token_[u] = find_token(b_, request_, id_[u], fault());
+      if (token_[u] == kNoRow) continue;
+      kind_[u] = slot_[u] == kNoRow ? Kind::kMissing : Kind::kResident;
+      if (kind_[u] == Kind::kMissing) ++missing;
+      if (kAppend && kind_[u] == Kind::kResident) used_[slot_[u]] = static_cast<int32_t>(now_);
+    }
+    uint32_t total;
+    uint32_t rank = exclusive_of_thread(missing, &total);
+#pragma unroll
+    for (int u = 0; u < kIdsPerThread; ++u) {
+      const bool is_missing = kind_[u] == Kind::kMissing;
+      if (owns(u)) ranks_[entry_of(u)] = is_missing ? rank : kNoRank;
+      rank += is_missing;
+    }
+    return total;
+  }
+  __device__ uint32_t exclusive_of_thread(uint32_t value, uint32_t* total) {
+    const uint32_t lane = threadIdx.x % kLanes;
+    uint32_t inclusive = value;
+    for (uint32_t step = 1; step < kLanes; step *= 2) {
+      const uint32_t below = __shfl_up_sync(kAllLanes, inclusive, step);
+      if (lane >= step) inclusive += below;
+    }
+    const uint32_t of_warp = __shfl_sync(kAllLanes, inclusive, kLanes - 1);
+    return sums_.exclusive(of_warp, total) + inclusive - value;
+  }
+
+  // Lists the slots of the `missing` oldest rows, in ascending order.
+  __device__ void find_victims(uint32_t missing) {
+    const uint32_t smallest = smallest_age(missing);
+    // Each warp has a contiguous part of the slots, so that ranks follow the slots.
+    const uint32_t slots = p_.size.slots, warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    const uint32_t part = (slots + blockDim.x - 1) / blockDim.x * kLanes;
+    const uint32_t begin = min(warp * part, slots), end = min(begin + part, slots);
+    uint32_t older = 0, equal = 0;
+    for (uint32_t s = begin; s < end; s += kLanes) {
+      const uint32_t age = s + lane < end ? ages_[s + lane] : 0;
+      older += __popc(__ballot_sync(kAllLanes, age > smallest));
+      equal += __popc(__ballot_sync(kAllLanes, age == smallest));
+    }
+    uint32_t totals;  // both counts are at most kMaxSlots
+    const uint32_t before = sums_.exclusive(older | equal << 16, &totals);
+    const uint32_t equal_victims = missing - (totals & 0xffff);
+    older = before & 0xffff;
+    equal = before >> 16;
+    for (uint32_t s = begin; s < end; s += kLanes) {
+      const uint32_t age = s + lane < end ? ages_[s + lane] : 0;
+      const uint32_t olders = __ballot_sync(kAllLanes, age > smallest);
+      const uint32_t equals = __ballot_sync(kAllLanes, age == smallest);
+      const uint32_t lower = (1u << lane) - 1;
+      const uint32_t older_rank = older + __popc(olders & lower);
+      const uint32_t equal_rank = equal + __popc(equals & lower);
+      if (age > smallest || (age == smallest && equal_rank < equal_victims)) {
+        victims_[older_rank + min(equal_rank, equal_victims)] = static_cast<uint16_t>(s + lane);
+      }
+      older += __popc(olders);
+      equal += __popc(equals);
+    }
+    __syncthreads();
+  }
+
+  // The largest age that at least `missing` rows have or exceed: the age of the youngest victim.
+  __device__ uint32_t smallest_age(uint32_t missing) {
+    uint32_t oldest = 0, free = 0;
+    for (uint32_t s = threadIdx.x; s < p_.size.slots; s += blockDim.x) {
+      const bool is_free = positions_[s] < 0;
+      const uint32_t age = is_free ? kFreeAge : now_ - static_cast<uint32_t>(used_[s]);
+      ages_[s] = age;
+      if (!is_free) oldest = max(oldest, age);
+      free += is_free;
+    }
+    if (sums_.total(__reduce_add_sync(kAllLanes, free)) >= missing) return kFreeAge;
+    uint32_t low = 1;  // rows of this call have age 0
+    uint32_t high = sums_.maximum(__reduce_max_sync(kAllLanes, oldest));
+    while (low < high) {
+      const uint32_t middle = low + (high - low + 1) / 2;
+      if (count_from(middle) >= missing) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  }
+  __device__ uint32_t count_from(uint32_t age) {
+    uint32_t count = 0;
+    for (uint32_t s = threadIdx.x; s < p_.size.slots; s += blockDim.x) count += ages_[s] >= age;
+    return sums_.total(__reduce_add_sync(kAllLanes, count));
+  }
+
+  // The first entry of each missing id takes its victim.
+  __device__ void place_missing() {
+#pragma unroll
+    for (int u = 0; u < kIdsPerThread; ++u) {
+      if (kind_[u] == Kind::kPending) {  // equal to an earlier entry
+        const uint16_t rank = ranks_[table_[place_[u]]];
+        if (!kAppend && rank != kNoRank) slot_[u] = victims_[rank];
+      }
+      if (kind_[u] != Kind::kMissing) continue;
+      const int32_t slot = victims_[ranks_[entry_of(u)]];
+      slot_[u] = slot;
+      positions_[slot] = id_[u];
+      used_[slot] = static_cast<int32_t>(now_);
+      slot_of_[id_[u]] = static_cast<int16_t>(slot);
+    }
+  }
+
+  __device__ void write_results(uint32_t missing) {
+    const int64_t first = int64_t{request_} * b_.num_ids;
+    const int32_t first_row = b_.first_row + request_ * b_.slots;
+#pragma unroll
+    for (int u = 0; u < kIdsPerThread; ++u) {
+      if (!owns(u)) continue;
+      const int64_t entry = first + entry_of(u);
+      const bool moves = kind_[u] == Kind::kMissing || (kAppend && kind_[u] == Kind::kResident);
+      if (kAppend) {
+        b_.moves[entry] = moves ? RowMove{token_[u], slot_[u]} : RowMove{kNoRow, kNoRow};
+        continue;
+      }
+      if (moves) b_.moves[first + ranks_[entry_of(u)]] = {token_[u], slot_[u]};
+      b_.rows[entry] = slot_[u] == kNoRow ? kNoRow : first_row + slot_[u];
+    }
+    if (!kAppend && threadIdx.x == 0) b_.counts[request_] = static_cast<int32_t>(missing);
+  }
+
+  static constexpr uint32_t kEmpty = ~0u;
+
+  const LookUpParams& p_;
+  const RowBatch& b_;
+  const int32_t request_;
+  uint32_t *ages_, *table_;
+  uint16_t *victims_, *ranks_;  // of the missing ids by rank; rank of an entry
+  WarpSums sums_;
+  const int32_t* ids_;
+  int32_t *positions_, *used_;
+  int16_t* slot_of_;
+  uint32_t now_ = 0;
+  // Of this thread's entries.
+  int32_t id_[kIdsPerThread], slot_[kIdsPerThread], token_[kIdsPerThread];
+  uint32_t place_[kIdsPerThread];
+  Kind kind_[kIdsPerThread];
+};
+
+template <bool kAppend>
+__global__ void __launch_bounds__(kLookUpThreads)
+    look_up(const __grid_constant__ LookUpParams params) {
+  extern __shared__ uint32_t look_up_memory[];
+  __shared__ uint32_t sums[2][kLanes];
+  LookUp<kAppend>(params, look_up_memory, sums).run();
+}
+
+}  // namespace jaxkv::sparse

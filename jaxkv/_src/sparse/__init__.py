@@ -1,0 +1,1 @@
+"""Rows of KV tokens that sparse attention reads from host memory."""

@@ -1,0 +1,2 @@
+// In place of cuda/common/ptx.cuh, of which the simulated kernels use nothing.
+#pragma once
