@@ -1,6 +1,5 @@
 """Programs with sparse rows: several layers, batches sharded over devices."""
 
-
 import jax
 import numpy as np
 import pytest
