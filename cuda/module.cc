@@ -42,6 +42,7 @@ XLA_FFI_Error* AllReduceCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AlignStatesCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* SparseFetchCpu(XLA_FFI_CallFrame*);
 XLA_FFI_Error* SparseAppendCpu(XLA_FFI_CallFrame*);
+XLA_FFI_Error* SparseWriteAddedCpu(XLA_FFI_CallFrame*);
 #ifdef JAXKV_CUDA
 XLA_FFI_Error* PrepareDevice(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PlanPairsKernel(XLA_FFI_CallFrame*);
@@ -63,6 +64,7 @@ XLA_FFI_Error* AlignStatesKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareSparse(XLA_FFI_CallFrame*);
 XLA_FFI_Error* SparseFetchKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* SparseAppendKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* SparseWriteAddedKernel(XLA_FFI_CallFrame*);
 #ifdef JAXKV_TEST_HOOKS
 XLA_FFI_Error* CopyBlocksUnordered(XLA_FFI_CallFrame*);
 #endif
@@ -100,6 +102,7 @@ nb::dict registrations() {
   add(cpu, "jaxkv_align_states", stage("execute", AlignStatesCpu));
   add(cpu, "jaxkv_sparse_fetch", stage("execute", SparseFetchCpu));
   add(cpu, "jaxkv_sparse_append", stage("execute", SparseAppendCpu));
+  add(cpu, "jaxkv_sparse_write_added", stage("execute", SparseWriteAddedCpu));
   all["cpu"] = cpu;
 #ifdef JAXKV_CUDA
   nb::dict cuda;
@@ -124,6 +127,7 @@ nb::dict registrations() {
   const auto prepare_sparse = stage("initialize", PrepareSparse);
   add(cuda, "jaxkv_sparse_fetch", prepare_sparse, stage("execute", SparseFetchKernel));
   add(cuda, "jaxkv_sparse_append", prepare_sparse, stage("execute", SparseAppendKernel));
+  add(cuda, "jaxkv_sparse_write_added", prepare_sparse, stage("execute", SparseWriteAddedKernel));
 #ifdef JAXKV_TEST_HOOKS
   add(cuda, "jaxkv_copy_blocks_unordered", prepare, stage("execute", CopyBlocksUnordered));
 #endif

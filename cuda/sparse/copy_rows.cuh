@@ -1,5 +1,5 @@
 // Copies of the rows that a look-up has listed: from the pool to the hot buffer, or new rows to
-// both.
+// either of them.
 //
 // The words of all rows are one sequence, of which each warp takes contiguous parts: the rate does
 // not depend on the size of a row, nor on how the missing rows are spread over the requests.
@@ -95,7 +95,8 @@ inline __device__ void copy_missing_rows(const CopyParams& p, uint32_t* prefix,
   }
 }
 
-inline __device__ void copy_added_rows(const CopyParams& p) {
+template <bool kToPool>
+__device__ void copy_added_rows(const CopyParams& p) {
   const uint32_t words = p.num_requests * p.num_ids * p.row_words;
   for (uint32_t word = blockIdx.x * blockDim.x + threadIdx.x; word < words;
        word += gridDim.x * blockDim.x) {
@@ -104,8 +105,8 @@ inline __device__ void copy_added_rows(const CopyParams& p) {
     if (slot == kNoRow) continue;
     const uint4 value = __ldcs(reinterpret_cast<const uint4*>(p.addresses.added) + word);
     const auto row = int64_t{entry / p.num_ids} * p.slots + slot;
-    reinterpret_cast<uint4*>(p.addresses.of_slot(row))[offset] = value;
-    reinterpret_cast<uint4*>(p.addresses.of_token(token))[offset] = value;
+    std::byte* to = kToPool ? p.addresses.of_token(token) : p.addresses.of_slot(row);
+    reinterpret_cast<uint4*>(to)[offset] = value;
   }
 }
 
@@ -115,8 +116,9 @@ __global__ void __launch_bounds__(kCopyThreads) copy_missing(const __grid_consta
   copy_missing_rows(p, prefix, of_warps);
 }
 
+template <bool kToPool>
 __global__ void __launch_bounds__(kCopyThreads) copy_added(const __grid_constant__ CopyParams p) {
-  copy_added_rows(p);
+  copy_added_rows<kToPool>(p);
 }
 
 }  // namespace jaxkv::sparse

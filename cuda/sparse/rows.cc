@@ -119,6 +119,29 @@ RowCall start_call(bool append, const Geometry& g, Scope scope) {
   return call;
 }
 
+ffi::Error check_numbers(ffi::RemainingArgs args, size_t num_args, ffi::RemainingRets rets,
+                         size_t num_rets) {
+  if (args.size() == num_args && rets.size() == num_rets) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("jaxkv sparse rows: " + std::to_string(args.size()) +
+                                     " operands and " + std::to_string(rets.size()) +
+                                     " results, expected " + std::to_string(num_args) + " and " +
+                                     std::to_string(num_rets));
+}
+
+ffi::Error decode_pool(const Geometry& g, ffi::RemainingArgs args, size_t index, RowCall* call) {
+  const auto pool = args.get<ffi::AnyBuffer>(index);
+  if (!pool.has_value()) return pool.error();
+  const int64_t needed = g.layer_offset + (g.num_pages - 1) * g.page_stride +
+                         (g.page_size - 1) * g.token_stride + g.row_bytes;
+  if (needed > static_cast<int64_t>(pool->size_bytes())) {
+    return ffi::Error::InvalidArgument("jaxkv sparse rows: the pool has " +
+                                       std::to_string(pool->size_bytes()) + " bytes, needs " +
+                                       std::to_string(needed));
+  }
+  call->addresses.pool = static_cast<std::byte*>(pool->untyped_data()) + g.layer_offset;
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 ffi::ErrorOr<RowCall> decode_rows(bool append, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -126,27 +149,15 @@ ffi::ErrorOr<RowCall> decode_rows(bool append, ffi::RemainingArgs args, ffi::Rem
   const auto decoded = decode_geometry(attributes);
   if (!decoded.has_value()) return ffi::Unexpected(decoded.error());
   const Geometry& g = *decoded;
-  const size_t first_alias = append ? 1 : 3;
-  const size_t num_args = 9, num_rets = append ? 7 : 8;
-  if (args.size() != num_args || rets.size() != num_rets) {
-    return invalid(std::to_string(args.size()) + " operands and " + std::to_string(rets.size()) +
-                   " results, expected " + std::to_string(num_args) + " and " +
-                   std::to_string(num_rets));
-  }
-  if (auto error = check_aliases(args, append ? 3 : 4, rets, first_alias); error.failure()) {
+  const size_t state_arg = append ? 3 : 4, state_ret = append ? 1 : 3;
+  if (auto error = check_numbers(args, state_arg + 5, rets, state_ret + 5); error.failure()) {
     return ffi::Unexpected(error);
   }
-  const auto pool = args.get<ffi::AnyBuffer>(3);
-  if (!pool.has_value()) return ffi::Unexpected(pool.error());
-  const int64_t last_row =
-      g.layer_offset + (g.num_pages - 1) * g.page_stride + (g.page_size - 1) * g.token_stride;
-  if (last_row + g.row_bytes > static_cast<int64_t>(pool->size_bytes())) {
-    return invalid("the pool has " + std::to_string(pool->size_bytes()) + " bytes, needs " +
-                   std::to_string(last_row + g.row_bytes));
+  if (auto error = check_aliases(args, state_arg, rets, state_ret); error.failure()) {
+    return ffi::Unexpected(error);
   }
   RowCall call = start_call(append, g, scope_of_call(attributes));
   RowBatch& b = call.batch;
-  call.addresses.pool = static_cast<std::byte*>(pool->untyped_data()) + g.layer_offset;
   Operands operands(args, rets);
   const int64_t ids = g.num_requests * g.num_ids, table = g.num_requests * g.num_columns;
   b.ids = operands.arg<int32_t>(0, ids * 4);
@@ -155,11 +166,29 @@ ffi::ErrorOr<RowCall> decode_rows(bool append, ffi::RemainingArgs args, ffi::Rem
   if (append) {
     call.addresses.added = operands.arg<std::byte>(2, ids * g.row_bytes);
   } else {
+    if (auto error = decode_pool(g, args, 3, &call); error.failure()) return ffi::Unexpected(error);
     b.lengths = operands.arg<int32_t>(1, g.num_requests * 4);
     b.rows = operands.ret<int32_t>(0, ids * 4);
     b.counts = operands.ret<int32_t>(2, g.num_requests * 4);
   }
-  decode_state(g, operands, append ? 2 : 3, &call);
+  decode_state(g, operands, state_ret, &call);
+  if (!operands.error().empty()) return invalid(operands.error());
+  return call;
+}
+
+ffi::ErrorOr<RowCall> decode_added_rows(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                        ffi::Dictionary attributes) {
+  const auto decoded = decode_geometry(attributes);
+  if (!decoded.has_value()) return ffi::Unexpected(decoded.error());
+  const Geometry& g = *decoded;
+  if (auto error = check_numbers(args, 3, rets, 1); error.failure()) return ffi::Unexpected(error);
+  if (auto error = check_aliases(args, 2, rets, 0); error.failure()) return ffi::Unexpected(error);
+  RowCall call = start_call(/*append=*/true, g, scope_of_call(attributes));
+  if (auto error = decode_pool(g, args, 2, &call); error.failure()) return ffi::Unexpected(error);
+  Operands operands(args, rets);
+  const int64_t ids = g.num_requests * g.num_ids;
+  call.batch.moves = operands.arg<RowMove>(0, ids * static_cast<int64_t>(sizeof(RowMove)));
+  call.addresses.added = operands.arg<std::byte>(1, ids * g.row_bytes);
   if (!operands.error().empty()) return invalid(operands.error());
   return call;
 }

@@ -25,7 +25,8 @@ ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
   if (done[device].load()) return ffi::Error::Success();
   cudaFuncAttributes loaded;
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&loaded, copy_missing));
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&loaded, copy_added));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&loaded, copy_added<false>));
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&loaded, copy_added<true>));
   constexpr auto kShared = cudaFuncAttributeMaxDynamicSharedMemorySize;
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(look_up<false>, kShared, kMostShared));
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(look_up<true>, kShared, kMostShared));
@@ -70,18 +71,30 @@ ffi::Error fetch_cuda(cudaStream_t stream, int32_t device, ffi::RemainingArgs ar
   return ffi::Error::Success();
 }
 
+template <bool kToPool>
+ffi::Error launch_copy_added(cudaStream_t stream, const RowCall& call) {
+  const CopyParams params = copy_params(call);
+  const uint32_t words = params.num_requests * params.num_ids * params.row_words;
+  const uint32_t blocks =
+      std::min((words + kCopyThreads - 1) / kCopyThreads, static_cast<uint32_t>(call.num_sms));
+  copy_added<kToPool><<<blocks, kCopyThreads, 0, stream>>>(params);
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+  return ffi::Error::Success();
+}
+
 ffi::Error append_cuda(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
                        ffi::RemainingRets rets, ffi::Dictionary attributes) {
   const auto call = decode_rows(/*append=*/true, args, rets, attributes);
   if (!call.has_value()) return call.error();
   if (auto error = launch_look_up<true>(stream, device, *call); error.failure()) return error;
-  const CopyParams params = copy_params(*call);
-  const uint32_t words = params.num_requests * params.num_ids * params.row_words;
-  const uint32_t blocks =
-      std::min((words + kCopyThreads - 1) / kCopyThreads, static_cast<uint32_t>(call->num_sms));
-  copy_added<<<blocks, kCopyThreads, 0, stream>>>(params);
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
-  return ffi::Error::Success();
+  return launch_copy_added<false>(stream, *call);
+}
+
+ffi::Error write_added_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                            ffi::Dictionary attributes) {
+  const auto call = decode_added_rows(args, rets, attributes);
+  if (!call.has_value()) return call.error();
+  return launch_copy_added<true>(stream, *call);
 }
 
 }  // namespace
@@ -103,6 +116,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SparseAppendKernel, append_cuda,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SparseWriteAddedKernel, write_added_cuda,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attrs(),

@@ -113,9 +113,14 @@ struct RowCall {
 
 // Checks every size, so that no id, slot or page in range addresses memory outside an array.
 //   fetch: args ids, lengths, block_table, pool, state; rets rows, moves, counts, state
-//   append: args positions, block_table, rows, pool, state; rets moves, pool, state
+//   append: args positions, block_table, rows, state; rets moves, state
 //   state: hot, positions, used, slot_of, clock
 ffi::ErrorOr<RowCall> decode_rows(bool append, ffi::RemainingArgs args, ffi::RemainingRets rets,
                                   ffi::Dictionary attributes);
+
+// The rows of an append, to the pool: args moves, rows, pool; rets pool. A call of its own, since
+// XLA places all results of a call in host memory if one of them is there.
+ffi::ErrorOr<RowCall> decode_added_rows(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                        ffi::Dictionary attributes);
 
 }  // namespace jaxkv::sparse

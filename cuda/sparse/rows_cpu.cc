@@ -136,24 +136,35 @@ ffi::Error fetch_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dict
   return ffi::Error::Success();
 }
 
+// Copies the rows of an append to `address(move, first row of the request)`.
+template <typename Address>
+void copy_added(const RowCall& call, Address&& address) {
+  const RowBatch& b = call.batch;
+  for (int64_t entry = 0; entry < int64_t{b.num_requests} * b.num_ids; ++entry) {
+    const RowMove move = b.moves[entry];
+    if (move.slot == kNoRow) continue;
+    std::memcpy(address(move, entry / b.num_ids * b.slots),
+                call.addresses.added + entry * call.addresses.row_bytes, call.addresses.row_bytes);
+  }
+}
+
 ffi::Error append_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets,
                       ffi::Dictionary attributes) {
   const auto call = decode_rows(/*append=*/true, args, rets, attributes);
   if (!call.has_value()) return call.error();
-  const RowBatch& b = call->batch;
-  const RowAddresses& addresses = call->addresses;
   std::vector<int32_t> slots;
-  for (int32_t r = 0; r < b.num_requests; ++r) {
-    Request(*call, r).look_up(slots);
-    for (int32_t i = 0; i < b.num_ids; ++i) {
-      const int64_t entry = int64_t{r} * b.num_ids + i;
-      const RowMove move = b.moves[entry];
-      if (move.slot == kNoRow) continue;
-      const std::byte* row = addresses.added + entry * addresses.row_bytes;
-      std::memcpy(addresses.of_slot(int64_t{r} * b.slots + move.slot), row, addresses.row_bytes);
-      std::memcpy(addresses.of_token(move.token), row, addresses.row_bytes);
-    }
-  }
+  for (int32_t r = 0; r < call->batch.num_requests; ++r) Request(*call, r).look_up(slots);
+  copy_added(*call, [&](RowMove move, int64_t first_row) {
+    return call->addresses.of_slot(first_row + move.slot);
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error write_added_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                           ffi::Dictionary attributes) {
+  const auto call = decode_added_rows(args, rets, attributes);
+  if (!call.has_value()) return call.error();
+  copy_added(*call, [&](RowMove move, int64_t) { return call->addresses.of_token(move.token); });
   return ffi::Error::Success();
 }
 
@@ -162,6 +173,8 @@ ffi::Error append_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SparseFetchCpu, fetch_cpu,
                               ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SparseAppendCpu, append_cpu,
+                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SparseWriteAddedCpu, write_added_cpu,
                               ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace jaxkv::sparse

@@ -59,7 +59,9 @@ extern "C" int64_t run(const int64_t* n, void** arrays) {
   gridDim.x = n[3];
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
     simulated::run_block(64, descending, [&] {
-      append ? copy_added_rows(copy) : copy_missing_rows(copy, prefix.data(), of_warps.data());
+      if (!append) return copy_missing_rows(copy, prefix.data(), of_warps.data());
+      copy_added_rows<false>(copy);
+      copy_added_rows<true>(copy);
     });
   }
   return jaxkv::faults;

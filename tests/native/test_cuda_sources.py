@@ -22,6 +22,7 @@ CAPTURED = {
     "CopyPairsKernel",
     "PlanPairsKernel",
     "SparseAppendKernel",
+    "SparseWriteAddedKernel",
     "SparseFetchKernel",
     "WaitCopyKernel",
 }

@@ -278,13 +278,17 @@ def _append(
     moves = _scratch_like(jax.typeof(arrays[0]), 2 * positions.size)
     # The type of a traced pool may lack its memory space.
     host = jax.typeof(data).update(memory_space=jax.memory.Space.Host)
+    # Two calls, since XLA places all results of a call in host memory if one of them is there.
     with jax.named_scope("jaxkv.sparse.append"):
-        call = jax.ffi.ffi_call(
+        to_hot = jax.ffi.ffi_call(
             "jaxkv_sparse_append",
-            [moves, host, *map(jax.typeof, arrays)],
-            input_output_aliases={3 + i: 1 + i for i in range(1 + len(arrays))},
+            [moves, *map(jax.typeof, arrays)],
+            input_output_aliases={3 + i: 1 + i for i in range(len(arrays))},
         )
-        _, data, *written = call(*operands, data, *arrays, geometry=geometry, **scope_attribute())
+        attributes = {"geometry": geometry, **scope_attribute()}
+        moves, *written = to_hot(*operands, *arrays, **attributes)
+        to_pool = jax.ffi.ffi_call("jaxkv_sparse_write_added", host, input_output_aliases={2: 0})
+        data = to_pool(moves, rows, data, **attributes)
     data, *written = fusion_barrier([data, *written])
     return SparseState(*written), dataclasses.replace(pool, data=data)
 
