@@ -275,14 +275,14 @@ def _append(
     operands = [positions, block_table, rows]
     arrays = _matched(state, [*operands, pool.data])
     data = match_varying_axes(fusion_barrier(pool.data), [*operands, *arrays])
-    moves = _scratch_like(jax.typeof(arrays[0]), 2 * positions.size)
+    moves_type = _scratch_like(jax.typeof(arrays[0]), 2 * positions.size)
     # The type of a traced pool may lack its memory space.
     host = jax.typeof(data).update(memory_space=jax.memory.Space.Host)
     # Two calls, since XLA places all results of a call in host memory if one of them is there.
     with jax.named_scope("jaxkv.sparse.append"):
         to_hot = jax.ffi.ffi_call(
             "jaxkv_sparse_append",
-            [moves, *map(jax.typeof, arrays)],
+            [moves_type, *map(jax.typeof, arrays)],
             input_output_aliases={3 + i: 1 + i for i in range(len(arrays))},
         )
         attributes = {"geometry": geometry, **scope_attribute()}
