@@ -17,7 +17,8 @@ from jaxkv.metadata import BatchMetadata
 einsum = partial(jnp.einsum, precision="highest")
 
 IMPLEMENTATIONS = ("flash", "xla")
-QUERY_TILE = 16  # query tokens of one sequence that share a gather of keys and values
+XLA_TILE = 16  # query tokens of one sequence that share a gather of keys and values
+FLASH_TILE = 128  # query tokens of a thread block
 KEY_BLOCK = 64  # minimum number of keys in an iteration
 NUM_SMS = 132  # of an H100 or H200
 
@@ -108,51 +109,27 @@ def _decode_flash(
 def _attend_flash(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: BatchMetadata
 ) -> jax.Array:
-    """One call for rows of any number of tokens.
+    """Rows of any number of tokens: each tile of query tokens is a row of the kernel.
 
-    The package has no function with both `cu_seqlens_q` and a page table, but its FFI target has.
+    The package (0.2.3) rejects `cu_seqlens_q` together with a page table. A thread block computes
+    FLASH_TILE query tokens of one row in any case.
     """
-    import flash_attn3_jax  # noqa: F401  registers the FFI target
+    from flash_attn3_jax import flash_mha_with_kvcache
 
-    num_tokens, heads, head_dim = q.shape
-    none = jnp.zeros(0, jnp.int32)
-    no_floats, like_q = jnp.zeros(0, jnp.float32), jnp.zeros(0, q.dtype)
-    call = jax.ffi.ffi_call(
-        "flash_mha_fwd",
-        (
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((heads, num_tokens), jnp.float32),  # log-sum-exp
-            jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32),  # of splits; unused
-            jax.ShapeDtypeStruct((1, 1, 1), jnp.float32),
-        ),
-    )
-    operands = [
-        *(q, k_pages, v_pages, like_q, like_q, like_q),  # k_new, v_new, q_v
-        *(rows.query_start_loc, none, none),  # cu_seqlens_q, _k, _k_new
-        *(none, rows.seq_lens, rows.block_table),  # seqused_q, seqused_k, page_table
-        *(none, none, like_q, like_q, none),  # batch indices, left padding, rotary
-        *(no_floats, no_floats, no_floats, none),  # descaling, scheduler metadata
-    ]
-    out, *_ = call(
-        *operands,
-        max_seqlen_q=num_tokens,
-        max_seqlen_q_has_value=True,
-        max_seqlen_k=0,
-        max_seqlen_k_has_value=False,
-        softmax_scale_val=head_dim**-0.5,
-        softmax_scale_has_value=True,
-        pack_gqa_val=False,
-        pack_gqa_has_value=False,
+    index, row = _query_tiles(len(q), rows, FLASH_TILE)
+    # Causal: the last query token of a tile, which none of its padding follows, sees all keys.
+    last = index[:, -1]
+    keys = rows.seq_lens[row] + last + 1 - rows.query_start_loc[row + 1]
+    out = flash_mha_with_kvcache(
+        q.at[index].get(mode="fill", fill_value=0),
+        k_pages,
+        v_pages,
+        cache_seqlens=jnp.where(last < len(q), keys, 0),
+        page_table=rows.block_table[row],
         is_causal=True,
-        window_size_left=-1,
-        window_size_right=-1,
-        attention_chunk=0,
-        softcap=0.0,
         num_splits=1,
-        sm_margin=0,
-        is_rotary_interleaved=True,
     )
-    return out
+    return jnp.zeros_like(q).at[index].set(out, mode="drop")
 
 
 def _attend_xla(
@@ -161,7 +138,8 @@ def _attend_xla(
     """Query tokens in tiles of one sequence each, which visit only the pages of that sequence."""
     num_tokens, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2], rows.block_size
-    index, row = _query_tiles(num_tokens, rows)  # [tiles, tile], [tiles]
+    size = 1 if num_tokens == rows.max_num_reqs else XLA_TILE
+    index, row = _query_tiles(num_tokens, rows, size)  # [tiles, tile], [tiles]
     start, context = rows.query_start_loc[row], rows.seq_lens[row]
     position = (context - rows.query_lens[row] - start)[:, None] + index
     tiles = q.at[index].get(mode="clip").reshape(*index.shape, kv_heads, -1, head_dim)
@@ -189,7 +167,7 @@ def _attend_xla(
         return new_highest, keep * total + weights.sum(-1), keep[..., None] * out + added
 
     empty = jnp.zeros(tiles.shape[:-1], jnp.float32)
-    longest = jnp.max(jnp.where(index[:, 0] < num_tokens, context, 0))
+    longest = jnp.max(jnp.where(index[:, -1] < num_tokens, context, 0))
     bound = -(-longest // (width * page_size))
     init = (empty - 1e30, empty, jnp.zeros(tiles.shape, jnp.float32))
     _, total, out = jax.lax.fori_loop(0, bound, visit, init)
@@ -198,14 +176,15 @@ def _attend_xla(
     return jnp.zeros_like(q).at[index].set(out.astype(q.dtype), mode="drop")
 
 
-def _query_tiles(num_tokens: int, rows: BatchMetadata) -> tuple[jax.Array, jax.Array]:
-    """Token indices of each tile, `num_tokens` for padding, and the row of each tile."""
-    size = 1 if num_tokens == rows.max_num_reqs else QUERY_TILE
+def _query_tiles(num_tokens: int, rows: BatchMetadata, size: int) -> tuple[jax.Array, jax.Array]:
+    """Token indices of each tile, and the row of each tile.
+
+    Indices are `num_tokens` in padding, which precedes the tokens of a row's first tile.
+    """
     ends = jnp.cumsum(-(-rows.query_lens // size))
     tile = jnp.arange(num_tokens // size + (rows.max_num_reqs if size > 1 else 0))
     row = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), rows.max_num_reqs - 1)
-    before = ends[row] - -(-rows.query_lens[row] // size)
-    first = rows.query_start_loc[row] + (tile - before) * size
+    first = rows.query_start_loc[row + 1] - (ends[row] - tile) * size
     index = first[:, None] + jnp.arange(size)
-    valid = (index < rows.query_start_loc[row + 1][:, None]) & (tile < ends[-1])[:, None]
+    valid = (index >= rows.query_start_loc[row][:, None]) & (tile < ends[-1])[:, None]
     return jnp.where(valid, index, num_tokens), row

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -301,6 +303,7 @@ def dense_attention(q, k, v, query_lens, seq_lens, table):
 
 
 BATCHES = [
+    ([1, 130, 300], [700, 130, 301], 440),
     ([1, 1, 1], [5, 200, 64], 4),
     ([1, 40, 3, 17], [90, 40, 33, 150], 80),
     ([0, 16, 1], [0, 16, 1], 20),
@@ -315,6 +318,35 @@ def test_xla_attention(query_lens, seq_lens, max_tokens, page_size):
         query_lens, seq_lens, page_size, 6, 2, 8, jnp.float32, max_tokens
     )
     out = np.asarray(jax.jit(attend, static_argnums=0)("xla", q, k, v, rows))
+    wanted = dense_attention(q, k, v, query_lens, seq_lens, table)
+    np.testing.assert_allclose(out[: len(wanted)], wanted, atol=2e-5)
+
+
+def kernel_on_cpu(q, k_cache, v_cache, *, cache_seqlens, page_table, is_causal, num_splits):
+    """What `flash_mha_with_kvcache` computes, with NaN for queries that see no key."""
+    assert is_causal and num_splits >= 1
+
+    def of_row(q, length, pages):
+        k, v = (x[pages].reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+        seen = jnp.arange(len(k)) <= length - len(q) + jnp.arange(len(q))[:, None]
+        scores = jnp.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("hqk,khd->qhd", weights, v)
+
+    return jax.vmap(of_row)(q, cache_seqlens, page_table)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("query_lens", "seq_lens", "max_tokens"), BATCHES)
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_operands_of_flash_attention(query_lens, seq_lens, max_tokens, page_size, monkeypatch):
+    package = types.SimpleNamespace(flash_mha_with_kvcache=kernel_on_cpu)
+    monkeypatch.setitem(sys.modules, "flash_attn3_jax", package)
+    q, k, v, rows, table = attention_case(
+        query_lens, seq_lens, page_size, 4, 2, 8, jnp.float32, max_tokens
+    )
+    out = np.asarray(jax.jit(attend, static_argnums=0)("flash", q, k, v, rows))
     wanted = dense_attention(q, k, v, query_lens, seq_lens, table)
     np.testing.assert_allclose(out[: len(wanted)], wanted, atol=2e-5)
 

@@ -19,7 +19,7 @@ from tests.util.sparse_cases import Pair
 def test_ids_out_of_range_are_counted(position):
     pair = Pair()
     pair.fetch([[1, position, 2], [position, 1, 3], [-1, 4, position]])
-    message = rf"3 entries were not copied: sparse.fetch: topk_ids\[1\] = {position} is outside"
+    message = rf"3 entries were not copied: .*sparse.fetch: topk_ids\[1\] = {position} is outside"
     with pytest.raises(jaxkv.PageIndexError, match=message) as raised:
         jaxkv.check_errors(pair.state)
     assert (raised.value.operation, raised.value.argument) == ("sparse.fetch", "topk_ids")
