@@ -54,6 +54,11 @@ inline __device__ void cp_async_16(uint32_t shared, const void* from) {
 inline __device__ void cp_async_4(uint32_t shared, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(from) : "memory");
 }
+// The copies of this thread so far form a group, for which cp_async_wait_groups waits.
+inline __device__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+inline __device__ void cp_async_wait_groups() {
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+}
 inline __device__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 inline __device__ uint64_t globaltimer_ns() {

@@ -64,6 +64,27 @@ ffi::Error launch_plan(cudaStream_t stream, const IdLists& ids, const PairList& 
   return ffi::Error::Success();
 }
 
+// Moves HostIds to `scratch`, int32[2n]: every thread block reads all ids, so that the traffic on
+// the link would be their size times the number of thread blocks.
+ffi::Error stage_host_ids(cudaStream_t stream, IdLists& ids, ffi::Buffer<ffi::S32> scratch) {
+  if (scratch.element_count() < 2 * ids.sources.size()) {
+    return ffi::Error::InvalidArgument("jaxkv plan_pairs: scratch of " +
+                                       std::to_string(scratch.element_count()) + " words for " +
+                                       std::to_string(ids.sources.size()) + " ids");
+  }
+  int32_t* staged = scratch.typed_data();
+  for (IdList* list : {&ids.sources, &ids.destinations}) {
+    const size_t num_ids = list->size();
+    if (list->header > 0 && num_ids > 0) {
+      JAXKV_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(staged, list->ids(), num_ids * sizeof(int32_t),
+                                                 cudaMemcpyDefault, stream));
+      *list = {{staged, num_ids}, 0};
+    }
+    staged += num_ids;
+  }
+  return ffi::Error::Success();
+}
+
 // ---------------------------------------------------------------------------------------------
 // Handlers
 
@@ -88,8 +109,9 @@ ffi::Error prepare_device(int32_t device, ffi::RemainingArgs, ffi::RemainingRets
 
 ffi::Error plan_pairs_cuda(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
                            ffi::Buffer<ffi::S32> destination_ids,
-                           ffi::ResultBuffer<ffi::S32> planned, CopyAttribute attribute) {
-  const auto ids = decode_ids(source_ids, destination_ids, attribute);
+                           ffi::ResultBuffer<ffi::S32> planned, ffi::RemainingRets scratch,
+                           CopyAttribute attribute) {
+  auto ids = decode_ids(source_ids, destination_ids, attribute);
   if (!ids.has_value()) return ids.error();
   const auto list = decode_pairs(*planned);
   if (!list.has_value()) return list.error();
@@ -97,6 +119,11 @@ ffi::Error plan_pairs_cuda(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
     return ffi::Error::InvalidArgument("jaxkv plan_pairs: " + std::to_string(ids->sources.size()) +
                                        " ids exceed the plan's capacity of " +
                                        std::to_string(list->capacity));
+  }
+  if (scratch.size() > 0) {
+    auto words = scratch.get<ffi::Buffer<ffi::S32>>(0);
+    if (!words.has_value()) return words.error();
+    if (auto error = stage_host_ids(stream, *ids, **words); error.failure()) return error;
   }
   return launch_plan(stream, *ids, *list, device_rings(device, ids->scope));
 }
@@ -144,6 +171,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PlanPairsKernel, plan_pairs_cuda,
                                   .Arg<Int32s>()
                                   .Arg<Int32s>()
                                   .Ret<Int32s>()
+                                  .RemainingRets()
                                   .Attr<CopyAttribute>("copy"),
                               {ffi::Traits::kCmdBufferCompatible});
 

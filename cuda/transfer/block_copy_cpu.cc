@@ -46,7 +46,8 @@ ffi::ErrorOr<std::span<const BlockPair>> check_ids(ffi::Buffer<ffi::S32> source_
 }
 
 ffi::Error plan_pairs(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> destination_ids,
-                      ffi::ResultBuffer<ffi::S32> planned, CopyAttribute attribute) {
+                      ffi::ResultBuffer<ffi::S32> planned, ffi::RemainingRets /*scratch*/,
+                      CopyAttribute attribute) {
   const auto list = decode_pairs(*planned);
   if (!list.has_value()) return list.error();
   const auto pairs = check_ids(source_ids, destination_ids, attribute);
@@ -117,7 +118,8 @@ using Int32s = ffi::Buffer<ffi::S32>;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     PlanPairsCpu, plan_pairs,
-    ffi::Ffi::Bind().Arg<Int32s>().Arg<Int32s>().Ret<Int32s>().Attr<CopyAttribute>("copy"));
+    ffi::Ffi::Bind().Arg<Int32s>().Arg<Int32s>().Ret<Int32s>().RemainingRets().Attr<CopyAttribute>(
+        "copy"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CopyBlocksCpu, copy_blocks,
                               ffi::Ffi::Bind()

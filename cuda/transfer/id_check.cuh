@@ -2,11 +2,12 @@
 // memory in HBM.
 //
 // A block is responsible for a stretch of the pairs, its share. It lists the share in shared
-// memory, with the destinations also in a hash set, and looks up all ids in that set: this finds an
-// entry outside of the share with the same destination, and the owner of that entry finds the
-// duplicate likewise. All ids are read before anything else, because loads from the host would
-// delay the loads behind them. While every entry is valid, pair i is entry i. If one is not, blocks
-// do not communicate, but all read the same list: pair i is then the i-th entry in range (regroup).
+// memory, so that the copy can begin. Then it adds the destinations of the share to a hash set, and
+// looks up all ids in that set: this finds an entry outside of the share with the same destination,
+// and the owner of that entry finds the duplicate likewise. The reads of all ids are issued before
+// anything else, those of the share first, because loads from the host would delay the loads behind
+// them. While every entry is valid, pair i is entry i. If one is not, blocks do not communicate,
+// but all read the same list: pair i is then the i-th entry in range (regroup).
 #pragma once
 
 #include <algorithm>
@@ -169,19 +170,27 @@ class Share {
 
   // Lists the entries [span.first, span.last), assuming that every entry is valid.
   __device__ void list(Span span) {
-    start_copying_ids();
+    start_copying_ids(span);
     set_.clear();
     entries_ = span;
-    duplicates_ = false;
-    ptx::cp_async_wait_all();
+    ptx::cp_async_wait_groups();
     __syncthreads();
-    for_entries(span, [&](uint32_t i, BlockPair entry) { put(i - span.first, entry); });
+    for_entries(span, [&](uint32_t i, BlockPair entry) {
+      pairs_[i - span.first] = in_range(entry) ? entry : kNoPair;
+    });
     __syncthreads();
   }
 
   // Whether every entry of the entire list is valid, as far as this block is responsible. If so,
   // the listed pairs may be copied.
   __device__ bool all_valid() {
+    duplicates_ = false;
+    for (uint32_t k = threadIdx.x; k < entries_.size(); k += blockDim.x) {
+      const int32_t destination = pairs_[k].destination;
+      if (destination >= 0) duplicates_ |= set_.add(destination);
+    }
+    ptx::cp_async_wait_all();
+    __syncthreads();
     const bool invalid = mark_duplicates_of_share();
     return !__syncthreads_or(invalid || duplicates_);
   }
@@ -208,12 +217,21 @@ class Share {
         pairs_(reinterpret_cast<BlockPair*>(copied + 2 * size.copied_ids)),
         set_(behind, behind + DestinationSet::kFilterWords, size.log2_slots) {}
 
-  __device__ void start_copying_ids() {
+  // Those of `share` as a group of their own.
+  __device__ void start_copying_ids(Span share) {
     if (copied_ids_ == 0) return;
-    start_copy_to_shared(copied_sources_, ids_.sources, ids_.num_ids);
-    start_copy_to_shared(copied_destinations_, ids_.destinations, ids_.num_ids);
+    const Span first{share.first / 4 * 4, min((share.last + 3) / 4 * 4, ids_.num_ids)};
+    start_copying_ids_of(first);
+    ptx::cp_async_commit();
+    start_copying_ids_of({0, first.first});
+    start_copying_ids_of({first.last, ids_.num_ids});
     const uint32_t behind = ids_.num_ids + threadIdx.x;
     if (behind < copied_ids_) copied_sources_[behind] = copied_destinations_[behind] = 0;
+  }
+  __device__ void start_copying_ids_of(Span span) {
+    const uint32_t i = span.first;
+    start_copy_to_shared(copied_sources_ + i, ids_.sources + i, span.size());
+    start_copy_to_shared(copied_destinations_ + i, ids_.destinations + i, span.size());
   }
   __device__ BlockPair entry(uint32_t i) const {
     if (copied_ids_) return {copied_sources_[i], copied_destinations_[i]};

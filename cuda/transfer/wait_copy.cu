@@ -29,22 +29,46 @@ struct WaitParams {
   uint16_t places[kLaunchArrays];  // indices in the written arrays
 };
 
-// The values of a ticket other than its arrays, by value: the next ticket may replace it.
-struct TicketValues {
-  uint16_t copy_stream;
-  Operation operation;
-  uint32_t first;
-};
+// Checks that the arrays are those that the copy writes, and writes the next ticket, which may
+// replace the ticket.
+__device__ void pass_on_ticket(const WaitParams& p) {
+  const Ticket values{p.ticket->copy_stream, p.ticket->operation, p.ticket->first};
+  for (uint32_t i = threadIdx.x; i < p.count; i += kWarp) {
+    const void* written = p.ticket->written[p.places[i]];
+    if (written && written != p.arrays[i]) {
+      const auto operation = static_cast<Operation>(values.operation);
+      record_error(p.errors, {ErrorCode::kCopiedBeforeWait, operation}, p.segment, p.places[i], 0);
+    }
+  }
+  if (!p.next_ticket) return;
+  for (uint32_t i = threadIdx.x; i < p.ticket_arrays; i += kWarp) {
+    p.next_ticket->written[i] = p.ticket->written[i];
+  }
+  if (threadIdx.x != 0) return;
+  p.next_ticket->copy_stream = values.copy_stream;
+  p.next_ticket->operation = values.operation;
+  p.next_ticket->first = values.first;
+}
 
-__device__ void wait_for_segment(const WaitParams& p, int32_t segment, const TicketValues& ticket) {
-  const uint32_t* counter =
-      p.copy_stream_words + (ticket.copy_stream % kNumCopyStreams) * kCopyStreamWords;
-  const uint32_t expected = ticket.first + static_cast<uint32_t>(segment);
-  const uint64_t deadline = ptx::globaltimer_ns() + p.timeout_ns;
+// Each lane reads the counter of one copy stream beside the ticket, which tells whose counts: the
+// latency of one load, not of two. That lane waits.
+__device__ void wait_for_segment(const WaitParams& p) {
+  const uint32_t copy_stream = threadIdx.x % kWarp;
+  if (copy_stream >= kNumCopyStreams) return;
+  const uint32_t* counter = p.copy_stream_words + copy_stream * kCopyStreamWords;
+  const uint32_t ticket_copy_stream = p.ticket->copy_stream, first = p.ticket->first;
+  const auto operation = static_cast<Operation>(p.ticket->operation);
+  const int32_t segment =
+      p.traced_segment ? max(0, min(*p.traced_segment, p.last_segment)) : p.segment;
   uint32_t seen = ptx::load_acquire_sys(counter);
-  while (static_cast<int32_t>(seen - expected) < 0) {  // wrapping comparison
+  if (segment < 0 || copy_stream != ticket_copy_stream % kNumCopyStreams) return;
+  const uint32_t expected = first + static_cast<uint32_t>(segment);
+  const auto arrived = [&] { return static_cast<int32_t>(seen - expected) >= 0; };  // wrapping
+  if (arrived()) return;
+  const uint64_t deadline = ptx::globaltimer_ns() + p.timeout_ns;
+  while (!arrived()) {
     if (ptx::globaltimer_ns() > deadline) {
-      record_error(p.errors, {ErrorCode::kWaitTimeout, ticket.operation}, segment,
+      record_error(p.errors, {ErrorCode::kWaitTimeout, operation}, segment,
                    static_cast<int32_t>(expected), static_cast<int32_t>(seen));
       return;
     }
@@ -53,30 +77,13 @@ __device__ void wait_for_segment(const WaitParams& p, int32_t segment, const Tic
   }
 }
 
+// A warp for each part, so that neither waits for the loads of the other.
 __global__ void wait_for_copy(const __grid_constant__ WaitParams p) {
-  const TicketValues ticket{p.ticket->copy_stream, static_cast<Operation>(p.ticket->operation),
-                            p.ticket->first};
-  for (uint32_t i = threadIdx.x; i < p.count; i += kWarp) {
-    const void* written = p.ticket->written[p.places[i]];
-    if (written && written != p.arrays[i]) {
-      record_error(p.errors, {ErrorCode::kCopiedBeforeWait, ticket.operation}, p.segment,
-                   p.places[i], 0);
-    }
+  if (threadIdx.x < kWarp) {
+    pass_on_ticket(p);
+  } else {
+    wait_for_segment(p);
   }
-  if (p.next_ticket) {
-    for (uint32_t i = threadIdx.x; i < p.ticket_arrays; i += kWarp) {
-      p.next_ticket->written[i] = p.ticket->written[i];
-    }
-  }
-  if (threadIdx.x != 0) return;
-  if (p.next_ticket) {
-    p.next_ticket->copy_stream = ticket.copy_stream;
-    p.next_ticket->operation = static_cast<uint16_t>(ticket.operation);
-    p.next_ticket->first = ticket.first;
-  }
-  const int32_t segment =
-      p.traced_segment ? max(0, min(*p.traced_segment, p.last_segment)) : p.segment;
-  if (segment >= 0) wait_for_segment(p, segment, ticket);
 }
 
 ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticket,
@@ -142,7 +149,7 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
       p.arrays[p.count] = (*array)->untyped_data();
       p.places[p.count] = static_cast<uint16_t>(place);
     }
-    wait_for_copy<<<1, kWarp, 0, stream>>>(p);
+    wait_for_copy<<<1, 2 * kWarp, 0, stream>>>(p);
     JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   } while (i < places->size());
   return ffi::Error::Success();

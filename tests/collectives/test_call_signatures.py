@@ -1,5 +1,7 @@
 """Signatures of calls within a process; test_multiprocess.py compares those of several."""
 
+import functools
+import itertools
 import re
 import threading
 
@@ -7,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 import jaxkv
+from jaxkv._src.runtime.custom_calls import target_of
 from tests.util.ranks import AXIS, assert_sums, memory_of, on_ranks, operand, sums
 
 pytestmark = pytest.mark.multigpu
@@ -58,6 +62,54 @@ def test_nested_lowering_does_not_end_the_outer_one(memory):
 
     twice = signatures(memory, body(2))
     assert twice == signatures(memory, body(2)) != signatures(memory, body(3))
+
+
+def calls_of_blocks(module) -> list[list[ir.Operation]]:
+    """The all_reduce calls of a lowered module, by block."""
+    found: dict[ir.Block, list[ir.Operation]] = {}
+
+    def visit(operation):
+        if target_of(operation.operation) == "jaxkv_all_reduce":
+            found.setdefault(operation.operation.block, []).append(operation.operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return list(found.values())
+
+
+def test_each_call_takes_the_token_of_the_previous_one(memory):
+    """Also behind an inner program, a loop, or the lowering of another program with a call."""
+    reduce = functools.partial(jaxkv.all_reduce, memory, axis_name=AXIS)
+    other = on_ranks(memory, lambda x: reduce(reduce(x)) - 1).trace(X)
+    lowered = []
+    inner = Primitive("lowers_another_all_reduce")
+    inner.def_abstract_eval(lambda x: x)
+
+    def lower(_, x):
+        lowered.append(other.lower())
+        return [x]
+
+    mlir.register_lowering(inner, lower, cacheable=False)
+
+    def loop(x, _):
+        return reduce(reduce(x) + 1) * 2, None
+
+    def body(x):
+        x = reduce(inner.bind(reduce(reduce(x) * 2)) + 1)
+        x, _ = jax.lax.scan(loop, x, length=3)
+        return reduce(jax.jit(reduce)(reduce(x)))
+
+    lowered.append(on_ranks(memory, body).lower(X))
+    assert len(lowered) == 2
+    for program, lengths in zip(lowered, ([2], [1, 2, 5]), strict=True):
+        module = program.compiler_ir("stablehlo")
+        with module.context:
+            blocks = calls_of_blocks(module)
+            assert sorted(map(len, blocks)) == lengths
+            for first, *others in blocks:
+                assert first.operands[1].owner.name == "stablehlo.constant"
+                for earlier, later in itertools.pairwise([first, *others]):
+                    assert later.operands[1] == earlier.results[1]
 
 
 @pytest.mark.parametrize("world_size", [2, 8])

@@ -239,11 +239,11 @@ def test_bounds_of_the_block_list(num_reqs, context, query, num_blocks, window, 
 def test_spans_reach_their_bound():
     # Every request starts within a group: the number of spans is groups plus requests, less one.
     batch = batch_of([[1, 2]] * 3, [24] * 3, [20] * 3)
-    spans = flex._spans(batch, True, None, None)
+    spans = flex.spans_of(batch, True, None, None)
     assert spans.row.tolist() == [0, 0, 1, 1, 2, 2]
     assert spans.group.tolist() == [0, 1, 1, 2, 2, 3]
     # At most the number of tokens.
-    assert flex._spans(batch_of([[1]] * 3, [1] * 3, [1] * 3), True, None, None).row.shape == (3,)
+    assert flex.spans_of(batch_of([[1]] * 3, [1] * 3, [1] * 3), True, None, None).row.shape == (3,)
 
 
 def test_invalid_arguments_raise():

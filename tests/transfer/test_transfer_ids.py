@@ -33,11 +33,15 @@ def refused_entries(src_ids, dst_ids, num_src: int, num_dst: int) -> set[int]:
 
 
 def check_ids(
-    src_ids, dst_ids, *, num_src: int, num_dst: int, blocks, memory="pinned_host"
+    src_ids, dst_ids, *, num_src: int, num_dst: int, blocks, memory="pinned_host", on_host=()
 ) -> None:
     """Swaps inside jit, so that the host checks nothing; compares bytes and rejected entries."""
     src, dst = random_tree(num_src, blocks), random_tree(num_dst, blocks, seed=1)
-    args = place(src, memory), place(dst, "device"), as_ids(src_ids, None), as_ids(dst_ids, None)
+    ids = [
+        jaxkv.HostIds(side) if i in on_host else as_ids(side, None)
+        for i, side in enumerate((src_ids, dst_ids))
+    ]
+    args = place(src, memory), place(dst, "device"), *ids
     bad = refused_entries(src_ids, dst_ids, num_src, num_dst)
     step = jax.jit(lambda *args: jaxkv.swap_blocks(*args), donate_argnums=1)
     if bad and jax.default_backend() == "cpu":
@@ -136,6 +140,28 @@ def test_ids_above_the_inline_limit_use_a_plan(past_the_limit, on_host):
     out = step(*placed, *args)
     jaxkv.check_errors(out)
     assert_same_bytes(out["x"], swapped(src, dst, *ids)["x"], "x")
+
+
+@pytest.mark.parametrize("on_host", [(0, 1), (0,), (1,)], ids=["both", "source", "destination"])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_plan_of_many_host_ids(on_host, wrong):
+    """So many that the plan moves them to its scratch memory."""
+    n = block_copy._UNSTAGED_HOST_IDS + 1
+    rng = np.random.default_rng(0)
+    ids = [rng.permutation(n).astype(np.int32) for _ in range(2)]
+    ids[0][rng.random(n) < 0.1] = -1
+    if wrong:
+        ids[0][[0, 7, n - 1]], ids[1][n - 1] = [1, n, 2], ids[1][0]
+    check_ids(*ids, num_src=n, num_dst=n, blocks={"x": ((16,), "int8")}, on_host=on_host)
+
+
+@pytest.mark.parametrize("past_the_limit", [0, 1])
+def test_scratch_memory_of_a_plan(past_the_limit):
+    n = block_copy._UNSTAGED_HOST_IDS + past_the_limit
+    array, ids = place({"x": np.zeros(n, np.int16)}, "device"), jaxkv.HostIds(np.arange(n))
+    text = jax.jit(jaxkv.swap_blocks).lower(array, array, ids, ids).as_text()
+    plan = next(line for line in text.splitlines() if "jaxkv_plan_pairs" in line)
+    assert (f"tensor<{2 * n}xi32>" in plan) == past_the_limit
 
 
 @pytest.mark.parametrize("memory", ["pinned_host", "device"])

@@ -35,9 +35,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,7 @@ from jax.typing import ArrayLike
 from jaxkv._src.collectives import call_signatures
 from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
 from jaxkv._src.runtime import native
+from jaxkv._src.runtime.custom_calls import target_of
 from jaxkv._src.runtime.lowering import when_lowered
 from jaxkv._src.runtime.sharding import device_groups
 
@@ -190,7 +192,7 @@ def _check_mesh(memory: SymmetricMemory) -> None:
 def _check_devices(expected: jax.sharding.Mesh, axis_context: object, axis_name: str) -> None:
     """Raises if the devices along the axis differ; no check if the mesh is abstract."""
     mesh = getattr(axis_context, "mesh", None)
-    if not isinstance(mesh, jax.sharding.Mesh):
+    if not isinstance(mesh, jax.sharding.Mesh) or mesh == expected:
         return
     expected_ids, ids = (
         [[device.id for device in group] for group in device_groups(each, axis_name)]
@@ -268,11 +270,13 @@ def _lower(
 ) -> list[ir.Value | Sequence[ir.Value]]:
     _check_devices(call.mesh, context.module_context.axis_context, call.axis_name)
     token_type = jax.typeof(np.zeros(1, np.int32))
-    token = _previous_token() or mlir.ir_constant(np.zeros(1, np.int32))
+    module, block = context.module_context.module, ir.InsertionPoint.current.block
+    tokens = _tokens.of(module)
+    token = tokens.get(block) or _previous_token(block) or mlir.ir_constant(np.zeros(1, np.int32))
     context = context.replace(
         avals_in=[*context.avals_in, token_type], avals_out=[*context.avals_out, token_type]
     )
-    result, _ = jax.ffi.ffi_lowering(_TARGET)(
+    results = jax.ffi.ffi_lowering(_TARGET)(
         context,
         x,
         token,
@@ -280,15 +284,40 @@ def _lower(
         algorithm=np.int64(NATIVE.index(call.algorithm)),
         signature=call_signatures.UNKNOWN,
     )
-    when_lowered(context.module_context.module, _sign)
+    result, tokens[block] = cast(Sequence[ir.Value], results)
+    when_lowered(module, _sign)
     return [result]
 
 
 def _sign(module: ir.Module) -> None:
+    _tokens.forget(module)
     call_signatures.sign(module, _TARGET, NATIVE)
 
 
-def _previous_token() -> ir.Value | None:
+class _Tokens(threading.local):
+    """Token of the last call in each block of the module that this thread lowers.
+
+    Of one module only. When lowerings are nested, the outer one finds its tokens in the module.
+    """
+
+    def __init__(self) -> None:
+        self._module: ir.Module | None = None
+        self._of_block: dict[ir.Block, ir.Value] = {}
+
+    def of(self, module: ir.Module) -> dict[ir.Block, ir.Value]:
+        if self._module is not module:
+            self._module, self._of_block = module, {}
+        return self._of_block
+
+    def forget(self, module: ir.Module) -> None:
+        if self._module is module:
+            self._module, self._of_block = None, {}
+
+
+_tokens = _Tokens()
+
+
+def _previous_token(block: ir.Block) -> ir.Value | None:
     """Token returned by the previous call in this program, or None.
 
     A program is one MLIR block: calls in the body of a loop, an inner `jit`, `jax.checkpoint`, a
@@ -300,13 +329,11 @@ def _previous_token() -> ir.Value | None:
     other of threads. Lowering is the only stage at which all calls appear in one list, regardless
     of the transformations applied to the functions.
     """
-    operations = ir.InsertionPoint.current.block.operations
-    for i in reversed(range(len(operations))):
-        operation = operations[i].operation
-        target = operation.attributes.get("call_target_name")
-        if target is not None and ir.StringAttr(target).value == _TARGET:
-            return operation.results[1]
-    return None
+    token = None
+    for operation in block.operations:
+        if target_of(operation.operation) == _TARGET:
+            token = operation.operation.results[1]
+    return token
 
 
 _reduce_p = Primitive("jaxkv_all_reduce")

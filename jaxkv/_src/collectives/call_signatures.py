@@ -43,9 +43,11 @@ def sign(module: ir.Module, target: str, algorithms: tuple[str, ...]) -> None:
       algorithms: names of the algorithms, by index.
     """
     with module.context:
-        calls = [call for call in custom_calls(module) if target_of(call) == target]
+        everything = custom_calls(module)
+        calls = [call for call in everything if target_of(call) == target]
         names = [algorithms[integer(config_of(call)["algorithm"])] for call in calls]
-        program = hashlib.sha256(" ".join([*names, _text(module)]).encode()).hexdigest()
+        text = _text(module, everything)
+        program = hashlib.sha256(" ".join([*names, text]).encode()).hexdigest()
         of_program = f"{ir.StringAttr(module.operation.attributes['sym_name']).value}-{program[:6]}"
         for number, (call, name) in enumerate(zip(calls, names, strict=True), 1):
             digest = hashlib.sha256(f"{program} {number}".encode()).digest()
@@ -61,11 +63,21 @@ def _type_of(value: ir.Value) -> str:
     return f"{_DTYPES[str(kind.element_type)]}{list(kind.shape)}"
 
 
-def _text(module: ir.Module) -> str:
-    """Text of the program without the parts that may differ between processes."""
-    copy = module.operation.clone()
-    for call in custom_calls(copy):
-        for name in ("backend_config", CONFIG):
-            if name in call.attributes:
-                del call.attributes[name]
-    return str(copy.operation.get_asm(large_elements_limit=LARGEST_CONSTANT))
+def _text(module: ir.Module, calls: list[ir.Operation]) -> str:
+    """Text of the program without the parts of its custom calls that may differ by process."""
+    # Removed from the module itself: a copy would have to be searched for its custom calls again.
+    removed = [
+        (call, name, call.attributes[name])
+        for call in calls
+        for name in ("backend_config", CONFIG)
+        if name in call.attributes
+    ]
+    for call, name, _ in removed:
+        del call.attributes[name]
+    try:
+        # JAX verifies the module; verification takes as long as the printing.
+        text = module.operation.get_asm(large_elements_limit=LARGEST_CONSTANT, assume_verified=True)
+    finally:
+        for call, name, value in removed:
+            call.attributes[name] = value
+    return str(text)

@@ -42,6 +42,9 @@ START_TARGETS = {
 # Each thread block of the kernel reads all ids, host ids over the host link. Above this number of
 # ids a plan is faster.
 _INLINE_HOST_IDS = 1024
+# The same holds for the thread blocks of a plan. Above this number it first moves the host ids to
+# device memory, which takes two copies.
+_UNSTAGED_HOST_IDS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,15 +120,22 @@ def with_varying_axes(copy: BlockCopy, ids: IdPair) -> BlockCopy:
 
 def needs_plan(ids: IdPair) -> bool:
     """Whether copies by kernel or host use a plan instead of checking their ids."""
-    on_host = any(isinstance(entry, HostIds) for entry in ids)
-    return num_ids_of(ids[0]) > (_INLINE_HOST_IDS if on_host else native.extension().INLINE_IDS)
+    limit = _INLINE_HOST_IDS if _any_on_host(ids) else native.extension().INLINE_IDS
+    return num_ids_of(ids[0]) > limit
 
 
 def plan_pairs(copy: BlockCopy, ids: IdPair) -> jax.Array:
     """Traces the check of the ids; returns int32[2 + 2n]: the valid pairs and their number."""
-    result = _scratch_like(jax.typeof(copy.written[0]), 2 + 2 * num_ids_of(ids[0]))
-    plan = jax.ffi.ffi_call("jaxkv_plan_pairs", result)
-    return plan(*_id_operands(ids), copy=_copy_attribute(copy, ids))
+    like, num_ids = jax.typeof(copy.written[0]), num_ids_of(ids[0])
+    results = [_scratch_like(like, 2 + 2 * num_ids)]
+    if _any_on_host(ids) and num_ids > _UNSTAGED_HOST_IDS:
+        results.append(_scratch_like(like, 2 * num_ids))
+    plan = jax.ffi.ffi_call("jaxkv_plan_pairs", results)
+    return plan(*_id_operands(ids), copy=_copy_attribute(copy, ids))[0]
+
+
+def _any_on_host(ids: IdPair) -> bool:
+    return any(isinstance(entry, HostIds) for entry in ids)
 
 
 def copy_blocks(

@@ -13,6 +13,7 @@
 #include <functional>
 #include <vector>
 
+#define __host__
 #define __device__
 #define __global__ [[maybe_unused]] static
 #define __shared__
@@ -154,6 +155,11 @@ inline uint32_t __shfl_up_sync(uint32_t, uint32_t value, uint32_t step) {
 inline uint32_t atomicCAS(uint32_t* at, uint32_t expected, uint32_t desired) {
   const uint32_t old = *at;
   if (old == expected) *at = desired;
+  return old;
+}
+inline uint32_t atomicOr(uint32_t* at, uint32_t value) {
+  const uint32_t old = *at;
+  *at |= value;
   return old;
 }
 inline uint32_t atomicMin(uint32_t* at, uint32_t value) {

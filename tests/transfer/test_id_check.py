@@ -1,0 +1,96 @@
+"""The id check of the copy kernel on the host: threads of a block are coroutines.
+
+Not a substitute for a GPU (threads do not run at the same time), but every line of
+`cuda/transfer/id_check.cuh` runs, in two opposite orders of the threads, and asynchronous copies
+arrive only when a thread waits for them. Tests on a GPU are in test_transfer_ids.py.
+"""
+
+import ctypes
+import pathlib
+import shutil
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+pytestmark = pytest.mark.cpu_only
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    if not shutil.which("g++") or not (ROOT / "cuda").exists():
+        pytest.skip("needs g++ and a checkout")
+    path = tmp_path_factory.mktemp("kernels") / "id_check_on_host.so"
+    native = ROOT / "tests/native"
+    include = [f"-I{native / 'cuda_on_host'}", f"-I{native}", f"-I{ROOT / 'cuda'}"]
+    options = ["-std=c++20", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    source = native / "id_check_on_host.cc"
+    command = ["g++", *options, *include, "-isystem", jax.ffi.include_dir(), source, "-o", path]
+    subprocess.run(command, check=True)
+    loaded = ctypes.CDLL(str(path))
+    loaded.run.restype = ctypes.c_int64
+    return loaded
+
+
+def pairs_of(entries: np.ndarray) -> list[tuple[int, int]]:
+    """The pairs to copy, sorted."""
+    return sorted((int(s), int(d)) for s, d in entries if d >= 0)
+
+
+def reference(sources, destinations, limits):
+    """The valid pairs, sorted, and the number of invalid entries that are not padding."""
+    used = (sources >= 0) & (destinations >= 0)
+    in_range = used & (sources < limits[0]) & (destinations < limits[1])
+    repeated = np.array([(destinations[in_range] == d).sum() > 1 for d in destinations], bool)
+    valid = in_range & ~repeated
+    pairs = np.stack([sources[valid], destinations[valid]], axis=1)
+    return pairs_of(pairs), int((used & ~valid).sum())
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n=st.integers(0, 300),
+    blocks=st.integers(1, 5),
+    copied=st.booleans(),
+    descending=st.booleans(),
+    offset=st.integers(0, 3),
+    wrong=st.sampled_from([0, 1, 2, 50]),
+    only_duplicates=st.booleans(),
+    padding=st.sampled_from([0, 0, 0.02, 0.7]),
+)
+@example(0, 64, 3, True, False, 0, 0, False, 0)  # shares that begin within a vector of ids
+@example(0, 200, 2, True, False, 0, 1, True, 0)
+@example(0, 200, 2, False, True, 1, 1, True, 0)
+def test_verdict(
+    library, seed, n, blocks, copied, descending, offset, wrong, only_duplicates, padding
+):
+    rng = np.random.default_rng(seed)
+    num_sources, num_destinations = n + 3, n + 5
+    # The address of the ids relative to 16 bytes, which are copied at once.
+    room = [np.zeros(n + 8, np.int32) for _ in range(2)]
+    skipped = [-(words.ctypes.data // 4) % 4 + offset for words in room]
+    ids = [words[skip : skip + n] for words, skip in zip(room, skipped, strict=True)]
+    ids[0][:], ids[1][:] = rng.permutation(num_sources)[:n], rng.permutation(num_destinations)[:n]
+    for i in rng.integers(0, max(n, 1), min(wrong, n)):
+        bad = 3 if only_duplicates else rng.integers(4)
+        ids[bad % 2][i] = [num_sources, num_destinations, -5, ids[1][rng.integers(n)]][bad]
+    ids[int(rng.integers(2))][rng.random(n) < padding] = -1
+
+    numbers = np.array([64, descending, blocks, copied, n, num_sources, num_destinations], np.int64)
+    opened, pairs = np.full((2, blocks, max(n, 1), 2), -9, np.int32)
+    counts = np.zeros((blocks, 2), np.int32)
+    arrays = [numbers, *ids, opened, pairs, counts]
+    faults = library.run(*(ctypes.c_void_p(array.ctypes.data) for array in arrays))
+
+    opened, pairs = (
+        np.concatenate([each[block, : counts[block, kind]] for block in range(blocks)])
+        for kind, each in enumerate((opened, pairs))
+    )
+    in_range = (ids[0] >= 0) & (ids[0] < num_sources) & (ids[1] >= 0) & (ids[1] < num_destinations)
+    want = np.where(in_range[:, None], np.stack(ids, axis=1), [0, -1])
+    np.testing.assert_array_equal(opened, want)
+    assert (pairs_of(pairs), faults) == reference(ids[0], ids[1], (num_sources, num_destinations))
