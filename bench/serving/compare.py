@@ -30,7 +30,6 @@ from examples.serving.model import PRESETS, Config, Params, init_params
 WORKLOADS = ("multi_turn", "trace", "random")
 SAMPLE = REPOSITORY / "bench" / "data" / "mooncake_conversation_sample.jsonl"
 HBM_SHARE = 4
-UNEQUAL = "unequal tokens"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -115,11 +114,7 @@ def measure(
     metrics.record(results, case, runs)
     record_targets(results, name, case, runs, page_size)
     if params["norm"].dtype == "float32":
-        first, *others = answers
-        for system in others:
-            pairs = zip(answers[first], answers[system], strict=True)
-            unequal = sum(a != b for a, b in pairs)
-            results.target(f"{case}: tokens of {system} as {first}", unequal, "==", 0, UNEQUAL)
+        metrics.target_tokens(results, case, answers)
 
 
 def record_targets(
@@ -151,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for page_size in flags.page_size if name == "multi_turn" else flags.page_size[:1]:
             measure(results, name, page_size, flags, (config, params))
     results.save(flags.out)
-    return int(any(target.met is False and target.unit == UNEQUAL for target in results.targets))
+    return metrics.exit_code(results)
 
 
 if __name__ == "__main__":

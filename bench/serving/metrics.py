@@ -10,6 +10,7 @@ from examples.serving.request import Request
 
 RATE, TTFT, LATENCY = "requests/s", "TTFT", "inter-token latency"
 HOST_TIME = "host time per step"
+UNEQUAL = "unequal answers"
 Figures = dict[tuple[str, str], float]  # by metric and unit
 
 
@@ -73,3 +74,17 @@ def target(
     if a is not None and b:
         print(f"{name}: {a / b:.3f} x, target {op} {want}", flush=True)
         results.target(name, a / b, op, want, "x")
+
+
+def target_tokens(results: Results, case: str, answers: dict[str, list[list[int]]]) -> None:
+    """Answers of all systems equal those of the first."""
+    first, *others = answers
+    for system in others:
+        pairs = zip(answers[first], answers[system], strict=True)
+        unequal = sum(a != b for a, b in pairs)
+        results.target(f"{case}: tokens of {system} as {first}", unequal, "==", 0, UNEQUAL)
+
+
+def exit_code(results: Results) -> int:
+    """1 if answers differ, where they must not."""
+    return int(any(target.met is False and target.unit == UNEQUAL for target in results.targets))

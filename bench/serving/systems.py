@@ -11,6 +11,7 @@ jaxkv          jaxkv with the implementation that its tuning table chooses, besi
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,13 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from examples.serving import step
 from examples.serving.block_manager import BlockManager
 from examples.serving.engine import Engine, Limits
 from examples.serving.model import Config, Params
-from examples.serving.step import Inputs
+from examples.serving.step import Inputs, Program
 
 IN_HBM, RECOMPUTE, DEVICE_PUT = "in HBM", "recompute", "device_put"
 COPY_ENGINE, JAXKV = "copy engine", "jaxkv"
+COMPILERS = 8  # threads
+PAGES_AT_A_TIME = 64  # of a gather or scatter, as in the engines
 NAMES = (IN_HBM, RECOMPUTE, DEVICE_PUT, COPY_ENGINE, JAXKV)
 
 
@@ -48,6 +52,7 @@ class Measured(Engine):
     steps = idle_steps = 0
     seconds = waited = 0.0
     _latest: Any = None
+    _to_compile: list[tuple[Inputs, str, bool]] | None = None
 
     def reset(self) -> None:
         self.steps = self.idle_steps = 0
@@ -58,6 +63,22 @@ class Measured(Engine):
         super().step()
         self.seconds += time.perf_counter() - start - (self.waited - waited)
 
+    def warm_up(self, sampling: bool = False) -> None:
+        """Compiles all programs at once, by one thread each; then runs them."""
+        self._to_compile = []
+        super().warm_up(sampling)
+        calls, self._to_compile = self._to_compile, None
+        with ThreadPoolExecutor(COMPILERS) as threads:
+            list(threads.map(self._compile, calls))
+        super().warm_up(sampling)
+
+    def _compile(self, call: tuple[Inputs, str, bool]) -> None:
+        inputs, copy, sampling = call
+        program = Program(copy=copy, sampling=sampling, **self._program)
+        pool = None if copy == "none" else self.pool
+        jitted: Any = step._run_store if copy == "store" else step._run
+        jitted.lower(program, self.params, self.state, pool, inputs).compile()
+
     def _read(self, tokens: jax.Array) -> list[int]:
         start = time.perf_counter()
         jax.block_until_ready(tokens)
@@ -65,6 +86,9 @@ class Measured(Engine):
         return super()._read(tokens)
 
     def _run(self, inputs: Inputs, copy: str, sampling: bool) -> jax.Array:
+        if self._to_compile is not None:
+            self._to_compile.append((inputs, copy, sampling))
+            return self.state.last
         self.steps += 1
         self.idle_steps += self._latest is None or self._latest.is_ready()
         self._latest = super()._run(inputs, copy, sampling)
@@ -98,30 +122,37 @@ class DevicePut(Measured):
         self._on_device = jax.sharding.SingleDeviceSharding(device)
         self._on_host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
         self._stored: dict[int, jax.Array] = {}
+        self._chunk = min(PAGES_AT_A_TIME, limits.copy_pages)
+        if limits.copy_pages % self._chunk:
+            raise ValueError(f"copy_pages={limits.copy_pages}: not a multiple of {self._chunk}")
 
     def _run(self, inputs: Inputs, copy: str, sampling: bool) -> jax.Array:
         host, on_device = np.asarray(inputs.copies)
         host = host[host >= 0]
         if copy == "store":
-            # Padding: any page.
-            blocks = _gather(self.state.cache, np.maximum(on_device, 0))
-            for page, block in zip(host.tolist(), blocks, strict=False):
-                self._stored[page] = jax.device_put(block, self._on_host)
+            for start in range(0, len(host), self._chunk):
+                # Padding: any page.
+                pages = np.maximum(on_device[start:][: self._chunk], 0)
+                blocks = _gather(self.state.cache, pages)
+                for page, block in zip(host[start:].tolist(), blocks, strict=False):
+                    self._stored[page] = jax.device_put(block, self._on_host)
         elif copy == "load":
-            start = time.perf_counter()
+            begin = time.perf_counter()
             staged = [jax.device_put(self._stored[page], self._on_device) for page in host.tolist()]
             with jaxkv.allow_host_sync("pages to load, as in the engines"):
                 jax.block_until_ready(staged)
-            self.waited += time.perf_counter() - start
-            staged += [staged[0]] * (len(on_device) - len(staged))
-            out_of_range = np.where(on_device < 0, np.iinfo(np.int32).max, on_device)
-            cache = _scatter(self.state.cache, staged, out_of_range)
-            self.state = self.state._replace(cache=cache)
+            self.waited += time.perf_counter() - begin
+            staged += [staged[0]] * (-len(staged) % self._chunk)
+            targets = np.where(on_device < 0, np.iinfo(np.int32).max, on_device)
+            for start in range(0, len(host), self._chunk):
+                blocks, pages = (x[start:][: self._chunk] for x in (staged, targets))
+                cache = _scatter(self.state.cache, blocks, pages)
+                self.state = self.state._replace(cache=cache)
         return super()._run(inputs, "none", sampling)
 
     def warm_up(self, sampling: bool = False) -> None:
         super().warm_up(sampling)
-        pages = np.zeros(self.limits.copy_pages, np.int32)
+        pages = np.zeros(self._chunk, np.int32)
         blocks = list(_gather(self.state.cache, pages))
         moved = [jax.device_put(block, self._on_host) for block in blocks]
         staged = [jax.device_put(block, self._on_device) for block in moved]
@@ -153,7 +184,9 @@ def create(
     num_hbm = memory.all if name == IN_HBM else memory.hbm
     num_host = 0 if name in (IN_HBM, RECOMPUTE) else memory.host
     engine = kind(config, params, limits, num_hbm, num_host, **options)
+    start = time.perf_counter()
     engine.warm_up()
+    print(f"{name}: programs compiled in {time.perf_counter() - start:.1f} s", flush=True)
     engine.reset()
     return engine
 
