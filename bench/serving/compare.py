@@ -23,7 +23,7 @@ import jax
 from bench.harness.records import REPOSITORY, Results
 from bench.serving import metrics, systems, workloads
 from bench.serving.metrics import RATE, Figures
-from bench.serving.systems import COPY_ENGINE, DEVICE_PUT, JAXKV, RECOMPUTE, Memory
+from bench.serving.systems import COPY_ENGINE, DEVICE_PUT, IN_HBM, JAXKV, RECOMPUTE, Memory
 from examples.serving.engine import Limits
 from examples.serving.model import PRESETS, Config, Params, init_params
 
@@ -40,24 +40,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", metavar="DIR", help="also write the JSON file below DIR")
     add("--quick", action="store_true", help="fewer clients, a smaller model")
     add("--tiny", action="store_true", help="a tiny model in float32, for any device")
-    add("--workload", choices=WORKLOADS, nargs="+", default=WORKLOADS)
-    add("--system", choices=systems.NAMES, nargs="+", default=systems.NAMES)
+    add("--workload", choices=WORKLOADS, nargs="+", help="default: all")
+    add("--system", choices=systems.NAMES, nargs="+", help="default: all")
     add("--model", choices=[*PRESETS], help="shape of the random weights")
     add("--page-size", type=int, nargs="+", help="tokens; 2 KiB each in a block of Qwen3")
-    add("--clients", type=int, default=48)
-    add("--rounds", type=int, default=5)
-    add("--request-length", type=int, default=512)
-    add("--answer-length", type=int, default=64)
-    add("--parallel", type=int, default=16, help="requests in flight")
+    add("--clients", type=int, default=20)
+    add("--rounds", type=int, default=8)
+    add("--request-length", type=int, default=1024)
+    add("--answer-length", type=int, default=16)
+    add("--parallel", type=int, default=4, help="requests in flight")
     add("--rate", type=float, help="requests per second; default: no limit")
     add("--trace", type=Path, default=SAMPLE, help="file in the format of Mooncake's traces")
     flags = parser.parse_args(argv)
-    flags.tiny |= jax.default_backend() == "cpu"
+    on_cpu = jax.default_backend() == "cpu"
+    flags.name = "serving_tiny" if flags.tiny and not on_cpu else "serving"
+    flags.tiny |= on_cpu
+    short = on_cpu and flags.quick
+    flags.workload = flags.workload or (WORKLOADS[:1] if short else WORKLOADS)
+    flags.system = flags.system or ((IN_HBM, JAXKV) if short else systems.NAMES)
     if flags.tiny:
         flags.clients, flags.rounds, flags.parallel = 6, 3, 2
         flags.request_length, flags.answer_length = 40, 4
     elif flags.quick:
-        flags.clients, flags.rounds = 16, 3
+        flags.clients, flags.rounds = 12, 4
     flags.model = flags.model or (
         "tiny" if flags.tiny else "qwen3-0.6b" if flags.quick else "qwen3-8b"
     )
@@ -73,48 +78,62 @@ def workload(name: str, flags: argparse.Namespace, vocab: int) -> workloads.Work
             flags.clients, flags.rounds, *lengths, parallel, vocab, flags.rate
         )
     if name == "trace":
-        count, scale = (4, 64) if flags.tiny else (flags.clients, 8)
-        return workloads.trace(flags.trace, count, 40, scale, parallel, vocab)
-    count, length, answer = (4, 40, 4) if flags.tiny else (2 * flags.clients, 1024, 128)
+        sessions, scale = (4, 64) if flags.tiny else (24, 8)
+        return workloads.trace(flags.trace, sessions, 40, scale, parallel, vocab)
+    count, length, answer = (4, 40, 4) if flags.tiny else (64, 1024, 32)
     return workloads.random_prompts(count, length, answer, parallel, vocab)
 
 
-def plan(work: workloads.Workload, page_size: int, tiny: bool) -> tuple[Limits, Memory]:
-    """Limits of the scheduler, and the pages of the systems."""
-    longest = -(-work.longest // page_size)
-    parallel = work.parallel
-    budget = 64 if tiny else 2048
+def plan(works: Sequence[workloads.Workload], page_size: int, tiny: bool) -> tuple[Limits, Memory]:
+    """Limits of the scheduler, and the pages of the systems: for all workloads, by the first.
+
+    The other workloads have fewer tokens than the conversations, if these run too.
+    """
+    longest = max(-(-work.longest // page_size) for work in works)
+    parallel = works[0].parallel
+    budget, new = (64, 48) if tiny else (2176, 1088)
+    # Steps with the new tokens of one request; loads of a few thousand tokens in one step.
     limits = Limits(
-        page_size, parallel, budget + parallel, longest, copy_pages=8 if tiny else 4096 // page_size
-    )
-    everything = sum(-(-tokens // page_size) + 1 for tokens in work.sequences) + parallel
-    few = max(everything // HBM_SHARE, longest)
-    return limits, Memory(everything, few, everything)
+        page_size, parallel, budget + parallel, longest,
+        copy_pages=8 if tiny else 8192 // page_size, token_buckets=(new + parallel,),
+    )  # fmt: skip
+    everything = [
+        sum(-(-tokens // page_size) + 1 for tokens in work.sequences) + parallel for work in works
+    ]
+    few = max(everything[0] // HBM_SHARE, longest)
+    return limits, Memory(max(everything), few, max(everything))
 
 
 def measure(
-    results: Results, name: str, page_size: int, flags: argparse.Namespace,
+    results: Results, names: Sequence[str], page_size: int, flags: argparse.Namespace,
     model: tuple[Config, Params],
 ) -> None:  # fmt: skip
+    """Serves the workloads by one engine of each system, one after the other."""
     config, params = model
-    work = workload(name, flags, config.vocab_size)
-    limits, memory = plan(work, page_size, flags.tiny)
-    case = f"{name}, pages of {page_size}"
-    print(f"{case}: {memory}, {limits}", flush=True)
-    runs: dict[str, Figures] = {}
-    answers: dict[str, list[list[int]]] = {}
+    works = {name: workload(name, flags, config.vocab_size) for name in names}
+    limits, memory = plan([*works.values()], page_size, flags.tiny)
+    print(f"pages of {page_size}: {memory}, {limits}", flush=True)
+    runs: dict[str, dict[str, Figures]] = {name: {} for name in names}
+    answers: dict[str, dict[str, list[list[int]]]] = {name: {} for name in names}
     for system in flags.system:
         engine = systems.create(system, config, params, limits, memory)
-        served = workloads.run(engine, work)
-        runs[system] = metrics.figures(engine, served)
-        # Clients of the same order, whatever the order of their answers.
-        answers[system] = sorted(request.tokens for request in served)
-        metrics.show(case, system, runs[system])
+        for name, work in works.items():
+            served = workloads.run(engine, work)
+            runs[name][system] = metrics.figures(engine, served)
+            # Clients of the same order, whatever the order of their answers.
+            answers[name][system] = sorted(request.tokens for request in served)
+            metrics.show(case_of(name, page_size), system, runs[name][system])
         systems.close(engine)
-    metrics.record(results, case, runs)
-    record_targets(results, name, case, runs, page_size)
-    if params["norm"].dtype == "float32":
-        metrics.target_tokens(results, case, answers)
+    for name in names:
+        case = case_of(name, page_size)
+        metrics.record(results, case, runs[name])
+        record_targets(results, name, case, runs[name], page_size)
+        if params["norm"].dtype == "float32":
+            metrics.target_tokens(results, case, answers[name])
+
+
+def case_of(workload: str, page_size: int) -> str:
+    return f"{workload}, pages of {page_size}"
 
 
 def record_targets(
@@ -140,11 +159,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse(argv)
     config = PRESETS[flags.model]
     params = init_params(config, 0, "float32" if flags.tiny else "bfloat16")
-    results = Results("serving_tiny" if flags.tiny else "serving")
-    for name in flags.workload:
-        # Small pages are a case of the transfers, measured where they matter.
-        for page_size in flags.page_size if name == "multi_turn" else flags.page_size[:1]:
-            measure(results, name, page_size, flags, (config, params))
+    results = Results(flags.name)
+    for page_size in flags.page_size:
+        # Smaller pages are a case of the transfers: only where these matter.
+        names = flags.workload if page_size == flags.page_size[0] else ["multi_turn"]
+        if set(names) <= set(flags.workload):
+            measure(results, names, page_size, flags, (config, params))
     results.save(flags.out)
     return metrics.exit_code(results)
 

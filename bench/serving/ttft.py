@@ -197,13 +197,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--out", metavar="DIR", help="also write the JSON file below DIR")
     add("--quick", action="store_true", help="a smaller model")
     add("--tiny", action="store_true", help="a tiny model in float32, for any device")
-    add("--part", choices=PARTS, nargs="+", default=PARTS)
-    add("--system", choices=systems.NAMES, nargs="+", default=systems.NAMES)
+    add("--part", choices=PARTS, nargs="+", help="default: both")
+    add("--system", choices=systems.NAMES, nargs="+", help="default: all")
     add("--model", choices=[*PRESETS], help="shape of the random weights")
     add("--cached", type=int, help="tokens of a prefix")
     add("--new", type=int, help="tokens after it")
     flags = parser.parse_args(argv)
-    tiny = flags.tiny or jax.default_backend() == "cpu"
+    on_cpu = jax.default_backend() == "cpu"
+    tiny = flags.tiny or on_cpu
     size = SMALL if tiny else FULL
     given = {name: getattr(flags, name) for name in ("model", "cached", "new")}
     size = size._replace(**{name: value for name, value in given.items() if value})
@@ -211,9 +212,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = size._replace(model=flags.model or "qwen3-0.6b", prefixes=4)
     config = PRESETS[size.model]
     params = init_params(config, 0, size.dtype)
-    results = Results("serving_ttft_tiny" if tiny else "serving_ttft")
-    for part in flags.part:
-        measure(results, part, size, flags.system, (config, params))
+    results = Results("serving_ttft_tiny" if tiny and not on_cpu else "serving_ttft")
+    short = on_cpu and flags.quick
+    names = flags.system or ((IN_HBM, JAXKV) if short else systems.NAMES)
+    for part in flags.part or (PARTS[:1] if short else PARTS):
+        measure(results, part, size, names, (config, params))
     results.save(flags.out)
     return metrics.exit_code(results)
 
