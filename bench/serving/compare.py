@@ -78,7 +78,7 @@ def workload(name: str, flags: argparse.Namespace, vocab: int) -> workloads.Work
             flags.clients, flags.rounds, *lengths, parallel, vocab, flags.rate
         )
     if name == "trace":
-        sessions, scale = (4, 64) if flags.tiny else (24, 8)
+        sessions, scale = (4, 64) if flags.tiny else (24, 4)
         return workloads.trace(flags.trace, sessions, 40, scale, parallel, vocab)
     count, length, answer = (4, 40, 4) if flags.tiny else (64, 1024, 32)
     return workloads.random_prompts(count, length, answer, parallel, vocab)

@@ -122,6 +122,7 @@ class DevicePut(Measured):
         self._on_device = jax.sharding.SingleDeviceSharding(device)
         self._on_host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
         self._stored: dict[int, jax.Array] = {}
+        self._num_host = num_host
         self._chunk = min(PAGES_AT_A_TIME, limits.copy_pages)
         if limits.copy_pages % self._chunk:
             raise ValueError(f"copy_pages={limits.copy_pages}: not a multiple of {self._chunk}")
@@ -152,6 +153,9 @@ class DevicePut(Measured):
 
     def warm_up(self, sampling: bool = False) -> None:
         super().warm_up(sampling)
+        # XLA keeps what is freed: stores do not wait for new pinned memory, as in a full host tier.
+        size = (self._num_host, self.spec.page_bytes)
+        jax.block_until_ready(jax.device_put(np.zeros(size, np.uint8), self._on_host))
         pages = np.zeros(self._chunk, np.int32)
         blocks = list(_gather(self.state.cache, pages))
         moved = [jax.device_put(block, self._on_host) for block in blocks]

@@ -153,7 +153,9 @@ def plan(part: str, size: Size) -> tuple[Limits, Memory]:
         max(size.prefix_pages, size.running_pages),
         # A prefix is loaded in one step, beside the computation of what follows it, unless others
         # would wait for that step.
-        copy_pages=size.copy_pages if part == "latency" else size.cached // size.page_size + 1,
+        copy_pages=size.copy_pages
+        if part == "latency"
+        else -(-size.cached // size.page_size // 64) * 64,
         token_buckets=(size.running + 2 * size.page_size,),
     )
     return limits, Memory(everything, few, everything)

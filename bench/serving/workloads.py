@@ -19,6 +19,7 @@ from bench.serving.systems import Measured
 from examples.serving.request import Request
 
 BLOCK = 512  # tokens of a block of Mooncake's traces
+MAX_ANSWER = 32  # tokens, of the trace's answers; prompts are its subject
 
 
 class Turn(NamedTuple):
@@ -95,7 +96,7 @@ def random_prompts(count: int, length: int, answer: int, parallel: int, vocab: i
 def trace(
     path: Path, sessions: int, max_blocks: int, scale: int, parallel: int, vocab: int
 ) -> Workload:
-    """Whole sessions of a Mooncake trace, its lengths divided by `scale`.
+    """Whole sessions of a Mooncake trace, its lengths divided by `scale`, answers cut off.
 
     A session is the requests with the same second block: the first is common to most. Of each, the
     requests of up to `max_blocks` blocks.
@@ -114,7 +115,7 @@ def trace(
             if i not in blocks:
                 blocks[i] = np.random.default_rng([2, i]).integers(0, vocab, size).tolist()
         prompt = [token for i in ids for token in blocks[i]]
-        answer = max(1, min(request["output_length"], BLOCK) // scale)
+        answer = max(1, min(request["output_length"] // scale, MAX_ANSWER))
         groups.setdefault(ids[1], []).append(Turn(prompt, answer, whole=True))
     return Workload(list(groups.values()), parallel)
 
