@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = flags.workload if page_size == flags.page_size[0] else ["multi_turn"]
         if set(names) <= set(flags.workload):
             measure(results, names, page_size, flags, (config, params))
-    results.save(flags.out)
+            results.save(flags.out)  # after each, as the next may not fit into the time
     return metrics.exit_code(results)
 
 

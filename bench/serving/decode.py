@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for part in flags.part:
         parts[part]()
-    results.save(flags.out)
+        results.save(flags.out)  # after each, as the next may not fit into the time
     return 0
 
 

@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = flags.system or ((IN_HBM, JAXKV) if short else systems.NAMES)
     for part in flags.part or (PARTS[:1] if short else PARTS):
         measure(results, part, size, names, (config, params))
-    results.save(flags.out)
+        results.save(flags.out)  # after each, as the next may not fit into the time
     return metrics.exit_code(results)
 
 
