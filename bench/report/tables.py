@@ -359,7 +359,8 @@ def _figures_table(
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for file in (file for file in files if file.name == name):
         for row in file.rows:
-            lines.setdefault((file.device, row.case), {})[row.metric] = number(row.value)
+            if any(row.metric in names for names in metrics.values()):
+                lines.setdefault((file.device, row.case), {})[row.metric] = number(row.value)
     cells = [
         (*key, *(" / ".join(found.get(m, "-") for m in names) for names in metrics.values()))
         for key, found in lines.items()

@@ -14,6 +14,7 @@ a Qwen3 model. `--tiny` runs everything with a tiny float32 model, in which toke
 
 import argparse
 import os
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from examples.serving.model import PRESETS, Config, Params, init_params
 WORKLOADS = ("multi_turn", "trace", "random")
 SAMPLE = REPOSITORY / "bench" / "data" / "mooncake_conversation_sample.jsonl"
 HBM_SHARE = 4
+REPEATS = {"random": 5}  # with other prompts, as its target is near 1; other figures: the first
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -70,7 +72,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return flags
 
 
-def workload(name: str, flags: argparse.Namespace, vocab: int) -> workloads.Workload:
+def workload(
+    name: str, flags: argparse.Namespace, vocab: int, repeat: int = 0
+) -> workloads.Workload:
     parallel = flags.parallel
     if name == "multi_turn":
         lengths = flags.request_length, flags.answer_length
@@ -80,8 +84,8 @@ def workload(name: str, flags: argparse.Namespace, vocab: int) -> workloads.Work
     if name == "trace":
         sessions, scale = (4, 64) if flags.tiny else (24, 4)
         return workloads.trace(flags.trace, sessions, 40, scale, parallel, vocab)
-    count, length, answer = (4, 40, 4) if flags.tiny else (64, 1024, 32)
-    return workloads.random_prompts(count, length, answer, parallel, vocab)
+    count, length, answer = (4, 40, 4) if flags.tiny else (32, 1024, 32)
+    return workloads.random_prompts(count, length, answer, parallel, vocab, 1 + repeat)
 
 
 def plan(works: Sequence[workloads.Workload], page_size: int, tiny: bool) -> tuple[Limits, Memory]:
@@ -115,6 +119,7 @@ def measure(
     print(f"pages of {page_size}: {memory}, {limits}", flush=True)
     runs: dict[str, dict[str, Figures]] = {name: {} for name in names}
     answers: dict[str, dict[str, list[list[int]]]] = {name: {} for name in names}
+    rates: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     for system in flags.system:
         engine = systems.create(system, config, params, limits, memory)
         for name, work in works.items():
@@ -122,12 +127,18 @@ def measure(
             runs[name][system] = metrics.figures(engine, served)
             # Clients of the same order, whatever the order of their answers.
             answers[name][system] = sorted(request.tokens for request in served)
+            rates[name][system] = [runs[name][system][RATE, "1/s"]]
+            for repeat in range(1, REPEATS.get(name, 1)):
+                again = workload(name, flags, config.vocab_size, repeat)
+                found = metrics.figures(engine, workloads.run(engine, again))
+                rates[name][system].append(found[RATE, "1/s"])
+            runs[name][system][RATE, "1/s"] = statistics.median(rates[name][system])
             metrics.show(case_of(name, page_size), system, runs[name][system])
         systems.close(engine)
     for name in names:
         case = case_of(name, page_size)
         metrics.record(results, case, runs[name])
-        record_targets(results, name, case, runs[name], page_size)
+        record_targets(results, name, case, rates[name], page_size)
         if params["norm"].dtype == "float32":
             metrics.target_tokens(results, case, answers[name])
 
@@ -137,21 +148,16 @@ def case_of(workload: str, page_size: int) -> str:
 
 
 def record_targets(
-    results: Results, name: str, case: str, runs: dict[str, Figures], page_size: int
+    results: Results, name: str, case: str, rates: dict[str, list[float]], page_size: int
 ) -> None:
-    rate = (RATE, "1/s")
-    if name == "random":
-        metrics.target(
-            results, f"{case}: requests/s, jaxkv / no host tier", runs, rate,
-            (JAXKV, RECOMPUTE), ">=", 0.99,
-        )  # fmt: skip
-    if name == "multi_turn":
-        wanted = {DEVICE_PUT: 2.5, COPY_ENGINE: 2 if page_size < 16 else 1.3, RECOMPUTE: 2}
-        for other, want in wanted.items():
-            metrics.target(
-                results, f"{case}: requests/s, jaxkv / {other}", runs, rate,
-                (JAXKV, other), ">=", want,
-            )  # fmt: skip
+    small = page_size < 16
+    wanted = {
+        "random": {RECOMPUTE: 0.99},
+        "multi_turn": {DEVICE_PUT: 2.5, COPY_ENGINE: 2 if small else 1.3, RECOMPUTE: 2},
+    }
+    for other, want in wanted.get(name, {}).items():
+        label = f"{case}: requests/s, {JAXKV} / {other}"
+        metrics.target(results, label, rates, (JAXKV, other), ">=", want)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

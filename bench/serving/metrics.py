@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import jax
 import numpy as np
 
+from bench.harness import timing
 from bench.harness.records import Results
 from bench.serving.systems import Measured
 from examples.serving.request import Request
@@ -67,15 +68,19 @@ def show(workload: str, system: str, found: Figures) -> None:
 
 
 def target(
-    results: Results, name: str, runs: dict[str, Figures], metric: tuple[str, str],
-    pair: tuple[str, str], op: str, want: float,
+    results: Results, name: str, samples: dict[str, list[float]], pair: tuple[str, str],
+    op: str, want: float,
 ) -> None:  # fmt: skip
-    """The ratio of a metric of two systems, if both ran; a target on GPUs only."""
-    a, b = (runs.get(system, {}).get(metric) for system in pair)
-    if a is not None and b:
-        print(f"{name}: {a / b:.3f} x, target {op} {want}", flush=True)
-        if jax.default_backend() == "gpu":
-            results.target(name, a / b, op, want, "x")
+    """The ratio of paired samples of two systems, if both ran; a target on GPUs only."""
+    a, b = (samples.get(system) for system in pair)
+    if not (a and b):
+        return
+    ratio, error = timing.ratio(a, b)
+    print(f"{name}: {ratio:.3f} x +- {2 * error:.3f}, target {op} {want}", flush=True)
+    if len(a) > 1:
+        results.row(name, timing.TWO_ERRORS, "x", 2 * error)
+    if jax.default_backend() == "gpu":
+        results.target(name, ratio, op, want, "x")
 
 
 def target_tokens(results: Results, case: str, answers: dict[str, list[list[int]]]) -> None:

@@ -88,9 +88,11 @@ def multi_turn(
     return Workload(turns, parallel, rate)
 
 
-def random_prompts(count: int, length: int, answer: int, parallel: int, vocab: int) -> Workload:
+def random_prompts(
+    count: int, length: int, answer: int, parallel: int, vocab: int, seed: int = 1
+) -> Workload:
     """One request for each client, without a common prefix."""
-    return multi_turn(count, 1, length, answer, parallel, vocab, seed=1)
+    return multi_turn(count, 1, length, answer, parallel, vocab, seed=seed)
 
 
 def trace(

@@ -86,6 +86,7 @@ def test_serving_table_has_one_row_per_workload_and_system():
         Row("random, jaxkv", "requests/s", "1/s", 12.0),
         Row("random, jaxkv", "TTFT p50", "ms", 5.0),
         Row("random, recompute", "requests/s", "1/s", 8.0),
+        Row("random: jaxkv / recompute", "2 standard errors of the ratio", "x", 0.1),
     ]
     file = File("gpu", "serving", None, None, {}, rows, [])
     found = tables.serving_table([file]).splitlines()[2:]
