@@ -25,6 +25,9 @@ BENCHMARKS = {  # by record name
     "all_reduce": "collectives.all_reduce",
     "tensor_parallel": "collectives.tensor_parallel",
     "offload_manager": "offload.manager",
+    "serving": "serving.compare",
+    "serving_decode": "serving.decode",
+    "serving_ttft": "serving.ttft",
     "demo": "serving.demo",
 }
 

@@ -326,6 +326,48 @@ def offload_trace_table(files: Sequence[File]) -> str:
     return table(("host blocks", "policy", *headings), lines)
 
 
+def serving_table(files: Sequence[File]) -> str:
+    """One row per workload and system of `bench.serving.compare`."""
+    metrics = {
+        "requests/s": ("requests/s",),
+        "TTFT p50 / p99, ms": ("TTFT p50", "TTFT p99"),
+        "inter-token latency p50 / p99, ms": ("inter-token latency p50", "inter-token latency p99"),
+        "prompt tokens in HBM / on the host, %": (
+            "prompt tokens in HBM", "prompt tokens on the host",
+        ),
+        "loaded / stored, GB": ("loaded", "stored"),
+        "host time per step, ms": ("host time per step",),
+        "steps dispatched to an idle device, %": ("steps dispatched to an idle device",),
+    }  # fmt: skip
+    return _figures_table(files, "serving", "workload, system", metrics)
+
+
+def serving_ttft_table(files: Sequence[File]) -> str:
+    """One row per case and system of `bench.serving.ttft`."""
+    metrics = {
+        "TTFT p50, ms": ("TTFT p50",),
+        "inter-token latency of the running requests, p50 / p99, ms": (
+            "p50 inter-token latency beside loads", "p99 inter-token latency beside loads",
+        ),
+    }  # fmt: skip
+    return _figures_table(files, "serving_ttft", "case, system", metrics)
+
+
+def _figures_table(
+    files: Sequence[File], name: str, cases: str, metrics: dict[str, tuple[str, ...]]
+) -> str:
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for file in (file for file in files if file.name == name):
+        for row in file.rows:
+            if any(row.metric in names for names in metrics.values()):
+                lines.setdefault((file.device, row.case), {})[row.metric] = number(row.value)
+    cells = [
+        (*key, *(" / ".join(found.get(m, "-") for m in names) for names in metrics.values()))
+        for key, found in lines.items()
+    ]
+    return table(("device", cases, *metrics), cells)
+
+
 TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "all_reduce": all_reduce_table,
     "all_reduce_nccl": all_reduce_nccl_table,
@@ -337,6 +379,8 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "offload_trace": offload_trace_table,
     "overlap": overlap_table,
     "plots": plots,
+    "serving": serving_table,
+    "serving_ttft": serving_ttft_table,
     "targets": targets_table,
     "targets_count": targets_count,
     "tensor_parallel": tensor_parallel_table,

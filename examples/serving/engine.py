@@ -173,12 +173,7 @@ class Engine:
             if rows or copies[1]:
                 self._previous = self._dispatch(rows, *copies)
             if previous:
-                with jaxkv.allow_host_sync("tokens of the previous step, while this one runs"):
-                    tokens = np.asarray(previous.tokens).tolist()
-                self.blocks.complete(previous.copies)
-                for request, token in zip(previous.rows, tokens, strict=False):
-                    if request:
-                        self._append(request, token)
+                self._finish(previous)
 
     def cancel(self, request: Request) -> None:
         """Ends a request, for example when its client is gone."""
@@ -302,6 +297,18 @@ class Engine:
         )
         sampling = SamplingRows.of([request.sampling for request, _ in rows], num_rows)
         return Inputs(tokens, source, batch, slots, sampling, copies)
+
+    def _finish(self, dispatched: Dispatched) -> None:
+        """Reads the tokens of a step, and completes its copies."""
+        with jaxkv.allow_host_sync("tokens of the previous step, while this one runs"):
+            tokens = self._read(dispatched.tokens)
+        self.blocks.complete(dispatched.copies)
+        for request, token in zip(dispatched.rows, tokens, strict=False):
+            if request:
+                self._append(request, token)
+
+    def _read(self, tokens: jax.Array) -> list[int]:
+        return list(np.asarray(tokens).tolist())
 
     def _run(self, inputs: Inputs, copy: str, sampling: bool) -> jax.Array:
         program = Program(copy=copy, sampling=sampling, **self._program)

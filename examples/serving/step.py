@@ -30,6 +30,7 @@ class Program:
       attention: implementation, see attention.py.
       copy: "load", "store" or "none"; of the pages in `Inputs.copies`.
       sampling: False: all rows are greedy.
+      implementation: of copies; None: the fastest.
       memory: symmetric memory of the tensor-parallel axis "tp"; None: one device.
       pool: sharding of the host pool.
     """
@@ -38,6 +39,7 @@ class Program:
     attention: str
     copy: str = "none"
     sampling: bool = False
+    implementation: str | None = None
     memory: jaxkv.SymmetricMemory | None = None
     pool: P | None = None
 
@@ -69,11 +71,12 @@ def _step(
 ) -> tuple[State, jax.Array, jaxkv.HostPool | None]:
     """One step on one device; returns the state, the sampled tokens int32[B], and the pool."""
     cache, last = state
+    how: Any = program.implementation
     handle: jaxkv.LoadHandle | jaxkv.StoreHandle | None = None
     if program.copy == "load":
-        handle = jaxkv.start_load(_given(pool), cache, *inputs.copies)
+        handle = jaxkv.start_load(_given(pool), cache, *inputs.copies, implementation=how)
     elif program.copy == "store":
-        handle = jaxkv.start_store(_given(pool), cache, *inputs.copies)
+        handle = jaxkv.start_store(_given(pool), cache, *inputs.copies, implementation=how)
 
     def layer_pages(layer: int, x: jax.Array) -> tuple[jax.Array, ...]:
         pages: tuple[jax.Array, ...]

@@ -1,0 +1,150 @@
+"""Workloads of the serving benchmarks: clients whose requests follow each other.
+
+A client's request `i` has the tokens and answers of its earlier ones as a prefix. Requests of all
+clients wait in one queue, of which `parallel` are in flight: a client's next request goes to its
+end, so that the others' evict its pages.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.serving.systems import Measured
+from examples.serving.request import Request
+
+BLOCK = 512  # tokens of a block of Mooncake's traces
+MAX_ANSWER = 32  # tokens, of the trace's answers; prompts are its subject
+
+
+class Turn(NamedTuple):
+    """A request: `new` tokens after the client's earlier ones, or a whole prompt."""
+
+    new: list[int]
+    answer: int
+    whole: bool = False
+
+
+Flight = tuple[list[Turn], int, list[int]]  # turns, number of the next one, history
+
+
+@dataclass
+class Workload:
+    """Clients, each a sequence of turns; of them `parallel` are served at once.
+
+    Attributes:
+      rate: new requests per second, with exponential intervals; None: when there is room.
+    """
+
+    clients: list[list[Turn]]
+    parallel: int
+    rate: float | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(
+            max(len(turn.new) + turn.answer for turn in turns) if turns[0].whole else _tokens(turns)
+            for turns in self.clients
+        )
+
+    @property
+    def sequences(self) -> list[int]:
+        """Tokens of each client, those of a common prefix of its requests once."""
+        return [_tokens(turns) for turns in self.clients]
+
+
+def _tokens(turns: Sequence[Turn]) -> int:
+    total, before = 0, list[int]()
+    for turn in turns:
+        total += len(turn.new) + turn.answer
+        if turn.whole:
+            differing = (
+                i for i, (a, b) in enumerate(zip(before, turn.new, strict=False)) if a != b
+            )
+            total -= next(differing, min(len(before), len(turn.new)))
+            before = turn.new
+    return total
+
+
+def multi_turn(
+    clients: int, rounds: int, request: int, answer: int, parallel: int, vocab: int,
+    rate: float | None = None, seed: int = 0,
+) -> Workload:  # fmt: skip
+    """Conversations of random tokens, with the parameters of SGLang's HiCache benchmark.
+
+    `benchmark/hicache/bench_multiturn.py`: --num-clients, --num-rounds, --request-length,
+    --output-length, --max-parallel, --request-rate.
+    """
+    rng = np.random.default_rng(seed)
+    shape = clients, rounds, request
+    tokens = rng.integers(0, vocab, shape).tolist()
+    turns = [[Turn(new, answer) for new in client] for client in tokens]
+    return Workload(turns, parallel, rate)
+
+
+def random_prompts(
+    count: int, length: int, answer: int, parallel: int, vocab: int, seed: int = 1
+) -> Workload:
+    """One request for each client, without a common prefix."""
+    return multi_turn(count, 1, length, answer, parallel, vocab, seed=seed)
+
+
+def trace(
+    path: Path, sessions: int, max_blocks: int, scale: int, parallel: int, vocab: int
+) -> Workload:
+    """Whole sessions of a Mooncake trace, its lengths divided by `scale`, answers cut off.
+
+    A session is the requests with the same second block: the first is common to most. Of each, the
+    requests of up to `max_blocks` blocks.
+    """
+    size = BLOCK // scale
+    groups: dict[int, list[Turn]] = {}
+    blocks: dict[int, list[int]] = {}
+    for line in path.read_text().splitlines():
+        request = json.loads(line)
+        ids = request["hash_ids"][:-1]  # the last one may be partial
+        if not 2 <= len(ids) <= max_blocks:
+            continue
+        if ids[1] not in groups and len(groups) == sessions:
+            continue
+        for i in ids:
+            if i not in blocks:
+                blocks[i] = np.random.default_rng([2, i]).integers(0, vocab, size).tolist()
+        prompt = [token for i in ids for token in blocks[i]]
+        answer = max(1, min(request["output_length"] // scale, MAX_ANSWER))
+        groups.setdefault(ids[1], []).append(Turn(prompt, answer, whole=True))
+    return Workload(list(groups.values()), parallel)
+
+
+def run(engine: Measured, workload: Workload) -> list[Request]:
+    """Serves a workload; returns its requests in the order in which they were submitted."""
+    rng = np.random.default_rng(0)
+    ready: deque[Flight] = deque((turns, 0, []) for turns in workload.clients if turns)
+    flying: dict[int, tuple[list[Turn], int, Request]] = {}
+    served: list[Request] = []
+    due = time.perf_counter()
+    engine.reset()
+    while ready or flying:
+        while ready and len(flying) < workload.parallel and time.perf_counter() >= due:
+            turns, index, history = ready.popleft()
+            turn = turns[index]
+            prompt = turn.new if turn.whole else history + turn.new
+            request = Request(prompt, turn.answer, name=str(len(served)), index=index)
+            engine.submit(request)
+            served.append(request)
+            flying[id(request)] = turns, index, request
+            if workload.rate:
+                due += rng.exponential(1 / workload.rate)
+        if engine.busy:
+            engine.step()
+        for key in [key for key, (_, _, request) in flying.items() if request.finished]:
+            turns, index, request = flying.pop(key)
+            if index + 1 < len(turns):
+                ready.append((turns, index + 1, request.tokens))
+    return served

@@ -1,0 +1,96 @@
+"""`bench.serving`: workloads, the systems' copies, and the table of results."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bench.harness.records import File, Row
+from bench.report import tables
+from bench.serving import metrics, systems, workloads
+from bench.serving.systems import DEVICE_PUT, IN_HBM, JAXKV, NAMES, Memory
+from examples.serving.engine import Limits
+from examples.serving.model import Config, init_params
+
+CONFIG = Config(256, 64, 96, 1, 4, 2, 16)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.end_to_end
+def test_all_systems_give_the_same_tokens_from_different_places():
+    """Few HBM pages: a reload of wrong pages changes the answers."""
+    work = workloads.multi_turn(5, 3, 21, 3, parallel=2, vocab=256)
+    params = init_params(CONFIG, 0, "float32")
+    limits = Limits(4, 2, 18, pages_per_request=18, copy_pages=4)
+    answers, loaded = {}, {}
+    for name in NAMES:
+        engine = systems.create(name, CONFIG, params, limits, Memory(95, 36, 95))
+        served = workloads.run(engine, work)
+        answers[name] = sorted(request.tokens for request in served)
+        found = metrics.figures(engine, served)
+        loaded[name] = found["loaded", "GB"] > 0
+        assert found[metrics.RATE, "1/s"] > 0 and engine.steps > 0
+        systems.close(engine)
+    assert all(tokens == answers[IN_HBM] for tokens in answers.values())
+    assert loaded == {name: name in (*NAMES[2:], JAXKV) for name in NAMES}
+    assert len(answers[IN_HBM]) == 15
+
+
+@pytest.mark.cpu_only
+def test_wrong_pages_of_the_device_put_system_are_noticed():
+    """The comparison can fail: pages of zeros, loaded instead of those stored."""
+    work = workloads.multi_turn(5, 3, 21, 3, parallel=2, vocab=256)
+    params = init_params(CONFIG, 0, "float32")
+    limits = Limits(4, 2, 18, pages_per_request=18, copy_pages=4)
+    answers = []
+    for wrong in (False, True):
+        engine = systems.create(DEVICE_PUT, CONFIG, params, limits, Memory(95, 36, 95))
+        if wrong:
+            vars(engine)["_stored"] = Zeros(engine)
+        answers.append(sorted(request.tokens for request in workloads.run(engine, work)))
+        systems.close(engine)
+    assert answers[0] != answers[1]
+
+
+class Zeros(dict):
+    def __init__(self, engine):
+        self.shape = (2 * CONFIG.num_hidden_layers, *engine.spec.block_shape)
+
+    def __getitem__(self, page):
+        return np.zeros(self.shape, np.float32)
+
+
+@pytest.mark.host_only
+def test_trace_has_whole_sessions_with_common_prefixes(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    blocks = ([0, 1, 2, 9], [0, 5, 6], [0, 1, 2, 3, 4, 10], [0, 7, 8, 11])
+    lines = [{"hash_ids": ids, "output_length": 700 + len(ids)} for ids in blocks]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    work = workloads.trace(path, 2, 40, scale=64, parallel=1, vocab=256)
+    first, second = work.clients
+    assert [len(turn.new) for turn in first] == [3 * 8, 5 * 8] and len(second) == 1
+    assert first[1].new[:24] == first[0].new and first[0].new[:8] == second[0].new[:8]
+    assert [turn.answer for turn in first] == [704 // 64, 706 // 64]
+    assert work.longest == 51 and work.sequences == [40 + 22, 16 + 10]
+
+
+@pytest.mark.host_only
+def test_conversations_have_the_given_lengths():
+    work = workloads.multi_turn(3, 4, 10, 2, parallel=1, vocab=256)
+    assert len(work.clients) == 3 and work.longest == 48 and work.sequences == [48] * 3
+
+
+@pytest.mark.host_only
+def test_serving_table_has_one_row_per_workload_and_system():
+    rows = [
+        Row("random, jaxkv", "requests/s", "1/s", 12.0),
+        Row("random, jaxkv", "TTFT p50", "ms", 5.0),
+        Row("random, recompute", "requests/s", "1/s", 8.0),
+        Row("random: jaxkv / recompute", "2 standard errors of the ratio", "x", 0.1),
+    ]
+    file = File("gpu", "serving", None, None, {}, rows, [])
+    found = tables.serving_table([file]).splitlines()[2:]
+    assert [line.split(" | ")[:4] for line in found] == [
+        ["| gpu", "random, jaxkv", "12", "5 / -"],
+        ["| gpu", "random, recompute", "8", "- / -"],
+    ]
