@@ -290,7 +290,7 @@ def prompts(tmp_path):
 def test_command_writes_results(prompts, tmp_path):
     json_path, plot_path = tmp_path / "out.json", tmp_path / "out.png"
     command = [sys.executable, "-m", "examples.serving", "--prompts", prompts]
-    command += ["--max-new-tokens", "4", "--json", str(json_path)]
+    command += ["--dtype", "float32", "--max-new-tokens", "4", "--json", str(json_path)]
     with contextlib.suppress(ImportError):
         importlib.import_module("matplotlib")
         command += ["--plot", str(plot_path)]
@@ -319,7 +319,8 @@ def test_command_fails_on_token_mismatch(prompts, monkeypatch, capsys):
 
     monkeypatch.setattr(command, "serve", tampering)
     monkeypatch.setattr(command, "PRESETS", {"tiny": CONFIG, "qwen3-0.6b": CONFIG})
-    assert command.main(["--prompts", prompts, "--max-new-tokens", "2"]) == 1
+    arguments = ["--prompts", prompts, "--dtype", "float32", "--max-new-tokens", "2"]
+    assert command.main(arguments) == 1
     assert "DIFFER" in capsys.readouterr().out.splitlines()[-1]
 
 

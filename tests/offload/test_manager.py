@@ -280,9 +280,9 @@ import importlib, pathlib, sys, types
 import jaxkv._src.offload as package
 folder = pathlib.Path(package.__path__[0])
 for name in [*sys.modules]:
-    if name.split(".")[0] in ("jax", "jaxlib", "numpy", "jaxkv"):
+    if name.split(".")[0] in ("jax", "jaxlib", "jaxkv"):
         del sys.modules[name]
-for name in ("jax", "jaxlib", "numpy", "prometheus_client"):
+for name in ("jax", "jaxlib", "prometheus_client"):
     sys.modules[name] = None                  # an import raises
 for name, path in (("jaxkv", folder.parents[1]), ("jaxkv._src", folder.parent)):
     sys.modules[name] = module = types.ModuleType(name)

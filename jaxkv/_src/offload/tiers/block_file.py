@@ -57,7 +57,13 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 
 def write(
-    path: str, temporary: str, key: bytes, block: memoryview, scratch: Scratch, flags: int
+    path: str,
+    temporary: str,
+    key: bytes,
+    block: memoryview,
+    now: float,
+    scratch: Scratch,
+    flags: int,
 ) -> None:
     """Writes a file with mode 0600.
 
@@ -66,6 +72,7 @@ def write(
       temporary: a name that is not in use, in the same file system.
       key: the block's key.
       block: the block.
+      now: time of the first use; the clock of a file system may differ from that of the process.
       scratch: memory of this thread.
       flags: O_DIRECT or 0.
 
@@ -84,6 +91,7 @@ def write(
             written = os.pwritev(descriptor, buffers, 0)
             if written != sum(map(len, buffers)):
                 raise OSError(errno.ENOSPC, f"short write of {written} bytes", temporary)
+            os.utime(descriptor, (now, now))
         finally:
             os.close(descriptor)
         os.rename(temporary, path)
@@ -92,8 +100,10 @@ def write(
         raise
 
 
-def read(path: str, key: bytes, into: memoryview, scratch: Scratch, flags: int) -> bool:
-    """Reads a file and marks it as used now; False if it is not that of an intact block.
+def read(
+    path: str, key: bytes, into: memoryview, now: float, scratch: Scratch, flags: int
+) -> bool:
+    """Reads a file and marks it as used `now`; False if it is not that of an intact block.
 
     Raises:
       OSError: the file does not exist, or cannot be read.
@@ -107,7 +117,7 @@ def read(path: str, key: bytes, into: memoryview, scratch: Scratch, flags: int) 
         block = into if aligned else scratch.block
         if scratch.header != header(key, block) or any(scratch.file[ALIGNMENT + len(block) :]):
             return False
-        os.utime(descriptor)
+        os.utime(descriptor, (now, now))
     finally:
         os.close(descriptor)
     if not aligned:

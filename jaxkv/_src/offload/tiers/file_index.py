@@ -53,10 +53,10 @@ class FileIndex:
     def __contains__(self, key: object) -> bool:
         return key in self._used
 
-    def use(self, key: bytes) -> None:
-        """Inserts a key, or makes it the most recent one."""
+    def use(self, key: bytes, now: float) -> None:
+        """Inserts a key whose file was used `now`, or makes it the most recent one."""
         with self._lock:
-            self._used[key] = time.time()
+            self._used[key] = now
             self._used.move_to_end(key)
 
     def drop(self, key: bytes) -> bool:

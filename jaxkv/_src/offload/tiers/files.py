@@ -7,6 +7,7 @@ import itertools
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -117,9 +118,9 @@ class FileTier(QueuedTier):
         return [self._write_block(copy) for copy in copies]
 
     def _read_block(self, copy: Copy) -> bool:
-        index, path = self._index, self._index.path(copy.key)
+        index, path, now = self._index, self._index.path(copy.key), time.time()
         try:
-            intact = self._direct(block_file.read, path, copy.key, copy.buffer)
+            intact = self._direct(block_file.read, path, copy.key, copy.buffer, now)
         except FileNotFoundError:  # evicted, perhaps by another process
             index.drop(copy.key)
             return False
@@ -128,7 +129,7 @@ class FileTier(QueuedTier):
             self._failed("read", error)
             return False
         if intact:
-            index.use(copy.key)
+            index.use(copy.key, now)
             return True
         index.drop(copy.key)
         block_file.remove(path)
@@ -137,11 +138,11 @@ class FileTier(QueuedTier):
         return False
 
     def _write_block(self, copy: Copy) -> bool:
-        index, path = self._index, self._index.path(copy.key)
+        index, path, now = self._index, self._index.path(copy.key), time.time()
         if copy.key in index:
             try:
-                os.utime(path)
-                index.use(copy.key)
+                os.utime(path, (now, now))
+                index.use(copy.key, now)
                 return True
             except OSError:
                 index.drop(copy.key)
@@ -152,8 +153,8 @@ class FileTier(QueuedTier):
             self._evict(being_written)
             name = f"{self._process}-{next(self._temporary_names)}"
             temporary = os.path.join(index.temporary, name)
-            self._direct(block_file.write, path, temporary, copy.key, copy.buffer)
-            index.use(copy.key)
+            self._direct(block_file.write, path, temporary, copy.key, copy.buffer, now)
+            index.use(copy.key, now)
         except OSError as error:
             self._failed("write", error)
             if error.errno in _FULL:
