@@ -100,9 +100,7 @@ def write(
         raise
 
 
-def read(
-    path: str, key: bytes, into: memoryview, now: float, scratch: Scratch, flags: int
-) -> bool:
+def read(path: str, key: bytes, into: memoryview, now: float, scratch: Scratch, flags: int) -> bool:
     """Reads a file and marks it as used `now`; False if it is not that of an intact block.
 
     Raises:
