@@ -1,16 +1,18 @@
-"""Checks of memory kinds that the types of traced arrays do not have.
+"""Checks of memory kinds in the complete program, which the types of traced arrays do not have.
 
 A pool whose type says device memory has left pinned memory, or has only lost its memory space: the
 memory kinds of the program's arguments tell the two apart. In the same way for destinations of
 `swap_blocks` and `start_swap`: `jax.jit(jnp.zeros, out_shardings=...)` returns an array in
 pinned_host memory whose type says device memory. The result of a copy into it has this type: XLA
-copies the array to the device, or aborts the process if it is donated.
+copies the array to the device, or aborts the process if it is donated. Programs with too many
+destinations in host memory are refused: see host_memory_paths.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,10 +23,13 @@ from jax.interpreters import mlir
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.lowering import when_lowered
 from jaxkv._src.transfer.buffer_aliases import BufferAliases
+from jaxkv._src.transfer.host_memory_paths import check_paths
 
 SWAPS = ("swap_blocks", "start_swap")  # operations on an engine's own arrays
 _ATTRIBUTES = "mhlo.frontend_attributes"
 _MARK = "jaxkv_typed_on_device"  # its value is the operation
+# Requests of the same function are merged.
+_CHECK_PATHS = {name: partial(check_paths, operation=name) for name in SWAPS}
 
 
 def check_memory_kinds(operation: str, arrays: Sequence[Any]) -> list[Any]:
@@ -58,6 +63,8 @@ def _lower_checked(context: Any, *values: Any, operation: str) -> list[Any]:
             value.owner.attributes[_ATTRIBUTES] = mark
             # Only the complete module has the memory kinds of the arguments.
             when_lowered(context.module_context.module, _check)
+        elif len(values) > 1:
+            when_lowered(context.module_context.module, _CHECK_PATHS[operation])
     return list(values)
 
 
