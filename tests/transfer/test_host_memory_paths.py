@@ -86,6 +86,17 @@ def test_visits_equal_those_of_a_walk(call, times, num_arrays):
     assert num_visits(module) == walked(module) > 0
 
 
+def test_arrays_that_the_program_moves_to_host_memory_have_paths():
+    pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+    def step():
+        src = [jnp.zeros((4, 8, 128))] * 3
+        return swap(src, [jax.device_put(array, pinned) for array in src])
+
+    module = jax.jit(step).trace().lower(lowering_platforms=("cuda",)).compiler_ir()
+    assert num_visits(module) > 3 * 3
+
+
 def test_device_memory_has_no_paths():
     assert num_visits(lowered(partial(repeated, start_and_wait, 3), 4, "device")) == 0
 

@@ -46,14 +46,11 @@ class _Walk:
             if function.operation.name == "func.func"
         }
         main = self._functions["main"]
-        attributes = ir.ArrayAttr(main.attributes["arg_attrs"])
-        in_host_memory = [
-            "mhlo.memory_kind" in attribute
-            and ir.StringAttr(attribute["mhlo.memory_kind"]).value == "pinned_host"
-            for attribute in map(ir.DictAttr, attributes)
-        ]
+        attributes = (
+            ir.ArrayAttr(main.attributes["arg_attrs"]) if "arg_attrs" in main.attributes else ()
+        )
         self.total = 0
-        self._run(main, 0, list(map(int, in_host_memory)))
+        self._run(main, 0, [_names_host_memory(of_argument) for of_argument in attributes])
 
     def _run(self, operation: ir.Operation, region: int, arguments: list[int]) -> list[int]:
         """The paths to the results of a region, given those to its arguments."""
@@ -78,7 +75,7 @@ class _Walk:
             case "stablehlo.optimization_barrier":
                 return paths
             case "stablehlo.custom_call" if target_of(operation) == "annotate_device_placement":
-                return []  # to the device, or a no-op
+                return [_names_host_memory(operation.attributes["mhlo.frontend_attributes"])]
             case "stablehlo.custom_call":
                 operands = _aliased_operands(operation)
                 return [sum(paths[i] for i in operands)] * len(operation.results)
@@ -93,6 +90,11 @@ class _Walk:
                 branches = [self._run(operation, i, []) for i in range(len(operation.regions))]
                 return [sum(of_result) for of_result in zip(*branches, strict=True)]
         return []
+
+
+def _names_host_memory(attributes: ir.Attribute) -> int:
+    entries = ir.DictAttr(attributes)
+    return int(any('"pinned_host"' in str(entries[i].attr) for i in range(len(entries))))
 
 
 def _aliased_operands(call: ir.Operation) -> set[int]:
