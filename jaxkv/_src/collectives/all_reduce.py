@@ -99,8 +99,8 @@ def all_reduce(
         mesh.
       NotImplementedError: `implementation` does not support this call; the text has the reason.
       PeerTimeoutError: while tracing, if a device timed out in an earlier call or its peers made a
-        different call. A compiled call raises `jax.errors.JaxRuntimeError` instead, with this name
-        in its text.
+        different call. A compiled call raises `jax.errors.JaxRuntimeError` or `ValueError` instead,
+        with this name in its text.
     """
     _check_axis_name(memory, axis_name)
     _check_mesh(memory)
