@@ -7,6 +7,7 @@ Two ways around it, of which the faster one is the baseline:
   - VIEW: a gather from a view of the pinned memory that XLA takes for device memory.
 """
 
+import inspect
 import json
 import os
 import subprocess
@@ -54,12 +55,20 @@ def of_view(data: jax.Array, rows: int, row_bytes: int) -> Callable[[jax.Array],
 
 
 def on_host(data: jax.Array, row_bytes: int) -> Callable[[jax.Array], Any]:
+    def take(data: jax.Array, wanted: jax.Array) -> jax.Array:
+        return data.reshape(-1, row_bytes)[wanted]
+
+    def take_on_host(data: jax.Array, wanted: jax.Array) -> jax.Array:
+        on_host: Any = compute_on
+        if "out_memory_spaces" in inspect.signature(compute_on).parameters:  # from jax 0.11 on
+            host = jax.memory.Space.Host
+            return on_host(take, compute_type="device_host", out_memory_spaces=host)(data, wanted)
+        with on_host("device_host"):
+            return take(data, jax.device_put(wanted, jax.memory.Space.Host))
+
     @jax.jit
     def gather(data: jax.Array, wanted: jax.Array) -> jax.Array:
-        wanted = jax.device_put(wanted, jax.memory.Space.Host)
-        with compute_on("device_host"):
-            rows = data.reshape(-1, row_bytes)[wanted]
-        return jax.device_put(rows, jax.memory.Space.Device)
+        return jax.device_put(take_on_host(data, wanted), jax.memory.Space.Device)
 
     return lambda wanted: gather(data, wanted)
 
