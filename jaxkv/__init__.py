@@ -10,6 +10,7 @@ from jaxkv._src.cache.spec import KVCacheSpec
 from jaxkv._src.collectives.all_reduce import all_reduce
 from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
 from jaxkv._src.explain import explain
+from jaxkv._src.offload.engine import CopyBatch, OffloadCopy, OffloadEngine
 from jaxkv._src.public_names import set_module as _set_module
 from jaxkv._src.runtime.errors import (
     BoundError,
@@ -39,6 +40,7 @@ from jaxkv._src.version import __version__ as __version__
 __all__ = [
     "ArrayCacheSpec",
     "BoundError",
+    "CopyBatch",
     "DeviceCache",
     "ErrorScope",
     "HostIds",
@@ -51,6 +53,8 @@ __all__ = [
     "JaxkvError",
     "KVCacheSpec",
     "LoadHandle",
+    "OffloadCopy",
+    "OffloadEngine",
     "PageIndexError",
     "PeerTimeoutError",
     "StaleCountsError",

@@ -117,7 +117,7 @@ class DevicePut(Measured):
         self, config: Config, params: Params, limits: Limits, num_hbm: int, num_host: int, **options
     ):
         super().__init__(config, params, limits, num_hbm, **options)
-        self.blocks = BlockManager(num_hbm, num_host)
+        self.blocks = BlockManager(num_hbm, num_host, limits.copy_pages)
         device = jax.local_devices()[0]
         self._on_device = jax.sharding.SingleDeviceSharding(device)
         self._on_host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")

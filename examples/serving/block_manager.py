@@ -1,4 +1,4 @@
-"""Pages in HBM, prefix caching, and the copies from and to the host tier. No JAX.
+"""Pages in HBM, prefix caching, and the copies from and to the host tier. No JAX arrays.
 
 A full page is identified by its block key, a hash of all tokens up to its end, so pages of equal
 keys have equal keys and values. States of a page in HBM:
@@ -8,30 +8,17 @@ keys have equal keys and values. States of a page in HBM:
     in use    referenced by running requests and stores to issue, with a count in `_references`
     cached    unreferenced, but found by its key; evicted in LRU order
 
-`jaxkv.offload.OffloadManager` keeps the same account for the host pool. A page is published once
-the program that writes it is dispatched: later programs run after it on the device.
+`jaxkv.OffloadEngine` keeps the same account for the host pool, and queues the copies. A
+page is published once the program that writes it is dispatched: later programs run after it on the
+device.
 """
 
 import dataclasses
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
-from jaxkv import offload
-
-Spec = offload.LoadSpec | offload.StoreSpec
-
-
-@dataclasses.dataclass(eq=False)
-class Copy:
-    """A load or store: entries are (page in the host pool, page in HBM)."""
-
-    spec: Spec
-    pages: list[tuple[int, int]]
-    issued: int = 0
-
-    @property
-    def done(self) -> bool:
-        return self.issued == len(self.pages)
+import jaxkv
 
 
 @dataclasses.dataclass
@@ -40,26 +27,29 @@ class Placement:
 
     pages: list[int]
     found_in_hbm: int
-    load: Copy | None = None
+    load: jaxkv.OffloadCopy | None = None
 
     @property
     def loaded(self) -> int:
-        return len(self.load.pages) if self.load else 0
+        return len(self.load.keys) if self.load else 0
 
 
 class BlockManager:
     """Allocates HBM pages, finds prefixes in both memories and queues copies between them."""
 
-    def __init__(self, num_hbm_pages: int, num_host_pages: int, write: str = "through"):
+    def __init__(
+        self, num_hbm_pages: int, num_host_pages: int, copy_pages: int, write: str = "through"
+    ):
         self._free = list(range(num_hbm_pages))
         self._references = [0] * num_hbm_pages
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._loading: set[bytes] = set()
-        self.loads: deque[Copy] = deque()
-        self.stores: deque[Copy] = deque()
-        self.host = offload.OffloadManager(num_host_pages, write=write) if num_host_pages else None
+        self.host: jaxkv.OffloadEngine | None = None
+        if num_host_pages:
+            sizes = (copy_pages,)
+            self.host = jaxkv.OffloadEngine(num_host_pages, batch_sizes=sizes, write=write)
 
     def admit(self, keys: Sequence[bytes], num_pages: int) -> Placement | None:
         """Allocates `num_pages` pages; the first ones hold the longest prefix of `keys` found.
@@ -89,11 +79,10 @@ class BlockManager:
         placement = Placement(pages, len(resident))
         absent = [place for place, page in enumerate(prefix) if page is None]
         if absent and self.host:
-            spec = self.host.prepare_load([keys[place] for place in absent])
             on_device = [pages[place] for place in absent]
-            placement.load = Copy(spec, list(zip(spec.pages, on_device, strict=True)))
-            self._queue(self.loads, placement.load)
-            self._loading.update(spec.keys)
+            placement.load = self.host.load([keys[place] for place in absent], on_device)
+            self._hold(placement.load)
+            self._loading.update(placement.load.keys)
         pages += [self._new_page() for _ in range(num_pages - len(pages))]
         return placement
 
@@ -112,44 +101,30 @@ class BlockManager:
         self._name(pages[first:], keys[first:])
         if not self.host or first >= len(keys):
             return 0
-        spec = self.host.prepare_store(keys)
-        on_device = [pages[index] for index in spec.indices]
-        if not on_device:
-            self.host.abort(spec)
-            return 0
-        self._queue(self.stores, Copy(spec, list(zip(spec.pages, on_device, strict=True))))
-        return len(on_device)
+        store = self.host.store(keys, pages[: len(keys)])
+        self._hold(store)
+        return len(store.keys)
 
-    def take_copies(self, limit: int) -> tuple[str, list[tuple[int, int]], list[Spec]]:
-        """The copies of the next step: up to `limit` pages of loads, otherwise of stores.
+    def next_batch(self) -> jaxkv.CopyBatch | None:
+        """The copies of the next step, if any; their pages are used behind its waits."""
+        batch = self.host.next_batch() if self.host else None
+        for copy in batch.copies if batch else ():
+            if copy.issued and copy.kind == "load":
+                self._loading.difference_update(copy.keys)
+                self._name(copy.device_pages, copy.keys)
+            if copy.issued:
+                self.release(copy.device_pages)
+        return batch if batch and batch.copies else None
 
-        Returns their direction, their pages, and the specs to complete after that step.
-        """
-        kind, queue = ("load", self.loads) if self.loads else ("store", self.stores)
-        taken: list[tuple[int, int]] = []
-        over = []
-        while queue and self.host and len(taken) < limit:
-            copy = queue[0]
-            if not copy.issued:
-                self.host.start(copy.spec)
-            part = copy.pages[copy.issued :][: limit - len(taken)]
-            taken += part
-            copy.issued += len(part)
-            if copy.done:
-                over.append(queue.popleft())
-        for copy in over:
-            on_device = [page for _, page in copy.pages]
-            if kind == "load":
-                self._loading.difference_update(copy.spec.keys)
-                self._name(on_device, copy.spec.keys)
-            self.release(on_device)
-        return kind if taken else "none", taken, [copy.spec for copy in over]
+    def issue(self, batch: jaxkv.CopyBatch, result: Any) -> None:
+        """Notes that the step with a batch was dispatched; it returns `result`."""
+        assert self.host is not None
+        self.host.issue(batch, result)
 
-    def complete(self, specs: Sequence[Spec]) -> None:
-        """Ends copies: the step that made them is over."""
-        for spec in specs:
-            assert self.host is not None
-            self.host.complete(spec)
+    def poll(self) -> None:
+        """Ends the copies of steps that are over."""
+        if self.host:
+            self.host.poll()
 
     def release(self, pages: Sequence[int]) -> None:
         """Releases the pages of a request; its last pages are evicted first."""
@@ -165,11 +140,10 @@ class BlockManager:
             if key not in self._page_of:  # the second page of a key stays private
                 self._page_of[key], self._key_of[page] = page, key
 
-    def _queue(self, queue: deque[Copy], copy: Copy) -> None:
+    def _hold(self, copy: jaxkv.OffloadCopy) -> None:
         """Queued copies hold their pages, even if their request ends before they are issued."""
-        for _, page in copy.pages:
+        for page in copy.device_pages:
             self._take(page)
-        queue.append(copy)
 
     def _take(self, page: int) -> None:
         self._cached.pop(page, None)

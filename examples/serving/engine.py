@@ -29,7 +29,7 @@ from jaxkv.metadata import BatchMetadata
 from jaxkv.offload import BlockHasher
 
 from . import attention as attention_module
-from .block_manager import BlockManager, Spec
+from .block_manager import BlockManager
 from .model import Config, Params, partition
 from .request import Request
 from .sampling import SamplingRows
@@ -74,7 +74,6 @@ class Dispatched(NamedTuple):
 
     tokens: jax.Array
     rows: list[Request | None]  # None: nothing was sampled for the row
-    copies: list[Spec]
 
 
 class Engine:
@@ -134,7 +133,7 @@ class Engine:
         self._program: dict[str, Any] = dict(config=config, attention=self.attention, memory=memory)
         if self.pool and memory:
             self._program["pool"] = self.pool.partition_spec
-        self.blocks = BlockManager(num_hbm_pages, num_host_pages, write)
+        self.blocks = BlockManager(num_hbm_pages, num_host_pages, limits.copy_pages, write)
         self._hasher = BlockHasher(limits.page_size, model=f"{config} {dtype}")
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -167,11 +166,11 @@ class Engine:
         """Dispatches a step and reads the tokens of the one before, the only host sync."""
         with jaxkv.forbid_host_sync():
             self._admit()
-            copies = self.blocks.take_copies(self.limits.copy_pages)
+            copies = self.blocks.next_batch()
             rows = self._schedule()
             previous, self._previous = self._previous, None
-            if rows or copies[1]:
-                self._previous = self._dispatch(rows, *copies)
+            if rows or copies:
+                self._previous = self._dispatch(rows, copies)
             if previous:
                 self._finish(previous)
 
@@ -244,13 +243,7 @@ class Engine:
         self._slots.append(request.slot)
         request.placement = None
 
-    def _dispatch(
-        self,
-        rows: Sequence[Row],
-        copy: str,
-        pages: Sequence[tuple[int, int]],
-        specs: list[Spec],
-    ) -> Dispatched:
+    def _dispatch(self, rows: Sequence[Row], copies: jaxkv.CopyBatch | None) -> Dispatched:
         """Dispatches a step and does the account of what it computes."""
         total = sum(count for _, count in rows)
         if total > len(rows):
@@ -258,18 +251,20 @@ class Engine:
             num_tokens = next(size for size in self.limits.token_sizes if size >= total)
         else:
             num_rows = num_tokens = next(s for s in self.limits.row_sizes if s >= len(rows))
-        inputs = self._inputs(rows, pages, num_rows, num_tokens)
+        inputs = self._inputs(rows, copies, num_rows, num_tokens)
         sampled = [request if request.missing == count else None for request, count in rows]
         sampling = any(request.sampling.temperature > 0 for request, _ in rows)
-        chosen = self._run(inputs, copy, sampling)
+        chosen = self._run(inputs, copies.kind if copies else "none", sampling)
+        if copies:
+            self.blocks.issue(copies, chosen)
         for request, count in rows:
             request.computed += count
             request.in_flight += request.missing == 0
             self._publish(request)
-        return Dispatched(chosen, sampled, specs)
+        return Dispatched(chosen, sampled)
 
     def _inputs(
-        self, rows: Sequence[Row], pages: Sequence[tuple[int, int]], num_rows: int, num_tokens: int
+        self, rows: Sequence[Row], copies: jaxkv.CopyBatch | None, num_rows: int, num_tokens: int
     ) -> Inputs:
         """The arrays of a step, padded to `num_rows` and `num_tokens`."""
         limits = self.limits
@@ -284,8 +279,9 @@ class Engine:
             if request.missing == count:
                 slots[row] = request.slot
             start += count
-        copies = np.full((2, limits.copy_pages), -1, np.int32)
-        copies[:, : len(pages)] = np.reshape(pages, (-1, 2)).T
+        pages = np.full((2, limits.copy_pages), -1, np.int32)
+        if copies:
+            pages[:] = copies.host_pages, copies.device_pages
         batch = BatchMetadata.from_host(
             [count for _, count in rows],
             [request.computed + count for request, count in rows],
@@ -296,13 +292,13 @@ class Engine:
             block_size=limits.page_size,
         )
         sampling = SamplingRows.of([request.sampling for request, _ in rows], num_rows)
-        return Inputs(tokens, source, batch, slots, sampling, copies)
+        return Inputs(tokens, source, batch, slots, sampling, pages)
 
     def _finish(self, dispatched: Dispatched) -> None:
         """Reads the tokens of a step, and completes its copies."""
         with jaxkv.allow_host_sync("tokens of the previous step, while this one runs"):
             tokens = self._read(dispatched.tokens)
-        self.blocks.complete(dispatched.copies)
+        self.blocks.poll()
         for request, token in zip(dispatched.rows, tokens, strict=False):
             if request:
                 self._append(request, token)
@@ -352,7 +348,7 @@ class Engine:
         for copy in ("none", "load", "store") if self.pool else ("none",):
             for num_rows, num_tokens in sizes:
                 for kind in (False, True)[: 1 + sampling]:
-                    self._run(self._inputs([], [], num_rows, num_tokens), copy, kind)
+                    self._run(self._inputs([], None, num_rows, num_tokens), copy, kind)
         jax.block_until_ready(self.state)
 
 

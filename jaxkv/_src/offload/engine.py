@@ -1,0 +1,318 @@
+"""The offload engine: queues the copies of a host tier for the steps of a serving engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, Protocol, cast
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jaxkv._src.offload.errors import StaleSpecError
+from jaxkv._src.offload.manager import OffloadManager
+from jaxkv._src.offload.specs import Event, LoadSpec, Lookup, StoreSpec
+from jaxkv._src.runtime.sync_guard import allow_host_sync
+
+Kind = Literal["load", "store", "none"]
+
+
+class _Result(Protocol):
+    """Methods of `jax.Array`, whose type lacks `is_ready`."""
+
+    def is_ready(self) -> bool: ...
+    def block_until_ready(self) -> object: ...
+
+
+@dataclasses.dataclass(eq=False)
+class OffloadCopy:
+    """A load or store of an `OffloadEngine`; its device pages are in use until it is issued.
+
+    Attributes:
+      kind: "load" or "store".
+      keys: the blocks.
+      host_pages: page id of each block in the host pool.
+      device_pages: page id of each block in the device cache.
+      issued: whether `next_batch` has returned all its pages. From the step of that batch on,
+        behind its waits, loaded pages may be read, and stored pages overwritten.
+      done: whether the copy is over: stored blocks are found by `lookup`.
+      failed: whether a step with pages of the copy has failed, or a block to load was discarded
+        before: do not use the loaded pages.
+    """
+
+    kind: Kind
+    keys: tuple[bytes, ...]
+    host_pages: tuple[int, ...]
+    device_pages: tuple[int, ...]
+    _spec: LoadSpec | StoreSpec = dataclasses.field(repr=False)
+    issued: bool = False
+    done: bool = False
+    failed: bool = False
+    _num_taken: int = dataclasses.field(default=0, repr=False)  # pages
+    _num_in_flight: int = dataclasses.field(default=0, repr=False)  # batches
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CopyBatch:
+    """The pages to copy beside one step.
+
+    Attributes:
+      kind: "load", "store", or "none" if nothing is to copy.
+      host_pages: int32[n], page ids in the host pool, padded with -1; n is one of the batch sizes.
+      device_pages: int32[n], page ids in the device cache, padded with -1.
+      copies: the copies with pages in this batch; those that it completes are `issued`.
+    """
+
+    kind: Kind
+    host_pages: npt.NDArray[np.int32]
+    device_pages: npt.NDArray[np.int32]
+    copies: tuple[OffloadCopy, ...]
+
+
+class OffloadEngine:
+    """An `OffloadManager` with the queues of its copies, for steps with static shapes.
+
+    Each step of a serving engine copies one batch of pages, of a static size, beside its layers:
+    waiting loads before stores, first come, first served. Batches of a kind are in flight together;
+    nothing here blocks. The pools, the cache and the program that copies belong to the caller.
+
+        tier = jaxkv.OffloadEngine(pool.num_pages, batch_sizes=(16, 64))
+        tier.touch(keys)                                      # once for each request
+        found = tier.lookup(keys)
+        load = tier.load(keys[:found.num_blocks], device_pages)
+
+        batch = tier.next_batch()                             # for each step
+        tokens, ... = step(batch.host_pages, batch.device_pages)  # jaxkv.start_load, start_store
+        tier.issue(batch, tokens)
+        ended = tier.poll()                                   # copies that are over
+
+    Steps must run on the device in the order of their batches, as the programs of one JAX client
+    do: then pages may be used behind the waits of their batch, before its step is over.
+
+    Not thread-safe, except `metrics`. Follows vLLM's offloading connector, which builds its
+    transfers in the scheduler in the same way.
+
+    Args:
+      num_pages: pages of the host pool.
+      batch_sizes: numbers of pages of a step, each a static shape. The largest limits a step.
+      policy, write, events: see `OffloadManager`.
+
+    Attributes:
+      manager: the manager, for `state`, `discard` and `take_events`.
+
+    Raises:
+      ValueError: a batch size is not positive, or as for `OffloadManager`.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        *,
+        batch_sizes: Sequence[int] = (64,),
+        policy: str = "lru",
+        write: str = "through",
+        events: bool = False,
+    ) -> None:
+        self.manager = OffloadManager(num_pages, policy=policy, write=write, events=events)
+        self._sizes = tuple(sorted(batch_sizes))
+        if not self._sizes or self._sizes[0] < 1:
+            raise ValueError(
+                f"OffloadEngine: batch_sizes={tuple(batch_sizes)}; at least one size, of at least "
+                "1 page each"
+            )
+        self._loads: deque[OffloadCopy] = deque()
+        self._stores: deque[OffloadCopy] = deque()
+        self._taken: CopyBatch | None = None
+        self._in_flight: deque[tuple[CopyBatch, _Result]] = deque()
+        self._ended: list[OffloadCopy] = []  # to be returned by `poll`
+
+    def lookup(self, keys: Sequence[bytes], window: int | None = None) -> Lookup:
+        """The longest prefix that can be loaded: see `OffloadManager.lookup`."""
+        return self.manager.lookup(keys, window)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Notes that a request uses these blocks: see `OffloadManager.touch`."""
+        self.manager.touch(keys)
+
+    def load(self, keys: Sequence[bytes], device_pages: Sequence[int]) -> OffloadCopy:
+        """Queues a load of ready blocks, whose host pages are pinned from now on.
+
+        Args:
+          keys: blocks found by `lookup` in the same step.
+          device_pages: a page in the device cache for each, not in use.
+
+        Raises:
+          BlockNotReadyError: a block is not stored, or its store is not complete.
+          ValueError: the numbers of keys and pages differ.
+        """
+        _check_lengths("load", keys, device_pages)
+        spec = self.manager.prepare_load(keys)
+        copy = OffloadCopy("load", spec.keys, spec.pages, tuple(device_pages), spec)
+        return self._queue(self._loads, copy)
+
+    def store(
+        self, keys: Sequence[bytes], device_pages: Sequence[int], *, evicted: bool = False
+    ) -> OffloadCopy:
+        """Queues a store of those blocks that are to be stored.
+
+        Args:
+          keys: computed blocks of one request from its head, as for
+            `OffloadManager.prepare_store`.
+          device_pages: the page of each in the device cache. Those of the copy, its `device_pages`,
+            must not be reused before it is issued.
+          evicted: whether the device cache evicts these blocks, for `write="back"`.
+
+        Returns:
+          The copy of the blocks that the host tier lacks, has room for, and accepts by its write
+          policy; without blocks, it is done.
+
+        Raises:
+          ValueError: the numbers of keys and pages differ, or a key occurs twice.
+        """
+        _check_lengths("store", keys, device_pages)
+        spec = self.manager.prepare_store(keys, evicted=evicted)
+        pages = tuple(device_pages[index] for index in spec.indices)
+        return self._queue(self._stores, OffloadCopy("store", spec.keys, spec.pages, pages, spec))
+
+    def _queue(self, queue: deque[OffloadCopy], copy: OffloadCopy) -> OffloadCopy:
+        if copy.keys:
+            queue.append(copy)
+        else:
+            self.manager.abort(copy._spec)
+            copy.issued = copy.done = True
+        return copy
+
+    def next_batch(self) -> CopyBatch:
+        """The pages to copy beside the next step: loads if any are queued, otherwise stores.
+
+        Its size is the smallest of the batch sizes that holds what is queued.
+
+        Raises:
+          RuntimeError: the previous batch has not been issued.
+        """
+        if self._taken is not None:
+            raise RuntimeError("next_batch: the previous batch has not been issued; call issue")
+        queue = self._loads or self._stores
+        limit, copies = self._sizes[-1], []
+        host_pages: list[int] = []
+        device_pages: list[int] = []
+        while queue and len(host_pages) < limit:
+            copy = queue[0]
+            if not copy._num_taken and not self._start(copy):
+                queue.popleft()
+                continue
+            first, last = copy._num_taken, copy._num_taken + limit - len(host_pages)
+            host_pages += copy.host_pages[first:last]
+            device_pages += copy.device_pages[first:last]
+            copy._num_taken = min(last, len(copy.keys))
+            copies.append(copy)
+            if copy._num_taken == len(copy.keys):
+                copy.issued = True
+                queue.popleft()
+        kind = copies[0].kind if copies else "none"
+        size = next(size for size in self._sizes if size >= len(host_pages))
+        batch = CopyBatch(
+            kind, _padded(host_pages, size), _padded(device_pages, size), tuple(copies)
+        )
+        self._taken = batch if copies else None
+        return batch
+
+    def _start(self, copy: OffloadCopy) -> bool:
+        """False, and the copy is over, if a block to load has been discarded."""
+        try:
+            self.manager.start(copy._spec)
+        except StaleSpecError:
+            self.manager.abort(copy._spec)
+            copy.issued = copy.done = copy.failed = True
+            self._ended.append(copy)
+        return not copy.done
+
+    def issue(self, batch: CopyBatch, result: jax.Array) -> None:
+        """Notes that the step with a batch has been dispatched.
+
+        Args:
+          batch: the result of `next_batch`; nothing happens for one without pages.
+          result: a `jax.Array` that the step returns, ready once its copies are complete. Do not
+            donate it before `poll` has returned them.
+
+        Raises:
+          ValueError: `batch` is not that of the last call of `next_batch`.
+        """
+        if not batch.copies:
+            return
+        if batch is not self._taken:
+            raise ValueError("issue: the batch is not the last one of next_batch, or issued twice")
+        self._taken = None
+        self._in_flight.append((batch, cast(_Result, result)))
+        for copy in batch.copies:
+            copy._num_in_flight += 1
+
+    def poll(self) -> list[OffloadCopy]:
+        """Ends the copies of steps that are over; never blocks.
+
+        Returns:
+          The copies that are done since the last call, failed ones included.
+        """
+        ended, self._ended = self._ended, []
+        while self._in_flight and self._in_flight[0][1].is_ready():
+            batch, result = self._in_flight.popleft()
+            failed = _has_failed(result)
+            for copy in batch.copies:
+                copy._num_in_flight -= 1
+                copy.failed |= failed
+                if copy.issued and not copy._num_in_flight:
+                    self._end(copy)
+                    ended.append(copy)
+        return ended
+
+    def _end(self, copy: OffloadCopy) -> None:
+        copy.done = True
+        if not copy.failed:
+            try:
+                self.manager.complete(copy._spec)
+            except StaleSpecError:  # a loaded block has been discarded meanwhile
+                copy.failed = True
+        if copy.failed:
+            self.manager.abort(copy._spec)
+
+    def take_events(self) -> list[Event]:
+        """Blocks stored and removed since the last call: see `OffloadManager.take_events`."""
+        return self.manager.take_events()
+
+    def metrics(self) -> dict[str, float]:
+        """Those of `OffloadManager.metrics`, with the numbers of queued pages."""
+        waiting = {
+            name: sum(len(copy.keys) - copy._num_taken for copy in list(queue))
+            for name, queue in (("load", self._loads), ("store", self._stores))
+        }
+        return {
+            **self.manager.metrics(),
+            "kv_offload_queued_load_blocks": waiting["load"],
+            "kv_offload_queued_store_blocks": waiting["store"],
+        }
+
+
+def _has_failed(result: _Result) -> bool:
+    """Whether the step of a ready result has failed; its user gets the exception."""
+    try:
+        with allow_host_sync("a result that is ready: whether it is an error"):
+            result.block_until_ready()
+    except Exception:  # of any type: an XLA error, or that of a handler
+        return True
+    return False
+
+
+def _padded(pages: list[int], size: int) -> npt.NDArray[np.int32]:
+    padded = np.full(size, -1, np.int32)
+    padded[: len(pages)] = pages
+    return padded
+
+
+def _check_lengths(operation: str, keys: Sequence[bytes], device_pages: Sequence[int]) -> None:
+    if len(keys) != len(device_pages):
+        raise ValueError(
+            f"OffloadEngine.{operation}: {len(keys)} keys, but {len(device_pages)} device_pages; "
+            "pass one page for each block"
+        )

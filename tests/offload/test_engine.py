@@ -1,0 +1,217 @@
+"""The offload engine against a simulation with contents, and its errors."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxkv
+from tests.util.transfer_cases import assert_rejected
+
+NUM_HOST, NUM_DEVICE = 7, 40
+REQUESTS = [
+    [name.encode() for name in text.split()]
+    for text in ("a0 a1 a2 a3 a4", "a0 a1 b2 b3", "c0 c1 c2 c3 c4 c5")
+]
+
+
+def step_result(over=True, failed=False) -> Any:
+    return _Step(over, failed)
+
+
+class _Step:
+    """The result of a step; the test decides when it is over, and whether it has failed."""
+
+    def __init__(self, over, failed):
+        self.over, self.failed = over, failed
+
+    def is_ready(self):
+        return self.over
+
+    def block_until_ready(self):
+        assert self.over
+        if self.failed:
+            raise RuntimeError("the step has failed")
+
+
+class Simulation:
+    """An engine whose pages hold keys; device pages are never reused."""
+
+    def __init__(self, sizes, write):
+        self.tier = jaxkv.OffloadEngine(NUM_HOST, batch_sizes=sizes, write=write)
+        self.sizes = sizes
+        self.host, self.device = [b""] * NUM_HOST, [b""] * 10_000
+        self.num_used = 0
+        self.copies, self.steps, self.ended = [], [], []
+
+    def pages(self, contents):
+        pages = [*range(self.num_used, self.num_used + len(contents))]
+        self.num_used += len(contents)
+        self.device[pages[0] : pages[-1] + 1] = contents
+        return pages
+
+    def request(self, keys):
+        """Loads the prefix that is there, and stores everything."""
+        self.tier.touch(keys)
+        found = self.tier.lookup(keys).num_blocks
+        if found:
+            pages = self.pages([b"loading"] * found)
+            self.copies.append(self.tier.load(keys[:found], pages))
+        self.copies.append(self.tier.store(keys, self.pages(keys)))
+
+    def step(self, failed):
+        """Moves the pages at once, except those of a failed step."""
+        batch = self.tier.next_batch()
+        assert len(batch.host_pages) == len(batch.device_pages) in self.sizes
+        pairs = [*zip(batch.host_pages.tolist(), batch.device_pages.tolist(), strict=True)]
+        moved = [pair for pair in pairs if pair != (-1, -1)]
+        assert pairs[: len(moved)] == moved and bool(moved) == bool(batch.copies)
+        smaller = [size for size in self.sizes if size < len(pairs)]
+        assert len(moved) > max(smaller, default=-1)
+        for host_page, page in moved:
+            if batch.kind == "store":
+                self.host[host_page] = b"bad" if failed else self.device[page]
+            else:
+                self.device[page] = b"bad" if failed else self.host[host_page]
+        step = step_result(over=False, failed=failed)
+        self.tier.issue(batch, step)
+        self.steps.append(step)
+
+    def finish(self, count):
+        for step in self.steps[:count]:
+            step.over = True
+        del self.steps[:count]
+        ended = self.tier.poll()
+        assert len({*map(id, ended)}) == len(ended) and all(copy.done for copy in ended)
+        self.ended += ended
+        for copy in ended:
+            if copy.kind == "load" and not copy.failed:
+                assert [self.device[page] for page in copy.device_pages] == [*copy.keys]
+
+    def check(self):
+        for key, block in self.tier.manager._blocks.ready.items():
+            assert self.host[block.page] == key
+        queued = sum(len(c.keys) for c in self.copies if not c.issued)
+        metrics = self.tier.metrics()
+        names = "kv_offload_queued_load_blocks", "kv_offload_queued_store_blocks"
+        assert sum(metrics[name] for name in names) <= queued
+        assert all(copy.issued for copy in self.copies if copy.done)
+
+
+@given(st.data())
+def test_found_blocks_hold_their_contents(data):
+    sizes = data.draw(st.sampled_from([(1,), (3,), (2, 5), (4, 64)]), "batch_sizes")
+    simulation = Simulation(sizes, data.draw(st.sampled_from(["through", "second_use"])))
+    for _ in range(data.draw(st.integers(1, 30), "actions")):
+        action = data.draw(st.sampled_from(["request", "step", "step", "finish", "discard"]))
+        if action == "request":
+            simulation.request(data.draw(st.sampled_from(REQUESTS)))
+        elif action == "step":
+            simulation.step(failed=data.draw(st.integers(0, 7)) == 0)
+        elif action == "finish":
+            simulation.finish(data.draw(st.integers(0, 3)))
+        else:
+            simulation.tier.manager.discard([data.draw(st.sampled_from(REQUESTS[0]))])
+        simulation.check()
+    while any(not copy.issued for copy in simulation.copies):
+        simulation.step(failed=False)
+    simulation.finish(len(simulation.steps))
+    simulation.check()
+    expected = {id(copy) for copy in simulation.copies if copy.keys}
+    assert {id(copy) for copy in simulation.ended} == expected
+    metrics = simulation.tier.metrics()
+    assert metrics["kv_offload_pinned_blocks"] == metrics["kv_offload_num_copies"] == 0
+
+
+def stored(tier, keys):
+    tier.store(keys, [*range(len(keys))])
+    copied(tier)
+
+
+def copied(tier, failed=False):
+    batch = tier.next_batch()
+    tier.issue(batch, step_result(failed=failed))
+    return batch, tier.poll()
+
+
+def test_loads_go_before_stores():
+    tier = jaxkv.OffloadEngine(16, batch_sizes=[2])
+    stored(tier, [b"0", b"1"])
+    tier.store([b"2"], [5])
+    tier.load([b"0", b"1"], [6, 7])
+    batches = [copied(tier)[0] for _ in range(3)]
+    assert [batch.kind for batch in batches] == ["load", "store", "none"]
+    assert batches[0].device_pages.tolist() == [6, 7]
+    assert batches[1].device_pages.tolist() == [5, -1]
+    assert batches[0].host_pages.dtype == np.int32
+
+
+def test_stored_blocks_are_found_once_all_their_steps_are_over():
+    tier = jaxkv.OffloadEngine(16, batch_sizes=[2])
+    keys = [bytes([i]) for i in range(5)]
+    store = tier.store(keys, [*range(5)])
+    steps = [step_result(over=False) for _ in range(3)]
+    for step in steps:
+        assert [store.issued] == [False]
+        tier.issue(tier.next_batch(), step)
+    assert [store.issued, store.done] == [True, False]
+    for step in steps:
+        assert tier.poll() == [] and tier.lookup(keys).num_pending == 5
+        step.over = True
+    assert tier.poll() == [store]
+    assert [store.done, store.failed] == [True, False]
+    assert tier.lookup(keys) == (5, 0)
+
+
+def test_blocks_of_a_failed_step_are_not_found():
+    tier = jaxkv.OffloadEngine(16, batch_sizes=[2])
+    store = tier.store([b"0", b"1", b"2"], [0, 1, 2])
+    copied(tier, failed=True)
+    _, ended = copied(tier)
+    assert ended == [store] and store.failed
+    assert tier.lookup([b"0", b"1", b"2"]) == (0, 0)
+
+
+def test_queued_loads_of_discarded_blocks_fail():
+    tier = jaxkv.OffloadEngine(16)
+    stored(tier, [b"0", b"1"])
+    load = tier.load([b"0", b"1"], [2, 3])
+    tier.manager.discard([b"1"])
+    batch, ended = copied(tier)
+    assert batch.kind == "none" and ended == [load] and load.failed and load.issued
+
+
+def test_stores_without_blocks_are_done():
+    tier = jaxkv.OffloadEngine(16, events=True)
+    stored(tier, [b"0"])
+    again = tier.store([b"0"], [3])
+    assert again.done and again.issued and not again.keys and not again.failed
+    assert tier.next_batch().kind == "none"
+    assert [event.keys for event in tier.take_events()] == [(b"0",)]
+
+
+def test_errors():
+    for sizes in ((), (0, 4)):
+        assert_rejected(
+            lambda s=sizes: jaxkv.OffloadEngine(4, batch_sizes=s), ValueError, "batch_sizes"
+        )
+    tier = jaxkv.OffloadEngine(4)
+    assert_rejected(lambda: tier.store([b"0"], [1, 2]), ValueError, "1 keys", "2 device_pages")
+    assert_rejected(lambda: tier.load([b"0"], [1]), jaxkv.offload.BlockNotReadyError, "keys[0]")
+    tier.store([b"0"], [1])
+    batch = tier.next_batch()
+    assert_rejected(tier.next_batch, RuntimeError, "not been issued")
+    tier.issue(batch, step_result())
+    assert_rejected(lambda: tier.issue(batch, step_result()), ValueError, "twice")
+    assert len(tier.poll()) == 1 and tier.poll() == []
+
+
+def test_results_of_jax_are_polled_while_syncs_are_forbidden():
+    tier = jaxkv.OffloadEngine(4)
+    tier.store([b"0"], [1])
+    tier.issue(tier.next_batch(), jnp.zeros(3).block_until_ready())
+    with jaxkv.forbid_host_sync():
+        assert len(tier.poll()) == 1
+    assert tier.lookup([b"0"]).num_blocks == 1
