@@ -129,10 +129,7 @@ def plain(value: float) -> tuple[float, float | None]:
 
 
 class Results:
-    """Collects the rows, targets and checks of one benchmark and saves them.
-
-    A record of a CPU has no targets: their figures are for GPUs.
-    """
+    """Collects the rows, targets and checks of one benchmark and saves them."""
 
     def __init__(self, name: str):
         self.name = name

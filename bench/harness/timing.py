@@ -9,12 +9,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 CHAIN_SECONDS = 0.12  # the start and end of a chain take up to a millisecond
 MAX_CALLS = 100
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 class Figure(float):
@@ -74,8 +76,8 @@ def ratio(times: Sequence[float], baseline: Sequence[float]) -> Figure:
 
 
 def rounds(
-    methods: Mapping[str, Callable[[], Any]], count: int, *, seconds: float = 0.0
-) -> dict[str, list[Any]]:
+    methods: Mapping[K, Callable[[], T]], count: int, *, seconds: float = 0.0
+) -> dict[K, list[T]]:
     """Samples of each method by round.
 
     Every round runs all methods, in a new random order: clocks and temperatures drift, and depend
@@ -86,7 +88,7 @@ def rounds(
       count: rounds.
       seconds: more rounds, until this time has passed.
     """
-    rng, taken = random.Random(0), {name: list[Any]() for name in methods}
+    rng, taken = random.Random(0), {name: list[T]() for name in methods}
     begin, done = time.perf_counter(), 0
     while done < count or (methods and time.perf_counter() - begin < seconds):
         for name in rng.sample([*methods], len(methods)):

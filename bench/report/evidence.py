@@ -7,7 +7,7 @@ between
     <!-- generated: NAME -->
     <!-- end -->
 
-with the table of that name in `bench.report.tables`. `--check` writes nothing, and fails if a
+with the table of that name in `bench.report.catalog`. `--check` writes nothing, and fails if a
 document is out of date, or a record stale and not pending (`bench.report.staleness`); plots are not
 compared, as their bytes differ between matplotlib versions.
 """
@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 from bench.harness.records import REPOSITORY, File, read
 from bench.report import plots, staleness
-from bench.report.tables import TABLES, drawn_rows, figures, plot_name, verdict
+from bench.report.catalog import TABLES
+from bench.report.tables import figures, verdict
 
 DOCUMENTS = [
     REPOSITORY / name
@@ -58,10 +59,11 @@ def draw(files: Sequence[File], folder: pathlib.Path = PLOTS) -> list[pathlib.Pa
         return []
     matplotlib.rcParams["svg.hashsalt"] = "jaxkv"  # equal figures must give identical files
     drawn = []
-    for (bench, device), rows in drawn_rows(files).items():
-        drawn.append(folder / plot_name(bench, device))
-        folder.mkdir(parents=True, exist_ok=True)
-        plots.FIGURES[bench].figure(rows).savefig(drawn[-1], metadata={"Date": None})
+    for (bench, device), found in plots.drawn_files(files).items():
+        if figure := plots.FIGURES[bench](found):
+            drawn.append(folder / plots.name(bench, device))
+            folder.mkdir(parents=True, exist_ok=True)
+            figure.savefig(drawn[-1], metadata={"Date": None})
     return drawn
 
 

@@ -26,9 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from bench.harness import peak_bandwidth, timing
+from bench.harness import host_metadata, peak_bandwidth, timing
 from bench.harness.records import Results
-from bench.metadata import host_baseline
 from bench.serving import metrics, workloads
 from bench.serving.systems import Measured
 from examples.serving import attention
@@ -167,7 +166,7 @@ def _record(
 
 
 class OnHost(Measured):
-    """Metadata of each step in NumPy and a `device_put`, and a wait for the tokens before the next.
+    """Metadata of each step in NumPy and one upload, and a wait for the tokens before the next.
 
     The program still derives its metadata on the device, a few microseconds of GPU time more.
     """
@@ -179,8 +178,8 @@ class OnHost(Measured):
             self._finish(previous)
 
     def _run(self, inputs: Inputs, copy: str, sampling: bool) -> jax.Array:
-        built = host_baseline.tokens(inputs.rows)
-        self._built = jax.device_put(built | host_baseline.flashinfer(inputs.rows))
+        built = host_metadata.tokens(inputs.rows)
+        self._built = host_metadata.uploaded(built | host_metadata.flashinfer(inputs.rows))
         return super()._run(inputs, copy, sampling)
 
 

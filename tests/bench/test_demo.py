@@ -6,7 +6,7 @@ import pytest
 
 from bench.harness import records
 from bench.harness.records import Results, Row
-from bench.report import tables
+from bench.report.catalog import TABLES
 from bench.serving import demo
 
 pytestmark = pytest.mark.host_only
@@ -75,9 +75,9 @@ def test_demo_table_has_one_row_per_device(tmp_path):
     found = recorded_demo(demo_summary({"offload": [[1, 2]], "recompute": [[1, 3]]}))
     found.save(root=tmp_path)
     files = records.read(tmp_path)
-    header, _, line = tables.demo_table(files).splitlines()
+    header, _, line = TABLES["demo"](files).splitlines()
     assert header.startswith("| device | time to first token, ms (offload / recompute) | ")
     assert line == f"| {files[0].device} | 10 / 11 | 100 / 99 | 0 / 0 | 2 | 1 | 1 |"
-    row = tables.gains_table(files).splitlines()[2]
+    row = TABLES["gains"](files).splitlines()[2]
     assert row.startswith("| time to first token, later turns | ")
     assert row.endswith(f" | {files[0].device} | recomputation | 11 | 10 | 1.10x |")

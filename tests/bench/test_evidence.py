@@ -6,11 +6,10 @@ import subprocess
 import pytest
 
 from bench.checks import memcheck
-from bench.harness import older, peak_bandwidth, records
+from bench.harness import blocks, older, peak_bandwidth, records
 from bench.harness.records import Results, Row, Target
 from bench.harness.timing import Figure
-from bench.report import evidence, staleness, tables
-from bench.transfer import blocks
+from bench.report import evidence, plots, staleness, tables
 
 pytestmark = pytest.mark.host_only
 
@@ -274,26 +273,26 @@ def test_unmeasured_target_is_neither_met_nor_missed(tmp_path):
 def test_tables_of_saved_records_have_their_figures(saved):
     files = records.read(saved)
     date = files[0].date
-    assert tables.tests_table(files).splitlines()[2:] == [
+    assert tables.tests(files).splitlines()[2:] == [
         f"| some_gpu | multigpu_test_2 | 7 | 2 | 1 | 012345678 | {date} |"
     ]
-    header, _, *lines = tables.transfer_table(files).splitlines()
-    assert header.endswith("| kernel | dma | plain | peak |")
+    header, _, *lines = tables.transfer(files).splitlines()
+    assert header.endswith("| kernel | dma | plain | chosen / fastest | peak |")
     assert lines == [
-        "| some_gpu | load, 4 KiB x 10000 | 25 (50%; 12) | 10 (20%; 0) | 4 | 50 |",
+        "| some_gpu | load, 4 KiB x 10000 | 25 (50%; 12) | 10 (20%; 0) | 4 | - | 50 |",
     ]
     wanted = ">= 0.900 of peak | 0.500 of peak | 0.200 | - | **missed**"
-    assert tables.all_targets_table(files).splitlines()[2:] == [
+    assert tables.all_targets(files).splitlines()[2:] == [
         f"| some_gpu | transfer | load is near peak | {wanted} |"
     ]
-    assert tables.checks_table(files).splitlines()[2:] == [
+    assert tables.checks(files).splitlines()[2:] == [
         "| some_gpu | multigpu_test_2 | failed tests | == 0 tests | 2 tests | **fails** |"
     ]
-    assert tables.records_table(files).splitlines()[2:] == [
+    assert tables.all_records(files).splitlines()[2:] == [
         f"| some_gpu | multigpu_test_2 | 0 | 0 | 0 | 0 of 1 | 012345678 | {date} | - |",
         f"| some_gpu | transfer | 0 | 1 | 0 | 0 of 0 | 012345678 | {date} | - |",
     ]
-    assert tables.plots(files) == ("![transfer on some_gpu](plots/transfer_some_gpu.svg)\n")
+    assert plots.markdown(files) == ("![transfer on some_gpu](plots/transfer_some_gpu.svg)\n")
 
 
 @pytest.mark.parametrize(
@@ -314,14 +313,14 @@ def test_target_above_peak_is_marked(got, bound, verdict, tmp_path):
     assert target.bound == bound
     assert tables.verdict(target) == verdict
     peak = "-" if bound is None else f"{tables.number(bound)} x"
-    assert f" | {peak} | {verdict} |" in tables.all_targets_table(records.read(tmp_path))
+    assert f" | {peak} | {verdict} |" in tables.all_targets(records.read(tmp_path))
 
 
 def test_regenerate_replaces_marked_sections_only(saved):
     files = records.read(saved)
     text = evidence.regenerate(README, files)
     assert "stale" not in text
-    assert tables.transfer_table(files) in text
+    assert tables.transfer(files) in text
     kept = ["# Title", "before", "between", "after"]
     assert [line for line in text.splitlines() if line in kept] == kept
     assert evidence.regenerate(text, files) == text

@@ -1,6 +1,6 @@
 """Host time of a copy, and its dependence on a busy stream.
 
-Usage: `python -m bench.transfer.dispatch`.
+Usage: `python -m bench.dispatch`.
 
 A program multiplies matrices for some milliseconds and then loads scattered blocks of 64 KiB with
 ids in `HostIds`: by the implementation that `jaxkv` chooses and, if different, by dma, for which
