@@ -246,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             one_layer(results, case, found)
         all_layers(results, case, found)
         case.pool.close()
+        del case  # the next one needs its memory
     if flags.published:
         results.save(flags.out)
     return results.exit_code

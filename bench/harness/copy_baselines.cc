@@ -48,8 +48,7 @@ cudaError_t submit(int64_t baseline, void* const* to, const void* const* from, c
     return cudaSuccess;
   }
   cudaMemcpyAttributes attributes{};
-  attributes.srcAccessOrder =
-      pinned ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
+  attributes.srcAccessOrder = pinned ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
   size_t first_with_attributes = 0;
   const size_t batch = baseline == kShortBatch ? kDescriptorsPerShortBatch : kDescriptorsPerBatch;
   for (size_t begin = 0; begin < count; begin += batch) {

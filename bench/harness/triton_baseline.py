@@ -45,7 +45,8 @@ class Memory:
         self.device = torch.empty(words, dtype=torch.int64, device="cuda")
         self.device.random_()
         self.host = torch.empty(words, dtype=torch.int64, pin_memory=True)
-        self.host.copy_(self.device.flip(0))
+        self.host.copy_(self.device)
+        self.device.random_()
 
     def blocks(self, block_bytes: int) -> list[torch.Tensor]:
         words = block_bytes // WORD_BYTES

@@ -65,7 +65,7 @@ def test_a_pool_above_the_available_memory_is_not_measured(monkeypatch, capsys):
     results = Results("host_pool")
     host_pool.measure(results, quick=True)
     assert not results.rows and not results.targets
-    assert capsys.readouterr().out.count("not measured, 0 GiB available") == len(host_pool.SIZES)
+    assert capsys.readouterr().out.count("not measured, 0 GiB available") == 2
 
 
 def test_all_bytes_are_right_after_a_restart():

@@ -153,9 +153,8 @@ def test_figures_have_lines_of_all_methods_and_peak_bandwidth():
     assert drawn
     panel = drawn.axes[0]
     labels = [line.get_label() for line in panel.get_lines()]
-    assert labels[:2] == ["kernel", "loop"] and np.asarray(
-        panel.get_lines()[2].get_ydata()
-    ).tolist() == [50.0]
+    peak = np.asarray(panel.get_lines()[2].get_ydata()).tolist()
+    assert (labels[:2], peak) == (["kernel", "loop"], [50.0])
     rows = overlap_rows({NO_LOAD: 5.0, "sequential": 8.0, "kernel": 6.0})
     drawn = plots.overlap([file("overlap", [*rows, Row(rows[0].case, "host", "us", 1.0)])])
     assert drawn and [len(panel.patches) for panel in drawn.axes] == [3]
