@@ -102,7 +102,7 @@ def record_inside(
                 continue
             chosen = made.chosen(direction, count, ids)
             got = timing.ratio(samples[chosen], samples[best]) if chosen in samples else None
-            name = f"{case}: {metric}, {ids}: {chosen.name}"
+            name = f"{case}: {metric}, as chosen with {ids}"
             results.target(name, got, "<=", MOST_RATIO, "x best baseline")
 
 

@@ -218,6 +218,11 @@ class Cell:
             results.row(f"{self.name}, {method.ids}: {method.name}", CHOSEN, "x", share)
 
 
+def lowest_of(found: Sequence[timing.Figure]) -> timing.Figure | None:
+    """The one that is the lowest if it is worse by two standard errors."""
+    return min(found, key=lambda figure: float(figure) - 2 * figure.error, default=None)
+
+
 def text(key: Any) -> str:
     return f"{key}{IN_JAX}" if isinstance(key, Method) else key
 
@@ -242,8 +247,8 @@ class Bench:
             gc.collect()  # the next arrays need its memory
         for direction, found in self.speedups.items():
             name = f"{direction}: speedup over the faster batch call, minimum over sizes and counts"
-            self.results.target(name, min(found, default=None), ">=", AS_FAST, "x")
-        lowest = min(self.over_triton, default=None)
+            self.results.target(name, lowest_of(found), ">=", AS_FAST, "x")
+        lowest = lowest_of(self.over_triton)
         self.results.target("speedup over Triton, minimum over sizes", lowest, ">=", 1, "x")
         print(*self.failed, sep="\n")
         self.results.check("failed programs", len(self.failed), "==", 0, "programs")
@@ -272,13 +277,13 @@ class Bench:
         sms = cell.programs[own].num_sms
         if many and size >= KIB:
             want = 0.85 if sms <= 2 and own.name != "dma" and size >= 8 * KIB else 0.9
-            name = f"{cell.name}: as chosen, {own}, {sms} SMs"
+            name = f"{cell.name}: as chosen"
             self.results.target(name, cell.rate(own) / peak[1], ">=", want, "of peak")
         if baseline is not None:
             speedup = timing.ratio(cell.samples[baseline], cell.samples[own])
             self.speedups[cell.direction].append(speedup)
             if many and cell.direction == "load" and size in SPEEDUPS:
-                name = f"{cell.name}: speedup over the faster batch call, {text(baseline)}"
+                name = f"{cell.name}: speedup over the faster batch call"
                 bound = peak[1] / cell.rate(baseline)
                 self.results.target(name, speedup, ">=", SPEEDUPS[size], "x", bound)
         same_sms = Method("kernel", DEVICE_IDS, TRITON_SMS)

@@ -6,7 +6,7 @@ import pytest
 
 import jaxkv
 from bench import profile_copy, small_batches, transfer
-from bench.harness import blocks, copy_baselines
+from bench.harness import blocks, copy_baselines, timing
 from bench.harness.blocks import DEVICE_IDS, HOST_IDS, KIB, Blocks, Method, Program
 from bench.harness.copy_baselines import BATCH, SHORT_BATCH, TritonTimes
 from bench.harness.records import Results
@@ -111,13 +111,18 @@ def test_targets_are_of_the_slower_choice_over_the_faster_batch_call():
         SHORT_BATCH: [10e-3, 12e-3, 10e-3],
     }
     bench, found = targets_of(cell_with(samples, [KERNEL, ON_HOST]))
-    speedup = found[f"speedup over the faster batch call, {SHORT_BATCH}"]
+    speedup = found["speedup over the faster batch call"]
     assert (speedup.got, speedup.error, speedup.met) == (2.0, 0.0, True)
     rate = 16 * KIB * 10_000 / 1e9
     assert speedup.bound == pytest.approx(50.0 / (rate / 10e-3))
-    peak = found["as chosen, kernel HostIds, 4 SMs"]
+    peak = found["as chosen"]
     assert peak.got == pytest.approx(rate / 5e-3 / 50)
     assert bench.speedups["load"] == [2.0]
+
+
+def test_lowest_speedup_is_that_of_the_lowest_bound():
+    figures = [timing.Figure(1.0, 0.01), timing.Figure(1.1, 0.2)]
+    assert transfer.lowest_of(figures) is figures[1] and transfer.lowest_of([]) is None
 
 
 def test_baseline_of_few_blocks_is_called_in_jax():
