@@ -9,7 +9,6 @@ turns in rounds.
 
 import functools
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -199,7 +198,6 @@ def report(
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     platform = jax.default_backend()
     results = Results("array_caches")
     what = size(platform, flags.quick)

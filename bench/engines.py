@@ -21,7 +21,6 @@ call without the copy.
 """
 
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -338,7 +337,6 @@ def base(name: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     results = Results("engines")
     for size in sizes(jax.default_backend(), flags.quick):
         engine = Engine(size)

@@ -9,7 +9,6 @@ device ids and HostIds, in rounds. Host time per call is measured on an idle dev
 """
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -237,7 +236,6 @@ def _forget(cache: jaxkv.DeviceCache) -> jaxkv.DeviceCache:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     platform = jax.default_backend()
     results = Results("overlap")
     for kind in [*KINDS][: 1 if flags.quick else None]:

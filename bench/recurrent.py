@@ -8,7 +8,6 @@ bench/recurrent_steps.py.
 
 import functools
 import math
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -121,7 +120,6 @@ def crossing(results: Results, model: Model, batch: int, conv: StateKind) -> Non
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     results = Results("recurrent")
     small = flags.quick or jax.default_backend() == "cpu"
     for model in MODELS:

@@ -18,7 +18,6 @@ with either form of ids, is compared with the better baseline.
 
 import contextlib
 import functools
-import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -123,7 +122,6 @@ def record_outside(
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     results, on_gpu = Results("small_batches"), jax.default_backend() == "gpu"
     effort = Effort(2, 2, 3) if flags.quick else Effort(16, 60, 6)
     counts, triton, num_bytes = COUNTS[:1] if flags.quick else COUNTS, None, pool_bytes(1 << 24)

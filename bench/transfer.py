@@ -20,7 +20,6 @@ form of ids, device ids or HostIds.
 
 import functools
 import gc
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -299,8 +298,6 @@ class Bench:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv)
-    # The Triton kernel runs in a separate process, and needs GPU memory too.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     on_gpu, triton = jax.default_backend() == "gpu", None
     grid = (QUICK_GPU if flags.quick else FULL) if on_gpu else (QUICK_CPU if flags.quick else CPU)
     num_bytes = pool_bytes(2 * grid.max_bytes)

@@ -130,6 +130,14 @@ class Bench:
         self._run_each(
             PROCESS_PER_DEVICE, "bench.collectives.all_reduce_rank", self._request([CHOSEN, PSUM])
         )
+        if self.platform == "gpu":
+            self._measure_peers()
+        self._record()
+        if self.platform == "gpu":
+            self._record_targets()
+
+    def _measure_peers(self) -> None:
+        """PyTorch, and psum with other kernels."""
         for backend in ("CUDA", "NCCL"):
             request = {"sizes": self.sizes, "world": self.world, "backend": backend}
             self._run_each(TORCH, "bench.collectives.torch_all_reduce", request)
@@ -138,9 +146,6 @@ class Bench:
             sizes = [size for size in self.sizes if size in MAIN_SIZES]
             request = {**self._request([PSUM]), "sizes": sizes}
             self._run(ONE_PROCESS, [request], BASELINE_TIMEOUT_S, xla, {PSUM: name})
-        self._record()
-        if self.platform == "gpu":
-            self._record_targets()
 
     def _request(self, methods: list[str] | None) -> dict[str, Any]:
         return {
@@ -361,7 +366,6 @@ def size_text(num_bytes: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv, worlds=WORLDS)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     platform = jax.default_backend()
     devices = len(jax.devices()) if platform == "gpu" else 2 if flags.quick else 4
     for world in worlds_here(flags, devices):

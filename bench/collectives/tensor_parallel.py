@@ -11,7 +11,6 @@ step.
 
 import contextlib
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -237,11 +236,11 @@ def record(results: Results, stack: Stack, batch: int, samples: dict[str, list[f
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv, worlds=WORLDS)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with contextlib.suppress(RuntimeError):  # too late: JAX is initialized already
         jax.config.update("jax_num_cpu_devices", 2)
     on_gpu = jax.default_backend() == "gpu"
-    for world in worlds_here(flags, jax.device_count()):
+    devices = 2 if flags.quick and not on_gpu else jax.device_count()
+    for world in worlds_here(flags, devices):
         results = Results(f"tensor_parallel_{world}")
         try:
             stack = Stack(MODEL if on_gpu else SMALL, world)

@@ -325,14 +325,15 @@ def arguments(
     argv: Sequence[str] | None,
     *,
     worlds: Sequence[int] = (),
-    gib: int | None = None,
 ) -> argparse.Namespace:
-    """Parses the common arguments: --out, --quick, with `worlds` --devices, with `gib` --gib."""
+    """Parses the common arguments: --out, --quick, with `worlds` --devices.
+
+    Call it before the first use of JAX: programs in other processes need GPU memory, too.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
-    if gib is not None:
-        parser.add_argument("--gib", type=int, default=gib, help="host memory of the pool, GiB")
     if worlds:
         parser.add_argument(
             "--devices", type=int, nargs="+", choices=worlds, default=worlds,
