@@ -95,8 +95,8 @@ def compiled(source: pathlib.Path, *, cuda: bool) -> pathlib.Path:
 
 
 def reads_pinned(src: jax.Array) -> bool:
-    """Whether the source is in pinned memory; traced arrays have no memory kind before jax 0.11."""
-    return getattr(src.sharding, "memory_kind", None) == "pinned_host"
+    """Whether a source is in pinned memory."""
+    return src.sharding.memory_kind == "pinned_host"
 
 
 def copy(
