@@ -134,7 +134,10 @@ FIRST = [*RULE, "candidates", 0]
         (changed(FIRST, ["kernel", 2**32, 1]), "num_sms of kernel .*4294967296"),
         (changed(FIRST, ["kernel", 10**30, 1]), "num_sms of kernel .*got 1000000"),
         (changed(FIRST, ["dma", False, 1]), "num_sms of dma must be 0, got False"),
-        (changed(FIRST, ["dma", 0, 0]), r"gb_per_s, if not null, must be a number in \(0, 1000000\]"),
+        (
+            changed(FIRST, ["dma", 0, 0]),
+            r"gb_per_s, if not null, must be a number in \(0, 1000000\]",
+        ),
         (changed(FIRST, ["dma", 0, math.inf]), "gb_per_s.* got inf"),
         (changed(FIRST, ["dma", 0, math.nan]), "gb_per_s.* got nan"),
         (changed(FIRST, ["dma", 0, 10**400]), "gb_per_s.* got 1000"),

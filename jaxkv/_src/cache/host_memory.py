@@ -20,8 +20,8 @@ def check_host_memory(needed_bytes: int, *, shared: bool = False) -> None:
 
     Available is the minimum of MemAvailable and of the bytes left under the limit of this process's
     address space (RLIMIT_AS) and under each memory limit of its control groups; of shared memory,
-    also of the bytes left in /dev/shm. The locked-memory limit (RLIMIT_MEMLOCK) does not apply: the CUDA driver pins memory regardless of
-    it, and the CPU backend does not pin memory.
+    also of the bytes left in /dev/shm. The locked-memory limit (RLIMIT_MEMLOCK) does not apply: the
+    CUDA driver pins memory regardless of it, and the CPU backend does not pin memory.
     """
     limits = [("available memory (MemAvailable)", _mem_available())]
     limits += [*_address_space_left(), *_cgroup_limits()]

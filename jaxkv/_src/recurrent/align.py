@@ -200,7 +200,11 @@ def _check_states(leaves: Sequence[jax.Array], kinds: Sequence[object]) -> int:
                 f"{leaf.shape[0]} in leaf {i} and {leaves[0].shape[0]} in leaf 0"
             )
     limit = native.extension().MAX_STATE_GEOMETRIES
-    geometries = {tuple(_geometry(*pair)) for pair in zip(kinds, leaves, strict=True)}
+    geometries = {
+        tuple(_geometry(kind, leaf))
+        for kind, leaf in zip(kinds, leaves, strict=True)
+        if isinstance(kind, StateKind)  # all, as checked above
+    }
     if len(geometries) > limit:
         raise ValueError(
             f"states: {len(geometries)} different geometries of a block (kind, shape, bytes of an "
