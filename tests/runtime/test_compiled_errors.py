@@ -51,13 +51,13 @@ def copies() -> Iterator[tuple[str, Call]]:
         return case.pool(), case.cache()
 
     def load(state, ids):
-        return state[0], jaxkv.load_pages(*state, ids, jnp.asarray(GOOD))
+        return state[0], jaxkv.load_pages(state[0], state[1], ids, jnp.asarray(GOOD))
 
     def store(state, ids):
-        return jaxkv.store_pages(*state, ids, jnp.asarray(GOOD)), state[1]
+        return jaxkv.store_pages(state[0], state[1], ids, jnp.asarray(GOOD)), state[1]
 
     def start(state, ids):
-        return state[0], jaxkv.start_load(*state, ids, jnp.asarray(GOOD)).cache
+        return state[0], jaxkv.start_load(state[0], state[1], ids, jnp.asarray(GOOD)).cache
 
     def groups(state, ids):
         pools, caches = ({"a": side, "b": side} for side in state)
@@ -65,7 +65,7 @@ def copies() -> Iterator[tuple[str, Call]]:
         return state[0], jaxkv.load_pages(pools, caches, pages, pages)["a"]
 
     def host_ids(state, ids):
-        return state[0], jaxkv.load_pages(*state, ids, ids)
+        return state[0], jaxkv.load_pages(state[0], state[1], ids, ids)
 
     for name, step in {"load": load, "store": store, "start": start, "groups": groups}.items():
         yield name, Call(step, state, GOOD, BAD, r"PageIndexError: .*\[1\] = 99")
@@ -76,7 +76,7 @@ def copies() -> Iterator[tuple[str, Call]]:
 
 def swap() -> Call:
     def step(state, ids):
-        return state[0], jaxkv.swap_blocks(*state, ids, jnp.asarray(GOOD))
+        return state[0], jaxkv.swap_blocks(state[0], state[1], ids, jnp.asarray(GOOD))
 
     def state():
         return jnp.ones((4, 8)), jnp.zeros((4, 8))
