@@ -28,6 +28,19 @@ def test_reliability_page_names_mutations():
     assert listed and listed <= {mutation["name"] for mutation in MUTATIONS}
 
 
+def test_reliability_page_lists_the_survivors():
+    page = (ROOT / "docs/reliability.md").read_text()
+    survivors = [mutation for mutation in MUTATIONS if "survives" in mutation]
+    assert page.count("\n- ") == len(survivors)
+    for mutation in survivors:
+        assert f"- {mutation['name']}: {mutation['survives']}." in page
+
+
+def test_every_failure_mode_has_a_mutation():
+    rows = (ROOT / "docs/reliability.md").read_text().splitlines()
+    assert not [row for row in rows if row.startswith("| ") and row.endswith("| - |")]
+
+
 def test_names_of_mutations_are_unique():
     names = [mutation["name"] for mutation in MUTATIONS]
     assert len(set(names)) == len(names)
