@@ -1,6 +1,7 @@
 """The list of mutations fits the sources; `make mutants` applies them."""
 
 import pathlib
+import re
 import tomllib
 
 import pytest
@@ -26,6 +27,13 @@ def test_reliability_page_names_mutations():
     named = [row.rsplit("|", 2)[1].strip() for row in rows if row.startswith("| ")]
     listed = {name.strip() for cell in named for name in cell.split(",")} - {"mutation", "-"}
     assert listed and listed <= {mutation["name"] for mutation in MUTATIONS}
+
+
+def test_reliability_page_names_tests():
+    named = re.findall(
+        r"`(?:tests/)?(\w+/test_\w+\.py)`", (ROOT / "docs/reliability.md").read_text()
+    )
+    assert named and not [name for name in named if not (ROOT / "tests" / name).exists()]
 
 
 def test_reliability_page_lists_the_survivors():

@@ -120,7 +120,7 @@ bool* destination_marks(Scratch& kept, int32_t num_destinations) {
 
 // Threads of XLA never end, so each keeps a bounded amount of memory: of calls with more blocks the
 // destinations are sorted, and the pairs of larger calls are freed at their end.
-constexpr int32_t kMaxMarks = 1 << 22;
+constexpr int32_t kMaxMarks = 1 << 24;
 constexpr size_t kMaxKeptPairs = 1 << 16;
 
 [[gnu::cold, gnu::noinline]] void reject(RejectedIds* rejected, Fault fault, size_t position,

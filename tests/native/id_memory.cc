@@ -33,7 +33,7 @@ namespace {
 
 using namespace jaxkv::transfer;
 
-constexpr size_t kKept = 8 << 20;  // of a thread
+constexpr size_t kKept = 17 << 20;  // of a thread
 
 struct Result {
   size_t num_pairs, num_entries, taken;
@@ -85,7 +85,7 @@ int main() {
   of_arguments = live;
   int failures = wrong("few ids", select(few, far, kBlocks), 3, 0, kKept);
   failures += wrong("few ids twice", select(few, twice, kBlocks), 1, 3, kKept);
-  failures += wrong("few ids of few blocks", select(few, few, 1 << 22), 4, 0, kKept);
+  failures += wrong("few ids of few blocks", select(few, few, 1 << 24), 4, 0, kKept);
   failures += wrong("many ids", select(good, good, kBlocks), kIds, 0, kPairs + kSorted + kKept);
   failures += wrong("many bad ids", select(bad, good, kBlocks), 0, kIds, kPairs + kKept);
   failures += wrong("equal ids", select(good, equal, kBlocks), 0, kIds, kPairs + kSorted + kKept);
