@@ -281,6 +281,7 @@ NB_MODULE(_ext, m) {
   m.attr("HOST_IDS_HEADER") = transfer::kHostIdsHeader;
   m.attr("INLINE_IDS") = transfer::kInlineIds;
   m.attr("MAX_STATES") = recurrent::kMaxStates;
+  m.attr("MAX_STATE_GEOMETRIES") = recurrent::kMaxGeometries;
   m.attr("MAX_SPARSE_IDS") = sparse::kMaxIds;
   m.attr("MAX_SPARSE_SLOTS") = sparse::kMaxSlots;
   m.attr("MAX_SPARSE_BATCH") = sparse::kMaxBatch;

@@ -3,7 +3,7 @@
 Each entry of `tests/mutations.toml` removes one prevention of a failure from the sources, and names
 the tests that must then fail. The entries are applied one at a time to a copy of the checkout; its
 native extension is built again where necessary. An entry with `survives` states why no test on a
-machine without GPUs can fail.
+machine without GPUs can fail. One with `compiles = false` must not compile.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Mutation:
     new: str
     tests: tuple[str, ...]
     survives: str = ""
+    compiles: bool = True
 
     @property
     def is_compiled(self) -> bool:
@@ -125,7 +126,11 @@ class Checkout:
         )
 
     def apply(self, mutation: Mutation) -> int:
-        """Exit status of the tests under a mutation, which is undone."""
+        """Exit status of the tests under a mutation, which is undone.
+
+        Raises:
+          subprocess.CalledProcessError: its sources should compile and do not.
+        """
         path = self.folder / mutation.file
         original = path.read_text()
         if original.count(mutation.old) != 1:
@@ -134,7 +139,12 @@ class Checkout:
         try:
             if mutation.is_compiled:
                 self.build()
-            return self.test(mutation.tests)
+        except subprocess.CalledProcessError:
+            if mutation.compiles:
+                raise
+            return FAILED_TESTS
+        else:
+            return self.test(mutation.tests) if mutation.compiles else 0
         finally:
             path.write_text(original)
 

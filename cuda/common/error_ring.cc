@@ -101,14 +101,22 @@ void register_rings(const volatile ErrorRings* rings, int32_t device, Scope scop
 }
 
 void record_host_error(Scope scope, Fault fault, int32_t position, int32_t id, int32_t limit) {
+  const ErrorEntry entry{fault.word, position, id, limit, 0};
+  record_host_errors(scope, {&entry, 1}, 1);
+}
+
+void record_host_errors(Scope scope, std::span<const ErrorEntry> first, uint64_t count) {
   if (scope_index(scope) == 0) scope = Scope::kDefault;
   std::lock_guard lock(mutex);
-  const auto [entry, added] = host_rings().try_emplace(scope);
-  if (added) registered().push_back({&entry->second, kHostChecked, scope, {}});
-  ErrorRing& ring = entry->second.of(fault.code());
-  auto slot = ring.count++;
-  ring.entries[slot % ErrorRing::kEntries] = {fault.word, position, id, limit, slot + 1};
-  ++ring.written;
+  const auto [rings, added] = host_rings().try_emplace(scope);
+  if (added) registered().push_back({&rings->second, kHostChecked, scope, {}});
+  ErrorRing& ring = rings->second.of(code_of(first.front()));
+  ring.count += count - first.size();  // counted only, as if the others had replaced them
+  for (ErrorEntry entry : first) {
+    entry.sequence = ring.count + 1;
+    ring.entries[ring.count++ % ErrorRing::kEntries] = entry;
+  }
+  ring.written = ring.count;
 }
 
 std::vector<TakenErrors> take_errors(Scope scope) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -126,6 +127,8 @@ std::vector<TakenErrors> take_errors(Scope scope = Scope::kDefault);
 
 // Records an error of a copy whose ids the host checks: the CPU backend's and the copy engine's.
 void record_host_error(Scope scope, Fault fault, int32_t position, int32_t id, int32_t limit);
+// Several of one kind, of which the first ones are known.
+void record_host_errors(Scope scope, std::span<const ErrorEntry> first, uint64_t count);
 
 // Numbers of names, for programs and devices, which cannot record text. They are hashes, positive
 // and below 2^31: the order in which a process uses its names changes neither its programs nor the

@@ -1,6 +1,7 @@
 // Decoding and checks of a call, shared by the CUDA and CPU handlers.
 #include "recurrent/align_states.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -61,6 +62,14 @@ bool valid_geometry(const StateGeometry& g) {
 
 }  // namespace
 
+std::vector<StateGeometry> different_geometries(const std::vector<StateGeometry>& all) {
+  std::vector<StateGeometry> different;
+  for (const auto& g : all) {
+    if (std::ranges::find(different, g) == different.end()) different.push_back(g);
+  }
+  return different;
+}
+
 ffi::ErrorOr<AlignCall> decode_align(ffi::RemainingArgs args, ffi::RemainingRets rets,
                                      ffi::Dictionary attributes) {
   const auto before = attributes.get<bool>("before");
@@ -105,6 +114,10 @@ ffi::ErrorOr<AlignCall> decode_align(ffi::RemainingArgs args, ffi::RemainingRets
     call.batch.has_temporal |= g.temporal != 0;
     call.geometry.push_back(g);
     call.states.push_back(static_cast<std::byte*>((*state)->untyped_data()));
+  }
+  if (const size_t n = different_geometries(call.geometry).size(); n > kMaxGeometries) {
+    return invalid(std::to_string(n) + " different geometries, at most " +
+                   std::to_string(kMaxGeometries));
   }
   return call;
 }

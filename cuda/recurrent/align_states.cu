@@ -24,7 +24,6 @@ constexpr uint32_t kThreads = 512;  // of the one thread block per SM
 constexpr uint32_t kLanes = 32;
 constexpr uint32_t kWarps = kThreads / kLanes;
 constexpr uint32_t kBytesInFlight = 128;  // per thread; with more, registers spill
-constexpr size_t kMaxGroups = 16;
 
 // Arrays of the same geometry. A tile is the share of one warp: some columns of one block.
 struct StateGroup {
@@ -46,7 +45,7 @@ struct Params {
   ErrorRings* errors;
   uint32_t num_groups;
   uint32_t tiles;  // per row, all arrays
-  StateGroup groups[kMaxGroups];
+  StateGroup groups[kMaxGeometries];
   std::byte* states[kMaxStates];
 };
 
@@ -273,15 +272,7 @@ uint32_t alignment_of(const std::vector<std::byte*>& states) {
 
 // Groups the arrays by geometry.
 ffi::Error fill_groups(const AlignCall& call, Params* p) {
-  std::vector<StateGeometry> geometries;
-  for (const auto& g : call.geometry) {
-    if (std::ranges::find(geometries, g) == geometries.end()) geometries.push_back(g);
-  }
-  if (geometries.size() > kMaxGroups) {
-    return ffi::Error::InvalidArgument(
-        "jaxkv recurrent states: " + std::to_string(geometries.size()) +
-        " different geometries, at most " + std::to_string(kMaxGroups));
-  }
+  const auto geometries = different_geometries(call.geometry);
   uint64_t arrays = 0, tiles = 0;
   for (const auto& geometry : geometries) {
     std::vector<std::byte*> states;

@@ -20,8 +20,9 @@ namespace jaxkv::recurrent {
 namespace ffi = xla::ffi;
 
 inline constexpr int32_t kNullBlock = 0;
-inline constexpr size_t kMaxStates =
-    256;  // arrays of a call: their addresses are kernel parameters
+// Of a call, on every platform: the arrays' addresses and geometries are kernel parameters.
+inline constexpr size_t kMaxStates = 256;
+inline constexpr size_t kMaxGeometries = 16;  // that differ
 
 // One block of a state array, row-major [outer, width, inner], as encoded by align.py.
 struct StateGeometry {
@@ -130,6 +131,9 @@ struct AlignCall {
   std::vector<StateGeometry> geometry;
   std::vector<std::byte*> states;  // base address (block 0) of each
 };
+
+// Without repetitions.
+std::vector<StateGeometry> different_geometries(const std::vector<StateGeometry>& all);
 
 // Checks every size, so that no block id in range addresses memory outside an array.
 //   args: int32 operands in the order of AlignBatch, then the states; rets: the counts, the states.

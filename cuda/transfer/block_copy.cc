@@ -7,7 +7,6 @@
 #include <optional>
 #include <sstream>
 #include <tuple>
-#include <unordered_map>
 #include <utility>
 
 #include "common/alias_check.h"
@@ -119,20 +118,40 @@ bool* destination_marks(Scratch& kept, int32_t num_destinations) {
   return kept.marks.get();
 }
 
-[[gnu::cold, gnu::noinline]] void reject(std::vector<ErrorEntry>* rejected, Fault fault,
-                                         size_t position, int32_t id, int32_t limit) {
-  rejected->push_back({fault.word, static_cast<int32_t>(position), id, limit, 0});
+// Threads of XLA never end, so each keeps a bounded amount of memory: of calls with more blocks the
+// destinations are sorted, and the pairs of larger calls are freed at their end.
+constexpr int32_t kMaxMarks = 1 << 24;
+constexpr size_t kMaxKeptPairs = 1 << 16;
+
+[[gnu::cold, gnu::noinline]] void reject(RejectedIds* rejected, Fault fault, size_t position,
+                                         int32_t id, int32_t limit) {
+  ++rejected->count;
+  if (rejected->first.size() == ErrorRing::kEntries) return;
+  rejected->first.push_back({fault.word, static_cast<int32_t>(position), id, limit, 0});
+}
+
+// Destinations of several pairs, in ascending order.
+std::vector<int32_t> repeated_destinations(const std::vector<BlockPair>& pairs) {
+  std::vector<int32_t> sorted(pairs.size());
+  std::ranges::transform(pairs, sorted.begin(), &BlockPair::destination);
+  std::ranges::sort(sorted);
+  size_t repeated = 0;
+  for (size_t i = 1; i < sorted.size(); ++i) {
+    if (sorted[i] == sorted[i - 1]) sorted[repeated++] = sorted[i];
+  }
+  sorted.resize(repeated);
+  return sorted;
 }
 
 // Removes all pairs that share a destination. Rare, so it may scan all ids again.
-void drop_duplicates(const IdLists& ids, std::vector<BlockPair>* pairs,
-                     std::vector<ErrorEntry>* rejected) {
-  std::unordered_map<int32_t, int> counts;
-  for (const BlockPair pair : *pairs) ++counts[pair.destination];
-  std::erase_if(*pairs, [&](BlockPair pair) { return counts[pair.destination] > 1; });
+void drop_duplicates(const IdLists& ids, std::vector<BlockPair>* pairs, RejectedIds* rejected) {
+  const auto repeated = repeated_destinations(*pairs);
+  if (repeated.empty()) return;
+  const auto is_repeated = [&](int32_t id) { return std::ranges::binary_search(repeated, id); };
+  std::erase_if(*pairs, [&](BlockPair pair) { return is_repeated(pair.destination); });
   for (size_t i = 0; i < ids.sources.size(); ++i) {
     const int32_t d = ids.destinations.ids()[i];
-    if (usable(ids, ids.sources.ids()[i], d) && counts[d] > 1) {
+    if (usable(ids, ids.sources.ids()[i], d) && is_repeated(d)) {
       reject(rejected, {ErrorCode::kDuplicate, ids.operation}, i, d, ids.num_destinations);
     }
   }
@@ -289,17 +308,20 @@ ffi::ErrorOr<std::span<const GroupCopy>> decode_copies(ffi::RemainingArgs args,
   return std::span<const GroupCopy>(kept.copies);
 }
 
-std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEntry>* rejected) {
+SelectedPairs select_pairs(const IdLists& ids, RejectedIds* rejected) {
   Scratch& kept = scratch();
-  std::vector<BlockPair>& planned = kept.pairs;
-  planned.resize(ids.sources.size());
+  SelectedPairs selected;
+  const size_t num_ids = ids.sources.size();
+  std::vector<BlockPair>& planned = num_ids > kMaxKeptPairs ? selected.large : kept.pairs;
+  planned.resize(num_ids);
   BlockPair* const pairs = planned.data();
   const int32_t *const sources = ids.sources.ids(), *const destinations = ids.destinations.ids();
   const int32_t num_sources = ids.num_sources, num_destinations = ids.num_destinations;
-  bool* const marks = destination_marks(kept, num_destinations);
-  bool duplicates = false;
+  const bool marked = num_destinations <= kMaxMarks;
+  bool* const marks = marked ? destination_marks(kept, num_destinations) : nullptr;
+  bool duplicates = !marked;  // unknown
   size_t num_pairs = 0;
-  for (size_t i = 0, n = planned.size(); i < n; ++i) {
+  for (size_t i = 0; i < num_ids; ++i) {
     const int32_t s = sources[i], d = destinations[i];
     if (s < 0 || d < 0) continue;
     if (s >= num_sources) {
@@ -307,14 +329,17 @@ std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEnt
     } else if (d >= num_destinations) {
       reject(rejected, {ErrorCode::kDestinationOutOfRange, ids.operation}, i, d, num_destinations);
     } else {
-      duplicates |= std::exchange(marks[d], true);
+      if (marked) duplicates |= std::exchange(marks[d], true);
       pairs[num_pairs++] = {s, d};
     }
   }
   planned.resize(num_pairs);
-  for (const BlockPair pair : planned) marks[pair.destination] = false;
+  if (marked) {
+    for (const BlockPair pair : planned) marks[pair.destination] = false;
+  }
   if (duplicates) drop_duplicates(ids, &planned, rejected);
-  return planned;
+  selected.pairs = planned;
+  return selected;
 }
 
 ffi::Error check_host_ids(const IdList& list, const char* name) {

@@ -118,9 +118,23 @@ ffi::ErrorOr<std::span<const GroupCopy>> decode_copies(ffi::RemainingArgs args,
 // Checks that the list is HostIds and readable by the host now.
 ffi::Error check_host_ids(const IdList& list, const char* name);
 
-// Valid pairs of ids that the host may read; the others, except padding, are appended to
-// `rejected`. Valid until the next call by this thread.
-std::span<const BlockPair> select_pairs(const IdLists& ids, std::vector<ErrorEntry>* rejected);
+// Entries of id lists that are not padding and can't be copied.
+struct RejectedIds {
+  uint64_t count = 0;
+  std::vector<ErrorEntry> first;  // as many as an error ring keeps
+};
+
+// Checked pairs, in memory of this thread until its next call, or in `large`.
+struct SelectedPairs {
+  SelectedPairs() = default;
+  SelectedPairs(SelectedPairs&&) = default;  // not copied: `pairs` may refer to `large`
+
+  std::vector<BlockPair> large;
+  std::span<const BlockPair> pairs;
+};
+
+// Valid pairs of ids that the host may read; the others, except padding, are rejected.
+SelectedPairs select_pairs(const IdLists& ids, RejectedIds* rejected);
 
 // The CPU backend's copy of planned pairs.
 ffi::Error copy_pairs_cpu(ffi::Buffer<ffi::S32> planned, ffi::RemainingArgs args,

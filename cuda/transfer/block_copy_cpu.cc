@@ -23,23 +23,23 @@ void copy_block(const BlockCopy& copy, size_t buffer, BlockPair pair) {
 }
 
 // Fails the step at the first invalid id, before anything is copied.
-ffi::ErrorOr<std::span<const BlockPair>> check_ids(const IdLists& ids) {
+ffi::ErrorOr<SelectedPairs> check_ids(const IdLists& ids) {
   for (const auto& [list, name] :
        {std::pair(ids.sources, "the source"), std::pair(ids.destinations, "the destination")}) {
     if (list.header == 0) continue;  // any list is host memory here
     if (auto error = check_host_ids(list, name); error.failure()) return ffi::Unexpected(error);
   }
-  std::vector<ErrorEntry> rejected;
-  const auto pairs = select_pairs(ids, &rejected);
-  if (rejected.empty()) return pairs;
+  RejectedIds rejected;
+  auto selected = select_pairs(ids, &rejected);
+  if (rejected.count == 0) return selected;
   return ffi::Unexpected(ffi::Error::InvalidArgument(
-      "PageIndexError: " + describe(rejected.front()) + " (" + std::to_string(rejected.size()) +
-      " entries rejected, nothing copied)"));
+      "PageIndexError: " + describe(rejected.first.front()) + " (" +
+      std::to_string(rejected.count) + " entries rejected, nothing copied)"));
 }
 
-ffi::ErrorOr<std::span<const BlockPair>> check_ids(ffi::Buffer<ffi::S32> source_ids,
-                                                   ffi::Buffer<ffi::S32> destination_ids,
-                                                   CopyAttribute attribute) {
+ffi::ErrorOr<SelectedPairs> check_ids(ffi::Buffer<ffi::S32> source_ids,
+                                      ffi::Buffer<ffi::S32> destination_ids,
+                                      CopyAttribute attribute) {
   const auto ids = decode_ids(source_ids, destination_ids, attribute);
   if (!ids.has_value()) return ffi::Unexpected(ids.error());
   return check_ids(*ids);
@@ -50,15 +50,16 @@ ffi::Error plan_pairs(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> de
                       CopyAttribute attribute) {
   const auto list = decode_pairs(*planned);
   if (!list.has_value()) return list.error();
-  const auto pairs = check_ids(source_ids, destination_ids, attribute);
-  if (!pairs.has_value()) return pairs.error();
-  if (pairs->size() > list->capacity) {
-    return ffi::Error::Internal("jaxkv plan_pairs: " + std::to_string(pairs->size()) +
+  const auto selected = check_ids(source_ids, destination_ids, attribute);
+  if (!selected.has_value()) return selected.error();
+  const auto pairs = selected->pairs;
+  if (pairs.size() > list->capacity) {
+    return ffi::Error::Internal("jaxkv plan_pairs: " + std::to_string(pairs.size()) +
                                 " pairs exceed the plan's capacity of " +
                                 std::to_string(list->capacity));
   }
-  *list->count = static_cast<int32_t>(pairs->size());
-  std::copy(pairs->begin(), pairs->end(), list->pairs);
+  *list->count = static_cast<int32_t>(pairs.size());
+  std::copy(pairs.begin(), pairs.end(), list->pairs);
   return ffi::Error::Success();
 }
 
@@ -72,9 +73,9 @@ ffi::Error copy_blocks(ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> d
                        ffi::RemainingArgs args, ffi::RemainingRets rets, CopyAttribute attribute) {
   const auto copy = decode_copy(args, rets, attribute);
   if (!copy.has_value()) return copy.error();
-  const auto pairs = check_ids(source_ids, destination_ids, attribute);
-  if (!pairs.has_value()) return pairs.error();
-  copy_all(*copy, *pairs);
+  const auto selected = check_ids(source_ids, destination_ids, attribute);
+  if (!selected.has_value()) return selected.error();
+  copy_all(*copy, selected->pairs);
   return ffi::Error::Success();
 }
 
@@ -85,9 +86,9 @@ ffi::Error copy_groups(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyAtt
   std::vector<std::vector<BlockPair>> pairs_of_groups;
   for (const GroupCopy& entry : *copies) {
     if (!entry.new_ids || entry.pairs.pairs) continue;
-    const auto pairs = check_ids(entry.ids);
-    if (!pairs.has_value()) return pairs.error();
-    pairs_of_groups.emplace_back(pairs->begin(), pairs->end());
+    const auto selected = check_ids(entry.ids);
+    if (!selected.has_value()) return selected.error();
+    pairs_of_groups.emplace_back(selected->pairs.begin(), selected->pairs.end());
   }
   auto next = pairs_of_groups.begin();
   std::span<const BlockPair> pairs;

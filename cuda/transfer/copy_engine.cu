@@ -107,9 +107,9 @@ ffi::Error enqueue_copies(cudaStream_t stream, const BlockCopy& copy,
 }
 
 // Reads and validates the ids on the host, now.
-ffi::ErrorOr<std::span<const BlockPair>> read_pairs(ffi::Buffer<ffi::S32> source_ids,
-                                                    ffi::Buffer<ffi::S32> destination_ids,
-                                                    CopyAttribute attribute) {
+ffi::ErrorOr<SelectedPairs> read_pairs(ffi::Buffer<ffi::S32> source_ids,
+                                       ffi::Buffer<ffi::S32> destination_ids,
+                                       CopyAttribute attribute) {
   const auto ids = decode_ids(source_ids, destination_ids, attribute);
   if (!ids.has_value()) return ffi::Unexpected(ids.error());
   if (auto error = check_host_ids(ids->sources, "the source"); error.failure()) {
@@ -118,11 +118,10 @@ ffi::ErrorOr<std::span<const BlockPair>> read_pairs(ffi::Buffer<ffi::S32> source
   if (auto error = check_host_ids(ids->destinations, "the destination"); error.failure()) {
     return ffi::Unexpected(error);
   }
-  std::vector<ErrorEntry> rejected;
-  const auto pairs = select_pairs(*ids, &rejected);
-  for (const auto& e : rejected)
-    record_host_error(ids->scope, {code_of(e), ids->operation}, e.position, e.id, e.limit);
-  return pairs;
+  RejectedIds rejected;
+  auto selected = select_pairs(*ids, &rejected);
+  if (rejected.count) record_host_errors(ids->scope, rejected.first, rejected.count);
+  return ffi::ErrorOr<SelectedPairs>(std::move(selected));
 }
 
 ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
@@ -137,9 +136,9 @@ ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
   }
   const auto copy = decode_copy(args, rets, attribute);
   if (!copy.has_value()) return copy.error();
-  const auto pairs = read_pairs(source_ids, destination_ids, attribute);
-  if (!pairs.has_value()) return pairs.error();
-  return enqueue_copies(stream, *copy, *pairs, 0, copy->dense.size());
+  const auto selected = read_pairs(source_ids, destination_ids, attribute);
+  if (!selected.has_value()) return selected.error();
+  return enqueue_copies(stream, *copy, selected->pairs, 0, copy->dense.size());
 }
 
 ffi::Error start_by_dma(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
@@ -148,12 +147,12 @@ ffi::Error start_by_dma(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S3
                         CopyAttribute attribute, int64_t segment_buffers, bool joined) {
   const auto copy = decode_copy(args, rets, attribute);
   if (!copy.has_value()) return copy.error();
-  const auto pairs = read_pairs(source_ids, destination_ids, attribute);
-  if (!pairs.has_value()) return pairs.error();
+  const auto selected = read_pairs(source_ids, destination_ids, attribute);
+  if (!selected.has_value()) return selected.error();
   auto enqueue = [&](const CopyStream& copy_stream, uint32_t first) {
     auto error = ffi::Error::Success();
     for (size_t b = 0; b < copy->dense.size() && error.success(); b += segment_buffers) {
-      error = enqueue_copies(copy_stream.stream(), *copy, *pairs, b, b + segment_buffers);
+      error = enqueue_copies(copy_stream.stream(), *copy, selected->pairs, b, b + segment_buffers);
       if (error.success()) error = copy_stream.signal(first++);
     }
     return error;

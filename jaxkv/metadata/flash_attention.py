@@ -24,6 +24,7 @@ from jaxkv.metadata.segments import cdiv, on_device
 MAX_SORTED_BATCH = 992  # rows of one thread block of the prepare kernel: 32 warps of 31 rows
 
 _L2_BYTES = 8 * 2**20  # an underestimate, as in FlashAttention
+_MOST_TILES = 2**30  # of a batch; no context is split for as many
 
 
 @jax.tree_util.register_dataclass
@@ -136,11 +137,12 @@ def _splits(
     if num_splits == 1:
         return jnp.ones_like(n_blocks)
     total = jnp.sum(m_blocks * n_blocks, dtype=jnp.int32)
-    # A margin of 10 %, then heads, then SMs; XLA would multiply the constants first, and round
-    # differently.
+    # A margin of 10 %, then heads: XLA would multiply the constants first, and round differently.
     share = jax.lax.optimization_barrier(total.astype(jnp.float32) * jnp.float32(1.1))
-    share = jax.lax.optimization_barrier(share * jnp.float32(heads)) / jnp.float32(num_sms)
-    per_sm = jnp.maximum(jnp.ceil(share).astype(jnp.int32), 1)
+    share = jnp.minimum(jnp.ceil(share * jnp.float32(heads)), _MOST_TILES).astype(jnp.int32)
+    # In integers: XLA divides by a constant through its reciprocal, and GPUs divide approximately.
+    # Equal to the correctly rounded quotient's ceiling as long as the dividend is below 2^24.
+    per_sm = jnp.maximum(cdiv(share, num_sms), 1)
     splits = jnp.clip((n_blocks + per_sm - 1) // per_sm, 1, num_splits)
     return jnp.where(total > 0, splits, 1)
 

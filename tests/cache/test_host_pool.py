@@ -2,6 +2,9 @@
 
 import dataclasses
 import mmap
+import resource
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -220,6 +223,35 @@ def write_group(machine, directory: str, limit: str, used: int, cached: int = 0)
 
 def test_available_memory_without_control_groups(machine):
     assert available() == 5000 * 1024
+
+
+def test_limit_of_the_address_space(machine, monkeypatch):
+    limits = {resource.RLIMIT_AS: (4 << 20, resource.RLIM_INFINITY)}
+    monkeypatch.setattr(host_memory.resource, "getrlimit", limits.__getitem__)
+    machine("/proc/self/statm", "500 7 7 7 0 7 0")
+    assert available() == (4 << 20) - 500 * mmap.PAGESIZE
+    with pytest.raises(jaxkv.HostMemoryError, match="RLIMIT_AS"):
+        host_memory.check_host_memory(4 << 20)
+    machine("/proc/self/statm", "5000 7 7 7 0 7 0")
+    assert_rejected(lambda: host_memory.check_host_memory(1), jaxkv.HostMemoryError, " 0 bytes")
+
+
+def test_pool_above_the_address_space_is_rejected():
+    """By the check, before an allocation fails."""
+    program = (
+        "import resource, jaxkv\n"
+        "spec = jaxkv.KVCacheSpec(1, 16, 1, 64, 'int8')\n"
+        "jaxkv.HostPool.create(spec, num_pages=2)\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "left = (pages * resource.getpagesize() + (64 << 20), resource.RLIM_INFINITY)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, left)\n"
+        "try:\n"
+        "    jaxkv.HostPool.create(spec, num_pages=1 << 17)\n"
+        "except jaxkv.HostMemoryError as error:\n"
+        "    print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "RLIMIT_AS" in ran.stdout, ran.stderr
 
 
 def test_limit_of_a_control_group(machine):

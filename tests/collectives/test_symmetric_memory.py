@@ -359,7 +359,10 @@ def test_executable_after_close_raises():
     with memory_of(2) as memory:
         step = sums(memory, "one_shot")
         step(X)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="SymmetricMemory was closed"):
+    with (
+        memory_of(2),  # must not take its place
+        pytest.raises(jax.errors.JaxRuntimeError, match="SymmetricMemory was closed"),
+    ):
         jax.block_until_ready(step(X))
     with pytest.raises(RuntimeError, match="SymmetricMemory was closed"):
         memory.check_errors()

@@ -63,6 +63,42 @@ def test_ordered_accesses_have_system_scope():
     assert found >= 4
 
 
+# Calls that block the host or other devices, or allocate. All are in the creation and the release
+# of resources: of symmetric memory, pinned memory, error rings and copy streams.
+BLOCKING_CALLS = {
+    "cuda/cache/pinned_memory.cu": {
+        "cudaDeviceSynchronize",
+        "cudaHostRegister",
+        "cudaHostUnregister",
+    },
+    "cuda/collectives/multicast.cu": {"cuMemCreate", "cuMemMap"},
+    "cuda/collectives/symmetric_memory.cu": {
+        "cudaDeviceSynchronize",
+        "cudaFree",
+        "cudaFreeHost",
+        "cudaHostAlloc",
+        "cudaMalloc",
+        "cudaStreamSynchronize",
+    },
+    "cuda/common/device.cu": {"cudaDeviceSynchronize"},
+    "cuda/common/error_ring.cu": {"cudaHostAlloc"},
+    "cuda/transfer/async_copy.cu": {"cudaMalloc", "cudaStreamSynchronize"},
+}
+
+
+def test_blocking_calls_are_where_resources_are_created_and_freed():
+    blocking = re.compile(
+        r"\b(cu(?:da)?(?:Malloc|Free|HostAlloc|HostRegister|HostUnregister|MemAlloc|MemCreate|MemMap"
+        r"|\w*Synchronize)\w*)\("
+    )
+    found = {
+        name: {*blocking.findall(text)}
+        for name, text in sources(".cu", ".cuh", ".h", ".cc").items()
+        if blocking.search(text)
+    }
+    assert found == BLOCKING_CALLS
+
+
 def handlers() -> dict[str, str]:
     """The text of the definition of each handler for CUDA, by symbol."""
     definition = re.compile(r"XLA_FFI_DEFINE_HANDLER_SYMBOL\(\s*(\w+),(.*?)\);\n", re.DOTALL)

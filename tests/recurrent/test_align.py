@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxkv
+from jaxkv._src.runtime import native as runtime_native
 from jaxkv.recurrent import StateKind
 from tests.util import recurrent_reference as reference
 from tests.util.recurrent_cases import (
@@ -156,6 +157,20 @@ def small_call(rng, *, dtype=np.float32):
     rows = Rows(table, np.arange(1, 7), 1 + drafts, drafts, 6, block_size=4)
     states = random_states(rng, (SD, TEMPORAL), [(5, 8), (8,)], [dtype] * 2, 25)
     return states, rows, np.full(6, 3, np.int32)
+
+
+def of_geometries(count: int) -> list[np.ndarray]:
+    """States of two arrays of each geometry."""
+    return [np.zeros((25, 1 + i % count), np.float32) for i in range(2 * count)]
+
+
+def test_as_many_geometries_as_a_kernel_takes():
+    _, rows, accepted = small_call(np.random.default_rng(0))
+    states = [
+        state + np.arange(25, dtype=np.float32)[:, None]
+        for state in of_geometries(runtime_native.extension().MAX_STATE_GEOMETRIES)
+    ]
+    assert_post(states, (TEMPORAL,) * len(states), rows, accepted)
 
 
 def test_donated_states_are_written_in_place():
@@ -321,6 +336,10 @@ def test_column_out_of_range_is_counted_and_row_unchanged():
             "leaf 1 is int64 of 64 bits",
         ),
         ({"states": [], "kinds": []}, "states must have 1 to 256 arrays, got 0"),
+        (
+            {"states": of_geometries(17), "kinds": TEMPORAL},
+            r"states: 17 different geometries .* the limit of a call is 16: call it for some",
+        ),
         (
             {"num_accepted": np.ones(5, np.int32)},
             r"num_accepted must be int32\[6\], got int32\[5\]",

@@ -249,8 +249,13 @@ def test_failed_capture_query_is_reported_and_its_error_cleared(program):
 
 @pytest.mark.parametrize(
     ("sources", "destinations", "good"),
-    [([9, 1], [0, 1], [1]), ([0, 1], [2, 9], [0]), ([3, 4, 5], [7, 7, 6], [2])],
-    ids=["source", "destination", "duplicates"],
+    [
+        ([9, 1], [0, 1], [1]),
+        ([0, 1], [2, 9], [0]),
+        ([3, 4, 5], [7, 7, 6], [2]),
+        ([9] * 100 + [2], [3] * 101, [100]),
+    ],
+    ids=["source", "destination", "duplicates", "more than a ring keeps"],
 )
 def test_rejected_ids_are_counted_and_others_copied(program, sources, destinations, good):
     copy = Copy(single_run(), 9, 9)

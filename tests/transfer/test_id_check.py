@@ -16,6 +16,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.util.native_program import build_for_cpu
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.cpu_only
 
@@ -94,3 +96,12 @@ def test_verdict(
     want = np.where(in_range[:, None], np.stack(ids, axis=1), [0, -1])
     np.testing.assert_array_equal(opened, want)
     assert (pairs_of(pairs), faults) == reference(ids[0], ids[1], (num_sources, num_destinations))
+
+
+def test_memory_of_the_check_on_the_host(tmp_path):
+    """Of the CPU backend and the copy engine: bounded for each thread, which XLA never ends."""
+    sources = ["cuda/transfer/block_copy.cc", "cuda/common/error_ring.cc"]
+    sources.append("cuda/transfer/host_ids.cc")
+    built = build_for_cpu("id_memory", tmp_path, *sources, options=["-O0"])
+    ran = subprocess.run([built], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stdout

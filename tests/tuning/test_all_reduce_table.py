@@ -57,6 +57,7 @@ def with_rules(rules) -> dict:
         (with_rules([]), r"rules.2: min_bytes must ascend from 0, got \[\]"),
         (with_rules([[1, "psum"]]), r"rules.2: min_bytes must ascend from 0, got \[1\]"),
         (with_rules([[0, "psum"], [0, "psum"]]), r"must ascend from 0, got \[0, 0\]"),
+        (with_rules([[0, "psum"], [2**64, "psum"]]), r"min_bytes .*got 18446744073709551616"),
         (with_rules([[0, "nccl"]]), "one of low_latency, one_shot, two_shot, psum, got 'nccl'"),
         (with_rules([[0, "multimem"]]), "two_shot, psum, got 'multimem'"),
     ],

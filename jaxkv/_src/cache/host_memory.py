@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,18 +18,26 @@ from jaxkv._src.runtime.errors import HostMemoryError
 def check_host_memory(needed_bytes: int, *, shared: bool = False) -> None:
     """Raises HostMemoryError if `needed_bytes` exceed the available host memory.
 
-    Available is the minimum of MemAvailable and of the bytes left under each memory limit of this
-    process's control groups; of shared memory, also of the bytes left in /dev/shm. The
-    locked-memory limit (RLIMIT_MEMLOCK) does not apply: the CUDA driver pins memory regardless of
-    it, and the CPU backend does not pin memory.
+    Available is the minimum of MemAvailable and of the bytes left under the limit of this process's
+    address space (RLIMIT_AS) and under each memory limit of its control groups; of shared memory,
+    also of the bytes left in /dev/shm. The locked-memory limit (RLIMIT_MEMLOCK) does not apply: the
+    CUDA driver pins memory regardless of it, and the CPU backend does not pin memory.
     """
-    limits = [("available memory (MemAvailable)", _mem_available()), *_cgroup_limits()]
+    limits = [("available memory (MemAvailable)", _mem_available())]
+    limits += [*_address_space_left(), *_cgroup_limits()]
     if shared:
         limits += _shared_memory_left()
     limit, available = min(limits, key=lambda entry: entry[1])
     available = max(available, 0)
     if needed_bytes > available:
         raise HostMemoryError(needed_bytes, available, limit)
+
+
+def _address_space_left() -> Iterator[tuple[str, int]]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        yield "the limit of the address space (RLIMIT_AS, ulimit -v)", limit - used
 
 
 def _cgroup_limits() -> Iterator[tuple[str, int]]:

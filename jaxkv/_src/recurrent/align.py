@@ -72,8 +72,9 @@ def align_postprocess(
     counted for `jaxkv.check_errors()`. A block that is written must belong to one row only.
 
     Args:
-      states: pytree of arrays `[num_blocks, ...]` of byte-aligned dtypes, written in place if
-        donated to the jit.
+      states: pytree of up to 256 arrays `[num_blocks, ...]` of byte-aligned dtypes, with up to 16
+        different geometries (kind, shape and bytes of an element), written in place if donated to
+        the jit.
       batch: batch of the completed step, with the block table and block size of these states.
       num_accepted: int32[B], accepted tokens of each row, in [1, num_drafts + 1].
       kinds: pytree of `StateKind`, with the structure of `states` or a prefix of it.
@@ -198,6 +199,17 @@ def _check_states(leaves: Sequence[jax.Array], kinds: Sequence[object]) -> int:
                 "states: all leaves must have the same number of blocks, got "
                 f"{leaf.shape[0]} in leaf {i} and {leaves[0].shape[0]} in leaf 0"
             )
+    limit = native.extension().MAX_STATE_GEOMETRIES
+    geometries = {
+        tuple(_geometry(kind, leaf))
+        for kind, leaf in zip(kinds, leaves, strict=True)
+        if isinstance(kind, StateKind)  # all, as checked above
+    }
+    if len(geometries) > limit:
+        raise ValueError(
+            f"states: {len(geometries)} different geometries of a block (kind, shape, bytes of an "
+            f"element), the limit of a call is {limit}: call it for some of the arrays at a time"
+        )
     return leaves[0].shape[0]
 
 

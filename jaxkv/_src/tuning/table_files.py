@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import pathlib
 import re
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 MOST_BYTES = 1 << 20  # of a file
+MOST_GB_PER_S = 10**6  # no memory is as fast
 DEFAULT = "default.json"
 ANY_DEVICE = "any"
 
@@ -55,8 +55,8 @@ def _check_int(value: object, minimum: int, where: str, maximum: int = 2**63 - 1
 
 
 def _check_rate(value: object, where: str) -> None:
-    if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
-        raise ValueError(f"{where} must be a finite number above 0, got {value!r}")
+    if type(value) not in (int, float) or not 0 < value <= MOST_GB_PER_S:  # type: ignore[operator]
+        raise ValueError(f"{where} must be a number in (0, {MOST_GB_PER_S}], got {value!r}")
 
 
 def _check_provenance(content: dict[str, Any]) -> None:
