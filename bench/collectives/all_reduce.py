@@ -5,9 +5,10 @@ Usage: `python -m bench.collectives.all_reduce`.
 bfloat16 messages of 1 KiB to 64 MiB per device, on 2, 4 and 8 devices where available, in one
 process and with one process per device. jaxkv: the choice of the tuning table, and each algorithm
 by name. `psum`: XLA's default (the kernel that ran is recorded), NCCL (XLA's kernels disabled), and
-NCCL with symmetric buffers (both at some sizes). PyTorch: NCCL and the two symmetric-memory
-all-reduces, in CUDA graphs. All results are verified before they are timed. Each setting runs as a
-separate program; failures and timeouts are recorded, and the others continue.
+NCCL with symmetric buffers (both at some sizes). PyTorch: NCCL, also on its symmetric memory, and
+the two all-reduces of symmetric memory, in CUDA graphs. All results are verified before they are
+timed. Each setting runs as a separate program; failures and timeouts are recorded, and the others
+continue.
 
 Three metrics, measured identically for all methods:
 
@@ -25,14 +26,14 @@ A jitted chain is donated the output of the previous one: addresses stay the sam
 its graphs without updating them, as PyTorch does.
 
 A target covers a range of sizes; its figure is the maximum ratio. The jaxkv figure is that of the
-tuning table's choice; the baseline is the best of PyTorch's three methods at each size. psum is
-excluded, though its kernels may be faster than PyTorch's, above all NCCL's on symmetric buffers:
-see docs/performance.md. jaxkv times include the copy into symmetric memory, PyTorch's do not.
+tuning table's choice; the baseline is the best of PyTorch's methods and of psum's at each size,
+where measured. jaxkv times include the copy into symmetric memory, those on symmetric memory do
+not.
 """
 
+import math
 import os
 import re
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,7 +42,7 @@ from typing import Any, NamedTuple
 import jax
 
 from bench.collectives.all_reduce_rank import CHOSEN, PSUM
-from bench.harness import processes
+from bench.harness import processes, timing
 from bench.harness.records import Results, Row, arguments, worlds_here
 from jaxkv._src.environment import report
 
@@ -129,17 +130,22 @@ class Bench:
         self._run_each(
             PROCESS_PER_DEVICE, "bench.collectives.all_reduce_rank", self._request([CHOSEN, PSUM])
         )
-        self._run_each(
-            TORCH, "bench.collectives.torch_all_reduce", {"sizes": self.sizes, "world": self.world}
-        )
+        if self.platform == "gpu":
+            self._measure_peers()
+        self._record()
+        if self.platform == "gpu":
+            self._record_targets()
+
+    def _measure_peers(self) -> None:
+        """PyTorch, and psum with other kernels."""
+        for backend in ("CUDA", "NCCL"):
+            request = {"sizes": self.sizes, "world": self.world, "backend": backend}
+            self._run_each(TORCH, "bench.collectives.torch_all_reduce", request)
         for name, flags in xla_flags().items():
             xla = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
             sizes = [size for size in self.sizes if size in MAIN_SIZES]
             request = {**self._request([PSUM]), "sizes": sizes}
             self._run(ONE_PROCESS, [request], BASELINE_TIMEOUT_S, xla, {PSUM: name})
-        self._record()
-        if self.platform == "gpu":
-            self._record_targets()
 
     def _request(self, methods: list[str] | None) -> dict[str, Any]:
         return {
@@ -230,23 +236,28 @@ class Bench:
         return None if seconds is None else seconds * 1e6
 
     def ratio(self, setting: str, metric: str, num_bytes: int) -> float | None:
-        """jaxkv to the best baseline: for pairs psum in the same setting, else PyTorch's."""
+        """jaxkv to the best peer: for pairs psum in the same setting."""
         time = self._time(setting, CHOSEN, metric, num_bytes)
-        baselines: list[float | None] = [*self._baselines(metric, num_bytes).values()]
+        peers = self._peers(metric, num_bytes)
         if metric == CHAINED_PAIR:
-            baselines = [self._time(setting, PSUM, metric, num_bytes)]
-        known = [baseline for baseline in baselines if baseline]
+            peers = [self._time(setting, PSUM, metric, num_bytes)]
+        known = [peer for peer in peers if peer]
         return time / min(known) if time and known else None
+
+    def _peers(self, metric: str, num_bytes: int) -> list[float | None]:
+        """Microseconds of PyTorch's methods and, if these were measured, of psum's."""
+        of_torch = [*self._baselines(metric, num_bytes).values()]
+        names = (PSUM, XLA_KERNELS_OFF, SYMMETRIC)
+        of_psum = [self._time(ONE_PROCESS, name, metric, num_bytes) for name in names]
+        return [*of_torch, *of_psum] if of_torch else []
 
     def bound(self, metric: str, num_bytes: int) -> float | None:
         """`ratio` if all links ran at the rate of copy engines."""
         copying = self._time(TORCH, COPIES, CHAINED_CALL, num_bytes)
-        baselines = self._baselines(metric, num_bytes).values()
-        return (
-            2 * (self.world - 1) / self.world * copying / min(baselines)
-            if copying and baselines
-            else None
-        )
+        known = [peer for peer in self._peers(metric, num_bytes) if peer]
+        if not copying or not known:
+            return None
+        return 2 * (self.world - 1) / self.world * copying / min(known)
 
     def _max_ratio(self, ratio: Callable[[int], float | None], band: Band) -> float | None:
         sizes = [size for size in self.sizes if band.min_bytes <= size <= band.max_bytes]
@@ -262,7 +273,7 @@ class Bench:
                     bound = self._max_ratio(partial(self.bound, metric), band)
                     self.results.target(
                         f"{where}, {band}: {metric}", highest, "<=", band.wanted,
-                        "x best PyTorch all-reduce", bound,
+                        "x best peer", bound,
                     )  # fmt: skip
             highest = self._max_ratio(partial(self.ratio, setting, CHAINED_PAIR), PAIR_BAND)
             name = f"{where}, {PAIR_BAND}: {CHAINED_PAIR}"
@@ -331,14 +342,15 @@ def together(
 
 def over_ranks(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Seconds by metric: wall clock of the slowest rank; kernels as in the module docstring."""
-    found = {}
+    found: dict[str, float] = {}
     if all(answer.get("kernels") for answer in answers):
         listed = [one for answer in answers for one in answer["kernels"]]
         shortest = [min(call) for call in zip(*listed, strict=False)]
-        found[GPU_TIME], found[FASTEST] = statistics.median(shortest), min(shortest)
+        found[GPU_TIME] = timing.median(shortest)
+        found[FASTEST] = timing.Figure(min(shortest), math.nan)
     for metric, key in ((CHAINED_CALL, "call"), (CHAINED_PAIR, "pair")):
         if all(key in answer for answer in answers):
-            found[metric] = max(answer[key] for answer in answers)
+            found[metric] = max(timing.median(answer[key]) for answer in answers)
     return found
 
 
@@ -354,7 +366,6 @@ def size_text(num_bytes: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv, worlds=WORLDS)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     platform = jax.default_backend()
     devices = len(jax.devices()) if platform == "gpu" else 2 if flags.quick else 4
     for world in worlds_here(flags, devices):

@@ -3,11 +3,11 @@
 `python -m bench.collectives.all_reduce_rank REQUEST` drives all devices, or one of them in a
 multi-process run. Output: a JSON line for each size and method, {"bytes", "method", "algorithm",
 "pair", "call"}, and a later one with "kernels"; or a reason: "unsupported", "failed", "unprofiled".
-"pair" is the time in seconds of an all-reduce and a product, "call" (for the table's choice and
-psum) that of an all-reduce in a chain of all-reduces only; both are wall clock times over
-consecutive calls. "kernels" is a list for each GPU of this process: the seconds of each all-reduce
-there, in the "call" chain if there is one, else in the pairs. All ranks run the same calls: no
-clock decides how many.
+"pair" are samples of the time in seconds of an all-reduce and a product, "call" (for the table's
+choice and psum) those of an all-reduce in a chain of all-reduces only; both are wall clock times
+over consecutive calls. "kernels" is a list for each GPU of this process: the seconds of each
+all-reduce there, in the "call" chain if there is one, else in the pairs. All ranks run the same
+calls: no clock decides how many.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import functools
 import json
 import os
 import re
-import statistics
 import sys
 import time
 from collections import Counter
@@ -119,12 +118,12 @@ class Program:
             seconds, self.states[name] = timing.seconds_per_call(
                 chain, self.states[name], calls=self.calls, repeats=1, warmup=1
             )
-            taken[name] = seconds / self.length
+            taken[name] = float(seconds) / self.length
         self.samples.append(taken)
 
-    def seconds(self) -> dict[str, float]:
-        """Median over the samples of each chain."""
-        return {name: statistics.median(s[name] for s in self.samples) for name in self.chains}
+    def seconds(self) -> dict[str, list[float]]:
+        """The samples of each chain."""
+        return {name: [taken[name] for taken in self.samples] for name in self.chains}
 
 
 class Bench:

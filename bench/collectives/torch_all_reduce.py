@@ -1,17 +1,17 @@
 """All-reduces of PyTorch, one rank of them; needs PyTorch and GPUs.
 
 `python -m bench.collectives.torch_all_reduce REQUEST` is started by `bench.collectives.all_reduce`,
-once per GPU; REQUEST is JSON with "rank", "world", "port" and "sizes". Output: JSON lines as those
-of `bench.collectives.all_reduce_rank`: "call" is the time per call in a replayed CUDA graph of
-CALLS calls, "kernels" the seconds of each call's kernel in such replays. NCCL takes any array; the
-two symmetric-memory methods take one in symmetric memory, so their times exclude the copy into it.
+once per GPU; REQUEST is JSON with "rank", "world", "port", "sizes", and "backend" of the symmetric
+memory: "CUDA", or "NCCL", whose all-reduce then uses its symmetric kernels. Output: JSON lines as
+those of `bench.collectives.all_reduce_rank`: "call" are times per call in replays of a CUDA graph
+of CALLS calls, "kernels" the seconds of each call's kernel in such replays. NCCL takes any array;
+the methods of symmetric memory take one in it, so their times exclude the copy into it.
 COPIES is the peak of the links with all devices sending and receiving: each device's copy engine
 writes the array to the next device.
 """
 
 import json
 import re
-import statistics
 import sys
 from collections.abc import Callable
 
@@ -22,6 +22,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 CALLS, REPLAYS, PROFILED_REPLAYS = 20, 12, 6
 REDUCING = re.compile("all.?reduce|nccl|shot", re.IGNORECASE)
 NCCL, ONE_SHOT, TWO_SHOT = "torch NCCL", "torch one_shot", "torch two_shot"
+NCCL_SYMMETRIC = "torch NCCL, symmetric memory"
 COPIES = "copy to the next device"  # as in all_reduce.py, which runs without PyTorch
 MIN_COPY_BYTES = 16 << 20  # below that latency dominates
 
@@ -29,7 +30,10 @@ MIN_COPY_BYTES = 16 << 20  # below that latency dominates
 class Rank:
     """One GPU and its peers."""
 
-    def __init__(self, rank: int, world: int, port: int):
+    def __init__(self, rank: int, world: int, port: int, backend: str):
+        if backend == "NCCL":
+            symmetric_memory.set_backend("NCCL")  # before any allocation
+        self.backend = backend
         self.device = torch.device("cuda", rank)
         torch.cuda.set_device(self.device)
         dist.init_process_group(
@@ -49,6 +53,13 @@ class Rank:
         def nccl() -> torch.Tensor:
             dist.all_reduce(plain)
             return plain
+
+        def nccl_symmetric() -> torch.Tensor:
+            dist.all_reduce(shared)
+            return shared
+
+        if self.backend == "NCCL":
+            return {NCCL_SYMMETRIC: (shared, nccl_symmetric)}
 
         def one_shot() -> torch.Tensor:
             return operations.one_shot_all_reduce(shared, "sum", self.group)
@@ -90,8 +101,8 @@ class Rank:
         self.wait()
         return graph
 
-    def seconds(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Median of a call in replays."""
+    def seconds(self, graph: torch.cuda.CUDAGraph) -> list[float]:
+        """Of a call in each replay."""
         samples = []
         with torch.cuda.stream(self.stream):
             for _ in range(REPLAYS):
@@ -101,7 +112,7 @@ class Rank:
                 end.record(self.stream)
                 torch.cuda.synchronize()
                 samples.append(begin.elapsed_time(end) / 1e3 / CALLS)
-        return statistics.median(samples)
+        return samples
 
     def kernels(self, graph: torch.cuda.CUDAGraph) -> list[float]:
         """Seconds of each call's kernel in some replays, in order."""
@@ -126,7 +137,7 @@ class Rank:
 
 
 def main(request: dict) -> None:
-    rank = Rank(request["rank"], request["world"], request["port"])
+    rank = Rank(request["rank"], request["world"], request["port"], request["backend"])
     graphs = {}
     broken = set()
     for num_bytes in request["sizes"]:
@@ -141,7 +152,7 @@ def main(request: dict) -> None:
             except Exception as error:  # on all ranks alike, or the others are killed
                 broken.add(method)
                 _emit(num_bytes, method, failed=f"{type(error).__name__}: {error}"[:500])
-    for num_bytes in request["sizes"]:
+    for num_bytes in request["sizes"] if request["backend"] == "CUDA" else ():
         if num_bytes >= MIN_COPY_BYTES:
             keep, call = rank.copy(num_bytes)
             _emit(num_bytes, COPIES, call=rank.seconds(rank.graph(call)))

@@ -40,7 +40,7 @@ std::array<cudaEvent_t, kSlots> events;
   if (const cudaError_t status = (expression); status != cudaSuccess) return status
 
 cudaError_t submit(int64_t baseline, void* const* to, const void* const* from, const size_t* bytes,
-                   size_t count, cudaStream_t stream) {
+                   size_t count, bool pinned, cudaStream_t stream) {
   if (baseline == kLoop) {
     for (size_t i = 0; i < count; ++i) {
       CUDA_TRY(cudaMemcpyAsync(to[i], from[i], bytes[i], cudaMemcpyDefault, stream));
@@ -48,7 +48,7 @@ cudaError_t submit(int64_t baseline, void* const* to, const void* const* from, c
     return cudaSuccess;
   }
   cudaMemcpyAttributes attributes{};
-  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  attributes.srcAccessOrder = pinned ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
   size_t first_with_attributes = 0;
   const size_t batch = baseline == kShortBatch ? kDescriptorsPerShortBatch : kDescriptorsPerBatch;
   for (size_t begin = 0; begin < count; begin += batch) {
@@ -79,7 +79,8 @@ ffi::Error stamp(cudaStream_t stream, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer
 // The destination is aliased to the result; the ids are in host memory, written by the host.
 ffi::Error copy(cudaStream_t stream, ffi::AnyBuffer source, ffi::Buffer<ffi::S32> source_ids,
                 ffi::Buffer<ffi::S32> destination_ids, ffi::AnyBuffer,
-                ffi::Result<ffi::AnyBuffer> destination, int64_t block_bytes, int64_t baseline) {
+                ffi::Result<ffi::AnyBuffer> destination, int64_t block_bytes, int64_t baseline,
+                int64_t pinned) {
   static thread_local std::vector<void*> to;
   static thread_local std::vector<const void*> from;
   static thread_local std::vector<size_t> bytes;
@@ -93,7 +94,8 @@ ffi::Error copy(cudaStream_t stream, ffi::AnyBuffer source, ffi::Buffer<ffi::S32
     to[i] = static_cast<std::byte*>(destination->untyped_data()) +
             destination_ids.typed_data()[i] * block_bytes;
   }
-  const auto status = submit(baseline, to.data(), from.data(), bytes.data(), count, stream);
+  const auto status =
+      submit(baseline, to.data(), from.data(), bytes.data(), count, pinned != 0, stream);
   return status == cudaSuccess ? ffi::Error::Success() : failure(status);
 }
 #else
@@ -122,7 +124,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(BaselineCopy, copy,
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("block_bytes")
-                                  .Attr<int64_t>("baseline"));
+                                  .Attr<int64_t>("baseline")
+                                  .Attr<int64_t>("pinned"));
 #else
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     Stamp, stamp,
@@ -152,12 +155,12 @@ const char* baseline_error(int status) {
 // Repeats the same copies `calls` times on a stream of its own and synchronizes once at the end.
 // seconds, per call: total time including the synchronization, and host time of the submissions.
 int baseline_run(int64_t baseline, void* const* to, const void* const* from, const size_t* bytes,
-                 size_t count, int calls, double seconds[2]) {
+                 size_t count, int pinned, int calls, double seconds[2]) {
   static cudaStream_t stream = nullptr;
   if (!stream) CUDA_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   const double start = now();
   for (int call = 0; call < calls; ++call) {
-    CUDA_TRY(submit(baseline, to, from, bytes, count, stream));
+    CUDA_TRY(submit(baseline, to, from, bytes, count, pinned != 0, stream));
   }
   seconds[1] = (now() - start) / calls;
   CUDA_TRY(cudaStreamSynchronize(stream));

@@ -2,10 +2,11 @@
 
 Copies of blocks as in other systems:
   - cudaMemcpyBatchAsync with one descriptor per block, and a loop of cudaMemcpyAsync, between the
-    same arrays and with the same ids as jaxkv. They are timed outside JAX (`run`: addresses
+    same arrays and with the same ids as jaxkv. They are timed outside JAX (`Outside`: addresses
     prepared in advance, submitted from C++) and inside a jitted program through the same kind of
     FFI call as jaxkv's (`copy`). SHORT_BATCH is the first in calls of 1024 descriptors, as in
-    jaxkv's `dma`: neither is always faster.
+    jaxkv's `dma`: neither is always faster, so the faster one counts. Loads from pinned memory may
+    be read in any order (cudaMemcpySrcAccessOrderAny), which nothing in a load forbids.
   - a Triton kernel with vLLM's published parameters, in a process with PyTorch, on its own arrays
     and ids: `triton`.
 
@@ -22,12 +23,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from bench.harness import timing
 from bench.harness.records import REPOSITORY
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
@@ -41,8 +42,8 @@ class Seconds(NamedTuple):
     """Seconds per copy of a baseline outside JAX: until the data is available, and in
     submissions."""
 
-    total: float
-    submit: float
+    total: timing.Figure
+    submit: timing.Figure
 
 
 @functools.cache
@@ -93,8 +94,19 @@ def compiled(source: pathlib.Path, *, cuda: bool) -> pathlib.Path:
     return path
 
 
+def reads_pinned(src: jax.Array) -> bool:
+    """Whether a source is in pinned memory."""
+    return src.sharding.memory_kind == "pinned_host"
+
+
 def copy(
-    baseline: str, src: jax.Array, dst: jax.Array, src_ids: jax.Array, dst_ids: jax.Array
+    baseline: str,
+    src: jax.Array,
+    dst: jax.Array,
+    src_ids: jax.Array,
+    dst_ids: jax.Array,
+    *,
+    pinned: bool,
 ) -> jax.Array:
     """Traces a baseline's copy of blocks, `dst[dst_ids[i]] = src[src_ids[i]]`; donate `dst`.
 
@@ -102,78 +114,75 @@ def copy(
       baseline: one of CODES.
       src, dst: `dtype[num_blocks, ...]` in host or device memory.
       src_ids, dst_ids: int32[n] in pinned host memory, written by the host.
+      pinned: whether `src` is in pinned memory.
     """
     library()
     block_bytes = src.size // src.shape[0] * src.dtype.itemsize
     call = jax.ffi.ffi_call("bench_BaselineCopy", jax.typeof(dst), input_output_aliases={3: 0})
     return call(
-        src,
-        src_ids,
-        dst_ids,
-        dst,
-        block_bytes=np.int64(block_bytes),
-        baseline=np.int64(CODES[baseline]),
-    )
+        src, src_ids, dst_ids, dst, block_bytes=np.int64(block_bytes),
+        baseline=np.int64(CODES[baseline]), pinned=np.int64(pinned),
+    )  # fmt: skip
 
 
-def run(
-    baseline: str,
-    src: jax.Array,
-    dst: jax.Array,
-    ids: tuple[np.ndarray, np.ndarray],
-    *,
-    calls: int,
-    repeats: int,
-) -> Seconds:
-    """Times a baseline outside JAX, writing into JAX's array; nothing else may use the two arrays.
+class Outside:
+    """A baseline outside JAX, writing into JAX's array; nothing else may use the two arrays.
 
     Args:
       baseline: one of CODES.
       src, dst: arrays on one GPU and in its pinned host memory.
       ids: source and destination, int[n].
-      calls: consecutive copies before one wait; 1 measures the latency.
-      repeats: timed chains; the medians are over these.
     """
-    jax.block_until_ready((src, dst))
-    block_bytes = src.size // src.shape[0] * src.dtype.itemsize
-    sources, destinations = (
-        side.unsafe_buffer_pointer() + of.astype(np.uint64) * np.uint64(block_bytes)
-        for side, of in zip((src, dst), ids, strict=True)
-    )
-    sizes = np.full(len(sources), block_bytes, np.uint64)
-    lists = [ctypes.c_void_p(x.ctypes.data) for x in (destinations, sources, sizes)]
-    samples = []
-    for _ in range(repeats + 1):
-        seconds = (ctypes.c_double * 2)()
-        code = library().baseline_run(
-            ctypes.c_int64(CODES[baseline]), *lists, ctypes.c_size_t(len(sizes)), calls, seconds
+
+    def __init__(
+        self, baseline: str, src: jax.Array, dst: jax.Array, ids: tuple[np.ndarray, np.ndarray]
+    ):
+        jax.block_until_ready((src, dst))
+        block_bytes = src.size // src.shape[0] * src.dtype.itemsize
+        sources, destinations = (
+            side.unsafe_buffer_pointer() + of.astype(np.uint64) * np.uint64(block_bytes)
+            for side, of in zip((src, dst), ids, strict=True)
         )
+        self._baseline, self._pinned = baseline, reads_pinned(src)
+        self._lists = destinations, sources, np.full(len(sources), block_bytes, np.uint64)
+
+    def __call__(self, calls: int) -> tuple[float, float]:
+        """Seconds per copy of `calls` copies before one wait: in total, and in submissions."""
+        seconds = (ctypes.c_double * 2)()
+        lists = [ctypes.c_void_p(x.ctypes.data) for x in self._lists]
+        code = library().baseline_run(
+            ctypes.c_int64(CODES[self._baseline]), *lists, ctypes.c_size_t(len(self._lists[0])),
+            ctypes.c_int(self._pinned), calls, seconds,
+        )  # fmt: skip
         if code:
-            raise RuntimeError(f"{baseline}: {library().baseline_error(code).decode()}")
-        samples.append([*seconds])
-    return Seconds(*np.median(samples[1:], axis=0))  # the first is a warm-up
+            raise RuntimeError(f"{self._baseline}: {library().baseline_error(code).decode()}")
+        return seconds[0], seconds[1]
 
 
-class TritonRates(NamedTuple):
-    """Figures of the Triton kernel.
+def run(
+    baseline: str, src: jax.Array, dst: jax.Array, ids: tuple[np.ndarray, np.ndarray], *,
+    calls: int, repeats: int,
+) -> Seconds:  # fmt: skip
+    """Medians over `repeats` chains of `calls` copies, after a warm-up; `Outside` has the rest."""
+    outside = Outside(baseline, src, dst, ids)
+    samples = [outside(calls) for _ in range(repeats + 1)]
+    return Seconds(*map(timing.median, zip(*samples[1:], strict=True)))
+
+
+class TritonTimes(NamedTuple):
+    """Samples of the Triton kernel, in seconds of a copy.
 
     Attributes:
-      bandwidth: GB/s by (direction, block bytes), for the requested count.
-      latency: seconds by (direction, count), for the requested block size.
+      many: by (direction, block bytes), for the requested count.
+      few: by (direction, count), for the requested block size.
     """
 
-    bandwidth: dict[tuple[str, int], float]
-    latency: dict[tuple[str, int], float]
+    many: dict[tuple[str, int], list[float]]
+    few: dict[tuple[str, int], list[float]]
 
 
-def triton(
-    blocks: Sequence[int], count: int, *, small_block: int, small_counts: Sequence[int]
-) -> TritonRates | None:
+def triton(**request: Any) -> TritonTimes | None:
     """Runs bench/harness/triton_baseline.py in its own process; None and the reason if it fails."""
-    request = {
-        "blocks": [*blocks], "count": count, "small_block": small_block,
-        "small_counts": [*small_counts],
-    }  # fmt: skip
     command = [sys.executable, "-m", "bench.harness.triton_baseline", json.dumps(request)]
     ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if ran.returncode:
@@ -181,9 +190,6 @@ def triton(
         print(f"{TRITON}: not measured: {last[0]}", flush=True)
         return None
     answer = json.loads(ran.stdout.splitlines()[-1])
-    return TritonRates(
-        *(
-            {(method, key): value for method, key, value in answer[part]}
-            for part in TritonRates._fields
-        )
+    return TritonTimes(
+        *({(way, key): taken for way, key, taken in answer[part]} for part in TritonTimes._fields)
     )

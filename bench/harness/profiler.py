@@ -1,12 +1,13 @@
 """GPU work of a compiled program, from a profile."""
 
 import glob
-import statistics
 import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+
+from bench.harness import timing
 
 
 class Kernels(NamedTuple):
@@ -19,8 +20,8 @@ class Kernels(NamedTuple):
     """
 
     number: int
-    busy: float
-    span: float
+    busy: timing.Figure
+    span: timing.Figure
 
 
 class Event(NamedTuple):
@@ -50,8 +51,8 @@ def profile(call: Callable[[], Any], repeats: int = 20) -> Kernels | None:
     calls = [events[i : i + count] for i in range(0, len(events), count)]
     return Kernels(
         count,
-        statistics.median(sum(end - start for start, end in one) for one in calls) / 1e9,
-        statistics.median(one[-1][1] - one[0][0] for one in calls) / 1e9,
+        timing.median([sum(end - start for start, end in one) for one in calls]) / 1e9,
+        timing.median([one[-1][1] - one[0][0] for one in calls]) / 1e9,
     )
 
 

@@ -1,8 +1,8 @@
 """A Triton kernel that copies blocks with vLLM's published parameters; needs PyTorch and a GPU.
 
 `python -m bench.harness.triton_baseline REQUEST` is started by
-`bench.harness.copy_baselines.triton`; REQUEST is JSON with the keys of that function's arguments,
-and the last line of output is the result.
+`bench.harness.copy_baselines.triton`; REQUEST is JSON with "pool_bytes", "blocks" (sizes) and their
+"count", "few_block" (a size) and its "few_counts". The last line of output has the samples.
 
 The parameters (vLLM's swap_blocks kernel): min(12, n) programs, program p copies the jobs p, p + 12
 and so on, in words of 8 bytes and chunks of min(8 KiB, the block rounded up to a power of two). A
@@ -11,7 +11,6 @@ which is faster than reading them over the link. The code is our own.
 """
 
 import json
-import statistics
 import sys
 import time
 
@@ -38,19 +37,32 @@ def _copy(sources, destinations, sizes, count, chunk: tl.constexpr):  # chunk in
             tl.store(destination + at, tl.load(source + at, mask=inside), mask=inside)
 
 
+class Memory:
+    """Bytes on the host and on the GPU, as many as in an engine's pool."""
+
+    def __init__(self, num_bytes: int):
+        words = num_bytes // WORD_BYTES
+        self.device = torch.empty(words, dtype=torch.int64, device="cuda")
+        self.device.random_()
+        self.host = torch.empty(words, dtype=torch.int64, pin_memory=True)
+        self.host.copy_(self.device)
+        self.device.random_()
+
+    def blocks(self, block_bytes: int) -> list[torch.Tensor]:
+        words = block_bytes // WORD_BYTES
+        return [x[: len(x) // words * words].view(-1, words) for x in (self.host, self.device)]
+
+
 class Copy:
     """`count` scattered blocks between pinned memory and the GPU, in one direction."""
 
-    def __init__(self, direction: str, block_bytes: int, count: int):
-        num_blocks, words = count + count // 16 + 1, block_bytes // WORD_BYTES
-        shape = (num_blocks, words)
-        on_device = torch.randint(-(2**62), 2**62, shape, dtype=torch.int64, device="cuda")
-        on_host = torch.randint(-(2**62), 2**62, shape, dtype=torch.int64, device="cuda").cpu()
-        ends = [on_host.pin_memory(), on_device]
+    def __init__(self, memory: Memory, direction: str, block_bytes: int, count: int):
+        ends = memory.blocks(block_bytes)
         self.source, self.destination = ends if direction == "load" else ends[::-1]
-        self.ids = [torch.randperm(num_blocks)[:count] for _ in range(2)]
+        # One block more than are copied, which must not change.
+        self.ids = [torch.randperm(len(ends[0]), device="cuda")[: count + 1].cpu() for _ in ends]
         pairs = zip((self.source, self.destination), self.ids, strict=True)
-        self.addresses = [(end.data_ptr() + ids * block_bytes).cuda() for end, ids in pairs]
+        self.addresses = [(end.data_ptr() + ids[:count] * block_bytes).cuda() for end, ids in pairs]
         self.sizes = torch.full((count,), block_bytes, dtype=torch.int64, device="cuda")
         self.count, self.nbytes = count, count * block_bytes
         self.chunk = min(triton.next_power_of_2(block_bytes), MAX_CHUNK_BYTES) // WORD_BYTES
@@ -60,41 +72,47 @@ class Copy:
         _copy[grid](*self.addresses, self.sizes, self.count, self.chunk)
 
     def verify(self) -> None:
-        """Raises unless one copy gives the expected bytes everywhere."""
-        before = self.destination.cpu().clone()  # .cpu() of a tensor in host memory is no copy
-        before[self.ids[1]] = self.source.cpu()[self.ids[0]]
+        """Raises unless one copy writes the expected bytes, and no other block."""
+        wanted = _rows(self.source, self.ids[0][: self.count])
+        other = _rows(self.destination, self.ids[1][self.count :])
         self()
         torch.cuda.synchronize()
-        if not torch.equal(before, self.destination.cpu()):
+        got = _rows(self.destination, self.ids[1])
+        if not torch.equal(got, torch.cat([wanted, other])):
             raise AssertionError(f"wrong bytes, {self.count} blocks, {self.nbytes} bytes")
 
-    def seconds(self, calls: int) -> float:
-        """Median seconds per copy of `calls` consecutive copies with one wait at the end."""
+    def seconds(self, calls: int, repeats: int = REPEATS) -> list[float]:
+        """Seconds per copy of `calls` consecutive copies with one wait at the end, by repeat."""
         samples = []
-        for _ in range(REPEATS if calls > 1 else 10 * REPEATS):
+        for _ in range(repeats):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(calls):
                 self()
             torch.cuda.current_stream().synchronize()
             samples.append((time.perf_counter() - start) / calls)
-        return statistics.median(samples)
+        return samples
+
+
+def _rows(blocks: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return blocks[ids.to(blocks.device)].cpu()
 
 
 def main(request: dict) -> dict:
     torch.manual_seed(0)
-    bandwidth, latency = [], []
+    memory = Memory(request["pool_bytes"])
+    many, few = [], []
     for direction in ("load", "store"):
         for block_bytes in request["blocks"]:
-            copy = Copy(direction, block_bytes, request["count"])
+            copy = Copy(memory, direction, block_bytes, request["count"])
             copy.verify()
-            calls = max(2, min(10, int(CHAIN_SECONDS / copy.seconds(1))))
-            bandwidth.append((direction, block_bytes, copy.nbytes / copy.seconds(calls) / 1e9))
-        for count in request["small_counts"]:
-            copy = Copy(direction, request["small_block"], count)
+            calls = max(2, min(10, int(CHAIN_SECONDS / min(copy.seconds(1)))))
+            many.append((direction, block_bytes, copy.seconds(calls)))
+        for count in request["few_counts"]:
+            copy = Copy(memory, direction, request["few_block"], count)
             copy.verify()
-            latency.append((direction, count, copy.seconds(1)))
-    return {"bandwidth": bandwidth, "latency": latency}
+            few.append((direction, count, copy.seconds(1, 10 * REPEATS)))
+    return {"many": many, "few": few}
 
 
 if __name__ == "__main__":

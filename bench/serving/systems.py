@@ -3,7 +3,7 @@
 in HBM         HBM pages for the whole working set
 recompute      few HBM pages, no host tier; evicted pages are computed again
 device_put     offload as JAX engines do it today, in plain JAX (tpu-inference, sglang-jax; see
-               bench.transfer.engines): a store gathers pages of all layers, then one
+               bench.engines): a store gathers pages of all layers, then one
                `device_put` to pinned memory for each page; a load is one `device_put` for each
                page, one wait for all, and a scatter, all before the step
 copy engine    jaxkv with one copy-engine descriptor for each block, beside the step

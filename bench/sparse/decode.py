@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -170,7 +169,6 @@ class InHostMemory:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     results = Results("sparse_decode")
     on_gpu = jax.default_backend() == "gpu"
     size = FULL if on_gpu else SMALL

@@ -11,7 +11,6 @@ Baselines in the same run:
   - XLA's gather, of all rows.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -158,7 +157,6 @@ def example_reuse(results: Results) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments(__doc__, argv)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     results = Results("sparse")
     on_gpu = jax.default_backend() == "gpu"
     size = FULL if on_gpu else SMALL

@@ -28,7 +28,8 @@ from bench.collectives.all_reduce import (
 from bench.harness import processes, records
 from bench.harness.profiler import Event
 from bench.harness.records import Results
-from bench.report import plots, tables
+from bench.report import plots
+from bench.report.catalog import TABLES
 from jaxkv._src.tuning import all_reduce_table
 
 pytestmark = pytest.mark.end_to_end
@@ -119,8 +120,8 @@ def test_profile_is_assigned_to_programs_and_devices(rank, monkeypatch):
 
 def test_gpu_time_over_ranks_is_that_of_the_last_rank_to_enter():
     answers = [
-        {"kernels": [[9e-6, 3e-6, 3e-6]], "call": 4e-6, "pair": 6e-6},
-        {"kernels": [[2e-6, 8e-6, 5e-6]], "call": 5e-6},
+        {"kernels": [[9e-6, 3e-6, 3e-6]], "call": [4e-6], "pair": [6e-6]},
+        {"kernels": [[2e-6, 8e-6, 5e-6]], "call": [5e-6]},
     ]
     found = all_reduce.over_ranks(answers)
     assert found == {GPU_TIME: 3e-6, FASTEST: 2e-6, CHAINED_CALL: 5e-6}
@@ -179,9 +180,9 @@ def all_sizes(setting, method, microseconds):
 
 def test_setting_that_fails_keeps_completed_measurements(monkeypatch, capsys):
     ranks = [
-        [{"method": PSUM, "bytes": KIB, "call": 2e-6, "pair": 3e-6, "kernels": [[1e-6]]}],
+        [{"method": PSUM, "bytes": KIB, "call": [2e-6], "pair": [3e-6], "kernels": [[1e-6]]}],
         [
-            {"method": PSUM, "bytes": KIB, "call": 2e-6, "pair": 4e-6},
+            {"method": PSUM, "bytes": KIB, "call": [2e-6], "pair": [4e-6]},
             {"method": PSUM, "bytes": KIB, "unprofiled": "no profile"},
             {"method": CHOSEN, "bytes": MIB, "unsupported": "too large"},
             {"method": CHOSEN, "bytes": KIB, "failed": "AssertionError: wrong values"},
@@ -254,12 +255,14 @@ def test_figure_and_tables_have_the_measured_times():
     assert "3.0/12.0/10.0" in bench.table()
     rows = bench.results.rows
     file = records.File("some_gpu", "all_reduce_2", None, None, {}, rows, [])
-    text = tables.all_reduce_table([file])
+    text = TABLES["all_reduce"]([file])
     line = next(line for line in text.splitlines() if " 64 MiB " in line)
     times_of = "3 / 12 / 10 | " * 3
     assert line == f"| some_gpu | 2 | one process | 64 MiB | low_latency | {times_of}low_latency |"
     pytest.importorskip("matplotlib")
-    [panel] = plots.all_reduce_figure(rows).axes
+    drawn = plots.all_reduce([file])
+    assert drawn
+    [panel] = drawn.axes
     assert [line.get_label() for line in panel.get_lines()][:3] == ["jaxkv", "torch NCCL", PSUM]
 
 
@@ -272,11 +275,13 @@ def test_figure_of_two_records_has_one_panel_per_number_of_devices():
         bench._record()
         rows = bench.results.rows
         files.append(records.File("some_gpu", f"all_reduce_{world}", None, None, {}, rows, []))
-    [(key, rows)] = tables.drawn_rows(files).items()
-    assert key == ("all_reduce", "some_gpu")
-    panels = plots.all_reduce_figure(rows).axes
+    [(key, drawn)] = plots.drawn_files(files).items()
+    assert key == ("all_reduce", "some_gpu") and drawn == files
+    figure = plots.all_reduce(drawn)
+    assert figure
+    panels = figure.axes
     assert [panel.get_title() for panel in panels] == ["2 GPUs", "4 GPUs"]
-    assert tables.plots(files).count("all_reduce_some_gpu.svg") == 1
+    assert plots.markdown(files).count("all_reduce_some_gpu.svg") == 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -298,7 +303,7 @@ def printed(capsys):
 
 def test_rank_reports_every_method_and_size(rank, capsys):
     rank.measure()
-    timed = {(a["method"], a["bytes"]) for a in printed(capsys) if a.get("pair", 0) > 0}
+    timed = {(a["method"], a["bytes"]) for a in printed(capsys) if min(a.get("pair", [0])) > 0}
     methods = (CHOSEN, *all_reduce_table.ALGORITHMS)
     assert timed >= {(method, size) for method in methods for size in (KIB, 8 * KIB)}
 
@@ -339,16 +344,16 @@ def test_tensor_parallel_target_is_the_ratio_to_psum(monkeypatch):
     found = Results("tensor_parallel")
     stack = tensor_parallel.Stack.__new__(tensor_parallel.Stack)
     stack.world, stack.model = 2, tensor_parallel.SMALL
-    seconds = {
-        tensor_parallel.JAXKV: 8e-3,
-        tensor_parallel.PSUM: 1e-2,
-        tensor_parallel.NO_ALL_REDUCE: 6e-3,
+    samples = {
+        tensor_parallel.JAXKV: [8e-3],
+        tensor_parallel.PSUM: [1e-2],
+        tensor_parallel.NO_ALL_REDUCE: [6e-3],
     }
-    tensor_parallel.record(found, stack, 4, seconds)
+    tensor_parallel.record(found, stack, 4, samples)
     [target] = found.targets
     assert (target.got, target.bound) == (0.8, 0.6) and target.met
     file = records.File("some_gpu", "tensor_parallel", None, None, {}, found.rows, [])
-    assert "| 8 | 10 | 6 | 0.800 |" in tables.tensor_parallel_table([file])
+    assert "| 8 | 10 | 6 | 0.800 |" in TABLES["tensor_parallel"]([file])
 
 
 def test_tensor_parallel_layer_equals_that_of_one_device():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.harness.records import File, Row
-from bench.report import tables
+from bench.report.catalog import TABLES
 from bench.serving import metrics, systems, workloads
 from bench.serving.systems import DEVICE_PUT, IN_HBM, JAXKV, NAMES, Memory
 from examples.serving.engine import Limits
@@ -89,7 +89,7 @@ def test_serving_table_has_one_row_per_workload_and_system():
         Row("random: jaxkv / recompute", "2 standard errors of the ratio", "x", 0.1),
     ]
     file = File("gpu", "serving", None, None, {}, rows, [])
-    found = tables.serving_table([file]).splitlines()[2:]
+    found = TABLES["serving"]([file]).splitlines()[2:]
     assert [line.split(" | ")[:4] for line in found] == [
         ["| gpu", "random, jaxkv", "12", "5 / -"],
         ["| gpu", "random, recompute", "8", "- / -"],

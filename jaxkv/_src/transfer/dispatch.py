@@ -23,7 +23,7 @@ from jaxkv._src.transfer.ids import HostIds, IdPair, num_ids_of
 from jaxkv._src.tuning import copy_table
 from jaxkv._src.tuning.copy_table import IMPLEMENTATIONS, Candidate, CopySize, Implementation
 
-# A descriptor costs about half a microsecond of host time (bench/transfer/dispatch.py). The limit
+# A descriptor costs about half a microsecond of host time (bench/dispatch.py). The limit
 # bounds it to a few milliseconds per step. The kernel is hardly slower, and its host time does not
 # depend on the number of pages.
 MAX_DESCRIPTORS = 4096

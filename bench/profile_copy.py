@@ -1,4 +1,4 @@
-"""Bottleneck of copies by SMs: `python -m bench.transfer.profile_copy`, with Nsight Compute.
+"""Bottleneck of copies by SMs: `python -m bench.profile_copy`, with Nsight Compute.
 
 Scattered blocks, copied by the CUDA kernel; one launch is profiled in a separate process. If warps
 are mostly stalled on memory, hardly any issue slot is used and the link carries little more than
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bench.harness import peak_bandwidth
+from bench.harness.blocks import DEVICE_IDS, DIRECTIONS, KIB, Blocks, Method, size_text
 from bench.harness.records import REPOSITORY, Results, arguments
-from bench.transfer.bandwidth_rows import KIB, size_text
-from bench.transfer.blocks import DIRECTIONS, Blocks, Method
+from jaxkv._src.autotune.pools import Pools, pool_bytes
 
 TOOL = "ncu"
 COUNT = 10_000
@@ -48,8 +48,9 @@ class Case(NamedTuple):
 
 def copy_once(case: Case) -> None:
     """The profiled program."""
-    method = Method("kernel", case.num_sms)
-    Blocks(case.block_bytes, COUNT).program(method, case.direction, COUNT, 1, stamped=False)
+    method = Method("kernel", DEVICE_IDS, case.num_sms)
+    made = Blocks(Pools(pool_bytes(1 << 28)), case.block_bytes)
+    made.program(method, case.direction, COUNT, 1, stamped=False)
 
 
 def parse(output: str) -> dict[str, float]:
@@ -71,7 +72,7 @@ def parse(output: str) -> dict[str, float]:
 def profile(case: Case) -> dict[str, float]:
     command = [TOOL, "--csv", "--print-units", "base", "--clock-control", "none"]
     command += ["--metrics", ",".join(METRICS), "-k", "regex:copy_blocks", "-c", "1"]
-    command += [sys.executable, "-m", "bench.transfer.profile_copy", "--copy", *map(str, case)]
+    command += [sys.executable, "-m", "bench.profile_copy", "--copy", *map(str, case)]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     return parse(run.stdout + run.stderr)
 

@@ -2,7 +2,7 @@
 
 The timed unit is one jitted program with several copies, each with its own ids and dependent on the
 previous one, as the layers of a step: this amortizes XLA's cost per execution as in a step. Calls
-of the program follow each other in a chain with donation.
+of the program follow each other in a chain with donation. The arrays are as large as an engine's.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import numpy as np
 
 import jaxkv
 from bench.harness import copy_baselines, timestamps, timing
+from jaxkv._src.autotune.pools import Pools, verified
 from jaxkv._src.explain import selections_of
 from jaxkv._src.transfer.dispatch import force_implementation
 from jaxkv._src.tuning import copy_table
@@ -23,7 +24,8 @@ from jaxkv._src.tuning import copy_table
 DIRECTIONS = ("load", "store")
 IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "pallas", "dma")}
 SM_IMPLEMENTATIONS = copy_table.ON_SMS
-WORD = jnp.int32
+DEVICE_IDS, HOST_IDS = "device ids", "HostIds"
+KIB = 1024
 
 
 class Method(NamedTuple):
@@ -31,15 +33,20 @@ class Method(NamedTuple):
 
     Attributes:
       name: of the implementation or the baseline.
+      ids: DEVICE_IDS or HOST_IDS; baselines have ids in pinned memory.
       num_sms: number of SMs, None for that of the table.
     """
 
     name: str
+    ids: str = DEVICE_IDS
     num_sms: int | None = None
 
     @property
     def is_baseline(self) -> bool:
         return self.name in copy_baselines.CODES
+
+    def __str__(self) -> str:
+        return self.name if self.ids == DEVICE_IDS or self.name == "dma" else f"{self.name} HostIds"
 
     def sms_for(self, operation: Callable[..., Any], *args: Any) -> int:
         """Number of SMs of a call; 0 for the copy engine, the host and baselines.
@@ -60,46 +67,53 @@ class Method(NamedTuple):
         return force_implementation(self.name, num_sms)
 
 
-class Blocks:
-    """Random blocks on either side of the link: `int32[num_blocks, words]`, made on the device."""
+def methods(platform: str) -> list[Method]:
+    """All implementations with the ids that they take."""
+    if platform == "cpu":
+        return [Method("host"), Method("host", HOST_IDS)]
+    return [Method("kernel"), Method("kernel", HOST_IDS), Method("pallas"), Method("dma", HOST_IDS)]
 
-    def __init__(self, block_bytes: int, max_count: int):
-        self.block_bytes = block_bytes
-        self.num_blocks = max_count + max_count // 16 + 1  # some are never copied
-        self._device = jax.local_devices()[0]
+
+class Blocks:
+    """Random blocks on either side of the link: `int32[num_blocks, words]`."""
+
+    def __init__(self, pools: Pools, block_bytes: int):
+        self.block_bytes, self._pools = block_bytes, pools
         self.arrays: dict[str, jax.Array] = {}
         self.fill()
+        self.num_blocks = len(self.arrays["host"])
 
     def fill(self) -> None:
         """Creates missing arrays: at first both sides, later those consumed by a failed program."""
-        shape = (self.num_blocks, self.block_bytes // np.dtype(WORD).itemsize)
-        for seed, (side, kind) in enumerate((("host", "pinned_host"), ("device", "device"))):
-            if side not in self.arrays:
-                self.arrays[side] = jax.device_put(_random(shape, seed), self._sharding(kind))
-
-    def _sharding(self, memory_kind: str) -> jax.sharding.Sharding:
-        return jax.sharding.SingleDeviceSharding(self._device, memory_kind=memory_kind)
+        if "host" not in self.arrays:
+            self.arrays["host"] = self._pools.host(self.block_bytes)
+        if "device" not in self.arrays:
+            self.arrays["device"] = self._pools.device(self.block_bytes)
 
     def ids(self, method: Method, count: int, seed: int) -> tuple[tuple[Any, Any], Any]:
         """(source, destination) ids in the form of the method, and as NumPy arrays."""
         rng = np.random.default_rng(seed)
-        plain = tuple(rng.permutation(self.num_blocks)[:count].astype(np.int32) for _ in range(2))
-        if method.name == "dma":
+        plain = tuple(
+            rng.choice(self.num_blocks, count, replace=False).astype(np.int32) for _ in range(2)
+        )
+        if method.ids == HOST_IDS:
             return tuple(map(jaxkv.HostIds, plain)), plain  # type: ignore[return-value]
         kind = "pinned_host" if method.is_baseline else "device"
-        put = functools.partial(jax.device_put, device=self._sharding(kind))
+        place = self.arrays["host"].sharding.with_memory_kind(kind)
+        put = functools.partial(jax.device_put, device=place)
         # Baselines read them when the call is enqueued.
         return jax.block_until_ready(tuple(map(put, plain))), plain  # type: ignore[return-value]
 
-    def sides(self, direction: str) -> tuple[str, str]:
-        return ("host", "device") if direction == "load" else ("device", "host")
+    def sides(self, direction: str) -> tuple[jax.Array, jax.Array]:
+        """Source and destination."""
+        source, destination = names(direction)
+        return self.arrays[source], self.arrays[destination]
 
-    def chosen(self, direction: str, count: int) -> str:
-        """The implementation chosen by jaxkv's dispatch."""
-        source, destination = (self.arrays[side] for side in self.sides(direction))
-        ids, _ = self.ids(Method("dma"), count, 0)
-        (choice,) = selections_of(jaxkv.swap_blocks, source, destination, *ids)
-        return choice.implementation
+    def chosen(self, direction: str, count: int, ids: str) -> Method:
+        """The implementation that jaxkv chooses for ids of this form."""
+        given, _ = self.ids(Method("", ids), count, 0)
+        (choice,) = selections_of(jaxkv.swap_blocks, *self.sides(direction), *given)
+        return Method(choice.implementation, ids)
 
     def program(
         self, method: Method, direction: str, count: int, copies: int, *, stamped: bool = True
@@ -112,24 +126,9 @@ class Blocks:
         """
         made = [self.ids(method, count, seed) for seed in range(copies)]
         program = Program(self, method, direction, [ids for ids, _ in made], stamped)
-        source, destination = self.sides(direction)
-        before = self._on_device(destination)
-        program.run_once()
-        plain = np.array([ids for _, ids in made]).reshape(copies, 2, count)
-        wrong = _mismatches(
-            self._on_device(destination), before, self._on_device(source), jnp.asarray(plain)
-        )
-        if wrong:
-            raise AssertionError(
-                f"{method} {direction} {count} x {self.block_bytes}: {wrong} words"
-            )
+        if made:
+            program.verify([plain for _, plain in made])
         return program
-
-    def _on_device(self, side: str) -> jax.Array:
-        """A separate copy, as the array may be donated."""
-        if side == "host":
-            return jax.device_put(self.arrays[side], self._sharding("device"), may_alias=False)
-        return jnp.copy(self.arrays[side])
 
 
 class Program:
@@ -137,6 +136,7 @@ class Program:
 
     Attributes:
       num_sms: SMs per copy; 0 for the copy engine, the host and baselines.
+      calls: length of a chain.
     """
 
     def __init__(
@@ -147,16 +147,17 @@ class Program:
         ids: list[tuple[Any, Any]],
         stamped: bool,
     ):
-        self._blocks, self._method, self._ids = blocks, method, ids
-        self._source, self._destination = blocks.sides(direction)
-        arrays = (blocks.arrays[side] for side in (self._source, self._destination))
-        self.num_sms = method.sms_for(jaxkv.swap_blocks, *arrays, *ids[0]) if ids else 0
+        self._blocks, self._method, self._ids, self.calls = blocks, method, ids, 1
+        self._source, self._destination = names(direction)
+        sides = blocks.sides(direction)
+        pinned = copy_baselines.reads_pinned(sides[0])
+        self.num_sms = method.sms_for(jaxkv.swap_blocks, *sides, *ids[0]) if ids else 0
 
         @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
         def step(dst: jax.Array, src: jax.Array, ids: Any) -> jax.Array:
             dst = timestamps.stamp(dst, 0) if stamped else dst
-            for sources, destinations in ids:
-                dst = _copy(method.name, src, dst, sources, destinations)
+            for pair in ids:
+                dst = _copy(method.name, src, dst, *pair, pinned=pinned)
             return timestamps.stamp(dst, 1) if stamped else dst
 
         self._jitted = step
@@ -164,17 +165,31 @@ class Program:
     def step(self, destination: jax.Array) -> jax.Array:
         return self._jitted(destination, self._blocks.arrays[self._source], self._ids)
 
-    def run_once(self) -> None:
+    def verify(self, ids: list[tuple[np.ndarray, np.ndarray]]) -> None:
         """The first run, which compiles."""
-        self._advance(self.step)
+        source = self._blocks.arrays[self._source]
+        self._advance(lambda destination: verified(self.step, source, destination, ids))
+
+    def warm_up(self, seconds: float) -> None:
+        """Sets the length of a chain to about this time, after the graphs are captured."""
+        call = self.idle_calls(2)
+        self.calls = max(1, min(timing.MAX_CALLS, int(seconds / call.done)))
+
+    def chain(self) -> float:
+        """Seconds per call in one chain."""
+        run = functools.partial(
+            timing.seconds_per_call, self.step, calls=self.calls, repeats=1, warmup=0
+        )
+        return float(self._advance(run))
 
     def measure(self) -> timestamps.Timed:
         """Times a program with stamps."""
         return self._advance(functools.partial(timestamps.measure, self.step))
 
-    def idle_calls(self, repeats: int) -> timing.Call:
+    def idle_calls(self, repeats: int, after: Callable[[], None] = lambda: None) -> timing.Call:
         """Times single calls on an idle device."""
-        return self._advance(functools.partial(timing.single_call, self.step, repeats=repeats))
+        run = functools.partial(timing.single_call, self.step, repeats=repeats, after=after)
+        return self._advance(run)
 
     def _advance(self, run: Callable[[Any], Any]) -> Any:
         """Runs `destination -> destination` or `-> (figure, destination)`; returns the figure."""
@@ -187,9 +202,16 @@ class Program:
         return figure
 
 
-def _copy(name: str, src: jax.Array, dst: jax.Array, src_ids: Any, dst_ids: Any) -> jax.Array:
+def names(direction: str) -> tuple[str, str]:
+    """Source and destination of a direction."""
+    return ("host", "device") if direction == "load" else ("device", "host")
+
+
+def _copy(
+    name: str, src: jax.Array, dst: jax.Array, src_ids: Any, dst_ids: Any, *, pinned: bool
+) -> jax.Array:
     if name in copy_baselines.CODES:
-        return copy_baselines.copy(name, src, dst, src_ids, dst_ids)
+        return copy_baselines.copy(name, src, dst, src_ids, dst_ids, pinned=pinned)
     return jaxkv.swap_blocks(src, dst, src_ids, dst_ids)
 
 
@@ -199,18 +221,33 @@ def equal(one: Any, other: Any) -> jax.Array:
     return jax.tree.reduce(jnp.logical_and, jax.tree.map(jnp.array_equal, one, other))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _random(shape: tuple[int, ...], seed: int) -> jax.Array:
-    # Random, because copies of zeros can be faster than copies of real data.
-    bits = jax.random.bits(jax.random.key(seed), shape, jnp.uint32)
-    return jax.lax.bitcast_convert_type(bits, WORD)
+FACTORS = (2654435761, 40503, 2246822519, 3266489917, 668265263, 374761393)
 
 
-@jax.jit
-def _mismatches(
-    after: jax.Array, before: jax.Array, source: jax.Array, ids: jax.Array
-) -> jax.Array:
-    """Number of words that differ from the result of copies with `ids`, int32[copies, 2, n]."""
-    for sources, destinations in ids:
-        before = before.at[destinations].set(source[sources])
-    return jnp.sum(after != before)
+@functools.partial(jax.jit, static_argnames="seed", donate_argnums=0)
+def randomized(tree: Any, seed: int = 0) -> Any:
+    """Pseudo-random small integers; copies of zeros can be faster than those of data."""
+
+    def noise(x: jax.Array, number: int) -> jax.Array:
+        mixed = jnp.full(x.shape, 97 * seed + number, jnp.uint32)
+        for axis, factor in zip(range(x.ndim), FACTORS, strict=False):
+            mixed += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(factor)
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
+        mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0x297A2D39)
+        return ((mixed >> 24).astype(jnp.int32) - 128).astype(x.dtype)
+
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [noise(x, number) for number, x in enumerate(leaves)])
+
+
+UNITS = {"MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+
+
+def size_text(nbytes: int) -> str:
+    unit = next(unit for unit, size in UNITS.items() if nbytes % size == 0)
+    return f"{nbytes // UNITS[unit]} {unit}"
+
+
+def size_bytes(text: str) -> int:
+    number, unit = text.split()
+    return int(number) * UNITS[unit]

@@ -1,1 +1,0 @@
-"""Recurrent state benchmarks."""

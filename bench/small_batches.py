@@ -1,0 +1,148 @@
+"""Latency of copies of a few blocks of 8 KiB: `python -m bench.small_batches`.
+
+The time depends on the caller, so only equal metrics are compared:
+
+  - "time per copy (in a step)": cost of one more copy in a jitted program, (17 copies - 1) / 16,
+    each with its own ids and dependent on the previous one. jaxkv, and CUDA's copy engine by a
+    batch call and by a loop of calls, through an FFI call like jaxkv's.
+  - "latency (one call)": a call of a program with one copy, from before the call until the data is
+    available. The same baselines. It includes JAX's overhead of calling any program: the row "no
+    copy" measures that.
+  - "latency (outside JAX)": a native call and a wait for its stream; for information only, not
+    comparable with calls through JAX. The copy engine submitted from C++ with addresses prepared in
+    advance, and a Triton kernel with vLLM's parameters launched from Python.
+
+All times are by the host's clock, with an idle device before each call, in rounds. jaxkv as chosen,
+with either form of ids, is compared with the better baseline.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from bench.harness import copy_baselines, timing
+from bench.harness.blocks import (
+    DEVICE_IDS,
+    DIRECTIONS,
+    HOST_IDS,
+    Blocks,
+    Method,
+    Program,
+    methods,
+)
+from bench.harness.records import Results, arguments
+from jaxkv._src.autotune.pools import Pools, pool_bytes
+
+BLOCK_BYTES = 8192
+COUNTS = (1, 4, 16, 64)
+IN_STEP, ONE_CALL = "time per copy (in a step)", "latency (one call)"
+OUTSIDE = "latency (outside JAX)"
+RETURNS = "host time per call"
+BASELINES = (Method(copy_baselines.BATCH), Method(copy_baselines.LOOP))
+MOST_RATIO = 1.0
+
+
+class Effort(NamedTuple):
+    """Amount of work: copies of the longer program, rounds, and timed calls per round."""
+
+    copies: int
+    rounds: int
+    calls: int
+
+
+def inside_us(programs: Sequence[Program], effort: Effort) -> dict[str, float]:
+    """Microseconds of one copy inside JAX, by metric, in one round."""
+    one, many = (program.idle_calls(effort.calls) for program in programs)
+    seconds = {
+        IN_STEP: (many.done - one.done) / effort.copies,
+        ONE_CALL: one.done,
+        RETURNS: one.returns,
+    }
+    return {metric: float(taken) * 1e6 for metric, taken in seconds.items()}
+
+
+def samples_of(
+    made: Blocks, direction: str, count: int, effort: Effort
+) -> dict[Method, list[dict[str, float]]]:
+    """Times of each method by round."""
+    runs, platform = {}, jax.default_backend()
+    choices = [made.chosen(direction, count, ids) for ids in (DEVICE_IDS, HOST_IDS)]
+    baselines = BASELINES if platform == "gpu" else ()
+    for method in dict.fromkeys((*baselines, *methods(platform), *choices)):
+        with contextlib.suppress(NotImplementedError):  # not every implementation supports the call
+            programs = [
+                made.program(method, direction, count, copies, stamped=False)
+                for copies in (1, 1 + effort.copies)
+            ]
+            runs[method] = functools.partial(inside_us, programs, effort)
+    return timing.rounds(runs, effort.rounds)
+
+
+def record_inside(
+    results: Results, made: Blocks, direction: str, count: int, effort: Effort
+) -> None:
+    """Rows of one cell, and its targets if there are baselines."""
+    case = f"{direction}, {count} x 8 KiB"
+    taken = samples_of(made, direction, count, effort)
+    for metric in (IN_STEP, ONE_CALL, RETURNS):
+        samples = {method: [times[metric] for times in rounds] for method, rounds in taken.items()}
+        medians = {method: timing.median(values) for method, values in samples.items()}
+        others = {str(method): medians[method] for method in medians if method.is_baseline}
+        for method in (method for method in medians if not method.is_baseline):
+            results.row(f"{case}, {method}", metric, "us", medians[method], None, others)
+            print(f"{case}, {method}: {metric} {medians[method]:.1f} us, {others}", flush=True)
+        best = min((m for m in medians if m.is_baseline), key=medians.__getitem__, default=None)
+        for ids in (DEVICE_IDS, HOST_IDS):
+            if best is None or metric == RETURNS:
+                continue
+            chosen = made.chosen(direction, count, ids)
+            got = timing.ratio(samples[chosen], samples[best]) if chosen in samples else None
+            name = f"{case}: {metric}, as chosen with {ids}"
+            results.target(name, got, "<=", MOST_RATIO, "x best baseline")
+
+
+def record_outside(
+    results: Results, made: Blocks, direction: str, count: int, calls: int,
+    triton: copy_baselines.TritonTimes | None,
+) -> None:  # fmt: skip
+    _, ids = made.ids(BASELINES[0], count, 0)
+    for method in BASELINES:
+        sides = made.sides(direction)
+        taken = copy_baselines.run(method.name, *sides, ids, calls=1, repeats=calls).total
+        results.row(f"{direction}, {count} x 8 KiB, {method}", OUTSIDE, "us", taken * 1e6)
+    if triton:
+        taken = timing.median(triton.few[direction, count])
+        name = f"{direction}, {count} x 8 KiB, {copy_baselines.TRITON}"
+        results.row(name, OUTSIDE, "us", taken * 1e6)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = arguments(__doc__, argv)
+    results, on_gpu = Results("small_batches"), jax.default_backend() == "gpu"
+    effort = Effort(2, 2, 3) if flags.quick else Effort(16, 60, 6)
+    counts, triton, num_bytes = COUNTS[:1] if flags.quick else COUNTS, None, pool_bytes(1 << 24)
+    if on_gpu:
+        triton = copy_baselines.triton(
+            pool_bytes=num_bytes, blocks=[], count=0, few_block=BLOCK_BYTES, few_counts=counts
+        )
+    made = Blocks(Pools(num_bytes), BLOCK_BYTES)
+    calls = effort.rounds * effort.calls
+    for direction in DIRECTIONS:
+        for count in counts:
+            record_inside(results, made, direction, count, effort)
+            if on_gpu:
+                record_outside(results, made, direction, count, calls, triton)
+        no_copy = made.program(Method("no copy"), direction, 1, 0)
+        no_copy.idle_calls(2)
+        empty = no_copy.idle_calls(calls).done * 1e6
+        results.row(f"{direction}, no copy", ONE_CALL, "us", empty)
+    results.save(flags.out)
+    return results.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Arrays of blocks as large as those of an engine, for measurements of copies.
+
+Blocks of a small array share pages of the TLBs and rows of DRAM that those of a large one do not.
+Pinned memory takes seconds to create, so all arrays in host memory are views of the same pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._src.cache import host_memory, pinned_memory
+from jaxkv._src.runtime import native
+
+GIB = 1 << 30
+WANTED_BYTES = 32 * GIB
+TILE_BYTES = 67_108_748  # no multiple of a block, so that no two blocks are equal
+FILLERS = 8
+SAMPLED = 1024
+
+
+def pool_bytes(at_least: int) -> int:
+    """Bytes of a pool: 32 GiB if half of the free host memory and two thirds of HBM have room.
+
+    Args:
+      at_least: the result elsewhere, and without a GPU; twice the copied blocks will do.
+    """
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform == "gpu" else None
+    if not stats or "bytes_limit" not in stats:
+        return at_least
+    in_hbm = (stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * 2 // 3
+    limits = [host_memory._mem_available(), *(left for _, left in host_memory._cgroup_limits())]
+    return max(at_least, min(WANTED_BYTES, in_hbm, min(limits) // 2))
+
+
+class Pools:
+    """Pinned memory with random contents, and arrays of blocks of any size.
+
+    At any time only one array in host memory may be written: all are the same pages.
+
+    Attributes:
+      num_bytes: bytes of each array, or a few less.
+    """
+
+    def __init__(self, num_bytes: int):
+        self.num_bytes = num_bytes
+        device = jax.local_devices()[0]
+        self._device = device
+        node = host_memory.numa_node(device)
+        ordinals = [device.local_hardware_id] if device.platform == "gpu" else []
+        self._memory = native.extension().PinnedMemory(
+            num_bytes, -1 if node is None else node, ordinals
+        )
+        self._fill()
+
+    def _fill(self) -> None:
+        tile = np.random.default_rng(0).integers(0, 256, min(TILE_BYTES, self.num_bytes), np.uint8)
+        whole = _bytes_of(self.host(1, np.uint8))
+
+        def copy(begin: int) -> None:
+            part = whole[begin : begin + len(tile)]
+            part[:] = tile[: len(part)]
+
+        with ThreadPoolExecutor(FILLERS) as pool:
+            list(pool.map(copy, range(0, self.num_bytes, len(tile))))
+
+    def host(self, block_bytes: int, dtype: np.typing.DTypeLike | None = None) -> jax.Array:
+        """`dtype[num_blocks, words]` in pinned memory: a view, with the present contents."""
+        kind = np.dtype(dtype or _word(block_bytes))
+        shape = self.num_bytes // block_bytes, block_bytes // kind.itemsize
+        array = pinned_memory._as_array(self._memory, shape, kind, self._device)
+        kind_of_memory = pinned_memory.PINNED
+        sharding = jax.sharding.SingleDeviceSharding(self._device, memory_kind=kind_of_memory)
+        return pinned_memory._with_sharding(array, sharding)
+
+    def device(self, block_bytes: int, *, num_bytes: int | None = None, seed: int = 0) -> jax.Array:
+        """`dtype[num_blocks, words]` in device memory: a new array with pseudo-random contents."""
+        dtype = _word(block_bytes)
+        shape = (num_bytes or self.num_bytes) // block_bytes, block_bytes // dtype.itemsize
+        return _noise(shape, dtype, seed)
+
+
+def _word(block_bytes: int) -> np.dtype:
+    return np.dtype({1: np.int8, 2: np.int16, 4: np.int32}[math.gcd(4, block_bytes)])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _noise(shape: tuple[int, int], dtype: np.dtype, seed: int) -> jax.Array:
+    """A hash of row, column and seed: without temporaries, and of more than 2**32 elements."""
+    row = jax.lax.broadcasted_iota(jnp.uint32, shape, 0)
+    column = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
+    x = row * jnp.uint32(2654435761) + column * jnp.uint32(40503) + jnp.uint32(seed)
+    for factor in (0x2C1B3C6D, 0x297A2D39):
+        x = (x ^ (x >> 15)) * jnp.uint32(factor)
+    return (x ^ (x >> 15)).astype(dtype)
+
+
+def _bytes_of(array: jax.Array) -> np.ndarray:
+    """The memory of an array in host memory, without a copy."""
+    pointer = array.unsafe_buffer_pointer()
+    return np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(pointer))
+
+
+def rows(array: jax.Array, ids: np.ndarray) -> np.ndarray:
+    """The blocks `ids` of an array in either memory."""
+    jax.block_until_ready(array)
+    if array.sharding.memory_kind == pinned_memory.PINNED:
+        return _bytes_of(array).view(array.dtype).reshape(array.shape)[ids]
+    return np.asarray(array[jnp.asarray(ids)])
+
+
+def verified(
+    copy: Callable[[jax.Array], jax.Array],
+    source: jax.Array,
+    destination: jax.Array,
+    ids: list[tuple[np.ndarray, np.ndarray]],
+) -> jax.Array:
+    """The destination of the copies `ids` after `copy(destination)`, which are compared.
+
+    Compared are all blocks that were written; their neighbours and a sample of the others must be
+    as before.
+
+    Raises:
+      AssertionError: a block is wrong.
+    """
+    written = np.concatenate([to for _, to in ids])
+    rng = np.random.default_rng(1)
+    others = np.concatenate([rng.integers(0, len(destination), SAMPLED), written - 1, written + 1])
+    others = np.setdiff1d(others[(others >= 0) & (others < len(destination))], written)
+    before = rows(destination, others)
+    expected: dict[int, int] = {}
+    for from_, to in ids:  # later copies overwrite earlier ones
+        expected |= dict(zip(to.tolist(), from_.tolist(), strict=True))
+    wanted = rows(source, np.fromiter(expected.values(), np.int32, len(expected)))
+    destination = copy(destination)
+    got = rows(destination, np.fromiter(expected.keys(), np.int32, len(expected)))
+    pairs = (got, wanted), (rows(destination, others), before)
+    wrong = sum(int((a != b).any(axis=1).sum()) for a, b in pairs)
+    if wrong:
+        raise AssertionError(f"{wrong} blocks are wrong")
+    return destination

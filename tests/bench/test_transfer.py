@@ -1,0 +1,198 @@
+"""The benchmarks of block copies: verification, choices, and targets from samples."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from bench import profile_copy, small_batches, transfer
+from bench.harness import blocks, copy_baselines, timing
+from bench.harness.blocks import DEVICE_IDS, HOST_IDS, KIB, Blocks, Method, Program
+from bench.harness.copy_baselines import BATCH, SHORT_BATCH, TritonTimes
+from bench.harness.records import Results
+from jaxkv._src.autotune.pools import Pools
+from jaxkv._src.transfer import api, dispatch
+
+pytestmark = pytest.mark.end_to_end
+
+NAME = {"cpu": "host", "gpu": "kernel"}[jax.default_backend()]
+
+
+@pytest.fixture(scope="module")
+def pools():
+    return Pools(1 << 16)
+
+
+@pytest.mark.parametrize("direction", blocks.DIRECTIONS)
+def test_program_with_stamps_copies_and_is_timed(pools, direction):
+    made = Blocks(pools, KIB)
+    timed = made.program(Method(NAME), direction, 8, copies=2).measure()
+    assert 0 < timed.handlers < timed.done
+    assert 0 < timed.returns <= timed.done
+    assert (timed.gpu > 0) == (NAME == "kernel")
+
+
+@pytest.mark.parametrize("direction", blocks.DIRECTIONS)
+def test_program_with_wrong_bytes_raises_before_timing(monkeypatch, pools, direction):
+    monkeypatch.setattr(blocks, "_copy", lambda name, src, dst, *ids, pinned: dst)
+    with pytest.raises(AssertionError, match="blocks are wrong"):
+        Blocks(pools, KIB).program(Method(NAME), direction, 8, copies=1)
+
+
+def test_blocks_consumed_by_a_failed_program_are_recreated(pools):
+    made = Blocks(pools, KIB)
+    made.arrays.clear()
+    made.fill()
+    made.program(Method(NAME), "load", 8, copies=1)
+
+
+@pytest.mark.parametrize("method", [Method(NAME, num_sms=3), Method(NAME, HOST_IDS)])
+def test_program_uses_the_implementation_and_sms_of_its_method(pools, method, monkeypatch):
+    taken = []
+
+    def select_implementation(*args, **kwargs):
+        taken.append(dispatch.select_implementation(*args, **kwargs))
+        return taken[-1]
+
+    monkeypatch.setattr(api, "select_implementation", select_implementation)
+    program = Blocks(pools, KIB).program(method, "load", 8, copies=2)
+    assert {one.implementation for one in taken[1:]} == {NAME}
+    # The host has no SMs: the requested number has no effect and is not reported.
+    assert program.num_sms == (0 if NAME == "host" else method.num_sms or taken[0].num_sms)
+
+
+def test_baseline_method_uses_no_sms_and_forces_no_implementation():
+    with Method(BATCH).taken(Method(BATCH).sms_for(jaxkv.swap_blocks)):
+        assert dispatch._forced_implementation.get() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("baseline", copy_baselines.CODES)
+@pytest.mark.parametrize("direction", blocks.DIRECTIONS)
+def test_copy_baselines_inside_and_outside_jax_copy_all_blocks(pools, baseline, direction):
+    made = Blocks(pools, KIB)
+    made.program(Method(baseline), direction, 32, copies=2)  # verifies
+    source, destination = made.sides(direction)
+    _, ids = made.ids(Method(baseline), 32, seed=5)
+    took = copy_baselines.run(baseline, source, destination, ids, calls=2, repeats=2)
+    assert 0 < took.submit <= took.total
+    assert bool((destination[jnp.asarray(ids[1])] == source[jnp.asarray(ids[0])]).all())
+
+
+def cell_with(samples, chosen, count=10_000, size=16 * KIB, direction="load"):
+    """A cell with {method or baseline: seconds of a copy by round}."""
+    cell = transfer.Cell.__new__(transfer.Cell)
+    cell.samples, cell.choices, cell.count, cell.direction = samples, chosen, count, direction
+    cell.made = Blocks.__new__(Blocks)
+    cell.made.block_bytes, cell.nbytes = size, size * count
+    cell.name = transfer.cell_text(direction, size, count)
+    program = Program.__new__(Program)
+    program.num_sms = 4
+    cell.programs = dict.fromkeys(samples, program)
+    return cell
+
+
+def targets_of(cell, triton=None, many=True):
+    grid = transfer.FULL
+    bench = transfer.Bench(Results("transfer"), grid, None)
+    bench.targets(cell, ("one copy", 50.0), many=many, triton=triton)
+    return bench, {target.name.partition(": ")[2]: target for target in bench.results.targets}
+
+
+KERNEL, ON_HOST, DMA = Method("kernel"), Method("kernel", HOST_IDS), Method("dma", HOST_IDS)
+
+
+def test_targets_are_of_the_slower_choice_over_the_faster_batch_call():
+    samples = {
+        KERNEL: [4e-3, 4e-3, 4e-3],
+        ON_HOST: [5e-3, 6e-3, 5e-3],
+        DMA: [1e-3] * 3,  # not chosen
+        BATCH: [20e-3] * 3,
+        SHORT_BATCH: [10e-3, 12e-3, 10e-3],
+    }
+    bench, found = targets_of(cell_with(samples, [KERNEL, ON_HOST]))
+    speedup = found["speedup over the faster batch call"]
+    assert (speedup.got, speedup.error, speedup.met) == (2.0, 0.0, True)
+    rate = 16 * KIB * 10_000 / 1e9
+    assert speedup.bound == pytest.approx(50.0 / (rate / 10e-3))
+    peak = found["as chosen"]
+    assert peak.got == pytest.approx(rate / 5e-3 / 50)
+    assert bench.speedups["load"] == [2.0]
+
+
+def test_lowest_speedup_is_that_of_the_lowest_bound():
+    figures = [timing.Figure(1.0, 0.01), timing.Figure(1.1, 0.2)]
+    assert transfer.lowest_of(figures) is figures[1] and transfer.lowest_of([]) is None
+
+
+def test_baseline_of_few_blocks_is_called_in_jax():
+    samples = {
+        KERNEL: [4e-6] * 3, BATCH: [1e-6] * 3, Method(BATCH): [8e-6] * 3, ON_HOST: [2e-6] * 3,
+    }  # fmt: skip
+    bench, found = targets_of(cell_with(samples, [KERNEL, ON_HOST], count=64), many=False)
+    assert bench.speedups["load"] == [2.0] and not found
+
+
+def test_triton_is_compared_on_equal_sms():
+    same = Method("kernel", DEVICE_IDS, transfer.TRITON_SMS)
+    samples = {KERNEL: [1e-3] * 3, same: [4e-3] * 3}
+    bench, found = targets_of(cell_with(samples, [KERNEL], size=8 * KIB), triton=[6e-3] * 3)
+    assert found["speedup over Triton, 12 SMs each"].got == pytest.approx(1.5)
+    assert [float(speedup) for speedup in bench.over_triton] == [pytest.approx(1.5)]
+
+
+def test_small_batches_compare_each_choice_with_the_better_baseline(monkeypatch, pools):
+    rounds = {
+        Method(BATCH): 4.0, Method(copy_baselines.LOOP): 2.0, KERNEL: 1.0, DMA: 3.0,
+    }  # fmt: skip
+    metrics = (small_batches.IN_STEP, small_batches.ONE_CALL, small_batches.RETURNS)
+    samples = {method: [dict.fromkeys(metrics, us)] * 3 for method, us in rounds.items()}
+    monkeypatch.setattr(small_batches, "samples_of", lambda *_: samples)
+    made = Blocks(pools, 8 * KIB)
+    monkeypatch.setattr(made, "chosen", lambda *args: {DEVICE_IDS: KERNEL, HOST_IDS: DMA}[args[2]])
+    found = Results("small_batches")
+    small_batches.record_inside(found, made, "load", 4, small_batches.Effort(1, 1, 1))
+    assert [(t.got, t.met) for t in found.targets] == [(0.5, True), (1.5, False)] * 2
+
+
+def test_grid_counts_above_max_bytes_are_reduced():
+    grid = transfer.Grid((KIB, 4 * KIB, 8 * KIB), 100, (8 * KIB,), (1,), 1 << 20, 1 << 20)
+    assert grid.counts_of(KIB) == [100] and grid.counts_of(8 * KIB) == [1, 100]
+    assert grid.counts_of(64 * KIB) == [16]
+    assert 50_000 in transfer.FULL.counts_of(24 * KIB)
+
+
+def test_triton_answer_has_samples_by_direction(monkeypatch):
+    answer = '{"many": [["load", 1024, [1.0, 2.0]]], "few": [["store", 4, [3.0]]]}'
+    ran = type("", (), {"returncode": 0, "stdout": f"warning\n{answer}\n"})
+    monkeypatch.setattr(copy_baselines.subprocess, "run", lambda *_, **__: ran)
+    times = copy_baselines.triton(blocks=[1024])
+    assert times == TritonTimes({("load", 1024): [1.0, 2.0]}, {("store", 4): [3.0]})
+
+
+PROFILED = [
+    '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"',
+    '"0","void copy_blocks<8, uint4>(Params)","gpu__time_duration.sum","ns","204,800"',
+    '"0","k","lts__t_requests_aperture_sysmem.sum","request","1"',
+    '"0","k","pcie__read_bytes.sum","byte","11,534,336"',
+    '"0","k","pcie__write_bytes.sum","byte","1,048,576"',
+    '"0","k","smsp__issue_active.avg.pct_of_peak_sustained_active","%","6.5"',
+    '"0","k","smsp__warp_issue_stalled_long_scoreboard_per_warp_active.pct","%","92.5"',
+]
+
+
+def test_profile_from_tool_output_has_all_metrics_or_raises(monkeypatch):
+    printed = ["==PROF== Connected", "load, 10 us", *PROFILED]
+    found = Results("profile")
+    peak = profile_copy.peak_bandwidth
+    monkeypatch.setattr(peak, "contiguous_copy", lambda *_: ("one copy", 55.0))
+    case = profile_copy.Case("load", KIB, 12)
+    profile_copy.record(found, case, profile_copy.parse("\n".join(printed)))
+    values = {row.metric: row.value for row in found.rows}
+    assert values["kernel bandwidth"] == pytest.approx(10_000 * KIB / 204_800)
+    assert values["kernel time"] == pytest.approx(204.8)
+    assert values["bytes read (link)"] == 11
+    assert values["warps stalled on memory"] == 92.5
+    for lost in (printed[:3], printed[:2], ["==ERROR=="]):
+        with pytest.raises(ValueError, match="printed no"):
+            profile_copy.parse("\n".join(lost))
