@@ -12,7 +12,7 @@ from jaxkv._src.autotune import copies as autotune_copies
 from jaxkv._src.autotune import measurement
 from jaxkv._src.autotune.copies import Cell
 from jaxkv._src.transfer import dispatch
-from jaxkv._src.tuning import copy_table
+from jaxkv._src.tuning import copy_lookup, copy_table
 from jaxkv._src.tuning.copy_table import Candidate, CopySize, Implementation
 
 HOST = (Candidate("host", 0),)
@@ -38,7 +38,7 @@ def test_command_writes_valid_table(tmp_path):
         [rule] = table.rules[direction]
         [candidate] = rule.candidates
         assert candidate.implementation == "host" and candidate.gb_per_s
-    assert table.rules["overlapped"] == copy_table.default_table().rules["overlapped"]
+    assert table.rules["overlapped"] == copy_lookup.default_table().rules["overlapped"]
     assert out.read_text() in output
     assert "choices that differ from default.json" in output
 
@@ -157,7 +157,7 @@ def test_changes_are_reported_for_both_kinds_of_ids():
         ),
         (Cell("load", 512, 1000, ()), [Candidate("dma", 0, 1.0), Candidate("kernel", 12, 48.0)]),
     ]
-    before = copy_table.default_table()
+    before = copy_lookup.default_table()
     rules = {
         **before.rules,
         "load": autotune_copies.rules_of([(cell.size, m) for cell, m in rates]),

@@ -28,7 +28,7 @@ from jaxkv._src.autotune import all_reduce, measurement
 from jaxkv._src.autotune.rules import SAME_RATE, rules_of
 from jaxkv._src.environment import probes
 from jaxkv._src.transfer.dispatch import force_implementation
-from jaxkv._src.tuning import copy_table, table_files
+from jaxkv._src.tuning import copy_lookup, copy_table, table_files
 from jaxkv._src.tuning.copy_table import Candidate, CopySize, Table
 
 MEMORIES = {
@@ -249,7 +249,7 @@ def table_of(rates: Rates, peak_gb_per_s: dict[str, float], how: str) -> Table:
         date=probes.date(),
         versions=measurement.versions(),
         peak_gb_per_s={name: _rounded(rate) for name, rate in peak_gb_per_s.items()},
-        rules={**rules, "overlapped": copy_table.packaged_table(kind).rules["overlapped"]},
+        rules={**rules, "overlapped": copy_lookup.packaged_table(kind).rules["overlapped"]},
     )
 
 
@@ -305,9 +305,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = table_of(rates, peak, f"python -m jaxkv.tune{' --quick' if flags.quick else ''}")
     out = pathlib.Path(flags.out or table.name)
     out.write_text(table.to_text())
-    packaged = copy_table.packaged_table(table.device_kind)
+    packaged = copy_lookup.packaged_table(table.device_kind)
     different = changes(rates, packaged, copy_table.load(out))
     print(table.to_text())
     print(f"choices that differ from {packaged.source}:", *different or ["none"], sep="\n  ")
-    print(f"wrote {out}; set {copy_table.VARIABLE}={out} to use it")
+    print(f"wrote {out}; set {copy_lookup.VARIABLE}={out} to use it")
     return 0
