@@ -51,7 +51,7 @@ def test_default_table_has_all_implementations():
 
 @pytest.mark.parametrize("hardware", [None, AMPERE])
 def test_packaged_table_is_selected_by_device_kind(hardware):
-    assert copy_lookup.table_for("NVIDIA H200", hardware).name == "nvidia_h200.json"
+    assert copy_lookup.table_for("NVIDIA H200", hardware).head["name"] == "nvidia_h200.json"
     assert copy_lookup.is_packaged("NVIDIA H200") and not copy_lookup.is_packaged("Some GPU")
 
 
