@@ -7,7 +7,8 @@
 // and the owner of that entry finds the duplicate likewise. The reads of all ids are issued before
 // anything else, those of the share first, because loads from the host would delay the loads behind
 // them. While every entry is valid, pair i is entry i. If one is not, blocks do not communicate,
-// but all read the same list: pair i is then the i-th entry in range (regroup).
+// but all read the same list: pair i is then the i-th entry in range (regroup). A list of at most
+// 32 ids is the exception: one warp of each block checks all of it (list_few).
 #pragma once
 
 #include <algorithm>
@@ -80,6 +81,58 @@ struct ShareSize {
 
 // Placeholder of an entry that is not copied; reading block 0 is harmless.
 inline constexpr BlockPair kNoPair{0, -1};
+
+inline __device__ bool is_in_range(const IdParams& ids, BlockPair pair) {
+  // Unsigned comparison, so that negative ids (padding) are out of range as well.
+  return static_cast<uint32_t>(pair.source) < static_cast<uint32_t>(ids.num_sources) &&
+         static_cast<uint32_t>(pair.destination) < static_cast<uint32_t>(ids.num_destinations);
+}
+
+// Records an entry out of range, unless it is padding.
+inline __device__ void record_range_error(const IdParams& ids, uint32_t i, BlockPair pair) {
+  const auto [source, destination] = pair;
+  if (!ids.errors || source < 0 || destination < 0) return;
+  auto record = [&](ErrorCode fault, int32_t id, int32_t limit) {
+    record_error(ids.errors, {fault, ids.operation}, static_cast<int32_t>(i), id, limit);
+  };
+  if (source >= ids.num_sources) {
+    record(ErrorCode::kSourceOutOfRange, source, ids.num_sources);
+  } else if (destination >= ids.num_destinations) {
+    record(ErrorCode::kDestinationOutOfRange, destination, ids.num_destinations);
+  }
+}
+
+inline __device__ void record_duplicate(const IdParams& ids, uint32_t i, int32_t destination) {
+  if (!ids.errors) return;
+  record_error(ids.errors, {ErrorCode::kDuplicate, ids.operation}, static_cast<int32_t>(i),
+               destination, ids.num_destinations);
+}
+
+// A list of up to kFewIds ids is checked by one warp, which holds an entry in each lane: no hash
+// set, and one barrier.
+inline constexpr uint32_t kFewIds = 32;
+
+// Lists all pairs of few ids in `pairs`: the entries in range, kNoPair for a duplicate. Records the
+// invalid entries if `record`. Returns the number of pairs. All threads of the block must call it.
+inline __device__ uint32_t list_few(const IdParams& ids, bool record, BlockPair* pairs) {
+  __shared__ uint32_t num_pairs;
+  if (threadIdx.x < kFewIds) {
+    const uint32_t lane = threadIdx.x;
+    BlockPair entry = kNoPair;
+    if (lane < ids.num_ids) entry = {__ldg(ids.sources + lane), __ldg(ids.destinations + lane)};
+    const bool valid = is_in_range(ids, entry);
+    const uint32_t all_valid = __ballot_sync(~0u, valid);
+    // A valid destination is below 2^31 - 1; other lanes get keys of their own above.
+    const uint32_t key = valid ? static_cast<uint32_t>(entry.destination) : ~lane;
+    const bool duplicate = __popc(__match_any_sync(~0u, key)) > 1;
+    if (valid) pairs[__popc(all_valid & ((1u << lane) - 1))] = duplicate ? kNoPair : entry;
+    if (lane == 0) num_pairs = static_cast<uint32_t>(__popc(all_valid));
+    if (record) record_range_error(ids, lane, entry);
+    if (record && duplicate) record_duplicate(ids, lane, entry.destination);
+  }
+  __syncthreads();
+  return num_pairs;
+}
 
 // Destinations, by open addressing. A marked key is a duplicate. Almost all look-ups are misses,
 // which a bit filter answers: exactly, as long as the destination has no more blocks than the
@@ -237,11 +290,7 @@ class Share {
     if (copied_ids_) return {copied_sources_[i], copied_destinations_[i]};
     return {__ldg(ids_.sources + i), __ldg(ids_.destinations + i)};
   }
-  __device__ bool in_range(BlockPair pair) const {
-    // Unsigned comparison, so that negative ids (padding) are out of range as well.
-    return static_cast<uint32_t>(pair.source) < static_cast<uint32_t>(ids_.num_sources) &&
-           static_cast<uint32_t>(pair.destination) < static_cast<uint32_t>(ids_.num_destinations);
-  }
+  __device__ bool in_range(BlockPair pair) const { return is_in_range(ids_, pair); }
   __device__ void put(uint32_t place, BlockPair pair) {
     const bool valid = in_range(pair);
     pairs_[place] = valid ? pair : kNoPair;
@@ -346,7 +395,7 @@ class Share {
          i += blockDim.x) {
       const BlockPair pair = entry(i);
       if (in_range(pair) && set_.is_marked(pair.destination)) {
-        record(ErrorCode::kDuplicate, i, pair.destination, ids_.num_destinations);
+        record_duplicate(ids_, i, pair.destination);
       }
     }
     for (uint32_t k = threadIdx.x; k < claim.pairs.size(); k += blockDim.x) {
@@ -357,18 +406,8 @@ class Share {
 
   __device__ void record_range_errors() {
     for (uint32_t i = threadIdx.x; i < ids_.num_ids; i += blockDim.x) {
-      const auto [source, destination] = entry(i);
-      if (source < 0 || destination < 0) continue;
-      if (source >= ids_.num_sources) {
-        record(ErrorCode::kSourceOutOfRange, i, source, ids_.num_sources);
-      } else if (destination >= ids_.num_destinations) {
-        record(ErrorCode::kDestinationOutOfRange, i, destination, ids_.num_destinations);
-      }
+      record_range_error(ids_, i, entry(i));
     }
-  }
-  __device__ void record(ErrorCode fault, uint32_t i, int32_t id, int32_t limit) {
-    if (ids_.errors)
-      record_error(ids_.errors, {fault, ids_.operation}, static_cast<int32_t>(i), id, limit);
   }
 
   const IdParams& ids_;
