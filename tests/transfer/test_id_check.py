@@ -110,7 +110,8 @@ def test_verdict_of_few_ids(library, seed, n, descending, record, wrong, padding
     """All pairs in order, and each invalid entry recorded once, by one thread block of several."""
     rng = np.random.default_rng(seed)
     limits = num_sources, num_destinations = n + 3, n + 5
-    ids = [rng.permutation(limit)[:n].astype(np.int32) for limit in limits]
+    sources, destinations = (rng.permutation(limit)[:n].astype(np.int32) for limit in limits)
+    ids = sources, destinations
     for i in rng.integers(0, max(n, 1), min(wrong, n)):
         bad = rng.integers(4)
         ids[bad % 2][i] = [num_sources, num_destinations, -5, ids[1][rng.integers(n)]][bad]
@@ -118,8 +119,9 @@ def test_verdict_of_few_ids(library, seed, n, descending, record, wrong, padding
 
     numbers = np.array([64, descending, 1, 0, n, *limits], np.int64)
     pairs, count = np.full((32, 2), -9, np.int32), np.zeros(1, np.int32)
-    numbers_of = [ctypes.c_void_p(array.ctypes.data) for array in (numbers, *ids, pairs, count)]
-    faults = library.run_few(*numbers_of[:3], ctypes.c_int32(record), *numbers_of[3:])
+    arrays: list[np.ndarray] = [numbers, sources, destinations, pairs, count]
+    addresses = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
+    faults = library.run_few(*addresses[:3], ctypes.c_int32(record), *addresses[3:])
 
     valid = (ids[0] >= 0) & (ids[0] < num_sources) & (ids[1] >= 0) & (ids[1] < num_destinations)
     entries = np.stack(ids, axis=1)[valid]
@@ -127,4 +129,4 @@ def test_verdict_of_few_ids(library, seed, n, descending, record, wrong, padding
     entries[repeated] = [0, -1]
     np.testing.assert_array_equal(pairs[: count[0]], entries)
     assert count[0] == len(entries) and (pairs[count[0] :] == -9).all()
-    assert faults == (reference(*ids, limits)[1] if record else 0)
+    assert faults == (reference(sources, destinations, limits)[1] if record else 0)
