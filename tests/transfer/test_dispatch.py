@@ -17,6 +17,7 @@ from jaxkv._src.transfer import dispatch
 from jaxkv._src.transfer.dispatch import Machine, force_implementation, select_implementation
 from jaxkv._src.transfer.resolve import resolve
 from jaxkv._src.tuning import copy_lookup, copy_table, table_files
+from jaxkv._src.tuning.hardware import Hardware
 from tests.util.layout_reference import assert_same_bytes, random_array
 from tests.util.strategies import reference_layouts
 from tests.util.transfer_cases import assert_rejected, make_case, put
@@ -201,6 +202,18 @@ def test_unknown_device_kind_uses_the_default_table(machine):
     small, large = swap("load", 8192, 10_000), swap("load", 65536, 10, on_host=True)
     assert (small.implementation, large.implementation) == ("kernel", "dma")
     assert "default.json (not measured: python -m jaxkv.tune" in small.text
+
+
+def test_gpu_of_unknown_kind_uses_rules_derived_from_others(machine):
+    """By its link: with half the rate, what 64 KiB are to the measured GPU 32 KiB are to it."""
+    machine(H200)
+    measured = swap("load", 65536, 1000, on_host=True)
+    machine(Machine("gpu", "Some GPU", True, Hardware("8.0", 108, 4, 16)))
+    chosen = swap("load", 32768, 1000, on_host=True)
+    assert chosen.implementation == measured.implementation == "dma"
+    assert "nvidia_h200.json (commit" in chosen.text.splitlines()[-1]
+    assert "for compute capability 8.0, PCIe 4 x16: load, " in chosen.text.splitlines()[-1]
+    assert "GB/s" not in chosen.text
 
 
 def test_gpu_without_cuda_handlers_is_unsupported(machine):
