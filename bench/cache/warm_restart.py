@@ -151,7 +151,7 @@ def measure(results: Results, gib: int, quick: bool) -> None:
     row(results, case, "attach takes", "s", attached["attach"])
     row(results, case, "attach since the start of the process", "s", attached["restart"])
     row(results, case, "wrong elements after the restart", "elements", attached["wrong"])
-    results.target(f"{case}: wrong elements after SIGKILL", attached["wrong"], "<=", 0, "elements")
+    results.check(f"{case}: wrong elements after SIGKILL", attached["wrong"], "<=", 0, "elements")
     if gib == DEFAULT_GIB and not quick:
         results.target(f"{case}: warm restart", attached["restart"], "<=", MOST_SECONDS, "s")
 
@@ -162,9 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results("warm_restart")
     measure(results, flags.gib, flags.quick)
     results.save(flags.out)
-    for target in results.targets:
+    for target in (*results.targets, *results.checks):
         print(f"{'met' if target.met else 'MISSED':7} {target.name}: {target.got}")
-    return 0
+    return results.exit_code
 
 
 if __name__ == "__main__":

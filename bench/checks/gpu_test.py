@@ -61,8 +61,8 @@ class Outcomes:
             results.row(f"{file}: {reason}", "skip reason", "tests", number)
         for nodeid in self.failures:
             results.row(nodeid, "failed", "tests", 1)
-        results.target("failed tests", self.total("failed"), "==", 0, "tests")
-        results.target("passed tests", self.total("passed"), ">=", 1, "tests")
+        results.check("failed tests", self.total("failed"), "==", 0, "tests")
+        results.check("passed tests", self.total("passed"), ">=", 1, "tests")
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:

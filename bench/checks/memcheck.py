@@ -16,19 +16,19 @@ TOOL = "compute-sanitizer"
 
 
 def record(results: Results, output: str) -> bool:
-    """Rows and targets from the output of compute-sanitizer and pytest; whether all are met."""
+    """Rows and checks from the output of compute-sanitizer and pytest; whether all are met."""
     counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed)", output)}
     errors = [int(count) for count in re.findall(r"ERROR SUMMARY: (\d+) error", output)]
     for outcome in ("passed", "failed"):
         results.row("tests marked sanitizer", outcome, "tests", counts.get(outcome, 0))
     # A missing summary means that the tool itself failed: no measurement, as opposed to no error.
     found = sum(errors) if errors else None
-    targets = [
-        results.target("memory errors in the CUDA handlers", found, "==", 0, "errors"),
-        results.target("failed tests", counts.get("failed", 0), "==", 0, "tests"),
-        results.target("passed tests", counts.get("passed", 0), ">=", 1, "tests"),
+    checks = [
+        results.check("memory errors in the CUDA handlers", found, "==", 0, "errors"),
+        results.check("failed tests", counts.get("failed", 0), "==", 0, "tests"),
+        results.check("passed tests", counts.get("passed", 0), ">=", 1, "tests"),
     ]
-    return all(target.met for target in targets)
+    return all(check.met for check in checks)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

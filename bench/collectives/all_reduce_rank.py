@@ -93,7 +93,7 @@ class Program:
     chains: dict[str, Any]
     states: dict[str, jax.Array]
     expected: np.ndarray
-    samples: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    samples: list[dict[str, timing.Figure]] = dataclasses.field(default_factory=list)
 
     @property
     def profiled_chain(self) -> str:

@@ -12,7 +12,6 @@ step.
 import contextlib
 import functools
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -178,14 +177,14 @@ def measure(results: Results, stack: Stack, batches: Sequence[int]) -> None:
         for batch in batches:
             message = jax.ShapeDtypeStruct((batch, model.hidden), jnp.bfloat16)
             chosen = jaxkv.explain(jaxkv.all_reduce, memory, message, AXIS)
-            seconds = seconds_of(stack, steps, batch)
+            samples = samples_of(stack, steps, batch)
             memory.check_errors()
-            record(results, stack, batch, seconds)
+            record(results, stack, batch, samples)
             print(f"{' ' * 8}{chosen}", flush=True)
 
 
-def seconds_of(stack: Stack, steps: dict[str, Step], batch: int) -> dict[str, float]:
-    """Median seconds of a step for each method.
+def samples_of(stack: Stack, steps: dict[str, Step], batch: int) -> dict[str, list[float]]:
+    """Seconds of a step for each method, by round.
 
     Raises:
       AssertionError: jaxkv and psum give different activations.
@@ -198,17 +197,18 @@ def seconds_of(stack: Stack, steps: dict[str, Step], batch: int) -> dict[str, fl
     if not apart <= TOLERANCE:
         raise AssertionError(f"batch {batch}: activations differ by {apart:.3f} of their norm")
     calls = steps_of_chain(lambda: steps[PSUM](jnp.copy(first), caches))
-    samples: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(1 + stack.model.rounds):
-        for name, step in steps.items():
-            x = jax.block_until_ready(jnp.copy(first))
-            start = time.perf_counter()
-            for _ in range(calls):
-                x = step(x, caches)
-            jax.block_until_ready(x)
-            if number:  # the first captures the graphs
-                samples[name].append((time.perf_counter() - start) / calls)
-    return {name: statistics.median(taken) for name, taken in samples.items()}
+
+    def sample(step: Step) -> float:
+        x = jax.block_until_ready(jnp.copy(first))
+        start = time.perf_counter()
+        for _ in range(calls):
+            x = step(x, caches)
+        jax.block_until_ready(x)
+        return (time.perf_counter() - start) / calls
+
+    runs = {name: functools.partial(sample, step) for name, step in steps.items()}
+    taken = timing.rounds(runs, 1 + stack.model.rounds)
+    return {name: samples[1:] for name, samples in taken.items()}  # the first captures the graphs
 
 
 def steps_of_chain(step: Callable[[], jax.Array]) -> int:
@@ -223,12 +223,12 @@ def steps_of_chain(step: Callable[[], jax.Array]) -> int:
     return timing.chain_length(taken)
 
 
-def record(results: Results, stack: Stack, batch: int, seconds: dict[str, float]) -> None:
+def record(results: Results, stack: Stack, batch: int, samples: dict[str, list[float]]) -> None:
     case = f"{stack.world} devices, {stack.model.layers} layers, batch {batch}"
-    milliseconds = {name: taken * 1e3 for name, taken in seconds.items()}
+    milliseconds = {name: timing.median(taken) * 1e3 for name, taken in samples.items()}
     baselines = {name: milliseconds[name] for name in (PSUM, NO_ALL_REDUCE)}
     results.row(case, "time per step", "ms", milliseconds[JAXKV], None, baselines)
-    ratio, bound = (seconds[name] / seconds[PSUM] for name in (JAXKV, NO_ALL_REDUCE))
+    ratio, bound = (timing.ratio(samples[name], samples[PSUM]) for name in (JAXKV, NO_ALL_REDUCE))
     times = ", ".join(f"{name} {taken:.3f}" for name, taken in milliseconds.items())
     print(f"{case}: {times} ms; {ratio:.3f} x psum, {bound:.3f} without all-reduces", flush=True)
     if jax.default_backend() == "gpu":

@@ -1,23 +1,29 @@
-"""Records of a benchmark: rows, targets, and their JSON file.
+"""Records of a benchmark: rows, targets, checks, and their JSON file.
 
 A file contains the measurements, the commit and the machine:
 
-    {commit, dirty, env, rows: [{case, metric, unit, value, peak, baselines}],
-     targets: [{name, want: {op, value, unit}, got, met, bound}]}
+    {commit, dirty, env, rows: [{case, metric, unit, value, peak, baselines, error}],
+     targets: [{name, want: {op, value, unit}, got, error, met, bound}], checks: [the same]}
 
-Peak bandwidths and baselines are measured in the same run as their value.
+Peak bandwidths and baselines are measured in the same run as their value. Targets are of
+performance, checks of correctness. "error" is the standard error of the value: 0 of exact values,
+null of a single sample.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import operator
 import os
 import pathlib
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from bench.harness import older
+from bench.harness.timing import Figure
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent.parent
 RESULTS = REPOSITORY / "bench" / "results"
@@ -26,7 +32,6 @@ EVIDENCE = (
     "bench/results",
     "docs/plots",
     "docs/performance.md",
-    "docs/targets.md",
     "docs/offload.md",
     "README.md",
 )
@@ -47,6 +52,7 @@ class Row:
       value: the figure.
       peak: peak bandwidth: {"name", "value"}.
       baselines: figures of the baselines, by name.
+      error: standard error of `value`; None if there is none.
     """
 
     case: str
@@ -55,19 +61,22 @@ class Row:
     value: float
     peak: dict[str, Any] | None = None
     baselines: dict[str, float] = dataclasses.field(default_factory=dict)
+    error: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A target and the measured figure; `met` follows from the two.
+    """A target or a check, and the measured figure; `met` follows from the two.
 
     Attributes:
       name: the measured quantity.
-      op: one of OPERATORS; the target is met if `got op want`.
+      op: one of OPERATORS; the target is met if `got op want`, also with a `got` that is worse by
+        two standard errors.
       want: the target figure.
       unit: unit of both figures.
       got: the measured figure, None if not measured.
       bound: figure of a copy at peak bandwidth in the same run; None without a peak.
+      error: standard error of `got`; None of a single sample.
     """
 
     name: str
@@ -76,6 +85,7 @@ class Target:
     unit: str
     got: float | None
     bound: float | None = None
+    error: float | None = None
 
     def __post_init__(self) -> None:
         if self.op not in OPERATORS:
@@ -84,36 +94,51 @@ class Target:
     @property
     def met(self) -> bool | None:
         """None without a measurement."""
-        return self._holds(self.got)
+        worse = {"<=": 2.0, ">=": -2.0, "==": 0.0}[self.op] * (self.error or 0.0)
+        return None if self.got is None else self._holds(self.got + worse)
 
     @property
     def above_peak(self) -> bool:
         """Whether a copy at peak bandwidth would miss the target."""
-        return self._holds(self.bound) is False
+        return self.bound is not None and not self._holds(self.bound)
 
-    def _holds(self, value: float | None) -> bool | None:
-        return None if value is None else bool(OPERATORS[self.op](value, self.want))
+    def _holds(self, value: float) -> bool:
+        return bool(OPERATORS[self.op](value, self.want))
 
     def to_json(self) -> dict[str, Any]:
         want = {"op": self.op, "value": self.want, "unit": self.unit}
         return {
-            "name": self.name, "want": want, "got": self.got, "met": self.met, "bound": self.bound,
+            "name": self.name, "want": want, "got": self.got, "error": self.error, "met": self.met,
+            "bound": self.bound,
         }  # fmt: skip
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Target":
-        want = content["want"]
-        bound = content.get("bound")  # absent in older records
-        return cls(content["name"], want["op"], want["value"], want["unit"], content["got"], bound)
+        """Older records have no bound or no error."""
+        want, others = content["want"], (content.get("bound"), content.get("error"))
+        return cls(
+            content["name"], want["op"], want["value"], want["unit"], content["got"], *others
+        )
+
+
+def plain(value: float) -> tuple[float, float | None]:
+    """A value and its error as in a record."""
+    if not isinstance(value, Figure):
+        return value, 0.0 if isinstance(value, int) else None
+    return float(value), None if math.isnan(value.error) else value.error
 
 
 class Results:
-    """Collects the rows and targets of one benchmark and saves them."""
+    """Collects the rows, targets and checks of one benchmark and saves them.
+
+    A record of a CPU has no targets: their figures are for GPUs.
+    """
 
     def __init__(self, name: str):
         self.name = name
         self.rows: list[Row] = []
         self.targets: list[Target] = []
+        self.checks: list[Target] = []
 
     def row(
         self,
@@ -122,10 +147,12 @@ class Results:
         unit: str,
         value: float,
         peak: tuple[str, float] | None = None,
-        baselines: dict[str, float] | None = None,
+        baselines: Mapping[str, float] | None = None,
     ) -> Row:
-        named = {"name": peak[0], "value": peak[1]} if peak else None
-        self.rows.append(Row(case, metric, unit, value, named, baselines or {}))
+        named = {"name": peak[0], "value": float(peak[1])} if peak else None
+        others = {name: float(other) for name, other in (baselines or {}).items()}
+        value, error = plain(value)
+        self.rows.append(Row(case, metric, unit, value, named, others, error))
         return self.rows[-1]
 
     def target(
@@ -137,8 +164,20 @@ class Results:
         unit: str,
         bound: float | None = None,
     ) -> Target:
-        self.targets.append(Target(name, op, want, unit, got, bound))
+        figure, error = (None, None) if got is None else plain(got)
+        at_peak = None if bound is None else float(bound)
+        self.targets.append(Target(name, op, want, unit, figure, at_peak, error))
         return self.targets[-1]
+
+    def check(self, name: str, got: float | None, op: str, want: float, unit: str) -> Target:
+        """A condition of correctness on an exact figure."""
+        self.checks.append(Target(name, op, want, unit, got, None, 0.0))
+        return self.checks[-1]
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a check failed."""
+        return int(any(check.met is False for check in self.checks))
 
     def to_json(self) -> dict[str, Any]:
         from jaxkv._src.environment import report
@@ -150,6 +189,7 @@ class Results:
             "env": report.report(),
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "targets": [target.to_json() for target in self.targets],
+            "checks": [check.to_json() for check in self.checks],
         }
 
     def save(
@@ -188,6 +228,7 @@ class File:
     env: dict[str, Any]
     rows: list[Row]
     targets: list[Target]
+    checks: list[Target] = dataclasses.field(default_factory=list)
 
     @property
     def bench(self) -> str:
@@ -218,23 +259,19 @@ def read(root: pathlib.Path = RESULTS) -> list[File]:
 
 def _read_file(path: pathlib.Path) -> File:
     content = json.loads(path.read_text())
-    targets = [Target.from_json(target) for target in content["targets"]]
-    for target, stored in zip(targets, content["targets"], strict=True):
-        if target.met != stored["met"]:
-            raise ValueError(
-                f"{path}: target {target.name!r} has met={stored['met']}, but its figures give "
-                f"met={target.met}"
-            )
+    content = older.adapted(content)
+    found = {}
+    for kind in ("targets", "checks"):
+        found[kind] = [Target.from_json(target) for target in content[kind]]
+        for target, stored in zip(found[kind], content[kind], strict=True):
+            if target.met != stored["met"]:
+                raise ValueError(
+                    f"{path}: target {target.name!r} has met={stored['met']}, but its figures give "
+                    f"met={target.met}"
+                )
     rows = [Row(**row) for row in content["rows"]]
-    return File(
-        path.parent.name,
-        path.stem,
-        content["commit"],
-        content["dirty"],
-        content["env"],
-        rows,
-        targets,
-    )
+    about = content["commit"], content["dirty"], content["env"]
+    return File(path.parent.name, path.stem, *about, rows, found["targets"], found["checks"])
 
 
 def _one_line_each(content: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ multiple of the cost.)
 """
 
 import ctypes
-import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import numpy as np
 from bench.harness import timing
 from bench.harness.copy_baselines import library
 
-REPEATS = 3
+REPEATS = 5
 IDLE_REPEATS = 5
 
 
@@ -55,11 +54,11 @@ class Timed(NamedTuple):
       gpu: GPU time between the stamps of a call in a chain; NaN without a GPU.
     """
 
-    total: float
-    returns: float
-    done: float
-    handlers: float
-    gpu: float
+    total: timing.Figure
+    returns: timing.Figure
+    done: timing.Figure
+    handlers: timing.Figure
+    gpu: timing.Figure
 
 
 def measure(step: Callable[[Any], Any], state: Any) -> tuple[Timed, Any]:
@@ -70,9 +69,9 @@ def measure(step: Callable[[Any], Any], state: Any) -> tuple[Timed, Any]:
     for warmup in (1, *[0] * (REPEATS - 1)):
         total, state = timing.seconds_per_call(step, state, calls=calls, repeats=1, warmup=warmup)
         chains.append((total, stamped()[1]))  # stamps of the last call
-    total, gpu = map(statistics.median, zip(*chains, strict=True))
+    totals, gpu = map(timing.median, zip(*chains, strict=True))
     on_host: list[float] = []
     idle, state = timing.single_call(
         step, state, repeats=IDLE_REPEATS, after=lambda: on_host.append(stamped()[0])
     )
-    return Timed(total, *idle, statistics.median(on_host), gpu), state
+    return Timed(totals, *idle, timing.median(on_host), gpu), state

@@ -1,22 +1,103 @@
-"""Timing of device work by the host's clock."""
+"""Timing of device work by the host's clock, and the statistics of all benchmarks.
+
+A figure is the median of samples with its standard error. Two methods are compared by the median of
+the ratios of rounds, in each of which every method runs once, in random order.
+"""
 
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 CHAIN_SECONDS = 0.12  # the start and end of a chain take up to a millisecond
 MAX_CALLS = 100
-# Labels of a ratio with its error: the row of the error, and the target.
-TWO_ERRORS, WITHIN = "2 standard errors of the ratio", "within 2 standard errors"
+
+
+class Figure(float):
+    """A measured value with its standard error, which arithmetic propagates.
+
+    Operands of arithmetic are taken as independent; for the ratio of two methods that ran in the
+    same rounds use `ratio`. A count or another exact value is `Figure(value)`.
+
+    Attributes:
+      error: standard error; NaN for a single sample.
+    """
+
+    error: float
+
+    def __new__(cls, value: float, error: float = 0.0) -> "Figure":
+        figure = super().__new__(cls, value)
+        figure.error = error
+        return figure
+
+    def __add__(self, other: float) -> "Figure":
+        return Figure(float(self) + float(other), math.hypot(self.error, error_of(other)))
+
+    def __sub__(self, other: float) -> "Figure":
+        return Figure(float(self) - float(other), math.hypot(self.error, error_of(other)))
+
+    def __mul__(self, other: float) -> "Figure":
+        a, b = float(self), float(other)
+        return Figure(a * b, math.hypot(self.error * b, a * error_of(other)))
+
+    def __truediv__(self, other: float) -> "Figure":
+        a, b = float(self), float(other)
+        return Figure(a / b, math.hypot(self.error / b, a / b * error_of(other) / b))
+
+    def __rtruediv__(self, other: float) -> "Figure":
+        return Figure(other) / self
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+def error_of(value: float) -> float:
+    """Standard error; 0 for a plain number."""
+    return value.error if isinstance(value, Figure) else 0.0
+
+
+def median(samples: Sequence[float]) -> Figure:
+    """The median, and its standard error for a normal distribution; NaN of a single sample."""
+    middle = statistics.median(map(float, samples))
+    if len(samples) == 1:
+        return Figure(middle, math.nan)
+    deviation = 1.4826 * statistics.median(abs(sample - middle) for sample in map(float, samples))
+    return Figure(middle, 1.2533 * deviation / math.sqrt(len(samples)))
+
+
+def ratio(times: Sequence[float], baseline: Sequence[float]) -> Figure:
+    """Median of the ratios of the rounds."""
+    return median([float(a) / float(b) for a, b in zip(times, baseline, strict=True)])
+
+
+def rounds(
+    methods: Mapping[str, Callable[[], Any]], count: int, *, seconds: float = 0.0
+) -> dict[str, list[Any]]:
+    """Samples of each method by round.
+
+    Every round runs all methods, in a new random order: clocks and temperatures drift, and depend
+    on what ran before.
+
+    Args:
+      methods: functions that return one sample.
+      count: rounds.
+      seconds: more rounds, until this time has passed.
+    """
+    rng, taken = random.Random(0), {name: list[Any]() for name in methods}
+    begin, done = time.perf_counter(), 0
+    while done < count or (methods and time.perf_counter() - begin < seconds):
+        for name in rng.sample([*methods], len(methods)):
+            taken[name].append(methods[name]())
+        done += 1
+    return taken
 
 
 def seconds_per_call(
     step: Callable[[Any], Any], state: Any, *, calls: int, repeats: int, warmup: int = 2
-) -> tuple[float, Any]:
+) -> tuple[Figure, Any]:
     """Median seconds per call in a chain `state = step(state)`.
 
     Calls follow each other without waiting, so that launches overlap with device work as in an
@@ -41,7 +122,7 @@ def seconds_per_call(
         state = jax.block_until_ready(state)
         if repeat >= warmup:
             samples.append((time.perf_counter() - start) / calls)
-    return statistics.median(samples), state
+    return median(samples), state
 
 
 class Call(NamedTuple):
@@ -52,8 +133,8 @@ class Call(NamedTuple):
       done: latency, until the results are available.
     """
 
-    returns: float
-    done: float
+    returns: Figure
+    done: Figure
 
 
 def single_call(
@@ -80,17 +161,9 @@ def single_call(
         state = jax.block_until_ready(state)
         samples.append((returned - start, time.perf_counter() - start))
         after()
-    return Call(*map(statistics.median, zip(*samples, strict=True))), state
+    return Call(*map(median, zip(*samples, strict=True))), state
 
 
 def chain_length(seconds: float) -> int:
     """Shortest chain that can be timed accurately, in calls of `seconds`."""
     return max(1, min(MAX_CALLS, int(CHAIN_SECONDS / seconds)))
-
-
-def ratio(times: list[float], baseline: list[float]) -> tuple[float, float]:
-    """Median of the ratios of the rounds, and its standard error for a normal distribution."""
-    ratios = [a / b for a, b in zip(times, baseline, strict=True)]
-    median = statistics.median(ratios)
-    deviation = 1.4826 * statistics.median(abs(r - median) for r in ratios)
-    return median, 1.2533 * deviation / math.sqrt(len(ratios))

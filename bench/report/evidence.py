@@ -1,48 +1,33 @@
 """Lists targets and measurements, and writes both into the documentation.
 
 `python -m bench.report.evidence` reads every `bench/results/<device>/<name>.json`, prints each
-target with the age of its measurement, and regenerates the plots and the sections of DOCUMENTS
+target and check with its measurement, and regenerates the plots and the sections of DOCUMENTS
 between
 
     <!-- generated: NAME -->
     <!-- end -->
 
 with the table of that name in `bench.report.tables`. `--check` writes nothing, and fails if a
-document is out of date; plots are not compared, as their bytes differ between matplotlib versions.
+document is out of date, or a record stale and not pending (`bench.report.staleness`); plots are not
+compared, as their bytes differ between matplotlib versions.
 """
 
 import argparse
 import pathlib
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 
-from bench.harness.records import REPOSITORY, File, git, read
-from bench.report import plots
+from bench.harness.records import REPOSITORY, File, read
+from bench.report import plots, staleness
 from bench.report.tables import TABLES, drawn_rows, figures, plot_name, verdict
 
 DOCUMENTS = [
     REPOSITORY / name
-    for name in ("README.md", "docs/offload.md", "docs/performance.md", "docs/targets.md")
+    for name in ("README.md", "bench/results/README.md", "docs/offload.md", "docs/performance.md")
 ]
 PLOTS = REPOSITORY / "docs" / "plots"
-MEASURED_CODE = ("jaxkv", "cuda")
 MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def age(file: File, repository: pathlib.Path = REPOSITORY) -> str:
-    """Number of commits that touched the measured code since the measurement."""
-    if file.commit is None:
-        return "unknown commit"
-    try:
-        commits = git(
-            "rev-list", "--count", f"{file.commit}..HEAD", "--", *MEASURED_CODE,
-            repository=repository,
-        )  # fmt: skip
-    except (OSError, subprocess.CalledProcessError):
-        return "commit not in this history"
-    return "current" if commits == "0" else f"{commits} commits behind"
 
 
 def regenerate(text: str, files: Sequence[File]) -> str:
@@ -83,8 +68,10 @@ def draw(files: Sequence[File], folder: pathlib.Path = PLOTS) -> list[pathlib.Pa
 def listing(files: Sequence[File]) -> str:
     lines = []
     for file in files:
-        lines.append(f"{file.device}/{file.name}: {file.revision}, {file.date}, {age(file)}")
-        for target in file.targets:
+        why = staleness.staleness(file)
+        age = f"stale: {why}" if why else "current"
+        lines.append(f"{file.device}/{file.name}: {file.revision}, {file.date}, {age}")
+        for target in (*file.targets, *file.checks):
             want, got = figures(target)
             lines.append(f"  {verdict(target):12} {target.name}: target {want}, measured {got}")
     return "\n".join(lines) or "no result files"
@@ -99,17 +86,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = read()
     print(listing(files))
     files = [file for file in files if file.device != "cpu"]  # not committed: no GPU, no claim
-    stale = False
+    outdated = staleness.failures(files, staleness.pending()) if flags.check else []
     for path in DOCUMENTS:
         before = path.read_text()
         after = regenerate(before, files)
         if flags.check and after != before:
-            stale = True
-            print(f"{path.name} is out of date: run python -m bench.report.evidence")
+            outdated.append(f"{path.name} is out of date: run python -m bench.report.evidence")
         elif not flags.check:
             path.write_text(after)
     if flags.check:
-        return int(stale)
+        print("\n".join(outdated))
+        return int(bool(outdated))
     for path in draw(files):
         print(f"drew {path}")
     return 0

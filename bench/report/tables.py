@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 
 from bench.collectives import all_reduce, tensor_parallel
+from bench.harness import older
 from bench.harness.records import HOST, File, Row, Target
 from bench.metadata import build
 from bench.offload import trace
 from bench.report import plots as report_plots
+from bench.report import staleness
 from bench.report.gains import engine_time, fastest_engine_rows, gains, later_turns
 from bench.serving import demo
 from bench.transfer import bandwidth_rows, engines, overlap
@@ -51,27 +53,54 @@ def figures(target: Target) -> tuple[str, str]:
 
 
 def all_targets_table(files: Sequence[File]) -> str:
+    """Every target; "+-" is followed by two standard errors."""
     header = (
-        "device", "benchmark", "quantity", "target", "measured", "at peak", "result", "commit",
-        "date",
+        "device", "benchmark", "quantity", "target", "measured", "+-", "at peak", "result",
     )  # fmt: skip
     lines = [
-        (f.device, f.name, t.name, *figures(t), at_peak(t), verdict(t), f.revision, f.date)
+        (f.device, f.name, t.name, *figures(t), two_errors(t), at_peak(t), verdict(t))
         for f in files
         for t in f.targets
     ]
     return table(header, lines)
 
 
-def targets_table(files: Sequence[File]) -> str:
-    """One row per file: number of targets met, missed and not measured."""
+def two_errors(target: Target) -> str:
+    return "-" if target.error is None else number(2 * target.error)
+
+
+def checks_table(files: Sequence[File]) -> str:
+    header = ("device", "benchmark", "condition", "required", "found", "result")
+    words = {True: "holds", False: "**fails**", None: "not measured"}
+    lines = [
+        (f.device, f.name, check.name, *figures(check), words[check.met])
+        for f in files
+        for check in f.checks
+    ]
+    return table(header, lines)
+
+
+def records_table(files: Sequence[File]) -> str:
+    """One row per file: number of targets met, missed and not measured; checks that hold."""
     lines = []
-    for file in (file for file in files if file.targets):
+    listed = staleness.pending()
+    for file in files:
         verdicts = [target.met for target in file.targets]
         counts = [number(verdicts.count(met)) for met in (True, False, None)]
-        lines.append((file.device, file.name, *counts, file.revision, file.date))
-    header = ("device", "benchmark", "met", "missed", "not measured", "commit", "date")
+        hold = f"{sum(bool(check.met) for check in file.checks)} of {len(file.checks)}"
+        why = listed.get(f"{file.device}/{file.name}", "-")
+        about = (file.device, file.name, *counts, hold, file.revision, file.date, why)
+        lines.append(about)
+    header = (
+        "device", "benchmark", "met", "missed", "not measured", "checks", "commit", "date",
+        "pending: why it was not measured again",
+    )  # fmt: skip
     return table(header, lines)
+
+
+def retired_table(files: Sequence[File]) -> str:
+    """Targets that no benchmark records any more; independent of the records."""
+    return "".join(f"- {reason}.\n" for reason in older.RETIRED.values())
 
 
 def unmeasured(files: Sequence[File]) -> str:
@@ -90,7 +119,11 @@ def targets_count(files: Sequence[File]) -> str:
     met = [target.met for file in files for target in file.targets]
     if not met:
         return NOT_MEASURED
-    return f"Of {len(met)} targets {met.count(True)} are met, {met.count(False)} missed.\n"
+    hold = [check.met for file in files for check in file.checks]
+    return (
+        f"Of {len(met)} targets of performance {met.count(True)} are met, {met.count(False)} "
+        f"missed; of {len(hold)} checks of correctness {hold.count(True)} hold.\n"
+    )
 
 
 def tests_table(files: Sequence[File]) -> str:
@@ -299,7 +332,7 @@ def demo_table(files: Sequence[File]) -> str:
     header: list[str] = []
     lines = []
     for file, rows in later_turns(files):
-        unequal = [target.got or 0 for target in file.targets if target.unit == demo.UNEQUAL]
+        unequal = [check.got or 0 for check in file.checks if check.unit == demo.UNEQUAL]
         header = ["device", *map(_demo_heading, rows), demo.UNEQUAL]
         cells = [" / ".join(map(number, (row.value, *row.baselines.values()))) for row in rows]
         lines.append([file.device, *cells, " / ".join(map(number, unequal))])
@@ -372,6 +405,7 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "all_reduce": all_reduce_table,
     "all_reduce_nccl": all_reduce_nccl_table,
     "all_targets": all_targets_table,
+    "checks": checks_table,
     "demo": demo_table,
     "engines": engines_table,
     "gains": gains_table,
@@ -381,7 +415,8 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "plots": plots,
     "serving": serving_table,
     "serving_ttft": serving_ttft_table,
-    "targets": targets_table,
+    "records": records_table,
+    "retired": retired_table,
     "targets_count": targets_count,
     "tensor_parallel": tensor_parallel_table,
     "tests": tests_table,

@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if set(names) <= set(flags.workload):
             measure(results, names, page_size, flags, (config, params))
             results.save(flags.out)  # after each, as the next may not fit into the time
-    return metrics.exit_code(results)
+    return results.exit_code
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def serve(flags: Sequence[str]) -> tuple[dict[str, Any], int]:
 
 
 def record(results: Results, summary: dict[str, Any]) -> None:
-    """Rows per round of turns; targets: equality of all tokens with and without offload."""
+    """Rows per round of turns; checks: equality of all tokens with and without offload."""
     rounds = summary["rounds"]
     others = [name for name in rounds if name != RUN]
     cases = {
@@ -64,10 +64,10 @@ def record(results: Results, summary: dict[str, Any]) -> None:
     }
     for name in others:
         unequal = sum(map(_unequal_tokens, answers[RUN], answers[name]))
-        results.target(f"tokens equal to run '{name}'", unequal, "==", 0, UNEQUAL)
+        results.check(f"tokens equal to run '{name}'", unequal, "==", 0, UNEQUAL)
     # Equal tokens prove nothing unless pages were reloaded.
     loaded = sum(row["on host"] for row in rounds[RUN])
-    results.target("prompt tokens loaded from host memory", loaded, ">=", 1, "tokens")
+    results.check("prompt tokens loaded from host memory", loaded, ">=", 1, "tokens")
 
 
 def _unequal_tokens(tokens: Sequence[int], others: Sequence[int]) -> int:

@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for part in flags.part or (PARTS[:1] if short else PARTS):
         measure(results, part, size, names, (config, params))
         results.save(flags.out)  # after each, as the next may not fit into the time
-    return metrics.exit_code(results)
+    return results.exit_code
 
 
 if __name__ == "__main__":

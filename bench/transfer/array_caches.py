@@ -11,7 +11,6 @@ with its standard error.
 import functools
 import math
 import os
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -173,6 +172,24 @@ def caches(what: Size) -> dict[str, Callable[[], tuple[Any, Any]]]:
     }
 
 
+class Sampler:
+    """Seconds per call in a chain, whose length follows from the chain before."""
+
+    def __init__(self, case: Case, direction: str):
+        self.case, self.step = case, case.program(direction)
+        self.state = "cache" if direction == "load" else "pool"
+        self.calls, self.warmup = 3, 2
+
+    def __call__(self) -> float:
+        taken, new = timing.seconds_per_call(
+            self.step, getattr(self.case, self.state), calls=self.calls, repeats=1,
+            warmup=self.warmup,
+        )  # fmt: skip
+        setattr(self.case, self.state, new)
+        self.calls, self.warmup = timing.chain_length(taken), 0
+        return taken
+
+
 def compare(what: Size, copied: int, implementation: str) -> dict[tuple[str, str], list[float]]:
     """Seconds per call in every round, by cache and direction."""
     cases: dict[str, Case] = {}
@@ -182,22 +199,13 @@ def compare(what: Size, copied: int, implementation: str) -> dict[tuple[str, str
         cases[name] = case
     seconds: dict[tuple[str, str], list[float]] = {}
     for direction in DIRECTIONS:
-        steps = {name: case.program(direction) for name, case in cases.items()}
-        state = "cache" if direction == "load" else "pool"
-        for name in [*cases] * (1 + ROUNDS):
-            case = cases[name]
-            samples = seconds.setdefault((name, direction), [])
-            calls = timing.chain_length(samples[-1]) if samples else 3
-            taken, new = timing.seconds_per_call(
-                steps[name], getattr(case, state), calls=calls, repeats=1,
-                warmup=0 if samples else 2,
-            )  # fmt: skip
-            setattr(case, state, new)
-            samples.append(taken)
+        runs = {name: Sampler(case, direction) for name, case in cases.items()}
+        for name, taken in timing.rounds(runs, 1 + ROUNDS).items():
+            seconds[name, direction] = taken[1:]
     jaxkv.check_errors()
     for case in cases.values():
         case.close()
-    return {key: samples[1:] for key, samples in seconds.items()}
+    return seconds
 
 
 def report(
@@ -208,15 +216,14 @@ def report(
     worst: dict[str, float] = {}
     for (cache, direction), samples in seconds.items():
         label = f"{direction}, {copied} pages, {cache}, {name}"
-        milliseconds = statistics.median(samples) * 1e3
+        milliseconds = timing.median(samples) * 1e3
         results.row(label, "time per call (chained)", "ms", milliseconds)
         line = f"{label:40} {milliseconds:9.3f} ms {nbytes / milliseconds / 1e6:7.1f} GB/s"
         if cache != BASELINE:
-            ratio, error = timing.ratio(samples, seconds[BASELINE, direction])
+            ratio = timing.ratio(samples, seconds[BASELINE, direction])
             results.row(label, f"time relative to {BASELINE}", "ratio", ratio)
-            results.row(label, timing.TWO_ERRORS, "ratio", 2 * error)
             worst[cache] = max(worst.get(cache, 0), ratio)
-            line += f"  {ratio:.4f} +- {2 * error:.4f}"
+            line += f"  {ratio:.4f} +- {2 * ratio.error:.4f}"
         print(line, flush=True)
     return worst
 

@@ -196,11 +196,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results("transfer")
     bench = Bench(results, grid, triton)
     bench.run()
-    results.target("failed programs", bench.failures, "==", 0, "programs")
+    results.check("failed programs", bench.failures, "==", 0, "programs")
     if bench.platform == "gpu":
         record_targets(results, grid)
     results.save(flags.out)
-    return 0
+    return results.exit_code
 
 
 if __name__ == "__main__":

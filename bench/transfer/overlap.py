@@ -10,10 +10,8 @@ clock changes affect all. Host time per call is measured on an idle device.
 
 import functools
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -163,27 +161,28 @@ class Bench:
 
     def measure(self, results: Results) -> None:
         runs = self.runs()
-        samples: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(self.what.rounds):
-            for name, run in runs.items():
-                jax.block_until_ready(self.state)
-                start = time.perf_counter()
-                for _ in range(self.what.calls):
-                    self.state = run(self.state)
-                jax.block_until_ready(self.state)
-                samples[name].append((time.perf_counter() - start) / self.what.calls)
-        seconds = {name: statistics.median(values) for name, values in samples.items()}
+
+        def sample(run: Callable[[Any], Any]) -> float:
+            seconds, self.state = timing.seconds_per_call(
+                run, self.state, calls=self.what.calls, repeats=1, warmup=0
+            )
+            return seconds
+
+        samples = timing.rounds(
+            {name: functools.partial(sample, run) for name, run in runs.items()}, self.what.rounds
+        )
         returns = {}
         for name, run in runs.items():
             call, self.state = timing.single_call(run, self.state, repeats=5)
             returns[name] = call.returns
         jaxkv.check_errors()
-        self._record(results, seconds, returns)
+        self._record(results, samples, returns)
 
     def _record(
-        self, results: Results, seconds: dict[str, float], returns: dict[str, float]
+        self, results: Results, samples: dict[str, list[float]], returns: Mapping[str, float]
     ) -> None:
-        ratios = {name: value / seconds[NO_LOAD] for name, value in seconds.items()}
+        seconds = {name: timing.median(taken) for name, taken in samples.items()}
+        ratios = {name: timing.ratio(taken, samples[NO_LOAD]) for name, taken in samples.items()}
         for name, value in seconds.items():
             case = f"{self.kind} step, {self.what.label}: {name}"
             baselines = {other: seconds[other] * 1e3 for other in (NO_LOAD, SEQUENTIAL)}

@@ -5,13 +5,12 @@ import subprocess
 import sys
 
 import jax
-import numpy as np
 import pytest
 
 from jaxkv._src.autotune import copies as autotune_copies
 from jaxkv._src.autotune import measurement
-from jaxkv._src.autotune import pools as pool_files
 from jaxkv._src.autotune.copies import Cell
+from jaxkv._src.autotune.pools import Pools
 from jaxkv._src.transfer import dispatch
 from jaxkv._src.tuning import copy_lookup, copy_table
 from jaxkv._src.tuning.copy_table import Candidate, CopySize, Implementation
@@ -19,12 +18,9 @@ from jaxkv._src.tuning.copy_table import Candidate, CopySize, Implementation
 HOST = (Candidate("host", 0),)
 
 
-@pytest.fixture
-def pools(monkeypatch):
-    """Small pools, on every platform."""
-    for sizes in (pool_files.HOST_BYTES, pool_files.DEVICE_BYTES):
-        monkeypatch.setitem(sizes, "gpu", 8 << 20)
-    return pool_files.Pools.create(jax.local_devices()[0], least_bytes=1 << 20)
+@pytest.fixture(scope="module")
+def pools():
+    return Pools(8 << 20)
 
 
 @pytest.mark.cpu_only
@@ -40,7 +36,7 @@ def test_command_writes_valid_table(tmp_path):
     ).stdout
     table = copy_table.load(out / "cpu.json")
     assert (table.device_kind, table.hardware) == ("cpu", None)
-    assert table.how == "python -m jaxkv.tune --quick, pool of 0.00781 GiB in host memory"
+    assert table.how == "python -m jaxkv.tune --quick, arrays of 0.00195 GiB"
     assert table.source == "cpu.json (commit c0ffeec0f)"
     assert table.date and table.versions["jax"] == jax.__version__
     assert {*table.peak_gb_per_s} == {"load", "store", "device"}
@@ -110,8 +106,7 @@ def test_incorrect_destination_raises(monkeypatch, pools, where, direction):
 
     def wrong(source, destination, source_ids, destination_ids):
         out = swap_blocks(source, destination, source_ids, destination_ids)
-        block = blocks.rows[1][3 + blocks.cell.num_ids * (where == "neighbour")]
-        return out.at[block, 0].add(1)
+        return out.at[blocks.ids[1][3] + (where == "neighbour"), 0].add(1)
 
     cell = Cell(direction, 64, 5, HOST)
     blocks = autotune_copies._Blocks(cell, pools)
@@ -128,33 +123,6 @@ def test_all_sm_counts_are_measured(monkeypatch, pools):
     candidates = tuple(Candidate("kernel", sms) for sms in rates)
     measured = autotune_copies.measure(Cell("load", 64, 5, candidates), pools)
     assert {candidate.num_sms: candidate.gb_per_s for candidate in measured} == rates
-
-
-@pytest.mark.parametrize("num_blocks", [6, 100])
-def test_neighbours_are_not_copied(num_blocks):
-    ids = np.array([0, 5, 3, 2], np.int32)
-    rows = autotune_copies._with_neighbours(ids, num_blocks)
-    np.testing.assert_array_equal(rows[:4], ids)
-    assert {*rows[4:].tolist()} == {1, 4} | ({6} if num_blocks > 6 else set())
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("memory", ["pinned_host", "device"])
-def test_pool_is_as_large_as_possible(pools, memory):
-    array = pools.array(memory, 1026)
-    assert array.dtype == np.int16 and array.shape == ((8 << 20) // 1026, 513)
-    assert array.sharding.memory_kind == memory
-    array = pool_files.write(array, np.array([7, 3]), np.full((2, 513), [[5], [6]], np.int16))
-    assert pool_files.read(array, np.array([3, 7, 8]))[:, 512].tolist() == [6, 5, 0]
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("available, expected", [(10 << 20, 5 << 20), (100 << 20, 8 << 20), (9, 4)])
-def test_pool_takes_at_most_half_of_the_memory(monkeypatch, available, expected):
-    monkeypatch.setattr(pool_files.host_memory, "least_available", lambda: ("memory", available))
-    monkeypatch.setattr(pool_files.pinned_memory, "views", lambda num_bytes, device: num_bytes)
-    pools = pool_files.Pools.create(jax.local_devices()[0], least_bytes=4)
-    assert pools.host_bytes == pools.view == expected
 
 
 def test_each_candidate_is_forced(monkeypatch, pools):

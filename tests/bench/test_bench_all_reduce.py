@@ -339,12 +339,12 @@ def test_tensor_parallel_target_is_the_ratio_to_psum(monkeypatch):
     found = Results("tensor_parallel")
     stack = tensor_parallel.Stack.__new__(tensor_parallel.Stack)
     stack.world, stack.model = 2, tensor_parallel.SMALL
-    seconds = {
-        tensor_parallel.JAXKV: 8e-3,
-        tensor_parallel.PSUM: 1e-2,
-        tensor_parallel.NO_ALL_REDUCE: 6e-3,
+    samples = {
+        tensor_parallel.JAXKV: [8e-3],
+        tensor_parallel.PSUM: [1e-2],
+        tensor_parallel.NO_ALL_REDUCE: [6e-3],
     }
-    tensor_parallel.record(found, stack, 4, seconds)
+    tensor_parallel.record(found, stack, 4, samples)
     [target] = found.targets
     assert (target.got, target.bound) == (0.8, 0.6) and target.met
     file = records.File("some_gpu", "tensor_parallel", None, None, {}, found.rows, [])

@@ -1,5 +1,7 @@
 """Timing by the host's clock, with a simulated clock."""
 
+import functools
+import math
 import types
 
 import pytest
@@ -34,7 +36,7 @@ def test_seconds_per_call_is_the_median_chain_divided_by_its_calls(step):
 def test_single_call_is_timed_on_an_idle_device(step):
     seconds = iter([1, 99, 30, 99, 3, 99])
     got = timing.single_call(step(seconds), 50, repeats=3, after=lambda: step(seconds)(0))
-    assert got == (timing.Call(3, 57), 50) and not [*seconds]
+    assert ([*got[0]], got[1]) == ([3, 57], 50) and not [*seconds]
 
 
 @pytest.mark.parametrize("seconds, calls", [(9.0, 1), (0.12, 1), (0.03, 4), (1e-6, 100)])
@@ -43,5 +45,48 @@ def test_chain_length_is_the_shortest_accurate_one(seconds, calls):
 
 
 def test_ratio_is_the_median_of_the_ratios_of_rounds():
-    ratio, error = timing.ratio([2.0, 4.0, 9.0, 40.0], [1.0, 1.0, 3.0, 4.0])
-    assert (ratio, error) == pytest.approx((3.5, 1.2533 * 1.4826 * 1.0 / 2))  # of 2, 4, 3, 10
+    ratio = timing.ratio([2.0, 4.0, 9.0, 40.0], [1.0, 1.0, 3.0, 4.0])
+    # Of 2, 4, 3, 10.
+    assert (ratio, ratio.error) == pytest.approx((3.5, 1.2533 * 1.4826 * 1.0 / 2))
+
+
+def test_error_of_a_single_sample_is_unknown():
+    assert timing.median([2.0]) == 2 and math.isnan(timing.median([2.0]).error)
+
+
+def test_arithmetic_propagates_errors_of_independent_figures():
+    a, b = timing.Figure(8, 0.3), timing.Figure(2, 0.4)
+    made = (a + b, a - b, a * b, a / b, 16 / a, a * 10, a / 4, sum([a, b], timing.Figure(0)))
+    found = [(figure, figure.error) for figure in made]
+    assert found == [
+        (10, pytest.approx(0.5)),
+        (6, pytest.approx(0.5)),
+        (16, pytest.approx(math.hypot(0.6, 3.2))),
+        (4, pytest.approx(math.hypot(0.15, 0.8))),
+        (2, pytest.approx(0.075)),
+        (80, pytest.approx(3)),
+        (2, pytest.approx(0.075)),
+        (10, pytest.approx(0.5)),
+    ]
+
+
+def test_rounds_run_every_method_once_in_changing_order():
+    ran: list[str] = []
+
+    def run(name):
+        ran.append(name)
+        return len(ran)
+
+    methods = {name: functools.partial(run, name) for name in "abcd"}
+    samples = timing.rounds(methods, 5)
+    orders = [ran[i : i + 4] for i in range(0, 20, 4)]
+    assert all(sorted(order) == [*"abcd"] for order in orders) and orders.count(orders[0]) < 5
+    assert samples == {
+        name: [4 * number + order.index(name) + 1 for number, order in enumerate(orders)]
+        for name in "abcd"
+    }
+
+
+def test_rounds_go_on_for_the_given_time(step):
+    run = step(iter([1, 1, 1, 1]))
+    assert timing.rounds({"a": lambda: run(0)}, 2, seconds=3.5) == {"a": [4] * 4}

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.end_to_end
 def test_all_bytes_are_right_after_a_restart():
     results = Results("warm_restart")
     warm_restart.measure(results, gib=1, quick=True)
-    (target,) = results.targets
+    (target,) = results.checks
     assert target.met and target.got == 0
 
 

@@ -35,7 +35,7 @@ def test_demo_record_has_the_other_runs_as_baselines():
     baselines = {"recompute": 11.0, "all in HBM": 12.0}
     assert Row("turn 1", "time to first token", "ms", 10.0, None, baselines) in found.rows
     assert Row("turn 1", "loaded from host memory", "MiB", 1.0) in found.rows
-    assert all(target.met for target in found.targets)
+    assert all(target.met for target in found.checks)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ def test_demo_record_has_the_other_runs_as_baselines():
 )
 def test_demo_target_counts_unequal_tokens(other, unequal):
     found = recorded_demo(demo_summary({"offload": [[1, 2], [3]], "recompute": other}))
-    assert found.targets[0].name == "tokens equal to run 'recompute'"
-    assert (found.targets[0].got, found.targets[0].met) == (unequal, unequal == 0)
+    assert found.checks[0].name == "tokens equal to run 'recompute'"
+    assert (found.checks[0].got, found.checks[0].met) == (unequal, unequal == 0)
 
 
 def test_demo_without_pages_from_host_memory_misses_its_target():
     found = recorded_demo(demo_summary({"offload": [[1]], "recompute": [[1]]}, on_host=0))
-    assert [target.met for target in found.targets] == [True, False]
+    assert [target.met for target in found.checks] == [True, False]
 
 
 @pytest.mark.cpu_only
@@ -67,7 +67,7 @@ def test_demo_run_of_the_example_is_recorded(tmp_path):
     found = recorded_demo(summary)
     assert code == 0
     assert {row.case for row in found.rows} == {"turn 1", "turn 2", demo.LATER_TURNS}
-    same = [target for target in found.targets if target.name.startswith("tokens equal")]
+    same = [target for target in found.checks if target.name.startswith("tokens equal")]
     assert len(same) == 2 and all(target.met for target in same)
 
 

@@ -6,16 +6,17 @@ import subprocess
 import pytest
 
 from bench.checks import memcheck
-from bench.harness import peak_bandwidth, records
+from bench.harness import older, peak_bandwidth, records
 from bench.harness.records import Results, Row, Target
-from bench.report import evidence, tables
+from bench.harness.timing import Figure
+from bench.report import evidence, staleness, tables
 from bench.transfer import blocks
 
 pytestmark = pytest.mark.host_only
 
 README = """# Title
 before
-<!-- generated: targets -->
+<!-- generated: records -->
 stale
 <!-- end -->
 between
@@ -56,10 +57,10 @@ def measured(got=0.5):
     found = Results("transfer")
     for name, rate in (("kernel, 12 SMs", 25.0), ("kernel, 4 SMs", 20.0), ("dma, 0 SMs", 10.0)):
         case = f"load, 4 KiB x 10000, {name}"
-        found.row(
-            case, "bandwidth", "GB/s", rate, peak=("one copy", 50.0), baselines={"plain": 4.0}
-        )
-    found.target("load is near peak", got, ">=", 0.9, "of peak")
+        figure, peak, baselines = Figure(rate, 0.5), ("one copy", 50.0), {"plain": 4.0}
+        found.row(case, "bandwidth", "GB/s", figure, peak, baselines)
+    share = None if got is None else Figure(got, 0.1)
+    found.target("load is near peak", share, ">=", 0.9, "of peak")
     return found
 
 
@@ -76,25 +77,58 @@ def saved(tmp_path, monkeypatch):
     tests.row("tests/test_b.py", "passed", "tests", 4)
     tests.row("tests/test_b.py", "failed", "tests", 2)
     tests.row("tests/test_b.py::test_x", "failed", "tests", 1)
-    tests.target("failed tests", 2, "==", 0, "tests")
+    tests.check("failed tests", 2, "==", 0, "tests")
     tests.save(root=tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("op", "want", "got", "met"),
+    ("op", "want", "got", "error", "met"),
     [
-        (">=", 0.9, 0.9, True),
-        (">=", 0.9, 0.89, False),
-        ("<=", 5, 5.1, False),
-        ("<=", 5, 4, True),
-        ("==", 0, 0, True),
-        ("==", 0, 1, False),
-        ("==", 0, None, None),
+        (">=", 0.9, 0.9, 0.0, True),
+        (">=", 0.9, 0.89, None, False),
+        (">=", 0.9, 0.92, 0.01, True),
+        (">=", 0.9, 0.92, 0.02, False),
+        ("<=", 5, 5.1, None, False),
+        ("<=", 5, 4, 0.5, True),
+        ("<=", 5, 4, 0.6, False),
+        ("==", 0, 0, 0.0, True),
+        ("==", 0, 1, 0.0, False),
+        ("==", 0, None, None, None),
     ],
 )
-def test_target_verdict_follows_from_its_figures(op, want, got, met):
-    assert Target("t", op, want, "unit", got).met is met
+def test_target_is_met_two_standard_errors_from_its_figure(op, want, got, error, met):
+    assert Target("t", op, want, "unit", got, None, error).met is met
+
+
+def older_record(name, want, got, met):
+    op, value, unit = want
+    target = {"name": name, "want": {"op": op, "value": value, "unit": unit}}
+    return {"targets": [target | {"got": got, "met": met}]}
+
+
+def test_older_record_whose_limit_has_the_error_is_read_with_the_error_in_the_figure():
+    content = older_record("a, within 2 standard errors", ("<=", 1.1, "x"), 1.02, True)
+    (target,) = older.adapted(content)["targets"]
+    assert target["met"] is False and target["error"] == pytest.approx(0.05)
+    assert (target["name"], target["want"]["value"]) == ("a", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "want", "kind"),
+    [
+        ("failed tests", ("==", 0, "tests"), "checks"),
+        ("wrong pages", ("<=", 0, "pages"), "checks"),
+        ("case: staging memory (HBM)", ("<=", 0.1, "MiB"), "checks"),
+        ("case: GPU time", ("<=", 50, "us"), "targets"),
+        ("store, x: speedup over one device_put per page", (">=", 12, "x"), None),
+        ("load, x: speedup over one device_put per page", (">=", 1.6, "x"), "targets"),
+    ],
+)
+def test_targets_of_older_records_are_checks_targets_or_retired(name, want, kind):
+    found = older.adapted(older_record(name, want, 0, True))
+    assert [key for key in ("targets", "checks") if found[key]] == ([kind] if kind else [])
+    assert older.adapted(found) is found
 
 
 def test_target_with_an_unknown_operator_raises():
@@ -107,7 +141,7 @@ def test_saved_record_has_the_documented_keys(tmp_path, monkeypatch):
     path = measured().save(root=tmp_path)
     content = json.loads(path.read_text())
     assert path == tmp_path / records.device_slug() / "transfer.json"
-    assert set(content) == {"commit", "dirty", "env", "rows", "targets"}
+    assert set(content) == {"commit", "dirty", "env", "rows", "targets", "checks"}
     assert (content["commit"], content["dirty"]) == ("abc", True)
     assert content["env"]["devices"]["count"] >= 1
     assert len(content["rows"]) == 3
@@ -119,12 +153,13 @@ def test_saved_record_has_the_documented_keys(tmp_path, monkeypatch):
             "value": 25.0,
             "peak": {"name": "one copy", "value": 50.0},
             "baselines": {"plain": 4.0},
+            "error": 0.5,
         }
     ]
     want = {"op": ">=", "value": 0.9, "unit": "of peak"}
     name = "load is near peak"
     assert content["targets"] == [
-        {"name": name, "want": want, "got": 0.5, "met": False, "bound": None}
+        {"name": name, "want": want, "got": 0.5, "error": 0.1, "met": False, "bound": None}
     ]
 
 
@@ -165,20 +200,46 @@ def test_revision_text_marks_changed_and_unverified_files(dirty, mark):
     assert records.File("gpu", "x", "c0ffee" * 6, dirty, {}, [], []).revision == "c0ffeec0f" + mark
 
 
-def test_age_counts_commits_of_measured_code(repository):
-    def age(commit):
-        file = records.File("gpu", "x", commit, False, {}, [], [])
-        return evidence.age(file, repository)
+def record(commit, dirty=False, name="transfer"):
+    return records.File("gpu", name, commit, dirty, {}, [], [])
 
+
+def test_record_is_stale_after_a_change_of_its_sources_only(repository):
     start = git(repository, "rev-parse", "HEAD")
-    assert age(start) == "current"
     commit_change(repository, "README.md")
-    assert age(start) == "current"
-    commit_change(repository, "cuda/x.cu")
-    commit_change(repository, "jaxkv/code.py")
-    assert age(start) == "2 commits behind"
-    assert age("f" * 40) == "commit not in this history"
-    assert age(None) == "unknown commit"
+    commit_change(repository, "jaxkv/metadata/x.py")
+    assert staleness.staleness(record(start), repository) is None
+    commit_change(repository, "cuda/transfer/x.cu")
+    commit_change(repository, "jaxkv/_src/cache/y.py")
+    why = f"cuda/transfer/x.cu and 1 more changed after {start[:9]}"
+    assert staleness.staleness(record(start), repository) == why
+    head = git(repository, "rev-parse", "HEAD")
+    assert staleness.staleness(record(head), repository) is None
+    assert staleness.staleness(record(head, True), repository) == "made with uncommitted changes"
+    assert staleness.staleness(record(None), repository) == "unknown commit"
+    assert "is not in this history" in str(staleness.staleness(record("f" * 40), repository))
+    assert "no sources" in str(staleness.staleness(record(head, name="other"), repository))
+
+
+def test_stale_records_and_only_these_must_be_pending(repository):
+    start = git(repository, "rev-parse", "HEAD")
+    commit_change(repository, "cuda/transfer/x.cu")
+    files = [record(start), record(start, name="metadata")]
+    assert staleness.failures(files, {"gpu/transfer": "no GPU at hand"}, repository) == []
+    (stale,) = staleness.failures(files, {}, repository)
+    assert stale.startswith("gpu/transfer is stale: cuda/transfer/x.cu changed after ")
+    listed = dict.fromkeys(("gpu/transfer", "gpu/metadata", "gpu/other"), "reason")
+    assert staleness.failures(files, listed, repository) == [
+        "gpu/metadata is not stale: remove it from pending.toml",
+        "gpu/other is not stale: remove it from pending.toml",
+    ]
+    assert staleness.failures(files, {"gpu/transfer": ""}, repository) == [stale]  # no reason
+
+
+def test_sources_of_every_benchmark_exist():
+    listed = {source for sources in staleness.SOURCES.values() for source in sources}
+    assert [source for source in listed if not (records.REPOSITORY / source).exists()] == []
+    assert {file.bench for file in records.read()} <= staleness.SOURCES.keys()
 
 
 def test_read_returns_saved_rows_and_targets(saved):
@@ -221,12 +282,16 @@ def test_tables_of_saved_records_have_their_figures(saved):
     assert lines == [
         "| some_gpu | load, 4 KiB x 10000 | 25 (50%; 12) | 10 (20%; 0) | 4 | 50 |",
     ]
-    wanted = ">= 0.900 of peak | 0.500 of peak | - | **missed**"
-    assert tables.all_targets_table(files).splitlines()[3:] == [
-        f"| some_gpu | transfer | load is near peak | {wanted} | 012345678 | {date} |"
+    wanted = ">= 0.900 of peak | 0.500 of peak | 0.200 | - | **missed**"
+    assert tables.all_targets_table(files).splitlines()[2:] == [
+        f"| some_gpu | transfer | load is near peak | {wanted} |"
     ]
-    assert tables.targets_table(files).splitlines()[3:] == [
-        f"| some_gpu | transfer | 0 | 1 | 0 | 012345678 | {date} |"
+    assert tables.checks_table(files).splitlines()[2:] == [
+        "| some_gpu | multigpu_test_2 | failed tests | == 0 tests | 2 tests | **fails** |"
+    ]
+    assert tables.records_table(files).splitlines()[2:] == [
+        f"| some_gpu | multigpu_test_2 | 0 | 0 | 0 | 0 of 1 | 012345678 | {date} | - |",
+        f"| some_gpu | transfer | 0 | 1 | 0 | 0 of 0 | 012345678 | {date} | - |",
     ]
     assert tables.plots(files) == ("![transfer on some_gpu](plots/transfer_some_gpu.svg)\n")
 
@@ -249,7 +314,7 @@ def test_target_above_peak_is_marked(got, bound, verdict, tmp_path):
     assert target.bound == bound
     assert tables.verdict(target) == verdict
     peak = "-" if bound is None else f"{tables.number(bound)} x"
-    assert f" | {peak} | {verdict} | " in tables.all_targets_table(records.read(tmp_path))
+    assert f" | {peak} | {verdict} |" in tables.all_targets_table(records.read(tmp_path))
 
 
 def test_regenerate_replaces_marked_sections_only(saved):
@@ -280,6 +345,8 @@ def test_check_fails_until_documents_are_regenerated(saved, tmp_path, monkeypatc
     monkeypatch.setattr(evidence, "draw", lambda files: [])
     files = records.read(saved)
     monkeypatch.setattr(evidence, "read", lambda: files)
+    monkeypatch.setattr(staleness, "staleness", lambda *_: None)
+    monkeypatch.setattr(staleness, "pending", dict)
     assert evidence.main(["--check"]) == 1
     assert readme.read_text() == README
     output = capsys.readouterr().out
@@ -307,7 +374,7 @@ def test_row_without_peak_and_baselines_is_read_back(tmp_path):
     found.row("case", "metric", "unit", 1)
     found.save(root=tmp_path)
     (file,) = records.read(tmp_path)
-    assert file.rows == [Row("case", "metric", "unit", 1, None, {})]
+    assert file.rows == [Row("case", "metric", "unit", 1, None, {}, 0.0)]
 
 
 @pytest.mark.gpu

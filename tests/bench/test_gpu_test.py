@@ -57,7 +57,7 @@ outcomes, code = gpu_test.run(*json.loads(sys.argv[1]))
 results = Results("inner")
 outcomes.write_to(results)
 rows = [[row.case, row.metric, row.value] for row in results.rows]
-targets = [[target.name, target.got, target.met] for target in results.targets]
+targets = [[target.name, target.got, target.met] for target in results.checks]
 print()
 print(json.dumps([code, rows, targets]))
 """

@@ -2,10 +2,10 @@
 
 With `--all-reduce`, measures the algorithms of `jaxkv.all_reduce` instead (autotune/all_reduce.py).
 
-Writes a tuning table for this device kind (format: `copy_table`). Blocks are scattered over pools
-as large as users' (`pools`). Before a candidate is timed, every byte of the copied blocks and of
-their neighbours is compared. GB/s is payload (1e9 bytes) per second of wall time, over back-to-back
-copies on the device.
+Writes a tuning table for this device kind (format: `copy_table`). Blocks are scattered over arrays
+as large as an engine's (`pools`). Before a candidate is timed, every byte of the copied blocks, of
+their neighbours and of a sample of the others is compared. GB/s is payload (1e9 bytes) per second
+of wall time, over back-to-back copies on the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv._src.autotune import all_reduce, measurement
-from jaxkv._src.autotune.pools import Pools, read, write
+from jaxkv._src.autotune.pools import Pools, pool_bytes, verified
 from jaxkv._src.autotune.rules import rules_of
 from jaxkv._src.environment import probes
 from jaxkv._src.transfer.dispatch import force_implementation
@@ -146,55 +146,35 @@ def measure(cell: Cell, pools: Pools) -> list[Candidate]:
 
 
 class _Blocks:
-    """Pools of a cell, and which of their blocks are copied; the destination is donated."""
+    """Arrays of a cell, and which of their blocks are copied; the destination is donated."""
 
     def __init__(self, cell: Cell, pools: Pools) -> None:
         self.cell = cell
-        source, destination = MEMORIES[cell.direction]
-        self.source = pools.array(source, cell.run_bytes)
-        self.destination = pools.array(destination, cell.run_bytes)
+        self.source, self.destination = (
+            pools.host(cell.run_bytes)
+            if memory == "pinned_host"
+            else pools.device(
+                cell.run_bytes,
+                num_bytes=pools.num_bytes // (2 if cell.direction == "device" else 1),
+                seed=seed,
+            )
+            for seed, memory in enumerate(MEMORIES[cell.direction])
+        )
         rng = np.random.default_rng(cell.num_ids)
-        self.ids = tuple(
+        source_ids, destination_ids = (
             rng.choice(len(array), cell.num_ids, replace=False).astype(np.int32)
             for array in (self.source, self.destination)
         )
-        nbytes = cell.num_ids * cell.run_bytes
-        noise = _noise(1 << (nbytes - 1).bit_length())[:nbytes]
-        noise = noise.view(self.source.dtype).reshape(cell.num_ids, -1)
-        # The copied blocks, then neighbours; of one shape for all, as programs compile by shape.
-        self.rows = [
-            _with_neighbours(side, len(array))
-            for side, array in zip(self.ids, (self.source, self.destination), strict=True)
-        ]
-        self.copied = np.concatenate([noise, np.full_like(noise, 90)])
-        self.source = write(self.source, self.rows[0], self.copied)
+        self.ids = source_ids, destination_ids
 
-    def reset(self) -> None:
-        """Writes other bytes to the copied blocks of the destination."""
-        before = self.copied.copy()
-        before[: self.cell.num_ids] ^= -1
-        self.destination = write(self.destination, self.rows[1], before)
-
-    def verify(self, candidate: Candidate) -> None:
-        """Raises a RuntimeError if a block was not copied, or a neighbour changed."""
+    def verify(self, copy: Callable[[jax.Array], jax.Array], candidate: Candidate) -> None:
+        """Raises a RuntimeError unless `copy` writes the blocks of the cell, and no others."""
+        try:
+            self.destination = verified(copy, self.source, self.destination, [self.ids])
+        except AssertionError as error:
+            what = f"{candidate.implementation} {candidate.figures}"
+            raise RuntimeError(f"{self.cell}: incorrect destination of {what}: {error}") from error
         jaxkv.check_errors(self.destination)
-        if not np.array_equal(read(self.destination, self.rows[1]), self.copied):
-            raise RuntimeError(
-                f"{self.cell}: incorrect destination of {candidate.implementation} "
-                f"{candidate.figures}"
-            )
-
-
-def _with_neighbours(ids: np.ndarray, num_blocks: int) -> np.ndarray:
-    """The ids, then as many blocks beside them that are not among them, repeated if too few."""
-    beside = np.setdiff1d(np.concatenate([ids - 1, ids + 1]), ids)
-    beside = beside[(beside >= 0) & (beside < num_blocks)]
-    return np.concatenate([ids, np.resize(beside, len(ids))])
-
-
-@functools.cache
-def _noise(nbytes: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
 
 
 def _rounded(rate: float) -> float:
@@ -227,14 +207,14 @@ def _rate(blocks: _Blocks, candidate: Candidate) -> float:
             destination = once(destination, source, *ids)
         return destination
 
-    blocks.reset()
+    def step(destination: jax.Array) -> jax.Array:
+        return several(destination, blocks.source, all_ids)
+
     with force_implementation(candidate.implementation, candidate.num_sms):
-        blocks.destination = several(blocks.destination, blocks.source, all_ids)
-        blocks.verify(candidate)
+        several.trace(blocks.destination, blocks.source, all_ids)  # raises before any donation
+        blocks.verify(step, candidate)
         seconds, blocks.destination = measurement.seconds_per_step(
-            lambda array: several(array, blocks.source, all_ids),
-            blocks.destination,
-            seconds_of_sample=SECONDS_OF_SAMPLE,
+            step, blocks.destination, seconds_of_sample=SECONDS_OF_SAMPLE
         )
     return copies * total_bytes / seconds / 1e9
 
@@ -330,7 +310,7 @@ def run(out: str | None, *, quick: bool) -> None:
     peak_cells = [Cell(direction, peak_bytes, 1, (link,)) for direction in MEMORIES]
     found = cells(platform, getattr(device, "core_count", 0), quick)
     largest = max(cell.size.total_bytes for cell in [*peak_cells, *found])
-    pools = Pools.create(device, least_bytes=2 * largest)
+    pools = Pools(pool_bytes(2 * largest))
     peak = {cell.direction: _rate(_Blocks(cell, pools), link) for cell in peak_cells}
     print(
         "peak bandwidth, one block:", ", ".join(f"{d} {rate:.4g} GB/s" for d, rate in peak.items())
@@ -344,7 +324,7 @@ def run(out: str | None, *, quick: bool) -> None:
         print(f"{cell}: {'; '.join(map(_text, measured))}")
     how = (
         f"python -m jaxkv.tune{' --quick' if quick else ''}, "
-        f"pool of {pools.host_bytes / (1 << 30):.3g} GiB in host memory"
+        f"arrays of {pools.num_bytes / (1 << 30):.3g} GiB"
     )
     table = table_of(rates, peak, how)
     path.write_text(table.to_text())

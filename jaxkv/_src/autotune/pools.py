@@ -1,18 +1,16 @@
-"""Pools of blocks as large as users': one in pinned host memory, others in device memory.
+"""Arrays of blocks as large as those of an engine, for measurements of copies.
 
-A copy within a few MiB finds all translations of its addresses cached and the host's memory in
-few DRAM pages, and is up to a tenth faster than in a pool of tens of GiB. Blocks are therefore
-scattered over all of a large pool. Only the blocks of a copy and their neighbours are filled and
-compared; the pool of the host is allocated once, for blocks of all sizes.
+Blocks of a small array share pages of the TLBs and rows of DRAM that those of a large one do not.
+Pinned memory takes seconds to create, so all arrays in host memory are views of the same pages.
 """
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -20,76 +18,149 @@ import numpy as np
 
 from jaxkv._src.cache import host_memory, pinned_memory
 
-HOST_BYTES = {"cpu": 8 << 20, "gpu": 32 << 30}
-DEVICE_BYTES = {"cpu": 8 << 20, "gpu": 8 << 30}
-View = Callable[[tuple[int, ...], np.dtype], jax.Array]
+GIB = 1 << 30
+WANTED_BYTES = 32 * GIB
+TILE_BYTES = 67_108_748  # no multiple of a block, so that no two blocks are equal
+FILLERS = 8
+SAMPLED = 1024
 
 
-@dataclasses.dataclass(frozen=True)
+def pool_bytes(at_least: int) -> int:
+    """Bytes of a pool: 32 GiB if half of the free host memory and two thirds of HBM have room.
+
+    Args:
+      at_least: the result elsewhere, and without a GPU; twice the copied blocks will do.
+    """
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform == "gpu" else None
+    if not stats or "bytes_limit" not in stats:
+        return at_least
+    in_hbm = (stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * 2 // 3
+    _, on_host = host_memory.least_available()
+    return max(at_least, min(WANTED_BYTES, in_hbm, on_host // 2))
+
+
 class Pools:
-    """The host pool, and the size of pools in device memory.
+    """Pinned memory with random contents, and arrays of blocks of any size.
+
+    At any time only one array in host memory may be written: all are the same pages.
 
     Attributes:
-      device: the device of both.
-      host_bytes, device_bytes: size of a pool.
-      view: the host pool as an array of a shape and dtype. One may be in use at a time.
+      num_bytes: bytes of each array, or a few less.
     """
 
-    device: jax.Device
-    host_bytes: int
-    device_bytes: int
-    view: View
+    def __init__(self, num_bytes: int):
+        self.num_bytes = num_bytes
+        self._view = pinned_memory.views(num_bytes, jax.local_devices()[0])
+        self._fill()
 
-    @classmethod
-    def create(cls, device: jax.Device, least_bytes: int) -> Pools:
-        """Pools of the sizes above, or of the memory that there is, but at least `least_bytes`.
+    def _fill(self) -> None:
+        tile = np.random.default_rng(0).integers(0, 256, min(TILE_BYTES, self.num_bytes), np.uint8)
+        whole = _bytes_of(self.host(1, np.uint8))
 
-        Raises:
-          HostMemoryError: less than `least_bytes` of host memory.
-        """
-        _, available = host_memory.least_available()
-        host_bytes = max(min(HOST_BYTES[device.platform], available // 2), least_bytes)
-        limit = (device.memory_stats() or {}).get("bytes_limit", 1 << 60)
-        device_bytes = max(min(DEVICE_BYTES[device.platform], limit // 4), least_bytes)
-        return cls(device, host_bytes, device_bytes, pinned_memory.views(host_bytes, device))
+        def copy(begin: int) -> None:
+            part = whole[begin : begin + len(tile)]
+            part[:] = tile[: len(part)]
 
-    def array(self, memory: str, run_bytes: int) -> jax.Array:
-        """Blocks of `run_bytes` bytes that fill a pool, with any contents: dtype[n, items]."""
-        dtype = np.dtype({1: np.int8, 2: np.int16, 4: np.int32}[math.gcd(4, run_bytes)])
-        size = self.host_bytes if memory == pinned_memory.PINNED else self.device_bytes
-        shape = (size // run_bytes, run_bytes // dtype.itemsize)
-        if memory == pinned_memory.PINNED:
-            return self.view(shape, dtype)
-        return jnp.zeros(shape, dtype, device=self.device)
+        with ThreadPoolExecutor(FILLERS) as pool:
+            list(pool.map(copy, range(0, self.num_bytes, len(tile))))
 
+    def host(self, block_bytes: int, dtype: np.typing.DTypeLike | None = None) -> jax.Array:
+        """`dtype[num_blocks, words]` in pinned memory: a view, with the present contents."""
+        kind = np.dtype(dtype or _word(block_bytes))
+        shape = self.num_bytes // block_bytes, block_bytes // kind.itemsize
+        return self._view(shape, kind)
 
-def _on_host(array: jax.Array) -> np.ndarray:
-    """The elements of an array in pinned memory, writable."""
-    array.block_until_ready()
-    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    return np.ctypeslib.as_array(memory).view(array.dtype).reshape(array.shape)
+    def device(self, block_bytes: int, *, num_bytes: int | None = None, seed: int = 0) -> jax.Array:
+        """`dtype[num_blocks, words]` in device memory: a new array with pseudo-random contents."""
+        dtype = _word(block_bytes)
+        shape = (num_bytes or self.num_bytes) // block_bytes, block_bytes // dtype.itemsize
+        return _noise(shape, dtype, seed)
 
 
-def write(array: jax.Array, rows: np.ndarray, values: np.ndarray) -> jax.Array:
-    """The array with other values in some rows; written in place, as if donated."""
+def _word(block_bytes: int) -> np.dtype:
+    return np.dtype({1: np.int8, 2: np.int16, 4: np.int32}[math.gcd(4, block_bytes)])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _noise(shape: tuple[int, int], dtype: np.dtype, seed: int) -> jax.Array:
+    """A hash of row, column and seed: without temporaries, and of more than 2**32 elements."""
+    row = jax.lax.broadcasted_iota(jnp.uint32, shape, 0)
+    column = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
+    x = row * jnp.uint32(2654435761) + column * jnp.uint32(40503) + jnp.uint32(seed)
+    for factor in (0x2C1B3C6D, 0x297A2D39):
+        x = (x ^ (x >> 15)) * jnp.uint32(factor)
+    return (x ^ (x >> 15)).astype(dtype)
+
+
+def _bytes_of(array: jax.Array) -> np.ndarray:
+    """The memory of an array in host memory, without a copy."""
+    pointer = array.unsafe_buffer_pointer()
+    return np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(pointer))
+
+
+def rows(array: jax.Array, ids: np.ndarray) -> np.ndarray:
+    """The blocks `ids` of an array in either memory."""
+    jax.block_until_ready(array)
     if array.sharding.memory_kind == pinned_memory.PINNED:
-        _on_host(array)[rows] = values
+        return _bytes_of(array).view(array.dtype).reshape(array.shape)[ids]
+    return np.asarray(array[jnp.asarray(ids)])
+
+
+def write(array: jax.Array, ids: np.ndarray, values: np.ndarray) -> jax.Array:
+    """The array with other values in the blocks `ids`, in place as if donated."""
+    jax.block_until_ready(array)
+    if array.sharding.memory_kind == pinned_memory.PINNED:
+        _bytes_of(array).view(array.dtype).reshape(array.shape)[ids] = values
         return array
-    return _write_on_device(array, rows, values)
+    return _write_on_device(array, ids, values)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write_on_device(array: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    return array.at[rows].set(values)
+def _write_on_device(array: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+    return array.at[ids].set(values)
 
 
-def read(array: jax.Array, rows: np.ndarray) -> np.ndarray:
-    """Some rows of the array."""
-    if array.sharding.memory_kind == pinned_memory.PINNED:
-        return _on_host(array)[rows]
-    return np.asarray(_read_on_device(array, rows))
+def verified(
+    copy: Callable[[jax.Array], jax.Array],
+    source: jax.Array,
+    destination: jax.Array,
+    ids: list[tuple[np.ndarray, np.ndarray]],
+) -> jax.Array:
+    """The destination of the copies `ids` after `copy(destination)`, which are compared.
+
+    Compared are all blocks that were written, and differed before; their neighbours and a sample of
+    the others must be as before.
+
+    Raises:
+      AssertionError: a block is wrong.
+    """
+    pairs: dict[int, int] = {}
+    for from_, to in ids:  # later copies overwrite earlier ones
+        pairs |= dict(zip(to.tolist(), from_.tolist(), strict=True))
+    written, read = (np.fromiter(side, np.int32, len(pairs)) for side in (pairs, pairs.values()))
+    others = _others(written, len(destination))
+    wanted = np.concatenate([rows(source, read), rows(destination, others)])
+    destination = write(destination, written, ~wanted[: len(written)])
+    destination = copy(destination)
+    compared = np.concatenate([written, others])
+    wrong = compared[(rows(destination, compared) != wanted).any(axis=1)]
+    if len(wrong):
+        raise AssertionError(f"{len(np.unique(wrong))} blocks are wrong")
+    return destination
 
 
-@jax.jit
-def _read_on_device(array: jax.Array, rows: jax.Array) -> jax.Array:
-    return array[rows]
+def _others(written: np.ndarray, num_blocks: int) -> np.ndarray:
+    """Neighbours of the written blocks, and a sample of the others.
+
+    Repeated so that their number only depends on that of the written ones: programs compile by
+    shape.
+    """
+    beside = np.concatenate([written - 1, written + 1])
+    sample = np.random.default_rng(1).integers(0, num_blocks, SAMPLED, np.int32)
+    found = (np.setdiff1d(each, written) for each in (beside, sample))
+    inside = ((each[(each >= 0) & (each < num_blocks)]) for each in found)
+    sizes = 2 * len(written), SAMPLED
+    return np.concatenate(
+        [np.resize(each, size * bool(len(each))) for each, size in zip(inside, sizes, strict=True)]
+    )

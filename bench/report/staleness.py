@@ -1,0 +1,96 @@
+"""Whether a record is of the code that ships.
+
+A record is stale if a file below the sources that its benchmark measures differs between the commit
+of the record and HEAD, in whatever respect; if that commit is not in the history; or if the record
+was made with uncommitted changes. A stale record must be listed in `bench/results/pending.toml`
+with the reason, and a record that is listed must be stale.
+"""
+
+import pathlib
+import subprocess
+import tomllib
+from collections.abc import Mapping, Sequence
+
+from bench.harness.records import REPOSITORY, RESULTS, File, git
+
+PENDING = RESULTS / "pending.toml"
+COPIES = (
+    "cuda/common", "cuda/transfer", "jaxkv/_src/cache", "jaxkv/_src/transfer",
+    "jaxkv/_src/tuning/copy_table.py", "jaxkv/_src/tuning/data",
+)  # fmt: skip
+ALL_REDUCE = (
+    "cuda/collectives", "cuda/common", "jaxkv/_src/collectives",
+    "jaxkv/_src/tuning/all_reduce_table.py", "jaxkv/_src/tuning/data",
+)  # fmt: skip
+SERVING = (*COPIES, "examples/serving", "jaxkv/_src/offload", "jaxkv/metadata")
+TESTED = ("cuda", "jaxkv", "tests")
+
+# Record -> files and folders that it measures.
+SOURCES = {
+    "all_reduce": ALL_REDUCE,
+    "array_caches": COPIES,
+    "demo": SERVING,
+    "dispatch": (*COPIES, "jaxkv/_src/runtime"),
+    "engines": COPIES,
+    "gpu_test": TESTED,
+    "host_pool": ("cuda/cache", *COPIES),
+    "memcheck": TESTED,
+    "metadata": ("jaxkv/metadata",),
+    "multigpu_test": TESTED,
+    "offload_manager": ("jaxkv/_src/offload",),
+    "offload_trace": ("jaxkv/_src/offload",),
+    "overlap": COPIES,
+    "pages": COPIES,
+    "profile": ("cuda/transfer/copy_kernel.cu", "cuda/transfer/copy_kernel.cuh"),
+    "recurrent": ("cuda/common", "cuda/recurrent", "jaxkv/_src/recurrent", "jaxkv/recurrent.py"),
+    "serving": SERVING,
+    "serving_decode": ("examples/serving", "jaxkv/metadata"),
+    "serving_ttft": SERVING,
+    "small_batches": COPIES,
+    "sparse": ("cuda/common", "cuda/sparse", "jaxkv/_src/sparse", "jaxkv/sparse.py"),
+    "sparse_decode": ("cuda/common", "cuda/sparse", "jaxkv/_src/sparse", "jaxkv/sparse.py"),
+    "tensor_parallel": ALL_REDUCE,
+    "transfer": COPIES,
+    "warm_restart": ("cuda/cache", "jaxkv/_src/cache"),
+}
+
+
+def staleness(file: File, repository: pathlib.Path = REPOSITORY) -> str | None:
+    """Why a record is not of the code at HEAD; None if it is."""
+    if file.bench not in SOURCES:
+        return f"no sources are listed for {file.bench!r}"
+    if file.commit is None:
+        return "unknown commit"
+    if file.dirty:
+        return "made with uncommitted changes"
+    change = f"{file.commit}..HEAD"
+    try:
+        names = git(
+            "diff", "--name-only", change, "--", *SOURCES[file.bench], repository=repository
+        ).splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return f"commit {file.commit[:9]} is not in this history"
+    if not names:
+        return None
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{others} changed after {file.commit[:9]}"
+
+
+def pending(path: pathlib.Path = PENDING) -> dict[str, str]:
+    """{"device/name": reason} of the records that are to be made again."""
+    return tomllib.loads(path.read_text()) if path.exists() else {}
+
+
+def failures(
+    files: Sequence[File], listed: Mapping[str, str], repository: pathlib.Path = REPOSITORY
+) -> list[str]:
+    """Stale records that are not pending, and pending ones that are not stale."""
+    found = []
+    stale = {f"{file.device}/{file.name}": staleness(file, repository) for file in files}
+    for name, why in stale.items():
+        if why and not listed.get(name):
+            found.append(f"{name} is stale: {why}; measure again, or add it to {PENDING.name}")
+    for name in listed:
+        if not stale.get(name):
+            found.append(f"{name} is not stale: remove it from {PENDING.name}")
+    return found
