@@ -11,6 +11,7 @@
 #include "collectives/symmetric_memory.h"
 #include "common/bounds.h"
 #include "common/error_ring.h"
+#include "metadata/flashinfer.h"
 #include "python/sync_guard.h"
 #include "recurrent/align_states.h"
 #include "sparse/rows.h"
@@ -60,6 +61,8 @@ XLA_FFI_Error* CheckBoundsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareAllReduce(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AllReduceKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareAlign(XLA_FFI_CallFrame*);
+XLA_FFI_Error* PrepareFlashInfer(XLA_FFI_CallFrame*);
+XLA_FFI_Error* FlashInferKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* AlignStatesKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareSparse(XLA_FFI_CallFrame*);
 XLA_FFI_Error* SparseFetchKernel(XLA_FFI_CallFrame*);
@@ -124,6 +127,8 @@ nb::dict registrations() {
       stage("execute", AllReduceKernel));
   add(cuda, "jaxkv_align_states", stage("initialize", PrepareAlign),
       stage("execute", AlignStatesKernel));
+  add(cuda, "jaxkv_flashinfer", stage("initialize", PrepareFlashInfer),
+      stage("execute", FlashInferKernel));
   const auto prepare_sparse = stage("initialize", PrepareSparse);
   add(cuda, "jaxkv_sparse_fetch", prepare_sparse, stage("execute", SparseFetchKernel));
   add(cuda, "jaxkv_sparse_append", prepare_sparse, stage("execute", SparseAppendKernel));
@@ -279,6 +284,7 @@ NB_MODULE(_ext, m) {
   for (const OperationNames& names : kOperationNames) operations.append(names.operation);
   m.attr("OPERATIONS") = nb::tuple(operations);
   m.attr("HOST_IDS_HEADER") = transfer::kHostIdsHeader;
+  m.attr("FLASHINFER_ROWS") = metadata::kMaxFlashInferRows;
   m.attr("INLINE_IDS") = transfer::kInlineIds;
   m.attr("MAX_STATES") = recurrent::kMaxStates;
   m.attr("MAX_STATE_GEOMETRIES") = recurrent::kMaxGeometries;

@@ -264,26 +264,28 @@ template <typename WorkOf>
 __device__ const BlockPair* open(const CopyParams& p, auto is_first, WorkOf work_of, auto& window,
                                  Work& work, std::byte* shared) {
   const BlockPair* pairs;
+  auto* listed = reinterpret_cast<BlockPair*>(shared);
+  Share<kIdsInFlight> share(p.ids, p.share, shared);
+  const bool few = p.ids.num_ids <= kFewIds;
   if (p.pairs) {
     work = work_of(static_cast<uint32_t>(*p.num_pairs));
-    auto* staged = reinterpret_cast<BlockPair*>(shared);
-    stage(p.pairs, work.claim.pairs, staged);
-    pairs = staged + p.first_pair - work.claim.pairs.first;
-    window.open(work, pairs, 0);
+    stage(p.pairs, work.claim.pairs, listed);
+    pairs = listed + p.first_pair - work.claim.pairs.first;
+  } else if (few) {
+    work = work_of(list_few(p.ids, is_first(), listed));
+    pairs = listed + p.first_pair;
   } else {
-    Share<kIdsInFlight> share(p.ids, p.share, shared);
     work = work_of(p.ids.num_ids);
     share.list(work.claim.pairs);
     pairs = share.pairs() + p.first_pair - work.claim.pairs.first;
-    // The first loads overlap the check of the ids: only addresses in range are read.
-    window.open(work, pairs, 0);
-    if (!share.all_valid()) {
-      auto claim_of = [&](uint32_t count) { return (work = work_of(count)).claim; };
-      share.regroup(is_first(), claim_of);
-      pairs = share.pairs() + p.first_pair - work.claim.pairs.first;
-      window.open(work, pairs, 0);
-    }
   }
+  // The first loads overlap the check of many ids: only addresses in range are read.
+  window.open(work, pairs, 0);
+  if (p.pairs || few || share.all_valid()) return pairs;
+  auto claim_of = [&](uint32_t count) { return (work = work_of(count)).claim; };
+  share.regroup(is_first(), claim_of);
+  pairs = share.pairs() + p.first_pair - work.claim.pairs.first;
+  window.open(work, pairs, 0);
   return pairs;
 }
 

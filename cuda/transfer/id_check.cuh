@@ -7,36 +7,17 @@
 // and the owner of that entry finds the duplicate likewise. The reads of all ids are issued before
 // anything else, those of the share first, because loads from the host would delay the loads behind
 // them. While every entry is valid, pair i is entry i. If one is not, blocks do not communicate,
-// but all read the same list: pair i is then the i-th entry in range (regroup).
+// but all read the same list: pair i is then the i-th entry in range (regroup). A list of at most
+// 32 ids is the exception: one warp of each block checks all of it (list_few).
 #pragma once
 
 #include <algorithm>
 #include <bit>
 
-#include "common/error_ring.cuh"
 #include "common/ptx.cuh"
-#include "transfer/block_copy.h"
+#include "transfer/id_entries.cuh"
 
 namespace jaxkv::transfer {
-
-struct IdParams {
-  const int32_t* sources;
-  const int32_t* destinations;
-  uint32_t num_ids;
-  int32_t num_sources, num_destinations;
-  Operation operation;
-  ErrorRings* errors;  // null where another launch records them
-};
-
-inline IdParams id_params(const IdLists& ids, ErrorRings* errors) {
-  return {ids.sources.ids(),
-          ids.destinations.ids(),
-          static_cast<uint32_t>(ids.sources.size()),
-          ids.num_sources,
-          ids.num_destinations,
-          ids.operation,
-          errors};
-}
 
 struct Span {
   uint32_t first, last;
@@ -77,9 +58,6 @@ struct ShareSize {
            slots() * sizeof(uint32_t);
   }
 };
-
-// Placeholder of an entry that is not copied; reading block 0 is harmless.
-inline constexpr BlockPair kNoPair{0, -1};
 
 // Destinations, by open addressing. A marked key is a duplicate. Almost all look-ups are misses,
 // which a bit filter answers: exactly, as long as the destination has no more blocks than the
@@ -237,11 +215,7 @@ class Share {
     if (copied_ids_) return {copied_sources_[i], copied_destinations_[i]};
     return {__ldg(ids_.sources + i), __ldg(ids_.destinations + i)};
   }
-  __device__ bool in_range(BlockPair pair) const {
-    // Unsigned comparison, so that negative ids (padding) are out of range as well.
-    return static_cast<uint32_t>(pair.source) < static_cast<uint32_t>(ids_.num_sources) &&
-           static_cast<uint32_t>(pair.destination) < static_cast<uint32_t>(ids_.num_destinations);
-  }
+  __device__ bool in_range(BlockPair pair) const { return is_in_range(ids_, pair); }
   __device__ void put(uint32_t place, BlockPair pair) {
     const bool valid = in_range(pair);
     pairs_[place] = valid ? pair : kNoPair;
@@ -346,7 +320,7 @@ class Share {
          i += blockDim.x) {
       const BlockPair pair = entry(i);
       if (in_range(pair) && set_.is_marked(pair.destination)) {
-        record(ErrorCode::kDuplicate, i, pair.destination, ids_.num_destinations);
+        record_duplicate(ids_, i, pair.destination);
       }
     }
     for (uint32_t k = threadIdx.x; k < claim.pairs.size(); k += blockDim.x) {
@@ -357,18 +331,8 @@ class Share {
 
   __device__ void record_range_errors() {
     for (uint32_t i = threadIdx.x; i < ids_.num_ids; i += blockDim.x) {
-      const auto [source, destination] = entry(i);
-      if (source < 0 || destination < 0) continue;
-      if (source >= ids_.num_sources) {
-        record(ErrorCode::kSourceOutOfRange, i, source, ids_.num_sources);
-      } else if (destination >= ids_.num_destinations) {
-        record(ErrorCode::kDestinationOutOfRange, i, destination, ids_.num_destinations);
-      }
+      record_range_error(ids_, i, entry(i));
     }
-  }
-  __device__ void record(ErrorCode fault, uint32_t i, int32_t id, int32_t limit) {
-    if (ids_.errors)
-      record_error(ids_.errors, {fault, ids_.operation}, static_cast<int32_t>(i), id, limit);
   }
 
   const IdParams& ids_;

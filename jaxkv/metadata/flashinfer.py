@@ -11,6 +11,7 @@ lengths are 0.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,10 @@ from .common import (
     slot_mapping,
     token_positions,
 )
+from .flashinfer_kernel import build_in_one_kernel, in_one_kernel
 from .pages import packed_pages
-from .segments import cdiv, prefix_sum, rows_from, starts_from
-from .splits import split_decodes_and_prefills
+from .segments import cdiv, on_device, prefix_sum, rows_from, starts_from
+from .splits import check_threshold, split_decodes_and_prefills
 
 
 @jax.tree_util.register_dataclass
@@ -123,6 +125,9 @@ def build(
     Under decode context parallelism, the pages of a prefill contain only its earlier tokens:
     attention to the new tokens is computed separately, and the results are merged.
 
+    On CUDA one kernel builds it, unless there are several ranks, more than 4,095 rows, or arrays
+    that vary over the axes of a `shard_map`; plain JAX, elsewhere, takes a dozen.
+
     Args:
       batch: the batch, decodes first.
       decode_threshold: maximum number of query tokens of a decode.
@@ -141,6 +146,42 @@ def build(
             f"decode_threshold must be 1 with dcp_world_size={dcp_world_size}, "
             f"got {decode_threshold}"
         )
+    plain = functools.partial(
+        _build,
+        decode_threshold=decode_threshold,
+        max_pages=max_pages,
+        dcp_world_size=dcp_world_size,
+        dcp_rank=dcp_rank,
+        dcp_interleave=dcp_interleave,
+    )
+    if dcp_world_size > 1 or not in_one_kernel(batch):
+        return plain(batch)
+    check_threshold(decode_threshold)
+
+    def on_cuda(batch: BatchMetadata) -> PagedMetadata:
+        made = build_in_one_kernel(batch, decode_threshold, max_pages)
+        return PagedMetadata(
+            num_actual_tokens=batch.num_tokens,
+            **made.split._asdict(),
+            slot_mapping=made.slot_mapping,
+            paged_kv_indices=made.paged_kv_indices,
+            decode=PagedPart(*made.decode),
+            prefill=PagedPart(*made.prefill),
+        )
+
+    return jax.lax.platform_dependent(on_device(batch), cuda=on_cuda, default=plain)
+
+
+def _build(
+    batch: BatchMetadata,
+    *,
+    decode_threshold: int,
+    max_pages: int | None,
+    dcp_world_size: int,
+    dcp_rank: int | jax.Array,
+    dcp_interleave: int,
+) -> PagedMetadata:
+    """`build` in plain JAX."""
     split = split_decodes_and_prefills(batch, decode_threshold, require_uniform=True)
     lens = _cached_lens(batch, split.num_decodes, dcp_world_size, dcp_rank, dcp_interleave)
     page_size = batch.block_size

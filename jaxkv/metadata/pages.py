@@ -11,6 +11,18 @@ from .common import NULL_BLOCK
 from .segments import Array, on_device, prefix_sum, row_of
 
 
+def page_limit(block_table: Array, max_pages: int | None) -> int:
+    """The bound of pages of a batch: `max_pages`, or that of W pages in each row.
+
+    Raises:
+      ValueError: below 1.
+    """
+    limit = block_table.size if max_pages is None else max_pages
+    if limit < 1:
+        raise ValueError(f"max_pages must be >= 1 page, got {limit}")
+    return limit
+
+
 def packed_pages(
     block_table: Array, num_pages: jax.Array, max_pages: int | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -32,10 +44,7 @@ def packed_pages(
       ValueError: `max_pages` below 1.
     """
     max_rows, width = block_table.shape
-    # At most W pages per row.
-    limit = max_rows * width if max_pages is None else max_pages
-    if limit < 1:
-        raise ValueError(f"max_pages must be >= 1 page, got {limit}")
+    limit = page_limit(block_table, max_pages)
     starts = prefix_sum(num_pages)
     position = jnp.arange(limit, dtype=jnp.int32)
     row = jnp.minimum(row_of(starts, position), max_rows - 1)

@@ -60,7 +60,7 @@ def split_decodes_and_prefills(
       ValueError: a threshold below 0, or a missing or misshaped `is_prefilling`.
     """
     check_has_rows(batch.max_num_reqs)
-    _check_threshold(decode_threshold)
+    check_threshold(decode_threshold)
     if not treat_short_extends_as_decodes and is_prefilling is None:
         raise ValueError("treat_short_extends_as_decodes=False requires is_prefilling, bool[B]")
     if is_prefilling is not None:
@@ -122,7 +122,7 @@ def split_decodes_prefills_and_extends(
     prefill of 2, 4 and 3 tokens.
     """
     check_has_rows(batch.max_num_reqs)
-    _check_threshold(decode_threshold)
+    check_threshold(decode_threshold)
     batch = on_device(batch)
     is_long = batch.query_lens > decode_threshold
     is_prefill = is_long & (batch.seq_lens == batch.query_lens)
@@ -205,7 +205,7 @@ def reorder_batch_on_device(
     """
     check_has_rows(batch.max_num_reqs)
     check_rows("num_prompt", num_prompt, batch.max_num_reqs)
-    _check_threshold(decode_threshold)
+    check_threshold(decode_threshold)
     batch = on_device(batch)
     rows = _order(_regions(batch, on_device(num_prompt), decode_threshold))
     starts = prefix_sum(batch.query_lens[rows])
@@ -254,7 +254,7 @@ def _order(region: jax.Array) -> jax.Array:
     return jnp.where(misplaced, by_rank[place], index)
 
 
-def _check_threshold(decode_threshold: int) -> None:
+def check_threshold(decode_threshold: int) -> None:
     if decode_threshold < 0:
         raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
 

@@ -57,7 +57,7 @@ def cell():
 
 
 def test_supported_algorithms_are_measured(cell, monkeypatch):
-    monkeypatch.setattr(measurement, "seconds_per_step", lambda *_: 32.0)
+    monkeypatch.setattr(measurement, "seconds_per_step", lambda step, state: (32.0, state))
     found = all_reduce.measure(cell)
     assert {*found} >= {*NAMES} and {*found.values()} == {1.0}
 
@@ -71,7 +71,7 @@ def test_incorrect_result_raises(cell, dtype, monkeypatch):
         summed = right(memory, x, axis_name, implementation=implementation)
         return summed.at[..., -1].add(2) if implementation == "one_shot" else summed
 
-    timed = mock.Mock(return_value=1.0)
+    timed = mock.Mock(return_value=(1.0, None))
     monkeypatch.setattr(jaxkv, "all_reduce", wrong)
     monkeypatch.setattr(measurement, "seconds_per_step", timed)
     with pytest.raises(RuntimeError, match=r"1024 bytes of .*: incorrect result of one_shot"):

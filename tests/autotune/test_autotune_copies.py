@@ -10,16 +10,22 @@ import pytest
 from jaxkv._src.autotune import copies as autotune_copies
 from jaxkv._src.autotune import measurement
 from jaxkv._src.autotune.copies import Cell
+from jaxkv._src.autotune.pools import Pools
 from jaxkv._src.transfer import dispatch
-from jaxkv._src.tuning import copy_table
+from jaxkv._src.tuning import copy_lookup, copy_table
 from jaxkv._src.tuning.copy_table import Candidate, CopySize, Implementation
 
 HOST = (Candidate("host", 0),)
 
 
+@pytest.fixture(scope="module")
+def pools():
+    return Pools(8 << 20)
+
+
 @pytest.mark.cpu_only
 def test_command_writes_valid_table(tmp_path):
-    out = tmp_path / "cpu.json"
+    out = tmp_path  # a folder
     command = [sys.executable, "-m", "jaxkv.tune", "--quick", "--out", str(out)]
     output = subprocess.run(
         command,
@@ -28,8 +34,9 @@ def test_command_writes_valid_table(tmp_path):
         text=True,
         env={**os.environ, "JAXKV_COMMIT": "c0ffee" * 7, "JAX_PLATFORMS": "cpu"},
     ).stdout
-    table = copy_table.load(out)
-    assert (table.device_kind, table.how) == ("cpu", "python -m jaxkv.tune --quick")
+    table = copy_table.load(out / "cpu.json")
+    assert (table.device_kind, table.hardware) == ("cpu", None)
+    assert table.how == "python -m jaxkv.tune --quick, arrays of 0.00195 GiB"
     assert table.source == "cpu.json (commit c0ffeec0f)"
     assert table.date and table.versions["jax"] == jax.__version__
     assert {*table.peak_gb_per_s} == {"load", "store", "device"}
@@ -37,16 +44,24 @@ def test_command_writes_valid_table(tmp_path):
         [rule] = table.rules[direction]
         [candidate] = rule.candidates
         assert candidate.implementation == "host" and candidate.gb_per_s
-    assert table.rules["overlapped"] == copy_table.default_table().rules["overlapped"]
-    assert out.read_text() in output
+    default = copy_lookup.default_table()
+    assert isinstance(default, copy_table.Table)
+    assert table.rules["overlapped"] == default.rules["overlapped"]
+    assert (out / "cpu.json").read_text() in output
     assert "choices that differ from default.json" in output
+
+
+def test_missing_folder_is_an_error_before_the_measurement(monkeypatch, tmp_path):
+    monkeypatch.setattr(autotune_copies, "measure", lambda *_: pytest.fail("it was measured"))
+    with pytest.raises(FileNotFoundError, match=r"--out .*none/cpu.json: there is no folder"):
+        autotune_copies.main(["--out", str(tmp_path / "none/cpu.json")])
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("direction", ["load", "store", "device"])
 @pytest.mark.parametrize("run_bytes", [2, 513, 4096])
-def test_rate_is_measured_after_verification(direction, run_bytes):
-    [measured] = autotune_copies.measure(Cell(direction, run_bytes, 20, HOST))
+def test_rate_is_measured_after_verification(pools, direction, run_bytes):
+    [measured] = autotune_copies.measure(Cell(direction, run_bytes, 20, HOST), pools)
     assert measured.implementation == "host" and measured.gb_per_s
 
 
@@ -54,69 +69,63 @@ def test_rate_is_measured_after_verification(direction, run_bytes):
 @pytest.mark.parametrize(
     "direction, short_payload, copies",
     [
-        ("load", 321, autotune_copies.COPIES_OF_SHORT),
+        ("load", 99 * 320, autotune_copies.MOST_COPIES),
+        ("load", 321, 2),
         ("load", 320, 1),
-        ("device", 320, autotune_copies.COPIES_OF_SHORT),
+        ("device", 320, autotune_copies.MOST_COPIES),
     ],
-    ids=["short", "long", "within the device"],
+    ids=["short", "longer", "long", "within the device"],
 )
-def test_rate_counts_all_payload_bytes(monkeypatch, direction, short_payload, copies):
+def test_rate_counts_all_payload_bytes(monkeypatch, pools, direction, short_payload, copies):
     timed = []
 
-    def seconds(step, array):
+    def seconds(step, array, **_):
         timed.append(str(jax.make_jaxpr(step)(array)).count("name=copy"))
-        return 2.0
+        return 2.0, array
 
     monkeypatch.setattr(measurement, "seconds_per_step", seconds)
     monkeypatch.setattr(autotune_copies, "SHORT_PAYLOAD", short_payload)
     cell = Cell(direction, 64, 5, HOST)
-    rate = autotune_copies._rate(cell, autotune_copies._Data.of(cell), *HOST)
+    rate = autotune_copies._rate(autotune_copies._Blocks(cell, pools), *HOST)
     assert timed == [copies]
     assert rate == pytest.approx(copies * 5 * 64 / 2.0 / 1e9)
 
 
 @pytest.mark.cpu_only
-def test_unsupported_candidates_are_skipped():
-    candidates = (Candidate("dma", 0), Candidate("kernel", 4), Candidate("pallas", 4))
-    assert autotune_copies.measure(Cell("load", 64, 5, candidates)) == []
+def test_unsupported_candidates_are_skipped(pools):
+    candidates = (Candidate("dma", 0), Candidate("kernel", 4), Candidate("pallas", 4), *HOST)
+    [measured] = autotune_copies.measure(Cell("load", 64, 5, candidates), pools)
+    assert measured.implementation == "host"
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("where", ["moved", "neighbour"])
-def test_incorrect_destination_raises(monkeypatch, where):
+@pytest.mark.parametrize("direction", ["load", "store", "device"])
+def test_incorrect_destination_raises(monkeypatch, pools, where, direction):
     swap_blocks = autotune_copies.jaxkv.swap_blocks
 
     def wrong(source, destination, source_ids, destination_ids):
         out = swap_blocks(source, destination, source_ids, destination_ids)
-        block = cell_ids[1][0]
-        if where == "neighbour":
-            block += 1 if block + 1 < len(out) and block + 1 not in cell_ids[1] else -1
-        return out.at[block, 0].add(1)
+        return out.at[blocks.ids[1][3] + (where == "neighbour"), 0].add(1)
 
-    cell = Cell("device", 64, 5, HOST)
-    cell_ids = autotune_copies._Data.of(cell).ids
+    cell = Cell(direction, 64, 5, HOST)
+    blocks = autotune_copies._Blocks(cell, pools)
     monkeypatch.setattr(autotune_copies.jaxkv, "swap_blocks", wrong)
     monkeypatch.setattr(measurement, "seconds_per_step", lambda *_: pytest.fail("it was timed"))
-    with pytest.raises(RuntimeError, match=r"device, 5 x 64 bytes: incorrect destination of host"):
-        autotune_copies.measure(cell)
+    with pytest.raises(RuntimeError, match=rf"{direction}, 5 x 64 bytes: incorrect .* of host"):
+        autotune_copies._rate(blocks, *HOST)
 
 
-def test_sm_count_increases_while_rate_improves(monkeypatch):
-    rates = {1: 10.0, 2: 20.0, 4: 20.5, 8: 40.0}
-    asked = []
-
-    def rate(cell, data, candidate):
-        asked.append(candidate.num_sms)
-        return rates[candidate.num_sms]
-
-    monkeypatch.setattr(autotune_copies, "_rate", rate)
+def test_all_sm_counts_are_measured(monkeypatch, pools):
+    """A rate that grows by 2 % with each count is 8 % lower on the first than on the last."""
+    rates = {1: 50.0, 2: 51.0, 4: 52.0, 8: 53.0, 12: 54.0}
+    monkeypatch.setattr(autotune_copies, "_rate", lambda _, candidate: rates[candidate.num_sms])
     candidates = tuple(Candidate("kernel", sms) for sms in rates)
-    measured = autotune_copies.measure(Cell("load", 64, 5, candidates))
-    assert asked == [1, 2, 4]
-    assert [candidate.gb_per_s for candidate in measured] == [10.0, 20.0, 20.5]
+    measured = autotune_copies.measure(Cell("load", 64, 5, candidates), pools)
+    assert {candidate.num_sms: candidate.gb_per_s for candidate in measured} == rates
 
 
-def test_each_candidate_is_forced(monkeypatch):
+def test_each_candidate_is_forced(monkeypatch, pools):
     """Also right after another candidate was measured on the same shapes."""
     seen = []
     select_implementation = dispatch.select_implementation
@@ -129,7 +138,7 @@ def test_each_candidate_is_forced(monkeypatch):
     monkeypatch.setattr("jaxkv._src.transfer.api.select_implementation", note)
     monkeypatch.setattr(dispatch, "_machine", lambda: dispatch.Machine("gpu", "Some GPU", True))
     names: list[tuple[Implementation, int]] = [("dma", 0), ("kernel", 4), ("pallas", 2)]
-    autotune_copies.measure(Cell("load", 128, 5, tuple(Candidate(*name) for name in names)))
+    autotune_copies.measure(Cell("load", 128, 5, tuple(Candidate(*name) for name in names)), pools)
     assert seen == names
 
 
@@ -143,6 +152,8 @@ def test_gpu_cells(quick):
         assert {2, 16} <= {size.word_bytes for size in sizes}
         assert min(size.run_bytes for size in sizes) == 512
         assert max(size.run_bytes for size in sizes) >= 256 * 1024
+        kilobyte = [c for c in cells if c.direction == direction and c.run_bytes == 1024]
+        assert quick or Candidate("kernel", 12) in max(kilobyte).candidates
     for cell in cells:
         sms = [(c.implementation, c.num_sms) for c in cell.candidates]
         assert sms == sorted(sms) and ("dma", 0) in sms
@@ -156,7 +167,7 @@ def test_changes_are_reported_for_both_kinds_of_ids():
         ),
         (Cell("load", 512, 1000, ()), [Candidate("dma", 0, 1.0), Candidate("kernel", 12, 48.0)]),
     ]
-    before = copy_table.default_table()
+    before = copy_lookup.default_table()
     rules = {
         **before.rules,
         "load": autotune_copies.rules_of([(cell.size, m) for cell, m in rates]),
@@ -171,7 +182,7 @@ def test_changes_are_reported_for_both_kinds_of_ids():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", ["load", "store", "device"])
-def test_all_implementations_are_measured_on_gpu(direction):
+def test_all_implementations_are_measured_on_gpu(pools, direction):
     candidates = (Candidate("dma", 0), Candidate("kernel", 4), Candidate("pallas", 4))
-    measured = autotune_copies.measure(Cell(direction, 8192, 64, candidates))
+    measured = autotune_copies.measure(Cell(direction, 8192, 64, candidates), pools)
     assert [c[:2] for c in measured] == [c[:2] for c in candidates]

@@ -70,3 +70,30 @@ def test_size_follows_from_free_memory(monkeypatch, host, limit, in_use, expecte
     monkeypatch.setattr(pools.host_memory, "_mem_available", lambda: host * GIB)
     monkeypatch.setattr(pools.host_memory, "_cgroup_limits", list)
     assert pools.pool_bytes(4 * GIB) == expected * GIB
+
+
+def test_copy_that_was_done_before_is_verified_again(made):
+    """Another implementation, with the same ids, must not profit from it."""
+    source, destination = made.host(512), made.device(512)
+    ids = [(np.array([3, 9], np.int32), np.array([4, 7], np.int32))]
+    copy = jax.jit(jaxkv.swap_blocks, donate_argnames="dst")
+    destination = pools.verified(
+        lambda array: copy(source, array, *ids[0]), source, destination, ids
+    )
+    with pytest.raises(AssertionError, match="2 blocks are wrong"):
+        pools.verified(lambda array: array, source, destination, ids)
+
+
+@pytest.mark.parametrize("num_blocks", [6, 1 << 20])
+def test_neighbours_and_others_were_not_written(num_blocks):
+    written = np.array([0, 5, 3, 2], np.int32)
+    others = pools._others(written, num_blocks)
+    assert len(others) == 8 + pools.SAMPLED
+    assert not {*others.tolist()} & {*written.tolist()}
+    assert {*others[:8].tolist()} == {1, 4} | ({6} if num_blocks > 6 else set())
+    assert (len(set(others[8:].tolist())) > 900) == (num_blocks > 6)
+    assert others.min() >= 0 and others.max() < num_blocks
+
+
+def test_fully_written_array_has_no_others():
+    assert pools._others(np.arange(4, dtype=np.int32), 4).tolist() == []

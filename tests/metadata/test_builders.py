@@ -70,8 +70,9 @@ BUILDERS: dict[str, Callable[[metadata.BatchMetadata], Any]] = {
 }
 every_builder = pytest.mark.parametrize("name", BUILDERS)
 
-# Permitted calls: the bounds check, and the sort and scan libraries that XLA calls on its own.
-ALLOWED_CALLS = re.compile(r"jaxkv_check_bounds|__cub\$\w+|__cublas\$\w+")
+# Permitted calls: those of jaxkv on the device, and the sort and scan libraries that XLA calls on
+# its own.
+ALLOWED_CALLS = re.compile(r"jaxkv_(check_bounds|flashinfer)|__cub\$\w+|__cublas\$\w+")
 
 
 @every_builder

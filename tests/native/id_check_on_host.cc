@@ -18,7 +18,31 @@ Claim share_of(uint32_t num_pairs) {
           false};
 }
 
+IdParams params_of(const int64_t* n, const int32_t* sources, const int32_t* destinations) {
+  return {sources,
+          destinations,
+          static_cast<uint32_t>(n[4]),
+          static_cast<int32_t>(n[5]),
+          static_cast<int32_t>(n[6]),
+          {},
+          reinterpret_cast<jaxkv::ErrorRings*>(16)};
+}
+
 }  // namespace
+
+// The check of few ids by one thread block; the arguments are those of `run`, `counts` is [1].
+extern "C" int64_t run_few(const int64_t* n, const int32_t* sources, const int32_t* destinations,
+                           int32_t record, BlockPair* pairs, int32_t* count) {
+  const IdParams ids = params_of(n, sources, destinations);
+  jaxkv::faults = 0;
+  simulated::run_block(static_cast<uint32_t>(n[0]), n[1], [&] {
+    BlockPair* const listed = pairs;
+    const uint32_t num_pairs = list_few(ids, record, listed);
+    if (num_pairs > 0 && listed[num_pairs - 1].source == -9) ++jaxkv::faults;  // before the barrier
+    if (threadIdx.x == 0) *count = static_cast<int32_t>(num_pairs);
+  });
+  return jaxkv::faults;
+}
 
 // `numbers`: threads, descending, thread blocks, whether ids are copied to shared memory, ids,
 // source blocks, destination blocks. `opened`, `pairs`: the pairs that a copy begins with, and
@@ -29,13 +53,7 @@ extern "C" int64_t run(const int64_t* n, const int32_t* sources, const int32_t* 
                        BlockPair* opened, BlockPair* pairs, int32_t* counts) {
   const auto threads = static_cast<uint32_t>(n[0]), num_ids = static_cast<uint32_t>(n[4]);
   gridDim.x = static_cast<uint32_t>(n[2]);
-  const IdParams ids{sources,
-                     destinations,
-                     num_ids,
-                     static_cast<int32_t>(n[5]),
-                     static_cast<int32_t>(n[6]),
-                     {},
-                     reinterpret_cast<jaxkv::ErrorRings*>(16)};
+  const IdParams ids = params_of(n, sources, destinations);
   ShareSize size((num_ids + gridDim.x - 1) / gridDim.x);
   if (n[3]) size = size.with_copy(num_ids, UINT32_MAX);
   jaxkv::faults = 0;

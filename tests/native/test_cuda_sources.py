@@ -20,6 +20,7 @@ CAPTURED = {
     "CopyBlocksKernel",
     "CopyGroupsKernel",
     "CopyPairsKernel",
+    "FlashInferKernel",
     "PlanPairsKernel",
     "SparseAppendKernel",
     "SparseWriteAddedKernel",

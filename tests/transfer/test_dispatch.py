@@ -16,7 +16,7 @@ from jaxkv._src.cache.spec import KVCacheSpec
 from jaxkv._src.transfer import dispatch
 from jaxkv._src.transfer.dispatch import Machine, force_implementation, select_implementation
 from jaxkv._src.transfer.resolve import resolve
-from jaxkv._src.tuning import copy_table, table_files
+from jaxkv._src.tuning import copy_lookup, copy_table, table_files
 from tests.util.layout_reference import assert_same_bytes, random_array
 from tests.util.strategies import reference_layouts
 from tests.util.transfer_cases import assert_rejected, make_case, put
@@ -50,7 +50,7 @@ def swap(direction: str, run_bytes: int, count: int, on_host: bool = False, **op
 @pytest.fixture
 def machine(monkeypatch):
     """Replaces this machine by a simulated one."""
-    monkeypatch.delenv(copy_table.VARIABLE, raising=False)
+    monkeypatch.delenv(copy_lookup.VARIABLE, raising=False)
 
     def replace(other: Machine = H200) -> None:
         monkeypatch.setattr(dispatch, "_machine", lambda: other)
@@ -86,7 +86,7 @@ def table(machine, monkeypatch, tmp_path):
     content["rules"] = dict(load=LOAD, store=STORE, device=DEVICE, overlapped=OVERLAPPED)
     path = tmp_path / "measured.json"
     path.write_text(json.dumps(content))
-    monkeypatch.setenv(copy_table.VARIABLE, str(path))
+    monkeypatch.setenv(copy_lookup.VARIABLE, str(path))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_unsupported_implementations_are_never_selected(
     machine, ids = Machine("gpu", kind, True), ids_of(count, on_host)
     [copy] = resolve(operation, copies_of(layout), ids, None).copies
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(copy_table.VARIABLE, raising=False)
+        patch.delenv(copy_lookup.VARIABLE, raising=False)
         patch.setattr(dispatch, "_machine", lambda: machine)
         unsupported = dispatch._unsupported_reasons(machine, copy, ids, requested, overlapped)
         if requested in unsupported:

@@ -34,7 +34,7 @@ def library(tmp_path_factory):
     command = ["g++", *options, *include, "-isystem", jax.ffi.include_dir(), source, "-o", path]
     subprocess.run(command, check=True)
     loaded = ctypes.CDLL(str(path))
-    loaded.run.restype = ctypes.c_int64
+    loaded.run.restype = loaded.run_few.restype = ctypes.c_int64
     return loaded
 
 
@@ -105,3 +105,39 @@ def test_memory_of_the_check_on_the_host(tmp_path):
     built = build_for_cpu("id_memory", tmp_path, *sources, options=["-O0"])
     ran = subprocess.run([built], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stdout
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n=st.integers(0, 32),
+    descending=st.booleans(),
+    record=st.booleans(),
+    wrong=st.sampled_from([0, 1, 2, 10]),
+    padding=st.sampled_from([0, 0, 0.1, 0.7]),
+)
+@example(0, 32, False, True, 0, 0)
+@example(0, 32, True, True, 10, 0.1)
+def test_verdict_of_few_ids(library, seed, n, descending, record, wrong, padding):
+    """All pairs in order, and each invalid entry recorded once, by one thread block of several."""
+    rng = np.random.default_rng(seed)
+    limits = num_sources, num_destinations = n + 3, n + 5
+    sources, destinations = (rng.permutation(limit)[:n].astype(np.int32) for limit in limits)
+    ids = sources, destinations
+    for i in rng.integers(0, max(n, 1), min(wrong, n)):
+        bad = rng.integers(4)
+        ids[bad % 2][i] = [num_sources, num_destinations, -5, ids[1][rng.integers(n)]][bad]
+    ids[int(rng.integers(2))][rng.random(n) < padding] = -1
+
+    numbers = np.array([64, descending, 1, 0, n, *limits], np.int64)
+    pairs, count = np.full((32, 2), -9, np.int32), np.zeros(1, np.int32)
+    arrays: list[np.ndarray] = [numbers, sources, destinations, pairs, count]
+    addresses = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
+    faults = library.run_few(*addresses[:3], ctypes.c_int32(record), *addresses[3:])
+
+    valid = (ids[0] >= 0) & (ids[0] < num_sources) & (ids[1] >= 0) & (ids[1] < num_destinations)
+    entries = np.stack(ids, axis=1)[valid]
+    repeated = np.array([(entries[:, 1] == d).sum() > 1 for d in entries[:, 1]], bool)
+    entries[repeated] = [0, -1]
+    np.testing.assert_array_equal(pairs[: count[0]], entries)
+    assert count[0] == len(entries) and (pairs[count[0] :] == -9).all()
+    assert faults == (reference(sources, destinations, limits)[1] if record else 0)

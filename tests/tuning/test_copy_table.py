@@ -10,11 +10,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxkv._src.autotune.rules import SAME_RATE, SCENARIOS, pick, rank, rules_of
-from jaxkv._src.tuning import copy_table, table_files
+from jaxkv._src.tuning import copy_lookup, copy_table, table_files
 from jaxkv._src.tuning.copy_table import SMALLEST, Candidate, CopySize, Rule
 
 pytestmark = pytest.mark.host_only
 
+H200 = "NVIDIA H200"
 PACKAGED = sorted(copy_table.PACKAGED.glob("*.json"))
 
 
@@ -39,50 +40,6 @@ def test_packaged_tables_round_trip(path):
     assert path.name in (f"{table_files.slug(table.device_kind)}.json", table_files.DEFAULT)
 
 
-def test_default_table_has_all_implementations():
-    """It is the fallback for implementations missing in another table."""
-    for copy_kind, rules in copy_table.default_table().rules.items():
-        expected = {*copy_table.IMPLEMENTATIONS} - (
-            {"pallas"} if copy_kind == "overlapped" else set()
-        )
-        for rule in rules:
-            assert {candidate.implementation for candidate in rule.candidates} == expected
-
-
-def test_packaged_table_is_selected_by_device_kind(monkeypatch):
-    monkeypatch.delenv(copy_table.VARIABLE, raising=False)
-    assert copy_table.table_for("NVIDIA H200").name == "nvidia_h200.json"
-
-
-def test_unknown_device_kind_uses_default(monkeypatch):
-    monkeypatch.delenv(copy_table.VARIABLE, raising=False)
-    assert copy_table.table_for("Some GPU") is copy_table.default_table()
-
-
-def test_environment_variable_selects_table(monkeypatch, tmp_path):
-    path = write(
-        tmp_path, {**content_of_default(), "device_kind": "Some GPU", "commit": "0123456789"}
-    )
-    monkeypatch.setenv(copy_table.VARIABLE, str(path))
-    table = copy_table.table_for("Some GPU")
-    assert (table.name, table.source) == ("table.json", "table.json (commit 012345678)")
-    monkeypatch.delenv(copy_table.VARIABLE)
-    assert copy_table.table_for("Some GPU").name == table_files.DEFAULT
-
-
-def test_table_of_different_device_kind_raises(monkeypatch, tmp_path):
-    path = write(tmp_path, {**content_of_default(), "device_kind": "NVIDIA H200"})
-    monkeypatch.setenv(copy_table.VARIABLE, str(path))
-    with pytest.raises(ValueError, match=r"JAXKV_TUNING=.*'NVIDIA H200'.*'cpu'"):
-        copy_table.table_for("cpu")
-
-
-def test_missing_table_raises(monkeypatch, tmp_path):
-    monkeypatch.setenv(copy_table.VARIABLE, str(tmp_path / "none.json"))
-    with pytest.raises(FileNotFoundError, match=r"none\.json"):
-        copy_table.table_for("cpu")
-
-
 def changed(path: list, value) -> dict:
     """The default table's content with one entry replaced, or removed if `value` is `...`."""
     content = content_of_default()
@@ -97,6 +54,11 @@ def changed(path: list, value) -> dict:
     return content
 
 
+def hardware(**changes) -> dict:
+    """The default table's content with the hardware of an H200, changed."""
+    return changed(["hardware"], {**copy_lookup.packaged_table(H200).head["hardware"], **changes})
+
+
 RULE = ["rules", "load", 1]
 FIRST = [*RULE, "candidates", 0]
 
@@ -107,6 +69,11 @@ FIRST = [*RULE, "candidates", 0]
         ("{", "Expecting property name"),
         ([], r"the file must be an object, got \[\]"),
         (changed(["date"], ...), "the file: missing keys date"),
+        (changed(["hardware"], {}), "hardware: missing keys compute_capability, num_sms"),
+        (hardware(compute_capability="9"), r'hardware.compute_capability must be .*"9.0", got'),
+        (hardware(num_sms=0), r"hardware.num_sms must be an integer in \[1, 4096\], got 0"),
+        (hardware(pcie_generation=9), r"hardware.pcie_generation must be .* \[1, 6\], got 9"),
+        (hardware(pcie_lanes=None), r"hardware.pcie_lanes must be an integer in \[1, 32\]"),
         ({**content_of_default(), "dates": 1}, "the file: unknown keys dates"),
         (changed(["device_kind"], None), "device_kind must be str, got None"),
         (changed(["commit"], 7), "commit must be str or NoneType, got 7"),

@@ -13,7 +13,6 @@ the slower time is used; sizes at which their choices differ are reported.
 from __future__ import annotations
 
 import functools
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -106,7 +105,8 @@ def measure(cell: Cell) -> Seconds:
         memory.check_errors(summed)
         if not (summed == expected).all():
             raise RuntimeError(f"{cell}: incorrect result of {algorithm}")
-        found[algorithm] = measurement.seconds_per_step(step, summed) / calls
+        seconds, _ = measurement.seconds_per_step(step, summed)
+        found[algorithm] = seconds / calls
     return found
 
 
@@ -248,13 +248,16 @@ def run(out: str | None, *, quick: bool) -> None:
     """Measures, prints and writes the table.
 
     Args:
-      out: output file, by default `all_reduce_<device kind>.json`.
+      out: output file, or a folder for `<device kind>.json`; by default a file named
+        `all_reduce_<device kind>.json`.
       quick: fewer sizes.
 
     Raises:
       RuntimeError: only one device, or an incorrect result.
     """
     devices = jax.local_devices()
+    name = f"{table_files.slug(devices[0].device_kind)}.json"
+    path = table_files.output_path(out or f"all_reduce_{name}", name)
     found = cells(devices[0].platform, len(devices), quick=quick)
     if not found:
         raise RuntimeError(f"all_reduce requires at least {WORLD_SIZES[0]} devices, found 1")
@@ -265,7 +268,6 @@ def run(out: str | None, *, quick: bool) -> None:
         print(f"{cell}:", ", ".join(f"{name} {t * 1e6:.4g} us" for name, t in seconds.items()))
     print("choices that differ by dtype:", *differences(measured) or ["none"], sep="\n  ")
     table = table_of(measured, f"python -m jaxkv.tune --all-reduce{' --quick' if quick else ''}")
-    path = pathlib.Path(out or f"all_reduce_{table.name}")
     path.write_text(table.to_text())
     print(table.to_text())
     print(f"wrote {path}; set {VARIABLE}={path} to use it")

@@ -2,21 +2,18 @@
 
 With `--all-reduce`, measures the algorithms of `jaxkv.all_reduce` instead (autotune/all_reduce.py).
 
-Writes a tuning table for this device kind (format: `copy_table`). Source and destination blocks
-are at random places of arrays of 32 GiB, where memory allows. Before a candidate is timed, the
-blocks that it wrote, their neighbours and a sample of the others are compared. GB/s is payload
-(1e9 bytes) per second of wall time, over back-to-back copies on the device.
+Writes a tuning table for this device kind (format: `copy_table`). Blocks are scattered over arrays
+as large as an engine's (`pools`). Before a candidate is timed, every byte of the copied blocks, of
+their neighbours and of a sample of the others is compared. GB/s is payload (1e9 bytes) per second
+of wall time, over back-to-back copies on the device.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import math
-import pathlib
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,12 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv._src.autotune import all_reduce, measurement, pools
-from jaxkv._src.autotune.rules import SAME_RATE, rules_of
+from jaxkv._src.autotune import all_reduce, measurement
+from jaxkv._src.autotune.pools import Pools, pool_bytes, verified
+from jaxkv._src.autotune.rules import rules_of
 from jaxkv._src.environment import probes
 from jaxkv._src.transfer.dispatch import force_implementation
-from jaxkv._src.tuning import copy_table, table_files
+from jaxkv._src.tuning import copy_lookup, copy_table, table_files
+from jaxkv._src.tuning.copy_lookup import DerivedTable
 from jaxkv._src.tuning.copy_table import Candidate, CopySize, Table
+from jaxkv._src.tuning.hardware import hardware_of
 
 MEMORIES = {
     "load": ("pinned_host", "device"),
@@ -39,8 +39,9 @@ MEMORIES = {
 KIB, MIB = 1 << 10, 1 << 20
 MAX_PAYLOAD = 64 * MIB
 MAX_IDS = 10_000
-SHORT_PAYLOAD = 32 * MIB  # below this, program overhead is significant
-COPIES_OF_SHORT = 16
+SHORT_PAYLOAD = 32 * MIB  # of a program: below this, its overhead is significant
+MOST_COPIES = 16  # of a program
+SECONDS_OF_SAMPLE = 0.015
 
 
 Ids = jaxkv.HostIds | jax.Array
@@ -86,9 +87,10 @@ def cells(platform: str, num_sms: int, quick: bool) -> list[Cell]:
         counts, runs = ((16,), (4 * KIB,)) if quick else ((1, 64), (512, 4 * KIB, 64 * KIB))
         host = (Candidate("host", 0),)
         return [Cell(d, run, n, host) for d in MEMORIES for run in runs for n in counts]
-    all_runs = [KIB // 2 << i for i in range(12)]  # 512 B to 1 MiB
-    cliff = [20 * KIB, 24 * KIB, 28 * KIB]  # the copy engine's rate jumps in this range
-    few_runs, few_sms = all_runs[::3], [4, 12]
+    powers = [KIB // 2 << i for i in range(8)]  # 512 B to 64 KiB
+    cliff = [28 * KIB]  # the copy engine's rate jumps in this range
+    all_runs = [*powers, *cliff, 256 * KIB, MIB]
+    few_runs, few_sms = [KIB // 2, 4 * KIB, 32 * KIB, 256 * KIB], [4, 12]
     odd_runs = [even + odd for even in (KIB, 64 * KIB) for odd in (2, 8)]
     found = _grid("device", [KIB, 64 * KIB], [16, MAX_IDS], [num_sms // 4, num_sms // 2, num_sms])
     for direction in ("load", "store"):
@@ -99,7 +101,7 @@ def cells(platform: str, num_sms: int, quick: bool) -> list[Cell]:
             found += _grid(direction, odd_runs, [16, MAX_IDS], [12, 24])
             found += _grid(direction, few_runs, [1, 16, 256, 2048], few_sms)
             found += _grid(direction, [8 * KIB], [1, 4, 16, 64], few_sms)
-            found += _grid(direction, [*all_runs, *cliff], [MAX_IDS], [1, 2, 4, 8, 12, 24])
+            found += _grid(direction, all_runs, [MAX_IDS], [2, 4, 12])
     by_size = {(cell.direction, cell.size): cell for cell in found}  # last one wins
     return sorted(by_size.values())
 
@@ -122,78 +124,76 @@ def _grid(
 # Measuring
 
 
-def measure(cell: Cell) -> list[Candidate]:
+def measure(cell: Cell, pools: Pools) -> list[Candidate]:
     """Rates of the candidates that support a cell.
-
-    The number of SMs of an implementation is increased only while the rate improves.
 
     Raises:
       RuntimeError: a candidate produced an incorrect destination.
     """
-    data = _Data.of(cell)
+    blocks = _Blocks(cell, pools)
     measured: list[Candidate] = []
-    for _, same_implementation in groupby(cell.candidates, key=lambda c: c.implementation):
-        best = 0.0
-        for candidate in same_implementation:
-            try:
-                rate = _rate(cell, data, candidate)
-            except NotImplementedError:
-                break
+    unsupported: set[str] = set()
+    for candidate in cell.candidates:
+        if candidate.implementation in unsupported:
+            continue
+        try:
+            rate = _rate(blocks, candidate)
+        except NotImplementedError:
+            unsupported.add(candidate.implementation)
+        else:
             measured.append(candidate._replace(gb_per_s=_rounded(rate)))
-            if rate * (1 - SAME_RATE) < best:
-                break
-            best = rate
     return measured
 
 
-@dataclasses.dataclass
-class _Data:
-    """Source and destination blocks, and ids in random order.
+class _Blocks:
+    """Arrays of a cell, and which of their blocks are copied; the destination is donated."""
 
-    Attributes:
-      source, destination: arrays as large as an engine's; `destination` is that of the last copy.
-    """
-
-    source: jax.Array
-    destination: jax.Array
-    ids: tuple[np.ndarray, np.ndarray]
-
-    @classmethod
-    def of(cls, cell: Cell) -> _Data:
-        shared = _pools()
-        sides = []
-        for seed, memory in enumerate(MEMORIES[cell.direction]):
-            num_bytes = shared.num_bytes // (1 + (cell.direction == "device"))
-            on_host = memory == "pinned_host"
-            sides.append(
-                shared.host(cell.run_bytes)
-                if on_host
-                else shared.device(cell.run_bytes, num_bytes=num_bytes, seed=seed)
+    def __init__(self, cell: Cell, pools: Pools) -> None:
+        self.cell = cell
+        self.source, self.destination = (
+            pools.host(cell.run_bytes)
+            if memory == "pinned_host"
+            else pools.device(
+                cell.run_bytes,
+                num_bytes=pools.num_bytes // (2 if cell.direction == "device" else 1),
+                seed=seed,
             )
-        rng = np.random.default_rng(cell.num_ids)
-        from_, to = (
-            rng.choice(len(side), cell.num_ids, replace=False).astype(np.int32) for side in sides
+            for seed, memory in enumerate(MEMORIES[cell.direction])
         )
-        return cls(sides[0], sides[1], (from_, to))
+        rng = np.random.default_rng(cell.num_ids)
+        source_ids, destination_ids = (
+            rng.choice(len(array), cell.num_ids, replace=False).astype(np.int32)
+            for array in (self.source, self.destination)
+        )
+        self.ids = source_ids, destination_ids
 
-
-@functools.cache
-def _pools() -> pools.Pools:
-    on_cpu = jax.default_backend() == "cpu"
-    return pools.Pools(pools.pool_bytes(8 * MIB if on_cpu else 2 * MAX_PAYLOAD))
+    def verify(self, copy: Callable[[jax.Array], jax.Array], candidate: Candidate) -> None:
+        """Raises a RuntimeError unless `copy` writes the blocks of the cell, and no others."""
+        try:
+            self.destination = verified(copy, self.source, self.destination, [self.ids])
+        except AssertionError as error:
+            what = f"{candidate.implementation} {candidate.figures}"
+            raise RuntimeError(f"{self.cell}: incorrect destination of {what}: {error}") from error
+        jaxkv.check_errors(self.destination)
 
 
 def _rounded(rate: float) -> float:
     return float(f"{rate:.4g}")  # further digits are noise
 
 
-def _rate(cell: Cell, data: _Data, candidate: Candidate) -> float:
-    """GB/s of a candidate."""
-    short = cell.direction == "device" or cell.size.total_bytes < SHORT_PAYLOAD
-    copies = COPIES_OF_SHORT if short else 1
+def _rate(blocks: _Blocks, candidate: Candidate) -> float:
+    """GB/s of a candidate.
+
+    Raises:
+      NotImplementedError: it does not support the cell.
+      RuntimeError: it produced an incorrect destination.
+    """
+    total_bytes = blocks.cell.size.total_bytes
+    device = blocks.cell.direction == "device"
+    copies = MOST_COPIES if device else min(MOST_COPIES, -(-SHORT_PAYLOAD // total_bytes))
     as_ids = jaxkv.HostIds if candidate.implementation == "dma" else jnp.asarray
     # Separate id arrays for each copy; otherwise XLA merges the checks of the ids (CSE).
-    all_ids = [[as_ids(side) for side in data.ids] for _ in range(copies)]
+    all_ids = [[as_ids(side) for side in blocks.ids] for _ in range(copies)]
 
     # A new function for each candidate, to bypass JAX's jit cache.
     def copy(destination: jax.Array, source: jax.Array, *ids: Ids) -> jax.Array:
@@ -207,19 +207,16 @@ def _rate(cell: Cell, data: _Data, candidate: Candidate) -> float:
             destination = once(destination, source, *ids)
         return destination
 
-    def run(destination: jax.Array) -> jax.Array:
-        data.destination = several(destination, data.source, all_ids)
-        return data.destination
+    def step(destination: jax.Array) -> jax.Array:
+        return several(destination, blocks.source, all_ids)
 
     with force_implementation(candidate.implementation, candidate.num_sms):
-        try:
-            pools.verified(run, data.source, data.destination, [data.ids])
-        except AssertionError as error:
-            what = f"{candidate.implementation} {candidate.figures}"
-            raise RuntimeError(f"{cell}: incorrect destination of {what}: {error}") from error
-        jaxkv.check_errors(data.destination)
-        seconds = measurement.seconds_per_step(run, data.destination)
-    return copies * cell.size.total_bytes / seconds / 1e9
+        several.trace(blocks.destination, blocks.source, all_ids)  # raises before any donation
+        blocks.verify(step, candidate)
+        seconds, blocks.destination = measurement.seconds_per_step(
+            step, blocks.destination, seconds_of_sample=SECONDS_OF_SAMPLE
+        )
+    return copies * total_bytes / seconds / 1e9
 
 
 # ---------------------------------------------------------------------------------------------
@@ -231,11 +228,14 @@ Rates = list[tuple[Cell, list[Candidate]]]
 
 def table_of(rates: Rates, peak_gb_per_s: dict[str, float], how: str) -> Table:
     """The table for this device kind; "overlapped" rules are not measured, but packaged ones."""
-    kind = jax.local_devices()[0].device_kind
+    device = jax.local_devices()[0]
+    kind = device.device_kind
     rules = {
         direction: rules_of([(cell.size, m) for cell, m in rates if cell.direction == direction])
         for direction in MEMORIES
     }
+    packaged = copy_lookup.packaged_table(kind)  # the default table if there is none
+    assert isinstance(packaged, Table)
     return Table(
         name=f"{table_files.slug(kind)}.json",
         device_kind=kind,
@@ -243,12 +243,13 @@ def table_of(rates: Rates, peak_gb_per_s: dict[str, float], how: str) -> Table:
         commit=measurement.commit(),
         date=probes.date(),
         versions=measurement.versions(),
+        hardware=hardware_of(device),
         peak_gb_per_s={name: _rounded(rate) for name, rate in peak_gb_per_s.items()},
-        rules={**rules, "overlapped": copy_table.packaged_table(kind).rules["overlapped"]},
+        rules={**rules, "overlapped": packaged.rules["overlapped"]},
     )
 
 
-def changes(rates: Rates, before: Table, after: Table) -> list[str]:
+def changes(rates: Rates, before: Table | DerivedTable, after: Table) -> list[str]:
     """Measured cells for which the choices of two tables differ."""
     lines = []
     for cell, measured in rates:
@@ -276,33 +277,58 @@ def _text(candidate: Candidate | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxkv.tune", description=__doc__)
-    parser.add_argument("--out", metavar="FILE", help="the table, by default <device kind>.json")
+    parser.add_argument(
+        "--out", metavar="PATH", help="the table, or the folder of <device kind>.json (default: .)"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--all-reduce", action="store_true", help="the table of all-reduces")
     flags = parser.parse_args(argv)
     if flags.all_reduce:
         all_reduce.run(flags.out, quick=flags.quick)
-        return 0
+    else:
+        run(flags.out, quick=flags.quick)
+    return 0
+
+
+def run(out: str | None, *, quick: bool) -> None:
+    """Measures, prints and writes the table.
+
+    Args:
+      out: output file, or a folder for `<device kind>.json`; by default the current one.
+      quick: fewer cells.
+
+    Raises:
+      RuntimeError: a candidate produced an incorrect destination.
+      HostMemoryError: too little host memory for the largest copy.
+      OSError: the table can't be written.
+    """
     platform, device = jax.default_backend(), jax.local_devices()[0]
+    before = copy_lookup.packaged_table(device.device_kind, hardware_of(device))
+    path = table_files.output_path(out, f"{table_files.slug(device.device_kind)}.json")
     link = Candidate("host" if platform == "cpu" else "dma", 0)
     peak_bytes = MIB if platform == "cpu" else MAX_PAYLOAD
     peak_cells = [Cell(direction, peak_bytes, 1, (link,)) for direction in MEMORIES]
-    peak = {cell.direction: _rate(cell, _Data.of(cell), link) for cell in peak_cells}
+    found = cells(platform, getattr(device, "core_count", 0), quick)
+    largest = max(cell.size.total_bytes for cell in [*peak_cells, *found])
+    pools = Pools(pool_bytes(2 * largest))
+    peak = {cell.direction: _rate(_Blocks(cell, pools), link) for cell in peak_cells}
     print(
         "peak bandwidth, one block:", ", ".join(f"{d} {rate:.4g} GB/s" for d, rate in peak.items())
     )
-    found = cells(platform, getattr(device, "core_count", 0), flags.quick)
     rates = [
-        (cell, measured) for cell in measurement.progress(found) if (measured := measure(cell))
+        (cell, measured)
+        for cell in measurement.progress(found)
+        if (measured := measure(cell, pools))
     ]
     for cell, measured in rates:
         print(f"{cell}: {'; '.join(map(_text, measured))}")
-    table = table_of(rates, peak, f"python -m jaxkv.tune{' --quick' if flags.quick else ''}")
-    out = pathlib.Path(flags.out or table.name)
-    out.write_text(table.to_text())
-    packaged = copy_table.packaged_table(table.device_kind)
-    different = changes(rates, packaged, copy_table.load(out))
+    how = (
+        f"python -m jaxkv.tune{' --quick' if quick else ''}, "
+        f"arrays of {pools.num_bytes / (1 << 30):.3g} GiB"
+    )
+    table = table_of(rates, peak, how)
+    path.write_text(table.to_text())
+    different = changes(rates, before, copy_table.load(path))
     print(table.to_text())
-    print(f"choices that differ from {packaged.source}:", *different or ["none"], sep="\n  ")
-    print(f"wrote {out}; set {copy_table.VARIABLE}={out} to use it")
-    return 0
+    print(f"choices that differ from {before.source}:", *different or ["none"], sep="\n  ")
+    print(f"wrote {path}; set {copy_lookup.VARIABLE}={path} to use it")

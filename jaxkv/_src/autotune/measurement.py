@@ -21,8 +21,13 @@ T = TypeVar("T")
 SECONDS_OF_SAMPLE = 0.03
 
 
-def seconds_per_step(step: Callable[[jax.Array], jax.Array], state: jax.Array) -> float:
-    """Median seconds per step, over chains of steps with one host sync at the end."""
+def seconds_per_step(
+    step: Callable[[jax.Array], jax.Array],
+    state: jax.Array,
+    *,
+    seconds_of_sample: float = SECONDS_OF_SAMPLE,
+) -> tuple[float, jax.Array]:
+    """Median seconds per step, over chains of steps with one host sync at the end; last state."""
 
     def chain(length: int) -> float:
         nonlocal state
@@ -33,8 +38,8 @@ def seconds_per_step(step: Callable[[jax.Array], jax.Array], state: jax.Array) -
         return (time.perf_counter() - start) / length
 
     estimate = min(chain(1), chain(1))  # command buffers are captured in the second run
-    length = min(200, math.ceil(SECONDS_OF_SAMPLE / estimate))
-    return statistics.median(chain(length) for _ in range(5))
+    length = min(200, math.ceil(seconds_of_sample / estimate))
+    return statistics.median(chain(length) for _ in range(5)), state
 
 
 def versions() -> dict[str, str]:

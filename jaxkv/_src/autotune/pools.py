@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._src.cache import host_memory, pinned_memory
-from jaxkv._src.runtime import native
 
 GIB = 1 << 30
 WANTED_BYTES = 32 * GIB
@@ -37,8 +36,8 @@ def pool_bytes(at_least: int) -> int:
     if not stats or "bytes_limit" not in stats:
         return at_least
     in_hbm = (stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * 2 // 3
-    limits = [host_memory._mem_available(), *(left for _, left in host_memory._cgroup_limits())]
-    return max(at_least, min(WANTED_BYTES, in_hbm, min(limits) // 2))
+    _, on_host = host_memory.least_available()
+    return max(at_least, min(WANTED_BYTES, in_hbm, on_host // 2))
 
 
 class Pools:
@@ -52,13 +51,7 @@ class Pools:
 
     def __init__(self, num_bytes: int):
         self.num_bytes = num_bytes
-        device = jax.local_devices()[0]
-        self._device = device
-        node = host_memory.numa_node(device)
-        ordinals = [device.local_hardware_id] if device.platform == "gpu" else []
-        self._memory = native.extension().PinnedMemory(
-            num_bytes, -1 if node is None else node, ordinals
-        )
+        self._view = pinned_memory.views(num_bytes, jax.local_devices()[0])
         self._fill()
 
     def _fill(self) -> None:
@@ -76,10 +69,7 @@ class Pools:
         """`dtype[num_blocks, words]` in pinned memory: a view, with the present contents."""
         kind = np.dtype(dtype or _word(block_bytes))
         shape = self.num_bytes // block_bytes, block_bytes // kind.itemsize
-        array = pinned_memory._as_array(self._memory, shape, kind, self._device)
-        kind_of_memory = pinned_memory.PINNED
-        sharding = jax.sharding.SingleDeviceSharding(self._device, memory_kind=kind_of_memory)
-        return pinned_memory._with_sharding(array, sharding)
+        return self._view(shape, kind)
 
     def device(self, block_bytes: int, *, num_bytes: int | None = None, seed: int = 0) -> jax.Array:
         """`dtype[num_blocks, words]` in device memory: a new array with pseudo-random contents."""
@@ -117,6 +107,20 @@ def rows(array: jax.Array, ids: np.ndarray) -> np.ndarray:
     return np.asarray(array[jnp.asarray(ids)])
 
 
+def write(array: jax.Array, ids: np.ndarray, values: np.ndarray) -> jax.Array:
+    """The array with other values in the blocks `ids`, in place as if donated."""
+    jax.block_until_ready(array)
+    if array.sharding.memory_kind == pinned_memory.PINNED:
+        _bytes_of(array).view(array.dtype).reshape(array.shape)[ids] = values
+        return array
+    return _write_on_device(array, ids, values)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_on_device(array: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+    return array.at[ids].set(values)
+
+
 def verified(
     copy: Callable[[jax.Array], jax.Array],
     source: jax.Array,
@@ -125,25 +129,38 @@ def verified(
 ) -> jax.Array:
     """The destination of the copies `ids` after `copy(destination)`, which are compared.
 
-    Compared are all blocks that were written; their neighbours and a sample of the others must be
-    as before.
+    Compared are all blocks that were written, and differed before; their neighbours and a sample of
+    the others must be as before.
 
     Raises:
       AssertionError: a block is wrong.
     """
-    written = np.concatenate([to for _, to in ids])
-    rng = np.random.default_rng(1)
-    others = np.concatenate([rng.integers(0, len(destination), SAMPLED), written - 1, written + 1])
-    others = np.setdiff1d(others[(others >= 0) & (others < len(destination))], written)
-    before = rows(destination, others)
-    expected: dict[int, int] = {}
+    pairs: dict[int, int] = {}
     for from_, to in ids:  # later copies overwrite earlier ones
-        expected |= dict(zip(to.tolist(), from_.tolist(), strict=True))
-    wanted = rows(source, np.fromiter(expected.values(), np.int32, len(expected)))
+        pairs |= dict(zip(to.tolist(), from_.tolist(), strict=True))
+    written, read = (np.fromiter(side, np.int32, len(pairs)) for side in (pairs, pairs.values()))
+    others = _others(written, len(destination))
+    wanted = np.concatenate([rows(source, read), rows(destination, others)])
+    destination = write(destination, written, ~wanted[: len(written)])
     destination = copy(destination)
-    got = rows(destination, np.fromiter(expected.keys(), np.int32, len(expected)))
-    pairs = (got, wanted), (rows(destination, others), before)
-    wrong = sum(int((a != b).any(axis=1).sum()) for a, b in pairs)
-    if wrong:
-        raise AssertionError(f"{wrong} blocks are wrong")
+    compared = np.concatenate([written, others])
+    wrong = compared[(rows(destination, compared) != wanted).any(axis=1)]
+    if len(wrong):
+        raise AssertionError(f"{len(np.unique(wrong))} blocks are wrong")
     return destination
+
+
+def _others(written: np.ndarray, num_blocks: int) -> np.ndarray:
+    """Neighbours of the written blocks, and a sample of the others.
+
+    Repeated so that their number only depends on that of the written ones: programs compile by
+    shape.
+    """
+    beside = np.concatenate([written - 1, written + 1])
+    sample = np.random.default_rng(1).integers(0, num_blocks, SAMPLED, np.int32)
+    found = (np.setdiff1d(each, written) for each in (beside, sample))
+    inside = ((each[(each >= 0) & (each < num_blocks)]) for each in found)
+    sizes = 2 * len(written), SAMPLED
+    return np.concatenate(
+        [np.resize(each, size * bool(len(each))) for each, size in zip(inside, sizes, strict=True)]
+    )

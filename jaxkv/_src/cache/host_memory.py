@@ -23,14 +23,19 @@ def check_host_memory(needed_bytes: int, *, shared: bool = False) -> None:
     also of the bytes left in /dev/shm. The locked-memory limit (RLIMIT_MEMLOCK) does not apply: the
     CUDA driver pins memory regardless of it, and the CPU backend does not pin memory.
     """
+    limit, available = least_available(shared=shared)
+    if needed_bytes > available:
+        raise HostMemoryError(needed_bytes, available, limit)
+
+
+def least_available(*, shared: bool = False) -> tuple[str, int]:
+    """The limit of `check_host_memory` with the fewest bytes left: its name, and these."""
     limits = [("available memory (MemAvailable)", _mem_available())]
     limits += [*_address_space_left(), *_cgroup_limits()]
     if shared:
         limits += _shared_memory_left()
     limit, available = min(limits, key=lambda entry: entry[1])
-    available = max(available, 0)
-    if needed_bytes > available:
-        raise HostMemoryError(needed_bytes, available, limit)
+    return limit, max(available, 0)
 
 
 def _address_space_left() -> Iterator[tuple[str, int]]:

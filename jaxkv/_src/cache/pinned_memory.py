@@ -117,6 +117,32 @@ def allocate(
         return array
 
 
+def views(
+    num_bytes: int, device: jax.Device
+) -> Callable[[tuple[int, ...], npt.DTypeLike], jax.Array]:
+    """Allocates memory as `pinned_zeros` does, for arrays of several shapes over the same bytes.
+
+    For measurements: JAX does not know that the arrays share memory.
+
+    Returns:
+      A function of shape and dtype that returns an array of the first bytes.
+
+    Raises:
+      RuntimeError, HostMemoryError: as for `pinned_zeros`.
+    """
+    sharding = SingleDeviceSharding(device, memory_kind=PINNED)
+    check_host_memory(num_bytes)
+    _leave_memory_to_exit()
+    memory = _pinned_memory(num_bytes, [device])
+
+    def view(shape: tuple[int, ...], dtype: npt.DTypeLike) -> jax.Array:
+        array = _with_sharding(_as_array(memory, shape, np.dtype(dtype), device), sharding)
+        _check_not_copied(array)
+        return array
+
+    return view
+
+
 def _check_has_pinned_memory(sharding: Sharding) -> None:
     """Raises a ValueError if the devices of a platform have no pinned host memory."""
     devices: set[Any] = sharding.addressable_devices
@@ -156,19 +182,24 @@ def _shards(
         users.setdefault(parts[device], []).append(device)
     shards: dict[jax.Device, jax.Array] = {}
     for created, (part, devices) in enumerate(users.items()):
-        node = numa_node(devices[0])
-        ordinals = [device.local_hardware_id for device in devices if device.platform == "gpu"]
         with contextlib.ExitStack() as stack:
             file = -1, False
             if shared:
                 where = {"shard": f"{part} of {len(set(parts.values()))}, {list(local_shape)}"}
                 file = stack.enter_context(shared.opened(part, part_bytes, where))
-            memory = native.extension().PinnedMemory(
-                part_bytes, -1 if node is None else node, ordinals, *file,
-                progress and _progress_of_part(progress, created, part_bytes, len(users)),
-            )  # fmt: skip
+            report = progress and _progress_of_part(progress, created, part_bytes, len(users))
+            memory = _pinned_memory(part_bytes, devices, *file, report)
         shards |= {device: _as_array(memory, local_shape, dtype, device) for device in devices}
     return [shards[device] for device in sharding.addressable_devices_indices_map(shape)]
+
+
+def _pinned_memory(num_bytes: int, devices: Sequence[jax.Device], *options: Any) -> Any:
+    """Memory on the NUMA node of the first device, page-locked for all that are CUDA devices."""
+    node = numa_node(devices[0])
+    ordinals = [device.local_hardware_id for device in devices if device.platform == "gpu"]
+    return native.extension().PinnedMemory(
+        num_bytes, -1 if node is None else node, ordinals, *options
+    )
 
 
 def _progress_of_part(

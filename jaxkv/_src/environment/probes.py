@@ -290,13 +290,13 @@ def tuning() -> dict[str, Any]:
     import jax
 
     from jaxkv._src.tuning import all_reduce_table
-    from jaxkv._src.tuning.copy_table import table_for
+    from jaxkv._src.tuning.copy_lookup import table_for
+    from jaxkv._src.tuning.hardware import hardware_of
 
-    kind = jax.local_devices()[0].device_kind
-    sums = all_reduce_table.table_for(kind)
-    found = {"copies": vars(table_for(kind)).copy(), "all_reduce": vars(sums).copy()}
-    for head in found.values():
-        del head["rules"]
+    device = jax.local_devices()[0]
+    sums = all_reduce_table.table_for(device.device_kind)
+    copies = table_for(device.device_kind, hardware_of(device))
+    found = {"copies": copies.head, "all_reduce": vars(sums).copy()}
     found["all_reduce"]["rules"] = {
         f"{size} devices": [f"{name} from {min_bytes} bytes" for min_bytes, name in rules]
         for size, rules in sums.rules.items()

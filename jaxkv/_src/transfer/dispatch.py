@@ -1,7 +1,7 @@
 """Dispatch of a copy: its implementation and number of SMs, selected while tracing.
 
-Implementations that do not support the call are excluded. The tuning table of the device kind
-(`copy_table`) ranks the others by direction, alignment, contiguous bytes and payload.
+Implementations that do not support the call are excluded. The tuning table of the device
+(`copy_lookup`) ranks the others by direction, alignment, contiguous bytes and payload.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from jaxkv._src.runtime import devices, native
 from jaxkv._src.transfer import pallas_chunks
 from jaxkv._src.transfer.block_copy import BlockCopy
 from jaxkv._src.transfer.ids import HostIds, IdPair, num_ids_of
-from jaxkv._src.tuning import copy_table
+from jaxkv._src.tuning import copy_lookup, copy_table
 from jaxkv._src.tuning.copy_table import IMPLEMENTATIONS, Candidate, CopySize, Implementation
+from jaxkv._src.tuning.hardware import Hardware, hardware_of
 
 # A descriptor costs about half a microsecond of host time (bench/dispatch.py). The limit
 # bounds it to a few milliseconds per step. The kernel is hardly slower, and its host time does not
@@ -74,10 +75,10 @@ def select_implementation(
             f"{copy.operation}: implementation {requested!r} does not support this call: "
             f"{unsupported[requested]}"
         )
-    table = copy_table.table_for(machine.device_kind)
+    table = copy_lookup.table_for(machine.device_kind, machine.hardware)
     situation = "overlapped" if overlapped else _direction(copy)
     rule = table.rule(situation, _size(copy, ids))
-    ranked = _ranked(rule, copy_table.default_table().rule(situation, rule.minima))
+    ranked = _ranked(rule, copy_lookup.default_table().rule(situation, rule.minima))
     supported = [candidate for candidate in ranked if candidate.implementation not in unsupported]
     if requested:
         chosen = next(candidate for candidate in ranked if candidate.implementation == requested)
@@ -141,16 +142,26 @@ _forced_implementation: contextvars.ContextVar[Candidate | None] = contextvars.C
 
 
 class Machine(NamedTuple):
-    """Properties of the machine that the dispatch depends on; replaced in tests."""
+    """Properties of the machine that the dispatch depends on; replaced in tests.
+
+    Attributes:
+      platform: as `devices.platform_of`.
+      device_kind: JAX's device kind.
+      has_cuda_handlers: whether jaxkv was built with CUDA.
+      hardware: of a CUDA GPU whose kind has no tuning table; otherwise None.
+    """
 
     platform: str
     device_kind: str
     has_cuda_handlers: bool
+    hardware: Hardware | None = None
 
 
 def _machine() -> Machine:
     device = jax.local_devices()[0]
-    return Machine(devices.platform_of(device), device.device_kind, native.extension().CUDA)
+    kind = device.device_kind
+    hardware = None if copy_lookup.is_packaged(kind) else hardware_of(device)
+    return Machine(devices.platform_of(device), kind, native.extension().CUDA, hardware)
 
 
 def _unsupported_reasons(

@@ -5,36 +5,33 @@ A table lists rules for each kind of copy: "load" (from host memory), "store" (t
 minima; the last rule whose minima a copy reaches applies. Its candidates are implementations in
 order of preference, each with a number of SMs and a measured rate; dispatch selects the first one
 that supports the call. `python -m jaxkv.tune` writes a table, to be reviewed by hand.
-
-File selection, in this order: the environment variable JAXKV_TUNING, the packaged file for the
-device kind, `default.json`, which prefers the most portable implementations.
+`copy_lookup` selects the table of a device.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
-from typing import Literal, NamedTuple, TypeAlias, get_args
+import re
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+from jaxkv._src.runtime.pcie import LANE_MB_PER_S
+from jaxkv._src.tuning.hardware import Hardware
 from jaxkv._src.tuning.table_files import (
-    ANY_DEVICE,
-    DEFAULT,
     _check_int,
     _check_provenance,
     _check_rate,
     _object,
     read,
-    slug,
 )
 
-VARIABLE = "JAXKV_TUNING"
 Implementation: TypeAlias = Literal["dma", "kernel", "pallas", "host", "xla"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 ON_SMS: tuple[Implementation, ...] = ("kernel", "pallas")  # the others use no SMs: num_sms is 0
 MOST_SMS = 4096  # of a rule; no GPU has as many
+MOST_LANES = 32  # of a PCIe link
 COPY_KINDS = ("load", "store", "device", "overlapped")
 PACKAGED = pathlib.Path(__file__).parent / "data" / "copy"
 
@@ -92,6 +89,7 @@ class Table:
       commit: commit of jaxkv at the measurement, or None.
       date: date of the measurement (ISO 8601), or None.
       versions: software versions of the measurement.
+      hardware: the GPU of the measurement, or None.
       peak_gb_per_s: rate of one contiguous copy by direction, measured in the same run.
       rules: rules in ascending order, for each of `COPY_KINDS`.
     """
@@ -102,6 +100,7 @@ class Table:
     commit: str | None
     date: str | None
     versions: dict[str, str]
+    hardware: Hardware | None
     peak_gb_per_s: dict[str, float]
     rules: dict[str, tuple[Rule, ...]]
 
@@ -113,17 +112,23 @@ class Table:
         dirty = "-dirty" if self.commit.endswith("-dirty") else ""
         return f"{self.name} (commit {self.commit[:9]}{dirty})"
 
+    @property
+    def head(self) -> dict[str, Any]:
+        """Everything but the rules."""
+        head = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "rules"
+        }
+        return {**head, "hardware": self.hardware and self.hardware._asdict()}
+
     def rule(self, copy_kind: str, size: CopySize) -> Rule:
         """The rule that applies to a copy."""
         return last_matching_rule(self.rules[copy_kind], size)
 
     def to_text(self) -> str:
         """The file's content: JSON, one line for each rule."""
-        head = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("name", "rules")
-        }
+        head = {key: value for key, value in self.head.items() if key != "name"}
         lists = []
         for copy_kind, rules in self.rules.items():
             lines = ",\n".join(f"   {_rule_text(rule)}" for rule in rules)
@@ -135,42 +140,6 @@ class Table:
 def last_matching_rule(rules: tuple[Rule, ...] | list[Rule], size: CopySize) -> Rule:
     """The last rule whose minima `size` reaches."""
     return next(rule for rule in reversed(rules) if size.reaches(rule.minima))
-
-
-def table_for(device_kind: str) -> Table:
-    """The table for a device kind; see the module docstring for the file selection.
-
-    Raises:
-      ValueError: the file is not a valid table, or JAXKV_TUNING names one for another device kind.
-      OSError: the file named by JAXKV_TUNING can't be read.
-    """
-    return _table_for(device_kind, os.environ.get(VARIABLE))
-
-
-@functools.cache
-def _table_for(device_kind: str, chosen: str | None) -> Table:
-    if chosen:
-        table = load(chosen)
-        if table.device_kind not in (device_kind, ANY_DEVICE):
-            raise ValueError(
-                f"{VARIABLE}={chosen}: the table is for device kind {table.device_kind!r}, "
-                f"this device is {device_kind!r}"
-            )
-        return table
-    return packaged_table(device_kind)
-
-
-@functools.cache
-def packaged_table(device_kind: str) -> Table:
-    """The packaged table of the device kind, or the default table."""
-    path = PACKAGED / f"{slug(device_kind)}.json"
-    return load(path) if path.exists() else default_table()
-
-
-@functools.cache
-def default_table() -> Table:
-    """The table for device kinds without measurements."""
-    return load(PACKAGED / DEFAULT)
 
 
 def load(path: str | os.PathLike[str]) -> Table:
@@ -193,6 +162,7 @@ def _parse_table(name: str, content: object) -> Table:
     keys = [field.name for field in dataclasses.fields(Table) if field.name != "name"]
     content = _object(content, keys, "the file")
     _check_provenance(content)
+    hardware = _parse_hardware(content["hardware"])
     peaks = content["peak_gb_per_s"]
     if not isinstance(peaks, dict):
         raise ValueError(f"peak_gb_per_s must be an object, got {peaks!r}")
@@ -200,7 +170,24 @@ def _parse_table(name: str, content: object) -> Table:
         _check_rate(rate, f"peak_gb_per_s.{direction}")
     rules = _object(content["rules"], COPY_KINDS, "rules")
     parsed = {name: _parse_rules(rules[name], f"rules.{name}") for name in COPY_KINDS}
-    return Table(name=name, **{**content, "rules": parsed})
+    return Table(name=name, **{**content, "hardware": hardware, "rules": parsed})
+
+
+def _parse_hardware(entry: object) -> Hardware | None:
+    if entry is None:
+        return None
+    entry = _object(entry, Hardware._fields, "hardware")
+    capability = entry["compute_capability"]
+    if not isinstance(capability, str) or not re.fullmatch(r"\d+\.\d+", capability):
+        raise ValueError(
+            f'hardware.compute_capability must be a text such as "9.0", got {capability!r}'
+        )
+    _check_int(entry["num_sms"], 1, "hardware.num_sms", MOST_SMS)
+    link = entry["pcie_generation"], entry["pcie_lanes"]
+    if link != (None, None):
+        _check_int(link[0], 1, "hardware.pcie_generation", max(LANE_MB_PER_S))
+        _check_int(link[1], 1, "hardware.pcie_lanes", MOST_LANES)
+    return Hardware(**entry)
 
 
 def _parse_rules(entries: object, where: str) -> tuple[Rule, ...]:

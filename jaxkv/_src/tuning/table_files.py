@@ -21,6 +21,19 @@ def slug(device_kind: str) -> str:
     return re.sub(r"\W+", "_", device_kind).strip("_").lower()
 
 
+def output_path(out: str | os.PathLike[str] | None, name: str) -> pathlib.Path:
+    """Where to write a table: `out`, or the file `name` in it if it is a folder.
+
+    Raises:
+      FileNotFoundError: the folder does not exist; checked before the measurement, not after it.
+    """
+    path = pathlib.Path(out or ".")
+    path = path / name if path.is_dir() else path
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--out {out}: there is no folder {path.parent}")
+    return path
+
+
 def read(path: str | os.PathLike[str], parse: Callable[[str, object], T]) -> T:
     """Result of `parse`, called with the name of a file and its JSON content.
 

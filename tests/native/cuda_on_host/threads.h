@@ -131,6 +131,13 @@ inline uint32_t __ballot_sync(uint32_t, bool flag) {
     return mask;
   });
 }
+inline uint32_t __match_any_sync(uint32_t, uint32_t value) {
+  return simulated::exchange(value, [value](const uint32_t* lanes) {
+    uint32_t mask = 0;
+    for (int lane = 0; lane < 32; ++lane) mask |= uint32_t{lanes[lane] == value} << lane;
+    return mask;
+  });
+}
 inline uint32_t __reduce_add_sync(uint32_t, uint32_t value) {
   return simulated::exchange(value, [](const uint32_t* lanes) {
     uint32_t sum = 0;
