@@ -59,14 +59,14 @@ test: $(INSTALLED)  ## all tests that can run on this machine
 lint: $(WITHOUT_WARNINGS)  ## format, types, evidence, and compilation with warnings as errors
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
-	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc)
+	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc tests/*/*.cu tests/*/*.h)
 	$(PY) -m mypy
 	$(PY) -m bench.report.evidence --check
 
 format: $(INSTALLED)  ## format the sources for `make lint`
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
-	$(VENV)/bin/clang-format -i $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc)
+	$(VENV)/bin/clang-format -i $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc tests/*/*.cu tests/*/*.h)
 
 docs: $(INSTALLED)  ## the documentation in build/docs/html, warnings as errors
 ifndef SYSTEM_PACKAGES
