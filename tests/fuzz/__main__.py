@@ -62,10 +62,10 @@ def fuzz(name: str, cases: int, seed: int) -> Count:
         except StopIteration:
             break
         except Exception:
-            done, failures = done + 1, failures + 1
-            if failures <= SHOWN:
-                print(f"{name}: case {done - first} of seed [{seed}, {failures - 1}]")
+            if failures < SHOWN:
+                print(f"{name}: case {done - first} of seed [{seed}, {failures}]")
                 traceback.print_exc(file=sys.stdout)
+            done, failures = done + 1, failures + 1
     return Count(done, failures, time.monotonic() - begin)
 
 

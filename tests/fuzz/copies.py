@@ -65,7 +65,7 @@ class Pages:
         else:
             self.pool, self.cache = after(self.direction, out, self.pool, self.cache)
         jaxkv.check_errors(out)
-        want = case.expected(self.direction, *ids, self.layers, self.tokens)
+        want = case.expected(self.direction, ids[0], ids[1], self.layers, self.tokens)
         self.case = Case(case.layout, want.get("host", case.host), want.get("device", case.device))
         self.case.assert_holds(self.pool, self.cache)
 
@@ -75,7 +75,8 @@ class Blocks:
 
     def __init__(self, number: int, *, started: bool) -> None:
         self.memories = MEMORIES[number % 2], MEMORIES[number // 2 % 2]
-        self.count, self.named = COUNTS[number % 3], OVERLAPPED[number % len(OVERLAPPED)]
+        self.count = COUNTS[number % 3]
+        self.named: Any = OVERLAPPED[number % len(OVERLAPPED)]
         # All arrays of a started swap have blocks of one size.
         blocks = {"a": ((4, 2, 3), "bfloat16"), "b": ((12, 2), "int8"), "c": ((3,), "float32")}
         if started:

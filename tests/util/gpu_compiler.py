@@ -6,6 +6,7 @@ an environment that has it would try to start a CUDA backend.
 """
 
 import functools
+import importlib
 import os
 import re
 import sys
@@ -62,9 +63,7 @@ def _devices(count: int) -> Any:
     if str(PLUGIN) not in sys.path:
         sys.path.append(str(PLUGIN))
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # asks the driver
-        from jax_plugins import xla_cuda13
-
-        xla_cuda13.initialize()
+        importlib.import_module("jax_plugins.xla_cuda13").initialize()
     return topologies.get_topology_desc(
         f"h200:1x1x{count}", "cuda", target_config=DESCRIPTION, topology=f"1x1x{count}"
     ).devices
