@@ -1,4 +1,4 @@
-"""`bench.checks.soak` and `tests.fuzz`: what counts as growth, what as a failure, and the records."""
+"""`bench.checks.soak` and `tests.fuzz`: what counts as growth or failure, and the records."""
 
 import json
 

@@ -39,7 +39,7 @@ def cuobjdump():
     spec = importlib.util.find_spec("nvidia")
     folders = (spec.submodule_search_locations or []) if spec else []
     packaged = [pathlib.Path(folder, "cu13/bin/cuobjdump") for folder in folders]
-    tool = shutil.which("cuobjdump") or next((str(p) for p in packaged if p.exists()), "")
+    tool: str = shutil.which("cuobjdump") or next((str(p) for p in packaged if p.exists()), "")
     if not tool:
         pytest.skip("needs cuobjdump: pip install nvidia-cuda-cuobjdump")
 
