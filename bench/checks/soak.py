@@ -35,7 +35,9 @@ from tests.util.layout_reference import LAYOUTS
 from tests.util.transfer_cases import distinct_ids, donating, make_case
 
 SAMPLES = 120  # in a segment
-WARM_UP = 0.4  # share of a segment: programs are compiled, caches fill
+# Of each activity, before the first sample: enough for each of its programs to be compiled.
+WARM_UP_CALLS = 200
+WARM_UP = 0.2  # share of the samples that do not count
 MINUTES = 30  # of all segments
 MIB = 1 << 20
 # Growth within a segment, after the warm-up, that counts as noise: of the allocators of Python and
@@ -139,13 +141,17 @@ def soak(minutes: float, seed: int = 0) -> Segment:
     rng = np.random.default_rng(seed)
     running = {name: make(rng) for name, make in ACTIVITIES.items()}
     samples: list[dict[str, float]] = []
+    first = [name for name in ACTIVITIES for _ in range(WARM_UP_CALLS)]
     calls = failures = 0
-    begin = time.monotonic()
-    while (now := time.monotonic() - begin) < minutes * 60:
-        if now >= len(samples) / SAMPLES * minutes * 60:
+    begin = sampled = time.monotonic()
+    while (now := time.monotonic()) - begin < minutes * 60:
+        if not first and now - sampled >= minutes * 60 / SAMPLES:
             gc.collect()
             samples.append(sample())
-        name = [*running][int(rng.integers(len(running)))]
+            sampled = now
+        name = first.pop() if first else [*running][int(rng.integers(len(running)))]
+        if name not in running:
+            continue
         try:
             next(running[name])
             calls += 1
@@ -156,6 +162,8 @@ def soak(minutes: float, seed: int = 0) -> Segment:
             failures += 1
             traceback.print_exc(file=sys.stdout)
             running[name] = ACTIVITIES[name](rng)
+    if len(samples) < SAMPLES // 4:
+        raise ValueError(f"{minutes} minutes are too short: the warm-up took most of them")
     found = {name: growth([one[name] for one in samples]) for name in LIMITS}
     print(f"{calls} calls, {failures} wrong; at the end {samples[-1]}; growth {found}")
     return Segment(minutes, calls, failures, found)

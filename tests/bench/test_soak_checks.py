@@ -16,8 +16,8 @@ from tests.fuzz import __main__ as fuzz
     ("samples", "want"),
     [
         ([5.0] * 120, 0),
-        ([*range(40), *[40.0] * 80], 0),  # in the warm-up
-        ([10 + 0.5 * i for i in range(101)], 30),  # from sample 40 to the last
+        ([*range(24), *[24.0] * 96], 0),  # in the warm-up
+        ([10 + 0.5 * i for i in range(101)], 40),  # from sample 20 to the last
         ([10.0 + (i == 70) * 900 for i in range(120)], 0),  # an outlier
         ([1.0], 0),
     ],

@@ -44,7 +44,7 @@ def cuobjdump():
         pytest.skip("needs cuobjdump: pip install nvidia-cuda-cuobjdump")
 
     def run(*options: str) -> str:
-        command = [tool, *options, extension.__file__]
+        command = [tool, *options, str(extension.__file__)]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     return run
