@@ -43,7 +43,7 @@ MIB = 1 << 20
 # Growth within a segment, after the warm-up, that counts as noise: of the allocators of Python and
 # glibc, of the device's, and none of what is counted one by one.
 LIMITS = {
-    "resident memory": (48.0, "MiB"),
+    "resident memory": (16.0, "MiB"),
     "device memory": (1.0, "MiB"),
     "descriptors": (0.5, "count"),
     "threads": (0.5, "count"),

@@ -36,7 +36,7 @@ FLAT = dict.fromkeys(soak.LIMITS, 0.0)
         ({}, None),
         ({"failures": 1}, "wrong calls"),
         ({"growth": FLAT | {"descriptors": 1.0}}, "growth of descriptors in a segment"),
-        ({"growth": FLAT | {"resident memory": 49.0}}, "growth of resident memory in a segment"),
+        ({"growth": FLAT | {"resident memory": 17.0}}, "growth of resident memory in a segment"),
     ],
 )
 def test_segments_of_one_commit_add_up(tmp_path, change, missed):
