@@ -33,6 +33,8 @@ IF_XDIST = $(if $(GPUS),,$$($(PY) -c "import xdist" 2>/dev/null && echo "$(PYTES
 BRIEF := --ignore=tests/metadata --hypothesis-profile=brief
 COMPAT_TESTS := -m "not host_only and not end_to_end" $(BRIEF)
 ASAN_TESTS := -m "not host_only and not end_to_end and not pallas and not xla" $(BRIEF)
+# Or "tests.fuzz --cases 1000". Without --capture=sys the report would be lost with the process.
+ASAN_RUN ?= pytest $(PYTEST_XDIST) $(ASAN_TESTS) --capture=sys
 ifdef SYSTEM_PACKAGES
 INSTALL := --no-build-isolation --no-deps --no-index -e .
 else
@@ -42,8 +44,8 @@ endif
 # In every build here; `pip install .` and released wheels are without.
 TEST_HOOKS := cmake.define.JAXKV_TEST_HOOKS=ON
 
-.PHONY: help demo test lint format docs asan compat fresh check gpu-test multigpu-test memcheck soak \
-        mutants bench evidence clean
+.PHONY: help demo test lint format docs asan compat fresh check gpu-test multigpu-test memcheck \
+        ranks-on-one-gpu soak fuzz gpu-programs mutants bench evidence clean
 
 .DELETE_ON_ERROR:  # an incomplete .venv must not count as built
 
@@ -59,14 +61,14 @@ test: $(INSTALLED)  ## all tests that can run on this machine
 lint: $(WITHOUT_WARNINGS)  ## format, types, evidence, and compilation with warnings as errors
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
-	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc)
+	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc tests/*/*.cu tests/*/*.h)
 	$(PY) -m mypy
 	$(PY) -m bench.report.evidence --check
 
 format: $(INSTALLED)  ## format the sources for `make lint`
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
-	$(VENV)/bin/clang-format -i $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc)
+	$(VENV)/bin/clang-format -i $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc tests/*/*.cu tests/*/*.h)
 
 docs: $(INSTALLED)  ## the documentation in build/docs/html, warnings as errors
 ifndef SYSTEM_PACKAGES
@@ -81,8 +83,7 @@ asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan
 	tools/test_wheel.sh build/asan/*.whl build/asan/room "jax>=0.10.2" \
 	  env LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  python -m pytest $(PYTEST_XDIST) $(ASAN_TESTS) \
-	    --capture=sys  # otherwise the report is lost with the process
+	  python -m $(ASAN_RUN)
 
 # With nvcc: checks that CUDA handlers load without a driver; one architecture is enough.
 compat: $(INSTALLED)  ## one stable-ABI wheel under every supported jax (PYTHON >= 3.12)
@@ -108,8 +109,21 @@ multigpu-test: $(INSTALLED)  ## the tests that need several GPUs, recorded in be
 memcheck: $(INSTALLED)  ## the CUDA handlers under compute-sanitizer, recorded in bench/results
 	$(PY) -m bench.checks.memcheck
 
-soak: $(INSTALLED)  ## ten minutes of random all-reduces on all devices, each verified
-	$(PY) -m bench.collectives.soak
+ranks-on-one-gpu: $(INSTALLED)  ## all-reduces of up to 8 ranks on one GPU, recorded in bench/results
+	$(PY) -m bench.checks.ranks_on_one_gpu
+
+soak: $(INSTALLED)  ## everything mixed for MINUTES, 30 by default: results, memory, descriptors
+	$(PY) -m bench.checks.soak --minutes $(or $(MINUTES),30)
+
+fuzz: $(INSTALLED)  ## CASES random cases of each operation, 5000 by default, each verified
+	$(PY) -m tests.fuzz --cases $(or $(CASES),5000)
+
+# The CUDA plugin is not installed in .venv, where jax would try to start a CUDA backend.
+gpu-programs: $(INSTALLED)  ## programs as XLA compiles them for an H200, without a GPU
+	jax=$$($(PY) -c "import jax; print(jax.__version__)"); \
+	test -d build/gpu_compiler || { $(PIP) install -q --no-deps --target build/gpu_compiler.new \
+	  jax-cuda13-pjrt==$$jax jax-cuda13-plugin==$$jax && mv build/gpu_compiler.new build/gpu_compiler; }
+	$(PY) -m pytest tests/runtime/test_programs_for_gpu.py
 
 mutants: $(INSTALLED)  ## remove each prevention of a failure in turn: its tests must fail
 	$(PY) tools/mutants.py $(MUTANTS)

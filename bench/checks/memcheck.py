@@ -15,16 +15,22 @@ from bench.harness.records import REPOSITORY, Results, arguments
 TOOL = "compute-sanitizer"
 
 
+def memory_errors(output: str) -> int | None:
+    """The number in the summaries of compute-sanitizer; None if the tool itself failed: no
+    measurement, as opposed to no error."""
+    errors = [int(count) for count in re.findall(r"ERROR SUMMARY: (\d+) error", output)]
+    return sum(errors) if errors else None
+
+
 def record(results: Results, output: str) -> bool:
     """Rows and checks from the output of compute-sanitizer and pytest; whether all are met."""
     counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed)", output)}
-    errors = [int(count) for count in re.findall(r"ERROR SUMMARY: (\d+) error", output)]
     for outcome in ("passed", "failed"):
         results.row("tests marked sanitizer", outcome, "tests", counts.get(outcome, 0))
-    # A missing summary means that the tool itself failed: no measurement, as opposed to no error.
-    found = sum(errors) if errors else None
     checks = [
-        results.check("memory errors in the CUDA handlers", found, "==", 0, "errors"),
+        results.check(
+            "memory errors in the CUDA handlers", memory_errors(output), "==", 0, "errors"
+        ),
         results.check("failed tests", counts.get("failed", 0), "==", 0, "tests"),
         results.check("passed tests", counts.get("passed", 0), ">=", 1, "tests"),
     ]

@@ -19,7 +19,7 @@ std::string on_device(int device, Work work) {
   if (auto error = error_of("cudaGetDevice", cudaGetDevice(&before)); !error.empty()) return error;
   if (auto error = error_of("cudaSetDevice", cudaSetDevice(device)); !error.empty()) return error;
   std::string error = work();
-  (void)cudaSetDevice(before);
+  if (cudaSetDevice(before) != cudaSuccess) (void)cudaGetLastError();
   return error;
 }
 

@@ -27,7 +27,8 @@ def program(tmp_path_factory):
     def run(failing: int, joined: bool) -> tuple[list[str], str, int]:
         command = [built, str(failing), str(int(joined))]
         ran = subprocess.run(command, check=True, capture_output=True, text=True)
-        *calls, error, started = ran.stdout.splitlines()
+        *calls, error, started, left = ran.stdout.splitlines()
+        assert left == "0 0", "an error is left for the next check"
         return calls, error, int(started)
 
     return run
