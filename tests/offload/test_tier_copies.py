@@ -1,0 +1,406 @@
+"""Random life cycles of blocks between host pages and a tier, with failures at every step.
+
+The test decides when lookups, reads and writes of the tier end, and how: a read may fail after it
+has written something to its page, or never end. Pages have contents: what is ready must be the
+block, as it was stored last.
+"""
+
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from jaxkv._src.offload.tier_copies import TierCopies
+from jaxkv.offload import BlockState, OffloadManager
+
+pytestmark = pytest.mark.host_only
+
+NUM_PAGES, TIMEOUT_S = 8, 5.0
+REQUESTS = [
+    [name.encode() for name in text.split()]
+    for text in ("a0 a1 a2 a3", "a0 a1 b2", "c0 c1 c2 c3 c4 c5 c6 c7")
+]
+KEYS = sorted({key for request in REQUESTS for key in request})
+PARTS = (b"K", b"V")
+
+
+class Pages:
+    """Host pages of two parts."""
+
+    block_bytes = 16
+
+    def __init__(self):
+        self.bytes = [[bytearray(16) for _ in PARTS] for _ in range(NUM_PAGES)]
+
+    def keys(self, key):
+        return [key + part for part in PARTS]
+
+    def parts(self, page):
+        return [memoryview(part) for part in self.bytes[page]]
+
+
+def contents(key, epoch):
+    return [f"{key.decode()} {part.decode()} {epoch}".ljust(16).encode() for part in PARTS]
+
+
+class SlowTier:
+    """Blocks by key, and calls that have not ended."""
+
+    block_bytes = 16
+
+    def __init__(self):
+        self.blocks, self.calls = {}, []
+
+    def contains(self, keys):
+        return [key in self.blocks for key in keys]
+
+    def remove(self, keys):
+        for key in keys:
+            self.blocks.pop(key, None)
+
+    def metrics(self):
+        return {}
+
+    def close(self):
+        pass
+
+    def read(self, key, into):
+        return self.call("read", key, into)
+
+    def write(self, key, block):
+        return self.call("write", key, block)
+
+    def call(self, *call):
+        self.calls.append((*call, bytes(call[2]), Future()))
+        return self.calls[-1][-1]
+
+    def land(self, number, fails):
+        """The effect of a call; its future is not done yet."""
+        kind, key, buffer, before, _ = self.calls[number]
+        assert kind == "read" or bytes(buffer) == before, "changed during its write"
+        if fails:
+            if kind == "read":
+                buffer[:] = b"torn".ljust(16)
+            return False
+        if kind == "write":
+            self.blocks.setdefault(key, before)  # one that is there is not written again
+        elif key in self.blocks:
+            buffer[:] = self.blocks[key]
+        return key in self.blocks
+
+    def end(self, number, result):
+        self.calls.pop(number)[-1].set_result(result)
+
+
+class Later(Executor):
+    """An executor whose calls run when the test says so."""
+
+    def __init__(self):
+        self.calls = []
+
+    def submit(self, function, /, *arguments, **named):
+        assert not named
+        self.calls.append((function, arguments, Future()))
+        return self.calls[-1][-1]
+
+    def run(self, fails=False):
+        function, arguments, future = self.calls.pop(0)
+        if fails and function.__name__ == "_ask":
+            future.set_exception(OSError("injected"))
+        else:
+            future.set_result(function(*arguments))
+
+
+class LifeCycle(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.manager = OffloadManager(NUM_PAGES)
+        self.tier, self.pages, self.later = SlowTier(), Pages(), Later()
+        self.copies = TierCopies(
+            self.manager, self.tier, self.pages, TIMEOUT_S, self.later, lambda: self.now
+        )
+        self.epoch = dict.fromkeys(KEYS, 0)
+        self.loads: list[Any] = []
+        self.prefetches: list[Any] = []
+
+    @rule(request=st.sampled_from(REQUESTS), fails=st.booleans())
+    def store(self, request, fails):
+        spec = self.manager.prepare_store(request)
+        self.manager.start(spec)
+        for key, page in zip(spec.keys, spec.pages, strict=True):
+            for part, content in zip(
+                self.pages.parts(page), contents(key, self.epoch[key]), strict=True
+            ):
+                part[:] = b"torn".ljust(16) if fails else content
+        if fails:
+            self.manager.abort(spec)
+        else:
+            self.manager.complete(spec)
+            self.copies.cascade(spec.keys)
+
+    @rule(request=st.sampled_from(REQUESTS))
+    def load(self, request):
+        """Pins blocks until `end_load`."""
+        self.loads.append(
+            self.manager.prepare_load(request[: self.manager.lookup(request).num_blocks])
+        )
+
+    @precondition(lambda self: self.loads)
+    @rule()
+    def end_load(self):
+        self.manager.abort(self.loads.pop(0))
+
+    @rule(request=st.sampled_from(REQUESTS), window=st.sampled_from([None, None, 2]))
+    def prefetch(self, request, window):
+        prefetch = self.copies.prefetch(request, window)
+        self.prefetches.append((prefetch, self.now))
+
+    @precondition(lambda self: self.later.calls)
+    @rule(fails=st.sampled_from([False, False, False, True]))
+    def answer(self, fails):
+        self.later.run(fails)
+
+    @precondition(lambda self: self.tier.calls)
+    @rule(
+        data=st.data(),
+        count=st.sampled_from([1, 2, 100]),
+        fails=st.sampled_from([False, False, False, True]),
+        between=st.sampled_from([None, None, "poll", "answer"]),
+    )
+    def end_calls(self, data, count, fails, between):
+        """The next calls, or others; the first one fails, or its future is done late."""
+        first = data.draw(st.integers(0, len(self.tier.calls) - 1))
+        for i in range(min(count, len(self.tier.calls) - first)):
+            result = self.tier.land(first, fails and i == 0)
+            if between == "answer" and self.later.calls:
+                self.later.run()
+            if between:
+                self.poll()
+            self.tier.end(first, result)
+
+    @rule()
+    def poll(self):
+        self.copies.poll()
+        assert all(p.done for p, since in self.prefetches if self.now >= since + TIMEOUT_S)
+        if not self.tier.calls:
+            assert self.copies.metrics()["kv_offload_cascading_blocks"] == 0
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=3))
+    def lose(self, keys):
+        self.tier.remove([part for key in keys for part in self.pages.keys(key)])
+
+    @rule(seconds=st.sampled_from([1.0, TIMEOUT_S]))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=3))
+    def discard(self, keys):
+        """What is discarded is not found again, but what is stored after that."""
+        self.manager.discard(keys)
+        self.copies.discard(keys)
+        for key in keys:
+            self.epoch[key] += 1
+
+    @invariant()
+    def ready_pages_hold_their_blocks(self):
+        for key in KEYS:
+            if self.manager.state(key) is BlockState.READY:
+                page = self.manager._blocks.ready[key].page
+                assert [*self.pages.bytes[page]] == contents(key, self.epoch[key])
+
+    @invariant()
+    def slow_tiers_take_half_of_the_pages_at_most(self):
+        metrics = self.copies.metrics()
+        assert metrics["kv_offload_promoting_blocks"] <= NUM_PAGES // 2
+        assert metrics["kv_offload_cascading_blocks"] <= NUM_PAGES // 2
+
+    def teardown(self):
+        """Everything ends, and nothing stays pinned or reserved."""
+        for _ in range(100):
+            while self.later.calls:
+                self.later.run()
+            while self.tier.calls:
+                self.tier.end(0, self.tier.land(0, fails=False))
+            self.copies.poll()
+        assert all(prefetch.done for prefetch, _ in self.prefetches)
+        assert self.manager.metrics()["kv_offload_num_copies"] == len(self.loads)
+        assert not self.copies._prefetches and not self.copies._writes
+        self.ready_pages_hold_their_blocks()
+
+
+TestLifeCycle = LifeCycle.TestCase
+TestLifeCycle.settings = settings(stateful_step_count=50, deadline=None)
+
+
+@pytest.fixture
+def machine():
+    return LifeCycle()
+
+
+def end_all(machine):
+    while machine.later.calls or machine.tier.calls:
+        while machine.later.calls:
+            machine.later.run()
+        machine.copies.poll()
+        while machine.tier.calls:
+            machine.tier.end(0, machine.tier.land(0, fails=False))
+        machine.copies.poll()
+
+
+def in_tier_only(machine, request):
+    machine.store(request, fails=False)
+    end_all(machine)
+    machine.manager.discard(request)
+
+
+def test_blocks_of_the_tier_are_found_once_they_are_read(machine):
+    copies, manager = machine.copies, machine.manager
+    request = REQUESTS[0][:4]
+    in_tier_only(machine, request)
+    prefetch = copies.prefetch(request, None)
+    assert not prefetch.done and manager.lookup(request) == (0, 0)
+    machine.later.run()
+    copies.poll()
+    assert not prefetch.done and manager.lookup(request) == (0, 4)
+    end_all(machine)
+    assert prefetch.done and manager.lookup(request) == (4, 0)
+    assert manager.metrics()["kv_offload_promoted_blocks"] == 4
+    assert manager.metrics()["kv_offload_cascaded_blocks"] == 4
+    assert manager.metrics()["kv_offload_loaded_blocks"] == 0
+
+
+def test_a_block_that_cannot_be_read_ends_the_prefix(machine):
+    copies, manager, tier = machine.copies, machine.manager, machine.tier
+    request = REQUESTS[0][:4]
+    in_tier_only(machine, request)
+    prefetch = copies.prefetch(request, None)
+    machine.later.run()
+    copies.poll()
+    bad = next(i for i, call in enumerate(tier.calls) if call[1] == request[2] + b"V")
+    tier.end(bad, tier.land(bad, fails=True))
+    end_all(machine)
+    assert prefetch.done and manager.lookup(request) == (2, 0)
+    assert manager.state(request[2]) is None and manager.state(request[3]) is BlockState.READY
+
+
+def test_a_block_of_which_a_part_is_lost_is_a_miss(machine):
+    copies, manager, tier = machine.copies, machine.manager, machine.tier
+    request = REQUESTS[0]
+    in_tier_only(machine, request)
+    tier.remove([request[2] + b"V"])
+    copies.prefetch(request, None)
+    machine.later.run()
+    copies.poll()
+    assert manager.lookup(request) == (0, 2)
+
+
+def test_blocks_discarded_during_their_write_are_not_read(machine):
+    """Their write ends after the tier has removed them, and a lookup finds them at that moment."""
+    copies, manager, tier = machine.copies, machine.manager, machine.tier
+    request = REQUESTS[0][:1]
+    machine.store(request, fails=False)
+    machine.discard(request)
+    machine.later.run()
+    results = [tier.land(number, fails=False) for number in (0, 1)]
+    assert len(tier.blocks) == 2
+    early, late = copies.prefetch(request, None), copies.prefetch(request, None)
+    machine.later.run()
+    copies.poll()  # the future of the write is not done yet
+    assert early.done and manager.state(request[0]) is None
+    for result in results:
+        tier.end(0, result)
+    machine.later.run()  # answered before the block is removed again
+    copies.poll()
+    assert late.done and manager.state(request[0]) is None
+    machine.later.run()
+    assert not tier.blocks
+
+
+def test_blocks_discarded_after_a_lookup_are_not_read(machine):
+    copies, manager = machine.copies, machine.manager
+    request = REQUESTS[0]
+    in_tier_only(machine, request)
+    copies.prefetch(request, None)
+    machine.later.run()
+    machine.discard(request[1:2])
+    copies.poll()
+    assert manager.lookup(request) == (0, 1)
+
+
+def test_a_window_reads_its_last_blocks_only(machine):
+    copies, manager = machine.copies, machine.manager
+    request = REQUESTS[0][:4]
+    in_tier_only(machine, request)
+    copies.prefetch(request, 2)
+    end_all(machine)
+    assert [manager.state(key) for key in request] == [None, None, *[BlockState.READY] * 2]
+
+
+def test_requests_wait_for_the_reads_of_others_and_do_not_read_twice(machine):
+    copies, manager, tier = machine.copies, machine.manager, machine.tier
+    in_tier_only(machine, REQUESTS[0][:4])
+    prefetches = [copies.prefetch(REQUESTS[i][:4], None) for i in (0, 1)]
+    while machine.later.calls:
+        machine.later.run()
+    copies.poll()
+    assert len(tier.calls) == 8 and [p.done for p in prefetches] == [False, False]
+    end_all(machine)
+    assert [p.done for p in prefetches] == [True, True]
+    assert manager.lookup(REQUESTS[1]).num_blocks == 2
+
+
+def test_late_answers_read_nothing(machine):
+    copies, tier = machine.copies, machine.tier
+    in_tier_only(machine, REQUESTS[0][:4])
+    prefetch = copies.prefetch(REQUESTS[0][:4], None)
+    machine.now += TIMEOUT_S
+    copies.poll()
+    assert prefetch.done
+    machine.later.run()
+    copies.poll()
+    assert not tier.calls
+
+
+def test_a_slow_tier_leaves_pages_to_stores(machine):
+    copies, manager = machine.copies, machine.manager
+    machine.store(REQUESTS[2][:8], fails=False)
+    assert copies.metrics()["kv_offload_cascading_blocks"] == NUM_PAGES // 2
+    assert copies.metrics()["kv_offload_uncascaded_blocks"] == NUM_PAGES // 2
+    assert len(manager.prepare_store(REQUESTS[0]).keys) == NUM_PAGES // 2
+
+
+def test_promotions_leave_pages_to_stores(machine):
+    copies, manager = machine.copies, machine.manager
+    request = REQUESTS[2]
+    for part in (request[:4], request[4:]):
+        in_tier_only(machine, part)
+    copies.prefetch(request, None)
+    machine.later.run()
+    copies.poll()
+    assert manager.lookup(request) == (0, NUM_PAGES // 2)
+    assert len(manager.prepare_store(REQUESTS[0]).keys) == NUM_PAGES // 2
+
+
+def test_a_closed_tier_is_a_miss(machine):
+    copies, manager, tier = machine.copies, machine.manager, machine.tier
+
+    def closed(*_):
+        raise ValueError("the tier is closed")
+
+    tier.write = closed
+    machine.store(REQUESTS[0], fails=False)
+    copies.poll()
+    assert manager.metrics()["kv_offload_num_copies"] == 0
+
+
+def test_errors(machine):
+    copies, manager, tier = machine.copies, machine.manager, machine.tier
+    with pytest.raises(ValueError, match="duplicates"):
+        copies.prefetch([b"a0", b"a0"], None)
+    machine.pages.block_bytes = 32
+    with pytest.raises(ValueError, match="block_bytes=16, and the pool needs 32"):
+        TierCopies(manager, tier, machine.pages, 1.0)
