@@ -16,9 +16,8 @@ BLOCK_BYTES = 5000
 
 @pytest.fixture(scope="module")
 def master(tmp_path_factory):
-    master = Master(tmp_path_factory.mktemp("mooncake"))
-    yield master
-    master.kill()
+    with Master(tmp_path_factory.mktemp("mooncake")) as master:
+        yield master
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 class Master:
-    """`start`, `kill` and start again, on the same ports."""
+    """Runs from now on; `kill` it and `start` it again, on the same ports."""
 
     def __init__(self, directory: Path) -> None:
         missing = "Mooncake is not installed: pip install jaxkv[mooncake]"
@@ -56,6 +56,12 @@ class Master:
                 ended = self._process.poll() is not None or time.monotonic() > deadline
                 assert not ended, self._log.read_text(errors="replace")[-2000:]
                 time.sleep(0.02)
+
+    def __enter__(self) -> "Master":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def kill(self) -> None:
         if self._process:
