@@ -82,7 +82,7 @@ def through_tier(pools, caches, open_tier, keys=KEYS, pages=(1, 0, 5, 2)):
         stored = first.store(keys, pages)
         step(first, pools[0], caches[0], jaxkv.store_pages)
         assert stored.done and not stored.failed
-        finish(first, lambda: not first.metrics()["kv_offload_cascading_blocks"])
+        assert first.drain(TIMEOUT_S)
     with closing(open_tier()) as tier:
         second = jaxkv.OffloadEngine(
             pools[1], batch_sizes=(8,), tiers=[tier], tier_timeout_s=TIMEOUT_S
@@ -158,7 +158,7 @@ def test_groups_have_an_engine_each(tmp_path):
         engine = jaxkv.OffloadEngine(create(SPEC), batch_sizes=(8,), tiers=[tier])
         engine.store(group.keys(chain), range(4))
         step(engine, create(SPEC), cache, jaxkv.store_pages)
-        finish(engine, lambda e=engine: not e.metrics()["kv_offload_cascading_blocks"])
+        assert engine.drain(TIMEOUT_S)
     tier.remove([key for key in tier._index._used if key.startswith(full.keys(chain)[3])])
     engines = [jaxkv.OffloadEngine(create(SPEC), tiers=[tier], events=True) for _ in range(2)]
     chains = [group.keys(chain) for group in (full, window)]
@@ -188,7 +188,7 @@ def test_discarded_blocks_leave_the_tier(tmp_path):
     engine = jaxkv.OffloadEngine(pool, tiers=[tier])
     engine.store(KEYS, range(4))
     step(engine, pool, cache, jaxkv.store_pages)
-    finish(engine, lambda: not engine.metrics()["kv_offload_cascading_blocks"])
+    assert engine.drain(TIMEOUT_S)
     engine.discard(KEYS[1:2])
     engine.manager.discard()
     prefetch = engine.prefetch(KEYS)
@@ -229,6 +229,7 @@ def test_nothing_waits_for_a_tier_that_hangs():
     engine.store(KEYS[:2], [0, 1])
     pool, _ = step(engine, pool, cache, jaxkv.store_pages)
     assert tier.writes == 4 and engine.lookup(KEYS).num_blocks == 2
+    assert not engine.drain(0.01)
     engine.load(KEYS[:2], [2, 3])
     step(engine, pool, cache, jaxkv.load_pages)
     tier.go.set()

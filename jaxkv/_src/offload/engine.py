@@ -342,6 +342,16 @@ class OffloadEngine:
         elif self._tiers and copy.kind == "store":
             self._tiers.cascade(copy.keys)
 
+    def drain(self, timeout_s: float = 30.0) -> bool:
+        """Waits until the tiers have the stored blocks, before a process closes them and ends.
+
+        Blocks; no step may be in flight, and `poll` must have returned its copies.
+
+        Returns:
+          Whether all writes have ended in time.
+        """
+        return self._tiers is None or self._tiers.drain(timeout_s)
+
     def take_events(self) -> list[Event]:
         """Blocks stored and removed since the last call: see `OffloadManager.take_events`."""
         return self.manager.take_events()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from jaxkv._src.offload.errors import StaleSpecError
@@ -161,6 +161,13 @@ class TierCopies:
             self._end_write(copy)
         for prefetch in [*self._prefetches]:
             self._advance(prefetch)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits for the writes."""
+        parts = [p for copy in self._writes for parts in copy.futures.values() for p in parts]
+        wait(parts, timeout_s)
+        self.poll()
+        return not self._writes
 
     def _advance(self, prefetch: OffloadPrefetch) -> None:
         answer = prefetch._answer
