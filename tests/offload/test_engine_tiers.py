@@ -13,7 +13,7 @@ import pytest
 
 import jaxkv
 from jaxkv.offload import BlockGroup, BlockHasher, FileTier, LookupStatus, lookup_groups
-from tests.util.mooncake_master import Master
+from tests.util.mooncake_master import start_master
 from tests.util.tier_blocks import TIMEOUT_S
 from tests.util.transfer_cases import assert_rejected
 
@@ -254,7 +254,7 @@ def test_blocks_of_failed_steps_are_not_written():
 
 def test_blocks_of_a_mooncake_store(tmp_path):
     """Two engines of a fleet."""
-    master, size = Master(tmp_path), SPEC.page_bytes // 2
+    master, size = start_master(tmp_path), SPEC.page_bytes // 2
     caches = [jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES) for _ in range(2)]
     expected = random_like(caches[0], 3)
     open_tier = partial(master.tier, size, segment_bytes=0, num_threads=1)

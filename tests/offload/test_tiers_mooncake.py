@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv._src.offload.tiers import block_file, mooncake
-from tests.util.mooncake_master import Master
+from tests.util.mooncake_master import start_master
 from tests.util.tier_blocks import TIMEOUT_S, all_there, content, key, read, write
 
 pytestmark = pytest.mark.host_only
@@ -16,7 +16,7 @@ BLOCK_BYTES = 5000
 
 @pytest.fixture(scope="module")
 def master(tmp_path_factory):
-    with Master(tmp_path_factory.mktemp("mooncake")) as master:
+    with start_master(tmp_path_factory.mktemp("mooncake")) as master:
         yield master
 
 
