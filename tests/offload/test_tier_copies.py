@@ -1,8 +1,8 @@
-"""Random life cycles of blocks between host pages and a tier, with failures at every step.
+"""Random life cycles of the blocks of an engine with a tier, with failures at every step.
 
-The test decides when lookups, reads and writes of the tier end, and how: a read may fail after it
-has written something to its page, or never end. Pages have contents: what is ready must be the
-block, as it was stored last.
+The test decides when steps, and lookups, reads and writes of the tier end, and how: a read may fail
+after it has written something to its page, or never end. Pages have contents: what is ready must be
+the block, as it was stored last.
 """
 
 from concurrent.futures import Executor, Future
@@ -13,8 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+import jaxkv
 from jaxkv._src.offload.tier_copies import TierCopies
-from jaxkv.offload import BlockState, OffloadManager
+from jaxkv.offload import BlockState
 
 pytestmark = pytest.mark.host_only
 
@@ -114,49 +115,80 @@ class Later(Executor):
             future.set_result(function(*arguments))
 
 
+class Step:
+    """The result of a step; the test decides when it is over."""
+
+    def __init__(self, failed):
+        self.over, self.failed = False, failed
+
+    def is_ready(self):
+        return self.over
+
+    def block_until_ready(self):
+        if self.failed:
+            raise RuntimeError("injected")
+
+
 class LifeCycle(RuleBasedStateMachine):
+    """An engine whose steps move contents, and its tier."""
+
     def __init__(self):
         super().__init__()
         self.now = 0.0
-        self.manager = OffloadManager(NUM_PAGES)
+        self.engine = jaxkv.OffloadEngine(NUM_PAGES, batch_sizes=(3, NUM_PAGES))
+        self.manager = self.engine.manager
         self.tier, self.pages, self.later = SlowTier(), Pages(), Later()
-        self.copies = TierCopies(
+        self.copies = self.engine._tiers = TierCopies(
             self.manager, self.tier, self.pages, TIMEOUT_S, self.later, lambda: self.now
         )
         self.epoch = dict.fromkeys(KEYS, 0)
-        self.loads: list[Any] = []
+        self.device: list[Any] = []  # contents of each page; none is used twice
+        self.steps: list[Step] = []
         self.prefetches: list[Any] = []
 
-    @rule(request=st.sampled_from(REQUESTS), fails=st.booleans())
-    def store(self, request, fails):
-        spec = self.manager.prepare_store(request)
-        self.manager.start(spec)
-        for key, page in zip(spec.keys, spec.pages, strict=True):
-            for part, content in zip(
-                self.pages.parts(page), contents(key, self.epoch[key]), strict=True
-            ):
-                part[:] = b"torn".ljust(16) if fails else content
-        if fails:
-            self.manager.abort(spec)
-        else:
-            self.manager.complete(spec)
-            self.copies.cascade(spec.keys)
+    def on_device(self, contents):
+        self.device += contents
+        return range(len(self.device) - len(contents), len(self.device))
 
     @rule(request=st.sampled_from(REQUESTS))
-    def load(self, request):
-        """Pins blocks until `end_load`."""
-        self.loads.append(
-            self.manager.prepare_load(request[: self.manager.lookup(request).num_blocks])
-        )
+    def serve(self, request):
+        """Loads what is there, and stores everything."""
+        found = request[: self.engine.lookup(request).num_blocks]
+        if found:
+            self.engine.load(found, self.on_device([None] * len(found)))
+        blocks = [contents(key, self.epoch[key]) for key in request]
+        self.engine.store(request, self.on_device(blocks))
 
-    @precondition(lambda self: self.loads)
-    @rule()
-    def end_load(self):
-        self.manager.abort(self.loads.pop(0))
+    @rule(fails=st.sampled_from([False, False, False, True]))
+    def step(self, fails=False):
+        """Moves the pages of a batch at once; those of a failed step get anything."""
+        batch = self.engine.next_batch()
+        for host, page in zip(batch.host_pages.tolist(), batch.device_pages.tolist(), strict=True):
+            if batch.kind == "load" and host >= 0:
+                self.device[page] = None if fails else [*map(bytes, self.pages.parts(host))]
+            elif host >= 0:
+                moved = [b"torn".ljust(16)] * 2 if fails else self.device[page]
+                for part, content in zip(self.pages.parts(host), moved, strict=True):
+                    part[:] = content
+        result: Any = Step(fails)
+        self.engine.issue(batch, result)
+        self.steps.append(result)
+
+    @rule(count=st.integers(1, 3))
+    def end_steps(self, count):
+        for result in self.steps[:count]:
+            result.over = True
+        del self.steps[:count]
+
+    def store(self, request):
+        self.engine.store(request, self.on_device([contents(key, 0) for key in request]))
+        self.step()
+        self.end_steps(1)
+        self.poll()
 
     @rule(request=st.sampled_from(REQUESTS), window=st.sampled_from([None, None, 2]))
     def prefetch(self, request, window):
-        prefetch = self.copies.prefetch(request, window)
+        prefetch = self.engine.prefetch(request, window)
         self.prefetches.append((prefetch, self.now))
 
     @precondition(lambda self: self.later.calls)
@@ -184,7 +216,10 @@ class LifeCycle(RuleBasedStateMachine):
 
     @rule()
     def poll(self):
-        self.copies.poll()
+        for copy in self.engine.poll():
+            if copy.kind == "load" and not copy.failed:
+                loaded = [self.device[page] for page in copy.device_pages]
+                assert loaded == [contents(key, self.epoch[key]) for key in copy.keys]
         assert all(p.done for p, since in self.prefetches if self.now >= since + TIMEOUT_S)
         if not self.tier.calls:
             assert self.copies.metrics()["kv_offload_cascading_blocks"] == 0
@@ -200,8 +235,7 @@ class LifeCycle(RuleBasedStateMachine):
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=3))
     def discard(self, keys):
         """What is discarded is not found again, but what is stored after that."""
-        self.manager.discard(keys)
-        self.copies.discard(keys)
+        self.engine.discard(keys)
         for key in keys:
             self.epoch[key] += 1
 
@@ -220,14 +254,13 @@ class LifeCycle(RuleBasedStateMachine):
 
     def teardown(self):
         """Everything ends, and nothing stays pinned or reserved."""
-        for _ in range(100):
-            while self.later.calls:
-                self.later.run()
-            while self.tier.calls:
-                self.tier.end(0, self.tier.land(0, fails=False))
-            self.copies.poll()
+        while self.engine._loads or self.engine._stores:
+            self.step()
+        self.end_steps(len(self.steps))
+        self.poll()
+        end_all(self)
         assert all(prefetch.done for prefetch, _ in self.prefetches)
-        assert self.manager.metrics()["kv_offload_num_copies"] == len(self.loads)
+        assert self.manager.metrics()["kv_offload_num_copies"] == 0
         assert not self.copies._prefetches and not self.copies._writes
         self.ready_pages_hold_their_blocks()
 
@@ -252,7 +285,7 @@ def end_all(machine):
 
 
 def in_tier_only(machine, request):
-    machine.store(request, fails=False)
+    machine.store(request)
     end_all(machine)
     machine.manager.discard(request)
 
@@ -302,7 +335,7 @@ def test_blocks_discarded_during_their_write_are_not_read(machine):
     """Their write ends after the tier has removed them, and a lookup finds them at that moment."""
     copies, manager, tier = machine.copies, machine.manager, machine.tier
     request = REQUESTS[0][:1]
-    machine.store(request, fails=False)
+    machine.store(request)
     machine.discard(request)
     machine.later.run()
     results = [tier.land(number, fails=False) for number in (0, 1)]
@@ -367,7 +400,7 @@ def test_late_answers_read_nothing(machine):
 
 def test_a_slow_tier_leaves_pages_to_stores(machine):
     copies, manager = machine.copies, machine.manager
-    machine.store(REQUESTS[2][:8], fails=False)
+    machine.store(REQUESTS[2])
     assert copies.metrics()["kv_offload_cascading_blocks"] == NUM_PAGES // 2
     assert copies.metrics()["kv_offload_uncascaded_blocks"] == NUM_PAGES // 2
     assert len(manager.prepare_store(REQUESTS[0]).keys) == NUM_PAGES // 2
@@ -392,7 +425,7 @@ def test_a_closed_tier_is_a_miss(machine):
         raise ValueError("the tier is closed")
 
     tier.write = closed
-    machine.store(REQUESTS[0], fails=False)
+    machine.store(REQUESTS[0])
     copies.poll()
     assert manager.metrics()["kv_offload_num_copies"] == 0
 
