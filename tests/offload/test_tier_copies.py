@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxkv
 from jaxkv._src.offload.tier_copies import TierCopies
@@ -26,6 +26,9 @@ REQUESTS = [
 ]
 KEYS = sorted({key for request in REQUESTS for key in request})
 PARTS = (b"K", b"V")
+
+progress = st.integers(0, 3)  # of new copies
+failures = st.sampled_from([False, False, True])
 
 
 class Pages:
@@ -146,20 +149,46 @@ class LifeCycle(RuleBasedStateMachine):
         self.steps: list[Step] = []
         self.prefetches: list[Any] = []
 
+    @initialize(lost=st.sets(st.sampled_from([(k, p) for k in KEYS for p in PARTS]), max_size=3))
+    def fill_tier(self, lost):
+        """As an earlier process has left it."""
+        for key in KEYS:
+            for part, content in zip(PARTS, contents(key, 0), strict=True):
+                if (key, part) not in lost:
+                    self.tier.blocks[key + part] = content
+
     def on_device(self, contents):
         self.device += contents
         return range(len(self.device) - len(contents), len(self.device))
 
-    @rule(request=st.sampled_from(REQUESTS))
-    def serve(self, request):
-        """Loads what is there, and stores everything."""
+    @rule(request=st.sampled_from(REQUESTS), progress=progress, fails=failures)
+    def serve(self, request, progress, fails):
+        """Loads what is there, and stores everything; its copies may stay in flight."""
         found = request[: self.engine.lookup(request).num_blocks]
         if found:
             self.engine.load(found, self.on_device([None] * len(found)))
         blocks = [contents(key, self.epoch[key]) for key in request]
         self.engine.store(request, self.on_device(blocks))
+        while progress > 0 and (self.engine._loads or self.engine._stores):
+            self.step(fails)
+        if progress > 1:
+            self.end_steps(len(self.steps))
+            self.poll()
+        if progress > 2:
+            self.end_all_calls()
 
-    @rule(fails=st.sampled_from([False, False, False, True]))
+    @rule()
+    def end_all_calls(self):
+        while self.tier.calls:
+            self.tier.end(0, self.tier.land(0, fails=False))
+        self.poll()
+
+    @rule()
+    def evict_all(self):
+        """From the host pool; what has been stored before may be in the tier."""
+        self.manager.discard()
+
+    @rule(fails=failures)
     def step(self, fails=False):
         """Moves the pages of a batch at once; those of a failed step get anything."""
         batch = self.engine.next_batch()
@@ -186,13 +215,23 @@ class LifeCycle(RuleBasedStateMachine):
         self.end_steps(1)
         self.poll()
 
-    @rule(request=st.sampled_from(REQUESTS), window=st.sampled_from([None, None, 2]))
-    def prefetch(self, request, window):
+    @rule(
+        request=st.sampled_from(REQUESTS),
+        window=st.sampled_from([None, None, 2]),
+        progress=progress,
+    )
+    def prefetch(self, request, window, progress):
         prefetch = self.engine.prefetch(request, window)
         self.prefetches.append((prefetch, self.now))
+        while progress > 0 and self.later.calls:
+            self.later.run()
+        if progress > 1:
+            self.poll()
+        if progress > 2:
+            self.end_all_calls()
 
     @precondition(lambda self: self.later.calls)
-    @rule(fails=st.sampled_from([False, False, False, True]))
+    @rule(fails=failures)
     def answer(self, fails):
         self.later.run(fails)
 
@@ -200,7 +239,7 @@ class LifeCycle(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         count=st.sampled_from([1, 2, 100]),
-        fails=st.sampled_from([False, False, False, True]),
+        fails=failures,
         between=st.sampled_from([None, None, "poll", "answer"]),
     )
     def end_calls(self, data, count, fails, between):
