@@ -11,6 +11,7 @@ from jaxkv._src.collectives.all_reduce import all_reduce
 from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
 from jaxkv._src.explain import explain
 from jaxkv._src.offload.engine import CopyBatch, OffloadCopy, OffloadEngine
+from jaxkv._src.offload.tier_copies import OffloadPrefetch
 from jaxkv._src.public_names import set_module as _set_module
 from jaxkv._src.runtime.errors import (
     BoundError,
@@ -55,6 +56,7 @@ __all__ = [
     "LoadHandle",
     "OffloadCopy",
     "OffloadEngine",
+    "OffloadPrefetch",
     "PageIndexError",
     "PeerTimeoutError",
     "StaleCountsError",

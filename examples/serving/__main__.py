@@ -54,6 +54,12 @@ def parse(argv: Sequence[str] | None, on_cpu: bool) -> argparse.Namespace:
         help="default: twice the longest conversation",
     )
     add("--num-host-pages", type=positive, metavar="N", help="default: enough for everything")
+    add(
+        "--tier",
+        type=Path,
+        metavar="DIR",
+        help="files below the host pool; the next run finds them",
+    )
     add("--layout", default="page_first_direct", help="of the host pool")
     add("--max-new-tokens", type=positive, metavar="N", default=24 if on_cpu else 64)
     add("--seed", type=int, default=0, help="of the random weights")
@@ -173,13 +179,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     limits, sizes = plan_runs(args, conversations, tokenizer, on_cpu)
 
     runs: Runs = {}
+    from_tier = ""
     for name, (num_hbm_pages, num_host_pages) in sizes.items():
         print(f"{name}: {num_hbm_pages} HBM pages, {num_host_pages} host pages", file=sys.stderr)
         engine = Engine(
-            config, params, limits, num_hbm_pages, num_host_pages, args.layout, args.attention
-        )
+            config, params, limits, num_hbm_pages, num_host_pages, args.layout, args.attention,
+            tier=args.tier, weights=f"{args.model or args.preset} {args.seed}",
+        )  # fmt: skip
         engine.warm_up()
         runs[name] = serve(engine, tokenizer, conversations, args.max_new_tokens, show_progress)
+        engine.close()
+        if args.tier and engine.blocks.host:
+            totals = engine.blocks.host.metrics()
+            read, written = (totals[f"kv_offload_{n}_blocks"] for n in ("promoted", "cascaded"))
+            from_tier = f"{args.tier}: {read} pages read into the host pool, {written} written"
 
     found = compare(runs, engine.spec)
     print(
@@ -188,6 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(report.table(found.rounds["offload"]))
     print("\nAll runs, without first turns")
     print(report.table(found.compared))
+    if from_tier:
+        print(from_tier)
     print("TTFT: mean time from admission to the first token on the host, including loads")
     if args.plot:
         report.plot(found.rounds, args.plot)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jaxkv
+from jaxkv.offload import Tier
 
 
 @dataclasses.dataclass
@@ -35,10 +36,18 @@ class Placement:
 
 
 class BlockManager:
-    """Allocates HBM pages, finds prefixes in both memories and queues copies between them."""
+    """Allocates HBM pages, finds prefixes in both memories and queues copies between them.
+
+    `host` is the host pool or, without tiers, its number of pages; 0: none.
+    """
 
     def __init__(
-        self, num_hbm_pages: int, num_host_pages: int, copy_pages: int, write: str = "through"
+        self,
+        num_hbm_pages: int,
+        host: jaxkv.HostPool | int,
+        copy_pages: int,
+        write: str = "through",
+        tiers: Sequence[Tier] = (),
     ):
         self._free = list(range(num_hbm_pages))
         self._references = [0] * num_hbm_pages
@@ -47,9 +56,13 @@ class BlockManager:
         self._key_of: dict[int, bytes] = {}
         self._loading: set[bytes] = set()
         self.host: jaxkv.OffloadEngine | None = None
-        if num_host_pages:
+        if host:
             sizes = (copy_pages,)
-            self.host = jaxkv.OffloadEngine(num_host_pages, batch_sizes=sizes, write=write)
+            self.host = jaxkv.OffloadEngine(host, batch_sizes=sizes, write=write, tiers=tiers)
+
+    def prefetch(self, keys: Sequence[bytes]) -> jaxkv.OffloadPrefetch | None:
+        """Begins to read a prefix from the tiers; admit its request once that is done."""
+        return self.host.prefetch(keys) if self.host else None
 
     def admit(self, keys: Sequence[bytes], num_pages: int) -> Placement | None:
         """Allocates `num_pages` pages; the first ones hold the longest prefix of `keys` found.
@@ -122,7 +135,7 @@ class BlockManager:
         self.host.issue(batch, result)
 
     def poll(self) -> None:
-        """Ends the copies of steps that are over."""
+        """Ends the copies of steps that are over, and those of the tiers."""
         if self.host:
             self.host.poll()
 

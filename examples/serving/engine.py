@@ -16,8 +16,8 @@ equal only where batches are.
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -26,45 +26,17 @@ import numpy as np
 
 import jaxkv
 from jaxkv.metadata import BatchMetadata
-from jaxkv.offload import BlockHasher
+from jaxkv.offload import BlockHasher, FileTier
 
 from . import attention as attention_module
 from .block_manager import BlockManager
 from .model import Config, Params, partition
-from .request import Request
+from .request import Limits, Request
 from .sampling import SamplingRows
 from .step import Inputs, Program, State, run
 from .tokenizer import Tokenizer
 
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the scheduler, which also determine the static shapes."""
-
-    page_size: int  # tokens per page
-    batch: int  # maximum number of running requests
-    token_budget: int  # tokens of a step with prompts
-    pages_per_request: int  # pages of the longest sequence
-    copy_pages: int = 64  # pages loaded or stored beside one step
-    # Smaller batches run programs of smaller bounds, each compiled by `warm_up`.
-    row_buckets: tuple[int, ...] = ()  # rows of steps without prompts
-    token_buckets: tuple[int, ...] = ()  # tokens of steps with prompts
-
-    def __post_init__(self) -> None:
-        if min(self.token_sizes) <= self.batch or max(self.row_sizes) > self.batch:
-            raise ValueError(
-                "row_buckets <= batch < token_buckets and token_budget must hold, got "
-                f"{self.row_sizes}, {self.batch} and {self.token_sizes}"
-            )
-
-    @property
-    def row_sizes(self) -> list[int]:
-        return sorted({*self.row_buckets, self.batch})
-
-    @property
-    def token_sizes(self) -> list[int]:
-        return sorted({*self.token_buckets, self.token_budget})
-
+TIER_BYTES = 1 << 36  # of files
 
 Row = tuple[Request, int]  # and its number of tokens in a step
 
@@ -87,6 +59,8 @@ class Engine:
       attention: implementation, see attention.py.
       memory: symmetric memory of a mesh axis "tp" for tensor parallelism.
       write: when pages are stored, see `jaxkv.offload.OffloadManager`.
+      tier: directory of a tier of files below the host pool.
+      weights: names the weights, if other ones may use the same tier.
     """
 
     def __init__(
@@ -100,6 +74,8 @@ class Engine:
         attention: str | None = None,
         memory: jaxkv.SymmetricMemory | None = None,
         write: str = "through",
+        tier: Path | None = None,
+        weights: str = "",
     ):
         if limits.pages_per_request > num_hbm_pages:
             raise ValueError(
@@ -133,8 +109,13 @@ class Engine:
         self._program: dict[str, Any] = dict(config=config, attention=self.attention, memory=memory)
         if self.pool and memory:
             self._program["pool"] = self.pool.partition_spec
-        self.blocks = BlockManager(num_hbm_pages, num_host_pages, limits.copy_pages, write)
-        self._hasher = BlockHasher(limits.page_size, model=f"{config} {dtype}")
+        self._tiers: list[FileTier] = []
+        if tier and self.pool:
+            size = jaxkv.OffloadEngine.tier_block_bytes(self.pool)
+            self._tiers.append(FileTier(tier, size, capacity_bytes=TIER_BYTES))
+        host = self.pool or 0
+        self.blocks = BlockManager(num_hbm_pages, host, limits.copy_pages, write, self._tiers)
+        self._hasher = BlockHasher(limits.page_size, model=f"{weights} {config} {dtype}")
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._slots = list(range(limits.batch))
@@ -149,6 +130,8 @@ class Engine:
         """Queues a request; ValueError as in `check`."""
         self.check(request)
         request.submitted_at = time.perf_counter()
+        self._extend_keys(request)
+        request.prefetch = self.blocks.prefetch(request.keys)
         self.waiting.append(request)
 
     def check(self, request: Request) -> None:
@@ -165,6 +148,7 @@ class Engine:
     def step(self) -> None:
         """Dispatches a step and reads the tokens of the one before, the only host sync."""
         with jaxkv.forbid_host_sync():
+            self.blocks.poll()
             self._admit()
             copies = self.blocks.next_batch()
             rows = self._schedule()
@@ -184,6 +168,8 @@ class Engine:
         """Starts waiting requests, in order, while there are rows, and pages for their tokens."""
         while self.waiting and self._slots:
             request, size = self.waiting[0], self.limits.page_size
+            if request.prefetch and not request.prefetch.done:
+                return
             tokens = request.tokens
             self._extend_keys(request)
             # The last token is always computed, to obtain the next logits.
@@ -295,10 +281,9 @@ class Engine:
         return Inputs(tokens, source, batch, slots, sampling, pages)
 
     def _finish(self, dispatched: Dispatched) -> None:
-        """Reads the tokens of a step, and completes its copies."""
+        """Reads the tokens of a step."""
         with jaxkv.allow_host_sync("tokens of the previous step, while this one runs"):
             tokens = self._read(dispatched.tokens)
-        self.blocks.poll()
         for request, token in zip(dispatched.rows, tokens, strict=False):
             if request:
                 self._append(request, token)
@@ -350,6 +335,14 @@ class Engine:
                 for kind in (False, True)[: 1 + sampling]:
                     self._run(self._inputs([], None, num_rows, num_tokens), copy, kind)
         jax.block_until_ready(self.state)
+
+    def close(self) -> None:
+        """Ends the tier, once it has what was stored; call it when no request is left."""
+        self.blocks.poll()
+        if self.blocks.host:
+            self.blocks.host.drain()
+        for tier in self._tiers:
+            tier.close()
 
 
 def serve(

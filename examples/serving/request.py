@@ -1,10 +1,41 @@
-"""A request of the engine."""
+"""A request of the engine, and the limits of all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import jaxkv
+
 from .block_manager import Placement
 from .sampling import GREEDY, Sampling
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the scheduler, which also determine the static shapes."""
+
+    page_size: int  # tokens per page
+    batch: int  # maximum number of running requests
+    token_budget: int  # tokens of a step with prompts
+    pages_per_request: int  # pages of the longest sequence
+    copy_pages: int = 64  # pages loaded or stored beside one step
+    # Smaller batches run programs of smaller bounds, each compiled by `warm_up`.
+    row_buckets: tuple[int, ...] = ()  # rows of steps without prompts
+    token_buckets: tuple[int, ...] = ()  # tokens of steps with prompts
+
+    def __post_init__(self) -> None:
+        if min(self.token_sizes) <= self.batch or max(self.row_sizes) > self.batch:
+            raise ValueError(
+                "row_buckets <= batch < token_buckets and token_budget must hold, got "
+                f"{self.row_sizes}, {self.batch} and {self.token_sizes}"
+            )
+
+    @property
+    def row_sizes(self) -> list[int]:
+        return sorted({*self.row_buckets, self.batch})
+
+    @property
+    def token_sizes(self) -> list[int]:
+        return sorted({*self.token_buckets, self.token_budget})
 
 
 @dataclass(eq=False)
@@ -34,6 +65,7 @@ class Request:
     in_flight: int = field(default=0, init=False)  # sampled, not yet read by the host: 0 or 1
     computed: int = field(default=0, init=False)  # tokens with keys and values, once all steps ran
     keys: list[bytes] = field(default_factory=list, init=False)  # of full pages
+    prefetch: jaxkv.OffloadPrefetch | None = field(default=None, init=False)
     published: int = field(default=0, init=False)  # pages
     slot: int = field(default=-1, init=False)
     placement: Placement | None = field(default=None, init=False)  # None: not running

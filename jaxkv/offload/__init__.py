@@ -15,6 +15,7 @@ from jaxkv._src.offload.specs import (
     StoreSpec,
 )
 from jaxkv._src.offload.tiers.files import FileTier
+from jaxkv._src.offload.tiers.mooncake import MooncakeTier
 from jaxkv._src.offload.tiers.store import TieredStore
 from jaxkv._src.offload.tiers.tier import Tier
 from jaxkv._src.public_names import set_module as _set_module
@@ -30,6 +31,7 @@ __all__ = [
     "LoadSpec",
     "Lookup",
     "LookupStatus",
+    "MooncakeTier",
     "OffloadError",
     "OffloadManager",
     "StaleSpecError",

@@ -180,7 +180,7 @@ def admitted(blocks, keys, num_pages):
 
 
 def test_page_is_stored_once_and_reloaded():
-    blocks = BlockManager(num_hbm_pages=2, num_host_pages=4, copy_pages=8)
+    blocks = BlockManager(num_hbm_pages=2, host=4, copy_pages=8)
     first, second = HASHER.hashes([1, 1, 2, 2]), HASHER.hashes([3, 3, 4, 4])
     counts = []
     for keys in (first, second, first, second):
@@ -194,7 +194,7 @@ def test_page_is_stored_once_and_reloaded():
 
 
 def test_shared_page_is_released_by_last_user():
-    blocks = BlockManager(num_hbm_pages=3, num_host_pages=0, copy_pages=8)
+    blocks = BlockManager(num_hbm_pages=3, host=0, copy_pages=8)
     keys = HASHER.hashes([7, 7])
     first = admitted(blocks, keys, 1)
     blocks.publish(first.pages, keys, 0)
@@ -207,7 +207,7 @@ def test_shared_page_is_released_by_last_user():
 
 
 def test_page_is_not_found_before_its_load_is_issued():
-    blocks = BlockManager(num_hbm_pages=4, num_host_pages=4, copy_pages=8)
+    blocks = BlockManager(num_hbm_pages=4, host=4, copy_pages=8)
     keys = HASHER.hashes([5, 5])
     first = admitted(blocks, keys, 1)
     blocks.publish(first.pages, keys, 0)
@@ -309,6 +309,27 @@ def test_exceeded_limits_raise():
 
 
 # --- The command.
+
+
+def test_a_tier_serves_the_next_process(tmp_path, all_in_hbm):
+    """Its engine has an empty host pool; one of other weights has other keys."""
+    conversations = dict([*CONVERSATIONS.items()][:2])
+    expected = [turn.answer for turn in all_in_hbm if turn.name in conversations]
+    totals = []
+    for _ in range(2):
+        engine = make_engine(num_host_pages=PLENTY, tier=tmp_path, weights="a")
+        assert answers(served(engine, conversations)) == expected
+        engine.close()
+        totals.append(engine.blocks.host.metrics())
+    promoted, cascaded, loaded, missed = (
+        [total[f"kv_offload_{name}"] for total in totals]
+        for name in ("promoted_blocks", "cascaded_blocks", "loaded_blocks", "tier_read_misses")
+    )
+    assert promoted[0] == 0 and missed == [0, 0]
+    assert loaded[1] >= promoted[1] > 0.5 * cascaded[0]
+    assert promoted[1] + cascaded[1] == cascaded[0]
+    keys = [make_engine(weights=name)._hasher.hashes(range(8)) for name in ("a", "b")]
+    assert keys[0] != keys[1]
 
 
 @pytest.fixture

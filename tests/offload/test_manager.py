@@ -191,6 +191,8 @@ def test_metrics():
         "external_prefix_cache_hits": 3,
         "kv_offload_loaded_blocks": 2,
         "kv_offload_stored_blocks": 3,
+        "kv_offload_promoted_blocks": 0,
+        "kv_offload_cascaded_blocks": 0,
         "kv_offload_evicted_blocks": 2,
         "kv_offload_aborted_blocks": 1,
         "kv_offload_discarded_blocks": 1,

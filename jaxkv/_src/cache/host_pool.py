@@ -103,7 +103,7 @@ class HostPool:
         objects = None
         if shared is not None:
             sizes = {"num_pages": str(num_pages), "layout": layout, "head_groups": str(head_groups)}
-            objects = SharedPool(shared, sizes | _description(spec))
+            objects = SharedPool(shared, sizes | description(spec))
         data = allocate(*array, objects, progress)
         return cls(data=data, spec=spec, layout=layout, head_groups=head_groups)
 
@@ -252,7 +252,7 @@ def _array_of_pool(
     return arrays_layout.shape, np.dtype(np.uint8), sharding
 
 
-def _description(spec: KVCacheSpec | ArrayCacheSpec) -> dict[str, str]:
+def description(spec: KVCacheSpec | ArrayCacheSpec) -> dict[str, str]:
     """What decides the meaning of the bytes of a page, in any version of JAX."""
     if isinstance(spec, KVCacheSpec):
         return {

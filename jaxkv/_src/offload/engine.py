@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol, cast
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
+from jaxkv._src.cache.host_pool import HostPool
 from jaxkv._src.offload.errors import StaleSpecError
 from jaxkv._src.offload.manager import OffloadManager
+from jaxkv._src.offload.page_memory import PoolMemory
 from jaxkv._src.offload.specs import Event, LoadSpec, Lookup, StoreSpec
+from jaxkv._src.offload.tier_copies import OffloadPrefetch, TierCopies
+from jaxkv._src.offload.tiers.store import TieredStore
+from jaxkv._src.offload.tiers.tier import Tier
 from jaxkv._src.runtime.sync_guard import allow_host_sync
 
 Kind = Literal["load", "store", "none"]
@@ -78,7 +83,9 @@ class OffloadEngine:
     waiting loads before stores, first come, first served. Batches of a kind are in flight together;
     nothing here blocks. The pools, the cache and the program that copies belong to the caller.
 
-        tier = jaxkv.OffloadEngine(pool.num_pages, batch_sizes=(16, 64))
+        tier = jaxkv.OffloadEngine(pool, batch_sizes=(16, 64), tiers=[files])
+        prefetch = tier.prefetch(keys)                        # with tiers: when a request arrives
+        ...                                                   # steps, until prefetch.done
         tier.touch(keys)                                      # once for each request
         found = tier.lookup(keys)
         load = tier.load(keys[:found.num_blocks], device_pages)
@@ -91,30 +98,42 @@ class OffloadEngine:
     Steps must run on the device in the order of their batches, as the programs of one JAX client
     do: then pages may be used behind the waits of their batch, before its step is over.
 
+    Blocks whose store is complete are written to the tiers, and read back into host pages by
+    `prefetch`, in threads of the tiers. The pool must then be donated to every store. A tier that
+    fails or is slow costs hits, never a step.
+
     Not thread-safe, except `metrics`. Follows vLLM's offloading connector, which builds its
-    transfers in the scheduler in the same way.
+    transfers in the scheduler in the same way; tiers are those of its tiering manager.
 
     Args:
-      num_pages: pages of the host pool.
+      pool: the host pool, or its number of pages if there are no tiers.
       batch_sizes: numbers of pages of a step, each a static shape. The largest limits a step.
       policy, write, events: see `OffloadManager`.
+      tiers: in the order in which they are read; see `TieredStore`. Their `block_bytes` is
+        `OffloadEngine.tier_block_bytes(pool)`. They remain the caller's, to be closed.
+      tier_timeout_s: after this time a `prefetch` is done with what has arrived.
 
     Attributes:
-      manager: the manager, for `state`, `discard` and `take_events`.
+      manager: the manager, for `state` and `generation`.
 
     Raises:
-      ValueError: a batch size is not positive, or as for `OffloadManager`.
+      ValueError: a batch size is not positive; tiers without a pool, with blocks of another size,
+        or with a pool that has page shards or shards in other processes; or as for
+        `OffloadManager`.
     """
 
     def __init__(
         self,
-        num_pages: int,
+        pool: HostPool | int,
         *,
         batch_sizes: Sequence[int] = (64,),
         policy: str = "lru",
         write: str = "through",
         events: bool = False,
+        tiers: Sequence[Tier] = (),
+        tier_timeout_s: float = 2.0,
     ) -> None:
+        num_pages = pool if isinstance(pool, int) else pool.num_pages
         self.manager = OffloadManager(num_pages, policy=policy, write=write, events=events)
         self._sizes = tuple(sorted(batch_sizes))
         if not self._sizes or self._sizes[0] < 1:
@@ -127,6 +146,21 @@ class OffloadEngine:
         self._taken: CopyBatch | None = None
         self._in_flight: deque[tuple[CopyBatch, _Result]] = deque()
         self._ended: list[OffloadCopy] = []  # to be returned by `poll`
+        self._tiers: TierCopies | None = None
+        if tiers:
+            if isinstance(pool, int):
+                raise ValueError(f"OffloadEngine: tiers need the pool itself, got pool={pool}")
+            tier = tiers[0] if len(tiers) == 1 else TieredStore(tiers)
+            self._tiers = TierCopies(self.manager, tier, PoolMemory(pool), tier_timeout_s)
+
+    @staticmethod
+    def tier_block_bytes(pool: HostPool) -> int:
+        """`block_bytes` of the tiers of a pool: the longest part of a page that is contiguous.
+
+        A page consists of several, such as its keys and its values in each shard; fewest in layouts
+        that begin with the page.
+        """
+        return PoolMemory(pool).block_bytes
 
     def lookup(self, keys: Sequence[bytes], window: int | None = None) -> Lookup:
         """The longest prefix that can be loaded: see `OffloadManager.lookup`."""
@@ -135,6 +169,33 @@ class OffloadEngine:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Notes that a request uses these blocks: see `OffloadManager.touch`."""
         self.manager.touch(keys)
+
+    def prefetch(self, keys: Sequence[bytes], window: int | None = None) -> OffloadPrefetch:
+        """Begins to read from the tiers what `lookup(keys, window)` lacks; `poll` goes on with it.
+
+        Args:
+          keys: all blocks of a request, from its head.
+          window: as for `lookup`.
+
+        Returns:
+          Its state. Once it is `done`, call `lookup`: what has not arrived in time is missing.
+
+        Raises:
+          ValueError: a key occurs twice.
+        """
+        if self._tiers is None:
+            return OffloadPrefetch(tuple(keys), done=True)
+        return self._tiers.prefetch(keys, window)
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Removes blocks whose bytes are not trusted from the host pool and from the tiers.
+
+        Tiers remove them in a thread; blocks in flight to or from them are removed too.
+        """
+        keys = tuple(keys)
+        self.manager.discard(keys)
+        if self._tiers:
+            self._tiers.discard(keys)
 
     def load(self, keys: Sequence[bytes], device_pages: Sequence[int]) -> OffloadCopy:
         """Queues a load of ready blocks, whose host pages are pinned from now on.
@@ -250,7 +311,7 @@ class OffloadEngine:
             copy._num_in_flight += 1
 
     def poll(self) -> list[OffloadCopy]:
-        """Ends the copies of steps that are over; never blocks.
+        """Ends the copies of steps that are over, and those of tiers; never blocks.
 
         Returns:
           The copies that are done since the last call, failed ones included.
@@ -265,6 +326,8 @@ class OffloadEngine:
                 if copy.issued and not copy._num_in_flight:
                     self._end(copy)
                     ended.append(copy)
+        if self._tiers:
+            self._tiers.poll()
         return ended
 
     def _end(self, copy: OffloadCopy) -> None:
@@ -276,19 +339,32 @@ class OffloadEngine:
                 copy.failed = True
         if copy.failed:
             self.manager.abort(copy._spec)
+        elif self._tiers and copy.kind == "store":
+            self._tiers.cascade(copy.keys)
+
+    def drain(self, timeout_s: float = 30.0) -> bool:
+        """Waits until the tiers have the stored blocks, before a process closes them and ends.
+
+        Blocks; no step may be in flight, and `poll` must have returned its copies.
+
+        Returns:
+          Whether all writes have ended in time.
+        """
+        return self._tiers is None or self._tiers.drain(timeout_s)
 
     def take_events(self) -> list[Event]:
         """Blocks stored and removed since the last call: see `OffloadManager.take_events`."""
         return self.manager.take_events()
 
     def metrics(self) -> dict[str, float]:
-        """Those of `OffloadManager.metrics`, with the numbers of queued pages."""
+        """Those of `OffloadManager.metrics` and of the tiers, with the numbers of queued pages."""
         waiting = {
             name: sum(len(copy.keys) - copy._num_taken for copy in list(queue))
             for name, queue in (("load", self._loads), ("store", self._stores))
         }
         return {
             **self.manager.metrics(),
+            **(self._tiers.metrics() if self._tiers else {}),
             "kv_offload_queued_load_blocks": waiting["load"],
             "kv_offload_queued_store_blocks": waiting["store"],
         }

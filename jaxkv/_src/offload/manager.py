@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from jaxkv._src.offload.blocks import Block, BlockTable
 from jaxkv._src.offload.errors import BlockNotReadyError, StaleSpecError
@@ -23,11 +23,12 @@ from jaxkv._src.offload.writes import WRITE_POLICIES
 class _Copy:
     """A spec that is neither complete nor aborted."""
 
-    __slots__ = ("blocks", "spec", "started")
+    __slots__ = ("blocks", "counter", "spec", "started")
 
-    def __init__(self, spec: LoadSpec | StoreSpec, blocks: list[Block]) -> None:
+    def __init__(self, spec: LoadSpec | StoreSpec, blocks: list[Block], counter: str) -> None:
         self.spec = spec
         self.blocks = blocks
+        self.counter = counter  # of completed blocks
         self.started = False
 
 
@@ -125,11 +126,12 @@ class OffloadManager:
         self._write.touch(recent_last)
         self._policy.touch(recent_last)
 
-    def prepare_load(self, keys: Sequence[bytes]) -> LoadSpec:
+    def prepare_load(self, keys: Sequence[bytes], *, tier: bool = False) -> LoadSpec:
         """Pins ready blocks and returns their pages; they cannot be evicted until the end.
 
         Args:
           keys: blocks found by `lookup`, without those that the device cache has.
+          tier: whether they are copied to a tier below, instead of the device cache.
 
         Raises:
           BlockNotReadyError: a block is not stored, or its store is not complete.
@@ -147,10 +149,13 @@ class OffloadManager:
             )
         self._blocks.pin(blocks)
         spec = LoadSpec(self._ticket(), keys, *self._pages_of(blocks))
-        self._copies[spec.ticket] = _Copy(spec, blocks)
+        counter = "kv_offload_cascaded_blocks" if tier else "kv_offload_loaded_blocks"
+        self._copies[spec.ticket] = _Copy(spec, blocks, counter)
         return spec
 
-    def prepare_store(self, keys: Sequence[bytes], *, evicted: bool = False) -> StoreSpec:
+    def prepare_store(
+        self, keys: Sequence[bytes], *, evicted: bool = False, tier: bool = False
+    ) -> StoreSpec:
         """Reserves pages for the blocks to store, and evicts others if necessary.
 
         If there is no room for all, since the other pages are in use, the first blocks are stored;
@@ -161,6 +166,8 @@ class OffloadManager:
             they are not evicted in favour of the others, and remain more recent than its tail.
           evicted: whether the device cache evicts these blocks, for `write="back"`; otherwise they
             have just been computed.
+          tier: whether they are copied from a tier below, instead of the device cache. All of them
+            are wanted then, by any write policy.
 
         Raises:
           ValueError: a key occurs twice.
@@ -171,7 +178,9 @@ class OffloadManager:
             raise ValueError("prepare_store: keys has duplicates; pass each block once")
         table = self._blocks
         missing = [i for i, key in enumerate(keys) if key not in table]
-        wanted = [i for i in missing if self._write.wants(keys[i], evicted=evicted)]
+        wanted = missing
+        if not tier:
+            wanted = [i for i in missing if self._write.wants(keys[i], evicted=evicted)]
         indices = tuple(wanted[: table.room(protected)])
         stored = tuple(keys[i] for i in indices)
 
@@ -194,7 +203,8 @@ class OffloadManager:
         spec = StoreSpec(
             self._ticket(), stored, pages, generations, indices, tuple(plan.victims), refused
         )
-        self._copies[spec.ticket] = _Copy(spec, blocks)
+        counter = "kv_offload_promoted_blocks" if tier else "kv_offload_stored_blocks"
+        self._copies[spec.ticket] = _Copy(spec, blocks, counter)
         return spec
 
     def start(self, spec: LoadSpec | StoreSpec) -> None:
@@ -213,10 +223,14 @@ class OffloadManager:
             for block in copy.blocks:
                 block.state = BlockState.WRITING
 
-    def complete(self, spec: LoadSpec | StoreSpec) -> None:
+    def complete(self, spec: LoadSpec | StoreSpec, *, failed: Container[bytes] = ()) -> None:
         """Ends a spec whose copy is complete: stored blocks become ready, loaded ones unpinned.
 
         Blocks discarded during their store do not become ready.
+
+        Args:
+          spec: the spec.
+          failed: blocks of a store that were not copied, and are forgotten as by `abort`.
 
         Raises:
           StaleSpecError: the spec is over, has not been started, or is not of this manager; or a
@@ -229,11 +243,15 @@ class OffloadManager:
         del self._copies[spec.ticket]
         if isinstance(spec, LoadSpec):
             self._blocks.unpin(copy.blocks)
-            self._counts["kv_offload_loaded_blocks"] += len(copy.blocks)
+            self._counts[copy.counter] += len(copy.blocks)
             return
+        lost = [block for block in copy.blocks if block.key in failed] if failed else []
+        if lost:
+            self._forget(lost)
+            copy.blocks = [block for block in copy.blocks if block not in lost]
         stored = self._blocks.publish(copy.blocks)
         self._emit(BlockStored, stored)
-        self._counts["kv_offload_stored_blocks"] += len(stored)
+        self._counts[copy.counter] += len(stored)
 
     def abort(self, spec: LoadSpec | StoreSpec) -> None:
         """Ends a spec without its copy: blocks to store are forgotten, blocks to load unpinned.
@@ -246,11 +264,15 @@ class OffloadManager:
         """
         copy = self._copy_of(spec, "abort")
         del self._copies[spec.ticket]
-        self._counts["kv_offload_aborted_blocks"] += len(copy.blocks)
-        if isinstance(spec, LoadSpec):
-            self._blocks.unpin(copy.blocks)
+        if isinstance(spec, StoreSpec):
+            self._forget(copy.blocks)
             return
-        for key in self._blocks.forget(copy.blocks):
+        self._blocks.unpin(copy.blocks)
+        self._counts["kv_offload_aborted_blocks"] += len(copy.blocks)
+
+    def _forget(self, blocks: list[Block]) -> None:
+        self._counts["kv_offload_aborted_blocks"] += len(blocks)
+        for key in self._blocks.forget(blocks):
             self._policy.remove(key)
 
     def discard(self, keys: Iterable[bytes] | None = None) -> None:
@@ -288,8 +310,9 @@ class OffloadManager:
         """Counters since creation, and gauges.
 
         Counters: blocks looked up (`external_prefix_cache_queries`) and found in every call of
-        `lookup` (`external_prefix_cache_hits`); `kv_offload_*_blocks` loaded, stored, evicted,
-        aborted, discarded, refused for lack of room, and skipped by the write policy. Gauges:
+        `lookup` (`external_prefix_cache_hits`); `kv_offload_*_blocks` loaded, stored, promoted from
+        a tier below, cascaded to one, evicted, aborted, discarded, refused for lack of room, and
+        skipped by the write policy. Gauges:
         `kv_offload_usage_perc` (0 to 1), ready, pending, pinned and total blocks, and copies in
         flight.
         """
@@ -349,6 +372,8 @@ COUNTERS = (
     "external_prefix_cache_hits",
     "kv_offload_loaded_blocks",
     "kv_offload_stored_blocks",
+    "kv_offload_promoted_blocks",
+    "kv_offload_cascaded_blocks",
     "kv_offload_evicted_blocks",
     "kv_offload_aborted_blocks",
     "kv_offload_discarded_blocks",

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from jaxkv._src.offload.manager import COUNTERS
+from jaxkv._src.offload.tiers.tier import TIER_COUNTERS
 
-if TYPE_CHECKING:
-    from jaxkv._src.offload.manager import OffloadManager
+_COUNTERS = {*COUNTERS, *TIER_COUNTERS, "kv_offload_uncascaded_blocks"}
+
+
+class _HasMetrics(Protocol):
+    def metrics(self) -> dict[str, float]: ...
 
 
 class _Collector:
-    def __init__(self, manager: OffloadManager, labels: Mapping[str, str]) -> None:
+    def __init__(self, manager: _HasMetrics, labels: Mapping[str, str]) -> None:
         self._manager = manager
         self._labels = labels
 
@@ -24,7 +28,8 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for name, value in self._manager.metrics().items():
-            family = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+            counts = name.rstrip("0123456789").rstrip("_") in _COUNTERS  # of several tiers: _0, _1
+            family = CounterMetricFamily if counts else GaugeMetricFamily
             text = name.replace("_", " ")
             metric = family(f"jaxkv:{name}", text, labels=list(self._labels))
             metric.add_metric(list(self._labels.values()), value)
@@ -32,7 +37,7 @@ class _Collector:
 
 
 def register_prometheus(
-    manager: OffloadManager, registry: Any = None, labels: Mapping[str, str] | None = None
+    manager: _HasMetrics, registry: Any = None, labels: Mapping[str, str] | None = None
 ) -> Any:
     """Registers a Prometheus collector that reads `manager.metrics()` at every scrape.
 
@@ -41,7 +46,7 @@ def register_prometheus(
         jaxkv.offload.register_prometheus(manager, labels={"model_name": "Qwen3-8B"})
 
     Args:
-      manager: the manager.
+      manager: an `OffloadManager`, `OffloadEngine` or `Tier`.
       registry: a `CollectorRegistry`; the global one by default.
       labels: constant labels; they distinguish the managers of one registry.
 

@@ -1,1 +1,1 @@
-"""Tiers below host memory: local files. Python only, without JAX."""
+"""Tiers below host memory: local files, Mooncake Store. Python only, without JAX."""

@@ -21,9 +21,15 @@ import zlib
 import numpy as np
 
 ALIGNMENT = 4096  # of O_DIRECT: addresses, lengths and offsets, on every device
+_MAX_BLOCK_BYTES = 1 << 30  # of one preadv or pwritev: 2 GiB - 4 KiB
 _MAGIC, _VERSION = b"jaxkvblk", 1
 _FIXED = struct.Struct("<8sIIQI4x")
 _CRC = struct.Struct("<I")
+
+
+def check_block_bytes(name: str, block_bytes: int) -> None:
+    if not 0 < block_bytes <= _MAX_BLOCK_BYTES:
+        raise ValueError(f"{name}: block_bytes={block_bytes} is outside 1..{_MAX_BLOCK_BYTES}")
 
 
 def file_bytes(block_bytes: int) -> int:

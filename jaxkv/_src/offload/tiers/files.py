@@ -15,7 +15,6 @@ from jaxkv._src.offload.tiers import block_file
 from jaxkv._src.offload.tiers.file_index import FileIndex
 from jaxkv._src.offload.tiers.queued import LOGGER, Copy, QueuedTier
 
-_MAX_BLOCK_BYTES = 1 << 30  # of one preadv or pwritev: 2 GiB - 4 KiB
 _REFRESH_EVERY_S = 10.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -54,17 +53,12 @@ class FileTier(QueuedTier):
         *,
         num_threads: int = 8,
     ) -> None:
-        if not 0 < block_bytes <= _MAX_BLOCK_BYTES:
-            raise ValueError(
-                f"FileTier: block_bytes={block_bytes} is outside 1..{_MAX_BLOCK_BYTES}"
-            )
+        block_file.check_block_bytes("FileTier", block_bytes)
         file_bytes = block_file.file_bytes(block_bytes)
         if capacity_bytes < file_bytes:
             raise ValueError(
                 f"FileTier: capacity_bytes={capacity_bytes}; a file has {file_bytes} bytes"
             )
-        if num_threads < 1:
-            raise ValueError(f"FileTier: num_threads={num_threads}; at least 1 thread")
         super().__init__("FileTier", block_bytes, num_threads)
         self.capacity_blocks = capacity_bytes // file_bytes
         self._index = FileIndex(os.path.join(directory, f"v1-{block_bytes}"), file_bytes)

@@ -51,9 +51,14 @@ class QueuedTier(ABC):
       block_bytes: size of every block.
       num_threads: number of threads.
       max_batch: number of copies that a thread takes at once.
+
+    Raises:
+      ValueError: there is no thread.
     """
 
     def __init__(self, name: str, block_bytes: int, num_threads: int, max_batch: int = 1) -> None:
+        if num_threads < 1:
+            raise ValueError(f"{name}: num_threads={num_threads}; at least 1 thread")
         self._name = name
         self._block_bytes = block_bytes
         self._max_batch = max_batch

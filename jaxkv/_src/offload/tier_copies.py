@@ -1,0 +1,249 @@
+"""Copies between the pages of a host pool and the tiers below it. No JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+from jaxkv._src.offload.errors import StaleSpecError
+from jaxkv._src.offload.lookup import longest_prefix
+from jaxkv._src.offload.manager import OffloadManager
+from jaxkv._src.offload.specs import BlockState, LoadSpec, StoreSpec
+from jaxkv._src.offload.tiers.tier import Tier
+
+
+class PageMemory(Protocol):
+    """The bytes of host pages, as blocks of a tier: one page is several of them."""
+
+    block_bytes: int
+
+    def keys(self, key: bytes) -> list[bytes]:
+        """Keys in the tier of the parts of a page."""
+
+    def parts(self, page: int) -> list[memoryview]:
+        """The parts of a page, each `block_bytes` long."""
+
+
+@dataclasses.dataclass(eq=False)
+class OffloadPrefetch:
+    """Blocks of a request on their way from a tier to the host pool.
+
+    Attributes:
+      keys: the blocks asked for.
+      done: whether nothing is to be waited for: `lookup` finds what has arrived.
+    """
+
+    keys: tuple[bytes, ...]
+    done: bool = False
+    _window: int | None = dataclasses.field(default=None, repr=False)
+    _answer: Future[list[bytes]] | None = dataclasses.field(default=None, repr=False)
+    _discarded: set[bytes] = dataclasses.field(default_factory=set, repr=False)
+    _expires_at: float = dataclasses.field(default=0.0, repr=False)
+
+
+@dataclasses.dataclass(eq=False)
+class _TierCopy:
+    """A read or write in flight; its pages are reserved or pinned by the spec."""
+
+    spec: LoadSpec | StoreSpec
+    futures: dict[bytes, list[Future[bool]]]
+
+    def is_over(self) -> bool:
+        return all(future.done() for parts in self.futures.values() for future in parts)
+
+    def failed(self) -> set[bytes]:
+        return {
+            key
+            for key, parts in self.futures.items()
+            if not all(future.result() for future in parts)
+        }
+
+
+class TierCopies:
+    """Promotions from a tier to host pages, and cascades of stored blocks to it.
+
+    A promotion reserves host pages as a store does, so that states, pins and generations protect
+    them, and the blocks become ready once they are read. A block is cascaded when its store is
+    complete, pinned until the tier has it: eviction then never waits for a tier, and a process that
+    is killed loses at most what is in flight. Reads and writes occupy at most half of the pages
+    each, so that a slow tier does not take the host pool; further blocks are left out.
+
+    Nothing here blocks: the tier is asked in a thread, and its futures are polled. Not thread-safe,
+    except `metrics`.
+
+    Args:
+      manager: of the host pool.
+      tier: the tier, or several as a `TieredStore`.
+      memory: the bytes of the host pages.
+      timeout_s: after this time a prefetch is done, even if its reads are not over.
+      executor: runs `contains` and `remove` of the tier, in order.
+      clock: seconds.
+
+    Raises:
+      ValueError: the tier has blocks of another size.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadManager,
+        tier: Tier,
+        memory: PageMemory,
+        timeout_s: float,
+        executor: Executor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if tier.block_bytes != memory.block_bytes:
+            raise ValueError(
+                f"OffloadEngine: tiers have block_bytes={tier.block_bytes}, and the pool needs "
+                f"{memory.block_bytes}; pass block_bytes=OffloadEngine.tier_block_bytes(pool)"
+            )
+        self._manager, self._tier, self._memory = manager, tier, memory
+        self._timeout_s, self._clock = timeout_s, clock
+        self._executor = executor or ThreadPoolExecutor(1, "jaxkv-tier")
+        self._prefetches: list[OffloadPrefetch] = []
+        self._reads: list[_TierCopy] = []
+        self._writes: list[_TierCopy] = []
+        self._reading: set[bytes] = set()
+        self._num_writing = 0  # blocks
+        self._num_dropped = 0  # blocks
+
+    def prefetch(self, keys: Sequence[bytes], window: int | None) -> OffloadPrefetch:
+        """Asks the tier for the blocks that the host pool lacks, and reads those of the prefix."""
+        if len({*keys}) != len(keys):
+            raise ValueError("prefetch: keys has duplicates; pass each block once")
+        prefetch = OffloadPrefetch(tuple(keys), _window=window)
+        prefetch._expires_at = self._clock() + self._timeout_s
+        absent = [key for key in prefetch.keys if self._manager.state(key) is None]
+        if absent:
+            prefetch._answer = self._executor.submit(self._ask, absent)
+        self._prefetches.append(prefetch)
+        self._advance(prefetch)
+        return prefetch
+
+    def _ask(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of the blocks that are entirely in the tier; in the executor."""
+        parts = [self._memory.keys(key) for key in keys]
+        found = iter(self._tier.contains([part for names in parts for part in names]))
+        there = [all([next(found) for _ in names]) for names in parts]
+        return [key for key, is_there in zip(keys, there, strict=True) if is_there]
+
+    def cascade(self, keys: Sequence[bytes]) -> None:
+        """Writes blocks to the tier whose store is complete."""
+        ready = [key for key in keys if self._manager.state(key) is BlockState.READY]
+        room = max(0, self._manager.num_pages // 2 - self._num_writing)
+        self._num_dropped += len(ready[room:])
+        if not ready[:room]:
+            return
+        spec = self._manager.prepare_load(ready[:room], tier=True)
+        self._manager.start(spec)
+        self._num_writing += len(spec.keys)
+        self._writes.append(_TierCopy(spec, self._submit(self._tier.write, spec)))
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Removes blocks from the tier; those being read do not become ready."""
+        keys = tuple(keys)
+        for prefetch in self._prefetches:
+            prefetch._discarded.update(keys)
+        names = [part for key in keys for part in self._memory.keys(key)]
+        self._executor.submit(self._tier.remove, names)
+
+    def poll(self) -> None:
+        """Ends copies that are over, and begins the reads of lookups that are answered."""
+        for copy in [copy for copy in self._reads if copy.is_over()]:
+            self._reads.remove(copy)
+            self._manager.complete(copy.spec, failed=copy.failed())
+        self._reading = {key for copy in self._reads for key in copy.spec.keys}
+        for copy in [copy for copy in self._writes if copy.is_over()]:
+            self._writes.remove(copy)
+            self._end_write(copy)
+        for prefetch in [*self._prefetches]:
+            self._advance(prefetch)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits for the writes."""
+        parts = [p for copy in self._writes for parts in copy.futures.values() for p in parts]
+        wait(parts, timeout_s)
+        self.poll()
+        return not self._writes
+
+    def _advance(self, prefetch: OffloadPrefetch) -> None:
+        answer = prefetch._answer
+        if answer and answer.done():
+            prefetch._answer = None
+            if not prefetch.done and not answer.exception():
+                self._promote(prefetch, {*answer.result()} - prefetch._discarded)
+        if not prefetch._answer and self._reading.isdisjoint(prefetch.keys):
+            self._prefetches.remove(prefetch)
+            prefetch.done = True
+        elif self._clock() >= prefetch._expires_at:
+            prefetch.done = True
+
+    def _promote(self, prefetch: OffloadPrefetch, there: set[bytes]) -> None:
+        """Reads what the longest prefix in host pages and the tier needs, as far as there is room.
+
+        A block that is being written, and is not in a host page, has been discarded meanwhile.
+        """
+        keys, state = prefetch.keys, self._manager.state
+        there = there.difference(*(copy.spec.keys for copy in self._writes))
+        absent = {key for key in keys if state(key) is None}
+        both = {key for key in keys if key in there or key not in absent}
+        end = longest_prefix(both, keys, len(keys), prefetch._window)
+        wanted = keys[0 if prefetch._window is None else max(0, end - prefetch._window) : end]
+        missing = [key for key in wanted if key in absent]
+        room = max(0, self._manager.num_pages // 2 - len(self._reading))
+        if len(missing) > room:
+            wanted = wanted[: wanted.index(missing[room])]
+        spec = self._manager.prepare_store(wanted, tier=True)
+        if not spec.keys:
+            self._manager.abort(spec)
+            return
+        self._manager.start(spec)
+        self._reads.append(_TierCopy(spec, self._submit(self._tier.read, spec)))
+        self._reading.update(spec.keys)
+
+    def _submit(
+        self, call: Callable[[bytes, memoryview], Future[bool]], spec: LoadSpec | StoreSpec
+    ) -> dict[bytes, list[Future[bool]]]:
+        memory = self._memory
+        return {
+            key: [
+                _submitted(call, name, part)
+                for name, part in zip(memory.keys(key), memory.parts(page), strict=True)
+            ]
+            for key, page in zip(spec.keys, spec.pages, strict=True)
+        }
+
+    def _end_write(self, copy: _TierCopy) -> None:
+        self._num_writing -= len(copy.spec.keys)
+        try:
+            self._manager.complete(copy.spec)
+        except StaleSpecError:  # a block was discarded during its write
+            spec = copy.spec
+            pages = zip(spec.keys, spec.pages, spec.generations, strict=True)
+            gone = [key for key, page, now in pages if self._manager.generation(page) != now]
+            self._manager.abort(spec)
+            self.discard(gone)
+
+    def metrics(self) -> dict[str, float]:
+        """Those of the tier, and numbers of blocks: in flight, and left out as writes are slow."""
+        return {
+            **self._tier.metrics(),
+            "kv_offload_promoting_blocks": len(self._reading),
+            "kv_offload_cascading_blocks": self._num_writing,
+            "kv_offload_uncascaded_blocks": self._num_dropped,
+        }
+
+
+def _submitted(
+    call: Callable[[bytes, memoryview], Future[bool]], key: bytes, part: memoryview
+) -> Future[bool]:
+    """A miss if the tier has been closed: serving goes on."""
+    try:
+        return call(key, part)
+    except ValueError:
+        missed: Future[bool] = Future()
+        missed.set_result(False)
+        return missed

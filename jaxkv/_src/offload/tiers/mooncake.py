@@ -1,0 +1,210 @@
+"""A tier in a Mooncake Store, shared by the machines of a fleet."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv._src.offload.tiers import block_file
+from jaxkv._src.offload.tiers.queued import Copy, QueuedTier
+
+_MAX_BATCH = 8  # blocks of one call, which has staging memory for all of them
+_CONTAINS_WITHIN_S = 0.1
+_RETRY_AFTER_S = 5.0
+# Results of Mooncake's calls.
+_NOT_FOUND = -704
+_NO_ANSWER = (-900, -901)  # the master is not reachable; it has not answered in time
+
+
+class MooncakeTier(QueuedTier):
+    """Blocks in a Mooncake Store; a `Tier`.
+
+    The store keeps blocks in memory that its clients lend, on any number of machines, so that
+    engines find the prefixes of one another. Its master runs apart:
+
+        mooncake_master --enable_http_metadata_server=true
+
+        tier = jaxkv.offload.MooncakeTier(
+            block_bytes=1 << 20,
+            host="10.0.0.7",
+            master="10.0.0.1:50051",
+            metadata="http://10.0.0.1:8080/metadata",
+            segment_bytes=64 << 30,
+        )
+
+    An object has a header with key, size and CRC-32 of its block, which is compared after each
+    read. Blocks pass through registered memory of the tier: a transfer that has timed out may
+    still write to its memory, which therefore is never a page of the caller.
+
+    While the master does not answer, copies are misses at once, except one attempt every 5 s; the
+    client connects by itself to one that is back. A master that restarts has forgotten all blocks.
+
+    Needs Mooncake: `pip install jaxkv[mooncake]`, and libibverbs (Debian: libibverbs1).
+
+    Args:
+      block_bytes: size of every block, at most 1 GiB.
+      host: address of this machine for the other clients.
+      master: address and port of the master.
+      metadata: URL of the metadata server.
+      segment_bytes: memory that this process lends to the store; 0: none. The store evicts by its
+        own rules.
+      protocol: "tcp" or "rdma".
+      devices: names of RDMA devices, separated by commas; "" for all of them.
+      num_threads: number of calls that run at the same time, of up to 8 blocks each.
+
+    Raises:
+      ImportError: Mooncake or libibverbs is not installed.
+      ConnectionError: the master or the metadata server does not answer; Mooncake tries for 90 s.
+      ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        block_bytes: int,
+        *,
+        host: str,
+        master: str,
+        metadata: str,
+        segment_bytes: int = 0,
+        protocol: str = "tcp",
+        devices: str = "",
+        num_threads: int = 4,
+    ) -> None:
+        block_file.check_block_bytes("MooncakeTier", block_bytes)
+        if segment_bytes < 0:
+            raise ValueError(f"MooncakeTier: segment_bytes={segment_bytes}; at least 0 bytes")
+        super().__init__("MooncakeTier", block_bytes, num_threads, _MAX_BATCH)
+        self._object_bytes = block_file.ALIGNMENT + block_bytes
+        self._store = _client(host, metadata, segment_bytes, protocol, devices, master)
+        self._retry_at = 0.0
+        self._staging = threading.local()
+        self._start()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Tier`; asks the master, for at most 0.1 s."""
+        names = [self._object_name(key) for key in keys]
+        found = [False] * len(names)
+        if names and self._answers():
+            answers = _within(_CONTAINS_WITHIN_S, lambda: self._store.batch_is_exist(names))
+            if answers is None:
+                answers = [_NO_ANSWER[-1]] * len(names)
+            self._check("contains", answers)
+            found = [answer == 1 for answer in answers]
+        self._count("queries", len(found))
+        self._count("hits", sum(found))
+        return found
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """See `Tier`; asks the master in the caller's thread. Counts an error if it fails."""
+        keys = tuple(keys)
+        self._check_keys("remove", keys)
+        if keys:
+            names = [self._object_name(key) for key in keys]
+            self._check("remove", self._store.batch_remove(names, True))
+
+    def close(self) -> None:
+        """See `Tier`; the blocks in the memory of this process are lost to the others."""
+        super().close()
+        if not self._is_stuck():
+            self._store.close()
+
+    def _read(self, copies: Sequence[Copy]) -> list[bool]:
+        if not self._answers():
+            return [False] * len(copies)
+        objects = self._objects(len(copies))
+        results = self._store.batch_get_into(*self._arguments(copies, objects))
+        self._check("read", results)
+        return [
+            result == self._object_bytes and self._take(copy, one)
+            for result, copy, one in zip(results, copies, objects, strict=True)
+        ]
+
+    def _take(self, copy: Copy, staged: memoryview) -> bool:
+        """Copies a block to its buffer, and checks it there."""
+        block_file.copy(copy.buffer, staged[block_file.ALIGNMENT :])
+        if staged[: block_file.ALIGNMENT] == block_file.header(copy.key, copy.buffer):
+            return True
+        self._count("corrupt_blocks")
+        self._warn("corrupt", f"block {copy.key.hex()} was changed in the store: a miss")
+        self._check("remove", self._store.batch_remove([self._object_name(copy.key)], True))
+        return False
+
+    def _write(self, copies: Sequence[Copy]) -> list[bool]:
+        if not self._answers():
+            return [False] * len(copies)
+        objects = self._objects(len(copies))
+        for copy, staged in zip(copies, objects, strict=True):
+            block_file.copy(staged[block_file.ALIGNMENT :], copy.buffer)
+            staged[: block_file.ALIGNMENT] = block_file.header(copy.key, copy.buffer)
+        results = self._store.batch_put_from(*self._arguments(copies, objects))
+        self._check("write", results)
+        return [result == 0 for result in results]
+
+    def _arguments(
+        self, copies: Sequence[Copy], objects: Sequence[memoryview]
+    ) -> tuple[list[str], list[int], list[int]]:
+        names = [self._object_name(copy.key) for copy in copies]
+        return names, [_address(one) for one in objects], [self._object_bytes] * len(objects)
+
+    def _object_name(self, key: bytes) -> str:
+        return f"jaxkv/1/{self._block_bytes}/{key.hex()}"
+
+    def _objects(self, number: int) -> list[memoryview]:
+        """Registered memory of this thread, for a header and a block each."""
+        size = block_file.file_bytes(self._block_bytes)
+        memory = getattr(self._staging, "memory", None)
+        if memory is None:
+            memory = self._staging.memory = memoryview(mmap.mmap(-1, _MAX_BATCH * size))
+            result = self._store.register_buffer(_address(memory), len(memory))
+            if result:
+                raise OSError(f"Mooncake refused {len(memory)} bytes of memory: error {result}")
+        return [memory[i * size : i * size + self._object_bytes] for i in range(number)]
+
+    def _answers(self) -> bool:
+        return time.monotonic() >= self._retry_at and self._store.health_check() == 0
+
+    def _check(self, operation: str, results: Sequence[int]) -> None:
+        """Counts failures other than misses; without an answer, does not ask for a while."""
+        for code in {result for result in results if result < 0} - {_NOT_FOUND}:
+            if code in _NO_ANSWER:
+                self._retry_at = time.monotonic() + _RETRY_AFTER_S
+            self._failed(operation, OSError(code, f"error {code} of Mooncake"))
+
+
+def _client(
+    host: str, metadata: str, segment_bytes: int, protocol: str, devices: str, master: str
+) -> Any:
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:
+        raise ImportError(
+            f"MooncakeTier: {error}; pip install jaxkv[mooncake], and libibverbs (Debian: "
+            "libibverbs1)"
+        ) from error
+    store = MooncakeDistributedStore()
+    result = store.setup(host, metadata, segment_bytes, 0, protocol, devices, master)
+    if result:
+        raise ConnectionError(
+            f"MooncakeTier: error {result} of Mooncake for host={host!r}, master={master!r}, "
+            f"metadata={metadata!r}, segment_bytes={segment_bytes}, protocol={protocol!r}: is the "
+            "master running there, with --enable_http_metadata_server=true?"
+        )
+    return store
+
+
+def _address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def _within(seconds: float, call: Callable[[], list[int]]) -> list[int] | None:
+    """The result of a call; None if it takes longer. Its thread then ends by itself."""
+    results: list[list[int]] = []
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None

@@ -1,0 +1,275 @@
+"""`OffloadEngine` with tiers: the bytes of real pools, through files, in another process's pool."""
+
+import threading
+from concurrent.futures import Future
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.offload import BlockGroup, BlockHasher, FileTier, LookupStatus, lookup_groups
+from tests.util.mooncake_master import start_master
+from tests.util.tier_blocks import TIMEOUT_S
+from tests.util.transfer_cases import assert_rejected
+
+NUM_PAGES = 8
+SPEC = jaxkv.KVCacheSpec(num_layers=2, page_size=4, num_kv_heads=4, head_dim=8, dtype=jnp.float32)
+MLA = jaxkv.KVCacheSpec(
+    num_layers=2, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.bfloat16, kind="mla"
+)
+KEYS = BlockGroup().keys(BlockHasher(4, model="test").hashes(range(16)))
+
+
+def mesh(size):
+    return jax.make_mesh((size,), ("tp",), devices=jax.devices()[:size])
+
+
+def create(spec, layout="page_first_direct", size=1):
+    """A pool over `size` devices."""
+    where: Any = {"mesh": mesh(size), "head_axis": "tp"} if size > 1 else {}
+    return jaxkv.HostPool.create(spec, num_pages=NUM_PAGES, layout=layout, **where)
+
+
+def random_like(tree, seed):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: jax.device_put(rng.integers(0, 99, x.shape).astype(x.dtype), x.sharding), tree
+    )
+
+
+def finish(tier, done):
+    """Polls until the threads of the tiers are done; only a failure takes long."""
+    waited = threading.Event()
+    for _ in range(int(TIMEOUT_S / 0.005)):
+        tier.poll()
+        if done():
+            return
+        waited.wait(0.005)
+    raise AssertionError("a copy of a tier did not end")
+
+
+def step(engine, pool, cache, copy):
+    """One step with the next batch: `copy` is `load_pages` or `store_pages`."""
+    batch, over = engine.next_batch(), pool.data.sharding
+    if isinstance(over, jax.NamedSharding):
+        shards = pool.partition_spec, jax.P(None, None, "tp")
+        copy = jax.shard_map(
+            copy,
+            mesh=over.mesh,
+            in_specs=(*shards, jax.P(), jax.P()),
+            out_specs=shards[copy is jaxkv.load_pages],
+            check_vma=False,
+        )
+    stores = batch.kind == "store"
+    run = jax.jit(copy, donate_argnums=0 if stores else 1)
+    result = run(pool, cache, batch.host_pages, batch.device_pages)
+    pool, cache = (result, cache) if stores else (pool, result)
+    jax.block_until_ready(result)
+    engine.issue(batch, jax.tree.leaves(result)[0])
+    engine.poll()
+    return pool, cache
+
+
+def through_tier(pools, caches, open_tier, keys=KEYS, pages=(1, 0, 5, 2)):
+    """Stores blocks by one engine, and loads them by another, whose pool is empty."""
+    with closing(open_tier()) as tier:
+        first = jaxkv.OffloadEngine(pools[0], batch_sizes=(8,), tiers=[tier])
+        stored = first.store(keys, pages)
+        step(first, pools[0], caches[0], jaxkv.store_pages)
+        assert stored.done and not stored.failed
+        assert first.drain(TIMEOUT_S)
+    with closing(open_tier()) as tier:
+        second = jaxkv.OffloadEngine(
+            pools[1], batch_sizes=(8,), tiers=[tier], tier_timeout_s=TIMEOUT_S
+        )
+        prefetch = second.prefetch(keys)
+        finish(second, lambda: prefetch.done)
+        assert second.lookup(keys).num_blocks == len(keys)
+        second.load(keys, pages)
+        _, loaded = step(second, pools[1], caches[1], jaxkv.load_pages)
+    return loaded, (first, second)
+
+
+def assert_pages_equal(cache, other, pages=(0, 1, 2, 5)):
+    for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[list(pages)], np.asarray(b)[list(pages)])
+
+
+@pytest.mark.parametrize(
+    "spec, layout, parts",
+    [
+        (SPEC, "page_first_direct", 2),
+        (SPEC, "layer_first", 4),
+        (SPEC, "page_first", 2),
+        (SPEC, "page_unified", 1),
+        (MLA, "page_first_direct", 1),
+    ],
+)
+def test_blocks_outlive_the_process(tmp_path, spec, layout, parts):
+    caches = [jaxkv.DeviceCache.create(spec, num_pages=NUM_PAGES) for _ in range(2)]
+    expected = random_like(caches[0], 0)
+    pools = [create(spec, layout) for _ in range(2)]
+    size = jaxkv.OffloadEngine.tier_block_bytes(pools[0])
+    assert size == spec.page_bytes // parts
+    open_tier = partial(FileTier, tmp_path, size, 1 << 30)
+    loaded, engines = through_tier(pools, [expected, caches[1]], open_tier)
+    assert_pages_equal(loaded, expected)
+    metrics = engines[1].metrics()
+    assert metrics["kv_offload_promoted_blocks"] == 4
+    assert metrics["kv_offload_tier_read_blocks"] == metrics["kv_offload_tier_hits"] == 4 * parts
+    assert engines[0].metrics()["kv_offload_tier_written_blocks"] == 4 * parts
+
+
+@pytest.mark.cpu_only
+def test_sharded_pools(tmp_path):
+    """Four shards; a pool over two devices must not read them as its own."""
+    caches = [
+        jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES, mesh=mesh(size), head_axis="tp")
+        for size in (4, 4)
+    ]
+    expected = random_like(caches[0], 1)
+    pools = [create(SPEC, size=4) for _ in range(2)]
+    open_tier = partial(FileTier, tmp_path, SPEC.page_bytes // 8, 1 << 30)
+    loaded, _ = through_tier(pools, [expected, caches[1]], open_tier)
+    assert_pages_equal(loaded, expected)
+    two = create(jaxkv.KVCacheSpec(2, 4, 2, 8, jnp.float32), size=2)
+    assert jaxkv.OffloadEngine.tier_block_bytes(two) == SPEC.page_bytes // 8
+    tier = open_tier()
+    other = jaxkv.OffloadEngine(two, tiers=[tier])
+    prefetch = other.prefetch(KEYS)
+    finish(other, lambda: prefetch.done)
+    assert other.lookup(KEYS).status is LookupStatus.MISS
+    tier.close()
+
+
+def test_groups_have_an_engine_each(tmp_path):
+    """Full attention and a sliding window, from one tier; both decide about the same prefix."""
+    full, window = BlockGroup(0), BlockGroup(1, window=2)
+    chain = BlockHasher(4, model="hybrid").hashes(range(16))
+    size = SPEC.page_bytes // 2
+    tier = FileTier(tmp_path, size, 1 << 30)
+    cache = random_like(jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES), 2)
+    for group in (full, window):
+        engine = jaxkv.OffloadEngine(create(SPEC), batch_sizes=(8,), tiers=[tier])
+        engine.store(group.keys(chain), range(4))
+        step(engine, create(SPEC), cache, jaxkv.store_pages)
+        assert engine.drain(TIMEOUT_S)
+    tier.remove([key for key in tier._index._used if key.startswith(full.keys(chain)[3])])
+    engines = [jaxkv.OffloadEngine(create(SPEC), tiers=[tier], events=True) for _ in range(2)]
+    chains = [group.keys(chain) for group in (full, window)]
+    fetched = [
+        engine.prefetch(keys, group.window)
+        for engine, keys, group in zip(engines, chains, (full, window), strict=True)
+    ]
+    for engine, prefetch in zip(engines, fetched, strict=True):
+        finish(engine, lambda p=prefetch: p.done)
+    managers = [engine.manager for engine in engines]
+    found = lookup_groups([(managers[0], full), (managers[1], window)], chain)
+    assert engines[0].lookup(chains[0]).num_blocks == 3
+    assert engines[1].lookup(chains[1], 2).num_blocks == 4
+    assert found.num_blocks == 0  # of the window, only the last two blocks were read
+    again = engines[1].prefetch(chains[1][:3], 2)
+    finish(engines[1], lambda: again.done)
+    found = lookup_groups([(managers[0], full), (managers[1], window)], chain)
+    assert found.num_blocks == 3
+    engines[1].load([chains[1][i] for i in window.needed(3)], [0, 1])
+    assert [event.keys for event in engines[0].take_events()] == [tuple(chains[0][:3])]
+    tier.close()
+
+
+def test_discarded_blocks_leave_the_tier(tmp_path):
+    tier = FileTier(tmp_path, SPEC.page_bytes // 2, 1 << 30)
+    pool, cache = create(SPEC), jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES)
+    engine = jaxkv.OffloadEngine(pool, tiers=[tier])
+    engine.store(KEYS, range(4))
+    step(engine, pool, cache, jaxkv.store_pages)
+    assert engine.drain(TIMEOUT_S)
+    engine.discard(KEYS[1:2])
+    engine.manager.discard()
+    prefetch = engine.prefetch(KEYS)
+    finish(engine, lambda: prefetch.done)
+    assert engine.lookup(KEYS).num_blocks == 1
+    tier.close()
+
+
+class HangingTier:
+    """Nothing ends before `go`."""
+
+    block_bytes = SPEC.page_bytes // 2
+
+    def __init__(self):
+        self.go, self.writes = threading.Event(), 0
+
+    def contains(self, keys):
+        self.go.wait(TIMEOUT_S)
+        return [True] * len(keys)
+
+    def write(self, key, block):
+        self.writes += 1
+        return Future()
+
+    def metrics(self):
+        return {"kv_offload_tier_errors": 0.0}
+
+
+def test_nothing_waits_for_a_tier_that_hangs():
+    tier: Any = HangingTier()
+    pool, cache = create(SPEC), jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES)
+    engine = jaxkv.OffloadEngine(pool, batch_sizes=(2,), tiers=[tier], tier_timeout_s=0.01)
+    with jaxkv.forbid_host_sync():
+        prefetch = engine.prefetch(KEYS)
+        engine.poll()
+    finish(engine, lambda: prefetch.done)
+    assert engine.lookup(KEYS) == (0, 0)
+    engine.store(KEYS[:2], [0, 1])
+    pool, _ = step(engine, pool, cache, jaxkv.store_pages)
+    assert tier.writes == 4 and engine.lookup(KEYS).num_blocks == 2
+    assert not engine.drain(0.01)
+    engine.load(KEYS[:2], [2, 3])
+    step(engine, pool, cache, jaxkv.load_pages)
+    tier.go.set()
+
+
+def test_blocks_of_failed_steps_are_not_written():
+    tier: Any = HangingTier()
+    engine = jaxkv.OffloadEngine(create(SPEC), tiers=[tier])
+
+    class Failed:
+        def is_ready(self):
+            return True
+
+        def block_until_ready(self):
+            raise RuntimeError("injected")
+
+    engine.store(KEYS, range(4))
+    failed: Any = Failed()
+    engine.issue(engine.next_batch(), failed)
+    assert engine.poll()[0].failed and tier.writes == 0
+
+
+def test_blocks_of_a_mooncake_store(tmp_path):
+    """Two engines of a fleet."""
+    master, size = start_master(tmp_path), SPEC.page_bytes // 2
+    caches = [jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES) for _ in range(2)]
+    expected = random_like(caches[0], 3)
+    open_tier = partial(master.tier, size, segment_bytes=0, num_threads=1)
+    with master, closing(master.tier(size)):  # the second one lends memory
+        loaded, _ = through_tier([create(SPEC), create(SPEC)], [expected, caches[1]], open_tier)
+    assert_pages_equal(loaded, expected)
+
+
+def test_errors(tmp_path):
+    with_size = partial(FileTier, tmp_path, capacity_bytes=1 << 20)
+    tier = with_size(64)
+    engine = jaxkv.OffloadEngine
+    assert_rejected(lambda: engine(4, tiers=[tier]), ValueError, "pool=4")
+    assert_rejected(
+        lambda: engine(create(SPEC), tiers=[tier]), ValueError, "block_bytes=64", "1024"
+    )
+    assert engine(4).prefetch(KEYS).done
+    tier.close()

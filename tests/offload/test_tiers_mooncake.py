@@ -1,0 +1,151 @@
+"""`MooncakeTier` against a real master on loopback, which is killed and started again."""
+
+import time
+
+import numpy as np
+import pytest
+
+from jaxkv._src.offload.tiers import block_file, mooncake
+from tests.util.mooncake_master import start_master
+from tests.util.tier_blocks import TIMEOUT_S, all_there, content, key, read, write
+
+pytestmark = pytest.mark.host_only
+
+BLOCK_BYTES = 5000
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory):
+    with start_master(tmp_path_factory.mktemp("mooncake")) as master:
+        yield master
+
+
+@pytest.fixture(scope="module")
+def tiers(master):
+    """One lends memory; the other reads from it, as a client of another machine would."""
+    made = [master.tier(BLOCK_BYTES), master.tier(BLOCK_BYTES, segment_bytes=0, num_threads=1)]
+    yield made
+    for tier in made:
+        tier.close()
+
+
+@pytest.fixture(scope="module")
+def tier(tiers):
+    return tiers[0]
+
+
+def test_blocks_are_shared_by_clients(tiers):
+    keys = [key(i) for i in range(20)]
+    blocks = [content(one, BLOCK_BYTES) for one in keys]
+    pages = np.zeros((20, BLOCK_BYTES), np.uint8)
+    before = [tier.metrics() for tier in tiers]
+    assert tiers[1].contains(keys) == [False] * 20
+    written = [
+        tiers[0].write(one, memoryview(block)) for one, block in zip(keys, blocks, strict=True)
+    ]
+    assert all(future.result(TIMEOUT_S) for future in written)
+    assert tiers[1].contains([*keys, key(99)]) == [True] * 20 + [False]
+    found = [tiers[1].read(one, page.data) for one, page in zip(keys, pages, strict=True)]
+    assert all(future.result(TIMEOUT_S) for future in found)
+    assert [page.tobytes() for page in pages] == blocks
+    after = [tier.metrics() for tier in tiers]
+    grown = [{name: b[name] - a[name] for name in a} for a, b in zip(before, after, strict=True)]
+    assert grown[0]["kv_offload_tier_write_bytes"] == 20 * BLOCK_BYTES
+    assert grown[1]["kv_offload_tier_read_blocks"] == grown[1]["kv_offload_tier_hits"] == 20
+    assert after[1]["kv_offload_tier_errors"] == 0
+
+
+def test_misses_and_removed_blocks(tier):
+    assert write(tier, key(30)) and write(tier, key(30)) and read(tier, key(30))
+    tier.remove([key(30), key(31)])
+    assert tier.contains([key(30)]) == [False] and not read(tier, key(30))
+    assert write(tier, key(30)) and read(tier, key(30))
+    assert tier.metrics()["kv_offload_tier_errors"] == 0
+
+
+def put(tier, one, content):
+    """An object in the place of a block, as another client could write it."""
+    memory = np.frombuffer(content, np.uint8).copy()
+    address = memory.ctypes.data
+    assert tier._store.register_buffer(address, memory.nbytes) == 0
+    assert tier._store.put_from(tier._object_name(one), address, memory.nbytes) == 0
+    assert tier._store.unregister_buffer(address) == 0
+
+
+@pytest.mark.parametrize("place", [0, 40, block_file.ALIGNMENT, -1])
+def test_changed_blocks_are_misses_and_removed(tier, caplog, place):
+    one = key(40 + place)
+    block = content(one, BLOCK_BYTES)
+    changed = bytearray(block_file.header(one, memoryview(block)) + block)
+    changed[place] ^= 1
+    put(tier, one, changed)
+    before = tier.metrics()["kv_offload_tier_corrupt_blocks"]
+    assert tier.contains([one]) == [True] and not read(tier, one)
+    assert tier.metrics()["kv_offload_tier_corrupt_blocks"] == before + 1
+    assert tier.contains([one]) == [False] and write(tier, one) and read(tier, one)
+
+
+def test_blocks_of_another_size_are_misses(tier):
+    for one, size in ((key(50), 100), (key(51), 100_000)):
+        put(tier, one, bytes(size))
+        assert tier.contains([one]) == [True] and not read(tier, one)
+
+
+def test_errors(master, monkeypatch):
+    for options, message in [
+        ({"block_bytes": 0}, "block_bytes=0"),
+        ({"block_bytes": 1, "segment_bytes": -1}, "segment_bytes=-1"),
+        ({"block_bytes": 1, "num_threads": 0}, "num_threads=0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            master.tier(**options)
+
+    class Refused:  # Mooncake itself tries for 90 s
+        setup = staticmethod(lambda *arguments: -1)
+
+    monkeypatch.setattr("mooncake.store.MooncakeDistributedStore", Refused)
+    with pytest.raises(ConnectionError, match=r"error -1 .* is the master running"):
+        master.tier(1)
+
+
+def test_a_master_that_does_not_answer_is_asked_seldom(tier, monkeypatch, caplog):
+    """A lookup that hangs ends in time; until the next attempt, nothing is asked."""
+    assert write(tier, key(60))
+    asked = []
+
+    def hang(*arguments):
+        asked.append(arguments)
+        time.sleep(0.5)
+        return [1]
+
+    class Hanging:
+        health_check = staticmethod(lambda: 0)
+        batch_is_exist = batch_get_into = batch_put_from = staticmethod(hang)
+
+    monkeypatch.setattr(mooncake, "_CONTAINS_WITHIN_S", 0.02)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "_store", Hanging())
+        assert tier.contains([key(60)]) == [False] and len(asked) == 1
+        assert tier.contains([key(60)]) == [False] and not read(tier, key(60))
+        assert not write(tier, key(60)) and len(asked) == 1
+    assert "error -901" in caplog.text
+    tier._retry_at = 0.0
+    monkeypatch.undo()
+    assert all_there(tier, [key(60)])
+
+
+def test_serving_goes_on_without_the_master(master, tier, monkeypatch, caplog):
+    monkeypatch.setattr(mooncake, "_RETRY_AFTER_S", 0.1)
+    assert write(tier, key(70))
+    master.kill()
+    assert not read(tier, key(70)) and not write(tier, key(71))
+    assert tier.contains([key(70)]) == [False]
+    assert "error -900" in caplog.text
+    assert tier.metrics()["kv_offload_tier_errors"] > 0
+    master.start()
+    deadline = time.monotonic() + TIMEOUT_S
+    while not write(tier, key(72)):  # the client connects, and lends its memory again
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert all_there(tier, [key(72)])
+    assert not read(tier, key(70))  # the master has forgotten it
