@@ -71,7 +71,7 @@ def lines_of(output: str) -> list[dict[str, Any]]:
 
 
 def record(results: Results, outputs: dict[str, str]) -> bool:
-    """Rows and targets from the output of each variant that ran; whether all are met."""
+    """Rows and checks from the output of each variant that ran; whether all are met."""
     wrong: collections.Counter[tuple[int, bool]] = collections.Counter()
     calls: collections.Counter[tuple[int, bool]] = collections.Counter()
     for name, output in outputs.items():
@@ -82,22 +82,22 @@ def record(results: Results, outputs: dict[str, str]) -> bool:
             key = line["ranks"], line["check"] in ABSENT
             calls[key] += line["calls"]
             wrong[key] += line["wrong"]
-    targets = []
+    checks = []
     for ranks in RANKS:
         for absent, what in (
             (False, "wrong values"),
             (True, "ranks that do not name the absent one, or return a sum"),
         ):
             got = wrong[ranks, absent] if calls[ranks, absent] else None
-            targets.append(results.target(f"{what}, {ranks} ranks", got, "==", 0, "count"))
+            checks.append(results.check(f"{what}, {ranks} ranks", got, "==", 0, "count"))
     complete = sum({line["ranks"] for line in lines_of(o)} == {*RANKS} for o in outputs.values())
-    targets += [
-        results.target("complete runs of three", complete, "==", len(VARIANTS), "runs"),
-        results.target(
+    checks += [
+        results.check("complete runs of three", complete, "==", len(VARIANTS), "runs"),
+        results.check(
             "memory errors", memory_errors(outputs.get("memcheck", "")), "==", 0, "errors"
         ),
     ]
-    return all(target.met for target in targets)
+    return all(check.met for check in checks)
 
 
 def run(variant: Variant, architecture: str) -> str:

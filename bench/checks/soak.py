@@ -178,7 +178,7 @@ def earlier(path: pathlib.Path, commit: str | None) -> list[Row]:
 
 
 def record(results: Results, rows: Sequence[Row], segment: Segment) -> bool:
-    """Adds a segment to the rows of earlier ones; targets of all. Whether those of results are met.
+    """Adds a segment to the rows of earlier ones; checks of all. Whether those of results are met.
 
     The length is a target of its own: a single short segment is right, but not enough.
     """
@@ -194,12 +194,12 @@ def record(results: Results, rows: Sequence[Row], segment: Segment) -> bool:
     def values(metric: str) -> list[float]:
         return [row.value for row in results.rows if row.metric == metric]
 
-    targets = [results.target("wrong calls", sum(values("wrong")), "==", 0, "calls")]
+    checks = [results.check("wrong calls", sum(values("wrong")), "==", 0, "calls")]
     for name, (limit, unit) in LIMITS.items():
         most = max(values(f"growth of {name}"))
-        targets.append(results.target(f"growth of {name} in a segment", most, "<=", limit, unit))
-    results.target("length of all segments", sum(values("length")), ">=", MINUTES, "minutes")
-    return all(target.met for target in targets)
+        checks.append(results.check(f"growth of {name} in a segment", most, "<=", limit, unit))
+    results.check("length of all segments", sum(values("length")), ">=", MINUTES, "minutes")
+    return all(check.met for check in checks)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
