@@ -54,7 +54,8 @@ extern "C" int64_t run(const int64_t* n, void** arrays) {
                         static_cast<uint32_t>(b.num_requests),
                         static_cast<uint32_t>(b.num_ids),
                         static_cast<uint32_t>(b.slots),
-                        static_cast<uint32_t>(a.row_bytes / kWordBytes)};
+                        static_cast<uint32_t>(a.row_bytes / kWordBytes),
+                        lines_of_row(a)};
   std::vector<uint32_t> prefix(b.num_requests + 1), of_warps(kCopyThreads / 32);
   gridDim.x = n[3];
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
