@@ -21,17 +21,19 @@ struct CopyParams {
   RowAddresses addresses;
   const RowMove* moves;
   const int32_t* counts;  // null for an append
-  uint32_t num_requests, num_ids, slots, row_words;
-  uint32_t row_lines;  // of the pool that a row may lie in
+  uint32_t num_requests;
+  Divisor num_ids;
+  uint32_t slots;
+  Divisor row_words, row_lines;  // lines of the pool that a row may lie in
 };
 
 // Number of lines that a row of the pool may lie in.
-inline uint32_t lines_of_row(const RowAddresses& addresses) {
+inline int32_t lines_of_row(const RowAddresses& addresses) {
   constexpr int64_t kLineBytes = kLineWords * kWordBytes;
   const auto base = static_cast<int64_t>(reinterpret_cast<uintptr_t>(addresses.pool));
   const bool aligned = (base | addresses.page_stride | addresses.token_stride) % kLineBytes == 0;
   const int64_t before = aligned ? 0 : kLineBytes - kWordBytes;
-  return static_cast<uint32_t>((before + addresses.row_bytes + kLineBytes - 1) / kLineBytes);
+  return static_cast<int32_t>((before + addresses.row_bytes + kLineBytes - 1) / kLineBytes);
 }
 
 // prefix[r]: number of moves of the requests before r. `of_warps` is shared memory.
@@ -93,10 +95,10 @@ inline __device__ LineRange lines_of_warp(uint32_t lines) {
 inline __device__ void copy_missing_rows(const CopyParams& p, uint32_t* prefix,
                                          uint32_t* of_warps) {
   sum_counts(p, prefix, of_warps);
-  const auto [begin, end] = lines_of_warp(prefix[p.num_requests] * p.row_lines);
+  const auto [begin, end] = lines_of_warp(prefix[p.num_requests] * p.row_lines.value());
   if (begin >= end) return;
   const uint32_t lane = threadIdx.x % 32;
-  uint32_t request = request_of(prefix, p.num_requests, begin / p.row_lines);
+  uint32_t request = request_of(prefix, p.num_requests, p.row_lines.quotient(begin));
   for (uint32_t first = begin; first < end; first += kLinesOfWarp * kWordsInFlight) {
     RowMove moves[kWordsInFlight];
     int64_t rows[kWordsInFlight];  // of the hot buffer, without the slot
@@ -104,11 +106,12 @@ inline __device__ void copy_missing_rows(const CopyParams& p, uint32_t* prefix,
 #pragma unroll
     for (uint32_t u = 0; u < kWordsInFlight; ++u) {
       const uint32_t line = first + u * kLinesOfWarp + lane / kLineWords;
-      const uint32_t move = min(line, end - 1) / p.row_lines;
+      const uint32_t move = p.row_lines.quotient(min(line, end - 1));
       while (move >= prefix[request + 1]) ++request;
-      moves[u] = p.moves[int64_t{request} * p.num_ids + move - prefix[request]];
+      moves[u] = p.moves[request * p.num_ids.value() + move - prefix[request]];
       rows[u] = int64_t{request} * p.slots;
-      offsets[u] = line < end ? (line - move * p.row_lines) * kLineWords + lane % kLineWords : ~0u;
+      offsets[u] =
+          line < end ? (line - move * p.row_lines.value()) * kLineWords + lane % kLineWords : ~0u;
     }
     uint4 loaded[kWordsInFlight];
     uint4* to[kWordsInFlight];
@@ -117,7 +120,7 @@ inline __device__ void copy_missing_rows(const CopyParams& p, uint32_t* prefix,
       const auto* from = reinterpret_cast<const uint4*>(p.addresses.of_token(moves[u].token));
       const auto before = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) / kWordBytes);
       const uint32_t offset = offsets[u] - before % kLineWords;
-      const bool in_row = offsets[u] != ~0u && offset < p.row_words;
+      const bool in_row = offsets[u] != ~0u && offset < p.row_words.value();
       to[u] = nullptr;
       if (!in_row) continue;
       loaded[u] = __ldcs(from + offset);
@@ -132,14 +135,15 @@ inline __device__ void copy_missing_rows(const CopyParams& p, uint32_t* prefix,
 
 template <bool kToPool>
 __device__ void copy_added_rows(const CopyParams& p) {
-  const uint32_t words = p.num_requests * p.num_ids * p.row_words;
+  const uint32_t words = p.num_requests * p.num_ids.value() * p.row_words.value();
   for (uint32_t word = blockIdx.x * blockDim.x + threadIdx.x; word < words;
        word += gridDim.x * blockDim.x) {
-    const uint32_t entry = word / p.row_words, offset = word - entry * p.row_words;
+    const uint32_t entry = p.row_words.quotient(word);
+    const uint32_t offset = word - entry * p.row_words.value();
     const auto [token, slot] = p.moves[entry];
     if (slot == kNoRow) continue;
     const uint4 value = __ldcs(reinterpret_cast<const uint4*>(p.addresses.added) + word);
-    const auto row = int64_t{entry / p.num_ids} * p.slots + slot;
+    const auto row = int64_t{p.num_ids.quotient(entry)} * p.slots + slot;
     std::byte* to = kToPool ? p.addresses.of_token(token) : p.addresses.of_slot(row);
     reinterpret_cast<uint4*>(to)[offset] = value;
   }

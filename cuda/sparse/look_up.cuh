@@ -21,8 +21,14 @@ namespace jaxkv::sparse {
 inline constexpr uint32_t kLookUpThreads = 1024;
 inline constexpr uint32_t kLanes = 32;
 inline constexpr uint32_t kAllLanes = ~0u;
-inline constexpr int kIdsPerThread = kMaxIds / kLookUpThreads;
-inline constexpr int kSlotsPerThread = kMaxSlots / kLookUpThreads;
+
+// Ids and slots of a thread, at most: registers. Fewer instructions for the usual sizes.
+struct OfThread {
+  int32_t ids, slots;
+};
+inline constexpr OfThread kLarge{kMaxIds / kLookUpThreads, kMaxSlots / kLookUpThreads};
+inline constexpr OfThread kSmall{2, 4};
+
 inline constexpr uint16_t kNoRank = 0xffff;
 
 // Buckets of ages: one for each, then all greater ones in one, then free slots.
@@ -32,10 +38,15 @@ inline constexpr uint32_t kUsedNow = 1u << 31;  // flag of a position, of a row 
 // Shared memory of a request, in the order of its parts.
 struct LookUpSize {
   uint32_t slots, ids, table;
+  OfThread of_thread;
 
-  LookUpSize(int32_t num_slots, int32_t num_ids)
-      : slots(num_slots), ids(num_ids), table(std::bit_ceil(2u * std::max(num_ids, 32))) {}
+  LookUpSize(int32_t num_slots, int32_t num_ids, int32_t threads)
+      : slots(num_slots),
+        ids(num_ids),
+        table(std::bit_ceil(2u * std::max(num_ids, 32))),
+        of_thread{(num_ids + threads - 1) / threads, (num_slots + threads - 1) / threads} {}
   uint32_t bytes() const { return 4 * kBuckets + 4 * slots + 4 * table + 2 * 2 * ids; }
+  bool is_small() const { return of_thread.ids <= kSmall.ids && of_thread.slots <= kSmall.slots; }
 };
 
 struct LookUpParams {
@@ -78,7 +89,20 @@ class WarpSums {
   uint32_t turn_ = 0;
 };
 
-template <bool kAppend>
+// Not inlined: a look-up executes its instructions once, so its time is also that of loading them.
+__device__ __noinline__ void record_fault(ErrorRings* errors, Fault fault, int32_t position,
+                                          int32_t id, int32_t limit) {
+  record_error(errors, fault, position, id, limit);
+}
+__device__ __noinline__ void record_token_fault(const LookUpParams& p, int32_t request,
+                                                int32_t position) {
+  find_token(p.batch, request, position,
+             [&p](ErrorCode code, int32_t place, int32_t id, int32_t limit) {
+               record_error(p.errors, {code, p.batch.operation}, place, id, limit);
+             });
+}
+
+template <bool kAppend, OfThread kOf>
 class LookUp {
  public:
   __device__ LookUp(const LookUpParams& p, uint32_t* shared, uint32_t (*sums)[kLanes])
@@ -126,37 +150,37 @@ class LookUp {
  private:
   enum class Kind : uint8_t { kNone, kResident, kPending, kMissing };
 
-  __device__ int32_t entry_of(int u) const { return threadIdx.x * per_thread() + u; }
-  __device__ int32_t per_thread() const { return (b_.num_ids + blockDim.x - 1) / blockDim.x; }
-  __device__ bool owns(int u) const { return u < per_thread() && entry_of(u) < b_.num_ids; }
+  __device__ int32_t entry_of(int u) const { return threadIdx.x * p_.size.of_thread.ids + u; }
+  __device__ bool owns(int u) const {
+    return u < p_.size.of_thread.ids && entry_of(u) < b_.num_ids;
+  }
 
   // Each warp has a contiguous part of the slots, so that ranks follow the slots.
-  __device__ uint32_t slot_rounds() const { return (p_.size.slots + blockDim.x - 1) / blockDim.x; }
-  __device__ uint32_t slot_of_round(uint32_t round) const {
+  __device__ uint32_t slot_of_round(int round) const {
     const uint32_t warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    return (warp * slot_rounds() + round) * kLanes + lane;
+    return (warp * p_.size.of_thread.slots + round) * kLanes + lane;
   }
   // `body(round, slot)` for the slots of this thread; warps take part in all rounds as a whole.
   template <typename Body>
   __device__ void for_slots(Body&& body) const {
 #pragma unroll
-    for (uint32_t round = 0; round < kSlotsPerThread; ++round) {
-      if (round < slot_rounds()) body(round, slot_of_round(round));
+    for (int round = 0; round < kOf.slots; ++round) {
+      if (round < p_.size.of_thread.slots) body(round, slot_of_round(round));
     }
   }
 
   __device__ auto fault() const {
     return [this](ErrorCode code, int32_t position, int32_t id, int32_t limit) {
-      record_error(p_.errors, {code, b_.operation}, position, id, limit);
+      record_fault(p_.errors, {code, b_.operation}, position, id, limit);
     };
   }
 
   __device__ void load_ids() {
 #pragma unroll
-    for (int u = 0; u < kIdsPerThread; ++u) id_[u] = owns(u) ? __ldg(ids_ + entry_of(u)) : kPadding;
+    for (int u = 0; u < kOf.ids; ++u) id_[u] = owns(u) ? __ldg(ids_ + entry_of(u)) : kPadding;
   }
   __device__ void load_slots() {
-    for_slots([&](uint32_t round, uint32_t slot) {
+    for_slots([&](int round, uint32_t slot) {
       position_[round] = slot < p_.size.slots ? positions_[slot] : kNoRow;
       last_use_[round] = slot < p_.size.slots ? used_[slot] : 0;
     });
@@ -168,7 +192,7 @@ class LookUp {
   __device__ void check_ids() {
     const int32_t limit = limit_of(b_, request_);
 #pragma unroll
-    for (int u = 0; u < kIdsPerThread; ++u) {
+    for (int u = 0; u < kOf.ids; ++u) {
       const bool valid = is_position(b_, request_, entry_of(u), id_[u], limit, fault());
       kind_[u] = valid ? Kind::kPending : Kind::kNone;
     }
@@ -177,15 +201,15 @@ class LookUp {
   // All loads of a kind are issued before the first is used.
   __device__ void find_resident() {
 #pragma unroll
-    for (int u = 0; u < kIdsPerThread; ++u) {
+    for (int u = 0; u < kOf.ids; ++u) {
       slot_[u] = kind_[u] == Kind::kPending ? slot_of_[id_[u]] : kNoRow;
     }
-    for_slots([&](uint32_t round, uint32_t slot) {
+    for_slots([&](int round, uint32_t slot) {
       if (slot < p_.size.slots) held_[slot] = max(position_[round], kNoRow);
     });
     __syncthreads();  // held_ and the cleared tables
 #pragma unroll
-    for (int u = 0; u < kIdsPerThread; ++u) {
+    for (int u = 0; u < kOf.ids; ++u) {
       const uint32_t slot = static_cast<uint32_t>(slot_[u]), id = static_cast<uint32_t>(id_[u]);
       const bool resident = slot < p_.size.slots && (held_[slot] & ~kUsedNow) == id;
       if (!resident) slot_[u] = kNoRow;
@@ -203,10 +227,10 @@ class LookUp {
   // Before the first entries of their ids are known, to have them when they are.
   __device__ void load_pages() {
 #pragma unroll
-    for (int u = 0; u < kIdsPerThread; ++u) {
+    for (int u = 0; u < kOf.ids; ++u) {
       token_[u] = kNoRow;
       if (kind_[u] != Kind::kPending) continue;
-      const int32_t column = id_[u] / b_.page_size;
+      const auto column = static_cast<int32_t>(b_.page_size.quotient(id_[u]));
       if (column < b_.num_columns) {
         token_[u] = __ldg(b_.block_table + int64_t{request_} * b_.num_columns + column);
       }
@@ -216,14 +240,14 @@ class LookUp {
   __device__ bool has_pending() const {
     bool pending = false;
 #pragma unroll
-    for (int u = 0; u < kIdsPerThread; ++u) pending |= kind_[u] == Kind::kPending;
+    for (int u = 0; u < kOf.ids; ++u) pending |= kind_[u] == Kind::kPending;
     return pending;
   }
 
   // Leaves in each place of the table the lowest entry with its id.
   __device__ void collapse_equal_ids() {
 #pragma unroll
-    for (int u = 0; u < kIdsPerThread; ++u) {
+    for (int u = 0; u < kOf.ids; ++u) {
       if (kind_[u] == Kind::kPending) place_[u] = insert(entry_of(u), id_[u]);
     }
   }
@@ -243,7 +267,7 @@ class LookUp {
   __device__ uint32_t rank_missing() {
     uint32_t missing = 0;
 #pragma unroll
-    for (int u = 0; u < kIdsPerThread; ++u) {
+    for (int u = 0; u < kOf.ids; ++u) {
       if (kind_[u] != Kind::kPending) continue;
       if (table_[place_[u]] != static_cast<uint32_t>(entry_of(u))) {
         if (kAppend) {
@@ -252,10 +276,10 @@ class LookUp {
         continue;
       }
       if (static_cast<uint32_t>(token_[u]) >= static_cast<uint32_t>(b_.num_pages)) {
-        find_token(b_, request_, id_[u], fault());  // records the error
+        record_token_fault(p_, request_, id_[u]);
         continue;
       }
-      token_[u] = token_[u] * b_.page_size + id_[u] % b_.page_size;
+      token_[u] = token_of(b_, token_[u], id_[u]);
       kind_[u] = slot_[u] == kNoRow ? Kind::kMissing : Kind::kResident;
       if (kind_[u] == Kind::kMissing) ++missing;
       if (kAppend && kind_[u] == Kind::kResident) use(slot_[u], id_[u]);
@@ -263,7 +287,7 @@ class LookUp {
     uint32_t total;
     uint32_t rank = exclusive_of_thread(missing, &total);
 #pragma unroll
-    for (int u = 0; u < kIdsPerThread; ++u) {
+    for (int u = 0; u < kOf.ids; ++u) {
       const bool is_missing = kind_[u] == Kind::kMissing;
       if (owns(u)) ranks_[entry_of(u)] = is_missing ? rank : kNoRank;
       rank += is_missing;
@@ -283,7 +307,7 @@ class LookUp {
 
   // Of the slots of this thread, in place of their last uses, and their histogram.
   __device__ void compute_ages() {
-    for_slots([&](uint32_t round, uint32_t slot) {
+    for_slots([&](int round, uint32_t slot) {
       const uint32_t held = slot < p_.size.slots ? held_[slot] : kUsedNow;
       const bool is_free = held == static_cast<uint32_t>(kNoRow);
       const uint32_t since = now_ - static_cast<uint32_t>(last_use_[round]);
@@ -292,13 +316,13 @@ class LookUp {
       if (age) atomicAdd(&ages_[is_free ? kFreeBucket : min(age, kOldBucket)], 1);
     });
   }
-  __device__ uint32_t age(uint32_t round) const { return static_cast<uint32_t>(last_use_[round]); }
+  __device__ uint32_t age(int round) const { return static_cast<uint32_t>(last_use_[round]); }
 
   // Lists the slots of the `missing` oldest rows, in ascending order.
   __device__ void find_victims(uint32_t missing) {
     const uint32_t smallest = smallest_age(missing);
     uint32_t older = 0, equal = 0;
-    for_slots([&](uint32_t round, uint32_t) {
+    for_slots([&](int round, uint32_t) {
       older += __popc(__ballot_sync(kAllLanes, age(round) > smallest));
       equal += __popc(__ballot_sync(kAllLanes, age(round) == smallest));
     });
@@ -307,7 +331,7 @@ class LookUp {
     const uint32_t equal_victims = missing - (totals & 0xffff);
     older = before & 0xffff;
     equal = before >> 16;
-    for_slots([&](uint32_t round, uint32_t slot) {
+    for_slots([&](int round, uint32_t slot) {
       const uint32_t olders = __ballot_sync(kAllLanes, age(round) > smallest);
       const uint32_t equals = __ballot_sync(kAllLanes, age(round) == smallest);
       const uint32_t lower = (1u << threadIdx.x % kLanes) - 1;
@@ -323,19 +347,26 @@ class LookUp {
   }
 
   // The largest age that at least `missing` rows have or exceed: the age of the youngest victim.
-  // Every warp computes it from the histogram.
   __device__ uint32_t smallest_age(uint32_t missing) {
-    constexpr uint32_t kRows = kBuckets / kLanes;
-    const uint32_t lane = threadIdx.x % kLanes;
+    if (threadIdx.x < kLanes) find_bucket(missing);
+    __syncthreads();
+    const uint32_t bucket = ages_[0];
+    if (bucket == kFreeBucket) return kFreeAge;
+    return bucket == kOldBucket ? search_old_age(missing) : bucket;
+  }
+  // From the histogram, by one warp. The result takes the place of the bucket of age 0.
+  __device__ void find_bucket(uint32_t missing) {
+    constexpr int kRows = kBuckets / kLanes;
+    const uint32_t lane = threadIdx.x;
     uint32_t counts[kRows];
 #pragma unroll
-    for (uint32_t i = 0; i < kRows; ++i) counts[i] = ages_[i * kLanes + lane];
+    for (int i = 0; i < kRows; ++i) counts[i] = ages_[i * kLanes + lane];
     // The row of buckets, and how many slots are in those above.
     uint32_t row = kRows - 1, above = 0, from = counts[kRows - 1];
 #pragma unroll
-    for (uint32_t i = kRows - 1; i > 0; --i) {
+    for (int i = kRows - 1; i > 0; --i) {
       const uint32_t with_row = above + __reduce_add_sync(kAllLanes, counts[i]);
-      if (row != i || with_row >= missing) continue;
+      if (row != static_cast<uint32_t>(i) || with_row >= missing) continue;
       above = with_row;
       row = i - 1;
       from = counts[i - 1];
@@ -345,21 +376,19 @@ class LookUp {
       if (lane + step < kLanes) from += higher;
     }
     const uint32_t lanes = __popc(__ballot_sync(kAllLanes, above + from >= missing));
-    const uint32_t bucket = row * kLanes + lanes - 1;
-    if (bucket == kFreeBucket) return kFreeAge;
-    return bucket == kOldBucket ? search_old_age(missing) : bucket;
+    if (lane == 0) ages_[0] = row * kLanes + lanes - 1;
   }
   // By a binary search over the ages that have a bucket in common.
   __device__ uint32_t search_old_age(uint32_t missing) {
     uint32_t oldest = 0;
-    for_slots([&](uint32_t round, uint32_t) {
+    for_slots([&](int round, uint32_t) {
       if (age(round) != kFreeAge) oldest = max(oldest, age(round));
     });
     uint32_t low = kOldBucket, high = sums_.maximum(__reduce_max_sync(kAllLanes, oldest));
     while (low < high) {
       const uint32_t middle = low + (high - low + 1) / 2;
       uint32_t count = 0;
-      for_slots([&](uint32_t round, uint32_t) { count += age(round) >= middle; });
+      for_slots([&](int round, uint32_t) { count += age(round) >= middle; });
       if (sums_.total(__reduce_add_sync(kAllLanes, count)) >= missing) {
         low = middle;
       } else {
@@ -372,7 +401,7 @@ class LookUp {
   // The first entry of each missing id takes its victim.
   __device__ void place_missing() {
 #pragma unroll
-    for (int u = 0; u < kIdsPerThread; ++u) {
+    for (int u = 0; u < kOf.ids; ++u) {
       if (kind_[u] == Kind::kPending) {  // equal to an earlier entry
         const uint16_t rank = ranks_[table_[place_[u]]];
         if (!kAppend && rank != kNoRank) slot_[u] = victims_[rank];
@@ -390,7 +419,7 @@ class LookUp {
     const int64_t first = int64_t{request_} * b_.num_ids;
     const int32_t first_row = b_.first_row + request_ * b_.slots;
 #pragma unroll
-    for (int u = 0; u < kIdsPerThread; ++u) {
+    for (int u = 0; u < kOf.ids; ++u) {
       if (!owns(u)) continue;
       const int64_t entry = first + entry_of(u);
       const bool moves = kind_[u] == Kind::kMissing || (kAppend && kind_[u] == Kind::kResident);
@@ -417,19 +446,19 @@ class LookUp {
   int16_t* slot_of_;
   uint32_t now_ = 0;
   // Of this thread's entries.
-  int32_t id_[kIdsPerThread], slot_[kIdsPerThread], token_[kIdsPerThread];
-  uint32_t place_[kIdsPerThread];
-  Kind kind_[kIdsPerThread];
+  int32_t id_[kOf.ids], slot_[kOf.ids], token_[kOf.ids];
+  uint32_t place_[kOf.ids];
+  Kind kind_[kOf.ids];
   // Of this thread's slots.
-  int32_t position_[kSlotsPerThread], last_use_[kSlotsPerThread];
+  int32_t position_[kOf.slots], last_use_[kOf.slots];
 };
 
-template <bool kAppend>
+template <bool kAppend, OfThread kOf>
 __global__ void __launch_bounds__(kLookUpThreads)
     look_up(const __grid_constant__ LookUpParams params) {
   extern __shared__ uint32_t look_up_memory[];
   __shared__ uint32_t sums[2][kLanes];
-  LookUp<kAppend>(params, look_up_memory, sums).run();
+  LookUp<kAppend, kOf>(params, look_up_memory, sums).run();
 }
 
 }  // namespace jaxkv::sparse

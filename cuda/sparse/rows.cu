@@ -17,6 +17,11 @@ namespace {
 constexpr int kMostShared = 4 * kBuckets + 4 * kMaxSlots + 4 * 2 * kMaxIds + 2 * 2 * kMaxIds;
 static_assert(kMostShared <= 98 * 1024);
 
+template <bool kAppend>
+auto* look_up_kernel(bool small) {
+  return small ? look_up<kAppend, kSmall> : look_up<kAppend, kLarge>;
+}
+
 // Everything that may allocate memory or load a module is done before the first execution.
 ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
                    ffi::Dictionary attributes) {
@@ -29,8 +34,10 @@ ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&loaded, copy_added<false>));
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&loaded, copy_added<true>));
   constexpr auto kShared = cudaFuncAttributeMaxDynamicSharedMemorySize;
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(look_up<false>, kShared, kMostShared));
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(look_up<true>, kShared, kMostShared));
+  for (const auto kernel : {look_up_kernel<false>(false), look_up_kernel<false>(true),
+                            look_up_kernel<true>(false), look_up_kernel<true>(true)}) {
+    JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(kernel, kShared, kMostShared));
+  }
   done[device].store(true);
   return ffi::Error::Success();
 }
@@ -41,10 +48,10 @@ CopyParams copy_params(const RowCall& call) {
           b.moves,
           b.counts,
           static_cast<uint32_t>(b.num_requests),
-          static_cast<uint32_t>(b.num_ids),
+          Divisor(b.num_ids),
           static_cast<uint32_t>(b.slots),
-          static_cast<uint32_t>(call.addresses.row_bytes / kWordBytes),
-          lines_of_row(call.addresses)};
+          Divisor(call.addresses.row_bytes / kWordBytes),
+          Divisor(lines_of_row(call.addresses))};
 }
 
 // Launches a copy behind `look_up` of the same stream.
@@ -69,10 +76,11 @@ ffi::Error launch_after_look_up(cudaStream_t stream, int32_t device, void (*kern
 
 template <bool kAppend>
 ffi::Error launch_look_up(cudaStream_t stream, int32_t device, const RowCall& call) {
-  const LookUpParams params{
-      call.batch, {call.batch.slots, call.batch.num_ids}, device_rings(device, call.scope)};
-  look_up<kAppend>
-      <<<call.batch.num_requests, kLookUpThreads, params.size.bytes(), stream>>>(params);
+  const LookUpParams params{call.batch,
+                            {call.batch.slots, call.batch.num_ids, kLookUpThreads},
+                            device_rings(device, call.scope)};
+  const auto kernel = look_up_kernel<kAppend>(params.size.is_small());
+  kernel<<<call.batch.num_requests, kLookUpThreads, params.size.bytes(), stream>>>(params);
   JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   return ffi::Error::Success();
 }
@@ -84,7 +92,7 @@ ffi::Error fetch_cuda(cudaStream_t stream, int32_t device, ffi::RemainingArgs ar
   if (auto error = launch_look_up<false>(stream, device, *call); error.failure()) return error;
   const CopyParams params = copy_params(*call);
   constexpr uint32_t kLines = kCopyThreads / kLineWords;  // of a thread block, by one load
-  const uint32_t most = params.num_requests * params.num_ids * params.row_lines;
+  const uint32_t most = call->batch.num_ids * params.num_requests * params.row_lines.value();
   const uint32_t blocks =
       std::min((most + kLines - 1) / kLines, static_cast<uint32_t>(call->num_sms));
   const uint32_t shared = (params.num_requests + 1) * sizeof(uint32_t);
@@ -92,7 +100,7 @@ ffi::Error fetch_cuda(cudaStream_t stream, int32_t device, ffi::RemainingArgs ar
 }
 
 uint32_t blocks_of_added(const RowCall& call, const CopyParams& params) {
-  const uint32_t words = params.num_requests * params.num_ids * params.row_words;
+  const uint32_t words = call.batch.num_ids * params.num_requests * params.row_words.value();
   return std::min((words + kCopyThreads - 1) / kCopyThreads, static_cast<uint32_t>(call.num_sms));
 }
 

@@ -16,6 +16,7 @@
 #define __host__
 #define __device__
 #define __global__ [[maybe_unused]] static
+#define __noinline__
 #define __shared__
 #define __launch_bounds__(threads)
 #define __grid_constant__
