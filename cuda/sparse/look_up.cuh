@@ -23,11 +23,12 @@ inline constexpr uint32_t kLanes = 32;
 inline constexpr uint32_t kAllLanes = ~0u;
 
 // Ids and slots of a thread, at most: registers. Fewer instructions for the usual sizes.
-struct OfThread {
-  int32_t ids, slots;
+struct Large {
+  static constexpr int kIds = kMaxIds / kLookUpThreads, kSlots = kMaxSlots / kLookUpThreads;
 };
-inline constexpr OfThread kLarge{kMaxIds / kLookUpThreads, kMaxSlots / kLookUpThreads};
-inline constexpr OfThread kSmall{2, 4};
+struct Small {
+  static constexpr int kIds = 2, kSlots = 4;
+};
 
 inline constexpr uint16_t kNoRank = 0xffff;
 
@@ -38,15 +39,16 @@ inline constexpr uint32_t kUsedNow = 1u << 31;  // flag of a position, of a row 
 // Shared memory of a request, in the order of its parts.
 struct LookUpSize {
   uint32_t slots, ids, table;
-  OfThread of_thread;
+  int32_t ids_of_thread, slots_of_thread;
 
   LookUpSize(int32_t num_slots, int32_t num_ids, int32_t threads)
       : slots(num_slots),
         ids(num_ids),
         table(std::bit_ceil(2u * std::max(num_ids, 32))),
-        of_thread{(num_ids + threads - 1) / threads, (num_slots + threads - 1) / threads} {}
+        ids_of_thread((num_ids + threads - 1) / threads),
+        slots_of_thread((num_slots + threads - 1) / threads) {}
   uint32_t bytes() const { return 4 * kBuckets + 4 * slots + 4 * table + 2 * 2 * ids; }
-  bool is_small() const { return of_thread.ids <= kSmall.ids && of_thread.slots <= kSmall.slots; }
+  bool is_small() const { return ids_of_thread <= Small::kIds && slots_of_thread <= Small::kSlots; }
 };
 
 struct LookUpParams {
@@ -102,7 +104,7 @@ __device__ __noinline__ void record_token_fault(const LookUpParams& p, int32_t r
              });
 }
 
-template <bool kAppend, OfThread kOf>
+template <bool kAppend, class Size>
 class LookUp {
  public:
   __device__ LookUp(const LookUpParams& p, uint32_t* shared, uint32_t (*sums)[kLanes])
@@ -150,22 +152,22 @@ class LookUp {
  private:
   enum class Kind : uint8_t { kNone, kResident, kPending, kMissing };
 
-  __device__ int32_t entry_of(int u) const { return threadIdx.x * p_.size.of_thread.ids + u; }
+  __device__ int32_t entry_of(int u) const { return threadIdx.x * p_.size.ids_of_thread + u; }
   __device__ bool owns(int u) const {
-    return u < p_.size.of_thread.ids && entry_of(u) < b_.num_ids;
+    return u < p_.size.ids_of_thread && entry_of(u) < b_.num_ids;
   }
 
   // Each warp has a contiguous part of the slots, so that ranks follow the slots.
   __device__ uint32_t slot_of_round(int round) const {
     const uint32_t warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    return (warp * p_.size.of_thread.slots + round) * kLanes + lane;
+    return (warp * p_.size.slots_of_thread + round) * kLanes + lane;
   }
   // `body(round, slot)` for the slots of this thread; warps take part in all rounds as a whole.
   template <typename Body>
   __device__ void for_slots(Body&& body) const {
 #pragma unroll
-    for (int round = 0; round < kOf.slots; ++round) {
-      if (round < p_.size.of_thread.slots) body(round, slot_of_round(round));
+    for (int round = 0; round < Size::kSlots; ++round) {
+      if (round < p_.size.slots_of_thread) body(round, slot_of_round(round));
     }
   }
 
@@ -177,7 +179,7 @@ class LookUp {
 
   __device__ void load_ids() {
 #pragma unroll
-    for (int u = 0; u < kOf.ids; ++u) id_[u] = owns(u) ? __ldg(ids_ + entry_of(u)) : kPadding;
+    for (int u = 0; u < Size::kIds; ++u) id_[u] = owns(u) ? __ldg(ids_ + entry_of(u)) : kPadding;
   }
   __device__ void load_slots() {
     for_slots([&](int round, uint32_t slot) {
@@ -192,7 +194,7 @@ class LookUp {
   __device__ void check_ids() {
     const int32_t limit = limit_of(b_, request_);
 #pragma unroll
-    for (int u = 0; u < kOf.ids; ++u) {
+    for (int u = 0; u < Size::kIds; ++u) {
       const bool valid = is_position(b_, request_, entry_of(u), id_[u], limit, fault());
       kind_[u] = valid ? Kind::kPending : Kind::kNone;
     }
@@ -201,7 +203,7 @@ class LookUp {
   // All loads of a kind are issued before the first is used.
   __device__ void find_resident() {
 #pragma unroll
-    for (int u = 0; u < kOf.ids; ++u) {
+    for (int u = 0; u < Size::kIds; ++u) {
       slot_[u] = kind_[u] == Kind::kPending ? slot_of_[id_[u]] : kNoRow;
     }
     for_slots([&](int round, uint32_t slot) {
@@ -209,7 +211,7 @@ class LookUp {
     });
     __syncthreads();  // held_ and the cleared tables
 #pragma unroll
-    for (int u = 0; u < kOf.ids; ++u) {
+    for (int u = 0; u < Size::kIds; ++u) {
       const uint32_t slot = static_cast<uint32_t>(slot_[u]), id = static_cast<uint32_t>(id_[u]);
       const bool resident = slot < p_.size.slots && (held_[slot] & ~kUsedNow) == id;
       if (!resident) slot_[u] = kNoRow;
@@ -227,7 +229,7 @@ class LookUp {
   // Before the first entries of their ids are known, to have them when they are.
   __device__ void load_pages() {
 #pragma unroll
-    for (int u = 0; u < kOf.ids; ++u) {
+    for (int u = 0; u < Size::kIds; ++u) {
       token_[u] = kNoRow;
       if (kind_[u] != Kind::kPending) continue;
       const auto column = static_cast<int32_t>(b_.page_size.quotient(id_[u]));
@@ -240,14 +242,14 @@ class LookUp {
   __device__ bool has_pending() const {
     bool pending = false;
 #pragma unroll
-    for (int u = 0; u < kOf.ids; ++u) pending |= kind_[u] == Kind::kPending;
+    for (int u = 0; u < Size::kIds; ++u) pending |= kind_[u] == Kind::kPending;
     return pending;
   }
 
   // Leaves in each place of the table the lowest entry with its id.
   __device__ void collapse_equal_ids() {
 #pragma unroll
-    for (int u = 0; u < kOf.ids; ++u) {
+    for (int u = 0; u < Size::kIds; ++u) {
       if (kind_[u] == Kind::kPending) place_[u] = insert(entry_of(u), id_[u]);
     }
   }
@@ -267,7 +269,7 @@ class LookUp {
   __device__ uint32_t rank_missing() {
     uint32_t missing = 0;
 #pragma unroll
-    for (int u = 0; u < kOf.ids; ++u) {
+    for (int u = 0; u < Size::kIds; ++u) {
       if (kind_[u] != Kind::kPending) continue;
       if (table_[place_[u]] != static_cast<uint32_t>(entry_of(u))) {
         if (kAppend) {
@@ -287,7 +289,7 @@ class LookUp {
     uint32_t total;
     uint32_t rank = exclusive_of_thread(missing, &total);
 #pragma unroll
-    for (int u = 0; u < kOf.ids; ++u) {
+    for (int u = 0; u < Size::kIds; ++u) {
       const bool is_missing = kind_[u] == Kind::kMissing;
       if (owns(u)) ranks_[entry_of(u)] = is_missing ? rank : kNoRank;
       rank += is_missing;
@@ -401,7 +403,7 @@ class LookUp {
   // The first entry of each missing id takes its victim.
   __device__ void place_missing() {
 #pragma unroll
-    for (int u = 0; u < kOf.ids; ++u) {
+    for (int u = 0; u < Size::kIds; ++u) {
       if (kind_[u] == Kind::kPending) {  // equal to an earlier entry
         const uint16_t rank = ranks_[table_[place_[u]]];
         if (!kAppend && rank != kNoRank) slot_[u] = victims_[rank];
@@ -419,7 +421,7 @@ class LookUp {
     const int64_t first = int64_t{request_} * b_.num_ids;
     const int32_t first_row = b_.first_row + request_ * b_.slots;
 #pragma unroll
-    for (int u = 0; u < kOf.ids; ++u) {
+    for (int u = 0; u < Size::kIds; ++u) {
       if (!owns(u)) continue;
       const int64_t entry = first + entry_of(u);
       const bool moves = kind_[u] == Kind::kMissing || (kAppend && kind_[u] == Kind::kResident);
@@ -446,19 +448,19 @@ class LookUp {
   int16_t* slot_of_;
   uint32_t now_ = 0;
   // Of this thread's entries.
-  int32_t id_[kOf.ids], slot_[kOf.ids], token_[kOf.ids];
-  uint32_t place_[kOf.ids];
-  Kind kind_[kOf.ids];
+  int32_t id_[Size::kIds], slot_[Size::kIds], token_[Size::kIds];
+  uint32_t place_[Size::kIds];
+  Kind kind_[Size::kIds];
   // Of this thread's slots.
-  int32_t position_[kOf.slots], last_use_[kOf.slots];
+  int32_t position_[Size::kSlots], last_use_[Size::kSlots];
 };
 
-template <bool kAppend, OfThread kOf>
+template <bool kAppend, class Size>
 __global__ void __launch_bounds__(kLookUpThreads)
     look_up(const __grid_constant__ LookUpParams params) {
   extern __shared__ uint32_t look_up_memory[];
   __shared__ uint32_t sums[2][kLanes];
-  LookUp<kAppend, kOf>(params, look_up_memory, sums).run();
+  LookUp<kAppend, Size>(params, look_up_memory, sums).run();
 }
 
 }  // namespace jaxkv::sparse

@@ -19,7 +19,7 @@ static_assert(kMostShared <= 98 * 1024);
 
 template <bool kAppend>
 auto* look_up_kernel(bool small) {
-  return small ? look_up<kAppend, kSmall> : look_up<kAppend, kLarge>;
+  return small ? look_up<kAppend, Small> : look_up<kAppend, Large>;
 }
 
 // Everything that may allocate memory or load a module is done before the first execution.

@@ -35,7 +35,7 @@ def attend_rows(
     Returns:
       `dtype[B, heads, latent]`; 0 for a request without places.
     """
-    run = _attend_kernel if jax.default_backend() == "gpu" else attend_gathered
+    run = attend_kernel if jax.default_backend() == "gpu" else attend_gathered
     return run(query, rows, places, latent=latent, scale=scale)
 
 
@@ -59,14 +59,14 @@ def _divided(mixed: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(total > 0, mixed / jnp.where(total > 0, total, 1), 0)
 
 
-def _attend_kernel(
+def attend_kernel(
     query: jax.Array, rows: jax.Array, places: jax.Array, *, latent: int, scale: float,
     interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     """As `attend_rows`: the places of a request are split over several programs."""
     from jax.experimental.pallas import triton
 
-    batch, heads, width = query.shape
+    batch, heads, _ = query.shape
     chunks = pl.cdiv(places.shape[1], CHUNK)
     splits = 1
     while 2 * splits <= min(chunks, PROGRAMS // batch):

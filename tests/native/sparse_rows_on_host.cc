@@ -17,9 +17,9 @@ void look_up(const RowBatch& batch, uint32_t threads, bool descending) {
     blockIdx.x = request;
     simulated::run_block(threads, descending, [&] {
       if (params.size.is_small()) {
-        LookUp<kAppend, kSmall>(params, memory.data(), sums).run();
+        LookUp<kAppend, Small>(params, memory.data(), sums).run();
       } else {
-        LookUp<kAppend, kLarge>(params, memory.data(), sums).run();
+        LookUp<kAppend, Large>(params, memory.data(), sums).run();
       }
     });
   }
