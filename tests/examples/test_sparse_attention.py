@@ -10,7 +10,7 @@ from examples.sparse import attention
 pytestmark = pytest.mark.pallas
 
 
-def reference(query, rows, places, latent, scale):
+def reference(query, rows, places, *, latent, scale):
     """One request, head and token after the other, in float64."""
     query, rows = (np.asarray(array).astype(np.float64) for array in (query, rows))
     out = np.zeros((*query.shape[:2], latent))
@@ -39,7 +39,7 @@ def check(run, arguments, dtype, latent):
     out = run(*arguments, latent=latent, scale=0.3)
     assert out.dtype == dtype
     tolerance = 2e-2 if dtype == jnp.bfloat16 else 2e-5
-    want = reference(*arguments, latent, 0.3)
+    want = reference(*arguments, latent=latent, scale=0.3)
     np.testing.assert_allclose(np.asarray(out, np.float64), want, atol=tolerance, rtol=tolerance)
 
 
