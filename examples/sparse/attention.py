@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-CHUNK, NUM_WARPS, NUM_STAGES = 32, 4, 3  # rows at a time
+CHUNK, NUM_WARPS, NUM_STAGES = 64, 4, 2  # rows at a time
 PROGRAMS = 256  # at most two for each of 132 SMs
 NEVER = -1e30  # score of a row that is not attended to
 
