@@ -139,9 +139,11 @@ def record_targets(
     results.target(f"{main}: all miss", rate, ">=", RATES_WANTED[row_bytes], "GB/s", peak)
     hit = times[1.0]["jaxkv"]
     results.target(f"{main}: all hit", hit, "<=", HIT_US, "us")
-    row_us = size.batch * row_bytes / peak / 1e3  # of a missing row of each request
-    link = round((1 - PARTLY) * size.k) * row_us
-    near = times[PARTLY]["jaxkv"] / (link + hit)
+
+    def missing_us(reuse: float) -> float:
+        return link_us(round((1 - reuse) * size.k) * size.batch * row_bytes)
+
+    near = times[PARTLY]["jaxkv"] / (missing_us(PARTLY) + hit)
     name = f"{main}: {PARTLY:.0%} hits, time over misses at link speed + all-hit time"
     results.target(name, near, "<=", NEAR, "x")
     gathers = xla_gather.measure(row_bytes, size.pool_bytes, size.batch * size.k)
@@ -151,7 +153,7 @@ def record_targets(
     xla = min(gathers.values(), default=None)  # of all rows, whatever the reuse
     for reuse, taken in times.items():
         gain = xla * 1e6 / taken["jaxkv"] if xla else None
-        link = round((1 - reuse) * size.k) * row_us
+        link = missing_us(reuse)
         bound = xla * 1e6 / link if xla and link else None
         name = f"{main}: speedup over XLA's gather, reuse {reuse:.0%}"
         results.target(name, gain, ">=", OVER_XLA, "x", bound)
