@@ -104,7 +104,7 @@ def seconds_per_step(size: Size, batch: int, reuse: float, tier: Any) -> float:
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(arrays: Any, ids: jax.Array, weights: Any, x: jax.Array) -> Any:
-        ids = timestamps.stamp(ids, 0)
+        x = timestamps.stamp(x, 0)  # all work of the step depends on it
         for number, layer in enumerate(weights):
             rows, places, arrays = tier.find(arrays, number, x @ layer["row"], ids)
             x = attend(size, layer, x, rows, places)
