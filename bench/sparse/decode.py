@@ -4,7 +4,8 @@ HBM for the rows of 6 requests of 32,768 tokens. Either 6 requests run at a time
 rows in HBM, or 64 with a hot buffer of the same total size in front of a host pool. The model is
 the part of one GPU of a DeepSeek-like model under tensor parallelism (bf16 weights, rows of 1,152
 bytes), without the indexer: the ids are a trace with a given reuse. A step appends the new rows,
-fetches the chosen ones, and computes attention and MLP.
+fetches the chosen ones, and computes attention and MLP. Both use one attention kernel, which reads
+the rows by their indices.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import jaxkv
 from bench.harness import timestamps
 from bench.harness.records import Results, arguments
 from bench.sparse.traces import Trace
+from examples.sparse.attention import attend_rows
 from jaxkv import sparse
 
 LATENT, ROPE, PAGE_SIZE = 512, 64, 64
@@ -76,11 +78,13 @@ def init_weights(size: Size) -> list[dict[str, jax.Array]]:
     ]
 
 
-def attend(size: Size, weights: dict[str, jax.Array], x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Latent attention of x [B, hidden] to rows [B, k, width], and the MLP."""
-    query = (x @ weights["query"]).reshape(len(x), size.heads, -1)
-    scores = jnp.einsum("bnr,bkr->bnk", query, rows) * rows.shape[-1] ** -0.5
-    mixed = jnp.einsum("bnk,bkr->bnr", jax.nn.softmax(scores, axis=-1), rows[..., :LATENT])
+def attend(
+    size: Size, weights: dict[str, jax.Array], x: jax.Array, rows: jax.Array, places: jax.Array
+) -> jax.Array:
+    """Latent attention of x [B, hidden] to the rows [n, width] at `places`, and the MLP."""
+    width = rows.shape[-1]
+    query = (x @ weights["query"]).reshape(len(x), size.heads, width)
+    mixed = attend_rows(query, rows, places, latent=LATENT, scale=width**-0.5)
     x = normed(x + mixed.reshape(len(x), -1) @ weights["out"])
     inner = jax.nn.silu(x @ weights["gate"]) * (x @ weights["up"])
     return normed(x + inner @ weights["down"])
@@ -99,10 +103,10 @@ def seconds_per_step(size: Size, batch: int, reuse: float, tier: Any) -> float:
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(arrays: Any, ids: jax.Array, weights: Any, x: jax.Array) -> Any:
-        ids = timestamps.stamp(ids, 0)
+        x = timestamps.stamp(x, 0)  # all work of the step depends on it
         for number, layer in enumerate(weights):
-            rows, arrays = tier.gather(arrays, number, x @ layer["row"], ids)
-            x = attend(size, layer, x, rows)
+            rows, places, arrays = tier.find(arrays, number, x @ layer["row"], ids)
+            x = attend(size, layer, x, rows, places)
         return arrays, timestamps.stamp(x, 1)
 
     arrays = tier.create(batch)
@@ -128,12 +132,12 @@ class InHbm:
         shape = self.size.layers, batch, self.size.context, LATENT + ROPE
         return jnp.zeros(shape, jnp.bfloat16)
 
-    def gather(self, arrays: jax.Array, layer: int, rows: jax.Array, ids: jax.Array) -> Any:
+    def find(self, arrays: jax.Array, layer: int, rows: jax.Array, ids: jax.Array) -> Any:
         batch, context = arrays.shape[1:3]
         request = jnp.arange(batch)
         arrays = arrays.at[layer, request, context - 1].set(rows)
         places = (layer * batch + request[:, None]) * context + ids
-        return arrays.reshape(-1, arrays.shape[-1])[places], arrays
+        return arrays.reshape(-1, arrays.shape[-1]), places, arrays
 
 
 class InHostMemory:
@@ -158,13 +162,13 @@ class InHostMemory:
         )
         return state, pool, jnp.asarray(shared)
 
-    def gather(self, arrays: Any, layer: int, rows: jax.Array, ids: jax.Array) -> Any:
+    def find(self, arrays: Any, layer: int, rows: jax.Array, ids: jax.Array) -> Any:
         state, pool, table = arrays
         lengths = jnp.full(len(rows), self.size.context, jnp.int32)
         call = {"layer": layer, "block_table": table}
         state, pool = sparse.append(state, pool, rows[:, None], lengths[:, None] - 1, **call)
         places, state = sparse.fetch(state, pool, ids, lengths=lengths, **call)
-        return state.rows[places], (state, pool, table)
+        return state.rows, places, (state, pool, table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

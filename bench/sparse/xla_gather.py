@@ -60,11 +60,12 @@ def on_host(data: jax.Array, row_bytes: int) -> Callable[[jax.Array], Any]:
 
     def take_on_host(data: jax.Array, wanted: jax.Array) -> jax.Array:
         on_host: Any = compute_on
+        host = jax.memory.Space.Host
+        wanted = jax.device_put(wanted, host)
         if "out_memory_spaces" in inspect.signature(compute_on).parameters:  # from jax 0.11 on
-            host = jax.memory.Space.Host
             return on_host(take, compute_type="device_host", out_memory_spaces=host)(data, wanted)
         with on_host("device_host"):
-            return take(data, jax.device_put(wanted, jax.memory.Space.Host))
+            return take(data, wanted)
 
     @jax.jit
     def gather(data: jax.Array, wanted: jax.Array) -> jax.Array:

@@ -61,6 +61,20 @@ inline __device__ void cp_async_wait_groups() {
 }
 inline __device__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Programmatic dependent launch. The next kernel of the stream may start when all thread blocks of
+// this one have called or ended; it waits for the end of this one and its writes. Without the
+// launch attribute, and before compute capability 9.0, the kernels run one after the other anyway.
+inline __device__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+inline __device__ void wait_for_preceding_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 inline __device__ uint64_t globaltimer_ns() {
   uint64_t now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));

@@ -1,8 +1,10 @@
 // Copies of the rows that a look-up has listed: from the pool to the hot buffer, or new rows to
 // either of them.
 //
-// The words of all rows are one sequence, of which each warp takes contiguous parts: the rate does
-// not depend on the size of a row, nor on how the missing rows are spread over the requests.
+// The 128-byte lines of all missing rows are one sequence, of which each warp takes an equal,
+// contiguous part: the rate does not depend on the size of a row, nor on how the missing rows are
+// spread over the requests, and few missing rows still occupy all warps. A line of the pool is read
+// by one request to the link, wherever a row begins in it.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -12,14 +14,27 @@ namespace jaxkv::sparse {
 
 inline constexpr uint32_t kCopyThreads = 512;
 inline constexpr uint32_t kWordsInFlight = 8;  // per thread
-inline constexpr uint32_t kTileWords = 32 * kWordsInFlight;
+inline constexpr uint32_t kLineWords = 8;
+inline constexpr uint32_t kLinesOfWarp = 32 / kLineWords;  // read by one load of all its lanes
 
 struct CopyParams {
   RowAddresses addresses;
   const RowMove* moves;
   const int32_t* counts;  // null for an append
-  uint32_t num_requests, num_ids, slots, row_words;
+  uint32_t num_requests;
+  Divisor num_ids;
+  uint32_t slots;
+  Divisor row_words, row_lines;  // lines of the pool that a row may lie in
 };
+
+// Number of lines that a row of the pool may lie in.
+inline int32_t lines_of_row(const RowAddresses& addresses) {
+  constexpr int64_t kLineBytes = kLineWords * kWordBytes;
+  const auto base = static_cast<int64_t>(reinterpret_cast<uintptr_t>(addresses.pool));
+  const bool aligned = (base | addresses.page_stride | addresses.token_stride) % kLineBytes == 0;
+  const int64_t before = aligned ? 0 : kLineBytes - kWordBytes;
+  return static_cast<int32_t>((before + addresses.row_bytes + kLineBytes - 1) / kLineBytes);
+}
 
 // prefix[r]: number of moves of the requests before r. `of_warps` is shared memory.
 inline __device__ void sum_counts(const CopyParams& p, uint32_t* prefix, uint32_t* of_warps) {
@@ -63,30 +78,53 @@ inline __device__ uint32_t request_of(const uint32_t* prefix, uint32_t num_reque
   return low;
 }
 
-inline __device__ uint32_t first_tile() {
-  return (blockIdx.x * blockDim.x + threadIdx.x) / 32 * kTileWords;
+// The lines of a warp: a multiple of what a load reads. Consecutive warps are on different SMs.
+struct LineRange {
+  uint32_t begin, end;
+};
+inline __device__ LineRange lines_of_warp(uint32_t lines) {
+  const uint32_t warps = gridDim.x * (blockDim.x / 32);
+  const uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+  const uint32_t loads = (lines + kLinesOfWarp - 1) / kLinesOfWarp, each = loads / warps;
+  const uint32_t longer = loads - each * warps;  // warps with one load more
+  const uint32_t first = warp * each + min(warp, longer);
+  const uint32_t last = first + each + (warp < longer);
+  return {first * kLinesOfWarp, min(last * kLinesOfWarp, lines)};
 }
-inline __device__ uint32_t tile_stride() { return gridDim.x * blockDim.x / 32 * kTileWords; }
 
 inline __device__ void copy_missing_rows(const CopyParams& p, uint32_t* prefix,
                                          uint32_t* of_warps) {
   sum_counts(p, prefix, of_warps);
-  const uint32_t words = prefix[p.num_requests] * p.row_words, lane = threadIdx.x % 32;
-  for (uint32_t tile = first_tile(); tile < words; tile += tile_stride()) {
-    uint32_t request = request_of(prefix, p.num_requests, tile / p.row_words);
+  const auto [begin, end] = lines_of_warp(prefix[p.num_requests] * p.row_lines.value());
+  if (begin >= end) return;
+  const uint32_t lane = threadIdx.x % 32;
+  uint32_t request = request_of(prefix, p.num_requests, p.row_lines.quotient(begin));
+  for (uint32_t first = begin; first < end; first += kLinesOfWarp * kWordsInFlight) {
+    RowMove moves[kWordsInFlight];
+    int64_t rows[kWordsInFlight];  // of the hot buffer, without the slot
+    uint32_t offsets[kWordsInFlight];
+#pragma unroll
+    for (uint32_t u = 0; u < kWordsInFlight; ++u) {
+      const uint32_t line = first + u * kLinesOfWarp + lane / kLineWords;
+      const uint32_t move = p.row_lines.quotient(min(line, end - 1));
+      while (move >= prefix[request + 1]) ++request;
+      moves[u] = p.moves[request * p.num_ids.value() + move - prefix[request]];
+      rows[u] = int64_t{request} * p.slots;
+      offsets[u] =
+          line < end ? (line - move * p.row_lines.value()) * kLineWords + lane % kLineWords : ~0u;
+    }
     uint4 loaded[kWordsInFlight];
     uint4* to[kWordsInFlight];
 #pragma unroll
     for (uint32_t u = 0; u < kWordsInFlight; ++u) {
-      const uint32_t word = tile + u * 32 + lane;
+      const auto* from = reinterpret_cast<const uint4*>(p.addresses.of_token(moves[u].token));
+      const auto before = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) / kWordBytes);
+      const uint32_t offset = offsets[u] - before % kLineWords;
+      const bool in_row = offsets[u] != ~0u && offset < p.row_words.value();
       to[u] = nullptr;
-      if (word >= words) continue;
-      const uint32_t move = word / p.row_words, offset = word - move * p.row_words;
-      while (move >= prefix[request + 1]) ++request;
-      const auto [token, slot] = p.moves[int64_t{request} * p.num_ids + move - prefix[request]];
-      const auto row = int64_t{request} * p.slots + slot;
-      to[u] = reinterpret_cast<uint4*>(p.addresses.of_slot(row)) + offset;
-      loaded[u] = __ldcs(reinterpret_cast<const uint4*>(p.addresses.of_token(token)) + offset);
+      if (!in_row) continue;
+      loaded[u] = __ldcs(from + offset);
+      to[u] = reinterpret_cast<uint4*>(p.addresses.of_slot(rows[u] + moves[u].slot)) + offset;
     }
 #pragma unroll
     for (uint32_t u = 0; u < kWordsInFlight; ++u) {
@@ -97,14 +135,15 @@ inline __device__ void copy_missing_rows(const CopyParams& p, uint32_t* prefix,
 
 template <bool kToPool>
 __device__ void copy_added_rows(const CopyParams& p) {
-  const uint32_t words = p.num_requests * p.num_ids * p.row_words;
+  const uint32_t words = p.num_requests * p.num_ids.value() * p.row_words.value();
   for (uint32_t word = blockIdx.x * blockDim.x + threadIdx.x; word < words;
        word += gridDim.x * blockDim.x) {
-    const uint32_t entry = word / p.row_words, offset = word - entry * p.row_words;
+    const uint32_t entry = p.row_words.quotient(word);
+    const uint32_t offset = word - entry * p.row_words.value();
     const auto [token, slot] = p.moves[entry];
     if (slot == kNoRow) continue;
     const uint4 value = __ldcs(reinterpret_cast<const uint4*>(p.addresses.added) + word);
-    const auto row = int64_t{entry / p.num_ids} * p.slots + slot;
+    const auto row = int64_t{p.num_ids.quotient(entry)} * p.slots + slot;
     std::byte* to = kToPool ? p.addresses.of_token(token) : p.addresses.of_slot(row);
     reinterpret_cast<uint4*>(to)[offset] = value;
   }
@@ -113,11 +152,13 @@ __device__ void copy_added_rows(const CopyParams& p) {
 __global__ void __launch_bounds__(kCopyThreads) copy_missing(const __grid_constant__ CopyParams p) {
   extern __shared__ uint32_t prefix[];  // num_requests + 1
   __shared__ uint32_t of_warps[kCopyThreads / 32];
+  ptx::wait_for_preceding_kernel();
   copy_missing_rows(p, prefix, of_warps);
 }
 
 template <bool kToPool>
 __global__ void __launch_bounds__(kCopyThreads) copy_added(const __grid_constant__ CopyParams p) {
+  ptx::wait_for_preceding_kernel();
   copy_added_rows<kToPool>(p);
 }
 

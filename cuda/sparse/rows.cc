@@ -109,7 +109,7 @@ RowCall start_call(bool append, const Geometry& g, Scope scope) {
   b.max_length = static_cast<int32_t>(g.max_length);
   b.num_columns = static_cast<int32_t>(g.num_columns);
   b.num_pages = static_cast<int32_t>(g.num_pages);
-  b.page_size = static_cast<int32_t>(g.page_size);
+  b.page_size = Divisor(static_cast<int32_t>(g.page_size));
   b.first_row = static_cast<int32_t>(g.layer * g.num_requests * g.slots);
   RowAddresses& a = call.addresses;
   a.page_stride = g.page_stride;

@@ -1,4 +1,5 @@
-// CUDA handlers of sparse rows: a look-up and a copy, each one launch.
+// CUDA handlers of sparse rows: a look-up and a copy, each one launch. The copy is a programmatic
+// dependent launch: its thread blocks are on the SMs, waiting, when the look-up ends.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -13,8 +14,13 @@ namespace jaxkv::sparse {
 namespace {
 
 // The largest request; every GPU from compute capability 8.0 on has 99 KiB for a thread block.
-constexpr int kMostShared = 4 * kMaxSlots + 4 * 2 * kMaxIds + 2 * 2 * kMaxIds;
-static_assert(kMostShared <= 96 * 1024);
+constexpr int kMostShared = 4 * kBuckets + 4 * kMaxSlots + 4 * 2 * kMaxIds + 2 * 2 * kMaxIds;
+static_assert(kMostShared <= 98 * 1024);
+
+template <bool kAppend>
+auto* look_up_kernel(bool small) {
+  return small ? look_up<kAppend, Small> : look_up<kAppend, Large>;
+}
 
 // Everything that may allocate memory or load a module is done before the first execution.
 ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
@@ -28,8 +34,10 @@ ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&loaded, copy_added<false>));
   JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&loaded, copy_added<true>));
   constexpr auto kShared = cudaFuncAttributeMaxDynamicSharedMemorySize;
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(look_up<false>, kShared, kMostShared));
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(look_up<true>, kShared, kMostShared));
+  for (const auto kernel : {look_up_kernel<false>(false), look_up_kernel<false>(true),
+                            look_up_kernel<true>(false), look_up_kernel<true>(true)}) {
+    JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(kernel, kShared, kMostShared));
+  }
   done[device].store(true);
   return ffi::Error::Success();
 }
@@ -40,17 +48,39 @@ CopyParams copy_params(const RowCall& call) {
           b.moves,
           b.counts,
           static_cast<uint32_t>(b.num_requests),
-          static_cast<uint32_t>(b.num_ids),
+          Divisor(b.num_ids),
           static_cast<uint32_t>(b.slots),
-          static_cast<uint32_t>(call.addresses.row_bytes / kWordBytes)};
+          Divisor(call.addresses.row_bytes / kWordBytes),
+          Divisor(lines_of_row(call.addresses))};
+}
+
+// Launches a copy behind `look_up` of the same stream.
+ffi::Error launch_after_look_up(cudaStream_t stream, int32_t device, void (*kernel)(CopyParams),
+                                uint32_t blocks, uint32_t shared, const CopyParams& params) {
+  int major;
+  JAXKV_RETURN_IF_CUDA_ERROR(
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kCopyThreads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaLaunchKernelEx(&config, kernel, params));
+  return ffi::Error::Success();
 }
 
 template <bool kAppend>
 ffi::Error launch_look_up(cudaStream_t stream, int32_t device, const RowCall& call) {
-  const LookUpParams params{
-      call.batch, {call.batch.slots, call.batch.num_ids}, device_rings(device, call.scope)};
-  look_up<kAppend>
-      <<<call.batch.num_requests, kLookUpThreads, params.size.bytes(), stream>>>(params);
+  const LookUpParams params{call.batch,
+                            {call.batch.slots, call.batch.num_ids, kLookUpThreads},
+                            device_rings(device, call.scope)};
+  const auto kernel = look_up_kernel<kAppend>(params.size.is_small());
+  kernel<<<call.batch.num_requests, kLookUpThreads, params.size.bytes(), stream>>>(params);
   JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   return ffi::Error::Success();
 }
@@ -61,25 +91,17 @@ ffi::Error fetch_cuda(cudaStream_t stream, int32_t device, ffi::RemainingArgs ar
   if (!call.has_value()) return call.error();
   if (auto error = launch_look_up<false>(stream, device, *call); error.failure()) return error;
   const CopyParams params = copy_params(*call);
-  const uint32_t most = params.num_requests * params.num_ids * params.row_words;
-  const uint32_t tiles = (most + kTileWords - 1) / kTileWords, warps = kCopyThreads / 32;
+  constexpr uint32_t kLines = kCopyThreads / kLineWords;  // of a thread block, by one load
+  const uint32_t most = call->batch.num_ids * params.num_requests * params.row_lines.value();
   const uint32_t blocks =
-      std::min((tiles + warps - 1) / warps, static_cast<uint32_t>(call->num_sms));
+      std::min((most + kLines - 1) / kLines, static_cast<uint32_t>(call->num_sms));
   const uint32_t shared = (params.num_requests + 1) * sizeof(uint32_t);
-  copy_missing<<<blocks, kCopyThreads, shared, stream>>>(params);
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
-  return ffi::Error::Success();
+  return launch_after_look_up(stream, device, copy_missing, blocks, shared, params);
 }
 
-template <bool kToPool>
-ffi::Error launch_copy_added(cudaStream_t stream, const RowCall& call) {
-  const CopyParams params = copy_params(call);
-  const uint32_t words = params.num_requests * params.num_ids * params.row_words;
-  const uint32_t blocks =
-      std::min((words + kCopyThreads - 1) / kCopyThreads, static_cast<uint32_t>(call.num_sms));
-  copy_added<kToPool><<<blocks, kCopyThreads, 0, stream>>>(params);
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
-  return ffi::Error::Success();
+uint32_t blocks_of_added(const RowCall& call, const CopyParams& params) {
+  const uint32_t words = call.batch.num_ids * params.num_requests * params.row_words.value();
+  return std::min((words + kCopyThreads - 1) / kCopyThreads, static_cast<uint32_t>(call.num_sms));
 }
 
 ffi::Error append_cuda(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
@@ -87,14 +109,19 @@ ffi::Error append_cuda(cudaStream_t stream, int32_t device, ffi::RemainingArgs a
   const auto call = decode_rows(/*append=*/true, args, rets, attributes);
   if (!call.has_value()) return call.error();
   if (auto error = launch_look_up<true>(stream, device, *call); error.failure()) return error;
-  return launch_copy_added<false>(stream, *call);
+  const CopyParams params = copy_params(*call);
+  return launch_after_look_up(stream, device, copy_added<false>, blocks_of_added(*call, params), 0,
+                              params);
 }
 
 ffi::Error write_added_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                             ffi::Dictionary attributes) {
   const auto call = decode_added_rows(args, rets, attributes);
   if (!call.has_value()) return call.error();
-  return launch_copy_added<true>(stream, *call);
+  const CopyParams params = copy_params(*call);
+  copy_added<true><<<blocks_of_added(*call, params), kCopyThreads, 0, stream>>>(params);
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+  return ffi::Error::Success();
 }
 
 }  // namespace

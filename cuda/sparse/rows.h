@@ -27,6 +27,24 @@ inline constexpr int32_t kPadding = -1;
 inline constexpr int32_t kNoRow = -1;
 inline constexpr uint32_t kFreeAge = ~0u;  // older than any row
 
+// Division of numbers below 2^31 by a number of at least 1, by a multiplication: kernels whose time
+// is that of their instructions divide several times for each row.
+class Divisor {
+ public:
+  Divisor() = default;
+  explicit Divisor(int32_t divisor) : divisor_(divisor) {
+    while ((int64_t{1} << (shift_ - 31)) < divisor) ++shift_;
+    factor_ = static_cast<uint32_t>(((uint64_t{1} << shift_) + divisor - 1) / divisor);
+  }
+  JAXKV_HOST_DEVICE uint32_t quotient(uint32_t number) const {
+    return static_cast<uint32_t>(uint64_t{number} * factor_ >> shift_);
+  }
+  JAXKV_HOST_DEVICE uint32_t value() const { return divisor_; }
+
+ private:
+  uint32_t divisor_ = 1, factor_ = 1u << 31, shift_ = 31;
+};
+
 // A row that is copied between a token of the pool and a slot of its request.
 struct RowMove {
   int32_t token, slot;  // slot kNoRow: nothing is copied
@@ -38,7 +56,8 @@ struct RowBatch {
   Operation operation = Operation::kSparseFetch;
   bool append = false;  // rows are written, not fetched
   int32_t num_requests = 0, num_ids = 0, slots = 0, max_length = 0;
-  int32_t num_columns = 0, num_pages = 0, page_size = 0;
+  int32_t num_columns = 0, num_pages = 0;
+  Divisor page_size;
   int32_t first_row = 0;                 // of the layer in the hot buffer of all layers
   const int32_t* ids = nullptr;          // [num_requests, num_ids]
   const int32_t* lengths = nullptr;      // [num_requests]; null for an append
@@ -58,12 +77,12 @@ struct RowAddresses {
   std::byte* hot = nullptr;
   const std::byte* added = nullptr;  // rows of an append, [num_requests, num_ids]
   int64_t page_stride = 0, token_stride = 0;
-  int32_t page_size = 1, row_bytes = 0;
+  Divisor page_size;
+  int32_t row_bytes = 0;
 
   JAXKV_HOST_DEVICE std::byte* of_token(int32_t token) const {
-    const uint32_t page = static_cast<uint32_t>(token) / static_cast<uint32_t>(page_size);
-    return pool + page * page_stride +
-           (token - static_cast<int32_t>(page) * page_size) * token_stride;
+    const uint32_t page = page_size.quotient(token);
+    return pool + page * page_stride + (token - page * page_size.value()) * token_stride;
   }
   JAXKV_HOST_DEVICE std::byte* of_slot(int64_t row) const { return hot + row * row_bytes; }
 };
@@ -86,11 +105,17 @@ JAXKV_HOST_DEVICE inline int32_t limit_of(const RowBatch& b, int32_t request) {
   return length < 0 ? 0 : length < b.max_length ? length : b.max_length;
 }
 
+// The token of the pool that stores a position, of which `page` is the page.
+JAXKV_HOST_DEVICE inline int32_t token_of(const RowBatch& b, int32_t page, int32_t position) {
+  const auto column = static_cast<int32_t>(b.page_size.quotient(position));
+  return position + (page - column) * static_cast<int32_t>(b.page_size.value());
+}
+
 // The token of the pool that stores a position, or kNoRow, after passing the error to `fault`.
 template <typename Fault>
 JAXKV_HOST_DEVICE int32_t find_token(const RowBatch& b, int32_t request, int32_t position,
                                      Fault&& fault) {
-  const int32_t column = position / b.page_size;
+  const auto column = static_cast<int32_t>(b.page_size.quotient(position));
   if (column >= b.num_columns) {
     fault(ErrorCode::kColumnOutOfRange, request, column, b.num_columns);
     return kNoRow;
@@ -101,7 +126,7 @@ JAXKV_HOST_DEVICE int32_t find_token(const RowBatch& b, int32_t request, int32_t
     fault(ErrorCode::kDestinationOutOfRange, place, page, b.num_pages);
     return kNoRow;
   }
-  return page * b.page_size + position % b.page_size;
+  return token_of(b, page, position);
 }
 
 struct RowCall {

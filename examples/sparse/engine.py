@@ -49,10 +49,13 @@ class InHbm:
         return np.zeros((self.arrays.shape[1], 1), np.int32)
 
     @staticmethod
-    def gather(arrays: Any, layer: int, rows: jax.Array, ids: jax.Array, lengths: Any, _: Any):
-        request = jnp.arange(len(rows))
+    def find(arrays: Any, layer: int, rows: jax.Array, ids: jax.Array, lengths: Any, _: Any):
+        _, batch, max_length, latent = arrays.shape
+        request = jnp.arange(batch)
         arrays = arrays.at[layer, request, lengths - 1].set(rows)
-        return arrays[layer, request[:, None], jnp.maximum(ids, 0)], arrays, jnp.int32(0)
+        places = (layer * batch + request[:, None]) * max_length + ids
+        places = jnp.where(ids >= 0, places, -1)
+        return arrays.reshape(-1, latent), places, arrays, jnp.int32(0)
 
 
 class InHostMemory:
@@ -88,7 +91,7 @@ class InHostMemory:
         return self.pages.copy()
 
     @staticmethod
-    def gather(arrays: Any, layer: int, rows: jax.Array, ids: jax.Array, lengths: Any, table: Any):
+    def find(arrays: Any, layer: int, rows: jax.Array, ids: jax.Array, lengths: Any, table: Any):
         state, pool = arrays
         call = {"layer": layer, "block_table": table}
         state, pool = sparse.append(state, pool, rows[:, None], lengths[:, None] - 1, **call)
@@ -98,7 +101,7 @@ class InHostMemory:
         held = jnp.take_along_axis(state.positions[layer], slots, axis=1)
         places, state = sparse.fetch(state, pool, ids, lengths=lengths, **call)
         missing = ((held != ids) & (ids >= 0)).sum(dtype=jnp.int32)
-        return state.rows[places], (state, pool), missing
+        return state.rows, places, (state, pool), missing
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -114,16 +117,16 @@ _prefill = jax.jit(prefill, static_argnums=0)
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
 def _step(
-    config: Config, gather: Any, params: Params, arrays: Any, keys: Any, tokens: Any,
+    config: Config, find: Any, params: Params, arrays: Any, keys: Any, tokens: Any,
     lengths: jax.Array, table: jax.Array,
 ) -> Any:  # fmt: skip
     missing = []
 
-    def of_layer(layer: int, rows: jax.Array, ids: jax.Array) -> jax.Array:
+    def of_layer(layer: int, rows: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         nonlocal arrays
-        found, arrays, misses = gather(arrays, layer, rows, ids, lengths, table)
+        found, places, arrays, misses = find(arrays, layer, rows, ids, lengths, table)
         missing.append(misses)
-        return found
+        return found, places
 
     chosen = jnp.minimum(lengths, config.top_k).sum() * config.layers
     tokens, keys = decode(config, params, keys, tokens, lengths, of_layer)
@@ -177,7 +180,7 @@ class Engine:
     def _step(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
         given = (values.astype(np.int32) for values in (tokens, lengths, self.tier.table()))
         following, self.tier.arrays, self.keys, (missing, chosen) = _step(
-            self.config, self.tier.gather, self.params, self.tier.arrays, self.keys, *given
+            self.config, self.tier.find, self.params, self.tier.arrays, self.keys, *given
         )
         self.missing += int(missing)
         self.chosen += int(chosen)

@@ -2,7 +2,7 @@
 
 The structure of DeepSeek V3.2's attention: the indexer scores all earlier tokens by small keys that
 stay in HBM; attention reads the latent rows of the best k. Where these rows are is up to the caller
-of `decode`: it passes a function that stores the row of the new token and gathers the chosen ones.
+of `decode`: it passes a function that stores the row of the new token and finds the chosen ones.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from examples.sparse.attention import NEVER, attend_rows
+
 Params = dict[str, Any]
 
 einsum = partial(jnp.einsum, precision="highest")
-# (layer, new rows [B, r], ids [B, k]) -> rows of the ids, [B, k, r]
-Gather = Callable[[int, jax.Array, jax.Array], jax.Array]
-NEVER = -1e30  # score of a token that is not attended to
+# (layer, new rows [B, r], ids [B, k]) -> rows [n, r], and the places of the ids there, [B, k]
+Find = Callable[[int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +89,11 @@ def choose(
     return jnp.where(best > NEVER, ids, -1).astype(jnp.int32)
 
 
-def attend(params: Params, x: jax.Array, rows: jax.Array, valid: jax.Array) -> jax.Array:
-    """Latent attention of x [B, hidden] to rows [B, k, latent], then the MLP; both added to x."""
-    normed = norm(x)
-    query = einsum("bh,hnr->bnr", normed, params["query"])
-    scores = einsum("bnr,bkr->bnk", query, rows) * rows.shape[-1] ** -0.5
-    weights = jax.nn.softmax(jnp.where(valid[:, None], scores, NEVER), axis=-1)
-    mixed = einsum("bnk,bkr->bnr", weights, rows)
+def attend(params: Params, x: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
+    """Latent attention of x [B, hidden] to the rows at `places`, then the MLP; both added to x."""
+    query = einsum("bh,hnr->bnr", norm(x), params["query"])
+    latent = rows.shape[-1]
+    mixed = attend_rows(query, rows, places, latent=latent, scale=latent**-0.5)
     x = x + einsum("bi,ih->bh", mixed.reshape(len(x), -1), params["out"])
     hidden = jax.nn.silu(einsum("bh,hi->bi", norm(x), params["up"]))
     return x + einsum("bi,ih->bh", hidden, params["down"])
@@ -111,7 +110,7 @@ def decode(
     keys: jax.Array,
     tokens: jax.Array,
     lengths: jax.Array,
-    gather: Gather,
+    find: Find,
 ) -> tuple[jax.Array, jax.Array]:
     """One step of a batch.
 
@@ -119,8 +118,9 @@ def decode(
       keys: [L, B, T, index_dim], keys of the indexer.
       tokens: int32[B], the last token of each request.
       lengths: int32[B], tokens of each request with this one; 0 for none.
-      gather: called for each layer with its number, the new rows [B, latent] and the chosen ids
-        int32[B, k]; returns the rows of the ids, [B, k, latent]. Those of id -1 are not used.
+      find: called for each layer with its number, the new rows [B, latent] and the chosen ids
+        int32[B, k]; returns rows [n, latent] and which of them are those of the ids, int32[B, k],
+        -1 for id -1.
 
     Returns:
       int32[B] next tokens, and the keys.
@@ -132,8 +132,8 @@ def decode(
         key = einsum("bh,hd->bd", normed, layer["index_key"])
         keys = keys.at[number, request, lengths - 1].set(key)
         ids = choose(config, layer, normed, keys[number], lengths)
-        rows = gather(number, einsum("bh,hr->br", normed, layer["row"]), ids)
-        x = attend(layer, x, jax.lax.optimization_barrier(rows), ids >= 0)
+        rows, places = find(number, einsum("bh,hr->br", normed, layer["row"]), ids)
+        x = attend(layer, x, rows, places)
     return next_tokens(params, x), keys
 
 
@@ -153,7 +153,7 @@ def prefill(
         keys = einsum("th,hd->td", normed, layer["index_key"])
         rows = einsum("th,hr->tr", normed, layer["row"])
         ids = choose(config, layer, normed, keys, lengths)
-        x = attend(layer, x, rows[jnp.maximum(ids, 0)], ids >= 0)
+        x = attend(layer, x, rows, ids)
         all_rows.append(rows)
         all_keys.append(keys)
     last = next_tokens(params, x[length - 1][None])[0]

@@ -7,7 +7,10 @@ from examples.sparse import __main__ as command
 from examples.sparse.engine import Engine, InHbm, InHostMemory, Sizes
 from examples.sparse.model import Config, init_params
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [
+    pytest.mark.end_to_end,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
+]
 
 CONFIG = Config(vocab=200, hidden=32, latent=16, top_k=8)
 SIZES = Sizes(batch=2, max_length=96, max_prompt=48, page_size=8, slots=12)

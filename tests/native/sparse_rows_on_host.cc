@@ -9,13 +9,19 @@ using namespace jaxkv::sparse;
 
 template <bool kAppend>
 void look_up(const RowBatch& batch, uint32_t threads, bool descending) {
-  const LookUpParams params{batch, {batch.slots, batch.num_ids}, nullptr};
+  const LookUpParams params{
+      batch, {batch.slots, batch.num_ids, static_cast<int32_t>(threads)}, nullptr};
   std::vector<uint32_t> memory(params.size.bytes() / 4 + 1, 0xdeadbeef);
   uint32_t sums[2][kLanes];
   for (int32_t request = 0; request < batch.num_requests; ++request) {
     blockIdx.x = request;
-    simulated::run_block(threads, descending,
-                         [&] { LookUp<kAppend>(params, memory.data(), sums).run(); });
+    simulated::run_block(threads, descending, [&] {
+      if (params.size.is_small()) {
+        LookUp<kAppend, Small>(params, memory.data(), sums).run();
+      } else {
+        LookUp<kAppend, Large>(params, memory.data(), sums).run();
+      }
+    });
   }
 }
 
@@ -30,7 +36,7 @@ extern "C" int64_t run(const int64_t* n, void** arrays) {
   RowBatch b;
   b.append = append;
   b.num_requests = n[4], b.num_ids = n[5], b.slots = n[6], b.max_length = n[7];
-  b.num_columns = n[8], b.num_pages = n[9], b.page_size = n[10], b.first_row = n[11];
+  b.num_columns = n[8], b.num_pages = n[9], b.page_size = Divisor(n[10]), b.first_row = n[11];
   b.ids = static_cast<int32_t*>(next());
   b.lengths = static_cast<int32_t*>(next());
   b.block_table = static_cast<int32_t*>(next());
@@ -52,9 +58,10 @@ extern "C" int64_t run(const int64_t* n, void** arrays) {
                         b.moves,
                         b.counts,
                         static_cast<uint32_t>(b.num_requests),
-                        static_cast<uint32_t>(b.num_ids),
+                        Divisor(b.num_ids),
                         static_cast<uint32_t>(b.slots),
-                        static_cast<uint32_t>(a.row_bytes / kWordBytes)};
+                        Divisor(a.row_bytes / kWordBytes),
+                        Divisor(lines_of_row(a))};
   std::vector<uint32_t> prefix(b.num_requests + 1), of_warps(kCopyThreads / 32);
   gridDim.x = n[3];
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {

@@ -136,3 +136,20 @@ def test_all_misses_then_all_hits(library, descending):
         ids = first + np.stack([rng.permutation(96) for _ in range(2)]).astype(np.int32)
         kernels.fetch(ids, lengths)
         kernels.fetch(np.full((2, 7), first + 3, np.int32), lengths)
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_ages_that_share_a_bucket(library, descending):
+    """Victims among rows that were last used hundreds of calls ago, at different times."""
+    rng = np.random.default_rng(0)
+    kernels = Kernels(
+        library, rng, batch=1, slots=40, max_length=200, threads=64, descending=descending
+    )
+    lengths = np.full(1, 200, np.int32)
+    for position in rng.permutation(39):
+        kernels.fetch(np.array([[position]], np.int32), lengths)
+    for _ in range(300):
+        kernels.fetch(np.array([[39]], np.int32), lengths)
+    for first in (100, 103, 106, 120):
+        kernels.fetch(first + np.arange(first // 20, dtype=np.int32)[None], lengths)
+        kernels.append(np.array([[39, first + 30, 7]], np.int32))

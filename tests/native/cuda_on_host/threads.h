@@ -16,6 +16,7 @@
 #define __host__
 #define __device__
 #define __global__ [[maybe_unused]] static
+#define __noinline__
 #define __shared__
 #define __launch_bounds__(threads)
 #define __grid_constant__
@@ -158,7 +159,18 @@ inline uint32_t __shfl_up_sync(uint32_t, uint32_t value, uint32_t step) {
     return lanes[lane >= step ? lane - step : lane];
   });
 }
+inline uint32_t __shfl_down_sync(uint32_t, uint32_t value, uint32_t step) {
+  return simulated::exchange(value, [step](const uint32_t* lanes) {
+    const uint32_t lane = threadIdx.x % 32;
+    return lanes[lane + step < 32 ? lane + step : lane];
+  });
+}
 
+inline uint32_t atomicAdd(uint32_t* at, uint32_t value) {
+  const uint32_t old = *at;
+  *at += value;
+  return old;
+}
 inline uint32_t atomicCAS(uint32_t* at, uint32_t expected, uint32_t desired) {
   const uint32_t old = *at;
   if (old == expected) *at = desired;

@@ -38,6 +38,9 @@ inline void cp_async_commit() {
   group.insert(group.end(), copies.begin(), copies.end());
   copies.clear();
 }
+inline void launch_dependents() {}
+inline void wait_for_preceding_kernel() {}
+
 inline void cp_async_wait_groups() { finish(committed[threadIdx.x]); }
 inline void cp_async_wait_all() {
   cp_async_wait_groups();
