@@ -157,6 +157,8 @@ class Engine:
                 self._previous = self._dispatch(rows, copies)
             if previous:
                 self._finish(previous)
+            elif not self._previous:  # waiting for a tier, whose threads need the interpreter
+                time.sleep(1e-3)
 
     def cancel(self, request: Request) -> None:
         """Ends a request, for example when its client is gone."""

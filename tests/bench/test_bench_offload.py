@@ -1,14 +1,15 @@
-"""Replay of a trace through the offload manager, compared with independent simulators."""
+"""Replay of a trace through the offload manager, compared with independent simulators; tiers."""
 
 import json
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.harness import records
-from bench.offload import trace
-from jaxkv.offload import OffloadManager
+from bench.offload import tiers, trace
+from jaxkv.offload import FileTier, OffloadManager
 
 pytestmark = pytest.mark.host_only
 
@@ -77,3 +78,22 @@ def test_replay_of_a_file_is_recorded(tmp_path, monkeypatch, capsys):
     assert [target.name for target in found.targets] == [
         "blocks written, 10,000 blocks lru second_use"
     ]
+
+
+def test_tiers_are_measured_and_left_empty(tmp_path, capsys):
+    open_tier = partial(FileTier, tmp_path, 4096, 1 << 20)
+    tiers.report("files", open_tier, total=4 * 4096, rounds=3)
+    assert capsys.readouterr().out.startswith("files ")
+    assert not [*tmp_path.rglob("*.kv")]
+
+
+def test_wrong_bytes_of_a_tier_are_no_measurement(tmp_path):
+    class Wrong(FileTier):
+        def read(self, key, into):
+            future = super().read(key, into)
+            future.result()
+            into[0] ^= 1
+            return future
+
+    with pytest.raises(RuntimeError, match="not those written"):
+        tiers.measure(partial(Wrong, tmp_path, 4096, 1 << 20), total=4096)

@@ -26,7 +26,7 @@ KEYS = BlockGroup().keys(BlockHasher(4, model="test").hashes(range(16)))
 
 
 def mesh(size):
-    return jax.make_mesh((size,), ("tp",), devices=jax.devices()[:size])
+    return jax.sharding.Mesh(np.array(jax.devices()[:size]), ("tp",))
 
 
 def create(spec, layout="page_first_direct", size=1):
