@@ -76,3 +76,30 @@ def test_the_checked_program_has_no_mark_left():
     swap = jax.jit(jaxkv.swap_blocks, donate_argnames="dst")
     text = swap.lower(on_device(), jnp.ones((8, 16)), IDS, IDS).as_text()
     assert "jaxkv_typed_on_device" not in text
+
+
+def pinned(rows: int) -> jax.Array:
+    return jaxkv.pinned_zeros((rows, 16), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("version", "backend", "refused"),
+    [((0, 10, 2), "gpu", True), ((0, 11, 2), "gpu", False), ((0, 10, 2), "cpu", False)],
+)
+def test_several_results_in_host_memory_are_refused_where_xla_aborts(
+    monkeypatch, version, backend, refused
+):
+    source, target = [on_device(), on_device()], [pinned(4), pinned(4)]
+    swap = partial(jaxkv.swap_blocks, implementation="host")
+
+    def traced(*arrays):
+        monkeypatch.setattr(jax, "__version_info__", version)
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+        return jax.make_jaxpr(swap)(*arrays, IDS, IDS)
+
+    traced(source[0], target[0])  # one is fine
+    if refused:
+        words = "swap_blocks", "jax", "several arrays in host memory", "2 results", "0.11"
+        assert_rejected(lambda: traced(source, target), NotImplementedError, *words)
+    else:
+        traced(source, target)

@@ -17,6 +17,7 @@ from jaxkv._src.runtime.errors import scope_number
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.sharding import _varying_axes, match_varying_axes
 from jaxkv._src.transfer.ids import HostIds, IdPair, num_ids_of
+from jaxkv._src.transfer.memory_kinds import check_host_results
 from jaxkv._src.transfer.xla_copy import copy_blocks_xla
 from jaxkv._src.tuning.copy_table import Implementation
 
@@ -185,6 +186,7 @@ def call_copy_handler(
     """
     operands = _id_operands(ids) if pairs is None else [pairs]
     written = result_types(copy)
+    check_host_results(copy.operation, [*tickets, *written])
     first_written = len(operands) + (len(copy.strided) if copy.to_dense else 0)
     call = jax.ffi.ffi_call(
         target,

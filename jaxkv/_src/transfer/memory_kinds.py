@@ -41,6 +41,21 @@ def check_memory_kinds(operation: str, arrays: Sequence[Any]) -> list[Any]:
     return list(_checked_p.bind(*arrays, operation=operation)) if arrays else []
 
 
+def check_host_results(operation: str, results: Sequence[Any]) -> None:
+    """Raises where XLA would abort the process: several results of a call in host memory.
+
+    The compiler for GPUs of jax 0.10 fails in its analysis of host memory for them. The CPU
+    backend compiles these calls.
+    """
+    several = sum(result.memory_space == jax.memory.Space.Host for result in results) > 1
+    if several and jax.__version_info__ < (0, 11) and jax.default_backend() == "gpu":
+        raise NotImplementedError(
+            f"{operation}: jax {jax.__version__} cannot compile a call for GPUs that writes "
+            f"several arrays in host memory ({len(results)} results): the process would end. "
+            "Install jax>=0.11, or use store_pages with one pool"
+        )
+
+
 def with_checked_pool(operation: str, pool: Any, cache: Any) -> tuple[Any, Any]:
     """Pool and cache; a pool typed as in device memory is checked when the program is lowered.
 

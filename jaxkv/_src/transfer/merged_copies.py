@@ -16,6 +16,7 @@ from jaxkv._src.transfer.block_copy import (
     result_types,
 )
 from jaxkv._src.transfer.ids import IdPair
+from jaxkv._src.transfer.memory_kinds import check_host_results
 from jaxkv._src.tuning.copy_table import Implementation
 
 TARGET = "jaxkv_copy_groups"
@@ -78,6 +79,7 @@ def copy_merged(copies: Sequence[GroupCopy]) -> list[list[jax.Array]]:
         second_id = first_id + 1 if entry.pairs is None else -1
         attribute += [len(numbers), first_id, second_id, new_ids]
         attribute += [strided, len(entry.copy.strided), dense, *numbers]
+    check_host_results(copies[0].copy.operation, written.types)
     call = jax.ffi.ffi_call(
         TARGET,
         written.types,
