@@ -9,100 +9,14 @@
 // result equals the CPU implementation's.
 #pragma once
 
-#include <algorithm>
-#include <bit>
-
-#include "common/error_ring.cuh"
 #include "common/ptx.cuh"
-#include "sparse/rows.h"
+#include "sparse/look_up_params.cuh"
+#include "sparse/warp_sums.cuh"
 
 namespace jaxkv::sparse {
 
-inline constexpr uint32_t kLookUpThreads = 1024;
-inline constexpr uint32_t kLanes = 32;
-inline constexpr uint32_t kAllLanes = ~0u;
-
-// Ids and slots of a thread, at most: registers. Fewer instructions for the usual sizes.
-struct Large {
-  static constexpr int kIds = kMaxIds / kLookUpThreads, kSlots = kMaxSlots / kLookUpThreads;
-};
-struct Small {
-  static constexpr int kIds = 2, kSlots = 4;
-};
-
 inline constexpr uint16_t kNoRank = 0xffff;
-
-// Buckets of ages: one for each, then all greater ones in one, then free slots.
-inline constexpr uint32_t kBuckets = 256, kFreeBucket = kBuckets - 1, kOldBucket = kBuckets - 2;
 inline constexpr uint32_t kUsedNow = 1u << 31;  // flag of a position, of a row that this call uses
-
-// Shared memory of a request, in the order of its parts.
-struct LookUpSize {
-  uint32_t slots, ids, table;
-  int32_t ids_of_thread, slots_of_thread;
-
-  LookUpSize(int32_t num_slots, int32_t num_ids, int32_t threads)
-      : slots(num_slots),
-        ids(num_ids),
-        table(std::bit_ceil(2u * std::max(num_ids, 32))),
-        ids_of_thread((num_ids + threads - 1) / threads),
-        slots_of_thread((num_slots + threads - 1) / threads) {}
-  uint32_t bytes() const { return 4 * kBuckets + 4 * slots + 4 * table + 2 * 2 * ids; }
-  bool is_small() const { return ids_of_thread <= Small::kIds && slots_of_thread <= Small::kSlots; }
-};
-
-struct LookUpParams {
-  RowBatch batch;
-  LookUpSize size;
-  ErrorRings* errors;
-};
-
-// Sums over the warps of a block. The two sets of counters alternate, so that a sum needs one
-// barrier: a warp cannot reach the next but one before all have read this one.
-class WarpSums {
- public:
-  __device__ explicit WarpSums(uint32_t (*sums)[kLanes]) : sums_(sums) {}
-
-  // `value` is that of the warp. Returns the sum of the preceding warps, and of all in `total`.
-  __device__ uint32_t exclusive(uint32_t value, uint32_t* total) {
-    const uint32_t of_lane = exchange(value);
-    *total = __reduce_add_sync(kAllLanes, of_lane);
-    const bool precedes = threadIdx.x % kLanes < threadIdx.x / kLanes;
-    return __reduce_add_sync(kAllLanes, precedes ? of_lane : 0);
-  }
-  __device__ uint32_t total(uint32_t value) {
-    return __reduce_add_sync(kAllLanes, exchange(value));
-  }
-  __device__ uint32_t maximum(uint32_t value) {
-    return __reduce_max_sync(kAllLanes, exchange(value));
-  }
-
- private:
-  // Lane i gets the value of warp i, or 0.
-  __device__ uint32_t exchange(uint32_t value) {
-    const uint32_t warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    turn_ ^= 1;
-    if (lane == 0) sums_[turn_][warp] = value;
-    __syncthreads();
-    return lane < blockDim.x / kLanes ? sums_[turn_][lane] : 0;
-  }
-
-  uint32_t (*sums_)[kLanes];
-  uint32_t turn_ = 0;
-};
-
-// Not inlined: a look-up executes its instructions once, so its time is also that of loading them.
-__device__ __noinline__ void record_fault(ErrorRings* errors, Fault fault, int32_t position,
-                                          int32_t id, int32_t limit) {
-  record_error(errors, fault, position, id, limit);
-}
-__device__ __noinline__ void record_token_fault(const LookUpParams& p, int32_t request,
-                                                int32_t position) {
-  find_token(p.batch, request, position,
-             [&p](ErrorCode code, int32_t place, int32_t id, int32_t limit) {
-               record_error(p.errors, {code, p.batch.operation}, place, id, limit);
-             });
-}
 
 template <bool kAppend, class Size>
 class LookUp {
