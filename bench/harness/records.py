@@ -33,6 +33,7 @@ EVIDENCE = (
     "docs/plots",
     "docs/performance.md",
     "docs/offload.md",
+    "docs/sparse.md",
     "README.md",
 )
 

@@ -118,6 +118,26 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
             ),
         },
     ),
+    "sparse": Table(
+        "sparse",
+        r"(?P<bytes>\d+) B rows, batch (?P<b>32), context (?P<c>32768), reuse (?P<r>\d+%)",
+        ("row, bytes", "requests", "context", "reuse"),
+        {
+            "jaxkv, us": value("time per call"),
+            "published design, us": baseline("time per call", "published design"),
+            "cudaMemcpyBatchAsync, us": baseline("time per call", "cudaMemcpyBatchAsync"),
+            "missing rows, GB/s": value("missing rows"),
+        },
+    ),
+    "sparse_decode": Table(
+        "sparse_decode",
+        r"(?P<t>\w+), (?P<n>\d+) requests of (?P<c>\d+), reuse (?P<r>\d+%)",
+        ("rows", "requests", "context", "reuse"),
+        {
+            "us per step": value("time per step"),
+            "tokens/s": value("decode throughput"),
+        },
+    ),
     "targets_count": tables.targets_count,
     "tensor_parallel": Table(
         "tensor_parallel",

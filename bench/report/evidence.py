@@ -25,7 +25,13 @@ from bench.report.tables import figures, verdict
 
 DOCUMENTS = [
     REPOSITORY / name
-    for name in ("README.md", "bench/results/README.md", "docs/offload.md", "docs/performance.md")
+    for name in (
+        "README.md",
+        "bench/results/README.md",
+        "docs/offload.md",
+        "docs/performance.md",
+        "docs/sparse.md",
+    )
 ]
 PLOTS = REPOSITORY / "docs" / "plots"
 MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
