@@ -236,6 +236,7 @@ def test_limit_of_the_address_space(machine, monkeypatch):
     assert_rejected(lambda: host_memory.check_host_memory(1), jaxkv.HostMemoryError, " 0 bytes")
 
 
+@pytest.mark.cpu_only  # CUDA reserves more address space than any such limit
 def test_pool_above_the_address_space_is_rejected():
     """By the check, before an allocation fails."""
     program = (

@@ -82,6 +82,7 @@ def pinned(rows: int) -> jax.Array:
     return jaxkv.pinned_zeros((rows, 16), np.float32)
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("version", "backend", "refused"),
     [((0, 10, 2), "gpu", True), ((0, 11, 2), "gpu", False), ((0, 10, 2), "cpu", False)],
