@@ -22,9 +22,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from tests import fuzz  # noqa: F401  # sets the number of CPU devices, before jax is imported
+if __name__ == "__main__":  # not in the tests, whose child processes would inherit it
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
-# isort: split
 import jax
 import numpy as np
 
@@ -180,7 +180,7 @@ def earlier(path: pathlib.Path, commit: str | None) -> list[Row]:
 def record(results: Results, rows: Sequence[Row], segment: Segment) -> bool:
     """Adds a segment to the rows of earlier ones; checks of all. Whether those of results are met.
 
-    The length is a target of its own: a single short segment is right, but not enough.
+    The length is a check of its own: a single short segment is right, but not enough.
     """
     number = len({row.case for row in rows}) + 1
     results.rows += rows

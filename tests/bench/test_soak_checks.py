@@ -49,7 +49,7 @@ def test_segments_of_one_commit_add_up(tmp_path, change, missed):
         path.write_text(json.dumps({**results.to_json(), "commit": "abc"}))
         assert soak.earlier(path, "other") == soak.earlier(path, None) == []
         rows = soak.earlier(path, "abc")
-    met = {target.name: target.met for target in results.targets}
+    met = {check.name: check.met for check in results.checks}
     assert met.pop("length of all segments")  # 30 minutes
     assert [name for name, value in met.items() if not value] == ([missed] if missed else [])
 
@@ -88,6 +88,6 @@ def test_failures_are_counted_and_sequences_begin_anew(monkeypatch, capsys):
     assert fuzz.fuzz("load", 7, 5)[:2] == (7, 2)
     assert "load: case 2 of seed [5, 1]" in capsys.readouterr().out
     counts = {"load": fuzz.Count(7, 2, 0.0), "all_reduce": fuzz.Count(0, 0, 0.0)}
-    assert [target.met for target in fuzz.record(counts, 5).targets] == [False, False]
+    assert [check.met for check in fuzz.record(counts, 5).checks] == [False, False]
     counts = {"load": fuzz.Count(fuzz.ON_A_GPU, 0, 0.0), "all_reduce": fuzz.Count(0, 0, 0.0)}
-    assert [target.met for target in fuzz.record(counts, 5).targets] == [True, True]
+    assert [check.met for check in fuzz.record(counts, 5).checks] == [True, True]

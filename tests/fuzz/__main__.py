@@ -6,12 +6,16 @@ Prints a table, and exits with 1 if a case failed. On a GPU, writes the record `
 """
 
 import argparse
+import os
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+if __name__ == "__main__":  # not in the tests, whose child processes would inherit it
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 import jax
 import numpy as np

@@ -4,6 +4,7 @@ Needs cuobjdump (package nvidia-cuda-cuobjdump), which needs no GPU.
 """
 
 import importlib.util
+import os
 import pathlib
 import re
 import shutil
@@ -20,6 +21,8 @@ ALLOWED = {
     # 64 registers, so that 4 blocks of 4 ranks fit an SM, or 1,024 threads of a copy.
     r"all_reduce_kernel\w*Li4ELNS0_5RouteE[02]": 64,  # low_latency, two_shot
     r"copy_blocksILi\d+E5uint4": 40,
+    r"copy_blocksILi256E": 16,
+    r"sparse7look_up": 32,  # one block of 1,024 threads for each request
     r"copy_groupILi": 72,
     # 128 registers; compared with the copies that it issues, decoding is cheap.
     r"align_states": 112,
@@ -42,10 +45,16 @@ def cuobjdump():
     tool: str = shutil.which("cuobjdump") or next((str(p) for p in packaged if p.exists()), "")
     if not tool:
         pytest.skip("needs cuobjdump: pip install nvidia-cuda-cuobjdump")
+    path = os.pathsep.join([*(str(p.parent) for p in packaged), os.environ["PATH"]])
 
     def run(*options: str) -> str:
+        if "-sass" in options and not shutil.which("nvdisasm", path=path):
+            pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
         command = [tool, *options, str(extension.__file__)]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        environment = {**os.environ, "PATH": path}
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, env=environment
+        ).stdout
 
     return run
 

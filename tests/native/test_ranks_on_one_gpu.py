@@ -85,7 +85,7 @@ def test_record(outputs, missed):
         outputs["memcheck"] += CLEAN
     results = Results("ranks_on_one_gpu")
     assert record(results, outputs) == (missed is None)
-    assert [target.name for target in results.targets if not target.met][:1] == [missed][
+    assert [check.name for check in results.checks if not check.met][:1] == [missed][
         : missed is not None
     ]
-    assert len(results.targets) == 2 * len(RANKS) + 2
+    assert len(results.checks) == 2 * len(RANKS) + 2
