@@ -75,7 +75,7 @@ int wrong(const char* name, const Result& got, size_t num_pairs, uint64_t num_re
 
 int main() {
   constexpr int32_t kBlocks = 1'000'000'000;
-  constexpr size_t kIds = 5'000'000;
+  constexpr size_t kIds = 1'000'000;
   constexpr size_t kPairs = kIds * sizeof(BlockPair), kSorted = kIds * sizeof(int32_t);
   std::vector<int32_t> good(kIds);
   std::iota(good.begin(), good.end(), 0);
