@@ -33,8 +33,7 @@ CONVERSATIONS = {
     name: [f"What is {name}, and since when?", f"Who told you that of {name}?", "Why?"]
     for name in ("rain", "a lighthouse", "the sea", "bread", "an owl", "winter")
 }
-NUM_TURNS = sum(map(len, CONVERSATIONS.values()))
-NEW_TOKENS = 8
+NUM_TURNS, NEW_TOKENS = sum(map(len, CONVERSATIONS.values())), 8
 FEW = 80  # pages
 PLENTY = 300  # pages, for all conversations together
 
