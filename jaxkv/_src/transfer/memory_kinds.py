@@ -42,17 +42,18 @@ def check_memory_kinds(operation: str, arrays: Sequence[Any]) -> list[Any]:
 
 
 def check_host_results(operation: str, results: Sequence[Any]) -> None:
-    """Raises where XLA would abort the process: several results of a call in host memory.
+    """Raises where XLA would abort the process: one of several results of a call in host memory.
 
     The compiler for GPUs of jax 0.10 fails in its analysis of host memory for them. The CPU
     backend compiles these calls.
     """
-    several = sum(result.memory_space == jax.memory.Space.Host for result in results) > 1
-    if several and jax.__version_info__ < (0, 11) and jax.default_backend() == "gpu":
+    on_host = any(result.memory_space == jax.memory.Space.Host for result in results)
+    aborts = jax.__version_info__ < (0, 11) and jax.default_backend() == "gpu"
+    if len(results) > 1 and on_host and aborts:
         raise NotImplementedError(
-            f"{operation}: jax {jax.__version__} cannot compile a call for GPUs that writes "
-            f"several arrays in host memory ({len(results)} results): the process would end. "
-            "Install jax>=0.11, or use store_pages with one pool"
+            f"{operation}: jax {jax.__version__} cannot compile a call for GPUs with "
+            f"{len(results)} results in host memory: the process would end. Install jax>=0.11, or "
+            "use store_pages with one pool"
         )
 
 
