@@ -1,8 +1,10 @@
 """The Python blocks of README.md and docs/, run as written."""
 
+import math
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,14 +37,24 @@ def run(page: Path, *, separately: bool) -> int:
     return len(examples)
 
 
+def skip_without_devices(page: Path) -> None:
+    """Skips a page with a mesh of more devices than there are."""
+    meshes = re.findall(r"make_mesh\(\(([\d, ]+)\)", page.read_text())
+    needed = max((math.prod(map(int, re.findall(r"\d+", shape))) for shape in meshes), default=1)
+    if jax.device_count() < needed:
+        pytest.skip(f"needs {needed} devices")
+
+
 # JAX cannot reuse the ticket and the plan of a copy, which are donated with its handle.
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_blocks_run_in_order(page):
+    skip_without_devices(page)
     assert run(page, separately=False) == page.read_text().count("```python\n")
 
 
 def test_readme_blocks_run_independently():
+    skip_without_devices(README)
     assert run(README, separately=True) == README.read_text().count("```python\n")
 
 

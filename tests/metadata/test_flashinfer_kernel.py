@@ -196,6 +196,7 @@ def test_varying_batches_use_plain_jax(with_cuda):
     assert "@jaxkv_flashinfer" in text
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_replicated_batch_on_a_mesh(with_cuda, axis_type):
     """Types with a mesh of explicit axes, which the results of both platforms must share."""

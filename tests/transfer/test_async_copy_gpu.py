@@ -99,7 +99,7 @@ def test_layer_is_complete_after_its_wait(named, control):
 
 @pytest.mark.parametrize("control", [False, True], ids=["wait", "no wait"])
 def test_array_of_a_swap_is_complete_after_its_wait(named, control):
-    blocks = {"shape": (64, 8, 128), "src_blocks": 64, "dst_blocks": 48}
+    blocks = {"shape": (256, 8, 128), "src_blocks": 64, "dst_blocks": 48}  # 30 MiB are copied
     case = SwapCase("pinned_host", "device", "int8", **blocks)
 
     @partial(jax.jit, donate_argnums=1)
