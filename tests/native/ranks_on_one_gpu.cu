@@ -181,7 +181,7 @@ int run(int argc, char** argv) {
     if (std::string(argv[i]) == "--brief") settings.brief = true;
     if (std::string(argv[i]) == "--timeout-s" && i + 1 < argc) {
       settings.timeout_ns = std::strtoull(argv[i + 1], nullptr, 10) * 1'000'000'000;
-      settings.short_timeout_ns = settings.timeout_ns / 10;
+      settings.short_timeout_ns = settings.timeout_ns / 20;
     }
   }
   bool right = true;
