@@ -87,8 +87,8 @@ def test_copy_that_was_done_before_is_verified_again(made):
 @pytest.mark.parametrize("num_blocks", [6, 1 << 20])
 def test_neighbours_and_others_were_not_written(num_blocks):
     written = np.array([0, 5, 3, 2], np.int32)
-    others = pools._others(written, num_blocks)
-    assert len(others) == 8 + pools.SAMPLED
+    others = pools._others(written, num_blocks, 1024)
+    assert len(others) == 8 + 1024
     assert not {*others.tolist()} & {*written.tolist()}
     assert {*others[:8].tolist()} == {1, 4} | ({6} if num_blocks > 6 else set())
     assert (len(set(others[8:].tolist())) > 900) == (num_blocks > 6)
@@ -96,4 +96,22 @@ def test_neighbours_and_others_were_not_written(num_blocks):
 
 
 def test_fully_written_array_has_no_others():
-    assert pools._others(np.arange(4, dtype=np.int32), 4).tolist() == []
+    assert pools._others(np.arange(4, dtype=np.int32), 4, 1024).tolist() == []
+
+
+def test_few_large_blocks_are_sampled(monkeypatch, made):
+    """A thousand blocks of 64 MiB do not fit beside the arrays."""
+    monkeypatch.setattr(pools, "SAMPLED_BYTES", 3 * 4096)
+    taken = []
+    rows = pools.rows
+
+    def counted(array, ids):
+        taken.append(len(ids))
+        return rows(array, ids)
+
+    monkeypatch.setattr(pools, "rows", counted)
+    source, destination = made.host(4096), made.device(4096)
+    ids = [(np.array([3], np.int32), np.array([4], np.int32))]
+    copy = jax.jit(jaxkv.swap_blocks, donate_argnames="dst")
+    pools.verified(lambda array: copy(source, array, *ids[0]), source, destination, ids)
+    assert taken == [1, 2 + 3, 1 + 2 + 3]  # sources, neighbours and sample, all of these

@@ -22,7 +22,7 @@ GIB = 1 << 30
 WANTED_BYTES = 32 * GIB
 TILE_BYTES = 67_108_748  # no multiple of a block, so that no two blocks are equal
 FILLERS = 8
-SAMPLED = 1024
+SAMPLED, SAMPLED_BYTES = 1024, 256 << 20
 
 
 def pool_bytes(at_least: int) -> int:
@@ -139,7 +139,9 @@ def verified(
     for from_, to in ids:  # later copies overwrite earlier ones
         pairs |= dict(zip(to.tolist(), from_.tolist(), strict=True))
     written, read = (np.fromiter(side, np.int32, len(pairs)) for side in (pairs, pairs.values()))
-    others = _others(written, len(destination))
+    block_bytes = destination.nbytes // len(destination)
+    sampled = min(SAMPLED, max(1, SAMPLED_BYTES // block_bytes))
+    others = _others(written, len(destination), sampled)
     wanted = np.concatenate([rows(source, read), rows(destination, others)])
     destination = write(destination, written, ~wanted[: len(written)])
     destination = copy(destination)
@@ -150,17 +152,17 @@ def verified(
     return destination
 
 
-def _others(written: np.ndarray, num_blocks: int) -> np.ndarray:
+def _others(written: np.ndarray, num_blocks: int, sampled: int) -> np.ndarray:
     """Neighbours of the written blocks, and a sample of the others.
 
     Repeated so that their number only depends on that of the written ones: programs compile by
     shape.
     """
     beside = np.concatenate([written - 1, written + 1])
-    sample = np.random.default_rng(1).integers(0, num_blocks, SAMPLED, np.int32)
+    sample = np.random.default_rng(1).integers(0, num_blocks, sampled, np.int32)
     found = (np.setdiff1d(each, written) for each in (beside, sample))
     inside = ((each[(each >= 0) & (each < num_blocks)]) for each in found)
-    sizes = 2 * len(written), SAMPLED
+    sizes = 2 * len(written), sampled
     return np.concatenate(
         [np.resize(each, size * bool(len(each))) for each, size in zip(inside, sizes, strict=True)]
     )
