@@ -280,6 +280,7 @@ def block_limits_are_equal(order: list[int]) -> None:
 
 
 def creation_can_be_interrupted(order: list[int]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     rendezvous = Rendezvous([0, 1], timeout_s=20.0)
     for waits in (lambda: rendezvous.step("creation", lambda: None), rendezvous.leave):
         interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
