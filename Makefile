@@ -33,7 +33,7 @@ IF_XDIST = $(if $(GPUS),,$$($(PY) -c "import xdist" 2>/dev/null && echo "$(PYTES
 BRIEF := --ignore=tests/metadata --hypothesis-profile=brief
 COMPAT_TESTS := -m "not host_only and not end_to_end" $(BRIEF)
 # Those under the oldest jax, with which `test` runs all: what is left is the wheel.
-TESTS_OF_WHEEL := tests/environment tests/runtime tests/transfer/test_transfer.py
+TESTS_OF_WHEEL := tests/environment tests/runtime
 ASAN_TESTS := -m "not host_only and not end_to_end and not pallas and not xla" $(BRIEF)
 # Or "tests.fuzz --cases 1000". Without --capture=sys the report would be lost with the process.
 ASAN_RUN ?= pytest $(PYTEST_XDIST) $(ASAN_TESTS) --capture=sys
