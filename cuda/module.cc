@@ -56,6 +56,7 @@ XLA_FFI_Error* StartCopyKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* MoveTicketKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* WaitCopyDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareBounds(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CheckBoundsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareAllReduce(XLA_FFI_CallFrame*);
@@ -121,6 +122,7 @@ nb::dict registrations() {
   add(cuda, "jaxkv_start_copy_dma", prepare_copy_streams, stage("execute", StartCopyDma));
   add(cuda, "jaxkv_move_ticket", prepare_copy_streams, stage("execute", MoveTicketKernel));
   add(cuda, "jaxkv_wait_copy", prepare_copy_streams, stage("execute", WaitCopyKernel));
+  add(cuda, "jaxkv_wait_copy_dma", prepare_copy_streams, stage("execute", WaitCopyDma));
   add(cuda, "jaxkv_check_bounds", stage("initialize", PrepareBounds),
       stage("execute", CheckBoundsKernel));
   add(cuda, "jaxkv_all_reduce", stage("initialize", PrepareAllReduce),

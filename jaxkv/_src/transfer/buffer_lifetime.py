@@ -4,8 +4,10 @@ XLA does not know that an in-flight copy still reads and writes its buffers. A b
 stays live until a wait for that copy, or is returned from the program together with the handle.
 The analysis runs on the complete StableHLO module, in which calls, branches, loops and barriers
 are explicit. A start whose buffers are all safe becomes asynchronous, and a precautionary wait at
-a pytree boundary is removed if it is redundant. The initial lowering is the safe form: a program
-that is not analysed is correct, only slower.
+a pytree boundary is removed if it is redundant. If the program itself also waits for the entire
+copy, whichever path it takes, a start by the copy engine may leave segments for these waits to
+enqueue: their buffers are live until then. The initial lowering is the safe form: a program that
+is not analysed is correct, only slower.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from jaxkv._src.transfer.block_copy import is_to_dense, num_buffers_of
 from jaxkv._src.transfer.buffer_aliases import BufferAliases, on_every_path
 
 WAIT_TARGET = "jaxkv_wait_copy"
+# A wait that enqueues segments of its copy: not in CUDA graphs, whose replays call no handler.
+ENQUEUING_WAIT_TARGET = "jaxkv_wait_copy_dma"
 MOVE_TICKET_TARGET = "jaxkv_move_ticket"
 # Operands before the buffers: the plan, or the ids, which are read before the start returns.
 _NUM_ID_OPERANDS: dict[str | None, int] = {"jaxkv_start_copy": 1, "jaxkv_start_copy_dma": 2}
@@ -75,8 +79,14 @@ def _decide(program: _Program) -> None:
     protected = [start for start in program.starts if program.is_protected(start)]
     for wait in redundant:
         program.remove(wait)
+    deferred = [start for start in protected if program.is_waited_for(start)]
+    waits = {wait for start in deferred for wait in program.waits_for(start)}
     for start in protected:
         configure(start, joined=ir.BoolAttr.get(False))
+    for start in deferred:
+        configure(start, deferred=ir.BoolAttr.get(True))
+    for wait in waits:
+        wait.attributes["call_target_name"] = ir.StringAttr.get(ENQUEUING_WAIT_TARGET)
 
 
 class _Program:
@@ -117,7 +127,7 @@ class _Program:
         read = operands[num_ids : -len(written)] if to_dense else operands[num_ids + len(written) :]
         per_segment = integer(config_of(start)["segment_buffers"])
         num_buffers = num_buffers_of(integers(config_of(start)["copy"]))
-        last = num_buffers // per_segment - 1
+        last = _last_segment(start)
         segments = [(operands[0], last)] if num_ids == 1 else []
         for side in (read, written):
             of_all = len(side) < num_buffers  # a pool, or stacked arrays
@@ -129,6 +139,46 @@ class _Program:
             else self._is_retained(value, segment, tickets)
             for value, segment in segments
         )
+
+    def is_waited_for(self, start: ir.Operation) -> bool:
+        """Whether the host enqueues all of a copy in time if only waits continue what a start began.
+
+        On every path the program has to wait for the last segment, after which XLA may free the
+        buffers; a copy that is enqueued at its start anyway does not count.
+        """
+        last = _last_segment(start)
+        if "deferred" not in config_of(start) or (
+            integer(config_of(start)["segments_ahead"]) > last
+        ):
+            return False
+
+        def following(use: ir.OpOperand) -> list[ir.Value]:
+            call = use.owner.operation
+            if target_of(call) == WAIT_TARGET and use.operand_number == 0:
+                return _next_tickets(call)
+            if target_of(call) == MOVE_TICKET_TARGET:
+                return list(call.results)
+            return self.aliases.after(use)
+
+        def is_followed(use: ir.OpOperand) -> bool:
+            call = use.owner.operation
+            if target_of(call) == WAIT_TARGET and use.operand_number == 0:
+                if integer(config_of(call)["segment"]) >= last:
+                    return True
+            tickets = following(use)
+            return bool(tickets) and not any(map(lost.__contains__, tickets))
+
+        tickets = self._tickets(start.results[0])
+        lost: set[ir.Value] = set()
+        size = -1
+        while len(lost) != size:  # greatest fixed point: a loop ends
+            size = len(lost)
+            lost |= {ticket for ticket in tickets - lost if not on_every_path(ticket, is_followed)}
+        return start.results[0] not in lost
+
+    def waits_for(self, start: ir.Operation) -> list[ir.Operation]:
+        tickets = self._tickets(start.results[0])
+        return [wait for wait in self.waits if wait.operands[0] in tickets]
 
     def is_redundant(self, wait: ir.Operation) -> bool:
         """Whether the buffers of a removable wait are safe without it."""
@@ -215,10 +265,20 @@ class _Program:
                 for use in value.uses:
                     call = use.owner.operation
                     if use.operand_number == 0 and target_of(call) == WAIT_TARGET:
-                        pending += list(call.results)[: integer(config_of(call)["first_array"])]
+                        pending += _next_tickets(call)
                     elif target_of(call) == MOVE_TICKET_TARGET:
                         pending += list(call.results)
         return tickets
+
+
+def _last_segment(start: ir.Operation) -> int:
+    config = config_of(start)
+    return num_buffers_of(integers(config["copy"])) // integer(config["segment_buffers"]) - 1
+
+
+def _next_tickets(wait: ir.Operation) -> list[ir.Value]:
+    """The ticket that a wait returns, if any."""
+    return list(wait.results)[: integer(config_of(wait)["first_array"])]
 
 
 def _in_place_results(wait: ir.Operation) -> int:
