@@ -73,7 +73,9 @@ std::string segment_at(const void* address) {
 }
 
 CUresult write_value(CUstream stream, CUdeviceptr, cuuint32_t value, unsigned int) {
-  return static_cast<CUresult>(call("%s signals %u", name_of(stream), value));
+  const cudaError_t status = call("%s signals %u", name_of(stream), value);
+  last_error = cudaSuccess;  // of the runtime only
+  return static_cast<CUresult>(status);
 }
 
 }  // namespace
@@ -116,11 +118,12 @@ cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const
   for (size_t i = 0; i < count && status == cudaSuccess; ++i) std::memcpy(to[i], from[i], bytes[i]);
   return status;
 }
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** found, unsigned int,
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned int,
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
   *found = reinterpret_cast<void*>(write_value);
-  *result = cudaDriverEntryPointSuccess;
+  *result = std::strcmp(name, "cuStreamWriteValue32") ? cudaDriverEntryPointSymbolNotFound
+                                                      : cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
