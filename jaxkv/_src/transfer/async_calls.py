@@ -33,8 +33,8 @@ from jaxkv._src.tuning.copy_table import Implementation
 if TYPE_CHECKING:
     from jax.core import ShapedArray
 
-# What the copy engine has to do while the host launches the compute before the next wait: about 2 ms
-# of a PCIe 5 link, or descriptors that take the host a third of a millisecond.
+# What keeps the copy engine busy while the host launches the compute before the next wait: about
+# 2 ms of a PCIe 5 link, or descriptors that take the host a third of a millisecond.
 _BYTES_AHEAD = 128 << 20
 _DESCRIPTORS_AHEAD = 1024
 
