@@ -271,11 +271,10 @@ class _Program:
     def _next_tickets(self, use: ir.OpOperand) -> list[ir.Value]:
         """The tickets that a use of a ticket returns, of the same copy."""
         call = use.owner.operation
+        tickets: list[ir.Value] = list(call.results)
         if _is_wait(use):
-            return list(call.results)[: integer(config_of(call)["first_array"])]
-        if target_of(call) == MOVE_TICKET_TARGET:
-            return list(call.results)
-        return self.aliases.after(use)
+            return tickets[: integer(config_of(call)["first_array"])]
+        return tickets if target_of(call) == MOVE_TICKET_TARGET else self.aliases.after(use)
 
 
 def _is_wait(use: ir.OpOperand) -> bool:
