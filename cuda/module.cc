@@ -242,7 +242,7 @@ void bind_devices(nb::module_& m) {
         nb::call_guard<nb::gil_scoped_release>(),
         "Blocks until all work of a CUDA device is complete.");
   m.def("started_copies", &transfer::started_copies,
-        "Numbers of asynchronous copies started, by device and copy stream.");
+        "Numbers of asynchronous copies that are enqueued entirely, by device and copy stream.");
   m.def("copies_ended", &transfer::copies_ended, nb::arg("started"),
         "Whether all copies counted by an earlier started_copies() are complete; non-blocking.");
   m.def("pci_address", &pci_address, nb::arg("ordinal"), "PCI address of a CUDA device.");
