@@ -56,6 +56,7 @@ XLA_FFI_Error* StartCopyKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* MoveTicketKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* WaitCopyKernel(XLA_FFI_CallFrame*);
+XLA_FFI_Error* WaitCopyDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareBounds(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CheckBoundsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareAllReduce(XLA_FFI_CallFrame*);
@@ -121,6 +122,7 @@ nb::dict registrations() {
   add(cuda, "jaxkv_start_copy_dma", prepare_copy_streams, stage("execute", StartCopyDma));
   add(cuda, "jaxkv_move_ticket", prepare_copy_streams, stage("execute", MoveTicketKernel));
   add(cuda, "jaxkv_wait_copy", prepare_copy_streams, stage("execute", WaitCopyKernel));
+  add(cuda, "jaxkv_wait_copy_dma", prepare_copy_streams, stage("execute", WaitCopyDma));
   add(cuda, "jaxkv_check_bounds", stage("initialize", PrepareBounds),
       stage("execute", CheckBoundsKernel));
   add(cuda, "jaxkv_all_reduce", stage("initialize", PrepareAllReduce),
@@ -240,7 +242,7 @@ void bind_devices(nb::module_& m) {
         nb::call_guard<nb::gil_scoped_release>(),
         "Blocks until all work of a CUDA device is complete.");
   m.def("started_copies", &transfer::started_copies,
-        "Numbers of asynchronous copies started, by device and copy stream.");
+        "Numbers of asynchronous copies that are enqueued entirely, by device and copy stream.");
   m.def("copies_ended", &transfer::copies_ended, nb::arg("started"),
         "Whether all copies counted by an earlier started_copies() are complete; non-blocking.");
   m.def("pci_address", &pci_address, nb::arg("ordinal"), "PCI address of a CUDA device.");

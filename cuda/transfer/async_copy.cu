@@ -31,6 +31,50 @@ WriteValue32 stream_write() {
   return write;
 }
 
+enum class Engine : uint32_t { kKernel = 0, kCopyEngine };
+
+CopyStream& copy_stream_of(int32_t device, bool to_dense, Engine engine) {
+  const auto index = (to_dense ? 0 : 2) + static_cast<uint32_t>(engine);
+  return all_copy_streams[device].load()->copy_streams[index];
+}
+
+struct Start {
+  TicketWrite ticket;
+  size_t num_segments;
+};
+
+ffi::Error check_start(StartCall call, const BlockCopy& copy, Start* start) {
+  const auto num_buffers = static_cast<int64_t>(copy.dense.size());
+  const int64_t step = call.segment_buffers;
+  if (step < 1 || num_buffers % step || num_buffers / step > static_cast<int64_t>(kMaxSegments)) {
+    return ffi::Error::InvalidArgument("jaxkv start_copy: " + std::to_string(num_buffers) +
+                                       " buffers in segments of " + std::to_string(step) +
+                                       ": must be a divisor, with at most " +
+                                       std::to_string(kMaxSegments) + " segments");
+  }
+  start->num_segments = static_cast<size_t>(num_buffers / step);
+  cudaStreamCaptureStatus capture;
+  JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamIsCapturing(call.stream, &capture));
+  if (capture != cudaStreamCaptureStatusNone) {
+    return ffi::Error::Internal("jaxkv start_copy: cannot be captured in a CUDA graph");
+  }
+  TicketWrite& ticket = start->ticket;
+  ticket = {static_cast<Ticket*>(call.ticket->untyped_data()), call.operation, {}, !copy.to_dense};
+  for (size_t i = 0; i < call.written.size(); ++i) {
+    auto array = call.written.get<ffi::AnyBuffer>(i);
+    if (!array.has_value()) return array.error();
+    // A joined copy completes before XLA could copy an array, so the wait has nothing to check.
+    ticket.written.push_back(call.joined ? nullptr : (*array)->untyped_data());
+  }
+  if (arrays_of_ticket(call.ticket->size_bytes()) != ticket.written.size()) {
+    return ffi::Error::InvalidArgument("jaxkv start_copy: ticket for " +
+                                       std::to_string(arrays_of_ticket(call.ticket->size_bytes())) +
+                                       " arrays, expected " +
+                                       std::to_string(ticket.written.size()));
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error start_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> planned,
                            ffi::RemainingArgs args, ffi::ResultBuffer<ffi::S32> ticket,
                            ffi::RemainingRets rets, CopyAttribute attribute,
@@ -46,7 +90,7 @@ ffi::Error start_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
   };
   const Operation operation = operation_of(attribute);
   return start_copy({stream, device, operation, ticket, rets, segment_buffers, joined}, *copy,
-                    Engine::kKernel, enqueue);
+                    enqueue);
 }
 
 // Moves the ticket of a store to device memory, where waits read it.
@@ -87,14 +131,73 @@ ffi::Error CopyStream::create(uint32_t index, uint32_t* words) {
 ffi::Error CopyStream::start(cudaStream_t xla_stream, const TicketWrite& ticket,
                              size_t num_segments, bool joined, const Enqueue& enqueue) {
   std::lock_guard lock(mutex_);
+  return begin(xla_stream, ticket, num_segments, joined, enqueue, nullptr);
+}
+
+ffi::Error CopyStream::start(cudaStream_t xla_stream, const TicketWrite& ticket, bool joined,
+                             SegmentedCopy copy) {
+  std::lock_guard lock(mutex_);
+  // Copies are in the order of their starts. But of another execution only its own waits know
+  // whether its arrays still exist: it may have ended with an error.
+  if (auto error = proceed(xla_stream, copy.run, -1); error.failure()) return error;
+  for (SegmentedCopy& other : incomplete_) other.overtaken = true;
+  const bool all = joined || incomplete_.size() == kMaxIncomplete;
+  const size_t now = all ? copy.num_segments : std::min(copy.segments_ahead, copy.num_segments);
+  auto enqueue = [&](const CopyStream&, uint32_t first) {
+    copy.first = first;
+    return enqueue_segments(copy, now);
+  };
+  auto error = begin(xla_stream, ticket, copy.num_segments, joined, enqueue, &copy);
+  if (error.failure() || copy.is_complete()) return error;
+  incomplete_.push_back(std::move(copy));
+  return error;
+}
+
+ffi::Error CopyStream::begin(cudaStream_t xla_stream, const TicketWrite& ticket,
+                             size_t num_segments, bool joined, const Enqueue& enqueue,
+                             const SegmentedCopy* segmented) {
   const uint32_t first = next_;
   next_ += static_cast<uint32_t>(num_segments);
   JAXKV_RETURN_IF_CUDA_ERROR(cudaEventRecord(xla_work_, xla_stream));
   JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(stream_, xla_work_));
   auto error = enqueue(*this, first);
   if (error.success()) error = enqueue_ticket(xla_stream, ticket, first);
+  if (error.success() && segmented && !segmented->is_complete()) return error;
   // A failed start may have enqueued copies whose arrays XLA frees now.
   auto not_recorded = record_end(xla_stream, joined || error.failure());
+  return error.failure() ? error : not_recorded;
+}
+
+ffi::Error CopyStream::enqueue_segments(SegmentedCopy& copy, size_t end) const {
+  for (; copy.enqueued < end; ++copy.enqueued) {
+    auto error = copy.enqueue(stream_, copy.enqueued);
+    // The counter must not decrease.
+    if (error.success() && !copy.overtaken) {
+      error = signal(copy.first + static_cast<uint32_t>(copy.enqueued));
+    }
+    if (error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error CopyStream::enqueue_through(cudaStream_t xla_stream, int64_t run, int64_t segment) {
+  std::lock_guard lock(mutex_);
+  return proceed(xla_stream, run, segment);
+}
+
+ffi::Error CopyStream::proceed(cudaStream_t xla_stream, int64_t run, int64_t segment) {
+  const auto copy = std::ranges::find(incomplete_, run, &SegmentedCopy::run);
+  if (copy == incomplete_.end()) return ffi::Error::Success();
+  size_t end = copy->num_segments;
+  if (segment >= 0 && !copy->overtaken) {
+    end = std::min(end, static_cast<size_t>(segment) + 1 + copy->segments_ahead);
+  }
+  const auto error = enqueue_segments(*copy, end);
+  if (error.success() && !copy->is_complete()) return error;
+  // The counter, which the wait compares, is already that of the later copy.
+  const bool joined = copy->overtaken || error.failure();
+  incomplete_.erase(copy);
+  auto not_recorded = record_end(xla_stream, joined);
   return error.failure() ? error : not_recorded;
 }
 
@@ -169,38 +272,28 @@ ffi::Error prepare_copy_streams(int32_t device) {
   return ffi::Error::Success();
 }
 
-ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine,
-                      const Enqueue& enqueue) {
-  const auto num_buffers = static_cast<int64_t>(copy.dense.size());
-  const int64_t step = call.segment_buffers;
-  if (step < 1 || num_buffers % step || num_buffers / step > static_cast<int64_t>(kMaxSegments)) {
-    return ffi::Error::InvalidArgument("jaxkv start_copy: " + std::to_string(num_buffers) +
-                                       " buffers in segments of " + std::to_string(step) +
-                                       ": must be a divisor, with at most " +
-                                       std::to_string(kMaxSegments) + " segments");
+ffi::Error enqueue_through(cudaStream_t stream, int32_t device, int64_t run, int64_t segment) {
+  for (const bool to_dense : {true, false}) {
+    auto error =
+        copy_stream_of(device, to_dense, Engine::kCopyEngine).enqueue_through(stream, run, segment);
+    if (error.failure()) return error;
   }
-  cudaStreamCaptureStatus capture;
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamIsCapturing(call.stream, &capture));
-  if (capture != cudaStreamCaptureStatusNone) {
-    return ffi::Error::Internal("jaxkv start_copy: cannot be captured in a CUDA graph");
-  }
-  TicketWrite ticket{
-      static_cast<Ticket*>(call.ticket->untyped_data()), call.operation, {}, !copy.to_dense};
-  for (size_t i = 0; i < call.written.size(); ++i) {
-    auto array = call.written.get<ffi::AnyBuffer>(i);
-    if (!array.has_value()) return array.error();
-    // A joined copy completes before XLA could copy an array, so the wait has nothing to check.
-    ticket.written.push_back(call.joined ? nullptr : (*array)->untyped_data());
-  }
-  if (arrays_of_ticket(call.ticket->size_bytes()) != ticket.written.size()) {
-    return ffi::Error::InvalidArgument("jaxkv start_copy: ticket for " +
-                                       std::to_string(arrays_of_ticket(call.ticket->size_bytes())) +
-                                       " arrays, expected " +
-                                       std::to_string(ticket.written.size()));
-  }
-  const auto index = (copy.to_dense ? 0 : 2) + static_cast<uint32_t>(engine);
-  CopyStream& copy_stream = all_copy_streams[call.device].load()->copy_streams[index];
-  return copy_stream.start(call.stream, ticket, num_buffers / step, call.joined, enqueue);
+  return ffi::Error::Success();
+}
+
+ffi::Error start_copy(StartCall call, const BlockCopy& copy, const Enqueue& enqueue) {
+  Start start;
+  if (auto error = check_start(call, copy, &start); error.failure()) return error;
+  return copy_stream_of(call.device, copy.to_dense, Engine::kKernel)
+      .start(call.stream, start.ticket, start.num_segments, call.joined, enqueue);
+}
+
+ffi::Error start_copy(StartCall call, const BlockCopy& copy, SegmentedCopy segmented) {
+  Start start;
+  if (auto error = check_start(call, copy, &start); error.failure()) return error;
+  segmented.num_segments = start.num_segments;
+  return copy_stream_of(call.device, copy.to_dense, Engine::kCopyEngine)
+      .start(call.stream, start.ticket, call.joined, std::move(segmented));
 }
 
 const uint32_t* copy_stream_words(int32_t device) { return all_copy_streams[device].load()->words; }

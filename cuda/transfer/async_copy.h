@@ -6,6 +6,12 @@
 // arrived once the counter is first + s or later. The ticket contains `first`, and a wait is a
 // kernel on XLA's stream that compares the two: the host takes no part, so a wait can be replayed
 // in a CUDA graph. (XLA also records graphs before it has run the start.)
+//
+// The exception is a long copy by the copy engine: a descriptor costs the host a third of a
+// microsecond, and compute that follows the start would be launched late. If the waits of the same
+// program cover the copy, on every path (buffer_lifetime.py decides), the start enqueues the first
+// segments only, and each wait some of the others before its kernel. These waits cannot be
+// captured. A kernel never waits for a segment that is not yet enqueued.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,8 +26,6 @@
 
 namespace jaxkv::transfer {
 
-enum class Engine : uint32_t { kKernel = 0, kCopyEngine };
-
 struct TicketWrite {
   Ticket* ticket;
   Operation operation;
@@ -35,6 +39,20 @@ class CopyStream;
 // Enqueues a copy on the copy stream; `first` is the number of its first segment.
 using Enqueue = std::function<ffi::Error(const CopyStream&, uint32_t first)>;
 
+// A copy whose segments are enqueued one by one. It owns what it needs once the start has returned.
+struct SegmentedCopy {
+  int64_t run;            // the execution of the program that starts it
+  size_t segments_ahead;  // enqueued before a wait for an earlier segment; all if not less
+  std::function<ffi::Error(cudaStream_t, size_t segment)> enqueue;
+
+  size_t num_segments = 0;
+  uint32_t first = 0;  // the number of the first segment
+  size_t enqueued = 0;
+  bool overtaken = false;  // by a copy of another execution, which was started later
+
+  bool is_complete() const { return enqueued == num_segments; }
+};
+
 class CopyStream {
  public:
   ffi::Error create(uint32_t index, uint32_t* words);
@@ -45,7 +63,17 @@ class CopyStream {
   ffi::Error start(cudaStream_t xla_stream, const TicketWrite& ticket, size_t num_segments,
                    bool joined, const Enqueue& enqueue);
 
-  // Number of copies started, and whether the first `started` >= 1 of them have completed.
+  // The same for a copy of which the first segments are enqueued now, and the others by
+  // `enqueue_through`, called by waits of the same execution.
+  ffi::Error start(cudaStream_t xla_stream, const TicketWrite& ticket, bool joined,
+                   SegmentedCopy copy);
+
+  // Enqueues all segments of the copy of an execution up to `segment` and those ahead of it; all if
+  // it is negative. If that fails, XLA's stream waits for those that were enqueued.
+  ffi::Error enqueue_through(cudaStream_t xla_stream, int64_t run, int64_t segment);
+
+  // Number of copies that were enqueued entirely, and whether the first `started` >= 1 of them have
+  // completed.
   uint64_t started() const { return started_.load(); }
   bool ended(uint64_t started) const;
 
@@ -57,11 +85,18 @@ class CopyStream {
   uint32_t* arrived() const { return words_ + 1; }  // see SegmentProgress
 
  private:
+  // Private functions require the mutex.
+  ffi::Error begin(cudaStream_t xla_stream, const TicketWrite& ticket, size_t num_segments,
+                   bool joined, const Enqueue& enqueue, const SegmentedCopy* segmented);
+  ffi::Error enqueue_segments(SegmentedCopy& copy, size_t end) const;
+  ffi::Error proceed(cudaStream_t xla_stream, int64_t run, int64_t segment);
   ffi::Error enqueue_ticket(cudaStream_t xla_stream, const TicketWrite& ticket,
                             uint32_t first) const;
   ffi::Error record_end(cudaStream_t xla_stream, bool joined);
 
   static constexpr size_t kEvents = 64;
+  // Executions that failed leave theirs: each is small, and beyond this number starts enqueue all.
+  static constexpr size_t kMaxIncomplete = 64;
 
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
@@ -70,6 +105,7 @@ class CopyStream {
   std::atomic<uint64_t> started_ = 0;
   uint32_t index_ = 0, next_ = 1;
   uint32_t* words_ = nullptr;
+  std::vector<SegmentedCopy> incomplete_;  // one of each execution at most, in order of their start
 };
 
 inline constexpr size_t kMaxSegments = 1023;    // per copy
@@ -94,7 +130,13 @@ struct StartCall {
   bool joined;
 };
 
-// Enqueues a copy on the copy stream of its direction and `engine`, and writes its ticket.
-ffi::Error start_copy(StartCall call, const BlockCopy& copy, Engine engine, const Enqueue& enqueue);
+// Enqueues a copy on the copy stream of its direction, and writes its ticket: by a kernel, or by
+// the copy engine.
+ffi::Error start_copy(StartCall call, const BlockCopy& copy, const Enqueue& enqueue);
+ffi::Error start_copy(StartCall call, const BlockCopy& copy, SegmentedCopy segments);
+
+// Enqueues the segments that a wait of the execution `run` needs, of both directions: a ticket,
+// which names the copy, is known on the device only.
+ffi::Error enqueue_through(cudaStream_t stream, int32_t device, int64_t run, int64_t segment);
 
 }  // namespace jaxkv::transfer

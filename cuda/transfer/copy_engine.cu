@@ -1,7 +1,11 @@
 // Page copies by the copy engine: no SM is used; the host reads the ids when the call is enqueued.
+#include <algorithm>
+#include <limits>
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "common/cuda_check.h"
 #include "transfer/async_copy.h"
@@ -141,25 +145,43 @@ ffi::Error copy_by_dma(cudaStream_t stream, ffi::Buffer<ffi::S32> source_ids,
   return enqueue_copies(stream, *copy, selected->pairs, 0, copy->dense.size());
 }
 
-ffi::Error start_by_dma(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> source_ids,
-                        ffi::Buffer<ffi::S32> destination_ids, ffi::RemainingArgs args,
-                        ffi::ResultBuffer<ffi::S32> ticket, ffi::RemainingRets rets,
-                        CopyAttribute attribute, int64_t segment_buffers, bool joined) {
-  const auto copy = decode_copy(args, rets, attribute);
-  if (!copy.has_value()) return copy.error();
+// What segments that are enqueued after the start need: XLA keeps the memory, not the lists.
+struct OwnedCopy {
+  OwnedCopy(const BlockCopy& decoded, std::span<const BlockPair> selected)
+      : copy(decoded),
+        dense(copy.dense.begin(), copy.dense.end()),
+        strided(copy.strided.begin(), copy.strided.end()),
+        pairs(selected.begin(), selected.end()) {
+    copy.dense = dense;
+    copy.strided = strided;
+  }
+  OwnedCopy(const OwnedCopy&) = delete;
+
+  BlockCopy copy;
+  std::vector<std::byte*> dense, strided;
+  std::vector<BlockPair> pairs;
+};
+
+ffi::Error start_by_dma(cudaStream_t stream, int32_t device, ffi::RunId run,
+                        ffi::Buffer<ffi::S32> source_ids, ffi::Buffer<ffi::S32> destination_ids,
+                        ffi::RemainingArgs args, ffi::ResultBuffer<ffi::S32> ticket,
+                        ffi::RemainingRets rets, CopyAttribute attribute, int64_t segment_buffers,
+                        bool joined, int64_t segments_ahead, bool deferred) {
+  const auto decoded = decode_copy(args, rets, attribute);
+  if (!decoded.has_value()) return decoded.error();
   const auto selected = read_pairs(source_ids, destination_ids, attribute);
   if (!selected.has_value()) return selected.error();
-  auto enqueue = [&](const CopyStream& copy_stream, uint32_t first) {
-    auto error = ffi::Error::Success();
-    for (size_t b = 0; b < copy->dense.size() && error.success(); b += segment_buffers) {
-      error = enqueue_copies(copy_stream.stream(), *copy, selected->pairs, b, b + segment_buffers);
-      if (error.success()) error = copy_stream.signal(first++);
-    }
-    return error;
+  const auto owned = std::make_shared<const OwnedCopy>(*decoded, selected->pairs);
+  const auto step = static_cast<size_t>(segment_buffers);
+  auto enqueue = [owned, step](cudaStream_t copy_stream, size_t segment) {
+    const size_t begin = segment * step;
+    return enqueue_copies(copy_stream, owned->copy, owned->pairs, begin, begin + step);
   };
+  const size_t ahead = deferred ? static_cast<size_t>(std::max<int64_t>(segments_ahead, 1))
+                                : std::numeric_limits<size_t>::max();
   const Operation operation = operation_of(attribute);
-  return start_copy({stream, device, operation, ticket, rets, segment_buffers, joined}, *copy,
-                    Engine::kCopyEngine, enqueue);
+  return start_copy({stream, device, operation, ticket, rets, segment_buffers, joined}, *decoded,
+                    SegmentedCopy{run.run_id, ahead, enqueue});
 }
 
 }  // namespace
@@ -178,6 +200,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyDma, start_by_dma,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::RunId>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .RemainingArgs()
@@ -185,6 +208,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyDma, start_by_dma,
                                   .RemainingRets()
                                   .Attr<CopyAttribute>("copy")
                                   .Attr<int64_t>("segment_buffers")
-                                  .Attr<bool>("joined"));
+                                  .Attr<bool>("joined")
+                                  .Attr<int64_t>("segments_ahead")
+                                  .Attr<bool>("deferred"));
 
 }  // namespace jaxkv::transfer

@@ -155,6 +155,19 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
   return ffi::Error::Success();
 }
 
+// The wait for a copy that its start may not have enqueued entirely.
+ffi::Error enqueue_and_wait(cudaStream_t stream, int32_t device, ffi::RunId run,
+                            ffi::Buffer<ffi::S32> ticket, ffi::RemainingArgs args,
+                            ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  // Negative if it is known on the device only.
+  const auto segment = attributes.get<int64_t>("segment");
+  if (!segment.has_value()) return segment.error();
+  if (auto error = enqueue_through(stream, device, run.run_id, *segment); error.failure()) {
+    return error;
+  }
+  return wait(stream, device, ticket, args, rets, attributes);
+}
+
 }  // namespace
 
 ffi::Error prepare_wait_kernel() {
@@ -174,5 +187,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(WaitCopyKernel, wait,
                                   .RemainingRets()
                                   .Attrs(),
                               {ffi::Traits::kCmdBufferCompatible});
+
+// No command-buffer trait: a replay would enqueue nothing.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(WaitCopyDma, enqueue_and_wait,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::RunId>()
+                                  .Arg<Int32s>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs());
 
 }  // namespace jaxkv::transfer

@@ -50,14 +50,14 @@ const char* cudaGetErrorString(cudaError_t) { return "an error of the driver"; }
 
 namespace jaxkv::transfer {
 
-// Stub for async_copy.cu, which is not linked. Segments count from 7.
-ffi::Error CopyStream::signal(uint32_t value) const {
-  std::printf("signal-%u ", value);
-  return ffi::Error::Success();
-}
-ffi::Error start_copy(StartCall, const BlockCopy&, Engine engine, const Enqueue& enqueue) {
-  static const CopyStream copy_stream;
-  return engine == Engine::kCopyEngine ? enqueue(copy_stream, 7) : ffi::Error::Internal("engine");
+// Stub for async_copy.cu, which is not linked.
+ffi::Error start_copy(StartCall call, const BlockCopy& copy, SegmentedCopy segmented) {
+  auto error = ffi::Error::Success();
+  for (size_t s = 0; s < copy.dense.size() / call.segment_buffers && error.success(); ++s) {
+    error = segmented.enqueue(nullptr, s);
+    std::printf("segment-%zu ", s);
+  }
+  return error;
 }
 
 namespace {
@@ -128,8 +128,8 @@ int run() {
   const CopyAttribute copy(attribute.data(), attribute.size());
   const auto error = setup[6] == 0
                          ? copy_by_dma(nullptr, source_ids, destination_ids, copied, written, copy)
-                         : start_by_dma(nullptr, 0, source_ids, destination_ids, copied, source_ids,
-                                        written, copy, setup[6], false);
+                         : start_by_dma(nullptr, 0, {1}, source_ids, destination_ids, copied,
+                                        source_ids, written, copy, setup[6], false, 1, false);
   unsigned long long refused = 0;
   for (const TakenErrors& taken : take_errors()) refused += taken.count;
   std::printf("\n%llu\n%d\n%s\n", refused, last_error, error.message().c_str());

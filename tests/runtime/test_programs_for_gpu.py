@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv import sparse
-from jaxkv._src.transfer import dispatch
+from jaxkv._src.transfer import async_calls, dispatch
 from tests.util import gpu_compiler
 from tests.util.block_trees import place, random_tree
 from tests.util.gpu_compiler import calls, compiled, copies, schedule
@@ -106,6 +106,30 @@ def test_started_loads_run_beside_the_program(engine):
     assert len(waits) >= case().spec.num_layers
     # The product of the first layer is enqueued between the start and the first wait.
     assert any(name.startswith(("__cublas", "fusion")) for name in order[start + 1 : waits[0]])
+
+
+def test_waits_that_enqueue_their_copy_follow_its_start(monkeypatch):
+    """In the order of the program: XLA neither removes nor moves the last one."""
+    monkeypatch.setattr(async_calls, "_DESCRIPTORS_AHEAD", 1)
+
+    def step(h, cache, pool, *ids):
+        load = jaxkv.start_load(pool, cache, *ids, implementation="dma")
+        for layer in range(case().spec.num_layers):
+            h = h @ h
+            k, _ = load.wait(layer, after=h)
+            h = h + k[0, 0, 0, 0].astype(h.dtype)
+        return h, load.cache
+
+    pool, cache, *ids = arguments("dma")
+    h = jnp.ones((256, 256), jnp.float32)
+    text = compiled(jax.jit(step, donate_argnums=1), h, cache, pool, *ids)
+    assert_in_place(text, cache)
+    assert ["deferred = true" in line for line in calls(text) if "start_copy" in line] == [True]
+    order = [name for name in schedule(text) if name.startswith("jaxkv")]
+    assert order == ["jaxkv_start_copy_dma", *["jaxkv_wait_copy_dma"] * case().spec.num_layers]
+    waits = [line for line in calls(text) if "wait_copy" in line]
+    segments = [int(re.findall(r"segment = (\d+) : i64", line)[0]) for line in waits]
+    assert segments == [*range(case().spec.num_layers)]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

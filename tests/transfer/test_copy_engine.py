@@ -36,8 +36,8 @@ class Done:
     """Effects of a call.
 
     Attributes:
-      calls: descriptors of each driver call, 0 for one that is no batch; "signal-n" where the
-        arrival of segment n is signalled.
+      calls: descriptors of each driver call, 0 for one that is no batch; "segment-n" where segment
+        n has been enqueued.
       rejected: number of rejected entries.
       last_error: the CUDA runtime's last error, 0 if it was cleared.
       error: the handler's error, "" for none.
@@ -52,7 +52,7 @@ class Done:
 
 
 def _call(token: str) -> int | str:
-    return token if token.startswith("signal") else int(token.partition("-")[2] or 0)
+    return token if token.startswith("segment") else int(token.partition("-")[2] or 0)
 
 
 @dataclasses.dataclass
@@ -205,15 +205,15 @@ def test_batch_size_is_bounded(program, count, to_dense):
 
 
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
-def test_asynchronous_copy_signals_each_segment(program, to_dense):
-    """A segment's buffers share a batch, and its arrival is signalled after it."""
+def test_asynchronous_copy_enqueues_each_segment(program, to_dense):
+    """A segment's buffers share a batch."""
     copy = Copy(single_run(), 9, 9, num_buffers=4, to_dense=to_dense)
     calls = copy.check(program, [4, 6], [2, 5], segment_buffers=2)
-    assert calls == [4, "signal-7", 4, "signal-8"]
+    assert calls == [4, "segment-0", 4, "segment-1"]
     calls = copy.check(program, [4, -1], [2, 5], segment_buffers=4)
-    assert calls == [4, "signal-7"]
+    assert calls == [4, "segment-0"]
     calls = copy.check(program, [], [], segment_buffers=1)
-    assert calls == ["signal-7", "signal-8", "signal-9", "signal-10"]
+    assert calls == [f"segment-{number}" for number in range(4)]
 
 
 def test_descriptors_are_copied_singly_without_batches(program):

@@ -1,15 +1,9 @@
-"""Random programs around started copies, and an interpreter that checks their buffer lifetimes.
-
-The interpreter is independent of the library's decisions: it executes a lowered module with a
-buffer for each value, takes the given branches, and compares the last use of each buffer of a copy
-with the known end of the copy.
-"""
+"""Random programs around started copies, and what the library decides about them."""
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,15 +13,8 @@ from jax.extend.mlir import ir
 
 import jaxkv
 from jaxkv._src.transfer import buffer_lifetime
+from tests.util.lifetime_interpreter import WAIT, Interpreter
 from tests.util.transfer_cases import Case, as_ids, distinct_ids
-
-START = ("jaxkv_start_copy", "jaxkv_start_copy_dma")
-WAIT = "jaxkv_wait_copy"
-MOVE_TICKET = "jaxkv_move_ticket"
-
-
-# --------------------------------------------------------------------------------------------------
-# Programs
 
 
 class Program:
@@ -221,10 +208,6 @@ def always_beside(program: buffer_lifetime._Program) -> None:
         buffer_lifetime.configure(start, joined=ir.BoolAttr.get(False))
 
 
-# --------------------------------------------------------------------------------------------------
-# The interpreter
-
-
 class Module:
     """A lowered program.
 
@@ -252,6 +235,12 @@ class Module:
         return ["joined = true" in line for line in lines]
 
     @property
+    def deferred(self) -> list[bool]:
+        """Whether the waits enqueue a part of each of its copies."""
+        lines = [line for line in self.text.splitlines() if "@jaxkv_start_copy" in line]
+        return ["deferred = true" in line for line in lines]
+
+    @property
     def boundary_waits(self) -> int:
         """Number of waits at pytree boundaries."""
         lines = [line for line in self.text.splitlines() if f"@{WAIT}" in line]
@@ -262,7 +251,11 @@ class Module:
         choices = random.Random(seed)
         with self.module.context:
             return [
-                line for _ in range(runs) for line in Interpreter(self, choices.randrange).found()
+                line
+                for _ in range(runs)
+                for line in Interpreter(
+                    self.module, self.in_flight, self.ticket, choices.randrange
+                ).found()
             ]
 
 
@@ -275,125 +268,3 @@ def segment_of_leaf(started: Any, leaf: int) -> int | None:
         used = layer in started._segments
         kinds += [started._segments.index(layer) if used else None] * len(buffers)
     return [*kinds, last][leaf]
-
-
-class Buffer:
-    def __init__(self) -> None:
-        self.last_use: float = 0
-
-
-class Copy:
-    def __init__(self) -> None:
-        self.buffers: list[tuple[Buffer, int]] = []  # each with its segment
-        self.ended_at: dict[int, float] = {}  # by segment
-
-
-class Interpreter:
-    """Runs a module once; `choose(n)` picks one of n branches or a trip count."""
-
-    def __init__(self, lowered: Module, choose: Callable[[int], int]) -> None:
-        module = lowered.module
-        self.choose, self.time = choose, 0
-        self.buffers: dict[Any, Buffer] = {}
-        self.copies: list[Copy] = []
-        self.copy_of: dict[Buffer, Copy] = {}  # by ticket
-        self.functions = {
-            ir.StringAttr(function.operation.attributes["sym_name"]).value: function.operation
-            for function in module.body.operations
-            if function.operation.name == "func.func"
-        }
-        main = self.functions["main"]
-        arguments = list(main.regions[0].blocks[0].arguments)
-        held = []
-        attributes_of = ir.ArrayAttr(main.attributes["arg_attrs"])
-        for argument, attributes in zip(arguments, attributes_of, strict=True):
-            self.buffers[argument] = Buffer()
-            donation = ir.DictAttr(attributes)
-            if "tf.aliasing_output" not in donation and "jax.buffer_donor" not in donation:
-                held.append(self.buffers[argument])
-        if lowered.ticket is not None:
-            before = Copy()
-            before.buffers = [(self.buffers[arguments[i]], s) for i, s in lowered.in_flight]
-            self.copies.append(before)
-            self.copy_of[self.buffers[arguments[lowered.ticket]]] = before
-        for buffer in (*held, *self.block(main.regions[0].blocks[0])):
-            buffer.last_use = math.inf
-
-    def found(self) -> Iterator[str]:
-        """Buffers that are freed while a copy may still use them."""
-        for number, copy in enumerate(self.copies):
-            for place, (buffer, segment) in enumerate(copy.buffers):
-                end = min((t for s, t in copy.ended_at.items() if s >= segment), default=math.inf)
-                if buffer.last_use < end:
-                    yield f"copy {number}, buffer {place} dies at {buffer.last_use}, {end=}"
-
-    def block(self, block: Any) -> list[Buffer]:
-        """Executes a block; returns the operands of its terminator."""
-        for operation in block.operations:
-            operation = operation.operation
-            operands = [self.buffers[operand] for operand in operation.operands]
-            self.time += 1
-            for buffer in operands:
-                buffer.last_use = max(buffer.last_use, self.time)
-            if operation.name in ("func.return", "stablehlo.return", "sdy.return"):
-                return operands
-            results = self.execute(operation, operands)
-            self.buffers |= dict(zip(operation.results, results, strict=True))
-        raise AssertionError("a block without a terminator")
-
-    def execute(self, operation: Any, operands: list[Buffer]) -> list[Buffer]:
-        match operation.name:
-            case "stablehlo.optimization_barrier":
-                return operands
-            case "func.call":
-                callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
-                return self.region(self.functions[callee].regions[0], operands)
-            case "stablehlo.case" | "stablehlo.if":
-                return self.region(operation.regions[self.choose(len(operation.regions))], [])
-            case "stablehlo.while":
-                for _ in range(self.choose(3)):
-                    operands = self.region(operation.regions[1], operands)
-                return operands
-            case "stablehlo.custom_call":
-                target = ir.StringAttr(operation.attributes["call_target_name"]).value
-                if target in START:
-                    return self.start(operation, operands, num_ids=1 + START.index(target))
-                if target == WAIT:
-                    return self.wait(operation, operands)
-                if target == MOVE_TICKET:
-                    ticket = Buffer()
-                    self.copy_of[ticket] = self.copy_of[operands[0]]
-                    return [ticket]
-        return [Buffer() for _ in operation.results]
-
-    def region(self, region: Any, operands: list[Buffer]) -> list[Buffer]:
-        self.buffers |= dict(zip(region.blocks[0].arguments, operands, strict=True))
-        return self.block(region.blocks[0])
-
-    def start(self, operation: Any, operands: list[Buffer], num_ids: int) -> list[Buffer]:
-        config = ir.DictAttr(operation.attributes["mhlo.backend_config"])
-        to_dense = ir.DenseIntElementsAttr(config["copy"])[1]
-        step = ir.IntegerAttr(config["segment_buffers"]).value
-        num_written = len(operation.results) - 1
-        written = operands[-num_written:] if to_dense else operands[num_ids:][:num_written]
-        layers = written if to_dense else operands[num_ids + num_written :]
-        copy, ticket = Copy(), Buffer()
-        read = operands[0 if num_ids == 1 else num_ids :]
-        of_layers = [i // step for i in range(len(layers))]
-        is_swap = len(operands) == num_ids + 2 * len(layers)
-        rest = [of_layers[-1]] * (len(read) - len(layers) * (1 + is_swap)) + of_layers * is_swap
-        copy.buffers = list(zip(read, rest + of_layers, strict=True))
-        if ir.BoolAttr(config["joined"]).value:
-            copy.ended_at[of_layers[-1]] = self.time
-        self.copies.append(copy)
-        self.copy_of[ticket] = copy
-        return [ticket, *written]
-
-    def wait(self, operation: Any, operands: list[Buffer]) -> list[Buffer]:
-        config = ir.DictAttr(operation.attributes["mhlo.backend_config"])
-        tickets = ir.IntegerAttr(config["first_array"]).value
-        copy = self.copy_of[operands[0]]
-        copy.ended_at.setdefault(ir.IntegerAttr(config["segment"]).value, self.time)
-        next_tickets = [Buffer() for _ in range(tickets)]
-        self.copy_of |= dict.fromkeys(next_tickets, copy)
-        return [*next_tickets, *operands[tickets - len(operation.results) :]]

@@ -17,13 +17,14 @@ from jaxkv._src.transfer.api import copy_now, share_destination
 from jaxkv._src.transfer.block_copy import (
     START_TARGETS,
     BlockCopy,
+    FfiAttribute,
     call_copy_handler,
     plan_pairs,
     result_types,
 )
 from jaxkv._src.transfer.buffer_lifetime import MOVE_TICKET_TARGET, WAIT_TARGET, analysed
 from jaxkv._src.transfer.dispatch import Selection, select_implementation
-from jaxkv._src.transfer.ids import IdPair
+from jaxkv._src.transfer.ids import IdPair, num_ids_of
 from jaxkv._src.transfer.resolve import PreparedCall, check_known_ids
 from jaxkv._src.transfer.sharded_arguments import check_sharded_arguments
 from jaxkv._src.transfer.xla_copy import copy_blocks_xla
@@ -31,6 +32,11 @@ from jaxkv._src.tuning.copy_table import Implementation
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray
+
+# What keeps the copy engine busy while the host launches the compute before the next wait: about
+# 2 ms of a PCIe 5 link, or descriptors that take the host a third of a millisecond.
+_BYTES_AHEAD = 128 << 20
+_DESCRIPTORS_AHEAD = 1024
 
 _WORDS = 2  # int32 words per 64-bit entry of a ticket: its number, then the address of each array
 
@@ -117,6 +123,10 @@ def _start(
     """Traces the start; returns the ticket and the written arrays."""
     # XLA places all results of a call that writes host memory there, also the ticket of a store.
     ticket = _ticket_like(result_types(copy)[0], _WORDS * (1 + len(copy.written)))
+    attributes: dict[str, FfiAttribute] = {}
+    if selection.implementation == "dma":
+        attributes["segments_ahead"] = np.int64(_segments_ahead(copy, ids, segment_buffers))
+        attributes["deferred"] = False  # set by `buffer_lifetime` if the program waits for the copy
     return call_copy_handler(
         START_TARGETS[selection.implementation],
         copy,
@@ -126,7 +136,16 @@ def _start(
         tickets=[ticket],
         segment_buffers=np.int64(segment_buffers),
         joined=True,  # cleared by `buffer_lifetime` if all buffers outlive the copy
+        **attributes,
     )
+
+
+def _segments_ahead(copy: BlockCopy, ids: IdPair, segment_buffers: int) -> int:
+    """Number of segments that keep the copy engine busy until the next wait, at least 1."""
+    blocks = num_ids_of(ids[0]) * segment_buffers
+    runs = copy.geometry.block_bytes // copy.geometry.run_bytes
+    of_bytes = -(-_BYTES_AHEAD // (blocks * copy.geometry.block_bytes))
+    return min(of_bytes, -(-_DESCRIPTORS_AHEAD // (blocks * runs)))
 
 
 def _move_ticket(ticket: jax.Array, like: jax.Array) -> jax.Array:

@@ -4,8 +4,10 @@ XLA does not know that an in-flight copy still reads and writes its buffers. A b
 stays live until a wait for that copy, or is returned from the program together with the handle.
 The analysis runs on the complete StableHLO module, in which calls, branches, loops and barriers
 are explicit. A start whose buffers are all safe becomes asynchronous, and a precautionary wait at
-a pytree boundary is removed if it is redundant. The initial lowering is the safe form: a program
-that is not analysed is correct, only slower.
+a pytree boundary is removed if it is redundant. If the program itself also waits for the entire
+copy, whichever path it takes, a start by the copy engine may leave segments for these waits to
+enqueue: their buffers are live until then. The initial lowering is the safe form: a program that
+is not analysed is correct, only slower.
 """
 
 from __future__ import annotations
@@ -30,9 +32,12 @@ from jaxkv._src.transfer.block_copy import is_to_dense, num_buffers_of
 from jaxkv._src.transfer.buffer_aliases import BufferAliases, on_every_path
 
 WAIT_TARGET = "jaxkv_wait_copy"
+# A wait that enqueues segments of its copy; not in CUDA graphs, whose replays call no handler.
+ENQUEUING_WAIT_TARGET = "jaxkv_wait_copy_dma"
 MOVE_TICKET_TARGET = "jaxkv_move_ticket"
+DMA_START_TARGET = "jaxkv_start_copy_dma"
 # Operands before the buffers: the plan, or the ids, which are read before the start returns.
-_NUM_ID_OPERANDS: dict[str | None, int] = {"jaxkv_start_copy": 1, "jaxkv_start_copy_dma": 2}
+_NUM_ID_OPERANDS: dict[str | None, int] = {"jaxkv_start_copy": 1, DMA_START_TARGET: 2}
 
 
 def analysed(results: Iterable[jax.Array]) -> list[jax.Array]:
@@ -62,7 +67,7 @@ def _analyse(module: ir.Module) -> None:
 
 
 def _decide(program: _Program) -> None:
-    """Removes redundant waits and makes safe starts asynchronous."""
+    """Removes redundant waits, makes safe starts asynchronous, and defers parts of long copies."""
     for wait in reversed(program.waits.copy()):
         if _is_removable(wait) and program.is_dead(wait):
             program.remove(wait)
@@ -75,8 +80,14 @@ def _decide(program: _Program) -> None:
     protected = [start for start in program.starts if program.is_protected(start)]
     for wait in redundant:
         program.remove(wait)
+    deferred = [start for start in protected if program.is_continued(start)]
+    waits = {wait for start in deferred for wait in program.waits_for(start)}
     for start in protected:
         configure(start, joined=ir.BoolAttr.get(False))
+    for start in deferred:
+        configure(start, deferred=ir.BoolAttr.get(True))
+    for wait in waits:
+        wait.attributes["call_target_name"] = ir.StringAttr.get(ENQUEUING_WAIT_TARGET)
 
 
 class _Program:
@@ -117,7 +128,7 @@ class _Program:
         read = operands[num_ids : -len(written)] if to_dense else operands[num_ids + len(written) :]
         per_segment = integer(config_of(start)["segment_buffers"])
         num_buffers = num_buffers_of(integers(config_of(start)["copy"]))
-        last = num_buffers // per_segment - 1
+        last = _last_segment(start)
         segments = [(operands[0], last)] if num_ids == 1 else []
         for side in (read, written):
             of_all = len(side) < num_buffers  # a pool, or stacked arrays
@@ -129,6 +140,48 @@ class _Program:
             else self._is_retained(value, segment, tickets)
             for value, segment in segments
         )
+
+    def is_continued(self, start: ir.Operation) -> bool:
+        """Whether the waits for a copy enqueue all of it if its start does not.
+
+        On every path the program has to wait for the last segment, after which XLA may free the
+        buffers, and each wait for the copy has to be known. A copy that its start enqueues anyway
+        does not count.
+        """
+        last = _last_segment(start)
+        if target_of(start) != DMA_START_TARGET:
+            return False
+        if integer(config_of(start)["segments_ahead"]) > last:
+            return False
+        tickets = self._tickets(start.results[0])
+        if not all(self._is_known(use) for ticket in tickets for use in ticket.uses):
+            return False
+
+        def is_waited_for(use: ir.OpOperand) -> bool:
+            call = use.owner.operation
+            if _is_wait(use) and integer(config_of(call)["segment"]) >= last:
+                return True
+            following = self._next_tickets(use)
+            return bool(following) and not any(map(lost.__contains__, following))
+
+        lost: set[ir.Value] = set()
+        size = -1
+        while len(lost) != size:  # greatest fixed point: loops end
+            size = len(lost)
+            lost |= {value for value in tickets - lost if not on_every_path(value, is_waited_for)}
+        return start.results[0] not in lost
+
+    def _is_known(self, use: ir.OpOperand) -> bool:
+        """Whether the analysis follows a ticket through a use, or need not."""
+        operation = use.owner.operation
+        if target_of(operation) == WAIT_TARGET or self.aliases.returns_from_program(operation):
+            return True
+        # The condition of a loop returns no ticket.
+        return operation.name == "stablehlo.return" or bool(self._next_tickets(use))
+
+    def waits_for(self, start: ir.Operation) -> list[ir.Operation]:
+        tickets = self._tickets(start.results[0])
+        return [wait for wait in self.waits if wait.operands[0] in tickets]
 
     def is_redundant(self, wait: ir.Operation) -> bool:
         """Whether the buffers of a removable wait are safe without it."""
@@ -212,13 +265,26 @@ class _Program:
         while pending:
             for value in set(self.aliases.reached(pending.pop())) - tickets:
                 tickets.add(value)
-                for use in value.uses:
-                    call = use.owner.operation
-                    if use.operand_number == 0 and target_of(call) == WAIT_TARGET:
-                        pending += list(call.results)[: integer(config_of(call)["first_array"])]
-                    elif target_of(call) == MOVE_TICKET_TARGET:
-                        pending += list(call.results)
+                pending += [next for use in value.uses for next in self._next_tickets(use)]
         return tickets
+
+    def _next_tickets(self, use: ir.OpOperand) -> list[ir.Value]:
+        """The tickets that a use of a ticket returns, of the same copy."""
+        call = use.owner.operation
+        tickets: list[ir.Value] = list(call.results)
+        if _is_wait(use):
+            return tickets[: integer(config_of(call)["first_array"])]
+        return tickets if target_of(call) == MOVE_TICKET_TARGET else self.aliases.after(use)
+
+
+def _is_wait(use: ir.OpOperand) -> bool:
+    """Whether a use of a ticket is a wait for its copy."""
+    return use.operand_number == 0 and target_of(use.owner.operation) == WAIT_TARGET
+
+
+def _last_segment(start: ir.Operation) -> int:
+    config = config_of(start)
+    return num_buffers_of(integers(config["copy"])) // integer(config["segment_buffers"]) - 1
 
 
 def _in_place_results(wait: ir.Operation) -> int:
