@@ -11,7 +11,7 @@ the default on GPUs, tokens are equal where batches are, which differ between th
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +22,9 @@ import jaxkv
 from . import report
 from .attention import IMPLEMENTATIONS
 from .checkpoint import load_checkpoint
-from .engine import Engine, Limits, serve
-from .model import PRESETS, Config, Params, init_params
+from .engine import Engine, Limits
+from .model import Config, Params
+from .presets import PRESETS, init_params
 from .request import Request
 from .tokenizer import ByteTokenizer, QwenTokenizer, Tokenizer
 
@@ -131,6 +132,42 @@ def plan_runs(
     }
 
 
+def serve(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    conversations: Mapping[str, Sequence[str]],
+    max_new_tokens: int,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Request]:
+    """Serves all first turns, then all second ones, and so on; reports progress after each step.
+
+    By the next turn of a conversation, its pages have been evicted from HBM by the others.
+    """
+    served: list[Request] = []
+    latest: dict[str, Request] = {}
+    for index in range(max(map(len, conversations.values()))):
+        for name, turns in conversations.items():
+            if index < len(turns):
+                before = latest.get(name)
+                history = before.tokens if before else []
+                latest[name] = Request(
+                    history + tokenizer.prompt(turns[index], history),
+                    max_new_tokens,
+                    stop=lambda request: request.tokens[-1] == tokenizer.stop,
+                    name=name,
+                    index=index,
+                    known=before.computed if before else 0,
+                )
+                engine.submit(latest[name])
+                served.append(latest[name])
+        while engine.busy:
+            engine.step()
+            left = len(engine.waiting) + len(engine.running)
+            progress(f"turn {index + 1}, {left} conversations left")
+        jaxkv.check_errors(engine.state, engine.pool)
+    return served
+
+
 class Comparison(NamedTuple):
     """All runs, by name.
 
@@ -189,8 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine.warm_up()
         runs[name] = serve(engine, tokenizer, conversations, args.max_new_tokens, show_progress)
         engine.close()
-        if args.tier and engine.blocks.host:
-            totals = engine.blocks.host.metrics()
+        if args.tier and num_host_pages:
+            totals = engine.host.metrics()
             read, written = (totals[f"kv_offload_{n}_blocks"] for n in ("promoted", "cascaded"))
             from_tier = f"{args.tier}: {read} pages read into the host pool, {written} written"
 

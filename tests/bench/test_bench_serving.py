@@ -10,7 +10,8 @@ from bench.report.catalog import TABLES
 from bench.serving import metrics, systems, workloads
 from bench.serving.systems import DEVICE_PUT, IN_HBM, JAXKV, NAMES, Memory
 from examples.serving.engine import Limits
-from examples.serving.model import Config, init_params
+from examples.serving.model import Config
+from examples.serving.presets import init_params
 
 CONFIG = Config(256, 64, 96, 1, 4, 2, 16)
 
