@@ -39,11 +39,13 @@ class Workload:
 
     Attributes:
       rate: new requests per second, with exponential intervals; None: when there is room.
+      first: number of the first turn that is measured.
     """
 
     clients: list[list[Turn]]
     parallel: int
     rate: float | None = None
+    first: int = 0
 
     @property
     def longest(self) -> int:
@@ -57,6 +59,33 @@ class Workload:
     def sequences(self) -> list[int]:
         """Tokens of each client, those of a common prefix of its requests once."""
         return [_tokens(turns) for turns in self.clients]
+
+    def run(self, engine: Measured) -> list[Request]:
+        """Serves it; returns the measured requests in the order in which they were submitted."""
+        rng = np.random.default_rng(0)
+        ready: deque[Flight] = deque((turns, 0, []) for turns in self.clients if turns)
+        flying: dict[int, tuple[list[Turn], int, Request]] = {}
+        served: list[Request] = []
+        due = time.perf_counter()
+        engine.reset()
+        while ready or flying:
+            while ready and len(flying) < self.parallel and time.perf_counter() >= due:
+                turns, index, history = ready.popleft()
+                turn = turns[index]
+                prompt = turn.new if turn.whole else history + turn.new
+                request = Request(prompt, turn.answer, index=index)
+                engine.submit(request)
+                served.append(request)
+                flying[id(request)] = turns, index, request
+                if self.rate:
+                    due += rng.exponential(1 / self.rate)
+            if engine.busy:
+                engine.step()
+            for key in [key for key, (_, _, request) in flying.items() if request.finished]:
+                turns, index, request = flying.pop(key)
+                if index + 1 < len(turns):
+                    ready.append((turns, index + 1, request.tokens))
+        return [request for request in served if request.index >= self.first]
 
 
 def _tokens(turns: Sequence[Turn]) -> int:
@@ -96,7 +125,7 @@ def random_prompts(
 
 
 def trace(
-    path: Path, sessions: int, max_blocks: int, scale: int, parallel: int, vocab: int
+    path: Path, sessions: int, max_blocks: int, scale: int, parallel: int, vocab: int, seed: int = 0
 ) -> Workload:
     """Whole sessions of a Mooncake trace, its lengths divided by `scale`, answers cut off.
 
@@ -115,36 +144,65 @@ def trace(
             continue
         for i in ids:
             if i not in blocks:
-                blocks[i] = np.random.default_rng([2, i]).integers(0, vocab, size).tolist()
+                blocks[i] = np.random.default_rng([2, i, seed]).integers(0, vocab, size).tolist()
         prompt = [token for i in ids for token in blocks[i]]
         answer = max(1, min(request["output_length"] // scale, MAX_ANSWER))
         groups.setdefault(ids[1], []).append(Turn(prompt, answer, whole=True))
     return Workload(list(groups.values()), parallel)
 
 
-def run(engine: Measured, workload: Workload) -> list[Request]:
-    """Serves a workload; returns its requests in the order in which they were submitted."""
-    rng = np.random.default_rng(0)
-    ready: deque[Flight] = deque((turns, 0, []) for turns in workload.clients if turns)
-    flying: dict[int, tuple[list[Turn], int, Request]] = {}
-    served: list[Request] = []
-    due = time.perf_counter()
-    engine.reset()
-    while ready or flying:
-        while ready and len(flying) < workload.parallel and time.perf_counter() >= due:
-            turns, index, history = ready.popleft()
-            turn = turns[index]
-            prompt = turn.new if turn.whole else history + turn.new
-            request = Request(prompt, turn.answer, name=str(len(served)), index=index)
+def cached_prefixes(
+    prefixes: int, cached: int, new: int, measured: int, vocab: int, seed: int = 0
+) -> Workload:
+    """One request at a time: a prefix that others have evicted from HBM, and new tokens.
+
+    Turn 0 computes the prefixes, which evict each other, and turn 1 warms up.
+    """
+    rng = np.random.default_rng([3, seed])
+    clients = []
+    for prefix in rng.integers(0, vocab, (prefixes, cached)).tolist():
+        # The page of the last token is published with the next ones.
+        turns = [Turn([*prefix, 0], 1, whole=True)]
+        for tokens in rng.integers(0, vocab, (1 + measured, new)).tolist():
+            turns.append(Turn(prefix + tokens, 2, whole=True))
+        clients.append(turns)
+    return Workload(clients, 1, first=2)
+
+
+@dataclass
+class BesideLoads:
+    """Running requests, while others with evicted prefixes are admitted beside them.
+
+    Attributes:
+      prefixes: computed before.
+      running: prompts of the running requests, which are measured.
+      answer: tokens of their answers.
+      suffix: tokens after a prefix.
+      every: steps between the admissions.
+    """
+
+    prefixes: list[list[int]]
+    running: list[list[int]]
+    answer: int
+    suffix: int
+    every: int
+
+    def run(self, engine: Measured) -> list[Request]:
+        """As `Workload.run`."""
+        Workload([[Turn([*prefix, 0], 1)] for prefix in self.prefixes], 1).run(engine)
+        running = [Request(prompt, self.answer) for prompt in self.running]
+        for request in running:
             engine.submit(request)
-            served.append(request)
-            flying[id(request)] = turns, index, request
-            if workload.rate:
-                due += rng.exponential(1 / workload.rate)
-        if engine.busy:
+        while not all(request.answer for request in running):
             engine.step()
-        for key in [key for key, (_, _, request) in flying.items() if request.finished]:
-            turns, index, request = flying.pop(key)
-            if index + 1 < len(turns):
-                ready.append((turns, index + 1, request.tokens))
-    return served
+        engine.reset()
+        rng, step = np.random.default_rng(0), 0
+        while not all(request.finished for request in running):
+            if step % self.every == 0:
+                prefix = self.prefixes[step // self.every % len(self.prefixes)]
+                engine.submit(Request(prefix + rng.integers(0, 256, self.suffix).tolist(), 2))
+            engine.step()
+            step += 1
+        while engine.busy:
+            engine.step()
+        return running
