@@ -65,7 +65,7 @@ class Workload:
         rng = np.random.default_rng(0)
         ready: deque[Flight] = deque((turns, 0, []) for turns in self.clients if turns)
         flying: dict[int, tuple[list[Turn], int, Request]] = {}
-        served: list[Request] = []
+        served: list[tuple[int, Request]] = []
         due = time.perf_counter()
         engine.reset()
         while ready or flying:
@@ -73,9 +73,9 @@ class Workload:
                 turns, index, history = ready.popleft()
                 turn = turns[index]
                 prompt = turn.new if turn.whole else history + turn.new
-                request = Request(prompt, turn.answer, index=index)
+                request = Request(prompt, turn.answer)
                 engine.submit(request)
-                served.append(request)
+                served.append((index, request))
                 flying[id(request)] = turns, index, request
                 if self.rate:
                     due += rng.exponential(1 / self.rate)
@@ -85,7 +85,7 @@ class Workload:
                 turns, index, request = flying.pop(key)
                 if index + 1 < len(turns):
                     ready.append((turns, index + 1, request.tokens))
-        return [request for request in served if request.index >= self.first]
+        return [request for index, request in served if index >= self.first]
 
 
 def _tokens(turns: Sequence[Turn]) -> int:

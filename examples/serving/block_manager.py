@@ -79,16 +79,13 @@ class BlockManager:
 
     def grow(self, placement: Placement) -> bool:
         """Adds a page for the next tokens; False if all pages are in use."""
-        if not self._free and not self._cached:
-            return False
-        placement.pages.append(self._new_page())
-        return True
+        room = bool(self._free or self._cached)
+        if room:
+            placement.pages.append(self._new_page())
+        return room
 
     def publish(self, pages: Sequence[int], keys: Sequence[bytes], first: int) -> int:
-        """Makes full pages from number `first` on found by their keys, and queues their stores.
-
-        Returns the number of pages to store.
-        """
+        """Makes full pages from number `first` on found; returns how many are to be stored."""
         self._name(pages[first:], keys[first:])
         return len(self._held(self.host.store(keys, pages[: len(keys)])).keys)
 

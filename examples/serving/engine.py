@@ -7,17 +7,12 @@ after it is dropped. Prompt chunks and single tokens of answers share a batch, u
 Scheduling is plain Python over integers, and the shapes of all programs are static, so nothing is
 compiled while serving. A page is in use until the step that reads or writes it was dispatched, not
 until it is over: the device runs steps in order.
-
-With float32 products, answers do not depend on where the pages of a prefix come from: batches may
-differ, but the error is far below the margin between the two best tokens. In bfloat16 tokens are
-equal only where batches are.
 """
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +21,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.metadata import BatchMetadata
-from jaxkv.offload import BlockHasher, FileTier
+from jaxkv.offload import BlockHasher, Tier
 
 from . import attention as attention_module
 from .block_manager import BlockManager
@@ -34,8 +29,6 @@ from .model import Config, Params, partition
 from .request import Limits, Request
 from .sampling import SamplingRows
 from .step import Inputs, Program, State, jitted
-
-TIER_BYTES = 1 << 36  # of files
 
 Row = tuple[Request, int]  # and its number of tokens in a step
 # Tokens of a step that have not been read, and their requests; None: nothing was sampled.
@@ -52,10 +45,9 @@ class Engine:
       layout: of the host pool.
       attention: implementation, see attention.py.
       memory: symmetric memory of a mesh axis "tp" for tensor parallelism.
-      write: when pages are stored, see `jaxkv.offload.OffloadManager`.
       prefill_copies: implementation of copies beside steps with prompts; None: as beside others.
-      tier: directory of a tier of files below the host pool.
-      weights: names the weights, if other ones may use the same tier.
+      tiers: makes the tiers below the host pool, which remain the caller's.
+      weights: names the weights, if other ones may use the same tiers.
     """
 
     def __init__(
@@ -68,9 +60,8 @@ class Engine:
         layout: Any = "page_first_direct",
         attention: str | None = None,
         memory: jaxkv.SymmetricMemory | None = None,
-        write: str = "through",
         prefill_copies: Any = None,
-        tier: Path | None = None,
+        tiers: Callable[[jaxkv.HostPool], Sequence[Tier]] = lambda pool: (),
         weights: str = "",
     ):
         if limits.pages_per_request > num_hbm_pages:
@@ -90,17 +81,13 @@ class Engine:
         self._replicated = jax.NamedSharding(mesh, jax.P()) if mesh else cache.layers[0][0].sharding
         self.state = State(cache, jnp.zeros(limits.batch, jnp.int32, device=self._replicated))
         self.pool: jaxkv.HostPool | None = None
-        self._tiers: list[FileTier] = []
         if num_host_pages:
             self.pool = jaxkv.HostPool.create(
                 self.spec, num_pages=num_host_pages, layout=layout, **where
             )
-            if tier:
-                size = jaxkv.OffloadEngine.tier_block_bytes(self.pool)
-                self._tiers.append(FileTier(tier, size, capacity_bytes=TIER_BYTES))
-        self.host = jaxkv.OffloadEngine(
-            self.pool or 0, batch_sizes=(limits.copy_pages,), write=write, tiers=self._tiers
-        )
+        below = tiers(self.pool) if self.pool else ()
+        sizes = (limits.copy_pages,)
+        self.host = jaxkv.OffloadEngine(self.pool or 0, batch_sizes=sizes, tiers=below)
         self.blocks = BlockManager(num_hbm_pages, self.host)
         self._program = Program(
             config,
@@ -134,9 +121,9 @@ class Engine:
         length = len(request.prompt) + request.max_new_tokens
         if not request.prompt or request.max_new_tokens < 1 or length > size * limit:
             raise ValueError(
-                f"request {request.name}: {len(request.prompt)} prompt tokens and "
-                f"{request.max_new_tokens} new ones; at least 1 each, and {size * limit} in all "
-                f"(pages_per_request={limit} of {size} tokens)"
+                f"request: {len(request.prompt)} prompt tokens and {request.max_new_tokens} new "
+                f"ones; at least 1 each, and {size * limit} in all (pages_per_request={limit} of "
+                f"{size} tokens)"
             )
 
     def step(self) -> None:
@@ -146,9 +133,8 @@ class Engine:
             self._admit()
             copies = self.blocks.next_batch()
             rows = self._schedule()
-            previous, self._previous = self._previous, None
-            if rows or copies.copies:
-                self._previous = self._dispatch(rows, copies)
+            previous = self._previous
+            self._previous = self._dispatch(rows, copies) if rows or copies.copies else None
             if previous:
                 self._finish(previous)
             elif not self._previous:  # waiting for a tier, whose threads need the interpreter
@@ -192,9 +178,8 @@ class Engine:
     def _ensure_page(self, request: Request) -> bool:
         """Allocates the page of the next token; preempts the latest requests if there is none."""
         assert request.placement
-        while request.computed >= len(request.placement.pages) * self.limits.page_size:
-            if self.blocks.grow(request.placement):
-                return True
+        size, placement = self.limits.page_size, request.placement
+        while request.computed >= len(placement.pages) * size and not self.blocks.grow(placement):
             victim = self.running[-1]
             if victim is not request or len(self.running) > 1:
                 self._preempt(victim)
@@ -308,10 +293,3 @@ class Engine:
             for kind in (False, True)[: 1 + sampling]:
                 self._run(inputs, kind)
         jax.block_until_ready(self.state)
-
-    def close(self) -> None:
-        """Ends the tier, once it has what was stored; call it when no request is left."""
-        self.host.poll()
-        self.host.drain()
-        for tier in self._tiers:
-            tier.close()

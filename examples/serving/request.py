@@ -22,10 +22,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         if min(self.token_sizes) <= self.batch:
-            raise ValueError(
-                "batch < token_buckets and token_budget must hold, got "
-                f"{self.batch} and {self.token_sizes}"
-            )
+            sizes = f"token_buckets and token_budget, {self.token_sizes}"
+            raise ValueError(f"batch={self.batch} must be less than {sizes}")
 
     @property
     def token_sizes(self) -> list[int]:
@@ -43,7 +41,6 @@ class Request:
       sampling: how tokens are chosen.
       stop: whether the answer ends with its last token; called once for each token.
       on_token: called after each token and at the end, in the thread of the engine.
-      name, index, known: of reports: conversation, turn, prompt tokens of earlier turns.
     """
 
     prompt: list[int]
@@ -51,9 +48,6 @@ class Request:
     sampling: Sampling = GREEDY
     stop: Callable[["Request"], bool] = lambda request: False
     on_token: Callable[["Request"], None] = lambda request: None
-    name: str = ""
-    index: int = 0
-    known: int = 0
 
     tokens: list[int] = field(init=False)  # prompt and answer
     finished: bool = field(default=False, init=False)

@@ -17,7 +17,6 @@ from .model import Config, Params, forward, partition
 from .sampling import Array, SamplingRows, greedy, sample
 
 P = jax.P
-CACHE = P(None, None, "tp")  # sharding of `DeviceCache`, over KV heads
 
 
 class Program(NamedTuple):
@@ -48,12 +47,9 @@ class State(NamedTuple):
     last: jax.Array  # int32[max_num_reqs], last sampled token of each slot
 
 
-Result = tuple[State, jax.Array, jaxkv.HostPool | None]
-
-
 def _step(
     program: Program, params: Params, state: State, pool: jaxkv.HostPool | None, inputs: Inputs
-) -> Result:
+) -> tuple[State, jax.Array, jaxkv.HostPool | None]:
     """A step on one device; returns the state, the sampled tokens int32[B], and a stored pool."""
     cache, last = state
     copies: Any = inputs.copies.start(pool, cache)
@@ -75,27 +71,24 @@ def _step(
     return State(dataclasses.replace(cache, layers=layers), last), sampled, stored
 
 
-def _sharded_step(
-    program: Program, params: Params, state: State, pool: jaxkv.HostPool | None, inputs: Inputs
-) -> Result:
-    if program.memory is None:
-        return _step(program, params, state, pool, inputs)
-    state_spec: Any = State(CACHE, P())  # type: ignore[arg-type]  # a prefix of its pytree
-    sharded = jax.shard_map(
-        partial(_step, program),
-        mesh=program.memory.mesh,
-        in_specs=(program.config.build(partition), state_spec, program.pool, P()),
-        out_specs=(state_spec, P(), program.pool),
-        check_vma=False,
-    )
-    result: Result = sharded(params, state, pool, inputs)
-    return result
+def _sharded_step(program: Program, *arrays: Any) -> Any:
+    step = partial(_step, program)
+    if program.memory:
+        heads: Any = P(None, None, "tp")  # of all arrays of the cache
+        state: Any = State(heads, P())  # type: ignore[arg-type]
+        step = jax.shard_map(
+            step,
+            mesh=program.memory.mesh,
+            in_specs=(program.config.build(partition), state, program.pool, P()),
+            out_specs=(state, P(), program.pool),
+            check_vma=False,
+        )
+    return step(*arrays)
 
 
 # The pool is donated where it is written, and otherwise stays the caller's.
-_jit = partial(jax.jit, static_argnums=0)
-_run = _jit(_sharded_step, donate_argnames="state")
-_run_store = _jit(_sharded_step, donate_argnames=("state", "pool"))
+_run = jax.jit(_sharded_step, static_argnums=0, donate_argnums=2)
+_run_store = jax.jit(_sharded_step, static_argnums=0, donate_argnums=(2, 3))
 
 
 def jitted(inputs: Inputs) -> Any:

@@ -25,7 +25,7 @@ from examples.serving.presets import init_params
 from examples.serving.request import Request
 from examples.serving.tokenizer import ByteTokenizer
 from jaxkv._src.cache.host_layout import LAYOUTS
-from jaxkv.offload import BlockHasher
+from jaxkv.offload import BlockHasher, FileTier
 
 pytestmark = pytest.mark.end_to_end
 
@@ -308,8 +308,8 @@ def test_exceeded_limits_raise():
         ValueError, match="num_hbm_pages=47: a request may need pages_per_request=48"
     ):
         make_engine(num_hbm_pages=47)
-    with pytest.raises(ValueError, match=r"request long: 384 prompt tokens and 1 new ones; .* 384"):
-        make_engine().submit(Request([0] * 48 * 8, 1, name="long"))
+    with pytest.raises(ValueError, match=r"request: 384 prompt tokens and 1 new ones; .* 384"):
+        make_engine().submit(Request([0] * 48 * 8, 1))
 
 
 # --- The command.
@@ -319,11 +319,18 @@ def test_a_tier_serves_the_next_process(tmp_path, all_in_hbm):
     """Its engine has an empty host pool; one of other weights has other keys."""
     conversations = dict([*CONVERSATIONS.items()][:2])
     expected = [turn.answer for turn in all_in_hbm if turn.name in conversations]
-    totals = []
+    totals, opened = [], []
+
+    def tiers(pool):
+        size = jaxkv.OffloadEngine.tier_block_bytes(pool)
+        opened.append(FileTier(tmp_path, size, capacity_bytes=1 << 30))
+        return opened[-1:]
+
     for _ in range(2):
-        engine = make_engine(num_host_pages=PLENTY, tier=tmp_path, weights="a")
+        engine = make_engine(num_host_pages=PLENTY, tiers=tiers, weights="a")
         assert answers(served(engine, conversations)) == expected
-        engine.close()
+        assert engine.host.drain()
+        opened[-1].close()
         totals.append(engine.host.metrics())
     promoted, cascaded, loaded, missed = (
         [total[f"kv_offload_{name}"] for total in totals]

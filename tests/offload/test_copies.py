@@ -1,6 +1,6 @@
 """Batches of copies in the program of a step, and engines without a host tier."""
 
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,14 @@ def values(cache, pages):
     return [np.asarray(leaf)[list(pages)] for leaf in jax.tree.leaves(cache)]
 
 
-@partial(jax.jit, donate_argnames=("pool", "cache"))
-def step(pool, cache, batch):
+def _step(pool, cache, batch):
     copies = batch.start(pool, cache)
     layers = tuple(copies.wait(layer) for layer in range(SPEC.num_layers))
     pool = copies.pool if batch.kind == "store" else pool
     return pool, jaxkv.DeviceCache(layers, SPEC), jnp.zeros(2)
+
+
+step: Any = jax.jit(_step, donate_argnames=("pool", "cache"))
 
 
 @pytest.mark.parametrize("by", [None, "xla"])
@@ -110,4 +112,5 @@ def test_errors():
     assert_rejected(lambda: load.start(None, random_cache()), TypeError, "pool is None", "'load'")
     none = CopyBatch("none", ids, ids)
     assert_rejected(lambda: none.start(None, [jnp.zeros(3)]), TypeError, "pool is None", "list")
-    assert_rejected(lambda: load.by("fast"), ValueError, "implementation must be", "fast")
+    wrong: Any = "fast"
+    assert_rejected(lambda: load.by(wrong), ValueError, "implementation must be", "fast")

@@ -306,11 +306,12 @@ class OffloadEngine:
     def drain(self, timeout_s: float = 30.0) -> bool:
         """Waits until the tiers have the stored blocks, before a process closes them and ends.
 
-        Blocks; no step may be in flight, and `poll` must have returned its copies.
+        Blocks; no step may be in flight. The next `poll` returns the copies that are over.
 
         Returns:
           Whether all writes have ended in time.
         """
+        self._ended = self.poll()
         return self._tiers is None or self._tiers.drain(timeout_s)
 
     def take_events(self) -> list[Event]:
