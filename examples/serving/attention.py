@@ -47,11 +47,7 @@ def select(implementation: str | None, dtype: np.dtype, head_dim: int) -> str:
 
 
 def attend(
-    implementation: str,
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    rows: BatchMetadata,
+    implementation: str, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: BatchMetadata
 ) -> jax.Array:
     """Attention of new tokens to all tokens of their own sequence up to themselves.
 
