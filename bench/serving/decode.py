@@ -14,7 +14,6 @@ over 4 GiB by XLA, measured in the same run.
 
 import argparse
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,12 +62,12 @@ SMALL = Size(TINY, "float32", 4, 64, 16, 1 << 20, 2)
 
 def cases(flags: argparse.Namespace) -> list[Case]:
     """The scenario: concurrent requests, all pages in HBM."""
-    if "scenario" not in flags.part:
+    if "scenario" not in (flags.part or PARTS):
         return []
     page_size, concurrent, prompt, answer = 64, 32, 256, 256 if flags.quick else 2048
     if flags.tiny:
         page_size, concurrent, prompt, answer = 16, 3, 8, 12
-    model = flags.model or ("tiny" if flags.tiny else "qwen3-0.6b")
+    model = "tiny" if flags.tiny else "qwen3-0.6b"
     pages = -(-(prompt + answer) // page_size)
     limits = Limits(page_size, concurrent, concurrent + 8 * page_size, pages)
     make = partial(  # other prompts in each repeat, as equal ones would be in HBM
@@ -88,9 +87,9 @@ def measure(results: Results, flags: argparse.Namespace) -> None:
     size = SMALL if flags.tiny else FULL
     hbm = hbm_bandwidth(size)
     results.row("HBM", hbm[0], "GB/s", hbm[1])
-    if "attention" in flags.part:
+    if "attention" in (flags.part or PARTS):
         measure_attention(results, size, hbm)
-    if "step" in flags.part:
+    if "step" in (flags.part or PARTS):
         measure_step(results, size, hbm)
 
 
@@ -192,11 +191,9 @@ def _record(
         results.target(f"{case}: share of HBM bandwidth", share, ">=", want, "x", 1.0)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = runs.parser(__doc__)
-    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
-    return runs.main("serving_decode", parser, argv, cases, "bench.serving.decode", measure)
-
+main = partial(
+    runs.main, "serving_decode", "bench.serving.decode", __doc__, cases, PARTS, also=measure
+)
 
 if __name__ == "__main__":
     sys.exit(main())

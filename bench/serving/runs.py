@@ -65,29 +65,25 @@ class Case(NamedTuple):
     dtype: str
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """The common flags."""
+def main(
+    name: str, module: str, description: str | None,
+    cases: Callable[[argparse.Namespace], Sequence[Case]], parts: Sequence[str],
+    argv: Sequence[str] | None = None, *,
+    also: Callable[[Results, argparse.Namespace], None] = lambda results, flags: None,
+) -> int:  # fmt: skip
+    """`main` of a benchmark: `cases`, and then `also`, fill its record."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--out", metavar="DIR", help="also write the JSON file below DIR")
-    add("--quick", action="store_true", help="smaller cases")
+    add("--quick", action="store_true", help="a smaller model and smaller cases")
     add("--tiny", action="store_true", help="a tiny model in float32, for any device")
-    add("--model", choices=[*PRESETS], help="shape of the random weights")
-    add("--system", choices=(*systems.NAMES, systems.PREFILL_DMA), nargs="+")
+    add("--part", choices=parts, nargs="+", help="default: all")
+    add("--system", choices=(*systems.NAMES, systems.PREFILL_DMA), nargs="+", help="default: all")
     add("--rounds", type=int, default=1, help="processes of each system")
     add("--repeats", type=int, help="of each workload in a process; default: by workload")
     add("--serve", nargs=2, metavar=("CASE", "SYSTEM"), help=argparse.SUPPRESS)
-    return parser
-
-
-def main(
-    name: str, parser: argparse.ArgumentParser, argv: Sequence[str] | None,
-    cases: Callable[[argparse.Namespace], Sequence[Case]], module: str,
-    also: Callable[[Results, argparse.Namespace], None] = lambda results, flags: None,
-) -> int:  # fmt: skip
-    """`main` of a benchmark: `cases` and then `also` fill its record."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     argv = sys.argv[1:] if argv is None else [*argv]
     flags = parser.parse_args(argv)
@@ -117,6 +113,13 @@ def main(
     also(results, flags)
     results.save(flags.out)
     return results.exit_code
+
+
+def model_of(flags: argparse.Namespace) -> tuple[str, str]:
+    """Preset of the random weights, and their dtype."""
+    if flags.tiny:
+        return "tiny", "float32"
+    return "qwen3-0.6b" if flags.quick else "qwen3-8b", "bfloat16"
 
 
 def _process(command: Sequence[str], cache: str) -> Iterator[Any]:

@@ -8,8 +8,7 @@ device_put     offload as JAX engines do it today, in plain JAX (tpu-inference, 
                page, one wait for all, and a scatter, all before the step
 copy engine    jaxkv with one copy-engine descriptor for each block, beside the step
 jaxkv          jaxkv with the implementation that its tuning table chooses, beside the step
-jaxkv, dma beside prefills
-               the same, with the copy engine beside steps with prompts (not run by default)
+jaxkv dma      the same, with the copy engine beside steps with prompts (not run by default)
 host metadata  in HBM, with the metadata of each step in NumPy, one upload, and a wait for the
                tokens before the next step; the program still derives its metadata on the device, a
                few microseconds of GPU time more (only the scenario of bench.serving.decode)
@@ -34,7 +33,7 @@ from examples.serving.step import Inputs, jitted
 
 IN_HBM, RECOMPUTE, DEVICE_PUT = "in HBM", "recompute", "device_put"
 COPY_ENGINE, JAXKV = "copy engine", "jaxkv"
-PREFILL_DMA, HOST_METADATA = "jaxkv, dma beside prefills", "host metadata"
+PREFILL_DMA, HOST_METADATA = "jaxkv dma", "host metadata"
 NAMES = (IN_HBM, RECOMPUTE, DEVICE_PUT, COPY_ENGINE, JAXKV)
 COMPILERS = 8  # threads
 PAGES_AT_A_TIME = 64  # of a gather or scatter, as in the engines

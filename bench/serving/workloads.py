@@ -6,7 +6,6 @@ end, so that the others' evict its pages.
 """
 
 import json
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,13 +37,11 @@ class Workload:
     """Clients, each a sequence of turns; of them `parallel` are served at once.
 
     Attributes:
-      rate: new requests per second, with exponential intervals; None: when there is room.
       first: number of the first turn that is measured.
     """
 
     clients: list[list[Turn]]
     parallel: int
-    rate: float | None = None
     first: int = 0
 
     @property
@@ -62,14 +59,12 @@ class Workload:
 
     def run(self, engine: Measured) -> list[Request]:
         """Serves it; returns the measured requests in the order in which they were submitted."""
-        rng = np.random.default_rng(0)
         ready: deque[Flight] = deque((turns, 0, []) for turns in self.clients if turns)
         flying: dict[int, tuple[list[Turn], int, Request]] = {}
         served: list[tuple[int, Request]] = []
-        due = time.perf_counter()
         engine.reset()
         while ready or flying:
-            while ready and len(flying) < self.parallel and time.perf_counter() >= due:
+            while ready and len(flying) < self.parallel:
                 turns, index, history = ready.popleft()
                 turn = turns[index]
                 prompt = turn.new if turn.whole else history + turn.new
@@ -77,8 +72,6 @@ class Workload:
                 engine.submit(request)
                 served.append((index, request))
                 flying[id(request)] = turns, index, request
-                if self.rate:
-                    due += rng.exponential(1 / self.rate)
             if engine.busy:
                 engine.step()
             for key in [key for key, (_, _, request) in flying.items() if request.finished]:
@@ -102,26 +95,22 @@ def _tokens(turns: Sequence[Turn]) -> int:
 
 
 def multi_turn(
-    clients: int, rounds: int, request: int, answer: int, parallel: int, vocab: int,
-    rate: float | None = None, seed: int = 0,
-) -> Workload:  # fmt: skip
+    clients: int, rounds: int, request: int, answer: int, parallel: int, vocab: int, seed: int = 0
+) -> Workload:
     """Conversations of random tokens, with the parameters of SGLang's HiCache benchmark.
 
     `benchmark/hicache/bench_multiturn.py`: --num-clients, --num-rounds, --request-length,
-    --output-length, --max-parallel, --request-rate.
+    --output-length, --max-parallel.
     """
-    rng = np.random.default_rng(seed)
-    shape = clients, rounds, request
-    tokens = rng.integers(0, vocab, shape).tolist()
-    turns = [[Turn(new, answer) for new in client] for client in tokens]
-    return Workload(turns, parallel, rate)
+    tokens = np.random.default_rng(seed).integers(0, vocab, (clients, rounds, request)).tolist()
+    return Workload([[Turn(new, answer) for new in client] for client in tokens], parallel)
 
 
 def random_prompts(
-    count: int, length: int, answer: int, parallel: int, vocab: int, seed: int = 1
+    count: int, length: int, answer: int, parallel: int, vocab: int, seed: int = 0
 ) -> Workload:
     """One request for each client, without a common prefix."""
-    return multi_turn(count, 1, length, answer, parallel, vocab, seed=seed)
+    return multi_turn(count, 1, length, answer, parallel, vocab, seed=1000 + seed)
 
 
 def trace(

@@ -1,5 +1,6 @@
 """`bench.serving`: workloads, the systems' copies, and the table of results."""
 
+import argparse
 import json
 import subprocess
 
@@ -8,7 +9,7 @@ import pytest
 
 from bench.harness.records import File, Results, Row
 from bench.report.catalog import TABLES
-from bench.serving import runs, systems, ttft, workloads
+from bench.serving import cases, runs, systems, ttft, workloads
 from bench.serving.systems import (
     DEVICE_PUT,
     HOST_METADATA,
@@ -92,7 +93,8 @@ def test_a_process_serves_one_case_by_one_system(monkeypatch, capsys):
 
 @pytest.mark.host_only
 def test_ratios_are_of_the_same_repeat_and_unequal_answers_fail():
-    case = ttft.case("latency", ttft.SMALL, None, short=False)
+    flags = argparse.Namespace(tiny=True, quick=False, part=["latency"], system=None)
+    (case,) = cases.ttft(flags)
     found = Results("x")
     times = {JAXKV: [3.0, 30.0, 6.0], IN_HBM: [2.0, 20.0, 3.0]}
     taken = {
