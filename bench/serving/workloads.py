@@ -140,22 +140,19 @@ def trace(
     return Workload(list(groups.values()), parallel)
 
 
-def cached_prefixes(
-    prefixes: int, cached: int, new: int, measured: int, vocab: int, seed: int = 0
-) -> Workload:
+def cached_prefixes(prefixes: int, cached: int, new: int, vocab: int, seed: int = 0) -> Workload:
     """One request at a time: a prefix that others have evicted from HBM, and new tokens.
 
-    Turn 0 computes the prefixes, which evict each other, and turn 1 warms up.
+    Turn 0 computes the prefixes, which evict each other; with another seed only `new` differs.
     """
-    rng = np.random.default_rng([3, seed])
     clients = []
-    for prefix in rng.integers(0, vocab, (prefixes, cached)).tolist():
+    tokens = np.random.default_rng([3, seed]).integers(0, vocab, (prefixes, new)).tolist()
+    heads = np.random.default_rng(3).integers(0, vocab, (prefixes, cached)).tolist()
+    for prefix, ending in zip(heads, tokens, strict=True):
         # The page of the last token is published with the next ones.
-        turns = [Turn([*prefix, 0], 1, whole=True)]
-        for tokens in rng.integers(0, vocab, (1 + measured, new)).tolist():
-            turns.append(Turn(prefix + tokens, 2, whole=True))
+        turns = [Turn([*prefix, 0], 1, whole=True), Turn(prefix + ending, 2, whole=True)]
         clients.append(turns)
-    return Workload(clients, 1, first=2)
+    return Workload(clients, 1, first=1)
 
 
 @dataclass
