@@ -37,7 +37,15 @@ def _step(pool, cache, batch):
 step: Any = jax.jit(_step, donate_argnames=("pool", "cache"))
 
 
-@pytest.mark.parametrize("by", [None, "xla"])
+@pytest.mark.parametrize(
+    "by",
+    [
+        None,
+        "xla",
+        pytest.param("dma", marks=pytest.mark.gpu),
+        pytest.param("kernel", marks=pytest.mark.gpu),
+    ],
+)
 def test_batches_start_their_copies_in_one_program_for_each_kind(by):
     pool, cache = jaxkv.HostPool.create(SPEC, num_pages=6), random_cache()
     tier, stored = jaxkv.OffloadEngine(pool, batch_sizes=(4,)), values(cache, (1, 7, 4))
