@@ -10,7 +10,8 @@ from jaxkv._src.cache.spec import KVCacheSpec
 from jaxkv._src.collectives.all_reduce import all_reduce
 from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
 from jaxkv._src.explain import explain
-from jaxkv._src.offload.engine import CopyBatch, OffloadCopy, OffloadEngine
+from jaxkv._src.offload.copies import CopyBatch, OffloadCopy
+from jaxkv._src.offload.engine import OffloadEngine
 from jaxkv._src.offload.tier_copies import OffloadPrefetch
 from jaxkv._src.public_names import set_module as _set_module
 from jaxkv._src.runtime.errors import (

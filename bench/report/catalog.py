@@ -114,7 +114,7 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
         {
             "TTFT p50, ms": value("TTFT p50"),
             "inter-token latency of the running requests, p50 / p99, ms": values(
-                "p50 inter-token latency beside loads", "p99 inter-token latency beside loads"
+                "inter-token latency p50", "inter-token latency p99"
             ),
         },
     ),

@@ -6,19 +6,15 @@ Parts (`--part`), with the attention of examples/serving (FlashAttention-3 where
              time to read the keys and values
   step       a step of Qwen3-8B for the same batch, over the time to read weights, keys and values
   scenario   32 requests of 256 tokens and 2,048 of answer: metadata built on the device and tokens
-             that stay there, against both on the host (NumPy, `device_put`, and a wait for the
-             tokens before the next step)
+             that stay there, against both on the host
 
 The bandwidth of HBM is the higher one of a copy by the driver (bytes read and written) and of a sum
 over 4 GiB by XLA, measured in the same run.
 """
 
 import argparse
-import functools
-import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,19 +22,22 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from bench.harness import host_metadata, peak_bandwidth, timing
+from bench.harness import peak_bandwidth, timing
 from bench.harness.records import Results
-from bench.serving import metrics, workloads
-from bench.serving.systems import Measured
+from bench.serving import runs, workloads
+from bench.serving.runs import THROUGHPUT, Case, Wanted
+from bench.serving.systems import HOST_METADATA, IN_HBM, Memory
 from examples.serving import attention
 from examples.serving.engine import Limits
-from examples.serving.model import PRESETS, TINY, Config, init_params
+from examples.serving.model import Config
+from examples.serving.presets import PRESETS, TINY, init_params
 from examples.serving.sampling import GREEDY, SamplingRows
-from examples.serving.step import Inputs, Program, State, run
+from examples.serving.step import Inputs, Program, State, jitted
 from jaxkv.metadata import BatchMetadata
 
-PARTS = ("attention", "step", "scenario")
-WANTED_ATTENTION, WANTED_STEP, WANTED_SCENARIO = 0.80, 0.70, 1.05
+PARTS = ("scenario", "attention", "step")
+WANTED_ATTENTION, WANTED_STEP = 0.80, 0.70
+SCENARIO = Wanted("scenario", THROUGHPUT, HOST_METADATA, ">=", 1.05, IN_HBM)
 REPEATS = 7
 
 
@@ -50,10 +49,6 @@ class Size(NamedTuple):
     page_size: int
     read: int  # bytes of the sum
     layers: int  # of the attention benchmark, so that caches do not keep any
-    prompt: int
-    answer: int
-    concurrent: int
-    runs: int  # of the scenario
 
     @property
     def pages(self) -> int:
@@ -61,8 +56,41 @@ class Size(NamedTuple):
         return self.tokens // self.page_size
 
 
-FULL = Size(PRESETS["qwen3-8b"], "bfloat16", 64, 4096, 64, 4 << 30, 4, 256, 2048, 32, 3)
-SMALL = Size(TINY, "float32", 4, 64, 16, 1 << 20, 2, 8, 12, 3, 1)
+FULL = Size(PRESETS["qwen3-8b"], "bfloat16", 64, 4096, 64, 4 << 30, 4)
+SMALL = Size(TINY, "float32", 4, 64, 16, 1 << 20, 2)
+
+
+def cases(flags: argparse.Namespace) -> list[Case]:
+    """The scenario: concurrent requests, all pages in HBM."""
+    if "scenario" not in (flags.part or PARTS):
+        return []
+    page_size, concurrent, prompt, answer = 64, 32, 256, 256 if flags.quick else 2048
+    if flags.tiny:
+        page_size, concurrent, prompt, answer = 16, 3, 8, 12
+    model = "tiny" if flags.tiny else "qwen3-0.6b"
+    pages = -(-(prompt + answer) // page_size)
+    limits = Limits(page_size, concurrent, concurrent + 8 * page_size, pages)
+    make = partial(  # other prompts in each repeat, as equal ones would be in HBM
+        workloads.random_prompts, concurrent, prompt, answer, concurrent, PRESETS[model].vocab_size
+    )
+    in_hbm = pages * concurrent
+    return [
+        Case(
+            f"{{}}, {model}", (IN_HBM, HOST_METADATA), limits, Memory(in_hbm, in_hbm, 0),
+            {"scenario": make}, {} if flags.tiny else {"scenario": 3}, (SCENARIO,), model,
+            "float32" if flags.tiny else "bfloat16",
+        )
+    ]  # fmt: skip
+
+
+def measure(results: Results, flags: argparse.Namespace) -> None:
+    size = SMALL if flags.tiny else FULL
+    hbm = hbm_bandwidth(size)
+    results.row("HBM", hbm[0], "GB/s", hbm[1])
+    if "attention" in (flags.part or PARTS):
+        measure_attention(results, size, hbm)
+    if "step" in (flags.part or PARTS):
+        measure_step(results, size, hbm)
 
 
 def hbm_bandwidth(size: Size) -> tuple[str, float]:
@@ -126,10 +154,7 @@ def measure_attention(results: Results, size: Size, hbm: tuple[str, float]) -> N
 def measure_step(results: Results, size: Size, hbm: tuple[str, float]) -> None:
     config = size.config
     params = init_params(config, 0, size.dtype)
-    spec = jaxkv.KVCacheSpec(
-        num_layers=config.num_hidden_layers, page_size=size.page_size,
-        num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim, dtype=size.dtype,
-    )  # fmt: skip
+    spec = config.cache_spec(size.page_size, size.dtype)
     cache = jaxkv.DeviceCache.create(spec, num_pages=size.batch * size.pages)
     state = State(cache, jnp.zeros(size.batch, jnp.int32))
     kind = attention.select(None, np.dtype(size.dtype), config.head_dim)
@@ -137,12 +162,12 @@ def measure_step(results: Results, size: Size, hbm: tuple[str, float]) -> None:
     inputs = jax.device_put(
         Inputs(
             np.zeros(size.batch, np.int32), slots, batch_of(size), slots,
-            SamplingRows.of([GREEDY], size.batch), np.full((2, 1), -1, np.int32),
+            SamplingRows.of([GREEDY], size.batch), jaxkv.OffloadEngine(0).padding_batches()[0],
         )
     )  # fmt: skip
-    program = Program(config, kind)
+    run = partial(jitted(inputs), Program(config, kind), params)
     seconds, state = timing.seconds_per_call(
-        lambda state: run(program, params, state, None, inputs)[0], state, calls=8, repeats=REPEATS
+        lambda state: run(state, None, inputs)[0], state, calls=8, repeats=REPEATS
     )
     jaxkv.check_errors(state)
     # Of the embedding, only a row for each token is read.
@@ -166,96 +191,9 @@ def _record(
         results.target(f"{case}: share of HBM bandwidth", share, ">=", want, "x", 1.0)
 
 
-class OnHost(Measured):
-    """Metadata of each step in NumPy and one upload, and a wait for the tokens before the next.
-
-    The program still derives its metadata on the device, a few microseconds of GPU time more.
-    """
-
-    def step(self) -> None:
-        super().step()
-        if self._previous:
-            previous, self._previous = self._previous, None
-            self._finish(previous)
-
-    def _run(self, inputs: Inputs, copy: str, sampling: bool) -> jax.Array:
-        built = host_metadata.tokens(inputs.rows)
-        self._built = host_metadata.uploaded(built | host_metadata.flashinfer(inputs.rows))
-        return super()._run(inputs, copy, sampling)
-
-
-def measure_scenario(results: Results, size: Size, model: str) -> None:
-    config = PRESETS[model] if model else size.config
-    params = init_params(config, 0, size.dtype)
-    works = [
-        workloads.random_prompts(
-            size.concurrent, size.prompt, size.answer, size.concurrent, config.vocab_size, seed
-        )
-        for seed in range(size.runs)  # other prompts, as equal ones would be in HBM
-    ]
-    pages = -(-(size.prompt + size.answer) // size.page_size)
-    budget = size.concurrent + 8 * size.page_size
-    limits = Limits(size.page_size, size.concurrent, budget, pages)
-    rates: dict[str, list[float]] = {}
-    answers: dict[str, list[list[int]]] = {}
-    engines: dict[str, Callable[..., Measured]] = {"on the device": Measured, "on the host": OnHost}
-    for where, kind in engines.items():
-        engine = kind(config, params, limits, pages * size.concurrent)
-        engine.warm_up()
-        rates[where], answers[where] = [], []
-        for work in works:
-            start = time.perf_counter()
-            served = workloads.run(engine, work)
-            seconds = time.perf_counter() - start
-            found = metrics.figures(engine, served)
-            rates[where].append(size.concurrent * size.answer / seconds)
-            answers[where] += [request.answer for request in served]
-        case = f"scenario, {model or 'tiny'}, metadata and counts {where}"
-        metrics.show("decode", case, found)
-        for (metric, unit), value in found.items():
-            results.row(case, metric, unit, value)
-        for leaf in jax.tree.leaves(engine.state):
-            leaf.delete()
-    ratio = timing.ratio(rates["on the device"], rates["on the host"])
-    name = f"scenario, {model or 'tiny'}: output throughput, metadata on the device / on the host"
-    print(f"{name}: {ratio:.3f} x +- {2 * ratio.error:.3f}", flush=True)
-    if jax.default_backend() == "gpu":
-        results.target(name, ratio, ">=", WANTED_SCENARIO, "x")
-    unequal = sum(
-        a != b for a, b in zip(answers["on the device"], answers["on the host"], strict=True)
-    )
-    results.row(name, "unequal answers", "requests", unequal)  # near ties in bfloat16
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
-    parser.add_argument("--quick", action="store_true", help="answers of 256 tokens")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, for any device")
-    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
-    parser.add_argument("--model", choices=[*PRESETS], default="qwen3-0.6b", help="of the scenario")
-    flags = parser.parse_args(argv)
-    on_cpu = jax.default_backend() == "cpu"
-    tiny = flags.tiny or on_cpu
-    size = SMALL if tiny else FULL
-    if flags.quick and not tiny:
-        size = size._replace(answer=256)
-    results = Results("serving_decode_tiny" if tiny and not on_cpu else "serving_decode")
-    hbm = hbm_bandwidth(size)
-    results.row("HBM", hbm[0], "GB/s", hbm[1])
-    parts = {
-        "attention": functools.partial(measure_attention, results, size, hbm),
-        "step": functools.partial(measure_step, results, size, hbm),
-        "scenario": functools.partial(measure_scenario, results, size, "" if tiny else flags.model),
-    }
-    for part in flags.part:
-        parts[part]()
-        results.save(flags.out)  # after each, as the next may not fit into the time
-    return 0
-
+main = partial(
+    runs.main, "serving_decode", "bench.serving.decode", __doc__, cases, PARTS, also=measure
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,8 +8,13 @@ device_put     offload as JAX engines do it today, in plain JAX (tpu-inference, 
                page, one wait for all, and a scatter, all before the step
 copy engine    jaxkv with one copy-engine descriptor for each block, beside the step
 jaxkv          jaxkv with the implementation that its tuning table chooses, beside the step
+jaxkv dma      the same, with the copy engine beside steps with prompts (not run by default)
+host metadata  in HBM, with the metadata of each step in NumPy, one upload, and a wait for the
+               tokens before the next step; the program still derives its metadata on the device, a
+               few microseconds of GPU time more (only the scenario of bench.serving.decode)
 """
 
+import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,17 +25,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from examples.serving import step
+from bench.harness import host_metadata
 from examples.serving.block_manager import BlockManager
-from examples.serving.engine import Engine, Limits
+from examples.serving.engine import Dispatched, Engine, Limits
 from examples.serving.model import Config, Params
-from examples.serving.step import Inputs, Program
+from examples.serving.step import Inputs, jitted
 
 IN_HBM, RECOMPUTE, DEVICE_PUT = "in HBM", "recompute", "device_put"
 COPY_ENGINE, JAXKV = "copy engine", "jaxkv"
+PREFILL_DMA, HOST_METADATA = "jaxkv dma", "host metadata"
+NAMES = (IN_HBM, RECOMPUTE, DEVICE_PUT, COPY_ENGINE, JAXKV)
 COMPILERS = 8  # threads
 PAGES_AT_A_TIME = 64  # of a gather or scatter, as in the engines
-NAMES = (IN_HBM, RECOMPUTE, DEVICE_PUT, COPY_ENGINE, JAXKV)
 
 
 class Memory(NamedTuple):
@@ -52,7 +58,6 @@ class Measured(Engine):
     steps = idle_steps = 0
     seconds = waited = 0.0
     _latest: Any = None
-    _to_compile: list[tuple[Inputs, str, bool]] | None = None
 
     def reset(self) -> None:
         self.steps = self.idle_steps = 0
@@ -65,49 +70,54 @@ class Measured(Engine):
 
     def warm_up(self, sampling: bool = False) -> None:
         """Compiles all programs at once, by one thread each; then runs them."""
-        self._to_compile = []
-        super().warm_up(sampling)
-        calls, self._to_compile = self._to_compile, None
         with ThreadPoolExecutor(COMPILERS) as threads:
-            list(threads.map(self._compile, calls))
+            list(threads.map(self._compile, self.padded_inputs()))
         super().warm_up(sampling)
+        self.reset()
 
-    def _compile(self, call: tuple[Inputs, str, bool]) -> None:
-        inputs, copy, sampling = call
-        program = Program(copy=copy, sampling=sampling, **self._program)
-        pool = None if copy == "none" else self.pool
-        jitted: Any = step._run_store if copy == "store" else step._run
-        jitted.lower(program, self.params, self.state, pool, inputs).compile()
+    def _compile(self, inputs: Inputs) -> None:
+        jitted(inputs).lower(self._program, self.params, self.state, self.pool, inputs).compile()
 
-    def _read(self, tokens: jax.Array) -> list[int]:
+    def _finish(self, dispatched: Dispatched) -> None:
         start = time.perf_counter()
-        jax.block_until_ready(tokens)
+        with jaxkv.allow_host_sync("tokens of the step, timed"):
+            jax.block_until_ready(dispatched[0])
         self.waited += time.perf_counter() - start
-        return super()._read(tokens)
+        super()._finish(dispatched)
 
-    def _run(self, inputs: Inputs, copy: str, sampling: bool) -> jax.Array:
-        if self._to_compile is not None:
-            self._to_compile.append((inputs, copy, sampling))
-            return self.state.last
+    def _run(self, inputs: Inputs, sampling: bool) -> jax.Array:
         self.steps += 1
         self.idle_steps += self._latest is None or self._latest.is_ready()
-        self._latest = super()._run(inputs, copy, sampling)
+        self._latest = super()._run(inputs, sampling)
         return self._latest
+
+    def release(self) -> None:
+        """Frees the memory of the pages."""
+        jaxkv.check_errors(self.state, self.pool)
+        if self.pool:
+            self.pool.close()
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
 
 
 class CopyEngine(Measured):
-    """Copies by `implementation="dma"`, whose ids the host writes."""
+    """Copies by the copy engine, whose ids the host writes."""
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        on_gpu = jax.default_backend() == "gpu"
-        self._program["implementation"] = "dma" if on_gpu else "host"
+    def _inputs(self, rows: Any, copies: jaxkv.CopyBatch, num_tokens: int) -> Inputs:
+        return super()._inputs(rows, copies.by(_copy_engine()), num_tokens)
 
-    def _run(self, inputs: Inputs, copy: str, sampling: bool) -> jax.Array:
-        if copy != "none":
-            ids: Any = tuple(map(jaxkv.HostIds, inputs.copies))
-            inputs = inputs._replace(copies=ids)
-        return super()._run(inputs, copy, sampling)
+
+class HostMetadata(Measured):
+    def step(self) -> None:
+        super().step()
+        if self._previous:
+            previous, self._previous = self._previous, None
+            self._finish(previous)
+
+    def _run(self, inputs: Inputs, sampling: bool) -> jax.Array:
+        built = host_metadata.tokens(inputs.rows)
+        self._built = host_metadata.uploaded(built | host_metadata.flashinfer(inputs.rows))
+        return super()._run(inputs, sampling)
 
 
 class DevicePut(Measured):
@@ -117,29 +127,32 @@ class DevicePut(Measured):
         self, config: Config, params: Params, limits: Limits, num_hbm: int, num_host: int, **options
     ):
         super().__init__(config, params, limits, num_hbm, **options)
-        self.blocks = BlockManager(num_hbm, num_host, limits.copy_pages)
+        self.host = jaxkv.OffloadEngine(num_host, batch_sizes=(limits.copy_pages,))
+        self.blocks = BlockManager(num_hbm, self.host)
         device = jax.local_devices()[0]
         self._on_device = jax.sharding.SingleDeviceSharding(device)
         self._on_host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
         self._stored: dict[int, jax.Array] = {}
-        self._num_host = num_host
         self._chunk = min(PAGES_AT_A_TIME, limits.copy_pages)
         if limits.copy_pages % self._chunk:
             raise ValueError(f"copy_pages={limits.copy_pages}: not a multiple of {self._chunk}")
 
-    def _run(self, inputs: Inputs, copy: str, sampling: bool) -> jax.Array:
-        host, on_device = np.asarray(inputs.copies)
-        host = host[host >= 0]
-        if copy == "store":
+    def padded_inputs(self) -> list[Inputs]:
+        return [inputs for inputs in super().padded_inputs() if inputs.copies.kind == "none"]
+
+    def _run(self, inputs: Inputs, sampling: bool) -> jax.Array:
+        copies = inputs.copies
+        host, on_device = copies.host_pages[copies.host_pages >= 0].tolist(), copies.device_pages
+        if copies.kind == "store":
             for start in range(0, len(host), self._chunk):
                 # Padding: any page.
                 pages = np.maximum(on_device[start:][: self._chunk], 0)
                 blocks = _gather(self.state.cache, pages)
-                for page, block in zip(host[start:].tolist(), blocks, strict=False):
+                for page, block in zip(host[start:], blocks, strict=False):
                     self._stored[page] = jax.device_put(block, self._on_host)
-        elif copy == "load":
+        elif copies.kind == "load":
             begin = time.perf_counter()
-            staged = [jax.device_put(self._stored[page], self._on_device) for page in host.tolist()]
+            staged = [jax.device_put(self._stored[page], self._on_device) for page in host]
             with jaxkv.allow_host_sync("pages to load, as in the engines"):
                 jax.block_until_ready(staged)
             self.waited += time.perf_counter() - begin
@@ -149,12 +162,13 @@ class DevicePut(Measured):
                 blocks, pages = (x[start:][: self._chunk] for x in (staged, targets))
                 cache = _scatter(self.state.cache, blocks, pages)
                 self.state = self.state._replace(cache=cache)
-        return super()._run(inputs, "none", sampling)
+        nothing = dataclasses.replace(copies, kind="none")
+        return super()._run(inputs._replace(copies=nothing), sampling)
 
     def warm_up(self, sampling: bool = False) -> None:
         super().warm_up(sampling)
         # XLA keeps what is freed: stores do not wait for new pinned memory, as in a full host tier.
-        size = (self._num_host, self.spec.page_bytes)
+        size = (self.host.manager.num_pages, self.spec.page_bytes)
         jax.block_until_ready(jax.device_put(np.zeros(size, np.uint8), self._on_host))
         pages = np.zeros(self._chunk, np.int32)
         blocks = list(_gather(self.state.cache, pages))
@@ -180,28 +194,19 @@ def _scatter(
     return jax.tree.unflatten(tree, written)
 
 
-def create(
-    name: str, config: Config, params: Params, limits: Limits, memory: Memory, **options: Any
-) -> Measured:
-    """The engine of a system, compiled; `close` it before the next one."""
-    kind = {DEVICE_PUT: DevicePut, COPY_ENGINE: CopyEngine}.get(name, Measured)
-    num_hbm = memory.all if name == IN_HBM else memory.hbm
-    num_host = 0 if name in (IN_HBM, RECOMPUTE) else memory.host
-    engine = kind(config, params, limits, num_hbm, num_host, **options)
+def create(name: str, config: Config, params: Params, limits: Limits, memory: Memory) -> Measured:
+    """The engine of a system, compiled; `release` it before the next one."""
+    kinds = {DEVICE_PUT: DevicePut, COPY_ENGINE: CopyEngine, HOST_METADATA: HostMetadata}
+    all_in_hbm = name in (IN_HBM, HOST_METADATA)
+    num_hbm = memory.all if all_in_hbm else memory.hbm
+    num_host = 0 if all_in_hbm or name == RECOMPUTE else memory.host
+    options = {"prefill_copies": _copy_engine()} if name == PREFILL_DMA else {}
+    engine = kinds.get(name, Measured)(config, params, limits, num_hbm, num_host, **options)
     start = time.perf_counter()
     engine.warm_up()
     print(f"{name}: programs compiled in {time.perf_counter() - start:.1f} s", flush=True)
-    engine.reset()
     return engine
 
 
-def close(engine: Measured) -> None:
-    """Frees the memory of an engine's pages."""
-    jaxkv.check_errors(engine.state, engine.pool)
-    if engine.pool:
-        engine.pool.close()
-    for leaf in jax.tree.leaves(engine.state):
-        leaf.delete()
-    engine.pool = None
-    if isinstance(engine, DevicePut):
-        engine._stored.clear()
+def _copy_engine() -> Any:
+    return "dma" if jax.default_backend() == "gpu" else "host"

@@ -6,7 +6,6 @@ end, so that the others' evict its pages.
 """
 
 import json
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,12 +37,12 @@ class Workload:
     """Clients, each a sequence of turns; of them `parallel` are served at once.
 
     Attributes:
-      rate: new requests per second, with exponential intervals; None: when there is room.
+      first: number of the first turn that is measured.
     """
 
     clients: list[list[Turn]]
     parallel: int
-    rate: float | None = None
+    first: int = 0
 
     @property
     def longest(self) -> int:
@@ -57,6 +56,29 @@ class Workload:
     def sequences(self) -> list[int]:
         """Tokens of each client, those of a common prefix of its requests once."""
         return [_tokens(turns) for turns in self.clients]
+
+    def run(self, engine: Measured) -> list[Request]:
+        """Serves it; returns the measured requests in the order in which they were submitted."""
+        ready: deque[Flight] = deque((turns, 0, []) for turns in self.clients if turns)
+        flying: dict[int, tuple[list[Turn], int, Request]] = {}
+        served: list[tuple[int, Request]] = []
+        engine.reset()
+        while ready or flying:
+            while ready and len(flying) < self.parallel:
+                turns, index, history = ready.popleft()
+                turn = turns[index]
+                prompt = turn.new if turn.whole else history + turn.new
+                request = Request(prompt, turn.answer)
+                engine.submit(request)
+                served.append((index, request))
+                flying[id(request)] = turns, index, request
+            if engine.busy:
+                engine.step()
+            for key in [key for key, (_, _, request) in flying.items() if request.finished]:
+                turns, index, request = flying.pop(key)
+                if index + 1 < len(turns):
+                    ready.append((turns, index + 1, request.tokens))
+        return [request for index, request in served if index >= self.first]
 
 
 def _tokens(turns: Sequence[Turn]) -> int:
@@ -73,30 +95,26 @@ def _tokens(turns: Sequence[Turn]) -> int:
 
 
 def multi_turn(
-    clients: int, rounds: int, request: int, answer: int, parallel: int, vocab: int,
-    rate: float | None = None, seed: int = 0,
-) -> Workload:  # fmt: skip
+    clients: int, rounds: int, request: int, answer: int, parallel: int, vocab: int, seed: int = 0
+) -> Workload:
     """Conversations of random tokens, with the parameters of SGLang's HiCache benchmark.
 
     `benchmark/hicache/bench_multiturn.py`: --num-clients, --num-rounds, --request-length,
-    --output-length, --max-parallel, --request-rate.
+    --output-length, --max-parallel.
     """
-    rng = np.random.default_rng(seed)
-    shape = clients, rounds, request
-    tokens = rng.integers(0, vocab, shape).tolist()
-    turns = [[Turn(new, answer) for new in client] for client in tokens]
-    return Workload(turns, parallel, rate)
+    tokens = np.random.default_rng(seed).integers(0, vocab, (clients, rounds, request)).tolist()
+    return Workload([[Turn(new, answer) for new in client] for client in tokens], parallel)
 
 
 def random_prompts(
-    count: int, length: int, answer: int, parallel: int, vocab: int, seed: int = 1
+    count: int, length: int, answer: int, parallel: int, vocab: int, seed: int = 0
 ) -> Workload:
     """One request for each client, without a common prefix."""
-    return multi_turn(count, 1, length, answer, parallel, vocab, seed=seed)
+    return multi_turn(count, 1, length, answer, parallel, vocab, seed=1000 + seed)
 
 
 def trace(
-    path: Path, sessions: int, max_blocks: int, scale: int, parallel: int, vocab: int
+    path: Path, sessions: int, max_blocks: int, scale: int, parallel: int, vocab: int, seed: int = 0
 ) -> Workload:
     """Whole sessions of a Mooncake trace, its lengths divided by `scale`, answers cut off.
 
@@ -115,36 +133,62 @@ def trace(
             continue
         for i in ids:
             if i not in blocks:
-                blocks[i] = np.random.default_rng([2, i]).integers(0, vocab, size).tolist()
+                blocks[i] = np.random.default_rng([2, i, seed]).integers(0, vocab, size).tolist()
         prompt = [token for i in ids for token in blocks[i]]
         answer = max(1, min(request["output_length"] // scale, MAX_ANSWER))
         groups.setdefault(ids[1], []).append(Turn(prompt, answer, whole=True))
     return Workload(list(groups.values()), parallel)
 
 
-def run(engine: Measured, workload: Workload) -> list[Request]:
-    """Serves a workload; returns its requests in the order in which they were submitted."""
-    rng = np.random.default_rng(0)
-    ready: deque[Flight] = deque((turns, 0, []) for turns in workload.clients if turns)
-    flying: dict[int, tuple[list[Turn], int, Request]] = {}
-    served: list[Request] = []
-    due = time.perf_counter()
-    engine.reset()
-    while ready or flying:
-        while ready and len(flying) < workload.parallel and time.perf_counter() >= due:
-            turns, index, history = ready.popleft()
-            turn = turns[index]
-            prompt = turn.new if turn.whole else history + turn.new
-            request = Request(prompt, turn.answer, name=str(len(served)), index=index)
+def cached_prefixes(prefixes: int, cached: int, new: int, vocab: int, seed: int = 0) -> Workload:
+    """One request at a time: a prefix that others have evicted from HBM, and new tokens.
+
+    Turn 0 computes the prefixes, which evict each other; with another seed only `new` differs.
+    """
+    clients = []
+    tokens = np.random.default_rng([3, seed]).integers(0, vocab, (prefixes, new)).tolist()
+    heads = np.random.default_rng(3).integers(0, vocab, (prefixes, cached)).tolist()
+    for prefix, ending in zip(heads, tokens, strict=True):
+        # The page of the last token is published with the next ones.
+        turns = [Turn([*prefix, 0], 1, whole=True), Turn(prefix + ending, 2, whole=True)]
+        clients.append(turns)
+    return Workload(clients, 1, first=1)
+
+
+@dataclass
+class BesideLoads:
+    """Running requests, while others with evicted prefixes are admitted beside them.
+
+    Attributes:
+      prefixes: computed before.
+      running: prompts of the running requests, which are measured.
+      answer: tokens of their answers.
+      suffix: tokens after a prefix.
+      every: steps between the admissions.
+    """
+
+    prefixes: list[list[int]]
+    running: list[list[int]]
+    answer: int
+    suffix: int
+    every: int
+
+    def run(self, engine: Measured) -> list[Request]:
+        """As `Workload.run`."""
+        Workload([[Turn([*prefix, 0], 1)] for prefix in self.prefixes], 1).run(engine)
+        running = [Request(prompt, self.answer) for prompt in self.running]
+        for request in running:
             engine.submit(request)
-            served.append(request)
-            flying[id(request)] = turns, index, request
-            if workload.rate:
-                due += rng.exponential(1 / workload.rate)
-        if engine.busy:
+        while not all(request.answer for request in running):
             engine.step()
-        for key in [key for key, (_, _, request) in flying.items() if request.finished]:
-            turns, index, request = flying.pop(key)
-            if index + 1 < len(turns):
-                ready.append((turns, index + 1, request.tokens))
-    return served
+        engine.reset()
+        rng, step = np.random.default_rng(0), 0
+        while not all(request.finished for request in running):
+            if step % self.every == 0:
+                prefix = self.prefixes[step // self.every % len(self.prefixes)]
+                engine.submit(Request(prefix + rng.integers(0, 256, self.suffix).tolist(), 2))
+            engine.step()
+            step += 1
+        while engine.busy:
+            engine.step()
+        return running

@@ -11,24 +11,28 @@ the default on GPUs, tokens are equal where batches are, which differ between th
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 import jaxkv
+from jaxkv.offload import FileTier
 
 from . import report
 from .attention import IMPLEMENTATIONS
 from .checkpoint import load_checkpoint
-from .engine import Engine, Limits, serve
-from .model import PRESETS, Config, Params, init_params
-from .request import Request
+from .engine import Engine, Limits
+from .model import Config, Params
+from .presets import PRESETS, init_params
+from .report import Turn
 from .tokenizer import ByteTokenizer, QwenTokenizer, Tokenizer
 
+TIER_BYTES = 1 << 36  # of files
+
 Conversations = dict[str, list[str]]
-Runs = dict[str, list[Request]]
+Runs = dict[str, list[Turn]]
 
 
 def parse(argv: Sequence[str] | None, on_cpu: bool) -> argparse.Namespace:
@@ -131,6 +135,42 @@ def plan_runs(
     }
 
 
+def serve(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    conversations: Mapping[str, Sequence[str]],
+    max_new_tokens: int,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Turn]:
+    """Serves all first turns, then all second ones, and so on; reports progress after each step.
+
+    By the next turn of a conversation, its pages have been evicted from HBM by the others.
+    """
+    served: list[Turn] = []
+    latest: dict[str, Turn] = {}
+    for index in range(max(map(len, conversations.values()))):
+        for name, turns in conversations.items():
+            if index < len(turns):
+                before = latest.get(name)
+                history = before.tokens if before else []
+                latest[name] = Turn(
+                    history + tokenizer.prompt(turns[index], history),
+                    max_new_tokens,
+                    stop=lambda request: request.tokens[-1] == tokenizer.stop,
+                    name=name,
+                    index=index,
+                    known=before.computed if before else 0,
+                )
+                engine.submit(latest[name])
+                served.append(latest[name])
+        while engine.busy:
+            engine.step()
+            left = len(engine.waiting) + len(engine.running)
+            progress(f"turn {index + 1}, {left} conversations left")
+        jaxkv.check_errors(engine.state, engine.pool)
+    return served
+
+
 class Comparison(NamedTuple):
     """All runs, by name.
 
@@ -182,15 +222,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     from_tier = ""
     for name, (num_hbm_pages, num_host_pages) in sizes.items():
         print(f"{name}: {num_hbm_pages} HBM pages, {num_host_pages} host pages", file=sys.stderr)
+        tiers: list[FileTier] = []
+
+        def open_tiers(pool: jaxkv.HostPool, tiers: list[FileTier] = tiers) -> list[FileTier]:
+            if args.tier:
+                size = jaxkv.OffloadEngine.tier_block_bytes(pool)
+                tiers.append(FileTier(args.tier, size, capacity_bytes=TIER_BYTES))
+            return tiers
+
         engine = Engine(
             config, params, limits, num_hbm_pages, num_host_pages, args.layout, args.attention,
-            tier=args.tier, weights=f"{args.model or args.preset} {args.seed}",
+            tiers=open_tiers, weights=f"{args.model or args.preset} {args.seed}",
         )  # fmt: skip
         engine.warm_up()
         runs[name] = serve(engine, tokenizer, conversations, args.max_new_tokens, show_progress)
-        engine.close()
-        if args.tier and engine.blocks.host:
-            totals = engine.blocks.host.metrics()
+        engine.host.drain()
+        for tier in tiers:
+            tier.close()
+        if tiers:
+            totals = engine.host.metrics()
             read, written = (totals[f"kv_offload_{n}_blocks"] for n in ("promoted", "cascaded"))
             from_tier = f"{args.tier}: {read} pages read into the host pool, {written} written"
 

@@ -4,7 +4,9 @@ flash  FlashAttention-3 (`pip install 'jaxkv[flash]'`); GPUs of compute capabili
 xla    plain JAX on any device: online softmax over blocks of a sequence's own pages
 """
 
+import importlib.util
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,36 +32,22 @@ def select(implementation: str | None, dtype: np.dtype, head_dim: int) -> str:
       ValueError: unknown implementation.
       NotImplementedError: FlashAttention-3 was requested, but does not support the device or model.
     """
+    device, reason = jax.devices()[0], ""
+    if device.platform != "gpu" or getattr(device, "compute_capability", None) != "9.0":
+        reason = f"needs a GPU of compute capability 9.0, got {device.device_kind}"
+    elif dtype.name not in ("bfloat16", "float16") or head_dim != 128:
+        reason = f"needs bfloat16 or float16 and head_dim 128, got {dtype.name} and {head_dim}"
+    elif not importlib.util.find_spec("flash_attn3_jax"):
+        reason = "pip install 'jaxkv[flash]'"
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"attention: {implementation!r}; one of {IMPLEMENTATIONS}, or None")
-    if implementation == "xla":
-        return "xla"
-    reason = _missing_for_flash(dtype, head_dim)
     if implementation == "flash" and reason:
         raise NotImplementedError(f"attention 'flash': {reason}; use 'xla'")
-    return "xla" if reason else "flash"
-
-
-def _missing_for_flash(dtype: np.dtype, head_dim: int) -> str | None:
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    if device.platform != "gpu" or capability != "9.0":
-        return f"needs a GPU of compute capability 9.0, got {device.device_kind}"
-    if dtype.name not in ("bfloat16", "float16") or head_dim != 128:
-        return f"needs bfloat16 or float16 and head_dim 128, got {dtype.name} and {head_dim}"
-    try:
-        import flash_attn3_jax  # noqa: F401
-    except ImportError as error:
-        return f"pip install 'jaxkv[flash]': {error}"
-    return None
+    return implementation or ("xla" if reason else "flash")
 
 
 def attend(
-    implementation: str,
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    rows: BatchMetadata,
+    implementation: str, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: BatchMetadata
 ) -> jax.Array:
     """Attention of new tokens to all tokens of their own sequence up to themselves.
 
@@ -73,11 +61,8 @@ def attend(
     Returns:
       [T, heads, head_dim]; arbitrary for padding tokens.
     """
-    if implementation == "xla":
-        return _attend_xla(q, k_pages, v_pages, rows)
-    if len(q) == rows.max_num_reqs:
-        return _decode_flash(q, k_pages, v_pages, rows)
-    return _attend_flash(q, k_pages, v_pages, rows)
+    run = _attend_xla if implementation == "xla" else _attend_flash
+    return run(q, k_pages, v_pages, rows)
 
 
 def num_splits(num_rows: int, kv_heads: int, max_tokens: int) -> int:
@@ -88,47 +73,29 @@ def num_splits(num_rows: int, kv_heads: int, max_tokens: int) -> int:
     return max(1, min(NUM_SMS // (num_rows * kv_heads), max_tokens // 256, 32))
 
 
-def _decode_flash(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: BatchMetadata
-) -> jax.Array:
-    from flash_attn3_jax import flash_mha_with_kvcache
-
-    max_tokens = rows.max_blocks * rows.block_size
-    out: jax.Array = flash_mha_with_kvcache(
-        q[:, None],
-        k_pages,
-        v_pages,
-        cache_seqlens=rows.seq_lens,
-        page_table=rows.block_table,
-        is_causal=True,
-        num_splits=num_splits(len(q), k_pages.shape[2], max_tokens),
-    )
-    return out[:, 0]
-
-
 def _attend_flash(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: BatchMetadata
 ) -> jax.Array:
-    """Rows of any number of tokens: each tile of query tokens is a row of the kernel.
+    """Rows of one token, or of any number: then each tile of query tokens is a row of the kernel.
 
     The package (0.2.3) rejects `cu_seqlens_q` together with a page table. A thread block computes
     FLASH_TILE query tokens of one row in any case.
     """
     from flash_attn3_jax import flash_mha_with_kvcache
 
+    cache: dict[str, Any] = {"k_cache": k_pages, "v_cache": v_pages, "is_causal": True}
+    if len(q) == rows.max_num_reqs:
+        splits = num_splits(len(q), k_pages.shape[2], rows.max_blocks * rows.block_size)
+        cache |= {"cache_seqlens": rows.seq_lens, "page_table": rows.block_table}
+        decoded: jax.Array = flash_mha_with_kvcache(q[:, None], **cache, num_splits=splits)
+        return decoded[:, 0]
     index, row = _query_tiles(len(q), rows, FLASH_TILE)
     # Causal: the last query token of a tile, which none of its padding follows, sees all keys.
     last = index[:, -1]
     keys = rows.seq_lens[row] + last + 1 - rows.query_start_loc[row + 1]
-    out = flash_mha_with_kvcache(
-        q.at[index].get(mode="fill", fill_value=0),
-        k_pages,
-        v_pages,
-        cache_seqlens=jnp.where(last < len(q), keys, 0),
-        page_table=rows.block_table[row],
-        is_causal=True,
-        num_splits=1,
-    )
+    cache |= {"cache_seqlens": jnp.where(last < len(q), keys, 0)}
+    tiles = q.at[index].get(mode="fill", fill_value=0)
+    out = flash_mha_with_kvcache(tiles, **cache, page_table=rows.block_table[row], num_splits=1)
     return jnp.zeros_like(q).at[index].set(out, mode="drop")
 
 

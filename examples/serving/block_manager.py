@@ -1,25 +1,22 @@
-"""Pages in HBM, prefix caching, and the copies from and to the host tier. No JAX arrays.
+"""Pages in HBM and prefix caching. No JAX arrays.
 
 A full page is identified by its block key, a hash of all tokens up to its end, so pages of equal
 keys have equal keys and values. States of a page in HBM:
 
     free      without valid contents
     loading   reserved for a load that has not been issued; not found by others
-    in use    referenced by running requests and stores to issue, with a count in `_references`
+    in use    referenced by running requests and copies to issue, with a count in `_references`
     cached    unreferenced, but found by its key; evicted in LRU order
 
-`jaxkv.OffloadEngine` keeps the same account for the host pool, and queues the copies. A
-page is published once the program that writes it is dispatched: later programs run after it on the
-device.
+`jaxkv.OffloadEngine` keeps the same account for the host pool, and queues the copies. A page is
+published once the program that writes it is dispatched: later programs run after it on the device.
 """
 
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
 import jaxkv
-from jaxkv.offload import Tier
 
 
 @dataclasses.dataclass
@@ -36,33 +33,16 @@ class Placement:
 
 
 class BlockManager:
-    """Allocates HBM pages, finds prefixes in both memories and queues copies between them.
+    """Allocates HBM pages, and finds prefixes in HBM and in the host tier."""
 
-    `host` is the host pool or, without tiers, its number of pages; 0: none.
-    """
-
-    def __init__(
-        self,
-        num_hbm_pages: int,
-        host: jaxkv.HostPool | int,
-        copy_pages: int,
-        write: str = "through",
-        tiers: Sequence[Tier] = (),
-    ):
+    def __init__(self, num_hbm_pages: int, host: jaxkv.OffloadEngine):
         self._free = list(range(num_hbm_pages))
         self._references = [0] * num_hbm_pages
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._loading: set[bytes] = set()
-        self.host: jaxkv.OffloadEngine | None = None
-        if host:
-            sizes = (copy_pages,)
-            self.host = jaxkv.OffloadEngine(host, batch_sizes=sizes, write=write, tiers=tiers)
-
-    def prefetch(self, keys: Sequence[bytes]) -> jaxkv.OffloadPrefetch | None:
-        """Begins to read a prefix from the tiers; admit its request once that is done."""
-        return self.host.prefetch(keys) if self.host else None
+        self.host = host
 
     def admit(self, keys: Sequence[bytes], num_pages: int) -> Placement | None:
         """Allocates `num_pages` pages; the first ones hold the longest prefix of `keys` found.
@@ -71,73 +51,54 @@ class BlockManager:
         be loaded for another request: try again in the next step.
         """
         prefix: list[int | None] = []  # page in HBM; None: in the host tier
-        on_host: Sequence[bytes] = ()
+        on_host_until = 0
         for place, key in enumerate(keys):
             if key in self._loading:
                 return None
-            if key not in self._page_of and not on_host and self.host:
-                on_host = keys[place : place + self.host.lookup(keys[place:]).num_blocks]
-                end = place + len(on_host)
-            if key not in self._page_of and (not on_host or place >= end):
+            page = self._page_of.get(key)
+            if page is None and not on_host_until:
+                on_host_until = place + self.host.lookup(keys[place:]).num_blocks
+            if page is None and place >= on_host_until:
                 break
-            prefix.append(self._page_of.get(key))
+            prefix.append(page)
         resident = {page for page in prefix if page is not None}
         if num_pages - len(resident) > len(self._free) + len(self._cached.keys() - resident):
             return None
-        if self.host:
-            self.host.touch(keys)
+        self.host.touch(keys)
         for page in resident:
             self._take(page)
         pages = [self._new_page() if page is None else page for page in prefix]
         placement = Placement(pages, len(resident))
         absent = [place for place, page in enumerate(prefix) if page is None]
-        if absent and self.host:
-            on_device = [pages[place] for place in absent]
-            placement.load = self.host.load([keys[place] for place in absent], on_device)
-            self._hold(placement.load)
-            self._loading.update(placement.load.keys)
+        if absent:
+            load = self.host.load([keys[place] for place in absent], [pages[p] for p in absent])
+            placement.load = self._held(load)
+            self._loading.update(load.keys)
         pages += [self._new_page() for _ in range(num_pages - len(pages))]
         return placement
 
     def grow(self, placement: Placement) -> bool:
         """Adds a page for the next tokens; False if all pages are in use."""
-        if not self._free and not self._cached:
-            return False
-        placement.pages.append(self._new_page())
-        return True
+        room = bool(self._free or self._cached)
+        if room:
+            placement.pages.append(self._new_page())
+        return room
 
     def publish(self, pages: Sequence[int], keys: Sequence[bytes], first: int) -> int:
-        """Makes full pages from number `first` on found by their keys, and queues their stores.
-
-        Returns the number of pages to store.
-        """
+        """Makes full pages from number `first` on found; returns how many are to be stored."""
         self._name(pages[first:], keys[first:])
-        if not self.host or first >= len(keys):
-            return 0
-        store = self.host.store(keys, pages[: len(keys)])
-        self._hold(store)
-        return len(store.keys)
+        return len(self._held(self.host.store(keys, pages[: len(keys)])).keys)
 
-    def next_batch(self) -> jaxkv.CopyBatch | None:
-        """The copies of the next step, if any; their pages are used behind its waits."""
-        batch = self.host.next_batch() if self.host else None
-        for copy in batch.copies if batch else ():
+    def next_batch(self) -> jaxkv.CopyBatch:
+        """The copies of the next step; their pages are used behind its waits."""
+        batch = self.host.next_batch()
+        for copy in batch.copies:
             if copy.issued and copy.kind == "load":
                 self._loading.difference_update(copy.keys)
                 self._name(copy.device_pages, copy.keys)
             if copy.issued:
                 self.release(copy.device_pages)
-        return batch if batch and batch.copies else None
-
-    def issue(self, batch: jaxkv.CopyBatch, result: Any) -> None:
-        """Notes that the step with a batch was dispatched; it returns `result`."""
-        assert self.host is not None
-        self.host.issue(batch, result)
-
-    def poll(self) -> None:
-        """Ends the copies of steps that are over, and those of the tiers."""
-        if self.host:
-            self.host.poll()
+        return batch
 
     def release(self, pages: Sequence[int]) -> None:
         """Releases the pages of a request; its last pages are evicted first."""
@@ -153,10 +114,11 @@ class BlockManager:
             if key not in self._page_of:  # the second page of a key stays private
                 self._page_of[key], self._key_of[page] = page, key
 
-    def _hold(self, copy: jaxkv.OffloadCopy) -> None:
+    def _held(self, copy: jaxkv.OffloadCopy) -> jaxkv.OffloadCopy:
         """Queued copies hold their pages, even if their request ends before they are issued."""
         for page in copy.device_pages:
             self._take(page)
+        return copy
 
     def _take(self, page: int) -> None:
         self._cached.pop(page, None)

@@ -4,7 +4,6 @@ One function for prefill and decode, which differ only in the shape of the batch
 """
 
 import dataclasses
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+import jaxkv
 from jaxkv import metadata
 from jaxkv.metadata import BatchMetadata
 
@@ -34,6 +34,10 @@ class Config:
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
+
+    def cache_spec(self, page_size: int, dtype: DTypeLike) -> jaxkv.KVCacheSpec:
+        heads, layers = self.num_key_value_heads, self.num_hidden_layers
+        return jaxkv.KVCacheSpec(layers, page_size, heads, self.head_dim, dtype)
 
     def build(self, make: Callable[[str, tuple[int, ...]], Any]) -> Params:
         """The parameters, each built from its checkpoint name and shape; matrices are [out, in]."""
@@ -65,14 +69,6 @@ class Config:
         }
 
 
-TINY = Config(256, 256, 768, 4, 4, 2, 64)
-PRESETS = {
-    "tiny": TINY,
-    "qwen3-0.6b": Config(151_936, 1024, 3072, 28, 16, 8, 128),
-    "qwen3-8b": Config(151_936, 4096, 12_288, 36, 32, 8, 128, tie_word_embeddings=False),
-}
-
-
 def partition(name: str, shape: tuple[int, ...]) -> jax.P:
     """Tensor-parallel sharding of a parameter: heads and MLP columns over the axis "tp"."""
     if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
@@ -80,24 +76,6 @@ def partition(name: str, shape: tuple[int, ...]) -> jax.P:
     if name.endswith(("gate_proj.weight", "up_proj.weight")):
         return jax.P("tp", None)
     return jax.P(None, "tp") if name.endswith(("o_proj.weight", "down_proj.weight")) else jax.P()
-
-
-def init_params(config: Config, seed: int, dtype: DTypeLike) -> Params:
-    """Random weights for which each token depends on its entire context.
-
-    Matrices preserve variance. The embedding is small, so that layer outputs dominate the input
-    token in the residual stream, and attention is sharper than with unit norms, so that it does not
-    degenerate to an average.
-    """
-
-    def make(name: str, shape: tuple[int, ...]) -> jax.Array:
-        if len(shape) == 1:
-            return jnp.full(shape, 2 if "q_norm" in name else 1, dtype)
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
-        scale = 0.02 if name.startswith(("model.embed", "lm_head")) else shape[1] ** -0.5
-        return scale * jax.random.normal(key, shape, dtype)
-
-    return config.build(make)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -124,7 +102,7 @@ def write(pages: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
 def forward(
     config: Config,
     params: Params,
-    layer_pages: Callable[[int, jax.Array], tuple[jax.Array, ...]],
+    layer_pages: Callable[..., tuple[jax.Array, ...]],
     tokens: jax.Array,
     rows: BatchMetadata,
     attention: str = "xla",
@@ -134,8 +112,8 @@ def forward(
 
     Args:
       config, params: the model; under tensor parallelism the shards of this device.
-      layer_pages: returns (k, v) pages of a layer, `[pages, page_size, kv_heads, head_dim]`, given
-        its number and its input, which is computed before a wait for a load.
+      layer_pages: `layer_pages(layer, after=x)` returns the (k, v) pages of a layer,
+        `[pages, page_size, kv_heads, head_dim]`; its input x is computed before a wait for them.
       tokens: int32[T], concatenated by sequence.
       rows: sequences of the tokens, and their pages.
       attention: implementation, see attention.py.
@@ -158,7 +136,7 @@ def forward(
         )
         q = rotate(rms_norm(q, layer["self_attn.q_norm"], eps), positions, theta)
         k = rotate(rms_norm(k, layer["self_attn.k_norm"], eps), positions, theta)
-        k_pages, v_pages = layer_pages(i, x)
+        k_pages, v_pages = layer_pages(i, after=x)
         k_pages, v_pages = write(k_pages, k, slots), write(v_pages, v, slots)
         layers.append((k_pages, v_pages))
         h = attend(attention, q, k_pages, v_pages, rows).reshape(len(x), -1)

@@ -1,6 +1,7 @@
 """Results of the runs, as tables and as a plot."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,7 +13,16 @@ from .request import Request
 Row = dict[str, Any]
 
 
-def row(turns: Sequence[Request], spec: jaxkv.KVCacheSpec) -> Row:
+@dataclass(eq=False)
+class Turn(Request):
+    """A turn of a conversation: its name, its number, and the prompt tokens of earlier turns."""
+
+    name: str = ""
+    index: int = 0
+    known: int = 0
+
+
+def row(turns: Sequence[Turn], spec: jaxkv.KVCacheSpec) -> Row:
     """Prompt tokens by source of their keys and values, bytes moved, and times.
 
     TTFT is the mean time from admission to the batch until the first token is on the host,
@@ -37,7 +47,7 @@ def row(turns: Sequence[Request], spec: jaxkv.KVCacheSpec) -> Row:
     }
 
 
-def rounds(turns: Sequence[Request], spec: jaxkv.KVCacheSpec) -> list[Row]:
+def rounds(turns: Sequence[Turn], spec: jaxkv.KVCacheSpec) -> list[Row]:
     """One row for all first turns, one for all second ones, and so on."""
     indices = sorted({turn.index for turn in turns})
     groups = [[turn for turn in turns if turn.index == index] for index in indices]

@@ -18,23 +18,16 @@ class Limits:
     token_budget: int  # tokens of a step with prompts
     pages_per_request: int  # pages of the longest sequence
     copy_pages: int = 64  # pages loaded or stored beside one step
-    # Smaller batches run programs of smaller bounds, each compiled by `warm_up`.
-    row_buckets: tuple[int, ...] = ()  # rows of steps without prompts
-    token_buckets: tuple[int, ...] = ()  # tokens of steps with prompts
+    token_buckets: tuple[int, ...] = ()  # smaller bounds of steps with fewer tokens
 
     def __post_init__(self) -> None:
-        if min(self.token_sizes) <= self.batch or max(self.row_sizes) > self.batch:
-            raise ValueError(
-                "row_buckets <= batch < token_buckets and token_budget must hold, got "
-                f"{self.row_sizes}, {self.batch} and {self.token_sizes}"
-            )
-
-    @property
-    def row_sizes(self) -> list[int]:
-        return sorted({*self.row_buckets, self.batch})
+        if min(self.token_sizes) <= self.batch:
+            sizes = f"token_buckets and token_budget, {self.token_sizes}"
+            raise ValueError(f"batch={self.batch} must be less than {sizes}")
 
     @property
     def token_sizes(self) -> list[int]:
+        """Static bounds of the tokens of steps with prompts; of others, `batch` is the bound."""
         return sorted({*self.token_buckets, self.token_budget})
 
 
@@ -48,7 +41,6 @@ class Request:
       sampling: how tokens are chosen.
       stop: whether the answer ends with its last token; called once for each token.
       on_token: called after each token and at the end, in the thread of the engine.
-      name, index, known: of reports: conversation, turn, prompt tokens of earlier turns.
     """
 
     prompt: list[int]
@@ -56,13 +48,10 @@ class Request:
     sampling: Sampling = GREEDY
     stop: Callable[["Request"], bool] = lambda request: False
     on_token: Callable[["Request"], None] = lambda request: None
-    name: str = ""
-    index: int = 0
-    known: int = 0
 
     tokens: list[int] = field(init=False)  # prompt and answer
     finished: bool = field(default=False, init=False)
-    in_flight: int = field(default=0, init=False)  # sampled, not yet read by the host: 0 or 1
+    in_flight: int = field(default=0, init=False)  # sampled, not yet read by the host
     computed: int = field(default=0, init=False)  # tokens with keys and values, once all steps ran
     keys: list[bytes] = field(default_factory=list, init=False)  # of full pages
     prefetch: jaxkv.OffloadPrefetch | None = field(default=None, init=False)

@@ -33,7 +33,7 @@ import jaxkv
 
 from .checkpoint import load_checkpoint
 from .engine import Engine, Limits
-from .model import PRESETS, init_params
+from .presets import PRESETS, init_params
 from .request import Request
 from .sampling import Sampling
 from .tokenizer import ByteTokenizer, QwenTokenizer, Tokenizer

@@ -1,7 +1,6 @@
 """The program of a step: copies of pages beside the model, then sampling.
 
-Variants (`Program`) differ in what they copy and in the static bounds of their batch; each is
-compiled once.
+Compiled once for each `Program`, kind of copies, and bound of the batch.
 """
 
 import dataclasses
@@ -18,30 +17,16 @@ from .model import Config, Params, forward, partition
 from .sampling import Array, SamplingRows, greedy, sample
 
 P = jax.P
-CACHE = P(None, None, "tp")  # sharding of `DeviceCache`, over KV heads
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """Static arguments of a step.
-
-    Attributes:
-      config: the model.
-      attention: implementation, see attention.py.
-      copy: "load", "store" or "none"; of the pages in `Inputs.copies`.
-      sampling: False: all rows are greedy.
-      implementation: of copies; None: the fastest.
-      memory: symmetric memory of the tensor-parallel axis "tp"; None: one device.
-      pool: sharding of the host pool.
-    """
+class Program(NamedTuple):
+    """Static arguments of a step."""
 
     config: Config
-    attention: str
-    copy: str = "none"
-    sampling: bool = False
-    implementation: str | None = None
-    memory: jaxkv.SymmetricMemory | None = None
-    pool: P | None = None
+    attention: str  # implementation, see attention.py
+    memory: jaxkv.SymmetricMemory | None = None  # of the tensor-parallel axis "tp"
+    pool: P | None = None  # sharding of the host pool
+    sampling: bool = False  # False: all rows are greedy
 
 
 class Inputs(NamedTuple):
@@ -52,7 +37,7 @@ class Inputs(NamedTuple):
     rows: BatchMetadata
     slots: Array  # int32[B], place of the sampled token in `last`; out of range: not sampled
     sampling: SamplingRows
-    copies: Array  # int32[2, n], host and device pages
+    copies: jaxkv.CopyBatch
 
 
 class State(NamedTuple):
@@ -63,80 +48,49 @@ class State(NamedTuple):
 
 
 def _step(
-    program: Program,
-    params: Params,
-    state: State,
-    pool: jaxkv.HostPool | None,
-    inputs: Inputs,
+    program: Program, params: Params, state: State, pool: jaxkv.HostPool | None, inputs: Inputs
 ) -> tuple[State, jax.Array, jaxkv.HostPool | None]:
-    """One step on one device; returns the state, the sampled tokens int32[B], and the pool."""
+    """A step on one device; returns the state, the sampled tokens int32[B], and a stored pool."""
     cache, last = state
-    how: Any = program.implementation
-    handle: jaxkv.LoadHandle | jaxkv.StoreHandle | None = None
-    if program.copy == "load":
-        handle = jaxkv.start_load(_given(pool), cache, *inputs.copies, implementation=how)
-    elif program.copy == "store":
-        handle = jaxkv.start_store(_given(pool), cache, *inputs.copies, implementation=how)
-
-    def layer_pages(layer: int, x: jax.Array) -> tuple[jax.Array, ...]:
-        pages: tuple[jax.Array, ...]
-        pages = handle.wait(layer, after=x) if handle else cache.layers[layer]
-        return pages
+    copies: Any = inputs.copies.start(pool, cache)
 
     def reduce(x: jax.Array) -> jax.Array:
-        if program.memory is None:
-            return x
-        summed: jax.Array = jaxkv.all_reduce(program.memory, x, "tp")
+        summed: jax.Array = jaxkv.all_reduce(program.memory, x, "tp") if program.memory else x
         return summed
 
     chosen = last.at[inputs.source].get(mode="clip")
     tokens = jnp.where(inputs.source < 0, inputs.tokens, chosen)
     logits, layers = forward(
-        program.config, params, layer_pages, tokens, inputs.rows, program.attention, reduce
+        program.config, params, copies.wait, tokens, inputs.rows, program.attention, reduce
     )
     sampled = greedy(logits)
     if program.sampling:
         sampled = sample(logits, inputs.sampling, inputs.rows.seq_lens)
     last = last.at[inputs.slots].set(sampled, mode="drop")
-    if isinstance(handle, jaxkv.StoreHandle):
-        pool = handle.pool
-    return State(dataclasses.replace(cache, layers=layers), last), sampled, pool
+    stored = copies.pool if inputs.copies.kind == "store" else None
+    return State(dataclasses.replace(cache, layers=layers), last), sampled, stored
 
 
-def _given(pool: jaxkv.HostPool | None) -> jaxkv.HostPool:
-    assert pool is not None, "copies need a host pool"
-    return pool
-
-
-def _sharded_step(
-    program: Program, params: Params, state: State, pool: jaxkv.HostPool | None, inputs: Inputs
-) -> tuple[State, jax.Array, jaxkv.HostPool | None]:
-    if program.memory is None:
-        state, sampled, pool = _step(program, params, state, pool, inputs)
-    else:
-        state_spec: Any = State(CACHE, P())  # type: ignore[arg-type]  # a prefix of its pytree
-        state, sampled, pool = jax.shard_map(
-            partial(_step, program),
+def _sharded_step(program: Program, *arrays: Any) -> Any:
+    step = partial(_step, program)
+    if program.memory:
+        heads: Any = P(None, None, "tp")  # of all arrays of the cache
+        state: Any = State(heads, P())  # type: ignore[arg-type]
+        step = jax.shard_map(
+            step,
             mesh=program.memory.mesh,
-            in_specs=(program.config.build(partition), state_spec, program.pool, P()),
-            out_specs=(state_spec, P(), program.pool),
+            in_specs=(program.config.build(partition), state, program.pool, P()),
+            out_specs=(state, P(), program.pool),
             check_vma=False,
-        )(params, state, pool, inputs)
-    return state, sampled, pool if program.copy == "store" else None
+        )
+    return step(*arrays)
 
 
 # The pool is donated where it is written, and otherwise stays the caller's.
-_jit = partial(jax.jit, static_argnames="program")
-_run = _jit(_sharded_step, donate_argnames="state")
-_run_store = _jit(_sharded_step, donate_argnames=("state", "pool"))
+_run = jax.jit(_sharded_step, static_argnums=0, donate_argnums=2)
+_run_store = jax.jit(_sharded_step, static_argnums=0, donate_argnums=(2, 3))
 
 
-def run(
-    program: Program, params: Params, state: State, pool: jaxkv.HostPool | None, inputs: Inputs
-) -> tuple[State, jax.Array, jaxkv.HostPool | None]:
-    """Dispatches a step; returns the state, the sampled tokens int32[B], and the pool."""
-    if program.copy == "none":
-        return *_run(program, params, state, None, inputs)[:2], pool
-    if program.copy == "load":
-        return *_run(program, params, state, pool, inputs)[:2], pool
-    return _run_store(program, params, state, pool, inputs)
+def jitted(inputs: Inputs) -> Any:
+    """The compiled function for these copies: takes a program, parameters, state, pool, inputs."""
+    return _run_store if inputs.copies.kind == "store" else _run

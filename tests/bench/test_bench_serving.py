@@ -1,18 +1,30 @@
 """`bench.serving`: workloads, the systems' copies, and the table of results."""
 
+import argparse
 import json
+import subprocess
 
 import numpy as np
 import pytest
 
-from bench.harness.records import File, Row
+from bench.harness.records import File, Results, Row
 from bench.report.catalog import TABLES
-from bench.serving import metrics, systems, workloads
-from bench.serving.systems import DEVICE_PUT, IN_HBM, JAXKV, NAMES, Memory
+from bench.serving import cases, runs, systems, ttft, workloads
+from bench.serving.systems import (
+    DEVICE_PUT,
+    HOST_METADATA,
+    IN_HBM,
+    JAXKV,
+    NAMES,
+    PREFILL_DMA,
+    Memory,
+)
 from examples.serving.engine import Limits
-from examples.serving.model import Config, init_params
+from examples.serving.model import Config
+from examples.serving.presets import init_params
 
 CONFIG = Config(256, 64, 96, 1, 4, 2, 16)
+ALL = (*NAMES, PREFILL_DMA, HOST_METADATA)
 
 
 @pytest.mark.cpu_only
@@ -23,16 +35,16 @@ def test_all_systems_give_the_same_tokens_from_different_places():
     params = init_params(CONFIG, 0, "float32")
     limits = Limits(4, 2, 18, pages_per_request=18, copy_pages=4)
     answers, loaded = {}, {}
-    for name in NAMES:
+    for name in ALL:
         engine = systems.create(name, CONFIG, params, limits, Memory(95, 36, 95))
-        served = workloads.run(engine, work)
+        served = work.run(engine)
         answers[name] = sorted(request.tokens for request in served)
-        found = metrics.figures(engine, served)
-        loaded[name] = found["loaded", "GB"] > 0
-        assert found[metrics.RATE, "1/s"] > 0 and engine.steps > 0
-        systems.close(engine)
+        found = runs.figures(engine, served)
+        loaded[name] = found["loaded"][1] > 0
+        assert found[runs.RATE][1] > 0 and engine.steps > 0
+        engine.release()
     assert all(tokens == answers[IN_HBM] for tokens in answers.values())
-    assert loaded == {name: name in (*NAMES[2:], JAXKV) for name in NAMES}
+    assert loaded == {name: name in (*NAMES[2:], PREFILL_DMA) for name in ALL}
     assert len(answers[IN_HBM]) == 15
 
 
@@ -47,8 +59,8 @@ def test_wrong_pages_of_the_device_put_system_are_noticed():
         engine = systems.create(DEVICE_PUT, CONFIG, params, limits, Memory(95, 36, 95))
         if wrong:
             vars(engine)["_stored"] = Zeros(engine)
-        answers.append(sorted(request.tokens for request in workloads.run(engine, work)))
-        systems.close(engine)
+        answers.append(sorted(request.tokens for request in work.run(engine)))
+        engine.release()
     assert answers[0] != answers[1]
 
 
@@ -58,6 +70,45 @@ class Zeros(dict):
 
     def __getitem__(self, page):
         return np.zeros(self.shape, np.float32)
+
+
+@pytest.mark.host_only
+def test_samples_are_read_from_a_process(tmp_path, capfd):
+    found = list(runs._process(["-c", "print('compiled'); print('[1, 2]')"], str(tmp_path)))
+    assert found == [[1, 2]] and capfd.readouterr().out == "compiled\n"
+    with pytest.raises(subprocess.CalledProcessError):
+        list(runs._process(["-c", "raise SystemExit(3)"], str(tmp_path)))
+
+
+@pytest.mark.cpu_only
+def test_a_process_serves_one_case_by_one_system(monkeypatch, capsys):
+    def serve(case, system, repeats):
+        yield case.label, {system: ("x", 1.0)}, repeats
+
+    monkeypatch.setattr(runs, "serve", serve)
+    assert ttft.main(["--repeats", "4", "--serve", "1", JAXKV]) == 0
+    label = "tiny, 2 requests beside loads of 64 tokens"
+    assert json.loads(capsys.readouterr().out) == [label, {JAXKV: ["x", 1.0]}, 4]
+
+
+@pytest.mark.host_only
+def test_ratios_are_of_the_same_repeat_and_unequal_answers_fail():
+    flags = argparse.Namespace(tiny=True, quick=False, part=["latency"], system=None)
+    (case,) = cases.ttft(flags)
+    found = Results("x")
+    times = {JAXKV: [3.0, 30.0, 6.0], IN_HBM: [2.0, 20.0, 3.0]}
+    taken = {
+        "latency": {
+            system: [{runs.LATENCY: ("ms", time)} for time in values]
+            for system, values in times.items()
+        }
+    }
+    runs.record(found, case, taken, {"latency": {IN_HBM: [[1], [2]], JAXKV: [[1], [3]]}})
+    assert [(row.metric, row.value) for row in found.rows] == [
+        (runs.LATENCY, 6.0), (runs.LATENCY, 3.0), ("ratio", 1.5),
+    ]  # fmt: skip
+    assert found.rows[-1].error is not None
+    assert [(check.got, check.met) for check in found.checks] == [(1, False)]
 
 
 @pytest.mark.host_only

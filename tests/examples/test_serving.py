@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 
 import jaxkv
 from examples.serving import report
+from examples.serving.__main__ import serve
 from examples.serving.block_manager import BlockManager, Placement
-from examples.serving.engine import Engine, Limits, serve
-from examples.serving.model import Config, init_params
+from examples.serving.engine import Engine, Limits
+from examples.serving.model import Config
+from examples.serving.presets import init_params
 from examples.serving.request import Request
 from examples.serving.tokenizer import ByteTokenizer
 from jaxkv._src.cache.host_layout import LAYOUTS
-from jaxkv.offload import BlockHasher
+from jaxkv.offload import BlockHasher, FileTier
 
 pytestmark = pytest.mark.end_to_end
 
@@ -77,11 +79,16 @@ class Step:
         assert self.over
 
 
+def manager(num_hbm_pages, num_host_pages, copy_pages=8):
+    host = jaxkv.OffloadEngine(num_host_pages, batch_sizes=(copy_pages,))
+    return BlockManager(num_hbm_pages, host)
+
+
 class Memories:
     """Performs the copies queued by a BlockManager on keys instead of keys and values."""
 
     def __init__(self, num_hbm_pages: int, num_host_pages: int, copy_pages: int):
-        self.blocks = BlockManager(num_hbm_pages, num_host_pages, copy_pages)
+        self.blocks = manager(num_hbm_pages, num_host_pages, copy_pages)
         self.hbm: list[bytes] = [b""] * num_hbm_pages
         self.host: list[bytes] = [b""] * num_host_pages
         self.running: list[tuple[Placement, list[bytes], int]] = []
@@ -89,7 +96,7 @@ class Memories:
 
     def queued(self) -> list[jaxkv.OffloadCopy]:
         host = self.blocks.host
-        return [*host._loads, *host._stores] if host else []
+        return [*host._loads, *host._stores]
 
     def start(self, tokens: list[int], extra: int) -> None:
         keys = HASHER.hashes(tokens)
@@ -110,14 +117,13 @@ class Memories:
     def step(self) -> None:
         """Copies, then compute of all requests whose pages are there."""
         batch, before, self.latest = self.blocks.next_batch(), self.latest, Step()
-        for pair in zip(batch.host_pages, batch.device_pages, strict=True) if batch else ():
+        for pair in zip(batch.host_pages, batch.device_pages, strict=True):
             host_page, page = map(int, pair)
-            if page >= 0 and batch and batch.kind == "load":
+            if page >= 0 and batch.kind == "load":
                 self.hbm[page] = self.host[host_page]
             elif page >= 0:
                 self.host[host_page] = self.hbm[page]
-        if batch:
-            self.blocks.issue(batch, self.latest)
+        self.blocks.host.issue(batch, self.latest)
         for number, (placement, keys, done) in enumerate(self.running):
             if placement.load is None or placement.load.issued:
                 assert [self.hbm[page] for page in placement.pages[:done]] == keys[:done]
@@ -127,7 +133,7 @@ class Memories:
                 self.running[number] = placement, keys, len(keys)
         if before:
             before.over = True
-        self.blocks.poll()
+        self.blocks.host.poll()
 
     def finish(self, which: int) -> None:
         self.blocks.release(self.running.pop(which)[0].pages)
@@ -142,7 +148,7 @@ class Memories:
         assert {page: key for key, page in blocks._page_of.items()} == blocks._key_of
         assert all(self.hbm[page] == key for page, key in blocks._key_of.items())
         assert set(blocks._cached) <= set(blocks._key_of)
-        for key, block in blocks.host.manager._blocks.ready.items() if blocks.host else ():
+        for key, block in blocks.host.manager._blocks.ready.items():
             assert self.host[block.page] == key
 
 
@@ -166,10 +172,9 @@ def copied(blocks):
     """The kind of the next batch, whose step is over at once."""
     batch, step = blocks.next_batch(), Step()
     step.over = True
-    if batch:
-        blocks.issue(batch, step)
-    blocks.poll()
-    return batch.kind if batch else "none"
+    blocks.host.issue(batch, step)
+    blocks.host.poll()
+    return batch.kind
 
 
 def admitted(blocks, keys, num_pages):
@@ -179,7 +184,7 @@ def admitted(blocks, keys, num_pages):
 
 
 def test_page_is_stored_once_and_reloaded():
-    blocks = BlockManager(num_hbm_pages=2, host=4, copy_pages=8)
+    blocks = manager(num_hbm_pages=2, num_host_pages=4)
     first, second = HASHER.hashes([1, 1, 2, 2]), HASHER.hashes([3, 3, 4, 4])
     counts = []
     for keys in (first, second, first, second):
@@ -193,7 +198,7 @@ def test_page_is_stored_once_and_reloaded():
 
 
 def test_shared_page_is_released_by_last_user():
-    blocks = BlockManager(num_hbm_pages=3, host=0, copy_pages=8)
+    blocks = manager(num_hbm_pages=3, num_host_pages=0)
     keys = HASHER.hashes([7, 7])
     first = admitted(blocks, keys, 1)
     blocks.publish(first.pages, keys, 0)
@@ -206,7 +211,7 @@ def test_shared_page_is_released_by_last_user():
 
 
 def test_page_is_not_found_before_its_load_is_issued():
-    blocks = BlockManager(num_hbm_pages=4, host=4, copy_pages=8)
+    blocks = manager(num_hbm_pages=4, num_host_pages=4)
     keys = HASHER.hashes([5, 5])
     first = admitted(blocks, keys, 1)
     blocks.publish(first.pages, keys, 0)
@@ -303,8 +308,8 @@ def test_exceeded_limits_raise():
         ValueError, match="num_hbm_pages=47: a request may need pages_per_request=48"
     ):
         make_engine(num_hbm_pages=47)
-    with pytest.raises(ValueError, match=r"request long: 384 prompt tokens and 1 new ones; .* 384"):
-        make_engine().submit(Request([0] * 48 * 8, 1, name="long"))
+    with pytest.raises(ValueError, match=r"request: 384 prompt tokens and 1 new ones; .* 384"):
+        make_engine().submit(Request([0] * 48 * 8, 1))
 
 
 # --- The command.
@@ -314,12 +319,19 @@ def test_a_tier_serves_the_next_process(tmp_path, all_in_hbm):
     """Its engine has an empty host pool; one of other weights has other keys."""
     conversations = dict([*CONVERSATIONS.items()][:2])
     expected = [turn.answer for turn in all_in_hbm if turn.name in conversations]
-    totals = []
+    totals, opened = [], []
+
+    def tiers(pool):
+        size = jaxkv.OffloadEngine.tier_block_bytes(pool)
+        opened.append(FileTier(tmp_path, size, capacity_bytes=1 << 30))
+        return opened[-1:]
+
     for _ in range(2):
-        engine = make_engine(num_host_pages=PLENTY, tier=tmp_path, weights="a")
+        engine = make_engine(num_host_pages=PLENTY, tiers=tiers, weights="a")
         assert answers(served(engine, conversations)) == expected
-        engine.close()
-        totals.append(engine.blocks.host.metrics())
+        assert engine.host.drain()
+        opened[-1].close()
+        totals.append(engine.host.metrics())
     promoted, cascaded, loaded, missed = (
         [total[f"kv_offload_{name}"] for total in totals]
         for name in ("promoted_blocks", "cascaded_blocks", "loaded_blocks", "tier_read_misses")

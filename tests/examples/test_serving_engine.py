@@ -13,7 +13,8 @@ import pytest
 import jaxkv
 from examples.serving.attention import attend, num_splits, select
 from examples.serving.engine import Engine, Limits
-from examples.serving.model import Config, init_params, rms_norm, rotate
+from examples.serving.model import Config, rms_norm, rotate
+from examples.serving.presets import init_params
 from examples.serving.request import Request
 from examples.serving.sampling import Sampling, SamplingRows, sample
 from jaxkv.metadata import BatchMetadata
@@ -106,19 +107,19 @@ def test_answers_equal_those_of_a_dense_model(token_budget):
 
 
 def test_answers_in_bucketed_batches(monkeypatch):
-    limits = Limits(4, 4, 60, 24, row_buckets=(1, 2), token_buckets=(9, 30))
+    limits = Limits(4, 4, 60, 24, token_buckets=(9, 30))
     engine, sizes = Engine(CONFIG, params(), limits, 80), set()
     inputs = engine._inputs
 
-    def noted(rows, pages, num_rows, num_tokens):
-        sizes.add((num_rows, num_tokens))
-        return inputs(rows, pages, num_rows, num_tokens)
+    def noted(rows, copies, num_tokens):
+        sizes.add(num_tokens)
+        return inputs(rows, copies, num_tokens)
 
     monkeypatch.setattr(engine, "_inputs", noted)
     assert run(engine, requests()) == expected()
     assert run(engine, requests()[1:2]) == expected()[1:2]
-    assert sizes == {(1, 1), (2, 2), (4, 4), (4, 9), (4, 30), (4, 60)}
-    with pytest.raises(ValueError, match=r"must hold, got \[4\], 4 and \[4, 60\]"):
+    assert sizes == {4, 9, 30, 60}
+    with pytest.raises(ValueError, match=r"batch=4 must be less than .* \[4, 60\]"):
         Limits(4, 4, 60, 24, token_buckets=(4,))
 
 
@@ -129,15 +130,14 @@ def test_answers_after_preemption():
     assert engine.blocks._references == [0] * 30
 
 
-@pytest.mark.parametrize("write", ["through", "second_use"])
-def test_answers_with_the_host_tier(write):
+def test_answers_with_the_host_tier():
     """The same prompts again, in few pages: their pages are loaded from host memory."""
-    engine = make_engine(num_hbm_pages=30, num_host_pages=120, write=write)
+    engine = make_engine(num_hbm_pages=30, num_host_pages=120)
     turns = [requests() for _ in range(3)]
     assert [run(engine, turn) for turn in turns] == [expected()] * 3
     assert sum(request.first_placement.loaded for request in turns[-1]) >= 8
-    assert {len(engine.blocks.host._loads), len(engine.blocks._loading)} == {0}
-    assert engine.blocks.host.metrics()["kv_offload_pinned_blocks"] == 0
+    assert {len(engine.host._loads), len(engine.blocks._loading)} == {0}
+    assert engine.host.metrics()["kv_offload_pinned_blocks"] == 0
 
 
 def test_host_is_a_step_ahead_and_waits_for_nothing_else(monkeypatch):
@@ -171,6 +171,17 @@ def test_host_is_a_step_ahead_and_waits_for_nothing_else(monkeypatch):
                and "read" in step)  # fmt: skip
     assert sum("dispatch read" in step for step in steps) > 10
     assert [request.answer for request in batch] == expected()
+
+
+def test_every_step_of_an_answer_is_dispatched_before_the_last_token_is_read():
+    """One step for each token, and one to read the last."""
+    engine, request = make_engine(), requests()[1]
+    engine.submit(request)
+    steps = 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+    assert request.answer == expected()[1] and steps == NEW_TOKENS + 1
 
 
 def test_stop_drops_the_token_computed_ahead():

@@ -179,7 +179,7 @@ def test_logits_match_transformers(tied, tmp_path):
 
     @jax.jit
     def step(cache, new, rows):
-        logits, layers = forward(config, params, lambda i, x: cache.layers[i], new, rows)
+        logits, layers = forward(config, params, lambda i, after: cache.layers[i], new, rows)
         return logits, dataclasses.replace(cache, layers=layers)
 
     starts = [*range(0, prompt, chunk), *range(prompt, total)]

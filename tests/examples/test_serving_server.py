@@ -8,7 +8,8 @@ import time
 import pytest
 
 from examples.serving.engine import Engine, Limits
-from examples.serving.model import Config, init_params
+from examples.serving.model import Config
+from examples.serving.presets import init_params
 from examples.serving.request import Request
 from examples.serving.tokenizer import ByteTokenizer
 

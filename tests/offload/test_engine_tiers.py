@@ -229,7 +229,10 @@ def test_nothing_waits_for_a_tier_that_hangs():
     engine.store(KEYS[:2], [0, 1])
     pool, _ = step(engine, pool, cache, jaxkv.store_pages)
     assert tier.writes == 4 and engine.lookup(KEYS).num_blocks == 2
-    assert not engine.drain(0.01)
+    store = engine.store(KEYS[2:3], [2])
+    batch = engine.next_batch()
+    engine.issue(batch, jax.block_until_ready(cache.layers[0][0]))
+    assert not engine.drain(0.01) and store.done and engine.poll() == [store]
     engine.load(KEYS[:2], [2, 3])
     step(engine, pool, cache, jaxkv.load_pages)
     tier.go.set()

@@ -38,6 +38,19 @@ def test_hashes_continue_from_a_parent(tokens, block_size, split):
     assert chain[split:] == hasher.hashes(tokens[split * block_size :], parent)
 
 
+@pytest.mark.parametrize("ends", [range(1, 23), (5, 6, 14, 22)])
+def test_chains_grow_with_their_sequence(ends):
+    tokens, chain = [*range(100, 122)], list[bytes]()
+    for end in ends:
+        HASHER.extend(chain, tokens[:end])
+        assert chain == HASHER.hashes(tokens[:end])
+
+
+def test_a_chain_longer_than_its_sequence_raises():
+    with pytest.raises(ValueError, match="chain has 2 blocks of 4 tokens, but there are 7 tokens"):
+        HASHER.extend(HASHER.hashes(range(8)), range(7))
+
+
 @given(tokens_of_blocks, tokens_of_blocks)
 def test_hashes_are_equal_exactly_for_equal_prefixes(left, right):
     pairs = zip(HASHER.hashes(left), HASHER.hashes(right), strict=False)

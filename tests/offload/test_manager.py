@@ -222,7 +222,7 @@ def test_prometheus_collector_has_every_metric():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"num_pages": 0}, "num_pages=0; at least 1 page"),
+        ({"num_pages": -1}, "num_pages=-1; at least 0 pages"),
         ({"num_pages": 1, "policy": "fifo"}, r"policy='fifo' is not one of \['lru', 'arc'\]"),
         ({"num_pages": 1, "write": "around"}, "write='around' is not one of"),
     ],

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxkv._src.offload.tiers import block_file, queued
+from jaxkv._src.offload.tiers import block_file, files, queued
 from jaxkv.offload import FileTier, Tier
 from tests.util.tier_blocks import TIMEOUT_S, all_there, content, key, read, write
 
@@ -24,7 +24,9 @@ FILE_BYTES = 3 * 4096
 
 
 @pytest.fixture
-def make(tmp_path):
+def make(tmp_path, monkeypatch):
+    """Makes tiers that do not scan their directory unasked: a scan also removes damaged files."""
+    monkeypatch.setattr(files, "_REFRESH_EVERY_S", 3600.0)
     tiers = []
 
     def make_tier(directory=tmp_path / "tier", block_bytes=BLOCK_BYTES, blocks=1000, **options):

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 
 import jax
-import numpy as np
-import numpy.typing as npt
 
 from jaxkv._src.cache.host_pool import HostPool
+from jaxkv._src.offload.copies import CopyBatch, Kind, OffloadCopy, padded_pages
 from jaxkv._src.offload.errors import StaleSpecError
 from jaxkv._src.offload.manager import OffloadManager
 from jaxkv._src.offload.page_memory import PoolMemory
-from jaxkv._src.offload.specs import Event, LoadSpec, Lookup, StoreSpec
+from jaxkv._src.offload.specs import Event, Lookup
 from jaxkv._src.offload.tier_copies import OffloadPrefetch, TierCopies
 from jaxkv._src.offload.tiers.store import TieredStore
 from jaxkv._src.offload.tiers.tier import Tier
 from jaxkv._src.runtime.sync_guard import allow_host_sync
-
-Kind = Literal["load", "store", "none"]
 
 
 class _Result(Protocol):
@@ -29,51 +25,6 @@ class _Result(Protocol):
 
     def is_ready(self) -> bool: ...
     def block_until_ready(self) -> object: ...
-
-
-@dataclasses.dataclass(eq=False)
-class OffloadCopy:
-    """A load or store of an `OffloadEngine`; its device pages are in use until it is issued.
-
-    Attributes:
-      kind: "load" or "store".
-      keys: the blocks.
-      host_pages: page id of each block in the host pool.
-      device_pages: page id of each block in the device cache.
-      issued: whether `next_batch` has returned all its pages. From the step of that batch on,
-        behind its waits, loaded pages may be read, and stored pages overwritten.
-      done: whether the copy is over: stored blocks are found by `lookup`.
-      failed: whether a step with pages of the copy has failed, or a block to load was discarded
-        before: do not use the loaded pages.
-    """
-
-    kind: Kind
-    keys: tuple[bytes, ...]
-    host_pages: tuple[int, ...]
-    device_pages: tuple[int, ...]
-    _spec: LoadSpec | StoreSpec = dataclasses.field(repr=False)
-    issued: bool = False
-    done: bool = False
-    failed: bool = False
-    _num_taken: int = dataclasses.field(default=0, repr=False)  # pages
-    _num_in_flight: int = dataclasses.field(default=0, repr=False)  # batches
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class CopyBatch:
-    """The pages to copy beside one step.
-
-    Attributes:
-      kind: "load", "store", or "none" if nothing is to copy.
-      host_pages: int32[n], page ids in the host pool, padded with -1; n is one of the batch sizes.
-      device_pages: int32[n], page ids in the device cache, padded with -1.
-      copies: the copies with pages in this batch; those that it completes are `issued`.
-    """
-
-    kind: Kind
-    host_pages: npt.NDArray[np.int32]
-    device_pages: npt.NDArray[np.int32]
-    copies: tuple[OffloadCopy, ...]
 
 
 class OffloadEngine:
@@ -91,7 +42,7 @@ class OffloadEngine:
         load = tier.load(keys[:found.num_blocks], device_pages)
 
         batch = tier.next_batch()                             # for each step
-        tokens, ... = step(batch.host_pages, batch.device_pages)  # jaxkv.start_load, start_store
+        tokens, ... = step(batch)                             # a jax.jit, with batch.start in it
         tier.issue(batch, tokens)
         ended = tier.poll()                                   # copies that are over
 
@@ -106,7 +57,8 @@ class OffloadEngine:
     transfers in the scheduler in the same way; tiers are those of its tiering manager.
 
     Args:
-      pool: the host pool, or its number of pages if there are no tiers.
+      pool: the host pool, or its number of pages if there are no tiers. 0: no host tier: nothing
+        is found, and no block is stored.
       batch_sizes: numbers of pages of a step, each a static shape. The largest limits a step.
       policy, write, events: see `OffloadManager`.
       tiers: in the order in which they are read; see `TieredStore`. Their `block_bytes` is
@@ -275,10 +227,19 @@ class OffloadEngine:
         kind = copies[0].kind if copies else "none"
         size = next(size for size in self._sizes if size >= len(host_pages))
         batch = CopyBatch(
-            kind, _padded(host_pages, size), _padded(device_pages, size), tuple(copies)
+            kind, padded_pages(host_pages, size), padded_pages(device_pages, size), tuple(copies)
         )
         self._taken = batch if copies else None
         return batch
+
+    def padding_batches(self) -> list[CopyBatch]:
+        """A batch without pages of each kind and size, to compile all programs beforehand."""
+        kinds: tuple[Kind, ...] = ("none", "load", "store")
+        return [
+            CopyBatch(kind, padded_pages([], size), padded_pages([], size))
+            for kind in kinds[: 3 if self.manager.num_pages else 1]
+            for size in (self._sizes[:1] if kind == "none" else self._sizes)
+        ]
 
     def _start(self, copy: OffloadCopy) -> bool:
         """False, and the copy is over, if a block to load has been discarded."""
@@ -294,7 +255,7 @@ class OffloadEngine:
         """Notes that the step with a batch has been dispatched.
 
         Args:
-          batch: the result of `next_batch`; nothing happens for one without pages.
+          batch: the result of `next_batch`, or of its `by`; nothing happens for one without pages.
           result: a `jax.Array` that the step returns, ready once its copies are complete. Do not
             donate it before `poll` has returned them.
 
@@ -303,7 +264,7 @@ class OffloadEngine:
         """
         if not batch.copies:
             return
-        if batch is not self._taken:
+        if self._taken is None or batch.copies is not self._taken.copies:
             raise ValueError("issue: the batch is not the last one of next_batch, or issued twice")
         self._taken = None
         self._in_flight.append((batch, cast(_Result, result)))
@@ -345,11 +306,12 @@ class OffloadEngine:
     def drain(self, timeout_s: float = 30.0) -> bool:
         """Waits until the tiers have the stored blocks, before a process closes them and ends.
 
-        Blocks; no step may be in flight, and `poll` must have returned its copies.
+        Blocks; no step may be in flight. The next `poll` returns the copies that are over.
 
         Returns:
           Whether all writes have ended in time.
         """
+        self._ended = self.poll()
         return self._tiers is None or self._tiers.drain(timeout_s)
 
     def take_events(self) -> list[Event]:
@@ -378,12 +340,6 @@ def _has_failed(result: _Result) -> bool:
     except Exception:  # of any type: an XLA error, or that of a handler
         return True
     return False
-
-
-def _padded(pages: list[int], size: int) -> npt.NDArray[np.int32]:
-    padded = np.full(size, -1, np.int32)
-    padded[: len(pages)] = pages
-    return padded
 
 
 def _check_lengths(operation: str, keys: Sequence[bytes], device_pages: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ class BlockHasher:
 
         hasher = jaxkv.offload.BlockHasher(16, model="Qwen/Qwen3-8B@4f8a bfloat16")
         chain = hasher.hashes(prompt)                         # one hash for each full block
-        chain += hasher.hashes(generated, parent=chain[-1])   # the blocks that follow
+        hasher.extend(chain, prompt + generated)              # as the sequence grows
 
     Args:
       block_size: tokens of a block.
@@ -74,6 +74,25 @@ class BlockHasher:
             last = hashlib.sha256(last + content[end - block_bytes : end]).digest()
             found.append(last)
         return found
+
+    def extend(self, chain: list[bytes], tokens: Sequence[int]) -> None:
+        """Appends the hashes of the full blocks that `chain` lacks; call it as a sequence grows.
+
+        Args:
+          chain: hashes of the first blocks of the sequence, or an empty list.
+          tokens: the whole sequence, as for `hashes`.
+
+        Raises:
+          ValueError: `chain` has more blocks than `tokens`; or as for `hashes`.
+        """
+        start = len(chain) * self.block_size
+        if len(tokens) < start:
+            raise ValueError(
+                f"BlockHasher.extend: chain has {len(chain)} blocks of {self.block_size} tokens, "
+                f"but there are {len(tokens)} tokens; pass the whole sequence"
+            )
+        if len(tokens) >= start + self.block_size:
+            chain += self.hashes(tokens[start:], chain[-1] if chain else None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,21 +57,21 @@ class OffloadManager:
     The interface follows vLLM's `OffloadingManager`.
 
     Args:
-      num_pages: pages of the host pool.
+      num_pages: pages of the host pool; 0: nothing is stored.
       policy: "lru", or "arc" (adaptive replacement cache).
       write: "through": blocks are stored when computed; "second_use": when computed, if an earlier
         request has used them too; "back": when the device cache evicts them.
       events: whether to collect events for `take_events`, which then must be called.
 
     Raises:
-      ValueError: `num_pages` is not positive, or a policy is unknown.
+      ValueError: `num_pages` is negative, or a policy is unknown.
     """
 
     def __init__(
         self, num_pages: int, *, policy: str = "lru", write: str = "through", events: bool = False
     ) -> None:
-        if num_pages < 1:
-            raise ValueError(f"OffloadManager: num_pages={num_pages}; at least 1 page")
+        if num_pages < 0:
+            raise ValueError(f"OffloadManager: num_pages={num_pages}; at least 0 pages")
         self.num_pages = num_pages
         self._policy = _chosen("policy", policy, POLICIES)(num_pages)
         self._write = _chosen("write", write, WRITE_POLICIES)(num_pages)
@@ -318,7 +318,8 @@ class OffloadManager:
         """
         return {
             **self._counts,
-            "kv_offload_usage_perc": 1 - self._blocks.num_free / self.num_pages,
+            "kv_offload_usage_perc": (self.num_pages - self._blocks.num_free)
+            / max(1, self.num_pages),
             "kv_offload_ready_blocks": len(self._blocks.ready),
             "kv_offload_pending_blocks": len(self._blocks.pending),
             "kv_offload_pinned_blocks": self._blocks.num_pinned,

@@ -217,6 +217,13 @@ class LoadHandle(_PageCopyHandle):
         cache = finish(loading)
     """
 
+    @classmethod
+    def idle(cls, cache: DeviceCache) -> Self:
+        """A handle without a copy, whose waits return the layers."""
+        handle = cls(None, cache)
+        handle._segments = tuple(range(cache.spec.num_layers))
+        return handle
+
     def _written_positions(self, layers: Sequence[int]) -> tuple[int, ...]:
         count = len(self._arrays)
         if is_stacked(self._cache):

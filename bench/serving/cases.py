@@ -1,0 +1,179 @@
+"""Cases of the serving benchmarks: workloads, the memory of the systems, and targets.
+
+`compare`:
+
+  multi_turn  conversations with the parameters of SGLang's HiCache benchmark; HBM holds a quarter
+              of their pages. Also in small pages by the copy engine and by jaxkv
+  trace       whole sessions of Mooncake's conversation trace, lengths divided by a factor
+  random      prompts without reuse
+
+Requests are served at saturation: "requests/s" is the highest rate for the number of requests in
+flight, which is the same for all systems.
+
+`ttft`:
+
+  ttft        one request at a time: 8,192 tokens of an earlier request, which other requests have
+              evicted from HBM, and 1,024 tokens
+  latency     inter-token latency of running requests, while requests with evicted prefixes are
+              admitted beside them; each step loads a part of a prefix. All in HBM is the run
+              without loads, with the same requests
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bench.harness.records import REPOSITORY
+from bench.serving import systems, workloads
+from bench.serving.runs import LATENCY, RATE, TTFT, Case, Wanted, model_of
+from bench.serving.systems import COPY_ENGINE, DEVICE_PUT, IN_HBM, JAXKV, RECOMPUTE, Memory
+from examples.serving.engine import Limits
+from examples.serving.presets import PRESETS
+
+TRACE = REPOSITORY / "bench" / "data" / "mooncake_conversation_sample.jsonl"
+PARALLEL = 4  # requests in flight
+HBM_SHARE = 4
+REPEATS = {"multi_turn": 3, "random": 5, "ttft": 4, "latency": 5}
+COMPARED = (
+    Wanted("multi_turn", RATE, DEVICE_PUT, ">=", 2.5),
+    Wanted("multi_turn", RATE, COPY_ENGINE, ">=", 1.3),
+    Wanted("multi_turn", RATE, RECOMPUTE, ">=", 2),
+    Wanted("random", RATE, RECOMPUTE, ">=", 0.99),
+)
+SMALL_PAGES = (Wanted("multi_turn", RATE, COPY_ENGINE, ">=", 2),)  # of 8 KiB in each block
+FIRST_TOKEN: Sequence[Wanted] = (
+    Wanted("ttft", TTFT, RECOMPUTE, "<=", 0.20),
+    Wanted("ttft", TTFT, IN_HBM, "<=", 1.15),
+)
+FIRST_TOKEN_SYSTEMS = (IN_HBM, RECOMPUTE, JAXKV)  # the others in `compare`
+BESIDE_LOADS = (Wanted("latency", LATENCY, IN_HBM, "<=", 1.10),)
+
+
+def pages(tokens: int, page_size: int) -> int:
+    return -(-tokens // page_size)
+
+
+def compare(flags: argparse.Namespace) -> list[Case]:
+    makers = _compared(flags)
+    makers = {name: makers[name] for name in flags.part or makers}
+    if flags.tiny and flags.quick:
+        first = next(iter(makers))
+        return [_compare(flags, 8, {first: makers[first]}, (IN_HBM, JAXKV), ())]
+    if flags.tiny:
+        return [_compare(flags, 8, makers, systems.NAMES, ())]
+    found = [_compare(flags, 32, makers, systems.NAMES, COMPARED)]
+    if "multi_turn" in makers:
+        few = {"multi_turn": makers["multi_turn"]}
+        found.append(_compare(flags, 4, few, (COPY_ENGINE, JAXKV), SMALL_PAGES))
+    return found
+
+
+def _compared(flags: argparse.Namespace) -> dict[str, Callable[[int], workloads.Workload]]:
+    vocab = PRESETS[model_of(flags)[0]].vocab_size
+    clients, rounds, request, answer = (20, 3, 1024, 16) if flags.quick else (20, 5, 1024, 16)
+    sessions, scale = 24, 4
+    prompts, length, new = 16, 1024, 32
+    if flags.tiny:
+        clients, rounds, request, answer = 6, 3, 40, 4
+        sessions, scale = 4, 64
+        prompts, length, new = 4, 40, 4
+    return {
+        "multi_turn": partial(
+            workloads.multi_turn, clients, rounds, request, answer, PARALLEL, vocab
+        ),
+        "trace": partial(workloads.trace, TRACE, sessions, 40, scale, PARALLEL, vocab),
+        "random": partial(workloads.random_prompts, prompts, length, new, PARALLEL, vocab),
+    }
+
+
+def _compare(
+    flags: argparse.Namespace, page_size: int, makers: dict[str, Any], chosen: Sequence[str],
+    wanted: Sequence[Wanted],
+) -> Case:  # fmt: skip
+    """Limits and memory for all workloads; HBM by the first, the conversations if these run."""
+    works = [make(0) for make in makers.values()]
+    longest = max(pages(work.longest, page_size) for work in works)
+    budget, new = (64, 48) if flags.tiny else (2176, 1088)
+    # Steps with the new tokens of one request; loads of a few thousand tokens in one step.
+    limits = Limits(
+        page_size, PARALLEL, budget + PARALLEL, longest,
+        copy_pages=8 if flags.tiny else 8192 // page_size, token_buckets=(new + PARALLEL,),
+    )  # fmt: skip
+    everything = [
+        sum(pages(tokens, page_size) + 1 for tokens in work.sequences) + PARALLEL for work in works
+    ]
+    few = max(everything[0] // HBM_SHARE, longest)
+    memory = Memory(max(everything), few, max(everything))
+    repeats = {} if flags.tiny else REPEATS
+    return Case(
+        f"{{}}, pages of {page_size}", flags.system or chosen, limits, memory, makers, repeats,
+        wanted, *model_of(flags),
+    )  # fmt: skip
+
+
+class Size(NamedTuple):
+    page_size: int
+    cached: int  # tokens
+    new: int
+    prefixes: int
+    running: int  # requests beside the loads, of `prompt` and `answer` tokens
+    prompt: int
+    answer: int
+    every: int  # steps between the admissions
+    copy_pages: int  # in one step, beside running requests
+
+
+FULL = Size(32, 8192, 1024, 8, 16, 1024, 128, 16, 32)
+TINY = Size(8, 64, 16, 4, 2, 16, 24, 4, 4)
+
+
+def ttft(flags: argparse.Namespace) -> list[Case]:
+    size = TINY if flags.tiny else FULL
+    short = flags.tiny and flags.quick
+    parts = flags.part or (("ttft",) if short else ("ttft", "latency"))
+    return [_ttft(flags, part, size) for part in parts]
+
+
+def _ttft(flags: argparse.Namespace, part: str, size: Size) -> Case:
+    """HBM for one request with a prefix and a half, beside the running ones.
+
+    Sizes are those of both parts, which share the programs without copies.
+    """
+    model, dtype = model_of(flags)
+    prefix = pages(size.cached + size.new + 2, size.page_size)
+    running = pages(size.prompt + size.answer, size.page_size)
+    everything = (
+        size.prefixes * (prefix + pages(size.new, size.page_size) + 1) + size.running * running
+    )
+    memory = Memory(everything, prefix * 3 // 2 + size.running * running, everything)
+    label = f"{model}, {size.cached} tokens cached, {size.new} new"
+    # A prefix is loaded in one step, beside the computation of what follows it, unless others
+    # would wait for that step.
+    copy_pages, wanted = -(-size.cached // size.page_size // 64) * 64, FIRST_TOKEN
+    chosen: Sequence[str] = (JAXKV,) if flags.tiny and flags.quick else FIRST_TOKEN_SYSTEMS
+    if part == "latency":
+        label = f"{model}, {size.running} requests beside loads of {size.cached} tokens"
+        copy_pages, wanted, chosen = size.copy_pages, BESIDE_LOADS, (IN_HBM, JAXKV)
+    limits = Limits(
+        size.page_size, size.running + 2, size.new + size.running + 2, max(prefix, running),
+        copy_pages=copy_pages, token_buckets=(size.running + 2 * size.page_size,),
+    )  # fmt: skip
+    makers: dict[str, Any] = {part: partial(_ttft_workload, part, size, PRESETS[model].vocab_size)}
+    repeats = {} if flags.tiny else REPEATS
+    return Case(
+        label, flags.system or chosen, limits, memory, makers, repeats, wanted, model, dtype
+    )
+
+
+def _ttft_workload(part: str, size: Size, vocab: int, repeat: int) -> Any:
+    if part == "ttft":
+        return workloads.cached_prefixes(size.prefixes, size.cached, size.new, vocab, repeat)
+    # The prefixes of the first repeat: computed once.
+    prefixes = np.random.default_rng(4).integers(0, vocab, (size.prefixes, size.cached)).tolist()
+    running = (
+        np.random.default_rng([4, repeat]).integers(0, vocab, (size.running, size.prompt)).tolist()
+    )
+    return workloads.BesideLoads(prefixes, running, size.answer, size.page_size, size.every)

@@ -1,0 +1,223 @@
+"""Runs of serving systems, each in a process of its own, and their figures.
+
+What ran before in a process changes its times. Therefore each system gets a fresh process, in a new
+random order in each round (`--rounds`). In it one engine serves the workloads of a case several
+times, with other prompts. Processes share JAX's compilation cache.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from bench.harness import timing
+from bench.harness.records import REPOSITORY, Results
+from bench.serving import systems
+from bench.serving.systems import JAXKV, Measured, Memory
+from bench.serving.workloads import BesideLoads, Workload
+from examples.serving.engine import Limits
+from examples.serving.presets import PRESETS, init_params
+from examples.serving.request import Request
+
+RATE, THROUGHPUT, LATENCY = "requests/s", "output throughput", "inter-token latency p99"
+TTFT = "TTFT p50"
+Figures = dict[str, tuple[str, float]]  # by metric: unit and value
+Samples = dict[str, dict[str, list[Figures]]]  # by workload and system
+
+
+class Wanted(NamedTuple):
+    """A target: ratio of a metric, of `system` over `other`."""
+
+    workload: str
+    metric: str
+    other: str
+    op: str
+    ratio: float
+    system: str = JAXKV
+
+
+class Case(NamedTuple):
+    """Workloads served by one engine of each system.
+
+    Attributes:
+      label: of the rows of a workload, `{}` its name.
+      workloads: by name; of a repeat.
+      repeats: of each workload, in one process; 1 if it is missing.
+    """
+
+    label: str
+    systems: Sequence[str]
+    limits: Limits
+    memory: Memory
+    workloads: dict[str, Callable[[int], Workload | BesideLoads]]
+    repeats: dict[str, int]
+    wanted: Sequence[Wanted]
+    model: str
+    dtype: str
+
+
+def main(
+    name: str, module: str, description: str | None,
+    cases: Callable[[argparse.Namespace], Sequence[Case]], parts: Sequence[str],
+    argv: Sequence[str] | None = None, *,
+    also: Callable[[Results, argparse.Namespace], None] = lambda results, flags: None,
+) -> int:  # fmt: skip
+    """`main` of a benchmark: `cases`, and then `also`, fill its record."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", metavar="DIR", help="also write the JSON file below DIR")
+    add("--quick", action="store_true", help="a smaller model and smaller cases")
+    add("--tiny", action="store_true", help="a tiny model in float32, for any device")
+    add("--part", choices=parts, nargs="+", help="default: all")
+    add("--system", choices=(*systems.NAMES, systems.PREFILL_DMA), nargs="+", help="default: all")
+    add("--rounds", type=int, default=1, help="processes of each system")
+    add("--repeats", type=int, help="of each workload in a process; default: by workload")
+    add("--serve", nargs=2, metavar=("CASE", "SYSTEM"), help=argparse.SUPPRESS)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    argv = sys.argv[1:] if argv is None else [*argv]
+    flags = parser.parse_args(argv)
+    on_cpu = jax.default_backend() == "cpu"
+    results = Results(f"{name}_tiny" if flags.tiny and not on_cpu else name)
+    flags.tiny |= on_cpu
+    built = cases(flags)
+    if flags.serve:
+        for line in serve(built[int(flags.serve[0])], flags.serve[1], flags.repeats):
+            print(json.dumps(line), flush=True)
+        return 0
+    with tempfile.TemporaryDirectory() as cache:
+        for number, case in enumerate(built):
+            taken: Samples = defaultdict(lambda: defaultdict(list))
+            answers: dict[str, dict[str, Any]] = defaultdict(dict)
+            for turn in range(flags.rounds):
+                for system in random.Random(turn).sample(case.systems, len(case.systems)):
+                    lines = (
+                        serve(case, system, flags.repeats) if on_cpu
+                        else _process(["-m", module, *argv, "--serve", str(number), system], cache)
+                    )  # fmt: skip
+                    for workload, figures, tokens in lines:
+                        taken[workload][system].append(figures)
+                        answers[workload].setdefault(system, tokens)
+            record(results, case, taken, answers)
+            results.save(flags.out)  # after each, as the next may not fit into the time
+    also(results, flags)
+    results.save(flags.out)
+    return results.exit_code
+
+
+def model_of(flags: argparse.Namespace) -> tuple[str, str]:
+    """Preset of the random weights, and their dtype."""
+    if flags.tiny:
+        return "tiny", "float32"
+    return "qwen3-0.6b" if flags.quick else "qwen3-8b", "bfloat16"
+
+
+def _process(command: Sequence[str], cache: str) -> Iterator[Any]:
+    """The samples of a process; its other output goes to that of this one."""
+    environment = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    whole = [sys.executable, *command]
+    with subprocess.Popen(
+        whole, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith("["):
+                yield json.loads(line)
+            else:
+                print(line, end="", flush=True)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, whole)
+
+
+def serve(case: Case, system: str, repeats: int | None) -> Iterator[tuple[str, Figures, Any]]:
+    """Samples of a system: workload, figures, and in float32 the answers."""
+    config = PRESETS[case.model]
+    params = init_params(config, 0, case.dtype)
+    engine = systems.create(system, config, params, case.limits, case.memory)
+    for workload, make in case.workloads.items():
+        for repeat in range(repeats or case.repeats.get(workload, 1)):
+            served = make(repeat).run(engine)
+            # Clients of the same order, whatever the order of their answers.
+            answers = sorted(request.tokens for request in served)
+            yield workload, figures(engine, served), answers if case.dtype == "float32" else None
+    engine.release()
+
+
+def figures(engine: Measured, requests: Sequence[Request]) -> Figures:
+    """Metrics of served requests: rates, latencies, hits by tier, bytes, host time."""
+    start = min(request.submitted_at for request in requests)
+    seconds = max(request.token_times[-1] for request in requests) - start
+    first = [1e3 * (request.token_times[0] - request.submitted_at) for request in requests]
+    between = 1e3 * np.concatenate([np.diff(request.token_times) for request in requests])
+    placements = [r.first_placement for r in requests if r.first_placement]
+    prompt, size = sum(len(r.prompt) for r in requests), engine.limits.page_size
+    loaded = sum(p.loaded for p in placements)
+    in_hbm = sum(p.found_in_hbm for p in placements)
+    steps = max(1, engine.steps)
+    found: Figures = {
+        RATE: ("1/s", len(requests) / seconds),
+        THROUGHPUT: ("tokens/s", sum(len(r.answer) for r in requests) / seconds),
+        "prompt tokens in HBM": ("%", 100 * size * in_hbm / prompt),
+        "prompt tokens on the host": ("%", 100 * size * loaded / prompt),
+        "host time per step": ("ms", 1e3 * engine.seconds / steps),
+        "steps dispatched to an idle device": ("%", 100 * engine.idle_steps / steps),
+        "preemptions": ("requests", sum(r.preemptions for r in requests)),
+    }
+    for name, values in (("TTFT", first), ("inter-token latency", between)):
+        for percent in (50, 99):
+            if len(values):
+                found[f"{name} p{percent}"] = "ms", float(np.percentile(values, percent))
+    moved = {"loaded": loaded, "stored": sum(r.stored for r in requests)}
+    for direction, pages in moved.items():
+        gigabytes = pages * engine.spec.page_bytes / 1e9
+        found[direction] = "GB", gigabytes
+        found[f"{direction} per second"] = "GB/s", gigabytes / seconds
+    return found
+
+
+def record(results: Results, case: Case, taken: Samples, answers: Any) -> None:
+    """Rows of medians, targets, and in float32 checks that all systems give the same tokens."""
+    for workload, by_system in taken.items():
+        label = case.label.format(workload)
+        for system, samples in by_system.items():
+            for metric, (unit, _) in samples[0].items():
+                value = timing.median([sample[metric][1] for sample in samples])
+                results.row(f"{label}, {system}", metric, unit, value)
+            shown = {metric: f"{value:.4g} {unit}" for metric, (unit, value) in samples[0].items()}
+            print(f"{label}, {system}: {shown}", flush=True)
+        first, *others = answers[workload]
+        for system in others if case.dtype == "float32" else ():
+            pairs = zip(answers[workload][first], answers[workload][system], strict=True)
+            unequal = sum([*a] != [*b] for a, b in pairs)
+            name = f"{label}: tokens of {system} as {first}"
+            results.check(name, unequal, "==", 0, "unequal answers")
+    for want in case.wanted:
+        a, b = (
+            [sample[want.metric][1] for sample in taken[want.workload].get(system, ())]
+            for system in (want.system, want.other)
+        )
+        if a and b:
+            _target(results, case.label.format(want.workload), want, timing.ratio(a, b))
+
+
+def _target(results: Results, label: str, want: Wanted, ratio: timing.Figure) -> None:
+    """A row, and on GPUs a target."""
+    name = f"{label}: {want.metric}, {want.system} / {want.other}"
+    print(f"{name}: {ratio:.3f} x +- {2 * ratio.error:.3f}, {want.op} {want.ratio}", flush=True)
+    results.row(name, "ratio", "x", ratio)
+    if jax.default_backend() == "gpu":
+        results.target(name, ratio, want.op, want.ratio, "x")

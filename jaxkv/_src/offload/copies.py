@@ -1,0 +1,150 @@
+"""Copies of an offload engine: those of blocks, and those beside one step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+
+from jaxkv._src.cache.device_cache import DeviceCache
+from jaxkv._src.cache.host_pool import HostPool
+from jaxkv._src.offload.specs import LoadSpec, StoreSpec
+from jaxkv._src.transfer.async_copy import start_load, start_store
+from jaxkv._src.transfer.async_handles import LoadHandle, StoreHandle
+from jaxkv._src.transfer.dispatch import check_implementation_name
+from jaxkv._src.transfer.ids import HostIds
+from jaxkv._src.tuning.copy_table import Implementation
+
+Kind: TypeAlias = Literal["load", "store", "none"]
+
+
+@dataclasses.dataclass(eq=False)
+class OffloadCopy:
+    """A load or store of an `OffloadEngine`; its device pages are in use until it is issued.
+
+    Attributes:
+      kind: "load" or "store".
+      keys: the blocks.
+      host_pages: page id of each block in the host pool.
+      device_pages: page id of each block in the device cache.
+      issued: whether `next_batch` has returned all its pages. From the step of that batch on,
+        behind its waits, loaded pages may be read, and stored pages overwritten.
+      done: whether the copy is over: stored blocks are found by `lookup`.
+      failed: whether a step with pages of the copy has failed, or a block to load was discarded
+        before: do not use the loaded pages.
+    """
+
+    kind: Kind
+    keys: tuple[bytes, ...]
+    host_pages: tuple[int, ...]
+    device_pages: tuple[int, ...]
+    _spec: LoadSpec | StoreSpec = dataclasses.field(repr=False)
+    issued: bool = False
+    done: bool = False
+    failed: bool = False
+    _num_taken: int = dataclasses.field(default=0, repr=False)  # pages
+    _num_in_flight: int = dataclasses.field(default=0, repr=False)  # batches
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["host_pages", "device_pages"],
+    meta_fields=["kind", "implementation"],
+    drop_fields=["copies"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class CopyBatch:
+    """The pages to copy beside one step: a pytree, to be passed to the program of the step.
+
+        @partial(jax.jit, donate_argnames=("pool", "cache"))
+        def step(pool, cache, x, batch):
+            copies = batch.start(pool, cache)
+            for layer in range(num_layers):
+                k, v = copies.wait(layer, after=x)
+                ...
+
+    `kind`, `implementation` and the number of pages are static: one compiled program for each.
+
+    Attributes:
+      kind: "load", "store", or "none" if nothing is to copy.
+      host_pages: int32[n], page ids in the host pool, padded with -1; n is one of the batch sizes.
+      device_pages: int32[n], page ids in the device cache, padded with -1.
+      copies: the copies with pages in this batch; those that it completes are `issued`. Empty for
+        an object rebuilt by a JAX transformation.
+      implementation: of `start_load` and `start_store`; None: as the tuning table ranks them.
+    """
+
+    kind: Kind
+    host_pages: Any
+    device_pages: Any
+    copies: tuple[OffloadCopy, ...] = ()
+    implementation: Implementation | None = None
+
+    def by(
+        self,
+        implementation: Implementation | None,
+        *,
+        sharding: jax.sharding.Sharding | None = None,
+    ) -> CopyBatch:
+        """The same batch by a given implementation; itself if nothing is to copy.
+
+        "dma" leaves the SMs to a step that is bound by compute, such as a prefill. Its ids are
+        uploaded here, as `HostIds`. Each page costs descriptors that the host writes, padding none.
+
+        Args:
+          implementation: as for `start_load`; None: as the tuning table ranks them.
+          sharding: of the ids under `shard_map`, e.g. replicated over its mesh.
+
+        Raises:
+          ValueError: unknown implementation.
+        """
+        check_implementation_name(implementation)
+        if self.kind == "none" or implementation is None:
+            return self
+        ids = self.host_pages, self.device_pages
+        if implementation == "dma":
+            ids = HostIds(ids[0], sharding=sharding), HostIds(ids[1], sharding=sharding)
+        return dataclasses.replace(
+            self, host_pages=ids[0], device_pages=ids[1], implementation=implementation
+        )
+
+    def start(self, pool: HostPool | None, cache: Any, **options: Any) -> LoadHandle | StoreHandle:
+        """Starts the copies, in the program of the step.
+
+        Args:
+          pool, cache: as for `start_load` or `start_store`; `pool` may be None if nothing is to
+            copy and `cache` is a `DeviceCache`.
+          **options: others of `start_load` and `start_store`.
+
+        Returns:
+          Their handle. If nothing is to copy, its waits return the layers as they are.
+
+        Raises:
+          TypeError: `pool` is None, but pages are to be copied.
+          ValueError, NotImplementedError, PageIndexError: as for `start_load`.
+        """
+        if pool is None:
+            if self.kind != "none" or not isinstance(cache, DeviceCache):
+                raise TypeError(
+                    f"CopyBatch.start: pool is None, for a batch of kind {self.kind!r} and a cache "
+                    f"of type {type(cache).__name__}; pass the HostPool"
+                )
+            return LoadHandle.idle(cache)
+        start = start_store if self.kind == "store" else start_load
+        ids = self.host_pages, self.device_pages
+        if self.kind == "none":
+            ids = ids[0][:0], ids[1][:0]
+        handle: LoadHandle | StoreHandle = start(
+            pool, cache, *ids, implementation=self.implementation, **options
+        )
+        return handle
+
+
+def padded_pages(pages: Sequence[int], size: int) -> np.ndarray:
+    padded = np.full(size, -1, np.int32)
+    padded[: len(pages)] = pages
+    return padded
