@@ -80,7 +80,7 @@ def main(
     add("--quick", action="store_true", help="a smaller model and smaller cases")
     add("--tiny", action="store_true", help="a tiny model in float32, for any device")
     add("--part", choices=parts, nargs="+", help="default: all")
-    add("--system", choices=(*systems.NAMES, systems.PREFILL_DMA), nargs="+", help="default: all")
+    add("--system", choices=(*systems.NAMES, systems.BY_TABLE), nargs="+", help="default: all")
     add("--rounds", type=int, default=1, help="processes of each system")
     add("--repeats", type=int, help="of each workload in a process; default: by workload")
     add("--serve", nargs=2, metavar=("CASE", "SYSTEM"), help=argparse.SUPPRESS)

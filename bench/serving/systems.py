@@ -7,8 +7,9 @@ device_put     offload as JAX engines do it today, in plain JAX (tpu-inference, 
                `device_put` to pinned memory for each page; a load is one `device_put` for each
                page, one wait for all, and a scatter, all before the step
 copy engine    jaxkv with one copy-engine descriptor for each block, beside the step
-jaxkv          jaxkv with the implementation that its tuning table chooses, beside the step
-jaxkv dma      the same, with the copy engine beside steps with prompts (not run by default)
+jaxkv          jaxkv beside the step, as the engine chooses: the copy engine beside steps with
+               prompts if blocks are large, otherwise as the tuning table ranks
+jaxkv kernel   the same, always as the tuning table ranks (not run by default)
 host metadata  in HBM, with the metadata of each step in NumPy, one upload, and a wait for the
                tokens before the next step; the program still derives its metadata on the device, a
                few microseconds of GPU time more (only the scenario of bench.serving.decode)
@@ -33,7 +34,7 @@ from examples.serving.step import Inputs, jitted
 
 IN_HBM, RECOMPUTE, DEVICE_PUT = "in HBM", "recompute", "device_put"
 COPY_ENGINE, JAXKV = "copy engine", "jaxkv"
-PREFILL_DMA, HOST_METADATA = "jaxkv dma", "host metadata"
+BY_TABLE, HOST_METADATA = "jaxkv kernel", "host metadata"
 NAMES = (IN_HBM, RECOMPUTE, DEVICE_PUT, COPY_ENGINE, JAXKV)
 COMPILERS = 8  # threads
 PAGES_AT_A_TIME = 64  # of a gather or scatter, as in the engines
@@ -105,6 +106,12 @@ class CopyEngine(Measured):
 
     def _inputs(self, rows: Any, copies: jaxkv.CopyBatch, num_tokens: int) -> Inputs:
         return super()._inputs(rows, copies.by(_copy_engine()), num_tokens)
+
+
+class ByTable(Measured):
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._prefill_copies = None
 
 
 class HostMetadata(Measured):
@@ -196,12 +203,14 @@ def _scatter(
 
 def create(name: str, config: Config, params: Params, limits: Limits, memory: Memory) -> Measured:
     """The engine of a system, compiled; `release` it before the next one."""
-    kinds = {DEVICE_PUT: DevicePut, COPY_ENGINE: CopyEngine, HOST_METADATA: HostMetadata}
+    kinds = {
+        DEVICE_PUT: DevicePut, COPY_ENGINE: CopyEngine, BY_TABLE: ByTable,
+        HOST_METADATA: HostMetadata,
+    }  # fmt: skip
     all_in_hbm = name in (IN_HBM, HOST_METADATA)
     num_hbm = memory.all if all_in_hbm else memory.hbm
     num_host = 0 if all_in_hbm or name == RECOMPUTE else memory.host
-    options = {"prefill_copies": _copy_engine()} if name == PREFILL_DMA else {}
-    engine = kinds.get(name, Measured)(config, params, limits, num_hbm, num_host, **options)
+    engine = kinds.get(name, Measured)(config, params, limits, num_hbm, num_host)
     start = time.perf_counter()
     engine.warm_up()
     print(f"{name}: programs compiled in {time.perf_counter() - start:.1f} s", flush=True)

@@ -45,7 +45,6 @@ class Engine:
       layout: of the host pool.
       attention: implementation, see attention.py.
       memory: symmetric memory of a mesh axis "tp" for tensor parallelism.
-      prefill_copies: implementation of copies beside steps with prompts; None: as beside others.
       tiers: makes the tiers below the host pool, which remain the caller's.
       weights: names the weights, if other ones may use the same tiers.
     """
@@ -60,7 +59,6 @@ class Engine:
         layout: Any = "page_first_direct",
         attention: str | None = None,
         memory: jaxkv.SymmetricMemory | None = None,
-        prefill_copies: Any = None,
         tiers: Callable[[jaxkv.HostPool], Sequence[Tier]] = lambda pool: (),
         weights: str = "",
     ):
@@ -95,7 +93,9 @@ class Engine:
             memory,
             self.pool.partition_spec if self.pool and memory else None,
         )
-        self._prefill_copies = prefill_copies
+        # Copy kernels slow the products of a prefill; the copy engine needs large blocks.
+        large = self.spec.block_bytes // (memory.world_size if memory else 1) >= 64 << 10
+        self._prefill_copies: Any = "dma" if large and jax.default_backend() == "gpu" else None
         self._hasher = BlockHasher(limits.page_size, model=f"{weights} {config} {dtype}")
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []

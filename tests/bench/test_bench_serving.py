@@ -11,12 +11,12 @@ from bench.harness.records import File, Results, Row
 from bench.report.catalog import TABLES
 from bench.serving import cases, runs, systems, ttft, workloads
 from bench.serving.systems import (
+    BY_TABLE,
     DEVICE_PUT,
     HOST_METADATA,
     IN_HBM,
     JAXKV,
     NAMES,
-    PREFILL_DMA,
     Memory,
 )
 from examples.serving.engine import Limits
@@ -24,7 +24,7 @@ from examples.serving.model import Config
 from examples.serving.presets import init_params
 
 CONFIG = Config(256, 64, 96, 1, 4, 2, 16)
-ALL = (*NAMES, PREFILL_DMA, HOST_METADATA)
+ALL = (*NAMES, BY_TABLE, HOST_METADATA)
 
 
 @pytest.mark.cpu_only
@@ -44,7 +44,7 @@ def test_all_systems_give_the_same_tokens_from_different_places():
         assert found[runs.RATE][1] > 0 and engine.steps > 0
         engine.release()
     assert all(tokens == answers[IN_HBM] for tokens in answers.values())
-    assert loaded == {name: name in (*NAMES[2:], PREFILL_DMA) for name in ALL}
+    assert loaded == {name: name in (*NAMES[2:], BY_TABLE) for name in ALL}
     assert len(answers[IN_HBM]) == 15
 
 
