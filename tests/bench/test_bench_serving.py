@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 
+import jax
 import numpy as np
 import pytest
 
@@ -92,11 +93,12 @@ def test_a_process_serves_one_case_by_one_system(monkeypatch, capsys):
 
 
 @pytest.mark.host_only
-def test_ratios_are_of_the_same_repeat_and_unequal_answers_fail():
+def test_ratios_are_of_the_same_repeat_and_unequal_answers_fail(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     flags = argparse.Namespace(tiny=True, quick=False, part=["latency"], system=None)
     (case,) = cases.ttft(flags)
     found = Results("x")
-    times = {JAXKV: [3.0, 30.0, 6.0], IN_HBM: [2.0, 20.0, 3.0]}
+    times = {JAXKV: [3.0, 30.0, 6.0], IN_HBM: [2.0, 20.0, 3.0], PREFILL_DMA: [2.0, 10.0, 3.0]}
     taken = {
         "latency": {
             system: [{runs.LATENCY: ("ms", time)} for time in values]
@@ -105,9 +107,12 @@ def test_ratios_are_of_the_same_repeat_and_unequal_answers_fail():
     }
     runs.record(found, case, taken, {"latency": {IN_HBM: [[1], [2]], JAXKV: [[1], [3]]}})
     assert [(row.metric, row.value) for row in found.rows] == [
-        (runs.LATENCY, 6.0), (runs.LATENCY, 3.0), ("ratio", 1.5),
+        (runs.LATENCY, 6.0), (runs.LATENCY, 3.0), (runs.LATENCY, 3.0), ("ratio", 1.5),
+        ("ratio", 1.0),
     ]  # fmt: skip
-    assert found.rows[-1].error is not None
+    (target,) = found.targets
+    assert "jaxkv / in HBM" in target.name and (target.got, target.met) == (1.5, False)
+    assert target.error is not None
     assert [(check.got, check.met) for check in found.checks] == [(1, False)]
 
 

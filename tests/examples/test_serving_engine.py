@@ -35,7 +35,8 @@ def full_float32_products():
 
 @functools.cache
 def params():
-    return init_params(CONFIG, 1, "float32")
+    with jax.ensure_compile_time_eval():  # also if the first use is in a jitted function
+        return init_params(CONFIG, 1, "float32")
 
 
 def prompts():
@@ -130,11 +131,21 @@ def test_answers_after_preemption():
     assert engine.blocks._references == [0] * 30
 
 
-def test_answers_with_the_host_tier():
+@pytest.mark.parametrize("prefill_copies", [None, "xla"])
+def test_answers_with_the_host_tier(prefill_copies, monkeypatch):
     """The same prompts again, in few pages: their pages are loaded from host memory."""
-    engine = make_engine(num_hbm_pages=30, num_host_pages=120)
+    engine = make_engine(num_hbm_pages=30, num_host_pages=120, prefill_copies=prefill_copies)
+    step, used = engine._run, set()
+
+    def noted(inputs, sampling):
+        if inputs.copies.kind != "none":
+            used.add((len(inputs.tokens) > 4, inputs.copies.implementation))
+        return step(inputs, sampling)
+
+    monkeypatch.setattr(engine, "_run", noted)
     turns = [requests() for _ in range(3)]
     assert [run(engine, turn) for turn in turns] == [expected()] * 3
+    assert used == {(True, prefill_copies), (False, None)}
     assert sum(request.first_placement.loaded for request in turns[-1]) >= 8
     assert {len(engine.host._loads), len(engine.blocks._loading)} == {0}
     assert engine.host.metrics()["kv_offload_pinned_blocks"] == 0
