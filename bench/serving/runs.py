@@ -22,7 +22,7 @@ import numpy as np
 from bench.harness import timing
 from bench.harness.records import REPOSITORY, Results
 from bench.serving import systems
-from bench.serving.systems import JAXKV, BY_TABLE, Measured, Memory
+from bench.serving.systems import BY_TABLE, JAXKV, Measured, Memory
 from bench.serving.workloads import BesideLoads, Workload
 from examples.serving.engine import Limits
 from examples.serving.presets import PRESETS, init_params

@@ -98,7 +98,7 @@ def test_ratios_are_of_the_same_repeat_and_unequal_answers_fail(monkeypatch):
     flags = argparse.Namespace(tiny=True, quick=False, part=["latency"], system=None)
     (case,) = cases.ttft(flags)
     found = Results("x")
-    times = {JAXKV: [3.0, 30.0, 6.0], IN_HBM: [2.0, 20.0, 3.0], PREFILL_DMA: [2.0, 10.0, 3.0]}
+    times = {JAXKV: [3.0, 30.0, 6.0], IN_HBM: [2.0, 20.0, 3.0], BY_TABLE: [2.0, 10.0, 3.0]}
     taken = {
         "latency": {
             system: [{runs.LATENCY: ("ms", time)} for time in values]

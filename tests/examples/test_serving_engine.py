@@ -134,7 +134,8 @@ def test_answers_after_preemption():
 @pytest.mark.parametrize("prefill_copies", [None, "xla"])
 def test_answers_with_the_host_tier(prefill_copies, monkeypatch):
     """The same prompts again, in few pages: their pages are loaded from host memory."""
-    engine = make_engine(num_hbm_pages=30, num_host_pages=120, prefill_copies=prefill_copies)
+    engine = make_engine(num_hbm_pages=30, num_host_pages=120)
+    engine._prefill_copies = prefill_copies  # the copy engine on a GPU, with blocks of 64 KiB
     step, used = engine._run, set()
 
     def noted(inputs, sampling):
