@@ -16,13 +16,12 @@ All times are by the host's clock, with an idle device before each call, in roun
 with either form of ids, is compared with the better baseline.
 """
 
+import argparse
 import contextlib
 import functools
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import jax
 
 from bench.harness import copy_baselines, timing
 from bench.harness.blocks import (
@@ -34,7 +33,8 @@ from bench.harness.blocks import (
     Program,
     methods,
 )
-from bench.harness.records import Results, arguments
+from bench.harness.main import benchmark, on_gpu
+from bench.harness.records import Results
 from jaxkv._src.autotune.pools import Pools, pool_bytes
 
 BLOCK_BYTES = 8192
@@ -66,13 +66,11 @@ def inside_us(programs: Sequence[Program], effort: Effort) -> dict[str, float]:
 
 
 def samples_of(
-    made: Blocks, direction: str, count: int, effort: Effort
+    made: Blocks, direction: str, count: int, choices: Sequence[Method], effort: Effort
 ) -> dict[Method, list[dict[str, float]]]:
     """Times of each method by round."""
-    runs, platform = {}, jax.default_backend()
-    choices = [made.chosen(direction, count, ids) for ids in (DEVICE_IDS, HOST_IDS)]
-    baselines = BASELINES if platform == "gpu" else ()
-    for method in dict.fromkeys((*baselines, *methods(platform), *choices)):
+    runs = {}
+    for method in dict.fromkeys((*(BASELINES if on_gpu() else ()), *methods(), *choices)):
         with contextlib.suppress(NotImplementedError):  # not every implementation supports the call
             programs = [
                 made.program(method, direction, count, copies, stamped=False)
@@ -87,20 +85,19 @@ def record_inside(
 ) -> None:
     """Rows of one cell, and its targets if there are baselines."""
     case = f"{direction}, {count} x 8 KiB"
-    taken = samples_of(made, direction, count, effort)
+    choices = {ids: made.chosen(direction, count, ids) for ids in (DEVICE_IDS, HOST_IDS)}
+    rounds = samples_of(made, direction, count, [*choices.values()], effort)
     for metric in (IN_STEP, ONE_CALL, RETURNS):
-        samples = {method: [times[metric] for times in rounds] for method, rounds in taken.items()}
-        medians = {method: timing.median(values) for method, values in samples.items()}
-        others = {str(method): medians[method] for method in medians if method.is_baseline}
+        samples = timing.Samples({m: [us[metric] for us in taken] for m, taken in rounds.items()})
+        medians = samples.medians()
+        others = {str(method): us for method, us in medians.items() if method.is_baseline}
         for method in (method for method in medians if not method.is_baseline):
             results.row(f"{case}, {method}", metric, "us", medians[method], None, others)
-            print(f"{case}, {method}: {metric} {medians[method]:.1f} us, {others}", flush=True)
-        best = min((m for m in medians if m.is_baseline), key=medians.__getitem__, default=None)
-        for ids in (DEVICE_IDS, HOST_IDS):
-            if best is None or metric == RETURNS:
-                continue
-            chosen = made.chosen(direction, count, ids)
-            got = timing.ratio(samples[chosen], samples[best]) if chosen in samples else None
+        best = samples.fastest(method for method in samples if method.is_baseline)
+        if best is None or metric == RETURNS:
+            continue
+        for ids, chosen in choices.items():
+            got = samples.ratio(chosen, best) if chosen in samples else None
             name = f"{case}: {metric}, as chosen with {ids}"
             results.target(name, got, "<=", MOST_RATIO, "x best baseline")
 
@@ -109,23 +106,21 @@ def record_outside(
     results: Results, made: Blocks, direction: str, count: int, calls: int,
     triton: copy_baselines.TritonTimes | None,
 ) -> None:  # fmt: skip
+    case = f"{direction}, {count} x 8 KiB"
     _, ids = made.ids(BASELINES[0], count, 0)
     for method in BASELINES:
         sides = made.sides(direction)
         taken = copy_baselines.run(method.name, *sides, ids, calls=1, repeats=calls).total
-        results.row(f"{direction}, {count} x 8 KiB, {method}", OUTSIDE, "us", taken * 1e6)
+        results.row(f"{case}, {method}", OUTSIDE, "us", taken * 1e6)
     if triton:
         taken = timing.median(triton.few[direction, count])
-        name = f"{direction}, {count} x 8 KiB, {copy_baselines.TRITON}"
-        results.row(name, OUTSIDE, "us", taken * 1e6)
+        results.row(f"{case}, {copy_baselines.TRITON}", OUTSIDE, "us", taken * 1e6)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv)
-    results, on_gpu = Results("small_batches"), jax.default_backend() == "gpu"
+def measure(results: Results, flags: argparse.Namespace) -> None:
     effort = Effort(2, 2, 3) if flags.quick else Effort(16, 60, 6)
     counts, triton, num_bytes = COUNTS[:1] if flags.quick else COUNTS, None, pool_bytes(1 << 24)
-    if on_gpu:
+    if on_gpu():
         triton = copy_baselines.triton(
             pool_bytes=num_bytes, blocks=[], count=0, few_block=BLOCK_BYTES, few_counts=counts
         )
@@ -134,15 +129,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for direction in DIRECTIONS:
         for count in counts:
             record_inside(results, made, direction, count, effort)
-            if on_gpu:
+            if on_gpu():
                 record_outside(results, made, direction, count, calls, triton)
         no_copy = made.program(Method("no copy"), direction, 1, 0)
         no_copy.idle_calls(2)
         empty = no_copy.idle_calls(calls).done * 1e6
         results.row(f"{direction}, no copy", ONE_CALL, "us", empty)
-    results.save(flags.out)
-    return results.exit_code
 
+
+main = benchmark("small_batches", __doc__, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

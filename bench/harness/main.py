@@ -1,0 +1,68 @@
+"""`main` of a benchmark: flags, measurement, record."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench.harness.records import Results, arguments
+
+WORLDS = (2, 4, 8)  # numbers of devices with a record each
+
+
+def benchmark(
+    name: str,
+    description: str | None,
+    measure: Callable[[Results, argparse.Namespace], object],
+    **options: dict[str, Any],
+) -> Callable[..., int]:
+    """The `main(argv=None)` of a benchmark with one record; its exit code is 1 if a check failed.
+
+    `flags.quick` is set on a CPU, too, where the sizes of a GPU would take hours.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        flags = arguments(description, argv, **options)
+        flags.quick = flags.quick or not on_gpu()
+        results = Results(name, log=True)
+        measure(results, flags)
+        results.save(flags.out)
+        return results.exit_code
+
+    return main
+
+
+def benchmark_of_devices(
+    name: str,
+    description: str | None,
+    measure: Callable[[Results, int, argparse.Namespace], object],
+    count: Callable[[argparse.Namespace], int],
+) -> Callable[..., int]:
+    """As `benchmark`, with one record for each number of devices.
+
+    `measure` gets that number; `count` returns the number of devices of the machine.
+    """
+    about = {"type": int, "nargs": "+", "choices": WORLDS, "default": WORLDS}
+    help_ = "numbers of devices; default: all that the machine has"
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        flags = arguments(description, argv, devices={**about, "help": help_})
+        devices = count(flags)
+        for world in flags.devices:
+            if world > devices:
+                print(f"not measured: {world} devices, of {devices}", flush=True)
+                continue
+            results = Results(f"{name}_{world}", log=True)
+            try:
+                measure(results, world, flags)
+            except Exception as error:  # earlier measurements are worth keeping
+                results.not_measured(f"{world} devices: {type(error).__name__}: {error}")
+            results.save(flags.out)
+        return 0
+
+    return main
+
+
+def on_gpu() -> bool:
+    import jax
+
+    return jax.default_backend() == "gpu"
