@@ -9,11 +9,12 @@
   engine that does not schedule ahead.
 """
 
+import argparse
 import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.harness import host_metadata, profiler, timing
-from bench.harness.records import Results, arguments
+from bench.harness.main import benchmark, on_gpu
+from bench.harness.records import Results
 from jaxkv import metadata
 from jaxkv.metadata import BatchMetadata
 
@@ -39,7 +41,7 @@ STEP_REQUESTS = 64
 STEP = f"decode step of {STEP_REQUESTS} requests"
 PRECOMPUTED = "metadata precomputed"
 IN_STEP, ON_HOST = "metadata built in the step", "metadata built on the host"
-LATENCY, KERNELS, GPU_TIME = "latency (data available)", "kernels", "GPU time"
+LATENCY = "latency (data available)"
 HOST_BASELINE = "NumPy + one packed device_put"
 QUICK_BUILDERS = 3
 
@@ -131,10 +133,10 @@ BUILDERS = {
 }
 
 
-def until_ready(call: Callable[[], Any], repeats: int) -> timing.Figure:
-    """Median latency of a call on an idle device, in seconds."""
+def until_ready(call: Callable[[], Any]) -> timing.Figure:
+    """Median latency of a call on an idle device, in microseconds."""
     jax.block_until_ready(call())
-    return timing.single_call(lambda _: call(), None, repeats=repeats)[0].done
+    return timing.single_call(lambda _: call(), None, repeats=20)[0].done * 1e6
 
 
 def measure_builders(results: Results, quick: bool) -> None:
@@ -144,38 +146,23 @@ def measure_builders(results: Results, quick: bool) -> None:
         batch = jax.device_put(on_host)
         for name, builder in builders.items():
             build = functools.partial(jax.jit(builder.build), batch)
-            latency = until_ready(build, repeats=20) * 1e6
-            baselines = {}
+            latency, baselines = until_ready(build), {}
             if host := builder.on_host:
                 put = functools.partial(_put, host, on_host)
-                baselines[HOST_BASELINE] = until_ready(put, repeats=20) * 1e6
-            case = f"{name}, {_text(size)}"
+                baselines[HOST_BASELINE] = until_ready(put)
+            case = f"{name}, {size[0]} rows, {size[1]} tokens"
             results.row(case, LATENCY, "us", latency, None, baselines)
-            ran = profiler.profile(build)
-            if ran:
-                results.row(case, KERNELS, "kernels", ran.number)
-                results.row(case, GPU_TIME, "us", ran.busy * 1e6)
+            if ran := profiler.profile(build):
+                results.row(case, "kernels", "kernels", ran.number)
+                want = ("<=", WANTED_US) if size == TARGET_SIZE else None
+                results.row(case, "GPU time", "us", ran.busy * 1e6, want=want)
                 results.row(case, "GPU time (gaps included)", "us", ran.span * 1e6)
-            if ran and size == TARGET_SIZE:
-                results.target(f"{case}: GPU time", ran.busy * 1e6, "<=", WANTED_US, "us")
-            kernels = f"{ran.number} kernels, {ran.busy * 1e6:.1f} us" if ran else "no GPU"
-            print(f"{case:48} {latency:8.1f} us  [{kernels}; {baselines}]", flush=True)
-
-
-def _text(size: tuple[int, int]) -> str:
-    return f"{size[0]} rows, {size[1]} tokens"
-
-
-def is_main(case: str) -> bool:
-    """Whether a row belongs in a summary: of the batch size with targets, or of a step."""
-    return case.endswith(f", {_text(TARGET_SIZE)}") or case.startswith(STEP)
 
 
 def _put(build: Callable[[BatchMetadata], Any], batch: BatchMetadata) -> Any:
     return host_metadata.uploaded(build(batch))[0]
 
 
-# --------------------------------------------------------------------------------------------------
 # A decode step
 
 
@@ -187,7 +174,7 @@ class Model(NamedTuple):
 
 
 def make_model() -> Model:
-    width, layers = (4096, 16) if jax.default_backend() == "gpu" else (256, 2)
+    width, layers = (4096, 16) if on_gpu() else (256, 2)
     keys = jax.random.split(jax.random.key(0), layers + 1)
     weights = [jax.random.normal(key, (width, width), jnp.bfloat16) / 64 for key in keys[1:]]
     return Model(weights, jax.random.normal(keys[0], (STEP_REQUESTS, width), jnp.bfloat16))
@@ -262,20 +249,16 @@ def measure_step(results: Results, quick: bool) -> None:
         return (time.perf_counter() - start) / steps
 
     runs = {name: functools.partial(seconds, *method) for name, method in methods.items()}
-    for name, taken in timing.rounds(runs, 1 + rounds).items():
-        value = timing.median(taken[1:]) * 1e6
-        results.row(f"{STEP}, {name}", LATENCY, "us", value)
-        print(f"{STEP}, {name:32} {value:8.1f} us", flush=True)
+    for name, taken in timing.compare(runs, rounds, warmup=1).medians(1e6).items():
+        results.row(f"{STEP}, {name}", LATENCY, "us", taken)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv)
-    results = Results("metadata")
+def measure(results: Results, flags: argparse.Namespace) -> None:
     measure_builders(results, flags.quick)
     measure_step(results, flags.quick)
-    results.save(flags.out)
-    return 0
 
+
+main = benchmark("metadata", __doc__, measure)
 
 if __name__ == "__main__":
     sys.exit(main())
