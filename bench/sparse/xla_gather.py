@@ -22,7 +22,7 @@ from jax.experimental.compute_on import compute_on
 
 from bench.harness import timing
 from bench.harness.records import REPOSITORY
-from bench.sparse.cases import PAGE_SIZE, Cache
+from bench.sparse.inputs import PAGE_SIZE, Cache
 
 HOST, VIEW = "XLA gather, host compute", "XLA gather, view"
 
@@ -74,8 +74,8 @@ def on_host(data: jax.Array, row_bytes: int) -> Callable[[jax.Array], Any]:
     return lambda wanted: gather(data, wanted)
 
 
-def gather_again(gather: Callable[[jax.Array], Any], wanted: jax.Array) -> Callable[[Any], Any]:
-    return lambda _: gather(wanted)
+def seconds_of(gather: Callable[[jax.Array], Any], wanted: jax.Array) -> float:
+    return timing.seconds_per_call(lambda _: gather(wanted), None, calls=4, repeats=3)[0]
 
 
 def main() -> None:
@@ -96,8 +96,7 @@ def main() -> None:
         except Exception as error:
             print(f"{name}: {error}", file=sys.stderr)
             continue
-        seconds, _ = timing.seconds_per_call(gather_again(gather, wanted), None, calls=4, repeats=3)
-        print(json.dumps([name, seconds]), flush=True)
+        print(json.dumps([name, seconds_of(gather, wanted)]), flush=True)
 
 
 if __name__ == "__main__":
