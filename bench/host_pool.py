@@ -334,10 +334,14 @@ def measure(results: Results, flags: argparse.Namespace) -> None:
 
 
 main = benchmark(
-    "host_pool", __doc__, measure,
-    restart={"action": "store_true", "help": "the warm restart instead"},
-    gib={"type": int, "default": RESTART_GIB, "help": "of the warm restart"},
-)  # fmt: skip
+    "host_pool",
+    __doc__,
+    measure,
+    options={
+        "--restart": {"action": "store_true", "help": "the warm restart instead"},
+        "--gib": {"type": int, "default": RESTART_GIB, "help": "of the warm restart"},
+    },
+)
 
 if __name__ == "__main__":
     sys.exit(main())

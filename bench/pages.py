@@ -66,9 +66,12 @@ class Size(NamedTuple):
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     published = {name: of_gpu if on_gpu() else of_cpu for name, (of_gpu, of_cpu) in SHAPE.items()}
-    options = {name: {"type": type(v), "default": v} for name, v in published.items()}
-    layouts = {"nargs": "+", "choices": LAYOUTS, "default": LAYOUTS}
-    flags = arguments(__doc__, argv, **options, layouts=layouts)
+    options: dict[str, dict[str, Any]] = {
+        f"--{name.replace('_', '-')}": {"type": type(default), "default": default}
+        for name, default in published.items()
+    }
+    options["--layouts"] = {"nargs": "+", "choices": LAYOUTS, "default": LAYOUTS}
+    flags = arguments(__doc__, argv, options)
     given = {name: getattr(flags, name) for name in published}
     flags.published = given == published and flags.layouts == LAYOUTS
     if flags.quick and flags.published:

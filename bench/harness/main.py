@@ -1,10 +1,10 @@
 """`main` of a benchmark: flags, measurement, record."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bench.harness.records import Results, arguments
+from bench.harness.records import NO_OPTIONS, Results, arguments
 
 WORLDS = (2, 4, 8)  # numbers of devices with a record each
 
@@ -13,17 +13,26 @@ def benchmark(
     name: str,
     description: str | None,
     measure: Callable[[Results, argparse.Namespace], object],
-    **options: dict[str, Any],
+    *,
+    options: Mapping[str, dict[str, Any]] = NO_OPTIONS,
+    device: str | None = None,
+    needs_gpu: bool = True,
 ) -> Callable[..., int]:
     """The `main(argv=None)` of a benchmark with one record; its exit code is 1 if a check failed.
 
-    `flags.quick` is set on a CPU, too, where the sizes of a GPU would take hours.
+    Args:
+      name: of the record.
+      description: of the program.
+      measure: adds rows, targets and checks to the results.
+      options: of `arguments`.
+      device: of `Results`.
+      needs_gpu: `flags.quick` is set on a CPU, where the sizes of a GPU would take hours.
     """
 
     def main(argv: Sequence[str] | None = None) -> int:
-        flags = arguments(description, argv, **options)
-        flags.quick = flags.quick or not on_gpu()
-        results = Results(name, log=True)
+        flags = arguments(description, argv, options)
+        flags.quick = flags.quick or (needs_gpu and not on_gpu())
+        results = Results(name, device=device, log=True)
         measure(results, flags)
         results.save(flags.out)
         return results.exit_code
@@ -45,7 +54,7 @@ def benchmark_of_devices(
     help_ = "numbers of devices; default: all that the machine has"
 
     def main(argv: Sequence[str] | None = None) -> int:
-        flags = arguments(description, argv, devices={**about, "help": help_})
+        flags = arguments(description, argv, {"--devices": {**about, "help": help_}})
         devices = count(flags)
         for world in flags.devices:
             if world > devices:

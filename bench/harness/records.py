@@ -19,6 +19,7 @@ import os
 import pathlib
 import re
 import subprocess
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,6 +42,7 @@ NOT_MEASURED = "not measured"
 HOST = "host"  # the folder of records that need no device
 
 OPERATORS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
+NO_OPTIONS: Mapping[str, dict[str, Any]] = types.MappingProxyType({})
 T = TypeVar("T")
 
 
@@ -145,11 +147,12 @@ class Results:
 
     Args:
       name: of the record.
+      device: `HOST` for figures that do not depend on the device; by default, that in use.
       log: print each when it is added.
     """
 
-    def __init__(self, name: str, *, log: bool = False):
-        self.name, self.log = name, log
+    def __init__(self, name: str, *, device: str | None = None, log: bool = False):
+        self.name, self.device, self.log = name, device, log
         self.rows: list[Row] = []
         self.targets: list[Target] = []
         self.checks: list[Target] = []
@@ -216,23 +219,15 @@ class Results:
         }
 
     def save(
-        self,
-        out: str | os.PathLike[str] | None = None,
-        root: pathlib.Path = RESULTS,
-        device: str | None = None,
+        self, out: str | os.PathLike[str] | None = None, root: pathlib.Path = RESULTS
     ) -> pathlib.Path:
         """Writes `<root>/<device>/<name>.json`, and a copy below `out` if given.
-
-        Args:
-          out: folder of the copy.
-          root: folder of the records.
-          device: `HOST` for figures that do not depend on the device; by default, that in use.
 
         Returns:
           The path below `root`.
         """
         text = _one_line_each(self.to_json())
-        path = pathlib.PurePath(device or device_slug(), f"{self.name}.json")
+        path = pathlib.PurePath(self.device or device_slug(), f"{self.name}.json")
         for folder in [root] if out is None else [root, pathlib.Path(out)]:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
@@ -346,9 +341,11 @@ def git(*arguments: str, repository: pathlib.Path = REPOSITORY) -> str:
 
 
 def arguments(
-    description: str | None, argv: Sequence[str] | None, **options: dict[str, Any]
+    description: str | None,
+    argv: Sequence[str] | None,
+    options: Mapping[str, dict[str, Any]] = NO_OPTIONS,
 ) -> argparse.Namespace:
-    """Parses --out, --quick and `options`: arguments of `add_argument` by name.
+    """Parses --out, --quick and `options`: names or flags, with options of `add_argument`.
 
     Call it before the first use of JAX: programs in other processes need GPU memory, too.
     """
@@ -359,5 +356,5 @@ def arguments(
     parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     for name, about in options.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", **about)
+        parser.add_argument(name, **about)
     return parser.parse_args(argv)
