@@ -31,9 +31,9 @@ where measured. jaxkv times include the copy into symmetric memory, those on sym
 not.
 """
 
+import argparse
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -43,16 +43,15 @@ import jax
 
 from bench.collectives.all_reduce_rank import CHOSEN, PSUM
 from bench.harness import processes, timing
-from bench.harness.records import Results, Row, arguments, worlds_here
-from jaxkv._src.environment import report
+from bench.harness.blocks import size_text
+from bench.harness.main import benchmark_of_devices, on_gpu
+from bench.harness.records import Results
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB << i for i in (0, 2, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)]
-MAIN_SIZES = (KIB, 32 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB)  # shown in a summary
-WORLDS = (2, 4, 8)
+MAIN_SIZES = (KIB, 32 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB)  # of psum with other kernels
 GPU_TIME, FASTEST = "GPU time", "GPU time (minimum)"
 CHAINED_CALL, CHAINED_PAIR = "time per call (chained)", "time per pair (chained)"
-FAILED = "not measured"
 ONE_PROCESS, PROCESS_PER_DEVICE, TORCH = "one process", "one process per device", "PyTorch"
 COPIES = "copy to the next device"  # peak of the links, not a baseline
 XLA_KERNELS_OFF, SYMMETRIC = "psum, XLA kernels disabled", "psum, NCCL symmetric buffers"
@@ -79,37 +78,6 @@ BANDS = (
 )
 PAIR_BAND = Band(KIB, 256 * KIB, 0.5)
 
-
-class Case(NamedTuple):
-    """Case of a row; `ran` names the algorithm or the kernels.
-
-    Attributes:
-      world: number of devices.
-      setting: one process for all devices, or one per device.
-      num_bytes: message size per device.
-      method: "chosen", an algorithm, or a baseline.
-      ran: the chosen algorithm, or the observed kernels of a baseline.
-    """
-
-    world: int
-    setting: str
-    num_bytes: int
-    method: str
-    ran: str
-
-    def __str__(self) -> str:
-        size = size_text(self.num_bytes)
-        return f"{self.world} devices, {self.setting}, {size}: {self.method} ({self.ran})"
-
-    @classmethod
-    def parse(cls, text: str) -> "Case | None":
-        if not (found := CASE.fullmatch(text)):
-            return None
-        world, setting, size, unit, method, ran = found.groups()
-        return cls(int(world), setting, int(size) * {"KiB": KIB, "MiB": MIB}[unit], method, ran)
-
-
-CASE = re.compile(r"(\d+) devices, ([^:]+), (\d+) (KiB|MiB): (.+) \((.*)\)")
 
 # Seconds by metric, by (setting, method) and bytes; and the names of the kernels.
 Times = dict[tuple[str, str], dict[int, dict[str, float]]]
@@ -171,7 +139,7 @@ class Bench:
         ran = processes.run(module, requests, timeout_s=timeout_s, environment=environment)
         what = ", ".join([f"{self.world} devices", setting, *(renamed or {}).values()])
         if ran.failure:
-            self._failed(f"{what}: {ran.failure}")
+            self.results.not_measured(f"{what}: {ran.failure}")
         renamed = renamed or {}
         self._print_reasons(what, ran.answers, renamed)
         for method, num_bytes, answers in together(ran.answers):
@@ -186,7 +154,10 @@ class Bench:
     def _print_reasons(
         self, what: str, ranks: Sequence[Sequence[dict[str, Any]]], renamed: dict[str, str]
     ) -> None:
-        """Prints why a method was not measured; equal reasons of several ranks once."""
+        """Records why a method was not measured; equal reasons of several ranks once.
+
+        A size that a method does not support is only printed.
+        """
         reasons: dict[str, bool] = {}
         for answer in (answer for answers in ranks for answer in answers):
             size = size_text(answer["bytes"]) if "bytes" in answer else "all sizes"
@@ -195,20 +166,17 @@ class Bench:
                 text = f"{what}, {size}: {name}: {reason}: {answer[reason]}"
                 reasons[text] = reason != "unsupported" or "bytes" not in answer
         for text, recorded in reasons.items():
-            self._failed(text, recorded=recorded)
-
-    def _failed(self, why: str, *, recorded: bool = True) -> None:
-        """Prints what was not measured, and records it unless the size is unsupported."""
-        why = report.without_directories(why)
-        print(f"not measured: {why}", flush=True)
-        if recorded:
-            self.results.row(why, FAILED, "settings", 1)
+            if recorded:
+                self.results.not_measured(text)
+            else:
+                print(f"not measured: {text}", flush=True)
 
     def _record(self) -> None:
         for (setting, method), by_size in self.times.items():
             for num_bytes, times in by_size.items():
-                kernel = self.names[setting, method, num_bytes]
-                case = str(Case(self.world, setting, num_bytes, method, kernel))
+                kernel = self.names[setting, method, num_bytes]  # or the chosen algorithm
+                size = size_text(num_bytes)
+                case = f"{self.world} devices, {setting}, {size}: {method} ({kernel})"
                 for metric, seconds in times.items():
                     reduces = metric in (GPU_TIME, CHAINED_CALL) and method != COPIES
                     peak = self._link_time(num_bytes) if reduces else None
@@ -279,38 +247,6 @@ class Bench:
             name = f"{where}, {PAIR_BAND}: {CHAINED_PAIR}"
             self.results.target(name, highest, "<=", PAIR_BAND.wanted, "x psum")
 
-    def table(self) -> str:
-        """Text summary of the tuning table's choices and the baselines."""
-        lines = []
-        for setting in (ONE_PROCESS, PROCESS_PER_DEVICE):
-            for size in self.times.get((setting, CHOSEN), {}):
-                ran = self.names[setting, CHOSEN, size]
-                cells = [f"{setting:15} {size_text(size):>8} {ran:12}"]
-                for metric in (GPU_TIME, CHAINED_CALL, CHAINED_PAIR):
-                    time = self._time(setting, CHOSEN, metric, size)
-                    psum = self._time(setting, PSUM, metric, size)
-                    best = min(self._baselines(metric, size).values(), default=None)
-                    times = "/".join("-" if t is None else f"{t:.1f}" for t in (time, psum, best))
-                    ratio = self.ratio(setting, metric, size)
-                    cells.append(f"{times:>18} {'' if ratio is None else f'{ratio:.2f}':>5}")
-                time, peak = self._time(setting, CHOSEN, GPU_TIME, size), self._link_time(size)
-                cells.append(f"{peak[1] / time:.0%} of the link" if time and peak else "")
-                lines.append("  ".join(cells))
-        title = "jaxkv/psum/best of PyTorch, us, and the ratio of the target: "
-        return (
-            f"{self.world} devices, {title}{GPU_TIME}, {CHAINED_CALL}, {CHAINED_PAIR}\n"
-            + "\n".join(lines)
-        )
-
-
-def rows_by_case(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
-    """Rows of each case by metric."""
-    found: dict[Case, dict[str, Row]] = {}
-    for row in rows:
-        if case := Case.parse(row.case):
-            found.setdefault(case, {})[row.metric] = row
-    return found
-
 
 def xla_flags() -> dict[str, str]:
     """XLA flags for compiling psum, by name; flags unknown to an XLA version abort the process."""
@@ -360,23 +296,16 @@ def short_name(kernel: str) -> str:
     return bare.split("::")[-1].removeprefix("void ").strip()
 
 
-def size_text(num_bytes: int) -> str:
-    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
+def measure(results: Results, world: int, flags: argparse.Namespace) -> None:
+    Bench(results, jax.default_backend(), world, quick=flags.quick).measure()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv, worlds=WORLDS)
-    platform = jax.default_backend()
-    devices = len(jax.devices()) if platform == "gpu" else 2 if flags.quick else 4
-    for world in worlds_here(flags, devices):
-        # A record for each number of devices: machines with many devices are scarce.
-        results = Results(f"all_reduce_{world}")
-        bench = Bench(results, platform, world, quick=flags.quick)
-        bench.measure()
-        print(bench.table(), flush=True)
-        results.save(flags.out)
-    return 0
+def device_count(flags: argparse.Namespace) -> int:
+    """On a CPU the processes have as many devices as they request."""
+    return len(jax.devices()) if on_gpu() else 2 if flags.quick else 4
 
+
+main = benchmark_of_devices("all_reduce", __doc__, measure, device_count)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -46,27 +46,30 @@ def benchmark_of_devices(
     measure: Callable[[Results, int, argparse.Namespace], object],
     count: Callable[[argparse.Namespace], int],
 ) -> Callable[..., int]:
-    """As `benchmark`, with one record for each number of devices.
+    """As `benchmark`, with one record for each number of devices; 1 if one of them failed.
 
     `measure` gets that number; `count` returns the number of devices of the machine.
     """
-    about = {"type": int, "nargs": "+", "choices": WORLDS, "default": WORLDS}
-    help_ = "numbers of devices; default: all that the machine has"
+    devices = {
+        "type": int, "nargs": "+", "choices": WORLDS, "default": WORLDS,
+        "help": "numbers of devices; default: all that the machine has",
+    }  # fmt: skip
 
     def main(argv: Sequence[str] | None = None) -> int:
-        flags = arguments(description, argv, {"--devices": {**about, "help": help_}})
-        devices = count(flags)
+        flags = arguments(description, argv, {"--devices": devices})
+        available, failed = count(flags), False
         for world in flags.devices:
-            if world > devices:
-                print(f"not measured: {world} devices, of {devices}", flush=True)
+            if world > available:
+                print(f"not measured: {world} devices, of {available}", flush=True)
                 continue
             results = Results(f"{name}_{world}", log=True)
             try:
                 measure(results, world, flags)
             except Exception as error:  # earlier measurements are worth keeping
                 results.not_measured(f"{world} devices: {type(error).__name__}: {error}")
+                failed = True
             results.save(flags.out)
-        return 0
+        return int(failed)
 
     return main
 
