@@ -6,11 +6,7 @@ The time depends on the caller, so only equal metrics are compared:
     each with its own ids and dependent on the previous one. jaxkv, and CUDA's copy engine by a
     batch call and by a loop of calls, through an FFI call like jaxkv's.
   - "latency (one call)": a call of a program with one copy, from before the call until the data is
-    available. The same baselines. It includes JAX's overhead of calling any program: the row "no
-    copy" measures that.
-  - "latency (outside JAX)": a native call and a wait for its stream; for information only, not
-    comparable with calls through JAX. The copy engine submitted from C++ with addresses prepared in
-    advance, and a Triton kernel with vLLM's parameters launched from Python.
+    available. The same baselines. It includes JAX's overhead of calling any program.
 
 All times are by the host's clock, with an idle device before each call, in rounds. jaxkv as chosen,
 with either form of ids, is compared with the better baseline.
@@ -40,7 +36,6 @@ from jaxkv._src.autotune.pools import Pools, pool_bytes
 BLOCK_BYTES = 8192
 COUNTS = (1, 4, 16, 64)
 IN_STEP, ONE_CALL = "time per copy (in a step)", "latency (one call)"
-OUTSIDE = "latency (outside JAX)"
 RETURNS = "host time per call"
 BASELINES = (Method(copy_baselines.BATCH), Method(copy_baselines.LOOP))
 MOST_RATIO = 1.0
@@ -54,8 +49,8 @@ class Effort(NamedTuple):
     calls: int
 
 
-def inside_us(programs: Sequence[Program], effort: Effort) -> dict[str, float]:
-    """Microseconds of one copy inside JAX, by metric, in one round."""
+def microseconds(programs: Sequence[Program], effort: Effort) -> dict[str, float]:
+    """Of one copy, by metric, in one round."""
     one, many = (program.idle_calls(effort.calls) for program in programs)
     seconds = {
         IN_STEP: (many.done - one.done) / effort.copies,
@@ -76,13 +71,11 @@ def samples_of(
                 made.program(method, direction, count, copies, stamped=False)
                 for copies in (1, 1 + effort.copies)
             ]
-            runs[method] = functools.partial(inside_us, programs, effort)
+            runs[method] = functools.partial(microseconds, programs, effort)
     return timing.rounds(runs, effort.rounds)
 
 
-def record_inside(
-    results: Results, made: Blocks, direction: str, count: int, effort: Effort
-) -> None:
+def record(results: Results, made: Blocks, direction: str, count: int, effort: Effort) -> None:
     """Rows of one cell, and its targets if there are baselines."""
     case = f"{direction}, {count} x 8 KiB"
     choices = {ids: made.chosen(direction, count, ids) for ids in (DEVICE_IDS, HOST_IDS)}
@@ -102,39 +95,12 @@ def record_inside(
             results.target(name, got, "<=", MOST_RATIO, "x best baseline")
 
 
-def record_outside(
-    results: Results, made: Blocks, direction: str, count: int, calls: int,
-    triton: copy_baselines.TritonTimes | None,
-) -> None:  # fmt: skip
-    case = f"{direction}, {count} x 8 KiB"
-    _, ids = made.ids(BASELINES[0], count, 0)
-    for method in BASELINES:
-        sides = made.sides(direction)
-        taken = copy_baselines.run(method.name, *sides, ids, calls=1, repeats=calls).total
-        results.row(f"{case}, {method}", OUTSIDE, "us", taken * 1e6)
-    if triton:
-        taken = timing.median(triton.few[direction, count])
-        results.row(f"{case}, {copy_baselines.TRITON}", OUTSIDE, "us", taken * 1e6)
-
-
 def measure(results: Results, flags: argparse.Namespace) -> None:
     effort = Effort(2, 2, 3) if flags.quick else Effort(16, 60, 6)
-    counts, triton, num_bytes = COUNTS[:1] if flags.quick else COUNTS, None, pool_bytes(1 << 24)
-    if on_gpu():
-        triton = copy_baselines.triton(
-            pool_bytes=num_bytes, blocks=[], count=0, few_block=BLOCK_BYTES, few_counts=counts
-        )
-    made = Blocks(Pools(num_bytes), BLOCK_BYTES)
-    calls = effort.rounds * effort.calls
+    made = Blocks(Pools(pool_bytes(1 << 24)), BLOCK_BYTES)
     for direction in DIRECTIONS:
-        for count in counts:
-            record_inside(results, made, direction, count, effort)
-            if on_gpu():
-                record_outside(results, made, direction, count, calls, triton)
-        no_copy = made.program(Method("no copy"), direction, 1, 0)
-        no_copy.idle_calls(2)
-        empty = no_copy.idle_calls(calls).done * 1e6
-        results.row(f"{direction}, no copy", ONE_CALL, "us", empty)
+        for count in COUNTS[:1] if flags.quick else COUNTS:
+            record(results, made, direction, count, effort)
 
 
 main = benchmark("small_batches", __doc__, measure)

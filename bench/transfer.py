@@ -205,7 +205,7 @@ def lowest_of(found: Sequence[Figure]) -> Figure | None:
 class Bench:
     """One run over a grid."""
 
-    def __init__(self, results: Results, grid: Grid, triton: copy_baselines.TritonTimes | None):
+    def __init__(self, results: Results, grid: Grid, triton: dict[tuple[str, int], list[float]]):
         self.results, self.grid, self.triton = results, grid, triton
         self.failed: list[str] = []
         self.start = time.perf_counter()
@@ -233,8 +233,9 @@ class Bench:
         if not many and time.perf_counter() - self.start > LIMIT_SECONDS:
             print(f"{cell.name}: skipped: time limit", flush=True)
             return
-        times = self.triton.many if self.triton and many and cell.count == self.grid.many else {}
-        triton = times.get((cell.direction, cell.made.block_bytes))
+        equal_counts = many and cell.count == self.grid.many
+        key = cell.direction, cell.made.block_bytes
+        triton = self.triton.get(key) if equal_counts else None
         cell.prepare(compare_sms=bool(triton))
         cell.measure()
         peak = peak_bandwidth.contiguous_copy(cell.direction, self.grid.peak_bytes)
@@ -272,13 +273,11 @@ class Bench:
 
 
 def measure(results: Results, flags: argparse.Namespace) -> None:
-    grid, triton = QUICK if flags.quick else FULL, None
-    num_bytes = pool_bytes(2 * grid.max_bytes)
+    grid = QUICK if flags.quick else FULL
+    num_bytes, triton = pool_bytes(2 * grid.max_bytes), {}
     if on_gpu():
         sizes = [b for b in grid.blocks if b * grid.many <= grid.max_bytes]
-        triton = copy_baselines.triton(
-            pool_bytes=num_bytes, blocks=sizes, count=grid.many, few_block=8 * KIB, few_counts=[]
-        )
+        triton = copy_baselines.triton(pool_bytes=num_bytes, blocks=sizes, count=grid.many)
     Bench(results, grid, triton).run(Pools(num_bytes))
 
 

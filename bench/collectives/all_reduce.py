@@ -15,7 +15,7 @@ Three metrics, measured identically for all methods:
 - "GPU time": kernel duration, from a profile of consecutive calls (with products between them for
   an algorithm by name). A duration starts when the rank enters the call and includes its wait for
   the last rank, so the shortest over the ranks counts for each call, that of the last rank; then
-  the median over calls, and the minimum. Gaps between kernels are excluded.
+  the median over calls. Gaps between kernels are excluded.
 - "time per call (chained)": wall clock time of consecutive calls, gaps included: for jaxkv and psum
   in one jitted chain of all-reduces only, for PyTorch in a replayed graph, timed by events. This
   can only favour PyTorch, whose time includes no dispatch.
@@ -32,7 +32,6 @@ not.
 """
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -50,7 +49,7 @@ from bench.harness.records import Results
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB << i for i in (0, 2, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)]
 MAIN_SIZES = (KIB, 32 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB)  # of psum with other kernels
-GPU_TIME, FASTEST = "GPU time", "GPU time (minimum)"
+GPU_TIME = "GPU time"
 CHAINED_CALL, CHAINED_PAIR = "time per call (chained)", "time per pair (chained)"
 ONE_PROCESS, PROCESS_PER_DEVICE, TORCH = "one process", "one process per device", "PyTorch"
 COPIES = "copy to the next device"  # peak of the links, not a baseline
@@ -283,7 +282,6 @@ def over_ranks(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
         listed = [one for answer in answers for one in answer["kernels"]]
         shortest = [min(call) for call in zip(*listed, strict=False)]
         found[GPU_TIME] = timing.median(shortest)
-        found[FASTEST] = timing.Figure(min(shortest), math.nan)
     for metric, key in ((CHAINED_CALL, "call"), (CHAINED_PAIR, "pair")):
         if all(key in answer for answer in answers):
             found[metric] = max(timing.median(answer[key]) for answer in answers)

@@ -235,7 +235,7 @@ class Blocks:
         made = [self.ids(method, count, seed) for seed in range(copies)]
         source, destination = self.sides(direction)
         pinned = copy_baselines.reads_pinned(source)
-        sms = method.sms_for(jaxkv.swap_blocks, source, destination, *made[0][0]) if made else 0
+        sms = method.sms_for(jaxkv.swap_blocks, source, destination, *made[0][0])
 
         def copy(source: jax.Array, destination: jax.Array, ids: Any) -> jax.Array:
             for pair in ids:
@@ -246,9 +246,8 @@ class Blocks:
             self.arrays, direction, copy, [ids for ids, _ in made], stamped=stamped,
             taken=lambda: method.taken(sms), num_sms=sms,
         )  # fmt: skip
-        if made:  # the first run, which compiles
-            plain = [plain for _, plain in made]
-            program.advance(lambda array: verified(program.step, source, array, plain))
+        plain = [plain for _, plain in made]
+        program.advance(lambda array: verified(program.step, source, array, plain))
         return program
 
 
