@@ -218,31 +218,12 @@ def measure_creation(results: Results, quick: bool) -> None:
 # Warm restart
 
 
-def pattern(cache: jaxkv.DeviceCache, first_page: jax.Array) -> jaxkv.DeviceCache:
-    """The contents of the pages from `first_page` on: a hash of page, array and position."""
-    leaves, structure = jax.tree.flatten(cache)
-    return jax.tree.unflatten(
-        structure, [_hashed(array, first_page, i) for i, array in enumerate(leaves)]
-    )
-
-
-def _hashed(array: jax.Array, first_page: jax.Array, index: int) -> jax.Array:
-    pages = first_page.astype(jnp.uint32) + jnp.arange(len(array), dtype=jnp.uint32)
-    position = jnp.arange(array[0].size, dtype=jnp.uint32).reshape(array.shape[1:])
-    seed = (pages * np.uint32(0x9E3779B1) + np.uint32(index << 24)).reshape(
-        -1, *[1] * position.ndim
-    )
-    mixed = (position ^ seed) * np.uint32(0xC2B2AE35)
-    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x27D4EB2F)
-    return (mixed >> 16).astype(jnp.uint16).view(array.dtype)
-
-
 @partial(jax.jit, donate_argnames="pool")
 def store_pattern(
     pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, first_page: jax.Array
 ) -> jaxkv.HostPool:
     rows = jnp.arange(CHUNK, dtype=jnp.int32)
-    return jaxkv.store_pages(pool, pattern(cache, first_page), first_page + rows, rows)
+    return jaxkv.store_pages(pool, randomized(cache, first_page), first_page + rows, rows)
 
 
 @jax.jit
@@ -255,7 +236,7 @@ def wrong_elements(
     counts = jax.tree.map(
         lambda a, b: (a.view(jnp.uint16) != b.view(jnp.uint16)).sum(),
         got,
-        pattern(cache, first_page),
+        randomized(cache, first_page),
     )
     return sum(jax.tree.leaves(counts), start=jnp.int32(0))
 

@@ -273,12 +273,12 @@ def equal(one: Any, other: Any) -> jax.Array:
 FACTORS = (2654435761, 40503, 2246822519, 3266489917, 668265263, 374761393)
 
 
-@functools.partial(jax.jit, static_argnames="seed", donate_argnums=0)
-def randomized(tree: Any, seed: int = 0) -> Any:
+@functools.partial(jax.jit, donate_argnums=0)
+def randomized(tree: Any, seed: int | jax.Array = 0) -> Any:
     """Pseudo-random small integers; copies of zeros can be faster than those of data."""
 
     def noise(x: jax.Array, number: int) -> jax.Array:
-        mixed = jnp.full(x.shape, 97 * seed + number, jnp.uint32)
+        mixed = jnp.full(x.shape, jnp.uint32(seed) * jnp.uint32(97) + jnp.uint32(number))
         for axis, factor in zip(range(x.ndim), FACTORS, strict=False):
             mixed += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(factor)
         mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from bench.checks import memcheck
-from bench.harness import blocks, older, peak_bandwidth, records
+from bench.harness import blocks, peak_bandwidth, records
 from bench.harness.records import Results, Row, Target
 from bench.harness.timing import Figure
 from bench.report import evidence, plots, staleness, tables
@@ -98,36 +98,6 @@ def saved(tmp_path, monkeypatch):
 )
 def test_target_is_met_two_standard_errors_from_its_figure(op, want, got, error, met):
     assert Target("t", op, want, "unit", got, None, error).met is met
-
-
-def older_record(name, want, got, met):
-    op, value, unit = want
-    target = {"name": name, "want": {"op": op, "value": value, "unit": unit}}
-    return {"targets": [target | {"got": got, "met": met}]}
-
-
-def test_older_record_whose_limit_has_the_error_is_read_with_the_error_in_the_figure():
-    content = older_record("a, within 2 standard errors", ("<=", 1.1, "x"), 1.02, True)
-    (target,) = older.adapted(content)["targets"]
-    assert target["met"] is False and target["error"] == pytest.approx(0.05)
-    assert (target["name"], target["want"]["value"]) == ("a", 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "want", "kind"),
-    [
-        ("failed tests", ("==", 0, "tests"), "checks"),
-        ("wrong pages", ("<=", 0, "pages"), "checks"),
-        ("case: staging memory (HBM)", ("<=", 0.1, "MiB"), "checks"),
-        ("case: GPU time", ("<=", 50, "us"), "targets"),
-        ("store, x: speedup over one device_put per page", (">=", 12, "x"), None),
-        ("load, x: speedup over one device_put per page", (">=", 1.6, "x"), "targets"),
-    ],
-)
-def test_targets_of_older_records_are_checks_targets_or_retired(name, want, kind):
-    found = older.adapted(older_record(name, want, 0, True))
-    assert [key for key in ("targets", "checks") if found[key]] == ([kind] if kind else [])
-    assert older.adapted(found) is found
 
 
 def test_target_with_an_unknown_operator_raises():
