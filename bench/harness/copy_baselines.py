@@ -16,25 +16,24 @@ The native part is bench/harness/copy_baselines.cc, compiled on first use.
 import ctypes
 import functools
 import hashlib
-import json
 import os
 import pathlib
 import shutil
 import subprocess
-import sys
 import tempfile
 from typing import Any
 
 import jax
 import numpy as np
 
+from bench.harness import processes
 from bench.harness.records import REPOSITORY
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 BATCH, LOOP = "cudaMemcpyBatchAsync", "cudaMemcpyAsync loop"
 SHORT_BATCH, SHORT_BATCH_SIZE = f"{BATCH}, 1024 per call", 1024
 CODES = {BATCH: 0, LOOP: 1, SHORT_BATCH: 2}  # the enum of bench/harness/copy_baselines.cc
-TRITON = "Triton, 12 programs"
+TRITON, TRITON_TIMEOUT_S = "Triton, 12 programs", 300.0
 
 
 @functools.cache
@@ -151,15 +150,8 @@ class Outside:
 
 
 def triton(**request: Any) -> dict[tuple[str, int], list[float]]:
-    """Seconds of a copy by (direction, block bytes), from triton_baseline.py in its own process.
-
-    Prints the reason if it fails.
-    """
-    command = [sys.executable, "-m", "bench.harness.triton_baseline", json.dumps(request)]
-    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        last = ran.stderr.strip().splitlines()[-1:] or ["no message"]
-        print(f"{TRITON}: not measured: {last[0]}", flush=True)
-        return {}
-    answer = json.loads(ran.stdout.splitlines()[-1])
-    return {(direction, block_bytes): samples for direction, block_bytes, samples in answer}
+    """Seconds of a copy by (direction, block bytes), from triton_baseline.py in its own process."""
+    ran = processes.run("bench.harness.triton_baseline", [request], timeout_s=TRITON_TIMEOUT_S)
+    if ran.failure:
+        print(f"{TRITON}: not measured: {ran.failure}", flush=True)
+    return {(one["direction"], one["bytes"]): one["seconds"] for one in ran.answers[0]}

@@ -1,12 +1,14 @@
 """The benchmarks of block copies: verification, choices, and targets from samples."""
 
+from unittest import mock
+
 import jax
 import numpy as np
 import pytest
 
 import jaxkv
 from bench import profile_copy, small_batches, transfer
-from bench.harness import blocks, copy_baselines, timing
+from bench.harness import blocks, copy_baselines, processes, timing
 from bench.harness.blocks import DEVICE_IDS, HOST_IDS, KIB, Blocks, Method, Program
 from bench.harness.copy_baselines import BATCH, SHORT_BATCH
 from bench.harness.records import Results
@@ -83,10 +85,7 @@ def test_copy_baselines_inside_and_outside_jax_copy_all_blocks(pools, baseline, 
 
 def cell_with(samples, chosen, count=10_000, size=16 * KIB, direction="load"):
     """A cell with {method or baseline: seconds of a copy by round}."""
-    made = Blocks.__new__(Blocks)
-    made.block_bytes = size
-    made.chosen = lambda *_: None
-    cell = transfer.Cell(made, direction, count)
+    cell = transfer.Cell(mock.Mock(block_bytes=size), direction, count)
     cell.samples, cell.choices, cell.batches = Samples(samples), chosen, [BATCH, SHORT_BATCH]
     program = Program.__new__(Program)
     program.num_sms = 4
@@ -164,9 +163,9 @@ def test_grid_counts_above_max_bytes_are_reduced():
 
 
 def test_triton_answer_has_samples_by_direction(monkeypatch):
-    answer = '[["load", 1024, [1.0, 2.0]]]'
-    ran = type("", (), {"returncode": 0, "stdout": f"warning\n{answer}\n"})
-    monkeypatch.setattr(copy_baselines.subprocess, "run", lambda *_, **__: ran)
+    answer = {"direction": "load", "bytes": 1024, "seconds": [1.0, 2.0]}
+    ran = processes.ProcessResult([[answer]], "exit code 1")  # what was printed before counts
+    monkeypatch.setattr(processes, "run", lambda *_, **__: ran)
     assert copy_baselines.triton(blocks=[1024]) == {("load", 1024): [1.0, 2.0]}
 
 
