@@ -120,7 +120,8 @@ class Target:
 
     def __str__(self) -> str:
         verdict = {True: "met", False: "missed", None: "not measured"}[self.met]
-        return f"{verdict}: {self.name}: {self.got} {self.op} {self.want} {self.unit}"
+        got = "-" if self.got is None else f"{self.got:.4g}"
+        return f"{verdict}: {self.name}: {got} {self.op} {self.want} {self.unit}"
 
     def to_json(self) -> dict[str, Any]:
         want = {"op": self.op, "value": self.want, "unit": self.unit}

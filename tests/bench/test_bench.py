@@ -112,7 +112,7 @@ def test_added_rows_and_targets_are_printed(capsys):
     found = Results("x", log=True)
     found.row("a", "time", "us", Figure(2.0, 0.5), ("copy", 1.0), {"peer": 4.0}, ("<=", 1))
     assert capsys.readouterr().out.splitlines() == [
-        "missed: a: time: 2.0 <= 1 us",
+        "missed: a: time: 2 <= 1 us",
         "a: time 2 us +- 1, copy 1, peer 4",
     ]
     assert [(target.name, target.met) for target in found.targets] == [("a: time", False)]
