@@ -36,29 +36,32 @@ MOST_RATIO = {"fused": 1.03, "stacked": 1.03, "hybrid": 1.03, "4 groups": 1.05}
 
 
 class Size(NamedTuple):
-    """Shape of the caches, and numbers of copied pages."""
+    """Shape of the caches, and number of copied pages."""
 
     layers: int
     page_size: int
     heads: int
     head_dim: int
     num_pages: int
-    copied: tuple[int, ...]
+    copied: int
 
 
-FULL = Size(32, 64, 8, 128, 160, (2, 128))
-QUICK = Size(4, 16, 2, 64, 16, (2,))
+FULL = Size(32, 64, 8, 128, 160, 128)
+QUICK = Size(4, 16, 2, 64, 16, 2)
 
 
 class Case:
     """A pool and a cache, or a dict of each, with programs that copy the same pages."""
 
-    def __init__(self, pool: Any, cache: Any, copied: int, num_pages: int, method: Method):
+    def __init__(self, pool: Any, cache: Any, what: Size, method: Method):
         self.pool, self.method = pool, method
         self.ends = {"host": pool, "device": cache}
         rng, grouped = np.random.default_rng(0), isinstance(pool, dict)
         plain = [
-            {name: rng.permutation(num_pages)[:copied].astype(np.int32) for name in groups}
+            {
+                name: rng.permutation(what.num_pages)[: what.copied].astype(np.int32)
+                for name in groups
+            }
             for groups in [pool if grouped else [""]] * 2
         ]
         self.device_pages = plain[1]
@@ -138,11 +141,11 @@ def caches(what: Size) -> dict[str, Callable[[], tuple[Any, Any]]]:
     }
 
 
-def compare(what: Size, copied: int, method: Method) -> dict[str, timing.Samples[str]]:
+def compare(what: Size, method: Method) -> dict[str, timing.Samples[str]]:
     """Seconds per call in every round, by direction and cache."""
     cases: dict[str, Case] = {}
     for name, make in caches(what).items():
-        cases[name] = Case(*make(), copied, what.num_pages, method)
+        cases[name] = Case(*make(), what, method)
         cases[name].verify()
     samples = {}
     for direction in DIRECTIONS:
@@ -171,19 +174,18 @@ def measure(results: Results, flags: argparse.Namespace) -> None:
     what = QUICK if flags.quick else FULL
     # "pallas" supports neither stacked arrays nor blocks of several sizes.
     for method in implementations(without="pallas"):
-        for copied in what.copied:
-            worst: dict[str, timing.Figure] = {}  # the larger ratio of the two directions
-            for direction, samples in compare(what, copied, method).items():
-                for cache in samples:
-                    case = f"{direction}, {copied} pages, {cache}, {method}"
-                    milliseconds = samples.median(cache) * 1e3
-                    results.row(case, "time per call (chained)", "ms", milliseconds)
-                    if cache != BASELINE:
-                        ratio = samples.ratio(cache, BASELINE)
-                        results.row(case, f"time relative to {BASELINE}", "ratio", ratio)
-                        worst[cache] = max(worst.get(cache, ratio), ratio)
+        worst: dict[str, timing.Figure] = {}  # the larger ratio of the two directions
+        for direction, samples in compare(what, method).items():
+            for cache in samples:
+                case = f"{direction}, {what.copied} pages, {cache}, {method}"
+                milliseconds = samples.median(cache) * 1e3
+                results.row(case, "time per call (chained)", "ms", milliseconds)
+                if cache != BASELINE:
+                    ratio = samples.ratio(cache, BASELINE)
+                    results.row(case, f"time relative to {BASELINE}", "ratio", ratio)
+                    worst[cache] = max(worst.get(cache, ratio), ratio)
         for cache, most in MOST_RATIO.items():
-            name = f"{cache}, {what.copied[-1]} pages, {method}: time relative to {BASELINE}"
+            name = f"{cache}, {what.copied} pages, {method}: time relative to {BASELINE}"
             results.target(f"{name}, worse direction", worst[cache], "<=", most, "ratio")
 
 

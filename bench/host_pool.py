@@ -1,12 +1,11 @@
 """Creation, contents and warm restart of large host pools: `python -m bench.host_pool`.
 
   - creation: seconds from the call until the pool is ready, and the peak memory in this time: the
-    growth of this process's resident memory, sampled, in units of the pool. Also again after
-    `close`, and the two parts: pages only (mapped, populated by threads), and pages page-locked.
+    growth of this process's resident memory, sampled, in units of the pool. The first size is
+    created several times, each after the `close` of the one before.
   - both ends: each implementation stores a page into the first and the last page of the pool and
     loads both; all bytes are compared, in the pool by its view, and in the cache.
   - NUMA: the share of sampled pages on the node of the device, read back from the kernel.
-  - baseline: `device_put` of `np.zeros`, last, since XLA keeps its memory.
 
 `--restart` measures a warm restart instead: a process creates a shared pool of `--gib`, stores a
 pattern into all its pages, and is killed; the next one attaches the pool, loads all pages, and
@@ -26,7 +25,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,12 +42,10 @@ from bench.harness.records import Results
 from bench.harness.timing import Figure
 from jaxkv._src.cache.host_memory import _mem_available, numa_node
 from jaxkv._src.cache.pinned_memory import nodes_of
-from jaxkv._src.runtime import native
 
 GIB = 1 << 30
 SIZES = (48, 72, 100)  # GiB; XLA's own allocator ends at 64
 CREATIONS = 3  # of the first size, so that there is an error
-BASELINE_GIB = 4
 MOST_SECONDS = 90  # after which no other pool is measured
 QUICK_BYTES = 4 << 20  # of a "GiB" with --quick
 RESTART_GIB, RESTART_SECONDS, CHUNK = 64, 20, 64  # CHUNK: pages stored or loaded by one call
@@ -150,9 +147,7 @@ def measure_pool(results: Results, spec: jaxkv.KVCacheSpec, gib: int, unit: int)
     for seed, method in enumerate(methods()):
         pool, found = wrong_pages(pool, method, seed)
         wrong += found
-    begin = time.perf_counter()
     pool.close()
-    results.row(case, "close takes", "s", time.perf_counter() - begin)
     for _ in range(CREATIONS - 1 if first else 0):
         again, taken = timed_pool(spec, num_bytes)
         seconds.append(taken)
@@ -173,31 +168,6 @@ def measure_pool(results: Results, spec: jaxkv.KVCacheSpec, gib: int, unit: int)
                 results.check(f"{case}: {metric}", value, op, limit, of)
 
 
-def measure_parts(results: Results, unit: int) -> None:
-    """The creation without page-locking, and XLA's creation of an array."""
-
-    def rate(size: int, make: Callable[[int], Any]) -> Figure:
-        def seconds() -> float:
-            begin = time.perf_counter()
-            made = jax.block_until_ready(make(size))
-            taken = time.perf_counter() - begin
-            if isinstance(made, jax.Array):
-                made.delete()
-            return taken
-
-        return size / timing.median([seconds() for _ in range(CREATIONS)]) / GIB
-
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
-    for gib, name, make in (
-        (4 * BASELINE_GIB, "pages, not page-locked",
-         lambda size: native.extension().PinnedMemory(size, -1, [])),
-        (4 * BASELINE_GIB, "pinned_zeros", lambda size: jaxkv.pinned_zeros(size, np.uint8)),
-        (BASELINE_GIB, "device_put of np.zeros",
-         lambda size: jax.device_put(np.zeros(size, np.uint8), sharding)),
-    ):  # fmt: skip
-        results.row(f"{gib} GiB", name, "GiB/s", rate(gib * unit, make))
-
-
 def measure_creation(results: Results, quick: bool) -> None:
     spec, unit = (QUICK_SPEC, QUICK_BYTES) if quick else (SPEC, GIB)
     # The backend starts, and every program is compiled but for the size of the pool.
@@ -212,7 +182,6 @@ def measure_creation(results: Results, quick: bool) -> None:
             print(f"{gib} GiB pool: not measured, {_mem_available() / GIB:.0f} GiB available")
         else:
             measure_pool(results, spec, gib, unit)
-    measure_parts(results, unit)
 
 
 # Warm restart

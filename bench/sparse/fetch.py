@@ -1,6 +1,6 @@
 """Fetches of top-k rows from host memory: `python -m bench.sparse.fetch`.
 
-Sweeps of the reuse of ids between steps, the batch and the context, with rows of 656 bytes (fp8
+32 requests of 32,768 tokens, by the reuse of ids between steps, with rows of 656 bytes (fp8
 payload, scales and RoPE of DeepSeek V3.2) and 1,152 bytes (bf16 MLA). Fetches are chained within
 one program, so the time is GPU time without dispatch. The rates are payload of missing rows.
 
@@ -32,7 +32,6 @@ from bench.harness.records import Results
 from bench.harness.timing import Figure
 from bench.sparse import xla_gather
 from bench.sparse.inputs import PAGE_SIZE, Cache, Trace
-from examples.sparse import engine, model
 from jaxkv import sparse
 
 WARMUP = 5
@@ -239,15 +238,6 @@ def sweep_reuse(
     return times
 
 
-def sweep_shapes(results: Results, cache: Cache, size: Size) -> None:
-    """Other batches and contexts, of all misses and of few."""
-    shapes = [(batch, size.context) for batch in (1, 8, 64, 256)]
-    for batch, context in [*shapes, (size.batch, 8192), (size.batch, 131072)]:
-        for reuse in (0.0, PARTLY):
-            case = Case(cache, size, reuse, batch=batch, context=context)
-            record(results, case, (PUBLISHED,))
-
-
 def compare_equal_sms(results: Results, cache: Cache, size: Size) -> None:
     """Both designs on 16 SMs: 16 requests, for which the published one has 16 thread blocks."""
     for reuse, want in OVER_PUBLISHED.items():
@@ -295,20 +285,8 @@ def record_targets(
         results.target(name, gain, ">=", OVER_XLA, "x", bound)
 
 
-def example_reuse(results: Results) -> None:
-    """Share of the chosen rows that are in the hot buffer of examples/sparse, random weights."""
-    config, sizes, rng = model.Config(), engine.Sizes(), np.random.default_rng(0)
-    prompts = [rng.integers(0, config.vocab, length).tolist() for length in (128, 64, 100, 17)]
-    params = model.init_params(config, 0)
-    ran = engine.Engine(config, sizes, params, engine.InHostMemory(config, sizes))
-    ran.generate(prompts, 16)
-    share = 1 - ran.missing / ran.chosen
-    results.row(f"examples/sparse, {sizes.slots} slots, top {config.top_k}", "reuse", "", share)
-
-
 def measure(results: Results, flags: argparse.Namespace) -> None:
     size = FULL if on_gpu() else SMALL
-    example_reuse(results)
     for row_bytes in ROWS[:1] if flags.quick else ROWS:
         cache = Cache(row_bytes, size.pool_bytes)
         main_rows = not flags.quick and row_bytes == ROWS[0]
@@ -316,8 +294,6 @@ def measure(results: Results, flags: argparse.Namespace) -> None:
         if on_gpu():
             record_targets(results, row_bytes, size, times)
             compare_equal_sms(results, cache, size)
-        if main_rows:
-            sweep_shapes(results, cache, size)
         cache.pool.close()
 
 
