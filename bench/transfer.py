@@ -1,11 +1,14 @@
-"""Bandwidth of scattered block copies, jaxkv and baselines: `python -m bench.transfer`.
+"""Copies of scattered blocks, jaxkv and baselines: `python -m bench.transfer`.
 
-1 to 50,000 blocks of 512 B to 1 MiB at random places of arrays of 32 GiB (where memory allows), in
-both directions, with each implementation and form of ids. GB/s is payload bytes (1e9) over the wall
-clock time of a chain of copies (bench/harness/blocks.py); the peak is one contiguous copy. All
-methods of a cell run in rounds. Copies shorter than five milliseconds are batched, 8 in a program.
-"CPU time of the handlers" is the time of a copy between two stamps (bench/harness/timestamps.py);
-"host time per call" is that of a call of the program, from Python, on an idle device.
+Two records: `transfer`, their bandwidth, and `small_batches`, the latency of a few.
+
+Bandwidth: 1 to 50,000 blocks of 512 B to 1 MiB at random places of arrays of 32 GiB (where memory
+allows), in both directions, with each implementation and form of ids. GB/s is payload bytes (1e9)
+over the wall clock time of a chain of copies (bench/harness/blocks.py); the peak is one contiguous
+copy. All methods of a cell run in rounds. Copies shorter than five milliseconds are batched, 8 in a
+program. "CPU time of the handlers" is the time of a copy between two stamps
+(bench/harness/timestamps.py); "host time per call" is that of a call of the program, from Python,
+on an idle device.
 
 Baselines, in the same rounds, between the same arrays and with the same ids
 (bench/harness/copy_baselines.py): CUDA's copy engine by one batch call and by one per 1024 blocks,
@@ -16,9 +19,20 @@ vLLM's parameters in its own process.
 
 Targets are of jaxkv "as chosen": by the implementation and SMs that it selects, and with the slower
 form of ids, device ids or HostIds.
+
+Latency of 1 to 64 blocks of 8 KiB: it depends on the caller, so only equal metrics are compared, of
+jaxkv and of CUDA's copy engine by a batch call and by a loop of calls, through an FFI call like
+jaxkv's. By the host's clock, with an idle device before each call, in rounds; jaxkv as chosen, with
+either form of ids, is compared with the better baseline.
+
+  - "time per copy (in a step)": cost of one more copy in a jitted program, (17 copies - 1) / 16,
+    each with its own ids and dependent on the previous one;
+  - "latency (one call)": a call of a program with one copy, from before the call until the data is
+    available. It includes JAX's overhead of calling any program.
 """
 
 import argparse
+import contextlib
 import functools
 import gc
 import sys
@@ -53,6 +67,10 @@ SAME_SMS = Method("kernel", DEVICE_IDS, 12)  # as many as Triton has
 SPEEDUPS = {KIB: 20, 4 * KIB: 4, 8 * KIB: 2, 16 * KIB: 2}  # over batch calls, loads
 OVER_TRITON = {KIB: 7.0, 4 * KIB: 2.0, 8 * KIB: 1.15}
 AS_FAST = 0.97
+FEW, FEW_BYTES, MOST_RATIO = (1, 4, 16, 64), 8192, 1.0  # blocks, their size, and the target
+FEW_BASELINES = (Method(BATCH), Method(LOOP))
+IN_STEP, ONE_CALL = "time per copy (in a step)", "latency (one call)"
+HOST_TIME = "host time per call"
 
 
 class Grid(NamedTuple):
@@ -189,7 +207,7 @@ class Cell:
             results.row(case, "bandwidth", "GB/s", self.rate(method), peak, others)
             cpu = handlers / self.copies * 1e6
             results.row(case, "CPU time of the handlers", "us", cpu, None, submits)
-            results.row(case, "host time per call", "us", idle.returns * 1e6)
+            results.row(case, HOST_TIME, "us", idle.returns * 1e6)
         fastest = self.samples.fastest(own)
         for method in self.chosen():
             share = self.samples.ratio(fastest, method)
@@ -272,7 +290,7 @@ class Bench:
                 self.results.target(name, speedup, ">=", OVER_TRITON[size], "x", bound)
 
 
-def measure(results: Results, flags: argparse.Namespace) -> None:
+def measure_bandwidth(results: Results, flags: argparse.Namespace) -> None:
     grid = QUICK if flags.quick else FULL
     num_bytes, triton = pool_bytes(2 * grid.max_bytes), {}
     if on_gpu():
@@ -281,7 +299,78 @@ def measure(results: Results, flags: argparse.Namespace) -> None:
     Bench(results, grid, triton).run(Pools(num_bytes))
 
 
-main = benchmark("transfer", __doc__, measure)
+# Latency of a few blocks
+
+
+class Effort(NamedTuple):
+    """Amount of work: copies of the longer program, rounds, and timed calls per round."""
+
+    copies: int
+    rounds: int
+    calls: int
+
+
+def microseconds(programs: Sequence[Program], effort: Effort) -> dict[str, float]:
+    """Of one copy, by metric, in one round."""
+    one, many = (program.idle_calls(effort.calls) for program in programs)
+    seconds = {
+        IN_STEP: (many.done - one.done) / effort.copies,
+        ONE_CALL: one.done,
+        HOST_TIME: one.returns,
+    }
+    return {metric: float(taken) * 1e6 for metric, taken in seconds.items()}
+
+
+def samples_of(
+    made: Blocks, direction: str, count: int, choices: Sequence[Method], effort: Effort
+) -> dict[Method, list[dict[str, float]]]:
+    """Times of each method by round."""
+    runs = {}
+    for method in dict.fromkeys((*(FEW_BASELINES if on_gpu() else ()), *methods(), *choices)):
+        with contextlib.suppress(NotImplementedError):  # not every implementation supports the call
+            programs = [
+                made.program(method, direction, count, copies, stamped=False)
+                for copies in (1, 1 + effort.copies)
+            ]
+            runs[method] = functools.partial(microseconds, programs, effort)
+    return timing.rounds(runs, effort.rounds)
+
+
+def record_few(results: Results, made: Blocks, direction: str, count: int, effort: Effort) -> None:
+    """Rows of one cell, and its targets if there are baselines."""
+    case = f"{direction}, {count} x 8 KiB"
+    choices = {ids: made.chosen(direction, count, ids) for ids in (DEVICE_IDS, HOST_IDS)}
+    rounds = samples_of(made, direction, count, [*choices.values()], effort)
+    for metric in (IN_STEP, ONE_CALL, HOST_TIME):
+        samples = timing.Samples({m: [us[metric] for us in taken] for m, taken in rounds.items()})
+        medians = samples.medians()
+        others = {str(method): us for method, us in medians.items() if method.is_baseline}
+        for method in (method for method in medians if not method.is_baseline):
+            results.row(f"{case}, {method}", metric, "us", medians[method], None, others)
+        best = samples.fastest(method for method in samples if method.is_baseline)
+        if best is None or metric == HOST_TIME:
+            continue
+        for ids, chosen in choices.items():
+            got = samples.ratio(chosen, best) if chosen in samples else None
+            name = f"{case}: {metric}, as chosen with {ids}"
+            results.target(name, got, "<=", MOST_RATIO, "x best baseline")
+
+
+def measure_latency(results: Results, flags: argparse.Namespace) -> None:
+    effort = Effort(2, 2, 3) if flags.quick else Effort(16, 60, 6)
+    made = Blocks(Pools(pool_bytes(1 << 24)), FEW_BYTES)
+    for direction in DIRECTIONS:
+        for count in FEW[:1] if flags.quick else FEW:
+            record_few(results, made, direction, count, effort)
+
+
+bandwidth = benchmark("transfer", __doc__, measure_bandwidth)
+latency = benchmark("small_batches", __doc__, measure_latency)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return max(bandwidth(argv), latency(argv))
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -70,6 +70,7 @@ def test_quick_run_on_a_cpu_gives_positive_figures(name, tmp_path, monkeypatch):
     monkeypatch.setattr(Results, "save", lambda self, out: saved.append(self))
     assert importlib.import_module(f"bench.{run_all.BENCHMARKS[name]}").main(["--quick"]) == 0
     names = [f"{name}_{n}" for n in (2, 4, 8)] if name in OF_DEVICES else [name]
+    names += ["small_batches"] if name == "transfer" else []
     for found in saved:
         assert found.name in names and found.rows
         positive = ("bandwidth", engines.LATENCY, "time per step")

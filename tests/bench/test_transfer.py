@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from bench import profile_copy, small_batches, transfer
+from bench import profile_copy, transfer
 from bench.harness import blocks, copy_baselines, processes, timing
 from bench.harness.blocks import DEVICE_IDS, HOST_IDS, KIB, Blocks, Method, Program
 from bench.harness.copy_baselines import BATCH, SHORT_BATCH
@@ -145,13 +145,13 @@ def test_small_batches_compare_each_choice_with_the_better_baseline(monkeypatch,
     rounds = {
         Method(BATCH): 4.0, Method(copy_baselines.LOOP): 2.0, KERNEL: 1.0, DMA: 3.0,
     }  # fmt: skip
-    metrics = (small_batches.IN_STEP, small_batches.ONE_CALL, small_batches.RETURNS)
+    metrics = (transfer.IN_STEP, transfer.ONE_CALL, transfer.HOST_TIME)
     samples = {method: [dict.fromkeys(metrics, us)] * 3 for method, us in rounds.items()}
-    monkeypatch.setattr(small_batches, "samples_of", lambda *_: samples)
+    monkeypatch.setattr(transfer, "samples_of", lambda *_: samples)
     made = Blocks(pools, 8 * KIB)
     monkeypatch.setattr(made, "chosen", lambda *args: {DEVICE_IDS: KERNEL, HOST_IDS: DMA}[args[2]])
     found = Results("small_batches")
-    small_batches.record(found, made, "load", 4, small_batches.Effort(1, 1, 1))
+    transfer.record_few(found, made, "load", 4, transfer.Effort(1, 1, 1))
     assert [(t.got, t.met) for t in found.targets] == [(0.5, True), (1.5, False)] * 2
 
 
