@@ -19,7 +19,7 @@ import jaxkv
 from bench.harness import peak_bandwidth, timestamps, timing
 from bench.harness.main import benchmark
 from bench.harness.records import Results
-from bench.recurrent_steps import DRAFTS, MODELS, QUERY, Model, batch_of, measure_steps
+from bench.recurrent_steps import DRAFTS, MODELS, Model, batch_of, measure_steps
 from jaxkv.metadata import BatchMetadata
 from jaxkv.recurrent import StateKind
 
@@ -39,7 +39,7 @@ class Case:
         certain = model.block_size - 1 if crosses else model.block_size // 2
         ids = np.random.default_rng(0).permutation(num_blocks - 1)[: COLUMNS * batch] + 1
         self.table = np.resize(ids, (batch, COLUMNS))
-        made = batch_of(model, QUERY, np.full(batch, certain - 1), self.table)
+        made = batch_of(model, np.full(batch, certain - 1), self.table)
         self.batch: BatchMetadata = jax.tree.map(jnp.asarray, made)
         self.bytes = batch * len(self.states) * model.moved_bytes(bias=1) if crosses else 0
         self.calls = 2 if crosses else IDLE_CALLS

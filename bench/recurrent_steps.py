@@ -207,14 +207,12 @@ class Scheduler:
         return bool(((self.computed + counts) // block_size * block_size > self.computed).any())
 
 
-def batch_of(
-    model: Model, query_len: int, computed: np.ndarray, table: np.ndarray
-) -> BatchMetadata:
-    """A batch of rows with `query_len` tokens each."""
+def batch_of(model: Model, computed: np.ndarray, table: np.ndarray) -> BatchMetadata:
+    """A batch of rows with QUERY tokens each."""
     rows, columns = table.shape
     return BatchMetadata.from_host(
-        [query_len] * rows, computed + query_len, table, max_num_reqs=rows,
-        max_num_tokens=rows * query_len, max_blocks=columns, block_size=model.block_size,
+        [QUERY] * rows, computed + QUERY, table, max_num_reqs=rows, max_num_tokens=rows * QUERY,
+        max_blocks=columns, block_size=model.block_size,
     )  # fmt: skip
 
 
@@ -231,7 +229,7 @@ class Case:
         table[near, 1:3] = 2 + np.arange(2 * len(near)).reshape(-1, 2)
         self.ids = np.arange(batch, dtype=np.int32)
         self.device_ids = jax.device_put(self.ids, device)
-        first = batch_of(model, QUERY, self.computed, table)
+        first = batch_of(model, self.computed, table)
         ones = np.ones(batch, np.int32)
         self.first = jax.device_put(StepState(first, ones, ones, np.int32(0)), device)
         self.refill()

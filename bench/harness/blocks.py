@@ -166,9 +166,18 @@ class Program:
         return call, timing.median(spans)
 
     def advance(self, run: Callable[[Any], Any]) -> Any:
-        """Runs `destination -> destination` or `-> (figure, destination)`; returns the figure."""
-        with self._taken():
-            result = run(self._ends.pop(self._destination))
+        """Runs `destination -> destination` or `-> (figure, destination)`; returns the figure.
+
+        After an error the destination is still in `ends`, unless it was donated.
+        """
+        old = self._ends.pop(self._destination)
+        try:
+            with self._taken():
+                result = run(old)
+        except Exception:
+            if not any(leaf.is_deleted() for leaf in jax.tree.leaves(old)):
+                self._ends[self._destination] = old
+            raise
         figure, new = result if type(result) is tuple else (None, result)
         self._ends[self._destination] = jax.block_until_ready(new)
         jaxkv.check_errors()

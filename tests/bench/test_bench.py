@@ -195,6 +195,21 @@ def test_pages_case_with_a_load_that_copies_nothing_raises(monkeypatch):
 
 
 @pytest.mark.cpu_only
+def test_unsupported_method_is_left_out_and_keeps_pool_and_cache(monkeypatch):
+    real = jaxkv.store_pages
+
+    def store_pages(*args, implementation, **options):
+        if implementation == "dma":
+            raise NotImplementedError("no copy engine")
+        return real(*args, implementation=implementation, **options)
+
+    monkeypatch.setattr(jaxkv, "store_pages", store_pages)
+    monkeypatch.setattr(pages, "methods", lambda: [Method("dma"), Method("host")])
+    case = pages.Case(pages.size_of(pages.parse(["--quick"])), pages.DIRECT)
+    assert case.supported() == [Method("host"), *CHOICES]
+
+
+@pytest.mark.cpu_only
 def test_pages_of_another_shape_are_measured_and_not_recorded(monkeypatch, capsys):
     monkeypatch.setattr(Results, "save", lambda *_: pytest.fail("recorded"))
     shape = {"layers": 1, "heads": 1, "head-dim": 8, "page-size": 4, "count": 2}
