@@ -7,7 +7,6 @@ two groups of layers (hybrid) and four. Every cache is verified before it is tim
 turns in rounds.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from bench.harness.blocks import (
     implementations,
     randomized,
 )
-from bench.harness.main import benchmark
+from bench.harness.main import Flags, benchmark
 from bench.harness.records import Results
 
 BASELINE = "KVCacheSpec"
@@ -170,7 +169,7 @@ def sampler(program: Program) -> Callable[[], float]:
     return sample
 
 
-def measure(results: Results, flags: argparse.Namespace) -> None:
+def measure(results: Results, flags: Flags) -> None:
     what = QUICK if flags.quick else FULL
     # "pallas" supports neither stacked arrays nor blocks of several sizes.
     for method in implementations(without="pallas"):

@@ -13,7 +13,6 @@ the copy. The two take turns.
 Creating the two `HostIds` of a call is host time of a step, too. It is timed apart from calls.
 """
 
-import argparse
 import functools
 import sys
 import time
@@ -27,7 +26,7 @@ from jax.sharding import SingleDeviceSharding
 import jaxkv
 from bench.harness import timing
 from bench.harness.blocks import Program, copy_pages
-from bench.harness.main import benchmark, on_gpu
+from bench.harness.main import Flags, benchmark, on_gpu
 from bench.harness.records import Results
 from jaxkv._src.explain import selections_of
 from jaxkv._src.tuning.copy_table import Implementation
@@ -159,7 +158,7 @@ def measure_creation(results: Results, repeats: int) -> None:
         results.row(case, "host time", "us", microseconds, None, baselines, want)
 
 
-def measure(results: Results, flags: argparse.Namespace) -> None:
+def measure(results: Results, flags: Flags) -> None:
     for count in COUNTS[:2] if flags.quick else COUNTS:
         measure_load(results, count)
     measure_program(results, rounds=5 if flags.quick else ROUNDS)

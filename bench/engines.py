@@ -20,7 +20,6 @@ both on an idle device and in the same rounds; host time of jaxkv is reduced by 
 call without the copy.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable
@@ -42,7 +41,7 @@ from bench.harness.blocks import (
     equal,
     randomized,
 )
-from bench.harness.main import benchmark, on_gpu
+from bench.harness.main import Flags, benchmark, on_gpu
 from bench.harness.records import Results
 from bench.harness.timing import Call, Figure, Samples
 
@@ -299,7 +298,7 @@ class Comparison:
                 results.target(target, speedup, ">=", wanted, "x", bound)
 
 
-def measure(results: Results, flags: argparse.Namespace) -> None:
+def measure(results: Results, flags: Flags) -> None:
     for size in QUICK if flags.quick else FULL:
         engine = Engine(size)
         for direction, calls in engine.measure().items():

@@ -14,7 +14,6 @@ compares every byte. The pages are in /dev/shm, which must have room for them (m
 Pools above the available memory are not measured. No environment variable is set.
 """
 
-import argparse
 import contextlib
 import json
 import math
@@ -37,7 +36,7 @@ import numpy as np
 import jaxkv
 from bench.harness import timing
 from bench.harness.blocks import Method, methods, randomized
-from bench.harness.main import benchmark
+from bench.harness.main import Flags, benchmark
 from bench.harness.records import Results
 from bench.harness.timing import Figure
 from jaxkv._src.cache.host_memory import _mem_available, numa_node
@@ -275,7 +274,7 @@ def measure_restart(results: Results, gib: int, quick: bool) -> None:
         results.target(f"{case}: warm restart", attached["restart"], "<=", RESTART_SECONDS, "s")
 
 
-def measure(results: Results, flags: argparse.Namespace) -> None:
+def measure(results: Results, flags: Flags) -> None:
     if flags.restart:
         results.name = "warm_restart"
         measure_restart(results, flags.gib, flags.quick)

@@ -9,7 +9,6 @@
   engine that does not schedule ahead.
 """
 
-import argparse
 import dataclasses
 import functools
 import sys
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.harness import host_metadata, profiler, timing
-from bench.harness.main import benchmark, on_gpu
+from bench.harness.main import Flags, benchmark, on_gpu
 from bench.harness.records import Results
 from jaxkv import metadata
 from jaxkv.metadata import BatchMetadata
@@ -253,7 +252,7 @@ def measure_step(results: Results, quick: bool) -> None:
         results.row(f"{STEP}, {name}", LATENCY, "us", taken)
 
 
-def measure(results: Results, flags: argparse.Namespace) -> None:
+def measure(results: Results, flags: Flags) -> None:
     measure_builders(results, flags.quick)
     measure_step(results, flags.quick)
 

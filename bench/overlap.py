@@ -8,7 +8,6 @@ with `start_load` and a `wait` in each layer, by each implementation and as jaxk
 device ids and HostIds, in rounds. Host time per call is measured on an idle device.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from bench.harness.blocks import (
     implementations,
     randomized,
 )
-from bench.harness.main import benchmark, on_gpu
+from bench.harness.main import Flags, benchmark, on_gpu
 from bench.harness.records import Results
 
 NO_LOAD, SEQUENTIAL = "without a load", "sequential"
@@ -210,7 +209,7 @@ def _forget(cache: jaxkv.DeviceCache) -> jaxkv.DeviceCache:
     return jax.tree.map(jnp.zeros_like, cache)
 
 
-def measure(results: Results, flags: argparse.Namespace) -> None:
+def measure(results: Results, flags: Flags) -> None:
     for kind in [*KINDS][: 1 if flags.quick else None]:
         Bench(QUICK if flags.quick else FULL, kind).measure(results)
 

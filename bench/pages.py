@@ -13,7 +13,6 @@ be the same, and a sample of the others unchanged. Other shapes than the publish
 are printed and not recorded.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ from bench.harness.blocks import (
     methods,
     randomized,
 )
-from bench.harness.main import on_gpu
+from bench.harness.main import Flags, on_gpu
 from bench.harness.records import Results, arguments
 from jaxkv._src.autotune.pools import pool_bytes
 from jaxkv._src.cache.host_layout import LAYOUTS, HostLayout, Layout
@@ -64,7 +63,7 @@ class Size(NamedTuple):
     peak_bytes: int
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> Flags:
     published = {name: of_gpu if on_gpu() else of_cpu for name, (of_gpu, of_cpu) in SHAPE.items()}
     options: dict[str, dict[str, Any]] = {
         f"--{name.replace('_', '-')}": {"type": type(default), "default": default}
@@ -79,7 +78,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return flags
 
 
-def size_of(flags: argparse.Namespace) -> Size:
+def size_of(flags: Flags) -> Size:
     spec = jaxkv.KVCacheSpec(
         num_layers=flags.layers, page_size=flags.page_size, num_kv_heads=flags.heads,
         head_dim=flags.head_dim, dtype=jnp.dtype(flags.dtype),

@@ -5,7 +5,6 @@ are mostly stalled on memory, hardly any issue slot is used and the link carries
 the payload, then the rate is that of the link for requests of SMs.
 """
 
-import argparse
 import csv
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 from bench.harness import peak_bandwidth
 from bench.harness.blocks import DEVICE_IDS, DIRECTIONS, KIB, Blocks, Method, size_text
-from bench.harness.main import benchmark
+from bench.harness.main import Flags, benchmark
 from bench.harness.records import REPOSITORY, Results
 from jaxkv._src.autotune.pools import Pools, pool_bytes
 
@@ -87,7 +86,7 @@ def record(results: Results, case: Case, values: dict[str, float]) -> None:
         results.row(str(case), label, unit, values[metric] * scale)
 
 
-def measure(results: Results, flags: argparse.Namespace) -> None:
+def measure(results: Results, flags: Flags) -> None:
     if not shutil.which(TOOL):
         sys.exit(f"{TOOL} is not on PATH; it is part of the CUDA toolkit")
     for direction in DIRECTIONS:

@@ -6,7 +6,6 @@ call is GPU time without dispatch. Then entire steps, with four methods: see
 bench/recurrent_steps.py.
 """
 
-import argparse
 import functools
 import sys
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 
 import jaxkv
 from bench.harness import peak_bandwidth, timestamps, timing
-from bench.harness.main import benchmark
+from bench.harness.main import Flags, benchmark
 from bench.harness.records import Results
 from bench.recurrent_steps import DRAFTS, MODELS, Model, batch_of, measure_steps
 from jaxkv.metadata import BatchMetadata
@@ -98,7 +97,7 @@ def crossing(results: Results, model: Model, batch: int, conv: StateKind) -> Non
         results.target(name, rate / limit[1], ">=", SHARE_WANTED, "of device copy bandwidth")
 
 
-def measure(results: Results, flags: argparse.Namespace) -> None:
+def measure(results: Results, flags: Flags) -> None:
     for model in MODELS:
         for batch in (1,) if flags.quick else (1, 16, 64, 1024):
             idle(results, model, batch)

@@ -31,7 +31,6 @@ either form of ids, is compared with the better baseline.
     available. It includes JAX's overhead of calling any program.
 """
 
-import argparse
 import contextlib
 import functools
 import gc
@@ -53,7 +52,7 @@ from bench.harness.blocks import (
     size_text,
 )
 from bench.harness.copy_baselines import BATCH, LOOP, SHORT_BATCH, SHORT_BATCH_SIZE, TRITON
-from bench.harness.main import benchmark, on_gpu
+from bench.harness.main import Flags, benchmark, on_gpu
 from bench.harness.records import Results
 from bench.harness.timing import Figure, Samples
 from jaxkv._src.autotune.pools import Pools, pool_bytes
@@ -290,7 +289,7 @@ class Bench:
                 self.results.target(name, speedup, ">=", OVER_TRITON[size], "x", bound)
 
 
-def measure_bandwidth(results: Results, flags: argparse.Namespace) -> None:
+def measure_bandwidth(results: Results, flags: Flags) -> None:
     grid = QUICK if flags.quick else FULL
     num_bytes, triton = pool_bytes(2 * grid.max_bytes), {}
     if on_gpu():
@@ -356,7 +355,7 @@ def record_few(results: Results, made: Blocks, direction: str, count: int, effor
             results.target(name, got, "<=", MOST_RATIO, "x best baseline")
 
 
-def measure_latency(results: Results, flags: argparse.Namespace) -> None:
+def measure_latency(results: Results, flags: Flags) -> None:
     effort = Effort(2, 2, 3) if flags.quick else Effort(16, 60, 6)
     made = Blocks(Pools(pool_bytes(1 << 24)), FEW_BYTES)
     for direction in DIRECTIONS:

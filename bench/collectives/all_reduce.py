@@ -31,7 +31,6 @@ where measured. jaxkv times include the copy into symmetric memory, those on sym
 not.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +43,7 @@ import jax
 from bench.collectives.all_reduce_rank import CHOSEN, PSUM
 from bench.harness import processes, timing
 from bench.harness.blocks import size_text
-from bench.harness.main import benchmark_of_devices, on_gpu
+from bench.harness.main import Flags, benchmark_of_devices, on_gpu
 from bench.harness.records import Results
 from bench.harness.timing import Figure
 
@@ -305,11 +304,11 @@ def short_name(kernel: str) -> str:
     return bare.split("::")[-1].removeprefix("void ").strip()
 
 
-def measure(results: Results, world: int, flags: argparse.Namespace) -> None:
+def measure(results: Results, world: int, flags: Flags) -> None:
     Bench(results, jax.default_backend(), world, quick=flags.quick).measure()
 
 
-def device_count(flags: argparse.Namespace) -> int:
+def device_count(flags: Flags) -> int:
     """On a CPU the processes have as many devices as they request."""
     return len(jax.devices()) if on_gpu() else 2 if flags.quick else 4
 

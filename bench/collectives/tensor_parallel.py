@@ -9,7 +9,6 @@ activations of the previous one. Chains are long enough to hide the launch laten
 step.
 """
 
-import argparse
 import contextlib
 import functools
 import sys
@@ -25,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from bench.harness import timing
-from bench.harness.main import benchmark_of_devices, on_gpu
+from bench.harness.main import Flags, benchmark_of_devices, on_gpu
 from bench.harness.records import Results
 
 AXIS = "tp"
@@ -228,12 +227,12 @@ def record(results: Results, stack: Stack, batch: int, samples: timing.Samples[s
         results.target(f"{case}: time per step", ratio, "<=", WANTED, "x psum", bound)
 
 
-def measure(results: Results, world: int, flags: argparse.Namespace) -> None:
+def measure(results: Results, world: int, flags: Flags) -> None:
     stack = Stack(MODEL if on_gpu() else SMALL, world)
     measure_batches(results, stack, (16,) if flags.quick or not on_gpu() else (1, 4, 16, 64))
 
 
-def device_count(flags: argparse.Namespace) -> int:
+def device_count(flags: Flags) -> int:
     with contextlib.suppress(RuntimeError):  # too late: JAX is initialized already
         jax.config.update("jax_num_cpu_devices", 2)
     return 2 if flags.quick and not on_gpu() else jax.device_count()

@@ -6,13 +6,14 @@ from typing import Any
 
 from bench.harness.records import NO_OPTIONS, Results, arguments
 
+Flags = argparse.Namespace
 WORLDS = (2, 4, 8)  # numbers of devices with a record each
 
 
 def benchmark(
     name: str,
     description: str | None,
-    measure: Callable[[Results, argparse.Namespace], object],
+    measure: Callable[[Results, Flags], object],
     *,
     options: Mapping[str, dict[str, Any]] = NO_OPTIONS,
     device: str | None = None,
@@ -43,8 +44,8 @@ def benchmark(
 def benchmark_of_devices(
     name: str,
     description: str | None,
-    measure: Callable[[Results, int, argparse.Namespace], object],
-    count: Callable[[argparse.Namespace], int],
+    measure: Callable[[Results, int, Flags], object],
+    count: Callable[[Flags], int],
 ) -> Callable[..., int]:
     """As `benchmark`, with one record for each number of devices; 1 if one of them failed.
 

@@ -10,7 +10,6 @@
 The median of several rounds; keys are as `BlockHasher` and `BlockGroup` make them. No GPU, no JAX.
 """
 
-import argparse
 import itertools
 import random
 import statistics
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from bench.harness.main import benchmark
+from bench.harness.main import Flags, benchmark
 from bench.harness.records import Results
 from jaxkv.offload import BlockGroup, BlockHasher, LoadSpec, OffloadManager, StoreSpec
 
@@ -108,7 +107,7 @@ def operations(policy: str, number: int, rounds: int) -> Iterator[tuple[str, flo
     yield "requests, half of them stored", rate(serve, rounds)
 
 
-def measure(results: Results, flags: argparse.Namespace) -> None:
+def measure(results: Results, flags: Flags) -> None:
     number, rounds = (4, 3) if flags.quick else (64, 9)  # requests
 
     def target(name: str, got: float, op: str, want: float, unit: str) -> None:

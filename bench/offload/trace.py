@@ -14,7 +14,6 @@ Without a device cache, each hit is a load from the host tier. With an LRU devic
 `DEVICE_BLOCKS`, without which write-back would be write-through, its hits count too.
 """
 
-import argparse
 import itertools
 import json
 import sys
@@ -23,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.harness.main import benchmark
+from bench.harness.main import Flags, benchmark
 from bench.harness.records import HOST, Results
 from jaxkv.offload import LoadSpec, OffloadManager, StoreSpec
 
@@ -102,7 +101,7 @@ def replay(requests: Requests, manager: OffloadManager, device_blocks: int = 0) 
     return Replay(blocks, hits, int(manager.metrics()["kv_offload_stored_blocks"]))
 
 
-def measure(results: Results, flags: argparse.Namespace) -> None:
+def measure(results: Results, flags: Flags) -> None:
     requests = read(flags.trace)
     for num_pages in CAPACITIES:
         for device_blocks, writes in ((0, WRITES), (DEVICE_BLOCKS, (*WRITES, "back"))):

@@ -10,7 +10,6 @@ the rows by their indices.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ import numpy as np
 
 import jaxkv
 from bench.harness import timestamps
-from bench.harness.main import benchmark, on_gpu
+from bench.harness.main import Flags, benchmark, on_gpu
 from bench.harness.records import Results
 from bench.sparse.inputs import PAGE_SIZE, Trace
 from examples.sparse.attention import attend_rows
@@ -171,7 +170,7 @@ class InHostMemory:
         return state.rows, places, (state, pool, table)
 
 
-def measure(results: Results, flags: argparse.Namespace) -> None:
+def measure(results: Results, flags: Flags) -> None:
     size = FULL if on_gpu() else SMALL
     for reuse in (MAIN_REUSE,) if flags.quick else REUSE:
         rates = {}

@@ -13,7 +13,6 @@ Baselines in the same run:
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
 import sys
@@ -27,7 +26,7 @@ import numpy as np
 
 import jaxkv
 from bench.harness import copy_baselines, peak_bandwidth, timestamps, timing
-from bench.harness.main import benchmark, on_gpu
+from bench.harness.main import Flags, benchmark, on_gpu
 from bench.harness.records import Results
 from bench.harness.timing import Figure
 from bench.sparse import xla_gather
@@ -285,7 +284,7 @@ def record_targets(
         results.target(name, gain, ">=", OVER_XLA, "x", bound)
 
 
-def measure(results: Results, flags: argparse.Namespace) -> None:
+def measure(results: Results, flags: Flags) -> None:
     size = FULL if on_gpu() else SMALL
     for row_bytes in ROWS[:1] if flags.quick else ROWS:
         cache = Cache(row_bytes, size.pool_bytes)

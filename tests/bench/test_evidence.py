@@ -7,7 +7,7 @@ import pytest
 
 from bench.checks import memcheck
 from bench.harness import blocks, peak_bandwidth, records
-from bench.harness.records import Results, Row, Target
+from bench.harness.records import Results, Target
 from bench.harness.timing import Figure
 from bench.report import evidence, plots, staleness, tables
 
@@ -234,12 +234,6 @@ def test_listing_has_target_measurement_and_verdict(saved):
     assert "**missed**   failed tests: target == 0 tests, measured 2 tests" in text
 
 
-def test_unmeasured_target_is_neither_met_nor_missed(tmp_path):
-    measured(got=None).save(root=tmp_path)
-    text = evidence.listing(records.read(tmp_path))
-    assert "not measured load is near peak: target >= 0.900 of peak, measured -" in text
-
-
 def test_tables_of_saved_records_have_their_figures(saved):
     files = records.read(saved)
     date = files[0].date
@@ -336,14 +330,6 @@ def test_plots_of_equal_figures_are_identical(saved, tmp_path):
     (second,) = evidence.draw(files, tmp_path / "second")
     assert first.name == "transfer_some_gpu.svg"
     assert first.read_bytes() == second.read_bytes()
-
-
-def test_row_without_peak_and_baselines_is_read_back(tmp_path):
-    found = Results("x")
-    found.row("case", "metric", "unit", 1)
-    found.save(root=tmp_path)
-    (file,) = records.read(tmp_path)
-    assert file.rows == [Row("case", "metric", "unit", 1, None, {}, 0.0)]
 
 
 @pytest.mark.gpu
