@@ -155,7 +155,6 @@ def measure_builders(results: Results, quick: bool) -> None:
                 results.row(case, "kernels", "kernels", ran.number)
                 want = ("<=", WANTED_US) if size == TARGET_SIZE else None
                 results.row(case, "GPU time", "us", ran.busy * 1e6, want=want)
-                results.row(case, "GPU time (gaps included)", "us", ran.span * 1e6)
 
 
 def _put(build: Callable[[BatchMetadata], Any], batch: BatchMetadata) -> Any:
