@@ -8,9 +8,8 @@ turns in rounds.
 """
 
 import functools
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,104 +18,86 @@ import numpy as np
 
 import jaxkv
 from bench.harness import timing
-from bench.harness.blocks import DIRECTIONS, randomized
-from bench.harness.records import Results, arguments
+from bench.harness.blocks import (
+    DIRECTIONS,
+    Method,
+    Program,
+    copy_pages,
+    implementations,
+    randomized,
+)
+from bench.harness.main import Flags, benchmark
+from bench.harness.records import Results
 
-# "pallas" supports neither stacked arrays nor blocks of several sizes.
-IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "dma")}
 BASELINE = "KVCacheSpec"
 ROUNDS = 11
 MOST_RATIO = {"fused": 1.03, "stacked": 1.03, "hybrid": 1.03, "4 groups": 1.05}
 
 
 class Size(NamedTuple):
-    """Shape of the caches, and numbers of copied pages."""
+    """Shape of the caches, and number of copied pages."""
 
     layers: int
     page_size: int
     heads: int
     head_dim: int
     num_pages: int
-    copied: tuple[int, ...]
+    copied: int
 
 
-def size(platform: str, quick: bool) -> Size:
-    if platform == "cpu":
-        return Size(4, 16, 2, 64, 16, (2,) if quick else (2, 8))
-    return Size(32, 64, 8, 128, 64 if quick else 160, (2, 16) if quick else (2, 128))
+FULL = Size(32, 64, 8, 128, 160, 128)
+QUICK = Size(4, 16, 2, 64, 16, 2)
 
 
 class Case:
-    """A pool and a cache, or a dict of each, with the ids of the copied pages."""
+    """A pool and a cache, or a dict of each, with programs that copy the same pages."""
 
-    def __init__(self, pool: Any, cache: Any, copied: int, num_pages: int, implementation: Any):
-        self.pool, self.cache, self.implementation = pool, cache, implementation
-        rng = np.random.default_rng(0)
-        as_ids = jaxkv.HostIds if implementation == "dma" else jnp.asarray
-        grouped = isinstance(pool, dict)
-        self.plain = [
-            {name: rng.permutation(num_pages)[:copied].astype(np.int32) for name in groups}
+    def __init__(self, pool: Any, cache: Any, what: Size, method: Method):
+        self.pool, self.method = pool, method
+        self.ends = {"host": pool, "device": cache}
+        rng, grouped = np.random.default_rng(0), isinstance(pool, dict)
+        plain = [
+            {
+                name: rng.permutation(what.num_pages)[: what.copied].astype(np.int32)
+                for name in groups
+            }
             for groups in [pool if grouped else [""]] * 2
         ]
-        made = [{name: as_ids(ids) for name, ids in side.items()} for side in self.plain]
-        self.ids = made if grouped else [side[""] for side in made]
-        self._steps: dict[str, Callable[[Any], Any]] = {}
-
-    def program(self, direction: str) -> Callable[[Any], Any]:
-        if direction not in self._steps:
-            copy = jaxkv.load_pages if direction == "load" else jaxkv.store_pages
-            step = jax.jit(
-                functools.partial(copy, implementation=self.implementation),
-                donate_argnames="cache" if direction == "load" else "pool",
-            )
-            self._steps[direction] = (
-                (lambda cache: step(self.pool, cache, *self.ids))
-                if direction == "load"
-                else (lambda pool: step(pool, self.cache, *self.ids))
-            )
-        return self._steps[direction]
+        self.device_pages = plain[1]
+        made = [{name: method.converted(ids) for name, ids in side.items()} for side in plain]
+        ids = made if grouped else [side[""] for side in made]
+        self.programs = {
+            way: Program(self.ends, way, copy_pages(way, implementation=method.name), ids)
+            for way in DIRECTIONS
+        }
 
     def verify(self) -> None:
         """Raises unless a store and a load restore the pages."""
-        before = self._copied_pages()
-        self.pool = self.program("store")(self.pool)
-        self.cache = jax.block_until_ready(jax.tree.map(jnp.zeros_like, self.cache))
-        self.cache = self.program("load")(self.cache)
-        jaxkv.check_errors(self.cache)
-        for old, new in zip(before, self._copied_pages(), strict=True):
+        before = self.copied_pages()
+        self.programs["store"].run()
+        zeros = jax.tree.map(jnp.zeros_like, self.ends["device"])
+        self.ends["device"] = jax.block_until_ready(zeros)
+        self.programs["load"].run()
+        for old, new in zip(before, self.copied_pages(), strict=True):
             if old.tobytes() != new.tobytes():
-                raise AssertionError(f"{self.implementation}: wrong pages")
+                raise AssertionError(f"{self.method}: wrong pages")
 
-    def _copied_pages(self) -> list[np.ndarray]:
-        spec = getattr(self.pool, "spec", None)
+    def copied_pages(self) -> list[np.ndarray]:
+        spec, cache = getattr(self.pool, "spec", None), self.ends["device"]
         axis = int(isinstance(spec, jaxkv.ArrayCacheSpec) and spec.stacked)
         return [
             np.asarray(jnp.take(array, ids, axis))
-            for name, ids in self.plain[1].items()
-            for array in jax.tree.leaves(self.cache[name] if name else self.cache)
+            for name, ids in self.device_pages.items()
+            for array in jax.tree.leaves(cache[name] if name else cache)
         ]
 
     def close(self) -> None:
-        for pool in self.pool.values() if isinstance(self.pool, dict) else [self.pool]:
+        for pool in jax.tree.leaves(self.ends["host"], is_leaf=is_pool):
             pool.close()
 
 
-class Sampler:
-    """Seconds per call in a chain, whose length follows from the chain before."""
-
-    def __init__(self, case: Case, direction: str):
-        self.case, self.step = case, case.program(direction)
-        self.state = "cache" if direction == "load" else "pool"
-        self.calls, self.warmup = 3, 2
-
-    def __call__(self) -> float:
-        taken, new = timing.seconds_per_call(
-            self.step, getattr(self.case, self.state), calls=self.calls, repeats=1,
-            warmup=self.warmup,
-        )  # fmt: skip
-        setattr(self.case, self.state, new)
-        self.calls, self.warmup = timing.chain_length(taken), 0
-        return taken
+def is_pool(node: Any) -> bool:
+    return isinstance(node, jaxkv.HostPool)
 
 
 def caches(what: Size) -> dict[str, Callable[[], tuple[Any, Any]]]:
@@ -159,62 +140,55 @@ def caches(what: Size) -> dict[str, Callable[[], tuple[Any, Any]]]:
     }
 
 
-def compare(what: Size, copied: int, implementation: str) -> dict[tuple[str, str], list[float]]:
-    """Seconds per call in every round, by cache and direction."""
+def compare(what: Size, method: Method) -> dict[str, timing.Samples[str]]:
+    """Seconds per call in every round, by direction and cache."""
     cases: dict[str, Case] = {}
     for name, make in caches(what).items():
-        cases[name] = Case(*make(), copied, what.num_pages, implementation)
+        cases[name] = Case(*make(), what, method)
         cases[name].verify()
-    seconds: dict[tuple[str, str], list[float]] = {}
+    samples = {}
     for direction in DIRECTIONS:
-        runs = {name: Sampler(case, direction) for name, case in cases.items()}
-        for name, taken in timing.rounds(runs, 1 + ROUNDS).items():
-            seconds[name, direction] = taken[1:]
-    jaxkv.check_errors()
+        runs = {name: sampler(case.programs[direction]) for name, case in cases.items()}
+        samples[direction] = timing.compare(runs, ROUNDS, warmup=1)
     for case in cases.values():
         case.close()
-    return seconds
+    return samples
 
 
-def report(
-    results: Results, copied: int, name: str, seconds: dict[tuple[str, str], list[float]],
-    nbytes: int,
-) -> dict[str, timing.Figure]:  # fmt: skip
-    """Rows of one implementation; the larger ratio of the two directions, by cache."""
-    worst: dict[str, timing.Figure] = {}
-    for (cache, direction), samples in seconds.items():
-        label = f"{direction}, {copied} pages, {cache}, {name}"
-        milliseconds = timing.median(samples) * 1e3
-        results.row(label, "time per call (chained)", "ms", milliseconds)
-        line = f"{label:40} {milliseconds:9.3f} ms {nbytes / milliseconds / 1e6:7.1f} GB/s"
-        if cache != BASELINE:
-            ratio = timing.ratio(samples, seconds[BASELINE, direction])
-            results.row(label, f"time relative to {BASELINE}", "ratio", ratio)
-            worst[cache] = max(worst.get(cache, ratio), ratio)
-            line += f"  {ratio:.4f} +- {2 * ratio.error:.4f}"
-        print(line, flush=True)
-    return worst
+def sampler(program: Program) -> Callable[[], float]:
+    """Seconds per call in a chain, whose length follows from the chain before."""
+    program.calls = 3
+    program.chain()
+    program.chain()
+
+    def sample() -> float:
+        taken = program.chain()
+        program.calls = timing.chain_length(taken)
+        return taken
+
+    return sample
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv)
-    platform = jax.default_backend()
-    results = Results("array_caches")
-    what = size(platform, flags.quick)
-    page_bytes = 4 * math.prod(what[:4])
-    for name in IMPLEMENTATIONS[platform]:
-        worst: dict[str, timing.Figure] = {}
-        for copied in what.copied:
-            seconds = compare(what, copied, name)
-            worst = report(results, copied, name, seconds, copied * page_bytes)
+def measure(results: Results, flags: Flags) -> None:
+    what = QUICK if flags.quick else FULL
+    # "pallas" supports neither stacked arrays nor blocks of several sizes.
+    for method in implementations(without="pallas"):
+        worst: dict[str, timing.Figure] = {}  # the larger ratio of the two directions
+        for direction, samples in compare(what, method).items():
+            for cache in samples:
+                case = f"{direction}, {what.copied} pages, {cache}, {method}"
+                milliseconds = samples.median(cache) * 1e3
+                results.row(case, "time per call (chained)", "ms", milliseconds)
+                if cache != BASELINE:
+                    ratio = samples.ratio(cache, BASELINE)
+                    results.row(case, f"time relative to {BASELINE}", "ratio", ratio)
+                    worst[cache] = max(worst.get(cache, ratio), ratio)
         for cache, most in MOST_RATIO.items():
-            results.target(
-                f"{cache}, {what.copied[-1]} pages, {name}: time relative to {BASELINE}, worse "
-                "direction", worst.get(cache), "<=", most, "ratio",
-            )  # fmt: skip
-    results.save(flags.out)
-    return results.exit_code
+            name = f"{cache}, {what.copied} pages, {method}: time relative to {BASELINE}"
+            results.target(f"{name}, worse direction", worst[cache], "<=", most, "ratio")
 
+
+main = benchmark("array_caches", __doc__, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,6 @@ Creating the two `HostIds` of a call is host time of a step, too. It is timed ap
 import functools
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +25,9 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxkv
 from bench.harness import timing
-from bench.harness.records import Results, arguments
+from bench.harness.blocks import Program, copy_pages
+from bench.harness.main import Flags, benchmark, on_gpu
+from bench.harness.records import Results
 from jaxkv._src.explain import selections_of
 from jaxkv._src.tuning.copy_table import Implementation
 
@@ -63,8 +64,7 @@ class Load:
 
     def time(self, implementation: Implementation, products: int) -> timing.Call:
         """Times a step with `products` products and then the load; verifies the bytes."""
-        platform = jax.default_backend()
-        width = WIDTH if platform == "gpu" else 64
+        width = WIDTH if on_gpu() else 64
         matrix = jnp.full((width, width), 1 / width, jnp.bfloat16)
         state = matrix, jnp.zeros(self.source.shape, jnp.int32)
 
@@ -88,27 +88,16 @@ class Load:
         return call
 
 
-def measure(results: Results, count: int) -> None:
+def measure_load(results: Results, count: int) -> None:
     load = Load(count)
     chosen = load.chosen
-    on_gpu = jax.default_backend() == "gpu"
-    names: tuple[Implementation, ...] = (chosen, "dma") if on_gpu else (chosen,)
+    names: tuple[Implementation, ...] = (chosen, "dma") if on_gpu() else (chosen,)
     for name in dict.fromkeys(names):
         for products in (0, 8):
             call = load.time(name, products)
             case = f"{name}, {count} x 64 KiB after {products} matrix products"
             results.row(case, "host time per call", "us", call.returns * 1e6)
             results.row(case, "latency (data available)", "us", call.done * 1e6)
-            print(
-                f"{case}: host time {call.returns * 1e6:.0f} us, latency {call.done * 1e6:.0f} us"
-            )
-
-
-def without_copy(
-    pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, host_pages: jax.Array, device_pages: jax.Array
-) -> jaxkv.DeviceCache:
-    # Without the barrier, jit would return the arguments without running the program.
-    return jax.lax.optimization_barrier((pool, cache, host_pages, device_pages))[1]
 
 
 def measure_program(results: Results, rounds: int) -> None:
@@ -118,33 +107,32 @@ def measure_program(results: Results, rounds: int) -> None:
     )
     pool = jaxkv.HostPool.create(spec, num_pages=8)
     ids = jnp.array([1], jnp.int32)
-    programs = {
-        "with": jax.jit(jaxkv.load_pages, donate_argnames="cache"),
-        "without": jax.jit(without_copy, donate_argnames="cache"),
-    }
-    caches = {name: jaxkv.DeviceCache.create(spec, num_pages=8) for name in programs}
 
-    def host_time(name: str) -> float:
-        program = programs[name]
-        cache = jax.block_until_ready(program(pool, caches[name], ids, ids))
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            cache = program(pool, cache, ids, ids)
-        taken = (time.perf_counter() - start) / CALLS
-        caches[name] = jax.block_until_ready(cache)
-        return taken
+    def without_copy(pool: Any, cache: Any, ids: Any) -> Any:
+        # Without the barrier, jit would return the arguments without running the program.
+        return jax.lax.optimization_barrier((pool, cache, ids))[1]
 
-    seconds = timing.rounds({name: functools.partial(host_time, name) for name in programs}, rounds)
-    jaxkv.check_errors()
-    ratio = timing.ratio(seconds["with"], seconds["without"])
+    def host_time(copy: Any) -> Any:
+        ends = {"host": pool, "device": jaxkv.DeviceCache.create(spec, num_pages=8)}
+        program = Program(ends, "load", copy, (ids, ids))
+
+        def enqueue(cache: Any) -> tuple[float, Any]:
+            cache = jax.block_until_ready(program.step(cache))
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                cache = program.step(cache)
+            return (time.perf_counter() - start) / CALLS, cache
+
+        return functools.partial(program.advance, enqueue)
+
+    runs = {"with": host_time(copy_pages("load")), "without": host_time(without_copy)}
+    samples = timing.compare(runs, rounds)
     case = f"load_pages of one page, {LAYERS} layers"
-    for name, samples in seconds.items():
-        label = f"{case}, {name} the copy"
-        results.row(label, "host time per call", "us", timing.median(samples) * 1e6)
-    results.row(case, "host time relative to the program without the copy", "ratio", ratio)
-    name = f"{case}: host time relative to the program without the copy"
-    results.target(name, ratio, "<=", MOST_DISPATCH, "ratio")
-    print(f"{name}: {ratio:.3f} +- {2 * ratio.error:.3f}")
+    for name, microseconds in samples.medians(1e6).items():
+        results.row(f"{case}, {name} the copy", "host time per call", "us", microseconds)
+    metric = "host time relative to the program without the copy"
+    ratio = samples.ratio("with", "without")
+    results.row(case, metric, "ratio", ratio, want=("<=", MOST_DISPATCH))
 
 
 def measure_creation(results: Results, repeats: int) -> None:
@@ -164,23 +152,20 @@ def measure_creation(results: Results, repeats: int) -> None:
         made = [timing.single_call(make, make(None), repeats=repeats)[0] for make in (create, put)]
         microseconds, device_put = (call.returns * 1e6 for call in made)
         case = f"both HostIds of a call, {NUM_IDS} ids as {form}"
+        # NumPy takes 4 us to convert a list.
+        want = None if form == "list" else ("<=", WANTED_CREATION_US)
         baselines = {"jax.device_put": device_put}
-        results.row(case, "host time", "us", microseconds, baselines=baselines)
-        print(f"{case}: host time {microseconds:.1f} us, of jax.device_put {device_put:.1f} us")
-        if form != "list":  # NumPy takes 4 us to convert a list
-            results.target(f"{case}: host time", microseconds, "<=", WANTED_CREATION_US, "us")
+        results.row(case, "host time", "us", microseconds, None, baselines, want)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv)
-    results = Results("dispatch")
+def measure(results: Results, flags: Flags) -> None:
     for count in COUNTS[:2] if flags.quick else COUNTS:
-        measure(results, count)
+        measure_load(results, count)
     measure_program(results, rounds=5 if flags.quick else ROUNDS)
     measure_creation(results, repeats=100 if flags.quick else CREATIONS)
-    results.save(flags.out)
-    return results.exit_code
 
+
+main = benchmark("dispatch", __doc__, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,8 +22,7 @@ call without the copy.
 
 import functools
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -32,28 +31,31 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from bench.harness import peak_bandwidth, timing
-from bench.harness.blocks import DIRECTIONS, equal, randomized
-from bench.harness.records import Results, arguments
-from bench.harness.timing import Figure
-from bench.pages import stamp_first
+from bench.harness import peak_bandwidth, timestamps, timing
+from bench.harness.blocks import (
+    CHOICES,
+    DIRECTIONS,
+    Method,
+    Program,
+    copy_pages,
+    equal,
+    randomized,
+)
+from bench.harness.main import Flags, benchmark, on_gpu
+from bench.harness.records import Results
+from bench.harness.timing import Call, Figure, Samples
 
 PAGES_AT_A_TIME, SGLANG_PAGES = 64, 512
-PEAK_BYTES = 1 << 30
 TPU_INFERENCE, SGLANG = "tpu-inference", "sglang-jax"
 ALL_PAGES = "one device_put of all pages"
 BASELINES = (TPU_INFERENCE, SGLANG, ALL_PAGES)
-JAXKV: dict[str, Callable[[np.ndarray], Any]] = {
-    "as chosen": jnp.asarray,
-    "as chosen HostIds": jaxkv.HostIds,
-}
 LATENCY, HOST_TIME = "latency (data available)", "host time (blocking)"
+STAGING = "staging memory (HBM)"
 PER_PAGE = "one device_put per page"
-REUSED = ", host memory reused"
+REUSED, NO_COPY = ", host memory reused", ", no copy"
 WANTED = {"load": {PER_PAGE: 1.6, ALL_PAGES: 1.2}, "store": {ALL_PAGES: 1.2}}
 MOST_STAGING_MIB, MOST_BLOCKED_MS = 0.1, 0.05
 WARMUP = 2  # rounds: the first compiles, the second may capture a graph
-Sample = tuple[float, float]  # seconds until the data is available, and until the host continues
 
 
 class Size(NamedTuple):
@@ -74,24 +76,12 @@ class Size(NamedTuple):
         )  # fmt: skip
 
 
-def sizes(platform: str, quick: bool) -> list[Size]:
-    if platform == "cpu":
-        return [Size(2, 8, 8 << 10, 2)]
-    if quick:
-        return [Size(4, 128, 64 << 10, 3)]
-    return [Size(32, 256, 64 << 10, 11), Size(32, 4096, 8 << 10, 7)]
-
-
-def timed(move: Callable[[], Any]) -> tuple[Any, Sample]:
-    start = time.perf_counter()
-    result = move()
-    returned = time.perf_counter()
-    jax.block_until_ready(result)
-    return result, (time.perf_counter() - start, returned - start)
+FULL = (Size(32, 256, 64 << 10, 11), Size(32, 4096, 8 << 10, 7))
+QUICK = (Size(2, 8, 8 << 10, 2),)
 
 
 class Engine:
-    """A cache of random pages that all methods copy.
+    """A cache of random pages that all methods copy, and a pool.
 
     Attributes:
       staging: bytes of HBM in addition to the cache, by method.
@@ -100,96 +90,77 @@ class Engine:
     def __init__(self, size: Size):
         self.size = size
         self.num_pages = size.pages + size.pages // 8
-        self.cache = randomized(jaxkv.DeviceCache.create(size.spec, num_pages=self.num_pages))
-        self.original = jax.tree.map(jnp.copy, self.cache)
-        rng = np.random.default_rng(0)
-        self.pages = rng.permutation(self.num_pages)[: size.pages].astype(np.int32)
-        self.host_pages = rng.permutation(self.num_pages)[: size.pages].astype(np.int32)
+        cache = randomized(jaxkv.DeviceCache.create(size.spec, num_pages=self.num_pages))
+        self.original = jax.tree.map(jnp.copy, cache)
+        pool = jaxkv.HostPool.create(size.spec, num_pages=self.num_pages)
+        self.ends: dict[str, Any] = {"host": pool, "device": cache}
+        self.rng = np.random.default_rng(0)
+        self.pages = self.some_pages()
         device = jax.local_devices()[0]
         self.on_host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
         self.on_device = jax.sharding.SingleDeviceSharding(device)
         self.staging: dict[str, int] = {}
 
-    def check(self, method: str) -> None:
-        if not equal(self.cache, self.original):
-            raise AssertionError(f"{method}: pages differ after a store and a load")
+    def some_pages(self) -> np.ndarray:
+        return self.rng.permutation(self.num_pages)[: self.size.pages].astype(np.int32)
 
-    def measure(self) -> dict[tuple[str, str], list[Sample]]:
-        """Samples by direction and method; all methods are verified first."""
-        ways = {name: Jaxkv(self, as_ids) for name, as_ids in JAXKV.items()}
-        peers = {name: Baseline(self, name) for name in BASELINES}
-        every: dict[str, Jaxkv | Baseline] = {**ways, **peers}
-        for name, way in every.items():
+    def measure(self) -> dict[str, dict[str, list[Call]]]:
+        """Calls by direction and method; all methods are verified first."""
+        ways: dict[str, Jaxkv | Baseline] = {str(m): Jaxkv(self, m) for m in CHOICES}
+        ways |= {name: Baseline(self, name) for name in BASELINES}
+        for name, way in ways.items():
             way.store()
-            self.cache = _forget(self.cache, self.pages)  # so that a missing load is detected
+            # So that a missing load is detected.
+            self.ends["device"] = _forget(self.ends["device"], self.pages)
             way.load()
-            self.check(name)
+            if not equal(self.ends["device"], self.original):
+                raise AssertionError(f"{name}: pages differ after a store and a load")
             self.staging[name] = way.staging()
-        found: dict[tuple[str, str], list[Sample]] = {}
+        found = {}
         for direction in DIRECTIONS:
-            runs: dict[str, Callable[[], Sample]] = {}
+            runs: dict[str, Callable[[], Call]] = {}
             for name, way in ways.items():
                 runs[name] = getattr(way, direction)
-                runs[f"{name}, no copy"] = functools.partial(way.no_copy, direction)
-            for name, peer in peers.items():
-                runs[name] = getattr(peer, direction)
-                if direction == "store":
-                    runs[name + REUSED] = functools.partial(peer.store, reuse=True)
-            samples = timing.rounds(runs, WARMUP + self.size.rounds)
-            found |= {(direction, name): taken[WARMUP:] for name, taken in samples.items()}
-        for own in ways.values():
-            own.pool.close()
+                if isinstance(way, Jaxkv):
+                    runs[name + NO_COPY] = functools.partial(way.no_copy, direction)
+                elif direction == "store":
+                    runs[name + REUSED] = functools.partial(way.store, reuse=True)
+            calls = timing.rounds(runs, WARMUP + self.size.rounds)
+            found[direction] = {name: taken[WARMUP:] for name, taken in calls.items()}
+        self.ends["host"].close()
         return found
 
 
 class Jaxkv:
     """One copy of all pages by jaxkv."""
 
-    def __init__(self, engine: Engine, as_ids: Callable[[np.ndarray], Any]):
-        self.engine = engine
-        self.ids = {"host_pages": as_ids(engine.host_pages), "device_pages": as_ids(engine.pages)}
-        self.pool = jaxkv.HostPool.create(engine.size.spec, num_pages=engine.num_pages)
+    def __init__(self, engine: Engine, method: Method):
+        # Each method has its own host pages: those of another one would hide a missing store.
+        ids = method.converted(engine.some_pages()), method.converted(engine.pages)
+        self.programs = {way: Program(engine.ends, way, copy_pages(way), ids) for way in DIRECTIONS}
+        # Without the stamp, JAX would not run it at all.
+        self.empty = {
+            way: Program(engine.ends, way, lambda _, state, ids: timestamps.stamp(state, 0), ids)
+            for way in DIRECTIONS
+        }
 
-        def store(pool: Any, cache: Any, ids: Any) -> Any:
-            return jaxkv.store_pages(pool, cache, **ids)
+    def store(self) -> Call:
+        return self.programs["store"].idle_calls(1)
 
-        def load(cache: Any, pool: Any, ids: Any) -> Any:
-            return jaxkv.load_pages(pool, cache, **ids)
+    def load(self) -> Call:
+        return self.programs["load"].idle_calls(1)
 
-        def no_copy(state: Any, other: Any, ids: Any) -> Any:
-            return stamp_first(state, 0)  # otherwise JAX would not run it at all
-
-        self._store, self._load, self._empty = (
-            jax.jit(f, donate_argnums=0, keep_unused=True) for f in (store, load, no_copy)
-        )
-
-    def store(self) -> Sample:
-        cache = self.engine.cache
-        self.pool, sample = timed(lambda: self._store(self.pool, cache, self.ids))
-        jaxkv.check_errors()
-        return sample
-
-    def load(self) -> Sample:
-        engine = self.engine
-        engine.cache, sample = timed(lambda: self._load(engine.cache, self.pool, self.ids))
-        jaxkv.check_errors()
-        return sample
-
-    def no_copy(self, direction: str) -> Sample:
-        getattr(self, direction)()  # a host thread that has waited less is faster
-        engine = self.engine
-        if direction == "load":
-            engine.cache, sample = timed(lambda: self._empty(engine.cache, self.pool, self.ids))
-        else:
-            self.pool, sample = timed(lambda: self._empty(self.pool, engine.cache, self.ids))
-        return sample
+    def no_copy(self, direction: str) -> Call:
+        self.programs[direction].run()  # a host thread that has waited less is faster
+        return self.empty[direction].idle_calls(1)
 
     def staging(self) -> int:
-        analyses = (
-            self._store.lower(self.pool, self.engine.cache, self.ids).compile().memory_analysis(),
-            self._load.lower(self.engine.cache, self.pool, self.ids).compile().memory_analysis(),
-        )
-        return max(analysis.temp_size_in_bytes if analysis else 0 for analysis in analyses)
+        return max(map(temporary_bytes, self.programs.values()))
+
+
+def temporary_bytes(program: Program) -> int:
+    analysis = program.jitted.lower(*program.arguments()).compile().memory_analysis()
+    return analysis.temp_size_in_bytes if analysis else 0
 
 
 class Baseline:
@@ -225,27 +196,27 @@ class Baseline:
             for i in range(0, len(ids), pages)
         ]
 
-    def store(self, *, reuse: bool = False) -> Sample:
+    def store(self, *, reuse: bool = False) -> Call:
         self.stored = [] if reuse else self.stored
-        self.stored, sample = timed(self._store)
+        call, self.stored = timing.single_call(lambda _: self._store(), None, repeats=1)
         if not reuse:
             self.kept.append(self.stored)
-        return sample
+        return call
 
     def _store(self) -> list[list[jax.Array]]:
-        gathered = (self._gather(self.engine.cache, ids) for ids in self.chunks)
+        gathered = (self._gather(self.engine.ends["device"], ids) for ids in self.chunks)
         if self.name == SGLANG:  # the others copy the first chunk while the next is gathered
             gathered = iter(jax.block_until_ready([*gathered]))
         return [
             [jax.device_put(block, self.engine.on_host) for block in blocks] for blocks in gathered
         ]
 
-    def load(self) -> Sample:
-        self.engine.cache, sample = timed(self._load)
-        return sample
+    def load(self) -> Call:
+        call, _ = timing.single_call(lambda _: self._load(), None, repeats=1)
+        return call
 
-    def _load(self) -> jaxkv.DeviceCache:
-        engine = self.engine
+    def _load(self) -> None:
+        ends = self.engine.ends
         arrived = self._worker.submit(self._arrived).result() if self._worker else self._arrived()
         chunks = self.chunks
         if self.name == SGLANG:
@@ -254,17 +225,17 @@ class Baseline:
             arrived = [blocks[i : i + SGLANG_PAGES] for i in starts]
             chunks = self._chunks(SGLANG_PAGES)
         for blocks, ids in zip(arrived, chunks, strict=True):
-            engine.cache = self._scatter(engine.cache, blocks, ids)
+            ends["device"] = self._scatter(ends["device"], blocks, ids)
         # The baseline engines wait here, before the step; no later point shows when the host
         # can continue.
-        return jax.block_until_ready(engine.cache)
+        jax.block_until_ready(ends["device"])
 
     def _arrived(self) -> list[list[jax.Array]]:
         put = functools.partial(jax.device_put, device=self.engine.on_device)
         return jax.block_until_ready([[*map(put, blocks)] for blocks in self.stored])
 
     def staging(self) -> int:
-        lowered = self._gather.lower(self.engine.cache, self.chunks[0])
+        lowered = self._gather.lower(self.engine.ends["device"], self.chunks[0])
         analysis = lowered.compile().memory_analysis()
         payload = self.engine.size.pages * self.engine.size.spec.page_bytes
         return payload + (analysis.temp_size_in_bytes if analysis else 0)
@@ -278,74 +249,63 @@ def _forget(cache: jaxkv.DeviceCache, pages: np.ndarray) -> jaxkv.DeviceCache:
 class Comparison:
     """Rows and targets of one direction and size."""
 
-    def __init__(
-        self, engine: Engine, direction: str, samples: dict[tuple[str, str], list[Sample]]
-    ):
+    def __init__(self, engine: Engine, direction: str, calls: dict[str, list[Call]]):
         self.engine, self.direction = engine, direction
         self.case = f"{direction}, {engine.size}"
-        mine = {name: taken for (way, name), taken in samples.items() if way == direction}
-        self.done = {name: [done for done, _ in taken] for name, taken in mine.items()}
-        self.returned = {name: [host for _, host in taken] for name, taken in mine.items()}
-        self.peers = [name for name in mine if name.startswith(BASELINES)]
+        self.done = Samples({name: [call.done for call in taken] for name, taken in calls.items()})
+        self.returned = Samples({n: [call.returns for call in taken] for n, taken in calls.items()})
+        self.peers = [name for name in calls if name.startswith(BASELINES)]
 
     def blocked(self, name: str) -> Figure:
-        """Seconds; of jaxkv those added by the copy."""
-        taken = timing.median(self.returned[name])
-        empty = f"{name}, no copy"
-        return taken - timing.median(self.returned[empty]) if empty in self.returned else taken
+        """Milliseconds; of jaxkv those added by the copy."""
+        taken, empty = self.returned.median(name), name + NO_COPY
+        added = taken - self.returned.median(empty) if empty in self.returned else taken
+        return added * 1e3
+
+    def latency(self, name: str) -> Figure:
+        return self.done.median(name) * 1e3
+
+    def staging_mib(self, name: str) -> Figure:
+        return Figure(self.engine.staging[name.removesuffix(REUSED)] / 2**20)
 
     def record(self, results: Results) -> None:
-        staging = self.engine.staging
-        for name in JAXKV:
-            label = f"{self.case}, {name}"
-            for metric, unit, of in (
-                (LATENCY, "ms", lambda name: timing.median(self.done[name]) * 1e3),
-                (HOST_TIME, "ms", lambda name: self.blocked(name) * 1e3),
-                ("staging memory (HBM)", "MiB", lambda name: Figure(staging[base(name)] / 2**20)),
+        for name in map(str, CHOICES):
+            case = f"{self.case}, {name}"
+            for metric, unit, of, want in (
+                (LATENCY, "ms", self.latency, None),
+                (HOST_TIME, "ms", self.blocked, ("<=", MOST_BLOCKED_MS)),
+                (STAGING, "MiB", self.staging_mib, None),
             ):
                 others = {peer: of(peer) for peer in self.peers}
-                results.row(label, metric, unit, of(name), None, others)
-                listed = ", ".join(f"{peer} {other:.2f}" for peer, other in others.items())
-                print(f"{label}: {metric} {of(name):.3f} {unit}  [{listed}]", flush=True)
+                results.row(case, metric, unit, of(name), None, others, want)
             self.targets(results, name)
+            staging = float(self.staging_mib(name))
+            results.check(f"{case}: {STAGING}", staging, "<=", MOST_STAGING_MIB, "MiB")
 
     def targets(self, results: Results, name: str) -> None:
-        """The bound is that of a copy at peak bandwidth."""
-        size, label = self.engine.size, f"{self.case}, {name}"
-        peak_bytes = PEAK_BYTES if jax.default_backend() == "gpu" else 1 << 20
+        """Speedups; the bound is that of a copy at peak bandwidth."""
+        size = self.engine.size
+        peak_bytes = 1 << (30 if on_gpu() else 20)
         _, link = peak_bandwidth.contiguous_copy(self.direction, peak_bytes)
         at_peak = size.pages * size.spec.page_bytes / (link * 1e9)
         for memory in ("", REUSED) if self.direction == "store" else ("",):
             per_page = [TPU_INFERENCE + memory, SGLANG + memory]
             for what, wanted in WANTED[self.direction].items():
                 peers = per_page if what == PER_PAGE else [ALL_PAGES + memory]
-                peer = min(peers, key=lambda peer: timing.median(self.done[peer]))
-                speedup = timing.ratio(self.done[peer], self.done[name])
-                bound = timing.median(self.done[peer]) / at_peak
-                results.target(
-                    f"{label}: speedup over {what}{memory}", speedup, ">=", wanted, "x", bound
-                )
-        blocked = self.blocked(name) * 1e3
-        results.target(f"{label}: host time (blocking)", blocked, "<=", MOST_BLOCKED_MS, "ms")
-        staging = self.engine.staging[name] / 2**20
-        results.check(f"{label}: staging memory (HBM)", staging, "<=", MOST_STAGING_MIB, "MiB")
+                peer = min(peers, key=self.done.median)
+                speedup, bound = self.done.ratio(peer, name), self.done.median(peer) / at_peak
+                target = f"{self.case}, {name}: speedup over {what}{memory}"
+                results.target(target, speedup, ">=", wanted, "x", bound)
 
 
-def base(name: str) -> str:
-    return name.removesuffix(REUSED)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv)
-    results = Results("engines")
-    for size in sizes(jax.default_backend(), flags.quick):
+def measure(results: Results, flags: Flags) -> None:
+    for size in QUICK if flags.quick else FULL:
         engine = Engine(size)
-        samples = engine.measure()
-        for direction in DIRECTIONS:
-            Comparison(engine, direction, samples).record(results)
-    results.save(flags.out)
-    return results.exit_code
+        for direction, calls in engine.measure().items():
+            Comparison(engine, direction, calls).record(results)
 
+
+main = benchmark("engines", __doc__, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,12 +1,11 @@
 """Creation, contents and warm restart of large host pools: `python -m bench.host_pool`.
 
   - creation: seconds from the call until the pool is ready, and the peak memory in this time: the
-    growth of this process's resident memory, sampled, in units of the pool. Also again after
-    `close`, and the two parts: pages only (mapped, populated by threads), and pages page-locked.
+    growth of this process's resident memory, sampled, in units of the pool. The first size is
+    created several times, each after the `close` of the one before.
   - both ends: each implementation stores a page into the first and the last page of the pool and
     loads both; all bytes are compared, in the pool by its view, and in the cache.
   - NUMA: the share of sampled pages on the node of the device, read back from the kernel.
-  - baseline: `device_put` of `np.zeros`, last, since XLA keeps its memory.
 
 `--restart` measures a warm restart instead: a process creates a shared pool of `--gib`, stores a
 pattern into all its pages, and is killed; the next one attaches the pool, loads all pages, and
@@ -15,7 +14,6 @@ compares every byte. The pages are in /dev/shm, which must have room for them (m
 Pools above the available memory are not measured. No environment variable is set.
 """
 
-import argparse
 import contextlib
 import json
 import math
@@ -26,7 +24,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,17 +35,16 @@ import numpy as np
 
 import jaxkv
 from bench.harness import timing
-from bench.harness.blocks import IMPLEMENTATIONS, randomized
+from bench.harness.blocks import Method, methods, randomized
+from bench.harness.main import Flags, benchmark
 from bench.harness.records import Results
 from bench.harness.timing import Figure
 from jaxkv._src.cache.host_memory import _mem_available, numa_node
 from jaxkv._src.cache.pinned_memory import nodes_of
-from jaxkv._src.runtime import native
 
 GIB = 1 << 30
 SIZES = (48, 72, 100)  # GiB; XLA's own allocator ends at 64
 CREATIONS = 3  # of the first size, so that there is an error
-BASELINE_GIB = 4
 MOST_SECONDS = 90  # after which no other pool is measured
 QUICK_BYTES = 4 << 20  # of a "GiB" with --quick
 RESTART_GIB, RESTART_SECONDS, CHUNK = 64, 20, 64  # CHUNK: pages stored or loaded by one call
@@ -59,37 +56,27 @@ QUICK_SPEC = jaxkv.KVCacheSpec(
 )
 
 
-class Peak:
-    """Largest resident memory above that at the start, sampled every 2 ms."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._before = resident_bytes()
-
-    def note(self) -> None:
-        self.bytes = max(self.bytes, resident_bytes() - self._before)
-
-
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 @contextlib.contextmanager
-def peak_memory() -> Iterator[Peak]:
-    peak, over = Peak(), threading.Event()
+def peak_memory() -> Iterator[list[int]]:
+    """The resident memory above that at the start, sampled every 2 ms: all samples."""
+    samples, over, before = [0], threading.Event(), resident_bytes()
 
     def sample() -> None:
         while not over.wait(2e-3):
-            peak.note()
+            samples.append(resident_bytes() - before)
 
     thread = threading.Thread(target=sample)
     thread.start()
     try:
-        yield peak
+        yield samples
     finally:
         over.set()
         thread.join()
-        peak.note()
+        samples.append(resident_bytes() - before)
 
 
 def timed_pool(
@@ -103,7 +90,7 @@ def timed_pool(
     return pool, time.perf_counter() - begin
 
 
-def wrong_pages(pool: jaxkv.HostPool, name: str, seed: int) -> tuple[jaxkv.HostPool, int]:
+def wrong_pages(pool: jaxkv.HostPool, method: Method, seed: int) -> tuple[jaxkv.HostPool, int]:
     """The pool after a store into its first and last page, and the wrong pages of 4.
 
     The 4 are these two in the pool, and in the cache after a load of both.
@@ -112,13 +99,14 @@ def wrong_pages(pool: jaxkv.HostPool, name: str, seed: int) -> tuple[jaxkv.HostP
     assert isinstance(spec, jaxkv.KVCacheSpec)
     cache = randomized(jaxkv.DeviceCache.create(spec, num_pages=4), seed)
     on_host = np.array([0, pool.num_pages - 1], np.int32)
-    stored, loaded = np.array([0, 1], np.int32), np.array([2, 3], np.int32)
-    ids = jaxkv.HostIds if name == "dma" else np.asarray
-    store = jax.jit(jaxkv.store_pages, donate_argnames="pool", static_argnames="implementation")
-    load = jax.jit(jaxkv.load_pages, donate_argnames="cache", static_argnames="implementation")
+    on_device = np.array([0, 1], np.int32), np.array([2, 3], np.int32)
+    ids, stored, loaded = map(method.converted, (on_host, *on_device))
+    options = {"implementation": method.implementation}
+    store = jax.jit(partial(jaxkv.store_pages, **options), donate_argnames="pool")
+    load = jax.jit(partial(jaxkv.load_pages, **options), donate_argnames="cache")
     view = pool.view()
-    written = store(pool, cache, ids(on_host), ids(stored), implementation=name)
-    cache = load(written, cache, ids(on_host), ids(loaded), implementation=name)
+    written = store(pool, cache, ids, stored)
+    cache = load(written, cache, ids, loaded)
     jaxkv.check_errors(written, cache)
     if written.view().ctypes.data != view.ctypes.data:
         raise AssertionError("the pool was not written in place")
@@ -149,104 +137,53 @@ def share_on_node(array: jax.Array) -> float | None:
 
 def measure_pool(results: Results, spec: jaxkv.KVCacheSpec, gib: int, unit: int) -> None:
     case, num_bytes = f"{gib} GiB pool", gib * unit
-    with peak_memory() as peak:
-        pool, first = timed_pool(spec, num_bytes)
-    size, seconds = pool.data.nbytes, [first]
-    row(results, case, "peak memory", "of the pool", Figure(peak.bytes / size))
-    if (share := share_on_node(pool.data)) is not None:
-        row(results, case, "pages on the node of the device", "of a sample", Figure(share))
-    wrong = 0
-    for seed, name in enumerate(IMPLEMENTATIONS[jax.default_backend()]):
-        pool, found = wrong_pages(pool, name, seed)
+    first = gib == SIZES[0]
+    with_limits = first and unit == GIB
+    with peak_memory() as samples:
+        pool, taken = timed_pool(spec, num_bytes)
+    size, seconds = pool.data.nbytes, [taken]
+    peak, share, wrong = max(samples) / size, share_on_node(pool.data), 0
+    for seed, method in enumerate(methods()):
+        pool, found = wrong_pages(pool, method, seed)
         wrong += found
-    begin = time.perf_counter()
     pool.close()
-    row(results, case, "close takes", "s", time.perf_counter() - begin)
-    for _ in range(CREATIONS - 1 if gib == SIZES[0] else 0):
+    for _ in range(CREATIONS - 1 if first else 0):
         again, taken = timed_pool(spec, num_bytes)
         seconds.append(taken)
         again.close()
     takes = timing.median(seconds)
-    row(results, case, "creation", "GiB/s", size / takes / GIB)
-    row(results, case, "creation takes", "s", takes)
+    want = {"creation": (">=", 8), "creation takes": ("<=", 6)} if with_limits else {}
+    rate = size / takes / GIB
+    results.row(case, "creation", "GiB/s", rate, want=want.get("creation"))
+    results.row(case, "creation takes", "s", takes, want=want.get("creation takes"))
     results.check(f"{case}: wrong pages at both ends, all implementations", wrong, "<=", 0, "pages")
-    if gib == SIZES[0] and unit == GIB:
-        results.target(f"{case}: creation", size / takes / GIB, ">=", 8, "GiB/s")
-        results.target(f"{case}: creation takes", takes, "<=", 6, "s")
-        results.check(f"{case}: peak memory", peak.bytes / size, "<=", 1.02, "of the pool")
-        if share is not None:
-            name = f"{case}: pages on the node of the device"
-            results.check(name, share, ">=", 1, "of a sample")
+    for metric, of, value, op, limit in (
+        ("peak memory", "of the pool", peak, "<=", 1.02),
+        ("pages on the node of the device", "of a sample", share, ">=", 1),
+    ):
+        if value is not None:
+            results.row(case, metric, of, Figure(value))
+            if with_limits:
+                results.check(f"{case}: {metric}", value, op, limit, of)
 
 
-def measure_parts(results: Results, unit: int) -> None:
-    """The creation without page-locking, and XLA's creation of an array."""
-
-    def rate(size: int, make: Any) -> Figure:
-        def seconds() -> float:
-            begin = time.perf_counter()
-            made = jax.block_until_ready(make(size))
-            taken = time.perf_counter() - begin
-            if isinstance(made, jax.Array):
-                made.delete()
-            return taken
-
-        return size / timing.median([seconds() for _ in range(CREATIONS)]) / GIB
-
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
-    for gib, name, make in (
-        (4 * BASELINE_GIB, "pages, not page-locked",
-         lambda size: native.extension().PinnedMemory(size, -1, [])),
-        (4 * BASELINE_GIB, "pinned_zeros", lambda size: jaxkv.pinned_zeros(size, np.uint8)),
-        (BASELINE_GIB, "device_put of np.zeros",
-         lambda size: jax.device_put(np.zeros(size, np.uint8), sharding)),
-    ):  # fmt: skip
-        row(results, f"{gib} GiB", name, "GiB/s", rate(gib * unit, make))
-
-
-def row(results: Results, case: str, metric: str, unit: str, value: float) -> None:
-    results.row(case, metric, unit, value)
-    print(f"{case:14} {metric:36} {value:10.3f} {unit}", flush=True)
-
-
-def measure(results: Results, quick: bool) -> None:
+def measure_creation(results: Results, quick: bool) -> None:
     spec, unit = (QUICK_SPEC, QUICK_BYTES) if quick else (SPEC, GIB)
     # The backend starts, and every program is compiled but for the size of the pool.
     small, _ = timed_pool(spec, 2 * spec.page_bytes)
-    small, _ = wrong_pages(small, IMPLEMENTATIONS[jax.default_backend()][0], seed=9)
+    small, _ = wrong_pages(small, methods()[0], seed=9)
     small.close()
     begin = time.perf_counter()
     for gib in SIZES[:2] if quick else SIZES:
         if time.perf_counter() - begin > MOST_SECONDS:
             print(f"{gib} GiB pool: not measured after {MOST_SECONDS} s")
-            continue
-        if gib * unit * 1.05 > _mem_available():
+        elif gib * unit * 1.05 > _mem_available():
             print(f"{gib} GiB pool: not measured, {_mem_available() / GIB:.0f} GiB available")
-            continue
-        measure_pool(results, spec, gib, unit)
-    measure_parts(results, unit)
+        else:
+            measure_pool(results, spec, gib, unit)
 
 
 # Warm restart
-
-
-def pattern(cache: jaxkv.DeviceCache, first_page: jax.Array) -> jaxkv.DeviceCache:
-    """The contents of the pages from `first_page` on: a hash of page, array and position."""
-    leaves, structure = jax.tree.flatten(cache)
-    return jax.tree.unflatten(
-        structure, [_hashed(array, first_page, i) for i, array in enumerate(leaves)]
-    )
-
-
-def _hashed(array: jax.Array, first_page: jax.Array, index: int) -> jax.Array:
-    pages = first_page.astype(jnp.uint32) + jnp.arange(len(array), dtype=jnp.uint32)
-    position = jnp.arange(array[0].size, dtype=jnp.uint32).reshape(array.shape[1:])
-    seed = (pages * np.uint32(0x9E3779B1) + np.uint32(index << 24)).reshape(
-        -1, *[1] * position.ndim
-    )
-    mixed = (position ^ seed) * np.uint32(0xC2B2AE35)
-    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x27D4EB2F)
-    return (mixed >> 16).astype(jnp.uint16).view(array.dtype)
 
 
 @partial(jax.jit, donate_argnames="pool")
@@ -254,7 +191,7 @@ def store_pattern(
     pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, first_page: jax.Array
 ) -> jaxkv.HostPool:
     rows = jnp.arange(CHUNK, dtype=jnp.int32)
-    return jaxkv.store_pages(pool, pattern(cache, first_page), first_page + rows, rows)
+    return jaxkv.store_pages(pool, randomized(cache, first_page), first_page + rows, rows)
 
 
 @jax.jit
@@ -267,7 +204,7 @@ def wrong_elements(
     counts = jax.tree.map(
         lambda a, b: (a.view(jnp.uint16) != b.view(jnp.uint16)).sum(),
         got,
-        pattern(cache, first_page),
+        randomized(cache, first_page),
     )
     return sum(jax.tree.leaves(counts), start=jnp.int32(0))
 
@@ -329,32 +266,31 @@ def measure_restart(results: Results, gib: int, quick: bool) -> None:
     if created["id"] != attached["id"]:
         raise AssertionError("the pool was created again instead of attached")
     case, size = f"{gib} GiB shared pool", attached["bytes"] / GIB
-    row(results, case, "creation", "GiB/s", size / created["create"])
-    row(results, case, "attach takes", "s", attached["attach"])
-    row(results, case, "attach since the start of the process", "s", attached["restart"])
+    results.row(case, "creation", "GiB/s", size / created["create"])
+    results.row(case, "attach takes", "s", attached["attach"])
+    results.row(case, "attach since the start of the process", "s", attached["restart"])
     results.check(f"{case}: wrong elements after SIGKILL", attached["wrong"], "<=", 0, "elements")
     if gib == RESTART_GIB and not quick:
         results.target(f"{case}: warm restart", attached["restart"], "<=", RESTART_SECONDS, "s")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
-    parser.add_argument("--quick", action="store_true", help="smaller pools")
-    parser.add_argument("--restart", action="store_true", help="the warm restart instead")
-    parser.add_argument("--gib", type=int, default=RESTART_GIB, help="of the warm restart")
-    flags = parser.parse_args(argv)
-    results = Results("warm_restart" if flags.restart else "host_pool")
+def measure(results: Results, flags: Flags) -> None:
     if flags.restart:
+        results.name = "warm_restart"
         measure_restart(results, flags.gib, flags.quick)
     else:
-        measure(results, flags.quick)
-    results.save(flags.out)
-    return results.exit_code
+        measure_creation(results, flags.quick)
 
+
+main = benchmark(
+    "host_pool",
+    __doc__,
+    measure,
+    options={
+        "--restart": {"action": "store_true", "help": "the warm restart instead"},
+        "--gib": {"type": int, "default": RESTART_GIB, "help": "of the warm restart"},
+    },
+)
 
 if __name__ == "__main__":
     sys.exit(main())

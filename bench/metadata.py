@@ -1,8 +1,8 @@
 """Metadata built on the device, and NumPy with device_put: `python -m bench.metadata`.
 
-- Each builder as a separate compiled program, at four batch sizes: number of kernels and GPU time
-  (from a profile), and wall clock time of a call. Host baseline, where implemented here: wall clock
-  time until its arrays, in one upload, are on the device.
+- Each builder as a separate compiled program, for 256 rows and 8192 tokens: number of kernels and
+  GPU time (from a profile), and wall clock time of a call. Host baseline, where implemented here:
+  wall clock time until its arrays, in one upload, are on the device.
 - A decode step of 64 requests with all metadata of its attention: with precomputed metadata,
   with metadata built in the step from the batch that the previous step left on the device, and with
   metadata built on the host before the step. Each step ends with its tokens on the host, as in an
@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.harness import host_metadata, profiler, timing
-from bench.harness.records import Results, arguments
+from bench.harness.main import Flags, benchmark, on_gpu
+from bench.harness.records import Results
 from jaxkv import metadata
 from jaxkv.metadata import BatchMetadata
 
@@ -31,15 +32,14 @@ SHARED_BLOCKS = 16
 NUM_BLOCKS = 65536  # of the cache
 TREE = metadata.tree.tree_attn_bias([(0,), (0, 0), (0, 1), (1,), (1, 0)])
 CHUNK = 1024  # of local attention
-SIZES = ((64, 64), (256, 256), (256, 8192), (1024, 16384))
-TARGET_SIZE = (256, 8192)
+ROWS, TOKENS = 256, 8192
 WANTED_US = 50
 STEP_REQUESTS = 64
 
 STEP = f"decode step of {STEP_REQUESTS} requests"
 PRECOMPUTED = "metadata precomputed"
 IN_STEP, ON_HOST = "metadata built in the step", "metadata built on the host"
-LATENCY, KERNELS, GPU_TIME = "latency (data available)", "kernels", "GPU time"
+LATENCY = "latency (data available)"
 HOST_BASELINE = "NumPy + one packed device_put"
 QUICK_BUILDERS = 3
 
@@ -131,51 +131,31 @@ BUILDERS = {
 }
 
 
-def until_ready(call: Callable[[], Any], repeats: int) -> timing.Figure:
-    """Median latency of a call on an idle device, in seconds."""
+def until_ready(call: Callable[[], Any]) -> timing.Figure:
+    """Median latency of a call on an idle device, in microseconds."""
     jax.block_until_ready(call())
-    return timing.single_call(lambda _: call(), None, repeats=repeats)[0].done
+    return timing.single_call(lambda _: call(), None, repeats=20)[0].done * 1e6
 
 
 def measure_builders(results: Results, quick: bool) -> None:
-    builders = dict([*BUILDERS.items()][: QUICK_BUILDERS if quick else None])
-    for size in SIZES[:1] if quick else SIZES:
-        on_host = make_batch(*size)
-        batch = jax.device_put(on_host)
-        for name, builder in builders.items():
-            build = functools.partial(jax.jit(builder.build), batch)
-            latency = until_ready(build, repeats=20) * 1e6
-            baselines = {}
-            if host := builder.on_host:
-                put = functools.partial(_put, host, on_host)
-                baselines[HOST_BASELINE] = until_ready(put, repeats=20) * 1e6
-            case = f"{name}, {_text(size)}"
-            results.row(case, LATENCY, "us", latency, None, baselines)
-            ran = profiler.profile(build)
-            if ran:
-                results.row(case, KERNELS, "kernels", ran.number)
-                results.row(case, GPU_TIME, "us", ran.busy * 1e6)
-                results.row(case, "GPU time (gaps included)", "us", ran.span * 1e6)
-            if ran and size == TARGET_SIZE:
-                results.target(f"{case}: GPU time", ran.busy * 1e6, "<=", WANTED_US, "us")
-            kernels = f"{ran.number} kernels, {ran.busy * 1e6:.1f} us" if ran else "no GPU"
-            print(f"{case:48} {latency:8.1f} us  [{kernels}; {baselines}]", flush=True)
-
-
-def _text(size: tuple[int, int]) -> str:
-    return f"{size[0]} rows, {size[1]} tokens"
-
-
-def is_main(case: str) -> bool:
-    """Whether a row belongs in a summary: of the batch size with targets, or of a step."""
-    return case.endswith(f", {_text(TARGET_SIZE)}") or case.startswith(STEP)
+    on_host = make_batch(ROWS, TOKENS)
+    batch = jax.device_put(on_host)
+    for name, builder in [*BUILDERS.items()][: QUICK_BUILDERS if quick else None]:
+        build = functools.partial(jax.jit(builder.build), batch)
+        latency, baselines = until_ready(build), {}
+        if host := builder.on_host:
+            baselines[HOST_BASELINE] = until_ready(functools.partial(_put, host, on_host))
+        case = f"{name}, {ROWS} rows, {TOKENS} tokens"
+        results.row(case, LATENCY, "us", latency, None, baselines)
+        if ran := profiler.profile(build):
+            results.row(case, "kernels", "kernels", ran.number)
+            results.row(case, "GPU time", "us", ran.busy * 1e6, want=("<=", WANTED_US))
 
 
 def _put(build: Callable[[BatchMetadata], Any], batch: BatchMetadata) -> Any:
     return host_metadata.uploaded(build(batch))[0]
 
 
-# --------------------------------------------------------------------------------------------------
 # A decode step
 
 
@@ -187,7 +167,7 @@ class Model(NamedTuple):
 
 
 def make_model() -> Model:
-    width, layers = (4096, 16) if jax.default_backend() == "gpu" else (256, 2)
+    width, layers = (4096, 16) if on_gpu() else (256, 2)
     keys = jax.random.split(jax.random.key(0), layers + 1)
     weights = [jax.random.normal(key, (width, width), jnp.bfloat16) / 64 for key in keys[1:]]
     return Model(weights, jax.random.normal(keys[0], (STEP_REQUESTS, width), jnp.bfloat16))
@@ -262,20 +242,16 @@ def measure_step(results: Results, quick: bool) -> None:
         return (time.perf_counter() - start) / steps
 
     runs = {name: functools.partial(seconds, *method) for name, method in methods.items()}
-    for name, taken in timing.rounds(runs, 1 + rounds).items():
-        value = timing.median(taken[1:]) * 1e6
-        results.row(f"{STEP}, {name}", LATENCY, "us", value)
-        print(f"{STEP}, {name:32} {value:8.1f} us", flush=True)
+    for name, taken in timing.compare(runs, rounds, warmup=1).medians(1e6).items():
+        results.row(f"{STEP}, {name}", LATENCY, "us", taken)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv)
-    results = Results("metadata")
+def measure(results: Results, flags: Flags) -> None:
     measure_builders(results, flags.quick)
     measure_step(results, flags.quick)
-    results.save(flags.out)
-    return 0
 
+
+main = benchmark("metadata", __doc__, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,7 @@ device ids and HostIds, in rounds. Host time per call is measured on an idle dev
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,24 +20,26 @@ import numpy as np
 import jaxkv
 from bench.harness import timing
 from bench.harness.blocks import (
-    HOST_IDS,
-    IMPLEMENTATIONS,
+    CHOICES,
+    CHOSEN,
     SM_IMPLEMENTATIONS,
     Method,
     equal,
+    implementations,
     randomized,
 )
-from bench.harness.records import Results, arguments
+from bench.harness.main import Flags, benchmark, on_gpu
+from bench.harness.records import Results
 
-NO_LOAD, SEQUENTIAL, CHOSEN = "without a load", "sequential", "as chosen"
-RATIO_UNIT = f"x step {NO_LOAD}"
+NO_LOAD, SEQUENTIAL = "without a load", "sequential"
+STEP_TIME, RATIO_UNIT = "time per step", f"x step {NO_LOAD}"
 WANTED_RATIO = 1.02
 
 
 class Size(NamedTuple):
     """Loaded pages, and the duration of the step and of the measurement."""
 
-    spec: jaxkv.KVCacheSpec
+    layers: int
     pages: int
     step_seconds: float
     calls: int
@@ -45,24 +47,25 @@ class Size(NamedTuple):
     few_sms: tuple[int, ...]
 
     @property
+    def spec(self) -> jaxkv.KVCacheSpec:
+        return jaxkv.KVCacheSpec(
+            num_layers=self.layers, page_size=64, num_kv_heads=8, head_dim=128, dtype=jnp.bfloat16
+        )
+
+    @property
     def label(self) -> str:
         return f"{self.pages * self.spec.page_bytes / 2**20:g} MiB"
 
 
-def size(platform: str, quick: bool) -> Size:
-    layers, seconds = (4, 2e-3) if platform == "cpu" else (32, 14e-3)
-    spec = jaxkv.KVCacheSpec(
-        num_layers=layers, page_size=64, num_kv_heads=8, head_dim=128, dtype=jnp.bfloat16
-    )
-    effort = (2, 3, (4,)) if quick or platform == "cpu" else (5, 40, (4, 2, 1))
-    return Size(spec, 1 if platform == "cpu" else 8, seconds, *effort)
+FULL = Size(32, 8, 14e-3, 5, 40, (4, 2, 1))
+QUICK = Size(4, 1, 2e-3, 2, 3, (4,))
 
 
 # Kind of step: activations for a number of units of work, and the function of a layer.
 
 
 def compute_bound(units: int) -> tuple[Any, Callable[[Any, Any], Any]]:
-    width = 8192 if jax.default_backend() == "gpu" else 128
+    width = 8192 if on_gpu() else 128
     # Of variance 1 / width, so that products neither grow nor decay; zeros would take less power.
     weight = jax.random.normal(jax.random.key(1), (width, width), jnp.bfloat16) / width**0.5
     rows = jax.random.normal(jax.random.key(2), (128 * units, width), jnp.bfloat16)
@@ -70,7 +73,7 @@ def compute_bound(units: int) -> tuple[Any, Callable[[Any, Any], Any]]:
 
 
 def memory_bound(units: int) -> tuple[Any, Callable[[Any, Any], Any]]:
-    length = 8 << 20 if jax.default_backend() == "gpu" else 1 << 16
+    length = 8 << 20 if on_gpu() else 1 << 16
     x = jax.random.normal(jax.random.key(1), (units, length), jnp.bfloat16)
     return (x, jnp.bfloat16(0.5)), lambda x, factor: x * factor + factor
 
@@ -79,7 +82,11 @@ KINDS = {"compute-bound": (compute_bound, 16), "memory-bound": (memory_bound, 52
 
 
 class Bench:
-    """A pool with known pages, a cache as their destination, and one kind of step."""
+    """A pool with known pages, a cache as their destination, and one kind of step.
+
+    Attributes:
+      state: of all steps: activations and the cache.
+    """
 
     def __init__(self, what: Size, kind: str):
         self.what, self.kind = what, kind
@@ -87,43 +94,34 @@ class Bench:
         self.pool = jaxkv.HostPool.create(what.spec, num_pages=num_pages)
         rng = np.random.default_rng(0)
         self.pages = [rng.permutation(num_pages)[: what.pages].astype(np.int32) for _ in range(2)]
-        cache = jaxkv.DeviceCache.create(what.spec, num_pages=num_pages)
-        self.cache = randomized(cache)
+        self.cache = randomized(jaxkv.DeviceCache.create(what.spec, num_pages=num_pages))
         host_pages, device_pages = self.pages
         store = jax.jit(jaxkv.store_pages, donate_argnums=0)
         self.pool = store(self.pool, self.cache, host_pages, device_pages[::-1].copy())
         self.wanted = jax.tree.map(lambda x: jnp.copy(x[device_pages[::-1]]), self.cache)
-        self.state, self.fixed, self.layer = self._calibrated()
+        self.state, self.fixed, self.layer = self.calibrated()
 
-    def _calibrated(self) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
+    def calibrated(self) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
         """A step of about the required duration: its state, constants, and layer."""
         make, units = KINDS[self.kind]
         for _ in range(2):
             (x, fixed), layer = make(units)
             state = (x, jax.tree.map(jnp.copy, self.cache))
-            step = self._program(layer, None)
-            ids = self._ids(NO_LOAD)
-            run = functools.partial(_call, step, self.pool, fixed, ids)
-            state = run(run(state))
-            call, state = timing.single_call(run, state, repeats=5)
+            run = self.program(Method(NO_LOAD), layer, fixed)
+            call, state = timing.single_call(run, run(run(state)), repeats=5)
             units = max(1, round(units * self.what.step_seconds / call.done))
         return state, fixed, layer
 
-    def _ids(self, title: str) -> tuple[Any, Any]:
-        on_host = title == "dma" or title.endswith(HOST_IDS)
-        as_ids = jaxkv.HostIds if on_host else jnp.asarray
-        host_pages, device_pages = map(as_ids, self.pages)
-        return host_pages, device_pages
-
-    def _program(self, layer: Callable, load: Callable | None) -> Callable:
-        """The step; `load` starts the load and returns the wait of a layer, and the cache."""
+    def program(self, method: Method, layer: Callable[[Any, Any], Any], fixed: Any) -> Any:
+        """The step, `state -> state`."""
         page = int(self.pages[1][0])
+        load = {NO_LOAD: _without, SEQUENTIAL: _sequential}.get(method.name, _started)
 
         @functools.partial(jax.jit, donate_argnums=0)
         def step(state: Any, pool: jaxkv.HostPool, fixed: Any, ids: Any) -> Any:
             x, cache = state
-            wait, loaded = load(pool, cache, ids) if load else (_loaded(cache), lambda: cache)
-            for number in range(self.what.spec.num_layers):
+            wait, loaded = load(pool, cache, ids)
+            for number in range(self.what.layers):
                 # Keeps XLA from fusing several layers, which it can do only in the step without
                 # waits.
                 x = jax.lax.optimization_barrier(layer(x, fixed))
@@ -131,40 +129,36 @@ class Bench:
                 x = x + (k[page, 0, 0, 0] + v[page, 0, 0, 0]) * jnp.bfloat16(1e-3)
             return x, loaded()
 
-        return step
+        ids = tuple(map(method.converted, self.pages))
+        return lambda state: step(state, self.pool, fixed, ids)
 
     def runs(self) -> dict[str, Callable[[Any], Any]]:
         """Compiled and verified steps by name."""
-        platform = jax.default_backend()
-        names = [name for name in IMPLEMENTATIONS[platform] if name != "pallas"]
         compiled: dict[str, Callable[[Any], Any]] = {}
-        for title, load in (
-            (NO_LOAD, None),
-            (SEQUENTIAL, _sequential),
-            *((name, _started) for name in (*names, CHOSEN, f"{CHOSEN} {HOST_IDS}")),
-        ):
-            for sms in (None, *self.what.few_sms) if title in SM_IMPLEMENTATIONS else (None,):
-                step = self._program(self.layer, load)
-                ids = self._ids(title)
-                run = functools.partial(_call, step, self.pool, self.fixed, ids)
-                method = Method(title, num_sms=sms)
-                num_sms = method.sms_for(jaxkv.start_load, self.pool, self.cache, *ids)
-                with method.taken(num_sms):
-                    self._first_calls(title, run, check=load is not None)
-                compiled.setdefault(f"{title}, {num_sms} SMs" if num_sms else title, run)
+        others = Method(NO_LOAD), Method(SEQUENTIAL)
+        for method in (*others, *implementations(without="pallas"), *CHOICES):
+            for sms in (None, *self.what.few_sms) if method.name in SM_IMPLEMENTATIONS else (None,):
+                run = self.program(method, self.layer, self.fixed)
+                ids = map(method.converted, self.pages)
+                of = method._replace(num_sms=sms)
+                num_sms = of.sms_for(jaxkv.start_load, self.pool, self.cache, *ids)
+                with of.taken(num_sms):
+                    self.first_calls(method, run)
+                compiled.setdefault(f"{method}, {num_sms} SMs" if num_sms else str(method), run)
         return compiled
 
-    def _first_calls(self, title: str, run: Callable[[Any], Any], check: bool) -> None:
+    def first_calls(self, method: Method, run: Callable[[Any], Any]) -> None:
         """Compiles a step and verifies the loaded bytes."""
-        if check:
+        loads = method.name != NO_LOAD
+        if loads:
             self.state = (self.state[0], _forget(self.state[1]))
         for _ in range(2):
             self.state = jax.block_until_ready(run(self.state))
         jaxkv.check_errors()
-        if check:
+        if loads:
             loaded = jax.tree.map(lambda x: x[self.pages[1]], self.state[1])
             if not equal(loaded, self.wanted):
-                raise AssertionError(f"{self.kind}, {title}: wrong pages")
+                raise AssertionError(f"{self.kind}, {method}: wrong pages")
 
     def measure(self, results: Results) -> None:
         runs = self.runs()
@@ -175,56 +169,37 @@ class Bench:
             )
             return seconds
 
-        samples = timing.rounds(
+        samples = timing.compare(
             {name: functools.partial(sample, run) for name, run in runs.items()}, self.what.rounds
         )
-        returns = {}
+        medians = samples.medians(1e3)
+        baselines = {other: medians[other] for other in (NO_LOAD, SEQUENTIAL)}
         for name, run in runs.items():
-            call, self.state = timing.single_call(run, self.state, repeats=5)
-            returns[name] = call.returns
-        jaxkv.check_errors()
-        self._record(results, samples, returns)
-
-    def _record(
-        self, results: Results, samples: dict[str, list[float]], returns: Mapping[str, float]
-    ) -> None:
-        seconds = {name: timing.median(taken) for name, taken in samples.items()}
-        ratios = {name: timing.ratio(taken, samples[NO_LOAD]) for name, taken in samples.items()}
-        for name, value in seconds.items():
             case = f"{self.kind} step, {self.what.label}: {name}"
-            baselines = {other: seconds[other] * 1e3 for other in (NO_LOAD, SEQUENTIAL)}
-            results.row(case, "time per step", "ms", value * 1e3, None, baselines)
-            results.row(case, "host time per call", "us", returns[name] * 1e6)
+            call, self.state = timing.single_call(run, self.state, repeats=5)
+            ratio = samples.ratio(name, NO_LOAD)
+            results.row(case, STEP_TIME, "ms", medians[name], None, baselines)
+            results.row(case, "host time per call", "us", call.returns * 1e6)
             if name != NO_LOAD:
-                results.row(case, "time per step", RATIO_UNIT, ratios[name])
-            print(
-                f"{case:60} {value * 1e3:8.3f} ms, {ratios[name]:.4f} {RATIO_UNIT}, "
-                f"host time {returns[name] * 1e6:.0f} us",
-                flush=True,
-            )
-        for name in (name for name in ratios if name.startswith(CHOSEN)):
-            target = f"{self.kind} step with {self.what.label} loaded, {name}"
-            results.target(target, ratios[name], "<=", WANTED_RATIO, RATIO_UNIT)
+                results.row(case, STEP_TIME, RATIO_UNIT, ratio)
+            if name.startswith(CHOSEN):
+                target = f"{self.kind} step with {self.what.label} loaded, {name}"
+                results.target(target, ratio, "<=", WANTED_RATIO, RATIO_UNIT)
+        jaxkv.check_errors()
 
 
-def _call(step: Callable, pool: jaxkv.HostPool, fixed: Any, ids: Any, state: Any) -> Any:
-    return step(state, pool, fixed, ids)
+# How a step loads: `(pool, cache, ids) -> (wait of a layer, the cache at the end)`.
 
 
-def _loaded(cache: jaxkv.DeviceCache) -> Callable[[int, Any], Any]:
-    return lambda layer, _: cache.layers[layer]
+def _without(_: Any, cache: jaxkv.DeviceCache, __: Any) -> tuple[Callable, Callable]:
+    return lambda layer, _: cache.layers[layer], lambda: cache
 
 
-def _sequential(
-    pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, ids: Any
-) -> tuple[Callable[[int, Any], Any], Any]:
-    cache = jaxkv.load_pages(pool, cache, *ids)
-    return _loaded(cache), lambda: cache
+def _sequential(pool: Any, cache: jaxkv.DeviceCache, ids: Any) -> tuple[Callable, Callable]:
+    return _without(pool, jaxkv.load_pages(pool, cache, *ids), ids)
 
 
-def _started(
-    pool: jaxkv.HostPool, cache: jaxkv.DeviceCache, ids: Any
-) -> tuple[Callable[[int, Any], Any], Any]:
+def _started(pool: Any, cache: jaxkv.DeviceCache, ids: Any) -> tuple[Callable, Callable]:
     loading = jaxkv.start_load(pool, cache, *ids)
     return lambda layer, x: loading.wait(layer, after=x), lambda: loading.cache
 
@@ -234,15 +209,12 @@ def _forget(cache: jaxkv.DeviceCache) -> jaxkv.DeviceCache:
     return jax.tree.map(jnp.zeros_like, cache)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv)
-    platform = jax.default_backend()
-    results = Results("overlap")
+def measure(results: Results, flags: Flags) -> None:
     for kind in [*KINDS][: 1 if flags.quick else None]:
-        Bench(size(platform, flags.quick), kind).measure(results)
-    results.save(flags.out)
-    return 0
+        Bench(QUICK if flags.quick else FULL, kind).measure(results)
 
+
+main = benchmark("overlap", __doc__, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,12 +9,12 @@ import csv
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from bench.harness import peak_bandwidth
 from bench.harness.blocks import DEVICE_IDS, DIRECTIONS, KIB, Blocks, Method, size_text
-from bench.harness.records import REPOSITORY, Results, arguments
+from bench.harness.main import Flags, benchmark
+from bench.harness.records import REPOSITORY, Results
 from jaxkv._src.autotune.pools import Pools, pool_bytes
 
 TOOL = "ncu"
@@ -72,7 +72,8 @@ def parse(output: str) -> dict[str, float]:
 def profile(case: Case) -> dict[str, float]:
     command = [TOOL, "--csv", "--print-units", "base", "--clock-control", "none"]
     command += ["--metrics", ",".join(METRICS), "-k", "regex:copy_blocks", "-c", "1"]
-    command += [sys.executable, "-m", "bench.profile_copy", "--copy", *map(str, case)]
+    program = f"from bench.profile_copy import Case, copy_once; copy_once({case!r})"
+    command += [sys.executable, "-c", program]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     return parse(run.stdout + run.stderr)
 
@@ -83,26 +84,18 @@ def record(results: Results, case: Case, values: dict[str, float]) -> None:
     results.row(str(case), "kernel bandwidth", "GB/s", rate, (name, link))
     for metric, (label, unit, scale) in METRICS.items():
         results.row(str(case), label, unit, values[metric] * scale)
-    print(f"{case}: {rate:.1f} GB/s of {link:.1f}, {values}", flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["--copy"]:
-        copy_once(Case(argv[1], int(argv[2]), int(argv[3])))
-        return 0
-    flags = arguments(__doc__, argv)
+def measure(results: Results, flags: Flags) -> None:
     if not shutil.which(TOOL):
-        print(f"{TOOL} is not on PATH; it is part of the CUDA toolkit", file=sys.stderr)
-        return 2
-    results = Results("profile")
+        sys.exit(f"{TOOL} is not on PATH; it is part of the CUDA toolkit")
     for direction in DIRECTIONS:
         for block_bytes, num_sms in SIZES[:1] if flags.quick else SIZES:
             case = Case(direction, block_bytes, num_sms)
             record(results, case, profile(case))
-    results.save(flags.out)
-    return 0
 
+
+main = benchmark("profile", __doc__, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

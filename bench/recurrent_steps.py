@@ -17,7 +17,6 @@ same states, and run in rounds.
 import functools
 import gc
 import math
-import statistics
 import time
 from collections import deque
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ import numpy as np
 
 import jaxkv
 from bench.harness import timing
+from bench.harness.main import on_gpu
 from bench.harness.records import Results
 from jaxkv.metadata import BatchMetadata
 from jaxkv.recurrent import StateKind
@@ -74,6 +74,19 @@ class Model(NamedTuple):
     def moved_bytes(self, bias: int) -> int:
         """Bytes copied per layer for a row whose state is `bias` tokens past its window's start."""
         return 2 * ((self.width - bias) * self.dim + math.prod(self.temporal))
+
+    def states(self, num_blocks: int, conv: StateKind) -> list[tuple[jax.Array, ...]]:
+        """Pseudorandom states of all layers, or of as many as fit into MAX_BYTES.
+
+        Placed as the output of programs, which avoids a second compilation.
+        """
+        shapes, device = self.shapes(conv).values(), jax.devices()[0]
+        per_layer = num_blocks * sum(2 * math.prod(shape) for shape in shapes)
+        layers = min(self.layers, MAX_BYTES[jax.default_backend()] // per_layer)
+        return [
+            tuple(jax.device_put(scrambled((num_blocks, *shape)), device) for shape in shapes)
+            for _ in range(max(1, layers))
+        ]
 
 
 MODELS = (
@@ -194,6 +207,15 @@ class Scheduler:
         return bool(((self.computed + counts) // block_size * block_size > self.computed).any())
 
 
+def batch_of(model: Model, computed: np.ndarray, table: np.ndarray) -> BatchMetadata:
+    """A batch of rows with QUERY tokens each."""
+    rows, columns = table.shape
+    return BatchMetadata.from_host(
+        [QUERY] * rows, computed + QUERY, table, max_num_reqs=rows, max_num_tokens=rows * QUERY,
+        max_blocks=columns, block_size=model.block_size,
+    )  # fmt: skip
+
+
 class Case:
     """A batch of a model, and its states."""
 
@@ -205,33 +227,17 @@ class Case:
         table = np.ones((batch, COLUMNS), np.int32)  # block 1 is shared by all
         self.num_blocks = 2 + 2 * len(near)
         table[near, 1:3] = 2 + np.arange(2 * len(near)).reshape(-1, 2)
-        self.shapes = [(self.num_blocks, *shape) for shape in model.shapes(KINDS[0]).values()]
-        per_layer = sum(2 * int(np.prod(shape)) for shape in self.shapes)
-        max_layers = MAX_BYTES[jax.default_backend()] // per_layer
-        self.layers = max(1, min(model.layers, max_layers))
         self.ids = np.arange(batch, dtype=np.int32)
         self.device_ids = jax.device_put(self.ids, device)
-        first = BatchMetadata.from_host(
-            [QUERY] * batch,
-            self.computed + QUERY,
-            table,
-            max_num_reqs=batch,
-            max_num_tokens=batch * QUERY,
-            max_blocks=COLUMNS,
-            block_size=size,
-        )
+        first = batch_of(model, self.computed, table)
         ones = np.ones(batch, np.int32)
         self.first = jax.device_put(StepState(first, ones, ones, np.int32(0)), device)
         self.refill()
 
     def refill(self) -> None:
-        """Initial states; placed as the output of steps, which avoids a second compilation."""
-        device = jax.devices()[0]
-        self.states: Any = None
-        self.states = [
-            tuple(jax.device_put(scrambled(shape), device) for shape in self.shapes)
-            for _ in range(self.layers)
-        ]
+        """Initial states."""
+        self.states: Any = None  # frees the memory of the previous ones
+        self.states = self.model.states(self.num_blocks, KINDS[0])
 
     def round(self, method: str) -> Scheduler:
         """Runs all steps once."""
@@ -293,11 +299,15 @@ class Case:
         self.refill()
         return int((host.computed - self.computed).sum())
 
-    def samples(self, budget: float) -> dict[str, list[float]]:
+    def samples(self, budget: float) -> timing.Samples[str]:
         """Seconds of a step for each method, by round, for about `budget` seconds."""
         methods = (*METHODS, GPU_WORK)
         runs = {method: functools.partial(self.seconds, method) for method in methods}
-        return timing.rounds(runs, MIN_ROUNDS, seconds=budget)
+        gc.collect()
+        gc.disable()  # a collection within a round would distort one method's time
+        samples = timing.compare(runs, MIN_ROUNDS, seconds=budget)
+        gc.enable()
+        return samples
 
     def seconds(self, method: str) -> float:
         """Seconds per step, in one round."""
@@ -331,10 +341,9 @@ def calibrate(results: Results, model: Model, weight: jax.Array, steps: int) -> 
     return max(1, round(host_time / HOST_SHARE / (seconds / 100)))
 
 
-def measure(results: Results, *, quick: bool) -> None:
+def measure_steps(results: Results, *, quick: bool) -> None:
     """All models and batches."""
-    on_gpu = jax.default_backend() == "gpu"
-    width = 8192 if on_gpu else 256
+    width = 8192 if on_gpu() else 256
     weight = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16) * width**-0.5
     for model in MODELS[1:] if quick else MODELS:
         products = calibrate(results, model, weight, 6 if quick else 48)
@@ -344,34 +353,23 @@ def measure(results: Results, *, quick: bool) -> None:
             tokens = case.check() / steps  # per step
             rate = 100 * case.round(PREDICATE).skipped / steps
             case.refill()
-            gc.collect()
-            gc.disable()  # a collection within a round would distort one method's time
             samples = case.samples(budget=0 if quick else 5)
-            gc.enable()
-            seconds = {method: timing.median(taken) for method, taken in samples.items()}
-            name = f"{model.name}, {case.layers} layers, batch {batch}"
+            name = f"{model.name}, {len(case.states)} layers, batch {batch}"
             results.row(name, SKIP_RATE, "%", timing.Figure(rate))
-            gpu_work = (GPU_WORK, seconds[GPU_WORK] * 1e3)
+            gpu_work = GPU_WORK, samples.median(GPU_WORK) * 1e3
             for method in METHODS:
-                results.row(
-                    f"{name}: {method}", "time per step", "ms", seconds[method] * 1e3, gpu_work
-                )
-                results.row(
-                    f"{name}: {method}", "token throughput", "tokens/s", tokens / seconds[method]
-                )
-            times = ", ".join(f"{method} {value * 1e3:.3f}" for method, value in seconds.items())
-            print(f"{name}, ms per step: {times}", flush=True)
+                seconds, of_method = samples.median(method), f"{name}: {method}"
+                results.row(of_method, "time per step", "ms", seconds * 1e3, gpu_work)
+                results.row(of_method, "token throughput", "tokens/s", tokens / seconds)
             record_targets(results, name, batch, samples)
             del case
 
 
-def record_targets(
-    results: Results, name: str, batch: int, samples: dict[str, list[float]]
-) -> None:
+def record_targets(results: Results, name: str, batch: int, samples: timing.Samples[str]) -> None:
     if batch == CALIBRATION_BATCH:
-        got = timing.ratio(samples[COMBINED], samples[BLOCKING])
+        got = samples.ratio(COMBINED, BLOCKING)
         results.target(f"{name}: time per step, combined vs. blocking", got, "<=", WANTED, "x")
-    faster = min(PREDICATE, FUSED, key=lambda method: statistics.median(samples[method]))
-    got = timing.ratio(samples[COMBINED], samples[faster])
+    faster = min(PREDICATE, FUSED, key=samples.median)
+    got = samples.ratio(COMBINED, faster)
     case = f"{name}: time per step, combined vs. the faster alternative"
     results.target(case, got, "<=", AS_FAST, "x")

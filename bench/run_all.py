@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from bench.harness.records import REPOSITORY, arguments
 
-BENCHMARKS = {  # by record name
+BENCHMARKS = {  # by record name; transfer also writes small_batches
     "transfer": "transfer",
-    "small_batches": "small_batches",
     "pages": "pages",
     "array_caches": "array_caches",
     "engines": "engines",

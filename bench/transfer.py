@@ -1,11 +1,14 @@
-"""Bandwidth of scattered block copies, jaxkv and baselines: `python -m bench.transfer`.
+"""Copies of scattered blocks, jaxkv and baselines: `python -m bench.transfer`.
 
-1 to 50,000 blocks of 512 B to 1 MiB at random places of arrays of 32 GiB (where memory allows), in
-both directions, with each implementation and form of ids. GB/s is payload bytes (1e9) over the wall
-clock time of a chain of copies (bench/harness/blocks.py); the peak is one contiguous copy. All
-methods of a cell run in rounds. Copies shorter than five milliseconds are batched, 8 in a program.
-"CPU time of the handlers" is the time of a copy between two stamps (bench/harness/timestamps.py);
-"host time per call" is that of a call of the program, from Python, on an idle device.
+Two records: `transfer`, their bandwidth, and `small_batches`, the latency of a few.
+
+Bandwidth: 1 to 50,000 blocks of 512 B to 1 MiB at random places of arrays of 32 GiB (where memory
+allows), in both directions, with each implementation and form of ids. GB/s is payload bytes (1e9)
+over the wall clock time of a chain of copies (bench/harness/blocks.py); the peak is one contiguous
+copy. All methods of a cell run in rounds. Copies shorter than five milliseconds are batched, 8 in a
+program. "CPU time of the handlers" is the time of a copy between two stamps
+(bench/harness/timestamps.py); "host time per call" is that of a call of the program, from Python,
+on an idle device.
 
 Baselines, in the same rounds, between the same arrays and with the same ids
 (bench/harness/copy_baselines.py): CUDA's copy engine by one batch call and by one per 1024 blocks,
@@ -16,16 +19,25 @@ vLLM's parameters in its own process.
 
 Targets are of jaxkv "as chosen": by the implementation and SMs that it selects, and with the slower
 form of ids, device ids or HostIds.
+
+Latency of 1 to 64 blocks of 8 KiB: it depends on the caller, so only equal metrics are compared, of
+jaxkv and of CUDA's copy engine by a batch call and by a loop of calls, through an FFI call like
+jaxkv's. By the host's clock, with an idle device before each call, in rounds; jaxkv as chosen, with
+either form of ids, is compared with the better baseline.
+
+  - "time per copy (in a step)": cost of one more copy in a jitted program, (17 copies - 1) / 16,
+    each with its own ids and dependent on the previous one;
+  - "latency (one call)": a call of a program with one copy, from before the call until the data is
+    available. It includes JAX's overhead of calling any program.
 """
 
+import contextlib
 import functools
 import gc
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import jax
 
 from bench.harness import copy_baselines, peak_bandwidth, timing
 from bench.harness.blocks import (
@@ -40,21 +52,24 @@ from bench.harness.blocks import (
     size_text,
 )
 from bench.harness.copy_baselines import BATCH, LOOP, SHORT_BATCH, SHORT_BATCH_SIZE, TRITON
-from bench.harness.records import Results, arguments
-from bench.harness.timestamps import stamped
+from bench.harness.main import Flags, benchmark, on_gpu
+from bench.harness.records import Results
+from bench.harness.timing import Figure, Samples
 from jaxkv._src.autotune.pools import Pools, pool_bytes
 
 LINK_FIVE_MILLISECONDS = 250_000_000  # bytes
 COPIES_OF_SHORT = 8
 MANY = 10_000  # blocks of the main comparison, if `max_bytes` allows
-IN_JAX = " in JAX"
 CHAIN_SECONDS, ROUNDS, IDLE_CALLS = 0.04, 5, 5
 LIMIT_SECONDS = 300  # after that only the main comparison is measured
-TRITON_SMS = 12
+SAME_SMS = Method("kernel", DEVICE_IDS, 12)  # as many as Triton has
 SPEEDUPS = {KIB: 20, 4 * KIB: 4, 8 * KIB: 2, 16 * KIB: 2}  # over batch calls, loads
 OVER_TRITON = {KIB: 7.0, 4 * KIB: 2.0, 8 * KIB: 1.15}
 AS_FAST = 0.97
-CHOSEN = "of the fastest method"
+FEW, FEW_BYTES, MOST_RATIO = (1, 4, 16, 64), 8192, 1.0  # blocks, their size, and the target
+FEW_BASELINES = (Method(BATCH), Method(LOOP))
+IN_STEP, ONE_CALL = "time per copy (in a step)", "latency (one call)"
+HOST_TIME = "host time per call"
 
 
 class Grid(NamedTuple):
@@ -92,68 +107,54 @@ FULL = Grid(
     max_bytes=2 << 30,
     peak_bytes=1 << 30,
 )
-QUICK_GPU = Grid((KIB, 8 * KIB), 1000, (8 * KIB,), (1,), 1 << 30, 1 << 30)
-CPU = Grid((KIB, 8 * KIB, 64 * KIB), 1000, (8 * KIB,), (1, 64), 1 << 24, 1 << 24)
-QUICK_CPU = Grid((8 * KIB,), 64, (8 * KIB,), (1,), 1 << 20, 1 << 20)
-
-
-def cell_text(direction: str, block_bytes: int, count: int) -> str:
-    return f"{direction}, {size_text(block_bytes)} x {count}"
+QUICK = Grid((8 * KIB,), 64, (8 * KIB,), (1,), 1 << 20, 1 << 20)
 
 
 class Cell:
-    """All methods of one direction, size and count, in the same rounds."""
+    """All methods of one direction, size and count, in the same rounds.
 
-    def __init__(self, made: Blocks, direction: str, count: int, *, compare_sms: bool):
+    Attributes:
+      programs: of jaxkv's methods, and of the batch calls inside JAX.
+      outside: baselines outside JAX, and the length of a chain.
+      samples: seconds of a copy; keys are those of `programs` and `outside`.
+    """
+
+    def __init__(self, made: Blocks, direction: str, count: int):
         self.made, self.direction, self.count = made, direction, count
         self.nbytes = count * made.block_bytes
         self.copies = COPIES_OF_SHORT if self.nbytes < LINK_FIVE_MILLISECONDS else 1
-        self.name = cell_text(direction, made.block_bytes, count)
-        self.platform = jax.default_backend()
+        self.name = f"{direction}, {size_text(made.block_bytes)} x {count}"
         self.failed: list[str] = []
         self.programs: dict[Method, Program] = {}
-        same_sms = [Method("kernel", DEVICE_IDS, TRITON_SMS)] if compare_sms else []
         self.choices = [made.chosen(direction, count, ids) for ids in (DEVICE_IDS, HOST_IDS)]
-        own = *methods(self.platform), *self.choices, *same_sms
-        for method in dict.fromkeys((*own, *map(Method, self._batches_in_jax()))):
-            self._add(method)
-        self.outside = self._outside() if self.platform == "gpu" else {}
-        self.samples: dict[Any, list[float]] = {}
-        self.submits: dict[str, list[float]] = {name: [] for name in self.outside}
+        self.batches: list[str] = []
+        self.outside: dict[str, tuple[copy_baselines.Outside, int]] = {}
+        self.submits: dict[str, list[float]] = {}
 
-    def _batches(self) -> list[str]:
-        """With up to 1024 blocks, both are equal."""
-        return [BATCH, SHORT_BATCH] if self.count > SHORT_BATCH_SIZE else [BATCH]
-
-    def _batches_in_jax(self) -> list[str]:
-        return self._batches() if self.platform == "gpu" and self.count < MANY else []
-
-    def _add(self, method: Method) -> None:
-        try:
-            program = self.made.program(method, self.direction, self.count, self.copies)
-            program.warm_up(CHAIN_SECONDS)
-            self.programs[method] = program
-        except NotImplementedError as error:
-            print(f"{self.name}, {method}: unsupported: {error}", flush=True)
-        except Exception as error:  # one failure must not lose the other figures
-            self.failed.append(f"{self.name}, {method}: {error!r}"[:2000])
-            self.made.fill()
-
-    def _outside(self) -> dict[str, tuple[copy_baselines.Outside, int]]:
-        """Baselines outside JAX, and the length of a chain."""
-        found = {}
-        sides = self.made.sides(self.direction)
+    def prepare(self, *, compare_sms: bool) -> None:
+        """Compiles and verifies all methods."""
+        if on_gpu():  # with up to 1024 blocks, both are equal
+            self.batches = [BATCH, SHORT_BATCH] if self.count > SHORT_BATCH_SIZE else [BATCH]
+        in_jax = map(Method, self.batches) if self.count < MANY else ()
+        same_sms = [SAME_SMS] if compare_sms else []
+        for method in dict.fromkeys((*methods(), *self.choices, *same_sms, *in_jax)):
+            try:
+                program = self.made.program(method, self.direction, self.count, self.copies)
+                program.warm_up(CHAIN_SECONDS)
+                self.programs[method] = program
+            except NotImplementedError as error:
+                print(f"{self.name}, {method}: unsupported: {error}", flush=True)
+            except Exception as error:  # one failure must not lose the other figures
+                self.failed.append(f"{self.name}, {method}: {error!r}"[:2000])
+                self.made.fill()
         _, ids = self.made.ids(Method(BATCH), self.count, 0)
-        for name in (*self._batches(), *([LOOP] if self.count <= MANY else [])):
-            run = copy_baselines.Outside(name, *sides, ids)
+        for name in (*self.batches, *([LOOP] if self.batches and self.count <= MANY else [])):
+            run = copy_baselines.Outside(name, *self.made.sides(self.direction), ids)
             run(1)
-            calls = int(CHAIN_SECONDS / run(1)[0])
-            found[name] = run, max(1, min(timing.MAX_CALLS, calls))
-        return found
+            calls = max(1, min(timing.MAX_CALLS, int(CHAIN_SECONDS / run(1)[0])))
+            self.outside[name], self.submits[name] = (run, calls), []
 
     def measure(self) -> None:
-        """Fills `samples` with seconds of a copy, by method and round."""
-
         def inside(program: Program) -> float:
             return program.chain() / self.copies
 
@@ -168,80 +169,72 @@ class Cell:
             method: functools.partial(inside, program) for method, program in self.programs.items()
         }
         runs |= {name: functools.partial(outside, name) for name in self.outside}
-        self.samples = timing.rounds(runs, ROUNDS)
+        self.samples: Samples[Any] = timing.compare(runs, ROUNDS)
 
     def baseline(self) -> Any:
         """The faster batch call: in JAX if measured there; None without one."""
-        names: list[Any] = [m for m in self.samples if isinstance(m, Method) and m.is_baseline]
-        names = names or [name for name in self._batches() if name in self.samples]
-        return min(names, key=lambda name: timing.median(self.samples[name]), default=None)
+        in_jax = [key for key in self.samples if isinstance(key, Method) and key.is_baseline]
+        return self.samples.fastest(in_jax or [b for b in self.batches if b in self.samples])
 
     def chosen(self) -> list[Method]:
         """What jaxkv selects, for each form of ids; without those that failed."""
         return [method for method in self.choices if method in self.samples]
 
     def slower_choice(self) -> Method | None:
-        return max(
-            self.chosen(), key=lambda method: timing.median(self.samples[method]), default=None
-        )
+        return max(self.chosen(), key=self.samples.median, default=None)
 
-    def rate(self, key: Any) -> timing.Figure:
-        return self.nbytes / timing.median(self.samples[key]) / 1e9
-
-    def own(self) -> list[Method]:
-        return [m for m in self.samples if isinstance(m, Method) and not m.is_baseline]
+    def rate(self, key: Any) -> Figure:
+        return self.nbytes / self.samples.median(key) / 1e9
 
     def record(
         self, results: Results, peak: tuple[str, float], triton: Sequence[float] | None
     ) -> None:
         """Rows of jaxkv's methods, and of the choices relative to the fastest method."""
-        others = {text(key): self.rate(key) for key in self.samples if key not in self.own()}
-        submits = {name: timing.median(taken) * 1e6 for name, taken in self.submits.items()}
+        own = [key for key in self.samples if isinstance(key, Method) and not key.is_baseline]
+        others = {
+            f"{key} in JAX" if isinstance(key, Method) else key: self.rate(key)
+            for key in self.samples
+            if key not in own
+        }
         if triton:
             others[TRITON] = self.nbytes / timing.median(triton) / 1e9
-        fastest = min(self.own(), key=lambda m: timing.median(self.samples[m]), default=None)
-        for method in self.own():
-            program, handlers = self.programs[method], list[float]()
-            idle = program.idle_calls(IDLE_CALLS, after=lambda: handlers.append(stamped()[0]))  # noqa: B023
+        submits = {name: timing.median(taken) * 1e6 for name, taken in self.submits.items()}
+        for method in own:
+            program = self.programs[method]
+            idle, handlers = program.stamped_calls(IDLE_CALLS)
             case = f"{self.name}, {method}, {program.num_sms} SMs"
             results.row(case, "bandwidth", "GB/s", self.rate(method), peak, others)
-            cpu = timing.median(handlers) / self.copies * 1e6
+            cpu = handlers / self.copies * 1e6
             results.row(case, "CPU time of the handlers", "us", cpu, None, submits)
-            results.row(case, "host time per call", "us", idle.returns * 1e6)
-            listed = ", ".join(f"{name} {rate:.3g}" for name, rate in others.items())
-            print(
-                f"{case:45} {self.rate(method):6.2f} GB/s of {peak[1]:.1f}  [{listed}]", flush=True
-            )
+            results.row(case, HOST_TIME, "us", idle.returns * 1e6)
+        fastest = self.samples.fastest(own)
         for method in self.chosen():
-            share = timing.ratio(self.samples[fastest], self.samples[method])
-            results.row(f"{self.name}, {method.ids}: {method.name}", CHOSEN, "x", share)
+            share = self.samples.ratio(fastest, method)
+            case = f"{self.name}, {method.ids}: {method.name}"
+            results.row(case, "of the fastest method", "x", share)
 
 
-def lowest_of(found: Sequence[timing.Figure]) -> timing.Figure | None:
+def lowest_of(found: Sequence[Figure]) -> Figure | None:
     """The one that is the lowest if it is worse by two standard errors."""
     return min(found, key=lambda figure: float(figure) - 2 * figure.error, default=None)
-
-
-def text(key: Any) -> str:
-    return f"{key}{IN_JAX}" if isinstance(key, Method) else key
 
 
 class Bench:
     """One run over a grid."""
 
-    def __init__(self, results: Results, grid: Grid, triton: copy_baselines.TritonTimes | None):
+    def __init__(self, results: Results, grid: Grid, triton: dict[tuple[str, int], list[float]]):
         self.results, self.grid, self.triton = results, grid, triton
         self.failed: list[str] = []
         self.start = time.perf_counter()
-        self.speedups: dict[str, list[timing.Figure]] = {direction: [] for direction in DIRECTIONS}
-        self.over_triton: list[timing.Figure] = []
+        self.speedups: dict[str, list[Figure]] = {direction: [] for direction in DIRECTIONS}
+        self.over_triton: list[Figure] = []
 
     def run(self, pools: Pools) -> None:
         for block_bytes in self.grid.blocks:
             made = Blocks(pools, block_bytes)
             for direction in DIRECTIONS:
                 for count in self.grid.counts_of(block_bytes):
-                    self.cell(made, direction, count)
+                    self.cell(Cell(made, direction, count))
             del made
             gc.collect()  # the next arrays need its memory
         for direction, found in self.speedups.items():
@@ -252,64 +245,130 @@ class Bench:
         print(*self.failed, sep="\n")
         self.results.check("failed programs", len(self.failed), "==", 0, "programs")
 
-    def cell(self, made: Blocks, direction: str, count: int) -> None:
-        name = cell_text(direction, made.block_bytes, count)
-        many = count == self.grid.many_of(made.block_bytes)
+    def cell(self, cell: Cell) -> None:
+        many = cell.count == self.grid.many_of(cell.made.block_bytes)
         if not many and time.perf_counter() - self.start > LIMIT_SECONDS:
-            print(f"{name}: skipped: time limit", flush=True)
+            print(f"{cell.name}: skipped: time limit", flush=True)
             return
-        times = self.triton.many if self.triton and many and count == self.grid.many else {}
-        triton = times.get((direction, made.block_bytes))
-        cell = Cell(made, direction, count, compare_sms=bool(triton))
+        equal_counts = many and cell.count == self.grid.many
+        key = cell.direction, cell.made.block_bytes
+        triton = self.triton.get(key) if equal_counts else None
+        cell.prepare(compare_sms=bool(triton))
         cell.measure()
-        peak = peak_bandwidth.contiguous_copy(direction, self.grid.peak_bytes)
+        peak = peak_bandwidth.contiguous_copy(cell.direction, self.grid.peak_bytes)
         cell.record(self.results, peak, triton)
         self.failed += cell.failed
-        self.targets(cell, peak, many=many, triton=triton)
+        self.targets(cell, peak[1], many=many, triton=triton)
 
     def targets(
-        self, cell: Cell, peak: tuple[str, float], *, many: bool, triton: Sequence[float] | None
+        self, cell: Cell, peak: float, *, many: bool, triton: Sequence[float] | None
     ) -> None:
         own, baseline, size = cell.slower_choice(), cell.baseline(), cell.made.block_bytes
         if own is None:
             return
-        sms = cell.programs[own].num_sms
         if many and size >= KIB:
-            want = 0.85 if sms <= 2 and own.name != "dma" and size >= 8 * KIB else 0.9
-            name = f"{cell.name}: as chosen"
-            self.results.target(name, cell.rate(own) / peak[1], ">=", want, "of peak")
+            few_sms = cell.programs[own].num_sms <= 2 and own.name != "dma"
+            want = 0.85 if few_sms and size >= 8 * KIB else 0.9
+            share = cell.rate(own) / peak
+            self.results.target(f"{cell.name}: as chosen", share, ">=", want, "of peak")
+        loads = many and cell.direction == "load"
         if baseline is not None:
-            speedup = timing.ratio(cell.samples[baseline], cell.samples[own])
+            speedup = cell.samples.ratio(baseline, own)
             self.speedups[cell.direction].append(speedup)
-            if many and cell.direction == "load" and size in SPEEDUPS:
+            if loads and size in SPEEDUPS:
                 name = f"{cell.name}: speedup over the faster batch call"
-                bound = peak[1] / cell.rate(baseline)
+                bound = peak / cell.rate(baseline)
                 self.results.target(name, speedup, ">=", SPEEDUPS[size], "x", bound)
-        same_sms = Method("kernel", DEVICE_IDS, TRITON_SMS)
-        if triton and same_sms in cell.samples:
+        if triton and SAME_SMS in cell.samples:
             seconds = timing.median(triton)
-            speedup = seconds / timing.median(cell.samples[same_sms])
+            speedup = seconds / cell.samples.median(SAME_SMS)
             self.over_triton.append(speedup)
-            if cell.direction == "load" and size in OVER_TRITON:
-                name = f"{cell.name}: speedup over Triton, {TRITON_SMS} SMs each"
-                bound = peak[1] * seconds * 1e9 / cell.nbytes
+            if loads and size in OVER_TRITON:
+                name = f"{cell.name}: speedup over Triton, {SAME_SMS.num_sms} SMs each"
+                bound = peak * seconds * 1e9 / cell.nbytes
                 self.results.target(name, speedup, ">=", OVER_TRITON[size], "x", bound)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv)
-    on_gpu, triton = jax.default_backend() == "gpu", None
-    grid = (QUICK_GPU if flags.quick else FULL) if on_gpu else (QUICK_CPU if flags.quick else CPU)
-    num_bytes = pool_bytes(2 * grid.max_bytes)
-    if on_gpu:
+def measure_bandwidth(results: Results, flags: Flags) -> None:
+    grid = QUICK if flags.quick else FULL
+    num_bytes, triton = pool_bytes(2 * grid.max_bytes), {}
+    if on_gpu():
         sizes = [b for b in grid.blocks if b * grid.many <= grid.max_bytes]
-        triton = copy_baselines.triton(
-            pool_bytes=num_bytes, blocks=sizes, count=grid.many, few_block=8 * KIB, few_counts=[]
-        )
-    results = Results("transfer")
+        triton = copy_baselines.triton(pool_bytes=num_bytes, blocks=sizes, count=grid.many)
     Bench(results, grid, triton).run(Pools(num_bytes))
-    results.save(flags.out)
-    return results.exit_code
+
+
+# Latency of a few blocks
+
+
+class Effort(NamedTuple):
+    """Amount of work: copies of the longer program, rounds, and timed calls per round."""
+
+    copies: int
+    rounds: int
+    calls: int
+
+
+def microseconds(programs: Sequence[Program], effort: Effort) -> dict[str, float]:
+    """Of one copy, by metric, in one round."""
+    one, many = (program.idle_calls(effort.calls) for program in programs)
+    seconds = {
+        IN_STEP: (many.done - one.done) / effort.copies,
+        ONE_CALL: one.done,
+        HOST_TIME: one.returns,
+    }
+    return {metric: float(taken) * 1e6 for metric, taken in seconds.items()}
+
+
+def samples_of(
+    made: Blocks, direction: str, count: int, choices: Sequence[Method], effort: Effort
+) -> dict[Method, list[dict[str, float]]]:
+    """Times of each method by round."""
+    runs = {}
+    for method in dict.fromkeys((*(FEW_BASELINES if on_gpu() else ()), *methods(), *choices)):
+        with contextlib.suppress(NotImplementedError):  # not every implementation supports the call
+            programs = [
+                made.program(method, direction, count, copies, stamped=False)
+                for copies in (1, 1 + effort.copies)
+            ]
+            runs[method] = functools.partial(microseconds, programs, effort)
+    return timing.rounds(runs, effort.rounds)
+
+
+def record_few(results: Results, made: Blocks, direction: str, count: int, effort: Effort) -> None:
+    """Rows of one cell, and its targets if there are baselines."""
+    case = f"{direction}, {count} x 8 KiB"
+    choices = {ids: made.chosen(direction, count, ids) for ids in (DEVICE_IDS, HOST_IDS)}
+    rounds = samples_of(made, direction, count, [*choices.values()], effort)
+    for metric in (IN_STEP, ONE_CALL, HOST_TIME):
+        samples = timing.Samples({m: [us[metric] for us in taken] for m, taken in rounds.items()})
+        medians = samples.medians()
+        others = {str(method): us for method, us in medians.items() if method.is_baseline}
+        for method in (method for method in medians if not method.is_baseline):
+            results.row(f"{case}, {method}", metric, "us", medians[method], None, others)
+        best = samples.fastest(method for method in samples if method.is_baseline)
+        if best is None or metric == HOST_TIME:
+            continue
+        for ids, chosen in choices.items():
+            got = samples.ratio(chosen, best) if chosen in samples else None
+            name = f"{case}: {metric}, as chosen with {ids}"
+            results.target(name, got, "<=", MOST_RATIO, "x best baseline")
+
+
+def measure_latency(results: Results, flags: Flags) -> None:
+    effort = Effort(2, 2, 3) if flags.quick else Effort(16, 60, 6)
+    made = Blocks(Pools(pool_bytes(1 << 24)), FEW_BYTES)
+    for direction in DIRECTIONS:
+        for count in FEW[:1] if flags.quick else FEW:
+            record_few(results, made, direction, count, effort)
+
+
+bandwidth = benchmark("transfer", __doc__, measure_bandwidth)
+latency = benchmark("small_batches", __doc__, measure_latency)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return max(bandwidth(argv), latency(argv))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ Three metrics, measured identically for all methods:
 - "GPU time": kernel duration, from a profile of consecutive calls (with products between them for
   an algorithm by name). A duration starts when the rank enters the call and includes its wait for
   the last rank, so the shortest over the ranks counts for each call, that of the last rank; then
-  the median over calls, and the minimum. Gaps between kernels are excluded.
+  the median over calls. Gaps between kernels are excluded.
 - "time per call (chained)": wall clock time of consecutive calls, gaps included: for jaxkv and psum
   in one jitted chain of all-reduces only, for PyTorch in a replayed graph, timed by events. This
   can only favour PyTorch, whose time includes no dispatch.
@@ -31,28 +31,29 @@ where measured. jaxkv times include the copy into symmetric memory, those on sym
 not.
 """
 
-import math
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
 from bench.collectives.all_reduce_rank import CHOSEN, PSUM
 from bench.harness import processes, timing
-from bench.harness.records import Results, Row, arguments, worlds_here
-from jaxkv._src.environment import report
+from bench.harness.blocks import size_text
+from bench.harness.main import Flags, benchmark_of_devices, on_gpu
+from bench.harness.records import Results
+from bench.harness.timing import Figure
 
+Answer = dict[str, Any]  # a line of a program
+RANK = "bench.collectives.all_reduce_rank"
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB << i for i in (0, 2, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)]
-MAIN_SIZES = (KIB, 32 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB)  # shown in a summary
-WORLDS = (2, 4, 8)
-GPU_TIME, FASTEST = "GPU time", "GPU time (minimum)"
+MAIN_SIZES = (KIB, 32 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB)  # of psum with other kernels
+GPU_TIME = "GPU time"
 CHAINED_CALL, CHAINED_PAIR = "time per call (chained)", "time per pair (chained)"
-FAILED = "not measured"
 ONE_PROCESS, PROCESS_PER_DEVICE, TORCH = "one process", "one process per device", "PyTorch"
 COPIES = "copy to the next device"  # peak of the links, not a baseline
 XLA_KERNELS_OFF, SYMMETRIC = "psum, XLA kernels disabled", "psum, NCCL symmetric buffers"
@@ -80,113 +81,100 @@ BANDS = (
 PAIR_BAND = Band(KIB, 256 * KIB, 0.5)
 
 
-class Case(NamedTuple):
-    """Case of a row; `ran` names the algorithm or the kernels.
+class Run(NamedTuple):
+    """A program that measures methods.
 
     Attributes:
-      world: number of devices.
-      setting: one process for all devices, or one per device.
-      num_bytes: message size per device.
-      method: "chosen", an algorithm, or a baseline.
-      ran: the chosen algorithm, or the observed kernels of a baseline.
+      setting: one of ONE_PROCESS, PROCESS_PER_DEVICE and TORCH.
+      module, request: the program and its argument.
+      each_device: a process per device.
+      environment: additional variables.
+      psum: name of its psum.
     """
 
-    world: int
     setting: str
-    num_bytes: int
+    module: str
+    request: dict[str, Any]
+    each_device: bool = False
+    timeout_s: float = BASELINE_TIMEOUT_S
+    environment: Mapping[str, str] = MappingProxyType({})
+    psum: str = PSUM
+
+
+class Key(NamedTuple):
+    setting: str
     method: str
-    ran: str
-
-    def __str__(self) -> str:
-        size = size_text(self.num_bytes)
-        return f"{self.world} devices, {self.setting}, {size}: {self.method} ({self.ran})"
-
-    @classmethod
-    def parse(cls, text: str) -> "Case | None":
-        if not (found := CASE.fullmatch(text)):
-            return None
-        world, setting, size, unit, method, ran = found.groups()
-        return cls(int(world), setting, int(size) * {"KiB": KIB, "MiB": MIB}[unit], method, ran)
-
-
-CASE = re.compile(r"(\d+) devices, ([^:]+), (\d+) (KiB|MiB): (.+) \((.*)\)")
-
-# Seconds by metric, by (setting, method) and bytes; and the names of the kernels.
-Times = dict[tuple[str, str], dict[int, dict[str, float]]]
-Names = dict[tuple[str, str, int], str]
+    num_bytes: int
 
 
 class Bench:
-    """All settings for one number of devices."""
+    """All settings for one number of devices.
+
+    Attributes:
+      times: microseconds by metric.
+      ran: the chosen algorithm, or the observed kernels.
+    """
 
     def __init__(self, results: Results, platform: str, world: int, *, quick: bool):
         self.results, self.platform, self.world = results, platform, world
         self.sizes = [SIZES[0], SIZES[2]] if platform == "cpu" else SIZES[::3] if quick else SIZES
-        self.times: Times = {}
-        self.names: Names = {}
+        self.times: dict[Key, dict[str, Figure]] = {}
+        self.ran: dict[Key, str] = {}
 
     def measure(self) -> None:
-        self._run(ONE_PROCESS, [self._request(None)], MAIN_TIMEOUT_S)
-        self._run_each(
-            PROCESS_PER_DEVICE, "bench.collectives.all_reduce_rank", self._request([CHOSEN, PSUM])
-        )
+        for run in self.runs():
+            self.run(run)
+        self.record()
         if self.platform == "gpu":
-            self._measure_peers()
-        self._record()
-        if self.platform == "gpu":
-            self._record_targets()
+            self.record_targets()
 
-    def _measure_peers(self) -> None:
-        """PyTorch, and psum with other kernels."""
-        for backend in ("CUDA", "NCCL"):
-            request = {"sizes": self.sizes, "world": self.world, "backend": backend}
-            self._run_each(TORCH, "bench.collectives.torch_all_reduce", request)
-        for name, flags in xla_flags().items():
-            xla = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
-            sizes = [size for size in self.sizes if size in MAIN_SIZES]
-            request = {**self._request([PSUM]), "sizes": sizes}
-            self._run(ONE_PROCESS, [request], BASELINE_TIMEOUT_S, xla, {PSUM: name})
-
-    def _request(self, methods: list[str] | None) -> dict[str, Any]:
-        return {
-            "platform": self.platform, "world": self.world, "methods": methods, "sizes": self.sizes,
+    def runs(self) -> Iterator[Run]:
+        request = {
+            "platform": self.platform, "world": self.world, "sizes": self.sizes,
             "quick": self.platform == "cpu",
         }  # fmt: skip
+        yield Run(ONE_PROCESS, RANK, {**request, "methods": None}, timeout_s=MAIN_TIMEOUT_S)
+        yield Run(PROCESS_PER_DEVICE, RANK, {**request, "methods": [CHOSEN, PSUM]}, True)
+        if self.platform != "gpu":
+            return
+        for backend in ("CUDA", "NCCL"):
+            of_torch = {"sizes": self.sizes, "world": self.world, "backend": backend}
+            yield Run(TORCH, "bench.collectives.torch_all_reduce", of_torch, True)
+        sizes = [size for size in self.sizes if size in MAIN_SIZES]
+        request = {**request, "methods": [PSUM], "sizes": sizes}
+        for name, flags in xla_flags().items():
+            variables = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
+            yield Run(ONE_PROCESS, RANK, request, environment=variables, psum=name)
 
-    def _run_each(self, setting: str, module: str, request: dict[str, Any]) -> None:
-        """One process per device."""
-        port = processes.free_port()
-        requests = [{**request, "rank": rank, "port": port} for rank in range(self.world)]
-        self._run(setting, requests, BASELINE_TIMEOUT_S, module=module)
-
-    def _run(
-        self,
-        setting: str,
-        requests: list[dict[str, Any]],
-        timeout_s: float,
-        environment: dict[str, str] | None = None,
-        renamed: dict[str, str] | None = None,
-        module: str = "bench.collectives.all_reduce_rank",
-    ) -> None:
-        ran = processes.run(module, requests, timeout_s=timeout_s, environment=environment)
-        what = ", ".join([f"{self.world} devices", setting, *(renamed or {}).values()])
-        if ran.failure:
-            self._failed(f"{what}: {ran.failure}")
-        renamed = renamed or {}
-        self._print_reasons(what, ran.answers, renamed)
-        for method, num_bytes, answers in together(ran.answers):
+    def run(self, run: Run) -> None:
+        requests = [run.request]
+        if run.each_device:
+            port = processes.free_port()
+            requests = [{**run.request, "rank": rank, "port": port} for rank in range(self.world)]
+        ended = processes.run(
+            run.module, requests, timeout_s=run.timeout_s, environment=run.environment
+        )
+        renamed = {} if run.psum == PSUM else {PSUM: run.psum}
+        what = ", ".join([f"{self.world} devices", run.setting, *renamed.values()])
+        if ended.failure:
+            self.results.not_measured(f"{what}: {ended.failure}")
+        self.record_reasons(what, ended.answers, renamed)
+        for method, num_bytes, answers in together(ended.answers):
             if times := over_ranks(answers):
-                name, first = renamed.get(method, method), answers[0]
-                self.times.setdefault((setting, name), {})[num_bytes] = times
-                ran_here = [first.get("algorithm", method)]
-                if method == PSUM and "names" in first:
-                    ran_here = [*map(short_name, first["names"])]
-                self.names[setting, name, num_bytes] = " + ".join(ran_here)
+                key = Key(run.setting, renamed.get(method, method), num_bytes)
+                self.times[key] = times
+                names = [answers[0].get("algorithm", method)]
+                if method == PSUM and "names" in answers[0]:
+                    names = [*map(short_name, answers[0]["names"])]
+                self.ran[key] = " + ".join(names)
 
-    def _print_reasons(
-        self, what: str, ranks: Sequence[Sequence[dict[str, Any]]], renamed: dict[str, str]
+    def record_reasons(
+        self, what: str, ranks: Sequence[Sequence[Answer]], renamed: dict[str, str]
     ) -> None:
-        """Prints why a method was not measured; equal reasons of several ranks once."""
+        """Why methods were not measured; equal reasons of several ranks once.
+
+        A size that a method does not support is only printed.
+        """
         reasons: dict[str, bool] = {}
         for answer in (answer for answers in ranks for answer in answers):
             size = size_text(answer["bytes"]) if "bytes" in answer else "all sizes"
@@ -195,121 +183,81 @@ class Bench:
                 text = f"{what}, {size}: {name}: {reason}: {answer[reason]}"
                 reasons[text] = reason != "unsupported" or "bytes" not in answer
         for text, recorded in reasons.items():
-            self._failed(text, recorded=recorded)
+            if recorded:
+                self.results.not_measured(text)
+            else:
+                print(f"not measured: {text}", flush=True)
 
-    def _failed(self, why: str, *, recorded: bool = True) -> None:
-        """Prints what was not measured, and records it unless the size is unsupported."""
-        why = report.without_directories(why)
-        print(f"not measured: {why}", flush=True)
-        if recorded:
-            self.results.row(why, FAILED, "settings", 1)
+    def record(self) -> None:
+        for key, times in self.times.items():
+            size = size_text(key.num_bytes)
+            case = f"{self.world} devices, {key.setting}, {size}: {key.method} ({self.ran[key]})"
+            for metric, microseconds in times.items():
+                reduces = metric in (GPU_TIME, CHAINED_CALL) and key.method != COPIES
+                peak = self.link_time(key.num_bytes) if reduces else None
+                others = {} if key.setting == TORCH else self.of_torch(metric, key.num_bytes)
+                self.results.row(case, metric, "us", microseconds, peak, others)
 
-    def _record(self) -> None:
-        for (setting, method), by_size in self.times.items():
-            for num_bytes, times in by_size.items():
-                kernel = self.names[setting, method, num_bytes]
-                case = str(Case(self.world, setting, num_bytes, method, kernel))
-                for metric, seconds in times.items():
-                    reduces = metric in (GPU_TIME, CHAINED_CALL) and method != COPIES
-                    peak = self._link_time(num_bytes) if reduces else None
-                    baselines = {} if setting == TORCH else self._baselines(metric, num_bytes)
-                    self.results.row(case, metric, "us", seconds * 1e6, peak, baselines)
-
-    def _link_time(self, num_bytes: int) -> tuple[str, float] | None:
+    def link_time(self, num_bytes: int) -> tuple[str, float] | None:
         """Microseconds that the link needs for the data a device sends and receives."""
         if link := LINK.get(jax.local_devices()[0].device_kind):
-            share = 2 * (self.world - 1) / self.world
-            return link[0], share * num_bytes / link[1] * 1e6
+            return link[0], self.share * num_bytes / link[1] * 1e6
         return None
 
-    def _baselines(self, metric: str, num_bytes: int) -> dict[str, float]:
-        """PyTorch's times in microseconds."""
+    @property
+    def share(self) -> float:
+        """Of the message, that each device sends and receives."""
+        return 2 * (self.world - 1) / self.world
+
+    def time(self, setting: str, method: str, metric: str, num_bytes: int) -> Figure | None:
+        return self.times.get(Key(setting, method, num_bytes), {}).get(metric)
+
+    def of_torch(self, metric: str, num_bytes: int) -> dict[str, Figure]:
         return {
-            method: by_size[num_bytes][metric] * 1e6
-            for (setting, method), by_size in self.times.items()
-            if setting == TORCH and method != COPIES and metric in by_size.get(num_bytes, {})
+            key.method: times[metric]
+            for key, times in self.times.items()
+            if (key.setting, key.num_bytes) == (TORCH, num_bytes)
+            and key.method != COPIES
+            and metric in times
         }
 
-    def _time(self, setting: str, method: str, metric: str, num_bytes: int) -> float | None:
-        """Microseconds."""
-        seconds = self.times.get((setting, method), {}).get(num_bytes, {}).get(metric)
-        return None if seconds is None else seconds * 1e6
-
-    def ratio(self, setting: str, metric: str, num_bytes: int) -> float | None:
-        """jaxkv to the best peer: for pairs psum in the same setting."""
-        time = self._time(setting, CHOSEN, metric, num_bytes)
-        peers = self._peers(metric, num_bytes)
+    def best_peer(self, setting: str, metric: str, num_bytes: int) -> Figure | None:
+        """Of PyTorch's methods and psum's where measured; for pairs psum in the same setting."""
         if metric == CHAINED_PAIR:
-            peers = [self._time(setting, PSUM, metric, num_bytes)]
-        known = [peer for peer in peers if peer]
-        return time / min(known) if time and known else None
-
-    def _peers(self, metric: str, num_bytes: int) -> list[float | None]:
-        """Microseconds of PyTorch's methods and, if these were measured, of psum's."""
-        of_torch = [*self._baselines(metric, num_bytes).values()]
+            return self.time(setting, PSUM, metric, num_bytes)
+        of_torch = [*self.of_torch(metric, num_bytes).values()]
         names = (PSUM, XLA_KERNELS_OFF, SYMMETRIC)
-        of_psum = [self._time(ONE_PROCESS, name, metric, num_bytes) for name in names]
-        return [*of_torch, *of_psum] if of_torch else []
+        of_psum = [self.time(ONE_PROCESS, name, metric, num_bytes) for name in names]
+        return min(of_torch + [time for time in of_psum if time]) if of_torch else None
 
-    def bound(self, metric: str, num_bytes: int) -> float | None:
+    def ratio(self, setting: str, metric: str, num_bytes: int) -> Figure | None:
+        """jaxkv to the best peer."""
+        own = self.time(setting, CHOSEN, metric, num_bytes)
+        peer = self.best_peer(setting, metric, num_bytes)
+        return own / peer if own and peer else None
+
+    def bound(self, setting: str, metric: str, num_bytes: int) -> Figure | None:
         """`ratio` if all links ran at the rate of copy engines."""
-        copying = self._time(TORCH, COPIES, CHAINED_CALL, num_bytes)
-        known = [peer for peer in self._peers(metric, num_bytes) if peer]
-        if not copying or not known:
-            return None
-        return 2 * (self.world - 1) / self.world * copying / min(known)
+        copying = self.time(TORCH, COPIES, CHAINED_CALL, num_bytes)
+        peer = self.best_peer(setting, metric, num_bytes)
+        return self.share * copying / peer if copying and peer else None
 
-    def _max_ratio(self, ratio: Callable[[int], float | None], band: Band) -> float | None:
+    def highest(self, of: Callable[[int], Figure | None], band: Band) -> Figure | None:
+        """The maximum of `of(bytes)` over a band, if all sizes are measured."""
         sizes = [size for size in self.sizes if band.min_bytes <= size <= band.max_bytes]
-        known = [found for found in map(ratio, sizes) if found is not None]
-        return max(known) if sizes and len(known) == len(sizes) else None
+        known = [found for found in map(of, sizes) if found is not None]
+        return max(known) if known and len(known) == len(sizes) else None
 
-    def _record_targets(self) -> None:
+    def record_targets(self) -> None:
+        bands = [(metric, band) for metric in (GPU_TIME, CHAINED_CALL) for band in BANDS]
         for setting in (ONE_PROCESS, PROCESS_PER_DEVICE):
-            where = f"{self.world} devices, {setting}"
-            for metric in (GPU_TIME, CHAINED_CALL):
-                for band in BANDS:
-                    highest = self._max_ratio(partial(self.ratio, setting, metric), band)
-                    bound = self._max_ratio(partial(self.bound, metric), band)
-                    self.results.target(
-                        f"{where}, {band}: {metric}", highest, "<=", band.wanted,
-                        "x best peer", bound,
-                    )  # fmt: skip
-            highest = self._max_ratio(partial(self.ratio, setting, CHAINED_PAIR), PAIR_BAND)
-            name = f"{where}, {PAIR_BAND}: {CHAINED_PAIR}"
-            self.results.target(name, highest, "<=", PAIR_BAND.wanted, "x psum")
-
-    def table(self) -> str:
-        """Text summary of the tuning table's choices and the baselines."""
-        lines = []
-        for setting in (ONE_PROCESS, PROCESS_PER_DEVICE):
-            for size in self.times.get((setting, CHOSEN), {}):
-                ran = self.names[setting, CHOSEN, size]
-                cells = [f"{setting:15} {size_text(size):>8} {ran:12}"]
-                for metric in (GPU_TIME, CHAINED_CALL, CHAINED_PAIR):
-                    time = self._time(setting, CHOSEN, metric, size)
-                    psum = self._time(setting, PSUM, metric, size)
-                    best = min(self._baselines(metric, size).values(), default=None)
-                    times = "/".join("-" if t is None else f"{t:.1f}" for t in (time, psum, best))
-                    ratio = self.ratio(setting, metric, size)
-                    cells.append(f"{times:>18} {'' if ratio is None else f'{ratio:.2f}':>5}")
-                time, peak = self._time(setting, CHOSEN, GPU_TIME, size), self._link_time(size)
-                cells.append(f"{peak[1] / time:.0%} of the link" if time and peak else "")
-                lines.append("  ".join(cells))
-        title = "jaxkv/psum/best of PyTorch, us, and the ratio of the target: "
-        return (
-            f"{self.world} devices, {title}{GPU_TIME}, {CHAINED_CALL}, {CHAINED_PAIR}\n"
-            + "\n".join(lines)
-        )
-
-
-def rows_by_case(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
-    """Rows of each case by metric."""
-    found: dict[Case, dict[str, Row]] = {}
-    for row in rows:
-        if case := Case.parse(row.case):
-            found.setdefault(case, {})[row.metric] = row
-    return found
+            for metric, band in (*bands, (CHAINED_PAIR, PAIR_BAND)):
+                pairs = metric == CHAINED_PAIR
+                ratio = self.highest(partial(self.ratio, setting, metric), band)
+                bound = None if pairs else self.highest(partial(self.bound, setting, metric), band)
+                name = f"{self.world} devices, {setting}, {band}: {metric}"
+                unit = "x psum" if pairs else "x best peer"
+                self.results.target(name, ratio, "<=", band.wanted, unit, bound)
 
 
 def xla_flags() -> dict[str, str]:
@@ -323,11 +271,9 @@ def xla_flags() -> dict[str, str]:
     }
 
 
-def together(
-    ranks: Sequence[Sequence[dict[str, Any]]],
-) -> list[tuple[str, int, list[dict[str, Any]]]]:
+def together(ranks: Sequence[Sequence[Answer]]) -> list[tuple[str, int, list[Answer]]]:
     """(method, bytes, answers of the ranks), where all ranks answered."""
-    merged: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+    merged: dict[tuple[str, int], dict[int, Answer]] = {}
     for rank, answers in enumerate(ranks):
         for answer in answers:
             if "bytes" in answer:
@@ -340,18 +286,16 @@ def together(
     ]
 
 
-def over_ranks(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Seconds by metric: wall clock of the slowest rank; kernels as in the module docstring."""
-    found: dict[str, float] = {}
+def over_ranks(answers: Sequence[Answer]) -> dict[str, Figure]:
+    """Microseconds by metric: wall clock of the slowest rank; kernels as in the docstring above."""
+    found: dict[str, Figure] = {}
     if all(answer.get("kernels") for answer in answers):
         listed = [one for answer in answers for one in answer["kernels"]]
-        shortest = [min(call) for call in zip(*listed, strict=False)]
-        found[GPU_TIME] = timing.median(shortest)
-        found[FASTEST] = timing.Figure(min(shortest), math.nan)
+        found[GPU_TIME] = timing.median([min(call) for call in zip(*listed, strict=False)])
     for metric, key in ((CHAINED_CALL, "call"), (CHAINED_PAIR, "pair")):
         if all(key in answer for answer in answers):
             found[metric] = max(timing.median(answer[key]) for answer in answers)
-    return found
+    return {metric: seconds * 1e6 for metric, seconds in found.items()}
 
 
 def short_name(kernel: str) -> str:
@@ -360,23 +304,16 @@ def short_name(kernel: str) -> str:
     return bare.split("::")[-1].removeprefix("void ").strip()
 
 
-def size_text(num_bytes: int) -> str:
-    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
+def measure(results: Results, world: int, flags: Flags) -> None:
+    Bench(results, jax.default_backend(), world, quick=flags.quick).measure()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv, worlds=WORLDS)
-    platform = jax.default_backend()
-    devices = len(jax.devices()) if platform == "gpu" else 2 if flags.quick else 4
-    for world in worlds_here(flags, devices):
-        # A record for each number of devices: machines with many devices are scarce.
-        results = Results(f"all_reduce_{world}")
-        bench = Bench(results, platform, world, quick=flags.quick)
-        bench.measure()
-        print(bench.table(), flush=True)
-        results.save(flags.out)
-    return 0
+def device_count(flags: Flags) -> int:
+    """On a CPU the processes have as many devices as they request."""
+    return len(jax.devices()) if on_gpu() else 2 if flags.quick else 4
 
+
+main = benchmark_of_devices("all_reduce", __doc__, measure, device_count)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -69,13 +69,13 @@ class Request:
     port: int = 0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Program:
     """Chains of one method and size.
 
     Attributes:
-      num_bytes, method: message size and method.
-      algorithm: the one that `method` resolves to.
+      answer: keys that identify the figures: message size, method, and the algorithm to which it
+        resolves.
       length: all-reduces per chain.
       calls: consecutive calls of a chain.
       chains: "pair" and, for some methods, "call": traced, later compiled.
@@ -84,24 +84,18 @@ class Program:
       samples: seconds of an all-reduce in each chain, by round, by wall clock.
     """
 
-    num_bytes: int
-    method: str
-    algorithm: str
+    answer: dict[str, Any]
     length: int
     calls: int
     chains: dict[str, Any]
     states: dict[str, jax.Array]
     expected: np.ndarray
-    samples: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    samples: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     @property
     def profiled_chain(self) -> str:
         """The "call" chain if any: with products, ranks drift apart and the last does not wait."""
         return "call" if "call" in self.chains else "pair"
-
-    def answer(self) -> dict[str, Any]:
-        """Keys that identify the figures."""
-        return {"bytes": self.num_bytes, "method": self.method, "algorithm": self.algorithm}
 
     def verify(self) -> None:
         """Raises AssertionError if the pairs give wrong values."""
@@ -113,17 +107,11 @@ class Program:
 
     def sample(self) -> None:
         """Times each chain once."""
-        taken = {}
         for name, chain in self.chains.items():
             seconds, self.states[name] = timing.seconds_per_call(
                 chain, self.states[name], calls=self.calls, repeats=1, warmup=1
             )
-            taken[name] = float(seconds) / self.length
-        self.samples.append(taken)
-
-    def seconds(self) -> dict[str, list[float]]:
-        """The samples of each chain."""
-        return {name: [taken[name] for taken in self.samples] for name in self.chains}
+            self.samples.setdefault(name, []).append(float(seconds) / self.length)
 
 
 class Bench:
@@ -204,7 +192,8 @@ class Bench:
             name: self._chain(body, length).lower(states[name]) for name, body in bodies.items()
         }
         algorithm = self.algorithm(num_bytes, method)
-        return Program(num_bytes, method, algorithm, length, calls, chains, states, expected)
+        answer = {"bytes": num_bytes, "method": method, "algorithm": algorithm}
+        return Program(answer, length, calls, chains, states, expected)
 
     def _chain(self, body: Callable[[jax.Array], jax.Array], length: int) -> Any:
         def chain(x: jax.Array) -> jax.Array:
@@ -218,39 +207,38 @@ class Bench:
         )
         return jax.jit(mapped, donate_argnums=0)
 
-    def programs(self) -> Iterator[Program]:
+    def programs(self) -> list[Program]:
         """All programs that compile and give correct values; failures are reported."""
-        lowered = []
+        programs = []
         for num_bytes in self.request.sizes:
             for method in self.methods:
                 try:
-                    lowered.append(self.lower(num_bytes, method))
+                    programs.append(self.lower(num_bytes, method))
                 except NotImplementedError as error:
                     _emit({"bytes": num_bytes, "method": method, "unsupported": str(error)})
         with ThreadPoolExecutor(COMPILERS) as pool:
             waiting = [
                 {name: pool.submit(chain.compile) for name, chain in program.chains.items()}
-                for program in lowered
+                for program in programs
             ]
-            for program, compiling in zip(lowered, waiting, strict=True):
-                with _reporting_errors(program):
+            for program, compiling in zip([*programs], waiting, strict=True):
+                with _reporting_errors(program, dropped_from=programs):
                     program.chains = {name: one.result() for name, one in compiling.items()}
                     program.verify()
-                    yield program
+        return programs
 
     def measure(self) -> None:
-        programs = list(self.programs())
-        for done in range(ROUNDS):  # interleaved, as the host's pace drifts
-            for program in programs:
-                with _reporting_errors(program):
+        programs = self.programs()
+        for _ in range(ROUNDS):  # interleaved, as the host's pace drifts
+            for program in [*programs]:
+                with _reporting_errors(program, dropped_from=programs):
                     program.sample()
-            programs = [program for program in programs if len(program.samples) > done]
         for num_bytes in self.request.sizes:
-            here = [program for program in programs if program.num_bytes == num_bytes]
+            here = [program for program in programs if program.answer["bytes"] == num_bytes]
             for program in here:
-                _emit({**program.answer(), **program.seconds()})
+                _emit({**program.answer, **program.samples})
             for program, traced in zip(here, profiled(here), strict=True):
-                _emit({**program.answer(), **traced})
+                _emit({**program.answer, **traced})
             if self.memory:
                 self.memory.check_errors()
         if self.memory:
@@ -258,12 +246,13 @@ class Bench:
 
 
 @contextlib.contextmanager
-def _reporting_errors(program: Program) -> Iterator[None]:
-    """Reports an error of one method; the others continue."""
+def _reporting_errors(program: Program, dropped_from: list[Program]) -> Iterator[None]:
+    """Reports an error of one method, which is dropped; the others continue."""
     try:
         yield
     except Exception as error:
-        _emit({**program.answer(), "failed": f"{type(error).__name__}: {error}"[:500]})
+        dropped_from.remove(program)
+        _emit({**program.answer, "failed": f"{type(error).__name__}: {error}"[:500]})
 
 
 def profiled(programs: Sequence[Program]) -> list[dict[str, Any]]:

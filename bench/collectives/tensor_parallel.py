@@ -24,11 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from bench.harness import timing
-from bench.harness.records import Results, arguments, worlds_here
-from jaxkv._src.environment import report
+from bench.harness.main import Flags, benchmark_of_devices, on_gpu
+from bench.harness.records import Results
 
 AXIS = "tp"
-WORLDS = (2, 4, 8)
 JAXKV, PSUM, NO_ALL_REDUCE = "jaxkv", "psum", "no all-reduce"
 WANTED = 0.85
 Reduce = Callable[[jax.Array], jax.Array]
@@ -162,7 +161,7 @@ class Stack:
         return lambda x, caches: jitted(x, caches, self.weights)
 
 
-def measure(results: Results, stack: Stack, batches: Sequence[int]) -> None:
+def measure_batches(results: Results, stack: Stack, batches: Sequence[int]) -> None:
     """All batch sizes on one number of devices."""
     model = stack.model
     max_bytes = max(batches) * model.hidden * 2
@@ -175,14 +174,13 @@ def measure(results: Results, stack: Stack, batches: Sequence[int]) -> None:
         steps = {name: stack.step(reduce) for name, reduce in reductions.items()}
         for batch in batches:
             message = jax.ShapeDtypeStruct((batch, model.hidden), jnp.bfloat16)
-            chosen = jaxkv.explain(jaxkv.all_reduce, memory, message, AXIS)
             samples = samples_of(stack, steps, batch)
             memory.check_errors()
             record(results, stack, batch, samples)
-            print(f"{' ' * 8}{chosen}", flush=True)
+            print(jaxkv.explain(jaxkv.all_reduce, memory, message, AXIS), flush=True)
 
 
-def samples_of(stack: Stack, steps: dict[str, Step], batch: int) -> dict[str, list[float]]:
+def samples_of(stack: Stack, steps: dict[str, Step], batch: int) -> timing.Samples[str]:
     """Seconds of a step for each method, by round.
 
     Raises:
@@ -198,16 +196,13 @@ def samples_of(stack: Stack, steps: dict[str, Step], batch: int) -> dict[str, li
     calls = steps_of_chain(lambda: steps[PSUM](jnp.copy(first), caches))
 
     def sample(step: Step) -> float:
-        x = jax.block_until_ready(jnp.copy(first))
-        start = time.perf_counter()
-        for _ in range(calls):
-            x = step(x, caches)
-        jax.block_until_ready(x)
-        return (time.perf_counter() - start) / calls
+        taken, _ = timing.seconds_per_call(
+            lambda x: step(x, caches), jnp.copy(first), calls=calls, repeats=1, warmup=0
+        )
+        return taken
 
     runs = {name: functools.partial(sample, step) for name, step in steps.items()}
-    taken = timing.rounds(runs, 1 + stack.model.rounds)
-    return {name: samples[1:] for name, samples in taken.items()}  # the first captures the graphs
+    return timing.compare(runs, stack.model.rounds, warmup=1)  # the first captures the graphs
 
 
 def steps_of_chain(step: Callable[[], jax.Array]) -> int:
@@ -222,36 +217,28 @@ def steps_of_chain(step: Callable[[], jax.Array]) -> int:
     return timing.chain_length(taken)
 
 
-def record(results: Results, stack: Stack, batch: int, samples: dict[str, list[float]]) -> None:
+def record(results: Results, stack: Stack, batch: int, samples: timing.Samples[str]) -> None:
     case = f"{stack.world} devices, {stack.model.layers} layers, batch {batch}"
-    milliseconds = {name: timing.median(taken) * 1e3 for name, taken in samples.items()}
-    baselines = {name: milliseconds[name] for name in (PSUM, NO_ALL_REDUCE)}
-    results.row(case, "time per step", "ms", milliseconds[JAXKV], None, baselines)
-    ratio, bound = (timing.ratio(samples[name], samples[PSUM]) for name in (JAXKV, NO_ALL_REDUCE))
-    times = ", ".join(f"{name} {taken:.3f}" for name, taken in milliseconds.items())
-    print(f"{case}: {times} ms; {ratio:.3f} x psum, {bound:.3f} without all-reduces", flush=True)
-    if jax.default_backend() == "gpu":
+    milliseconds = samples.medians(1e3)
+    own = milliseconds.pop(JAXKV)
+    results.row(case, "time per step", "ms", own, None, milliseconds)
+    if on_gpu():
+        ratio, bound = (samples.ratio(name, PSUM) for name in (JAXKV, NO_ALL_REDUCE))
         results.target(f"{case}: time per step", ratio, "<=", WANTED, "x psum", bound)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv, worlds=WORLDS)
+def measure(results: Results, world: int, flags: Flags) -> None:
+    stack = Stack(MODEL if on_gpu() else SMALL, world)
+    measure_batches(results, stack, (16,) if flags.quick or not on_gpu() else (1, 4, 16, 64))
+
+
+def device_count(flags: Flags) -> int:
     with contextlib.suppress(RuntimeError):  # too late: JAX is initialized already
         jax.config.update("jax_num_cpu_devices", 2)
-    on_gpu = jax.default_backend() == "gpu"
-    devices = 2 if flags.quick and not on_gpu else jax.device_count()
-    for world in worlds_here(flags, devices):
-        results = Results(f"tensor_parallel_{world}")
-        try:
-            stack = Stack(MODEL if on_gpu else SMALL, world)
-            measure(results, stack, (16,) if flags.quick or not on_gpu else (1, 4, 16, 64))
-        except Exception as error:  # earlier measurements are worth keeping
-            reason = report.without_directories(f"{world} devices: {type(error).__name__}: {error}")
-            print(f"not measured: {reason}", flush=True)
-            results.row(reason, "not measured", "settings", 1)
-        results.save(flags.out)
-    return 0
+    return 2 if flags.quick and not on_gpu() else jax.device_count()
 
+
+main = benchmark_of_devices("tensor_parallel", __doc__, measure, device_count)
 
 if __name__ == "__main__":
     sys.exit(main())

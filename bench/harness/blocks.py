@@ -1,8 +1,8 @@
-"""Copies of scattered blocks between two arrays, verified and then timed.
+"""Copies between host and device memory, verified and then timed.
 
-The timed unit is one jitted program with several copies, each with its own ids and dependent on the
-previous one, as the layers of a step: this amortizes XLA's cost per execution as in a step. Calls
-of the program follow each other in a chain with donation. The arrays are as large as an engine's.
+Blocks are copied between two arrays as large as an engine's. There the timed unit is one jitted
+program with several copies, each with its own ids and dependent on the previous one, as the layers
+of a step: this amortizes XLA's cost per execution as in a step.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from jaxkv._src.transfer.dispatch import force_implementation
 from jaxkv._src.tuning import copy_table
 
 DIRECTIONS = ("load", "store")
-IMPLEMENTATIONS = {"cpu": ("host",), "gpu": ("kernel", "pallas", "dma")}
 SM_IMPLEMENTATIONS = copy_table.ON_SMS
 DEVICE_IDS, HOST_IDS = "device ids", "HostIds"
+CHOSEN = "as chosen"
 KIB = 1024
 
 
 class Method(NamedTuple):
-    """A copy method: an implementation of jaxkv, or a baseline inside JAX.
+    """A copy method: an implementation of jaxkv, its own choice, or a baseline inside JAX.
 
     Attributes:
-      name: of the implementation or the baseline.
+      name: of the implementation or the baseline, or CHOSEN.
       ids: DEVICE_IDS or HOST_IDS; baselines have ids in pinned memory.
       num_sms: number of SMs, None for that of the table.
     """
@@ -41,12 +41,20 @@ class Method(NamedTuple):
     ids: str = DEVICE_IDS
     num_sms: int | None = None
 
+    def __str__(self) -> str:
+        return self.name if self.ids == DEVICE_IDS or self.name == "dma" else f"{self.name} HostIds"
+
     @property
     def is_baseline(self) -> bool:
         return self.name in copy_baselines.CODES
 
-    def __str__(self) -> str:
-        return self.name if self.ids == DEVICE_IDS or self.name == "dma" else f"{self.name} HostIds"
+    @property
+    def implementation(self) -> Any:
+        """The option of jaxkv's functions."""
+        return None if self.name == CHOSEN else self.name
+
+    def converted(self, ids: np.ndarray) -> Any:
+        return jaxkv.HostIds(ids) if self.ids == HOST_IDS else jnp.asarray(ids)
 
     def sms_for(self, operation: Callable[..., Any], *args: Any) -> int:
         """Number of SMs of a call; 0 for the copy engine, the host and baselines.
@@ -61,17 +69,126 @@ class Method(NamedTuple):
         return (self.num_sms or choice.num_sms) if on_sms else 0
 
     def taken(self, num_sms: int) -> contextlib.AbstractContextManager[None]:
-        """Context in which jaxkv uses this method; no effect for baselines."""
+        """Context in which jaxkv uses this implementation; no effect for others."""
         if self.name not in copy_table.IMPLEMENTATIONS:
             return contextlib.nullcontext()
         return force_implementation(self.name, num_sms)
 
 
-def methods(platform: str) -> list[Method]:
+def methods() -> list[Method]:
     """All implementations with the ids that they take."""
-    if platform == "cpu":
+    if jax.default_backend() == "cpu":
         return [Method("host"), Method("host", HOST_IDS)]
     return [Method("kernel"), Method("kernel", HOST_IDS), Method("pallas"), Method("dma", HOST_IDS)]
+
+
+def implementations(*, without: str = "") -> list[Method]:
+    """Each implementation with one form of ids."""
+    return [m for m in methods() if str(m) == m.name != without]
+
+
+CHOICES = Method(CHOSEN), Method(CHOSEN, HOST_IDS)
+
+
+class Program:
+    """A jitted copy, whose destination is donated to each call and kept in `ends` in between.
+
+    Args:
+      ends: source and destination under "host" and "device": arrays, or a pool and a cache.
+      direction: one of DIRECTIONS.
+      copy: `(source, destination, ids) -> destination`.
+      ids: its last argument.
+      stamped: stamps before and after the copy.
+      taken: context of all calls, as any may compile.
+      num_sms: SMs per copy; 0 for the copy engine, the host and baselines.
+
+    Attributes:
+      calls: length of a chain.
+    """
+
+    def __init__(
+        self,
+        ends: dict[str, Any],
+        direction: str,
+        copy: Callable[[Any, Any, Any], Any],
+        ids: Any,
+        *,
+        stamped: bool = False,
+        taken: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        num_sms: int = 0,
+    ):
+        self._ends, self._ids, self._taken = ends, ids, taken
+        self._source, self._destination = names(direction)
+        self.num_sms, self.calls = num_sms, 1
+
+        @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+        def step(destination: Any, source: Any, ids: Any) -> Any:
+            destination = timestamps.stamp(destination, 0) if stamped else destination
+            destination = copy(source, destination, ids)
+            return timestamps.stamp(destination, 1) if stamped else destination
+
+        self.jitted = step
+
+    def arguments(self) -> tuple[Any, Any, Any]:
+        return self._ends[self._destination], self._ends[self._source], self._ids
+
+    def step(self, destination: Any) -> Any:
+        return self.jitted(destination, self._ends[self._source], self._ids)
+
+    def run(self) -> None:
+        self.advance(self.step)
+
+    def warm_up(self, seconds: float) -> None:
+        """Sets the length of a chain to about this time, after the graphs are captured."""
+        call = self.idle_calls(2)
+        self.calls = max(1, min(timing.MAX_CALLS, int(seconds / call.done)))
+
+    def chain(self) -> float:
+        """Seconds per call in one chain."""
+        run = functools.partial(
+            timing.seconds_per_call, self.step, calls=self.calls, repeats=1, warmup=0
+        )
+        return float(self.advance(run))
+
+    def measure(self) -> timestamps.Timed:
+        """Times a program with stamps."""
+        return self.advance(functools.partial(timestamps.measure, self.step))
+
+    def idle_calls(self, repeats: int, after: Callable[[], None] = lambda: None) -> timing.Call:
+        """Times single calls on an idle device."""
+        run = functools.partial(timing.single_call, self.step, repeats=repeats, after=after)
+        return self.advance(run)
+
+    def stamped_calls(self, repeats: int) -> tuple[timing.Call, timing.Figure]:
+        """`idle_calls` of a program with stamps, and the host time between them."""
+        spans: list[float] = []
+        call = self.idle_calls(repeats, after=lambda: spans.append(timestamps.stamped()[0]))
+        return call, timing.median(spans)
+
+    def advance(self, run: Callable[[Any], Any]) -> Any:
+        """Runs `destination -> destination` or `-> (figure, destination)`; returns the figure.
+
+        After an error the destination is still in `ends`, unless it was donated.
+        """
+        old = self._ends.pop(self._destination)
+        try:
+            with self._taken():
+                result = run(old)
+        except Exception:
+            if not any(leaf.is_deleted() for leaf in jax.tree.leaves(old)):
+                self._ends[self._destination] = old
+            raise
+        figure, new = result if type(result) is tuple else (None, result)
+        self._ends[self._destination] = jax.block_until_ready(new)
+        jaxkv.check_errors()
+        return figure
+
+
+def copy_pages(direction: str, **options: Any) -> Callable[[Any, Any, Any], Any]:
+    """The `copy` of a Program between a pool and a cache; ids: (host pages, device pages)."""
+    if direction == "load":
+        return lambda pool, cache, ids: jaxkv.load_pages(pool, cache, *ids, **options)
+    return lambda cache, pool, ids: jaxkv.store_pages(pool, cache, *ids, **options)
 
 
 class Blocks:
@@ -117,7 +234,7 @@ class Blocks:
 
     def program(
         self, method: Method, direction: str, count: int, copies: int, *, stamped: bool = True
-    ) -> "Program":
+    ) -> Program:
         """A compiled and verified program, with or without stamps around its copies.
 
         Raises:
@@ -125,81 +242,22 @@ class Blocks:
           AssertionError: wrong bytes.
         """
         made = [self.ids(method, count, seed) for seed in range(copies)]
-        program = Program(self, method, direction, [ids for ids, _ in made], stamped)
-        if made:
-            program.verify([plain for _, plain in made])
-        return program
+        source, destination = self.sides(direction)
+        pinned = copy_baselines.reads_pinned(source)
+        sms = method.sms_for(jaxkv.swap_blocks, source, destination, *made[0][0])
 
-
-class Program:
-    """A jitted chain of copies, and its arrays.
-
-    Attributes:
-      num_sms: SMs per copy; 0 for the copy engine, the host and baselines.
-      calls: length of a chain.
-    """
-
-    def __init__(
-        self,
-        blocks: Blocks,
-        method: Method,
-        direction: str,
-        ids: list[tuple[Any, Any]],
-        stamped: bool,
-    ):
-        self._blocks, self._method, self._ids, self.calls = blocks, method, ids, 1
-        self._source, self._destination = names(direction)
-        sides = blocks.sides(direction)
-        pinned = copy_baselines.reads_pinned(sides[0])
-        self.num_sms = method.sms_for(jaxkv.swap_blocks, *sides, *ids[0]) if ids else 0
-
-        @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
-        def step(dst: jax.Array, src: jax.Array, ids: Any) -> jax.Array:
-            dst = timestamps.stamp(dst, 0) if stamped else dst
+        def copy(source: jax.Array, destination: jax.Array, ids: Any) -> jax.Array:
             for pair in ids:
-                dst = _copy(method.name, src, dst, *pair, pinned=pinned)
-            return timestamps.stamp(dst, 1) if stamped else dst
+                destination = _copy(method.name, source, destination, *pair, pinned=pinned)
+            return destination
 
-        self._jitted = step
-
-    def step(self, destination: jax.Array) -> jax.Array:
-        return self._jitted(destination, self._blocks.arrays[self._source], self._ids)
-
-    def verify(self, ids: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        """The first run, which compiles."""
-        source = self._blocks.arrays[self._source]
-        self._advance(lambda destination: verified(self.step, source, destination, ids))
-
-    def warm_up(self, seconds: float) -> None:
-        """Sets the length of a chain to about this time, after the graphs are captured."""
-        call = self.idle_calls(2)
-        self.calls = max(1, min(timing.MAX_CALLS, int(seconds / call.done)))
-
-    def chain(self) -> float:
-        """Seconds per call in one chain."""
-        run = functools.partial(
-            timing.seconds_per_call, self.step, calls=self.calls, repeats=1, warmup=0
-        )
-        return float(self._advance(run))
-
-    def measure(self) -> timestamps.Timed:
-        """Times a program with stamps."""
-        return self._advance(functools.partial(timestamps.measure, self.step))
-
-    def idle_calls(self, repeats: int, after: Callable[[], None] = lambda: None) -> timing.Call:
-        """Times single calls on an idle device."""
-        run = functools.partial(timing.single_call, self.step, repeats=repeats, after=after)
-        return self._advance(run)
-
-    def _advance(self, run: Callable[[Any], Any]) -> Any:
-        """Runs `destination -> destination` or `-> (figure, destination)`; returns the figure."""
-        arrays = self._blocks.arrays
-        with self._method.taken(self.num_sms):  # for all runs, as any may compile
-            result = run(arrays.pop(self._destination))
-        figure, array = result if isinstance(result, tuple) else (None, result)
-        arrays[self._destination] = jax.block_until_ready(array)
-        jaxkv.check_errors()
-        return figure
+        program = Program(
+            self.arrays, direction, copy, [ids for ids, _ in made], stamped=stamped,
+            taken=lambda: method.taken(sms), num_sms=sms,
+        )  # fmt: skip
+        plain = [plain for _, plain in made]
+        program.advance(lambda array: verified(program.step, source, array, plain))
+        return program
 
 
 def names(direction: str) -> tuple[str, str]:
@@ -224,12 +282,12 @@ def equal(one: Any, other: Any) -> jax.Array:
 FACTORS = (2654435761, 40503, 2246822519, 3266489917, 668265263, 374761393)
 
 
-@functools.partial(jax.jit, static_argnames="seed", donate_argnums=0)
-def randomized(tree: Any, seed: int = 0) -> Any:
+@functools.partial(jax.jit, donate_argnums=0)
+def randomized(tree: Any, seed: int | jax.Array = 0) -> Any:
     """Pseudo-random small integers; copies of zeros can be faster than those of data."""
 
     def noise(x: jax.Array, number: int) -> jax.Array:
-        mixed = jnp.full(x.shape, 97 * seed + number, jnp.uint32)
+        mixed = jnp.full(x.shape, jnp.uint32(seed) * jnp.uint32(97) + jnp.uint32(number))
         for axis, factor in zip(range(x.ndim), FACTORS, strict=False):
             mixed += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(factor)
         mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)

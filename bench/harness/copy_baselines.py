@@ -16,34 +16,24 @@ The native part is bench/harness/copy_baselines.cc, compiled on first use.
 import ctypes
 import functools
 import hashlib
-import json
 import os
 import pathlib
 import shutil
 import subprocess
-import sys
 import tempfile
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from bench.harness import timing
+from bench.harness import processes
 from bench.harness.records import REPOSITORY
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 BATCH, LOOP = "cudaMemcpyBatchAsync", "cudaMemcpyAsync loop"
 SHORT_BATCH, SHORT_BATCH_SIZE = f"{BATCH}, 1024 per call", 1024
 CODES = {BATCH: 0, LOOP: 1, SHORT_BATCH: 2}  # the enum of bench/harness/copy_baselines.cc
-TRITON = "Triton, 12 programs"
-
-
-class Seconds(NamedTuple):
-    """Seconds per copy of a baseline outside JAX: until the data is available, and in
-    submissions."""
-
-    total: timing.Figure
-    submit: timing.Figure
+TRITON, TRITON_TIMEOUT_S = "Triton, 12 programs", 300.0
 
 
 @functools.cache
@@ -159,37 +149,9 @@ class Outside:
         return seconds[0], seconds[1]
 
 
-def run(
-    baseline: str, src: jax.Array, dst: jax.Array, ids: tuple[np.ndarray, np.ndarray], *,
-    calls: int, repeats: int,
-) -> Seconds:  # fmt: skip
-    """Medians over `repeats` chains of `calls` copies, after a warm-up; `Outside` has the rest."""
-    outside = Outside(baseline, src, dst, ids)
-    samples = [outside(calls) for _ in range(repeats + 1)]
-    return Seconds(*map(timing.median, zip(*samples[1:], strict=True)))
-
-
-class TritonTimes(NamedTuple):
-    """Samples of the Triton kernel, in seconds of a copy.
-
-    Attributes:
-      many: by (direction, block bytes), for the requested count.
-      few: by (direction, count), for the requested block size.
-    """
-
-    many: dict[tuple[str, int], list[float]]
-    few: dict[tuple[str, int], list[float]]
-
-
-def triton(**request: Any) -> TritonTimes | None:
-    """Runs bench/harness/triton_baseline.py in its own process; None and the reason if it fails."""
-    command = [sys.executable, "-m", "bench.harness.triton_baseline", json.dumps(request)]
-    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        last = ran.stderr.strip().splitlines()[-1:] or ["no message"]
-        print(f"{TRITON}: not measured: {last[0]}", flush=True)
-        return None
-    answer = json.loads(ran.stdout.splitlines()[-1])
-    return TritonTimes(
-        *({(way, key): taken for way, key, taken in answer[part]} for part in TritonTimes._fields)
-    )
+def triton(**request: Any) -> dict[tuple[str, int], list[float]]:
+    """Seconds of a copy by (direction, block bytes), from triton_baseline.py in its own process."""
+    ran = processes.run("bench.harness.triton_baseline", [request], timeout_s=TRITON_TIMEOUT_S)
+    if ran.failure:
+        print(f"{TRITON}: not measured: {ran.failure}", flush=True)
+    return {(one["direction"], one["bytes"]): one["seconds"] for one in ran.answers[0]}

@@ -16,12 +16,10 @@ class Kernels(NamedTuple):
     Attributes:
       number: kernels, copies and fills launched.
       busy: their total duration in seconds.
-      span: seconds from the start of the first to the end of the last, gaps included.
     """
 
     number: int
     busy: timing.Figure
-    span: timing.Figure
 
 
 class Event(NamedTuple):
@@ -49,11 +47,8 @@ def profile(call: Callable[[], Any], repeats: int = 20) -> Kernels | None:
         raise RuntimeError(f"{len(events)} kernels in {repeats} calls")
     count = len(events) // repeats
     calls = [events[i : i + count] for i in range(0, len(events), count)]
-    return Kernels(
-        count,
-        timing.median([sum(end - start for start, end in one) for one in calls]) / 1e9,
-        timing.median([one[-1][1] - one[0][0] for one in calls]) / 1e9,
-    )
+    busy = timing.median([sum(end - start for start, end in one) for one in calls])
+    return Kernels(count, busy / 1e9)
 
 
 def trace(run: Callable[[], Any]) -> list[list[Event]]:

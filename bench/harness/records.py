@@ -19,11 +19,12 @@ import os
 import pathlib
 import re
 import subprocess
+import types
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from bench.harness import older
 from bench.harness.timing import Figure
+from jaxkv._src.environment import report
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent.parent
 RESULTS = REPOSITORY / "bench" / "results"
@@ -37,9 +38,12 @@ EVIDENCE = (
     "README.md",
 )
 
+NOT_MEASURED = "not measured"
 HOST = "host"  # the folder of records that need no device
 
 OPERATORS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
+NO_OPTIONS: Mapping[str, dict[str, Any]] = types.MappingProxyType({})
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +67,14 @@ class Row:
     peak: dict[str, Any] | None = None
     baselines: dict[str, float] = dataclasses.field(default_factory=dict)
     error: float | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.case}: {self.metric} {self.value:.4g} {self.unit}"
+        if self.error:
+            text += f" +- {2 * self.error:.2g}"
+        if self.peak:
+            text += f", {self.peak['name']} {self.peak['value']:.4g}"
+        return text + "".join(f", {name} {other:.4g}" for name, other in self.baselines.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +118,11 @@ class Target:
     def _holds(self, value: float) -> bool:
         return bool(OPERATORS[self.op](value, self.want))
 
+    def __str__(self) -> str:
+        verdict = {True: "met", False: "missed", None: "not measured"}[self.met]
+        got = "-" if self.got is None else f"{self.got:.4g}"
+        return f"{verdict}: {self.name}: {got} {self.op} {self.want} {self.unit}"
+
     def to_json(self) -> dict[str, Any]:
         want = {"op": self.op, "value": self.want, "unit": self.unit}
         return {
@@ -115,11 +132,8 @@ class Target:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Target":
-        """Older records have no bound or no error."""
-        want, others = content["want"], (content.get("bound"), content.get("error"))
-        return cls(
-            content["name"], want["op"], want["value"], want["unit"], content["got"], *others
-        )
+        want, others = content["want"], (content[key] for key in ("got", "bound", "error"))
+        return cls(content["name"], want["op"], want["value"], want["unit"], *others)
 
 
 def plain(value: float) -> tuple[float, float | None]:
@@ -130,10 +144,16 @@ def plain(value: float) -> tuple[float, float | None]:
 
 
 class Results:
-    """Collects the rows, targets and checks of one benchmark and saves them."""
+    """Collects the rows, targets and checks of one benchmark and saves them.
 
-    def __init__(self, name: str):
-        self.name = name
+    Args:
+      name: of the record.
+      device: `HOST` for figures that do not depend on the device; by default, that in use.
+      log: print each when it is added.
+    """
+
+    def __init__(self, name: str, *, device: str | None = None, log: bool = False):
+        self.name, self.device, self.log = name, device, log
         self.rows: list[Row] = []
         self.targets: list[Target] = []
         self.checks: list[Target] = []
@@ -146,12 +166,15 @@ class Results:
         value: float,
         peak: tuple[str, float] | None = None,
         baselines: Mapping[str, float] | None = None,
+        want: tuple[str, float] | None = None,
     ) -> Row:
+        """`want`: operator and figure of a target for the value, named by case and metric."""
+        if want:
+            self.target(f"{case}: {metric}", value, *want, unit)
         named = {"name": peak[0], "value": float(peak[1])} if peak else None
         others = {name: float(other) for name, other in (baselines or {}).items()}
         value, error = plain(value)
-        self.rows.append(Row(case, metric, unit, value, named, others, error))
-        return self.rows[-1]
+        return self._add(self.rows, Row(case, metric, unit, value, named, others, error))
 
     def target(
         self,
@@ -164,13 +187,21 @@ class Results:
     ) -> Target:
         figure, error = (None, None) if got is None else plain(got)
         at_peak = None if bound is None else float(bound)
-        self.targets.append(Target(name, op, want, unit, figure, at_peak, error))
-        return self.targets[-1]
+        return self._add(self.targets, Target(name, op, want, unit, figure, at_peak, error))
 
     def check(self, name: str, got: float | None, op: str, want: float, unit: str) -> Target:
         """A condition of correctness on an exact figure."""
-        self.checks.append(Target(name, op, want, unit, got, None, 0.0))
-        return self.checks[-1]
+        return self._add(self.checks, Target(name, op, want, unit, got, None, 0.0))
+
+    def not_measured(self, what: str) -> None:
+        """A part that failed: a row, so that the record names it."""
+        self.row(report.without_directories(what)[:2000], NOT_MEASURED, "settings", 1)
+
+    def _add(self, kind: list[T], one: T) -> T:
+        kind.append(one)
+        if self.log:
+            print(one, flush=True)
+        return one
 
     @property
     def exit_code(self) -> int:
@@ -178,8 +209,6 @@ class Results:
         return int(any(check.met is False for check in self.checks))
 
     def to_json(self) -> dict[str, Any]:
-        from jaxkv._src.environment import report
-
         commit, dirty = revision()
         return {
             "commit": commit,
@@ -191,23 +220,15 @@ class Results:
         }
 
     def save(
-        self,
-        out: str | os.PathLike[str] | None = None,
-        root: pathlib.Path = RESULTS,
-        device: str | None = None,
+        self, out: str | os.PathLike[str] | None = None, root: pathlib.Path = RESULTS
     ) -> pathlib.Path:
         """Writes `<root>/<device>/<name>.json`, and a copy below `out` if given.
-
-        Args:
-          out: folder of the copy.
-          root: folder of the records.
-          device: `HOST` for figures that do not depend on the device; by default, that in use.
 
         Returns:
           The path below `root`.
         """
         text = _one_line_each(self.to_json())
-        path = pathlib.PurePath(device or device_slug(), f"{self.name}.json")
+        path = pathlib.PurePath(self.device or device_slug(), f"{self.name}.json")
         for folder in [root] if out is None else [root, pathlib.Path(out)]:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
@@ -257,7 +278,6 @@ def read(root: pathlib.Path = RESULTS) -> list[File]:
 
 def _read_file(path: pathlib.Path) -> File:
     content = json.loads(path.read_text())
-    content = older.adapted(content)
     found = {}
     for kind in ("targets", "checks"):
         found[kind] = [Target.from_json(target) for target in content[kind]]
@@ -324,27 +344,18 @@ def git(*arguments: str, repository: pathlib.Path = REPOSITORY) -> str:
 def arguments(
     description: str | None,
     argv: Sequence[str] | None,
-    *,
-    worlds: Sequence[int] = (),
+    options: Mapping[str, dict[str, Any]] = NO_OPTIONS,
 ) -> argparse.Namespace:
-    """Parses the common arguments: --out, --quick, with `worlds` --devices.
+    """Parses --out, --quick and `options`: names or flags, with options of `add_argument`.
 
     Call it before the first use of JAX: programs in other processes need GPU memory, too.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
-    if worlds:
-        parser.add_argument(
-            "--devices", type=int, nargs="+", choices=worlds, default=worlds,
-            help="numbers of devices; default: all that the machine has",
-        )  # fmt: skip
+    for name, about in options.items():
+        parser.add_argument(name, **about)
     return parser.parse_args(argv)
-
-
-def worlds_here(flags: argparse.Namespace, devices: int) -> list[int]:
-    """The available numbers of devices among those of --devices; reports the others."""
-    for world in (world for world in flags.devices if world > devices):
-        print(f"not measured: {world} devices, of {devices}", flush=True)
-    return [world for world in flags.devices if world <= devices]

@@ -8,6 +8,7 @@ multiple of the cost.)
 """
 
 import ctypes
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,19 +22,20 @@ REPEATS = 5
 IDLE_REPEATS = 5
 
 
-def stamp(array: jax.Array, slot: int) -> jax.Array:
+def stamp(state: Any, slot: int) -> Any:
     """Traces a timestamp at this point of the program, on the host and, if present, the GPU.
 
     Args:
-      array: operand that orders the stamp; donate it, or XLA copies it first.
+      state: array, or pytree whose first array orders the stamp; donate it, or XLA copies it first.
       slot: 0 or 1.
 
     Returns:
-      The array, unchanged.
+      The state, unchanged.
     """
     library()
-    call = jax.ffi.ffi_call("bench_Stamp", jax.typeof(array), input_output_aliases={0: 0})
-    return call(array, slot=np.int64(slot))
+    (first, *others), tree = jax.tree.flatten(state)
+    call = jax.ffi.ffi_call("bench_Stamp", jax.typeof(first), input_output_aliases={0: 0})
+    return jax.tree.unflatten(tree, [call(first, slot=np.int64(slot)), *others])
 
 
 def stamped() -> tuple[float, float]:
@@ -59,6 +61,11 @@ class Timed(NamedTuple):
     done: timing.Figure
     handlers: timing.Figure
     gpu: timing.Figure
+
+    @property
+    def device(self) -> timing.Figure:
+        """Of the GPU, or of the host without one."""
+        return self.handlers if math.isnan(self.gpu) else self.gpu
 
 
 def measure(step: Callable[[Any], Any], state: Any) -> tuple[Timed, Any]:

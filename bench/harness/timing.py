@@ -8,7 +8,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -73,6 +73,32 @@ def median(samples: Sequence[float]) -> Figure:
 def ratio(times: Sequence[float], baseline: Sequence[float]) -> Figure:
     """Median of the ratios of the rounds."""
     return median([float(a) / float(b) for a, b in zip(times, baseline, strict=True)])
+
+
+class Samples(dict[K, list[float]]):
+    """Seconds of each method by round."""
+
+    def median(self, method: K) -> Figure:
+        return median(self[method])
+
+    def medians(self, scale: float = 1.0) -> dict[K, Figure]:
+        return {method: self.median(method) * scale for method in self}
+
+    def ratio(self, method: K, baseline: K) -> Figure:
+        """Time of a method relative to that of a baseline."""
+        return ratio(self[method], self[baseline])
+
+    def fastest(self, methods: Iterable[K]) -> K | None:
+        """None without a method."""
+        return min(methods, key=self.median, default=None)
+
+
+def compare(
+    methods: Mapping[K, Callable[[], float]], count: int, *, warmup: int = 0, seconds: float = 0.0
+) -> Samples[K]:
+    """`rounds` of methods that return seconds, after `warmup` rounds that do not count."""
+    taken = rounds(methods, warmup + count, seconds=seconds)
+    return Samples({method: samples[warmup:] for method, samples in taken.items()})
 
 
 def rounds(

@@ -2,7 +2,7 @@
 
 `python -m bench.harness.triton_baseline REQUEST` is started by
 `bench.harness.copy_baselines.triton`; REQUEST is JSON with "pool_bytes", "blocks" (sizes) and their
-"count", "few_block" (a size) and its "few_counts". The last line of output has the samples.
+"count". Output: a line of JSON with the samples for each direction and size.
 
 The parameters (vLLM's swap_blocks kernel): min(12, n) programs, program p copies the jobs p, p + 12
 and so on, in words of 8 bytes and chunks of min(8 KiB, the block rounded up to a power of two). A
@@ -81,10 +81,10 @@ class Copy:
         if not torch.equal(got, torch.cat([wanted, other])):
             raise AssertionError(f"wrong bytes, {self.count} blocks, {self.nbytes} bytes")
 
-    def seconds(self, calls: int, repeats: int = REPEATS) -> list[float]:
+    def seconds(self, calls: int) -> list[float]:
         """Seconds per copy of `calls` consecutive copies with one wait at the end, by repeat."""
         samples = []
-        for _ in range(repeats):
+        for _ in range(REPEATS):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(calls):
@@ -98,22 +98,17 @@ def _rows(blocks: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return blocks[ids.to(blocks.device)].cpu()
 
 
-def main(request: dict) -> dict:
+def main(request: dict) -> None:
     torch.manual_seed(0)
     memory = Memory(request["pool_bytes"])
-    many, few = [], []
     for direction in ("load", "store"):
         for block_bytes in request["blocks"]:
             copy = Copy(memory, direction, block_bytes, request["count"])
             copy.verify()
             calls = max(2, min(10, int(CHAIN_SECONDS / min(copy.seconds(1)))))
-            many.append((direction, block_bytes, copy.seconds(calls)))
-        for count in request["few_counts"]:
-            copy = Copy(memory, direction, request["few_block"], count)
-            copy.verify()
-            few.append((direction, count, copy.seconds(1, 10 * REPEATS)))
-    return {"many": many, "few": few}
+            answer = {"direction": direction, "bytes": block_bytes, "seconds": copy.seconds(calls)}
+            print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(json.loads(sys.argv[1]))))
+    main(json.loads(sys.argv[1]))

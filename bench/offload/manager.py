@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from bench.harness.records import Results, arguments
+from bench.harness.main import Flags, benchmark
+from bench.harness.records import Results
 from jaxkv.offload import BlockGroup, BlockHasher, LoadSpec, OffloadManager, StoreSpec
 
 BLOCKS = 256  # of a request
@@ -106,12 +107,21 @@ def operations(policy: str, number: int, rounds: int) -> Iterator[tuple[str, flo
     yield "requests, half of them stored", rate(serve, rounds)
 
 
-def measure(results: Results, number: int, rounds: int) -> None:
+def measure(results: Results, flags: Flags) -> None:
+    number, rounds = (4, 3) if flags.quick else (64, 9)  # requests
+
+    def target(name: str, got: float, op: str, want: float, unit: str) -> None:
+        if not flags.quick:
+            results.target(name, got, op, want, unit)
+
     for case, microseconds in lookups(number, rounds):
-        results.row(f"lookup, {case}", "time per block", "us", microseconds)
+        name = f"lookup, {case}"
+        results.row(name, "time per block", "us", microseconds)
+        target(name, microseconds, "<=", WANTED_LOOKUP_US, "us per block")
     for policy in ("lru", "arc"):
         for case, blocks in operations(policy, number, rounds):
             results.row(f"{case}, {policy}", "rate", "blocks/s", blocks)
+            target(f"{case}, {policy}", blocks, ">=", WANTED_RATE, "blocks/s")
     for block_size in BLOCK_SIZES:
         hasher = BlockHasher(block_size, model="bench")
         tokens = [random.randrange(1 << 17) for _ in range(block_size * number)]
@@ -123,25 +133,7 @@ def hash_blocks(hasher: BlockHasher, tokens: Sequence[int]) -> int:
     return len(hasher.hashes(tokens))
 
 
-def record_targets(results: Results) -> None:
-    for row in results.rows:
-        if row.metric == "rate":
-            results.target(row.case, row.value, ">=", WANTED_RATE, row.unit)
-        elif row.case.startswith("lookup"):
-            results.target(row.case, row.value, "<=", WANTED_LOOKUP_US, "us per block")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv)
-    results = Results("offload_manager")
-    measure(results, *((4, 3) if flags.quick else (64, 9)))
-    if not flags.quick:
-        record_targets(results)
-    for row in results.rows:
-        print(f"{row.case:40} {row.value:12,.3f} {row.unit}")
-    results.save(flags.out)
-    return 0
-
+main = benchmark("offload_manager", __doc__, measure, needs_gpu=False)
 
 if __name__ == "__main__":
     sys.exit(main())

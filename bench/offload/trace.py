@@ -14,7 +14,7 @@ Without a device cache, each hit is a load from the host tier. With an LRU devic
 `DEVICE_BLOCKS`, without which write-back would be write-through, its hits count too.
 """
 
-import argparse
+import itertools
 import json
 import sys
 from collections import OrderedDict
@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.harness.main import Flags, benchmark
 from bench.harness.records import HOST, Results
 from jaxkv.offload import LoadSpec, OffloadManager, StoreSpec
 
@@ -54,10 +55,6 @@ def read(path: Path) -> list[list[bytes]]:
     """Keys of the blocks of each request."""
     lines = path.read_text().splitlines()
     return [[i.to_bytes(36, "big") for i in json.loads(line)["hash_ids"]] for line in lines]
-
-
-def device_cache_text() -> str:
-    return f", device cache of {DEVICE_BLOCKS:,}"
 
 
 class DeviceCache:
@@ -104,36 +101,30 @@ def replay(requests: Requests, manager: OffloadManager, device_blocks: int = 0) 
     return Replay(blocks, hits, int(manager.metrics()["kv_offload_stored_blocks"]))
 
 
-def measure(results: Results, requests: Requests) -> None:
+def measure(results: Results, flags: Flags) -> None:
+    requests = read(flags.trace)
     for num_pages in CAPACITIES:
         for device_blocks, writes in ((0, WRITES), (DEVICE_BLOCKS, (*WRITES, "back"))):
-            for policy in POLICIES:
-                for write in writes:
-                    manager = OffloadManager(num_pages, policy=policy, write=write)
-                    found = replay(requests, manager, device_blocks)
-                    case = f"{num_pages:,} blocks {policy} {write}"
-                    case += device_cache_text() if device_blocks else ""
-                    print(f"{case:52} {found.hit_rate:5.2f} % {found.share_written:6.2f} %")
-                    results.row(case, "hit rate", "%", found.hit_rate)
-                    results.row(case, "blocks written", "%", found.share_written)
-                    if case == f"{WANTED_CAPACITY:,} blocks lru second_use":
-                        name = f"blocks written, {case}"
-                        results.target(name, found.share_written, "<=", WANTED_SHARE, "%")
+            for policy, write in itertools.product(POLICIES, writes):
+                manager = OffloadManager(num_pages, policy=policy, write=write)
+                found = replay(requests, manager, device_blocks)
+                case = f"{num_pages:,} blocks {policy} {write}"
+                case += f", device cache of {device_blocks:,}" if device_blocks else ""
+                results.row(case, "hit rate", "%", found.hit_rate)
+                results.row(case, "blocks written", "%", found.share_written)
+                if case == f"{WANTED_CAPACITY:,} blocks lru second_use":
+                    name = f"blocks written, {case}"
+                    results.target(name, found.share_written, "<=", WANTED_SHARE, "%")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("trace", type=Path, help="file with one request in each line")
-    parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
-    flags = parser.parse_args(argv)
-    results = Results("offload_trace")
-    print(f"{'':52} {'hits':>7} {'written':>8}")
-    measure(results, read(flags.trace))
-    results.save(flags.out, device=HOST)
-    return 0
-
+main = benchmark(
+    "offload_trace",
+    __doc__,
+    measure,
+    options={"trace": {"type": Path, "help": "file with one request in each line"}},
+    device=HOST,
+    needs_gpu=False,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -87,7 +87,6 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     ),
     "plots": plots.markdown,
     "records": tables.all_records,
-    "retired": tables.retired,
     "serving": Table(
         "serving",
         "(?P<w>[^:]*)",

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from bench.harness import older
 from bench.harness.records import HOST, File, Row, Target
 from bench.report import staleness
 
@@ -173,11 +172,6 @@ def all_records(files: Sequence[File]) -> str:
         "pending: why it was not measured again",
     )  # fmt: skip
     return table(header, rows)
-
-
-def retired(files: Sequence[File]) -> str:
-    """Targets that no benchmark records any more; independent of the records."""
-    return "".join(f"- {reason}.\n" for reason in older.RETIRED.values())
 
 
 def unmeasured(files: Sequence[File]) -> str:

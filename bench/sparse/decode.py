@@ -11,9 +11,7 @@ the rows by their indices.
 from __future__ import annotations
 
 import functools
-import math
 import sys
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +20,13 @@ import numpy as np
 
 import jaxkv
 from bench.harness import timestamps
-from bench.harness.records import Results, arguments
-from bench.sparse.traces import Trace
+from bench.harness.main import Flags, benchmark, on_gpu
+from bench.harness.records import Results
+from bench.sparse.inputs import PAGE_SIZE, Trace
 from examples.sparse.attention import attend_rows
 from jaxkv import sparse
 
-LATENT, ROPE, PAGE_SIZE = 512, 64, 64
+LATENT, ROPE = 512, 64
 WARMUP = 48
 REUSE, MAIN_REUSE, WANTED = (0.8, 0.9, 0.95, 0.99), 0.95, 3.0
 THROUGHPUT, GAIN = "decode throughput", "throughput over that in HBM"
@@ -119,7 +118,7 @@ def seconds_per_step(size: Size, batch: int, reuse: float, tier: Any) -> float:
     if not bool(jnp.isfinite(out.astype(jnp.float32)).all()):
         raise AssertionError("the step's results are not finite")
     del arrays
-    return timed.handlers if math.isnan(timed.gpu) else timed.gpu
+    return timed.device
 
 
 class InHbm:
@@ -171,32 +170,24 @@ class InHostMemory:
         return state.rows, places, (state, pool, table)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv)
-    results = Results("sparse_decode")
-    on_gpu = jax.default_backend() == "gpu"
-    size = FULL if on_gpu else SMALL
-    quick = flags.quick or not on_gpu
-    for reuse in (MAIN_REUSE,) if quick else REUSE:
+def measure(results: Results, flags: Flags) -> None:
+    size = FULL if on_gpu() else SMALL
+    for reuse in (MAIN_REUSE,) if flags.quick else REUSE:
         rates = {}
         for tier, batch in ((InHbm(size), size.in_hbm), (InHostMemory(size), size.batch)):
             seconds = seconds_per_step(size, batch, reuse, tier)
-            name = f"{type(tier).__name__}, {batch} requests of {size.context}, reuse {reuse:.0%}"
+            case = f"{type(tier).__name__}, {batch} requests of {size.context}, reuse {reuse:.0%}"
             rates[batch] = batch / seconds
-            results.row(name, "time per step", "us", seconds * 1e6)
-            results.row(name, THROUGHPUT, "token/s", rates[batch])
-            print(
-                f"{name}: {seconds * 1e6:.0f} us per step, {rates[batch]:.0f} token/s", flush=True
-            )
+            results.row(case, "time per step", "us", seconds * 1e6)
+            results.row(case, THROUGHPUT, "token/s", rates[batch])
         gain = rates[size.batch] / rates[size.in_hbm]
         name = f"HBM for {size.in_hbm} of {size.batch} requests, reuse {reuse:.0%}: {GAIN}"
         results.row(name, GAIN, "x", gain)
-        print(f"{name}: {gain:.2f} x", flush=True)
-        if on_gpu and reuse == MAIN_REUSE:
+        if on_gpu() and reuse == MAIN_REUSE:
             results.target(name, gain, ">=", WANTED, "x")
-    results.save(flags.out)
-    return 0
 
+
+main = benchmark("sparse_decode", __doc__, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

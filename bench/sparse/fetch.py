@@ -1,6 +1,6 @@
 """Fetches of top-k rows from host memory: `python -m bench.sparse.fetch`.
 
-Sweeps of the reuse of ids between steps, the batch and the context, with rows of 656 bytes (fp8
+32 requests of 32,768 tokens, by the reuse of ids between steps, with rows of 656 bytes (fp8
 payload, scales and RoPE of DeepSeek V3.2) and 1,152 bytes (bf16 MLA). Fetches are chained within
 one program, so the time is GPU time without dispatch. The rates are payload of missing rows.
 
@@ -11,18 +11,31 @@ Baselines in the same run:
   - XLA's gather, of all rows.
 """
 
+from __future__ import annotations
+
+import ctypes
+import functools
 import sys
+import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from bench.harness import peak_bandwidth
-from bench.harness.records import Results, arguments
-from bench.sparse import cases, xla_gather
-from examples.sparse import engine, model
+import jaxkv
+from bench.harness import copy_baselines, peak_bandwidth, timestamps, timing
+from bench.harness.main import Flags, benchmark, on_gpu
+from bench.harness.records import Results
+from bench.harness.timing import Figure
+from bench.sparse import xla_gather
+from bench.sparse.inputs import PAGE_SIZE, Cache, Trace
+from jaxkv import sparse
 
+WARMUP = 5
+PRODUCTS = 8  # about 1.5 ms on a data-centre GPU
+SOURCE = copy_baselines.REPOSITORY / "bench" / "sparse" / "published.cu"
 ROWS = (656, 1152)
 REUSE = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 TIME, RATE = "time per call", "missing rows"
@@ -46,80 +59,194 @@ FULL = Size(32, 32768, 2048, 4096, 1 << 30)
 SMALL = Size(2, 512, 32, 64, 1 << 22)  # of the CPU backend
 
 
-def case_of(
-    cache: cases.Cache, size: Size, reuse: float, *, batch: int, context: int
-) -> cases.Case:
-    missing = batch * size.k * (1 - reuse) * cache.row_bytes
-    calls = int(min(24, max(2, 2e9 // max(missing, 1))))  # at most 40 ms of the link
-    return cases.Case(
-        cache, batch=batch, context=context, reuse=reuse, k=size.k, slots=size.slots, calls=calls,
-    )  # fmt: skip
+class Case:
+    """Fetches of top-k ids of each of `batch` requests of `context` tokens."""
+
+    def __init__(self, cache: Cache, size: Size, reuse: float, *, batch: int, context: int):
+        self.cache, self.batch, self.context, self.k = cache, batch, context, size.k
+        missing = batch * size.k * (1 - reuse) * cache.row_bytes
+        self.slots = size.slots
+        self.calls = int(min(24, max(2, 2e9 // max(missing, 1))))  # at most 40 ms of the link
+        self.name = f"{cache.row_bytes} B rows, batch {batch}, context {context}, reuse {reuse:.0%}"
+        self.trace = Trace(batch=batch, context=context, k=size.k, reuse=reuse, calls=self.calls)
+        self.table = cache.table(batch, context)
+        self.missing_bytes = batch * self.trace.fresh * cache.row_bytes  # of a call
+
+    def seconds(self, method: str) -> Figure:
+        """Seconds per call of "jaxkv" or "published": of the GPU, or of the host without one."""
+        program, state = getattr(self, f"_{method}")()
+        for _ in range(WARMUP):  # until no slot is free
+            state, _ = program(state, self.trace.next())
+        timed, (state, rows) = timestamps.measure(
+            lambda state: program(state[0], self.trace.next()), (state, None)
+        )
+        jaxkv.check_errors(rows)
+        self._check(state[0], rows)
+        return timed.device / self.calls
+
+    def _check(self, hot: jax.Array, rows: jax.Array) -> None:
+        """Raises an AssertionError unless the last rows are those of the last ids."""
+        found = np.asarray(hot.reshape(-1, self.cache.row_bytes)[rows.reshape(-1)])
+        number = np.ascontiguousarray(found[:, :4]).view(np.int32).reshape(self.batch, self.k)
+        ids = np.asarray(self.last_ids)
+        pages = self.table[np.arange(self.batch)[:, None], ids // PAGE_SIZE]
+        if not np.array_equal(number, pages * PAGE_SIZE + ids % PAGE_SIZE):
+            raise AssertionError("fetched rows are wrong")
+
+    def _chain(self, fetch: Any) -> Any:
+        """`(state, rows) = program(state, ids, ...)` of a `rows, state = fetch(state, ids, ...)`.
+
+        Products of matrices come first, so that the host is ahead of the GPU.
+        """
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def chain(state: Any, ids: list[jax.Array], x: jax.Array, *arrays: Any) -> Any:
+            for _ in range(PRODUCTS):
+                x = x @ x
+            first = timestamps.stamp(ids[0] + jnp.where(x[0, 0] > 1, 1, 0), 0)
+            for call in (first, *ids[1:]):
+                rows, state = fetch(state, call, *arrays)
+            return state, timestamps.stamp(rows, 1)
+
+        return chain
+
+    def _jaxkv(self) -> tuple[Any, Any]:
+        state = sparse.SparseState.create(
+            self.cache.spec, batch=self.batch, slots=self.slots, max_length=self.context
+        )
+        arrays = [jnp.asarray(self.table), jnp.full(self.batch, self.context, jnp.int32)]
+
+        def fetch(state: Any, ids: jax.Array, pool: Any, table: Any, lengths: Any) -> Any:
+            rows, new = sparse.fetch(
+                sparse.SparseState(*state), pool, ids, layer=0, lengths=lengths,
+                block_table=table,
+            )  # fmt: skip
+            return rows, (new.hot, new.positions, new.used, new.slot_of, new.clock)
+
+        chain = self._chain(fetch)
+        leaves = (state.hot, state.positions, state.used, state.slot_of, state.clock)
+        return self._recorded(lambda s, ids, x: chain(s, ids, x, self.cache.pool, *arrays)), leaves
+
+    def _published(self) -> tuple[Any, Any]:
+        library()
+        tokens = np.arange(self.context)
+        host_rows = jnp.asarray(
+            self.table[:, tokens // PAGE_SIZE] * PAGE_SIZE + (tokens % PAGE_SIZE).astype(np.int32)
+        )
+        state = (
+            jnp.zeros((self.batch, self.slots, self.cache.row_bytes), jnp.uint8),
+            jnp.full((self.batch, self.slots), -1, jnp.int32),
+            jnp.tile(jnp.arange(self.slots, dtype=jnp.int16), (self.batch, 1)),
+        )
+
+        def fetch(state: Any, ids: jax.Array, pool: Any, host_rows: Any) -> Any:
+            call = jax.ffi.ffi_call(
+                "bench_PublishedFetch",
+                [jax.typeof(ids), *map(jax.typeof, state)],
+                input_output_aliases={3: 1, 4: 2, 5: 3},
+            )
+            rows, *state = call(
+                ids, host_rows, pool, *state,
+                max_length=np.int64(self.context), row_bytes=np.int64(self.cache.row_bytes),
+            )  # fmt: skip
+            return rows, tuple(state)
+
+        chain = self._chain(fetch)
+        return self._recorded(
+            lambda s, ids, x: chain(s, ids, x, self.cache.pool.data, host_rows)
+        ), state
+
+    def _recorded(self, program: Any) -> Any:
+        size = 4096 if jax.default_backend() == "gpu" else 8
+        x = jnp.full((size, size), 1 / size, jnp.bfloat16)
+
+        def run(state: Any, ids: list[jax.Array]) -> Any:
+            self.last_ids = ids[-1]
+            return program(state, ids, x)
+
+        return run
 
 
-def record(results: Results, case: cases.Case, name: str, peers: Sequence[str]) -> dict[str, float]:
+@functools.cache
+def library() -> None:
+    """Registers the kernel after the published design."""
+    loaded = ctypes.CDLL(str(copy_baselines.compiled(SOURCE, cuda=True)))
+    target = jax.ffi.pycapsule(loaded.PublishedFetch)
+    jax.ffi.register_ffi_target("bench_PublishedFetch", target, platform="CUDA")
+
+
+def read_back_seconds(case: Case) -> Figure:
+    """Seconds of a fetch by cudaMemcpyBatchAsync: the ids are read back, misses are descriptors.
+
+    Without the time of a look-up on the host, which would be added.
+    """
+    rows = case.cache.pool.data.reshape(-1, case.cache.row_bytes)
+    hot = jnp.zeros((case.batch * case.slots, case.cache.row_bytes), jnp.uint8)
+    ids = case.trace.next()[0]
+
+    def read() -> float:
+        fresh = jax.block_until_ready(ids + 0)
+        start = time.perf_counter()
+        np.asarray(fresh)
+        return time.perf_counter() - start
+
+    reading = timing.median([read() for _ in range(5)])
+    number = case.batch * case.trace.fresh
+    rng = np.random.default_rng(2)
+    pairs = (
+        rng.integers(0, rows.shape[0], number),
+        rng.permutation(hot.shape[0])[:number],
+    )
+    if not number:
+        return reading
+    copy = copy_baselines.Outside(copy_baselines.BATCH, rows, hot, pairs)
+    copy(1)
+    return reading + timing.median([copy(1)[0] for _ in range(3)])
+
+
+def record(results: Results, case: Case, peers: Sequence[str]) -> dict[str, Figure]:
     """Measures a case and its baselines; returns their microseconds."""
-    on_gpu = jax.default_backend() == "gpu"
     seconds = {"jaxkv": case.seconds("jaxkv")}
     measures = {
         PUBLISHED: lambda: case.seconds("published"),
-        BATCH: lambda: cases.read_back_seconds(case),
+        BATCH: lambda: read_back_seconds(case),
     }
-    for peer in peers if on_gpu else ():
+    for peer in peers if on_gpu() else ():
         try:
             seconds[peer] = measures[peer]()
         except (RuntimeError, ValueError, AssertionError) as error:
             print(f"{peer}: not measured: {str(error).splitlines()[0]}", flush=True)
     times = {method: taken * 1e6 for method, taken in seconds.items()}
     others = {method: taken for method, taken in times.items() if method != "jaxkv"}
-    results.row(name, TIME, "us", times["jaxkv"], None, others)
-    text = f"{name}: {times['jaxkv']:.1f} us"
+    results.row(case.name, TIME, "us", times["jaxkv"], None, others)
     if case.missing_bytes:
         rates = {m: case.missing_bytes / taken / 1e9 for m, taken in seconds.items()}
-        peak = peak_bandwidth.contiguous_copy("load", 1 << 28 if on_gpu else 1 << 20)
-        own = rates.pop("jaxkv")
-        results.row(name, RATE, "GB/s", own, peak, rates)
-        text += f", {own:.1f} GB/s ({own / peak[1]:.0%} of peak)"
-    print(text, "".join(f", {m} {taken:.1f} us" for m, taken in others.items()), flush=True)
+        peak = peak_bandwidth.contiguous_copy("load", 1 << (28 if on_gpu() else 20))
+        results.row(case.name, RATE, "GB/s", rates.pop("jaxkv"), peak, rates)
     return times
-
-
-def name_of(row_bytes: int, batch: int, context: int, reuse: float) -> str:
-    return f"{row_bytes} B rows, batch {batch}, context {context}, reuse {reuse:.0%}"
 
 
 def sweep_reuse(
-    results: Results, cache: cases.Cache, size: Size, reuses: Sequence[float]
-) -> dict[float, dict[str, float]]:
+    results: Results, cache: Cache, size: Size, reuses: Sequence[float]
+) -> dict[float, dict[str, Figure]]:
     """The main case; microseconds of each method by reuse."""
     times = {}
     for reuse in reuses:
-        case = case_of(cache, size, reuse, batch=size.batch, context=size.context)
-        name = name_of(cache.row_bytes, size.batch, size.context, reuse)
-        times[reuse] = record(results, case, name, (PUBLISHED, BATCH))
+        case = Case(cache, size, reuse, batch=size.batch, context=size.context)
+        times[reuse] = record(results, case, (PUBLISHED, BATCH))
     return times
 
 
-def sweep_shapes(results: Results, cache: cases.Cache, size: Size) -> None:
-    """Other batches and contexts, of all misses and of few."""
-    shapes = [(batch, size.context) for batch in (1, 8, 64, 256)]
-    for batch, context in [*shapes, (size.batch, 8192), (size.batch, 131072)]:
-        for reuse in (0.0, PARTLY):
-            case = case_of(cache, size, reuse, batch=batch, context=context)
-            name = name_of(cache.row_bytes, batch, context, reuse)
-            record(results, case, name, (PUBLISHED,))
-
-
-def compare_equal_sms(results: Results, cache: cases.Cache, size: Size) -> None:
+def compare_equal_sms(results: Results, cache: Cache, size: Size) -> None:
     """Both designs on 16 SMs: 16 requests, for which the published one has 16 thread blocks."""
     for reuse, want in OVER_PUBLISHED.items():
-        case = case_of(cache, size, reuse, batch=16, context=size.context)
-        name = name_of(cache.row_bytes, 16, size.context, reuse)
-        times = record(results, case, name, (PUBLISHED,))
+        case = Case(cache, size, reuse, batch=16, context=size.context)
+        times = record(results, case, (PUBLISHED,))
         published = times.get(PUBLISHED)
         gain = published / times["jaxkv"] if published else None
         link = link_us(case.missing_bytes)
         bound = published / link if published and link else None
-        results.target(f"{name}: speedup over the {PUBLISHED}", gain, ">=", want, "x", bound)
+        results.target(f"{case.name}: speedup over the {PUBLISHED}", gain, ">=", want, "x", bound)
 
 
 def link_us(nbytes: int) -> float:
@@ -128,7 +255,7 @@ def link_us(nbytes: int) -> float:
 
 
 def record_targets(
-    results: Results, row_bytes: int, size: Size, times: dict[float, dict[str, float]]
+    results: Results, row_bytes: int, size: Size, times: dict[float, dict[str, Figure]]
 ) -> None:
     """Targets of the main case; `times` is the result of `sweep_reuse`."""
     main = f"{row_bytes} B rows, batch {size.batch} x {size.k} ids, 16 SMs"
@@ -148,7 +275,6 @@ def record_targets(
     gathers = xla_gather.measure(row_bytes, size.pool_bytes, size.batch * size.k)
     for name, seconds in gathers.items():
         results.row(f"{main}, {name}", TIME, "us", seconds * 1e6)
-        print(f"{main}, {name}: {seconds * 1e6:.1f} us", flush=True)
     xla = min(gathers.values(), default=None)  # of all rows, whatever the reuse
     for reuse, taken in times.items():
         gain = xla * 1e6 / taken["jaxkv"] if xla else None
@@ -158,38 +284,19 @@ def record_targets(
         results.target(name, gain, ">=", OVER_XLA, "x", bound)
 
 
-def example_reuse(results: Results) -> None:
-    """Share of the chosen rows that are in the hot buffer of examples/sparse, random weights."""
-    config, sizes, rng = model.Config(), engine.Sizes(), np.random.default_rng(0)
-    prompts = [rng.integers(0, config.vocab, length).tolist() for length in (128, 64, 100, 17)]
-    params = model.init_params(config, 0)
-    ran = engine.Engine(config, sizes, params, engine.InHostMemory(config, sizes))
-    ran.generate(prompts, 16)
-    share = 1 - ran.missing / ran.chosen
-    results.row(f"examples/sparse, {sizes.slots} slots, top {config.top_k}", "reuse", "", share)
-    print(f"examples/sparse: reuse {share:.0%}", flush=True)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = arguments(__doc__, argv)
-    results = Results("sparse")
-    on_gpu = jax.default_backend() == "gpu"
-    size = FULL if on_gpu else SMALL
-    example_reuse(results)
+def measure(results: Results, flags: Flags) -> None:
+    size = FULL if on_gpu() else SMALL
     for row_bytes in ROWS[:1] if flags.quick else ROWS:
-        cache = cases.Cache(row_bytes, size.pool_bytes)
-        quick = flags.quick or not on_gpu
-        reuses = (0.0, PARTLY, 1.0) if quick or row_bytes != ROWS[0] else REUSE
-        times = sweep_reuse(results, cache, size, reuses)
-        if on_gpu:
+        cache = Cache(row_bytes, size.pool_bytes)
+        main_rows = not flags.quick and row_bytes == ROWS[0]
+        times = sweep_reuse(results, cache, size, REUSE if main_rows else (0.0, PARTLY, 1.0))
+        if on_gpu():
             record_targets(results, row_bytes, size, times)
             compare_equal_sms(results, cache, size)
-        if not quick and row_bytes == ROWS[0]:
-            sweep_shapes(results, cache, size)
         cache.pool.close()
-    results.save(flags.out)
-    return 0
 
+
+main = benchmark("sparse", __doc__, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,6 @@ Two ways around it, of which the faster one is the baseline:
 import inspect
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -20,22 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compute_on import compute_on
 
-from bench.harness import timing
-from bench.harness.records import REPOSITORY
-from bench.sparse.cases import PAGE_SIZE, Cache
+from bench.harness import processes, timing
+from bench.sparse.inputs import PAGE_SIZE, Cache
 
 HOST, VIEW = "XLA gather, host compute", "XLA gather, view"
+TIMEOUT_S = 300.0
 
 
 def measure(row_bytes: int, pool_bytes: int, count: int) -> dict[str, float]:
     """Seconds of a gather of `count` random rows; without those that failed."""
-    command = [sys.executable, "-m", __name__, *map(str, (row_bytes, pool_bytes, count))]
-    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    found = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
-    if ran.returncode or len(found) < 2:
-        last = ran.stderr.strip().splitlines()[-1:] or ["no message"]
-        print(f"XLA gather: {len(found)} of 2 ways measured: {last[0][:200]}", flush=True)
-    return dict(found)
+    request = {"row_bytes": row_bytes, "pool_bytes": pool_bytes, "count": count}
+    ran = processes.run(__name__, [request], timeout_s=TIMEOUT_S)
+    (answers,) = ran.answers
+    for why in (ran.failure, *(answer.get("failed") for answer in answers)):
+        if why:
+            print(f"XLA gather: not measured: {why}", flush=True)
+    return {answer["method"]: answer["seconds"] for answer in answers if "seconds" in answer}
 
 
 def of_view(data: jax.Array, rows: int, row_bytes: int) -> Callable[[jax.Array], Any]:
@@ -74,14 +73,13 @@ def on_host(data: jax.Array, row_bytes: int) -> Callable[[jax.Array], Any]:
     return lambda wanted: gather(data, wanted)
 
 
-def gather_again(gather: Callable[[jax.Array], Any], wanted: jax.Array) -> Callable[[Any], Any]:
-    return lambda _: gather(wanted)
+def seconds_of(gather: Callable[[jax.Array], Any], wanted: jax.Array) -> float:
+    return timing.seconds_per_call(lambda _: gather(wanted), None, calls=4, repeats=3)[0]
 
 
-def main() -> None:
-    row_bytes, pool_bytes, count = map(int, sys.argv[1:])
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    cache = Cache(row_bytes, pool_bytes)
+def main(request: dict[str, int]) -> None:
+    row_bytes, count = request["row_bytes"], request["count"]
+    cache = Cache(row_bytes, request["pool_bytes"])
     data, rows = cache.pool.data, cache.num_pages * PAGE_SIZE
     numbers = np.random.default_rng(0).integers(0, rows, count, np.int32)
     wanted = jnp.asarray(numbers)
@@ -89,16 +87,17 @@ def main() -> None:
         (VIEW, lambda: of_view(data, rows, row_bytes)),
         (HOST, lambda: on_host(data, row_bytes)),
     ):
+        answer: dict[str, Any] = {"method": name}
         try:
             gather = prepare()
             found = np.asarray(gather(wanted)).reshape(count, -1).view(np.int32)[:, 0]
             assert np.array_equal(found, numbers), "gathered rows are wrong"
+            answer["seconds"] = seconds_of(gather, wanted)
         except Exception as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            continue
-        seconds, _ = timing.seconds_per_call(gather_again(gather, wanted), None, calls=4, repeats=3)
-        print(json.dumps([name, seconds]), flush=True)
+            answer["failed"] = f"{name}: {error}"[:500]
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    main(json.loads(sys.argv[1]))

@@ -1,7 +1,6 @@
 """The benchmarks: quick runs of all of them, and the verification of what they compare."""
 
 import importlib
-import types
 from unittest import mock
 
 import jax
@@ -13,9 +12,10 @@ import jaxkv
 from bench import engines, pages, run_all
 from bench import recurrent_steps as steps
 from bench.harness import host_metadata, records, timestamps
-from bench.harness.blocks import HOST_IDS, KIB, Method
+from bench.harness.blocks import CHOICES, HOST_IDS, KIB, Method
+from bench.harness.main import benchmark_of_devices
 from bench.harness.records import Results
-from bench.harness.timing import Figure
+from bench.harness.timing import Call, Figure, Samples
 from bench.metadata import make_batch, on_host
 
 pytestmark = pytest.mark.end_to_end
@@ -70,6 +70,7 @@ def test_quick_run_on_a_cpu_gives_positive_figures(name, tmp_path, monkeypatch):
     monkeypatch.setattr(Results, "save", lambda self, out: saved.append(self))
     assert importlib.import_module(f"bench.{run_all.BENCHMARKS[name]}").main(["--quick"]) == 0
     names = [f"{name}_{n}" for n in (2, 4, 8)] if name in OF_DEVICES else [name]
+    names += ["small_batches"] if name == "transfer" else []
     for found in saved:
         assert found.name in names and found.rows
         positive = ("bandwidth", engines.LATENCY, "time per step")
@@ -81,42 +82,62 @@ def test_quick_run_on_a_cpu_gives_positive_figures(name, tmp_path, monkeypatch):
     assert saved
 
 
-@pytest.mark.parametrize("name", OF_DEVICES)
-def test_devices_flag_selects_available_numbers_of_devices(name, monkeypatch, capsys):
+def test_devices_flag_selects_available_numbers_of_devices(monkeypatch, capsys):
     """Only available numbers of devices run; the others are reported."""
-    monkeypatch.setattr(jax, "devices", lambda: [None] * 4)
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    bench = importlib.import_module(f"bench.{run_all.BENCHMARKS[name]}")
     saved = []
     monkeypatch.setattr(Results, "save", lambda self, out: saved.append(self.name))
-    nothing = types.SimpleNamespace(measure=lambda: None, table=lambda: "")
-    monkeypatch.setattr(bench, "Bench", lambda *_, **__: nothing, raising=False)
-    monkeypatch.setattr(bench, "Stack", lambda *_: None, raising=False)
-    monkeypatch.setattr(bench, "measure", lambda *_: None, raising=False)
-    for flags, expected in (([], [2, 4]), (["--devices", "4", "8"], [4])):
+    main = benchmark_of_devices("x", None, lambda *_: None, lambda flags: 4)
+    for flags, expected in (([], ["x_2", "x_4"]), (["--devices", "4", "8"], ["x_4"])):
         saved.clear()
-        assert bench.main(flags) == 0
-        assert saved == [f"{name}_{world}" for world in expected]
+        assert main(flags) == 0
+        assert saved == expected
         assert "not measured: 8 devices, of 4" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        bench.main(["--devices", "3"])
+        main(["--devices", "3"])
+
+
+def test_failure_with_one_number_of_devices_is_recorded_and_keeps_the_others(monkeypatch):
+    def measure(results, world, flags):
+        results.row("case", "time", "us", 1.0)
+        if world == 2:
+            raise RuntimeError("no memory")
+
+    saved = []
+    monkeypatch.setattr(Results, "save", lambda self, out: saved.append(self))
+    assert benchmark_of_devices("x", None, measure, lambda flags: 4)([]) == 1
+    failed, complete = ([row.case for row in found.rows] for found in saved)
+    assert failed == ["case", "2 devices: RuntimeError: no memory"] and complete == ["case"]
+
+
+def test_added_rows_and_targets_are_printed(capsys):
+    found = Results("x", log=True)
+    found.row("a", "time", "us", Figure(2.0, 0.5), ("copy", 1.0), {"peer": 4.0}, ("<=", 1))
+    assert capsys.readouterr().out.splitlines() == [
+        "missed: a: time: 2 <= 1 us",
+        "a: time 2 us +- 1, copy 1, peer 4",
+    ]
+    assert [(target.name, target.met) for target in found.targets] == [("a: time", False)]
 
 
 @pytest.mark.cpu_only
 def test_engine_baselines_and_jaxkv_move_the_same_pages():
     engine = engines.Engine(engines.Size(2, 6, 2 * KIB, rounds=1))
-    samples = engine.measure()
-    assert all(0 < host <= done for taken in samples.values() for done, host in taken)
-    assert ("store", engines.SGLANG + engines.REUSED) in samples
+    calls = engine.measure()
+    taken = [call for of_way in calls.values() for calls in of_way.values() for call in calls]
+    assert all(0 < call.returns <= call.done for call in taken)
+    assert engines.SGLANG + engines.REUSED in calls["store"]
     payload = 6 * 2 * 2 * KIB
     assert all(engine.staging[name] >= payload for name in engines.BASELINES)
-    assert all(engine.staging[name] < 1024 for name in engines.JAXKV)
+    assert all(engine.staging[str(method)] < 1024 for method in CHOICES)
 
 
 @pytest.mark.cpu_only
-def test_engine_way_that_loads_nothing_raises(monkeypatch):
-    monkeypatch.setattr(engines.Baseline, "_load", lambda self: self.engine.cache)
+@pytest.mark.parametrize(
+    "way, missing",
+    [(engines.Baseline, "_load"), (engines.Jaxkv, "load"), (engines.Jaxkv, "store")],
+)
+def test_engine_way_that_copies_nothing_raises(way, missing, monkeypatch):
+    monkeypatch.setattr(way, missing, lambda self: None)
     with pytest.raises(AssertionError, match="pages differ after a store and a load"):
         engines.Engine(engines.Size(1, 4, KIB, rounds=1)).measure()
 
@@ -139,15 +160,15 @@ def test_engine_baseline_waits_are_independent_of_the_number_of_pages(method, mo
 
 def test_engine_speedup_is_over_the_faster_engine_and_store_per_page_is_no_target():
     engine = engines.Engine(engines.Size(1, 4, KIB, rounds=1))
-    engine.staging = dict.fromkeys((*engines.JAXKV, *engines.BASELINES), 0)
+    engine.staging = dict.fromkeys((*map(str, CHOICES), *engines.BASELINES), 0)
     times = {"tpu-inference": 4.0, "sglang-jax": 3.0, engines.ALL_PAGES: 2.0, "as chosen": 1.5}
     others = ("as chosen, no copy", "as chosen HostIds", "as chosen HostIds, no copy")
     times |= dict.fromkeys(others, 1.0)
     times |= {name + engines.REUSED: times[name] for name in engines.BASELINES}
     found = Results("engines")
     for direction in ("load", "store"):
-        samples = {(direction, name): [(t, t)] * 3 for name, t in times.items()}
-        engines.Comparison(engine, direction, samples).record(found)
+        calls = {name: [Call(Figure(t), Figure(t))] * 3 for name, t in times.items()}
+        engines.Comparison(engine, direction, calls).record(found)
     got = {target.name: target.got for target in found.targets}
     case = f"{engine.size}, as chosen: speedup over"
     assert got[f"load, {case} {engines.PER_PAGE}"] == 2.0
@@ -171,6 +192,21 @@ def test_pages_case_with_a_load_that_copies_nothing_raises(monkeypatch):
     monkeypatch.setattr(jaxkv, "load_pages", lambda pool, cache, *ids, **options: cache)
     with pytest.raises(AssertionError, match="wrong pages"):
         case.verify(Method("host", HOST_IDS))
+
+
+@pytest.mark.cpu_only
+def test_unsupported_method_is_left_out_and_keeps_pool_and_cache(monkeypatch):
+    real = jaxkv.store_pages
+
+    def store_pages(*args, implementation, **options):
+        if implementation == "dma":
+            raise NotImplementedError("no copy engine")
+        return real(*args, implementation=implementation, **options)
+
+    monkeypatch.setattr(jaxkv, "store_pages", store_pages)
+    monkeypatch.setattr(pages, "methods", lambda: [Method("dma"), Method("host")])
+    case = pages.Case(pages.size_of(pages.parse(["--quick"])), pages.DIRECT)
+    assert case.supported() == [Method("host"), *CHOICES]
 
 
 @pytest.mark.cpu_only
@@ -198,7 +234,7 @@ def test_state_saving_method_that_skips_a_required_copy_raises(monkeypatch, brok
 
 def test_combined_method_is_compared_with_the_faster_alternative():
     found = Results("recurrent")
-    samples = {method: [1.0, 1.1, 1.2] for method in steps.METHODS}
+    samples = Samples({method: [1.0, 1.1, 1.2] for method in steps.METHODS})
     samples[steps.PREDICATE] = [0.9, 0.9, 0.9]
     samples[steps.COMBINED] = [0.72, 0.9, 0.99]
     for batch in (16, 64):

@@ -14,7 +14,6 @@ from bench.collectives.all_reduce import (
     CHAINED_CALL,
     CHAINED_PAIR,
     CHOSEN,
-    FASTEST,
     GPU_TIME,
     KIB,
     MIB,
@@ -23,11 +22,13 @@ from bench.collectives.all_reduce import (
     PSUM,
     TORCH,
     Bench,
-    Case,
+    Key,
+    Run,
 )
 from bench.harness import processes, records
 from bench.harness.profiler import Event
 from bench.harness.records import Results
+from bench.harness.timing import Figure, Samples
 from bench.report import plots
 from bench.report.catalog import TABLES
 from jaxkv._src.tuning import all_reduce_table
@@ -124,7 +125,7 @@ def test_gpu_time_over_ranks_is_that_of_the_last_rank_to_enter():
         {"kernels": [[2e-6, 8e-6, 5e-6]], "call": [5e-6]},
     ]
     found = all_reduce.over_ranks(answers)
-    assert found == {GPU_TIME: 3e-6, FASTEST: 2e-6, CHAINED_CALL: 5e-6}
+    assert found == pytest.approx({GPU_TIME: 3, CHAINED_CALL: 5})
     assert all_reduce.over_ranks([{"kernels": [[1.0]]}, {"unprofiled": "why"}]) == {}
 
 
@@ -147,14 +148,6 @@ def test_short_kernel_name_has_no_namespace_and_arguments(kernel, name):
     assert all_reduce.short_name(kernel) == name
 
 
-@pytest.mark.parametrize("num_bytes", [KIB, 512 * KIB, MIB, 64 * MIB])
-@pytest.mark.parametrize("method", [CHOSEN, all_reduce.XLA_KERNELS_OFF])
-def test_case_formatted_as_text_parses_back(num_bytes, method):
-    case = Case(4, PROCESS_PER_DEVICE, num_bytes, method, "two_shot + other")
-    assert Case.parse(str(case)) == case
-    assert Case.parse("2 devices, PyTorch: exit code 1") is None
-
-
 # --------------------------------------------------------------------------------------------------
 # Targets
 
@@ -162,15 +155,15 @@ def test_case_formatted_as_text_parses_back(num_bytes, method):
 def bench_with(times):
     """A bench of 2 devices with {(setting, method, bytes): us of every metric}."""
     bench = Bench(Results("all_reduce"), "gpu", 2, quick=False)
-    for (setting, method, num_bytes), microseconds in times.items():
-        seconds = {metric: microseconds * 1e-6 for metric in (GPU_TIME, CHAINED_CALL, CHAINED_PAIR)}
-        bench.times.setdefault((setting, method), {})[num_bytes] = seconds
-        bench.names[setting, method, num_bytes] = "low_latency"
+    for key, microseconds in times.items():
+        metrics = (GPU_TIME, CHAINED_CALL, CHAINED_PAIR)
+        bench.times[Key(*key)] = dict.fromkeys(metrics, Figure(microseconds))
+        bench.ran[Key(*key)] = "low_latency"
     return bench
 
 
 def targets(bench):
-    bench._record_targets()
+    bench.record_targets()
     return {target.name: target.got for target in bench.results.targets}
 
 
@@ -192,9 +185,9 @@ def test_setting_that_fails_keeps_completed_measurements(monkeypatch, capsys):
         processes, "run", lambda *_, **__: processes.ProcessResult(ranks, "exit code 1")
     )
     bench = bench_with({})
-    bench._run_each(PROCESS_PER_DEVICE, "a program", {})
+    bench.run(Run(PROCESS_PER_DEVICE, "a program", {}, each_device=True))
     assert bench.times == {
-        (PROCESS_PER_DEVICE, PSUM): {KIB: {CHAINED_CALL: 2e-6, CHAINED_PAIR: 4e-6}}
+        (PROCESS_PER_DEVICE, PSUM, KIB): pytest.approx({CHAINED_CALL: 2, CHAINED_PAIR: 4})
     }
     assert [row.case for row in bench.results.rows] == [
         "2 devices, one process per device: exit code 1",
@@ -234,7 +227,7 @@ def test_target_bound_is_the_time_of_copies_over_the_links():
     times |= {(TORCH, all_reduce.COPIES, size): 5.0 for size in (16 * MIB, 64 * MIB)}
     bench = bench_with(times)
     bench.world = 4
-    bench._record_targets()
+    bench.record_targets()
     band = BANDS[-1]
     [target] = [
         t for t in bench.results.targets if t.name == f"4 devices, one process, {band}: {GPU_TIME}"
@@ -251,8 +244,7 @@ def test_figure_and_tables_have_the_measured_times():
     times = all_sizes(ONE_PROCESS, CHOSEN, 3.0) | all_sizes(TORCH, "torch NCCL", 10.0)
     times |= all_sizes(ONE_PROCESS, PSUM, 12.0) | all_sizes(ONE_PROCESS, "one_shot", 5.0)
     bench = bench_with(times)
-    bench._record()
-    assert "3.0/12.0/10.0" in bench.table()
+    bench.record()
     rows = bench.results.rows
     file = records.File("some_gpu", "all_reduce_2", None, None, {}, rows, [])
     text = TABLES["all_reduce"]([file])
@@ -272,7 +264,7 @@ def test_figure_of_two_records_has_one_panel_per_number_of_devices():
     for world in (2, 4):
         bench = bench_with(all_sizes(ONE_PROCESS, CHOSEN, 3.0))
         bench.world = world
-        bench._record()
+        bench.record()
         rows = bench.results.rows
         files.append(records.File("some_gpu", f"all_reduce_{world}", None, None, {}, rows, []))
     [(key, drawn)] = plots.drawn_files(files).items()
@@ -336,19 +328,20 @@ def test_tensor_parallel_step_with_wrong_values_raises(monkeypatch):
     unsummed = functools.wraps(jaxkv.all_reduce)(lambda memory, x, axis_name: x)
     monkeypatch.setattr(jaxkv, "all_reduce", unsummed)
     with pytest.raises(AssertionError, match="activations differ"):
-        tensor_parallel.measure(Results("tensor_parallel"), stack, (2,))
+        tensor_parallel.measure_batches(Results("tensor_parallel"), stack, (2,))
 
 
 def test_tensor_parallel_target_is_the_ratio_to_psum(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tensor_parallel, "on_gpu", lambda: True)
     found = Results("tensor_parallel")
     stack = tensor_parallel.Stack.__new__(tensor_parallel.Stack)
     stack.world, stack.model = 2, tensor_parallel.SMALL
-    samples = {
+    times = {
         tensor_parallel.JAXKV: [8e-3],
         tensor_parallel.PSUM: [1e-2],
         tensor_parallel.NO_ALL_REDUCE: [6e-3],
     }
+    samples = Samples(times)
     tensor_parallel.record(found, stack, 4, samples)
     [target] = found.targets
     assert (target.got, target.bound) == (0.8, 0.6) and target.met

@@ -68,9 +68,10 @@ def test_replay_of_a_file_is_recorded(tmp_path, monkeypatch, capsys):
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps({"hash_ids": ids}) + "\n" for ids in ([0, 1], [0, 1, 2])))
     saved = []
-    monkeypatch.setattr(records.Results, "save", lambda self, out, device: saved.append(self))
+    monkeypatch.setattr(records.Results, "save", lambda self, out: saved.append(self))
     assert trace.main([str(path)]) == 0
     (found,) = saved
+    assert found.device == records.HOST
     values = {(row.case, row.metric): row.value for row in found.rows}
     assert values["3,000 blocks lru through", "hit rate"] == pytest.approx(100 * 2 / 5)
     assert values["3,000 blocks lru through", "blocks written"] == pytest.approx(100 * 3 / 5)

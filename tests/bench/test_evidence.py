@@ -6,8 +6,8 @@ import subprocess
 import pytest
 
 from bench.checks import memcheck
-from bench.harness import blocks, older, peak_bandwidth, records
-from bench.harness.records import Results, Row, Target
+from bench.harness import blocks, peak_bandwidth, records
+from bench.harness.records import Results, Target
 from bench.harness.timing import Figure
 from bench.report import evidence, plots, staleness, tables
 
@@ -98,36 +98,6 @@ def saved(tmp_path, monkeypatch):
 )
 def test_target_is_met_two_standard_errors_from_its_figure(op, want, got, error, met):
     assert Target("t", op, want, "unit", got, None, error).met is met
-
-
-def older_record(name, want, got, met):
-    op, value, unit = want
-    target = {"name": name, "want": {"op": op, "value": value, "unit": unit}}
-    return {"targets": [target | {"got": got, "met": met}]}
-
-
-def test_older_record_whose_limit_has_the_error_is_read_with_the_error_in_the_figure():
-    content = older_record("a, within 2 standard errors", ("<=", 1.1, "x"), 1.02, True)
-    (target,) = older.adapted(content)["targets"]
-    assert target["met"] is False and target["error"] == pytest.approx(0.05)
-    assert (target["name"], target["want"]["value"]) == ("a", 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "want", "kind"),
-    [
-        ("failed tests", ("==", 0, "tests"), "checks"),
-        ("wrong pages", ("<=", 0, "pages"), "checks"),
-        ("case: staging memory (HBM)", ("<=", 0.1, "MiB"), "checks"),
-        ("case: GPU time", ("<=", 50, "us"), "targets"),
-        ("store, x: speedup over one device_put per page", (">=", 12, "x"), None),
-        ("load, x: speedup over one device_put per page", (">=", 1.6, "x"), "targets"),
-    ],
-)
-def test_targets_of_older_records_are_checks_targets_or_retired(name, want, kind):
-    found = older.adapted(older_record(name, want, 0, True))
-    assert [key for key in ("targets", "checks") if found[key]] == ([kind] if kind else [])
-    assert older.adapted(found) is found
 
 
 def test_target_with_an_unknown_operator_raises():
@@ -264,12 +234,6 @@ def test_listing_has_target_measurement_and_verdict(saved):
     assert "**missed**   failed tests: target == 0 tests, measured 2 tests" in text
 
 
-def test_unmeasured_target_is_neither_met_nor_missed(tmp_path):
-    measured(got=None).save(root=tmp_path)
-    text = evidence.listing(records.read(tmp_path))
-    assert "not measured load is near peak: target >= 0.900 of peak, measured -" in text
-
-
 def test_tables_of_saved_records_have_their_figures(saved):
     files = records.read(saved)
     date = files[0].date
@@ -366,14 +330,6 @@ def test_plots_of_equal_figures_are_identical(saved, tmp_path):
     (second,) = evidence.draw(files, tmp_path / "second")
     assert first.name == "transfer_some_gpu.svg"
     assert first.read_bytes() == second.read_bytes()
-
-
-def test_row_without_peak_and_baselines_is_read_back(tmp_path):
-    found = Results("x")
-    found.row("case", "metric", "unit", 1)
-    found.save(root=tmp_path)
-    (file,) = records.read(tmp_path)
-    assert file.rows == [Row("case", "metric", "unit", 1, None, {}, 0.0)]
 
 
 @pytest.mark.gpu

@@ -1,15 +1,18 @@
 """The benchmarks of block copies: verification, choices, and targets from samples."""
 
+from unittest import mock
+
 import jax
 import numpy as np
 import pytest
 
 import jaxkv
-from bench import profile_copy, small_batches, transfer
-from bench.harness import blocks, copy_baselines, timing
+from bench import profile_copy, transfer
+from bench.harness import blocks, copy_baselines, processes, timing
 from bench.harness.blocks import DEVICE_IDS, HOST_IDS, KIB, Blocks, Method, Program
-from bench.harness.copy_baselines import BATCH, SHORT_BATCH, TritonTimes
+from bench.harness.copy_baselines import BATCH, SHORT_BATCH
 from bench.harness.records import Results
+from bench.harness.timing import Samples
 from jaxkv._src.autotune.pools import Pools
 from jaxkv._src.transfer import api, dispatch
 
@@ -74,19 +77,16 @@ def test_copy_baselines_inside_and_outside_jax_copy_all_blocks(pools, baseline, 
     made.program(Method(baseline), direction, 32, copies=2)  # verifies
     source, destination = made.sides(direction)
     _, ids = made.ids(Method(baseline), 32, seed=5)
-    took = copy_baselines.run(baseline, source, destination, ids, calls=2, repeats=2)
-    assert 0 < took.submit <= took.total
+    total, submit = copy_baselines.Outside(baseline, source, destination, ids)(2)
+    assert 0 < submit <= total
     copied, original = np.asarray(destination)[ids[1]], np.asarray(source)[ids[0]]
     np.testing.assert_array_equal(copied, original)
 
 
 def cell_with(samples, chosen, count=10_000, size=16 * KIB, direction="load"):
     """A cell with {method or baseline: seconds of a copy by round}."""
-    cell = transfer.Cell.__new__(transfer.Cell)
-    cell.samples, cell.choices, cell.count, cell.direction = samples, chosen, count, direction
-    cell.made = Blocks.__new__(Blocks)
-    cell.made.block_bytes, cell.nbytes = size, size * count
-    cell.name = transfer.cell_text(direction, size, count)
+    cell = transfer.Cell(mock.Mock(block_bytes=size), direction, count)
+    cell.samples, cell.choices, cell.batches = Samples(samples), chosen, [BATCH, SHORT_BATCH]
     program = Program.__new__(Program)
     program.num_sms = 4
     cell.programs = dict.fromkeys(samples, program)
@@ -95,8 +95,8 @@ def cell_with(samples, chosen, count=10_000, size=16 * KIB, direction="load"):
 
 def targets_of(cell, triton=None, many=True):
     grid = transfer.FULL
-    bench = transfer.Bench(Results("transfer"), grid, None)
-    bench.targets(cell, ("one copy", 50.0), many=many, triton=triton)
+    bench = transfer.Bench(Results("transfer"), grid, {})
+    bench.targets(cell, 50.0, many=many, triton=triton)
     return bench, {target.name.partition(": ")[2]: target for target in bench.results.targets}
 
 
@@ -135,8 +135,7 @@ def test_baseline_of_few_blocks_is_called_in_jax():
 
 
 def test_triton_is_compared_on_equal_sms():
-    same = Method("kernel", DEVICE_IDS, transfer.TRITON_SMS)
-    samples = {KERNEL: [1e-3] * 3, same: [4e-3] * 3}
+    samples = {KERNEL: [1e-3] * 3, transfer.SAME_SMS: [4e-3] * 3}
     bench, found = targets_of(cell_with(samples, [KERNEL], size=8 * KIB), triton=[6e-3] * 3)
     assert found["speedup over Triton, 12 SMs each"].got == pytest.approx(1.5)
     assert [float(speedup) for speedup in bench.over_triton] == [pytest.approx(1.5)]
@@ -146,13 +145,13 @@ def test_small_batches_compare_each_choice_with_the_better_baseline(monkeypatch,
     rounds = {
         Method(BATCH): 4.0, Method(copy_baselines.LOOP): 2.0, KERNEL: 1.0, DMA: 3.0,
     }  # fmt: skip
-    metrics = (small_batches.IN_STEP, small_batches.ONE_CALL, small_batches.RETURNS)
+    metrics = (transfer.IN_STEP, transfer.ONE_CALL, transfer.HOST_TIME)
     samples = {method: [dict.fromkeys(metrics, us)] * 3 for method, us in rounds.items()}
-    monkeypatch.setattr(small_batches, "samples_of", lambda *_: samples)
+    monkeypatch.setattr(transfer, "samples_of", lambda *_: samples)
     made = Blocks(pools, 8 * KIB)
     monkeypatch.setattr(made, "chosen", lambda *args: {DEVICE_IDS: KERNEL, HOST_IDS: DMA}[args[2]])
     found = Results("small_batches")
-    small_batches.record_inside(found, made, "load", 4, small_batches.Effort(1, 1, 1))
+    transfer.record_few(found, made, "load", 4, transfer.Effort(1, 1, 1))
     assert [(t.got, t.met) for t in found.targets] == [(0.5, True), (1.5, False)] * 2
 
 
@@ -164,11 +163,10 @@ def test_grid_counts_above_max_bytes_are_reduced():
 
 
 def test_triton_answer_has_samples_by_direction(monkeypatch):
-    answer = '{"many": [["load", 1024, [1.0, 2.0]]], "few": [["store", 4, [3.0]]]}'
-    ran = type("", (), {"returncode": 0, "stdout": f"warning\n{answer}\n"})
-    monkeypatch.setattr(copy_baselines.subprocess, "run", lambda *_, **__: ran)
-    times = copy_baselines.triton(blocks=[1024])
-    assert times == TritonTimes({("load", 1024): [1.0, 2.0]}, {("store", 4): [3.0]})
+    answer = {"direction": "load", "bytes": 1024, "seconds": [1.0, 2.0]}
+    ran = processes.ProcessResult([[answer]], "exit code 1")  # what was printed before counts
+    monkeypatch.setattr(processes, "run", lambda *_, **__: ran)
+    assert copy_baselines.triton(blocks=[1024]) == {("load", 1024): [1.0, 2.0]}
 
 
 PROFILED = [

@@ -1,4 +1,4 @@
-"""Streams of top-k ids with a given reuse, without end.
+"""Rows in host memory, and streams of top-k ids with a given reuse, without end.
 
 The ids of step t are a window of a random order of all positions, which moves on by the same number
 of positions in each step: the others are those of the previous step. A position that has left the
@@ -13,6 +13,31 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import jaxkv
+
+PAGE_SIZE = 64
+
+
+class Cache:
+    """A host pool of one layer, in which the first four bytes of a row are its number."""
+
+    def __init__(self, row_bytes: int, nbytes: int):
+        self.row_bytes = row_bytes
+        self.num_pages = nbytes // (PAGE_SIZE * row_bytes)
+        self.spec = jaxkv.KVCacheSpec(1, PAGE_SIZE, 1, row_bytes, np.uint8, kind="mla")
+        self.pool = jaxkv.HostPool.create(self.spec, num_pages=self.num_pages)
+        rows = np.zeros((self.num_pages * PAGE_SIZE, row_bytes // 4), np.int32)
+        rows[:, 0] = np.arange(len(rows))
+        data = jax.device_put(
+            rows.view(np.uint8).reshape(self.pool.data.shape), self.pool.data.sharding
+        )
+        self.pool = jaxkv.HostPool(data, self.spec, self.pool.layout, self.pool.head_groups)
+
+    def table(self, batch: int, context: int) -> np.ndarray:
+        """Random pages; requests may share some, as with a common prefix."""
+        shape = batch, context // PAGE_SIZE
+        return np.random.default_rng(1).integers(0, self.num_pages, shape).astype(np.int32)
 
 
 class Trace:
