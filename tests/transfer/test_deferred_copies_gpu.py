@@ -3,6 +3,7 @@
 import collections
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from tests.util.transfer_cases import Case, as_ids, assert_rejected, distinct_id
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Some donated buffers")]
 
-NAMED = "dma"
+NAMED: Final = "dma"
 ROUNDS, PAGES = 10, 40
 # Copies that are still in flight when the next kernel runs.
 LARGE = {"page_size": 64, "num_kv_heads": 8, "head_dim": 128, "host_pages": 64, "device_pages": 48}
