@@ -180,10 +180,17 @@ def test_load_and_store_of_a_program():
     jaxkv.check_errors()
 
 
-def test_programs_of_two_threads():
-    """Each may start its load while that of the other is enqueued in part."""
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.multigpu)])
+def test_programs_of_several_threads(devices):
+    """Each may start its load while that of another is enqueued in part."""
+    if len(jax.local_devices()) < devices:
+        pytest.skip(f"needs {devices} devices")
 
     def run(seed: int) -> None:
+        with jax.default_device(jax.local_devices()[seed % devices]):
+            run_rounds(seed)
+
+    def run_rounds(seed: int) -> None:
         case = new_case()
 
         @partial(jax.jit, donate_argnames="cache")
