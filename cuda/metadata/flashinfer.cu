@@ -14,7 +14,6 @@ using Int32s = ffi::Buffer<ffi::S32>;
 
 constexpr uint32_t kItemsPerThread = 2;
 constexpr uint32_t kMaxBlocks = 256;
-constexpr size_t kResults = 13;
 
 __global__ void __launch_bounds__(kFlashInferThreads)
     build_metadata(const __grid_constant__ FlashInferParams p) {
@@ -42,42 +41,32 @@ ffi::Error build(cudaStream_t stream, Int32s query_start_loc, Int32s seq_lens, I
     return invalid(std::to_string(rows) + " rows, at most " + std::to_string(kMaxFlashInferRows) +
                    ", or other operands of another size");
   }
-  if (rets.size() != kResults) return invalid(std::to_string(rets.size()) + " results");
-  int32_t* results[kResults];
-  size_t sizes[kResults];
-  for (size_t i = 0; i < kResults; ++i) {
+  if (rets.size() != kFlashInferResults) return invalid(std::to_string(rets.size()) + " results");
+  int32_t* results[kFlashInferResults];
+  size_t sizes[kFlashInferResults];
+  for (size_t i = 0; i < kFlashInferResults; ++i) {
     auto result = rets.get<Int32s>(i);
     if (!result.has_value()) return result.error();
     results[i] = (*result)->typed_data();
     sizes[i] = (*result)->element_count();
   }
-  const size_t wanted[kResults - 2] = {1,        1,    1,        1,        1,   rows + 1,
-                                       rows + 1, rows, rows + 1, rows + 1, rows};
+  const size_t wanted[kFlashInferResults - 2] = {1,        1,    1,        1,        1,   rows + 1,
+                                                 rows + 1, rows, rows + 1, rows + 1, rows};
   if (!std::equal(std::begin(wanted), std::end(wanted), sizes + 2)) {
     return invalid("a result of another size");
   }
-  const FlashInferParams p{
-      .query_start_loc = query_start_loc.typed_data(),
-      .seq_lens = seq_lens.typed_data(),
-      .block_table = block_table.typed_data(),
-      .num_reqs = num_reqs.typed_data(),
-      .num_tokens = num_tokens.typed_data(),
+  const int32_t* operands[kFlashInferOperands] = {query_start_loc.typed_data(),
+                                                  seq_lens.typed_data(), block_table.typed_data(),
+                                                  num_reqs.typed_data(), num_tokens.typed_data()};
+  const FlashInferSizes of_call{
       .rows = static_cast<uint32_t>(rows),
       .columns = static_cast<uint32_t>(block_table.element_count() / rows),
       .tokens = static_cast<uint32_t>(sizes[0]),
       .max_pages = static_cast<uint32_t>(sizes[1]),
       .block_size = static_cast<int32_t>(block_size),
       .decode_threshold = static_cast<int32_t>(decode_threshold),
-      .slots = results[0],
-      .pages = results[1],
-      .num_decodes = results[2],
-      .num_prefills = results[3],
-      .num_decode_tokens = results[4],
-      .num_prefill_tokens = results[5],
-      .total_pages = results[6],
-      .decode = {results[7], results[8], results[9]},
-      .prefill = {results[10], results[11], results[12]},
   };
+  const FlashInferParams p = flash_infer_params(of_call, operands, results);
   const size_t items = std::max({sizes[0], sizes[1], rows + 1});
   const size_t per_block = kFlashInferThreads * kItemsPerThread;
   const auto blocks =

@@ -5,6 +5,7 @@
 // kernel of its own for the scan. The blocks then divide tokens, pages and rows.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "metadata/flashinfer.h"
@@ -19,14 +20,39 @@ struct PagedPart {
   int32_t *qo_indptr, *kv_indptr, *last_page_len;  // [rows + 1], [rows + 1], [rows]
 };
 
-struct FlashInferParams {
-  const int32_t *query_start_loc, *seq_lens, *block_table, *num_reqs, *num_tokens;
+struct FlashInferSizes {
   uint32_t rows, columns, tokens, max_pages;
   int32_t block_size, decode_threshold;
+};
+
+struct FlashInferParams : FlashInferSizes {
+  const int32_t *query_start_loc, *seq_lens, *block_table, *num_reqs, *num_tokens;
   int32_t *slots, *pages;  // [tokens], [max_pages]
   int32_t *num_decodes, *num_prefills, *num_decode_tokens, *num_prefill_tokens, *total_pages;
   PagedPart decode, prefill;
 };
+
+inline constexpr size_t kFlashInferOperands = 5, kFlashInferResults = 13;
+
+// The operands and results of the handler, in its order.
+inline FlashInferParams flash_infer_params(FlashInferSizes sizes, const int32_t* const* operands,
+                                           int32_t* const* results) {
+  return {sizes,
+          operands[0],
+          operands[1],
+          operands[2],
+          operands[3],
+          operands[4],
+          results[0],
+          results[1],
+          results[2],
+          results[3],
+          results[4],
+          results[5],
+          results[6],
+          {results[7], results[8], results[9]},
+          {results[10], results[11], results[12]}};
+}
 
 inline uint32_t flash_infer_shared_words(uint32_t rows) { return 2 * (rows + 1); }
 

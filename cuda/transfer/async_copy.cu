@@ -140,7 +140,6 @@ ffi::Error CopyStream::start(cudaStream_t xla_stream, const TicketWrite& ticket,
   // Copies are in the order of their starts. But of another execution only its own waits know
   // whether its arrays still exist: it may have ended with an error.
   if (auto error = proceed(xla_stream, copy.run, -1); error.failure()) return error;
-  for (SegmentedCopy& other : incomplete_) other.overtaken = true;
   const bool all = joined || incomplete_.size() == kMaxIncomplete;
   const size_t now = all ? copy.num_segments : std::min(copy.segments_ahead, copy.num_segments);
   auto enqueue = [&](const CopyStream&, uint32_t first) {
@@ -148,6 +147,7 @@ ffi::Error CopyStream::start(cudaStream_t xla_stream, const TicketWrite& ticket,
     return enqueue_segments(copy, now);
   };
   auto error = begin(xla_stream, ticket, copy.num_segments, joined, enqueue, &copy);
+  for (SegmentedCopy& other : incomplete_) other.overtaken |= copy.enqueued > 0;
   if (error.failure() || copy.is_complete()) return error;
   incomplete_.push_back(std::move(copy));
   return error;
@@ -194,7 +194,7 @@ ffi::Error CopyStream::proceed(cudaStream_t xla_stream, int64_t run, int64_t seg
   }
   const auto error = enqueue_segments(*copy, end);
   if (error.success() && !copy->is_complete()) return error;
-  // The counter, which the wait compares, is already that of the later copy.
+  // The counter, which the wait compares, has passed this copy already if it was overtaken.
   const bool joined = copy->overtaken || error.failure();
   incomplete_.erase(copy);
   auto not_recorded = record_end(xla_stream, joined);

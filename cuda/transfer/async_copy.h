@@ -48,7 +48,7 @@ struct SegmentedCopy {
   size_t num_segments = 0;
   uint32_t first = 0;  // the number of the first segment
   size_t enqueued = 0;
-  bool overtaken = false;  // by a copy of another execution, which was started later
+  bool overtaken = false;  // by the signals of a later copy, of another execution
 
   bool is_complete() const { return enqueued == num_segments; }
 };

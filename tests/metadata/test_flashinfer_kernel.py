@@ -7,9 +7,6 @@ against plain JAX, in two opposite orders of the threads.
 import ctypes
 import dataclasses
 import functools
-import pathlib
-import shutil
-import subprocess
 import types
 
 import jax
@@ -22,23 +19,15 @@ from hypothesis import strategies as st
 from jaxkv.metadata import flashinfer, flashinfer_kernel
 from jaxkv.metadata.common import BatchMetadata
 from tests.util.batches import FEW, MANY, ONE, SOME, Bounds, Case, cases
+from tests.util.native_program import load_kernels
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 SINGLE = Bounds(3, 6, 6, 1)  # pages of one token
 UNIFORM = Case([3, 3, 3, 0], [9, 3, 5, 4], [[3, 4, 5], [1], [2, 6], [7]], FEW)
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    if not shutil.which("g++") or not (ROOT / "cuda").exists():
-        pytest.skip("needs g++ and a checkout")
-    path = tmp_path_factory.mktemp("kernels") / "flashinfer_on_host.so"
-    native = ROOT / "tests/native"
-    include = [f"-I{native / 'cuda_on_host'}", f"-I{native}", f"-I{ROOT / 'cuda'}"]
-    options = ["-std=c++20", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
-    source = native / "flashinfer_on_host.cc"
-    subprocess.run(["g++", *options, *include, source, "-o", path], check=True)
-    return ctypes.CDLL(str(path))
+    return load_kernels("flashinfer_on_host", tmp_path_factory.mktemp("kernels"))
 
 
 @functools.cache

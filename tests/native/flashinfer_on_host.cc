@@ -13,29 +13,13 @@ using namespace jaxkv::metadata;
 // threshold of decodes. `arrays`: the operands of the handler, then its results.
 extern "C" void run(const int64_t* n, int32_t** arrays) {
   const auto number = [n](int i) { return static_cast<uint32_t>(n[i]); };
-  int32_t** const results = arrays + 5;
-  const FlashInferParams p{
-      .query_start_loc = arrays[0],
-      .seq_lens = arrays[1],
-      .block_table = arrays[2],
-      .num_reqs = arrays[3],
-      .num_tokens = arrays[4],
-      .rows = number(2),
-      .columns = number(3),
-      .tokens = number(4),
-      .max_pages = number(5),
-      .block_size = static_cast<int32_t>(n[6]),
-      .decode_threshold = static_cast<int32_t>(n[7]),
-      .slots = results[0],
-      .pages = results[1],
-      .num_decodes = results[2],
-      .num_prefills = results[3],
-      .num_decode_tokens = results[4],
-      .num_prefill_tokens = results[5],
-      .total_pages = results[6],
-      .decode = {results[7], results[8], results[9]},
-      .prefill = {results[10], results[11], results[12]},
-  };
+  const FlashInferSizes sizes{number(2),
+                              number(3),
+                              number(4),
+                              number(5),
+                              static_cast<int32_t>(n[6]),
+                              static_cast<int32_t>(n[7])};
+  const FlashInferParams p = flash_infer_params(sizes, arrays, arrays + kFlashInferOperands);
   gridDim.x = number(0);
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
     std::vector<int32_t> shared(flash_infer_shared_words(p.rows), -77);

@@ -5,33 +5,20 @@ against the reference, in two opposite orders of the threads.
 """
 
 import ctypes
-import pathlib
-import shutil
-import subprocess
 
-import jax
 import numpy as np
 import pytest
 
+from tests.util.native_program import load_kernels
 from tests.util.sparse_reference import Reference
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 PAGE_SIZE, WIDTH = 4, 48
 pytestmark = pytest.mark.cpu_only
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    if not shutil.which("g++") or not (ROOT / "cuda").exists():
-        pytest.skip("needs g++ and a checkout")
-    path = tmp_path_factory.mktemp("kernels") / "sparse_rows_on_host.so"
-    native = ROOT / "tests/native"
-    include = [f"-I{native / 'cuda_on_host'}", f"-I{native}", f"-I{ROOT / 'cuda'}"]
-    options = ["-std=c++20", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
-    source = native / "sparse_rows_on_host.cc"
-    command = ["g++", *options, *include, "-isystem", jax.ffi.include_dir(), source, "-o", path]
-    subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(path))
+    loaded = load_kernels("sparse_rows_on_host", tmp_path_factory.mktemp("kernels"))
     loaded.run.restype = ctypes.c_int64
     return loaded
 

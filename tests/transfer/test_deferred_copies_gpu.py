@@ -3,6 +3,7 @@
 import collections
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from tests.util.transfer_cases import Case, as_ids, assert_rejected, distinct_id
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Some donated buffers")]
 
-NAMED = "dma"
+NAMED: Final = "dma"
 ROUNDS, PAGES = 10, 40
 # Copies that are still in flight when the next kernel runs.
 LARGE = {"page_size": 64, "num_kv_heads": 8, "head_dim": 128, "host_pages": 64, "device_pages": 48}
@@ -179,10 +180,17 @@ def test_load_and_store_of_a_program():
     jaxkv.check_errors()
 
 
-def test_programs_of_two_threads():
-    """Each may start its load while that of the other is enqueued in part."""
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.multigpu)])
+def test_programs_of_several_threads(devices):
+    """Each may start its load while that of another is enqueued in part."""
+    if len(jax.local_devices()) < devices:
+        pytest.skip(f"needs {devices} devices")
 
     def run(seed: int) -> None:
+        with jax.default_device(jax.local_devices()[seed % devices]):
+            run_rounds(seed)
+
+    def run_rounds(seed: int) -> None:
         case = new_case()
 
         @partial(jax.jit, donate_argnames="cache")

@@ -6,34 +6,21 @@ arrive only when a thread waits for them. Tests on a GPU are in test_transfer_id
 """
 
 import ctypes
-import pathlib
-import shutil
 import subprocess
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.util.native_program import build_for_cpu
+from tests.util.native_program import build_for_cpu, load_kernels
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.cpu_only
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    if not shutil.which("g++") or not (ROOT / "cuda").exists():
-        pytest.skip("needs g++ and a checkout")
-    path = tmp_path_factory.mktemp("kernels") / "id_check_on_host.so"
-    native = ROOT / "tests/native"
-    include = [f"-I{native / 'cuda_on_host'}", f"-I{native}", f"-I{ROOT / 'cuda'}"]
-    options = ["-std=c++20", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
-    source = native / "id_check_on_host.cc"
-    command = ["g++", *options, *include, "-isystem", jax.ffi.include_dir(), source, "-o", path]
-    subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(path))
+    loaded = load_kernels("id_check_on_host", tmp_path_factory.mktemp("kernels"))
     loaded.run.restype = loaded.run_few.restype = ctypes.c_int64
     return loaded
 

@@ -157,6 +157,14 @@ def test_overtaken_copy_is_continued_by_its_own_waits(program):
     assert done.copied == [[*range(SEGMENTS)]] * 2 and done.started == (2, 0)
 
 
+def test_start_that_fails_at_its_first_segment_overtakes_nothing(program):
+    """No signal of a later copy will come, so that the first one still needs its own."""
+    first_copy_of_the_second = 7 + len(ORDERED) + 1
+    done = program("start 1 2", "start 2 1", "wait 1 5", failing=first_copy_of_the_second)
+    assert len(done.errors) == 1 and done.steps[1][1][-1] == "xla waits for end"
+    assert done.steps[2][1] == [*enqueued(0, range(2, SEGMENTS)), *ENDED, IN_A_KERNEL]
+
+
 def test_beyond_a_number_of_failed_executions_all_is_enqueued_at_the_start(program):
     starts = [f"start {run} 1" for run in range(1, MOST_INCOMPLETE + 2)]
     done = program(*starts, "wait 1 0")

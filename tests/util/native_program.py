@@ -1,5 +1,6 @@
 """Programs that include a source of jaxkv: CUDA with a simulated driver, or the CPU backend."""
 
+import ctypes
 import hashlib
 import pathlib
 import shutil
@@ -52,6 +53,17 @@ def build_for_cpu(name: str, folder: pathlib.Path, *sources: str, options: Seque
     command = ["g++", "-std=c++20", "-pthread", *options, *include, *files, "-o", built]
     subprocess.run(command, check=True)
     return built
+
+
+def load_kernels(name: str, folder: pathlib.Path) -> ctypes.CDLL:
+    """Compiles `tests/native/<name>.cc`, which runs kernels on the host, and loads it as a library.
+
+    Skips the test without a checkout or g++.
+    """
+    native = ROOT / "tests/native"
+    options = [f"-I{native / 'cuda_on_host'}", f"-I{native}", "-O1", "-Wall", "-Werror"]
+    options += ["-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    return ctypes.CDLL(build_for_cpu(name, folder, options=options))
 
 
 def build_for_gpu(name: str, *sources: str, architecture: str, options: Sequence[str] = ()) -> str:

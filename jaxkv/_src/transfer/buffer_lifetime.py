@@ -265,7 +265,7 @@ class _Program:
         while pending:
             for value in set(self.aliases.reached(pending.pop())) - tickets:
                 tickets.add(value)
-                pending += [next for use in value.uses for next in self._next_tickets(use)]
+                pending += [t for use in value.uses for t in self._next_tickets(use)]
         return tickets
 
     def _next_tickets(self, use: ir.OpOperand) -> list[ir.Value]:
