@@ -225,6 +225,18 @@ def test_native_communicators_check_the_group_sizes(sizes):
         runtime_native.extension().create_communicator("cpu", devices, 8, 8, 0, 0, 10**9)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "limit"), [("low_latency", "low_latency_bytes"), ("one_shot", "slot_bytes")]
+)
+def test_handlers_check_the_receive_buffer(algorithm, limit):
+    """A program that was traced with another memory's limits."""
+    with memory_of(2, max_bytes=1 << 24) as memory:
+        x = np.ones((2, getattr(memory, limit) // 4 + 4), np.float32)
+        setattr(memory, limit, x.nbytes)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"exceeds the receive buffer of"):
+            jax.block_until_ready(sums(memory, algorithm)(x))
+
+
 # ---------------------------------------------------------------------------------------------
 # Missing ranks
 
