@@ -67,8 +67,9 @@ def _driver_rate(function: str, nbytes: int) -> float:
             cuda.call(f"{function}_v2", *ends, size, stream)
         cuda.call("cuStreamSynchronize", stream)
 
+    content = _content(nbytes)
     try:
-        ctypes.memmove(host, _content(nbytes).ctypes.data, nbytes)
+        ctypes.memmove(host, content.ctypes.data, nbytes)
         cuda.call("cuMemcpyHtoD_v2", device, host, size)
         return nbytes * COPIES_IN_FLIGHT / _best(run) / 1e9
     finally:

@@ -24,6 +24,7 @@ ALL_REDUCE = (
 )  # fmt: skip
 SERVING = (*COPIES, "examples/serving", "jaxkv/_src/offload", "jaxkv/metadata")
 TESTED = ("cuda", "jaxkv", "tests")
+FUZZED = ("cuda", "jaxkv", "tests/fuzz")
 
 # Record -> files and folders that it measures.
 SOURCES = {
@@ -32,6 +33,7 @@ SOURCES = {
     "demo": SERVING,
     "dispatch": (*COPIES, "jaxkv/_src/runtime"),
     "engines": COPIES,
+    "fuzz": FUZZED,
     "gpu_test": TESTED,
     "host_pool": ("cuda/cache", *COPIES),
     "memcheck": TESTED,
@@ -42,11 +44,19 @@ SOURCES = {
     "overlap": COPIES,
     "pages": COPIES,
     "profile": ("cuda/transfer/copy_kernel.cu", "cuda/transfer/copy_kernel.cuh"),
+    "ranks_on_one_gpu": (
+        "cuda/collectives",
+        "cuda/common",
+        "tests/native/all_reduce_cases.h",
+        "tests/native/all_reduce_checks.h",
+        "tests/native/ranks_on_one_gpu.cu",
+    ),
     "recurrent": ("cuda/common", "cuda/recurrent", "jaxkv/_src/recurrent", "jaxkv/recurrent.py"),
     "serving": SERVING,
     "serving_decode": ("examples/serving", "jaxkv/metadata"),
     "serving_ttft": SERVING,
     "small_batches": COPIES,
+    "soak": (*FUZZED, "bench/checks/soak.py"),
     "sparse": ("cuda/common", "cuda/sparse", "jaxkv/_src/sparse", "jaxkv/sparse.py"),
     "sparse_decode": ("cuda/common", "cuda/sparse", "jaxkv/_src/sparse", "jaxkv/sparse.py"),
     "tensor_parallel": ALL_REDUCE,
