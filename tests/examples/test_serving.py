@@ -1,4 +1,4 @@
-"""The serving example: bookkeeping, and its answers with and without offload."""
+"""The serving example: its answers with and without offload, and its command."""
 
 import contextlib
 import dataclasses
@@ -9,23 +9,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import hypothesis
 import jax
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 import jaxkv
 from examples.serving import report
 from examples.serving.__main__ import serve
-from examples.serving.block_manager import BlockManager, Placement
 from examples.serving.engine import Engine, Limits
 from examples.serving.model import Config
 from examples.serving.presets import init_params
 from examples.serving.request import Request
 from examples.serving.tokenizer import ByteTokenizer
 from jaxkv._src.cache.host_layout import LAYOUTS
-from jaxkv.offload import BlockHasher, FileTier
+from jaxkv.offload import FileTier
 
 pytestmark = pytest.mark.end_to_end
 
@@ -60,170 +57,6 @@ def answers(turns):
 @pytest.fixture(scope="module")
 def all_in_hbm():
     return served(make_engine(PLENTY))
-
-
-# --- Pages.
-
-HASHER = BlockHasher(2, model="test")
-
-
-class Step:
-    """Its result."""
-
-    over = False
-
-    def is_ready(self) -> bool:
-        return self.over
-
-    def block_until_ready(self) -> None:
-        assert self.over
-
-
-def manager(num_hbm_pages, num_host_pages, copy_pages=8):
-    host = jaxkv.OffloadEngine(num_host_pages, batch_sizes=(copy_pages,))
-    return BlockManager(num_hbm_pages, host)
-
-
-class Memories:
-    """Performs the copies queued by a BlockManager on keys instead of keys and values."""
-
-    def __init__(self, num_hbm_pages: int, num_host_pages: int, copy_pages: int):
-        self.blocks = manager(num_hbm_pages, num_host_pages, copy_pages)
-        self.hbm: list[bytes] = [b""] * num_hbm_pages
-        self.host: list[bytes] = [b""] * num_host_pages
-        self.running: list[tuple[Placement, list[bytes], int]] = []
-        self.latest: Step | None = None
-
-    def queued(self) -> list[jaxkv.OffloadCopy]:
-        host = self.blocks.host
-        return [*host._loads, *host._stores]
-
-    def start(self, tokens: list[int], extra: int) -> None:
-        keys = HASHER.hashes(tokens)
-        in_use = {page for placement, _, _ in self.running for page in placement.pages}
-        placement = self.blocks.admit(keys, len(keys) + extra)
-        if placement is None:
-            queued = self.queued()
-            held = in_use | {page for copy in queued for page in copy.device_pages}
-            loading = any(copy.kind == "load" for copy in queued)
-            assert len(keys) + extra > len(self.hbm) - len(held) or loading
-            return
-        pages, found = placement.pages, placement.found_in_hbm + placement.loaded
-        assert len(pages) == len(set(pages)) == len(keys) + extra
-        assert not in_use & set(pages[found:])
-        assert placement.load or [self.hbm[page] for page in pages[:found]] == keys[:found]
-        self.running.append((placement, keys, found))
-
-    def step(self) -> None:
-        """Copies, then compute of all requests whose pages are there."""
-        batch, before, self.latest = self.blocks.next_batch(), self.latest, Step()
-        for pair in zip(batch.host_pages, batch.device_pages, strict=True):
-            host_page, page = map(int, pair)
-            if page >= 0 and batch.kind == "load":
-                self.hbm[page] = self.host[host_page]
-            elif page >= 0:
-                self.host[host_page] = self.hbm[page]
-        self.blocks.host.issue(batch, self.latest)
-        for number, (placement, keys, done) in enumerate(self.running):
-            if placement.load is None or placement.load.issued:
-                assert [self.hbm[page] for page in placement.pages[:done]] == keys[:done]
-                for place, page in enumerate(placement.pages[done:], start=done):
-                    self.hbm[page] = keys[place] if place < len(keys) else b"part of a page"
-                self.blocks.publish(placement.pages, keys, done)
-                self.running[number] = placement, keys, len(keys)
-        if before:
-            before.over = True
-        self.blocks.host.poll()
-
-    def finish(self, which: int) -> None:
-        self.blocks.release(self.running.pop(which)[0].pages)
-
-    def check(self) -> None:
-        blocks = self.blocks
-        queued = [page for copy in self.queued() for page in copy.device_pages]
-        used = [page for placement, _, _ in self.running for page in placement.pages] + queued
-        assert blocks._references == [used.count(page) for page in range(len(self.hbm))]
-        states = [*blocks._free, *blocks._cached, *set(used)]
-        assert sorted(states) == list(range(len(self.hbm))), "each page has one state"
-        assert {page: key for key, page in blocks._page_of.items()} == blocks._key_of
-        assert all(self.hbm[page] == key for page, key in blocks._key_of.items())
-        assert set(blocks._cached) <= set(blocks._key_of)
-        for key, block in blocks.host.manager._blocks.ready.items():
-            assert self.host[block.page] == key
-
-
-@hypothesis.given(st.data())
-def test_page_contents_match_keys(data):
-    num_hbm, num_host = data.draw(st.integers(1, 9), "HBM"), data.draw(st.integers(0, 9), "host")
-    memories = Memories(num_hbm, num_host, data.draw(st.integers(1, 4), "pages of a batch"))
-    for _ in range(data.draw(st.integers(1, 25), "steps")):
-        action = data.draw(st.sampled_from(["start", "step", "finish"]), "action")
-        if action == "step":
-            memories.step()
-        elif action == "finish" and memories.running:
-            memories.finish(data.draw(st.integers(0, len(memories.running) - 1), "which"))
-        else:
-            tokens = data.draw(st.lists(st.integers(0, 1), max_size=12), "tokens")
-            memories.start(tokens, extra=data.draw(st.integers(0, 2), "extra"))
-        memories.check()
-
-
-def copied(blocks):
-    """The kind of the next batch, whose step is over at once."""
-    batch, step = blocks.next_batch(), Step()
-    step.over = True
-    blocks.host.issue(batch, step)
-    blocks.host.poll()
-    return batch.kind
-
-
-def admitted(blocks, keys, num_pages):
-    placement = blocks.admit(keys, num_pages)
-    assert placement is not None
-    return placement
-
-
-def test_page_is_stored_once_and_reloaded():
-    blocks = manager(num_hbm_pages=2, num_host_pages=4)
-    first, second = HASHER.hashes([1, 1, 2, 2]), HASHER.hashes([3, 3, 4, 4])
-    counts = []
-    for keys in (first, second, first, second):
-        placement = admitted(blocks, keys, 2)
-        kind = copied(blocks)
-        stored = blocks.publish(placement.pages, keys, placement.loaded)
-        counts.append((placement.loaded, kind, stored))
-        copied(blocks)
-        blocks.release(placement.pages)
-    assert counts == [(0, "none", 2), (0, "none", 2), (2, "load", 0), (2, "load", 0)]
-
-
-def test_shared_page_is_released_by_last_user():
-    blocks = manager(num_hbm_pages=3, num_host_pages=0)
-    keys = HASHER.hashes([7, 7])
-    first = admitted(blocks, keys, 1)
-    blocks.publish(first.pages, keys, 0)
-    second = admitted(blocks, keys, 1)
-    assert (second.pages, second.found_in_hbm) == (first.pages, 1)
-    blocks.release(first.pages)
-    others = admitted(blocks, [], 2)
-    assert not set(others.pages) & set(second.pages)
-    assert blocks.admit([], 1) is None
-
-
-def test_page_is_not_found_before_its_load_is_issued():
-    blocks = manager(num_hbm_pages=4, num_host_pages=4)
-    keys = HASHER.hashes([5, 5])
-    first = admitted(blocks, keys, 1)
-    blocks.publish(first.pages, keys, 0)
-    copied(blocks)
-    blocks.release(first.pages)
-    blocks.release(admitted(blocks, [], 4).pages)  # evicts it
-    loading = admitted(blocks, keys, 1)
-    assert loading.loaded == 1 and blocks.admit(keys, 1) is None
-    blocks.release(loading.pages)  # its request ends early, the load is still issued
-    assert not set(admitted(blocks, [], 3).pages) & set(loading.pages)
-    assert copied(blocks) == "load"
-    assert admitted(blocks, keys, 1).found_in_hbm == 1
 
 
 # --- The engine.

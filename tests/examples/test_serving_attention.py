@@ -1,0 +1,137 @@
+"""Attention of the serving example, compared with dense attention in NumPy."""
+
+import itertools
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.serving.attention import attend, num_splits, select
+from jaxkv.metadata import BatchMetadata
+
+pytestmark = pytest.mark.end_to_end
+
+
+@pytest.fixture(autouse=True)
+def full_float32_products():
+    """No TF32, whose rounding is of the order of the margin between the two best tokens."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def attention_case(query_lens, seq_lens, page_size, heads, kv_heads, head_dim, dtype, max_tokens):
+    rng = np.random.default_rng(sum(seq_lens))
+    max_blocks = -(-max(seq_lens) // page_size) + 1
+    ids = iter(rng.permutation(len(seq_lens) * max_blocks + 1))
+    table = [list(itertools.islice(ids, -(-length // page_size))) for length in seq_lens]
+    rows = BatchMetadata.from_host(
+        query_lens, seq_lens, table, max_num_reqs=len(seq_lens) + 1, max_num_tokens=max_tokens,
+        max_blocks=max_blocks, block_size=page_size,
+    )  # fmt: skip
+    pages = (len(seq_lens) * max_blocks + 1, page_size, kv_heads, head_dim)
+    k, v, q = (
+        jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+        for shape in (pages, pages, (max_tokens, heads, head_dim))
+    )
+    return q, k, v, rows, table
+
+
+def dense_attention(q, k, v, query_lens, seq_lens, table):
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out, start = [], 0
+    group = q.shape[1] // k.shape[2]
+    for count, length, pages in zip(query_lens, seq_lens, table, strict=True):
+        keys = np.repeat(k[pages].reshape(-1, *k.shape[2:])[:length], group, axis=1)
+        values = np.repeat(v[pages].reshape(-1, *v.shape[2:])[:length], group, axis=1)
+        for i in range(count):
+            seen = length - count + i + 1
+            scores = np.einsum("hd,khd->hk", q[start + i], keys[:seen]) / q.shape[2] ** 0.5
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            weights /= weights.sum(1, keepdims=True)
+            out.append(np.einsum("hk,khd->hd", weights, values[:seen]))
+        start += count
+    return np.array(out)
+
+
+BATCHES = [
+    ([1, 130, 300], [700, 130, 301], 440),
+    ([1, 1, 1], [5, 200, 64], 4),
+    ([1, 40, 3, 17], [90, 40, 33, 150], 80),
+    ([0, 16, 1], [0, 16, 1], 20),
+    ([33], [300], 64),
+]
+
+
+@pytest.mark.parametrize(("query_lens", "seq_lens", "max_tokens"), BATCHES)
+@pytest.mark.parametrize("page_size", [4, 16, 128])
+def test_xla_attention(query_lens, seq_lens, max_tokens, page_size):
+    q, k, v, rows, table = attention_case(
+        query_lens, seq_lens, page_size, 6, 2, 8, jnp.float32, max_tokens
+    )
+    out = np.asarray(jax.jit(attend, static_argnums=0)("xla", q, k, v, rows))
+    wanted = dense_attention(q, k, v, query_lens, seq_lens, table)
+    np.testing.assert_allclose(out[: len(wanted)], wanted, atol=2e-5)
+
+
+def kernel_on_cpu(q, k_cache, v_cache, *, cache_seqlens, page_table, is_causal, num_splits):
+    """What `flash_mha_with_kvcache` computes, with NaN for queries that see no key."""
+    assert is_causal and num_splits >= 1
+
+    def of_row(q, length, pages):
+        k, v = (x[pages].reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+        seen = jnp.arange(len(k)) <= length - len(q) + jnp.arange(len(q))[:, None]
+        scores = jnp.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("hqk,khd->qhd", weights, v)
+
+    return jax.vmap(of_row)(q, cache_seqlens, page_table)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("query_lens", "seq_lens", "max_tokens"), BATCHES)
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_operands_of_flash_attention(query_lens, seq_lens, max_tokens, page_size, monkeypatch):
+    package = types.SimpleNamespace(flash_mha_with_kvcache=kernel_on_cpu)
+    monkeypatch.setitem(sys.modules, "flash_attn3_jax", package)
+    q, k, v, rows, table = attention_case(
+        query_lens, seq_lens, page_size, 4, 2, 8, jnp.float32, max_tokens
+    )
+    out = np.asarray(jax.jit(attend, static_argnums=0)("flash", q, k, v, rows))
+    wanted = dense_attention(q, k, v, query_lens, seq_lens, table)
+    np.testing.assert_allclose(out[: len(wanted)], wanted, atol=2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("query_lens", "seq_lens", "max_tokens"), BATCHES)
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_flash_attention(query_lens, seq_lens, max_tokens, page_size):
+    try:
+        select("flash", np.dtype(jnp.bfloat16), 128)
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
+    q, k, v, rows, table = attention_case(
+        query_lens, seq_lens, page_size, 32, 8, 128, jnp.bfloat16, max_tokens
+    )
+    out = np.asarray(jax.jit(attend, static_argnums=0)("flash", q, k, v, rows), np.float64)
+    wanted = dense_attention(q, k, v, query_lens, seq_lens, table)
+    error = np.linalg.norm(out[: len(wanted)] - wanted) / np.linalg.norm(wanted)
+    assert error < 1e-2
+
+
+def test_splits_use_all_multiprocessors():
+    assert num_splits(1, 8, 32_768) == 16
+    assert num_splits(8, 8, 8192) == 2
+    assert num_splits(64, 8, 4096) == num_splits(1, 8, 64) == 1
+
+
+@pytest.mark.cpu_only
+def test_flash_is_rejected_with_the_reason():
+    with pytest.raises(NotImplementedError, match=r"needs a GPU of compute capability 9.0, got"):
+        select("flash", np.dtype(jnp.bfloat16), 128)
+    with pytest.raises(ValueError, match="one of"):
+        select("fastest", np.dtype(jnp.bfloat16), 128)
+    assert select(None, np.dtype(np.float32), 64) == "xla"
