@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from bench.harness.main import Flags, benchmark
-from bench.harness.records import Results
+from bench.harness.records import HOST, Results
 from jaxkv.offload import BlockGroup, BlockHasher, LoadSpec, OffloadManager, StoreSpec
 
 BLOCKS = 256  # of a request
@@ -133,7 +133,7 @@ def hash_blocks(hasher: BlockHasher, tokens: Sequence[int]) -> int:
     return len(hasher.hashes(tokens))
 
 
-main = benchmark("offload_manager", __doc__, measure, needs_gpu=False)
+main = benchmark("offload_manager", __doc__, measure, device=HOST, needs_gpu=False)
 
 if __name__ == "__main__":
     sys.exit(main())
