@@ -7,17 +7,17 @@
   look up, touch, load half of their blocks and store the other half. A block counts once in each;
 - hashing: time per block, which is not part of the others.
 
-The median of several rounds; keys are as `BlockHasher` and `BlockGroup` make them. No GPU, no JAX.
+The median of several rounds; keys are as `BlockHasher` and `BlockGroup` make them. Needs no GPU.
 """
 
 import itertools
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from bench.harness import timing
 from bench.harness.main import Flags, benchmark
 from bench.harness.records import HOST, Results
 from jaxkv.offload import BlockGroup, BlockHasher, LoadSpec, OffloadManager, StoreSpec
@@ -43,14 +43,14 @@ def end(manager: OffloadManager, *specs: LoadSpec | StoreSpec) -> None:
         manager.complete(spec)
 
 
-def rate(run: Callable[[], int], rounds: int) -> float:
+def rate(run: Callable[[], int], rounds: int) -> timing.Figure:
     """Blocks per second; `run` returns their number."""
     measured = []
     for _ in range(rounds):
         begin = time.perf_counter()
         blocks = run()
         measured.append(blocks / (time.perf_counter() - begin))
-    return statistics.median(measured)
+    return timing.median(measured)
 
 
 def lookups(number: int, rounds: int) -> Iterator[tuple[str, float]]:
