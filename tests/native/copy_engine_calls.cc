@@ -12,6 +12,7 @@
 #include <iostream>
 
 #include "common/error_ring.cc"
+#include "ffi_operands.h"
 #include "transfer/block_copy.cc"
 #include "transfer/copy_engine.cu"
 #include "transfer/host_ids.cc"
@@ -68,30 +69,6 @@ std::vector<int64_t> read(size_t count) {
   return numbers;
 }
 
-// An operand as passed by XLA.
-struct Operand {
-  std::vector<int64_t> dims;
-  XLA_FFI_Buffer buffer;
-
-  Operand(XLA_FFI_DataType dtype, void* data, size_t length)
-      : dims{static_cast<int64_t>(length)},
-        buffer{XLA_FFI_Buffer_STRUCT_SIZE, nullptr, dtype, data, 1, dims.data()} {}
-};
-
-struct Ids {
-  std::vector<int32_t> words;
-  Operand operand;
-
-  // HostIds as created from NumPy.
-  explicit Ids(const std::vector<int64_t>& ids)
-      : words(kHostIdsHeader), operand(XLA_FFI_DataType_S32, nullptr, kHostIdsHeader + ids.size()) {
-    words.insert(words.end(), ids.begin(), ids.end());
-    write_host_ids_header(words);
-    register_host_ids(words.data(), words.size());
-    operand.buffer.data = words.data();
-  }
-};
-
 int run() {
   const auto setup = read(9);
   capturing = static_cast<int>(setup[0]);
@@ -103,24 +80,17 @@ int run() {
   // Contiguous, so that copies of adjacent arrays could be coalesced by mistake.
   std::vector<uint8_t> memory(setup[2] * setup[4] + setup[3] * setup[5]);
   uint8_t* array = memory.data();
-  std::vector<std::unique_ptr<Operand>> operands;
-  std::vector<void*> args, rets;
+  const bool to_dense = attribute[1];
+  Arrays arrays;
   for (size_t a = 0; a < num_arrays; ++a) {
     const bool strided = a < num_strided;
     const size_t bytes = strided ? setup[2] : setup[3];
     for (size_t i = 0; i < bytes; ++i) array[i] = static_cast<uint8_t>(101 * i + 59 * a);
-    operands.push_back(std::make_unique<Operand>(XLA_FFI_DataType_U8, array, bytes));
+    arrays.add(array, bytes, strided != to_dense);
     array += bytes;
-    args.push_back(&operands.back()->buffer);
-    const bool to_dense = attribute[1];
-    if (strided != to_dense) rets.push_back(&operands.back()->buffer);
   }
-  std::vector<XLA_FFI_ArgType> arg_types(args.size(), XLA_FFI_ArgType_BUFFER);
-  std::vector<XLA_FFI_RetType> ret_types(rets.size(), XLA_FFI_RetType_BUFFER);
-  const XLA_FFI_Args all_args{XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size()),
-                              arg_types.data(), args.data()};
-  const XLA_FFI_Rets all_rets{XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size()),
-                              ret_types.data(), rets.data()};
+  const XLA_FFI_Args all_args = arrays.args();
+  const XLA_FFI_Rets all_rets = arrays.rets();
   const ffi::Buffer<ffi::S32> source_ids(&sources.operand.buffer);
   const ffi::Buffer<ffi::S32> destination_ids(&destinations.operand.buffer);
   const ffi::RemainingArgs copied(&all_args, 0);

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "kernel_registration.h"
 #include "transfer/copy_kernel.h"
 
 namespace {
@@ -53,13 +54,6 @@ cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3, void**, size_t shared
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheRuntime"; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the runtime"; }
-
-// Registration of kernels before main.
-void** __cudaRegisterFatBinary(void*) { return nullptr; }
-void __cudaRegisterFatBinaryEnd(void**) {}
-void __cudaUnregisterFatBinary(void**) {}
-void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*,
-                            void*, int*) {}
 }
 
 int main(int, char** arguments) {

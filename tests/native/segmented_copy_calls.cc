@@ -10,14 +10,14 @@
 //   free                frees the arrays of the last copy
 // The lists of ids are freed after each start. Prints each step, the calls below it, and in the end
 // the number of copies started, by copy stream, and the runtime's last error.
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
 #include <string_view>
-#include <utility>
 
 #include "common/error_ring.cc"
+#include "ffi_operands.h"
+#include "stream_calls.h"
 #include "transfer/async_copy.h"
 #include "transfer/block_copy.cc"
 #include "transfer/copy_engine.cu"
@@ -31,33 +31,20 @@ namespace {
 constexpr size_t kSegments = 6, kBlocks = 4, kBlockBytes = 8;
 constexpr const char* kStreams[] = {"xla", "kernel load", "load", "kernel store", "store"};
 
-int calls = 0, failing = 0;
-bool recorded = false;  // set after creation, whose calls are not
-cudaError_t last_error = cudaSuccess;
-uintptr_t last_event = 0, last_stream = 0;
-
-// XLA's stream is 0, those of copies are numbered in order of creation.
-const char* name_of(cudaStream_t stream) { return kStreams[reinterpret_cast<uintptr_t>(stream)]; }
-
-template <class... Parts>
-cudaError_t call(const char* format, Parts... parts) {
-  if (!recorded) return cudaSuccess;
-  std::printf("  ");
-  std::printf(format, parts...);
-  std::printf("\n");
-  return ++calls == failing ? last_error = cudaErrorUnknown : cudaSuccess;
-}
+const char* name_of(cudaStream_t stream) { return kStreams[number_of(stream)]; }
 
 // The first event of a copy stream is for work of XLA, the others are for ends of copies.
-const char* name_of(cudaEvent_t event) {
-  return (reinterpret_cast<uintptr_t>(event) - 1) % 65 == 0 ? "start" : "end";
+const char* name_of(cudaEvent_t event) { return (number_of(event) - 1) % 65 ? "end" : "start"; }
+
+const char* name_of_launch(dim3 block) {
+  return block.x > 32 ? "waits in a kernel" : "gets the ticket";
 }
 
 // An array of each segment on either side; both have 4 blocks of 8 bytes.
-struct Arrays {
+struct Segments {
   std::vector<std::vector<uint8_t>> strided, dense;
 };
-std::vector<Arrays> all_arrays;
+std::vector<Segments> all_arrays;
 
 // "copy.segment" of an address of device memory.
 std::string segment_at(const void* address) {
@@ -81,21 +68,6 @@ CUresult write_value(CUstream stream, CUdeviceptr, cuuint32_t value, unsigned in
 }  // namespace
 
 extern "C" {
-cudaError_t cudaDeviceGetStreamPriorityRange(int*, int*) { return cudaSuccess; }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int) {
-  *stream = reinterpret_cast<cudaStream_t>(++last_stream);
-  return cudaSuccess;
-}
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
-  *event = reinterpret_cast<cudaEvent_t>(++last_event);
-  return cudaSuccess;
-}
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  return call("%s records %s", name_of(stream), name_of(event));
-}
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
-  return call("%s waits for %s", name_of(stream), name_of(event));
-}
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   return *memory = std::calloc(1, bytes), cudaSuccess;
 }
@@ -126,20 +98,6 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, uns
                                                       : cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
-cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
-const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheRuntime"; }
-const char* cudaGetErrorString(cudaError_t) { return "an error of the runtime"; }
-
-// Registration of kernels before main, and launches, which do nothing.
-void** __cudaRegisterFatBinary(void*) { return nullptr; }
-void __cudaRegisterFatBinaryEnd(void**) {}
-void __cudaUnregisterFatBinary(void**) {}
-unsigned int __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t, CUstream_st* stream) {
-  call("%s %s", name_of(stream), block.x > 32 ? "waits in a kernel" : "gets the ticket");
-  return 1;
-}
-void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*,
-                            void*, int*) {}
 }
 
 // What a wait asks XLA for; an execution is the context itself, and an error its message.
@@ -167,44 +125,19 @@ ffi::Error prepare_copy_kernel(int32_t) { return ffi::Error::Success(); }
 
 namespace {
 
-struct Operand {
-  int64_t length;
-  XLA_FFI_Buffer buffer;
-
-  Operand(XLA_FFI_DataType dtype, void* data, size_t size)
-      : length(static_cast<int64_t>(size)),
-        buffer{XLA_FFI_Buffer_STRUCT_SIZE, nullptr, dtype, data, 1, &length} {}
-  Operand(const Operand&) = delete;
-};
-
-// HostIds as created from NumPy.
-std::vector<int32_t> host_ids(std::initializer_list<int32_t> ids) {
-  std::vector<int32_t> words(kHostIdsHeader);
-  words.insert(words.end(), ids);
-  write_host_ids_header(words);
-  register_host_ids(words.data(), words.size());
-  return words;
-}
-
 ffi::Error start(int64_t run, int64_t ahead, bool to_dense, bool joined, bool deferred) {
-  Arrays& arrays = all_arrays.emplace_back();
+  Segments& segments = all_arrays.emplace_back();
   const auto number = static_cast<uint8_t>(all_arrays.size());
-  std::vector<std::unique_ptr<Operand>> operands;
-  std::vector<void*> args, rets;
+  Arrays arrays;
   for (const bool strided : {true, false}) {
-    auto& side = strided ? arrays.strided : arrays.dense;
+    auto& side = strided ? segments.strided : segments.dense;
     const bool source = strided == to_dense;
     for (size_t s = 0; s < kSegments; ++s) {
       auto& array = side.emplace_back(kBlocks * kBlockBytes, source ? 16 * number + s : 0);
-      operands.push_back(
-          std::make_unique<Operand>(XLA_FFI_DataType_U8, array.data(), array.size()));
-      args.push_back(&operands.back()->buffer);
-      if (!source) rets.push_back(&operands.back()->buffer);
+      arrays.add(array.data(), array.size(), !source);
     }
   }
-  auto sources = host_ids({0, 2}), destinations = host_ids({1, 3});
-  Operand source_ids(XLA_FFI_DataType_S32, sources.data(), sources.size());
-  Operand destination_ids(XLA_FFI_DataType_S32, destinations.data(), destinations.size());
+  Ids sources(std::vector{0, 2}), destinations(std::vector{1, 3});
   std::vector<int32_t> words(2 * (1 + kSegments));
   Operand ticket(XLA_FFI_DataType_S32, words.data(), words.size());
   const int64_t bytes = kBlockBytes;
@@ -213,14 +146,10 @@ ffi::Error start(int64_t run, int64_t ahead, bool to_dense, bool joined, bool de
       0,     to_dense, 1, kHostIdsHeader, kHostIdsHeader, kSegments, bytes,   bytes,
       bytes, 1,        1, bytes,          bytes,          bytes,     kBlocks, kBlocks};
   attribute.resize(attribute.size() + 2 * kSegments);
-  std::vector<XLA_FFI_ArgType> arg_types(args.size(), XLA_FFI_ArgType_BUFFER);
-  std::vector<XLA_FFI_RetType> ret_types(rets.size(), XLA_FFI_RetType_BUFFER);
-  const XLA_FFI_Args all_args{XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size()),
-                              arg_types.data(), args.data()};
-  const XLA_FFI_Rets all_rets{XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size()),
-                              ret_types.data(), rets.data()};
-  const ffi::Buffer<ffi::S32> ids[] = {ffi::Buffer<ffi::S32>(&source_ids.buffer),
-                                       ffi::Buffer<ffi::S32>(&destination_ids.buffer),
+  const XLA_FFI_Args all_args = arrays.args();
+  const XLA_FFI_Rets all_rets = arrays.rets();
+  const ffi::Buffer<ffi::S32> ids[] = {ffi::Buffer<ffi::S32>(&sources.operand.buffer),
+                                       ffi::Buffer<ffi::S32>(&destinations.operand.buffer),
                                        ffi::Buffer<ffi::S32>(&ticket.buffer)};
   return start_by_dma(nullptr, 0, {run}, ids[0], ids[1], ffi::RemainingArgs(&all_args, 0), ids[2],
                       ffi::RemainingRets(&all_rets, 0),
@@ -274,7 +203,7 @@ ffi::Error step(std::string_view name, int64_t run, int64_t number) {
 }
 
 // Whether the blocks of a segment have arrived, and nothing else.
-bool is_copied(const Arrays& arrays, size_t segment) {
+bool is_copied(const Segments& arrays, size_t segment) {
   const auto &a = arrays.strided[segment], &b = arrays.dense[segment];
   const auto& source = a[0] ? a : b;
   const auto& written = a[0] ? b : a;
@@ -289,6 +218,7 @@ int run(int count, char** arguments) {
   failing = std::atoi(arguments[1]);
   all_arrays.reserve(256);
   recorded = true;
+  indent = "  ";
   for (int i = 2; i < count;) {
     const std::string_view name = arguments[i++];
     std::printf("%s\n", arguments[i - 1]);
@@ -301,7 +231,7 @@ int run(int count, char** arguments) {
     const auto error = step(name, execution, number);
     if (error.failure()) std::printf("  error %s\n", error.message().c_str());
   }
-  for (const Arrays& arrays : all_arrays) {
+  for (const Segments& arrays : all_arrays) {
     std::printf("copied ");
     for (size_t s = 0; s < arrays.dense.size(); ++s) std::printf("%d", is_copied(arrays, s));
     std::printf("\n");
