@@ -282,7 +282,7 @@ def equal(one: Any, other: Any) -> jax.Array:
 FACTORS = (2654435761, 40503, 2246822519, 3266489917, 668265263, 374761393)
 
 
-# Unused, but donated only if kept: twice the arrays may not fit.
+# The contents are unused, and an unused argument is only donated if kept: both may not fit.
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 def randomized(tree: Any, seed: int | jax.Array = 0) -> Any:
     """Pseudo-random small integers; copies of zeros can be faster than those of data."""
