@@ -28,7 +28,7 @@ from .block_manager import BlockManager
 from .model import Config, Params, partition
 from .request import Limits, Request
 from .sampling import SamplingRows
-from .step import Inputs, Program, State, jitted
+from .step import Inputs, Program, State, jitted, prefill_copies
 
 Row = tuple[Request, int]  # and its number of tokens in a step
 # Tokens of a step that have not been read, and their requests; None: nothing was sampled.
@@ -50,18 +50,11 @@ class Engine:
     """
 
     def __init__(
-        self,
-        config: Config,
-        params: Params,
-        limits: Limits,
-        num_hbm_pages: int,
-        num_host_pages: int = 0,
-        layout: Any = "page_first_direct",
-        attention: str | None = None,
+        self, config: Config, params: Params, limits: Limits, num_hbm_pages: int,
+        num_host_pages: int = 0, layout: Any = "page_first_direct", attention: str | None = None,
         memory: jaxkv.SymmetricMemory | None = None,
-        tiers: Callable[[jaxkv.HostPool], Sequence[Tier]] = lambda pool: (),
-        weights: str = "",
-    ):
+        tiers: Callable[[jaxkv.HostPool], Sequence[Tier]] = lambda pool: (), weights: str = "",
+    ):  # fmt: skip
         if limits.pages_per_request > num_hbm_pages:
             raise ValueError(
                 f"num_hbm_pages={num_hbm_pages}: a request may need "
@@ -87,15 +80,11 @@ class Engine:
         sizes = (limits.copy_pages,)
         self.host = jaxkv.OffloadEngine(self.pool or 0, batch_sizes=sizes, tiers=below)
         self.blocks = BlockManager(num_hbm_pages, self.host)
-        self._program = Program(
-            config,
-            attention_module.select(attention, dtype, config.head_dim),
-            memory,
-            self.pool.partition_spec if self.pool and memory else None,
-        )
-        # Copy kernels slow the products of a prefill; the copy engine needs large blocks.
-        large = self.spec.block_bytes // (memory.world_size if memory else 1) >= 64 << 10
-        self._prefill_copies: Any = "dma" if large and jax.default_backend() == "gpu" else None
+        attention = attention_module.select(attention, dtype, config.head_dim)
+        pool_sharding = self.pool.partition_spec if self.pool and memory else None
+        self._program = Program(config, attention, memory, pool_sharding)
+        block_bytes = self.spec.block_bytes // (memory.world_size if memory else 1)
+        self._prefill_copies = prefill_copies(self.pool, cache, block_bytes)
         self._hasher = BlockHasher(limits.page_size, model=f"{weights} {config} {dtype}")
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -237,11 +226,9 @@ class Engine:
             [count for _, count in rows],
             [request.computed + count for request, count in rows],
             [request.placement.pages for request, _ in rows if request.placement],
-            max_num_reqs=num_rows,
-            max_num_tokens=num_tokens,
-            max_blocks=self.limits.pages_per_request,
-            block_size=self.limits.page_size,
-        )
+            max_num_reqs=num_rows, max_num_tokens=num_tokens,
+            max_blocks=self.limits.pages_per_request, block_size=self.limits.page_size,
+        )  # fmt: skip
         sampling = SamplingRows.of([request.sampling for request, _ in rows], num_rows)
         return Inputs(tokens, source, batch, slots, sampling, copies)
 

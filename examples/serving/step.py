@@ -3,6 +3,7 @@
 Compiled once for each `Program`, kind of copies, and bound of the batch.
 """
 
+import contextlib
 import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
@@ -94,3 +95,16 @@ _run_store = jax.jit(_sharded_step, static_argnums=0, donate_argnums=(2, 3))
 def jitted(inputs: Inputs) -> Any:
     """The compiled function for these copies: takes a program, parameters, state, pool, inputs."""
     return _run_store if inputs.copies.kind == "store" else _run
+
+
+def prefill_copies(pool: jaxkv.HostPool | None, cache: jaxkv.DeviceCache, block_bytes: int) -> Any:
+    """Implementation of the copies beside prefills; None: as the tuning table ranks them.
+
+    Kernels slow the products. The copy engine does not, but needs large blocks.
+    """
+    page = jaxkv.HostIds([0])
+    if pool and block_bytes >= 64 << 10:
+        with contextlib.suppress(NotImplementedError):  # e.g. on a CPU
+            jaxkv.explain(jaxkv.start_load, pool, cache, page, page, implementation="dma")
+            return "dma"
+    return None

@@ -1,6 +1,7 @@
 """The serving engine against a dense model without pages, and its scheduling."""
 
 import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from examples.serving.model import Config, rms_norm, rotate
 from examples.serving.presets import init_params
 from examples.serving.request import Request
 from examples.serving.sampling import Sampling, SamplingRows, sample
+from examples.serving.step import prefill_copies
 
 pytestmark = pytest.mark.end_to_end
 
@@ -145,6 +147,16 @@ def test_answers_with_the_host_tier(prefill_copies, monkeypatch):
     assert sum(request.first_placement.loaded for request in turns[-1]) >= 8
     assert {len(engine.host._loads), len(engine.blocks._loading)} == {0}
     assert engine.host.metrics()["kv_offload_pinned_blocks"] == 0
+
+
+@pytest.mark.cpu_only
+def test_copy_engine_beside_prefills_needs_large_blocks_and_a_gpu(monkeypatch):
+    engine = make_engine(num_host_pages=4)
+    chosen = partial(prefill_copies, engine.pool, engine.state.cache)
+    assert chosen(64 << 10) is None
+    monkeypatch.setattr(jaxkv, "explain", lambda *args, **options: "dma (requested)")
+    assert [chosen(size) for size in (64 << 10, 63 << 10)] == ["dma", None]
+    assert prefill_copies(None, engine.state.cache, 64 << 10) is None
 
 
 def test_host_is_a_step_ahead_and_waits_for_nothing_else(monkeypatch):
