@@ -63,14 +63,38 @@ def test_layerwise_waits_in_one_program(kind, layout, direction, layers, started
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_program_has_no_copy_of_entire_arrays(direction, named):
+@pytest.mark.parametrize(("layers", "segment"), [(None, "2"), ((2, 0, 1), "1")])
+def test_wait_for_several_layers_is_one_wait(direction, layers, segment, named):
+    case = make_case()
+    numpy_ids, ids = ids_of(case, 5, named)
+    pool, cache = case.pool(), case.cache()
+
+    @partial(jax.jit, donate_argnames=("cache", "pool") if direction == "store" else "cache")
+    def step(pool, cache, *ids):
+        started = start(direction, pool, cache, *ids, layers=layers, implementation=named)
+        first, second, again = started.wait([0, 2, 0])
+        assert again is first and first is started.wait(0) and second is started.wait(2)
+        return finish(direction, started)
+
+    # Layers 0 and 2, then what is left: layer 1 of a load, the pool of a store.
+    waits = re.findall(r"\bsegment = (\d+)", step.lower(pool, cache, *ids).as_text())
+    assert len(waits) == 2 and waits[0] == segment
+    out = step(pool, cache, *ids)
+    jaxkv.check_errors(out)
+    check(case, direction, numpy_ids, out, pool, layers)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["one by one", "grouped"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_program_has_no_copy_of_entire_arrays(direction, grouped, named):
     case = make_case()
     _, ids = ids_of(case, 5, named)
 
     @partial(jax.jit, donate_argnames=("cache", "pool") if direction == "store" else "cache")
     def step(pool, cache, *ids):
         started = start(direction, pool, cache, *ids, implementation=named)
-        for layer in range(case.spec.num_layers):
+        layers = range(case.spec.num_layers)
+        for layer in [layers] if grouped else layers:
             started.wait(layer)
         return finish(direction, started)
 
@@ -304,6 +328,8 @@ def test_wait_for_another_layer_is_rejected():
     case = make_case()
     loading = jaxkv.start_load(case.pool(), case.cache(), [1], [2], layers=(0, 2))
     assert_rejected(lambda: loading.wait(1), ValueError, "1", "0, 2")
+    assert_rejected(lambda: loading.wait(range(2)), ValueError, "1", "0, 2")
+    assert loading.wait([]) == ()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

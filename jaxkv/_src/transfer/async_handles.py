@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 
@@ -89,35 +89,49 @@ class _PageCopyHandle(CopyHandle):
         """Positions of the arrays of `layers` among the arrays that the copy writes."""
         raise NotImplementedError
 
-    def wait(self, layer: int | jax.Array, *, after: resolve.PyTree = None) -> resolve.PyTree:
+    def wait(
+        self, layer: int | Sequence[int] | jax.Array, *, after: resolve.PyTree = None
+    ) -> resolve.PyTree:
         """Waits on the device for the copy of a layer; the host does not block.
 
+        Each wait is a kernel. One wait may serve several layers, the first of which is then used
+        only when the last one has been copied:
+
+            for first in range(0, num_layers, 4):
+                for k, v in loading.wait(range(first, first + 4), after=x):
+                    x = attention(x, k, v)
+
         Args:
-          layer: number of a layer of the copy. For stacked arrays also a traced int32 scalar, as
-            in the body of `lax.scan` over layers, with the handle in its carry; it is clamped.
+          layer: number of a layer of the copy, or a sequence of them, such as a range. For stacked
+            arrays also a traced int32 scalar, as in the body of `lax.scan` over layers, with the
+            handle in its carry; it is clamped.
           after: pytree of arrays to compute before the wait, such as the input of the layer.
             Without it XLA may schedule the wait before compute that does not need the layer.
 
         Returns:
           The arrays of the layer, (k, v) or (latent,) as in `DeviceCache.layers`, or the pytree of
           an engine's layer; of stacked arrays, those of all layers. After a load they have the
-          loaded pages of the layer, after a store they may be overwritten.
+          loaded pages of the layer, after a store they may be overwritten. A tuple of these for a
+          sequence.
 
         Raises:
-          ValueError: the layer is not part of the copy.
+          ValueError: a layer is not part of the copy.
           RuntimeError: the handle belongs to another trace. Pass it to an inner jit or checkpoint
             as an argument and return it. Wait for a static layer before a loop or branch: the
             pytree structure of a handle records these waits, and a loop carry has a fixed one.
         """
         if isinstance(layer, jax.core.Tracer):
             return self._wait_for_traced(layer, after)
-        layer = operator.index(layer)
-        if layer not in self._segments:
-            raise ValueError(
-                f"layer must be one of the copied layers {self._segments}, got {layer}"
-            )
-        self._wait_for([layer], after)
-        return self._layer_arrays(layer)
+        several = isinstance(layer, Sequence)
+        layers = [*map(operator.index, cast(Sequence[int], layer if several else (layer,)))]
+        for number in layers:
+            if number not in self._segments:
+                raise ValueError(
+                    f"layer must be one of the copied layers {self._segments}, got {number}"
+                )
+        self._wait_for(layers, after)
+        arrays = tuple(map(self._layer_arrays, layers))
+        return arrays if several else arrays[0]
 
     def _layer_arrays(self, layer: int) -> resolve.PyTree:
         if isinstance(self._cache, ArrayCache):
@@ -152,7 +166,7 @@ class _PageCopyHandle(CopyHandle):
         return self._cache
 
     def _wait_for(self, layers: Sequence[int], after: resolve.PyTree) -> None:
-        layers = [layer for layer in layers if layer not in self._waited]
+        layers = [layer for layer in dict.fromkeys(layers) if layer not in self._waited]
         if self._ticket is None or not layers:
             return
         before = self._ticket
