@@ -62,6 +62,11 @@ def reversed_layers(handle, x):
     return [handle.wait(layer) for layer in reversed(range(CASE.spec.num_layers))], handle.cache
 
 
+def in_groups(handle, x):
+    groups = [handle.wait(range(2), after=x), handle.wait([3, 2])]
+    return groups, handle.cache, getattr(handle, "pool", None)
+
+
 def in_each_branch(handle, x):
     def wait(handle):
         return getattr(handle, "pool", None), handle.cache
@@ -77,6 +82,7 @@ def carried_by_a_loop(handle, x):
 CONTINUED = {
     "layer by layer": layer_by_layer,
     "reversed": reversed_layers,
+    "in groups": in_groups,
     "only the last": lambda handle, x: (handle.wait(LAST), handle.cache),
     "only all": lambda handle, x: (getattr(handle, "pool", None), handle.cache),
     "inner jit": lambda handle, x: jax.jit(layer_by_layer)(handle, x),

@@ -104,8 +104,10 @@ def ended(started: Any) -> bool:
 
 
 def wait(choices: random.Random, started: Any, x: Any) -> Any:
-    layer = choices.choice(started._segments)
-    return started.wait(layer, after=x if choices.random() < 0.5 else None)
+    # Rarely several layers, so that many programs drop one.
+    layers = choices.sample(started._segments, min(2, len(started._segments)))
+    after = x if choices.random() < 0.5 else None
+    return started.wait(layers if choices.random() < 0.25 else layers[0], after=after)
 
 
 def _inner_jit(choices: random.Random, started: Any, x: Any, *, inline: bool = False) -> Any:
