@@ -20,7 +20,7 @@ from jaxkv._src.environment import report as environment_report
 NOT_ON_A_GPU = 2  # exit code; pytest's own for "interrupted", never for "passed"
 ANYWHERE = "not gpu and not cpu_only and not multigpu and not host_only"
 GPU_ONLY = "gpu and not cpu_only and not multigpu"
-MAX_PROCESSES = 16  # per GPU: each takes about 1 GiB of it, and a core or two to compile
+MAX_PROCESSES = 32  # per GPU: each takes about 1 GiB of it, and a core or two to compile
 
 
 class Outcomes:

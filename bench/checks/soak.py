@@ -5,12 +5,17 @@ all-reduces, each compared with its reference (`tests/fuzz`); pools that are cre
 errors in scopes. Meanwhile the memory, descriptors and threads of the process are sampled: after a
 warm-up they must not grow. Exits with 1 after a wrong result or a growth.
 
+For comparison it also measures what JAX by itself keeps for each program that reads an array, as
+long as the array lives.
+
 On a GPU, each run adds a segment to the record `soak` as long as the commit is the same: several
 runs of nine minutes count as one of their total.
 """
 
 import argparse
+import ctypes
 import gc
+import itertools
 import json
 import os
 import pathlib
@@ -20,7 +25,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 if __name__ == "__main__":  # not in the tests, whose child processes would inherit it
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
@@ -31,6 +36,7 @@ import numpy as np
 import jaxkv
 from bench.harness.records import RESULTS, Results, Row, device_slug, revision
 from tests.fuzz.__main__ import OPERATIONS
+from tests.fuzz.copies import RENEWED
 from tests.util.layout_reference import LAYOUTS
 from tests.util.transfer_cases import distinct_ids, donating, make_case
 
@@ -48,6 +54,7 @@ LIMITS = {
     "descriptors": (0.5, "count"),
     "threads": (0.5, "count"),
 }
+PROGRAMS = 16384  # of JAX alone
 
 
 class Segment(NamedTuple):
@@ -57,6 +64,7 @@ class Segment(NamedTuple):
     calls: int
     failures: int
     growth: dict[str, float]
+    kept: float  # by JAX alone, bytes for each program
 
 
 # ---- What runs -----------------------------------------------------------------------------------
@@ -83,10 +91,11 @@ def pools(rng: np.random.Generator) -> Iterator[None]:
 def errors(rng: np.random.Generator) -> Iterator[None]:
     """A wrong id: an error of its scope only."""
     case = make_case()
-    pool, cache = case.pool(), case.cache()
     scopes = [jaxkv.ErrorScope(f"soak-{number}") for number in range(3)]
     load = jax.jit(jaxkv.load_pages)
-    while True:
+    for call in itertools.count():
+        if call % RENEWED == 0:
+            pool, cache = case.pool(), case.cache()
         scope = scopes[int(rng.integers(len(scopes)))]
         wrong = np.array([int(rng.integers(12, 2**31)), 1], np.int32)
         try:
@@ -133,6 +142,41 @@ def growth(samples: Sequence[float]) -> float:
     return statistics.median(slopes) * (len(steady) - 1) if slopes else 0.0
 
 
+class _Mallinfo2(ctypes.Structure):
+    """Of glibc's <malloc.h>."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def heap() -> int:
+    """Bytes in use in the heap of this process."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    gc.collect()
+    found = mallinfo2()
+    return found.uordblks + found.hblkhd
+
+
+def kept_by_jax() -> float:
+    """Bytes of the heap for each program, without jaxkv, that reads an array that lives on."""
+    array = jax.device_put(np.ones(16, np.float32))
+    step = jax.jit(lambda x: x + 1)
+    for _ in range(64):
+        step(array).block_until_ready()
+    before = heap()
+    for _ in range(PROGRAMS):
+        step(array).block_until_ready()
+    kept = heap() - before
+    array.delete()
+    return kept / PROGRAMS
+
+
 # ---- Runs and their record -----------------------------------------------------------------------
 
 
@@ -166,7 +210,10 @@ def soak(minutes: float, seed: int = 0) -> Segment:
         raise ValueError(f"{minutes} minutes are too short: the warm-up took most of them")
     found = {name: growth([one[name] for one in samples]) for name in LIMITS}
     print(f"{calls} calls, {failures} wrong; at the end {samples[-1]}; growth {found}")
-    return Segment(minutes, calls, failures, found)
+    del running
+    kept = kept_by_jax()
+    print(f"JAX alone: {kept:.0f} bytes for each program")
+    return Segment(minutes, calls, failures, found, kept)
 
 
 def earlier(path: pathlib.Path, commit: str | None) -> list[Row]:
@@ -190,6 +237,7 @@ def record(results: Results, rows: Sequence[Row], segment: Segment) -> bool:
     results.row(case, "wrong", "calls", segment.failures)
     for name, (_, unit) in LIMITS.items():
         results.row(case, f"growth of {name}", unit, segment.growth[name])
+    results.row(case, "kept by JAX alone for a program that reads an array", "bytes", segment.kept)
 
     def values(metric: str) -> list[float]:
         return [row.value for row in results.rows if row.metric == metric]

@@ -43,7 +43,8 @@ def test_segments_of_one_commit_add_up(tmp_path, change, missed):
     rows: list[Row] = []
     for minutes in (9, 9, 12):
         results = Results("soak")
-        segment = soak.Segment(minutes, 100, 0, FLAT)._replace(**(change if minutes == 9 else {}))
+        segment = soak.Segment(minutes, 100, 0, FLAT, kept=0)
+        segment = segment._replace(**(change if minutes == 9 else {}))
         assert soak.record(results, rows, segment) == (missed is None)
         path = tmp_path / "soak.json"
         path.write_text(json.dumps({**results.to_json(), "commit": "abc"}))

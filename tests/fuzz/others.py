@@ -3,6 +3,7 @@ metadata."""
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from tests.fuzz.copies import RENEWED
 from tests.metadata import (
     test_common,
     test_flash_attention,
@@ -47,8 +49,10 @@ Cases = Iterator[None]
 
 def _sparse(rng: np.random.Generator, kind: str) -> Cases:
     layouts = ("page_first_direct", "layer_first", "page_first")
-    pairs = [Pair(layout=layout, seed=int(rng.integers(2**31))) for layout in layouts]
-    while True:
+    pairs: list[Pair] = []
+    for call in itertools.count():
+        if call % (len(layouts) * RENEWED) == 0:
+            pairs = [Pair(layout=layout, seed=int(rng.integers(2**31))) for layout in layouts]
         pair = pairs[int(rng.integers(len(pairs)))]
         batch, _ = pair.shape
         most = pair.reference.max_length

@@ -200,7 +200,7 @@ def test_programs_of_several_threads(devices):
             return loading.cache, seen
 
         pool, cache = case.pool(), case.cache()
-        for number in range(5 * ROUNDS):
+        for number in range(2 * ROUNDS):
             numpy_ids, ids = ids_of(case, 1000 * seed + number)
             cache, seen = step(pool, cache, *ids)
             case = loaded(case, numpy_ids)
