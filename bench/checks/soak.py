@@ -5,8 +5,8 @@ all-reduces, each compared with its reference (`tests/fuzz`); pools that are cre
 errors in scopes. Meanwhile the memory, descriptors and threads of the process are sampled: after a
 warm-up they must not grow. Exits with 1 after a wrong result or a growth.
 
-For comparison it also measures what JAX by itself keeps for each program that reads an array, as
-long as the array lives.
+For comparison it also measures what JAX by itself keeps for each copy of an array to another
+memory, as long as the array lives.
 
 On a GPU, each run adds a segment to the record `soak` as long as the commit is the same: several
 runs of nine minutes count as one of their total.
@@ -54,7 +54,7 @@ LIMITS = {
     "descriptors": (0.5, "count"),
     "threads": (0.5, "count"),
 }
-PROGRAMS = 16384  # of JAX alone
+COPIES = 16384  # by JAX alone
 
 
 class Segment(NamedTuple):
@@ -64,7 +64,7 @@ class Segment(NamedTuple):
     calls: int
     failures: int
     growth: dict[str, float]
-    kept: float  # by JAX alone, bytes for each program
+    kept: float  # by JAX alone, bytes for each copy of an array
 
 
 # ---- What runs -----------------------------------------------------------------------------------
@@ -164,17 +164,17 @@ def heap() -> int:
 
 
 def kept_by_jax() -> float:
-    """Bytes of the heap for each program, without jaxkv, that reads an array that lives on."""
-    array = jax.device_put(np.ones(16, np.float32))
-    step = jax.jit(lambda x: x + 1)
-    for _ in range(64):
-        step(array).block_until_ready()
-    before = heap()
-    for _ in range(PROGRAMS):
-        step(array).block_until_ready()
+    """Bytes of the heap for each `device_put` of an array in host memory that lives on."""
+    on_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    array = jax.device_put(np.ones(16, np.float32), on_device.with_memory_kind("pinned_host"))
+    before = 0
+    for copy in range(64 + COPIES):
+        if copy == 64:
+            before = heap()
+        jax.device_put(array, on_device).block_until_ready()
     kept = heap() - before
     array.delete()
-    return kept / PROGRAMS
+    return kept / COPIES
 
 
 # ---- Runs and their record -----------------------------------------------------------------------
@@ -212,7 +212,7 @@ def soak(minutes: float, seed: int = 0) -> Segment:
     print(f"{calls} calls, {failures} wrong; at the end {samples[-1]}; growth {found}")
     del running
     kept = kept_by_jax()
-    print(f"JAX alone: {kept:.0f} bytes for each program")
+    print(f"JAX alone: {kept:.0f} bytes for each copy of an array")
     return Segment(minutes, calls, failures, found, kept)
 
 
@@ -237,7 +237,9 @@ def record(results: Results, rows: Sequence[Row], segment: Segment) -> bool:
     results.row(case, "wrong", "calls", segment.failures)
     for name, (_, unit) in LIMITS.items():
         results.row(case, f"growth of {name}", unit, segment.growth[name])
-    results.row(case, "kept by JAX alone for a program that reads an array", "bytes", segment.kept)
+    results.row(
+        case, "kept by JAX alone for a copy of an array to the device", "bytes", segment.kept
+    )
 
     def values(metric: str) -> list[float]:
         return [row.value for row in results.rows if row.metric == metric]

@@ -14,8 +14,8 @@ from tests.util.transfer_cases import Case, after, as_ids, donating, make_case
 
 MEMORIES = ("device", "pinned_host")
 COUNTS = (1, 4, 7)  # of ids, each compiled once
-# Runs with the same arrays. On a GPU, JAX keeps about 1 KiB for each program that read an array
-# until the array is deleted or donated: without new arrays, memory would grow for ever.
+# Runs with the same arrays. On a GPU, XLA keeps about 1 KiB of events for each run that copies an
+# array to another memory to compare it, until the array is deleted: the soak would see it grow.
 RENEWED = 32
 SELECTIONS: tuple[Any, ...] = (None, 1, range(2), np.int32(0), range(1, 3))
 

@@ -106,6 +106,8 @@ def test_the_copy_engine_gets_ids_of_the_host_and_is_refused_on_a_cpu():
     by_dma = batch.by("dma")
     assert isinstance(by_dma.host_pages, jaxkv.HostIds) and by_dma.copies is batch.copies
     assert by_dma.device_pages.ids.tolist() == batch.device_pages.tolist()
+    assert by_dma.by("dma").host_pages is by_dma.host_pages
+    assert by_dma.by("kernel").host_pages is by_dma.host_pages
     pool = jaxkv.HostPool.create(SPEC, num_pages=4)
     assert_rejected(
         lambda: step(pool, random_cache(), by_dma), NotImplementedError, "'dma'", "CUDA device"

@@ -93,7 +93,8 @@ class CopyBatch:
         """The same batch by a given implementation; itself if nothing is to copy.
 
         "dma" leaves the SMs to a step that is bound by compute, such as a prefill. Its ids are
-        uploaded here, as `HostIds`. Each page costs descriptors that the host writes, padding none.
+        uploaded here, as `HostIds`, unless they have been. Each page costs descriptors that the
+        host writes, padding none.
 
         Args:
           implementation: as for `start_load`; None: as the tuning table ranks them.
@@ -105,11 +106,15 @@ class CopyBatch:
         check_implementation_name(implementation)
         if self.kind == "none" or implementation is None:
             return self
-        ids = self.host_pages, self.device_pages
-        if implementation == "dma":
-            ids = HostIds(ids[0], sharding=sharding), HostIds(ids[1], sharding=sharding)
+        host_pages, device_pages = self.host_pages, self.device_pages
+        if implementation == "dma" and not isinstance(host_pages, HostIds):
+            host_pages = HostIds(host_pages, sharding=sharding)
+            device_pages = HostIds(device_pages, sharding=sharding)
         return dataclasses.replace(
-            self, host_pages=ids[0], device_pages=ids[1], implementation=implementation
+            self,
+            host_pages=host_pages,
+            device_pages=device_pages,
+            implementation=implementation,
         )
 
     def start(self, pool: HostPool | None, cache: Any, **options: Any) -> LoadHandle | StoreHandle:
