@@ -26,6 +26,16 @@ def test_growth(samples, want):
     assert soak.growth(samples) == pytest.approx(want)
 
 
+@pytest.mark.host_only
+@pytest.mark.parametrize("sizes", [[1 << 14] * 1024, [1 << 26]], ids=["heap", "mapped"])
+def test_heap_of_the_process(sizes):
+    before = soak.heap()
+    kept = [bytearray(size) for size in sizes]
+    assert soak.heap() - before == pytest.approx(sum(map(len, kept)), rel=0.05)
+    del kept
+    assert soak.heap() == pytest.approx(before, abs=1 << 20)
+
+
 FLAT = dict.fromkeys(soak.LIMITS, 0.0)
 
 
