@@ -5,7 +5,8 @@ their elements is added to the activations, so the wait is at that point. Two ki
 compute-bound (a bf16 matrix product per layer) and memory-bound (a pass over an array in HBM). The
 same step is timed without any load, with `load_pages` before it ("sequential", the baseline), and
 with `start_load` and a `wait` in each layer, by each implementation and as jaxkv chooses with
-device ids and HostIds, in rounds. Host time per call is measured on an idle device.
+device ids and HostIds, in rounds; as jaxkv chooses also with a wait for each four layers. Host time
+per call is measured on an idle device.
 """
 
 import functools
@@ -34,6 +35,7 @@ from bench.harness.records import Results
 NO_LOAD, SEQUENTIAL = "without a load", "sequential"
 STEP_TIME, RATIO_UNIT = "time per step", f"x step {NO_LOAD}"
 WANTED_RATIO = 1.02
+FEW_WAITS = 4  # layers of a wait
 
 
 class Size(NamedTuple):
@@ -112,10 +114,13 @@ class Bench:
             units = max(1, round(units * self.what.step_seconds / call.done))
         return state, fixed, layer
 
-    def program(self, method: Method, layer: Callable[[Any, Any], Any], fixed: Any) -> Any:
+    def program(
+        self, method: Method, layer: Callable[[Any, Any], Any], fixed: Any, layers_per_wait: int = 1
+    ) -> Any:
         """The step, `state -> state`."""
         page = int(self.pages[1][0])
-        load = {NO_LOAD: _without, SEQUENTIAL: _sequential}.get(method.name, _started)
+        started = functools.partial(_started, layers_per_wait=layers_per_wait)
+        load = {NO_LOAD: _without, SEQUENTIAL: _sequential}.get(method.name, started)
 
         @functools.partial(jax.jit, donate_argnums=0)
         def step(state: Any, pool: jaxkv.HostPool, fixed: Any, ids: Any) -> Any:
@@ -145,6 +150,10 @@ class Bench:
                 with of.taken(num_sms):
                     self.first_calls(method, run)
                 compiled.setdefault(f"{method}, {num_sms} SMs" if num_sms else str(method), run)
+        for method in CHOICES:
+            run = self.program(method, self.layer, self.fixed, FEW_WAITS)
+            self.first_calls(method, run)
+            compiled[f"{method}, a wait for {FEW_WAITS} layers"] = run
         return compiled
 
     def first_calls(self, method: Method, run: Callable[[Any], Any]) -> None:
@@ -199,9 +208,19 @@ def _sequential(pool: Any, cache: jaxkv.DeviceCache, ids: Any) -> tuple[Callable
     return _without(pool, jaxkv.load_pages(pool, cache, *ids), ids)
 
 
-def _started(pool: Any, cache: jaxkv.DeviceCache, ids: Any) -> tuple[Callable, Callable]:
+def _started(
+    pool: Any, cache: jaxkv.DeviceCache, ids: Any, *, layers_per_wait: int
+) -> tuple[Callable, Callable]:
     loading = jaxkv.start_load(pool, cache, *ids)
-    return lambda layer, x: loading.wait(layer, after=x), lambda: loading.cache
+    waited: dict[int, Any] = {}
+
+    def wait(layer: int, x: Any) -> Any:
+        if layer % layers_per_wait == 0:
+            layers = range(layer, layer + layers_per_wait)
+            waited.update(zip(layers, loading.wait(layers, after=x), strict=True))
+        return waited[layer]
+
+    return wait, lambda: loading.cache
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -38,6 +38,8 @@ EVIDENCE = (
     "README.md",
 )
 
+SECOND_RUN = "second_run"  # the folder of records that repeat those of their device
+
 NOT_MEASURED = "not measured"
 HOST = "host"  # the folder of records that need no device
 
@@ -267,16 +269,17 @@ class File:
         return [row for row in self.rows if row.metric == metric]
 
 
-def read(root: pathlib.Path = RESULTS) -> list[File]:
-    """All result files, sorted by device and name.
+def read(root: pathlib.Path = RESULTS, folder: str = "") -> list[File]:
+    """All result files `<root>/<device>/<folder>/<name>.json`, sorted by device and name.
 
     Raises:
       ValueError: "met" of a target is inconsistent with its "want" and "got".
     """
-    return [_read_file(path) for path in sorted(root.glob("*/*.json"))]
+    paths = sorted(root.glob(str(pathlib.PurePath("*", folder, "*.json"))))
+    return [_read_file(path, path.relative_to(root).parts[0]) for path in paths]
 
 
-def _read_file(path: pathlib.Path) -> File:
+def _read_file(path: pathlib.Path, device: str) -> File:
     content = json.loads(path.read_text())
     found = {}
     for kind in ("targets", "checks"):
@@ -289,7 +292,7 @@ def _read_file(path: pathlib.Path) -> File:
                 )
     rows = [Row(**row) for row in content["rows"]]
     about = content["commit"], content["dirty"], content["env"]
-    return File(path.parent.name, path.stem, *about, rows, found["targets"], found["checks"])
+    return File(device, path.stem, *about, rows, found["targets"], found["checks"])
 
 
 def _one_line_each(content: dict[str, Any]) -> str:

@@ -65,6 +65,7 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "all_targets": tables.all_targets,
     "checks": tables.checks,
     "demo": tables.demo,
+    "disagreements": tables.disagreements,
     "engines": tables.engines,
     "gains": tables.gains,
     "metadata": Table(

@@ -8,8 +8,9 @@ between
     <!-- end -->
 
 with the table of that name in `bench.report.catalog`. `--check` writes nothing, and fails if a
-document is out of date, or a record stale and not pending (`bench.report.staleness`); plots are not
-compared, as their bytes differ between matplotlib versions.
+document is out of date, or a record stale and not pending (`bench.report.staleness`), or a second
+run not of the first one's commit (`bench.report.second_run`); plots are not compared, as their
+bytes differ between matplotlib versions.
 """
 
 import argparse
@@ -18,8 +19,8 @@ import re
 import sys
 from collections.abc import Sequence
 
-from bench.harness.records import REPOSITORY, File, read
-from bench.report import plots, staleness
+from bench.harness.records import REPOSITORY, SECOND_RUN, File, read
+from bench.report import plots, second_run, staleness
 from bench.report.catalog import TABLES
 from bench.report.tables import figures, verdict
 
@@ -94,7 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = read()
     print(listing(files))
     files = [file for file in files if file.device != "cpu"]  # not committed: no GPU, no claim
-    outdated = staleness.failures(files, staleness.pending()) if flags.check else []
+    outdated: list[str] = []
+    if flags.check:
+        outdated += staleness.failures(files, staleness.pending())
+        outdated += second_run.failures(files, read(folder=SECOND_RUN))
     for path in DOCUMENTS:
         before = path.read_text()
         after = regenerate(before, files)

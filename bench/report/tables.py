@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from bench.harness.records import HOST, File, Row, Target
-from bench.report import staleness
+from bench.report import second_run, staleness
 
 NOT_MEASURED = "Not measured yet.\n"
 SEVERAL_GPUS, WORLDS = ("all_reduce", "multigpu_test", "tensor_parallel"), (2, 4, 8)
@@ -160,18 +160,31 @@ def checks(files: Sequence[File]) -> str:
 
 def all_records(files: Sequence[File]) -> str:
     """One row per file: number of targets met, missed and not measured; checks that hold."""
-    rows, listed = [], staleness.pending()
+    rows, listed, repeated = [], staleness.pending(), second_run.agreements(files)
     for file in files:
         verdicts = [target.met for target in file.targets]
         counts = [number(verdicts.count(met)) for met in (True, False, None)]
         hold = f"{sum(bool(check.met) for check in file.checks)} of {len(file.checks)}"
         why = listed.get(f"{file.device}/{file.name}", "-")
-        rows.append((file.device, file.name, *counts, hold, file.revision, file.date, why))
+        agree = str(repeated.get((file.device, file.name), "-"))
+        rows.append((file.device, file.name, *counts, hold, agree, file.revision, file.date, why))
     header = (
-        "device", "benchmark", "met", "missed", "not measured", "checks", "commit", "date",
+        "device", "benchmark", "met", "missed", "not measured", "checks",
+        "verdicts that agree with a second run", "commit", "date",
         "pending: why it was not measured again",
     )  # fmt: skip
     return table(header, rows)
+
+
+def disagreements(files: Sequence[File]) -> str:
+    """Targets and checks with different verdicts in two runs."""
+    rows = [
+        (*key, name, *("-" if one is None else f"{figures(one)[1]}, {verdict(one)}" for one in two))
+        for key, agreement in second_run.agreements(files).items()
+        for name, two in agreement.different.items()
+    ]
+    header = ("device", "benchmark", "quantity", "first run", "second run")
+    return table(header, rows) if rows else "None.\n"
 
 
 def unmeasured(files: Sequence[File]) -> str:

@@ -1,0 +1,83 @@
+"""Two runs of a benchmark: their verdicts, and what evidence says of them."""
+
+import pytest
+
+from bench.harness import records
+from bench.harness.records import SECOND_RUN, Results
+from bench.report import second_run, tables
+from bench.report.second_run import Agreement
+
+pytestmark = pytest.mark.host_only
+
+
+def save(root, name="pages", *, commit="a" * 40, load=0.95, store=0.95, wrong=0):
+    found = Results(name, device="gpu")
+    found.target("load", load, ">=", 0.9, "of peak")
+    if store is not None:
+        found.target("store", store, ">=", 0.9, "of peak")
+    found.check("wrong bytes", wrong, "==", 0, "bytes")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXKV_COMMIT", commit)
+        found.save(root=root)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """`runs(first, second)`: records of two runs, from the arguments of `save`."""
+
+    def of(first, second):
+        save(tmp_path, **first)
+        save(tmp_path / "out", **second)
+        path = tmp_path / "gpu" / SECOND_RUN
+        (tmp_path / "out" / "gpu").rename(path)
+        return records.read(tmp_path), records.read(tmp_path, SECOND_RUN)
+
+    return of
+
+
+def test_a_second_run_is_read_apart_from_the_first(runs):
+    (first,), (second,) = runs({"load": 0.95}, {"load": 0.94})
+    assert (first.device, first.name) == (second.device, second.name) == ("gpu", "pages")
+    assert [run.targets[0].got for run in (first, second)] == [0.95, 0.94]
+
+
+@pytest.mark.parametrize(
+    ("second", "different", "text"),
+    [
+        ({}, [], "3 of 3"),
+        ({"load": 0.91}, [], "3 of 3"),
+        ({"load": 0.89}, ["load"], "2 of 3"),
+        ({"store": None}, ["store"], "2 of 3"),
+        ({"load": 0.89, "wrong": 1}, ["load", "wrong bytes"], "1 of 3"),
+    ],
+)
+def test_verdicts_and_not_figures_must_agree(runs, second, different, text):
+    (first,), (other,) = runs({}, second)
+    for agreement in (Agreement.of(first, other), Agreement.of(other, first)):
+        assert (list(agreement.different), str(agreement)) == (different, text)
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({}, []),
+        ({"commit": "b" * 40}, ["gpu/second_run/pages is of bbbbbbbbb, not of the first run"]),
+        ({"commit": "a" * 40 + "-dirty"}, ["is of aaaaaaaaa + changes, not of the first run"]),
+        ({"name": "transfer"}, ["gpu/second_run/transfer has no first run"]),
+    ],
+)
+def test_a_second_run_is_of_the_first_ones_commit(runs, second, words):
+    found = second_run.failures(*runs({}, second))
+    assert len(found) == len(words)
+    assert all(word in text for word, text in zip(words, found, strict=True))
+
+
+def test_tables_have_the_agreement_and_name_what_differs(runs, tmp_path, monkeypatch):
+    first, _ = runs({}, {"load": 0.85})
+    monkeypatch.setattr(second_run, "RESULTS", tmp_path)
+    (line,) = tables.all_records(first).splitlines()[2:]
+    assert line.startswith("| gpu | pages | 2 | 0 | 0 | 1 of 1 | 2 of 3 | aaaaaaaaa |")
+    (line,) = tables.disagreements(first).splitlines()[2:]
+    shown = "0.950 of peak, met | 0.850 of peak, **missed**"
+    assert line == f"| gpu | pages | load | {shown} |"
+    assert tables.disagreements([]) == "None.\n"
