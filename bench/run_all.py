@@ -1,10 +1,14 @@
-"""Runs every benchmark in a separate process: `python -m bench.run_all [--quick]`.
+"""Runs benchmarks, each in a separate process: `python -m bench.run_all [--quick] [NAME...]`.
 
-Separate processes start with empty device memory, and a failure does not stop the others.
+Separate processes start with empty device memory, and a failure does not stop the others. Two GPUs
+of a machine make both runs at once, one of them in another order:
+
+    CUDA_VISIBLE_DEVICES=1 python -m bench.run_all --out second recurrent metadata ... &
 """
 
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 from bench.harness.records import REPOSITORY, arguments
@@ -32,14 +36,21 @@ BENCHMARKS = {  # by record name; transfer also writes small_batches
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments(__doc__, argv)  # every benchmark takes the same flags; this rejects others
-    flags = sys.argv[1:] if argv is None else [*argv]
+    names = {"nargs": "*", "help": f"of {', '.join(BENCHMARKS)}; all without one"}
+    given = arguments(__doc__, argv, {"names": names})
+    if unknown := [name for name in given.names if name not in BENCHMARKS]:
+        sys.exit(f"run_all: no benchmark {', '.join(unknown)}; {names['help']}")
+    flags = ["--quick"] * given.quick + (["--out", given.out] if given.out else [])
     failed = []
-    for name in BENCHMARKS:
-        print(f"== bench.{name}", flush=True)
-        command = [sys.executable, "-m", f"bench.{BENCHMARKS[name]}", *flags]
+    for name in given.names or BENCHMARKS:
+        print(f"== {name}", flush=True)
+        command, begin = (
+            [sys.executable, "-m", f"bench.{BENCHMARKS[name]}", *flags],
+            time.monotonic(),
+        )
         if subprocess.run(command, cwd=REPOSITORY, check=False).returncode:
             failed.append(name)
+        print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
     print(f"failed: {', '.join(failed)}" if failed else "all benchmarks ran")
     return bool(failed)
 

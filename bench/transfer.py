@@ -66,7 +66,7 @@ SAME_SMS = Method("kernel", DEVICE_IDS, 12)  # as many as Triton has
 SPEEDUPS = {KIB: 20, 4 * KIB: 4, 8 * KIB: 2, 16 * KIB: 2}  # over batch calls, loads
 OVER_TRITON = {KIB: 7.0, 4 * KIB: 2.0, 8 * KIB: 1.15}
 AS_FAST = 0.97
-FEW, FEW_BYTES, MOST_RATIO = (1, 4, 16, 64), 8192, 1.0  # blocks, their size, and the target
+FEW, FEW_BYTES, MOST_RATIO = (1, 4, 16, 64), 8192, 1.05  # blocks, their size, and the target
 FEW_BASELINES = (Method(BATCH), Method(LOOP))
 IN_STEP, ONE_CALL = "time per copy (in a step)", "latency (one call)"
 HOST_TIME = "host time per call"
@@ -356,7 +356,7 @@ def record_few(results: Results, made: Blocks, direction: str, count: int, effor
 
 
 def measure_latency(results: Results, flags: Flags) -> None:
-    effort = Effort(2, 2, 3) if flags.quick else Effort(16, 60, 6)
+    effort = Effort(2, 2, 3) if flags.quick else Effort(16, 240, 6)
     made = Blocks(Pools(pool_bytes(1 << 24)), FEW_BYTES)
     for direction in DIRECTIONS:
         for count in FEW[:1] if flags.quick else FEW:

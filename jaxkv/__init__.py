@@ -35,7 +35,7 @@ from jaxkv._src.runtime.sync_guard import (
 from jaxkv._src.transfer.api import load_pages, store_pages, swap_blocks
 from jaxkv._src.transfer.async_copy import start_load, start_store, start_swap
 from jaxkv._src.transfer.async_handles import LoadHandle, StoreHandle
-from jaxkv._src.transfer.ids import HostIds
+from jaxkv._src.transfer.ids import HostIdPair, HostIds
 from jaxkv._src.transfer.swap_handle import SwapHandle
 from jaxkv._src.version import __version__ as __version__
 
@@ -45,6 +45,7 @@ __all__ = [
     "CopyBatch",
     "DeviceCache",
     "ErrorScope",
+    "HostIdPair",
     "HostIds",
     "HostLayout",
     "HostMemoryError",

@@ -207,14 +207,14 @@ class Blocks:
         if "device" not in self.arrays:
             self.arrays["device"] = self._pools.device(self.block_bytes)
 
-    def ids(self, method: Method, count: int, seed: int) -> tuple[tuple[Any, Any], Any]:
+    def ids(self, method: Method, count: int, seed: int) -> tuple[Any, Any]:
         """(source, destination) ids in the form of the method, and as NumPy arrays."""
         rng = np.random.default_rng(seed)
         plain = tuple(
             rng.choice(self.num_blocks, count, replace=False).astype(np.int32) for _ in range(2)
         )
         if method.ids == HOST_IDS:
-            return tuple(map(jaxkv.HostIds, plain)), plain  # type: ignore[return-value]
+            return jaxkv.HostIdPair(*plain), plain  # type: ignore[return-value,arg-type]
         kind = "pinned_host" if method.is_baseline else "device"
         place = self.arrays["host"].sharding.with_memory_kind(kind)
         put = functools.partial(jax.device_put, device=place)

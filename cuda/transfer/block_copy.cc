@@ -15,6 +15,8 @@
 namespace jaxkv::transfer {
 namespace {
 
+constexpr int64_t kMaxIds = INT32_MAX / 2;  // a plan has two words for each
+
 // Error construction is kept out of line: calls run with cold instruction caches, in which unused
 // code between hot paths costs time.
 template <class... Parts>
@@ -44,9 +46,15 @@ int64_t dense_extent(const CopyGeometry& g) {
   return (g.num_dense - 1) * g.dense_stride + g.block_bytes;
 }
 
-IdList id_list(ffi::Buffer<ffi::S32> operand, int64_t header) {
-  const size_t length = operand.element_count();
-  return {{operand.typed_data(), length}, std::min(static_cast<size_t>(header), length)};
+ffi::ErrorOr<IdList> id_list(ffi::Buffer<ffi::S32> operand, int64_t first, int64_t count) {
+  const auto length = static_cast<int64_t>(operand.element_count());
+  if (first < 0 || first > length || count < 0 || count > std::min(length - first, kMaxIds)) {
+    return invalid(count, " ids from word ", first, " on, of an operand of ", length,
+                   " words; expected at most ", kMaxIds);
+  }
+  return IdList{{operand.typed_data(), operand.element_count()},
+                static_cast<size_t>(first),
+                static_cast<size_t>(count)};
 }
 
 bool valid_geometry(const CopyGeometry& g) {
@@ -59,7 +67,9 @@ bool valid_geometry(const CopyGeometry& g) {
 // The fixed part of the attribute; the byte offsets of the buffers follow, strided then dense.
 struct CopyNumbers {
   int64_t caller;  // the operation; from bit 8 on, the scope
-  int64_t to_dense, num_sms, source_header, destination_header, num_dense_arrays;
+  int64_t to_dense, num_sms;
+  int64_t first_source, first_destination, num_ids;  // in words of their operands
+  int64_t num_dense_arrays;
   CopyGeometry geometry;
 };
 constexpr size_t kNumbers = sizeof(CopyNumbers) / sizeof(int64_t);
@@ -214,15 +224,16 @@ ffi::ErrorOr<IdLists> decode_ids(ffi::Buffer<ffi::S32> sources, ffi::Buffer<ffi:
   if (!n) return invalid(kInvalidAttribute);
   const auto num_dense = static_cast<int32_t>(n->geometry.num_dense);
   const auto num_strided = static_cast<int32_t>(n->geometry.num_strided);
-  const IdLists ids{
-      id_list(sources, n->source_header),       id_list(destinations, n->destination_header),
-      n->to_dense ? num_strided : num_dense,    n->to_dense ? num_dense : num_strided,
-      static_cast<Operation>(n->caller & 0xff), scope_of_copy(attribute)};
-  if (ids.sources.size() != ids.destinations.size() || ids.sources.size() > INT32_MAX / 2) {
-    return invalid(ids.sources.size(), " source ids, ", ids.destinations.size(),
-                   " destination ids: must be equal numbers up to ", INT32_MAX / 2);
-  }
-  return ids;
+  const auto source_list = id_list(sources, n->first_source, n->num_ids);
+  if (!source_list.has_value()) return ffi::Unexpected(source_list.error());
+  const auto destination_list = id_list(destinations, n->first_destination, n->num_ids);
+  if (!destination_list.has_value()) return ffi::Unexpected(destination_list.error());
+  return IdLists{*source_list,
+                 *destination_list,
+                 n->to_dense ? num_strided : num_dense,
+                 n->to_dense ? num_dense : num_strided,
+                 static_cast<Operation>(n->caller & 0xff),
+                 scope_of_copy(attribute)};
 }
 
 ffi::ErrorOr<PairList> decode_pairs(ffi::Buffer<ffi::S32> operand) {
@@ -343,7 +354,7 @@ SelectedPairs select_pairs(const IdLists& ids, RejectedIds* rejected) {
 }
 
 ffi::Error check_host_ids(const IdList& list, const char* name) {
-  const char* reason = list.header
+  const char* reason = list.is_host_ids()
                            ? host_ids_error(list.words.data(), list.words.size())
                            : "expected HostIds: implementation 'dma' reads the ids on the host";
   return reason ? unreadable(name, reason) : ffi::Error::Success();

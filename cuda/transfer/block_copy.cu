@@ -75,10 +75,10 @@ ffi::Error stage_host_ids(cudaStream_t stream, IdLists& ids, ffi::Buffer<ffi::S3
   int32_t* staged = scratch.typed_data();
   for (IdList* list : {&ids.sources, &ids.destinations}) {
     const size_t num_ids = list->size();
-    if (list->header > 0 && num_ids > 0) {
+    if (list->is_host_ids() && num_ids > 0) {
       JAXKV_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(staged, list->ids(), num_ids * sizeof(int32_t),
                                                  cudaMemcpyDefault, stream));
-      *list = {{staged, num_ids}, 0};
+      *list = {{staged, num_ids}, 0, num_ids};
     }
     staged += num_ids;
   }

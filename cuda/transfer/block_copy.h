@@ -45,11 +45,12 @@ struct CopyGeometry {
 // Ids of an operand. May be device memory: on a GPU, not readable by the host before
 // check_host_ids.
 struct IdList {
-  std::span<const int32_t> words;
-  size_t header;  // words before the ids: kHostIdsHeader for HostIds, else 0
+  std::span<const int32_t> words;  // of the operand
+  size_t first, count;             // the ids among them
 
-  const int32_t* ids() const { return words.data() + header; }
-  size_t size() const { return words.size() - header; }
+  const int32_t* ids() const { return words.data() + first; }
+  size_t size() const { return count; }
+  bool is_host_ids() const { return first > 0; }  // they have a header
 };
 
 // Source and destination ids as passed by the caller, unchecked.
@@ -58,6 +59,8 @@ struct IdLists {
   int32_t num_sources, num_destinations;  // number of blocks on each side
   Operation operation;
   Scope scope;
+
+  bool share_operand() const { return sources.words.data() == destinations.words.data(); }
 };
 
 // Maximum number of ids that the copy kernel checks itself; longer lists go through plan_pairs.

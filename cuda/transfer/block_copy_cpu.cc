@@ -26,7 +26,7 @@ void copy_block(const BlockCopy& copy, size_t buffer, BlockPair pair) {
 ffi::ErrorOr<SelectedPairs> check_ids(const IdLists& ids) {
   for (const auto& [list, name] :
        {std::pair(ids.sources, "the source"), std::pair(ids.destinations, "the destination")}) {
-    if (list.header == 0) continue;  // any list is host memory here
+    if (!list.is_host_ids()) continue;  // any list is host memory here
     if (auto error = check_host_ids(list, name); error.failure()) return ffi::Unexpected(error);
   }
   RejectedIds rejected;

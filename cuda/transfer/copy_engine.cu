@@ -119,8 +119,10 @@ ffi::ErrorOr<SelectedPairs> read_pairs(ffi::Buffer<ffi::S32> source_ids,
   if (auto error = check_host_ids(ids->sources, "the source"); error.failure()) {
     return ffi::Unexpected(error);
   }
-  if (auto error = check_host_ids(ids->destinations, "the destination"); error.failure()) {
-    return ffi::Unexpected(error);
+  if (!ids->share_operand()) {
+    if (auto error = check_host_ids(ids->destinations, "the destination"); error.failure()) {
+      return ffi::Unexpected(error);
+    }
   }
   RejectedIds rejected;
   auto selected = select_pairs(*ids, &rejected);

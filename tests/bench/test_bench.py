@@ -1,6 +1,7 @@
 """The benchmarks: quick runs of all of them, and the verification of what they compare."""
 
 import importlib
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -80,6 +81,25 @@ def test_quick_run_on_a_cpu_gives_positive_figures(name, tmp_path, monkeypatch):
             assert [t for t in found.targets if t.got is not None and t.error is None] == []
         assert all(check.met for check in found.checks)
     assert saved
+
+
+def test_run_all_runs_the_named_benchmarks_in_their_order(monkeypatch, capsys):
+    ran = []
+
+    def run(command, **_):
+        ran.append(command[2:])
+        return SimpleNamespace(returncode=int(command[2] == "bench.pages"))
+
+    monkeypatch.setattr(run_all.subprocess, "run", run)
+    assert run_all.main(["--quick", "--out", "x", "serving", "pages", "metadata"]) == 1
+    flags = ["--quick", "--out", "x"]
+    modules = ("bench.serving.compare", "bench.pages", "bench.metadata")
+    assert ran == [[module, *flags] for module in modules]
+    assert "failed: pages" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no benchmark page; of transfer, pages"):
+        run_all.main(["page"])
+    ran.clear()
+    assert run_all.main([]) == 1 and len(ran) == len(run_all.BENCHMARKS)
 
 
 def test_devices_flag_selects_available_numbers_of_devices(monkeypatch, capsys):

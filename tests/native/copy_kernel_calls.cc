@@ -79,7 +79,7 @@ int main(int, char** arguments) {
       arrays};
   std::vector<int32_t> ids(num_ids);
   std::vector<BlockPair> pairs(num_ids);
-  const IdLists lists{{ids, 0}, {ids, 0}, 1 << 20, 1 << 20};
+  const IdLists lists{{ids, 0, num_ids}, {ids, 0, num_ids}, 1 << 20, 1 << 20};
   int32_t count = 0;
   auto error = prepare_copy_kernel(0);
   if (error.success()) {

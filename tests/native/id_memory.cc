@@ -49,8 +49,12 @@ Result select(const std::vector<int32_t>& sources, const std::vector<int32_t>& d
   Result result{};
   {
     RejectedIds rejected;
-    const IdLists ids{
-        {sources, 0}, {destinations, 0}, num_blocks, num_blocks, jaxkv::Operation::kSwapBlocks, {}};
+    const IdLists ids{{sources, 0, sources.size()},
+                      {destinations, 0, destinations.size()},
+                      num_blocks,
+                      num_blocks,
+                      jaxkv::Operation::kSwapBlocks,
+                      {}};
     const auto selected = select_pairs(ids, &rejected);
     result = {selected.pairs.size(), rejected.first.size(), 0, rejected.count};
   }

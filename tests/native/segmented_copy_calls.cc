@@ -143,8 +143,8 @@ ffi::Error start(int64_t run, int64_t ahead, bool to_dense, bool joined, bool de
   const int64_t bytes = kBlockBytes;
   // As encoded by block_copy.py: one run in each block.
   std::vector<int64_t> attribute = {
-      0,     to_dense, 1, kHostIdsHeader, kHostIdsHeader, kSegments, bytes,   bytes,
-      bytes, 1,        1, bytes,          bytes,          bytes,     kBlocks, kBlocks};
+      0,     to_dense, 1, kHostIdsHeader, kHostIdsHeader, 2,     kSegments, bytes,  bytes,
+      bytes, 1,        1, bytes,          bytes,          bytes, kBlocks,   kBlocks};
   attribute.resize(attribute.size() + 2 * kSegments);
   const XLA_FFI_Args all_args = arrays.args();
   const XLA_FFI_Rets all_rets = arrays.rets();

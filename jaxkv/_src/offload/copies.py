@@ -16,7 +16,7 @@ from jaxkv._src.offload.specs import LoadSpec, StoreSpec
 from jaxkv._src.transfer.async_copy import start_load, start_store
 from jaxkv._src.transfer.async_handles import LoadHandle, StoreHandle
 from jaxkv._src.transfer.dispatch import check_implementation_name
-from jaxkv._src.transfer.ids import HostIds
+from jaxkv._src.transfer.ids import HostIdPair, HostIds
 from jaxkv._src.tuning.copy_table import Implementation
 
 Kind: TypeAlias = Literal["load", "store", "none"]
@@ -108,8 +108,7 @@ class CopyBatch:
             return self
         host_pages, device_pages = self.host_pages, self.device_pages
         if implementation == "dma" and not isinstance(host_pages, HostIds):
-            host_pages = HostIds(host_pages, sharding=sharding)
-            device_pages = HostIds(device_pages, sharding=sharding)
+            host_pages, device_pages = HostIdPair(host_pages, device_pages, sharding=sharding)
         return dataclasses.replace(
             self,
             host_pages=host_pages,

@@ -16,7 +16,7 @@ from jaxkv._src.runtime import native
 from jaxkv._src.runtime.errors import scope_number
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.sharding import _varying_axes, match_varying_axes
-from jaxkv._src.transfer.ids import HostIds, IdPair, num_ids_of
+from jaxkv._src.transfer.ids import HostIds, IdPair, num_ids_of, position_of
 from jaxkv._src.transfer.memory_kinds import check_host_results
 from jaxkv._src.transfer.xla_copy import copy_blocks_xla
 from jaxkv._src.tuning.copy_table import Implementation
@@ -197,19 +197,19 @@ def call_copy_handler(
     return list(call(*operands, *copy.strided, *copy.dense, **attributes))
 
 
-_HEADER_NUMBERS = 16
+_HEADER_NUMBERS = 17
 
 
 def _copy_attribute(copy: BlockCopy, ids: IdPair, num_sms: int = 0) -> np.ndarray:
     """The attribute `copy` of a handler, in the order in which the handler decodes it."""
     geometry = copy.geometry
-    header = native.extension().HOST_IDS_HEADER
     return np.array(
         [
             native.extension().OPERATIONS.index(copy.operation) | scope_number() << 8,
             copy.to_dense,
             num_sms or 1,  # 0 for the copy engine and the host
-            *(header if isinstance(entry, HostIds) else 0 for entry in ids),
+            *(position_of(entry) if isinstance(entry, HostIds) else 0 for entry in ids),
+            num_ids_of(ids[0]),
             len(copy.dense),
             geometry.block_bytes,
             geometry.dense_stride_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias, cast
 
 import jax
@@ -23,7 +23,7 @@ _INT32 = np.iinfo(np.int32)
 
 # A registered dataclass is flattened without Python code, in every call of a program. Slots,
 # because each additional object is a cache miss when caches are cold.
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["part"])
 class HostIds:
     """Page ids for the copy engine, whose descriptors the host writes.
 
@@ -34,13 +34,14 @@ class HostIds:
     of the same length.
 
     Attributes:
-      data: int32[header + n] in pinned host memory; opaque.
+      data: int32[header + n] in pinned host memory, or that of a `HostIdPair`; opaque.
       ids: the ids as given; None for an object rebuilt by a JAX transformation.
+      part: 0 or 1, the list of a `HostIdPair`; None without one.
 
     Args:
       ids: int[n]; negative entries are padding.
       sharding: placement of the ids, e.g. replicated over a mesh; None for the default device.
-      data: reserved for JAX, which rebuilds objects from their leaves.
+      data, part: reserved for JAX, which rebuilds objects from their leaves.
 
     Raises:
       TypeError: `ids` is missing, a JAX array, or not of integers.
@@ -49,9 +50,10 @@ class HostIds:
         replicated.
     """
 
-    __slots__ = ("__weakref__", "data", "ids")
+    __slots__ = ("__weakref__", "data", "ids", "part")
     data: jax.Array
     ids: np.ndarray | None
+    part: int | None
 
     def __init__(
         self,
@@ -59,38 +61,99 @@ class HostIds:
         *,
         sharding: jax.sharding.Sharding | None = None,
         data: object = _NEW,
+        part: int | None = None,
+    ):
+        if data is not _NEW:
+            self.data, self.ids, self.part = cast(jax.Array, data), None, part
+            return
+        if ids is None:
+            raise TypeError("ids is required: a NumPy array or a list of integers")
+        self.ids, self.part = as_host_ids(ids, "ids"), None
+        self.data = _uploaded([self.ids], sharding)
+
+    def __len__(self) -> int:
+        words = self.data.shape[0] - native.extension().HOST_IDS_HEADER
+        return words if self.part is None else words // 2
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=[])
+class HostIdPair:
+    """The two id lists of a call in one array: one upload instead of two, and one jit argument.
+
+    Unpack it in the call:
+
+        ids = jaxkv.HostIdPair(host_pages, device_pages)
+        load = jax.jit(lambda pool, cache, ids: jaxkv.load_pages(pool, cache, *ids))
+
+    Attributes:
+      data: int32[header + 2n] in pinned host memory; opaque.
+      ids: the two lists as given; None for an object rebuilt by a JAX transformation.
+
+    Args:
+      first, second: int[n], in the order of the call's arguments; negative entries are padding.
+      sharding: as for `HostIds`.
+      data: reserved for JAX, which rebuilds objects from their leaves.
+
+    Raises:
+      TypeError: a list is missing, a JAX array, or not of integers.
+      RuntimeError: called inside jit.
+      ValueError: the lists are not one-dimensional and of one length, or exceed int32; or
+        `sharding` is not fully replicated.
+    """
+
+    __slots__ = ("__weakref__", "data", "ids")
+    data: jax.Array
+    ids: tuple[np.ndarray, np.ndarray] | None
+
+    def __init__(
+        self,
+        first: npt.ArrayLike | None = None,
+        second: npt.ArrayLike | None = None,
+        *,
+        sharding: jax.sharding.Sharding | None = None,
+        data: object = _NEW,
     ):
         if data is not _NEW:
             self.data, self.ids = cast(jax.Array, data), None
             return
-        if ids is None:
-            raise TypeError("ids is required: a NumPy array or a list of integers")
-        host_ids = as_host_ids(ids, "ids")
-        extension = native.extension()
-        header = extension.HOST_IDS_HEADER
-        words = np.zeros(header + len(host_ids), np.int32)
-        words[header:] = host_ids
-        extension.write_host_ids_header(words.ctypes.data, len(words))
-        if sharding is None:
-            sharding = jax.sharding.SingleDeviceSharding(default_device())
-        if not sharding.is_fully_replicated:
-            raise ValueError(f"sharding must be fully replicated, got {sharding}")
-        native_memory = all(map(has_native_memory, sharding.addressable_devices))
-        if native_memory:
-            sharding = sharding.with_memory_kind("pinned_host")
-        array = upload_replicated(words, sharding)
-        check_outside_jit(array)
-        if not array.is_ready():  # type: ignore[attr-defined]
-            with allow_host_sync("HostIds are uploaded, after no work of the device"):
-                array.block_until_ready()
-        if native_memory:
-            for address in _addresses(array):
-                extension.register_host_ids(address, len(words))
-        self.data = array
-        self.ids = host_ids
+        if first is None or second is None:
+            raise TypeError("first and second are required: NumPy arrays or lists of integers")
+        self.ids = as_host_ids(first, "first"), as_host_ids(second, "second")
+        if len(self.ids[0]) != len(self.ids[1]):
+            raise ValueError(
+                f"first and second must have the same length, got {len(self.ids[0])} and "
+                f"{len(self.ids[1])}"
+            )
+        self.data = _uploaded(self.ids, sharding)
 
-    def __len__(self) -> int:
-        return self.data.shape[0] - native.extension().HOST_IDS_HEADER
+    def __iter__(self) -> Iterator[HostIds]:
+        for part in range(2):
+            one = HostIds(data=self.data, part=part)
+            one.ids = self.ids and self.ids[part]
+            yield one
+
+
+def _uploaded(lists: Sequence[np.ndarray], sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """The lists after a header, in registered memory that the host has written."""
+    extension = native.extension()
+    words = np.concatenate([np.zeros(extension.HOST_IDS_HEADER, np.int32), *lists])
+    extension.write_host_ids_header(words.ctypes.data, len(words))
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(default_device())
+    if not sharding.is_fully_replicated:
+        raise ValueError(f"sharding must be fully replicated, got {sharding}")
+    native_memory = all(map(has_native_memory, sharding.addressable_devices))
+    if native_memory:
+        sharding = sharding.with_memory_kind("pinned_host")
+    array = upload_replicated(words, sharding)
+    check_outside_jit(array)
+    if not array.is_ready():  # type: ignore[attr-defined]
+        with allow_host_sync("HostIds are uploaded, after no work of the device"):
+            array.block_until_ready()
+    if native_memory:
+        for address in _addresses(array):
+            extension.register_host_ids(address, len(words))
+    return array
 
 
 def _addresses(array: jax.Array) -> list[int]:
@@ -100,10 +163,15 @@ def _addresses(array: jax.Array) -> list[int]:
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 
+def position_of(ids: HostIds) -> int:
+    """The position of the first id in `data`."""
+    return native.extension().HOST_IDS_HEADER + (ids.part or 0) * len(ids)
+
+
 def values_on_device(ids: HostIds) -> jax.Array:
     """The ids in device memory, int32[n]; traced."""
-    words = jax.device_put(ids.data, jax.memory.Space.Device)
-    return words[native.extension().HOST_IDS_HEADER :]
+    words, first = jax.device_put(ids.data, jax.memory.Space.Device), position_of(ids)
+    return words[first : first + len(ids)]
 
 
 Ids: TypeAlias = HostIds | jax.Array | np.ndarray | Sequence[int]
@@ -130,6 +198,8 @@ def as_host_ids(ids: npt.ArrayLike, name: str) -> np.ndarray:
 
 def as_ids(ids: Ids, name: str) -> CheckedIds:
     """`ids` as HostIds or as a NumPy or JAX int32[n]; raises an error for argument `name`."""
+    if isinstance(ids, HostIdPair):
+        raise TypeError(f"{name} is a HostIdPair, which has both id lists: unpack it, *ids")
     if isinstance(ids, HostIds):
         header = native.extension().HOST_IDS_HEADER
         if ids.data.ndim != 1 or ids.data.dtype != jnp.int32 or ids.data.shape[0] < header:
