@@ -112,7 +112,9 @@ class Copy:
         capturing: int = 0,
         batch_status: int = 0,
         segment_buffers: int = 0,
+        replaced: dict[int, int] | None = None,
     ) -> Done:
+        """`replaced`: numbers of the attribute, by position."""
         strided, dense = self.arrays()
         copy = BlockCopy(
             "swap_blocks",
@@ -126,6 +128,8 @@ class Copy:
             self.num_strided,
         )
         attribute = _copy_attribute(copy, (jaxkv.HostIds(sources), jaxkv.HostIds(destinations)))
+        for position, number in (replaced or {}).items():
+            attribute[position] = number
         numbers = [capturing, batch_status, len(strided[0]), len(dense[0]), len(strided)]
         numbers += [len(dense), segment_buffers, len(attribute), len(sources)]
         given = " ".join(str(int(n)) for n in (*numbers, *attribute, *sources, *destinations))
@@ -234,6 +238,19 @@ def test_failed_batch_is_reported_and_its_error_cleared(program):
     assert done.last_error == 0
     for got, before in zip(done.arrays, copy.expected([], []), strict=True):
         np.testing.assert_array_equal(got, before)
+
+
+@pytest.mark.parametrize(
+    ("position", "number"),
+    [(3, -1), (3, 9), (3, 12), (4, 9), (4, 2**40), (5, 4), (5, -1), (5, 2**31)],
+    ids="source -1, source 9, source 12, destination 9, destination 2**40, 4 ids, -1, 2**31".split(
+        ", "
+    ),
+)
+def test_ids_past_the_end_of_their_operand_are_rejected(program, position, number):
+    """Of 3 ids after a header of 8 words. The attribute has the position and number of the ids."""
+    done = Copy(single_run(), 9, 9).run(program, [0, 2, 4], [1, 3, 5], replaced={position: number})
+    assert done.calls == [] and "of an operand of 11 words" in done.error
 
 
 def test_capture_is_rejected(program):
