@@ -243,9 +243,6 @@ def test_failed_batch_is_reported_and_its_error_cleared(program):
 @pytest.mark.parametrize(
     ("position", "number"),
     [(3, -1), (3, 9), (3, 12), (4, 9), (4, 2**40), (5, 4), (5, -1), (5, 2**31)],
-    ids="source -1, source 9, source 12, destination 9, destination 2**40, 4 ids, -1, 2**31".split(
-        ", "
-    ),
 )
 def test_ids_past_the_end_of_their_operand_are_rejected(program, position, number):
     """Of 3 ids after a header of 8 words. The attribute has the position and number of the ids."""

@@ -204,6 +204,27 @@ def test_kernel_follows_ids_computed_on_the_device():
         case.assert_holds(pool, cache, **case.expected("load", *numpy_ids))
 
 
+def test_released_ids_are_kept_until_the_kernel_has_read_them():
+    """Ids of a copy that slow work delays; new ids of the same length do not get their memory."""
+    case = make_case(dtype="int8")
+    numpy_ids, others = distinct_ids(case, 5), distinct_ids(case, 5, seed=1)
+    x, pool = slow_input(), case.pool()
+
+    @partial(jax.jit, donate_argnames="cache")
+    def step(pool, cache, x, ids):
+        zero = slow_zero(x).astype("int8")
+        late = jax.tree.map(lambda buffer: buffer + zero, cache)
+        return jaxkv.load_pages(pool, late, *ids, implementation="kernel")
+
+    for attempt in range(4):
+        cache = step(pool, case.cache(), x, jaxkv.HostIdPair(*numpy_ids))
+        new = [jaxkv.HostIdPair(*others) for _ in range(20)]
+        in_flight = not cache.layers[0][0].is_ready()
+        settle(cache, new)
+        case.assert_holds(pool, cache, **case.expected("load", *numpy_ids))
+        assert in_flight or attempt == 0, "the copy was over before the new ids: it proves nothing"
+
+
 @pytest.mark.parametrize("named", ["kernel", "dma"])
 @pytest.mark.parametrize(
     "operation, names",
