@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
 from tests.util.async_cases import OVERLAPPED, finish, start
 from tests.util.block_trees import place, random_tree, swapped
 from tests.util.layout_reference import DTYPES, KIND_LAYOUTS, assert_same_bytes
-from tests.util.transfer_cases import Case, after, as_ids, donating, make_case
+from tests.util.transfer_cases import Case, after, donating, make_case
 
 MEMORIES = ("device", "pinned_host")
 COUNTS = (1, 4, 7)  # of ids, each compiled once
@@ -30,6 +31,13 @@ def random_ids(rng: np.random.Generator, count: int, sources: int, destinations:
     return source, destination
 
 
+def in_form(number: int, named: str | None, ids: Any) -> Any:
+    """Both id lists in one of the forms that the implementation takes."""
+    if named != "dma" and number % 3 == 0:
+        return tuple(map(jnp.asarray, ids))
+    return tuple(jaxkv.HostIdPair(*ids) if number % 2 else map(jaxkv.HostIds, ids))
+
+
 class Pages:
     """A pool and a cache of one layout, copied again and again, beside their reference."""
 
@@ -40,7 +48,7 @@ class Pages:
             sizes |= {"num_kv_heads": 4, "head_groups": 2}
         dtype = DTYPES[number % len(DTYPES)]
         self.case = make_case(layout, kind=kind, dtype=dtype, seed=number, **sizes)
-        self.direction, self.count = direction, COUNTS[number % len(COUNTS)]
+        self.number, self.direction, self.count = number, direction, COUNTS[number % len(COUNTS)]
         self.named = OVERLAPPED[number % len(OVERLAPPED)]
         self.layers = SELECTIONS[number % len(SELECTIONS)]
         self.tokens = range(number % 3, 3 + number % 2) if tokens else None
@@ -67,7 +75,7 @@ class Pages:
             ids = random_ids(rng, self.count, *pages)
         else:
             ids = random_ids(rng, self.count, *pages[::-1])[::-1]
-        out = self.step(self.pool, self.cache, *(as_ids(side, self.named) for side in ids))
+        out = self.step(self.pool, self.cache, *in_form(self.number, self.named, ids))
         if isinstance(out, tuple):
             self.pool, self.cache = out
         else:
@@ -82,6 +90,7 @@ class Blocks:
     """Two trees of arrays in given memories, swapped again and again."""
 
     def __init__(self, number: int, *, started: bool) -> None:
+        self.number = number
         self.memories = MEMORIES[number % 2], MEMORIES[number // 2 % 2]
         self.count = COUNTS[number % 3]
         self.named: Any = OVERLAPPED[number % len(OVERLAPPED)]
@@ -112,7 +121,7 @@ class Blocks:
             self.arrays = [place(tree, memory) for tree, memory in trees]
         self.runs += 1
         ids = random_ids(rng, self.count, 9, 12)
-        out = self.step(*self.arrays, *(as_ids(side, self.named) for side in ids))
+        out = self.step(*self.arrays, *in_form(self.number, self.named, ids))
         self.arrays = [*out] if self.owns_src else [self.arrays[0], out]
         jaxkv.check_errors(out)
         self.dst = swapped(self.src, self.dst, *ids)
