@@ -86,6 +86,23 @@ def test_copies_of_pages_are_in_place(direction, engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_a_pair_of_host_ids_is_not_copied(engine):
+    """It is two operands of the call, in pinned memory, where the host reads the caller's array."""
+    pool, cache, *_ = arguments(engine)
+    ids = jaxkv.HostIdPair(*distinct_ids(case(), 4))
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def step(pool, cache, ids):
+        return jaxkv.load_pages(pool, cache, *ids, implementation=engine)
+
+    text = compiled(step, pool, cache, ids)
+    assert not copies(text) & {ids.data.shape}
+    (call,) = [line for line in calls(text) if "jaxkv_copy_blocks" in line]
+    operands = call.split("custom-call(")[1].split(", ")
+    assert operands[0] == operands[1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_started_loads_run_beside_the_program(engine):
     def step(h, cache, pool, *ids):
         load = jaxkv.start_load(pool, cache, *ids, implementation=engine)
