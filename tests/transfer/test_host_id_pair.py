@@ -30,14 +30,14 @@ def test_pages_of_both_lists_are_copied(direction, inside_jit, implementation):
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 5, 8, 100, 1025])
-def test_any_length(n):
+def test_any_length(n, implementation):
     """Also those at which the second list is not aligned to 16 bytes."""
     rng = np.random.default_rng(n)
     first, second = (rng.permutation(1200)[:n].astype(np.int32) for _ in range(2))
     first[::3] = -1
     src, dst = jnp.arange(1200), jnp.zeros(1200, int)
     ids = jaxkv.HostIdPair(first, second)
-    got = unpacked(jaxkv.swap_blocks, implementation=HOST)(src, dst, ids)
+    got = unpacked(jaxkv.swap_blocks, implementation=implementation)(src, dst, ids)
     want = np.zeros(1200, int)
     want[second[first >= 0]] = first[first >= 0]
     np.testing.assert_array_equal(got, want)
