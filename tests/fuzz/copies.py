@@ -33,9 +33,12 @@ def random_ids(rng: np.random.Generator, count: int, sources: int, destinations:
 
 def in_form(number: int, named: str | None, ids: Any) -> Any:
     """Both id lists in one of the forms that the implementation takes."""
-    if named != "dma" and number % 3 == 0:
-        return tuple(map(jnp.asarray, ids))
-    return tuple(jaxkv.HostIdPair(*ids) if number % 2 else map(jaxkv.HostIds, ids))
+    forms: list[Callable[[], Any]] = [
+        lambda: tuple(jaxkv.HostIdPair(*ids)),
+        lambda: tuple(map(jaxkv.HostIds, ids)),
+        lambda: tuple(map(jnp.asarray, ids)),
+    ]
+    return forms[number % (2 if named == "dma" else 3)]()
 
 
 class Pages:
@@ -48,8 +51,9 @@ class Pages:
             sizes |= {"num_kv_heads": 4, "head_groups": 2}
         dtype = DTYPES[number % len(DTYPES)]
         self.case = make_case(layout, kind=kind, dtype=dtype, seed=number, **sizes)
-        self.number, self.direction, self.count = number, direction, COUNTS[number % len(COUNTS)]
-        self.named = OVERLAPPED[number % len(OVERLAPPED)]
+        self.direction, self.count = direction, COUNTS[number % len(COUNTS)]
+        self.form, named = divmod(number, len(OVERLAPPED))
+        self.named = OVERLAPPED[named]
         self.layers = SELECTIONS[number % len(SELECTIONS)]
         self.tokens = range(number % 3, 3 + number % 2) if tokens else None
         options = {"layers": self.layers, "tokens": self.tokens, "implementation": self.named}
@@ -75,7 +79,7 @@ class Pages:
             ids = random_ids(rng, self.count, *pages)
         else:
             ids = random_ids(rng, self.count, *pages[::-1])[::-1]
-        out = self.step(self.pool, self.cache, *in_form(self.number, self.named, ids))
+        out = self.step(self.pool, self.cache, *in_form(self.form, self.named, ids))
         if isinstance(out, tuple):
             self.pool, self.cache = out
         else:
@@ -90,10 +94,10 @@ class Blocks:
     """Two trees of arrays in given memories, swapped again and again."""
 
     def __init__(self, number: int, *, started: bool) -> None:
-        self.number = number
         self.memories = MEMORIES[number % 2], MEMORIES[number // 2 % 2]
         self.count = COUNTS[number % 3]
-        self.named: Any = OVERLAPPED[number % len(OVERLAPPED)]
+        self.form, named = divmod(number // 4, len(OVERLAPPED))
+        self.named: Any = OVERLAPPED[named]
         # All arrays of a started swap have blocks of one size.
         blocks = {"a": ((4, 2, 3), "bfloat16"), "b": ((12, 2), "int8"), "c": ((3,), "float32")}
         if started:
@@ -121,7 +125,7 @@ class Blocks:
             self.arrays = [place(tree, memory) for tree, memory in trees]
         self.runs += 1
         ids = random_ids(rng, self.count, 9, 12)
-        out = self.step(*self.arrays, *in_form(self.number, self.named, ids))
+        out = self.step(*self.arrays, *in_form(self.form, self.named, ids))
         self.arrays = [*out] if self.owns_src else [self.arrays[0], out]
         jaxkv.check_errors(out)
         self.dst = swapped(self.src, self.dst, *ids)
@@ -164,6 +168,6 @@ def pages(
 def blocks(*, started: bool = False) -> Callable[[np.random.Generator], Iterator[None]]:
     def cases(rng: np.random.Generator) -> Iterator[None]:
         make = lambda number: lambda: Blocks(number, started=started)  # noqa: E731
-        return _repeated(rng, [make(number) for number in range(4)])
+        return _repeated(rng, [make(number) for number in range(12 * len(OVERLAPPED))])
 
     return cases

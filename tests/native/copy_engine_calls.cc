@@ -3,8 +3,9 @@
 //
 // Reads from stdin: whether the stream is under capture (2: the query fails), the status of
 // cudaMemcpyBatchAsync, bytes of each strided and of each dense array, number of strided and of
-// dense arrays, buffers per segment for start_copy (0: synchronous copy), length of the attribute
-// and of each id list, the attribute, source ids, destination ids. Prints the calls, the number of
+// dense arrays, buffers per segment for start_copy (0: synchronous copy), form of the ids (0: two
+// operands, 1: one operand, 2: two operands, the second overwritten), length of the attribute and
+// of each id list, the attribute, source ids, destination ids. Prints the calls, the number of
 // rejected ids, the runtime's last error and the handler's error, one per line, then the bytes of
 // all arrays. Initially byte i of array a is 101 i + 59 a.
 #include <cstdio>
@@ -70,12 +71,18 @@ std::vector<int64_t> read(size_t count) {
 }
 
 int run() {
-  const auto setup = read(9);
+  const auto setup = read(10);
   capturing = static_cast<int>(setup[0]);
   batch_status = static_cast<cudaError_t>(setup[1]);
   const size_t num_strided = setup[4], num_arrays = setup[4] + setup[5];
-  const auto attribute = read(setup[7]);
-  Ids sources(read(setup[8])), destinations(read(setup[8]));
+  const auto attribute = read(setup[8]);
+  const auto of_sources = read(setup[9]), of_destinations = read(setup[9]);
+  auto of_both = of_sources;
+  of_both.insert(of_both.end(), of_destinations.begin(), of_destinations.end());
+  const bool together = setup[7] == 1;
+  Ids sources(together ? of_both : of_sources), others(of_destinations);
+  Ids& destinations = together ? sources : others;
+  if (setup[7] == 2) destinations.words[0] ^= 1;
 
   // Contiguous, so that copies of adjacent arrays could be coalesced by mistake.
   std::vector<uint8_t> memory(setup[2] * setup[4] + setup[3] * setup[5]);

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.cpu_only
 
 BATCH = 1024  # descriptors
 NOT_SUPPORTED, INVALID = 801, 1  # statuses of cudaMemcpyBatchAsync
+TWO_OPERANDS, ONE_OPERAND, OVERWRITTEN_DESTINATIONS = range(3)  # forms of the ids
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,7 @@ class Copy:
         capturing: int = 0,
         batch_status: int = 0,
         segment_buffers: int = 0,
+        form: int = TWO_OPERANDS,
         replaced: dict[int, int] | None = None,
     ) -> Done:
         """`replaced`: numbers of the attribute, by position."""
@@ -127,11 +129,13 @@ class Copy:
             self.num_dense,
             self.num_strided,
         )
-        attribute = _copy_attribute(copy, (jaxkv.HostIds(sources), jaxkv.HostIds(destinations)))
+        pair = jaxkv.HostIdPair(sources, destinations)
+        two = jaxkv.HostIds(sources), jaxkv.HostIds(destinations)
+        attribute = _copy_attribute(copy, (*pair,) if form == ONE_OPERAND else two)  # type: ignore[arg-type]
         for position, number in (replaced or {}).items():
             attribute[position] = number
         numbers = [capturing, batch_status, len(strided[0]), len(dense[0]), len(strided)]
-        numbers += [len(dense), segment_buffers, len(attribute), len(sources)]
+        numbers += [len(dense), segment_buffers, form, len(attribute), len(sources)]
         given = " ".join(str(int(n)) for n in (*numbers, *attribute, *sources, *destinations))
         ran = subprocess.run([program], input=given.encode(), check=True, capture_output=True)
         calls, rejected, last_error, error, written = ran.stdout.split(b"\n", 4)
@@ -177,11 +181,16 @@ def copies(draw) -> Copy:
 
 
 @settings(max_examples=60)
-@given(data=st.data(), copy=copies())
-def test_only_the_requested_bytes_are_written(program, data, copy):
+@given(data=st.data(), copy=copies(), form=st.sampled_from([TWO_OPERANDS, ONE_OPERAND]))
+def test_only_the_requested_bytes_are_written(program, data, copy, form):
     sides = (copy.num_strided, copy.num_dense)
     ids = data.draw(page_ids(*(sides if copy.to_dense else sides[::-1])))
-    copy.check(program, *ids)
+    copy.check(program, *ids, form=form)
+
+
+def test_overwritten_destinations_are_rejected(program):
+    done = Copy(single_run(), 9, 9).run(program, [0, 2], [1, 3], form=OVERWRITTEN_DESTINATIONS)
+    assert done.calls == [] and "HostIds of the destination" in done.error
 
 
 def test_single_descriptor_is_not_batched(program):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from tests.transfer.test_host_ids import copied, host_implementation, made_by_a_computation
+from tests.util.host_ids import copied, host_implementation, made_by_a_computation
 from tests.util.transfer_cases import after, assert_rejected, make_case, mesh_of, runner
 
 FIRST, SECOND = np.array([3, 0, 5], np.int32), np.array([1, 4, 2], np.int32)

@@ -10,16 +10,11 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxkv
-from jaxkv._src.tuning.copy_table import Implementation
+from tests.util.host_ids import copied, host_implementation, made_by_a_computation
 from tests.util.transfer_cases import after, assert_rejected, donating, make_case, mesh_of, runner
 
 VALUES = np.array([3, -1, 0, 5], np.int32)
 OTHERS = np.array([8, 2, -1, 1], np.int32)
-
-
-def host_implementation() -> Implementation:
-    """The implementation that reads its ids on the host."""
-    return "dma" if jax.default_backend() == "gpu" else "host"
 
 
 def run_load(pool, cache, ids, inside_jit: bool):
@@ -133,25 +128,9 @@ def test_ids_may_be_released_after_dispatch():
     want.assert_holds(pool, cache)
 
 
-def made_by_a_computation(ids):
-    """The same words, including the header, but written by a device."""
-
-    def remake(words):
-        on_device = jax.device_put(words, words.sharding.with_memory_kind("device"))
-        shifted = jax.jit(lambda x: x + 1)(on_device)
-        return jax.device_put(jax.jit(lambda x: x - 1)(shifted), words.sharding)
-
-    return jax.tree.map(remake, ids)
-
-
 def without_a_header(ids):
     raw = np.arange(jax.tree.leaves(ids)[0].size, dtype=np.int32)
     return jax.tree.map(lambda words: jax.device_put(raw, words.sharding), ids)
-
-
-def copied(ids):
-    """A bitwise copy elsewhere: the words are right, but their origin is not known."""
-    return jax.tree.map(lambda words: jax.device_put(np.array(words), words.sharding), ids)
 
 
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
