@@ -1,7 +1,7 @@
 """Runs benchmarks, each in a separate process: `python -m bench.run_all [--quick] [NAME...]`.
 
-Separate processes start with empty device memory, and a failure does not stop the others. Two GPUs
-of a machine make both runs at once, one of them in another order:
+Separate processes start with empty device memory, and a failure does not stop the others. On a
+machine with two GPUs the second run may be beside the first, in another order:
 
     CUDA_VISIBLE_DEVICES=1 python -m bench.run_all --out second recurrent metadata ... &
 """
@@ -44,10 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = []
     for name in given.names or BENCHMARKS:
         print(f"== {name}", flush=True)
-        command, begin = (
-            [sys.executable, "-m", f"bench.{BENCHMARKS[name]}", *flags],
-            time.monotonic(),
-        )
+        command = [sys.executable, "-m", f"bench.{BENCHMARKS[name]}", *flags]
+        begin = time.monotonic()
         if subprocess.run(command, cwd=REPOSITORY, check=False).returncode:
             failed.append(name)
         print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
