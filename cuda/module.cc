@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "cache/bind_pinned_memory.h"
 #include "collectives/all_reduce.h"
@@ -301,12 +302,14 @@ NB_MODULE(_ext, m) {
       nb::arg("address"), nb::arg("num_words"),
       "Writes the HostIds header to the first words of an id list.");
   m.def(
-      "register_host_ids",
-      [](uintptr_t address, size_t num_words) {
-        transfer::register_host_ids(reinterpret_cast<const int32_t*>(address), num_words);
+      "place_host_ids",
+      [](uintptr_t address, uintptr_t words, size_t num_words) {
+        auto* const to = reinterpret_cast<int32_t*>(address);
+        std::memmove(to, reinterpret_cast<const void*>(words), num_words * sizeof *to);
+        transfer::register_host_ids(to, num_words);
       },
-      nb::arg("address"), nb::arg("num_words"),
-      "Registers the HostIds at this address as readable by the host.");
+      nb::arg("address"), nb::arg("words"), nb::arg("num_words"),
+      "Writes HostIds to an address, and registers them there as readable by the host.");
 #ifdef JAXKV_WATCH_BUFFERS
   m.def(
       "watch_buffers", &python::watch_buffers, nb::arg("type"), nb::arg("observe").none(),

@@ -8,10 +8,12 @@ first would prove nothing.
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.recurrent import DeferredCounts
 from tests.util.replays import check_rounds, is_right, plus
 from tests.util.slow_streams import settle, slow_input, slow_zero, unordered_copy
 from tests.util.transfer_cases import Case, as_ids, assert_rejected, copy, distinct_ids, make_case
@@ -204,25 +206,78 @@ def test_kernel_follows_ids_computed_on_the_device():
         case.assert_holds(pool, cache, **case.expected("load", *numpy_ids))
 
 
-def test_released_ids_are_kept_until_the_kernel_has_read_them():
-    """Ids of a copy that slow work delays; new ids of the same length do not get their memory."""
+@pytest.mark.parametrize("named", ["kernel", "pallas", "dma"])  # others wait for the step
+@pytest.mark.parametrize("kind", ["pair", "lists"])
+def test_released_ids_are_kept_until_a_delayed_copy_has_read_them(kind, named):
+    """New ids of the same length do not get their memory."""
     case = make_case(dtype="int8")
     numpy_ids, others = distinct_ids(case, 5), distinct_ids(case, 5, seed=1)
     x, pool = slow_input(), case.pool()
+    make = jaxkv.HostIdPair if kind == "pair" else lambda *ids: tuple(map(jaxkv.HostIds, ids))
 
     @partial(jax.jit, donate_argnames="cache")
     def step(pool, cache, x, ids):
         zero = slow_zero(x).astype("int8")
         late = jax.tree.map(lambda buffer: buffer + zero, cache)
-        return jaxkv.load_pages(pool, late, *ids, implementation="kernel")
+        return jaxkv.load_pages(pool, late, *ids, implementation=named)
 
-    for attempt in range(4):
-        cache = step(pool, case.cache(), x, jaxkv.HostIdPair(*numpy_ids))
-        new = [jaxkv.HostIdPair(*others) for _ in range(20)]
-        in_flight = not cache.layers[0][0].is_ready()
+    in_flight = 0
+    for _ in range(4):
+        cache = step(pool, jax.block_until_ready(case.cache()), x, make(*numpy_ids))
+        new = [make(*others) for _ in range(20)]
+        in_flight += not cache.layers[0][0].is_ready()
         settle(cache, new)
         case.assert_holds(pool, cache, **case.expected("load", *numpy_ids))
-        assert in_flight or attempt == 0, "the copy was over before the new ids: it proves nothing"
+    assert in_flight, "all copies were over before the new ids: it proves nothing"
+
+
+def test_counts_that_were_not_read_are_not_written_over_new_ids():
+    """The memory of a released result of a step that has yet to run."""
+    case = make_case(dtype="int8")
+    ids, x, pool = distinct_ids(case, 5), slow_input(), case.pool()
+    counts = np.zeros((8 + 2 * 5 - 1) // 2, np.int32)  # as large as the ids with their header
+
+    @jax.jit
+    def count(x):
+        of_step = counts + slow_zero(x)
+        return DeferredCounts.start(of_step, step=0, request_ids=counts), x.sum()
+
+    load = jax.jit(partial(jaxkv.load_pages, implementation="kernel"), donate_argnums=1)
+    in_flight = 0
+    for _ in range(4):
+        of_step, last = count(x)
+        del of_step
+        pairs = [jaxkv.HostIdPair(*ids) for _ in range(20)]
+        in_flight += not last.is_ready()
+        jax.block_until_ready(last)
+        for pair in pairs:
+            cache = load(pool, case.cache(), *pair)
+            jaxkv.check_errors(cache)
+            case.assert_holds(pool, cache, **case.expected("load", *ids))
+    assert in_flight, "all steps were over before the new ids: it proves nothing"
+
+
+def test_host_ahead_of_the_device_makes_new_ids_for_each_step():
+    """Many more steps than lists that are kept: memory of ids is used again meanwhile."""
+    case = make_case(dtype="int8")
+    x, pool = slow_input(), case.pool()
+
+    @partial(jax.jit, donate_argnames="cache")
+    def step(pool, cache, x, ids):
+        zero = jnp.where((x @ x)[0, 0] > 1, 1, 0).astype("int8")
+        late = jax.tree.map(lambda buffer: buffer + zero, cache)
+        return jaxkv.load_pages(pool, late, *ids, implementation="kernel")
+
+    cache, want, addresses = case.cache(), case, set()
+    for number in range(600):
+        numpy_ids = distinct_ids(case, 3, seed=number)
+        ids = jaxkv.HostIdPair(*numpy_ids)
+        addresses.add(ids.data.unsafe_buffer_pointer())
+        cache = step(pool, cache, x, ids)
+        want = Case(case.layout, case.host, want.expected("load", *numpy_ids)["device"])
+    settle(cache)
+    want.assert_holds(pool, cache)
+    assert len(addresses) < 400, "no memory was used again: it proves nothing"
 
 
 @pytest.mark.parametrize("named", ["kernel", "dma"])

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jaxkv._src.recurrent.align import _counts, _fitting
 from jaxkv._src.runtime.errors import StaleCountsError
+from jaxkv._src.runtime.held_arrays import hold
 from jaxkv.metadata.segments import Array
 
 
@@ -30,6 +31,11 @@ class DeferredCounts:
     """
 
     packed: jax.Array
+
+    def __post_init__(self) -> None:
+        packed = self.packed
+        if isinstance(packed, jax.Array) and not isinstance(packed, jax.core.Tracer):
+            hold(packed)
 
     @classmethod
     def start(cls, num_accepted: Array, *, step: ArrayLike, request_ids: Array) -> DeferredCounts:

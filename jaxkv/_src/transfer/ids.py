@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from jaxkv._src.runtime import native
 from jaxkv._src.runtime.devices import check_outside_jit, default_device, has_native_memory
 from jaxkv._src.runtime.errors import PageIndexError
+from jaxkv._src.runtime.held_arrays import hold
 from jaxkv._src.runtime.sync_guard import allow_host_sync
 from jaxkv._src.runtime.upload import upload_replicated
 
@@ -147,12 +148,17 @@ def _uploaded(lists: Sequence[np.ndarray], sharding: jax.sharding.Sharding | Non
         sharding = sharding.with_memory_kind("pinned_host")
     array = upload_replicated(words, sharding)
     check_outside_jit(array)
-    if not array.is_ready():  # type: ignore[attr-defined]
-        with allow_host_sync("HostIds are uploaded, after no work of the device"):
+    if not native_memory:
+        return array
+    devices: set[Any] = sharding.addressable_devices
+    on_gpu = next(iter(devices)).platform == "gpu"
+    if not on_gpu and not array.is_ready():  # type: ignore[attr-defined]
+        with allow_host_sync("HostIds are copied in host memory, after no work of a device"):
             array.block_until_ready()
-    if native_memory:
-        for address in _addresses(array):
-            extension.register_host_ids(address, len(words))
+    for address in _addresses(array):
+        # On GPUs, XLA's copy ends 0.07 ms later and writes the same words.
+        extension.place_host_ids(address, words.ctypes.data, len(words))
+    hold(array)
     return array
 
 
