@@ -32,7 +32,8 @@ IF_XDIST = $(if $(GPUS),,$$($(PY) -c "import xdist" 2>/dev/null && echo "$(PYTES
 # Tests that depend on neither the jax version nor a sanitizer run once, in `test`.
 BRIEF := --ignore=tests/metadata --hypothesis-profile=brief
 COMPAT_TESTS := -m "not host_only and not end_to_end" $(BRIEF)
-# Those under the oldest jax, with which `test` runs all: what is left is the wheel.
+# Those under all but the newest jax: `test` runs all under the oldest, `gpu-test` under that of the
+# GPU machines. What is left is the wheel.
 TESTS_OF_WHEEL := tests/environment tests/runtime
 ASAN_TESTS := -m "not host_only and not end_to_end and not pallas and not xla" $(BRIEF)
 # Or "tests.fuzz --cases 1000". Without --capture=sys the report would be lost with the process.
@@ -94,7 +95,7 @@ compat: $(INSTALLED)  ## one stable-ABI wheel under every supported jax (PYTHON 
 	set -e; for jax in $(JAX_VERSIONS); do \
 	  tools/test_wheel.sh build/compat/*-abi3-*.whl build/compat/jax-$$jax "jax==$$jax" \
 	    python -m pytest $(PYTEST_XDIST) $(COMPAT_TESTS) \
-	    $$(test $$jax != $(firstword $(JAX_VERSIONS)) || echo $(TESTS_OF_WHEEL)); \
+	    $$(test $$jax = $(lastword $(JAX_VERSIONS)) || echo $(TESTS_OF_WHEEL)); \
 	done
 
 fresh:  ## `make $(FRESH_TARGETS)` in a fresh clone on a clean Debian (root; debootstrap)
