@@ -1,5 +1,6 @@
 """Shared fixtures: the platform, its implementations, and skips by marker."""
 
+import os
 from collections.abc import Generator
 
 import hypothesis
@@ -10,7 +11,9 @@ from tests.util.implementations import IMPLEMENTATIONS
 
 jax.config.update("jax_num_cpu_devices", 8)
 # No deadlines: a slow machine or a sanitizer must not fail a test.
-hypothesis.settings.register_profile("jaxkv", deadline=None)
+# In CI, where each run draws the same examples, fewer of them.
+EXAMPLES = 40 if "CI" in os.environ else 100
+hypothesis.settings.register_profile("jaxkv", deadline=None, max_examples=EXAMPLES)
 # For repeated runs: another jax, a sanitizer (`pytest --hypothesis-profile=brief`).
 hypothesis.settings.register_profile("brief", deadline=None, max_examples=5)
 hypothesis.settings.load_profile("jaxkv")
