@@ -183,10 +183,12 @@ def test_array_of_several_objects_is_freed():
 
 def test_deleted_array():
     held = HeldArrays(Programs(ran=True))
-    array = new_array()
-    held.hold(array)
-    array.delete()
+    array = weakref.ref(deleted := new_array())
+    held.hold(deleted)
+    deleted.delete()
+    del deleted
     hold_others(held, 4 * FEW)
+    assert array() is None
 
 
 def test_enqueued_program_runs():

@@ -27,7 +27,7 @@ FORMS: dict[str, Callable[..., Iterable[Any]]] = {
     "device": lambda *ids: map(jnp.asarray, ids),
 }
 
-copy_of = cache(donating)  # compiled once for each direction, implementation and number of ids
+copy_of = cache(donating)  # compiled once for each direction, implementation and form of ids
 
 
 @partial(jax.jit, donate_argnums=0)
