@@ -5,8 +5,8 @@ Two records: `transfer`, their bandwidth, and `small_batches`, the latency of a 
 Bandwidth: 1 to 50,000 blocks of 512 B to 1 MiB at random places of arrays of 32 GiB (where memory
 allows), in both directions, with each implementation and form of ids. GB/s is payload bytes (1e9)
 over the wall clock time of a chain of copies (bench/harness/blocks.py); the peak is one contiguous
-copy. All methods of a cell run in rounds. Copies shorter than five milliseconds are batched, 8 in a
-program. "CPU time of the handlers" is the time of a copy between two stamps
+copy. All methods of a cell run in rounds. Up to 8 copies are one program, if five milliseconds have
+room for them. "CPU time of the handlers" is the time of a copy between two stamps
 (bench/harness/timestamps.py); "host time per call" is that of a call of the program, from Python,
 on an idle device.
 
@@ -58,7 +58,7 @@ from bench.harness.timing import Figure, Samples
 from jaxkv._src.autotune.pools import Pools, pool_bytes
 
 LINK_FIVE_MILLISECONDS = 250_000_000  # bytes
-COPIES_OF_SHORT = 8
+MAX_COPIES = 8  # of a program
 MANY = 10_000  # blocks of the main comparison, if `max_bytes` allows
 CHAIN_SECONDS, ROUNDS, IDLE_CALLS = 0.04, 5, 5
 LIMIT_SECONDS = 300  # after that only the main comparison is measured
@@ -122,7 +122,7 @@ class Cell:
     def __init__(self, made: Blocks, direction: str, count: int):
         self.made, self.direction, self.count = made, direction, count
         self.nbytes = count * made.block_bytes
-        self.copies = COPIES_OF_SHORT if self.nbytes < LINK_FIVE_MILLISECONDS else 1
+        self.copies = max(1, min(MAX_COPIES, LINK_FIVE_MILLISECONDS // self.nbytes))
         self.name = f"{direction}, {size_text(made.block_bytes)} x {count}"
         self.failed: list[str] = []
         self.programs: dict[Method, Program] = {}
@@ -258,6 +258,7 @@ class Bench:
         peak = peak_bandwidth.contiguous_copy(cell.direction, self.grid.peak_bytes)
         cell.record(self.results, peak, triton)
         self.failed += cell.failed
+        print(f"{cell.name}: after {time.perf_counter() - self.start:.0f} s", flush=True)
         self.targets(cell, peak[1], many=many, triton=triton)
 
     def targets(

@@ -2,8 +2,8 @@
 
 A record is stale if a file below the sources that its benchmark measures differs between the commit
 of the record and HEAD, in whatever respect; if that commit is not in the history; or if the record
-was made with uncommitted changes. A stale record must be listed in `bench/results/pending.toml`
-with the reason, and a record that is listed must be stale.
+was made with uncommitted changes. Tables of other GPUs are no sources. A stale record must be
+listed in `bench/results/pending.toml` with the reason, and a record that is listed must be stale.
 """
 
 import pathlib
@@ -22,6 +22,7 @@ ALL_REDUCE = (
     "cuda/collectives", "cuda/common", "jaxkv/_src/collectives",
     "jaxkv/_src/tuning/all_reduce_table.py", "jaxkv/_src/tuning/data",
 )  # fmt: skip
+TABLES = pathlib.PurePath("jaxkv/_src/tuning/data")
 SERVING = (*COPIES, "examples/serving", "jaxkv/_src/offload", "jaxkv/metadata")
 TESTED = ("cuda", "jaxkv", "tests")
 FUZZED = ("cuda", "jaxkv", "tests/fuzz")
@@ -75,15 +76,22 @@ def staleness(file: File, repository: pathlib.Path = REPOSITORY) -> str | None:
         return "made with uncommitted changes"
     change = f"{file.commit}..HEAD"
     try:
-        names = git(
+        changed = git(
             "diff", "--name-only", change, "--", *SOURCES[file.bench], repository=repository
         ).splitlines()
     except (OSError, subprocess.CalledProcessError):
         return f"commit {file.commit[:9]} is not in this history"
+    names = [name for name in changed if not _of_other_gpus(name, file.device)]
     if not names:
         return None
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]}{others} changed after {file.commit[:9]}"
+
+
+def _of_other_gpus(name: str, device: str) -> bool:
+    """Whether a file is a table that jaxkv does not read on this device."""
+    path = pathlib.PurePath(name)
+    return path.is_relative_to(TABLES) and path.stem not in (device, "default")
 
 
 def pending(path: pathlib.Path = PENDING) -> dict[str, str]:

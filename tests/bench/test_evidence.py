@@ -190,6 +190,16 @@ def test_record_is_stale_after_a_change_of_its_sources_only(repository):
     assert "no sources" in str(staleness.staleness(record(head, name="other"), repository))
 
 
+def test_tables_of_other_gpus_are_no_sources(repository):
+    start = git(repository, "rev-parse", "HEAD")
+    commit_change(repository, "jaxkv/_src/tuning/data/copy/another_gpu.json")
+    assert staleness.staleness(record(start), repository) is None
+    for table in ("gpu", "default"):
+        start = git(repository, "rev-parse", "HEAD")
+        commit_change(repository, f"jaxkv/_src/tuning/data/copy/{table}.json")
+        assert f"{table}.json changed after" in str(staleness.staleness(record(start), repository))
+
+
 def test_stale_records_and_only_these_must_be_pending(repository):
     start = git(repository, "rev-parse", "HEAD")
     commit_change(repository, "cuda/transfer/x.cu")
