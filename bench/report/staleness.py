@@ -25,7 +25,7 @@ ALL_REDUCE = (
 TABLES = pathlib.PurePath("jaxkv/_src/tuning/data")
 SERVING = (*COPIES, "examples/serving", "jaxkv/_src/offload", "jaxkv/metadata")
 TESTED = ("cuda", "jaxkv", "tests")
-FUZZED = ("cuda", "jaxkv", "tests/fuzz")
+FUZZED = ("cuda", "jaxkv", ":!jaxkv/_src/autotune", "tests/fuzz")  # all but `jaxkv.tune`
 
 # Record -> files and folders that it measures.
 SOURCES = {

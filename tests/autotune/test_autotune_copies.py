@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 from jaxkv._src.autotune import copies as autotune_copies
@@ -67,16 +68,16 @@ def test_rate_is_measured_after_verification(pools, direction, run_bytes):
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
-    "direction, short_payload, copies",
+    "direction, program_bytes, copies",
     [
         ("load", 99 * 320, autotune_copies.MOST_COPIES),
-        ("load", 321, 2),
-        ("load", 320, 1),
+        ("load", 2 * 320, 2),
+        ("load", 319, 1),
         ("device", 320, autotune_copies.MOST_COPIES),
     ],
     ids=["short", "longer", "long", "within the device"],
 )
-def test_rate_counts_all_payload_bytes(monkeypatch, pools, direction, short_payload, copies):
+def test_rate_counts_all_payload_bytes(monkeypatch, pools, direction, program_bytes, copies):
     timed = []
 
     def seconds(step, array, **_):
@@ -84,7 +85,7 @@ def test_rate_counts_all_payload_bytes(monkeypatch, pools, direction, short_payl
         return 2.0, array
 
     monkeypatch.setattr(measurement, "seconds_per_step", seconds)
-    monkeypatch.setattr(autotune_copies, "SHORT_PAYLOAD", short_payload)
+    monkeypatch.setattr(autotune_copies, "PROGRAM_BYTES", program_bytes)
     cell = Cell(direction, 64, 5, HOST)
     rate = autotune_copies._rate(autotune_copies._Blocks(cell, pools), *HOST)
     assert timed == [copies]
@@ -106,7 +107,7 @@ def test_incorrect_destination_raises(monkeypatch, pools, where, direction):
 
     def wrong(source, destination, source_ids, destination_ids):
         out = swap_blocks(source, destination, source_ids, destination_ids)
-        return out.at[blocks.ids[1][3] + (where == "neighbour"), 0].add(1)
+        return out.at[blocks.ids[-1][1][3] + (where == "neighbour"), 0].add(1)
 
     cell = Cell(direction, 64, 5, HOST)
     blocks = autotune_copies._Blocks(cell, pools)
@@ -114,6 +115,17 @@ def test_incorrect_destination_raises(monkeypatch, pools, where, direction):
     monkeypatch.setattr(measurement, "seconds_per_step", lambda *_: pytest.fail("it was timed"))
     with pytest.raises(RuntimeError, match=rf"{direction}, 5 x 64 bytes: incorrect .* of host"):
         autotune_copies._rate(blocks, *HOST)
+
+
+@pytest.mark.parametrize("direction", ["load", "device"])
+@pytest.mark.parametrize("num_ids, copies", [(5, 16), (5000, 13), (65536, 1)])
+def test_copies_of_a_program_are_of_different_blocks(pools, direction, num_ids, copies):
+    """As many as the arrays have: 65,536 blocks of 128 bytes, or half of them on the device."""
+    num_ids, copies = (num_ids, copies) if direction == "load" else (num_ids // 2, copies)
+    blocks = autotune_copies._Blocks(Cell(direction, 128, num_ids, HOST), pools)
+    assert len(blocks.ids) == copies
+    for side in zip(*blocks.ids, strict=True):
+        assert len(np.unique(np.concatenate(side))) == copies * num_ids
 
 
 def test_all_sm_counts_are_measured(monkeypatch, pools):

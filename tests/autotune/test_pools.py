@@ -87,7 +87,7 @@ def test_copy_that_was_done_before_is_verified_again(made):
 @pytest.mark.parametrize("num_blocks", [6, 1 << 20])
 def test_neighbours_and_others_were_not_written(num_blocks):
     written = np.array([0, 5, 3, 2], np.int32)
-    others = pools._others(written, num_blocks, 1024)
+    others = pools._others(written, written, num_blocks, 1024)
     assert len(others) == 8 + 1024
     assert not {*others.tolist()} & {*written.tolist()}
     assert {*others[:8].tolist()} == {1, 4} | ({6} if num_blocks > 6 else set())
@@ -96,12 +96,14 @@ def test_neighbours_and_others_were_not_written(num_blocks):
 
 
 def test_fully_written_array_has_no_others():
-    assert pools._others(np.arange(4, dtype=np.int32), 4, 1024).tolist() == []
+    written = np.arange(4, dtype=np.int32)
+    assert pools._others(written, written, 4, 1024).tolist() == []
 
 
-def test_few_large_blocks_are_sampled(monkeypatch, made):
-    """A thousand blocks of 64 MiB do not fit beside the arrays."""
-    monkeypatch.setattr(pools, "SAMPLED_BYTES", 3 * 4096)
+@pytest.fixture
+def taken(monkeypatch):
+    """Numbers of blocks that are read, where two blocks of 4 KiB are compared."""
+    monkeypatch.setattr(pools, "COMPARED_BYTES", 2 * 4096)
     taken = []
     rows = pools.rows
 
@@ -110,8 +112,22 @@ def test_few_large_blocks_are_sampled(monkeypatch, made):
         return rows(array, ids)
 
     monkeypatch.setattr(pools, "rows", counted)
+    return taken
+
+
+@pytest.mark.parametrize("count, compared", [(1, 1), (6, 2)])
+def test_few_large_blocks_are_compared(made, taken, count, compared):
+    """A thousand blocks of 64 MiB do not fit beside the arrays."""
     source, destination = made.host(4096), made.device(4096)
-    ids = [(np.array([3], np.int32), np.array([4], np.int32))]
+    ids = np.arange(3, 3 + count, dtype=np.int32), np.arange(0, 2 * count, 2, dtype=np.int32)
     copy = jax.jit(jaxkv.swap_blocks, donate_argnames="dst")
-    pools.verified(lambda array: copy(source, array, *ids[0]), source, destination, ids)
-    assert taken == [1, 2 + 3, 1 + 2 + 3]  # sources, neighbours and sample, all of these
+    pools.verified(lambda array: copy(source, array, *ids), source, destination, [ids])
+    others = 2 * compared + 2  # neighbours and sample
+    assert taken == [compared, others, compared + others]
+
+
+def test_error_in_compared_blocks_is_found(made, taken):
+    source, destination = made.host(4096), made.device(4096)
+    ids = np.arange(3, 9, dtype=np.int32), np.arange(0, 12, 2, dtype=np.int32)
+    with pytest.raises(AssertionError, match="2 blocks are wrong"):
+        pools.verified(lambda array: array, source, destination, [ids])

@@ -3,8 +3,9 @@
 With `--all-reduce`, measures the algorithms of `jaxkv.all_reduce` instead (autotune/all_reduce.py).
 
 Writes a tuning table for this device kind (format: `copy_table`). Blocks are scattered over arrays
-as large as an engine's (`pools`). Before a candidate is timed, every byte of the copied blocks, of
-their neighbours and of a sample of the others is compared. GB/s is payload (1e9 bytes) per second
+as large as an engine's (`pools`), and each copy of a program has its own: repeated ones would be in
+the host's cache, and the translations of their addresses in its IOMMU. Before a candidate is timed,
+the copied blocks, their neighbours and others are compared. GB/s is payload (1e9 bytes) per second
 of wall time, over back-to-back copies on the device.
 """
 
@@ -39,8 +40,9 @@ MEMORIES = {
 KIB, MIB = 1 << 10, 1 << 20
 MAX_PAYLOAD = 64 * MIB
 MAX_IDS = 10_000
-SHORT_PAYLOAD = 32 * MIB  # of a program: below this, its overhead is significant
-MOST_COPIES = 16  # of a program
+# Of a program: no less than the last-level cache of a host, if MOST_COPIES suffice.
+PROGRAM_BYTES = 192 * MIB
+MOST_COPIES = 16
 SECONDS_OF_SAMPLE = 0.015
 
 
@@ -145,8 +147,14 @@ def measure(cell: Cell, pools: Pools) -> list[Candidate]:
     return measured
 
 
+def copies_of(cell: Cell, num_blocks: int) -> int:
+    """Copies in a program, all of different blocks."""
+    wanted = MOST_COPIES if cell.direction == "device" else PROGRAM_BYTES // cell.size.total_bytes
+    return max(1, min(MOST_COPIES, wanted, num_blocks // cell.num_ids))
+
+
 class _Blocks:
-    """Arrays of a cell, and which of their blocks are copied; the destination is donated."""
+    """Arrays of a cell, and the blocks of each copy; the destination is donated."""
 
     def __init__(self, cell: Cell, pools: Pools) -> None:
         self.cell = cell
@@ -160,17 +168,18 @@ class _Blocks:
             )
             for seed, memory in enumerate(MEMORIES[cell.direction])
         )
+        copies = copies_of(cell, min(len(self.source), len(self.destination)))
         rng = np.random.default_rng(cell.num_ids)
         source_ids, destination_ids = (
-            rng.choice(len(array), cell.num_ids, replace=False).astype(np.int32)
+            rng.choice(len(array), (copies, cell.num_ids), replace=False).astype(np.int32)
             for array in (self.source, self.destination)
         )
-        self.ids = source_ids, destination_ids
+        self.ids = [*zip(source_ids, destination_ids, strict=True)]
 
     def verify(self, copy: Callable[[jax.Array], jax.Array], candidate: Candidate) -> None:
         """Raises a RuntimeError unless `copy` writes the blocks of the cell, and no others."""
         try:
-            self.destination = verified(copy, self.source, self.destination, [self.ids])
+            self.destination = verified(copy, self.source, self.destination, self.ids)
         except AssertionError as error:
             what = f"{candidate.implementation} {candidate.figures}"
             raise RuntimeError(f"{self.cell}: incorrect destination of {what}: {error}") from error
@@ -188,12 +197,8 @@ def _rate(blocks: _Blocks, candidate: Candidate) -> float:
       NotImplementedError: it does not support the cell.
       RuntimeError: it produced an incorrect destination.
     """
-    total_bytes = blocks.cell.size.total_bytes
-    device = blocks.cell.direction == "device"
-    copies = MOST_COPIES if device else min(MOST_COPIES, -(-SHORT_PAYLOAD // total_bytes))
     as_ids = jaxkv.HostIds if candidate.implementation == "dma" else jnp.asarray
-    # Separate id arrays for each copy; otherwise XLA merges the checks of the ids (CSE).
-    all_ids = [[as_ids(side) for side in blocks.ids] for _ in range(copies)]
+    all_ids = [tuple(map(as_ids, pair)) for pair in blocks.ids]
 
     # A new function for each candidate, to bypass JAX's jit cache.
     def copy(destination: jax.Array, source: jax.Array, *ids: Ids) -> jax.Array:
@@ -202,7 +207,9 @@ def _rate(blocks: _Blocks, candidate: Candidate) -> float:
     once = jax.jit(copy)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def several(destination: jax.Array, source: jax.Array, all_ids: list[list[Ids]]) -> jax.Array:
+    def several(
+        destination: jax.Array, source: jax.Array, all_ids: list[tuple[Ids, ...]]
+    ) -> jax.Array:
         for ids in all_ids:
             destination = once(destination, source, *ids)
         return destination
@@ -216,7 +223,7 @@ def _rate(blocks: _Blocks, candidate: Candidate) -> float:
         seconds, blocks.destination = measurement.seconds_per_step(
             step, blocks.destination, seconds_of_sample=SECONDS_OF_SAMPLE
         )
-    return copies * total_bytes / seconds / 1e9
+    return len(all_ids) * blocks.cell.size.total_bytes / seconds / 1e9
 
 
 # ---------------------------------------------------------------------------------------------

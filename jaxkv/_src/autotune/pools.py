@@ -22,7 +22,7 @@ GIB = 1 << 30
 WANTED_BYTES = 32 * GIB
 TILE_BYTES = 67_108_748  # no multiple of a block, so that no two blocks are equal
 FILLERS = 8
-SAMPLED, SAMPLED_BYTES = 1024, 256 << 20
+SAMPLED, COMPARED_BYTES = 1024, 64 << 20
 
 
 def pool_bytes(at_least: int) -> int:
@@ -129,8 +129,8 @@ def verified(
 ) -> jax.Array:
     """The destination of the copies `ids` after `copy(destination)`, which are compared.
 
-    Compared are all blocks that were written, and differed before; their neighbours and a sample of
-    the others must be as before.
+    Compared are the blocks that were written, and differed before; their neighbours, and a sample
+    of the others, must be as before. Of the written blocks, 64 MiB are compared.
 
     Raises:
       AssertionError: a block is wrong.
@@ -139,9 +139,10 @@ def verified(
     for from_, to in ids:  # later copies overwrite earlier ones
         pairs |= dict(zip(to.tolist(), from_.tolist(), strict=True))
     written, read = (np.fromiter(side, np.int32, len(pairs)) for side in (pairs, pairs.values()))
-    block_bytes = destination.nbytes // len(destination)
-    sampled = min(SAMPLED, max(1, SAMPLED_BYTES // block_bytes))
-    others = _others(written, len(destination), sampled)
+    at_most = max(1, COMPARED_BYTES // (destination.nbytes // len(destination)))
+    chosen = np.random.default_rng(2).permutation(len(written))[:at_most]
+    others = _others(written, written[chosen], len(destination), min(SAMPLED, at_most))
+    written, read = written[chosen], read[chosen]
     wanted = np.concatenate([rows(source, read), rows(destination, others)])
     destination = write(destination, written, ~wanted[: len(written)])
     destination = copy(destination)
@@ -152,17 +153,17 @@ def verified(
     return destination
 
 
-def _others(written: np.ndarray, num_blocks: int, sampled: int) -> np.ndarray:
-    """Neighbours of the written blocks, and a sample of the others.
+def _others(written: np.ndarray, compared: np.ndarray, num_blocks: int, sampled: int) -> np.ndarray:
+    """Neighbours of the compared blocks, and a sample of all, without the written ones.
 
-    Repeated so that their number only depends on that of the written ones: programs compile by
+    Repeated so that their number only depends on that of the compared ones: programs compile by
     shape.
     """
-    beside = np.concatenate([written - 1, written + 1])
+    beside = np.concatenate([compared - 1, compared + 1])
     sample = np.random.default_rng(1).integers(0, num_blocks, sampled, np.int32)
     found = (np.setdiff1d(each, written) for each in (beside, sample))
     inside = ((each[(each >= 0) & (each < num_blocks)]) for each in found)
-    sizes = 2 * len(written), sampled
+    sizes = 2 * len(compared), sampled
     return np.concatenate(
         [np.resize(each, size * bool(len(each))) for each, size in zip(inside, sizes, strict=True)]
     )
