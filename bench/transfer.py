@@ -6,9 +6,9 @@ Bandwidth: 1 to 50,000 blocks of 512 B to 1 MiB at random places of arrays of 32
 allows), in both directions, with each implementation and form of ids. GB/s is payload bytes (1e9)
 over the wall clock time of a chain of copies (bench/harness/blocks.py); the peak is one contiguous
 copy. All methods of a cell run in rounds. Up to 8 copies are one program, if five milliseconds have
-room for them. "CPU time of the handlers" is the time of a copy between two stamps
-(bench/harness/timestamps.py); "host time per call" is that of a call of the program, from Python,
-on an idle device.
+room for them, each of other blocks; so are consecutive copies of a baseline. "CPU time of the
+handlers" is the time of a copy between two stamps (bench/harness/timestamps.py); "host time per
+call" is that of a call of the program, from Python, on an idle device.
 
 Baselines, in the same rounds, between the same arrays and with the same ids
 (bench/harness/copy_baselines.py): CUDA's copy engine by one batch call and by one per 1024 blocks,
@@ -110,6 +110,11 @@ FULL = Grid(
 QUICK = Grid((8 * KIB,), 64, (8 * KIB,), (1,), 1 << 20, 1 << 20)
 
 
+def copies_of(nbytes: int) -> int:
+    """Copies in a program, and of a baseline that take turns, each of other blocks."""
+    return max(1, min(MAX_COPIES, LINK_FIVE_MILLISECONDS // nbytes))
+
+
 class Cell:
     """All methods of one direction, size and count, in the same rounds.
 
@@ -122,7 +127,7 @@ class Cell:
     def __init__(self, made: Blocks, direction: str, count: int):
         self.made, self.direction, self.count = made, direction, count
         self.nbytes = count * made.block_bytes
-        self.copies = max(1, min(MAX_COPIES, LINK_FIVE_MILLISECONDS // self.nbytes))
+        self.copies = copies_of(self.nbytes)
         self.name = f"{direction}, {size_text(made.block_bytes)} x {count}"
         self.failed: list[str] = []
         self.programs: dict[Method, Program] = {}
@@ -147,7 +152,7 @@ class Cell:
             except Exception as error:  # one failure must not lose the other figures
                 self.failed.append(f"{self.name}, {method}: {error!r}"[:2000])
                 self.made.fill()
-        _, ids = self.made.ids(Method(BATCH), self.count, 0)
+        ids = [self.made.ids(Method(BATCH), self.count, seed)[1] for seed in range(self.copies)]
         for name in (*self.batches, *([LOOP] if self.batches and self.count <= MANY else [])):
             run = copy_baselines.Outside(name, *self.made.sides(self.direction), ids)
             run(1)
@@ -295,7 +300,8 @@ def measure_bandwidth(results: Results, flags: Flags) -> None:
     num_bytes, triton = pool_bytes(2 * grid.max_bytes), {}
     if on_gpu():
         sizes = [b for b in grid.blocks if b * grid.many <= grid.max_bytes]
-        triton = copy_baselines.triton(pool_bytes=num_bytes, blocks=sizes, count=grid.many)
+        blocks = [(b, copies_of(b * grid.many)) for b in sizes]
+        triton = copy_baselines.triton(pool_bytes=num_bytes, blocks=blocks, count=grid.many)
     Bench(results, grid, triton).run(Pools(num_bytes))
 
 

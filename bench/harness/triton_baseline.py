@@ -1,8 +1,9 @@
 """A Triton kernel that copies blocks with vLLM's published parameters; needs PyTorch and a GPU.
 
 `python -m bench.harness.triton_baseline REQUEST` is started by
-`bench.harness.copy_baselines.triton`; REQUEST is JSON with "pool_bytes", "blocks" (sizes) and their
-"count". Output: a line of JSON with the samples for each direction and size.
+`bench.harness.copy_baselines.triton`; REQUEST is JSON with "pool_bytes", "blocks" (pairs of a size
+and the number of copies that take turns, of different blocks) and their "count". Output: a line of
+JSON with the samples for each direction and size.
 
 The parameters (vLLM's swap_blocks kernel): min(12, n) programs, program p copies the jobs p, p + 12
 and so on, in words of 8 bytes and chunks of min(8 KiB, the block rounded up to a power of two). A
@@ -10,6 +11,7 @@ job is three int64: source address, destination address, and bytes. Here they ar
 which is faster than reading them over the link. The code is our own.
 """
 
+import itertools
 import json
 import sys
 import time
@@ -53,31 +55,33 @@ class Memory:
         return [x[: len(x) // words * words].view(-1, words) for x in (self.host, self.device)]
 
 
-class Copy:
-    """`count` scattered blocks between pinned memory and the GPU, in one direction."""
+class Copies:
+    """Copies of `count` scattered blocks between pinned memory and the GPU, which take turns."""
 
-    def __init__(self, memory: Memory, direction: str, block_bytes: int, count: int):
+    def __init__(self, memory: Memory, direction: str, block_bytes: int, count: int, copies: int):
         ends = memory.blocks(block_bytes)
         self.source, self.destination = ends if direction == "load" else ends[::-1]
         # One block more than are copied, which must not change.
-        self.ids = [torch.randperm(len(ends[0]), device="cuda")[: count + 1].cpu() for _ in ends]
+        last = copies * count
+        self.ids = [torch.randperm(len(ends[0]), device="cuda")[: last + 1].cpu() for _ in ends]
         pairs = zip((self.source, self.destination), self.ids, strict=True)
-        self.addresses = [(end.data_ptr() + ids[:count] * block_bytes).cuda() for end, ids in pairs]
+        addresses = [(end.data_ptr() + ids[:last] * block_bytes).cuda() for end, ids in pairs]
+        self.turns = itertools.cycle(zip(*(side.split(count) for side in addresses), strict=True))
         self.sizes = torch.full((count,), block_bytes, dtype=torch.int64, device="cuda")
         self.count, self.nbytes = count, count * block_bytes
         self.chunk = min(triton.next_power_of_2(block_bytes), MAX_CHUNK_BYTES) // WORD_BYTES
 
     def __call__(self) -> None:
         grid = (min(PROGRAMS, self.count),)
-        _copy[grid](*self.addresses, self.sizes, self.count, self.chunk)
+        _copy[grid](*next(self.turns), self.sizes, self.count, self.chunk)
 
     def verify(self) -> None:
-        """Raises unless one copy writes the expected bytes, and no other block."""
+        """Raises unless the first copy writes the expected bytes, and not the block after them."""
         wanted = _rows(self.source, self.ids[0][: self.count])
-        other = _rows(self.destination, self.ids[1][self.count :])
+        other = _rows(self.destination, self.ids[1][self.count : self.count + 1])
         self()
         torch.cuda.synchronize()
-        got = _rows(self.destination, self.ids[1])
+        got = _rows(self.destination, self.ids[1][: self.count + 1])
         if not torch.equal(got, torch.cat([wanted, other])):
             raise AssertionError(f"wrong bytes, {self.count} blocks, {self.nbytes} bytes")
 
@@ -102,11 +106,12 @@ def main(request: dict) -> None:
     torch.manual_seed(0)
     memory = Memory(request["pool_bytes"])
     for direction in ("load", "store"):
-        for block_bytes in request["blocks"]:
-            copy = Copy(memory, direction, block_bytes, request["count"])
-            copy.verify()
-            calls = max(2, min(10, int(CHAIN_SECONDS / min(copy.seconds(1)))))
-            answer = {"direction": direction, "bytes": block_bytes, "seconds": copy.seconds(calls)}
+        for block_bytes, number in request["blocks"]:
+            copies = Copies(memory, direction, block_bytes, request["count"], number)
+            copies.verify()
+            calls = max(2, min(10, int(CHAIN_SECONDS / min(copies.seconds(1)))))
+            seconds = copies.seconds(calls)
+            answer = {"direction": direction, "bytes": block_bytes, "seconds": seconds}
             print(json.dumps(answer), flush=True)
 
 

@@ -199,7 +199,7 @@ def read_back_seconds(case: Case) -> Figure:
     )
     if not number:
         return reading
-    copy = copy_baselines.Outside(copy_baselines.BATCH, rows, hot, pairs)
+    copy = copy_baselines.Outside(copy_baselines.BATCH, rows, hot, [pairs])
     copy(1)
     return reading + timing.median([copy(1)[0] for _ in range(3)])
 

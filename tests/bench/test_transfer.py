@@ -76,11 +76,13 @@ def test_copy_baselines_inside_and_outside_jax_copy_all_blocks(pools, baseline, 
     made = Blocks(pools, KIB)
     made.program(Method(baseline), direction, 32, copies=2)  # verifies
     source, destination = made.sides(direction)
-    _, ids = made.ids(Method(baseline), 32, seed=5)
-    total, submit = copy_baselines.Outside(baseline, source, destination, ids)(2)
-    assert 0 < submit <= total
-    copied, original = np.asarray(destination)[ids[1]], np.asarray(source)[ids[0]]
-    np.testing.assert_array_equal(copied, original)
+    ids = [made.ids(Method(baseline), 32, seed)[1] for seed in (5, 6)]
+    copies = copy_baselines.Outside(baseline, source, destination, ids)
+    for turn in range(2):
+        total, submit = copies(1)
+        assert 0 < submit <= total
+        from_, to = ids[turn]
+        np.testing.assert_array_equal(np.asarray(destination)[to], np.asarray(source)[from_])
 
 
 def cell_with(samples, chosen, count=10_000, size=16 * KIB, direction="load"):
