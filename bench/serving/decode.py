@@ -189,7 +189,7 @@ def measure_step(results: Results, size: Size) -> None:
 def _record(
     results: Results, case: str, chain: Chain, size: Size, calls: int, wanted: float
 ) -> None:
-    """`calls`: of the case in a step of the chain."""
+    """Compares a chain, each step of which has `calls` calls of the case, with reading HBM."""
     samples = timing.compare({"sum": sum_by_xla(size.read), "chain": chain}, ROUNDS)
     name, copied = peak_bandwidth.device_copy()
     rates = {name + ", read and written": Figure(2 * copied)}

@@ -8,9 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from bench.harness import peak_bandwidth, timing
 from bench.harness.records import File, Results, Row
+from bench.harness.timing import Figure
 from bench.report.catalog import TABLES
-from bench.serving import cases, runs, systems, ttft, workloads
+from bench.serving import cases, decode, runs, systems, ttft, workloads
 from bench.serving.systems import (
     BY_TABLE,
     DEVICE_PUT,
@@ -150,3 +152,39 @@ def test_serving_table_has_one_row_per_workload_and_system():
         ["| gpu", "random, jaxkv", "12", "5 / -"],
         ["| gpu", "random, recompute", "8", "- / -"],
     ]
+
+
+@pytest.mark.parametrize(
+    "copied, share, peak",
+    [(400.0, 0.5, "sum by XLA"), (1000.0, 0.25, "a copy, read and written")],
+)
+def test_decode_is_compared_with_the_faster_read_of_hbm(monkeypatch, copied, share, peak):
+    """A chain reads 500 GB/s, the sum 910 to 1110, a copy twice what it copies."""
+    sums = iter([0.9e-12, 1.0e-12, 1.1e-12] * decode.ROUNDS)
+    monkeypatch.setattr(decode, "sum_by_xla", lambda num_bytes: lambda: next(sums))
+    monkeypatch.setattr(peak_bandwidth, "device_copy", lambda: ("a copy", copied))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    chain = decode.Chain(jax.jit(lambda x: x + 1), jax.numpy.zeros(()), 1000)
+    monkeypatch.setattr(decode.Chain, "__call__", lambda _: 2e-12)
+    results = Results("serving_decode", log=False)
+    decode._record(results, "attention", chain, decode.SMALL, 4, 0.4)
+    (target,) = results.targets
+    assert target.got == pytest.approx(share) and target.met is (share > 0.4)
+    assert bool(target.error) == (peak == "sum by XLA")
+    taken, bandwidth = results.rows
+    assert taken.value == pytest.approx(2e-12 * 1000 / 4 * 1e6)
+    assert bandwidth.value == pytest.approx(500)
+    assert bandwidth.peak and bandwidth.peak["name"] == peak
+
+
+def test_chain_is_timed_per_byte(monkeypatch):
+    lengths = []
+
+    def seconds_per_call(step, state, *, calls, **_):
+        lengths.append(calls)
+        return Figure(0.02), step(state)
+
+    monkeypatch.setattr(timing, "seconds_per_call", seconds_per_call)
+    chain = decode.Chain(lambda state: state + 1, 0, 1000)
+    assert chain() == pytest.approx(2e-5) and chain.state == 2
+    assert lengths == [2, timing.chain_length(0.02)]
