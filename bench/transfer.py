@@ -6,9 +6,9 @@ Bandwidth: 1 to 50,000 blocks of 512 B to 1 MiB at random places of arrays of 32
 allows), in both directions, with each implementation and form of ids. GB/s is payload bytes (1e9)
 over the wall clock time of a chain of copies (bench/harness/blocks.py); the peak is one contiguous
 copy. All methods of a cell run in rounds. Up to 8 copies are one program, if five milliseconds have
-room for them, each of other blocks; so are consecutive copies of a baseline. "CPU time of the
-handlers" is the time of a copy between two stamps (bench/harness/timestamps.py); "host time per
-call" is that of a call of the program, from Python, on an idle device.
+room for them, each of other blocks; consecutive copies of a baseline cycle through as many sets.
+"CPU time of the handlers" is the time of a copy between two stamps (bench/harness/timestamps.py);
+"host time per call" is that of a call of the program, from Python, on an idle device.
 
 Baselines, in the same rounds, between the same arrays and with the same ids
 (bench/harness/copy_baselines.py): CUDA's copy engine by one batch call and by one per 1024 blocks,
@@ -111,7 +111,7 @@ QUICK = Grid((8 * KIB,), 64, (8 * KIB,), (1,), 1 << 20, 1 << 20)
 
 
 def copies_of(nbytes: int) -> int:
-    """Copies in a program, and of a baseline that take turns, each of other blocks."""
+    """Copies in a program, each of other blocks, and sets of blocks of a baseline."""
     return max(1, min(MAX_COPIES, LINK_FIVE_MILLISECONDS // nbytes))
 
 
@@ -152,9 +152,9 @@ class Cell:
             except Exception as error:  # one failure must not lose the other figures
                 self.failed.append(f"{self.name}, {method}: {error!r}"[:2000])
                 self.made.fill()
-        ids = [self.made.ids(Method(BATCH), self.count, seed)[1] for seed in range(self.copies)]
+        id_sets = [self.made.ids(Method(BATCH), self.count, seed)[1] for seed in range(self.copies)]
         for name in (*self.batches, *([LOOP] if self.batches and self.count <= MANY else [])):
-            run = copy_baselines.Outside(name, *self.made.sides(self.direction), ids)
+            run = copy_baselines.Outside(name, *self.made.sides(self.direction), id_sets)
             run(1)
             calls = max(1, min(timing.MAX_CALLS, int(CHAIN_SECONDS / run(1)[0])))
             self.outside[name], self.submits[name] = (run, calls), []

@@ -152,16 +152,17 @@ const char* baseline_error(int status) {
   return cudaGetErrorString(static_cast<cudaError_t>(status));
 }
 
-// Submits `calls` copies on a stream of its own, of `copies` with `count` blocks each that take
-// turns, from copy `turn` on, and synchronizes once at the end. seconds, per call: total time
+// Copies `calls` times on a stream of its own and synchronizes once at the end. The copies cycle
+// through `num_sets` sets of `count` blocks, from set `first_set` on. seconds, per call: total time
 // including the synchronization, and host time of the submissions.
 int baseline_run(int64_t baseline, void* const* to, const void* const* from, const size_t* bytes,
-                 size_t count, int pinned, int copies, int turn, int calls, double seconds[2]) {
+                 size_t count, int num_sets, int first_set, int pinned, int calls,
+                 double seconds[2]) {
   static cudaStream_t stream = nullptr;
   if (!stream) CUDA_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   const double start = now();
   for (int call = 0; call < calls; ++call) {
-    const size_t first = (turn + call) % copies * count;
+    const size_t first = (first_set + call) % num_sets * count;
     CUDA_TRY(submit(baseline, to + first, from + first, bytes, count, pinned != 0, stream));
   }
   seconds[1] = (now() - start) / calls;

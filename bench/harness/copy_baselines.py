@@ -117,12 +117,12 @@ def copy(
 
 
 class Outside:
-    """Copies outside JAX that take turns, into JAX's array; nothing else may use the two arrays.
+    """A baseline outside JAX, writing into JAX's array; nothing else may use the two arrays.
 
     Args:
       baseline: one of CODES.
       src, dst: arrays on one GPU and in its pinned host memory.
-      ids: source and destination of each copy, int[n].
+      id_sets: source and destination ids, int[n]; consecutive copies cycle through them.
     """
 
     def __init__(
@@ -130,29 +130,29 @@ class Outside:
         baseline: str,
         src: jax.Array,
         dst: jax.Array,
-        ids: Sequence[tuple[np.ndarray, np.ndarray]],
+        id_sets: Sequence[tuple[np.ndarray, np.ndarray]],
     ):
         jax.block_until_ready((src, dst))
         block_bytes = src.size // src.shape[0] * src.dtype.itemsize
         sources, destinations = (
             side.unsafe_buffer_pointer() + np.stack(of).astype(np.uint64) * np.uint64(block_bytes)
-            for side, of in zip((src, dst), zip(*ids, strict=True), strict=True)
+            for side, of in zip((src, dst), zip(*id_sets, strict=True), strict=True)
         )
-        self._baseline, self._pinned, self._turn = baseline, reads_pinned(src), 0
+        self._baseline, self._pinned, self._next_set = baseline, reads_pinned(src), 0
         self._lists = destinations, sources, np.full(sources.shape[1], block_bytes, np.uint64)
 
     def __call__(self, calls: int) -> tuple[float, float]:
         """Seconds per copy of `calls` copies before one wait: in total, and in submissions."""
         seconds = (ctypes.c_double * 2)()
         lists = [ctypes.c_void_p(x.ctypes.data) for x in self._lists]
-        copies, count = self._lists[0].shape
+        num_sets, count = self._lists[0].shape
         code = library().baseline_run(
             ctypes.c_int64(CODES[self._baseline]), *lists, ctypes.c_size_t(count),
-            ctypes.c_int(self._pinned), copies, self._turn, calls, seconds,
+            num_sets, self._next_set, ctypes.c_int(self._pinned), calls, seconds,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"{self._baseline}: {library().baseline_error(code).decode()}")
-        self._turn = (self._turn + calls) % copies
+        self._next_set = (self._next_set + calls) % num_sets
         return seconds[0], seconds[1]
 
 

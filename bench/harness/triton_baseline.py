@@ -2,8 +2,8 @@
 
 `python -m bench.harness.triton_baseline REQUEST` is started by
 `bench.harness.copy_baselines.triton`; REQUEST is JSON with "pool_bytes", "blocks" (pairs of a size
-and the number of copies that take turns, of different blocks) and their "count". Output: a line of
-JSON with the samples for each direction and size.
+and a number of sets) and their "count" in a set. Output: a line of JSON with the samples for each
+direction and size.
 
 The parameters (vLLM's swap_blocks kernel): min(12, n) programs, program p copies the jobs p, p + 12
 and so on, in words of 8 bytes and chunks of min(8 KiB, the block rounded up to a power of two). A
@@ -55,28 +55,31 @@ class Memory:
         return [x[: len(x) // words * words].view(-1, words) for x in (self.host, self.device)]
 
 
-class Copies:
-    """Copies of `count` scattered blocks between pinned memory and the GPU, which take turns."""
+class Copy:
+    """`count` scattered blocks between pinned memory and the GPU, in one direction.
 
-    def __init__(self, memory: Memory, direction: str, block_bytes: int, count: int, copies: int):
+    Consecutive copies cycle through `num_sets` sets of blocks.
+    """
+
+    def __init__(self, memory: Memory, direction: str, block_bytes: int, count: int, num_sets: int):
         ends = memory.blocks(block_bytes)
         self.source, self.destination = ends if direction == "load" else ends[::-1]
-        # One block more than are copied, which must not change.
-        last = copies * count
-        self.ids = [torch.randperm(len(ends[0]), device="cuda")[: last + 1].cpu() for _ in ends]
+        # One block more than are copied, so that the first copy leaves one unchanged.
+        total = num_sets * count
+        self.ids = [torch.randperm(len(ends[0]), device="cuda")[: total + 1].cpu() for _ in ends]
         pairs = zip((self.source, self.destination), self.ids, strict=True)
-        addresses = [(end.data_ptr() + ids[:last] * block_bytes).cuda() for end, ids in pairs]
-        self.turns = itertools.cycle(zip(*(side.split(count) for side in addresses), strict=True))
+        addresses = [(end.data_ptr() + ids[:total] * block_bytes).cuda() for end, ids in pairs]
+        self.sets = itertools.cycle(zip(*(side.split(count) for side in addresses), strict=True))
         self.sizes = torch.full((count,), block_bytes, dtype=torch.int64, device="cuda")
         self.count, self.nbytes = count, count * block_bytes
         self.chunk = min(triton.next_power_of_2(block_bytes), MAX_CHUNK_BYTES) // WORD_BYTES
 
     def __call__(self) -> None:
         grid = (min(PROGRAMS, self.count),)
-        _copy[grid](*next(self.turns), self.sizes, self.count, self.chunk)
+        _copy[grid](*next(self.sets), self.sizes, self.count, self.chunk)
 
     def verify(self) -> None:
-        """Raises unless the first copy writes the expected bytes, and not the block after them."""
+        """Raises unless the first copy writes the expected bytes, and not the next block."""
         wanted = _rows(self.source, self.ids[0][: self.count])
         other = _rows(self.destination, self.ids[1][self.count : self.count + 1])
         self()
@@ -106,12 +109,11 @@ def main(request: dict) -> None:
     torch.manual_seed(0)
     memory = Memory(request["pool_bytes"])
     for direction in ("load", "store"):
-        for block_bytes, number in request["blocks"]:
-            copies = Copies(memory, direction, block_bytes, request["count"], number)
-            copies.verify()
-            calls = max(2, min(10, int(CHAIN_SECONDS / min(copies.seconds(1)))))
-            seconds = copies.seconds(calls)
-            answer = {"direction": direction, "bytes": block_bytes, "seconds": seconds}
+        for block_bytes, num_sets in request["blocks"]:
+            copy = Copy(memory, direction, block_bytes, request["count"], num_sets)
+            copy.verify()
+            calls = max(2, min(10, int(CHAIN_SECONDS / min(copy.seconds(1)))))
+            answer = {"direction": direction, "bytes": block_bytes, "seconds": copy.seconds(calls)}
             print(json.dumps(answer), flush=True)
 
 

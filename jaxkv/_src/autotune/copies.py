@@ -3,9 +3,9 @@
 With `--all-reduce`, measures the algorithms of `jaxkv.all_reduce` instead (autotune/all_reduce.py).
 
 Writes a tuning table for this device kind (format: `copy_table`). Blocks are scattered over arrays
-as large as an engine's (`pools`), and each copy of a program has its own: repeated ones would be in
-the host's cache, and the translations of their addresses in its IOMMU. Before a candidate is timed,
-the copied blocks, their neighbours and others are compared. GB/s is payload (1e9 bytes) per second
+as large as an engine's (`pools`), and each copy of a program has its own, as the host would cache
+repeated ones. Before a candidate is timed, copied blocks, their neighbours and a sample of the
+others are compared. GB/s is payload (1e9 bytes) per second
 of wall time, over back-to-back copies on the device.
 """
 
@@ -40,9 +40,8 @@ MEMORIES = {
 KIB, MIB = 1 << 10, 1 << 20
 MAX_PAYLOAD = 64 * MIB
 MAX_IDS = 10_000
-# Of a program: no less than the last-level cache of a host, if MOST_COPIES suffice.
-PROGRAM_BYTES = 192 * MIB
-MOST_COPIES = 16
+PROGRAM_BYTES = 192 * MIB  # more than the last-level cache of most hosts
+MOST_COPIES = 16  # of a program, which may then have fewer bytes
 SECONDS_OF_SAMPLE = 0.015
 
 
