@@ -140,7 +140,8 @@ class Program:
 
     def warm_up(self, seconds: float) -> None:
         """Sets the length of a chain to about this time, after the graphs are captured."""
-        call = self.idle_calls(2)
+        self.idle_calls(2)  # slower than later ones, up to the length of a chain
+        call = self.idle_calls(3)
         self.calls = max(1, min(timing.MAX_CALLS, int(seconds / call.done)))
 
     def chain(self) -> float:
