@@ -2,13 +2,15 @@
 
 `compare`:
 
-  multi_turn  conversations with the parameters of SGLang's HiCache benchmark; HBM holds a quarter
-              of their pages. Also in small pages by the copy engine and by jaxkv
+  multi_turn  questions about long prompts, with the parameters of SGLang's HiCache benchmark and
+              one token of answer, as on a prefill instance of disaggregated serving; HBM holds a
+              quarter of the pages. The first round, in which nothing is cached, is not measured.
+              Also in small pages by the copy engine and by jaxkv
   trace       whole sessions of Mooncake's conversation trace, lengths divided by a factor
   random      prompts without reuse
 
 Requests are served at saturation: "requests/s" is the highest rate for the number of requests in
-flight, which is the same for all systems.
+flight, which is the same for all systems. Its bound is the rate of all in HBM: loads in no time.
 
 `ttft`:
 
@@ -73,16 +75,16 @@ def compare(flags: argparse.Namespace) -> list[Case]:
 
 def _compared(flags: argparse.Namespace) -> dict[str, Callable[[int], workloads.Workload]]:
     vocab = PRESETS[model_of(flags)[0]].vocab_size
-    clients, rounds, request, answer = (20, 3, 1024, 16) if flags.quick else (20, 5, 1024, 16)
+    clients, rounds, request, question = (16, 3, 2048, 128) if flags.quick else (16, 5, 6144, 128)
     sessions, scale = 24, 4
     prompts, length, new = 16, 1024, 32
     if flags.tiny:
-        clients, rounds, request, answer = 6, 3, 40, 4
+        clients, rounds, request, question = 6, 3, 60, 20
         sessions, scale = 4, 64
         prompts, length, new = 4, 40, 4
     return {
         "multi_turn": partial(
-            workloads.multi_turn, clients, rounds, request, answer, PARALLEL, vocab
+            workloads.multi_turn, clients, rounds, request, question, 1, PARALLEL, vocab, first=1
         ),
         "trace": partial(workloads.trace, TRACE, sessions, 40, scale, PARALLEL, vocab),
         "random": partial(workloads.random_prompts, prompts, length, new, PARALLEL, vocab),
@@ -96,11 +98,12 @@ def _compare(
     """Limits and memory for all workloads; HBM by the first, the conversations if these run."""
     works = [make(0) for make in makers.values()]
     longest = max(pages(work.longest, page_size) for work in works)
-    budget, new = (64, 48) if flags.tiny else (2176, 1088)
-    # Steps with the new tokens of one request; loads of a few thousand tokens in one step.
+    # Steps with one chunk of a prompt, or with the questions of all requests in flight.
+    budget, chunk, questions = (64, 48, 32) if flags.tiny else (2176, 1088, 640)
     limits = Limits(
         page_size, PARALLEL, budget + PARALLEL, longest,
-        copy_pages=8 if flags.tiny else 8192 // page_size, token_buckets=(new + PARALLEL,),
+        copy_pages=8 if flags.tiny else 16384 // page_size,
+        token_buckets=(questions, chunk + PARALLEL),
     )  # fmt: skip
     everything = [
         sum(pages(tokens, page_size) + 1 for tokens in work.sequences) + PARALLEL for work in works

@@ -22,7 +22,7 @@ import numpy as np
 from bench.harness import timing
 from bench.harness.records import REPOSITORY, Results
 from bench.serving import systems
-from bench.serving.systems import BY_TABLE, JAXKV, Measured, Memory
+from bench.serving.systems import BY_TABLE, IN_HBM, JAXKV, Measured, Memory
 from bench.serving.workloads import BesideLoads, Workload
 from examples.serving.engine import Limits
 from examples.serving.presets import PRESETS, init_params
@@ -207,18 +207,21 @@ def record(results: Results, case: Case, taken: Samples, answers: Any) -> None:
             results.check(name, unequal, "==", 0, "unequal answers")
     variants = [want._replace(system=BY_TABLE) for want in case.wanted if want.system == JAXKV]
     for want in (*case.wanted, *variants):
-        a, b = (
+        a, b, ideal = (
             [sample[want.metric][1] for sample in taken[want.workload].get(system, ())]
-            for system in (want.system, want.other)
+            for system in (want.system, want.other, IN_HBM)
         )
         if a and b:
-            _target(results, case.label.format(want.workload), want, timing.ratio(a, b))
+            bound = timing.ratio(ideal, b) if ideal and want.metric == RATE else None
+            _target(results, case.label.format(want.workload), want, timing.ratio(a, b), bound)
 
 
-def _target(results: Results, label: str, want: Wanted, ratio: timing.Figure) -> None:
+def _target(
+    results: Results, label: str, want: Wanted, ratio: timing.Figure, bound: timing.Figure | None
+) -> None:
     """A row, and on GPUs a target of the systems that run by default."""
     name = f"{label}: {want.metric}, {want.system} / {want.other}"
     print(f"{name}: {ratio:.3f} x +- {2 * ratio.error:.3f}, {want.op} {want.ratio}", flush=True)
     results.row(name, "ratio", "x", ratio)
     if jax.default_backend() == "gpu" and want.system != BY_TABLE:
-        results.target(name, ratio, want.op, want.ratio, "x")
+        results.target(name, ratio, want.op, want.ratio, "x", bound)

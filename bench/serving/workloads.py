@@ -62,10 +62,13 @@ class Workload:
         ready: deque[Flight] = deque((turns, 0, []) for turns in self.clients if turns)
         flying: dict[int, tuple[list[Turn], int, Request]] = {}
         served: list[tuple[int, Request]] = []
-        engine.reset()
         while ready or flying:
             while ready and len(flying) < self.parallel:
+                if ready[0][1] >= self.first and any(i < self.first for _, i, _ in flying.values()):
+                    break  # what is not measured is over
                 turns, index, history = ready.popleft()
+                if index >= self.first and all(i < self.first for i, _ in served):
+                    engine.reset()
                 turn = turns[index]
                 prompt = turn.new if turn.whole else history + turn.new
                 request = Request(prompt, turn.answer)
@@ -95,22 +98,31 @@ def _tokens(turns: Sequence[Turn]) -> int:
 
 
 def multi_turn(
-    clients: int, rounds: int, request: int, answer: int, parallel: int, vocab: int, seed: int = 0
-) -> Workload:
+    clients: int, rounds: int, request: int, question: int, answer: int, parallel: int, vocab: int,
+    seed: int = 0, first: int = 0,
+) -> Workload:  # fmt: skip
     """Conversations of random tokens, with the parameters of SGLang's HiCache benchmark.
 
     `benchmark/hicache/bench_multiturn.py`: --num-clients, --num-rounds, --request-length,
-    --output-length, --max-parallel.
+    --sub-question-input-length (of all rounds but the first), --output-length, --max-parallel.
     """
-    tokens = np.random.default_rng(seed).integers(0, vocab, (clients, rounds, request)).tolist()
-    return Workload([[Turn(new, answer) for new in client] for client in tokens], parallel)
+    rng = np.random.default_rng(seed)
+    lengths = [request, *[question] * (rounds - 1)]
+    return Workload(
+        [
+            [Turn(rng.integers(0, vocab, length).tolist(), answer) for length in lengths]
+            for _ in range(clients)
+        ],
+        parallel,
+        first,
+    )
 
 
 def random_prompts(
     count: int, length: int, answer: int, parallel: int, vocab: int, seed: int = 0
 ) -> Workload:
     """One request for each client, without a common prefix."""
-    return multi_turn(count, 1, length, answer, parallel, vocab, seed=1000 + seed)
+    return multi_turn(count, 1, length, 0, answer, parallel, vocab, seed=1000 + seed)
 
 
 def trace(

@@ -3,6 +3,7 @@
 import argparse
 import json
 import subprocess
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,7 +35,7 @@ ALL = (*NAMES, BY_TABLE, HOST_METADATA)
 @pytest.mark.end_to_end
 def test_all_systems_give_the_same_tokens_from_different_places():
     """Few HBM pages: a reload of wrong pages changes the answers."""
-    work = workloads.multi_turn(5, 3, 21, 3, parallel=2, vocab=256)
+    work = workloads.multi_turn(5, 3, 21, 21, 3, parallel=2, vocab=256)
     params = init_params(CONFIG, 0, "float32")
     limits = Limits(4, 2, 18, pages_per_request=18, copy_pages=4)
     answers, loaded = {}, {}
@@ -54,7 +55,7 @@ def test_all_systems_give_the_same_tokens_from_different_places():
 @pytest.mark.cpu_only
 def test_wrong_pages_of_the_device_put_system_are_noticed():
     """The comparison can fail: pages of zeros, loaded instead of those stored."""
-    work = workloads.multi_turn(5, 3, 21, 3, parallel=2, vocab=256)
+    work = workloads.multi_turn(5, 3, 21, 21, 3, parallel=2, vocab=256)
     params = init_params(CONFIG, 0, "float32")
     limits = Limits(4, 2, 18, pages_per_request=18, copy_pages=4)
     answers = []
@@ -134,8 +135,41 @@ def test_trace_has_whole_sessions_with_common_prefixes(tmp_path):
 
 @pytest.mark.host_only
 def test_conversations_have_the_given_lengths():
-    work = workloads.multi_turn(3, 4, 10, 2, parallel=1, vocab=256)
+    work = workloads.multi_turn(3, 4, 19, 7, 2, parallel=1, vocab=256)
     assert len(work.clients) == 3 and work.longest == 48 and work.sequences == [48] * 3
+    assert [len(turn.new) for turn in work.clients[0]] == [19, 7, 7, 7]
+
+
+class OneStepEach:
+    """Finishes one request in each step, the latest first; `order` has what it was asked to do."""
+
+    def __init__(self):
+        self.running, self.order = [], []
+
+    busy = property(lambda self: bool(self.running))
+
+    def reset(self):
+        self.order.append("reset")
+
+    def submit(self, request):
+        self.running.append(request)
+        self.order.append(len(request.prompt))
+
+    def step(self):
+        request = self.running.pop()
+        request.tokens, request.finished = [*request.prompt, 0], True
+        self.order.append("finished")
+
+
+@pytest.mark.host_only
+def test_unmeasured_rounds_are_over_before_the_measured_ones():
+    engine: Any = OneStepEach()
+    work = workloads.multi_turn(3, 3, 10, 4, 1, parallel=2, vocab=256, first=1)
+    served = work.run(engine)
+    assert [len(request.prompt) for request in served] == [15, 15, 15, 20, 20, 20]
+    before = engine.order[: engine.order.index("reset")]
+    assert before.count(10) == before.count("finished") == 3
+    assert engine.order.count("reset") == 1 and engine.order.count("finished") == 9
 
 
 @pytest.mark.host_only
