@@ -86,46 +86,10 @@ def test_rate_counts_all_payload_bytes(monkeypatch, pools, direction, program_by
 
     monkeypatch.setattr(measurement, "seconds_per_step", seconds)
     monkeypatch.setattr(autotune_copies, "PROGRAM_BYTES", program_bytes)
-    monkeypatch.setattr(autotune_copies, "FEW_BYTES", 0)
     cell = Cell(direction, 64, 5, HOST)
     rate = autotune_copies._rate(autotune_copies._Blocks(cell, pools), *HOST)
     assert timed == [copies]
     assert rate == pytest.approx(copies * 5 * 64 / 2.0 / 1e9)
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("direction", ["load", "store", "device"])
-def test_few_bytes_are_timed_in_a_step(monkeypatch, pools, direction):
-    timed: list[int] = []
-
-    def seconds(program, array, copies):
-        timed.extend(str(jax.make_jaxpr(program, 1)(array, n)).count("name=copy") for n in (1, 7))
-        return 2.0 * copies, array
-
-    monkeypatch.setattr(measurement, "seconds_in_step", seconds)
-    monkeypatch.setattr(measurement, "seconds_per_step", lambda *_, **__: pytest.fail("a chain"))
-    cell = Cell(direction, 64, autotune_copies.FEW_BYTES // 64, HOST)
-    blocks = autotune_copies._Blocks(cell, pools)
-    rate = autotune_copies._rate(blocks, *HOST)
-    assert timed == [1, 7]
-    assert rate == pytest.approx(autotune_copies.FEW_BYTES / (2.0 * len(blocks.ids)) / 1e9)
-
-
-def test_seconds_in_step_are_those_of_one_more_copy(monkeypatch):
-    """A program takes 5 seconds and 2 more for each copy, its first two calls 100 seconds more."""
-    now = 0.0
-    calls: list[int] = []
-
-    def program(array, copies):
-        nonlocal now
-        now += 5 + 2 * copies + 100 * (calls.count(copies) < 2)
-        calls.append(copies)
-        return array
-
-    monkeypatch.setattr(measurement.time, "perf_counter", lambda: now)
-    seconds, _ = measurement.seconds_in_step(program, jax.numpy.zeros(1), 16)
-    assert seconds == 2
-    assert {*calls} == {1, 16} and calls.count(1) == calls.count(16)
 
 
 @pytest.mark.cpu_only

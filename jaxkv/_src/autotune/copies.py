@@ -5,8 +5,8 @@ With `--all-reduce`, measures the algorithms of `jaxkv.all_reduce` instead (auto
 Writes a tuning table for this device kind (format: `copy_table`). Blocks are scattered over arrays
 as large as an engine's (`pools`), and each copy of a program has its own, as the host would cache
 repeated ones. Before a candidate is timed, copied blocks, their neighbours and a sample of the
-others are compared. GB/s is payload (1e9 bytes) per second of wall time, over back-to-back copies
-on the device; of few bytes, over the time that one more copy adds to a program.
+others are compared. GB/s is payload (1e9 bytes) per second
+of wall time, over back-to-back copies on the device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ MAX_IDS = 10_000
 PROGRAM_BYTES = 192 * MIB  # more than the last-level cache of most hosts
 MOST_COPIES = 16  # of a program, which may then have fewer bytes
 SECONDS_OF_SAMPLE = 0.015
-FEW_BYTES = 128 * KIB  # copied in less time than the host needs to start a program
 
 
 Ids = jaxkv.HostIds | jax.Array
@@ -214,25 +213,16 @@ def _rate(blocks: _Blocks, candidate: Candidate) -> float:
             destination = once(destination, source, *ids)
         return destination
 
-    def program(destination: jax.Array, count: int) -> jax.Array:
-        return several(destination, blocks.source, all_ids[:count])
-
     def step(destination: jax.Array) -> jax.Array:
-        return program(destination, len(all_ids))
+        return several(destination, blocks.source, all_ids)
 
-    size = blocks.cell.size.total_bytes
     with force_implementation(candidate.implementation, candidate.num_sms):
         several.trace(blocks.destination, blocks.source, all_ids)  # raises before any donation
         blocks.verify(step, candidate)
-        if size <= FEW_BYTES and len(all_ids) > 1:
-            seconds, blocks.destination = measurement.seconds_in_step(
-                program, blocks.destination, len(all_ids)
-            )
-            return size / seconds / 1e9
         seconds, blocks.destination = measurement.seconds_per_step(
             step, blocks.destination, seconds_of_sample=SECONDS_OF_SAMPLE
         )
-    return len(all_ids) * size / seconds / 1e9
+    return len(all_ids) * blocks.cell.size.total_bytes / seconds / 1e9
 
 
 # ---------------------------------------------------------------------------------------------

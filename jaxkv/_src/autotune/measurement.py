@@ -19,8 +19,6 @@ from jaxkv._src.environment import driver, probes
 T = TypeVar("T")
 
 SECONDS_OF_SAMPLE = 0.03
-WARMUP, CALLS_IN_STEP = 2, 200  # command buffers are captured in the second call
-CLOCK_SECONDS = 1e-7  # a shorter time is not measured
 
 
 def seconds_per_step(
@@ -42,32 +40,6 @@ def seconds_per_step(
     estimate = min(chain(1), chain(1))  # command buffers are captured in the second run
     length = min(200, math.ceil(seconds_of_sample / estimate))
     return statistics.median(chain(length) for _ in range(5)), state
-
-
-def seconds_in_step(
-    program: Callable[[jax.Array, int], jax.Array], state: jax.Array, copies: int
-) -> tuple[float, jax.Array]:
-    """Median seconds that one more copy adds to a program on an idle device; last state.
-
-    A chain of programs with few blocks would measure how fast the host starts programs.
-
-    Args:
-      program: runs a number of copies.
-      state: its first argument.
-      copies: of the longer program; at least 2.
-    """
-
-    def call(count: int) -> float:
-        nonlocal state
-        start = time.perf_counter()
-        state = program(state, count)
-        state.block_until_ready()
-        return time.perf_counter() - start
-
-    for count in (1, copies) * WARMUP:
-        call(count)
-    differences = [call(copies) - call(1) for _ in range(CALLS_IN_STEP)]
-    return max(statistics.median(differences) / (copies - 1), CLOCK_SECONDS), state
 
 
 def versions() -> dict[str, str]:
