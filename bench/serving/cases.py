@@ -75,7 +75,7 @@ def compare(flags: argparse.Namespace) -> list[Case]:
 
 def _compared(flags: argparse.Namespace) -> dict[str, Callable[[int], workloads.Workload]]:
     vocab = PRESETS[model_of(flags)[0]].vocab_size
-    clients, rounds, request, question = (16, 3, 2048, 128) if flags.quick else (16, 5, 6144, 128)
+    clients, rounds, request, question = (16, 3, 2048, 128) if flags.quick else (16, 4, 6144, 128)
     sessions, scale = 24, 4
     prompts, length, new = 16, 1024, 32
     if flags.tiny:

@@ -16,6 +16,7 @@ host metadata  in HBM, with the metadata of each step in NumPy, one upload, and 
 """
 
 import dataclasses
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -36,7 +37,7 @@ IN_HBM, RECOMPUTE, DEVICE_PUT = "in HBM", "recompute", "device_put"
 COPY_ENGINE, JAXKV = "copy engine", "jaxkv"
 BY_TABLE, HOST_METADATA = "jaxkv kernel", "host metadata"
 NAMES = (IN_HBM, RECOMPUTE, DEVICE_PUT, COPY_ENGINE, JAXKV)
-COMPILERS = 8  # threads
+COMPILERS = os.cpu_count() or 1  # threads
 PAGES_AT_A_TIME = 64  # of a gather or scatter, as in the engines
 
 
