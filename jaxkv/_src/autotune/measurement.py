@@ -18,7 +18,7 @@ from jaxkv._src.environment import driver, probes
 
 T = TypeVar("T")
 
-SECONDS_OF_SAMPLE = 0.03
+SECONDS_OF_SAMPLE, SAMPLES = 0.03, 5
 
 
 def seconds_per_step(
@@ -26,6 +26,7 @@ def seconds_per_step(
     state: jax.Array,
     *,
     seconds_of_sample: float = SECONDS_OF_SAMPLE,
+    samples: int = SAMPLES,
 ) -> tuple[float, jax.Array]:
     """Median seconds per step, over chains of steps with one host sync at the end; last state."""
 
@@ -39,7 +40,7 @@ def seconds_per_step(
 
     estimate = min(chain(1), chain(1))  # command buffers are captured in the second run
     length = min(200, math.ceil(seconds_of_sample / estimate))
-    return statistics.median(chain(length) for _ in range(5)), state
+    return statistics.median(chain(length) for _ in range(samples)), state
 
 
 def versions() -> dict[str, str]:
