@@ -112,7 +112,7 @@ class CopyEngine(Measured):
 class ByTable(Measured):
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self._large_copies = None
+        self._copy_implementation = None
 
 
 class HostMetadata(Measured):

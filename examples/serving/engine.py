@@ -28,7 +28,7 @@ from .block_manager import BlockManager
 from .model import Config, Params, partition
 from .request import Limits, Request
 from .sampling import SamplingRows
-from .step import Inputs, Program, State, jitted, large_copies
+from .step import Inputs, Program, State, copy_implementation, jitted
 
 Row = tuple[Request, int]  # and its number of tokens in a step
 # Tokens of a step that have not been read, and their requests; None: nothing was sampled.
@@ -84,7 +84,7 @@ class Engine:
         pool_sharding = self.pool.partition_spec if self.pool and memory else None
         self._program = Program(config, attention, memory, pool_sharding)
         block_bytes = self.spec.block_bytes // (memory.world_size if memory else 1)
-        self._large_copies = large_copies(self.pool, cache, block_bytes)
+        self._copy_implementation = copy_implementation(self.pool, cache, block_bytes)
         self._hasher = BlockHasher(limits.page_size, model=f"{weights} {config} {dtype}")
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -210,7 +210,7 @@ class Engine:
         """The arrays of a step, padded to `num_tokens`, more than the batch if with prompts."""
         num_rows = self.limits.batch
         if num_tokens > num_rows or copies.kind == "store":
-            copies = copies.by(self._large_copies, sharding=self._replicated)
+            copies = copies.by(self._copy_implementation, sharding=self._replicated)
         tokens, source = np.zeros(num_tokens, np.int32), np.full(num_tokens, -1, np.int32)
         slots = np.full(num_rows, num_rows, np.int32)  # out of range
         start = 0

@@ -97,11 +97,14 @@ def jitted(inputs: Inputs) -> Any:
     return _run_store if inputs.copies.kind == "store" else _run
 
 
-def large_copies(pool: jaxkv.HostPool | None, cache: jaxkv.DeviceCache, block_bytes: int) -> Any:
+def copy_implementation(
+    pool: jaxkv.HostPool | None, cache: jaxkv.DeviceCache, block_bytes: int
+) -> Any:
     """Implementation of stores, and of loads beside prefills; None: as the tuning table ranks them.
 
-    Kernels slow the step. The copy engine does not, but needs large blocks, and the waits of its
-    long loads are outside CUDA graphs, for which the host has no time in a short step.
+    Kernels take SMs from the step. The copy engine does not, but needs large blocks, and the waits
+    of its long loads are outside CUDA graphs. Hence loads beside short steps, those without
+    prompts, are left to the table.
     """
     page = jaxkv.HostIds([0])
     if pool and block_bytes >= 64 << 10:

@@ -14,7 +14,7 @@ from examples.serving.model import Config, rms_norm, rotate
 from examples.serving.presets import init_params
 from examples.serving.request import Request
 from examples.serving.sampling import Sampling, SamplingRows, sample
-from examples.serving.step import large_copies
+from examples.serving.step import copy_implementation
 
 pytestmark = pytest.mark.end_to_end
 
@@ -128,11 +128,11 @@ def test_answers_after_preemption():
     assert engine.blocks._references == [0] * 30
 
 
-@pytest.mark.parametrize("large_copies", [None, "xla"])
-def test_answers_with_the_host_tier(large_copies, monkeypatch):
+@pytest.mark.parametrize("chosen", [None, "xla"])
+def test_answers_with_the_host_tier(chosen, monkeypatch):
     """The same prompts again, in few pages: their pages are loaded from host memory."""
     engine = make_engine(num_hbm_pages=30, num_host_pages=120)
-    engine._large_copies = large_copies  # the copy engine on a GPU, with blocks of 64 KiB
+    engine._copy_implementation = chosen  # the copy engine on a GPU, with blocks of 64 KiB
     step, used = engine._run, set()
 
     def noted(inputs, sampling):
@@ -145,9 +145,9 @@ def test_answers_with_the_host_tier(large_copies, monkeypatch):
     turns = [requests() for _ in range(3)]
     assert [run(engine, turn) for turn in turns] == [expected()] * 3
     assert used == {
-        ("store", True, large_copies),
-        ("store", False, large_copies),
-        ("load", True, large_copies),
+        ("store", True, chosen),
+        ("store", False, chosen),
+        ("load", True, chosen),
         ("load", False, None),
     }
     assert sum(request.first_placement.loaded for request in turns[-1]) >= 8
@@ -158,11 +158,11 @@ def test_answers_with_the_host_tier(large_copies, monkeypatch):
 @pytest.mark.cpu_only
 def test_copy_engine_needs_large_blocks_and_a_gpu(monkeypatch):
     engine = make_engine(num_host_pages=4)
-    chosen = partial(large_copies, engine.pool, engine.state.cache)
+    chosen = partial(copy_implementation, engine.pool, engine.state.cache)
     assert chosen(64 << 10) is None
     monkeypatch.setattr(jaxkv, "explain", lambda *args, **options: "dma (requested)")
     assert [chosen(size) for size in (64 << 10, 63 << 10)] == ["dma", None]
-    assert large_copies(None, engine.state.cache, 64 << 10) is None
+    assert copy_implementation(None, engine.state.cache, 64 << 10) is None
 
 
 def test_host_is_a_step_ahead_and_waits_for_nothing_else(monkeypatch):
