@@ -87,7 +87,7 @@ def test_rate_counts_all_payload_bytes(monkeypatch, pools, direction, program_by
     monkeypatch.setattr(measurement, "seconds_per_step", seconds)
     monkeypatch.setattr(autotune_copies, "PROGRAM_BYTES", program_bytes)
     cell = Cell(direction, 64, 5, HOST)
-    rate = autotune_copies._verified(autotune_copies._Blocks(cell, pools), *HOST)()
+    rate = autotune_copies._rate_function(autotune_copies._Blocks(cell, pools), *HOST)()
     assert timed == [copies]
     assert rate == pytest.approx(copies * 5 * 64 / 2.0 / 1e9)
 
@@ -114,7 +114,7 @@ def test_incorrect_destination_raises(monkeypatch, pools, where, direction):
     monkeypatch.setattr(autotune_copies.jaxkv, "swap_blocks", wrong)
     monkeypatch.setattr(measurement, "seconds_per_step", lambda *_: pytest.fail("it was timed"))
     with pytest.raises(RuntimeError, match=rf"{direction}, 5 x 64 bytes: incorrect .* of host"):
-        autotune_copies._verified(blocks, *HOST)
+        autotune_copies._rate_function(blocks, *HOST)
 
 
 @pytest.mark.parametrize("direction", ["load", "device"])
@@ -132,7 +132,7 @@ def test_all_sm_counts_are_measured(monkeypatch, pools):
     """A rate that grows by 2 % with each count is 8 % lower on the first than on the last."""
     rates = {1: 50.0, 2: 51.0, 4: 52.0, 8: 53.0, 12: 54.0}
     monkeypatch.setattr(
-        autotune_copies, "_verified", lambda _, candidate: lambda: rates[candidate.num_sms]
+        autotune_copies, "_rate_function", lambda _, candidate: lambda: rates[candidate.num_sms]
     )
     candidates = tuple(Candidate("kernel", sms) for sms in rates)
     measured = autotune_copies.measure(Cell("load", 64, 5, candidates), pools)
@@ -144,14 +144,14 @@ def test_rate_is_that_of_the_faster_pass(monkeypatch, pools):
     rates = {2: iter([20.0, 50.0]), 4: iter([51.0, 30.0])}
     order = []
 
-    def verified(_, candidate):
+    def rate_function(_, candidate):
         def rate():
             order.append(candidate.num_sms)
             return next(rates[candidate.num_sms])
 
         return rate
 
-    monkeypatch.setattr(autotune_copies, "_verified", verified)
+    monkeypatch.setattr(autotune_copies, "_rate_function", rate_function)
     candidates = tuple(Candidate("kernel", sms) for sms in rates)
     measured = autotune_copies.measure(Cell("load", 64, 5, candidates), pools)
     assert [candidate.gb_per_s for candidate in measured] == [50.0, 51.0]

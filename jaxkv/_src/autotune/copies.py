@@ -139,7 +139,7 @@ def measure(cell: Cell, pools: Pools) -> list[Candidate]:
         if candidate.implementation in unsupported:
             continue
         try:
-            runs[candidate] = _verified(blocks, candidate)
+            runs[candidate] = _rate_function(blocks, candidate)
         except NotImplementedError:
             unsupported.add(candidate.implementation)
     passes = [{candidate: run() for candidate, run in runs.items()} for _ in range(PASSES)]
@@ -192,8 +192,8 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.4g}")  # further digits are noise
 
 
-def _verified(blocks: _Blocks, candidate: Candidate) -> Callable[[], float]:
-    """A function that measures the GB/s of a candidate, whose copies are correct.
+def _rate_function(blocks: _Blocks, candidate: Candidate) -> Callable[[], float]:
+    """A function that measures the GB/s of a candidate, once its copies are verified.
 
     Raises:
       NotImplementedError: it does not support the cell.
@@ -324,7 +324,7 @@ def run(out: str | None, *, quick: bool) -> None:
     found = cells(platform, getattr(device, "core_count", 0), quick)
     largest = max(cell.size.total_bytes for cell in [*peak_cells, *found])
     pools = Pools(pool_bytes(2 * largest))
-    peak = {cell.direction: _verified(_Blocks(cell, pools), link)() for cell in peak_cells}
+    peak = {cell.direction: _rate_function(_Blocks(cell, pools), link)() for cell in peak_cells}
     print(
         "peak bandwidth, one block:", ", ".join(f"{d} {rate:.4g} GB/s" for d, rate in peak.items())
     )
