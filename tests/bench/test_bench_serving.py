@@ -120,6 +120,29 @@ def test_ratios_are_of_the_same_repeat_and_unequal_answers_fail(monkeypatch):
 
 
 @pytest.mark.host_only
+@pytest.mark.parametrize("others", [(), (IN_HBM,)])
+def test_bound_of_a_rate_is_that_of_all_in_hbm(monkeypatch, others):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    flags = argparse.Namespace(tiny=True, quick=False, part=["random"], system=None)
+    (case,) = cases.compare(flags)
+    wanted = runs.Wanted("random", runs.RATE, DEVICE_PUT, ">=", 2.5)
+    rates = {JAXKV: 11.0, DEVICE_PUT: 10.0, IN_HBM: 12.0}
+    taken = {
+        "random": {
+            system: [{runs.RATE: ("1/s", rates[system])}] * 2
+            for system in (JAXKV, DEVICE_PUT, *others)
+        }
+    }
+    found = Results("x")
+    runs.record(found, case._replace(wanted=(wanted,), dtype="bfloat16"), taken, {"random": [[]]})
+    (target,) = found.targets
+    assert target.got == pytest.approx(1.1) and target.bound == (
+        pytest.approx(1.2) if others else None
+    )
+    assert target.above_peak is bool(others)
+
+
+@pytest.mark.host_only
 def test_trace_has_whole_sessions_with_common_prefixes(tmp_path):
     path = tmp_path / "trace.jsonl"
     blocks = ([0, 1, 2, 9], [0, 5, 6], [0, 1, 2, 3, 4, 10], [0, 7, 8, 11])

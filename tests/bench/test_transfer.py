@@ -42,6 +42,19 @@ def test_program_with_wrong_bytes_raises_before_timing(monkeypatch, pools, direc
         Blocks(pools, KIB).program(Method(NAME), direction, 8, copies=1)
 
 
+def test_length_of_a_chain_is_from_calls_after_the_first_two(monkeypatch, pools):
+    program = Blocks(pools, KIB).program(Method(NAME), "load", 8, copies=1)
+    seconds = iter([9.0, 9.0, 1e-3, 1e-3, 1e-3])
+
+    def idle_calls(repeats):
+        done = timing.median([next(seconds) for _ in range(repeats)])
+        return timing.Call(done, done)
+
+    monkeypatch.setattr(program, "idle_calls", idle_calls)
+    program.warm_up(0.04)
+    assert program.calls == 40
+
+
 def test_blocks_consumed_by_a_failed_program_are_recreated(pools):
     made = Blocks(pools, KIB)
     made.arrays.clear()
