@@ -10,7 +10,7 @@
   random      prompts without reuse
 
 Requests are served at saturation: "requests/s" is the highest rate for the number of requests in
-flight, which is the same for all systems. Its bound is the rate of all in HBM: loads in no time.
+flight, which is the same for all systems. Its upper bound is the rate with all pages in HBM.
 
 `ttft`:
 

@@ -37,7 +37,7 @@ class Workload:
     """Clients, each a sequence of turns; of them `parallel` are served at once.
 
     Attributes:
-      first: number of the first turn that is measured.
+      first: number of the first turn that is measured, and that waits for all earlier ones.
     """
 
     clients: list[list[Turn]]
@@ -65,7 +65,7 @@ class Workload:
         while ready or flying:
             while ready and len(flying) < self.parallel:
                 if ready[0][1] >= self.first and any(i < self.first for _, i, _ in flying.values()):
-                    break  # what is not measured is over
+                    break  # earlier turns would take part of the measured time
                 turns, index, history = ready.popleft()
                 if index >= self.first and all(i < self.first for i, _ in served):
                     engine.reset()
