@@ -7,8 +7,8 @@ device_put     offload as JAX engines do it today, in plain JAX (tpu-inference, 
                `device_put` to pinned memory for each page; a load is one `device_put` for each
                page, one wait for all, and a scatter, all before the step
 copy engine    jaxkv with one copy-engine descriptor for each block, beside the step
-jaxkv          jaxkv beside the step, as the engine chooses: where blocks are large, the copy engine
-               for stores, and for loads beside prompts; otherwise as the tuning table ranks
+jaxkv          jaxkv beside the step, as the engine chooses: by copy engine where blocks are large,
+               otherwise as the tuning table ranks
 jaxkv kernel   the same, always as the tuning table ranks (not run by default)
 host metadata  in HBM, with the metadata of each step in NumPy, one upload, and a wait for the
                tokens before the next step; the program still derives its metadata on the device, a

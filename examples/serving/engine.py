@@ -207,10 +207,9 @@ class Engine:
         return chosen, sampled
 
     def _inputs(self, rows: Sequence[Row], copies: jaxkv.CopyBatch, num_tokens: int) -> Inputs:
-        """The arrays of a step, padded to `num_tokens`, more than the batch if with prompts."""
+        """The arrays of a step, padded to `num_tokens`."""
         num_rows = self.limits.batch
-        if num_tokens > num_rows or copies.kind == "store":
-            copies = copies.by(self._copy_implementation, sharding=self._replicated)
+        copies = copies.by(self._copy_implementation, sharding=self._replicated)
         tokens, source = np.zeros(num_tokens, np.int32), np.full(num_tokens, -1, np.int32)
         slots = np.full(num_rows, num_rows, np.int32)  # out of range
         start = 0

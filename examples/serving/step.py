@@ -100,11 +100,9 @@ def jitted(inputs: Inputs) -> Any:
 def copy_implementation(
     pool: jaxkv.HostPool | None, cache: jaxkv.DeviceCache, block_bytes: int
 ) -> Any:
-    """Implementation of stores, and of loads beside prefills; None: as the tuning table ranks them.
+    """Implementation of loads and stores beside steps; None: as the tuning table ranks them.
 
-    Kernels take SMs from the step. The copy engine does not, but needs large blocks, and the waits
-    of its long loads are outside CUDA graphs. Hence loads beside short steps, those without
-    prompts, are left to the table.
+    Kernels take SMs from the step. The copy engine does not, but needs large blocks.
     """
     page = jaxkv.HostIds([0])
     if pool and block_bytes >= 64 << 10:

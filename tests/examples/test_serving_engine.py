@@ -148,7 +148,7 @@ def test_answers_with_the_host_tier(chosen, monkeypatch):
         ("store", True, chosen),
         ("store", False, chosen),
         ("load", True, chosen),
-        ("load", False, None),
+        ("load", False, chosen),
     }
     assert sum(request.first_placement.loaded for request in turns[-1]) >= 8
     assert {len(engine.host._loads), len(engine.blocks._loading)} == {0}
