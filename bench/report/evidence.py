@@ -9,7 +9,7 @@ between
 
 with the table of that name in `bench.report.catalog`. `--check` writes nothing, and fails if a
 document is out of date, or a record stale and not pending (`bench.report.staleness`), or a second
-run not of the first one's commit (`bench.report.second_run`); plots are not compared, as their
+run not of the first one's code (`bench.report.second_run`); plots are not compared, as their
 bytes differ between matplotlib versions.
 """
 

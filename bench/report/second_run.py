@@ -1,13 +1,15 @@
 """Whether the verdicts of two runs of a benchmark agree.
 
-`bench/results/<device>/second_run/<name>.json` is the record of another run at the same commit: the
-file that the benchmark writes below `--out`. Tables show the first run.
+`bench/results/<device>/second_run/<name>.json` is the record of another run of the same code (the
+file that the benchmark writes below `--out`): the sources that the benchmark measures are the same
+in both commits. Tables show the first run.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from bench.harness.records import RESULTS, SECOND_RUN, File, Target, read
+from bench.report.staleness import staleness
 
 
 class Agreement(NamedTuple):
@@ -50,13 +52,14 @@ def agreements(files: Sequence[File]) -> dict[tuple[str, str], Agreement]:
 
 
 def failures(files: Sequence[File], second: Sequence[File]) -> list[str]:
-    """Second runs without a first one, or of another commit."""
-    first = {(file.device, file.name): file.commit for file in files}
+    """Second runs without a first one, or of other code."""
+    first = {(file.device, file.name): file for file in files}
     found = []
     for file in second:
         name = f"{file.device}/{SECOND_RUN}/{file.name}"
-        if (file.device, file.name) not in first:
+        same = first.get((file.device, file.name))
+        if same is None:
             found.append(f"{name} has no first run")
-        elif file.commit != first[file.device, file.name] or file.dirty:
-            found.append(f"{name} is of {file.revision}, not of the first run's commit")
+        elif why := staleness(file, head=same.commit or "HEAD"):
+            found.append(f"{name} is not of the first run's code: {why}")
     return found

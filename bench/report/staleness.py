@@ -66,15 +66,17 @@ SOURCES = {
 }
 
 
-def staleness(file: File, repository: pathlib.Path = REPOSITORY) -> str | None:
-    """Why a record is not of the code at HEAD; None if it is."""
+def staleness(
+    file: File, repository: pathlib.Path = REPOSITORY, *, head: str = "HEAD"
+) -> str | None:
+    """Why a record is not of the code at `head`; None if it is."""
     if file.bench not in SOURCES:
         return f"no sources are listed for {file.bench!r}"
     if file.commit is None:
         return "unknown commit"
     if file.dirty:
         return "made with uncommitted changes"
-    change = f"{file.commit}..HEAD"
+    change = f"{file.commit}..{head}"
     try:
         changed = git(
             "diff", "--name-only", change, "--", *SOURCES[file.bench], repository=repository

@@ -149,7 +149,7 @@ def test_engine_baselines_and_jaxkv_move_the_same_pages():
             assert 0 < found.blocked(peer) <= found.latency(peer)
         for method in CHOICES:  # what a copy adds may be less than the noise
             assert len(found.host[str(method)]) == engines.HOST_ROUNDS
-            assert 0 < found.latency(str(method))
+            assert found.latency(str(method)) > 0
     payload = 6 * 2 * 2 * KIB
     assert all(engine.staging[name] >= payload for name in engines.BASELINES)
     assert all(engine.staging[str(method)] < 1024 for method in CHOICES)

@@ -120,26 +120,39 @@ def test_ratios_are_of_the_same_repeat_and_unequal_answers_fail(monkeypatch):
 
 
 @pytest.mark.host_only
-@pytest.mark.parametrize("others", [(), (IN_HBM,)])
-def test_bound_of_a_rate_is_that_of_all_in_hbm(monkeypatch, others):
+@pytest.mark.parametrize(
+    ("others", "loaded", "bound"),
+    [
+        ((), 0, None),
+        ((IN_HBM,), 0, 1.2),
+        ((IN_HBM,), 45, 1.2),
+        ((IN_HBM,), 50, 1.155),
+        ((), 50, 1.155),
+    ],
+)
+def test_bound_of_a_rate_is_that_in_hbm_or_of_the_link(monkeypatch, others, loaded, bound):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    peak = {"load": 52.5, "store": 40.0}
+    copy = staticmethod(lambda direction, size: ("a copy", peak[direction]))
+    monkeypatch.setattr(runs.peak_bandwidth, "contiguous_copy", copy)
     flags = argparse.Namespace(tiny=True, quick=False, part=["random"], system=None)
     (case,) = cases.compare(flags)
     wanted = runs.Wanted("random", runs.RATE, DEVICE_PUT, ">=", 2.5)
     rates = {JAXKV: 11.0, DEVICE_PUT: 10.0, IN_HBM: 12.0}
     taken = {
         "random": {
-            system: [{runs.RATE: ("1/s", rates[system])}] * 2
+            system: [{runs.RATE: ("1/s", rates[system]), runs.LOADED: ("GB/s", loaded)}] * 2
             for system in (JAXKV, DEVICE_PUT, *others)
         }
     }
     found = Results("x")
     runs.record(found, case._replace(wanted=(wanted,), dtype="bfloat16"), taken, {"random": [[]]})
     (target,) = found.targets
-    assert target.got == pytest.approx(1.1) and target.bound == (
-        pytest.approx(1.2) if others else None
-    )
-    assert target.above_peak is bool(others)
+    assert (target.got, target.bound) == (pytest.approx(1.1), bound and pytest.approx(bound))
+    assert target.above_peak is (bound is not None)
+    assert {row.peak and row.peak["value"] for row in found.rows if row.metric == runs.LOADED} == {
+        52.5
+    }
 
 
 @pytest.mark.host_only

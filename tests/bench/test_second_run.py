@@ -4,7 +4,7 @@ import pytest
 
 from bench.harness import records
 from bench.harness.records import SECOND_RUN, Results
-from bench.report import second_run, tables
+from bench.report import second_run, staleness, tables
 from bench.report.second_run import Agreement
 
 pytestmark = pytest.mark.host_only
@@ -58,18 +58,31 @@ def test_verdicts_and_not_figures_must_agree(runs, second, different, text):
 
 
 @pytest.mark.parametrize(
-    ("second", "words"),
+    ("second", "changed", "words"),
     [
-        ({}, []),
-        ({"commit": "b" * 40}, ["gpu/second_run/pages is of bbbbbbbbb, not of the first run"]),
-        ({"commit": "a" * 40 + "-dirty"}, ["is of aaaaaaaaa + changes, not of the first run"]),
-        ({"name": "transfer"}, ["gpu/second_run/transfer has no first run"]),
+        ({}, "", []),
+        ({"commit": "b" * 40}, "", []),
+        (
+            {"commit": "b" * 40},
+            "cuda/transfer/copy_kernel.cu\n",
+            ["gpu/second_run/pages is not of the first run's code: cuda/transfer/copy_kernel.cu"],
+        ),
+        ({"commit": "a" * 40 + "-dirty"}, "", ["code: made with uncommitted changes"]),
+        ({"name": "transfer"}, "", ["gpu/second_run/transfer has no first run"]),
     ],
 )
-def test_a_second_run_is_of_the_first_ones_commit(runs, second, words):
+def test_a_second_run_is_of_the_first_ones_code(runs, second, changed, words, monkeypatch):
+    compared = []
+
+    def git(command, option, change, *paths, repository):
+        compared.append(change)
+        return changed
+
+    monkeypatch.setattr(staleness, "git", git)
     found = second_run.failures(*runs({}, second))
     assert len(found) == len(words)
     assert all(word in text for word, text in zip(words, found, strict=True))
+    assert compared in ([], [f"{second.get('commit', 'a' * 40)}..{'a' * 40}"])
 
 
 def test_tables_have_the_agreement_and_name_what_differs(runs, tmp_path, monkeypatch):
