@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.harness.blocks import DIRECTIONS, size_bytes, size_text
 from bench.harness.records import File, Row
-from bench.report.tables import NOT_MEASURED, lines, points
+from bench.report.tables import NOT_MEASURED, RATE, lines, points
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,9 +112,32 @@ def overlap(files: Sequence[File]) -> "Figure | None":
     return drawn
 
 
+def serving(files: Sequence[File]) -> "Figure | None":
+    """Requests/s of each system, one panel per workload and page size; dotted: all in HBM."""
+    from matplotlib.figure import Figure
+
+    found = lines(files, "serving", r"(?P<w>.*, pages of \d+), (?P<m>[^:]*)")
+    if not found:
+        return None
+    drawn = Figure(figsize=(3.2 * len(found), 2.6), layout="constrained")
+    axes = drawn.subplots(1, len(found), squeeze=False)[0]
+    for axis, ((_, workload), line) in zip(axes, found.items(), strict=True):
+        rates = {m: row.value for (metric, m), row in line.items() if metric == RATE}
+        in_hbm = rates.pop("in HBM", None)
+        rates = dict(sorted(rates.items(), key=lambda entry: (entry[0] == "jaxkv", entry[1])))
+        bars = axis.barh([*rates], [*rates.values()])
+        axis.bar_label(bars, fmt="%.1f", padding=2)
+        if in_hbm:
+            axis.axvline(in_hbm, **PEAK_STYLE)
+        longest = max(in_hbm or 0, *rates.values())
+        axis.set(title=workload, xlabel=RATE, xlim=(0, 1.25 * longest))
+    return drawn
+
+
 FIGURES: dict[str, Callable[[Sequence[File]], "Figure | None"]] = {
     "all_reduce": all_reduce,
     "overlap": overlap,
+    "serving": serving,
     "transfer": transfer,
 }
 

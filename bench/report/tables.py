@@ -287,6 +287,7 @@ ENGINES = r"(?P<pages>\w+, \d+ layers x \d+ pages of \d+ KiB), (?P<m>.+)"
 LATENCY, REUSED = "latency (data available)", ", host memory reused"
 PER_PAGE, ALL_PAGES = "one device_put per page", "one device_put of all pages"
 TPU_INFERENCE, SGLANG = "tpu-inference", "sglang-jax"
+DEVICE_PUT_PAGES, RATE = "one `device_put` per page", "requests/s"
 
 
 def engine_rows(files: Sequence[File]) -> dict[tuple[str, ...], Row]:
@@ -322,14 +323,20 @@ def gains(files: Sequence[File]) -> str:
         ms = [number(time) for time in times]
         found.append((task, model, device, other, *ms, f"{number(times[0] / times[1])}x"))
 
-    for (device,), line in lines(files, "demo", "later turns").items():
-        row = line["time to first token", ""]
-        times = row.baselines["recompute"], row.value
-        model = "Qwen3-0.6B shapes, float32"
-        add("time to first token, later turns", model, device, "recomputation", times)
+    model, first = "Qwen3-8B shapes, bfloat16", "TTFT p50"
+    case = r"qwen3-8b, (?P<c>\d+ tokens cached, \d+ new), (?P<m>.+)"
+    for (device, tokens), line in lines(files, "serving_ttft", case).items():
+        times = line[first, "recompute"].value, line[first, "jaxkv"].value
+        add(f"time to first token, {tokens}", model, device, "recomputation", times)
+    case = "(?P<w>multi_turn), pages of 32, (?P<m>.+)"
+    for (device, _), line in lines(files, "serving", case).items():
+        ms = {method: 1e3 / row.value for (name, method), row in line.items() if name == RATE}
+        for other, words in (("recompute", "recomputation"), ("device_put", DEVICE_PUT_PAGES)):
+            times = ms[other], ms["jaxkv"]
+            add("multi-turn conversations, time per request", model, device, words, times)
     for (device, case), row in engine_rows(files).items():
         for name, words in (
-            (TPU_INFERENCE, "one `device_put` per page (tpu-inference)"),
+            (TPU_INFERENCE, f"{DEVICE_PUT_PAGES} (tpu-inference)"),
             (ALL_PAGES, "one `device_put` of all pages, staged in HBM"),
         ):
             if case.endswith("8 KiB"):

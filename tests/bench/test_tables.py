@@ -6,7 +6,7 @@ import pytest
 from bench.harness.records import File, Row, Target
 from bench.report import plots, tables
 from bench.report.catalog import SYMMETRIC, TABLES
-from bench.report.tables import ALL_PAGES, LATENCY, REUSED, SGLANG, TPU_INFERENCE
+from bench.report.tables import ALL_PAGES, LATENCY, RATE, REUSED, SGLANG, TPU_INFERENCE
 
 pytestmark = pytest.mark.host_only
 
@@ -69,6 +69,24 @@ def test_gains_compare_jaxkv_with_each_baseline():
         ["one `device_put` per page (tpu-inference)", "21", "8", "2.62x |"],
         ["one `device_put` of all pages, staged in HBM", "13", "8", "1.62x |"],
         ["load before the step", "8", "6", "1.33x |"],
+    ]
+
+
+def serving_rows(rates, case="multi_turn, pages of 32"):
+    rows = [Row(f"{case}, {system}", RATE, "1/s", rate) for system, rate in rates.items()]
+    return [*rows, Row(f"{case}: {RATE}, jaxkv / recompute", "ratio", "x", 8.0)]
+
+
+def test_gains_of_serving_are_times_to_the_first_token_and_per_request():
+    case = "qwen3-8b, 8192 tokens cached, 1024 new"
+    times = {"recompute": 300.0, "jaxkv": 50.0, "in HBM": 40.0}
+    first = [Row(f"{case}, {name}", "TTFT p50", "ms", time) for name, time in times.items()]
+    rows = serving_rows({"recompute": 5.0, "device_put": 20.0, "jaxkv": 40.0, "in HBM": 100.0})
+    lines = body("gains", file("serving_ttft", first), file("serving", rows))
+    assert [line.split(" | ")[3:] for line in lines] == [
+        ["recomputation", "300", "50", "6x |"],
+        ["recomputation", "200", "25", "8x |"],
+        ["one `device_put` per page", "50", "25", "2x |"],
     ]
 
 
@@ -158,3 +176,10 @@ def test_figures_have_lines_of_all_methods_and_peak_bandwidth():
     rows = overlap_rows({NO_LOAD: 5.0, "sequential": 8.0, "kernel": 6.0})
     drawn = plots.overlap([file("overlap", [*rows, Row(rows[0].case, "host", "us", 1.0)])])
     assert drawn and [len(panel.patches) for panel in drawn.axes] == [3]
+    rates = {"jaxkv": 3.0, "recompute": 1.0, "copy engine": 4.0, "in HBM": 5.0}
+    drawn = plots.serving([file("serving", serving_rows(rates))])
+    assert drawn
+    (panel,) = drawn.axes
+    bars = [patch.get_width() for patch in panel.patches]  # type: ignore[attr-defined]
+    in_hbm = np.asarray(panel.get_lines()[0].get_xdata()).tolist()
+    assert (bars, in_hbm) == ([1.0, 4.0, 3.0], [5.0, 5.0])
