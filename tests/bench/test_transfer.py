@@ -94,7 +94,14 @@ def test_copy_baselines_inside_and_outside_jax_copy_all_blocks(pools, baseline, 
     for from_, to in id_sets:
         total, submit = copy(1)
         assert 0 < submit <= total
-        np.testing.assert_array_equal(np.asarray(destination)[to], np.asarray(source)[from_])
+        np.testing.assert_array_equal(written(destination, to), written(source, from_))
+
+
+def written(array, rows):
+    """Rows of an array that JAX does not know to be written: it caches NumPy's copy of HBM."""
+    if array.sharding.memory_kind == "pinned_host":
+        return np.asarray(array)[rows]
+    return np.asarray(array[rows])
 
 
 def cell_with(samples, chosen, count=10_000, size=16 * KIB, direction="load"):
