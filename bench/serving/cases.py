@@ -38,7 +38,7 @@ from examples.serving.presets import PRESETS
 TRACE = REPOSITORY / "bench" / "data" / "mooncake_conversation_sample.jsonl"
 PARALLEL = 4  # requests in flight
 HBM_SHARE = 4
-REPEATS = {"multi_turn": 3, "random": 5, "ttft": 4, "latency": 5}
+REPEATS = {"multi_turn": 5, "random": 15, "ttft": 4, "latency": 5}
 COMPARED = (
     Wanted("multi_turn", RATE, DEVICE_PUT, ">=", 2.5),
     Wanted("multi_turn", RATE, COPY_ENGINE, ">=", 1.3),
