@@ -90,7 +90,7 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "records": tables.all_records,
     "serving": Table(
         "serving",
-        "(?P<w>[^:]*)",
+        r"(?P<w>(?!.* in flight)[^:]*)",
         ("workload, system",),
         {
             "requests/s": value("requests/s"),

@@ -116,7 +116,7 @@ def serving(files: Sequence[File]) -> "Figure | None":
     """Requests/s of each system, one panel per workload and page size; dotted: all in HBM."""
     from matplotlib.figure import Figure
 
-    found = lines(files, "serving", r"(?P<w>.*, pages of \d+), (?P<m>[^:]*)")
+    found = lines(files, "serving", r"(?P<w>\w+, pages of \d+), (?P<m>[^:]*)")
     if not found:
         return None
     drawn = Figure(figsize=(3.2 * len(found), 2.6), layout="constrained")

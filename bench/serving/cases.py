@@ -10,7 +10,9 @@
   random      prompts without reuse
 
 Requests are served at saturation: "requests/s" is the highest rate for the number of requests in
-flight, which is the same for all systems. Its upper bound is the rate with all pages in HBM.
+flight, which is the same for all systems. Its upper bound is the rate with all pages in HBM, or
+with loads at peak bandwidth. `multi_turn` is also served with fewer requests in flight, by jaxkv
+and by device_put, to compare the rates at equal p99 of the time to first token.
 
 `ttft`:
 
@@ -30,7 +32,15 @@ import numpy as np
 
 from bench.harness.records import REPOSITORY
 from bench.serving import systems, workloads
-from bench.serving.runs import LATENCY, RATE, TTFT, Case, Wanted, model_of
+from bench.serving.runs import (
+    LATENCY,
+    RATE,
+    RATE_AT_EQUAL_TTFT,
+    TTFT,
+    Case,
+    Wanted,
+    model_of,
+)
 from bench.serving.systems import COPY_ENGINE, DEVICE_PUT, IN_HBM, JAXKV, RECOMPUTE, Memory
 from examples.serving.engine import Limits
 from examples.serving.presets import PRESETS
@@ -38,9 +48,11 @@ from examples.serving.presets import PRESETS
 TRACE = REPOSITORY / "bench" / "data" / "mooncake_conversation_sample.jsonl"
 PARALLEL = 4  # requests in flight
 HBM_SHARE = 4
-REPEATS = {"multi_turn": 5, "random": 15, "ttft": 4, "latency": 5}
+IN_FLIGHT = {f"multi_turn, {level} in flight": level for level in range(1, PARALLEL)}
+REPEATS = {"multi_turn": 3, "random": 15, "ttft": 4, "latency": 5} | dict.fromkeys(IN_FLIGHT, 3)
 COMPARED = (
     Wanted("multi_turn", RATE, DEVICE_PUT, ">=", 2.5),
+    Wanted("multi_turn", RATE_AT_EQUAL_TTFT, DEVICE_PUT, ">=", 2.5),
     Wanted("multi_turn", RATE, COPY_ENGINE, ">=", 1.3),
     Wanted("multi_turn", RATE, RECOMPUTE, ">=", 2),
     Wanted("random", RATE, RECOMPUTE, ">=", 0.99),
@@ -60,7 +72,8 @@ def pages(tokens: int, page_size: int) -> int:
 
 def compare(flags: argparse.Namespace) -> list[Case]:
     makers = _compared(flags)
-    makers = {name: makers[name] for name in flags.part or makers}
+    parts = flags.part or makers
+    makers = {name: make for name, make in makers.items() if name.partition(",")[0] in parts}
     if flags.tiny and flags.quick:
         first = next(iter(makers))
         return [_compare(flags, 8, {first: makers[first]}, (IN_HBM, JAXKV), ())]
@@ -82,10 +95,16 @@ def _compared(flags: argparse.Namespace) -> dict[str, Callable[[int], workloads.
         clients, rounds, request, question = 6, 3, 60, 20
         sessions, scale = 4, 64
         prompts, length, new = 4, 40, 4
+
+    def conversations(parallel: int, repeat: int) -> workloads.Workload:
+        seed = 100 * parallel + repeat  # no prompt was served before
+        return workloads.multi_turn(
+            clients, rounds, request, question, 1, parallel, vocab, seed, first=1
+        )
+
+    levels = {"multi_turn": PARALLEL, **IN_FLIGHT}
     return {
-        "multi_turn": partial(
-            workloads.multi_turn, clients, rounds, request, question, 1, PARALLEL, vocab, first=1
-        ),
+        **{name: partial(conversations, level) for name, level in levels.items()},
         "trace": partial(workloads.trace, TRACE, sessions, 40, scale, PARALLEL, vocab),
         "random": partial(workloads.random_prompts, prompts, length, new, PARALLEL, vocab),
     }
@@ -113,7 +132,7 @@ def _compare(
     repeats = {} if flags.tiny else REPEATS
     return Case(
         f"{{}}, pages of {page_size}", flags.system or chosen, limits, memory, makers, repeats,
-        wanted, *model_of(flags),
+        wanted, *model_of(flags), only=dict.fromkeys(IN_FLIGHT, (DEVICE_PUT, JAXKV)),
     )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,8 @@ from examples.serving.presets import PRESETS, init_params
 from examples.serving.request import Request
 
 RATE, THROUGHPUT, LATENCY = "requests/s", "output throughput", "inter-token latency p99"
-TTFT = "TTFT p50"
+TTFT, TTFT_P99 = "TTFT p50", "TTFT p99"
+RATE_AT_EQUAL_TTFT = "requests/s at equal p99 TTFT"
 LOADED, STORED = "loaded per second", "stored per second"
 PEAK_BYTES = 1 << 30  # of the contiguous copy
 Figures = dict[str, tuple[str, float]]  # by metric: unit and value
@@ -54,6 +56,7 @@ class Case(NamedTuple):
       label: of the rows of a workload, `{}` its name.
       workloads: by name; of a repeat.
       repeats: of each workload, in one process; 1 if it is missing.
+      only: systems that serve a workload; all if it is missing.
     """
 
     label: str
@@ -65,6 +68,7 @@ class Case(NamedTuple):
     wanted: Sequence[Wanted]
     model: str
     dtype: str
+    only: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 def main(
@@ -151,6 +155,8 @@ def serve(case: Case, system: str, repeats: int | None) -> Iterator[tuple[str, F
     params = init_params(config, 0, case.dtype)
     engine = systems.create(system, config, params, case.limits, case.memory)
     for workload, make in case.workloads.items():
+        if system not in case.only.get(workload, (system,)):
+            continue
         for repeat in range(repeats or case.repeats.get(workload, 1)):
             served = make(repeat).run(engine)
             # Clients of the same order, whatever the order of their answers.
@@ -209,16 +215,39 @@ def record(results: Results, case: Case, taken: Samples, answers: Any) -> None:
             results.check(name, unequal, "==", 0, "unequal answers")
     variants = [want._replace(system=BY_TABLE) for want in case.wanted if want.system == JAXKV]
     for want in (*case.wanted, *variants):
-        by_system = taken[want.workload]
-        a, b = (
-            [sample[want.metric][1] for sample in by_system.get(system, ())]
-            for system in (want.system, want.other)
-        )
+        label = case.label.format(want.workload)
+        by_system, bound = taken[want.workload], None
+        if want.metric == RATE_AT_EQUAL_TTFT:
+            a, b = rates_at_equal_ttft(taken, want)
+        else:
+            a, b = (
+                [sample[want.metric][1] for sample in by_system.get(system, ())]
+                for system in (want.system, want.other)
+            )
+        if a and b and want.metric == RATE and (rate := highest_rate(by_system, want.system)):
+            bound = rate / timing.median(b)
         if a and b:
-            bound = highest_rate(by_system, want.system) if want.metric == RATE else None
-            ratio = timing.ratio(a, b)
-            most = bound / timing.median(b) if bound else None
-            _target(results, case.label.format(want.workload), want, ratio, most)
+            _target(results, label, want, timing.ratio(a, b), bound)
+
+
+def rates_at_equal_ttft(taken: Samples, want: Wanted) -> tuple[list[float], list[float]]:
+    """Requests/s of two systems by repeat, each the highest within one limit of the p99 of TTFT.
+
+    The limit is the p99 of `want.system` with most requests in flight, or the lowest of the other
+    one if that is higher. Empty if the workload ran with one number of requests in flight only.
+    """
+    found: tuple[list[float], list[float]] = [], []
+    names = [name for name in taken if name.partition(",")[0] == want.workload]  # most first
+    points = [
+        list(zip(*(taken[name].get(system, ()) for name in names), strict=False))
+        for system in (want.system, want.other)
+    ]
+    for levels in zip(*points, strict=False) if len(names) > 1 else ():
+        own, others = ([(f[TTFT_P99][1], f[RATE][1]) for f in level] for level in levels)
+        limit = max(own[0][0], min(others)[0])
+        for rates, level in zip(found, (own, others), strict=True):
+            rates.append(max(rate for p99, rate in level if p99 <= limit))
+    return found
 
 
 def peak_of(metric: str) -> tuple[str, float] | None:

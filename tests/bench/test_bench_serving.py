@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -153,6 +154,51 @@ def test_bound_of_a_rate_is_that_in_hbm_or_of_the_link(monkeypatch, others, load
     assert {row.peak and row.peak["value"] for row in found.rows if row.metric == runs.LOADED} == {
         52.5
     }
+
+
+def figures(rate, p99):
+    return {runs.RATE: ("1/s", rate), runs.TTFT_P99: ("ms", p99)}
+
+
+@pytest.mark.host_only
+@pytest.mark.parametrize(
+    ("own", "others", "rates"),
+    [
+        # The limit is that of jaxkv with most in flight, 80 ms, at which device_put has 10.
+        ([(40, 80), (30, 50)], [(20, 200), (10, 70)], (40, 10)),
+        ([(40, 80), (41, 80)], [(20, 80), (10, 70)], (41, 20)),
+        # device_put has at least 100 ms: more than jaxkv.
+        ([(40, 80), (30, 50)], [(20, 200), (10, 100)], (40, 10)),
+        ([(40, 80), (30, 50)], [(9, 100), (10, 100)], (40, 10)),
+    ],
+)
+def test_rates_at_equal_ttft_are_the_highest_within_one_limit(own, others, rates):
+    taken = {
+        f"multi_turn{fewer}": {
+            JAXKV: [figures(*own[level])] * 2, DEVICE_PUT: [figures(*others[level])] * 2
+        }
+        for level, fewer in enumerate(("", ", 1 in flight"))
+    }  # fmt: skip
+    want = runs.Wanted("multi_turn", runs.RATE_AT_EQUAL_TTFT, DEVICE_PUT, ">=", 2.5)
+    assert runs.rates_at_equal_ttft(taken, want) == ([rates[0]] * 2, [rates[1]] * 2)
+    assert runs.rates_at_equal_ttft({"multi_turn": taken["multi_turn"]}, want) == ([], [])
+
+
+@pytest.mark.host_only
+def test_conversations_with_fewer_in_flight_have_other_prompts_and_two_systems(monkeypatch):
+    flags = argparse.Namespace(tiny=True, quick=False, part=["multi_turn"], system=None)
+    (case,) = cases.compare(flags)
+    works = {name: make(0) for name, make in case.workloads.items()}
+    found = [work for work in works.values() if isinstance(work, workloads.Workload)]
+    levels = {"multi_turn": 4, **cases.IN_FLIGHT}
+    assert dict(zip(works, (work.parallel for work in found), strict=True)) == levels
+    assert len({str(work.clients[0][0].new) for work in found}) == len(levels)
+    monkeypatch.setattr(runs, "init_params", mock.Mock())
+    monkeypatch.setattr(systems, "create", mock.Mock())
+    monkeypatch.setattr(runs, "figures", lambda engine, requests: {})
+    monkeypatch.setattr(workloads.Workload, "run", lambda self, engine: [])
+    ran = {name: [w for w, *_ in runs.serve(case, name, 1)] for name in (JAXKV, IN_HBM)}
+    assert ran == {JAXKV: [*works], IN_HBM: ["multi_turn"]}
 
 
 @pytest.mark.host_only

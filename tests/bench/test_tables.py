@@ -177,7 +177,9 @@ def test_figures_have_lines_of_all_methods_and_peak_bandwidth():
     drawn = plots.overlap([file("overlap", [*rows, Row(rows[0].case, "host", "us", 1.0)])])
     assert drawn and [len(panel.patches) for panel in drawn.axes] == [3]
     rates = {"jaxkv": 3.0, "recompute": 1.0, "copy engine": 4.0, "in HBM": 5.0}
-    drawn = plots.serving([file("serving", serving_rows(rates))])
+    fewer = serving_rows(rates, "multi_turn, 2 in flight, pages of 32")
+    drawn = plots.serving([file("serving", [*serving_rows(rates), *fewer])])
+    assert len(body("serving", file("serving", [*serving_rows(rates), *fewer]))) == len(rates)
     assert drawn
     (panel,) = drawn.axes
     bars = [patch.get_width() for patch in panel.patches]  # type: ignore[attr-defined]
