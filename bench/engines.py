@@ -16,8 +16,8 @@ Both methods need HBM for a second copy of the pages; bytes are from XLA's memor
 programs. jaxkv copies "as chosen", with device ids as the baselines have, and with HostIds.
 
 "Latency" is the time until the data is available, "host time" the time until the host can continue,
-both on an idle device. Host time of jaxkv is what the copy adds to the same call without it, the
-median difference in rounds of these two calls, which are more: it is a small part of a call.
+both on an idle device. Host time of jaxkv is what the copy adds to the same call without it: the
+median difference, from more rounds with these two calls only, as it is close to the noise.
 """
 
 import functools
@@ -156,8 +156,10 @@ class Jaxkv:
         return self.programs["load"].idle_calls(1)
 
     def host_time(self, programs: dict[str, Program], direction: str) -> float:
-        """Seconds until a call returns, after a copy: a host that has waited less is faster."""
-        self.programs[direction].run()
+        """Seconds until a call returns."""
+        self.programs[
+            direction
+        ].run()  # both calls follow a copy: after a shorter wait they are faster
         return programs[direction].idle_calls(1).returns
 
     def staging(self) -> int:
@@ -272,11 +274,11 @@ class Comparison:
         self.peers = [name for name in calls if name.startswith(BASELINES)]
 
     def blocked(self, name: str) -> Figure:
-        """Milliseconds; of jaxkv those added by the copy, the median difference of a round."""
-        taken, empty = self.host[name], self.host.get(name + NO_COPY)
-        return 1e3 * timing.median(
-            [a - b for a, b in zip(taken, empty, strict=True)] if empty else taken
-        )
+        """Milliseconds; of jaxkv those that the copy adds, the median difference of the rounds."""
+        taken = self.host[name]
+        if empty := self.host.get(name + NO_COPY):
+            taken = [a - b for a, b in zip(taken, empty, strict=True)]
+        return timing.median(taken) * 1e3
 
     def latency(self, name: str) -> Figure:
         return self.done.median(name) * 1e3

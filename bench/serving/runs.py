@@ -237,7 +237,8 @@ def rates_at_equal_ttft(taken: Samples, want: Wanted) -> tuple[list[float], list
     one if that is higher. Empty if the workload ran with one number of requests in flight only.
     """
     found: tuple[list[float], list[float]] = [], []
-    names = [name for name in taken if name.partition(",")[0] == want.workload]  # most first
+    # The first is with most in flight.
+    names = [name for name in taken if name.partition(",")[0] == want.workload]
     points = [
         list(zip(*(taken[name].get(system, ()) for name in names), strict=False))
         for system in (want.system, want.other)

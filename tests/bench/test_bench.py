@@ -191,7 +191,7 @@ def test_engine_speedup_is_over_the_faster_engine_and_store_per_page_is_no_targe
     found = Results("engines")
     for direction in ("load", "store"):
         calls = {name: [Call(Figure(t), Figure(t))] * 3 for name, t in times.items()}
-        host = {f"{method}": [1.5, 2.0, 9.0] for method in CHOICES}
+        host = {str(method): [1.5, 2.0, 9.0] for method in CHOICES}
         host |= {f"{method}{engines.NO_COPY}": [1.0, 1.5, 2.0] for method in CHOICES}
         engines.Comparison(engine, direction, calls, Samples(host)).record(found)
     got = {target.name: target.got for target in found.targets}
