@@ -157,9 +157,7 @@ class Jaxkv:
 
     def host_time(self, programs: dict[str, Program], direction: str) -> float:
         """Seconds until a call returns."""
-        self.programs[
-            direction
-        ].run()  # both calls follow a copy: after a shorter wait they are faster
+        self.programs[direction].run()  # a host that has waited less is faster
         return programs[direction].idle_calls(1).returns
 
     def staging(self) -> int:

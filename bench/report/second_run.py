@@ -2,7 +2,7 @@
 
 `bench/results/<device>/second_run/<name>.json` is the record of another run of the same code (the
 file that the benchmark writes below `--out`): the sources that the benchmark measures are the same
-in both commits. Tables show the first run.
+in both commits, and those of the benchmark. Tables show the first run.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from bench.harness.records import RESULTS, SECOND_RUN, File, Target, read
 from bench.report.staleness import staleness
+from bench.run_all import BENCHMARKS
 
 
 class Agreement(NamedTuple):
@@ -60,6 +61,12 @@ def failures(files: Sequence[File], second: Sequence[File]) -> list[str]:
         same = first.get((file.device, file.name))
         if same is None:
             found.append(f"{name} has no first run")
-        elif why := staleness(file, head=same.commit or "HEAD"):
+        elif why := staleness(file, head=same.commit or "HEAD", also=benchmark(file.bench)):
             found.append(f"{name} is not of the first run's code: {why}")
     return found
+
+
+def benchmark(name: str) -> tuple[str, ...]:
+    """Paths of the sources of a benchmark, which may change what a figure means."""
+    module = BENCHMARKS.get("transfer" if name == "small_batches" else name, "checks")
+    return "bench/harness", f"bench/{module.partition('.')[0]}*"

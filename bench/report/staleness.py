@@ -67,9 +67,13 @@ SOURCES = {
 
 
 def staleness(
-    file: File, repository: pathlib.Path = REPOSITORY, *, head: str = "HEAD"
+    file: File,
+    repository: pathlib.Path = REPOSITORY,
+    *,
+    head: str = "HEAD",
+    also: Sequence[str] = (),
 ) -> str | None:
-    """Why a record is not of the code at `head`; None if it is."""
+    """Why a record is not of the code at `head`, and of the paths `also`; None if it is."""
     if file.bench not in SOURCES:
         return f"no sources are listed for {file.bench!r}"
     if file.commit is None:
@@ -79,7 +83,7 @@ def staleness(
     change = f"{file.commit}..{head}"
     try:
         changed = git(
-            "diff", "--name-only", change, "--", *SOURCES[file.bench], repository=repository
+            "diff", "--name-only", change, "--", *SOURCES[file.bench], *also, repository=repository
         ).splitlines()
     except (OSError, subprocess.CalledProcessError):
         return f"commit {file.commit[:9]} is not in this history"

@@ -76,6 +76,7 @@ def test_a_second_run_is_of_the_first_ones_code(runs, second, changed, words, mo
 
     def git(command, option, change, *paths, repository):
         compared.append(change)
+        assert {"bench/harness", "bench/pages*", "cuda/transfer"} <= {*paths}
         return changed
 
     monkeypatch.setattr(staleness, "git", git)
@@ -83,6 +84,14 @@ def test_a_second_run_is_of_the_first_ones_code(runs, second, changed, words, mo
     assert len(found) == len(words)
     assert all(word in text for word, text in zip(words, found, strict=True))
     assert compared in ([], [f"{second.get('commit', 'a' * 40)}..{'a' * 40}"])
+
+
+def test_sources_of_a_benchmark_exist():
+    assert second_run.benchmark("small_batches") == ("bench/harness", "bench/transfer*")
+    assert second_run.benchmark("serving_ttft")[1] == "bench/serving*"
+    assert second_run.benchmark("gpu_test")[1] == "bench/checks*"
+    for name in staleness.SOURCES:
+        assert all([*records.REPOSITORY.glob(path)] for path in second_run.benchmark(name)), name
 
 
 def test_tables_have_the_agreement_and_name_what_differs(runs, tmp_path, monkeypatch):
