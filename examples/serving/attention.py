@@ -21,7 +21,9 @@ einsum = partial(jnp.einsum, precision="highest")
 IMPLEMENTATIONS = ("flash", "xla")
 XLA_TILE = 16  # query tokens of one sequence that share a gather of keys and values
 FLASH_TILE = 128  # query tokens of a thread block
-KEY_BLOCK = 64  # minimum number of keys in an iteration
+# Number of keys in an iteration, rounded up to pages. On a GPU the host waits for the condition of
+# each iteration, which takes longer than the products of a small block.
+KEY_BLOCK = {"cpu": 64, "gpu": 1024}
 NUM_SMS = 132  # of an H100 or H200
 
 
@@ -111,7 +113,8 @@ def _attend_xla(
     position = (context - rows.query_lens[row] - start)[:, None] + index
     tiles = q.at[index].get(mode="clip").reshape(*index.shape, kv_heads, -1, head_dim)
     tiles = jnp.moveaxis(tiles, 1, 3)  # [tiles, kv_heads, group, tile, head_dim]
-    width = -(-KEY_BLOCK // page_size)  # pages in an iteration
+    width = -(-KEY_BLOCK.get(jax.default_backend(), 64) // page_size)  # pages in an iteration
+    width = min(width, rows.max_blocks)
     table = jnp.pad(rows.block_table, ((0, 0), (0, -rows.max_blocks % width)))[row]
 
     def visit(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

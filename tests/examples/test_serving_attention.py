@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.serving.attention import attend, num_splits, select
+from examples.serving.attention import KEY_BLOCK, attend, num_splits, select
 from jaxkv.metadata import BatchMetadata
 
 pytestmark = pytest.mark.end_to_end
@@ -67,7 +67,9 @@ BATCHES = [
 
 @pytest.mark.parametrize(("query_lens", "seq_lens", "max_tokens"), BATCHES)
 @pytest.mark.parametrize("page_size", [4, 16, 128])
-def test_xla_attention(query_lens, seq_lens, max_tokens, page_size):
+@pytest.mark.parametrize("key_block", [64, 256, 1024])
+def test_xla_attention(query_lens, seq_lens, max_tokens, page_size, key_block, monkeypatch):
+    monkeypatch.setitem(KEY_BLOCK, jax.default_backend(), key_block)
     q, k, v, rows, table = attention_case(
         query_lens, seq_lens, page_size, 6, 2, 8, jnp.float32, max_tokens
     )
