@@ -43,16 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{TOOL} is not on PATH; it is part of the CUDA toolkit", file=sys.stderr)
         return 2
     command = [TOOL, "--tool", "memcheck", "--report-api-errors", "no"]
-    command += [sys.executable, "-m", "pytest", "-m", "sanitizer"]
+    command += [sys.executable, "-u", "-m", "pytest", "-v", "--durations=10", "-m", "sanitizer"]
     # One allocation per array: in XLA's pool a neighbouring array would hide an overflow.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
-    run = subprocess.run(
+    output = ""
+    with subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
-    print(run.stdout)
+        stderr=subprocess.STDOUT, text=True,
+    ) as run:  # fmt: skip
+        assert run.stdout
+        for line in run.stdout:
+            print(line, end="", flush=True)
+            output += line
     results = Results("memcheck")
-    met = record(results, run.stdout)
+    met = record(results, output)
     results.save(options.out)
     return 0 if met and run.returncode == 0 else 1
 
