@@ -72,7 +72,7 @@ def test_files_are_private(make, tmp_path):
     finally:
         os.umask(previous)
     assert path_of(tier, key(0)).stat().st_size == FILE_BYTES
-    for path in (tmp_path / "tier").rglob("*"):
+    for path in ((folder := tmp_path / "tier"), *folder.rglob("*")):
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode == (0o700 if path.is_dir() else 0o600), path
     assert not [*Path(tier._index.temporary).iterdir()]

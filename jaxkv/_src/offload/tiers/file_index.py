@@ -34,7 +34,8 @@ class FileIndex:
         self._lock = threading.Lock()
         self._used: OrderedDict[bytes, float] = OrderedDict()
         self._unchanged: dict[str, float] = {}  # time of modification of directories read
-        os.makedirs(directory, mode=0o700, exist_ok=True)
+        for folder in (os.path.dirname(directory), directory):  # only the last one gets the mode
+            os.makedirs(folder, mode=0o700, exist_ok=True)
         check_private(directory)
         for name in (_TEMPORARY, *(f"{i:02x}" for i in range(_FANOUT))):
             os.makedirs(os.path.join(directory, name), mode=0o700, exist_ok=True)

@@ -42,7 +42,8 @@ class FileTier(QueuedTier):
 
     Raises:
       ValueError: a number is out of range.
-      OSError: the directory cannot be created or read; `PermissionError` if others can write to it.
+      OSError: the directory cannot be created or read; `PermissionError` if others can write to the
+        folder in it that has the files.
     """
 
     def __init__(
