@@ -1,12 +1,15 @@
 """Whether a record is of the code that ships.
 
 A record is stale if a file below the sources that its benchmark measures differs between the commit
-of the record and HEAD, in whatever respect; if that commit is not in the history; or if the record
-was made with uncommitted changes. Tables of other GPUs are no sources. A stale record must be
-listed in `bench/results/pending.toml` with the reason, and a record that is listed must be stale.
+of the record and HEAD in more than comments, docstrings, indentation and blank lines; if that
+commit is not in the history; or if the record was made with uncommitted changes. Tables of other
+GPUs are no sources. A stale record must be listed in `bench/results/pending.toml` with the reason,
+and a record that is listed must be stale.
 """
 
+import ast
 import pathlib
+import re
 import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -23,9 +26,11 @@ ALL_REDUCE = (
     "jaxkv/_src/tuning/all_reduce_table.py", "jaxkv/_src/tuning/data",
 )  # fmt: skip
 TABLES = pathlib.PurePath("jaxkv/_src/tuning/data")
-SERVING = (*COPIES, "examples/serving", "jaxkv/_src/offload", "jaxkv/metadata")
+OFFLOAD = ("jaxkv/_src/offload", ":!jaxkv/_src/offload/tiers")  # what runs without a tier
+SERVING = (*COPIES, "examples/serving", *OFFLOAD, "jaxkv/metadata")
 TESTED = ("cuda", "jaxkv", "tests")
-FUZZED = ("cuda", "jaxkv", ":!jaxkv/_src/autotune", "tests/fuzz")  # all but `jaxkv.tune`
+# All but `jaxkv.tune` and `jaxkv.offload`.
+FUZZED = ("cuda", "jaxkv", ":!jaxkv/_src/autotune", ":!jaxkv/_src/offload", "tests/fuzz")
 
 # Record -> files and folders that it measures.
 SOURCES = {
@@ -40,8 +45,8 @@ SOURCES = {
     "memcheck": TESTED,
     "metadata": ("jaxkv/metadata",),
     "multigpu_test": TESTED,
-    "offload_manager": ("jaxkv/_src/offload",),
-    "offload_trace": ("jaxkv/_src/offload",),
+    "offload_manager": OFFLOAD,
+    "offload_trace": OFFLOAD,
     "overlap": COPIES,
     "pages": COPIES,
     "profile": ("cuda/transfer/copy_kernel.cu", "cuda/transfer/copy_kernel.cuh"),
@@ -87,7 +92,12 @@ def staleness(
         ).splitlines()
     except (OSError, subprocess.CalledProcessError):
         return f"commit {file.commit[:9]} is not in this history"
-    names = [name for name in changed if not _of_other_gpus(name, file.device)]
+    names = [
+        name
+        for name in changed
+        if not _of_other_gpus(name, file.device)
+        and not _is_same_code(name, file.commit, head, repository)
+    ]
     if not names:
         return None
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -98,6 +108,33 @@ def _of_other_gpus(name: str, device: str) -> bool:
     """Whether a file is a table that jaxkv does not read on this device."""
     path = pathlib.PurePath(name)
     return path.is_relative_to(TABLES) and path.stem not in (device, "default")
+
+
+def _is_same_code(name: str, old: str, new: str, repository: pathlib.Path) -> bool:
+    """Whether a file differs in comments, docstrings, indentation and blank lines only."""
+    strip = {".py": _python, ".cu": _cpp, ".cuh": _cpp, ".cc": _cpp, ".h": _cpp}
+    code = strip.get(pathlib.PurePath(name).suffix)
+    try:
+        texts = [git("show", f"{commit}:{name}", repository=repository) for commit in (old, new)]
+    except subprocess.CalledProcessError:  # added or removed
+        return False
+    return code is not None and code(texts[0]) == code(texts[1])
+
+
+def _python(text: str) -> str:
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            del node.body[0]
+    return ast.dump(tree)
+
+
+def _cpp(text: str) -> str:
+    comment_or_literal = r"//[^\n]*|/\*.*?\*/|(\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])')"
+    code = re.sub(comment_or_literal, lambda found: found[1] or " ", text, flags=re.DOTALL)
+    return "\n".join(line for line in map(str.strip, code.splitlines()) if line)
 
 
 def pending(path: pathlib.Path = PENDING) -> dict[str, str]:

@@ -193,6 +193,52 @@ def test_record_is_stale_after_a_change_of_its_sources_only(repository):
     assert "no sources" in str(staleness.staleness(record(head, name="other"), repository))
 
 
+CPP = """
+  f("// %d");  // once
+#define A
+"""
+PYTHON = """
+'''A.'''
+class A:
+    def f(self):
+        '''F.'''
+        return "#"
+"""
+SAME = {  # path: text, another one of the same code, and one of other code
+    "cuda/transfer/a.cu": (
+        CPP,
+        '/* f:\n   twice */\nf("// %d");\n#define A // no more\n',
+        CPP.replace("%d", "%s"),
+    ),
+    "jaxkv/_src/transfer/a.py": (
+        PYTHON,
+        "class A:\n    def f(self):\n        '''No.'''\n        return '#'  # two\n",
+        PYTHON.replace('"#"', '""'),
+    ),
+}
+
+
+@pytest.mark.parametrize("path", SAME)
+def test_comments_and_docstrings_are_no_code(repository, path):
+    def commit(text):
+        (repository / path).parent.mkdir(parents=True, exist_ok=True)
+        (repository / path).write_text(text)
+        git(repository, "add", path)
+        git(repository, "commit", "-q", "-m", "change")
+        return git(repository, "rev-parse", "HEAD")
+
+    text, same, other = SAME[path]
+    start = commit(text)
+    commit(same)
+    assert staleness.staleness(record(start), repository) is None
+    commit(other)
+    assert f"{path} changed after" in str(staleness.staleness(record(start), repository))
+    head = git(repository, "rev-parse", "HEAD")
+    git(repository, "rm", "-q", path)
+    git(repository, "commit", "-q", "-m", "removed")
+    assert f"{path} changed after" in str(staleness.staleness(record(head), repository))
+
+
 def test_tables_of_other_gpus_are_no_sources(repository):
     start = git(repository, "rev-parse", "HEAD")
     commit_change(repository, "jaxkv/_src/tuning/data/copy/another_gpu.json")
