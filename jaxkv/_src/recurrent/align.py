@@ -240,10 +240,10 @@ def can_skip_align_postprocess(
 ) -> bool:
     """Whether `align_postprocess` is a no-op for all possible accepted counts; on the host.
 
-    Mirrors plan_after (cuda/recurrent/align_states.h); the two must be changed together. The result
-    is exact: False means that some counts in [1, num_drafts + 1] would copy a state or change a
-    count. (The original, vLLM PR 42574, also returns False for a row without draft tokens that ends
-    on a boundary. Its state is already in the right block, and its count is 1.)
+    Mirrors plan_postprocess (cuda/recurrent/align_states.h); the two must be changed together. The
+    result is exact: False means that some counts in [1, num_drafts + 1] would copy a state or
+    change a count. (The original, vLLM PR 42574, also returns False for a row without draft tokens
+    that ends on a boundary. Its state is already in the right block, and its count is 1.)
 
     Args:
       num_computed: int[n], computed tokens of each request before the step.

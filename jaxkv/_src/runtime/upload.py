@@ -1,4 +1,4 @@
-"""`jax.device_put` of NumPy arrays that a step loop uploads, at a tenth of its host time."""
+"""`jax.device_put` of NumPy arrays that a step loop uploads, in less host time."""
 
 from __future__ import annotations
 
