@@ -61,9 +61,10 @@ class Simulation:
             self.copies.append(self.tier.load(keys[:found], pages))
         self.copies.append(self.tier.store(keys, self.pages(keys)))
 
-    def step(self, failed):
-        """Moves the pages at once, except those of a failed step."""
+    def step(self, failed, num_over=0):
+        """Moves the pages at once, except those of a failed step; earlier steps end meanwhile."""
         batch = self.tier.next_batch()
+        self.finish(num_over)
         assert len(batch.host_pages) == len(batch.device_pages) in self.sizes
         pairs = [*zip(batch.host_pages.tolist(), batch.device_pages.tolist(), strict=True)]
         moved = [pair for pair in pairs if pair != (-1, -1)]
@@ -109,7 +110,8 @@ def test_found_blocks_hold_their_contents(data):
         if action == "request":
             simulation.request(data.draw(st.sampled_from(REQUESTS)))
         elif action == "step":
-            simulation.step(failed=data.draw(st.integers(0, 7)) == 0)
+            failed, num_over = data.draw(st.integers(0, 7)) == 0, data.draw(st.integers(0, 3))
+            simulation.step(failed, num_over)
         elif action == "finish":
             simulation.finish(data.draw(st.integers(0, 3)))
         else:
@@ -163,6 +165,18 @@ def test_stored_blocks_are_found_once_all_their_steps_are_over():
     assert tier.poll() == [store]
     assert [store.done, store.failed] == [True, False]
     assert tier.lookup(keys) == (5, 0)
+
+
+def test_a_copy_is_not_over_before_its_last_batch_is_issued():
+    tier = jaxkv.OffloadEngine(16, batch_sizes=[2])
+    keys = [b"0", b"1", b"2"]
+    store = tier.store(keys, [0, 1, 2])
+    tier.issue(tier.next_batch(), step_result())
+    batch = tier.next_batch()
+    assert tier.poll() == [] and [store.issued, store.done] == [True, False]
+    assert tier.lookup(keys).num_pending == 3
+    tier.issue(batch, step_result())
+    assert tier.poll() == [store] and tier.lookup(keys) == (3, 0)
 
 
 def test_blocks_of_a_failed_step_are_not_found():

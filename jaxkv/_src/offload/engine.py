@@ -69,8 +69,8 @@ class OffloadEngine:
       manager: the manager, for `state` and `generation`.
 
     Raises:
-      ValueError: a batch size is not positive; tiers without a pool, with blocks of another size,
-        or with a pool that has page shards or shards in other processes; or as for
+      ValueError: no batch size, or one that is not positive; tiers without a pool, with blocks of
+        another size, or with a pool that has page shards or shards in other processes; or as for
         `OffloadManager`.
     """
 
@@ -123,7 +123,7 @@ class OffloadEngine:
         self.manager.touch(keys)
 
     def prefetch(self, keys: Sequence[bytes], window: int | None = None) -> OffloadPrefetch:
-        """Begins to read from the tiers what `lookup(keys, window)` lacks; `poll` goes on with it.
+        """Begins to read from the tiers what `lookup(keys, window)` lacks; `poll` continues.
 
         Args:
           keys: all blocks of a request, from its head.
@@ -220,6 +220,7 @@ class OffloadEngine:
             host_pages += copy.host_pages[first:last]
             device_pages += copy.device_pages[first:last]
             copy._num_taken = min(last, len(copy.keys))
+            copy._num_in_flight += 1  # from now on: a `poll` may come before `issue`
             copies.append(copy)
             if copy._num_taken == len(copy.keys):
                 copy.issued = True
@@ -268,8 +269,6 @@ class OffloadEngine:
             raise ValueError("issue: the batch is not the last one of next_batch, or issued twice")
         self._taken = None
         self._in_flight.append((batch, cast(_Result, result)))
-        for copy in batch.copies:
-            copy._num_in_flight += 1
 
     def poll(self) -> list[OffloadCopy]:
         """Ends the copies of steps that are over, and those of tiers; never blocks.
