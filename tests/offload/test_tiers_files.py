@@ -113,6 +113,15 @@ def test_a_file_with_any_bit_flipped_is_a_miss_and_removed(make):
     assert read(tier, key(0))
 
 
+def test_a_damaged_file_does_not_spoil_the_next_write(make):
+    tier = make(num_threads=1)
+    assert write(tier, key(0))
+    path = path_of(tier, key(0))
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert not read(tier, key(0))
+    assert write(tier, key(1)) and read(tier, key(1))
+
+
 def test_a_file_of_another_key_is_a_miss(make):
     tier = make()
     assert write(tier, key(0)) and write(tier, key(1))

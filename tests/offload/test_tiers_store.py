@@ -101,6 +101,20 @@ def test_a_store_reads_from_the_first_tier_that_has_the_block(tmp_path):
     store.close()
 
 
+def test_a_store_writes_to_the_tiers_that_are_open():
+    tiers, buffer = [SlowTier() for _ in range(3)], memoryview(bytearray(4))
+    store = TieredStore(tiers)
+    for closed in (0, 2):
+        tiers[closed].close()
+    written = store.write(key(0), buffer)
+    assert not written.done()  # the buffer still belongs to the one in the middle
+    tiers[1].go.set()
+    assert written.result(TIMEOUT_S)
+    tiers[1].close()
+    with pytest.raises(ValueError, match="closed"):
+        store.write(key(0), buffer)
+
+
 def test_tiers_of_a_store_have_blocks_of_one_size(tmp_path):
     tiers = [FileTier(tmp_path, size, 1 << 20) for size in (100, 200)]
     for wrong in (tiers, []):

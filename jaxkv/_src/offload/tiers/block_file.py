@@ -21,7 +21,7 @@ import zlib
 import numpy as np
 
 ALIGNMENT = 4096  # of O_DIRECT: addresses, lengths and offsets, on every device
-_MAX_BLOCK_BYTES = 1 << 30  # of one preadv or pwritev: 2 GiB - 4 KiB
+_MAX_BLOCK_BYTES = 1 << 30  # one preadv or pwritev transfers at most 2 GiB - 4 KiB
 _MAGIC, _VERSION = b"jaxkvblk", 1
 _FIXED = struct.Struct("<8sIIQI4x")
 _CRC = struct.Struct("<I")
@@ -51,6 +51,7 @@ class Scratch:
         self.file = memoryview(mmap.mmap(-1, file_bytes(block_bytes)))
         self.header = self.file[:ALIGNMENT]
         self.block = self.file[ALIGNMENT : ALIGNMENT + block_bytes]
+        self.padding = self.file[ALIGNMENT + block_bytes :]
 
     def is_aligned(self, buffer: memoryview) -> bool:
         address = np.frombuffer(buffer, np.uint8).ctypes.data
@@ -83,12 +84,13 @@ def write(
       flags: O_DIRECT or 0.
 
     Raises:
-      OSError: nothing was written, neither under the one nor the other name.
+      OSError: nothing was written, under either name.
     """
     scratch.header[:] = header(key, block)
     buffers = [scratch.header, block]
     if not scratch.is_aligned(block):
         copy(scratch.block, block)
+        scratch.padding[:] = bytes(len(scratch.padding))  # what a read has left
         buffers = [scratch.file]
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o600)
     try:
@@ -119,7 +121,7 @@ def read(path: str, key: bytes, into: memoryview, now: float, scratch: Scratch, 
         if os.preadv(descriptor, buffers, 0) != sum(map(len, buffers)):
             return False
         block = into if aligned else scratch.block
-        if scratch.header != header(key, block) or any(scratch.file[ALIGNMENT + len(block) :]):
+        if scratch.header != header(key, block) or any(scratch.padding):
             return False
         os.utime(descriptor, (now, now))
     finally:

@@ -12,8 +12,8 @@ from jaxkv._src.offload.tiers.tier import Tier
 class TieredStore:
     """Tiers in the order in which they are read; a `Tier` itself.
 
-    A read asks the first tier that has the block, then those after it; a write goes to all, and
-    succeeds if one has stored it. A block read from a later tier is not written to earlier ones.
+    A read asks the tiers in order until one returns the block; a write goes to all, and succeeds if
+    one has stored it. A block read from a later tier is not written to earlier ones.
 
         store = jaxkv.offload.TieredStore([fast, large])
 
@@ -69,6 +69,13 @@ class TieredStore:
 
     def write(self, key: bytes, block: memoryview) -> Future[bool]:
         """See `Tier`; the future is done when all tiers are."""
+        writes: list[Future[bool]] = []
+        for tier in self._tiers:
+            try:
+                writes.append(tier.write(key, block))
+            except ValueError:  # closed; the block belongs to the tiers that took it
+                if not writes and tier is self._tiers[-1]:
+                    raise
         result: Future[bool] = Future()
         result.set_running_or_notify_cancel()
         lock = threading.Lock()
@@ -77,12 +84,12 @@ class TieredStore:
         def answer(done: Future[bool]) -> None:
             with lock:
                 stored.append(done.result())
-                last = len(stored) == len(self._tiers)
+                last = len(stored) == len(writes)
             if last:
                 result.set_result(any(stored))
 
-        for tier in self._tiers:
-            tier.write(key, block).add_done_callback(answer)
+        for write in writes:
+            write.add_done_callback(answer)
         return result
 
     def remove(self, keys: Iterable[bytes]) -> None:
