@@ -82,8 +82,9 @@ class BatchMetadata:
         Raises:
           TypeError: a size that is not an integer.
           ValueError: more requests, tokens or blocks than the bounds, a query longer than its
-            context, a context longer than its blocks, a block whose slots exceed int32, a size
-            below 1, or lists that are not one-dimensional lists of integers.
+            context, a context longer than its blocks, a negative query length or block id, a block
+            whose slots exceed int32, a size below 1, lists of different lengths, or lists that are
+            not one-dimensional lists of integers.
         """
         max_num_reqs, max_num_tokens, max_blocks, block_size, cp_world_size = at_least_1(
             max_num_reqs=max_num_reqs,
@@ -267,9 +268,10 @@ def slot_mapping(
       cp_interleave: consecutive tokens on one rank.
 
     Raises:
-      ValueError: `cp_interleave` does not divide the block size, or a size below 1.
+      ValueError: `cp_interleave` does not divide the block size, a size below 1, or a rank outside
+        the group.
     """
-    _check_context_parallel(cp_world_size, cp_rank, cp_interleave)
+    _check_context_parallel(cp_world_size, cp_rank, cp_interleave, "cp_")
     if batch.block_size % cp_interleave:
         raise ValueError(
             f"cp_interleave={cp_interleave} tokens must divide block_size={batch.block_size} tokens"
@@ -314,10 +316,13 @@ def dcp_local_seq_lens(
     return base + jnp.clip(rest, 0, interleave)
 
 
-def _check_context_parallel(world_size: int, rank: int | jax.Array, interleave: int) -> None:
-    at_least_1(cp_world_size=world_size, cp_interleave=interleave)
+def _check_context_parallel(
+    world_size: int, rank: int | jax.Array, interleave: int, prefix: str = ""
+) -> None:
+    """`prefix` is that of the names of the arguments."""
+    at_least_1(**{f"{prefix}world_size": world_size, f"{prefix}interleave": interleave})
     if isinstance(rank, int | np.integer) and not 0 <= rank < world_size:
-        raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
+        raise ValueError(f"{prefix}rank must be in [0, {world_size}), got {rank}")
 
 
 def logits_indices(batch: BatchMetadata) -> jax.Array:

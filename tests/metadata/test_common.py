@@ -273,8 +273,8 @@ def test_largest_slot():
         ({"cp_world_size": 0}, "cp_world_size must be >= 1, got 0"),
         ({"cp_interleave": 0}, "cp_interleave must be >= 1, got 0"),
         ({"cp_interleave": 3}, "cp_interleave=3 tokens must divide block_size=4 tokens"),
-        ({"cp_world_size": 2, "cp_rank": 2}, r"rank must be in \[0, 2\), got 2"),
-        ({"cp_rank": -1}, r"rank must be in \[0, 1\), got -1"),
+        ({"cp_world_size": 2, "cp_rank": 2}, r"cp_rank must be in \[0, 2\), got 2"),
+        ({"cp_rank": -1}, r"cp_rank must be in \[0, 1\), got -1"),
     ],
 )
 def test_slot_mapping_rejects_invalid_arguments(arguments, message):
@@ -285,9 +285,9 @@ def test_slot_mapping_rejects_invalid_arguments(arguments, message):
 
 def test_dcp_local_seq_lens_rejects_invalid_arguments():
     lens = jnp.array([3], jnp.int32)
-    with pytest.raises(ValueError, match="cp_world_size must be >= 1"):
+    with pytest.raises(ValueError, match=r"^world_size must be >= 1"):
         common.dcp_local_seq_lens(lens, 0, None, 1)
-    with pytest.raises(ValueError, match="cp_interleave must be >= 1"):
+    with pytest.raises(ValueError, match=r"^interleave must be >= 1"):
         common.dcp_local_seq_lens(lens, 2, None, 0)
     with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 3"):
         common.dcp_local_seq_lens(lens, 2, 3, 1)
