@@ -141,7 +141,7 @@ def forward(
     tokens: jax.Array,
     grid: Grid,
 ) -> tuple[jax.Array, Cache]:
-    """Logits [B, Q, vocab] of tokens int32[B, Q]."""
+    """Logits [B, Q, vocab] of tokens int32[B, Q], and the updated cache."""
     states, kv = list(cache.states), list(cache.kv)
     x = params["embedding"][tokens]
     for i, (kind, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):

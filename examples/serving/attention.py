@@ -14,16 +14,13 @@ import numpy as np
 
 from jaxkv.metadata import BatchMetadata
 
-# Full float32 products (no TF32), so that results depend on the batch composition only up to
-# float32 rounding.
+# Full float32 products (no TF32): the batch composition changes results by float32 rounding only.
 einsum = partial(jnp.einsum, precision="highest")
 
 IMPLEMENTATIONS = ("flash", "xla")
 XLA_TILE = 16  # query tokens of one sequence that share a gather of keys and values
 FLASH_TILE = 128  # query tokens of a thread block
-# Number of keys in an iteration, rounded up to pages. On a GPU the host waits for the condition of
-# each iteration, which takes longer than the products of a small block.
-KEY_BLOCK = {"cpu": 64, "gpu": 1024}
+KEY_BLOCK = {"cpu": 64, "gpu": 1024}  # keys in an iteration, for which the host of a GPU waits
 NUM_SMS = 132  # of an H100 or H200
 
 
@@ -113,8 +110,8 @@ def _attend_xla(
     position = (context - rows.query_lens[row] - start)[:, None] + index
     tiles = q.at[index].get(mode="clip").reshape(*index.shape, kv_heads, -1, head_dim)
     tiles = jnp.moveaxis(tiles, 1, 3)  # [tiles, kv_heads, group, tile, head_dim]
-    width = -(-KEY_BLOCK.get(jax.default_backend(), 64) // page_size)  # pages in an iteration
-    width = min(width, rows.max_blocks)
+    key_block = KEY_BLOCK.get(jax.default_backend(), 64)
+    width = min(-(-key_block // page_size), rows.max_blocks)  # pages in an iteration
     table = jnp.pad(rows.block_table, ((0, 0), (0, -rows.max_blocks % width)))[row]
 
     def visit(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

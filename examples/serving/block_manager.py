@@ -8,7 +8,7 @@ keys have equal keys and values. States of a page in HBM:
     in use    referenced by running requests and copies to issue, with a count in `_references`
     cached    unreferenced, but found by its key; evicted in LRU order
 
-`jaxkv.OffloadEngine` keeps the same account for the host pool, and queues the copies. A page is
+`jaxkv.OffloadEngine` does the same for the host pool, and queues the copies. A page is
 published once the program that writes it is dispatched: later programs run after it on the device.
 """
 

@@ -193,7 +193,7 @@ class Engine:
         request.placement = None
 
     def _dispatch(self, rows: Sequence[Row], copies: jaxkv.CopyBatch) -> Dispatched:
-        """Dispatches a step and does the account of what it computes."""
+        """Dispatches a step and records what it computes."""
         total = sum(count for _, count in rows)
         sizes = self.limits.token_sizes if total > len(rows) else [self.limits.batch]
         inputs = self._inputs(rows, copies, next(size for size in sizes if size >= total))

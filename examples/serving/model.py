@@ -120,8 +120,7 @@ def forward(
       reduce: sum over the tensor-parallel devices.
 
     Returns:
-      The logits after the last new token of each sequence, float32[B, vocab_size], and the pages of
-      all layers.
+      Logits after the last new token of each sequence, float32[B, vocab_size]; pages of all layers.
     """
     eps, theta = config.rms_norm_eps, config.rope_theta
     positions = metadata.token_positions(rows)

@@ -148,7 +148,8 @@ class Server:
         stop = [stop] if isinstance(stop, str) else stop
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError("stop must be strings that are not empty")
-        count = fields.get("max_completion_tokens") or fields.get("max_tokens") or 16
+        limits = [fields.get(name) for name in ("max_completion_tokens", "max_tokens")]
+        count = next((limit for limit in limits if limit is not None), 16)
         sampling = Sampling(
             _number(fields, "temperature", 1.0),
             _number(fields, "top_p", 1.0),
@@ -227,7 +228,7 @@ def _cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
 
 
 def _reason(request: Request) -> str:
-    return "length" if len(request.answer) == request.max_new_tokens else "stop"
+    return "stop" if request.stop(request) else "length"
 
 
 def _usage(request: Request) -> Fields:

@@ -1,4 +1,4 @@
-"""Generates with sparse attention, its rows in HBM and in host memory: equal tokens.
+"""Generates with sparse attention, with rows in HBM and in host memory, and compares the tokens.
 
 The exit code is 0 only if the tokens are equal.
 """

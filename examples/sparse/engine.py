@@ -147,7 +147,13 @@ class Engine:
         self.missing = self.chosen = 0
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        """The answers, of `new_tokens` tokens each."""
+        """The answers, of `new_tokens` tokens each; ValueError if a request is too long."""
+        longest = max(map(len, prompts), default=0)
+        if longest > self.sizes.max_prompt or longest + new_tokens > self.sizes.max_length:
+            raise ValueError(
+                f"prompts of up to {longest} tokens and new_tokens={new_tokens}: at most "
+                f"{self.sizes.max_prompt} and, in all, {self.sizes.max_length} tokens"
+            )
         waiting = [*enumerate(prompts)]
         answers: list[list[int]] = [[] for _ in prompts]
         running = np.full(self.sizes.batch, -1)

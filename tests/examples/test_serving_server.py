@@ -152,6 +152,7 @@ def test_clients_of_a_failed_engine_get_an_error(monkeypatch, capsys):
     "options",
     [
         {"max_tokens": 1000},
+        {"max_tokens": 0},
         {"prompt": ""},
         {"prompt": ["a", "b"]},
         {"prompt": [256]},

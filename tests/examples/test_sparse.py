@@ -28,6 +28,13 @@ def test_tokens_equal_those_with_all_rows_in_hbm():
     assert 0 < engines[1].missing < engines[1].chosen
 
 
+@pytest.mark.parametrize(("prompt", "new"), [(49, 1), (48, 49)])
+def test_requests_that_are_too_long_are_rejected(prompt, new):
+    engine = Engine(CONFIG, SIZES, init_params(CONFIG, 0), InHbm(CONFIG, SIZES))
+    with pytest.raises(ValueError, match="at most 48 and, in all, 96 tokens"):
+        engine.generate([[1] * prompt], new)
+
+
 def test_command(capsys):
     assert command.main(["--requests", "3", "--new-tokens", "8"]) == 0
     assert "tokens equal those with all rows in HBM" in capsys.readouterr().out
