@@ -1,4 +1,4 @@
-"""Autotuning: `python -m jaxkv.tune [--all-reduce] [--out FILE] [--quick]`."""
+"""Autotuning: `python -m jaxkv.tune [--all-reduce] [--out PATH] [--quick]`."""
 
 import sys
 

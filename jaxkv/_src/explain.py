@@ -27,6 +27,10 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
     Returns:
       A text with the selected implementation, the reason against each of the others, and the
       tuning table that the figures come from.
+
+    Raises:
+      ValueError: `operation` is another function, or its arguments do not match.
+      NotImplementedError: the requested implementation does not support the call.
     """
     if getattr(operation, "__name__", None) == "all_reduce":
         return all_reduce.explain(*args, **options)

@@ -1,6 +1,6 @@
 """Metadata for FlashInfer's paged wrappers and dense (TensorRT-LLM) kernels.
 
-Follows vLLM's FlashInfer builder of 0.33: decodes come first and have a uniform query length, and
+Follows the FlashInfer builder of vLLM 0.33: decodes come first and have a uniform query length, and
 under decode context parallelism (DCP) pages are counted from the lengths on this rank, not from the
 full lengths. Cascade attention is omitted, because that builder never uses it.
 
@@ -99,7 +99,7 @@ class DensePart:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseMetadata:
-    """See `build_dense`; the fields are those of `PagedMetadata`."""
+    """See `build_dense`; the fields are those of `PagedMetadata`, without `paged_kv_indices`."""
 
     num_actual_tokens: jax.Array
     num_decodes: jax.Array
@@ -126,7 +126,7 @@ def build(
     attention to the new tokens is computed separately, and the results are merged.
 
     On CUDA one kernel builds it, unless there are several ranks, more than 4,095 rows, or arrays
-    that vary over the axes of a `shard_map`; plain JAX, elsewhere, takes a dozen.
+    that vary over the axes of a `shard_map`; otherwise plain JAX builds it, with about a dozen.
 
     Args:
       batch: the batch, decodes first.
@@ -138,8 +138,8 @@ def build(
       dcp_interleave: consecutive tokens on one rank.
 
     Raises:
-      ValueError: `decode_threshold` above 1 with several ranks, or arguments rejected by
-        `slot_mapping` or `packed_pages`.
+      ValueError: `decode_threshold` below 0, or above 1 with several ranks, or arguments rejected
+        by `slot_mapping` or `packed_pages`.
     """
     if dcp_world_size > 1 and decode_threshold > 1:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Metadata for gated-delta (GDN) and linear attention layers.
 
-Follows vLLM's GDNAttentionMetadata and LinearAttentionMetadata of 0.33. In a step with draft
+Follows GDNAttentionMetadata and LinearAttentionMetadata of vLLM 0.33. In a step with draft
 tokens, rows that verify drafts (spec) and the others (non-spec) go to different kernels; all others
 are then prefills, because the kernel of prefills also updates a state by a single token. Without
 draft tokens all rows are non-spec, decodes first.
@@ -37,7 +37,7 @@ class GDNMetadata:
     """See `build`. Rows and tokens of a kind are packed in batch order.
 
     Attributes:
-      num_prefills: int32[], rows without drafts that have query tokens and are no decodes.
+      num_prefills: int32[], rows without drafts that have query tokens and are not decodes.
       num_prefill_tokens: int32[]; in a step without draft tokens with padding, as in `Split`.
       num_decodes: int32[], 0 in a step with draft tokens.
       num_decode_tokens: int32[].

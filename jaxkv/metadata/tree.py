@@ -102,7 +102,8 @@ def build_for_drafting(
       query_len: query tokens per row; ignored at level 0.
 
     Raises:
-      ValueError: a negative level, or more query tokens than draft tokens of the tree.
+      ValueError: a negative level, or after level 0 a `query_len` below 1 or above the number of
+        draft tokens of the tree.
     """
     if draft_index < 0:
         raise ValueError(f"draft_index must be >= 0, got {draft_index}")

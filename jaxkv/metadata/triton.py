@@ -1,6 +1,6 @@
 """Metadata for Triton's unified attention.
 
-Follows vLLM's Triton builder of 0.33. Instead of scratch tensors, the metadata has the shapes of
+Follows the Triton builder of vLLM 0.33. Instead of scratch tensors, the metadata has the shapes of
 scratch outputs of the kernel call, which XLA allocates. Cascade attention is in `cascade.py`.
 """
 

@@ -1,7 +1,7 @@
 """Metadata for attention over a TurboQuant cache.
 
-Follows vLLM's TurboQuant builder of 0.33: decodes come first, and the longest query and context of
-the prefills exclude the decodes, so that `max_query_len == max_seq_len` identifies prompts that
+Follows the TurboQuant builder of vLLM 0.33: decodes come first, and the longest query and context
+of the prefills exclude the decodes, so that `max_query_len == max_seq_len` identifies prompts that
 begin in this step. A continued prompt may process each of its tokens as a decode; the operands for
 that are included for all tokens.
 

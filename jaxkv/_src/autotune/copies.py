@@ -3,10 +3,10 @@
 With `--all-reduce`, measures the algorithms of `jaxkv.all_reduce` instead (autotune/all_reduce.py).
 
 Writes a tuning table for this device kind (format: `copy_table`). Blocks are scattered over arrays
-as large as an engine's (`pools`), and each copy of a program has its own, as the host would cache
-repeated ones. Before a candidate is timed, copied blocks, their neighbours and a sample of the
-others are compared. GB/s is payload (1e9 bytes) per second
-of wall time, over back-to-back copies on the device.
+as large as an engine's (`pools`), and each copy of a program has its own, because the host would
+cache repeated ones. Before a candidate is timed, copied blocks, their neighbours and a sample of
+the others are compared. GB/s is payload (1e9 bytes) per second of wall time, over back-to-back
+copies on the device.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ SAMPLED, COMPARED_BYTES = 1024, 64 << 20
 
 
 def pool_bytes(at_least: int) -> int:
-    """Bytes of a pool: 32 GiB if half of the free host memory and two thirds of HBM have room.
+    """Bytes of a pool: at most 32 GiB, half of the free host memory, two thirds of the free HBM.
 
     Args:
-      at_least: the result elsewhere, and without a GPU; twice the copied blocks will do.
+      at_least: lower limit, and the result without a GPU; twice the copied blocks will do.
     """
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform == "gpu" else None
@@ -129,8 +129,8 @@ def verified(
 ) -> jax.Array:
     """The destination of the copies `ids` after `copy(destination)`, which are compared.
 
-    Compared are the blocks that were written, and differed before; their neighbours, and a sample
-    of the others, must be as before. Of the written blocks, 64 MiB are compared.
+    The written blocks, which differ before the copy, must equal the source; their neighbours, and a
+    sample of the others, must be as before. Of the written blocks, up to 64 MiB are compared.
 
     Raises:
       AssertionError: a block is wrong.

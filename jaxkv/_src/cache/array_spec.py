@@ -81,7 +81,7 @@ class ArrayCacheSpec:
         caches with its offloading connector in the same way.
 
         Args:
-          arrays: a sequence of layers, each a pytree of `dtype[num_pages, ...]` arrays or
+          arrays: a list or tuple of layers, each a pytree of `dtype[num_pages, ...]` arrays or
             `jax.ShapeDtypeStruct`s of byte-aligned dtypes. All layers are alike.
           stacked: `arrays` is instead an array, a tuple or a dict of
             `dtype[num_layers, num_pages, ...]` arrays.
@@ -92,9 +92,11 @@ class ArrayCacheSpec:
           The `ArrayCacheSpec`.
 
         Raises:
-          TypeError: a leaf is not an array, `arrays` has no layers, or a list is stacked.
+          TypeError: a leaf is not an array or is traced, `arrays` has no layers, or a list is
+            stacked.
           ValueError: layers that differ, arrays with different numbers of pages, pages without
-            elements, or shardings over different meshes or a sharded layer axis.
+            elements, a dtype that is not byte-aligned, a `page_size` below 1, or shardings over
+            different meshes or a sharded layer axis.
         """
         if page_size is not None:
             check_size(page_size, "page_size")
@@ -162,7 +164,8 @@ class ArrayCacheSpec:
         """Selected token positions of each page; None for all.
 
         Raises:
-          ValueError: the tokens of an array are not the first dimension of its pages.
+          ValueError: the page size is not known, the tokens of an array are not the first dimension
+            of its pages, or the range is empty, exceeds the page or has a step other than 1.
         """
         if tokens is None:
             return None

@@ -70,14 +70,15 @@ class HostLayout:
 
     Attributes:
       spec: the `KVCacheSpec`.
-      name: one of `LAYOUTS`.
+      name: "layer_first", "page_first", "page_first_direct", "page_head" or "page_unified";
+        docs/usage.md has their shapes.
       num_pages: number of pages P.
-      head_groups: G of page_unified, the number of shards that read entire head groups; otherwise
-        1.
+      head_groups: G of page_unified, the number of head groups, a multiple of the number of shards;
+        otherwise 1.
 
     Raises:
-      ValueError: unknown layout, page_head with MLA, or `num_kv_heads` not a multiple of
-        `head_groups`.
+      ValueError: unknown layout, page_head with MLA, a size below 1, `head_groups` of another
+        layout than page_unified, or `num_kv_heads` not a multiple of `head_groups`.
     """
 
     spec: KVCacheSpec
@@ -141,7 +142,7 @@ class HostLayout:
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the host array, as in the table at the top of this module."""
+        """Shape of the host array, as in the table of docs/usage.md."""
         return tuple(math.prod(self._sizes[axis] for axis in merged) for merged in self.axes)
 
     @functools.cached_property

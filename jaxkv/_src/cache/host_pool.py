@@ -34,9 +34,10 @@ class HostPool:
     """KV pages in pinned host memory: a pytree around one array.
 
     Attributes:
-      data: `dtype[host_layout.shape]` with `memory_kind="pinned_host"`.
+      data: `dtype[host_layout.shape]`, uint8 for an `ArrayCacheSpec`, with
+        `memory_kind="pinned_host"`.
       spec: the `KVCacheSpec` or `ArrayCacheSpec`, of all shards together.
-      layout: name of the layout, one of `host_layout.LAYOUTS`.
+      layout: name of the layout, see `HostLayout`.
       head_groups: G of page_unified, otherwise 1.
     """
 
@@ -61,12 +62,12 @@ class HostPool:
         """Allocates zeroed pages in pinned host memory, each shard near its device (NUMA).
 
         Devices of this process with the same part of a replicated pool share one copy of it in host
-        memory (near the first of them). Donate such a pool to every store: XLA would copy it for
-        each device. Stores of different devices are not ordered, see `docs/usage.md`.
+        memory (near the first of them). Donate such a pool to every store: otherwise XLA copies it
+        for each device. Stores of different devices are not ordered, see `docs/usage.md`.
 
         With `shared` the pages are in POSIX shared memory: they outlive the process, also if it is
         killed, until `HostPool.unlink` or a restart of the machine. If a pool of this name exists,
-        it is attached with its contents, at the same time as by other processes:
+        it is attached with its contents, also while other processes use it:
 
             pool = jaxkv.HostPool.create(spec, num_pages=4096, shared="kv")
             valid = index.pages if index.pool_id == jaxkv.HostPool.shared_id("kv") else []
@@ -79,7 +80,7 @@ class HostPool:
             and shardings the pool has.
           num_pages: number of pages, of all page shards together (`ArrayCacheSpec` over a data
             axis); page ids are below `num_pages` divided by the number of page shards.
-          layout: see `host_layout`; an `ArrayCacheSpec` supports page_first_direct and layer_first.
+          layout: see `HostLayout`; an `ArrayCacheSpec` supports page_first_direct and layer_first.
           head_groups: G of page_unified.
           mesh: devices that use the pool; None for the default device.
           head_axis: mesh axis over which the KV heads (page_unified: the head groups) are sharded;

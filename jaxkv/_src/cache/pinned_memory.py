@@ -56,7 +56,7 @@ def pinned_zeros(
 
     Args:
       shape: shape of the array.
-      dtype: any byte-aligned dtype; 64-bit only with jax_enable_x64.
+      dtype: any byte-aligned dtype; 64-bit types become 32-bit unless jax_enable_x64 is set.
       sharding: devices that use the array; None for the default device. Its memory kind is
         replaced by "pinned_host".
 

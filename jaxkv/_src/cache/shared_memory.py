@@ -2,8 +2,8 @@
 
 A pool has one object for each distinct shard, `/dev/shm/jaxkv.NAME.0` and so on: a header in the
 first page, then at `_ext.FILE_OFFSET` the pages. The first word of the header is written last, and
-the creator holds a lock on the object until then. An object without it whose lock is free belongs
-to a process that was killed: it has no contents yet, and is initialized again.
+the creator holds a lock on the object until then. An object without this word whose lock is free
+belongs to a process that was killed: it has no contents yet, and is initialized again.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ class KVCacheSpec:
     Raises:
       ValueError: a size below 1, an unknown kind, MLA with several heads, or a dtype that JAX does
         not support or that is not byte-aligned.
+      TypeError: NumPy cannot interpret `dtype`.
     """
 
     num_layers: int

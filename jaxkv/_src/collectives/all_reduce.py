@@ -98,6 +98,7 @@ def all_reduce(
         A different device order is detected at lowering, except where JAX only knows an abstract
         mesh.
       NotImplementedError: `implementation` does not support this call; the text has the reason.
+      RuntimeError: the memory is closed.
       PeerTimeoutError: while tracing, if a device timed out in an earlier call or its peers made a
         different call. A compiled call raises `jax.errors.JaxRuntimeError` or `ValueError` instead,
         with this name in its text.

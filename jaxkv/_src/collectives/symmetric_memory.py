@@ -122,12 +122,12 @@ class SymmetricMemory:
     def check_errors(self, *outputs: Any) -> None:
         """Raises if a device timed out waiting for a peer.
 
-        Blocks for `outputs` only, so a step loop may call this every step. After an error, the
+        Blocks on `outputs` only, so a step loop may call this every step. After an error, the
         results of the failed call and of all later calls are NaN: close this memory and create
         a new one.
 
         Args:
-          *outputs: arrays or pytrees to block for first, so that errors of their computation are
+          *outputs: arrays or pytrees to block on first, so that errors of their computation are
             included.
 
         Raises:
@@ -141,7 +141,7 @@ class SymmetricMemory:
     def close(self) -> None:
         """Frees the memory; idempotent.
 
-        Block for the results of the last step first: a device that enters a call later fails, and
+        Block on the results of the last step first: a device that enters a call later fails, and
         its peers time out. No other thread may dispatch a step concurrently: on GPUs of a single
         process, a call during launch would use freed memory.
 

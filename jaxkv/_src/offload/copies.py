@@ -70,7 +70,7 @@ class CopyBatch:
     `kind`, `implementation` and the number of pages are static: one compiled program for each.
 
     Attributes:
-      kind: "load", "store", or "none" if nothing is to copy.
+      kind: "load", "store", or "none" if there is nothing to copy.
       host_pages: int32[n], page ids in the host pool, padded with -1; n is one of the batch sizes.
       device_pages: int32[n], page ids in the device cache, padded with -1.
       copies: the copies with pages in this batch; those that it completes are `issued`. Empty for
@@ -90,7 +90,7 @@ class CopyBatch:
         *,
         sharding: jax.sharding.Sharding | None = None,
     ) -> CopyBatch:
-        """The same batch by a given implementation; itself if nothing is to copy.
+        """The same batch by a given implementation; itself if there is nothing to copy.
 
         "dma" leaves the SMs to a step that is bound by compute, such as a prefill. Its ids are
         uploaded here, as `HostIds`, unless they have been. Each page costs descriptors that the
@@ -120,15 +120,15 @@ class CopyBatch:
         """Starts the copies, in the program of the step.
 
         Args:
-          pool, cache: as for `start_load` or `start_store`; `pool` may be None if nothing is to
-            copy and `cache` is a `DeviceCache`.
+          pool, cache: as for `start_load` or `start_store`; `pool` may be None if there is nothing
+            to copy and `cache` is a `DeviceCache`.
           **options: others of `start_load` and `start_store`.
 
         Returns:
-          Their handle. If nothing is to copy, its waits return the layers as they are.
+          Their handle. If there is nothing to copy, its waits return the layers as they are.
 
         Raises:
-          TypeError: `pool` is None, but pages are to be copied.
+          TypeError: `pool` is None, but there are pages to copy, or `cache` is not a `DeviceCache`.
           ValueError, NotImplementedError, PageIndexError: as for `start_load`.
         """
         if pool is None:

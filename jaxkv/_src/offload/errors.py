@@ -10,4 +10,4 @@ class BlockNotReadyError(OffloadError, LookupError):
 
 
 class StaleSpecError(OffloadError, RuntimeError):
-    """A spec that is not in flight any more, or whose pages have been discarded meanwhile."""
+    """A spec that is no longer in flight, or whose pages have been discarded meanwhile."""

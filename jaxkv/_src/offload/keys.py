@@ -53,7 +53,7 @@ class BlockHasher:
         Args:
           tokens: token ids, int64; a list, `array.array` or NumPy array. They begin at a block
             boundary.
-          parent: hash of the block before; None at the begin of a sequence.
+          parent: hash of the block before; None at the beginning of a sequence.
 
         Returns:
           Hashes of 32 bytes.
@@ -137,7 +137,7 @@ class BlockGroup:
         """Keys of the blocks of a sequence: `keys(chain)[i]` is that of block i.
 
         Args:
-          chain: hashes of the sequence, from its begin; see `BlockHasher.hashes`.
+          chain: hashes of the sequence, from its beginning; see `BlockHasher.hashes`.
 
         Returns:
           `len(chain) - lookahead` keys of 36 bytes, or none.

@@ -44,7 +44,7 @@ def lookup_groups(
 
     Args:
       groups: manager and group, for each group.
-      chain: hashes of the sequence, from its begin.
+      chain: hashes of the sequence, from its beginning.
 
     Returns:
       The number of blocks, and how many more once the stores in flight are complete.

@@ -127,7 +127,7 @@ class OffloadManager:
         self._policy.touch(recent_last)
 
     def prepare_load(self, keys: Sequence[bytes], *, tier: bool = False) -> LoadSpec:
-        """Pins ready blocks and returns their pages; they cannot be evicted until the end.
+        """Pins ready blocks and returns their pages; they cannot be evicted until the spec ends.
 
         Args:
           keys: blocks found by `lookup`, without those that the device cache has.
@@ -278,7 +278,7 @@ class OffloadManager:
     def discard(self, keys: Iterable[bytes] | None = None) -> None:
         """Removes blocks, such as those whose load failed a checksum; all of them by default.
 
-        Discarded blocks are not found any more. The pages of those in flight are reused once their
+        Discarded blocks are no longer found. The pages of those in flight are reused once their
         specs have ended; loads of them cannot be completed, only aborted. Ignores unknown keys.
 
         Args:

@@ -18,7 +18,8 @@ from jaxkv._src.cache.pinned_memory import view_of
 class PoolMemory:
     """The parts of each page: its contiguous runs in each shard of the pool.
 
-    The pinned memory itself, which stays where it is as long as the pool is donated to every store.
+    They are views of the pinned memory, which stays where it is as long as the pool is donated to
+    every store.
     Keys of the parts name their place and the layout of the pool, so that pools of another layout
     or another number of shards do not read them.
 

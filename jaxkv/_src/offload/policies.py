@@ -150,7 +150,7 @@ class ArcPlan:
         self._len_b1, self._len_b2 = len(arc.b1), len(arc.b2)
         self._oldest_t1 = filter(evictable, arc.t1)
         self._oldest_t2 = filter(evictable, arc.t2)
-        self._gone: set[bytes] = set()  # keys that are no ghosts any more
+        self._gone: set[bytes] = set()  # keys that are no longer ghosts
         self._new_b1: list[bytes] = []
         self._new_b2: list[bytes] = []
         self._oldest_b1 = self._ghosts(arc.b1, self._new_b1)

@@ -79,8 +79,8 @@ class StoreSpec:
 
     Attributes:
       ticket: number of the spec, unique in its manager.
-      keys: the blocks; those of the call that are neither stored, nor refused, nor left out by the
-        write policy.
+      keys: the blocks; those of the call that are neither in the host tier already, nor refused,
+        nor left out by the write policy.
       pages: page id of each block in the host pool.
       generations: generation of each page.
       indices: position of each block in the `keys` of the call.

@@ -33,7 +33,7 @@ class OffloadPrefetch:
 
     Attributes:
       keys: the blocks asked for.
-      done: whether nothing is to be waited for: `lookup` finds what has arrived.
+      done: whether there is nothing left to wait for: `lookup` finds what has arrived.
     """
 
     keys: tuple[bytes, ...]
@@ -228,7 +228,7 @@ class TierCopies:
             self.discard(gone)
 
     def metrics(self) -> dict[str, float]:
-        """Those of the tier, and numbers of blocks: in flight, and left out as writes are slow."""
+        """Those of the tier, and numbers of blocks in flight and left out due to slow writes."""
         return {
             **self._tier.metrics(),
             "kv_offload_promoting_blocks": len(self._reading),

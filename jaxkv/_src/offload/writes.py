@@ -47,8 +47,8 @@ class WriteBack(WriteThrough):
 class SecondUse:
     """Stores a block when it is computed, if an earlier request has used it too.
 
-    Remembers the most recently used keys, twice the number of pages or 65,536 of them. A block that
-    has been used twice and is evicted is thus stored again.
+    Remembers the most recently used keys: twice the number of pages, and at least 65,536. A block
+    that has been used twice and is evicted is thus stored again.
     """
 
     def __init__(self, num_pages: int) -> None:

@@ -119,7 +119,7 @@ def check_errors(*outputs: object) -> None:
     A CUDA kernel cannot raise: it skips an entry whose id is out of range or whose destination is a
     duplicate, and increments a counter, as it does for exceeded bounds and failed waits. Reading
     the counters does not synchronize, so a step loop may call this in every step; errors of work in
-    flight are raised by a later call.
+    flight are raised by a later call. On the CPU backend the jitted call itself fails instead.
 
     Args:
       *outputs: arrays or pytrees to block on first, so that the errors of the work that produces

@@ -20,14 +20,14 @@ import jax
 import numpy as np
 
 PLATFORMS = {"gpu"}  # whose client reuses memory early
-FEW = 64  # arrays; one with more than 64 KiB counts as several
+FEW = 64  # arrays; one of 64 KiB or more counts as several
 
 
 class Program(Protocol):
     """A program that was enqueued."""
 
     def is_ready(self) -> bool:
-        """If it has run."""
+        """Whether it has run."""
 
 
 class HeldArrays:

@@ -193,7 +193,7 @@ def forbid_host_sync(*, mode: Mode = "raise") -> _Scope:
 
 
 def allow_host_sync(reason: str) -> _Scope:
-    """Allows host syncs within `forbid_host_sync`, in a `with` or a decorated function.
+    """Allows host syncs within `forbid_host_sync`, in a `with` statement or a decorated function.
 
     Args:
       reason: justification of the host sync, recorded in the reports.

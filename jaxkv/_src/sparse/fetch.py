@@ -70,8 +70,9 @@ def fetch(
       them, and those that are not -1 are counted for `jaxkv.check_errors()` (PageIndexError).
 
     Raises:
-      TypeError, ValueError: arguments of other shapes or dtypes, a `layer` out of range, more ids
-        than slots, or a pool that is not in pinned host memory.
+      TypeError, ValueError: arguments of other types, shapes or dtypes, a `layer` out of range,
+        more ids than allowed, a state that is sharded outside `shard_map`, or a pool that is not in
+        pinned host memory.
       NotImplementedError: inside vmap or a derivative.
     """
     topk_ids = _as_int32("sparse.fetch: topk_ids", topk_ids)

@@ -62,6 +62,7 @@ class SparseState:
           max_length: tokens of the longest request.
 
         Raises:
+          TypeError: `spec` is of another type.
           ValueError: a size out of range, or a cache without such rows.
         """
         rows = rows_of(spec)

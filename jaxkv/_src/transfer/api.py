@@ -74,11 +74,13 @@ def load_pages(
         `HostIds`, which "dma" requires.
       device_pages: int32[n], page ids in the cache, in the same forms. Pair i is padding if
         either id is negative.
-      layers: a layer number, a sequence such as `range(4, 8)`, or None for all layers.
+      layers: a layer number, a sequence such as `range(4, 8)`, or None for all layers. With
+        several caches: a dict for some of them; of the others all layers are copied.
       tokens: positions in each page, such as `range(0, 5)`, or None for whole pages. Only these
         tokens are copied, so that an engine can store a page that is not full yet; the others
         keep their bytes on both sides. Static: each range compiles once, so round up to a few. An
-        `ArrayCacheSpec` requires its `page_size`. With groups: of all, or a dict for some.
+        `ArrayCacheSpec` requires its `page_size`. With several caches: one range for all of them,
+        or a dict of ranges for some.
       implementation: "dma" (copy engine), "kernel" (SMs), "pallas" (SMs), "host" (CPU backend),
         "xla" (plain JAX, on any platform), or None for dispatch by the tuning table.
 
@@ -90,9 +92,10 @@ def load_pages(
         argument, its value and the limit.
       TypeError: an argument has another type, or a device array of ids another dtype than int32.
       NotImplementedError: `implementation` does not support this call; the message has the reason.
-      PageIndexError: an id is out of range or a destination is a duplicate, if both lists are
-        known on the host. Otherwise these entries are skipped and `check_errors` raises, except
-        for "xla", which counts none.
+      PageIndexError: outside jit, an id is out of range or a destination is a duplicate, if both
+        lists are known on the host. Otherwise these entries are skipped and `check_errors` raises;
+        on the CPU backend the jitted call fails instead, with this name in its text. "xla" counts
+        no errors.
     """
     state = {"pool": pool, "cache": cache}
     ids = {"host_pages": host_pages, "device_pages": device_pages}
@@ -161,7 +164,9 @@ def swap_blocks(
       `dst` with the copied blocks.
 
     Raises:
-      ValueError, TypeError, NotImplementedError, PageIndexError: as for `load_pages`.
+      ValueError: as for `load_pages`, or the program copies into so many arrays in host memory that
+        XLA would not compile it.
+      TypeError, NotImplementedError, PageIndexError: as for `load_pages`.
     """
     state, ids = {"src": src, "dst": dst}, {"src_ids": src_ids, "dst_ids": dst_ids}
     return _dispatch("swap_blocks", state, ids, None, None, implementation)

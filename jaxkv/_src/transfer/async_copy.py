@@ -149,8 +149,9 @@ def start_swap(
       A `SwapHandle`, or a dict of them for groups; the host does not block.
 
     Raises:
-      ValueError: arrays of `dst` in several memory kinds, or as for `start_load`; the program
-        copies into so many arrays in host memory that XLA would not compile it.
+      ValueError: arrays of `dst`, or of `src` if `dst` is in host memory, in several memory kinds;
+        as for `start_load`; or the program copies into so many arrays in host memory that XLA
+        would not compile it.
       TypeError, NotImplementedError, PageIndexError: as for `swap_blocks`.
     """
     state, ids = {"src": src, "dst": dst}, {"src_ids": src_ids, "dst_ids": dst_ids}

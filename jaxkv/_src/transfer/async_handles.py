@@ -115,7 +115,9 @@ class _PageCopyHandle(CopyHandle):
           sequence.
 
         Raises:
-          ValueError: a layer is not part of the copy.
+          ValueError: a layer is not part of the copy, or it is traced and the copy is not of all
+            layers in order.
+          TypeError: the layer is traced and the arrays are not stacked.
           RuntimeError: the handle belongs to another trace. Pass it to an inner jit or checkpoint
             as an argument and return it. Wait for a static layer before a loop or branch: the
             pytree structure of a handle records these waits, and a loop carry has a fixed one.

@@ -35,8 +35,8 @@ class CopyHandle:
         """Whether the entire copy is complete; the host does not block.
 
         Outside jit only, in any thread; requires no wait, and replaces none: JAX knows that the
-        arrays are complete only after `wait`. True at the latest when all copies have completed
-        that were started before the first query.
+        arrays are complete only after `wait`. True at the latest once all copies that were started
+        before the first query are complete.
 
         Raises:
           RuntimeError: the handle is traced, or was donated to a program.

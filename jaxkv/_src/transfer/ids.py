@@ -36,7 +36,7 @@ class HostIds:
 
     Attributes:
       data: int32[header + n] in pinned host memory, or that of a `HostIdPair`; opaque.
-      ids: the ids as given; None for an object rebuilt by a JAX transformation.
+      ids: the given ids, NumPy int32[n]; None for an object rebuilt by a JAX transformation.
       part: 0 or 1, the list of a `HostIdPair`; None without one.
 
     Args:
@@ -88,7 +88,7 @@ class HostIdPair:
 
     Attributes:
       data: int32[header + 2n] in pinned host memory; opaque.
-      ids: the two lists as given; None for an object rebuilt by a JAX transformation.
+      ids: the two given lists, NumPy int32[n]; None for an object rebuilt by a JAX transformation.
 
     Args:
       first, second: int[n], in the order of the call's arguments; negative entries are padding.

@@ -1,4 +1,4 @@
-"""Checks of memory kinds in the complete program, which the types of traced arrays do not have.
+"""Checks of memory kinds in the complete program; the types of traced arrays may lack them.
 
 A pool whose type says device memory has left pinned memory, or has only lost its memory space: the
 memory kinds of the program's arguments tell the two apart. In the same way for destinations of

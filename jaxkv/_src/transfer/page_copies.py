@@ -16,8 +16,8 @@ from jaxkv._src.cache.host_pool import HostPool, check_pair
 from jaxkv._src.transfer.block_copy import BlockCopy
 
 PyTree: TypeAlias = Any  # of arrays
-# Copies, number of blocks on each side, and a function that builds the result from written arrays.
 Rebuild: TypeAlias = Callable[[list[list[jax.Array]]], PyTree]
+# Copies, number of blocks on each side, and a function that builds the result from written arrays.
 Resolved: TypeAlias = tuple[list[BlockCopy], tuple[int, int] | None, Rebuild]
 
 

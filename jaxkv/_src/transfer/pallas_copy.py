@@ -3,7 +3,7 @@
 The kernel (Mosaic GPU, sm_90 and newer) copies each block with two TMA bulk copies, global ->
 shared -> global memory, so that a few SMs saturate the host link. One launch supports all arrays
 of a call, with any block sizes, if each block is one run on both sides; other calls use the CUDA
-kernel. It also copies bool and complex types: XLA has no bitcast between them and words, and any
+kernel. So do calls with bool and complex types: XLA has no bitcast between them and words, and any
 other view as words is a copy of the entire array. No implementation supports sub-byte types: view
 their packed bytes as uint8.
 

@@ -132,7 +132,7 @@ def _with_most_sms(name: Implementation, rules: Sequence[Rule]) -> Candidate:
 def nearest(tables: Sequence[Table], hardware: Hardware) -> tuple[Table, ...]:
     """Tables of the same major compute capability, and of these of the same PCIe generation.
 
-    A property that no table shares selects nothing, so that the result has a table if any does.
+    A property that no table shares is ignored, so that the result has a table if any does.
     """
     found = [(table, table.hardware) for table in tables if table.hardware]
     found = [entry for entry in found if entry[1].major == hardware.major] or found
