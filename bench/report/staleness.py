@@ -27,6 +27,10 @@ ALL_REDUCE = (
 )  # fmt: skip
 TABLES = pathlib.PurePath("jaxkv/_src/tuning/data")
 OFFLOAD = ("jaxkv/_src/offload", ":!jaxkv/_src/offload/tiers")  # what runs without a tier
+MANAGER = tuple(
+    f"jaxkv/_src/offload/{name}.py"
+    for name in ("blocks", "keys", "lookup", "manager", "policies", "specs", "writes")
+)
 SERVING = (*COPIES, "examples/serving", *OFFLOAD, "jaxkv/metadata")
 TESTED = ("cuda", "jaxkv", "tests")
 # All but `jaxkv.tune` and `jaxkv.offload`.
@@ -45,8 +49,8 @@ SOURCES = {
     "memcheck": TESTED,
     "metadata": ("jaxkv/metadata",),
     "multigpu_test": TESTED,
-    "offload_manager": OFFLOAD,
-    "offload_trace": OFFLOAD,
+    "offload_manager": MANAGER,
+    "offload_trace": MANAGER,
     "overlap": COPIES,
     "pages": COPIES,
     "profile": ("cuda/transfer/copy_kernel.cu", "cuda/transfer/copy_kernel.cuh"),
@@ -62,7 +66,7 @@ SOURCES = {
     "serving_decode": ("examples/serving", "jaxkv/metadata"),
     "serving_ttft": SERVING,
     "small_batches": COPIES,
-    "soak": (*FUZZED, "bench/checks/soak.py"),
+    "soak": (*FUZZED, ":!jaxkv/metadata", "bench/checks/soak.py"),
     "sparse": ("cuda/common", "cuda/sparse", "jaxkv/_src/sparse", "jaxkv/sparse.py"),
     "sparse_decode": ("cuda/common", "cuda/sparse", "jaxkv/_src/sparse", "jaxkv/sparse.py"),
     "tensor_parallel": ALL_REDUCE,
