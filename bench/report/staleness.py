@@ -25,6 +25,7 @@ ALL_REDUCE = (
     "cuda/collectives", "cuda/common", "jaxkv/_src/collectives",
     "jaxkv/_src/tuning/all_reduce_table.py", "jaxkv/_src/tuning/data",
 )  # fmt: skip
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 TABLES = pathlib.PurePath("jaxkv/_src/tuning/data")
 OFFLOAD = ("jaxkv/_src/offload", ":!jaxkv/_src/offload/tiers")  # what runs without a tier
 MANAGER = tuple(
@@ -128,9 +129,7 @@ def _is_same_code(name: str, old: str, new: str, repository: pathlib.Path) -> bo
 def _python(text: str) -> str:
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-            node
-        ):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node):
             del node.body[0]
     return ast.dump(tree)
 
