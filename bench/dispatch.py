@@ -158,7 +158,7 @@ def measure_creation(results: Results, repeats: int) -> None:
             for make in (create_pair, create, put)
         )
         case = f"both id lists of a call, {NUM_IDS} ids as {form}"
-        # NumPy takes longer than that for the conversion of two lists.
+        # A list is converted first; the target is for arrays.
         want = None if form == "list" else ("<=", WANTED_CREATION_US)
         baselines = {"two HostIds": two, "jax.device_put": device_put}
         results.row(case, "host time", "us", pair, None, baselines, want)

@@ -5,8 +5,8 @@
   all in HBM  HBM pages for all tokens
 
 In float32 the tokens of the three runs must be equal, otherwise the exit code is 1. In bfloat16,
-the default on GPUs, tokens may differ, because batches differ between the runs and round
-differently.
+the default on GPUs, they are equal wherever batches are equal; the batches of the runs differ, and
+round differently.
 """
 
 import argparse

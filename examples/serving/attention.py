@@ -20,7 +20,7 @@ einsum = partial(jnp.einsum, precision="highest")
 IMPLEMENTATIONS = ("flash", "xla")
 XLA_TILE = 16  # query tokens of one sequence that share a gather of keys and values
 FLASH_TILE = 128  # query tokens of a thread block
-KEY_BLOCK = {"cpu": 64, "gpu": 1024}  # keys in an iteration, for which the host of a GPU waits
+KEY_BLOCK = {"cpu": 64, "gpu": 1024}  # keys per iteration; a GPU's host waits for each
 NUM_SMS = 132  # of an H100 or H200
 
 
