@@ -84,6 +84,15 @@ def test_streamed_completion(served, expected):
     assert chunks[-1].usage.completion_tokens == 20
 
 
+@pytest.mark.parametrize(("stops", "reason"), [(True, "stop"), (False, "length")])
+def test_finish_reason_at_the_limit_of_tokens(stops, reason):
+    from examples.serving.server import _reason
+
+    request = Request([1], 1, stop=lambda request: stops)
+    request.tokens.append(2)
+    assert _reason(request) == reason
+
+
 def test_stop_string(served, expected):
     client, _ = served
     stop = expected[6:8]
