@@ -1,11 +1,10 @@
 """Recorded evidence: tables and verdicts follow from the figures in the files."""
 
 import json
-import subprocess
+import math
 
 import pytest
 
-from bench.checks import memcheck
 from bench.harness import blocks, peak_bandwidth, records
 from bench.harness.records import Results, Target
 from bench.harness.timing import Figure
@@ -23,33 +22,6 @@ between
 <!-- end -->
 after
 """
-
-
-def git(folder, *arguments):
-    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    command = ["git", *identity, *arguments]
-    return subprocess.run(
-        command, cwd=folder, check=True, capture_output=True, text=True
-    ).stdout.strip()
-
-
-@pytest.fixture
-def repository(tmp_path, monkeypatch):
-    """A repository with one commit of measured code."""
-    monkeypatch.delenv("JAXKV_COMMIT", raising=False)
-    folder = tmp_path / "repository"
-    (folder / "jaxkv").mkdir(parents=True)
-    git(folder, "init", "-q")
-    commit_change(folder, "jaxkv/code.py")
-    return folder
-
-
-def commit_change(folder, path):
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    with (folder / path).open("a") as file:
-        file.write("line\n")
-    git(folder, "add", path)
-    git(folder, "commit", "-q", "-m", f"change {path}")
 
 
 def measured(got=0.5):
@@ -100,6 +72,17 @@ def test_target_is_met_two_standard_errors_from_its_figure(op, want, got, error,
     assert Target("t", op, want, "unit", got, None, error).met is met
 
 
+def test_target_with_a_single_sample_is_not_measured():
+    found = Results("x")
+    single, number, share = (
+        found.target("t", got, "<=", 5, "us") for got in (Figure(4, math.nan), 4, 4.0)
+    )
+    assert (single.got, single.error, single.met) == (None, None, None)
+    assert [(t.got, t.error, t.met) for t in (number, share)] == [(4, 0.0, True), (4, None, True)]
+    assert found.row("a", "time", "us", Figure(4, math.nan), want=("<=", 5)).value == 4
+    assert found.targets[-1].met is None
+
+
 def test_target_with_an_unknown_operator_raises():
     with pytest.raises(ValueError, match="op '~' of target 't' is not one of"):
         Target("t", "~", 1, "unit", 1)
@@ -136,139 +119,6 @@ def test_saved_record_with_out_is_written_twice(tmp_path):
     path = measured().save(tmp_path / "carried", root=tmp_path / "kept")
     copy = tmp_path / "carried" / path.relative_to(tmp_path / "kept")
     assert copy.read_text() == path.read_text()
-
-
-@pytest.mark.parametrize(
-    ("changed", "dirty"),
-    [
-        ("jaxkv/code.py", True),
-        ("jaxkv/new.py", True),
-        ("bench/results/cpu/x.json", False),
-        ("README.md", False),
-    ],
-)
-def test_revision_is_dirty_after_changes_of_code_only(repository, changed, dirty):
-    assert records.revision(repository) == (git(repository, "rev-parse", "HEAD"), False)
-    (repository / changed).parent.mkdir(parents=True, exist_ok=True)
-    (repository / changed).write_text("changed\n")
-    assert records.revision(repository).dirty is dirty
-
-
-def test_revision_without_history_is_read_from_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.delenv("JAXKV_COMMIT", raising=False)
-    assert records.revision(tmp_path) == (None, None)
-    monkeypatch.setenv("JAXKV_COMMIT", "abc")
-    assert records.revision(tmp_path) == ("abc", False)
-
-
-@pytest.mark.parametrize(
-    "dirty, mark", [(True, " + changes"), (False, ""), (None, " (unverified)")]
-)
-def test_revision_text_marks_changed_and_unverified_files(dirty, mark):
-    assert records.File("gpu", "x", "c0ffee" * 6, dirty, {}, [], []).revision == "c0ffeec0f" + mark
-
-
-def record(commit, dirty=False, name="transfer"):
-    return records.File("gpu", name, commit, dirty, {}, [], [])
-
-
-def test_record_is_stale_after_a_change_of_its_sources_only(repository):
-    start = git(repository, "rev-parse", "HEAD")
-    commit_change(repository, "README.md")
-    commit_change(repository, "jaxkv/metadata/x.py")
-    assert staleness.staleness(record(start), repository) is None
-    commit_change(repository, "jaxkv/_src/autotune/x.py")
-    fuzz = staleness.staleness(record(start, name="fuzz"), repository)
-    assert fuzz == f"jaxkv/metadata/x.py changed after {start[:9]}"  # and not the tuner
-    commit_change(repository, "cuda/transfer/x.cu")
-    commit_change(repository, "jaxkv/_src/cache/y.py")
-    why = f"cuda/transfer/x.cu and 1 more changed after {start[:9]}"
-    assert staleness.staleness(record(start), repository) == why
-    head = git(repository, "rev-parse", "HEAD")
-    assert staleness.staleness(record(head), repository) is None
-    assert staleness.staleness(record(head, True), repository) == "made with uncommitted changes"
-    assert staleness.staleness(record(None), repository) == "unknown commit"
-    assert "is not in this history" in str(staleness.staleness(record("f" * 40), repository))
-    assert "no sources" in str(staleness.staleness(record(head, name="other"), repository))
-
-
-CPP = """
-  f("// %d");  // once
-#define A
-"""
-PYTHON = """
-'''A.'''
-class A:
-    def f(self):
-        '''F.'''
-        return "#"
-"""
-SAME = {  # path: text, another one of the same code, and one of other code
-    "cuda/transfer/a.cu": (
-        CPP,
-        '/* f:\n   twice */\nf("// %d");\n#define A // no more\n',
-        CPP.replace("%d", "%s"),
-    ),
-    "jaxkv/_src/transfer/a.py": (
-        PYTHON,
-        "class A:\n    def f(self):\n        '''No.'''\n        return '#'  # two\n",
-        PYTHON.replace('"#"', '""'),
-    ),
-}
-
-
-@pytest.mark.parametrize("path", SAME)
-def test_comments_and_docstrings_are_no_code(repository, path):
-    def commit(text):
-        (repository / path).parent.mkdir(parents=True, exist_ok=True)
-        (repository / path).write_text(text)
-        git(repository, "add", path)
-        git(repository, "commit", "-q", "-m", "change")
-        return git(repository, "rev-parse", "HEAD")
-
-    text, same, other = SAME[path]
-    start = commit(text)
-    commit(same)
-    assert staleness.staleness(record(start), repository) is None
-    commit(other)
-    assert f"{path} changed after" in str(staleness.staleness(record(start), repository))
-    head = git(repository, "rev-parse", "HEAD")
-    git(repository, "rm", "-q", path)
-    git(repository, "commit", "-q", "-m", "removed")
-    assert f"{path} changed after" in str(staleness.staleness(record(head), repository))
-
-
-def test_tables_of_other_gpus_are_no_sources(repository):
-    start = git(repository, "rev-parse", "HEAD")
-    commit_change(repository, "jaxkv/_src/tuning/data/copy/another_gpu.json")
-    assert staleness.staleness(record(start), repository) is None
-    for table in ("gpu", "default"):
-        start = git(repository, "rev-parse", "HEAD")
-        commit_change(repository, f"jaxkv/_src/tuning/data/copy/{table}.json")
-        assert f"{table}.json changed after" in str(staleness.staleness(record(start), repository))
-
-
-def test_stale_records_and_only_these_must_be_pending(repository):
-    start = git(repository, "rev-parse", "HEAD")
-    commit_change(repository, "cuda/transfer/x.cu")
-    files = [record(start), record(start, name="metadata")]
-    assert staleness.failures(files, {"gpu/transfer": "no GPU at hand"}, repository) == []
-    (stale,) = staleness.failures(files, {}, repository)
-    assert stale.startswith("gpu/transfer is stale: cuda/transfer/x.cu changed after ")
-    listed = dict.fromkeys(("gpu/transfer", "gpu/metadata", "gpu/other"), "reason")
-    assert staleness.failures(files, listed, repository) == [
-        "gpu/metadata is not stale: remove it from pending.toml",
-        "gpu/other is not stale: remove it from pending.toml",
-    ]
-    assert staleness.failures(files, {"gpu/transfer": ""}, repository) == [stale]  # no reason
-
-
-def test_sources_of_every_benchmark_exist():
-    listed = {source for sources in staleness.SOURCES.values() for source in sources}
-    paths = [records.REPOSITORY / source.removeprefix(":!") for source in listed]
-    assert [path for path in paths if not path.exists()] == []
-    assert {file.bench for file in records.read()} <= staleness.SOURCES.keys()
 
 
 def test_read_returns_saved_rows_and_targets(saved):
@@ -366,7 +216,7 @@ def test_check_fails_until_documents_are_regenerated(saved, tmp_path, monkeypatc
         path.write_text(README)
     monkeypatch.setattr(evidence, "DOCUMENTS", [readme, targets])
     monkeypatch.setattr(evidence, "draw", lambda files: [])
-    files = records.read(saved)
+    files = [file for file in records.read(saved) if not file.checks]
     monkeypatch.setattr(evidence, "read", lambda *, folder="": [] if folder else files)
     monkeypatch.setattr(staleness, "staleness", lambda *_: None)
     monkeypatch.setattr(staleness, "pending", dict)
@@ -381,6 +231,30 @@ def test_check_fails_until_documents_are_regenerated(saved, tmp_path, monkeypatc
         path.write_text(README)
         assert evidence.main(["--check"]) == 1
         path.write_text(new)
+
+
+@pytest.mark.parametrize(
+    ("failed", "stale", "pending", "code"),
+    [
+        (0, None, {}, 0),
+        (2, None, {}, 1),
+        (None, None, {}, 1),  # not measured
+        (2, "changed", {"gpu/fuzz": "run again"}, 0),
+    ],
+)
+def test_check_fails_for_a_check_that_is_not_met(
+    failed, stale, pending, code, tmp_path, monkeypatch, capsys
+):
+    found = Results("fuzz", device="gpu")
+    found.check("failed cases", failed, "==", 0, "cases")
+    found.save(root=tmp_path)
+    files = records.read(tmp_path)
+    monkeypatch.setattr(evidence, "DOCUMENTS", [])
+    monkeypatch.setattr(evidence, "read", lambda *, folder="": [] if folder else files)
+    monkeypatch.setattr(staleness, "staleness", lambda *_: stale)
+    monkeypatch.setattr(staleness, "pending", lambda: pending)
+    assert evidence.main(["--check"]) == code
+    assert ("gpu/fuzz: check " in capsys.readouterr().out) == bool(code)
 
 
 def test_plots_of_equal_figures_are_identical(saved, tmp_path):
@@ -398,18 +272,3 @@ def test_peak_bandwidth_on_a_gpu_is_a_driver_copy(direction):
     name, rate = peak_bandwidth.contiguous_copy(direction, 1 << 20)
     assert name.startswith("1 MiB cuMemcpy")
     assert rate > 0
-
-
-@pytest.mark.parametrize(
-    ("output", "met"),
-    [
-        ("== 9 passed, 2 deselected ==\n========= ERROR SUMMARY: 0 errors\n", True),
-        ("== 9 passed, 2 deselected ==\n========= ERROR SUMMARY: 1 error\n", False),
-        ("== 1 failed, 9 passed ==\n========= ERROR SUMMARY: 0 errors\n", False),
-        ("== 9 deselected ==\n========= ERROR SUMMARY: 0 errors\n", False),
-        ("== 9 passed ==\n", False),
-    ],
-    ids=["clean", "memory error", "failed test", "no test", "no summary"],
-)
-def test_memcheck_targets_are_met_by_a_clean_run_only(output, met):
-    assert memcheck.record(Results("memcheck"), output) == met
