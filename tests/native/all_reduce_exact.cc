@@ -58,7 +58,7 @@ class CpuRanks {
 
 bool check(int world_size) {
   Checks<CpuRanks> checks(world_size, {60'000'000'000,
-                                       20'000'000,
+                                       200'000'000,
                                        true,
                                        {Algorithm::kLowLatency, Algorithm::kOneShot,
                                         Algorithm::kTwoShot, Algorithm::kMultimem},
