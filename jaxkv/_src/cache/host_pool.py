@@ -134,6 +134,7 @@ class HostPool:
         Raises:
           ValueError: not the name of a pool, or it is still being created.
           FileNotFoundError: there is no pool of this name.
+          PermissionError: it is not a file of this user with mode 0600.
         """
         return identity(name)
 

@@ -105,9 +105,8 @@ class _PageCopyHandle(CopyHandle):
 
         Args:
           layer: number of a layer of the copy, or a sequence or NumPy array of them, such as a
-            range. For stacked arrays also a traced scalar, as in the body of `lax.scan` over
-            layers, with the handle in its carry; it is clamped. Its dtype is int32, or an integer
-            dtype whose values are all int32: int8, int16, uint8, uint16.
+            range. For stacked arrays also a traced integer scalar, as in the body of `lax.scan`
+            over layers, with the handle in its carry; it is clamped.
           after: pytree of arrays to compute before the wait, such as the input of the layer.
             Without it XLA may schedule the wait before compute that does not need the layer.
 
@@ -158,10 +157,11 @@ class _PageCopyHandle(CopyHandle):
                 f"a traced layer requires a copy of all {cache.spec.num_layers} layers in order, "
                 f"got layers {self._segments}"
             )
+        last = cache.spec.num_layers - 1
         if self._ticket is not None and len(self._waited) < len(self._segments):
-            self._ticket, self._cache = self._wait_for_layers(
-                [cache.spec.num_layers - 1], after, traced_layer=layer
-            )
+            if layer.dtype != np.int32:  # clamped before the conversion
+                layer = jnp.clip(layer, 0, min(last, jnp.iinfo(layer.dtype).max)).astype(np.int32)
+            self._ticket, self._cache = self._wait_for_layers([last], after, traced_layer=layer)
         return self._layer_arrays(0)
 
     @property
@@ -338,12 +338,9 @@ def _layer_numbers(layer: Any) -> tuple[list[int], bool]:
 
 
 def _check_traced_layer(layer: jax.Array) -> None:
-    """Raises a TypeError unless each value of the scalar is an int32."""
-    is_integer = jnp.issubdtype(layer.dtype, jnp.integer)
-    if layer.ndim or not is_integer or not np.can_cast(layer.dtype, np.int32):
+    if layer.ndim or not jnp.issubdtype(layer.dtype, jnp.integer):
         raise TypeError(
-            "wait: a traced layer must be an int32 scalar, or of int8, int16, uint8 or uint16, got "
-            f"{layer.dtype}{list(layer.shape)}: convert it by layer.astype(jnp.int32)"
+            f"wait: a traced layer must be an integer scalar, got {layer.dtype}{list(layer.shape)}"
         )
 
 
