@@ -53,7 +53,7 @@ class Outcomes:
     def total(self, outcome: str) -> int:
         return sum(count[outcome] for count in self.counts.values())
 
-    def write_to(self, results: Results) -> None:
+    def write_to(self, results: Results, exit_code: int) -> None:
         for file, count in sorted(self.counts.items()):
             for outcome in ("passed", "failed", "skipped"):
                 results.row(file, outcome, "tests", count[outcome])
@@ -63,6 +63,7 @@ class Outcomes:
             results.row(nodeid, "failed", "tests", 1)
         results.check("failed tests", self.total("failed"), "==", 0, "tests")
         results.check("passed tests", self.total("passed"), ">=", 1, "tests")
+        results.check("exit code of pytest", exit_code, "==", 0, "code")
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code or NOT_ON_A_GPU
     name = f"multigpu_test_{jax.device_count()}" if arguments.multigpu else "gpu_test"
     results = Results(name)
-    outcomes.write_to(results)
+    outcomes.write_to(results, code)
     for (file, reason), number in sorted(outcomes.skips.items()):
         print(f"skipped {number} of {file}: {reason}")
     results.save(arguments.out)

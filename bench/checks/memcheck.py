@@ -1,6 +1,6 @@
 """Runs the tests marked `sanitizer` under compute-sanitizer: `python -m bench.checks.memcheck`.
 
-Exits with 0 only if tests ran, all passed and no memory error was found.
+Exits with 0 only if tests ran, all passed with exit code 0, and no memory error was found.
 """
 
 import os
@@ -22,17 +22,30 @@ def memory_errors(output: str) -> int | None:
     return sum(errors) if errors else None
 
 
-def record(results: Results, output: str) -> bool:
-    """Rows and checks from the output of compute-sanitizer and pytest; whether all are met."""
-    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed)", output)}
-    for outcome in ("passed", "failed"):
-        results.row("tests marked sanitizer", outcome, "tests", counts.get(outcome, 0))
+def outcomes(output: str) -> dict[str, int]:
+    """Tests that passed and failed, from pytest's summary: its last line between equals signs.
+
+    A setup or teardown that failed, which pytest calls an error, is a failed test.
+    """
+    lines = re.findall(r"^=+ (.*) =+$", output, re.MULTILINE)
+    counts = {"passed": 0, "failed": 0, "error": 0}
+    for count, name in re.findall(r"(\d+) (passed|failed|error)", lines[-1] if lines else ""):
+        counts[name] = int(count)
+    return {"passed": counts["passed"], "failed": counts["failed"] + counts["error"]}
+
+
+def record(results: Results, output: str, exit_code: int) -> bool:
+    """Rows and checks from a run of pytest under compute-sanitizer; whether all are met."""
+    counts = outcomes(output)
+    for outcome, count in counts.items():
+        results.row("tests marked sanitizer", outcome, "tests", count)
     checks = [
         results.check(
             "memory errors in the CUDA handlers", memory_errors(output), "==", 0, "errors"
         ),
-        results.check("failed tests", counts.get("failed", 0), "==", 0, "tests"),
-        results.check("passed tests", counts.get("passed", 0), ">=", 1, "tests"),
+        results.check("failed tests", counts["failed"], "==", 0, "tests"),
+        results.check("passed tests", counts["passed"], ">=", 1, "tests"),
+        results.check("exit code", exit_code, "==", 0, "code"),
     ]
     return all(check.met for check in checks)
 
@@ -56,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(line, end="", flush=True)
             output += line
     results = Results("memcheck")
-    met = record(results, output)
+    met = record(results, output, run.returncode)
     results.save(options.out)
-    return 0 if met and run.returncode == 0 else 1
+    return 0 if met else 1
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def benchmark_of_devices(
     measure: Callable[[Results, int, Flags], object],
     count: Callable[[Flags], int],
 ) -> Callable[..., int]:
-    """As `benchmark`, with one record for each number of devices; 1 if one of them failed.
+    """As `benchmark`, with one record for each number of devices; 1 if one or a check failed.
 
     `measure` gets that number; `count` returns the number of devices of the machine.
     """
@@ -58,7 +58,7 @@ def benchmark_of_devices(
 
     def main(argv: Sequence[str] | None = None) -> int:
         flags = arguments(description, argv, {"--devices": devices})
-        available, failed = count(flags), False
+        available, failed = count(flags), 0
         for world in flags.devices:
             if world > available:
                 print(f"not measured: {world} devices, of {available}", flush=True)
@@ -68,9 +68,10 @@ def benchmark_of_devices(
                 measure(results, world, flags)
             except Exception as error:  # earlier measurements are worth keeping
                 results.not_measured(f"{world} devices: {type(error).__name__}: {error}")
-                failed = True
+                failed = 1
             results.save(flags.out)
-        return int(failed)
+            failed |= results.exit_code
+        return failed
 
     return main
 

@@ -6,8 +6,9 @@ A file contains the measurements, the commit and the machine:
      targets: [{name, want: {op, value, unit}, got, error, met, bound}], checks: [the same]}
 
 Peak bandwidths and baselines are measured in the same run as their value. Targets are of
-performance, checks of correctness. "error" is the standard error of the value: 0 of exact values,
-null of a single sample.
+performance, checks of correctness. "error" is the standard error of the value
+(`bench.harness.timing.median`): 0 of exact values, null of a single sample. A target with a single
+sample is not measured, as its margin is unknown.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from bench.harness.timing import Figure
+from bench.harness.timing import Figure, error_of
 from jaxkv._src.environment import report
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -86,12 +87,13 @@ class Target:
     Attributes:
       name: the measured quantity.
       op: one of OPERATORS; the target is met if `got op want`, also with a `got` that is worse by
-        two standard errors.
+        two standard errors. These have the confidence of two standard deviations of a normal
+        distribution, also with few samples.
       want: the target figure.
       unit: unit of both figures.
       got: the measured figure, None if not measured.
       bound: figure of a copy at peak bandwidth in the same run; None without a peak.
-      error: standard error of `got`; None of a single sample.
+      error: standard error of `got`; None of a plain float, which is judged without a margin.
     """
 
     name: str
@@ -187,7 +189,9 @@ class Results:
         unit: str,
         bound: float | None = None,
     ) -> Target:
-        figure, error = (None, None) if got is None else plain(got)
+        """Not measured if `got` is None or a figure of a single sample."""
+        known = None if got is None or math.isnan(error_of(got)) else got
+        figure, error = (None, None) if known is None else plain(known)
         at_peak = None if bound is None else float(bound)
         return self._add(self.targets, Target(name, op, want, unit, figure, at_peak, error))
 

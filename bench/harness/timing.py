@@ -1,6 +1,7 @@
 """Timing of device work by the host's clock, and the statistics of all benchmarks.
 
-A figure is the median of samples with its standard error. Two methods are compared by the median of
+A figure is the median of samples with its standard error, larger for few samples so that two errors
+have the same confidence whatever their number (`median`). Two methods are compared by the median of
 the ratios of rounds, in each of which every method runs once, in random order.
 """
 
@@ -12,9 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
+from scipy import special
 
 CHAIN_SECONDS = 0.12  # the start and end of a chain take up to a millisecond
 MAX_CALLS = 100
+TWO_ERRORS = 0.97725  # a normal distribution is below two standard deviations
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -42,6 +46,12 @@ class Figure(float):
     def __sub__(self, other: float) -> "Figure":
         return Figure(float(self) - float(other), math.hypot(self.error, error_of(other)))
 
+    def __rsub__(self, other: float) -> "Figure":
+        return Figure(other) - self
+
+    def __neg__(self) -> "Figure":
+        return Figure(-float(self), self.error)
+
     def __mul__(self, other: float) -> "Figure":
         a, b = float(self), float(other)
         return Figure(a * b, math.hypot(self.error * b, a * error_of(other)))
@@ -62,12 +72,20 @@ def error_of(value: float) -> float:
 
 
 def median(samples: Sequence[float]) -> Figure:
-    """The median, and its standard error for a normal distribution; NaN of a single sample."""
-    middle = statistics.median(map(float, samples))
-    if len(samples) == 1:
+    """The median, and its standard error.
+
+    The error is that of the median of a normal distribution, 1.2533 * standard deviation / sqrt(n),
+    times t / 2. t is the quantile of Student's distribution with n - 1 degrees of freedom that
+    corresponds to two standard deviations of a normal one, because the deviation is estimated from
+    the same n samples: noise meets a target whose true value is at the limit in 2 % of the cases.
+    NaN of a single sample, of which the deviation is unknown.
+    """
+    values = [*map(float, samples)]
+    middle, number = statistics.median(values), len(values)
+    if number == 1:
         return Figure(middle, math.nan)
-    deviation = 1.4826 * statistics.median(abs(sample - middle) for sample in map(float, samples))
-    return Figure(middle, 1.2533 * deviation / math.sqrt(len(samples)))
+    error = 1.2533 * float(np.std(values, ddof=1)) / math.sqrt(number)
+    return Figure(middle, error * float(special.stdtrit(number - 1, TWO_ERRORS)) / 2)
 
 
 def ratio(times: Sequence[float], baseline: Sequence[float]) -> Figure:

@@ -8,16 +8,17 @@ between
     <!-- end -->
 
 with the table of that name in `bench.report.catalog`. `--check` writes nothing, and fails if a
-document is out of date, or a record stale and not pending (`bench.report.staleness`), or a second
-run not of the first one's code (`bench.report.second_run`); plots are not compared, as their
-bytes differ between matplotlib versions.
+document is out of date, or a record stale and not pending (`bench.report.staleness`), or a check of
+a record that is not pending not met, or a second run a copy or not of the first one's code
+(`bench.report.second_run`); plots are not compared, as their bytes differ between matplotlib
+versions.
 """
 
 import argparse
 import pathlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from bench.harness.records import REPOSITORY, SECOND_RUN, File, read
 from bench.report import plots, second_run, staleness
@@ -86,6 +87,17 @@ def listing(files: Sequence[File]) -> str:
     return "\n".join(lines) or "no result files"
 
 
+def failed_checks(files: Sequence[File], pending: Container[str]) -> list[str]:
+    """Checks that are not met, or not measured, of records that are not pending."""
+    return [
+        f"{file.device}/{file.name}: check {check}"
+        for file in files
+        if f"{file.device}/{file.name}" not in pending
+        for check in file.checks
+        if check.met is not True
+    ]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -97,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = [file for file in files if file.device != "cpu"]  # not committed: no GPU, no claim
     outdated: list[str] = []
     if flags.check:
-        outdated += staleness.failures(files, staleness.pending())
+        pending = staleness.pending()
+        outdated += staleness.failures(files, pending)
+        outdated += failed_checks(files, pending)
         outdated += second_run.failures(files, read(folder=SECOND_RUN))
     for path in DOCUMENTS:
         before = path.read_text()

@@ -53,7 +53,8 @@ def agreements(files: Sequence[File]) -> dict[tuple[str, str], Agreement]:
 
 
 def failures(files: Sequence[File], second: Sequence[File]) -> list[str]:
-    """Second runs without a first one, or of other code."""
+    """Second runs without a first one, of the same date (copies of the first one), or of other
+    code."""
     first = {(file.device, file.name): file for file in files}
     found = []
     for file in second:
@@ -61,6 +62,8 @@ def failures(files: Sequence[File], second: Sequence[File]) -> list[str]:
         same = first.get((file.device, file.name))
         if same is None:
             found.append(f"{name} has no first run")
+        elif same.env.get("date") == file.env.get("date"):
+            found.append(f"{name} has the date of the first run: a copy")
         elif why := staleness(file, head=same.commit or "HEAD", also=benchmark(file.bench)):
             found.append(f"{name} is not of the first run's code: {why}")
     return found

@@ -19,11 +19,14 @@ from bench.harness.records import REPOSITORY, RESULTS, File, git
 PENDING = RESULTS / "pending.toml"
 COPIES = (
     "cuda/common", "cuda/transfer", "jaxkv/_src/cache", "jaxkv/_src/transfer",
-    "jaxkv/_src/tuning/copy_table.py", "jaxkv/_src/tuning/data",
+    "jaxkv/_src/runtime/fusion_barrier.py", "jaxkv/_src/tuning/copy_lookup.py",
+    "jaxkv/_src/tuning/copy_table.py", "jaxkv/_src/tuning/data", "jaxkv/_src/tuning/hardware.py",
+    "jaxkv/_src/tuning/table_files.py",
 )  # fmt: skip
 ALL_REDUCE = (
     "cuda/collectives", "cuda/common", "jaxkv/_src/collectives",
     "jaxkv/_src/tuning/all_reduce_table.py", "jaxkv/_src/tuning/data",
+    "jaxkv/_src/tuning/table_files.py",
 )  # fmt: skip
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 TABLES = pathlib.PurePath("jaxkv/_src/tuning/data")
@@ -33,6 +36,10 @@ MANAGER = tuple(
     for name in ("blocks", "keys", "lookup", "manager", "policies", "specs", "writes")
 )
 SERVING = (*COPIES, "examples/serving", *OFFLOAD, "jaxkv/metadata")
+SPARSE = (
+    "cuda/cache", "cuda/common", "cuda/sparse", "jaxkv/_src/cache",
+    "jaxkv/_src/runtime/fusion_barrier.py", "jaxkv/_src/sparse", "jaxkv/sparse.py",
+)  # fmt: skip
 TESTED = ("cuda", "jaxkv", "tests")
 # All but `jaxkv.tune` and `jaxkv.offload`.
 FUZZED = ("cuda", "jaxkv", ":!jaxkv/_src/autotune", ":!jaxkv/_src/offload", "tests/fuzz")
@@ -48,7 +55,7 @@ SOURCES = {
     "gpu_test": TESTED,
     "host_pool": ("cuda/cache", *COPIES),
     "memcheck": TESTED,
-    "metadata": ("jaxkv/metadata",),
+    "metadata": ("cuda/common", "cuda/metadata", "jaxkv/_src/runtime/bounds.py", "jaxkv/metadata"),
     "multigpu_test": TESTED,
     "offload_manager": MANAGER,
     "offload_trace": MANAGER,
@@ -62,14 +69,23 @@ SOURCES = {
         "tests/native/all_reduce_checks.h",
         "tests/native/ranks_on_one_gpu.cu",
     ),
-    "recurrent": ("cuda/common", "cuda/recurrent", "jaxkv/_src/recurrent", "jaxkv/recurrent.py"),
+    "recurrent": (
+        "cuda/common",
+        "cuda/recurrent",
+        "jaxkv/_src/recurrent",
+        "jaxkv/_src/runtime/bounds.py",
+        "jaxkv/_src/runtime/fusion_barrier.py",
+        "jaxkv/metadata/common.py",
+        "jaxkv/metadata/segments.py",
+        "jaxkv/recurrent.py",
+    ),
     "serving": SERVING,
     "serving_decode": ("examples/serving", "jaxkv/metadata"),
     "serving_ttft": SERVING,
     "small_batches": COPIES,
     "soak": (*FUZZED, ":!jaxkv/metadata", "bench/checks/soak.py"),
-    "sparse": ("cuda/common", "cuda/sparse", "jaxkv/_src/sparse", "jaxkv/sparse.py"),
-    "sparse_decode": ("cuda/common", "cuda/sparse", "jaxkv/_src/sparse", "jaxkv/sparse.py"),
+    "sparse": SPARSE,
+    "sparse_decode": (*SPARSE, "examples/sparse/attention.py"),
     "tensor_parallel": ALL_REDUCE,
     "transfer": COPIES,
     "warm_restart": ("cuda/cache", "jaxkv/_src/cache"),

@@ -44,7 +44,11 @@ def serve(flags: Sequence[str]) -> tuple[dict[str, Any], int]:
 
 
 def record(results: Results, summary: dict[str, Any]) -> None:
-    """Rows per round of turns; checks: equality of all tokens with and without offload."""
+    """Rows per round of turns; checks: equality of all tokens with and without offload.
+
+    Raises:
+      ValueError: the runs have different numbers of answers.
+    """
     rounds = summary["rounds"]
     others = [name for name in rounds if name != RUN]
     cases = {
@@ -63,7 +67,8 @@ def record(results: Results, summary: dict[str, Any]) -> None:
         for name in rounds
     }
     for name in others:
-        unequal = sum(map(_unequal_tokens, answers[RUN], answers[name]))
+        pairs = zip(answers[RUN], answers[name], strict=True)
+        unequal = sum(_unequal_tokens(*pair) for pair in pairs)
         results.check(f"tokens equal to run '{name}'", unequal, "==", 0, UNEQUAL)
     # Equal tokens prove nothing unless pages were reloaded.
     loaded = sum(row["on host"] for row in rounds[RUN])
@@ -82,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results("demo")
     record(results, summary)
     results.save(flags.out)
-    return code
+    return code or results.exit_code
 
 
 if __name__ == "__main__":

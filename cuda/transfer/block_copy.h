@@ -23,9 +23,9 @@ namespace ffi = xla::ffi;
 // each attribute adds host time to each call.
 using CopyAttribute = ffi::Span<const int64_t>;
 
-// The public function of a copy: the first number of the attribute.
+// The public function of a copy: the first number of the attribute, without the scope.
 inline Operation operation_of(CopyAttribute attribute) {
-  return attribute.size() ? static_cast<Operation>(attribute[0]) : Operation::kUnknown;
+  return attribute.size() ? static_cast<Operation>(attribute[0] & 0xff) : Operation::kUnknown;
 }
 
 // In the order of the attribute.

@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxkv.metadata import BatchMetadata
 
 # Full float32 products (no TF32): the batch composition changes results by float32 rounding only.
 einsum = partial(jnp.einsum, precision="highest")
+einsum_float32 = partial(einsum, preferred_element_type=jnp.float32)
 
 IMPLEMENTATIONS = ("flash", "xla")
 XLA_TILE = 16  # query tokens of one sequence that share a gather of keys and values
@@ -46,8 +48,8 @@ def select(implementation: str | None, dtype: np.dtype, head_dim: int) -> str:
 
 
 def attend(
-    implementation: str, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: BatchMetadata
-) -> jax.Array:
+    implementation: str, q: Array, k_pages: Array, v_pages: Array, rows: BatchMetadata
+) -> Array:
     """Attention of new tokens to all tokens of their own sequence up to themselves.
 
     Args:
@@ -72,9 +74,7 @@ def num_splits(num_rows: int, kv_heads: int, max_tokens: int) -> int:
     return max(1, min(NUM_SMS // (num_rows * kv_heads), max_tokens // 256, 32))
 
 
-def _attend_flash(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: BatchMetadata
-) -> jax.Array:
+def _attend_flash(q: Array, k_pages: Array, v_pages: Array, rows: BatchMetadata) -> Array:
     """Rows of one token, or of any number: then each tile of query tokens is a row of the kernel.
 
     The package (0.2.3) rejects `cu_seqlens_q` together with a page table. A thread block computes
@@ -86,7 +86,7 @@ def _attend_flash(
     if len(q) == rows.max_num_reqs:
         splits = num_splits(len(q), k_pages.shape[2], rows.max_blocks * rows.block_size)
         cache |= {"cache_seqlens": rows.seq_lens, "page_table": rows.block_table}
-        decoded: jax.Array = flash_mha_with_kvcache(q[:, None], **cache, num_splits=splits)
+        decoded: Array = flash_mha_with_kvcache(q[:, None], **cache, num_splits=splits)
         return decoded[:, 0]
     index, row = _query_tiles(len(q), rows, FLASH_TILE)
     # Causal: the last query token of a tile, which none of its padding follows, sees all keys.
@@ -98,9 +98,7 @@ def _attend_flash(
     return jnp.zeros_like(q).at[index].set(out, mode="drop")
 
 
-def _attend_xla(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: BatchMetadata
-) -> jax.Array:
+def _attend_xla(q: Array, k_pages: Array, v_pages: Array, rows: BatchMetadata) -> Array:
     """Query tokens in tiles of one sequence each, which visit only the pages of that sequence."""
     num_tokens, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2], rows.block_size
@@ -112,38 +110,34 @@ def _attend_xla(
     tiles = jnp.moveaxis(tiles, 1, 3)  # [tiles, kv_heads, group, tile, head_dim]
     key_block = KEY_BLOCK.get(jax.default_backend(), 64)
     width = min(-(-key_block // page_size), rows.max_blocks)  # pages in an iteration
+    num_keys = width * page_size
     table = jnp.pad(rows.block_table, ((0, 0), (0, -rows.max_blocks % width)))[row]
 
-    def visit(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def visit(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         highest, total, out = carry
         pages = jax.lax.dynamic_slice_in_dim(table, i * width, width, axis=1)
-        k, v = (
-            x[pages].reshape(len(pages), width * page_size, kv_heads, head_dim)
-            for x in (k_pages, v_pages)
-        )
-        key = i * width * page_size + jnp.arange(width * page_size)
+        shape = (len(pages), num_keys, kv_heads, head_dim)
+        k, v = (x[pages].reshape(shape) for x in (k_pages, v_pages))
+        key = i * num_keys + jnp.arange(num_keys)
         seen = (key <= position[:, :, None])[:, None, None]
-        scores = einsum("nhgqd,nkhd->nhgqk", tiles, k, preferred_element_type=jnp.float32)
+        scores = einsum_float32("nhgqd,nkhd->nhgqk", tiles, k)
         scores = jnp.where(seen, scores * head_dim**-0.5, -1e30)
         new_highest = jnp.maximum(highest, scores.max(-1))
         weights = jnp.where(seen, jnp.exp(scores - new_highest[..., None]), 0)
         keep = jnp.exp(highest - new_highest)
-        added = einsum(
-            "nhgqk,nkhd->nhgqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )
+        added = einsum_float32("nhgqk,nkhd->nhgqd", weights.astype(v.dtype), v)
         return new_highest, keep * total + weights.sum(-1), keep[..., None] * out + added
 
     empty = jnp.zeros(tiles.shape[:-1], jnp.float32)
     longest = jnp.max(jnp.where(index[:, -1] < num_tokens, context, 0))
-    bound = -(-longest // (width * page_size))
     init = (empty - 1e30, empty, jnp.zeros(tiles.shape, jnp.float32))
-    _, total, out = jax.lax.fori_loop(0, bound, visit, init)
+    _, total, out = jax.lax.fori_loop(0, -(-longest // num_keys), visit, init)
     out = out / jnp.where(total > 0, total, 1)[..., None]
     out = jnp.moveaxis(out, 3, 1).reshape(*index.shape, heads, head_dim)
     return jnp.zeros_like(q).at[index].set(out.astype(q.dtype), mode="drop")
 
 
-def _query_tiles(num_tokens: int, rows: BatchMetadata, size: int) -> tuple[jax.Array, jax.Array]:
+def _query_tiles(num_tokens: int, rows: BatchMetadata, size: int) -> tuple[Array, Array]:
     """Token indices of each tile, and the row of each tile.
 
     Indices are `num_tokens` in padding, which precedes the tokens of a row's first tile.

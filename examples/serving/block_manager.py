@@ -41,7 +41,7 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._loading: set[bytes] = set()
+        self._loading: dict[bytes, jaxkv.OffloadCopy] = {}
         self.host = host
 
     def admit(self, keys: Sequence[bytes], num_pages: int) -> Placement | None:
@@ -73,14 +73,13 @@ class BlockManager:
         if absent:
             load = self.host.load([keys[place] for place in absent], [pages[p] for p in absent])
             placement.load = self._held(load)
-            self._loading.update(load.keys)
+            self._loading.update(dict.fromkeys(load.keys, load))
         pages += [self._new_page() for _ in range(num_pages - len(pages))]
         return placement
 
     def grow(self, placement: Placement) -> bool:
         """Adds a page for the next tokens; False if all pages are in use."""
-        room = bool(self._free or self._cached)
-        if room:
+        if room := bool(self._free or self._cached):
             placement.pages.append(self._new_page())
         return room
 
@@ -93,12 +92,26 @@ class BlockManager:
         """The copies of the next step; their pages are used behind its waits."""
         batch = self.host.next_batch()
         for copy in batch.copies:
-            if copy.issued and copy.kind == "load":
-                self._loading.difference_update(copy.keys)
-                self._name(copy.device_pages, copy.keys)
             if copy.issued:
-                self.release(copy.device_pages)
+                self._let_go(copy)
         return batch
+
+    def poll(self) -> set[int]:
+        """Ends copies; returns the pages of failed loads, which are not found any more."""
+        failed = [copy for copy in self.host.poll() if copy.failed and copy.kind == "load"]
+        for copy in failed:
+            if self._loading.get(copy.keys[0]) is copy:  # a block was discarded before its start
+                self._let_go(copy)
+            self.forget(copy.device_pages, copy.keys)
+        return {page for copy in failed for page in copy.device_pages}
+
+    def forget(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Pages are not found any more by these keys."""
+        for page, key in zip(pages, keys, strict=False):
+            if self._page_of.get(key) == page:
+                self._take(page)
+                del self._page_of[key], self._key_of[page]
+                self.release([page])  # free, if no one else uses it
 
     def release(self, pages: Sequence[int]) -> None:
         """Releases the pages of a request; its last pages are evicted first."""
@@ -119,6 +132,14 @@ class BlockManager:
         for page in copy.device_pages:
             self._take(page)
         return copy
+
+    def _let_go(self, copy: jaxkv.OffloadCopy) -> None:
+        """No later batch has pages of this copy."""
+        for key in copy.keys if copy.kind == "load" else ():
+            del self._loading[key]
+        if copy.kind == "load" and not copy.failed:
+            self._name(copy.device_pages, copy.keys)
+        self.release(copy.device_pages)
 
     def _take(self, page: int) -> None:
         self._cached.pop(page, None)

@@ -56,10 +56,8 @@ class Engine:
         tiers: Callable[[jaxkv.HostPool], Sequence[Tier]] = lambda pool: (), weights: str = "",
     ):  # fmt: skip
         if limits.pages_per_request > num_hbm_pages:
-            raise ValueError(
-                f"num_hbm_pages={num_hbm_pages}: a request may need "
-                f"pages_per_request={limits.pages_per_request}"
-            )
+            need = f"a request may need pages_per_request={limits.pages_per_request}"
+            raise ValueError(f"num_hbm_pages={num_hbm_pages}: {need}")
         self.config, self.limits, dtype = config, limits, params["norm"].dtype
         self.spec = config.cache_spec(limits.page_size, dtype)
         mesh, axis = (memory.mesh, "tp") if memory else (None, None)
@@ -73,11 +71,9 @@ class Engine:
         self.state = State(cache, jnp.zeros(limits.batch, jnp.int32, device=self._replicated))
         self.pool: jaxkv.HostPool | None = None
         if num_host_pages:
-            self.pool = jaxkv.HostPool.create(
-                self.spec, num_pages=num_host_pages, layout=layout, **where
-            )
-        below = tiers(self.pool) if self.pool else ()
-        sizes = (limits.copy_pages,)
+            where |= {"num_pages": num_host_pages, "layout": layout}
+            self.pool = jaxkv.HostPool.create(self.spec, **where)
+        below, sizes = tiers(self.pool) if self.pool else (), [limits.copy_pages]
         self.host = jaxkv.OffloadEngine(self.pool or 0, batch_sizes=sizes, tiers=below)
         self.blocks = BlockManager(num_hbm_pages, self.host)
         attention = attention_module.select(attention, dtype, config.head_dim)
@@ -107,22 +103,20 @@ class Engine:
     def check(self, request: Request) -> None:
         """ValueError: an empty prompt, or more tokens than `pages_per_request` pages hold."""
         size, limit = self.limits.page_size, self.limits.pages_per_request
-        length = len(request.prompt) + request.max_new_tokens
-        if not request.prompt or request.max_new_tokens < 1 or length > size * limit:
+        prompt, new = len(request.prompt), request.max_new_tokens
+        if min(prompt, new) < 1 or prompt + new > size * limit:
             raise ValueError(
-                f"request: {len(request.prompt)} prompt tokens and {request.max_new_tokens} new "
-                f"ones; at least 1 each, and {size * limit} in all (pages_per_request={limit} of "
-                f"{size} tokens)"
+                f"request: {prompt} prompt tokens and {new} new ones; at least 1 each, and "
+                f"{size * limit} in all (pages_per_request={limit} of {size} tokens)"
             )
 
     def step(self) -> None:
         """Dispatches a step and reads the tokens of the one before, the only host sync."""
         with jaxkv.forbid_host_sync():
-            self.host.poll()
+            self._compute_anew(self.blocks.poll())
             self._admit()
             copies = self.blocks.next_batch()
-            rows = self._schedule()
-            previous = self._previous
+            rows, previous = self._schedule(), self._previous
             self._previous = self._dispatch(rows, copies) if rows or copies.copies else None
             if previous:
                 self._finish(previous)
@@ -135,16 +129,25 @@ class Engine:
             self._remove(request)
             request.finished = True
 
+    def _compute_anew(self, failed: set[int]) -> None:
+        """Preempts requests with pages of failed loads; what they have computed is not found."""
+        for request in self.running[::-1] if failed else []:
+            placement = request.placement
+            if placement and not failed.isdisjoint(placement.pages):
+                found = placement.found_in_hbm + placement.loaded
+                self.blocks.forget(placement.pages, request.keys)
+                self.host.discard(request.keys[found : request.published])
+                self._preempt(request)
+
     def _admit(self) -> None:
         """Starts waiting requests, in order, while there are rows, and pages for their tokens."""
         while self.waiting and self._slots:
             request, size = self.waiting[0], self.limits.page_size
-            if request.prefetch and not request.prefetch.done:
-                return
+            if request.in_flight or (request.prefetch and not request.prefetch.done):
+                return  # its last token is not known, or its blocks are not there
             # The last token is always computed, to obtain the next logits.
             keys = request.keys[: (len(request.tokens) - 1) // size]
-            placement = self.blocks.admit(keys, -(-len(request.tokens) // size))
-            if placement is None:
+            if not (placement := self.blocks.admit(keys, -(-len(request.tokens) // size))):
                 return
             self.running.append(self.waiting.popleft())
             request.slot, request.placement = self._slots.pop(), placement
@@ -196,9 +199,13 @@ class Engine:
         """Dispatches a step and records what it computes."""
         total = sum(count for _, count in rows)
         sizes = self.limits.token_sizes if total > len(rows) else [self.limits.batch]
-        inputs = self._inputs(rows, copies, next(size for size in sizes if size >= total))
         sampled = [request if request.missing == count else None for request, count in rows]
-        chosen = self._run(inputs, any(request.sampling.temperature > 0 for request, _ in rows))
+        try:
+            inputs = self._inputs(rows, copies, next(size for size in sizes if size >= total))
+            chosen = self._run(inputs, any(request.sampling.temperature > 0 for request, _ in rows))
+        except Exception:
+            self.host.abandon(copies)
+            raise
         self.host.issue(copies, chosen)
         for request, count in rows:
             request.computed += count
@@ -232,8 +239,7 @@ class Engine:
         return Inputs(tokens, source, batch, slots, sampling, copies)
 
     def _run(self, inputs: Inputs, sampling: bool) -> jax.Array:
-        program = self._program._replace(sampling=sampling)
-        run = jitted(inputs)
+        run, program = jitted(inputs), self._program._replace(sampling=sampling)
         self.state, chosen, stored = run(program, self.params, self.state, self.pool, inputs)
         self.pool = stored or self.pool
         chosen.copy_to_host_async()

@@ -71,11 +71,10 @@ class Config:
 
 def partition(name: str, shape: tuple[int, ...]) -> jax.P:
     """Tensor-parallel sharding of a parameter: heads and MLP columns over the axis "tp"."""
-    if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+    layer = name.removesuffix(".weight")
+    if layer.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
         return jax.P("tp", None)
-    if name.endswith(("gate_proj.weight", "up_proj.weight")):
-        return jax.P("tp", None)
-    return jax.P(None, "tp") if name.endswith(("o_proj.weight", "down_proj.weight")) else jax.P()
+    return jax.P(None, "tp") if layer.endswith(("o_proj", "down_proj")) else jax.P()
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -100,14 +99,10 @@ def write(pages: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def forward(
-    config: Config,
-    params: Params,
-    layer_pages: Callable[..., tuple[jax.Array, ...]],
-    tokens: jax.Array,
-    rows: BatchMetadata,
-    attention: str = "xla",
+    config: Config, params: Params, layer_pages: Callable[..., tuple[jax.Array, ...]],
+    tokens: jax.Array, rows: BatchMetadata, attention: str = "xla",
     reduce: Callable[[jax.Array], jax.Array] = lambda x: x,
-) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array], ...]]:
+) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array], ...]]:  # fmt: skip
     """Writes the keys and values of new tokens to their pages and computes causal attention.
 
     Args:
@@ -131,7 +126,7 @@ def forward(
     for i, layer in enumerate(params["layers"]):
         h = rms_norm(x, layer["input_layernorm"], eps)
         q, k, v = (
-            einsum("ti,oi->to", h, layer[f"self_attn.{name}_proj"]).reshape(heads) for name in "qkv"
+            einsum("ti,oi->to", h, layer[f"self_attn.{n}_proj"]).reshape(heads) for n in "qkv"
         )
         q = rotate(rms_norm(q, layer["self_attn.q_norm"], eps), positions, theta)
         k = rotate(rms_norm(k, layer["self_attn.k_norm"], eps), positions, theta)

@@ -82,4 +82,4 @@ class Request:
         """Whether a step may compute more of the request."""
         load = self.placement.load if self.placement else None
         left = len(self.prompt) + self.max_new_tokens - len(self.tokens) - self.in_flight
-        return (load is None or load.issued) and left > 0
+        return (load is None or (load.issued and not load.failed)) and left > 0

@@ -16,8 +16,8 @@ class Sampling:
 
     Attributes:
       temperature: divisor of the logits; 0: the most likely token.
-      top_p: sum of the probabilities of the tokens to choose from, in (0, 1].
-      top_k: number of tokens to choose from; 0: all.
+      top_p: sum of the probabilities of the tokens to choose from, in (0, 1]; at least one token.
+      top_k: number of tokens to choose from; 0, or more than there are: all.
       seed: equal seeds and prompts give equal answers, whatever else is in the batch.
     """
 
@@ -28,10 +28,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and 0 < self.top_p <= 1 and self.top_k >= 0):
-            raise ValueError(
-                "temperature must be >= 0, top_p in (0, 1] and top_k >= 0, got "
-                f"{self.temperature}, {self.top_p} and {self.top_k}"
-            )
+            got = f"{self.temperature}, {self.top_p} and {self.top_k}"
+            raise ValueError(f"temperature must be >= 0, top_p in (0, 1], top_k >= 0, got {got}")
 
 
 GREEDY = Sampling()
@@ -51,7 +49,7 @@ class SamplingRows(NamedTuple):
         return cls(
             np.array([row.temperature for row in rows], np.float32),
             np.array([row.top_p for row in rows], np.float32),
-            np.array([row.top_k for row in rows], np.int32),
+            np.array([min(row.top_k, np.iinfo(np.int32).max) for row in rows], np.int32),
             np.array([row.seed % 2**32 for row in rows], np.uint32),
         )
 
@@ -72,7 +70,7 @@ def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.A
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     rank = jnp.arange(logits.shape[1])
     top_k = jnp.where(rows.top_k > 0, rows.top_k, len(rank))[:, None]
-    kept = (before < rows.top_p[:, None]) & (rank < top_k)
+    kept = ((before < rows.top_p[:, None]) | (rank == 0)) & (rank < top_k)
     least = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
     drawn = jnp.where(scaled >= least, scaled + jax.vmap(noise)(rows.seed, positions), -jnp.inf)
     return jnp.where(rows.temperature > 0, drawn.argmax(-1), greedy(logits)).astype(jnp.int32)

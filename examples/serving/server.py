@@ -108,7 +108,8 @@ class Server:
             prompt = self._prompt(fields, chat)
             request, stop = self._request(fields, prompt)
             self.thread.engine.check(request)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            usage = bool((fields.get("stream_options") or {}).get("include_usage"))
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise HTTPException(400, f"{type(error).__name__}: {error}") from error
         texts = self._texts(request, stop)
         head = {
@@ -118,7 +119,6 @@ class Server:
             "model": self.model,
         }
         if fields.get("stream"):
-            usage = bool((fields.get("stream_options") or {}).get("include_usage"))
             events = self._events(head, request, texts, chat, usage)
             return StreamingResponse(events, media_type="text/event-stream")
         text = "".join([piece async for piece in texts])

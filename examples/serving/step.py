@@ -17,8 +17,6 @@ from jaxkv.metadata import BatchMetadata
 from .model import Config, Params, forward, partition
 from .sampling import Array, SamplingRows, greedy, sample
 
-P = jax.P
-
 
 class Program(NamedTuple):
     """Static arguments of a step."""
@@ -26,7 +24,7 @@ class Program(NamedTuple):
     config: Config
     attention: str  # implementation, see attention.py
     memory: jaxkv.SymmetricMemory | None = None  # of the tensor-parallel axis "tp"
-    pool: P | None = None  # sharding of the host pool
+    pool: jax.P | None = None  # sharding of the host pool
     sampling: bool = False  # False: all rows are greedy
 
 
@@ -52,21 +50,13 @@ def _step(
     program: Program, params: Params, state: State, pool: jaxkv.HostPool | None, inputs: Inputs
 ) -> tuple[State, jax.Array, jaxkv.HostPool | None]:
     """A step on one device; returns the state, the sampled tokens int32[B], and a stored pool."""
-    cache, last = state
+    (cache, last), (config, attention, memory, _, sampling) = state, program
     copies: Any = inputs.copies.start(pool, cache)
-
-    def reduce(x: jax.Array) -> jax.Array:
-        summed: jax.Array = jaxkv.all_reduce(program.memory, x, "tp") if program.memory else x
-        return summed
-
+    reduce: Any = (lambda x: jaxkv.all_reduce(memory, x, "tp")) if memory else lambda x: x
     chosen = last.at[inputs.source].get(mode="clip")
     tokens = jnp.where(inputs.source < 0, inputs.tokens, chosen)
-    logits, layers = forward(
-        program.config, params, copies.wait, tokens, inputs.rows, program.attention, reduce
-    )
-    sampled = greedy(logits)
-    if program.sampling:
-        sampled = sample(logits, inputs.sampling, inputs.rows.seq_lens)
+    logits, layers = forward(config, params, copies.wait, tokens, inputs.rows, attention, reduce)
+    sampled = sample(logits, inputs.sampling, inputs.rows.seq_lens) if sampling else greedy(logits)
     last = last.at[inputs.slots].set(sampled, mode="drop")
     stored = copies.pool if inputs.copies.kind == "store" else None
     return State(dataclasses.replace(cache, layers=layers), last), sampled, stored
@@ -75,15 +65,11 @@ def _step(
 def _sharded_step(program: Program, *arrays: Any) -> Any:
     step = partial(_step, program)
     if program.memory:
-        heads: Any = P(None, None, "tp")  # of all arrays of the cache
-        state: Any = State(heads, P())  # type: ignore[arg-type]
-        step = jax.shard_map(
-            step,
-            mesh=program.memory.mesh,
-            in_specs=(program.config.build(partition), state, program.pool, P()),
-            out_specs=(state, P(), program.pool),
-            check_vma=False,
-        )
+        heads: Any = jax.P(None, None, "tp")  # of all arrays of the cache
+        state: Any = State(heads, jax.P())  # type: ignore[arg-type]
+        inputs = (program.config.build(partition), state, program.pool, jax.P())
+        specs: Any = {"in_specs": inputs, "out_specs": (state, jax.P(), program.pool)}
+        step = jax.shard_map(step, mesh=program.memory.mesh, **specs, check_vma=False)
     return step(*arrays)
 
 

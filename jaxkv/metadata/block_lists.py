@@ -100,8 +100,10 @@ def _visible(
     if ranges is not None:
         start, end = ranges[..., 0], ranges[..., 1]
         meets = (start < end) & (start <= last[:, None]) & (end >= first[:, None])
-        low = jnp.minimum(low, jnp.min(jnp.where(meets, start, everything), axis=1))
-        high = jnp.maximum(high, jnp.max(jnp.where(meets, end + 1, 0), axis=1))
+        first_met = jnp.min(jnp.where(meets, start, everything), axis=1, initial=everything)
+        end_met = jnp.max(jnp.where(meets, end + 1, 0), axis=1, initial=0)
+        low = jnp.minimum(low, first_met)
+        high = jnp.maximum(high, end_met)
     return low, high
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.metadata.checks import at_least_1, integers
-from jaxkv.metadata.segments import Array, count_before, on_device, row_of
+from jaxkv.metadata.segments import Array, count_before, int32_on_device, on_device, row_of
 
 PAD_SLOT = -1  # slot of a token that is not stored in this rank's cache
 NULL_BLOCK = 0  # block id of padding; never allocated by the scheduler
@@ -268,15 +268,21 @@ def slot_mapping(
       cp_interleave: consecutive tokens on one rank.
 
     Raises:
-      ValueError: `cp_interleave` does not divide the block size, a size below 1, or a rank outside
-        the group.
+      ValueError: `positions` not of shape [T] or not integers, `cp_interleave` does not divide the
+        block size, a size below 1, or a rank outside the group.
     """
-    _check_context_parallel(cp_world_size, cp_rank, cp_interleave, "cp_")
+    cp_world_size, cp_rank, cp_interleave = _context_parallel(
+        cp_world_size, cp_rank, cp_interleave, "cp_"
+    )
     if batch.block_size % cp_interleave:
         raise ValueError(
             f"cp_interleave={cp_interleave} tokens must divide block_size={batch.block_size} tokens"
         )
-    batch = on_device(batch)
+    if np.shape(positions) != (batch.max_num_tokens,):
+        raise ValueError(
+            f"positions must be [{batch.max_num_tokens} tokens], got {np.shape(positions)}"
+        )
+    batch, positions = on_device(batch), int32_on_device("positions", positions)
     virtual_size = batch.block_size * cp_world_size
     row = token_to_request(batch.query_start_loc, batch.max_num_tokens)
     column = positions // virtual_size
@@ -308,21 +314,28 @@ def dcp_local_seq_lens(
     Raises:
       ValueError: a size below 1, or a rank outside the group.
     """
-    _check_context_parallel(world_size, 0 if rank is None else rank, interleave)
+    world_size, of_rank, interleave = _context_parallel(
+        world_size, 0 if rank is None else rank, interleave
+    )
     if rank is None:
-        rank, seq_lens = jnp.arange(world_size, dtype=jnp.int32), seq_lens[:, None]
+        of_rank, seq_lens = jnp.arange(world_size, dtype=jnp.int32), seq_lens[:, None]
     base = seq_lens // interleave // world_size * interleave
-    rest = seq_lens - base * world_size - rank * interleave
+    rest = seq_lens - base * world_size - of_rank * interleave
     return base + jnp.clip(rest, 0, interleave)
 
 
-def _check_context_parallel(
+def _context_parallel(
     world_size: int, rank: int | jax.Array, interleave: int, prefix: str = ""
-) -> None:
-    """`prefix` is that of the names of the arguments."""
-    at_least_1(**{f"{prefix}world_size": world_size, f"{prefix}interleave": interleave})
-    if isinstance(rank, int | np.integer) and not 0 <= rank < world_size:
+) -> tuple[int, int | jax.Array, int]:
+    """The arguments as Python integers, or int32; `prefix` is that of their names."""
+    world_size, interleave = at_least_1(
+        **{f"{prefix}world_size": world_size, f"{prefix}interleave": interleave}
+    )
+    if not isinstance(rank, int | np.integer):
+        return world_size, int32_on_device(f"{prefix}rank", rank), interleave
+    if not 0 <= rank < world_size:
         raise ValueError(f"{prefix}rank must be in [0, {world_size}), got {rank}")
+    return world_size, int(rank), interleave
 
 
 def logits_indices(batch: BatchMetadata) -> jax.Array:

@@ -88,12 +88,17 @@ def build(
 
     Example: on an H200, `num_sms=132`; for a head size of 128, `block_m=128, block_n=128`.
     """
-    _check_arguments(batch.max_num_reqs, num_q_heads, num_kv_heads, causal, local)
-    v_dim = head_dim if head_dim_v is None else head_dim_v
-    at_least_1(head_dim=head_dim, head_dim_v=v_dim, bytes_per_element=bytes_per_element)
+    num_q_heads, num_kv_heads, head_dim, v_dim, bytes_per_element = at_least_1(
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+        bytes_per_element=bytes_per_element,
+    )
     block_m, block_n, num_splits, num_sms = at_least_1(
         block_m=block_m, block_n=block_n, num_splits=num_splits, num_sms=num_sms
     )
+    _check_arguments(batch.max_num_reqs, num_q_heads, num_kv_heads, causal, local)
     group = num_q_heads // num_kv_heads
     heads, packed, spread = (num_kv_heads, group, 1) if pack_gqa else (num_q_heads, 1, group)
     batch = on_device(batch)
@@ -116,7 +121,6 @@ def _check_arguments(
     max_num_reqs: int, num_q_heads: int, num_kv_heads: int, causal: bool, local: bool
 ) -> None:
     check_has_rows(max_num_reqs)
-    at_least_1(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
     if max_num_reqs > MAX_SORTED_BATCH:
         raise ValueError(
             f"batch: {max_num_reqs} rows exceed the {MAX_SORTED_BATCH} rows that FlashAttention's "

@@ -16,11 +16,17 @@ from .common import BatchMetadata
 from .pages import page_limit
 from .splits import Split
 
-Part = tuple[jax.Array, jax.Array, jax.Array]
+
+class Part(NamedTuple):
+    """Fields of `flashinfer.PagedPart`."""
+
+    qo_indptr: jax.Array
+    paged_kv_indptr: jax.Array
+    paged_kv_last_page_len: jax.Array
 
 
 class KernelResults(NamedTuple):
-    """Fields of `flashinfer.PagedMetadata`; the parts are the fields of `PagedPart`."""
+    """Fields of `flashinfer.PagedMetadata`."""
 
     split: Split
     slot_mapping: jax.Array
@@ -66,8 +72,19 @@ def build_in_one_kernel(
         block_size=np.int64(batch.block_size),
         decode_threshold=np.int64(decode_threshold),
     )
-    split, (total, *starts) = Split(*numbers[:4]), numbers[4:]
+    split, total = Split(*numbers[:4]), numbers[4]
+    decode, prefill = Part(*numbers[5:8]), Part(*numbers[8:])
     if limit < batch.block_table.size:
         pages = check_bounds(pages, max_pages=(total, limit))
-    decode, prefill = tuple(starts[:3]), tuple(starts[3:])
-    return KernelResults(split, slots, pages, decode, prefill)  # type: ignore[arg-type]
+        decode, prefill = _behind(pages, decode), _behind(pages, prefill)
+    return KernelResults(split, slots, pages, decode, prefill)
+
+
+def _behind(checked: jax.Array, part: Part) -> Part:
+    """`part`, whose truncated field depends on `checked`; otherwise DCE could remove the check.
+
+    Not by a check of its own, which would count an error again, nor by an optimization barrier,
+    whose unused operands XLA removes.
+    """
+    negative = checked[0] | np.int32(np.iinfo(np.int32).min)  # XLA does not know that it is
+    return part._replace(paged_kv_indptr=jnp.maximum(part.paged_kv_indptr, negative))

@@ -25,7 +25,7 @@ from jaxkv.metadata.common import (
     num_computed_tokens,
     token_to_request,
 )
-from jaxkv.metadata.segments import Array, on_device
+from jaxkv.metadata.segments import Array, int32_on_device, on_device
 
 
 @jax.tree_util.register_dataclass
@@ -137,7 +137,7 @@ def build(
 
     Raises:
       ValueError: a window below 1 token, a cache without blocks, more slots than int32 can
-        represent, or ranges of the wrong shape.
+        represent, or ranges of the wrong shape or not integers.
     """
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be >= 1 token, got {sliding_window}")
@@ -147,9 +147,7 @@ def build(
         raise ValueError(
             f"num_blocks={num_blocks} blocks of {batch.block_size} tokens exceed 2**31 slots"
         )
-    if mm_prefix_range is not None:
-        check_rows("mm_prefix_range", mm_prefix_range, batch.max_num_reqs, "ranges", 2)
-    batch, ranges = on_device(batch), on_device(mm_prefix_range)
+    batch, ranges = on_device(batch), _ranges(batch, mm_prefix_range)
     logical = physical_to_logical(batch, num_blocks)
     blocks = mapped_blocks(batch) if updatable else None
     return _metadata(batch, (logical, blocks), causal, sliding_window, ranges)
@@ -175,7 +173,7 @@ def update(
 
     Raises:
       ValueError: `metadata` is not updatable or has other bounds than the batch, or ranges of the
-        wrong shape.
+        wrong shape or not integers.
     """
     mapped = metadata.mapped_blocks
     if mapped is None:
@@ -187,12 +185,17 @@ def update(
             f"flex.update: metadata has (rows, blocks per row, tokens per block) {bounds}, must "
             f"have those of the batch, {wanted}"
         )
-    if mm_prefix_range is not None:
-        check_rows("mm_prefix_range", mm_prefix_range, batch.max_num_reqs, "ranges", 2)
-    batch, ranges = on_device(batch), on_device(mm_prefix_range)
+    batch, ranges = on_device(batch), _ranges(batch, mm_prefix_range)
     blocks = mapped_blocks(batch)
     logical = updated(jnp.asarray(metadata.physical_to_logical), mapped, blocks)
     return _metadata(batch, (logical, blocks), metadata.causal, metadata.sliding_window, ranges)
+
+
+def _ranges(batch: BatchMetadata, mm_prefix_range: Array | None) -> jax.Array | None:
+    if mm_prefix_range is None:
+        return None
+    check_rows("mm_prefix_range", mm_prefix_range, batch.max_num_reqs, "ranges", 2)
+    return int32_on_device("mm_prefix_range", mm_prefix_range)
 
 
 def _metadata(

@@ -11,9 +11,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.metadata.common import BatchMetadata
-from jaxkv.metadata.segments import Array, on_device
+from jaxkv.metadata.segments import Array, int32_on_device
 
 
 @jax.tree_util.register_dataclass
@@ -43,17 +44,21 @@ def build(batch: BatchMetadata, logits_indices: Array, num_logits: int | Array) 
     Args:
       batch: the batch.
       logits_indices: int32[N], token indices in increasing order; see `common.logits_indices`.
-      num_logits: int32[], number of valid indices.
+      num_logits: int32[], number of valid indices; up to N.
 
     Raises:
-      ValueError: `logits_indices` is not of shape [N] with N >= 1.
+      ValueError: `logits_indices` are not integers of shape [N] with N >= 1, or `num_logits`, if
+        known on the host, is outside [0, N].
     """
     if logits_indices.ndim != 1 or not logits_indices.size:
         raise ValueError(
             f"logits_indices must be int32[N] with N >= 1, got shape {logits_indices.shape}"
         )
-    logits_indices = on_device(logits_indices)
-    size, num_logits = logits_indices.shape[0], jnp.asarray(num_logits, jnp.int32)
+    size = logits_indices.shape[0]
+    if isinstance(num_logits, int | np.integer | np.ndarray) and not 0 <= num_logits <= size:
+        raise ValueError(f"num_logits must be in [0, {size}], got {num_logits}")
+    logits_indices = int32_on_device("logits_indices", logits_indices)
+    num_logits = int32_on_device("num_logits", num_logits)
     wanted = jnp.arange(size, dtype=jnp.int32) < num_logits
     # Masked reduction as in `prefix_sum`: needed tokens before the first one of each row.
     before = wanted & (logits_indices < batch.query_start_loc[:, None])

@@ -10,6 +10,7 @@ block table on both sides.
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,7 @@ def build(batch: BatchMetadata, chunk_size: int) -> LocalAttention:
     Raises:
       ValueError: `chunk_size` is not a positive multiple of the block size.
     """
+    chunk_size = operator.index(chunk_size)  # NumPy integers would promote int32 to int64 under x64
     if chunk_size < 1 or chunk_size % batch.block_size:
         raise ValueError(
             f"chunk_size={chunk_size} tokens must be a positive multiple of "

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxkv.metadata.checks import check_rows
+from jaxkv.metadata.checks import at_least_1, check_rows
 from jaxkv.metadata.common import (
     NULL_BLOCK,
     BatchMetadata,
@@ -27,6 +27,7 @@ from jaxkv.metadata.common import (
 from jaxkv.metadata.segments import (
     Array,
     cdiv,
+    int32_on_device,
     on_device,
     prefix_sum,
     row_of,
@@ -148,7 +149,7 @@ def build(
       ValueError: an unknown mode, a chunk size below 1, a negative number of draft tokens, a block
         table too narrow for the states of draft tokens, or operands not of shape [B].
     """
-    _check_arguments(mode, chunk_size)
+    chunk_size = _check_arguments(mode, chunk_size)
     _check_rows(batch, is_prefilling, num_accepted_tokens, num_draft_tokens)
     all_states = mode == "all"
     chunk_size = chunk_size or (batch.block_size if all_states else None)
@@ -162,7 +163,9 @@ def build(
     by_mode = _block_columns(batch, computed, computed_p) if all_states else _NO_COLUMNS
     starts_d, accepted_d = None, None
     if num_spec_tokens:
-        accepted = batch.query_lens if num_accepted_tokens is None else num_accepted_tokens
+        accepted = batch.query_lens
+        if num_accepted_tokens is not None:
+            accepted = int32_on_device("num_accepted_tokens", num_accepted_tokens)
         starts_d = starts_from(batch.query_start_loc, 0, first)
         accepted_d = rows_from(accepted, 0, first, fill=1)
     return MambaMetadata(
@@ -199,11 +202,11 @@ def _block_columns(
     return {name: _last_block(batch, n) for name, n in zip(_NO_COLUMNS, ends, strict=True)}
 
 
-def _check_arguments(mode: str, chunk_size: int | None) -> None:
+def _check_arguments(mode: str, chunk_size: int | None) -> int | None:
+    """`chunk_size` as a Python integer."""
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be >= 1 token, got {chunk_size}")
+    return None if chunk_size is None else at_least_1(chunk_size=chunk_size)[0]
 
 
 def _check_rows(batch: BatchMetadata, *of_rows: Array | None) -> None:

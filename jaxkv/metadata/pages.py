@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxkv._src.runtime.bounds import check_bounds
 
+from .checks import at_least_1
 from .common import NULL_BLOCK
 from .segments import Array, on_device, prefix_sum, row_of
 
@@ -17,9 +18,7 @@ def page_limit(block_table: Array, max_pages: int | None) -> int:
     Raises:
       ValueError: below 1.
     """
-    limit = block_table.size if max_pages is None else max_pages
-    if limit < 1:
-        raise ValueError(f"max_pages must be >= 1 page, got {limit}")
+    (limit,) = at_least_1(max_pages=block_table.size if max_pages is None else max_pages)
     return limit
 
 
@@ -28,8 +27,8 @@ def packed_pages(
 ) -> tuple[jax.Array, jax.Array]:
     """Concatenates the first pages of each row of a block table.
 
-    More than `max_pages` pages are an error, counted on the device. Both results are then truncated
-    to `max_pages`, so that consumers do not read out of bounds.
+    More than `max_pages` pages are an error, counted on the device by a program that uses either
+    result. Both are then truncated to `max_pages`, so that consumers do not read out of bounds.
 
     Args:
       block_table: int32[B, W].
@@ -46,11 +45,12 @@ def packed_pages(
     max_rows, width = block_table.shape
     limit = page_limit(block_table, max_pages)
     starts = prefix_sum(num_pages)
+    truncated = limit < max_rows * width
+    if truncated:
+        # Before both results: a program that uses only one of them would lose the check to DCE.
+        starts = check_bounds(starts, max_pages=(starts[-1], limit))
     position = jnp.arange(limit, dtype=jnp.int32)
     row = jnp.minimum(row_of(starts, position), max_rows - 1)
     page = on_device(block_table)[row, jnp.clip(position - starts[row], 0, width - 1)]
     pages = jnp.where(position < starts[-1], page, NULL_BLOCK)
-    if limit < max_rows * width:
-        pages = check_bounds(pages, max_pages=(starts[-1], limit))
-        starts = jnp.minimum(starts, limit)
-    return starts, pages
+    return jnp.minimum(starts, limit) if truncated else starts, pages

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxkv.metadata.checks import check_rows
 from jaxkv.metadata.common import BatchMetadata, token_positions, token_to_request
-from jaxkv.metadata.segments import Array, on_device
+from jaxkv.metadata.segments import Array, int32_on_device
 
 NO_RANGE = -1  # first and last position for a token outside all ranges
 
@@ -143,13 +143,13 @@ def build(batch: BatchMetadata, ranges: Array) -> jax.Array:
       int32[T, 2], first and last position; NO_RANGE for both outside all ranges and for padding.
 
     Raises:
-      ValueError: `ranges` of the wrong shape.
+      ValueError: `ranges` of the wrong shape or not integers.
     """
     check_rows("ranges", ranges, batch.max_num_reqs, "ranges", 2)
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
     row = token_to_request(batch.query_start_loc, batch.max_num_tokens)
     position = token_positions(batch)[:, None]
-    own = on_device(ranges)[row]
+    own = int32_on_device("ranges", ranges)[row]
     first, last = own[..., 0], own[..., 1]
     inside = (first < last) & (first <= position) & (position <= last)
     inside &= (token < batch.query_start_loc[-1])[:, None]

@@ -16,6 +16,7 @@ pages of padding rows are not read.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Literal
 
 import jax
@@ -78,7 +79,7 @@ def build(
         raise ValueError(f'pages must be "table", "flat" or "packed", got {pages!r}')
     if max_pages is not None and pages != "packed":
         raise ValueError(f'max_pages={max_pages} requires pages="packed", got {pages!r}')
-    limit = batch.block_table.size if max_pages is None else max_pages
+    limit = batch.block_table.size if max_pages is None else operator.index(max_pages)
     if limit * batch.block_size >= 2**31:
         remedy = "reduce max_pages" if pages == "packed" else 'use pages="packed" with max_pages'
         raise ValueError(

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxkv.metadata.checks import check_has_rows
 
@@ -31,6 +32,18 @@ def on_device(tree: Any) -> Any:
     NumPy arrays occur when a traced function closes over a batch from the host.
     """
     return jax.tree.map(jnp.asarray, tree)
+
+
+def int32_on_device(name: str, values: ArrayLike) -> jax.Array:
+    """`values` as int32; with jax_enable_x64, int64 of the caller would spread to the results.
+
+    Raises:
+      ValueError: values that are not integers.
+    """
+    array = jnp.asarray(values)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} must be int32, got {array.dtype}")
+    return array.astype(jnp.int32)
 
 
 def cdiv(numerator: IntOrArray, denominator: int) -> IntOrArray:

@@ -11,9 +11,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from .checks import check_has_rows, check_rows
+from .checks import at_least_1, check_has_rows, check_rows
 from .common import BatchMetadata, slot_mapping, token_positions
-from .segments import Array
+from .segments import Array, int32_on_device
 
 _PROGRAMS_2D = 128  # with fewer programs, the kernel without segments leaves SMs idle
 
@@ -75,19 +75,17 @@ def build(
       mm_prefix_range: int32[B, R, 2], see `TritonMetadata`.
 
     Raises:
-      ValueError: a size below 1, or ranges of the wrong shape.
+      ValueError: a size below 1, or ranges of the wrong shape or not integers.
     """
-    sizes = {
-        "num_q_heads": num_q_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "num_softmax_segments": num_softmax_segments,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be >= 1, got {size}")
+    num_q_heads, num_kv_heads, head_dim, num_softmax_segments = at_least_1(
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_softmax_segments=num_softmax_segments,
+    )
     if mm_prefix_range is not None:
         check_rows("mm_prefix_range", mm_prefix_range, batch.max_num_reqs, "ranges", 2)
+        mm_prefix_range = int32_on_device("mm_prefix_range", mm_prefix_range)
     check_has_rows(batch.max_num_reqs)
     threshold = _PROGRAMS_2D // num_kv_heads
     scratch = (threshold, num_q_heads, num_softmax_segments)

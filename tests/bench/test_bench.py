@@ -12,7 +12,7 @@ import pytest
 import jaxkv
 from bench import engines, pages, run_all
 from bench import recurrent_steps as steps
-from bench.harness import host_metadata, records, timestamps
+from bench.harness import host_metadata, records, timestamps, timing
 from bench.harness.blocks import CHOICES, HOST_IDS, KIB, Method
 from bench.harness.main import benchmark_of_devices
 from bench.harness.records import Results
@@ -127,6 +127,15 @@ def test_failure_with_one_number_of_devices_is_recorded_and_keeps_the_others(mon
     assert benchmark_of_devices("x", None, measure, lambda flags: 4)([]) == 1
     failed, complete = ([row.case for row in found.rows] for found in saved)
     assert failed == ["case", "2 devices: RuntimeError: no memory"] and complete == ["case"]
+
+
+def test_failed_check_with_one_number_of_devices_fails(monkeypatch):
+    def measure(results, world, flags):
+        results.check("wrong values", int(world == 2), "==", 0, "values")
+
+    monkeypatch.setattr(Results, "save", lambda self, out: None)
+    main = benchmark_of_devices("x", None, measure, lambda flags: 4)
+    assert (main([]), main(["--devices", "4"])) == (1, 0)
 
 
 def test_added_rows_and_targets_are_printed(capsys):
@@ -264,7 +273,7 @@ def test_combined_method_is_compared_with_the_faster_alternative():
     samples[steps.COMBINED] = [0.72, 0.9, 0.99]
     for batch in (16, 64):
         steps.record_targets(found, f"batch {batch}", batch, samples)
-    error = 1.2533 * 1.4826 * 0.1 / 3**0.5  # the ratios are 0.8, 1, 1.1
+    error = timing.median([0.8, 1, 1.1]).error
     assert [target.got for target in found.targets] == pytest.approx([0.9 / 1.1, 1.0, 1.0])
     assert [target.error for target in found.targets[1:]] == pytest.approx([error] * 2)
     assert [target.met for target in found.targets[1:]] == [False] * 2

@@ -337,9 +337,9 @@ def test_tensor_parallel_target_is_the_ratio_to_psum(monkeypatch):
     stack = tensor_parallel.Stack.__new__(tensor_parallel.Stack)
     stack.world, stack.model = 2, tensor_parallel.SMALL
     times = {
-        tensor_parallel.JAXKV: [8e-3],
-        tensor_parallel.PSUM: [1e-2],
-        tensor_parallel.NO_ALL_REDUCE: [6e-3],
+        tensor_parallel.JAXKV: [8e-3] * 2,
+        tensor_parallel.PSUM: [1e-2] * 2,
+        tensor_parallel.NO_ALL_REDUCE: [6e-3] * 2,
     }
     samples = Samples(times)
     tensor_parallel.record(found, stack, 4, samples)

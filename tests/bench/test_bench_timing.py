@@ -2,11 +2,14 @@
 
 import functools
 import math
+import random
+import statistics
 import types
 
 import pytest
 
 from bench.harness import timing
+from bench.harness.records import Results
 
 pytestmark = pytest.mark.host_only
 
@@ -46,8 +49,30 @@ def test_chain_length_is_the_shortest_accurate_one(seconds, calls):
 
 def test_ratio_is_the_median_of_the_ratios_of_rounds():
     ratio = timing.ratio([2.0, 4.0, 9.0, 40.0], [1.0, 1.0, 3.0, 4.0])
-    # Of 2, 4, 3, 10.
-    assert (ratio, ratio.error) == pytest.approx((3.5, 1.2533 * 1.4826 * 1.0 / 2))
+    want = timing.median([2, 4, 3, 10])
+    assert (ratio, ratio.error) == pytest.approx((3.5, want.error))
+
+
+@pytest.mark.parametrize(("samples", "t"), [([1, 2, 3], 4.5265), ([1, 2, 3, 4, 5], 2.8693)])
+def test_error_of_a_median(samples, t):
+    error = 1.2533 * statistics.stdev(samples) / len(samples) ** 0.5
+    assert timing.median(samples).error == pytest.approx(error * t / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("number", [3, 5, 10])
+@pytest.mark.parametrize("op", ["<=", ">="])
+def test_noise_rarely_meets_a_target_at_the_true_value(number, op):
+    rng, found = random.Random(0), Results("x")
+    for _ in range(3000):
+        samples = [rng.gauss(1, 0.1) for _ in range(number)]
+        found.target("t", timing.median(samples), op, 1, "us")
+    assert sum(bool(target.met) for target in found.targets) <= 0.03 * 3000
+
+
+def test_samples_most_of_which_are_equal_have_an_error():
+    figure = timing.median([0.99, 0.99, 0.99, 1.5, 1.7])
+    assert figure == 0.99 and not Results("x").target("t", figure, "<=", 1, "us").met
+    assert timing.median([0.99] * 5).error == pytest.approx(0)
 
 
 def test_error_of_a_single_sample_is_unknown():
@@ -56,8 +81,9 @@ def test_error_of_a_single_sample_is_unknown():
 
 def test_arithmetic_propagates_errors_of_independent_figures():
     a, b = timing.Figure(8, 0.3), timing.Figure(2, 0.4)
-    made = (a + b, a - b, a * b, a / b, 16 / a, a * 10, a / 4, sum([a, b], timing.Figure(0)))
-    found = [(figure, figure.error) for figure in made]
+    made = [a + b, a - b, a * b, a / b, 16 / a, a * 10, a / 4, sum([a, b], timing.Figure(0))]
+    made += [10 - a, -a]
+    found = [(figure, timing.error_of(figure)) for figure in made]
     assert found == [
         (10, pytest.approx(0.5)),
         (6, pytest.approx(0.5)),
@@ -67,6 +93,8 @@ def test_arithmetic_propagates_errors_of_independent_figures():
         (80, pytest.approx(3)),
         (2, pytest.approx(0.075)),
         (10, pytest.approx(0.5)),
+        (2, 0.3),
+        (-8, 0.3),
     ]
 
 

@@ -53,6 +53,21 @@ def test_demo_target_counts_unequal_tokens(other, unequal):
     assert (found.checks[0].got, found.checks[0].met) == (unequal, unequal == 0)
 
 
+def test_demo_run_without_an_answer_of_the_other_raises():
+    for answers in ([[1], [2]], [[1]]), ([[1]], [[1], [2]]):
+        with pytest.raises(ValueError, match="argument 2 is"):
+            recorded_demo(demo_summary(dict(zip(("offload", "recompute"), answers, strict=True))))
+
+
+@pytest.mark.parametrize(("other", "code", "want"), [([[1]], 0, 0), ([[2]], 0, 1), ([[1]], 2, 2)])
+def test_demo_fails_with_its_example_and_its_checks(other, code, want, monkeypatch):
+    summary = demo_summary({"offload": [[1]], "recompute": other})
+    monkeypatch.setattr(demo, "serve", lambda flags: (summary, code))
+    monkeypatch.setattr(Results, "save", lambda *_: None)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # main sets it if it is unset
+    assert demo.main([]) == want
+
+
 def test_demo_without_pages_from_host_memory_misses_its_target():
     found = recorded_demo(demo_summary({"offload": [[1]], "recompute": [[1]]}, on_host=0))
     assert [target.met for target in found.checks] == [True, False]

@@ -1,10 +1,10 @@
 """Recorded evidence: tables and verdicts follow from the figures in the files."""
 
 import json
+import math
 
 import pytest
 
-from bench.checks import memcheck
 from bench.harness import blocks, peak_bandwidth, records
 from bench.harness.records import Results, Target
 from bench.harness.timing import Figure
@@ -72,6 +72,17 @@ def test_target_is_met_two_standard_errors_from_its_figure(op, want, got, error,
     assert Target("t", op, want, "unit", got, None, error).met is met
 
 
+def test_target_with_a_single_sample_is_not_measured():
+    found = Results("x")
+    single, number, share = (
+        found.target("t", got, "<=", 5, "us") for got in (Figure(4, math.nan), 4, 4.0)
+    )
+    assert (single.got, single.error, single.met) == (None, None, None)
+    assert [(t.got, t.error, t.met) for t in (number, share)] == [(4, 0.0, True), (4, None, True)]
+    assert found.row("a", "time", "us", Figure(4, math.nan), want=("<=", 5)).value == 4
+    assert found.targets[-1].met is None
+
+
 def test_target_with_an_unknown_operator_raises():
     with pytest.raises(ValueError, match="op '~' of target 't' is not one of"):
         Target("t", "~", 1, "unit", 1)
@@ -108,13 +119,6 @@ def test_saved_record_with_out_is_written_twice(tmp_path):
     path = measured().save(tmp_path / "carried", root=tmp_path / "kept")
     copy = tmp_path / "carried" / path.relative_to(tmp_path / "kept")
     assert copy.read_text() == path.read_text()
-
-
-@pytest.mark.parametrize(
-    "dirty, mark", [(True, " + changes"), (False, ""), (None, " (unverified)")]
-)
-def test_revision_text_marks_changed_and_unverified_files(dirty, mark):
-    assert records.File("gpu", "x", "c0ffee" * 6, dirty, {}, [], []).revision == "c0ffeec0f" + mark
 
 
 def test_read_returns_saved_rows_and_targets(saved):
@@ -212,7 +216,7 @@ def test_check_fails_until_documents_are_regenerated(saved, tmp_path, monkeypatc
         path.write_text(README)
     monkeypatch.setattr(evidence, "DOCUMENTS", [readme, targets])
     monkeypatch.setattr(evidence, "draw", lambda files: [])
-    files = records.read(saved)
+    files = [file for file in records.read(saved) if not file.checks]
     monkeypatch.setattr(evidence, "read", lambda *, folder="": [] if folder else files)
     monkeypatch.setattr(staleness, "staleness", lambda *_: None)
     monkeypatch.setattr(staleness, "pending", dict)
@@ -227,6 +231,30 @@ def test_check_fails_until_documents_are_regenerated(saved, tmp_path, monkeypatc
         path.write_text(README)
         assert evidence.main(["--check"]) == 1
         path.write_text(new)
+
+
+@pytest.mark.parametrize(
+    ("failed", "stale", "pending", "code"),
+    [
+        (0, None, {}, 0),
+        (2, None, {}, 1),
+        (None, None, {}, 1),  # not measured
+        (2, "changed", {"gpu/fuzz": "run again"}, 0),
+    ],
+)
+def test_check_fails_for_a_check_that_is_not_met(
+    failed, stale, pending, code, tmp_path, monkeypatch, capsys
+):
+    found = Results("fuzz", device="gpu")
+    found.check("failed cases", failed, "==", 0, "cases")
+    found.save(root=tmp_path)
+    files = records.read(tmp_path)
+    monkeypatch.setattr(evidence, "DOCUMENTS", [])
+    monkeypatch.setattr(evidence, "read", lambda *, folder="": [] if folder else files)
+    monkeypatch.setattr(staleness, "staleness", lambda *_: stale)
+    monkeypatch.setattr(staleness, "pending", lambda: pending)
+    assert evidence.main(["--check"]) == code
+    assert ("gpu/fuzz: check " in capsys.readouterr().out) == bool(code)
 
 
 def test_plots_of_equal_figures_are_identical(saved, tmp_path):
@@ -244,18 +272,3 @@ def test_peak_bandwidth_on_a_gpu_is_a_driver_copy(direction):
     name, rate = peak_bandwidth.contiguous_copy(direction, 1 << 20)
     assert name.startswith("1 MiB cuMemcpy")
     assert rate > 0
-
-
-@pytest.mark.parametrize(
-    ("output", "met"),
-    [
-        ("== 9 passed, 2 deselected ==\n========= ERROR SUMMARY: 0 errors\n", True),
-        ("== 9 passed, 2 deselected ==\n========= ERROR SUMMARY: 1 error\n", False),
-        ("== 1 failed, 9 passed ==\n========= ERROR SUMMARY: 0 errors\n", False),
-        ("== 9 deselected ==\n========= ERROR SUMMARY: 0 errors\n", False),
-        ("== 9 passed ==\n", False),
-    ],
-    ids=["clean", "memory error", "failed test", "no test", "no summary"],
-)
-def test_memcheck_targets_are_met_by_a_clean_run_only(output, met):
-    assert memcheck.record(Results("memcheck"), output) == met

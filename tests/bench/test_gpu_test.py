@@ -11,6 +11,7 @@ import pytest
 
 from bench.checks import gpu_test
 from bench.harness import records
+from bench.harness.records import Results
 
 pytestmark = pytest.mark.host_only
 
@@ -55,7 +56,7 @@ from bench.harness.records import Results
 
 outcomes, code = gpu_test.run(*json.loads(sys.argv[1]))
 results = Results("inner")
-outcomes.write_to(results)
+outcomes.write_to(results, code)
 rows = [[row.case, row.metric, row.value] for row in results.rows]
 targets = [[target.name, target.got, target.met] for target in results.checks]
 print()
@@ -92,7 +93,19 @@ def test_outcomes_of_several_runs_are_recorded(processes, tmp_path):
             ["test_inner.py::test_cannot_start", "failed", 1],
         ]
     )
-    assert targets == [["failed tests", 3, False], ["passed tests", 1, True]]
+    assert targets == [
+        ["failed tests", 3, False],
+        ["passed tests", 1, True],
+        ["exit code of pytest", 1, False],
+    ]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_record_of_a_run_that_ended_with_an_error_fails(code):
+    outcomes, results = gpu_test.Outcomes(), Results("gpu_test")
+    outcomes.counts["test_a.py"]["passed"] = 1
+    outcomes.write_to(results, code)  # an error outside of tests has no outcome
+    assert results.exit_code == (code != 0)
 
 
 def test_gpu_test_on_another_platform_records_nothing(monkeypatch, capsys):

@@ -10,7 +10,7 @@ from bench.report.second_run import Agreement
 pytestmark = pytest.mark.host_only
 
 
-def save(root, name="pages", *, commit="a" * 40, load=0.95, store=0.95, wrong=0):
+def save(root, name="pages", *, commit="a" * 40, date="2026-11-27", load=0.95, store=0.95, wrong=0):
     found = Results(name, device="gpu")
     found.target("load", load, ">=", 0.9, "of peak")
     if store is not None:
@@ -18,6 +18,7 @@ def save(root, name="pages", *, commit="a" * 40, load=0.95, store=0.95, wrong=0)
     found.check("wrong bytes", wrong, "==", 0, "bytes")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXKV_COMMIT", commit)
+        patch.setattr(records.report, "report", lambda: {"date": date})
         found.save(root=root)
 
 
@@ -27,7 +28,7 @@ def runs(tmp_path):
 
     def of(first, second):
         save(tmp_path, **first)
-        save(tmp_path / "out", **second)
+        save(tmp_path / "out", **{"date": "2026-11-28"} | second)
         path = tmp_path / "gpu" / SECOND_RUN
         (tmp_path / "out" / "gpu").rename(path)
         return records.read(tmp_path), records.read(tmp_path, SECOND_RUN)
@@ -69,6 +70,7 @@ def test_verdicts_and_not_figures_must_agree(runs, second, different, text):
         ),
         ({"commit": "a" * 40 + "-dirty"}, "", ["code: made with uncommitted changes"]),
         ({"name": "transfer"}, "", ["gpu/second_run/transfer has no first run"]),
+        ({"date": "2026-11-27"}, "", ["gpu/second_run/pages has the date of the first run"]),
     ],
 )
 def test_a_second_run_is_of_the_first_ones_code(runs, second, changed, words, monkeypatch):

@@ -1,5 +1,6 @@
 """The commit of a record, and whether the record is of the code that ships."""
 
+import pathlib
 import subprocess
 
 import pytest
@@ -59,6 +60,13 @@ def test_revision_without_history_is_read_from_the_environment(tmp_path, monkeyp
     assert records.revision(tmp_path) == (None, None)
     monkeypatch.setenv("JAXKV_COMMIT", "abc")
     assert records.revision(tmp_path) == ("abc", False)
+
+
+@pytest.mark.parametrize(
+    "dirty, mark", [(True, " + changes"), (False, ""), (None, " (unverified)")]
+)
+def test_revision_text_marks_changed_and_unverified_files(dirty, mark):
+    assert records.File("gpu", "x", "c0ffee" * 6, dirty, {}, [], []).revision == "c0ffeec0f" + mark
 
 
 def record(commit, dirty=False, name="transfer"):
@@ -139,6 +147,32 @@ def test_tables_of_other_gpus_are_no_sources(repository):
         start = git(repository, "rev-parse", "HEAD")
         commit_change(repository, f"jaxkv/_src/tuning/data/copy/{table}.json")
         assert f"{table}.json changed after" in str(staleness.staleness(record(start), repository))
+
+
+TUNING = "jaxkv/_src/tuning"
+RUN = {  # by benchmark, what it runs below other folders than its own
+    "transfer": (f"{TUNING}/copy_lookup.py", f"{TUNING}/hardware.py", f"{TUNING}/table_files.py"),
+    "all_reduce": (f"{TUNING}/table_files.py",),
+    "metadata": ("cuda/metadata/flashinfer.cu", "jaxkv/_src/runtime/bounds.py"),
+    "recurrent": (
+        "jaxkv/_src/runtime/bounds.py",
+        "jaxkv/_src/runtime/fusion_barrier.py",
+        "jaxkv/metadata/common.py",
+        "jaxkv/metadata/segments.py",
+    ),
+    "sparse": ("cuda/cache/pinned_memory.cu", "jaxkv/_src/cache/host_pool.py"),
+    "sparse_decode": (
+        "cuda/cache/pinned_memory.cu",
+        "examples/sparse/attention.py",
+        "jaxkv/_src/cache/host_pool.py",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "path"), [(name, path) for name in RUN for path in RUN[name]])
+def test_all_code_that_a_benchmark_runs_is_among_its_sources(name, path):
+    assert (records.REPOSITORY / path).exists()
+    assert any(pathlib.PurePath(path).is_relative_to(s) for s in staleness.SOURCES[name])
 
 
 def test_stale_records_and_only_these_must_be_pending(repository):

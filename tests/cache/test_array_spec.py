@@ -55,6 +55,8 @@ def test_spec_is_static():
         ([array(5, 2), (array(5, 2),)], {}, ValueError, r"of a layer, got an array and \[0\];"),
         ([array(3, 5, 2)], {"stacked": True}, TypeError, "got a list, which is a list of layers"),
         ([array(5, 2, dtype=jnp.int4)], {}, ValueError, "int4"),
+        ([array(5, 2, dtype=np.dtype(">f4"))], {}, ValueError, "dtype of an array must be a num"),
+        ([array(5, 2, dtype=np.float64)], {}, ValueError, "dtype of an array is float64 of 64"),
     ],
 )
 def test_invalid_arrays_raise(arrays, options, error, message):

@@ -48,5 +48,5 @@ def test_array_beyond_the_address_space_raises():
     spec = jaxkv.KVCacheSpec(
         num_layers=1, page_size=2**20, num_kv_heads=2**10, head_dim=2**20, dtype=jnp.bfloat16
     )
-    with pytest.raises(ValueError, match=r"shape \[2048, .*\]: 2\^60 elements or more"):
+    with pytest.raises(ValueError, match=r"shape \[2048, .*\], the limit is 2\^60 - 1"):
         jaxkv.DeviceCache.create(spec, num_pages=2048)

@@ -202,6 +202,7 @@ def test_invalid_layout_is_rejected(kind, name, pages, groups, words):
         ("page_size", 2.5),
         ("num_kv_heads", 0),
         ("head_dim", 0),
+        ("num_layers", True),
         ("kind", "gqa"),
         ("dtype", "int4"),
         ("dtype", "float64"),
@@ -210,6 +211,7 @@ def test_invalid_layout_is_rejected(kind, name, pages, groups, words):
         ("dtype", None),
         ("dtype", object),
         ("dtype", "S3"),
+        ("dtype", ">f4"),
     ],
 )
 def test_invalid_spec_is_rejected(field, value):
@@ -228,6 +230,8 @@ def test_64_bit_dtype_with_x64_enabled():
     jax.config.update("jax_enable_x64", True)
     try:
         assert spec_of(dtype="float64").dtype == np.float64
+        with pytest.raises(ValueError, match="dtype must be"):
+            spec_of(dtype=np.longdouble)
     finally:
         jax.config.update("jax_enable_x64", False)
 

@@ -70,9 +70,31 @@ def test_a_sharded_array_is_typed_as_in_host_memory():
 
 def test_arrays_that_are_refused():
     assert_rejected(lambda: jaxkv.pinned_zeros(4, jnp.int4), ValueError, "dtype", "int4", "4 bits")
-    assert_rejected(lambda: jaxkv.pinned_zeros(2**60, np.int8), jaxkv.HostMemoryError, 2**60)
+    assert_rejected(lambda: jaxkv.pinned_zeros(2**59, np.int8), jaxkv.HostMemoryError, 2**59)
     inside = jax.jit(lambda x: (jaxkv.pinned_zeros(4, np.int8), x)[1])
     assert_rejected(lambda: inside(1.0), RuntimeError, "outside of jit")
+
+
+@pytest.mark.parametrize("dtype", [object, "U4", "M8[s]", ">f4", None, [("a", "f4")]], ids=str)
+def test_dtypes_that_jax_does_not_have_are_refused(dtype):
+    words = "dtype must be a numeric dtype of JAX or bool", dtype
+    assert_rejected(lambda: jaxkv.pinned_zeros(4, dtype), ValueError, *words)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.complex128, float], ids=str)
+def test_dtypes_of_64_bits_are_kept_or_refused(dtype):
+    words = "dtype", np.dtype(dtype), "64 bits", "32 bits", "jax_enable_x64"
+    assert_rejected(lambda: jaxkv.pinned_zeros(4, dtype), ValueError, *words)
+    with jax.enable_x64(True):
+        array = jaxkv.pinned_zeros(4, dtype)
+        assert array.dtype == dtype and not np.asarray(array).any()
+
+
+@pytest.mark.parametrize("shape", [2**60, (2**40, 2**40, 0), (0, 2**70)], ids=str)
+def test_shapes_that_are_refused(shape):
+    sizes = list(shape) if isinstance(shape, tuple) else [shape]
+    words = "shape", sizes, "the limit is 2^60", "empty dimensions"
+    assert_rejected(lambda: jaxkv.pinned_zeros(shape, np.int8), ValueError, *words)
 
 
 def test_swap_blocks_writes_the_array_in_place():

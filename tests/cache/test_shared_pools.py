@@ -244,8 +244,8 @@ def test_an_object_of_another_format_is_rejected(name):
     create(name)
     with first_object(name).open("r+b") as file:
         file.seek(8)
-        file.write((2).to_bytes(4, sys.byteorder))
-    assert_rejected(lambda: create(name), ValueError, "format 2", "expected 1", "unlink")
+        file.write((1).to_bytes(4, sys.byteorder))
+    assert_rejected(lambda: create(name), ValueError, "format 1", "expected 2", "unlink")
 
 
 def test_a_file_that_is_not_a_pool_is_rejected(name):

@@ -85,6 +85,20 @@ def test_explain_reports_each_array(use_table):
     assert second.endswith(": dtype must be one of bfloat16, float16, float32, got int32)")
 
 
+@pytest.mark.parametrize("requested", [None, "one_shot", "psum"])
+def test_explain_reports_psum_of_empty_arrays(use_table, requested):
+    use_table("low_latency")
+    x = np.ones((2, 0), np.float32)
+    with memory_of(2) as memory:
+        text = jaxkv.explain(jaxkv.all_reduce, memory, x[0], AXIS, implementation=requested)
+        step = sums(memory, requested)
+        assert "jaxkv_all_reduce" not in step.lower(x).as_text()
+        assert step(x).shape == x.shape
+    why = {None: "in place of low_latency: the array is empty", "psum": "requested"}
+    expected = why.get(requested, "in place of one_shot: the array is empty")
+    assert text == f"all_reduce of float32[0]: psum ({expected})"
+
+
 @pytest.mark.parametrize("x", [1.0, np.float64(1), np.zeros((), np.float32)], ids=repr)
 def test_explain_accepts_scalars(memories, x):
     memory = memories[2]

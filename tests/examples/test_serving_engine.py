@@ -233,6 +233,70 @@ def test_cancelled_request_frees_its_row_and_pages():
     assert sorted(engine._slots) == list(range(4))
 
 
+def loading(engine):
+    """Two requests with prompts on the host and not in HBM, and the expected answers.
+
+    They have no common prefix, and the second one loads in a later step.
+    """
+    pair = prompts()[2], prompts()[5][24:]
+    answers = run(engine, [Request(prompt, NEW_TOKENS) for prompt in pair])
+    for offset in range(3):
+        run(engine, [Request([*range(offset, 80 + offset)], 8)])
+    batch = [Request(prompt, NEW_TOKENS) for prompt in pair]
+    for request in batch:
+        engine.submit(request)
+    engine.step()
+    assert all(request.placement and request.placement.loaded for request in batch)
+    return batch, answers
+
+
+@pytest.mark.parametrize("issued", [False, True])
+def test_loads_of_discarded_blocks_are_computed_anew(issued):
+    """A block is discarded before its load starts, or while it is in flight."""
+    engine = make_engine(num_hbm_pages=44, num_host_pages=120)
+    batch, answers = loading(engine)
+    while issued and not batch[1].placement.load.issued:
+        engine.step()
+    keys = batch[1].placement.load.keys
+    engine.host.discard(keys)
+    assert not batch[1].placement.load.done
+    for _ in range(200):
+        if engine.busy:
+            engine.step()
+    assert [request.answer for request in batch] == answers
+    assert [request.preemptions for request in batch] == [0, 1]
+    assert not engine.blocks._loading and engine.blocks._references == [0] * 44
+    assert run(engine, [Request(batch[1].prompt, NEW_TOKENS)]) == answers[1:]
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_serving_goes_on_after_a_step_that_was_not_dispatched(kind, monkeypatch):
+    engine = make_engine(num_hbm_pages=30, num_host_pages=120)
+    run_step = engine._run
+    failures: list[str] = []
+
+    def fails_once(inputs, sampling):
+        if inputs.copies.kind == kind and not failures:
+            failures.append(kind)
+            raise MemoryError("injected")
+        return run_step(inputs, sampling)
+
+    if kind == "load":
+        run(engine, requests())
+    monkeypatch.setattr(engine, "_run", fails_once)
+    batch = requests()
+    for request in batch:
+        engine.submit(request)
+    while engine.busy:
+        try:
+            engine.step()
+        except MemoryError:
+            continue
+    assert failures and [request.answer for request in batch] == expected()
+    assert not engine.blocks._loading and engine.host._taken is None
+    assert engine.host.metrics()["kv_offload_pinned_blocks"] == 0
+
+
 def test_prompts_and_answers_share_steps(monkeypatch):
     engine, mixed = make_engine(), 0
     for request in requests():
@@ -288,6 +352,7 @@ def test_seeds_make_answers_independent_of_the_batch():
         (Sampling(temperature=1.0, top_p=0.75), {0, 1}),  # 0.5, 0.3, 0.15, 0.05
         (Sampling(temperature=1.0, top_p=0.81), {0, 1, 2}),
         (Sampling(temperature=1.0), {0, 1, 2, 3}),
+        (Sampling(temperature=1.0, top_k=2**70), {0, 1, 2, 3}),
         (Sampling(), {0}),
     ],
 )
@@ -300,6 +365,14 @@ def test_sampled_tokens_have_the_distribution(sampling, allowed):
     share = (probabilities ** (1 / (sampling.temperature or 1e-3)))[sorted(allowed)]
     counts = np.bincount(chosen, minlength=4)[sorted(allowed)] / 2000
     np.testing.assert_allclose(counts, share / share.sum(), atol=0.05)
+
+
+def test_the_most_likely_token_is_always_kept():
+    """Even if `top_p` is 0 in float32."""
+    rows = SamplingRows.of([Sampling(temperature=1.0, top_p=1e-50)] * 50, 50)
+    logits = np.tile(np.log(np.array([0.1, 0.2, 0.6, 0.1], np.float32)), (50, 1))
+    chosen = np.asarray(jax.jit(sample)(logits, rows, np.arange(50, dtype=np.int32)))
+    assert set(chosen.tolist()) == {2}
 
 
 def test_invalid_sampling_raises():

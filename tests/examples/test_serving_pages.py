@@ -60,6 +60,18 @@ class Memories:
         assert placement.load or [self.hbm[page] for page in pages[:found]] == keys[:found]
         self.running.append((placement, keys, found))
 
+    def abandon(self) -> None:
+        """A step that could not be dispatched."""
+        self.blocks.host.abandon(self.blocks.next_batch())
+        self.poll()
+
+    def poll(self) -> None:
+        """Requests with pages of failed loads end."""
+        failed = self.blocks.poll()
+        for which in reversed(range(len(self.running))):
+            if not failed.isdisjoint(self.running[which][0].pages):
+                self.finish(which)
+
     def step(self) -> None:
         """Copies, then compute of all requests whose pages are there."""
         batch, before, self.latest = self.blocks.next_batch(), self.latest, Step()
@@ -71,7 +83,8 @@ class Memories:
                 self.host[host_page] = self.hbm[page]
         self.blocks.host.issue(batch, self.latest)
         for number, (placement, keys, done) in enumerate(self.running):
-            if placement.load is None or placement.load.issued:
+            load = placement.load
+            if load is None or (load.issued and not load.failed):
                 assert [self.hbm[page] for page in placement.pages[:done]] == keys[:done]
                 for place, page in enumerate(placement.pages[done:], start=done):
                     self.hbm[page] = keys[place] if place < len(keys) else b"part of a page"
@@ -79,7 +92,7 @@ class Memories:
                 self.running[number] = placement, keys, len(keys)
         if before:
             before.over = True
-        self.blocks.host.poll()
+        self.poll()
 
     def finish(self, which: int) -> None:
         self.blocks.release(self.running.pop(which)[0].pages)
@@ -103,9 +116,15 @@ def test_page_contents_match_keys(data):
     num_hbm, num_host = data.draw(st.integers(1, 9), "HBM"), data.draw(st.integers(0, 9), "host")
     memories = Memories(num_hbm, num_host, data.draw(st.integers(1, 4), "pages of a batch"))
     for _ in range(data.draw(st.integers(1, 25), "steps")):
-        action = data.draw(st.sampled_from(["start", "step", "finish"]), "action")
+        actions = ["start", "step", "finish", "discard", "abandon"]
+        action = data.draw(st.sampled_from(actions), "action")
         if action == "step":
             memories.step()
+        elif action == "abandon":
+            memories.abandon()
+        elif action == "discard":
+            tokens = data.draw(st.lists(st.integers(0, 1), max_size=12), "tokens")
+            memories.blocks.host.discard(HASHER.hashes(tokens)[-1:])
         elif action == "finish" and memories.running:
             memories.finish(data.draw(st.integers(0, len(memories.running) - 1), "which"))
         else:

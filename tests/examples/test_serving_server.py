@@ -4,6 +4,8 @@ import concurrent.futures
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -157,6 +159,17 @@ def test_clients_of_a_failed_engine_get_an_error(monkeypatch, capsys):
     assert "no more" in capsys.readouterr().err
 
 
+def test_numbers_out_of_range_do_not_end_the_engine(served):
+    client, server = served
+    assert (
+        complete(client, temperature=1, extra_body={"top_k": 2**31}).usage.completion_tokens == 20
+    )
+    body = b'{"prompt": "a", "max_tokens": Infinity}'
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(f"{str(client.base_url).rstrip('/')}/completions", data=body)
+    assert server.thread.error is None
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -168,6 +181,8 @@ def test_clients_of_a_failed_engine_get_an_error(monkeypatch, capsys):
         {"temperature": -1},
         {"n": 2},
         {"stop": [""]},
+        {"seed": 10**400},
+        {"stream": True, "stream_options": "all"},
     ],
 )
 def test_invalid_requests_are_rejected(served, options):

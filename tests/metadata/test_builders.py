@@ -68,6 +68,61 @@ BUILDERS: dict[str, Callable[[metadata.BatchMetadata], Any]] = {
         batch, jnp.zeros((batch.max_num_reqs, 2, 2), jnp.int32)
     ),
 }
+LONG: Any = np.int64
+# Sizes and arrays as NumPy has them by default.
+OF_INT64: dict[str, Callable[[metadata.BatchMetadata], Any]] = {
+    "slot_mapping": lambda batch: metadata.slot_mapping(
+        batch, np.arange(24), cp_world_size=LONG(2), cp_rank=LONG(1), cp_interleave=LONG(2)
+    ),
+    "slot_mapping of a rank on the device": lambda batch: metadata.slot_mapping(
+        batch, np.arange(24), cp_world_size=2, cp_rank=jnp.asarray(LONG(1)), cp_interleave=2
+    ),
+    "local lengths": lambda batch: metadata.dcp_local_seq_lens(
+        jnp.asarray(batch.seq_lens), LONG(2), LONG(1), LONG(2)
+    ),
+    "local lengths of all ranks": lambda batch: metadata.dcp_local_seq_lens(
+        jnp.asarray(batch.seq_lens), LONG(2), None, LONG(2)
+    ),
+    "flashinfer": partial(metadata.flashinfer.build, max_pages=LONG(20)),
+    "flashinfer, ranks": partial(
+        metadata.flashinfer.build,
+        max_pages=LONG(20),
+        dcp_world_size=LONG(2),
+        dcp_rank=LONG(1),
+        dcp_interleave=LONG(2),
+    ),
+    "ragged_paged": partial(metadata.ragged_paged.build, pages="packed", max_pages=LONG(20)),
+    "flash_attention": partial(
+        metadata.flash_attention.build,
+        num_q_heads=LONG(8),
+        num_kv_heads=LONG(2),
+        head_dim=LONG(64),
+        block_m=LONG(64),
+        block_n=LONG(64),
+        num_splits=LONG(4),
+        num_sms=LONG(132),
+    ),
+    "triton": lambda batch: metadata.triton.build(
+        batch,
+        num_q_heads=LONG(8),
+        num_kv_heads=LONG(2),
+        head_dim=LONG(64),
+        mm_prefix_range=np.zeros((5, 2, 2), LONG),
+    ),
+    "flex": lambda batch: metadata.flex.build(
+        batch, num_blocks=LONG(64), mm_prefix_range=np.zeros((5, 2, 2), LONG)
+    ),
+    "mamba2": lambda batch: metadata.mamba.build(
+        batch,
+        is_prefilling=np.ones(5, bool),
+        chunk_size=LONG(4),
+        num_spec_tokens=LONG(1),
+        num_accepted_tokens=np.ones(5, LONG),
+    ),
+    "local_attention": lambda batch: metadata.local_attention.build(batch, LONG(8)),
+    "kv_sharing": lambda batch: metadata.kv_sharing.build(batch, np.arange(5), LONG(5)),
+    "prefix_lm": lambda batch: metadata.prefix_lm.build(batch, np.zeros((5, 2, 2), LONG)),
+}
 every_builder = pytest.mark.parametrize("name", BUILDERS)
 
 # Permitted calls: those of jaxkv on the device, and the sort and scan libraries that XLA calls on
@@ -87,6 +142,13 @@ def test_all_batches_share_one_executable(name):
     for case in CASES:
         jax.block_until_ready(build(case.batch()))
     assert len(traced) == 1
+
+
+@pytest.mark.parametrize("name", OF_INT64)
+def test_int64_does_not_spread_to_results(name):
+    with jax.enable_x64(True):
+        leaves = jax.tree.leaves(OF_INT64[name](CASES[0].batch()))
+    assert np.dtype(np.int64) not in {leaf.dtype for leaf in leaves}
 
 
 @every_builder

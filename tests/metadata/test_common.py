@@ -275,12 +275,17 @@ def test_largest_slot():
         ({"cp_interleave": 3}, "cp_interleave=3 tokens must divide block_size=4 tokens"),
         ({"cp_world_size": 2, "cp_rank": 2}, r"cp_rank must be in \[0, 2\), got 2"),
         ({"cp_rank": -1}, r"cp_rank must be in \[0, 1\), got -1"),
+        ({"cp_rank": jnp.float32(0)}, "cp_rank must be int32, got float32"),
+        ({"positions": np.zeros(1, np.int32)}, r"positions must be \[4 tokens\], got \(1,\)"),
+        ({"positions": jnp.zeros(3, jnp.int32)}, r"positions must be \[4 tokens\], got \(3,\)"),
+        ({"positions": np.zeros(4, np.float32)}, "positions must be int32, got float32"),
     ],
 )
 def test_slot_mapping_rejects_invalid_arguments(arguments, message):
     batch = from_host()
+    valid = {"positions": common.token_positions(batch)}
     with pytest.raises(ValueError, match=message):
-        common.slot_mapping(batch, common.token_positions(batch), **arguments)
+        common.slot_mapping(batch, **(valid | arguments))
 
 
 def test_dcp_local_seq_lens_rejects_invalid_arguments():

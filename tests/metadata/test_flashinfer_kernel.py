@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jaxkv._src.runtime.bounds import check_bounds
 from jaxkv.metadata import flashinfer, flashinfer_kernel
 from jaxkv.metadata.common import BatchMetadata
 from tests.util.batches import FEW, MANY, ONE, SOME, Bounds, Case, cases
@@ -130,6 +131,31 @@ def test_bound_is_checked_behind_the_kernel(with_cuda, max_pages, checks):
     assert (text.count("@jaxkv_flashinfer"), text.count("@jaxkv_check_bounds")) == (1, checks)
 
 
+@pytest.mark.parametrize("part", ["decode", "prefill"])
+def test_check_is_in_programs_that_use_only_starts(with_cuda, part):
+    build = functools.partial(flashinfer.build, max_pages=29)
+    starts = jax.jit(lambda batch: getattr(build(batch), part).paged_kv_indptr)
+    text = starts.trace(UNIFORM.batch()).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@jaxkv_check_bounds") == 1
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("page", [0, 7, 2**31 - 1, -1])
+def test_starts_carry_the_check(page):
+    """Of any page ids, unchanged, and not eliminated by XLA."""
+
+    @jax.jit
+    def starts(total, pages, part):
+        pages = check_bounds(pages, max_pages=(total, 4))
+        return flashinfer_kernel._behind(pages, part).paged_kv_indptr
+
+    pages, indptr = jnp.full(4, page, jnp.int32), jnp.array([0, 2, 2, 4], jnp.int32)
+    part = flashinfer_kernel.Part(indptr, indptr, indptr)
+    np.testing.assert_array_equal(starts(4, pages, part), indptr)
+    with pytest.raises(Exception, match="max_pages = 5 exceeds"):
+        jax.block_until_ready(starts(5, pages, part))
+
+
 @pytest.mark.parametrize("options", [{"dcp_world_size": 2}, {}], ids=["ranks", "rows"])
 def test_other_batches_use_plain_jax(with_cuda, options):
     batch = UNIFORM.batch()
@@ -155,7 +181,7 @@ def test_results_of_both_platforms_have_equal_types(with_cuda):
 
 def test_arguments_are_checked_as_in_plain_jax(with_cuda):
     batch = UNIFORM.batch()
-    with pytest.raises(ValueError, match="max_pages must be >= 1 page, got 0"):
+    with pytest.raises(ValueError, match="max_pages must be >= 1, got 0"):
         flashinfer.build(batch, max_pages=0)
     with pytest.raises(ValueError, match="decode_threshold must be >= 0 tokens, got -1"):
         flashinfer.build(batch, decode_threshold=-1)

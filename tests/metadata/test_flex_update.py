@@ -99,6 +99,24 @@ def test_window_and_ranges_are_those_of_a_build():
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+def test_no_ranges_equal_none():
+    """A step without images, of a model with ranges: R = 0."""
+    batch = batch_of(np.arange(30).reshape(5, 6), np.arange(5) * 4, FEW)
+    build = functools.partial(flex.build, num_blocks=num_blocks_of(FEW), updatable=True)
+    ranges = np.zeros((5, 0, 2), np.int32)
+    want = build(batch)
+    for got in (
+        build(batch, mm_prefix_range=ranges),
+        flex.update(want, batch, mm_prefix_range=ranges),
+    ):
+        assert got.mm_prefix_range is not None and got.mm_prefix_range.shape == ranges.shape
+        jax.tree.map(
+            np.testing.assert_array_equal, dataclasses.replace(got, mm_prefix_range=None), want
+        )
+        query, slot = np.arange(24)[:, None], np.arange(124)
+        np.testing.assert_array_equal(got.mask(query, slot), want.mask(query, slot))
+
+
 def test_errors():
     batch = batch_of(np.ones((5, 6), int), np.full(5, 3), FEW)
     build = functools.partial(flex.build, num_blocks=num_blocks_of(FEW))

@@ -74,6 +74,21 @@ def test_decodes_are_unchanged():
     assert_same(got.batch.num_tokens, batch.num_tokens)
 
 
+@pytest.mark.parametrize("num_logits", [3, -1, np.int32(3), np.array(3)])
+def test_num_logits_out_of_range_raises(num_logits):
+    indices = np.zeros(2, np.int32)
+    kv_sharing.build(batch_of([2]), indices, 2)
+    with pytest.raises(ValueError, match=rf"num_logits must be in \[0, 2\], got {num_logits}"):
+        kv_sharing.build(batch_of([2]), indices, num_logits)
+
+
+def test_float_arguments_raise():
+    with pytest.raises(ValueError, match="logits_indices must be int32, got float32"):
+        kv_sharing.build(batch_of([2]), np.zeros(2, np.float32), 2)
+    with pytest.raises(ValueError, match="num_logits must be int32, got float32"):
+        kv_sharing.build(batch_of([2]), np.zeros(2, np.int32), jnp.float32(2))
+
+
 @pytest.mark.parametrize("shape", [(0,), (2, 2), ()])
 def test_invalid_logits_indices_raise(shape):
     with pytest.raises(

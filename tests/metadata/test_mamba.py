@@ -291,7 +291,7 @@ def test_invalid_arguments_raise():
     prompt = np.ones(1, bool)
     with pytest.raises(ValueError, match=r"mode must be one of .* got 'some'"):
         mamba.build(batch, is_prefilling=prompt, mode="some")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="chunk_size must be >= 1 token, got 0"):
+    with pytest.raises(ValueError, match="chunk_size must be >= 1, got 0"):
         mamba.build(batch, is_prefilling=prompt, chunk_size=0)
     with pytest.raises(ValueError, match=r"num_spec_tokens must be in \[0, 8\), got 8"):
         mamba.build(batch, is_prefilling=prompt, num_spec_tokens=8)

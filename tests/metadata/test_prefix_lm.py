@@ -175,6 +175,15 @@ def test_ranges_of_wrong_shape_raise(reader, shape):
     assert str(shape) in str(error.value)
 
 
+@pytest.mark.parametrize("reader", READERS)
+def test_ranges_that_are_not_integers_raise(reader):
+    batch = BatchMetadata.from_host(
+        [2], [2], [[1]], max_num_reqs=1, max_num_tokens=3, max_blocks=1, block_size=2
+    )
+    with pytest.raises(ValueError, match="must be int32, got float32"):
+        READERS[reader](batch, np.zeros((1, 1, 2), np.float32))
+
+
 @pytest.mark.parametrize(
     ("features", "message"),
     [

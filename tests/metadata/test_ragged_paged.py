@@ -61,9 +61,13 @@ def test_sufficient_max_pages():
 
 
 @pytest.mark.cpu_only
-def test_exceeded_max_pages_raises():
+@pytest.mark.parametrize("used", ["page_indices", "cu_kv_lens"])
+def test_exceeded_max_pages_raises(used: str):
+    """Also where a program uses only one of the truncated results."""
+    build = functools.partial(ragged_paged.build, pages="packed", max_pages=4)
+    step = jax.jit(lambda batch: getattr(build(batch), used))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"max_pages = 5 exceeds .* 4"):
-        jax.block_until_ready(compiled(pages="packed", max_pages=4)(ROWS.batch()))
+        jax.block_until_ready(step(ROWS.batch()))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +75,7 @@ def test_exceeded_max_pages_raises():
     [
         ({"pages": "ragged"}, '"table", "flat" or "packed", got \'ragged\''),
         ({"pages": "flat", "max_pages": 4}, 'requires pages="packed"'),
-        ({"pages": "packed", "max_pages": 0}, "max_pages must be >= 1 page, got 0"),
+        ({"pages": "packed", "max_pages": 0}, "max_pages must be >= 1, got 0"),
         ({"pages": "packed", "max_pages": 2**29}, "536870912 pages of 4 tokens"),
     ],
 )

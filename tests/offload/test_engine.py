@@ -188,6 +188,34 @@ def test_blocks_of_a_failed_step_are_not_found():
     assert tier.lookup([b"0", b"1", b"2"]) == (0, 0)
 
 
+def test_copies_of_an_abandoned_step_fail():
+    tier = jaxkv.OffloadEngine(16, batch_sizes=[2])
+    stored(tier, [b"0", b"1"])
+    load = tier.load([b"0", b"1"], [2, 3])
+    store = tier.store([b"2", b"3", b"4"], [4, 5, 6])
+    tier.abandon(tier.next_batch())
+    assert tier.poll() == [load] and load.failed and tier.lookup([b"0", b"1"]) == (2, 0)
+    tier.abandon(tier.next_batch())
+    assert tier.poll() == [] and not store.issued
+    assert copied(tier)[1] == [store] and store.failed
+    assert tier.lookup([b"2"]) == (0, 0) and tier.metrics()["kv_offload_num_copies"] == 0
+    tier.abandon(tier.next_batch())  # without pages
+
+
+def test_a_poll_that_raises_loses_no_copy():
+    tier = jaxkv.OffloadEngine(16, batch_sizes=[1])
+    first, second = tier.store([b"0"], [0]), tier.store([b"1"], [1])
+    tier.issue(tier.next_batch(), step_result())
+    donated = jnp.zeros(4).block_until_ready()
+    tier.issue(tier.next_batch(), donated)
+    donated.delete()
+    assert_rejected(tier.poll, RuntimeError, "donated or deleted")
+    assert first.done and not second.done
+    assert_rejected(tier.poll, RuntimeError, "donated or deleted")
+    tier._in_flight[0] = (tier._in_flight[0][0], step_result())
+    assert tier.poll() == [first, second]
+
+
 def test_queued_loads_of_discarded_blocks_fail():
     tier = jaxkv.OffloadEngine(16)
     stored(tier, [b"0", b"1"])
@@ -218,7 +246,8 @@ def test_errors():
     batch = tier.next_batch()
     assert_rejected(tier.next_batch, RuntimeError, "not been issued")
     tier.issue(batch, step_result())
-    assert_rejected(lambda: tier.issue(batch, step_result()), ValueError, "twice")
+    assert_rejected(lambda: tier.issue(batch, step_result()), ValueError, "issue: ", "twice")
+    assert_rejected(lambda: tier.abandon(batch), ValueError, "abandon: ", "twice")
     assert len(tier.poll()) == 1 and tier.poll() == []
 
 

@@ -197,6 +197,23 @@ def test_discarded_blocks_leave_the_tier(tmp_path):
     tier.close()
 
 
+def test_prefetch_from_a_closed_tier_evicts_nothing(tmp_path):
+    tier = FileTier(tmp_path, SPEC.page_bytes // 2, 1 << 30)
+    pool, cache = create(SPEC), jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES)
+    engine = jaxkv.OffloadEngine(pool, batch_sizes=(8,), tiers=[tier])
+    engine.store(KEYS, range(4))
+    pool, _ = step(engine, pool, cache, jaxkv.store_pages)
+    assert engine.drain(TIMEOUT_S)
+    engine.manager.discard()
+    tier.close()
+    others = [bytes([i]) * 36 for i in range(NUM_PAGES)]
+    engine.store(others, range(8))
+    step(engine, pool, cache, jaxkv.store_pages)
+    prefetch = engine.prefetch(KEYS)
+    finish(engine, lambda: prefetch.done)
+    assert engine.lookup(others).num_blocks == NUM_PAGES
+
+
 class HangingTier:
     """Nothing ends before `go`."""
 

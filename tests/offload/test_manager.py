@@ -219,6 +219,47 @@ def test_prometheus_collector_has_every_metric():
     assert all(f"jaxkv:{name}" in text for name in manager.metrics())
 
 
+def test_expositions_of_several_managers_are_valid():
+    prometheus = pytest.importorskip("prometheus_client")
+    from prometheus_client import parser
+    from prometheus_client.openmetrics import exposition
+    from prometheus_client.openmetrics import parser as openmetrics_parser
+
+    managers, registry = (
+        [OffloadManager(size) for size in (4, 5, 6)],
+        prometheus.CollectorRegistry(),
+    )
+    several = [{"model_name": "m"}, {"model_name": "n"}, {}]
+    for manager, labels in zip(managers, several, strict=True):
+        collector = register_prometheus(manager, registry, labels=labels)
+    with pytest.raises(ValueError, match=r"a manager with labels=\{'model_name': 'n'\}"):
+        register_prometheus(OffloadManager(4), registry, labels={"model_name": "n"})
+
+    def sizes():
+        texts = (
+            openmetrics_parser.text_string_to_metric_families(
+                exposition.generate_latest(registry).decode()
+            ),
+            parser.text_string_to_metric_families(prometheus.generate_latest(registry).decode()),
+        )
+        found = []
+        for families in map(list, texts):
+            assert len({family.name for family in families}) == len(families)
+            samples = [sample for family in families for sample in family.samples]
+            named = [s for s in samples if s.name.endswith("kv_offload_num_blocks")]
+            found.append({sample.labels.get("model_name"): sample.value for sample in named})
+        assert found[0] == found[1]
+        return found[0]
+
+    assert sizes() == {"m": 4, "n": 5, None: 6}
+    collector.remove({"model_name": "n"})
+    assert sizes() == {"m": 4, None: 6}
+    registry.unregister(collector)
+    assert sizes() == {}
+    register_prometheus(managers[1], registry)
+    assert sizes() == {None: 5}
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [

@@ -107,6 +107,45 @@ def test_a_window_reads_its_last_blocks_only(machine):
     assert [manager.state(key) for key in request] == [None, None, *[BlockState.READY] * 2]
 
 
+def test_a_window_without_room_is_not_read_in_part(machine):
+    """Six of the eight blocks, where half of the pages hold four: the prefix of four, or none."""
+    copies, manager = machine.copies, machine.manager
+    request = REQUESTS[2]
+    for part in (request[:4], request[4:]):
+        in_tier_only(machine, part)
+    machine.tier.remove([key + part for key in request[:1] for part in (b"K", b"V")])
+    copies.prefetch(request, 6)
+    end_all(machine)
+    assert manager.metrics()["kv_offload_promoted_blocks"] == 0
+    copies.prefetch(request, 3)
+    end_all(machine)
+    assert manager.lookup(request, 3) == (8, 0)
+    assert manager.metrics()["kv_offload_promoted_blocks"] == 3
+
+
+def test_a_window_needs_pages_that_are_not_in_use(machine):
+    copies, manager = machine.copies, machine.manager
+    in_tier_only(machine, REQUESTS[0])
+    manager.prepare_store(REQUESTS[2][:6])
+    copies.prefetch(REQUESTS[0], 3)
+    end_all(machine)
+    assert manager.lookup(REQUESTS[0], 3) == (2, 0)
+
+
+def test_drain_waits_for_removals(machine, caplog):
+    copies, tier = machine.copies, machine.tier
+    in_tier_only(machine, REQUESTS[0])
+    machine.discard(REQUESTS[0])
+    assert not copies.drain(0.0)
+    end_all(machine)
+    assert copies.drain(0.0) and not tier.blocks
+
+    failed = machine.later.submit(tier.remove, ())
+    failed.set_exception(OSError("injected"))
+    copies._removals.append(failed)
+    assert copies.drain(0.0) and "injected" in caplog.text
+
+
 def test_requests_wait_for_the_reads_of_others_and_do_not_read_twice(machine):
     copies, manager, tier = machine.copies, machine.manager, machine.tier
     in_tier_only(machine, REQUESTS[0][:4])

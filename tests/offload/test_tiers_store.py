@@ -19,7 +19,7 @@ class SlowTier(queued.QueuedTier):
         self.go, self.done = threading.Event(), []
         self._start()
 
-    def contains(self, keys):
+    def _contains(self, keys):
         return [False] * len(keys)
 
     def remove(self, keys):
@@ -113,6 +113,34 @@ def test_a_store_writes_to_the_tiers_that_are_open():
     tiers[1].close()
     with pytest.raises(ValueError, match="closed"):
         store.write(key(0), buffer)
+
+
+def test_a_store_reads_from_the_tiers_that_are_open(tmp_path):
+    tiers = [FileTier(tmp_path / str(i), 100, 1 << 20) for i in range(3)]
+    store = TieredStore(tiers)
+    assert write(store, key(0)) and write(tiers[2], key(1))
+    tiers[0].close()
+    tiers[1].close()
+    assert tiers[0].contains([key(0)]) == [False]
+    assert all_there(store, [key(0), key(1)]) and not read(store, key(2))
+    tiers[2].close()
+    assert store.contains([key(0)]) == [False]
+    with pytest.raises(ValueError, match="closed"):
+        read(store, key(0))
+
+
+def test_a_store_removes_from_all_tiers(tmp_path, monkeypatch, caplog):
+    tiers = [FileTier(tmp_path / str(i), 100, 1 << 20) for i in range(2)]
+    store = TieredStore(tiers)
+    assert write(store, key(0))
+
+    def fail(keys):
+        raise OSError("injected")
+
+    monkeypatch.setattr(tiers[0], "remove", fail)
+    store.remove([key(0)])
+    assert tiers[1].contains([key(0)]) == [False] and "injected" in caplog.text
+    store.close()
 
 
 def test_tiers_of_a_store_have_blocks_of_one_size(tmp_path):

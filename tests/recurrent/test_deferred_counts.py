@@ -1,5 +1,6 @@
 """Host knowledge of recurrent states, and its timing; and the next step's batch."""
 
+import functools
 import itertools
 import types
 from typing import Any
@@ -228,3 +229,21 @@ def test_advance_to_the_last_token_of_the_bound(rows, used):
     jaxkv.check_errors(step(ones))
     with pytest.raises(Exception, match=f"num_tokens = {2 * rows} exceeds"):
         jaxkv.check_errors(jax.block_until_ready(step(ones + 1)))
+
+
+@pytest.mark.parametrize("ranks", [np.int64(4), 4])
+def test_advance_under_context_parallelism(ranks):
+    """A context has a block table of blocks on each rank."""
+    batch = BatchMetadata.from_host(
+        [1], [30], [[1, 2]],
+        max_num_reqs=1, max_num_tokens=4, max_blocks=2, block_size=4, cp_world_size=4,
+    )  # fmt: skip
+    one = np.ones(1, np.int32)
+    following = functools.partial(jaxkv.recurrent.advance, num_drafts=0 * one, cp_world_size=ranks)
+    after = following(batch, one, next_query_lens=2 * one)
+    assert after.seq_lens.tolist() == [32]
+    jaxkv.check_errors(after)
+    with pytest.raises(Exception, match=r"seq_len = 33 exceeds .* 32"):
+        jaxkv.check_errors(jax.block_until_ready(following(batch, one, next_query_lens=3 * one)))
+    with pytest.raises(ValueError, match="cp_world_size must be >= 1, got 0"):
+        following(batch, one, next_query_lens=one, cp_world_size=0)

@@ -1,5 +1,6 @@
 """`check_errors`: one pending error of each kind, with its attributes."""
 
+import asyncio
 from unittest import mock
 
 import jax
@@ -134,3 +135,42 @@ def test_device_counts_each_kind():
     assert (pages.count, bounds.count) == (99, 1)
     assert pages.device == bounds.device == jax.devices()[0].local_hardware_id
     jaxkv.check_errors()
+
+
+def scope_of_an_error() -> str | None:
+    return jaxkv.JaxkvError("an error").scope
+
+
+def test_tasks_leave_their_own_scopes():
+    """Of one thread, in another order than they entered them."""
+    seen = []
+
+    async def run():
+        entered, left = asyncio.Event(), asyncio.Event()
+
+        async def first():
+            with jaxkv.ErrorScope("task a"):
+                await entered.wait()
+            seen.append(scope_of_an_error())
+            left.set()
+
+        async def second():
+            with jaxkv.ErrorScope("task b"), jaxkv.ErrorScope("task c"):
+                entered.set()
+                await left.wait()
+                seen.append(scope_of_an_error())
+            seen.append(scope_of_an_error())
+
+        await asyncio.gather(first(), second())
+
+    with jaxkv.ErrorScope("outer"):
+        asyncio.run(run())
+        assert seen == ["task c", "task c", "outer"]
+    assert scope_of_an_error() is None
+
+
+def test_scope_that_this_thread_did_not_enter():
+    with jaxkv.ErrorScope("entered"):
+        with pytest.raises(RuntimeError, match=r"^ErrorScope: 'other' .* thread that entered it"):
+            jaxkv.ErrorScope("other").__exit__()
+        assert scope_of_an_error() == "entered"

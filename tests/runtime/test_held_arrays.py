@@ -112,6 +112,31 @@ def test_programs_run_on_the_devices_of_the_arrays():
     assert programs.devices[0] == new_array().sharding.device_set
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_arrays_are_kept_if_no_program_can_be_enqueued(error):
+    def fail(devices):
+        raise error
+
+    programs = Programs()
+    held = HeldArrays(fail)
+    arrays = []
+    for _ in range(FEW - 1):
+        arrays.append(weakref.ref(array := new_array()))
+        held.hold(array)
+    used = new_array()
+    with pytest.raises(error):
+        held.hold(used)
+    del array
+    assert all(array() is not None for array in arrays)
+    held._enqueue = programs
+    hold_others(held, FEW)
+    assert all(array() is not None for array in arrays)
+    programs.ran = True
+    hold_others(held, 10 * FEW)
+    assert all(array() is None for array in arrays)
+    assert not used.is_deleted()
+
+
 def test_threads():
     """None is lost or freed while another thread holds its own."""
     held = HeldArrays(Programs(ran=True))

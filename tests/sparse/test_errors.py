@@ -98,6 +98,11 @@ def test_errors_belong_to_a_scope():
             r"int32\[3, ...\], got \[2, 2\]",
         ),
         ({"topk_ids": jnp.zeros((3, 2))}, ValueError, "topk_ids must be int32, got float32"),
+        ({"topk_ids": [[0.9, 1.9]] * 3}, ValueError, "topk_ids must be int32, got float64"),
+        ({"topk_ids": [[True, False]] * 3}, ValueError, "topk_ids must be int32, got bool"),
+        ({"topk_ids": [[jnp.float32(1)]] * 3}, ValueError, "topk_ids must be int32, got float32"),
+        ({"lengths": [15.9] * 3}, ValueError, "lengths must be int32, got float64"),
+        ({"block_table": [[0.0]] * 3}, ValueError, "block_table must be int32, got float64"),
         ({"lengths": jnp.zeros(2, "int32")}, ValueError, r"lengths must be int32\[3\]"),
         ({"block_table": jnp.zeros((3, 0), "int32")}, ValueError, "n from 1 to"),
         ({"layer": 2}, ValueError, r"layer must be a static integer in \[0, 2\), got 2"),
@@ -118,6 +123,22 @@ def test_inconsistent_arguments_raise_while_tracing(change, error, message):
     }
     with pytest.raises(error, match=message):
         jax.eval_shape(lambda: sparse.fetch(**(call | change)))
+
+
+def test_lists_of_integers_are_ids():
+    pair = Pair()
+    call: dict[str, Any] = {"layer": 1, "block_table": pair.table}
+    ids: Any = [[3, -1], [jnp.int32(1), 0], [2, 2]]
+    lengths: Any = [4, 4, np.int64(4)]
+    none: Any = [[], [], []]
+    got, _ = sparse.fetch(pair.state, pair.pool, ids, lengths=lengths, **call)
+    want, _ = sparse.fetch(
+        pair.state, pair.pool, jnp.array(ids), lengths=jnp.full(3, 4, jnp.int32), **call
+    )
+    np.testing.assert_array_equal(got, want)
+    empty, _ = sparse.fetch(pair.state, pair.pool, none, lengths=lengths, **call)
+    assert (empty.shape, empty.dtype) == ((3, 0), np.int32)
+    jaxkv.check_errors()
 
 
 def test_states_of_another_cache_raise():

@@ -1,6 +1,7 @@
 """Page copies of engines' own arrays, compared with NumPy."""
 
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -222,6 +223,20 @@ def test_groups_have_their_own_ids():
         assert_pages(got[name], want, caches[name], stored[name], stacked=False)
     text = jaxkv.explain(jaxkv.load_pages, pools, jax.device_put(caches), host, device)
     assert all(f"{name}: load_pages: " in text for name in forms)
+
+
+def test_groups_may_be_any_mapping():
+    pool, stored = stored_pool("fused", "page_first_direct", False)
+    cache = random_arrays("fused", stacked=False)
+    host, device = page_ids(3)
+    groups: Any = [
+        MappingProxyType({"a": value}) for value in (pool, jax.device_put(cache), host, device)
+    ]
+    layers, tokens = MappingProxyType({"a": range(LAYERS)}), MappingProxyType({"a": None})
+    got = jaxkv.load_pages(*groups, layers=layers, tokens=tokens)
+    assert type(got) is dict
+    assert_pages(got["a"], loaded(host, device), cache, stored, stacked=False)
+    assert type(jaxkv.start_load(*groups)) is dict
 
 
 def test_started_groups_have_a_handle_each():

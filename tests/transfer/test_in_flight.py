@@ -181,7 +181,7 @@ def test_copy_in_a_checkpoint_outside_jit(named):
 def test_non_integer_layer_is_rejected(named):
     case = make_case()
     loading = start("load", case.pool(), case.cache(), *ids_of(case, 2, named)[1])
-    assert_rejected(lambda: loading.wait(1.0), TypeError, "float", "integer")
+    assert_rejected(lambda: loading.wait(1.0), TypeError, "1.0", "integer")
 
 
 @pytest.mark.multigpu

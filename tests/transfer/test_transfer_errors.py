@@ -1,5 +1,6 @@
 """Rejected page copies: keywords of each error, and nothing written."""
 
+import dataclasses
 import pickle
 from functools import partial
 from itertools import product
@@ -152,13 +153,57 @@ def test_non_integer_layers_are_rejected(direction, layers):
 @pytest.mark.parametrize(
     "ids", [([99, 0], [1, 2]), ([1, 1], [3, 3])], ids=["out of range", "duplicate"]
 )
-def test_invalid_ids_without_layers_are_rejected(direction, ids):
+@pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
+def test_ids_without_layers_are_not_checked(direction, inside_jit, ids):
     case = make_case()
     pool, cache = case.pool(), case.cache()
-    word = "out of range" if 99 in ids[0] else "duplicate"
-    assert_rejected(
-        lambda: copy(direction, pool, cache, *ids, layers=[]), jaxkv.PageIndexError, word
-    )
+    arrays = [np.array(side, np.int32) for side in ids]
+    out = runner(direction, inside_jit, layers=[])(pool, cache, *arrays)
+    jaxkv.check_errors(out)
+    case.assert_holds(*after(direction, out, pool, cache))
+
+
+@pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("operation", ["load_pages", "store_pages", "start_load", "start_store"])
+@pytest.mark.parametrize("layers", [np.array([[0, 1]]), np.zeros((1, 0, 1), int)], ids=["2", "3"])
+def test_layers_of_several_dimensions_are_rejected(layers, operation, inside_jit):
+    case = make_case()
+    call = partial(getattr(jaxkv, operation), layers=layers)
+    call = partial(jax.jit(call) if inside_jit else call, case.pool(), case.cache())
+    words = f"{operation}: layers", "one-dimensional", f"{layers.ndim} dimensions"
+    assert_rejected(lambda: call(THREE, THREE), ValueError, *words)
+
+
+@pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda layers: (*layers, layers[0]), ["num_layers=3", "got 4"]),
+        (lambda layers: layers[:-1], ["num_layers=3", "got 2"]),
+        (lambda layers: (), ["num_layers=3", "got 0"]),
+        (lambda layers: (*layers[:2], (*layers[2], layers[2][0])), ["layers[2]", "2", "got 3"]),
+        (lambda layers: (layers[0], (), layers[2]), ["layers[1]", "2 arrays", "got 0"]),
+    ],
+    ids=["more layers", "fewer layers", "no layers", "more arrays", "no arrays"],
+)
+def test_cache_without_the_arrays_of_its_spec_is_rejected(change, words, direction, inside_jit):
+    case = make_case()
+    cache = case.cache()
+    cache = dataclasses.replace(cache, layers=change(cache.layers))
+    call = partial(runner(direction, inside_jit), case.pool(), cache, THREE, THREE)
+    assert_rejected(call, ValueError, "cache.layers", *words)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("start", [False, True], ids=["copy", "start"])
+def test_pool_of_a_numpy_array_is_rejected(direction, start):
+    case = make_case()
+    pool = jax.device_get(case.pool())
+    assert isinstance(pool.data, np.ndarray)
+    operation = getattr(jaxkv, f"start_{direction}" if start else f"{direction}_pages")
+    call = partial(operation, pool, case.cache(), THREE, THREE)
+    assert_rejected(call, ValueError, "pool.data", "pinned_host", "NumPy array")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

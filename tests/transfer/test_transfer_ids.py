@@ -19,7 +19,7 @@ from jaxkv._src.runtime import native
 from jaxkv._src.transfer import block_copy, dispatch
 from tests.util.block_trees import place, random_tree, swapped
 from tests.util.layout_reference import assert_same_bytes
-from tests.util.transfer_cases import as_ids, assert_rejected
+from tests.util.transfer_cases import as_ids, assert_rejected, make_case
 
 ID_CHECKS = {"checks ids": False, "takes pairs": True}
 
@@ -182,3 +182,13 @@ def test_entry_rejected_for_many_arrays_is_counted_once(geometries):
     blocks = {str(i): ((3 + i % geometries,), "int8") for i in range(300)}
     ids = {"src_ids": [0, 1, 2, 3], "dst_ids": [4, 5, 4, 1]}
     check_ids(**ids, num_src=5, num_dst=6, blocks=blocks)
+
+
+@pytest.mark.parametrize("operation", ["load_pages", "store_pages", "start_load", "start_store"])
+def test_device_ids_outside_jit_are_no_host_sync(operation):
+    """A GPU does not read them; the CPU backend, which does, must not forbid the call."""
+    case = make_case()
+    args = case.pool(), case.cache(), jax.numpy.array([0, 1]), jax.numpy.array([1, 2])
+    with jaxkv.forbid_host_sync():
+        out = getattr(jaxkv, operation)(*args)
+    jax.block_until_ready(out)

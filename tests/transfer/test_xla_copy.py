@@ -180,6 +180,46 @@ def test_duplicate_destinations_are_skipped(pairs):
     np.testing.assert_array_equal(out, want)
 
 
+@settings(max_examples=30)
+@given(data=st.data())
+def test_sizes_of_one_match_the_other_implementation(data):
+    """With any ids, "xla" copies the valid pairs, also where two axes have the same stride."""
+    num_layers, pages, host_pages = (data.draw(st.integers(1, 3)) for _ in range(3))
+    page = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    stacked = data.draw(st.booleans())
+    shape, size = (pages, *page), num_layers * pages * int(np.prod(page))
+    every = jnp.arange(1, 1 + size, dtype=jnp.int32).reshape(num_layers, *shape)
+    cache: Any = (every,) if stacked else list(every)
+    spec = jaxkv.ArrayCacheSpec.from_arrays(cache, stacked=stacked)
+    layout = data.draw(st.sampled_from(["page_first_direct", "layer_first"]))
+    pool = jaxkv.HostPool.create(spec, num_pages=host_pages, layout=layout)
+    entry = st.tuples(st.integers(-1, host_pages), st.integers(-1, pages))
+    pairs = data.draw(st.lists(entry, min_size=1, max_size=4))
+    layers = tuple(data.draw(st.lists(st.integers(0, num_layers - 1), min_size=1, unique=True)))
+    limits = host_pages, pages
+    for direction, written in (("store", 0), ("load", 1)):
+        ids = np.array(pairs, np.int32)
+        valid = ((ids >= 0) & (ids < limits)).all(axis=1)
+        repeated = [(ids[valid, written] == entry).sum() > 1 for entry in ids[:, written]]
+        padded = np.where((valid & ~np.array(repeated))[:, None], ids, -1)
+        step = jax.jit(partial(copy, direction, layers=layers, implementation="xla"))
+        got = step(pool, cache, *jnp.asarray(ids).T)
+        want = copy(direction, pool, cache, *padded.T, layers=layers)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(a, b)
+        pool = want if direction == "store" else pool
+        cache = jax.tree.map(jnp.negative, cache)
+
+
+def test_padding_does_not_reach_another_layer():
+    """Of one page: the axes of layers and pages have the same stride."""
+    cache = (jnp.arange(24, dtype=jnp.float32).reshape(3, 1, 2, 4) + 1,)
+    pool = jaxkv.HostPool.create(jaxkv.ArrayCacheSpec.from_arrays(cache, stacked=True), num_pages=4)
+    options: Any = {"layers": [0], "implementation": "xla"}
+    (got,) = jaxkv.load_pages(pool, cache, [1, -1], [0, -1], **options)
+    np.testing.assert_array_equal(got, cache[0].at[0].set(0))
+
+
 @pytest.mark.parametrize("operation", ["load_pages", "start_load"])
 def test_ids_known_while_tracing_are_checked(operation):
     case = make_case()

@@ -19,8 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxkv._src.cache.spec import check_size, select_layers, select_tokens
-from jaxkv._src.runtime.dtypes import check_byte_dtype
+from jaxkv._src.cache.spec import check_size, checked_dtype, select_layers, select_tokens
 from jaxkv._src.runtime.pytrees import leaf_paths
 
 # Blocks in a host pool start at multiples of the widest word of the copy kernel.
@@ -95,8 +94,8 @@ class ArrayCacheSpec:
           TypeError: a leaf is not an array or is traced, `arrays` has no layers, or a list is
             stacked.
           ValueError: layers that differ, arrays with different numbers of pages, pages without
-            elements, a dtype that is not byte-aligned, a `page_size` below 1, or shardings over
-            different meshes or a sharded layer axis.
+            elements, a dtype that JAX does not support or that is not byte-aligned, a `page_size`
+            below 1, or shardings over different meshes or a sharded layer axis.
         """
         if page_size is not None:
             check_size(page_size, "page_size")
@@ -141,6 +140,19 @@ class ArrayCacheSpec:
             sizes = (_size(self.mesh, axes) for axes in array.sharding)
             shapes.append(tuple(n // size for n, size in zip(array.shape, sizes, strict=True)))
         return BlockRecord(tuple(shapes), tuple(array.dtype for array in self.arrays))
+
+    @property
+    def block_numbers(self) -> list[list[int]]:
+        """For each array, which of its blocks each shard of a page in a host pool has.
+
+        Blocks are numbered in row-major order.
+        """
+        axes = self.block_axes
+        shards = itertools.product(*(range(_size(self.mesh, (axis,))) for axis in axes))
+        places = [dict(zip(axes, shard, strict=True)) for shard in shards]
+        return [
+            [_block_number(self.mesh, array, place) for place in places] for array in self.arrays
+        ]
 
     @property
     def array_names(self) -> tuple[str, ...]:
@@ -238,7 +250,7 @@ def _check_leaves(leaves: Sequence[Any], stacked: bool) -> None:
             raise ValueError(
                 f"each array must be {dims} without empty dimensions, got {list(leaf.shape)}"
             )
-        check_byte_dtype(leaf.dtype, "dtype of an array")
+        checked_dtype(leaf.dtype, "dtype of an array")
 
 
 def _partitions(leaves: Sequence[Any]) -> tuple[Mesh | None, list[tuple[AxisNames, ...]]]:
@@ -314,6 +326,14 @@ def _common(what: str, values: Sequence[Any], show: Callable[[Any], str] = str) 
                 "make a cache of each kind of layer, and pass them as a dict"
             )
     return values[0]
+
+
+def _block_number(mesh: Mesh | None, array: PageArray, place: dict[str, int]) -> int:
+    """Number of the block at this place along each mesh axis."""
+    number = 0
+    for axis in itertools.chain(*array.sharding):  # major to minor
+        number = number * _size(mesh, (axis,)) + place[axis]
+    return number
 
 
 def _size(mesh: Mesh | None, axes: AxisNames) -> int:

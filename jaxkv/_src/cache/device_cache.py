@@ -80,3 +80,19 @@ class DeviceCache:
     def partition_spec(self) -> PartitionSpec:
         """Sharding of each array over the mesh, for `in_specs` and `out_specs` of `shard_map`."""
         return getattr(self.layers[0][0].sharding, "spec", PartitionSpec())
+
+
+def check_num_arrays(cache: DeviceCache) -> None:
+    """Raises a ValueError unless the cache has the layers of its spec, and the arrays of each."""
+    num_layers, num_kv = cache.spec.num_layers, cache.spec.num_kv
+    if len(cache.layers) != num_layers:
+        raise ValueError(
+            f"cache.layers must have the num_layers={num_layers} layers of its spec, got "
+            f"{len(cache.layers)}"
+        )
+    for layer, arrays in enumerate(cache.layers):
+        if len(arrays) != num_kv:
+            raise ValueError(
+                f"cache.layers[{layer}] must have {num_kv} arrays for kind {cache.spec.kind!r}, "
+                f"got {len(arrays)}"
+            )

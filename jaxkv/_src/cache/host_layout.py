@@ -87,7 +87,7 @@ class HostLayout:
     head_groups: int = 1
 
     def __post_init__(self) -> None:
-        if self.name not in _AXES:
+        if not isinstance(self.name, str) or self.name not in _AXES:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.name!r}")
         check_size(self.num_pages, "num_pages")
         check_size(self.head_groups, "head_groups")

@@ -18,7 +18,7 @@ from jaxkv._src.cache.array_cache import (
     pool_sharding,
 )
 from jaxkv._src.cache.array_spec import ArrayCacheSpec
-from jaxkv._src.cache.device_cache import DeviceCache
+from jaxkv._src.cache.device_cache import DeviceCache, check_num_arrays
 from jaxkv._src.cache.host_layout import HostLayout, Layout
 from jaxkv._src.cache.pinned_memory import PINNED, allocate, view_of
 from jaxkv._src.cache.shared_memory import SharedPool, identity, unlink
@@ -134,6 +134,7 @@ class HostPool:
         Raises:
           ValueError: not the name of a pool, or it is still being created.
           FileNotFoundError: there is no pool of this name.
+          PermissionError: it is not a file of this user with mode 0600.
         """
         return identity(name)
 
@@ -266,6 +267,8 @@ def description(spec: KVCacheSpec | ArrayCacheSpec) -> dict[str, str]:
             f"{name}{array.dtype}{list(array.shape)} in blocks of {list(block)}"
             for name, array, block in arrays
         ),
+        # Not the mesh axes: those of the next process may have other names or sizes.
+        "blocks of each array by shard": str(spec.block_numbers),
     }
 
 
@@ -285,6 +288,11 @@ def _pool_sharding(
 
 def check_memory_kind(data: Any) -> None:
     """Raises a ValueError for a concrete array that is not in pinned host memory."""
+    if isinstance(data, np.ndarray):
+        raise ValueError(
+            "pool.data must be a jax.Array in memory kind pinned_host, got a NumPy array: the pool "
+            "has left pinned memory; pass one that HostPool.create or a store has returned"
+        )
     concrete = isinstance(data, jax.Array) and not isinstance(data, jax.core.Tracer)
     if concrete and (kind := data.sharding.memory_kind) != "pinned_host":
         raise ValueError(f"pool.data must have memory kind pinned_host, got {kind}")
@@ -312,6 +320,7 @@ def check_pair(pool: HostPool, cache: DeviceCache | ArrayCache) -> None:
             f"pool.data must be {layout.spec.dtype}{list(layout.shape)} for layout {pool.layout}, "
             f"got {pool.data.dtype}{list(pool.data.shape)}"
         )
+    check_num_arrays(cache)
     expected = (cache.num_pages, *layout.spec.block_shape)
     for layer, halves in enumerate(cache.layers):
         for array in halves:

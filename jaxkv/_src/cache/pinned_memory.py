@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxkv._src.cache.host_memory import check_host_memory, numa_node
 from jaxkv._src.cache.shared_memory import SharedPool
+from jaxkv._src.cache.spec import check_num_elements, checked_dtype
 from jaxkv._src.runtime import native
 from jaxkv._src.runtime.devices import check_outside_jit, default_device, has_native_memory
-from jaxkv._src.runtime.dtypes import check_byte_dtype
 from jaxkv._src.runtime.sync_guard import allow_host_sync
 
 PINNED = "pinned_host"
@@ -56,7 +56,7 @@ def pinned_zeros(
 
     Args:
       shape: shape of the array.
-      dtype: any byte-aligned dtype; 64-bit types become 32-bit unless jax_enable_x64 is set.
+      dtype: any byte-aligned dtype, including fp8 and int8; 64-bit only with jax_enable_x64.
       sharding: devices that use the array; None for the default device. Its memory kind is
         replaced by "pinned_host".
 
@@ -66,8 +66,10 @@ def pinned_zeros(
     Raises:
       RuntimeError: called inside jit, or the memory could not be allocated or page-locked.
       HostMemoryError: the array exceeds the available host memory; nothing is allocated.
-      ValueError: the dtype is not byte-aligned, the sharding does not divide the shape, or a
-        device has no memory kind pinned_host.
+      ValueError: a dtype that JAX does not support, that is not byte-aligned or not in native byte
+        order; 2^60 elements or more; the sharding does not divide the shape; or a device has no
+        memory kind pinned_host.
+      TypeError: NumPy cannot interpret `dtype`.
     """
     return allocate(shape, dtype, sharding)
 
@@ -83,8 +85,8 @@ def allocate(
     shape = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
         raise ValueError(f"shape must consist of integers >= 0, got {shape}")
-    dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    check_byte_dtype(dtype, "dtype")
+    check_num_elements(shape, "an array in pinned memory")
+    dtype = checked_dtype(dtype, "dtype")
     if sharding is None:
         sharding = SingleDeviceSharding(default_device())
     _check_has_pinned_memory(sharding)

@@ -30,10 +30,11 @@ DIRECTORY = Path("/dev/shm")
 _MAX_NAME = 200  # of NAME_MAX, 255
 _NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9_.-]{{0,{_MAX_NAME - 1}}}")
 _MAGIC = b"jaxkv-kv"
-_VERSION = 1
+_VERSION = 2  # to be changed with the description
 _HEADER = struct.Struct("=8sII16s")  # magic, version, bytes of the description, identity
 _MAX_DESCRIPTION = mmap.PAGESIZE - _HEADER.size
 _MAX_VALUE = 200  # characters of a value in the description; longer ones are hashed
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO does not wait
 _SECONDS, _SECONDS_PER_GIB = 30, 1  # limit of a wait for another process that creates the object
 
 
@@ -79,7 +80,7 @@ class SharedPool:
                 yield fd, False
                 _write_header(fd, expected)
             except BaseException:
-                path.unlink(missing_ok=True)
+                _remove(fd, path)
                 raise
         finally:
             fcntl.flock(fd, fcntl.LOCK_UN)  # a mapping would keep it
@@ -91,7 +92,7 @@ class SharedPool:
         while True:
             fd = _open(path)
             try:
-                _check_owner(fd, path)
+                _check_owner(fd, path, "create")
                 if _lock(fd, deadline):
                     if os.fstat(fd).st_nlink:
                         return fd
@@ -150,12 +151,14 @@ def identity(name: str) -> str:
     Raises:
       ValueError: not a name, or an object of this name is incomplete or not of a pool.
       FileNotFoundError: there is no such pool.
+      PermissionError: an object is not a file of this user with mode 0600.
     """
     check_name(name, "shared_id")
     digest = hashlib.sha256()
     for path in _paths(name, "shared_id"):
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = _open_existing(path, os.O_RDONLY, "shared_id")
         try:
+            _check_owner(fd, path, "shared_id")
             digest.update(path.name.encode() + _read_header(fd, path, "shared_id").identity)
         finally:
             os.close(fd)
@@ -192,32 +195,40 @@ def _read_header(fd: int, path: Path, operation: str) -> _Header:
 
 
 def _open(path: Path) -> int:
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
-        try:
-            return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            pass
-        try:
-            return os.open(path, flags)
-        except FileNotFoundError:  # removed meanwhile
-            continue
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP):
-                raise
-            raise _not_ours(path, os.lstat(path)) from error
+        with contextlib.suppress(FileExistsError):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            return _open_existing(path, os.O_RDWR, "create")
 
 
-def _check_owner(fd: int, path: Path) -> None:
+def _open_existing(path: Path, access: int, operation: str) -> int:
+    try:
+        return os.open(path, access | _FLAGS)
+    except OSError as error:
+        others = errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO
+        if error.errno not in others:
+            raise
+        raise _not_ours(path, os.lstat(path), operation) from error
+
+
+def _remove(fd: int, path: Path) -> None:
+    """Removes the object, unless it was removed, after which another process may have its own."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(fd), os.lstat(path)):
+            path.unlink()
+
+
+def _check_owner(fd: int, path: Path, operation: str) -> None:
     status = os.fstat(fd)
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or mode != 0o600:
-        raise _not_ours(path, status)
+        raise _not_ours(path, status, operation)
 
 
-def _not_ours(path: Path, status: os.stat_result) -> PermissionError:
+def _not_ours(path: Path, status: os.stat_result, operation: str) -> PermissionError:
     return PermissionError(
-        f"HostPool.create: {path} has owner {status.st_uid} and mode "
+        f"HostPool.{operation}: {path} has owner {status.st_uid} and mode "
         f"{stat.filemode(status.st_mode)}, expected owner {os.geteuid()} (this process) and "
         "-rw-------: others could read or change the pages; choose another name, or remove the file"
     )
@@ -238,11 +249,16 @@ def _lock(fd: int, deadline: float) -> bool:
 def _kept(path: Path) -> int:
     """Bytes of an object that need not be allocated again."""
     try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            return status.st_size if file.read(1).strip(b"\0") else 512 * status.st_blocks
+        fd = os.open(path, os.O_RDONLY | _FLAGS)
     except OSError:  # absent, or rejected when it is opened
         return 0
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return 0
+        return status.st_size if os.pread(fd, 1, 0).strip(b"\0") else 512 * status.st_blocks
+    finally:
+        os.close(fd)
 
 
 def _path(name: str, part: int) -> Path:

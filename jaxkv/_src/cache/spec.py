@@ -28,7 +28,7 @@ class KVCacheSpec:
 
     Raises:
       ValueError: a size below 1, an unknown kind, MLA with several heads, or a dtype that JAX does
-        not support or that is not byte-aligned.
+        not support, that is not byte-aligned or not in native byte order.
       TypeError: NumPy cannot interpret `dtype`.
     """
 
@@ -46,7 +46,7 @@ class KVCacheSpec:
             raise ValueError(f'kind must be "mha" or "mla", got {self.kind!r}')
         if self.kind == "mla" and self.num_kv_heads != 1:
             raise ValueError(f"num_kv_heads must be 1 for kind='mla', got {self.num_kv_heads}")
-        object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
+        object.__setattr__(self, "dtype", checked_dtype(self.dtype, "dtype"))
 
     @property
     def num_kv(self) -> int:
@@ -130,25 +130,34 @@ MOST = 2**31 - 1  # page ids are int32, and XLA aborts the process where a produ
 
 def check_size(value: object, name: str) -> None:
     """Raises a ValueError unless `value` is an integer in [1, 2^31)."""
-    if not isinstance(value, int | np.integer) or not 1 <= value <= MOST:
+    if isinstance(value, bool) or not (isinstance(value, int | np.integer) and 1 <= value <= MOST):
         raise ValueError(f"{name} must be an integer in [1, {MOST}], got {value!r}")
 
 
 def check_num_elements(shape: Sequence[int], name: str) -> None:
-    """Raises a ValueError if an array of this shape has 2^63 bytes or more, of any dtype."""
-    if math.prod(map(int, shape)) >= 2**60:
-        raise ValueError(f"{name} has shape {list(map(int, shape))}: 2^60 elements or more")
+    """Raises a ValueError for an array of 2^60 elements or more: XLA's numbers would overflow.
+
+    XLA multiplies the sizes of an array without elements, too.
+    """
+    sizes = [int(size) for size in shape]
+    if math.prod(max(size, 1) for size in sizes) >= 2**60:
+        raise ValueError(
+            f"{name} has shape {sizes}, the limit is 2^60 - 1 elements, where empty dimensions "
+            "count as 1: reduce the shape or the number of pages"
+        )
 
 
-def _checked_dtype(given: npt.DTypeLike) -> np.dtype:
+def checked_dtype(given: npt.DTypeLike, name: str) -> np.dtype:
     """`given` as a dtype that JAX arrays keep; otherwise raises a ValueError."""
     dtype = np.dtype(given)
-    check_byte_dtype(dtype, "dtype")
+    check_byte_dtype(dtype, name)
     bits = _element_bits(dtype)
-    if given is None or bits == 0:
-        raise ValueError(f"dtype must be a numeric dtype of JAX or bool, got {given!r}")
+    if given is None or not 8 <= bits <= 64 or not dtype.isnative:
+        raise ValueError(
+            f"{name} must be a numeric dtype of JAX or bool in native byte order, got {given!r}"
+        )
     if bits > 32 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ValueError(
-            f"dtype {dtype} has {bits} bits, the limit is 32 bits unless jax_enable_x64 is set"
+            f"{name} is {dtype} of {bits} bits, the limit is 32 bits unless jax_enable_x64 is set"
         )
     return dtype

@@ -135,6 +135,8 @@ def select_implementation(
         )
     if unsupported_reason:
         return "psum", f"fallback from {wanted} of {table.name}: {unsupported_reason}"
+    if num_bytes == 0 and wanted != "psum":
+        return "psum", f"in place of {wanted}: the array is empty"
     return wanted, "requested" if implementation else f"selected by {table.name}"
 
 
@@ -224,7 +226,7 @@ def _all_reduce_array(
     x = jnp.asarray(x)
     name, _ = select_implementation(memory, x, implementation)
     with jax.named_scope(f"jaxkv.all_reduce.{name}"):
-        if name == "psum" or x.size == 0:
+        if name == "psum":
             return jax.lax.psum(x, memory.axis_name)
         native.extension()
         call = _Call(

@@ -34,8 +34,8 @@ class OffloadCopy:
       issued: whether `next_batch` has returned all its pages. From the step of that batch on,
         behind its waits, loaded pages may be read, and stored pages overwritten.
       done: whether the copy is over: stored blocks are found by `lookup`.
-      failed: whether a step with pages of the copy has failed, or a block to load was discarded
-        before: do not use the loaded pages.
+      failed: whether a step with pages of the copy has failed or was abandoned, or a block to load
+        was discarded before: do not use the loaded pages.
     """
 
     kind: Kind

@@ -203,10 +203,13 @@ class OffloadEngine:
         Its size is the smallest of the batch sizes that holds what is queued.
 
         Raises:
-          RuntimeError: the previous batch has not been issued.
+          RuntimeError: the previous batch has been neither issued nor abandoned.
         """
         if self._taken is not None:
-            raise RuntimeError("next_batch: the previous batch has not been issued; call issue")
+            raise RuntimeError(
+                "next_batch: the previous batch has not been issued; call issue, or abandon if its "
+                "step was not dispatched"
+            )
         queue = self._loads or self._stores
         limit, copies = self._sizes[-1], []
         host_pages: list[int] = []
@@ -258,37 +261,65 @@ class OffloadEngine:
         Args:
           batch: the result of `next_batch`, or of its `by`; nothing happens for one without pages.
           result: a `jax.Array` that the step returns, ready once its copies are complete. Do not
-            donate it before `poll` has returned them.
+            donate or delete it before `poll` has returned them.
 
         Raises:
           ValueError: `batch` is not that of the last call of `next_batch`.
         """
+        if self._give_back(batch, "issue"):
+            self._in_flight.append((batch, cast(_Result, result)))
+
+    def abandon(self, batch: CopyBatch) -> None:
+        """Notes that the step with a batch was not dispatched, such as after an exception.
+
+        Its copies fail: blocks to be stored are not found, and pages to be loaded must not be used.
+        `poll` returns them once all their pages have been in a batch.
+
+        Args:
+          batch: as for `issue`, which must not be called for it.
+
+        Raises:
+          ValueError: as for `issue`.
+        """
+        if self._give_back(batch, "abandon"):
+            self._end_step(batch, failed=True)
+
+    def _give_back(self, batch: CopyBatch, operation: str) -> bool:
+        """Whether the batch has pages; it is not that of `next_batch` any more."""
         if not batch.copies:
-            return
+            return False
         if self._taken is None or batch.copies is not self._taken.copies:
-            raise ValueError("issue: the batch is not the last one of next_batch, or issued twice")
+            raise ValueError(
+                f"{operation}: the batch is not the last one of next_batch, or issued or abandoned "
+                "twice"
+            )
         self._taken = None
-        self._in_flight.append((batch, cast(_Result, result)))
+        return True
 
     def poll(self) -> list[OffloadCopy]:
         """Ends the copies of steps that are over, and those of tiers; never blocks.
 
         Returns:
           The copies that are done since the last call, failed ones included.
+
+        Raises:
+          RuntimeError: the result of a step was donated or deleted before its copies ended.
         """
-        ended, self._ended = self._ended, []
-        while self._in_flight and self._in_flight[0][1].is_ready():
+        while self._in_flight and _is_over(self._in_flight[0][1]):
             batch, result = self._in_flight.popleft()
-            failed = _has_failed(result)
-            for copy in batch.copies:
-                copy._num_in_flight -= 1
-                copy.failed |= failed
-                if copy.issued and not copy._num_in_flight:
-                    self._end(copy)
-                    ended.append(copy)
+            self._end_step(batch, failed=_has_failed(result))
         if self._tiers:
             self._tiers.poll()
+        ended, self._ended = self._ended, []
         return ended
+
+    def _end_step(self, batch: CopyBatch, *, failed: bool) -> None:
+        for copy in batch.copies:
+            copy._num_in_flight -= 1
+            copy.failed |= failed
+            if copy.issued and not copy._num_in_flight:
+                self._end(copy)
+                self._ended.append(copy)
 
     def _end(self, copy: OffloadCopy) -> None:
         copy.done = True
@@ -303,12 +334,14 @@ class OffloadEngine:
             self._tiers.cascade(copy.keys)
 
     def drain(self, timeout_s: float = 30.0) -> bool:
-        """Waits until the tiers have the stored blocks, before a process closes them and ends.
+        """Waits until the tiers have the stored blocks and have removed the discarded ones.
+
+        To be called before a process closes the tiers and ends.
 
         Blocks; no step may be in flight. The next `poll` returns the copies that are over.
 
         Returns:
-          Whether all writes have ended in time.
+          Whether all writes and removals have ended in time.
         """
         self._ended = self.poll()
         return self._tiers is None or self._tiers.drain(timeout_s)
@@ -329,6 +362,16 @@ class OffloadEngine:
             "kv_offload_queued_load_blocks": waiting["load"],
             "kv_offload_queued_store_blocks": waiting["store"],
         }
+
+
+def _is_over(result: _Result) -> bool:
+    """`is_ready` of a deleted array is undefined."""
+    if isinstance(result, jax.Array) and result.is_deleted():
+        raise RuntimeError(
+            "poll: the result of a step was donated or deleted before its copies ended; pass issue "
+            "an array that lives until poll has returned them"
+        )
+    return result.is_ready()
 
 
 def _has_failed(result: _Result) -> bool:

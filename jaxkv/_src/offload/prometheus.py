@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from jaxkv._src.offload.manager import COUNTERS
@@ -15,31 +16,54 @@ class _HasMetrics(Protocol):
     def metrics(self) -> dict[str, float]: ...
 
 
+_Labels = frozenset[tuple[str, str]]
+
+
 class _Collector:
-    def __init__(self, manager: _HasMetrics, labels: Mapping[str, str]) -> None:
-        self._manager = manager
-        self._labels = labels
+    """The managers of a registry: an exposition has each metric family once, with all samples."""
+
+    def __init__(self) -> None:
+        self._managers: dict[_Labels, _HasMetrics] = {}
 
     def describe(self) -> list[Any]:
         return []
 
-    def collect(self) -> Iterator[Any]:
-        """One sample of each metric; called by the registry at every scrape."""
+    def collect(self) -> Iterable[Any]:
+        """One sample of each metric and manager; called by the registry at every scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        for name, value in self._manager.metrics().items():
-            counts = name.rstrip("0123456789").rstrip("_") in _COUNTERS  # of several tiers: _0, _1
-            family = CounterMetricFamily if counts else GaugeMetricFamily
-            text = name.replace("_", " ")
-            metric = family(f"jaxkv:{name}", text, labels=list(self._labels))
-            metric.add_metric(list(self._labels.values()), value)
-            yield metric
+        families: dict[str, Any] = {}
+        for labels, manager in tuple(self._managers.items()):
+            for name, value in manager.metrics().items():
+                # Of several tiers: _0, _1.
+                counts = name.rstrip("0123456789").rstrip("_") in _COUNTERS
+                if name not in families:
+                    family = CounterMetricFamily if counts else GaugeMetricFamily
+                    families[name] = family(f"jaxkv:{name}", name.replace("_", " "))
+                sample = f"jaxkv:{name}_total" if counts else f"jaxkv:{name}"
+                families[name].add_sample(sample, dict(labels), value)
+        return families.values()
+
+    def add(self, manager: _HasMetrics, labels: Mapping[str, str]) -> None:
+        if frozenset(labels.items()) in self._managers:
+            raise ValueError(
+                f"register_prometheus: the registry has a manager with labels={dict(labels)}; pass "
+                "labels that distinguish them"
+            )
+        self._managers[frozenset(labels.items())] = manager
+
+    def remove(self, labels: Mapping[str, str] | None = None) -> None:
+        """Removes the manager with these labels; KeyError if there is none."""
+        del self._managers[frozenset((labels or {}).items())]
+
+
+_collectors: weakref.WeakKeyDictionary[Any, _Collector] = weakref.WeakKeyDictionary()
 
 
 def register_prometheus(
     manager: _HasMetrics, registry: Any = None, labels: Mapping[str, str] | None = None
 ) -> Any:
-    """Registers a Prometheus collector that reads `manager.metrics()` at every scrape.
+    """Exports `manager.metrics()` by a Prometheus registry, which reads them at every scrape.
 
     Needs prometheus_client: `pip install jaxkv[prometheus]`.
 
@@ -51,13 +75,26 @@ def register_prometheus(
       labels: constant labels; they distinguish the managers of one registry.
 
     Returns:
-      The collector, for `registry.unregister`.
+      The collector of the registry. `collector.remove(labels)` removes a manager,
+      `registry.unregister(collector)` all of them.
 
     Raises:
       ImportError: prometheus_client is not installed.
+      ValueError: the registry has a manager with equal labels.
     """
     import prometheus_client
 
-    collector = _Collector(manager, dict(labels or {}))
-    (prometheus_client.REGISTRY if registry is None else registry).register(collector)
+    registry = prometheus_client.REGISTRY if registry is None else registry
+    collector = _collectors.get(registry)
+    if collector is not None:
+        try:
+            registry.unregister(collector)
+        except KeyError:  # the caller has unregistered it, and its managers
+            collector = None
+    if collector is None:
+        collector = _collectors[registry] = _Collector()
+    try:
+        collector.add(manager, labels or {})
+    finally:
+        registry.register(collector)
     return collector

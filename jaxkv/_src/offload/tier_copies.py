@@ -12,6 +12,7 @@ from jaxkv._src.offload.errors import StaleSpecError
 from jaxkv._src.offload.lookup import longest_prefix
 from jaxkv._src.offload.manager import OffloadManager
 from jaxkv._src.offload.specs import BlockState, LoadSpec, StoreSpec
+from jaxkv._src.offload.tiers.queued import LOGGER
 from jaxkv._src.offload.tiers.tier import Tier
 
 
@@ -106,6 +107,7 @@ class TierCopies:
         self._prefetches: list[OffloadPrefetch] = []
         self._reads: list[_TierCopy] = []
         self._writes: list[_TierCopy] = []
+        self._removals: list[Future[None]] = []
         self._reading: set[bytes] = set()
         self._num_writing = 0  # blocks
         self._num_dropped = 0  # blocks
@@ -148,7 +150,7 @@ class TierCopies:
         for prefetch in self._prefetches:
             prefetch._discarded.update(keys)
         names = [part for key in keys for part in self._memory.keys(key)]
-        self._executor.submit(self._tier.remove, names)
+        self._removals.append(self._executor.submit(self._tier.remove, names))
 
     def poll(self) -> None:
         """Ends copies that are over, and begins the reads of lookups that are answered."""
@@ -159,15 +161,22 @@ class TierCopies:
         for copy in [copy for copy in self._writes if copy.is_over()]:
             self._writes.remove(copy)
             self._end_write(copy)
+        for removal in [removal for removal in self._removals if removal.done()]:
+            self._removals.remove(removal)
+            if error := removal.exception():
+                LOGGER.warning("OffloadEngine: discarded blocks may remain in a tier: %s", error)
         for prefetch in [*self._prefetches]:
             self._advance(prefetch)
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits for the writes."""
+        """Waits for the writes and the removals."""
+        expires_at = self._clock() + timeout_s
         parts = [p for copy in self._writes for parts in copy.futures.values() for p in parts]
         wait(parts, timeout_s)
+        self.poll()  # removes what was discarded during its write
+        wait(self._removals, max(0.0, expires_at - self._clock()))
         self.poll()
-        return not self._writes
+        return not (self._writes or self._removals)
 
     def _advance(self, prefetch: OffloadPrefetch) -> None:
         answer = prefetch._answer
@@ -190,12 +199,7 @@ class TierCopies:
         there = there.difference(*(copy.spec.keys for copy in self._writes))
         absent = {key for key in keys if state(key) is None}
         both = {key for key in keys if key in there or key not in absent}
-        end = longest_prefix(both, keys, len(keys), prefetch._window)
-        wanted = keys[0 if prefetch._window is None else max(0, end - prefetch._window) : end]
-        missing = [key for key in wanted if key in absent]
-        room = max(0, self._manager.num_pages // 2 - len(self._reading))
-        if len(missing) > room:
-            wanted = wanted[: wanted.index(missing[room])]
+        wanted = self._fitting(keys, both, absent, prefetch._window)
         spec = self._manager.prepare_store(wanted, tier=True)
         if not spec.keys:
             self._manager.abort(spec)
@@ -203,6 +207,26 @@ class TierCopies:
         self._manager.start(spec)
         self._reads.append(_TierCopy(spec, self._submit(self._tier.read, spec)))
         self._reading.update(spec.keys)
+
+    def _fitting(
+        self, keys: tuple[bytes, ...], both: set[bytes], absent: set[bytes], window: int | None
+    ) -> tuple[bytes, ...]:
+        """The blocks that the longest prefix with room for them needs.
+
+        Without a window, the head of a prefix is of use. A part of a window is not: a shorter
+        prefix then needs another one.
+        """
+        half, limit = max(0, self._manager.num_pages // 2 - len(self._reading)), len(keys)
+        while True:
+            end = longest_prefix(both, keys, limit, window)
+            wanted = keys[0 if window is None else max(0, end - window) : end]
+            missing = [key for key in wanted if key in absent]
+            if window is None:
+                return wanted[: wanted.index(missing[half])] if len(missing) > half else wanted
+            excess = len(missing) - min(half, self._manager._blocks.room(wanted))
+            if excess <= 0 or not missing:
+                return wanted
+            limit = end - excess  # a block less in the prefix makes room for one at most
 
     def _submit(
         self, call: Callable[[bytes, memoryview], Future[bool]], spec: LoadSpec | StoreSpec

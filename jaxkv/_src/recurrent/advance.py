@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxkv._src.recurrent.align import _counts
 from jaxkv._src.runtime.bounds import check_bounds
+from jaxkv.metadata.checks import at_least_1
 from jaxkv.metadata.common import BatchMetadata, num_computed_tokens
 from jaxkv.metadata.segments import Array, prefix_sum
 
@@ -16,7 +17,12 @@ from jaxkv.metadata.segments import Array, prefix_sum
 
 
 def advance(
-    batch: BatchMetadata, num_accepted: Array, *, num_drafts: Array, next_query_lens: Array
+    batch: BatchMetadata,
+    num_accepted: Array,
+    *,
+    num_drafts: Array,
+    next_query_lens: Array,
+    cp_world_size: int = 1,
 ) -> BatchMetadata:
     """Batch of the next step of the same requests, before the host knows the accepted counts.
 
@@ -31,10 +37,13 @@ def advance(
       num_drafts: int32[B], draft tokens among each row's query tokens.
       next_query_lens: int32[B], query tokens of each row in the next step: 1 plus its draft
         tokens, or a chunk of its prompt; 0 for an idle row, which keeps its place in the batch.
+      cp_world_size: ranks of the context-parallel group, as for `BatchMetadata.from_host`: a
+        context has up to `max_blocks * block_size` tokens on each of them.
 
     Raises:
-      ValueError: counts of the wrong shape or dtype, or outside int32.
+      ValueError: counts of the wrong shape or dtype, or outside int32, or `cp_world_size` below 1.
     """
+    (cp_world_size,) = at_least_1(cp_world_size=cp_world_size)
     rows = batch.max_num_reqs
     num_accepted = _counts("num_accepted", num_accepted, rows)
     num_drafts = _counts("num_drafts", num_drafts, rows)
@@ -50,7 +59,10 @@ def advance(
     checked = check_bounds(
         jnp.concatenate([starts, seq_lens]),
         num_tokens=(starts[-1], batch.max_num_tokens),
-        seq_len=(jnp.max(seq_lens, initial=0), batch.max_blocks * batch.block_size),
+        seq_len=(
+            jnp.max(seq_lens, initial=0),
+            batch.max_blocks * batch.block_size * cp_world_size,
+        ),
     )
     starts, seq_lens = checked[: rows + 1], checked[rows + 1 :]
     return dataclasses.replace(

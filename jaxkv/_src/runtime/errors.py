@@ -147,7 +147,7 @@ class ErrorScope:
     An error that a device counts belongs to the scope in which the call was traced: an operation
     on pages or recurrent states, a wait, a metadata builder. Programs are compiled for each scope
     in which they are called. A scope applies to the current thread, also during an `await`; the
-    innermost one counts.
+    innermost one counts, of all tasks of the thread. Tasks may leave their scopes in any order.
 
         scope = jaxkv.ErrorScope("engine-a")
         with scope:
@@ -161,6 +161,7 @@ class ErrorScope:
     Raises:
       TypeError: `name` is not a string.
       ValueError: `name` is empty, one too many, or has the same hash as another scope's.
+      RuntimeError: the scope is left in another thread than it was entered.
     """
 
     name: str
@@ -173,13 +174,25 @@ class ErrorScope:
         self._register()
 
     def __enter__(self) -> ErrorScope:
-        entered = _scope(self)
-        entered.__enter__()
-        _entered.contexts.append(entered)
+        context = _scope(self)
+        context.__enter__()
+        _entered.scopes.append((self, context))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _entered.contexts.pop().__exit__(None, None, None)
+        entered = _entered.scopes
+        places = [place for place, (scope, _) in enumerate(entered) if scope is self]
+        if not places:
+            raise RuntimeError(
+                f"ErrorScope: {self.name!r} must be left in the thread that entered it"
+            )
+        # Other tasks of the thread may have entered later ones, which remain.
+        left = entered[places[-1] :]
+        del entered[places[-1] :]
+        for _, context in reversed(left):
+            context.__exit__(None, None, None)
+        for scope, _ in left[1:]:
+            scope.__enter__()
 
     def check_errors(self, *outputs: object) -> None:
         """Raises the errors of this scope; see `jaxkv.check_errors`."""
@@ -195,7 +208,7 @@ class ErrorScope:
 
 class _Entered(threading.local):
     def __init__(self) -> None:
-        self.contexts: list[AbstractContextManager[None]] = []
+        self.scopes: list[tuple[ErrorScope, AbstractContextManager[None]]] = []
 
 
 _entered = _Entered()

@@ -53,8 +53,15 @@ class HeldArrays:
                 return
             held, self._held, self._weight = [*self._held.values()], {}, 0
         # Without the lock: enqueuing or freeing may collect garbage, which may run any code.
-        used, unused = _by_use(held)
-        programs = self._enqueue({d for one in unused for d in one.sharding.addressable_devices})
+        try:
+            used, unused = _by_use(held)
+            devices = {d for one in unused for d in one.sharding.addressable_devices}
+            programs = self._enqueue(devices)
+        except BaseException:
+            with self._lock:
+                self._held |= {id(one): one for one in held}
+                self._weight += sum(map(_weight, held))
+            raise
         with self._lock:
             self._held |= {id(one): one for one in used}
             self._weight += sum(map(_weight, used))

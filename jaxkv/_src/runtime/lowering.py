@@ -51,12 +51,13 @@ def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
     if event != _LOWERED:
         return
     # The lowering of a program may lower others, which complete first.
-    for entry in list(_pending.entries):
-        module, callback = entry
-        if _is_complete(module):
-            _pending.entries.remove(entry)
-            with module.context:
-                callback(module)
+    complete = [entry for entry in _pending.entries if _is_complete(entry[0])]
+    # Before any callback: one that raises must not leave the others to an unrelated lowering.
+    for entry in complete:
+        _pending.entries.remove(entry)
+    for module, callback in complete:
+        with module.context:
+            callback(module)
 
 
 def _is_complete(module: ir.Module) -> bool:

@@ -138,9 +138,14 @@ def append(
 
 
 def _as_int32(name: str, values: ArrayLike) -> jax.Array:
-    """`values` as a JAX array; JAX would truncate NumPy's int64 silently."""
-    dtype = jnp.int32 if not hasattr(values, "dtype") else values.dtype
-    if dtype != jnp.int32:
+    """`values` as a JAX array; JAX would truncate floats and NumPy's int64 silently."""
+    if hasattr(values, "dtype"):
+        valid, dtype = values.dtype == jnp.int32, values.dtype
+    else:
+        on_host = not any(isinstance(value, jax.Array) for value in jax.tree.leaves(values))
+        array = np.asarray(values) if on_host else jnp.asarray(values)
+        valid, dtype = array.size == 0 or array.dtype.kind in "iu", array.dtype
+    if not valid:
         raise ValueError(f"{name} must be int32, got {dtype}")
     return jnp.asarray(values, jnp.int32)
 

@@ -95,7 +95,8 @@ def load_pages(
       PageIndexError: outside jit, an id is out of range or a destination is a duplicate, if both
         lists are known on the host. Otherwise these entries are skipped and `check_errors` raises;
         on the CPU backend the jitted call fails instead, with this name in its text. "xla" counts
-        no errors.
+        no errors. Without anything to copy (`layers=[]`, arrays without blocks or bytes) the ids
+        are not checked.
     """
     state = {"pool": pool, "cache": cache}
     ids = {"host_pages": host_pages, "device_pages": device_pages}

@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxkv._src.cache.array_cache import ArrayCache, engine_arrays, is_stacked, layer_arrays
 from jaxkv._src.cache.device_cache import DeviceCache
@@ -17,7 +19,7 @@ from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.timeouts import checked_timeout_s
 from jaxkv._src.transfer import api, resolve
 from jaxkv._src.transfer.async_calls import overlapped_copy, start_copy
-from jaxkv._src.transfer.copy_handle import CopyHandle, Leaves, leaves_to_compute
+from jaxkv._src.transfer.copy_handle import CopyHandle, Leaves, leaves_to_compute, undeleted
 from jaxkv._src.transfer.ids import Ids, num_ids_of
 from jaxkv._src.transfer.in_flight import keep_alive
 from jaxkv._src.transfer.page_copies import arrays_of_copies, by_layer
@@ -90,7 +92,7 @@ class _PageCopyHandle(CopyHandle):
         raise NotImplementedError
 
     def wait(
-        self, layer: int | Sequence[int] | jax.Array, *, after: resolve.PyTree = None
+        self, layer: int | Sequence[int] | np.ndarray | jax.Array, *, after: resolve.PyTree = None
     ) -> resolve.PyTree:
         """Waits on the device for the copy of a layer; the host does not block.
 
@@ -102,9 +104,9 @@ class _PageCopyHandle(CopyHandle):
                     x = attention(x, k, v)
 
         Args:
-          layer: number of a layer of the copy, or a sequence of them, such as a range. For stacked
-            arrays also a traced int32 scalar, as in the body of `lax.scan` over layers, with the
-            handle in its carry; it is clamped.
+          layer: number of a layer of the copy, or a sequence or NumPy array of them, such as a
+            range. For stacked arrays also a traced integer scalar, as in the body of `lax.scan`
+            over layers, with the handle in its carry; it is clamped.
           after: pytree of arrays to compute before the wait, such as the input of the layer.
             Without it XLA may schedule the wait before compute that does not need the layer.
 
@@ -117,15 +119,16 @@ class _PageCopyHandle(CopyHandle):
         Raises:
           ValueError: a layer is not part of the copy, or it is traced and the copy is not of all
             layers in order.
-          TypeError: the layer is traced and the arrays are not stacked.
-          RuntimeError: the handle belongs to another trace. Pass it to an inner jit or checkpoint
-            as an argument and return it. Wait for a static layer before a loop or branch: the
-            pytree structure of a handle records these waits, and a loop carry has a fixed one.
+          TypeError: the layer is not an integer, or it is traced and the arrays are not stacked.
+          NotImplementedError: called inside `jax.vmap`, or differentiated.
+          RuntimeError: the handle was donated to a program, or belongs to another trace. Pass it to
+            an inner jit or checkpoint as an argument and return it. Wait for a static layer before
+            a loop or branch: the pytree structure of a handle records these waits, and a loop carry
+            has a fixed one.
         """
         if isinstance(layer, jax.core.Tracer):
             return self._wait_for_traced(layer, after)
-        several = isinstance(layer, Sequence)
-        layers = [*map(operator.index, cast(Sequence[int], layer if several else (layer,)))]
+        layers, several = _layer_numbers(layer)
         for number in layers:
             if number not in self._segments:
                 raise ValueError(
@@ -142,6 +145,7 @@ class _PageCopyHandle(CopyHandle):
 
     def _wait_for_traced(self, layer: jax.Array, after: Any) -> Any:
         """The stacked arrays after a wait for a layer whose number is on the device."""
+        _check_traced_layer(layer)
         cache = self._cache
         if not isinstance(cache, ArrayCache) or not cache.spec.stacked:
             raise TypeError(
@@ -153,10 +157,11 @@ class _PageCopyHandle(CopyHandle):
                 f"a traced layer requires a copy of all {cache.spec.num_layers} layers in order, "
                 f"got layers {self._segments}"
             )
+        last = cache.spec.num_layers - 1
         if self._ticket is not None and len(self._waited) < len(self._segments):
-            self._ticket, self._cache = self._wait_for_layers(
-                [cache.spec.num_layers - 1], after, traced_layer=layer
-            )
+            if layer.dtype != np.int32:  # clamped before the conversion
+                layer = jnp.clip(layer, 0, min(last, jnp.iinfo(layer.dtype).max)).astype(np.int32)
+            self._ticket, self._cache = self._wait_for_layers([last], after, traced_layer=layer)
         return self._layer_arrays(0)
 
     @property
@@ -196,7 +201,7 @@ class _PageCopyHandle(CopyHandle):
         in_flight = [self._cache.layers[row][array] for row, array in places]
         ticket, *arrays = self._wait_call(
             in_flight,
-            [self._pool.data] if self._pool else [],
+            undeleted([self._pool.data]) if self._pool else [],
             leaves_to_compute(after),
             traced_segment=traced_layer,
             like=in_flight[0],
@@ -317,6 +322,26 @@ class StoreHandle(_PageCopyHandle):
     def _of_leaves(cls, *leaves: Any) -> Self:
         ticket, plan, cache, pool = leaves
         return cls(pool, cache, ticket, plan)
+
+
+def _layer_numbers(layer: Any) -> tuple[list[int], bool]:
+    """The layers of a wait, and whether `layer` is a sequence; raises a TypeError for others."""
+    values = layer.tolist() if isinstance(layer, np.ndarray) else layer
+    several = isinstance(values, Sequence)
+    try:
+        return [operator.index(number) for number in (values if several else (values,))], several
+    except TypeError as error:
+        raise TypeError(
+            "wait: layer must be an integer, or a sequence or one-dimensional NumPy array of "
+            f"integers, got {layer!r}"
+        ) from error
+
+
+def _check_traced_layer(layer: jax.Array) -> None:
+    if layer.ndim or not jnp.issubdtype(layer.dtype, jnp.integer):
+        raise TypeError(
+            f"wait: a traced layer must be an integer scalar, got {layer.dtype}{list(layer.shape)}"
+        )
 
 
 # No donation: outside jit arrays are immutable, at the cost of a copy.

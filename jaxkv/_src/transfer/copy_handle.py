@@ -15,6 +15,7 @@ import jax
 from jaxkv._src.runtime.sharding import check_unsharded
 from jaxkv._src.transfer.async_calls import _wait
 from jaxkv._src.transfer.in_flight import Completion, check_same_trace, keep_alive
+from jaxkv._src.transfer.transformations import reject_transformations
 
 Leaves: TypeAlias = tuple[Any, ...]  # arrays, or placeholders of a JAX transformation
 
@@ -54,9 +55,11 @@ class CopyHandle:
         assert self._ticket is not None
         retained = retained if self._plan is None else [self._plan, *retained]
         operands = (self._ticket, *retained, *after)
+        operands, arrays, options = reject_transformations("wait", (operands, arrays, options))
         check_unsharded((*operands, *arrays))
         run = _wait
         if not any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
+            _check_not_deleted([self._ticket, *retained, *arrays])
             run = _wait_donated if options["places"] else _wait_undonated
         last = len(self._segments) - 1
         keywords = {
@@ -106,6 +109,24 @@ class CopyHandle:
 _STATIC = ("timeout_s", "segment", "places", "retained", "last", "boundary")
 _wait_undonated = jax.jit(_wait, static_argnames=_STATIC)
 _wait_donated = jax.jit(_wait, static_argnames=_STATIC, donate_argnums=0)
+
+
+def undeleted(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays that a wait may have as operands: not closed, deleted or donated."""
+    return [array for array in arrays if not _is_deleted(array)]
+
+
+def _is_deleted(array: Any) -> bool:
+    traced = isinstance(array, jax.core.Tracer)
+    return not traced and hasattr(array, "is_deleted") and array.is_deleted()
+
+
+def _check_not_deleted(arrays: Sequence[Any]) -> None:
+    if any(map(_is_deleted, arrays)):
+        raise RuntimeError(
+            "wait: an array of the handle was deleted or donated: if the handle was passed to a "
+            "program as a donated argument, use the arrays or the handle that the program returned"
+        )
 
 
 def leaves_to_compute(after: Any) -> list[Any]:

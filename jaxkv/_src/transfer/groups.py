@@ -1,4 +1,7 @@
-"""Calls for several caches at once: dicts of pools, caches and ids with the same keys."""
+"""Calls for several caches at once: dicts of pools, caches and ids with the same keys.
+
+Any mapping counts as a dict.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,13 @@ def for_each_group(
       ValueError: the keys of two arguments differ.
     """
     arguments = {**ids, **state}
-    dicts = [name for name, value in arguments.items() if isinstance(value, dict)]
+    dicts = [name for name, value in arguments.items() if isinstance(value, Mapping)]
     # Only a cache, or src and dst, may be a dict of arrays.
     grouped = [name for name in dicts if name in ids or name == "pool"]
     if not grouped:
         return None
     for name, value in arguments.items():
-        if not isinstance(value, dict):
+        if not isinstance(value, Mapping):
             raise TypeError(
                 f"{operation}: {name} must be a dict of groups like {grouped[0]}, got a "
                 f"{type(value).__name__}"
@@ -57,7 +60,7 @@ def for_each_group(
                 f"got {sorted(value)}"
             )
     chosen = {} if layers is None else _of_groups(operation, "layers", layers, first[1])
-    if not isinstance(tokens, dict):
+    if not isinstance(tokens, Mapping):
         tokens = dict.fromkeys(first[1], tokens)
     tokens = _of_groups(operation, "tokens", tokens, first[1])
     return {
@@ -71,8 +74,10 @@ def for_each_group(
     }
 
 
-def _of_groups(operation: str, name: str, value: Any, groups: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(value, dict) or not set(value) <= set(groups):
+def _of_groups(
+    operation: str, name: str, value: Any, groups: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not set(value) <= set(groups):
         raise ValueError(
             f"{operation}: {name} must be a dict of some of the groups {sorted(groups)}, got "
             f"{value!r}"

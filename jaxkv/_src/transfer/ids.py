@@ -238,8 +238,10 @@ def known_ids(ids: CheckedIds) -> np.ndarray | None:
     if isinstance(ids, jax.core.Tracer):
         return None
     if isinstance(ids, jax.Array):
-        on_cpu = all(device.platform == "cpu" for device in ids.devices())
-        return np.asarray(ids) if on_cpu else None
+        if any(device.platform != "cpu" for device in ids.devices()):
+            return None
+        with allow_host_sync("ids are checked on the CPU backend only, not on a GPU"):
+            return np.asarray(ids)
     return ids
 
 

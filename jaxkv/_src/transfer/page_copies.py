@@ -17,8 +17,8 @@ from jaxkv._src.transfer.block_copy import BlockCopy
 
 PyTree: TypeAlias = Any  # of arrays
 Rebuild: TypeAlias = Callable[[list[list[jax.Array]]], PyTree]
-# Copies, number of blocks on each side, and a function that builds the result from written arrays.
-Resolved: TypeAlias = tuple[list[BlockCopy], tuple[int, int] | None, Rebuild]
+# Copies, and a function that builds the result from the arrays that they write.
+Resolved: TypeAlias = tuple[list[BlockCopy], Rebuild]
 
 
 def resolve_pages(
@@ -32,12 +32,15 @@ def resolve_pages(
     device_cache = by_layer(pool, cache)
     check_pair(pool, device_cache)
     to_dense = operation in ("load_pages", "start_load")
+    if (rank := getattr(layers, "ndim", 0)) > 1:
+        raise ValueError(
+            f"{operation}: layers must be an integer or one-dimensional, got an array of {rank} "
+            "dimensions"
+        )
     chosen = pool.spec.select_layers(layers)
     tokens = pool.spec.select_tokens(tokens)
-    num_pages = device_cache.num_pages, pool.host_layout.num_pages
-    limits = num_pages[::-1] if to_dense else num_pages
     if not chosen:
-        return [], limits, lambda _: cache if to_dense else pool
+        return [], lambda _: cache if to_dense else pool
     copies, places = [], []
     first_token = tokens.start if tokens else 0
     for geometry, arrays in _arrays_of_geometry(pool, tokens).items():
@@ -66,7 +69,7 @@ def resolve_pages(
             return engine_arrays(result)
         return result
 
-    return copies, limits, rebuild
+    return copies, rebuild
 
 
 def by_layer(pool: HostPool, cache: PyTree) -> DeviceCache | ArrayCache:

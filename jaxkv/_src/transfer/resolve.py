@@ -37,7 +37,6 @@ class PreparedCall:
     copies: list[BlockCopy]
     state: tuple[PyTree, PyTree]  # pool and cache, or src and dst
     ids: IdPair
-    limits: tuple[int, int] | None  # number of blocks on each side; None without arrays
     rebuild: Rebuild
 
 
@@ -85,9 +84,9 @@ def resolve(
             f"{operation}: {names[0]} and {names[1]} must have the same length, got "
             f"{num_ids_of(source_ids)} and {num_ids_of(destination_ids)}"
         )
-    copies, limits, rebuild = make_copies(operation, *state, layers, tokens)
+    copies, rebuild = make_copies(operation, *state, layers, tokens)
     copies = [with_varying_axes(copy, (source_ids, destination_ids)) for copy in copies]
-    return PreparedCall(copies, state, (source_ids, destination_ids), limits, rebuild)
+    return PreparedCall(copies, state, (source_ids, destination_ids), rebuild)
 
 
 def _resolve_swap(operation: str, src: PyTree, dst: PyTree, layers: None, tokens: None) -> Resolved:
@@ -137,8 +136,7 @@ def _resolve_swap(operation: str, src: PyTree, dst: PyTree, layers: None, tokens
                 result[leaf] = array
         return jax.tree.unflatten(destination_tree, result)
 
-    limits = (sources[0].shape[0], destinations[0].shape[0]) if sources else None
-    return copies, limits, rebuild
+    return copies, rebuild
 
 
 def _check_blocks(side: str, arrays: Sequence[jax.Array]) -> None:
@@ -215,8 +213,12 @@ def _check_concrete(operation: str, call: PreparedCall, leaves: Sequence[object]
 
 
 def check_known_ids(operation: str, call: PreparedCall) -> None:
-    """Raises PageIndexError for invalid entries if all ids are known on the host."""
-    if call.limits is not None:
+    """Raises PageIndexError for invalid entries if all ids are known on the host.
+
+    A call that copies nothing does not check its ids, as inside jit, where no handler runs.
+    """
+    if call.copies:
         sources, destinations = (known_ids(entry) for entry in call.ids)
+        limits = call.copies[0].num_sources, call.copies[0].num_destinations
         names, _ = _OPERATIONS[operation]
-        check_page_ids(operation, (sources, destinations), call.limits, names)
+        check_page_ids(operation, (sources, destinations), limits, names)

@@ -12,7 +12,7 @@ import jax
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.timeouts import checked_timeout_s
 from jaxkv._src.transfer.async_calls import overlapped_copy, start_copy
-from jaxkv._src.transfer.copy_handle import CopyHandle, Leaves, leaves_to_compute
+from jaxkv._src.transfer.copy_handle import CopyHandle, Leaves, leaves_to_compute, undeleted
 from jaxkv._src.transfer.dispatch import on_host
 from jaxkv._src.transfer.ids import Ids, num_ids_of
 from jaxkv._src.transfer.in_flight import keep_alive
@@ -108,8 +108,9 @@ class SwapHandle(CopyHandle):
 
         Raises:
           ValueError: `dst` has no such array.
-          RuntimeError: the handle belongs to another trace. Pass it to an inner jit or checkpoint
-            as an argument and return it.
+          NotImplementedError: called inside `jax.vmap`, or differentiated.
+          RuntimeError: the handle was donated to a program, or belongs to another trace. Pass it to
+            an inner jit or checkpoint as an argument and return it.
         """
         if array is None:
             self._wait_for(self._segments, after)
@@ -165,7 +166,7 @@ class SwapHandle(CopyHandle):
         """The ticket and `dst` after a wait for some arrays."""
         destinations, structure = jax.tree.flatten(self._dst)
         sources = [] if self._src is None else jax.tree.leaves(self._src)
-        sources = [sources[i] for i in arrays if sources]
+        sources = undeleted([sources[i] for i in arrays if sources])
         segments = tuple(self._segments.index(i) for i in arrays)
         waited = self._wait_call(
             [destinations[i] for i in arrays],

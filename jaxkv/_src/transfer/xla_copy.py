@@ -296,6 +296,10 @@ def _write(
     starts = box.starts(ids)
     axes = tuple(range(array.ndim))
     if not _is_on_host(array):
+        # In an array of one page, which may have no page axis, the id of a filler could be in
+        # range: the next layer.
+        is_valid = (jnp.arange(ids.shape[0]) < num_valid)[:, None]
+        starts = jnp.where(is_valid, starts, jnp.array(array.shape, jnp.int32))
         numbers = lax.ScatterDimensionNumbers(
             update_window_dims=tuple(axis + 1 for axis in axes),
             inserted_window_dims=(),

@@ -79,14 +79,6 @@ class FileTier(QueuedTier):
         )
         self._refresher.start()
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Tier`; reads the index in memory."""
-        index = self._index
-        found = [key in index for key in keys]
-        self._count("queries", len(found))
-        self._count("hits", sum(found))
-        return found
-
     def remove(self, keys: Iterable[bytes]) -> None:
         """See `Tier`; removes the files in the caller's thread."""
         keys = tuple(keys)
@@ -105,6 +97,10 @@ class FileTier(QueuedTier):
             "kv_offload_tier_blocks": len(self._index),
             "kv_offload_tier_usage_perc": len(self._index) / self.capacity_blocks,
         }
+
+    def _contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Reads the index in memory."""
+        return [key in self._index for key in keys]
 
     def _read(self, copies: Sequence[Copy]) -> list[bool]:
         return [self._read_block(copy) for copy in copies]

@@ -74,12 +74,12 @@ class QueuedTier(ABC):
         ]
 
     @abstractmethod
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    def remove(self, keys: Iterable[bytes]) -> None:
         """See `Tier`."""
 
     @abstractmethod
-    def remove(self, keys: Iterable[bytes]) -> None:
-        """See `Tier`."""
+    def _contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Tier.contains`; the tier is open."""
 
     @abstractmethod
     def _read(self, copies: Sequence[Copy]) -> list[bool]:
@@ -100,6 +100,13 @@ class QueuedTier(ABC):
     @property
     def block_bytes(self) -> int:
         return self._block_bytes
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Tier`."""
+        found = [False] * len(keys) if self._closed else self._contains(keys)
+        self._count("queries", len(found))
+        self._count("hits", sum(found))
+        return found
 
     def read(self, key: bytes, into: memoryview) -> Future[bool]:
         """See `Tier`."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
+from jaxkv._src.offload.tiers.queued import LOGGER
 from jaxkv._src.offload.tiers.tier import Tier
 
 
@@ -46,25 +47,26 @@ class TieredStore:
         return found
 
     def read(self, key: bytes, into: memoryview) -> Future[bool]:
-        """See `Tier`."""
+        """See `Tier`; ValueError if no tier takes the read."""
         result: Future[bool] = Future()
         result.set_running_or_notify_cancel()
-        tiers = iter(self._tiers)
+        tiers, errors = iter(self._tiers), []
 
-        def ask(tier: Tier) -> None:
-            tier.read(key, into).add_done_callback(answer)
+        def ask() -> bool:
+            for tier in tiers:
+                try:
+                    tier.read(key, into).add_done_callback(answer)
+                    return True
+                except ValueError as error:  # closed; a later tier may have the block
+                    errors.append(error)
+            return False
 
         def answer(done: Future[bool]) -> None:
-            following = None if done.result() else next(tiers, None)
-            if following is None:
+            if done.result() or not ask():
                 result.set_result(done.result())
-                return
-            try:
-                ask(following)
-            except ValueError:  # closed meanwhile
-                result.set_result(False)
 
-        ask(next(tiers))
+        if not ask():
+            raise errors[-1]
         return result
 
     def write(self, key: bytes, block: memoryview) -> Future[bool]:
@@ -93,10 +95,13 @@ class TieredStore:
         return result
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """See `Tier`."""
+        """See `Tier`; exceptions of one tier are logged, and the others remove the blocks."""
         keys = tuple(keys)
         for tier in self._tiers:
-            tier.remove(keys)
+            try:
+                tier.remove(keys)
+            except Exception:  # of any type; no tier may keep blocks that are not trusted
+                LOGGER.exception("TieredStore: remove failed in a %s", type(tier).__name__)
 
     def metrics(self) -> dict[str, float]:
         """Those of tier i with the suffix `_i`."""

@@ -36,7 +36,7 @@ class Tier(Protocol):
         """Whether each block is probably there: `read` can still miss.
 
         Takes microseconds a key for tiers with an index in memory, at most a stated time for
-        others; after that time all keys are misses.
+        others; after that time, and after `close`, all keys are misses.
         """
 
     def read(self, key: bytes, into: memoryview) -> Future[bool]:
