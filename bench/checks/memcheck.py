@@ -1,5 +1,7 @@
 """Runs the tests marked `sanitizer` under compute-sanitizer: `python -m bench.checks.memcheck`.
 
+Those of our own CUDA handlers and Pallas kernels, not of implementation "xla".
+
 Exits with 0 only if tests ran, all passed with exit code 0, and no memory error was found.
 """
 
@@ -13,6 +15,8 @@ from collections.abc import Sequence
 from bench.harness.records import REPOSITORY, Results, arguments
 
 TOOL = "compute-sanitizer"
+# Without XLA's own copies: under the tool, those to pinned memory do not end (jax 0.11.2).
+TESTS = "sanitizer and not xla"
 
 
 def memory_errors(output: str) -> int | None:
@@ -56,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{TOOL} is not on PATH; it is part of the CUDA toolkit", file=sys.stderr)
         return 2
     command = [TOOL, "--tool", "memcheck", "--report-api-errors", "no"]
-    command += [sys.executable, "-u", "-m", "pytest", "-v", "--durations=10", "-m", "sanitizer"]
+    command += [sys.executable, "-u", "-m", "pytest", "-v", "--durations=10", "-m", TESTS]
     # One allocation per array: in XLA's pool a neighbouring array would hide an overflow.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     output = ""
