@@ -53,6 +53,7 @@ XLA_FFI_Error* CopyPairsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyGroupsKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* CopyBlocksDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* PrepareCopyStreams(XLA_FFI_CallFrame*);
+XLA_FFI_Error* PrepareSegmentedCopy(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyKernel(XLA_FFI_CallFrame*);
 XLA_FFI_Error* StartCopyDma(XLA_FFI_CallFrame*);
 XLA_FFI_Error* MoveTicketKernel(XLA_FFI_CallFrame*);
@@ -120,7 +121,8 @@ nb::dict registrations() {
   add(cuda, "jaxkv_copy_blocks_dma", stage("execute", CopyBlocksDma));
   const auto prepare_copy_streams = stage("initialize", PrepareCopyStreams);
   add(cuda, "jaxkv_start_copy", prepare_copy_streams, stage("execute", StartCopyKernel));
-  add(cuda, "jaxkv_start_copy_dma", prepare_copy_streams, stage("execute", StartCopyDma));
+  add(cuda, "jaxkv_start_copy_dma", stage("initialize", PrepareSegmentedCopy),
+      stage("execute", StartCopyDma));
   add(cuda, "jaxkv_move_ticket", prepare_copy_streams, stage("execute", MoveTicketKernel));
   add(cuda, "jaxkv_wait_copy", prepare_copy_streams, stage("execute", WaitCopyKernel));
   add(cuda, "jaxkv_wait_copy_dma", prepare_copy_streams, stage("execute", WaitCopyDma));

@@ -111,6 +111,16 @@ ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
   return prepare_rings(device, scope_of_call(attributes));
 }
 
+// Of a start by the copy engine. All calls of an execution are prepared before the first one runs.
+ffi::Error prepare_segmented(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
+                             ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  if (auto error = prepare(device, args, rets, attributes); error.failure()) return error;
+  for (const bool to_dense : {true, false}) {
+    copy_stream_of(device, to_dense, Engine::kCopyEngine).forget(run.run_id);
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 ffi::Error CopyStream::create(uint32_t index, uint32_t* words) {
@@ -186,7 +196,7 @@ ffi::Error CopyStream::enqueue_through(cudaStream_t xla_stream, int64_t run, int
 }
 
 ffi::Error CopyStream::proceed(cudaStream_t xla_stream, int64_t run, int64_t segment) {
-  const auto copy = std::ranges::find(incomplete_, run, &SegmentedCopy::run);
+  const auto copy = incomplete_of(run);
   if (copy == incomplete_.end()) return ffi::Error::Success();
   size_t end = copy->num_segments;
   if (segment >= 0 && !copy->overtaken) {
@@ -199,6 +209,18 @@ ffi::Error CopyStream::proceed(cudaStream_t xla_stream, int64_t run, int64_t seg
   incomplete_.erase(copy);
   auto not_recorded = record_end(xla_stream, joined);
   return error.failure() ? error : not_recorded;
+}
+
+void CopyStream::forget(int64_t run) {
+  std::lock_guard lock(mutex_);
+  if (const auto copy = incomplete_of(run); copy != incomplete_.end()) incomplete_.erase(copy);
+}
+
+// XLA runs all handlers of an execution, on one device, in one thread.
+std::vector<SegmentedCopy>::iterator CopyStream::incomplete_of(int64_t run) {
+  return std::ranges::find_if(incomplete_, [&](const SegmentedCopy& copy) {
+    return copy.run == run && copy.thread == std::this_thread::get_id();
+  });
 }
 
 ffi::Error CopyStream::record_end(cudaStream_t xla_stream, bool joined) {
@@ -324,6 +346,14 @@ using Int32s = ffi::Buffer<ffi::S32>;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     PrepareCopyStreams, prepare,
     ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PrepareSegmentedCopy, prepare_segmented,
+                              ffi::Ffi::BindInitialize()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::RunId>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs());
 
 // No command-buffer trait: the host assigns the number of each copy.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyKernel, start_by_kernel,

@@ -20,6 +20,8 @@
 #include <atomic>
 #include <functional>
 #include <mutex>
+#include <thread>
+#include <vector>
 
 #include "transfer/block_copy.h"
 #include "transfer/ticket.h"
@@ -41,10 +43,11 @@ using Enqueue = std::function<ffi::Error(const CopyStream&, uint32_t first)>;
 
 // A copy whose segments are enqueued one by one. It owns what it needs once the start has returned.
 struct SegmentedCopy {
-  int64_t run;            // the execution of the program that starts it
+  int64_t run;            // the execution of the program that starts it, on `thread`
   size_t segments_ahead;  // enqueued before a wait for an earlier segment; all if not less
   std::function<ffi::Error(cudaStream_t, size_t segment)> enqueue;
 
+  std::thread::id thread = std::this_thread::get_id();
   size_t num_segments = 0;
   uint32_t first = 0;  // the number of the first segment
   size_t enqueued = 0;
@@ -72,6 +75,11 @@ class CopyStream {
   // it is negative. If that fails, XLA's stream waits for those that were enqueued.
   ffi::Error enqueue_through(cudaStream_t xla_stream, int64_t run, int64_t segment);
 
+  // Drops what an earlier execution of this thread left that had the same number, before an
+  // execution starts copies. Only one that failed leaves a copy. XLA numbers the executions of a
+  // program from a hash of its text on: a program that is compiled again repeats the numbers.
+  void forget(int64_t run);
+
   // Number of copies that were enqueued entirely, and whether the first `started` >= 1 of them have
   // completed.
   uint64_t started() const { return started_.load(); }
@@ -90,6 +98,7 @@ class CopyStream {
                    bool joined, const Enqueue& enqueue, const SegmentedCopy* segmented);
   ffi::Error enqueue_segments(SegmentedCopy& copy, size_t end) const;
   ffi::Error proceed(cudaStream_t xla_stream, int64_t run, int64_t segment);
+  std::vector<SegmentedCopy>::iterator incomplete_of(int64_t run);
   ffi::Error enqueue_ticket(cudaStream_t xla_stream, const TicketWrite& ticket,
                             uint32_t first) const;
   ffi::Error record_end(cudaStream_t xla_stream, bool joined);
