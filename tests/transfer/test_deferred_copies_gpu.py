@@ -235,16 +235,18 @@ def test_program_that_fails_between_start_and_last_wait(compiled_again):
     """
     case = new_case()
     _, ids = ids_of(case, 0)
+    _, failing_ids = ids_of(case, 1)
     forged = [jax.tree.map(lambda w: jax.device_put(np.array(w), w.sharding), side) for side in ids]
+    like = case.cache().layers[0][0]
     step = failing_program()
     for _ in range(ROUNDS):
         pool = case.pool()
 
         def fails(pool=pool, step=step):
-            settle(step(pool, case.cache(), case.cache(), ids, forged))
+            settle(step(pool, case.cache(), case.cache(), failing_ids, forged))
 
         assert_rejected(fails, (ValueError, RuntimeError), "HostIds", "NumPy")
-        later = [jnp.full((4 << 20,), n, "int8") for n in range(32)]
+        later = [jnp.full(like.shape, n, like.dtype) for n in range(64)]
         if compiled_again:
             step = failing_program()
         right = step(pool, case.cache(), case.cache(), ids, ids)
