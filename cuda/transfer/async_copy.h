@@ -76,8 +76,8 @@ class CopyStream {
   ffi::Error enqueue_through(cudaStream_t xla_stream, int64_t run, int64_t segment);
 
   // Drops what an earlier execution of this thread left that had the same number, before an
-  // execution starts copies. Only one that failed leaves a copy. XLA numbers the executions of a
-  // program from a hash of its text on: a program that is compiled again repeats the numbers.
+  // execution starts copies. Only one that failed leaves a copy. XLA counts the executions of each
+  // program from a hash of 32 bits on: in time, those of two programs meet.
   void forget(int64_t run);
 
   // Number of copies that were enqueued entirely, and whether the first `started` >= 1 of them have
