@@ -34,6 +34,7 @@ either form of ids, is compared with the better baseline.
 import contextlib
 import functools
 import gc
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -220,8 +221,13 @@ class Cell:
 
 
 def lowest_of(found: Sequence[Figure]) -> Figure | None:
-    """The one that is the lowest if it is worse by two standard errors."""
-    return min(found, key=lambda figure: float(figure) - 2 * figure.error, default=None)
+    """The one that is the lowest if it is worse by two standard errors; one without an error counts
+    as it is."""
+    return min(
+        found,
+        key=lambda one: float(one) - (0 if math.isnan(one.error) else 2 * one.error),
+        default=None,
+    )
 
 
 class Bench:

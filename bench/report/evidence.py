@@ -87,10 +87,10 @@ def listing(files: Sequence[File]) -> str:
     return "\n".join(lines) or "no result files"
 
 
-def failed_checks(files: Sequence[File], pending: Container[str]) -> list[str]:
+def failed_checks(files: Sequence[File], pending: Container[str], folder: str = "") -> list[str]:
     """Checks that are not met, or not measured, of records that are not pending."""
     return [
-        f"{file.device}/{file.name}: check {check}"
+        f"{pathlib.PurePath(file.device, folder, file.name)}: check {check}"
         for file in files
         if f"{file.device}/{file.name}" not in pending
         for check in file.checks
@@ -111,8 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.check:
         pending = staleness.pending()
         outdated += staleness.failures(files, pending)
-        outdated += failed_checks(files, pending)
-        outdated += second_run.failures(files, read(folder=SECOND_RUN))
+        again = read(folder=SECOND_RUN)
+        outdated += failed_checks(files, pending) + failed_checks(again, pending, SECOND_RUN)
+        outdated += second_run.failures(files, again)
     for path in DOCUMENTS:
         before = path.read_text()
         after = regenerate(before, files)

@@ -19,7 +19,8 @@ from bench.harness.records import REPOSITORY, RESULTS, File, git
 PENDING = RESULTS / "pending.toml"
 COPIES = (
     "cuda/common", "cuda/transfer", "jaxkv/_src/cache", "jaxkv/_src/transfer",
-    "jaxkv/_src/runtime/fusion_barrier.py", "jaxkv/_src/tuning/copy_lookup.py",
+    "jaxkv/_src/runtime/fusion_barrier.py", "jaxkv/_src/runtime/held_arrays.py",
+    "jaxkv/_src/runtime/upload.py", "jaxkv/_src/tuning/copy_lookup.py",
     "jaxkv/_src/tuning/copy_table.py", "jaxkv/_src/tuning/data", "jaxkv/_src/tuning/hardware.py",
     "jaxkv/_src/tuning/table_files.py",
 )  # fmt: skip
@@ -38,7 +39,9 @@ MANAGER = tuple(
 SERVING = (*COPIES, "examples/serving", *OFFLOAD, "jaxkv/metadata")
 SPARSE = (
     "cuda/cache", "cuda/common", "cuda/sparse", "jaxkv/_src/cache",
-    "jaxkv/_src/runtime/fusion_barrier.py", "jaxkv/_src/sparse", "jaxkv/sparse.py",
+    "jaxkv/_src/runtime/fusion_barrier.py", "jaxkv/_src/sparse",
+    "jaxkv/_src/transfer/block_copy.py", "jaxkv/_src/transfer/memory_kinds.py",
+    "jaxkv/_src/transfer/transformations.py", "jaxkv/sparse.py",
 )  # fmt: skip
 TESTED = ("cuda", "jaxkv", "tests")
 # All but `jaxkv.tune` and `jaxkv.offload`.

@@ -115,9 +115,7 @@ ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
 ffi::Error prepare_segmented(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
                              ffi::RemainingRets rets, ffi::Dictionary attributes) {
   if (auto error = prepare(device, args, rets, attributes); error.failure()) return error;
-  for (const bool to_dense : {true, false}) {
-    copy_stream_of(device, to_dense, Engine::kCopyEngine).forget(run.run_id);
-  }
+  forget_copies(device, run.run_id);
   return ffi::Error::Success();
 }
 
@@ -292,6 +290,12 @@ ffi::Error prepare_copy_streams(int32_t device) {
   JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(stream));
   all_copy_streams[device].store(copy_streams.release());
   return ffi::Error::Success();
+}
+
+void forget_copies(int32_t device, int64_t run) {
+  for (const bool to_dense : {true, false}) {
+    copy_stream_of(device, to_dense, Engine::kCopyEngine).forget(run);
+  }
 }
 
 ffi::Error enqueue_through(cudaStream_t stream, int32_t device, int64_t run, int64_t segment) {

@@ -144,6 +144,9 @@ struct StartCall {
 ffi::Error start_copy(StartCall call, const BlockCopy& copy, const Enqueue& enqueue);
 ffi::Error start_copy(StartCall call, const BlockCopy& copy, SegmentedCopy segments);
 
+// Before the first start of an execution, on the thread that runs it.
+void forget_copies(int32_t device, int64_t run);
+
 // Enqueues the segments that a wait of the execution `run` needs, of both directions: a ticket,
 // which names the copy, is known on the device only.
 ffi::Error enqueue_through(cudaStream_t stream, int32_t device, int64_t run, int64_t segment);

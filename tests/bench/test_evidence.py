@@ -8,7 +8,7 @@ import pytest
 from bench.harness import blocks, peak_bandwidth, records
 from bench.harness.records import Results, Target
 from bench.harness.timing import Figure
-from bench.report import evidence, plots, staleness, tables
+from bench.report import evidence, plots, second_run, staleness, tables
 
 pytestmark = pytest.mark.host_only
 
@@ -255,6 +255,19 @@ def test_check_fails_for_a_check_that_is_not_met(
     monkeypatch.setattr(staleness, "pending", lambda: pending)
     assert evidence.main(["--check"]) == code
     assert ("gpu/fuzz: check " in capsys.readouterr().out) == bool(code)
+
+
+def test_check_fails_for_a_check_of_a_second_run(tmp_path, monkeypatch, capsys):
+    found = Results("fuzz", device="gpu")
+    found.check("failed cases", 2, "==", 0, "cases")
+    found.save(root=tmp_path)
+    second = records.read(tmp_path)
+    monkeypatch.setattr(evidence, "DOCUMENTS", [])
+    monkeypatch.setattr(evidence, "read", lambda *, folder="": second if folder else [])
+    monkeypatch.setattr(second_run, "failures", lambda *_: [])
+    monkeypatch.setattr(staleness, "pending", dict)
+    assert evidence.main(["--check"]) == 1
+    assert "gpu/second_run/fuzz: check " in capsys.readouterr().out
 
 
 def test_plots_of_equal_figures_are_identical(saved, tmp_path):

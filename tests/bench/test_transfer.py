@@ -1,5 +1,6 @@
 """The benchmarks of block copies: verification, choices, and targets from samples."""
 
+import math
 from unittest import mock
 
 import jax
@@ -145,6 +146,9 @@ def test_targets_are_of_the_slower_choice_over_the_faster_batch_call():
 def test_lowest_speedup_is_that_of_the_lowest_bound():
     figures = [timing.Figure(1.0, 0.01), timing.Figure(1.1, 0.2)]
     assert transfer.lowest_of(figures) is figures[1] and transfer.lowest_of([]) is None
+    single = [timing.Figure(1.0, math.nan), timing.Figure(0.9, math.nan)]
+    assert transfer.lowest_of(single) is single[1]
+    assert transfer.lowest_of([single[0], *figures]) is figures[1]
 
 
 def test_baseline_of_few_blocks_is_called_in_jax():

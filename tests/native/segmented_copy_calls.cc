@@ -7,13 +7,17 @@
 //   joined RUN AHEAD    a load that XLA's stream waits for
 //   whole RUN           a load that is enqueued entirely at its start
 //   wait RUN SEGMENT    the handler of a wait, of a segment known on the device if negative
+//   begin RUN           what XLA calls before the first start of an execution
 //   free                frees the arrays of the last copy
+//   aside               runs the next step in another thread
 // The lists of ids are freed after each start. Prints each step, the calls below it, and in the end
 // the number of copies started, by copy stream, and the runtime's last error.
 #include <cstdlib>
 #include <cstring>
 #include <string>
 #include <string_view>
+#include <thread>
+#include <utility>
 
 #include "common/error_ring.cc"
 #include "ffi_operands.h"
@@ -199,6 +203,7 @@ ffi::Error wait_for(int64_t run, int64_t segment) {
 ffi::Error step(std::string_view name, int64_t run, int64_t number) {
   if (name == "wait") return wait_for(run, number);
   if (name == "whole") return start(run, 1, true, false, false);
+  if (name == "begin") return forget_copies(0, run), ffi::Error::Success();
   return start(run, number, name != "store", name == "joined", true);
 }
 
@@ -219,16 +224,28 @@ int run(int count, char** arguments) {
   all_arrays.reserve(256);
   recorded = true;
   indent = "  ";
+  bool aside = false;
   for (int i = 2; i < count;) {
     const std::string_view name = arguments[i++];
+    if (name == "aside") {
+      aside = true;
+      continue;
+    }
     std::printf("%s\n", arguments[i - 1]);
     if (name == "free") {
       all_arrays.back() = {};
       continue;
     }
     const int64_t execution = std::atoll(arguments[i++]);
-    const int64_t number = name == "whole" ? 0 : std::atoll(arguments[i++]);
-    const auto error = step(name, execution, number);
+    const bool has_number = name != "whole" && name != "begin";
+    const int64_t number = has_number ? std::atoll(arguments[i++]) : 0;
+    auto error = ffi::Error::Success();
+    auto work = [&] { error = step(name, execution, number); };
+    if (std::exchange(aside, false)) {
+      std::thread(work).join();
+    } else {
+      work();
+    }
     if (error.failure()) std::printf("  error %s\n", error.message().c_str());
   }
   for (const Segments& arrays : all_arrays) {

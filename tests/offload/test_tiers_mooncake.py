@@ -63,6 +63,15 @@ def test_misses_and_removed_blocks(tier):
     assert tier.metrics()["kv_offload_tier_errors"] == 0
 
 
+def test_a_closed_tier_removes_nothing(master, tier):
+    assert write(tier, key(32))
+    closed = master.tier(BLOCK_BYTES, segment_bytes=0)
+    closed.close()
+    with pytest.raises(ValueError, match=r"MooncakeTier\.remove: the tier is closed"):
+        closed.remove([key(32)])
+    assert tier.contains([key(32)]) == [True]
+
+
 def put(tier, one, content):
     """An object in the place of a block, as another client could write it."""
     memory = np.frombuffer(content, np.uint8).copy()

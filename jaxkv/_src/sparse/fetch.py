@@ -23,7 +23,7 @@ from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.sharding import check_unsharded, match_varying_axes
 from jaxkv._src.runtime.tracing import is_traced
 from jaxkv._src.sparse.state import SparseState, rows_of
-from jaxkv._src.transfer.block_copy import _scratch_like
+from jaxkv._src.transfer.block_copy import scratch_like
 from jaxkv._src.transfer.memory_kinds import with_checked_pool
 from jaxkv._src.transfer.transformations import reject_transformations
 
@@ -253,7 +253,7 @@ def _fetch(
     arrays = _matched(state, operands)
     topk_ids = match_varying_axes(topk_ids, [*operands, *arrays])
     ids_type = jax.typeof(topk_ids)
-    scratch = [_scratch_like(ids_type, 2 * topk_ids.size), _scratch_like(ids_type, batch)]
+    scratch = [scratch_like(ids_type, 2 * topk_ids.size), scratch_like(ids_type, batch)]
     with jax.named_scope("jaxkv.sparse.fetch"):
         call = jax.ffi.ffi_call(
             "jaxkv_sparse_fetch",
@@ -281,7 +281,7 @@ def _append(
     operands = [positions, block_table, rows]
     arrays = _matched(state, [*operands, pool.data])
     data = match_varying_axes(fusion_barrier(pool.data), [*operands, *arrays])
-    moves_type = _scratch_like(jax.typeof(arrays[0]), 2 * positions.size)
+    moves_type = scratch_like(jax.typeof(arrays[0]), 2 * positions.size)
     # The type of a traced pool may lack its memory space.
     host = jax.typeof(data).update(memory_space=jax.memory.Space.Host)
     # Two calls, since XLA places all results of a call in host memory if one of them is there.

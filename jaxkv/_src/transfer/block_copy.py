@@ -128,9 +128,9 @@ def needs_plan(ids: IdPair) -> bool:
 def plan_pairs(copy: BlockCopy, ids: IdPair) -> jax.Array:
     """Traces the check of the ids; returns int32[2 + 2n]: the valid pairs and their number."""
     like, num_ids = jax.typeof(copy.written[0]), num_ids_of(ids[0])
-    results = [_scratch_like(like, 2 + 2 * num_ids)]
+    results = [scratch_like(like, 2 + 2 * num_ids)]
     if _any_on_host(ids) and num_ids > _UNSTAGED_HOST_IDS:
-        results.append(_scratch_like(like, 2 * num_ids))
+        results.append(scratch_like(like, 2 * num_ids))
     plan = jax.ffi.ffi_call("jaxkv_plan_pairs", results)
     return plan(*_id_operands(ids), copy=_copy_attribute(copy, ids))[0]
 
@@ -248,7 +248,7 @@ def result_types(copy: BlockCopy) -> list[ShapedArray]:
     return types
 
 
-def _scratch_like(result: ShapedArray, length: int) -> jax.ShapeDtypeStruct:
+def scratch_like(result: ShapedArray, length: int) -> jax.ShapeDtypeStruct:
     """int32 device memory for the handler, with the varying mesh axes of the result."""
     mesh = result.sharding.mesh
     return jax.ShapeDtypeStruct(

@@ -98,9 +98,14 @@ class MooncakeTier(QueuedTier):
         return found
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """See `Tier`; asks the master in the caller's thread. Counts an error if it fails."""
+        """See `Tier`; asks the master in the caller's thread. Counts an error if it fails.
+
+        Raises:
+          ValueError: the tier is closed, and cannot ask any more.
+        """
         keys = tuple(keys)
         self._check_keys("remove", keys)
+        self._check_open("remove")
         if keys:
             names = [self._object_name(key) for key in keys]
             self._check("remove", self._store.batch_remove(names, True))

@@ -72,6 +72,9 @@ class Tier(Protocol):
 
         From now on `contains` and `read` miss them, unless a write of them is in flight or another
         process writes them again.
+
+        Raises:
+          ValueError: the tier is closed, and removes nothing any more. A tier may go on.
         """
 
     def metrics(self) -> dict[str, float]:
