@@ -3,6 +3,7 @@
 - Each builder as a separate compiled program, for 256 rows and 8192 tokens: number of kernels and
   GPU time (from a profile), and wall clock time of a call. Host baseline, where implemented here:
   wall clock time until its arrays, in one upload, are on the device.
+- `flex.update` of the metadata of the previous step, in which each row has one token less.
 - A decode step of 64 requests with all metadata of its attention: with precomputed metadata,
   with metadata built in the step from the batch that the previous step left on the device, and with
   metadata built on the host before the step. Each step ends with its tokens on the host, as in an
@@ -11,6 +12,7 @@
 
 import dataclasses
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -33,7 +35,8 @@ NUM_BLOCKS = 65536  # of the cache
 TREE = metadata.tree.tree_attn_bias([(0,), (0, 0), (0, 1), (1,), (1, 0)])
 CHUNK = 1024  # of local attention
 ROWS, TOKENS = 256, 8192
-WANTED_US = 50
+WANTED_US, WANTED_UPDATE_US = 50, 25
+UPDATES = 64  # steps of the same requests
 STEP_REQUESTS = 64
 
 STEP = f"decode step of {STEP_REQUESTS} requests"
@@ -137,9 +140,41 @@ def until_ready(call: Callable[[], Any]) -> timing.Figure:
     return timing.single_call(lambda _: call(), None, repeats=20)[0].done * 1e6
 
 
+def updates(batch: BatchMetadata) -> Callable[[], Any]:
+    """Each call updates the metadata of the previous call, whose map of blocks it overwrites."""
+    longest = batch.max_blocks * BLOCK_SIZE
+    grown = [jnp.minimum(batch.seq_lens + i, longest) for i in range(1, UPDATES + 1)]
+    batches = itertools.cycle([dataclasses.replace(batch, seq_lens=lens) for lens in grown])
+    make = jax.jit(functools.partial(metadata.flex.build, num_blocks=NUM_BLOCKS, updatable=True))
+    state: Any = make(batch)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(logical: jax.Array, others: Any, batch: BatchMetadata) -> tuple[jax.Array, Any]:
+        before = dataclasses.replace(others, physical_to_logical=logical)
+        made: Any = metadata.flex.update(before, batch)
+        return made.physical_to_logical, dataclasses.replace(made, physical_to_logical=None)
+
+    logical, others = (
+        state.physical_to_logical,
+        dataclasses.replace(state, physical_to_logical=None),
+    )
+
+    def call() -> Any:
+        nonlocal logical, others
+        logical, others = step(logical, others, next(batches))
+        return others
+
+    return call
+
+
 def measure_builders(results: Results, quick: bool) -> None:
     on_host = make_batch(ROWS, TOKENS)
     batch = jax.device_put(on_host)
+    if not quick:
+        call = updates(batch)
+        case = f"flex.update, {ROWS} rows, {TOKENS} tokens"
+        results.row(case, LATENCY, "us", until_ready(call))
+        add_kernels(results, case, call, WANTED_UPDATE_US)
     for name, builder in [*BUILDERS.items()][: QUICK_BUILDERS if quick else None]:
         build = functools.partial(jax.jit(builder.build), batch)
         latency, baselines = until_ready(build), {}
@@ -147,9 +182,13 @@ def measure_builders(results: Results, quick: bool) -> None:
             baselines[HOST_BASELINE] = until_ready(functools.partial(_put, host, on_host))
         case = f"{name}, {ROWS} rows, {TOKENS} tokens"
         results.row(case, LATENCY, "us", latency, None, baselines)
-        if ran := profiler.profile(build):
-            results.row(case, "kernels", "kernels", ran.number)
-            results.row(case, "GPU time", "us", ran.busy * 1e6, want=("<=", WANTED_US))
+        add_kernels(results, case, build, WANTED_US)
+
+
+def add_kernels(results: Results, case: str, call: Callable[[], Any], wanted_us: float) -> None:
+    if ran := profiler.profile(call):
+        results.row(case, "kernels", "kernels", ran.number)
+        results.row(case, "GPU time", "us", ran.busy * 1e6, want=("<=", wanted_us))
 
 
 def _put(build: Callable[[BatchMetadata], Any], batch: BatchMetadata) -> Any:
