@@ -221,13 +221,12 @@ class Cell:
 
 
 def lowest_of(found: Sequence[Figure]) -> Figure | None:
-    """The one that is the lowest if it is worse by two standard errors; one without an error counts
-    as it is."""
-    return min(
-        found,
-        key=lambda one: float(one) - (0 if math.isnan(one.error) else 2 * one.error),
-        default=None,
-    )
+    """The one that is the lowest if it is worse by two standard errors, where these are known."""
+
+    def bound(figure: Figure) -> float:
+        return float(figure) - (0 if math.isnan(figure.error) else 2 * figure.error)
+
+    return min(found, key=bound, default=None)
 
 
 class Bench:

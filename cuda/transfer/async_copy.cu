@@ -111,7 +111,8 @@ ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
   return prepare_rings(device, scope_of_call(attributes));
 }
 
-// Of a start by the copy engine. All calls of an execution are prepared before the first one runs.
+// Of a start by the copy engine. XLA initializes all calls of an execution before it runs the
+// first.
 ffi::Error prepare_segmented(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
                              ffi::RemainingRets rets, ffi::Dictionary attributes) {
   if (auto error = prepare(device, args, rets, attributes); error.failure()) return error;
@@ -214,7 +215,7 @@ void CopyStream::forget(int64_t run) {
   if (const auto copy = incomplete_of(run); copy != incomplete_.end()) incomplete_.erase(copy);
 }
 
-// XLA runs all handlers of an execution, on one device, in one thread.
+// XLA runs the handlers of an execution, on each device, in one thread.
 std::vector<SegmentedCopy>::iterator CopyStream::incomplete_of(int64_t run) {
   return std::ranges::find_if(incomplete_, [&](const SegmentedCopy& copy) {
     return copy.run == run && copy.thread == std::this_thread::get_id();

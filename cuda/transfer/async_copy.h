@@ -43,7 +43,7 @@ using Enqueue = std::function<ffi::Error(const CopyStream&, uint32_t first)>;
 
 // A copy whose segments are enqueued one by one. It owns what it needs once the start has returned.
 struct SegmentedCopy {
-  int64_t run;            // the execution of the program that starts it, on `thread`
+  int64_t run;            // XLA's run id of the execution that starts it, on `thread`
   size_t segments_ahead;  // enqueued before a wait for an earlier segment; all if not less
   std::function<ffi::Error(cudaStream_t, size_t segment)> enqueue;
 
@@ -75,9 +75,9 @@ class CopyStream {
   // it is negative. If that fails, XLA's stream waits for those that were enqueued.
   ffi::Error enqueue_through(cudaStream_t xla_stream, int64_t run, int64_t segment);
 
-  // Drops what an earlier execution of this thread left that had the same number, before an
-  // execution starts copies. Only one that failed leaves a copy. XLA counts the executions of each
-  // program from a hash of 32 bits on: in time, those of two programs meet.
+  // Drops the incomplete copy of an earlier execution with the same run id on this thread; only an
+  // execution that failed leaves one. XLA counts the run ids of a program up from a 32-bit hash of
+  // it, so that those of two programs coincide sooner or later.
   void forget(int64_t run);
 
   // Number of copies that were enqueued entirely, and whether the first `started` >= 1 of them have
@@ -144,7 +144,7 @@ struct StartCall {
 ffi::Error start_copy(StartCall call, const BlockCopy& copy, const Enqueue& enqueue);
 ffi::Error start_copy(StartCall call, const BlockCopy& copy, SegmentedCopy segments);
 
-// Before the first start of an execution, on the thread that runs it.
+// `CopyStream::forget` for both directions; before an execution starts its first copy.
 void forget_copies(int32_t device, int64_t run);
 
 // Enqueues the segments that a wait of the execution `run` needs, of both directions: a ticket,

@@ -148,7 +148,7 @@ def test_copy_of_an_execution_that_failed_is_never_continued(program):
     assert done.copied == [[], [*range(SEGMENTS)], [0]] and done.started == (1, 0)
 
 
-def test_copy_of_a_failed_execution_of_the_same_number_is_forgotten(program):
+def test_copy_of_a_failed_execution_with_the_same_run_id_is_forgotten(program):
     done = program("start 1 2", "store 1 2", "free", "begin 1", "start 1 1", "wait 1 0", "wait 1 5")
     assert [call for call in done.calls() if re.search(r"copies (0|1|unknown)", call)] == [
         "load copies 0.0",
@@ -159,8 +159,8 @@ def test_copy_of_a_failed_execution_of_the_same_number_is_forgotten(program):
     assert done.copied[-1] == [*range(SEGMENTS)] and done.started == (1, 0)
 
 
-def test_executions_of_the_same_number_on_two_threads_are_two(program):
-    """One of two programs, whose copy is continued by its own waits."""
+def test_executions_with_the_same_run_id_on_two_threads(program):
+    """Of two programs: each copy is continued by the waits of its own execution."""
     other = ["aside begin 1", "aside start 1 1", "aside wait 1 0"]
     done = program("start 1 2", *other, "wait 1 1", "wait 1 5")
     assert done.copied == [[*range(SEGMENTS)], [0, 1]] and done.started == (1, 0)

@@ -101,7 +101,7 @@ class MooncakeTier(QueuedTier):
         """See `Tier`; asks the master in the caller's thread. Counts an error if it fails.
 
         Raises:
-          ValueError: the tier is closed, and cannot ask any more.
+          ValueError: the tier is closed.
         """
         keys = tuple(keys)
         self._check_keys("remove", keys)

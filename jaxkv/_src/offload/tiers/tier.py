@@ -74,7 +74,7 @@ class Tier(Protocol):
         process writes them again.
 
         Raises:
-          ValueError: the tier is closed, and removes nothing any more. A tier may go on.
+          ValueError: the tier is closed, and cannot remove blocks any more (a `FileTier` can).
         """
 
     def metrics(self) -> dict[str, float]:
