@@ -17,6 +17,11 @@ namespace {
 // Bounded batches: drivers were seen to fail at about 50,000 descriptors (vLLM issue 49276).
 constexpr size_t kDescriptorsPerBatch = 1024;
 
+// Blocks that follow each other on both sides are rows of one two-dimensional copy, if there are
+// enough of them: the call takes the host as long as a few descriptors of a batch.
+constexpr size_t kMinRows = 4;
+constexpr int64_t kMaxPitch = std::numeric_limits<int32_t>::max();  // of CUDA devices
+
 // Thread-local: allocated once per thread, and not on the stack, where the arrays would move the
 // driver's stack frames to memory that is in no cache.
 struct Descriptors {
@@ -86,24 +91,88 @@ class Batch {
   const std::byte* from_end_ = nullptr;
 };
 
+// Enqueues the copies of one buffer.
+class BufferCopy {
+ public:
+  BufferCopy(cudaStream_t stream, const BlockCopy& copy, size_t buffer)
+      : stream_(stream), copy_(copy), buffer_(buffer) {}
+
+  std::byte* dense(BlockPair pair) const {
+    return copy_.dense[buffer_] + copy_.dense_block(pair) * copy_.geometry.dense_stride;
+  }
+  std::byte* strided(BlockPair pair) const {
+    return copy_.strided[buffer_] + copy_.strided_block(pair) * copy_.geometry.page_stride;
+  }
+
+  // A block, by a descriptor for each run.
+  ffi::Error add_block(BlockPair pair, Batch& batch) const {
+    const CopyGeometry& g = copy_.geometry;
+    std::byte* block = dense(pair);
+    for (int64_t i0 = 0; i0 < g.count0; ++i0) {
+      for (int64_t i1 = 0; i1 < g.count1; ++i1, block += g.run_bytes) {
+        std::byte* run = strided(pair) + g.run_offset(i0, i1);
+        if (batch.full()) {
+          if (auto error = batch.enqueue(stream_); error.failure()) return error;
+        }
+        batch.add(copy_.to_dense ? block : run, copy_.to_dense ? run : block, g.run_bytes);
+      }
+    }
+    return ffi::Error::Success();
+  }
+
+  // Consecutive blocks, each of one run, as the rows of one copy.
+  ffi::Error enqueue_rows(BlockPair first, size_t rows) const {
+    const CopyGeometry& g = copy_.geometry;
+    const auto dense_pitch = static_cast<size_t>(g.dense_stride);
+    const auto strided_pitch = static_cast<size_t>(g.page_stride);
+    const bool to_dense = copy_.to_dense;
+    JAXKV_RETURN_IF_CUDA_ERROR(cudaMemcpy2DAsync(
+        to_dense ? dense(first) : strided(first), to_dense ? dense_pitch : strided_pitch,
+        to_dense ? strided(first) : dense(first), to_dense ? strided_pitch : dense_pitch,
+        static_cast<size_t>(g.run_bytes), rows, cudaMemcpyDefault, stream_));
+    return ffi::Error::Success();
+  }
+
+ private:
+  cudaStream_t stream_;
+  const BlockCopy& copy_;
+  size_t buffer_;
+};
+
+// Number of pairs, from the first one on, whose blocks follow each other on both sides.
+size_t consecutive(std::span<const BlockPair> pairs) {
+  size_t count = 1;
+  while (count < pairs.size() && pairs[count].source == pairs[count - 1].source + 1 &&
+         pairs[count].destination == pairs[count - 1].destination + 1) {
+    ++count;
+  }
+  return count;
+}
+
+// Whether consecutive blocks may be rows of one copy. Blocks without a gap on either side become
+// one descriptor anyway.
+bool has_rows(const CopyGeometry& g) {
+  return g.single_run() && std::max(g.dense_stride, g.page_stride) <= kMaxPitch &&
+         (g.dense_stride != g.run_bytes || g.page_stride != g.run_bytes);
+}
+
 // Enqueues the copies of the buffers [begin, end).
 ffi::Error enqueue_copies(cudaStream_t stream, const BlockCopy& copy,
                           std::span<const BlockPair> pairs, size_t begin, size_t end) {
-  const CopyGeometry& g = copy.geometry;
+  const bool in_rows = has_rows(copy.geometry);
   Batch batch;
   for (size_t b = begin; b < end; ++b) {
+    const BufferCopy buffer(stream, copy, b);
     batch.start_buffer();
-    for (const BlockPair pair : pairs) {
-      std::byte* dense = copy.dense[b] + copy.dense_block(pair) * g.dense_stride;
-      std::byte* strided = copy.strided[b] + copy.strided_block(pair) * g.page_stride;
-      for (int64_t i0 = 0; i0 < g.count0; ++i0) {
-        for (int64_t i1 = 0; i1 < g.count1; ++i1, dense += g.run_bytes) {
-          std::byte* run = strided + g.run_offset(i0, i1);
-          if (batch.full()) {
-            if (auto error = batch.enqueue(stream); error.failure()) return error;
-          }
-          batch.add(copy.to_dense ? dense : run, copy.to_dense ? run : dense, g.run_bytes);
-        }
+    for (size_t i = 0; i < pairs.size();) {
+      const size_t rows = in_rows ? consecutive(pairs.subspan(i)) : 1;
+      if (rows >= kMinRows) {
+        if (auto error = buffer.enqueue_rows(pairs[i], rows); error.failure()) return error;
+        i += rows;
+        continue;
+      }
+      for (const size_t last = i + rows; i < last; ++i) {
+        if (auto error = buffer.add_block(pairs[i], batch); error.failure()) return error;
       }
     }
   }

@@ -1,7 +1,6 @@
 """Pages in HBM and prefix caching. No JAX arrays.
 
-A full page is identified by its block key, a hash of all tokens up to its end, so pages of equal
-keys have equal keys and values. States of a page in HBM:
+A full page is found by its block key, a hash of all tokens up to its end. States of a page in HBM:
 
     free      without valid contents
     loading   reserved for a load that has not been issued; not found by others
@@ -67,15 +66,15 @@ class BlockManager:
         self.host.touch(keys)
         for page in resident:
             self._take(page)
-        pages = [self._new_page() if page is None else page for page in prefix]
-        placement = Placement(pages, len(resident))
+        # In order: consecutive pages are copied as rows of one copy.
+        new = iter(sorted(self._new_page() for _ in range(num_pages - len(resident))))
+        pages = [next(new) if page is None else page for page in prefix]
         absent = [place for place, page in enumerate(prefix) if page is None]
+        load = None
         if absent:
-            load = self.host.load([keys[place] for place in absent], [pages[p] for p in absent])
-            placement.load = self._held(load)
+            load = self._held(self.host.load([keys[p] for p in absent], [pages[p] for p in absent]))
             self._loading.update(dict.fromkeys(load.keys, load))
-        pages += [self._new_page() for _ in range(num_pages - len(pages))]
-        return placement
+        return Placement([*pages, *new], len(resident), load)
 
     def grow(self, placement: Placement) -> bool:
         """Adds a page for the next tokens; False if all pages are in use."""

@@ -2,12 +2,12 @@
 // written.
 //
 // Reads from stdin: whether the stream is under capture (2: the query fails), the status of
-// cudaMemcpyBatchAsync, bytes of each strided and of each dense array, number of strided and of
-// dense arrays, buffers per segment for start_copy (0: synchronous copy), form of the ids (0: two
-// operands, 1: one operand, 2: two operands, the second overwritten), length of the attribute and
-// of each id list, the attribute, source ids, destination ids. Prints the calls, the number of
-// rejected ids, the runtime's last error and the handler's error, one per line, then the bytes of
-// all arrays. Initially byte i of array a is 101 i + 59 a.
+// cudaMemcpyBatchAsync and of cudaMemcpy2DAsync, bytes of each strided and of each dense array,
+// number of strided and of dense arrays, buffers per segment for start_copy (0: synchronous copy),
+// form of the ids (0: two operands, 1: one operand, 2: two operands, the second overwritten),
+// length of the attribute and of each id list, the attribute, source ids, destination ids. Prints
+// the calls, the number of rejected ids, the runtime's last error and the handler's error, one per
+// line, then the bytes of all arrays. Initially byte i of array a is 101 i + 59 a.
 #include <cstdio>
 #include <cstring>
 #include <iostream>
@@ -21,7 +21,7 @@
 namespace {
 
 int capturing = 0;
-cudaError_t batch_status = cudaSuccess, last_error = cudaSuccess;
+cudaError_t batch_status = cudaSuccess, rows_status = cudaSuccess, last_error = cudaSuccess;
 
 }  // namespace
 
@@ -35,6 +35,15 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   std::printf("one ");
   std::memcpy(to, from, bytes);
   return cudaSuccess;
+}
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
+                              size_t width, size_t height, cudaMemcpyKind, cudaStream_t) {
+  std::printf("rows-%zu ", height);
+  for (size_t i = 0; i < height && rows_status == cudaSuccess; ++i) {
+    std::memcpy(static_cast<char*>(to) + i * to_pitch,
+                static_cast<const char*>(from) + i * from_pitch, width);
+  }
+  return last_error = rows_status;
 }
 cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* bytes,
                                  size_t count, cudaMemcpyAttributes*, size_t*, size_t,
@@ -73,7 +82,7 @@ std::vector<int64_t> read(size_t count) {
 int run() {
   const auto setup = read(10);
   capturing = static_cast<int>(setup[0]);
-  batch_status = static_cast<cudaError_t>(setup[1]);
+  batch_status = rows_status = static_cast<cudaError_t>(setup[1]);
   const size_t num_strided = setup[4], num_arrays = setup[4] + setup[5];
   const auto attribute = read(setup[8]);
   const auto of_sources = read(setup[9]), of_destinations = read(setup[9]);

@@ -23,6 +23,7 @@ from tests.util.strategies import page_ids
 pytestmark = pytest.mark.cpu_only
 
 BATCH = 1024  # descriptors
+MIN_ROWS = 4
 NOT_SUPPORTED, INVALID = 801, 1  # statuses of cudaMemcpyBatchAsync
 TWO_OPERANDS, ONE_OPERAND, OVERWRITTEN_DESTINATIONS = range(3)  # forms of the ids
 
@@ -37,8 +38,8 @@ class Done:
     """Effects of a call.
 
     Attributes:
-      calls: descriptors of each driver call, 0 for one that is no batch; "segment-n" where segment
-        n has been enqueued.
+      calls: descriptors of each driver call, 0 for one that is no batch; "rows-n" for a copy of n
+        rows; "segment-n" where segment n has been enqueued.
       rejected: number of rejected entries.
       last_error: the CUDA runtime's last error, 0 if it was cleared.
       error: the handler's error, "" for none.
@@ -53,7 +54,7 @@ class Done:
 
 
 def _call(token: str) -> int | str:
-    return token if token.startswith("segment") else int(token.partition("-")[2] or 0)
+    return token if token[0] in "rs" else int(token.partition("-")[2] or 0)
 
 
 @dataclasses.dataclass
@@ -188,6 +189,30 @@ def test_only_the_requested_bytes_are_written(program, data, copy, form):
     copy.check(program, *ids, form=form)
 
 
+@st.composite
+def chunks(draw) -> tuple[list[int], list[int]]:
+    """Source and destination pages below 24, many of which follow each other on both sides."""
+    lengths = draw(st.lists(st.integers(1, 8), min_size=1, max_size=3))
+    sides = []
+    for _ in range(2):
+        starts, page = {}, 0
+        for chunk in draw(st.permutations(range(len(lengths)))):
+            starts[chunk], page = page, page + lengths[chunk]
+        sides.append([starts[c] + i for c, length in enumerate(lengths) for i in range(length)])
+    return sides[0], sides[1]
+
+
+@settings(max_examples=60)
+@given(ids=chunks(), to_dense=st.booleans(), gap=st.integers(0, 3), buffers=st.integers(1, 3))
+def test_only_the_requested_bytes_of_consecutive_blocks_are_written(
+    program, ids, to_dense, gap, buffers
+):
+    copy = Copy(pages(5, 5 + gap), 24, 24, buffers, to_dense=to_dense)
+    calls = copy.check(program, *ids)
+    if gap == 0:
+        assert not [call for call in calls if isinstance(call, str)]
+
+
 def test_overwritten_destinations_are_rejected(program):
     done = Copy(single_run(), 9, 9).run(program, [0, 2], [1, 3], form=OVERWRITTEN_DESTINATIONS)
     assert done.calls == [] and "HostIds of the destination" in done.error
@@ -198,6 +223,52 @@ def test_single_descriptor_is_not_batched(program):
     assert Copy(single_run(), 9, 9).check(program, [4, 5, 6], [2, 3, 4]) == [0]  # adjacent
     assert Copy(single_run(), 9, 9).check(program, [4, 5, 6], [2, 3, 5]) == [2]
     assert Copy(single_run(), 9, 9).check(program, [], []) == []
+
+
+def pages(block_bytes: int = 8, page_bytes: int = 24) -> PageGeometry:
+    """Blocks of one run, at a distance on the strided side."""
+    return PageGeometry.contiguous(block_bytes, page_bytes)
+
+
+@pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
+def test_consecutive_blocks_are_rows_of_one_copy(program, to_dense):
+    copy = Copy(pages(), 20, 20, num_buffers=2, to_dense=to_dense)
+    few, many = range(MIN_ROWS - 1), range(MIN_ROWS)
+    assert copy.check(program, [3 + i for i in few], [9 + i for i in few]) == [2 * len(few)]
+    ids = [3 + i for i in many], [9 + i for i in many]
+    assert copy.check(program, *ids) == [f"rows-{MIN_ROWS}"] * 2
+    ids = [1, *(3 + i for i in many), 15], [0, *(9 + i for i in many), 2]
+    assert copy.check(program, *ids) == [*[f"rows-{MIN_ROWS}"] * 2, 4]
+    assert copy.check(program, *ids, segment_buffers=1) == [
+        *[f"rows-{MIN_ROWS}", 2, "segment-0"],
+        *[f"rows-{MIN_ROWS}", 2, "segment-1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        (range(8), range(7, -1, -1)),
+        (range(7, -1, -1), range(7, -1, -1)),
+        (range(8), range(0, 16, 2)),
+        ([0, 1, 2, 8, 9, 10], [0, 1, 2, 3, 4, 5]),
+    ],
+    ids=["down on one side", "down on both sides", "at a distance", "of two runs"],
+)
+def test_other_blocks_are_no_rows(program, ids):
+    assert Copy(pages(), 20, 20).check(program, *map(list, ids)) == [len(ids[0])]
+
+
+def test_blocks_of_several_runs_are_no_rows(program):
+    split = PageGeometry(8, 8, 4, (1, 2), (16, 8), 24)
+    ids = [*range(MIN_ROWS)]
+    assert Copy(split, 9, 9).check(program, ids, ids) == [2 * MIN_ROWS]
+
+
+def test_failed_copy_of_rows_is_reported_and_its_error_cleared(program):
+    ids = [*range(MIN_ROWS)]
+    done = Copy(pages(), 9, 9).run(program, ids, ids, batch_status=INVALID)
+    assert "cudaMemcpy2DAsync" in done.error and done.last_error == 0
 
 
 def test_adjacent_runs_of_two_buffers_are_not_merged(program):

@@ -63,7 +63,9 @@ class BlockTable:
         return self.num_free + len(self.ready) - self.num_pinned - idle
 
     def reserve(self, keys: Sequence[bytes]) -> list[Block]:
-        blocks = [Block(key, self._free.pop()) for key in keys]
+        # In order: consecutive pages are copied as rows of one copy.
+        pages = sorted(self._free.pop() for _ in keys)
+        blocks = [Block(key, page) for key, page in zip(keys, pages, strict=True)]
         self.pending.update(zip(keys, blocks, strict=True))
         return blocks
 
