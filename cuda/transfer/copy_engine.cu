@@ -18,8 +18,9 @@ namespace {
 constexpr size_t kDescriptorsPerBatch = 1024;
 
 // Blocks that follow each other on both sides are rows of one two-dimensional copy, if there are
-// enough of them: the call takes the host as long as a few descriptors of a batch.
-constexpr size_t kMinRows = 4;
+// enough of them: each such copy takes the copy engine 2.5 us more than a descriptor (H200), 3 % of
+// 64 blocks of 64 KiB.
+constexpr size_t kMinRows = 64;
 constexpr int64_t kMaxPitch = std::numeric_limits<int32_t>::max();  // of CUDA devices
 
 // Thread-local: allocated once per thread, and not on the stack, where the arrays would move the

@@ -23,7 +23,9 @@ from tests.util.strategies import page_ids
 pytestmark = pytest.mark.cpu_only
 
 BATCH = 1024  # descriptors
-MIN_ROWS = 4
+MIN_ROWS = 64
+UP = [*range(MIN_ROWS)]
+DOWN = UP[::-1]
 NOT_SUPPORTED, INVALID = 801, 1  # statuses of cudaMemcpyBatchAsync
 TWO_OPERANDS, ONE_OPERAND, OVERWRITTEN_DESTINATIONS = range(3)  # forms of the ids
 
@@ -191,8 +193,8 @@ def test_only_the_requested_bytes_are_written(program, data, copy, form):
 
 @st.composite
 def chunks(draw) -> tuple[list[int], list[int]]:
-    """Source and destination pages below 24, many of which follow each other on both sides."""
-    lengths = draw(st.lists(st.integers(1, 8), min_size=1, max_size=3))
+    """Source and destination pages, many of which follow each other on both sides."""
+    lengths = draw(st.lists(st.integers(1, 2 * MIN_ROWS), min_size=1, max_size=3))
     sides = []
     for _ in range(2):
         starts, page = {}, 0
@@ -207,7 +209,7 @@ def chunks(draw) -> tuple[list[int], list[int]]:
 def test_only_the_requested_bytes_of_consecutive_blocks_are_written(
     program, ids, to_dense, gap, buffers
 ):
-    copy = Copy(pages(5, 5 + gap), 24, 24, buffers, to_dense=to_dense)
+    copy = Copy(pages(5, 5 + gap), 6 * MIN_ROWS, 6 * MIN_ROWS, buffers, to_dense=to_dense)
     calls = copy.check(program, *ids)
     if gap == 0:
         assert not [call for call in calls if isinstance(call, str)]
@@ -232,12 +234,11 @@ def pages(block_bytes: int = 8, page_bytes: int = 24) -> PageGeometry:
 
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
 def test_consecutive_blocks_are_rows_of_one_copy(program, to_dense):
-    copy = Copy(pages(), 20, 20, num_buffers=2, to_dense=to_dense)
-    few, many = range(MIN_ROWS - 1), range(MIN_ROWS)
-    assert copy.check(program, [3 + i for i in few], [9 + i for i in few]) == [2 * len(few)]
-    ids = [3 + i for i in many], [9 + i for i in many]
+    copy = Copy(pages(), 20 + MIN_ROWS, 20 + MIN_ROWS, num_buffers=2, to_dense=to_dense)
+    ids = [3 + i for i in UP], [9 + i for i in UP]
+    assert copy.check(program, *(side[1:] for side in ids)) == [2 * (MIN_ROWS - 1)]
     assert copy.check(program, *ids) == [f"rows-{MIN_ROWS}"] * 2
-    ids = [1, *(3 + i for i in many), 15], [0, *(9 + i for i in many), 2]
+    ids = [1, *ids[0], MIN_ROWS + 9], [0, *ids[1], 2]
     assert copy.check(program, *ids) == [*[f"rows-{MIN_ROWS}"] * 2, 4]
     assert copy.check(program, *ids, segment_buffers=1) == [
         *[f"rows-{MIN_ROWS}", 2, "segment-0"],
@@ -248,26 +249,25 @@ def test_consecutive_blocks_are_rows_of_one_copy(program, to_dense):
 @pytest.mark.parametrize(
     "ids",
     [
-        (range(8), range(7, -1, -1)),
-        (range(7, -1, -1), range(7, -1, -1)),
-        (range(8), range(0, 16, 2)),
-        ([0, 1, 2, 8, 9, 10], [0, 1, 2, 3, 4, 5]),
+        (UP, DOWN),
+        (DOWN, DOWN),
+        (UP, [2 * page for page in UP]),
+        ([*UP[:-1], MIN_ROWS], UP),
     ],
-    ids=["down on one side", "down on both sides", "at a distance", "of two runs"],
+    ids=["down on one side", "down on both sides", "at a distance", "but one"],
 )
 def test_other_blocks_are_no_rows(program, ids):
-    assert Copy(pages(), 20, 20).check(program, *map(list, ids)) == [len(ids[0])]
+    assert Copy(pages(), 2 * MIN_ROWS, 2 * MIN_ROWS).check(program, *ids) == [MIN_ROWS]
 
 
 def test_blocks_of_several_runs_are_no_rows(program):
     split = PageGeometry(8, 8, 4, (1, 2), (16, 8), 24)
-    ids = [*range(MIN_ROWS)]
-    assert Copy(split, 9, 9).check(program, ids, ids) == [2 * MIN_ROWS]
+    assert Copy(split, MIN_ROWS, MIN_ROWS).check(program, UP, UP) == [2 * MIN_ROWS]
 
 
 def test_failed_copy_of_rows_is_reported_and_its_error_cleared(program):
-    ids = [*range(MIN_ROWS)]
-    done = Copy(pages(), 9, 9).run(program, ids, ids, batch_status=INVALID)
+    copy = Copy(pages(), MIN_ROWS, MIN_ROWS)
+    done = copy.run(program, UP, UP, batch_status=INVALID)
     assert "cudaMemcpy2DAsync" in done.error and done.last_error == 0
 
 
