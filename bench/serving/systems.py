@@ -6,7 +6,7 @@ device_put     offload as JAX engines do it today, in plain JAX (tpu-inference, 
                bench.engines): a store gathers pages of all layers, then one
                `device_put` to pinned memory for each page; a load is one `device_put` for each
                page, one wait for all, and a scatter, all before the step
-copy engine    jaxkv with one copy-engine descriptor for each block, beside the step
+copy engine    jaxkv beside the step, always by copy engine
 jaxkv          jaxkv beside the step, as the engine chooses: by copy engine where blocks are large,
                otherwise as the tuning table ranks
 jaxkv kernel   the same, always as the tuning table ranks (not run by default)
