@@ -24,8 +24,8 @@ pytestmark = pytest.mark.cpu_only
 
 BATCH = 1024  # descriptors
 MIN_ROWS = 64
-UP = [*range(MIN_ROWS)]
-DOWN = UP[::-1]
+ASCENDING = [*range(MIN_ROWS)]
+DESCENDING = ASCENDING[::-1]
 NOT_SUPPORTED, INVALID = 801, 1  # statuses of cudaMemcpyBatchAsync
 TWO_OPERANDS, ONE_OPERAND, OVERWRITTEN_DESTINATIONS = range(3)  # forms of the ids
 
@@ -56,7 +56,7 @@ class Done:
 
 
 def _call(token: str) -> int | str:
-    return token if token[0] in "rs" else int(token.partition("-")[2] or 0)
+    return token if token.startswith(("rows", "segment")) else int(token.partition("-")[2] or 0)
 
 
 @dataclasses.dataclass
@@ -235,7 +235,7 @@ def pages(block_bytes: int = 8, page_bytes: int = 24) -> PageGeometry:
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
 def test_consecutive_blocks_are_rows_of_one_copy(program, to_dense):
     copy = Copy(pages(), 20 + MIN_ROWS, 20 + MIN_ROWS, num_buffers=2, to_dense=to_dense)
-    ids = [3 + i for i in UP], [9 + i for i in UP]
+    ids = [3 + i for i in ASCENDING], [9 + i for i in ASCENDING]
     assert copy.check(program, *(side[1:] for side in ids)) == [2 * (MIN_ROWS - 1)]
     assert copy.check(program, *ids) == [f"rows-{MIN_ROWS}"] * 2
     ids = [1, *ids[0], MIN_ROWS + 9], [0, *ids[1], 2]
@@ -249,12 +249,12 @@ def test_consecutive_blocks_are_rows_of_one_copy(program, to_dense):
 @pytest.mark.parametrize(
     "ids",
     [
-        (UP, DOWN),
-        (DOWN, DOWN),
-        (UP, [2 * page for page in UP]),
-        ([*UP[:-1], MIN_ROWS], UP),
+        (ASCENDING, DESCENDING),
+        (DESCENDING, DESCENDING),
+        (ASCENDING, [2 * page for page in ASCENDING]),
+        ([*ASCENDING[:-1], MIN_ROWS], ASCENDING),
     ],
-    ids=["down on one side", "down on both sides", "at a distance", "but one"],
+    ids=["descending on one side", "descending", "at a distance", "one too few"],
 )
 def test_other_blocks_are_no_rows(program, ids):
     assert Copy(pages(), 2 * MIN_ROWS, 2 * MIN_ROWS).check(program, *ids) == [MIN_ROWS]
@@ -262,12 +262,12 @@ def test_other_blocks_are_no_rows(program, ids):
 
 def test_blocks_of_several_runs_are_no_rows(program):
     split = PageGeometry(8, 8, 4, (1, 2), (16, 8), 24)
-    assert Copy(split, MIN_ROWS, MIN_ROWS).check(program, UP, UP) == [2 * MIN_ROWS]
+    assert Copy(split, MIN_ROWS, MIN_ROWS).check(program, ASCENDING, ASCENDING) == [2 * MIN_ROWS]
 
 
 def test_failed_copy_of_rows_is_reported_and_its_error_cleared(program):
     copy = Copy(pages(), MIN_ROWS, MIN_ROWS)
-    done = copy.run(program, UP, UP, batch_status=INVALID)
+    done = copy.run(program, ASCENDING, ASCENDING, batch_status=INVALID)
     assert "cudaMemcpy2DAsync" in done.error and done.last_error == 0
 
 

@@ -143,6 +143,16 @@ def test_page_ids(layout, direction, pattern, implementation):
     check_copy(make_case(layout), direction, *ID_PATTERNS[pattern], implementation)
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("kind, layout", KIND_LAYOUTS)
+def test_many_consecutive_pages(kind, layout, direction, implementation):
+    """70 pages that the copy engine may copy as rows, 70 that it may not, and one alone."""
+    case = make_case(layout, kind=kind, host_pages=200, device_pages=190)
+    host_pages = [*range(100, 170), *range(20, 90), 3]
+    device_pages = [*range(5, 75), *range(150, 80, -1), 189]
+    check_copy(case, direction, host_pages, device_pages, implementation)
+
+
 @pytest.mark.parametrize(
     "direction, ids", [("load", ([4, 4], [1, 7])), ("store", ([1, 7], [4, 4]))]
 )
