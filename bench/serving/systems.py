@@ -6,7 +6,8 @@ device_put     offload as JAX engines do it today, in plain JAX (tpu-inference, 
                bench.engines): a store gathers pages of all layers, then one
                `device_put` to pinned memory for each page; a load is one `device_put` for each
                page, one wait for all, and a scatter, all before the step
-copy engine    jaxkv beside the step, always by copy engine
+copy engine    jaxkv beside the step, with one copy-engine descriptor for each block, as in vLLM's
+               `swap_blocks_batch`: pages in descending order are not rows of one copy
 jaxkv          jaxkv beside the step, as the engine chooses: by copy engine where blocks are large,
                otherwise as the tuning table ranks
 jaxkv kernel   the same, always as the tuning table ranks (not run by default)
@@ -103,9 +104,11 @@ class Measured(Engine):
 
 
 class CopyEngine(Measured):
-    """Copies by the copy engine, whose ids the host writes."""
+    """Copies by the copy engine, with a descriptor for each block."""
 
     def _inputs(self, rows: Any, copies: jaxkv.CopyBatch, num_tokens: int) -> Inputs:
+        host, device = copies.host_pages[::-1], copies.device_pages[::-1]
+        copies = dataclasses.replace(copies, host_pages=host, device_pages=device)
         return super()._inputs(rows, copies.by(_copy_engine()), num_tokens)
 
 
