@@ -6,8 +6,8 @@ that of the handlers in a program with this one copy, GPU time that between two 
 a busy stream (bench/harness/timestamps.py), and "submission" the host time of the whole call, from
 Python until it returns, also of the same program without the copy: SGLang's published 0.169 ms is
 that of its call, which has no other arrays. All layers at once are 800 MiB. Then the same pages of
-all layers in the other layouts, with a layout conversion by the kernel. Pools and caches have
-32 GiB, where memory allows.
+all layers in the other layouts, with a layout conversion by the kernel. Last, consecutive pages in
+both, which the copy engine copies in rows. Pools and caches have 32 GiB, where memory allows.
 
 Every program is verified before it is timed: pages that are stored and loaded into other pages must
 be the same, and a sample of the others unchanged. Other shapes than the published one, by flags,
@@ -85,7 +85,7 @@ def size_of(flags: Flags) -> Size:
         num_layers=flags.layers, page_size=flags.page_size, num_kv_heads=flags.heads,
         head_dim=flags.head_dim, dtype=jnp.dtype(flags.dtype),
     )  # fmt: skip
-    room = pool_bytes((flags.count + flags.count // 4 + UNTOUCHED) * spec.page_bytes)
+    room = pool_bytes((2 * flags.count + UNTOUCHED) * spec.page_bytes)
     layouts = tuple(dict.fromkeys((DIRECT, *flags.layouts)))
     return Size(spec, flags.count, room // spec.page_bytes, layouts, 1 << (30 if on_gpu() else 20))
 
@@ -109,6 +109,12 @@ class Case:
         self.host_pages, self.stored = some(what.pages), some(what.pages)
         others = some(what.pages + UNTOUCHED)
         self.loaded, self.untouched = others[: what.pages], others[what.pages :]
+
+    def use_consecutive_pages(self) -> None:
+        count = self.what.pages
+        self.host_pages = self.stored = np.arange(count, dtype=np.int32)
+        self.loaded = self.stored + count
+        self.untouched = np.arange(UNTOUCHED, dtype=np.int32) + 2 * count
 
     def program(self, method: Method, direction: str, layers: int | None = None) -> Program:
         copy = copy_pages(direction, layers=layers, implementation=method.implementation)
@@ -214,6 +220,21 @@ def all_layers(results: Results, case: Case, found: Sequence[Method]) -> None:
         results.target(name, min(shares, default=None), ">=", WANTED_SHARE, "of peak")
 
 
+def consecutive_pages(results: Results, case: Case, found: Sequence[Method]) -> None:
+    """All layers of consecutive pages, by the copy engine."""
+    what = case.what
+    case.use_consecutive_pages()
+    for method in [method for method in found if method.name == "dma"]:
+        case.verify(method)
+        for direction in DIRECTIONS:
+            link = peak_bandwidth.contiguous_copy(direction, what.peak_bytes)
+            timed = case.time(method, direction)
+            rate = what.pages * what.spec.page_bytes / timed.total / 1e9
+            name = f"{direction}, {case.layout}, {method}, consecutive pages"
+            results.row(name, "bandwidth", "GB/s", rate, link)
+            results.row(name, "submission", "ms", timed.returns * 1e3)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     flags = parse(argv)
     copy_baselines.library()  # compiles outside of any measurement
@@ -224,6 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if layout == DIRECT:
             one_layer(results, case, found)
         all_layers(results, case, found)
+        if layout == DIRECT:
+            consecutive_pages(results, case, found)
         case.ends["host"].close()
         del case  # the next one needs its memory
     if flags.published:
