@@ -30,7 +30,7 @@ from bench.harness.main import Flags, benchmark
 from bench.harness.records import Results
 
 BASELINE = "KVCacheSpec"
-ROUNDS = 11
+ROUNDS = 12
 MOST_RATIO = {"fused": 1.03, "stacked": 1.03, "hybrid": 1.03, "4 groups": 1.05}
 
 

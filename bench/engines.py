@@ -77,7 +77,7 @@ class Size(NamedTuple):
         )  # fmt: skip
 
 
-FULL = (Size(32, 256, 64 << 10, 11), Size(32, 4096, 8 << 10, 7))
+FULL = (Size(32, 256, 64 << 10, 11), Size(32, 4096, 8 << 10, 9))
 QUICK = (Size(2, 8, 8 << 10, 2),)
 
 

@@ -44,7 +44,7 @@ from jaxkv._src.cache.pinned_memory import nodes_of
 
 GIB = 1 << 30
 SIZES = (48, 72, 100)  # GiB; XLA's own allocator ends at 64
-CREATIONS = 3  # of the first size, so that there is an error
+CREATIONS = 9  # of the first size, so that there is an error
 MOST_SECONDS = 90  # after which no other pool is measured
 QUICK_BYTES = 4 << 20  # of a "GiB" with --quick
 RESTART_GIB, RESTART_SECONDS, CHUNK = 64, 20, 64  # CHUNK: pages stored or loaded by one call

@@ -45,7 +45,7 @@ CALIBRATION_BATCH, HOST_SHARE = 16, 0.5
 WANTED = 0.87
 SKIP_RATE = "steps in which no state needs to be saved, by the predicate"
 AS_FAST = 1.02  # of methods that run the same programs in most steps
-MIN_ROUNDS = 7
+MIN_ROUNDS = 9
 
 
 class Model(NamedTuple):

@@ -61,8 +61,8 @@ from jaxkv._src.autotune.pools import Pools, pool_bytes
 LINK_FIVE_MILLISECONDS = 250_000_000  # bytes
 MAX_COPIES = 8  # of a program
 MANY = 10_000  # blocks of the main comparison, if `max_bytes` allows
-CHAIN_SECONDS, ROUNDS, IDLE_CALLS = 0.04, 5, 5
-LIMIT_SECONDS = 300  # after that only the main comparison is measured
+CHAIN_SECONDS, ROUNDS, IDLE_CALLS = 0.04, 9, 5
+LIMIT_SECONDS = 400  # after that only the main comparison is measured
 SAME_SMS = Method("kernel", DEVICE_IDS, 12)  # as many as Triton has
 SPEEDUPS = {KIB: 20, 4 * KIB: 4, 8 * KIB: 2, 16 * KIB: 2}  # over batch calls, loads
 OVER_TRITON = {KIB: 7.0, 4 * KIB: 2.0, 8 * KIB: 1.15}
@@ -221,7 +221,7 @@ class Cell:
 
 
 def lowest_of(found: Sequence[Figure]) -> Figure | None:
-    """The one that is the lowest if it is worse by two standard errors, where these are known."""
+    """The one that is the lowest if it is worse by two errors, where these are known."""
 
     def bound(figure: Figure) -> float:
         return float(figure) - (0 if math.isnan(figure.error) else 2 * figure.error)

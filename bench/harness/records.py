@@ -6,9 +6,9 @@ A file contains the measurements, the commit and the machine:
      targets: [{name, want: {op, value, unit}, got, error, met, bound}], checks: [the same]}
 
 Peak bandwidths and baselines are measured in the same run as their value. Targets are of
-performance, checks of correctness. "error" is the standard error of the value
-(`bench.harness.timing.median`): 0 of exact values, null of a single sample. A target with a single
-sample is not measured, as its margin is unknown.
+performance, checks of correctness. "error" is that of the value (`bench.harness.timing.median`): 0
+of exact values, null of a single sample. A target with a single sample is not measured, as its
+margin is unknown.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class Row:
       value: the figure.
       peak: peak bandwidth: {"name", "value"}.
       baselines: figures of the baselines, by name.
-      error: standard error of `value`; None if there is none.
+      error: of `value`; None if there is none.
     """
 
     case: str
@@ -87,13 +87,12 @@ class Target:
     Attributes:
       name: the measured quantity.
       op: one of OPERATORS; the target is met if `got op want`, also with a `got` that is worse by
-        two standard errors. These have the confidence of two standard deviations of a normal
-        distribution, also with few samples.
+        two errors, at the end of its confidence interval (`bench.harness.timing.median`).
       want: the target figure.
       unit: unit of both figures.
       got: the measured figure, None if not measured.
       bound: figure of a copy at peak bandwidth in the same run; None without a peak.
-      error: standard error of `got`; None of a plain float, which is judged without a margin.
+      error: of `got`; None of a plain float, which is judged without a margin.
     """
 
     name: str

@@ -18,8 +18,8 @@ import numpy as np
 from bench.harness import timing
 from bench.harness.copy_baselines import library
 
-REPEATS = 5
-IDLE_REPEATS = 5
+REPEATS = 9
+IDLE_REPEATS = 9
 
 
 def stamp(state: Any, slot: int) -> Any:

@@ -1,8 +1,9 @@
 """Timing of device work by the host's clock, and the statistics of all benchmarks.
 
-A figure is the median of samples with its standard error, larger for few samples so that two errors
-have the same confidence whatever their number (`median`). Two methods are compared by the median of
-the ratios of rounds, in each of which every method runs once, in random order.
+A figure is the median of samples with its error, half of the confidence interval of the median, so
+that two errors have the same confidence whatever the number of samples (`median`). Two methods are
+compared by the median of the ratios of rounds, in each of which every method runs once, in random
+order.
 """
 
 import math
@@ -19,18 +20,19 @@ from scipy import special
 CHAIN_SECONDS = 0.12  # the start and end of a chain take up to a millisecond
 MAX_CALLS = 100
 TWO_ERRORS = 0.97725  # a normal distribution is below two standard deviations
+FEW = 6  # samples: with fewer, even the extremes are no interval of this confidence
 K = TypeVar("K")
 T = TypeVar("T")
 
 
 class Figure(float):
-    """A measured value with its standard error, which arithmetic propagates.
+    """A measured value with its error, which arithmetic propagates.
 
     Operands of arithmetic are taken as independent; for the ratio of two methods that ran in the
     same rounds use `ratio`. A count or another exact value is `Figure(value)`.
 
     Attributes:
-      error: standard error; NaN for a single sample.
+      error: half of the confidence interval (`median`); NaN for a single sample.
     """
 
     error: float
@@ -67,25 +69,35 @@ class Figure(float):
 
 
 def error_of(value: float) -> float:
-    """Standard error; 0 for a plain number."""
+    """Error; 0 for a plain number."""
     return value.error if isinstance(value, Figure) else 0.0
 
 
 def median(samples: Sequence[float]) -> Figure:
-    """The median, and its standard error.
+    """The median, and its error.
 
-    The error is that of the median of a normal distribution, 1.2533 * standard deviation / sqrt(n),
-    times t / 2. t is the quantile of Student's distribution with n - 1 degrees of freedom that
-    corresponds to two standard deviations of a normal one, because the deviation is estimated from
-    the same n samples: noise meets a target whose true value is at the limit in 2 % of the cases.
-    NaN of a single sample, of which the deviation is unknown.
+    Two errors are the distance to the farther end of a confidence interval of the median whose ends
+    are samples (order statistics), so that it holds for any distribution: a few samples in which
+    the host was interrupted, which double a standard deviation, do not change it. Each end excludes
+    the true median with a probability of at most 2.3 %, as two standard deviations of a normal
+    distribution do: noise meets a target whose true value is at the limit in no more of the runs.
+
+    For fewer than six samples there is no such interval. The error is then that of a normal
+    distribution, 1.2533 * standard deviation / sqrt(n), times t / 2, where t is the quantile of
+    Student's distribution with n - 1 degrees of freedom for the same probability. NaN of a single
+    sample.
     """
-    values = [*map(float, samples)]
+    values = sorted(map(float, samples))
     middle, number = statistics.median(values), len(values)
     if number == 1:
         return Figure(middle, math.nan)
-    error = 1.2533 * float(np.std(values, ddof=1)) / math.sqrt(number)
-    return Figure(middle, error * float(special.stdtrit(number - 1, TWO_ERRORS)) / 2)
+    if number < FEW:
+        error = 1.2533 * float(np.std(values, ddof=1)) / math.sqrt(number)
+        return Figure(middle, error * float(special.stdtrit(number - 1, TWO_ERRORS)) / 2)
+    # The true median is below sample k, from 0, where at most k of all samples are below it.
+    below = special.bdtr(np.arange(number // 2), number, 0.5)
+    k = int(np.searchsorted(below, 1 - TWO_ERRORS, side="right")) - 1
+    return Figure(middle, max(middle - values[k], values[-1 - k] - middle) / 2)
 
 
 def ratio(times: Sequence[float], baseline: Sequence[float]) -> Figure:

@@ -137,7 +137,7 @@ def figures(target: Target) -> tuple[str, str]:
 
 
 def all_targets(files: Sequence[File]) -> str:
-    """Every target; "+-" is followed by two standard errors."""
+    """Every target; "+-" is followed by two errors."""
     header = ("device", "benchmark", "quantity", "target", "measured", "+-", "at peak", "result")
     rows = []
     for file in files:

@@ -49,7 +49,7 @@ TRACE = REPOSITORY / "bench" / "data" / "mooncake_conversation_sample.jsonl"
 PARALLEL = 4  # requests in flight
 HBM_SHARE = 4
 IN_FLIGHT = {f"multi_turn, {level} in flight": level for level in range(1, PARALLEL)}
-REPEATS = {"multi_turn": 3, "random": 15, "ttft": 4, "latency": 5} | dict.fromkeys(IN_FLIGHT, 3)
+REPEATS = {"multi_turn": 3, "random": 21, "ttft": 9, "latency": 9} | dict.fromkeys(IN_FLIGHT, 3)
 COMPARED = (
     Wanted("multi_turn", RATE, DEVICE_PUT, ">=", 2.5),
     Wanted("multi_turn", RATE_AT_EQUAL_TTFT, DEVICE_PUT, ">=", 2.5),
@@ -148,7 +148,7 @@ class Size(NamedTuple):
     copy_pages: int  # in one step, beside running requests
 
 
-FULL = Size(32, 8192, 1024, 8, 16, 1024, 128, 16, 32)
+FULL = Size(32, 8192, 1024, 8, 16, 1024, 512, 16, 32)
 TINY = Size(8, 64, 16, 4, 2, 16, 24, 4, 4)
 
 

@@ -24,10 +24,9 @@ from bench.harness import peak_bandwidth, timing
 from bench.harness.records import REPOSITORY, Results
 from bench.serving import systems
 from bench.serving.systems import BY_TABLE, IN_HBM, JAXKV, Measured, Memory
-from bench.serving.workloads import BesideLoads, Workload
+from bench.serving.workloads import BesideLoads, Served, Workload
 from examples.serving.engine import Limits
 from examples.serving.presets import PRESETS, init_params
-from examples.serving.request import Request
 
 RATE, THROUGHPUT, LATENCY = "requests/s", "output throughput", "inter-token latency p99"
 TTFT, TTFT_P99 = "TTFT p50", "TTFT p99"
@@ -160,17 +159,22 @@ def serve(case: Case, system: str, repeats: int | None) -> Iterator[tuple[str, F
         for repeat in range(repeats or case.repeats.get(workload, 1)):
             served = make(repeat).run(engine)
             # Clients of the same order, whatever the order of their answers.
-            answers = sorted(request.tokens for request in served)
+            both = {id(request): request for request in (*served.requests, *served.running)}
+            answers = sorted(request.tokens for request in both.values())
             yield workload, figures(engine, served), answers if case.dtype == "float32" else None
     engine.release()
 
 
-def figures(engine: Measured, requests: Sequence[Request]) -> Figures:
+def figures(engine: Measured, served: Served) -> Figures:
     """Metrics of served requests: rates, latencies, hits by tier, bytes, host time."""
+    requests = served.requests
     start = min(request.submitted_at for request in requests)
     seconds = max(request.token_times[-1] for request in requests) - start
     first = [1e3 * (request.token_times[0] - request.submitted_at) for request in requests]
-    between = 1e3 * np.concatenate([np.diff(request.token_times) for request in requests])
+    between = 1e3 * np.concatenate([
+        np.diff([taken for taken in request.token_times if taken >= served.since])
+        for request in served.running
+    ])  # fmt: skip
     placements = [r.first_placement for r in requests if r.first_placement]
     prompt, size = sum(len(r.prompt) for r in requests), engine.limits.page_size
     loaded = sum(p.loaded for p in placements)

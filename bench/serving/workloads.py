@@ -6,6 +6,7 @@ end, so that the others' evict its pages.
 """
 
 import json
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,20 @@ class Turn(NamedTuple):
     new: list[int]
     answer: int
     whole: bool = False
+
+
+class Served(NamedTuple):
+    """Requests of a workload.
+
+    Attributes:
+      requests: those whose rates, times to first token, and hits are measured.
+      running: those whose inter-token latencies are measured.
+      since: start of these latencies; tokens before it do not count.
+    """
+
+    requests: list[Request]
+    running: list[Request]
+    since: float = 0.0
 
 
 Flight = tuple[list[Turn], int, list[int]]  # turns, number of the next one, history
@@ -57,8 +72,8 @@ class Workload:
         """Tokens of each client, those of a common prefix of its requests once."""
         return [_tokens(turns) for turns in self.clients]
 
-    def run(self, engine: Measured) -> list[Request]:
-        """Serves it; returns the measured requests in the order in which they were submitted."""
+    def run(self, engine: Measured) -> Served:
+        """Serves it; the measured requests are in the order in which they were submitted."""
         ready: deque[Flight] = deque((turns, 0, []) for turns in self.clients if turns)
         flying: dict[int, tuple[list[Turn], int, Request]] = {}
         served: list[tuple[int, Request]] = []
@@ -81,7 +96,8 @@ class Workload:
                 turns, index, request = flying.pop(key)
                 if index + 1 < len(turns):
                     ready.append((turns, index + 1, request.tokens))
-        return [request for index, request in served if index >= self.first]
+        measured = [request for index, request in served if index >= self.first]
+        return Served(measured, measured)
 
 
 def _tokens(turns: Sequence[Turn]) -> int:
@@ -169,11 +185,14 @@ def cached_prefixes(prefixes: int, cached: int, new: int, vocab: int, seed: int 
 
 @dataclass
 class BesideLoads:
-    """Running requests, while others with evicted prefixes are admitted beside them.
+    """Running requests, beside which others with evicted prefixes are admitted.
+
+    Inter-token latencies are those of the running requests once all of them decode, so that no
+    prefill of their own prompts is among them; all else is measured of the others.
 
     Attributes:
       prefixes: computed before.
-      running: prompts of the running requests, which are measured.
+      running: prompts of the running requests.
       answer: tokens of their answers.
       suffix: tokens after a prefix.
       every: steps between the admissions.
@@ -185,7 +204,7 @@ class BesideLoads:
     suffix: int
     every: int
 
-    def run(self, engine: Measured) -> list[Request]:
+    def run(self, engine: Measured) -> Served:
         """As `Workload.run`."""
         Workload([[Turn([*prefix, 0], 1)] for prefix in self.prefixes], 1).run(engine)
         running = [Request(prompt, self.answer) for prompt in self.running]
@@ -194,13 +213,15 @@ class BesideLoads:
         while not all(request.answer for request in running):
             engine.step()
         engine.reset()
-        rng, step = np.random.default_rng(0), 0
+        since, rng, others = time.perf_counter(), np.random.default_rng(0), list[Request]()
+        step = 0
         while not all(request.finished for request in running):
             if step % self.every == 0:
                 prefix = self.prefixes[step // self.every % len(self.prefixes)]
-                engine.submit(Request(prefix + rng.integers(0, 256, self.suffix).tolist(), 2))
+                others.append(Request(prefix + rng.integers(0, 256, self.suffix).tolist(), 2))
+                engine.submit(others[-1])
             engine.step()
             step += 1
         while engine.busy:
             engine.step()
-        return running
+        return Served(others, running, since)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import subprocess
+import types
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from bench.serving.systems import (
 from examples.serving.engine import Limits
 from examples.serving.model import Config
 from examples.serving.presets import init_params
+from examples.serving.request import Request
 
 CONFIG = Config(256, 64, 96, 1, 4, 2, 16)
 ALL = (*NAMES, BY_TABLE, HOST_METADATA)
@@ -43,7 +45,7 @@ def test_all_systems_give_the_same_tokens_from_different_places():
     for name in ALL:
         engine = systems.create(name, CONFIG, params, limits, Memory(95, 36, 95))
         served = work.run(engine)
-        answers[name] = sorted(request.tokens for request in served)
+        answers[name] = sorted(request.tokens for request in served.requests)
         found = runs.figures(engine, served)
         loaded[name] = found["loaded"][1] > 0
         assert found[runs.RATE][1] > 0 and engine.steps > 0
@@ -51,6 +53,37 @@ def test_all_systems_give_the_same_tokens_from_different_places():
     assert all(tokens == answers[IN_HBM] for tokens in answers.values())
     assert loaded == {name: name in (*NAMES[2:], BY_TABLE) for name in ALL}
     assert len(answers[IN_HBM]) == 15
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("system", [IN_HBM, JAXKV])
+def test_others_are_loaded_beside_running_requests(system):
+    flags = argparse.Namespace(tiny=True, quick=False, part=["latency"], system=None)
+    (case,) = cases.ttft(flags)
+    ((_, found, answers),) = runs.serve(case, system, 1)
+    on_the_host, in_hbm = (
+        found[f"prompt tokens {where}"][1] for where in ("on the host", "in HBM")
+    )
+    assert (on_the_host > 80, in_hbm > 80) == (system == JAXKV, system == IN_HBM)
+    assert len(answers) > cases.TINY.running and found[runs.LATENCY][1] > 0
+
+
+@pytest.mark.host_only
+def test_inter_token_latency_is_of_the_running_requests_and_later_tokens():
+    def request(submitted, *times):
+        found = Request([1, 2], len(times))
+        found.submitted_at, found.token_times = submitted, [*times]
+        found.tokens += [0] * len(times)
+        return found
+
+    engine: Any = types.SimpleNamespace(
+        limits=types.SimpleNamespace(page_size=4), spec=types.SimpleNamespace(page_bytes=1),
+        steps=1, idle_steps=0, seconds=0.0,
+    )  # fmt: skip
+    running, other = request(0.0, 1.0, 5.0, 5.25, 5.75), request(6.0, 6.5, 9.0)
+    found = runs.figures(engine, workloads.Served([other], [running], since=5.0))
+    assert found["inter-token latency p50"][1] == pytest.approx(1e3 * (0.25 + 0.5) / 2)
+    assert found[runs.TTFT][1] == pytest.approx(500) and found[runs.RATE][1] == pytest.approx(1 / 3)
 
 
 @pytest.mark.cpu_only
@@ -64,7 +97,7 @@ def test_wrong_pages_of_the_device_put_system_are_noticed():
         engine = systems.create(DEVICE_PUT, CONFIG, params, limits, Memory(95, 36, 95))
         if wrong:
             vars(engine)["_stored"] = Zeros(engine)
-        answers.append(sorted(request.tokens for request in work.run(engine)))
+        answers.append(sorted(request.tokens for request in work.run(engine).requests))
         engine.release()
     assert answers[0] != answers[1]
 
@@ -195,8 +228,8 @@ def test_conversations_with_fewer_in_flight_have_other_prompts_and_two_systems(m
     assert len({str(work.clients[0][0].new) for work in found}) == len(levels)
     monkeypatch.setattr(runs, "init_params", mock.Mock())
     monkeypatch.setattr(systems, "create", mock.Mock())
-    monkeypatch.setattr(runs, "figures", lambda engine, requests: {})
-    monkeypatch.setattr(workloads.Workload, "run", lambda self, engine: [])
+    monkeypatch.setattr(runs, "figures", lambda engine, served: {})
+    monkeypatch.setattr(workloads.Workload, "run", lambda *_: workloads.Served([], []))
     ran = {name: [w for w, *_ in runs.serve(case, name, 1)] for name in (JAXKV, IN_HBM)}
     assert ran == {JAXKV: [*works], IN_HBM: ["multi_turn"]}
 
@@ -247,7 +280,7 @@ class OneStepEach:
 def test_unmeasured_rounds_are_over_before_the_measured_ones():
     engine: Any = OneStepEach()
     work = workloads.multi_turn(3, 3, 10, 4, 1, parallel=2, vocab=256, first=1)
-    served = work.run(engine)
+    served = work.run(engine).requests
     assert [len(request.prompt) for request in served] == [15, 15, 15, 20, 20, 20]
     before = engine.order[: engine.order.index("reset")]
     assert before.count(10) == before.count("finished") == 3

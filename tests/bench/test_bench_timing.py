@@ -54,17 +54,44 @@ def test_ratio_is_the_median_of_the_ratios_of_rounds():
 
 
 @pytest.mark.parametrize(("samples", "t"), [([1, 2, 3], 4.5265), ([1, 2, 3, 4, 5], 2.8693)])
-def test_error_of_a_median(samples, t):
+def test_error_of_few_samples_is_of_a_normal_distribution(samples, t):
     error = 1.2533 * statistics.stdev(samples) / len(samples) ** 0.5
     assert timing.median(samples).error == pytest.approx(error * t / 2, rel=1e-4)
 
 
-@pytest.mark.parametrize("number", [3, 5, 10])
+# Ends of the interval, from 0, of samples 0, 1, 2...: the largest for which a binomial distribution
+# of n tosses has at most 2.275 % up to the lower one.
+@pytest.mark.parametrize(
+    ("number", "low", "high"),
+    [(6, 0, 5), (8, 0, 7), (9, 1, 7), (11, 1, 9), (12, 2, 9), (20, 5, 14), (240, 104, 135)],
+)
+def test_error_is_half_the_distance_to_an_order_statistic(number, low, high):
+    tossed = [sum(math.comb(number, i) for i in range(k + 1)) / 2**number for k in (low, low + 1)]
+    assert tossed[0] <= 0.02275 < tossed[1] and low + high == number - 1
+    samples = [float(i * i) for i in range(number)]  # the upper end is the farther one
+    figure = timing.median(random.Random(0).sample(samples, number))
+    assert figure == statistics.median(samples)
+    assert figure.error == pytest.approx((high**2 - figure) / 2)
+    below = timing.median([-sample for sample in samples])
+    assert (below, below.error) == pytest.approx((-figure, figure.error))
+
+
+@pytest.mark.parametrize("interrupted", [1e6, -1e6])
+def test_an_interrupted_sample_does_not_change_the_error(interrupted):
+    samples = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8]
+    worse = [interrupted, *samples[1:]] if interrupted < 0 else [*samples[:-1], interrupted]
+    figure, same = timing.median(samples), timing.median(worse)
+    assert (figure, figure.error) == (same, same.error) == pytest.approx((1.4, 0.15))
+
+
+@pytest.mark.parametrize("number", [3, 5, 6, 9, 12, 21])
 @pytest.mark.parametrize("op", ["<=", ">="])
-def test_noise_rarely_meets_a_target_at_the_true_value(number, op):
+@pytest.mark.parametrize("heavy", [False, True], ids=["normal", "heavy tails"])
+def test_noise_rarely_meets_a_target_at_the_true_value(number, op, heavy):
     rng, found = random.Random(0), Results("x")
     for _ in range(3000):
-        samples = [rng.gauss(1, 0.1) for _ in range(number)]
+        tails = [rng.choice([0.1, 0.1, 0.1, 10]) if heavy else 0.1 for _ in range(number)]
+        samples = [rng.gauss(1, tail) for tail in tails]
         found.target("t", timing.median(samples), op, 1, "us")
     assert sum(bool(target.met) for target in found.targets) <= 0.03 * 3000
 

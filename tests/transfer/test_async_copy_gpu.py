@@ -312,13 +312,15 @@ def test_wait_timeout_raises(named):
     ids = [as_ids(side, named) for side in distinct_ids(case, 40)]
 
     @partial(jax.jit, donate_argnames="cache")
-    def step(pool, cache, *ids):
-        for _ in range(8):  # one may be done before its wait begins, if the host is delayed
+    def step(pool, cache, x, *ids):
+        late_zero = slow_zero(x).astype("int8")  # all waits are enqueued before the first copy runs
+        cache = jax.tree.map(lambda buffer: buffer + late_zero, cache)
+        for _ in range(4):
             loading = jaxkv.start_load(pool, cache, *ids, implementation=named, timeout_s=1e-6)
             cache = loading.cache
         return cache
 
-    cache = step(case.pool(), case.cache(), *ids)
+    cache = step(case.pool(), case.cache(), slow_input(), *ids)
     settle(cache)
     assert_rejected(jaxkv.check_errors, jaxkv.TransferError, "segment")
     jaxkv.check_errors()
@@ -331,15 +333,15 @@ def test_wait_timeout_of_a_swap_names_the_operation(dst_memory, named):
     ids = [np.arange(48), np.arange(48)]
 
     @partial(jax.jit, donate_argnums=1)
-    def step(src, dst, *ids):
-        # One may be done before its wait begins, if the host is delayed. Not more: see
-        # host_memory_paths.
-        for _ in range(4):
+    def step(src, dst, x, *ids):
+        late_zero = slow_zero(x).astype("int8")  # all waits are enqueued before the first copy runs
+        src = jax.tree.map(lambda array: array + late_zero, src)
+        for _ in range(4):  # not more: see host_memory_paths
             swapping = jaxkv.start_swap(src, dst, *ids, implementation=named, timeout_s=1e-6)
             dst = swapping.wait()
         return dst
 
-    settle(step(*case.arrays(), *ids_for(named, ids)))
+    settle(step(*case.arrays(), slow_input(), *ids_for(named, ids)))
     assert_rejected(jaxkv.check_errors, jaxkv.TransferError, "start_swap: wait for segment")
     jaxkv.check_errors()
 
