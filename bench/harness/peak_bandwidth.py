@@ -14,39 +14,60 @@ COPIES_IN_FLIGHT = 8
 REPEATS = 5
 
 
-def contiguous_copy(direction: str, nbytes: int) -> tuple[str, float]:
+def contiguous_copy(direction: str, nbytes: int, *, again: bool = False) -> tuple[str, float]:
     """Bandwidth of one contiguous copy between host and device memory, best of several.
 
     Args:
       direction: "load" (host to device) or "store" (device to host).
       nbytes: size of the copy.
+      again: measure once more; the result is the best of all measurements.
 
     Returns:
       A description of the copy, and GB/s: by the CUDA driver between pinned and device memory on a
       GPU, otherwise a NumPy copy.
     """
-    return _copy("cuMemcpyHtoDAsync" if direction == "load" else "cuMemcpyDtoHAsync", nbytes)
+    copy = _copy("cuMemcpyHtoDAsync" if direction == "load" else "cuMemcpyDtoHAsync", nbytes)
+    if again:
+        copy.measure()
+    return copy.name, copy.rate
 
 
 def device_copy(nbytes: int = 512 << 20) -> tuple[str, float]:
     """Bandwidth of one contiguous copy within device memory; each byte is counted once."""
-    return _copy(WITHIN_DEVICE, nbytes)
+    copy = _copy(WITHIN_DEVICE, nbytes)
+    return copy.name, copy.rate
 
 
-@functools.cache
-def _copy(function: str, nbytes: int) -> tuple[str, float]:
+class _Copy:
+    """A copy of `nbytes` by `run`; `rate` in GB/s is the best so far."""
+
+    def __init__(self, name: str, run: Callable[[], None], nbytes: int):
+        self.name, self.rate, self._run, self._nbytes = name, 0.0, run, nbytes
+        run()
+        self.measure()
+
+    def measure(self) -> None:
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            self._run()
+            self.rate = max(self.rate, self._nbytes / (time.perf_counter() - start) / 1e9)
+
+
+@functools.cache  # keeps the memory for the next measurement
+def _copy(function: str, nbytes: int) -> _Copy:
     import jax
 
     if jax.default_backend() == "gpu":
-        return f"{nbytes >> 20} MiB {function}", _driver_rate(function, nbytes)
+        run = _driver_copies(function, nbytes)
+        return _Copy(f"{nbytes >> 20} MiB {function}", run, nbytes * COPIES_IN_FLIGHT)
     nbytes = min(nbytes, 64 << 20)
     target, source = np.empty(nbytes, np.uint8), _content(nbytes)
-    rate = nbytes / _best(lambda: np.copyto(target, source)) / 1e9
-    return f"{nbytes >> 20} MiB NumPy copy, one thread", rate
+    name = f"{nbytes >> 20} MiB NumPy copy, one thread"
+    return _Copy(name, lambda: np.copyto(target, source), nbytes)
 
 
-def _driver_rate(function: str, nbytes: int) -> float:
-    """GB/s of a function of the CUDA driver, on GPU 0 and a stream of its own."""
+def _driver_copies(function: str, nbytes: int) -> Callable[[], None]:
+    """Copies by a function of the CUDA driver, on GPU 0 and a stream of its own."""
     cuda = driver.Driver()
     ordinal = cuda.devices()[0]
     context = ctypes.c_void_p(cuda.get("cuDevicePrimaryCtxRetain", ctypes.c_void_p, ordinal))
@@ -61,36 +82,20 @@ def _driver_rate(function: str, nbytes: int) -> float:
         "cuMemcpyDtoHAsync": (host, device),
         WITHIN_DEVICE: (ctypes.c_uint64(device.value + nbytes), device),
     }[function]
+    content = _content(nbytes)
+    ctypes.memmove(host, content.ctypes.data, nbytes)
+    cuda.call("cuMemcpyHtoD_v2", device, host, size)
+    cuda.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def run() -> None:
+        cuda.call("cuCtxPushCurrent_v2", context)
         for _ in range(COPIES_IN_FLIGHT):
             cuda.call(f"{function}_v2", *ends, size, stream)
         cuda.call("cuStreamSynchronize", stream)
-
-    content = _content(nbytes)
-    try:
-        ctypes.memmove(host, content.ctypes.data, nbytes)
-        cuda.call("cuMemcpyHtoD_v2", device, host, size)
-        return nbytes * COPIES_IN_FLIGHT / _best(run) / 1e9
-    finally:
-        cuda.call("cuStreamDestroy_v2", stream)
-        cuda.call("cuMemFree_v2", device)
-        cuda.call("cuMemFreeHost", host)
         cuda.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-        cuda.call("cuDevicePrimaryCtxRelease_v2", ordinal)
+
+    return run
 
 
 def _content(nbytes: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
-
-
-def _best(run: Callable[[], None]) -> float:
-    """Seconds of the fastest of several runs."""
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-
-    run()
-    return min(seconds() for _ in range(REPEATS))

@@ -288,6 +288,7 @@ LATENCY, REUSED = "latency (data available)", ", host memory reused"
 PER_PAGE, ALL_PAGES = "one device_put per page", "one device_put of all pages"
 TPU_INFERENCE, SGLANG = "tpu-inference", "sglang-jax"
 DEVICE_PUT_PAGES, RATE = "one `device_put` per page", "requests/s"
+STEP_TIME = "inter-token latency p50"
 
 
 def engine_rows(files: Sequence[File]) -> dict[tuple[str, ...], Row]:
@@ -335,23 +336,25 @@ def gains(files: Sequence[File]) -> str:
             times = ms[other], ms["jaxkv"]
             add("multi-turn conversations, time per request", model, device, words, times)
     for (device, case), row in engine_rows(files).items():
+        faster = min((TPU_INFERENCE, SGLANG), key=lambda name: engine_time(row, name))
         for name, words in (
-            (TPU_INFERENCE, f"{DEVICE_PUT_PAGES} (tpu-inference)"),
+            (faster, f"{DEVICE_PUT_PAGES} ({faster})"),
             (ALL_PAGES, "one `device_put` of all pages, staged in HBM"),
         ):
-            if case.endswith("8 KiB"):
-                times = engine_time(row, name), row.value
-                add(case, "MLA, latent of 512, bfloat16", device, words, times)
-    for (device, step), line in lines(files, "overlap", "(?P<s>memory.*): (?P<m>.+)").items():
+            times = engine_time(row, name), row.value
+            add(case, "MLA, latent of 512, bfloat16", device, words, times)
+    for (device, step), line in lines(files, "overlap", "(?P<s>.*-bound.*): (?P<m>.+)").items():
         rows = {m: row for (_, m), row in line.items() if row.unit == "ms"}
         loads = [row for m, row in rows.items() if m not in ("sequential", "without a load")]
         row = rows.get("as chosen") or min(loads, key=lambda row: row.value)
         times = row.baselines["sequential"], row.value
         add(f"{step} loaded in it", "32 layers, bfloat16", device, "load before the step", times)
-    for (device, step), line in lines(files, "metadata", "(?P<s>decode.*), (?P<m>m.+)").items():
-        ways = (f"metadata built {where}" for where in ("on the host", "in the step"))
-        host, own = (line[LATENCY, way].value / 1e3 for way in ways)
-        add(step, "16 matrices of 4096, bfloat16", device, "metadata on the host", (host, own))
+    case = r"scenario, qwen3-0.6b, (?P<m>.+)"
+    for (device,), line in lines(files, "serving_decode", case).items():
+        ms = {way: row.value for (metric, way), row in line.items() if metric == STEP_TIME}
+        times = ms["host metadata"], ms["in HBM"]
+        model = "Qwen3-0.6B shapes, bfloat16"
+        add("decode step of 32 requests", model, device, "metadata on the host", times)
     case = r"(?P<n>\d+) devices, .*(?P<b>batch 16)"
     for (device, world, batch), line in lines(files, "tensor_parallel", case).items():
         row = line["time per step", ""]

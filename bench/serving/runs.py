@@ -28,7 +28,8 @@ from bench.serving.workloads import BesideLoads, Served, Workload
 from examples.serving.engine import Limits
 from examples.serving.presets import PRESETS, init_params
 
-RATE, THROUGHPUT, LATENCY = "requests/s", "output throughput", "inter-token latency p99"
+RATE, THROUGHPUT = "requests/s", "output throughput"
+LATENCY, MEAN_LATENCY = "inter-token latency p99", "inter-token latency, mean"
 TTFT, TTFT_P99 = "TTFT p50", "TTFT p99"
 RATE_AT_EQUAL_TTFT = "requests/s at equal p99 TTFT"
 LOADED, STORED = "loaded per second", "stored per second"
@@ -171,10 +172,9 @@ def figures(engine: Measured, served: Served) -> Figures:
     start = min(request.submitted_at for request in requests)
     seconds = max(request.token_times[-1] for request in requests) - start
     first = [1e3 * (request.token_times[0] - request.submitted_at) for request in requests]
-    between = 1e3 * np.concatenate([
-        np.diff([taken for taken in request.token_times if taken >= served.since])
-        for request in served.running
-    ])  # fmt: skip
+    both = {id(request): request for request in (*requests, *served.running)}.values()
+    times = {id(r): [taken for taken in r.token_times if taken >= served.since] for r in both}
+    between = 1e3 * np.concatenate([np.diff(times[id(request)]) for request in served.running])
     placements = [r.first_placement for r in requests if r.first_placement]
     prompt, size = sum(len(r.prompt) for r in requests), engine.limits.page_size
     loaded = sum(p.loaded for p in placements)
@@ -182,7 +182,7 @@ def figures(engine: Measured, served: Served) -> Figures:
     steps = max(1, engine.steps)
     found: Figures = {
         RATE: ("1/s", len(requests) / seconds),
-        THROUGHPUT: ("tokens/s", sum(len(r.answer) for r in requests) / seconds),
+        THROUGHPUT: ("tokens/s", sum(map(len, times.values())) / seconds),
         "prompt tokens in HBM": ("%", 100 * size * in_hbm / prompt),
         "prompt tokens on the host": ("%", 100 * size * loaded / prompt),
         "host time per step": ("ms", 1e3 * engine.seconds / steps),
@@ -193,6 +193,8 @@ def figures(engine: Measured, served: Served) -> Figures:
         for percent in (50, 99):
             if len(values):
                 found[f"{name} p{percent}"] = "ms", float(np.percentile(values, percent))
+    if len(between):
+        found[MEAN_LATENCY] = "ms", float(between.mean())
     stored = sum(r.stored for r in requests)
     for moved, rate, count in (("loaded", LOADED, loaded), ("stored", STORED, stored)):
         gigabytes = count * engine.spec.page_bytes / 1e9
@@ -238,7 +240,8 @@ def rates_at_equal_ttft(taken: Samples, want: Wanted) -> tuple[list[float], list
     """Requests/s of two systems by repeat, each the highest within one limit of the p99 of TTFT.
 
     The limit is the p99 of `want.system` with most requests in flight, or the lowest of the other
-    one if that is higher. Empty if the workload ran with one number of requests in flight only.
+    one if that is higher. Rates between those of two numbers of requests in flight are
+    interpolated. Empty if the workload ran with one number of requests in flight only.
     """
     found: tuple[list[float], list[float]] = [], []
     # The first is with most in flight.
@@ -251,8 +254,15 @@ def rates_at_equal_ttft(taken: Samples, want: Wanted) -> tuple[list[float], list
         own, others = ([(f[TTFT_P99][1], f[RATE][1]) for f in level] for level in levels)
         limit = max(own[0][0], min(others)[0])
         for rates, level in zip(found, (own, others), strict=True):
-            rates.append(max(rate for p99, rate in level if p99 <= limit))
+            rates.append(_highest_within(limit, level))
     return found
+
+
+def _highest_within(limit: float, points: Sequence[tuple[float, float]]) -> float:
+    """The highest rate of the line through points of p99 and rate, up to a p99 of `limit`."""
+    p99, rates = map(np.array, zip(*sorted(points), strict=True))
+    within = rates[p99 <= limit]
+    return float(max(*within, np.interp(limit, p99, rates)))
 
 
 def peak_of(metric: str) -> tuple[str, float] | None:

@@ -1,9 +1,10 @@
 """Decode throughput with the rows in host memory: `python -m bench.sparse.decode`.
 
-HBM for the rows of 6 requests of 32,768 tokens. Either 6 requests run at a time with all their
-rows in HBM, or 64 with a hot buffer of the same total size in front of a host pool. The model is
-the part of one GPU of a DeepSeek-like model under tensor parallelism (bf16 weights, rows of 1,152
-bytes), without the indexer: the ids are a trace with a given reuse. A step appends the new rows,
+HBM for 6 requests of 32,768 tokens: their rows and the keys of an indexer. Either 6 requests run at
+a time with all their rows in HBM, or 32 with a hot buffer in front of a host pool, which has what
+the keys of all 32 leave of the same HBM. The model is the part of one GPU of a DeepSeek-like model
+under tensor parallelism (bf16 weights, rows of 1,152 bytes), without the indexer itself: the ids
+are a trace with a given reuse. A step appends the new rows,
 fetches the chosen ones, and computes attention and MLP. Both use one attention kernel, which reads
 the rows by their indices.
 """
@@ -27,6 +28,7 @@ from examples.sparse.attention import attend_rows
 from jaxkv import sparse
 
 LATENT, ROPE = 512, 64
+KEY_BYTES = 132  # of DeepSeek V3.2's indexer, of each token: 128 in fp8 and a scale
 WARMUP = 48
 REUSE, MAIN_REUSE, WANTED = (0.8, 0.9, 0.95, 0.99), 0.95, 3.0
 THROUGHPUT, GAIN = "decode throughput", "throughput over that in HBM"
@@ -47,13 +49,13 @@ class Size(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Rows of a request's hot buffer: all of them have the bytes of `in_hbm` requests."""
+        """Rows of a request's hot buffer; with the keys, all have the HBM of `in_hbm` requests."""
         row_bytes = (LATENT + ROPE) * 2
-        of_request = self.in_hbm * self.context * row_bytes // self.batch - 2 * self.context
-        return of_request // (row_bytes + 8)
+        of_request = self.in_hbm * self.context * (row_bytes + KEY_BYTES) // self.batch
+        return (of_request - (KEY_BYTES + 2) * self.context) // (row_bytes + 8)
 
 
-FULL = Size(8, 7168, 16, 4608, 2048, 32768, 6, 64, 4096)
+FULL = Size(8, 7168, 16, 4608, 2048, 32768, 6, 32, 4096)
 SMALL = Size(2, 64, 2, 64, 16, 512, 3, 6, 64)  # of the CPU backend
 
 

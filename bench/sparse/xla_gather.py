@@ -74,7 +74,12 @@ def on_host(data: jax.Array, row_bytes: int) -> Callable[[jax.Array], Any]:
 
 
 def seconds_of(gather: Callable[[jax.Array], Any], wanted: jax.Array) -> float:
-    return timing.seconds_per_call(lambda _: gather(wanted), None, calls=4, repeats=3)[0]
+    def step(state: object) -> jax.Array:
+        return gather(wanted)
+
+    once, state = timing.seconds_per_call(step, None, calls=4, repeats=1)
+    calls = timing.chain_length(once)
+    return timing.seconds_per_call(step, state, calls=calls, repeats=5, warmup=1)[0]
 
 
 def main(request: dict[str, int]) -> None:

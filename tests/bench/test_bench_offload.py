@@ -77,7 +77,8 @@ def test_replay_of_a_file_is_recorded(tmp_path, monkeypatch, capsys):
     assert values["3,000 blocks lru through", "blocks written"] == pytest.approx(100 * 3 / 5)
     assert "10,000 blocks arc second_use" in capsys.readouterr().out
     assert [target.name for target in found.targets] == [
-        "blocks written, 10,000 blocks lru second_use"
+        "blocks written, 10,000 blocks lru second_use",
+        "hit rate lost, 10,000 blocks lru second_use",
     ]
 
 

@@ -68,6 +68,10 @@ def test_gains_compare_jaxkv_with_each_baseline():
         ["one `device_put` of all pages, staged in HBM", "12", "8", "1.50x |"],
         ["one `device_put` per page (tpu-inference)", "21", "8", "2.62x |"],
         ["one `device_put` of all pages, staged in HBM", "13", "8", "1.62x |"],
+        ["one `device_put` per page (tpu-inference)", "20", "1", "20x |"],
+        ["one `device_put` of all pages, staged in HBM", "12", "1", "12x |"],
+        ["one `device_put` per page (tpu-inference)", "21", "1", "21x |"],
+        ["one `device_put` of all pages, staged in HBM", "13", "1", "13x |"],
         ["load before the step", "8", "6", "1.33x |"],
     ]
 

@@ -10,7 +10,7 @@ import pytest
 import jaxkv
 from bench import profile_copy, transfer
 from bench.harness import blocks, copy_baselines, processes, timing
-from bench.harness.blocks import DEVICE_IDS, HOST_IDS, KIB, Blocks, Method, Program
+from bench.harness.blocks import DEVICE_IDS, HOST_IDS, KIB, Blocks, Method
 from bench.harness.copy_baselines import BATCH, SHORT_BATCH
 from bench.harness.records import Results
 from bench.harness.timing import Samples
@@ -109,16 +109,15 @@ def cell_with(samples, chosen, count=10_000, size=16 * KIB, direction="load"):
     """A cell with {method or baseline: seconds of a copy by round}."""
     cell = transfer.Cell(mock.Mock(block_bytes=size), direction, count)
     cell.samples, cell.choices, cell.batches = Samples(samples), chosen, [BATCH, SHORT_BATCH]
-    program = Program.__new__(Program)
-    program.num_sms = 4
-    cell.programs = dict.fromkeys(samples, program)
     return cell
 
 
 def targets_of(cell, triton=None, many=True):
     grid = transfer.FULL
     bench = transfer.Bench(Results("transfer"), grid, {})
-    bench.targets(cell, 50.0, many=many, triton=triton)
+    bench.targets(cell, many=many, triton=triton)
+    for _, judge in bench.of_peak:
+        judge(50.0)
     return bench, {target.name.partition(": ")[2]: target for target in bench.results.targets}
 
 
@@ -143,12 +142,16 @@ def test_targets_are_of_the_slower_choice_over_the_faster_batch_call():
     assert bench.speedups["load"] == [2.0]
 
 
-def test_lowest_speedup_is_that_of_the_lowest_bound():
+def test_lowest_speedup_reaches_to_the_lowest_end_of_all():
     figures = [timing.Figure(1.0, 0.01), timing.Figure(1.1, 0.2)]
-    assert transfer.lowest_of(figures) is figures[1] and transfer.lowest_of([]) is None
+    lowest = transfer.lowest_of(figures)
+    assert (lowest, lowest.error) == pytest.approx((1.0, 0.15)) and transfer.lowest_of([]) is None
     single = [timing.Figure(1.0, math.nan), timing.Figure(0.9, math.nan)]
-    assert transfer.lowest_of(single) is single[1]
-    assert transfer.lowest_of([single[0], *figures]) is figures[1]
+    assert transfer.lowest_of(single) == 0.9 and math.isnan(transfer.lowest_of(single).error)
+    lowest = transfer.lowest_of([single[1], *figures])
+    assert (lowest, lowest.error) == pytest.approx((0.9, 0.1))
+    lowest = transfer.lowest_of([single[1], timing.Figure(1.0, 0.01)])
+    assert (lowest, lowest.error) == (0.9, 0)
 
 
 def test_baseline_of_few_blocks_is_called_in_jax():
