@@ -1,7 +1,7 @@
 """Whether a record is of the code that ships.
 
-A record is stale if a file below the sources that its benchmark measures differs between the commit
-of the record and HEAD in more than comments, docstrings, indentation and blank lines; if that
+A record is stale if a file below the sources that its benchmark measures, or of the code by which it
+measures them, differs between the commit of the record and HEAD in more than comments, docstrings, indentation and blank lines; if that
 commit is not in the history; or if the record was made with uncommitted changes. Tables of other
 GPUs are no sources. A stale record must be listed in `bench/results/pending.toml` with the reason,
 and a record that is listed must be stale.
@@ -93,6 +93,37 @@ SOURCES = {
     "transfer": COPIES,
     "warm_restart": ("cuda/cache", "jaxkv/_src/cache"),
 }
+# Record of a measurement -> its code, beside `HARNESS`; a change of it measures something else.
+HARNESS = ("bench/harness", ":!bench/harness/main.py", ":!bench/harness/records.py")
+BENCHMARKS = {
+    "all_reduce": "bench/collectives",
+    "array_caches": "bench/array_caches.py",
+    "dispatch": "bench/dispatch.py",
+    "engines": "bench/engines.py",
+    "host_pool": "bench/host_pool.py",
+    "metadata": "bench/metadata.py",
+    "offload_manager": "bench/offload/manager.py",
+    "offload_trace": "bench/offload/trace.py",
+    "overlap": "bench/overlap.py",
+    "pages": "bench/pages.py",
+    "profile": "bench/profile_copy.py",
+    "recurrent": "bench/recurrent*.py",
+    "serving": "bench/serving",
+    "serving_decode": "bench/serving",
+    "serving_ttft": "bench/serving",
+    "small_batches": "bench/transfer.py",
+    "sparse": "bench/sparse",
+    "sparse_decode": "bench/sparse",
+    "tensor_parallel": "bench/collectives",
+    "transfer": "bench/transfer.py",
+    "warm_restart": "bench/host_pool.py",
+}
+
+
+def sources(bench: str) -> tuple[str, ...]:
+    """Files and folders, as Git's pathspecs."""
+    measured_by = (BENCHMARKS[bench], *HARNESS) if bench in BENCHMARKS else ()
+    return (*SOURCES[bench], *measured_by)
 
 
 def staleness(
@@ -112,7 +143,7 @@ def staleness(
     change = f"{file.commit}..{head}"
     try:
         changed = git(
-            "diff", "--name-only", change, "--", *SOURCES[file.bench], *also, repository=repository
+            "diff", "--name-only", change, "--", *sources(file.bench), *also, repository=repository
         ).splitlines()
     except (OSError, subprocess.CalledProcessError):
         return f"commit {file.commit[:9]} is not in this history"

@@ -93,6 +93,30 @@ def test_record_is_stale_after_a_change_of_its_sources_only(repository):
     assert "no sources" in str(staleness.staleness(record(head, name="other"), repository))
 
 
+def test_record_is_stale_after_a_change_of_its_benchmark(repository):
+    start = git(repository, "rev-parse", "HEAD")
+    for path in ("bench/pages.py", "bench/harness/records.py", "bench/harness/main.py"):
+        commit_change(repository, path)
+    assert staleness.staleness(record(start), repository) is None
+    commit_change(repository, "bench/harness/timing.py")
+    assert staleness.staleness(record(start, name="gpu_test"), repository) is None
+    assert staleness.staleness(record(start), repository) is not None
+    middle = git(repository, "rev-parse", "HEAD")
+    commit_change(repository, "bench/transfer.py")
+    for name in ("transfer", "small_batches"):
+        why = staleness.staleness(record(middle, name=name), repository)
+        assert why == f"bench/transfer.py changed after {middle[:9]}"
+    assert staleness.staleness(record(middle, name="pages"), repository) is None
+
+
+@pytest.mark.parametrize("paths", [*staleness.SOURCES.values(), *staleness.BENCHMARKS.values()])
+def test_listed_sources_exist(paths):
+    for path in [paths] if isinstance(paths, str) else paths:
+        if not path.startswith(":!"):
+            assert [*records.REPOSITORY.glob(path)], path
+    assert set(staleness.BENCHMARKS) <= set(staleness.SOURCES)
+
+
 CPP = """
   f("// %d");  // once
 #define A
