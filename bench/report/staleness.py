@@ -1,10 +1,10 @@
 """Whether a record is of the code that ships.
 
-A record is stale if a file below the sources that its benchmark measures, or of the code by which it
-measures them, differs between the commit of the record and HEAD in more than comments, docstrings, indentation and blank lines; if that
-commit is not in the history; or if the record was made with uncommitted changes. Tables of other
-GPUs are no sources. A stale record must be listed in `bench/results/pending.toml` with the reason,
-and a record that is listed must be stale.
+A record is stale if a file below the sources that its benchmark measures, or of the benchmark,
+differs between the commit of the record and HEAD in more than comments, docstrings, indentation and
+blank lines; if that commit is not in the history; or if the record was made with uncommitted
+changes. Tables of other GPUs are no sources. A stale record must be listed in
+`bench/results/pending.toml` with the reason, and a record that is listed must be stale.
 """
 
 import ast
