@@ -142,16 +142,23 @@ def test_targets_are_of_the_slower_choice_over_the_faster_batch_call():
     assert bench.speedups["load"] == [2.0]
 
 
-def test_lowest_speedup_reaches_to_the_lowest_end_of_all():
-    figures = [timing.Figure(1.0, 0.01), timing.Figure(1.1, 0.2)]
-    lowest = transfer.lowest_of(figures)
-    assert (lowest, lowest.error) == pytest.approx((1.0, 0.15)) and transfer.lowest_of([]) is None
-    single = [timing.Figure(1.0, math.nan), timing.Figure(0.9, math.nan)]
-    assert transfer.lowest_of(single) == 0.9 and math.isnan(transfer.lowest_of(single).error)
-    lowest = transfer.lowest_of([single[1], *figures])
-    assert (lowest, lowest.error) == pytest.approx((0.9, 0.1))
-    lowest = transfer.lowest_of([single[1], timing.Figure(1.0, 0.01)])
-    assert (lowest, lowest.error) == (0.9, 0)
+@pytest.mark.parametrize(
+    ("figures", "lowest", "error"),
+    [
+        ([(1.0, 0.01), (1.1, 0.2)], 1.0, 0.15),
+        ([(1.0, math.nan), (0.9, math.nan)], 0.9, math.nan),
+        ([(0.9, math.nan), (1.0, 0.01), (1.1, 0.2)], 0.9, 0.1),
+        ([(0.9, math.nan), (1.0, 0.01)], 0.9, 0.0),
+    ],
+)
+def test_lowest_speedup_reaches_to_the_lowest_end_of_all(figures, lowest, error):
+    found = transfer.lowest_of([timing.Figure(*figure) for figure in figures])
+    assert found is not None
+    assert (found, found.error) == pytest.approx((lowest, error), nan_ok=True)
+
+
+def test_no_speedup_has_no_lowest():
+    assert transfer.lowest_of([]) is None
 
 
 def test_baseline_of_few_blocks_is_called_in_jax():
