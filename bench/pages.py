@@ -7,7 +7,8 @@ a busy stream (bench/harness/timestamps.py), and "submission" the host time of t
 Python until it returns, also of the same program without the copy: SGLang's published 0.169 ms is
 that of its call, which has no other arrays. All layers at once are 800 MiB. Then the same pages of
 all layers in the other layouts, with a layout conversion by the kernel. Last, consecutive pages in
-both, which the copy engine copies in rows. Pools and caches have 32 GiB, where memory allows.
+both, which the copy engine copies in rows. All methods run in the same rounds; pools and caches
+have 32 GiB, where memory allows.
 
 Every program is verified before it is timed: pages that are stored and loaded into other pages must
 be the same, and a sample of the others unchanged. Other shapes than the published one, by flags,
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from bench.harness import copy_baselines, peak_bandwidth, timestamps
+from bench.harness import copy_baselines, peak_bandwidth, timestamps, timing
 from bench.harness.blocks import (
     CHOICES,
     CHOSEN,
@@ -48,6 +49,7 @@ MAX_DMA_DESCRIPTORS = 32768
 MOST_MS = {"CPU time of the handlers": 0.03, "GPU time": 0.52, "submission": 0.169}
 WANTED_SHARE = 0.92
 UNTOUCHED = 16  # pages that must not change
+NO_COPY = Method("without a copy")
 # Shape: on a GPU that published by SGLang, and on a CPU.
 SHAPE = {
     "layers": (32, 2), "heads": (8, 8), "head_dim": (128, 128), "page_size": (64, 16),
@@ -122,20 +124,22 @@ class Case:
         ids = method.converted(self.host_pages), method.converted(device_pages)
         return Program(self.ends, direction, copy, ids, stamped=True)
 
-    def time(self, method: Method, direction: str, layers: int | None = None) -> timestamps.Timed:
-        program = self.program(method, direction, layers)
-        program.run()
-        timed = program.measure()
-        if direction == "load" and not equal(self.pages(self.loaded), self.wanted):
-            raise AssertionError(f"{method}, {self.layout}: wrong after timing")
-        return timed
-
-    def time_without_copy(self) -> timestamps.Timed:
-        """Of a program with the same arrays."""
+    def times(
+        self, found: Sequence[Method], direction: str, layers: int | None = None
+    ) -> dict[Method, timestamps.Timed]:
+        """Of each method, and of the same program without a copy, in the same rounds."""
+        programs = {method: self.program(method, direction, layers) for method in found}
         ids = Method(CHOSEN, HOST_IDS).converted(self.host_pages)
-        program = Program(self.ends, "load", lambda _, cache, ids: cache, (ids, ids), stamped=True)
-        program.run()
-        return program.measure()
+        programs[NO_COPY] = Program(
+            self.ends, direction, lambda _, state, ids: state, (ids, ids), stamped=True
+        )
+        for program in programs.values():
+            program.prepare()
+        runs = {method: program.sample for method, program in programs.items()}
+        samples = timing.rounds(runs, timestamps.REPEATS)
+        if direction == "load" and not equal(self.pages(self.loaded), self.wanted):
+            raise AssertionError(f"{self.layout}: wrong after timing")
+        return {method: timestamps.timed(taken) for method, taken in samples.items()}
 
     def verify(self, method: Method) -> None:
         """Raises unless a load restores exactly the stored pages.
@@ -186,11 +190,9 @@ def one_layer(results: Results, case: Case, found: Sequence[Method]) -> None:
     """Load of one layer, as published; targets of jaxkv as chosen with ids on the host."""
     spec = case.what.spec
     mib = case.what.pages * spec.num_kv * spec.block_bytes / 2**20
-    others = {
-        "submission": {"the program without the copy": case.time_without_copy().returns * 1e3}
-    }
-    for method in found:
-        timed = case.time(method, "load", layers=0)
+    times = case.times(found, "load", layers=0)
+    others = {"submission": {"the program without the copy": times.pop(NO_COPY).returns * 1e3}}
+    for method, timed in times.items():
         figures = {
             "CPU time of the handlers": timed.handlers, "submission": timed.returns,
             "GPU time": timed.gpu, "time per call (chained)": timed.total,
@@ -210,8 +212,9 @@ def all_layers(results: Results, case: Case, found: Sequence[Method]) -> None:
     shares = []
     for direction in DIRECTIONS:
         link = peak_bandwidth.contiguous_copy(direction, what.peak_bytes)
+        times = case.times(found, direction)
         for method in found:
-            rate = nbytes / case.time(method, direction).total / 1e9
+            rate = nbytes / times[method].total / 1e9
             results.row(f"{direction}, {case.layout}, {method}", "bandwidth", "GB/s", rate, link)
             if direction == "load" and method.name == CHOSEN:
                 shares.append(rate / link[1])
@@ -228,7 +231,7 @@ def consecutive_pages(results: Results, case: Case, found: Sequence[Method]) -> 
         case.verify(method)
         for direction in DIRECTIONS:
             link = peak_bandwidth.contiguous_copy(direction, what.peak_bytes)
-            timed = case.time(method, direction)
+            timed = case.times([method], direction)[method]
             rate = what.pages * what.spec.page_bytes / timed.total / 1e9
             name = f"{direction}, {case.layout}, {method}, consecutive pages"
             results.row(name, "bandwidth", "GB/s", rate, link)

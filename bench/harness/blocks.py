@@ -155,6 +155,13 @@ class Program:
         """Times a program with stamps."""
         return self.advance(functools.partial(timestamps.measure, self.step))
 
+    def prepare(self) -> None:
+        """Warms up a program with stamps for `sample`."""
+        self.calls = self.advance(functools.partial(timestamps.warmed_up, self.step))
+
+    def sample(self) -> timestamps.Sample:
+        return self.advance(functools.partial(timestamps.sample, self.step, calls=self.calls))
+
     def idle_calls(self, repeats: int, after: Callable[[], None] = lambda: None) -> timing.Call:
         """Times single calls on an idle device."""
         run = functools.partial(timing.single_call, self.step, repeats=repeats, after=after)

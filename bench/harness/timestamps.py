@@ -9,7 +9,7 @@ multiple of the cost.)
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,6 @@ from bench.harness import timing
 from bench.harness.copy_baselines import library
 
 REPEATS = 9
-IDLE_REPEATS = 9
 
 
 def stamp(state: Any, slot: int) -> Any:
@@ -68,17 +67,42 @@ class Timed(NamedTuple):
         return self.handlers if math.isnan(self.gpu) else self.gpu
 
 
-def measure(step: Callable[[Any], Any], state: Any) -> tuple[Timed, Any]:
-    """Times a compiled `state = step(state)` with stamps 0 and 1; returns the last state, too."""
+class Sample(NamedTuple):
+    """Seconds, as in `Timed`."""
+
+    total: float
+    returns: float
+    done: float
+    handlers: float
+    gpu: float
+
+
+def warmed_up(step: Callable[[Any], Any], state: Any) -> tuple[int, Any]:
+    """The length of a chain of `state = step(state)`, and the state after a first one."""
     once, state = timing.single_call(step, state, repeats=1)
     calls = timing.chain_length(once.done)
-    chains: list[tuple[float, float]] = []
-    for warmup in (1, *[0] * (REPEATS - 1)):
-        total, state = timing.seconds_per_call(step, state, calls=calls, repeats=1, warmup=warmup)
-        chains.append((total, stamped()[1]))  # stamps of the last call
-    totals, gpu = map(timing.median, zip(*chains, strict=True))
-    on_host: list[float] = []
-    idle, state = timing.single_call(
-        step, state, repeats=IDLE_REPEATS, after=lambda: on_host.append(stamped()[0])
-    )
-    return Timed(totals, *idle, timing.median(on_host), gpu), state
+    _, state = timing.seconds_per_call(step, state, calls=calls, repeats=1, warmup=0)
+    return calls, state
+
+
+def sample(step: Callable[[Any], Any], state: Any, *, calls: int) -> tuple[Sample, Any]:
+    """One chain, then one call on an idle device; returns the last state, too."""
+    total, state = timing.seconds_per_call(step, state, calls=calls, repeats=1, warmup=0)
+    gpu = stamped()[1]  # of the last call
+    idle, state = timing.single_call(step, state, repeats=1)
+    seconds = map(float, (total, idle.returns, idle.done, stamped()[0], gpu))
+    return Sample(*seconds), state
+
+
+def timed(samples: Sequence[Sample]) -> Timed:
+    return Timed(*map(timing.median, zip(*samples, strict=True)))
+
+
+def measure(step: Callable[[Any], Any], state: Any) -> tuple[Timed, Any]:
+    """Times a compiled `state = step(state)` with stamps 0 and 1; returns the last state, too."""
+    calls, state = warmed_up(step, state)
+    samples = []
+    for _ in range(REPEATS):
+        taken, state = sample(step, state, calls=calls)
+        samples.append(taken)
+    return timed(samples), state
