@@ -1,8 +1,9 @@
 """Metadata built on the device, and NumPy with device_put: `python -m bench.metadata`.
 
-- Each builder as a separate compiled program, for 256 rows and 8192 tokens: number of kernels and
-  GPU time (from a profile), and wall clock time of a call. Host baseline, where implemented here:
-  wall clock time until its arrays, in one upload, are on the device.
+- Each builder as a separate compiled program, for 256 rows and 8192 tokens: number of kernels,
+  GPU time (the sum of the durations of its kernels, from a profile), and wall clock time of a call.
+  Host baseline, where implemented here: wall clock time until its arrays, in one upload, are on the
+  device.
 - `flex.update` of the metadata of the previous step, in which each row has one token less.
 - A decode step of 64 requests with all metadata of its attention: with precomputed metadata,
   with metadata built in the step from the batch that the previous step left on the device, and with
