@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from bench.harness import timing
+from bench.harness import peak_bandwidth, timing
 from bench.harness.records import Results
 
 pytestmark = pytest.mark.host_only
@@ -145,3 +145,17 @@ def test_rounds_run_every_method_once_in_changing_order():
 def test_rounds_go_on_for_the_given_time(step):
     run = step(iter([1, 1, 1, 1]))
     assert timing.rounds({"a": lambda: run(0)}, 2, seconds=3.5) == {"a": [4] * 4}
+
+
+def test_peak_is_the_best_of_all_measurements(monkeypatch):
+    durations = iter([9.0, *[2.0] * peak_bandwidth.REPEATS, *[1.0, 3.0, 3.0, 3.0, 3.0]])
+    now = [0.0]
+    monkeypatch.setattr(peak_bandwidth.time, "perf_counter", lambda: now[0])
+
+    def run():
+        now[0] += next(durations)
+
+    copy = peak_bandwidth._Copy("a copy", run, 4 * 10**9)
+    assert copy.rate == 2.0
+    copy.measure()
+    assert copy.rate == 4.0 and next(durations, None) is None
