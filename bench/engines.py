@@ -23,6 +23,7 @@ noise.
 """
 
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -333,9 +334,10 @@ class Comparison:
 
 def measure(results: Results, flags: Flags) -> None:
     for size in QUICK if flags.quick else FULL:
-        engine = Engine(size)
-        for comparison in engine.measure():
+        for comparison in Engine(size).measure():
             comparison.record(results)
+        del comparison
+        gc.collect()  # the next caches need its memory
 
 
 main = benchmark("engines", __doc__, measure)
