@@ -42,6 +42,7 @@ from bench.harness.blocks import (
     Program,
     copy_pages,
     equal,
+    gathered,
     randomized,
 )
 from bench.harness.main import Flags, benchmark, on_gpu
@@ -256,11 +257,6 @@ class Baseline:
         analysis = lowered.compile().memory_analysis()
         payload = self.engine.size.pages * self.engine.size.spec.page_bytes
         return payload + (analysis.temp_size_in_bytes if analysis else 0)
-
-
-@jax.jit
-def gathered(cache: jaxkv.DeviceCache, pages: np.ndarray) -> Any:
-    return jax.tree.map(lambda leaf: leaf[pages], cache)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

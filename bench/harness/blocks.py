@@ -287,6 +287,12 @@ def equal(one: Any, other: Any) -> jax.Array:
     return jax.tree.reduce(jnp.logical_and, jax.tree.map(jnp.array_equal, one, other))
 
 
+@jax.jit
+def gathered(cache: Any, pages: Any) -> Any:
+    """These pages of all arrays."""
+    return jax.tree.map(lambda array: array[pages], cache)
+
+
 FACTORS = (2654435761, 40503, 2246822519, 3266489917, 668265263, 374761393)
 
 

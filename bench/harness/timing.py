@@ -1,7 +1,7 @@
 """Timing of device work by the host's clock, and the statistics of all benchmarks.
 
-A figure is the median of samples with its error, half of the confidence interval of the median, so
-that two errors have the same confidence whatever the number of samples (`median`). Two methods are
+A figure is the median of samples with its error; two errors reach to the farther end of a
+confidence interval of the median, whatever the number of samples (`median`). Two methods are
 compared by the median of the ratios of rounds, in each of which every method runs once, in random
 order.
 """
@@ -20,7 +20,7 @@ from scipy import special
 CHAIN_SECONDS = 0.12  # the start and end of a chain take up to a millisecond
 MAX_CALLS = 100
 TWO_ERRORS = 0.97725  # a normal distribution is below two standard deviations
-FEW = 6  # samples: with fewer, even the extremes are no interval of this confidence
+FEW = 6  # samples: with fewer, not even the lowest and the highest have this confidence
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Figure(float):
     same rounds use `ratio`. A count or another exact value is `Figure(value)`.
 
     Attributes:
-      error: half of the confidence interval (`median`); NaN for a single sample.
+      error: as defined by `median`; NaN for a single sample.
     """
 
     error: float
@@ -77,10 +77,11 @@ def median(samples: Sequence[float]) -> Figure:
     """The median, and its error.
 
     Two errors are the distance to the farther end of a confidence interval of the median whose ends
-    are samples (order statistics), so that it holds for any distribution: a few samples in which
-    the host was interrupted, which double a standard deviation, do not change it. Each end excludes
-    the true median with a probability of at most 2.3 %, as two standard deviations of a normal
-    distribution do: noise meets a target whose true value is at the limit in no more of the runs.
+    are samples (order statistics), so that it holds for any distribution: the few samples in which
+    the host was interrupted, which can double a standard deviation, do not change it. Each end
+    excludes the true median with a probability of at most 2.3 %, as two standard deviations of a
+    normal distribution do: noise meets a target whose true value is at the limit in no more of the
+    runs.
 
     For fewer than six samples there is no such interval. The error is then that of a normal
     distribution, 1.2533 * standard deviation / sqrt(n), times t / 2, where t is the quantile of

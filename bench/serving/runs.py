@@ -160,8 +160,7 @@ def serve(case: Case, system: str, repeats: int | None) -> Iterator[tuple[str, F
         for repeat in range(repeats or case.repeats.get(workload, 1)):
             served = make(repeat).run(engine)
             # Clients of the same order, whatever the order of their answers.
-            both = {id(request): request for request in (*served.requests, *served.running)}
-            answers = sorted(request.tokens for request in both.values())
+            answers = sorted(request.tokens for request in served.all)
             yield workload, figures(engine, served), answers if case.dtype == "float32" else None
     engine.release()
 
@@ -172,8 +171,10 @@ def figures(engine: Measured, served: Served) -> Figures:
     start = min(request.submitted_at for request in requests)
     seconds = max(request.token_times[-1] for request in requests) - start
     first = [1e3 * (request.token_times[0] - request.submitted_at) for request in requests]
-    both = {id(request): request for request in (*requests, *served.running)}.values()
-    times = {id(r): [taken for taken in r.token_times if taken >= served.since] for r in both}
+    times = {
+        id(request): [taken for taken in request.token_times if taken >= served.since]
+        for request in served.all
+    }
     between = 1e3 * np.concatenate([np.diff(times[id(request)]) for request in served.running])
     placements = [r.first_placement for r in requests if r.first_placement]
     prompt, size = sum(len(r.prompt) for r in requests), engine.limits.page_size

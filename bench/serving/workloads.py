@@ -43,6 +43,12 @@ class Served(NamedTuple):
     running: list[Request]
     since: float = 0.0
 
+    @property
+    def all(self) -> list[Request]:
+        """Each once."""
+        both = {id(request): request for request in (*self.requests, *self.running)}
+        return [*both.values()]
+
 
 Flight = tuple[list[Turn], int, list[int]]  # turns, number of the next one, history
 

@@ -81,6 +81,16 @@ def serving_rows(rates, case="multi_turn, pages of 32"):
     return [*rows, Row(f"{case}: {RATE}, jaxkv / recompute", "ratio", "x", 8.0)]
 
 
+def test_gains_of_a_decode_step_are_inter_token_latencies():
+    rows = [
+        Row(f"scenario, qwen3-0.6b, {system}", f"inter-token latency {percentile}", "ms", time)
+        for system, time in {"host metadata": 6.0, "in HBM": 4.0}.items()
+        for percentile in ("p99", "p50")
+    ]
+    (line,) = body("gains", file("serving_decode", rows))
+    assert line.split(" | ")[3:] == ["metadata on the host, no step ahead", "6", "4", "1.50x |"]
+
+
 def test_gains_of_serving_are_times_to_the_first_token_and_per_request():
     case = "qwen3-8b, 8192 tokens cached, 1024 new"
     times = {"recompute": 300.0, "jaxkv": 50.0, "in HBM": 40.0}
