@@ -216,7 +216,9 @@ class Engine:
     def _inputs(self, rows: Sequence[Row], copies: jaxkv.CopyBatch, num_tokens: int) -> Inputs:
         """The arrays of a step, padded to `num_tokens`."""
         num_rows = self.limits.batch
-        copies = copies.by(self._copy_implementation, sharding=self._replicated)
+        # A decode step is bound by HBM, not by the SMs, and shorter than writing many descriptors.
+        chosen = self._copy_implementation if num_tokens > num_rows else None
+        copies = copies.by(chosen, sharding=self._replicated)
         tokens, source = np.zeros(num_tokens, np.int32), np.full(num_tokens, -1, np.int32)
         slots = np.full(num_rows, num_rows, np.int32)  # out of range
         start = 0
