@@ -118,7 +118,9 @@ def test_incorrect_destination_raises(monkeypatch, pools, where, direction):
 
 
 @pytest.mark.parametrize("direction", ["load", "device"])
-@pytest.mark.parametrize("num_ids, copies", [(5, 16), (5000, 13), (65536, 1)])
+@pytest.mark.parametrize(
+    "num_ids, copies", [(5, autotune_copies.MOST_COPIES), (5000, 13), (65536, 1)]
+)
 def test_copies_of_a_program_are_of_different_blocks(pools, direction, num_ids, copies):
     """As many as the arrays have: 65,536 blocks of 128 bytes, or half of them on the device."""
     num_ids, copies = (num_ids, copies) if direction == "load" else (num_ids // 2, copies)

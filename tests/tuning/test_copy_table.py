@@ -158,14 +158,14 @@ def test_last_matching_rule_applies():
 
 
 def test_fewest_sms_are_selected_at_equal_rates():
-    kernel = [Candidate("kernel", sms, rate) for sms, rate in [(4, 49.3), (12, 50.7), (24, 50.8)]]
+    kernel = [Candidate("kernel", sms, rate) for sms, rate in [(4, 49.9), (12, 50.7), (24, 50.8)]]
     pallas = [Candidate("pallas", sms, rate) for sms, rate in [(2, 48.0), (4, 50.0)]]
     dma = Candidate("dma", 0, 26.2)
     assert pick(kernel) == kernel[0]
     assert pick(pallas) == pallas[1]
-    assert pick([*kernel, Candidate("pallas", 2, 49.3), dma]) == Candidate("pallas", 2, 49.3)
+    assert pick([*kernel, Candidate("pallas", 2, 49.9), dma]) == Candidate("pallas", 2, 49.9)
     assert rank([dma, *kernel, *pallas]) == (pallas[1], kernel[0], dma)
-    assert pick([*kernel, Candidate("dma", 0, 49.3)]).implementation == "dma"
+    assert pick([*kernel, Candidate("dma", 0, 49.9)]).implementation == "dma"
 
 
 def test_rule_has_rates_of_its_largest_size():

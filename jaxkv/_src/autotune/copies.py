@@ -40,8 +40,8 @@ MEMORIES = {
 KIB, MIB = 1 << 10, 1 << 20
 MAX_PAYLOAD = 64 * MIB
 MAX_IDS = 10_000
-PROGRAM_BYTES = 640 * MIB  # more than the last-level caches of most hosts
-MOST_COPIES = 16  # of a program, which may then have fewer bytes
+PROGRAM_BYTES = 1280 * MIB  # more than last-level caches and TLBs hold
+MOST_COPIES = 20  # of a program, which may then have fewer bytes
 SECONDS_OF_SAMPLE, SAMPLES = 0.015, 3
 PASSES = 2  # over all candidates of a cell; what else the host does can slow down a pass
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxkv._src.tuning.copy_table import SMALLEST, Candidate, CopySize, Rule, last_matching_rule
 
-SAME_RATE = 0.03  # relative to the best rate; within it, fewer SMs win
+SAME_RATE = 0.02  # relative to the best rate; within it, fewer SMs win
 # Sets of unsupported implementations: dma with ids on the device, pallas with blocks of an
 # unsupported layout, size or dtype.
 SCENARIOS: tuple[tuple[str, ...], ...] = ((), ("dma",), ("pallas",), ("dma", "pallas"))
