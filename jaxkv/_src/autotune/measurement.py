@@ -27,8 +27,16 @@ def seconds_per_step(
     *,
     seconds_of_sample: float = SECONDS_OF_SAMPLE,
     samples: int = SAMPLES,
+    on_idle_device: bool = False,
 ) -> tuple[float, jax.Array]:
-    """Median seconds per step, over chains of steps with one host sync at the end; last state."""
+    """Median seconds per step, and the last state.
+
+    Args:
+      step, state: `step(state)` is the next state.
+      seconds_of_sample, samples: of chains of steps with one host sync at the end; a step of many
+        times this length is timed once more than to warm up.
+      on_idle_device: a host sync after each step, to measure latency.
+    """
 
     def chain(length: int) -> float:
         nonlocal state
@@ -39,7 +47,11 @@ def seconds_per_step(
         return (time.perf_counter() - start) / length
 
     estimate = min(chain(1), chain(1))  # command buffers are captured in the second run
+    if estimate > 10 * seconds_of_sample:
+        return chain(1), state
     length = min(200, math.ceil(seconds_of_sample / estimate))
+    if on_idle_device:
+        return statistics.median(chain(1) for _ in range(samples * length)), state
     return statistics.median(chain(length) for _ in range(samples)), state
 
 

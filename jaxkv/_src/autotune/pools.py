@@ -22,7 +22,7 @@ GIB = 1 << 30
 WANTED_BYTES = 32 * GIB
 TILE_BYTES = 67_108_748  # no multiple of a block, so that no two blocks are equal
 FILLERS = 8
-SAMPLED, COMPARED_BYTES = 1024, 64 << 20
+SAMPLED, COMPARED_BYTES = 1024, 16 << 20
 
 
 def pool_bytes(at_least: int) -> int:
@@ -130,7 +130,7 @@ def verified(
     """The destination of the copies `ids` after `copy(destination)`, which are compared.
 
     The written blocks, which differ before the copy, must equal the source; their neighbours, and a
-    sample of the others, must be as before. Of the written blocks, up to 64 MiB are compared.
+    sample of the others, must be as before. Of the written blocks, up to 16 MiB are compared.
 
     Raises:
       AssertionError: a block is wrong.
