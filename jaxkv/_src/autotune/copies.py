@@ -6,7 +6,7 @@ Writes a tuning table for this device kind (format: `copy_table`). Blocks are sc
 as large as an engine's (`pools`), and each copy of a program has its own, because the host would
 cache repeated ones. Before a candidate is timed, copied blocks, their neighbours and a sample of
 the others are compared. GB/s is payload (1e9 bytes) per second of wall time, over back-to-back
-copies on the device; copies of up to 64 KiB are single calls on an idle device.
+copies on the device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ MAX_PAYLOAD = 64 * MIB
 MAX_IDS = 10_000
 PROGRAM_BYTES = 1280 * MIB  # more than last-level caches and TLBs hold
 MOST_COPIES = 20  # of a program, which may then have fewer bytes
-LATENCY_BYTES = 64 * KIB  # up to this size, latency decides
 SECONDS_OF_SAMPLE, SAMPLES = 0.015, 3
 PASSES = 2  # over all candidates of a cell; what else the host does can slow down a pass
 
@@ -69,10 +68,6 @@ class Cell(NamedTuple):
     def size(self) -> CopySize:
         word_bytes = math.gcd(16, self.run_bytes)
         return CopySize(word_bytes, self.run_bytes, self.num_ids * self.run_bytes)
-
-    @property
-    def by_latency(self) -> bool:
-        return self.direction != "device" and self.size.total_bytes <= LATENCY_BYTES
 
     def __str__(self) -> str:
         return f"{self.direction}, {self.num_ids} x {self.run_bytes} bytes"
@@ -156,8 +151,6 @@ def measure(cell: Cell, pools: Pools) -> list[Candidate]:
 
 def copies_of(cell: Cell, num_blocks: int) -> int:
     """Copies in a program, all of different blocks."""
-    if cell.by_latency:
-        return 1
     wanted = MOST_COPIES if cell.direction == "device" else PROGRAM_BYTES // cell.size.total_bytes
     return max(1, min(MOST_COPIES, wanted, num_blocks // cell.num_ids))
 
@@ -229,9 +222,8 @@ def _rate_function(blocks: _Blocks, candidate: Candidate) -> Callable[[], float]
     def rate() -> float:
         with force_implementation(candidate.implementation, candidate.num_sms):
             seconds, blocks.destination = measurement.seconds_per_step(
-                step, blocks.destination, seconds_of_sample=SECONDS_OF_SAMPLE, samples=SAMPLES,
-                on_idle_device=blocks.cell.by_latency,
-            )  # fmt: skip
+                step, blocks.destination, seconds_of_sample=SECONDS_OF_SAMPLE, samples=SAMPLES
+            )
         return len(all_ids) * blocks.cell.size.total_bytes / seconds / 1e9
 
     with force_implementation(candidate.implementation, candidate.num_sms):

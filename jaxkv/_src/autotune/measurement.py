@@ -27,15 +27,10 @@ def seconds_per_step(
     *,
     seconds_of_sample: float = SECONDS_OF_SAMPLE,
     samples: int = SAMPLES,
-    on_idle_device: bool = False,
 ) -> tuple[float, jax.Array]:
-    """Median seconds per step, and the last state.
+    """Median seconds per step, over chains of steps with one host sync at the end; last state.
 
-    Args:
-      step, state: `step(state)` is the next state.
-      seconds_of_sample, samples: of chains of steps with one host sync at the end; a step of many
-        times this length is timed once more than to warm up.
-      on_idle_device: a host sync after each step, to measure latency.
+    A step of more than ten times `seconds_of_sample` is timed once.
     """
 
     def chain(length: int) -> float:
@@ -50,8 +45,6 @@ def seconds_per_step(
     if estimate > 10 * seconds_of_sample:
         return chain(1), state
     length = min(200, math.ceil(seconds_of_sample / estimate))
-    if on_idle_device:
-        return statistics.median(chain(1) for _ in range(samples * length)), state
     return statistics.median(chain(length) for _ in range(samples)), state
 
 
