@@ -50,6 +50,7 @@ TRACE = REPOSITORY / "bench" / "data" / "mooncake_conversation_sample.jsonl"
 PARALLEL = 4  # requests in flight
 HBM_SHARE = 4
 IN_FLIGHT = {f"multi_turn, {level} in flight": level for level in range(1, PARALLEL)}
+# Few of conversations, each of which first computes 16 prompts of 6,144 tokens.
 REPEATS = {"multi_turn": 6, "random": 21, "ttft": 9, "latency": 9} | dict.fromkeys(IN_FLIGHT, 3)
 COMPARED = (
     Wanted("multi_turn", RATE, DEVICE_PUT, ">=", 2.5),
