@@ -118,6 +118,12 @@ class Target:
         """Whether a copy at peak bandwidth would miss the target."""
         return self.bound is not None and not self._holds(self.bound)
 
+    @property
+    def within_error(self) -> bool:
+        """Whether the target is missed, but a figure that is better by two errors would meet it."""
+        better = {"<=": -2.0, ">=": 2.0, "==": 0.0}[self.op] * (self.error or 0.0)
+        return self.met is False and self.got is not None and self._holds(self.got + better)
+
     def _holds(self, value: float) -> bool:
         return bool(OPERATORS[self.op](value, self.want))
 

@@ -126,6 +126,8 @@ def lines(files: Sequence[File], bench: str, case: str) -> dict[tuple[str, ...],
 def verdict(target: Target) -> str:
     if target.met is False and target.above_peak:
         return "**missed**, above peak"
+    if target.within_error:
+        return "**missed**, within the error"
     return {True: "met", False: "**missed**", None: "not measured"}[target.met]
 
 
@@ -200,12 +202,14 @@ def unmeasured(files: Sequence[File]) -> str:
 
 def targets_count(files: Sequence[File]) -> str:
     met = [target.met for file in files for target in file.targets]
+    unclear = sum(target.within_error for file in files for target in file.targets)
     hold = [check.met for file in files for check in file.checks]
     if not met:
         return NOT_MEASURED
     return (
         f"Of {len(met)} targets of performance {met.count(True)} are met, {met.count(False)} "
-        f"missed; of {len(hold)} checks of correctness {hold.count(True)} hold.\n"
+        f"missed ({unclear} within the error of the figure); of {len(hold)} checks of "
+        f"correctness {hold.count(True)} hold.\n"
     )
 
 

@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
     Attributes:
       label: of the rows of a workload, `{}` its name.
-      workloads: by name; of a repeat.
+      workloads: by name; of a repeat, which may give several samples.
       repeats: of each workload, in one process; 1 if it is missing.
       only: systems that serve a workload; all if it is missing.
     """
@@ -158,18 +158,19 @@ def serve(case: Case, system: str, repeats: int | None) -> Iterator[tuple[str, F
         if system not in case.only.get(workload, (system,)):
             continue
         for repeat in range(repeats or case.repeats.get(workload, 1)):
-            served = make(repeat).run(engine)
+            parts = make(repeat).run(engine)
             # Clients of the same order, whatever the order of their answers.
-            answers = sorted(request.tokens for request in served.all)
-            yield workload, figures(engine, served), answers if case.dtype == "float32" else None
+            answers = sorted(request.tokens for served in parts for request in served.all)
+            for served in parts:
+                tokens = answers if case.dtype == "float32" else None
+                yield workload, figures(engine, served), tokens
     engine.release()
 
 
 def figures(engine: Measured, served: Served) -> Figures:
     """Metrics of served requests: rates, latencies, hits by tier, bytes, host time."""
     requests = served.requests
-    start = min(request.submitted_at for request in requests)
-    seconds = max(request.token_times[-1] for request in requests) - start
+    seconds = max(request.token_times[-1] for request in requests) - served.start
     first = [1e3 * (request.token_times[0] - request.submitted_at) for request in requests]
     times = {
         id(request): [taken for taken in request.token_times if taken >= served.since]
@@ -180,14 +181,14 @@ def figures(engine: Measured, served: Served) -> Figures:
     prompt, size = sum(len(r.prompt) for r in requests), engine.limits.page_size
     loaded = sum(p.loaded for p in placements)
     in_hbm = sum(p.found_in_hbm for p in placements)
-    steps = max(1, engine.steps)
+    steps = max(1, served.steps.dispatched)
     found: Figures = {
         RATE: ("1/s", len(requests) / seconds),
         THROUGHPUT: ("tokens/s", sum(map(len, times.values())) / seconds),
         "prompt tokens in HBM": ("%", 100 * size * in_hbm / prompt),
         "prompt tokens on the host": ("%", 100 * size * loaded / prompt),
-        "host time per step": ("ms", 1e3 * engine.seconds / steps),
-        "steps dispatched to an idle device": ("%", 100 * engine.idle_steps / steps),
+        "host time per step": ("ms", 1e3 * served.steps.seconds / steps),
+        "steps dispatched to an idle device": ("%", 100 * served.steps.to_idle / steps),
         "preemptions": ("requests", sum(r.preemptions for r in requests)),
     }
     for name, values in (("TTFT", first), ("inter-token latency", between)):

@@ -50,33 +50,44 @@ class Memory(NamedTuple):
     host: int
 
 
-class Measured(Engine):
-    """The engine with its host time, and the steps that were dispatched to an idle device.
+class Steps(NamedTuple):
+    """Steps of an engine.
 
     Attributes:
-      steps, idle_steps: dispatched steps; those before which all earlier ones were over.
-      seconds: host time of steps without waits for the device.
+      dispatched, to_idle: number; of them, those before which all earlier ones were over.
+      seconds: host time without waits for the device.
     """
 
-    steps = idle_steps = 0
-    seconds = waited = 0.0
+    dispatched: int
+    to_idle: int
+    seconds: float
+
+
+class Measured(Engine):
+    """The engine, with the host time of its steps."""
+
+    _steps = _idle_steps = 0
+    _seconds = _waited = 0.0
     _latest: Any = None
 
-    def reset(self) -> None:
-        self.steps = self.idle_steps = 0
-        self.seconds = self.waited = 0.0
+    def take_steps(self) -> Steps:
+        """Those since the last call."""
+        taken = Steps(self._steps, self._idle_steps, self._seconds)
+        self._steps = self._idle_steps = 0
+        self._seconds = 0.0
+        return taken
 
     def step(self) -> None:
-        start, waited = time.perf_counter(), self.waited
+        start, waited = time.perf_counter(), self._waited
         super().step()
-        self.seconds += time.perf_counter() - start - (self.waited - waited)
+        self._seconds += time.perf_counter() - start - (self._waited - waited)
 
     def warm_up(self, sampling: bool = False) -> None:
         """Compiles all programs at once, by one thread each; then runs them."""
         with ThreadPoolExecutor(COMPILERS) as threads:
             list(threads.map(self._compile, self.padded_inputs()))
         super().warm_up(sampling)
-        self.reset()
+        self.take_steps()
 
     def _compile(self, inputs: Inputs) -> None:
         jitted(inputs).lower(self._program, self.params, self.state, self.pool, inputs).compile()
@@ -85,12 +96,12 @@ class Measured(Engine):
         start = time.perf_counter()
         with jaxkv.allow_host_sync("tokens of the step, timed"):
             jax.block_until_ready(dispatched[0])
-        self.waited += time.perf_counter() - start
+        self._waited += time.perf_counter() - start
         super()._finish(dispatched)
 
     def _run(self, inputs: Inputs, sampling: bool) -> jax.Array:
-        self.steps += 1
-        self.idle_steps += self._latest is None or self._latest.is_ready()
+        self._steps += 1
+        self._idle_steps += self._latest is None or self._latest.is_ready()
         self._latest = super()._run(inputs, sampling)
         return self._latest
 
@@ -166,7 +177,7 @@ class DevicePut(Measured):
             staged = [jax.device_put(self._stored[page], self._on_device) for page in host]
             with jaxkv.allow_host_sync("pages to load, as in the engines"):
                 jax.block_until_ready(staged)
-            self.waited += time.perf_counter() - begin
+            self._waited += time.perf_counter() - begin
             staged += [staged[0]] * (-len(staged) % self._chunk)
             targets = np.where(on_device < 0, np.iinfo(np.int32).max, on_device)
             for start in range(0, len(host), self._chunk):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.serving.systems import Measured
+from bench.serving.systems import Measured, Steps
 from examples.serving.request import Request
 
 BLOCK = 512  # tokens of a block of Mooncake's traces
@@ -31,16 +31,20 @@ class Turn(NamedTuple):
 
 
 class Served(NamedTuple):
-    """Requests of a workload.
+    """Requests of a workload, or of a part of its time.
 
     Attributes:
       requests: those whose rates, times to first token, and hits are measured.
       running: those whose inter-token latencies are measured.
-      since: start of these latencies; tokens before it do not count.
+      steps: of the measured time.
+      start: of the measured time, whose end is the last token of `requests`.
+      since: start of the inter-token latencies; tokens before it do not count.
     """
 
     requests: list[Request]
     running: list[Request]
+    steps: Steps
+    start: float
     since: float = 0.0
 
     @property
@@ -59,11 +63,24 @@ class Workload:
 
     Attributes:
       first: number of the first turn that is measured, and that waits for all earlier ones.
+      part: number of measured requests that end after each other and are a sample; None: all.
     """
 
     clients: list[list[Turn]]
     parallel: int
     first: int = 0
+    part: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.part and self.measured % self.part:
+            raise ValueError(
+                f"Workload: {self.measured} measured requests are no multiple of part={self.part}"
+            )
+
+    @property
+    def measured(self) -> int:
+        """Number of measured requests."""
+        return sum(max(0, len(turns) - self.first) for turns in self.clients)
 
     @property
     def longest(self) -> int:
@@ -78,23 +95,25 @@ class Workload:
         """Tokens of each client, those of a common prefix of its requests once."""
         return [_tokens(turns) for turns in self.clients]
 
-    def run(self, engine: Measured) -> Served:
-        """Serves it; the measured requests are in the order in which they were submitted."""
+    def run(self, engine: Measured) -> list[Served]:
+        """Serves it. Requests are in the order in which they ended."""
         ready: deque[Flight] = deque((turns, 0, []) for turns in self.clients if turns)
         flying: dict[int, tuple[list[Turn], int, Request]] = {}
-        served: list[tuple[int, Request]] = []
+        found: list[Served] = []
+        ended: list[Request] = []
+        start = None
         while ready or flying:
             while ready and len(flying) < self.parallel:
                 if ready[0][1] >= self.first and any(i < self.first for _, i, _ in flying.values()):
                     break  # earlier turns would take part of the measured time
                 turns, index, history = ready.popleft()
-                if index >= self.first and all(i < self.first for i, _ in served):
-                    engine.reset()
+                if index >= self.first and start is None:
+                    engine.take_steps()
+                    start = time.perf_counter()
                 turn = turns[index]
                 prompt = turn.new if turn.whole else history + turn.new
                 request = Request(prompt, turn.answer)
                 engine.submit(request)
-                served.append((index, request))
                 flying[id(request)] = turns, index, request
             if engine.busy:
                 engine.step()
@@ -102,8 +121,13 @@ class Workload:
                 turns, index, request = flying.pop(key)
                 if index + 1 < len(turns):
                     ready.append((turns, index + 1, request.tokens))
-        measured = [request for index, request in served if index >= self.first]
-        return Served(measured, measured)
+                if start is None:
+                    continue
+                ended.append(request)
+                if len(ended) == (self.part or self.measured):
+                    found.append(Served(ended, ended, engine.take_steps(), start))
+                    start, ended = request.token_times[-1], []
+        return found
 
 
 def _tokens(turns: Sequence[Turn]) -> int:
@@ -121,7 +145,7 @@ def _tokens(turns: Sequence[Turn]) -> int:
 
 def multi_turn(
     clients: int, rounds: int, request: int, question: int, answer: int, parallel: int, vocab: int,
-    seed: int = 0, first: int = 0,
+    seed: int = 0, first: int = 0, rounds_of_part: int | None = None,
 ) -> Workload:  # fmt: skip
     """Conversations of random tokens, with the parameters of SGLang's HiCache benchmark.
 
@@ -137,6 +161,7 @@ def multi_turn(
         ],
         parallel,
         first,
+        rounds_of_part and rounds_of_part * clients,
     )
 
 
@@ -210,7 +235,7 @@ class BesideLoads:
     suffix: int
     every: int
 
-    def run(self, engine: Measured) -> Served:
+    def run(self, engine: Measured) -> list[Served]:
         """As `Workload.run`."""
         Workload([[Turn([*prefix, 0], 1)] for prefix in self.prefixes], 1).run(engine)
         running = [Request(prompt, self.answer) for prompt in self.running]
@@ -218,7 +243,7 @@ class BesideLoads:
             engine.submit(request)
         while not all(request.answer for request in running):
             engine.step()
-        engine.reset()
+        engine.take_steps()
         since, rng, others = time.perf_counter(), np.random.default_rng(0), list[Request]()
         step = 0
         while not all(request.finished for request in running):
@@ -230,4 +255,4 @@ class BesideLoads:
             step += 1
         while engine.busy:
             engine.step()
-        return Served(others, running, since)
+        return [Served(others, running, engine.take_steps(), since, since)]

@@ -44,11 +44,11 @@ def test_all_systems_give_the_same_tokens_from_different_places():
     answers, loaded = {}, {}
     for name in ALL:
         engine = systems.create(name, CONFIG, params, limits, Memory(95, 36, 95))
-        served = work.run(engine)
+        (served,) = work.run(engine)
         answers[name] = sorted(request.tokens for request in served.requests)
         found = runs.figures(engine, served)
         loaded[name] = found["loaded"][1] > 0
-        assert found[runs.RATE][1] > 0 and engine.steps > 0
+        assert found[runs.RATE][1] > 0 and found["host time per step"][1] > 0
         engine.release()
     assert all(tokens == answers[IN_HBM] for tokens in answers.values())
     assert loaded == {name: name in (*NAMES[2:], BY_TABLE) for name in ALL}
@@ -77,11 +77,14 @@ def test_inter_token_latency_is_of_the_running_requests_and_later_tokens():
         return found
 
     engine: Any = types.SimpleNamespace(
-        limits=types.SimpleNamespace(page_size=4), spec=types.SimpleNamespace(page_bytes=1),
-        steps=1, idle_steps=0, seconds=0.0,
-    )  # fmt: skip
+        limits=types.SimpleNamespace(page_size=4), spec=types.SimpleNamespace(page_bytes=1)
+    )
     running, other = request(0.0, 1.0, 5.0, 5.25, 5.75), request(6.0, 6.5, 9.0)
-    found = runs.figures(engine, workloads.Served([other], [running], since=5.0))
+    steps = systems.Steps(4, 1, 0.5)
+    served = workloads.Served([other], [running], steps, start=6.0, since=5.0)
+    found = runs.figures(engine, served)
+    assert found["host time per step"][1] == pytest.approx(125)
+    assert found["steps dispatched to an idle device"][1] == pytest.approx(25)
     assert found["inter-token latency p50"][1] == pytest.approx(1e3 * (0.25 + 0.5) / 2)
     assert found[runs.TTFT][1] == pytest.approx(500) and found[runs.RATE][1] == pytest.approx(1 / 3)
 
@@ -97,7 +100,8 @@ def test_wrong_pages_of_the_device_put_system_are_noticed():
         engine = systems.create(DEVICE_PUT, CONFIG, params, limits, Memory(95, 36, 95))
         if wrong:
             vars(engine)["_stored"] = Zeros(engine)
-        answers.append(sorted(request.tokens for request in work.run(engine).requests))
+        (served,) = work.run(engine)
+        answers.append(sorted(request.tokens for request in served.requests))
         engine.release()
     assert answers[0] != answers[1]
 
@@ -232,7 +236,8 @@ def test_conversations_with_fewer_in_flight_have_other_prompts_and_two_systems(m
     monkeypatch.setattr(runs, "init_params", mock.Mock())
     monkeypatch.setattr(systems, "create", mock.Mock())
     monkeypatch.setattr(runs, "figures", lambda engine, served: {})
-    monkeypatch.setattr(workloads.Workload, "run", lambda *_: workloads.Served([], []))
+    nothing = workloads.Served([], [], systems.Steps(0, 0, 0.0), 0.0)
+    monkeypatch.setattr(workloads.Workload, "run", lambda *_: [nothing])
     ran = {name: [w for w, *_ in runs.serve(case, name, 1)] for name in (JAXKV, IN_HBM)}
     assert ran == {JAXKV: [*works], IN_HBM: ["multi_turn"]}
 
@@ -266,8 +271,9 @@ class OneStepEach:
 
     busy = property(lambda self: bool(self.running))
 
-    def reset(self):
-        self.order.append("reset")
+    def take_steps(self):
+        self.order.append("taken")
+        return systems.Steps(len(self.order), 0, 0.0)
 
     def submit(self, request):
         self.running.append(request)
@@ -277,17 +283,52 @@ class OneStepEach:
         request = self.running.pop()
         request.tokens, request.finished = [*request.prompt, 0], True
         self.order.append("finished")
+        request.token_times = [float(self.order.count("finished"))]
 
 
 @pytest.mark.host_only
-def test_unmeasured_rounds_are_over_before_the_measured_ones():
+@pytest.mark.parametrize("rounds_of_part", [None, 1, 2])
+def test_unmeasured_rounds_are_over_before_the_measured_ones(rounds_of_part):
     engine: Any = OneStepEach()
-    work = workloads.multi_turn(3, 3, 10, 4, 1, parallel=2, vocab=256, first=1)
-    served = work.run(engine).requests
-    assert [len(request.prompt) for request in served] == [15, 15, 15, 20, 20, 20]
-    before = engine.order[: engine.order.index("reset")]
+    work = workloads.multi_turn(
+        3, 3, 10, 4, 1, parallel=2, vocab=256, first=1, rounds_of_part=rounds_of_part
+    )
+    found = work.run(engine)
+    lengths = [len(request.prompt) for served in found for request in served.requests]
+    assert sorted(lengths) == [15, 15, 15, 20, 20, 20]
+    before = engine.order[: engine.order.index("taken")]
     assert before.count(10) == before.count("finished") == 3
-    assert engine.order.count("reset") == 1 and engine.order.count("finished") == 9
+    parts = 2 if rounds_of_part == 1 else 1
+    assert len(found) == parts and engine.order.count("taken") == 1 + parts
+    assert engine.order.count("finished") == 9 and engine.order[-1] == "taken"
+
+
+@pytest.mark.host_only
+def test_parts_of_the_time_follow_each_other():
+    """A part starts where the one before ends: with its last token."""
+    work = workloads.multi_turn(2, 4, 8, 4, 1, 1, vocab=256, first=1, rounds_of_part=1)
+    engine: Any = OneStepEach()
+    first, *others = work.run(engine)
+    assert first.start > 9  # the clock's, as no measured request ended before
+    assert [served.start for served in others] == [4.0, 6.0]
+    assert [[request.token_times[-1] for request in s.requests] for s in (first, *others)] == [
+        [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]
+    ]  # fmt: skip
+    assert first.steps.dispatched < others[0].steps.dispatched < others[1].steps.dispatched
+    with pytest.raises(ValueError, match="6 measured requests are no multiple of part=4"):
+        workloads.multi_turn(2, 4, 8, 4, 1, 1, vocab=256, first=1, rounds_of_part=2)
+
+
+@pytest.mark.host_only
+def test_samples_of_conversations_are_at_least_nine(monkeypatch):
+    """The rule of CONTRIBUTING.md for an interrupted sample."""
+    flags = argparse.Namespace(tiny=False, quick=False, part=["multi_turn"], system=None)
+    case, small_pages = cases.compare(flags)
+    for found in (case, small_pages):
+        for name, make in found.workloads.items():
+            work = make(0)
+            assert isinstance(work, workloads.Workload) and work.part == 48
+            assert found.repeats[name] * work.measured // work.part >= 9
 
 
 @pytest.mark.host_only

@@ -173,6 +173,10 @@ def test_tables_of_saved_records_have_their_figures(saved):
     "got, bound, verdict",
     [
         (8.0, 9.0, "**missed**, above peak"),
+        (Figure(9.5, 1.0), 9.0, "**missed**, above peak"),
+        (Figure(9.5, 0.2), 11.0, "**missed**"),
+        (Figure(9.5, 0.25), 11.0, "**missed**, within the error"),
+        (Figure(10.5, 0.5), 11.0, "**missed**, within the error"),
         (8.0, 11.0, "**missed**"),
         (10.0, 9.0, "met"),
         (8.0, None, "**missed**"),

@@ -109,6 +109,15 @@ def test_record_is_stale_after_a_change_of_its_benchmark(repository):
     assert staleness.staleness(record(middle, name="pages"), repository) is None
 
 
+def test_tests_of_the_benchmarks_are_no_sources_of_the_tests_on_a_gpu(repository):
+    start = git(repository, "rev-parse", "HEAD")
+    commit_change(repository, "tests/bench/test_pages.py")
+    assert staleness.staleness(record(start, name="gpu_test"), repository) is None
+    commit_change(repository, "tests/transfer/test_pages.py")
+    why = f"tests/transfer/test_pages.py changed after {start[:9]}"
+    assert staleness.staleness(record(start, name="gpu_test"), repository) == why
+
+
 @pytest.mark.parametrize("paths", [*staleness.SOURCES.values(), *staleness.BENCHMARKS.values()])
 def test_listed_sources_exist(paths):
     for path in [paths] if isinstance(paths, str) else paths:

@@ -124,10 +124,12 @@ def test_unmeasured_lists_missing_records_of_several_gpus():
 
 def test_targets_count_is_summed_over_all_records():
     targets = [Target("a", ">=", 1, "x", got) for got in (1, 2, 0)]
+    targets.append(Target("a", "<=", 1, "x", 1.5, error=0.3))
     checks = [Target("b", "==", 0, "tests", 0)]
     files = [File("gpu", name, None, None, {}, [], targets, checks) for name in ("one", "other")]
     assert tables.targets_count(files) == (
-        "Of 6 targets of performance 4 are met, 2 missed; of 2 checks of correctness 2 hold.\n"
+        "Of 8 targets of performance 4 are met, 4 missed (2 within the error of the figure); of 2 "
+        "checks of correctness 2 hold.\n"
     )
 
 
