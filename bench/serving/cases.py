@@ -5,8 +5,8 @@
   multi_turn  questions about long prompts, with the parameters of SGLang's HiCache benchmark and
               one token of answer, as on a prefill instance of disaggregated serving; HBM holds a
               quarter of the pages. The first round, in which nothing is cached, is not measured;
-              three of the nine others are a sample.
-              Also in small pages by the copy engine and by jaxkv
+              each three of the nine others are a sample. Also in small pages by the copy engine
+              and by jaxkv
   trace       whole sessions of Mooncake's conversation trace, lengths divided by a factor
   random      prompts without reuse
 
@@ -51,7 +51,7 @@ TRACE = REPOSITORY / "bench" / "data" / "mooncake_conversation_sample.jsonl"
 PARALLEL = 4  # requests in flight
 HBM_SHARE = 4
 IN_FLIGHT = {f"multi_turn, {level} in flight": level for level in range(1, PARALLEL)}
-# Three samples in each of the conversations, which first compute 16 prompts of 6,144 tokens.
+# Conversations first compute 16 prompts of 6,144 tokens, and then give three samples each.
 REPEATS = {"multi_turn": 3, "random": 21, "ttft": 9, "latency": 9} | dict.fromkeys(IN_FLIGHT, 3)
 COMPARED = (
     Wanted("multi_turn", RATE, DEVICE_PUT, ">=", 2.5),
@@ -94,20 +94,21 @@ def compare(flags: argparse.Namespace) -> list[Case]:
 def _compared(flags: argparse.Namespace) -> dict[str, Callable[[int], workloads.Workload]]:
     vocab = PRESETS[model_of(flags)[0]].vocab_size
     clients, question = 16, 128
-    rounds, part, request = (3, 1, 2048) if flags.quick else (10, 3, 6144)
+    rounds, window, request = (3, 1, 2048) if flags.quick else (10, 3, 6144)
     sessions, scale = 24, 4
     prompts, length, new = 16, 1024, 32
     if flags.tiny:
         clients, question = 6, 20
-        rounds, part, request = 3, 1, 60
+        rounds, window, request = 3, 1, 60
         sessions, scale = 4, 64
         prompts, length, new = 4, 40, 4
 
     def conversations(parallel: int, repeat: int) -> workloads.Workload:
         seed = 100 * parallel + repeat  # no prompt was served before
         return workloads.multi_turn(
-            clients, rounds, request, question, 1, parallel, vocab, seed, 1, part
-        )
+            clients, rounds, request, question, 1, parallel, vocab, seed,
+            first=1, rounds_of_window=window,
+        )  # fmt: skip
 
     levels = {"multi_turn": PARALLEL, **IN_FLIGHT}
     return {

@@ -158,10 +158,10 @@ def serve(case: Case, system: str, repeats: int | None) -> Iterator[tuple[str, F
         if system not in case.only.get(workload, (system,)):
             continue
         for repeat in range(repeats or case.repeats.get(workload, 1)):
-            parts = make(repeat).run(engine)
+            windows = make(repeat).run(engine)
             # Clients of the same order, whatever the order of their answers.
-            answers = sorted(request.tokens for served in parts for request in served.all)
-            for served in parts:
+            answers = sorted(request.tokens for served in windows for request in served.all)
+            for served in windows:
                 tokens = answers if case.dtype == "float32" else None
                 yield workload, figures(engine, served), tokens
     engine.release()

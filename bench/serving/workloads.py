@@ -31,7 +31,7 @@ class Turn(NamedTuple):
 
 
 class Served(NamedTuple):
-    """Requests of a workload, or of a part of its time.
+    """Requests of a workload, or of a window of its time.
 
     Attributes:
       requests: those whose rates, times to first token, and hits are measured.
@@ -63,18 +63,19 @@ class Workload:
 
     Attributes:
       first: number of the first turn that is measured, and that waits for all earlier ones.
-      part: number of measured requests that end after each other and are a sample; None: all.
+      window: number of measured requests, in the order in which they end, of a sample; None: all.
     """
 
     clients: list[list[Turn]]
     parallel: int
     first: int = 0
-    part: int | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
-        if self.part and self.measured % self.part:
+        if self.window and self.measured % self.window:
             raise ValueError(
-                f"Workload: {self.measured} measured requests are no multiple of part={self.part}"
+                f"Workload: {self.measured} measured requests are no multiple of "
+                f"window={self.window}"
             )
 
     @property
@@ -124,7 +125,7 @@ class Workload:
                 if start is None:
                     continue
                 ended.append(request)
-                if len(ended) == (self.part or self.measured):
+                if len(ended) == (self.window or self.measured):
                     found.append(Served(ended, ended, engine.take_steps(), start))
                     start, ended = request.token_times[-1], []
         return found
@@ -145,7 +146,7 @@ def _tokens(turns: Sequence[Turn]) -> int:
 
 def multi_turn(
     clients: int, rounds: int, request: int, question: int, answer: int, parallel: int, vocab: int,
-    seed: int = 0, first: int = 0, rounds_of_part: int | None = None,
+    seed: int = 0, first: int = 0, rounds_of_window: int | None = None,
 ) -> Workload:  # fmt: skip
     """Conversations of random tokens, with the parameters of SGLang's HiCache benchmark.
 
@@ -161,7 +162,7 @@ def multi_turn(
         ],
         parallel,
         first,
-        rounds_of_part and rounds_of_part * clients,
+        rounds_of_window and rounds_of_window * clients,
     )
 
 

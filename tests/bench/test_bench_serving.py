@@ -287,26 +287,26 @@ class OneStepEach:
 
 
 @pytest.mark.host_only
-@pytest.mark.parametrize("rounds_of_part", [None, 1, 2])
-def test_unmeasured_rounds_are_over_before_the_measured_ones(rounds_of_part):
+@pytest.mark.parametrize("rounds_of_window", [None, 1, 2])
+def test_unmeasured_rounds_are_over_before_the_measured_ones(rounds_of_window):
     engine: Any = OneStepEach()
     work = workloads.multi_turn(
-        3, 3, 10, 4, 1, parallel=2, vocab=256, first=1, rounds_of_part=rounds_of_part
+        3, 3, 10, 4, 1, parallel=2, vocab=256, first=1, rounds_of_window=rounds_of_window
     )
     found = work.run(engine)
     lengths = [len(request.prompt) for served in found for request in served.requests]
     assert sorted(lengths) == [15, 15, 15, 20, 20, 20]
     before = engine.order[: engine.order.index("taken")]
     assert before.count(10) == before.count("finished") == 3
-    parts = 2 if rounds_of_part == 1 else 1
-    assert len(found) == parts and engine.order.count("taken") == 1 + parts
+    windows = 2 if rounds_of_window == 1 else 1
+    assert len(found) == windows and engine.order.count("taken") == 1 + windows
     assert engine.order.count("finished") == 9 and engine.order[-1] == "taken"
 
 
 @pytest.mark.host_only
-def test_parts_of_the_time_follow_each_other():
-    """A part starts where the one before ends: with its last token."""
-    work = workloads.multi_turn(2, 4, 8, 4, 1, 1, vocab=256, first=1, rounds_of_part=1)
+def test_windows_follow_each_other():
+    """A window starts where the one before ends: with its last token."""
+    work = workloads.multi_turn(2, 4, 8, 4, 1, 1, vocab=256, first=1, rounds_of_window=1)
     engine: Any = OneStepEach()
     first, *others = work.run(engine)
     assert first.start > 9  # the clock's, as no measured request ended before
@@ -315,20 +315,20 @@ def test_parts_of_the_time_follow_each_other():
         [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]
     ]  # fmt: skip
     assert first.steps.dispatched < others[0].steps.dispatched < others[1].steps.dispatched
-    with pytest.raises(ValueError, match="6 measured requests are no multiple of part=4"):
-        workloads.multi_turn(2, 4, 8, 4, 1, 1, vocab=256, first=1, rounds_of_part=2)
+    with pytest.raises(ValueError, match="6 measured requests are no multiple of window=4"):
+        workloads.multi_turn(2, 4, 8, 4, 1, 1, vocab=256, first=1, rounds_of_window=2)
 
 
 @pytest.mark.host_only
-def test_samples_of_conversations_are_at_least_nine(monkeypatch):
+def test_samples_of_conversations_are_at_least_nine():
     """The rule of CONTRIBUTING.md for an interrupted sample."""
     flags = argparse.Namespace(tiny=False, quick=False, part=["multi_turn"], system=None)
     case, small_pages = cases.compare(flags)
     for found in (case, small_pages):
         for name, make in found.workloads.items():
             work = make(0)
-            assert isinstance(work, workloads.Workload) and work.part == 48
-            assert found.repeats[name] * work.measured // work.part >= 9
+            assert isinstance(work, workloads.Workload) and work.window == 48
+            assert found.repeats[name] * work.measured // work.window >= 9
 
 
 @pytest.mark.host_only
