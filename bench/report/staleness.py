@@ -43,8 +43,8 @@ SPARSE = (
     "jaxkv/_src/transfer/block_copy.py", "jaxkv/_src/transfer/memory_kinds.py",
     "jaxkv/_src/transfer/transformations.py", "jaxkv/sparse.py",
 )  # fmt: skip
-# Without the tests of the benchmarks and the examples, which are not among the sources either.
-TESTED = ("cuda", "jaxkv", "tests", ":!tests/bench", ":!tests/examples")
+# A change of a benchmark makes no test stale, nor does one of its own tests.
+TESTED = ("cuda", "jaxkv", "tests", ":!tests/bench")
 # All but `jaxkv.tune` and `jaxkv.offload`.
 FUZZED = ("cuda", "jaxkv", ":!jaxkv/_src/autotune", ":!jaxkv/_src/offload", "tests/fuzz")
 
