@@ -190,11 +190,15 @@ def disagreements(files: Sequence[File]) -> str:
 
 
 def unmeasured(files: Sequence[File]) -> str:
-    """Missing records of the multi-GPU benchmarks, by device."""
+    """Benchmarks and tests of GPUs without a record, by device."""
+    wanted = []
+    for bench in sorted(staleness.SOURCES):
+        several = bench in SEVERAL_GPUS
+        wanted += [f"{bench}_{n}" for n in WORLDS] if several else [bench]
+    elsewhere = {file.name for file in files if file.device == HOST}
     found = []
     for device in dict.fromkeys(file.device for file in files if file.device != HOST):
-        here = {file.name for file in files if file.device == device}
-        wanted = [f"{bench}_{n}" for bench in SEVERAL_GPUS for n in WORLDS]
+        here = elsewhere | {file.name for file in files if file.device == device}
         if missing := [name for name in wanted if name not in here]:
             found.append(f"Not measured on {device}: {', '.join(missing)}.\n")
     return "".join(found) or NOT_MEASURED

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bench.harness.records import File, Row, Target
-from bench.report import plots, tables
+from bench.report import plots, staleness, tables
 from bench.report.catalog import SYMMETRIC, TABLES
 from bench.report.tables import ALL_PAGES, LATENCY, RATE, REUSED, SGLANG, TPU_INFERENCE
 
@@ -114,10 +114,12 @@ def test_serving_table_has_the_systems_with_most_requests_in_flight():
     ]
 
 
-def test_unmeasured_lists_missing_records_of_several_gpus():
-    names = ["all_reduce_2", "all_reduce_8", "tensor_parallel_2", "multigpu_test_4", "transfer"]
-    assert tables.unmeasured([file(name, []) for name in names]) == (
-        "Not measured on gpu: all_reduce_4, multigpu_test_2, multigpu_test_8, "
+def test_unmeasured_lists_missing_records_of_one_and_of_several_gpus():
+    several = {"all_reduce_2", "all_reduce_8", "tensor_parallel_2", "multigpu_test_4"}
+    one = staleness.SOURCES.keys() - {"pages", "offload_trace"}
+    host = File("host", "offload_trace", None, None, {}, [], [], [])
+    assert tables.unmeasured([host, *(file(name, []) for name in several | one)]) == (
+        "Not measured on gpu: all_reduce_4, multigpu_test_2, multigpu_test_8, pages, "
         "tensor_parallel_4, tensor_parallel_8.\n"
     )
 
