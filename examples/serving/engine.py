@@ -24,15 +24,16 @@ from jaxkv.metadata import BatchMetadata
 from jaxkv.offload import BlockHasher, Tier
 
 from . import attention as attention_module
-from .block_manager import BlockManager
+from .block_manager import BlockManager, Placement
 from .model import Config, Params, partition
 from .request import Limits, Request
 from .sampling import SamplingRows
 from .step import Inputs, Program, State, copy_implementation, jitted
 
 Row = tuple[Request, int]  # and its number of tokens in a step
-# Tokens of a step that have not been read, and their requests; None: nothing was sampled.
-Dispatched = tuple[jax.Array, list[Request | None]]
+# Tokens of a step that have not been read, and their requests and number of restarts; None: nothing
+# was sampled.
+Dispatched = tuple[jax.Array, list[tuple[Request, int] | None]]
 
 
 class Engine:
@@ -86,6 +87,7 @@ class Engine:
         self.running: list[Request] = []
         self._slots = list(range(limits.batch))
         self._previous: Dispatched | None = None
+        self._removed: list[tuple[Request, Placement, int]] = []  # with pages that may be wrong
 
     @property
     def busy(self) -> bool:
@@ -130,14 +132,21 @@ class Engine:
             request.finished = True
 
     def _compute_anew(self, failed: set[int]) -> None:
-        """Preempts requests with pages of failed loads; what they have computed is not found."""
-        for request in self.running[::-1] if failed else []:
-            placement = request.placement
-            if placement and not failed.isdisjoint(placement.pages):
-                found = placement.found_in_hbm + placement.loaded
-                self.blocks.forget(placement.pages, request.keys)
-                self.host.discard(request.keys[found : request.published])
+        """Preempts requests with pages of failed loads.
+
+        What they, or requests that are not running any more, have computed from them is not found.
+        """
+        running = [(r, r.placement, r.published) for r in self.running[::-1] if r.placement]
+        for request, placement, published in [*running, *self._removed] if failed else ():
+            if failed.isdisjoint(placement.pages):
+                continue
+            # Blocks that were loaded may have been stored again from the wrong pages.
+            self.blocks.forget(placement.pages, request.keys)
+            self.host.discard(request.keys[placement.found_in_hbm : published])
+            if request.placement is placement:
+                request.restarts, request.in_flight = request.restarts + 1, 0
                 self._preempt(request)
+        self._removed = [r for r in self._removed if self.blocks.may_be_wrong(r[1].pages)]
 
     def _admit(self) -> None:
         """Starts waiting requests, in order, while there are rows, and pages for their tokens."""
@@ -190,6 +199,8 @@ class Engine:
         if request.placement is None:
             self.waiting.remove(request)
             return
+        if self.blocks.may_be_wrong(request.placement.pages):
+            self._removed.append((request, request.placement, request.published))
         self.running.remove(request)
         self.blocks.release(request.placement.pages)
         self._slots.append(request.slot)
@@ -199,7 +210,7 @@ class Engine:
         """Dispatches a step and records what it computes."""
         total = sum(count for _, count in rows)
         sizes = self.limits.token_sizes if total > len(rows) else [self.limits.batch]
-        sampled = [request if request.missing == count else None for request, count in rows]
+        sampled = [(r, r.restarts) if r.missing == count else None for r, count in rows]
         try:
             inputs = self._inputs(rows, copies, next(size for size in sizes if size >= total))
             chosen = self._run(inputs, any(request.sampling.temperature > 0 for request, _ in rows))
@@ -251,9 +262,10 @@ class Engine:
         """Reads the tokens of a step."""
         with jaxkv.allow_host_sync("tokens of the previous step, while this one runs"):
             tokens = np.asarray(dispatched[0]).tolist()
-        for request, token in zip(dispatched[1], tokens, strict=False):
-            if request:
-                self._append(request, token)
+        self._compute_anew(self.blocks.poll())  # the loads of the step have ended, too
+        for sampled, token in zip(dispatched[1], tokens, strict=False):
+            if sampled and sampled[0].restarts == sampled[1]:
+                self._append(sampled[0], token)
 
     def _append(self, request: Request, token: int) -> None:
         if request.finished:  # sampled after the stop token

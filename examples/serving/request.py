@@ -61,6 +61,7 @@ class Request:
     first_placement: Placement | None = field(default=None, init=False)
     stored: int = field(default=0, init=False)  # pages
     preemptions: int = field(default=0, init=False)
+    restarts: int = field(default=0, init=False)  # after failed loads; earlier tokens do not count
     submitted_at: float = field(default=0.0, init=False)  # seconds, as the times below
     admitted_at: float = field(default=0.0, init=False)
     token_times: list[float] = field(default_factory=list, init=False)

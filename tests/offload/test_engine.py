@@ -251,6 +251,56 @@ def test_errors():
     assert len(tier.poll()) == 1 and tier.poll() == []
 
 
+def test_errors_of_device_pages():
+    tier = jaxkv.OffloadEngine(4, batch_sizes=(2,))
+    for page in (-1, 2**31):
+        assert_rejected(lambda p=page: tier.store([b"0"], [p]), ValueError, "device_pages[0]", page)
+    for wrong in (2.9, "3", None):
+        assert_rejected(lambda p=wrong: tier.store([b"0"], [p]), TypeError, "device_pages[0]")
+    assert_rejected(lambda: tier.store([b"0", b"1"], [3, 3]), ValueError, "device_pages[1]=3")
+    assert tier.metrics()["kv_offload_num_copies"] == 0 and tier.next_batch().kind == "none"
+    stored(tier, [b"0", b"1"])
+    assert_rejected(lambda: tier.load([b"0"], [-1]), ValueError, "device_pages[0]=-1")
+    assert_rejected(lambda: tier.load([b"0", b"1"], [5, 5]), ValueError, "device_pages[1]=5")
+    tier.store([b"0", b"1"], [-1, -1])  # already stored: their pages are not used
+    assert tier.metrics()["kv_offload_num_copies"] == 0
+
+
+def test_pages_of_queued_copies_are_not_reused():
+    tier: Any = jaxkv.OffloadEngine(8, batch_sizes=(2,))
+    stored(tier, [b"0", b"1", b"2"])
+    copied(tier)  # the third one
+    tier.store([b"3"], [np.int32(5)])
+    assert_rejected(lambda: tier.load([b"0"], [5]), ValueError, "load", "device_pages[0]=5")
+    assert_rejected(lambda: tier.store([b"4"], [5]), ValueError, "store", "device_pages[0]=5")
+    tier.discard([b"3"])
+    tier.store([b"3"], [5])  # the same block: its page is the same
+    load = tier.load([b"0", b"1", b"2"], [7, 8, 9])
+    assert_rejected(lambda: tier.load([b"0"], [9]), ValueError, "device_pages[0]=9")
+    assert_rejected(lambda: tier.store([b"4"], [9]), ValueError, "device_pages[0]=9")
+    for _ in range(2):
+        assert not load.issued
+        tier.issue(tier.next_batch(), step_result())
+    tier.store([b"4"], [9])
+
+
+def test_errors_of_arguments():
+    create: Any = jaxkv.OffloadEngine
+    tier = create(np.int64(4), batch_sizes=(np.int64(2),))
+    for call in (tier.touch, tier.discard, tier.prefetch, lambda keys: tier.store(keys, [1])):
+        assert_rejected(lambda c=call: c(b"0"), TypeError, "sequence of bytes", "b'0'")
+        assert_rejected(lambda c=call: c(["0"]), TypeError, "sequence of bytes", "'0'")
+    assert_rejected(lambda: create(4, batch_sizes=(2.5,)), TypeError, "float")
+    assert_rejected(lambda: tier.prefetch([b"0", b"0"]), ValueError, "duplicates")
+    assert_rejected(lambda: tier.prefetch([b"0"], 0), ValueError, "window=0")
+    tier.store([b"0"], [1])
+    batch = tier.next_batch()
+    assert_rejected(lambda: tier.issue(batch, np.zeros(3)), TypeError, "ndarray", "jax.Array")
+    assert_rejected(tier.drain, RuntimeError, "in flight")
+    tier.issue(batch, step_result())
+    assert tier.drain() and len(tier.poll()) == 1
+
+
 def test_results_of_jax_are_polled_while_syncs_are_forbidden():
     tier = jaxkv.OffloadEngine(4)
     tier.store([b"0"], [1])

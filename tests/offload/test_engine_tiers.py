@@ -155,9 +155,10 @@ def test_groups_have_an_engine_each(tmp_path):
     tier = FileTier(tmp_path, size, 1 << 30)
     cache = random_like(jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES), 2)
     for group in (full, window):
-        engine = jaxkv.OffloadEngine(create(SPEC), batch_sizes=(8,), tiers=[tier])
+        pool = create(SPEC)
+        engine = jaxkv.OffloadEngine(pool, batch_sizes=(8,), tiers=[tier])
         engine.store(group.keys(chain), range(4))
-        step(engine, create(SPEC), cache, jaxkv.store_pages)
+        step(engine, pool, cache, jaxkv.store_pages)
         assert engine.drain(TIMEOUT_S)
     tier.remove([key for key in tier._index._used if key.startswith(full.keys(chain)[3])])
     engines = [jaxkv.OffloadEngine(create(SPEC), tiers=[tier], events=True) for _ in range(2)]
@@ -257,7 +258,9 @@ def test_nothing_waits_for_a_tier_that_hangs():
 
 def test_blocks_of_failed_steps_are_not_written():
     tier: Any = HangingTier()
-    engine = jaxkv.OffloadEngine(create(SPEC), tiers=[tier])
+    pool = create(SPEC)
+    engine = jaxkv.OffloadEngine(pool, tiers=[tier])
+    pool.data.delete()  # as if donated
 
     class Failed:
         def is_ready(self):

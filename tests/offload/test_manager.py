@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+from typing import Any, cast
 
 import pytest
 
@@ -333,6 +334,39 @@ for name, path in (("jaxkv", folder.parents[1]), ("jaxkv._src", folder.parent)):
 from jaxkv import offload
 print(offload.OffloadManager(1).lookup([]))
 """
+
+
+def test_blocks_that_were_not_copied():
+    manager = OffloadManager(4)
+    names = [b"0", b"1", b"2"]
+    store = manager.prepare_store(names)
+    manager.start(store)
+    for wrong in ([b"3"], [b"0", b"3"]):
+        with pytest.raises(ValueError, match="failed has 1 blocks not of spec"):
+            manager.complete(store, failed=wrong)
+    with pytest.raises(TypeError, match="sequence of bytes"):
+        manager.complete(store, failed=cast(Any, [0]))
+    manager.complete(store, failed=(key for key in [b"1", b"0"]))
+    assert [manager.state(key) for key in names] == [None, None, BlockState.READY]
+    load = manager.prepare_load([b"2"], tier=True)
+    manager.start(load)
+    manager.complete(load, failed=[b"2"])
+    counts = manager.metrics()
+    assert counts["kv_offload_cascaded_blocks"] == 0 and counts["kv_offload_aborted_blocks"] == 3
+    assert counts["kv_offload_pinned_blocks"] == 0
+
+
+def test_keys_are_a_sequence_of_bytes():
+    manager: Any = OffloadManager(4)
+    calls = manager.touch, manager.prepare_load, manager.prepare_store, manager.discard
+    for call in (*calls, manager.lookup):
+        with pytest.raises(TypeError, match="sequence of bytes objects, one for each block"):
+            call(b"01")
+    for call in calls:
+        with pytest.raises(TypeError, match="got 'a'"):
+            call([b"0", "a"])
+    with pytest.raises(ValueError, match="page=-1"):
+        manager.generation(-1)
 
 
 def test_package_imports_no_framework():

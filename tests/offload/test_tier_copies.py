@@ -1,11 +1,15 @@
 """Copies between an engine and a tier: random life cycles, and single cases."""
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import settings
 
 from jaxkv._src.offload.tier_copies import TierCopies
+from jaxkv._src.offload.tiers.queued import MAX_KEY_BYTES, MAX_QUEUED
 from jaxkv.offload import BlockState
-from tests.util.tier_life_cycle import NUM_PAGES, REQUESTS, TIMEOUT_S, LifeCycle, end_all
+from tests.util.tier_life_cycle import NUM_PAGES, PARTS, REQUESTS, TIMEOUT_S, LifeCycle, end_all
 
 pytestmark = pytest.mark.host_only
 
@@ -205,8 +209,54 @@ def test_a_closed_tier_is_a_miss(machine):
 
 def test_errors(machine):
     copies, manager, tier = machine.copies, machine.manager, machine.tier
-    with pytest.raises(ValueError, match="duplicates"):
-        copies.prefetch([b"a0", b"a0"], None)
+    limit = MAX_KEY_BYTES - len(PARTS[0])
+    copies.check_keys("store", [b"0" * limit])
+    with pytest.raises(ValueError, match=f"prefetch: a key of {limit + 1} bytes; at most {limit}"):
+        copies.prefetch([b"0" * (limit + 1)], None)
     machine.pages.block_bytes = 32
     with pytest.raises(ValueError, match="block_bytes=16, and the pool needs 32"):
         TierCopies(manager, tier, machine.pages, 1.0)
+    machine.pages.block_bytes = 16
+    for seconds in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="tier_timeout_s"):
+            TierCopies(manager, tier, machine.pages, seconds)
+
+
+def test_only_written_blocks_count_as_cascaded(machine):
+    manager, tier = machine.manager, machine.tier
+    machine.store(REQUESTS[0][:2])
+    for number in range(len(tier.calls)):
+        tier.end(0, number > 0)
+    machine.copies.poll()
+    counts = manager.metrics()
+    assert counts["kv_offload_cascaded_blocks"] == counts["kv_offload_aborted_blocks"] == 1
+    assert counts["kv_offload_num_copies"] == 0
+
+
+def test_a_lookup_that_fails_is_a_miss_and_is_logged(machine, caplog):
+    prefetch = machine.copies.prefetch(REQUESTS[0], None)
+    machine.later.run(fails=True)
+    machine.copies.poll()
+    assert prefetch.done and "injected" in caplog.text
+
+
+def test_a_tier_that_does_not_answer_collects_no_prefetches(machine):
+    copies = machine.copies
+    prefetches = [copies.prefetch(REQUESTS[0], None) for _ in range(MAX_QUEUED + 1)]
+    assert [p.done for p in prefetches[-2:]] == [False, True]
+    assert len(copies._prefetches) == MAX_QUEUED
+
+
+HANGS = """
+import threading
+from jaxkv._src.offload.daemon_executor import DaemonExecutor
+executor = DaemonExecutor("test")
+print(executor.submit(lambda: 1 / 0).exception(), executor.submit(max, 1, 2).result(), flush=True)
+executor.submit(threading.Event().wait)
+"""
+
+
+def test_a_tier_that_hangs_does_not_keep_the_process():
+    command = [sys.executable, "-c", HANGS]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout == "division by zero 2\n"

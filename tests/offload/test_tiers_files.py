@@ -341,3 +341,21 @@ def test_keys_that_no_file_can_have(make):
             write(tier, bad)
         with pytest.raises(ValueError, match="1 to 120 bytes"):
             tier.remove([bad])
+
+
+def test_files_that_cannot_be_removed(make, monkeypatch):
+    """The caller learns that bytes it does not trust are still there; the others are removed."""
+    tier = make()
+    assert all(write(tier, key(i)) for i in range(3))
+    unlink = os.unlink
+
+    def refused(path, **options):
+        if path == tier._index.path(key(1)):
+            raise PermissionError(errno.EPERM, "injected", path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", refused)
+    with pytest.raises(PermissionError):
+        tier.remove([key(0), key(1), key(2), key(9)])
+    assert tier.metrics()["kv_offload_tier_errors"] == 1
+    assert [os.path.exists(tier._index.path(key(i))) for i in range(3)] == [False, True, False]

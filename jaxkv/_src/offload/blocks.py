@@ -58,9 +58,12 @@ class BlockTable:
 
     def room(self, protected: Iterable[bytes]) -> int:
         """Pages that are free, or can be freed without evicting a block of `protected`."""
-        found = map(self.ready.get, protected)
-        idle = sum(block is not None and not block.pins for block in found)
-        return self.num_free + len(self.ready) - self.num_pinned - idle
+        return self.num_free + len(self.ready) - self.num_pinned - sum(map(self.is_idle, protected))
+
+    def is_idle(self, key: bytes) -> bool:
+        """Whether a block can be evicted."""
+        block = self.ready.get(key)
+        return block is not None and not block.pins
 
     def reserve(self, keys: Sequence[bytes]) -> list[Block]:
         # In order: consecutive pages are copied as rows of one copy.

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol, cast
 
 import jax
 
 from jaxkv._src.cache.host_pool import HostPool
 from jaxkv._src.offload.copies import CopyBatch, Kind, OffloadCopy, padded_pages
+from jaxkv._src.offload.device_pages import QueuedPages
 from jaxkv._src.offload.errors import StaleSpecError
+from jaxkv._src.offload.keys import checked_keys
 from jaxkv._src.offload.manager import OffloadManager
 from jaxkv._src.offload.page_memory import PoolMemory
 from jaxkv._src.offload.specs import Event, Lookup
-from jaxkv._src.offload.tier_copies import OffloadPrefetch, TierCopies
+from jaxkv._src.offload.step_result import StepResult, has_failed, is_over, step_result
+from jaxkv._src.offload.tier_copies import OffloadPrefetch, TierCopies, checked_prefetch
 from jaxkv._src.offload.tiers.store import TieredStore
 from jaxkv._src.offload.tiers.tier import Tier
-from jaxkv._src.runtime.sync_guard import allow_host_sync
-
-
-class _Result(Protocol):
-    """Methods of `jax.Array`, whose type lacks `is_ready`."""
-
-    def is_ready(self) -> bool: ...
-    def block_until_ready(self) -> object: ...
 
 
 class OffloadEngine:
@@ -85,9 +80,9 @@ class OffloadEngine:
         tiers: Sequence[Tier] = (),
         tier_timeout_s: float = 2.0,
     ) -> None:
-        num_pages = pool if isinstance(pool, int) else pool.num_pages
+        num_pages = pool.num_pages if isinstance(pool, HostPool) else operator.index(pool)
         self.manager = OffloadManager(num_pages, policy=policy, write=write, events=events)
-        self._sizes = tuple(sorted(batch_sizes))
+        self._sizes = tuple(sorted(map(operator.index, batch_sizes)))
         if not self._sizes or self._sizes[0] < 1:
             raise ValueError(
                 f"OffloadEngine: batch_sizes={tuple(batch_sizes)}; at least one size, of at least "
@@ -95,13 +90,16 @@ class OffloadEngine:
             )
         self._loads: deque[OffloadCopy] = deque()
         self._stores: deque[OffloadCopy] = deque()
+        self._queued_pages = QueuedPages()
         self._taken: CopyBatch | None = None
-        self._in_flight: deque[tuple[CopyBatch, _Result]] = deque()
+        self._in_flight: deque[tuple[CopyBatch, StepResult]] = deque()
         self._ended: list[OffloadCopy] = []  # to be returned by `poll`
+        self._pool: HostPool | None = None  # with tiers
         self._tiers: TierCopies | None = None
         if tiers:
-            if isinstance(pool, int):
+            if not isinstance(pool, HostPool):
                 raise ValueError(f"OffloadEngine: tiers need the pool itself, got pool={pool}")
+            self._pool = pool
             tier = tiers[0] if len(tiers) == 1 else TieredStore(tiers)
             self._tiers = TierCopies(self.manager, tier, PoolMemory(pool), tier_timeout_s)
 
@@ -133,10 +131,11 @@ class OffloadEngine:
           Its state. Once it is `done`, call `lookup`: what has not arrived in time is missing.
 
         Raises:
-          ValueError: a key occurs twice.
+          ValueError: a key occurs twice, or is too long for the tiers; `window` is not positive.
         """
+        keys = checked_prefetch(keys, window)
         if self._tiers is None:
-            return OffloadPrefetch(tuple(keys), done=True)
+            return OffloadPrefetch(keys, done=True)
         return self._tiers.prefetch(keys, window)
 
     def discard(self, keys: Iterable[bytes]) -> None:
@@ -144,7 +143,7 @@ class OffloadEngine:
 
         Tiers remove them in a thread; blocks in flight to or from them are removed too.
         """
-        keys = tuple(keys)
+        keys = checked_keys("discard", keys)
         self.manager.discard(keys)
         if self._tiers:
             self._tiers.discard(keys)
@@ -158,12 +157,13 @@ class OffloadEngine:
 
         Raises:
           BlockNotReadyError: a block is not stored, or its store is not complete.
-          ValueError: the numbers of keys and pages differ.
+          TypeError, ValueError: the numbers of keys and pages differ; a page is not an integer, or
+            negative, or that of another block to copy.
         """
-        _check_lengths("load", keys, device_pages)
+        keys = checked_keys("OffloadEngine.load", keys)
+        pages = self._queued_pages.check("load", keys, device_pages, range(len(keys)))
         spec = self.manager.prepare_load(keys)
-        copy = OffloadCopy("load", spec.keys, spec.pages, tuple(device_pages), spec)
-        return self._queue(self._loads, copy)
+        return self._queue(self._loads, OffloadCopy("load", spec.keys, spec.pages, pages, spec))
 
     def store(
         self, keys: Sequence[bytes], device_pages: Sequence[int], *, evicted: bool = False
@@ -182,16 +182,22 @@ class OffloadEngine:
           policy; without blocks, it is done.
 
         Raises:
-          ValueError: the numbers of keys and pages differ, or a key occurs twice.
+          TypeError, ValueError: as for `load`, of blocks that the host tier lacks; or a key occurs
+            twice, or is too long for the tiers.
         """
-        _check_lengths("store", keys, device_pages)
+        keys = checked_keys("OffloadEngine.store", keys)
+        if self._tiers:
+            self._tiers.check_keys("store", keys)
+        absent = (i for i, key in enumerate(keys) if self.manager.state(key) is None)
+        pages = self._queued_pages.check("store", keys, device_pages, absent)
         spec = self.manager.prepare_store(keys, evicted=evicted)
-        pages = tuple(device_pages[index] for index in spec.indices)
+        pages = tuple(pages[index] for index in spec.indices)
         return self._queue(self._stores, OffloadCopy("store", spec.keys, spec.pages, pages, spec))
 
     def _queue(self, queue: deque[OffloadCopy], copy: OffloadCopy) -> OffloadCopy:
         if copy.keys:
             queue.append(copy)
+            self._queued_pages.add(copy)
         else:
             self.manager.abort(copy._spec)
             copy.issued = copy.done = True
@@ -217,7 +223,7 @@ class OffloadEngine:
         while queue and len(host_pages) < limit:
             copy = queue[0]
             if not copy._num_taken and not self._start(copy):
-                queue.popleft()
+                self._queued_pages.remove(queue.popleft())
                 continue
             first, last = copy._num_taken, copy._num_taken + limit - len(host_pages)
             host_pages += copy.host_pages[first:last]
@@ -227,7 +233,7 @@ class OffloadEngine:
             copies.append(copy)
             if copy._num_taken == len(copy.keys):
                 copy.issued = True
-                queue.popleft()
+                self._queued_pages.remove(queue.popleft())
         kind = copies[0].kind if copies else "none"
         size = next(size for size in self._sizes if size >= len(host_pages))
         batch = CopyBatch(
@@ -264,10 +270,17 @@ class OffloadEngine:
             donate or delete it before `poll` has returned them.
 
         Raises:
+          TypeError: `result` is not a `jax.Array`.
           ValueError: `batch` is not that of the last call of `next_batch`.
         """
-        if self._give_back(batch, "issue"):
-            self._in_flight.append((batch, cast(_Result, result)))
+        over = step_result("issue", result) if batch.copies else None
+        if self._pool and batch.kind == "store" and not self._pool.data.is_deleted():
+            raise RuntimeError(
+                "issue: the pool was not donated to the step of a store, so that tiers would save "
+                "other memory; donate it to every step with stores"
+            )
+        if self._give_back(batch, "issue") and over is not None:
+            self._in_flight.append((batch, over))
 
     def abandon(self, batch: CopyBatch) -> None:
         """Notes that the step with a batch was not dispatched, such as after an exception.
@@ -305,9 +318,9 @@ class OffloadEngine:
         Raises:
           RuntimeError: the result of a step was donated or deleted before its copies ended.
         """
-        while self._in_flight and _is_over(self._in_flight[0][1]):
+        while self._in_flight and is_over(self._in_flight[0][1]):
             batch, result = self._in_flight.popleft()
-            self._end_step(batch, failed=_has_failed(result))
+            self._end_step(batch, failed=has_failed(result))
         if self._tiers:
             self._tiers.poll()
         ended, self._ended = self._ended, []
@@ -338,12 +351,19 @@ class OffloadEngine:
 
         To be called before a process closes the tiers and ends.
 
-        Blocks; no step may be in flight. The next `poll` returns the copies that are over.
+        Blocks. The next `poll` returns the copies that are over.
 
         Returns:
           Whether all writes and removals have ended in time.
+
+        Raises:
+          RuntimeError: a step with copies is in flight; wait for its result before.
         """
         self._ended = self.poll()
+        if self._taken or self._in_flight:
+            raise RuntimeError(
+                "drain: a step with copies is in flight; call block_until_ready on its result first"
+            )
         return self._tiers is None or self._tiers.drain(timeout_s)
 
     def take_events(self) -> list[Event]:
@@ -362,31 +382,3 @@ class OffloadEngine:
             "kv_offload_queued_load_blocks": waiting["load"],
             "kv_offload_queued_store_blocks": waiting["store"],
         }
-
-
-def _is_over(result: _Result) -> bool:
-    """`is_ready` of a deleted array is undefined."""
-    if isinstance(result, jax.Array) and result.is_deleted():
-        raise RuntimeError(
-            "poll: the result of a step was donated or deleted before its copies ended; pass issue "
-            "an array that lives until poll has returned them"
-        )
-    return result.is_ready()
-
-
-def _has_failed(result: _Result) -> bool:
-    """Whether the step of a ready result has failed; its user gets the exception."""
-    try:
-        with allow_host_sync("a result that is ready: whether it is an error"):
-            result.block_until_ready()
-    except Exception:  # of any type: an XLA error, or that of a handler
-        return True
-    return False
-
-
-def _check_lengths(operation: str, keys: Sequence[bytes], device_pages: Sequence[int]) -> None:
-    if len(keys) != len(device_pages):
-        raise ValueError(
-            f"OffloadEngine.{operation}: {len(keys)} keys, but {len(device_pages)} device_pages; "
-            "pass one page for each block"
-        )

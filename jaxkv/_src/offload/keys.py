@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 _VERSION = b"jaxkv.offload/1"  # to be changed with the bytes that are hashed
 _GROUP_BYTES = 4
@@ -148,3 +149,16 @@ class BlockGroup:
     def needed(self, num_blocks: int) -> range:
         """Blocks of this group that a prefix of `num_blocks` blocks needs."""
         return range(0 if self.window is None else max(0, num_blocks - self.window), num_blocks)
+
+
+def checked_keys(operation: str, keys: Any) -> tuple[bytes, ...]:
+    """Raises TypeError unless they are several objects of type `bytes`."""
+    found = () if isinstance(keys, bytes | str) else tuple(keys)
+    wrong = next((key for key in found if not isinstance(key, bytes)), None)
+    if isinstance(keys, bytes | str) or wrong is not None:
+        got = keys if wrong is None else wrong
+        raise TypeError(
+            f"{operation}: keys has to be a sequence of bytes objects, one for each block, got "
+            f"{got!r:.60}"
+        )
+    return found

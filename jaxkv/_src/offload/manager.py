@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxkv._src.offload.blocks import Block, BlockTable
 from jaxkv._src.offload.errors import BlockNotReadyError, StaleSpecError
+from jaxkv._src.offload.keys import checked_keys
 from jaxkv._src.offload.lookup import longest_prefix
 from jaxkv._src.offload.policies import POLICIES
 from jaxkv._src.offload.specs import (
@@ -97,6 +98,8 @@ class OffloadManager:
         """
         if window is not None and window < 1:
             raise ValueError(f"OffloadManager.lookup: window={window}; at least 1 block, or None")
+        if type(keys) in (bytes, str):
+            checked_keys("lookup", keys)
         blocks = self._blocks
         n = now = longest_prefix(blocks.ready, keys, len(keys), window)
         if blocks.pending and now < len(keys):
@@ -113,7 +116,10 @@ class OffloadManager:
         """Number of times that the contents of a page became invalid.
 
         A reader without a pin, such as a network server, compares it before and after its read.
+        ValueError: the pool has no such page.
         """
+        if not 0 <= page < self.num_pages:
+            raise ValueError(f"generation: page={page}; the pool has pages 0 to {self.num_pages}-1")
         return self._blocks.generations[page]
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -122,7 +128,7 @@ class OffloadManager:
         Pass all blocks of the request from its head, in the host tier or not: eviction takes the
         tail of a request before its head, and `write="second_use"` counts uses here.
         """
-        recent_last = tuple(keys)[::-1]
+        recent_last = checked_keys("touch", keys)[::-1]
         self._write.touch(recent_last)
         self._policy.touch(recent_last)
 
@@ -136,7 +142,7 @@ class OffloadManager:
         Raises:
           BlockNotReadyError: a block is not stored, or its store is not complete.
         """
-        keys = tuple(keys)
+        keys = checked_keys("prepare_load", keys)
         found = [self._blocks.ready.get(key) for key in keys]
         blocks = [block for block in found if block is not None]
         if len(blocks) != len(keys):
@@ -172,7 +178,7 @@ class OffloadManager:
         Raises:
           ValueError: a key occurs twice.
         """
-        keys = tuple(keys)
+        keys = checked_keys("prepare_store", keys)
         protected = set(keys)
         if len(protected) != len(keys):
             raise ValueError("prepare_store: keys has duplicates; pass each block once")
@@ -223,33 +229,36 @@ class OffloadManager:
             for block in copy.blocks:
                 block.state = BlockState.WRITING
 
-    def complete(self, spec: LoadSpec | StoreSpec, *, failed: Container[bytes] = ()) -> None:
+    def complete(self, spec: LoadSpec | StoreSpec, *, failed: Iterable[bytes] = ()) -> None:
         """Ends a spec whose copy is complete: stored blocks become ready, loaded ones unpinned.
 
         Blocks discarded during their store do not become ready.
 
         Args:
           spec: the spec.
-          failed: blocks of a store that were not copied, and are forgotten as by `abort`.
+          failed: its blocks that were not copied: those of a store are forgotten as by `abort`.
 
         Raises:
+          ValueError: a block of `failed` is not one of the spec.
           StaleSpecError: the spec is over, has not been started, or is not of this manager; or a
             loaded block has been discarded meanwhile: abort the spec, do not use the loaded blocks.
         """
         copy = self._copy_of(spec, "complete")
+        not_copied = frozenset(checked_keys("complete", failed))
+        if not not_copied.issubset(spec.keys):
+            wrong = len(not_copied.difference(spec.keys))
+            raise ValueError(f"complete: failed has {wrong} blocks not of spec {spec.ticket}")
         if not copy.started:
             raise StaleSpecError(f"complete: spec {spec.ticket} has not been started; call start")
         self._check_pages(copy, "complete")
         del self._copies[spec.ticket]
         if isinstance(spec, LoadSpec):
             self._blocks.unpin(copy.blocks)
-            self._counts[copy.counter] += len(copy.blocks)
+            self._counts[copy.counter] += len(copy.blocks) - len(not_copied)
+            self._counts["kv_offload_aborted_blocks"] += len(not_copied)
             return
-        lost = [block for block in copy.blocks if block.key in failed] if failed else []
-        if lost:
-            self._forget(lost)
-            copy.blocks = [block for block in copy.blocks if block not in lost]
-        stored = self._blocks.publish(copy.blocks)
+        self._forget([block for block in copy.blocks if block.key in not_copied])
+        stored = self._blocks.publish(b for b in copy.blocks if b.key not in not_copied)
         self._emit(BlockStored, stored)
         self._counts[copy.counter] += len(stored)
 
@@ -286,7 +295,8 @@ class OffloadManager:
         """
         table = self._blocks
         removed = []
-        for key in [*table.ready, *table.pending] if keys is None else tuple(keys):
+        all_keys = (*table.ready, *table.pending) if keys is None else ()
+        for key in all_keys if keys is None else checked_keys("discard", keys):
             block = table.discard(key)
             if block is not None:
                 self._policy.remove(key)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, wait
+from itertools import accumulate
 from typing import Protocol
 
+from jaxkv._src.offload.daemon_executor import DaemonExecutor
 from jaxkv._src.offload.errors import StaleSpecError
+from jaxkv._src.offload.keys import checked_keys
 from jaxkv._src.offload.lookup import longest_prefix
 from jaxkv._src.offload.manager import OffloadManager
 from jaxkv._src.offload.specs import BlockState, LoadSpec, StoreSpec
-from jaxkv._src.offload.tiers.queued import LOGGER
+from jaxkv._src.offload.tiers.queued import LOGGER, MAX_KEY_BYTES, MAX_QUEUED
 from jaxkv._src.offload.tiers.tier import Tier
 
 
@@ -101,9 +104,11 @@ class TierCopies:
                 f"OffloadEngine: tiers have block_bytes={tier.block_bytes}, and the pool needs "
                 f"{memory.block_bytes}; pass block_bytes=OffloadEngine.tier_block_bytes(pool)"
             )
+        if not timeout_s >= 0:
+            raise ValueError(f"OffloadEngine: tier_timeout_s={timeout_s}; at least 0 s")
         self._manager, self._tier, self._memory = manager, tier, memory
         self._timeout_s, self._clock = timeout_s, clock
-        self._executor = executor or ThreadPoolExecutor(1, "jaxkv-tier")
+        self._executor = executor or DaemonExecutor("jaxkv-tier")
         self._prefetches: list[OffloadPrefetch] = []
         self._reads: list[_TierCopy] = []
         self._writes: list[_TierCopy] = []
@@ -114,9 +119,11 @@ class TierCopies:
 
     def prefetch(self, keys: Sequence[bytes], window: int | None) -> OffloadPrefetch:
         """Asks the tier for the blocks that the host pool lacks, and reads those of the prefix."""
-        if len({*keys}) != len(keys):
-            raise ValueError("prefetch: keys has duplicates; pass each block once")
+        self.check_keys("prefetch", keys)
         prefetch = OffloadPrefetch(tuple(keys), _window=window)
+        if len(self._prefetches) >= MAX_QUEUED:  # the tier does not answer
+            prefetch.done = True
+            return prefetch
         prefetch._expires_at = self._clock() + self._timeout_s
         absent = [key for key in prefetch.keys if self._manager.state(key) is None]
         if absent:
@@ -124,6 +131,15 @@ class TierCopies:
         self._prefetches.append(prefetch)
         self._advance(prefetch)
         return prefetch
+
+    def check_keys(self, operation: str, keys: Sequence[bytes]) -> None:
+        """Raises ValueError if a key is too long for the tier."""
+        limit = MAX_KEY_BYTES - (len(self._memory.keys(b"")[0]))
+        longest = max(map(len, keys), default=0)
+        if longest > limit:
+            raise ValueError(
+                f"OffloadEngine.{operation}: a key of {longest} bytes; at most {limit} with tiers"
+            )
 
     def _ask(self, keys: Sequence[bytes]) -> list[bytes]:
         """Those of the blocks that are entirely in the tier; in the executor."""
@@ -182,7 +198,9 @@ class TierCopies:
         answer = prefetch._answer
         if answer and answer.done():
             prefetch._answer = None
-            if not prefetch.done and not answer.exception():
+            if error := answer.exception():
+                LOGGER.warning("OffloadEngine: contains of a tier failed, as a miss: %r", error)
+            elif not prefetch.done:
                 self._promote(prefetch, {*answer.result()} - prefetch._discarded)
         if not prefetch._answer and self._reading.isdisjoint(prefetch.keys):
             self._prefetches.remove(prefetch)
@@ -216,17 +234,24 @@ class TierCopies:
         Without a window, the head of a prefix is of use. A part of a window is not: a shorter
         prefix then needs another one.
         """
-        half, limit = max(0, self._manager.num_pages // 2 - len(self._reading)), len(keys)
-        while True:
-            end = longest_prefix(both, keys, limit, window)
-            wanted = keys[0 if window is None else max(0, end - window) : end]
+        half = max(0, self._manager.num_pages // 2 - len(self._reading))
+        if window is None:
+            wanted = keys[: longest_prefix(both, keys, len(keys), None)]
             missing = [key for key in wanted if key in absent]
-            if window is None:
-                return wanted[: wanted.index(missing[half])] if len(missing) > half else wanted
-            excess = len(missing) - min(half, self._manager._blocks.room(wanted))
-            if excess <= 0 or not missing:
-                return wanted
-            limit = end - excess  # a block less in the prefix makes room for one at most
+            return wanted[: wanted.index(missing[half])] if len(missing) > half else wanted
+        table = self._manager._blocks
+        room = table.room(())
+        # Sums over the blocks before each place: of the window at its end in one pass.
+        there = [*accumulate((key in both for key in keys), initial=0)]
+        to_read = [*accumulate((key in absent for key in keys), initial=0)]
+        idle = [*accumulate(map(table.is_idle, keys), initial=0)]
+        for end in range(len(keys), 0, -1):
+            start = max(0, end - window)
+            reads = to_read[end] - to_read[start]
+            fits = not reads or reads <= min(half, room - (idle[end] - idle[start]))
+            if fits and there[end] - there[start] == end - start:
+                return keys[start:end]
+        return ()
 
     def _submit(
         self, call: Callable[[bytes, memoryview], Future[bool]], spec: LoadSpec | StoreSpec
@@ -243,7 +268,7 @@ class TierCopies:
     def _end_write(self, copy: _TierCopy) -> None:
         self._num_writing -= len(copy.spec.keys)
         try:
-            self._manager.complete(copy.spec)
+            self._manager.complete(copy.spec, failed=copy.failed())
         except StaleSpecError:  # a block was discarded during its write
             spec = copy.spec
             pages = zip(spec.keys, spec.pages, spec.generations, strict=True)
@@ -271,3 +296,13 @@ def _submitted(
         missed: Future[bool] = Future()
         missed.set_result(False)
         return missed
+
+
+def checked_prefetch(keys: Sequence[bytes], window: int | None) -> tuple[bytes, ...]:
+    """The arguments of a prefetch, with tiers or without."""
+    keys = checked_keys("prefetch", keys)
+    if len({*keys}) != len(keys):
+        raise ValueError("prefetch: keys has duplicates; pass each block once")
+    if window is not None and window < 1:
+        raise ValueError(f"prefetch: window={window}; at least 1 block, or None")
+    return keys

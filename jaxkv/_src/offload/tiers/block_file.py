@@ -11,6 +11,7 @@ the comparison rejects it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -129,6 +130,12 @@ def read(path: str, key: bytes, into: memoryview, now: float, scratch: Scratch, 
     if not aligned:
         copy(into, scratch.block)
     return True
+
+
+def unlink(path: str) -> None:
+    """Removes a file, if it exists."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def remove(path: str) -> bool:

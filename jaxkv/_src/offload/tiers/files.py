@@ -80,12 +80,23 @@ class FileTier(QueuedTier):
         self._refresher.start()
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """See `Tier`; removes the files in the caller's thread."""
+        """See `Tier`; removes the files in the caller's thread.
+
+        Raises:
+          OSError: a file cannot be removed, so that its block is still found. The others are.
+        """
         keys = tuple(keys)
         self._check_keys("remove", keys)
+        remaining: OSError | None = None
         for key in keys:
             self._index.drop(key)
-            block_file.remove(self._index.path(key))
+            try:
+                block_file.unlink(self._index.path(key))
+            except OSError as error:
+                self._failed("remove", error)
+                remaining = error
+        if remaining:
+            raise remaining
 
     def close(self) -> None:
         """See `Tier`."""

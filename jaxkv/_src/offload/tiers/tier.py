@@ -75,6 +75,7 @@ class Tier(Protocol):
 
         Raises:
           ValueError: the tier is closed, and cannot remove blocks any more (a `FileTier` can).
+          OSError: a block cannot be removed, and is still found.
         """
 
     def metrics(self) -> dict[str, float]:
