@@ -259,13 +259,20 @@ class Engine:
         return chosen
 
     def _finish(self, dispatched: Dispatched) -> None:
-        """Reads the tokens of a step."""
+        """Reads the tokens of a step; then raises the first exception of a request's callbacks."""
         with jaxkv.allow_host_sync("tokens of the previous step, while this one runs"):
             tokens = np.asarray(dispatched[0]).tolist()
         self._compute_anew(self.blocks.poll())  # the loads of the step have ended, too
+        errors = []
         for sampled, token in zip(dispatched[1], tokens, strict=False):
             if sampled and sampled[0].restarts == sampled[1]:
-                self._append(sampled[0], token)
+                try:
+                    self._append(sampled[0], token)
+                except Exception as error:  # the other requests go on
+                    self.cancel(sampled[0])
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _append(self, request: Request, token: int) -> None:
         if request.finished:  # sampled after the stop token

@@ -39,8 +39,11 @@ class Request:
       prompt: at least one token.
       max_new_tokens: length of the answer, unless it stops earlier.
       sampling: how tokens are chosen.
-      stop: whether the answer ends with its last token; called once for each token.
-      on_token: called after each token and at the end, in the thread of the engine.
+      stop: whether the answer ends with its last token; called for each token, unless it is the
+        last of `max_new_tokens`.
+      on_token: called after each token, the last one included, in the thread of the engine. If it
+        or `stop` raises, the request ends, and `Engine.step` raises once the others have their
+        tokens.
     """
 
     prompt: list[int]

@@ -17,8 +17,10 @@ class Sampling:
     Attributes:
       temperature: divisor of the logits; 0: the most likely token.
       top_p: sum of the probabilities of the tokens to choose from, in (0, 1]; at least one token.
-      top_k: number of tokens to choose from; 0, or more than there are: all.
-      seed: equal seeds and prompts give equal answers, whatever else is in the batch.
+      top_k: number of tokens to choose from; 0, or more than there are: all. As in vLLM, tokens as
+        likely as the last one are kept, too.
+      seed: modulo 2**32; equal seeds and prompts give equal answers, in float32 whatever else is in
+        the batch.
     """
 
     temperature: float = 0.0
@@ -33,6 +35,7 @@ class Sampling:
 
 
 GREEDY = Sampling()
+_HOTTEST = float(np.finfo(np.float32).max)
 
 
 class SamplingRows(NamedTuple):
@@ -47,7 +50,7 @@ class SamplingRows(NamedTuple):
     def of(cls, rows: list[Sampling], max_rows: int) -> "SamplingRows":
         rows = rows + [GREEDY] * (max_rows - len(rows))
         return cls(
-            np.array([row.temperature for row in rows], np.float32),
+            np.array([min(row.temperature, _HOTTEST) for row in rows], np.float32),
             np.array([row.top_p for row in rows], np.float32),
             np.array([min(row.top_k, np.iinfo(np.int32).max) for row in rows], np.int32),
             np.array([row.seed % 2**32 for row in rows], np.uint32),
@@ -64,7 +67,9 @@ def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.A
         key = jax.random.fold_in(jax.random.key(seed), position)
         return jax.random.gumbel(key, logits.shape[1:])
 
-    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
+    # Not above 0: a quotient by a small temperature must not overflow.
+    scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled /= jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
     descending = -jnp.sort(-scaled, axis=-1)
     probabilities = jax.nn.softmax(descending, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
