@@ -291,6 +291,8 @@ NB_MODULE(_ext, m) {
   m.attr("HOST_IDS_HEADER") = transfer::kHostIdsHeader;
   m.attr("FLASHINFER_ROWS") = metadata::kMaxFlashInferRows;
   m.attr("INLINE_IDS") = transfer::kInlineIds;
+  m.attr("MAX_SEGMENTS") = transfer::kMaxSegments;
+  m.attr("MAX_SEGMENT_BUFFERS") = transfer::kMaxSegmentBuffers;
   m.attr("MAX_STATES") = recurrent::kMaxStates;
   m.attr("MAX_STATE_GEOMETRIES") = recurrent::kMaxGeometries;
   m.attr("MAX_SPARSE_IDS") = sparse::kMaxIds;

@@ -117,7 +117,6 @@ class CopyStream {
   std::vector<SegmentedCopy> incomplete_;  // one of each execution at most, in order of their start
 };
 
-inline constexpr size_t kMaxSegments = 1023;    // per copy
 inline constexpr uint32_t kNumCopyStreams = 4;  // load and store, kernel and copy engine
 inline constexpr size_t kCopyStreamWords = 1 + kMaxSegments;
 

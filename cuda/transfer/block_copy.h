@@ -66,6 +66,10 @@ struct IdLists {
 // Maximum number of ids that the copy kernel checks itself; longer lists go through plan_pairs.
 inline constexpr size_t kInlineIds = 12 * 1024;
 
+// Of an asynchronous copy: segments, and buffers in each.
+inline constexpr size_t kMaxSegments = 1023;
+inline constexpr size_t kMaxSegmentBuffers = 256;
+
 struct alignas(8) BlockPair {  // one load
   int32_t source, destination;
 };

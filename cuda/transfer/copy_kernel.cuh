@@ -9,8 +9,8 @@
 namespace jaxkv::transfer {
 namespace {
 
-constexpr int kMaxBuffers = 256;  // 4 KiB of kernel parameters ...
-constexpr int kFewBuffers = 8;    // ... whose transfer would delay a copy of one page
+constexpr int kMaxBuffers = kMaxSegmentBuffers;  // 4 KiB of kernel parameters ...
+constexpr int kFewBuffers = 8;  // ... whose transfer would delay a copy of one page
 constexpr int kCopyThreads = 1024;
 constexpr int kIdsInFlight = 4;           // in addition to the words of a Window
 constexpr uint32_t kAlignedWords = 64;    // stretches start at multiples: full cache lines

@@ -10,7 +10,9 @@ round differently.
 """
 
 import argparse
+import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +32,7 @@ from .presets import PRESETS, init_params
 from .report import Turn
 from .tokenizer import ByteTokenizer, QwenTokenizer, Tokenizer
 
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified")
 TIER_BYTES = 1 << 36  # of files
 
 Conversations = dict[str, list[str]]
@@ -45,7 +48,13 @@ def parse(argv: Sequence[str] | None, on_cpu: bool) -> argparse.Namespace:
     prompts = Path(__file__).with_name("conversations.jsonl")
     rounding = "in bfloat16 batches that differ round differently, which may change tokens"
     add = parser.add_argument
-    add("--prompts", type=Path, metavar="FILE", default=prompts, help='JSONL of {"id", "turns"}')
+    add(
+        "--prompts",
+        type=input_file,
+        metavar="FILE",
+        default=prompts,
+        help='JSONL of {"id", "turns"}',
+    )
     add("--model", type=Path, metavar="DIR", help="Qwen3 checkpoint (default: random weights)")
     dtype = "float32" if on_cpu else "bfloat16"
     preset = "tiny" if on_cpu else "qwen3-0.6b"
@@ -61,17 +70,20 @@ def parse(argv: Sequence[str] | None, on_cpu: bool) -> argparse.Namespace:
     add("--num-host-pages", type=positive, metavar="N", help="default: enough for everything")
     add(
         "--tier",
-        type=Path,
+        type=folder,
         metavar="DIR",
         help="files below the host pool; the next run finds them",
     )
-    add("--layout", default="page_first_direct", help="of the host pool")
+    add("--layout", choices=LAYOUTS, default="page_first_direct", help="of the host pool")
     add("--max-new-tokens", type=positive, metavar="N", default=24 if on_cpu else 64)
-    add("--seed", type=int, default=0, help="of the random weights")
+    add("--seed", type=seed, default=0, help="of the random weights, 32 bits")
     add(
-        "--plot", type=Path, metavar="FILE.png", help="plot of the comparison (requires matplotlib)"
+        "--plot",
+        type=plot_file,
+        metavar="FILE.png",
+        help="plot of the comparison (requires matplotlib)",
     )
-    add("--json", type=Path, metavar="FILE", help="write all figures and answers")
+    add("--json", type=output_file, metavar="FILE", help="write all figures and answers")
     return parser.parse_args(argv)
 
 
@@ -79,6 +91,55 @@ def positive(text: str) -> int:
     if int(text) < 1:
         raise ValueError(text)  # argparse adds option and value
     return int(text)
+
+
+def natural(text: str) -> int:
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
+
+
+def seed(text: str) -> int:
+    if not 0 <= int(text) < 2**32:  # jax.random.key ignores further bits
+        raise ValueError(text)
+    return int(text)
+
+
+def input_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not os.access(path, os.R_OK):
+        raise argparse.ArgumentTypeError(f"{text} is not a readable file")
+    return path
+
+
+def output_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a file in an existing directory")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} is not writable")
+    return path
+
+
+def plot_file(text: str) -> Path:
+    path = output_file(text)
+    if not importlib.util.find_spec("matplotlib"):
+        raise argparse.ArgumentTypeError("requires matplotlib")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise argparse.ArgumentTypeError(f"{text} must end with one of {', '.join(formats)}")
+    return path
+
+
+def folder(text: str) -> Path:
+    """A directory, or where one can be made."""
+    path = Path(text)
+    nearest = next(place for place in (path, *path.parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{nearest} is not a writable directory")
+    return path
 
 
 def read_conversations(path: Path) -> Conversations:
@@ -110,6 +171,16 @@ def load_model(args: argparse.Namespace, on_cpu: bool) -> tuple[Config, Params]:
         return load_checkpoint(args.model, args.dtype)
     config = PRESETS[args.preset]
     return config, init_params(config, args.seed, args.dtype)
+
+
+def name_weights(args: argparse.Namespace) -> str:
+    """Tells weights of the tier's blocks apart, also after files were replaced."""
+    if not args.model:
+        return f"{args.preset} {args.seed}"
+    directory = args.model.resolve()
+    files = [(path, path.stat()) for path in sorted(directory.glob("*.safetensors"))]
+    sizes = [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in files]
+    return f"{directory} {sizes}"
 
 
 def plan_runs(
@@ -233,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         engine = Engine(
             config, params, limits, num_hbm_pages, num_host_pages, args.layout, args.attention,
-            tiers=open_tiers, weights=f"{args.model or args.preset} {args.seed}",
+            tiers=open_tiers, weights=name_weights(args),
         )  # fmt: skip
         engine.warm_up()
         runs[name] = serve(engine, tokenizer, conversations, args.max_new_tokens, show_progress)
@@ -255,8 +326,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if from_tier:
         print(from_tier)
     print("TTFT: mean time from admission to the first token on the host, including loads")
-    if args.plot:
-        report.plot(found.rounds, args.plot)
     if args.json:
         summary = {
             "platform": device.platform,
@@ -267,6 +336,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "turns": answers(runs, engine.spec, tokenizer),
         }
         args.json.write_text(json.dumps(summary, indent=1))
+    if args.plot:
+        report.plot(found.rounds, args.plot)
     count = sum(len(turn.answer) for turn in runs["offload"])
     all_equal = all(found.tokens_equal.values())
     verdict = "equal those" if all_equal else "DIFFER from those"

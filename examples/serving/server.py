@@ -9,15 +9,16 @@ loop of the server; the engine never waits for a client.
 
 import argparse
 import asyncio
+import contextlib
 import json
-import math
 import queue
 import threading
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import jax
@@ -25,12 +26,14 @@ import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import jaxkv
 
+from .__main__ import natural, positive
 from .checkpoint import load_checkpoint
 from .engine import Engine, Limits
 from .presets import PRESETS, init_params
@@ -39,6 +42,30 @@ from .sampling import Sampling
 from .tokenizer import ByteTokenizer, QwenTokenizer, Tokenizer
 
 Fields = dict[str, Any]
+# Options of the API that the engine does not have, and the values that ask for nothing.
+NEUTRAL: dict[str, list[Any]] = {
+    "n": [None, 1],
+    "best_of": [None, 1],
+    "echo": [None, False],
+    "logprobs": [None, False],
+    "response_format": [None, {"type": "text"}],
+}
+TYPES = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
+class APIError(HTTPException):
+    """An answer with an error object of the OpenAI API; `param` is the field that is wrong."""
+
+    def __init__(self, status: int, message: str, param: str | None = None):
+        super().__init__(status, message)
+        self.param = param
 
 
 class EngineThread:
@@ -89,28 +116,43 @@ class Server:
         routes = [
             Route("/health", self.health),
             Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.one_model),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
         ]
-        self.app = Starlette(routes=routes, exception_handlers={HTTPException: _error})
+        handlers = {HTTPException: _error, Exception: _error}
+        self.app = Starlette(routes=routes, exception_handlers=handlers)
 
     async def health(self, request: HTTPRequest) -> Response:
         return Response(status_code=500 if self.thread.error else 200)
 
     async def models(self, request: HTTPRequest) -> Response:
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "jaxkv"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def one_model(self, request: HTTPRequest) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
 
     async def complete(self, http: HTTPRequest) -> Response:
-        chat = http.url.path.endswith("chat/completions")
+        try:
+            return await self._complete(http, http.url.path.endswith("chat/completions"))
+        except ClientDisconnect:
+            return Response(status_code=499)  # for logs
+
+    async def _complete(self, http: HTTPRequest, chat: bool) -> Response:
         try:
             fields = await http.json()
-            prompt = self._prompt(fields, chat)
-            request, stop = self._request(fields, prompt)
+            if not isinstance(fields, dict):
+                raise ValueError(f"the body must be a JSON object, got {shortened(fields)}")
+            self._check_model(fields.get("model"))
+            request, stop = self._request(fields, self._prompt(fields, chat), chat)
             self.thread.engine.check(request)
-            usage = bool((fields.get("stream_options") or {}).get("include_usage"))
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise HTTPException(400, f"{type(error).__name__}: {error}") from error
+            stream = _field(fields, "stream", False, bool)
+            options = _field(fields, "stream_options", {}, dict)
+            usage = _field(options, "include_usage", False, bool)
+        except (RecursionError, ValueError) as error:
+            raise APIError(400, str(error)) from error
+        self._check_engine()
         texts = self._texts(request, stop)
         head = {
             "id": uuid.uuid4().hex,
@@ -118,59 +160,79 @@ class Server:
             "created": int(time.time()),
             "model": self.model,
         }
-        if fields.get("stream"):
+        if stream:
             events = self._events(head, request, texts, chat, usage)
             return StreamingResponse(events, media_type="text/event-stream")
-        text = "".join([piece async for piece in texts])
+        text = await _unless_gone(http, _joined(texts))
         content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         choice = {"index": 0, "finish_reason": _reason(request), "logprobs": None, **content}
         return JSONResponse({**head, "choices": [choice], "usage": _usage(request)})
 
+    def _model(self) -> Fields:
+        return {"id": self.model, "object": "model", "created": 0, "owned_by": "jaxkv"}
+
+    def _check_model(self, name: object) -> None:
+        if name not in (None, self.model):
+            raise APIError(404, f"the model {shortened(name)} does not exist", "model")
+
+    def _check_engine(self) -> None:
+        if self.thread.error:
+            raise APIError(500, "the engine failed") from self.thread.error
+
     def _prompt(self, fields: Fields, chat: bool) -> list[int]:
-        if fields.get("n", 1) != 1:
-            raise ValueError("n must be 1")
         if chat:
-            return self.tokenizer.chat(fields["messages"])
-        prompt = fields["prompt"]
+            try:
+                return self.tokenizer.chat(fields.get("messages"))
+            except ValueError as error:
+                raise APIError(400, str(error), "messages") from error
+        prompt = fields.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
-            raise ValueError("prompt must be one string or one list of token ids")
+            raise APIError(400, "prompt must be one string or one list of token ids", "prompt")
         vocabulary = self.thread.engine.config.vocab_size
         if any(not 0 <= token < vocabulary for token in prompt):
-            raise ValueError(f"token ids must be in [0, {vocabulary})")
+            raise APIError(400, f"token ids must be in [0, {vocabulary})", "prompt")
         return prompt
 
-    def _request(self, fields: Fields, prompt: list[int]) -> tuple[Request, list[str]]:
-        stop = fields.get("stop") or []
-        stop = [stop] if isinstance(stop, str) else stop
+    def _request(self, fields: Fields, prompt: list[int], chat: bool) -> tuple[Request, list[str]]:
+        for name, values in NEUTRAL.items():
+            value = fields.get(name)
+            if not any(type(value) is type(same) and value == same for same in values):
+                allowed = f"only {json.dumps(values[1])} is supported"
+                raise APIError(400, f"{name} is {shortened(value)}; {allowed}", name)
+        stop = _field(fields, "stop", [], str, list)
+        stop = [stop] if isinstance(stop, str) and stop else [*stop]
         if not all(isinstance(text, str) and text for text in stop):
-            raise ValueError("stop must be strings that are not empty")
-        limits = [fields.get(name) for name in ("max_completion_tokens", "max_tokens")]
-        count = next((limit for limit in limits if limit is not None), 16)
+            raise APIError(400, "stop must be strings that are not empty", "stop")
+        limits = self.thread.engine.limits
+        room = limits.page_size * limits.pages_per_request - len(prompt)
+        count = _field(fields, "max_tokens", room if chat else 16, int)
+        count = _field(fields, "max_completion_tokens", count, int)
         sampling = Sampling(
-            _number(fields, "temperature", 1.0),
-            _number(fields, "top_p", 1.0),
-            int(_number(fields, "top_k", 0)),
-            int(_number(fields, "seed", uuid.uuid4().int % 2**32)),
+            _field(fields, "temperature", 1.0, float),
+            _field(fields, "top_p", 1.0, float),
+            _field(fields, "top_k", 0, int),
+            _field(fields, "seed", uuid.uuid4().int % 2**32, int),
         )
-        end = None if fields.get("ignore_eos") else self.tokenizer.stop
+        end = None if _field(fields, "ignore_eos", False, bool) else self.tokenizer.stop
 
         def stops(request: Request) -> bool:
             if request.tokens[-1] == end:
                 return True
             return bool(stop) and _cut(self.tokenizer.decode(request.answer), stop)[1]
 
-        return Request(prompt, int(count), sampling, stops), stop
+        return Request(prompt, count, sampling, stops), stop
 
     async def _texts(self, request: Request, stop: list[str]) -> AsyncIterator[str]:
         """Pieces of the answer, in whole characters, without what may become a stop string."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def tell(_: Request) -> None:
-            loop.call_soon_threadsafe(news.set)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends
+                loop.call_soon_threadsafe(news.set)
 
         request.on_token = tell
         self.thread.put("submit", request)
@@ -179,8 +241,7 @@ class Server:
             while not finished:
                 await news.wait()
                 news.clear()
-                if self.thread.error:
-                    raise RuntimeError("the engine failed") from self.thread.error
+                self._check_engine()
                 finished = request.finished
                 text, _ = _cut(self.tokenizer.decode(request.answer), stop)
                 if not finished:
@@ -204,21 +265,51 @@ class Server:
 
         if chat:
             yield event({"delta": {"role": "assistant", "content": ""}})
-        async for text in texts:
-            yield event({"delta": {"content": text}} if chat else {"text": text})
+        try:
+            async for text in texts:
+                yield event({"delta": {"content": text}} if chat else {"text": text})
+        except APIError as error:
+            yield f"data: {json.dumps(_error_object(error))}\n\n"
+            return
         yield event({"delta": {}} if chat else {"text": ""}, _reason(request))
         if usage:
             yield f"data: {json.dumps({**head, 'choices': [], 'usage': _usage(request)})}\n\n"
         yield "data: [DONE]\n\n"
 
 
-def _number(fields: Fields, name: str, default: float) -> float:
-    value = fields.get(name)
-    if value is None:
+def _field(fields: Fields, name: str, default: Any, *types: type) -> Any:
+    """The value of a field; the default if it is absent or null."""
+    if (value := fields.get(name)) is None:
         return default
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if type(value) not in types and not (float in types and type(value) is int):
+        expected = " or ".join(TYPES[kind] for kind in types)
+        raise APIError(400, f"{name} must be {expected}, got {shortened(value)}", name)
+    if type(value) in (int, float) and not abs(value) < 2**64:  # NaN is not, either
+        raise APIError(400, f"{name} is out of range: {shortened(value)}", name)
     return value
+
+
+async def _joined(texts: AsyncIterator[str]) -> str:
+    return "".join([text async for text in texts])
+
+
+async def _unless_gone(http: HTTPRequest, answer: Coroutine[Any, Any, str]) -> str:
+    """The answer, which is cancelled if the client disconnects, as ClientDisconnect says."""
+
+    async def wait_until_gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    work, gone = asyncio.create_task(answer), asyncio.create_task(wait_until_gone())
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+        return work.result()
+    finally:
+        work.cancel()
+        gone.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
 
 
 def _cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
@@ -238,12 +329,18 @@ def _usage(request: Request) -> Fields:
 
 
 async def _error(request: HTTPRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    content = {"message": error.detail, "type": "invalid_request_error", "code": error.status_code}
-    return JSONResponse({"error": content}, status_code=error.status_code)
+    if not isinstance(error, HTTPException):  # a traceback follows
+        error = APIError(500, "internal error")
+    return JSONResponse(_error_object(error), error.status_code, error.headers)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def _error_object(error: HTTPException) -> Fields:
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    param = getattr(error, "param", None)
+    return {"error": {"message": error.detail, "type": kind, "param": param, "code": None}}
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Limits]:
     on_cpu = jax.devices()[0].platform == "cpu"
     parser = argparse.ArgumentParser(prog="python -m examples.serving.server")
     add = parser.add_argument
@@ -251,15 +348,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--preset", choices=[*PRESETS], default="tiny", help="sizes of random weights")
     add("--dtype", choices=("float32", "bfloat16"), default="float32" if on_cpu else "bfloat16")
     add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000)
-    add("--page-size", type=int, default=16 if on_cpu else 64, help="tokens")
-    add("--num-hbm-pages", type=int, default=1024)
-    add("--num-host-pages", type=int, default=4096)
-    add("--max-requests", type=int, default=8 if on_cpu else 64, help="running at a time")
-    add("--token-budget", type=int, default=128 if on_cpu else 2048, help="tokens of a step")
-    add("--tensor-parallel", type=int, default=1, metavar="N", help="devices")
-    add("--max-length", type=int, default=4096, help="tokens of prompt and answer")
+    add("--port", type=natural, default=8000)
+    add("--page-size", type=positive, default=16 if on_cpu else 64, help="tokens")
+    add("--num-hbm-pages", type=positive, default=1024)
+    add("--num-host-pages", type=natural, default=4096)
+    add("--max-requests", type=positive, default=8 if on_cpu else 64, help="running at a time")
+    budget = 128 if on_cpu else 2048
+    add("--token-budget", type=positive, default=budget, help="tokens of a step")
+    add("--tensor-parallel", type=positive, default=1, metavar="N", help="devices")
+    add("--max-length", type=positive, default=4096, help="tokens of prompt and answer")
     args = parser.parse_args(argv)
+    if args.tensor_parallel > len(jax.devices()):
+        parser.error(f"--tensor-parallel: there are {len(jax.devices())} devices")
+    pages = -(-args.max_length // args.page_size)
+    if pages > args.num_hbm_pages:
+        parser.error(f"--num-hbm-pages: a request of --max-length needs {pages}")
+    if args.token_budget <= args.max_requests:
+        parser.error("--token-budget must exceed --max-requests")
+    return args, Limits(args.page_size, args.max_requests, args.token_budget, pages)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, limits = parse(argv)
     tokenizer: Tokenizer = ByteTokenizer()
     if args.model:
         tokenizer = QwenTokenizer(args.model)
@@ -267,8 +377,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         config = PRESETS[args.preset]
         params = init_params(config, 0, args.dtype)
-    pages = -(-args.max_length // args.page_size)
-    limits = Limits(args.page_size, args.max_requests, args.token_budget, pages)
     memory = None
     if args.tensor_parallel > 1:
         mesh = jax.sharding.Mesh(np.array(jax.devices()[: args.tensor_parallel]), ("tp",))

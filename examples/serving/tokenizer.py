@@ -4,13 +4,49 @@ A conversation is append-only: tokens processed by the model never change, so th
 reused. `prompt` therefore returns only the tokens added by a new turn.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from reprlib import repr as shortened
 
 SYSTEM = (
     "You are a patient and precise assistant. Answer in plain words, say what you are not sure "
     "of, and ask back when a question can be read in two ways."
 )
+
+
+def turns(messages: object) -> list[tuple[str, str]]:
+    """Role and text of each message of a chat; ValueError for anything but text.
+
+    Text is a string or, as in the OpenAI API, a list of text parts, which are joined by newlines.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages must be a list of at least one, got {shortened(messages)}")
+    found = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(f"messages[{index}] must be an object, got {shortened(message)}")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise ValueError(f"messages[{index}].role must be a string, got {shortened(role)}")
+        texts = [content] if isinstance(content, str) else _texts(content)
+        if not texts:
+            expected = "must be a string or a list of text parts"
+            raise ValueError(f"messages[{index}].content {expected}, got {shortened(content)}")
+        found.append((role, "\n".join(texts)))
+    return found
+
+
+def _texts(content: object) -> list[str]:
+    """The texts of a list of text parts; empty if it is anything else."""
+    parts = content if isinstance(content, list) else []
+    known = [
+        part["text"]
+        for part in parts
+        if isinstance(part, dict)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    ]
+    return known if len(known) == len(parts) else []
 
 
 class ByteTokenizer:
@@ -22,9 +58,10 @@ class ByteTokenizer:
         opening = "" if history else SYSTEM
         return list(f"{opening}\n\nUser: {text}\n\nAssistant: ".encode())
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        turns = [f"{message['role'].title()}: {message['content']}" for message in messages]
-        return self.encode("\n\n".join([*turns, "Assistant: "]))
+    def chat(self, messages: object) -> list[int]:
+        """ValueError as in `turns`."""
+        said = [f"{role.title()}: {text}" for role, text in turns(messages)]
+        return self.encode("\n\n".join([*said, "Assistant: "]))
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -53,9 +90,10 @@ class QwenTokenizer:
         answer = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
         return self.encode(opening + question + answer)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
-        return self.encode("".join(turns) + "<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    def chat(self, messages: object) -> list[int]:
+        """ValueError as in `turns`."""
+        said = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns(messages)]
+        return self.encode("".join(said) + "<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

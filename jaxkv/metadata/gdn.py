@@ -20,6 +20,7 @@ from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, num_computed_tokens
 from jaxkv.metadata.segments import (
     Array,
     cdiv,
+    int32_on_device,
     on_device,
     prefix_sum,
     row_of,
@@ -37,7 +38,9 @@ class GDNMetadata:
     """See `build`. Rows and tokens of a kind are packed in batch order.
 
     Attributes:
-      num_prefills: int32[], rows without drafts that have query tokens and are not decodes.
+      num_prefills: int32[]. In a step with draft tokens the non-spec rows that have query tokens;
+        in one without, as in `Split`: all rows from the first prefill on, also those without query
+        tokens.
       num_prefill_tokens: int32[]; in a step without draft tokens with padding, as in `Split`.
       num_decodes: int32[], 0 in a step with draft tokens.
       num_decode_tokens: int32[].
@@ -107,8 +110,8 @@ def build(
       chunk_size: tokens per chunk of a prefill.
 
     Raises:
-      ValueError: operands not of shape [B], draft tokens without accepted tokens, mode all, a chunk
-        size below 1, or a block table too narrow for the states of draft tokens.
+      ValueError: operands not integers of shape [B], draft tokens without accepted tokens, mode
+        all, a chunk size below 1, or a block table too narrow for the states of draft tokens.
 
     Example: `build(batch, num_draft_tokens=drafts, num_accepted_tokens=accepted,
     num_spec_tokens=2)`.
@@ -124,8 +127,9 @@ def build(
     spec = _pack(batch, is_spec)
     counts = _counts(batch, jnp.any(is_spec), non_spec)
     states = mamba.state_indices(batch, mode=mode, num_spec_tokens=num_spec_tokens)
-    accepted = 1 if num_accepted_tokens is None else on_device(num_accepted_tokens)
-    accepted = jnp.broadcast_to(jnp.asarray(accepted, jnp.int32), batch.seq_lens.shape)
+    accepted = jnp.ones_like(batch.seq_lens)
+    if num_accepted_tokens is not None:
+        accepted = int32_on_device("num_accepted_tokens", num_accepted_tokens)
     return GDNMetadata(
         **counts,
         num_spec_decodes=spec.num_rows,
@@ -210,7 +214,7 @@ def _spec_rows(batch: BatchMetadata, num_draft_tokens: Array | None) -> jax.Arra
     """bool[B], rows that verify draft tokens; none if there is no draft token at all."""
     if num_draft_tokens is None:
         return jnp.zeros(batch.max_num_reqs, bool)
-    drafts = on_device(num_draft_tokens)
+    drafts = int32_on_device("num_draft_tokens", num_draft_tokens)
     verifies = (drafts >= 0) & batch.row_mask
     return verifies & jnp.any(verifies & (drafts > 0))
 

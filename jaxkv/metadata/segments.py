@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxkv._src.runtime.int32 import check_fits_int32
 from jaxkv.metadata.checks import check_has_rows
 
 Array: TypeAlias = jax.Array | np.ndarray  # on the device, or on the host until it is traced
@@ -38,8 +39,9 @@ def int32_on_device(name: str, values: ArrayLike) -> jax.Array:
     """`values` as int32; with jax_enable_x64, int64 of the caller would spread to the results.
 
     Raises:
-      ValueError: values that are not integers.
+      ValueError: values that are not integers, or integers on the host outside int32.
     """
+    check_fits_int32(name, values)
     array = jnp.asarray(values)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be int32, got {array.dtype}")

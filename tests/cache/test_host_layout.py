@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import jaxkv
 from jaxkv._src.cache.host_layout import HostLayout
 from tests.util.layout_reference import (
     KIND_LAYOUTS,
@@ -260,3 +261,17 @@ def test_page_bytes_cover_all_layers(kind, name):
         reference = ReferenceLayout(spec_of(kind, dtype=dtype), name, num_pages=1)
         spec = reference.spec
         assert spec.page_bytes == np.zeros(reference.shape, spec.dtype).nbytes
+
+
+@pytest.mark.parametrize("integer", [np.int8, np.uint8, np.int32])
+def test_sizes_are_those_of_python_integers(integer):
+    """Products of NumPy's would overflow."""
+    sizes = [integer(size) for size in (60, 64, 8, 127)]
+    spec = jaxkv.KVCacheSpec(*sizes, "bfloat16")
+    expected = jaxkv.KVCacheSpec(60, 64, 8, 127, dtype="bfloat16")
+    assert spec == expected and spec.page_bytes == expected.page_bytes == 60 * 2 * 64 * 8 * 127 * 2
+    layout = HostLayout(spec, "layer_first", integer(100))
+    assert layout.nbytes == 100 * expected.page_bytes
+    assert layout.buffer_offset_bytes(1, 0) == layout.nbytes // 2
+    sizes = [spec.num_layers, spec.page_size, spec.num_kv_heads, spec.head_dim]
+    assert {type(size) for size in (*sizes, layout.num_pages, layout.head_groups)} == {int}

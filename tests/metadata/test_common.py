@@ -275,6 +275,8 @@ def test_largest_slot():
         ({"cp_interleave": 3}, "cp_interleave=3 tokens must divide block_size=4 tokens"),
         ({"cp_world_size": 2, "cp_rank": 2}, r"cp_rank must be in \[0, 2\), got 2"),
         ({"cp_rank": -1}, r"cp_rank must be in \[0, 1\), got -1"),
+        ({"cp_rank": np.array(2**32)}, "cp_rank must fit int32, got 4294967296"),
+        ({"positions": np.array([2**32 + 1, 0, 0, 0])}, "positions must fit int32, got 0 .. 4294"),
         ({"cp_rank": jnp.float32(0)}, "cp_rank must be int32, got float32"),
         ({"positions": np.zeros(1, np.int32)}, r"positions must be \[4 tokens\], got \(1,\)"),
         ({"positions": jnp.zeros(3, jnp.int32)}, r"positions must be \[4 tokens\], got \(3,\)"),

@@ -178,3 +178,25 @@ def test_invalid_arguments_raise():
         gdn.build_linear(batch, mode="all")
     with pytest.raises(ValueError, match="chunk_size must be >= 1, got 0"):
         gdn.build(batch, chunk_size=0)
+
+
+@pytest.mark.parametrize("name", ["num_draft_tokens", "num_accepted_tokens"])
+@pytest.mark.parametrize(
+    "value, message",
+    [(1.9, "must be int32, got float32"), (2**32 + 1, "must fit int32, got 4294967297")],
+)
+def test_counts_that_are_not_int32_raise(name, value, message):
+    batch = Case([1], [1], [[1]], FEW).batch()
+    counts = dict.fromkeys(["num_draft_tokens", "num_accepted_tokens"], np.ones(5, np.int32))
+    with pytest.raises(ValueError, match=f"{name} {message}"):
+        gdn.build(batch, **counts | {name: np.full(5, value)})
+
+
+def test_rows_without_tokens_count_as_prefills_unless_there_are_drafts():
+    batch = Case([1, 5, 0], [4, 5, 3], [[1], [2, 3], [4]], FEW).batch()
+    without = gdn.build(batch)
+    assert (without.num_decodes, without.num_prefills) == (1, 2)
+    drafts = np.array([1, -1, -1, -1, -1], np.int32)
+    accepted = np.ones(5, np.int32)
+    spec = gdn.build(batch, num_draft_tokens=drafts, num_accepted_tokens=accepted)
+    assert (spec.num_spec_decodes, spec.num_prefills) == (1, 1)

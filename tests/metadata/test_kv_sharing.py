@@ -89,6 +89,11 @@ def test_float_arguments_raise():
         kv_sharing.build(batch_of([2]), np.zeros(2, np.int32), jnp.float32(2))
 
 
+def test_indices_outside_int32_raise():
+    with pytest.raises(ValueError, match="logits_indices must fit int32, got 0 "):
+        kv_sharing.build(batch_of([2]), np.array([0, 2**32 + 2]), 2)
+
+
 @pytest.mark.parametrize("shape", [(0,), (2, 2), ()])
 def test_invalid_logits_indices_raise(shape):
     with pytest.raises(

@@ -176,12 +176,14 @@ def test_ranges_of_wrong_shape_raise(reader, shape):
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_ranges_that_are_not_integers_raise(reader):
+def test_ranges_that_are_not_int32_raise(reader):
     batch = BatchMetadata.from_host(
         [2], [2], [[1]], max_num_reqs=1, max_num_tokens=3, max_blocks=1, block_size=2
     )
     with pytest.raises(ValueError, match="must be int32, got float32"):
         READERS[reader](batch, np.zeros((1, 1, 2), np.float32))
+    with pytest.raises(ValueError, match="must fit int32, got 4294967296 "):
+        READERS[reader](batch, np.array([[[2**32, 2**32 + 5]]]))
 
 
 @pytest.mark.parametrize(

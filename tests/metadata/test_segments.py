@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,30 @@ SEEDS = st.integers(0, 2**32 - 1)
 @functools.cache
 def jitted(function):
     return jax.jit(function)
+
+
+@pytest.mark.parametrize(
+    "values, bounds",
+    [
+        (np.array([2**32 + 1, 3]), r"3 \.\. 4294967297"),
+        (np.array([5, 2**31], np.uint32), r"5 \.\. 2147483648"),
+        (np.int64(-(2**31) - 1), r"-2147483649 \.\. -2147483649"),
+        (2**31, r"2147483648 \.\. 2147483648"),
+        ([1, 2**70], rf"1 \.\. {2**70}"),
+        ([np.int32(1), jnp.int32(2), 2**31], r"2147483648 \.\. 2147483648"),
+    ],
+)
+def test_host_values_outside_int32_raise(values, bounds):
+    """JAX would truncate those of arrays."""
+    with pytest.raises(ValueError, match=f"count must fit int32, got {bounds}"):
+        segments.int32_on_device("count", values)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64])
+def test_host_values_become_int32(dtype):
+    most = np.array([0, min(np.iinfo(dtype).max, 2**31 - 1)], dtype)
+    assert_same(segments.int32_on_device("count", most), most.astype(np.int32))
+    assert segments.int32_on_device("count", np.zeros(0, dtype)).dtype == np.int32
 
 
 @given(st.sampled_from([1, 5, 64]), SEEDS)

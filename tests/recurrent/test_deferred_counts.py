@@ -97,6 +97,15 @@ def test_start_rejects_values_outside_int32(name, value):
         jaxkv.recurrent.DeferredCounts.start(**given)
 
 
+@pytest.mark.parametrize("shape", [(), (2, 1)])
+def test_start_rejects_counts_of_other_shapes(shape):
+    counts = np.ones(shape, np.int32)
+    with pytest.raises(
+        ValueError, match=rf"num_accepted must be int32\[B\], got {len(shape)} axes"
+    ):
+        jaxkv.recurrent.DeferredCounts.start(counts, step=7, request_ids=np.array([3, 1], np.int32))
+
+
 @pytest.mark.parametrize("name", ["num_accepted", "num_drafts", "next_query_lens"])
 def test_advance_rejects_values_outside_int32(name):
     _, batch, accepted, query_lens = next_call(np.random.default_rng(0))

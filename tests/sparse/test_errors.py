@@ -100,6 +100,11 @@ def test_errors_belong_to_a_scope():
         ({"topk_ids": jnp.zeros((3, 2))}, ValueError, "topk_ids must be int32, got float32"),
         ({"topk_ids": [[0.9, 1.9]] * 3}, ValueError, "topk_ids must be int32, got float64"),
         ({"topk_ids": [[True, False]] * 3}, ValueError, "topk_ids must be int32, got bool"),
+        ({"topk_ids": [[2**32 + 1]] * 3}, ValueError, "topk_ids must fit int32, got 4294967297"),
+        ({"topk_ids": [np.array([2**32 + 1])] * 3}, ValueError, "topk_ids must fit int32"),
+        ({"topk_ids": [[jnp.int32(1)]] * 2 + [[-(2**31) - 1]]}, ValueError, "got -2147483649"),
+        ({"lengths": [np.uint32(2**31)] * 3}, ValueError, "lengths must fit int32"),
+        ({"block_table": [[2**31]] * 3}, ValueError, "block_table must fit int32"),
         ({"topk_ids": [[jnp.float32(1)]] * 3}, ValueError, "topk_ids must be int32, got float32"),
         ({"lengths": [15.9] * 3}, ValueError, "lengths must be int32, got float64"),
         ({"block_table": [[0.0]] * 3}, ValueError, "block_table must be int32, got float64"),
@@ -120,9 +125,77 @@ def test_inconsistent_arguments_raise_while_tracing(change, error, message):
         "lengths": jnp.zeros(3, jnp.int32),
         "block_table": pair.table,
         "layer": 1,
-    }
+    } | change
+    state, pool = call.pop("state"), call.pop("pool")
     with pytest.raises(error, match=message):
-        jax.eval_shape(lambda: sparse.fetch(**(call | change)))
+        jax.eval_shape(lambda state, pool: sparse.fetch(state, pool, **call), state, pool)
+
+
+@pytest.mark.parametrize("name", ["state", "pool"])
+@pytest.mark.parametrize("operation", ["fetch", "append"])
+def test_closed_over_states_and_pools_raise(operation, name):
+    """A program with a copy of them would not see a later update."""
+    pair = Pair()
+    values = {"state": pair.state, "pool": pair.pool}
+    passed = {other: value for other, value in values.items() if other != name}
+    ids, table = np.zeros((3, 1), np.int32), pair.table
+    rest: dict[str, Any] = {"topk_ids": ids, "lengths": np.full(3, 24, np.int32)}
+    if operation == "append":
+        rest = {"rows": np.zeros((3, 1, 32), np.uint8), "positions": ids}
+    rest |= {"layer": 0, "block_table": table}
+    call = getattr(sparse, operation)
+    message = rf"sparse.{operation}: {name} is closed over by a traced function, .*: pass {name} as"
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda passed, rest: call(**(values | passed), **rest | {"layer": 0}))(passed, rest)
+    jax.jit(lambda values, rest: call(**values, **rest | {"layer": 0}))(values, rest)
+
+
+def test_release_of_a_closed_over_state_raises():
+    pair = Pair()
+    with pytest.raises(ValueError, match=r"sparse.release: state is closed over"):
+        jax.jit(lambda ended: sparse.release(pair.state, ended))(np.ones(3, bool))
+
+
+def test_release_of_a_pool_raises():
+    pool: Any = Pair().pool
+    message = r"sparse.release: state must be a SparseState, got HostPool"
+    with pytest.raises(TypeError, match=message):
+        sparse.release(pool, np.ones(3, bool))
+
+
+@pytest.mark.parametrize("gone", ["state", "pool", "closed pool", "positions"])
+def test_deleted_arguments_raise(gone):
+    pair = Pair()
+    ids, lengths = jnp.zeros((3, 1), jnp.int32), np.full(3, 24, np.int32)
+    rows = np.zeros((3, 1, 32), np.uint8)
+    if gone == "closed pool":
+        pair.pool.close()
+    else:
+        argument = {"state": pair.state, "pool": pair.pool, "positions": ids}[gone]
+        jax.tree.map(lambda array: array.delete(), argument)
+    call: dict[str, Any] = {"layer": 0, "block_table": pair.table}
+    message = "an argument array was closed, deleted or donated"
+    with pytest.raises(ValueError, match=f"sparse.fetch: {message}"):
+        sparse.fetch(pair.state, pair.pool, ids, lengths=lengths, **call)
+    with pytest.raises(ValueError, match=f"sparse.append: {message}"):
+        sparse.append(pair.state, pair.pool, rows, ids, **call)
+    if gone == "state":
+        with pytest.raises(ValueError, match=f"sparse.release: {message}"):
+            sparse.release(pair.state, np.ones(3, bool))
+
+
+@pytest.mark.parametrize("dtype, value", [("int64", 2**33 + 1), ("float64", 1e300)])
+@pytest.mark.parametrize("of_arrays", [False, True])
+def test_rows_of_64_bits_raise(dtype, value, of_arrays):
+    """JAX would truncate them to the dtype of the cache."""
+    spec = jaxkv.KVCacheSpec(1, 4, 1, 4, dtype.replace("64", "32"), kind="mla")
+    state = sparse.SparseState.create(spec, batch=2, slots=4, max_length=16)
+    pool = jaxkv.HostPool.create(spec, num_pages=8)
+    array = np.full((2, 1, 4), value, dtype)
+    rows: Any = [*array] if of_arrays else array
+    table = np.zeros((2, 1), np.int32)
+    with pytest.raises(ValueError, match=f"sparse.append: rows is {dtype} of 64 bits"):
+        sparse.append(state, pool, rows, table, layer=0, block_table=table)
 
 
 def test_lists_of_integers_are_ids():

@@ -4,9 +4,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import _ext
 from tests.util.block_trees import place, random_tree
 from tests.util.swap_cases import IDS, MEMORIES, SwapCase
 from tests.util.transfer_cases import assert_rejected
@@ -62,3 +64,29 @@ def test_explain(case):
     text = jaxkv.explain(jaxkv.start_swap, *case.arrays(), *IDS)
     assert text.startswith("start_swap: host")
     assert "overlapped" in text
+
+
+def shapes(*shape):
+    return jax.ShapeDtypeStruct(shape, np.int32)
+
+
+def test_copies_with_more_arrays_than_a_cuda_handler_takes():
+    """Rejected on any platform, when they are traced."""
+    most, most_buffers = _ext.MAX_SEGMENTS, _ext.MAX_SEGMENT_BUFFERS
+
+    def swap(number):
+        src, dst = ([shapes(2, 4)] * number for _ in range(2))
+        run = jax.jit(lambda s, d, ids: jaxkv.start_swap(s, d, ids, ids).wait(), donate_argnums=1)
+        run.trace(src, dst, shapes(1))
+
+    swap(most)
+    assert_rejected(lambda: swap(most + 1), ValueError, "start_swap", most + 1, f"at most {most}")
+
+    def load(number):
+        cache = [[jnp.zeros((2, 4), jnp.int32)] * number]
+        pool = jaxkv.HostPool.create(jaxkv.ArrayCacheSpec.from_arrays(cache), num_pages=2)
+        jax.jit(jaxkv.start_load).trace(pool, cache, shapes(1), shapes(1))
+
+    load(most_buffers)
+    wanted = "start_load", most_buffers + 1, f"at most {most_buffers}"
+    assert_rejected(lambda: load(most_buffers + 1), ValueError, *wanted)

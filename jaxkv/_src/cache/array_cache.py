@@ -58,7 +58,7 @@ class ArrayHostLayout:
             raise ValueError(
                 f"layout of an ArrayCacheSpec must be one of {', '.join(_AXES)}, got {self.name!r}"
             )
-        check_size(self.num_pages, "num_pages")
+        object.__setattr__(self, "num_pages", check_size(self.num_pages, "num_pages"))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -98,7 +98,7 @@ class ArrayCacheSpec:
             below 1, or shardings over different meshes or a sharded layer axis.
         """
         if page_size is not None:
-            check_size(page_size, "page_size")
+            page_size = check_size(page_size, "page_size")
         leaves, structure = jax.tree.flatten(arrays)
         _check_leaves(leaves, stacked)
         mesh, partitions = _partitions(leaves)

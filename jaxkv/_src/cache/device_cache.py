@@ -54,7 +54,7 @@ class DeviceCache:
             multiple of the size of the mesh axis, or `head_axis` is given without a mesh.
           RuntimeError: called inside jit.
         """
-        check_size(num_pages, "num_pages")
+        num_pages = check_size(num_pages, "num_pages")
         # Committed to its device like the pool. Otherwise a program would be compiled again for a
         # cache returned by a program that also takes the pool.
         sharding: jax.sharding.Sharding = SingleDeviceSharding(default_device())

@@ -89,8 +89,8 @@ class HostLayout:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or self.name not in _AXES:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.name!r}")
-        check_size(self.num_pages, "num_pages")
-        check_size(self.head_groups, "head_groups")
+        for name in ("num_pages", "head_groups"):
+            object.__setattr__(self, name, check_size(getattr(self, name), name))
         if self.name == "page_head" and self.spec.kind == "mla":
             raise ValueError("layout page_head requires kind='mha': MLA has no head axis")
         if self.head_groups != 1 and self.name != "page_unified":

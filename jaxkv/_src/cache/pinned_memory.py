@@ -85,6 +85,7 @@ def allocate(
     shape = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
         raise ValueError(f"shape must consist of integers >= 0, got {shape}")
+    shape = tuple(map(int, shape))
     check_num_elements(shape, "an array in pinned memory")
     dtype = checked_dtype(dtype, "dtype")
     if sharding is None:

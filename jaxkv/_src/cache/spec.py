@@ -41,7 +41,7 @@ class KVCacheSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "page_size", "num_kv_heads", "head_dim"):
-            check_size(getattr(self, name), name)
+            object.__setattr__(self, name, check_size(getattr(self, name), name))
         if self.kind not in ("mha", "mla"):
             raise ValueError(f'kind must be "mha" or "mla", got {self.kind!r}')
         if self.kind == "mla" and self.num_kv_heads != 1:
@@ -128,10 +128,15 @@ def select_tokens(page_size: int, tokens: range | None) -> range | None:
 MOST = 2**31 - 1  # page ids are int32, and XLA aborts the process where a product overflows
 
 
-def check_size(value: object, name: str) -> None:
-    """Raises a ValueError unless `value` is an integer in [1, 2^31)."""
+def check_size(value: object, name: str) -> int:
+    """`value` as Python's integer, whose products do not overflow as NumPy's do.
+
+    Raises:
+      ValueError: it is not an integer in [1, 2^31).
+    """
     if isinstance(value, bool) or not (isinstance(value, int | np.integer) and 1 <= value <= MOST):
         raise ValueError(f"{name} must be an integer in [1, {MOST}], got {value!r}")
+    return int(value)
 
 
 def check_num_elements(shape: Sequence[int], name: str) -> None:

@@ -30,6 +30,7 @@ from jaxkv._src.runtime import native
 from jaxkv._src.runtime.dtypes import check_byte_dtype, check_canonical_dtype
 from jaxkv._src.runtime.errors import scope_attribute
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
+from jaxkv._src.runtime.int32 import check_fits_int32
 from jaxkv._src.runtime.sharding import check_unsharded, match_varying_axes
 from jaxkv.metadata.common import BatchMetadata
 from jaxkv.metadata.segments import Array, cdiv
@@ -214,21 +215,10 @@ def _check_states(leaves: Sequence[jax.Array], kinds: Sequence[object]) -> int:
 
 
 def _counts(name: str, values: ArrayLike, rows: int) -> jax.Array:
-    values = jnp.asarray(_fitting(name, values))
+    check_fits_int32(name, values)
+    values = jnp.asarray(values)
     if values.shape != (rows,) or values.dtype != jnp.int32:
         raise ValueError(f"{name} must be int32[{rows}], got {values.dtype}{[*values.shape]}")
-    return values
-
-
-def _fitting(name: str, values: ArrayLike) -> ArrayLike:
-    """`values`, after a range check of host arrays: JAX truncates NumPy's int64 silently."""
-    if any(isinstance(value, jax.Array) for value in jax.tree.leaves(values)):
-        return values
-    array = np.asarray(values)
-    if array.size and array.dtype.kind in "iu":
-        low, high = array.min(), array.max()
-        if low < np.iinfo(np.int32).min or high > np.iinfo(np.int32).max:
-            raise ValueError(f"{name} must fit int32, got {low} .. {high}")
     return values
 
 

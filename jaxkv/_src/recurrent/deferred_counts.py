@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
-from jaxkv._src.recurrent.align import _counts, _fitting
+from jaxkv._src.recurrent.align import _counts
 from jaxkv._src.runtime.errors import StaleCountsError
 from jaxkv._src.runtime.held_arrays import hold
+from jaxkv._src.runtime.int32 import check_fits_int32
 from jaxkv.metadata.segments import Array
 
 
@@ -49,9 +50,12 @@ class DeferredCounts:
         Raises:
           ValueError: operands of the wrong shape or dtype, or outside int32.
         """
-        rows = jnp.shape(num_accepted)[0]
+        if np.ndim(num_accepted) != 1:
+            raise ValueError(f"num_accepted must be int32[B], got {np.ndim(num_accepted)} axes")
+        rows = np.shape(num_accepted)[0]
+        check_fits_int32("step", step)
         parts = [
-            _counts("step", jnp.reshape(_fitting("step", step), 1), 1),
+            _counts("step", jnp.reshape(step, 1), 1),
             _counts("request_ids", request_ids, rows),
             _counts("num_accepted", num_accepted, rows),
         ]

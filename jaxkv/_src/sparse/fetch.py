@@ -18,11 +18,18 @@ from jax.typing import ArrayLike
 from jaxkv._src.cache.array_cache import ArrayHostLayout
 from jaxkv._src.cache.host_pool import HostPool, check_memory_kind
 from jaxkv._src.runtime import native
+from jaxkv._src.runtime.dtypes import check_canonical_dtype
 from jaxkv._src.runtime.errors import scope_attribute
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
+from jaxkv._src.runtime.int32 import check_fits_int32
 from jaxkv._src.runtime.sharding import check_unsharded, match_varying_axes
-from jaxkv._src.runtime.tracing import is_traced
-from jaxkv._src.sparse.state import SparseState, rows_of
+from jaxkv._src.sparse.state import (
+    SparseState,
+    check_is_state,
+    check_not_closed_over,
+    check_not_deleted,
+    rows_of,
+)
 from jaxkv._src.transfer.block_copy import scratch_like
 from jaxkv._src.transfer.memory_kinds import with_checked_pool
 from jaxkv._src.transfer.transformations import reject_transformations
@@ -70,11 +77,13 @@ def fetch(
       them, and those that are not -1 are counted for `jaxkv.check_errors()` (PageIndexError).
 
     Raises:
-      TypeError, ValueError: arguments of other types, shapes or dtypes, a `layer` out of range,
-        more ids than allowed, a state that is sharded outside `shard_map`, or a pool that is not in
-        pinned host memory.
+      TypeError, ValueError: arguments of other types, shapes or dtypes, lists with integers
+        outside int32, a `layer` out of range, more ids than allowed, a state that is sharded
+        outside `shard_map`, a pool that is not in pinned host memory, a state or pool that a traced
+        function closes over, or arrays that were closed, deleted or donated.
       NotImplementedError: inside vmap or a derivative.
     """
+    check_not_deleted("sparse.fetch", (state, pool, topk_ids, lengths, block_table))
     topk_ids = _as_int32("sparse.fetch: topk_ids", topk_ids)
     static = _static("sparse.fetch", state, pool, topk_ids, layer, num_sms)
     arguments = (
@@ -84,7 +93,7 @@ def fetch(
         _as_int32("sparse.fetch: lengths", lengths),
         _as_int32("sparse.fetch: block_table", block_table),
     )
-    run = _fetch if is_traced() else _fetch_now
+    run = _fetch if _has_tracers(arguments) else _fetch_now
     return run(*reject_transformations("sparse.fetch", arguments), static)
 
 
@@ -122,8 +131,12 @@ def append(
     Raises:
       TypeError, ValueError, NotImplementedError: as for `fetch`.
     """
+    check_not_deleted("sparse.append", (state, pool, rows, positions, block_table))
     positions = _as_int32("sparse.append: positions", positions)
     static = _static("sparse.append", state, pool, positions, layer, num_sms)
+    for array in jax.tree.leaves(rows):
+        if isinstance(array, np.ndarray):
+            check_canonical_dtype(array, "sparse.append: rows")
     rows = jnp.asarray(rows)
     expected = (*positions.shape, state.hot.shape[-1])
     if rows.shape != expected or rows.dtype != state.hot.dtype:
@@ -133,8 +146,13 @@ def append(
         )
     table = _as_int32("sparse.append: block_table", block_table)
     arguments = state, pool, rows, positions, table
-    run = _append if is_traced() else _append_now
+    run = _append if _has_tracers(arguments) else _append_now
     return run(*reject_transformations("sparse.append", arguments), static)
+
+
+def _has_tracers(arguments: tuple[Any, ...]) -> bool:
+    """Whether a call is traced: its state and pool are not closed over."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
 
 
 def _as_int32(name: str, values: ArrayLike) -> jax.Array:
@@ -142,6 +160,7 @@ def _as_int32(name: str, values: ArrayLike) -> jax.Array:
     if hasattr(values, "dtype"):
         valid, dtype = values.dtype == jnp.int32, values.dtype
     else:
+        check_fits_int32(name, values)
         on_host = not any(isinstance(value, jax.Array) for value in jax.tree.leaves(values))
         array = np.asarray(values) if on_host else jnp.asarray(values)
         valid, dtype = array.size == 0 or array.dtype.kind in "iu", array.dtype
@@ -187,10 +206,11 @@ def _static(
 
 
 def _check_state(operation: str, state: Any, pool: Any) -> None:
-    if not isinstance(state, SparseState):
-        raise TypeError(f"{operation}: state must be a SparseState, got {type(state).__name__}")
+    check_is_state(operation, state)
     if not isinstance(pool, HostPool):
         raise TypeError(f"{operation}: pool must be a jaxkv.HostPool, got {type(pool).__name__}")
+    check_not_closed_over(operation, "state", state)
+    check_not_closed_over(operation, "pool", pool)
     spec = rows_of(pool.spec)
     check_memory_kind(pool.data)
     layers, batch, slots, _ = state.hot.shape

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.spec import KVCacheSpec, check_num_elements, check_size
 from jaxkv._src.runtime import native
+from jaxkv._src.runtime.tracing import is_traced
 
 _WORD_BYTES = 16  # rows consist of whole words of the copy kernel
 
@@ -158,11 +159,45 @@ def release(state: SparseState, ended: ArrayLike) -> SparseState:
       The state.
 
     Raises:
-      ValueError: `ended` is not bool[batch].
+      TypeError: `state` is not a `SparseState`.
+      ValueError: `ended` is not bool[batch], or a state that was deleted or donated, or that a
+        traced function closes over.
     """
+    operation = "sparse.release"
+    check_is_state(operation, state)
+    check_not_closed_over(operation, "state", state)
+    check_not_deleted(operation, (state, ended))
     ended = jnp.asarray(ended)
     batch = state.clock.shape[1]
     if ended.shape != (batch,) or ended.dtype != jnp.bool_:
         raise ValueError(f"ended must be bool[{batch}], got {ended.dtype}{[*ended.shape]}")
     positions = jnp.where(ended[None, :, None], -1, state.positions)
     return dataclasses.replace(state, positions=positions)
+
+
+def check_is_state(operation: str, state: object) -> None:
+    """Raises a TypeError unless `state` is a `SparseState`."""
+    if not isinstance(state, SparseState):
+        raise TypeError(f"{operation}: state must be a SparseState, got {type(state).__name__}")
+
+
+def check_not_closed_over(operation: str, name: str, argument: object) -> None:
+    """Rejects concrete arrays of an argument inside a trace, which stores them as constants."""
+    concrete = any(
+        isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        for leaf in jax.tree.leaves(argument)
+    )
+    if concrete and is_traced():
+        raise ValueError(
+            f"{operation}: {name} is closed over by a traced function, whose program would keep a "
+            f"copy of its present contents and never see a later donated update: pass {name} as an "
+            "argument of the jitted function"
+        )
+
+
+def check_not_deleted(operation: str, arguments: object) -> None:
+    """Raises a ValueError for arrays without memory, for which XLA's error names no argument."""
+    for leaf in jax.tree.leaves(arguments):
+        concrete = not isinstance(leaf, jax.core.Tracer) and hasattr(leaf, "is_deleted")
+        if concrete and leaf.is_deleted():
+            raise ValueError(f"{operation}: an argument array was closed, deleted or donated")

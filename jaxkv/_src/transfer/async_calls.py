@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxkv._src.runtime import native
 from jaxkv._src.runtime.errors import scope_attribute
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.transfer.api import copy_now, share_destination
@@ -108,6 +109,7 @@ def _start_one(
         if selection.implementation != "dma":
             plan = plan_pairs(copy, call.ids)
         segment_buffers = len(copy.dense_offsets) // num_segments
+        _check_segments(operation, num_segments, segment_buffers)
         results = _start(copy, call.ids, plan, selection, segment_buffers)
     ticket, *written = analysed(check_sharded_arguments(operation, results))
     if not copy.to_dense:
@@ -115,6 +117,21 @@ def _start_one(
         # ticket in device memory, and a leaf that changes its memory space cannot be donated.
         ticket = _move_ticket(ticket, copy.dense[0])
     return ticket, plan, fusion_barrier(written)
+
+
+def _check_segments(operation: str, num_segments: int, segment_buffers: int) -> None:
+    """Limits of the CUDA handlers, which a CPU rejects, too."""
+    most, most_buffers = native.extension().MAX_SEGMENTS, native.extension().MAX_SEGMENT_BUFFERS
+    if num_segments > most:
+        raise ValueError(
+            f"{operation}: {num_segments} layers, or arrays of a swap,; at most {most}; "
+            "start several copies"
+        )
+    if segment_buffers > most_buffers:
+        raise ValueError(
+            f"{operation}: {segment_buffers} arrays of one shape in each layer; at most "
+            f"{most_buffers}: use an operation that is not asynchronous"
+        )
 
 
 def _start(

@@ -68,7 +68,8 @@ def start_load(
       A `LoadHandle`, or a dict of them; the host does not block.
 
     Raises:
-      ValueError: `timeout_s` is out of range, or as for `load_pages`.
+      ValueError: `timeout_s` is out of range; more than 1,023 layers, or 256 arrays of one shape in
+        a layer; or as for `load_pages`.
       TypeError, NotImplementedError, PageIndexError: as for `load_pages`.
     """
     ids = {"host_pages": host_pages, "device_pages": device_pages}
@@ -150,8 +151,8 @@ def start_swap(
 
     Raises:
       ValueError: arrays of `dst`, or of `src` if `dst` is in host memory, in several memory kinds;
-        as for `start_load`; or the program copies into so many arrays in host memory that XLA
-        would not compile it.
+        more than 1,023 of them; as for `start_load`; or the program copies into so many arrays in
+        host memory that XLA would not compile it.
       TypeError, NotImplementedError, PageIndexError: as for `swap_blocks`.
     """
     state, ids = {"src": src, "dst": dst}, {"src_ids": src_ids, "dst_ids": dst_ids}

@@ -1,0 +1,333 @@
+"""The serving example: invalid requests and options, clients that leave, and a failed engine."""
+
+import asyncio
+import importlib
+import itertools
+import json
+import os
+import time
+
+import pytest
+
+from examples.serving.engine import Engine, Limits
+from examples.serving.model import Config
+from examples.serving.presets import init_params
+from examples.serving.tokenizer import ByteTokenizer
+from jaxkv._src.cache.host_layout import LAYOUTS
+
+pytestmark = pytest.mark.end_to_end
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+CONFIG = Config(256, 64, 96, 2, 4, 2, 16)
+LIMITS = Limits(page_size=8, batch=4, token_budget=40, pages_per_request=40, copy_pages=8)
+ROOM = 8 * 40
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def make_server():
+    from examples.serving.server import Server
+
+    engine = Engine(CONFIG, init_params(CONFIG, 0, "float32"), LIMITS, 100)
+    return Server(engine, ByteTokenizer(), "tiny")
+
+
+def make_client(server):
+    from starlette.testclient import TestClient
+
+    return TestClient(server.app, raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def served():
+    server = make_server()
+    yield server
+    server.thread.stop()
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    return make_client(served)
+
+
+def error_of(reply, status, kind="invalid_request_error"):
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["type"] == kind
+    assert error["message"] and error["code"] is None
+    return error
+
+
+# --- Requests.
+
+
+@pytest.mark.parametrize("content", [[{"type": "text", "text": "hello"}], "hello"])
+def test_text_parts_are_the_same_as_a_string(client, content):
+    messages = [{"role": "user", "content": content}]
+    reply = client.post(CHAT, json={"messages": messages, "max_tokens": 1})
+    prompt = len(ByteTokenizer().chat(HELLO))
+    assert reply.json()["usage"]["prompt_tokens"] == prompt == len("User: hello\n\nAssistant: ")
+
+
+def test_text_parts_are_joined():
+    parts = [{"type": "text", "text": text} for text in ("a", "b")]
+    tokens = ByteTokenizer().chat([{"role": "user", "content": parts}])
+    assert bytes(tokens) == b"User: a\nb\n\nAssistant: "
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        [],
+        {},
+        "hello",
+        ["hello"],
+        [{"content": "hello"}],
+        [{"role": 1, "content": "hello"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": []}],
+        [{"role": "user", "content": ["hello"]}],
+        [{"role": "user", "content": [{"type": "text", "text": None}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+    ],
+)
+def test_messages_other_than_text_are_rejected(client, messages):
+    reply = client.post(CHAT, json={"messages": messages, "max_tokens": 1})
+    error = error_of(reply, 400)
+    assert error["param"] == "messages" and "messages" in error["message"]
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"[]", b"null", b"{", b"\xff"])
+def test_bodies_other_than_an_object_are_rejected(client, body):
+    error_of(client.post(COMPLETIONS, content=body), 400)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("max_tokens", value) for value in ("3", 2.9, True)],
+        ("max_completion_tokens", "3"),
+        ("stream", "false"),
+        ("stream_options", "all"),
+        ("stop", {"a": 1}),
+        ("stop", 5),
+        ("stop", [1]),
+        *[("seed", value) for value in (1.5, "1", 10**400)],
+        *[("temperature", value) for value in ("1", True)],
+        ("top_p", "1"),
+        ("top_k", 1.5),
+        ("ignore_eos", 1),
+        *[("n", value) for value in (2, True)],
+        *[("logprobs", value) for value in (5, 0, True)],
+        ("echo", True),
+        ("best_of", 3),
+        ("response_format", {"type": "json_object"}),
+    ],
+)
+def test_error_of_a_field_names_it(client, name, value):
+    reply = client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1, name: value})
+    error = error_of(reply, 400)
+    assert error["param"] == name and error["message"].startswith(name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict.fromkeys(["n", "logprobs", "echo", "best_of", "response_format", "stop", "seed"]),
+        {"n": 1, "logprobs": False, "echo": False, "best_of": 1},
+        {"response_format": {"type": "text"}, "stop": [], "temperature": 0, "top_p": 0.5},
+        dict.fromkeys(["model", "stream", "stream_options", "temperature", "top_p", "top_k"]),
+        {"model": "tiny", "stop": ""},
+    ],
+)
+def test_neutral_values_are_accepted(client, options):
+    reply = client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1, **options})
+    assert reply.status_code == 200, reply.text
+
+
+def test_models(client):
+    assert client.get("/v1/models/tiny").json() == client.get("/v1/models").json()["data"][0]
+    reply = client.post(COMPLETIONS, json={"prompt": "a", "model": "other"})
+    for answer in (reply, client.get("/v1/models/other")):
+        assert error_of(answer, 404)["param"] == "model"
+
+
+def test_default_length_of_answers(client):
+    usage = client.post(CHAT, json={"messages": HELLO}).json()["usage"]
+    assert usage["total_tokens"] == ROOM
+    usage = client.post(COMPLETIONS, json={"prompt": "hello"}).json()["usage"]
+    assert usage["completion_tokens"] == 16
+
+
+# --- Clients that leave, and a failed engine.
+
+
+def call(server, path, body, more_body, gone):
+    """The status of a request whose client leaves once `gone` returns true, or None."""
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    first = [{"type": "http.request", "body": body, "more_body": more_body}]
+    sent = []
+
+    async def receive():
+        if first:
+            return first.pop()
+        while not gone():
+            await asyncio.sleep(0.001)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(asyncio.wait_for(server.app(scope, receive, send), 60))
+    return sent[0]["status"]
+
+
+def test_request_ends_when_its_client_leaves(served, monkeypatch):
+    requests, put = [], served.thread.put
+
+    def record(action, request):
+        requests.append(request)
+        put(action, request)
+
+    monkeypatch.setattr(served.thread, "put", record)
+    body = json.dumps({"prompt": "a", "max_tokens": ROOM - 1}).encode()
+    call(served, COMPLETIONS, body, False, lambda: requests and requests[0].answer)
+    deadline = time.monotonic() + 30
+    while not requests[0].finished and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert requests[0].finished and len(requests[0].answer) < ROOM - 1
+    assert not served.thread.error
+
+
+def test_client_that_leaves_during_its_upload_is_no_error(served):
+    assert call(served, COMPLETIONS, b'{"prompt"', True, lambda: True) == 499
+
+
+def test_streams_of_a_failed_engine_end_with_an_error(monkeypatch, capsys):
+    server = make_server()
+    client, step = make_client(server), server.thread.engine.step
+    steps = itertools.count()
+
+    def fail_later():
+        if next(steps) == 5:
+            raise MemoryError("no more")
+        step()
+
+    monkeypatch.setattr(server.thread.engine, "step", fail_later)
+    body = {"prompt": "a", "max_tokens": 50}
+    reply = client.post(COMPLETIONS, json={**body, "stream": True})
+    events = [json.loads(event[6:]) for event in reply.text.split("\n\n") if event]
+    assert reply.status_code == 200 and len(events) > 1
+    assert events[-1]["error"]["type"] == "server_error"
+    for options in ({}, {"stream": True}):
+        error_of(client.post(COMPLETIONS, json=body | options), 500, "server_error")
+    server.thread.stop()
+    assert "no more" in capsys.readouterr().err
+
+
+# --- Options of the commands.
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--page-size=0",
+        "--max-requests=0",
+        "--max-length=0",
+        "--num-hbm-pages=0",
+        "--num-host-pages=-1",
+        "--tensor-parallel=0",
+        "--tensor-parallel=1000",
+        "--token-budget=8",
+        "--max-length=1000000",
+    ],
+)
+def test_server_rejects_option(option, capsys):
+    from examples.serving.server import main
+
+    with pytest.raises(SystemExit) as error:
+        main([option, "--max-requests=8"] if "requests" not in option else [option])
+    assert error.value.code == 2 and "error: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def paths(tmp_path):
+    (tmp_path / "file").write_text("")
+    return {"folder": str(tmp_path), "file": str(tmp_path / "file")}
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--prompts={folder}",
+        "--prompts={folder}/none",
+        "--tier={file}",
+        "--tier={file}/below",
+        "--json={folder}",
+        "--json={folder}/none/out.json",
+        "--plot={folder}/none/out.png",
+        "--plot={folder}/out.text",
+        "--seed=-1",
+        f"--seed={2**32}",
+        "--layout=other",
+    ],
+)
+def test_demo_rejects_option_before_the_runs(option, paths, capsys):
+    command = importlib.import_module("examples.serving.__main__")
+    with pytest.raises(SystemExit) as error:
+        command.parse([option.format(**paths)], on_cpu=True)
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert error.value.code == 2 and f"argument {option.split('=')[0]}: " in message
+
+
+def test_demo_accepts_options(paths):
+    command = importlib.import_module("examples.serving.__main__")
+    folder = paths["folder"]
+    given = [f"--tier={folder}/a/b", f"--json={folder}/out.json", f"--seed={2**32 - 1}"]
+    args = command.parse(given, on_cpu=True)
+    assert args.seed == 2**32 - 1 and os.listdir(folder) == ["file"]
+    assert command.LAYOUTS == LAYOUTS
+
+
+def test_results_are_written_before_the_plot(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    command = importlib.import_module("examples.serving.__main__")
+    monkeypatch.setattr(command, "PRESETS", {"tiny": CONFIG, "qwen3-0.6b": CONFIG})
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text('{"id": "a", "turns": ["b"]}\n')
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(command.report, "plot", fail)
+    options = [f"--prompts={prompts}", f"--json={out}", f"--plot={tmp_path / 'out.png'}"]
+    with pytest.raises(OSError, match="disk full"):
+        command.main([*options, "--max-new-tokens=2", "--dtype=float32"])
+    assert json.loads(out.read_text())["turns"]
+
+
+def test_weights_of_a_tier_are_named_by_their_files(tmp_path, monkeypatch):
+    command = importlib.import_module("examples.serving.__main__")
+    names = []
+
+    def name(folder):
+        monkeypatch.chdir(folder)
+        args = command.parse(["--model=checkpoint"], on_cpu=True)
+        names.append(command.name_weights(args))
+
+    for folder in ("a", "b"):
+        (tmp_path / folder / "checkpoint").mkdir(parents=True)
+        (tmp_path / folder / "checkpoint" / "m.safetensors").write_text("1")
+        name(tmp_path / folder)
+    file = tmp_path / "b" / "checkpoint" / "m.safetensors"
+    name(tmp_path / "b")
+    assert names[1] == names.pop()
+    file.write_text("12")
+    name(tmp_path / "b")
+    os.utime(file, ns=(0, 0))
+    name(tmp_path / "b")
+    assert len(set(names)) == 4
