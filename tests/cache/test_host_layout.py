@@ -266,8 +266,7 @@ def test_page_bytes_cover_all_layers(kind, name):
 @pytest.mark.parametrize("integer", [np.int8, np.uint8, np.int32])
 def test_sizes_are_those_of_python_integers(integer):
     """Products of NumPy's would overflow."""
-    sizes = [integer(size) for size in (60, 64, 8, 127)]
-    spec = jaxkv.KVCacheSpec(*sizes, "bfloat16")
+    spec = jaxkv.KVCacheSpec(integer(60), integer(64), integer(8), integer(127), "bfloat16")
     expected = jaxkv.KVCacheSpec(60, 64, 8, 127, dtype="bfloat16")
     assert spec == expected and spec.page_bytes == expected.page_bytes == 60 * 2 * 64 * 8 * 127 * 2
     layout = HostLayout(spec, "layer_first", integer(100))
