@@ -331,6 +331,8 @@ def _context_parallel(
     world_size, interleave = at_least_1(
         **{f"{prefix}world_size": world_size, f"{prefix}interleave": interleave}
     )
+    if isinstance(rank, np.ndarray) and rank.ndim == 0 and rank.dtype.kind in "iu":
+        rank = rank[()]
     if not isinstance(rank, int | np.integer):
         return world_size, int32_on_device(f"{prefix}rank", rank), interleave
     if not 0 <= rank < world_size:

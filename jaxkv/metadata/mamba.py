@@ -147,10 +147,12 @@ def build(
 
     Raises:
       ValueError: an unknown mode, a chunk size below 1, a negative number of draft tokens, a block
-        table too narrow for the states of draft tokens, or operands not of shape [B].
+        table too narrow for the states of draft tokens, or operands not of shape [B] or int32.
     """
     chunk_size = _check_arguments(mode, chunk_size)
     _check_rows(batch, is_prefilling, num_accepted_tokens, num_draft_tokens)
+    if num_draft_tokens is not None:
+        num_draft_tokens = int32_on_device("num_draft_tokens", num_draft_tokens)
     all_states = mode == "all"
     chunk_size = chunk_size or (batch.block_size if all_states else None)
     split = _split(batch, is_prefilling, num_spec_tokens, num_accepted_tokens, num_draft_tokens)

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 
 from jaxkv.metadata.checks import check_has_rows, check_rows
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, num_computed_tokens, token_to_request
-from jaxkv.metadata.segments import Array, on_device, prefix_sum, rows_from, starts_from
+from jaxkv.metadata.segments import (
+    Array,
+    int32_on_device,
+    on_device,
+    prefix_sum,
+    rows_from,
+    starts_from,
+)
 
 _DECODE, _SHORT_EXTEND, _LONG_EXTEND, _PREFILL, _PADDING = range(5)
 
@@ -197,7 +204,7 @@ def reorder_batch_on_device(
       decode_threshold: maximum number of query tokens of a decode.
 
     Raises:
-      ValueError: a threshold below 0, or `num_prompt` not of shape [B].
+      ValueError: a threshold below 0, or `num_prompt` not int32[B].
 
     Example:
       `batch, rows, tokens = reorder_batch_on_device(batch, num_prompt)`, then
@@ -207,7 +214,8 @@ def reorder_batch_on_device(
     check_rows("num_prompt", num_prompt, batch.max_num_reqs)
     check_threshold(decode_threshold)
     batch = on_device(batch)
-    rows = _order(_regions(batch, on_device(num_prompt), decode_threshold))
+    prompts = int32_on_device("num_prompt", num_prompt)
+    rows = _order(_regions(batch, prompts, decode_threshold))
     starts = prefix_sum(batch.query_lens[rows])
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
     row = token_to_request(starts, batch.max_num_tokens)

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from examples.serving.request import Request
+from jaxkv._src.offload import engine as offload_engine
 from jaxkv._src.offload.page_memory import PoolMemory
 from tests.examples.test_serving_engine import NEW_TOKENS, make_engine, prompts, run
 
@@ -32,12 +33,14 @@ def engine_with_wrong_blocks(token_budget):
     return engine, prompt
 
 
-def submit(engine, prompt):
-    """A request whose load is in flight."""
+def submit(engine, prompt, monkeypatch):
+    """A request whose load is in flight, however fast the device is."""
     request = Request(prompt, NEW_TOKENS)
     engine.submit(request)
-    while not (request.placement and request.placement.load and request.placement.load.issued):
-        engine.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(offload_engine, "is_over", lambda result: False)
+        while not (request.placement and request.placement.load and request.placement.load.issued):
+            engine.step()
     assert request.placement.loaded > 10 and not request.placement.load.done
     return request
 
@@ -58,10 +61,10 @@ def assert_recovered(engine, prompt):
     assert not engine._removed and engine.blocks._references == [0] * NUM_HBM
 
 
-def test_what_a_cancelled_request_has_computed_from_them_is_not_found():
+def test_what_a_cancelled_request_has_computed_from_them_is_not_found(monkeypatch):
     engine, prompt = engine_with_wrong_blocks(token_budget=40)
     prompt += [5] * 12
-    request = submit(engine, prompt)
+    request = submit(engine, prompt, monkeypatch)
     assert request.published > request.placement.found_in_hbm + request.placement.loaded
     engine.host.discard(request.placement.load.keys)
     engine.cancel(request)
@@ -71,11 +74,11 @@ def test_what_a_cancelled_request_has_computed_from_them_is_not_found():
 
 
 @pytest.mark.parametrize("token_budget", [7, 40])
-def test_a_running_request_is_computed_anew(token_budget):
+def test_a_running_request_is_computed_anew(token_budget, monkeypatch):
     """Its loaded pages are not stored again, and its tokens in flight do not count."""
     engine, prompt = engine_with_wrong_blocks(token_budget)
     prompt += [5] * 14
-    request = submit(engine, prompt)
+    request = submit(engine, prompt, monkeypatch)
     engine.host.discard(request.placement.load.keys)
     while engine.busy:
         engine.step()

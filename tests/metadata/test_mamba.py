@@ -295,6 +295,8 @@ def test_invalid_arguments_raise():
         mamba.build(batch, is_prefilling=prompt, chunk_size=0)
     with pytest.raises(ValueError, match=r"num_spec_tokens must be in \[0, 8\), got 8"):
         mamba.build(batch, is_prefilling=prompt, num_spec_tokens=8)
+    with pytest.raises(ValueError, match="num_draft_tokens must be int32, got float32"):
+        mamba.build(batch, is_prefilling=prompt, num_draft_tokens=np.ones(1, np.float32))
 
 
 @pytest.mark.parametrize("name", ["is_prefilling", "num_accepted_tokens", "num_draft_tokens"])

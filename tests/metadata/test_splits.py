@@ -125,3 +125,5 @@ def test_invalid_arguments_raise():
         splits.reorder_batch_on_device(batch, prompt, -1)
     with pytest.raises(ValueError, match=r"num_prompt must be \[2 rows\], got \(1,\)"):
         splits.reorder_batch_on_device(batch, prompt[:1])
+    with pytest.raises(ValueError, match="num_prompt must fit int32, got 4294967296"):
+        splits.reorder_batch_on_device(batch, np.array([2**32, 2**32]))

@@ -359,3 +359,17 @@ def test_files_that_cannot_be_removed(make, monkeypatch):
         tier.remove([key(0), key(1), key(2), key(9)])
     assert tier.metrics()["kv_offload_tier_errors"] == 1
     assert [os.path.exists(tier._index.path(key(i))) for i in range(3)] == [False, True, False]
+
+
+def test_a_block_removed_during_its_read_is_not_found(make, monkeypatch):
+    tier = make()
+    assert write(tier, key(0))
+    read_file = block_file.read
+
+    def removed_meanwhile(*arguments):
+        intact = read_file(*arguments)
+        tier.remove([key(0)])
+        return intact
+
+    monkeypatch.setattr(block_file, "read", removed_meanwhile)
+    assert read(tier, key(0)) and tier.contains([key(0)]) == [False]

@@ -131,7 +131,8 @@ class FileTier(QueuedTier):
             self._failed("read", error)
             return False
         if intact:
-            index.use(copy.key, now)
+            if copy.key in index or os.path.exists(path):  # not removed during the read
+                index.use(copy.key, now)
             return True
         index.drop(copy.key)
         block_file.remove(path)
