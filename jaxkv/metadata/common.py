@@ -325,7 +325,7 @@ def dcp_local_seq_lens(
 
 
 def _context_parallel(
-    world_size: int, rank: int | jax.Array, interleave: int, prefix: str = ""
+    world_size: int, rank: int | Array, interleave: int, prefix: str = ""
 ) -> tuple[int, int | jax.Array, int]:
     """The arguments as Python integers, or int32; `prefix` is that of their names."""
     world_size, interleave = at_least_1(
