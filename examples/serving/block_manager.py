@@ -41,7 +41,7 @@ class BlockManager:
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._loading: dict[bytes, jaxkv.OffloadCopy] = {}
-        self._unproven: list[jaxkv.OffloadCopy] = []  # loads that are issued, and may fail
+        self._loads_in_flight: list[jaxkv.OffloadCopy] = []  # which may fail
         self.host = host
 
     def admit(self, keys: Sequence[bytes], num_pages: int) -> Placement | None:
@@ -94,12 +94,12 @@ class BlockManager:
         for copy in batch.copies:
             if copy.issued:
                 self._let_go(copy)
-                self._unproven += [copy] if copy.kind == "load" else []
+                self._loads_in_flight += [copy] if copy.kind == "load" else []
         return batch
 
-    def may_be_wrong(self, pages: Sequence[int]) -> bool:
+    def has_load_in_flight(self, pages: Sequence[int]) -> bool:
         """Whether these include pages of a load that may still fail."""
-        return any(not set(pages).isdisjoint(copy.device_pages) for copy in self._unproven)
+        return any(not set(pages).isdisjoint(copy.device_pages) for copy in self._loads_in_flight)
 
     def poll(self) -> set[int]:
         """Ends copies; returns the pages of failed loads, which are not found any more."""
@@ -108,7 +108,7 @@ class BlockManager:
             if self._loading.get(copy.keys[0]) is copy:  # a block was discarded before its start
                 self._let_go(copy)
             self.forget(copy.device_pages, copy.keys)
-        self._unproven = [copy for copy in self._unproven if not copy.done]
+        self._loads_in_flight = [copy for copy in self._loads_in_flight if not copy.done]
         return {page for copy in failed for page in copy.device_pages}
 
     def forget(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:

@@ -87,7 +87,7 @@ class Engine:
         self.running: list[Request] = []
         self._slots = list(range(limits.batch))
         self._previous: Dispatched | None = None
-        self._removed: list[tuple[Request, Placement, int]] = []  # with pages that may be wrong
+        self._removed: list[tuple[Request, Placement, int]] = []  # with pages of loads in flight
 
     @property
     def busy(self) -> bool:
@@ -146,7 +146,7 @@ class Engine:
             if request.placement is placement:
                 request.restarts, request.in_flight = request.restarts + 1, 0
                 self._preempt(request)
-        self._removed = [r for r in self._removed if self.blocks.may_be_wrong(r[1].pages)]
+        self._removed = [r for r in self._removed if self.blocks.has_load_in_flight(r[1].pages)]
 
     def _admit(self) -> None:
         """Starts waiting requests, in order, while there are rows, and pages for their tokens."""
@@ -199,7 +199,7 @@ class Engine:
         if request.placement is None:
             self.waiting.remove(request)
             return
-        if self.blocks.may_be_wrong(request.placement.pages):
+        if self.blocks.has_load_in_flight(request.placement.pages):
             self._removed.append((request, request.placement, request.published))
         self.running.remove(request)
         self.blocks.release(request.placement.pages)

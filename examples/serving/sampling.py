@@ -35,7 +35,7 @@ class Sampling:
 
 
 GREEDY = Sampling()
-_HOTTEST = float(np.finfo(np.float32).max)
+_MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 
 
 class SamplingRows(NamedTuple):
@@ -50,7 +50,7 @@ class SamplingRows(NamedTuple):
     def of(cls, rows: list[Sampling], max_rows: int) -> "SamplingRows":
         rows = rows + [GREEDY] * (max_rows - len(rows))
         return cls(
-            np.array([min(row.temperature, _HOTTEST) for row in rows], np.float32),
+            np.array([min(row.temperature, _MAX_TEMPERATURE) for row in rows], np.float32),
             np.array([row.top_p for row in rows], np.float32),
             np.array([min(row.top_k, np.iinfo(np.int32).max) for row in rows], np.int32),
             np.array([row.seed % 2**32 for row in rows], np.uint32),

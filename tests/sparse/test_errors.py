@@ -287,3 +287,11 @@ def test_vmap_is_rejected():
     call: dict[str, Any] = {"lengths": lengths, "block_table": pair.table, "layer": 0}
     with pytest.raises(NotImplementedError, match=r"sparse.fetch: jax.vmap"):
         jax.vmap(lambda i: sparse.fetch(pair.state, pair.pool, i, **call)[0])(ids)
+
+
+def test_sizes_of_numpy_do_not_overflow():
+    """61 * 4096 * 12288 is above 2^31, and another number in int32."""
+    spec = jaxkv.KVCacheSpec(61, 4, 1, 16, "uint8", kind="mla")
+    sizes: dict[str, Any] = {"batch": np.int32(4096), "slots": np.int32(12288)}
+    with pytest.raises(ValueError, match=r"num_layers \* batch \* slots must be below 2\^31"):
+        jax.eval_shape(lambda: sparse.SparseState.create(spec, max_length=8, **sizes))

@@ -119,7 +119,7 @@ class OffloadManager:
         ValueError: the pool has no such page.
         """
         if not 0 <= page < self.num_pages:
-            raise ValueError(f"generation: page={page}; the pool has pages 0 to {self.num_pages}-1")
+            raise ValueError(f"generation: page={page}; the pool has {self.num_pages} pages")
         return self._blocks.generations[page]
 
     def touch(self, keys: Sequence[bytes]) -> None:

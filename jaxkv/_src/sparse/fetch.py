@@ -23,13 +23,8 @@ from jaxkv._src.runtime.errors import scope_attribute
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.int32 import check_fits_int32
 from jaxkv._src.runtime.sharding import check_unsharded, match_varying_axes
-from jaxkv._src.sparse.state import (
-    SparseState,
-    check_is_state,
-    check_not_closed_over,
-    check_not_deleted,
-    rows_of,
-)
+from jaxkv._src.runtime.tracing import check_not_closed_over, check_not_deleted
+from jaxkv._src.sparse.state import SparseState, check_is_state, rows_of
 from jaxkv._src.transfer.block_copy import scratch_like
 from jaxkv._src.transfer.memory_kinds import with_checked_pool
 from jaxkv._src.transfer.transformations import reject_transformations

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.spec import KVCacheSpec, check_num_elements, check_size
 from jaxkv._src.runtime import native
-from jaxkv._src.runtime.tracing import is_traced
+from jaxkv._src.runtime.tracing import check_not_closed_over, check_not_deleted
 
 _WORD_BYTES = 16  # rows consist of whole words of the copy kernel
 
@@ -68,11 +68,13 @@ class SparseState:
         """
         rows = rows_of(spec)
         most = {"batch": "MAX_SPARSE_BATCH", "slots": "MAX_SPARSE_SLOTS"}
-        for name, value in {"batch": batch, "slots": slots, "max_length": max_length}.items():
-            check_size(value, name)
+        sizes = {"batch": batch, "slots": slots, "max_length": max_length}
+        for name, value in sizes.items():
+            sizes[name] = check_size(value, name)
             limit = getattr(native.extension(), most[name]) if name in most else None
             if limit is not None and value > limit:
                 raise ValueError(f"{name} must be at most {limit}, got {value}")
+        batch, slots, max_length = sizes.values()
         requests = rows.num_layers, batch
         check_num_elements((*requests, slots, rows.width), "hot")
         check_num_elements((*requests, max_length), "slot_of")
@@ -179,25 +181,3 @@ def check_is_state(operation: str, state: object) -> None:
     """Raises a TypeError unless `state` is a `SparseState`."""
     if not isinstance(state, SparseState):
         raise TypeError(f"{operation}: state must be a SparseState, got {type(state).__name__}")
-
-
-def check_not_closed_over(operation: str, name: str, argument: object) -> None:
-    """Rejects concrete arrays of an argument inside a trace, which stores them as constants."""
-    concrete = any(
-        isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-        for leaf in jax.tree.leaves(argument)
-    )
-    if concrete and is_traced():
-        raise ValueError(
-            f"{operation}: {name} is closed over by a traced function, whose program would keep a "
-            f"copy of its present contents and never see a later donated update: pass {name} as an "
-            "argument of the jitted function"
-        )
-
-
-def check_not_deleted(operation: str, arguments: object) -> None:
-    """Raises a ValueError for arrays without memory, for which XLA's error names no argument."""
-    for leaf in jax.tree.leaves(arguments):
-        concrete = not isinstance(leaf, jax.core.Tracer) and hasattr(leaf, "is_deleted")
-        if concrete and leaf.is_deleted():
-            raise ValueError(f"{operation}: an argument array was closed, deleted or donated")

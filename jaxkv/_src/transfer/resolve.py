@@ -12,7 +12,7 @@ from jaxkv._src.cache.host_layout import PageGeometry
 from jaxkv._src.runtime.dtypes import check_byte_dtype, check_canonical_dtype
 from jaxkv._src.runtime.pytrees import structure_difference
 from jaxkv._src.runtime.sharding import check_unsharded
-from jaxkv._src.runtime.tracing import is_traced
+from jaxkv._src.runtime.tracing import check_not_closed_over, check_not_deleted
 from jaxkv._src.transfer.block_copy import BlockCopy, with_varying_axes
 from jaxkv._src.transfer.dispatch import check_implementation_name, on_host
 from jaxkv._src.transfer.ids import (
@@ -50,7 +50,9 @@ def prepare(
 ) -> tuple[PreparedCall, bool]:
     """Checks the arguments of an operation; returns its copies and whether it is traced."""
     check_implementation_name(implementation)
-    _check_not_closed_over(operation, state)
+    names = ("src", "dst") if operation in SWAPS else ("pool", "cache")
+    for name, argument in zip(names, state, strict=True):
+        check_not_closed_over(operation, name, argument)
     leaves = jax.tree.leaves((state, ids))
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     if traced:
@@ -179,22 +181,6 @@ _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Resolved]]] = {
 }
 
 
-def _check_not_closed_over(operation: str, state: tuple[PyTree, PyTree]) -> None:
-    """Rejects concrete pools, caches and arrays inside a trace, which stores them as constants."""
-    names = ("src", "dst") if operation in SWAPS else ("pool", "cache")
-    for argument, name in zip(state, names, strict=True):
-        concrete = any(
-            isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-            for leaf in jax.tree.leaves(argument)
-        )
-        if concrete and is_traced():
-            raise ValueError(
-                f"{operation}: {name} is closed over by a traced function, whose program would "
-                "keep a copy of its present contents and never see a later donated update: pass "
-                f"{name} as an argument of the jitted function"
-            )
-
-
 def _check_host_ids_are_passed(ids: IdPair, names: tuple[str, str]) -> None:
     """Rejects closed-over HostIds: XLA copies them, and a copy is not written by the host."""
     for entry, name in zip(ids, names, strict=True):
@@ -206,9 +192,7 @@ def _check_host_ids_are_passed(ids: IdPair, names: tuple[str, str]) -> None:
 
 def _check_concrete(operation: str, call: PreparedCall, leaves: Sequence[object]) -> None:
     """Checks of concrete values: deleted arrays, and ids that are known on the host."""
-    for leaf in leaves:
-        if hasattr(leaf, "is_deleted") and leaf.is_deleted():
-            raise ValueError(f"{operation}: an argument array was closed, deleted or donated")
+    check_not_deleted(operation, leaves)
     check_known_ids(operation, call)
 
 
