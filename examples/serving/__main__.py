@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None, on_cpu: bool) -> argparse.Namespace:
         default=prompts,
         help='JSONL of {"id", "turns"}',
     )
-    add("--model", type=Path, metavar="DIR", help="Qwen3 checkpoint (default: random weights)")
+    add("--model", type=checkpoint_folder, metavar="DIR", help="Qwen3 checkpoint (default: random weights)")
     dtype = "float32" if on_cpu else "bfloat16"
     preset = "tiny" if on_cpu else "qwen3-0.6b"
     add("--preset", choices=[*PRESETS], default=preset, help="sizes of a model of random weights")
@@ -109,6 +109,13 @@ def input_file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not os.access(path, os.R_OK):
         raise argparse.ArgumentTypeError(f"{text} is not a readable file")
+    return path
+
+
+def checkpoint_folder(text: str) -> Path:
+    path = Path(text)
+    for name in ("config.json", "tokenizer.json"):
+        input_file(str(path / name))
     return path
 
 

@@ -17,7 +17,6 @@ import time
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
 
@@ -33,7 +32,7 @@ from starlette.routing import Route
 
 import jaxkv
 
-from .__main__ import natural, positive
+from .__main__ import checkpoint_folder, natural, positive
 from .checkpoint import load_checkpoint
 from .engine import Engine, Limits
 from .presets import PRESETS, init_params
@@ -48,7 +47,13 @@ NEUTRAL: dict[str, list[Any]] = {
     "best_of": [None, 1],
     "echo": [None, False],
     "logprobs": [None, False],
+    "top_logprobs": [None, 0],
     "response_format": [None, {"type": "text"}],
+    "suffix": [None, ""],
+    "logit_bias": [None, {}],
+    "repetition_penalty": [None, 1, 1.0],
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), [None, 0, 0.0]),
+    **dict.fromkeys(("tools", "functions"), [None, []]),
 }
 TYPES = {
     bool: "a boolean",
@@ -344,7 +349,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Limits]:
     on_cpu = jax.devices()[0].platform == "cpu"
     parser = argparse.ArgumentParser(prog="python -m examples.serving.server")
     add = parser.add_argument
-    add("--model", type=Path, metavar="DIR", help="Qwen3 checkpoint (default: random weights)")
+    add("--model", type=checkpoint_folder, metavar="DIR", help="Qwen3 checkpoint (default: random weights)")
     add("--preset", choices=[*PRESETS], default="tiny", help="sizes of random weights")
     add("--dtype", choices=("float32", "bfloat16"), default="float32" if on_cpu else "bfloat16")
     add("--host", default="127.0.0.1")

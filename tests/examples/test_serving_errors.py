@@ -126,6 +126,11 @@ def test_bodies_other_than_an_object_are_rejected(client, body):
         ("echo", True),
         ("best_of", 3),
         ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "function"}]),
+        ("logit_bias", {"50256": -100}),
+        *[(f"{kind}_penalty", 0.5) for kind in ("presence", "frequency", "repetition")],
+        ("suffix", "b"),
+        ("min_p", 0.1),
     ],
 )
 def test_error_of_a_field_names_it(client, name, value):
@@ -141,7 +146,8 @@ def test_error_of_a_field_names_it(client, name, value):
         {"n": 1, "logprobs": False, "echo": False, "best_of": 1},
         {"response_format": {"type": "text"}, "stop": [], "temperature": 0, "top_p": 0.5},
         dict.fromkeys(["model", "stream", "stream_options", "temperature", "top_p", "top_k"]),
-        {"model": "tiny", "stop": ""},
+        {"model": "tiny", "stop": "", "suffix": "", "tools": [], "logit_bias": {}},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0},
     ],
 )
 def test_neutral_values_are_accepted(client, options):
@@ -244,6 +250,7 @@ def test_streams_of_a_failed_engine_end_with_an_error(monkeypatch, capsys):
         "--tensor-parallel=1000",
         "--token-budget=8",
         "--max-length=1000000",
+        "--model=/none",
     ],
 )
 def test_server_rejects_option(option, capsys):
@@ -274,6 +281,8 @@ def paths(tmp_path):
         "--seed=-1",
         f"--seed={2**32}",
         "--layout=other",
+        "--model={folder}",
+        "--model={folder}/none",
     ],
 )
 def test_demo_rejects_option_before_the_runs(option, paths, capsys):
@@ -321,13 +330,14 @@ def test_weights_of_a_tier_are_named_by_their_files(tmp_path, monkeypatch):
 
     for folder in ("a", "b"):
         (tmp_path / folder / "checkpoint").mkdir(parents=True)
-        (tmp_path / folder / "checkpoint" / "m.safetensors").write_text("1")
+        for file in ("m.safetensors", "config.json", "tokenizer.json"):
+            (tmp_path / folder / "checkpoint" / file).write_text("1")
         name(tmp_path / folder)
-    file = tmp_path / "b" / "checkpoint" / "m.safetensors"
+    weights = tmp_path / "b" / "checkpoint" / "m.safetensors"
     name(tmp_path / "b")
     assert names[1] == names.pop()
-    file.write_text("12")
+    weights.write_text("12")
     name(tmp_path / "b")
-    os.utime(file, ns=(0, 0))
+    os.utime(weights, ns=(0, 0))
     name(tmp_path / "b")
     assert len(set(names)) == 4

@@ -178,6 +178,15 @@ def test_events():
         OffloadManager(2).take_events()
 
 
+@pytest.mark.parametrize("operation", ["touch", "prepare_store"])
+def test_duplicate_keys_are_an_error(operation):
+    """They would count as a second use, or take two pages."""
+    manager = OffloadManager(4, write="second_use")
+    with pytest.raises(ValueError, match=f"{operation}: keys has duplicates"):
+        getattr(manager, operation)(keys("aba"))
+    assert manager.prepare_store(keys("a")).keys == ()
+
+
 def test_metrics():
     manager = OffloadManager(4)
     end(manager, manager.prepare_store(keys("abc")))
@@ -186,7 +195,7 @@ def test_metrics():
     manager.prepare_load(keys("a"))
     manager.prepare_store(keys("de"))
     manager.abort(manager.prepare_store(keys("xyz")))
-    manager.discard(keys("a"))
+    manager.discard(keys("ad"))  # d is pending
     assert manager.metrics() == {
         "external_prefix_cache_queries": 4,
         "external_prefix_cache_hits": 3,
@@ -196,12 +205,12 @@ def test_metrics():
         "kv_offload_cascaded_blocks": 0,
         "kv_offload_evicted_blocks": 2,
         "kv_offload_aborted_blocks": 1,
-        "kv_offload_discarded_blocks": 1,
+        "kv_offload_discarded_blocks": 2,
         "kv_offload_refused_blocks": 2,
         "kv_offload_skipped_blocks": 0,
         "kv_offload_usage_perc": 0.75,
         "kv_offload_ready_blocks": 0,
-        "kv_offload_pending_blocks": 2,
+        "kv_offload_pending_blocks": 1,
         "kv_offload_pinned_blocks": 0,
         "kv_offload_num_blocks": 4,
         "kv_offload_num_copies": 2,

@@ -66,14 +66,31 @@ def test_close_ends_queued_copies_as_misses():
     futures = [tier.read(key(0), buffer) for _ in range(3)]
     while tier.metrics()["kv_offload_tier_queued_reads"] == 3:
         pass
+    futures.append(tier.write(key(0), buffer))
     closing = threading.Thread(target=tier.close)
     closing.start()
-    assert [future.result(TIMEOUT_S) for future in futures[1:]] == [False, False]
+    assert [future.result(TIMEOUT_S) for future in futures[1:]] == [False] * 3
     tier.go.set()
     closing.join(TIMEOUT_S)
     assert futures[0].result(TIMEOUT_S)
+    metrics = tier.metrics()
+    assert metrics["kv_offload_tier_read_misses"] == 2
+    assert metrics["kv_offload_tier_write_failures"] == 1
     with pytest.raises(ValueError, match="closed"):
         tier.read(key(0), buffer)
+
+
+def test_a_callback_may_close_the_tier():
+    """It runs in the thread of the tier, which cannot wait for itself."""
+    tier, closed = SlowTier(), threading.Event()
+
+    def close(_):
+        tier.close()
+        closed.set()
+
+    tier.read(key(0), memoryview(bytearray(4))).add_done_callback(close)
+    tier.go.set()
+    assert closed.wait(TIMEOUT_S)
 
 
 def test_buffers_are_validated():

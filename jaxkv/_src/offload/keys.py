@@ -162,3 +162,11 @@ def checked_keys(operation: str, keys: Any) -> tuple[bytes, ...]:
             f"{got!r:.60}"
         )
     return found
+
+
+def distinct_keys(operation: str, keys: Any) -> tuple[bytes, ...]:
+    """As `checked_keys`; raises ValueError if a key occurs twice."""
+    found = checked_keys(operation, keys)
+    if len(set(found)) != len(found):
+        raise ValueError(f"{operation}: keys has duplicates; pass each block once")
+    return found

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxkv._src.offload.blocks import Block, BlockTable
 from jaxkv._src.offload.errors import BlockNotReadyError, StaleSpecError
-from jaxkv._src.offload.keys import checked_keys
+from jaxkv._src.offload.keys import checked_keys, distinct_keys
 from jaxkv._src.offload.lookup import longest_prefix
 from jaxkv._src.offload.policies import POLICIES
 from jaxkv._src.offload.specs import (
@@ -127,8 +127,11 @@ class OffloadManager:
 
         Pass all blocks of the request from its head, in the host tier or not: eviction takes the
         tail of a request before its head, and `write="second_use"` counts uses here.
+
+        Raises:
+          ValueError: a key occurs twice.
         """
-        recent_last = checked_keys("touch", keys)[::-1]
+        recent_last = distinct_keys("touch", keys)[::-1]
         self._write.touch(recent_last)
         self._policy.touch(recent_last)
 
@@ -178,10 +181,8 @@ class OffloadManager:
         Raises:
           ValueError: a key occurs twice.
         """
-        keys = checked_keys("prepare_store", keys)
+        keys = distinct_keys("prepare_store", keys)
         protected = set(keys)
-        if len(protected) != len(keys):
-            raise ValueError("prepare_store: keys has duplicates; pass each block once")
         table = self._blocks
         missing = [i for i, key in enumerate(keys) if key not in table]
         wanted = missing
@@ -294,15 +295,13 @@ class OffloadManager:
           keys: the blocks; None: all, for example after an update of the weights.
         """
         table = self._blocks
-        removed = []
-        all_keys = (*table.ready, *table.pending) if keys is None else ()
-        for key in all_keys if keys is None else checked_keys("discard", keys):
-            block = table.discard(key)
-            if block is not None:
-                self._policy.remove(key)
-                if block.state is BlockState.READY:
-                    removed.append(key)
-        self._emit(BlockRemoved, removed)
+        all_keys = (*table.ready, *table.pending) if keys is None else checked_keys("discard", keys)
+        found = [(key, table.discard(key)) for key in all_keys]
+        removed = {key: block.state for key, block in found if block is not None}
+        for key in removed:
+            self._policy.remove(key)
+        ready = [key for key, state in removed.items() if state is BlockState.READY]
+        self._emit(BlockRemoved, ready)
         self._counts["kv_offload_discarded_blocks"] += len(removed)
 
     def take_events(self) -> list[Event]:
@@ -320,7 +319,7 @@ class OffloadManager:
         """Counters since creation, and gauges.
 
         Counters: blocks looked up (`external_prefix_cache_queries`) and found in every call of
-        `lookup` (`external_prefix_cache_hits`); `kv_offload_*_blocks` loaded, stored, promoted from
+        `lookup` (`external_prefix_cache_hits`; with a window, all blocks of the prefix); `kv_offload_*_blocks` loaded, stored, promoted from
         a tier below, cascaded to one, evicted, aborted, discarded, refused for lack of room, and
         skipped by the write policy. Gauges:
         `kv_offload_usage_perc` (0 to 1), ready, pending, pinned and total blocks, and copies in

@@ -134,20 +134,25 @@ class QueuedTier(ABC):
         with self._state:
             self._closed = True
             queued = [copy for queue in self._queues for copy in queue]
-            for queue in self._queues:
+            for queue, counter in zip(self._queues, (_MISSES, _FAILURES), strict=True):
+                self._counts[counter] += len(queue)
                 queue.clear()
             self._state.notify_all()
         for copy in queued:
             copy.future.set_result(False)
         deadline = time.monotonic() + _CLOSE_WITHIN_S
-        for thread in self._threads:
+        for thread in self._others():
             if thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
         if self._is_stuck():
             self._warn("close", f"copies still in flight after {_CLOSE_WITHIN_S:.0f} s: given up")
 
     def _is_stuck(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads)
+        return any(thread.is_alive() for thread in self._others())
+
+    def _others(self) -> list[threading.Thread]:
+        """All threads but the calling one, which may be in a callback of a future."""
+        return [thread for thread in self._threads if thread is not threading.current_thread()]
 
     def _submit(
         self, queue: deque[Copy], operation: str, key: bytes, buffer: memoryview
@@ -206,7 +211,7 @@ class QueuedTier(ABC):
             self._running -= len(copies)
             kind = "read" if is_read else "write"
             counts["kv_offload_tier_read_blocks" if is_read else _WRITTEN] += done
-            counts["kv_offload_tier_read_misses" if is_read else _FAILURES] += len(copies) - done
+            counts[_MISSES if is_read else _FAILURES] += len(copies) - done
             counts[f"kv_offload_tier_{kind}_bytes"] += done * self._block_bytes
             counts[f"kv_offload_tier_{kind}_time"] += sum(now - copy.since for copy in copies)
         for copy, result in zip(copies, results, strict=True):
@@ -235,4 +240,5 @@ class QueuedTier(ABC):
 
 
 _WRITTEN = "kv_offload_tier_written_blocks"
+_MISSES = "kv_offload_tier_read_misses"
 _FAILURES = "kv_offload_tier_write_failures"
