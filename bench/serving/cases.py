@@ -125,7 +125,7 @@ def _compare(
     """Limits and memory for all workloads; HBM by the first, the conversations if these run."""
     works = [make(0) for make in makers.values()]
     longest = max(pages(work.longest, page_size) for work in works)
-    # Steps with one chunk of a prompt, or with the questions of one, two, or all requests in flight.
+    # Steps with one chunk of a prompt, or with the questions of 1, 2, or all requests in flight.
     budget, chunk, *questions = (64, 48, 32) if flags.tiny else (2176, 1088, 160, 320, 640)
     limits = Limits(
         page_size, PARALLEL, budget + PARALLEL, longest,

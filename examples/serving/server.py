@@ -32,7 +32,7 @@ from starlette.routing import Route
 
 import jaxkv
 
-from .__main__ import checkpoint_folder, natural, positive
+from .__main__ import checkpoint, natural, positive
 from .checkpoint import load_checkpoint
 from .engine import Engine, Limits
 from .presets import PRESETS, init_params
@@ -52,8 +52,9 @@ NEUTRAL: dict[str, list[Any]] = {
     "suffix": [None, ""],
     "logit_bias": [None, {}],
     "repetition_penalty": [None, 1, 1.0],
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), [None, 0, 0.0]),
-    **dict.fromkeys(("tools", "functions"), [None, []]),
+    "presence_penalty": [None, 0, 0.0],
+    "frequency_penalty": [None, 0, 0.0],
+    "tools": [None, []],
 }
 TYPES = {
     bool: "a boolean",
@@ -349,7 +350,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Limits]:
     on_cpu = jax.devices()[0].platform == "cpu"
     parser = argparse.ArgumentParser(prog="python -m examples.serving.server")
     add = parser.add_argument
-    add("--model", type=checkpoint_folder, metavar="DIR", help="Qwen3 checkpoint (default: random weights)")
+    add("--model", type=checkpoint, metavar="DIR", help="of Qwen3 (default: random weights)")
     add("--preset", choices=[*PRESETS], default="tiny", help="sizes of random weights")
     add("--dtype", choices=("float32", "bfloat16"), default="float32" if on_cpu else "bfloat16")
     add("--host", default="127.0.0.1")

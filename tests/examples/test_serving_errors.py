@@ -130,7 +130,6 @@ def test_bodies_other_than_an_object_are_rejected(client, body):
         ("logit_bias", {"50256": -100}),
         *[(f"{kind}_penalty", 0.5) for kind in ("presence", "frequency", "repetition")],
         ("suffix", "b"),
-        ("min_p", 0.1),
     ],
 )
 def test_error_of_a_field_names_it(client, name, value):
@@ -147,7 +146,7 @@ def test_error_of_a_field_names_it(client, name, value):
         {"response_format": {"type": "text"}, "stop": [], "temperature": 0, "top_p": 0.5},
         dict.fromkeys(["model", "stream", "stream_options", "temperature", "top_p", "top_k"]),
         {"model": "tiny", "stop": "", "suffix": "", "tools": [], "logit_bias": {}},
-        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
     ],
 )
 def test_neutral_values_are_accepted(client, options):

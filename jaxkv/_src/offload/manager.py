@@ -319,9 +319,9 @@ class OffloadManager:
         """Counters since creation, and gauges.
 
         Counters: blocks looked up (`external_prefix_cache_queries`) and found in every call of
-        `lookup` (`external_prefix_cache_hits`; with a window, all blocks of the prefix); `kv_offload_*_blocks` loaded, stored, promoted from
-        a tier below, cascaded to one, evicted, aborted, discarded, refused for lack of room, and
-        skipped by the write policy. Gauges:
+        `lookup` (`external_prefix_cache_hits`; with a window, all blocks of the prefix);
+        `kv_offload_*_blocks` loaded, stored, promoted from a tier below, cascaded to one, evicted,
+        aborted, discarded, refused for lack of room, and skipped by the write policy. Gauges:
         `kv_offload_usage_perc` (0 to 1), ready, pending, pinned and total blocks, and copies in
         flight.
         """
