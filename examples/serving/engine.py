@@ -43,7 +43,8 @@ class Engine:
       config, params: the model; the dtype of the cache is that of the parameters.
       limits: of the scheduler.
       num_hbm_pages, num_host_pages: sizes of both memories.
-      layout: of the host pool.
+      layout: of the host pool. By default consecutive pages are one descriptor of the copy engine;
+        tiers read and write fewer, larger blocks in "page_first_direct".
       attention: implementation, see attention.py.
       memory: symmetric memory of a mesh axis "tp" for tensor parallelism.
       tiers: makes the tiers below the host pool, which remain the caller's.
@@ -52,7 +53,7 @@ class Engine:
 
     def __init__(
         self, config: Config, params: Params, limits: Limits, num_hbm_pages: int,
-        num_host_pages: int = 0, layout: Any = "page_first_direct", attention: str | None = None,
+        num_host_pages: int = 0, layout: Any = "layer_first", attention: str | None = None,
         memory: jaxkv.SymmetricMemory | None = None,
         tiers: Callable[[jaxkv.HostPool], Sequence[Tier]] = lambda pool: (), weights: str = "",
     ):  # fmt: skip
