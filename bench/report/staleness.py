@@ -36,7 +36,8 @@ MANAGER = tuple(
     f"jaxkv/_src/offload/{name}.py"
     for name in ("blocks", "keys", "lookup", "manager", "policies", "specs", "writes")
 )
-SERVING = (*COPIES, "examples/serving", *OFFLOAD, "jaxkv/metadata")
+ENGINE = ("examples/serving", ":!examples/serving/server.py", "jaxkv/metadata")
+SERVING = (*COPIES, *ENGINE, *OFFLOAD)
 SPARSE = (
     "cuda/cache", "cuda/common", "cuda/sparse", "jaxkv/_src/cache",
     "jaxkv/_src/runtime/fusion_barrier.py", "jaxkv/_src/sparse",
@@ -84,7 +85,7 @@ SOURCES = {
         "jaxkv/recurrent.py",
     ),
     "serving": SERVING,
-    "serving_decode": ("examples/serving", "jaxkv/metadata"),
+    "serving_decode": ENGINE,
     "serving_ttft": SERVING,
     "small_batches": COPIES,
     "soak": (*FUZZED, ":!jaxkv/metadata", "bench/checks/soak.py"),
