@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None, on_cpu: bool) -> argparse.Namespace:
         default=prompts,
         help='JSONL of {"id", "turns"}',
     )
-    add("--model", type=checkpoint, metavar="DIR", help="of Qwen3 (default: random weights)")
+    add("--model", type=checkpoint, metavar="DIR", help="Qwen3 checkpoint; default: random weights")
     dtype = "float32" if on_cpu else "bfloat16"
     preset = "tiny" if on_cpu else "qwen3-0.6b"
     add("--preset", choices=[*PRESETS], default=preset, help="sizes of a model of random weights")

@@ -350,7 +350,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Limits]:
     on_cpu = jax.devices()[0].platform == "cpu"
     parser = argparse.ArgumentParser(prog="python -m examples.serving.server")
     add = parser.add_argument
-    add("--model", type=checkpoint, metavar="DIR", help="of Qwen3 (default: random weights)")
+    add("--model", type=checkpoint, metavar="DIR", help="Qwen3 checkpoint; default: random weights")
     add("--preset", choices=[*PRESETS], default="tiny", help="sizes of random weights")
     add("--dtype", choices=("float32", "bfloat16"), default="float32" if on_cpu else "bfloat16")
     add("--host", default="127.0.0.1")

@@ -15,6 +15,7 @@ from examples.serving.presets import init_params
 from examples.serving.request import Request
 from examples.serving.sampling import Sampling
 from examples.serving.step import copy_implementation
+from jaxkv._src.cache.host_layout import PageGeometry
 from jaxkv._src.offload import engine as offload_engine
 
 pytestmark = pytest.mark.end_to_end
@@ -103,6 +104,14 @@ def requests(**options):
 @pytest.mark.parametrize("token_budget", [7, 24, 200])
 def test_answers_equal_those_of_a_dense_model(token_budget):
     assert run(make_engine(token_budget=token_budget), requests()) == expected()
+
+
+def test_consecutive_pages_of_the_host_pool_are_adjacent():
+    """The copy engine then takes one descriptor for them."""
+    engine = make_engine(num_host_pages=4)
+    block_bytes = engine.spec.block_bytes
+    adjacent = PageGeometry.contiguous(block_bytes, block_bytes)
+    assert engine.pool.host_layout.page_geometry() == adjacent
 
 
 def test_answers_in_bucketed_batches(monkeypatch):
