@@ -197,6 +197,9 @@ def figures(engine: Measured, served: Served) -> Figures:
                 found[f"{name} p{percent}"] = "ms", float(np.percentile(values, percent))
     if len(between):
         found[MEAN_LATENCY] = "ms", float(between.mean())
+    if engine.pool:
+        runs = max(1, served.steps.contiguous_runs)
+        found["pages per contiguous run"] = "pages", served.steps.copied_pages / runs
     stored = sum(r.stored for r in requests)
     for moved, rate, count in (("loaded", LOADED, loaded), ("stored", STORED, stored)):
         gigabytes = count * engine.spec.page_bytes / 1e9

@@ -56,24 +56,34 @@ class Steps(NamedTuple):
     Attributes:
       dispatched, to_idle: number; of them, those before which all earlier ones were over.
       seconds: host time without waits for the device.
+      copied_pages, contiguous_runs: loaded and stored pages; runs of them whose pages follow each
+        other both on the host and on the device, in the order of their batch.
     """
 
     dispatched: int
     to_idle: int
     seconds: float
+    copied_pages: int = 0
+    contiguous_runs: int = 0
 
 
 class Measured(Engine):
-    """The engine, with the host time of its steps."""
+    """The engine, with the host time of its steps and the order of the pages it copies."""
 
-    _steps = _idle_steps = 0
+    _steps = _idle_steps = _copied_pages = _contiguous_runs = 0
     _seconds = _waited = 0.0
     _latest: Any = None
 
     def take_steps(self) -> Steps:
         """Those since the last call."""
-        taken = Steps(self._steps, self._idle_steps, self._seconds)
-        self._steps = self._idle_steps = 0
+        taken = Steps(
+            self._steps,
+            self._idle_steps,
+            self._seconds,
+            self._copied_pages,
+            self._contiguous_runs,
+        )
+        self._steps = self._idle_steps = self._copied_pages = self._contiguous_runs = 0
         self._seconds = 0.0
         return taken
 
@@ -91,6 +101,20 @@ class Measured(Engine):
 
     def _compile(self, inputs: Inputs) -> None:
         jitted(inputs).lower(self._program, self.params, self.state, self.pool, inputs).compile()
+
+    def _inputs(self, rows: Any, copies: jaxkv.CopyBatch, num_tokens: int) -> Inputs:
+        if copies.kind != "none":
+            copies = self._ordered(copies)
+            pages, runs = contiguous_runs(copies)
+            self._copied_pages += pages
+            self._contiguous_runs += runs
+        return super()._inputs(rows, self._chosen(copies), num_tokens)
+
+    def _ordered(self, copies: jaxkv.CopyBatch) -> jaxkv.CopyBatch:
+        return copies
+
+    def _chosen(self, copies: jaxkv.CopyBatch) -> jaxkv.CopyBatch:
+        return copies
 
     def _finish(self, dispatched: Dispatched) -> None:
         start = time.perf_counter()
@@ -117,10 +141,12 @@ class Measured(Engine):
 class CopyEngine(Measured):
     """Copies by the copy engine, with a descriptor for each block."""
 
-    def _inputs(self, rows: Any, copies: jaxkv.CopyBatch, num_tokens: int) -> Inputs:
+    def _ordered(self, copies: jaxkv.CopyBatch) -> jaxkv.CopyBatch:
         host, device = copies.host_pages[::-1], copies.device_pages[::-1]
-        copies = dataclasses.replace(copies, host_pages=host, device_pages=device)
-        return super()._inputs(rows, copies.by(_copy_engine()), num_tokens)
+        return dataclasses.replace(copies, host_pages=host, device_pages=device)
+
+    def _chosen(self, copies: jaxkv.CopyBatch) -> jaxkv.CopyBatch:
+        return copies.by(_copy_engine())
 
 
 class ByTable(Measured):
@@ -199,6 +225,14 @@ class DevicePut(Measured):
         nowhere = np.full_like(pages, np.iinfo(np.int32).max)
         self.state = self.state._replace(cache=_scatter(self.state.cache, staged, nowhere))
         jax.block_until_ready(self.state)
+
+
+def contiguous_runs(copies: jaxkv.CopyBatch) -> tuple[int, int]:
+    """The number of pages without padding, and of runs that are contiguous on both sides."""
+    pages = np.stack([copies.host_pages, copies.device_pages])
+    pages = pages[:, pages[0] >= 0]
+    count = pages.shape[1]
+    return count, min(count, 1) + int((np.diff(pages) != 1).any(0).sum())
 
 
 @jax.jit
