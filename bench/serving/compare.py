@@ -9,7 +9,7 @@ from functools import partial
 from bench.serving import cases, runs
 
 PARTS = ("multi_turn", "trace", "random")
-main = partial(runs.main, "serving", "bench.serving.compare", __doc__, cases.compare, PARTS)
+main = partial(runs.main, "serving", __doc__, cases.compare, PARTS)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -202,9 +202,7 @@ def _record(
         results.target(f"{case}: share of HBM bandwidth", share, ">=", wanted, "x", 1.0)
 
 
-main = partial(
-    runs.main, "serving_decode", "bench.serving.decode", __doc__, cases, PARTS, also=measure
-)
+main = partial(runs.main, "serving_decode", __doc__, cases, PARTS, also=measure)
 
 if __name__ == "__main__":
     sys.exit(main())

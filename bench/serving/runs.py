@@ -1,27 +1,23 @@
-"""Runs of serving systems, each in a process of its own, and their figures.
+"""Runs of serving systems, and their figures.
 
-What ran before in a process changes its times. Therefore each system gets a fresh process, in a new
-random order in each round (`--rounds`). In it one engine serves the workloads of a case several
-times, with other prompts. Processes share JAX's compilation cache.
+All systems of a case are in one process and share the weights. A workload is served several times,
+each time with other prompts and by all systems, in a new random order. Ratios are of the same
+prompts, one soon after the other.
 """
 
 import argparse
-import json
+import itertools
 import os
-import random
-import subprocess
-import sys
-import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from bench.harness import peak_bandwidth, timing
-from bench.harness.records import REPOSITORY, Results
+from bench.harness.records import Results
 from bench.serving import systems
 from bench.serving.systems import BY_TABLE, IN_HBM, JAXKV, Measured, Memory
 from bench.serving.workloads import BesideLoads, Served, Workload
@@ -36,6 +32,7 @@ LOADED, STORED = "loaded per second", "stored per second"
 PEAK_BYTES = 1 << 30  # of the contiguous copy
 Figures = dict[str, tuple[str, float]]  # by metric: unit and value
 Samples = dict[str, dict[str, list[Figures]]]  # by workload and system
+Answers = dict[str, dict[str, list[list[int]]]]  # the same; sequences of tokens, sorted
 
 
 class Wanted(NamedTuple):
@@ -55,7 +52,7 @@ class Case(NamedTuple):
     Attributes:
       label: of the rows of a workload, `{}` its name.
       workloads: by name; of a repeat, which may give several samples.
-      repeats: of each workload, in one process; 1 if it is missing.
+      repeats: of each workload; 1 if it is missing.
       only: systems that serve a workload; all if it is missing.
     """
 
@@ -72,7 +69,7 @@ class Case(NamedTuple):
 
 
 def main(
-    name: str, module: str, description: str | None,
+    name: str, description: str | None,
     cases: Callable[[argparse.Namespace], Sequence[Case]], parts: Sequence[str],
     argv: Sequence[str] | None = None, *,
     also: Callable[[Results, argparse.Namespace], None] = lambda results, flags: None,
@@ -87,35 +84,17 @@ def main(
     add("--tiny", action="store_true", help="a tiny model in float32, for any device")
     add("--part", choices=parts, nargs="+", help="default: all")
     add("--system", choices=(*systems.NAMES, BY_TABLE), nargs="+", help="default: all")
-    add("--rounds", type=int, default=1, help="processes of each system")
-    add("--repeats", type=int, help="of each workload in a process; default: by workload")
-    add("--serve", nargs=2, metavar=("CASE", "SYSTEM"), help=argparse.SUPPRESS)
+    add("--repeats", type=int, help="of each workload; default: by workload")
+    # Weights, and the pages of all systems.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    argv = sys.argv[1:] if argv is None else [*argv]
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     flags = parser.parse_args(argv)
     on_cpu = jax.default_backend() == "cpu"
     results = Results(f"{name}_tiny" if flags.tiny and not on_cpu else name)
     flags.tiny |= on_cpu
-    built = cases(flags)
-    if flags.serve:
-        for line in serve(built[int(flags.serve[0])], flags.serve[1], flags.repeats):
-            print(json.dumps(line), flush=True)
-        return 0
-    with tempfile.TemporaryDirectory() as cache:
-        for number, case in enumerate(built):
-            taken: Samples = defaultdict(lambda: defaultdict(list))
-            answers: dict[str, dict[str, Any]] = defaultdict(dict)
-            for turn in range(flags.rounds):
-                for system in random.Random(turn).sample(case.systems, len(case.systems)):
-                    lines = (
-                        serve(case, system, flags.repeats) if on_cpu
-                        else _process(["-m", module, *argv, "--serve", str(number), system], cache)
-                    )  # fmt: skip
-                    for workload, figures, tokens in lines:
-                        taken[workload][system].append(figures)
-                        answers[workload].setdefault(system, tokens)
-            record(results, case, taken, answers)
-            results.save(flags.out)  # after each, as the next may not fit into the time
+    for case in cases(flags):
+        record(results, case, *serve(case, flags.repeats))
+        results.save(flags.out)  # after each, as the next may not fit into the time
     also(results, flags)
     results.save(flags.out)
     return results.exit_code
@@ -128,43 +107,44 @@ def model_of(flags: argparse.Namespace) -> tuple[str, str]:
     return "qwen3-0.6b" if flags.quick else "qwen3-8b", "bfloat16"
 
 
-def _process(command: Sequence[str], cache: str) -> Iterator[Any]:
-    """The samples of a process; its other output goes to that of this one."""
-    environment = {
-        **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    whole = [sys.executable, *command]
-    with subprocess.Popen(
-        whole, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout
-        for line in process.stdout:
-            if line.startswith("["):
-                yield json.loads(line)
-            else:
-                print(line, end="", flush=True)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, whole)
-
-
-def serve(case: Case, system: str, repeats: int | None) -> Iterator[tuple[str, Figures, Any]]:
-    """Samples of a system: workload, figures, and in float32 the answers."""
+def serve(case: Case, repeats: int | None = None) -> tuple[Samples, Answers]:
+    """Samples and answers of all systems, in the order of the repeats."""
     config = PRESETS[case.model]
     params = init_params(config, 0, case.dtype)
-    engine = systems.create(system, config, params, case.limits, case.memory)
+    engines = {
+        name: systems.create(name, config, params, case.limits, case.memory)
+        for name in case.systems
+    }
+    taken, answers = Samples(), Answers()
     for workload, make in case.workloads.items():
-        if system not in case.only.get(workload, (system,)):
-            continue
-        for repeat in range(repeats or case.repeats.get(workload, 1)):
-            windows = make(repeat).run(engine)
-            # Clients of the same order, whatever the order of their answers.
-            answers = sorted(request.tokens for served in windows for request in served.all)
-            for served in windows:
-                tokens = answers if case.dtype == "float32" else None
-                yield workload, figures(engine, served), tokens
-    engine.release()
+        methods = {
+            name: partial(_serve, engine, make, itertools.count())
+            for name, engine in engines.items()
+            if name in case.only.get(workload, engines)
+        }
+        found = timing.rounds(methods, repeats or case.repeats.get(workload, 1))
+        taken[workload] = {
+            name: [sample for samples, _ in runs for sample in samples]
+            for name, runs in found.items()
+        }
+        answers[workload] = {
+            name: [tokens for _, sequences in runs for tokens in sequences]
+            for name, runs in found.items()
+        }
+    for engine in engines.values():
+        engine.release()
+    for leaf in jax.tree.leaves(params):
+        leaf.delete()
+    return taken, answers
+
+
+def _serve(
+    engine: Measured, make: Callable[[int], Workload | BesideLoads], repeat: Iterator[int]
+) -> tuple[list[Figures], list[list[int]]]:
+    windows = make(next(repeat)).run(engine)
+    # Clients of the same order, whatever the order of their answers.
+    answers = sorted(request.tokens for served in windows for request in served.all)
+    return [figures(engine, served) for served in windows], answers
 
 
 def figures(engine: Measured, served: Served) -> Figures:
@@ -208,7 +188,7 @@ def figures(engine: Measured, served: Served) -> Figures:
     return found
 
 
-def record(results: Results, case: Case, taken: Samples, answers: Any) -> None:
+def record(results: Results, case: Case, taken: Samples, answers: Answers) -> None:
     """Rows of medians, targets, and in float32 checks that all systems give the same tokens."""
     for workload, by_system in taken.items():
         label = case.label.format(workload)
@@ -221,7 +201,7 @@ def record(results: Results, case: Case, taken: Samples, answers: Any) -> None:
         first, *others = answers[workload]
         for system in others if case.dtype == "float32" else ():
             pairs = zip(answers[workload][first], answers[workload][system], strict=True)
-            unequal = sum([*a] != [*b] for a, b in pairs)
+            unequal = sum(a != b for a, b in pairs)
             name = f"{label}: tokens of {system} as {first}"
             results.check(name, unequal, "==", 0, "unequal answers")
     variants = [want._replace(system=BY_TABLE) for want in case.wanted if want.system == JAXKV]

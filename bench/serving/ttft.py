@@ -8,9 +8,7 @@ from functools import partial
 
 from bench.serving import cases, runs
 
-main = partial(
-    runs.main, "serving_ttft", "bench.serving.ttft", __doc__, cases.ttft, ("ttft", "latency")
-)
+main = partial(runs.main, "serving_ttft", __doc__, cases.ttft, ("ttft", "latency"))
 
 if __name__ == "__main__":
     sys.exit(main())

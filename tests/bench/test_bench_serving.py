@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import subprocess
 import types
 from typing import Any
 from unittest import mock
@@ -14,7 +13,7 @@ from bench.harness import peak_bandwidth, timing
 from bench.harness.records import File, Results, Row
 from bench.harness.timing import Figure
 from bench.report.catalog import TABLES
-from bench.serving import cases, decode, runs, systems, ttft, workloads
+from bench.serving import cases, decode, runs, systems, workloads
 from bench.serving.systems import (
     BY_TABLE,
     DEVICE_PUT,
@@ -59,12 +58,13 @@ def test_all_systems_give_the_same_tokens_from_different_places():
 def test_others_are_loaded_beside_running_requests(system):
     flags = argparse.Namespace(tiny=True, quick=False, part=["latency"], system=None)
     (case,) = cases.ttft(flags)
-    ((_, found, answers),) = runs.serve(case, system, 1)
+    taken, answers = runs.serve(case._replace(systems=(system,)), 1)
+    (found,) = taken["latency"][system]
     on_the_host, in_hbm = (
         found[f"prompt tokens {where}"][1] for where in ("on the host", "in HBM")
     )
     assert (on_the_host > 80, in_hbm > 80) == (system == JAXKV, system == IN_HBM)
-    assert len(answers) > cases.TINY.running and found[runs.LATENCY][1] > 0
+    assert len(answers["latency"][system]) > cases.TINY.running and found[runs.LATENCY][1] > 0
 
 
 @pytest.mark.host_only
@@ -92,22 +92,33 @@ def test_inter_token_latency_is_of_the_running_requests_and_later_tokens():
 
 
 @pytest.mark.host_only
-def test_samples_are_read_from_a_process(tmp_path, capfd):
-    found = list(runs._process(["-c", "print('compiled'); print('[1, 2]')"], str(tmp_path)))
-    assert found == [[1, 2]] and capfd.readouterr().out == "compiled\n"
-    with pytest.raises(subprocess.CalledProcessError):
-        list(runs._process(["-c", "raise SystemExit(3)"], str(tmp_path)))
+def test_every_repeat_is_served_by_all_systems_before_the_next(monkeypatch):
+    flags = argparse.Namespace(tiny=True, quick=False, part=["random"], system=None)
+    (case,) = cases.compare(flags)
+    served = []
 
+    class Work:
+        def __init__(self, repeat):
+            self.repeat = repeat
 
-@pytest.mark.cpu_only
-def test_a_process_serves_one_case_by_one_system(monkeypatch, capsys):
-    def serve(case, system, repeats):
-        yield case.label, {system: ("x", 1.0)}, repeats
+        def run(self, engine):
+            served.append((self.repeat, engine.name))
+            return [workloads.Served([], [], systems.Steps(0, 0, 0.0), float(self.repeat))] * 2
 
-    monkeypatch.setattr(runs, "serve", serve)
-    assert ttft.main(["--repeats", "4", "--serve", "1", JAXKV]) == 0
-    label = "tiny, 2 requests beside loads of 64 tokens"
-    assert json.loads(capsys.readouterr().out) == [label, {JAXKV: ["x", 1.0]}, 4]
+    def create(name, *_):
+        return types.SimpleNamespace(name=name, release=lambda: None)
+
+    monkeypatch.setattr(runs, "init_params", lambda *_: {})
+    monkeypatch.setattr(systems, "create", create)
+    monkeypatch.setattr(runs, "figures", lambda engine, served: {runs.RATE: ("1/s", served.start)})
+    makers: dict[str, Any] = {"random": Work}
+    taken, _ = runs.serve(case._replace(workloads=makers), 4)
+    orders = [[name for repeat, name in served if repeat == turn] for turn in range(4)]
+    assert [repeat for repeat, _ in served] == sorted(repeat for repeat, _ in served)
+    assert all(sorted(order) == sorted(NAMES) for order in orders)
+    assert len({tuple(order) for order in orders}) > 1  # not always the same order
+    rates = {name: [sample[runs.RATE][1] for sample in taken["random"][name]] for name in NAMES}
+    assert all(found == [0, 0, 1, 1, 2, 2, 3, 3] for found in rates.values())
 
 
 @pytest.mark.host_only
@@ -163,7 +174,8 @@ def test_bound_of_a_rate_is_that_in_hbm_or_of_the_link(monkeypatch, others, load
         }
     }
     found = Results("x")
-    runs.record(found, case._replace(wanted=(wanted,), dtype="bfloat16"), taken, {"random": [[]]})
+    case = case._replace(wanted=(wanted,), dtype="bfloat16")
+    runs.record(found, case, taken, {"random": {JAXKV: []}})
     (target,) = found.targets
     assert (target.got, target.bound) == (pytest.approx(1.1), bound and pytest.approx(bound))
     assert target.above_peak is (bound is not None)
@@ -210,12 +222,13 @@ def test_conversations_with_fewer_in_flight_have_other_prompts_and_two_systems(m
     levels = {"multi_turn": 4, **cases.IN_FLIGHT}
     assert dict(zip(works, (work.parallel for work in found), strict=True)) == levels
     assert len({str(work.clients[0][0].new) for work in found}) == len(levels)
-    monkeypatch.setattr(runs, "init_params", mock.Mock())
+    monkeypatch.setattr(runs, "init_params", lambda *_: {})
     monkeypatch.setattr(systems, "create", mock.Mock())
     monkeypatch.setattr(runs, "figures", lambda engine, served: {})
     nothing = workloads.Served([], [], systems.Steps(0, 0, 0.0), 0.0)
     monkeypatch.setattr(workloads.Workload, "run", lambda *_: [nothing])
-    ran = {name: [w for w, *_ in runs.serve(case, name, 1)] for name in (JAXKV, IN_HBM)}
+    taken, _ = runs.serve(case._replace(systems=(JAXKV, IN_HBM)), 1)
+    ran = {name: [w for w in taken if name in taken[w]] for name in (JAXKV, IN_HBM)}
     assert ran == {JAXKV: [*works], IN_HBM: ["multi_turn"]}
 
 

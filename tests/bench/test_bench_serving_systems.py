@@ -37,8 +37,9 @@ def test_pages_are_contiguous_on_both_sides(host, device, expected):
 def test_only_the_copy_engine_system_has_a_descriptor_for_each_page(system):
     flags = argparse.Namespace(tiny=True, quick=False, part=["multi_turn"], system=None)
     (case,) = cases.compare(flags)
-    found = [sample for _, sample, _ in runs.serve(case, system, 1)]
-    pages = [sample["pages per contiguous run"][1] for sample in found]
+    taken, _ = runs.serve(case._replace(systems=(system,)), 1)
+    samples = [sample for workload in taken.values() for sample in workload.get(system, ())]
+    pages = [sample["pages per contiguous run"][1] for sample in samples]
     assert all(count == 1 if system == COPY_ENGINE else count > 1 for count in pages)
 
 
