@@ -108,6 +108,16 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
         },
         ("requests/s", ""),
     ),
+    "serving_in_flight": Table(
+        "serving",
+        r"multi_turn, (?P<n>\d) in flight, pages of 32, (?P<system>[^:]*)",
+        ("requests in flight", "system"),
+        {
+            "requests/s": value("requests/s"),
+            "TTFT p50 / p99, ms": values("TTFT p50", "TTFT p99"),
+        },
+        ("requests/s", ""),
+    ),
     "serving_ttft": Table(
         "serving_ttft",
         "(?P<c>[^:]*)",

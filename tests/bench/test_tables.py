@@ -114,6 +114,15 @@ def test_serving_table_has_the_systems_with_most_requests_in_flight():
     ]
 
 
+def test_table_of_fewer_requests_in_flight_has_those_only():
+    rows = serving_rows({"jaxkv": 3.0})
+    fewer = serving_rows({"jaxkv": 2.0, "device_put": 1.0}, "multi_turn, 2 in flight, pages of 32")
+    lines = body("serving_in_flight", file("serving", [*rows, *fewer]))
+    assert [line.split(" | ")[1:4] for line in lines] == [
+        ["2", "jaxkv", "2"], ["2", "device_put", "1"]
+    ]  # fmt: skip
+
+
 def test_unmeasured_lists_missing_records_of_one_and_of_several_gpus():
     several = {"all_reduce_2", "all_reduce_8", "tensor_parallel_2", "multigpu_test_4"}
     one = staleness.SOURCES.keys() - {"pages", "offload_trace"}
