@@ -226,6 +226,10 @@ class DevicePut(Measured):
         self.state = self.state._replace(cache=_scatter(self.state.cache, staged, nowhere))
         jax.block_until_ready(self.state)
 
+    def release(self) -> None:
+        super().release()
+        self._stored.clear()
+
 
 def contiguous_runs(copies: jaxkv.CopyBatch) -> tuple[int, int]:
     """The number of pages without padding, and of runs that are contiguous on both sides."""
