@@ -50,6 +50,7 @@ from examples.serving.presets import PRESETS
 TRACE = REPOSITORY / "bench" / "data" / "mooncake_conversation_sample.jsonl"
 PARALLEL = 4  # requests in flight
 HBM_SHARE = 4
+COPY_TOKENS = 16384  # to load or store in one step: the prefixes of two requests
 IN_FLIGHT = {f"multi_turn, {level} in flight": level for level in range(1, PARALLEL)}
 # Conversations first compute 16 prompts of 6,144 tokens, and then give three samples each.
 REPEATS = {"multi_turn": 3, "random": 21, "ttft": 9, "latency": 9} | dict.fromkeys(IN_FLIGHT, 3)
@@ -129,7 +130,7 @@ def _compare(
     budget, chunk, *questions = (64, 48, 32) if flags.tiny else (2176, 1088, 160, 320, 640)
     limits = Limits(
         page_size, PARALLEL, budget + PARALLEL, longest,
-        copy_pages=8 if flags.tiny else 16384 // page_size,
+        copy_pages=8 if flags.tiny else COPY_TOKENS // page_size,
         token_buckets=(*questions, chunk + PARALLEL),
     )  # fmt: skip
     everything = [
