@@ -102,7 +102,7 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
                 "prompt tokens in HBM", "prompt tokens on the host"
             ),
             "loaded / stored, GB": values("loaded", "stored"),
-            "pages per contiguous run": value("pages per contiguous run"),
+            "consecutive pages": value("consecutive pages"),
             "host time per step, ms": value("host time per step"),
             "steps dispatched to an idle device, %": value("steps dispatched to an idle device"),
         },

@@ -52,8 +52,9 @@ PARALLEL = 4  # requests in flight
 HBM_SHARE = 4
 COPY_TOKENS = 16384  # to load or store in one step: the prefixes of two requests
 IN_FLIGHT = {f"multi_turn, {level} in flight": level for level in range(1, PARALLEL)}
+# Turns are even, so that each order has its reverse, but for the trace: it is for information.
 # Conversations first compute 16 prompts of 6,144 tokens, and then give three samples each.
-REPEATS = {"multi_turn": 3, "random": 21, "ttft": 9, "latency": 9} | dict.fromkeys(IN_FLIGHT, 3)
+REPEATS = {"multi_turn": 4, "random": 16, "ttft": 10, "latency": 10} | dict.fromkeys(IN_FLIGHT, 4)
 COMPARED = (
     Wanted("multi_turn", RATE, DEVICE_PUT, ">=", 2.5),
     Wanted("multi_turn", RATE_AT_EQUAL_TTFT, DEVICE_PUT, ">=", 2.5),

@@ -79,7 +79,7 @@ def cases(flags: argparse.Namespace) -> list[Case]:
     return [
         Case(
             f"{{}}, {model}", (IN_HBM, HOST_METADATA), limits, Memory(in_hbm, in_hbm, 0),
-            {"scenario": make}, {} if flags.tiny else {"scenario": 9}, (SCENARIO,), model,
+            {"scenario": make}, {} if flags.tiny else {"scenario": 10}, (SCENARIO,), model,
             "float32" if flags.tiny else "bfloat16",
         )
     ]  # fmt: skip

@@ -1,15 +1,14 @@
 """Runs of serving systems, and their figures.
 
-All systems of a case are in one process and share the weights. A workload is served several times,
-each time with other prompts and by all systems, in a new random order. Ratios are of the same
-prompts, one soon after the other.
+All systems of a case are in one process and share the weights. A workload is served in several
+turns, each with other prompts and by all systems. The order of the systems is random in one turn,
+and the reverse of that in the next. Ratios are of the same turn.
 """
 
 import argparse
-import itertools
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -32,7 +31,7 @@ LOADED, STORED = "loaded per second", "stored per second"
 PEAK_BYTES = 1 << 30  # of the contiguous copy
 Figures = dict[str, tuple[str, float]]  # by metric: unit and value
 Samples = dict[str, dict[str, list[Figures]]]  # by workload and system
-Answers = dict[str, dict[str, list[list[int]]]]  # the same; sequences of tokens, sorted
+Answers = dict[str, dict[str, list[list[int]]]]  # the same; tokens, in float32
 
 
 class Wanted(NamedTuple):
@@ -85,9 +84,10 @@ def main(
     add("--part", choices=parts, nargs="+", help="default: all")
     add("--system", choices=(*systems.NAMES, BY_TABLE), nargs="+", help="default: all")
     add("--repeats", type=int, help="of each workload; default: by workload")
-    # Weights, and the pages of all systems.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    # The weights and the pages of all systems may need more than the default, 0.75.
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.9")
     flags = parser.parse_args(argv)
     on_cpu = jax.default_backend() == "cpu"
     results = Results(f"{name}_tiny" if flags.tiny and not on_cpu else name)
@@ -108,7 +108,7 @@ def model_of(flags: argparse.Namespace) -> tuple[str, str]:
 
 
 def serve(case: Case, repeats: int | None = None) -> tuple[Samples, Answers]:
-    """Samples and answers of all systems, in the order of the repeats."""
+    """Samples and answers of all systems, in the order of the turns."""
     config = PRESETS[case.model]
     params = init_params(config, 0, case.dtype)
     engines = {
@@ -117,20 +117,17 @@ def serve(case: Case, repeats: int | None = None) -> tuple[Samples, Answers]:
     }
     taken, answers = Samples(), Answers()
     for workload, make in case.workloads.items():
-        methods = {
-            name: partial(_serve, engine, make, itertools.count())
-            for name, engine in engines.items()
-            if name in case.only.get(workload, engines)
-        }
-        found = timing.rounds(methods, repeats or case.repeats.get(workload, 1))
-        taken[workload] = {
-            name: [sample for samples, _ in runs for sample in samples]
-            for name, runs in found.items()
-        }
-        answers[workload] = {
-            name: [tokens for _, sequences in runs for tokens in sequences]
-            for name, runs in found.items()
-        }
+        names = [name for name in engines if name in case.only.get(workload, engines)]
+        found = {name: list[Figures]() for name in names}
+        tokens = {name: list[list[int]]() for name in names}
+        for turn, name in turns(names, repeats or case.repeats.get(workload, 1)):
+            windows = make(turn).run(engines[name])
+            found[name] += [figures(engines[name], served) for served in windows]
+            if case.dtype == "float32":
+                # Clients of the same order, whatever the order of their answers.
+                tokens[name] += sorted(r.tokens for served in windows for r in served.all)
+        if names:
+            taken[workload], answers[workload] = found, tokens
     for engine in engines.values():
         engine.release()
     for leaf in jax.tree.leaves(params):
@@ -138,13 +135,12 @@ def serve(case: Case, repeats: int | None = None) -> tuple[Samples, Answers]:
     return taken, answers
 
 
-def _serve(
-    engine: Measured, make: Callable[[int], Workload | BesideLoads], repeat: Iterator[int]
-) -> tuple[list[Figures], list[list[int]]]:
-    windows = make(next(repeat)).run(engine)
-    # Clients of the same order, whatever the order of their answers.
-    answers = sorted(request.tokens for served in windows for request in served.all)
-    return [figures(engine, served) for served in windows], answers
+def turns(names: Sequence[str], count: int) -> Iterator[tuple[int, str]]:
+    """Turn and system; every second order is the reverse of that before."""
+    order: Sequence[str] = ()
+    for turn in range(count):
+        order = order[::-1] if turn % 2 else random.sample(names, len(names))
+        yield from ((turn, name) for name in order)
 
 
 def figures(engine: Measured, served: Served) -> Figures:
@@ -178,8 +174,8 @@ def figures(engine: Measured, served: Served) -> Figures:
     if len(between):
         found[MEAN_LATENCY] = "ms", float(between.mean())
     if engine.pool:
-        runs = max(1, served.steps.contiguous_runs)
-        found["pages per contiguous run"] = "pages", served.steps.copied_pages / runs
+        extents = max(1, served.steps.extents)
+        found["consecutive pages"] = "pages", served.steps.copied_pages / extents
     stored = sum(r.stored for r in requests)
     for moved, rate, count in (("loaded", LOADED, loaded), ("stored", STORED, stored)):
         gigabytes = count * engine.spec.page_bytes / 1e9
@@ -207,7 +203,7 @@ def record(results: Results, case: Case, taken: Samples, answers: Answers) -> No
     variants = [want._replace(system=BY_TABLE) for want in case.wanted if want.system == JAXKV]
     for want in (*case.wanted, *variants):
         label = case.label.format(want.workload)
-        by_system, bound = taken[want.workload], None
+        by_system, bound = taken.get(want.workload, {}), None
         if want.metric == RATE_AT_EQUAL_TTFT:
             a, b = rates_at_equal_ttft(taken, want)
         else:

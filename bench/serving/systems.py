@@ -56,21 +56,21 @@ class Steps(NamedTuple):
     Attributes:
       dispatched, to_idle: number; of them, those before which all earlier ones were over.
       seconds: host time without waits for the device.
-      copied_pages, contiguous_runs: loaded and stored pages; runs of them whose pages follow each
-        other both on the host and on the device, in the order of their batch.
+      copied_pages, extents: loaded and stored pages; longest parts of a batch whose pages follow
+        each other both on the host and on the device.
     """
 
     dispatched: int
     to_idle: int
     seconds: float
     copied_pages: int = 0
-    contiguous_runs: int = 0
+    extents: int = 0
 
 
 class Measured(Engine):
     """The engine, with the host time of its steps and the order of the pages it copies."""
 
-    _steps = _idle_steps = _copied_pages = _contiguous_runs = 0
+    _steps = _idle_steps = _copied_pages = _extents = 0
     _seconds = _waited = 0.0
     _latest: Any = None
 
@@ -81,9 +81,9 @@ class Measured(Engine):
             self._idle_steps,
             self._seconds,
             self._copied_pages,
-            self._contiguous_runs,
+            self._extents,
         )
-        self._steps = self._idle_steps = self._copied_pages = self._contiguous_runs = 0
+        self._steps = self._idle_steps = self._copied_pages = self._extents = 0
         self._seconds = 0.0
         return taken
 
@@ -105,9 +105,9 @@ class Measured(Engine):
     def _inputs(self, rows: Any, copies: jaxkv.CopyBatch, num_tokens: int) -> Inputs:
         if copies.kind != "none":
             copies = self._ordered(copies)
-            pages, runs = contiguous_runs(copies)
+            pages, extents = count_extents(copies)
             self._copied_pages += pages
-            self._contiguous_runs += runs
+            self._extents += extents
         return super()._inputs(rows, self._chosen(copies), num_tokens)
 
     def _ordered(self, copies: jaxkv.CopyBatch) -> jaxkv.CopyBatch:
@@ -231,8 +231,8 @@ class DevicePut(Measured):
         self._stored.clear()
 
 
-def contiguous_runs(copies: jaxkv.CopyBatch) -> tuple[int, int]:
-    """The number of pages without padding, and of runs that are contiguous on both sides."""
+def count_extents(copies: jaxkv.CopyBatch) -> tuple[int, int]:
+    """The number of pages without padding, and of extents (`Steps`)."""
     pages = np.stack([copies.host_pages, copies.device_pages])
     pages = pages[:, pages[0] >= 0]
     count = pages.shape[1]
@@ -255,7 +255,7 @@ def _scatter(
 
 
 def create(name: str, config: Config, params: Params, limits: Limits, memory: Memory) -> Measured:
-    """The engine of a system, compiled; `release` it before the next one."""
+    """The engine of a system, compiled; `release` frees its memory."""
     kinds = {
         DEVICE_PUT: DevicePut, COPY_ENGINE: CopyEngine, BY_TABLE: ByTable,
         HOST_METADATA: HostMetadata,

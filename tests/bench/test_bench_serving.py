@@ -16,6 +16,7 @@ from bench.report.catalog import TABLES
 from bench.serving import cases, decode, runs, systems, workloads
 from bench.serving.systems import (
     BY_TABLE,
+    COPY_ENGINE,
     DEVICE_PUT,
     HOST_METADATA,
     IN_HBM,
@@ -81,14 +82,14 @@ def test_inter_token_latency_is_of_the_running_requests_and_later_tokens():
         pool=object(),
     )
     running, other = request(0.0, 1.0, 5.0, 5.25, 5.75), request(6.0, 6.5, 9.0)
-    steps = systems.Steps(4, 1, 0.5, copied_pages=12, contiguous_runs=3)
+    steps = systems.Steps(4, 1, 0.5, copied_pages=12, extents=3)
     served = workloads.Served([other], [running], steps, start=6.0, since=5.0)
     found = runs.figures(engine, served)
     assert found["host time per step"][1] == pytest.approx(125)
     assert found["steps dispatched to an idle device"][1] == pytest.approx(25)
     assert found["inter-token latency p50"][1] == pytest.approx(1e3 * (0.25 + 0.5) / 2)
     assert found[runs.TTFT][1] == pytest.approx(500) and found[runs.RATE][1] == pytest.approx(1 / 3)
-    assert found["pages per contiguous run"][1] == 4
+    assert found["consecutive pages"][1] == 4
 
 
 @pytest.mark.host_only
@@ -116,9 +117,30 @@ def test_every_repeat_is_served_by_all_systems_before_the_next(monkeypatch):
     orders = [[name for repeat, name in served if repeat == turn] for turn in range(4)]
     assert [repeat for repeat, _ in served] == sorted(repeat for repeat, _ in served)
     assert all(sorted(order) == sorted(NAMES) for order in orders)
-    assert len({tuple(order) for order in orders}) > 1  # not always the same order
+    assert orders[1::2] == [order[::-1] for order in orders[::2]]
     rates = {name: [sample[runs.RATE][1] for sample in taken["random"][name]] for name in NAMES}
     assert all(found == [0, 0, 1, 1, 2, 2, 3, 3] for found in rates.values())
+
+
+@pytest.mark.host_only
+def test_orders_are_random():
+    names = [*map(str, range(10))]
+    assert [*runs.turns(names, 1)] != [*runs.turns(names, 1)]
+
+
+@pytest.mark.host_only
+@pytest.mark.parametrize(("part", "system"), [("random", JAXKV), ("multi_turn", COPY_ENGINE)])
+def test_a_part_and_a_system_alone_are_recorded(part, system, monkeypatch):
+    flags = argparse.Namespace(tiny=False, quick=False, part=[part], system=[system])
+    served = workloads.Served([], [], systems.Steps(0, 0, 0.0), 0.0)
+    monkeypatch.setattr(runs, "init_params", lambda *_: {})
+    monkeypatch.setattr(systems, "create", mock.Mock())
+    monkeypatch.setattr(workloads.Workload, "run", lambda *_: [served])
+    monkeypatch.setattr(runs, "figures", lambda *_: {runs.RATE: ("1/s", 1.0)})
+    found = Results("x")
+    runs.record(found, cases.compare(flags)[0], *runs.serve(cases.compare(flags)[0], 1))
+    assert [row.case for row in found.rows] == [f"{part}, pages of 32, {system}"]
+    assert not found.targets
 
 
 @pytest.mark.host_only

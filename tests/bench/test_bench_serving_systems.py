@@ -27,9 +27,9 @@ CONFIG = Config(256, 64, 96, 1, 4, 2, 16)
         ([5, 4, 3], [2, 1, 0], (3, 3)),
     ],
 )
-def test_pages_are_contiguous_on_both_sides(host, device, expected):
+def test_extents_are_consecutive_on_both_sides(host, device, expected):
     batch = jaxkv.CopyBatch("load", np.array([*host, -1, -1]), np.array([*device, -1, -1]))
-    assert systems.contiguous_runs(batch) == expected
+    assert systems.count_extents(batch) == expected
 
 
 @pytest.mark.cpu_only
@@ -39,7 +39,7 @@ def test_only_the_copy_engine_system_has_a_descriptor_for_each_page(system):
     (case,) = cases.compare(flags)
     taken, _ = runs.serve(case._replace(systems=(system,)), 1)
     samples = [sample for workload in taken.values() for sample in workload.get(system, ())]
-    pages = [sample["pages per contiguous run"][1] for sample in samples]
+    pages = [sample["consecutive pages"][1] for sample in samples]
     assert all(count == 1 if system == COPY_ENGINE else count > 1 for count in pages)
 
 
