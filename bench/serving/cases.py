@@ -52,7 +52,8 @@ PARALLEL = 4  # requests in flight
 HBM_SHARE = 4
 COPY_TOKENS = 16384  # to load or store in one step: the prefixes of two requests
 IN_FLIGHT = {f"multi_turn, {level} in flight": level for level in range(1, PARALLEL)}
-# Turns are even, so that each order has its reverse, but for the trace: it is for information.
+# Even numbers, so that each order of the systems has its reverse. The trace has no target and is
+# served once.
 # Conversations first compute 16 prompts of 6,144 tokens, and then give three samples each.
 REPEATS = {"multi_turn": 4, "random": 16, "ttft": 10, "latency": 10} | dict.fromkeys(IN_FLIGHT, 4)
 COMPARED = (

@@ -1,8 +1,8 @@
 """Runs of serving systems, and their figures.
 
-All systems of a case are in one process and share the weights. A workload is served in several
-turns, each with other prompts and by all systems. The order of the systems is random in one turn,
-and the reverse of that in the next. Ratios are of the same turn.
+All systems of a case are in one process and share the weights. A workload is repeated with other
+prompts, each time by all systems. Their order is random in one repeat, and the reverse of that in
+the next. Ratios are of the same repeat.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def model_of(flags: argparse.Namespace) -> tuple[str, str]:
 
 
 def serve(case: Case, repeats: int | None = None) -> tuple[Samples, Answers]:
-    """Samples and answers of all systems, in the order of the turns."""
+    """Samples and answers of all systems, in the order of the repeats."""
     config = PRESETS[case.model]
     params = init_params(config, 0, case.dtype)
     engines = {
@@ -120,8 +120,8 @@ def serve(case: Case, repeats: int | None = None) -> tuple[Samples, Answers]:
         names = [name for name in engines if name in case.only.get(workload, engines)]
         found = {name: list[Figures]() for name in names}
         tokens = {name: list[list[int]]() for name in names}
-        for turn, name in turns(names, repeats or case.repeats.get(workload, 1)):
-            windows = make(turn).run(engines[name])
+        for repeat, name in orders(names, repeats or case.repeats.get(workload, 1)):
+            windows = make(repeat).run(engines[name])
             found[name] += [figures(engines[name], served) for served in windows]
             if case.dtype == "float32":
                 # Clients of the same order, whatever the order of their answers.
@@ -135,12 +135,12 @@ def serve(case: Case, repeats: int | None = None) -> tuple[Samples, Answers]:
     return taken, answers
 
 
-def turns(names: Sequence[str], count: int) -> Iterator[tuple[int, str]]:
-    """Turn and system; every second order is the reverse of that before."""
+def orders(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
+    """Repeat and system, in random orders, each of which is followed by its reverse."""
     order: Sequence[str] = ()
-    for turn in range(count):
-        order = order[::-1] if turn % 2 else random.sample(names, len(names))
-        yield from ((turn, name) for name in order)
+    for repeat in range(repeats):
+        order = order[::-1] if repeat % 2 else random.sample(names, len(names))
+        yield from ((repeat, name) for name in order)
 
 
 def figures(engine: Measured, served: Served) -> Figures:

@@ -56,8 +56,8 @@ class Steps(NamedTuple):
     Attributes:
       dispatched, to_idle: number; of them, those before which all earlier ones were over.
       seconds: host time without waits for the device.
-      copied_pages, extents: loaded and stored pages; longest parts of a batch whose pages follow
-        each other both on the host and on the device.
+      copied_pages: loaded and stored pages.
+      extents: of these, maximal sequences that are consecutive both on the host and on the device.
     """
 
     dispatched: int

@@ -7,12 +7,51 @@ import pytest
 
 import jaxkv
 from bench.serving import cases, runs, systems, workloads
-from bench.serving.systems import COPY_ENGINE, DEVICE_PUT, JAXKV, Memory
+from bench.serving.systems import (
+    BY_TABLE,
+    COPY_ENGINE,
+    DEVICE_PUT,
+    HOST_METADATA,
+    IN_HBM,
+    JAXKV,
+    NAMES,
+    Memory,
+)
 from examples.serving.engine import Limits
 from examples.serving.model import Config
 from examples.serving.presets import init_params
 
 CONFIG = Config(256, 64, 96, 1, 4, 2, 16)
+ALL = (*NAMES, BY_TABLE, HOST_METADATA)
+
+
+def conversations():
+    return workloads.multi_turn(5, 3, 21, 21, 3, parallel=2, vocab=256)
+
+
+def create(name):
+    """An engine for these; few HBM pages, unless all are in HBM."""
+    params = init_params(CONFIG, 0, "float32")
+    limits = Limits(4, 2, 18, pages_per_request=18, copy_pages=4)
+    return systems.create(name, CONFIG, params, limits, Memory(95, 36, 95))
+
+
+@pytest.mark.cpu_only
+@pytest.mark.end_to_end
+def test_all_systems_give_the_same_tokens_from_different_places():
+    """Few HBM pages: a reload of wrong pages changes the answers."""
+    answers, loaded = {}, {}
+    for name in ALL:
+        engine = create(name)
+        (served,) = conversations().run(engine)
+        answers[name] = sorted(request.tokens for request in served.requests)
+        found = runs.figures(engine, served)
+        loaded[name] = found["loaded"][1] > 0
+        assert found[runs.RATE][1] > 0 and found["host time per step"][1] > 0
+        engine.release()
+    assert all(tokens == answers[IN_HBM] for tokens in answers.values())
+    assert loaded == {name: name in (*NAMES[2:], BY_TABLE) for name in ALL}
+    assert len(answers[IN_HBM]) == 15
 
 
 @pytest.mark.host_only
@@ -54,15 +93,12 @@ class Zeros(dict):
 @pytest.mark.cpu_only
 def test_wrong_pages_of_the_device_put_system_are_noticed():
     """The comparison can fail: pages of zeros, loaded instead of those stored."""
-    work = workloads.multi_turn(5, 3, 21, 21, 3, parallel=2, vocab=256)
-    params = init_params(CONFIG, 0, "float32")
-    limits = Limits(4, 2, 18, pages_per_request=18, copy_pages=4)
     answers = []
     for wrong in (False, True):
-        engine = systems.create(DEVICE_PUT, CONFIG, params, limits, Memory(95, 36, 95))
+        engine = create(DEVICE_PUT)
         if wrong:
             vars(engine)["_stored"] = Zeros(engine)
-        (served,) = work.run(engine)
+        (served,) = conversations().run(engine)
         answers.append(sorted(request.tokens for request in served.requests))
         engine.release()
     assert answers[0] != answers[1]
