@@ -228,8 +228,10 @@ class Engine:
     def _inputs(self, rows: Sequence[Row], copies: jaxkv.CopyBatch, num_tokens: int) -> Inputs:
         """The arrays of a step, padded to `num_tokens`."""
         num_rows = self.limits.batch
-        # A decode step is bound by HBM, not by the SMs, and shorter than writing many descriptors.
-        chosen = self._copy_implementation if num_tokens > num_rows else None
+        # Kernels slow down a step. A decode step is shorter than writing the descriptors of a load,
+        # which may have more pages than a store: a step stores what the one before has computed.
+        by_kernel = copies.kind == "load" and num_tokens == num_rows
+        chosen = None if by_kernel else self._copy_implementation
         copies = copies.by(chosen, sharding=self._replicated)
         tokens, source = np.zeros(num_tokens, np.int32), np.full(num_tokens, -1, np.int32)
         slots = np.full(num_rows, num_rows, np.int32)  # out of range

@@ -86,7 +86,7 @@ def jitted(inputs: Inputs) -> Any:
 def copy_implementation(
     pool: jaxkv.HostPool | None, cache: jaxkv.DeviceCache, block_bytes: int
 ) -> Any:
-    """Implementation of copies beside steps with prompts; None: as the tuning table ranks them.
+    """Implementation of stores, and of loads beside prompts; None: as the tuning table ranks.
 
     Kernels take SMs from the step. The copy engine does not, but needs large blocks.
     """

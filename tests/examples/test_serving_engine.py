@@ -156,9 +156,9 @@ def test_answers_with_the_host_tier(chosen, monkeypatch):
     assert [run(engine, turn) for turn in turns] == [expected()] * 3
     assert used == {
         ("store", True, chosen),
-        ("store", False, None),  # decode
+        ("store", False, chosen),
         ("load", True, chosen),
-        ("load", False, None),
+        ("load", False, None),  # decode
     }
     assert sum(request.first_placement.loaded for request in turns[-1]) >= 8
     assert {len(engine.host._loads), len(engine.blocks._loading)} == {0}

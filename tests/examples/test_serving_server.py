@@ -77,9 +77,20 @@ def test_completion(served, expected):
     assert complete(client, prompt=list(PROMPT.encode())).choices[0].text == expected
 
 
-def test_streamed_completion(served, expected):
-    client, _ = served
-    chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
+def test_streamed_completion(served, expected, monkeypatch):
+    client, server = served
+    step, read = server.thread.engine.step, threading.Semaphore(2)
+
+    def step_after_read():
+        # Texts that the client has not read come as one. A token may end no character.
+        read.acquire(timeout=0.2)
+        return step()
+
+    monkeypatch.setattr(server.thread.engine, "step", step_after_read)
+    chunks = []
+    for chunk in complete(client, stream=True, stream_options={"include_usage": True}):
+        chunks.append(chunk)
+        read.release()
     texts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
     assert "".join(texts) == expected and sum(map(bool, texts)) > 3
     assert chunks[-2].choices[0].finish_reason == "length"
