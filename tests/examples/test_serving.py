@@ -186,7 +186,7 @@ def prompts(tmp_path):
 
 def test_command_writes_results(prompts, tmp_path):
     json_path, plot_path = tmp_path / "out.json", tmp_path / "out.png"
-    command = [sys.executable, "-m", "examples.serving", "--prompts", prompts]
+    command = [sys.executable, "-m", "examples.serving", "--prompts", prompts, "--preset", "tiny"]
     command += ["--dtype", "float32", "--max-new-tokens", "4", "--json", str(json_path)]
     with contextlib.suppress(ImportError):
         importlib.import_module("matplotlib")
