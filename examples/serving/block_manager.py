@@ -42,6 +42,8 @@ class BlockManager:
         self._key_of: dict[int, bytes] = {}
         self._loading: dict[bytes, jaxkv.OffloadCopy] = {}
         self._loads_in_flight: list[jaxkv.OffloadCopy] = []  # which may fail
+        self._queued_stores: list[jaxkv.OffloadCopy] = []
+        self._stores_first = False  # a request waits for pages that only queued stores hold
         self.host = host
 
     def admit(self, keys: Sequence[bytes], num_pages: int) -> Placement | None:
@@ -62,7 +64,9 @@ class BlockManager:
                 break
             prefix.append(page)
         resident = {page for page in prefix if page is not None}
-        if num_pages - len(resident) > len(self._free) + len(self._cached.keys() - resident):
+        evictable = len(self._cached.keys() - resident)
+        if (lacking := num_pages - len(resident) - len(self._free) - evictable) > 0:
+            self._note_lack(lacking)
             return None
         self.host.touch(keys)
         for page in resident:
@@ -81,20 +85,26 @@ class BlockManager:
         """Adds a page for the next tokens; False if all pages are in use."""
         if room := bool(self._free or self._cached):
             placement.pages.append(self._new_page())
+        else:
+            self._note_lack(1)
         return room
 
     def publish(self, pages: Sequence[int], keys: Sequence[bytes], first: int) -> int:
         """Makes full pages from number `first` on found; returns how many are to be stored."""
         self._name(pages[first:], keys[first:])
-        return len(self._held(self.host.store(keys, pages[: len(keys)])).keys)
+        copy = self._held(self.host.store(keys, pages[: len(keys)]))
+        self._queued_stores.append(copy)
+        return len(copy.keys)
 
     def next_batch(self) -> jaxkv.CopyBatch:
         """The copies of the next step; their pages are used behind its waits."""
-        batch = self.host.next_batch()
+        batch = self.host.next_batch(stores_first=self._stores_first)
+        self._stores_first = False
         for copy in batch.copies:
             if copy.issued:
                 self._let_go(copy)
                 self._loads_in_flight += [copy] if copy.kind == "load" else []
+        self._queued_stores = [copy for copy in self._queued_stores if not copy.issued]
         return batch
 
     def has_load_in_flight(self, pages: Sequence[int]) -> bool:
@@ -110,6 +120,11 @@ class BlockManager:
             self.forget(copy.device_pages, copy.keys)
         self._loads_in_flight = [copy for copy in self._loads_in_flight if not copy.done]
         return {page for copy in failed for page in copy.device_pages}
+
+    def _note_lack(self, num_pages: int) -> None:
+        """Stores go first if they hold the pages that are missing."""
+        held = (page for copy in self._queued_stores for page in copy.device_pages)
+        self._stores_first = num_pages <= sum(self._references[page] == 1 for page in held)
 
     def forget(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
         """Pages are not found any more by these keys."""

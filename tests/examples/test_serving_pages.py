@@ -189,3 +189,53 @@ def test_page_is_not_found_before_its_load_is_issued():
     assert not set(admitted(blocks, [], 3).pages) & set(loading.pages)
     assert copied(blocks) == "load"
     assert admitted(blocks, keys, 1).found_in_hbm == 1
+
+
+def queued_store_and_load(extra):
+    """Of 6 HBM pages 2 are stored, 3 are loaded, and `extra` are in use by a request."""
+    blocks = manager(num_hbm_pages=6, num_host_pages=16)
+    old, new = HASHER.hashes([1, 1, 2, 2, 3, 3]), HASHER.hashes([5, 5, 6, 6])
+    first = admitted(blocks, old, 3)
+    blocks.publish(first.pages, old, 0)
+    assert copied(blocks) == "store"
+    blocks.release(first.pages)
+    blocks.release(admitted(blocks, [], 6).pages)  # evicts them
+    second = admitted(blocks, new, 2)
+    blocks.publish(second.pages, new, 0)
+    blocks.release(second.pages)
+    assert admitted(blocks, old, 3).loaded == 3
+    if extra:
+        admitted(blocks, [], extra)
+    return blocks, new
+
+
+@pytest.mark.parametrize(
+    ("extra", "wanted", "kinds"),
+    [
+        (0, 1, ["load", "store"]),  # there is room
+        (0, 2, ["store", "load"]),
+        (0, 3, ["store", "load"]),
+        (0, 4, ["load", "store"]),  # the loaded pages would have to be free, too
+        (1, 2, ["store", "load"]),
+        (1, 3, ["load", "store"]),
+    ],
+)
+def test_stores_go_first_if_they_hold_the_pages_that_a_request_needs(extra, wanted, kinds):
+    blocks, _ = queued_store_and_load(extra)
+    is_admitted = blocks.admit([], wanted) is not None
+    assert is_admitted == (wanted + extra <= 1)
+    assert [copied(blocks), copied(blocks)] == kinds
+    if kinds[0] == "store":
+        assert admitted(blocks, [], wanted)
+
+
+def test_stores_go_first_if_a_request_cannot_grow():
+    blocks, _ = queued_store_and_load(1)
+    assert not blocks.grow(Placement([], 0))
+    assert copied(blocks) == "store" and blocks.grow(Placement([], 0))
+
+
+def test_stores_do_not_go_first_for_pages_that_requests_use():
+    blocks, new = queued_store_and_load(0)
+    assert admitted(blocks, new, 2).found_in_hbm == 2
+    assert blocks.admit([], 2) is None and copied(blocks) == "load"

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,9 +62,9 @@ class Simulation:
             self.copies.append(self.tier.load(keys[:found], pages))
         self.copies.append(self.tier.store(keys, self.pages(keys)))
 
-    def step(self, failed, num_over=0):
+    def step(self, failed, num_over=0, stores_first=False):
         """Moves the pages at once, except those of a failed step; earlier steps end meanwhile."""
-        batch = self.tier.next_batch()
+        batch = self.tier.next_batch(stores_first=stores_first)
         self.finish(num_over)
         assert len(batch.host_pages) == len(batch.device_pages) in self.sizes
         pairs = [*zip(batch.host_pages.tolist(), batch.device_pages.tolist(), strict=True)]
@@ -111,7 +112,7 @@ def test_found_blocks_hold_their_contents(data):
             simulation.request(data.draw(st.sampled_from(REQUESTS)))
         elif action == "step":
             failed, num_over = data.draw(st.integers(0, 7)) == 0, data.draw(st.integers(0, 3))
-            simulation.step(failed, num_over)
+            simulation.step(failed, num_over, data.draw(st.booleans()))
         elif action == "finish":
             simulation.finish(data.draw(st.integers(0, 3)))
         else:
@@ -138,16 +139,46 @@ def copied(tier, failed=False):
     return batch, tier.poll()
 
 
-def test_loads_go_before_stores():
+@pytest.mark.parametrize("stores_first", [False, True])
+def test_loads_go_before_stores_or_after_them(stores_first):
     tier = jaxkv.OffloadEngine(16, batch_sizes=[2])
     stored(tier, [b"0", b"1"])
     tier.store([b"2"], [5])
     tier.load([b"0", b"1"], [6, 7])
-    batches = [copied(tier)[0] for _ in range(3)]
-    assert [batch.kind for batch in batches] == ["load", "store", "none"]
-    assert batches[0].device_pages.tolist() == [6, 7]
-    assert batches[1].device_pages.tolist() == [5, -1]
-    assert batches[0].host_pages.dtype == np.int32
+    found = []
+    for _ in range(3):
+        batch = tier.next_batch(stores_first=stores_first)
+        assert batch.host_pages.dtype == np.int32
+        tier.issue(batch, step_result())
+        found.append((batch.kind, batch.device_pages.tolist()))
+    expected = [("load", [6, 7]), ("store", [5, -1])]
+    assert found == [*expected[:: -1 if stores_first else 1], ("none", [-1, -1])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts", "expected"),
+    [
+        ("load", [2, 3], [[0, 1], [2, 3, 4]]),
+        ("load", [2, 2, 1], [[0, 1, 2, 3], [4]]),
+        ("load", [6, 3], [[0, 1, 2, 3], [4, 5], [6, 7, 8]]),
+        ("load", [2, 5], [[0, 1, 2, 3], [4, 5, 6]]),  # in two batches anyway
+        ("load", [4, 4], [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("store", [2, 3], [[0, 1, 2, 3], [4]]),
+    ],
+)
+def test_a_load_is_split_only_if_it_is_larger_than_a_batch(kind, counts, expected):
+    tier = jaxkv.OffloadEngine(16, batch_sizes=[4])
+    ends = np.cumsum(counts)
+    keys = [bytes([i]) for i in range(ends[-1])]
+    if kind == "load":
+        tier.store(keys, [*range(100, 100 + len(keys))])
+        while copied(tier)[0].copies:
+            pass
+    for end, count in zip(ends, counts, strict=True):
+        getattr(tier, kind)(keys[end - count : end], [*range(end - count, end)])
+    batches = [copied(tier)[0] for _ in expected]
+    assert [[page for page in b.device_pages.tolist() if page >= 0] for b in batches] == expected
+    assert copied(tier)[0].kind == "none"
 
 
 def test_stored_blocks_are_found_once_all_their_steps_are_over():

@@ -203,10 +203,15 @@ class OffloadEngine:
             copy.issued = copy.done = True
         return copy
 
-    def next_batch(self) -> CopyBatch:
+    def next_batch(self, *, stores_first: bool = False) -> CopyBatch:
         """The pages to copy beside the next step: loads if any are queued, otherwise stores.
 
-        Its size is the smallest of the batch sizes that holds what is queued.
+        Its size is the smallest of the batch sizes that holds what is queued. A load is split only
+        if it is larger than the largest.
+
+        Args:
+          stores_first: stores if any are queued, otherwise loads. For when the device cache is
+            full: pages of stores can be reused from then on.
 
         Raises:
           RuntimeError: the previous batch has been neither issued nor abandoned.
@@ -216,16 +221,20 @@ class OffloadEngine:
                 "next_batch: the previous batch has not been issued; call issue, or abandon if its "
                 "step was not dispatched"
             )
-        queue = self._loads or self._stores
-        limit, copies = self._sizes[-1], []
+        queue = (self._stores or self._loads) if stores_first else (self._loads or self._stores)
+        limit = self._sizes[-1]
+        copies: list[OffloadCopy] = []
         host_pages: list[int] = []
         device_pages: list[int] = []
         while queue and len(host_pages) < limit:
             copy = queue[0]
+            room = limit - len(host_pages)
+            if copies and copy.kind == "load" and room < len(copy.keys) <= limit:
+                break  # part of it would be of no use yet, and delay the requests before it
             if not copy._num_taken and not self._start(copy):
                 self._queued_pages.remove(queue.popleft())
                 continue
-            first, last = copy._num_taken, copy._num_taken + limit - len(host_pages)
+            first, last = copy._num_taken, copy._num_taken + room
             host_pages += copy.host_pages[first:last]
             device_pages += copy.device_pages[first:last]
             copy._num_taken = min(last, len(copy.keys))
