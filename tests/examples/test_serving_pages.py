@@ -1,11 +1,16 @@
 """Pages of the serving example: the block manager and the host tier, against a model."""
 
 import hypothesis
+import jax.numpy as jnp
 import pytest
 from hypothesis import strategies as st
 
 import jaxkv
 from examples.serving.block_manager import BlockManager, Placement
+from examples.serving.engine import Engine, Limits
+from examples.serving.model import Config
+from examples.serving.presets import init_params
+from examples.serving.request import Request
 from jaxkv.offload import BlockHasher
 
 pytestmark = pytest.mark.end_to_end
@@ -239,3 +244,25 @@ def test_stores_do_not_go_first_for_pages_that_requests_use():
     blocks, new = queued_store_and_load(0)
     assert admitted(blocks, new, 2).found_in_hbm == 2
     assert blocks.admit([], 2) is None and copied(blocks) == "load"
+
+
+def test_stores_do_not_wait_for_a_pause_of_loads(monkeypatch):
+    """Conversations in turns, each turn with a load: queued stores leave pages for two requests."""
+    config, limits, prefix = Config(256, 8, 8, 1, 1, 1, 8), Limits(4, 4, 36, 70, copy_pages=64), 80
+    engine = Engine(config, init_params(config, 1, "float32"), limits, 190, 1000)
+    nothing = jnp.zeros(limits.batch, jnp.int32)
+    monkeypatch.setattr(engine, "_run", lambda inputs, sampling: nothing)
+    histories = [[client] * prefix for client in range(8)]
+    waiting, in_flight, running = [*range(8)], {}, []
+    while max(map(len, histories)) < 200:
+        while len(in_flight) < limits.batch:
+            client = waiting.pop(0)
+            in_flight[client] = Request([*histories[client], 1, 2, 3], 1)
+            engine.submit(in_flight[client])
+        engine.step()
+        if min(map(len, histories)) > prefix:
+            running.append(len(engine.running))
+        for client in [client for client, request in in_flight.items() if request.finished]:
+            histories[client] = in_flight.pop(client).tokens
+            waiting.append(client)
+    assert len(running) > 100 and running.count(1) < 0.1 * len(running)
