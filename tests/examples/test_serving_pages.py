@@ -253,7 +253,8 @@ def test_stores_do_not_wait_for_a_pause_of_loads(monkeypatch):
     nothing = jnp.zeros(limits.batch, jnp.int32)
     monkeypatch.setattr(engine, "_run", lambda inputs, sampling: nothing)
     histories = [[client] * prefix for client in range(8)]
-    waiting, in_flight, running = [*range(8)], {}, []
+    waiting, running = [*range(8)], []
+    in_flight: dict[int, Request] = {}
     while max(map(len, histories)) < 200:
         while len(in_flight) < limits.batch:
             client = waiting.pop(0)
