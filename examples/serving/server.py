@@ -54,6 +54,8 @@ NEUTRAL: dict[str, list[Any]] = {
     "repetition_penalty": [None, 1, 1.0],
     "presence_penalty": [None, 0, 0.0],
     "frequency_penalty": [None, 0, 0.0],
+    "min_p": [None, 0, 0.0],
+    "functions": [None, []],
     "tools": [None, []],
 }
 TYPES = {

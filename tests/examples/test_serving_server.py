@@ -191,6 +191,8 @@ def test_numbers_out_of_range_do_not_end_the_engine(served):
         {"prompt": [256]},
         {"temperature": -1},
         {"n": 2},
+        {"extra_body": {"min_p": 0.1}},
+        {"extra_body": {"functions": [{"name": "f"}]}},
         {"stop": [""]},
         {"seed": 10**400},
         {"stream": True, "stream_options": "all"},
