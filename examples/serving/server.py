@@ -52,11 +52,8 @@ NEUTRAL: dict[str, list[Any]] = {
     "suffix": [None, ""],
     "logit_bias": [None, {}],
     "repetition_penalty": [None, 1, 1.0],
-    "presence_penalty": [None, 0, 0.0],
-    "frequency_penalty": [None, 0, 0.0],
-    "min_p": [None, 0, 0.0],
-    "functions": [None, []],
-    "tools": [None, []],
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), [None, 0, 0.0]),
+    **dict.fromkeys(("functions", "tools"), [None, []]),
 }
 TYPES = {
     bool: "a boolean",
