@@ -42,18 +42,18 @@ from .tokenizer import ByteTokenizer, QwenTokenizer, Tokenizer
 
 Fields = dict[str, Any]
 # Options of the API that the engine does not have, and the values that ask for nothing.
-NEUTRAL: dict[str, list[Any]] = {
-    "n": [None, 1],
-    "best_of": [None, 1],
-    "echo": [None, False],
-    "logprobs": [None, False],
-    "top_logprobs": [None, 0],
-    "response_format": [None, {"type": "text"}],
-    "suffix": [None, ""],
-    "logit_bias": [None, {}],
-    "repetition_penalty": [None, 1, 1.0],
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), [None, 0, 0.0]),
-    **dict.fromkeys(("functions", "tools"), [None, []]),
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+    "logit_bias": (None, {}),
+    "repetition_penalty": (None, 1, 1.0),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (None, 0, 0.0)),
+    **dict.fromkeys(("functions", "tools"), (None, [])),
 }
 TYPES = {
     bool: "a boolean",
