@@ -228,8 +228,8 @@ class Engine:
     def _inputs(self, rows: Sequence[Row], copies: jaxkv.CopyBatch, num_tokens: int) -> Inputs:
         """The arrays of a step, padded to `num_tokens`."""
         num_rows = self.limits.batch
-        # Kernels slow down a step. A decode step is shorter than writing the descriptors of a load,
-        # which may have more pages than a store: a step stores what the one before has computed.
+        # Kernels take SMs from the step. But in a decode step, loads of prefixes would wait for the
+        # host: it writes their descriptors for longer than the step lasts.
         by_kernel = copies.kind == "load" and num_tokens == num_rows
         chosen = None if by_kernel else self._copy_implementation
         copies = copies.by(chosen, sharding=self._replicated)

@@ -107,6 +107,8 @@ class Memories:
         queued = [page for copy in self.queued() for page in copy.device_pages]
         used = [page for placement, _, _ in self.running for page in placement.pages] + queued
         assert blocks._references == [used.count(page) for page in range(len(self.hbm))]
+        queued_stores = [copy for copy in blocks._queued_stores if not copy.issued]
+        assert queued_stores == [*blocks.host._stores]
         states = [*blocks._free, *blocks._cached, *set(used)]
         assert sorted(states) == list(range(len(self.hbm))), "each page has one state"
         assert {page: key for key, page in blocks._page_of.items()} == blocks._key_of
@@ -202,7 +204,7 @@ def queued_store_and_load(extra):
     old, new = HASHER.hashes([1, 1, 2, 2, 3, 3]), HASHER.hashes([5, 5, 6, 6])
     first = admitted(blocks, old, 3)
     blocks.publish(first.pages, old, 0)
-    assert copied(blocks) == "store"
+    assert [copied(blocks), copied(blocks)] == ["store", "none"]
     blocks.release(first.pages)
     blocks.release(admitted(blocks, [], 6).pages)  # evicts them
     second = admitted(blocks, new, 2)
@@ -246,17 +248,33 @@ def test_stores_do_not_go_first_for_pages_that_requests_use():
     assert blocks.admit([], 2) is None and copied(blocks) == "load"
 
 
-def test_stores_do_not_wait_for_a_pause_of_loads(monkeypatch):
-    """Conversations in turns, each turn with a load: queued stores leave pages for two requests."""
-    config, limits, prefix = Config(256, 8, 8, 1, 1, 1, 8), Limits(4, 4, 36, 70, copy_pages=64), 80
+def test_stores_do_not_go_first_for_pages_that_the_request_has():
+    blocks, new = queued_store_and_load(0)
+    assert blocks.admit(new, 4) is None and copied(blocks) == "load"
+
+
+def make_engine(batch, token_budget, copy_pages):
+    """One that computes nothing."""
+    config, limits = Config(256, 8, 8, 1, 1, 1, 8), Limits(4, batch, token_budget, 70, copy_pages)
     engine = Engine(config, init_params(config, 1, "float32"), limits, 190, 1000)
-    nothing = jnp.zeros(limits.batch, jnp.int32)
-    monkeypatch.setattr(engine, "_run", lambda inputs, sampling: nothing)
+    nothing = jnp.zeros(batch, jnp.int32)
+    engine._run = lambda inputs, sampling: nothing  # type: ignore[method-assign]
+    return engine
+
+
+def num_loaded(request):
+    assert request.first_placement is not None
+    return request.first_placement.loaded
+
+
+def test_stores_do_not_wait_for_a_pause_of_loads():
+    """Conversations in turns, each turn with a load: queued stores leave pages for two requests."""
+    engine, prefix = make_engine(4, 36, 64), 80
     histories = [[client] * prefix for client in range(8)]
-    waiting, running = [*range(8)], []
+    waiting, running, loaded = [*range(8)], [], 0
     in_flight: dict[int, Request] = {}
-    while max(map(len, histories)) < 200:
-        while len(in_flight) < limits.batch:
+    for _ in range(1000):
+        while len(in_flight) < engine.limits.batch:
             client = waiting.pop(0)
             in_flight[client] = Request([*histories[client], 1, 2, 3], 1)
             engine.submit(in_flight[client])
@@ -264,6 +282,27 @@ def test_stores_do_not_wait_for_a_pause_of_loads(monkeypatch):
         if min(map(len, histories)) > prefix:
             running.append(len(engine.running))
         for client in [client for client, request in in_flight.items() if request.finished]:
-            histories[client] = in_flight.pop(client).tokens
+            request = in_flight.pop(client)
+            loaded += num_loaded(request)
+            histories[client] = request.tokens
             waiting.append(client)
-    assert len(running) > 100 and running.count(1) < 0.1 * len(running)
+        if max(map(len, histories)) >= 200:
+            break
+    assert max(map(len, histories)) >= 200 and loaded > 1000
+    assert len(running) > 100 and running.count(1) < 0.3 * len(running)
+
+
+def test_loads_do_not_wait_for_a_pause_of_stores():
+    """Prompts fill the HBM, and more than a batch of stores in each step."""
+    engine, prompt = make_engine(8, 128, 16), [1] * 240
+    again, others, steps = Request([*prompt, 9], 1), 0, 0
+    engine.submit(Request(prompt, 1))
+    for number in range(300):
+        while len(engine.waiting) < 4:
+            others += 1
+            engine.submit(Request([others % 250 + 2, others // 250 + 2] * 32, 1))
+        if number == 20:  # its pages have been evicted from HBM
+            engine.submit(again)
+        engine.step()
+        steps += bool(again.placement and not again.ready)
+    assert again.finished and num_loaded(again) == 60 and steps < 20

@@ -140,19 +140,30 @@ def copied(tier, failed=False):
 
 
 @pytest.mark.parametrize("stores_first", [False, True])
-def test_loads_go_before_stores_or_after_them(stores_first):
+def test_loads_go_before_stores_or_in_turns_with_them(stores_first):
     tier = jaxkv.OffloadEngine(16, batch_sizes=[2])
     stored(tier, [b"0", b"1"])
-    tier.store([b"2"], [5])
+    assert copied(tier)[0].kind == "none"
+    tier.store([b"2", b"3", b"4", b"5"], [2, 3, 4, 5])
     tier.load([b"0", b"1"], [6, 7])
     found = []
-    for _ in range(3):
+    for _ in range(4):
         batch = tier.next_batch(stores_first=stores_first)
         assert batch.host_pages.dtype == np.int32
         tier.issue(batch, step_result())
         found.append((batch.kind, batch.device_pages.tolist()))
-    expected = [("load", [6, 7]), ("store", [5, -1])]
-    assert found == [*expected[:: -1 if stores_first else 1], ("none", [-1, -1])]
+    load, first, second = ("load", [6, 7]), ("store", [2, 3]), ("store", [4, 5])
+    expected = [first, load, second] if stores_first else [load, first, second]
+    assert found == [*expected, ("none", [-1, -1])]
+
+
+@pytest.mark.parametrize("stores_first", [False, True])  # True: after a store it is a load's turn
+def test_discarded_loads_leave_the_batch_to_stores(stores_first):
+    tier = jaxkv.OffloadEngine(16, batch_sizes=[2])
+    stored(tier, [b"0"])
+    load, store = tier.load([b"0"], [1]), tier.store([b"1"], [2])
+    tier.discard([b"0"])
+    assert tier.next_batch(stores_first=stores_first).copies == (store,) and load.failed
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ class OffloadEngine:
         self._stores: deque[OffloadCopy] = deque()
         self._queued_pages = QueuedPages()
         self._taken: CopyBatch | None = None
+        self._stored_last = False  # by the previous batch
         self._in_flight: deque[tuple[CopyBatch, StepResult]] = deque()
         self._ended: list[OffloadCopy] = []  # to be returned by `poll`
         self._pool: HostPool | None = None  # with tiers
@@ -206,12 +207,12 @@ class OffloadEngine:
     def next_batch(self, *, stores_first: bool = False) -> CopyBatch:
         """The pages to copy beside the next step: loads if any are queued, otherwise stores.
 
-        Its size is the smallest of the batch sizes that holds what is queued. A load is split only
-        if it is larger than the largest.
+        Its size is the smallest of the batch sizes that holds them. A load that fits into one batch
+        is not split over two.
 
         Args:
-          stores_first: stores if any are queued, otherwise loads. For when the device cache is
-            full: pages of stores can be reused from then on.
+          stores_first: stores if any are queued, but in turns with loads. For when the device cache
+            is full: pages of stores can be reused from then on.
 
         Raises:
           RuntimeError: the previous batch has been neither issued nor abandoned.
@@ -221,35 +222,40 @@ class OffloadEngine:
                 "next_batch: the previous batch has not been issued; call issue, or abandon if its "
                 "step was not dispatched"
             )
-        queue = (self._stores or self._loads) if stores_first else (self._loads or self._stores)
-        limit = self._sizes[-1]
+        order = self._loads, self._stores
+        pages: list[tuple[int, int]] = []
         copies: list[OffloadCopy] = []
-        host_pages: list[int] = []
-        device_pages: list[int] = []
-        while queue and len(host_pages) < limit:
+        for queue in order[::-1] if stores_first and not self._stored_last else order:
+            if not copies:  # the loads may all have been discarded
+                copies, pages = self._take(queue)
+        kind = copies[0].kind if copies else "none"
+        self._stored_last = kind == "store"
+        size = next(size for size in self._sizes if size >= len(pages))
+        host_pages, device_pages = (padded_pages([p[i] for p in pages], size) for i in (0, 1))
+        batch = CopyBatch(kind, host_pages, device_pages, tuple(copies))
+        self._taken = batch if copies else None
+        return batch
+
+    def _take(self, queue: deque[OffloadCopy]) -> tuple[list[OffloadCopy], list[tuple[int, int]]]:
+        """Copies for one batch, and their pages in the host pool and in the device cache."""
+        limit, copies, pages = self._sizes[-1], list[OffloadCopy](), list[tuple[int, int]]()
+        while queue and len(pages) < limit:
             copy = queue[0]
-            room = limit - len(host_pages)
+            room = limit - len(pages)
             if copies and copy.kind == "load" and room < len(copy.keys) <= limit:
-                break  # part of it would be of no use yet, and delay the requests before it
+                break  # a part of it would only delay the requests before it
             if not copy._num_taken and not self._start(copy):
                 self._queued_pages.remove(queue.popleft())
                 continue
             first, last = copy._num_taken, copy._num_taken + room
-            host_pages += copy.host_pages[first:last]
-            device_pages += copy.device_pages[first:last]
+            pages += zip(copy.host_pages[first:last], copy.device_pages[first:last], strict=True)
             copy._num_taken = min(last, len(copy.keys))
             copy._num_in_flight += 1  # from now on: a `poll` may come before `issue`
             copies.append(copy)
             if copy._num_taken == len(copy.keys):
                 copy.issued = True
                 self._queued_pages.remove(queue.popleft())
-        kind = copies[0].kind if copies else "none"
-        size = next(size for size in self._sizes if size >= len(host_pages))
-        batch = CopyBatch(
-            kind, padded_pages(host_pages, size), padded_pages(device_pages, size), tuple(copies)
-        )
-        self._taken = batch if copies else None
-        return batch
+        return copies, pages
 
     def padding_batches(self) -> list[CopyBatch]:
         """A batch without pages of each kind and size, to compile all programs beforehand."""
