@@ -65,8 +65,8 @@ class BlockManager:
             prefix.append(page)
         resident = {page for page in prefix if page is not None}
         evictable = len(self._cached.keys() - resident)
-        if (lacking := num_pages - len(resident) - len(self._free) - evictable) > 0:
-            self._note_lack(lacking, resident)
+        if (missing := num_pages - len(resident) - len(self._free) - evictable) > 0:
+            self._prefer_stores_for(missing, resident)
             return None
         self.host.touch(keys)
         for page in resident:
@@ -86,7 +86,7 @@ class BlockManager:
         if room := bool(self._free or self._cached):
             placement.pages.append(self._new_page())
         else:
-            self._note_lack(1, set())
+            self._prefer_stores_for(1, set())
         return room
 
     def publish(self, pages: Sequence[int], keys: Sequence[bytes], first: int) -> int:
@@ -121,7 +121,7 @@ class BlockManager:
         self._loads_in_flight = [copy for copy in self._loads_in_flight if not copy.done]
         return {page for copy in failed for page in copy.device_pages}
 
-    def _note_lack(self, num_pages: int, kept: set[int]) -> None:
+    def _prefer_stores_for(self, num_pages: int, kept: set[int]) -> None:
         """Stores go first if they hold the pages that are missing, beside those that are kept."""
         held = {page for copy in self._queued_stores for page in copy.device_pages} - kept
         self._stores_first |= num_pages <= sum(self._references[page] == 1 for page in held)
