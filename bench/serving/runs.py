@@ -35,13 +35,13 @@ Answers = dict[str, dict[str, list[list[int]]]]  # the same; tokens, in float32
 
 
 class Wanted(NamedTuple):
-    """A target: ratio of a metric, of `system` over `other`."""
+    """Ratio of a metric, of `system` over `other`; a target if there is a limit."""
 
     workload: str
     metric: str
     other: str
-    op: str
-    ratio: float
+    op: str = ""
+    ratio: float | None = None
     system: str = JAXKV
 
 
@@ -271,7 +271,8 @@ def _target(
 ) -> None:
     """A row, and on GPUs a target of the systems that run by default."""
     name = f"{label}: {want.metric}, {want.system} / {want.other}"
-    print(f"{name}: {ratio:.3f} x +- {2 * ratio.error:.3f}, {want.op} {want.ratio}", flush=True)
+    limit = "" if want.ratio is None else f", {want.op} {want.ratio}"
+    print(f"{name}: {ratio:.3f} x +- {2 * ratio.error:.3f}{limit}", flush=True)
     results.row(name, "ratio", "x", ratio)
-    if jax.default_backend() == "gpu" and want.system != BY_TABLE:
+    if jax.default_backend() == "gpu" and want.system != BY_TABLE and want.ratio is not None:
         results.target(name, ratio, want.op, want.ratio, "x", bound)

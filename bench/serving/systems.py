@@ -100,7 +100,7 @@ class Measured(Engine):
         self.take_steps()
 
     def _compile(self, inputs: Inputs) -> None:
-        jitted(inputs).lower(self._program, self.params, self.state, self.pool, inputs).compile()
+        jitted(inputs).lower(self._program, *self._arguments(inputs)).compile()
 
     def _inputs(self, rows: Any, copies: jaxkv.CopyBatch, num_tokens: int) -> Inputs:
         if copies.kind != "none":
@@ -169,11 +169,16 @@ class HostMetadata(Measured):
 
 
 class DevicePut(Measured):
-    """One `device_put` for each page, in plain JAX; pages are arrays [layers * 2, *page]."""
+    """One `device_put` for each page, in plain JAX; pages are arrays [layers * 2, *page].
+
+    A step copies twice as many as in the other systems. Its copies are before the computation, so
+    that it serves more requests/s in fewer steps.
+    """
 
     def __init__(
         self, config: Config, params: Params, limits: Limits, num_hbm: int, num_host: int, **options
     ):
+        limits = dataclasses.replace(limits, copy_pages=2 * limits.copy_pages)
         super().__init__(config, params, limits, num_hbm, **options)
         self.host = jaxkv.OffloadEngine(num_host, batch_sizes=(limits.copy_pages,))
         self.blocks = BlockManager(num_hbm, self.host)

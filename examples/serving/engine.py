@@ -254,9 +254,14 @@ class Engine:
         sampling = SamplingRows.of([request.sampling for request, _ in rows], num_rows)
         return Inputs(tokens, source, batch, slots, sampling, copies)
 
+    def _arguments(self, inputs: Inputs) -> tuple[Any, ...]:
+        """Of the compiled function. Programs without copies do not depend on the pool."""
+        pool = None if inputs.copies.kind == "none" else self.pool
+        return self.params, self.state, pool, inputs
+
     def _run(self, inputs: Inputs, sampling: bool) -> jax.Array:
         run, program = jitted(inputs), self._program._replace(sampling=sampling)
-        self.state, chosen, stored = run(program, self.params, self.state, self.pool, inputs)
+        self.state, chosen, stored = run(program, *self._arguments(inputs))
         self.pool = stored or self.pool
         chosen.copy_to_host_async()
         return chosen

@@ -167,9 +167,10 @@ def test_bound_of_a_rate_is_that_in_hbm_or_of_the_link(monkeypatch, others, load
         }
     }
     found = Results("x")
-    case = case._replace(wanted=(wanted,), dtype="bfloat16")
+    case = case._replace(wanted=(wanted, wanted._replace(ratio=None)), dtype="bfloat16")
     runs.record(found, case, taken, {"random": {JAXKV: []}})
-    (target,) = found.targets
+    (target,) = found.targets  # the other ratio is a row only
+    assert [row.value for row in found.rows if row.unit == "x"] == pytest.approx([1.1, 1.1])
     assert (target.got, target.bound) == (pytest.approx(1.1), bound and pytest.approx(bound))
     assert target.above_peak is (bound is not None)
     assert {row.peak and row.peak["value"] for row in found.rows if row.metric == runs.LOADED} == {
