@@ -56,7 +56,7 @@ IN_FLIGHT = {f"multi_turn, {level} in flight": level for level in (1, 2)}
 # Even numbers, so that each order of the systems has its reverse. The trace has no target and is
 # served once.
 # Conversations first compute 16 prompts of 6,144 tokens, and then give three samples each.
-REPEATS = {"multi_turn": 6, "random": 16, "ttft": 10, "latency": 20} | dict.fromkeys(IN_FLIGHT, 6)
+REPEATS = {"multi_turn": 6, "random": 32, "ttft": 10, "latency": 20} | dict.fromkeys(IN_FLIGHT, 6)
 COMPARED = (
     Wanted("multi_turn", RATE, DEVICE_PUT),
     Wanted("multi_turn", RATE_AT_EQUAL_TTFT, DEVICE_PUT, ">=", 2.5),

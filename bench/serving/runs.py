@@ -18,7 +18,7 @@ import numpy as np
 from bench.harness import peak_bandwidth, timing
 from bench.harness.records import Results
 from bench.serving import systems
-from bench.serving.systems import BY_TABLE, IN_HBM, JAXKV, Measured, Memory
+from bench.serving.systems import IN_HBM, JAXKV, Measured, Memory
 from bench.serving.workloads import BesideLoads, Served, Workload
 from examples.serving.engine import Limits
 from examples.serving.presets import PRESETS, init_params
@@ -82,7 +82,7 @@ def main(
     add("--quick", action="store_true", help="a smaller model and smaller cases")
     add("--tiny", action="store_true", help="a tiny model in float32, for any device")
     add("--part", choices=parts, nargs="+", help="default: all")
-    add("--system", choices=(*systems.NAMES, BY_TABLE), nargs="+", help="default: all")
+    add("--system", choices=systems.NAMES, nargs="+", help="default: all")
     add("--repeats", type=int, help="of each workload; default: by workload")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # The weights and the pages of all systems may need more than the default, 0.75.
@@ -200,8 +200,7 @@ def record(results: Results, case: Case, taken: Samples, answers: Answers) -> No
             unequal = sum(a != b for a, b in pairs)
             name = f"{label}: tokens of {system} as {first}"
             results.check(name, unequal, "==", 0, "unequal answers")
-    variants = [want._replace(system=BY_TABLE) for want in case.wanted if want.system == JAXKV]
-    for want in (*case.wanted, *variants):
+    for want in case.wanted:
         label = case.label.format(want.workload)
         by_system, bound = taken.get(want.workload, {}), None
         if want.metric == RATE_AT_EQUAL_TTFT:
@@ -274,5 +273,5 @@ def _target(
     limit = "" if want.ratio is None else f", {want.op} {want.ratio}"
     print(f"{name}: {ratio:.3f} x +- {2 * ratio.error:.3f}{limit}", flush=True)
     results.row(name, "ratio", "x", ratio)
-    if jax.default_backend() == "gpu" and want.system != BY_TABLE and want.ratio is not None:
+    if jax.default_backend() == "gpu" and want.ratio is not None:
         results.target(name, ratio, want.op, want.ratio, "x", bound)

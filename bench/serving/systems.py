@@ -10,7 +10,6 @@ copy engine    jaxkv beside the step, with one copy-engine descriptor for each b
                `swap_blocks_batch`: pages in descending order are not rows of one copy
 jaxkv          jaxkv beside the step, as the engine chooses: by copy engine where blocks are large,
                otherwise as the tuning table ranks
-jaxkv kernel   the same, always as the tuning table ranks (not run by default)
 host metadata  in HBM, with the metadata of each step in NumPy, one upload, and a wait for the
                tokens before the next step; the program still derives its metadata on the device, a
                few microseconds of GPU time more (only the scenario of bench.serving.decode)
@@ -36,7 +35,7 @@ from examples.serving.step import Inputs, jitted
 
 IN_HBM, RECOMPUTE, DEVICE_PUT = "in HBM", "recompute", "device_put"
 COPY_ENGINE, JAXKV = "copy engine", "jaxkv"
-BY_TABLE, HOST_METADATA = "jaxkv kernel", "host metadata"
+HOST_METADATA = "host metadata"
 NAMES = (IN_HBM, RECOMPUTE, DEVICE_PUT, COPY_ENGINE, JAXKV)
 COMPILERS = os.cpu_count() or 1  # threads
 PAGES_AT_A_TIME = 64  # of a gather or scatter, as in the engines
@@ -149,12 +148,6 @@ class CopyEngine(Measured):
         return copies.by(_copy_engine())
 
 
-class ByTable(Measured):
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self._copy_implementation = None
-
-
 class HostMetadata(Measured):
     def step(self) -> None:
         super().step()
@@ -262,8 +255,7 @@ def _scatter(
 def create(name: str, config: Config, params: Params, limits: Limits, memory: Memory) -> Measured:
     """The engine of a system, compiled; `release` frees its memory."""
     kinds = {
-        DEVICE_PUT: DevicePut, COPY_ENGINE: CopyEngine, BY_TABLE: ByTable,
-        HOST_METADATA: HostMetadata,
+        DEVICE_PUT: DevicePut, COPY_ENGINE: CopyEngine, HOST_METADATA: HostMetadata,
     }  # fmt: skip
     all_in_hbm = name in (IN_HBM, HOST_METADATA)
     num_hbm = memory.all if all_in_hbm else memory.hbm

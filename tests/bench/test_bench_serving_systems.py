@@ -8,7 +8,6 @@ import pytest
 import jaxkv
 from bench.serving import cases, runs, systems, workloads
 from bench.serving.systems import (
-    BY_TABLE,
     COPY_ENGINE,
     DEVICE_PUT,
     HOST_METADATA,
@@ -22,7 +21,7 @@ from examples.serving.model import Config
 from examples.serving.presets import init_params
 
 CONFIG = Config(256, 64, 96, 1, 4, 2, 16)
-ALL = (*NAMES, BY_TABLE, HOST_METADATA)
+ALL = (*NAMES, HOST_METADATA)
 
 
 def conversations():
@@ -50,7 +49,7 @@ def test_all_systems_give_the_same_tokens_from_different_places():
         assert found[runs.RATE][1] > 0 and found["host time per step"][1] > 0
         engine.release()
     assert all(tokens == answers[IN_HBM] for tokens in answers.values())
-    assert loaded == {name: name in (*NAMES[2:], BY_TABLE) for name in ALL}
+    assert loaded == {name: name in NAMES[2:] for name in ALL}
     assert len(answers[IN_HBM]) == 15
 
 
