@@ -8,11 +8,12 @@ pattern's group "m" names the method; it is not part of the key.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from bench.harness.records import HOST, File, Row, Target
 from bench.report import second_run, staleness
+from bench.report.second_run import Agreement
 
 NOT_MEASURED = "Not measured yet.\n"
 SEVERAL_GPUS, WORLDS = ("all_reduce", "multigpu_test", "tensor_parallel"), (2, 4, 8)
@@ -160,11 +161,18 @@ def checks(files: Sequence[File]) -> str:
     return table(("device", "benchmark", "condition", "required", "found", "result"), found)
 
 
+def met_by_all_runs(file: File, repeated: Mapping[tuple[str, str], Agreement]) -> list[bool | None]:
+    """Of each target; None: not measured. A target that only one of two runs meets is missed."""
+    again = repeated.get((file.device, file.name))
+    different = again.different if again else {}
+    return [target.met and target.name not in different for target in file.targets]
+
+
 def all_records(files: Sequence[File]) -> str:
     """One row per file: number of targets met, missed and not measured; checks that hold."""
     rows, listed, repeated = [], staleness.pending(), second_run.agreements(files)
     for file in files:
-        verdicts = [target.met for target in file.targets]
+        verdicts = met_by_all_runs(file, repeated)
         counts = [number(verdicts.count(met)) for met in (True, False, None)]
         hold = f"{sum(bool(check.met) for check in file.checks)} of {len(file.checks)}"
         why = listed.get(f"{file.device}/{file.name}", "-")
@@ -205,7 +213,8 @@ def unmeasured(files: Sequence[File]) -> str:
 
 
 def targets_count(files: Sequence[File]) -> str:
-    met = [target.met for file in files for target in file.targets]
+    repeated = second_run.agreements(files)
+    met = [verdict for file in files for verdict in met_by_all_runs(file, repeated)]
     unclear = sum(target.within_error for file in files for target in file.targets)
     hold = [check.met for file in files for check in file.checks]
     if not met:

@@ -103,7 +103,8 @@ def test_tables_have_the_agreement_and_name_what_differs(runs, tmp_path, monkeyp
     first, _ = runs({}, {"load": 0.85})
     monkeypatch.setattr(second_run, "RESULTS", tmp_path)
     (line,) = tables.all_records(first).splitlines()[2:]
-    assert line.startswith("| gpu | pages | 2 | 0 | 0 | 1 of 1 | 2 of 3 | aaaaaaaaa |")
+    assert line.startswith("| gpu | pages | 1 | 1 | 0 | 1 of 1 | 2 of 3 | aaaaaaaaa |")
+    assert tables.targets_count(first).startswith("Of 2 targets of performance 1 are met, 1 missed")
     (line,) = tables.disagreements(first).splitlines()[2:]
     shown = "0.950 of peak, met | 0.850 of peak, **missed**"
     assert line == f"| gpu | pages | load | {shown} |"
