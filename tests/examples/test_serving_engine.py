@@ -1,6 +1,7 @@
 """The serving engine against a dense model without pages, and its scheduling."""
 
 import functools
+import gc
 from functools import partial
 
 import jax
@@ -173,6 +174,14 @@ def test_copy_engine_needs_large_blocks_and_a_gpu(monkeypatch):
     monkeypatch.setattr(jaxkv, "explain", lambda *args, **options: "dma (requested)")
     assert [chosen(size) for size in (64 << 10, 63 << 10)] == ["dma", None]
     assert copy_implementation(None, engine.state.cache, 64 << 10) is None
+
+
+def test_full_collections_visit_only_what_is_newer_than_the_engine():
+    make_engine().warm_up()
+    try:
+        assert gc.get_freeze_count() > 10 * len(gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_host_is_a_step_ahead_and_waits_for_nothing_else(monkeypatch):
