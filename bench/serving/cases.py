@@ -14,7 +14,7 @@ Requests are served at saturation: "requests/s" is the highest rate for the numb
 flight, which is the same for all systems. Its upper bound is the rate with all pages in HBM, or
 with loads at peak bandwidth. `multi_turn` is also served with fewer requests in flight, by jaxkv
 and by device_put, to compare the rates at equal p99 of the time to first token. A step loads or
-stores the prefix of one request; of two by device_put, which serves more requests/s in this way.
+stores pages of at most COPY_TOKENS tokens, the prefix of one request; device_put twice as many.
 
 `ttft`:
 
@@ -51,7 +51,7 @@ from examples.serving.presets import PRESETS
 TRACE = REPOSITORY / "bench" / "data" / "mooncake_conversation_sample.jsonl"
 PARALLEL = 4  # requests in flight
 HBM_SHARE = 4
-COPY_TOKENS = 8192  # to load or store in one step: the prefix of one request
+COPY_TOKENS = 8192
 IN_FLIGHT = {f"multi_turn, {level} in flight": level for level in (1, 2)}
 # Even numbers, so that each order of the systems has its reverse. The trace has no target and is
 # served once.

@@ -268,7 +268,7 @@ def highest_rate(by_system: dict[str, list[Figures]], system: str) -> timing.Fig
 def _target(
     results: Results, label: str, want: Wanted, ratio: timing.Figure, bound: timing.Figure | None
 ) -> None:
-    """A row, and on GPUs a target of the systems that run by default."""
+    """A row, and on GPUs a target if there is a limit."""
     name = f"{label}: {want.metric}, {want.system} / {want.other}"
     limit = "" if want.ratio is None else f", {want.op} {want.ratio}"
     print(f"{name}: {ratio:.3f} x +- {2 * ratio.error:.3f}{limit}", flush=True)

@@ -164,8 +164,7 @@ class HostMetadata(Measured):
 class DevicePut(Measured):
     """One `device_put` for each page, in plain JAX; pages are arrays [layers * 2, *page].
 
-    A step copies twice as many as in the other systems. Its copies are before the computation, so
-    that it serves more requests/s in fewer steps.
+    A step waits for its copies, up to twice as many pages as in the other systems: fewer waits.
     """
 
     def __init__(

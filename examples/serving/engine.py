@@ -229,8 +229,8 @@ class Engine:
     def _inputs(self, rows: Sequence[Row], copies: jaxkv.CopyBatch, num_tokens: int) -> Inputs:
         """The arrays of a step, padded to `num_tokens`."""
         num_rows = self.limits.batch
-        # Kernels take SMs from the step. But in a decode step, loads of prefixes would wait for the
-        # host: it writes their descriptors for longer than the step lasts.
+        # Kernels take SMs from the step. But a decode step is shorter than the host needs to write
+        # the copy engine's descriptors of a prefix.
         by_kernel = copies.kind == "load" and num_tokens == num_rows
         chosen = None if by_kernel else self._copy_implementation
         copies = copies.by(chosen, sharding=self._replicated)
@@ -256,7 +256,11 @@ class Engine:
         return Inputs(tokens, source, batch, slots, sampling, copies)
 
     def _arguments(self, inputs: Inputs) -> tuple[Any, ...]:
-        """Of the compiled function. Programs without copies do not depend on the pool."""
+        """Of the compiled function, after the program.
+
+        Without copies they do not contain the pool, so that engines with different pools share
+        these programs.
+        """
         pool = None if inputs.copies.kind == "none" else self.pool
         return self.params, self.state, pool, inputs
 
@@ -310,7 +314,10 @@ class Engine:
         return [self._inputs([], c, size) for c in self.host.padding_batches() for size in sizes]
 
     def warm_up(self, sampling: bool = False) -> None:
-        """Compiles all programs by running them on padding; call it before the first request."""
+        """Compiles all programs by running them on padding; call it before the first request.
+
+        Calls `gc.freeze`, which concerns all objects of the process.
+        """
         for inputs in self.padded_inputs():
             for kind in (False, True)[: 1 + sampling]:
                 self._run(inputs, kind)

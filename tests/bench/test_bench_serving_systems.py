@@ -37,6 +37,13 @@ def create(name):
 
 @pytest.mark.cpu_only
 @pytest.mark.end_to_end
+def test_steps_of_device_put_copy_twice_as_many_pages():
+    sizes = {name: create(name).limits.copy_pages for name in (DEVICE_PUT, COPY_ENGINE, JAXKV)}
+    assert sizes == {DEVICE_PUT: 8, COPY_ENGINE: 4, JAXKV: 4}
+
+
+@pytest.mark.cpu_only
+@pytest.mark.end_to_end
 def test_all_systems_give_the_same_tokens_from_different_places():
     """Few HBM pages: a reload of wrong pages changes the answers."""
     answers, loaded = {}, {}

@@ -176,6 +176,12 @@ def test_copy_engine_needs_large_blocks_and_a_gpu(monkeypatch):
     assert copy_implementation(None, engine.state.cache, 64 << 10) is None
 
 
+def test_programs_without_copies_do_not_take_the_pool():
+    engine = make_engine(num_host_pages=4)
+    pools = {inputs.copies.kind: engine._arguments(inputs)[2] for inputs in engine.padded_inputs()}
+    assert pools == {"none": None, "load": engine.pool, "store": engine.pool}
+
+
 def test_full_collections_visit_only_what_is_newer_than_the_engine():
     make_engine().warm_up()
     try:
