@@ -45,7 +45,7 @@ CALIBRATION_BATCH, HOST_SHARE = 16, 0.5
 WANTED = 0.87
 SKIP_RATE = "steps in which no state needs to be saved, by the predicate"
 AS_FAST = 1.02  # of methods that run the same programs in most steps
-MIN_ROUNDS = 9
+MIN_ROUNDS, SECONDS = 15, 15.0
 
 
 class Model(NamedTuple):
@@ -353,7 +353,7 @@ def measure_steps(results: Results, *, quick: bool) -> None:
             tokens = case.check() / steps  # per step
             rate = 100 * case.round(PREDICATE).skipped / steps
             case.refill()
-            samples = case.samples(budget=0 if quick else 5)
+            samples = case.samples(budget=0.0 if quick else SECONDS)
             name = f"{model.name}, {len(case.states)} layers, batch {batch}"
             results.row(name, SKIP_RATE, "%", timing.Figure(rate))
             gpu_work = GPU_WORK, samples.median(GPU_WORK) * 1e3
