@@ -5,7 +5,7 @@ TRACE is a file in the format of Mooncake's traces: one JSON object for each req
 (FAST 2025): https://github.com/kvcache-ai/Mooncake, FAST25-release/traces, Apache-2.0.
 
 Requests run one after the other, in the order of the trace, and each copy completes before the next
-one. For each capacity, eviction policy and write policy:
+one. With unlimited memory, and for each capacity, eviction policy and write policy:
 
 - hit rate: share of the blocks found in a prefix, in the host tier or the device cache;
 - blocks written: share of the blocks stored to the host tier.
@@ -103,6 +103,10 @@ def replay(requests: Requests, manager: OffloadManager, device_blocks: int = 0) 
 
 def measure(results: Results, flags: Flags) -> None:
     requests, rates = read(flags.trace), dict[str, float]()
+    unlimited = replay(requests, OffloadManager(len({key for keys in requests for key in keys})))
+    results.row("trace", "requests", "requests", len(requests))
+    results.row("trace", "blocks", "blocks", unlimited.blocks)
+    results.row("unlimited memory", "hit rate", "%", unlimited.hit_rate)
     for num_pages in CAPACITIES:
         for device_blocks, writes in ((0, WRITES), (DEVICE_BLOCKS, (*WRITES, "back"))):
             for policy, write in itertools.product(POLICIES, writes):

@@ -240,7 +240,8 @@ def tests(files: Sequence[File]) -> str:
 # Bandwidth: the methods are columns
 
 BLOCKS = r"(?P<direction>\w+), (?P<size>\d+ \w+) x (?P<count>\d+), (?P<m>.+), (?P<sms>\d+) SMs"
-SHARE, CHOSEN_METRICS = "chosen / fastest", ("chosen implementation", "of the fastest method")
+SHARE = "as chosen, share of the fastest (device ids / HostIds)"
+CHOSEN_METRICS = ("chosen implementation", "of the fastest method")
 
 
 class Point(NamedTuple):
@@ -274,7 +275,7 @@ def points(rows: Sequence[Row], *, main: bool) -> dict[Point, dict[str, tuple[Ro
 
 
 def transfer(files: Sequence[File], *, main: bool = True) -> str:
-    """One row per direction, block size and count; also the rate as chosen to the fastest."""
+    """One row per direction, block size and count."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for file in (file for file in files if file.name == "transfer"):
         shares: dict[str, list[str]] = {}
@@ -351,7 +352,7 @@ def gains(files: Sequence[File]) -> str:
         ms = {method: 1e3 / row.value for (name, method), row in line.items() if name == RATE}
         for other, words in (("recompute", "recomputation"), ("device_put", DEVICE_PUT_PAGES)):
             times = ms[other], ms["jaxkv"]
-            add("multi-turn conversations, time per request", model, device, words, times)
+            add("multi-turn prompts at saturation, 1 / (requests/s)", model, device, words, times)
     for (device, case), row in engine_rows(files).items():
         faster = min((TPU_INFERENCE, SGLANG), key=lambda name: engine_time(row, name))
         for name, words in (
@@ -370,8 +371,7 @@ def gains(files: Sequence[File]) -> str:
     for (device,), line in lines(files, "serving_decode", case).items():
         ms = {way: row.value for (metric, way), row in line.items() if metric == STEP_TIME}
         times = ms["host metadata"], ms["in HBM"]
-        model = "Qwen3-0.6B shapes, bfloat16"
-        add("decode step of 32 requests", model, device, SYNCHRONOUS, times)
+        add("decode step of 32 requests", "Qwen3-0.6B shapes, bfloat16", device, SYNCHRONOUS, times)
     case = r"(?P<n>\d+) devices, .*(?P<b>batch 16)"
     for (device, world, batch), line in lines(files, "tensor_parallel", case).items():
         row = line["time per step", ""]

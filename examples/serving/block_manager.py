@@ -90,7 +90,7 @@ class BlockManager:
         return room
 
     def publish(self, pages: Sequence[int], keys: Sequence[bytes], first: int) -> int:
-        """Makes full pages from number `first` on found; returns how many are to be stored."""
+        """Lookups find the full pages from index `first` on; returns how many are to be stored."""
         self._name(pages[first:], keys[first:])
         copy = self._held(self.host.store(keys, pages[: len(keys)]))
         self._queued_stores.append(copy)

@@ -136,7 +136,7 @@ class Engine:
     def _compute_anew(self, failed: set[int]) -> None:
         """Preempts requests with pages of failed loads.
 
-        What they, or requests that are not running any more, have computed from them is not found.
+        Blocks computed from these pages, also by requests that have ended, are not found any more.
         """
         running = [(r, r.placement, r.published) for r in self.running[::-1] if r.placement]
         for request, placement, published in [*running, *self._removed] if failed else ():

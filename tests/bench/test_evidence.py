@@ -151,7 +151,9 @@ def test_tables_of_saved_records_have_their_figures(saved):
         f"| some_gpu | multigpu_test_2 | 7 | 2 | 1 | 012345678 | {date} |"
     ]
     header, _, *lines = tables.transfer(files).splitlines()
-    assert header.endswith("| kernel | dma | plain | chosen / fastest | peak |")
+    assert header.endswith(
+        "| kernel | dma | plain | as chosen, share of the fastest (device ids / HostIds) | peak |"
+    )
     assert lines == [
         "| some_gpu | load, 4 KiB x 10000 | 25 (50%; 12) | 10 (20%; 0) | 4 | - | 50 |",
     ]
