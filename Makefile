@@ -116,7 +116,7 @@ memcheck: $(INSTALLED)  ## the CUDA handlers under compute-sanitizer, recorded i
 ranks-on-one-gpu: $(INSTALLED)  ## all-reduces of up to 8 ranks on one GPU, recorded in bench/results
 	$(PY) -m bench.checks.ranks_on_one_gpu
 
-soak: $(INSTALLED)  ## everything mixed for MINUTES, 30 by default: results, memory, descriptors
+soak: $(INSTALLED)  ## everything mixed for MINUTES, 30 by default: results, memory, open files
 	$(PY) -m bench.checks.soak --minutes $(or $(MINUTES),30)
 
 fuzz: $(INSTALLED)  ## CASES random cases of each operation, 5000 by default, each verified

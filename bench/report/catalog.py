@@ -59,6 +59,16 @@ def offload_trace(files: Sequence[File]) -> str:
     return Table("offload_trace", case, ("host blocks", "policy"), cells)(files)
 
 
+def sparse_decode(files: Sequence[File]) -> str:
+    """One row per place of the rows and reuse; records have the names of classes."""
+    cells = {"us per step": value("time per step"), "tokens/s": value("decode throughput")}
+    case = r"(?P<t>\w+), (?P<n>\d+) requests of (?P<c>\d+), reuse (?P<r>\d+%)"
+    found = Table("sparse_decode", case, ("KV rows", "requests", "context", "reuse"), cells)(files)
+    return found.replace("InHbm", "in HBM").replace(
+        "InHostMemory", "in host memory, hot buffer in HBM"
+    )
+
+
 TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "all_reduce": all_reduce,
     "all_reduce_nccl": all_reduce_nccl,
@@ -140,15 +150,7 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
             "missing rows, GB/s": value("missing rows"),
         },
     ),
-    "sparse_decode": Table(
-        "sparse_decode",
-        r"(?P<t>\w+), (?P<n>\d+) requests of (?P<c>\d+), reuse (?P<r>\d+%)",
-        ("rows", "requests", "context", "reuse"),
-        {
-            "us per step": value("time per step"),
-            "tokens/s": value("decode throughput"),
-        },
-    ),
+    "sparse_decode": sparse_decode,
     "targets_count": tables.targets_count,
     "tensor_parallel": Table(
         "tensor_parallel",
