@@ -66,6 +66,12 @@ bool has_positions(const ErrorEntry& e) {
   return operation == Operation::kSparseFetch || operation == Operation::kSparseAppend;
 }
 
+// Whether all ids are blocks of recurrent states.
+bool has_states(const ErrorEntry& e) {
+  const auto operation = static_cast<Operation>(e.fault >> 8);
+  return operation == Operation::kAlignPreprocess || operation == Operation::kAlignPostprocess;
+}
+
 ErrorEntry copy_entry(const volatile ErrorEntry& e) {
   const uint64_t sequence = e.sequence;
   std::atomic_thread_fence(std::memory_order_acquire);  // the writer stores it last
@@ -181,14 +187,16 @@ std::string describe(const ErrorEntry& e) {
   const std::string position = std::to_string(e.position);
   const auto entry = [&](const char* side) {
     const std::string id = std::to_string(e.id);
-    if (has_positions(e)) return prefix + argument_of(e) + "[" + position + "] = " + id;
-    return operation.empty()
-               ? std::string(side) + " id " + id + " at position " + position
-               : prefix + side + " id " + argument_of(e) + "[" + position + "] = " + id;
+    if (operation.empty()) return std::string(side) + " id " + id + " at position " + position;
+    const bool copies_pages = !has_positions(e) && !has_states(e);
+    const std::string role = copies_pages ? std::string(side) + " id " : "";
+    return prefix + role + argument_of(e) + "[" + position + "] = " + id;
   };
   const bool tokens = has_positions(e) && code_of(e) == ErrorCode::kSourceOutOfRange;
   const std::string range = " is outside [0, " + std::to_string(e.limit) + ") " +
-                            (tokens ? "tokens of the request" : "pages of this device");
+                            (tokens          ? "tokens of the request"
+                             : has_states(e) ? "blocks of the states"
+                                             : "pages of this device");
   switch (code_of(e)) {
     case ErrorCode::kSourceOutOfRange:
       return entry("source") + range;
@@ -205,13 +213,15 @@ std::string describe(const ErrorEntry& e) {
              " of an asynchronous copy timed out: progress counter is " + std::to_string(e.limit) +
              ", expected " + std::to_string(e.id);
     case ErrorCode::kColumnOutOfRange:
-      return "row " + std::to_string(e.position) + " needs column " + std::to_string(e.id) +
+      return prefix + "row " + position + " needs column " + std::to_string(e.id) +
              " of a block table of " + std::to_string(e.limit) + " columns";
     case ErrorCode::kBoundExceeded: {
       std::lock_guard lock(mutex);
       const auto name = bound_names().find(e.position);
-      return (name == bound_names().end() ? "unknown bound" : name->second) + " = " +
-             std::to_string(e.id) + " exceeds its bound of " + std::to_string(e.limit);
+      const bool known = name != bound_names().end();
+      return "the batch needs " + std::to_string(e.id) + ", more than " +
+             (known ? "the bound " + name->second + " = " : "a bound of ") +
+             std::to_string(e.limit) + ": raise the bound, or schedule fewer requests or tokens";
     }
   }
   return "unknown error code";

@@ -35,8 +35,10 @@ enum class Operation : int32_t {
   kStartSwap,
   kSparseFetch,
   kSparseAppend,
+  kAlignPreprocess,
+  kAlignPostprocess,
 };
-inline constexpr int32_t kOperations = 9;
+inline constexpr int32_t kOperations = 11;
 
 struct OperationNames {
   const char *operation, *source_ids, *destination_ids;
@@ -51,6 +53,8 @@ inline constexpr OperationNames kOperationNames[kOperations] = {
     {"start_swap", "src_ids", "dst_ids"},
     {"sparse.fetch", "topk_ids", "block_table"},
     {"sparse.append", "positions", "block_table"},
+    {"recurrent.align_preprocess", "block_table", "block_table"},
+    {"recurrent.align_postprocess", "block_table", "block_table"},
 };
 
 // The kind of exception that check_errors() raises.

@@ -99,25 +99,27 @@ JAXKV_HOST_DEVICE inline AlignPlan plan_row(const AlignBatch& b, int32_t row, in
 }
 
 // Looks up the block ids of a plan. Returns false if the row must not change: it is padding, or a
-// column or id is out of range, which is passed to `fault`.
-template <typename Fault>
+// column or id is out of range, which is passed to `record`.
+template <typename Record>
 JAXKV_HOST_DEVICE bool find_blocks(const AlignBatch& b, int32_t row, const AlignPlan& plan,
-                                   StateCopy* move, Fault&& fault) {
+                                   StateCopy* move, Record&& record) {
+  const auto operation = b.before ? Operation::kAlignPreprocess : Operation::kAlignPostprocess;
   const int64_t columns[] = {plan.source, plan.source + (b.has_temporal ? plan.bias : 0),
                              plan.destination};
   int32_t ids[3];
   for (int i = 0; i < 3; ++i) {
     if (columns[i] < 0 || columns[i] >= b.num_columns) {
       const int64_t column = columns[i] > INT32_MAX ? INT32_MAX : columns[i];
-      fault(ErrorCode::kColumnOutOfRange, row, static_cast<int32_t>(column), b.num_columns);
+      record(Fault(ErrorCode::kColumnOutOfRange, operation), row, static_cast<int32_t>(column),
+             b.num_columns);
       return false;
     }
     const int64_t position = int64_t{row} * b.num_columns + columns[i];
     ids[i] = b.block_table[position];
     if (ids[i] == kNullBlock) return false;
     if (ids[i] < 0 || ids[i] >= b.num_blocks) {
-      fault(i < 2 ? ErrorCode::kSourceOutOfRange : ErrorCode::kDestinationOutOfRange,
-            static_cast<int32_t>(position), ids[i], b.num_blocks);
+      const auto code = i < 2 ? ErrorCode::kSourceOutOfRange : ErrorCode::kDestinationOutOfRange;
+      record(Fault(code, operation), static_cast<int32_t>(position), ids[i], b.num_blocks);
       return false;
     }
   }

@@ -25,8 +25,8 @@ ffi::Error align_states_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets,
   const auto call = decode_align(args, rets, attributes);
   if (!call.has_value()) return call.error();
   const AlignBatch& b = call->batch;
-  const auto record = [&](ErrorCode code, int32_t position, int32_t id, int32_t limit) {
-    record_host_error(call->scope, code, position, id, limit);
+  const auto record = [&](Fault fault, int32_t position, int32_t id, int32_t limit) {
+    record_host_error(call->scope, fault, position, id, limit);
   };
   for (int32_t row = 0; row < b.num_rows; ++row) {
     const int32_t accepted = b.num_accepted[row];

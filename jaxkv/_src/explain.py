@@ -19,6 +19,8 @@ _STARTS = ("start_load", "start_store", "start_swap")
 def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
     """Explains the dispatch of `operation(*args, **options)`.
 
+        print(jaxkv.explain(jaxkv.load_pages, pool, cache, host_pages, device_pages))
+
     Args:
       operation: `load_pages`, `store_pages`, `swap_blocks`, `start_load`, `start_store`,
         `start_swap`, or `all_reduce`.
@@ -29,6 +31,7 @@ def explain(operation: Callable[..., Any], *args: Any, **options: Any) -> str:
       tuning table that the figures come from.
 
     Raises:
+      TypeError: an argument is missing, unknown, or of another type.
       ValueError: `operation` is another function, or its arguments do not match.
       NotImplementedError: the requested implementation does not support the call.
     """
@@ -65,7 +68,10 @@ def selections_of_groups(
     if name not in _OPERATIONS:
         known = ", ".join((*_OPERATIONS, "all_reduce"))
         raise ValueError(f"operation must be one of {known}, got {name!r}")
-    given = inspect.signature(operation).bind(*args, **options).arguments
+    try:
+        given = inspect.signature(operation).bind(*args, **options).arguments
+    except TypeError as error:
+        raise TypeError(f"explain: {name}: {error}; pass the arguments of the call") from error
     ids = {argument: given.pop(argument) for argument in _OPERATIONS[name][0]}
     layers, tokens = given.pop("layers", None), given.pop("tokens", None)
     implementation = given.pop("implementation", None)

@@ -91,7 +91,7 @@ class Cascade:
       prefix: level 0, without a causal mask: one row with all query tokens, whose context is the
         common prefix of full blocks.
       suffix: level 1, causal: the rows of the batch with the rest of their contexts. Its
-        `block_table` excludes the prefix and ends with columns of NULL_BLOCK.
+        `block_table` excludes the prefix and ends with columns of NULL_BLOCK (0).
     """
 
     prefix: BatchMetadata
@@ -109,6 +109,8 @@ def build(batch: BatchMetadata, num_common_blocks: int | Array) -> Cascade:
     Raises:
       ValueError: `num_common_blocks` outside [0, W], if the host knows its value. A value on the
         device is not checked; above W the context of level 0 exceeds its block table.
+
+    Example: `cascade.build(batch, 2)`, for a prefix of two blocks.
     """
     check_has_rows(batch.max_num_reqs)
     on_host = isinstance(num_common_blocks, int | np.integer | np.ndarray)

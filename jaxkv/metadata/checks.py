@@ -30,6 +30,22 @@ def check_has_rows(rows: int) -> None:
         )
 
 
+def check_threshold(decode_threshold: int) -> None:
+    if decode_threshold < 0:
+        raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
+
+
+def check_drafts(operation: str, num_draft_tokens: ArrayLike, num_spec_tokens: int) -> None:
+    """Raises unless `num_spec_tokens` is an upper bound; drafts on the device are not read."""
+    known = isinstance(num_draft_tokens, np.ndarray)
+    least = int(np.max(num_draft_tokens, initial=1)) if known else 1
+    if num_spec_tokens < least:
+        raise ValueError(
+            f"{operation}: num_draft_tokens requires num_spec_tokens >= {least}, got "
+            f"{num_spec_tokens}: pass the upper bound of drafts of a row"
+        )
+
+
 def integers(name: str, values: npt.ArrayLike) -> np.ndarray:
     """`values` as int64[n]."""
     array = np.asarray(values)
@@ -43,6 +59,8 @@ def integers(name: str, values: npt.ArrayLike) -> np.ndarray:
 def at_least_1(**sizes: int) -> list[int]:
     """The sizes as Python integers; NumPy integers would promote int32 to int64 under x64."""
     for name, value in sizes.items():
+        if not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}")
     return [operator.index(value) for value in sizes.values()]

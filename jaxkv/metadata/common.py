@@ -31,7 +31,7 @@ class BatchMetadata:
     """One batch, the input of all builders.
 
     Rows from `num_reqs` on are padding: `query_start_loc` repeats its last value there, `seq_lens`
-    is 0 and `block_table` is NULL_BLOCK. A row before `num_reqs` may have no query tokens.
+    is 0 and `block_table` is NULL_BLOCK (0). A row before `num_reqs` may have no query tokens.
 
     Attributes:
       query_start_loc: int32[B + 1], start of the query tokens of each row; non-decreasing from 0.
@@ -70,8 +70,8 @@ class BatchMetadata:
           query_lens: query tokens of each request.
           seq_lens: context length of each request in tokens, including this step.
           block_table: block ids of each request, up to `max_blocks`. Fastest as integers [requests,
-            columns], for example a scheduler's int32 table padded with `NULL_BLOCK`; the array is
-            copied.
+            columns], for example a scheduler's int32 table padded with NULL_BLOCK (0); the array
+            is copied.
           max_num_reqs: B.
           max_num_tokens: T.
           max_blocks: W.
@@ -208,9 +208,10 @@ def _check_block_ids(block_ids: np.ndarray, block_size: int) -> None:
         return
     low, high = int(block_ids.min()), int(block_ids.max())
     if low < 0 or high > max_id:
+        remedy = f"; pad rows of block_table with {NULL_BLOCK} (NULL_BLOCK)" if low < 0 else ""
         raise ValueError(
             f"block ids must be in [0, {max_id}] for int32 slots of blocks of {block_size} tokens, "
-            f"got {low} to {high}"
+            f"got {low} to {high}{remedy}"
         )
 
 
@@ -255,9 +256,9 @@ def slot_mapping(
     """int32[T], slot of each query token in the cache: block * block_size + offset.
 
     Under context parallelism, groups of `cp_interleave` tokens are distributed round-robin over
-    the ranks, and `block_size` is the number of tokens on one rank. The slot is PAD_SLOT for tokens
-    of other ranks, for padding, and for positions beyond the block table, which would otherwise
-    overwrite another token. Slots are int32: up to 2**31 tokens per rank, checked by
+    the ranks, and `block_size` is the number of tokens on one rank. The slot is PAD_SLOT (-1) for
+    tokens of other ranks, for padding, and for positions beyond the block table, which would
+    otherwise overwrite another token. Slots are int32: up to 2**31 tokens per rank, checked by
     `BatchMetadata.from_host`.
 
     Args:
@@ -271,13 +272,9 @@ def slot_mapping(
       ValueError: `positions` not of shape [T] or not integers, `cp_interleave` does not divide the
         block size, a size below 1, or a rank outside the group.
     """
-    cp_world_size, cp_rank, cp_interleave = _context_parallel(
-        cp_world_size, cp_rank, cp_interleave, "cp_"
+    cp_world_size, cp_rank, cp_interleave = context_parallel(
+        cp_world_size, cp_rank, cp_interleave, "cp_", batch.block_size
     )
-    if batch.block_size % cp_interleave:
-        raise ValueError(
-            f"cp_interleave={cp_interleave} tokens must divide block_size={batch.block_size} tokens"
-        )
     if np.shape(positions) != (batch.max_num_tokens,):
         raise ValueError(
             f"positions must be [{batch.max_num_tokens} tokens], got {np.shape(positions)}"
@@ -314,7 +311,7 @@ def dcp_local_seq_lens(
     Raises:
       ValueError: a size below 1, or a rank outside the group.
     """
-    world_size, of_rank, interleave = _context_parallel(
+    world_size, of_rank, interleave = context_parallel(
         world_size, 0 if rank is None else rank, interleave
     )
     if rank is None:
@@ -324,13 +321,20 @@ def dcp_local_seq_lens(
     return base + jnp.clip(rest, 0, interleave)
 
 
-def _context_parallel(
-    world_size: int, rank: int | Array, interleave: int, prefix: str = ""
+def context_parallel(
+    world_size: int, rank: int | Array, interleave: int, prefix: str = "", block_size: int = 0
 ) -> tuple[int, int | jax.Array, int]:
-    """The arguments as Python integers, or int32; `prefix` is that of their names."""
+    """The arguments as Python integers, or int32; `prefix` is that of their names.
+
+    `interleave` must divide `block_size`; 0 for no blocks.
+    """
     world_size, interleave = at_least_1(
         **{f"{prefix}world_size": world_size, f"{prefix}interleave": interleave}
     )
+    if block_size % interleave:
+        raise ValueError(
+            f"{prefix}interleave={interleave} tokens must divide block_size={block_size} tokens"
+        )
     if isinstance(rank, np.ndarray) and rank.ndim == 0 and rank.dtype.kind in "iu":
         rank = rank[()]
     if not isinstance(rank, int | np.integer):

@@ -78,7 +78,8 @@ def build(
       num_splits: upper bound of parts of a context; 1 for no splits.
       num_sms: SMs the kernel may use.
       head_dim_v: elements per head of V; None for `head_dim`.
-      pack_gqa: whether the query heads of a KV head share tiles: always with `num_splits` > 1.
+      pack_gqa: whether the query heads of a KV head share tiles: always with `num_splits` > 1. No
+        effect on a single query head per KV head.
       causal: for queries of one token False, except with pages and a head size in (64, 128].
       local: whether attention has a window or chunks; not together with `causal`.
       bytes_per_element: of K and V.
@@ -86,7 +87,8 @@ def build(
     Raises:
       ValueError: a size below 1, more rows than `MAX_SORTED_BATCH`, or conflicting arguments.
 
-    Example: on an H200, `num_sms=132`; for a head size of 128, `block_m=128, block_n=128`.
+    Example: `flash_attention.build(batch, num_q_heads=32, num_kv_heads=8, head_dim=128,
+    block_m=128, block_n=128, num_splits=4, num_sms=132)` on an H200.
     """
     num_q_heads, num_kv_heads, head_dim, v_dim, bytes_per_element = at_least_1(
         num_q_heads=num_q_heads,
@@ -100,6 +102,11 @@ def build(
     )
     _check_arguments(batch.max_num_reqs, num_q_heads, num_kv_heads, causal, local)
     group = num_q_heads // num_kv_heads
+    if group > 1 and num_splits > 1 and not pack_gqa:
+        raise ValueError(
+            f"pack_gqa must be True with num_splits={num_splits}, got {pack_gqa}: FlashAttention "
+            "has no kernel that splits contexts without packing"
+        )
     heads, packed, spread = (num_kv_heads, group, 1) if pack_gqa else (num_q_heads, 1, group)
     batch = on_device(batch)
     m_blocks = cdiv(batch.query_lens * packed, block_m)

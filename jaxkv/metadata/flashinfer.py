@@ -16,9 +16,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from .checks import check_threshold
 from .common import (
     NULL_BLOCK,
     BatchMetadata,
+    context_parallel,
     dcp_local_seq_lens,
     slot_mapping,
     token_positions,
@@ -26,7 +28,7 @@ from .common import (
 from .flashinfer_kernel import build_in_one_kernel, in_one_kernel
 from .pages import packed_pages
 from .segments import cdiv, on_device, prefix_sum, rows_from, starts_from
-from .splits import check_threshold, split_decodes_and_prefills
+from .splits import split_decodes_and_prefills
 
 
 @jax.tree_util.register_dataclass
@@ -57,10 +59,12 @@ class PagedMetadata:
       num_prefills: int32[], number of prefill rows.
       num_decode_tokens: int32[], query tokens of the decodes.
       num_prefill_tokens: int32[], query tokens of the prefills.
-      slot_mapping: int32[T], slot of each token on this rank, or PAD_SLOT.
-      paged_kv_indices: int32[max_pages], concatenated page ids of all rows, padded with NULL_BLOCK.
+      slot_mapping: int32[T], slot of each token on this rank, or PAD_SLOT (-1).
+      paged_kv_indices: int32[max_pages], page ids of all rows in order; NULL_BLOCK (0) for padding.
       decode: the decodes.
       prefill: the prefills.
+
+    Padding tokens count to the prefills, or to the decodes if there are no prefills.
     """
 
     num_actual_tokens: jax.Array
@@ -80,7 +84,7 @@ class DensePart:
     """The decodes or the prefills of a batch, for a kernel that reads block tables.
 
     Attributes:
-      block_tables: int32[B, W], block ids of each row; NULL_BLOCK for padding rows.
+      block_tables: int32[B, W], block ids of each row; NULL_BLOCK (0) for padding rows.
       seq_lens: int32[B], context length of each row in tokens.
       cum_seq_lens_q: int32[B + 1], start of each row's query tokens, relative to the part.
       cum_seq_lens_kv: int32[B + 1], exclusive prefix sum of pages (not tokens) of the rows.
@@ -138,9 +142,14 @@ def build(
       dcp_interleave: consecutive tokens on one rank.
 
     Raises:
-      ValueError: `decode_threshold` below 0, or above 1 with several ranks, or arguments rejected
-        by `slot_mapping` or `packed_pages`.
+      ValueError: `decode_threshold` below 0, or above 1 with several ranks, `dcp_interleave` does
+        not divide the block size, a size below 1, or a rank outside the group.
+
+    Example: `flashinfer.build(batch, max_pages=8)`.
     """
+    dcp_world_size, dcp_rank, dcp_interleave = context_parallel(
+        dcp_world_size, dcp_rank, dcp_interleave, "dcp_", batch.block_size
+    )
     if dcp_world_size > 1 and decode_threshold > 1:
         raise ValueError(
             f"decode_threshold must be 1 with dcp_world_size={dcp_world_size}, "
@@ -234,6 +243,11 @@ def build_dense(batch: BatchMetadata, *, decode_threshold: int = 1) -> DenseMeta
       batch: the batch, decodes first.
       decode_threshold: maximum number of query tokens of a decode; all decodes have the query
         length of the first one, or none.
+
+    Raises:
+      ValueError: `decode_threshold` below 0.
+
+    Example: `flashinfer.build_dense(batch)`.
     """
     split = split_decodes_and_prefills(batch, decode_threshold, require_uniform=True)
     return DenseMetadata(

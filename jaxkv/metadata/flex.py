@@ -40,7 +40,7 @@ class FlexMetadata:
       decode_offset: int32[B], position of each request's first query token.
       physical_to_logical: int16[B, num_blocks], or int32 for block tables with more than 2**15
         columns: logical index of each physical block in each request's context, the last one if
-        there are several. -1 for blocks of other requests and for NULL_BLOCK.
+        there are several. -1 for blocks of other requests and for NULL_BLOCK (0).
       mm_prefix_range: int32[B, R, 2], first and last position of ranges with bidirectional
         attention, of more than one token each; or None.
       kv_indices: int32[ceil(T / Q_BLOCK_SIZE), N], blocks with a slot visible to some token of the
@@ -138,6 +138,8 @@ def build(
     Raises:
       ValueError: a window below 1 token, a cache without blocks, more slots than int32 can
         represent, or ranges of the wrong shape or not integers.
+
+    Example: `flex.build(batch, num_blocks=1024, sliding_window=4096)`.
     """
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be >= 1 token, got {sliding_window}")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.metadata import mamba
-from jaxkv.metadata.checks import at_least_1, check_has_rows, check_rows
+from jaxkv.metadata.checks import at_least_1, check_drafts, check_has_rows, check_rows
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, num_computed_tokens
 from jaxkv.metadata.segments import (
     Array,
@@ -43,13 +43,13 @@ class GDNMetadata:
         tokens.
       num_prefill_tokens: int32[]; in a step without draft tokens with padding, as in `Split`.
       num_decodes: int32[], 0 in a step with draft tokens.
-      num_decode_tokens: int32[].
+      num_decode_tokens: int32[], 0 in a step with draft tokens; in one without as in `Split`.
       num_spec_decodes: int32[], rows that verify draft tokens.
       num_spec_decode_tokens: int32[].
       spec_sequence_masks: bool[B], the rows that verify draft tokens, in batch order.
       spec_query_start_loc: int32[B + 1], relative to the tokens of spec rows; padded with the last
         value.
-      spec_state_indices_tensor: int32[B, 1 + num_spec_tokens], padded with NULL_BLOCK.
+      spec_state_indices_tensor: int32[B, 1 + num_spec_tokens], padded with NULL_BLOCK (0).
       spec_token_indx: int32[T], tokens of the spec rows in the batch; padded with T.
       num_accepted_tokens: int32[B], of the spec rows; padded with 1.
       non_spec_query_start_loc: int32[B + 1], relative to the tokens of non-spec rows.
@@ -105,22 +105,24 @@ def build(
         without; None for a step without. If all are 0 or -1, the step counts as one without.
       num_accepted_tokens: int32[B], accepted tokens of each row in the last step, at least 1;
         required with `num_draft_tokens`.
-      num_spec_tokens: upper bound of draft tokens per row.
+      num_spec_tokens: upper bound of `num_draft_tokens`, required with it; drafts on the device are
+        not checked against it.
       mode: caching of states, see `mamba.build`; none or align.
       chunk_size: tokens per chunk of a prefill.
 
     Raises:
-      ValueError: operands not integers of shape [B], draft tokens without accepted tokens, mode
-        all, a chunk size below 1, or a block table too narrow for the states of draft tokens.
+      ValueError: operands not integers of shape [B], draft tokens without accepted tokens or
+        without an upper bound, draft tokens on the host above it, mode all, a chunk size below 1,
+        or a block table too narrow for the states of draft tokens.
 
-    Example: `build(batch, num_draft_tokens=drafts, num_accepted_tokens=accepted,
+    Example: `gdn.build(batch, num_draft_tokens=drafts, num_accepted_tokens=accepted,
     num_spec_tokens=2)`.
     """
     check_has_rows(batch.max_num_reqs)
     (chunk_size,) = at_least_1(chunk_size=chunk_size)
     _check_operands(batch, num_draft_tokens, num_accepted_tokens, mode)
     batch = on_device(batch)
-    is_spec = _spec_rows(batch, num_draft_tokens)
+    is_spec = _spec_rows(batch, num_draft_tokens, num_spec_tokens)
     # Without drafts, rows keep their places, also those without tokens.
     kept = (batch.query_lens > 0) | ~jnp.any(is_spec)
     non_spec = _pack(batch, batch.row_mask & ~is_spec & kept)
@@ -156,7 +158,7 @@ class LinearAttentionMetadata:
       num_decode_tokens: int32[].
       query_start_loc: int32[B + 1], as in the batch.
       seq_lens: int32[B], as in the batch.
-      state_indices_tensor: int32[B], block of each row's state; NULL_BLOCK for padding.
+      state_indices_tensor: int32[B], block of each row's state; NULL_BLOCK (0) for padding.
     """
 
     num_prefills: jax.Array
@@ -178,7 +180,7 @@ def build_linear(batch: BatchMetadata, *, mode: mamba.Mode = "none") -> LinearAt
     Raises:
       ValueError: mode all, or an unknown one.
 
-    Example: `build_linear(batch).state_indices_tensor`.
+    Example: `gdn.build_linear(batch).state_indices_tensor`.
     """
     _check_operands(batch, None, None, mode)
     return LinearAttentionMetadata(
@@ -210,11 +212,14 @@ def _check_operands(
         raise ValueError("num_draft_tokens requires num_accepted_tokens, int32[B]")
 
 
-def _spec_rows(batch: BatchMetadata, num_draft_tokens: Array | None) -> jax.Array:
+def _spec_rows(
+    batch: BatchMetadata, num_draft_tokens: Array | None, num_spec_tokens: int
+) -> jax.Array:
     """bool[B], rows that verify draft tokens; none if there is no draft token at all."""
     if num_draft_tokens is None:
         return jnp.zeros(batch.max_num_reqs, bool)
     drafts = int32_on_device("num_draft_tokens", num_draft_tokens)
+    check_drafts("gdn.build", num_draft_tokens, num_spec_tokens)
     verifies = (drafts >= 0) & batch.row_mask
     return verifies & jnp.any(verifies & (drafts > 0))
 

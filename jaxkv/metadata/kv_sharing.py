@@ -49,6 +49,8 @@ def build(batch: BatchMetadata, logits_indices: Array, num_logits: int | Array) 
     Raises:
       ValueError: `logits_indices` are not integers of shape [N] with N >= 1, or `num_logits`, if
         known on the host, is outside [0, N].
+
+    Example: `kv_sharing.build(batch, logits_indices(batch), batch.num_reqs)`.
     """
     if logits_indices.ndim != 1 or not logits_indices.size:
         raise ValueError(

@@ -15,7 +15,7 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from jaxkv.metadata.checks import check_rows
+from jaxkv.metadata.checks import at_least_1, check_rows
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
 from jaxkv.metadata.segments import Array, cdiv, on_device, prefix_sum, row_of
 
@@ -42,7 +42,7 @@ class LocalAttention:
         """int32[V, chunk_size / block_size], blocks of each row from another block table.
 
         Columns past the end of the table repeat its last column, which is past the row's context.
-        Padding rows are NULL_BLOCK.
+        Padding rows are NULL_BLOCK (0).
 
         Args:
           block_table: int32[B, W'] of the same requests, for example of another KV cache group.
@@ -70,6 +70,8 @@ def build(batch: BatchMetadata, chunk_size: int) -> LocalAttention:
 
     Raises:
       ValueError: `chunk_size` is not a positive multiple of the block size.
+
+    Example: `local_attention.build(batch, 8192)`.
     """
     chunk_size = operator.index(chunk_size)  # NumPy integers would promote int32 to int64 under x64
     if chunk_size < 1 or chunk_size % batch.block_size:
@@ -120,7 +122,16 @@ def max_pieces(max_num_reqs: int, max_num_tokens: int, chunk_size: int) -> int:
     The bound is tight: two tokens across a chunk boundary form two pieces, and each C further
     tokens add one. For T >= 2 B some batch reaches the second bound; for fewer tokens, some batch
     has one piece per token.
+
+    Args:
+      max_num_reqs: B.
+      max_num_tokens: T.
+      chunk_size: C, tokens per chunk.
+
+    Raises:
+      ValueError: `chunk_size` below 1.
     """
+    (chunk_size,) = at_least_1(chunk_size=chunk_size)
     limit = max_num_reqs + (max_num_tokens + max_num_reqs * (chunk_size - 2)) // chunk_size
     return min(max_num_tokens, limit)
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxkv.metadata.checks import at_least_1, check_rows
+from jaxkv.metadata.checks import at_least_1, check_drafts, check_rows
 from jaxkv.metadata.common import (
     NULL_BLOCK,
     BatchMetadata,
@@ -57,7 +57,7 @@ class MambaMetadata:
       query_start_loc_p: int32[B + 1], relative to the first prefill token; padding rows are empty.
       num_computed_tokens_p: int32[B].
       state_indices_tensor_p: int32[B], block of each prefill's state; in mode all int32[B, W], all
-        its blocks. NULL_BLOCK for padding.
+        its blocks. NULL_BLOCK (0) for padding.
       state_indices_tensor_d: int32[B, 1 + num_spec_tokens], blocks of each decode's state and of
         the states of its draft tokens; in mode all int32[B, W]. NULL_BLOCK for padding.
       query_start_loc_d: int32[B + 1]; None without speculative decoding.
@@ -139,20 +139,28 @@ def build(
       mode: caching of states. none: the last state; align: the state at the last block boundary, in
         the column of that block; all: the states at all block boundaries.
       chunk_size: tokens per chunk, for Mamba2; None for Mamba.
-      num_spec_tokens: upper bound of draft tokens per row.
+      num_spec_tokens: upper bound of `num_draft_tokens`, required with it; drafts on the device are
+        not checked against it.
       num_accepted_tokens: int32[B], accepted tokens of each row in the last step, at least 1; None
         before the first draft tokens, when decodes keep all their tokens.
       num_draft_tokens: int32[B], draft tokens of each row, -1 for rows without drafting; None if
         no prompt is padded with draft tokens.
 
     Raises:
-      ValueError: an unknown mode, a chunk size below 1, a negative number of draft tokens, a block
-        table too narrow for the states of draft tokens, or operands not of shape [B] or int32.
+      ValueError: an unknown mode, a chunk size below 1, a negative number of draft tokens, draft
+        tokens without an upper bound or, on the host, above it, a block table too narrow for the
+        states of draft tokens, or operands not of shape [B] or int32.
+
+    Example: `mamba.build(batch, is_prefilling=batch.query_lens > 1, chunk_size=256)`.
     """
-    chunk_size = _check_arguments(mode, chunk_size)
+    _check_mode(mode)
+    if chunk_size is not None:
+        (chunk_size,) = at_least_1(chunk_size=chunk_size)
     _check_rows(batch, is_prefilling, num_accepted_tokens, num_draft_tokens)
     if num_draft_tokens is not None:
-        num_draft_tokens = int32_on_device("num_draft_tokens", num_draft_tokens)
+        drafts = int32_on_device("num_draft_tokens", num_draft_tokens)
+        check_drafts("mamba.build", num_draft_tokens, num_spec_tokens)
+        num_draft_tokens = drafts
     all_states = mode == "all"
     chunk_size = chunk_size or (batch.block_size if all_states else None)
     split = _split(batch, is_prefilling, num_spec_tokens, num_accepted_tokens, num_draft_tokens)
@@ -204,11 +212,9 @@ def _block_columns(
     return {name: _last_block(batch, n) for name, n in zip(_NO_COLUMNS, ends, strict=True)}
 
 
-def _check_arguments(mode: str, chunk_size: int | None) -> int | None:
-    """`chunk_size` as a Python integer."""
+def _check_mode(mode: str) -> None:
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
-    return None if chunk_size is None else at_least_1(chunk_size=chunk_size)[0]
 
 
 def _check_rows(batch: BatchMetadata, *of_rows: Array | None) -> None:
@@ -223,12 +229,17 @@ def state_indices(
 ) -> jax.Array:
     """int32[B, 1 + num_spec_tokens], blocks of each row's state and of its draft tokens' states.
 
-    Mode none: the first blocks of the row. Mode align: the blocks from that of the last token on.
-    Mode all: the entire block table, int32[B, W].
+    Args:
+      batch: the batch, with the block table and block size of the state cache.
+      mode: none: the first blocks of the row; align: the blocks from that of the last token on,
+        NULL_BLOCK (0) past the block table; all: the entire block table, int32[B, W].
+      num_spec_tokens: upper bound of draft tokens per row.
 
     Raises:
-      ValueError: a negative number of draft tokens, or a block table too narrow for their states.
+      ValueError: an unknown mode, a negative number of draft tokens, or a block table too narrow
+        for their states.
     """
+    _check_mode(mode)
     if not 0 <= num_spec_tokens < batch.max_blocks:
         raise ValueError(
             f"num_spec_tokens must be in [0, {batch.max_blocks}), got {num_spec_tokens}: each "

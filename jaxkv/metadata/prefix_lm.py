@@ -144,6 +144,8 @@ def build(batch: BatchMetadata, ranges: Array) -> jax.Array:
 
     Raises:
       ValueError: `ranges` of the wrong shape or not integers.
+
+    Example: `prefix_lm.build(batch, np.array([[[8, 9]], [[10, 11]], [[0, 0]], [[0, 0]]]))`.
     """
     check_rows("ranges", ranges, batch.max_num_reqs, "ranges", 2)
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)

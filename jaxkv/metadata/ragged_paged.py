@@ -34,10 +34,10 @@ class RaggedPagedMetadata:
 
     Attributes:
       input_positions: int32[T], position of each token in its context; 0 for padding.
-      slot_mapping: int32[T], slot of each token; PAD_SLOT for padding.
+      slot_mapping: int32[T], slot of each token; PAD_SLOT (-1) for padding.
       kv_lens: int32[B], context length of each row in tokens; 0 for padding rows.
       page_indices: "table": int32[B, W], the block table; "flat": int32[B * W], the same flattened;
-        "packed": int32[max_pages], concatenated pages of all contexts, padded with NULL_BLOCK.
+        "packed": int32[max_pages], pages of all contexts in order, then NULL_BLOCK (0).
       cu_q_lens: int32[B + 1], start of each row's query tokens; padding rows repeat the last value.
       cu_kv_lens: int32[B + 1], exclusive prefix sum of the context lengths rounded up to full
         pages; divided by the page size, start of each row's pages in packed `page_indices`.
@@ -74,6 +74,8 @@ def build(
     Raises:
       ValueError: an unknown format, `max_pages` below 1 or without packing, or bounds for which
         the tokens of all pages may exceed int32.
+
+    Example: `ragged_paged.build(batch, pages="packed", max_pages=8)`.
     """
     if pages not in ("table", "flat", "packed"):
         raise ValueError(f'pages must be "table", "flat" or "packed", got {pages!r}')

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxkv.metadata.checks import check_threshold
+
 # Regions of a batch, in order.
 _DECODE, _SHORT_EXTEND, _LONG_EXTEND, _PREFILL = range(4)
 
@@ -37,8 +39,9 @@ def reorder_batch(
       int64[requests]: `order[i]` is the request to place in row i; `np.arange` for no change.
 
     Raises:
-      ValueError: arguments of different lengths.
+      ValueError: a threshold below 0, or arguments of different lengths.
     """
+    check_threshold(decode_threshold)
     scheduled, computed, prompt = map(np.asarray, (num_scheduled, num_computed, num_prompt))
     if not len(scheduled) == len(computed) == len(prompt):
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv.metadata.checks import check_has_rows, check_rows
+from jaxkv.metadata.checks import check_has_rows, check_rows, check_threshold
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, num_computed_tokens, token_to_request
 from jaxkv.metadata.segments import (
     Array,
@@ -34,7 +34,9 @@ class Split(NamedTuple):
       num_decodes: number of decode rows.
       num_prefills: number of prefill rows.
       num_decode_tokens: query tokens of the decodes.
-      num_prefill_tokens: query tokens of the prefills, including padding tokens.
+      num_prefill_tokens: query tokens of the prefills.
+
+    Padding tokens count to the prefills, or to the decodes if there are no prefills.
     """
 
     num_decodes: jax.Array
@@ -260,11 +262,6 @@ def _order(region: jax.Array) -> jax.Array:
     target = jnp.where(misplaced, rank, region.shape[0] + index)
     by_rank = jnp.zeros_like(index).at[target].set(index, mode="drop", unique_indices=True)
     return jnp.where(misplaced, by_rank[place], index)
-
-
-def check_threshold(decode_threshold: int) -> None:
-    if decode_threshold < 0:
-        raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
 
 
 def _first(flags: jax.Array, batch: BatchMetadata) -> jax.Array:

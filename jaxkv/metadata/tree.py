@@ -74,6 +74,8 @@ def build(batch: BatchMetadata, bias: Array) -> TreeMetadata:
     Args:
       batch: the batch, decodes first (see `reorder_batch`).
       bias: float32[L, L], `tree_attn_bias`.
+
+    Example: `tree.build(batch, tree.tree_attn_bias([(0,), (1,), (0, 0)]))`.
     """
     decode, prefill = sections(batch, split_decodes_and_prefills(batch, bias.shape[0]))
     return TreeMetadata(

@@ -30,7 +30,7 @@ class TritonMetadata:
       max_seq_len: int32[], longest context in tokens.
       seq_lens: int32[B], as in the batch.
       block_table: int32[B, W], as in the batch.
-      slot_mapping: int32[T], slot of each token; PAD_SLOT for padding.
+      slot_mapping: int32[T], slot of each token; PAD_SLOT (-1) for padding.
       mm_prefix_range: int32[B, R, 2], first and last position of ranges with bidirectional
         attention; no effect unless first < last. None for no ranges.
       seq_threshold_3D: maximum number of rows for which decodes use the kernel with segments.
@@ -76,6 +76,8 @@ def build(
 
     Raises:
       ValueError: a size below 1, or ranges of the wrong shape or not integers.
+
+    Example: `triton.build(batch, num_q_heads=32, num_kv_heads=8, head_dim=128)`.
     """
     num_q_heads, num_kv_heads, head_dim, num_softmax_segments = at_least_1(
         num_q_heads=num_q_heads,

@@ -6,7 +6,7 @@ begin in this step. A continued prompt may process each of its tokens as a decod
 that are included for all tokens.
 
 Rows of a part past its number of rows are padding: start arrays repeat their last value there,
-lengths are 0 and block tables NULL_BLOCK.
+lengths are 0 and block tables NULL_BLOCK (0).
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class TurboQuantMetadata:
     Attributes:
       num_actual_tokens: int32[], query tokens of the batch.
       num_decodes: int32[], number of decode rows.
-      num_decode_tokens: int32[], query tokens of the decodes.
+      num_decode_tokens: int32[], query tokens of the decodes; with padding if all rows are decodes.
       is_prefill: bool[], whether any row has several query tokens.
       query_start_loc: int32[B + 1], as in the batch.
       seq_lens: int32[B], as in the batch.
       block_table: int32[B, W], as in the batch.
       max_query_len: int32[], longest query in tokens.
       max_seq_len: int32[], longest context in tokens.
-      slot_mapping: int32[T], slot of each token; PAD_SLOT for padding.
+      slot_mapping: int32[T], slot of each token; PAD_SLOT (-1) for padding.
       token_to_req: int32[T], row of the block table for each token as a single-token decode; 0 for
         padding.
       token_seq_lens: int32[T], context length of that decode in tokens; 0 for padding.
@@ -91,6 +91,8 @@ def build(batch: BatchMetadata) -> TurboQuantMetadata:
 
     Args:
       batch: the batch, decodes first.
+
+    Example: `turboquant.build(batch)`.
     """
     split = split_decodes_and_prefills(batch)
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)

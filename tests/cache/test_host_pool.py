@@ -7,11 +7,13 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxkv
 from jaxkv._src.cache import host_memory, pinned_memory
@@ -128,6 +130,29 @@ def test_indivisible_heads_are_rejected(spec, arguments, words):
 def test_head_axis_without_mesh_is_rejected(owner):
     call = partial(owner.create, spec_of(), num_pages=4, head_axis="tp")
     assert_rejected(call, ValueError, "head_axis", "tp", "mesh", "None")
+
+
+@pytest.mark.parametrize("spec", [None, {"full": spec_of()}], ids=["None", "dict"])
+@pytest.mark.parametrize("owner", [jaxkv.HostPool, jaxkv.DeviceCache], ids=lambda t: t.__name__)
+def test_spec_of_another_type_is_rejected(owner, spec):
+    call = partial(owner.create, spec, num_pages=4)
+    words = f"{owner.__name__}.create: spec", "KVCacheSpec", f"got {type(spec).__name__}", "group"
+    assert_rejected(call, TypeError, *words)
+
+
+def test_device_cache_of_an_array_spec_is_rejected():
+    spec: Any = jaxkv.ArrayCacheSpec.from_arrays([jnp.zeros((2, 4))])
+    call = partial(jaxkv.DeviceCache.create, spec, num_pages=4)
+    assert_rejected(call, TypeError, "got ArrayCacheSpec", "the engine's arrays")
+
+
+@pytest.mark.parametrize("head_axis", [None, "tp"])
+@pytest.mark.parametrize("owner", [jaxkv.HostPool, jaxkv.DeviceCache], ids=lambda t: t.__name__)
+def test_mesh_of_another_type_is_rejected(owner, head_axis):
+    call = partial(owner.create, spec_of(), num_pages=4, head_axis=head_axis)
+    for mesh in (jax.devices(), NamedSharding(mesh_of(1), PartitionSpec())):
+        words = "mesh must be a jax.sharding.Mesh", f"got {type(mesh).__name__}"
+        assert_rejected(partial(call, mesh=mesh), TypeError, *words)
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])

@@ -4,6 +4,8 @@ import gc
 import subprocess
 import sys
 import time
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +75,14 @@ def test_arrays_that_are_refused():
     assert_rejected(lambda: jaxkv.pinned_zeros(2**59, np.int8), jaxkv.HostMemoryError, 2**59)
     inside = jax.jit(lambda x: (jaxkv.pinned_zeros(4, np.int8), x)[1])
     assert_rejected(lambda: inside(1.0), RuntimeError, "outside of jit")
+
+
+def test_sharding_of_another_type_is_refused():
+    words = "pinned_zeros: sharding must be a jax.sharding.Sharding", "NamedSharding("
+    others: list[Any] = [mesh_of(1), jax.devices()[0]]
+    for sharding in others:
+        call = partial(jaxkv.pinned_zeros, 4, np.int8, sharding)
+        assert_rejected(call, TypeError, *words, f"got {type(sharding).__name__}")
 
 
 @pytest.mark.parametrize("dtype", [object, "U4", "M8[s]", ">f4", None, [("a", "f4")]], ids=str)

@@ -45,6 +45,10 @@ def test_arguments_are_validated():
     ):
         jaxkv.SymmetricMemory.create(mesh, "dp")
     wrong: Any
+    for wrong in (None, jax.sharding.AbstractMesh((2,), (AXIS,))):
+        message = f"mesh must be a jax.sharding.Mesh, got {type(wrong).__name__}"
+        with pytest.raises(TypeError, match=f"^SymmetricMemory.create: {message}"):
+            jaxkv.SymmetricMemory.create(wrong, AXIS)
     for wrong in (0, 1e6, "1", None):
         message = f"max_bytes must be an integer of at least 1 byte, got {wrong!r}"
         with pytest.raises(ValueError, match=re.escape(message)):

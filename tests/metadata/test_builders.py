@@ -53,7 +53,7 @@ BUILDERS: dict[str, Callable[[metadata.BatchMetadata], Any]] = {
     ),
     "gdn": lambda batch: metadata.gdn.build(
         batch,
-        num_draft_tokens=batch.query_lens - 1,
+        num_draft_tokens=jnp.minimum(batch.query_lens - 1, 2),
         num_accepted_tokens=batch.query_lens,
         num_spec_tokens=2,
     ),
@@ -170,6 +170,31 @@ def test_ranges_in_closure():
         return metadata.prefix_lm.build(batch, ranges), flex.mask(tokens, tokens), local
 
     assert [x.shape[0] for x in build()][:2] == [batch.max_num_tokens] * 2
+
+
+DOCUMENTED = [
+    (module, name)
+    for module, members in vars(metadata).items()
+    if hasattr(members, "build")
+    for name in ("build", "build_dense", "build_linear")
+    if hasattr(members, name)
+]
+
+
+@pytest.mark.parametrize(("module", "name"), DOCUMENTED)
+def test_examples_of_docstrings_run(module, name):
+    sizes = {"max_num_reqs": 4, "max_num_tokens": 16, "max_blocks": 4, "block_size": 4}
+    table = [[1, 2, 3], [4, 5, 6]]
+    names = {
+        "batch": metadata.BatchMetadata.from_host([3, 2], [10, 12], table, **sizes),
+        "drafts": np.array([2, 1, -1, -1]),
+        "accepted": np.ones(4, np.int32),
+        "np": np,
+    }
+    docstring = getattr(getattr(metadata, module), name).__doc__
+    example = re.search(r"Example: `(.+?)`", " ".join(docstring.split()))
+    assert example
+    jax.block_until_ready(eval(example[1], vars(metadata) | names))
 
 
 def optimised(build: Callable[[metadata.BatchMetadata], Any]) -> str:

@@ -34,7 +34,7 @@ OPTIONS = (
     Options(causal=False, num_sms=132),
     Options(causal=False, local=True, num_splits=16, block_n=2),
     Options(num_splits=1, pack_gqa=False, head_dim=65536),
-    Options(num_splits=3, pack_gqa=False, num_sms=7, block_m=3, head_dim=16384),
+    Options(num_q_heads=2, num_splits=3, pack_gqa=False, num_sms=7, block_m=3, head_dim=16384),
 )
 
 
@@ -115,6 +115,7 @@ def test_invalid_arguments_raise():
         ({"local": True}, "causal and local exclude each other"),
         ({"block_n": 0}, "block_n must be >= 1, got 0"),
         ({"num_splits": 0}, "num_splits must be >= 1, got 0"),
+        ({"pack_gqa": False}, "pack_gqa must be True with num_splits=5, got False"),
     ):
         with pytest.raises(ValueError, match=message):
             flash_attention.build(batch, **(options | change))

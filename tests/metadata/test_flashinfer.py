@@ -152,7 +152,7 @@ def too_few_pages(used: str):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("used", TRUNCATED)
 def test_exceeded_max_pages_raises(used: str):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"max_pages = 30 exceeds .* 29"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"needs 30, .* max_pages = 29"):
         too_few_pages(used)
 
 
@@ -164,13 +164,28 @@ def test_exceeded_max_pages_raises_bound_error_on_gpu(used: str):
     got = too_few_pages(used)
     if used == "all":
         assert got.decode.paged_kv_indptr[-1] == got.paged_kv_indices.size == 29
-    with pytest.raises(jaxkv.BoundError, match=r"max_pages = 30 exceeds .* 29"):
+    with pytest.raises(jaxkv.BoundError, match=r"needs 30, .* max_pages = 29"):
         jaxkv.check_errors()
 
 
 def test_draft_tokens_under_context_parallelism_raise():
     with pytest.raises(ValueError, match="decode_threshold must be 1 with dcp_world_size=4, got 2"):
         flashinfer.build(full_batch().batch(), decode_threshold=2, dcp_world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dcp_world_size": 2, "dcp_rank": 3}, r"dcp_rank must be in \[0, 2\), got 3"),
+        ({"dcp_rank": 1}, r"dcp_rank must be in \[0, 1\), got 1"),
+        ({"dcp_world_size": 0}, "dcp_world_size must be >= 1, got 0"),
+        ({"dcp_interleave": 0}, "dcp_interleave must be >= 1, got 0"),
+        ({"dcp_interleave": 3}, "dcp_interleave=3 tokens must divide block_size=4 tokens"),
+    ],
+)
+def test_invalid_context_parallelism_raises(arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        flashinfer.build(full_batch().batch(), **arguments)
 
 
 def test_max_pages_below_one_raises():

@@ -178,6 +178,10 @@ def test_invalid_arguments_raise():
         gdn.build_linear(batch, mode="all")
     with pytest.raises(ValueError, match="chunk_size must be >= 1, got 0"):
         gdn.build(batch, chunk_size=0)
+    with pytest.raises(ValueError, match="num_draft_tokens requires num_spec_tokens >= 1, got 0"):
+        gdn.build(batch, num_draft_tokens=rows, num_accepted_tokens=rows)
+    with pytest.raises(ValueError, match="num_draft_tokens requires num_spec_tokens >= 2, got 1"):
+        gdn.build(batch, num_draft_tokens=2 * rows, num_accepted_tokens=rows, num_spec_tokens=1)
 
 
 @pytest.mark.parametrize("name", ["num_draft_tokens", "num_accepted_tokens"])
@@ -189,7 +193,7 @@ def test_counts_that_are_not_int32_raise(name, value, message):
     batch = Case([1], [1], [[1]], FEW).batch()
     counts = dict.fromkeys(["num_draft_tokens", "num_accepted_tokens"], np.ones(5, np.int32))
     with pytest.raises(ValueError, match=f"{name} {message}"):
-        gdn.build(batch, **counts | {name: np.full(5, value)})
+        gdn.build(batch, **counts | {name: np.full(5, value)}, num_spec_tokens=1)
 
 
 def test_rows_without_tokens_count_as_prefills_unless_there_are_drafts():
@@ -198,5 +202,7 @@ def test_rows_without_tokens_count_as_prefills_unless_there_are_drafts():
     assert (without.num_decodes, without.num_prefills) == (1, 2)
     drafts = np.array([1, -1, -1, -1, -1], np.int32)
     accepted = np.ones(5, np.int32)
-    spec = gdn.build(batch, num_draft_tokens=drafts, num_accepted_tokens=accepted)
+    spec = gdn.build(
+        batch, num_draft_tokens=drafts, num_accepted_tokens=accepted, num_spec_tokens=1
+    )
     assert (spec.num_spec_decodes, spec.num_prefills) == (1, 1)

@@ -150,3 +150,8 @@ def test_chunk_size_not_multiple_of_block_size_raises(bounds):
     for chunk_size in (0, -bounds.block_size, bounds.block_size + 1):
         with pytest.raises(ValueError, match=f"chunk_size={chunk_size} tokens must be a positive"):
             local_attention.build(batch, chunk_size)
+
+
+def test_bound_of_chunks_without_tokens_raises():
+    with pytest.raises(ValueError, match="chunk_size must be >= 1, got 0"):
+        max_pieces(2, 4, 0)

@@ -291,10 +291,14 @@ def test_invalid_arguments_raise():
     prompt = np.ones(1, bool)
     with pytest.raises(ValueError, match=r"mode must be one of .* got 'some'"):
         mamba.build(batch, is_prefilling=prompt, mode="some")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"mode must be one of .* got 'some'"):
+        mamba.state_indices(batch, mode="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="chunk_size must be >= 1, got 0"):
         mamba.build(batch, is_prefilling=prompt, chunk_size=0)
     with pytest.raises(ValueError, match=r"num_spec_tokens must be in \[0, 8\), got 8"):
         mamba.build(batch, is_prefilling=prompt, num_spec_tokens=8)
+    with pytest.raises(ValueError, match="num_draft_tokens requires num_spec_tokens >= 2, got 0"):
+        mamba.build(batch, is_prefilling=prompt, num_draft_tokens=np.full(1, 2, np.int32))
     with pytest.raises(ValueError, match="num_draft_tokens must be int32, got float32"):
         mamba.build(batch, is_prefilling=prompt, num_draft_tokens=np.ones(1, np.float32))
 

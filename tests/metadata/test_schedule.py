@@ -74,7 +74,9 @@ def test_reorder_batch_examples(requests, threshold, order):
     assert schedule.reorder_batch(*columns(requests), threshold).tolist() == order
 
 
-def test_reorder_batch_rejects_unequal_lengths():
+def test_reorder_batch_rejects_invalid_arguments():
+    with pytest.raises(ValueError, match="decode_threshold must be >= 0 tokens, got -1"):
+        schedule.reorder_batch([1], [1], [1], -1)
     with pytest.raises(ValueError, match="got 2, 1 and 1 requests"):
         schedule.reorder_batch([1, 1], [1], [1], 1)
 

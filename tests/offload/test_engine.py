@@ -277,12 +277,10 @@ def test_stores_without_blocks_are_done():
 
 
 def test_errors():
-    for sizes in ((), (0, 4)):
-        assert_rejected(
-            lambda s=sizes: jaxkv.OffloadEngine(4, batch_sizes=s), ValueError, "batch_sizes"
-        )
     tier = jaxkv.OffloadEngine(4)
-    assert_rejected(lambda: tier.store([b"0"], [1, 2]), ValueError, "1 keys", "2 device_pages")
+    assert_rejected(
+        lambda: tier.store([b"0"], [1, 2]), ValueError, "len(keys)=1", "len(device_pages)=2"
+    )
     assert_rejected(lambda: tier.load([b"0"], [1]), jaxkv.offload.BlockNotReadyError, "keys[0]")
     tier.store([b"0"], [1])
     batch = tier.next_batch()
@@ -332,13 +330,21 @@ def test_errors_of_arguments():
     for call in (tier.touch, tier.discard, tier.prefetch, lambda keys: tier.store(keys, [1])):
         assert_rejected(lambda c=call: c(b"0"), TypeError, "sequence of bytes", "b'0'")
         assert_rejected(lambda c=call: c(["0"]), TypeError, "sequence of bytes", "'0'")
-    assert_rejected(lambda: create(4, batch_sizes=(2.5,)), TypeError, "float")
+    for sizes in (16, ()):
+        words = f"batch_sizes={sizes}", "such as (16,)"
+        assert_rejected(lambda s=sizes: create(4, batch_sizes=s), ValueError, *words)
+    for size in (0, 2.5, 2**31):
+        words = "OffloadEngine: batch_sizes[1]", f"got {size}"
+        assert_rejected(lambda s=size: create(4, batch_sizes=(4, s)), ValueError, *words)
+    assert_rejected(lambda: create(4.5), ValueError, "pool is of type float", "HostPool")
     assert_rejected(lambda: tier.prefetch([b"0", b"0"]), ValueError, "duplicates")
     assert_rejected(lambda: tier.prefetch([b"0"], 0), ValueError, "window=0")
     tier.store([b"0"], [1])
     batch = tier.next_batch()
     assert_rejected(lambda: tier.issue(batch, np.zeros(3)), TypeError, "ndarray", "jax.Array")
     assert_rejected(tier.drain, RuntimeError, "in flight")
+    for timeout_s in (-1, 0, "1", float("nan")):
+        assert_rejected(lambda t=timeout_s: tier.drain(t), ValueError, "timeout_s", "seconds")
     tier.issue(batch, step_result())
     assert tier.drain() and len(tier.poll()) == 1
 

@@ -294,5 +294,10 @@ def test_errors(tmp_path):
     assert_rejected(
         lambda: engine(create(SPEC), tiers=[tier]), ValueError, "block_bytes=64", "1024"
     )
+    for wrong in (tier, ["x"]):
+        tiers: Any = wrong
+        assert_rejected(
+            lambda t=tiers: engine(create(SPEC), tiers=t), TypeError, "sequence of tiers"
+        )
     assert engine(4).prefetch(KEYS).done
     tier.close()

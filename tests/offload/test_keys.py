@@ -1,6 +1,7 @@
 """Block keys: stable digests, prefixes, salts, groups."""
 
 from array import array
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def test_chains_grow_with_their_sequence(ends):
 
 
 def test_a_chain_longer_than_its_sequence_raises():
-    with pytest.raises(ValueError, match="chain has 2 blocks of 4 tokens, but there are 7 tokens"):
+    with pytest.raises(ValueError, match=r"len\(chain\)=2, with block_size=4, but len\(tokens\)=7"):
         HASHER.extend(HASHER.hashes(range(8)), range(7))
 
 
@@ -91,8 +92,26 @@ def test_wrong_tokens_raise():
         HASHER.hashes([0, 0, 0, 2**63])
     with pytest.raises(ValueError, match=r"tokens must be int64: .*not an integer"):
         HASHER.hashes([0.5] * 4)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="block_size=0"):
-        BlockHasher(0, model="m")
+
+
+@pytest.mark.parametrize("parent", [b"abc", "a" * 32, BlockGroup().keys([bytes(32)])[0]])
+def test_a_parent_is_a_hash(parent):
+    with pytest.raises(ValueError, match=r"parent=.*pass the hash of the block before, 32 bytes"):
+        HASHER.hashes(range(8), parent)
+
+
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        ({"block_size": 0}, ValueError, "block_size=0; pass an integer, at least 1 token"),
+        ({"block_size": 1.5}, ValueError, "block_size is of type float"),
+        ({"model": None}, TypeError, "model=None; pass its name and revision as a str"),
+        ({"adapter": 3}, TypeError, "adapter=3"),
+    ],
+)
+def test_wrong_hashers_raise(wrong, error, message):
+    with pytest.raises(error, match=f"BlockHasher: {message}"):
+        BlockHasher(**{"block_size": 4, "model": "m", **wrong})
 
 
 def test_keys_of_groups_differ_and_end_in_the_group():
@@ -100,6 +119,8 @@ def test_keys_of_groups_differ_and_end_in_the_group():
     keys = [BlockGroup(i).keys(chain) for i in (0, 1, 256)]
     assert len({key for group in keys for key in group}) == 9
     assert keys[2] == [digest + bytes([0, 0, 1, 0]) for digest in chain]
+    integer: Any = np.int32(256)
+    assert BlockGroup(integer).keys(chain) == keys[2]
 
 
 def test_draft_block_has_a_key_once_the_next_block_is_known():
@@ -123,3 +144,5 @@ def test_wrong_groups_raise(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=f"BlockGroup: {name}="):
         BlockGroup(**wrong)
+    with pytest.raises(ValueError, match=f"BlockGroup: {name} is of type float"):
+        BlockGroup(**dict[str, Any]({name: 1.5}))

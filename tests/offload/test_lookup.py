@@ -109,5 +109,6 @@ def test_status_and_metrics(manager):
 def test_wrong_arguments_raise(manager):
     with pytest.raises(ValueError, match="groups is empty"):
         lookup_groups([], CHAIN)
-    with pytest.raises(ValueError, match="window=0"):
-        manager.lookup([], window=0)
+    for window, message in ((0, "window=0; pass an integer"), (1.5, "window is of type float")):
+        with pytest.raises(ValueError, match=message):
+            manager.lookup([], window=window)

@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import deque
 from typing import Any, cast
 
 import pytest
@@ -46,7 +47,7 @@ def test_blocks_are_found_once_their_store_is_complete():
     with pytest.raises(BlockNotReadyError, match=r"keys\[0\]=61 is writing"):
         manager.prepare_load(keys("ab"))
     manager.complete(spec)
-    assert manager.lookup(keys("abc")) == (2, 0)
+    assert manager.lookup(keys("abc")) == manager.lookup(deque(keys("abc"))) == (2, 0)
     assert manager.prepare_load(keys("ab")).pages == spec.pages == (0, 1)
     with pytest.raises(BlockNotReadyError, match=r"keys\[1\]=63 is not in the host tier"):
         manager.prepare_load(keys("ac"))
@@ -92,7 +93,7 @@ def test_load_of_a_page_that_was_reused_is_an_error():
     manager.abort(load)
     end(manager, manager.prepare_store(keys("b")))
     assert manager.generation(0) == load.generations[0] + 1
-    with pytest.raises(StaleSpecError, match="complete: spec 2 of 1 blocks is not in flight"):
+    with pytest.raises(StaleSpecError, match="complete: spec 2 is not in flight"):
         manager.complete(load)
 
 
@@ -273,7 +274,9 @@ def test_expositions_of_several_managers_are_valid():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"num_pages": -1}, "num_pages=-1; at least 0 pages"),
+        ({"num_pages": -1}, "num_pages=-1; pass an integer, at least 0 pages"),
+        ({"num_pages": 4.5}, "num_pages is of type float; pass an integer, at least 0 pages"),
+        ({"num_pages": True}, "num_pages=True"),
         ({"num_pages": 1, "policy": "fifo"}, r"policy='fifo' is not one of \['lru', 'arc'\]"),
         ({"num_pages": 1, "write": "around"}, "write='around' is not one of"),
     ],
@@ -351,9 +354,9 @@ def test_blocks_that_were_not_copied():
     store = manager.prepare_store(names)
     manager.start(store)
     for wrong in ([b"3"], [b"0", b"3"]):
-        with pytest.raises(ValueError, match="failed has 1 blocks not of spec"):
+        with pytest.raises(ValueError, match="complete: 33 of failed is not in spec 1"):
             manager.complete(store, failed=wrong)
-    with pytest.raises(TypeError, match="sequence of bytes"):
+    with pytest.raises(TypeError, match="complete: failed has to be a sequence of bytes"):
         manager.complete(store, failed=cast(Any, [0]))
     manager.complete(store, failed=(key for key in [b"1", b"0"]))
     assert [manager.state(key) for key in names] == [None, None, BlockState.READY]
@@ -369,12 +372,14 @@ def test_keys_are_a_sequence_of_bytes():
     manager: Any = OffloadManager(4)
     calls = manager.touch, manager.prepare_load, manager.prepare_store, manager.discard
     for call in (*calls, manager.lookup):
-        with pytest.raises(TypeError, match="sequence of bytes objects, one for each block"):
-            call(b"01")
+        for wrong, got in ((b"01", "b'01'"), (5, "5"), ([1, b"0"], "1")):
+            with pytest.raises(TypeError, match=f"bytes objects, one for each block, got {got}"):
+                call(wrong)
     for call in calls:
         with pytest.raises(TypeError, match="got 'a'"):
             call([b"0", "a"])
-    with pytest.raises(ValueError, match="page=-1"):
+    assert manager.lookup([b"0", "a"]) == (0, 0)  # only the first item is checked
+    with pytest.raises(ValueError, match="page=-1; the pool has num_pages=4"):
         manager.generation(-1)
 
 

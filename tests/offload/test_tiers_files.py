@@ -323,7 +323,9 @@ def test_concurrent_reads_writes_and_evictions(make):
     [
         ({"block_bytes": 0, "capacity_bytes": 1 << 20}, "block_bytes=0"),
         ({"block_bytes": 1 << 31, "capacity_bytes": 1 << 40}, "block_bytes=2147483648"),
-        ({"block_bytes": 4096, "capacity_bytes": 8191}, "capacity_bytes=8191; a file has 8192"),
+        ({"block_bytes": 4.5, "capacity_bytes": 1 << 20}, "block_bytes is of type float"),
+        ({"block_bytes": 4096, "capacity_bytes": 8191}, "capacity_bytes=8191; .* 8192 bytes of a"),
+        ({"block_bytes": 4096, "capacity_bytes": 1e6}, "capacity_bytes is of type float"),
         ({"block_bytes": 1, "capacity_bytes": 1 << 20, "num_threads": 0}, "num_threads=0"),
     ],
 )

@@ -1,6 +1,7 @@
 """`MooncakeTier` against a real master on loopback, which is killed and started again."""
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,11 +102,13 @@ def test_blocks_of_another_size_are_misses(tier):
 
 
 def test_errors(master, monkeypatch):
-    for options, message in [
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"block_bytes": 0}, "block_bytes=0"),
+        ({"block_bytes": 1, "segment_bytes": 0.5}, "segment_bytes is of type float"),
         ({"block_bytes": 1, "segment_bytes": -1}, "segment_bytes=-1"),
         ({"block_bytes": 1, "num_threads": 0}, "num_threads=0"),
-    ]:
+    ]
+    for options, message in wrong:
         with pytest.raises(ValueError, match=message):
             master.tier(**options)
 

@@ -1,7 +1,9 @@
 """`TieredStore`, and the queue that tiers share."""
 
 import threading
+from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxkv._src.offload.tiers import queued
@@ -101,6 +103,11 @@ def test_buffers_are_validated():
         tier.read(key(0), memoryview(bytes(4)))
     with pytest.raises(ValueError, match="not contiguous"):
         tier.write(key(0), memoryview(bytes(8))[::2])
+    wrong: Any
+    for wrong in (bytearray(4), np.zeros(4, np.uint8), 4):
+        for call in (tier.read, tier.write):
+            with pytest.raises(ValueError, match=f"type {type(wrong).__name__}; pass a memoryview"):
+                call(key(0), wrong)
     tier.close()
 
 
@@ -165,5 +172,8 @@ def test_tiers_of_a_store_have_blocks_of_one_size(tmp_path):
     for wrong in (tiers, []):
         with pytest.raises(ValueError, match="TieredStore"):
             TieredStore(wrong)
+    one: Any = tiers[0]
+    with pytest.raises(TypeError, match=r"TieredStore: tiers=.* sequence of tiers"):
+        TieredStore(one)
     for tier in tiers:
         tier.close()

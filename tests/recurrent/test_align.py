@@ -287,9 +287,9 @@ def test_varying_counts_make_replicated_states_varying():
 @pytest.mark.parametrize(
     "column, block, message",
     [
-        (1, 26, r"source id 26 at position 5 is outside \[0, 26\)"),
-        (2, -1, r"source id -1 at position 6 is outside \[0, 26\)"),
-        (0, 2**31 - 1, r"destination id 2147483647 at position 4 is outside \[0, 26\)"),
+        (1, 26, r"block_table\[5\] = 26 is outside \[0, 26\) blocks of the states"),
+        (2, -1, r"block_table\[6\] = -1 is outside \[0, 26\) blocks of the states"),
+        (0, 2**31 - 1, r"block_table\[4\] = 2147483647 is outside \[0, 26\) blocks of the states"),
     ],
 )
 def test_block_out_of_range_is_counted_and_row_unchanged(column, block, message):
@@ -300,8 +300,11 @@ def test_block_out_of_range_is_counted_and_row_unchanged(column, block, message)
     rows = Rows(table, np.array([2, 2, 2]), 1 + drafts, drafts, 3, block_size=4)
     states = random_states(rng, (SD, TEMPORAL), [(5, 8), (8,)], [np.float32] * 2, 26)
     assert_post(states, (SD, TEMPORAL), rows, [2, 2, 2])
-    with pytest.raises(jaxkv.PageIndexError, match=rf"1 entries were not copied: {message}"):
+    message = f"1 entry was not copied: recurrent.align_postprocess: {message}"
+    with pytest.raises(jaxkv.PageIndexError, match=message) as raised:
         jaxkv.check_errors()
+    error = raised.value
+    assert (error.operation, error.argument) == ("recurrent.align_postprocess", "block_table")
     jaxkv.check_errors()
 
 
@@ -309,8 +312,34 @@ def test_column_out_of_range_is_counted_and_row_unchanged():
     states, rows, accepted = small_call(np.random.default_rng(0))
     rows.computed[4] = 14
     assert_post(states, (SD, TEMPORAL), rows, accepted)
-    with pytest.raises(jaxkv.PageIndexError, match="row 4 needs column 4 of a block table of 4"):
+    message = "recurrent.align_postprocess: row 4 needs column 4 of a block table of 4"
+    with pytest.raises(jaxkv.PageIndexError, match=message):
         jaxkv.check_errors()
+
+
+def test_errors_of_preprocess_name_it():
+    states, rows, accepted = small_call(np.random.default_rng(0))
+    rows.table[3, 0] = 25
+    got = pre(states, batch_of(rows), accepted, np.zeros(6, np.int32), (SD, TEMPORAL))
+    message = r"recurrent.align_preprocess: block_table\[12\] = 25 is outside \[0, 25\)"
+    with pytest.raises(jaxkv.PageIndexError, match=message):
+        jaxkv.check_errors(got)
+
+
+@pytest.mark.parametrize("name", ["vmap", "grad"])
+def test_transformations_are_rejected(name):
+    states, rows, accepted = small_call(np.random.default_rng(0))
+    batch, known = batch_of(rows), rows.drafts.astype(np.int32)
+    for operation, argument in (
+        ("align_postprocess", "num_drafts"),
+        ("align_preprocess", "state_idx"),
+    ):
+        call = functools.partial(
+            getattr(jaxkv.recurrent, operation),
+            batch=batch, num_accepted=accepted, kinds=TEMPORAL, **{argument: known},
+        )  # fmt: skip
+        with pytest.raises(NotImplementedError, match=f"^recurrent.{operation}: jax.{name}"):
+            getattr(jax, name)(lambda state, call=call: call(state)[0].sum())(states[1])
 
 
 @pytest.mark.parametrize(

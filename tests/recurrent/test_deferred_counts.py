@@ -42,6 +42,22 @@ def test_can_skip_batch_requires_all_requests(requests, block_size):
     assert can_skip(requests, block_size) is all(alone)
 
 
+@pytest.mark.parametrize(
+    "computed, scheduled, drafts, block_size, message",
+    [
+        ([7], [3], [2], 0, "block_size must be >= 1, got 0"),
+        ([7, 3], [3], [2], 4, "one entry for each request, got 2, 1 and 1"),
+        ([7, 3], [3, 3], [2], 4, "one entry for each request, got 2, 2 and 1"),
+        ([7.5], [3], [2], 4, "num_computed must be integers in one dimension, got float64"),
+        ([7], 3, [2], 4, r"num_scheduled must be integers in one dimension, got int64\[\]"),
+        ([7], [3], [True], 4, "num_drafts must be integers in one dimension, got bool"),
+    ],
+)
+def test_can_skip_rejects(computed, scheduled, drafts, block_size, message):
+    with pytest.raises(ValueError, match=message):
+        jaxkv.recurrent.can_skip_align_postprocess(computed, scheduled, drafts, block_size)
+
+
 def start_counts(step, ids, counts):
     """A jitted step that only starts the copy."""
 
@@ -204,7 +220,11 @@ def test_advance(seed):
 
 
 @pytest.mark.parametrize(
-    "longer, message", [(False, "num_tokens = 30 exceeds"), (True, "seq_len = ")]
+    "longer, message",
+    [
+        (False, "needs 30, more than the bound max_num_tokens = 20"),
+        (True, r"more than the bound max_blocks \* block_size \* cp_world_size = "),
+    ],
 )
 def test_advance_beyond_bounds_raises(longer, message):
     rows, batch, accepted, query_lens = next_call(np.random.default_rng(0), 100 if longer else 20)
@@ -236,7 +256,7 @@ def test_advance_to_the_last_token_of_the_bound(rows, used):
         return getattr(after, used)
 
     jaxkv.check_errors(step(ones))
-    with pytest.raises(Exception, match=f"num_tokens = {2 * rows} exceeds"):
+    with pytest.raises(Exception, match=f"needs {2 * rows}, more than .* max_num_tokens"):
         jaxkv.check_errors(jax.block_until_ready(step(ones + 1)))
 
 
@@ -252,7 +272,7 @@ def test_advance_under_context_parallelism(ranks):
     after = following(batch, one, next_query_lens=2 * one)
     assert after.seq_lens.tolist() == [32]
     jaxkv.check_errors(after)
-    with pytest.raises(Exception, match=r"seq_len = 33 exceeds .* 32"):
+    with pytest.raises(Exception, match=r"needs 33, more than .* cp_world_size = 32"):
         jaxkv.check_errors(jax.block_until_ready(following(batch, one, next_query_lens=3 * one)))
     with pytest.raises(ValueError, match="cp_world_size must be >= 1, got 0"):
         following(batch, one, next_query_lens=one, cp_world_size=0)

@@ -25,8 +25,8 @@ def test_values_within_bounds_pass(values, dtype):
 @pytest.mark.parametrize(
     "values, words",
     [
-        ((6, 7), "rows = 6 exceeds its bound of 5"),
-        ((5, 8), "pages = 8 exceeds its bound of 7"),
+        ((6, 7), "needs 6, more than the bound rows = 5: raise the bound"),
+        ((5, 8), "needs 8, more than the bound pages = 7: raise the bound"),
     ],
 )
 def test_exceeded_bound_is_reported(values, words):

@@ -88,7 +88,8 @@ def bound() -> Call:
     def step(state, rows):
         return check_bounds(state, rows=(rows, 5))
 
-    return Call(step, lambda: jnp.arange(9), np.int32(5), np.int32(6), "BoundError: rows = 6 exc")
+    message = "BoundError: the batch needs 6, more than the bound rows = 5"
+    return Call(step, lambda: jnp.arange(9), np.int32(5), np.int32(6), message)
 
 
 CALLS = {**dict(copies()), "swap": swap(), "bound": bound()}

@@ -345,7 +345,7 @@ for name, scope in scopes.items():
         try:
             jaxkv.check_errors(bounds[name](carry, 9))
         except Exception as error:
-            print(f"{name} = 9 exceeds its bound of 5" in str(error), len(hits) - before)
+            print(f"needs 9, more than the bound {name} = 5" in str(error), len(hits) - before)
 """
 
 

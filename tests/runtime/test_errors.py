@@ -54,6 +54,15 @@ def test_entries_that_were_overwritten_are_counted(pending):
     assert (raised.value.operation, raised.value.count) == (None, 2)
 
 
+@pytest.mark.parametrize(
+    "kind, counted", [("page_index", "entry was"), ("transfer", "wait"), ("bound", "bound was")]
+)
+def test_one_error_is_counted_in_the_singular(kind, counted, pending):
+    pending((kind, 0, 1, [entry("a")]))
+    with pytest.raises(jaxkv.JaxkvError, match=rf"^1 {counted} .*: a \(device 0\)$"):
+        jaxkv.check_errors()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", [None, 3])
 def test_pending_error_of_one_kind_is_raised(kind, device, pending):

@@ -64,8 +64,11 @@ def test_columns_beyond_the_block_table_are_counted():
     pair.table = pair.table[:, :2]
     pair.fetch([[7, 8]] * 3)
     with pytest.raises(
-        jaxkv.PageIndexError, match=r"row [012] needs column 2 of a block table of 2"
+        jaxkv.PageIndexError, match=r"sparse.fetch: row [012] needs column 2 of a block table of 2"
     ):
+        jaxkv.check_errors(pair.state)
+    pair.append([[8], [1], [1]])
+    with pytest.raises(jaxkv.PageIndexError, match=r"sparse.append: row 0 needs column 2"):
         jaxkv.check_errors(pair.state)
 
 

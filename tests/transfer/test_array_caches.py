@@ -314,6 +314,23 @@ def test_sharded_pool_outside_shard_map_raises():
             load(pool, arrays, jnp.array([0]), jnp.array([1]))
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("layout", ["page_first_direct", "layer_first"])
+def test_bytes_of_a_shard_of_a_page(layout):
+    """Outside shard_map the layout has the pages of all page shards, and these bytes."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tp"))
+    sharding = NamedSharding(mesh, P("data", None, "tp"))
+    arrays = [jax.device_put(np.zeros((8, 4, 2, 16), np.float32), sharding)] * 2
+    pool = jaxkv.HostPool.create(
+        jaxkv.ArrayCacheSpec.from_arrays(arrays), num_pages=16, layout=layout
+    )
+    assert pool.host_layout.num_pages == 16
+    assert pool.host_layout.shape[-1] == pool.view(jax.devices()[0]).shape[-1] == 256
+    message = r"partition_spec in its in_specs, where pool.data is uint8\[..., 256\], got uint8\["
+    with pytest.raises(ValueError, match=message):
+        jaxkv.load_pages(pool, arrays, [0], [0])
+
+
 class TestErrors:
     @pytest.fixture
     def case(self):
@@ -324,6 +341,29 @@ class TestErrors:
         pool, cache = case
         with pytest.raises(ValueError, match=r"expected 3 arrays, got 2: \[2\] is missing"):
             jaxkv.load_pages(pool, cache[:-1], [0], [1])
+
+    @pytest.mark.parametrize("operation", [jaxkv.load_pages, jaxkv.start_load])
+    def test_cache_of_the_other_kind(self, case, operation):
+        pool, cache = case
+        spec = jaxkv.KVCacheSpec(2, 4, 2, 8, np.float32)
+        device_cache = jaxkv.DeviceCache.create(spec, num_pages=2)
+        name = operation.__name__
+        with pytest.raises(TypeError, match=rf"{name}: pool was .* the pool with cache\.spec"):
+            operation(pool, device_cache, [0], [1])
+        pool = jaxkv.HostPool.create(spec, num_pages=2)
+        with pytest.raises(TypeError, match=rf"{name}: .* got list; .*\.from_arrays\(cache\)"):
+            operation(pool, cache, [0], [1])
+
+    def test_error_has_the_name_of_its_group(self, case):
+        pool, cache = case
+        pools, caches = {"full": pool, "window": pool}, {"full": cache, "window": cache}
+        host, device = {"full": [0], "window": [999]}, {"full": [0], "window": [0]}
+        for operation in (jaxkv.load_pages, jaxkv.start_load):
+            with pytest.raises(jaxkv.PageIndexError) as raised:
+                operation(pools, caches, host, device)
+            name = operation.__name__
+            assert raised.value.__notes__ == [f"{name}: in group 'window'"]
+            assert (raised.value.operation, raised.value.argument) == (name, "host_pages")
 
     def test_other_shape_names_the_array(self, case):
         pool, cache = case
@@ -345,7 +385,7 @@ class TestErrors:
         pool, cache = case
         with pytest.raises(ValueError, match=r"pool must have the groups of host_pages, \['a'\]"):
             jaxkv.load_pages({"b": pool}, {"a": cache}, {"a": [0]}, {"a": [1]})
-        with pytest.raises(TypeError, match="device_pages must be a dict of groups"):
+        with pytest.raises(TypeError, match=r"device_pages must be a dict of groups .* got list$"):
             jaxkv.load_pages({"a": pool}, {"a": cache}, {"a": [0]}, [1])
         with pytest.raises(TypeError, match="host_pages must be a dict of groups like pool"):
             jaxkv.load_pages({"a": pool}, {"a": cache}, [0], [1])

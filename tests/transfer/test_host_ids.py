@@ -3,6 +3,7 @@
 import ctypes
 import sys
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import jax
@@ -59,6 +60,14 @@ def test_invalid_ids_are_rejected(ids, error, words):
 
 def test_missing_ids_are_rejected():
     assert_rejected(jaxkv.HostIds, TypeError, "ids")
+
+
+def test_sharding_of_another_type_is_rejected():
+    mesh: Any = mesh_of(1)
+    words = "sharding must be a jax.sharding.Sharding, got Mesh", "NamedSharding("
+    for of_lists, lists in ((jaxkv.HostIds, [[0]]), (jaxkv.HostIdPair, [[0], [1]])):
+        call = partial(of_lists, *lists, sharding=mesh)
+        assert_rejected(call, TypeError, f"{of_lists.__name__}: ", *words)
 
 
 def test_device_array_is_rejected():

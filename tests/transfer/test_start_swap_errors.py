@@ -28,7 +28,13 @@ def test_src_of_a_swap_to_the_device_is_rejected():
 def test_wait_for_another_array_is_rejected(array, case):
     swapping = case.start()
     assert_rejected(lambda: swapping.wait(array), ValueError, "array", "[0, 3)", array)
-    assert_rejected(lambda: swapping.wait(1.0), TypeError, "float", "integer")
+
+
+@pytest.mark.parametrize("array", [1.0, "x", [0, 1]], ids=repr)
+def test_wait_for_no_integer_is_rejected(array):
+    swapping = SwapCase("pinned_host", "device").start()
+    words = "wait: array must be an integer", "or None for all", f"got {array!r}"
+    assert_rejected(lambda: swapping.wait(array), TypeError, *words)
 
 
 @pytest.mark.parametrize("side", ["src", "dst"])

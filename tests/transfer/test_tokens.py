@@ -207,8 +207,8 @@ def test_tokens_of_unknown_groups_are_rejected():
         (range(2, 2), ValueError, ["at least one", "range(2, 2)", "empty id lists"]),
         (range(0, 5), ValueError, ["[0, page_size=4)", "range(0, 5)"]),
         (range(-1, 2), ValueError, ["[0, page_size=4)", "range(-1, 2)"]),
-        ([0, 1], TypeError, ["range", "list"]),
-        (3, TypeError, ["range", "int"]),
+        ([0, 1], TypeError, ["range", "None, got list"]),
+        (3, TypeError, ["range", "None, got int"]),
     ],
     ids=str,
 )

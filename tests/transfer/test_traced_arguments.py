@@ -86,6 +86,14 @@ def test_traced_layers_are_rejected(operation, layers):
     assert_rejected(lambda: step(pool, cache, 1), TypeError, *words)
 
 
+@pytest.mark.parametrize("start", [jaxkv.start_load, jaxkv.start_store, jaxkv.start_swap])
+def test_traced_timeout_is_rejected(start):
+    state = [jnp.zeros((3, 4))] * 2 if start is jaxkv.start_swap else state_of()
+    call = partial(jax.jit(start), *state, IDS, IDS, timeout_s=5.0)
+    words = "timeout_s must be a Python number", "got a traced value", "static_argnames"
+    assert_rejected(call, TypeError, *words)
+
+
 @every_operation
 @pytest.mark.parametrize("inside_jit", [False, True], ids=["eager", "jit"])
 def test_closed_pool_is_rejected(operation, inside_jit):

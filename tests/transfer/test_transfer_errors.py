@@ -308,7 +308,7 @@ def test_64_bit_numpy_arrays_are_rejected(side, ids, dtype):
 def test_non_array_leaves_are_rejected():
     array = jnp.zeros((2, 2))
     assert_rejected(
-        lambda: jaxkv.swap_blocks([[1.0]], [[array]], [0], [0]), TypeError, "src", "float"
+        lambda: jaxkv.swap_blocks([[1.0]], [[array]], [0], [0]), TypeError, "src", "got float"
     )
 
 
@@ -364,11 +364,30 @@ def test_rejected_id_is_reported_with_its_position(operation, names):
     good, outside = [99, 1, 2, 3, 4], [-1, 0, 50, 60, 5]  # the first is padding
     for name, other in (names, names[::-1]):
         ids = {name: outside, other: good}
-        assert_rejected(partial(call, **ids), jaxkv.PageIndexError, f"{name}[2] is 50")
-    duplicate = f"{names[1]} has duplicate destination 5, at positions 1 and 3"
+        side, limit = ("pool", 12) if name == "host_pages" else ("cache", 9)
+        words = f"{operation}: {name}[2] = 50 is outside [0, {limit}), the pages of the {side}"
+        remedy = f"use ids below {limit}, or below 0 for padding"
+        counts = "2 of 5 ids", "nothing was copied"
+        assert_rejected(partial(call, **ids), jaxkv.PageIndexError, words, *counts, remedy)
+    duplicate = f"{names[1]} has duplicate destination 5, at positions 1 and 3: nothing was copied"
     ids = dict(zip(names, ([0, 1, 2, 3, -1], [4, 5, 6, 5, 5]), strict=True))
     with_duplicate = partial(call, **ids)
     assert_rejected(with_duplicate, jaxkv.PageIndexError, duplicate)
+
+
+def test_rejected_block_id_names_its_array():
+    call = partial(jaxkv.swap_blocks, jnp.zeros((3, 2)), jnp.zeros((4, 2)))
+    words = "src_ids[0] = 7 is outside [0, 3), the blocks of src"
+    assert_rejected(lambda: call([7], [0]), jaxkv.PageIndexError, words)
+    words = "dst_ids[0] = 4 is outside [0, 4), the blocks of dst"
+    assert_rejected(lambda: call([0], [4]), jaxkv.PageIndexError, words)
+
+
+def test_explain_names_a_missing_argument():
+    case = make_case()
+    call = partial(jaxkv.explain, jaxkv.load_pages, case.pool(), case.cache())
+    words = "explain: load_pages: missing a required argument: 'host_pages'", "pass the arguments"
+    assert_rejected(call, TypeError, *words)
 
 
 def test_list_of_tracers_is_rejected():

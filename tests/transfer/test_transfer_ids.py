@@ -45,7 +45,7 @@ def check_ids(
     bad = refused_entries(src_ids, dst_ids, num_src, num_dst)
     step = jax.jit(lambda *args: jaxkv.swap_blocks(*args), donate_argnums=1)
     if bad and jax.default_backend() == "cpu":
-        words = "PageIndexError", f"{len(bad)} entries rejected"
+        words = "PageIndexError", f"entries rejected: {len(bad)}"
         assert_rejected(
             lambda: jax.block_until_ready(step(*args)), jax.errors.JaxRuntimeError, *words
         )

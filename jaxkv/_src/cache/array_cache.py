@@ -180,8 +180,8 @@ def check_arrays(pool: HostPool, cache: ArrayCache) -> None:
         if sharded:
             raise ValueError(
                 f"pool is sharded over mesh axes {', '.join(sharded)}: call this inside "
-                f"jax.shard_map, where pool.data is uint8{list(layout.shape)}, got "
-                f"{pool.data.dtype}{list(pool.data.shape)}"
+                "jax.shard_map, with pool.partition_spec in its in_specs, where pool.data is "
+                f"uint8[..., {layout.shape[-1]}], got {pool.data.dtype}{list(pool.data.shape)}"
             )
         raise ValueError(
             f"pool.data must be uint8{list(layout.shape)} for layout {pool.layout}, got "

@@ -169,15 +169,16 @@ class ArrayCacheSpec:
         return self.num_layers * self.num_block_shards * self.blocks.nbytes
 
     def select_layers(self, layers: int | Sequence[int] | None) -> tuple[int, ...]:
-        """Selected layer numbers: all for None, one for an int, or those of a sequence."""
+        """Selected layer numbers, as `KVCacheSpec.select_layers`."""
         return select_layers(self.num_layers, layers)
 
     def select_tokens(self, tokens: range | None) -> range | None:
-        """Selected token positions of each page; None for all.
+        """Selected token positions of each page, as `KVCacheSpec.select_tokens`.
 
         Raises:
+          TypeError: as for `KVCacheSpec.select_tokens`.
           ValueError: the page size is not known, the tokens of an array are not the first dimension
-            of its pages, or the range is empty, exceeds the page or has a step other than 1.
+            of its pages, or as for `KVCacheSpec.select_tokens`.
         """
         if tokens is None:
             return None
@@ -237,10 +238,10 @@ class BlockRecord:
 def _check_leaves(leaves: Sequence[Any], stacked: bool) -> None:
     if not leaves:
         raise TypeError("arrays must have at least one layer with an array")
-    dims = "[num_layers, num_pages, ...]" if stacked else "[num_pages, ...]"
+    dims = "3 dimensions, [num_layers, num_pages," if stacked else "2 dimensions, [num_pages,"
     for leaf in leaves:
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-            raise TypeError(f"arrays must be a pytree of arrays, got a {type(leaf).__name__}")
+            raise TypeError(f"arrays must be a pytree of arrays, got {type(leaf).__name__}")
         if isinstance(leaf, jax.core.Tracer):  # its sharding would be lost
             raise TypeError(
                 "ArrayCacheSpec.from_arrays must be called outside jit: the sharding of a traced "
@@ -248,7 +249,8 @@ def _check_leaves(leaves: Sequence[Any], stacked: bool) -> None:
             )
         if len(leaf.shape) < (3 if stacked else 2) or 0 in leaf.shape:
             raise ValueError(
-                f"each array must be {dims} without empty dimensions, got {list(leaf.shape)}"
+                f"each array must have at least {dims} ...], none of them empty, got "
+                f"{list(leaf.shape)}"
             )
         checked_dtype(leaf.dtype, "dtype of an array")
 
@@ -288,7 +290,7 @@ def _num_equal_layers(arrays: Any, structure: Any, pages: Sequence[PageArray]) -
     """Number of layers, and of arrays in each."""
     if not isinstance(arrays, list | tuple):
         raise TypeError(
-            f"arrays must be a list or tuple of layers, got a {type(arrays).__name__}; set "
+            f"arrays must be a list or tuple of layers, got {type(arrays).__name__}; set "
             "stacked=True if each array has all layers"
         )
     layers = jax.tree_util.treedef_children(structure)

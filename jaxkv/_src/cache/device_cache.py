@@ -40,6 +40,9 @@ class DeviceCache:
     ) -> DeviceCache:
         """Allocates zeroed pages in device memory.
 
+            cache = jaxkv.DeviceCache.create(spec, num_pages=512)
+            cache = load(pool, cache, host_pages, device_pages)
+
         Args:
           spec: the `KVCacheSpec`.
           num_pages: number of pages of the cache.
@@ -50,10 +53,17 @@ class DeviceCache:
           The `DeviceCache`.
 
         Raises:
+          TypeError: `spec` or `mesh` has another type.
           ValueError: `num_pages` is less than 1 or exceeds int32, the number of heads is not a
             multiple of the size of the mesh axis, or `head_axis` is given without a mesh.
           RuntimeError: called inside jit.
         """
+        if not isinstance(spec, KVCacheSpec):
+            raise TypeError(
+                f"DeviceCache.create: spec must be a KVCacheSpec, got {type(spec).__name__}; "
+                "create one cache for each group; the cache of an ArrayCacheSpec is the engine's "
+                "arrays"
+            )
         num_pages = check_size(num_pages, "num_pages")
         # Committed to its device like the pool. Otherwise a program would be compiled again for a
         # cache returned by a program that also takes the pool.

@@ -156,7 +156,11 @@ class HostLayout:
         return self.num_pages * self.spec.page_bytes
 
     def buffer_offset_bytes(self, kv: int, layer: int, token: int = 0) -> int:
-        """Byte offset of a token of page 0 in the K (kv=0) or V (kv=1) half of a layer."""
+        """Byte offset of a token of page 0 in the K (kv=0) or V (kv=1) half of a layer.
+
+        The arguments are not checked: the offset of a layer or token that the layout does not have
+        is that of other data, or past the end.
+        """
         strides = self._strides
         return kv * strides["kv"] + layer * strides["layer"] + token * strides["token"]
 
@@ -191,6 +195,7 @@ class HostLayout:
     def page_geometry(self, tokens: range | None = None) -> PageGeometry:
         """The runs in this layout of one page's block of a device array, or of some tokens of it.
 
-        The block of `tokens` starts at the first of them on both sides.
+        With `tokens`, offsets in the result count from the first of these tokens, in the pool and
+        in the device array.
         """
         return self._geometry if tokens is None else self._geometry_of(len(tokens))

@@ -34,8 +34,9 @@ class HostPool:
     """KV pages in pinned host memory: a pytree around one array.
 
     Attributes:
-      data: `dtype[host_layout.shape]`, uint8 for an `ArrayCacheSpec`, with
-        `memory_kind="pinned_host"`.
+      data: with `memory_kind="pinned_host"`. Of a `KVCacheSpec` `dtype[host_layout.shape]`; of an
+        `ArrayCacheSpec` `uint8[num_pages, num_layers, bytes]`, or `[num_layers, num_pages, bytes]`
+        for layer_first, of all shards together.
       spec: the `KVCacheSpec` or `ArrayCacheSpec`, of all shards together.
       layout: name of the layout, see `HostLayout`.
       head_groups: G of page_unified, otherwise 1.
@@ -91,6 +92,7 @@ class HostPool:
             allocated, before they are page-locked. An exception cancels the creation.
 
         Raises:
+          TypeError: `spec` or `mesh` has another type.
           RuntimeError: called inside jit, or the memory could not be allocated or page-locked.
           HostMemoryError: the pool exceeds the available host memory, or the size of /dev/shm;
             nothing is allocated.
@@ -114,6 +116,9 @@ class HostPool:
 
             jaxkv.HostPool.unlink("kv")
 
+        Args:
+          name: the `shared` of `create`.
+
         Raises:
           ValueError: not the name of a pool.
           FileNotFoundError: there is no pool of this name.
@@ -127,6 +132,9 @@ class HostPool:
         An engine records it with its index of pages, once all processes have created or attached
         the pool. Another identity later means new pages, for example after a restart of the
         machine.
+
+        Args:
+          name: the `shared` of `create`.
 
         Returns:
           32 hexadecimal digits.
@@ -147,7 +155,8 @@ class HostPool:
     def host_layout(self) -> Any:
         """The `HostLayout` of `data`; inside `shard_map`, that of the shard.
 
-        Of an `ArrayCacheSpec`, the layout of one shard.
+        Of an `ArrayCacheSpec`, the layout inside `shard_map`; outside, it counts the pages of all
+        page shards, but the bytes of one shard of a page.
         """
         if isinstance(self.spec, ArrayCacheSpec):
             return layout_of_shape(self.spec, self.layout, self.data.shape)
@@ -181,7 +190,7 @@ class HostPool:
           device: the device of the shard; None for a pool on one device.
 
         Returns:
-          `dtype[host_layout.shape]`, of the shard if the pool is sharded.
+          An array of the dtype of `data`, and of the shape of its shard on this device.
 
         Raises:
           RuntimeError: called inside jit, or the pool was closed or donated.
@@ -239,6 +248,11 @@ def _array_of_pool(
         host_layout = HostLayout(spec, layout, num_pages, head_groups)
         sharding = _pool_sharding(host_layout, mesh, head_axis)
         return host_layout.shape, np.dtype(spec.dtype), sharding
+    if not isinstance(spec, ArrayCacheSpec):
+        raise TypeError(
+            "HostPool.create: spec must be a KVCacheSpec or an ArrayCacheSpec, got "
+            f"{type(spec).__name__}; create one pool for each group of caches"
+        )
     if (mesh, head_axis, head_groups) != (None, None, 1):
         raise ValueError(
             "mesh, head_axis and head_groups are for a KVCacheSpec: an ArrayCacheSpec has the "
@@ -298,16 +312,20 @@ def check_memory_kind(data: Any) -> None:
         raise ValueError(f"pool.data must have memory kind pinned_host, got {kind}")
 
 
-def check_pair(pool: HostPool, cache: DeviceCache | ArrayCache) -> None:
+def check_pair(operation: str, pool: HostPool, cache: DeviceCache | ArrayCache) -> None:
     """Raises a TypeError or ValueError unless the pool and the cache match."""
     if not isinstance(pool, HostPool):
-        raise TypeError(f"pool must be a jaxkv.HostPool, got {type(pool).__name__}")
+        raise TypeError(f"{operation}: pool must be a jaxkv.HostPool, got {type(pool).__name__}")
     check_memory_kind(pool.data)
     if isinstance(cache, ArrayCache):
         check_arrays(pool, cache)
         return
     if not isinstance(cache, DeviceCache):
-        raise TypeError(f"cache must be a jaxkv.DeviceCache, got {type(cache).__name__}")
+        raise TypeError(
+            f"{operation}: cache must be a jaxkv.DeviceCache, since pool was created for a "
+            f"KVCacheSpec, got {type(cache).__name__}; for an engine's own arrays create the pool "
+            "with ArrayCacheSpec.from_arrays(cache)"
+        )
     for field in dataclasses.fields(pool.spec):
         in_pool, in_cache = (getattr(owner.spec, field.name) for owner in (pool, cache))
         if in_pool != in_cache:

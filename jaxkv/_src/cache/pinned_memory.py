@@ -24,6 +24,7 @@ from jaxkv._src.cache.shared_memory import SharedPool
 from jaxkv._src.cache.spec import check_num_elements, checked_dtype
 from jaxkv._src.runtime import native
 from jaxkv._src.runtime.devices import check_outside_jit, default_device, has_native_memory
+from jaxkv._src.runtime.sharding import check_is_sharding
 from jaxkv._src.runtime.sync_guard import allow_host_sync
 
 PINNED = "pinned_host"
@@ -54,6 +55,10 @@ def pinned_zeros(
     as large as the array, and are returned to the system when the array is deleted. Devices of this
     process to which the array is replicated share the memory.
 
+        on_host = jaxkv.pinned_zeros((1024, 16, 8, 128), jnp.bfloat16)
+        store = jax.jit(jaxkv.swap_blocks, donate_argnames="dst")
+        on_host = store(on_device, on_host, device_blocks, host_blocks)
+
     Args:
       shape: shape of the array.
       dtype: any byte-aligned dtype, including fp8 and int8; 64-bit only with jax_enable_x64.
@@ -69,8 +74,10 @@ def pinned_zeros(
       ValueError: a dtype that JAX does not support, that is not byte-aligned or not in native byte
         order; 2^60 elements or more; the sharding does not divide the shape; or a device has no
         memory kind pinned_host.
-      TypeError: NumPy cannot interpret `dtype`.
+      TypeError: NumPy cannot interpret `dtype`, or `sharding` has another type.
     """
+    if sharding is not None:
+        check_is_sharding("pinned_zeros", sharding)
     return allocate(shape, dtype, sharding)
 
 

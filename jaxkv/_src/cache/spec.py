@@ -69,11 +69,34 @@ class KVCacheSpec:
         return self.num_layers * self.num_kv * self.block_bytes
 
     def select_layers(self, layers: int | Sequence[int] | None) -> tuple[int, ...]:
-        """Selected layer numbers: all for None, one for an int, or those of a sequence."""
+        """Selected layer numbers.
+
+        Args:
+          layers: a layer number, a sequence or one-dimensional NumPy array of them in any order, or
+            None for all layers.
+
+        Returns:
+          The numbers in the given order, for None in ascending order.
+
+        Raises:
+          TypeError: a layer is traced.
+          ValueError: a layer is not an integer, is not in `[0, num_layers)`, or occurs twice.
+        """
         return select_layers(self.num_layers, layers)
 
     def select_tokens(self, tokens: range | None) -> range | None:
-        """Selected token positions of each page; None for all."""
+        """Selected token positions of each page.
+
+        Args:
+          tokens: a range of positions in `[0, page_size)` with step 1, or None for all.
+
+        Returns:
+          The range; None if it has all positions.
+
+        Raises:
+          TypeError: `tokens` is not a range, or it is traced.
+          ValueError: the range is empty, exceeds the page or has a step other than 1.
+        """
         return select_tokens(self.page_size, tokens)
 
 
@@ -110,7 +133,7 @@ def select_tokens(page_size: int, tokens: range | None) -> range | None:
         )
     if not isinstance(tokens, range):
         raise TypeError(
-            f"tokens must be a range of token positions, such as range(0, 5), or None, got a "
+            f"tokens must be a range of token positions, such as range(0, 5), or None, got "
             f"{type(tokens).__name__}"
         )
     if tokens.step != 1:

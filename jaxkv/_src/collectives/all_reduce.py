@@ -77,15 +77,27 @@ def all_reduce(
     Call it inside `jax.shard_map`, like `jax.lax.psum`. Loops, `vmap` (one batched call) and
     differentiation are supported.
 
+        @jax.jit
+        @jax.shard_map(mesh=mesh, in_specs=jax.P("tp"), out_specs=jax.P())
+        def total(x):
+            return jaxkv.all_reduce(memory, x.sum(0), "tp")
+
+        y = total(x)
+        memory.check_errors(y)
+
     The calls of one program, on any memory, run in program order. The body of a `shard_map`, a
     loop, an inner `jit` or `jax.checkpoint`, and a branch of `cond`, each count as a program of
     their own. There must be a data dependence between calls inside such a body and calls outside
     it, and between the calls of two `shard_map`s in one `jit` (for example by
     `jax.lax.optimization_barrier`); otherwise devices may run them in different orders.
 
+    The kernels follow vLLM's custom all-reduce and, for "low_latency", TensorRT-LLM's one-shot.
+
     Args:
       memory: symmetric memory of the mesh that `shard_map` runs on.
-      x: array or pytree of arrays of any shape.
+      x: array or pytree of arrays of any shape. bfloat16, float16 and float32 are summed in
+        float32, in rank order. Exceptions: "multimem", in the order of the switch, and "psum",
+        which is `jax.lax.psum` and the only implementation for other dtypes.
       axis_name: the axis of `memory`.
       implementation: "low_latency", "one_shot", "two_shot", "multimem" or "psum"; None for the
         choice of the tuning table of `memory` for the array's size, with psum as the fallback.

@@ -56,6 +56,10 @@ class SymmetricMemory:
     memory is released by `close()` or at the end of a `with` block; executables that use it
     afterwards fail with an error.
 
+        mesh = jax.make_mesh((2,), ("tp",))
+        with jaxkv.SymmetricMemory.create(mesh, "tp", max_bytes=1 << 20) as memory:
+            ...  # jaxkv.all_reduce(memory, x, "tp") inside shard_map
+
     If the mesh spans several processes, all of them must create the same memories in the same
     order (just as they run the same programs) and close them.
 
@@ -110,6 +114,7 @@ class SymmetricMemory:
             speed. (Before the first call of a later program, compile it and synchronize.)
 
         Raises:
+          TypeError: `mesh` is not a `jax.sharding.Mesh`.
           ValueError: an invalid mesh, size, timeout or tuning table, or arguments that differ
             between processes.
           OSError: the tuning table named by the environment can't be read.
@@ -289,6 +294,10 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
 
 
 def _processes(mesh: jax.sharding.Mesh) -> set[int]:
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise TypeError(
+            f"SymmetricMemory.create: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}"
+        )
     processes = {device.process_index for device in mesh.devices.flat}
     if jax.process_index() not in processes:
         raise ValueError(f"mesh has no device of this process, process index {jax.process_index()}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_pool import HostPool
+from jaxkv._src.cache.spec import check_size
 from jaxkv._src.offload.specs import LoadSpec, StoreSpec
 from jaxkv._src.transfer.async_copy import start_load, start_store
 from jaxkv._src.transfer.async_handles import LoadHandle, StoreHandle
@@ -66,7 +67,9 @@ class CopyBatch:
             for layer in range(num_layers):
                 k, v = copies.wait(layer, after=x)
                 ...
+            pool = copies.pool if batch.kind == "store" else pool
 
+    Only a batch of kind "store" has `copies.pool`: the others return a `LoadHandle`, without it.
     `kind`, `implementation` and the number of pages are static: one compiled program for each.
 
     Attributes:
@@ -146,6 +149,22 @@ class CopyBatch:
             pool, cache, *ids, implementation=self.implementation, **options
         )
         return handle
+
+
+def checked_sizes(batch_sizes: Any) -> tuple[int, ...]:
+    """The sizes of the batches of an engine, in ascending order.
+
+    Raises:
+      ValueError: there is none, or one is not an integer in [1, 2^31).
+    """
+    sizes = tuple(batch_sizes) if isinstance(batch_sizes, Iterable) else ()
+    if not sizes:
+        raise ValueError(
+            f"OffloadEngine: batch_sizes={batch_sizes!r:.60} has to be a sequence of at least one "
+            "size, such as (16,)"
+        )
+    names = (f"OffloadEngine: batch_sizes[{i}]" for i in range(len(sizes)))
+    return tuple(sorted(map(check_size, sizes, names)))
 
 
 def padded_pages(pages: Sequence[int], size: int) -> np.ndarray:

@@ -38,8 +38,8 @@ class QueuedPages:
         where = f"OffloadEngine.{kind}"
         if len(keys) != len(device_pages):
             raise ValueError(
-                f"{where}: {len(keys)} keys, but {len(device_pages)} device_pages; pass one page "
-                "for each block"
+                f"{where}: len(keys)={len(keys)}, but len(device_pages)={len(device_pages)}; pass "
+                "one page for each block"
             )
         pages = tuple(_integer(where, i, page) for i, page in enumerate(device_pages))
         seen: set[int] = set()

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
 
 import jax
 
 from jaxkv._src.cache.host_pool import HostPool
-from jaxkv._src.offload.copies import CopyBatch, Kind, OffloadCopy, padded_pages
+from jaxkv._src.offload.copies import CopyBatch, Kind, OffloadCopy, checked_sizes, padded_pages
 from jaxkv._src.offload.device_pages import QueuedPages
 from jaxkv._src.offload.errors import StaleSpecError
 from jaxkv._src.offload.keys import checked_keys
 from jaxkv._src.offload.manager import OffloadManager
-from jaxkv._src.offload.page_memory import PoolMemory
+from jaxkv._src.offload.page_memory import PoolMemory, num_pages_of
 from jaxkv._src.offload.specs import Event, Lookup
 from jaxkv._src.offload.step_result import StepResult, has_failed, is_over, step_result
 from jaxkv._src.offload.tier_copies import OffloadPrefetch, TierCopies, checked_prefetch
-from jaxkv._src.offload.tiers.store import TieredStore
+from jaxkv._src.offload.tiers.store import one_tier
 from jaxkv._src.offload.tiers.tier import Tier
+from jaxkv._src.runtime.timeouts import checked_timeout_s
 
 
 class OffloadEngine:
@@ -64,9 +64,10 @@ class OffloadEngine:
       manager: the manager, for `state` and `generation`.
 
     Raises:
-      ValueError: no batch size, or one that is not positive; tiers without a pool, with blocks of
-        another size, or with a pool that has page shards or shards in other processes; or as for
-        `OffloadManager`.
+      TypeError: `tiers` is not a sequence of tiers.
+      ValueError: `pool` is neither a pool nor a number of pages; no batch size, or one that is not
+        a positive integer; tiers without a pool, with blocks of another size, or with a pool that
+        has page shards or shards in other processes; or as for `OffloadManager`.
     """
 
     def __init__(
@@ -80,14 +81,8 @@ class OffloadEngine:
         tiers: Sequence[Tier] = (),
         tier_timeout_s: float = 2.0,
     ) -> None:
-        num_pages = pool.num_pages if isinstance(pool, HostPool) else operator.index(pool)
-        self.manager = OffloadManager(num_pages, policy=policy, write=write, events=events)
-        self._sizes = tuple(sorted(map(operator.index, batch_sizes)))
-        if not self._sizes or self._sizes[0] < 1:
-            raise ValueError(
-                f"OffloadEngine: batch_sizes={tuple(batch_sizes)}; at least one size, of at least "
-                "1 page each"
-            )
+        self.manager = OffloadManager(num_pages_of(pool), policy=policy, write=write, events=events)
+        self._sizes = checked_sizes(batch_sizes)
         self._loads: deque[OffloadCopy] = deque()
         self._stores: deque[OffloadCopy] = deque()
         self._queued_pages = QueuedPages()
@@ -101,7 +96,7 @@ class OffloadEngine:
             if not isinstance(pool, HostPool):
                 raise ValueError(f"OffloadEngine: tiers need the pool itself, got pool={pool}")
             self._pool = pool
-            tier = tiers[0] if len(tiers) == 1 else TieredStore(tiers)
+            tier = one_tier("OffloadEngine", tiers)
             self._tiers = TierCopies(self.manager, tier, PoolMemory(pool), tier_timeout_s)
 
     @staticmethod
@@ -132,7 +127,8 @@ class OffloadEngine:
           Its state. Once it is `done`, call `lookup`: what has not arrived in time is missing.
 
         Raises:
-          ValueError: a key occurs twice, or is too long for the tiers; `window` is not positive.
+          TypeError, ValueError: as for `OffloadManager.touch`; a key is too long for the tiers;
+            `window` is not a positive integer.
         """
         keys = checked_prefetch(keys, window)
         if self._tiers is None:
@@ -142,7 +138,8 @@ class OffloadEngine:
     def discard(self, keys: Iterable[bytes]) -> None:
         """Removes blocks whose bytes are not trusted from the host pool and from the tiers.
 
-        Tiers remove them in a thread; blocks in flight to or from them are removed too.
+        Tiers remove them in a thread; blocks in flight to or from them are removed too. Errors: as
+        for `OffloadManager.discard`.
         """
         keys = checked_keys("discard", keys)
         self.manager.discard(keys)
@@ -287,6 +284,7 @@ class OffloadEngine:
         Raises:
           TypeError: `result` is not a `jax.Array`.
           ValueError: `batch` is not that of the last call of `next_batch`.
+          RuntimeError: with tiers, the pool was not donated to the step of a store.
         """
         over = step_result("issue", result) if batch.copies else None
         if self._pool and batch.kind == "store" and not self._pool.data.is_deleted():
@@ -317,10 +315,7 @@ class OffloadEngine:
         if not batch.copies:
             return False
         if self._taken is None or batch.copies is not self._taken.copies:
-            raise ValueError(
-                f"{operation}: the batch is not the last one of next_batch, or issued or abandoned "
-                "twice"
-            )
+            raise ValueError(f"{operation}: pass the last batch of next_batch, and not twice")
         self._taken = None
         return True
 
@@ -364,16 +359,20 @@ class OffloadEngine:
     def drain(self, timeout_s: float = 30.0) -> bool:
         """Waits until the tiers have the stored blocks and have removed the discarded ones.
 
-        To be called before a process closes the tiers and ends.
+        To be called before a process closes the tiers and ends. Blocks. The next `poll` returns the
+        copies that are over.
 
-        Blocks. The next `poll` returns the copies that are over.
+        Args:
+          timeout_s: limit of the wait, in seconds up to 1e9.
 
         Returns:
           Whether all writes and removals have ended in time.
 
         Raises:
+          ValueError: `timeout_s` is not positive, or more than 1e9.
           RuntimeError: a step with copies is in flight; wait for its result before.
         """
+        timeout_s = checked_timeout_s(timeout_s)
         self._ended = self.poll()
         if self._taken or self._in_flight:
             raise RuntimeError(

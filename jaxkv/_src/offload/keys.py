@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from jaxkv._src.offload.integers import checked_integer, checked_window
 
 _VERSION = b"jaxkv.offload/1"  # to be changed with the bytes that are hashed
 _GROUP_BYTES = 4
 _TOKEN_BYTES = 8
+_HASH_BYTES = 32
 
 
 class BlockHasher:
@@ -35,15 +38,21 @@ class BlockHasher:
       adapter: name and revision of a LoRA adapter, or another salt, such as a tenant's.
 
     Raises:
-      ValueError: `block_size` is not positive.
+      TypeError: `model` or `adapter` is not a str.
+      ValueError: `block_size` is not a positive integer.
     """
 
     def __init__(self, block_size: int, *, model: str, adapter: str = "") -> None:
-        if block_size < 1:
-            raise ValueError(f"BlockHasher: block_size={block_size}; at least 1 token")
-        self.block_size = block_size
+        self.block_size = checked_integer(
+            "BlockHasher: block_size", block_size, "an integer, at least 1 token", 1
+        )
+        for name, salt in (("model", model), ("adapter", adapter)):
+            if not isinstance(salt, str):
+                raise TypeError(
+                    f"BlockHasher: {name}={salt!r:.60}; pass its name and revision as a str"
+                )
         root = hashlib.sha256(_VERSION)
-        for field in (str(block_size), model, adapter):
+        for field in (str(self.block_size), model, adapter):
             content = field.encode()
             root.update(len(content).to_bytes(8, "little") + content)
         self._root = root.digest()
@@ -60,7 +69,7 @@ class BlockHasher:
           Hashes of 32 bytes.
 
         Raises:
-          ValueError: a token is not an integer, or does not fit int64.
+          ValueError: a token is not an integer, or does not fit int64; or `parent` is not a hash.
         """
         if hasattr(tokens, "tolist"):
             tokens = tokens.tolist()
@@ -69,6 +78,11 @@ class BlockHasher:
         except struct.error as error:
             raise ValueError(f"BlockHasher.hashes: tokens must be int64: {error}") from None
         last = self._root if parent is None else parent
+        if not isinstance(last, bytes) or len(last) != _HASH_BYTES:
+            raise ValueError(
+                f"BlockHasher.hashes: parent={parent!r:.60}; pass the hash of the block before, "
+                f"{_HASH_BYTES} bytes, or None"
+            )
         block_bytes = _TOKEN_BYTES * self.block_size
         found = []
         for end in range(block_bytes, len(content) + 1, block_bytes):
@@ -89,8 +103,8 @@ class BlockHasher:
         start = len(chain) * self.block_size
         if len(tokens) < start:
             raise ValueError(
-                f"BlockHasher.extend: chain has {len(chain)} blocks of {self.block_size} tokens, "
-                f"but there are {len(tokens)} tokens; pass the whole sequence"
+                f"BlockHasher.extend: len(chain)={len(chain)}, with block_size={self.block_size}, "
+                f"but len(tokens)={len(tokens)}; pass the whole sequence"
             )
         if len(tokens) >= start + self.block_size:
             chain += self.hashes(tokens[start:], chain[-1] if chain else None)
@@ -119,7 +133,7 @@ class BlockGroup:
       lookahead: number of following blocks that the contents of a block depend on.
 
     Raises:
-      ValueError: a number is out of range.
+      ValueError: a number is not an integer, or out of range.
     """
 
     id: int = 0
@@ -127,12 +141,11 @@ class BlockGroup:
     lookahead: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.id < 1 << (8 * _GROUP_BYTES):
-            raise ValueError(f"BlockGroup: id={self.id} is outside 0..2**{8 * _GROUP_BYTES} - 1")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"BlockGroup: window={self.window}; at least 1 block, or None for all")
-        if self.lookahead < 0:
-            raise ValueError(f"BlockGroup: lookahead={self.lookahead}; at least 0 blocks")
+        most = (1 << 8 * _GROUP_BYTES) - 1
+        checked_integer("BlockGroup: id", self.id, f"an integer from 0 to {most}", 0, most)
+        checked_window("BlockGroup", self.window)
+        expected = "an integer, at least 0 blocks"
+        checked_integer("BlockGroup: lookahead", self.lookahead, expected, 0)
 
     def keys(self, chain: Sequence[bytes]) -> list[bytes]:
         """Keys of the blocks of a sequence: `keys(chain)[i]` is that of block i.
@@ -143,7 +156,7 @@ class BlockGroup:
         Returns:
           `len(chain) - lookahead` keys of 36 bytes, or none.
         """
-        suffix = self.id.to_bytes(_GROUP_BYTES, "big")
+        suffix = int(self.id).to_bytes(_GROUP_BYTES, "big")
         return [digest + suffix for digest in chain[self.lookahead :]]
 
     def needed(self, num_blocks: int) -> range:
@@ -151,16 +164,16 @@ class BlockGroup:
         return range(0 if self.window is None else max(0, num_blocks - self.window), num_blocks)
 
 
-def checked_keys(operation: str, keys: Any) -> tuple[bytes, ...]:
+def checked_keys(operation: str, keys: Any, name: str = "keys") -> tuple[bytes, ...]:
     """Raises TypeError unless they are several objects of type `bytes`."""
-    found = () if isinstance(keys, bytes | str) else tuple(keys)
-    wrong = next((key for key in found if not isinstance(key, bytes)), None)
-    if isinstance(keys, bytes | str) or wrong is not None:
-        got = keys if wrong is None else wrong
-        raise TypeError(
-            f"{operation}: keys has to be a sequence of bytes objects, one for each block, got "
-            f"{got!r:.60}"
-        )
+    several = isinstance(keys, Iterable) and not isinstance(keys, bytes | str)
+    found = tuple(keys) if several else (None,)
+    for key in found:
+        if not isinstance(key, bytes):
+            raise TypeError(
+                f"{operation}: {name} has to be a sequence of bytes objects, one for each block, "
+                f"got {key if several else keys!r:.60}"
+            )
     return found
 
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxkv._src.offload.blocks import Block, BlockTable
 from jaxkv._src.offload.errors import BlockNotReadyError, StaleSpecError
+from jaxkv._src.offload.integers import checked_integer, checked_window
 from jaxkv._src.offload.keys import checked_keys, distinct_keys
 from jaxkv._src.offload.lookup import longest_prefix
 from jaxkv._src.offload.policies import POLICIES
 from jaxkv._src.offload.specs import (
+    COUNTERS,
     BlockRemoved,
     BlockState,
     BlockStored,
@@ -65,14 +67,14 @@ class OffloadManager:
       events: whether to collect events for `take_events`, which then must be called.
 
     Raises:
-      ValueError: `num_pages` is negative, or a policy is unknown.
+      ValueError: `num_pages` is negative or not an integer, or a policy is unknown.
     """
 
     def __init__(
         self, num_pages: int, *, policy: str = "lru", write: str = "through", events: bool = False
     ) -> None:
-        if num_pages < 0:
-            raise ValueError(f"OffloadManager: num_pages={num_pages}; at least 0 pages")
+        expected = "an integer, at least 0 pages"
+        num_pages = checked_integer("OffloadManager: num_pages", num_pages, expected, 0)
         self.num_pages = num_pages
         self._policy = _chosen("policy", policy, POLICIES)(num_pages)
         self._write = _chosen("write", write, WRITE_POLICIES)(num_pages)
@@ -86,7 +88,9 @@ class OffloadManager:
         """Length of the longest prefix that can be loaded. Changes nothing but metrics.
 
         Args:
-          keys: keys of a request's blocks, from its head.
+          keys: keys of a request's blocks, from its head: from `BlockGroup.keys`, not the hashes of
+            a `BlockHasher`. For speed, only the first item of a list or tuple is checked: a later
+            one of another type, or a key of another length, is a miss.
           window: for sliding windows: a prefix of n blocks needs only the last `window` of them;
             None: it needs all.
 
@@ -94,12 +98,13 @@ class OffloadManager:
           The number of blocks, and how many more once the stores in flight are complete.
 
         Raises:
-          ValueError: `window` is not positive.
+          TypeError: `keys` is not a sequence, or its first item is not a bytes object.
+          ValueError: `window` is not a positive integer.
         """
-        if window is not None and window < 1:
-            raise ValueError(f"OffloadManager.lookup: window={window}; at least 1 block, or None")
-        if type(keys) in (bytes, str):
-            checked_keys("lookup", keys)
+        if window is not None and (type(window) is not int or window < 1):
+            window = checked_window("OffloadManager.lookup", window)
+        if type(keys) not in (list, tuple) or (keys and type(keys[0]) is not bytes):
+            keys = checked_keys("lookup", keys)
         blocks = self._blocks
         n = now = longest_prefix(blocks.ready, keys, len(keys), window)
         if blocks.pending and now < len(keys):
@@ -116,10 +121,12 @@ class OffloadManager:
         """Number of times that the contents of a page became invalid.
 
         A reader without a pin, such as a network server, compares it before and after its read.
-        ValueError: the pool has no such page.
+
+        Raises:
+          ValueError: the pool has no such page.
         """
         if not 0 <= page < self.num_pages:
-            raise ValueError(f"generation: page={page}; the pool has {self.num_pages} pages")
+            raise ValueError(f"generation: page={page}; the pool has num_pages={self.num_pages}")
         return self._blocks.generations[page]
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -129,6 +136,7 @@ class OffloadManager:
         tail of a request before its head, and `write="second_use"` counts uses here.
 
         Raises:
+          TypeError: `keys` is not a sequence of bytes objects.
           ValueError: a key occurs twice.
         """
         recent_last = distinct_keys("touch", keys)[::-1]
@@ -143,6 +151,7 @@ class OffloadManager:
           tier: whether they are copied to a tier below, instead of the device cache.
 
         Raises:
+          TypeError: `keys` is not a sequence of bytes objects.
           BlockNotReadyError: a block is not stored, or its store is not complete.
         """
         keys = checked_keys("prepare_load", keys)
@@ -179,6 +188,7 @@ class OffloadManager:
             are wanted then, by any write policy.
 
         Raises:
+          TypeError: `keys` is not a sequence of bytes objects.
           ValueError: a key occurs twice.
         """
         keys = distinct_keys("prepare_store", keys)
@@ -240,15 +250,17 @@ class OffloadManager:
           failed: its blocks that were not copied: those of a store are forgotten as by `abort`.
 
         Raises:
+          TypeError: `failed` is not a sequence of bytes objects.
           ValueError: a block of `failed` is not one of the spec.
           StaleSpecError: the spec is over, has not been started, or is not of this manager; or a
             loaded block has been discarded meanwhile: abort the spec, do not use the loaded blocks.
         """
         copy = self._copy_of(spec, "complete")
-        not_copied = frozenset(checked_keys("complete", failed))
+        failed = checked_keys("complete", failed, "failed")
+        not_copied = frozenset(failed)
         if not not_copied.issubset(spec.keys):
-            wrong = len(not_copied.difference(spec.keys))
-            raise ValueError(f"complete: failed has {wrong} blocks not of spec {spec.ticket}")
+            wrong = next(key for key in failed if key not in spec.keys)
+            raise ValueError(f"complete: {wrong.hex()} of failed is not in spec {spec.ticket}")
         if not copy.started:
             raise StaleSpecError(f"complete: spec {spec.ticket} has not been started; call start")
         self._check_pages(copy, "complete")
@@ -293,6 +305,9 @@ class OffloadManager:
 
         Args:
           keys: the blocks; None: all, for example after an update of the weights.
+
+        Raises:
+          TypeError: `keys` is not a sequence of bytes objects.
         """
         table = self._blocks
         all_keys = (*table.ready, *table.pending) if keys is None else checked_keys("discard", keys)
@@ -354,8 +369,8 @@ class OffloadManager:
         copy = self._copies.get(spec.ticket)
         if copy is None or (copy.spec is not spec and copy.spec != spec):
             raise StaleSpecError(
-                f"{operation}: spec {spec.ticket} of {len(spec.keys)} blocks is not in flight; it "
-                "has been completed or aborted, or belongs to another manager"
+                f"{operation}: spec {spec.ticket} is not in flight; it has been completed or "
+                "aborted, or belongs to another manager"
             )
         return copy
 
@@ -375,21 +390,6 @@ class OffloadManager:
     def _emit(self, event: Callable[[tuple[bytes, ...]], Event], keys: Sequence[bytes]) -> None:
         if self._events is not None and keys:
             self._events.append(event(tuple(keys)))
-
-
-COUNTERS = (
-    "external_prefix_cache_queries",
-    "external_prefix_cache_hits",
-    "kv_offload_loaded_blocks",
-    "kv_offload_stored_blocks",
-    "kv_offload_promoted_blocks",
-    "kv_offload_cascaded_blocks",
-    "kv_offload_evicted_blocks",
-    "kv_offload_aborted_blocks",
-    "kv_offload_discarded_blocks",
-    "kv_offload_refused_blocks",
-    "kv_offload_skipped_blocks",
-)
 
 
 def _chosen(argument: str, name: str, choices: dict[str, Callable]) -> Callable:

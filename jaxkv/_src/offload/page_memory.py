@@ -13,6 +13,7 @@ import numpy as np
 from jaxkv._src.cache.array_cache import ArrayHostLayout
 from jaxkv._src.cache.host_pool import HostPool, description
 from jaxkv._src.cache.pinned_memory import view_of
+from jaxkv._src.offload.integers import checked_integer
 
 
 class PoolMemory:
@@ -53,6 +54,14 @@ class PoolMemory:
 
     def parts(self, page: int) -> list[memoryview]:
         return [run[page].data for run in self._runs]
+
+
+def num_pages_of(pool: HostPool | int) -> int:
+    """The pages of a pool, or their number itself."""
+    if isinstance(pool, HostPool):
+        return pool.num_pages
+    expected = "the HostPool, or its number of pages if there are no tiers"
+    return checked_integer("OffloadEngine: pool", pool, expected, 0)
 
 
 def _start(shard: Any) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from jaxkv._src.offload.manager import COUNTERS
+from jaxkv._src.offload.specs import COUNTERS
 from jaxkv._src.offload.tiers.tier import TIER_COUNTERS
 
 _COUNTERS = {*COUNTERS, *TIER_COUNTERS, "kv_offload_uncascaded_blocks"}

@@ -1,4 +1,4 @@
-"""Results of the offload manager: lookups, specs of copies, states, events."""
+"""Results of the offload manager: lookups, specs of copies, states, events, counters."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class Lookup(NamedTuple):
 
     @property
     def status(self) -> LookupStatus:
+        """`PENDING` if there are pending blocks, otherwise `HIT` or `MISS`."""
         if self.num_pending:
             return LookupStatus.PENDING
         return LookupStatus.HIT if self.num_blocks else LookupStatus.MISS
@@ -118,3 +119,17 @@ class BlockRemoved(NamedTuple):
 
 
 Event: TypeAlias = BlockStored | BlockRemoved
+
+COUNTERS = (
+    "external_prefix_cache_queries",
+    "external_prefix_cache_hits",
+    "kv_offload_loaded_blocks",
+    "kv_offload_stored_blocks",
+    "kv_offload_promoted_blocks",
+    "kv_offload_cascaded_blocks",
+    "kv_offload_evicted_blocks",
+    "kv_offload_aborted_blocks",
+    "kv_offload_discarded_blocks",
+    "kv_offload_refused_blocks",
+    "kv_offload_skipped_blocks",
+)

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from jaxkv._src.offload.daemon_executor import DaemonExecutor
 from jaxkv._src.offload.errors import StaleSpecError
-from jaxkv._src.offload.keys import checked_keys
+from jaxkv._src.offload.integers import checked_window
+from jaxkv._src.offload.keys import distinct_keys
 from jaxkv._src.offload.lookup import longest_prefix
 from jaxkv._src.offload.manager import OffloadManager
 from jaxkv._src.offload.specs import BlockState, LoadSpec, StoreSpec
@@ -87,7 +88,7 @@ class TierCopies:
       clock: seconds.
 
     Raises:
-      ValueError: the tier has blocks of another size.
+      ValueError: the tier has blocks of another size, or `timeout_s` is negative.
     """
 
     def __init__(
@@ -300,9 +301,5 @@ def _submitted(
 
 def checked_prefetch(keys: Sequence[bytes], window: int | None) -> tuple[bytes, ...]:
     """The arguments of a prefetch, with tiers or without."""
-    keys = checked_keys("prefetch", keys)
-    if len({*keys}) != len(keys):
-        raise ValueError("prefetch: keys has duplicates; pass each block once")
-    if window is not None and window < 1:
-        raise ValueError(f"prefetch: window={window}; at least 1 block, or None")
-    return keys
+    checked_window("prefetch", window)
+    return distinct_keys("prefetch", keys)

@@ -30,6 +30,10 @@ def advance(
     `metadata.token_positions` and `metadata.slot_mapping` derive positions and slots from the
     batch. Exceeding the batch's bounds of query tokens or context length is a `BoundError`.
 
+        batch = jaxkv.recurrent.advance(
+            batch, sampled, num_drafts=drafts, next_query_lens=query_lens
+        )
+
     Args:
       batch: batch of the completed step.
       num_accepted: int32[B], accepted tokens of each row, in [1, num_drafts + 1], as sampled; not
@@ -58,11 +62,13 @@ def advance(
     # Check both together: otherwise a program that uses only one of them loses the check to DCE.
     checked = check_bounds(
         jnp.concatenate([starts, seq_lens]),
-        num_tokens=(starts[-1], batch.max_num_tokens),
-        seq_len=(
-            jnp.max(seq_lens, initial=0),
-            batch.max_blocks * batch.block_size * cp_world_size,
-        ),
+        **{
+            "max_num_tokens": (starts[-1], batch.max_num_tokens),
+            "max_blocks * block_size * cp_world_size": (
+                jnp.max(seq_lens, initial=0),
+                batch.max_blocks * batch.block_size * cp_world_size,
+            ),
+        },
     )
     starts, seq_lens = checked[: rows + 1], checked[rows + 1 :]
     return dataclasses.replace(

@@ -32,6 +32,8 @@ from jaxkv._src.runtime.errors import scope_attribute
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.int32 import check_fits_int32
 from jaxkv._src.runtime.sharding import check_unsharded, match_varying_axes
+from jaxkv._src.transfer.transformations import reject_transformations
+from jaxkv.metadata.checks import at_least_1, integers
 from jaxkv.metadata.common import BatchMetadata
 from jaxkv.metadata.segments import Array, cdiv
 
@@ -65,12 +67,18 @@ def align_postprocess(
 
     A row now has `valid = seq_len - num_drafts + num_accepted - 1` tokens. The state after its
     last full block is copied to the block in that column of the block table, if the step computed
-    it. If the step wrote this state in that block already, the accepted count of the row becomes 1:
-    the running state of later calls was moved to the front.
+    it. If that is the block of the running state, because the boundary is the end of the step and
+    all draft tokens were accepted, the state takes the place of the running state: later calls
+    read it there with the returned count, which is 1.
+
+        states, accepted = jaxkv.recurrent.align_postprocess(
+            states, batch, sampled, kinds=jaxkv.recurrent.StateKind.TEMPORAL, num_drafts=drafts
+        )
 
     One kernel launch for all arrays. Rows from `batch.num_reqs` on, rows without query tokens and
-    rows that refer to NULL_BLOCK are unchanged. Rows with a block id out of range are unchanged and
-    counted for `jaxkv.check_errors()`. A block that is written must belong to one row only.
+    rows that refer to NULL_BLOCK are unchanged. Rows with a block id or column out of range are
+    unchanged and counted for `jaxkv.check_errors()`. A block that is written must belong to one row
+    only.
 
     Args:
       states: pytree of up to 256 arrays `[num_blocks, ...]` of byte-aligned dtypes, with up to 16
@@ -86,6 +94,7 @@ def align_postprocess(
 
     Raises:
       ValueError: inconsistent arrays, kinds or counts, or arrays known to be sharded over a mesh.
+      NotImplementedError: inside vmap or a derivative.
     """
     return _align(states, batch, num_accepted, kinds, num_drafts, "num_drafts", before=False)
 
@@ -96,8 +105,15 @@ def align_preprocess(
     """Copies running states to the blocks in which the next step reads them.
 
     If the next step of a row ends in a different block than that of its running state, the state
-    after the last accepted token is copied to that block, and the accepted count becomes 1. Rows
-    that `align_postprocess` leaves unchanged are unchanged here too.
+    after the last accepted token is copied to that block, and the accepted count becomes 1.
+
+        states, accepted, state_idx = jaxkv.recurrent.align_preprocess(
+            states, batch, accepted, kinds=jaxkv.recurrent.StateKind.TEMPORAL, state_idx=state_idx
+        )
+
+    Rows from `batch.num_reqs` on, rows without query tokens and rows that refer to NULL_BLOCK keep
+    their states and counts. So do rows with a block id or column out of range, which are counted
+    for `jaxkv.check_errors()`.
 
     Args:
       states: as for `align_postprocess`.
@@ -113,6 +129,7 @@ def align_preprocess(
 
     Raises:
       ValueError: inconsistent arrays, kinds or counts, or arrays known to be sharded over a mesh.
+      NotImplementedError: inside vmap or a derivative.
     """
     states, counts = _align(states, batch, num_accepted, kinds, state_idx, "state_idx", before=True)
     current = cdiv(batch.seq_lens, batch.block_size) - 1
@@ -131,6 +148,10 @@ def _align(
     before: bool,
 ) -> tuple[Tree, jax.Array]:
     """Traces the FFI call of both operations; `known` is `num_drafts` or `state_idx`."""
+    operation = "recurrent.align_preprocess" if before else "recurrent.align_postprocess"
+    states, batch, num_accepted, known = reject_transformations(
+        operation, (states, batch, num_accepted, known)
+    )
     leaves, treedef = jax.tree.flatten(states)
     leaf_kinds = jax.tree.leaves(jax.tree.broadcast(kinds, states))
     num_blocks = _check_states(leaves, leaf_kinds)
@@ -230,20 +251,32 @@ def can_skip_align_postprocess(
 ) -> bool:
     """Whether `align_postprocess` is a no-op for all possible accepted counts; on the host.
 
-    Mirrors plan_postprocess (cuda/recurrent/align_states.h); the two must be changed together. The
-    result is exact: False means that some counts in [1, num_drafts + 1] would copy a state or
+    The result is exact: False means that some counts in [1, num_drafts + 1] would copy a state or
     change a count. (The original, vLLM PR 42574, also returns False for a row without draft tokens
     that ends on a boundary. Its state is already in the right block, and its count is 1.)
+
+        if not jaxkv.recurrent.can_skip_align_postprocess(computed, query_lens, drafts, block_size):
+            states, accepted = save(states, batch, sampled, drafts)  # calls align_postprocess
 
     Args:
       num_computed: int[n], computed tokens of each request before the step.
       num_scheduled: int[n], tokens of the step, including draft tokens; 0 for an idle request.
       num_drafts: int[n], draft tokens among them.
       block_size: tokens per block.
+
+    Raises:
+      ValueError: lists of different lengths or not of integers, or a block size below 1.
     """
-    computed, scheduled, drafts = (
-        np.asarray(values, np.int64) for values in (num_computed, num_scheduled, num_drafts)
-    )
+    # Mirrors plan_postprocess (cuda/recurrent/align_states.h): change the two together.
+    computed = integers("can_skip_align_postprocess: num_computed", num_computed)
+    scheduled = integers("can_skip_align_postprocess: num_scheduled", num_scheduled)
+    drafts = integers("can_skip_align_postprocess: num_drafts", num_drafts)
+    (block_size,) = at_least_1(block_size=block_size)
+    if not len(computed) == len(scheduled) == len(drafts):
+        raise ValueError(
+            "can_skip_align_postprocess: num_computed, num_scheduled and num_drafts must have one "
+            f"entry for each request, got {len(computed)}, {len(scheduled)} and {len(drafts)}"
+        )
     certain = computed + scheduled - drafts
     last_boundary = (certain + drafts) // block_size * block_size
     return not bool(((scheduled > 0) & (drafts > 0) & (last_boundary >= certain)).any())

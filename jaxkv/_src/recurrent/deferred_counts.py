@@ -27,6 +27,9 @@ class DeferredCounts:
     the next step runs. Step number, request ids and counts share one array, so counts of another
     step or of reordered rows are detected.
 
+        counts = jaxkv.recurrent.DeferredCounts.start(sampled, step=step, request_ids=ids)  # in jit
+        accepted = counts.read(step=7, request_ids=ids)  # on the host, during the next step
+
     Attributes:
       packed: int32[1 + 2B] in pinned host memory: step number, request ids, counts.
     """

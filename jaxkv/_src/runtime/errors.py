@@ -49,7 +49,11 @@ class JaxkvError(Exception):
 
 
 class PageIndexError(JaxkvError, IndexError):
-    """A page id is out of range, or a destination is a duplicate; the entry was not copied."""
+    """A page id is out of range, or a destination is a duplicate; the entry was not copied.
+
+    In `jaxkv.sparse`: a token position is out of range, repeated or without a page. In
+    `jaxkv.recurrent`: a block id or a column of the block table is out of range.
+    """
 
 
 class TransferError(JaxkvError, RuntimeError):
@@ -119,7 +123,13 @@ def check_errors(*outputs: object) -> None:
     A CUDA kernel cannot raise: it skips an entry whose id is out of range or whose destination is a
     duplicate, and increments a counter, as it does for exceeded bounds and failed waits. Reading
     the counters does not synchronize, so a step loop may call this in every step; errors of work in
-    flight are raised by a later call. On the CPU backend the jitted call itself fails instead.
+    flight are raised by a later call.
+
+    On the CPU backend a page copy or a metadata builder fails the jitted call itself instead.
+    `jaxkv.sparse` and the align functions of `jaxkv.recurrent` count their errors on every
+    platform, so call this there too.
+
+        jaxkv.check_errors(pool)  # waits for pool, then raises
 
     Args:
       *outputs: arrays or pytrees to block on first, so that the errors of the work that produces
@@ -195,7 +205,11 @@ class ErrorScope:
             scope.__enter__()
 
     def check_errors(self, *outputs: object) -> None:
-        """Raises the errors of this scope; see `jaxkv.check_errors`."""
+        """Raises the errors of this scope; see `jaxkv.check_errors`.
+
+        Args:
+          *outputs: arrays or pytrees to block on first.
+        """
         with self:
             check_errors(*outputs)
 
@@ -226,10 +240,10 @@ def scope_attribute() -> dict[str, np.int64]:
     return {"scope": np.int64(number)} if number else {}
 
 
-_KINDS: dict[str, tuple[type[JaxkvError], str]] = {
-    "page_index": (PageIndexError, "entries were not copied"),
-    "transfer": (TransferError, "waits failed"),
-    "bound": (BoundError, "bounds were exceeded"),
+_KINDS: dict[str, tuple[type[JaxkvError], str, str]] = {
+    "page_index": (PageIndexError, "entry was not copied", "entries were not copied"),
+    "transfer": (TransferError, "wait failed", "waits failed"),
+    "bound": (BoundError, "bound was exceeded", "bounds were exceeded"),
 }
 _MAX_TEXTS = 4  # per message
 
@@ -240,10 +254,12 @@ _Entry: TypeAlias = tuple[str, str, str]  # operation, argument, description
 def _error_of(kind: str, taken: Iterable[tuple[str, int | None, int, list[_Entry]]]) -> JaxkvError:
     """One error for the counts of one kind on all devices."""
     _, devices, counts, entries = zip(*taken, strict=True)
-    error, counted = _KINDS[kind]
+    error, of_one, of_several = _KINDS[kind]
+    count = sum(counts)
     recent = list(itertools.chain(*entries))
     operations, arguments, texts = zip(*recent, strict=True) if recent else ((), (), ())
-    message = f"{sum(counts)} {counted}: {'; '.join(texts[:_MAX_TEXTS])}"
+    counted = of_one if count == 1 else of_several
+    message = f"{count} {counted}: {'; '.join(texts[:_MAX_TEXTS])}"
     known = [str(device) for device in devices if device is not None]
     origin = [f"device {', '.join(known)}"] if known else []
     if scope := _scope.value:
@@ -255,7 +271,7 @@ def _error_of(kind: str, taken: Iterable[tuple[str, int | None, int, list[_Entry
         operation=_only(operations) or None,
         argument=_only(arguments) or None,
         device=_only(devices),
-        count=sum(counts),
+        count=count,
     )
 
 

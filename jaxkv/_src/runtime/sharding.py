@@ -7,16 +7,31 @@ from typing import TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import ArrayLike
 
 AxisName: TypeAlias = Hashable
 
 
-def check_head_axis(
-    num_parts: int, name: str, mesh: jax.sharding.Mesh | None, head_axis: str | None
-) -> None:
-    """Raises a ValueError unless mesh axis `head_axis` exists and divides `num_parts`."""
+def check_is_sharding(operation: str, sharding: object) -> None:
+    """Raises a TypeError for another type, such as a mesh or a PartitionSpec."""
+    if not isinstance(sharding, Sharding):
+        raise TypeError(
+            f"{operation}: sharding must be a jax.sharding.Sharding, got "
+            f"{type(sharding).__name__}; pass NamedSharding(mesh, PartitionSpec())"
+        )
+
+
+def check_head_axis(num_parts: int, name: str, mesh: Mesh | None, head_axis: str | None) -> None:
+    """Raises a ValueError unless mesh axis `head_axis` exists and divides `num_parts`.
+
+    Raises a TypeError if `mesh` is not a mesh of devices.
+    """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}; pass one such as "
+            "jax.make_mesh returns"
+        )
     if head_axis is None:
         return
     if mesh is None:
@@ -64,7 +79,7 @@ def _varying_axes(array: ArrayLike) -> frozenset[AxisName]:
     return jax.typeof(array).manual_axis_type.varying
 
 
-def device_groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
+def device_groups(mesh: Mesh, axis_name: str) -> np.ndarray:
     """The devices along an axis, `[num_groups, axis_size]`."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
     return devices.reshape(-1, devices.shape[-1])

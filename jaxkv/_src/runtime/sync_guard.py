@@ -86,6 +86,8 @@ class HostSyncReport:
 
     Attributes:
       syncs: in the order of completion, without those that raised HostSyncError before the wait.
+        Each has `what` (the function that waited), `where` ("file:line"), `seconds` and `allowed`
+        (the reason given to `allow_host_sync`, or None).
     """
 
     syncs: list[HostSync] = dataclasses.field(default_factory=list)

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import numbers
 
+import jax
+
 MAX_TIMEOUT_S = 1e9  # a clock value plus the timeout in nanoseconds fits in 64 bits
 
 
 def checked_timeout_s(timeout_s: object) -> float:
-    """`timeout_s` as a float; raises a ValueError unless 0 < timeout_s <= MAX_TIMEOUT_S."""
+    """`timeout_s` as a float.
+
+    Raises:
+      TypeError: it is traced.
+      ValueError: it is not a number with 0 < timeout_s <= MAX_TIMEOUT_S.
+    """
     seconds = float(timeout_s) if isinstance(timeout_s, numbers.Real) else 0.0
-    if not 0 < seconds <= MAX_TIMEOUT_S:
-        raise ValueError(
-            f"timeout_s must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds, "
-            f"got {timeout_s!r}"
+    if 0 < seconds <= MAX_TIMEOUT_S:
+        return seconds
+    if isinstance(timeout_s, jax.core.Tracer):
+        raise TypeError(
+            "timeout_s must be a Python number, got a traced value: bind it with "
+            "functools.partial, or mark the argument with static_argnames"
         )
-    return seconds
+    raise ValueError(
+        f"timeout_s must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds, got {timeout_s!r}"
+    )

@@ -119,9 +119,9 @@ def append(
       layer, block_table, num_sms: as for `fetch`.
 
     Returns:
-      The state and the pool. A row whose position is out of range, without a page, or equal to an
-      earlier one of its request is not written, and counted for `jaxkv.check_errors()`
-      (PageIndexError).
+      The state and the pool. A row whose position is out of range, without a page, or equal to
+      another position of the same request earlier in this call is not written, and counted for
+      `jaxkv.check_errors()` (PageIndexError).
 
     Raises:
       TypeError, ValueError, NotImplementedError: as for `fetch`.

@@ -63,6 +63,9 @@ def load_pages(
         load = jax.jit(jaxkv.load_pages, donate_argnames="cache")
         cache = load(pool, cache, host_pages, device_pages)
 
+    `layers`, `tokens` and `implementation` are static: bind them with `functools.partial`, or name
+    them in `static_argnames`.
+
     This is the load direction of SGLang's HiCache and of vLLM's offloading connector.
 
     Args:
@@ -71,7 +74,8 @@ def load_pages(
       cache: `DeviceCache` of the same `KVCacheSpec`, or the arrays that the pool's
         `ArrayCacheSpec` describes; donate it.
       host_pages: int32[n], page ids in the pool. A list, a NumPy array, a device array, or
-        `HostIds`, which "dma" requires.
+        `HostIds`, which "dma" requires. As arguments of a jitted function: int32 arrays or
+        `HostIds`. jit makes tracers of the items of a list, and truncates int64 to int32 unchecked.
       device_pages: int32[n], page ids in the cache, in the same forms. Pair i is padding if
         either id is negative.
       layers: a layer number, a sequence such as `range(4, 8)`, or None for all layers. With

@@ -61,8 +61,8 @@ def start_load(
       implementation: "dma" (copy engine), "kernel" (SMs), "host" (CPU backend), "xla" (plain
         JAX, on any platform: not overlapped, complete at the start), or None for dispatch by the
         tuning table.
-      timeout_s: limit of each wait in seconds, more than 0 and at most 1e9. After a timeout the
-        arrays may lack pages, and `check_errors` raises TransferError.
+      timeout_s: limit of each wait in seconds, more than 0 and at most 1e9; static, like `layers`.
+        After a timeout the arrays may lack pages, and `check_errors` raises TransferError.
 
     Returns:
       A `LoadHandle`, or a dict of them; the host does not block.
@@ -70,7 +70,8 @@ def start_load(
     Raises:
       ValueError: `timeout_s` is out of range; more than 1,023 layers, or 256 arrays of one shape in
         a layer; or as for `load_pages`.
-      TypeError, NotImplementedError, PageIndexError: as for `load_pages`.
+      TypeError: `timeout_s` is traced, or as for `load_pages`.
+      NotImplementedError, PageIndexError: as for `load_pages`.
     """
     ids = {"host_pages": host_pages, "device_pages": device_pages}
     state = {"pool": pool, "cache": cache}
@@ -153,7 +154,8 @@ def start_swap(
       ValueError: arrays of `dst`, or of `src` if `dst` is in host memory, in several memory kinds;
         more than 1,023 of them; as for `start_load`; or the program copies into so many arrays in
         host memory that XLA would not compile it.
-      TypeError, NotImplementedError, PageIndexError: as for `swap_blocks`.
+      TypeError: as for `start_load`.
+      NotImplementedError, PageIndexError: as for `swap_blocks`.
     """
     state, ids = {"src": src, "dst": dst}, {"src_ids": src_ids, "dst_ids": dst_ids}
 

@@ -54,7 +54,7 @@ class _PageCopyHandle(CopyHandle):
         timeout_s: float,
     ) -> Self:
         timeout_s = checked_timeout_s(timeout_s)
-        cache = by_layer(pool, engine_cache)
+        cache = by_layer(operation, pool, engine_cache)
         call, traced = resolve.prepare(
             operation, (pool, cache), ids, layers, tokens, implementation
         )

@@ -39,6 +39,7 @@ def for_each_group(
     Raises:
       TypeError: an argument is not a dict.
       ValueError: the keys of two arguments differ.
+      Exception: of `call`, with a note that names the group.
     """
     arguments = {**ids, **state}
     dicts = [name for name, value in arguments.items() if isinstance(value, Mapping)]
@@ -49,7 +50,7 @@ def for_each_group(
     for name, value in arguments.items():
         if not isinstance(value, Mapping):
             raise TypeError(
-                f"{operation}: {name} must be a dict of groups like {grouped[0]}, got a "
+                f"{operation}: {name} must be a dict of groups like {grouped[0]}, got "
                 f"{type(value).__name__}"
             )
     first, *others = arguments.items()
@@ -63,15 +64,19 @@ def for_each_group(
     if not isinstance(tokens, Mapping):
         tokens = dict.fromkeys(first[1], tokens)
     tokens = _of_groups(operation, "tokens", tokens, first[1])
-    return {
-        group: call(
-            {name: value[group] for name, value in state.items()},
-            {name: value[group] for name, value in ids.items()},
-            chosen.get(group),
-            tokens.get(group),
-        )
-        for group in first[1]
-    }
+    results = {}
+    for group in first[1]:
+        try:
+            results[group] = call(
+                {name: value[group] for name, value in state.items()},
+                {name: value[group] for name, value in ids.items()},
+                chosen.get(group),
+                tokens.get(group),
+            )
+        except Exception as error:
+            error.add_note(f"{operation}: in group {group!r}")
+            raise
+    return results
 
 
 def _of_groups(

@@ -15,6 +15,7 @@ from jaxkv._src.runtime import native
 from jaxkv._src.runtime.devices import check_outside_jit, default_device, has_native_memory
 from jaxkv._src.runtime.errors import PageIndexError
 from jaxkv._src.runtime.held_arrays import hold
+from jaxkv._src.runtime.sharding import check_is_sharding
 from jaxkv._src.runtime.sync_guard import allow_host_sync
 from jaxkv._src.runtime.upload import upload_replicated
 
@@ -45,7 +46,7 @@ class HostIds:
       data, part: reserved for JAX, which rebuilds objects from their leaves.
 
     Raises:
-      TypeError: `ids` is missing, a JAX array, or not of integers.
+      TypeError: `ids` is missing, a JAX array, or not of integers; or `sharding` has another type.
       RuntimeError: called inside jit.
       ValueError: `ids` is not one-dimensional or exceeds int32, or `sharding` is not fully
         replicated.
@@ -70,7 +71,7 @@ class HostIds:
         if ids is None:
             raise TypeError("ids is required: a NumPy array or a list of integers")
         self.ids, self.part = as_host_ids(ids, "ids"), None
-        self.data = _uploaded([self.ids], sharding)
+        self.data = _uploaded("HostIds", [self.ids], sharding)
 
     def __len__(self) -> int:
         words = self.data.shape[0] - native.extension().HOST_IDS_HEADER
@@ -96,7 +97,7 @@ class HostIdPair:
       data: reserved for JAX, which rebuilds objects from their leaves.
 
     Raises:
-      TypeError: a list is missing, a JAX array, or not of integers.
+      TypeError: a list is missing, a JAX array, or not of integers; or `sharding` has another type.
       RuntimeError: called inside jit.
       ValueError: the lists are not one-dimensional and of one length, or exceed int32; or
         `sharding` is not fully replicated.
@@ -125,7 +126,7 @@ class HostIdPair:
                 f"first and second must have the same length, got {len(self.ids[0])} and "
                 f"{len(self.ids[1])}"
             )
-        self.data = _uploaded(self.ids, sharding)
+        self.data = _uploaded("HostIdPair", self.ids, sharding)
 
     def __iter__(self) -> Iterator[HostIds]:
         for part in range(2):
@@ -134,13 +135,16 @@ class HostIdPair:
             yield one
 
 
-def _uploaded(lists: Sequence[np.ndarray], sharding: jax.sharding.Sharding | None) -> jax.Array:
+def _uploaded(
+    operation: str, lists: Sequence[np.ndarray], sharding: jax.sharding.Sharding | None
+) -> jax.Array:
     """The lists after a header, in registered memory that the host has written."""
     extension = native.extension()
     words = np.concatenate([np.zeros(extension.HOST_IDS_HEADER, np.int32), *lists])
     extension.write_host_ids_header(words.ctypes.data, len(words))
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(default_device())
+    check_is_sharding(operation, sharding)
     if not sharding.is_fully_replicated:
         raise ValueError(f"sharding must be fully replicated, got {sharding}")
     native_memory = all(map(has_native_memory, sharding.addressable_devices))
@@ -245,6 +249,14 @@ def known_ids(ids: CheckedIds) -> np.ndarray | None:
     return ids
 
 
+_SIDES = {
+    "host_pages": "pages of the pool",
+    "device_pages": "pages of the cache",
+    "src_ids": "blocks of src",
+    "dst_ids": "blocks of dst",
+}
+
+
 def check_page_ids(
     operation: str,
     ids: tuple[np.ndarray | None, np.ndarray | None],
@@ -269,8 +281,10 @@ def check_page_ids(
         outside = np.flatnonzero(used & (entry >= limit))
         if len(outside):
             raise PageIndexError(
-                f"{operation}: {name}[{outside[0]}] is {entry[outside[0]]}, out of range "
-                f"[0, {limit}) of a device",
+                f"{operation}: {name}[{outside[0]}] = {entry[outside[0]]} is outside [0, {limit}), "
+                f"the {_SIDES[name]} (of each shard, if sharded): {len(outside)} of {len(entry)} "
+                f"ids are invalid, nothing was copied; use ids below {limit}, or below 0 for "
+                "padding",
                 operation=operation,
                 argument=name,
                 count=len(outside),
@@ -281,7 +295,7 @@ def check_page_ids(
         first, second = np.flatnonzero(used & (destinations == repeated))[:2]
         raise PageIndexError(
             f"{operation}: {names[1]} has duplicate destination {repeated}, at positions {first} "
-            f"and {second}",
+            f"and {second}: nothing was copied; give each destination once",
             operation=operation,
             argument=names[1],
             count=int(counts[counts > 1].sum()),

@@ -29,8 +29,8 @@ def resolve_pages(
     tokens: range | None = None,
 ) -> Resolved:
     """One copy for each block size of a layer: one, unless the arrays of a layer differ."""
-    device_cache = by_layer(pool, cache)
-    check_pair(pool, device_cache)
+    device_cache = by_layer(operation, pool, cache)
+    check_pair(operation, pool, device_cache)
     to_dense = operation in ("load_pages", "start_load")
     if (rank := getattr(layers, "ndim", 0)) > 1:
         raise ValueError(
@@ -72,10 +72,15 @@ def resolve_pages(
     return copies, rebuild
 
 
-def by_layer(pool: HostPool, cache: PyTree) -> DeviceCache | ArrayCache:
+def by_layer(operation: str, pool: HostPool, cache: PyTree) -> DeviceCache | ArrayCache:
     """`cache`, or an engine's arrays by layer if the pool is for them."""
     spec = getattr(pool, "spec", None)
     if isinstance(spec, ArrayCacheSpec) and not isinstance(cache, ArrayCache):
+        if isinstance(cache, DeviceCache):
+            raise TypeError(
+                f"{operation}: pool was created for an engine's own arrays (ArrayCacheSpec), but "
+                "cache is a DeviceCache; create the pool with cache.spec"
+            )
         return as_array_cache(spec, cache)
     return cache
 

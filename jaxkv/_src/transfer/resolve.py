@@ -145,7 +145,7 @@ def _check_blocks(side: str, arrays: Sequence[jax.Array]) -> None:
     """Raises a TypeError or ValueError unless these are arrays of equally many blocks."""
     for array in arrays:
         if not hasattr(array, "dtype"):
-            raise TypeError(f"{side} must be a pytree of arrays, got a {type(array).__name__}")
+            raise TypeError(f"{side} must be a pytree of arrays, got {type(array).__name__}")
         if array.ndim < 1:
             raise ValueError(f"each array of {side} must have shape [num_blocks, ...], got []")
         check_canonical_dtype(array, f"an array of {side}")

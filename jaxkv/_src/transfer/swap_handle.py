@@ -99,7 +99,7 @@ class SwapHandle(CopyHandle):
 
         Args:
           array: number of an array of `dst`, in the order of `jax.tree.leaves(dst)`, which is the
-            order of the copy; None for all.
+            order of the copy; None for all. One array or all, no sequence.
           after: pytree of arrays to compute before the wait, such as the input of a layer. Without
             it XLA may schedule the wait before compute that does not need the array.
 
@@ -107,6 +107,7 @@ class SwapHandle(CopyHandle):
           The array with the copied blocks; `dst` for None.
 
         Raises:
+          TypeError: `array` is not an integer.
           ValueError: `dst` has no such array.
           NotImplementedError: called inside `jax.vmap`, or differentiated.
           RuntimeError: the handle was donated to a program, or belongs to another trace. Pass it to
@@ -115,7 +116,13 @@ class SwapHandle(CopyHandle):
         if array is None:
             self._wait_for(self._segments, after)
             return self._dst
-        array = operator.index(array)
+        try:
+            array = operator.index(array)
+        except TypeError as error:
+            raise TypeError(
+                "wait: array must be an integer, the number of an array of dst, or None for all, "
+                f"got {array!r}"
+            ) from error
         num_arrays = len(jax.tree.leaves(self._dst))
         if not 0 <= array < num_arrays:
             raise ValueError(f"array must be in [0, {num_arrays}), the arrays of dst, got {array}")

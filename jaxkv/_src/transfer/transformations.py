@@ -1,4 +1,4 @@
-"""Errors for JAX transformations that page copies do not support: vmap and differentiation."""
+"""Errors for JAX transformations that an operation does not support: vmap and derivatives."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def reject_transformations(operation: str, arguments: _Tree) -> _Tree:
 
 def _reject_vmap(*_: Any, operation: str) -> NoReturn:
     raise NotImplementedError(
-        f"{operation}: jax.vmap is not supported: pass the ids of the whole batch in one call, or "
+        f"{operation}: jax.vmap is not supported: pass the whole batch in one call, or "
         "loop over the batch with jax.lax.scan"
     )
 
 
 def _reject_derivative(*_: Any, operation: str) -> NoReturn:
     raise NotImplementedError(
-        f"{operation}: jax.grad and jax.jvp are not supported, a page copy has no derivative: "
-        "apply jax.lax.stop_gradient to the pool and the cache, or to src and dst, first"
+        f"{operation}: jax.grad and jax.jvp are not supported, it has no derivative: apply "
+        "jax.lax.stop_gradient to its arrays first"
     )
 
 

@@ -21,6 +21,8 @@ import zlib
 
 import numpy as np
 
+from jaxkv._src.offload.integers import checked_integer
+
 ALIGNMENT = 4096  # of O_DIRECT: addresses, lengths and offsets, on every device
 _MAX_BLOCK_BYTES = 1 << 30  # one preadv or pwritev transfers at most 2 GiB - 4 KiB
 _MAGIC, _VERSION = b"jaxkvblk", 1
@@ -28,9 +30,9 @@ _FIXED = struct.Struct("<8sIIQI4x")
 _CRC = struct.Struct("<I")
 
 
-def check_block_bytes(name: str, block_bytes: int) -> None:
-    if not 0 < block_bytes <= _MAX_BLOCK_BYTES:
-        raise ValueError(f"{name}: block_bytes={block_bytes} is outside 1..{_MAX_BLOCK_BYTES}")
+def checked_block_bytes(name: str, block_bytes: int) -> int:
+    expected = f"an integer from 1 to {_MAX_BLOCK_BYTES}"
+    return checked_integer(f"{name}: block_bytes", block_bytes, expected, 1, _MAX_BLOCK_BYTES)
 
 
 def file_bytes(block_bytes: int) -> int:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from jaxkv._src.offload.integers import checked_integer
 from jaxkv._src.offload.tiers import block_file
 from jaxkv._src.offload.tiers.file_index import FileIndex
 from jaxkv._src.offload.tiers.queued import LOGGER, Copy, QueuedTier
@@ -41,7 +42,7 @@ class FileTier(QueuedTier):
       num_threads: number of copies that run at the same time.
 
     Raises:
-      ValueError: a number is out of range.
+      ValueError: a number is not an integer, or out of range.
       OSError: the directory cannot be created or read; `PermissionError` if others can write to the
         folder in it that has the files.
     """
@@ -54,12 +55,10 @@ class FileTier(QueuedTier):
         *,
         num_threads: int = 8,
     ) -> None:
-        block_file.check_block_bytes("FileTier", block_bytes)
+        block_bytes = block_file.checked_block_bytes("FileTier", block_bytes)
         file_bytes = block_file.file_bytes(block_bytes)
-        if capacity_bytes < file_bytes:
-            raise ValueError(
-                f"FileTier: capacity_bytes={capacity_bytes}; a file has {file_bytes} bytes"
-            )
+        expected = f"an integer, at least the {file_bytes} bytes of a file"
+        checked_integer("FileTier: capacity_bytes", capacity_bytes, expected, file_bytes)
         super().__init__("FileTier", block_bytes, num_threads)
         self.capacity_blocks = capacity_bytes // file_bytes
         self._index = FileIndex(os.path.join(directory, f"v1-{block_bytes}"), file_bytes)

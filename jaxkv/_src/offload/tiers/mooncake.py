@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv._src.offload.integers import checked_integer
 from jaxkv._src.offload.tiers import block_file
 from jaxkv._src.offload.tiers.queued import Copy, QueuedTier
 
@@ -60,7 +61,7 @@ class MooncakeTier(QueuedTier):
     Raises:
       ImportError: Mooncake or libibverbs is not installed.
       ConnectionError: the master or the metadata server does not answer; Mooncake tries for 90 s.
-      ValueError: a number is out of range.
+      ValueError: a number is not an integer, or out of range.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class MooncakeTier(QueuedTier):
         devices: str = "",
         num_threads: int = 4,
     ) -> None:
-        block_file.check_block_bytes("MooncakeTier", block_bytes)
-        if segment_bytes < 0:
-            raise ValueError(f"MooncakeTier: segment_bytes={segment_bytes}; at least 0 bytes")
+        block_bytes = block_file.checked_block_bytes("MooncakeTier", block_bytes)
+        expected = "an integer, at least 0 bytes"
+        segment_bytes = checked_integer("MooncakeTier: segment_bytes", segment_bytes, expected, 0)
         super().__init__("MooncakeTier", block_bytes, num_threads, _MAX_BATCH)
         self._object_bytes = block_file.ALIGNMENT + block_bytes
         self._store = _client(host, metadata, segment_bytes, protocol, devices, master)

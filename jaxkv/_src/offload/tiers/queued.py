@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
+from jaxkv._src.offload.integers import checked_integer
 from jaxkv._src.offload.tiers.tier import TIER_COUNTERS
 
 LOGGER = logging.getLogger("jaxkv.offload")
@@ -53,12 +54,12 @@ class QueuedTier(ABC):
       max_batch: number of copies that a thread takes at once.
 
     Raises:
-      ValueError: there is no thread.
+      ValueError: `num_threads` is not a positive integer.
     """
 
     def __init__(self, name: str, block_bytes: int, num_threads: int, max_batch: int = 1) -> None:
-        if num_threads < 1:
-            raise ValueError(f"{name}: num_threads={num_threads}; at least 1 thread")
+        expected = "an integer, at least 1 thread"
+        num_threads = checked_integer(f"{name}: num_threads", num_threads, expected, 1)
         self._name = name
         self._block_bytes = block_bytes
         self._max_batch = max_batch
@@ -99,6 +100,7 @@ class QueuedTier(ABC):
 
     @property
     def block_bytes(self) -> int:
+        """See `Tier`."""
         return self._block_bytes
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -110,12 +112,14 @@ class QueuedTier(ABC):
 
     def read(self, key: bytes, into: memoryview) -> Future[bool]:
         """See `Tier`."""
+        self._check_buffer("read", into)
         if into.readonly:
             raise ValueError(f"{self._name}.read: the buffer is read-only; pass a writable one")
         return self._submit(self._queues[0], "read", key, into)
 
     def write(self, key: bytes, block: memoryview) -> Future[bool]:
         """See `Tier`."""
+        self._check_buffer("write", block)
         return self._submit(self._queues[1], "write", key, block)
 
     def metrics(self) -> dict[str, float]:
@@ -158,12 +162,6 @@ class QueuedTier(ABC):
         self, queue: deque[Copy], operation: str, key: bytes, buffer: memoryview
     ) -> Future[bool]:
         self._check_keys(operation, (key,))
-        if buffer.nbytes != self._block_bytes or not buffer.c_contiguous:
-            raise ValueError(
-                f"{self._name}.{operation}: the buffer has {buffer.nbytes} bytes"
-                f"{'' if buffer.c_contiguous else ', not contiguous'}; blocks have "
-                f"{self._block_bytes} contiguous bytes"
-            )
         copy = Copy(key, buffer.cast("B"))
         with self._state:
             self._check_open(operation)
@@ -179,6 +177,19 @@ class QueuedTier(ABC):
     def _check_open(self, operation: str) -> None:
         if self._closed:
             raise ValueError(f"{self._name}.{operation}: the tier is closed")
+
+    def _check_buffer(self, operation: str, buffer: memoryview) -> None:
+        if not isinstance(buffer, memoryview):
+            raise ValueError(
+                f"{self._name}.{operation}: the buffer is of type {type(buffer).__name__}; pass a "
+                "memoryview of it"
+            )
+        if buffer.nbytes != self._block_bytes or not buffer.c_contiguous:
+            raise ValueError(
+                f"{self._name}.{operation}: the buffer has {buffer.nbytes} bytes"
+                f"{'' if buffer.c_contiguous else ', not contiguous'}; blocks have "
+                f"{self._block_bytes} contiguous bytes"
+            )
 
     def _check_keys(self, operation: str, keys: Iterable[bytes]) -> None:
         for key in keys:

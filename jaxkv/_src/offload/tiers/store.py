@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from jaxkv._src.offload.tiers.queued import LOGGER
 from jaxkv._src.offload.tiers.tier import Tier
@@ -22,17 +23,22 @@ class TieredStore:
       tiers: at least one; `close` closes them.
 
     Raises:
+      TypeError: `tiers` is not a sequence of tiers.
       ValueError: there is no tier, or they have different `block_bytes`.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
-        sizes = {tier.block_bytes for tier in tiers}
+        self._tiers = _checked("TieredStore", tiers)
+        sizes = {tier.block_bytes for tier in self._tiers}
         if len(sizes) != 1:
-            raise ValueError(f"TieredStore: {len(tiers)} tiers with block_bytes {sorted(sizes)}")
-        self._tiers = tuple(tiers)
+            raise ValueError(
+                f"TieredStore: {len(self._tiers)} tiers with block_bytes {sorted(sizes)}; pass at "
+                "least one, and all of one size"
+            )
 
     @property
     def block_bytes(self) -> int:
+        """See `Tier`."""
         return self._tiers[0].block_bytes
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -115,3 +121,19 @@ class TieredStore:
         """See `Tier`."""
         for tier in self._tiers:
             tier.close()
+
+
+def one_tier(operation: str, tiers: Any) -> Tier:
+    """A tier, or several as a `TieredStore`; raises TypeError for anything else."""
+    found = _checked(operation, tiers)
+    return found[0] if len(found) == 1 else TieredStore(found)
+
+
+def _checked(operation: str, tiers: Any) -> tuple[Tier, ...]:
+    """Raises TypeError unless they are objects with `block_bytes`."""
+    found = tuple(tiers) if isinstance(tiers, Iterable) else (None,)
+    if not all(hasattr(tier, "block_bytes") for tier in found):
+        raise TypeError(
+            f"{operation}: tiers={tiers!r:.60} has to be a sequence of tiers, such as [tier]"
+        )
+    return found

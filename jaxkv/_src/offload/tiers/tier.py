@@ -13,7 +13,8 @@ class Tier(Protocol):
     A block is `block_bytes` opaque bytes, found by its key (see `BlockGroup.keys`). A tier is a
     cache: it may lose a block at any time, but never returns bytes other than those written for
     the key. Failures of disks, networks and servers are misses, counted in `metrics` and logged
-    as warnings of the logger "jaxkv.offload"; only wrong arguments raise.
+    as warnings of the logger "jaxkv.offload". Only wrong arguments, reads and writes after `close`,
+    and a `remove` that fails raise.
 
         written = tier.write(key, page)                       # returns at once
         assert written.result()                               # True: stored
@@ -24,13 +25,11 @@ class Tier(Protocol):
     caller's thread. The buffer belongs to the tier until the future is done: do not reuse or free
     it before, even if the result is no longer wanted. Futures always end with a bool, never with an
     exception; they cannot be cancelled. Callbacks run in a thread of the tier and must be short.
-
-    Attributes:
-      block_bytes: size of every block in bytes.
     """
 
     @property
-    def block_bytes(self) -> int: ...
+    def block_bytes(self) -> int:
+        """Size of every block in bytes."""
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each block is probably there: `read` can still miss.
@@ -44,13 +43,13 @@ class Tier(Protocol):
 
         Args:
           key: the block.
-          into: contiguous and writable, `block_bytes` long. Undefined after a miss.
+          into: a memoryview, contiguous and writable, `block_bytes` long. Undefined after a miss.
 
         Returns:
           True once `into` has the block; False for a miss.
 
         Raises:
-          ValueError: `into` is not such a buffer, or the tier is closed.
+          ValueError: `into` is not such a memoryview, or the tier is closed.
         """
 
     def write(self, key: bytes, block: memoryview) -> Future[bool]:
@@ -58,13 +57,14 @@ class Tier(Protocol):
 
         Args:
           key: the block.
-          block: contiguous, `block_bytes` long; not modified until the future is done.
+          block: a memoryview, contiguous, `block_bytes` long; not modified until the future is
+            done.
 
         Returns:
           True once the block can be read; False if it was not stored.
 
         Raises:
-          ValueError: `block` is not such a buffer, or the tier is closed.
+          ValueError: `block` is not such a memoryview, or the tier is closed.
         """
 
     def remove(self, keys: Iterable[bytes]) -> None:
