@@ -33,8 +33,8 @@ ffi::ErrorOr<SelectedPairs> check_ids(const IdLists& ids) {
   auto selected = select_pairs(ids, &rejected);
   if (rejected.count == 0) return selected;
   return ffi::Unexpected(ffi::Error::InvalidArgument(
-      "PageIndexError: " + describe(rejected.first.front()) + " (entries rejected: " +
-      std::to_string(rejected.count) + ", nothing copied)"));
+      "PageIndexError: " + describe(rejected.first.front()) +
+      " (entries rejected: " + std::to_string(rejected.count) + ", nothing copied)"));
 }
 
 ffi::ErrorOr<SelectedPairs> check_ids(ffi::Buffer<ffi::S32> source_ids,
