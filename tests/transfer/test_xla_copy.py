@@ -226,7 +226,7 @@ def test_ids_known_while_tracing_are_checked(operation):
     call = partial(getattr(jaxkv, operation), implementation="xla")
     step = jax.jit(lambda pool, cache: call(pool, cache, [1, 99], [2, 3]))
     assert_rejected(
-        lambda: step(case.pool(), case.cache()), jaxkv.PageIndexError, "host_pages[1] is 99"
+        lambda: step(case.pool(), case.cache()), jaxkv.PageIndexError, "host_pages[1] = 99"
     )
 
 
