@@ -1,7 +1,7 @@
 """metadata.local_attention against queries split token by token."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -155,3 +155,6 @@ def test_chunk_size_not_multiple_of_block_size_raises(bounds):
 def test_bound_of_chunks_without_tokens_raises():
     with pytest.raises(ValueError, match="chunk_size must be >= 1, got 0"):
         max_pieces(2, 4, 0)
+    size: Any = 4.5
+    with pytest.raises(TypeError, match="chunk_size must be an integer, got float"):
+        max_pieces(2, 4, size)

@@ -1,16 +1,9 @@
 """All-reduce over a mesh axis in one kernel: `jax.lax.psum` over symmetric memory.
 
-| algorithm | method | largest message |
-|---|---|---|
-| low_latency | one-shot, LL protocol: flag-in-data words, no barrier | `low_latency_bytes` |
-| one_shot | each rank sends its message to all peers, one barrier, reduction | `slot_bytes` |
-| two_shot | reduce-scatter, then all-gather; larger messages in tiles | `max_bytes` |
-| multimem | reduction and broadcast by the NVLink switch, one part for each rank | `max_bytes` |
-| psum | `jax.lax.psum`, by XLA | any |
-
-The first three support bfloat16, float16 and float32 and accumulate in float32 in rank order, so
-the result is bitwise identical on all devices and in all runs. (vLLM's custom all-reduce has the
-second and the third, TensorRT-LLM's the first.)
+docs/all_reduce.md has the algorithms and their largest messages. low_latency, one_shot and two_shot
+support bfloat16, float16 and float32 and accumulate in float32 in rank order, so the result is
+bitwise identical on all devices and in all runs. (vLLM's custom all-reduce has the last two,
+TensorRT-LLM's the first.)
 
 multimem supports the same dtypes and also accumulates in float32, but the switch determines the
 order: the result is bitwise identical on all devices, but differs from the other algorithms and

@@ -58,7 +58,8 @@ class FileTier(QueuedTier):
         block_bytes = block_file.checked_block_bytes("FileTier", block_bytes)
         file_bytes = block_file.file_bytes(block_bytes)
         expected = f"an integer, at least the {file_bytes} bytes of a file"
-        checked_integer("FileTier: capacity_bytes", capacity_bytes, expected, file_bytes)
+        name = "FileTier: capacity_bytes"
+        capacity_bytes = checked_integer(name, capacity_bytes, expected, file_bytes)
         super().__init__("FileTier", block_bytes, num_threads)
         self.capacity_blocks = capacity_bytes // file_bytes
         self._index = FileIndex(os.path.join(directory, f"v1-{block_bytes}"), file_bytes)
