@@ -1,12 +1,14 @@
 """`bench.serving`: workloads, the systems' copies, and the table of results."""
 
 import argparse
+import itertools
 import json
 import types
 from typing import Any
 from unittest import mock
 
 import jax
+import numpy as np
 import pytest
 
 from bench.harness import peak_bandwidth, timing
@@ -336,7 +338,7 @@ def test_serving_table_has_one_row_per_workload_and_system():
 )
 def test_decode_is_compared_with_the_faster_read_of_hbm(monkeypatch, copied, share, peak):
     """A chain reads 500 GB/s, the sum 910 to 1110, a copy twice what it copies."""
-    sums = iter([0.9e-12, 1.0e-12, 1.1e-12] * decode.ROUNDS)
+    sums = itertools.cycle(np.linspace(0.9e-12, 1.1e-12, 15))
     monkeypatch.setattr(decode, "sum_by_xla", lambda num_bytes: lambda: next(sums))
     monkeypatch.setattr(peak_bandwidth, "device_copy", lambda: ("a copy", copied))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -345,7 +347,7 @@ def test_decode_is_compared_with_the_faster_read_of_hbm(monkeypatch, copied, sha
     results = Results("serving_decode", log=False)
     decode._record(results, "attention", chain, decode.SMALL, 4, 0.4)
     (target,) = results.targets
-    assert target.got == pytest.approx(share) and target.met is (share > 0.4)
+    assert target.got == pytest.approx(share, 1e-3) and target.met is (share > 0.4)
     assert bool(target.error) == (peak == "sum by XLA")
     taken, bandwidth = results.rows
     assert taken.value == pytest.approx(2e-12 * 1000 / 4 * 1e6)

@@ -338,11 +338,15 @@ def test_keys_that_no_file_can_have(make):
     tier = make()
     longest = bytes(queued.MAX_KEY_BYTES)
     assert write(tier, longest) and read(tier, longest)
-    for bad in (b"", longest + b"x"):
-        with pytest.raises(ValueError, match="1 to 120 bytes"):
-            write(tier, bad)
-        with pytest.raises(ValueError, match="1 to 120 bytes"):
-            tier.remove([bad])
+    block = memoryview(bytes(tier.block_bytes))
+    for bad in (b"", longest + b"x", "text"):
+        for use in (
+            lambda bad=bad: tier.write(bad, block),
+            lambda bad=bad: tier.remove([bad]),
+            lambda bad=bad: tier.contains([longest, bad]),
+        ):
+            with pytest.raises(ValueError, match=r"key .* is not 1 to 120 bytes"):
+                use()
 
 
 def test_files_that_cannot_be_removed(make, monkeypatch):

@@ -328,8 +328,11 @@ def _layer_numbers(layer: Any) -> tuple[list[int], bool]:
     """The layers of a wait, and whether `layer` is a sequence; raises a TypeError for others."""
     values = layer.tolist() if isinstance(layer, np.ndarray) else layer
     several = isinstance(values, Sequence)
+    numbers = values if several else (values,)
     try:
-        return [operator.index(number) for number in (values if several else (values,))], several
+        if any(isinstance(number, bool) for number in numbers):
+            raise TypeError("a bool is not a layer")
+        return [operator.index(number) for number in numbers], several
     except TypeError as error:
         raise TypeError(
             "wait: layer must be an integer, or a sequence or one-dimensional NumPy array of "

@@ -105,6 +105,7 @@ class QueuedTier(ABC):
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier`."""
+        self._check_keys("contains", keys)
         found = [False] * len(keys) if self._closed else self._contains(keys)
         self._count("queries", len(found))
         self._count("hits", sum(found))

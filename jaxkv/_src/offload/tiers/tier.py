@@ -36,6 +36,9 @@ class Tier(Protocol):
 
         Takes microseconds a key for tiers with an index in memory, at most a stated time for
         others; after that time, and after `close`, all keys are misses.
+
+        Raises:
+          ValueError: a key is not bytes, or longer than the tier's keys.
         """
 
     def read(self, key: bytes, into: memoryview) -> Future[bool]:
