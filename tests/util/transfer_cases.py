@@ -204,6 +204,12 @@ def assert_rejected(call, error, *words):
     assert not missing, f"{missing} not in: {message}"
 
 
+def assert_not_copied(num_entries: int) -> None:
+    """A GPU counted this number of wrong entries."""
+    words = "1 entry was" if num_entries == 1 else f"{num_entries} entries were"
+    assert_rejected(jaxkv.check_errors, jaxkv.PageIndexError, f"{words} not copied")
+
+
 def fails_at_once(implementation: str | None, inside_jit: bool) -> bool:
     """Whether wrong ids fail the call itself; a GPU counts those that the host does not see."""
     if implementation == "xla" and inside_jit:
