@@ -32,6 +32,7 @@ from bench.serving.systems import HOST_METADATA, IN_HBM, Memory
 from examples.serving import attention
 from examples.serving.engine import Limits
 from examples.serving.model import Config
+from examples.serving.packed import pack
 from examples.serving.presets import PRESETS, TINY, init_params
 from examples.serving.sampling import GREEDY, SamplingRows
 from examples.serving.step import Inputs, Program, State, jitted
@@ -168,17 +169,16 @@ def measure_step(results: Results, size: Size) -> None:
     state = State(cache, jnp.zeros(size.batch, jnp.int32))
     kind = attention.select(None, np.dtype(size.dtype), config.head_dim)
     slots = np.arange(size.batch, dtype=np.int32)
-    inputs = jax.device_put(
-        Inputs(
-            np.zeros(size.batch, np.int32), slots, batch_of(size), slots,
-            SamplingRows.of([GREEDY], size.batch), jaxkv.OffloadEngine(0).padding_batches()[0],
-        )
+    inputs = Inputs(
+        np.zeros(size.batch, np.int32), slots, batch_of(size), slots,
+        SamplingRows.of([GREEDY], size.batch), jaxkv.OffloadEngine(0).padding_batches()[0],
     )  # fmt: skip
     run = partial(jitted(inputs), Program(config, kind), params)
+    uploaded = jax.device_put(pack(inputs))
     # Of the embedding, only a row for each token is read.
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - params["embed_tokens"].nbytes
     num_bytes = weights + spec.page_bytes * size.batch * size.pages
-    step = Chain(lambda state: run(state, None, inputs)[0], state, num_bytes)
+    step = Chain(lambda state: run(state, None, uploaded)[0], state, num_bytes)
     case = f"decode step, {size.batch} x {size.tokens} tokens, {num_bytes / 1e9:.1f} GB"
     _record(results, case, step, size, 1, WANTED_STEP)
     jaxkv.check_errors(step.state)

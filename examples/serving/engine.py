@@ -27,6 +27,7 @@ from jaxkv.offload import BlockHasher, Tier
 from . import attention as attention_module
 from .block_manager import BlockManager, Placement
 from .model import Config, Params, partition
+from .packed import pack
 from .request import Limits, Request
 from .sampling import SamplingRows
 from .step import Inputs, Program, State, copy_implementation, jitted
@@ -262,7 +263,7 @@ class Engine:
         these programs.
         """
         pool = None if inputs.copies.kind == "none" else self.pool
-        return self.params, self.state, pool, inputs
+        return self.params, self.state, pool, pack(inputs)
 
     def _run(self, inputs: Inputs, sampling: bool) -> jax.Array:
         run, program = jitted(inputs), self._program._replace(sampling=sampling)

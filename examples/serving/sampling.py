@@ -36,6 +36,7 @@ class Sampling:
 
 GREEDY = Sampling()
 _MAX_TEMPERATURE = float(np.finfo(np.float32).max)
+_MAX_TOP_K = np.iinfo(np.int32).max
 
 
 class SamplingRows(NamedTuple):
@@ -52,7 +53,7 @@ class SamplingRows(NamedTuple):
         return cls(
             np.array([min(row.temperature, _MAX_TEMPERATURE) for row in rows], np.float32),
             np.array([row.top_p for row in rows], np.float32),
-            np.array([min(row.top_k, np.iinfo(np.int32).max) for row in rows], np.int32),
+            np.array([min(row.top_k, _MAX_TOP_K) for row in rows], np.int32),
             np.array([row.seed % 2**32 for row in rows], np.uint32),
         )
 

@@ -15,6 +15,7 @@ import jaxkv
 from jaxkv.metadata import BatchMetadata
 
 from .model import Config, Params, forward, partition
+from .packed import Packed, unpack
 from .sampling import Array, SamplingRows, greedy, sample
 
 
@@ -29,7 +30,7 @@ class Program(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Arrays of a step from the host: T tokens, B rows."""
+    """Arrays of a step from the host: T tokens, B rows. They are uploaded as `Packed`."""
 
     tokens: Array  # int32[T]; ignored where `source` is not negative
     source: Array  # int32[T], slot of the last sampled token to use instead
@@ -47,10 +48,11 @@ class State(NamedTuple):
 
 
 def _step(
-    program: Program, params: Params, state: State, pool: jaxkv.HostPool | None, inputs: Inputs
+    program: Program, params: Params, state: State, pool: jaxkv.HostPool | None, packed: Packed
 ) -> tuple[State, jax.Array, jaxkv.HostPool | None]:
     """A step on one device; returns the state, the sampled tokens int32[B], and a stored pool."""
     (cache, last), (config, attention, memory, _, sampling) = state, program
+    inputs: Inputs = unpack(packed)
     copies: Any = inputs.copies.start(pool, cache)
     reduce: Any = (lambda x: jaxkv.all_reduce(memory, x, "tp")) if memory else lambda x: x
     chosen = last.at[inputs.source].get(mode="clip")
@@ -79,7 +81,7 @@ _run_store = jax.jit(_sharded_step, static_argnums=0, donate_argnums=(2, 3))
 
 
 def jitted(inputs: Inputs) -> Any:
-    """The compiled function for these copies: takes a program, parameters, state, pool, inputs."""
+    """The compiled function for these copies: of a program, parameters, state, pool, `Packed`."""
     return _run_store if inputs.copies.kind == "store" else _run
 
 
