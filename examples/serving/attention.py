@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv.metadata import BatchMetadata
+from jaxkv.metadata import BatchMetadata, flash_attention
 
 # Full float32 products (no TF32): the batch composition changes results by float32 rounding only.
 einsum = partial(jnp.einsum, precision="highest")
@@ -21,7 +21,7 @@ einsum_float32 = partial(einsum, preferred_element_type=jnp.float32)
 
 IMPLEMENTATIONS = ("flash", "xla")
 XLA_TILE = 16  # query tokens of one sequence that share a gather of keys and values
-FLASH_TILE = 128  # query tokens of a thread block
+FLASH_TILE = 128  # query tokens of a thread block, and its keys in an iteration
 KEY_BLOCK = {"cpu": 64, "gpu": 1024}  # keys per iteration; a GPU's host waits for each
 NUM_SMS = 132  # of an H100 or H200
 
@@ -82,12 +82,13 @@ def _attend_flash(q: Array, k_pages: Array, v_pages: Array, rows: BatchMetadata)
     """
     from flash_attn3_jax import flash_mha_with_kvcache
 
+    if len(q) == rows.max_num_reqs <= flash_attention.MAX_SORTED_BATCH:
+        kv_heads = k_pages.shape[2]
+        splits = num_splits(len(q), kv_heads, rows.max_blocks * rows.block_size)
+        # XLA merges the equal metadata of all layers.
+        metadata = _scheduler_metadata(rows, q.shape[1], kv_heads, q.shape[2], splits)
+        return _decode_flash(q, k_pages, v_pages, rows, metadata, splits)
     cache: dict[str, Any] = {"k_cache": k_pages, "v_cache": v_pages, "is_causal": True}
-    if len(q) == rows.max_num_reqs:
-        splits = num_splits(len(q), k_pages.shape[2], rows.max_blocks * rows.block_size)
-        cache |= {"cache_seqlens": rows.seq_lens, "page_table": rows.block_table}
-        decoded: Array = flash_mha_with_kvcache(q[:, None], **cache, num_splits=splits)
-        return decoded[:, 0]
     index, row = _query_tiles(len(q), rows, FLASH_TILE)
     # Causal: the last query token of a tile, which none of its padding follows, sees all keys.
     last = index[:, -1]
@@ -96,6 +97,41 @@ def _attend_flash(q: Array, k_pages: Array, v_pages: Array, rows: BatchMetadata)
     tiles = q.at[index].get(mode="fill", fill_value=0)
     out = flash_mha_with_kvcache(tiles, **cache, page_table=rows.block_table[row], num_splits=1)
     return jnp.zeros_like(q).at[index].set(out, mode="drop")
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))  # traced once, not for each layer
+def _scheduler_metadata(
+    rows: BatchMetadata, heads: int, kv_heads: int, head_dim: int, splits: int
+) -> Array:
+    return flash_attention.build(
+        rows, num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_m=FLASH_TILE,
+        block_n=FLASH_TILE, num_splits=splits, num_sms=NUM_SMS,
+    ).packed  # fmt: skip
+
+
+def _decode_flash(
+    q: Array, k_pages: Array, v_pages: Array, rows: BatchMetadata, metadata: Array, splits: int
+) -> Array:
+    """FlashAttention-3 of one token a row, by the package's handler, with our scheduler metadata.
+
+    Then the handler runs no kernel of its own to prepare it, and allocates no memory. It resets the
+    semaphore after the call, so all layers can use the same metadata.
+    """
+    ints, floats, like_q = (jnp.zeros(0, x) for x in (jnp.int32, jnp.float32, q.dtype))  # absent
+    parts = (splits, *q.shape[:2], 1) if splits > 1 else (1, 1, 1)
+    float32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    results = (
+        jax.ShapeDtypeStruct(q[:, None].shape, q.dtype), float32((*q.shape[:2], 1)),
+        float32((*parts, q.shape[2] if splits > 1 else 1)), float32(parts),
+    )  # fmt: skip
+    return jax.ffi.ffi_call("flash_mha_fwd", results)(
+        q[:, None], k_pages, v_pages, *[like_q] * 3, *[ints] * 4, rows.seq_lens, rows.block_table,
+        *[ints] * 2, *[like_q] * 2, ints, *[floats] * 3, metadata,
+        max_seqlen_q=1, max_seqlen_q_has_value=True, max_seqlen_k=0, max_seqlen_k_has_value=False,
+        softmax_scale_val=q.shape[2] ** -0.5, softmax_scale_has_value=True, pack_gqa_val=False,
+        pack_gqa_has_value=False, is_causal=True, window_size_left=-1, window_size_right=-1,
+        attention_chunk=0, softcap=0.0, is_rotary_interleaved=True, num_splits=splits, sm_margin=0,
+    )[0][:, 0]  # fmt: skip
 
 
 def _attend_xla(q: Array, k_pages: Array, v_pages: Array, rows: BatchMetadata) -> Array:

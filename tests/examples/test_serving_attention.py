@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples.serving import attention
 from examples.serving.attention import KEY_BLOCK, attend, num_splits, select
 from jaxkv.metadata import BatchMetadata
 
@@ -97,8 +98,14 @@ def kernel_on_cpu(q, k_cache, v_cache, *, cache_seqlens, page_table, is_causal, 
 @pytest.mark.parametrize(("query_lens", "seq_lens", "max_tokens"), BATCHES)
 @pytest.mark.parametrize("page_size", [16, 128])
 def test_operands_of_flash_attention(query_lens, seq_lens, max_tokens, page_size, monkeypatch):
+    def decode(q, k, v, rows, metadata, splits):
+        assert metadata.shape == (4 * -(-len(q) // 4) * 4 + 1,)
+        cache = {"cache_seqlens": rows.seq_lens, "page_table": rows.block_table}
+        return kernel_on_cpu(q[:, None], k, v, **cache, is_causal=True, num_splits=splits)[:, 0]
+
     package = types.SimpleNamespace(flash_mha_with_kvcache=kernel_on_cpu)
     monkeypatch.setitem(sys.modules, "flash_attn3_jax", package)
+    monkeypatch.setattr(attention, "_decode_flash", decode)
     q, k, v, rows, table = attention_case(
         query_lens, seq_lens, page_size, 4, 2, 8, jnp.float32, max_tokens
     )
