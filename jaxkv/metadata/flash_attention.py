@@ -1,9 +1,10 @@
 """Scheduler metadata of FlashAttention-3: what its prepare kernel computes, on the device.
 
 Follows `get_scheduler_metadata` of FlashAttention's `hopper` directory as of commit 0251105
-(August 2026), for Hopper. Earlier versions have another layout: pass the result only to a kernel
-of that layout. The tile sizes and the upper bound of splits are those of the attention kernel that
-reads the result; the kernel chooses them from its static arguments, so they are arguments here.
+(August 2026), for Hopper, and equals that of flash-attn3-jax 0.2.3. Earlier versions have another
+layout: pass the result only to a kernel of that layout. The tile sizes and the upper bound of
+splits are those of the attention kernel that reads the result; the kernel chooses them from its
+static arguments, so they are arguments here.
 
 Where the prepare kernel is undefined (no tile in the batch), no row is split. It is compiled with
 fast division: where a number of blocks per SM is an integer up to rounding, it may differ by one
@@ -40,7 +41,8 @@ class SchedulerMetadata:
         causal or has a window.
       packed: int32[4 * ceil(B / 4) * vectors + 1], the present arrays in this order, each padded
         with zeros to a multiple of 4, then the tile-count semaphore, 0. The kernel's
-        `scheduler_metadata`; it changes the semaphore, so each call needs a fresh copy.
+        `scheduler_metadata`. It changes the semaphore, which FlashAttention's own callers reset
+        after each call, so that all layers can use one array; other calls need a fresh copy each.
     """
 
     num_splits_dynamic: jax.Array
