@@ -1,6 +1,7 @@
 """Kills processes that write to a `FileTier`: `python -m tests.util.tier_crashes DIR SEED ROUNDS`.
 
-After each, a new tier must have only intact blocks, and no temporary files.
+After each, a new tier must have only intact blocks, and no temporary files. Rounds go on, up to ten
+times as many, until a process was killed in the middle of a file.
 """
 
 import os
@@ -30,7 +31,9 @@ def write_forever(directory: str, seed: int) -> None:
 def main() -> None:
     directory, rng, rounds = sys.argv[1], random.Random(int(sys.argv[2])), int(sys.argv[3])
     hits = abandoned = 0
-    for _ in range(rounds):
+    for number in range(10 * rounds):
+        if number >= rounds and hits and abandoned:
+            break
         seed = rng.random()
         child = os.fork()
         if not child:
