@@ -1,4 +1,4 @@
-"""FlashAttention-3's own kernels: `flash_attention.build` equals the prepare kernel, and is read.
+"""`flash_attention.build` against FlashAttention-3's prepare kernel, and read by its attention.
 
 In addition to a GPU of compute capability 9.0 this needs `pip install 'jaxkv[flash]'`.
 """
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.serving.attention import _decode_flash
 from jaxkv.metadata import BatchMetadata, flash_attention
 from tests.util.batches import Bounds, Case, cases
 
@@ -24,7 +25,6 @@ BLOCK_M = 128
 LONG = Bounds(8, 512, 48, 64)  # contexts of up to 24 tiles: some are split
 MANY = Bounds(96, 768, 16, 64)  # more rows than one warp of the prepare kernel takes
 FLOAT16 = 10  # in XLA's enumeration of element types
-NONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
 @pytest.fixture(scope="module")
@@ -95,34 +95,14 @@ def test_equals_the_prepare_kernel(package, case: Case, paged, kind, splits):
     np.testing.assert_array_equal(got, want)
 
 
-@functools.partial(jax.jit, static_argnames="splits")
-def decoded(q: Any, k: Any, v: Any, batch: BatchMetadata, metadata: Any, *, splits: int) -> Any:
-    """float16[B, H, D]: attention of one token a row, with `metadata` or without (no elements)."""
-    ints, floats = jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32)
-    like_q = jnp.zeros(0, q.dtype)
-    rows, parts = len(q), (splits, len(q), HEADS, 1)
-    results = (
-        jax.ShapeDtypeStruct((rows, 1, HEADS, HEAD_DIM), q.dtype),
-        jax.ShapeDtypeStruct((rows, HEADS, 1), jnp.float32),
-        jax.ShapeDtypeStruct((*parts, HEAD_DIM), jnp.float32) if splits > 1 else NONE,
-        jax.ShapeDtypeStruct(parts, jnp.float32) if splits > 1 else NONE,
-    )
-    run = jax.ffi.ffi_call("flash_mha_fwd", results)
-    return run(
-        q[:, None], k, v, like_q, like_q, like_q, ints, ints, ints, ints, batch.seq_lens,
-        batch.block_table, ints, ints, like_q, like_q, ints, floats, floats, floats, metadata,
-        max_seqlen_q=1, max_seqlen_q_has_value=True, max_seqlen_k=0, max_seqlen_k_has_value=False,
-        softmax_scale_val=np.float64(HEAD_DIM**-0.5), softmax_scale_has_value=True,
-        pack_gqa_val=False, pack_gqa_has_value=False, is_causal=True, window_size_left=-1,
-        window_size_right=-1, attention_chunk=0, softcap=np.float64(0),
-        is_rotary_interleaved=True, num_splits=splits, sm_margin=0,
-    )[0][:, 0]  # fmt: skip
+# With metadata of no elements the kernel prepares its own.
+decode = jax.jit(_decode_flash, static_argnames="splits")
 
 
 @pytest.mark.parametrize("splits", [1, 16])
 @pytest.mark.parametrize("bounds", [LONG, MANY])
-def test_attention_reads_it(package, bounds: Bounds, splits: int):
-    """The results are those that the kernel has with metadata of its own, in two calls as well."""
+def test_attention_is_that_with_metadata_of_its_own(package, bounds: Bounds, splits: int):
+    """Bit for bit, also in a second call with the same metadata."""
     rng = np.random.default_rng(splits)
     rows, size = bounds.max_num_reqs, bounds.block_size
     seq_lens = rng.integers(1, bounds.max_blocks * size + 1, rows)
@@ -137,10 +117,10 @@ def test_attention_reads_it(package, bounds: Bounds, splits: int):
         batch, **options(paged=True, causal=True, local=False, splits=splits)
     )
     assert (int(metadata.num_splits_dynamic.max()) > 1) == (splits > 1 and bounds is LONG)
-    want = np.asarray(decoded(q, k, v, batch, jnp.zeros(0, jnp.int32), splits=splits))
+    want = np.asarray(decode(q, k, v, batch, jnp.zeros(0, jnp.int32), splits=splits))
     assert np.isfinite(want).all()
     packed = jnp.copy(metadata.packed)
     for _ in range(2):  # the package's handler resets the semaphore after a call
-        got = decoded(q, k, v, batch, packed, splits=splits)
+        got = decode(q, k, v, batch, packed, splits=splits)
         np.testing.assert_array_equal(np.asarray(got), want)
     assert packed[-1] == 0

@@ -329,10 +329,6 @@ def test_wait_for_another_layer_is_rejected():
     loading = jaxkv.start_load(case.pool(), case.cache(), [1], [2], layers=(0, 2))
     assert_rejected(lambda: loading.wait(1), ValueError, "1", "0, 2")
     assert_rejected(lambda: loading.wait(range(2)), ValueError, "1", "0, 2")
-    for wrong in (True, [0, False], np.array([True]), 1.0):
-        assert_rejected(
-            lambda wrong=wrong: loading.wait(wrong), TypeError, "wait: layer must be an"
-        )
     assert loading.wait([]) == ()
 
 

@@ -35,7 +35,19 @@ def test_numpy_scalar_is_one_layer():
 
 
 @pytest.mark.parametrize(
-    "layer", [np.array([[0, 1]]), np.array([0.0]), 1.0, None, [0, "1"], jnp.arange(2)], ids=repr
+    "layer",
+    [
+        np.array([[0, 1]]),
+        np.array([0.0]),
+        np.array([True]),
+        1.0,
+        True,
+        None,
+        [0, "1"],
+        [0, False],
+        jnp.arange(2),
+    ],
+    ids=repr,
 )
 def test_other_layers_are_rejected(layer):
     loading = started_load(make_case())
