@@ -153,7 +153,7 @@ nb::list device_errors(uint32_t scope) {
     nb::list entries;
     for (const auto& entry : taken.details) {
       entries.append(
-          nb::make_tuple(operation_of(entry).operation, argument_of(entry), describe(entry)));
+          nb::make_tuple(operation_of(entry), argument_of(entry), describe(entry)));
     }
     const auto device =
         taken.device == kHostChecked ? std::nullopt : std::optional<int32_t>(taken.device);
@@ -279,7 +279,8 @@ NB_MODULE(_ext, m) {
         "Errors of a scope since the previous call, for each kind and device with errors: (kind, "
         "device ordinal or None for the host, count, the most recent ones as (operation, argument, "
         "description), with empty names if unknown).");
-  m.def("bound_code", &bound_code, nb::arg("name"), "Integer code of a named bound.");
+  m.def("bound_code", &bound_code, nb::arg("operation"), nb::arg("bound"),
+        "Integer code of a bound of an operation.");
   m.def(
       "register_scope",
       [](const std::string& name) { return static_cast<uint32_t>(register_scope(name)); },

@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <stdexcept>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 
@@ -20,6 +21,8 @@ struct RegisteredRings {
 };
 
 using Names = std::unordered_map<int32_t, std::string>;
+
+constexpr std::string_view kBetween = ": ";  // an operation and its bound
 
 std::mutex mutex;
 
@@ -70,6 +73,20 @@ bool has_positions(const ErrorEntry& e) {
 bool has_states(const ErrorEntry& e) {
   const auto operation = static_cast<Operation>(e.fault >> 8);
   return operation == Operation::kAlignPreprocess || operation == Operation::kAlignPostprocess;
+}
+
+// Operation and name of a bound; empty in a program that another process has compiled.
+std::pair<std::string, std::string> bound_of(const ErrorEntry& e) {
+  std::lock_guard lock(mutex);
+  const auto found = bound_names().find(e.position);
+  if (found == bound_names().end()) return {};
+  const size_t end = found->second.find(kBetween);
+  return {found->second.substr(0, end), found->second.substr(end + kBetween.size())};
+}
+
+const OperationNames& names_of(const ErrorEntry& e) {
+  const int32_t operation = e.fault >> 8;
+  return kOperationNames[operation >= 0 && operation < kOperations ? operation : 0];
 }
 
 ErrorEntry copy_entry(const volatile ErrorEntry& e) {
@@ -138,9 +155,9 @@ std::vector<TakenErrors> take_errors(Scope scope) {
   return all;
 }
 
-int32_t bound_code(const std::string& name) {
+int32_t bound_code(const std::string& operation, const std::string& bound) {
   std::lock_guard lock(mutex);
-  return add_name(name, bound_names());
+  return add_name(operation + std::string(kBetween) + bound, bound_names());
 }
 
 Scope register_scope(const std::string& name) {
@@ -168,21 +185,21 @@ size_t scope_index(Scope scope) {
 
 ErrorCode code_of(const ErrorEntry& e) { return static_cast<ErrorCode>(e.fault & 0xff); }
 
-const OperationNames& operation_of(const ErrorEntry& e) {
-  const int32_t operation = e.fault >> 8;
-  return kOperationNames[operation >= 0 && operation < kOperations ? operation : 0];
+std::string operation_of(const ErrorEntry& e) {
+  const bool of_bound = code_of(e) == ErrorCode::kBoundExceeded;
+  return of_bound ? bound_of(e).first : names_of(e).operation;
 }
 
 std::string argument_of(const ErrorEntry& e) {
   if (kind_of(code_of(e)) != ErrorKind::kPageIndex) return "";
   const bool source = code_of(e) == ErrorCode::kSourceOutOfRange ||
                       (code_of(e) == ErrorCode::kDuplicate && has_positions(e));
-  return source ? operation_of(e).source_ids : operation_of(e).destination_ids;
+  return source ? names_of(e).source_ids : names_of(e).destination_ids;
 }
 
 std::string describe(const ErrorEntry& e) {
   // "load_pages: host_pages[3]" if the operation is known.
-  const std::string operation = operation_of(e).operation;
+  const std::string operation = operation_of(e);
   const std::string prefix = operation.empty() ? "" : operation + ": ";
   const std::string position = std::to_string(e.position);
   const auto entry = [&](const char* side) {
@@ -216,11 +233,9 @@ std::string describe(const ErrorEntry& e) {
       return prefix + "row " + position + " needs column " + std::to_string(e.id) +
              " of a block table of " + std::to_string(e.limit) + " columns";
     case ErrorCode::kBoundExceeded: {
-      std::lock_guard lock(mutex);
-      const auto name = bound_names().find(e.position);
-      const bool known = name != bound_names().end();
-      return "the batch needs " + std::to_string(e.id) + ", more than " +
-             (known ? "the bound " + name->second + " = " : "a bound of ") +
+      const std::string name = bound_of(e).second;
+      return prefix + "the batch needs " + std::to_string(e.id) + ", more than " +
+             (name.empty() ? "a bound of " : "the bound " + name + " = ") +
              std::to_string(e.limit) + ": raise the bound, or schedule fewer requests or tokens";
     }
   }

@@ -138,7 +138,7 @@ void record_host_errors(Scope scope, std::span<const ErrorEntry> first, uint64_t
 // and below 2^31: the order in which a process uses its names changes neither its programs nor the
 // meaning of the programs in a compilation cache.
 //   Throws std::invalid_argument if another name has the same hash, or beyond kMaxScopes.
-int32_t bound_code(const std::string& name);
+int32_t bound_code(const std::string& operation, const std::string& bound);
 Scope register_scope(const std::string& name);
 
 // Position of a scope among the registered ones, below kMaxScopes. 0, the default scope, for one of
@@ -147,7 +147,7 @@ size_t scope_index(Scope scope);
 
 // The code of an entry, and the names of its operation and argument; empty if unknown.
 ErrorCode code_of(const ErrorEntry& entry);
-const OperationNames& operation_of(const ErrorEntry& entry);
+std::string operation_of(const ErrorEntry& entry);
 std::string argument_of(const ErrorEntry& entry);
 
 std::string describe(const ErrorEntry& entry);

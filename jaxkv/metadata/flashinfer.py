@@ -194,7 +194,9 @@ def _build(
     split = split_decodes_and_prefills(batch, decode_threshold, require_uniform=True)
     lens = _cached_lens(batch, split.num_decodes, dcp_world_size, dcp_rank, dcp_interleave)
     page_size = batch.block_size
-    indptr, indices = packed_pages(batch.block_table, cdiv(lens, page_size), max_pages)
+    indptr, indices = packed_pages(
+        "flashinfer.build", batch.block_table, cdiv(lens, page_size), max_pages
+    )
     last_page_len = jnp.where(lens > 0, (lens - 1) % page_size + 1, 0)
 
     def part(first: jax.Array, count: jax.Array) -> PagedPart:

@@ -75,7 +75,7 @@ def build_in_one_kernel(
     split, total = Split(*numbers[:4]), numbers[4]
     decode, prefill = Part(*numbers[5:8]), Part(*numbers[8:])
     if limit < batch.block_table.size:
-        pages = check_bounds(pages, max_pages=(total, limit))
+        pages = check_bounds("flashinfer.build", pages, max_pages=(total, limit))
         decode, prefill = _behind(pages, decode), _behind(pages, prefill)
     return KernelResults(split, slots, pages, decode, prefill)
 

@@ -23,7 +23,7 @@ def page_limit(block_table: Array, max_pages: int | None) -> int:
 
 
 def packed_pages(
-    block_table: Array, num_pages: jax.Array, max_pages: int | None
+    operation: str, block_table: Array, num_pages: jax.Array, max_pages: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """Concatenates the first pages of each row of a block table.
 
@@ -31,6 +31,7 @@ def packed_pages(
     result. Both are then truncated to `max_pages`, so that consumers do not read out of bounds.
 
     Args:
+      operation: the builder, for the message of the error.
       block_table: int32[B, W].
       num_pages: int32[B], pages of each row, at most W.
       max_pages: upper bound of pages of a batch; None for B * W, which no batch exceeds.
@@ -48,7 +49,7 @@ def packed_pages(
     truncated = limit < max_rows * width
     if truncated:
         # Before both results: a program that uses only one of them would lose the check to DCE.
-        starts = check_bounds(starts, max_pages=(starts[-1], limit))
+        starts = check_bounds(operation, starts, max_pages=(starts[-1], limit))
     position = jnp.arange(limit, dtype=jnp.int32)
     row = jnp.minimum(row_of(starts, position), max_rows - 1)
     page = on_device(block_table)[row, jnp.clip(position - starts[row], 0, width - 1)]

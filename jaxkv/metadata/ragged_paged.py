@@ -93,7 +93,9 @@ def build(
     if pages == "flat":
         page_indices = page_indices.reshape(-1)
     elif pages == "packed":
-        starts, page_indices = packed_pages(batch.block_table, num_pages, max_pages)
+        starts, page_indices = packed_pages(
+            "ragged_paged.build", batch.block_table, num_pages, max_pages
+        )
     positions = token_positions(batch)
     decodes = _leading(batch.query_lens == 1)
     return RaggedPagedMetadata(

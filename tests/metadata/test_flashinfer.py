@@ -152,7 +152,9 @@ def too_few_pages(used: str):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("used", TRUNCATED)
 def test_exceeded_max_pages_raises(used: str):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"needs 30, .* max_pages = 29"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"flashinfer.build: .* needs 30, .* max_pages = 29"
+    ):
         too_few_pages(used)
 
 
@@ -164,8 +166,10 @@ def test_exceeded_max_pages_raises_bound_error_on_gpu(used: str):
     got = too_few_pages(used)
     if used == "all":
         assert got.decode.paged_kv_indptr[-1] == got.paged_kv_indices.size == 29
-    with pytest.raises(jaxkv.BoundError, match=r"needs 30, .* max_pages = 29"):
+    message = r"flashinfer.build: .* needs 30, .* max_pages = 29"
+    with pytest.raises(jaxkv.BoundError, match=message) as raised:
         jaxkv.check_errors()
+    assert raised.value.operation == "flashinfer.build"
 
 
 def test_draft_tokens_under_context_parallelism_raise():

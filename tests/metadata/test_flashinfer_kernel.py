@@ -146,7 +146,7 @@ def test_starts_carry_the_check(page):
 
     @jax.jit
     def starts(total, pages, part):
-        pages = check_bounds(pages, max_pages=(total, 4))
+        pages = check_bounds("test.step", pages, max_pages=(total, 4))
         return flashinfer_kernel._behind(pages, part).paged_kv_indptr
 
     pages, indptr = jnp.full(4, page, jnp.int32), jnp.array([0, 2, 2, 4], jnp.int32)

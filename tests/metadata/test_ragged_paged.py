@@ -66,7 +66,9 @@ def test_exceeded_max_pages_raises(used: str):
     """Also where a program uses only one of the truncated results."""
     build = functools.partial(ragged_paged.build, pages="packed", max_pages=4)
     step = jax.jit(lambda batch: getattr(build(batch), used))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"needs 5, .* max_pages = 4"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"ragged_paged.build: .* needs 5, .* max_pages = 4"
+    ):
         jax.block_until_ready(step(ROWS.batch()))
 
 

@@ -222,8 +222,11 @@ def test_advance(seed):
 @pytest.mark.parametrize(
     "longer, message",
     [
-        (False, "needs 30, more than the bound max_num_tokens = 20"),
-        (True, r"more than the bound max_blocks \* block_size \* cp_world_size = "),
+        (False, "recurrent.advance: .* needs 30, more than the bound max_num_tokens = 20"),
+        (
+            True,
+            r"recurrent.advance: .* than the bound max_blocks \* block_size \* cp_world_size = ",
+        ),
     ],
 )
 def test_advance_beyond_bounds_raises(longer, message):

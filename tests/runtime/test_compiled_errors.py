@@ -86,9 +86,9 @@ def swap() -> Call:
 
 def bound() -> Call:
     def step(state, rows):
-        return check_bounds(state, rows=(rows, 5))
+        return check_bounds("test.step", state, rows=(rows, 5))
 
-    message = "BoundError: the batch needs 6, more than the bound rows = 5"
+    message = "BoundError: test.step: the batch needs 6, more than the bound rows = 5"
     return Call(step, lambda: jnp.arange(9), np.int32(5), np.int32(6), message)
 
 

@@ -261,7 +261,7 @@ def test_copies_and_bounds_on_a_device(named_implementation):
 
     @jax.jit
     def step(src, dst, ids, rows):
-        carry = check_bounds(jnp.arange(3), rows=(rows, 5))
+        carry = check_bounds("test.step", jnp.arange(3), rows=(rows, 5))
         return jaxkv.swap_blocks(src, dst, ids, ids, implementation=named_implementation), carry
 
     scope = jaxkv.ErrorScope("device")
@@ -329,7 +329,8 @@ jax.monitoring.register_event_listener(
     lambda event, **_: hits.append(event) if event == "/jax/compilation_cache/cache_hits" else None
 )
 scopes = {name: jaxkv.ErrorScope(name) for name in names}
-bounds = {name: jax.jit(lambda carry, value, name=name: check_bounds(carry, **{name: (value, 5)}))
+bounds = {name: jax.jit(lambda carry, value, name=name:
+                        check_bounds("test.step", carry, **{name: (value, 5)}))
           for name in names}
 step = jax.jit(align)
 carry = jnp.arange(3)

@@ -132,7 +132,7 @@ def test_host_check_reports_the_argument(ids, argument, count):
 def test_device_counts_each_kind():
     @jax.jit
     def step(src, dst, ids):
-        carry = check_bounds(jnp.arange(3), rows=(ids[0] + 9, 5))
+        carry = check_bounds("test.step", jnp.arange(3), rows=(ids[0] + 9, 5))
         return jaxkv.swap_blocks(src, dst, ids, ids), carry
 
     src, dst = ({"k": jnp.zeros((4, 8))} for _ in range(2))

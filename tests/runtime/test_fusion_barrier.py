@@ -162,7 +162,7 @@ def test_bounds_check_of_a_layer_of_a_stacked_array():
     stack = np.arange(3 * 64, dtype=np.int32).reshape(3, 64)
 
     def check(row):
-        return check_bounds(row, rows=(jnp.int32(1), 5))
+        return check_bounds("test.step", row, rows=(jnp.int32(1), 5))
 
     scanned = jax.jit(lambda stack: jax.lax.scan(lambda _, x: (None, check(x)), None, stack)[1])
     for out in (scanned(stack), jax.jit(jax.vmap(check))(stack)):
@@ -260,5 +260,5 @@ def test_wait_without_aliasing_raises(request):
 @pytest.mark.cpu_only
 def test_bounds_check_without_aliasing_passes(taken_apart):
     carry = np.arange(1000, dtype=np.int32)
-    out = jax.jit(lambda carry: check_bounds(carry, rows=(jnp.int32(1), 5)))(carry)
+    out = jax.jit(lambda carry: check_bounds("test.step", carry, rows=(jnp.int32(1), 5)))(carry)
     np.testing.assert_array_equal(out, carry)

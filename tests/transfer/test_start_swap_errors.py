@@ -30,7 +30,7 @@ def test_wait_for_another_array_is_rejected(array, case):
     assert_rejected(lambda: swapping.wait(array), ValueError, "array", "[0, 3)", array)
 
 
-@pytest.mark.parametrize("array", [1.0, "x", [0, 1]], ids=repr)
+@pytest.mark.parametrize("array", [1.0, "x", [0, 1], True], ids=repr)
 def test_wait_for_no_integer_is_rejected(array):
     swapping = SwapCase("pinned_host", "device").start()
     words = "wait: array must be an integer", "or None for all", f"got {array!r}"

@@ -61,6 +61,7 @@ def advance(
     starts = prefix_sum(query_lens)
     # Check both together: otherwise a program that uses only one of them loses the check to DCE.
     checked = check_bounds(
+        "recurrent.advance",
         jnp.concatenate([starts, seq_lens]),
         **{
             "max_num_tokens": (starts[-1], batch.max_num_tokens),

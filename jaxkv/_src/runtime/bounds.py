@@ -11,7 +11,7 @@ from jaxkv._src.runtime import native
 from jaxkv._src.runtime.errors import scope_number
 
 
-def check_bounds(carry: jax.Array, **bounds: tuple[ArrayLike, int]) -> jax.Array:
+def check_bounds(operation: str, carry: jax.Array, **bounds: tuple[ArrayLike, int]) -> jax.Array:
     """Checks values against their bounds; returns `carry` unchanged.
 
     A value above its bound is counted on the device and raised by `jaxkv.check_errors()`; on
@@ -19,6 +19,7 @@ def check_bounds(carry: jax.Array, **bounds: tuple[ArrayLike, int]) -> jax.Array
     eliminate the check.
 
     Args:
+      operation: the public function, for the message.
       carry: an array.
       **bounds: by name, an int32 scalar and its maximum.
 
@@ -37,6 +38,6 @@ def check_bounds(carry: jax.Array, **bounds: tuple[ArrayLike, int]) -> jax.Array
     return check(
         values,
         carry,
-        codes=np.array([scope | code(name) for name in bounds], np.int64),
+        codes=np.array([scope | code(operation, name) for name in bounds], np.int64),
         limits=np.array([limit for _, limit in bounds.values()], np.int64),
     )

@@ -117,6 +117,8 @@ class SwapHandle(CopyHandle):
             self._wait_for(self._segments, after)
             return self._dst
         try:
+            if isinstance(array, bool):
+                raise TypeError("a bool is not the number of an array")
             array = operator.index(array)
         except TypeError as error:
             raise TypeError(
