@@ -12,7 +12,7 @@ from tests.util.implementations import IMPLEMENTATIONS
 jax.config.update("jax_num_cpu_devices", 8)
 # No deadlines: a slow machine or a sanitizer must not fail a test.
 # In CI, where each run draws the same examples, fewer of them.
-EXAMPLES = 40 if "CI" in os.environ else 100
+EXAMPLES = 20 if "CI" in os.environ else 100
 hypothesis.settings.register_profile("jaxkv", deadline=None, max_examples=EXAMPLES)
 # For repeated runs: another jax, a sanitizer (`pytest --hypothesis-profile=brief`).
 hypothesis.settings.register_profile("brief", deadline=None, max_examples=5)

@@ -9,10 +9,7 @@ import pytest
 
 from examples.sparse import attention
 
-pytestmark = [
-    pytest.mark.pallas,
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 
 def reference(query, rows, places, *, latent, scale):

@@ -46,8 +46,6 @@ from tests.util.transfer_cases import (
     put,
 )
 
-pytestmark = pytest.mark.pallas
-
 # One warpgroup: the interpreter of jax 0.10.2 takes seconds for each further one.
 SMALL = dict(batch=1, threads=1, depth=3)
 
