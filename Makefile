@@ -37,7 +37,7 @@ COMPAT_TESTS := --ignore=tests/metadata $(BRIEF)
 TESTS_OF_WHEEL := tests/environment tests/runtime
 # Beside the random cases, which compile few programs: copies that succeed are left to these.
 ASAN_TESTS := $(addprefix tests/,cache collectives recurrent runtime sparse) \
-  $(wildcard tests/transfer/test_*errors.py) $(BRIEF)
+  $(wildcard tests/transfer/test_*errors.py) --ignore=tests/collectives/test_multiprocess.py $(BRIEF)
 ifdef SYSTEM_PACKAGES
 INSTALL := --no-build-isolation --no-deps --no-index -e .
 else

@@ -152,8 +152,7 @@ nb::list device_errors(uint32_t scope) {
   for (const auto& taken : take_errors(static_cast<Scope>(scope))) {
     nb::list entries;
     for (const auto& entry : taken.details) {
-      entries.append(
-          nb::make_tuple(operation_of(entry), argument_of(entry), describe(entry)));
+      entries.append(nb::make_tuple(operation_of(entry), argument_of(entry), describe(entry)));
     }
     const auto device =
         taken.device == kHostChecked ? std::nullopt : std::optional<int32_t>(taken.device);
