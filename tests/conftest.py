@@ -10,11 +10,6 @@ import pytest
 from tests.util.implementations import IMPLEMENTATIONS
 
 jax.config.update("jax_num_cpu_devices", 8)
-# A third less time to compile, also in child processes. XLA's defaults are tested under later
-# versions, which have no such flag; an unknown one ends the process.
-if jax.__version_info__ < (0, 11):
-    given = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{given} --xla_cpu_use_fusion_emitters=false"
 # No deadlines: a slow machine or a sanitizer must not fail a test.
 # In CI, where each run draws the same examples, fewer of them.
 EXAMPLES = 20 if "CI" in os.environ else 100
