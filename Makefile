@@ -35,7 +35,8 @@ COMPAT_TESTS := --ignore=tests/metadata $(BRIEF)
 # Those under all but the newest jax: `test` runs all under the oldest, `gpu-test` under that of the
 # GPU machines. What is left is the wheel.
 TESTS_OF_WHEEL := tests/environment tests/runtime
-# Beside the random cases, which compile few programs: copies that succeed are left to these.
+# What the random cases of tests.fuzz leave out. These cover valid copies and compile few programs;
+# a unit test compiles one of its own, which dominates its time. Processes start slowly with ASan.
 ASAN_TESTS := $(addprefix tests/,cache collectives recurrent runtime sparse) \
   $(wildcard tests/transfer/test_*errors.py) --ignore=tests/collectives/test_multiprocess.py $(BRIEF)
 ifdef SYSTEM_PACKAGES
@@ -46,10 +47,9 @@ endif
 
 # In every build here; `pip install .` and released wheels are without.
 TEST_HOOKS := cmake.define.JAXKV_TEST_HOOKS=ON
-# Each architecture is a compilation of its own. Without a GPU .venv has one, and `compat` another,
-# for which the sources have other code; released wheels have all.
-ARCHITECTURES := cmake.define.JAXKV_CUDA_ARCHITECTURES
-ARCHITECTURE_OF_VENV := $(if $(GPUS),,$(ARCHITECTURES)=90a-real)
+# nvcc compiles each architecture separately. Without a GPU one is enough for .venv; `compat` builds
+# for another, whose code differs (__CUDA_ARCH__ < 900). Released wheels have all of pyproject.toml.
+VENV_ARCHITECTURES := $(if $(GPUS),,cmake.define.JAXKV_CUDA_ARCHITECTURES=90a-real)
 
 .PHONY: help demo test lint format docs asan compat fresh check gpu-test multigpu-test memcheck \
         ranks-on-one-gpu soak fuzz gpu-programs mutants bench evidence clean
@@ -84,10 +84,10 @@ ifndef SYSTEM_PACKAGES
 endif
 	$(PY) -m sphinx -q -W --keep-going -E -b html docs build/docs/html
 
-# Without --capture=sys, a report of pytest's would be lost with its process.
-asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan; CASES as for fuzz
+# Without --capture=sys, a sanitizer's report would be lost with the process of pytest.
+asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan; CASES as for `make fuzz`
 	$(call wheel,asan,cmake.build-type=Debug cmake.define.JAXKV_ASAN=ON cmake.define.JAXKV_CUDA=OFF)
-	tools/test_wheel.sh build/asan/*.whl build/asan/room "jax>=0.10.2" \
+	tools/test_wheel.sh build/asan/*.whl build/asan/work "jax>=0.10.2" \
 	  env LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  sh -exc 'python -m tests.fuzz --cases $(or $(CASES),1000); \
@@ -96,9 +96,9 @@ asan: $(INSTALLED)  ## the native CPU handlers under AddressSanitizer and UBSan;
 # With nvcc: checks that CUDA handlers load without a driver.
 compat: $(INSTALLED)  ## one stable-ABI wheel under every supported jax (PYTHON >= 3.12)
 	$(PY) -c "import sys; assert sys.version_info >= (3, 12), 'make compat needs Python >= 3.12'"
-	export JAXKV_CUDA=ON; $(call wheel,compat,$(ARCHITECTURES)=80-real cmake.define.JAXKV_WERROR=ON)
+	export JAXKV_CUDA=ON; $(call wheel,compat,cmake.define.JAXKV_CUDA_ARCHITECTURES=80-real cmake.define.JAXKV_WERROR=ON)
 	set -e; for jax in $(JAX_VERSIONS); do \
-	  tools/test_wheel.sh build/compat/*-abi3-*.whl build/compat/room "jax==$$jax" \
+	  tools/test_wheel.sh build/compat/*-abi3-*.whl build/compat/work "jax==$$jax" \
 	    python -m pytest $(PYTEST_XDIST) $(COMPAT_TESTS) \
 	    $$(test $$jax = $(lastword $(JAX_VERSIONS)) || echo $(TESTS_OF_WHEEL)); \
 	done
@@ -158,7 +158,8 @@ $(WITHOUT_WARNINGS): $(NATIVE) | $(PY)
 
 # The stub is copied to the sources because type checkers do not follow editable installs.
 define install
-	$(PIP) install --no-compile $(addprefix --config-settings=,cmake.define.JAXKV_WERROR=$(1) $(TEST_HOOKS) $(ARCHITECTURE_OF_VENV)) $(INSTALL)
+	$(PIP) install --no-compile $(addprefix --config-settings=,cmake.define.JAXKV_WERROR=$(1) $(TEST_HOOKS) \
+	  $(VENV_ARCHITECTURES)) $(INSTALL)
 	cp $$($(PY) -c "import jaxkv._ext as e; print(e.__file__.split('_ext.')[0])")_ext.pyi jaxkv/
 	@$(PY) -c "import jaxkv._ext as e; print('CUDA handlers:', 'built' if e.CUDA else 'NOT built')"
 	touch $(INSTALLED) $(if $(filter ON,$(1)),$(WITHOUT_WARNINGS))

@@ -22,7 +22,7 @@ struct RegisteredRings {
 
 using Names = std::unordered_map<int32_t, std::string>;
 
-constexpr std::string_view kBetween = ": ";  // an operation and its bound
+constexpr std::string_view kSeparator = ": ";  // of an operation and its bound
 
 std::mutex mutex;
 
@@ -75,13 +75,13 @@ bool has_states(const ErrorEntry& e) {
   return operation == Operation::kAlignPreprocess || operation == Operation::kAlignPostprocess;
 }
 
-// Operation and name of a bound; empty in a program that another process has compiled.
-std::pair<std::string, std::string> bound_of(const ErrorEntry& e) {
+// Operation and name of a bound; empty if unknown, as in a program that another process compiled.
+std::pair<std::string, std::string> bound_name_of(const ErrorEntry& e) {
   std::lock_guard lock(mutex);
   const auto found = bound_names().find(e.position);
   if (found == bound_names().end()) return {};
-  const size_t end = found->second.find(kBetween);
-  return {found->second.substr(0, end), found->second.substr(end + kBetween.size())};
+  const size_t end = found->second.find(kSeparator);
+  return {found->second.substr(0, end), found->second.substr(end + kSeparator.size())};
 }
 
 const OperationNames& names_of(const ErrorEntry& e) {
@@ -157,7 +157,7 @@ std::vector<TakenErrors> take_errors(Scope scope) {
 
 int32_t bound_code(const std::string& operation, const std::string& bound) {
   std::lock_guard lock(mutex);
-  return add_name(operation + std::string(kBetween) + bound, bound_names());
+  return add_name(operation + std::string(kSeparator) + bound, bound_names());
 }
 
 Scope register_scope(const std::string& name) {
@@ -187,7 +187,7 @@ ErrorCode code_of(const ErrorEntry& e) { return static_cast<ErrorCode>(e.fault &
 
 std::string operation_of(const ErrorEntry& e) {
   const bool of_bound = code_of(e) == ErrorCode::kBoundExceeded;
-  return of_bound ? bound_of(e).first : names_of(e).operation;
+  return of_bound ? bound_name_of(e).first : names_of(e).operation;
 }
 
 std::string argument_of(const ErrorEntry& e) {
@@ -233,7 +233,7 @@ std::string describe(const ErrorEntry& e) {
       return prefix + "row " + position + " needs column " + std::to_string(e.id) +
              " of a block table of " + std::to_string(e.limit) + " columns";
     case ErrorCode::kBoundExceeded: {
-      const std::string name = bound_of(e).second;
+      const std::string name = bound_name_of(e).second;
       return prefix + "the batch needs " + std::to_string(e.id) + ", more than " +
              (name.empty() ? "a bound of " : "the bound " + name + " = ") +
              std::to_string(e.limit) + ": raise the bound, or schedule fewer requests or tokens";

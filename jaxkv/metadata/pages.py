@@ -31,7 +31,7 @@ def packed_pages(
     result. Both are then truncated to `max_pages`, so that consumers do not read out of bounds.
 
     Args:
-      operation: the builder, for the message of the error.
+      operation: name of the public function, for the error.
       block_table: int32[B, W].
       num_pages: int32[B], pages of each row, at most W.
       max_pages: upper bound of pages of a batch; None for B * W, which no batch exceeds.

@@ -1,4 +1,4 @@
-"""Test hooks are in test builds only: CMake option JAXKV_TEST_HOOKS, off by default."""
+"""Packages are built without test hooks, and for all architectures, also after builds of `make`."""
 
 import pathlib
 import re
@@ -47,3 +47,14 @@ def test_packages_are_built_without_hooks():
     assert re.search(r'option\(JAXKV_TEST_HOOKS "[^"]*" OFF\)', settings)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["scikit-build"]["cmake"]["define"]["JAXKV_TEST_HOOKS"] == "OFF"
+
+
+def test_packages_are_built_for_all_architectures():
+    """A CMake cache would keep those of `make` for settings that the project does not define."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    defined = project["tool"]["scikit-build"]["cmake"]["define"]
+    set_by_make = re.findall(r"cmake\.define\.(\w+)", (ROOT / "Makefile").read_text())
+    assert {"JAXKV_CUDA_ARCHITECTURES", "JAXKV_WERROR"} < set(set_by_make)
+    assert set(set_by_make) - {"JAXKV_ASAN"} <= set(defined)  # `asan` has a build folder of its own
+    listed = ";".join(defined["JAXKV_CUDA_ARCHITECTURES"])
+    assert f"(`{listed}`)" in (ROOT / "docs/environment.md").read_text()

@@ -19,7 +19,7 @@ def check_bounds(operation: str, carry: jax.Array, **bounds: tuple[ArrayLike, in
     eliminate the check.
 
     Args:
-      operation: the public function, for the message.
+      operation: name of the public function, for the error.
       carry: an array.
       **bounds: by name, an int32 scalar and its maximum.
 

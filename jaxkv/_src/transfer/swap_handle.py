@@ -118,7 +118,7 @@ class SwapHandle(CopyHandle):
             return self._dst
         try:
             if isinstance(array, bool):
-                raise TypeError("a bool is not the number of an array")
+                raise TypeError("a bool is not an array number")
             array = operator.index(array)
         except TypeError as error:
             raise TypeError(
