@@ -5,7 +5,7 @@ xla    plain JAX on any device: online softmax over blocks of a sequence's own p
 """
 
 import importlib.util
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -124,7 +124,7 @@ def _decode_flash(
         jax.ShapeDtypeStruct(q[:, None].shape, q.dtype), float32((*q.shape[:2], 1)),
         float32((*parts, q.shape[2] if splits > 1 else 1)), float32(parts),
     )  # fmt: skip
-    return jax.ffi.ffi_call("flash_mha_fwd", results)(
+    return jax.ffi.ffi_call(_graph_target(), results)(
         q[:, None], k_pages, v_pages, *[like_q] * 3, *[ints] * 4, rows.seq_lens, rows.block_table,
         *[ints] * 2, *[like_q] * 2, ints, *[floats] * 3, metadata,
         max_seqlen_q=1, max_seqlen_q_has_value=True, max_seqlen_k=0, max_seqlen_k_has_value=False,
@@ -132,6 +132,20 @@ def _decode_flash(
         pack_gqa_has_value=False, is_causal=True, window_size_left=-1, window_size_right=-1,
         attention_chunk=0, softcap=0.0, is_rotary_interleaved=True, num_splits=splits, sm_margin=0,
     )[0][:, 0]  # fmt: skip
+
+
+@cache
+def _graph_target() -> str:
+    """The package's handler, registered again: as compatible with CUDA graphs.
+
+    The package leaves that out, and XLA divides a step into a graph and a call for each layer.
+    """
+    from flash_attn3_jax_lib import flash_api
+
+    name, handler = "serving_flash_decode", flash_api.get_ffi_registrations()["flash_mha_fwd"]
+    command_buffer_compatible = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
+    jax.ffi.register_ffi_target(name, handler, platform="CUDA", traits=command_buffer_compatible)
+    return name
 
 
 def _attend_xla(q: Array, k_pages: Array, v_pages: Array, rows: BatchMetadata) -> Array:
