@@ -17,6 +17,7 @@ timed apart from calls.
 import functools
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -136,31 +137,45 @@ def measure_program(results: Results, rounds: int) -> None:
     results.row(case, metric, "ratio", ratio, want=("<=", MOST_DISPATCH))
 
 
-def measure_creation(results: Results, repeats: int) -> None:
-    """Host time of creating the ids of a call; the median of `repeats`."""
+def host_time(make: Callable[[], Any]) -> float:
+    """Seconds until a call returns, on an idle device."""
+    start = time.perf_counter()
+    made = make()
+    taken = time.perf_counter() - start
+    jax.block_until_ready(made)
+    return taken
+
+
+def measure_creation(results: Results, rounds: int) -> None:
+    """Host time of creating the ids of a call."""
     rng = np.random.default_rng(0)
     permutations = [rng.permutation(NUM_IDS) for _ in range(2)]
     host = SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
-    for form in ("int32", "int64", "list"):
-        ids = [p.tolist() if form == "list" else p.astype(form) for p in permutations]
 
-        def create_pair(_: Any, ids: list[Any] = ids) -> Any:
-            return jaxkv.HostIdPair(*ids)
+    def put(*ids: Any) -> tuple[jax.Array, ...]:
+        return tuple(jax.device_put(np.asarray(entry, np.int32), host) for entry in ids)
 
-        def create(_: Any, ids: list[Any] = ids) -> Any:
-            return tuple(map(jaxkv.HostIds, ids))
-
-        def put(_: Any, ids: list[Any] = ids) -> Any:
-            return tuple(jax.device_put(np.asarray(entry, np.int32), host) for entry in ids)
-
-        pair, two, device_put = (
-            timing.single_call(make, make(None), repeats=repeats)[0].returns * 1e6
-            for make in (create_pair, create, put)
-        )
+    forms = {
+        form: [p.tolist() if form == "list" else p.astype(form) for p in permutations]
+        for form in ("int32", "int64", "list")
+    }
+    makers: dict[str, Callable[..., Any]] = {
+        "pair": jaxkv.HostIdPair,
+        "two HostIds": lambda *ids: tuple(map(jaxkv.HostIds, ids)),
+        "jax.device_put": put,
+    }
+    runs = {
+        (form, name): functools.partial(host_time, functools.partial(make, *ids))
+        for form, ids in forms.items()
+        for name, make in makers.items()
+    }
+    medians = timing.compare(runs, rounds, warmup=rounds // 10).medians(1e6)
+    for form in forms:
         case = f"both id lists of a call, {NUM_IDS} ids as {form}"
         # A list is converted first; the target is for arrays.
         want = None if form == "list" else ("<=", WANTED_CREATION_US)
-        baselines = {"two HostIds": two, "jax.device_put": device_put}
+        pair, *others = (medians[form, name] for name in makers)
+        baselines = dict(zip([*makers][1:], others, strict=True))
         results.row(case, "host time", "us", pair, None, baselines, want)
 
 
@@ -168,7 +183,7 @@ def measure(results: Results, flags: Flags) -> None:
     for count in COUNTS[:2] if flags.quick else COUNTS:
         measure_load(results, count)
     measure_program(results, rounds=5 if flags.quick else ROUNDS)
-    measure_creation(results, repeats=100 if flags.quick else CREATIONS)
+    measure_creation(results, rounds=100 if flags.quick else CREATIONS)
 
 
 main = benchmark("dispatch", __doc__, measure)
