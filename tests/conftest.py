@@ -1,6 +1,7 @@
 """Shared fixtures: the platform, its implementations, and skips by marker."""
 
 import os
+import zlib
 from collections.abc import Generator
 
 import hypothesis
@@ -41,7 +42,29 @@ def memories(multicast):
         memory.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sample", type=int, default=1, metavar="N",
+        help="the first case of each test, and of the others about one in N, always the same",
+    )  # fmt: skip
+
+
+def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps a sample of the cases."""
+    number, seen = config.getoption("--sample"), set[str]()
+    kept, deselected = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        chosen = test not in seen or zlib.crc32(item.nodeid.encode()) % number == 0
+        seen.add(test)
+        (kept if chosen else deselected).append(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = kept
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    deselect(config, items)
     platform = jax.default_backend()
     if platform == "cpu":
         # Most programs run once: LLVM would take longer to optimize them than they take to run.
