@@ -137,7 +137,7 @@ def measure_program(results: Results, rounds: int) -> None:
     results.row(case, metric, "ratio", ratio, want=("<=", MOST_DISPATCH))
 
 
-def host_time(make: Callable[[], Any]) -> float:
+def time_of(make: Callable[[], Any]) -> float:
     """Seconds until a call returns, on an idle device."""
     start = time.perf_counter()
     made = make()
@@ -165,7 +165,7 @@ def measure_creation(results: Results, rounds: int) -> None:
         "jax.device_put": put,
     }
     runs = {
-        (form, name): functools.partial(host_time, functools.partial(make, *ids))
+        (form, name): functools.partial(time_of, functools.partial(make, *ids))
         for form, ids in forms.items()
         for name, make in makers.items()
     }
