@@ -32,10 +32,6 @@ IF_XDIST = $(if $(GPUS),,$$($(PY) -c "import xdist" 2>/dev/null && echo "$(PYTES
 # Tests that depend on neither the jax version nor a sanitizer run once, in `test`.
 BRIEF := -m "not host_only and not end_to_end" --hypothesis-profile=brief
 COMPAT_TESTS := --ignore=tests/metadata --sample=2 $(BRIEF)
-# Many tests, and processes that they start, compile the same programs.
-test asan compat: export JAX_COMPILATION_CACHE_DIR := $(if $(GPUS),,$(CURDIR)/build/compilation_cache)
-test asan compat: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
-test asan compat: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 # Those under all but the newest jax: `test` runs all under the oldest, `gpu-test` under that of the
 # GPU machines. What is left is the wheel.
 TESTS_OF_WHEEL := tests/environment tests/runtime
