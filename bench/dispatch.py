@@ -138,7 +138,7 @@ def measure_program(results: Results, rounds: int) -> None:
 
 
 def time_of(make: Callable[[], Any]) -> float:
-    """Seconds until a call returns, on an idle device."""
+    """Seconds until the ids of a call are created, on an idle device."""
     start = time.perf_counter()
     made = make()
     taken = time.perf_counter() - start
@@ -147,7 +147,7 @@ def time_of(make: Callable[[], Any]) -> float:
 
 
 def measure_creation(results: Results, rounds: int) -> None:
-    """Host time of creating the ids of a call."""
+    """Host time of creating the ids of a call; `rounds` of all forms and ways."""
     rng = np.random.default_rng(0)
     permutations = [rng.permutation(NUM_IDS) for _ in range(2)]
     host = SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")

@@ -136,9 +136,9 @@ def _decode_flash(
 
 @cache
 def _graph_target() -> str:
-    """The package's handler, registered again: as compatible with CUDA graphs.
+    """Registers the package's handler once more, as compatible with CUDA graphs; returns its name.
 
-    The package leaves that out, and XLA divides a step into a graph and a call for each layer.
+    The package does not, so XLA would divide a step into a graph and a call for each layer.
     """
     from flash_attn3_jax_lib import flash_api
 
