@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxkv.metadata.checks import check_threshold
+from jaxkv.metadata.checks import check_threshold, integers
 
 # Regions of a batch, in order.
 _DECODE, _SHORT_EXTEND, _LONG_EXTEND, _PREFILL = range(4)
@@ -39,10 +39,14 @@ def reorder_batch(
       int64[requests]: `order[i]` is the request to place in row i; `np.arange` for no change.
 
     Raises:
-      ValueError: a threshold below 0, or arguments of different lengths.
+      ValueError: a threshold below 0, or arguments that are not integers in one dimension, or of
+        different lengths.
+
+    Example: `reorder_batch([5, 1, 1], [0, 9, 7], [5, 8, 6], 1)` is [2, 1, 0].
     """
     check_threshold(decode_threshold)
-    scheduled, computed, prompt = map(np.asarray, (num_scheduled, num_computed, num_prompt))
+    scheduled = integers("num_scheduled", num_scheduled)
+    computed, prompt = integers("num_computed", num_computed), integers("num_prompt", num_prompt)
     if not len(scheduled) == len(computed) == len(prompt):
         raise ValueError(
             "num_scheduled, num_computed and num_prompt must have equal lengths, got "
@@ -80,10 +84,13 @@ def seq_lens_upper_bound(
       int32[B], 0 in padding rows.
 
     Raises:
-      ValueError: more requests than B, arguments of different lengths, or a context of 2**31
-        tokens or more.
+      ValueError: more requests than B, arguments that are not integers in one dimension, or of
+        different lengths, or a context of 2**31 tokens or more.
+
+    Example: `seq_lens_upper_bound([1, 5], [32, 0], max_num_reqs=4)` is [33, 5, 0, 0].
     """
-    scheduled, computed = np.asarray(num_scheduled, np.int64), np.asarray(num_computed, np.int64)
+    scheduled = integers("num_scheduled", num_scheduled)
+    computed = integers("num_computed", num_computed)
     if not len(scheduled) == len(computed) <= max_num_reqs:
         raise ValueError(
             f"num_scheduled and num_computed must have equal lengths of at most {max_num_reqs=}, "
@@ -115,11 +122,13 @@ def split_prefill_chunks(
       The rows [first, last) of each chunk, filled greedily from the left.
 
     Raises:
-      ValueError: a single request exceeds the workspace.
+      ValueError: a single request exceeds the workspace, or `seq_lens` are not integers.
+
+    Example: `split_prefill_chunks([4, 3, 6], 8)` is [(0, 2), (2, 3)].
     """
     chunks: list[tuple[int, int]] = []
     first, used = 0, 0
-    for i, length in enumerate(np.asarray(seq_lens).tolist()):
+    for i, length in enumerate(integers("seq_lens", seq_lens).tolist()):
         if length > workspace:
             raise ValueError(f"request {i}: {length} tokens exceed workspace={workspace} tokens")
         if used + length > workspace:

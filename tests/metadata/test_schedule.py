@@ -79,6 +79,8 @@ def test_reorder_batch_rejects_invalid_arguments():
         schedule.reorder_batch([1], [1], [1], -1)
     with pytest.raises(ValueError, match="got 2, 1 and 1 requests"):
         schedule.reorder_batch([1, 1], [1], [1], 1)
+    with pytest.raises(ValueError, match="num_computed must be integers"):
+        schedule.reorder_batch([1], np.array([0.5]), [1], 1)
 
 
 @given(REQUESTS)
@@ -91,6 +93,8 @@ def test_seq_lens_upper_bound(requests):
 
 
 def test_seq_lens_upper_bound_rejects_invalid_arguments():
+    with pytest.raises(ValueError, match="num_scheduled must be integers in one dimension"):
+        schedule.seq_lens_upper_bound(np.array([1.5]), [2], max_num_reqs=1)
     with pytest.raises(ValueError, match="max_num_reqs=1, got 2 and 2 requests"):
         schedule.seq_lens_upper_bound([1, 1], [2, 2], max_num_reqs=1)
     with pytest.raises(ValueError, match="2 and 1 requests"):

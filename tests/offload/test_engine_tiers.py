@@ -249,18 +249,38 @@ def test_nothing_waits_for_a_tier_that_hangs():
     assert tier.writes == 4 and engine.lookup(KEYS).num_blocks == 2
     store = engine.store(KEYS[2:3], [2])
     batch = engine.next_batch()
-    engine.issue(batch, jax.block_until_ready(cache.layers[0][0]))
+    run = jax.jit(jaxkv.store_pages, donate_argnums=0)
+    pool = jax.block_until_ready(run(pool, cache, batch.host_pages, batch.device_pages))
+    engine.issue(batch, pool.data)
     assert not engine.drain(0.01) and store.done and engine.poll() == [store]
     engine.load(KEYS[:2], [2, 3])
     step(engine, pool, cache, jaxkv.load_pages)
     tier.go.set()
 
 
+@pytest.mark.parametrize("num_donated", [0, 1])
+def test_a_store_to_a_copy_of_the_pool_is_an_error(num_donated):
+    """The pool that a step returns is another one: tiers would save what the first one holds."""
+    tier: Any = HangingTier()
+    pool, cache = create(SPEC), jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES)
+    engine = jaxkv.OffloadEngine(pool, batch_sizes=(2,), tiers=[tier])
+    for _ in range(num_donated):
+        engine.store(KEYS[:2], [0, 1])
+        pool, _ = step(engine, pool, cache, jaxkv.store_pages)
+    store = engine.store(KEYS[2:], [2, 3])
+    batch = engine.next_batch()
+    copied = jax.jit(jaxkv.store_pages)(pool, cache, batch.host_pages, batch.device_pages)
+    engine.issue(batch, jax.block_until_ready(copied.data))
+    pages = str(batch.host_pages.tolist())
+    assert_rejected(engine.poll, RuntimeError, f"host pages {pages}", "donate the pool")
+    assert engine.poll() == [store] and store.failed
+    assert engine.lookup(KEYS[2:]) == (0, 0) and tier.writes == 4 * num_donated
+
+
 def test_blocks_of_failed_steps_are_not_written():
     tier: Any = HangingTier()
     pool = create(SPEC)
     engine = jaxkv.OffloadEngine(pool, tiers=[tier])
-    pool.data.delete()  # as if donated
 
     class Failed:
         def is_ready(self):

@@ -1,6 +1,7 @@
 """`check_errors`: one pending error of each kind, with its attributes."""
 
 import asyncio
+import pickle
 from unittest import mock
 
 import jax
@@ -183,3 +184,21 @@ def test_scope_that_this_thread_did_not_enter():
         with pytest.raises(RuntimeError, match=r"^ErrorScope: 'other' .* thread that entered it"):
             jaxkv.ErrorScope("other").__exit__()
         assert scope_of_an_error() == "entered"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jaxkv.PageIndexError("text", operation="load_pages", argument="host_pages", count=2),
+        jaxkv.PeerTimeoutError(0, 1, "barrier", 7, 6, "text"),
+        jaxkv.StaleCountsError("text"),
+        jaxkv.HostMemoryError(2, 1, "MemAvailable"),
+        jaxkv.HostSyncError("Array.__int__", "step.py:1"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_pass_between_processes(error):
+    with jaxkv.ErrorScope("pickled"):
+        copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error) and str(copy) == str(error) and copy.args == error.args
+    assert vars(copy) == vars(error)

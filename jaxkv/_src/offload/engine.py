@@ -26,8 +26,8 @@ class OffloadEngine:
     """An `OffloadManager` with the queues of its copies, for steps with static shapes.
 
     Each step of a serving engine copies one batch of pages, of a static size, beside its layers:
-    waiting loads before stores, first come, first served. Batches of a kind are in flight together;
-    nothing here blocks. The pools, the cache and the program that copies belong to the caller.
+    loads before stores, each in the order in which they were queued. Several batches may be in
+    flight. Only `drain` blocks. The pool, the cache and the program that copies are the caller's.
 
         tier = jaxkv.OffloadEngine(pool, batch_sizes=(16, 64), tiers=[files])
         prefetch = tier.prefetch(keys)                        # with tiers: when a request arrives
@@ -37,12 +37,12 @@ class OffloadEngine:
         load = tier.load(keys[:found.num_blocks], device_pages)
 
         batch = tier.next_batch()                             # for each step
-        tokens, ... = step(batch)                             # a jax.jit, with batch.start in it
+        tokens, *state = step(batch, *state)                  # a jax.jit, with batch.start in it
         tier.issue(batch, tokens)
         ended = tier.poll()                                   # copies that are over
 
     Steps must run on the device in the order of their batches, as the programs of one JAX client
-    do: then pages may be used behind the waits of their batch, before its step is over.
+    do: then pages may be used after the waits for their batch, before its step is over.
 
     Blocks whose store is complete are written to the tiers, and read back into host pages by
     `prefetch`, in threads of the tiers. The pool must then be donated to every store. A tier that
@@ -52,13 +52,13 @@ class OffloadEngine:
     transfers in the scheduler in the same way; tiers are those of its tiering manager.
 
     Args:
-      pool: the host pool, or its number of pages if there are no tiers. 0: no host tier: nothing
-        is found, and no block is stored.
+      pool: the host pool, or its number of pages if there are no tiers. With 0 there is no host
+        tier: no block is stored or found.
       batch_sizes: numbers of pages of a step, each a static shape. The largest limits a step.
       policy, write, events: see `OffloadManager`.
       tiers: in the order in which they are read; see `TieredStore`. Their `block_bytes` is
         `OffloadEngine.tier_block_bytes(pool)`. They remain the caller's, to be closed.
-      tier_timeout_s: after this time a `prefetch` is done with what has arrived.
+      tier_timeout_s: seconds, at least 0, after which a `prefetch` is done with what has arrived.
 
     Attributes:
       manager: the manager, for `state` and `generation`.
@@ -66,8 +66,8 @@ class OffloadEngine:
     Raises:
       TypeError: `tiers` is not a sequence of tiers.
       ValueError: `pool` is neither a pool nor a number of pages; no batch size, or one that is not
-        a positive integer; tiers without a pool, with blocks of another size, or with a pool that
-        has page shards or shards in other processes; or as for `OffloadManager`.
+        a positive integer; a negative `tier_timeout_s`; tiers without a pool, of other
+        `block_bytes`, or with page shards or shards in other processes; as for `OffloadManager`.
     """
 
     def __init__(
@@ -90,21 +90,21 @@ class OffloadEngine:
         self._stored_last = False  # by the previous batch
         self._in_flight: deque[tuple[CopyBatch, StepResult]] = deque()
         self._ended: list[OffloadCopy] = []  # to be returned by `poll`
-        self._pool: HostPool | None = None  # with tiers
+        self._memory: PoolMemory | None = None  # with tiers
         self._tiers: TierCopies | None = None
         if tiers:
             if not isinstance(pool, HostPool):
                 raise ValueError(f"OffloadEngine: tiers need the pool itself, got pool={pool}")
-            self._pool = pool
+            self._memory = PoolMemory(pool)
             tier = one_tier("OffloadEngine", tiers)
-            self._tiers = TierCopies(self.manager, tier, PoolMemory(pool), tier_timeout_s)
+            self._tiers = TierCopies(self.manager, tier, self._memory, tier_timeout_s)
 
     @staticmethod
     def tier_block_bytes(pool: HostPool) -> int:
-        """`block_bytes` of the tiers of a pool: the longest part of a page that is contiguous.
+        """`block_bytes` of the tiers of a pool: bytes of a contiguous part of a page.
 
-        A page consists of several, such as its keys and its values in each shard; fewest in layouts
-        that begin with the page.
+        A page has several parts, such as K and V of each shard; fewest in layouts that begin with
+        the page. ValueError for page shards, or shards in other processes.
         """
         return PoolMemory(pool).block_bytes
 
@@ -124,7 +124,7 @@ class OffloadEngine:
           window: as for `lookup`.
 
         Returns:
-          Its state. Once it is `done`, call `lookup`: what has not arrived in time is missing.
+          An `OffloadPrefetch`. Once `done`, call `lookup`: what was not read in time is missing.
 
         Raises:
           TypeError, ValueError: as for `OffloadManager.touch`; a key is too long for the tiers;
@@ -147,15 +147,16 @@ class OffloadEngine:
             self._tiers.discard(keys)
 
     def load(self, keys: Sequence[bytes], device_pages: Sequence[int]) -> OffloadCopy:
-        """Queues a load of ready blocks, whose host pages are pinned from now on.
+        """Queues a load of ready blocks as an `OffloadCopy`; pins their host pages from now on.
 
         Args:
           keys: blocks found by `lookup` in the same step.
-          device_pages: a page in the device cache for each, not in use.
+          device_pages: for each block the page id in the device cache, of a page not in use.
 
         Raises:
           BlockNotReadyError: a block is not stored, or its store is not complete.
-          TypeError, ValueError: the numbers of keys and pages differ; a page is not an integer, or
+          TypeError: `keys` is not a sequence of bytes objects, or a page is not an integer.
+          ValueError: the numbers of keys and pages differ, or a page is out of the range of int32,
             negative, or that of another block to copy.
         """
         keys = checked_keys("OffloadEngine.load", keys)
@@ -204,12 +205,12 @@ class OffloadEngine:
     def next_batch(self, *, stores_first: bool = False) -> CopyBatch:
         """The pages to copy beside the next step: loads if any are queued, otherwise stores.
 
-        Its size is the smallest of the batch sizes that holds them. A load that fits into one batch
-        is not split over two.
+        Its size is the smallest of the batch sizes that holds them; its kind is "none" if there are
+        none. A load that fits into one batch is not split over two.
 
         Args:
-          stores_first: stores if any are queued, but in turns with loads. For when the device cache
-            is full: pages of stores can be reused from then on.
+          stores_first: stores before loads, but in turns with them. For a full device cache: pages
+            of stores can be reused once they are issued.
 
         Raises:
           RuntimeError: the previous batch has been neither issued nor abandoned.
@@ -230,6 +231,8 @@ class OffloadEngine:
         size = next(size for size in self._sizes if size >= len(pages))
         host_pages, device_pages = (padded_pages([p[i] for p in pages], size) for i in (0, 1))
         batch = CopyBatch(kind, host_pages, device_pages, tuple(copies))
+        if self._memory and kind == "store":
+            self._memory.mark(page for page, _ in pages)
         self._taken = batch if copies else None
         return batch
 
@@ -277,21 +280,15 @@ class OffloadEngine:
         """Notes that the step with a batch has been dispatched.
 
         Args:
-          batch: the result of `next_batch`, or of its `by`; nothing happens for one without pages.
+          batch: the result of `next_batch`, or of its `by`; one without pages is ignored.
           result: a `jax.Array` that the step returns, ready once its copies are complete. Do not
             donate or delete it before `poll` has returned them.
 
         Raises:
           TypeError: `result` is not a `jax.Array`.
           ValueError: `batch` is not that of the last call of `next_batch`.
-          RuntimeError: with tiers, the pool was not donated to the step of a store.
         """
         over = step_result("issue", result) if batch.copies else None
-        if self._pool and batch.kind == "store" and not self._pool.data.is_deleted():
-            raise RuntimeError(
-                "issue: the pool was not donated to the step of a store, so that tiers would save "
-                "other memory; donate it to every step with stores"
-            )
         if self._give_back(batch, "issue") and over is not None:
             self._in_flight.append((batch, over))
 
@@ -326,7 +323,8 @@ class OffloadEngine:
           The copies that are done since the last call, failed ones included.
 
         Raises:
-          RuntimeError: the result of a step was donated or deleted before its copies ended.
+          RuntimeError: the result of a step was donated or deleted before its copies ended; or,
+            with tiers, a step did not write the pages of a store, whose blocks are then not found.
         """
         while self._in_flight and is_over(self._in_flight[0][1]):
             batch, result = self._in_flight.popleft()
@@ -337,12 +335,15 @@ class OffloadEngine:
         return ended
 
     def _end_step(self, batch: CopyBatch, *, failed: bool) -> None:
+        error = None if failed or not self._memory else self._memory.unwritten(batch)
         for copy in batch.copies:
             copy._num_in_flight -= 1
-            copy.failed |= failed
+            copy.failed |= failed or error is not None
             if copy.issued and not copy._num_in_flight:
                 self._end(copy)
                 self._ended.append(copy)
+        if error:
+            raise error
 
     def _end(self, copy: OffloadCopy) -> None:
         copy.done = True
@@ -359,8 +360,7 @@ class OffloadEngine:
     def drain(self, timeout_s: float = 30.0) -> bool:
         """Waits until the tiers have the stored blocks and have removed the discarded ones.
 
-        To be called before a process closes the tiers and ends. Blocks. The next `poll` returns the
-        copies that are over.
+        Blocks; for the end of a process. The next `poll` returns the copies that are over.
 
         Args:
           timeout_s: limit of the wait, in seconds up to 1e9.
@@ -370,7 +370,7 @@ class OffloadEngine:
 
         Raises:
           ValueError: `timeout_s` is not positive, or more than 1e9.
-          RuntimeError: a step with copies is in flight; wait for its result before.
+          RuntimeError: a step with copies is in flight; wait for its result first.
         """
         timeout_s = checked_timeout_s(timeout_s)
         self._ended = self.poll()
@@ -385,7 +385,7 @@ class OffloadEngine:
         return self.manager.take_events()
 
     def metrics(self) -> dict[str, float]:
-        """Those of `OffloadManager.metrics` and of the tiers, with the numbers of queued pages."""
+        """Metrics of the manager and of the tiers, and the numbers of queued blocks by kind."""
         waiting = {
             name: sum(len(copy.keys) - copy._num_taken for copy in list(queue))
             for name, queue in (("load", self._loads), ("store", self._stores))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import os
 import struct
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import numpy as np
 from jaxkv._src.cache.array_cache import ArrayHostLayout
 from jaxkv._src.cache.host_pool import HostPool, description
 from jaxkv._src.cache.pinned_memory import view_of
+from jaxkv._src.offload.copies import CopyBatch
 from jaxkv._src.offload.integers import checked_integer
 
 
@@ -48,12 +51,36 @@ class PoolMemory:
         what = f"{description(pool.spec)} {pool.layout} {pool.head_groups} {len(shards)}"
         digest = hashlib.sha256(what.encode()).digest()[:8]
         self._suffixes = [digest + struct.pack("<H", i) for i in range(len(self._runs))]
+        self._mark = np.frombuffer(os.urandom(16), np.uint8)
 
     def keys(self, key: bytes) -> list[bytes]:
         return [key + suffix for suffix in self._suffixes]
 
     def parts(self, page: int) -> list[memoryview]:
         return [run[page].data for run in self._runs]
+
+    def mark(self, pages: Iterable[int]) -> None:
+        """Writes a mark into pages that the next step is to store; see `unwritten`."""
+        for page in pages if self.block_bytes >= len(self._mark) else ():
+            self._runs[0][page, : len(self._mark)] = self._mark
+
+    def unwritten(self, batch: CopyBatch) -> RuntimeError | None:
+        """The error of a step that is over, if pages of its stores still have their mark.
+
+        The step then wrote a copy of the pool, or rejected the pages. Pages with parts smaller than
+        a mark have none.
+        """
+        if batch.kind != "store" or self.block_bytes < len(self._mark):
+            return None
+        pages = batch.host_pages[batch.host_pages >= 0].tolist()
+        marked = [p for p in pages if (self._runs[0][p, : len(self._mark)] == self._mark).all()]
+        if not marked:
+            return None
+        return RuntimeError(
+            f"poll: a step did not store host pages {marked[:4]}, which tiers would save: donate "
+            "the pool to every step with stores, from that of the constructor on; if it was, see "
+            "check_errors for rejected pages"
+        )
 
 
 def num_pages_of(pool: HostPool | int) -> int:

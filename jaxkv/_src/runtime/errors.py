@@ -61,23 +61,27 @@ class TransferError(JaxkvError, RuntimeError):
 
 
 class BoundError(JaxkvError, ValueError):
-    """A batch exceeds a static bound of its metadata."""
+    """A batch exceeds a static bound of its metadata, or a step those of `recurrent.advance`."""
 
 
 class PeerTimeoutError(JaxkvError, RuntimeError):
     """A wait for a peer timed out, or the peer entered another call.
 
-    The results of that call and of later ones are NaN. The message has the last call of each.
+    The results of that call and of later ones are NaN. The message names the last call of both
+    ranks, except in phase "aborted".
 
     Attributes:
       rank: the waiting rank.
       peer: the rank that did not arrive. `rank` may have waited for another rank, which waits for
         this one. If all ranks wait for each other, the one that timed out first.
       phase: "low_latency", "barrier", "scatter", "gather", "call" (the peer did not announce its
-        call), "aborted", or "mismatch" (the peer entered another call).
+        call), "aborted" (another rank timed out first), or "mismatch" (the peer entered another
+        call).
       expected, seen: in phase "barrier" the epoch of the pending barrier and the peer's last epoch;
-        otherwise the number of words of the message (or of a rank's part of a chunk) and the index
-        of the missing word. In phase "mismatch" those of the wait that was pending.
+        in phase "call" the mark (signature and number) of the call, and the peer's mark in its
+        place, 0 for none; otherwise the number of words of the message (of a rank's part of it in
+        "scatter" and "gather") and the index of the missing word. In phases "aborted" and
+        "mismatch" those of the wait that was pending.
     """
 
     def __init__(
@@ -90,9 +94,13 @@ class PeerTimeoutError(JaxkvError, RuntimeError):
         self.seen = seen
         super().__init__(description, operation="all_reduce")
 
+    def __reduce__(self) -> tuple[object, ...]:  # pickle passes `args` to `__init__` otherwise
+        arguments = self.rank, self.peer, self.phase, self.expected, self.seen, str(self)
+        return type(self), arguments, self.__dict__
+
 
 class StaleCountsError(RuntimeError):
-    """Counts of another step, or of other requests, than the reader specified."""
+    """The counts belong to another step, or to other requests, than the reader specified."""
 
 
 class HostMemoryError(MemoryError):
@@ -113,12 +121,16 @@ class HostMemoryError(MemoryError):
             f"{available_bytes} bytes by {limit}: reduce num_pages or the shape"
         )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        arguments = self.needed_bytes, self.available_bytes, self.limit
+        return type(self), arguments, self.__dict__
+
 
 def check_errors(*outputs: object) -> None:
     """Raises the errors that devices counted since the last check.
 
-    Under `with scope:` for an `ErrorScope` those of the calls traced in this scope, otherwise those
-    of the calls traced in none.
+    Within an `ErrorScope`, these are the errors of calls traced in that scope; elsewhere those of
+    calls traced outside any scope.
 
     A CUDA kernel cannot raise: it skips an entry whose id is out of range or whose destination is a
     duplicate, and increments a counter, as it does for exceeded bounds and failed waits. Reading
@@ -156,8 +168,9 @@ class ErrorScope:
 
     An error that a device counts belongs to the scope in which the call was traced: an operation
     on pages or recurrent states, a wait, a metadata builder. Programs are compiled for each scope
-    in which they are called. A scope applies to the current thread, also during an `await`; the
-    innermost one counts, of all tasks of the thread. Tasks may leave their scopes in any order.
+    in which they are called. A scope applies to the current thread, also during an `await`: of the
+    scopes that all tasks of the thread have entered, the innermost one applies. Tasks may leave
+    their scopes in any order.
 
         scope = jaxkv.ErrorScope("engine-a")
         with scope:
@@ -165,13 +178,13 @@ class ErrorScope:
         scope.check_errors(out)
 
     Args:
-      name: named in messages and `JaxkvError.scope`. Equal names are one scope, up to 255 different
-        ones in a process.
+      name: name in messages and in `JaxkvError.scope`. Equal names denote one scope; a process can
+        have 255 different ones.
 
     Raises:
       TypeError: `name` is not a string.
-      ValueError: `name` is empty, one too many, or has the same hash as another scope's.
-      RuntimeError: the scope is left in another thread than it was entered.
+      ValueError: `name` is empty, exceeds the 255 names of a process, or has the hash of another.
+      RuntimeError: the scope is left in another thread than the one that entered it.
     """
 
     name: str
@@ -235,7 +248,7 @@ def scope_number() -> int:
 
 
 def scope_attribute() -> dict[str, np.int64]:
-    """The FFI attribute of a call that has no other number to contain its scope."""
+    """The FFI attribute `scope`, for calls without another attribute that encodes the scope."""
     number = scope_number()
     return {"scope": np.int64(number)} if number else {}
 

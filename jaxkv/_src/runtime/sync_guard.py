@@ -58,6 +58,9 @@ class HostSyncError(RuntimeError):
             "`with jaxkv.allow_host_sync(reason):`"
         )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.what, self.where), self.__dict__
+
 
 class HostSyncWarning(UserWarning):
     """The host waited for a device under `forbid_host_sync(mode="warn")`."""
@@ -173,6 +176,7 @@ def forbid_host_sync(*, mode: Mode = "raise") -> _Scope:
 
     Scopes nest: the innermost one decides, and the reports of all enclosing scopes include the
     sync. Other threads are not affected. JAX is patched only while a thread is in such a scope.
+    vLLM's `gpu_sync_allowed` marks permitted syncs of PyTorch in the same way.
 
     Args:
       mode: "raise" raises before the wait, and again on exit if the error was caught in the scope;
@@ -184,6 +188,7 @@ def forbid_host_sync(*, mode: Mode = "raise") -> _Scope:
 
     Raises:
       HostSyncError: in the scope, for mode "raise".
+      TypeError: on decoration of a generator or coroutine function; use `with` in its body.
       RuntimeError: on entry, if this version of JAX is not supported; on exit, in a thread or
         asyncio task that has not entered the scope. The scope then stays active where it was
         entered.
@@ -197,6 +202,9 @@ def forbid_host_sync(*, mode: Mode = "raise") -> _Scope:
 def allow_host_sync(reason: str) -> _Scope:
     """Allows host syncs within `forbid_host_sync`, in a `with` statement or a decorated function.
 
+        with jaxkv.allow_host_sync("end of text"):
+            done = int(token) == 2
+
     Args:
       reason: justification of the host sync, recorded in the reports.
 
@@ -205,6 +213,7 @@ def allow_host_sync(reason: str) -> _Scope:
       report may be incomplete.
 
     Raises:
+      TypeError: on decoration of a generator or coroutine function.
       ValueError: `reason` is empty or not a string.
     """
     if not isinstance(reason, str) or not reason:
