@@ -216,7 +216,7 @@ def spec_and_bytes(gib: int, quick: bool) -> tuple[jaxkv.KVCacheSpec, int]:
 
 
 def create_and_fill(name: str, gib: int, quick: bool) -> None:
-    """Of the first process, which is then killed."""
+    """The first process, which is then killed."""
     spec, num_bytes = spec_and_bytes(gib, quick)
     pool, seconds = timed_pool(spec, num_bytes, shared=name)
     cache = jaxkv.DeviceCache.create(spec, num_pages=CHUNK)
@@ -229,7 +229,7 @@ def create_and_fill(name: str, gib: int, quick: bool) -> None:
 
 
 def attach_and_verify(name: str, gib: int, quick: bool, begin_of_process: float) -> None:
-    """Of the next process."""
+    """The next process."""
     spec, num_bytes = spec_and_bytes(gib, quick)
     pool, seconds = timed_pool(spec, num_bytes, shared=name)
     since_start = time.time() - begin_of_process

@@ -238,7 +238,7 @@ def step_precomputed(model: Model, flat: jax.Array, layout: host_metadata.Layout
 
 @functools.partial(jax.jit, donate_argnums=1)
 def step_with_build(model: Model, batch: BatchMetadata) -> tuple[jax.Array, BatchMetadata]:
-    """Also the batch of the next step: one more token in each row."""
+    """The tokens, and the batch of the next step: one more token in each row."""
     tokens = compute(model, on_device(batch))
     return tokens, dataclasses.replace(batch, seq_lens=batch.seq_lens + 1)
 

@@ -129,7 +129,7 @@ class Case:
     def times(
         self, found: Sequence[Method], direction: str, layers: int | None = None
     ) -> dict[Method, timestamps.Timed]:
-        """Of each method, in the same rounds."""
+        """Times of each method, in the same rounds."""
         programs = {method: self.program(method, direction, layers) for method in found}
         for program in programs.values():
             program.prepare()

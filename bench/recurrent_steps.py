@@ -127,7 +127,7 @@ def compute(x: jax.Array, weight: jax.Array, products: int) -> jax.Array:
 def step(
     states: Any, rest: StepState, weight: jax.Array, ids: jax.Array, *, products: int, saves: bool
 ) -> tuple[Any, StepState, jax.Array, jaxkv.recurrent.DeferredCounts]:
-    """Also returns int32[B] accepted tokens, and their asynchronous copy to the host."""
+    """States, rest, int32[B] accepted tokens, and their asynchronous copy to the host."""
     batch, kinds = rest.batch, [KINDS] * len(states)
     drafts = jnp.full(ids.shape, DRAFTS, jnp.int32)
     states, _, columns = jaxkv.recurrent.align_preprocess(

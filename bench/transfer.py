@@ -303,7 +303,7 @@ class Bench:
         self.of_peak.append((direction, judge))
 
     def speedup(self, name: str, speedup: Figure, want: float, baseline: float) -> None:
-        """Of a load over a baseline of `baseline` GB/s."""
+        """Target for the speedup of a load over a baseline of `baseline` GB/s."""
 
         def judge(peak: float) -> None:
             self.results.target(name, speedup, ">=", want, "x", peak / baseline)
@@ -333,7 +333,7 @@ class Effort(NamedTuple):
 
 
 def microseconds(programs: Sequence[Program], effort: Effort) -> dict[str, float]:
-    """Of one copy, by metric, in one round."""
+    """Microseconds of one copy, by metric, in one round."""
     one, many = (program.idle_calls(effort.calls) for program in programs)
     seconds = {
         IN_STEP: (many.done - one.done) / effort.copies,

@@ -1,6 +1,6 @@
 """Runs the tests marked `sanitizer` under compute-sanitizer: `python -m bench.checks.memcheck`.
 
-Those of our own CUDA handlers and Pallas kernels, not of implementation "xla".
+These tests run jaxkv's own CUDA handlers and Pallas kernels, not the implementation "xla".
 
 Exits with 0 only if tests ran, all passed with exit code 0, and no memory error was found.
 """

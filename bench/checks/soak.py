@@ -1,4 +1,4 @@
-"""Everything mixed for long: `python -m bench.checks.soak --minutes 30`.
+"""Everything mixed, for a long time: `python -m bench.checks.soak --minutes 30`.
 
 Random transfers, started copies, swaps, sparse rows, recurrent states and, with several devices,
 all-reduces, each compared with its reference (`tests/fuzz`); pools that are created and closed; and
@@ -41,13 +41,13 @@ from tests.util.layout_reference import LAYOUTS
 from tests.util.transfer_cases import distinct_ids, donating, make_case
 
 SAMPLES = 120  # in a segment
-# Of each activity, before the first sample: enough for each of its programs to be compiled.
+# Calls of each activity before the first sample: enough to compile all of its programs.
 WARM_UP_CALLS = 200
 WARM_UP = 0.2  # share of the samples that do not count
 MINUTES = 30  # of all segments
 MIB = 1 << 20
-# Growth within a segment, after the warm-up, that counts as noise: of the allocators of Python and
-# glibc, of the device's, and none of what is counted one by one.
+# Growth within a segment, after the warm-up, that counts as noise: of the allocators of Python, of
+# glibc and of the device. Of descriptors and threads, which are counted, a growth of one is none.
 LIMITS = {
     "resident memory": (16.0, "MiB"),
     "device memory": (1.0, "MiB"),
@@ -143,7 +143,7 @@ def growth(samples: Sequence[float]) -> float:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """Of glibc's <malloc.h>."""
+    """The struct of `mallinfo2` in glibc's <malloc.h>."""
 
     _fields_: ClassVar = [
         (name, ctypes.c_size_t)

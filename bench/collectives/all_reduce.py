@@ -206,7 +206,7 @@ class Bench:
 
     @property
     def share(self) -> float:
-        """Of the message, that each device sends and receives."""
+        """Part of the message that each device sends and receives."""
         return 2 * (self.world - 1) / self.world
 
     def time(self, setting: str, method: str, metric: str, num_bytes: int) -> Figure | None:
@@ -222,7 +222,7 @@ class Bench:
         }
 
     def best_peer(self, setting: str, metric: str, num_bytes: int) -> Figure | None:
-        """Of PyTorch's methods and psum's where measured; for pairs psum in the same setting."""
+        """The least time of PyTorch and psum where measured; for pairs psum in the same setting."""
         if metric == CHAINED_PAIR:
             return self.time(setting, PSUM, metric, num_bytes)
         of_torch = [*self.of_torch(metric, num_bytes).values()]
@@ -231,7 +231,7 @@ class Bench:
         return min(of_torch + [time for time in of_psum if time]) if of_torch else None
 
     def ratio(self, setting: str, metric: str, num_bytes: int) -> Figure | None:
-        """jaxkv to the best peer."""
+        """Time of jaxkv relative to the best peer."""
         own = self.time(setting, CHOSEN, metric, num_bytes)
         peer = self.best_peer(setting, metric, num_bytes)
         return own / peer if own and peer else None

@@ -102,7 +102,7 @@ class Rank:
         return graph
 
     def seconds(self, graph: torch.cuda.CUDAGraph) -> list[float]:
-        """Of a call in each replay."""
+        """Seconds per call in each replay."""
         samples = []
         with torch.cuda.stream(self.stream):
             for _ in range(REPLAYS):

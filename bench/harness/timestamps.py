@@ -63,7 +63,7 @@ class Timed(NamedTuple):
 
     @property
     def device(self) -> timing.Figure:
-        """Of the GPU, or of the host without one."""
+        """Time of the GPU, or of the host without one."""
         return self.handlers if math.isnan(self.gpu) else self.gpu
 
 

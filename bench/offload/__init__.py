@@ -1,1 +1,1 @@
-"""Benchmarks of the offload manager; both run on a CPU."""
+"""Benchmarks of the offload manager and of tiers; none needs a GPU."""

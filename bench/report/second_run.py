@@ -46,7 +46,7 @@ class Agreement(NamedTuple):
 
 
 def agreements(files: Sequence[File]) -> dict[tuple[str, str], Agreement]:
-    """Of all records with a second run, by device and name."""
+    """The agreement of each record with a second run, by device and name."""
     first = {(file.device, file.name): file for file in files}
     second = {(file.device, file.name): file for file in read(RESULTS, SECOND_RUN)}
     return {key: Agreement.of(first[key], second[key]) for key in first if key in second}

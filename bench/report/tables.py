@@ -162,7 +162,7 @@ def checks(files: Sequence[File]) -> str:
 
 
 def met_by_all_runs(file: File, repeated: Mapping[tuple[str, str], Agreement]) -> list[bool | None]:
-    """Of each target; None: not measured. A target that only one of two runs meets is missed."""
+    """Verdict of each target, None if not measured; met by only one of two runs is missed."""
     again = repeated.get((file.device, file.name))
     different = again.different if again else {}
     return [target.met and target.name not in different for target in file.targets]
@@ -310,7 +310,7 @@ STEP_TIME, SYNCHRONOUS = "inter-token latency p50", "metadata on the host, no st
 
 
 def engine_rows(files: Sequence[File]) -> dict[tuple[str, ...], Row]:
-    """With device ids, as the baselines have: as chosen, in older records the fastest."""
+    """Rows with device ids, as the baselines have: as chosen, in older records the fastest."""
     found = {}
     for key, line in lines(files, "engines", ENGINES).items():
         rows = {m: row for (metric, m), row in line.items() if metric == LATENCY}

@@ -54,7 +54,7 @@ class Size(NamedTuple):
 
     @property
     def pages(self) -> int:
-        """Of a sequence."""
+        """Pages of a sequence."""
         return self.tokens // self.page_size
 
 

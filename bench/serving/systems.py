@@ -74,7 +74,7 @@ class Measured(Engine):
     _latest: Any = None
 
     def take_steps(self) -> Steps:
-        """Those since the last call."""
+        """The steps since the last call."""
         taken = Steps(
             self._steps,
             self._idle_steps,

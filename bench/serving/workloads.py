@@ -36,8 +36,8 @@ class Served(NamedTuple):
     Attributes:
       requests: those whose rates, times to first token, and hits are measured.
       running: those whose inter-token latencies are measured.
-      steps: of the measured time.
-      start: of the measured time, whose end is the last token of `requests`.
+      steps: steps of the measured time.
+      start: start of the measured time, which ends with the last token of `requests`.
       since: start of the inter-token latencies; tokens before it do not count.
     """
 
@@ -49,7 +49,7 @@ class Served(NamedTuple):
 
     @property
     def all(self) -> list[Request]:
-        """Each once."""
+        """All requests, each once."""
         both = {id(request): request for request in (*self.requests, *self.running)}
         return [*both.values()]
 

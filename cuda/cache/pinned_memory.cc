@@ -26,7 +26,7 @@ constexpr size_t kChunk = size_t{64} << 20;  // that one thread populates at a t
 constexpr unsigned kMaxThreads = 16;
 constexpr size_t kMaxSample = 4096;  // pages whose node is read back
 
-// Of the kernel's headers, which may be older than the kernel.
+// MADV_POPULATE_READ and _WRITE, MPOL_PREFERRED: the headers may be older than the kernel.
 constexpr int kPopulateRead = 22, kPopulateWrite = 23;
 constexpr int kPolicyPreferred = 1;
 constexpr size_t kMaxNodes = 1024;

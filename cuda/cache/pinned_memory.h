@@ -10,17 +10,18 @@
 
 namespace jaxkv::cache {
 
-// Of the data in a file: a huge page, so that the data can consist of huge pages. The first page is
-// a header, the others between them are never allocated.
+// Offset of the data in a file: one huge page, so that the data can consist of huge pages. The
+// first page of the file is a header; the pages between it and the data are never allocated.
 constexpr size_t kFileOffset = size_t{2} << 20;
 
 // Called in the thread that creates memory, with the number of its bytes that are populated. An
 // exception ends the creation.
 using Progress = std::function<void(size_t num_bytes)>;
 
-// Neither XLA's allocator of pinned memory, which rounds up to a power of two, ends at a limit set
-// when the backend starts, and serves all devices from the NUMA node of the first, nor
-// cudaHostAlloc, whose pages the kernel reports on no node.
+// Host memory, page-locked for CUDA devices. It uses neither XLA's allocator of pinned memory,
+// which rounds up to a power of two, ends at a limit set when the backend starts, and serves all
+// devices from the NUMA node of the first, nor cudaHostAlloc, whose pages the kernel reports on no
+// node.
 class PinnedMemory {
  public:
   // Memory on `node` (-1: any), page-locked if there are CUDA devices that use it: zeroed, or with

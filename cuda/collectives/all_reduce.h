@@ -10,12 +10,12 @@
 //
 // low_latency, and two_shot as long as its parts fit the LL buffers, use no barriers: the data is
 // its own flag. The receiver resets each word after reading it, and the same word is sent again two
-// LL epochs later. By then the reset is complete: in the epoch between, the sender has received
+// LL epochs later. By then the reset is complete: in the epoch in between, the sender has received
 // words that could not be sent without words of this rank, and this rank sent its words after its
 // kernel of the previous epoch, with all its resets, had ended.
 //
 // one_shot reuses a half of the slot buffers two calls later. By then the receiver has arrived at
-// the barrier of the call between, which it does after reading.
+// the barrier of the call in between, which it does after reading that half.
 //
 // multimem needs no double buffering. Between the two barriers of a round the switch reads and
 // writes the workspaces of all ranks; before and after that each workspace is accessed only by its

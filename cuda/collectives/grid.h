@@ -12,8 +12,8 @@ namespace jaxkv::collectives {
 inline constexpr int kThreads = 256;        // per block
 inline constexpr int kSpareProcessors = 4;  // SMs that tuning tables assign to an asynchronous copy
 
-// Blocks that are resident together on a device, of a kernel of which each SM holds this number.
-// At least one, also on a GPU without SMs to spare.
+// Blocks of a kernel that are resident together on a device, given those that each SM holds. At
+// least one, also on a GPU without SMs to spare.
 constexpr int32_t resident_limit(int blocks_per_processor, int processors) {
   const int64_t blocks = int64_t{blocks_per_processor} * (processors - kSpareProcessors);
   return static_cast<int32_t>(std::clamp<int64_t>(blocks, 1, kMaxBlocks));

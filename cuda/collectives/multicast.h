@@ -1,9 +1,9 @@
 // Multicast memory (NVLS): memory of several GPUs of one process that the NVLink switch reads and
 // writes at once.
 //
-// Not yet run on hardware: where GPUs are shared between machines, a multicast object can take them
-// out of service for all. So no multicast function or attribute of the driver is used unless the
-// user has set JAXKV_MULTICAST=1.
+// Has never run on hardware: where several machines share the GPUs of a host, a multicast object
+// may take the GPUs out of service for all of them. So no multicast function or attribute of the
+// driver is used unless the user has set JAXKV_MULTICAST=1.
 #pragma once
 
 #include <cstddef>

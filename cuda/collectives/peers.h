@@ -8,7 +8,7 @@
 
 namespace jaxkv::collectives {
 
-// How long a rank whose call has failed waits for the others to tell whom they wait for.
+// How long a rank whose call has failed waits for the others to report whom they wait for.
 inline constexpr uint64_t kAnswerLimitNs = 1'000'000'000;
 
 template <class Machine, int N>
@@ -190,8 +190,8 @@ struct Peers {
     return w.part[0] != kUnset && w.part[1] != kUnset && w.part[2] != kUnset && w.part[3] != kUnset;
   }
 
-  // Receives word `at` from all peers for which `pending`, and resets it. False if one did not
-  // arrive before the timeout; the error then reports word `seen` of `expected`.
+  // Receives word `at` from all peers for which `pending` holds, and resets it. False if one did
+  // not arrive before the timeout; the error then reports word `seen` of `expected`.
   template <class Pending>
   JAXKV_DEVICE bool receive(uint64_t ll_epoch, uint64_t at, Phase phase, uint64_t expected,
                             uint64_t seen, Pending pending, Word (&from)[N]) const {
@@ -222,7 +222,7 @@ struct Peers {
     return true;
   }
 
-  // Sends to word `at` of the LL buffers of all peers. Each rank starts with another peer.
+  // Sends to word `at` of the LL buffers of all peers. Each rank starts with a different peer.
   JAXKV_DEVICE void send(uint64_t ll_epoch, uint64_t at, const Word& word) const {
     JAXKV_UNROLL()
     for (int shift = 1; shift < N; ++shift) {

@@ -54,7 +54,7 @@ JAXKV_HOST_DEVICE inline uint64_t call_mark(uint64_t signature, uint64_t calls_b
   return signature * kCallNumbers + (calls_before + 1) % kCallNumbers;
 }
 
-// Written by the rank itself, during a call, for the next call.
+// Written by the rank itself during a call, and read in the next one.
 struct RankProgress {
   uint64_t epoch;      // barriers passed
   uint64_t ll_epochs;  // uses of the LL buffers
@@ -103,7 +103,7 @@ struct Geometry {
 struct RankView {
   Geometry geometry;
   int32_t rank;
-  uint64_t timeout_ns, first_timeout_ns;  // the latter in the first call
+  uint64_t timeout_ns, first_timeout_ns;  // the latter applies to the first call
 #ifdef JAXKV_TEST_HOOKS
   uint64_t stall_ns;  // maximum random delay of threads
 #endif
@@ -154,8 +154,8 @@ class Communicator {
   Rank* on_device(int32_t device);
   const Geometry& geometry() const { return geometry_; }
 
-  // Of this process until limit_blocks() was called with those of all: block b of a rank waits for
-  // block b of its peers, so all ranks must launch equal numbers.
+  // Limits of this process until limit_blocks() has been called with those of all: block b of a
+  // rank waits for block b of its peers, so all ranks must launch equal numbers.
   const BlockLimits& block_limits() const { return block_limits_; }
   void limit_blocks(const BlockLimits& limits);  // keeps the smaller of each; before any call
 
@@ -199,7 +199,7 @@ std::string describe_call(uint64_t mark);
 void name_call(uint64_t signature, std::string description);
 const char* name_of(Phase phase);
 
-// With memory allocated for the ranks of this process.
+// Communicators with memory allocated for the ranks of this process.
 std::shared_ptr<Communicator> make_cpu_communicator(Geometry geometry,
                                                     const ByRank<int32_t>& devices,
                                                     uint64_t timeout_ns);

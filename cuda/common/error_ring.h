@@ -20,7 +20,7 @@ enum class ErrorCode : int32_t {
   kWaitTimeout,
   // position is the code of the bound, id the value, limit the bound.
   kBoundExceeded,
-  // Of a block table: position is the row, id the column, limit the number of columns.
+  // A block table is too narrow: position is the row, id the column, limit the number of columns.
   kColumnOutOfRange,
 };
 

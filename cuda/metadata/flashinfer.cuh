@@ -1,8 +1,8 @@
 // Metadata of FlashInfer's paged wrappers in one kernel; jaxkv/metadata/flashinfer.py is the
 // reference.
 //
-// Every thread block scans the rows for itself, in shared memory: a few microseconds less than a
-// kernel of its own for the scan. The blocks then divide tokens, pages and rows.
+// Every thread block scans all rows, in shared memory: a few microseconds faster than a separate
+// kernel for the scan. The thread blocks then divide tokens, pages and rows among them.
 #pragma once
 
 #include <cstddef>
@@ -56,7 +56,7 @@ inline FlashInferParams flash_infer_params(FlashInferSizes sizes, const int32_t*
 
 inline uint32_t flash_infer_shared_words(uint32_t rows) { return 2 * (rows + 1); }
 
-// The first row whose end is behind `position`, `rows` if there is none; `starts` has rows + 1.
+// The first row that ends after `position`, `rows` if there is none; `starts` is [rows + 1].
 __device__ inline uint32_t row_of(const int32_t* starts, uint32_t rows, int32_t position) {
   uint32_t first = 0, last = rows;
   while (first < last) {
@@ -77,8 +77,8 @@ struct Rows {
   uint32_t decodes;
 };
 
-// Sum of the values of the preceding threads and of this one; `sums` has room for one per warp.
-// Adds the sum of all threads to `total`.
+// `total` plus the values of the preceding threads and of this one. Adds the sum of all threads to
+// `total`, which is equal in all threads. `sums` has room for one value per warp.
 __device__ inline int32_t scan(int32_t value, int32_t* sums, int32_t& total) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int32_t sum = value;

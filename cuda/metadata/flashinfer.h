@@ -5,7 +5,7 @@
 
 namespace jaxkv::metadata {
 
-// Rows of a batch: each thread block holds two starts of each in shared memory, 32 KiB.
+// Rows of a batch: each thread block holds two starts per row in shared memory, 32 KiB.
 inline constexpr uint32_t kMaxFlashInferRows = 4095;
 
 }  // namespace jaxkv::metadata

@@ -56,7 +56,7 @@ struct Columns {
   const std::byte* from;
   std::byte* to;
   uint32_t count, stride;       // columns, and bytes between them
-  uint32_t words, word_stride;  // per column, as far as they are moved, and bytes between them
+  uint32_t words, word_stride;  // words of a column that are moved, and bytes between them
 };
 
 template <typename Word>

@@ -20,9 +20,9 @@ namespace jaxkv::recurrent {
 namespace ffi = xla::ffi;
 
 inline constexpr int32_t kNullBlock = 0;
-// Of a call, on every platform: the arrays' addresses and geometries are kernel parameters.
+// Limits of a call, on every platform: the arrays' addresses and geometries are kernel parameters.
 inline constexpr size_t kMaxStates = 256;
-inline constexpr size_t kMaxGeometries = 16;  // that differ
+inline constexpr size_t kMaxGeometries = 16;  // different ones
 
 // One block of a state array, row-major [outer, width, inner], as encoded by align.py.
 struct StateGeometry {
@@ -61,7 +61,7 @@ struct StateCopy {
   int32_t source, temporal_source, destination, bias;
 };
 
-// After a step that computed `seq_len` tokens, `drafts` of them speculative: saves the state at the
+// After a step that ended at `seq_len` tokens, `drafts` of them speculative: saves the state at the
 // last block boundary that the accepted tokens reached. The host need not know the accepted count.
 // Mirrored by can_skip_align_postprocess (align.py).
 JAXKV_HOST_DEVICE inline AlignPlan plan_postprocess(int32_t seq_len, int32_t drafts,
@@ -98,8 +98,8 @@ JAXKV_HOST_DEVICE inline AlignPlan plan_row(const AlignBatch& b, int32_t row, in
                   : plan_postprocess(seq_len, known, accepted, b.block_size);
 }
 
-// Looks up the block ids of a plan. Returns false if the row must not change: it is padding, or a
-// column or id is out of range, which is passed to `record`.
+// Looks up the block ids of a plan. Returns false if the row must not change: it refers to
+// kNullBlock, or a column or id is out of range, which is passed to `record`.
 template <typename Record>
 JAXKV_HOST_DEVICE bool find_blocks(const AlignBatch& b, int32_t row, const AlignPlan& plan,
                                    StateCopy* move, Record&& record) {

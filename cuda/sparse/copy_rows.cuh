@@ -4,7 +4,7 @@
 // The 128-byte lines of all missing rows are one sequence, of which each warp takes an equal,
 // contiguous part: the rate does not depend on the size of a row, nor on how the missing rows are
 // spread over the requests, and few missing rows still occupy all warps. A line of the pool is read
-// by one request to the link, wherever a row begins in it.
+// by one transaction on the link, wherever a row begins in it.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -24,10 +24,10 @@ struct CopyParams {
   uint32_t num_requests;
   Divisor num_ids;
   uint32_t slots;
-  Divisor row_words, row_lines;  // lines of the pool that a row may lie in
+  Divisor row_words, row_lines;  // lines of the pool that a row may span
 };
 
-// Number of lines that a row of the pool may lie in.
+// Maximum number of lines that a row of the pool spans.
 inline int32_t lines_of_row(const RowAddresses& addresses) {
   constexpr int64_t kLineBytes = kLineWords * kWordBytes;
   const auto base = static_cast<int64_t>(reinterpret_cast<uintptr_t>(addresses.pool));
@@ -78,7 +78,8 @@ inline __device__ uint32_t request_of(const uint32_t* prefix, uint32_t num_reque
   return low;
 }
 
-// The lines of a warp: a multiple of what a load reads. Consecutive warps are on different SMs.
+// The lines of a warp: a multiple of what a load reads. Warps with adjacent lines are on different
+// SMs.
 struct LineRange {
   uint32_t begin, end;
 };

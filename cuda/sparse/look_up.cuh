@@ -2,8 +2,8 @@
 //
 // The slots' positions and last uses are loaded while the ids are: they wait for nothing, and a
 // request without missing ids then ends after two dependent loads. Otherwise a hash table in shared
-// memory collapses equal ids to the first of them, and a histogram of the ages gives the smallest
-// age of a victim, which is exact and needs no sorted list between calls.
+// memory collapses equal ids to the first of them, and a histogram of the ages gives the age of the
+// youngest victim, which is exact and needs no sorted list between calls.
 //
 // Every order that decides a slot is by index (of an entry or slot), never by arrival, so that the
 // result equals the CPU implementation's.
@@ -16,7 +16,7 @@
 namespace jaxkv::sparse {
 
 inline constexpr uint16_t kNoRank = 0xffff;
-inline constexpr uint32_t kUsedNow = 1u << 31;  // flag of a position, of a row that this call uses
+inline constexpr uint32_t kUsedNow = 1u << 31;  // flag of a position whose row this call uses
 
 template <bool kAppend, class Size>
 class LookUp {
@@ -52,7 +52,7 @@ class LookUp {
       if (!kAppend) compute_ages();
       missing = rank_missing();
       if (missing) {
-        if (kAppend) {  // only now are the rows known that are written
+        if (kAppend) {  // which resident rows this call writes is known only now
           compute_ages();
           __syncthreads();
         }
@@ -140,7 +140,7 @@ class LookUp {
     held_[slot] = static_cast<uint32_t>(id) | kUsedNow;
     used_[slot] = static_cast<int32_t>(now_);
   }
-  // Before the first entries of their ids are known, to have them when they are.
+  // Before the first entry of each id is known, to hide the latency of the loads.
   __device__ void load_pages() {
 #pragma unroll
     for (int u = 0; u < Size::kIds; ++u) {
@@ -221,7 +221,7 @@ class LookUp {
     return sums_.exclusive(of_warp, total) + inclusive - value;
   }
 
-  // Of the slots of this thread, in place of their last uses, and their histogram.
+  // Replaces the last uses of this thread's slots by their ages, and adds these to the histogram.
   __device__ void compute_ages() {
     for_slots([&](int round, uint32_t slot) {
       const uint32_t held = slot < p_.size.slots ? held_[slot] : kUsedNow;
@@ -294,7 +294,7 @@ class LookUp {
     const uint32_t lanes = __popc(__ballot_sync(kAllLanes, above + from >= missing));
     if (lane == 0) ages_[0] = row * kLanes + lanes - 1;
   }
-  // By a binary search over the ages that have a bucket in common.
+  // By a binary search over the ages that share the bucket kOldBucket.
   __device__ uint32_t search_old_age(uint32_t missing) {
     uint32_t oldest = 0;
     for_slots([&](int round, uint32_t) {

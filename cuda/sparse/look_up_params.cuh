@@ -11,7 +11,8 @@ namespace jaxkv::sparse {
 
 inline constexpr uint32_t kLookUpThreads = 1024;
 
-// Ids and slots of a thread, at most: registers. Fewer instructions for the usual sizes.
+// Upper bounds of the ids and slots of a thread, which are in registers. With the smaller bounds,
+// which the usual sizes satisfy, a kernel has fewer instructions.
 struct Large {
   static constexpr int kIds = kMaxIds / kLookUpThreads, kSlots = kMaxSlots / kLookUpThreads;
 };
@@ -19,7 +20,8 @@ struct Small {
   static constexpr int kIds = 2048 / kLookUpThreads, kSlots = 4096 / kLookUpThreads;
 };
 
-// Buckets of ages: one for each, then all greater ones in one, then free slots.
+// Buckets of the histogram of ages: one per age, one for all ages from kOldBucket on, one for free
+// slots.
 inline constexpr uint32_t kBuckets = 256, kFreeBucket = kBuckets - 1, kOldBucket = kBuckets - 2;
 
 // Shared memory of a request, in the order of its parts.
@@ -43,7 +45,8 @@ struct LookUpParams {
   ErrorRings* errors;
 };
 
-// Not inlined: a look-up executes its instructions once, so its time is also that of loading them.
+// Not inlined: a look-up executes each instruction once, so fetching instructions takes a part of
+// its time.
 __device__ __noinline__ void record_fault(ErrorRings* errors, Fault fault, int32_t position,
                                           int32_t id, int32_t limit) {
   record_error(errors, fault, position, id, limit);

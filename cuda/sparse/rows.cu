@@ -1,5 +1,6 @@
-// CUDA handlers of sparse rows: a look-up and a copy, each one launch. The copy is a programmatic
-// dependent launch: its thread blocks are on the SMs, waiting, when the look-up ends.
+// CUDA handlers of sparse rows: a look-up and a copy, one launch each. From compute capability 9.0
+// on the copy is a programmatic dependent launch: its thread blocks already wait on the SMs when
+// the look-up ends.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -13,7 +14,8 @@
 namespace jaxkv::sparse {
 namespace {
 
-// The largest request; every GPU from compute capability 8.0 on has 99 KiB for a thread block.
+// Shared memory of the largest request, in bytes. Every GPU from compute capability 8.0 on has at
+// least 99 KiB for a thread block.
 constexpr int kMostShared = 4 * kBuckets + 4 * kMaxSlots + 4 * 2 * kMaxIds + 2 * 2 * kMaxIds;
 static_assert(kMostShared <= 98 * 1024);
 
@@ -54,7 +56,7 @@ CopyParams copy_params(const RowCall& call) {
           Divisor(lines_of_row(call.addresses))};
 }
 
-// Launches a copy behind `look_up` of the same stream.
+// Launches a copy after `look_up` on the same stream.
 ffi::Error launch_after_look_up(cudaStream_t stream, int32_t device, void (*kernel)(CopyParams),
                                 uint32_t blocks, uint32_t shared, const CopyParams& params) {
   int major;

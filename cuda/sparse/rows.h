@@ -19,16 +19,16 @@ namespace jaxkv::sparse {
 
 namespace ffi = xla::ffi;
 
-inline constexpr int32_t kMaxIds = 4096;  // of a request: they have 4 KiB entries in shared memory
-inline constexpr int32_t kMaxSlots = 12288;  // of a request: their ages are in shared memory
+inline constexpr int32_t kMaxIds = 4096;  // of a request: a hash table of them is in shared memory
+inline constexpr int32_t kMaxSlots = 12288;  // of a request: their positions are in shared memory
 inline constexpr int32_t kMaxBatch = 4096;   // a prefix sum over it is in shared memory
 inline constexpr int32_t kWordBytes = 16;    // rows consist of whole words
 inline constexpr int32_t kPadding = -1;
 inline constexpr int32_t kNoRow = -1;
 inline constexpr uint32_t kFreeAge = ~0u;  // older than any row
 
-// Division of numbers below 2^31 by a number of at least 1, by a multiplication: kernels whose time
-// is that of their instructions divide several times for each row.
+// Division of numbers below 2^31 by a number of at least 1, as a multiplication: the kernels divide
+// several times for each row, and instructions dominate their time.
 class Divisor {
  public:
   Divisor() = default;
@@ -87,7 +87,8 @@ struct RowAddresses {
   JAXKV_HOST_DEVICE std::byte* of_slot(int64_t row) const { return hot + row * row_bytes; }
 };
 
-// Whether an id is a position of the request; passes it to `fault` if it is none, nor padding.
+// Whether an id is a position of the request; passes it to `fault` if it is neither that nor
+// padding.
 template <typename Fault>
 JAXKV_HOST_DEVICE bool is_position(const RowBatch& b, int32_t request, int32_t entry, int32_t id,
                                    int32_t limit, Fault&& fault) {
@@ -105,7 +106,7 @@ JAXKV_HOST_DEVICE inline int32_t limit_of(const RowBatch& b, int32_t request) {
   return length < 0 ? 0 : length < b.max_length ? length : b.max_length;
 }
 
-// The token of the pool that stores a position, of which `page` is the page.
+// The token of the pool that stores a position, given the page of that position.
 JAXKV_HOST_DEVICE inline int32_t token_of(const RowBatch& b, int32_t page, int32_t position) {
   const auto column = static_cast<int32_t>(b.page_size.quotient(position));
   return position + (page - column) * static_cast<int32_t>(b.page_size.value());
@@ -143,8 +144,8 @@ struct RowCall {
 ffi::ErrorOr<RowCall> decode_rows(bool append, ffi::RemainingArgs args, ffi::RemainingRets rets,
                                   ffi::Dictionary attributes);
 
-// The rows of an append, to the pool: args moves, rows, pool; rets pool. A call of its own, since
-// XLA places all results of a call in host memory if one of them is there.
+// Writes the rows of an append to the pool: args moves, rows, pool; rets pool. This is a separate
+// call, since XLA places all results of a call in host memory if one of them is there.
 ffi::ErrorOr<RowCall> decode_added_rows(ffi::RemainingArgs args, ffi::RemainingRets rets,
                                         ffi::Dictionary attributes);
 

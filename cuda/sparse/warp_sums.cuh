@@ -8,8 +8,9 @@ namespace jaxkv::sparse {
 inline constexpr uint32_t kLanes = 32;
 inline constexpr uint32_t kAllLanes = ~0u;
 
-// The two sets of counters alternate, so that a sum needs one barrier: a warp cannot reach the next
-// but one before all have read this one.
+// Two sets of counters alternate, so that a sum needs only one barrier: before a warp writes a set
+// again, it has passed the barrier of the sum between, at which every warp arrives after reading
+// that set.
 class WarpSums {
  public:
   __device__ explicit WarpSums(uint32_t (*sums)[kLanes]) : sums_(sums) {}

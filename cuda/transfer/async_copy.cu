@@ -111,8 +111,8 @@ ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
   return prepare_rings(device, scope_of_call(attributes));
 }
 
-// Of a start by the copy engine. XLA initializes all calls of an execution before it runs the
-// first.
+// Preparation of a start by the copy engine. XLA initializes all calls of an execution before it
+// runs the first.
 ffi::Error prepare_segmented(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
                              ffi::RemainingRets rets, ffi::Dictionary attributes) {
   if (auto error = prepare(device, args, rets, attributes); error.failure()) return error;

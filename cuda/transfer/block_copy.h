@@ -66,7 +66,7 @@ struct IdLists {
 // Maximum number of ids that the copy kernel checks itself; longer lists go through plan_pairs.
 inline constexpr size_t kInlineIds = 12 * 1024;
 
-// Of an asynchronous copy: segments, and buffers in each.
+// Limits of an asynchronous copy: segments, and buffers in each.
 inline constexpr size_t kMaxSegments = 1023;
 inline constexpr size_t kMaxSegmentBuffers = 256;
 

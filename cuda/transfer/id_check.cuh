@@ -195,7 +195,7 @@ class Share {
         pairs_(reinterpret_cast<BlockPair*>(copied + 2 * size.copied_ids)),
         set_(behind, behind + DestinationSet::kFilterWords, size.log2_slots) {}
 
-  // Those of `share` as a group of their own.
+  // The ids of `share` first, as a cp.async group of their own, for which list() waits.
   __device__ void start_copying_ids(Span share) {
     if (copied_ids_ == 0) return;
     const Span first{share.first / 4 * 4, min((share.last + 3) / 4 * 4, ids_.num_ids)};

@@ -50,8 +50,8 @@ __device__ void pass_on_ticket(const WaitParams& p) {
   p.next_ticket->first = values.first;
 }
 
-// Each lane reads the counter of one copy stream beside the ticket, which tells whose counts: the
-// latency of one load, not of two. That lane waits.
+// Each lane reads the counter of one copy stream together with the ticket, which names the copy
+// stream: the latency of one load instead of two. The lane of that copy stream waits.
 __device__ void wait_for_segment(const WaitParams& p) {
   const uint32_t copy_stream = threadIdx.x % kWarp;
   if (copy_stream >= kNumCopyStreams) return;

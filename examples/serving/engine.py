@@ -43,10 +43,10 @@ class Engine:
 
     Args:
       config, params: the model; the dtype of the cache is that of the parameters.
-      limits: of the scheduler.
+      limits: limits of the scheduler.
       num_hbm_pages, num_host_pages: sizes of both memories.
-      layout: of the host pool. By default consecutive pages are one descriptor of the copy engine;
-        tiers read and write fewer, larger blocks in "page_first_direct".
+      layout: layout of the host pool. By default consecutive pages are one descriptor of the copy
+        engine; tiers read and write fewer, larger blocks in "page_first_direct".
       attention: implementation, see attention.py.
       memory: symmetric memory of a mesh axis "tp" for tensor parallelism.
       tiers: makes the tiers below the host pool, which remain the caller's.
@@ -257,7 +257,7 @@ class Engine:
         return Inputs(tokens, source, batch, slots, sampling, copies)
 
     def _arguments(self, inputs: Inputs) -> tuple[Any, ...]:
-        """Of the compiled function, after the program.
+        """Arguments of the compiled function, after the program.
 
         Without copies they do not contain the pool, so that engines with different pools share
         these programs.

@@ -67,7 +67,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Of random weights with a larger vocabulary, the last byte of each token."""
+        """The text; random weights may have a larger vocabulary: the last byte of each token."""
         return bytes(token % 256 for token in tokens).decode(errors="replace")
 
 

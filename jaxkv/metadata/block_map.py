@@ -48,7 +48,7 @@ def updated(logical: jax.Array, before: jax.Array, blocks: jax.Array) -> jax.Arr
 
 
 def _entered(logical: jax.Array, blocks: jax.Array) -> jax.Array:
-    """The map, raised to the columns of `blocks`."""
+    """The map, its entries of `blocks` raised to at least the columns of `blocks`."""
     row, entry = _entries(logical, blocks)
     columns = jnp.arange(blocks.shape[1], dtype=jnp.int32).astype(logical.dtype)
     return logical.at[row, entry].max(jnp.broadcast_to(columns, blocks.shape), mode="drop")

@@ -37,6 +37,8 @@ def common_prefix_blocks(
       num_common_blocks: number of leading blocks shared by all requests, from the cache manager.
       num_computed: tokens of each request computed in earlier steps.
       block_size: tokens per block.
+
+    Example: `common_prefix_blocks(4, [40, 55], 16)` is 2.
     """
     if not len(num_computed):
         return 0
@@ -66,6 +68,9 @@ def use_cascade(
       full_attention: whether the layer uses plain full attention: no ALiBi, sliding window or
         local attention.
       dcp_world_size: ranks that share each context.
+
+    Example: `use_cascade(64, [1] * 32, block_size=16, num_query_heads=32, num_kv_heads=8,
+    num_sms=132)` is True.
     """
     prefix, num_reqs = num_prefix_blocks * block_size, len(query_lens)
     if prefix < _MIN_PREFIX_TOKENS or num_reqs < _MIN_REQUESTS:
@@ -107,8 +112,9 @@ def build(batch: BatchMetadata, num_common_blocks: int | Array) -> Cascade:
         0, level 0 has no context and level 1 is the batch.
 
     Raises:
-      ValueError: `num_common_blocks` outside [0, W], if the host knows its value. A value on the
-        device is not checked; above W the context of level 0 exceeds its block table.
+      ValueError: a batch without rows, or `num_common_blocks` outside [0, W], if the host knows its
+        value. A value on the device is not checked; above W the context of level 0 exceeds its
+        block table.
 
     Example: `cascade.build(batch, 2)`, for a prefix of two blocks.
     """

@@ -3,9 +3,8 @@
 All functions are pure functions of small device arrays. Shapes are static upper bounds: B rows
 (requests), T tokens, W blocks per row. The actual numbers of rows and tokens are scalars on the
 device, so one compiled step handles every batch within the bounds, without a host sync. Entries
-from the actual number on are padding; each result documents its padding values.
-
-Semantics follow vLLM's CommonAttentionMetadata and its helpers.
+from the actual number on are padding; each result documents its padding values. Semantics follow
+vLLM's CommonAttentionMetadata and its helpers.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ class BatchMetadata:
 
     Rows from `num_reqs` on are padding: `query_start_loc` repeats its last value there, `seq_lens`
     is 0 and `block_table` is NULL_BLOCK (0). A row before `num_reqs` may have no query tokens.
+    B is at least 1: nearly all functions of a batch raise a ValueError for one without rows.
 
     Attributes:
       query_start_loc: int32[B + 1], start of the query tokens of each row; non-decreasing from 0.
@@ -41,6 +41,9 @@ class BatchMetadata:
       num_tokens: int32[], number of query tokens; those from `query_start_loc[-1]` on are padding.
       max_num_tokens: T, upper bound of query tokens.
       block_size: tokens per block.
+
+    Example: `BatchMetadata.from_host([1, 5], [33, 5], [[4, 9, 2], [7]], max_num_reqs=4,
+    max_num_tokens=16, max_blocks=8, block_size=16)`.
     """
 
     query_start_loc: jax.Array
@@ -225,11 +228,13 @@ def num_computed_tokens(batch: BatchMetadata) -> jax.Array:
 
 
 def token_to_request(query_start_loc: jax.Array, max_num_tokens: int) -> jax.Array:
-    """int32[T], the row of each query token; 0 for tokens past the last row's.
+    """int32[T], the row of each query token; 0 for padding.
 
     Args:
       query_start_loc: int32[B + 1].
       max_num_tokens: T.
+
+    Example: `token_to_request(jnp.array([0, 1, 3]), 4)` is [0, 1, 1, 0].
     """
     token = jnp.arange(max_num_tokens, dtype=jnp.int32)
     row = row_of(query_start_loc, token)
@@ -256,10 +261,10 @@ def slot_mapping(
     """int32[T], slot of each query token in the cache: block * block_size + offset.
 
     Under context parallelism, groups of `cp_interleave` tokens are distributed round-robin over
-    the ranks, and `block_size` is the number of tokens on one rank. The slot is PAD_SLOT (-1) for
-    tokens of other ranks, for padding, and for positions beyond the block table, which would
-    otherwise overwrite another token. Slots are int32: up to 2**31 tokens per rank, checked by
-    `BatchMetadata.from_host`.
+    the ranks, and `block_size` is the number of tokens of a block on one rank. The slot is PAD_SLOT
+    (-1) for tokens of other ranks, for padding, and for positions outside the block table, which
+    would otherwise overwrite another token. Slots are int32: up to 2**31 tokens per rank, checked
+    by `BatchMetadata.from_host`.
 
     Args:
       batch: the batch.
@@ -269,8 +274,11 @@ def slot_mapping(
       cp_interleave: consecutive tokens on one rank.
 
     Raises:
+      TypeError: a size that is not an integer.
       ValueError: `positions` not of shape [T] or not integers, `cp_interleave` does not divide the
-        block size, a size below 1, or a rank outside the group.
+        block size, a size below 1, or a rank on the host outside the group.
+
+    Example: `slot_mapping(batch, token_positions(batch))`.
     """
     cp_world_size, cp_rank, cp_interleave = context_parallel(
         cp_world_size, cp_rank, cp_interleave, "cp_", batch.block_size
@@ -297,19 +305,19 @@ def slot_mapping(
 def dcp_local_seq_lens(
     seq_lens: jax.Array, world_size: int, rank: int | jax.Array | None, interleave: int
 ) -> jax.Array:
-    """Tokens of each context stored on one rank of a decode-context-parallel (DCP) group.
+    """int32[B], tokens of each context stored on one rank of a decode-context-parallel (DCP) group.
 
     Args:
       seq_lens: int32[B].
       world_size: ranks of the group.
-      rank: an int or int32[]; None for all ranks.
+      rank: an int or int32[]; None for all ranks, with a result of int32[B, world_size].
       interleave: consecutive tokens on one rank.
 
-    Returns:
-      int32[B], or for all ranks int32[B, world_size].
-
     Raises:
-      ValueError: a size below 1, or a rank outside the group.
+      TypeError: a size that is not an integer.
+      ValueError: a size below 1, or a rank on the host outside the group.
+
+    Example: `dcp_local_seq_lens(jnp.array([5]), 2, None, 1)` is [[3, 2]].
     """
     world_size, of_rank, interleave = context_parallel(
         world_size, 0 if rank is None else rank, interleave
@@ -324,9 +332,9 @@ def dcp_local_seq_lens(
 def context_parallel(
     world_size: int, rank: int | Array, interleave: int, prefix: str = "", block_size: int = 0
 ) -> tuple[int, int | jax.Array, int]:
-    """The arguments as Python integers, or int32; `prefix` is that of their names.
+    """The arguments as Python integers, a rank on the device as int32[].
 
-    `interleave` must divide `block_size`; 0 for no blocks.
+    `prefix` is that of their names. `interleave` must divide `block_size`; 0 for no blocks.
     """
     world_size, interleave = at_least_1(
         **{f"{prefix}world_size": world_size, f"{prefix}interleave": interleave}
@@ -347,7 +355,8 @@ def context_parallel(
 def logits_indices(batch: BatchMetadata) -> jax.Array:
     """int32[B], index of the last query token of each row; padding rows repeat the last one.
 
-    A row without query tokens gets the index of the preceding token, or 0.
+    A row without query tokens gets the index of the preceding token, or 0. For example, query
+    lengths [1, 5, 0] give [0, 5, 5].
     """
     return jnp.maximum(batch.query_start_loc[1:] - 1, 0)
 
@@ -355,9 +364,9 @@ def logits_indices(batch: BatchMetadata) -> jax.Array:
 def unique_first_occurrence(
     x: Array, max_value: int, *, ignored: int = 0, pad: int = -1
 ) -> jax.Array:
-    """Distinct values of each row, in order of first occurrence, packed to the left.
+    """int32[N, L], distinct values of each row, in order of first occurrence, packed to the left.
 
-    Temporary memory: N * (max_value + 1) * 4 bytes.
+    As vLLM's `unique_static_unsorted`. Temporary memory: N * (max_value + 1) * 4 bytes.
 
     Args:
       x: int32[N, L], values in [0, max_value]. Values on the device are not checked: in a row with
@@ -366,11 +375,10 @@ def unique_first_occurrence(
       ignored: value to leave out.
       pad: fill value for the rest of a row.
 
-    Returns:
-      int32[N, L].
-
     Raises:
       ValueError: `max_value` is negative, or a NumPy array `x` has values out of range.
+
+    Example: `unique_first_occurrence(jnp.array([[3, 1, 0, 1]]), 3)` is [[3, 1, -1, -1]].
     """
     if max_value < 0:
         raise ValueError(f"max_value must be >= 0, got {max_value}")

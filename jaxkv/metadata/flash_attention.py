@@ -82,12 +82,15 @@ def build(
       head_dim_v: elements per head of V; None for `head_dim`.
       pack_gqa: whether the query heads of a KV head share tiles: always with `num_splits` > 1. No
         effect on a single query head per KV head.
-      causal: for queries of one token False, except with pages and a head size in (64, 128].
+      causal: as the kernel has it. FlashAttention clears it in a step whose queries all have one
+        token, except with pages and a head size in (64, 128].
       local: whether attention has a window or chunks; not together with `causal`.
       bytes_per_element: of K and V.
 
     Raises:
-      ValueError: a size below 1, more rows than `MAX_SORTED_BATCH`, or conflicting arguments.
+      TypeError: a size that is not an integer.
+      ValueError: a size below 1, no rows or more than `MAX_SORTED_BATCH`, `num_q_heads` that is not
+        a multiple of `num_kv_heads`, or conflicting arguments.
 
     Example: `flash_attention.build(batch, num_q_heads=32, num_kv_heads=8, head_dim=128,
     block_m=128, block_n=128, num_splits=4, num_sms=132)` on an H200.

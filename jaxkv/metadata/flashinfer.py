@@ -64,7 +64,7 @@ class PagedMetadata:
       decode: the decodes.
       prefill: the prefills.
 
-    Padding tokens count to the prefills, or to the decodes if there are no prefills.
+    Padding tokens count as prefill tokens, or as decode tokens if there are no prefills.
     """
 
     num_actual_tokens: jax.Array
@@ -130,7 +130,8 @@ def build(
     attention to the new tokens is computed separately, and the results are merged.
 
     On CUDA one kernel builds it, unless there are several ranks, more than 4,095 rows, or arrays
-    that vary over the axes of a `shard_map`; otherwise plain JAX builds it, with about a dozen.
+    that vary over the axes of a `shard_map`; otherwise plain JAX builds it, in about a dozen
+    kernels.
 
     Args:
       batch: the batch, decodes first.
@@ -142,8 +143,9 @@ def build(
       dcp_interleave: consecutive tokens on one rank.
 
     Raises:
+      TypeError: a size that is not an integer.
       ValueError: `decode_threshold` below 0, or above 1 with several ranks, `dcp_interleave` does
-        not divide the block size, a size below 1, or a rank outside the group.
+        not divide the block size, a size below 1, or a rank on the host outside the group.
 
     Example: `flashinfer.build(batch, max_pages=8)`.
     """

@@ -95,6 +95,8 @@ class FlexMetadata:
         Args:
           q: int32[...], index of a query token of the batch; False for other values.
           physical_kv: int32[...], slot of the cache; False for other values.
+
+        Example: `metadata.mask(jnp.arange(T)[:, None], jnp.arange(num_slots))`.
         """
         valid, logical_q, logical_kv = self.to_logical(q, physical_kv)
         allowed = logical_q >= logical_kv if self.causal else valid
@@ -229,7 +231,10 @@ def _metadata(
 
 
 def document_ids(batch: BatchMetadata) -> jax.Array:
-    """int32[T], the request of each query token; -1 for padding."""
+    """int32[T], the request of each query token; -1 for padding.
+
+    Example: query lengths [1, 2] and T = 4 give [0, 1, 1, -1].
+    """
     row = token_to_request(batch.query_start_loc, batch.max_num_tokens)
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
     return jnp.where(token < batch.query_start_loc[-1], row, -1)
@@ -245,6 +250,8 @@ def encoder_mask(
       q: int32[...], index of a token of the batch; False for other values.
       kv: int32[...], likewise.
       sliding_window: a token sees tokens at a distance below this; None for no window.
+
+    Example: `encoder_mask(document_ids(batch), jnp.arange(T)[:, None], jnp.arange(T))`.
     """
     last = doc_ids.shape[0] - 1
     exists = (q >= 0) & (q <= last) & (kv >= 0) & (kv <= last)

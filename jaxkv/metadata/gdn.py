@@ -52,7 +52,8 @@ class GDNMetadata:
       spec_state_indices_tensor: int32[B, 1 + num_spec_tokens], padded with NULL_BLOCK (0).
       spec_token_indx: int32[T], tokens of the spec rows in the batch; padded with T.
       num_accepted_tokens: int32[B], of the spec rows; padded with 1.
-      non_spec_query_start_loc: int32[B + 1], relative to the tokens of non-spec rows.
+      non_spec_query_start_loc: int32[B + 1], relative to the tokens of non-spec rows; padded with
+        the last value.
       non_spec_state_indices_tensor: int32[B], padded with NULL_BLOCK.
       non_spec_token_indx: int32[T], tokens of the non-spec rows in the batch; padded with T.
       has_initial_state: bool[B], non-spec rows with context from earlier steps.
@@ -61,7 +62,7 @@ class GDNMetadata:
       prefill_has_initial_state: bool[B], of the prefills.
       chunk_indices: int32[N, 2], prefill and index within it of each chunk of CHUNK_SIZE tokens;
         padded with -1.
-      chunk_offsets: int32[B + 1], first chunk of each prefill; padded with their number.
+      chunk_offsets: int32[B + 1], first chunk of each prefill; padded with the number of chunks.
       conv1d: programs of the causal convolution over the non-spec rows.
     """
 
@@ -107,13 +108,15 @@ def build(
         required with `num_draft_tokens`.
       num_spec_tokens: upper bound of `num_draft_tokens`, required with it; drafts on the device are
         not checked against it.
-      mode: caching of states, see `mamba.build`; none or align.
+      mode: caching of states, see `mamba.build`; "none" or "align".
       chunk_size: tokens per chunk of a prefill.
 
     Raises:
+      TypeError: a chunk size that is not an integer.
       ValueError: operands not integers of shape [B], draft tokens without accepted tokens or
-        without an upper bound, draft tokens on the host above it, mode all, a chunk size below 1,
-        or a block table too narrow for the states of draft tokens.
+        without an upper bound, draft tokens on the host above it, mode "all" or an unknown one, a
+        chunk size below 1, a block table too narrow for the states of draft tokens, or a batch
+        without rows.
 
     Example: `gdn.build(batch, num_draft_tokens=drafts, num_accepted_tokens=accepted,
     num_spec_tokens=2)`.
@@ -175,10 +178,10 @@ def build_linear(batch: BatchMetadata, *, mode: mamba.Mode = "none") -> LinearAt
 
     Args:
       batch: the batch, decodes first, with the block table and block size of the state cache.
-      mode: caching of states, see `mamba.build`; none or align.
+      mode: caching of states, see `mamba.build`; "none" or "align".
 
     Raises:
-      ValueError: mode all, or an unknown one.
+      ValueError: mode "all" or an unknown one, or a batch without rows.
 
     Example: `gdn.build_linear(batch).state_indices_tensor`.
     """

@@ -49,6 +49,8 @@ class LocalAttention:
 
         Raises:
           ValueError: the number of rows of `block_table` differs.
+
+        Example: `local_attention.build(batch, 8192).gather(other_block_table)`.
         """
         check_rows("block_table", block_table, self.num_rows, "blocks")
         return _gather(
@@ -69,7 +71,9 @@ def build(batch: BatchMetadata, chunk_size: int) -> LocalAttention:
       V = `max_pieces(...)` rows, including padding.
 
     Raises:
-      ValueError: `chunk_size` is not a positive multiple of the block size.
+      TypeError: a `chunk_size` that is not an integer.
+      ValueError: `chunk_size` is not a positive multiple of the block size, or a batch without
+        rows.
 
     Example: `local_attention.build(batch, 8192)`.
     """
@@ -129,7 +133,10 @@ def max_pieces(max_num_reqs: int, max_num_tokens: int, chunk_size: int) -> int:
       chunk_size: C, tokens per chunk.
 
     Raises:
+      TypeError: a `chunk_size` that is not an integer.
       ValueError: `chunk_size` below 1.
+
+    Example: `max_pieces(4, 16, 8)` is 9.
     """
     (chunk_size,) = at_least_1(chunk_size=chunk_size)
     limit = max_num_reqs + (max_num_tokens + max_num_reqs * (chunk_size - 2)) // chunk_size

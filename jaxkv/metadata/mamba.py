@@ -1,9 +1,9 @@
 """Metadata for Mamba and Mamba2 layers: state indices, and the chunks of prefills.
 
-Follows vLLM's Mamba builders: modes none and align in their current form, mode all in its last form
-before removal. vLLM computes the chunks of prefills on the host, from an upper bound of the context
-lengths; here they are computed on the device from the exact lengths. As in vLLM, a row that is
-still prefilling, has a state, and has a query of one token, or of the length of a draft
+Follows vLLM's Mamba builders: modes "none" and "align" in their current form, mode "all" in its
+last form before removal. vLLM computes the chunks of prefills on the host, from an upper bound of
+the context lengths; here they are computed on the device from the exact lengths. As in vLLM, a row
+that is still prefilling, has a state, and has a query of one token, or of the length of a draft
 verification, counts as a decode.
 
 The batch has decodes first, then prefills (see `split_decodes_and_prefills`). The suffix _d denotes
@@ -56,19 +56,19 @@ class MambaMetadata:
       prep_initial_states: bool[], whether any prefill has an initial state.
       query_start_loc_p: int32[B + 1], relative to the first prefill token; padding rows are empty.
       num_computed_tokens_p: int32[B].
-      state_indices_tensor_p: int32[B], block of each prefill's state; in mode all int32[B, W], all
-        its blocks. NULL_BLOCK (0) for padding.
+      state_indices_tensor_p: int32[B], block of each prefill's state; in mode "all" int32[B, W],
+        all its blocks. NULL_BLOCK (0) for padding.
       state_indices_tensor_d: int32[B, 1 + num_spec_tokens], blocks of each decode's state and of
-        the states of its draft tokens; in mode all int32[B, W]. NULL_BLOCK for padding.
+        the states of its draft tokens; in mode "all" int32[B, W]. NULL_BLOCK for padding.
       query_start_loc_d: int32[B + 1]; None without speculative decoding.
       num_accepted_tokens: int32[B], accepted tokens of the decodes, 1 for padding; None without
         speculative decoding.
-      block_idx_last_computed_token: int32[B], mode all only: block table column of the last
+      block_idx_last_computed_token: int32[B], mode "all" only: block table column of the last
         computed token of each row; 0 if there is none.
-      block_idx_first_scheduled_token_p: int32[B], mode all only: column of each prefill's first
+      block_idx_first_scheduled_token_p: int32[B], mode "all" only: column of each prefill's first
         token of this step.
-      block_idx_last_scheduled_token: int32[B], mode all only: column of each row's last token.
-      chunks: chunks of the prefills; None for Mamba without mode all.
+      block_idx_last_scheduled_token: int32[B], mode "all" only: column of each row's last token.
+      chunks: chunks of the prefills; None without `chunk_size`, except in mode "all".
       conv1d: programs of the causal convolution.
     """
 
@@ -136,9 +136,10 @@ def build(
     Args:
       batch: the batch, with the block table and block size of the state cache.
       is_prefilling: bool[B], rows that are still prefilling.
-      mode: caching of states. none: the last state; align: the state at the last block boundary, in
-        the column of that block; all: the states at all block boundaries.
-      chunk_size: tokens per chunk, for Mamba2; None for Mamba.
+      mode: caching of states. "none": the last state; "align": the state at the last block
+        boundary, in the column of that block; "all": the states at all block boundaries.
+      chunk_size: tokens per chunk, for Mamba2; None for Mamba, whose chunks in mode "all" are
+        blocks.
       num_spec_tokens: upper bound of `num_draft_tokens`, required with it; drafts on the device are
         not checked against it.
       num_accepted_tokens: int32[B], accepted tokens of each row in the last step, at least 1; None
@@ -147,9 +148,10 @@ def build(
         no prompt is padded with draft tokens.
 
     Raises:
-      ValueError: an unknown mode, a chunk size below 1, a negative number of draft tokens, draft
-        tokens without an upper bound or, on the host, above it, a block table too narrow for the
-        states of draft tokens, or operands not of shape [B] or int32.
+      TypeError: a chunk size that is not an integer.
+      ValueError: an unknown mode, a chunk size below 1, a negative `num_spec_tokens`, draft tokens
+        without an upper bound or, on the host, above it, a block table too narrow for the states of
+        draft tokens, operands not of shape [B], or counts that are not integers.
 
     Example: `mamba.build(batch, is_prefilling=batch.query_lens > 1, chunk_size=256)`.
     """
@@ -231,13 +233,15 @@ def state_indices(
 
     Args:
       batch: the batch, with the block table and block size of the state cache.
-      mode: none: the first blocks of the row; align: the blocks from that of the last token on,
-        NULL_BLOCK (0) past the block table; all: the entire block table, int32[B, W].
+      mode: "none": the first blocks of the row; "align": the blocks from that of the last token on,
+        NULL_BLOCK (0) past the block table; "all": the entire block table, int32[B, W].
       num_spec_tokens: upper bound of draft tokens per row.
 
     Raises:
-      ValueError: an unknown mode, a negative number of draft tokens, or a block table too narrow
-        for their states.
+      ValueError: an unknown mode, a negative `num_spec_tokens`, or a block table too narrow for the
+        states.
+
+    Example: `state_indices(batch, mode="align", num_spec_tokens=2)`.
     """
     _check_mode(mode)
     if not 0 <= num_spec_tokens < batch.max_blocks:
@@ -315,7 +319,10 @@ def _chunks(
 
 
 def causal_conv1d(starts: jax.Array, max_num_tokens: int) -> CausalConv1d:
-    """Programs for rows that begin at `starts`, int32[B + 1], of up to `max_num_tokens` tokens."""
+    """Programs for rows that begin at `starts`, int32[B + 1], of up to `max_num_tokens` in total.
+
+    Example: `causal_conv1d(batch.query_start_loc, batch.max_num_tokens)`.
+    """
     max_num_reqs = starts.shape[0] - 1
     program_starts = prefix_sum(cdiv(starts[1:] - starts[:-1], CONV_BLOCK_M))
     # Each program has at least one token; only the last of a row has fewer than CONV_BLOCK_M.

@@ -31,6 +31,8 @@ class Feature(NamedTuple):
       length: number of tokens.
       is_embed: bool[length], True for placeholders of embeddings, False for separators; None if
         all tokens are placeholders.
+
+    Example: `Feature("image", offset=5, length=384)`.
     """
 
     modality: str
@@ -71,7 +73,8 @@ def prefix_ranges(
       ValueError: more requests than B, more ranges than R, overlapping features, a negative
         modulus, or an `is_embed` that is not one boolean (or 0 or 1) for each token of its feature.
 
-    Example: with a modulus of 4, an image of 384 tokens at position 5 has the range (7, 388).
+    Example: `prefix_ranges([[Feature("image", 5, 384)]], max_num_reqs=1, max_ranges=1)` is
+    [[[5, 388]]]; with a modulus of 4, [[[7, 388]]].
     """
     if span_leading_pad_modulus < 0:
         raise ValueError(

@@ -72,8 +72,9 @@ def build(
         `jaxkv.BoundError`, and its page list is truncated.
 
     Raises:
-      ValueError: an unknown format, `max_pages` below 1 or without packing, or bounds for which
-        the tokens of all pages may exceed int32.
+      TypeError: a `max_pages` that is not an integer.
+      ValueError: an unknown format, `max_pages` below 1 or without packing, bounds for which the
+        tokens of all pages may exceed int32, or a batch without rows.
 
     Example: `ragged_paged.build(batch, pages="packed", max_pages=8)`.
     """

@@ -36,7 +36,7 @@ class Split(NamedTuple):
       num_decode_tokens: query tokens of the decodes.
       num_prefill_tokens: query tokens of the prefills.
 
-    Padding tokens count to the prefills, or to the decodes if there are no prefills.
+    Padding tokens count as prefill tokens, or as decode tokens if there are no prefills.
     """
 
     num_decodes: jax.Array
@@ -66,7 +66,10 @@ def split_decodes_and_prefills(
         as decodes.
 
     Raises:
-      ValueError: a threshold below 0, or a missing or misshaped `is_prefilling`.
+      ValueError: a threshold below 0, a missing or misshaped `is_prefilling`, or a batch without
+        rows.
+
+    Example: query lengths [1, 1, 4] are 2 decodes and 1 prefill of 2 and 4 tokens.
     """
     check_has_rows(batch.max_num_reqs)
     check_threshold(decode_threshold)
@@ -101,7 +104,7 @@ class ExtendSplit(NamedTuple):
       num_extend_tokens: query tokens of the extends.
       num_prefill_tokens: query tokens of the prefills.
 
-    Padding tokens count to the last section that is not empty.
+    Padding tokens count as tokens of the last section that is not empty.
     """
 
     num_decodes: jax.Array
@@ -125,7 +128,7 @@ def split_decodes_prefills_and_extends(
       decode_threshold: maximum number of query tokens of a decode.
 
     Raises:
-      ValueError: a threshold below 0.
+      ValueError: a threshold below 0, or a batch without rows.
 
     Example: query lengths [1, 1, 4, 3] of contexts [7, 3, 9, 3] are 2 decodes, 1 extend and 1
     prefill of 2, 4 and 3 tokens.
@@ -206,7 +209,8 @@ def reorder_batch_on_device(
       decode_threshold: maximum number of query tokens of a decode.
 
     Raises:
-      ValueError: a threshold below 0, or `num_prompt` not int32[B].
+      ValueError: a threshold below 0, `num_prompt` not integers of shape [B] or outside int32, or a
+        batch without rows.
 
     Example:
       `batch, rows, tokens = reorder_batch_on_device(batch, num_prompt)`, then

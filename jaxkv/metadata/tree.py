@@ -52,6 +52,8 @@ def tree_attn_bias(selections: Sequence[tuple[int, ...]]) -> np.ndarray:
 
     Raises:
       ValueError: a duplicate draft token, or one not preceded by its parent.
+
+    Example: `tree_attn_bias([(0,), (1,)])` is [[0, -inf, -inf], [0, 0, -inf], [0, -inf, 0]].
     """
     index: dict[tuple[int, ...], int] = {(): 0}
     bias = np.full((len(selections) + 1, len(selections) + 1), -np.inf, np.float32)
@@ -75,6 +77,9 @@ def build(batch: BatchMetadata, bias: Array) -> TreeMetadata:
       batch: the batch, decodes first (see `reorder_batch`).
       bias: float32[L, L], `tree_attn_bias`.
 
+    Raises:
+      ValueError: a batch without rows.
+
     Example: `tree.build(batch, tree.tree_attn_bias([(0,), (1,), (0, 0)]))`.
     """
     decode, prefill = sections(batch, split_decodes_and_prefills(batch, bias.shape[0]))
@@ -97,6 +102,8 @@ def build_for_drafting(
     Level 0 continues from the last accepted tokens and treats all rows as prefills. Later levels
     process the `query_len` draft tokens so far, without the root.
 
+    Example: `tree.build_for_drafting(batch, bias, draft_index=1, query_len=2)`.
+
     Args:
       batch: the batch.
       bias: float32[L, L], `tree_attn_bias`.
@@ -104,8 +111,8 @@ def build_for_drafting(
       query_len: query tokens per row; ignored at level 0.
 
     Raises:
-      ValueError: a negative level, or after level 0 a `query_len` below 1 or above the number of
-        draft tokens of the tree.
+      ValueError: a negative level, after level 0 a `query_len` below 1 or above the number of draft
+        tokens of the tree, or a batch without rows.
     """
     if draft_index < 0:
         raise ValueError(f"draft_index must be >= 0, got {draft_index}")

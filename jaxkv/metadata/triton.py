@@ -75,7 +75,9 @@ def build(
       mm_prefix_range: int32[B, R, 2], see `TritonMetadata`.
 
     Raises:
-      ValueError: a size below 1, or ranges of the wrong shape or not integers.
+      TypeError: a size that is not an integer.
+      ValueError: a size below 1, ranges of the wrong shape or not integers, or a batch without
+        rows.
 
     Example: `triton.build(batch, num_q_heads=32, num_kv_heads=8, head_dim=128)`.
     """

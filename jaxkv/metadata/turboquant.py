@@ -92,6 +92,9 @@ def build(batch: BatchMetadata) -> TurboQuantMetadata:
     Args:
       batch: the batch, decodes first.
 
+    Raises:
+      ValueError: a batch without rows.
+
     Example: `turboquant.build(batch)`.
     """
     split = split_decodes_and_prefills(batch)

@@ -45,7 +45,7 @@ class ArrayHostLayout:
       num_shards: number of shards of a page; 1 inside `shard_map`.
 
     Raises:
-      ValueError: unknown layout, or `num_pages` is less than 1.
+      ValueError: unknown layout, or `num_pages` is not an integer in [1, 2^31).
     """
 
     spec: ArrayCacheSpec
@@ -104,7 +104,11 @@ def layout_of_shape(spec: ArrayCacheSpec, name: str, shape: tuple[int, ...]) -> 
 
 
 def pool_sharding(spec: ArrayCacheSpec, name: str) -> jax.sharding.Sharding:
-    """The sharding of a pool, near the shards of the arrays."""
+    """The sharding of a pool, each shard on the devices of the arrays' shards.
+
+    Raises:
+      ValueError: unknown layout.
+    """
     if name not in _AXES:
         raise ValueError(
             f"layout of an ArrayCacheSpec must be one of {', '.join(_AXES)}, got {name!r}"

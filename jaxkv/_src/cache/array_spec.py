@@ -54,7 +54,7 @@ class ArrayCacheSpec:
       stacked: whether each array has all layers, `[L, num_pages, ...]`.
       page_axes: mesh axes over which the pages are sharded.
       mesh: the devices of the cache, or None for one device.
-      page_size: tokens per page, the first dimension of a page; None if not known.
+      page_size: tokens per page, the first dimension of a page; None if unknown.
     """
 
     num_layers: int
@@ -91,11 +91,12 @@ class ArrayCacheSpec:
           The `ArrayCacheSpec`.
 
         Raises:
-          TypeError: a leaf is not an array or is traced, `arrays` has no layers, or a list is
-            stacked.
-          ValueError: layers that differ, arrays with different numbers of pages, pages without
-            elements, a dtype that JAX does not support or that is not byte-aligned, a `page_size`
-            below 1, or shardings over different meshes or a sharded layer axis.
+          TypeError: a leaf is not an array, is traced or has an abstract mesh; `arrays` has no
+            layers, or is not a list or tuple; or a list is stacked.
+          ValueError: layers that differ; arrays with too few dimensions, without elements or with
+            different numbers of pages; a dtype that JAX does not support, that is not byte-aligned
+            or not in native byte order; a `page_size` that is not an integer in [1, 2^31); or
+            shardings over different meshes, of some arrays only, or of the layer axis.
         """
         if page_size is not None:
             page_size = check_size(page_size, "page_size")
@@ -177,8 +178,8 @@ class ArrayCacheSpec:
 
         Raises:
           TypeError: as for `KVCacheSpec.select_tokens`.
-          ValueError: the page size is not known, the tokens of an array are not the first dimension
-            of its pages, or as for `KVCacheSpec.select_tokens`.
+          ValueError: the page size is unknown, the tokens of an array are not the first dimension
+            of its pages or are sharded, or as for `KVCacheSpec.select_tokens`.
         """
         if tokens is None:
             return None

@@ -19,6 +19,9 @@ from jaxkv._src.runtime.sharding import check_head_axis
 class DeviceCache:
     """KV pages in device memory, a pytree of `num_layers * (2 | 1)` arrays.
 
+    K and V are separate arrays of each layer, as in SGLang's `MHATokenToKVPool`, with the pages of
+    vLLM's NHD layout.
+
     Attributes:
       layers: for each layer (k, v), for MLA (latent,); each array is
         `dtype[num_pages, page_size, num_kv_heads, head_dim]`, inside `shard_map` with the heads of
@@ -54,8 +57,9 @@ class DeviceCache:
 
         Raises:
           TypeError: `spec` or `mesh` has another type.
-          ValueError: `num_pages` is less than 1 or exceeds int32, the number of heads is not a
-            multiple of the size of the mesh axis, or `head_axis` is given without a mesh.
+          ValueError: `num_pages` is not an integer in [1, 2^31), an array would have 2^60 elements
+            or more, the number of heads is not a multiple of the size of the mesh axis, or
+            `head_axis` is given without a mesh or is not one of its axes.
           RuntimeError: called inside jit.
         """
         if not isinstance(spec, KVCacheSpec):

@@ -68,6 +68,12 @@ class PageGeometry:
 class HostLayout:
     """A host layout of `num_pages` pages of `spec`.
 
+        layout = jaxkv.HostLayout(spec, "page_first_direct", num_pages=4096)
+        layout.shape                                          # (2, P, L, page_size, H, D)
+        layout.buffer_offset_bytes(kv=1, layer=3)             # V of layer 3 in page 0
+
+    These are the layouts of SGLang's HiCache host pools.
+
     Attributes:
       spec: the `KVCacheSpec`.
       name: "layer_first", "page_first", "page_first_direct", "page_head" or "page_unified";
@@ -77,8 +83,9 @@ class HostLayout:
         otherwise 1.
 
     Raises:
-      ValueError: unknown layout, page_head with MLA, a size below 1, `head_groups` of another
-        layout than page_unified, or `num_kv_heads` not a multiple of `head_groups`.
+      ValueError: unknown layout, page_head with MLA, a size that is not an integer in [1, 2^31),
+        several `head_groups` in another layout than page_unified, or `num_kv_heads` not a multiple
+        of `head_groups`.
     """
 
     spec: KVCacheSpec

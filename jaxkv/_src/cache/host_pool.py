@@ -33,6 +33,27 @@ from jaxkv._src.runtime.sharding import check_head_axis
 class HostPool:
     """KV pages in pinned host memory: a pytree around one array.
 
+        pool = jaxkv.HostPool.create(spec, num_pages=4096)
+        store = jax.jit(jaxkv.store_pages, donate_argnames="pool")
+        pool = store(pool, cache, host_pages, device_pages)   # in place: use the new object
+
+    The counterpart of the host pools of SGLang's HiCache and of the CPU tensors of vLLM's
+    offloading connector.
+
+    Devices of this process with the same part of a replicated pool share one copy of it in host
+    memory (near the first of them). Donate such a pool to every store: otherwise XLA copies it for
+    each device. Stores of different devices are not ordered, see `docs/usage.md`.
+
+    A pool created with `shared` is in POSIX shared memory: its pages outlive the process, also if
+    it is killed, until `HostPool.unlink` or a restart of the machine. If a pool of this name
+    exists, it is attached with its contents, also while other processes use it:
+
+        pool = jaxkv.HostPool.create(spec, num_pages=4096, shared="kv")
+        valid = index.pages if index.pool_id == jaxkv.HostPool.shared_id("kv") else []
+
+    A page is valid if its store was waited for before the engine's own index recorded it; later
+    stores of a killed process may be incomplete.
+
     Attributes:
       data: with `memory_kind="pinned_host"`. Of a `KVCacheSpec` `dtype[host_layout.shape]`; of an
         `ArrayCacheSpec` `uint8[num_pages, num_layers, bytes]`, or `[num_layers, num_pages, bytes]`
@@ -62,19 +83,7 @@ class HostPool:
     ) -> HostPool:
         """Allocates zeroed pages in pinned host memory, each shard near its device (NUMA).
 
-        Devices of this process with the same part of a replicated pool share one copy of it in host
-        memory (near the first of them). Donate such a pool to every store: otherwise XLA copies it
-        for each device. Stores of different devices are not ordered, see `docs/usage.md`.
-
-        With `shared` the pages are in POSIX shared memory: they outlive the process, also if it is
-        killed, until `HostPool.unlink` or a restart of the machine. If a pool of this name exists,
-        it is attached with its contents, also while other processes use it:
-
-            pool = jaxkv.HostPool.create(spec, num_pages=4096, shared="kv")
-            valid = index.pages if index.pool_id == jaxkv.HostPool.shared_id("kv") else []
-
-        A page is valid if its store was waited for before the engine's own index recorded it; later
-        stores of a killed process may be incomplete.
+            pool = jaxkv.HostPool.create(spec, num_pages=4096)
 
         Args:
           spec: the `KVCacheSpec`, or the `ArrayCacheSpec` of an engine's own arrays, whose devices
@@ -82,24 +91,32 @@ class HostPool:
           num_pages: number of pages, of all page shards together (`ArrayCacheSpec` over a data
             axis); page ids are below `num_pages` divided by the number of page shards.
           layout: see `HostLayout`; an `ArrayCacheSpec` supports page_first_direct and layer_first.
-          head_groups: G of page_unified.
+          head_groups: G of page_unified, otherwise 1.
           mesh: devices that use the pool; None for the default device.
           head_axis: mesh axis over which the KV heads (page_unified: the head groups) are sharded;
             None to replicate the pool.
-          shared: name of the pool in shared memory, of letters, digits, "_", "-" and "."; the same
-            name in the processes of all shards and replicas.
+          shared: name of a pool in shared memory, see above: up to 200 letters, digits, "_", "-"
+            and ".", not beginning with "."; the same in the processes of all shards and replicas.
           progress: called as `progress(num_bytes, total_bytes)` while the pages of this process are
-            allocated, before they are page-locked. An exception cancels the creation.
+            allocated; each shard is page-locked after its last call. An exception cancels the
+            creation. Not called on platforms other than CPU and CUDA.
+
+        Returns:
+          The `HostPool`.
 
         Raises:
           TypeError: `spec` or `mesh` has another type.
           RuntimeError: called inside jit, or the memory could not be allocated or page-locked.
           HostMemoryError: the pool exceeds the available host memory, or the size of /dev/shm;
             nothing is allocated.
-          ValueError: the layout and the sizes do not match, `head_axis` is given without a mesh, or
-            the pool `shared` has another spec, layout, sharding, number of pages or size.
+          ValueError: the layout and the sizes do not match, or the pool has 2^60 elements or more;
+            `head_axis` is given without a mesh or is not one of its axes; `mesh`, `head_axis` or
+            `head_groups` is given for an `ArrayCacheSpec`; a device has no memory kind pinned_host;
+            or `shared` is not a name, or that of a pool with another spec, layout, sharding, number
+            of pages or size.
           PermissionError: the pool `shared` is not a file of this user with mode 0600.
-          TimeoutError: another process has been creating the pool `shared` for too long.
+          TimeoutError: another process has been creating a shard of the pool `shared` for 30 s and
+            1 s per GiB of the shard.
           NotImplementedError: `shared` on a platform other than CPU and CUDA.
         """
         array = _array_of_pool(spec, num_pages, layout, head_groups, mesh, head_axis)
@@ -122,6 +139,7 @@ class HostPool:
         Raises:
           ValueError: not the name of a pool.
           FileNotFoundError: there is no pool of this name.
+          PermissionError: the pool belongs to another user.
         """
         unlink(name)
 
@@ -181,6 +199,9 @@ class HostPool:
     def view(self, device: jax.Device | None = None) -> np.ndarray[Any, Any]:
         """The bytes of the pool as a read-only NumPy array, without a copy.
 
+            pool = jax.block_until_ready(store(pool, cache, host_pages, device_pages))
+            k, v = pool.view()[:, 7]                          # page 7, of "page_first_direct"
+
         A view of the pinned memory itself: it shows later stores too, as long as the pool is
         donated to them, and keeps the memory allocated, also after `close`. Read it between
         `jax.block_until_ready` of the pool returned by a store (after `start_store`, of
@@ -194,7 +215,8 @@ class HostPool:
 
         Raises:
           RuntimeError: called inside jit, or the pool was closed or donated.
-          ValueError: no such shard, or the array is a copy that XLA made of a pool not donated.
+          ValueError: no such shard, `device` is None for a pool on several devices, the array is a
+            copy that XLA made of a pool not donated, or the platform is neither CPU nor CUDA.
         """
         return view_of(self.data, device)
 

@@ -30,7 +30,7 @@ from jaxkv._src.runtime.sync_guard import allow_host_sync
 PINNED = "pinned_host"
 Progress = Callable[[int, int], None]  # bytes so far, and of the whole array
 
-# Type codes of DLPack: by the kind of a NumPy dtype, and by the name of other dtypes.
+# Type codes of DLPack: by the kind of a NumPy dtype, or by name for dtypes that NumPy lacks.
 _KINDS = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 _NAMES = {
     "bfloat16": 4,
@@ -51,16 +51,17 @@ def pinned_zeros(
 ) -> jax.Array:
     """Allocates a zeroed array in pinned host memory, each shard near its device (NUMA).
 
-    For arrays of `swap_blocks`; `HostPool.create` allocates in the same way. The pages are exactly
-    as large as the array, and are returned to the system when the array is deleted. Devices of this
-    process to which the array is replicated share the memory.
+    For arrays of `swap_blocks`; `HostPool.create` allocates in the same way. The memory is as large
+    as the array, rounded up to a page of the system, and is returned to the system when the array
+    is deleted. Devices of this process to which the array is replicated share the memory. The
+    counterpart of PyTorch's `torch.zeros(..., pin_memory=True)`, as in vLLM's CPU caches.
 
         on_host = jaxkv.pinned_zeros((1024, 16, 8, 128), jnp.bfloat16)
         store = jax.jit(jaxkv.swap_blocks, donate_argnames="dst")
         on_host = store(on_device, on_host, device_blocks, host_blocks)
 
     Args:
-      shape: shape of the array.
+      shape: shape of the array; an int for one dimension.
       dtype: any byte-aligned dtype, including fp8 and int8; 64-bit only with jax_enable_x64.
       sharding: devices that use the array; None for the default device. Its memory kind is
         replaced by "pinned_host".
@@ -71,9 +72,9 @@ def pinned_zeros(
     Raises:
       RuntimeError: called inside jit, or the memory could not be allocated or page-locked.
       HostMemoryError: the array exceeds the available host memory; nothing is allocated.
-      ValueError: a dtype that JAX does not support, that is not byte-aligned or not in native byte
-        order; 2^60 elements or more; the sharding does not divide the shape; or a device has no
-        memory kind pinned_host.
+      ValueError: a size that is negative or not an integer; a dtype that JAX does not support, that
+        is not byte-aligned or not in native byte order; 2^60 elements or more; the sharding does
+        not divide the shape; or a device has no memory kind pinned_host.
       TypeError: NumPy cannot interpret `dtype`, or `sharding` has another type.
     """
     if sharding is not None:
@@ -261,10 +262,10 @@ class _Tensor:
 
 
 def _with_sharding(array: jax.Array, sharding: SingleDeviceSharding) -> jax.Array:
-    """The array, typed as in host memory.
+    """The array, with a type that says host memory.
 
-    A type that differs from the memory kind of the sharding aborts the process when the array is
-    donated. Assembled arrays have the right type, and `device_put` of one does not copy it.
+    If the type differs from the memory kind of the sharding, XLA aborts the process when the array
+    is donated. Assembled arrays have the right type, and `device_put` of one does not copy it.
     """
     (device,) = sharding.device_set
     named = NamedSharding(Mesh(np.array([device]), "x"), PartitionSpec(), memory_kind=PINNED)

@@ -18,6 +18,13 @@ from jaxkv._src.runtime.dtypes import _element_bits, check_byte_dtype
 class KVCacheSpec:
     """Shapes and dtype of a KV cache.
 
+        spec = jaxkv.KVCacheSpec(
+            num_layers=32, page_size=16, num_kv_heads=8, head_dim=128, dtype=jnp.bfloat16)
+        spec.page_bytes                                       # 2 MiB: K and V of all layers
+
+    The fields are those of vLLM's `FullAttentionSpec` and `MLAAttentionSpec`, for all layers
+    together.
+
     Attributes:
       num_layers: number of attention layers L.
       page_size: tokens per page (vLLM: block size).
@@ -27,8 +34,9 @@ class KVCacheSpec:
       kind: "mha" (K and V halves; also GQA and MQA) or "mla" (one latent buffer).
 
     Raises:
-      ValueError: a size below 1, an unknown kind, MLA with several heads, or a dtype that JAX does
-        not support, that is not byte-aligned or not in native byte order.
+      ValueError: a size that is not an integer in [1, 2^31), an unknown kind, MLA with several
+        heads, or a dtype that JAX does not support, that is not byte-aligned or not in native byte
+        order.
       TypeError: NumPy cannot interpret `dtype`.
     """
 

@@ -9,9 +9,9 @@ multimem supports the same dtypes and also accumulates in float32, but the switc
 order: the result is bitwise identical on all devices, but differs from the other algorithms and
 may differ between runs. **It has never run on hardware.** No tuning table selects it. It must be
 requested explicitly, and requires JAXKV_MULTICAST=1 in the environment when the `SymmetricMemory`
-is created, devices of a single process, and multicast support reported by the driver. Don't set
+is created, devices of a single process, and multicast support reported by the driver. Do not set
 the variable where several machines share the GPUs of a host: a multicast object may take the GPUs
-out of service for all of them. (PyTorch's symmetric memory has such an algorithm.)
+out of service for all of them. (torch's symmetric memory has such an algorithm.)
 
 Ordering: all devices run the same program, and each call takes a token from the previous one. The
 epochs of a device are stored in its own memory, so a CUDA graph of a step can be replayed.
@@ -122,7 +122,8 @@ def select_implementation(
     """The implementation for an array, and the reason for the choice.
 
     Raises:
-      As `all_reduce`.
+      ValueError: an unknown implementation.
+      NotImplementedError: `implementation` does not support this call.
     """
     if implementation not in (None, *IMPLEMENTATIONS):
         known = ", ".join(IMPLEMENTATIONS)

@@ -54,7 +54,8 @@ class SymmetricMemory:
 
     Devices at different positions along the other axes of the mesh form independent groups. The
     memory is released by `close()` or at the end of a `with` block; executables that use it
-    afterwards fail with an error.
+    afterwards fail with an error. The design is that of vLLM's custom all-reduce and of torch's
+    symmetric memory.
 
         mesh = jax.make_mesh((2,), ("tp",))
         with jaxkv.SymmetricMemory.create(mesh, "tp", max_bytes=1 << 20) as memory:
@@ -117,10 +118,12 @@ class SymmetricMemory:
           TypeError: `mesh` is not a `jax.sharding.Mesh`.
           ValueError: an invalid mesh, size, timeout or tuning table, or arguments that differ
             between processes.
-          OSError: the tuning table named by the environment can't be read.
+          OSError: the tuning table named by the environment cannot be read.
           RuntimeError: out of memory, no peer access, a failed multicast call of the driver (with
             JAXKV_MULTICAST=1), or a process that timed out. With several processes, all of them
             raise this error with the text and index of the failed process, and free their memory.
+
+        Example: `SymmetricMemory.create(mesh, "tp", max_bytes=1 << 20)`.
         """
         return cls(mesh, axis_name, max_bytes, timeout_s)
 

@@ -48,6 +48,8 @@ def report() -> dict[str, Any]:
     Returns:
       A JSON-serializable dictionary with one entry per probe. The entry of a failed probe is a
       string that begins with "unavailable:" and states the reason.
+
+    Example: `report()["versions"]["jax"]`.
     """
     return {name: without_directories(_attempt(probe)) for name, probe in PROBES.items()}
 
@@ -82,6 +84,7 @@ def _entry(name: str, value: object, indent: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report as text, or as JSON with `--json`; returns 0, the exit status."""
     parser = argparse.ArgumentParser(prog="python -m jaxkv.env", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args(argv)

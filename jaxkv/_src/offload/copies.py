@@ -27,16 +27,20 @@ Kind: TypeAlias = Literal["load", "store", "none"]
 class OffloadCopy:
     """A load or store of an `OffloadEngine`; its device pages are in use until it is issued.
 
+        store = tier.store(keys, device_pages)
+        ...                                                   # steps, until store.issued
+        pages.free(store.device_pages)
+
     Attributes:
       kind: "load" or "store".
       keys: the blocks.
       host_pages: page id of each block in the host pool.
       device_pages: page id of each block in the device cache.
       issued: whether `next_batch` has returned all its pages. From the step of that batch on,
-        behind its waits, loaded pages may be read, and stored pages overwritten.
-      done: whether the copy is over: stored blocks are found by `lookup`.
+        after the waits for it, loaded pages may be read, and stored pages overwritten.
+      done: whether the copy is over. `lookup` finds stored blocks then, unless it `failed`.
       failed: whether a step with pages of the copy has failed or was abandoned, or a block to load
-        was discarded before: do not use the loaded pages.
+        has been discarded: do not use the loaded pages.
     """
 
     kind: Kind
@@ -70,7 +74,8 @@ class CopyBatch:
             pool = copies.pool if batch.kind == "store" else pool
 
     Only a batch of kind "store" has `copies.pool`: the others return a `LoadHandle`, without it.
-    `kind`, `implementation` and the number of pages are static: one compiled program for each.
+    `kind`, `implementation` and the number of pages are static: one compiled program for each. The
+    counterpart of the connector metadata that vLLM's scheduler passes to its workers.
 
     Attributes:
       kind: "load", "store", or "none" if there is nothing to copy.
@@ -78,7 +83,7 @@ class CopyBatch:
       device_pages: int32[n], page ids in the device cache, padded with -1.
       copies: the copies with pages in this batch; those that it completes are `issued`. Empty for
         an object rebuilt by a JAX transformation.
-      implementation: of `start_load` and `start_store`; None: as the tuning table ranks them.
+      implementation: that of `start_load` and `start_store`; None for dispatch by the tuning table.
     """
 
     kind: Kind
@@ -93,18 +98,21 @@ class CopyBatch:
         *,
         sharding: jax.sharding.Sharding | None = None,
     ) -> CopyBatch:
-        """The same batch by a given implementation; itself if there is nothing to copy.
+        """The same batch copied by a given implementation; itself if there is nothing to copy.
+
+            pool, cache, tokens = step(pool, cache, x, batch.by("dma"))
 
         "dma" leaves the SMs to a step that is bound by compute, such as a prefill. Its ids are
         uploaded here, as `HostIds`, unless they have been. Each page costs descriptors that the
-        host writes, padding none.
+        host writes; padding costs none.
 
         Args:
-          implementation: as for `start_load`; None: as the tuning table ranks them.
-          sharding: of the ids under `shard_map`, e.g. replicated over its mesh.
+          implementation: as for `start_load`; None leaves the batch as it is.
+          sharding: placement of the ids for "dma" under `shard_map`, e.g. replicated over its mesh.
 
         Raises:
-          ValueError: unknown implementation.
+          ValueError: unknown implementation, or `sharding` is not fully replicated.
+          TypeError: `sharding` has another type, or the ids are arrays of JAX, as inside jit.
         """
         check_implementation_name(implementation)
         if self.kind == "none" or implementation is None:
@@ -125,10 +133,10 @@ class CopyBatch:
         Args:
           pool, cache: as for `start_load` or `start_store`; `pool` may be None if there is nothing
             to copy and `cache` is a `DeviceCache`.
-          **options: others of `start_load` and `start_store`.
+          **options: other arguments of `start_load` and `start_store`.
 
         Returns:
-          Their handle. If there is nothing to copy, its waits return the layers as they are.
+          Their handle. If there is nothing to copy, its waits return the layers unchanged.
 
         Raises:
           TypeError: `pool` is None, but there are pages to copy, or `cache` is not a `DeviceCache`.

@@ -6,8 +6,11 @@ class OffloadError(Exception):
 
 
 class BlockNotReadyError(OffloadError, LookupError):
-    """A block to load is not stored, or its store is not complete."""
+    """A block to load is not stored, or its store is not complete; raised by `prepare_load`."""
 
 
 class StaleSpecError(OffloadError, RuntimeError):
-    """A spec that is no longer in flight, or whose pages have been discarded meanwhile."""
+    """A spec that is not in flight, or a block of which has been discarded meanwhile.
+
+    Raised by `start`, `complete` and `abort` of `OffloadManager`; the message has the reason.
+    """

@@ -31,6 +31,8 @@ class BlockHasher:
         chain = hasher.hashes(prompt)                         # one hash for each full block
         hasher.extend(chain, prompt + generated)              # as the sequence grows
 
+    vLLM's prefix cache chains its block hashes in the same way, over serialized Python objects.
+
     Args:
       block_size: tokens of a block.
       model: everything besides tokens and adapter that keys and values depend on: the weights with
@@ -61,8 +63,8 @@ class BlockHasher:
         """Hashes of all full blocks of `tokens`; tokens after the last full block are ignored.
 
         Args:
-          tokens: token ids, int64; a list, `array.array` or NumPy array. They begin at a block
-            boundary.
+          tokens: token ids that fit int64; a list, `array.array` or NumPy array. The first one is
+            at a block boundary.
           parent: hash of the block before; None at the beginning of a sequence.
 
         Returns:
@@ -126,6 +128,8 @@ class BlockGroup:
         state = jaxkv.offload.BlockGroup(2, window=1)         # Mamba: the last state
         draft = jaxkv.offload.BlockGroup(3, lookahead=1)      # EAGLE, MTP
 
+    The groups are those of vLLM's hybrid KV cache manager.
+
     Attributes:
       id: 0 to 2**32 - 1, part of the keys.
       window: number of blocks before the end of a prefix that attention reads:
@@ -133,7 +137,7 @@ class BlockGroup:
       lookahead: number of following blocks that the contents of a block depend on.
 
     Raises:
-      ValueError: a number is not an integer, or out of range.
+      ValueError: a number is not an integer, or is out of range.
     """
 
     id: int = 0

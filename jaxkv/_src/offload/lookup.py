@@ -36,7 +36,7 @@ def lookup_groups(
 
     A prefix of n blocks is served if each group has those of its blocks that `BlockGroup.needed(n)`
     lists. Groups with pools of their own have a manager each; groups that share a pool share a
-    manager.
+    manager. Like vLLM's hybrid KV cache coordinator, it shortens the prefix until all groups agree.
 
         found = jaxkv.offload.lookup_groups([(manager, full), (manager, window)], chain)
         keys = window.keys(chain)
@@ -44,7 +44,7 @@ def lookup_groups(
 
     Args:
       groups: manager and group, for each group.
-      chain: hashes of the sequence, from its beginning.
+      chain: hashes of the sequence, from its beginning: those of a `BlockHasher`, not keys.
 
     Returns:
       The number of blocks, and how many more once the stores in flight are complete.

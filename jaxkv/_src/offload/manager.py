@@ -64,7 +64,7 @@ class OffloadManager:
       policy: "lru", or "arc" (adaptive replacement cache).
       write: "through": blocks are stored when computed; "second_use": when computed, if an earlier
         request has used them too; "back": when the device cache evicts them.
-      events: whether to collect events for `take_events`, which then must be called.
+      events: whether to collect events for `take_events`; they accumulate until it is called.
 
     Raises:
       ValueError: `num_pages` is negative or not an integer, or a policy is unknown.
@@ -365,7 +365,7 @@ class OffloadManager:
         return pages, tuple(map(self._blocks.generations.__getitem__, pages))
 
     def _copy_of(self, spec: LoadSpec | StoreSpec, operation: str) -> _Copy:
-        """By value: a spec may return from another process."""
+        """The copy of a spec, which is compared by value: it may return from another process."""
         copy = self._copies.get(spec.ticket)
         if copy is None or (copy.spec is not spec and copy.spec != spec):
             raise StaleSpecError(

@@ -35,7 +35,7 @@ class _Collector:
         families: dict[str, Any] = {}
         for labels, manager in tuple(self._managers.items()):
             for name, value in manager.metrics().items():
-                # Of several tiers: _0, _1.
+                # With several tiers, names end in _0, _1.
                 counts = name.rstrip("0123456789").rstrip("_") in _COUNTERS
                 if name not in families:
                     family = CounterMetricFamily if counts else GaugeMetricFamily
@@ -65,7 +65,8 @@ def register_prometheus(
 ) -> Any:
     """Exports `manager.metrics()` by a Prometheus registry, which reads them at every scrape.
 
-    Needs prometheus_client: `pip install jaxkv[prometheus]`.
+    Metric NAME is exported as `jaxkv:NAME`, a counter as `jaxkv:NAME_total`, as vLLM's are with
+    `vllm:`. Needs prometheus_client: `pip install 'jaxkv[prometheus]'`.
 
         jaxkv.offload.register_prometheus(manager, labels={"model_name": "Qwen3-8B"})
 

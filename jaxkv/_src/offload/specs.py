@@ -24,6 +24,9 @@ class LookupStatus(enum.Enum):
 class Lookup(NamedTuple):
     """Length of the longest prefix in the host tier.
 
+        found = manager.lookup(keys)
+        keys[:found.num_blocks]                               # can be loaded now
+
     An engine need not wait for pending blocks: it can load the first `num_blocks` and compute the
     others.
 
@@ -59,7 +62,9 @@ class BlockState(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class LoadSpec:
-    """Blocks to load, pinned until `complete` or `abort`.
+    """Blocks to load, pinned until `complete` or `abort`; made by `OffloadManager.prepare_load`.
+
+    The counterpart of vLLM's `LoadStoreSpec`.
 
     Attributes:
       ticket: number of the spec, unique in its manager.
@@ -76,7 +81,9 @@ class LoadSpec:
 
 @dataclasses.dataclass(frozen=True)
 class StoreSpec:
-    """Blocks to store, with their reserved pages.
+    """Blocks to store, with their reserved pages; made by `OffloadManager.prepare_store`.
+
+    The counterpart of vLLM's `PrepareStoreOutput`.
 
     Attributes:
       ticket: number of the spec, unique in its manager.
@@ -99,7 +106,7 @@ class StoreSpec:
 
 
 class BlockStored(NamedTuple):
-    """Event: blocks can be loaded from now on.
+    """Event: blocks can be loaded from now on. Named as vLLM's KV cache event.
 
     Attributes:
       keys: the blocks.
@@ -109,7 +116,7 @@ class BlockStored(NamedTuple):
 
 
 class BlockRemoved(NamedTuple):
-    """Event: blocks were evicted or discarded.
+    """Event: blocks were evicted or discarded. Named as vLLM's KV cache event.
 
     Attributes:
       keys: the blocks.

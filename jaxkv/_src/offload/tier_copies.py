@@ -36,9 +36,16 @@ class PageMemory(Protocol):
 class OffloadPrefetch:
     """Blocks of a request on their way from a tier to the host pool.
 
+        prefetch = tier.prefetch(keys)                        # of an `OffloadEngine`
+        ...                                                   # steps and polls, until prefetch.done
+        found = tier.lookup(keys)
+
+    The counterpart of the prefetch of SGLang's HiCache from its storage backends.
+
     Attributes:
-      keys: the blocks asked for.
-      done: whether there is nothing left to wait for: `lookup` finds what has arrived.
+      keys: the requested blocks.
+      done: whether there is nothing left to wait for, since all reads are over or
+        `tier_timeout_s` has passed: `lookup` finds what has arrived.
     """
 
     keys: tuple[bytes, ...]
@@ -85,7 +92,7 @@ class TierCopies:
       memory: the bytes of the host pages.
       timeout_s: after this time a prefetch is done, even if its reads are not over.
       executor: runs `contains` and `remove` of the tier, in order.
-      clock: seconds.
+      clock: returns the time in seconds.
 
     Raises:
       ValueError: the tier has blocks of another size, or `timeout_s` is negative.
@@ -143,7 +150,7 @@ class TierCopies:
             )
 
     def _ask(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those of the blocks that are entirely in the tier; in the executor."""
+        """The blocks all parts of which are in the tier; runs in the executor."""
         parts = [self._memory.keys(key) for key in keys]
         found = iter(self._tier.contains([part for names in parts for part in names]))
         there = [all([next(found) for _ in names]) for names in parts]
@@ -278,7 +285,7 @@ class TierCopies:
             self.discard(gone)
 
     def metrics(self) -> dict[str, float]:
-        """Those of the tier, and numbers of blocks in flight and left out due to slow writes."""
+        """Metrics of the tier, and numbers of blocks in flight and left out due to slow writes."""
         return {
             **self._tier.metrics(),
             "kv_offload_promoting_blocks": len(self._reading),

@@ -26,9 +26,9 @@ def advance(
 ) -> BatchMetadata:
     """Batch of the next step of the same requests, before the host knows the accepted counts.
 
-    Each row continues after its valid tokens: `seq_len - num_drafts + num_accepted - 1` of them.
-    `metadata.token_positions` and `metadata.slot_mapping` derive positions and slots from the
-    batch. Exceeding the batch's bounds of query tokens or context length is a `BoundError`.
+    Each row continues after its valid tokens: `seq_len - num_drafts + num_accepted - 1` of them, or
+    its whole context if it had no query tokens. (vLLM's model runner V2 has this as `post_update`.)
+    `metadata.token_positions` and `metadata.slot_mapping` give its positions and slots.
 
         batch = jaxkv.recurrent.advance(
             batch, sampled, num_drafts=drafts, next_query_lens=query_lens
@@ -45,7 +45,8 @@ def advance(
         context has up to `max_blocks * block_size` tokens on each of them.
 
     Raises:
-      ValueError: counts of the wrong shape or dtype, or outside int32, or `cp_world_size` below 1.
+      TypeError, ValueError: counts that are not int32[B], or an invalid `cp_world_size`.
+      BoundError: by `jaxkv.check_errors()`, for query tokens or a context above the batch's bounds.
     """
     (cp_world_size,) = at_least_1(cp_world_size=cp_world_size)
     rows = batch.max_num_reqs

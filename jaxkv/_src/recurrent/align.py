@@ -43,7 +43,9 @@ _OPERANDS = 6  # int32 operands of the FFI call, before the states
 
 
 class StateKind(enum.Enum):
-    """Kind and layout of a state array.
+    """Kind and layout of a state array; SD and DS are vLLM's names of the convolution layouts.
+
+        kinds = {"conv": StateKind.CONV_SD, "ssm": StateKind.TEMPORAL}
 
     Attributes:
       CONV_SD: window of a convolution, `[num_blocks, width, dim...]`.
@@ -69,7 +71,8 @@ def align_postprocess(
     last full block is copied to the block in that column of the block table, if the step computed
     it. If that is the block of the running state, because the boundary is the end of the step and
     all draft tokens were accepted, the state takes the place of the running state: later calls
-    read it there with the returned count, which is 1.
+    read it there with the returned count, which is 1. Follows vLLM's `postprocess_mamba` in its
+    mamba cache mode "align".
 
         states, accepted = jaxkv.recurrent.align_postprocess(
             states, batch, sampled, kinds=jaxkv.recurrent.StateKind.TEMPORAL, num_drafts=drafts
@@ -105,7 +108,8 @@ def align_preprocess(
     """Copies running states to the blocks in which the next step reads them.
 
     If the next step of a row ends in a different block than that of its running state, the state
-    after the last accepted token is copied to that block, and the accepted count becomes 1.
+    after the last accepted token is copied to that block, and the accepted count becomes 1. Follows
+    vLLM's `preprocess_mamba` in its mamba cache mode "align".
 
         states, accepted, state_idx = jaxkv.recurrent.align_preprocess(
             states, batch, accepted, kinds=jaxkv.recurrent.StateKind.TEMPORAL, state_idx=state_idx
@@ -265,6 +269,7 @@ def can_skip_align_postprocess(
       block_size: tokens per block.
 
     Raises:
+      TypeError: a block size that is not an integer.
       ValueError: lists of different lengths or not of integers, or a block size below 1.
     """
     # Mirrors plan_postprocess (cuda/recurrent/align_states.h): change the two together.

@@ -25,7 +25,8 @@ class DeferredCounts:
 
     A step starts the copy and returns this object with its other results; the host reads it while
     the next step runs. Step number, request ids and counts share one array, so counts of another
-    step or of reordered rows are detected.
+    step or of reordered rows are detected. (vLLM copies its counts in the same way, without such
+    tags, and waits for an event.)
 
         counts = jaxkv.recurrent.DeferredCounts.start(sampled, step=step, request_ids=ids)  # in jit
         accepted = counts.read(step=7, request_ids=ids)  # on the host, during the next step

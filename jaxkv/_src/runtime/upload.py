@@ -45,9 +45,9 @@ def _type_of(
 def upload_replicated(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     """`jax.device_put(array, sharding)` for a fully replicated sharding.
 
-    The copy is the same call of XLA. The Python code that `jax.device_put` runs before it runs here
-    only for the first array of a shape, dtype and sharding. The result may share the memory of
-    `array`, as with `jax.device_put`.
+    The copy is the same call of XLA. The Python code before that call in `jax.device_put` runs only
+    for the first array of a shape, dtype and sharding. The result may share the memory of `array`,
+    as with `jax.device_put`.
     """
     if batched_device_put is None or not (sharding.is_fully_addressable and trace_state_clean()):
         return jax.device_put(array, sharding)

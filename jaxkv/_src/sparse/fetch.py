@@ -44,8 +44,8 @@ def fetch(
 ) -> tuple[jax.Array, SparseState]:
     """Brings the rows of chosen tokens to the hot buffer, and returns where they are.
 
-    Rows that are in the buffer stay where they are. The others are copied from the pool, in place
-    of the least recently used rows of the same request; those of this call are never replaced.
+    Rows in the buffer stay there. The others are copied from the pool and replace the request's
+    least recently used rows (LRU, as in SGLang's HiSparse), but no row that this call uses.
 
         rows, state = jaxkv.sparse.fetch(
             state, pool, topk_ids, layer=layer, lengths=lengths, block_table=block_table
@@ -61,19 +61,21 @@ def fetch(
         [batch, heads, k]; -1 is padding. A position may occur several times. At most 4,096 of a
         request, and at most `slots`.
       layer: layer number, of the state and the pool.
-      lengths: int32[batch], number of tokens of each request: positions are below it.
+      lengths: int32[batch], number of tokens of each request: positions are below it and below
+        `max_length` of the state.
       block_table: int32[batch, num_columns], pages of the pool that have the tokens of each
         request, `page_size` in each.
       num_sms: SMs of the copy.
 
     Returns:
       int32 of the shape of `topk_ids`, index of each token's row in `state.rows`, and the state.
-      -1 for padding, and for positions beyond the length or without a page: nothing is copied for
-      them, and those that are not -1 are counted for `jaxkv.check_errors()` (PageIndexError).
+      -1 for padding, and for positions that are out of range, or neither in the buffer nor on a
+      page: nothing is copied for them, and all but padding are counted for `jaxkv.check_errors()`
+      (PageIndexError).
 
     Raises:
       TypeError, ValueError: arguments of other types, shapes or dtypes, lists with integers
-        outside int32, a `layer` out of range, more ids than allowed, a state that is sharded
+        outside int32, a `layer` or `num_sms` out of range, too many ids, a state that is sharded
         outside `shard_map`, a pool that is not in pinned host memory, a state or pool that a traced
         function closes over, or arrays that were closed, deleted or donated.
       NotImplementedError: inside vmap or a derivative.
@@ -104,8 +106,8 @@ def append(
 ) -> tuple[SparseState, HostPool]:
     """Writes rows of new tokens to the hot buffer and the pool.
 
-    A later `fetch` then finds them in the buffer, or in the pool after they were replaced. A
-    position that has a row, for example that of a rejected draft token, is overwritten.
+    A later `fetch` then finds them in the buffer, or in the pool after they were replaced. If a
+    position has a row, for example that of a rejected draft token, the row is overwritten.
 
         state, pool = jaxkv.sparse.append(
             state, pool, rows, positions, layer=layer, block_table=block_table

@@ -27,16 +27,18 @@ class SparseState:
         state = jaxkv.sparse.SparseState.create(spec, batch=32, slots=4096, max_length=32768)
 
     Donate it to the jit of the step, which returns the new one. Shard all arrays over their second
-    axis, the batch, to use it inside `shard_map`.
+    axis, the batch, to use it inside `shard_map`. SGLang (HiSparse) and vLLM (PR 53781) have such a
+    buffer in front of a host tier.
 
     Attributes:
       hot: `dtype[num_layers, batch, slots, width]`, the rows.
       positions: int32[num_layers, batch, slots], position in its request of the token in each slot,
         -1 if the slot is free.
-      used: int32[num_layers, batch, slots], value of `clock` at the last use of each slot.
+      used: int32[num_layers, batch, slots], value of `clock` during the call that last used each
+        slot.
       slot_of: int16[num_layers, batch, max_length], slot of each position; entries of positions
         that are not in the buffer are meaningless.
-      clock: int32[num_layers, batch], calls so far.
+      clock: int32[num_layers, batch], calls of `fetch` and `append` so far.
     """
 
     hot: jax.Array

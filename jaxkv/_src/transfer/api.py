@@ -58,15 +58,14 @@ def load_pages(
 
     Page `host_pages[i]` of the pool is copied to page `device_pages[i]` of the cache, in the
     selected layers, K and V; all other pages keep their contents. Donate the cache to the
-    surrounding jit to update it in place; otherwise XLA copies it first.
+    surrounding jit to update it in place; otherwise XLA copies it first. This is the load direction
+    of SGLang's HiCache and of vLLM's offloading connector.
 
         load = jax.jit(jaxkv.load_pages, donate_argnames="cache")
         cache = load(pool, cache, host_pages, device_pages)
 
     `layers`, `tokens` and `implementation` are static: bind them with `functools.partial`, or name
     them in `static_argnames`.
-
-    This is the load direction of SGLang's HiCache and of vLLM's offloading connector.
 
     Args:
       pool: `HostPool` in any layout. To copy several caches in one call, pass dicts with the same
@@ -81,10 +80,9 @@ def load_pages(
       layers: a layer number, a sequence such as `range(4, 8)`, or None for all layers. With
         several caches: a dict for some of them; of the others all layers are copied.
       tokens: positions in each page, such as `range(0, 5)`, or None for whole pages. Only these
-        tokens are copied, so that an engine can store a page that is not full yet; the others
-        keep their bytes on both sides. Static: each range compiles once, so round up to a few. An
-        `ArrayCacheSpec` requires its `page_size`. With several caches: one range for all of them,
-        or a dict of ranges for some.
+        tokens are copied, so that an engine can store a page that is not full yet. Each range is
+        compiled separately, so round up to a few. An `ArrayCacheSpec` requires its `page_size`.
+        With several caches: one range for all of them, or a dict of ranges for some.
       implementation: "dma" (copy engine), "kernel" (SMs), "pallas" (SMs), "host" (CPU backend),
         "xla" (plain JAX, on any platform), or None for dispatch by the tuning table.
 
@@ -92,15 +90,16 @@ def load_pages(
       `cache` with the loaded pages.
 
     Raises:
-      ValueError: the arguments do not match, for example in spec or length; the message has the
-        argument, its value and the limit.
-      TypeError: an argument has another type, or a device array of ids another dtype than int32.
-      NotImplementedError: `implementation` does not support this call; the message has the reason.
+      ValueError: the arguments do not match, for example in spec or length; an array is deleted,
+        closed over by jit, or sharded outside `shard_map`.
+      TypeError: an argument has another type, ids are not integers, or an id array of JAX is not
+        int32; or `layers` or `tokens` is traced.
+      NotImplementedError: `implementation` does not support this call; or inside `jax.vmap`, or
+        differentiated.
       PageIndexError: outside jit, an id is out of range or a destination is a duplicate, if both
         lists are known on the host. Otherwise these entries are skipped and `check_errors` raises;
         on the CPU backend the jitted call fails instead, with this name in its text. "xla" counts
-        no errors. Without anything to copy (`layers=[]`, arrays without blocks or bytes) the ids
-        are not checked.
+        no errors. Ids of a call that copies nothing, such as of `layers=[]`, are not checked.
     """
     state = {"pool": pool, "cache": cache}
     ids = {"host_pages": host_pages, "device_pages": device_pages}
@@ -121,7 +120,8 @@ def store_pages(
 
     The reverse of `load_pages`: page `device_pages[i]` of the cache is copied to page
     `host_pages[i]` of the pool. Donate the pool to the surrounding jit to update it in place;
-    otherwise XLA copies the entire pool first.
+    otherwise XLA copies the entire pool first. This is the store direction of SGLang's HiCache and
+    of vLLM's offloading connector.
 
         store = jax.jit(jaxkv.store_pages, donate_argnames="pool")
         pool = store(pool, cache, host_pages, device_pages)

@@ -68,8 +68,8 @@ def start_load(
       A `LoadHandle`, or a dict of them; the host does not block.
 
     Raises:
-      ValueError: `timeout_s` is out of range; more than 1,023 layers, or 256 arrays of one shape in
-        a layer; or as for `load_pages`.
+      ValueError: `timeout_s` is out of range; more than 1,023 layers, or more than 256 arrays of
+        one block size in a layer; or as for `load_pages`.
       TypeError: `timeout_s` is traced, or as for `load_pages`.
       NotImplementedError, PageIndexError: as for `load_pages`.
     """
@@ -92,13 +92,15 @@ def start_store(
     """Starts an asynchronous copy of pages from the device cache into host memory.
 
     Like `store_pages`, but on a copy stream. Take the arrays of a layer from `wait` before they
-    are overwritten, otherwise XLA copies them first; take the pool from `.pool`:
+    are overwritten; otherwise XLA copies them first. Take the pool from `.pool`:
 
         storing = jaxkv.start_store(pool, cache, host_pages, device_pages)
         for layer in range(spec.num_layers):
             k, v = storing.wait(layer, after=x)
             x, k, v = decode(x, k, v)
         pool = storing.pool
+
+    SGLang's HiCache stores on a CUDA stream of its own in this way.
 
     Args:
       pool, cache: as for `store_pages`; donate both, otherwise XLA copies them first.
@@ -137,7 +139,8 @@ def start_swap(
 
     A swap to the device follows the rules of `start_load`: keep `src` unchanged until the wait. A
     swap into pinned host memory follows those of `start_store`: the handle owns `src` too, and
-    `.src` returns it.
+    `.src` returns it. vLLM's offloading connector calls its `swap_blocks` on CUDA streams of its
+    own in this way.
 
     Args:
       src: as for `swap_blocks`; donate it if `dst` is in pinned host memory, otherwise XLA copies
@@ -152,8 +155,8 @@ def start_swap(
 
     Raises:
       ValueError: arrays of `dst`, or of `src` if `dst` is in host memory, in several memory kinds;
-        more than 1,023 of them; as for `start_load`; or the program copies into so many arrays in
-        host memory that XLA would not compile it.
+        more than 1,023 of one block size; as for `start_load`; or the program copies into so many
+        arrays in host memory that XLA would not compile it.
       TypeError: as for `start_load`.
       NotImplementedError, PageIndexError: as for `swap_blocks`.
     """

@@ -35,9 +35,12 @@ class CopyHandle:
     def done(self) -> bool:
         """Whether the entire copy is complete; the host does not block.
 
-        Outside jit only, in any thread; requires no wait, and replaces none: JAX knows that the
-        arrays are complete only after `wait`. True at the latest once all copies that were started
-        before the first query are complete.
+            if storing.done():                                # in any thread
+                admit(host_pages)
+
+        Outside jit only. It requires no wait and replaces none: JAX knows that the arrays are
+        complete only after `wait`. True at the latest once all copies are complete that had been
+        started, on any device of this process, at the first call after the device ran the start.
 
         Raises:
           RuntimeError: the handle is traced, or was donated to a program.

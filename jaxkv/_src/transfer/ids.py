@@ -23,20 +23,24 @@ _NEW = object()  # not None, which a transformation may pass as `data`
 _INT32 = np.iinfo(np.int32)
 
 
-# A registered dataclass is flattened without Python code, in every call of a program. Slots,
+# A registered dataclass, which JAX flattens without Python code in every call of a program. Slots,
 # because each additional object is a cache miss when caches are cold.
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["part"])
 class HostIds:
     """Page ids for the copy engine, whose descriptors the host writes.
 
+        load = jax.jit(jaxkv.load_pages, donate_argnames="cache")
+        cache = load(pool, cache, jaxkv.HostIds([7, 3, -1]), jaxkv.HostIds([0, 5, -1]))
+
     The FFI handler reads the ids when the call is enqueued, before the device executes it. They
     must therefore be written by the host: `HostIds` accepts only NumPy arrays and lists, and a call
     rejects ids that were not written by this constructor, such as the result of a computation. The
     check is best effort: it may accept a copy that is not complete yet, in the memory of freed ids
-    of the same length.
+    of the same length. vLLM's `swap_blocks` takes its ids in a CPU tensor for the same reason.
 
     Attributes:
-      data: int32[header + n] in pinned host memory, or that of a `HostIdPair`; opaque.
+      data: int32[header + n] in pinned host memory (on platforms other than CPU and CUDA in device
+        memory), or that of a `HostIdPair`; opaque.
       ids: the given ids, NumPy int32[n]; None for an object rebuilt by a JAX transformation.
       part: 0 or 1, the list of a `HostIdPair`; None without one.
 
@@ -88,7 +92,7 @@ class HostIdPair:
         load = jax.jit(lambda pool, cache, ids: jaxkv.load_pages(pool, cache, *ids))
 
     Attributes:
-      data: int32[header + 2n] in pinned host memory; opaque.
+      data: int32[header + 2n] in the memory of `HostIds`; opaque.
       ids: the two given lists, NumPy int32[n]; None for an object rebuilt by a JAX transformation.
 
     Args:

@@ -25,26 +25,29 @@ _T = TypeVar("_T")
 class FileTier(QueuedTier):
     """Blocks in files of a local directory, one file for each; a `Tier`.
 
+    The counterpart of LMCache's local disk backend and of the file backend of SGLang's HiCache.
+
     A file has a header with key, size and CRC-32 of the block; it is written under a temporary name
     and renamed. A file that is truncated, torn or changed is a miss and is removed. Files outlive
     the process, and several processes may share a directory. I/O bypasses the page cache (O_DIRECT)
-    where the file system allows, without a copy if `block_bytes` and the buffers are multiples of
-    4 KiB. Nothing is synced: a power failure may lose blocks, never change them.
+    where the file system allows, without a copy if `block_bytes` and the addresses of the buffers
+    are multiples of 4 KiB. Nothing is synced: a power failure may lose blocks, never change them.
 
         tier = jaxkv.offload.FileTier("/var/cache/kv", block_bytes=1 << 20, capacity_bytes=1 << 40)
 
     Args:
       directory: is created if necessary, with mode 0700; tiers of another `block_bytes` in the same
         directory use other files.
-      block_bytes: size of every block, at most 1 GiB.
-      capacity_bytes: limit for the size of all files; the least recently used ones are evicted.
-        A process notices the files of others every 10 s.
+      block_bytes: size of every block in bytes, at most 1 GiB.
+      capacity_bytes: limit in bytes of all files, each of a header of 4 KiB and a block rounded up
+        to 4 KiB; the least recently used ones are evicted. A process notices the files of others
+        every 10 s.
       num_threads: number of copies that run at the same time.
 
     Raises:
-      ValueError: a number is not an integer, or out of range.
-      OSError: the directory cannot be created or read; `PermissionError` if others can write to the
-        folder in it that has the files.
+      ValueError: a number is not an integer, or is out of range.
+      OSError: the directory cannot be created or read; `PermissionError` if the folder in it that
+        has the files belongs to another user, or others can write to it.
     """
 
     def __init__(
@@ -80,9 +83,10 @@ class FileTier(QueuedTier):
         self._refresher.start()
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """See `Tier`; removes the files in the caller's thread.
+        """See `Tier`; removes the files in the caller's thread, also after `close`.
 
         Raises:
+          ValueError: as for `Tier.contains`.
           OSError: a file cannot be removed, so that its block is still found. The others are.
         """
         keys = tuple(keys)
@@ -169,7 +173,7 @@ class FileTier(QueuedTier):
         return True
 
     def _direct(self, operation: Callable[..., _T], *arguments: Any) -> _T:
-        """With O_DIRECT, until the file system refuses it."""
+        """Calls the operation with O_DIRECT, until the file system refuses it."""
         scratch = getattr(self._scratch, "memory", None)
         if scratch is None:
             scratch = self._scratch.memory = block_file.Scratch(self._block_bytes)

@@ -43,17 +43,19 @@ class MooncakeTier(QueuedTier):
     still write to its memory, which therefore is never a page of the caller.
 
     While the master does not answer, copies are misses at once, except one attempt every 5 s; the
-    client connects by itself to one that is back. A master that restarts has forgotten all blocks.
+    client reconnects by itself once it is back. A master that restarts has forgotten all blocks.
+    `contains` waits at most 0.1 s for the answer of the master.
 
-    Needs Mooncake: `pip install jaxkv[mooncake]`, and libibverbs (Debian: libibverbs1).
+    The counterpart of the Mooncake backends of SGLang's HiCache and of LMCache. Needs Mooncake:
+    `pip install 'jaxkv[mooncake]'`, and libibverbs (Debian: libibverbs1).
 
     Args:
-      block_bytes: size of every block, at most 1 GiB.
+      block_bytes: size of every block in bytes, at most 1 GiB.
       host: address of this machine for the other clients.
       master: address and port of the master.
       metadata: URL of the metadata server.
-      segment_bytes: memory that this process lends to the store; 0: none. The store evicts by its
-        own rules.
+      segment_bytes: bytes of memory that this process lends to the store; 0: none. The store
+        evicts by its own rules.
       protocol: "tcp" or "rdma".
       devices: names of RDMA devices, separated by commas; "" for all of them.
       num_threads: number of calls that run at the same time, of up to 8 blocks each.
@@ -61,7 +63,7 @@ class MooncakeTier(QueuedTier):
     Raises:
       ImportError: Mooncake or libibverbs is not installed.
       ConnectionError: the master or the metadata server does not answer; Mooncake tries for 90 s.
-      ValueError: a number is not an integer, or out of range.
+      ValueError: a number is not an integer, or is out of range.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class MooncakeTier(QueuedTier):
         """See `Tier`; asks the master in the caller's thread. Counts an error if it fails.
 
         Raises:
-          ValueError: the tier is closed.
+          ValueError: the tier is closed, or as for `Tier.contains`.
         """
         keys = tuple(keys)
         self._check_keys("remove", keys)

@@ -15,7 +15,8 @@ class TieredStore:
     """Tiers in the order in which they are read; a `Tier` itself.
 
     A read asks the tiers in order until one returns the block; a write goes to all, and succeeds if
-    one has stored it. A block read from a later tier is not written to earlier ones.
+    one has stored it. A block read from a later tier is not written to earlier ones. The
+    counterpart of vLLM's tiering manager.
 
         store = jaxkv.offload.TieredStore([fast, large])
 
@@ -53,7 +54,7 @@ class TieredStore:
         return found
 
     def read(self, key: bytes, into: memoryview) -> Future[bool]:
-        """See `Tier`; ValueError if no tier takes the read."""
+        """See `Tier`; raises a ValueError only if no tier accepts the read."""
         result: Future[bool] = Future()
         result.set_running_or_notify_cancel()
         tiers, errors = iter(self._tiers), []
@@ -110,7 +111,7 @@ class TieredStore:
                 LOGGER.exception("TieredStore: remove failed in a %s", type(tier).__name__)
 
     def metrics(self) -> dict[str, float]:
-        """Those of tier i with the suffix `_i`."""
+        """The metrics of tier i, with the suffix `_i`."""
         return {
             f"{name}_{i}": value
             for i, tier in enumerate(self._tiers)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Tier(Protocol):
-    """A store of blocks below host memory, such as local files.
+    """The interface of a store of blocks below host memory, such as local files.
 
     A block is `block_bytes` opaque bytes, found by its key (see `BlockGroup.keys`). A tier is a
     cache: it may lose a block at any time, but never returns bytes other than those written for
@@ -20,6 +20,9 @@ class Tier(Protocol):
         assert written.result()                               # True: stored
         assert tier.contains([key]) == [True]
         assert tier.read(key, other_page).result()            # True: other_page has the block
+
+    The counterpart of the secondary tiers of vLLM's offloading and of the storage backends of
+    SGLang's HiCache and of LMCache.
 
     Methods may be called from any thread. `read` and `write` only submit: they do no I/O in the
     caller's thread. The buffer belongs to the tier until the future is done: do not reuse or free
@@ -38,7 +41,8 @@ class Tier(Protocol):
         others; after that time, and after `close`, all keys are misses.
 
         Raises:
-          ValueError: a key is not bytes, or longer than the tier's keys.
+          ValueError: a key is not bytes, is empty, or is longer than the tier allows; 120 bytes for
+            the tiers of jaxkv.
         """
 
     def read(self, key: bytes, into: memoryview) -> Future[bool]:
@@ -52,7 +56,7 @@ class Tier(Protocol):
           True once `into` has the block; False for a miss.
 
         Raises:
-          ValueError: `into` is not such a memoryview, or the tier is closed.
+          ValueError: `into` is not such a memoryview, the tier is closed, or as for `contains`.
         """
 
     def write(self, key: bytes, block: memoryview) -> Future[bool]:
@@ -67,7 +71,7 @@ class Tier(Protocol):
           True once the block can be read; False if it was not stored.
 
         Raises:
-          ValueError: `block` is not such a memoryview, or the tier is closed.
+          ValueError: `block` is not such a memoryview, the tier is closed, or as for `contains`.
         """
 
     def remove(self, keys: Iterable[bytes]) -> None:
@@ -77,7 +81,8 @@ class Tier(Protocol):
         process writes them again.
 
         Raises:
-          ValueError: the tier is closed, and cannot remove blocks any more (a `FileTier` can).
+          ValueError: the tier is closed and cannot remove blocks any more (a `FileTier` can), or as
+            for `contains`.
           OSError: a block cannot be removed, and is still found.
         """
 
