@@ -120,7 +120,10 @@ int populate_with_threads(std::byte* data, size_t num_bytes, bool allocated,
   const size_t num_threads = std::min<size_t>(
       {num_chunks, kMaxThreads, std::max(1U, std::thread::hardware_concurrency())});
   std::vector<std::thread> threads;
-  for (size_t i = 1; i < num_threads; ++i) threads.emplace_back(work, nullptr);
+  try {
+    for (size_t i = 1; i < num_threads; ++i) threads.emplace_back(work, nullptr);
+  } catch (const std::system_error&) {  // a limit of threads or of memory: fewer of them
+  }
   std::exception_ptr thrown;
   try {
     work(progress);

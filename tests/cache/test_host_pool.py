@@ -283,6 +283,24 @@ def test_pool_above_the_address_space_is_rejected():
     assert "RLIMIT_AS" in ran.stdout, ran.stderr
 
 
+@pytest.mark.cpu_only
+def test_pool_where_no_thread_can_be_started():
+    """A thread needs 8 MiB for its stack: here 5 MiB are left beside the pool."""
+    program = (
+        "import resource, jaxkv\n"
+        "spec = jaxkv.KVCacheSpec(1, 16, 1, 64, 'int8')\n"
+        "jaxkv.HostPool.create(spec, num_pages=2)\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "left = pages * resource.getpagesize() + (256 << 20) + (5 << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (left, resource.RLIM_INFINITY))\n"
+        "pool = jaxkv.HostPool.create(spec, num_pages=1 << 17)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, 2 * (resource.RLIM_INFINITY,))\n"
+        "print(pool.num_pages)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == f"{1 << 17}\n", ran.stderr
+
+
 def test_limit_of_a_control_group(machine):
     machine("/proc/self/cgroup", "0::/job/step")
     write_group(machine, "/sys/fs/cgroup/job/step", "100000", 40000, cached=1000)
