@@ -47,7 +47,7 @@ WARM_UP = 0.2  # share of the samples that do not count
 MINUTES = 30  # of all segments
 MIB = 1 << 20
 # Growth within a segment, after the warm-up, that counts as noise: of the allocators of Python, of
-# glibc and of the device. Of descriptors and threads, which are counted, a growth of one is none.
+# glibc and of the device. Descriptors and threads are exact counts: one more is a leak.
 LIMITS = {
     "resident memory": (16.0, "MiB"),
     "device memory": (1.0, "MiB"),

@@ -122,7 +122,7 @@ int populate_with_threads(std::byte* data, size_t num_bytes, bool allocated,
   std::vector<std::thread> threads;
   try {
     for (size_t i = 1; i < num_threads; ++i) threads.emplace_back(work, nullptr);
-  } catch (const std::system_error&) {  // a limit of threads or of memory: fewer of them
+  } catch (const std::system_error&) {  // at a limit of threads or memory those started suffice
   }
   std::exception_ptr thrown;
   try {

@@ -11,7 +11,7 @@ may differ between runs. **It has never run on hardware.** No tuning table selec
 requested explicitly, and requires JAXKV_MULTICAST=1 in the environment when the `SymmetricMemory`
 is created, devices of a single process, and multicast support reported by the driver. Do not set
 the variable where several machines share the GPUs of a host: a multicast object may take the GPUs
-out of service for all of them. (torch's symmetric memory has such an algorithm.)
+out of service for all of them. (PyTorch's symmetric memory has such an algorithm.)
 
 Ordering: all devices run the same program, and each call takes a token from the previous one. The
 epochs of a device are stored in its own memory, so a CUDA graph of a step can be replayed.

@@ -2,7 +2,7 @@
 
 Processes exchange results through the key-value store of `jax.distributed`. The outcome of a step
 is a write-once key, set by the first process that knows it. A step therefore cannot succeed in one
-process and fail in another, even if some are late. (torch's rendezvous and NCCL's bootstrap have
+process and fail in another, even if some are late. (PyTorch's rendezvous and NCCL's bootstrap have
 no such consensus: if a rank fails, its peers run into their timeouts.)
 """
 

@@ -2,7 +2,7 @@
 
 Creation of a `SymmetricMemory` allocates the workspaces, maps them into all peers and loads the
 kernels, so a collective is a single kernel launch. Peers write to the workspaces only, never to
-XLA's buffers. (The design of vLLM's custom all-reduce and of torch's symmetric memory.)
+XLA's buffers. (The design of vLLM's custom all-reduce and of PyTorch's symmetric memory.)
 
 The devices belong to one process or to several processes of one host, any number each. Memory of
 another process is mapped through a CUDA IPC handle or, on the CPU backend, a file descriptor of
@@ -54,8 +54,8 @@ class SymmetricMemory:
 
     Devices at different positions along the other axes of the mesh form independent groups. The
     memory is released by `close()` or at the end of a `with` block; executables that use it
-    afterwards fail with an error. The design is that of vLLM's custom all-reduce and of torch's
-    symmetric memory.
+    afterwards fail with an error. The design is that of vLLM's custom all-reduce and of
+    PyTorch's symmetric memory.
 
         mesh = jax.make_mesh((2,), ("tp",))
         with jaxkv.SymmetricMemory.create(mesh, "tp", max_bytes=1 << 20) as memory:
