@@ -120,9 +120,10 @@ int populate_with_threads(std::byte* data, size_t num_bytes, bool allocated,
   const size_t num_threads = std::min<size_t>(
       {num_chunks, kMaxThreads, std::max(1U, std::thread::hardware_concurrency())});
   std::vector<std::thread> threads;
+  threads.reserve(num_threads);
   try {
     for (size_t i = 1; i < num_threads; ++i) threads.emplace_back(work, nullptr);
-  } catch (const std::system_error&) {  // at a limit of threads or memory those started suffice
+  } catch (const std::exception&) {  // at a limit of threads or memory those started suffice
   }
   std::exception_ptr thrown;
   try {
@@ -206,7 +207,7 @@ PinnedMemory::~PinnedMemory() {
   };
   try {
     std::thread(free_and_count).detach();
-  } catch (const std::system_error&) {  // no thread left
+  } catch (const std::exception&) {  // no thread, or no memory for one
     free_and_count();
   }
 }

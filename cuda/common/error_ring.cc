@@ -224,7 +224,8 @@ std::string describe(const ErrorEntry& e) {
     case ErrorCode::kCopiedBeforeWait:
       return prefix + "XLA copied array " + std::to_string(e.id) +
              " of an asynchronous copy before the wait for segment " + std::to_string(e.position) +
-             "; donate the handle to the jitted function that waits for it";
+             "; donate the handle to the jitted function that waits for it. With stacked arrays, "
+             "pass after= to each wait, and use its slices before the next wait";
     case ErrorCode::kWaitTimeout:
       return prefix + "wait for segment " + std::to_string(e.position) +
              " of an asynchronous copy timed out: progress counter is " + std::to_string(e.limit) +

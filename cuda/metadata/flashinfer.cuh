@@ -118,7 +118,8 @@ __device__ inline Rows scan_rows(const FlashInferParams& p, int32_t* shared) {
       if (row + 1 == p.rows) rows.query[p.rows] = end;
       any_long |= end - start > p.decode_threshold;
       if (end - start != query0 && end != start) other = min(other, row);
-      pages = (p.seq_lens[row] + p.block_size - 1) / p.block_size;
+      const int32_t length = p.seq_lens[row];
+      pages = length > 0 ? (length - 1) / p.block_size + 1 : 0;
     }
     const int32_t end = scan(pages, sums, total);
     if (row < p.rows) rows.indptr[row + 1] = end;

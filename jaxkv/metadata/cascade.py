@@ -88,7 +88,7 @@ def use_cascade(
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Cascade:
     """Both levels, each a batch for the builder of any backend.
 

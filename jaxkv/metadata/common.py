@@ -25,7 +25,7 @@ NULL_BLOCK = 0  # block id of padding; never allocated by the scheduler
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class BatchMetadata:
     """One batch, the input of all builders.
 
@@ -145,8 +145,9 @@ def _blocks(block_table: Sequence[Sequence[int]] | np.ndarray) -> tuple[np.ndarr
                 f"{block_table.dtype}{[*block_table.shape]}"
             )
         return np.full(len(block_table), block_table.shape[1], np.int64), block_table
-    blocks = np.array([len(row) for row in block_table], np.int64)
-    rows = [row for row in block_table if len(row)]
+    lists = [*block_table]
+    blocks = np.array([len(row) for row in lists], np.int64)
+    rows = [row for row in lists if len(row)]
     joined = np.concatenate(rows) if rows else np.empty(0, np.int64)
     if joined.ndim != 1 or joined.dtype.kind not in "iu":
         raise ValueError(

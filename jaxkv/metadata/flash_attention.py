@@ -29,7 +29,7 @@ _MOST_TILES = 2**30  # of a batch; no context is split for as many
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class SchedulerMetadata:
     """See `build`. Row v of the sorted arrays is row `varlen_batch_idx[v]` of the batch.
 

@@ -32,7 +32,7 @@ from .splits import split_decodes_and_prefills
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PagedPart:
     """The decodes or the prefills of a batch, for a paged wrapper.
 
@@ -49,7 +49,7 @@ class PagedPart:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PagedMetadata:
     """See `build`.
 
@@ -79,7 +79,7 @@ class PagedMetadata:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class DensePart:
     """The decodes or the prefills of a batch, for a kernel that reads block tables.
 
@@ -101,7 +101,7 @@ class DensePart:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class DenseMetadata:
     """See `build_dense`; the fields are those of `PagedMetadata`, without `paged_kv_indices`."""
 

@@ -29,7 +29,7 @@ from jaxkv.metadata.segments import Array, int32_on_device, on_device
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class FlexMetadata:
     """Operands of the mask, and the block list of each group of Q_BLOCK_SIZE query tokens.
 

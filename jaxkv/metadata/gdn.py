@@ -33,7 +33,7 @@ CHUNK_SIZE = 64  # of flash-linear-attention's kernels, in tokens
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class GDNMetadata:
     """See `build`. Rows and tokens of a kind are packed in batch order.
 
@@ -150,7 +150,7 @@ def build(
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LinearAttentionMetadata:
     """See `build_linear`.
 

@@ -18,7 +18,7 @@ from jaxkv.metadata.segments import Array, int32_on_device
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class FastPrefill:
     """A batch reduced to the tokens whose logits are needed.
 

@@ -21,7 +21,7 @@ from jaxkv.metadata.segments import Array, cdiv, on_device, prefix_sum, row_of
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LocalAttention:
     """A virtual batch with one row for each chunk of a query, in token order.
 

@@ -42,7 +42,7 @@ CONV_BLOCK_M = 8  # tokens per program of the causal convolution
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class MambaMetadata:
     """Operands of the kernels of a Mamba layer.
 

@@ -28,7 +28,7 @@ from .segments import cdiv, prefix_sum
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class RaggedPagedMetadata:
     """See `build`.
 

@@ -20,7 +20,7 @@ from jaxkv.metadata.splits import sections, split_decodes_and_prefills
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class TreeMetadata:
     """A batch in two parts, decodes first.
 

@@ -19,7 +19,7 @@ _PROGRAMS_2D = 128  # with fewer programs, the kernel without segments leaves SM
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class TritonMetadata:
     """See `build`.
 

@@ -28,7 +28,7 @@ from .splits import split_decodes_and_prefills
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Part:
     """The decodes or the prefills of a batch.
 
@@ -48,7 +48,7 @@ class Part:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class TurboQuantMetadata:
     """See `build`.
 

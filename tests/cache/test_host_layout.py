@@ -1,6 +1,7 @@
 """`host_layout` against brute force over element coordinates."""
 
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -189,6 +190,9 @@ def test_layouts_compare_and_hash_by_value():
     ],
 )
 def test_invalid_layout_is_rejected(kind, name, pages, groups, words):
+    wrong: Any = "spec"
+    with pytest.raises(TypeError, match="spec must be a KVCacheSpec, got 'spec'"):
+        HostLayout(wrong, name, pages)
     with pytest.raises(ValueError) as error:
         HostLayout(spec_of(kind), name, pages, head_groups=groups)
     for word in words:

@@ -53,7 +53,7 @@ def test_arguments_are_validated():
         message = f"max_bytes must be an integer of at least 1 byte, got {wrong!r}"
         with pytest.raises(ValueError, match=re.escape(message)):
             jaxkv.SymmetricMemory.create(mesh, AXIS, max_bytes=wrong)
-    for wrong in (0, -1.0, float("inf"), float("nan"), 2e9, "1"):
+    for wrong in (0, -1.0, float("inf"), float("nan"), 2e9, "1", True):
         message = f"timeout_s must be more than 0 and at most 1e+09 seconds, got {wrong!r}"
         with pytest.raises(ValueError, match=re.escape(message)):
             jaxkv.SymmetricMemory.create(mesh, AXIS, timeout_s=wrong)

@@ -97,6 +97,17 @@ def test_from_host_rejects_invalid_arguments(arguments, message):
         from_host(**arguments)
 
 
+def test_batches_compare_by_identity():
+    """The arrays have no equality of one bool."""
+    batch = from_host()
+    assert batch == batch and batch != from_host() and len({batch, batch}) == 1
+
+
+def test_from_host_accepts_generators():
+    batch = from_host(table=(row for row in ((1, 2),)))
+    assert batch.block_table[0].tolist() == [1, 2, 0]
+
+
 def test_from_host_accepts_limits():
     batch = from_host((4, 0), (12, 0), ((2**29 - 1, 1, 2), ()))
     assert batch.block_table[0, 0] * 4 + 3 == 2**31 - 1

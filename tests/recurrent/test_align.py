@@ -345,7 +345,7 @@ def test_transformations_are_rejected(name):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"kinds": [SD]}, "."),  # error of jax.tree.broadcast
+        ({"kinds": [SD]}, "kinds must have the structure of states, or a prefix of it: got "),
         ({"kinds": ["conv", TEMPORAL]}, "leaf 0 must be a StateKind, got 'conv'"),
         ({"states": [jnp.zeros(25), jnp.zeros((25, 8))]}, r"leaf 0 of kind CONV_SD .* \(25,\)"),
         (
@@ -376,6 +376,10 @@ def test_transformations_are_rejected(name):
         (
             {"num_accepted": np.full(6, 2**32 + 1)},
             r"num_accepted must fit int32, got 4294967297 \.\. 4294967297",
+        ),
+        (
+            {"num_accepted": np.full(6, -1, np.int32)},
+            "num_accepted must be at least 0 in each row, got -1",
         ),
         ({"num_drafts": np.ones(6, np.int16)}, r"num_drafts must be int32\[6\], got int16\[6\]"),
     ],

@@ -130,6 +130,14 @@ def test_advance_rejects_values_outside_int32(name):
         jaxkv.recurrent.advance(batch, **counts | {name: np.full(10, 2**32 + 1)})
 
 
+@pytest.mark.parametrize("name", ["num_accepted", "num_drafts", "next_query_lens"])
+def test_advance_rejects_negative_counts(name):
+    _, batch, accepted, query_lens = next_call(np.random.default_rng(0))
+    counts = {"num_drafts": accepted, "next_query_lens": query_lens, "num_accepted": accepted}
+    with pytest.raises(ValueError, match=f"{name} must be at least 0 in each row, got -1"):
+        jaxkv.recurrent.advance(batch, **counts | {name: np.full(10, -1, np.int32)})
+
+
 @pytest.mark.parametrize("donated", [False, True])
 def test_deleted_counts_raise(donated):
     deferred = start_counts(7, [30], [1])

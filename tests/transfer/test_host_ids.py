@@ -273,3 +273,18 @@ def test_transformed_ids_are_rejected(change):
     ids, array = jax.tree.map(change, jaxkv.HostIds([1, 2])), jax.numpy.arange(5)
     call = partial(jaxkv.swap_blocks, array, array, ids, ids)
     assert_rejected(call, ValueError, "src_ids", "HostIds was replaced")
+
+
+@pytest.mark.parametrize(
+    "ids, error, word",
+    [
+        (None, TypeError, "got None"),
+        ({1}, TypeError, "got {1}"),
+        ("1", TypeError, "got '1'"),
+        ([[1], [2, 3]], ValueError, "a list of integers"),
+    ],
+)
+def test_ids_that_are_no_list_are_rejected(ids, error, word):
+    pool, cache, one = make_case().pool(), make_case().cache(), np.zeros(1, np.int32)
+    assert_rejected(lambda: jaxkv.load_pages(pool, cache, ids, one), error, "host_pages", word)
+    assert_rejected(lambda: jaxkv.HostIds(ids), error, word)

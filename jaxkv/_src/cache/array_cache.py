@@ -121,7 +121,7 @@ def pool_sharding(spec: ArrayCacheSpec, name: str) -> jax.sharding.Sharding:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ArrayCache:
     """An engine's arrays by layer; stacked arrays are one layer.
 

@@ -15,7 +15,7 @@ from jaxkv._src.runtime.sharding import check_head_axis
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class DeviceCache:
     """KV pages in device memory, a pytree of `num_layers * (2 | 1)` arrays.
 

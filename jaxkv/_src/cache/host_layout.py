@@ -83,6 +83,7 @@ class HostLayout:
         otherwise 1.
 
     Raises:
+      TypeError: `spec` is not a `KVCacheSpec`.
       ValueError: unknown layout, page_head with MLA, a size that is not an integer in [1, 2^31),
         several `head_groups` in another layout than page_unified, or `num_kv_heads` not a multiple
         of `head_groups`.
@@ -94,6 +95,8 @@ class HostLayout:
     head_groups: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.spec, KVCacheSpec):
+            raise TypeError(f"HostLayout: spec must be a KVCacheSpec, got {self.spec!r}")
         if not isinstance(self.name, str) or self.name not in _AXES:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.name!r}")
         for name in ("num_pages", "head_groups"):

@@ -29,7 +29,7 @@ from jaxkv._src.runtime.sharding import check_head_axis
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class HostPool:
     """KV pages in pinned host memory: a pytree around one array.
 

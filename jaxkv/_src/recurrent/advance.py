@@ -45,14 +45,15 @@ def advance(
         context has up to `max_blocks * block_size` tokens on each of them.
 
     Raises:
-      TypeError, ValueError: counts that are not int32[B], or an invalid `cp_world_size`.
+      TypeError, ValueError: counts that are not int32[B], negative counts in NumPy arrays, or an
+        invalid `cp_world_size`.
       BoundError: by `jaxkv.check_errors()`, for query tokens or a context above the batch's bounds.
     """
     (cp_world_size,) = at_least_1(cp_world_size=cp_world_size)
     rows = batch.max_num_reqs
-    num_accepted = _counts("num_accepted", num_accepted, rows)
-    num_drafts = _counts("num_drafts", num_drafts, rows)
-    next_query_lens = _counts("next_query_lens", next_query_lens, rows)
+    num_accepted = _counts("num_accepted", num_accepted, rows, least=0)
+    num_drafts = _counts("num_drafts", num_drafts, rows, least=0)
+    next_query_lens = _counts("next_query_lens", next_query_lens, rows, least=0)
     ran = batch.query_lens > 0
     valid = num_computed_tokens(batch) + jnp.where(
         ran, batch.query_lens - num_drafts + num_accepted - 1, 0

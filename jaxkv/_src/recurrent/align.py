@@ -157,11 +157,17 @@ def _align(
         operation, (states, batch, num_accepted, known)
     )
     leaves, treedef = jax.tree.flatten(states)
-    leaf_kinds = jax.tree.leaves(jax.tree.broadcast(kinds, states))
+    try:
+        leaf_kinds = jax.tree.leaves(jax.tree.broadcast(kinds, states))
+    except ValueError:
+        raise ValueError(
+            "kinds must have the structure of states, or a prefix of it: "
+            f"got {jax.tree.structure(kinds)} for {jax.tree.structure(states)}"
+        ) from None
     num_blocks = _check_states(leaves, leaf_kinds)
     check_unsharded(leaves)
     rows = batch.max_num_reqs
-    num_accepted = _counts("num_accepted", num_accepted, rows)
+    num_accepted = _counts("num_accepted", num_accepted, rows, least=0)
     known = _counts(known_name, known, rows)
     if rows == 0:
         return states, num_accepted
@@ -239,8 +245,11 @@ def _check_states(leaves: Sequence[jax.Array], kinds: Sequence[object]) -> int:
     return leaves[0].shape[0]
 
 
-def _counts(name: str, values: ArrayLike, rows: int) -> jax.Array:
+def _counts(name: str, values: ArrayLike, rows: int, least: int | None = None) -> jax.Array:
+    """`values` as int32[rows]; values of the host must not be below `least`."""
     check_fits_int32(name, values)
+    if least is not None and isinstance(values, np.ndarray) and np.any(values < least):
+        raise ValueError(f"{name} must be at least {least} in each row, got {values.min()}")
     values = jnp.asarray(values)
     if values.shape != (rows,) or values.dtype != jnp.int32:
         raise ValueError(f"{name} must be int32[{rows}], got {values.dtype}{[*values.shape]}")

@@ -19,7 +19,7 @@ from jaxkv.metadata.segments import Array
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class DeferredCounts:
     """In-flight copy of accepted counts to pinned host memory, tagged with step and requests.
 

@@ -16,9 +16,10 @@ def checked_timeout_s(timeout_s: object) -> float:
       TypeError: it is traced.
       ValueError: it is not a number with 0 < timeout_s <= MAX_TIMEOUT_S.
     """
-    seconds = float(timeout_s) if isinstance(timeout_s, numbers.Real) else 0.0
-    if 0 < seconds <= MAX_TIMEOUT_S:
-        return seconds
+    if not isinstance(timeout_s, bool) and isinstance(timeout_s, numbers.Real):
+        seconds = float(timeout_s)
+        if 0 < seconds <= MAX_TIMEOUT_S:
+            return seconds
     if isinstance(timeout_s, jax.core.Tracer):
         raise TypeError(
             "timeout_s must be a Python number, got a traced value: bind it with "

@@ -20,7 +20,7 @@ _WORD_BYTES = 16  # rows consist of whole words of the copy kernel
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class SparseState:
     """Rows of KV tokens in HBM, the most recently used of each request: a pytree of arrays.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,6 +31,7 @@ from jaxkv._src.transfer.groups import (
     PoolOrGroups,
     TokensOrGroups,
     for_each_group,
+    naming_group,
 )
 from jaxkv._src.transfer.ids import num_ids_of
 from jaxkv._src.transfer.memory_kinds import check_memory_kinds
@@ -197,12 +198,13 @@ def _dispatch(
         return call, traced, (static_layers(layers), tokens)
 
     groups = for_each_group(operation, state, ids, layers, tokens, prepare_group)
-    prepared = {"": prepare_group(state, ids, layers, tokens)} if groups is None else groups
+    prepared = {None: prepare_group(state, ids, layers, tokens)} if groups is None else groups
     if any(traced for _, traced, _ in prepared.values()):
-        results = _run([call for call, _, _ in prepared.values()], implementation)
+        calls = {group: call for group, (call, _, _) in prepared.items()}
+        results = _run(operation, calls, implementation)
     else:
         arguments = [(call.state, call.ids) for call, _, _ in prepared.values()]
-        selected = tuple(selection for _, _, selection in prepared.values())
+        selected = tuple((group, *selection) for group, (_, _, selection) in prepared.items())
         results = _eager(operation, arguments, selected, implementation)
     return results[0] if groups is None else dict(zip(prepared, results, strict=True))
 
@@ -217,43 +219,42 @@ def static_layers(layers: int | Sequence[int] | None) -> tuple[int, ...] | None:
 def _eager(
     operation: str,
     arguments: list[tuple[tuple[PyTree, PyTree], tuple[Ids, Ids]]],
-    selected: tuple[tuple[tuple[int, ...] | None, range | None], ...],
+    selected: tuple[tuple[str | None, tuple[int, ...] | None, range | None], ...],
     implementation: Implementation | None,
 ) -> list[PyTree]:
-    calls = [
-        resolve(operation, state, ids, layers, tokens)
-        for (state, ids), (layers, tokens) in zip(arguments, selected, strict=True)
-    ]
-    return _run(calls, implementation)
+    calls = {
+        group: resolve(operation, state, ids, layers, tokens)
+        for (state, ids), (group, layers, tokens) in zip(arguments, selected, strict=True)
+    }
+    return _run(operation, calls, implementation)
 
 
 def copy_now(call: PreparedCall, implementation: Implementation | None) -> list[list[jax.Array]]:
     """Traces the copies of a call; returns the written arrays of each."""
-    (written,) = _run([dataclasses.replace(call, rebuild=lambda arrays: arrays)], implementation)
+    call = dataclasses.replace(call, rebuild=lambda arrays: arrays)
+    (written,) = _run(call.copies[0].operation, {None: call}, implementation)
     return written
 
 
-def _run(calls: list[PreparedCall], implementation: Implementation | None) -> list[PyTree]:
-    """The result of each group."""
-    groups = {
-        i: (call, [select_implementation(copy, call.ids, implementation) for copy in call.copies])
-        for i, call in enumerate(calls)
-        if call.copies and num_ids_of(call.ids[0])
-    }
-    written = [[list(copy.written) for copy in call.copies] for call in calls]
-    if groups:
-        operation = next(iter(groups.values()))[0].copies[0].operation
-        with jax.named_scope(f"jaxkv.{operation}"):
-            copied = _copy_all(
-                {
-                    i: (_with_barriers(operation, call, chosen), chosen)
-                    for i, (call, chosen) in groups.items()
-                }
-            )
-            for i, of_group in copied.items():
-                checked = [check_sharded_arguments(operation, arrays) for arrays in of_group]
-                written[i] = fusion_barrier(checked)
-    return [call.rebuild(arrays) for call, arrays in zip(calls, written, strict=True)]
+def _run(
+    operation: str,
+    calls: Mapping[str | None, PreparedCall],
+    implementation: Implementation | None,
+) -> list[PyTree]:
+    """The result of each call; `calls` is by group."""
+    groups: dict[int, tuple[PreparedCall, list[Selection]]] = {}
+    written = [[list(copy.written) for copy in call.copies] for call in calls.values()]
+    with jax.named_scope(f"jaxkv.{operation}"):
+        for i, (group, call) in enumerate(calls.items()):
+            if not call.copies or num_ids_of(call.ids[0]) == 0:
+                continue
+            with naming_group(operation, group):
+                chosen = [select_implementation(c, call.ids, implementation) for c in call.copies]
+                groups[i] = _with_barriers(operation, call, chosen), chosen
+        for i, of_group in _copy_all(groups).items():
+            checked = [check_sharded_arguments(operation, arrays) for arrays in of_group]
+            written[i] = fusion_barrier(checked)
+    return [call.rebuild(arrays) for call, arrays in zip(calls.values(), written, strict=True)]
 
 
 def _with_barriers(operation: str, call: PreparedCall, chosen: list[Selection]) -> PreparedCall:

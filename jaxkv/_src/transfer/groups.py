@@ -5,7 +5,8 @@ Any mapping counts as a dict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jaxkv._src.cache.host_pool import HostPool
@@ -66,17 +67,25 @@ def for_each_group(
     tokens = _of_groups(operation, "tokens", tokens, first[1])
     results = {}
     for group in first[1]:
-        try:
+        with naming_group(operation, group):
             results[group] = call(
                 {name: value[group] for name, value in state.items()},
                 {name: value[group] for name, value in ids.items()},
                 chosen.get(group),
                 tokens.get(group),
             )
-        except Exception as error:
-            error.add_note(f"{operation}: in group {group!r}")
-            raise
     return results
+
+
+@contextlib.contextmanager
+def naming_group(operation: str, group: str | None) -> Iterator[None]:
+    """Adds a note that names the group to errors; None for a call without groups."""
+    try:
+        yield
+    except Exception as error:
+        if group is not None:
+            error.add_note(f"{operation}: in group {group!r}")
+        raise
 
 
 def _of_groups(

@@ -72,9 +72,7 @@ class HostIds:
         if data is not _NEW:
             self.data, self.ids, self.part = cast(jax.Array, data), None, part
             return
-        if ids is None:
-            raise TypeError("ids is required: a NumPy array or a list of integers")
-        self.ids, self.part = as_host_ids(ids, "ids"), None
+        self.ids, self.part = as_host_ids(cast(npt.ArrayLike, ids), "ids"), None
         self.data = _uploaded("HostIds", [self.ids], sharding)
 
     def __len__(self) -> int:
@@ -197,7 +195,12 @@ def as_host_ids(ids: npt.ArrayLike, name: str) -> np.ndarray:
     """`ids` as int32[n]; raises a TypeError or ValueError for argument `name`."""
     if isinstance(ids, jax.Array):
         raise TypeError(f"{name} must be a NumPy array or a list, got a jax.Array")
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:  # nested lists of different lengths
+        raise ValueError(f"{name} must be a list of integers: {error}") from None
+    if array.ndim == 0 and not hasattr(ids, "dtype"):
+        raise TypeError(f"{name} must be an array or a list of integers, got {ids!r}")
     if array.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
     if array.size == 0:
