@@ -4,6 +4,7 @@ A program prints a line of JSON for each measurement immediately: results before
 """
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -71,11 +72,17 @@ def run(
         )
 
 
+# Below those of connections, which could take a port before the program that is given it.
+_ports = itertools.count(20_000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+
+
 def free_port() -> int:
-    """An unused TCP port of this host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """An unused TCP port of this host, another one in each call."""
+    for port in _ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def _start(

@@ -7,15 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.harness.processes import free_port
 from jaxkv.offload import MooncakeTier
 
 START_WITHIN_S = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class Master:
@@ -35,6 +30,7 @@ class Master:
             "http_metadata_server_host": "127.0.0.1",
             "http_metadata_server_port": self._http,
             "metrics_port": self._metrics,
+            "client_ttl": "60",  # seconds of silence after which its memory is given up
         }
         program = Path(sys.executable).with_name("mooncake_master")
         with self._log.open("ab") as log:

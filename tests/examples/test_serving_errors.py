@@ -5,6 +5,7 @@ import importlib
 import itertools
 import json
 import os
+import threading
 import time
 
 import pytest
@@ -192,13 +193,22 @@ def call(server, path, body, more_body, gone):
 
 
 def test_request_ends_when_its_client_leaves(served, monkeypatch):
-    requests, put = [], served.thread.put
+    requests, put, step = [], served.thread.put, served.thread.engine.step
+    left = threading.Event()
 
     def record(action, request):
         requests.append(request)
         put(action, request)
+        if action == "cancel":
+            left.set()
+
+    def step_until_left():
+        if requests and requests[0].answer:
+            left.wait(30)
+        return step()
 
     monkeypatch.setattr(served.thread, "put", record)
+    monkeypatch.setattr(served.thread.engine, "step", step_until_left)
     body = json.dumps({"prompt": "a", "max_tokens": ROOM - 1}).encode()
     call(served, COMPLETIONS, body, False, lambda: requests and requests[0].answer)
     deadline = time.monotonic() + 30

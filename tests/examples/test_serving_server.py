@@ -83,7 +83,7 @@ def test_streamed_completion(served, expected, monkeypatch):
 
     def step_after_read():
         # Texts that the client has not read come as one. A token may end no character.
-        read.acquire(timeout=0.2)
+        read.acquire(timeout=1.0)
         return step()
 
     monkeypatch.setattr(server.thread.engine, "step", step_after_read)

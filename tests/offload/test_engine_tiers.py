@@ -161,7 +161,8 @@ def test_groups_have_an_engine_each(tmp_path):
         step(engine, pool, cache, jaxkv.store_pages)
         assert engine.drain(TIMEOUT_S)
     tier.remove([key for key in tier._index._used if key.startswith(full.keys(chain)[3])])
-    engines = [jaxkv.OffloadEngine(create(SPEC), tiers=[tier], events=True) for _ in range(2)]
+    make_engine = partial(jaxkv.OffloadEngine, tiers=[tier], tier_timeout_s=TIMEOUT_S, events=True)
+    engines = [make_engine(create(SPEC)) for _ in range(2)]
     chains = [group.keys(chain) for group in (full, window)]
     fetched = [
         engine.prefetch(keys, group.window)
@@ -186,7 +187,7 @@ def test_groups_have_an_engine_each(tmp_path):
 def test_discarded_blocks_leave_the_tier(tmp_path):
     tier = FileTier(tmp_path, SPEC.page_bytes // 2, 1 << 30)
     pool, cache = create(SPEC), jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES)
-    engine = jaxkv.OffloadEngine(pool, tiers=[tier])
+    engine = jaxkv.OffloadEngine(pool, tiers=[tier], tier_timeout_s=TIMEOUT_S)
     engine.store(KEYS, range(4))
     step(engine, pool, cache, jaxkv.store_pages)
     assert engine.drain(TIMEOUT_S)
@@ -295,8 +296,9 @@ def test_blocks_of_failed_steps_are_not_written():
     assert engine.poll()[0].failed and tier.writes == 0
 
 
-def test_blocks_of_a_mooncake_store(tmp_path):
+def test_blocks_of_a_mooncake_store(tmp_path, monkeypatch):
     """Two engines of a fleet."""
+    monkeypatch.setattr("jaxkv._src.offload.tiers.mooncake._CONTAINS_WITHIN_S", TIMEOUT_S)
     master, size = start_master(tmp_path), SPEC.page_bytes // 2
     caches = [jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES) for _ in range(2)]
     expected = random_like(caches[0], 3)

@@ -252,7 +252,7 @@ def test_a_full_file_system_evicts_and_goes_on(make, tmp_path, caplog):
         assert "Errno 28" in caplog.text
         tier.close()
     finally:
-        subprocess.run(["umount", str(mount)], check=True)
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
 def test_without_o_direct(make, monkeypatch):

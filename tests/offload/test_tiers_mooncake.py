@@ -1,5 +1,6 @@
 """`MooncakeTier` against a real master on loopback, which is killed and started again."""
 
+import threading
 import time
 from typing import Any
 
@@ -13,6 +14,14 @@ from tests.util.tier_blocks import TIMEOUT_S, all_there, content, key, read, wri
 pytestmark = pytest.mark.host_only
 
 BLOCK_BYTES = 5000
+
+
+@pytest.fixture(autouse=True)
+def patient():
+    """A busy machine may answer late, which counts as no answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mooncake, "_CONTAINS_WITHIN_S", TIMEOUT_S)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +132,12 @@ def test_errors(master, monkeypatch):
 def test_a_master_that_does_not_answer_is_asked_seldom(tier, monkeypatch, caplog):
     """A lookup that hangs ends in time; until the next attempt, nothing is asked."""
     assert write(tier, key(60))
-    asked = []
+    asked, started, ends = [], threading.Event(), threading.Event()
 
     def hang(*arguments):
         asked.append(arguments)
-        time.sleep(0.5)
+        started.set()
+        ends.wait(TIMEOUT_S)
         return [1]
 
     class Hanging:
@@ -135,11 +145,13 @@ def test_a_master_that_does_not_answer_is_asked_seldom(tier, monkeypatch, caplog
         batch_is_exist = batch_get_into = batch_put_from = staticmethod(hang)
 
     monkeypatch.setattr(mooncake, "_CONTAINS_WITHIN_S", 0.02)
+    monkeypatch.setattr(mooncake, "_RETRY_AFTER_S", 3600.0)
     with monkeypatch.context() as patch:
         patch.setattr(tier, "_store", Hanging())
-        assert tier.contains([key(60)]) == [False] and len(asked) == 1
+        assert tier.contains([key(60)]) == [False] and started.wait(TIMEOUT_S)
         assert tier.contains([key(60)]) == [False] and not read(tier, key(60))
         assert not write(tier, key(60)) and len(asked) == 1
+    ends.set()
     assert "error -901" in caplog.text
     tier._retry_at = 0.0
     monkeypatch.undo()
@@ -152,7 +164,8 @@ def test_serving_goes_on_without_the_master(master, tier, monkeypatch, caplog):
     master.kill()
     assert not read(tier, key(70)) and not write(tier, key(71))
     assert tier.contains([key(70)]) == [False]
-    assert "error -900" in caplog.text
+    # The client may have noticed the end before it was asked.
+    assert "error -900" in caplog.text or tier._store.health_check()
     assert tier.metrics()["kv_offload_tier_errors"] > 0
     master.start()
     deadline = time.monotonic() + TIMEOUT_S

@@ -1,8 +1,10 @@
 """Hooks of test builds of the extension: CMake option JAXKV_TEST_HOOKS, which `make` sets."""
 
+import jax
 import pytest
 
 import jaxkv
+from jaxkv._src.collectives.rendezvous import _key_value_store
 from jaxkv._src.runtime import native
 
 
@@ -34,3 +36,13 @@ def preset(
 def barrier(memory: jaxkv.SymmetricMemory) -> None:
     """Blocks until all processes of the memory have arrived; needs no hook."""
     memory._rendezvous.step("barrier", lambda: None)
+
+
+def tell_last() -> None:
+    """Tells the last process, which waits in `wait_for_others`; once in a program."""
+    _key_value_store().key_value_set(f"test/{jax.process_index()}", "")
+
+
+def wait_for_others() -> None:
+    for process in range(jax.process_count() - 1):
+        _key_value_store().blocking_key_value_get(f"test/{process}", 120_000)
