@@ -2,6 +2,7 @@
 
 import json
 import time
+import types
 
 import pytest
 
@@ -18,9 +19,16 @@ def test_run_returns_printed_objects_of_all_programs():
     assert ran == ([[{"a": 1}, {"a": 2}], [{"a": 1}]], None)
 
 
-def test_run_with_a_hanging_program_kills_it_and_keeps_its_output():
+def test_run_with_a_hanging_program_kills_it_and_keeps_its_output(monkeypatch, tmp_path):
+    printed = tmp_path / "printed"
+    # The timeout passes once the program has printed, however slowly it starts.
+    clock = types.SimpleNamespace(
+        sleep=time.sleep, monotonic=lambda: printed.exists() * time.monotonic()
+    )
+    monkeypatch.setattr(processes, "time", clock)
+    request = {"prints": ['{"a": 1}'], "touches": str(printed), "sleeps": 60}
     start = time.monotonic()
-    ran = processes.run(PROGRAM, [{"prints": ['{"a": 1}'], "sleeps": 60}], timeout_s=2)
+    ran = processes.run(PROGRAM, [request], timeout_s=2)
     assert time.monotonic() - start < 30
     assert ran.answers == [[{"a": 1}]]
     assert ran.failure and ran.failure.startswith("not done after 2 s")

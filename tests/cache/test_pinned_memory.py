@@ -3,7 +3,6 @@
 import gc
 import subprocess
 import sys
-import time
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ import jaxkv
 from jaxkv._src.cache import pinned_memory
 from jaxkv._src.runtime import native
 from tests.util.layout_reference import spec_of
+from tests.util.pinned_memory import is_allocated, is_freed
 from tests.util.transfer_cases import assert_rejected, mesh_of
 
 DTYPES = (
@@ -23,18 +23,6 @@ DTYPES = (
     "complex64", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn",
     "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
 )  # fmt: skip
-
-
-def is_allocated(address: int) -> bool:
-    return native.extension().pinned_view(address) is not None
-
-
-def is_freed(address: int) -> bool:
-    """XLA may release an array later, in another thread."""
-    deadline = time.monotonic() + 30
-    while is_allocated(address) and time.monotonic() < deadline:
-        time.sleep(1e-3)
-    return not is_allocated(address)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -21,7 +21,7 @@ import jaxkv
 from jaxkv._src.cache import host_memory, shared_memory
 from jaxkv._src.runtime import native
 from tests.util.layout_reference import spec_of
-from tests.util.shared_memory import needs_shared_memory
+from tests.util.shared_memory import needs_shared_memory, open_files
 from tests.util.transfer_cases import assert_rejected, mesh_of
 
 pytestmark = needs_shared_memory
@@ -147,12 +147,13 @@ def test_memory_is_unmapped_with_its_last_array(name):
 
 
 def test_no_file_descriptors_are_left(name):
-    store(create(name)).close()  # JAX opens some of its own
-    before = len(os.listdir("/proc/self/fd"))
+    store(create(name)).close()
+    with first_object(name).open():
+        assert open_files(name) == [str(first_object(name))]
     for _ in range(4):
         create(name).close()
         assert_rejected(lambda: create(name, num_pages=7), ValueError, "num_pages")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(name) == []
 
 
 def test_unlink_removes_the_pool_and_its_shards_only(name):
@@ -320,7 +321,7 @@ def test_an_object_that_another_process_creates_is_waited_for(name, monkeypatch)
         begin = time.monotonic()
         words = "another process", first_object(name), "unlink"
         assert_rejected(lambda: create(name), TimeoutError, *words)
-        assert 0.5 < time.monotonic() - begin < 20
+        assert time.monotonic() - begin > 0.5
         monkeypatch.setattr(shared_memory, "_SECONDS", 60)
         child.kill()
         assert not create(name).view().astype(bool).any()

@@ -4,6 +4,7 @@ import operator
 import pickle
 import struct
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jaxkv
+from jaxkv._src.runtime import sync_guard
 from jaxkv._src.runtime.sync_guard import HostSyncWarning
 from tests.util.sync_guard_cases import double, one, three
 
@@ -162,19 +164,20 @@ def test_reads_from_every_memory_are_detected(dtype, place):
         np.asarray(x)
 
 
-def test_seconds_are_the_duration_of_the_sync():
-    @jax.jit
-    def slow(x):
-        return jax.lax.fori_loop(0, 20_000, lambda _, y: jnp.sin(y), x)
+def test_seconds_are_the_duration_of_the_sync(monkeypatch):
+    x, waits, now = one(), iter([3.0, 1.0]), 10.0
 
-    x = jnp.ones(1000)
-    slow(x).block_until_ready()
+    def wait(_):
+        nonlocal now
+        now += next(waits)
+
+    monkeypatch.setattr(type(x), "block_until_ready", wait)
+    clock = types.SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr(sync_guard, "time", clock)
     with jaxkv.forbid_host_sync(mode="count") as report:
-        y = slow(x)
         for _ in range(2):
-            np.asarray(y)
-    first, second = report.syncs
-    assert first.seconds > second.seconds
+            x.block_until_ready()
+    assert [sync.seconds for sync in report.syncs] == [3.0, 1.0]
 
 
 def test_nested_syncs_are_recorded_once():

@@ -1,6 +1,7 @@
 """Nesting of scopes, their threads, and complete removal of the hooks."""
 
 import asyncio
+import gc
 import sys
 import threading
 from pathlib import Path
@@ -301,11 +302,13 @@ def test_dispatch_uses_the_cpp_path():
             if event == "call":
                 entered.append(str(frame))
 
+        gc.disable()  # it would run callbacks in Python
         sys.setprofile(profile)
         try:
             double(x)
         finally:
             sys.setprofile(None)
+            gc.enable()
         return entered
 
     assert frames() == []

@@ -1,6 +1,7 @@
 """`jaxkv.HostIds`: only ids written by the host may be read by the host."""
 
 import ctypes
+import gc
 import sys
 from functools import partial
 from typing import Any
@@ -233,11 +234,13 @@ def test_flattening_ids_runs_no_python():
             ran.append(frame.f_code.co_name)
 
     before = sys.getprofile()
+    gc.disable()  # it would run callbacks in Python
     sys.setprofile(note)
     try:
         jax.tree_util.default_registry.flatten([ids])
     finally:
         sys.setprofile(before)
+        gc.enable()
     assert ran == []
     assert not hasattr(ids, "__dict__")  # a single object to flatten
 

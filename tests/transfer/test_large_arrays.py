@@ -1,5 +1,6 @@
 """Arrays of more than 2 GiB and more than 2^31 blocks."""
 
+import fcntl
 from typing import Any
 
 import jax
@@ -73,6 +74,14 @@ def test_pallas_rejects_block_numbers_beyond_int32_of_the_dense_side():
     assert_rejected(call, ValueError, "dst", "2147483648 blocks", "int32")
 
 
+@pytest.fixture
+def alone(tmp_path_factory):
+    """Workers of pytest-xdist would all find the same memory available, and allocate it."""
+    with (tmp_path_factory.getbasetemp().parent / "large_arrays.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def pool_or_skip(make):
     try:
         return make()
@@ -81,6 +90,7 @@ def pool_or_skip(make):
 
 
 @pytest.mark.cpu_only
+@pytest.mark.usefixtures("alone")
 def test_native_copies_beyond_2_to_the_31_blocks():
     """Blocks of one byte: 2.56e9 of them in 2.4 GiB."""
     spec = jaxkv.KVCacheSpec(LAYERS, 1, 1, 1, jnp.int8)
@@ -105,6 +115,7 @@ def test_native_copies_beyond_2_to_the_31_blocks():
 
 
 @pytest.mark.cpu_only
+@pytest.mark.usefixtures("alone")
 def test_native_copies_into_a_dense_side_beyond_2_gib():
     num_blocks, width = 10_000_000, 256
     dst = pool_or_skip(lambda: jaxkv.pinned_zeros((num_blocks, width), np.int8))
