@@ -7,14 +7,15 @@
   look up, touch, load half of their blocks and store the other half. A block counts once in each;
 - hashing: time per block, which is not part of the others.
 
-The median of several rounds; keys are as `BlockHasher` and `BlockGroup` make them. Needs no GPU.
+The median of rounds, each of all cases in a new random order: the speed of a shared machine changes
+within seconds. Keys are as `BlockHasher` and `BlockGroup` make them. Needs no GPU.
 """
 
 import itertools
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from bench.harness import timing
@@ -43,90 +44,105 @@ def end(manager: OffloadManager, *specs: LoadSpec | StoreSpec) -> None:
         manager.complete(spec)
 
 
-def rate(run: Callable[[], int], rounds: int) -> timing.Figure:
+def rate(run: Callable[[], int]) -> float:
     """Blocks per second; `run` returns their number."""
-    measured = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        blocks = run()
-        measured.append(blocks / (time.perf_counter() - begin))
-    return timing.median(measured)
+    begin = time.perf_counter()
+    blocks = run()
+    return blocks / (time.perf_counter() - begin)
 
 
-def lookups(number: int, rounds: int) -> Iterator[tuple[str, float]]:
-    stored = requests(number)
-    manager = OffloadManager(number * BLOCKS)
+def manager_of(stored: Sequence[Sequence[bytes]], policy: str = "lru") -> OffloadManager:
+    """A full manager."""
+    manager = OffloadManager(len(stored) * BLOCKS, policy=policy)
     for keys in stored:
         end(manager, manager.prepare_store(keys))
-
-    fresh = iter([requests(number) for _ in range(2 * rounds)])  # bytes cache their hash
-
-    def look_up(window: int | None) -> int:
-        for keys in next(fresh):
-            manager.lookup(keys, window)
-        return number * BLOCKS
-
-    yield "prefix", 1e6 / rate(lambda: look_up(None), rounds)
-    holes = [key for keys in stored for key in keys[::2]]
-    manager.discard(holes)
-    yield "sliding window", 1e6 / rate(lambda: look_up(2), rounds)
+    return manager
 
 
-def operations(policy: str, number: int, rounds: int) -> Iterator[tuple[str, float]]:
-    manager = OffloadManager(number * BLOCKS, policy=policy)
+def lookups(number: int) -> dict[str, Callable[[], float]]:
     stored = requests(number)
-    for keys in stored:
-        end(manager, manager.prepare_store(keys))
+    manager, with_holes = manager_of(stored), manager_of(stored)
+    with_holes.discard([key for keys in stored for key in keys[::2]])
+
+    def look_up(manager: OffloadManager, window: int | None) -> float:
+        fresh = requests(number)  # bytes cache their hash
+
+        def run() -> int:
+            for keys in fresh:
+                manager.lookup(keys, window)
+            return number * BLOCKS
+
+        return rate(run)
+
+    return {
+        "lookup, prefix": partial(look_up, manager, None),
+        "lookup, sliding window": partial(look_up, with_holes, 2),
+    }
+
+
+def operations(policy: str, number: int) -> dict[str, Callable[[], float]]:
+    stored = requests(number)
+    loads, stores, serves = (manager_of(stored, policy) for _ in range(3))
 
     def load() -> int:
         for keys in stored:
-            end(manager, manager.prepare_load(keys))
+            end(loads, loads.prepare_load(keys))
         return number * BLOCKS
 
-    yield "load", rate(load, rounds)
     other = itertools.cycle(requests(3 * number)[number:])
 
     def store() -> int:
         for keys in itertools.islice(other, number):
-            end(manager, manager.prepare_store(keys))
+            end(stores, stores.prepare_store(keys))
         return number * BLOCKS
 
-    yield "store with eviction", rate(store, rounds)
     turns = requests(4 * number, shared=BLOCKS // 2)
     random.Random(0).shuffle(turns)
     turn = itertools.cycle(turns)
 
     def serve() -> int:
         for keys in itertools.islice(turn, number):
-            found = manager.lookup(keys).num_blocks
-            manager.touch(keys)
-            end(manager, manager.prepare_load(keys[:found]), manager.prepare_store(keys))
+            found = serves.lookup(keys).num_blocks
+            serves.touch(keys)
+            end(serves, serves.prepare_load(keys[:found]), serves.prepare_store(keys))
         return number * BLOCKS
 
     serve()
-    yield "requests, half of them stored", rate(serve, rounds)
+    return {
+        f"load, {policy}": partial(rate, load),
+        f"store with eviction, {policy}": partial(rate, store),
+        f"requests, half of them stored, {policy}": partial(rate, serve),
+    }
+
+
+def hashing(number: int) -> dict[str, Callable[[], float]]:
+    made: dict[str, Callable[[], float]] = {}
+    for block_size in BLOCK_SIZES:
+        hasher = BlockHasher(block_size, model="bench")
+        tokens = [random.randrange(1 << 17) for _ in range(block_size * number)]
+        made[f"hashing, {block_size} tokens"] = partial(rate, partial(hash_blocks, hasher, tokens))
+    return made
 
 
 def measure(results: Results, flags: Flags) -> None:
-    number, rounds = (4, 3) if flags.quick else (64, 9)  # requests
+    number, rounds = (4, 3) if flags.quick else (64, 60)  # requests
 
     def target(name: str, got: float, op: str, want: float, unit: str) -> None:
         if not flags.quick:
             results.target(name, got, op, want, unit)
 
-    for case, microseconds in lookups(number, rounds):
-        name = f"lookup, {case}"
-        results.row(name, "time per block", "us", microseconds)
-        target(name, microseconds, "<=", WANTED_LOOKUP_US, "us per block")
-    for policy in ("lru", "arc"):
-        for case, blocks in operations(policy, number, rounds):
-            results.row(f"{case}, {policy}", "rate", "blocks/s", blocks)
-            target(f"{case}, {policy}", blocks, ">=", WANTED_RATE, "blocks/s")
-    for block_size in BLOCK_SIZES:
-        hasher = BlockHasher(block_size, model="bench")
-        tokens = [random.randrange(1 << 17) for _ in range(block_size * number)]
-        blocks = rate(partial(hash_blocks, hasher, tokens), rounds)
-        results.row(f"hashing, {block_size} tokens", "time per block", "us", 1e6 / blocks)
+    looked_up, hashed = lookups(number), hashing(number)
+    rates = operations("lru", number) | operations("arc", number)
+    samples = timing.rounds(looked_up | rates | hashed, rounds)
+    found = {name: timing.median(of_rounds) for name, of_rounds in samples.items()}
+    for name in looked_up:
+        results.row(name, "time per block", "us", 1e6 / found[name])
+        target(name, 1e6 / found[name], "<=", WANTED_LOOKUP_US, "us per block")
+    for name in rates:
+        results.row(name, "rate", "blocks/s", found[name])
+        target(name, found[name], ">=", WANTED_RATE, "blocks/s")
+    for name in hashed:
+        results.row(name, "time per block", "us", 1e6 / found[name])
 
 
 def hash_blocks(hasher: BlockHasher, tokens: Sequence[int]) -> int:
