@@ -149,6 +149,15 @@ def too_few_pages(used: str):
     return jax.block_until_ready(step(full_batch().batch()))
 
 
+def test_sum_of_context_and_block_size_may_exceed_int32():
+    bounds = {"max_num_reqs": 2, "max_num_tokens": 2, "max_blocks": 2, "block_size": 2**30}
+    batch = BatchMetadata.from_host([1, 1], [2**30 + 5, 3], [[1, 1], [1]], **bounds)
+    got = flashinfer.build(batch)
+    assert got.decode.paged_kv_indptr.tolist() == [0, 2, 3]
+    assert got.decode.paged_kv_last_page_len.tolist() == [5, 3]
+    assert got.paged_kv_indices.tolist() == [1, 1, 1, 0]
+
+
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("used", TRUNCATED)
 def test_exceeded_max_pages_raises(used: str):
