@@ -377,10 +377,8 @@ def test_transformations_are_rejected(name):
             {"num_accepted": np.full(6, 2**32 + 1)},
             r"num_accepted must fit int32, got 4294967297 \.\. 4294967297",
         ),
-        (
-            {"num_accepted": np.full(6, -1, np.int32)},
-            "num_accepted must be at least 0 in each row, got -1",
-        ),
+        ({"num_accepted": np.full(6, -1, np.int32)}, "num_accepted must be at least 0 .* got -1"),
+        ({"num_drafts": np.full(6, -1, np.int32)}, "num_drafts must be at least 0 .* got -1"),
         ({"num_drafts": np.ones(6, np.int16)}, r"num_drafts must be int32\[6\], got int16\[6\]"),
     ],
 )

@@ -51,9 +51,9 @@ def advance(
     """
     (cp_world_size,) = at_least_1(cp_world_size=cp_world_size)
     rows = batch.max_num_reqs
-    num_accepted = _counts("num_accepted", num_accepted, rows, least=0)
-    num_drafts = _counts("num_drafts", num_drafts, rows, least=0)
-    next_query_lens = _counts("next_query_lens", next_query_lens, rows, least=0)
+    num_accepted = _counts("num_accepted", num_accepted, rows, nonnegative=True)
+    num_drafts = _counts("num_drafts", num_drafts, rows, nonnegative=True)
+    next_query_lens = _counts("next_query_lens", next_query_lens, rows, nonnegative=True)
     ran = batch.query_lens > 0
     valid = num_computed_tokens(batch) + jnp.where(
         ran, batch.query_lens - num_drafts + num_accepted - 1, 0

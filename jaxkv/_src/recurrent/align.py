@@ -167,8 +167,8 @@ def _align(
     num_blocks = _check_states(leaves, leaf_kinds)
     check_unsharded(leaves)
     rows = batch.max_num_reqs
-    num_accepted = _counts("num_accepted", num_accepted, rows, least=0)
-    known = _counts(known_name, known, rows)
+    num_accepted = _counts("num_accepted", num_accepted, rows, nonnegative=True)
+    known = _counts(known_name, known, rows, nonnegative=not before)
     if rows == 0:
         return states, num_accepted
     operands = [batch.query_start_loc, batch.seq_lens, batch.num_reqs, batch.block_table, known]
@@ -245,11 +245,11 @@ def _check_states(leaves: Sequence[jax.Array], kinds: Sequence[object]) -> int:
     return leaves[0].shape[0]
 
 
-def _counts(name: str, values: ArrayLike, rows: int, least: int | None = None) -> jax.Array:
-    """`values` as int32[rows]; values of the host must not be below `least`."""
+def _counts(name: str, values: ArrayLike, rows: int, *, nonnegative: bool = False) -> jax.Array:
+    """`values` as int32[rows]; a NumPy array with values below 0 is an error if `nonnegative`."""
     check_fits_int32(name, values)
-    if least is not None and isinstance(values, np.ndarray) and np.any(values < least):
-        raise ValueError(f"{name} must be at least {least} in each row, got {values.min()}")
+    if nonnegative and isinstance(values, np.ndarray) and np.any(values < 0):
+        raise ValueError(f"{name} must be at least 0 in each row, got {values.min()}")
     values = jnp.asarray(values)
     if values.shape != (rows,) or values.dtype != jnp.int32:
         raise ValueError(f"{name} must be int32[{rows}], got {values.dtype}{[*values.shape]}")
