@@ -357,17 +357,18 @@ class TestErrors:
     def test_error_has_the_name_of_its_group(self, case):
         pool, cache = case
         pools, caches = {"full": pool, "window": pool}, {"full": cache, "window": cache}
-        host, device = {"full": [], "window": [999]}, {"full": [], "window": [0]}
+        host, device = {"full": [0], "window": [999]}, {"full": [0], "window": [0]}
+        last = {"full": [], "window": [0]}
         unsupported: Any = "host" if jax.default_backend() == "gpu" else "dma"
         for operation in (jaxkv.load_pages, jaxkv.start_load):
             name = operation.__name__
             with pytest.raises(jaxkv.PageIndexError) as raised:
                 operation(pools, caches, host, device)
-            assert f"{name}: in group 'window'" in raised.value.__notes__
+            assert raised.value.__notes__ == [f"{name}: in group 'window'"]
             assert (raised.value.operation, raised.value.argument) == (name, "host_pages")
             with pytest.raises(NotImplementedError) as rejected:
-                operation(pools, caches, device, device, implementation=unsupported)
-            assert f"{name}: in group 'window'" in rejected.value.__notes__
+                operation(pools, caches, last, last, implementation=unsupported)
+            assert raised.value.__notes__[0] in rejected.value.__notes__  # JAX may add one
 
     def test_other_shape_names_the_array(self, case):
         pool, cache = case

@@ -366,7 +366,7 @@ def killed_process(order: list[int]) -> str:
     rows = spread(memory, x)
     step = on_ranks(memory, each_algorithm).lower(rows).compile()
     hooks.barrier(memory)  # only after all have compiled it
-    dying = False
+    last_good, dying = time.monotonic(), False
     while True:
         try:
             sums_of_step = jax.block_until_ready(step(rows))
@@ -374,6 +374,7 @@ def killed_process(order: list[int]) -> str:
         except (jaxkv.PeerTimeoutError, *FROM_HANDLER):
             break
         else:
+            last_good = time.monotonic()
             for y in sums_of_step:
                 assert_sums(y, x)
             if ME == LAST and not dying:
@@ -385,8 +386,11 @@ def killed_process(order: list[int]) -> str:
     assert isinstance(error, jaxkv.PeerTimeoutError)
     assert mesh.devices[error.rank].process_index == ME
     assert mesh.devices[error.peer].process_index == LAST
+    assert time.monotonic() - last_good < 5 * timeout_s
+    begin = time.monotonic()
     with warns(rf"waiting for processes \[{LAST}\] to close"):
         memory.close()
+    assert time.monotonic() - begin < 5 * timeout_s
     with raises(FROM_HANDLER, "SymmetricMemory was closed"):
         jax.block_until_ready(step(rows))
     return str(error)
