@@ -4,10 +4,10 @@ A program prints a line of JSON for each measurement immediately: results before
 """
 
 import contextlib
-import itertools
 import json
 import os
 import pathlib
+import random
 import socket
 import subprocess
 import sys
@@ -72,8 +72,9 @@ def run(
         )
 
 
-# Below those of connections, which could take a port before the program that is given it.
-_ports = itertools.count(20_000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+# Below those of connections, which could take a port before the program that is given it; in an
+# order that no other process has.
+_ports = iter(random.SystemRandom().sample(range(20_000, 32_000), 12_000))
 
 
 def free_port() -> int:
@@ -82,7 +83,7 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise AssertionError
+    raise RuntimeError("no port is free")
 
 
 def _start(
