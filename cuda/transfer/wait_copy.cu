@@ -26,7 +26,7 @@ struct WaitParams {
   ErrorRings* errors;
   uint32_t count;
   const void* arrays[kLaunchArrays];
-  uint16_t places[kLaunchArrays];  // indices in the written arrays
+  uint32_t places[kLaunchArrays];  // indices in the written arrays
 };
 
 // Checks that the arrays are those that the copy writes, and writes the next ticket, which may
@@ -147,7 +147,7 @@ ffi::Error wait(cudaStream_t stream, int32_t device, ffi::Buffer<ffi::S32> ticke
                                            ") of the ticket");
       }
       p.arrays[p.count] = (*array)->untyped_data();
-      p.places[p.count] = static_cast<uint16_t>(place);
+      p.places[p.count] = static_cast<uint32_t>(place);
     }
     wait_for_copy<<<1, 2 * kWarp, 0, stream>>>(p);
     JAXKV_RETURN_IF_CUDA_ERROR(cudaGetLastError());

@@ -14,6 +14,8 @@ from typing import TypeAlias
 import jax.monitoring
 from jax.extend.mlir import ir
 
+from jaxkv._src.runtime.donation import check_memory_kinds_of_aliases, match_memory_kinds
+
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 # Bounded, since a failed lowering leaves its entry in the queue.
 _MAX_PENDING = 16
@@ -55,9 +57,16 @@ def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
     # Before any callback: one that raises must not leave the others to an unrelated lowering.
     for entry in complete:
         _pending.entries.remove(entry)
+    modules = {id(module): module for module, _ in complete}.values()
+    for module in modules:
+        with module.context:
+            match_memory_kinds(module)  # the callbacks read the aliases
     for module, callback in complete:
         with module.context:
             callback(module)
+    for module in modules:  # errors of the callbacks are more specific
+        with module.context:
+            check_memory_kinds_of_aliases(module)
 
 
 def _is_complete(module: ir.Module) -> bool:

@@ -202,18 +202,19 @@ class SwapHandle(CopyHandle):
             keep_alive(kept if in_flight else None, instead_of=instead_of)
 
     def _leaves(self) -> Leaves:
-        return self._ticket, self._plan, self._src if self._to_host else None, self._dst
+        # The written arrays first: JAX tries to reuse the memory of the first donated argument.
+        return self._ticket, self._plan, self._dst, self._src if self._to_host else None
 
     def _leaves_past_boundary(self) -> Leaves:
         rest = [i for i in self._segments if i not in self._waited]
-        ticket, plan, src, dst = self._leaves()
+        ticket, plan, dst, src = self._leaves()
         if rest:
             ticket, dst = self._wait_for_arrays(rest, boundary=True)
-        return ticket, plan, src, dst
+        return ticket, plan, dst, src
 
     @classmethod
     def _of_leaves(cls, *leaves: Any) -> Self:
-        ticket, plan, src, dst = leaves
+        ticket, plan, dst, src = leaves
         return cls(src, dst, ticket, plan)
 
     def _static(self) -> tuple[Any, ...]:
