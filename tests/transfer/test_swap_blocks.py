@@ -98,6 +98,13 @@ def test_any_tree(implementation, args, src_memory, dst_memory):
 
 
 @pytest.mark.parametrize("dst_memory", MEMORIES)
+def test_without_compilation(dst_memory):
+    src, dst = random_tree(9), random_tree(12, seed=1)
+    with jax.disable_jit():
+        check_swap(src, dst, IDS, memories=("device", dst_memory))
+
+
+@pytest.mark.parametrize("dst_memory", MEMORIES)
 def test_donation_writes_in_place(dst_memory, implementation):
     src, dst = random_tree(9), random_tree(12, seed=1)
     placed_src, placed_dst = place(src, "device"), place(dst, dst_memory)

@@ -86,6 +86,7 @@ def _lower_checked(context: Any, *values: Any, operation: str) -> list[Any]:
 
 _checked_p = Primitive("jaxkv_memory_kinds")
 _checked_p.multiple_results = True
+_checked_p.def_impl(lambda *arrays, operation: list(arrays))
 _checked_p.def_abstract_eval(lambda *arrays, operation: list(arrays))
 mlir.register_lowering(_checked_p, _lower_checked, cacheable=False)
 
