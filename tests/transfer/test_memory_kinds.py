@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from tests.util.transfer_cases import assert_rejected, mesh_of
+from tests.util.transfer_cases import assert_rejected, make_case, mesh_of
 
 IDS = np.array([1, 2], np.int32)
 WORDS = "swap_blocks", "dst", "8x16", "pinned_host", "device memory", "pinned_zeros"
@@ -104,3 +104,35 @@ def test_several_results_in_host_memory_are_refused_where_xla_aborts(
         assert_rejected(lambda: traced(source, target), NotImplementedError, *words)
     else:
         traced(source, target)
+
+
+def test_swaps_into_host_memory_in_a_shard_map_outside_jit_are_refused():
+    """JAX would move the result to device memory."""
+    mesh = mesh_of(1)
+    replicated = jax.NamedSharding(mesh, jax.P())
+    src = jax.device_put(on_device(), replicated)
+    on_host = jaxkv.pinned_zeros((8, 16), np.float32, replicated)
+    swap = jax.shard_map(
+        lambda src, dst: jaxkv.swap_blocks(src, dst, IDS, IDS),
+        mesh=mesh, in_specs=jax.P(), out_specs=jax.P(),
+    )  # fmt: skip
+    words = "swap_blocks", "float32[8, 16]", "pinned_host", "shard_map outside jit", "jax.jit"
+    assert_rejected(lambda: swap(src, on_host), ValueError, *words)
+    assert jax.jit(swap)(src, on_host).sharding.memory_kind == "pinned_host"
+    assert np.asarray(swap(on_host, src))[:, 0].tolist() == [3, 0, 0, 3]
+
+
+@pytest.mark.parametrize("operation", ["store_pages", "start_store"])
+def test_stores_in_a_shard_map_outside_jit_are_refused(operation):
+    case, mesh = make_case(), mesh_of(1)
+    pool, cache = case.pool(mesh=mesh, head_axis="tp"), case.cache(mesh=mesh, head_axis="tp")
+    specs = pool.partition_spec, cache.partition_spec
+
+    def body(pool, cache):
+        done = getattr(jaxkv, operation)(pool, cache, IDS, IDS)
+        return done.pool if operation == "start_store" else done
+
+    store = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    words = operation, "pinned_host", "shard_map outside jit", "jax.jit"
+    assert_rejected(lambda: store(pool, cache), ValueError, *words)
+    assert jax.jit(store)(pool, cache).data.sharding.memory_kind == "pinned_host"

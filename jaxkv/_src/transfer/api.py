@@ -135,7 +135,8 @@ def store_pages(
       The `HostPool` with the stored pages.
 
     Raises:
-      ValueError, TypeError, NotImplementedError, PageIndexError: as for `load_pages`.
+      ValueError: as for `load_pages`, or in a `shard_map` outside jit.
+      TypeError, NotImplementedError, PageIndexError: as for `load_pages`.
     """
     state = {"pool": pool, "cache": cache}
     ids = {"device_pages": device_pages, "host_pages": host_pages}
@@ -170,8 +171,8 @@ def swap_blocks(
       `dst` with the copied blocks.
 
     Raises:
-      ValueError: as for `load_pages`, or the program copies into so many arrays in host memory that
-        XLA would not compile it.
+      ValueError: as for `load_pages`; `dst` in host memory in a `shard_map` outside jit; or the
+        program copies into so many arrays in host memory that XLA would not compile it.
       TypeError, NotImplementedError, PageIndexError: as for `load_pages`.
     """
     state, ids = {"src": src, "dst": dst}, {"src_ids": src_ids, "dst_ids": dst_ids}

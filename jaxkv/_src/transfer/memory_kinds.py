@@ -57,6 +57,24 @@ def check_host_results(operation: str, results: Sequence[Any]) -> None:
         )
 
 
+def check_shard_map_is_compiled(
+    operation: str, written: Sequence[Any], results: Sequence[Any]
+) -> None:
+    """Raises a ValueError for a written array in host memory in a `shard_map` outside jit.
+
+    There JAX runs each operation by itself, and moves what `shard_map` returns to device memory.
+    """
+    for array, result in zip(written, results, strict=True):
+        # By name: JAX does not export the type.
+        is_eager = type(array).__name__ == "ShardMapTracer"
+        if is_eager and result.memory_space == jax.memory.Space.Host:
+            raise ValueError(
+                f"{operation}: writes {array.dtype}{list(array.shape)} in pinned_host memory in a "
+                "jax.shard_map outside jit, whose results JAX moves to device memory: wrap the "
+                "shard_map in jax.jit, and donate the array"
+            )
+
+
 def with_checked_pool(operation: str, pool: Any, cache: Any) -> tuple[Any, Any]:
     """Pool and cache; a pool typed as in device memory is checked when the program is lowered.
 

@@ -13,7 +13,7 @@ from jaxkv._src.runtime.dtypes import check_byte_dtype, check_canonical_dtype
 from jaxkv._src.runtime.pytrees import structure_difference
 from jaxkv._src.runtime.sharding import check_unsharded
 from jaxkv._src.runtime.tracing import check_not_closed_over, check_not_deleted
-from jaxkv._src.transfer.block_copy import BlockCopy, with_varying_axes
+from jaxkv._src.transfer.block_copy import BlockCopy, result_types, with_varying_axes
 from jaxkv._src.transfer.dispatch import check_implementation_name, on_host
 from jaxkv._src.transfer.ids import (
     HostIds,
@@ -24,7 +24,7 @@ from jaxkv._src.transfer.ids import (
     known_ids,
     num_ids_of,
 )
-from jaxkv._src.transfer.memory_kinds import SWAPS, with_checked_pool
+from jaxkv._src.transfer.memory_kinds import SWAPS, check_shard_map_is_compiled, with_checked_pool
 from jaxkv._src.transfer.page_copies import PyTree, Rebuild, Resolved, resolve_pages
 from jaxkv._src.transfer.transformations import reject_transformations
 from jaxkv._src.tuning.copy_table import Implementation
@@ -64,6 +64,8 @@ def prepare(
     check_unsharded(leaves)
     if traced:
         _check_host_ids_are_passed(call.ids, _OPERATIONS[operation][0])
+        for copy in call.copies:
+            check_shard_map_is_compiled(operation, copy.written, result_types(copy))
     else:
         _check_concrete(operation, call, leaves)
     return call, traced
