@@ -1,5 +1,8 @@
 """Specs of engines' own arrays."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +79,32 @@ def test_shardings_follow_the_arrays():
     assert pool.data.nbytes == 6 * spec.page_bytes == 6 * zeros[0].nbytes
     with pytest.raises(ValueError, match="has the shardings of its arrays"):
         jaxkv.HostPool.create(spec, num_pages=6, mesh=mesh)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("form", ["arrays", "types"])
+def test_the_device_follows_committed_arrays(form):
+    device = jax.devices()[1]
+    caches = [jnp.zeros((5, 4, 3)), jax.device_put(jnp.ones((5, 4, 3)), device)]
+    arrays = caches
+    if form == "types":
+        placed = caches[1].sharding
+        arrays = [jax.ShapeDtypeStruct(c.shape, c.dtype, sharding=placed) for c in caches]
+    spec = jaxkv.ArrayCacheSpec.from_arrays(arrays)
+    assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == spec
+    with jax.default_device(jax.devices()[2]):
+        pool = jaxkv.HostPool.create(spec, num_pages=4)
+    pool = jaxkv.store_pages(pool, caches, [0], [1])
+    assert pool.data.devices() == {device}
+    on_default = jaxkv.ArrayCacheSpec.from_arrays(caches[:1] * 2)
+    assert jaxkv.HostPool.create(on_default, num_pages=4).data.devices() == {jax.devices()[0]}
+
+
+@pytest.mark.cpu_only
+def test_arrays_on_several_devices_raise():
+    arrays = [jax.device_put(jnp.zeros((5, 4)), device) for device in jax.devices()[:2]]
+    with pytest.raises(ValueError, match=r"one device, .* got .*0, .*1; make a cache of"):
+        jaxkv.ArrayCacheSpec.from_arrays(arrays)
 
 
 def test_traced_arrays_raise():

@@ -55,6 +55,7 @@ class ArrayCacheSpec:
       page_axes: mesh axes over which the pages are sharded.
       mesh: the devices of the cache, or None for one device.
       page_size: tokens per page, the first dimension of a page; None if unknown.
+      device: platform and id of the device, if there is no mesh; None for the default device.
     """
 
     num_layers: int
@@ -64,6 +65,7 @@ class ArrayCacheSpec:
     page_axes: AxisNames
     mesh: Mesh | None
     page_size: int | None = None
+    device: tuple[str, int] | None = None  # a jax.Device can be neither copied nor pickled
 
     @classmethod
     def from_arrays(
@@ -95,8 +97,9 @@ class ArrayCacheSpec:
             layers, or is not a list or tuple; or a list is stacked.
           ValueError: layers that differ; arrays with too few dimensions, without elements or with
             different numbers of pages; a dtype that JAX does not support, that is not byte-aligned
-            or not in native byte order; a `page_size` that is not an integer in [1, 2^31); or
-            shardings over different meshes, of some arrays only, or of the layer axis.
+            or not in native byte order; a `page_size` that is not an integer in [1, 2^31);
+            shardings over different meshes, of some arrays only, or of the layer axis; or arrays
+            on several devices without a mesh.
         """
         if page_size is not None:
             page_size = check_size(page_size, "page_size")
@@ -115,7 +118,8 @@ class ArrayCacheSpec:
         else:
             num_layers, of_layer = _num_equal_layers(arrays, structure, pages)
         layer = pages[:of_layer]
-        return cls(num_layers, layer, structure, stacked, page_axes, mesh, page_size)
+        device = None if mesh else _device(leaves)
+        return cls(num_layers, layer, structure, stacked, page_axes, mesh, page_size, device)
 
     @property
     def block_axes(self) -> AxisNames:
@@ -271,6 +275,22 @@ def _partitions(leaves: Sequence[Any]) -> tuple[Mesh | None, list[tuple[AxisName
         entries += [None] * (len(leaf.shape) - len(entries))
         partitions.append(tuple(_axis_names(entry) for entry in entries))
     return mesh, partitions
+
+
+def _device(leaves: Sequence[Any]) -> tuple[str, int] | None:
+    """Platform and id of the device of committed arrays; others follow them in a call."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves if _is_committed(leaf)]
+    devices = {device for sharding in shardings if sharding for device in sharding.device_set}
+    if len(devices) > 1:
+        raise ValueError(
+            "arrays must all be on one device, or all have a NamedSharding, got "
+            f"{', '.join(sorted(map(str, devices)))}; make a cache of the arrays of each device"
+        )
+    return next(((device.platform, device.id) for device in devices), None)
+
+
+def _is_committed(leaf: Any) -> bool:
+    return getattr(leaf, "committed", True)  # a ShapeDtypeStruct has the sharding it was given
 
 
 def _num_stacked_layers(

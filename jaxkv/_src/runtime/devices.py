@@ -14,6 +14,11 @@ def default_device() -> jax.Device:
     return device or jax.local_devices()[0]
 
 
+def device_of_id(platform: str, number: int) -> jax.Device:
+    """The device of a platform with this `Device.id`."""
+    return next(device for device in jax.devices(platform) if device.id == number)
+
+
 def platform_of(device: jax.Device) -> str:
     """The platform of a device: JAX's name, but "rocm" for the GPUs of AMD."""
     if device.platform == "gpu" and "rocm" in device.client.platform_version.lower():
