@@ -17,7 +17,7 @@ import jaxkv
 from jaxkv._src.cache import shared_memory
 from tests.util.layout_reference import spec_of
 from tests.util.shared_memory import needs_shared_memory
-from tests.util.transfer_cases import assert_rejected
+from tests.util.transfer_cases import assert_rejected, mesh_of
 
 pytestmark = needs_shared_memory
 
@@ -92,6 +92,22 @@ def test_a_failed_creation_keeps_the_object_of_another_process(name, replaced):
                 pass
         raise KeyboardInterrupt
     assert object_of(name).exists() == replaced
+
+
+@pytest.mark.multigpu
+def test_a_cancelled_creation_leaves_no_shard(name):
+    """Also not the first one, of half a pool, or its identity."""
+
+    def cancel(done, total):
+        if 2 * done > total:  # in the second shard
+            assert object_of(name).exists()
+            assert_rejected(lambda: jaxkv.HostPool.shared_id(name), ValueError, "not a complete")
+            raise KeyboardInterrupt
+
+    sharded = {"mesh": mesh_of(2), "head_axis": "tp"}
+    with pytest.raises(KeyboardInterrupt):
+        jaxkv.HostPool.create(spec_of(), num_pages=2, shared=name, progress=cancel, **sharded)
+    assert not list(shared_memory.DIRECTORY.glob(f"jaxkv.{name}*"))
 
 
 def cache_of(spec: P, *specs: P, sizes: tuple[int, ...] = (2, 2), names="ab"):

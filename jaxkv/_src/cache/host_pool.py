@@ -116,7 +116,7 @@ class HostPool:
             of pages or size.
           PermissionError: the pool `shared` is not a file of this user with mode 0600.
           TimeoutError: another process has been creating a shard of the pool `shared` for 30 s and
-            1 s per GiB of the shard.
+            1 s per GiB of the pool.
           NotImplementedError: `shared` on a platform other than CPU and CUDA.
         """
         array = _array_of_pool(spec, num_pages, layout, head_groups, mesh, head_axis)

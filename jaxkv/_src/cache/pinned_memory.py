@@ -192,15 +192,19 @@ def _shards(
     for device in sharding.addressable_devices_indices_map(shape):
         users.setdefault(parts[device], []).append(device)
     shards: dict[jax.Device, jax.Array] = {}
-    for created, (part, devices) in enumerate(users.items()):
-        with contextlib.ExitStack() as stack:
+    num_parts = len(set(parts.values()))
+    # In the same order in every process: each holds the locks of its new parts, which become
+    # complete together.
+    with contextlib.ExitStack() as stack:
+        for created, (part, devices) in enumerate(sorted(users.items())):
             file = -1, False
             if shared:
-                where = {"shard": f"{part} of {len(set(parts.values()))}, {list(local_shape)}"}
-                file = stack.enter_context(shared.opened(part, part_bytes, where))
+                where = {"shard": f"{part} of {num_parts}, {list(local_shape)}"}
+                opened = shared.opened(part, part_bytes, where, num_parts)
+                file = stack.enter_context(opened)
             report = progress and _progress_of_part(progress, created, part_bytes, len(users))
             memory = _pinned_memory(part_bytes, devices, *file, report)
-        shards |= {device: _as_array(memory, local_shape, dtype, device) for device in devices}
+            shards |= {device: _as_array(memory, local_shape, dtype, device) for device in devices}
     return [shards[device] for device in sharding.addressable_devices_indices_map(shape)]
 
 

@@ -59,15 +59,16 @@ class SharedPool:
 
     @contextlib.contextmanager
     def opened(
-        self, part: int, part_bytes: int, description: dict[str, str]
+        self, part: int, part_bytes: int, description: dict[str, str], num_parts: int = 1
     ) -> Iterator[tuple[int, bool]]:
         """The file descriptor of a part, and whether it existed; otherwise it is created.
 
-        A new part is complete, hence attachable, once the context ends without an exception.
+        A new part is complete, hence attachable, once the context ends without an exception. It is
+        waited for as long as another process may take for all `num_parts`.
         """
         expected = {key: _short(value) for key, value in (self.description | description).items()}
         path = _path(self.name, part)
-        fd = self._locked(path, part_bytes)
+        fd = self._locked(path, part_bytes * num_parts)
         try:
             if os.pread(fd, len(_MAGIC), 0).strip(b"\0"):
                 fcntl.flock(fd, fcntl.LOCK_UN)  # several processes attach at the same time
@@ -86,9 +87,10 @@ class SharedPool:
             fcntl.flock(fd, fcntl.LOCK_UN)  # a mapping would keep it
             os.close(fd)
 
-    def _locked(self, path: Path, part_bytes: int) -> int:
+    def _locked(self, path: Path, pool_bytes: int) -> int:
         """An open object that nobody is creating."""
-        deadline = time.monotonic() + _SECONDS + _SECONDS_PER_GIB * part_bytes / 2**30
+        seconds = _SECONDS + _SECONDS_PER_GIB * pool_bytes / 2**30
+        deadline = time.monotonic() + seconds
         while True:
             fd = _open(path)
             try:
@@ -99,8 +101,8 @@ class SharedPool:
                 elif time.monotonic() > deadline:
                     raise TimeoutError(
                         f"HostPool.create: another process has been creating {path} for "
-                        f"{_SECONDS + _SECONDS_PER_GIB * part_bytes / 2**30:.0f} s: wait for it, "
-                        f"or end it and call HostPool.unlink({self.name!r})"
+                        f"{seconds:.0f} s: wait for it, or end it and call "
+                        f"HostPool.unlink({self.name!r})"
                     )
             except BaseException:
                 os.close(fd)
