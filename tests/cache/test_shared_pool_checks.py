@@ -82,6 +82,19 @@ def test_the_identity_of_a_file_of_another_mode_is_rejected(name, mode):
     assert_rejected(lambda: jaxkv.HostPool.shared_id(name), PermissionError, *words)
 
 
+@pytest.mark.parametrize("description", [b"{", b"[]", b"\xff\xff", b""])
+def test_a_damaged_header_is_rejected(name, description):
+    header = shared_memory._HEADER.pack(b"jaxkv-kv", 2, len(description), bytes(16))
+    object_of(name).write_bytes(header + description)
+    object_of(name).chmod(0o600)
+    for call, operation in (
+        (lambda: jaxkv.HostPool.create(spec_of(), num_pages=2, shared=name), "create"),
+        (lambda: jaxkv.HostPool.shared_id(name), "shared_id"),
+    ):
+        words = f"HostPool.{operation}", object_of(name), "damaged", "remove the file"
+        assert_rejected(call, ValueError, *words)
+
+
 @pytest.mark.parametrize("replaced", [True, False])
 def test_a_failed_creation_keeps_the_object_of_another_process(name, replaced):
     shared = shared_memory.SharedPool(name, {})
@@ -104,9 +117,11 @@ def test_a_cancelled_creation_leaves_no_shard(name):
             assert_rejected(lambda: jaxkv.HostPool.shared_id(name), ValueError, "not a complete")
             raise KeyboardInterrupt
 
-    sharded = {"mesh": mesh_of(2), "head_axis": "tp"}
+    mesh = mesh_of(2)
     with pytest.raises(KeyboardInterrupt):
-        jaxkv.HostPool.create(spec_of(), num_pages=2, shared=name, progress=cancel, **sharded)
+        jaxkv.HostPool.create(
+            spec_of(), num_pages=2, mesh=mesh, head_axis="tp", shared=name, progress=cancel
+        )
     assert not list(shared_memory.DIRECTORY.glob(f"jaxkv.{name}*"))
 
 

@@ -193,7 +193,17 @@ def _read_header(fd: int, path: Path, operation: str) -> _Header:
     _, version, size, number = _HEADER.unpack_from(first)
     if version != _VERSION:
         return _Header(version, number, {})
-    return _Header(version, number, json.loads(first[_HEADER.size : _HEADER.size + size]))
+    text = first[_HEADER.size : _HEADER.size + size]
+    try:
+        description = json.loads(text)
+    except ValueError:  # not JSON, or not UTF-8
+        description = None
+    if not isinstance(description, dict):
+        raise ValueError(
+            f"HostPool.{operation}: {path} has a damaged header, its description must be a JSON "
+            f"object, got {text[:80]!r}; choose another name, or remove the file"
+        )
+    return _Header(version, number, description)
 
 
 def _open(path: Path) -> int:
