@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxkv
+from jaxkv._src.transfer import dispatch
 from tests.util.transfer_cases import assert_rejected, make_case, mesh_of
 
 pytestmark = pytest.mark.multigpu
@@ -96,3 +97,16 @@ def test_copy_in_shard_map_of_a_larger_program_is_accepted(partitioner):
 
     case = make_case(num_kv_heads=4)
     case.assert_holds(pool, step(pool, cache), **case.expected("load", IDS, IDS))
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("operation", ["load_pages", "store_pages", "start_load"])
+def test_the_copy_engine_for_arrays_on_cpus_is_rejected(operation, monkeypatch):
+    """In a process with a GPU, whose CPU backend has no such handler."""
+    monkeypatch.setattr(dispatch, "_machine", lambda: dispatch.Machine("gpu", "NVIDIA H200", True))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    case = make_case()
+    args = case.pool(), case.cache(), jaxkv.HostIds(IDS), jaxkv.HostIds(IDS)
+    step = jax.jit(partial(getattr(jaxkv, operation), implementation="dma"))
+    words = operation, "CPUs", "implementation='kernel'", "HostIds"
+    assert_rejected(lambda: step(*args), NotImplementedError, *words)

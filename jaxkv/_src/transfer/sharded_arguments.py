@@ -3,6 +3,9 @@
 XLA cannot partition a copy. Outside `jax.shard_map` it gathers sharded operands on every device.
 With automatic mesh axes the type of a traced array has no sharding; but the complete module has the
 shardings of the program's arguments.
+
+Also a check of the platform, which only lowering knows: arrays may be on CPUs though the process
+has a GPU, for which the dispatch selects.
 """
 
 from __future__ import annotations
@@ -38,9 +41,21 @@ def _lower_checked(
 ) -> list[ir.Value]:
     for result in results:
         if not isinstance(result.owner, ir.Block):
+            _check_platform(context, result.owner.operation, operation)
             result.owner.attributes[_MARK] = ir.StringAttr.get(operation)
     when_lowered(context.module_context.module, _check)
     return list(results)
+
+
+def _check_platform(context: mlir.LoweringRuleContext, call: ir.Operation, operation: str) -> None:
+    """Raises a NotImplementedError for a call of the copy engine on CPUs of a GPU process."""
+    on_cpu = tuple(context.module_context.platforms) == ("cpu",)
+    if on_cpu and jax.default_backend() == "gpu" and (target_of(call) or "").endswith("_dma"):
+        raise NotImplementedError(
+            f"{operation}: the arrays are on CPUs, but this process has a GPU, for which 'dma' was "
+            "selected: pass implementation='kernel', which also runs on CPUs, or ids that are not "
+            "HostIds"
+        )
 
 
 _checked_p = Primitive("jaxkv_sharded_arguments")
