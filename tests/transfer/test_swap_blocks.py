@@ -240,6 +240,18 @@ def test_padding_of_an_empty_array_is_accepted(sizes, ids, form):
     np.testing.assert_array_equal(jaxkv.swap_blocks(src, dst, *ids), dst)
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">i2"])
+def test_arrays_in_another_byte_order_are_rejected(dtype):
+    """Also after a call with native ones, to whose program JAX would pass the bytes as they are."""
+    native = np.ones((3, 4), np.dtype(dtype).newbyteorder("="))
+    jaxkv.swap_blocks(native, native, [0], [1])
+    arrays = native, native.astype(dtype)
+    for side, src, dst in (("src", *arrays[::-1]), ("dst", *arrays), ("src", *arrays[1:] * 2)):
+        words = f"an array of {side}", dtype, "native byte order", "newbyteorder"
+        call = partial(jaxkv.swap_blocks, src, dst, [0], [1])
+        assert_rejected(call, ValueError, *words)
+
+
 def test_tree_without_arrays_is_unchanged():
     assert jaxkv.swap_blocks({}, {}, [5], [7]) == {}
 

@@ -20,9 +20,16 @@ def check_byte_dtype(dtype: np.dtype, name: str) -> None:
 
 
 def check_canonical_dtype(array: jax.Array | np.ndarray, name: str) -> None:
-    """Raises a ValueError for a NumPy array whose elements JAX would truncate to 32 bits."""
+    """Raises a ValueError for a NumPy array whose elements JAX would truncate or swap bytes of."""
+    if not isinstance(array, np.ndarray):
+        return
     dtype = array.dtype
-    if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+    if not dtype.isnative:  # jit may read it as native, with a program of such an array
+        raise ValueError(
+            f"{name} is {dtype.str}, not in native byte order: pass "
+            "array.astype(array.dtype.newbyteorder('='))"
+        )
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"{name} is {dtype} of 64 bits, the limit is 32 bits unless jax_enable_x64 is set"
         )
