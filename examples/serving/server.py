@@ -251,7 +251,7 @@ class Server:
                 text, _ = _cut(self.tokenizer.decode(request.answer), stop)
                 if not finished:
                     text = text.rstrip("\ufffd")  # a character whose last bytes are missing
-                    text = text[: len(text) - max(map(len, stop), default=1) + 1]
+                    text = text[: max(0, len(text) - max(map(len, stop), default=1) + 1)]
                 if len(text) > len(sent):
                     yield text[len(sent) :]
                     sent = text

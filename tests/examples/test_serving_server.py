@@ -116,6 +116,37 @@ def test_stop_string(served, expected):
     assert "".join(chunk.choices[0].text for chunk in chunks) == cut
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "stop", "sent"),
+    [
+        ("abcdeXYZ", "abcde", ""),
+        ("</answer>tail", "</answer>", ""),
+        ("Yes.</answer>tail", "</answer>", "Yes."),
+    ],
+)
+def test_no_part_of_a_stop_string_is_sent(served, monkeypatch, text, stop, sent, stream):
+    """Also while the answer is shorter than the stop string; the server sees every token."""
+    client, server = served
+    step, seen = server.thread.engine.step, threading.Semaphore(2)
+
+    class Scripted(ByteTokenizer):
+        def decode(self, tokens):
+            if threading.current_thread() is not server.thread._thread:
+                seen.release()
+            return text[: len(tokens)]
+
+    def step_after_token_was_seen():
+        seen.acquire(timeout=1.0)
+        return step()
+
+    monkeypatch.setattr(server, "tokenizer", Scripted())
+    monkeypatch.setattr(server.thread.engine, "step", step_after_token_was_seen)
+    done = complete(client, stop=[stop], stream=stream)
+    choices = [chunk.choices[0] for chunk in done] if stream else done.choices
+    assert ("".join(choice.text for choice in choices), choices[-1].finish_reason) == (sent, "stop")
+
+
 def test_chat_and_its_stream_are_equal(served):
     client, _ = served
     options = {
