@@ -19,6 +19,7 @@ SUPPORTED: dict[str, str | bool] = {
     "model_type": "qwen3",
     "hidden_act": "silu",
     "rope_type": "default",
+    "type": "default",  # older name of rope_type
     "attention_bias": False,
     "use_sliding_window": False,
 }

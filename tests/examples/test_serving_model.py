@@ -72,6 +72,7 @@ def test_sharded_checkpoint_is_read_bitwise(checkpoint):
         ({"model_type": "llama"}, "model_type is 'llama'; only 'qwen3' is supported"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ": type is 'yarn'; only 'default' is"),
         ({"hidden_size": 65}, r"embed_tokens.weight has shape \(256, 64\), expected \(256, 65\)"),
         ({"tie_word_embeddings": False}, "lm_head.weight has shape None"),
         ({"rope_scaling": [1]}, r"rope_parameters must be an object, got \[1\]"),
@@ -84,6 +85,13 @@ def test_unsupported_checkpoint_raises(checkpoint, change, message):
     (directory / "config.json").write_text(json.dumps(HF_CONFIG | change))
     with pytest.raises(ValueError, match=message):
         load_checkpoint(directory, jnp.float32)
+
+
+@pytest.mark.parametrize("rope", [None, {}, {"type": "default"}, {"rope_type": "default"}])
+def test_checkpoint_without_rope_scaling_is_read(checkpoint, rope):
+    directory, _ = checkpoint
+    (directory / "config.json").write_text(json.dumps(HF_CONFIG | {"rope_scaling": rope}))
+    assert load_checkpoint(directory, jnp.float32)[0] == CONFIG
 
 
 def test_corrupt_file_raises(tmp_path):
