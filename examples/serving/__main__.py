@@ -235,7 +235,7 @@ def serve(
                 latest[name] = Turn(
                     history + tokenizer.prompt(turns[index], history),
                     max_new_tokens,
-                    stop=lambda request: request.tokens[-1] == tokenizer.stop,
+                    stop=lambda request: request.tokens[-1] in tokenizer.stop,
                     name=name,
                     index=index,
                     known=before.computed if before else 0,

@@ -93,6 +93,18 @@ def read_config(path: Path) -> Config:
     return Config(**sizes)
 
 
+def end_tokens(directory: Path) -> frozenset[int]:
+    """The tokens that end an answer, from generation_config.json or, without it, config.json."""
+    for path in (directory / "generation_config.json", directory / "config.json"):
+        raw = _parse_json(path, path.read_bytes()) if path.exists() else {}
+        if (ids := raw.get("eos_token_id")) is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            if any(type(token) is not int for token in ids):
+                raise ValueError(f"{path}: eos_token_id must be one or more integers, got {ids!r}")
+            return frozenset(ids)
+    return frozenset()
+
+
 def load_checkpoint(directory: Path, dtype: DTypeLike) -> tuple[Config, Params]:
     """Config and weights, as `dtype` on the default device, of a checkpoint directory.
 

@@ -222,10 +222,10 @@ class Server:
             _field(fields, "top_k", 0, int),
             _field(fields, "seed", uuid.uuid4().int % 2**32, int),
         )
-        end = None if _field(fields, "ignore_eos", False, bool) else self.tokenizer.stop
+        ends = frozenset() if _field(fields, "ignore_eos", False, bool) else self.tokenizer.stop
 
         def stops(request: Request) -> bool:
-            if request.tokens[-1] == end:
+            if request.tokens[-1] in ends:
                 return True
             return bool(stop) and _cut(self.tokenizer.decode(request.answer), stop)[1]
 

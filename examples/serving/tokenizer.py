@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from reprlib import repr as shortened
 
+from .checkpoint import end_tokens
+
 SYSTEM = (
     "You are a patient and precise assistant. Answer in plain words, say what you are not sure "
     "of, and ask back when a question can be read in two ways."
@@ -50,9 +52,9 @@ def _texts(content: object) -> list[str]:
 
 
 class ByteTokenizer:
-    """One token per byte, without a stop token, which random weights would not produce."""
+    """One token per byte, without stop tokens, which random weights would not produce."""
 
-    stop: int | None = None
+    stop: frozenset[int] = frozenset()
 
     def prompt(self, text: str, history: Sequence[int]) -> list[int]:
         opening = "" if history else SYSTEM
@@ -80,12 +82,13 @@ class QwenTokenizer:
         except ImportError as error:
             raise SystemExit("--model requires a tokenizer: pip install tokenizers") from error
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        self.stop = self._tokenizer.token_to_id("<|im_end|>")
+        self._end_of_turn = self._tokenizer.token_to_id("<|im_end|>")
+        self.stop = end_tokens(directory) | {self._end_of_turn}
 
     def prompt(self, text: str, history: Sequence[int]) -> list[int]:
         opening = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
-        if history:  # a truncated answer has no end token
-            opening = "\n" if history[-1] == self.stop else "<|im_end|>\n"
+        if history:  # a truncated answer, or one that another token ended, has none
+            opening = "\n" if history[-1] == self._end_of_turn else "<|im_end|>\n"
         question = f"<|im_start|>user\n{text}<|im_end|>\n"
         answer = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
         return self.encode(opening + question + answer)

@@ -108,6 +108,16 @@ def test_negative_control_corrupt_loads_change_answers(all_in_hbm):
     assert loaded and not all(loaded)
 
 
+def test_stop_tokens_end_answers(all_in_hbm):
+    """All tokens that the first answers start with."""
+    tokenizer = ByteTokenizer()
+    firsts = [turn for turn in all_in_hbm if turn.index == 0]
+    tokenizer.stop = frozenset(turn.answer[0] for turn in firsts)
+    opening = {name: turns[:1] for name, turns in CONVERSATIONS.items()}
+    turns = serve(make_engine(), tokenizer, opening, NEW_TOKENS)
+    assert answers(turns) == [turn.answer[:1] for turn in firsts]
+
+
 @contextlib.contextmanager
 def counted_compilations() -> Iterator[list[str]]:
     events: list[str] = []

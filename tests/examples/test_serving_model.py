@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from examples.serving.checkpoint import load_checkpoint, read_safetensors
+from examples.serving.checkpoint import end_tokens, load_checkpoint, read_safetensors
 from examples.serving.model import Config, forward
 from examples.serving.tokenizer import ByteTokenizer, QwenTokenizer
 from jaxkv.metadata import BatchMetadata
@@ -143,6 +143,29 @@ def test_byte_tokenizer_round_trip():
     assert len(tokenizer.prompt("Grüße", first)) < len(first)
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({}, None, set()),
+        ({"eos_token_id": None}, {}, set()),
+        ({"eos_token_id": 7}, None, {7}),
+        ({"eos_token_id": 7}, {"temperature": 0.6}, {7}),
+        ({"eos_token_id": 7}, {"eos_token_id": [2, 5]}, {2, 5}),
+    ],
+)
+def test_end_tokens_of_a_checkpoint(config, generation, expected, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert end_tokens(tmp_path) == expected
+
+
+def test_end_tokens_that_are_no_integers_raise(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": ["<|im_end|>"]}')
+    with pytest.raises(ValueError, match=r"eos_token_id must be .*, got \['<|im_end|>'\]"):
+        end_tokens(tmp_path)
+
+
 def test_chat_format_closes_truncated_answer(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     words = ["<unk>", "<|im_start|>", "<|im_end|>"]
@@ -151,9 +174,11 @@ def test_chat_format_closes_truncated_answer(tmp_path):
     tokenizer.add_special_tokens(words[1:])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     qwen = QwenTokenizer(tmp_path)
-    assert qwen.stop == 2
+    assert qwen.stop == {2}
     ends = [qwen.prompt("Hello", history).count(2) for history in ([], [5, 2], [5, 0])]
     assert ends == [2, 1, 2]
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    assert QwenTokenizer(tmp_path).stop == {1, 2}
 
 
 @pytest.mark.parametrize("tied", [True, False])

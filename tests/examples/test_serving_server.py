@@ -147,6 +147,16 @@ def test_no_part_of_a_stop_string_is_sent(served, monkeypatch, text, stop, sent,
     assert ("".join(choice.text for choice in choices), choices[-1].finish_reason) == (sent, "stop")
 
 
+@pytest.mark.parametrize(("fields", "stops"), [({}, True), ({"ignore_eos": True}, False)])
+def test_any_of_the_stop_tokens_ends_an_answer(served, monkeypatch, fields, stops):
+    _, server = served
+    monkeypatch.setattr(server.tokenizer, "stop", frozenset({5, 7}), raising=False)
+    request, _ = server._request(fields, [1], chat=False)
+    for token, expected in ((5, stops), (7, stops), (6, False)):
+        request.tokens = [1, token]
+        assert request.stop(request) == expected
+
+
 def test_chat_and_its_stream_are_equal(served):
     client, _ = served
     options = {
