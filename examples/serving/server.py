@@ -214,7 +214,7 @@ class Server:
             raise APIError(400, "stop must be strings that are not empty", "stop")
         limits = self.thread.engine.limits
         room = limits.page_size * limits.pages_per_request - len(prompt)
-        count = _field(fields, "max_tokens", room if chat else 16, int)
+        count = _field(fields, "max_tokens", max(room, 1) if chat else 16, int)
         count = _field(fields, "max_completion_tokens", count, int)
         sampling = Sampling(
             _field(fields, "temperature", 1.0, float),

@@ -169,6 +169,12 @@ def test_default_length_of_answers(client):
     assert usage["completion_tokens"] == 16
 
 
+def test_error_of_a_chat_that_is_too_long_has_no_negative_length(client):
+    messages = [{"role": "user", "content": "x" * ROOM}]
+    message = error_of(client.post(CHAT, json={"messages": messages}), 400)["message"]
+    assert f"{len(ByteTokenizer().chat(messages))} prompt tokens and 1 new ones" in message
+
+
 # --- Clients that leave, and a failed engine.
 
 
