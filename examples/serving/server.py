@@ -360,8 +360,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Limits]:
     add("--max-requests", type=positive, default=8 if on_cpu else 64, help="running at a time")
     budget = 128 if on_cpu else 2048
     add("--token-budget", type=positive, default=budget, help="tokens of a step")
-    add("--tensor-parallel", type=positive, default=1, metavar="N", help="devices")
-    add("--max-length", type=positive, default=4096, help="tokens of prompt and answer")
+    add("--tensor-parallel", type=int, choices=(1, 2, 4, 6, 8), default=1, help="devices")
+    add("--max-length", type=positive, default=4096, help="tokens per request; rounded up to pages")
     args = parser.parse_args(argv)
     if args.tensor_parallel > len(jax.devices()):
         parser.error(f"--tensor-parallel: there are {len(jax.devices())} devices")
@@ -382,14 +382,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         config = PRESETS[args.preset]
         params = init_params(config, 0, args.dtype)
+    if (heads := config.num_key_value_heads) % args.tensor_parallel:
+        raise SystemExit(f"--tensor-parallel: it must divide the {heads} KV heads of the model")
     memory = None
     if args.tensor_parallel > 1:
         mesh = jax.sharding.Mesh(np.array(jax.devices()[: args.tensor_parallel]), ("tp",))
         memory = jaxkv.SymmetricMemory.create(mesh, "tp")
-    sizes = (args.num_hbm_pages, args.num_host_pages)
-    engine = Engine(config, params, limits, *sizes, memory=memory)
+    engine = Engine(config, params, limits, args.num_hbm_pages, args.num_host_pages, memory=memory)
     engine.warm_up(sampling=True)
-    server = Server(engine, tokenizer, args.model.name if args.model else args.preset)
+    server = Server(engine, tokenizer, args.model.resolve().name if args.model else args.preset)
     uvicorn.run(server.app, host=args.host, port=args.port)
     server.thread.stop()
 

@@ -262,6 +262,7 @@ def test_streams_of_a_failed_engine_end_with_an_error(monkeypatch, capsys):
         "--num-hbm-pages=0",
         "--num-host-pages=-1",
         "--tensor-parallel=0",
+        "--tensor-parallel=3",
         "--tensor-parallel=1000",
         "--token-budget=8",
         "--max-length=1000000",
@@ -274,6 +275,37 @@ def test_server_rejects_option(option, capsys):
     with pytest.raises(SystemExit) as error:
         main([option, "--max-requests=8"] if "requests" not in option else [option])
     assert error.value.code == 2 and "error: " in capsys.readouterr().err
+
+
+def test_server_rejects_devices_that_do_not_divide_the_heads():
+    from examples.serving.server import main
+
+    with pytest.raises(SystemExit, match="--tensor-parallel: it must divide the 2 KV heads"):
+        main(["--preset=tiny", "--tensor-parallel=4"])
+
+
+def test_model_in_the_working_directory_has_the_name_of_that(tmp_path, monkeypatch):
+    from starlette.testclient import TestClient
+
+    from examples.serving import server
+
+    names: list[str] = []
+    folder = tmp_path / "qwen3"
+    folder.mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        (folder / file).write_text("{}")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(server, "QwenTokenizer", lambda _: ByteTokenizer())
+    weights = CONFIG, init_params(CONFIG, 0, "float32")
+    monkeypatch.setattr(server, "load_checkpoint", lambda *_: weights)
+    monkeypatch.setattr(Engine, "warm_up", lambda *_, **__: None)
+
+    def run(app, **_):
+        names.extend(model["id"] for model in TestClient(app).get("/v1/models").json()["data"])
+
+    monkeypatch.setattr(server.uvicorn, "run", run)
+    server.main(["--model=.", "--max-length=64", "--num-hbm-pages=16", "--num-host-pages=0"])
+    assert names == ["qwen3"]
 
 
 @pytest.fixture
