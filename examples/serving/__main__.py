@@ -333,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if from_tier:
         print(from_tier)
     print("TTFT: mean time from admission to the first token on the host, including loads")
+    print("recomputed: evicted pages, and the last page of a turn if it was not full")
     if args.json:
         summary = {
             "platform": device.platform,

@@ -25,6 +25,7 @@ class Turn(Request):
 def row(turns: Sequence[Turn], spec: jaxkv.KVCacheSpec) -> Row:
     """Prompt tokens by source of their keys and values, bytes moved, and times.
 
+    Recomputed are tokens of evicted pages, and of the last page of a turn if it was not full.
     TTFT is the mean time from admission to the batch until the first token is on the host,
     including loads. tokens/s counts answer tokens from the first admission to the last token.
     """

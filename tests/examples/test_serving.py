@@ -74,6 +74,14 @@ def test_offload_does_not_change_answers(layout, all_in_hbm):
     assert last["recomputed"] < len(CONVERSATIONS) * LIMITS.page_size, "parts of pages at most"
 
 
+def test_recomputed_with_hbm_for_all_is_the_ends_of_last_pages(all_in_hbm):
+    """As the command explains the figure: a page is found again once it is full."""
+    spec = CONFIG.cache_spec(LIMITS.page_size, np.float32)
+    later = [turn for turn in all_in_hbm if turn.index]
+    ends = [turn.known % LIMITS.page_size for turn in later]
+    assert report.row(later, spec)["recomputed"] == sum(ends) > 0
+
+
 def test_recomputation_does_not_change_answers(all_in_hbm):
     engine = make_engine()
     turns = served(engine)
