@@ -1,6 +1,6 @@
 """Causal grouped-query attention over paged keys and values, for prefill chunks and decodes.
 
-flash  FlashAttention-3 (`pip install 'jaxkv[flash]'`); GPUs of compute capability 9.0 only
+flash  FlashAttention-3 (`pip install '.[flash]'`); GPUs of compute capability 9.0 only
 xla    plain JAX on any device: online softmax over blocks of a sequence's own pages
 """
 
@@ -39,7 +39,7 @@ def select(implementation: str | None, dtype: np.dtype, head_dim: int) -> str:
     elif dtype.name not in ("bfloat16", "float16") or head_dim != 128:
         reason = f"needs bfloat16 or float16 and head_dim 128, got {dtype.name} and {head_dim}"
     elif not importlib.util.find_spec("flash_attn3_jax"):
-        reason = "pip install 'jaxkv[flash]'"
+        reason = "pip install '.[flash]'"
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"attention: {implementation!r}; one of {IMPLEMENTATIONS}, or None")
     if implementation == "flash" and reason:

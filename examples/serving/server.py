@@ -1,6 +1,6 @@
 """An OpenAI-compatible HTTP server: completions and chat completions, also streamed.
 
-    pip install 'jaxkv[serve]'
+    pip install '.[serve]'  # in a clone
     python -m examples.serving.server --preset qwen3-0.6b --port 8000
 
 One thread owns the engine. Requests come to it through a queue, and tokens go back to the event

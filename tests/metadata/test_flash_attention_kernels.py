@@ -1,6 +1,6 @@
 """`flash_attention.build` against FlashAttention-3's prepare kernel, and read by its attention.
 
-In addition to a GPU of compute capability 9.0 this needs `pip install 'jaxkv[flash]'`.
+In addition to a GPU of compute capability 9.0 this needs `pip install '.[flash]'`.
 """
 
 import functools
