@@ -352,7 +352,7 @@ def gains(files: Sequence[File]) -> str:
         ms = {method: 1e3 / row.value for (name, method), row in line.items() if name == RATE}
         for other, words in (("recompute", "recomputation"), ("device_put", DEVICE_PUT_PAGES)):
             times = ms[other], ms["jaxkv"]
-            add("multi-turn prompts at saturation, 1 / (requests/s)", model, device, words, times)
+            add("multi-turn prompts, time per request at saturation", model, device, words, times)
     for (device, case), row in engine_rows(files).items():
         faster = min((TPU_INFERENCE, SGLANG), key=lambda name: engine_time(row, name))
         for name, words in (
