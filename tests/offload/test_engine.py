@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -289,6 +290,22 @@ def test_errors():
     assert_rejected(lambda: tier.issue(batch, step_result()), ValueError, "issue: ", "twice")
     assert_rejected(lambda: tier.abandon(batch), ValueError, "abandon: ", "twice")
     assert len(tier.poll()) == 1 and tier.poll() == []
+
+
+@pytest.mark.parametrize("operation", ["issue", "abandon"])
+def test_a_batch_rebuilt_by_jax_is_refused(operation):
+    """It has no copies, as a batch without pages."""
+    tier = jaxkv.OffloadEngine(4)
+    store = tier.store([b"0"], [1])
+    batch = tier.next_batch()
+    arguments = [step_result()] if operation == "issue" else []
+    give_back = getattr(tier, operation)
+    rebuilt = jax.device_put(batch)
+    assert_rejected(lambda: give_back(rebuilt, *arguments), ValueError, operation, "device_put")
+    give_back(batch, *arguments)
+    assert tier.poll() == [store]
+    for empty in (tier.next_batch(), rebuilt, *tier.padding_batches()):
+        give_back(empty, *arguments)
 
 
 def test_errors_of_device_pages():

@@ -278,6 +278,36 @@ def test_a_store_to_a_copy_of_the_pool_is_an_error(num_donated):
     assert engine.lookup(KEYS[2:]) == (0, 0) and tier.writes == 4 * num_donated
 
 
+def stored_by_dma(engine, pool, cache):
+    """A store of two blocks, as a step with `by("dma")` issues it; `dma` itself needs a GPU."""
+    store = engine.store(KEYS[:2], [0, 1])
+    batch = engine.next_batch()
+    run = jax.jit(jaxkv.store_pages, donate_argnums=0)
+    pool = jax.block_until_ready(run(pool, cache, batch.host_pages, batch.device_pages))
+    engine.issue(batch.by("dma"), pool.data)
+    return store
+
+
+def test_stores_by_dma_are_written():
+    tier: Any = HangingTier()
+    pool, cache = create(SPEC), jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES)
+    engine = jaxkv.OffloadEngine(pool, batch_sizes=(4,), tiers=[tier])
+    store = stored_by_dma(engine, pool, cache)
+    assert engine.poll() == [store] and not store.failed and tier.writes == 4
+
+
+def test_a_poll_that_cannot_read_the_pages_loses_no_copy(monkeypatch):
+    tier: Any = HangingTier()
+    pool, cache = create(SPEC), jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES)
+    engine = jaxkv.OffloadEngine(pool, batch_sizes=(4,), tiers=[tier])
+    store = stored_by_dma(engine, pool, cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._memory, "unwritten", lambda batch: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.poll()
+    assert engine.poll() == [store] and not store.failed
+
+
 def test_blocks_of_failed_steps_are_not_written():
     tier: Any = HangingTier()
     pool = create(SPEC)

@@ -93,8 +93,6 @@ class OffloadEngine:
         self._memory: PoolMemory | None = None  # with tiers
         self._tiers: TierCopies | None = None
         if tiers:
-            if not isinstance(pool, HostPool):
-                raise ValueError(f"OffloadEngine: tiers need the pool itself, got pool={pool}")
             self._memory = PoolMemory(pool)
             tier = one_tier("OffloadEngine", tiers)
             self._tiers = TierCopies(self.manager, tier, self._memory, tier_timeout_s)
@@ -289,8 +287,9 @@ class OffloadEngine:
           ValueError: `batch` is not that of the last call of `next_batch`.
         """
         over = step_result("issue", result) if batch.copies else None
-        if self._give_back(batch, "issue") and over is not None:
-            self._in_flight.append((batch, over))
+        taken = self._give_back(batch, "issue")
+        if taken and over is not None:
+            self._in_flight.append((taken, over))
 
     def abandon(self, batch: CopyBatch) -> None:
         """Notes that the step with a batch was not dispatched, such as after an exception.
@@ -304,17 +303,19 @@ class OffloadEngine:
         Raises:
           ValueError: as for `issue`.
         """
-        if self._give_back(batch, "abandon"):
-            self._end_step(batch, failed=True)
+        if taken := self._give_back(batch, "abandon"):
+            self._end_step(taken, failed=True)
 
-    def _give_back(self, batch: CopyBatch, operation: str) -> bool:
-        """Whether the batch has pages; it is not that of `next_batch` any more."""
-        if not batch.copies:
-            return False
-        if self._taken is None or batch.copies is not self._taken.copies:
-            raise ValueError(f"{operation}: pass the last batch of next_batch, and not twice")
+    def _give_back(self, batch: CopyBatch, operation: str) -> CopyBatch | None:
+        """The batch of `next_batch` that `batch` is, or is made of; None if without pages."""
+        taken = self._taken
+        if batch.copies if taken is None else batch.copies is not taken.copies:
+            raise ValueError(
+                f"{operation}: pass the last batch of next_batch, or its by; not twice, and not "
+                "an object rebuilt by JAX, such as by device_put"
+            )
         self._taken = None
-        return True
+        return taken
 
     def poll(self) -> list[OffloadCopy]:
         """Ends the copies of steps that are over, and those of tiers; never blocks.
@@ -327,23 +328,25 @@ class OffloadEngine:
             with tiers, a step did not write the pages of a store, whose blocks are then not found.
         """
         while self._in_flight and is_over(self._in_flight[0][1]):
-            batch, result = self._in_flight.popleft()
-            self._end_step(batch, failed=has_failed(result))
+            batch, result = self._in_flight[0]
+            failed = has_failed(result)
+            error = None if failed or not self._memory else self._memory.unwritten(batch)
+            self._in_flight.popleft()
+            self._end_step(batch, failed=failed or error is not None)
+            if error:
+                raise error
         if self._tiers:
             self._tiers.poll()
         ended, self._ended = self._ended, []
         return ended
 
     def _end_step(self, batch: CopyBatch, *, failed: bool) -> None:
-        error = None if failed or not self._memory else self._memory.unwritten(batch)
         for copy in batch.copies:
             copy._num_in_flight -= 1
-            copy.failed |= failed or error is not None
+            copy.failed |= failed
             if copy.issued and not copy._num_in_flight:
                 self._end(copy)
                 self._ended.append(copy)
-        if error:
-            raise error
 
     def _end(self, copy: OffloadCopy) -> None:
         copy.done = True
@@ -386,13 +389,11 @@ class OffloadEngine:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the manager and of the tiers, and the numbers of queued blocks by kind."""
-        waiting = {
-            name: sum(len(copy.keys) - copy._num_taken for copy in list(queue))
-            for name, queue in (("load", self._loads), ("store", self._stores))
-        }
+        queues = [*self._loads], [*self._stores]
+        loads, stores = (sum(len(c.keys) - c._num_taken for c in queue) for queue in queues)
         return {
             **self.manager.metrics(),
             **(self._tiers.metrics() if self._tiers else {}),
-            "kv_offload_queued_load_blocks": waiting["load"],
-            "kv_offload_queued_store_blocks": waiting["store"],
+            "kv_offload_queued_load_blocks": loads,
+            "kv_offload_queued_store_blocks": stores,
         }

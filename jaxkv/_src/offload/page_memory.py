@@ -31,10 +31,12 @@ class PoolMemory:
       pool: on one device, or sharded over heads or arrays, with all shards in this process.
 
     Raises:
-      ValueError: the pool has page shards, or shards in other processes.
+      ValueError: it is not a pool, or has page shards, or shards in other processes.
     """
 
-    def __init__(self, pool: HostPool) -> None:
+    def __init__(self, pool: HostPool | int) -> None:
+        if not isinstance(pool, HostPool):
+            raise ValueError(f"OffloadEngine: tiers need the pool itself, got pool={pool}")
         if not pool.data.is_fully_addressable:
             raise ValueError(
                 "OffloadEngine: tiers need a pool with all shards in this process; give each "
