@@ -341,6 +341,18 @@ def test_pages_of_queued_copies_are_not_reused():
     tier.store([b"4"], [9])
 
 
+def test_the_page_of_a_store_that_is_repeated_is_not_reused_after_the_first():
+    tier = jaxkv.OffloadEngine(8, batch_sizes=(1,))
+    first = tier.store([b"0"], [5])
+    tier.discard([b"0"])
+    second = tier.store([b"0"], [5])
+    copied(tier)
+    assert first.done and not second.issued
+    assert_rejected(lambda: tier.store([b"1"], [5]), ValueError, "device_pages[0]=5")
+    copied(tier)
+    assert tier.store([b"1"], [5]).keys
+
+
 def test_errors_of_arguments():
     create: Any = jaxkv.OffloadEngine
     tier = create(np.int64(4), batch_sizes=(np.int64(2),))

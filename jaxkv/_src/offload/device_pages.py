@@ -18,7 +18,7 @@ class QueuedPages:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[int, tuple[Kind, bytes]] = {}
+        self._blocks: dict[int, tuple[OffloadCopy, bytes]] = {}
 
     def check(
         self, kind: Kind, keys: Sequence[bytes], device_pages: Sequence[int], copied: Iterable[int]
@@ -49,9 +49,9 @@ class QueuedPages:
                 raise ValueError(
                     f"{where}: device_pages[{i}]={page}; page ids are from 0 to {_END - 1}"
                 )
-            block = self._blocks.get(page)
-            again = block == ("store", keys[i]) and kind == "store"  # discarded in the meantime
-            if page in seen or (block and not again):
+            copy, key = self._blocks.get(page, (None, b""))
+            again = copy and copy.kind == kind == "store" and key == keys[i]  # discarded meanwhile
+            if page in seen or (copy and not again):
                 raise ValueError(
                     f"{where}: device_pages[{i}]={page} is that of another block to copy; pass a "
                     "page once, and reuse that of a queued copy when it is issued"
@@ -61,11 +61,12 @@ class QueuedPages:
 
     def add(self, copy: OffloadCopy) -> None:
         for page, key in zip(copy.device_pages, copy.keys, strict=True):
-            self._blocks[page] = copy.kind, key
+            self._blocks[page] = copy, key
 
     def remove(self, copy: OffloadCopy) -> None:
         for page in copy.device_pages:
-            self._blocks.pop(page, None)
+            if self._blocks.get(page, (None,))[0] is copy:  # not that of a later store
+                del self._blocks[page]
 
 
 def _integer(where: str, index: int, page: int) -> int:
