@@ -338,6 +338,18 @@ def test_blocks_of_a_mooncake_store(tmp_path, monkeypatch):
     assert_pages_equal(loaded, expected)
 
 
+@pytest.mark.cpu_only
+def test_pools_with_page_shards_are_refused():
+    """Page ids are those in a shard: half of the pages of this pool have none."""
+    where = jax.NamedSharding(mesh(2), jax.P("tp"))
+    cache = [jax.device_put(jnp.zeros((NUM_PAGES, 4, 2, 8)), where)]
+    pool = jaxkv.HostPool.create(jaxkv.ArrayCacheSpec.from_arrays(cache), num_pages=NUM_PAGES)
+    words = "num_page_shards=2", f"pool={NUM_PAGES // 2}"
+    assert_rejected(lambda: jaxkv.OffloadEngine(pool), ValueError, *words)
+    size_of = jaxkv.OffloadEngine.tier_block_bytes
+    assert_rejected(lambda: size_of(pool), ValueError, "page shards")
+
+
 def test_errors(tmp_path):
     with_size = partial(FileTier, tmp_path, capacity_bytes=1 << 20)
     tier = with_size(64)

@@ -66,8 +66,8 @@ class OffloadEngine:
     Raises:
       TypeError: `tiers` is not a sequence of tiers.
       ValueError: `pool` is neither a pool nor a number of pages; no batch size, or one that is not
-        a positive integer; a negative `tier_timeout_s`; tiers without a pool, of other
-        `block_bytes`, or with page shards or shards in other processes; as for `OffloadManager`.
+        a positive integer; a negative `tier_timeout_s`; a pool with page shards; tiers without a
+        pool, of other `block_bytes`, or with shards in other processes; as for `OffloadManager`.
     """
 
     def __init__(

@@ -88,6 +88,12 @@ class PoolMemory:
 def num_pages_of(pool: HostPool | int) -> int:
     """The pages of a pool, or their number itself."""
     if isinstance(pool, HostPool):
+        shards = getattr(pool.spec, "num_page_shards", 1)
+        if shards > 1:
+            raise ValueError(
+                f"OffloadEngine: pool has num_page_shards={shards}, and page ids are those in a "
+                f"shard; create an engine for each, with pool={pool.num_pages // shards}"
+            )
         return pool.num_pages
     expected = "the HostPool, or its number of pages if there are no tiers"
     return checked_integer("OffloadEngine: pool", pool, expected, 0)
