@@ -1,13 +1,18 @@
-"""`MooncakeTier` against a real master on loopback, which is killed and started again."""
+"""`MooncakeTier` against a real master on loopback, which is killed and started again.
+
+What no real master does at a given moment, a store in this process does.
+"""
 
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxkv._src.offload.tiers import block_file, mooncake
+from jaxkv.offload import MooncakeTier
 from tests.util.mooncake_master import start_master
 from tests.util.tier_blocks import TIMEOUT_S, all_there, content, key, read, write
 
@@ -156,6 +161,69 @@ def test_a_master_that_does_not_answer_is_asked_seldom(tier, monkeypatch, caplog
     tier._retry_at = 0.0
     monkeypatch.undo()
     assert all_there(tier, [key(60)])
+
+
+class Store:
+    """A store in this process: it has all blocks, and answers `num_answers` questions."""
+
+    def __init__(self, num_answers=0, refusals=()):
+        self.num_answers, self.asked, self.go = num_answers, [], threading.Event()
+        self.refusals, self.registered, self.sources = [*refusals], [], []
+
+    def health_check(self):
+        return 0
+
+    def batch_is_exist(self, names):
+        self.asked.append(len(names))
+        if len(self.asked) > self.num_answers:
+            self.go.wait(TIMEOUT_S)
+        return [1] * len(names)
+
+    def register_buffer(self, address, num_bytes):
+        if self.refusals:
+            return self.refusals.pop()
+        self.registered.append(address)
+        return 0
+
+    def batch_put_from(self, names, addresses, sizes):
+        self.sources += addresses
+        return [0] * len(names)
+
+    def close(self):
+        self.go.set()
+
+
+def tier_on(store, monkeypatch):
+    monkeypatch.setattr(mooncake, "_client", lambda *arguments: store)
+    return MooncakeTier(BLOCK_BYTES, host="", master="", metadata="", num_threads=1)
+
+
+def test_what_the_master_has_not_answered_in_time_is_a_miss(monkeypatch):
+    """A long question does not turn off a tier whose master answers parts of it."""
+    monkeypatch.setattr(mooncake, "_CONTAINS_WITHIN_S", 0.5)
+    monkeypatch.setattr(mooncake, "_MAX_NAMES", 4)
+    store = Store(num_answers=2)
+    with closing(tier_on(store, monkeypatch)) as tier:
+        assert tier.contains([key(i) for i in range(10)]) == [True] * 8 + [False] * 2
+        assert store.asked == [4, 4, 2] and tier.metrics()["kv_offload_tier_errors"] == 0
+        assert write(tier, key(0))
+        assert tier.contains([key(0)]) == [False]  # no answer at all: now it is off
+        assert tier.metrics()["kv_offload_tier_errors"] == 1 and not write(tier, key(1))
+
+
+def test_no_question_is_asked_after_its_time(monkeypatch):
+    monkeypatch.setattr(mooncake, "_MAX_NAMES", 4)
+    store, answers = Store(num_answers=9), list[int]()
+    with closing(tier_on(store, monkeypatch)) as tier:
+        tier._ask([key(i) for i in range(10)], time.monotonic(), answers)
+    assert not store.asked and not answers
+
+
+def test_memory_that_mooncake_refuses_is_not_used(monkeypatch, caplog):
+    store = Store(refusals=[-1])
+    with closing(tier_on(store, monkeypatch)) as tier:
+        assert not write(tier, key(0)) and "refused" in caplog.text and not store.sources
+        assert write(tier, key(0)) and store.sources == store.registered
 
 
 def test_serving_goes_on_without_the_master(master, tier, monkeypatch, caplog):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from jaxkv._src.offload.tiers.queued import Copy, QueuedTier
 
 _MAX_BATCH = 8  # blocks of one call, which has staging memory for all of them
 _CONTAINS_WITHIN_S = 0.1
+_MAX_NAMES = 4096  # of one question: a healthy master answers it in a fraction of this time
 _RETRY_AFTER_S = 5.0
 # Results of Mooncake's calls.
 _NOT_FOUND = -704
@@ -44,7 +45,7 @@ class MooncakeTier(QueuedTier):
 
     While the master does not answer, copies are misses at once, except one attempt every 5 s; the
     client reconnects by itself once it is back. A master that restarts has forgotten all blocks.
-    `contains` waits at most 0.1 s for the answer of the master.
+    `contains` waits at most 0.1 s for the master: blocks without an answer by then are misses.
 
     The counterpart of the Mooncake backends of SGLang's HiCache and of LMCache. Needs Mooncake:
     `pip install 'jaxkv[mooncake]'`, and libibverbs (Debian: libibverbs1).
@@ -89,16 +90,24 @@ class MooncakeTier(QueuedTier):
         self._start()
 
     def _contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Asks the master, for at most 0.1 s."""
-        names = [self._object_name(key) for key in keys]
-        found = [False] * len(names)
-        if names and self._answers():
-            answers = _within(_CONTAINS_WITHIN_S, lambda: self._store.batch_is_exist(names))
-            if answers is None:
-                answers = [_NO_ANSWER[-1]] * len(names)
-            self._check("contains", answers)
-            found = [answer == 1 for answer in answers]
-        return found
+        """Asks the master, for at most 0.1 s; what it has not answered by then is a miss."""
+        answers: list[int] = []
+        if keys and self._answers():
+            expires_at = time.monotonic() + _CONTAINS_WITHIN_S
+            arguments = keys, expires_at, answers
+            thread = threading.Thread(target=self._ask, args=arguments, daemon=True)
+            thread.start()
+            thread.join(_CONTAINS_WITHIN_S)  # if the master hangs, it ends by itself, later
+            answers = [*answers]
+            self._check("contains", answers or [_NO_ANSWER[-1]])
+        return [answer == 1 for answer in answers] + [False] * (len(keys) - len(answers))
+
+    def _ask(self, keys: Sequence[bytes], expires_at: float, answers: list[int]) -> None:
+        """Appends the answers of the master for the first keys, until the time is over."""
+        for first in range(0, len(keys), _MAX_NAMES):
+            if time.monotonic() < expires_at:
+                names = [self._object_name(key) for key in keys[first : first + _MAX_NAMES]]
+                answers += self._store.batch_is_exist(names)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """See `Tier`; asks the master in the caller's thread. Counts an error if it fails.
@@ -165,10 +174,11 @@ class MooncakeTier(QueuedTier):
         size = block_file.file_bytes(self._block_bytes)
         memory = getattr(self._staging, "memory", None)
         if memory is None:
-            memory = self._staging.memory = memoryview(mmap.mmap(-1, _MAX_BATCH * size))
+            memory = memoryview(mmap.mmap(-1, _MAX_BATCH * size))
             result = self._store.register_buffer(_address(memory), len(memory))
             if result:
                 raise OSError(f"Mooncake refused {len(memory)} bytes of memory: error {result}")
+            self._staging.memory = memory
         return [memory[i * size : i * size + self._object_bytes] for i in range(number)]
 
     def _answers(self) -> bool:
@@ -205,12 +215,3 @@ def _client(
 
 def _address(memory: memoryview) -> int:
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
-
-
-def _within(seconds: float, call: Callable[[], list[int]]) -> list[int] | None:
-    """The result of a call; None if it takes longer. Its thread then ends by itself."""
-    results: list[list[int]] = []
-    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
