@@ -115,6 +115,7 @@ class TierCopies:
         if not timeout_s >= 0:
             raise ValueError(f"OffloadEngine: tier_timeout_s={timeout_s}; at least 0 s")
         self._manager, self._tier, self._memory = manager, tier, memory
+        self._max_key_bytes = MAX_KEY_BYTES - len(memory.keys(b"")[0])
         self._timeout_s, self._clock = timeout_s, clock
         self._executor = executor or DaemonExecutor("jaxkv-tier")
         self._prefetches: list[OffloadPrefetch] = []
@@ -142,11 +143,11 @@ class TierCopies:
 
     def check_keys(self, operation: str, keys: Sequence[bytes]) -> None:
         """Raises ValueError if a key is too long for the tier."""
-        limit = MAX_KEY_BYTES - (len(self._memory.keys(b"")[0]))
         longest = max(map(len, keys), default=0)
-        if longest > limit:
+        if longest > self._max_key_bytes:
             raise ValueError(
-                f"OffloadEngine.{operation}: a key of {longest} bytes; at most {limit} with tiers"
+                f"OffloadEngine.{operation}: a key of {longest} bytes; at most "
+                f"{self._max_key_bytes} with tiers"
             )
 
     def _ask(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -173,7 +174,8 @@ class TierCopies:
         keys = tuple(keys)
         for prefetch in self._prefetches:
             prefetch._discarded.update(keys)
-        names = [part for key in keys for part in self._memory.keys(key)]
+        short = (key for key in keys if len(key) <= self._max_key_bytes)  # others are not there
+        names = [part for key in short for part in self._memory.keys(key)]
         self._removals.append(self._executor.submit(self._tier.remove, names))
 
     def poll(self) -> None:
