@@ -109,6 +109,10 @@ def test_status_and_metrics(manager):
 def test_wrong_arguments_raise(manager):
     with pytest.raises(ValueError, match="groups is empty"):
         lookup_groups([], CHAIN)
+    groups = BlockGroup(), BlockGroup(window=2)
+    with pytest.raises(ValueError, match=r"the same id, among \[0, 0\].*an id of its own"):
+        lookup_groups([(manager, group) for group in groups], CHAIN)
+    assert lookup_groups([(manager, groups[0]), (OffloadManager(4), groups[1])], CHAIN) == (0, 0)
     for window, message in ((0, "window=0; pass an integer"), (1.5, "window is of type float")):
         with pytest.raises(ValueError, match=message):
             manager.lookup([], window=window)

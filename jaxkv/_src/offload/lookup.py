@@ -50,10 +50,16 @@ def lookup_groups(
       The number of blocks, and how many more once the stores in flight are complete.
 
     Raises:
-      ValueError: no groups.
+      ValueError: no groups, or several of one manager with the same id.
     """
     if not groups:
         raise ValueError("lookup_groups: groups is empty")
+    if len({(manager, group.id) for manager, group in groups}) < len(groups):
+        ids = [group.id for _, group in groups]
+        raise ValueError(
+            f"lookup_groups: groups of one manager have the same id, among {ids}: they would have "
+            "the same keys; give each BlockGroup an id of its own"
+        )
     parts = [(manager, group.keys(chain), group.window) for manager, group in groups]
     now = _common([(m._blocks.ready, keys, window) for m, keys, window in parts])
     later = _common([(m._blocks, keys, window) for m, keys, window in parts])
