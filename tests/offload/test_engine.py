@@ -359,6 +359,8 @@ def test_errors_of_arguments():
     for call in (tier.touch, tier.discard, tier.prefetch, lambda keys: tier.store(keys, [1])):
         assert_rejected(lambda c=call: c(b"0"), TypeError, "sequence of bytes", "b'0'")
         assert_rejected(lambda c=call: c(["0"]), TypeError, "sequence of bytes", "'0'")
+    for call in (tier.store, tier.load):  # each block has its page
+        assert_rejected(lambda c=call: c({b"0"}, [1]), TypeError, "sequence of bytes", "{b'0'}")
     for sizes in (16, ()):
         words = f"batch_sizes={sizes}", "such as (16,)"
         assert_rejected(lambda s=sizes: create(4, batch_sizes=s), ValueError, *words)

@@ -94,6 +94,12 @@ def test_wrong_tokens_raise():
         HASHER.hashes([0.5] * 4)  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("wrong", [{1, 2}, {1: 2}, bytes(8), bytearray(8), "1234"])
+def test_tokens_are_a_sequence_of_integers(wrong: Any):
+    with pytest.raises(TypeError, match=f"tokens is of type {type(wrong).__name__}; pass a list"):
+        HASHER.hashes(wrong)
+
+
 @pytest.mark.parametrize("parent", [b"abc", "a" * 32, BlockGroup().keys([bytes(32)])[0]])
 def test_a_parent_is_a_hash(parent):
     with pytest.raises(ValueError, match=r"parent=.*pass the hash of the block before, 32 bytes"):

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections import deque
@@ -308,7 +309,7 @@ for policy in ("lru", "arc"):
                 except StaleSpecError:
                     manager.abort(spec)
             if draw.random() < 0.02:
-                manager.discard(keys)
+                manager.discard({*keys})
         log.append(repr(manager.metrics()))
 counts = manager.metrics()
 assert counts["kv_offload_evicted_blocks"] and counts["kv_offload_aborted_blocks"]
@@ -358,7 +359,7 @@ def test_blocks_that_were_not_copied():
             manager.complete(store, failed=wrong)
     with pytest.raises(TypeError, match="complete: failed has to be a sequence of bytes"):
         manager.complete(store, failed=cast(Any, [0]))
-    manager.complete(store, failed=(key for key in [b"1", b"0"]))
+    manager.complete(store, failed={b"1", b"0"})
     assert [manager.state(key) for key in names] == [None, None, BlockState.READY]
     load = manager.prepare_load([b"2"], tier=True)
     manager.start(load)
@@ -378,6 +379,10 @@ def test_keys_are_a_sequence_of_bytes():
     for call in calls:
         with pytest.raises(TypeError, match="got 'a'"):
             call([b"0", "a"])
+    for call in (*calls[:3], manager.lookup):  # the order of blocks matters
+        for wrong in ({b"0"}, {b"0": 1}):
+            with pytest.raises(TypeError, match=re.escape(f"got {wrong}")):
+                call(wrong)
     assert manager.lookup([b"0", "a"]) == (0, 0)  # only the first item is checked
     with pytest.raises(ValueError, match="page=-1; the pool has num_pages=4"):
         manager.generation(-1)

@@ -139,7 +139,7 @@ class OffloadEngine:
         Tiers remove them in a thread; blocks in flight to or from them are removed too. Errors: as
         for `OffloadManager.discard`.
         """
-        keys = checked_keys("discard", keys)
+        keys = checked_keys("discard", keys, ordered=False)
         self.manager.discard(keys)
         if self._tiers:
             self._tiers.discard(keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from jaxkv._src.offload.integers import checked_integer, checked_window
@@ -71,10 +71,16 @@ class BlockHasher:
           Hashes of 32 bytes.
 
         Raises:
+          TypeError: `tokens` is not a sequence, or is bytes or a str.
           ValueError: a token is not an integer, or does not fit int64; or `parent` is not a hash.
         """
         if hasattr(tokens, "tolist"):
             tokens = tokens.tolist()
+        if not isinstance(tokens, Sequence) or isinstance(tokens, bytes | bytearray | str):
+            raise TypeError(
+                f"BlockHasher.hashes: tokens is of type {type(tokens).__name__}; pass a list, "
+                "array.array or NumPy array of integers"
+            )
         try:
             content = memoryview(struct.pack(f"<{len(tokens)}q", *tokens))
         except struct.error as error:
@@ -100,6 +106,7 @@ class BlockHasher:
           tokens: the whole sequence, as for `hashes`.
 
         Raises:
+          TypeError: as for `hashes`.
           ValueError: `chain` has more blocks than `tokens`; or as for `hashes`.
         """
         start = len(chain) * self.block_size
@@ -168,9 +175,16 @@ class BlockGroup:
         return range(0 if self.window is None else max(0, num_blocks - self.window), num_blocks)
 
 
-def checked_keys(operation: str, keys: Any, name: str = "keys") -> tuple[bytes, ...]:
-    """Raises TypeError unless they are several objects of type `bytes`."""
-    several = isinstance(keys, Iterable) and not isinstance(keys, bytes | str)
+def checked_keys(
+    operation: str, keys: Any, name: str = "keys", *, ordered: bool = True
+) -> tuple[bytes, ...]:
+    """Raises TypeError unless they are several objects of type `bytes`.
+
+    Where order does not matter, they may be a set. It is sorted: its own order depends on the hash
+    seed of the process, and ranks must decide alike.
+    """
+    wrong = (bytes, str, Set, Mapping) if ordered else (bytes, str)
+    several = isinstance(keys, Iterable) and not isinstance(keys, wrong)
     found = tuple(keys) if several else (None,)
     for key in found:
         if not isinstance(key, bytes):
@@ -178,7 +192,7 @@ def checked_keys(operation: str, keys: Any, name: str = "keys") -> tuple[bytes, 
                 f"{operation}: {name} has to be a sequence of bytes objects, one for each block, "
                 f"got {key if several else keys!r:.60}"
             )
-    return found
+    return tuple(sorted(found)) if isinstance(keys, Set) else found
 
 
 def distinct_keys(operation: str, keys: Any) -> tuple[bytes, ...]:

@@ -250,13 +250,13 @@ class OffloadManager:
           failed: its blocks that were not copied: those of a store are forgotten as by `abort`.
 
         Raises:
-          TypeError: `failed` is not a sequence of bytes objects.
+          TypeError: `failed` is not an iterable of bytes objects.
           ValueError: a block of `failed` is not one of the spec.
           StaleSpecError: the spec is over, has not been started, or is not of this manager; or a
             loaded block has been discarded meanwhile: abort the spec, do not use the loaded blocks.
         """
         copy = self._copy_of(spec, "complete")
-        failed = checked_keys("complete", failed, "failed")
+        failed = checked_keys("complete", failed, "failed", ordered=False)
         not_copied = frozenset(failed)
         if not not_copied.issubset(spec.keys):
             wrong = next(key for key in failed if key not in spec.keys)
@@ -307,11 +307,12 @@ class OffloadManager:
           keys: the blocks; None: all, for example after an update of the weights.
 
         Raises:
-          TypeError: `keys` is not a sequence of bytes objects.
+          TypeError: `keys` is not an iterable of bytes objects.
         """
         table = self._blocks
-        all_keys = (*table.ready, *table.pending) if keys is None else checked_keys("discard", keys)
-        found = [(key, table.discard(key)) for key in all_keys]
+        keys = (*table.ready, *table.pending) if keys is None else keys
+        keys = checked_keys("discard", keys, ordered=False)
+        found = [(key, table.discard(key)) for key in keys]
         removed = {key: block.state for key, block in found if block is not None}
         for key in removed:
             self._policy.remove(key)
