@@ -1,5 +1,6 @@
 """`FileTier`: files on this machine, whole, damaged, refused, and shared."""
 
+import contextlib
 import errno
 import mmap
 import os
@@ -316,6 +317,22 @@ def test_concurrent_reads_writes_and_evictions(make):
         assert metrics["kv_offload_tier_evicted_blocks"] > 0
     files = [*Path(tiers[0]._index.directory).rglob("*.kv")]
     assert len(files) <= 8
+
+
+def test_fewer_blocks_than_threads(make, monkeypatch):
+    third, write_file = threading.Barrier(3), block_file.write
+
+    def write_together(*arguments):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            third.wait(0.2)
+        write_file(*arguments)
+
+    monkeypatch.setattr(block_file, "write", write_together)
+    tier = make(blocks=2)
+    blocks = [memoryview(content(key(i), BLOCK_BYTES)) for i in range(9)]
+    written = [tier.write(key(i), block) for i, block in enumerate(blocks)]
+    assert all(future.result(TIMEOUT_S) for future in written)
+    assert len([*Path(tier._index.directory).rglob("*.kv")]) <= 2
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ class FileTier(QueuedTier):
       capacity_bytes: limit in bytes of all files, each of a header of 4 KiB and a block rounded up
         to 4 KiB; the least recently used ones are evicted. A process notices the files of others
         every 10 s.
-      num_threads: number of copies that run at the same time.
+      num_threads: number of copies that run at the same time, at most one for each block of the
+        capacity.
 
     Raises:
       ValueError: a number is not an integer, or is out of range.
@@ -65,6 +66,7 @@ class FileTier(QueuedTier):
         capacity_bytes = checked_integer(name, capacity_bytes, expected, file_bytes)
         super().__init__("FileTier", block_bytes, num_threads)
         self.capacity_blocks = capacity_bytes // file_bytes
+        del self._threads[self.capacity_blocks :]  # each may be writing a file
         self._index = FileIndex(os.path.join(directory, f"v1-{block_bytes}"), file_bytes)
         self._flags = os.O_DIRECT
         self._scratch = threading.local()
