@@ -17,7 +17,6 @@ from jaxkv.offload import (
     BlockStored,
     OffloadManager,
     StaleSpecError,
-    register_prometheus,
 )
 
 pytestmark = pytest.mark.host_only
@@ -219,59 +218,6 @@ def test_metrics():
     }
 
 
-def test_prometheus_collector_has_every_metric():
-    prometheus = pytest.importorskip("prometheus_client")
-    manager, registry = OffloadManager(4), prometheus.CollectorRegistry()
-    end(manager, manager.prepare_store(keys("abc")))
-    register_prometheus(manager, registry, labels={"model_name": "m"})
-    register_prometheus(OffloadManager(4), registry, labels={"model_name": "n"})
-    text = prometheus.generate_latest(registry).decode()
-    assert 'jaxkv:kv_offload_stored_blocks_total{model_name="m"} 3.0' in text
-    assert 'jaxkv:kv_offload_usage_perc{model_name="m"} 0.75' in text
-    assert all(f"jaxkv:{name}" in text for name in manager.metrics())
-
-
-def test_expositions_of_several_managers_are_valid():
-    prometheus = pytest.importorskip("prometheus_client")
-    from prometheus_client import parser
-    from prometheus_client.openmetrics import exposition
-    from prometheus_client.openmetrics import parser as openmetrics_parser
-
-    managers, registry = (
-        [OffloadManager(size) for size in (4, 5, 6)],
-        prometheus.CollectorRegistry(),
-    )
-    several = [{"model_name": "m"}, {"model_name": "n"}, {}]
-    for manager, labels in zip(managers, several, strict=True):
-        collector = register_prometheus(manager, registry, labels=labels)
-    with pytest.raises(ValueError, match=r"a manager with labels=\{'model_name': 'n'\}"):
-        register_prometheus(OffloadManager(4), registry, labels={"model_name": "n"})
-
-    def sizes():
-        texts = (
-            openmetrics_parser.text_string_to_metric_families(
-                exposition.generate_latest(registry).decode()
-            ),
-            parser.text_string_to_metric_families(prometheus.generate_latest(registry).decode()),
-        )
-        found = []
-        for families in map(list, texts):
-            assert len({family.name for family in families}) == len(families)
-            samples = [sample for family in families for sample in family.samples]
-            named = [s for s in samples if s.name.endswith("kv_offload_num_blocks")]
-            found.append({sample.labels.get("model_name"): sample.value for sample in named})
-        assert found[0] == found[1]
-        return found[0]
-
-    assert sizes() == {"m": 4, "n": 5, None: 6}
-    collector.remove({"model_name": "n"})
-    assert sizes() == {"m": 4, None: 6}
-    registry.unregister(collector)
-    assert sizes() == {}
-    register_prometheus(managers[1], registry)
-    assert sizes() == {None: 5}
-
-
 @pytest.mark.parametrize(
     "wrong, message",
     [
@@ -380,9 +326,9 @@ def test_keys_are_a_sequence_of_bytes():
         with pytest.raises(TypeError, match="got 'a'"):
             call([b"0", "a"])
     for call in (*calls[:3], manager.lookup):  # the order of blocks matters
-        for wrong in ({b"0"}, {b"0": 1}):
-            with pytest.raises(TypeError, match=re.escape(f"got {wrong}")):
-                call(wrong)
+        for unordered in ({b"0"}, {b"0": 1}):
+            with pytest.raises(TypeError, match=re.escape(f"got {unordered!r}")):
+                call(unordered)
     assert manager.lookup([b"0", "a"]) == (0, 0)  # only the first item is checked
     with pytest.raises(ValueError, match="page=-1; the pool has num_pages=4"):
         manager.generation(-1)

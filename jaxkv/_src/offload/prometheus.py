@@ -81,10 +81,18 @@ def register_prometheus(
 
     Raises:
       ImportError: prometheus_client is not installed.
+      TypeError: a name or value of `labels` is not a str.
       ValueError: the registry has a manager with equal labels.
     """
     import prometheus_client
 
+    labels = labels or {}
+    for text in (*labels, *labels.values()):
+        if not isinstance(text, str):
+            raise TypeError(
+                f"register_prometheus: labels={labels}: {text!r} is of type {type(text).__name__}; "
+                "pass a str"
+            )
     registry = prometheus_client.REGISTRY if registry is None else registry
     collector = _collectors.get(registry)
     if collector is not None:
@@ -95,7 +103,7 @@ def register_prometheus(
     if collector is None:
         collector = _collectors[registry] = _Collector()
     try:
-        collector.add(manager, labels or {})
+        collector.add(manager, labels)
     finally:
         registry.register(collector)
     return collector
