@@ -78,7 +78,9 @@ class Engine:
             where |= {"num_pages": num_host_pages, "layout": layout}
             self.pool = jaxkv.HostPool.create(self.spec, **where)
         below, sizes = tiers(self.pool) if self.pool else (), [limits.copy_pages]
-        self.host = jaxkv.OffloadEngine(self.pool or 0, batch_sizes=sizes, tiers=below)
+        self.host = jaxkv.OffloadEngine(
+            self.pool or 0, batch_sizes=sizes, num_device_pages=num_hbm_pages, tiers=below
+        )
         self.blocks = BlockManager(num_hbm_pages, self.host)
         attention = attention_module.select(attention, dtype, config.head_dim)
         pool_sharding = self.pool.partition_spec if self.pool and memory else None

@@ -1,5 +1,6 @@
 """The offload engine against a simulation with contents, and its errors."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -312,6 +313,13 @@ def test_errors_of_device_pages():
     tier = jaxkv.OffloadEngine(4, batch_sizes=(2,))
     for page in (-1, 2**31):
         assert_rejected(lambda p=page: tier.store([b"0"], [p]), ValueError, "device_pages[0]", page)
+    create: Any = jaxkv.OffloadEngine
+    with_cache = partial(create, 4, num_device_pages=np.int64(6))
+    assert with_cache().store([b"0"], [5]).keys
+    assert_rejected(lambda: with_cache().store([b"0"], [6]), ValueError, "[0]=6", "from 0 to 5")
+    for number in (-1, 2**31 + 1, 6.0):
+        words = "OffloadEngine: num_device_pages", "pass the number of pages of"
+        assert_rejected(lambda n=number: with_cache(num_device_pages=n), ValueError, *words)
     for wrong in (2.9, "3", None):
         assert_rejected(lambda p=wrong: tier.store([b"0"], [p]), TypeError, "device_pages[0]")
     assert_rejected(lambda: tier.store([b"0", b"1"], [3, 3]), ValueError, "device_pages[1]=3")

@@ -175,7 +175,15 @@ def checked_sizes(batch_sizes: Any) -> tuple[int, ...]:
     return tuple(sorted(map(check_size, sizes, names)))
 
 
-def padded_pages(pages: Sequence[int], size: int) -> np.ndarray:
+def padded_batch(
+    kind: Kind, pages: Sequence[tuple[int, int]], size: int, copies: Sequence[OffloadCopy] = ()
+) -> CopyBatch:
+    """A batch of pages in the host pool and in the device cache, padded to `size` of each."""
+    host_pages, device_pages = (_padded([pair[i] for pair in pages], size) for i in (0, 1))
+    return CopyBatch(kind, host_pages, device_pages, tuple(copies))
+
+
+def _padded(pages: Sequence[int], size: int) -> np.ndarray:
     padded = np.full(size, -1, np.int32)
     padded[: len(pages)] = pages
     return padded

@@ -6,8 +6,9 @@ import operator
 from collections.abc import Iterable, Sequence
 
 from jaxkv._src.offload.copies import Kind, OffloadCopy
+from jaxkv._src.offload.integers import checked_integer
 
-_END = 2**31  # of int32 ids
+_NUM_IDS = 2**31  # of int32
 
 
 class QueuedPages:
@@ -15,9 +16,19 @@ class QueuedPages:
 
     Until then a page cannot be that of another block: its store would save the wrong bytes, and its
     load would overwrite the other one's.
+
+    Args:
+      num_pages: of the device cache; None: not known.
+
+    Raises:
+      ValueError: `num_pages` is not an integer in [0, 2^31].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_pages: int | None) -> None:
+        name = "OffloadEngine: num_device_pages"
+        expected = "the number of pages of the device cache, at most 2^31"
+        num_ids = _NUM_IDS if num_pages is None else num_pages
+        self._end = checked_integer(name, num_ids, expected, 0, _NUM_IDS)
         self._blocks: dict[int, tuple[OffloadCopy, bytes]] = {}
 
     def check(
@@ -45,9 +56,9 @@ class QueuedPages:
         seen: set[int] = set()
         for i in copied:
             page = pages[i]
-            if not 0 <= page < _END:
+            if not 0 <= page < self._end:
                 raise ValueError(
-                    f"{where}: device_pages[{i}]={page}; page ids are from 0 to {_END - 1}"
+                    f"{where}: device_pages[{i}]={page}; page ids are from 0 to {self._end - 1}"
                 )
             copy, key = self._blocks.get(page, (None, b""))
             again = copy and copy.kind == kind == "store" and key == keys[i]  # discarded meanwhile

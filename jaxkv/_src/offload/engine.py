@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from jaxkv._src.cache.host_pool import HostPool
-from jaxkv._src.offload.copies import CopyBatch, Kind, OffloadCopy, checked_sizes, padded_pages
+from jaxkv._src.offload.copies import CopyBatch, Kind, OffloadCopy, checked_sizes, padded_batch
 from jaxkv._src.offload.device_pages import QueuedPages
 from jaxkv._src.offload.errors import StaleSpecError
 from jaxkv._src.offload.keys import checked_keys
@@ -52,9 +52,9 @@ class OffloadEngine:
     transfers in the scheduler in the same way; tiers are those of its tiering manager.
 
     Args:
-      pool: the host pool, or its number of pages if there are no tiers. With 0 there is no host
-        tier: no block is stored or found.
+      pool: the host pool, or its number of pages if there are no tiers; with 0, nothing is stored.
       batch_sizes: numbers of pages of a step, each a static shape. The largest limits a step.
+      num_device_pages: pages of the device cache; larger ids are errors. None: ids are not checked.
       policy, write, events: see `OffloadManager`.
       tiers: in the order in which they are read; see `TieredStore`. Their `block_bytes` is
         `OffloadEngine.tier_block_bytes(pool)`. They remain the caller's, to be closed.
@@ -65,9 +65,9 @@ class OffloadEngine:
 
     Raises:
       TypeError: `tiers` is not a sequence of tiers.
-      ValueError: `pool` is neither a pool nor a number of pages; no batch size, or one that is not
-        a positive integer; a negative `tier_timeout_s`; a pool with page shards; tiers without a
-        pool, of other `block_bytes`, or with shards in other processes; as for `OffloadManager`.
+      ValueError: `pool` is neither a pool nor a number of pages, or has page shards; a number is
+        out of range, or there is no batch size; tiers without a pool, of other `block_bytes`, or
+        with shards in other processes; as for `OffloadManager`.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class OffloadEngine:
         pool: HostPool | int,
         *,
         batch_sizes: Sequence[int] = (64,),
+        num_device_pages: int | None = None,
         policy: str = "lru",
         write: str = "through",
         events: bool = False,
@@ -85,7 +86,7 @@ class OffloadEngine:
         self._sizes = checked_sizes(batch_sizes)
         self._loads: deque[OffloadCopy] = deque()
         self._stores: deque[OffloadCopy] = deque()
-        self._queued_pages = QueuedPages()
+        self._queued_pages = QueuedPages(num_device_pages)
         self._taken: CopyBatch | None = None
         self._stored_last = False  # by the previous batch
         self._in_flight: deque[tuple[CopyBatch, StepResult]] = deque()
@@ -154,8 +155,8 @@ class OffloadEngine:
         Raises:
           BlockNotReadyError: a block is not stored, or its store is not complete.
           TypeError: `keys` is not a sequence of bytes objects, or a page is not an integer.
-          ValueError: the numbers of keys and pages differ, or a page is out of the range of int32,
-            negative, or that of another block to copy.
+          ValueError: the numbers of keys and pages differ, or a page is out of the range of the
+            device cache or of int32, or that of another block to copy.
         """
         keys = checked_keys("OffloadEngine.load", keys)
         pages = self._queued_pages.check("load", keys, device_pages, range(len(keys)))
@@ -227,8 +228,7 @@ class OffloadEngine:
         kind = copies[0].kind if copies else "none"
         self._stored_last = kind == "store"
         size = next(size for size in self._sizes if size >= len(pages))
-        host_pages, device_pages = (padded_pages([p[i] for p in pages], size) for i in (0, 1))
-        batch = CopyBatch(kind, host_pages, device_pages, tuple(copies))
+        batch = padded_batch(kind, pages, size, copies)
         if self._memory and kind == "store":
             self._memory.mark(page for page, _ in pages)
         self._taken = batch if copies else None
@@ -259,7 +259,7 @@ class OffloadEngine:
         """A batch without pages of each kind and size, to compile all programs beforehand."""
         kinds: tuple[Kind, ...] = ("none", "load", "store")
         return [
-            CopyBatch(kind, padded_pages([], size), padded_pages([], size))
+            padded_batch(kind, [], size)
             for kind in kinds[: 3 if self.manager.num_pages else 1]
             for size in (self._sizes[:1] if kind == "none" else self._sizes)
         ]
