@@ -50,8 +50,38 @@ def test_batch_is_sharded_by_shard_map():
     pair.check_pool()
     request = np.arange(4)[:, None] % 2  # rows are numbered on each device
     np.testing.assert_array_equal(found, np.where(want < 0, -1, request * 8 + want))
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("operation", ["fetch", "append"])
+@pytest.mark.parametrize("sharded", ["state", "pool"])
+def test_sharded_arguments_outside_shard_map_raise(sharded, operation, traced):
+    """With automatic mesh axes the type of a traced array has no sharding."""
+    mesh = jax.make_mesh(
+        (2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+    axes = jax.P("x") if sharded == "pool" else jax.P()
+    arrays = [jax.device_put(np.zeros((8, 2, 4), np.float32), jax.NamedSharding(mesh, axes))]
+    spec = jaxkv.ArrayCacheSpec.from_arrays(arrays, page_size=2)
+    pool = jaxkv.HostPool.create(spec, num_pages=8)
+    state = sparse.SparseState.create(spec, batch=4, slots=4, max_length=8)
+    axes = jax.P(None, "x") if sharded == "state" else jax.P()
+    state = jax.device_put(state, jax.NamedSharding(mesh, axes))
+    ids, table = np.zeros((4, 1), np.int32), np.zeros((4, 4), np.int32)
+
+    def fetch(state, pool):
+        lengths = np.full(4, 8, np.int32)
+        return sparse.fetch(state, pool, ids, layer=0, lengths=lengths, block_table=table)[0]
+
+    def append(state, pool):
+        rows = np.ones((4, 1, 4), np.float32)
+        return sparse.append(state, pool, rows, ids, layer=0, block_table=table)[0]
+
+    call = fetch if operation == "fetch" else append
     with pytest.raises(ValueError, match=r"inside jax\.shard_map"):
-        sparse.fetch(state, pool, ids, layer=0, lengths=lengths, block_table=pair.table)
+        (jax.jit(call) if traced else call)(state, pool)
 
 
 def test_jit_keeps_layers_apart():

@@ -32,6 +32,7 @@ from jaxkv._src.runtime.errors import scope_attribute
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.int32 import check_fits_int32
 from jaxkv._src.runtime.sharding import check_unsharded, match_varying_axes
+from jaxkv._src.transfer.sharded_arguments import check_sharded_arguments
 from jaxkv._src.transfer.transformations import reject_transformations
 from jaxkv.metadata.checks import at_least_1, integers
 from jaxkv.metadata.common import BatchMetadata
@@ -96,7 +97,8 @@ def align_postprocess(
       The states, and int32[B] accepted counts for the next step.
 
     Raises:
-      ValueError: inconsistent arrays, kinds or counts, or arrays known to be sharded over a mesh.
+      ValueError: inconsistent arrays, kinds or counts, or arrays that are sharded outside
+        `shard_map`; in a jit with automatic mesh axes, arguments of the program.
       NotImplementedError: inside vmap or a derivative.
     """
     return _align(states, batch, num_accepted, kinds, num_drafts, "num_drafts", before=False)
@@ -132,7 +134,8 @@ def align_preprocess(
       The states, int32[B] accepted counts, and int32[B] columns for the next call.
 
     Raises:
-      ValueError: inconsistent arrays, kinds or counts, or arrays known to be sharded over a mesh.
+      ValueError: inconsistent arrays, kinds or counts, or arrays that are sharded outside
+        `shard_map`; in a jit with automatic mesh axes, arguments of the program.
       NotImplementedError: inside vmap or a derivative.
     """
     states, counts = _align(states, batch, num_accepted, kinds, state_idx, "state_idx", before=True)
@@ -165,7 +168,7 @@ def _align(
             f"got {jax.tree.structure(kinds)} for {jax.tree.structure(states)}"
         ) from None
     num_blocks = _check_states(leaves, leaf_kinds)
-    check_unsharded(leaves)
+    check_unsharded(jax.tree.leaves((leaves, batch, num_accepted, known)))
     rows = batch.max_num_reqs
     num_accepted = _counts("num_accepted", num_accepted, rows, nonnegative=True)
     known = _counts(known_name, known, rows, nonnegative=not before)
@@ -193,6 +196,7 @@ def _align(
         geometry=np.array(geometry, np.int64).ravel(),
         **scope_attribute(),
     )
+    counts, *moved = check_sharded_arguments(operation, [counts, *moved])
     return jax.tree.unflatten(treedef, fusion_barrier(moved)), counts
 
 

@@ -27,6 +27,7 @@ from jaxkv._src.runtime.tracing import check_not_closed_over, check_not_deleted
 from jaxkv._src.sparse.state import SparseState, check_is_state, rows_of
 from jaxkv._src.transfer.block_copy import scratch_like
 from jaxkv._src.transfer.memory_kinds import with_checked_pool
+from jaxkv._src.transfer.sharded_arguments import check_sharded_arguments
 from jaxkv._src.transfer.transformations import reject_transformations
 
 _STATE = ("hot", "positions", "used", "slot_of", "clock")  # in the order of cuda/sparse/rows.h
@@ -75,9 +76,10 @@ def fetch(
 
     Raises:
       TypeError, ValueError: arguments of other types, shapes or dtypes, lists with integers
-        outside int32, a `layer` or `num_sms` out of range, too many ids, a state that is sharded
-        outside `shard_map`, a pool that is not in pinned host memory, a state or pool that a traced
-        function closes over, or arrays that were closed, deleted or donated.
+        outside int32, a `layer` or `num_sms` out of range, too many ids, arrays that are sharded
+        outside `shard_map` (in a jit with automatic mesh axes, arguments of the program), a pool
+        that is not in pinned host memory, a state or pool that a traced function closes over, or
+        arrays that were closed, deleted or donated.
       NotImplementedError: inside vmap or a derivative.
     """
     check_not_deleted("sparse.fetch", (state, pool, topk_ids, lengths, block_table))
@@ -90,6 +92,7 @@ def fetch(
         _as_int32("sparse.fetch: lengths", lengths),
         _as_int32("sparse.fetch: block_table", block_table),
     )
+    check_unsharded(jax.tree.leaves(arguments))
     run = _fetch if _has_tracers(arguments) else _fetch_now
     return run(*reject_transformations("sparse.fetch", arguments), static)
 
@@ -143,6 +146,7 @@ def append(
         )
     table = _as_int32("sparse.append: block_table", block_table)
     arguments = state, pool, rows, positions, table
+    check_unsharded(jax.tree.leaves(arguments))
     run = _append if _has_tracers(arguments) else _append_now
     return run(*reject_transformations("sparse.append", arguments), static)
 
@@ -233,7 +237,6 @@ def _check_state(operation: str, state: Any, pool: Any) -> None:
             f"{operation}: pool has {pool.num_pages} pages of {spec.page_size} tokens, tokens "
             "are numbered by int32"
         )
-    check_unsharded([*(getattr(state, name) for name in _STATE)])
 
 
 def _table(operation: str, block_table: jax.Array, batch: int) -> int:
@@ -280,6 +283,7 @@ def _fetch(
         rows, _, _, *written = call(
             topk_ids, *operands[1:], *arrays, geometry=geometry, **scope_attribute()
         )
+    rows, *written = check_sharded_arguments("sparse.fetch", [rows, *written])
     return rows, SparseState(*fusion_barrier(written))
 
 
@@ -312,7 +316,8 @@ def _append(
         moves, *written = to_hot(*operands, *arrays, **attributes)
         to_pool = jax.ffi.ffi_call("jaxkv_sparse_write_added", host, input_output_aliases={2: 0})
         data = to_pool(moves, rows, data, **attributes)
-    data, *written = fusion_barrier([data, *written])
+    results = check_sharded_arguments("sparse.append", [data, *written])
+    data, *written = fusion_barrier(results)
     return SparseState(*written), dataclasses.replace(pool, data=data)
 
 
