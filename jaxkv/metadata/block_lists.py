@@ -87,7 +87,7 @@ def spans_of(
 def _visible(
     first: jax.Array, last: jax.Array, causal: bool, window: int | None, ranges: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Union of the positions visible to tokens at first..last, as [low, high), without clipping.
+    """Union of the positions visible to tokens at first..last, as [low, high), from 0 on.
 
     The union is contiguous: the positions visible to one token are contiguous and include it.
     """
@@ -101,8 +101,9 @@ def _visible(
         start, end = ranges[..., 0], ranges[..., 1]
         meets = (start < end) & (start <= last[:, None]) & (end >= first[:, None])
         first_met = jnp.min(jnp.where(meets, start, everything), axis=1, initial=everything)
-        end_met = jnp.max(jnp.where(meets, end + 1, 0), axis=1, initial=0)
-        low = jnp.minimum(low, first_met)
+        past = jnp.minimum(end, everything - 1) + 1  # `end` may be the largest int32
+        end_met = jnp.max(jnp.where(meets, past, 0), axis=1, initial=0)
+        low = jnp.maximum(jnp.minimum(low, first_met), 0)
         high = jnp.maximum(high, end_met)
     return low, high
 

@@ -70,8 +70,10 @@ def prefix_ranges(
       position (first == last) has no effect.
 
     Raises:
-      ValueError: more requests than B, more ranges than R, overlapping features, a negative
-        modulus, or an `is_embed` that is not one boolean (or 0 or 1) for each token of its feature.
+      TypeError: an offset or a length that is not an integer.
+      ValueError: more requests than B, more ranges than R, overlapping features, a negative offset,
+        length or modulus, a feature whose positions exceed int32, or an `is_embed` that is not one
+        boolean (or 0 or 1) for each token of its feature.
 
     Example: `prefix_ranges([[Feature("image", 5, 384)]], max_num_reqs=1, max_ranges=1)` is
     [[[5, 388]]]; with a modulus of 4, [[[7, 388]]].
@@ -85,6 +87,7 @@ def prefix_ranges(
         raise ValueError(f"{len(features)} requests exceed max_num_reqs={max_num_reqs}")
     out = np.zeros((max_num_reqs, max_ranges, 2), np.int32)
     for i, own in enumerate(features):
+        _check_positions(i, own)
         _check_no_overlap(i, own)
         ranges = [
             (first, last)
@@ -98,6 +101,21 @@ def prefix_ranges(
         if ranges:
             out[i, : len(ranges)] = ranges
     return out
+
+
+def _check_positions(request: int, features: Sequence[Feature]) -> None:
+    for modality, *place, _ in features:
+        for name, value in zip(("offset", "length"), place, strict=True):
+            if not hasattr(value, "__index__"):
+                raise TypeError(
+                    f"request {request}: {name} of feature {modality} must be an integer, got "
+                    f"{type(value).__name__}"
+                )
+        if min(place) < 0 or sum(place) > 2**31:
+            raise ValueError(
+                f"request {request}: {modality} feature at {place[0]} of {place[1]} tokens must be "
+                "at positions in [0, 2**31)"
+            )
 
 
 def _check_no_overlap(request: int, features: Sequence[Feature]) -> None:

@@ -216,6 +216,17 @@ def test_blocks_of_prefix_range_after_queries_are_listed():
     assert metadata.kv_indices[0].tolist() == [1, -1, -1, -1]
 
 
+@pytest.mark.parametrize("end", [2**31 - 2, 2**31 - 1])
+@pytest.mark.parametrize("start", [0, -3, -(2**31)])
+def test_prefix_ranges_past_the_context_list_all_of_it(start, end):
+    """Two requests have tokens in the last group; both have their blocks."""
+    batch = batch_of([[1, 2, 5], [3, 4]], [48, 32], [40, 4])
+    build = compiled(Options(sliding_window=4, prefix=True))
+    metadata, _ = build(batch, 6, np.array([[[start, end]], [[0, 0]]], np.int32))
+    assert metadata.kv_indices.tolist() == [[1, 2, 5, -1, -1]] * 2 + [[1, 2, 5, 4, -1]]
+    assert metadata.kv_num_blocks.tolist() == [3, 3, 4]
+
+
 @pytest.mark.parametrize(
     "num_reqs, context, query, num_blocks, window, counts, width",
     [

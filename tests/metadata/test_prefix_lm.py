@@ -1,6 +1,7 @@
 """metadata.prefix_lm against ranges searched token by token."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -205,8 +206,18 @@ def test_ranges_that_are_not_int32_raise(reader):
             r"is_embed .* 0 or 1, got \[2, 2, 0\]",
         ),
         ([[Feature("image", 4, 2, np.array([257, 1]))]], r"False, True, 0 or 1, got \[257, 1\]"),
+        ([[Feature("image", -3, 5)]], r"image feature at -3 of 5 tokens .* in \[0, 2\*\*31\)"),
+        ([[Feature("audio", 3, -1)]], "audio feature at 3 of -1 tokens"),
+        ([[Feature("image", 2**31 - 1, 2)]], "image feature at 2147483647 of 2 tokens"),
     ],
 )
 def test_invalid_features_raise(features, message):
     with pytest.raises(ValueError, match=message):
         prefix_ranges(features, max_num_reqs=1, max_ranges=1)
+
+
+@pytest.mark.parametrize("offset, length, name", [(1.5, 2, "offset"), (1, np.float32(2), "length")])
+def test_positions_that_are_not_integers_raise(offset: Any, length: Any, name):
+    feature = Feature("image", offset, length)
+    with pytest.raises(TypeError, match=f"request 0: {name} of feature image must be an integer"):
+        prefix_ranges([[feature]], max_num_reqs=1, max_ranges=1)
