@@ -249,6 +249,28 @@ def test_advance_beyond_bounds_raises(longer, message):
         jaxkv.check_errors()
 
 
+@pytest.mark.parametrize(
+    "query_lens, accepted, message",
+    [
+        ([2**30, 2**30, 0, 0], 1, "needs 2147483647, more than the bound max_num_tokens = 4"),
+        ([2**31 - 1, 1, 1, 1], 1, "more than the bound max_num_tokens = 4"),
+        ([2**30] * 4, 1, "more than the bound max_num_tokens = 4"),
+        ([-1, 2, -1, 1], 1, "needs 2, more than the bound rows of negative length = 0"),
+        ([1] * 4, -7, "needs 4, more than the bound rows of negative length = 0"),
+        ([1] * 4, 2**31 - 1, "needs 4, more than the bound rows of negative length = 0"),
+    ],
+)
+def test_advance_counts_lengths_that_overflow(query_lens, accepted, message):
+    """On the device, where their sum may be a valid number."""
+    batch = BatchMetadata.from_host(
+        [1] * 4, [7] * 4, [[1, 2]] * 4, max_num_reqs=4, max_num_tokens=4, max_blocks=2, block_size=4
+    )
+    step = jax.jit(functools.partial(jaxkv.recurrent.advance, num_drafts=np.zeros(4, np.int32)))
+    with pytest.raises(Exception, match=message):
+        after = step(batch, np.full(4, accepted, np.int32), next_query_lens=np.int32(query_lens))
+        jaxkv.check_errors(jax.block_until_ready(after))
+
+
 @pytest.mark.parametrize("used", ["query_start_loc", "seq_lens", "num_tokens"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_advance_to_the_last_token_of_the_bound(rows, used):

@@ -47,7 +47,8 @@ def advance(
     Raises:
       TypeError, ValueError: counts that are not int32[B], negative counts in NumPy arrays, or an
         invalid `cp_world_size`.
-      BoundError: by `jaxkv.check_errors()`, for query tokens or a context above the batch's bounds.
+      BoundError: by `jaxkv.check_errors()`, for query tokens or a context above the batch's bounds,
+        or of a negative length.
     """
     (cp_world_size,) = at_least_1(cp_world_size=cp_world_size)
     rows = batch.max_num_reqs
@@ -60,17 +61,22 @@ def advance(
     )
     query_lens = jnp.where(batch.row_mask, next_query_lens, 0)
     seq_lens = jnp.where(batch.row_mask, valid + query_lens, 0)
-    starts = prefix_sum(query_lens)
+    starts = prefix_sum(jnp.maximum(query_lens, 0))
+    # Of lengths within the bound, the first sum that exceeds int32 is negative.
+    most = jnp.iinfo(jnp.int32).max
+    num_tokens = jnp.where(jnp.any(starts < 0), most, jnp.max(query_lens, initial=starts[-1]))
+    negative = (query_lens < 0) | (valid < 0) | (seq_lens < 0)
     # Check both together: otherwise a program that uses only one of them loses the check to DCE.
     checked = check_bounds(
         "recurrent.advance",
         jnp.concatenate([starts, seq_lens]),
         **{
-            "max_num_tokens": (starts[-1], batch.max_num_tokens),
+            "max_num_tokens": (num_tokens, batch.max_num_tokens),
             "max_blocks * block_size * cp_world_size": (
                 jnp.max(seq_lens, initial=0),
                 batch.max_blocks * batch.block_size * cp_world_size,
             ),
+            "rows of negative length": (jnp.sum(negative), 0),
         },
     )
     starts, seq_lens = checked[: rows + 1], checked[rows + 1 :]
