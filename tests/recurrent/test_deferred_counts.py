@@ -263,7 +263,7 @@ def test_advance_beyond_bounds_raises(longer, message):
 def test_advance_counts_lengths_that_overflow(query_lens, accepted, message):
     """On the device, where their sum may be a valid number."""
     batch = BatchMetadata.from_host(
-        [1] * 4, [7] * 4, [[1, 2]] * 4, max_num_reqs=4, max_num_tokens=4, max_blocks=2, block_size=4
+        [1] * 4, [5] * 4, [[1, 2]] * 4, max_num_reqs=4, max_num_tokens=4, max_blocks=2, block_size=4
     )
     step = jax.jit(functools.partial(jaxkv.recurrent.advance, num_drafts=np.zeros(4, np.int32)))
     with pytest.raises(Exception, match=message):
