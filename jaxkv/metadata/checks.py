@@ -21,6 +21,14 @@ def check_rows(name: str, array: ArrayLike, rows: int, *others: int | str) -> No
         raise ValueError(f"{name} must be [{wanted}], got {shape}")
 
 
+def check_flags(name: str, array: ArrayLike, rows: int) -> None:
+    """Raises a ValueError unless `array` is bool[rows]: of integers, `&` would be bitwise."""
+    check_rows(name, array, rows)
+    dtype = getattr(array, "dtype", type(array).__name__)
+    if dtype != np.bool_:
+        raise ValueError(f"{name} must be bool[{rows}], got {dtype}: compare counts, as in `n > 0`")
+
+
 def check_has_rows(rows: int) -> None:
     """Raises a ValueError for a batch without rows, which builders cannot index."""
     if rows < 1:

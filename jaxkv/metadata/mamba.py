@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxkv.metadata.checks import at_least_1, check_drafts, check_rows
+from jaxkv.metadata.checks import at_least_1, check_drafts, check_flags, check_rows
 from jaxkv.metadata.common import (
     NULL_BLOCK,
     BatchMetadata,
@@ -143,15 +143,17 @@ def build(
       num_spec_tokens: upper bound of `num_draft_tokens`, required with it; drafts on the device are
         not checked against it.
       num_accepted_tokens: int32[B], accepted tokens of each row in the last step, at least 1; None
-        before the first draft tokens, when decodes keep all their tokens.
+        before the first draft tokens, when decodes keep all their tokens. Requires
+        `num_spec_tokens`.
       num_draft_tokens: int32[B], draft tokens of each row, -1 for rows without drafting; None if
         no prompt is padded with draft tokens.
 
     Raises:
       TypeError: a chunk size that is not an integer.
       ValueError: an unknown mode, a chunk size below 1, a negative `num_spec_tokens`, draft tokens
-        without an upper bound or, on the host, above it, a block table too narrow for the states of
-        draft tokens, operands not of shape [B], or counts that are not integers.
+        without an upper bound or, on the host, above it, accepted tokens without `num_spec_tokens`,
+        a block table too narrow for the states of draft tokens, operands not of shape [B], flags
+        that are not bool, or counts that are not integers.
 
     Example: `mamba.build(batch, is_prefilling=batch.query_lens > 1, chunk_size=256)`.
     """
@@ -159,6 +161,11 @@ def build(
     if chunk_size is not None:
         (chunk_size,) = at_least_1(chunk_size=chunk_size)
     _check_rows(batch, is_prefilling, num_accepted_tokens, num_draft_tokens)
+    if num_accepted_tokens is not None and not num_spec_tokens:
+        raise ValueError(
+            "mamba.build: num_accepted_tokens requires num_spec_tokens >= 1, got 0: pass the upper "
+            "bound of drafts of a row"
+        )
     if num_draft_tokens is not None:
         drafts = int32_on_device("num_draft_tokens", num_draft_tokens)
         check_drafts("mamba.build", num_draft_tokens, num_spec_tokens)
@@ -219,9 +226,11 @@ def _check_mode(mode: str) -> None:
         raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
 
 
-def _check_rows(batch: BatchMetadata, *of_rows: Array | None) -> None:
-    names = "is_prefilling", "num_accepted_tokens", "num_draft_tokens"
-    for name, values in zip(names, of_rows, strict=True):
+def _check_rows(
+    batch: BatchMetadata, is_prefilling: Array, accepted: Array | None, drafts: Array | None
+) -> None:
+    check_flags("is_prefilling", is_prefilling, batch.max_num_reqs)
+    for name, values in (("num_accepted_tokens", accepted), ("num_draft_tokens", drafts)):
         if values is not None:
             check_rows(name, values, batch.max_num_reqs)
 

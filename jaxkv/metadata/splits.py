@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv.metadata.checks import check_has_rows, check_rows, check_threshold
+from jaxkv.metadata.checks import check_flags, check_has_rows, check_rows, check_threshold
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, num_computed_tokens, token_to_request
 from jaxkv.metadata.segments import (
     Array,
@@ -66,8 +66,8 @@ def split_decodes_and_prefills(
         as decodes.
 
     Raises:
-      ValueError: a threshold below 0, a missing or misshaped `is_prefilling`, or a batch without
-        rows.
+      ValueError: a threshold below 0, an `is_prefilling` that is missing or not bool[B], or a batch
+        without rows.
 
     Example: query lengths [1, 1, 4] are 2 decodes and 1 prefill of 2 and 4 tokens.
     """
@@ -76,7 +76,7 @@ def split_decodes_and_prefills(
     if not treat_short_extends_as_decodes and is_prefilling is None:
         raise ValueError("treat_short_extends_as_decodes=False requires is_prefilling, bool[B]")
     if is_prefilling is not None:
-        check_rows("is_prefilling", is_prefilling, batch.max_num_reqs)
+        check_flags("is_prefilling", is_prefilling, batch.max_num_reqs)
     batch = on_device(batch)
     query = batch.query_lens
     is_prefill = query > decode_threshold

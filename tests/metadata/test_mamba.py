@@ -301,6 +301,10 @@ def test_invalid_arguments_raise():
         mamba.build(batch, is_prefilling=prompt, num_draft_tokens=np.full(1, 2, np.int32))
     with pytest.raises(ValueError, match="num_draft_tokens must be int32, got float32"):
         mamba.build(batch, is_prefilling=prompt, num_draft_tokens=np.ones(1, np.float32))
+    with pytest.raises(ValueError, match=r"is_prefilling must be bool\[1\], got int32"):
+        mamba.build(batch, is_prefilling=np.full(1, 2, np.int32))
+    with pytest.raises(ValueError, match="num_accepted_tokens requires num_spec_tokens >= 1, got"):
+        mamba.build(batch, is_prefilling=prompt, num_accepted_tokens=np.ones(1, np.int32))
 
 
 @pytest.mark.parametrize("name", ["is_prefilling", "num_accepted_tokens", "num_draft_tokens"])

@@ -135,5 +135,8 @@ def test_split_rejects_invalid_arguments():
         splits.split_decodes_and_prefills(batch, -1)
     with pytest.raises(ValueError, match=r"is_prefilling must be \[2 rows\], got \(1,\)"):
         splits.split_decodes_and_prefills(batch, is_prefilling=np.ones(1, bool))
+    for flags in (np.ones(2, np.int32), jnp.ones(2, jnp.int8)):
+        with pytest.raises(ValueError, match=r"is_prefilling must be bool\[2\], got int"):
+            splits.split_decodes_and_prefills(batch, is_prefilling=flags)
     with pytest.raises(ValueError, match="requires is_prefilling"):
         splits.split_decodes_and_prefills(batch, treat_short_extends_as_decodes=False)
