@@ -93,6 +93,23 @@ def test_stale_or_permuted_counts_raise(step, ids, message):
         deferred.read(step=step, request_ids=ids)
 
 
+@pytest.mark.parametrize(
+    "step, ids, error, message",
+    [
+        (7, [[30, 30]], ValueError, r"request_ids must be integers in one dimension, got int64\[1"),
+        (7, 30, ValueError, "request_ids must be integers in one dimension"),
+        (7, [30.0, 10.0], ValueError, "request_ids must be integers .*, got float64"),
+        ("7", [30, 10], TypeError, "DeferredCounts.read: step must be an integer, got '7'"),
+        (np.array(7.0), [30, 10], TypeError, "step must be an integer, got array"),
+    ],
+)
+def test_read_rejects(step, ids, error, message):
+    deferred = start_counts(7, [30, 10], [1, 4])
+    with pytest.raises(error, match=message):
+        deferred.read(step=step, request_ids=ids)
+    np.testing.assert_array_equal(deferred.read(step=np.int64(7), request_ids=[30, 10]), [1, 4])
+
+
 def test_deferred_counts_of_several_steps_in_flight():
     ids = np.arange(5)
     pending = [start_counts(step, ids, ids + step) for step in range(4)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxkv._src.recurrent.align import _counts
 from jaxkv._src.runtime.errors import StaleCountsError
 from jaxkv._src.runtime.held_arrays import hold
 from jaxkv._src.runtime.int32 import check_fits_int32
+from jaxkv.metadata.checks import integers
 from jaxkv.metadata.segments import Array
 
 
@@ -83,15 +85,21 @@ class DeferredCounts:
           request_ids: int[n], expected request ids of the first n rows.
 
         Raises:
+          TypeError: `step` is not an integer.
           RuntimeError: the counts were donated or deleted.
           StaleCountsError: the counts belong to another step or to other requests.
-          ValueError: the counts were moved out of host memory.
+          ValueError: `request_ids` are not integers in one dimension, or the counts were moved out
+            of host memory.
         """
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise TypeError(f"DeferredCounts.read: step must be an integer, got {step!r}") from None
+        wanted = integers("DeferredCounts.read: request_ids", request_ids)
         if not self.is_ready():
             self.packed.block_until_ready()
         words = _host_words(self.packed)
         ids, counts = np.split(words[1:], 2)
-        wanted = np.asarray(request_ids)
         if words[0] != step:
             raise StaleCountsError(
                 f"DeferredCounts.read: expected counts of step {step}, got step {words[0]}"
