@@ -18,10 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.metadata.checks import at_least_1, integers
+from jaxkv.metadata.host_batch import NULL_BLOCK as NULL_BLOCK
+from jaxkv.metadata.host_batch import (
+    blocks_of,
+    check_block_ids,
+    check_last_blocks,
+    check_requests,
+    check_sizes,
+    padded_table,
+)
 from jaxkv.metadata.segments import Array, count_before, int32_on_device, on_device, row_of
 
 PAD_SLOT = -1  # slot of a token that is not stored in this rank's cache
-NULL_BLOCK = 0  # block id of padding; never allocated by the scheduler
 
 
 @jax.tree_util.register_dataclass
@@ -85,9 +93,10 @@ class BatchMetadata:
         Raises:
           TypeError: a size that is not an integer.
           ValueError: more requests, tokens or blocks than the bounds, a query longer than its
-            context, a context longer than its blocks, a negative query length or block id, a block
-            whose slots exceed int32, a size below 1, lists of different lengths, or lists that are
-            not one-dimensional lists of integers.
+            context, a context longer than its blocks, NULL_BLOCK for the last query token of a
+            request, a negative query length or block id, a block whose slots exceed int32, a size
+            below 1, lists of different lengths, or lists that are not one-dimensional lists of
+            integers.
         """
         max_num_reqs, max_num_tokens, max_blocks, block_size, cp_world_size = at_least_1(
             max_num_reqs=max_num_reqs,
@@ -97,12 +106,13 @@ class BatchMetadata:
             cp_world_size=cp_world_size,
         )
         query, context = integers("query_lens", query_lens), integers("seq_lens", seq_lens)
-        blocks, block_ids = _blocks(block_table)
-        _check_requests(query, context, blocks, max_blocks, block_size * cp_world_size)
+        blocks, block_ids = blocks_of(block_table)
+        check_requests(query, context, blocks, max_blocks, block_size * cp_world_size)
         num_reqs, num_tokens = len(query), int(query.sum())
-        _check_bounds(num_reqs, max_num_reqs, num_tokens, max_num_tokens)
-        _check_block_ids(block_ids, block_size)
-        table = _padded_table(blocks, block_ids, max_num_reqs, max_blocks)
+        check_sizes(num_reqs, max_num_reqs, num_tokens, max_num_tokens)
+        check_block_ids(block_ids, block_size)
+        table = padded_table(blocks, block_ids, max_num_reqs, max_blocks)
+        check_last_blocks(table, query, context, block_size * cp_world_size)
         starts = np.full(max_num_reqs + 1, num_tokens, np.int32)
         starts[: num_reqs + 1] = np.concatenate([[0], np.cumsum(query)])
         lens = np.pad(context, (0, max_num_reqs - num_reqs)).astype(np.int32)
@@ -134,89 +144,6 @@ class BatchMetadata:
     def row_mask(self) -> jax.Array:
         """bool[B], False for padding rows."""
         return jnp.arange(self.max_num_reqs, dtype=jnp.int32) < self.num_reqs
-
-
-def _blocks(block_table: Sequence[Sequence[int]] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The number of blocks of each request; and the ids of all, as a table if given as one."""
-    if isinstance(block_table, np.ndarray) and block_table.dtype != object:
-        if block_table.ndim != 2 or (block_table.size and block_table.dtype.kind not in "iu"):
-            raise ValueError(
-                "block_table must be integers in two dimensions, got "
-                f"{block_table.dtype}{[*block_table.shape]}"
-            )
-        return np.full(len(block_table), block_table.shape[1], np.int64), block_table
-    lists = [*block_table]
-    blocks = np.array([len(row) for row in lists], np.int64)
-    rows = [row for row in lists if len(row)]
-    joined = np.concatenate(rows) if rows else np.empty(0, np.int64)
-    if joined.ndim != 1 or joined.dtype.kind not in "iu":
-        raise ValueError(
-            "rows of block_table must be integers in one dimension, got "
-            f"{joined.dtype}{[*joined.shape]}"
-        )
-    return blocks, joined
-
-
-def _padded_table(
-    blocks: np.ndarray, block_ids: np.ndarray, max_num_reqs: int, max_blocks: int
-) -> np.ndarray:
-    """int32[max_num_reqs, max_blocks]; padding is written once, because pages are fresh."""
-    table = np.empty((max_num_reqs, max_blocks), np.int32)
-    num_reqs = len(blocks)
-    table[num_reqs:] = NULL_BLOCK
-    if block_ids.ndim == 2:
-        columns = block_ids.shape[1]
-        table[:num_reqs, :columns] = block_ids
-        table[:num_reqs, columns:] = NULL_BLOCK
-        return table
-    ends = np.cumsum(blocks).tolist()
-    for row, end, count in zip(table, ends, blocks.tolist(), strict=False):
-        row[:count] = block_ids[end - count : end]
-        row[count:] = NULL_BLOCK
-    return table
-
-
-def _check_requests(
-    query: np.ndarray, context: np.ndarray, blocks: np.ndarray, max_blocks: int, capacity: int
-) -> None:
-    if not len(query) == len(context) == len(blocks):
-        raise ValueError(
-            "query_lens, seq_lens and block_table must have equal lengths, got "
-            f"{len(query)}, {len(context)} and {len(blocks)} requests"
-        )
-    rules = {
-        "0 <= query tokens <= context": (query >= 0) & (query <= context),
-        f"blocks <= max_blocks={max_blocks}": blocks <= max_blocks,
-        f"context <= blocks of {capacity} tokens": context <= blocks * capacity,
-        "context < 2**31 tokens": context < 2**31,
-    }
-    for rule, satisfied in rules.items():
-        if not satisfied.all():
-            i = int(satisfied.argmin())
-            raise ValueError(
-                f"request {i} with {query[i]} query tokens, a context of {context[i]} tokens and "
-                f"{blocks[i]} blocks violates {rule}"
-            )
-
-
-def _check_bounds(num_reqs: int, max_num_reqs: int, num_tokens: int, max_num_tokens: int) -> None:
-    if num_reqs > max_num_reqs:
-        raise ValueError(f"{num_reqs} requests exceed max_num_reqs={max_num_reqs}")
-    if num_tokens > max_num_tokens:
-        raise ValueError(f"{num_tokens} query tokens exceed max_num_tokens={max_num_tokens}")
-
-
-def _check_block_ids(block_ids: np.ndarray, block_size: int) -> None:
-    max_id = 2**31 // block_size - 1
-    if not block_ids.size:
-        return
-    low, high = int(block_ids.min()), int(block_ids.max())
-    if low < 0 or high > max_id:
-        remedy = f"; pad rows of block_table with {NULL_BLOCK} (NULL_BLOCK)" if low < 0 else ""
-        raise ValueError(
-            f"block ids must be in [0, {max_id}] for int32 slots of blocks of {block_size} tokens, "
-            f"got {low} to {high}{remedy}"
-        )
 
 
 # --------------------------------------------------------------------------------------------------

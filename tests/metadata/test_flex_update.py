@@ -23,6 +23,9 @@ def builders(num_blocks: int):
 
 
 def batch_of(tables: np.ndarray, seq_lens: np.ndarray, bounds: Bounds) -> BatchMetadata:
+    rows, last = np.arange(len(tables)), np.maximum(seq_lens - 1, 0) // bounds.block_size
+    tables = tables.copy()
+    tables[rows, last] = np.maximum(tables[rows, last], 1)  # each query token has a block
     return BatchMetadata.from_host(
         np.minimum(seq_lens, bounds.max_num_tokens // bounds.max_num_reqs),
         seq_lens,
