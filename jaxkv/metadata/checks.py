@@ -54,6 +54,21 @@ def check_drafts(operation: str, num_draft_tokens: ArrayLike, num_spec_tokens: i
         )
 
 
+def check_accepted(operation: str, rows: ArrayLike, accepted: ArrayLike, drafts: ArrayLike) -> None:
+    """Raises a ValueError unless `accepted` is in [1, drafts + 1] in `rows`, bool[B].
+
+    Arguments on the device are not read.
+    """
+    if not all(isinstance(array, np.ndarray) for array in (rows, accepted, drafts)):
+        return
+    most = np.asarray(drafts).astype(np.int64) + 1
+    for i in np.flatnonzero(rows & ~((accepted >= 1) & (accepted <= most))):
+        raise ValueError(
+            f"{operation}: the accepted tokens of row {i} must be in [1, {most[i]}], up to one "
+            f"more than its drafts, got {accepted[i]}"
+        )
+
+
 def integers(name: str, values: npt.ArrayLike) -> np.ndarray:
     """`values` as int64[n]."""
     array = np.asarray(values)

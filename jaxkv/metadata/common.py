@@ -304,7 +304,8 @@ def unique_first_occurrence(
       pad: fill value for the rest of a row.
 
     Raises:
-      ValueError: `max_value` is negative, or a NumPy array `x` has values out of range.
+      ValueError: `max_value` is negative, `x` is not of integers, or a NumPy array `x` has values
+        out of range.
 
     Example: `unique_first_occurrence(jnp.array([[3, 1, 0, 1]]), 3)` is [[3, 1, -1, -1]].
     """
@@ -315,6 +316,7 @@ def unique_first_occurrence(
             f"x must be in [0, max_value={max_value}], got values from {x.min()} to {x.max()}"
         )
     rows, width = x.shape
+    x = int32_on_device("x", x)  # an unsigned dtype has no -1
     # Two indices: an index of the flat array would overflow int32.
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), x.shape)

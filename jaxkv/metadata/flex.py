@@ -15,6 +15,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.metadata.block_lists import Q_BLOCK_SIZE as Q_BLOCK_SIZE
 from jaxkv.metadata.block_lists import block_list, max_columns, spans_of
@@ -139,7 +140,8 @@ def build(
 
     Raises:
       ValueError: a window below 1 token, a cache without blocks, more slots than int32 can
-        represent, or ranges of the wrong shape or not integers.
+        represent, block ids on the host outside the cache, or ranges of the wrong shape or not
+        integers.
 
     Example: `flex.build(batch, num_blocks=1024, sliding_window=4096)`.
     """
@@ -151,6 +153,7 @@ def build(
         raise ValueError(
             f"num_blocks={num_blocks} blocks of {batch.block_size} tokens exceed 2**31 slots"
         )
+    _check_table("flex.build", batch.block_table, num_blocks)
     batch, ranges = on_device(batch), _ranges(batch, mm_prefix_range)
     logical = physical_to_logical(batch, num_blocks)
     blocks = mapped_blocks(batch) if updatable else None
@@ -176,8 +179,8 @@ def update(
       mm_prefix_range: see `build`.
 
     Raises:
-      ValueError: `metadata` is not updatable or has other bounds than the batch, or ranges of the
-        wrong shape or not integers.
+      ValueError: `metadata` is not updatable or has other bounds than the batch, block ids on the
+        host outside the cache, or ranges of the wrong shape or not integers.
     """
     mapped = metadata.mapped_blocks
     if mapped is None:
@@ -189,10 +192,19 @@ def update(
             f"flex.update: metadata has (rows, blocks per row, tokens per block) {bounds}, must "
             f"have those of the batch, {wanted}"
         )
+    _check_table("flex.update", batch.block_table, metadata.physical_to_logical.shape[1])
     batch, ranges = on_device(batch), _ranges(batch, mm_prefix_range)
     blocks = mapped_blocks(batch)
     logical = updated(jnp.asarray(metadata.physical_to_logical), mapped, blocks)
     return _metadata(batch, (logical, blocks), metadata.causal, metadata.sliding_window, ranges)
+
+
+def _check_table(operation: str, block_table: Array, num_blocks: int) -> None:
+    if isinstance(block_table, np.ndarray) and block_table.max(initial=0) >= num_blocks:
+        raise ValueError(
+            f"{operation}: block_table must have block ids below num_blocks={num_blocks}, got "
+            f"{block_table.max()}"
+        )
 
 
 def _ranges(batch: BatchMetadata, mm_prefix_range: Array | None) -> jax.Array | None:

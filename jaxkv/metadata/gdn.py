@@ -13,9 +13,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.metadata import mamba
-from jaxkv.metadata.checks import at_least_1, check_drafts, check_has_rows, check_rows
+from jaxkv.metadata.checks import (
+    at_least_1,
+    check_accepted,
+    check_drafts,
+    check_has_rows,
+    check_rows,
+)
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, num_computed_tokens
 from jaxkv.metadata.segments import (
     Array,
@@ -104,8 +111,8 @@ def build(
       batch: the batch, decodes first, with the block table and block size of the state cache.
       num_draft_tokens: int32[B], draft tokens that each row verifies in this step, -1 for rows
         without; None for a step without. If all are 0 or -1, the step counts as one without.
-      num_accepted_tokens: int32[B], accepted tokens of each row in the last step, at least 1;
-        required with `num_draft_tokens`.
+      num_accepted_tokens: int32[B], accepted tokens of each row in the last step, in
+        [1, num_spec_tokens + 1]; required with `num_draft_tokens`.
       num_spec_tokens: upper bound of `num_draft_tokens`, required with it; drafts on the device are
         not checked against it.
       mode: caching of states, see `mamba.build`; "none" or "align".
@@ -114,9 +121,9 @@ def build(
     Raises:
       TypeError: a chunk size that is not an integer.
       ValueError: operands not integers of shape [B], draft tokens without accepted tokens or
-        without an upper bound, draft tokens on the host above it, mode "all" or an unknown one, a
-        chunk size below 1, a block table too narrow for the states of draft tokens, or a batch
-        without rows.
+        without an upper bound, draft or accepted tokens on the host above it, accepted tokens on
+        the host below 1, mode "all" or an unknown one, a chunk size below 1, a block table too
+        narrow for the states of draft tokens, or a batch without rows.
 
     Example: `gdn.build(batch, num_draft_tokens=drafts, num_accepted_tokens=accepted,
     num_spec_tokens=2)`.
@@ -124,6 +131,10 @@ def build(
     check_has_rows(batch.max_num_reqs)
     (chunk_size,) = at_least_1(chunk_size=chunk_size)
     _check_operands(batch, num_draft_tokens, num_accepted_tokens, mode)
+    accepted = jnp.ones_like(batch.seq_lens)
+    if num_accepted_tokens is not None:
+        accepted = int32_on_device("num_accepted_tokens", num_accepted_tokens)
+    _check_accepted(batch, num_draft_tokens, num_accepted_tokens, num_spec_tokens)
     batch = on_device(batch)
     is_spec = _spec_rows(batch, num_draft_tokens, num_spec_tokens)
     # Without drafts, rows keep their places, also those without tokens.
@@ -132,9 +143,6 @@ def build(
     spec = _pack(batch, is_spec)
     counts = _counts(batch, jnp.any(is_spec), non_spec)
     states = mamba.state_indices(batch, mode=mode, num_spec_tokens=num_spec_tokens)
-    accepted = jnp.ones_like(batch.seq_lens)
-    if num_accepted_tokens is not None:
-        accepted = int32_on_device("num_accepted_tokens", num_accepted_tokens)
     return GDNMetadata(
         **counts,
         num_spec_decodes=spec.num_rows,
@@ -213,6 +221,14 @@ def _check_operands(
             check_rows(name, values, batch.max_num_reqs)
     if drafts is not None and accepted is None:
         raise ValueError("num_draft_tokens requires num_accepted_tokens, int32[B]")
+
+
+def _check_accepted(
+    batch: BatchMetadata, drafts: Array | None, accepted: Array | None, num_spec_tokens: int
+) -> None:
+    if isinstance(drafts, np.ndarray) and accepted is not None and np.any(drafts > 0):
+        verifies = (batch.query_lens > 0) & (drafts >= 0)
+        check_accepted("gdn.build", verifies, accepted, np.full_like(drafts, num_spec_tokens))
 
 
 def _spec_rows(

@@ -43,12 +43,13 @@ def build(batch: BatchMetadata, logits_indices: Array, num_logits: int | Array) 
 
     Args:
       batch: the batch.
-      logits_indices: int32[N], token indices in increasing order; see `common.logits_indices`.
+      logits_indices: int32[N], token indices in increasing order, which may repeat for rows without
+        tokens; see `common.logits_indices`.
       num_logits: int32[], number of valid indices; up to N.
 
     Raises:
-      ValueError: `logits_indices` are not integers of shape [N] with N >= 1, or `num_logits`, if
-        known on the host, is outside [0, N].
+      ValueError: `logits_indices` are not integers of shape [N] with N >= 1, or, if known on the
+        host, `num_logits` is outside [0, N], or valid indices are decreasing or outside [0, T).
 
     Example: `kv_sharing.build(batch, logits_indices(batch), batch.num_reqs)`.
     """
@@ -57,9 +58,13 @@ def build(batch: BatchMetadata, logits_indices: Array, num_logits: int | Array) 
             f"logits_indices must be int32[N] with N >= 1, got shape {logits_indices.shape}"
         )
     size = logits_indices.shape[0]
-    if isinstance(num_logits, int | np.integer | np.ndarray) and not 0 <= num_logits <= size:
+    known = isinstance(num_logits, int | np.integer | np.ndarray)
+    if known and not 0 <= num_logits <= size:
         raise ValueError(f"num_logits must be in [0, {size}], got {num_logits}")
-    logits_indices = int32_on_device("logits_indices", logits_indices)
+    given = logits_indices
+    logits_indices = int32_on_device("logits_indices", given)
+    if known and isinstance(given, np.ndarray):
+        _check_order(given[: int(num_logits)], batch.max_num_tokens)
     num_logits = int32_on_device("num_logits", num_logits)
     wanted = jnp.arange(size, dtype=jnp.int32) < num_logits
     # Masked reduction as in `prefix_sum`: needed tokens before the first one of each row.
@@ -75,3 +80,12 @@ def build(batch: BatchMetadata, logits_indices: Array, num_logits: int | Array) 
         logits_indices_padded=jnp.where(wanted, logits_indices, jnp.where(num_logits > 0, last, 0)),
         num_logits_indices=num_logits,
     )
+
+
+def _check_order(indices: np.ndarray, max_num_tokens: int) -> None:
+    in_order = np.all(indices[1:] >= indices[:-1])
+    if indices.size and not (in_order and indices[0] >= 0 and indices[-1] < max_num_tokens):
+        raise ValueError(
+            "logits_indices must be indices of the batch's tokens in increasing order, in "
+            f"[0, {max_num_tokens}), got {indices.tolist()}"
+        )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxkv.metadata.checks import at_least_1, check_rows
 from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
-from jaxkv.metadata.segments import Array, cdiv, on_device, prefix_sum, row_of
+from jaxkv.metadata.segments import Array, cdiv, int32_on_device, on_device, prefix_sum, row_of
 
 
 @jax.tree_util.register_dataclass
@@ -48,11 +48,12 @@ class LocalAttention:
           block_table: int32[B, W'] of the same requests, for example of another KV cache group.
 
         Raises:
-          ValueError: the number of rows of `block_table` differs.
+          ValueError: the number of rows of `block_table` differs, or it is not of integers.
 
         Example: `local_attention.build(batch, 8192).gather(other_block_table)`.
         """
         check_rows("block_table", block_table, self.num_rows, "blocks")
+        block_table = int32_on_device("block_table", block_table)
         return _gather(
             block_table, self.batch.row_mask, self.request, self.chunk, self.batch.max_blocks
         )

@@ -78,10 +78,11 @@ def build(batch: BatchMetadata, bias: Array) -> TreeMetadata:
       bias: float32[L, L], `tree_attn_bias`.
 
     Raises:
-      ValueError: a batch without rows.
+      ValueError: a `bias` that is not square, or a batch without rows.
 
     Example: `tree.build(batch, tree.tree_attn_bias([(0,), (1,), (0, 0)]))`.
     """
+    _check_square(bias)
     decode, prefill = sections(batch, split_decodes_and_prefills(batch, bias.shape[0]))
     return TreeMetadata(
         decode=decode,
@@ -112,8 +113,9 @@ def build_for_drafting(
 
     Raises:
       ValueError: a negative level, after level 0 a `query_len` below 1 or above the number of draft
-        tokens of the tree, or a batch without rows.
+        tokens of the tree, a `bias` that is not square, or a batch without rows.
     """
+    _check_square(bias)
     if draft_index < 0:
         raise ValueError(f"draft_index must be >= 0, got {draft_index}")
     if draft_index and not 1 <= query_len < bias.shape[0]:
@@ -123,3 +125,8 @@ def build_for_drafting(
         )
     drafts = slice(1, 1 + query_len) if draft_index else slice(0)
     return build(batch, bias[drafts, drafts])
+
+
+def _check_square(bias: Array) -> None:
+    if bias.ndim != 2 or bias.shape[0] != bias.shape[1]:
+        raise ValueError(f"bias must be [L, L], see tree_attn_bias, got {[*bias.shape]}")

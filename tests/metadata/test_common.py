@@ -174,6 +174,9 @@ def test_unique_first_occurrence_of_long_rows():
     )
     with pytest.raises(ValueError, match="max_value must be >= 0"):
         common.unique_first_occurrence(x, -1)
+    for dtype in (jnp.uint8, jnp.uint32):
+        unsigned = jnp.array([[3, 0, 2, 3]], dtype)
+        assert_same(common.unique_first_occurrence(unsigned, 3), [[3, 2, -1, -1]])
 
 
 @pytest.mark.parametrize("values", [[3, -1, 2, 3], [3, 4, 0, 3]])

@@ -269,6 +269,11 @@ def test_invalid_arguments_raise():
             flex.build(batch, num_blocks=num_blocks)
     with pytest.raises(ValueError, match="num_blocks=134217729 blocks of 16 tokens exceed"):
         flex.build(batch, num_blocks=2**27 + 1)
+    metadata, beyond = flex.build(batch, num_blocks=2, updatable=True), batch_of([[2]], [1], [1])
+    with pytest.raises(ValueError, match=r"flex.build: block_table .* num_blocks=2, got 2"):
+        flex.build(beyond, num_blocks=2)
+    with pytest.raises(ValueError, match=r"flex.update: block_table .* num_blocks=2, got 2"):
+        flex.update(metadata, beyond)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -89,6 +89,13 @@ def test_float_arguments_raise():
         kv_sharing.build(batch_of([2]), np.zeros(2, np.int32), jnp.float32(2))
 
 
+@pytest.mark.parametrize("indices", [[0, 99], [1, 0], [-1, 1], [0, 28]])
+def test_indices_out_of_order_or_range_raise(indices):
+    with pytest.raises(ValueError, match=r"logits_indices .* in increasing order, in \[0, 28\)"):
+        kv_sharing.build(batch_of([2]), np.array(indices), 2)
+    kv_sharing.build(batch_of([2]), np.array([0, *indices]), 1)  # the others are padding
+
+
 def test_indices_outside_int32_raise():
     with pytest.raises(ValueError, match="logits_indices must fit int32, got 0 "):
         kv_sharing.build(batch_of([2]), np.array([0, 2**32 + 2]), 2)

@@ -142,6 +142,8 @@ def test_gather_rejects_different_number_of_rows(shape):
     local.gather(np.zeros((5, 9), np.int32))
     with pytest.raises(ValueError, match=r"block_table must be \[5 rows, blocks\], got \("):
         jax.jit(local.gather)(np.zeros(shape, np.int32))
+    with pytest.raises(ValueError, match="block_table must be int32, got float32"):
+        local.gather(np.zeros((5, 9), np.float32))
 
 
 @pytest.mark.parametrize("bounds", [ONE, FEW])

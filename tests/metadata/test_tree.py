@@ -102,6 +102,18 @@ def test_invalid_levels_raise(draft_index, query_len):
         )
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 2), ()])
+def test_bias_that_is_not_square_raises(shape):
+    batch = BatchMetadata.from_host(
+        [1], [1], [[1]], max_num_reqs=1, max_num_tokens=4, max_blocks=1, block_size=4
+    )
+    bias = np.zeros(shape, np.float32)
+    with pytest.raises(ValueError, match=r"bias must be \[L, L\], see tree_attn_bias, got \["):
+        tree.build(batch, bias)
+    with pytest.raises(ValueError, match=r"bias must be \[L, L\]"):
+        tree.build_for_drafting(batch, bias, draft_index=1, query_len=1)
+
+
 @jax.jit
 def attend(metadata: tree.TreeMetadata, q, keys, values):
     """Attention of the decodes, L tokens each, over pages; q is [R, L, D], pages [N, size, D]."""

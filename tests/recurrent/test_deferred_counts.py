@@ -6,6 +6,7 @@ import types
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -153,6 +154,30 @@ def test_advance_rejects_negative_counts(name):
     counts = {"num_drafts": accepted, "next_query_lens": query_lens, "num_accepted": accepted}
     with pytest.raises(ValueError, match=f"{name} must be at least 0 in each row, got -1"):
         jaxkv.recurrent.advance(batch, **counts | {name: np.full(10, -1, np.int32)})
+
+
+@pytest.mark.parametrize(
+    "accepted, drafts, message",
+    [
+        (0, 1, r"the accepted tokens of row 0 must be in \[1, 2\], .* got 0"),
+        (3, 1, r"the accepted tokens of row 0 must be in \[1, 2\], .* got 3"),
+        (1, 5, "row 0 must have fewer drafts than its 2 query tokens, got num_drafts 5"),
+    ],
+)
+def test_counts_that_contradict_the_batch_raise(accepted, drafts, message):
+    """Of a row with tokens; any other row has no counts."""
+    batch = BatchMetadata.from_host(
+        [2, 0], [2, 4], [[1], [2]], max_num_reqs=3, max_num_tokens=4, max_blocks=1, block_size=4
+    )
+    counts = np.array([accepted, 0, 9], np.int32)
+    drafts = np.array([drafts, 0, 0], np.int32)
+    with pytest.raises(ValueError, match=f"recurrent.advance: {message}"):
+        jaxkv.recurrent.advance(batch, counts, num_drafts=drafts, next_query_lens=0 * drafts)
+    states, kinds = jnp.zeros((3, 4)), jaxkv.recurrent.StateKind.TEMPORAL
+    with pytest.raises(ValueError, match=f"recurrent.align_postprocess: {message}"):
+        jaxkv.recurrent.align_postprocess(states, batch, counts, kinds=kinds, num_drafts=drafts)
+    counts[0], drafts[0] = 2, 1
+    jaxkv.recurrent.align_postprocess(states, batch, counts, kinds=kinds, num_drafts=drafts)
 
 
 @pytest.mark.parametrize("donated", [False, True])

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxkv._src.recurrent.align import _counts
+from jaxkv._src.recurrent.align import _check_step, _counts
 from jaxkv._src.runtime.bounds import check_bounds
 from jaxkv.metadata.checks import at_least_1
 from jaxkv.metadata.common import BatchMetadata, num_computed_tokens
@@ -45,16 +45,19 @@ def advance(
         context has up to `max_blocks * block_size` tokens on each of them.
 
     Raises:
-      TypeError, ValueError: counts that are not int32[B], negative counts in NumPy arrays, or an
-        invalid `cp_world_size`.
+      TypeError, ValueError: counts that are not int32[B], on the host negative counts, accepted
+        tokens outside [1, num_drafts + 1] or not fewer drafts than query tokens, or an invalid
+        `cp_world_size`.
       BoundError: by `jaxkv.check_errors()`, for query tokens or a context above the batch's bounds,
         or of a negative length.
     """
     (cp_world_size,) = at_least_1(cp_world_size=cp_world_size)
     rows = batch.max_num_reqs
+    given = num_accepted, num_drafts
     num_accepted = _counts("num_accepted", num_accepted, rows, nonnegative=True)
     num_drafts = _counts("num_drafts", num_drafts, rows, nonnegative=True)
     next_query_lens = _counts("next_query_lens", next_query_lens, rows, nonnegative=True)
+    _check_step("recurrent.advance", batch, *given)
     ran = batch.query_lens > 0
     valid = num_computed_tokens(batch) + jnp.where(
         ran, batch.query_lens - num_drafts + num_accepted - 1, 0

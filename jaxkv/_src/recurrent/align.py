@@ -34,7 +34,7 @@ from jaxkv._src.runtime.int32 import check_fits_int32
 from jaxkv._src.runtime.sharding import check_unsharded, match_varying_axes
 from jaxkv._src.transfer.sharded_arguments import check_sharded_arguments
 from jaxkv._src.transfer.transformations import reject_transformations
-from jaxkv.metadata.checks import at_least_1, integers
+from jaxkv.metadata.checks import at_least_1, check_accepted, integers
 from jaxkv.metadata.common import BatchMetadata
 from jaxkv.metadata.segments import Array, cdiv
 
@@ -97,8 +97,9 @@ def align_postprocess(
       The states, and int32[B] accepted counts for the next step.
 
     Raises:
-      ValueError: inconsistent arrays, kinds or counts, or arrays that are sharded outside
-        `shard_map`; in a jit with automatic mesh axes, arguments of the program.
+      ValueError: inconsistent arrays, kinds or counts, on the host accepted tokens outside
+        [1, num_drafts + 1] or not fewer drafts than query tokens, or arrays that are sharded
+        outside `shard_map`; in a jit with automatic mesh axes, arguments of the program.
       NotImplementedError: inside vmap or a derivative.
     """
     return _align(states, batch, num_accepted, kinds, num_drafts, "num_drafts", before=False)
@@ -170,8 +171,11 @@ def _align(
     num_blocks = _check_states(leaves, leaf_kinds)
     check_unsharded(jax.tree.leaves((leaves, batch, num_accepted, known)))
     rows = batch.max_num_reqs
+    given = num_accepted, known
     num_accepted = _counts("num_accepted", num_accepted, rows, nonnegative=True)
     known = _counts(known_name, known, rows, nonnegative=not before)
+    if not before:
+        _check_step(operation, batch, *given)
     if rows == 0:
         return states, num_accepted
     operands = [batch.query_start_loc, batch.seq_lens, batch.num_reqs, batch.block_table, known]
@@ -247,6 +251,20 @@ def _check_states(leaves: Sequence[jax.Array], kinds: Sequence[object]) -> int:
             f"element), the limit of a call is {limit}: call it for some of the arrays at a time"
         )
     return leaves[0].shape[0]
+
+
+def _check_step(operation: str, batch: BatchMetadata, accepted: Array, drafts: Array) -> None:
+    """Raises a ValueError for counts on the host that contradict the batch, if that is, too."""
+    query_lens = batch.query_lens
+    if not isinstance(query_lens, np.ndarray):
+        return
+    if isinstance(drafts, np.ndarray):
+        for i in np.flatnonzero((query_lens > 0) & (drafts >= query_lens)):
+            raise ValueError(
+                f"{operation}: row {i} must have fewer drafts than its {query_lens[i]} query "
+                f"tokens, got num_drafts {drafts[i]}"
+            )
+    check_accepted(operation, query_lens > 0, accepted, drafts)
 
 
 def _counts(name: str, values: ArrayLike, rows: int, *, nonnegative: bool = False) -> jax.Array:
