@@ -59,9 +59,13 @@ def check_accepted(operation: str, rows: ArrayLike, accepted: ArrayLike, drafts:
 
     Arguments on the device are not read.
     """
-    if not all(isinstance(array, np.ndarray) for array in (rows, accepted, drafts)):
+    if not (
+        isinstance(rows, np.ndarray)
+        and isinstance(accepted, np.ndarray)
+        and isinstance(drafts, np.ndarray)
+    ):
         return
-    most = np.asarray(drafts).astype(np.int64) + 1
+    most = drafts.astype(np.int64) + 1
     for i in np.flatnonzero(rows & ~((accepted >= 1) & (accepted <= most))):
         raise ValueError(
             f"{operation}: the accepted tokens of row {i} must be in [1, {most[i]}], up to one "

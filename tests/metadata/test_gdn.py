@@ -185,12 +185,10 @@ def test_invalid_arguments_raise():
     for count in (0, -5, 3):
         accepted = rows.copy()
         accepted[1:] = 0  # padding rows
-        drafts = dict.fromkeys(["num_draft_tokens", "num_accepted_tokens"], accepted)
-        gdn.build(batch, **drafts, num_spec_tokens=1)
+        gdn.build(batch, num_draft_tokens=rows, num_accepted_tokens=accepted, num_spec_tokens=1)
         accepted[0] = count
-        drafts["num_draft_tokens"] = rows
         with pytest.raises(ValueError, match=rf"tokens of row 0 .* in \[1, 2\], .* got {count}"):
-            gdn.build(batch, **drafts, num_spec_tokens=1)
+            gdn.build(batch, num_draft_tokens=rows, num_accepted_tokens=accepted, num_spec_tokens=1)
 
 
 @pytest.mark.parametrize("name", ["num_draft_tokens", "num_accepted_tokens"])

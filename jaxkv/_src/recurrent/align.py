@@ -255,7 +255,7 @@ def _check_states(leaves: Sequence[jax.Array], kinds: Sequence[object]) -> int:
 
 def _check_step(operation: str, batch: BatchMetadata, accepted: Array, drafts: Array) -> None:
     """Raises a ValueError for counts on the host that contradict the batch, if that is, too."""
-    query_lens = batch.query_lens
+    query_lens: Any = batch.query_lens  # of a batch from the host, a NumPy array
     if not isinstance(query_lens, np.ndarray):
         return
     if isinstance(drafts, np.ndarray):
