@@ -277,6 +277,7 @@ def test_server_rejects_option(option, capsys):
     assert error.value.code == 2 and "error: " in capsys.readouterr().err
 
 
+@pytest.mark.cpu_only  # one GPU is rejected before
 def test_server_rejects_devices_that_do_not_divide_the_heads():
     from examples.serving.server import main
 
