@@ -32,11 +32,11 @@ class Placement:
 
 
 class BlockManager:
-    """Allocates HBM pages, and finds prefixes in HBM and in the host tier."""
+    """Allocates HBM pages, but 0, the null block; finds prefixes in HBM and in the host tier."""
 
     def __init__(self, num_hbm_pages: int, host: jaxkv.OffloadEngine):
-        self._free = list(range(num_hbm_pages))
-        self._references = [0] * num_hbm_pages
+        self._free = list(range(1, num_hbm_pages + 1))
+        self._references = [0] * (num_hbm_pages + 1)
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}

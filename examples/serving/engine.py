@@ -44,7 +44,7 @@ class Engine:
     Args:
       config, params: the model; the dtype of the cache is that of the parameters.
       limits: limits of the scheduler.
-      num_hbm_pages, num_host_pages: sizes of both memories.
+      num_hbm_pages, num_host_pages: sizes of both memories, without the null block, page 0.
       layout: layout of the host pool. By default consecutive pages are one descriptor of the copy
         engine; tiers read and write fewer, larger blocks in "page_first_direct".
       attention: implementation, see attention.py.
@@ -70,17 +70,16 @@ class Engine:
             params = jax.device_put(params, jax.tree.map(partial(jax.NamedSharding, mesh), specs))
         self.params = params
         where: Any = {"mesh": mesh, "head_axis": axis}
-        cache = jaxkv.DeviceCache.create(self.spec, num_pages=num_hbm_pages, **where)
+        cache = jaxkv.DeviceCache.create(self.spec, num_pages=num_hbm_pages + 1, **where)
         self._replicated = jax.NamedSharding(mesh, jax.P()) if mesh else cache.layers[0][0].sharding
         self.state = State(cache, jnp.zeros(limits.batch, jnp.int32, device=self._replicated))
         self.pool: jaxkv.HostPool | None = None
         if num_host_pages:
             where |= {"num_pages": num_host_pages, "layout": layout}
             self.pool = jaxkv.HostPool.create(self.spec, **where)
-        below, sizes = tiers(self.pool) if self.pool else (), [limits.copy_pages]
-        self.host = jaxkv.OffloadEngine(
-            self.pool or 0, batch_sizes=sizes, num_device_pages=num_hbm_pages, tiers=below
-        )
+        below = tiers(self.pool) if self.pool else ()
+        copies: Any = {"batch_sizes": [limits.copy_pages], "num_device_pages": num_hbm_pages + 1}
+        self.host = jaxkv.OffloadEngine(self.pool or 0, tiers=below, **copies)
         self.blocks = BlockManager(num_hbm_pages, self.host)
         attention = attention_module.select(attention, dtype, config.head_dim)
         pool_sharding = self.pool.partition_spec if self.pool and memory else None

@@ -40,7 +40,7 @@ class Memories:
 
     def __init__(self, num_hbm_pages: int, num_host_pages: int, copy_pages: int):
         self.blocks = manager(num_hbm_pages, num_host_pages, copy_pages)
-        self.hbm: list[bytes] = [b""] * num_hbm_pages
+        self.hbm: list[bytes] = [b""] * (1 + num_hbm_pages)  # page 0 is the null block
         self.host: list[bytes] = [b""] * num_host_pages
         self.running: list[tuple[Placement, list[bytes], int]] = []
         self.latest: Step | None = None
@@ -57,7 +57,7 @@ class Memories:
             queued = self.queued()
             held = in_use | {page for copy in queued for page in copy.device_pages}
             loading = any(copy.kind == "load" for copy in queued)
-            assert len(keys) + extra > len(self.hbm) - len(held) or loading
+            assert len(keys) + extra >= len(self.hbm) - len(held) or loading
             return
         pages, found = placement.pages, placement.found_in_hbm + placement.loaded
         assert len(pages) == len(set(pages)) == len(keys) + extra
@@ -110,7 +110,7 @@ class Memories:
         queued_stores = [copy for copy in blocks._queued_stores if not copy.issued]
         assert queued_stores == [*blocks.host._stores]
         states = [*blocks._free, *blocks._cached, *set(used)]
-        assert sorted(states) == list(range(len(self.hbm))), "each page has one state"
+        assert sorted(states) == list(range(1, len(self.hbm))), "each page has one state"
         assert {page: key for key, page in blocks._page_of.items()} == blocks._key_of
         assert all(self.hbm[page] == key for page, key in blocks._key_of.items())
         assert set(blocks._cached) <= set(blocks._key_of)
