@@ -44,8 +44,8 @@ SPARSE = (
     "jaxkv/_src/transfer/block_copy.py", "jaxkv/_src/transfer/memory_kinds.py",
     "jaxkv/_src/transfer/transformations.py", "jaxkv/sparse.py",
 )  # fmt: skip
-# A change of a benchmark makes no test stale, nor does one of its own tests.
-TESTED = ("cuda", "jaxkv", "tests", ":!tests/bench")
+# A change of a benchmark makes no test stale, nor does one of its own tests, or of the mutations.
+TESTED = ("cuda", "jaxkv", "tests", ":!tests/bench", ":!tests/mutations.toml")
 # All but `jaxkv.tune` and `jaxkv.offload`.
 FUZZED = ("cuda", "jaxkv", ":!jaxkv/_src/autotune", ":!jaxkv/_src/offload", "tests/fuzz")
 
