@@ -47,7 +47,7 @@ struct CudaMachine {
     return word_of(__ldcg(vector_at(from)));
   }
 
-  // Each 32-bit part is atomic, which is sufficient for flag-in-data words.
+  // Each 32-bit part is atomic, which is sufficient for a word that signals its own arrival.
   static __device__ void send(Word* to, const Word& w) {
     ptx::store_volatile(vector_at(to), vector_of(w));
   }

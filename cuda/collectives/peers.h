@@ -1,6 +1,6 @@
-// Communication of a rank with its peers in a call: receive buffers, barriers, flag-in-data words,
-// waits with a timeout, and the check that all ranks made the same call. One source for CUDA
-// kernels and for the CPU backend; see all_reduce.h for `Machine`.
+// Communication of a rank with its peers in a call: receive buffers, barriers, words that signal
+// their own arrival, waits with a timeout, and the check that all ranks made the same call. One
+// source for CUDA kernels and for the CPU backend; see all_reduce.h for `Machine`.
 #pragma once
 
 #include "collectives/stall.h"
@@ -184,7 +184,7 @@ struct Peers {
     }
   }
 
-  // ---- Flag-in-data words (LL protocol) ---------------------------------------------------------
+  // ---- Words that signal their own arrival (LL) -------------------------------------------------
 
   JAXKV_DEVICE static bool is_set(const Word& w) {
     return w.part[0] != kUnset && w.part[1] != kUnset && w.part[2] != kUnset && w.part[3] != kUnset;

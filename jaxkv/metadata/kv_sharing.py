@@ -44,7 +44,7 @@ def build(batch: BatchMetadata, logits_indices: Array, num_logits: int | Array) 
     Args:
       batch: the batch.
       logits_indices: int32[N], token indices in increasing order, which may repeat for rows without
-        tokens; see `common.logits_indices`.
+        tokens; see `metadata.logits_indices`.
       num_logits: int32[], number of valid indices; up to N.
 
     Raises:

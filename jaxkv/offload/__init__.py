@@ -1,4 +1,4 @@
-"""The host tier: which block is where. Python only: no JAX arrays, no copies."""
+"""The host tier and the tiers below it: which block is where. Uses no JAX arrays."""
 
 from jaxkv._src.offload.errors import BlockNotReadyError, OffloadError, StaleSpecError
 from jaxkv._src.offload.keys import BlockGroup, BlockHasher

@@ -43,7 +43,7 @@ LINE_BYTES = 128  # cache line, the unit of link transactions
 TIMEOUT_S = 30.0
 MULTICAST_VARIABLE = "JAXKV_MULTICAST"
 # Receive buffers for all peers of a device, in bytes:
-LOW_LATENCY_BYTES = 8 << 20  # LL buffers (flag-in-data), two stages
+LOW_LATENCY_BYTES = 8 << 20  # LL buffers, two stages
 SLOT_BYTES = 8 << 20  # slots read after a barrier, two stages
 TILE_BYTES = 32 << 10  # tiles, 128 * 3 * 2 of them; for a two_shot too large for the LL buffers
 MULTICAST_BYTES = 8 << 20  # one reduction in the switch

@@ -27,7 +27,7 @@ Kind: TypeAlias = Literal["load", "store", "none"]
 class OffloadCopy:
     """A load or store of an `OffloadEngine`; its device pages are in use until it is issued.
 
-        store = tier.store(keys, device_pages)
+        store = host_tier.store(keys, device_pages)
         ...                                                   # steps, until store.issued
         pages.free(store.device_pages)
 

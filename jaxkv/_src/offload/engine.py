@@ -29,17 +29,17 @@ class OffloadEngine:
     loads before stores, each in the order in which they were queued. Several batches may be in
     flight. Only `drain` blocks. The pool, the cache and the program that copies are the caller's.
 
-        tier = jaxkv.OffloadEngine(pool, batch_sizes=(16, 64), tiers=[files])
-        prefetch = tier.prefetch(keys)                        # with tiers: when a request arrives
+        host_tier = jaxkv.OffloadEngine(pool, batch_sizes=(16, 64), tiers=[files])
+        prefetch = host_tier.prefetch(keys)                   # with tiers: when a request arrives
         ...                                                   # steps, until prefetch.done
-        tier.touch(keys)                                      # once for each request
-        found = tier.lookup(keys)
-        load = tier.load(keys[:found.num_blocks], device_pages)
+        host_tier.touch(keys)                                 # once for each request
+        found = host_tier.lookup(keys)
+        load = host_tier.load(keys[:found.num_blocks], device_pages)
 
-        batch = tier.next_batch()                             # for each step
+        batch = host_tier.next_batch()                        # for each step
         tokens, *state = step(batch, *state)                  # a jax.jit, with batch.start in it
-        tier.issue(batch, tokens)
-        ended = tier.poll()                                   # copies that are over
+        host_tier.issue(batch, tokens)
+        ended = host_tier.poll()                              # copies that are over
 
     Steps must run on the device in the order of their batches, as the programs of one JAX client
     do: then pages may be used after the waits for their batch, before its step is over.
@@ -256,7 +256,7 @@ class OffloadEngine:
         return copies, pages
 
     def padding_batches(self) -> list[CopyBatch]:
-        """A batch without pages of each kind and size, to compile all programs beforehand."""
+        """A batch without pages of each kind and size, to compile the programs beforehand."""
         kinds: tuple[Kind, ...] = ("none", "load", "store")
         return [
             padded_batch(kind, [], size)

@@ -36,9 +36,9 @@ class PageMemory(Protocol):
 class OffloadPrefetch:
     """Blocks of a request on their way from a tier to the host pool.
 
-        prefetch = tier.prefetch(keys)                        # of an `OffloadEngine`
+        prefetch = host_tier.prefetch(keys)                   # of an `OffloadEngine`
         ...                                                   # steps and polls, until prefetch.done
-        found = tier.lookup(keys)
+        found = host_tier.lookup(keys)
 
     The counterpart of the prefetch of SGLang's HiCache from its storage backends.
 

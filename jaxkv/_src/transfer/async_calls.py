@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jax.core import ShapedArray
 
 # What keeps the copy engine busy while the host launches the compute before the next wait: about
-# 2 ms of a PCIe 5 link, or descriptors that take the host 0.5 to 1.5 ms.
+# 2 ms of a PCIe 5 link, or descriptors that take the host about 1 ms.
 _BYTES_AHEAD = 128 << 20
 _DESCRIPTORS_AHEAD = 1024
 

@@ -39,8 +39,8 @@ class CopyHandle:
                 admit(host_pages)
 
         Outside jit only. It requires no wait and replaces none: JAX knows that the arrays are
-        complete only after `wait`. True at the latest once all copies are complete that had been
-        started, on any device of this process, at the first call after the device ran the start.
+        complete only after `wait`. It may become True late: it also waits for all copies that this
+        process had started, on any device, by the first call of `done` after the start has run.
 
         Raises:
           RuntimeError: the handle is traced, or was donated to a program.

@@ -24,7 +24,7 @@ from jaxkv._src.tuning import copy_lookup, copy_table
 from jaxkv._src.tuning.copy_table import IMPLEMENTATIONS, Candidate, CopySize, Implementation
 from jaxkv._src.tuning.hardware import Hardware, hardware_of
 
-# A descriptor costs 0.9 to 1.4 us of host time (bench/dispatch.py). The limit bounds it to a few
+# A descriptor costs about 1 us of host time (bench/dispatch.py). The limit bounds it to a few
 # milliseconds per step. The kernel is hardly slower, and its host time does not depend on the
 # number of pages.
 MAX_DESCRIPTORS = 4096
