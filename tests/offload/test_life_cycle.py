@@ -44,7 +44,7 @@ def snapshot(manager):
         [*table._free],
         [*table.generations],
         {name: [*v] if hasattr(v, "__iter__") else v for name, v in policy.items()},
-        {ticket: copy.started for ticket, copy in manager._copies.items()},
+        {job_id: copy.started for job_id, copy in manager._copies.items()},
         manager.metrics(),
         [*manager._events],
     )

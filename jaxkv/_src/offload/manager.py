@@ -80,7 +80,7 @@ class OffloadManager:
         self._write = _chosen("write", write, WRITE_POLICIES)(num_pages)
         self._blocks = BlockTable(num_pages)
         self._copies: dict[int, _Copy] = {}
-        self._next_ticket = 0
+        self._next_job_id = 0
         self._events: list[Event] | None = [] if events else None
         self._counts = dict.fromkeys(COUNTERS, 0)
 
@@ -166,9 +166,9 @@ class OffloadManager:
                 "has found, in the same step"
             )
         self._blocks.pin(blocks)
-        spec = LoadSpec(self._ticket(), keys, *self._pages_of(blocks))
+        spec = LoadSpec(self._new_job_id(), keys, *self._pages_of(blocks))
         counter = "kv_offload_cascaded_blocks" if tier else "kv_offload_loaded_blocks"
-        self._copies[spec.ticket] = _Copy(spec, blocks, counter)
+        self._copies[spec.job_id] = _Copy(spec, blocks, counter)
         return spec
 
     def prepare_store(
@@ -218,10 +218,10 @@ class OffloadManager:
         self._counts["kv_offload_skipped_blocks"] += len(missing) - len(wanted)
         pages, generations = self._pages_of(blocks)
         spec = StoreSpec(
-            self._ticket(), stored, pages, generations, indices, tuple(plan.victims), refused
+            self._new_job_id(), stored, pages, generations, indices, tuple(plan.victims), refused
         )
         counter = "kv_offload_promoted_blocks" if tier else "kv_offload_stored_blocks"
-        self._copies[spec.ticket] = _Copy(spec, blocks, counter)
+        self._copies[spec.job_id] = _Copy(spec, blocks, counter)
         return spec
 
     def start(self, spec: LoadSpec | StoreSpec) -> None:
@@ -233,7 +233,7 @@ class OffloadManager:
         """
         copy = self._copy_of(spec, "start")
         if copy.started:
-            raise StaleSpecError(f"start: spec {spec.ticket} has been started already")
+            raise StaleSpecError(f"start: spec {spec.job_id} has been started already")
         self._check_pages(copy, "start")
         copy.started = True
         if isinstance(spec, StoreSpec):
@@ -260,11 +260,11 @@ class OffloadManager:
         not_copied = frozenset(failed)
         if not not_copied.issubset(spec.keys):
             wrong = next(key for key in failed if key not in spec.keys)
-            raise ValueError(f"complete: {wrong.hex()} of failed is not in spec {spec.ticket}")
+            raise ValueError(f"complete: {wrong.hex()} of failed is not in spec {spec.job_id}")
         if not copy.started:
-            raise StaleSpecError(f"complete: spec {spec.ticket} has not been started; call start")
+            raise StaleSpecError(f"complete: spec {spec.job_id} has not been started; call start")
         self._check_pages(copy, "complete")
-        del self._copies[spec.ticket]
+        del self._copies[spec.job_id]
         if isinstance(spec, LoadSpec):
             self._blocks.unpin(copy.blocks)
             self._counts[copy.counter] += len(copy.blocks) - len(not_copied)
@@ -285,7 +285,7 @@ class OffloadManager:
           StaleSpecError: the spec is over, or is not of this manager.
         """
         copy = self._copy_of(spec, "abort")
-        del self._copies[spec.ticket]
+        del self._copies[spec.job_id]
         if isinstance(spec, StoreSpec):
             self._forget(copy.blocks)
             return
@@ -356,9 +356,9 @@ class OffloadManager:
         self._counts["external_prefix_cache_queries"] += num_blocks
         self._counts["external_prefix_cache_hits"] += num_found
 
-    def _ticket(self) -> int:
-        self._next_ticket += 1
-        return self._next_ticket
+    def _new_job_id(self) -> int:
+        self._next_job_id += 1
+        return self._next_job_id
 
     def _pages_of(self, blocks: Sequence[Block]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Page of each block, and its generation."""
@@ -367,10 +367,10 @@ class OffloadManager:
 
     def _copy_of(self, spec: LoadSpec | StoreSpec, operation: str) -> _Copy:
         """The copy of a spec, which is compared by value: it may return from another process."""
-        copy = self._copies.get(spec.ticket)
+        copy = self._copies.get(spec.job_id)
         if copy is None or (copy.spec is not spec and copy.spec != spec):
             raise StaleSpecError(
-                f"{operation}: spec {spec.ticket} is not in flight; it has been completed or "
+                f"{operation}: spec {spec.job_id} is not in flight; it has been completed or "
                 "aborted, or belongs to another manager"
             )
         return copy
@@ -384,7 +384,7 @@ class OffloadManager:
             now = self._blocks.generations[page]
             if now != generation:
                 raise StaleSpecError(
-                    f"{operation}: spec {spec.ticket} loads generation {generation} of page "
+                    f"{operation}: spec {spec.job_id} loads generation {generation} of page "
                     f"{page}, which is at {now}: its block has been discarded; abort the spec"
                 )
 

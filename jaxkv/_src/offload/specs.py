@@ -67,13 +67,13 @@ class LoadSpec:
     The counterpart of vLLM's `LoadStoreSpec`.
 
     Attributes:
-      ticket: number of the spec, unique in its manager.
+      job_id: number of the copy, unique in its manager.
       keys: the blocks.
       pages: page id of each block in the host pool.
       generations: generation of each page.
     """
 
-    ticket: int
+    job_id: int
     keys: tuple[bytes, ...]
     pages: tuple[int, ...]
     generations: tuple[int, ...]
@@ -86,7 +86,7 @@ class StoreSpec:
     The counterpart of vLLM's `PrepareStoreOutput`.
 
     Attributes:
-      ticket: number of the spec, unique in its manager.
+      job_id: number of the copy, unique in its manager.
       keys: the blocks; those of the call that are neither in the host tier already, nor refused,
         nor left out by the write policy.
       pages: page id of each block in the host pool.
@@ -96,7 +96,7 @@ class StoreSpec:
       num_refused: number of blocks without room, since all other pages are in use.
     """
 
-    ticket: int
+    job_id: int
     keys: tuple[bytes, ...]
     pages: tuple[int, ...]
     generations: tuple[int, ...]
