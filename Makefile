@@ -19,7 +19,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
 # As INSTALLED, built with compiler warnings as errors.
 WITHOUT_WARNINGS := $(VENV)/without_warnings
-NATIVE := $(wildcard cuda/*.cc cuda/*/*) CMakeLists.txt pyproject.toml tools/build_backend.py tools/locate.py
+NATIVE := $(wildcard cuda/*.* cuda/*/*) CMakeLists.txt pyproject.toml tools/build_backend.py tools/locate.py
 
 # With a GPU, jax is installed with its CUDA plugin, and nvcc from the package index if needed.
 GPUS := $(wildcard /dev/nvidia[0-9]*)
@@ -68,14 +68,14 @@ test: $(INSTALLED)  ## all tests that can run on this machine
 lint: $(WITHOUT_WARNINGS)  ## format, types, evidence, and compilation with warnings as errors
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
-	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc tests/*/*.cu tests/*/*.h)
+	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard cuda/*.* cuda/*/* bench/*/*.cc tests/*/*.cc tests/*/*.cu tests/*/*.h)
 	$(PY) -m mypy
 	$(PY) -m bench.report.evidence --check
 
 format: $(INSTALLED)  ## format the sources for `make lint`
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
-	$(VENV)/bin/clang-format -i $(wildcard cuda/*.cc cuda/*/* bench/*/*.cc tests/*/*.cc tests/*/*.cu tests/*/*.h)
+	$(VENV)/bin/clang-format -i $(wildcard cuda/*.* cuda/*/* bench/*/*.cc tests/*/*.cc tests/*/*.cu tests/*/*.h)
 
 docs: $(INSTALLED)  ## the documentation in build/docs/html, warnings as errors
 ifndef SYSTEM_PACKAGES

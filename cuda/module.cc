@@ -21,6 +21,7 @@
 #include "xla/ffi/api/ffi.h"
 #ifdef JAXKV_CUDA
 #include "common/device.h"
+#include "execution.h"
 #include "transfer/started_copies.h"
 #endif
 #ifdef JAXKV_TEST_HOOKS
@@ -112,34 +113,43 @@ nb::dict registrations() {
   all["cpu"] = cpu;
 #ifdef JAXKV_CUDA
   nb::dict cuda;
-  const auto prepare = stage("initialize", PrepareDevice);
-  add(cuda, "jaxkv_plan_pairs", prepare, stage("execute", PlanPairsKernel));
-  add(cuda, "jaxkv_copy_blocks", prepare, stage("execute", CopyBlocksKernel));
-  add(cuda, "jaxkv_copy_pairs", prepare, stage("execute", CopyPairsKernel));
-  add(cuda, "jaxkv_copy_groups", prepare, stage("execute", CopyGroupsKernel));
+  const auto prepare = stage("initialize", note_stream<PrepareDevice>);
+  add(cuda, "jaxkv_plan_pairs", prepare, stage("execute", join_on_failure<PlanPairsKernel>));
+  add(cuda, "jaxkv_copy_blocks", prepare, stage("execute", join_on_failure<CopyBlocksKernel>));
+  add(cuda, "jaxkv_copy_pairs", prepare, stage("execute", join_on_failure<CopyPairsKernel>));
+  add(cuda, "jaxkv_copy_groups", prepare, stage("execute", join_on_failure<CopyGroupsKernel>));
   // No initialize stage: there is nothing to prepare, and XLA would call it before every execution.
-  add(cuda, "jaxkv_copy_blocks_dma", stage("execute", CopyBlocksDma));
-  const auto prepare_copy_streams = stage("initialize", PrepareCopyStreams);
-  add(cuda, "jaxkv_start_copy", prepare_copy_streams, stage("execute", StartCopyKernel));
-  add(cuda, "jaxkv_start_copy_dma", stage("initialize", PrepareSegmentedCopy),
-      stage("execute", StartCopyDma));
-  add(cuda, "jaxkv_move_ticket", prepare_copy_streams, stage("execute", MoveTicketKernel));
-  add(cuda, "jaxkv_wait_copy", prepare_copy_streams, stage("execute", WaitCopyKernel));
-  add(cuda, "jaxkv_wait_copy_dma", prepare_copy_streams, stage("execute", WaitCopyDma));
-  add(cuda, "jaxkv_check_bounds", stage("initialize", PrepareBounds),
-      stage("execute", CheckBoundsKernel));
-  add(cuda, "jaxkv_all_reduce", stage("initialize", PrepareAllReduce),
-      stage("execute", AllReduceKernel));
-  add(cuda, "jaxkv_align_states", stage("initialize", PrepareAlign),
-      stage("execute", AlignStatesKernel));
-  add(cuda, "jaxkv_flashinfer", stage("initialize", PrepareFlashInfer),
-      stage("execute", FlashInferKernel));
-  const auto prepare_sparse = stage("initialize", PrepareSparse);
-  add(cuda, "jaxkv_sparse_fetch", prepare_sparse, stage("execute", SparseFetchKernel));
-  add(cuda, "jaxkv_sparse_append", prepare_sparse, stage("execute", SparseAppendKernel));
-  add(cuda, "jaxkv_sparse_write_added", prepare_sparse, stage("execute", SparseWriteAddedKernel));
+  // This call is never captured.
+  add(cuda, "jaxkv_copy_blocks_dma", stage("execute", join_on_failure<note_stream<CopyBlocksDma>>));
+  const auto prepare_copy_streams = stage("initialize", note_stream<PrepareCopyStreams>);
+  add(cuda, "jaxkv_start_copy", prepare_copy_streams,
+      stage("execute", join_on_failure<StartCopyKernel>));
+  add(cuda, "jaxkv_start_copy_dma", stage("initialize", note_stream<PrepareSegmentedCopy>),
+      stage("execute", join_on_failure<StartCopyDma>));
+  add(cuda, "jaxkv_move_ticket", prepare_copy_streams,
+      stage("execute", join_on_failure<MoveTicketKernel>));
+  add(cuda, "jaxkv_wait_copy", prepare_copy_streams,
+      stage("execute", join_on_failure<WaitCopyKernel>));
+  add(cuda, "jaxkv_wait_copy_dma", prepare_copy_streams,
+      stage("execute", join_on_failure<WaitCopyDma>));
+  add(cuda, "jaxkv_check_bounds", stage("initialize", note_stream<PrepareBounds>),
+      stage("execute", join_on_failure<CheckBoundsKernel>));
+  add(cuda, "jaxkv_all_reduce", stage("initialize", note_stream<PrepareAllReduce>),
+      stage("execute", join_on_failure<AllReduceKernel>));
+  add(cuda, "jaxkv_align_states", stage("initialize", note_stream<PrepareAlign>),
+      stage("execute", join_on_failure<AlignStatesKernel>));
+  add(cuda, "jaxkv_flashinfer", stage("initialize", note_stream<PrepareFlashInfer>),
+      stage("execute", join_on_failure<FlashInferKernel>));
+  const auto prepare_sparse = stage("initialize", note_stream<PrepareSparse>);
+  add(cuda, "jaxkv_sparse_fetch", prepare_sparse,
+      stage("execute", join_on_failure<SparseFetchKernel>));
+  add(cuda, "jaxkv_sparse_append", prepare_sparse,
+      stage("execute", join_on_failure<SparseAppendKernel>));
+  add(cuda, "jaxkv_sparse_write_added", prepare_sparse,
+      stage("execute", join_on_failure<SparseWriteAddedKernel>));
 #ifdef JAXKV_TEST_HOOKS
-  add(cuda, "jaxkv_copy_blocks_unordered", prepare, stage("execute", CopyBlocksUnordered));
+  add(cuda, "jaxkv_copy_blocks_unordered", prepare,
+      stage("execute", join_on_failure<CopyBlocksUnordered>));
 #endif
   all["CUDA"] = cuda;
 #endif
@@ -242,7 +252,7 @@ void bind_devices(nb::module_& m) {
   m.attr("CUDA") = true;
   m.def("synchronize_device", &synchronize_device, nb::arg("ordinal"),
         nb::call_guard<nb::gil_scoped_release>(),
-        "Blocks until all work of a CUDA device is complete.");
+        "Blocks until all work of XLA's programs and of copies on a CUDA device is complete.");
   m.def("started_copies", &transfer::started_copies,
         "Numbers of asynchronous copies that are enqueued entirely, by device and copy stream.");
   m.def("copies_ended", &transfer::copies_ended, nb::arg("started"),

@@ -140,7 +140,11 @@ int populate_with_threads(std::byte* data, size_t num_bytes, bool allocated,
 // Memory that cannot be unpinned stays mapped: the device could still write it.
 void free_pages(void* data, size_t num_bytes, [[maybe_unused]] const std::vector<int>& devices) {
 #ifdef JAXKV_CUDA
-  if (!devices.empty() && !unpin(data, devices).empty()) return;
+  try {
+    if (!devices.empty()) unpin(data, devices);
+  } catch (const std::exception&) {
+    return;
+  }
 #endif
   munmap(data, num_bytes);
 }
@@ -167,7 +171,7 @@ std::shared_ptr<PinnedMemory> PinnedMemory::create(size_t num_bytes, int node,
     error = fd >= 0 && code == EFAULT ? "its file system is full" : std::strerror(code);
   } else if (!devices.empty()) {
 #ifdef JAXKV_CUDA
-    error = pin(data, rounded, devices.front());
+    pin(data, rounded, devices.front());
 #else
     error = "built without CUDA";
 #endif

@@ -59,9 +59,9 @@ void stop_freeing();
 std::vector<int> nodes_of_pages(uintptr_t address, size_t num_bytes);
 
 #ifdef JAXKV_CUDA
-// Both return the error, empty for success. `unpin` waits for the work of the devices first.
-std::string pin(void* data, size_t num_bytes, int device);
-std::string unpin(void* data, const std::vector<int>& devices);
+// Both throw std::runtime_error. `unpin` waits for the work of the devices first.
+void pin(void* data, size_t num_bytes, int device);
+void unpin(void* data, const std::vector<int>& devices);
 #endif
 
 }  // namespace jaxkv::cache

@@ -1,12 +1,11 @@
 // Recording of faults by kernels.
 #pragma once
 
+#include "common/device.h"
 #include "common/error_ring.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxkv {
-
-inline constexpr int kMaxDevices = 64;
 
 // Allocates the rings of a device for a scope and for the default scope, once; fails for ordinals
 // from kMaxDevices on.

@@ -2,6 +2,7 @@
 #include <array>
 
 #include "common/cuda_check.h"
+#include "common/device.h"
 #include "common/error_ring.cuh"
 #include "transfer/block_copy.h"
 #include "transfer/copy_kernel.h"
@@ -19,6 +20,7 @@ ffi::Error copy_unordered(int32_t device, ffi::Buffer<ffi::S32> source_ids,
   cudaStream_t& stream = streams[device];
   if (!stream) {
     JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    add_own_stream(device, stream);
   }
   const auto copy = transfer::decode_copy(args, rets, attribute);
   if (!copy.has_value()) return copy.error();

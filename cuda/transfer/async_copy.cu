@@ -5,13 +5,12 @@
 #include <memory>
 
 #include "common/cuda_check.h"
-#include "common/driver.h"
+#include "common/device.h"
 #include "common/error_ring.cuh"
 #include "common/error_scope.h"
 #include "transfer/async_copy.h"
 #include "transfer/copy_kernel.h"
 #include "transfer/started_copies.h"
-#include "transfer/ticket.cuh"
 
 namespace jaxkv::transfer {
 namespace {
@@ -19,17 +18,11 @@ namespace {
 struct DeviceCopyStreams {
   std::array<CopyStream, kNumCopyStreams> copy_streams;
   uint32_t* words = nullptr;  // kCopyStreamWords per copy stream
+
+  ~DeviceCopyStreams() { (void)cudaFree(words); }
 };
 
 std::array<std::atomic<DeviceCopyStreams*>, kMaxDevices> all_copy_streams;
-
-// Looked up at run time.
-using WriteValue32 = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
-
-WriteValue32 stream_write() {
-  static const auto write = driver_function<WriteValue32>("cuStreamWriteValue32");
-  return write;
-}
 
 enum class Engine : uint32_t { kKernel = 0, kCopyEngine };
 
@@ -93,18 +86,6 @@ ffi::Error start_by_kernel(cudaStream_t stream, int32_t device, ffi::Buffer<ffi:
                     enqueue);
 }
 
-// Moves the ticket of a store to device memory, where waits read it.
-ffi::Error move_ticket(cudaStream_t stream, ffi::Buffer<ffi::S32> on_host,
-                       ffi::ResultBuffer<ffi::S32> on_device) {
-  const size_t arrays = arrays_of_ticket(on_host.size_bytes());
-  if (arrays == 0 || on_host.size_bytes() != on_device->size_bytes()) {
-    return ffi::Error::InvalidArgument("jaxkv move_ticket: tickets of unequal size");
-  }
-  const auto* ticket = static_cast<const Ticket*>(on_host.untyped_data());
-  return enqueue_ticket_write(stream, static_cast<Ticket*>(on_device->untyped_data()), *ticket,
-                              {ticket->written, arrays});
-}
-
 ffi::Error prepare(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
                    ffi::Dictionary attributes) {
   if (auto error = prepare_copy_streams(device); error.failure()) return error;
@@ -122,158 +103,12 @@ ffi::Error prepare_segmented(int32_t device, ffi::RunId run, ffi::RemainingArgs 
 
 }  // namespace
 
-ffi::Error CopyStream::create(uint32_t index, uint32_t* words) {
-  int lowest = 0, highest = 0;
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-  // Higher priority than compute: compute always has work for all SMs, a copy needs few of them.
-  JAXKV_RETURN_IF_CUDA_ERROR(
-      cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest));
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&xla_work_, cudaEventDisableTiming));
-  for (cudaEvent_t& event : ended_) {
-    JAXKV_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-  }
-  index_ = index;
-  words_ = words;
-  return ffi::Error::Success();
-}
-
-ffi::Error CopyStream::start(cudaStream_t xla_stream, const TicketWrite& ticket,
-                             size_t num_segments, bool joined, const Enqueue& enqueue) {
-  std::lock_guard lock(mutex_);
-  return begin(xla_stream, ticket, num_segments, joined, enqueue, nullptr);
-}
-
-ffi::Error CopyStream::start(cudaStream_t xla_stream, const TicketWrite& ticket, bool joined,
-                             SegmentedCopy copy) {
-  std::lock_guard lock(mutex_);
-  // Copies are in the order of their starts. But of another execution only its own waits know
-  // whether its arrays still exist: it may have ended with an error.
-  if (auto error = proceed(xla_stream, copy.run, -1); error.failure()) return error;
-  const bool all = joined || incomplete_.size() == kMaxIncomplete;
-  const size_t now = all ? copy.num_segments : std::min(copy.segments_ahead, copy.num_segments);
-  auto enqueue = [&](const CopyStream&, uint32_t first) {
-    copy.first = first;
-    return enqueue_segments(copy, now);
-  };
-  auto error = begin(xla_stream, ticket, copy.num_segments, joined, enqueue, &copy);
-  for (SegmentedCopy& other : incomplete_) other.overtaken |= copy.enqueued > 0;
-  if (error.failure() || copy.is_complete()) return error;
-  incomplete_.push_back(std::move(copy));
-  return error;
-}
-
-ffi::Error CopyStream::begin(cudaStream_t xla_stream, const TicketWrite& ticket,
-                             size_t num_segments, bool joined, const Enqueue& enqueue,
-                             const SegmentedCopy* segmented) {
-  const uint32_t first = next_;
-  next_ += static_cast<uint32_t>(num_segments);
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaEventRecord(xla_work_, xla_stream));
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(stream_, xla_work_));
-  auto error = enqueue(*this, first);
-  if (error.success()) error = enqueue_ticket(xla_stream, ticket, first);
-  if (error.success() && segmented && !segmented->is_complete()) return error;
-  // A failed start may have enqueued copies whose arrays XLA frees now.
-  auto not_recorded = record_end(xla_stream, joined || error.failure());
-  return error.failure() ? error : not_recorded;
-}
-
-ffi::Error CopyStream::enqueue_segments(SegmentedCopy& copy, size_t end) const {
-  for (; copy.enqueued < end; ++copy.enqueued) {
-    auto error = copy.enqueue(stream_, copy.enqueued);
-    // The counter must not decrease.
-    if (error.success() && !copy.overtaken) {
-      error = signal(copy.first + static_cast<uint32_t>(copy.enqueued));
-    }
-    if (error.failure()) return error;
-  }
-  return ffi::Error::Success();
-}
-
-ffi::Error CopyStream::enqueue_through(cudaStream_t xla_stream, int64_t run, int64_t segment) {
-  std::lock_guard lock(mutex_);
-  return proceed(xla_stream, run, segment);
-}
-
-ffi::Error CopyStream::proceed(cudaStream_t xla_stream, int64_t run, int64_t segment) {
-  const auto copy = incomplete_of(run);
-  if (copy == incomplete_.end()) return ffi::Error::Success();
-  size_t end = copy->num_segments;
-  if (segment >= 0 && !copy->overtaken) {
-    end = std::min(end, static_cast<size_t>(segment) + 1 + copy->segments_ahead);
-  }
-  const auto error = enqueue_segments(*copy, end);
-  if (error.success() && !copy->is_complete()) return error;
-  // The counter, which the wait compares, has passed this copy already if it was overtaken.
-  const bool joined = copy->overtaken || error.failure();
-  incomplete_.erase(copy);
-  auto not_recorded = record_end(xla_stream, joined);
-  return error.failure() ? error : not_recorded;
-}
-
-void CopyStream::forget(int64_t run) {
-  std::lock_guard lock(mutex_);
-  if (const auto copy = incomplete_of(run); copy != incomplete_.end()) incomplete_.erase(copy);
-}
-
-// XLA runs the handlers of an execution, on each device, in one thread.
-std::vector<SegmentedCopy>::iterator CopyStream::incomplete_of(int64_t run) {
-  return std::ranges::find_if(incomplete_, [&](const SegmentedCopy& copy) {
-    return copy.run == run && copy.thread == std::this_thread::get_id();
-  });
-}
-
-ffi::Error CopyStream::record_end(cudaStream_t xla_stream, bool joined) {
-  const uint64_t number = started_.load();
-  const cudaEvent_t event = ended_[number % kEvents];
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaEventRecord(event, stream_));
-  started_.store(number + 1);
-  if (joined) JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(xla_stream, event));
-  return ffi::Error::Success();
-}
-
-// Without the mutex, which a start owns for long. An event that is recorded again in the meantime
-// refers to a later copy of the same stream, which completes after the one in question.
-bool CopyStream::ended(uint64_t started) const {
-  const uint64_t now = started_.load();
-  const uint64_t oldest = now < kEvents ? 0 : now - kEvents;
-  const bool ended = cudaEventQuery(ended_[std::max(started - 1, oldest) % kEvents]) == cudaSuccess;
-  if (!ended) (void)cudaGetLastError();
-  return ended;
-}
-
-ffi::Error CopyStream::enqueue_ticket(cudaStream_t xla_stream, const TicketWrite& ticket,
-                                      uint32_t first) const {
-  const Ticket values{static_cast<uint16_t>(index_), static_cast<uint16_t>(ticket.operation),
-                      first};
-  if (!ticket.on_host) {
-    return enqueue_ticket_write(xla_stream, ticket.ticket, values, ticket.written);
-  }
-  ticket.ticket->copy_stream = values.copy_stream;
-  ticket.ticket->operation = values.operation;
-  ticket.ticket->first = values.first;
-  std::ranges::copy(ticket.written, ticket.ticket->written);
-  return ffi::Error::Success();
-}
-
-ffi::Error CopyStream::signal(uint32_t value) const {
-  const WriteValue32 cuStreamWriteValue32 = stream_write();
-  JAXKV_RETURN_IF_CUDA_ERROR(
-      cuStreamWriteValue32(stream_, reinterpret_cast<CUdeviceptr>(counter()), value, 0));
-  return ffi::Error::Success();
-}
-
 ffi::Error prepare_copy_streams(int32_t device) {
   static std::mutex mutex;
   if (auto error = prepare_copy_kernel(device); error.failure()) return error;
   std::lock_guard lock(mutex);
   if (all_copy_streams[device].load()) return ffi::Error::Success();
-  if (!stream_write()) {
-    return ffi::Error::Internal(
-        "jaxkv start_copy: the CUDA driver does not provide cuStreamWriteValue32; driver 580 or "
-        "later is required");
-  }
-  cudaFuncAttributes attributes;
-  JAXKV_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, write_ticket));
+  if (auto error = prepare_ticket_kernel(); error.failure()) return error;
   if (auto error = prepare_wait_kernel(); error.failure()) return error;
   auto copy_streams = std::make_unique<DeviceCopyStreams>();
   const size_t bytes = kNumCopyStreams * kCopyStreamWords * sizeof(uint32_t);
@@ -289,6 +124,9 @@ ffi::Error prepare_copy_streams(int32_t device) {
   const cudaStream_t stream = copy_streams->copy_streams[0].stream();
   JAXKV_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(copy_streams->words, 0, bytes, stream));
   JAXKV_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(stream));
+  for (const CopyStream& copy_stream : copy_streams->copy_streams) {
+    add_own_stream(device, copy_stream.stream());
+  }
   all_copy_streams[device].store(copy_streams.release());
   return ffi::Error::Success();
 }
@@ -338,11 +176,24 @@ std::vector<uint64_t> started_copies() {
 
 bool copies_ended(const std::vector<uint64_t>& started) {
   for (size_t i = 0; i < std::min(started.size(), all_copy_streams.size() * kNumCopyStreams); ++i) {
-    const DeviceCopyStreams* of_device = all_copy_streams[i / kNumCopyStreams].load();
-    if (started[i] && of_device && !of_device->copy_streams[i % kNumCopyStreams].ended(started[i]))
-      return false;
+    const size_t device = i / kNumCopyStreams;
+    const DeviceCopyStreams* of_device = all_copy_streams[device].load();
+    if (!started[i] || !of_device) continue;
+    const DeviceGuard current(static_cast<int>(device));
+    if (!of_device->copy_streams[i % kNumCopyStreams].ended(started[i])) return false;
   }
   return true;
+}
+
+// An error is not reported: that of the failed call is.
+void join_copies(int32_t device, cudaStream_t xla_stream) {
+  DeviceCopyStreams* of_device = all_copy_streams[device].load();
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (!of_device || cudaStreamIsCapturing(xla_stream, &capture) != cudaSuccess ||
+      capture != cudaStreamCaptureStatusNone) {
+    return;
+  }
+  for (CopyStream& copy_stream : of_device->copy_streams) (void)copy_stream.join(xla_stream);
 }
 
 using Stream = ffi::PlatformStream<cudaStream_t>;
@@ -372,9 +223,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(StartCopyKernel, start_by_kernel,
                                   .Attr<CopyAttribute>("copy")
                                   .Attr<int64_t>("segment_buffers")
                                   .Attr<bool>("joined"));
-
-// No command-buffer trait: the host reads the ticket when the call is enqueued.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MoveTicketKernel, move_ticket,
-                              ffi::Ffi::Bind().Ctx<Stream>().Arg<Int32s>().Ret<Int32s>());
 
 }  // namespace jaxkv::transfer

@@ -198,7 +198,7 @@ class GroupLaunch {
       const BlockCopy& copy = entry.copy;
       ErrorRings* errors = entry.new_ids ? errors_ : nullptr;
       const Pairs pairs = entry.pairs.pairs
-                              ? Pairs{{}, entry.pairs, num_pairs(entry)}
+                              ? checked_pairs(copy, entry.pairs)
                               : Pairs{id_params(entry.ids, errors), {}, num_pairs(entry)};
       p.copies[c] = {copy_params(copy.geometry, pairs, width_, copy.dense.size()), units, buffers};
       std::ranges::copy(copy.dense, p.dense + buffers);

@@ -181,7 +181,7 @@ ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const IdLists
 
 ffi::Error launch_copy(cudaStream_t stream, const BlockCopy& copy, const PairList& list,
                        const SegmentProgress* progress) {
-  return launch_all(stream, copy, {{}, list, list.capacity}, progress);
+  return launch_all(stream, copy, checked_pairs(copy, list), progress);
 }
 
 uint32_t max_shared_bytes() { return shared_limit.load(); }

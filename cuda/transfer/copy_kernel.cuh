@@ -75,6 +75,16 @@ struct Pairs {
   size_t capacity;
 };
 
+// Of a checked list; of the ids only the limits.
+inline Pairs checked_pairs(const BlockCopy& copy, const PairList& list) {
+  const auto num_dense = static_cast<int32_t>(copy.geometry.num_dense);
+  const auto num_strided = static_cast<int32_t>(copy.geometry.num_strided);
+  Pairs pairs{{}, list, list.capacity};
+  pairs.ids.num_sources = copy.to_dense ? num_strided : num_dense;
+  pairs.ids.num_destinations = copy.to_dense ? num_dense : num_strided;
+  return pairs;
+}
+
 // The parameters of a copy of `buffers` buffers of one segment, and of all pairs.
 inline CopyParams copy_params(const CopyGeometry& g, const Pairs& pairs, int width,
                               size_t buffers) {
@@ -250,14 +260,6 @@ __device__ void signal(const CopyParams& p, uint32_t segment) {
   *static_cast<volatile uint32_t*>(p.counter) = p.first_signal + segment;
 }
 
-// Stages pairs in shared memory, where reading them does not queue behind loads from the host.
-__device__ void stage(const BlockPair* pairs, Span span, BlockPair* staged) {
-  for (uint32_t k = threadIdx.x; k < span.size(); k += kCopyThreads) {
-    staged[k] = pairs[span.first + k];
-  }
-  __syncthreads();
-}
-
 // Lists this thread block's pairs in shared memory and issues its first loads. `work_of(count)` is
 // its work if there are `count` pairs. Returns a pointer to the pair of index 0.
 template <typename WorkOf>
@@ -269,7 +271,7 @@ __device__ const BlockPair* open(const CopyParams& p, auto is_first, WorkOf work
   const bool few = p.ids.num_ids <= kFewIds;
   if (p.pairs) {
     work = work_of(static_cast<uint32_t>(*p.num_pairs));
-    stage(p.pairs, work.claim.pairs, listed);
+    stage(p.ids, p.pairs, work.claim.pairs, listed);
     pairs = listed + p.first_pair - work.claim.pairs.first;
   } else if (few) {
     work = work_of(list_few(p.ids, is_first(), listed));

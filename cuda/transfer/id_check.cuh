@@ -344,4 +344,17 @@ class Share {
   bool duplicates_ = false;  // this thread found two pairs of the share with the same destination
 };
 
+// Stages the pairs of a checked list in shared memory, where reading them does not queue behind
+// loads from the host. XLA reuses the memory of the list if the last wait for an asynchronous copy
+// times out before the copy begins: what is there then must not become an address outside of the
+// arrays.
+inline __device__ void stage(const IdParams& limits, const BlockPair* pairs, Span span,
+                             BlockPair* staged) {
+  for (uint32_t k = threadIdx.x; k < span.size(); k += blockDim.x) {
+    const BlockPair pair = pairs[span.first + k];
+    staged[k] = is_in_range(limits, pair) ? pair : kNoPair;
+  }
+  __syncthreads();
+}
+
 }  // namespace jaxkv::transfer

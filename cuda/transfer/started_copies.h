@@ -1,8 +1,10 @@
-// Counters of asynchronous copies for the host; free of CUDA headers.
+// Asynchronous copies as a whole; free of CUDA headers.
 #pragma once
 
 #include <cstdint>
 #include <vector>
+
+struct CUstream_st;
 
 namespace jaxkv::transfer {
 
@@ -11,5 +13,8 @@ namespace jaxkv::transfer {
 // it is among them once the program has been enqueued.
 std::vector<uint64_t> started_copies();
 bool copies_ended(const std::vector<uint64_t>& started);
+
+// XLA's stream, if it is not under capture, waits for all copies that are enqueued on the device.
+void join_copies(int32_t device, CUstream_st* xla_stream);
 
 }  // namespace jaxkv::transfer

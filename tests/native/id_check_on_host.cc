@@ -79,3 +79,11 @@ extern "C" int64_t run(const int64_t* n, const int32_t* sources, const int32_t* 
   }
   return jaxkv::faults;
 }
+
+// Pairs [first, last) of a checked list, as a copy stages them; the arguments are those of `run`.
+extern "C" void run_stage(const int64_t* n, const BlockPair* pairs, uint32_t first, uint32_t last,
+                          BlockPair* staged) {
+  const IdParams limits = params_of(n, nullptr, nullptr);
+  simulated::run_block(static_cast<uint32_t>(n[0]), n[1],
+                       [&] { stage(limits, pairs, {first, last}, staged); });
+}

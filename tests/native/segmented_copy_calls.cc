@@ -10,8 +10,9 @@
 //   begin RUN           what XLA calls before the first start of an execution
 //   free                frees the arrays of the last copy
 //   aside               runs the next step in another thread
-// The lists of ids are freed after each start. Prints each step, the calls below it, and in the end
-// the number of copies started, by copy stream, and the runtime's last error.
+// The lists of ids are freed after each start, and copies are joined after a step that fails.
+// Prints each step, the calls below it, and in the end the number of copies started, by copy
+// stream, and the runtime's last error.
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -19,6 +20,7 @@
 #include <thread>
 #include <utility>
 
+#include "common/device.h"
 #include "common/error_ring.cc"
 #include "ffi_operands.h"
 #include "stream_calls.h"
@@ -120,6 +122,7 @@ XLA_FFI_Error* create_error(XLA_FFI_Error_Create_Args* args) {
 
 namespace jaxkv {
 
+void add_own_stream(int, CUstream_st*) {}
 ErrorRings* device_rings(int32_t, Scope) { return nullptr; }
 ffi::Error prepare_rings(int32_t, Scope) { return ffi::Error::Success(); }
 
@@ -240,7 +243,10 @@ int run(int count, char** arguments) {
     const bool has_number = name != "whole" && name != "begin";
     const int64_t number = has_number ? std::atoll(arguments[i++]) : 0;
     auto error = ffi::Error::Success();
-    auto work = [&] { error = step(name, execution, number); };
+    auto work = [&] {
+      error = step(name, execution, number);
+      if (error.failure()) join_copies(0, nullptr);  // as execution.h does
+    };
     if (std::exchange(aside, false)) {
       std::thread(work).join();
     } else {

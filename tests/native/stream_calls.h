@@ -46,6 +46,8 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
   *event = reinterpret_cast<cudaEvent_t>(++last_event);
   return cudaSuccess;
 }
+cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return call("%s records %s", name_of(stream), name_of(event));
 }

@@ -67,11 +67,7 @@ def test_ordered_accesses_have_system_scope():
 # Calls that block the host or other devices, or allocate. All are in the creation and the release
 # of resources: of symmetric memory, pinned memory, error rings and copy streams.
 BLOCKING_CALLS = {
-    "cuda/cache/pinned_memory.cu": {
-        "cudaDeviceSynchronize",
-        "cudaHostRegister",
-        "cudaHostUnregister",
-    },
+    "cuda/cache/pinned_memory.cu": {"cudaHostRegister", "cudaHostUnregister"},
     "cuda/collectives/multicast.cu": {"cuMemCreate", "cuMemMap"},
     "cuda/collectives/symmetric_memory.cu": {
         "cudaDeviceSynchronize",
@@ -81,9 +77,9 @@ BLOCKING_CALLS = {
         "cudaMalloc",
         "cudaStreamSynchronize",
     },
-    "cuda/common/device.cu": {"cudaDeviceSynchronize"},
+    "cuda/common/device.cu": {"cudaEventSynchronize"},
     "cuda/common/error_ring.cu": {"cudaHostAlloc"},
-    "cuda/transfer/async_copy.cu": {"cudaMalloc", "cudaStreamSynchronize"},
+    "cuda/transfer/async_copy.cu": {"cudaFree", "cudaMalloc", "cudaStreamSynchronize"},
 }
 
 
@@ -113,11 +109,13 @@ def handlers() -> dict[str, str]:
 def registered() -> dict[str, list[str]]:
     """The stages of each handler for CUDA in the module."""
     text = sources(".cc")["cuda/module.cc"].split("#ifdef JAXKV_CUDA\n  nb::dict cuda;")[1]
-    named = dict(re.findall(r'(\w+) = stage\("(\w+)", \w+\)', text))
+    named = dict(re.findall(r'(\w+) = stage\("(\w+)", note_stream<\w+>\)', text))
     calls = re.findall(r'add\(cuda, "\w+", (.*?)\);\n', text, re.DOTALL)
     stages = {}
     for call in calls:
-        symbol = re.findall(r'stage\("execute", (\w+)\)', call)[0]
+        symbol = re.findall(r'stage\("execute", join_on_failure<(?:note_stream<)?(\w+)>+\)', call)[
+            0
+        ]
         inline = re.findall(r'stage\("(\w+)"', call)
         stages[symbol] = [*(named[name] for name in re.findall(r"^(\w+),", call)), *inline]
     return stages

@@ -1,9 +1,11 @@
-// Release of pinned memory (cuda/cache/pinned_memory.cu) with a runtime stub: the calls, with the
-// current device, and the devices and the last error afterwards.
+// Release of pinned memory (cuda/cache/pinned_memory.cu) with a runtime stub: the calls, and the
+// last error afterwards.
 //
 // The argument is the number of the call that fails, from 1 (0: none).
 #include <cstdio>
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "cache/pinned_memory.cu"
@@ -13,31 +15,40 @@ namespace {
 int calls = 0, failing = 0, current = 5;
 cudaError_t last_error = cudaSuccess;
 
-cudaError_t call(const char* name) {
-  std::printf("%s-%d ", name, current);
-  return last_error = ++calls == failing ? cudaErrorUnknown : cudaSuccess;
+bool fails(const char* name, int device) {
+  std::printf("%s-%d ", name, device);
+  return ++calls == failing;
 }
 
 }  // namespace
 
+namespace jaxkv {
+
+// Stubs for device.cu, which is not linked.
+DeviceGuard::DeviceGuard(int ordinal) { current = ordinal; }
+DeviceGuard::~DeviceGuard() { current = 5; }
+void synchronize_device(int ordinal) {
+  if (fails("synchronize", ordinal)) throw std::runtime_error("unknown error");
+}
+
+}  // namespace jaxkv
+
 extern "C" {
-cudaError_t cudaGetDevice(int* device) {
-  *device = current;
-  return cudaSuccess;
+cudaError_t cudaHostUnregister(void*) {
+  return last_error = fails("unregister", current) ? cudaErrorUnknown : cudaSuccess;
 }
-cudaError_t cudaSetDevice(int device) {
-  current = device;
-  return cudaSuccess;
-}
-cudaError_t cudaDeviceSynchronize() { return call("synchronize"); }
-cudaError_t cudaHostUnregister(void*) { return call("unregister"); }
-cudaError_t cudaHostRegister(void*, size_t, unsigned) { return call("register"); }
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+const char* cudaGetErrorName(cudaError_t) { return "cudaErrorUnknown"; }
 const char* cudaGetErrorString(cudaError_t) { return "unknown error"; }
 }
 
 int main(int, char** arguments) {
   failing = std::atoi(arguments[1]);
-  const auto error = jaxkv::cache::unpin(&calls, {2, 3});
-  std::printf("\n%s\n%d %d\n", error.c_str(), current, last_error);
+  std::string message;
+  try {
+    jaxkv::cache::unpin(&calls, {2, 3});
+  } catch (const std::runtime_error& error) {
+    message = error.what();
+  }
+  std::printf("\n%s\n%d %d\n", message.c_str(), current, last_error);
 }

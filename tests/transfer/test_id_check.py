@@ -129,3 +129,23 @@ def test_verdict_of_few_ids(library, seed, n, descending, record, wrong, padding
     np.testing.assert_array_equal(pairs[: count[0]], entries)
     assert count[0] == len(entries) and (pairs[count[0] :] == -9).all()
     assert faults == (reference(sources, destinations, limits)[1] if record else 0)
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(-2, 9), st.integers(-2, 9)), max_size=150),
+    first=st.integers(0, 150),
+    descending=st.booleans(),
+)
+@example([(2**31 - 1, 0), (-(2**31), 0), (0, 2**31 - 1), (0, -(2**31))], 0, False)
+def test_staged_pairs_are_in_range(library, pairs, first, descending):
+    """A checked list whose memory XLA may have reused."""
+    numbers = np.array([64, descending, 1, 0, 0, 8, 5], np.int64)
+    listed = np.array(pairs, np.int32).reshape(-1, 2)
+    first = min(first, len(pairs))
+    staged = np.full((len(pairs) + 1, 2), -9, np.int32)
+    addresses = [ctypes.c_void_p(array.ctypes.data) for array in (numbers, listed, staged)]
+    library.run_stage(*addresses[:2], first, len(pairs), addresses[2])
+    valid = ((listed >= 0) & (listed < (8, 5))).all(axis=1, keepdims=True)
+    want = np.where(valid, listed, (0, -1))[first:]
+    np.testing.assert_array_equal(staged[: len(want)], want)
+    assert (staged[len(want) :] == -9).all()
