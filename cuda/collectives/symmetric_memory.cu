@@ -31,7 +31,8 @@ void enable_access(int device, int peer) {
 
 std::string memory_of(int device) { return "symmetric memory of device " + std::to_string(device); }
 
-// At process exit the driver may already be shut down, and has then released all memory.
+// Cleanup of one device. Its failure must not end that of the others. At process exit the driver
+// may already be shut down, and has then released all memory.
 template <class Body>
 void unless_shut_down(Body body) {
   try {
@@ -51,8 +52,8 @@ class CudaCommunicator : public Communicator {
   ~CudaCommunicator() override {
     unmap();  // waits for the devices first: peers of this process write to all memory
     multicast_.clear();
-    unless_shut_down([&] {
-      for_each_local([](Rank& rank) {
+    for_each_local([](Rank& rank) {
+      unless_shut_down([&] {
         const DeviceGuard current(rank.device);
         (void)cudaFree(rank.header());
         (void)cudaFreeHost(rank.view.fault);
@@ -61,16 +62,16 @@ class CudaCommunicator : public Communicator {
   }
 
   void unmap() override {
-    unless_shut_down([&] {
-      for_each_local([](Rank& rank) {
-        const DeviceGuard current(rank.device);
-        (void)cudaDeviceSynchronize();  // status ignored: a failed device does not write any more
-      });
-      for (const auto& [device, memory] : peer_memory_) {
-        const DeviceGuard current(device);
-        (void)cudaIpcCloseMemHandle(memory);
-      }
+    for_each_local([](Rank& rank) {
+      // Error ignored: a failed device does not write any more.
+      unless_shut_down([&] { synchronize_device(rank.device); });
     });
+    for (const auto& mapping : peer_memory_) {
+      unless_shut_down([&] {
+        const DeviceGuard current(mapping.first);
+        (void)cudaIpcCloseMemHandle(mapping.second);
+      });
+    }
     peer_memory_.clear();
   }
 
