@@ -203,12 +203,17 @@ std::shared_ptr<collectives::Communicator> open_communicator(int64_t id) {
 
 // The fields of PeerTimeoutError and its message; None if no wait timed out.
 std::optional<nb::tuple> peer_fault(int64_t id) {
-  const auto fault = open_communicator(id)->fault();
+  const auto fault = [id] {
+    const nb::gil_scoped_release without_gil;
+    return open_communicator(id)->fault();
+  }();
   if (!fault) return std::nullopt;
   return nb::make_tuple(fault->rank, fault->peer, collectives::name_of(fault->phase),
                         fault->expected, fault->seen, describe(*fault));
 }
 
+// None of these may own a communicator while it holds the GIL: the last owner waits for the
+// devices, whose work may wait for a Python callback.
 void bind_communicators(nb::module_& m) {
   const nb::call_guard<nb::gil_scoped_release> without_gil;
   m.def("create_communicator", &create_communicator, nb::arg("platform"), nb::arg("devices"),
@@ -218,17 +223,18 @@ void bind_communicators(nb::module_& m) {
         "processes); returns the id of the communicator.");
   m.def(
       "communicator_handles", [](int64_t id) { return open_communicator(id)->handles(); },
-      nb::arg("id"),
+      nb::arg("id"), without_gil,
       "Memory handles for other processes, [group][rank]; empty for ranks of other processes.");
   m.def(
       "block_limits", [](int64_t id) { return open_communicator(id)->block_limits(); },
-      nb::arg("id"), "Upper limits on the thread blocks of a call, by kernel.");
+      nb::arg("id"), without_gil, "Upper limits on the thread blocks of a call, by kernel.");
   m.def(
       "limit_blocks",
       [](int64_t id, const collectives::BlockLimits& limits) {
         open_communicator(id)->limit_blocks(limits);
       },
-      nb::arg("id"), nb::arg("limits"), "Lowers the limits to those of another process.");
+      nb::arg("id"), nb::arg("limits"), without_gil,
+      "Lowers the limits to those of another process.");
   m.def(
       "map_communicator",
       [](int64_t id, const collectives::ByRank<collectives::Handle>& handles) {
@@ -274,6 +280,7 @@ void bind_test_hooks(nb::module_& m) {
         testing::set_stall(*open_communicator(id), stall_ns);
       },
       nb::arg("id"), nb::arg("epoch"), nb::arg("ahead"), nb::arg("stall_ns"),
+      nb::call_guard<nb::gil_scoped_release>(),
       "Sets the epochs of all ranks, and the maximum delay of threads.");
 }
 #endif
