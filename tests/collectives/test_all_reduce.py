@@ -281,33 +281,6 @@ def test_derivatives_equal_psum(memories, check_vma):
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda body: body,
-        lambda body: lambda x: jax.vmap(body)(x[None]),
-        lambda body: lambda x: jax.jvp(body, (x,), (x,)),
-        lambda body: lambda x: jax.grad(lambda x: sum(map(jnp.sum, body(x))))(x),
-    ],
-    ids=["plain", "vmap", "jvp", "grad"],
-)
-def test_calls_of_a_step_have_data_dependences(memories, transform):
-    """Each takes a result of the previous one, although their own operands are independent."""
-    memory = memories[2]
-    all_reduce = partial(jaxkv.all_reduce, memory, axis_name=AXIS, implementation="low_latency")
-
-    def body(x):  # only products of the results are kept
-        return [jnp.sin(all_reduce(x + i)) * 2 for i in range(4)]
-
-    step = on_ranks(memory, transform(body))
-    text = step.lower(operand(2, (8,), "float32")).as_text()
-    calls = [line for line in text.splitlines() if "@jaxkv_all_reduce" in line]
-    results = [line.split("=")[0].strip().split(":")[0] for line in calls]
-    assert len(calls) == 4
-    for before, call in zip(results, calls[1:], strict=False):
-        assert f"{before}#1" in call
-
-
 def test_repeated_traces_do_not_leak(memories):
     memory = memories[2]
     with jax.checking_leaks():

@@ -13,9 +13,9 @@ is created, devices of a single process, and multicast support reported by the d
 the variable where several machines share the GPUs of a host: a multicast object may take the GPUs
 out of service for all of them. (PyTorch's symmetric memory has such an algorithm.)
 
-Ordering: all devices run the same program, and each call takes a token from the previous one. The
-epochs of a device are stored in its own memory, so a CUDA graph of a step can be replayed.
-Derivatives are those of `psum`.
+Ordering: all devices run the same program, and each call takes a token from the previous one
+(`call_order`). The epochs of a device are stored in its own memory, so a CUDA graph of a step can
+be replayed. Derivatives are those of `psum`.
 
 In each call the ranks compare the call number and the signature (`call_signatures`), which covers
 the program, the position of the call in it, algorithm, shape and dtype. On a mismatch the call
@@ -27,8 +27,6 @@ sum. docs/all_reduce.md has the rules for multithreaded programs.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -39,12 +37,10 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
-from jax.typing import ArrayLike
 
-from jaxkv._src.collectives import call_signatures
+from jaxkv._src.collectives import call_order, call_signatures
 from jaxkv._src.collectives.symmetric_memory import SymmetricMemory
 from jaxkv._src.runtime import native
-from jaxkv._src.runtime.custom_calls import target_of
 from jaxkv._src.runtime.lowering import when_lowered
 from jaxkv._src.runtime.sharding import device_groups
 
@@ -54,8 +50,6 @@ Tree = TypeVar("Tree")  # an array or a pytree of arrays
 DTYPES = ("bfloat16", "float16", "float32")
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 NATIVE = IMPLEMENTATIONS[:-1]  # by their numbers in operand.h
-
-_TARGET = "jaxkv_all_reduce"
 
 
 def all_reduce(
@@ -82,7 +76,8 @@ def all_reduce(
     loop, an inner `jit` or `jax.checkpoint`, and a branch of `cond`, each count as a program of
     their own. There must be a data dependence between calls inside such a body and calls outside
     it, and between the calls of two `shard_map`s in one `jit` (for example by
-    `jax.lax.optimization_barrier`); otherwise devices may run them in different orders.
+    `jax.lax.optimization_barrier`); otherwise devices may run them in different orders. The same
+    holds for collectives of your own, such as `psum`, in a program with calls.
 
     The kernels follow vLLM's custom all-reduce and, for "low_latency", TensorRT-LLM's one-shot.
 
@@ -111,9 +106,15 @@ def all_reduce(
     _check_axis_name(memory, axis_name)
     _check_mesh(memory)
     memory.check_errors()
-    return jax.tree.map(
-        functools.partial(_all_reduce_array, memory, implementation=implementation), x
-    )
+    leaves, structure = jax.tree.flatten(x)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    names = [select_implementation(memory, leaf, implementation)[0] for leaf in leaves]
+    results: dict[int, jax.Array] = {}
+    # psum last: XLA can combine several, but not with another call between them.
+    for i in sorted(range(len(leaves)), key=lambda i: names[i] == "psum"):
+        results[i] = _all_reduce_array(memory, leaves[i], names[i], implementation)
+    in_order = [results[i] for i in range(len(leaves))]
+    return cast(Tree, jax.tree.unflatten(structure, in_order))
 
 
 def select_implementation(
@@ -227,20 +228,18 @@ class _Call:
 
 
 def _all_reduce_array(
-    memory: SymmetricMemory, x: ArrayLike, *, implementation: str | None
+    memory: SymmetricMemory, x: jax.Array, name: str, requested: str | None
 ) -> jax.Array:
-    x = jnp.asarray(x)
-    name, _ = select_implementation(memory, x, implementation)
     with jax.named_scope(f"jaxkv.all_reduce.{name}"):
         if name == "psum":
-            return jax.lax.psum(x, memory.axis_name)
+            return call_order.psum(x, memory.axis_name)
         native.extension()
         call = _Call(
             memory=weakref.ref(memory),
             communicator=memory._id,
             mesh=memory.mesh,
             axis_name=memory.axis_name,
-            requested=implementation,
+            requested=requested,
             algorithm=name,
         )
         return _reduce_p.bind(x, call=call)
@@ -260,7 +259,7 @@ def _jvp(
     (tangent,) = tangents
     if isinstance(tangent, ad.Zero):
         return result, ad.Zero(jax.typeof(result).to_tangent_aval())
-    return result, jax.lax.psum(tangent, call.axis_name)
+    return result, call_order.psum(tangent, call.axis_name)
 
 
 def _batched(
@@ -271,78 +270,35 @@ def _batched(
     if memory is None:
         raise RuntimeError("all_reduce under vmap: the SymmetricMemory of the call was deleted")
     rows = jnp.moveaxis(args[0], dims[0], 0)
-    return _all_reduce_array(memory, rows, implementation=call.requested), 0
+    name, _ = select_implementation(memory, rows, call.requested)
+    return _all_reduce_array(memory, rows, name, call.requested), 0
 
 
 def _lower(
     context: mlir.LoweringRuleContext, x: ir.Value, *, call: _Call
 ) -> list[ir.Value | Sequence[ir.Value]]:
     _check_devices(call.mesh, context.module_context.axis_context, call.axis_name)
-    token_type = jax.typeof(np.zeros(1, np.int32))
-    module, block = context.module_context.module, ir.InsertionPoint.current.block
-    tokens = _tokens.of(module)
-    token = tokens.get(block) or _previous_token(block) or mlir.ir_constant(np.zeros(1, np.int32))
-    context = context.replace(
-        avals_in=[*context.avals_in, token_type], avals_out=[*context.avals_out, token_type]
+    token = call_order.token_before(context)
+    with_token = context.replace(
+        avals_in=[*context.avals_in, call_order.TOKEN_TYPE],
+        avals_out=[*context.avals_out, call_order.TOKEN_TYPE],
     )
-    results = jax.ffi.ffi_lowering(_TARGET)(
-        context,
+    results = jax.ffi.ffi_lowering(call_order.TARGET)(
+        with_token,
         x,
         token,
         communicator=np.int64(call.communicator),
         algorithm=np.int64(NATIVE.index(call.algorithm)),
         signature=call_signatures.UNKNOWN,
     )
-    result, tokens[block] = cast(Sequence[ir.Value], results)
-    when_lowered(module, _sign)
+    result, token = cast(Sequence[ir.Value], results)
+    call_order.add_call(context, result, token)
+    when_lowered(context.module_context.module, _sign)
     return [result]
 
 
 def _sign(module: ir.Module) -> None:
-    _tokens.forget(module)
-    call_signatures.sign(module, _TARGET, NATIVE)
-
-
-class _Tokens(threading.local):
-    """Token of the last call in each block of the module that this thread lowers.
-
-    Of one module only. When lowerings are nested, the outer one finds its tokens in the module.
-    """
-
-    def __init__(self) -> None:
-        self._module: ir.Module | None = None
-        self._of_block: dict[ir.Block, ir.Value] = {}
-
-    def of(self, module: ir.Module) -> dict[ir.Block, ir.Value]:
-        if self._module is not module:
-            self._module, self._of_block = module, {}
-        return self._of_block
-
-    def forget(self, module: ir.Module) -> None:
-        if self._module is module:
-            self._module, self._of_block = None, {}
-
-
-_tokens = _Tokens()
-
-
-def _previous_token(block: ir.Block) -> ir.Value | None:
-    """Token returned by the previous call in this program, or None.
-
-    A program is one MLIR block: calls in the body of a loop, an inner `jit`, `jax.checkpoint`, a
-    branch of `cond` or another `shard_map` are not visible.
-
-    All devices run the same program, but only data dependences order its calls: the CPU backend
-    runs independent operations concurrently, and so may a CUDA graph. The order covers the calls
-    of all memories; otherwise devices that wait in calls on different memories could starve each
-    other of threads. Lowering is the only stage at which all calls appear in one list, regardless
-    of the transformations applied to the functions.
-    """
-    token = None
-    for operation in block.operations:
-        if target_of(operation.operation) == _TARGET:
-            token = operation.operation.results[1]
-    return token
+    call_signatures.sign(module, call_order.TARGET, NATIVE)
 
 
 _reduce_p = Primitive("jaxkv_all_reduce")
