@@ -149,14 +149,14 @@ WHOLE_BLOCKS = ("layer_first", "page_first_direct", "page_unified")
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("has_tma", [True, False], ids=["sm_90", "before sm_90"])
+@pytest.mark.parametrize("mosaic", [True, False], ids=["mosaic", "triton"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
     "kind, layout", [entry for entry in KIND_LAYOUTS if entry[1] in WHOLE_BLOCKS]
 )
-def test_pages_of_host_layouts(kind, layout, direction, has_tma, monkeypatch):
+def test_pages_of_host_layouts(kind, layout, direction, mosaic, monkeypatch):
     """Some layers of a pool: the most address arithmetic in the kernel."""
-    monkeypatch.setattr(pallas_copy, "_has_tma", lambda: has_tma)
+    monkeypatch.setattr(pallas_copy, "_has_mosaic_kernel", lambda device: mosaic)
     case = make_case(layout, kind=kind, num_layers=3, page_size=8)
     on_device = SingleDeviceSharding(jax.devices()[0], memory_kind="device")
     pool, cache = case.pool(), case.cache()
@@ -221,10 +221,16 @@ def test_slots_are_reused_only_after_their_stores(lag_error, batch):
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("to_dense", [True, False], ids=["load", "store"])
 @pytest.mark.parametrize("num_words", [32, 96, 1056], ids=str)
-def test_triton_kernel_before_sm_90(num_words, to_dense):
+def test_triton_kernel(num_words, to_dense):
     shapes = [words(num_words), ((2 * num_words,), "bfloat16"), words(64)]
-    with mock.patch.object(pallas_copy, "_has_tma", lambda: False):
+    with mock.patch.object(pallas_copy, "_has_mosaic_kernel", lambda device: False):
         check_swap(shapes, to_dense=to_dense, num_sms=2)
+
+
+def test_mosaic_kernel_only_where_its_ring_fits_shared_memory():
+    for text, fits in ("8.9", False), ("9.0", True), ("11.0", True), ("12.1", False):
+        device = mock.Mock(platform="gpu", compute_capability=text)
+        assert pallas_copy._has_mosaic_kernel(device) == fits
 
 
 # ---------------------------------------------------------------------------------------------
@@ -375,10 +381,7 @@ def test_host_memory_as_loop_carry():
     steps = range(BLOCKS[0] - 1)
     loads, stores = (
         np.stack([plan([pair(i)]) for i in steps])
-        for pair in (
-            lambda i: (i + 1, 0),
-            lambda i: (0, i),
-        )
+        for pair in (lambda i: (i + 1, 0), lambda i: (0, i))
     )
 
     @partial(jax.jit, donate_argnums=0)

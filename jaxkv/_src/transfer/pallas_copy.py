@@ -1,11 +1,12 @@
 """Block copies between pinned host memory and HBM as one Pallas kernel.
 
-The kernel (Mosaic GPU, sm_90 and newer) copies each block with two TMA bulk copies, global ->
-shared -> global memory, so that a few SMs saturate the host link. One launch supports all arrays
-of a call, with any block sizes, if each block is one run on both sides; other calls use the CUDA
-kernel. So do calls with bool and complex types: XLA has no bitcast between them and words, and any
-other view as words is a copy of the entire array. No implementation supports sub-byte types: view
-their packed bytes as uint8.
+The kernel (Mosaic GPU, compute capabilities 9 to 11) copies each block with two TMA bulk copies,
+global -> shared -> global memory, so that a few SMs saturate the host link. One launch supports all
+arrays of a call, with any block sizes, if each block is one run on both sides; other calls use the
+CUDA kernel. So do calls with bool and complex types: XLA has no bitcast between them and words, and
+any other view as words is a copy of the entire array. No implementation supports sub-byte types:
+view their packed bytes as uint8. GPUs without TMA or, from 12 on, with less shared memory have a
+Triton kernel instead.
 
 Host memory in a Mosaic kernel: while tracing, Mosaic rejects an argument in host memory, since its
 Ref has memory space Host and the copies require global memory. The hardware does not distinguish
@@ -98,14 +99,16 @@ def copy_blocks_pallas(
         ]
         for side in (0, 1)
     )
-    run = _run_mosaic if _has_tma() else _run_triton
+    run = _run_mosaic if _has_mosaic_kernel(jax.devices()[0]) else _run_triton
     written = iter(run(job, _relabel(pairs), sources, destinations))
     return [[_from_blocks(next(written), like) for like in likes] for likes in results]
 
 
-def _has_tma() -> bool:
-    device = jax.devices()[0]
-    return device.platform == "cpu" or float(device.compute_capability) >= 9.0
+def _has_mosaic_kernel(device: jax.Device) -> bool:
+    """Whether a device has TMA and shared memory for the ring: 99 KiB in compute capability 12."""
+    if device.platform == "cpu":
+        return True
+    return 9 <= int(str(device.compute_capability).split(".")[0]) <= 11
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Block copy as a Mosaic GPU kernel, for sm_90 and newer."""
+"""Block copy as a Mosaic GPU kernel, for compute capabilities 9 to 11."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block copy as a Pallas-Triton kernel, for GPUs before sm_90."""
+"""Block copy as a Pallas-Triton kernel, for GPUs without the Mosaic kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRITON_TILE_COLUMNS = 1024
 
 
 # ---------------------------------------------------------------------------------------------
-# Pallas-Triton is deprecated since jax 0.11; only for GPUs before sm_90
+# Pallas-Triton is deprecated since jax 0.11; only for GPUs without the Mosaic kernel
 
 
 def _run_triton(
