@@ -244,7 +244,8 @@ void bind_communicators(nb::module_& m) {
       "Maps the memory of the ranks of other processes.");
   m.def("close_communicator", &collectives::close_communicator, nb::arg("id"), without_gil,
         "Rejects new calls, waits for running ones and unmaps the memory of other processes. Frees "
-        "the own memory, unless other processes have mapped it. Idempotent.");
+        "the own memory, unless other processes have mapped it. Idempotent. No CUDA graph with a "
+        "call may be launched concurrently.");
   m.def("free_communicator", &collectives::free_communicator, nb::arg("id"), without_gil,
         "Frees the memory of a closed communicator that other processes had mapped. Idempotent.");
   m.def("name_call", &collectives::name_call, nb::arg("signature"), nb::arg("description"),

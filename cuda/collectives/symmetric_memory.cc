@@ -213,7 +213,9 @@ std::shared_ptr<Communicator> find_communicator(int64_t id) {
 void close_communicator(int64_t id) {
   auto closed = take(communicators(), id);
   if (!closed || !closed->spans_processes()) return;  // freed when the last call ends
-  // Running calls own a reference, until their timeout at the latest; no new call can begin.
+  // Calls that execute own a reference, until their timeout at the latest, and none can begin. The
+  // launch of a CUDA graph owns none: it has only passed the prepare stage, and could use the
+  // memory after this. Therefore nothing may be dispatched concurrently.
   while (closed.use_count() > 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   closed->unmap();
   std::lock_guard lock(mutex);

@@ -211,7 +211,8 @@ std::shared_ptr<Communicator> make_cuda_communicator(Geometry geometry,
 int64_t register_communicator(std::shared_ptr<Communicator> communicator);
 std::shared_ptr<Communicator> find_communicator(int64_t id);  // null after it was closed
 
-// Ends all use of other processes' memory. A communicator that spans processes keeps its own
+// Ends all use of other processes' memory, except by CUDA graphs that are launched concurrently,
+// which the caller must exclude. A communicator that spans processes keeps its own
 // memory, to which peers may still write, until free_communicator(). Both ignore unknown ids.
 void close_communicator(int64_t id);
 void free_communicator(int64_t id);

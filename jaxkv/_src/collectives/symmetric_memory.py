@@ -53,8 +53,9 @@ class SymmetricMemory:
     """One workspace for each device of a mesh axis, for collectives.
 
     Devices at different positions along the other axes of the mesh form independent groups. The
-    memory is released by `close()` or at the end of a `with` block; executables that use it
-    afterwards fail with an error. The design is that of vLLM's custom all-reduce and of
+    memory is released by `close()`, at the end of a `with` block, or with the last reference to it;
+    executables that use it afterwards fail with an error. (Concurrently none may run, see `close`.)
+    The design is that of vLLM's custom all-reduce and of
     PyTorch's symmetric memory.
 
         mesh = jax.make_mesh((2,), ("tp",))
@@ -150,8 +151,10 @@ class SymmetricMemory:
         """Frees the memory; idempotent.
 
         Block on the results of the last step first: a device that enters a call later fails, and
-        its peers time out. No other thread may dispatch a step concurrently: on GPUs of a single
-        process, a call during launch would use freed memory.
+        its peers time out. No other thread may run a program with calls concurrently: on GPUs,
+        those of several processes included, a CUDA graph that is being launched would use memory
+        that is freed or no longer mapped. The same holds for dropping the last reference to this
+        object.
 
         With several processes, each waits up to `timeout_s` until the others no longer address its
         memory. Memory that others may still address then stays allocated until the process ends,
