@@ -39,14 +39,14 @@ def other() -> Case:
 
 
 @pytest.mark.parametrize("fails", ["load_pages", "start_load"])
-@pytest.mark.parametrize("implementation", ["dma", "kernel"])
+@pytest.mark.parametrize("named", ["dma", "kernel"])
 def test_copies_in_flight_are_joined_when_a_later_call_fails(
-    monkeypatch, case, other, implementation, fails
+    monkeypatch, case, other, named, fails
 ):
     """The ids of the later call are arrays that are no HostIds, which the handler rejects."""
     monkeypatch.setattr(async_calls, "_BYTES_AHEAD", 1 << 40)  # the whole copy at its start
     numpy_ids = distinct_ids(case, PAGES)
-    ids = [as_ids(side, implementation) for side in numpy_ids]
+    ids = [as_ids(side, named) for side in numpy_ids]
     small = [as_ids(side, "dma") for side in distinct_ids(other, 4)]
     forged = [
         jax.tree.map(lambda words: jax.device_put(np.array(words), words.sharding), side)
@@ -55,7 +55,7 @@ def test_copies_in_flight_are_joined_when_a_later_call_fails(
 
     @partial(jax.jit, donate_argnames=("cache", "small"))
     def step(pool, cache, other_pool, small, ids, small_ids):
-        loading = jaxkv.start_load(pool, cache, *ids, implementation=implementation)
+        loading = jaxkv.start_load(pool, cache, *ids, implementation=named)
         if fails == "load_pages":
             small = jaxkv.load_pages(other_pool, small, *small_ids, implementation="dma")
         else:
