@@ -19,13 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Some donated b
 
 ROUNDS, LAYERS, PAGES = 4, 6, 40
 # 480 MiB: about 10 ms in flight.
-LARGE = {
-    "page_size": 1024,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "host_pages": 48,
-    "device_pages": 40,
-}
+LARGE = {"num_layers": LAYERS, "page_size": 1024, "num_kv_heads": 8, "head_dim": 128}
 
 
 @pytest.fixture(scope="module")
