@@ -1,5 +1,6 @@
 #include "cache/pinned_memory.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -13,6 +14,7 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <new>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -30,17 +32,38 @@ constexpr int kPopulateRead = 22, kPopulateWrite = 23;
 constexpr int kPolicyPreferred = 1;
 constexpr size_t kMaxNodes = 1024;
 
+struct Entry {
+  std::weak_ptr<PinnedMemory> memory;
+  const PinnedMemory* to_free;  // the same, or null if the memory is that of the parent process
+};
+
 struct Registry {
   std::mutex mutex;
   std::condition_variable freed;
-  std::map<const void*, std::weak_ptr<PinnedMemory>> by_address;
+  std::map<const void*, Entry> by_address;
   size_t freeing = 0;
   bool stopped = false;
 };
 
+Registry& registry();
+
+// In the child of a fork. It has neither the threads that free memory or wait for that, nor the
+// pages (MADV_DONTFORK), at whose addresses other memory may be mapped.
+void forget_parent() {
+  Registry& all = registry();
+  new (&all.freed) std::condition_variable;  // the waiting threads would count for ever
+  all.freeing = 0;
+  for (auto& [address, entry] : all.by_address) entry.to_free = nullptr;
+  all.mutex.unlock();
+}
+
 // Never destroyed: arrays may outlive static variables.
 Registry& registry() {
-  static auto* const instance = new Registry;
+  static auto* const instance = [] {
+    pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); },
+                   forget_parent);
+    return new Registry;
+  }();
   return *instance;
 }
 
@@ -180,22 +203,23 @@ std::shared_ptr<PinnedMemory> PinnedMemory::create(size_t num_bytes, int node,
   std::shared_ptr<PinnedMemory> memory(new PinnedMemory(data, rounded, std::move(devices)));
   (void)pages.release();
   std::lock_guard lock(registry().mutex);
-  registry().by_address[data] = memory;
+  registry().by_address[data] = {memory, memory.get()};
   return memory;
 }
 
 std::shared_ptr<PinnedMemory> PinnedMemory::find(const void* address) {
   std::lock_guard lock(registry().mutex);
   const auto entry = registry().by_address.find(address);
-  return entry == registry().by_address.end() ? nullptr : entry->second.lock();
+  return entry == registry().by_address.end() ? nullptr : entry->second.memory.lock();
 }
 
 PinnedMemory::~PinnedMemory() {
   Registry& all = registry();
   {
     std::lock_guard lock(all.mutex);
-    if (all.stopped) return;
-    all.by_address.erase(data_);
+    const auto entry = all.by_address.find(data_);
+    if (all.stopped || entry == all.by_address.end() || entry->second.to_free != this) return;
+    all.by_address.erase(entry);
     if (!devices_.empty()) ++all.freeing;
   }
   if (devices_.empty()) {
