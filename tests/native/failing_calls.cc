@@ -6,6 +6,7 @@
 #define JAXKV_CUDA 1
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -30,6 +31,16 @@ cudaError_t call(const char* name) {
   return last_error = failure;
 }
 
+// The context of device d is the address 10 + d.
+CUresult get_current(CUcontext* context) {
+  *context = reinterpret_cast<CUcontext>(uintptr_t(10 + current));
+  return CUDA_SUCCESS;
+}
+CUresult set_current(CUcontext context) {
+  current = static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 10;
+  return CUDA_SUCCESS;
+}
+
 // Handles are addresses of one byte, never dereferenced.
 template <class Handle>
 cudaError_t create(const char* name, Handle* handle) {
@@ -51,16 +62,11 @@ extern "C" {
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheRuntime"; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the runtime"; }
-cudaError_t cudaGetDevice(int* device) {
-  *device = current;
-  return call("cudaGetDevice");
-}
 cudaError_t cudaSetDevice(int device) {
   const cudaError_t status = call("cudaSetDevice");
   if (status == cudaSuccess) current = device;
   return status;
 }
-cudaError_t cudaDeviceSynchronize() { return call("cudaDeviceSynchronize"); }
 cudaError_t cudaDeviceGetPCIBusId(char* address, int, int) {
   *address = 0;
   return call("cudaDeviceGetPCIBusId");
@@ -97,6 +103,12 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return call("cudaStreamSynchronize"); }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return call("cudaStreamDestroy"); }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
+  return create("cudaEventCreateWithFlags", event);
+}
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return call("cudaEventRecord"); }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return call("cudaEventSynchronize"); }
+cudaError_t cudaEventDestroy(cudaEvent_t) { return call("cudaEventDestroy"); }
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void*) {
   std::memset(handle, 0, sizeof *handle);
   return call("cudaIpcGetMemHandle");
@@ -107,11 +119,14 @@ cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t, unsigned int
   return call("cudaIpcOpenMemHandle");
 }
 cudaError_t cudaIpcCloseMemHandle(void*) { return call("cudaIpcCloseMemHandle"); }
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** found, unsigned int,
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned int,
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
   *found = nullptr;
-  *result = cudaDriverEntryPointSymbolNotFound;
+  if (std::strcmp(name, "cuCtxGetCurrent") == 0) *found = reinterpret_cast<void*>(get_current);
+  if (std::strcmp(name, "cuCtxSetCurrent") == 0) *found = reinterpret_cast<void*>(set_current);
+  *result = *found ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  if (*found) return cudaSuccess;  // looked up once only
   return call("cudaGetDriverEntryPointByVersion");
 }
 }
@@ -122,10 +137,6 @@ namespace {
 using collectives::ByRank;
 using collectives::Geometry;
 using collectives::Handle;
-
-void check_failure(const std::string& error) {
-  if (!error.empty()) throw std::runtime_error(error);
-}
 
 void communicator_of_one_process() {
   collectives::make_cuda_communicator({2, 8, 8, 8}, {{0, 1}}, 1000);
@@ -140,8 +151,8 @@ void communicator_of_two_processes() {
 }
 
 void pinned_memory() {
-  check_failure(cache::pin(&calls, sizeof calls, 1));
-  check_failure(cache::unpin(&calls, {0, 1}));
+  cache::pin(&calls, sizeof calls, 1);
+  cache::unpin(&calls, {0, 1});
 }
 
 void device() {
@@ -177,6 +188,10 @@ int check(const char* name, const std::function<void()>& operation) {
 }  // namespace jaxkv
 
 int main() {
+  static char stream;
+  for (const int device : {0, 1}) {
+    jaxkv::set_program_stream(device, reinterpret_cast<cudaStream_t>(&stream));
+  }
   int wrong = jaxkv::check("communicator", jaxkv::communicator_of_one_process);
   wrong += jaxkv::check("communicator of two processes", jaxkv::communicator_of_two_processes);
   wrong += jaxkv::check("pinned memory", jaxkv::pinned_memory);

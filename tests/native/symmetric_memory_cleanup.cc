@@ -37,11 +37,12 @@ cudaError_t release(const char* name, void* memory) {
 
 namespace jaxkv {
 
-DeviceGuard::DeviceGuard(int ordinal) : previous_(current) {
+// Never nested here.
+DeviceGuard::DeviceGuard(int ordinal) {
   if (ordinal == failing && !selectable) throw std::runtime_error("not selectable");
   current = ordinal;
 }
-DeviceGuard::~DeviceGuard() { current = previous_; }
+DeviceGuard::~DeviceGuard() { current = 5; }
 
 void synchronize_device(int ordinal) {
   const DeviceGuard guard(ordinal);

@@ -70,7 +70,6 @@ BLOCKING_CALLS = {
     "cuda/cache/pinned_memory.cu": {"cudaHostRegister", "cudaHostUnregister"},
     "cuda/collectives/multicast.cu": {"cuMemCreate", "cuMemMap"},
     "cuda/collectives/symmetric_memory.cu": {
-        "cudaDeviceSynchronize",
         "cudaFree",
         "cudaFreeHost",
         "cudaHostAlloc",
