@@ -156,10 +156,18 @@ def test_unordered_threads_get_correct_results_or_errors(tmp_path):
             assert count.get("rejected", 0) > 0, "no negative control: all calls were in one order"
 
 
-@pytest.mark.parametrize("check", ["ordered_threads", "threads_with_own_memory"])
-def test_ordered_threads_get_correct_results(tmp_path, check):
-    for counts in results_of_all(tmp_path, check, ONE_EACH[2]):
+def test_ordered_threads_get_correct_results(tmp_path):
+    for counts in results_of_all(tmp_path, "ordered_threads", ONE_EACH[2]):
         assert all(count == {"correct": 2000} for count in counts.values()), counts
+
+
+def test_threads_with_their_own_memory_get_correct_results_or_timeouts(tmp_path):
+    """On GPUs, which run programs one after the other, the orders of the ranks may differ."""
+    for counts in results_of_all(tmp_path, "threads_with_own_memory", ONE_EACH[2]):
+        ends = counts["operands"]
+        timeouts = sum(count for end, count in ends.items() if "PeerTimeoutError" in end)
+        assert ends["correct"] + timeouts == 2000, ends
+        assert jax.default_backend() == "gpu" or timeouts == 0, ends
 
 
 def test_signatures_are_equal_in_all_processes(tmp_path):

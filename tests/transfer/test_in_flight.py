@@ -225,7 +225,9 @@ def test_sharding_constraint_is_transparent_unless_xla_reshards(kept, named):
         to = jax.NamedSharding(mesh, jax.P("tp") if kept else jax.P())
         return jax.lax.with_sharding_constraint(begin(*args), to)
 
-    assert joins(step, pool, cache, *ids) == (not kept)
+    joined = joins(step, pool, cache, *ids)
+    waits = "@jaxkv_wait_copy" in step.lower(pool, cache, *ids).as_text()
+    assert (joined or waits) == (not kept)
 
 
 def test_load_without_jit_keeps_its_pool(named):
