@@ -158,6 +158,26 @@ def test_threads():
     assert not failures
 
 
+def test_garbage_collection_while_an_array_is_held():
+    """Finalizers may hold arrays, also while their thread or another one holds one."""
+    held = HeldArrays(Programs(ran=True))
+    kept = new_array()
+    interrupted = 0
+
+    def hold_in_a_finalizer(array):
+        nonlocal interrupted
+        if interrupted < 3:
+            interrupted += 1
+            held.hold(kept)
+        return 1
+
+    with mock.patch.object(held_arrays, "_weight", hold_in_a_finalizer):
+        thread = threading.Thread(target=lambda: hold_others(held, 2 * FEW), daemon=True)
+        thread.start()
+        thread.join(timeout=30)
+    assert not thread.is_alive() and interrupted == 3
+
+
 def parts_of_a_pair() -> tuple[jaxkv.HostIds, ...]:
     return tuple(jaxkv.HostIdPair([1, 2], [3, 4]))
 

@@ -162,6 +162,24 @@ def test_started_load_of_a_temporary_is_joined(engine):
     assert joined(compiled(jax.jit(step), cache, pool, *ids)) == [True]
 
 
+@pytest.mark.parametrize("direction", ["load", pytest.param("store", marks=aborts_on_jax_0_10)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_arrays_in_flight_are_not_copied_if_results_are_in_another_order(direction, engine):
+    """JAX would give each of two caches the buffers of the other, and XLA copy both."""
+    begin = getattr(jaxkv, f"start_{direction}")
+
+    def step(pool, target, draft, *ids):
+        started = begin(pool, target, *ids, implementation=engine)
+        return jax.tree.map(lambda layer: layer.at[1].set(0), draft), started
+
+    pool, target, *ids = arguments(engine)
+    donated = (1, 2) if direction == "load" else (0, 1, 2)
+    draft = case().cache()
+    text = compiled(jax.jit(step, donate_argnums=donated), pool, target, draft, *ids)
+    assert_in_place(text, target, draft)
+    assert joined(text) == [False]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @aborts_on_jax_0_10
 def test_started_stores_write_the_pool_in_place(engine):

@@ -62,10 +62,14 @@ class Interpreter:
         main = self.functions["main"]
         arguments = list(main.regions[0].blocks[0].arguments)
         held = []
+        aliasing: dict[int, Buffer] = {}  # by result
         attributes_of = ir.ArrayAttr(main.attributes["arg_attrs"])
         for argument, attributes in zip(arguments, attributes_of, strict=True):
             self.buffers[argument] = Buffer()
             donation = ir.DictAttr(attributes)
+            if "tf.aliasing_output" in donation:
+                result = ir.IntegerAttr(donation["tf.aliasing_output"]).value
+                aliasing[result] = self.buffers[argument]
             if "tf.aliasing_output" not in donation and "jax.buffer_donor" not in donation:
                 held.append(self.buffers[argument])
         if ticket is not None:
@@ -73,7 +77,15 @@ class Interpreter:
             before.buffers = [(self.buffers[arguments[i]], s) for i, s in in_flight]
             self.copies.append(before)
             self.copy_of[self.buffers[arguments[ticket]]] = before
-        for buffer in (*held, *self.block(main.regions[0].blocks[0])):
+        of_arguments = [self.buffers[argument] for argument in arguments]
+        returned = self.block(main.regions[0].blocks[0])
+        for i, buffer in enumerate(returned):
+            # XLA copies an array that is returned twice, or that is an argument, but whose result
+            # has the buffer of another.
+            copied = buffer in of_arguments and aliasing.get(i, buffer) is not buffer
+            if not copied and returned.count(buffer) == 1:
+                held.append(buffer)
+        for buffer in held:
             buffer.last_use = math.inf
 
     def found(self) -> Iterator[str]:

@@ -13,6 +13,7 @@ from jax.extend.mlir import ir
 
 import jaxkv
 from jaxkv._src.transfer import buffer_lifetime
+from jaxkv._src.transfer.buffer_aliases import BufferAliases
 from tests.util.lifetime_interpreter import WAIT, Interpreter
 from tests.util.transfer_cases import Case, as_ids, distinct_ids
 
@@ -241,6 +242,14 @@ class Module:
         """Whether the waits enqueue a part of each of its copies."""
         lines = [line for line in self.text.splitlines() if "@jaxkv_start_copy" in line]
         return ["deferred = true" in line for line in lines]
+
+    @property
+    def returns_an_array_twice(self) -> bool:
+        """XLA copies all but one of the results, so a copy in flight ends before."""
+        with self.module.context:
+            aliases = BufferAliases(self.module, buffer_lifetime._in_place_results)
+            origins = [origin for v in aliases.returned() for origin in set(aliases.origins(v))]
+            return len(set(origins)) < len(origins)
 
     @property
     def boundary_waits(self) -> int:

@@ -39,38 +39,51 @@ class HeldArrays:
 
     def __init__(self, enqueue: Callable[[Iterable[jax.Device]], Sequence[Program]]):
         self._enqueue = enqueue
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of all but the new arrays
+        self._new: deque[jax.Array] = deque()
         self._held: dict[int, jax.Array] = {}  # by id()
         self._weight, self._limit = 0, FEW
         self._leaving: deque[tuple[Sequence[Program], list[jax.Array]]] = deque()
 
     def hold(self, array: jax.Array) -> None:
         """References the array until nothing else does and all programs given it have run."""
-        with self._lock:
-            self._held[id(array)] = array
-            self._weight += _weight(array)
-            if self._weight < self._limit:
-                return
-            held, self._held, self._weight = [*self._held.values()], {}, 0
-        # Without the lock: enqueuing or freeing may collect garbage, which may run any code.
+        self._new.append(array)
+        # Never blocks. Any Python code may collect garbage, and so run code that holds an array, or
+        # that waits for another thread which holds one: the owner of the lock, or the next call,
+        # finds the array.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            left = self._sort()
+        finally:
+            self._lock.release()
+        del left
+
+    def _sort(self) -> list[Any]:
+        """Lets go of arrays that are used by programs only; returns those that were to leave."""
+        while self._new:
+            new = self._new.popleft()
+            self._held[id(new)] = new
+            self._weight += _weight(new)
+            del new
+        if self._weight < self._limit:
+            return []
+        held, self._held = [*self._held.values()], {}
         try:
             used, unused = _by_use(held)
             devices = {d for one in unused for d in one.sharding.addressable_devices}
             programs = self._enqueue(devices)
         except BaseException:
-            with self._lock:
-                self._held |= {id(one): one for one in held}
-                self._weight += sum(map(_weight, held))
+            self._held = {id(one): one for one in held}
             raise
-        with self._lock:
-            self._held |= {id(one): one for one in used}
-            self._weight += sum(map(_weight, used))
-            self._limit = 2 * self._weight + FEW  # a check takes time for each array
-            self._leaving.append((programs, unused))
-            left = []
-            while self._leaving and all(program.is_ready() for program in self._leaving[0][0]):
-                left.append(self._leaving.popleft())
-        del left, held, unused
+        self._held = {id(one): one for one in used}
+        self._weight = sum(map(_weight, used))
+        self._limit = 2 * self._weight + FEW  # a check takes time for each array
+        self._leaving.append((programs, unused))
+        left = []
+        while self._leaving and all(program.is_ready() for program in self._leaving[0][0]):
+            left.append(self._leaving.popleft())
+        return left
 
 
 def _weight(array: jax.Array) -> int:

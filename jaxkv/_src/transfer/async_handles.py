@@ -64,7 +64,9 @@ class _PageCopyHandle(CopyHandle):
                 started = _begin_outside_jit(
                     cls, operation, pool, cache, call.ids, layers, tokens, implementation, timeout_s
                 )
-            started._pool = started._pool or pool
+            if started._pool is None:  # of a load
+                started._pool = pool
+                keep_alive((started._ticket, pool))
             return started
         started = cls(pool, cache)
         started._segments = cache.spec.select_layers(layers)

@@ -30,6 +30,7 @@ from jaxkv._src.runtime.custom_calls import (
 from jaxkv._src.runtime.lowering import when_lowered
 from jaxkv._src.transfer.block_copy import is_to_dense, num_buffers_of
 from jaxkv._src.transfer.buffer_aliases import BufferAliases, on_every_path
+from jaxkv._src.transfer.returned_buffers import ReturnedBuffers
 
 WAIT_TARGET = "jaxkv_wait_copy"
 # A wait that enqueues segments of its copy; not in CUDA graphs, whose replays call no handler.
@@ -51,7 +52,9 @@ def _lower_analysed(context: mlir.LoweringRuleContext, *results: ir.Value) -> li
         # A side effect for XLA only, which must neither merge two starts nor remove an unused
         # wait. JAX would dispatch a program with effects from Python, many times slower.
         operation.attributes["has_side_effect"] = ir.BoolAttr.get(True)
-    when_lowered(context.module_context.module, _analyse)
+    # Other programs call an exported one, and drop arrays that it returns: it stays as it is.
+    if not context.module_context.lowering_parameters.for_export:
+        when_lowered(context.module_context.module, _analyse)
     return list(results)
 
 
@@ -99,6 +102,7 @@ class _Program:
         self.waits = [call for call in calls if target_of(call) == WAIT_TARGET]
         self._retained: dict[tuple[ir.Value, int, frozenset[ir.Value] | None], bool] = {}
         self.aliases = BufferAliases(module, _in_place_results)
+        self._results = ReturnedBuffers(self.aliases)
 
     def remove(self, wait: ir.Operation) -> None:
         operands = list(wait.operands)
@@ -238,8 +242,10 @@ class _Program:
 
         def ends_at(use: ir.OpOperand) -> bool:
             operation = use.owner.operation
+            if self.aliases.returns_from_program(operation):
+                return self._results.keeps(use.operand_number)
             if target_of(operation) != WAIT_TARGET:
-                return self.aliases.returns_from_program(operation)
+                return False
             if _is_removable(operation) and not removable:
                 return False
             if tickets and operation.operands[0] not in tickets:
