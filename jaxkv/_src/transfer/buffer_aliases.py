@@ -163,6 +163,18 @@ class BufferAliases:
             seen.update(before)
         return origins
 
+    def carried(self, value: ir.Value) -> list[ir.Value]:
+        """The values before a loop and at the end of its body, of a carry; none of other values."""
+        if _is_block_argument(value):
+            loop, i = _parent_of(value), ir.BlockArgument(value).arg_number
+        else:
+            loop, i = ir.OpResult(value).owner.operation, ir.OpResult(value).result_number
+        return (
+            [loop.operands[i], _terminator(loop, region=1).operands[i]]
+            if loop.name == _LOOP
+            else []
+        )
+
     def _before(self, result: ir.Value) -> list[ir.Value]:
         operation, i = ir.OpResult(result).owner.operation, ir.OpResult(result).result_number
         match operation.name:

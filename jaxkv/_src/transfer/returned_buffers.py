@@ -37,16 +37,13 @@ class ReturnedBuffers:
         self._pair()
 
     def keeps(self, result: int) -> bool:
-        """Whether a result is in the buffer that its array had in the program.
-
-        Of arrays that the program computes it is assumed: XLA computes them in that buffer.
-        """
-        of_same_array = [i for i in self._same_array(result) if i != result]
-        source = self._source(result, exact=False)
-        if of_same_array or source is None or not self._is_donated(source):
-            return not of_same_array
+        """Whether a result is in the buffer that its array had in the program."""
+        if self._same_array(result) != [result]:
+            return False
         aliased = self._results_of_arguments()
-        argument = aliased.get(result)
+        source, argument = self._source(result, exact=False), aliased.get(result)
+        if source is None or not self._is_donated(source):
+            return argument is None
         return argument == source or (argument is None and source not in aliased.values())
 
     def _pair(self) -> None:
@@ -121,29 +118,29 @@ class ReturnedBuffers:
                 seen.add(origin)
                 if self._aliases.is_argument(origin):
                     sources.add(ir.BlockArgument(origin).arg_number)
-                elif (before := _before(origin, exact=exact)) is not None:
-                    pending.append(before)
+                elif before := self._aliases.carried(origin) or _before(origin, exact=exact):
+                    pending += before
                 else:
                     return None
         return sources.pop() if len(sources) == 1 else None
 
 
-def _before(value: ir.Value, *, exact: bool) -> ir.Value | None:
+def _before(value: ir.Value, *, exact: bool) -> list[ir.Value]:
     """The operand whose buffer XLA gives to a result of an operation that writes in place."""
     if isinstance(value.owner, ir.Block):
-        return None
+        return []
     operation, i = ir.OpResult(value).owner.operation, ir.OpResult(value).result_number
     if operation.name in _UPDATES and not exact:
-        return operation.operands[i]
+        return [operation.operands[i]]
     if operation.name != "stablehlo.custom_call":
-        return None
+        return []
     if "output_operand_aliases" not in operation.attributes:
-        return None
+        return []
     for entry in ir.ArrayAttr(operation.attributes["output_operand_aliases"]):
         alias = stablehlo.OutputOperandAlias(entry)
         if list(alias.output_tuple_indices) in ([i], [] if i == 0 else [i]):
-            return operation.operands[alias.operand_index]
-    return None
+            return [operation.operands[alias.operand_index]]
+    return []
 
 
 def _alias_of(attributes: dict[str, ir.Attribute]) -> int | None:
