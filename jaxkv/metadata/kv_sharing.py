@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.metadata.common import BatchMetadata
-from jaxkv.metadata.segments import Array, int32_on_device
+from jaxkv.metadata.segments import Array, count_before, int32_on_device
 
 
 @jax.tree_util.register_dataclass
@@ -25,9 +25,12 @@ class FastPrefill:
     Attributes:
       batch: the same rows and contexts with at most N query tokens. The tokens of each row must be
         the last ones of its context, because causal masks are aligned to the end.
-      logits_indices_padded: int32[N], indices of the tokens in the original batch, to gather hidden
-        states, positions and slots; padded with the last index.
+      logits_indices_padded: int32[N], indices of the tokens in the original batch, each once, to
+        gather hidden states, positions and slots; padded with the last index.
       num_logits_indices: int32[], number of valid indices.
+
+    The output of the last token of row r is at `logits_indices(batch)[r]`, of this `batch`. A row
+    without tokens has no output, and the index of a preceding row's, or 0.
     """
 
     batch: BatchMetadata
@@ -43,9 +46,9 @@ def build(batch: BatchMetadata, logits_indices: Array, num_logits: int | Array) 
 
     Args:
       batch: the batch.
-      logits_indices: int32[N], token indices in increasing order, which may repeat for rows without
-        tokens; see `metadata.logits_indices`.
-      num_logits: int32[], number of valid indices; up to N.
+      logits_indices: int32[N], token indices in increasing order. Repeated ones, as
+        `metadata.logits_indices` has for rows without tokens, count once.
+      num_logits: int32[], number of valid indices, with repeated ones; up to N.
 
     Raises:
       ValueError: `logits_indices` are not integers of shape [N] with N >= 1, or, if known on the
@@ -67,19 +70,32 @@ def build(batch: BatchMetadata, logits_indices: Array, num_logits: int | Array) 
         _check_order(given[: int(num_logits)], batch.max_num_tokens)
     num_logits = int32_on_device("num_logits", num_logits)
     wanted = jnp.arange(size, dtype=jnp.int32) < num_logits
+    # A token counted twice would belong to its row twice, at two positions.
+    first = jnp.concatenate([jnp.ones(1, bool), logits_indices[1:] != logits_indices[:-1]])
+    kept = wanted & first
+    count = jnp.sum(kept, dtype=jnp.int32)
     # Masked reduction as in `prefix_sum`: needed tokens before the first one of each row.
-    before = wanted & (logits_indices < batch.query_start_loc[:, None])
-    last = logits_indices[jnp.maximum(num_logits - 1, 0)]
+    before = kept & (logits_indices < batch.query_start_loc[:, None])
     return FastPrefill(
         batch=dataclasses.replace(
             batch,
             query_start_loc=jnp.sum(before, axis=1, dtype=jnp.int32),
-            num_tokens=num_logits,
+            num_tokens=count,
             max_num_tokens=size,
         ),
-        logits_indices_padded=jnp.where(wanted, logits_indices, jnp.where(num_logits > 0, last, 0)),
-        num_logits_indices=num_logits,
+        logits_indices_padded=_packed(logits_indices, kept, num_logits),
+        num_logits_indices=count,
     )
+
+
+def _packed(indices: jax.Array, kept: jax.Array, num_logits: jax.Array) -> jax.Array:
+    """int32[N], the kept indices, padded with the last valid one; 0 without any."""
+    size = indices.shape[0]
+    last = jnp.where(num_logits > 0, indices[jnp.maximum(num_logits - 1, 0)], 0)
+    # Others get distinct targets past the end, as unique_indices requires.
+    others = size + jnp.arange(size, dtype=jnp.int32)
+    target = jnp.where(kept, count_before(kept[None])[0], others)
+    return jnp.full_like(indices, last).at[target].set(indices, mode="drop", unique_indices=True)
 
 
 def _check_order(indices: np.ndarray, max_num_tokens: int) -> None:

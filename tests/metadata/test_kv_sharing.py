@@ -20,22 +20,31 @@ def compiled():
 
 
 @every_batch
-@given(cases(), st.integers(0, 2**32 - 1), st.sampled_from(["any", "last", "all", "none"]))
+@given(
+    cases(),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["any", "last", "all", "none", "repeated"]),
+)
 def test_fast_prefill(case: Case, seed: int, style: str):
     rng = np.random.default_rng(seed)
     b = case.bounds
     wanted: list[int] = []
     counts: list[int] = []
     for row, query in enumerate(case.query_lens):
-        most = {"any": query, "last": min(query, 1), "all": query, "none": 0}[style]
-        count = int(rng.integers(0, most + 1)) if style == "any" else most
+        most = {"last": min(query, 1), "none": 0}.get(style, query)
+        count = int(rng.integers(0, most + 1)) if style in ("any", "repeated") else most
         wanted += range(case.starts[row + 1] - count, case.starts[row + 1])
         counts.append(count)
+    repeats = np.ones(len(wanted), int)
+    if style == "repeated" and wanted:
+        more = rng.integers(0, b.max_num_tokens - len(wanted) + 1)
+        repeats += np.bincount(rng.integers(0, len(wanted), more), minlength=len(wanted))
+    given_indices = np.repeat(np.array(wanted, np.int32), repeats)
     # Values after the indices must not matter.
     indices = rng.integers(0, b.max_num_tokens, b.max_num_tokens, dtype=np.int32)
-    indices[: len(wanted)] = wanted
+    indices[: len(given_indices)] = given_indices
     batch = case.batch()
-    got = compiled()(batch, indices, np.int32(len(wanted)))
+    got = compiled()(batch, indices, np.int32(len(given_indices)))
 
     starts = np.full(b.max_num_reqs + 1, len(wanted))
     starts[: case.num_reqs + 1] = [sum(counts[:row]) for row in range(case.num_reqs + 1)]
@@ -72,6 +81,24 @@ def test_decodes_are_unchanged():
     got = kv_sharing.build(batch, common.logits_indices(batch), batch.num_reqs)
     assert_same(got.batch.query_start_loc, batch.query_start_loc)
     assert_same(got.batch.num_tokens, batch.num_tokens)
+
+
+def test_a_row_without_tokens_repeats_no_token():
+    """Of the decode before it, which would become two tokens, the first at another position."""
+    batch = BatchMetadata.from_host(
+        [0, 1, 0, 0, 2], [3, 9, 5, 4, 2], [[5], [1], [2], [3], [4]],
+        max_num_reqs=6, max_num_tokens=8, max_blocks=1, block_size=16,
+    )  # fmt: skip
+    indices = common.logits_indices(batch)
+    assert_same(indices, [0, 0, 0, 0, 2, 2])
+    for given_indices in (indices, np.asarray(indices)):
+        got = kv_sharing.build(batch, given_indices, batch.num_reqs)
+        assert_same(got.batch.query_lens, [0, 1, 0, 0, 1, 0])
+        assert_same(got.batch.num_tokens, 2)
+        assert_same(got.num_logits_indices, 2)
+        assert_same(got.logits_indices_padded, [0, 2, 2, 2, 2, 2])
+        assert_same(common.token_positions(got.batch), [8, 1, 0, 0, 0, 0])
+        assert_same(common.logits_indices(got.batch), [0, 0, 0, 0, 1, 1])
 
 
 @pytest.mark.parametrize("num_logits", [3, -1, np.int32(3), np.array(3)])
