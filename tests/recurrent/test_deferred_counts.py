@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 import types
 from typing import Any
 
@@ -118,6 +119,46 @@ def test_deferred_counts_of_several_steps_in_flight():
         np.testing.assert_array_equal(deferred.read(step=step, request_ids=ids), ids + step)
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("later_steps", [0, 2])
+def test_counts_of_a_failed_step_raise_its_error(later_steps):
+    """Also long after it, when they are ready, and those of the steps that it made fail."""
+    batch = BatchMetadata.from_host(
+        [1], [1], [[1]], max_num_reqs=1, max_num_tokens=4, max_blocks=1, block_size=4
+    )
+
+    @jax.jit
+    def step(batch, query_lens, number):
+        one = query_lens // query_lens
+        following = jaxkv.recurrent.advance(
+            batch, one, num_drafts=0 * one, next_query_lens=query_lens
+        )
+        return following, jaxkv.recurrent.DeferredCounts.start(one, step=number, request_ids=one)
+
+    @jax.jit
+    def slow_four():  # without it, the step might fail while it is dispatched
+        x = jax.lax.fori_loop(0, 20, lambda _, x: x @ x * 0.001, jnp.ones((500, 500)))
+        return (x[0, :1] * 0).astype(jnp.int32) + 4
+
+    jax.block_until_ready(step(batch, slow_four() // 4, np.int32(0)))  # compiles
+    query_lens = slow_four()
+    for number in range(1 + later_steps):
+        batch, deferred = step(batch, query_lens, np.int32(number))
+    while not deferred.is_ready():
+        time.sleep(0.01)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"BoundError: recurrent.advance: .* 5,"):
+        deferred.read(step=later_steps, request_ids=[1])
+
+
+def test_read_is_a_host_sync_even_of_ready_counts():
+    deferred = start_counts(7, [30], [4])
+    deferred.read(step=7, request_ids=[30])
+    assert deferred.is_ready()
+    with jaxkv.forbid_host_sync(mode="count") as report:
+        deferred.read(step=7, request_ids=[30])
+    assert report.count == 1
+
+
 OPERANDS = {"num_accepted": np.ones(2), "step": np.array(7), "request_ids": np.array([30, 10])}
 
 
@@ -208,8 +249,8 @@ class OfAGpu:
     def is_deleted(self):
         return False
 
-    def is_ready(self):
-        return True
+    def block_until_ready(self):
+        return self
 
 
 def test_counts_in_device_memory_raise():

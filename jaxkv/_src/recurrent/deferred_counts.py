@@ -73,12 +73,17 @@ class DeferredCounts:
         Raises:
           RuntimeError: the counts were donated or deleted.
         """
+        self._check_not_deleted()
+        return self.packed.is_ready()  # type: ignore[attr-defined]  # not in JAX's stub
+
+    def _check_not_deleted(self) -> None:
         if self.packed.is_deleted():  # JAX would read freed memory
             raise RuntimeError("DeferredCounts: the counts were donated or deleted")
-        return self.packed.is_ready()  # type: ignore[attr-defined]  # not in JAX's stub
 
     def read(self, *, step: int, request_ids: npt.ArrayLike) -> np.ndarray:
         """The counts, int32[n]; blocks only while the step that produced them is running.
+
+        Under `forbid_host_sync` a host sync, even if the counts are ready.
 
         Args:
           step: expected step number.
@@ -87,6 +92,8 @@ class DeferredCounts:
         Raises:
           TypeError: `step` is not an integer.
           RuntimeError: the counts were donated or deleted.
+          jax.errors.JaxRuntimeError: the step that produced the counts failed, or one before it;
+            errors that a GPU counts are those of `jaxkv.check_errors`.
           StaleCountsError: the counts belong to another step or to other requests.
           ValueError: `request_ids` are not integers in one dimension, or the counts were moved out
             of host memory.
@@ -96,8 +103,9 @@ class DeferredCounts:
         except TypeError:
             raise TypeError(f"DeferredCounts.read: step must be an integer, got {step!r}") from None
         wanted = integers("DeferredCounts.read: request_ids", request_ids)
-        if not self.is_ready():
-            self.packed.block_until_ready()
+        self._check_not_deleted()
+        # Even if ready: only this raises the error of a failed step, whose counts are not written.
+        self.packed.block_until_ready()
         words = _host_words(self.packed)
         ids, counts = np.split(words[1:], 2)
         if words[0] != step:
