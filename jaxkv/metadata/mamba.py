@@ -17,8 +17,15 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxkv.metadata.checks import at_least_1, check_drafts, check_flags, check_rows
+from jaxkv.metadata.checks import (
+    at_least_1,
+    check_accepted,
+    check_drafts,
+    check_flags,
+    check_rows,
+)
 from jaxkv.metadata.common import (
     NULL_BLOCK,
     BatchMetadata,
@@ -142,18 +149,19 @@ def build(
         blocks.
       num_spec_tokens: upper bound of `num_draft_tokens`, required with it; drafts on the device are
         not checked against it.
-      num_accepted_tokens: int32[B], accepted tokens of each row in the last step, at least 1; None
-        before the first draft tokens, when decodes keep all their tokens. Requires
-        `num_spec_tokens`.
+      num_accepted_tokens: int32[B], accepted tokens of each row in the last step, in
+        [1, num_spec_tokens + 1] for decodes; None before the first draft tokens, when decodes keep
+        all their tokens. Requires `num_spec_tokens`.
       num_draft_tokens: int32[B], draft tokens of each row, -1 for rows without drafting; None if
         no prompt is padded with draft tokens.
 
     Raises:
       TypeError: a chunk size that is not an integer.
       ValueError: an unknown mode, a chunk size below 1, a negative `num_spec_tokens`, draft tokens
-        without an upper bound or, on the host, above it, accepted tokens without `num_spec_tokens`,
-        a block table too narrow for the states of draft tokens, operands not of shape [B], flags
-        that are not bool, or counts that are not integers.
+        without an upper bound or, on the host, above it, accepted tokens without `num_spec_tokens`
+        or, of decodes and with all operands on the host, outside their range, a block table too
+        narrow for the states of draft tokens, operands not of shape [B], flags that are not bool,
+        or counts that are not integers.
 
     Example: `mamba.build(batch, is_prefilling=batch.query_lens > 1, chunk_size=256)`.
     """
@@ -185,6 +193,7 @@ def build(
         accepted = batch.query_lens
         if num_accepted_tokens is not None:
             accepted = int32_on_device("num_accepted_tokens", num_accepted_tokens)
+            _check_accepted(batch, is_prefilling, num_accepted_tokens, num_spec_tokens)
         starts_d = starts_from(batch.query_start_loc, 0, first)
         accepted_d = rows_from(accepted, 0, first, fill=1)
     return MambaMetadata(
@@ -233,6 +242,16 @@ def _check_rows(
     for name, values in (("num_accepted_tokens", accepted), ("num_draft_tokens", drafts)):
         if values is not None:
             check_rows(name, values, batch.max_num_reqs)
+
+
+def _check_accepted(
+    batch: BatchMetadata, is_prefilling: Array, accepted: Array, num_spec_tokens: int
+) -> None:
+    if isinstance(accepted, np.ndarray):
+        query = batch.query_lens
+        decodes = (query > 0) & (query <= 1 + num_spec_tokens) & ~is_prefilling
+        drafts = np.full(accepted.shape, num_spec_tokens)
+        check_accepted("mamba.build", decodes, accepted, drafts)
 
 
 def state_indices(

@@ -307,6 +307,25 @@ def test_invalid_arguments_raise():
         mamba.build(batch, is_prefilling=prompt, num_accepted_tokens=np.ones(1, np.int32))
 
 
+@pytest.mark.parametrize("accepted", [-1, 0, 3, 2**31 - 1])
+def test_accepted_tokens_out_of_range_raise(accepted):
+    """They select the state of a decode; those of other rows are not read."""
+    batch = BatchMetadata.from_host(
+        [2, 0, 2, 1], [6, 5, 7, 3], [[1, 2], [3, 4], [5, 6], [7, 8]],
+        max_num_reqs=5, max_num_tokens=8, max_blocks=2, block_size=4,
+    )  # fmt: skip
+    prefilling = np.array([False, False, False, True, False])
+    build = functools.partial(mamba.build, batch, num_spec_tokens=1)
+    counts = np.array([1, accepted, 2, accepted, accepted], np.int32)
+    got = build(is_prefilling=prefilling, num_accepted_tokens=counts)
+    assert got.num_accepted_tokens is not None
+    assert got.num_accepted_tokens.tolist()[:3:2] == [1, 2]
+    counts[2] = accepted
+    message = rf"mamba.build: the accepted tokens of row 2 must be in \[1, 2\], .* got {accepted}"
+    with pytest.raises(ValueError, match=message):
+        build(is_prefilling=prefilling, num_accepted_tokens=counts)
+
+
 @pytest.mark.parametrize("name", ["is_prefilling", "num_accepted_tokens", "num_draft_tokens"])
 @pytest.mark.parametrize("shape", [(), (1,), (2,), (4, 1)])
 def test_different_number_of_rows_raises(name, shape):
