@@ -22,6 +22,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxkv._src.runtime.bounds import check_bounds
+
 from .common import BatchMetadata, slot_mapping, token_positions
 from .pages import packed_pages
 from .segments import cdiv, prefix_sum
@@ -40,7 +42,8 @@ class RaggedPagedMetadata:
         "packed": int32[max_pages], pages of all contexts in order, then NULL_BLOCK (0).
       cu_q_lens: int32[B + 1], start of each row's query tokens; padding rows repeat the last value.
       cu_kv_lens: int32[B + 1], exclusive prefix sum of the context lengths rounded up to full
-        pages; divided by the page size, start of each row's pages in packed `page_indices`.
+        pages; divided by the page size, start of each row's pages in packed `page_indices`. For
+        "table" and "flat", a total above int32 is a `jaxkv.BoundError` of programs that use it.
       num_seqs: int32[1], number of rows.
       distribution: int32[3], end of the decodes, of the prefills of one static length, and of the
         other rows. Leading rows with one query token are decodes; there are no static-length
@@ -73,8 +76,8 @@ def build(
 
     Raises:
       TypeError: a `max_pages` that is not an integer.
-      ValueError: an unknown format, `max_pages` below 1 or without packing, bounds for which the
-        tokens of all pages may exceed int32, or a batch without rows.
+      ValueError: an unknown format, `max_pages` below 1 or without packing, a bound of packed pages
+        whose tokens may exceed int32, or a batch without rows.
 
     Example: `ragged_paged.build(batch, pages="packed", max_pages=8)`.
     """
@@ -83,11 +86,10 @@ def build(
     if max_pages is not None and pages != "packed":
         raise ValueError(f'max_pages={max_pages} requires pages="packed", got {pages!r}')
     limit = batch.block_table.size if max_pages is None else operator.index(max_pages)
-    if limit * batch.block_size >= 2**31:
-        remedy = "reduce max_pages" if pages == "packed" else 'use pages="packed" with max_pages'
+    if pages == "packed" and limit * batch.block_size >= 2**31:
         raise ValueError(
             f"{limit} pages of {batch.block_size} tokens exceed the 2**31 - 1 tokens of cu_kv_lens "
-            f"(int32); {remedy}"
+            "(int32); reduce max_pages"
         )
     page_indices, num_pages = batch.block_table, cdiv(batch.seq_lens, batch.block_size)
     starts = prefix_sum(num_pages)
@@ -97,6 +99,11 @@ def build(
         starts, page_indices = packed_pages(
             "ragged_paged.build", batch.block_table, num_pages, max_pages
         )
+    if limit * batch.block_size >= 2**31:
+        # Common bounds of tables, whose kernels do not use the result; real batches are smaller.
+        most = (2**31 - 1) // batch.block_size
+        bound = {"pages with tokens in int32 cu_kv_lens": (starts[-1], most)}
+        starts = check_bounds("ragged_paged.build", starts, **bound)
     positions = token_positions(batch)
     decodes = _leading(batch.query_lens == 1)
     return RaggedPagedMetadata(

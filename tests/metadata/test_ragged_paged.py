@@ -1,9 +1,11 @@
 """metadata.ragged_paged against slow Python on random batches."""
 
+import dataclasses
 import functools
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -100,8 +102,34 @@ def long_rows(num_reqs: int, max_blocks: int) -> BatchMetadata:
 
 
 @pytest.mark.parametrize("pages", ["table", "flat", "packed"])
-def test_int32_overflow_of_page_tokens_raises(pages: Literal["table", "flat", "packed"]):
+def test_page_tokens_up_to_int32(pages: Literal["table", "flat", "packed"]):
     got = ragged_paged.build(long_rows(1, 31), pages=pages)
     assert got.cu_kv_lens.tolist() == [0, 31 * 2**26]
-    with pytest.raises(ValueError, match="48 pages of 67108864 tokens exceed"):
-        ragged_paged.build(long_rows(3, 16), pages=pages)
+
+
+def test_packed_pages_whose_tokens_may_exceed_int32_raise():
+    with pytest.raises(ValueError, match=r"48 pages of 67108864 tokens exceed .* reduce max_pages"):
+        ragged_paged.build(long_rows(3, 16), pages="packed")
+
+
+@pytest.mark.parametrize("pages", ["table", "flat"])
+def test_large_bounds_of_tables(pages: Literal["table", "flat"]):
+    """The kernels of these formats do not read the sums of tokens; those of a real batch fit."""
+    batch = long_rows(3, 16)
+    build = functools.partial(ragged_paged.build, pages=pages)
+    got = jax.jit(lambda batch: build(batch).page_indices)(batch)
+    np.testing.assert_array_equal(got.ravel(), batch.block_table.ravel())
+    lens = jnp.array([2**26 + 1, 1, 29 * 2**26 // 3], jnp.int32)
+    short = dataclasses.replace(batch, seq_lens=lens)
+    got = jax.block_until_ready(jax.jit(build)(short))
+    assert (got.cu_kv_lens // 2**26).tolist() == [0, 2, 3, 13]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("pages", ["table", "flat"])
+def test_sums_of_tokens_above_int32_raise(pages: Literal["table", "flat"]):
+    step = jax.jit(lambda batch: ragged_paged.build(batch, pages=pages).cu_kv_lens)
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"ragged_paged.build: .* needs 48, .* cu_kv_lens = 31"
+    ):
+        jax.block_until_ready(step(long_rows(3, 16)))
