@@ -51,7 +51,8 @@ class FlexMetadata:
         unless built as `updatable`.
       block_size: tokens per block.
       causal: whether attention is causal.
-      sliding_window: a token sees tokens at a distance below this; None for no window.
+      sliding_window: a token sees tokens at a distance below this, up to 2**31 - 1; None for no
+        window.
     """
 
     doc_ids: jax.Array
@@ -147,6 +148,7 @@ def build(
     """
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be >= 1 token, got {sliding_window}")
+    sliding_window = _within_int32(sliding_window)
     if num_blocks < 1:
         raise ValueError(f"num_blocks must be >= 1 (including NULL_BLOCK), got {num_blocks}")
     if num_blocks * batch.block_size > 2**31:
@@ -197,6 +199,11 @@ def update(
     blocks = mapped_blocks(batch)
     logical = updated(jnp.asarray(metadata.physical_to_logical), mapped, blocks)
     return _metadata(batch, (logical, blocks), metadata.causal, metadata.sliding_window, ranges)
+
+
+def _within_int32(window: int | None) -> int | None:
+    # Some configurations have a larger number for no window; no distance exceeds 2**31 - 2.
+    return None if window is None else min(window, 2**31 - 1)
 
 
 def _check_table(operation: str, block_table: Array, num_blocks: int) -> None:
@@ -269,4 +276,5 @@ def encoder_mask(
     exists = (q >= 0) & (q <= last) & (kv >= 0) & (kv <= last)
     doc = doc_ids[jnp.clip(q, 0, last)]
     allowed = (doc >= 0) & (doc == doc_ids[jnp.clip(kv, 0, last)]) & exists
-    return allowed if sliding_window is None else allowed & (jnp.abs(q - kv) < sliding_window)
+    window = _within_int32(sliding_window)
+    return allowed if window is None else allowed & (jnp.abs(q - kv) < window)

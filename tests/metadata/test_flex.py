@@ -257,6 +257,16 @@ def test_spans_reach_their_bound():
     assert flex.spans_of(batch_of([[1]] * 3, [1] * 3, [1] * 3), True, None, None).row.shape == (3,)
 
 
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**40])
+def test_a_window_above_int32_is_no_window(window):
+    batch = batch_of([[1, 2]], [20], [3])
+    got, mask = compiled(Options(sliding_window=window))(batch, 3, None, 2, jnp.arange(48))
+    want, all_visible = compiled(Options())(batch, 3, None, 2, jnp.arange(48))
+    assert mask.tolist() == all_visible.tolist() and mask.sum() == 20
+    assert got.kv_indices.tolist() == want.kv_indices.tolist()
+    assert flex.encoder_mask(got.doc_ids, 2, jnp.arange(3), sliding_window=window).all()
+
+
 def test_invalid_arguments_raise():
     batch = batch_of([[1]], [1], [1])
     with pytest.raises(ValueError, match="sliding_window must be >= 1 token, got 0"):
