@@ -32,6 +32,7 @@ from jaxkv._src.tuning.all_reduce_table import (
     WORLD_SIZES,
     Algorithm,
     Table,
+    load,
     packaged_table,
 )
 
@@ -254,10 +255,13 @@ def run(out: str | None, *, quick: bool) -> None:
 
     Raises:
       RuntimeError: only one device, or an incorrect result.
+      FileExistsError: the output file exists, and is not a table of all-reduces.
+      OSError: the table can't be written.
     """
     devices = jax.local_devices()
     name = f"{table_files.slug(devices[0].device_kind)}.json"
     path = table_files.output_path(out or f"all_reduce_{name}", name)
+    measurement.check_replaceable(path, load, "all-reduces")
     found = cells(devices[0].platform, len(devices), quick=quick)
     if not found:
         raise RuntimeError(f"all_reduce requires at least {WORLD_SIZES[0]} devices, found 1")
@@ -268,6 +272,6 @@ def run(out: str | None, *, quick: bool) -> None:
         print(f"{cell}:", ", ".join(f"{name} {t * 1e6:.4g} us" for name, t in seconds.items()))
     print("choices that differ by dtype:", *differences(measured) or ["none"], sep="\n  ")
     table = table_of(measured, f"python -m jaxkv.tune --all-reduce{' --quick' if quick else ''}")
-    path.write_text(table.to_text())
+    measurement.write(path, table.to_text())
     print(table.to_text())
     print(f"wrote {path}; set {VARIABLE}={path} to use it")

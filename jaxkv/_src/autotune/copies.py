@@ -313,11 +313,13 @@ def run(out: str | None, *, quick: bool) -> None:
     Raises:
       RuntimeError: a candidate produced an incorrect destination.
       HostMemoryError: too little host memory for the largest copy.
+      FileExistsError: the output file exists, and is not a table of copies.
       OSError: the table can't be written.
     """
     platform, device = jax.default_backend(), jax.local_devices()[0]
     before = copy_lookup.packaged_table(device.device_kind, hardware_of(device))
     path = table_files.output_path(out, f"{table_files.slug(device.device_kind)}.json")
+    measurement.check_replaceable(path, copy_table.load, "page copies")
     link = Candidate("host" if platform == "cpu" else "dma", 0)
     peak_bytes = MIB if platform == "cpu" else MAX_PAYLOAD
     peak_cells = [Cell(direction, peak_bytes, 1, (link,)) for direction in MEMORIES]
@@ -340,7 +342,7 @@ def run(out: str | None, *, quick: bool) -> None:
         f"arrays of {pools.num_bytes / (1 << 30):.3g} GiB"
     )
     table = table_of(rates, peak, how)
-    path.write_text(table.to_text())
+    measurement.write(path, table.to_text())
     different = changes(rates, before, copy_table.load(path))
     print(table.to_text())
     print(f"choices that differ from {before.source}:", *different or ["none"], sep="\n  ")

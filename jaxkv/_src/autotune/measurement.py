@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
@@ -46,6 +47,46 @@ def seconds_per_step(
         return chain(1), state
     length = min(200, math.ceil(seconds_of_sample / estimate))
     return statistics.median(chain(length) for _ in range(samples)), state
+
+
+def check_replaceable(
+    path: pathlib.Path, load: Callable[[pathlib.Path], object], tables: str
+) -> None:
+    """Raises a FileExistsError unless `path` is free, empty or a table of the same kind.
+
+    Both kinds of tables have the same file name in a folder. To be called before a measurement.
+
+    Args:
+      path: where the table will be written.
+      load: reads a table of this kind; a ValueError for other files.
+      tables: name of this kind, for the error.
+    """
+    if not path.exists() or (path.is_file() and not path.stat().st_size):
+        return
+    try:
+        load(path)
+    except ValueError as error:
+        raise FileExistsError(
+            f"--out: {path} exists and is not a valid table of {tables} ({error}); remove it or "
+            "name another file"
+        ) from None
+
+
+def write(path: pathlib.Path, text: str) -> None:
+    """Writes a table, or nothing if it is interrupted: a truncated one would fail every call.
+
+    Raises:
+      OSError: the table can't be written.
+    """
+    path = path.resolve()  # a link is kept
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text)
+        if path.exists():
+            shutil.copymode(path, temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def versions() -> dict[str, str]:
