@@ -2,7 +2,8 @@
 
 Follows vLLM's former tree attention backend. A tree is a list of paths: (0,) is the first child of
 the root, (0, 1) the second child of that node. The root is the last accepted token. The query
-tokens of a decode are the root and the draft tokens, in the order of the list.
+tokens of a decode are the root and the draft tokens, in the order of the list. A decode may have
+only the first of them, for example the root alone.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class TreeMetadata:
       decode_max_seq_len: int32[], longest context of the decodes in tokens; 0 without decodes.
       prefill_max_query_len: int32[], the same of the prefills.
       prefill_max_seq_len: int32[], the same of the prefills.
-      tree_attn_bias: float32[L, L], bias of each query token of a decode for the attention scores
-        of the last L tokens of the context; the bias of earlier tokens is 0.
+      tree_attn_bias: float32[L, L], bias of the attention scores of a decode: row i is that of its
+        query token i, column j that of the context's token n + j, where n is the number of tokens
+        computed in earlier steps (`num_computed_tokens`), whose bias is 0. As the qq_bias of vLLM's
+        unified attention. A decode with q query tokens uses the first q rows and columns.
     """
 
     decode: BatchMetadata
@@ -70,20 +73,30 @@ def tree_attn_bias(selections: Sequence[tuple[int, ...]]) -> np.ndarray:
     return bias
 
 
-def build(batch: BatchMetadata, bias: Array) -> TreeMetadata:
+def build(batch: BatchMetadata, bias: Array, *, is_prefilling: Array | None = None) -> TreeMetadata:
     """Metadata of a batch; leading rows with up to L query tokens are decodes.
 
     Args:
       batch: the batch, decodes first (see `reorder_batch`).
       bias: float32[L, L], `tree_attn_bias`.
+      is_prefilling: bool[B], rows that are still prefilling: prefills, whatever their number of
+        query tokens. They follow the decodes. None if all of them have more than L query tokens;
+        a shorter one would be a decode, as in vLLM, whose tokens see only a branch of the tree.
 
     Raises:
-      ValueError: a `bias` that is not square, or a batch without rows.
+      ValueError: a `bias` that is not square, an `is_prefilling` that is not bool[B], or a batch
+        without rows.
 
     Example: `tree.build(batch, tree.tree_attn_bias([(0,), (1,), (0, 0)]))`.
     """
     _check_square(bias)
-    decode, prefill = sections(batch, split_decodes_and_prefills(batch, bias.shape[0]))
+    split = split_decodes_and_prefills(
+        batch,
+        bias.shape[0],
+        treat_short_extends_as_decodes=is_prefilling is None,
+        is_prefilling=is_prefilling,
+    )
+    decode, prefill = sections(batch, split)
     return TreeMetadata(
         decode=decode,
         prefill=prefill,

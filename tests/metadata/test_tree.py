@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxkv.metadata import tree
-from jaxkv.metadata.common import BatchMetadata
-from tests.util.batches import Case, assert_same, cases, every_batch
+from jaxkv.metadata.common import BatchMetadata, num_computed_tokens
+from tests.util.batches import FEW, ONE, SOME, Case, assert_same, cases, every_batch
 
 CHOICES = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]
 CHAIN = [(0,), (0, 0), (0, 0, 0)]
@@ -114,47 +114,90 @@ def test_bias_that_is_not_square_raises(shape):
         tree.build_for_drafting(batch, bias, draft_index=1, query_len=1)
 
 
+@pytest.mark.parametrize("flags", [np.ones(3, bool), np.ones(4, np.int32)])
+def test_invalid_flags_raise(flags):
+    batch = Case([1], [1], [[1]], FEW._replace(max_num_reqs=4)).batch()
+    with pytest.raises(ValueError, match="is_prefilling must be "):
+        tree.build(batch, tree.tree_attn_bias(CHAIN), is_prefilling=flags)
+
+
+@functools.cache
+def compiled_with_flags(choices: tuple[tuple[int, ...], ...]):
+    bias = tree.tree_attn_bias(choices)
+    return jax.jit(lambda batch, flags: tree.build(batch, bias, is_prefilling=flags))
+
+
+@every_batch
+@given(cases(bounds=(ONE, FEW, SOME)), st.integers(0, 2**32 - 1))
+def test_short_prompts_are_prefills(case: Case, seed: int):
+    prefilling = np.random.default_rng(seed).random(case.num_reqs) < 0.3
+    flags = np.zeros(case.bounds.max_num_reqs, bool)
+    flags[: case.num_reqs] = prefilling
+    metadata = compiled_with_flags(tuple(CHAIN))(case.batch(), flags)
+    long = [r for r, q in enumerate(case.query_lens) if q > 4 or prefilling[r]]
+    num_decodes = min(long, default=case.num_reqs)
+    assert_part(metadata.decode, case, range(num_decodes))
+    assert_part(metadata.prefill, case, range(num_decodes, case.num_reqs))
+
+
 @jax.jit
-def attend(metadata: tree.TreeMetadata, q, keys, values):
-    """Attention of the decodes, L tokens each, over pages; q is [R, L, D], pages [N, size, D]."""
-    decode, (num_rows, length, _) = metadata.decode, q.shape
-    context = decode.max_blocks * decode.block_size
-    keys, values = (x[decode.block_table].reshape(num_rows, context, -1) for x in (keys, values))
-    position = jnp.arange(context)
-    column = position - (decode.seq_lens - length)[:, None]
-    bias = metadata.tree_attn_bias[:, jnp.clip(column, 0, length - 1)].transpose(1, 0, 2)
-    bias = jnp.where((column < 0)[:, None], 0, bias)
+def attend(part, bias, q, keys, values):
+    """Attention of the rows of a part over pages: q is [R, L, D], pages [N, size, D].
+
+    A token sees those up to itself, as in a kernel; the bias, if any, applies from the row's first
+    query token on.
+    """
+    num_rows, length, _ = q.shape
+    context = part.max_blocks * part.block_size
+    keys, values = (x[part.block_table].reshape(num_rows, context, -1) for x in (keys, values))
+    column = jnp.arange(context) - num_computed_tokens(part)[:, None]
     einsum = functools.partial(jnp.einsum, precision="highest")  # GPUs would round to TF32
-    scores = einsum("rld,rkd->rlk", q, keys) + bias
-    scores = jnp.where((column < length)[:, None], scores, -jnp.inf)
-    return einsum("rlk,rkd->rld", jax.nn.softmax(scores), values)
+    scores = einsum("rld,rkd->rlk", q, keys)
+    if bias is not None:
+        inside = (column >= 0) & (column < length)
+        of_drafts = bias[:, jnp.clip(column, 0, length - 1)].transpose(1, 0, 2)
+        scores += jnp.where(inside[:, None], of_drafts, 0)
+    seen = column[:, None] <= jnp.arange(length)[:, None]
+    return einsum("rlk,rkd->rld", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), values)
 
 
-@pytest.mark.parametrize("choices", [CHOICES, CHAIN], ids=["tree", "chain"])
+SIBLINGS = [(0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize("choices", [CHOICES, CHAIN, SIBLINGS], ids=["tree", "chain", "siblings"])
 def test_attention_sees_one_branch(choices):
+    """Of decodes with all draft tokens, the first ones or none; a prompt sees all of itself."""
     rng = np.random.default_rng(0)
     nodes, size, blocks = [(), *choices], 4, 6
     length = len(nodes)
-    seq_lens = [length, length + 5, blocks * size]
+    query_lens = [length, length, length, 1, 1, length - 1, 2, 3, 2]
+    seq_lens = [length, length + 5, blocks * size, 1, 11, blocks * size, 9, 3, 8]
+    prompts = np.arange(len(seq_lens)) >= 7
     tables = rng.permutation(np.arange(1, 1 + len(seq_lens) * blocks)).reshape(-1, blocks)
     batch = BatchMetadata.from_host(
-        [length] * len(seq_lens),
+        query_lens,
         seq_lens,
         tables,
         max_num_reqs=len(seq_lens),
-        max_num_tokens=length * len(seq_lens),
+        max_num_tokens=sum(query_lens),
         max_blocks=blocks,
         block_size=size,
     )
     q = rng.normal(size=(len(seq_lens), length, 8)).astype(np.float32)
     keys, values = rng.normal(size=(2, 1 + tables.size, size, 8)).astype(np.float32)
-    got = attend(tree.build(batch, tree.tree_attn_bias(choices)), q, keys, values)
-    for r, context in enumerate(seq_lens):
+    metadata = tree.build(batch, tree.tree_attn_bias(choices), is_prefilling=prompts)
+    of_decodes = attend(metadata.decode, metadata.tree_attn_bias, q, keys, values)
+    of_prompts = attend(metadata.prefill, None, np.roll(q, -7, axis=0), keys, values)
+    got = np.concatenate([of_decodes[:7], of_prompts[:2]])
+    for r, (query, context) in enumerate(zip(query_lens, seq_lens, strict=True)):
         k, v = (x[tables[r]].reshape(-1, 8) for x in (keys, values))
-        for i, node in enumerate(nodes):
+        computed = context - query
+        for i, node in enumerate(nodes[:query]):
             # The context of a decode of this branch alone.
-            branch = [context - length + nodes.index(node[:n]) for n in range(len(node) + 1)]
-            seen = [*range(context - length), *branch]
+            branch = [nodes.index(node[:n]) for n in range(len(node) + 1)]
+            seen = [*range(computed)] + [
+                computed + n for n in (range(i + 1) if prompts[r] else branch)
+            ]
             weights = np.exp(k[seen] @ q[r, i])
             want = weights / weights.sum() @ v[seen]
             np.testing.assert_allclose(got[r, i], want, rtol=1e-4, atol=1e-5)
