@@ -6,6 +6,7 @@ import sys
 import pytest
 from hypothesis import settings
 
+from jaxkv._src.offload import tier_copies
 from jaxkv._src.offload.tier_copies import TierCopies
 from jaxkv._src.offload.tiers.queued import MAX_KEY_BYTES, MAX_QUEUED
 from jaxkv.offload import BlockState
@@ -193,6 +194,43 @@ def test_promotions_leave_pages_to_stores(machine):
     copies.poll()
     assert manager.lookup(request) == (0, NUM_PAGES // 2)
     assert len(manager.prepare_store(REQUESTS[0]).keys) == NUM_PAGES // 2
+
+
+@pytest.fixture
+def short_queues(monkeypatch):
+    """A machine whose tier queues five parts of each kind: two blocks."""
+    monkeypatch.setattr(tier_copies, "MAX_QUEUED", 5)
+    return LifeCycle()
+
+
+@pytest.mark.parametrize("window", [None, 2, 3])
+def test_no_block_is_evicted_for_a_read_that_the_tier_would_refuse(short_queues, window):
+    copies, manager = short_queues.copies, short_queues.manager
+    for part in (REQUESTS[2][:2], REQUESTS[2][2:4]):
+        in_tier_only(short_queues, part)
+    others = manager.prepare_store([f"x{i}".encode() for i in range(NUM_PAGES)])
+    manager.start(others)
+    manager.complete(others)
+    prefetches = [copies.prefetch(REQUESTS[2][:4], window) for _ in range(2)]
+    while short_queues.later.calls:
+        short_queues.later.run()
+    copies.poll()
+    # Without a window the head is of use; three blocks of a window are not to be had.
+    expected = 2
+    assert len(short_queues.tier.calls) == 2 * expected
+    assert manager.metrics()["kv_offload_evicted_blocks"] == expected
+    end_all(short_queues)
+    assert all(prefetch.done for prefetch in prefetches)
+    assert manager.lookup(REQUESTS[2][:4], window).num_blocks == (4 if window == 2 else 2)
+
+
+def test_no_block_is_pinned_for_a_write_that_the_tier_would_refuse(short_queues):
+    copies = short_queues.copies
+    short_queues.store(REQUESTS[2][:3])
+    short_queues.store(REQUESTS[2][3:])
+    assert len(short_queues.tier.calls) == 4
+    assert copies.metrics()["kv_offload_cascading_blocks"] == 2
+    assert copies.metrics()["kv_offload_uncascaded_blocks"] == 6
 
 
 def test_a_closed_tier_is_a_miss(machine):

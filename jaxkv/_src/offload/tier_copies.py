@@ -115,7 +115,10 @@ class TierCopies:
         if not timeout_s >= 0:
             raise ValueError(f"OffloadEngine: tier_timeout_s={timeout_s}; at least 0 s")
         self._manager, self._tier, self._memory = manager, tier, memory
-        self._max_key_bytes = MAX_KEY_BYTES - len(memory.keys(b"")[0])
+        parts = memory.keys(b"")
+        self._max_key_bytes = MAX_KEY_BYTES - len(parts[0])
+        # Beyond this a tier refuses parts, for whose blocks others would have been evicted.
+        self._max_blocks = min(manager.num_pages // 2, MAX_QUEUED // len(parts))
         self._timeout_s, self._clock = timeout_s, clock
         self._executor = executor or DaemonExecutor("jaxkv-tier")
         self._prefetches: list[OffloadPrefetch] = []
@@ -160,7 +163,7 @@ class TierCopies:
     def cascade(self, keys: Sequence[bytes]) -> None:
         """Writes blocks to the tier whose store is complete."""
         ready = [key for key in keys if self._manager.state(key) is BlockState.READY]
-        room = max(0, self._manager.num_pages // 2 - self._num_writing)
+        room = max(0, self._max_blocks - self._num_writing)
         self._num_dropped += len(ready[room:])
         if not ready[:room]:
             return
@@ -244,11 +247,11 @@ class TierCopies:
         Without a window, the head of a prefix is of use. A part of a window is not: a shorter
         prefix then needs another one.
         """
-        half = max(0, self._manager.num_pages // 2 - len(self._reading))
+        limit = max(0, self._max_blocks - len(self._reading))
         if window is None:
             wanted = keys[: longest_prefix(both, keys, len(keys), None)]
             missing = [key for key in wanted if key in absent]
-            return wanted[: wanted.index(missing[half])] if len(missing) > half else wanted
+            return wanted[: wanted.index(missing[limit])] if len(missing) > limit else wanted
         table = self._manager._blocks
         room = table.room(())
         # Sums over the blocks before each place: of the window at its end in one pass.
@@ -258,7 +261,7 @@ class TierCopies:
         for end in range(len(keys), 0, -1):
             start = max(0, end - window)
             reads = to_read[end] - to_read[start]
-            fits = not reads or reads <= min(half, room - (idle[end] - idle[start]))
+            fits = not reads or reads <= min(limit, room - (idle[end] - idle[start]))
             if fits and there[end] - there[start] == end - start:
                 return keys[start:end]
         return ()
