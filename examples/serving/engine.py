@@ -68,7 +68,7 @@ class Engine:
         if mesh:
             specs = config.build(partition)
             params = jax.device_put(params, jax.tree.map(partial(jax.NamedSharding, mesh), specs))
-        self.params = params
+        self.params, self._memory = params, memory
         where: Any = {"mesh": mesh, "head_axis": axis}
         cache = jaxkv.DeviceCache.create(self.spec, num_pages=num_hbm_pages + 1, **where)
         self._replicated = jax.NamedSharding(mesh, jax.P()) if mesh else cache.layers[0][0].sharding
@@ -117,7 +117,11 @@ class Engine:
             )
 
     def step(self) -> None:
-        """Dispatches a step and reads the tokens of the one before, the only host sync."""
+        """Dispatches a step and reads the tokens of the one before, the only host sync.
+
+        JaxkvError, or an ExceptionGroup of them: a device rejected pages, or a wait timed out. The
+        tokens, and blocks stored since, may be wrong: the engine must not be used any more.
+        """
         with jaxkv.forbid_host_sync():
             self._compute_anew(self.blocks.poll())
             self._admit()
@@ -277,6 +281,10 @@ class Engine:
         """Reads the tokens of a step; then raises the first exception of a request's callbacks."""
         with jaxkv.allow_host_sync("tokens of the previous step, while this one runs"):
             tokens = np.asarray(dispatched[0]).tolist()
+        # On GPUs a step with errors ends like any other. Before `poll`, which ends its stores.
+        jaxkv.check_errors()
+        if self._memory:
+            self._memory.check_errors()
         self._compute_anew(self.blocks.poll())  # the loads of the step have ended, too
         errors = []
         for sampled, token in zip(dispatched[1], tokens, strict=False):

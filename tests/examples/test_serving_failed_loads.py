@@ -1,12 +1,15 @@
-"""Blocks with wrong bytes that are discarded while they are being loaded: no answer uses them."""
+"""Loads that fail: no answer uses their pages."""
 
 import jax
+import numpy as np
 import pytest
 
+import jaxkv
 from examples.serving.request import Request
 from jaxkv._src.offload import engine as offload_engine
 from jaxkv._src.offload.page_memory import PoolMemory
 from tests.examples.test_serving_engine import NEW_TOKENS, make_engine, prompts, run
+from tests.util.sparse_cases import Pair
 
 pytestmark = pytest.mark.end_to_end
 
@@ -84,3 +87,37 @@ def test_a_running_request_is_computed_anew(token_budget, monkeypatch):
         engine.step()
     assert [request.answer] == expected(prompt) and request.preemptions == request.restarts == 1
     assert_recovered(engine, prompt)
+
+
+@pytest.mark.parametrize("num_steps", [1, 6])
+def test_no_token_of_a_step_whose_device_counted_an_error_is_answered(num_steps):
+    """Such as a rejected page on a GPU, which does not fail the step."""
+    engine, request = make_engine(num_host_pages=NUM_HOST), Request(prompts()[1], NEW_TOKENS)
+    engine.submit(request)
+    for _ in range(num_steps):
+        engine.step()
+    before = len(request.answer)
+    jax.block_until_ready(Pair().fetch([[1, 99, 2], [1, 2, 3], [1, 2, 3]]))
+    with pytest.raises(jaxkv.PageIndexError, match="not copied"):
+        engine.step()
+    assert len(request.answer) == before < NEW_TOKENS - 2
+
+
+def test_no_token_of_a_step_that_timed_out_waiting_for_a_peer_is_answered(monkeypatch):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tp",))
+    with jaxkv.SymmetricMemory.create(mesh, "tp", max_bytes=1 << 20) as memory:
+        engine, request = make_engine(memory=memory), Request(prompts()[1], NEW_TOKENS)
+        engine.submit(request)
+        for _ in range(4):  # a program that is traced checks, too
+            engine.step()
+        before = len(request.answer)
+
+        def fail():
+            raise jaxkv.PeerTimeoutError(0, 1, "barrier", 1, 0, "injected")
+
+        monkeypatch.setattr(memory, "check_errors", fail)
+        with pytest.raises(jaxkv.PeerTimeoutError, match="injected"):
+            engine.step()
+    assert len(request.answer) == before < NEW_TOKENS - 2

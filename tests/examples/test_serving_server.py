@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 
+import jax
 import pytest
 
 from examples.serving.engine import Engine, Limits
@@ -14,6 +15,7 @@ from examples.serving.model import Config
 from examples.serving.presets import init_params
 from examples.serving.request import Request
 from examples.serving.tokenizer import ByteTokenizer
+from tests.util.sparse_cases import Pair
 
 pytestmark = pytest.mark.end_to_end
 
@@ -209,6 +211,21 @@ def test_clients_of_a_failed_engine_get_an_error(monkeypatch, capsys):
     assert client.get("/health").status_code == 500
     server.thread.stop()
     assert "no more" in capsys.readouterr().err
+
+
+def test_an_error_that_a_device_counts_ends_the_engine(capsys):
+    from starlette.testclient import TestClient
+
+    from examples.serving.server import Server
+
+    server = Server(make_engine(), ByteTokenizer(), "tiny")
+    client = TestClient(server.app, raise_server_exceptions=False)
+    jax.block_until_ready(Pair().fetch([[1, 99, 2], [1, 2, 3], [1, 2, 3]]))
+    for _ in range(2):
+        assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 500
+    assert client.get("/health").status_code == 500
+    server.thread.stop()
+    assert "PageIndexError" in capsys.readouterr().err
 
 
 def test_numbers_out_of_range_do_not_end_the_engine(served):
