@@ -33,6 +33,16 @@ from starlette.routing import Route
 import jaxkv
 
 from .__main__ import checkpoint, natural, positive
+from .api import (
+    APIError,
+    Fields,
+    check_neutral,
+    error_object,
+    error_response,
+    field_of,
+    read_fields,
+    stop_strings,
+)
 from .checkpoint import load_checkpoint
 from .engine import Engine, Limits
 from .presets import PRESETS, init_params
@@ -40,37 +50,7 @@ from .request import Request
 from .sampling import Sampling
 from .tokenizer import ByteTokenizer, QwenTokenizer, Tokenizer
 
-Fields = dict[str, Any]
-# Options of the API that the engine does not have, and the values that ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "response_format": (None, {"type": "text"}),
-    "suffix": (None, ""),
-    "logit_bias": (None, {}),
-    "repetition_penalty": (None, 1, 1.0),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (None, 0, 0.0)),
-    **dict.fromkeys(("functions", "tools"), (None, [])),
-}
-TYPES = {
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-}
-
-
-class APIError(HTTPException):
-    """An answer with an error object of the OpenAI API; `param` is the field that is wrong."""
-
-    def __init__(self, status: int, message: str, param: str | None = None):
-        super().__init__(status, message)
-        self.param = param
+MAX_WAITING = 1024  # requests
 
 
 class EngineThread:
@@ -86,6 +66,11 @@ class EngineThread:
     def put(self, action: str, request: Request) -> None:
         """Asks the thread to "submit" or "cancel" a request."""
         self._inbox.put((action, request))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no step has begun, and messages that the thread has not read."""
+        return self._inbox.qsize() + len(self.engine.waiting)
 
     def stop(self) -> None:
         self._inbox.put(None)
@@ -125,7 +110,7 @@ class Server:
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
         ]
-        handlers = {HTTPException: _error, Exception: _error}
+        handlers = {HTTPException: error_response, Exception: error_response}
         self.app = Starlette(routes=routes, exception_handlers=handlers)
 
     async def health(self, request: HTTPRequest) -> Response:
@@ -146,18 +131,18 @@ class Server:
 
     async def _complete(self, http: HTTPRequest, chat: bool) -> Response:
         try:
-            fields = await http.json()
-            if not isinstance(fields, dict):
-                raise ValueError(f"the body must be a JSON object, got {shortened(fields)}")
+            fields = await read_fields(http)
             self._check_model(fields.get("model"))
             request, stop = self._request(fields, self._prompt(fields, chat), chat)
             self.thread.engine.check(request)
-            stream = _field(fields, "stream", False, bool)
-            options = _field(fields, "stream_options", {}, dict)
-            usage = _field(options, "include_usage", False, bool)
+            stream = field_of(fields, "stream", False, bool)
+            options = field_of(fields, "stream_options", {}, dict)
+            usage = field_of(options, "include_usage", False, bool)
         except (RecursionError, ValueError) as error:
             raise APIError(400, str(error)) from error
         self._check_engine()
+        if self.thread.num_waiting >= MAX_WAITING:
+            raise APIError(503, f"{MAX_WAITING} requests are waiting")
         texts = self._texts(request, stop)
         head = {
             "id": uuid.uuid4().hex,
@@ -203,26 +188,19 @@ class Server:
         return prompt
 
     def _request(self, fields: Fields, prompt: list[int], chat: bool) -> tuple[Request, list[str]]:
-        for name, values in NEUTRAL.items():
-            value = fields.get(name)
-            if not any(type(value) is type(same) and value == same for same in values):
-                allowed = f"only {json.dumps(values[1])} is supported"
-                raise APIError(400, f"{name} is {shortened(value)}; {allowed}", name)
-        stop = _field(fields, "stop", [], str, list)
-        stop = [stop] if isinstance(stop, str) and stop else [*stop]
-        if not all(isinstance(text, str) and text for text in stop):
-            raise APIError(400, "stop must be strings that are not empty", "stop")
+        check_neutral(fields)
+        stop = stop_strings(fields)
         limits = self.thread.engine.limits
         room = limits.page_size * limits.pages_per_request - len(prompt)
-        count = _field(fields, "max_tokens", max(room, 1) if chat else 16, int)
-        count = _field(fields, "max_completion_tokens", count, int)
+        count = field_of(fields, "max_tokens", max(room, 1) if chat else 16, int)
+        count = field_of(fields, "max_completion_tokens", count, int)
         sampling = Sampling(
-            _field(fields, "temperature", 1.0, float),
-            _field(fields, "top_p", 1.0, float),
-            _field(fields, "top_k", 0, int),
-            _field(fields, "seed", uuid.uuid4().int % 2**32, int),
+            field_of(fields, "temperature", 1.0, float),
+            field_of(fields, "top_p", 1.0, float),
+            field_of(fields, "top_k", 0, int),
+            field_of(fields, "seed", uuid.uuid4().int % 2**32, int),
         )
-        ends = frozenset() if _field(fields, "ignore_eos", False, bool) else self.tokenizer.stop
+        ends = frozenset() if field_of(fields, "ignore_eos", False, bool) else self.tokenizer.stop
 
         def stops(request: Request) -> bool:
             if request.tokens[-1] in ends:
@@ -274,24 +252,12 @@ class Server:
             async for text in texts:
                 yield event({"delta": {"content": text}} if chat else {"text": text})
         except APIError as error:
-            yield f"data: {json.dumps(_error_object(error))}\n\n"
+            yield f"data: {json.dumps(error_object(error))}\n\n"
             return
         yield event({"delta": {}} if chat else {"text": ""}, _reason(request))
         if usage:
             yield f"data: {json.dumps({**head, 'choices': [], 'usage': _usage(request)})}\n\n"
         yield "data: [DONE]\n\n"
-
-
-def _field(fields: Fields, name: str, default: Any, *types: type) -> Any:
-    """The value of a field; the default if it is absent or null."""
-    if (value := fields.get(name)) is None:
-        return default
-    if type(value) not in types and not (float in types and type(value) is int):
-        expected = " or ".join(TYPES[kind] for kind in types)
-        raise APIError(400, f"{name} must be {expected}, got {shortened(value)}", name)
-    if type(value) in (int, float) and not abs(value) < 2**64:  # NaN is not, either
-        raise APIError(400, f"{name} is out of range: {shortened(value)}", name)
-    return value
 
 
 async def _joined(texts: AsyncIterator[str]) -> str:
@@ -331,18 +297,6 @@ def _usage(request: Request) -> Fields:
     prompt, answer = len(request.prompt), len(request.answer)
     counts = {"prompt_tokens": prompt, "completion_tokens": answer}
     return counts | {"total_tokens": prompt + answer}
-
-
-async def _error(request: HTTPRequest, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):  # a traceback follows
-        error = APIError(500, "internal error")
-    return JSONResponse(_error_object(error), error.status_code, error.headers)
-
-
-def _error_object(error: HTTPException) -> Fields:
-    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    param = getattr(error, "param", None)
-    return {"error": {"message": error.detail, "type": kind, "param": param, "code": None}}
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Limits]:
