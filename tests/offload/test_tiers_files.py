@@ -257,17 +257,20 @@ def test_a_full_file_system_evicts_and_goes_on(make, tmp_path, caplog):
 
 
 def test_without_o_direct(make, monkeypatch):
-    tier = make()
-    real_open = os.open
+    tier, real_open, together = make(num_threads=2), os.open, threading.Barrier(2)
 
     def refuse(path, flags, *mode):
         if flags & os.O_DIRECT:
+            os.close(real_open(path, flags & ~os.O_DIRECT, *mode))  # as Linux
+            together.wait(30)
             raise OSError(errno.EINVAL, "no O_DIRECT")
         return real_open(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", refuse)
-    assert write(tier, key(0)) and read(tier, key(0))
-    assert tier.metrics()["kv_offload_tier_errors"] == 0
+    writes = [tier.write(key(i), memoryview(bytes(BLOCK_BYTES))) for i in range(2)]
+    assert all([future.result(60) for future in writes]) and write(tier, key(2))
+    assert tier.metrics()["kv_offload_tier_errors"] == 0 and read(tier, key(2))
+    assert not os.listdir(tier._index.temporary)
 
 
 def test_killed_writers_leave_intact_blocks(tmp_path):

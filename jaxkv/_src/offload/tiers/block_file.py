@@ -95,7 +95,12 @@ def write(
         copy(scratch.block, block)
         scratch.padding[:] = bytes(len(scratch.padding))  # what a read has left
         buffers = [scratch.file]
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o600)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o600)
+    except OSError:
+        if flags:  # Linux creates the file before it refuses O_DIRECT
+            remove(temporary)
+        raise
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # see remove_abandoned

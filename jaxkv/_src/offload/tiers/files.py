@@ -179,10 +179,11 @@ class FileTier(QueuedTier):
         scratch = getattr(self._scratch, "memory", None)
         if scratch is None:
             scratch = self._scratch.memory = block_file.Scratch(self._block_bytes)
+        flags = self._flags  # other threads may clear it meanwhile
         try:
-            return operation(*arguments, scratch, self._flags)
+            return operation(*arguments, scratch, flags)
         except OSError as error:
-            if error.errno not in _NO_DIRECT or not self._flags:
+            if error.errno not in _NO_DIRECT or not flags:
                 raise
             self._flags = 0
             LOGGER.info("FileTier: %r without O_DIRECT", self._index.directory)
