@@ -50,7 +50,7 @@ class Engine:
       attention: implementation, see attention.py.
       memory: symmetric memory of a mesh axis "tp" for tensor parallelism.
       tiers: makes the tiers below the host pool, which remain the caller's.
-      weights: names the weights, if other ones may use the same tiers.
+      weights: names the weights; required with tiers, whose blocks outlive the engine.
     """
 
     def __init__(
@@ -78,6 +78,8 @@ class Engine:
             where |= {"num_pages": num_host_pages, "layout": layout}
             self.pool = jaxkv.HostPool.create(self.spec, **where)
         below = tiers(self.pool) if self.pool else ()
+        if below and not weights:
+            raise ValueError("tiers need a name of the weights; otherwise others find their blocks")
         copies: Any = {"batch_sizes": [limits.copy_pages], "num_device_pages": num_hbm_pages + 1}
         self.host = jaxkv.OffloadEngine(self.pool or 0, tiers=below, **copies)
         self.blocks = BlockManager(num_hbm_pages, self.host)

@@ -177,6 +177,9 @@ def test_a_tier_serves_the_next_process(tmp_path, all_in_hbm):
         opened.append(FileTier(tmp_path, size, capacity_bytes=1 << 30))
         return opened[-1:]
 
+    with pytest.raises(ValueError, match="name of the weights"):
+        make_engine(num_host_pages=PLENTY, tiers=tiers)
+    opened.pop().close()
     for _ in range(2):
         engine = make_engine(num_host_pages=PLENTY, tiers=tiers, weights="a")
         engine.host._tiers._timeout_s = 60.0  # the machine may be busy
