@@ -363,7 +363,8 @@ class OffloadEngine:
     def drain(self, timeout_s: float = 30.0) -> bool:
         """Waits until the tiers have the stored blocks and have removed the discarded ones.
 
-        Blocks; call it before a process ends. The next `poll` returns the copies that are over.
+        Blocks; call it before a process ends, after the steps with its stores: queued ones are not
+        covered. The next `poll` returns the copies that are over.
 
         Args:
           timeout_s: limit of the wait, in seconds up to 1e9.
