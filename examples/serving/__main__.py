@@ -151,7 +151,8 @@ def folder(text: str) -> Path:
 
 def read_conversations(path: Path) -> Conversations:
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        # JSON strings may contain what str.splitlines takes for ends of lines, such as U+2028.
+        lines = [json.loads(line) for line in path.read_text().rstrip("\n").split("\n")]
         conversations = {line["id"]: line["turns"] for line in lines}
         if not lines or len(conversations) < len(lines):
             raise ValueError("empty file, or duplicate id")
