@@ -180,6 +180,10 @@ class BufferAliases:
         match operation.name:
             case "stablehlo.optimization_barrier":
                 return [operation.operands[i]]
+            case "sdy.sharding_constraint" if _keeps_sharding(operation):
+                return [operation.operands[0]]
+            case "stablehlo.custom_call" if target_of(operation) in _PASS_THROUGH:
+                return [operation.operands[0]]
             case "stablehlo.custom_call":
                 in_place = i >= len(operation.results) - self._in_place_results(operation)
                 operand = i - len(operation.results) + len(operation.operands)
