@@ -36,7 +36,12 @@ MANAGER = tuple(
     f"jaxkv/_src/offload/{name}.py"
     for name in ("blocks", "keys", "lookup", "manager", "policies", "specs", "writes")
 )
-ENGINE = ("examples/serving", ":!examples/serving/server.py", "jaxkv/metadata")
+ENGINE = (
+    "examples/serving",
+    ":!examples/serving/server.py",
+    ":!examples/serving/api.py",
+    "jaxkv/metadata",
+)
 SERVING = (*COPIES, *ENGINE, *OFFLOAD)
 SPARSE = (
     "cuda/cache", "cuda/common", "cuda/sparse", "jaxkv/_src/cache",

@@ -7,7 +7,7 @@
 // kernel on XLA's stream that compares the two: the host takes no part, so a wait can be replayed
 // in a CUDA graph. (XLA also records graphs before it has run the start.)
 //
-// The exception is a long copy by the copy engine: a descriptor costs the host 0.9 to 1.4 us, and
+// The exception is a long copy by the copy engine: a descriptor costs the host about 1 us, and
 // compute that follows the start would be launched late. If the waits of the same program cover the
 // copy, on every path (buffer_lifetime.py decides), the start enqueues the first segments only, and
 // each wait some of the others before its kernel. These waits cannot be captured. A kernel never

@@ -43,7 +43,8 @@ def test_pools_are_released_beside_a_capture(release):
         try:
             while not ended.is_set():
                 other = case.pool()
-                other.close() if release == "close" else None
+                if release == "close":
+                    other.close()
                 del other
                 native.extension().wait_for_frees()
                 released += 1

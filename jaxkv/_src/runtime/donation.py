@@ -11,44 +11,69 @@ from typing import Any
 
 from jax.extend.mlir import ir
 
-_ALIAS, _KIND, _HOST = "tf.aliasing_output", "mhlo.memory_kind", "pinned_host"
-_SHARDINGS = ("sdy.sharding", "mhlo.sharding")
+ALIAS = "tf.aliasing_output"
+MEMORY_KIND = "mhlo.memory_kind"
+SHARDINGS = ("sdy.sharding", "mhlo.sharding")
+_HOST = "pinned_host"
 _Attributes = dict[str, ir.Attribute]
 
 
-class _Entry:
-    """The arguments of the entry function `main`, and the results that alias them."""
+class Arguments:
+    """The arguments of the entry function `main`.
+
+    Attributes:
+      types: of the arguments.
+      attributes: of each argument, by name; `write` applies changes to the module.
+    """
 
     def __init__(self, module: ir.Module) -> None:
         self._main = next(f.operation for f in module.body.operations if _is_main(f.operation))
-        self._sharded = ir.IntegerAttr(module.operation.attributes["mhlo.num_partitions"]).value > 1
         function = ir.FunctionType(ir.TypeAttr(self._main.attributes["function_type"]).value)
         self.types = list(function.inputs)
-        self.arguments, self._results = map(self._attributes, ("arg_attrs", "res_attrs"))
-        self.crossed = [i for i, a in enumerate(self.arguments) if self._is_crossed(a)]
+        self.attributes = self._attributes("arg_attrs") or [{} for _ in self.types]
 
     def _attributes(self, of: str) -> list[_Attributes]:
         if of not in self._main.attributes:
             return []
         return [_named(entry) for entry in ir.ArrayAttr(self._main.attributes[of])]
 
-    def _is_crossed(self, argument: _Attributes) -> bool:
+    def result(self, argument: int) -> int | None:
+        """The result that has the buffer of an argument."""
+        attributes = self.attributes[argument]
+        return int(ir.IntegerAttr(attributes[ALIAS]).value) if ALIAS in attributes else None
+
+    def write(self) -> None:
+        entries = [ir.DictAttr.get(of_argument) for of_argument in self.attributes]
+        self._main.attributes["arg_attrs"] = ir.ArrayAttr.get(entries)
+
+
+class _Entry(Arguments):
+    """With the results that alias the arguments."""
+
+    def __init__(self, module: ir.Module) -> None:
+        super().__init__(module)
+        self._sharded = ir.IntegerAttr(module.operation.attributes["mhlo.num_partitions"]).value > 1
+        self._results = self._attributes("res_attrs")
+        self.crossed = [i for i in range(len(self.types)) if self._is_crossed(i)]
+
+    def _is_crossed(self, argument: int) -> bool:
         """Whether a result in the other kind of memory is to reuse the memory of an argument."""
-        aliased = _result(argument)
-        return aliased is not None and _on_host(argument) != _on_host(self._results[aliased])
+        aliased = self.result(argument)
+        return aliased is not None and (
+            _on_host(self.attributes[argument]) != _on_host(self._results[aliased])
+        )
 
     def may_exchange(self, one: int, other: int) -> bool:
-        a, b = self.arguments[one], self.arguments[other]
+        a, b = self.attributes[one], self.attributes[other]
         equal = self.types[one] == self.types[other] and not (
-            self._sharded and any(a.get(name) != b.get(name) for name in _SHARDINGS)
+            self._sharded and any(a.get(name) != b.get(name) for name in SHARDINGS)
         )
         return equal and _on_host(a) != _on_host(b)
 
     def exchange(self, one: int, other: int) -> None:
-        a, b = self.arguments[one], self.arguments[other]
-        a[_ALIAS], b[_ALIAS] = b[_ALIAS], a[_ALIAS]
-        entries = [ir.DictAttr.get(argument) for argument in self.arguments]
-        self._main.attributes["arg_attrs"] = ir.ArrayAttr.get(entries)
+        a, b = self.attributes[one], self.attributes[other]
+        a[ALIAS], b[ALIAS] = b[ALIAS], a[ALIAS]
+        self.write()
 
 
 def match_memory_kinds(module: ir.Module) -> None:
@@ -68,22 +93,18 @@ def check_memory_kinds_of_aliases(module: ir.Module) -> None:
     entry = _Entry(module)
     for i in entry.crossed:
         kinds = "pinned_host", "device"
-        here, there = kinds if _on_host(entry.arguments[i]) else kinds[::-1]
+        here, there = kinds if _on_host(entry.attributes[i]) else kinds[::-1]
         raise ValueError(
             f"jaxkv: argument {i} of the program, {entry.types[i]} in {here} memory, is donated, "
             f"but no result in {here} memory has this shape and dtype, and JAX would reuse its "
-            f"memory for result {_result(entry.arguments[i])} in {there} memory, which aborts the "
+            f"memory for result {entry.result(i)} in {there} memory, which aborts the "
             "process. Return the array of the argument as well, do not donate it, or give the jit "
             "out_shardings with memory kinds"
         )
 
 
 def _on_host(attributes: _Attributes) -> bool:
-    return _KIND in attributes and bool(ir.StringAttr(attributes[_KIND]).value == _HOST)
-
-
-def _result(argument: _Attributes) -> int | None:
-    return int(ir.IntegerAttr(argument[_ALIAS]).value) if _ALIAS in argument else None
+    return MEMORY_KIND in attributes and bool(ir.StringAttr(attributes[MEMORY_KIND]).value == _HOST)
 
 
 def _is_main(operation: ir.Operation) -> bool:

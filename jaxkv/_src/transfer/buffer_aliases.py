@@ -50,21 +50,6 @@ class BufferAliases:
         """The results of the program."""
         return list(_terminator(self._functions["main"]).operands)
 
-    def arguments(self) -> list[ir.Value]:
-        """The arguments of the program."""
-        return list(_arguments(self._functions["main"]))
-
-    def attributes_of_arguments(self) -> list[dict[str, ir.Attribute]]:
-        """The attributes of each argument of the program, by name."""
-        if "arg_attrs" not in self._functions["main"].attributes:
-            return [{} for _ in self.arguments()]
-        entries = map(ir.DictAttr, ir.ArrayAttr(self._functions["main"].attributes["arg_attrs"]))
-        return [{e[i].name: e[i].attr for i in range(len(e))} for e in entries]
-
-    def set_attributes_of_arguments(self, attributes: list[dict[str, ir.Attribute]]) -> None:
-        entries = [ir.DictAttr.get(of_argument) for of_argument in attributes]
-        self._functions["main"].attributes["arg_attrs"] = ir.ArrayAttr.get(entries)
-
     def is_argument(self, value: ir.Value) -> bool:
         """Whether the value is an argument of the program."""
         return _is_block_argument(value) and _parent_of(value) == self._functions["main"]

@@ -102,7 +102,7 @@ class _Program:
         self.waits = [call for call in calls if target_of(call) == WAIT_TARGET]
         self._retained: dict[tuple[ir.Value, int, frozenset[ir.Value] | None], bool] = {}
         self.aliases = BufferAliases(module, _in_place_results)
-        self._results = ReturnedBuffers(self.aliases)
+        self._results = ReturnedBuffers(module, self.aliases)
 
     def remove(self, wait: ir.Operation) -> None:
         operands = list(wait.operands)

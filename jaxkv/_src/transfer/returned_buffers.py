@@ -14,10 +14,10 @@ import collections
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
+from jaxkv._src.runtime.donation import ALIAS, MEMORY_KIND, SHARDINGS, Arguments
 from jaxkv._src.transfer.buffer_aliases import BufferAliases
 
-_ALIAS, _DONOR = "tf.aliasing_output", "jax.buffer_donor"
-_KINDS = ("mhlo.memory_kind", "sdy.sharding", "mhlo.sharding")
+_DONOR = "jax.buffer_donor"
 _UPDATES = ("stablehlo.dynamic_update_slice", "stablehlo.scatter")  # of their first operand
 
 
@@ -25,15 +25,15 @@ class ReturnedBuffers:
     """Donated arguments of a module, and the results that have their buffers.
 
     Args:
-      aliases: of the module. Its donated arguments are paired anew with the results that are these
-        arrays, as far as JAX has stated the pairs.
+      module: a lowered program. Its donated arguments are paired anew with the results that are
+        these arrays, as far as JAX has stated the pairs.
+      aliases: of the module.
     """
 
-    def __init__(self, aliases: BufferAliases) -> None:
-        self._aliases = aliases
+    def __init__(self, module: ir.Module, aliases: BufferAliases) -> None:
+        self._aliases, self._arguments = aliases, Arguments(module)
         self._returned = aliases.returned()
-        self._attributes = aliases.attributes_of_arguments()
-        self._types = [argument.type for argument in aliases.arguments()]
+        self._attributes, self._types = self._arguments.attributes, self._arguments.types
         self._pair()
 
     def keeps(self, result: int) -> bool:
@@ -53,39 +53,43 @@ class ReturnedBuffers:
         for exact in (True, False):  # arrays that are updated come after arrays that are not
             for result in range(len(self._returned)):
                 source = self._source(result, exact=exact)
-                if source is None or source in taken or _ALIAS not in self._attributes[source]:
+                if source is None or source in taken or ALIAS not in self._attributes[source]:
                     continue
                 taken.add(source)
                 changed |= self._exchange(source, result)
         if changed:
-            self._aliases.set_attributes_of_arguments(self._attributes)
+            self._arguments.write()
 
     def _exchange(self, source: int, result: int) -> bool:
-        before = _alias_of(self._attributes[source])
-        if before == result or self._types[source] != self._returned[result].type:
+        if (
+            self._arguments.result(source) == result
+            or self._types[source] != self._returned[result].type
+        ):
             return False
-        holders = [i for i, a in enumerate(self._attributes) if _alias_of(a) == result]
+        holders = [i for i in range(len(self._types)) if self._arguments.result(i) == result]
         if any(not self._may_exchange(source, holder) for holder in holders):
             return False
-        moved = self._attributes[source].pop(_ALIAS)
-        self._attributes[source][_ALIAS] = ir.IntegerAttr.get(moved.type, result)
+        moved = self._attributes[source].pop(ALIAS)
+        self._attributes[source][ALIAS] = ir.IntegerAttr.get(moved.type, result)
         for holder in holders:
-            self._attributes[holder][_ALIAS] = moved
+            self._attributes[holder][ALIAS] = moved
         return True
 
     def _may_exchange(self, one: int, other: int) -> bool:
         a, b = self._attributes[one], self._attributes[other]
         return self._types[one] == self._types[other] and all(
-            a.get(kind) == b.get(kind) for kind in _KINDS
+            a.get(name) == b.get(name) for name in (MEMORY_KIND, *SHARDINGS)
         )
 
     def _is_donated(self, argument: int) -> bool:
-        return _ALIAS in self._attributes[argument] or _DONOR in self._attributes[argument]
+        return ALIAS in self._attributes[argument] or _DONOR in self._attributes[argument]
 
     def _results_of_arguments(self) -> dict[int, int]:
         """Result -> argument whose buffer it has; XLA pairs donors in order of their sizes."""
         pairs = {
-            alias: i for i, a in enumerate(self._attributes) if (alias := _alias_of(a)) is not None
+            aliased: i
+            for i in range(len(self._types))
+            if (aliased := self._arguments.result(i)) is not None
         }
         donors: dict[ir.Type, collections.deque[int]] = collections.defaultdict(collections.deque)
         for i, attributes in enumerate(self._attributes):
@@ -141,7 +145,3 @@ def _before(value: ir.Value, *, exact: bool) -> list[ir.Value]:
         if list(alias.output_tuple_indices) in ([i], [] if i == 0 else [i]):
             return [operation.operands[alias.operand_index]]
     return []
-
-
-def _alias_of(attributes: dict[str, ir.Attribute]) -> int | None:
-    return int(ir.IntegerAttr(attributes[_ALIAS]).value) if _ALIAS in attributes else None
