@@ -148,27 +148,26 @@ class BufferAliases:
             seen.update(before)
         return origins
 
-    def carried(self, value: ir.Value) -> list[ir.Value]:
-        """The values before a loop and at the end of its body, of a carry; none of other values."""
+    def same_array(self, value: ir.Value) -> list[ir.Value]:
+        """Values that are the array of an origin: of a loop carry, or with another annotation."""
         if _is_block_argument(value):
-            loop, i = _parent_of(value), ir.BlockArgument(value).arg_number
+            operation, i = _parent_of(value), ir.BlockArgument(value).arg_number
         else:
-            loop, i = ir.OpResult(value).owner.operation, ir.OpResult(value).result_number
-        return (
-            [loop.operands[i], _terminator(loop, region=1).operands[i]]
-            if loop.name == _LOOP
-            else []
-        )
+            operation, i = ir.OpResult(value).owner.operation, ir.OpResult(value).result_number
+        match operation.name:
+            case "stablehlo.while":
+                return [operation.operands[i], _terminator(operation, region=1).operands[i]]
+            case "sdy.sharding_constraint" if _keeps_sharding(operation):
+                return [operation.operands[0]]
+            case "stablehlo.custom_call" if target_of(operation) in _PASS_THROUGH:
+                return [operation.operands[0]]
+        return []
 
     def _before(self, result: ir.Value) -> list[ir.Value]:
         operation, i = ir.OpResult(result).owner.operation, ir.OpResult(result).result_number
         match operation.name:
             case "stablehlo.optimization_barrier":
                 return [operation.operands[i]]
-            case "sdy.sharding_constraint" if _keeps_sharding(operation):
-                return [operation.operands[0]]
-            case "stablehlo.custom_call" if target_of(operation) in _PASS_THROUGH:
-                return [operation.operands[0]]
             case "stablehlo.custom_call":
                 in_place = i >= len(operation.results) - self._in_place_results(operation)
                 operand = i - len(operation.results) + len(operation.operands)

@@ -122,7 +122,7 @@ class ReturnedBuffers:
                 seen.add(origin)
                 if self._aliases.is_argument(origin):
                     sources.add(ir.BlockArgument(origin).arg_number)
-                elif before := self._aliases.carried(origin) or _before(origin, exact=exact):
+                elif before := self._aliases.same_array(origin) or _before(origin, exact=exact):
                     pending += before
                 else:
                     return None
