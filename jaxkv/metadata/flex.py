@@ -169,7 +169,7 @@ def update(
 
     Equal to `build` for the same cache, causality and window. If the caller donates `metadata`,
     `physical_to_logical` is updated in place, and only where block tables differ, while `build`
-    fills it anew: B * num_blocks elements. Rows that only gained blocks are the cheapest.
+    fills all of it: B * num_blocks elements. Rows that only gained blocks are the cheapest.
 
         step = jax.jit(flex.update, donate_argnums=0)
         metadata = flex.build(batch, num_blocks=num_blocks, updatable=True)

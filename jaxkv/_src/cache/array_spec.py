@@ -45,7 +45,7 @@ class PageArray:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayCacheSpec:
-    """An engine's KV cache as it is; made by `from_arrays`.
+    """Description of an engine's own KV cache; created by `from_arrays`.
 
     Attributes:
       num_layers: number of layers L.
@@ -83,11 +83,11 @@ class ArrayCacheSpec:
 
         Args:
           arrays: a list or tuple of layers, each a pytree of `dtype[num_pages, ...]` arrays or
-            `jax.ShapeDtypeStruct`s of byte-aligned dtypes. All layers are alike.
+            `jax.ShapeDtypeStruct`s of byte-aligned dtypes. All layers must match.
           stacked: `arrays` is instead an array, a tuple or a dict of
             `dtype[num_layers, num_pages, ...]` arrays.
-          page_size: tokens per page, which copies with `tokens` require: those of arrays
-            `[num_pages, page_size, ...]`.
+          page_size: tokens per page of arrays `[num_pages, page_size, ...]`; required by copies
+            with `tokens`.
 
         Returns:
           The `ArrayCacheSpec`.

@@ -44,18 +44,18 @@ class HostPool:
     memory (near the first of them). Donate such a pool to every store: otherwise XLA copies it for
     each device. Stores of different devices are not ordered, see `docs/usage.md`.
 
-    A pool created with `shared` is in POSIX shared memory: its pages outlive the process, also if
+    A pool created with `shared` is in POSIX shared memory: its pages outlive the process, even if
     it is killed, until `HostPool.unlink` or a restart of the machine. If a pool of this name
-    exists, it is attached with its contents, also while other processes use it:
+    exists, `create` attaches to it with its contents, even while other processes use it:
 
         pool = jaxkv.HostPool.create(spec, num_pages=4096, shared="kv")
         valid = index.pages if index.pool_id == jaxkv.HostPool.shared_id("kv") else []
 
-    A page is valid if its store was waited for before the engine's own index recorded it; later
+    A page is valid if the engine waited for its store before recording it in its own index; later
     stores of a killed process may be incomplete.
 
     Attributes:
-      data: with `memory_kind="pinned_host"`. Of a `KVCacheSpec` `dtype[host_layout.shape]`; of an
+      data: with `memory_kind="pinned_host"`. For a `KVCacheSpec` `dtype[host_layout.shape]`; for an
         `ArrayCacheSpec` `uint8[num_pages, num_layers, bytes]`, or `[num_layers, num_pages, bytes]`
         for layer_first, of all shards together.
       spec: the `KVCacheSpec` or `ArrayCacheSpec`, of all shards together.
@@ -115,7 +115,7 @@ class HostPool:
             or `shared` is not a name, or that of a pool with another spec, layout, sharding, number
             of pages or size.
           PermissionError: the pool `shared` is not a file of this user with mode 0600.
-          TimeoutError: another process has been creating a shard of the pool `shared` for 30 s and
+          TimeoutError: another process has been creating a shard of the pool `shared` for 30 s plus
             1 s per GiB of the pool.
           NotImplementedError: `shared` on a platform other than CPU and CUDA.
         """
@@ -166,14 +166,14 @@ class HostPool:
 
     @property
     def num_pages(self) -> int:
-        """Number of pages of the pool, of all page shards; inside `shard_map` of the shard."""
+        """Number of pages of the pool, in all page shards; inside `shard_map`, of the shard."""
         return self.host_layout.num_pages
 
     @property
     def host_layout(self) -> Any:
         """The `HostLayout` of `data`; inside `shard_map`, that of the shard.
 
-        Of an `ArrayCacheSpec`, the layout inside `shard_map`; outside, it counts the pages of all
+        For an `ArrayCacheSpec`, the layout inside `shard_map`; outside, it counts the pages of all
         page shards, but the bytes of one shard of a page.
         """
         if isinstance(self.spec, ArrayCacheSpec):
@@ -200,7 +200,7 @@ class HostPool:
         """The bytes of the pool as a read-only NumPy array, without a copy.
 
             pool = jax.block_until_ready(store(pool, cache, host_pages, device_pages))
-            k, v = pool.view()[:, 7]                          # page 7, of "page_first_direct"
+            k, v = pool.view()[:, 7]                          # page 7, "page_first_direct"
 
         A view of the pinned memory itself: it shows later stores too, as long as the pool is
         donated to them, and keeps the memory allocated, also after `close`. Read it between

@@ -54,9 +54,8 @@ class SymmetricMemory:
 
     Devices at different positions along the other axes of the mesh form independent groups. The
     memory is released by `close()`, at the end of a `with` block, or with the last reference to it;
-    executables that use it afterwards fail with an error. (Concurrently none may run, see `close`.)
-    The design is that of vLLM's custom all-reduce and of
-    PyTorch's symmetric memory.
+    executables that use it afterwards fail with an error. (None may run concurrently; see `close`.)
+    The design is that of vLLM's custom all-reduce and of PyTorch's symmetric memory.
 
         mesh = jax.make_mesh((2,), ("tp",))
         with jaxkv.SymmetricMemory.create(mesh, "tp", max_bytes=1 << 20) as memory:

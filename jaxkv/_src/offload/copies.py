@@ -1,4 +1,4 @@
-"""Copies of an offload engine: those of blocks, and those beside one step."""
+"""Copies of an offload engine: those of blocks, and those during one step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OffloadCopy:
       device_pages: page id of each block in the device cache.
       issued: whether `next_batch` has returned all its pages. From the step of that batch on,
         after the waits for it, loaded pages may be read, and stored pages overwritten.
-      done: whether the copy is over. `lookup` finds stored blocks then, unless it `failed`.
+      done: whether the copy has ended. `lookup` then finds stored blocks, unless it `failed`.
       failed: whether a step with pages of the copy has failed or was abandoned, or a block to load
         has been discarded: do not use the loaded pages.
     """
@@ -63,7 +63,7 @@ class OffloadCopy:
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class CopyBatch:
-    """The pages to copy beside one step: a pytree, to be passed to the program of the step.
+    """The pages to copy during one step: a pytree, passed to the program of the step.
 
         @partial(jax.jit, donate_argnames=("pool", "cache"))
         def step(pool, cache, x, batch):
@@ -102,9 +102,9 @@ class CopyBatch:
 
             pool, cache, tokens = step(pool, cache, x, batch.by("dma"))
 
-        "dma" leaves the SMs to a step that is bound by compute, such as a prefill. Its ids are
-        uploaded here, as `HostIds`, unless they have been. Each page costs descriptors that the
-        host writes; padding costs none.
+        "dma" leaves the SMs to a compute-bound step, such as a prefill. Its ids are
+        uploaded here, as `HostIds`, unless they already have been. Each page costs descriptors
+        that the host writes; padding costs none.
 
         Args:
           implementation: as for `start_load`; None leaves the batch as it is.

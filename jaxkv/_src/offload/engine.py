@@ -25,7 +25,7 @@ from jaxkv._src.runtime.timeouts import checked_timeout_s
 class OffloadEngine:
     """An `OffloadManager` with the queues of its copies, for steps with static shapes.
 
-    Each step of a serving engine copies one batch of pages, of a static size, beside its layers:
+    Each step of a serving engine copies one batch of pages, of a static size, while it computes:
     loads before stores, each in the order in which they were queued. Several batches may be in
     flight. Only `drain` blocks. The pool, the cache and the program that copies are the caller's.
 
@@ -39,10 +39,10 @@ class OffloadEngine:
         batch = host_tier.next_batch()                        # for each step
         tokens, *state = step(batch, *state)                  # a jax.jit, with batch.start in it
         host_tier.issue(batch, tokens)
-        ended = host_tier.poll()                              # copies that are over
+        ended = host_tier.poll()                              # copies that have ended
 
     Steps must run on the device in the order of their batches, as the programs of one JAX client
-    do: then pages may be used after the waits for their batch, before its step is over.
+    do: then pages may be used after the waits for their batch, before its step has ended.
 
     Blocks whose store is complete are written to the tiers, and read back into host pages by
     `prefetch`, in threads of the tiers. The pool must then be donated to every store. A tier that
@@ -112,7 +112,7 @@ class OffloadEngine:
         return self.manager.lookup(keys, window)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Notes that a request uses these blocks: see `OffloadManager.touch`."""
+        """Records that a request uses these blocks: see `OffloadManager.touch`."""
         self.manager.touch(keys)
 
     def prefetch(self, keys: Sequence[bytes], window: int | None = None) -> OffloadPrefetch:
@@ -202,13 +202,13 @@ class OffloadEngine:
         return copy
 
     def next_batch(self, *, stores_first: bool = False) -> CopyBatch:
-        """The pages to copy beside the next step: loads if any are queued, otherwise stores.
+        """The pages to copy during the next step: loads if any are queued, otherwise stores.
 
         Its size is the smallest of the batch sizes that holds them; its kind is "none" if there are
         none. A load that fits into one batch is not split over two.
 
         Args:
-          stores_first: stores before loads, but in turns with them. For a full device cache: pages
+          stores_first: stores before loads, alternating with them. For a full device cache: pages
             of stores can be reused once they are issued.
 
         Raises:
@@ -265,7 +265,7 @@ class OffloadEngine:
         ]
 
     def _start(self, copy: OffloadCopy) -> bool:
-        """False, and the copy is over, if a block to load has been discarded."""
+        """False, and the copy has ended, if a block to load has been discarded."""
         try:
             self.manager.start(copy._spec)
         except StaleSpecError:
@@ -275,7 +275,7 @@ class OffloadEngine:
         return not copy.done
 
     def issue(self, batch: CopyBatch, result: jax.Array) -> None:
-        """Notes that the step with a batch has been dispatched.
+        """Records that the step with a batch has been dispatched.
 
         Args:
           batch: the result of `next_batch`, or of its `by`; one without pages is ignored.
@@ -292,7 +292,7 @@ class OffloadEngine:
             self._in_flight.append((taken, over))
 
     def abandon(self, batch: CopyBatch) -> None:
-        """Notes that the step with a batch was not dispatched, such as after an exception.
+        """Records that the step with a batch was not dispatched, e.g. after an exception.
 
         Its copies fail: blocks to be stored are not found, and pages to be loaded must not be used.
         `poll` returns them once all their pages have been in a batch.
@@ -318,7 +318,7 @@ class OffloadEngine:
         return taken
 
     def poll(self) -> list[OffloadCopy]:
-        """Ends the copies of steps that are over, and those of tiers; never blocks.
+        """Completes the copies of steps that have ended, and those of tiers; never blocks.
 
         Returns:
           The copies that are done since the last call, failed ones included.
@@ -364,7 +364,7 @@ class OffloadEngine:
         """Waits until the tiers have the stored blocks and have removed the discarded ones.
 
         Blocks; call it before a process ends, after the steps with its stores: queued ones are not
-        covered. The next `poll` returns the copies that are over.
+        covered. The next `poll` returns the ended copies.
 
         Args:
           timeout_s: limit of the wait, in seconds up to 1e9.

@@ -10,7 +10,7 @@ class BlockNotReadyError(OffloadError, LookupError):
 
 
 class StaleSpecError(OffloadError, RuntimeError):
-    """A spec that is not in flight, or a block of which has been discarded meanwhile.
+    """A spec that is not in flight, or one of whose blocks has been discarded.
 
     Raised by `start`, `complete` and `abort` of `OffloadManager`; the message has the reason.
     """

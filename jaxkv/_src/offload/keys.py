@@ -36,7 +36,7 @@ class BlockHasher:
     Args:
       block_size: tokens of a block.
       model: everything besides tokens and adapter that keys and values depend on: the weights with
-        their revision, the dtype of the cache, and what else of the engine's configuration.
+        their revision, the dtype of the cache, and other relevant engine configuration.
       adapter: name and revision of a LoRA adapter, or another salt, such as a tenant's.
 
     Raises:
@@ -131,7 +131,7 @@ class BlockGroup:
     stored nor found, and the same rule serves stores and lookups.
 
         full = jaxkv.offload.BlockGroup(0)
-        window = jaxkv.offload.BlockGroup(1, window=8)        # 128 tokens, of 16 in a block
+        window = jaxkv.offload.BlockGroup(1, window=8)        # 128 tokens, in blocks of 16
         state = jaxkv.offload.BlockGroup(2, window=1)         # Mamba: the last state
         draft = jaxkv.offload.BlockGroup(3, lookahead=1)      # EAGLE, MTP
 
@@ -181,7 +181,7 @@ def checked_keys(
     """Raises TypeError unless they are several objects of type `bytes`.
 
     Where order does not matter, they may be a set. It is sorted: its own order depends on the hash
-    seed of the process, and ranks must decide alike.
+    seed of the process, and ranks must make the same decisions.
     """
     wrong = (bytes, str, Set, Mapping) if ordered else (bytes, str)
     several = isinstance(keys, Iterable) and not isinstance(keys, wrong)

@@ -44,11 +44,11 @@ class OffloadManager:
         prepare_store          start              complete
             reserved   ->     writing     ->       ready        and found by `lookup`
 
-    `abort` ends a spec instead: before `start`, or after it once the copy is over. A page is in
-    use until then, never before, so no copy in flight reads or writes a page of another block.
+    `abort` ends a spec instead: before `start`, or once the copy has ended. The page stays in
+    use until then, so no copy in flight reads or writes a page of another block.
 
-    Decisions depend on the calls and their order alone, not on time, hashes or addresses: ranks
-    that make the same calls decide alike. Methods are not thread-safe, except `metrics`.
+    Decisions depend only on the calls and their order, not on time, hashes or addresses: ranks
+    that make the same calls make the same decisions. Methods are not thread-safe, except `metrics`.
 
         manager = jaxkv.offload.OffloadManager(pool.num_pages)
         found = manager.lookup(keys)
@@ -130,7 +130,7 @@ class OffloadManager:
         return self._blocks.generations[page]
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Notes that a request uses these blocks: once for each request, before its copies.
+        """Records that a request uses these blocks: once for each request, before its copies.
 
         Pass all blocks of the request from its head, in the host tier or not: eviction takes the
         tail of a request before its head, and `write="second_use"` counts uses here.
@@ -225,10 +225,10 @@ class OffloadManager:
         return spec
 
     def start(self, spec: LoadSpec | StoreSpec) -> None:
-        """Notes that the copy of a spec is issued.
+        """Records that the copy of a spec has been issued.
 
         Raises:
-          StaleSpecError: the spec is over, has been started, or is not of this manager; or a block
+          StaleSpecError: the spec has ended or started, or is not of this manager; or a block
             to load has been discarded: abort the spec.
         """
         copy = self._copy_of(spec, "start")
@@ -252,8 +252,8 @@ class OffloadManager:
         Raises:
           TypeError: `failed` is not an iterable of bytes objects.
           ValueError: a block of `failed` is not one of the spec.
-          StaleSpecError: the spec is over, has not been started, or is not of this manager; or a
-            loaded block has been discarded meanwhile: abort the spec, do not use the loaded blocks.
+          StaleSpecError: the spec has ended, has not been started, or is not of this manager; or a
+            loaded block has been discarded: abort the spec, do not use the loaded blocks.
         """
         copy = self._copy_of(spec, "complete")
         failed = checked_keys("complete", failed, "failed", ordered=False)
@@ -278,11 +278,11 @@ class OffloadManager:
     def abort(self, spec: LoadSpec | StoreSpec) -> None:
         """Ends a spec without its copy: blocks to store are forgotten, blocks to load unpinned.
 
-        The pages can be reused at once. Hence call it only if the copy was not issued or is over,
+        The pages can be reused immediately: call it only if the copy was not issued or has ended,
         successfully or not; wait for a copy in flight first.
 
         Raises:
-          StaleSpecError: the spec is over, or is not of this manager.
+          StaleSpecError: the spec has ended, or is not of this manager.
         """
         copy = self._copy_of(spec, "abort")
         del self._copies[spec.job_id]

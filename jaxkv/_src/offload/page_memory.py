@@ -67,7 +67,7 @@ class PoolMemory:
             self._runs[0][page, : len(self._mark)] = self._mark
 
     def unwritten(self, batch: CopyBatch) -> RuntimeError | None:
-        """The error of a step that is over, if pages of its stores still have their mark.
+        """The error of a step that has ended, if pages of its stores still have their mark.
 
         The step then wrote a copy of the pool, or rejected the pages. Pages with parts smaller than
         a mark have none.

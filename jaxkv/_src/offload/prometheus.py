@@ -63,7 +63,7 @@ _collectors: weakref.WeakKeyDictionary[Any, _Collector] = weakref.WeakKeyDiction
 def register_prometheus(
     manager: _HasMetrics, registry: Any = None, labels: Mapping[str, str] | None = None
 ) -> Any:
-    """Exports `manager.metrics()` by a Prometheus registry, which reads them at every scrape.
+    """Exports `manager.metrics()` to a Prometheus registry, which reads them at every scrape.
 
     Metric NAME is exported as `jaxkv:NAME`, a counter as `jaxkv:NAME_total`, as vLLM's are with
     `vllm:`. Needs prometheus_client: `pip install 'jaxkv[prometheus]'`.

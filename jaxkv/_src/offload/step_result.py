@@ -1,4 +1,4 @@
-"""Results of steps: whether a step is over, and whether it has failed."""
+"""Results of steps: whether a step has ended, and whether it has failed."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class OffloadPrefetch:
 
     Attributes:
       keys: the requested blocks.
-      done: whether there is nothing left to wait for, since all reads are over or
+      done: whether there is nothing left to wait for, since all reads have ended or
         `tier_timeout_s` has passed: `lookup` finds what has arrived.
     """
 
@@ -182,7 +182,7 @@ class TierCopies:
         self._removals.append(self._executor.submit(self._tier.remove, names))
 
     def poll(self) -> None:
-        """Ends copies that are over, and begins the reads of lookups that are answered."""
+        """Completes copies that have ended, and begins the reads of answered lookups."""
         for copy in [copy for copy in self._reads if copy.is_over()]:
             self._reads.remove(copy)
             self._manager.complete(copy.spec, failed=copy.failed())
@@ -224,7 +224,7 @@ class TierCopies:
     def _promote(self, prefetch: OffloadPrefetch, there: set[bytes]) -> None:
         """Reads what the longest prefix in host pages and the tier needs, as far as there is room.
 
-        A block that is being written, and is not in a host page, has been discarded meanwhile.
+        A block that is being written, and is not in a host page, has been discarded.
         """
         keys, state = prefetch.keys, self._manager.state
         there = there.difference(*(copy.spec.keys for copy in self._writes))

@@ -13,7 +13,7 @@ class WritePolicy(Protocol):
     """Selects the blocks to store."""
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Notes that a request uses these blocks, resident or not."""
+        """Records that a request uses these blocks, resident or not."""
 
     def wants(self, key: bytes, *, evicted: bool) -> bool:
         """Whether to store a block.

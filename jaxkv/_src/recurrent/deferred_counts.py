@@ -83,7 +83,7 @@ class DeferredCounts:
     def read(self, *, step: int, request_ids: npt.ArrayLike) -> np.ndarray:
         """The counts, int32[n]; blocks only while the step that produced them is running.
 
-        Under `forbid_host_sync` a host sync, even if the counts are ready.
+        Counts as a host sync under `forbid_host_sync`, even if the counts are ready.
 
         Args:
           step: expected step number.

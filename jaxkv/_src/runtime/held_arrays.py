@@ -1,10 +1,10 @@
 """Keeps small arrays in pinned host memory until the programs that use them have run.
 
-XLA's GPU client reuses the pinned host memory of a deleted array at once, though programs that read
-or write the array may have yet to run (docs/internals.md). A kernel would then read the ids of a
-later call, or counts would be written over ids. An array is therefore referenced here until nothing
-else refers to it and a program that was enqueued after that has run: the programs of a device run
-in order.
+XLA's GPU client immediately reuses the pinned host memory of a deleted array, though programs that
+read or write the array may have yet to run (docs/internals.md). A kernel would then read the ids of
+a later call, or counts would be written over ids. An array is therefore referenced here until
+nothing else refers to it and a program that was enqueued after that has run: the programs of a
+device run in order.
 """
 
 from __future__ import annotations

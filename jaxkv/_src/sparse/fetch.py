@@ -59,14 +59,14 @@ def fetch(
       state: the hot buffer; donate it to the surrounding jit.
       pool: `HostPool` of the state's cache, in any layout. Not written.
       topk_ids: int32[batch, ...], token positions of each request, such as [batch, k] or
-        [batch, heads, k]; -1 is padding. A position may occur several times. At most 4,096 of a
+        [batch, heads, k]; -1 is padding. A position may occur several times. At most 4,096 per
         request, and at most `slots`.
       layer: layer number, of the state and the pool.
       lengths: int32[batch], number of tokens of each request: positions are below it and below
         `max_length` of the state.
       block_table: int32[batch, num_columns], pages of the pool that have the tokens of each
         request, `page_size` in each.
-      num_sms: SMs of the copy.
+      num_sms: SMs that the copy uses.
 
     Returns:
       int32 of the shape of `topk_ids`, index of each token's row in `state.rows`, and the state.

@@ -57,8 +57,8 @@ class SparseState:
           spec: the cache, with one row for each token and layer, of a multiple of 16 bytes: a
             `KVCacheSpec` with `kind="mla"` and rows of `head_dim` elements, or an
             `ArrayCacheSpec` of one array `[num_pages, page_size, ...]` for each layer. A row of
-            several dtypes is bytes: 656 bytes of DeepSeek V3.2 (512 of fp8, 16 of scales, 128 of
-            bf16) are `head_dim=656, dtype="uint8"`.
+            several dtypes is declared as bytes: DeepSeek V3.2's 656 bytes (512 of fp8, 16 of
+            scales, 128 of bf16) are `head_dim=656, dtype="uint8"`.
           batch: requests of a step, at most 4,096.
           slots: rows per request and layer, at least the number of ids of a `fetch`, at most
             12,288.
@@ -148,7 +148,7 @@ def _rows_of_arrays(spec: ArrayCacheSpec) -> RowSpec:
 
 
 def release(state: SparseState, ended: ArrayLike) -> SparseState:
-    """Frees all rows of requests that ended; their places in the batch may be used again at once.
+    """Frees all rows of requests that ended; their places in the batch may be reused immediately.
 
         state = jaxkv.sparse.release(state, ended)
 

@@ -100,7 +100,7 @@ def load_pages(
       PageIndexError: outside jit, an id is out of range or a destination is a duplicate, if both
         lists are known on the host. Otherwise these entries are skipped and `check_errors` raises;
         on the CPU backend the jitted call fails instead, with this name in its text. "xla" counts
-        no errors. Ids of a call that copies nothing, such as of `layers=[]`, are not checked.
+        no errors. Ids of a call that copies nothing, such as with `layers=[]`, are not checked.
     """
     state = {"pool": pool, "cache": cache}
     ids = {"host_pages": host_pages, "device_pages": device_pages}
@@ -154,7 +154,7 @@ def swap_blocks(
     """Copies blocks between arrays: `dst[dst_ids[i]] = src[src_ids[i]]` in every leaf.
 
     The primitive below `load_pages` for engines with their own arrays, which may be in host or
-    device memory on either side. This is vLLM's swap_blocks.
+    device memory on either side. It corresponds to vLLM's swap_blocks.
 
         swap = jax.jit(jaxkv.swap_blocks, donate_argnames="dst")
         on_device = swap(on_host, on_device, host_blocks, device_blocks)

@@ -43,9 +43,9 @@ def start_load(
             x = attention(x, k, v)
         cache = loading.cache
 
-    Copies of one direction complete in the order in which they were started. To wait in another
-    program, return the handle from the program that starts it and pass it, donated, to the one
-    that waits; do not overwrite the pool before that wait. Within one program XLA orders both.
+    Copies of one direction with one implementation complete in the order of their starts. To wait
+    in another program, return the handle from the program that starts it and pass it, donated, to
+    the one that waits; do not overwrite the pool before that wait. XLA orders both in one program.
 
     If the arrays of a layer have several block sizes (pages and their scales), those of the size
     with the most bytes are copied in this way, and the others before the compute that follows.
@@ -62,7 +62,7 @@ def start_load(
         JAX, on any platform: not overlapped, complete at the start), or None for dispatch by the
         tuning table.
       timeout_s: limit of each wait in seconds, more than 0 and at most 1e9; static, like `layers`.
-        After a timeout the arrays may lack pages, and `check_errors` raises TransferError.
+        After a timeout the arrays may miss pages, and `check_errors` raises TransferError.
 
     Returns:
       A `LoadHandle`, or a dict of them; the host does not block.
@@ -100,7 +100,7 @@ def start_store(
             x, k, v = decode(x, k, v)
         pool = storing.pool
 
-    SGLang's HiCache stores on a CUDA stream of its own in this way.
+    SGLang's HiCache stores on a separate CUDA stream in this way.
 
     Args:
       pool, cache: as for `store_pages`; donate both, otherwise XLA copies them first.

@@ -39,7 +39,7 @@ class CopyHandle:
                 admit(host_pages)
 
         Outside jit only. It requires no wait and replaces none: JAX knows that the arrays are
-        complete only after `wait`. It may become True late: it also waits for all copies that this
+        complete only after `wait`. It may become True late: it also covers all copies that this
         process had started, on any device, by the first call of `done` after the start has run.
 
         Raises:

@@ -25,7 +25,7 @@ class ReturnedBuffers:
     """Donated arguments of a module, and the results that have their buffers.
 
     Args:
-      module: a lowered program. Its donated arguments are paired anew with the results that are
+      module: a lowered program. Its donated arguments are paired again with the results that are
         these arrays, as far as JAX has stated the pairs.
       aliases: of the module.
     """

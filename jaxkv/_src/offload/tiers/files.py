@@ -31,7 +31,7 @@ class FileTier(QueuedTier):
     and renamed. A file that is truncated, torn or changed is a miss and is removed. Files outlive
     the process, and several processes may share a directory. I/O bypasses the page cache (O_DIRECT)
     where the file system allows, without a copy if `block_bytes` and the addresses of the buffers
-    are multiples of 4 KiB. Nothing is synced: a power failure may lose blocks, never change them.
+    are multiples of 4 KiB. No file is synced: a power failure may lose blocks, never change them.
 
         tier = jaxkv.offload.FileTier("/var/cache/kv", block_bytes=1 << 20, capacity_bytes=1 << 40)
 

@@ -27,7 +27,7 @@ class MooncakeTier(QueuedTier):
     """Blocks in a Mooncake Store; a `Tier`.
 
     The store keeps blocks in memory that its clients lend, on any number of machines, so that
-    engines find the prefixes of one another. Its master runs apart:
+    engines find the prefixes of one another. Its master is a separate process:
 
         mooncake_master --enable_http_metadata_server=true
 
@@ -43,7 +43,7 @@ class MooncakeTier(QueuedTier):
     read. Blocks pass through registered memory of the tier: a transfer that has timed out may
     still write to its memory, which therefore is never a page of the caller.
 
-    While the master does not answer, copies are misses at once, except one attempt every 5 s; the
+    While the master does not answer, copies miss immediately, except one attempt every 5 s; the
     client reconnects by itself once it is back. A master that restarts has forgotten all blocks.
     `contains` waits at most 0.1 s for the master: blocks without an answer by then are misses.
 
@@ -103,7 +103,7 @@ class MooncakeTier(QueuedTier):
         return [answer == 1 for answer in answers] + [False] * (len(keys) - len(answers))
 
     def _ask(self, keys: Sequence[bytes], expires_at: float, answers: list[int]) -> None:
-        """Appends the answers of the master for the first keys, until the time is over."""
+        """Appends the answers of the master for the first keys, until the time limit."""
         for first in range(0, len(keys), _MAX_NAMES):
             if time.monotonic() < expires_at:
                 names = [self._object_name(key) for key in keys[first : first + _MAX_NAMES]]

@@ -42,16 +42,16 @@ class Copy:
 
 
 class QueuedTier(ABC):
-    """A tier whose copies run in threads of its own, reads before writes.
+    """A tier whose copies run in its own threads, reads before writes.
 
-    A request waits for its reads, and nobody for writes. Of each, `MAX_QUEUED` may wait; further
-    ones end at once as misses: a store that does not keep up must not accumulate host pages.
+    Requests wait for reads, but not for writes. Up to `MAX_QUEUED` of each may be queued; others
+    are misses immediately: a store that does not keep up must not accumulate host pages.
 
     Args:
       name: the kind of tier, for messages.
       block_bytes: size of every block.
       num_threads: number of threads.
-      max_batch: number of copies that a thread takes at once.
+      max_batch: number of copies that a thread takes together.
 
     Raises:
       ValueError: `num_threads` is not a positive integer.

@@ -16,7 +16,7 @@ class Tier(Protocol):
     as warnings of the logger "jaxkv.offload". Only wrong arguments, reads and writes after `close`,
     and a `remove` that fails raise.
 
-        written = tier.write(key, page)                       # returns at once
+        written = tier.write(key, page)                       # returns immediately
         assert written.result()                               # True: stored
         assert tier.contains([key]) == [True]
         assert tier.read(key, other_page).result()            # True: other_page has the block
@@ -37,7 +37,7 @@ class Tier(Protocol):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each block is probably there: `read` can still miss.
 
-        Takes microseconds a key for tiers with an index in memory, at most a stated time for
+        Takes microseconds per key for tiers with an index in memory, at most a stated time for
         others; after that time, and after `close`, all keys are misses.
 
         Raises:
