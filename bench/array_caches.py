@@ -3,8 +3,8 @@
 All caches have the bytes of one `KVCacheSpec` cache: 32 layers, 64 tokens per page, 8 heads of 128
 elements, bf16. The same number of pages is copied in each: fused K and V as in sglang-jax and
 tpu-inference, one stacked array each of K and V, 8-bit K and V with scales (as many bytes in all),
-two groups of layers (hybrid) and four. Every cache is verified before it is timed. Caches take
-turns in rounds.
+two groups of layers (hybrid) and four. Every cache is verified before it is timed. Caches alternate
+in rounds.
 """
 
 import functools

@@ -8,10 +8,10 @@ the host submits a descriptor per block. The call should return long before the 
 complete.
 
 Then `load_pages` of one page in 80 layers: host time per call, relative to the same program without
-the copy. The two take turns.
+the copy. The two alternate.
 
 Creating the ids of a call, a `HostIdPair` or two `HostIds`, is host time of a step, too. It is
-timed apart from calls.
+timed separately from calls.
 """
 
 import functools

@@ -8,7 +8,7 @@
   - NUMA: the share of sampled pages on the node of the device, read back from the kernel.
 
 `--restart` measures a warm restart instead: a process creates a shared pool of `--gib`, stores a
-pattern into all its pages, and is killed; the next one attaches the pool, loads all pages, and
+pattern into all its pages, and is killed; the next one attaches to the pool, loads all pages, and
 compares every byte. The pages are in /dev/shm, which must have room for them (mount option size).
 
 Pools above the available memory are not measured. No environment variable is set.

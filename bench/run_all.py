@@ -1,7 +1,7 @@
 """Runs benchmarks, each in a separate process: `python -m bench.run_all [--quick] [NAME...]`.
 
 Separate processes start with empty device memory, and a failure does not stop the others. On a
-machine with two GPUs the second run may be beside the first, in another order:
+machine with two GPUs the second run may be concurrent with the first, in another order:
 
     CUDA_VISIBLE_DEVICES=1 python -m bench.run_all --out second recurrent metadata ... &
 """

@@ -21,7 +21,7 @@ stores pages of at most COPY_TOKENS tokens, the prefix of one request; device_pu
   ttft        one request at a time: 8,192 tokens of an earlier request, which other requests have
               evicted from HBM, and 1,024 tokens
   latency     inter-token latency of running requests, while requests with evicted prefixes are
-              admitted beside them; each step loads a part of a prefix. All in HBM is the run
+              admitted; each step loads a part of a prefix. All in HBM is the run
               without loads, with the same requests
 """
 
@@ -153,11 +153,11 @@ class Size(NamedTuple):
     cached: int  # tokens
     new: int
     prefixes: int
-    running: int  # requests beside the loads, of `prompt` and `answer` tokens
+    running: int  # requests during the loads, of `prompt` and `answer` tokens
     prompt: int
     answer: int
     every: int  # steps between the admissions
-    copy_pages: int  # in one step, beside running requests
+    copy_pages: int  # in one step, with running requests
 
 
 FULL = Size(32, 8192, 1024, 8, 16, 1024, 512, 16, 32)
@@ -172,7 +172,7 @@ def ttft(flags: argparse.Namespace) -> list[Case]:
 
 
 def _ttft(flags: argparse.Namespace, part: str, size: Size) -> Case:
-    """HBM for one request with a prefix and a half, beside the running ones.
+    """HBM for one request with a prefix and a half, in addition to the running ones.
 
     Sizes are those of both parts, which share the programs without copies.
     """
@@ -184,7 +184,7 @@ def _ttft(flags: argparse.Namespace, part: str, size: Size) -> Case:
     )
     memory = Memory(everything, prefix * 3 // 2 + size.running * running, everything)
     label = f"{model}, {size.cached} tokens cached, {size.new} new"
-    # A prefix is loaded in one step, beside the computation of what follows it, unless others
+    # A prefix is loaded in one step, during the computation of what follows it, unless others
     # would wait for that step.
     copy_pages, wanted = -(-size.cached // size.page_size // 64) * 64, FIRST_TOKEN
     chosen: Sequence[str] = (JAXKV,) if flags.tiny and flags.quick else FIRST_TOKEN_SYSTEMS

@@ -1,14 +1,14 @@
 """The systems that the serving benchmarks compare: one engine, which moves pages differently.
 
 in HBM         HBM pages for the whole working set
-recompute      few HBM pages, no host tier; evicted pages are computed again
+recompute      few HBM pages, no host tier; evicted pages are recomputed
 device_put     offload as JAX engines do it today, in plain JAX (tpu-inference, sglang-jax; see
                bench.engines): a store gathers pages of all layers, then one
                `device_put` to pinned memory for each page; a load is one `device_put` for each
                page, one wait for all, and a scatter, all before the step
-copy engine    jaxkv beside the step, with one copy-engine descriptor for each block, as in vLLM's
+copy engine    jaxkv during the step, with one copy-engine descriptor for each block, as in vLLM's
                `swap_blocks_batch`: pages in descending order are not rows of one copy
-jaxkv          jaxkv beside the step, as the engine chooses: by copy engine where blocks are large,
+jaxkv          jaxkv during the step, as the engine chooses: copy engine where blocks are large,
                otherwise as the tuning table ranks
 host metadata  in HBM, with the metadata of each step in NumPy, one upload, and a wait for the
                tokens before the next step; the program still derives its metadata on the device, a

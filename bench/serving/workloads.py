@@ -217,7 +217,7 @@ def cached_prefixes(prefixes: int, cached: int, new: int, vocab: int, seed: int 
 
 @dataclass
 class BesideLoads:
-    """Running requests, beside which others with evicted prefixes are admitted.
+    """Running requests, during which others with evicted prefixes are admitted.
 
     Inter-token latencies are those of the running requests once all of them decode, so that no
     prefill of their own prompts is among them; all else is measured of the others.

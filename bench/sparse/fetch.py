@@ -178,7 +178,7 @@ def library() -> None:
 def read_back_seconds(case: Case) -> Figure:
     """Seconds of a fetch by cudaMemcpyBatchAsync: the ids are read back, misses are descriptors.
 
-    Without the time of a look-up on the host, which would be added.
+    Without the time of a lookup on the host, which would be added.
     """
     rows = case.cache.pool.data.reshape(-1, case.cache.row_bytes)
     hot = jnp.zeros((case.batch * case.slots, case.cache.row_bytes), jnp.uint8)

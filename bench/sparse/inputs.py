@@ -57,7 +57,7 @@ class Trace:
         self._ids = [jnp.zeros((batch, k), jnp.int32) for _ in range(calls)]
 
     def next(self) -> list[jax.Array]:
-        """The ids of the next steps, each int32[batch, k], in place of the previous ones.
+        """The ids of the next steps, each int32[batch, k], replacing the previous ones.
 
         At the same addresses, so that XLA replays a command buffer without an update.
         """

@@ -6,7 +6,7 @@ the transfers of `LRUHostKVPool`; its free list, locks and epochs stay as they a
     class HostPool(JaxkvTransfers, LRUHostKVPool):
         pass
 
-There each page is an array of its own, copied by a `device_put` of its own; here all pages are one
+There each page is a separate array, copied by a separate `device_put`; here all pages are one
 pool, and a batch of pages is one asynchronous copy of all layers. `stage_backup` starts the store,
 which overlaps the next step; `stage_load` starts the load, which overlaps the steps until
 `flush_load` waits for it on the device. The host never blocks.

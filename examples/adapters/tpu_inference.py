@@ -2,11 +2,11 @@
 
 vllm-project/tpu-inference, tpu_inference/offload/tpu_offload_connector.py and cpu_backend.py,
 commit b8692ff0. `TPUOffloadConnectorWorker` is called by vLLM's model runner: `start_load_kv`
-before a step, `start_save_kv` after it. There a chunk is an array in `LocalCPUBackend` and has a
-`device_put` of its own; here all chunks are pages of one pool for each shape of layer, and the
-chunks of all requests of a step are one asynchronous copy.
+before a step, `start_save_kv` after it. There a chunk is an array in `LocalCPUBackend` and has its
+own `device_put`; here all chunks are pages of one pool for each shape of layer, and the chunks of
+all requests of a step are one asynchronous copy.
 
-A save gathers blocks in HBM, so that the scheduler may reuse them at once, and its copy overlaps
+A save gathers blocks in HBM, so that the scheduler may reuse them immediately, and its copy overlaps
 the next step. A load writes the cache in place before the step, which takes complete caches. The
 host never blocks.
 """

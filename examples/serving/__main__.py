@@ -182,7 +182,7 @@ def load_model(args: argparse.Namespace, on_cpu: bool) -> tuple[Config, Params]:
 
 
 def name_weights(args: argparse.Namespace) -> str:
-    """Tells weights of the tier's blocks apart, also after files were replaced."""
+    """Identifies the weights of the tier's blocks, also after files were replaced."""
     if not args.model:
         return f"{args.preset} {args.seed}"
     directory = args.model.resolve()

@@ -122,7 +122,7 @@ class BlockManager:
         return {page for copy in failed for page in copy.device_pages}
 
     def _prefer_stores_for(self, num_pages: int, kept: set[int]) -> None:
-        """Stores go first if they hold the pages that are missing, beside those that are kept."""
+        """Stores go first if they hold the pages that are missing, in addition to those kept."""
         held = {page for copy in self._queued_stores for page in copy.device_pages} - kept
         self._stores_first |= num_pages <= sum(self._references[page] == 1 for page in held)
 

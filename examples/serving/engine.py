@@ -6,7 +6,7 @@ after it is dropped. Prompt chunks and single tokens of answers share a batch, u
 
 Scheduling is plain Python over integers, and the shapes of all programs are static, so nothing is
 compiled while serving. A page is in use until the step that reads or writes it was dispatched, not
-until it is over: the device runs steps in order.
+until it has ended: the device runs steps in order.
 """
 
 import gc

@@ -17,7 +17,7 @@ class Limits:
     batch: int  # maximum number of running requests
     token_budget: int  # tokens of a step with prompts
     pages_per_request: int  # pages of the longest sequence
-    copy_pages: int = 64  # pages loaded or stored beside one step
+    copy_pages: int = 64  # pages loaded or stored during one step
     token_buckets: tuple[int, ...] = ()  # smaller bounds of steps with fewer tokens
 
     def __post_init__(self) -> None:

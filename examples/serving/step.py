@@ -1,4 +1,4 @@
-"""The program of a step: copies of pages beside the model, then sampling.
+"""The program of a step: copies of pages during the model, then sampling.
 
 Compiled once for each `Program`, kind of copies, and bound of the batch.
 """
@@ -88,7 +88,7 @@ def jitted(inputs: Inputs) -> Any:
 def copy_implementation(
     pool: jaxkv.HostPool | None, cache: jaxkv.DeviceCache, block_bytes: int
 ) -> Any:
-    """Implementation of stores, and of loads beside prompts; None: as the tuning table ranks.
+    """Implementation of stores, and of loads during prompts; None: by the tuning table.
 
     Kernels take SMs from the step. The copy engine does not, but needs large blocks.
     """
