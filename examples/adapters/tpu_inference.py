@@ -6,9 +6,9 @@ before a step, `start_save_kv` after it. There a chunk is an array in `LocalCPUB
 own `device_put`; here all chunks are pages of one pool for each shape of layer, and the chunks of
 all requests of a step are one asynchronous copy.
 
-A save gathers blocks in HBM, so that the scheduler may reuse them immediately, and its copy overlaps
-the next step. A load writes the cache in place before the step, which takes complete caches. The
-host never blocks.
+A save gathers blocks in HBM, so that the scheduler may reuse them immediately, and its copy
+overlaps the next step. A load writes the cache in place before the step, which takes complete
+caches. The host never blocks.
 """
 
 import collections
