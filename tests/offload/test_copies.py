@@ -86,6 +86,18 @@ def test_batches_of_padding_compile_all_programs():
     assert step._cache_size() == compiled == 5
 
 
+@pytest.mark.parametrize("how", ["without its batch", "without donation"])
+def test_a_step_that_does_not_write_the_pool_is_an_error(how):
+    """Its blocks would be found, and their loads read the pages as they were."""
+    pool, cache = jaxkv.HostPool.create(SPEC, num_pages=6), random_cache()
+    engine = jaxkv.OffloadEngine(pool, batch_sizes=(4,))
+    store, batch = engine.store(KEYS, [1, 7, 4]), engine.next_batch()
+    copied = batch if how == "without donation" else engine.padding_batches()[0]
+    engine.issue(batch, jax.block_until_ready(jax.jit(_step)(pool, cache, copied)[2]))
+    assert_rejected(engine.poll, RuntimeError, "host pages [0, 1, 2]", "donate the pool")
+    assert engine.poll() == [store] and store.failed and engine.lookup(KEYS) == (0, 0)
+
+
 def test_without_a_pool_nothing_is_stored_or_copied():
     tier, cache = jaxkv.OffloadEngine(0), random_cache()
     store = tier.store(KEYS, [1, 2, 3])

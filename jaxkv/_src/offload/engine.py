@@ -13,7 +13,7 @@ from jaxkv._src.offload.device_pages import QueuedPages
 from jaxkv._src.offload.errors import StaleSpecError
 from jaxkv._src.offload.keys import checked_keys
 from jaxkv._src.offload.manager import OffloadManager
-from jaxkv._src.offload.page_memory import PoolMemory, num_pages_of
+from jaxkv._src.offload.page_memory import PoolMemory, checked_memory, num_pages_of
 from jaxkv._src.offload.specs import Event, Lookup
 from jaxkv._src.offload.step_result import StepResult, has_failed, is_over, step_result
 from jaxkv._src.offload.tier_copies import OffloadPrefetch, TierCopies, checked_prefetch
@@ -45,14 +45,15 @@ class OffloadEngine:
     do: then pages may be used after the waits for their batch, before its step has ended.
 
     Blocks whose store is complete are written to the tiers, and read back into host pages by
-    `prefetch`, in threads of the tiers. The pool must then be donated to every store. A tier that
-    fails or is slow costs hits, never a step.
+    `prefetch`, in threads of the tiers. A tier that fails or is slow costs hits, never a step.
+    Donate the pool to every step with stores: `poll` raises if one did not write its pages.
 
     Not thread-safe, except `metrics`. Follows vLLM's offloading connector, which builds its
     transfers in the scheduler in the same way; tiers are those of its tiering manager.
 
     Args:
-      pool: the host pool, or its number of pages if there are no tiers; with 0, nothing is stored.
+      pool: the host pool, whose memory the engine keeps allocated; or, if there are no tiers, its
+        number of pages: stores are then not checked. With 0, nothing is stored.
       batch_sizes: numbers of pages of a step, each a static shape. The largest limits a step.
       num_device_pages: pages of the device cache; larger ids are errors. None: ids are not checked.
       policy, write, events: see `OffloadManager`.
@@ -91,10 +92,9 @@ class OffloadEngine:
         self._stored_last = False  # by the previous batch
         self._in_flight: deque[tuple[CopyBatch, StepResult]] = deque()
         self._ended: list[OffloadCopy] = []  # to be returned by `poll`
-        self._memory: PoolMemory | None = None  # with tiers
+        self._memory = PoolMemory(pool) if tiers else checked_memory(pool)
         self._tiers: TierCopies | None = None
-        if tiers:
-            self._memory = PoolMemory(pool)
+        if tiers and self._memory:
             tier = one_tier("OffloadEngine", tiers)
             self._tiers = TierCopies(self.manager, tier, self._memory, tier_timeout_s)
 
@@ -324,8 +324,8 @@ class OffloadEngine:
           The copies that are done since the last call, failed ones included.
 
         Raises:
-          RuntimeError: the result of a step was donated or deleted before its copies ended; or,
-            with tiers, a step did not write the pages of a store, whose blocks are then not found.
+          RuntimeError: the result of a step was donated or deleted before its copies ended; or a
+            step did not write the pages of a store in the pool: its blocks are then not found.
         """
         while self._in_flight and is_over(self._in_flight[0][1]):
             batch, result = self._in_flight[0]

@@ -1,4 +1,4 @@
-"""The bytes of the pages of a host pool, for tiers."""
+"""The bytes of the pages of a host pool, for tiers and to check stores."""
 
 from __future__ import annotations
 
@@ -79,10 +79,17 @@ class PoolMemory:
         if not marked:
             return None
         return RuntimeError(
-            f"poll: a step did not store host pages {marked[:4]}, which tiers would save: donate "
-            "the pool to every step with stores, from that of the constructor on; if it was, see "
-            "check_errors for rejected pages"
+            f"poll: a step did not store host pages {marked[:4]}, whose blocks would be found: "
+            "start its batch, and donate the pool to every step with stores, from that of the "
+            "constructor on; if that was done, see check_errors for rejected pages"
         )
+
+
+def checked_memory(pool: HostPool | int) -> PoolMemory | None:
+    """The memory of a pool whose stores are checked: one with all pages in this process."""
+    if not isinstance(pool, HostPool) or not pool.data.is_fully_addressable:
+        return None
+    return None if getattr(pool.spec, "num_page_shards", 1) > 1 else PoolMemory(pool)
 
 
 def num_pages_of(pool: HostPool | int) -> int:
