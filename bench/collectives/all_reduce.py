@@ -27,8 +27,8 @@ its graphs without updating them, as PyTorch does.
 
 A target covers a range of sizes; its figure is the maximum ratio. The jaxkv figure is that of the
 tuning table's choice; the baseline is the best of PyTorch's methods and of psum's at each size,
-where measured. jaxkv times include the copy into symmetric memory, those on symmetric memory do
-not.
+where measured, and for pairs the best of psum's. jaxkv times include the copy into symmetric
+memory, those on symmetric memory do not.
 """
 
 import os
@@ -222,13 +222,17 @@ class Bench:
         }
 
     def best_peer(self, setting: str, metric: str, num_bytes: int) -> Figure | None:
-        """The least time of PyTorch and psum where measured; for pairs psum in the same setting."""
-        if metric == CHAINED_PAIR:
-            return self.time(setting, PSUM, metric, num_bytes)
-        of_torch = [*self.of_torch(metric, num_bytes).values()]
+        """The least time of PyTorch and psum where measured; for pairs of psum.
+
+        For pairs psum must be measured in the same setting, too.
+        """
         names = (PSUM, XLA_KERNELS_OFF, SYMMETRIC)
-        of_psum = [self.time(ONE_PROCESS, name, metric, num_bytes) for name in names]
-        return min(of_torch + [time for time in of_psum if time]) if of_torch else None
+        found = [self.time(ONE_PROCESS, name, metric, num_bytes) for name in names]
+        if metric == CHAINED_PAIR:
+            needed = [self.time(setting, PSUM, metric, num_bytes)]
+        else:
+            needed = [*self.of_torch(metric, num_bytes).values()]
+        return min(time for time in found + needed if time) if any(needed) else None
 
     def ratio(self, setting: str, metric: str, num_bytes: int) -> Figure | None:
         """Time of jaxkv relative to the best peer."""
@@ -256,7 +260,7 @@ class Bench:
                 ratio = self.highest(partial(self.ratio, setting, metric), band)
                 bound = None if pairs else self.highest(partial(self.bound, setting, metric), band)
                 name = f"{self.world} devices, {setting}, {band}: {metric}"
-                unit = "x psum" if pairs else "x best peer"
+                unit = "x best psum" if pairs else "x best peer"
                 self.results.target(name, ratio, "<=", band.wanted, unit, bound)
 
 

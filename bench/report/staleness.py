@@ -121,7 +121,7 @@ BENCHMARKS = {
     "small_batches": "bench/transfer.py",
     "sparse": "bench/sparse",
     "sparse_decode": "bench/sparse",
-    "tensor_parallel": "bench/collectives",
+    "tensor_parallel": "bench/collectives/tensor_parallel.py",
     "transfer": "bench/transfer.py",
     "warm_restart": "bench/host_pool.py",
 }

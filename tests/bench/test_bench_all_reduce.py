@@ -212,6 +212,18 @@ def test_target_is_the_maximum_ratio_of_a_range_to_the_best_baseline():
     assert found[f"2 devices, one process per device, {pairs}"] is None
 
 
+def test_pairs_are_compared_with_the_best_psum_where_it_is_measured():
+    times = all_sizes(ONE_PROCESS, CHOSEN, 3.0) | all_sizes(ONE_PROCESS, PSUM, 12.0)
+    times |= all_sizes(PROCESS_PER_DEVICE, CHOSEN, 3.0) | all_sizes(PROCESS_PER_DEVICE, PSUM, 9.0)
+    times |= all_sizes(TORCH, "torch NCCL", 1.0)
+    times[ONE_PROCESS, all_reduce.SYMMETRIC, 32 * KIB] = 6.0
+    bench = bench_with(times)
+    found, pairs = targets(bench), f"{all_reduce.PAIR_BAND}: {CHAINED_PAIR}"
+    for setting in (ONE_PROCESS, PROCESS_PER_DEVICE):
+        assert found[f"2 devices, {setting}, {pairs}"] == pytest.approx(0.5)
+    assert {target.unit for target in bench.results.targets} == {"x best peer", "x best psum"}
+
+
 @pytest.mark.parametrize("missing", [(ONE_PROCESS, CHOSEN), (TORCH, "torch NCCL")])
 def test_target_of_a_range_with_a_missing_size_is_not_measured(missing):
     times = all_sizes(ONE_PROCESS, CHOSEN, 3.0) | all_sizes(TORCH, "torch NCCL", 10.0)
