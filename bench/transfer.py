@@ -34,10 +34,10 @@ either form of ids, is compared with the better baseline.
 import contextlib
 import functools
 import gc
-import math
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench.harness import copy_baselines, peak_bandwidth, timing
@@ -66,7 +66,10 @@ LIMIT_SECONDS = 400  # after that only the main comparison is measured
 SAME_SMS = Method("kernel", DEVICE_IDS, 12)  # as many as Triton has
 SPEEDUPS = {KIB: 20, 4 * KIB: 4, 8 * KIB: 2, 16 * KIB: 2}  # over batch calls, loads
 OVER_TRITON = {KIB: 7.0, 4 * KIB: 2.0, 8 * KIB: 1.15}
-AS_FAST, WANTED_SHARE = 0.97, 0.9
+OVER, WANTED_SHARE = "speedup over the faster batch call", 0.9
+OVER_BATCH = {way: f"{way}: {OVER}, minimum over sizes and counts" for way in DIRECTIONS}
+LOWEST_TRITON = "speedup over Triton, minimum over sizes"
+LOWEST = {**dict.fromkeys(OVER_BATCH.values(), 0.97), LOWEST_TRITON: 1.0}
 FEW, FEW_BYTES, MOST_RATIO = (1, 4, 16, 64), 8192, 1.05  # blocks, their size, and the target
 FEW_BASELINES = (Method(BATCH), Method(LOOP))
 IN_STEP, ONE_CALL = "time per copy (in a step)", "latency (one call)"
@@ -220,13 +223,17 @@ class Cell:
             results.row(case, "of the fastest method", "x", share)
 
 
-def lowest_of(found: Sequence[Figure]) -> Figure | None:
-    """The lowest; two errors reach to the lowest end of all intervals that are known."""
-    if not found:
-        return None
-    lowest = min(map(float, found))
-    ends = [float(figure) - 2 * figure.error for figure in found if not math.isnan(figure.error)]
-    return Figure(lowest, (lowest - min(lowest, *ends)) / 2 if ends else math.nan)
+def at_least(ratios: Sequence[float]) -> Figure:
+    """The median; two errors reach to the lower end of its interval, the upper one is ignored."""
+    middle = statistics.median(ratios)
+    return timing.median([min(one, middle) for one in ratios])
+
+
+def lowest_of(found: Mapping[str, Figure]) -> tuple[str, Figure]:
+    """The cell whose interval has the lowest end, at least 0, and the lowest with that end."""
+    ends = {cell: max(0.0, ratio - 2 * ratio.error) for cell, ratio in found.items()}
+    cell, lowest = min(ends, key=ends.__getitem__), min(found.values())
+    return cell, Figure(lowest, (lowest - ends[cell]) / 2)
 
 
 class Bench:
@@ -236,10 +243,10 @@ class Bench:
         self.results, self.grid, self.triton = results, grid, triton
         self.failed: list[str] = []
         self.start = time.perf_counter()
-        self.speedups: dict[str, list[Figure]] = {direction: [] for direction in DIRECTIONS}
-        self.over_triton: list[Figure] = []
-        # Targets relative to the peak, called at the end with the highest of each direction.
-        self.of_peak: list[tuple[str, Callable[[float], None]]] = []
+        self.ratios: dict[str, dict[str, Figure]] = {name: {} for name in LOWEST}  # by cell
+        # Targets relative to the peak, which is known at the end: name, figure, limit, and the
+        # GB/s of the baseline if the figure is a speedup.
+        self.of_peak: list[tuple[str, str, Figure, float, float | None]] = []
 
     def run(self, pools: Pools) -> None:
         for block_bytes in self.grid.blocks:
@@ -249,13 +256,8 @@ class Bench:
                     self.cell(Cell(made, direction, count))
             del made
             gc.collect()  # the next arrays need its memory
-        for direction, judge in self.of_peak:
-            judge(peak_bandwidth.contiguous_copy(direction, self.grid.peak_bytes)[1])
-        for direction, found in self.speedups.items():
-            name = f"{direction}: speedup over the faster batch call, minimum over sizes and counts"
-            self.results.target(name, lowest_of(found), ">=", AS_FAST, "x")
-        lowest = lowest_of(self.over_triton)
-        self.results.target("speedup over Triton, minimum over sizes", lowest, ">=", 1, "x")
+        peak_bytes = self.grid.peak_bytes
+        self.judge({d: peak_bandwidth.contiguous_copy(d, peak_bytes)[1] for d in DIRECTIONS})
         print(*self.failed, sep="\n")
         self.results.check("failed programs", len(self.failed), "==", 0, "programs")
 
@@ -279,36 +281,36 @@ class Bench:
         own, baseline, size = cell.slower_choice(), cell.baseline(), cell.made.block_bytes
         if own is None:
             return
+        add = self.of_peak.append
         if many and size >= KIB:
-            self.share(cell.direction, f"{cell.name}: as chosen", cell.rate(own))
+            add((cell.direction, f"{cell.name}: as chosen", cell.rate(own), WANTED_SHARE, None))
         loads = many and cell.direction == "load"
         if baseline is not None:
-            speedup = cell.samples.ratio(baseline, own)
-            self.speedups[cell.direction].append(speedup)
+            pairs = zip(cell.samples[baseline], cell.samples[own], strict=True)
+            self.ratios[OVER_BATCH[cell.direction]][cell.name] = at_least([a / b for a, b in pairs])
             if loads and size in SPEEDUPS:
-                name = f"{cell.name}: speedup over the faster batch call"
-                self.speedup(name, speedup, SPEEDUPS[size], cell.rate(baseline))
+                name, speedup = f"{cell.name}: {OVER}", cell.samples.ratio(baseline, own)
+                add(("load", name, speedup, SPEEDUPS[size], cell.rate(baseline)))
         if triton and SAME_SMS in cell.samples:
             seconds = timing.median(triton)
             speedup = seconds / cell.samples.median(SAME_SMS)
-            self.over_triton.append(speedup)
+            self.ratios[LOWEST_TRITON][cell.name] = speedup
             if loads and size in OVER_TRITON:
                 name = f"{cell.name}: speedup over Triton, {SAME_SMS.num_sms} SMs each"
-                self.speedup(name, speedup, OVER_TRITON[size], cell.nbytes / seconds / 1e9)
+                add(("load", name, speedup, OVER_TRITON[size], cell.nbytes / seconds / 1e9))
 
-    def share(self, direction: str, name: str, rate: Figure) -> None:
-        def judge(peak: float) -> None:
-            self.results.target(name, rate / peak, ">=", WANTED_SHARE, "of peak")
-
-        self.of_peak.append((direction, judge))
-
-    def speedup(self, name: str, speedup: Figure, want: float, baseline: float) -> None:
-        """Target for the speedup of a load over a baseline of `baseline` GB/s."""
-
-        def judge(peak: float) -> None:
-            self.results.target(name, speedup, ">=", want, "x", peak / baseline)
-
-        self.of_peak.append(("load", judge))
+    def judge(self, peaks: Mapping[str, float]) -> None:
+        """Targets that depend on the peaks by direction, or on all cells."""
+        for direction, name, figure, want, baseline in self.of_peak:
+            if baseline is None:
+                self.results.target(name, figure / peaks[direction], ">=", want, "of peak")
+            else:
+                self.results.target(name, figure, ">=", want, "x", peaks[direction] / baseline)
+        for name, found in self.ratios.items():
+            cell, lowest = lowest_of(found) if found else (None, None)
+            self.results.target(name, lowest, ">=", LOWEST[name], "x")
+            if cell is not None:
+                self.results.row(f"{name}: lowest end in {cell}", "speedup", "x", found[cell])
 
 
 def measure_bandwidth(results: Results, flags: Flags) -> None:

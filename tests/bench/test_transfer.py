@@ -1,6 +1,5 @@
 """The benchmarks of block copies: verification, choices, and targets from samples."""
 
-import math
 from unittest import mock
 
 import jax
@@ -116,8 +115,7 @@ def targets_of(cell, triton=None, many=True):
     grid = transfer.FULL
     bench = transfer.Bench(Results("transfer"), grid, {})
     bench.targets(cell, many=many, triton=triton)
-    for _, judge in bench.of_peak:
-        judge(50.0)
+    bench.judge(dict.fromkeys(blocks.DIRECTIONS, 50.0))
     return bench, {target.name.partition(": ")[2]: target for target in bench.results.targets}
 
 
@@ -139,41 +137,57 @@ def test_targets_are_of_the_slower_choice_over_the_faster_batch_call():
     assert speedup.bound == pytest.approx(50.0 / (rate / 10e-3))
     peak = found["as chosen"]
     assert peak.got == pytest.approx(rate / 5e-3 / 50)
-    assert bench.speedups["load"] == [2.0]
+    assert bench.ratios[transfer.OVER_BATCH["load"]] == {"load, 16 KiB x 10000": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("figures", "lowest", "error"),
+    ("figures", "cell", "lowest", "error"),
     [
-        ([(1.0, 0.01), (1.1, 0.2)], 1.0, 0.15),
-        ([(1.0, math.nan), (0.9, math.nan)], 0.9, math.nan),
-        ([(0.9, math.nan), (1.0, 0.01), (1.1, 0.2)], 0.9, 0.1),
-        ([(0.9, math.nan), (1.0, 0.01)], 0.9, 0.0),
+        ([(1.0, 0.01), (1.1, 0.2)], "1", 1.0, 0.15),
+        ([(0.9, 0.0), (1.0, 0.01), (1.1, 0.2)], "2", 0.9, 0.1),
+        ([(0.9, 0.0), (1.0, 0.01)], "0", 0.9, 0.0),
+        ([(1.0, 0.01), (0.9, 0.6)], "1", 0.9, 0.45),  # to 0, as no speedup is negative
     ],
 )
-def test_lowest_speedup_reaches_to_the_lowest_end_of_all(figures, lowest, error):
-    found = transfer.lowest_of([timing.Figure(*figure) for figure in figures])
-    assert found is not None
-    assert (found, found.error) == pytest.approx((lowest, error), nan_ok=True)
+def test_lowest_speedup_reaches_to_the_lowest_end_of_all(figures, cell, lowest, error):
+    by_cell = {str(i): timing.Figure(*figure) for i, figure in enumerate(figures)}
+    name, found = transfer.lowest_of(by_cell)
+    assert name == cell and (found, found.error) == pytest.approx((lowest, error))
 
 
-def test_no_speedup_has_no_lowest():
-    assert transfer.lowest_of([]) is None
+def test_error_of_a_lowest_speedup_is_that_of_its_lower_end():
+    ratios = [0.95, 0.96, 0.97, 0.98, 1.0, 4.0, 5.0, 6.0, 7.0]
+    found = transfer.at_least(ratios)
+    assert (found, found - 2 * found.error) == pytest.approx((1.0, 0.96))
+    assert timing.median(ratios).error == pytest.approx(2.5)
+
+
+def test_target_of_the_lowest_speedup_has_a_row_that_names_its_cell():
+    bench = transfer.Bench(Results("transfer"), transfer.FULL, {})
+    cells = {"1 KiB": timing.Figure(0.9, 0.0), "4 KiB": timing.Figure(1.0, 0.2)}
+    bench.ratios[transfer.LOWEST_TRITON] = cells
+    bench.judge({})
+    (row,) = bench.results.rows
+    assert row.case.endswith("lowest end in 4 KiB") and (row.value, row.error) == (1.0, 0.2)
+    assert [target.got for target in bench.results.targets] == [None, None, 0.9]
 
 
 def test_baseline_of_few_blocks_is_called_in_jax():
     samples = {
         KERNEL: [4e-6] * 3, BATCH: [1e-6] * 3, Method(BATCH): [8e-6] * 3, ON_HOST: [2e-6] * 3,
     }  # fmt: skip
-    bench, found = targets_of(cell_with(samples, [KERNEL, ON_HOST], count=64), many=False)
-    assert bench.speedups["load"] == [2.0] and not found
+    bench, _ = targets_of(cell_with(samples, [KERNEL, ON_HOST], count=64), many=False)
+    assert bench.ratios[transfer.OVER_BATCH["load"]] == {"load, 16 KiB x 64": 2.0}
+    assert {target.got for target in bench.results.targets} == {2.0, None}
 
 
 def test_triton_is_compared_on_equal_sms():
     samples = {KERNEL: [1e-3] * 3, transfer.SAME_SMS: [4e-3] * 3}
     bench, found = targets_of(cell_with(samples, [KERNEL], size=8 * KIB), triton=[6e-3] * 3)
     assert found["speedup over Triton, 12 SMs each"].got == pytest.approx(1.5)
-    assert [float(speedup) for speedup in bench.over_triton] == [pytest.approx(1.5)]
+    assert [float(one) for one in bench.ratios[transfer.LOWEST_TRITON].values()] == [
+        pytest.approx(1.5)
+    ]
 
 
 def test_small_batches_compare_each_choice_with_the_better_baseline(monkeypatch, pools):
