@@ -229,6 +229,21 @@ def test_pages_case_with_a_load_that_copies_nothing_raises(monkeypatch):
         case.verify(Method("host", HOST_IDS))
 
 
+def test_bound_of_the_submission_is_the_program_without_the_copy():
+    seconds = {pages.NO_COPY: 0.4e-3, CHOICES[0]: 0.5e-3, CHOICES[1]: 0.6e-3}
+    timed = {
+        method: timestamps.Timed(*map(Figure, (1.0, returns, 1.0, 1e-5, 1e-3)))
+        for method, returns in seconds.items()
+    }
+    what = pages.size_of(pages.parse(["--quick"]))
+    found = Results("pages")
+    case = SimpleNamespace(what=what, times=lambda *_, **__: dict(timed))
+    pages.one_layer(found, case, CHOICES)  # type: ignore[arg-type]
+    bounds = {target.name.rpartition(": ")[2]: target.bound for target in found.targets}
+    assert bounds.keys() == pages.MOST_MS.keys()
+    assert bounds.pop("submission") == pytest.approx(0.4) and {*bounds.values()} == {None}
+
+
 @pytest.mark.cpu_only
 def test_unsupported_method_is_left_out_and_keeps_pool_and_cache(monkeypatch):
     real = jaxkv.store_pages
