@@ -42,7 +42,6 @@ ACCEPTED = (1, 2, 2, 3, 3, 3, 4, 4, 4, 4)  # uniform choice
 QUERY = 1 + DRAFTS
 COLUMNS = 3 + DRAFTS  # an unused one, two for the context, and those for drafts
 CALIBRATION_BATCH, HOST_SHARE = 16, 0.5
-WANTED = 0.87
 SKIP_RATE = "steps in which no state needs to be saved, by the predicate"
 AS_FAST = 1.02  # of methods that run the same programs in most steps
 MIN_ROUNDS, SECONDS = 15, 15.0
@@ -361,14 +360,13 @@ def measure_steps(results: Results, *, quick: bool) -> None:
                 seconds, of_method = samples.median(method), f"{name}: {method}"
                 results.row(of_method, "time per step", "ms", seconds * 1e3, gpu_work)
                 results.row(of_method, "token throughput", "tokens/s", tokens / seconds)
-            record_targets(results, name, batch, samples)
+            record_ratios(results, name, samples)
             del case
 
 
-def record_targets(results: Results, name: str, batch: int, samples: timing.Samples[str]) -> None:
-    if batch == CALIBRATION_BATCH:
-        got = samples.ratio(COMBINED, BLOCKING)
-        results.target(f"{name}: time per step, combined vs. blocking", got, "<=", WANTED, "x")
+def record_ratios(results: Results, name: str, samples: timing.Samples[str]) -> None:
+    got = samples.ratio(COMBINED, BLOCKING)
+    results.row(f"{name}: time per step", "combined vs. blocking", "x", got)
     faster = min(PREDICATE, FUSED, key=samples.median)
     got = samples.ratio(COMBINED, faster)
     case = f"{name}: time per step, combined vs. the faster alternative"
