@@ -89,6 +89,8 @@ def test_all_bytes_are_right_after_a_restart():
     host_pool.measure_restart(results, gib=1, quick=True)
     (check,) = results.checks
     assert check.met and check.got == 0
+    restarts = [row for row in results.rows if row.metric.startswith("attach")]
+    assert len(restarts) == 2 and all(row.error for row in restarts)
 
 
 def test_wrong_bytes_are_found():
